@@ -1,0 +1,80 @@
+"""Which slots already hold the keys and values of a text's beginning. Blocks of 16 tokens in a tree.
+
+A block is found by its parent and its very tokens, not by a hash of them, so two texts can never be taken for
+one another; each owner has a root of its own, so nobody's text speeds up, or is found out by, anybody else's.
+The index holds one reference to the slots of its blocks and gives up the least recently used when asked.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from outrider.cache.pool import SlotPool, Slots
+
+BLOCK = 16
+
+Key = tuple[int | str, tuple[int, ...]]  # parent's number (or the owner, at the root) and the block's tokens
+
+
+@dataclass(slots=True)
+class Node:
+    number: int
+    slots: Slots
+
+
+class PrefixIndex:
+    def __init__(self, pool: SlotPool) -> None:
+        self.pool = pool
+        self.nodes: OrderedDict[Key, Node] = OrderedDict()  # least recently used first
+        self._made = 0
+
+    def match(self, tokens: Sequence[int], owner: str) -> Slots:
+        """Slots of the longest known beginning of `tokens`, whole blocks. The caller must share them."""
+        keys = self._walk(tokens, owner)
+        self._touch(keys)
+        found = [self.nodes[key].slots for key in keys]
+        return np.concatenate(found) if found else np.empty(0, np.int32)
+
+    def insert(self, tokens: Sequence[int], slots: Slots, owner: str) -> None:
+        """Remember that `slots[i]` holds token i of this text. Blocks already known are left as they are."""
+        keys = self._walk(tokens, owner)
+        parent: int | str = self.nodes[keys[-1]].number if keys else owner
+        for start in range(len(keys) * BLOCK, len(tokens) - BLOCK + 1, BLOCK):
+            key = (parent, tuple(tokens[start : start + BLOCK]))
+            self._made += 1
+            node = Node(self._made, slots[start : start + BLOCK].copy())
+            self.pool.share(node.slots)
+            self.nodes[key] = node
+            keys.append(key)
+            parent = node.number
+        self._touch(keys)
+
+    def evict(self, wanted: int) -> None:
+        """Give blocks up, oldest first, until `wanted` slots are free or nothing is left to give."""
+        while self.pool.free < wanted and self.nodes:
+            _, node = self.nodes.popitem(last=False)
+            self.pool.drop(node.slots)
+
+    def clear(self) -> None:
+        self.evict(self.pool.total + 1)
+
+    def _walk(self, tokens: Sequence[int], owner: str) -> list[Key]:
+        keys: list[Key] = []
+        parent: int | str = owner
+        for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
+            key = (parent, tuple(tokens[start : start + BLOCK]))
+            node = self.nodes.get(key)
+            if node is None:
+                break
+            keys.append(key)
+            parent = node.number
+        return keys
+
+    def _touch(self, keys: list[Key]) -> None:
+        """Leaves first, so a parent is always younger than its children and the oldest is always a leaf."""
+        for key in reversed(keys):
+            self.nodes.move_to_end(key)

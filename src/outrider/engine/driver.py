@@ -1,0 +1,106 @@
+"""Gives the engine a thread of its own: requests go in from anywhere, events come out to whoever asked.
+
+One thread does all steps, so the kernels keep one pool of workers and no lock is held while the target runs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from outrider.engine.engine import Engine
+from outrider.errors import OutriderError
+from outrider.types import Event, Request, Sequence
+
+Listener = Callable[[Event | BaseException], None]
+
+
+class Driver:
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._orders: deque[Callable[[], None]] = deque()  # run by the engine's thread between steps
+        self._listeners: dict[str, Listener] = {}
+        self._wake = threading.Condition()
+        self._closed = False
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="outrider-engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, request: Request, listener: Listener) -> list[Sequence]:
+        """Start a request; its events go to `listener`, on the engine's thread. Raises if it is refused."""
+        answer: list[list[Sequence]] = []
+        refusal: list[BaseException] = []
+        taken = threading.Event()
+
+        def order() -> None:
+            try:
+                answer.append(self.engine.add(request))
+                self._listeners[request.id] = listener
+            except BaseException as error:
+                refusal.append(error)
+            finally:
+                taken.set()
+
+        self._give(order)
+        while not taken.wait(0.5):
+            self._raise_if_dead()
+        if refusal:
+            raise refusal[0]
+        return answer[0]
+
+    def abort(self, request_id: str) -> None:
+        """End a request before the next step; its listener hears an `abort` event for each choice."""
+        self._give(lambda: self._deliver(self.engine.abort(request_id)))
+
+    def close(self) -> None:
+        """Stop after the step in hand. Requests still running are aborted."""
+        with self._wake:
+            self._closed = True
+            self._wake.notify()
+        self._thread.join()
+
+    def _give(self, order: Callable[[], None]) -> None:
+        self._raise_if_dead()
+        with self._wake:
+            self._orders.append(order)
+            self._wake.notify()
+
+    def _raise_if_dead(self) -> None:
+        if self._failure is not None:
+            raise OutriderError(f"the engine stopped: {self._failure!r}") from self._failure
+        if self._closed:
+            raise OutriderError("the engine is closed")
+
+    def _run(self) -> None:
+        try:
+            while self._obey():
+                self._deliver(self.engine.step())
+        except BaseException as error:
+            self._failure = error
+            for listener in list(self._listeners.values()):
+                listener(error)
+            raise
+
+    def _obey(self) -> bool:
+        """Carry out what was asked since the last step; sleep while there is nothing to do. False: time to go."""
+        while True:
+            with self._wake:
+                while not (self._orders or self._closed) and self.engine.idle:
+                    self._wake.wait()
+                orders, self._orders = self._orders, deque()
+            for order in orders:
+                order()
+            if self._closed:
+                for request_id in list(self._listeners):
+                    self._deliver(self.engine.abort(request_id))
+                return False
+            if not self.engine.idle:
+                return True
+
+    def _deliver(self, events: list[Event]) -> None:
+        for event in events:
+            self._listeners[event.request_id](event)
+        for event in events:
+            if event.finish_reason and event.request_id not in self.engine.live:
+                self._listeners.pop(event.request_id, None)

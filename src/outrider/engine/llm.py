@@ -1,0 +1,262 @@
+"""The front door in Python: `LLM(model).generate(...)`, `.chat(...)`, `.stream(...)`, `.abort(...)`."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import queue
+import secrets
+from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outrider.engine.driver import Driver
+from outrider.engine.engine import Engine
+from outrider.errors import InvalidRequest, OutriderError
+from outrider.load.checkpoint import Checkpoint, check_shapes, open_checkpoint
+from outrider.load.find import find
+from outrider.load.template import ChatTemplate
+from outrider.model.decoder import Decoder, Model, make_kernels
+from outrider.settings import Settings, cache_folder
+from outrider.types import MAX_NODES, Event, FinishReason, Request, SamplingParams, Sequence, TokenLogprob
+
+Prompt = str | Seq[int]
+Message = Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class Stats:
+    """What a choice cost: `tokens_per_step` is what speculation bought, 1.0 without it."""
+
+    steps: int
+    drafted: int
+    accepted: int
+    origins: list[str]
+
+    @property
+    def tokens_per_step(self) -> float:
+        return len(self.origins) / self.steps if self.steps else 0.0
+
+
+@dataclass(slots=True)
+class Choice:
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    logprobs: list[TokenLogprob] | None
+    seed: int
+    stats: Stats
+
+
+@dataclass(slots=True)
+class Output:
+    """The answer to one prompt. Its own fields are those of the first choice."""
+
+    prompt_ids: list[int]
+    cached_tokens: int  # of the prompt, found in the cache
+    choices: list[Choice] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return self.choices[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.choices[0].token_ids
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        return self.choices[0].finish_reason
+
+    @property
+    def logprobs(self) -> list[TokenLogprob] | None:
+        return self.choices[0].logprobs
+
+    @property
+    def seed(self) -> int:
+        return self.choices[0].seed
+
+    @property
+    def stats(self) -> Stats:
+        return self.choices[0].stats
+
+
+class LLM:
+    """A model and its engine. `model` is a folder, a .gguf file, an alias or a hub id; options are Settings'."""
+
+    def __init__(self, model: str | Path = "smollm2-135m", settings: Settings | None = None, **options: Any) -> None:
+        if settings is not None and options:
+            raise InvalidRequest("give settings or single options, not both", "settings")
+        self.settings = settings or Settings.of(options)
+        torch.set_num_threads(self.settings.threads)
+        self.checkpoint = open_checkpoint(find(str(model), cache_folder()))
+        self.tokenizer = self.checkpoint.tokenizer
+        self.template = _template(self.checkpoint)
+        self.model = load_model(self.checkpoint, self.settings)
+        self.engine = Engine(self.model, self.settings, self.tokenizer.text_stream)
+        self.driver = Driver(self.engine)
+        self._numbers = itertools.count()
+
+    def generate(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        params: SamplingParams | Seq[SamplingParams] | None = None,
+        **options: Any,
+    ) -> list[Output]:
+        """Answer one prompt or many together; parameters are one for all or one each, or given by name."""
+        return self._collect([self._prompt_ids(p) for p in _as_list(prompts)], _params(params, options))
+
+    def chat(
+        self,
+        messages: Seq[Message] | Seq[Seq[Message]],
+        params: SamplingParams | Seq[SamplingParams] | None = None,
+        **options: Any,
+    ) -> list[Output]:
+        """Answer one conversation or many, through the model's own chat template."""
+        many = messages if messages and not isinstance(messages[0], Mapping) else [messages]
+        return self._collect([self.chat_ids(m) for m in many], _params(params, options))  # type: ignore[arg-type]
+
+    async def stream(
+        self, prompt: Prompt | Seq[Message], params: SamplingParams | None = None, **options: Any
+    ) -> AsyncIterator[Event]:
+        """Events as they come, for a prompt or a conversation. Leaving the loop aborts the request."""
+        is_chat = not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], Mapping)
+        ids = self.chat_ids(prompt) if is_chat else self._prompt_ids(prompt)  # type: ignore[arg-type]
+        one = _params(params, options)
+        loop = asyncio.get_running_loop()
+        heard: asyncio.Queue[Event | BaseException] = asyncio.Queue()
+
+        def listen(event: Event | BaseException) -> None:
+            loop.call_soon_threadsafe(heard.put_nowait, event)
+
+        request = self.request(ids, one if isinstance(one, SamplingParams) else one[0])
+        await asyncio.to_thread(self.driver.submit, request, listen)
+        left = request.params.n
+        try:
+            while left:
+                event = await heard.get()
+                if isinstance(event, BaseException):
+                    raise OutriderError("the engine stopped") from event
+                left -= event.finish_reason is not None
+                yield event
+        finally:
+            if left:
+                self.driver.abort(request.id)
+
+    def abort(self, request_id: str) -> None:
+        """End a running request; what it has written so far is delivered with finish_reason 'abort'."""
+        self.driver.abort(request_id)
+
+    def close(self) -> None:
+        self.driver.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def chat_ids(self, messages: Seq[Message]) -> list[int]:
+        if self.template is None:
+            raise InvalidRequest("this model has no chat template; use generate with a plain prompt", "messages")
+        text = self.template.render([dict(m) for m in messages])
+        return self.tokenizer.encode(text, special=False, parse_special=True)
+
+    def request(self, prompt_ids: Seq[int], params: SamplingParams) -> Request:
+        """Settle everything a request leaves open: its id, its seed, its end ids, its bad words as tokens."""
+        ends = () if params.ignore_eos else self.model.config.eos_ids
+        words = (form for word in params.bad_words for form in (word, f" {word}"))
+        return Request(
+            id=f"r{next(self._numbers)}",
+            prompt_ids=tuple(prompt_ids),
+            params=params,
+            seed=secrets.randbits(63) if params.seed is None else params.seed,
+            bad_word_ids=tuple({tuple(self.tokenizer.encode(form, special=False)) for form in words}),
+            stop_ids=frozenset((*ends, *params.stop_token_ids)),
+        )
+
+    def _prompt_ids(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        if not all(type(token) is int for token in prompt):
+            raise InvalidRequest("a prompt is a string or a list of token ids", "prompt")
+        return list(prompt)
+
+    def _collect(self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]) -> list[Output]:
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+        if len(each) != len(prompts):
+            raise InvalidRequest(f"{len(prompts)} prompts but {len(each)} sets of parameters", "params")
+        heard: queue.SimpleQueue[Event | BaseException] = queue.SimpleQueue()
+        running: dict[str, tuple[Request, list[Sequence]]] = {}
+        texts: dict[tuple[str, int], list[str]] = {}
+        try:
+            for ids, one in zip(prompts, each, strict=True):
+                request = self.request(ids, one)
+                running[request.id] = request, self.driver.submit(request, heard.put)
+            left = sum(p.n for p in each)
+            while left:
+                event = heard.get()
+                if isinstance(event, BaseException):
+                    raise OutriderError("the engine stopped") from event
+                texts.setdefault((event.request_id, event.choice), []).append(event.text)
+                left -= event.finish_reason is not None
+        except BaseException:
+            for request_id in running:
+                self.driver.abort(request_id)
+            raise
+        return [_output(request, choices, texts) for request, choices in running.values()]
+
+
+def load_model(checkpoint: Checkpoint, settings: Settings) -> Model:
+    """The decoder for the families it knows; any other causal model through transformers."""
+    config = checkpoint.config
+    if config is None:
+        from outrider.model.hf import load_hf  # transformers is an extra and slow to import
+
+        return load_hf(checkpoint, settings.threads, cache_folder() / "kernels", settings.kernels)
+    check_shapes(checkpoint)
+    positions = (settings.context or config.context) + MAX_NODES + 1
+    kernels = make_kernels(config, positions, settings.threads, cache_folder() / "kernels", settings.kernels)
+    return Decoder(config, checkpoint.tensor, kernels)
+
+
+def _template(checkpoint: Checkpoint) -> ChatTemplate | None:
+    tokenizer = checkpoint.tokenizer
+    if checkpoint.chat_template is None:
+        return None
+    bos = "" if tokenizer.bos_id is None else tokenizer.token_string(tokenizer.bos_id)
+    eos = tokenizer.token_string(tokenizer.eos_ids[0]) if tokenizer.eos_ids else ""
+    return ChatTemplate(checkpoint.chat_template, bos, eos)
+
+
+def _as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
+    """One prompt (a string or token ids) or many -> many."""
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _params(
+    params: SamplingParams | Seq[SamplingParams] | None, options: Mapping[str, Any]
+) -> SamplingParams | list[SamplingParams]:
+    if params is not None and options:
+        raise InvalidRequest("give params or single options, not both", "params")
+    if params is None:
+        return SamplingParams.of(options)
+    return params if isinstance(params, SamplingParams) else list(params)
+
+
+def _output(request: Request, choices: Iterable[Sequence], texts: Mapping[tuple[str, int], list[str]]) -> Output:
+    output = Output(list(request.prompt_ids), 0)
+    for s in choices:
+        assert s.finish_reason is not None  # every choice has had its last event
+        output.cached_tokens = max(output.cached_tokens, s.reused if s.choice == 0 else 0)
+        logprobs = s.logprobs if request.params.logprobs is not None else None
+        stats = Stats(s.steps, s.drafted, s.accepted, list(s.origins))
+        text = "".join(texts.get((request.id, s.choice), []))
+        output.choices.append(Choice(text, s.output, s.finish_reason, logprobs, s.seed & (2**64 - 1), stats))
+    return output

@@ -1,0 +1,130 @@
+"""Who moves this step. Sequences that run come first, oldest first; then those that wait, while there is room.
+
+There is no prefill phase and no decode phase: a sequence has known tokens that are not cached yet, and a step
+feeds it some of them. When the cache is full the youngest gives its slots back and waits; it loses nothing, as
+its tokens are a function of the request and are simply fed again. Since the oldest is never the one to go,
+everything ends.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from outrider.cache.pool import CacheFull
+from outrider.cache.table import SlotTable
+from outrider.types import Sequence
+
+
+@dataclass(slots=True)
+class Pick:
+    """A sequence and how many of its known tokens are fed. Their slots are already at the end of its row."""
+
+    sequence: Sequence
+    known: int
+
+    @property
+    def emits(self) -> bool:
+        """Whether this pass reaches the end of what is known, so that a new token follows."""
+        return self.known == self.sequence.pending
+
+
+class Scheduler:
+    def __init__(self, table: SlotTable, step_rows: int) -> None:
+        self.table = table
+        self.step_rows = step_rows
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.held: dict[str, list[Sequence]] = {}  # choices that wait for the first to read the prompt
+        self.preemptions = 0
+
+    def add(self, choices: list[Sequence]) -> None:
+        """All choices of one request. The first reads the prompt; the others then branch from it."""
+        self.waiting.append(choices[0])
+        if choices[1:]:
+            self.held[choices[0].request.id] = choices[1:]
+
+    def pick(self) -> list[Pick]:
+        budget = self.step_rows
+        picks: list[Pick] = []
+        for sequence in list(self.running):
+            if sequence.row < 0:  # preempted while room was made for an older one
+                continue
+            known = min(sequence.pending, max(budget, 1))
+            if self._extend(sequence, known):
+                picks.append(Pick(sequence, known))
+                budget -= known
+        while budget > 0 and self.waiting and self._admit(self.waiting[0]):
+            sequence = self.waiting.popleft()
+            self.running.append(sequence)
+            known = min(sequence.pending, budget)
+            self.table.extend(sequence.row, known)
+            picks.append(Pick(sequence, known))
+            budget -= known
+        return picks
+
+    def prompt_read(self, sequence: Sequence) -> None:
+        """The prompt's keys and values are there: others may start from them."""
+        request = sequence.request
+        self.table.remember(sequence.row, request.prompt_ids, request.owner)
+        for twin in self.held.pop(request.id, []):
+            if self.table.rows_left:
+                self._branch(sequence, twin)
+            else:
+                self.waiting.appendleft(twin)
+
+    def finish(self, sequence: Sequence) -> None:
+        """Take a sequence out, wherever it is, and free what it holds."""
+        if sequence.row >= 0:
+            self._release(sequence)
+            self.running.remove(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+        # Choices that waited for this one to read the prompt must not wait for ever.
+        self.waiting.extendleft(reversed(self.held.pop(sequence.request.id, [])))
+
+    @property
+    def idle(self) -> bool:
+        return not (self.running or self.waiting)
+
+    def _extend(self, sequence: Sequence, n: int) -> bool:
+        while True:
+            try:
+                self.table.extend(sequence.row, n)
+                return True
+            except CacheFull:
+                youngest = self.running[-1]
+                self._preempt(youngest)
+                if youngest is sequence:
+                    return False
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._release(sequence)
+        self.running.remove(sequence)
+        sequence.cached = 0
+        self.waiting.appendleft(sequence)
+        self.preemptions += 1
+
+    def _release(self, sequence: Sequence) -> None:
+        self.table.commit(sequence.row, sequence.cached)  # slots taken for a pass that is not to be
+        self.table.release(sequence.row, sequence.tokens[: sequence.cached], sequence.request.owner)
+        sequence.row = -1
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Give a waiting sequence a row, if its whole text so far fits; nothing is preempted for it."""
+        if not self.table.rows_left:
+            return False
+        row, reused = self.table.open(sequence.tokens, sequence.request.owner)
+        if not self.table.make_room(len(sequence.tokens) - reused + 1):
+            self.table.release(row)
+            return False
+        sequence.row, sequence.cached = row, reused
+        if len(sequence.tokens) == sequence.prompt_len:
+            sequence.reused = reused
+        return True
+
+    def _branch(self, leader: Sequence, twin: Sequence) -> None:
+        twin.row = self.table.branch(leader.row)
+        twin.cached = twin.reused = leader.prompt_len - 1  # its last token is fed again, for its logits
+        self.table.commit(twin.row, twin.cached)
+        self.running.append(twin)

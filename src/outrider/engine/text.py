@@ -1,0 +1,58 @@
+"""From tokens to the text a user sees: whole characters only, and never a piece of a stop string.
+
+Tokens are fed one at a time, so what comes out does not depend on how many a step committed.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class TokenText(Protocol):
+    """Turns token ids into text, holding back unfinished characters."""
+
+    def feed(self, token: int) -> str: ...
+    def finish(self) -> str: ...
+
+
+class Writer:
+    def __init__(self, stream: TokenText, stops: tuple[str, ...], include_stop: bool) -> None:
+        self.stream, self.stops, self.include_stop = stream, stops, include_stop
+        self.held = ""
+
+    def feed(self, token: int, armed: bool = True) -> tuple[str, bool]:
+        """Text that is safe to show, and whether a stop string was completed. Unarmed, stops are not looked for."""
+        self.held += self.stream.feed(token)
+        stops = self.stops if armed else ()
+        if (cut := first_stop(self.held, stops)) is not None:
+            begin, end = cut
+            shown, self.held = self.held[: end if self.include_stop else begin], ""
+            return shown, True
+        keep = len(self.held) - unfinished_stop(self.held, stops)
+        shown, self.held = self.held[:keep], self.held[keep:]
+        return shown, False
+
+    def finish(self) -> str:
+        """What was held back, once no more tokens come."""
+        shown, self.held = self.held + self.stream.finish(), ""
+        return shown
+
+
+def first_stop(text: str, stops: tuple[str, ...]) -> tuple[int, int] | None:
+    """Where the stop string that completes first begins and ends."""
+    found = [(begin + len(stop), begin) for stop in stops if (begin := text.find(stop)) >= 0]
+    if not found:
+        return None
+    end, begin = min(found)
+    return begin, end
+
+
+def unfinished_stop(text: str, stops: tuple[str, ...]) -> int:
+    """How many characters at the end of `text` may yet become a stop string."""
+    longest = 0
+    for stop in stops:
+        for n in range(min(len(stop) - 1, len(text)), longest, -1):
+            if text.endswith(stop[:n]):
+                longest = n
+                break
+    return longest

@@ -1,0 +1,63 @@
+"""What can go wrong, as a tree. Every message carries the way out.
+
+    OutriderError
+    ├── ModelNotFound        no such folder, file, alias or repository
+    ├── BadCheckpoint        the files are there but cannot be trusted or understood
+    ├── UnsupportedModel     a readable model that needs something Outrider does not have
+    ├── InvalidRequest       the request asks for something impossible; names the parameter
+    │   └── TemplateFailed   the model's chat template raised on these messages
+    ├── OutOfMemory          the request can never fit the cache it was given
+    └── KernelUnavailable    no compiler, or it failed; the torch twins still work
+
+This file is in the lowest row: it imports nothing of Outrider.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class OutriderError(Exception):
+    """Anything Outrider raises on purpose."""
+
+
+class ModelNotFound(OutriderError):
+    pass
+
+
+class BadCheckpoint(OutriderError):
+    pass
+
+
+class UnsupportedModel(OutriderError):
+    pass
+
+
+class InvalidRequest(OutriderError):
+    """`param` is the name of the offending parameter, as the user wrote it."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class TemplateFailed(InvalidRequest):
+    pass
+
+
+class OutOfMemory(OutriderError):
+    pass
+
+
+class KernelUnavailable(OutriderError):
+    pass
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """`; did you mean 'x'?` when something known is close, else the list of what is known."""
+    known = sorted(known)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    return f"; known: {', '.join(known)}" if known else ""

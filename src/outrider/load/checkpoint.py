@@ -1,0 +1,376 @@
+"""A checkpoint: config, tensors, tokenizer and chat template behind one face, whatever the files are.
+
+Tensor names and layouts are Hugging Face's for both formats. Nothing is read before it is asked for. Weights in
+pickle form are refused; building a model from the tensors is for model/.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from outrider.errors import BadCheckpoint, ModelNotFound, UnsupportedModel
+from outrider.load.config import FAMILIES, ModelConfig, config_from_gguf, config_from_json, end_ids
+from outrider.load.gguf import GgufFile
+from outrider.load.tokenizer import Tokenizer
+
+INDEX = "model.safetensors.index.json"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+MAX_JSON = 64 << 20  # bytes; the largest shard indexes are a few megabytes
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+class Checkpoint(ABC):
+    """An open model. `config` is None when its family is not one the decoder knows."""
+
+    path: Path
+    config: ModelConfig | None
+    raw_config: dict[str, Any]
+
+    @abstractmethod
+    def names(self) -> list[str]: ...
+
+    @abstractmethod
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    @abstractmethod
+    def tensor(self, name: str) -> torch.Tensor:
+        """The tensor as float32 on the CPU. It may be a view of the file: do not write to it."""
+
+    @property
+    @abstractmethod
+    def tokenizer(self) -> Tokenizer: ...
+
+    @property
+    @abstractmethod
+    def chat_template(self) -> str | None: ...
+
+    @property
+    @abstractmethod
+    def total_bytes(self) -> int:
+        """Size of the weights on disk."""
+
+
+def open_checkpoint(path: Path | str) -> Checkpoint:
+    """Open a `.gguf` file, or a folder of safetensors or with one `.gguf` in it."""
+    path = Path(path)
+    if not path.exists():
+        raise ModelNotFound(f"{path} does not exist")
+    if not path.is_dir():
+        if path.suffix in PICKLES:
+            raise _pickle_refused(path.name)
+        if path.suffix == ".safetensors":
+            raise BadCheckpoint(f"{path.name} alone is not a model: give the folder with its config.json")
+        return GgufCheckpoint(path)
+    if (path / INDEX).exists() or any(path.glob("*.safetensors")):
+        return FolderCheckpoint(path)
+    ggufs = sorted(path.glob("*.gguf"))
+    if len(ggufs) == 1:
+        return GgufCheckpoint(ggufs[0])
+    if ggufs:
+        raise BadCheckpoint(
+            f"{path} holds {len(ggufs)} .gguf files; name one: {', '.join(f.name for f in ggufs)}"
+        )
+    for file in sorted(path.iterdir()):
+        if file.suffix in PICKLES:
+            raise _pickle_refused(file.name)
+    raise BadCheckpoint(f"{path} holds no weights: no .safetensors and no .gguf file")
+
+
+def _pickle_refused(name: str) -> BadCheckpoint:
+    return BadCheckpoint(
+        f"{name} is in pickle form, which can run code when it is read; convert the weights to safetensors"
+    )
+
+
+def check_shapes(checkpoint: Checkpoint) -> None:
+    """Every tensor the config calls for is there, in its shape; the first that is not is named."""
+    if checkpoint.config is None:
+        return
+    present = set(checkpoint.names())
+    for name, shape in expected_shapes(checkpoint.config):
+        if name not in present:
+            raise BadCheckpoint(f"{checkpoint.path} has no tensor {name!r}, which its config calls for")
+        if (found := checkpoint.shape(name)) != shape:
+            raise BadCheckpoint(
+                f"tensor {name!r} of {checkpoint.path} has shape {list(found)}; its config says {list(shape)}"
+            )
+
+
+def expected_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    c = config
+    yield "model.embed_tokens.weight", (c.vocab, c.hidden)
+    yield "model.norm.weight", (c.hidden,)
+    if not c.tied:
+        yield "lm_head.weight", (c.vocab, c.hidden)
+    q_rows, kv_rows = c.heads * c.head_dim, c.kv_heads * c.head_dim
+    linears = [
+        ("self_attn.q_proj", q_rows, c.hidden, c.qkv_bias),
+        ("self_attn.k_proj", kv_rows, c.hidden, c.qkv_bias),
+        ("self_attn.v_proj", kv_rows, c.hidden, c.qkv_bias),
+        ("self_attn.o_proj", c.hidden, q_rows, c.out_bias),
+        ("mlp.gate_proj", c.intermediate, c.hidden, c.mlp_bias),
+        ("mlp.up_proj", c.intermediate, c.hidden, c.mlp_bias),
+        ("mlp.down_proj", c.hidden, c.intermediate, c.mlp_bias),
+    ]
+    norms = [("input_layernorm", c.hidden), ("post_attention_layernorm", c.hidden)]
+    if c.qk_norm:
+        norms += [("self_attn.q_norm", c.head_dim), ("self_attn.k_norm", c.head_dim)]
+    for layer in range(c.layers):
+        prefix = f"model.layers.{layer}."
+        for name, rows, cols, bias in linears:
+            yield f"{prefix}{name}.weight", (rows, cols)
+            if bias:
+                yield f"{prefix}{name}.bias", (rows,)
+        for name, size in norms:
+            yield f"{prefix}{name}.weight", (size,)
+
+
+# ---------------------------------------------------------------------------------------------- safetensors
+
+
+class FolderCheckpoint(Checkpoint):
+    """A Hugging Face folder: config.json, tokenizer.json, and safetensors in one file or in shards."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.raw_config = read_json(path / "config.json")
+        self._generation = read_json(path / "generation_config.json", optional=True)
+        self._tokenizer_config = read_json(path / "tokenizer_config.json", optional=True)
+        self.config = None
+        if self.raw_config.get("model_type") in FAMILIES:
+            _refuse_quantised(self.raw_config, path)
+            self.config = config_from_json(self.raw_config, self._generation)
+        self._files = {file: _open_safetensors(path / file) for file in _weight_files(path)}
+        self._where = self._locate()
+
+    def _locate(self) -> dict[str, str]:
+        """Which file holds each tensor. Two files that both claim one, or an index that lies, are refused."""
+        where: dict[str, str] = {}
+        for file, handle in self._files.items():
+            for name in handle.keys():  # noqa: SIM118 - a safetensors handle is not a mapping
+                if name in where:
+                    raise BadCheckpoint(f"tensor {name!r} is in both {where[name]} and {file} of {self.path}")
+                where[name] = file
+        if (self.path / INDEX).exists():
+            for name, file in _weight_map(self.path).items():
+                if where.get(name) != file:
+                    raise BadCheckpoint(f"{INDEX} says tensor {name!r} is in {file}, but it is not there")
+        return where
+
+    def names(self) -> list[str]:
+        return list(self._where)
+
+    def _handle(self, name: str) -> Any:
+        if name not in self._where:
+            raise BadCheckpoint(f"{self.path} has no tensor {name!r}")
+        return self._files[self._where[name]]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._handle(name).get_slice(name).get_shape())
+
+    def tensor(self, name: str) -> torch.Tensor:
+        try:
+            tensor: torch.Tensor = self._handle(name).get_tensor(name)
+        except (SafetensorError, RuntimeError) as problem:
+            raise BadCheckpoint(f"tensor {name!r} of {self.path} cannot be read: {problem}") from None
+        if tensor.dtype not in FLOATS:
+            raise UnsupportedModel(
+                f"tensor {name!r} of {self.path} is stored as {tensor.dtype}; not supported"
+            )
+        return tensor.float()
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        file = self.path / "tokenizer.json"
+        if not file.exists():
+            raise UnsupportedModel(
+                f"{self.path} has no tokenizer.json; save it with a fast tokenizer (other formats are not read)"
+            )
+        return Tokenizer.from_file(file, self._tokenizer_config, end_ids(self.raw_config, self._generation))
+
+    @property
+    def chat_template(self) -> str | None:
+        file = self.path / "chat_template.jinja"
+        if file.exists():
+            return read_text(file)
+        found = self._tokenizer_config.get("chat_template")
+        if found is None:
+            found = read_json(self.path / "chat_template.json", optional=True).get("chat_template")
+        if isinstance(found, list):
+            found = _default_template(found)
+        return found if isinstance(found, str) else None
+
+    @property
+    def total_bytes(self) -> int:
+        return sum((self.path / file).stat().st_size for file in self._files)
+
+
+def _refuse_quantised(raw: dict[str, Any], path: Path) -> None:
+    how = raw.get("quantization_config")
+    if how:
+        method = how.get("quant_method", "an unnamed method") if isinstance(how, dict) else how
+        raise UnsupportedModel(
+            f"the weights of {path} are quantised with {method}; use the unquantised model or a GGUF file"
+        )
+
+
+def _default_template(templates: list[Any]) -> str | None:
+    """Several named templates: the one called default, else the first."""
+    named = {t.get("name"): t.get("template") for t in templates if isinstance(t, dict)}
+    return named.get("default", next(iter(named.values()), None))
+
+
+def _weight_files(path: Path) -> list[str]:
+    if (path / INDEX).exists():
+        return sorted(set(_weight_map(path).values()))
+    files = sorted(file.name for file in path.glob("*.safetensors"))
+    if "model.safetensors" in files:
+        return ["model.safetensors"]
+    if len(files) > 1:
+        raise BadCheckpoint(
+            f"{path} holds {len(files)} .safetensors files but no {INDEX} to say what is where"
+        )
+    return files
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    found = read_json(path / INDEX).get("weight_map")
+    if not isinstance(found, dict) or not found:
+        raise BadCheckpoint(f"{path / INDEX} has no weight_map")
+    for name, file in found.items():
+        if not isinstance(file, str) or not re.fullmatch(r"[^/\\\0]+\.safetensors", file):
+            raise BadCheckpoint(
+                f"{INDEX} puts tensor {name!r} in {file!r}, which is not a file of this folder"
+            )
+        if not (path / file).is_file():
+            raise BadCheckpoint(f"{path} lacks {file}, which {INDEX} names; the download is incomplete")
+    return found
+
+
+def _open_safetensors(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt", device="cpu")
+    except (SafetensorError, OSError, ValueError) as problem:
+        raise BadCheckpoint(f"{file} is not a sound safetensors file: {problem}") from None
+
+
+def read_text(file: Path) -> str:
+    try:
+        if file.stat().st_size > MAX_JSON:
+            raise BadCheckpoint(f"{file} is larger than {MAX_JSON} bytes")
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as problem:
+        raise BadCheckpoint(f"{file} cannot be read: {problem}") from None
+
+
+def read_json(file: Path, optional: bool = False) -> dict[str, Any]:
+    if not file.exists():
+        if optional:
+            return {}
+        raise BadCheckpoint(f"{file.parent} has no {file.name}")
+    try:
+        found = json.loads(read_text(file))
+    except (ValueError, RecursionError) as problem:
+        raise BadCheckpoint(f"{file} is not sound JSON: {problem}") from None
+    if not isinstance(found, dict):
+        raise BadCheckpoint(f"{file} should hold a JSON object")
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------- GGUF
+
+GGUF_TOP = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+GGUF_LAYER = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+ROPE_FREQS = "rope_freqs.weight"  # not a weight: how llama3 rope scaling travels
+
+
+class GgufCheckpoint(Checkpoint):
+    """One GGUF file. Its tensors get Hugging Face's names and, where llama's rows were permuted, its order."""
+
+    config: ModelConfig
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = GgufFile(path)
+        tensors = self._file.tensors
+        factors = self._file.read(ROPE_FREQS).flatten().tolist() if ROPE_FREQS in tensors else None
+        self.config = config_from_gguf(self._file.metadata, tensors, factors)
+        self.raw_config = dict(self.config.raw)
+        self._stored = {_hf_name(name, path): name for name in tensors if name != ROPE_FREQS}
+
+    def names(self) -> list[str]:
+        return list(self._stored)
+
+    def _stored_name(self, name: str) -> str:
+        if name not in self._stored:
+            raise BadCheckpoint(f"{self.path.name} has no tensor {name!r}")
+        return self._stored[name]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._file.tensors[self._stored_name(name)].shape
+
+    def tensor(self, name: str) -> torch.Tensor:
+        tensor = self._file.read(self._stored_name(name))
+        if self.config.family != "llama":
+            return tensor
+        if ".q_proj." in name:
+            return _half_split_rows(tensor, self.config.heads, name)
+        if ".k_proj." in name:
+            return _half_split_rows(tensor, self.config.kv_heads, name)
+        return tensor
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer.from_gguf(self._file.metadata)
+
+    @property
+    def chat_template(self) -> str | None:
+        found = self._file.metadata.get("tokenizer.chat_template")
+        return found if isinstance(found, str) else None
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._file.tensors.values())
+
+
+def _hf_name(name: str, path: Path) -> str:
+    if name in GGUF_TOP:
+        return GGUF_TOP[name]
+    match = re.fullmatch(r"blk\.(0|[1-9]\d{0,5})\.(\w+)\.(weight|bias)", name, re.ASCII)
+    if match is None or match[2] not in GGUF_LAYER:
+        raise UnsupportedModel(f"{path.name} has a tensor {name!r} that no supported family has")
+    return f"model.layers.{match[1]}.{GGUF_LAYER[match[2]]}.{match[3]}"
+
+
+def _half_split_rows(tensor: torch.Tensor, heads: int, name: str) -> torch.Tensor:
+    """GGUF's llama keeps each rotary pair in neighbouring rows; Hugging Face keeps it half a head apart."""
+    rows = len(tensor)
+    if rows % (2 * heads):
+        raise BadCheckpoint(f"tensor {name!r} has {rows} rows, which {heads} heads cannot share")
+    pairs = tensor.view(heads, rows // heads // 2, 2, -1)
+    return pairs.transpose(1, 2).reshape(tensor.shape)

@@ -1,0 +1,83 @@
+"""From a model's name to its files on this machine: a path, a built-in alias, or a repository of the hub.
+
+What is in the files is for checkpoint.py. This file imports in milliseconds, because listing models and
+completing names must not wait for torch or for the hub's library.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from outrider.errors import ModelNotFound, suggest
+from outrider.load import builtin, hub
+from outrider.load.builtin import SMOLLM2, BuiltIn
+from outrider.load.hub import HubId
+from outrider.load.progress import Progress, default_progress
+
+ALIASES: dict[str, BuiltIn] = {model.alias: model for model in (SMOLLM2,)}
+
+FORMS = "a folder, a .gguf file, an alias, or a hub id such as org/name or org/name:file.gguf"
+_PART = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,94}[A-Za-z0-9_])?"
+_HUB_ID = re.compile(rf"({_PART}/{_PART})(?::([A-Za-z0-9_][A-Za-z0-9_./+ -]*\.gguf))?")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelEntry:
+    """One line of `outrider models`."""
+
+    name: str  # what to give as MODEL
+    about: str
+    path: Path | None  # where it is, when it is here
+    bytes: int
+    present: bool
+
+
+def find(name: str | Path, cache: Path, progress: Progress | None = None) -> Path:
+    """The folder or `.gguf` file that `name` means, fetched into `cache` or the hub's cache if need be."""
+    text = str(name).strip()
+    path = Path(text).expanduser()
+    if text and _exists(path):
+        return path
+    if text in ALIASES:
+        return builtin.fetch(ALIASES[text], cache, progress or default_progress())
+    cached = cache / "models" / f"{text}.gguf"
+    if "/" not in text and text and _exists(cached):
+        return cached
+    if model := parse_hub_id(text):
+        return hub.fetch(model)
+    if text.endswith(".gguf") or text.startswith((".", "/", "~")):
+        raise ModelNotFound(f"there is no file or folder {text!r}; a model is {FORMS}")
+    raise ModelNotFound(f"there is no model {text!r}{suggest(text, ALIASES)} A model is {FORMS}")
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # too long a name, or one with a zero byte
+        return False
+
+
+def parse_hub_id(text: str) -> HubId | None:
+    match = _HUB_ID.fullmatch(text)
+    if match is None or ".." in text or "--" in match[1] or match[1].endswith(".gguf"):
+        return None
+    return HubId(match[1], match[2])
+
+
+def list_models(cache: Path) -> list[ModelEntry]:
+    """The aliases, other `.gguf` files in the cache, and the hub's cached models."""
+    entries = []
+    for model in ALIASES.values():
+        present = model.present(cache)
+        place = model.place(cache) if present else None
+        entries.append(ModelEntry(model.alias, model.about, place, model.bytes, present))
+    own = {model.file for model in ALIASES.values()}
+    for file in sorted((cache / "models").glob("[!.]*.gguf")):
+        if file.name not in own and file.is_file():
+            entries.append(ModelEntry(file.stem, "GGUF file in the cache", file, file.stat().st_size, True))
+    for repo, snapshot in hub.cached_models():
+        size = sum(file.stat().st_size for file in hub.weights(snapshot))
+        entries.append(ModelEntry(repo, "cached from the hub", snapshot, size, True))
+    return entries

@@ -1,0 +1,351 @@
+"""Text to token ids and back, over the `tokenizers` library: from tokenizer.json or from GGUF metadata.
+
+Decoding is by bytes: a token stands for fixed bytes, a text is those bytes joined, so a stream of tokens gives
+the same text as all of them at once. What a chat looks like as text is for template.py.
+"""
+
+from __future__ import annotations
+
+import codecs
+import copy
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
+
+from outrider.errors import BadCheckpoint, InvalidRequest, UnsupportedModel
+from outrider.load.config import gguf_end_ids
+
+MAX_VOCAB = 1 << 22
+MAX_FILE = 256 << 20
+SPACE = "▁"  # what Metaspace writes for a space
+
+# GGUF's token types
+UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def _smollm() -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+
+
+def _gpt2() -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.ByteLevel(add_prefix_space=False)
+
+
+def _by_regex(digits: str) -> Callable[[], pre_tokenizers.PreTokenizer]:
+    def build() -> pre_tokenizers.PreTokenizer:
+        pattern = Regex(_CONTRACTIONS + digits + _REST)
+        return pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(pattern, "isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+
+    return build
+
+
+# `tokenizer.ggml.pre`: how text is cut before merging.
+PRE_TOKENIZERS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
+    "smollm": _smollm,
+    "gpt-2": _gpt2,
+    "llama-bpe": _by_regex(r"\p{N}{1,3}"),
+    "qwen2": _by_regex(r"\p{N}"),
+}
+PRE_ALIASES = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": "qwen2"}
+
+
+class Tokenizer:
+    """One model's tokenizer. `bos_id` is prepended by `encode` when the model wants it."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        bos_id: int | None = None,
+        eos_ids: Sequence[int] = (),
+        add_bos: bool | None = None,
+    ) -> None:
+        """`add_bos` None leaves it to the backend's own post-processor."""
+        self._backend = backend
+        self._strings = _strings_by_id(backend)
+        added = backend.get_added_tokens_decoder()
+        self._added = {i: token.content for i, token in added.items()}
+        self._special = frozenset(i for i, token in added.items() if token.special)
+        self._byte_of, self._strips_space = _byte_rule(backend)
+        self._cache: dict[int, bytes] = {}
+        self.bos_id = bos_id
+        self.eos_ids = tuple(i for i in dict.fromkeys(eos_ids) if 0 <= i < len(self._strings))
+        self._add_bos = add_bos and bos_id is not None
+        self._backend_special = add_bos is None
+
+    @classmethod
+    def from_file(
+        cls, file: Path, tokenizer_config: Mapping[str, Any] | None = None, eos_ids: Sequence[int] = ()
+    ) -> Tokenizer:
+        """From tokenizer.json. `tokenizer_config` names the special tokens; `eos_ids` are the config's own."""
+        config = tokenizer_config or {}
+        try:
+            if file.stat().st_size > MAX_FILE:
+                raise BadCheckpoint(f"{file} is larger than {MAX_FILE} bytes")
+        except OSError as problem:
+            raise BadCheckpoint(f"{file} cannot be read: {problem.strerror}") from None
+        backend = _native(lambda: tokenizers.Tokenizer.from_file(str(file)), str(file))
+        backend.no_truncation()  # a saved tokenizer may carry training's limits
+        backend.no_padding()
+        bos, eos = (_id_of(backend, config.get(name)) for name in ("bos_token", "eos_token"))
+        ends = [*eos_ids, *([eos] if eos is not None else [])]
+        add_bos = config.get("add_bos_token")
+        return cls(backend, bos, ends, add_bos if isinstance(add_bos, bool) else None)
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, Any]) -> Tokenizer:
+        model = metadata.get("tokenizer.ggml.model")
+        if model != "gpt2":
+            raise UnsupportedModel(
+                f"GGUF tokenizer {model!r} is not supported; supported: gpt2 (byte-level BPE)"
+            )
+        name = metadata.get("tokenizer.ggml.pre")
+        pre = PRE_ALIASES.get(str(name), str(name))
+        if pre not in PRE_TOKENIZERS:
+            raise UnsupportedModel(
+                f"GGUF pre-tokenizer {name!r} is not supported; supported: {', '.join(PRE_TOKENIZERS)}"
+            )
+        strings, types, merges = _gguf_tables(metadata)
+        backend = _native(lambda: _build_bpe(strings, types, merges, pre), "the GGUF tokenizer")
+        bos = metadata.get("tokenizer.ggml.bos_token_id")
+        add_bos = metadata.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe")
+        # add_eos_token is for training: an end after a prompt would end the answer too.
+        return cls(backend, bos if _is_id(bos, strings) else None, gguf_end_ids(metadata), add_bos is True)
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self._strings)
+
+    def strings(self) -> list[str]:
+        """Every token's string by id ('' where an id has none), for comparing two tokenizers."""
+        return list(self._strings)
+
+    def token_string(self, token: int) -> str:
+        return self._strings[self._checked(token)]
+
+    def is_special(self, token: int) -> bool:
+        return token in self._special
+
+    def encode(self, text: str, special: bool = True, *, parse_special: bool = False) -> list[int]:
+        """Token ids of `text`. `special` adds what the model wants around a text (its BOS).
+
+        Only with `parse_special` does the text of a special token inside `text` become that token: a rendered
+        chat needs it, a user's own words must not have it.
+        """
+        if not isinstance(text, str):
+            raise InvalidRequest(f"a prompt must be a string, not {type(text).__name__}", "prompt")
+        text = text.encode("utf-16", "surrogatepass").decode(
+            "utf-16", "replace"
+        )  # lone surrogates have no bytes
+        backend = self._backend
+        if not parse_special and self._special_pattern.search(text):
+            backend = self._literal_backend
+        ids: list[int] = backend.encode(text, add_special_tokens=special and self._backend_special).ids
+        return [self.bos_id, *ids] if special and self._add_bos and self.bos_id is not None else ids
+
+    @cached_property
+    def _special_pattern(self) -> re.Pattern[str]:
+        contents = [re.escape(self._added[i]) for i in self._special if self._added[i]]
+        return re.compile("|".join(contents) if contents else r"(?!)")
+
+    @cached_property
+    def _literal_backend(self) -> tokenizers.Tokenizer:
+        """A twin that reads special tokens' text as plain text. Made only when some text needs it."""
+        twin = copy.deepcopy(self._backend)
+        twin.encode_special_tokens = True
+        return twin
+
+    def token_bytes(self, token: int, special: bool = False) -> bytes:
+        """The bytes a token stands for; a special token stands for none unless asked with `special`."""
+        if token in self._special:
+            return self._added[token].encode() if special else b""
+        found = self._cache.get(token)
+        if found is None:
+            string = self._strings[self._checked(token)]
+            found = string.encode() if token in self._added else self._byte_of(string)
+            self._cache[token] = found
+        return found
+
+    def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
+        stream = self.text_stream(skip_special)
+        return "".join([*map(stream.feed, ids), stream.finish()])
+
+    def text_stream(self, skip_special: bool = True) -> TextStream:
+        return TextStream(self, skip_special, self._strips_space)
+
+    def _checked(self, token: int) -> int:
+        if type(token) is not int or not 0 <= token < len(self._strings):
+            raise InvalidRequest(
+                f"token id {token!r} is not in the vocabulary of {len(self._strings)}", "token id"
+            )
+        return token
+
+
+class TextStream:
+    """Text from tokens one at a time. Feeds hold whole characters only; all of them joined are `decode`."""
+
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool, strip_space: bool) -> None:
+        self._tokenizer = tokenizer
+        self._special = not skip_special
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._strip = strip_space  # until the first byte of text has come
+
+    def feed(self, token: int) -> str:
+        data = self._tokenizer.token_bytes(token, self._special)
+        if self._strip and data:
+            self._strip = False
+            data = data.removeprefix(b" ")
+        return self._decoder.decode(data)
+
+    def finish(self) -> str:
+        """What is still held back; a character cut short becomes U+FFFD."""
+        return self._decoder.decode(b"", final=True)
+
+
+def _native(build: Callable[[], Any], what: str) -> Any:
+    """Run the tokenizers library on untrusted data: it raises bare exceptions, and panics below Exception."""
+    try:
+        return build()
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as problem:
+        raise BadCheckpoint(f"{what} cannot be read: {problem}") from None
+
+
+def _strings_by_id(backend: tokenizers.Tokenizer) -> list[str]:
+    vocab = backend.get_vocab(with_added_tokens=True)
+    size = max(vocab.values(), default=-1) + 1
+    if not 0 < size <= MAX_VOCAB:
+        raise BadCheckpoint(f"a tokenizer with token ids up to {size - 1} cannot be right")
+    strings = [""] * size
+    for string, token in vocab.items():
+        strings[token] = string
+    return strings
+
+
+def _id_of(backend: tokenizers.Tokenizer, token: Any) -> int | None:
+    """Id of a special token as tokenizer_config.json names it: a string, or an object with `content`."""
+    content = token.get("content") if isinstance(token, dict) else token
+    return backend.token_to_id(content) if isinstance(content, str) else None
+
+
+def _is_id(value: Any, strings: Sequence[str]) -> bool:
+    return type(value) is int and 0 <= value < len(strings)
+
+
+# --------------------------------------------------------------------------------------------- GGUF's tables
+
+
+def _gguf_tables(metadata: Mapping[str, Any]) -> tuple[list[str], list[int], list[tuple[str, str]]]:
+    strings = metadata.get("tokenizer.ggml.tokens")
+    if not isinstance(strings, list) or not strings or not isinstance(strings[0], str):
+        raise BadCheckpoint("the GGUF metadata has no list of tokens")
+    if len(strings) > MAX_VOCAB:
+        raise BadCheckpoint(f"a tokenizer of {len(strings)} tokens cannot be right")
+    types = metadata.get("tokenizer.ggml.token_type", [1] * len(strings))
+    if not isinstance(types, list) or len(types) != len(strings):
+        raise BadCheckpoint("the GGUF metadata's list of token types is not as long as its list of tokens")
+    pairs = metadata.get("tokenizer.ggml.merges")
+    if not isinstance(pairs, list) or (pairs and not isinstance(pairs[0], str)):
+        raise BadCheckpoint("the GGUF metadata has no list of merges")
+    merges = []
+    for pair in pairs:
+        left, space, right = pair.partition(" ")
+        if not (left and space and right):
+            raise BadCheckpoint(f"the merge {pair!r:.60} in the GGUF metadata is not a pair")
+        merges.append((left, right))
+    return strings, types, merges
+
+
+def _build_bpe(
+    strings: list[str], types: list[int], merges: list[tuple[str, str]], pre: str
+) -> tokenizers.Tokenizer:
+    vocab = {string: i for i, string in enumerate(strings)}
+    if len(vocab) != len(strings):
+        twice = next(s for i, s in enumerate(strings) if vocab[s] != i)
+        raise BadCheckpoint(f"the token {twice!r:.60} appears twice in the GGUF vocabulary")
+    backend = tokenizers.Tokenizer(models.BPE(vocab, merges, ignore_merges=pre == "llama-bpe"))
+    backend.pre_tokenizer = PRE_TOKENIZERS[pre]()
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    if pre == "qwen2":
+        backend.normalizer = normalizers.NFC()
+    for special, kinds in ((True, (UNKNOWN, CONTROL)), (False, (USER_DEFINED,))):
+        contents = [s for s, kind in zip(strings, types, strict=True) if kind in kinds and s]
+        backend.add_tokens([AddedToken(s, special=special, normalized=False) for s in contents])
+    return backend
+
+
+# ------------------------------------------------------------------------------------------ bytes of a token
+
+
+def _byte_rule(backend: tokenizers.Tokenizer) -> tuple[Callable[[str], bytes], bool]:
+    """How a token's string becomes bytes, and whether a text's first space is an artefact to drop."""
+    decoder = _decoder(backend)
+    kinds = [part["type"] for part in decoder]
+    if kinds == ["ByteLevel"]:
+        return _byte_level, False
+    if not decoder or not set(kinds) <= {"Metaspace", "Replace", "ByteFallback", "Fuse", "Strip"}:
+        raise UnsupportedModel(
+            f"the tokenizer's decoder {kinds or 'none'} is not supported (ByteLevel or Metaspace)"
+        )
+    strips = False
+    for part in decoder:
+        if part["type"] == "Replace" and (part["pattern"], part["content"]) != ({"String": SPACE}, " "):
+            raise UnsupportedModel(
+                f"the tokenizer's decoder replaces {part['pattern']}; only {SPACE!r} is known"
+            )
+        if part["type"] == "Metaspace":
+            strips = part.get("prepend_scheme", "always") != "never"
+        if part["type"] == "Strip":
+            strips = part["content"] == " " and part["start"] > 0
+    return _metaspace_rule("ByteFallback" in kinds), strips
+
+
+def _decoder(backend: tokenizers.Tokenizer) -> list[dict[str, Any]]:
+    """The decoder's parts in order."""
+    if backend.decoder is None:
+        return []
+    # A decoder has no readable fields, but its pickled state is the JSON of tokenizer.json.
+    state = json.loads(backend.decoder.__getstate__())
+    return state["decoders"] if state["type"] == "Sequence" else [state]
+
+
+def _alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-in for each byte: itself if printable in Latin-1, else from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTES = _alphabet()
+
+
+def _byte_level(string: str) -> bytes:
+    try:
+        return bytes([_BYTES[char] for char in string])
+    except KeyError:  # not spelt in the alphabet: it stands for itself
+        return string.encode()
+
+
+def _metaspace_rule(byte_fallback: bool) -> Callable[[str], bytes]:
+    def rule(string: str) -> bytes:
+        if byte_fallback and (match := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", string)):
+            return bytes([int(match[1], 16)])
+        return string.replace(SPACE, " ").encode()
+
+    return rule

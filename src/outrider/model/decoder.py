@@ -1,0 +1,66 @@
+"""The one decoder: Llama, Mistral, Qwen2, Qwen3 and SmolLM, told apart by the flags of their config.
+
+It knows the order of things and nothing of how they are computed: kernels do that, and whether these are the
+C ones or their torch twins is settled when the model is built.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from outrider.cache.store import KeyValueStore
+from outrider.errors import KernelUnavailable
+from outrider.load.config import ModelConfig
+from outrider.model.kernels.native import NativeKernels
+from outrider.model.kernels.reference import ReferenceKernels
+from outrider.model.rope import rope_tables
+from outrider.model.weights import layer_tensors
+from outrider.types import Batch
+
+
+class Model(Protocol):
+    """What the engine asks of a model, this decoder or another behind hf.py."""
+
+    config: ModelConfig
+
+    def forward(self, batch: Batch, store: KeyValueStore) -> Tensor:
+        """Write the rows' keys and values to their slots; return logits [len(batch.logit_rows), vocab]."""
+        ...
+
+
+class Decoder:
+    def __init__(self, config: ModelConfig, read: Callable[[str], Tensor], kernels: Any) -> None:
+        self.config = config
+        self.kernels = kernels
+        self.layers = [kernels.pack_layer(layer_tensors(read, config, i)) for i in range(config.layers)]
+        self.norm = read("model.norm.weight").float().contiguous()
+        self.embedding = kernels.pack_linear(read("model.embed_tokens.weight"))
+        self.head = self.embedding if config.tied else kernels.pack_linear(read("lm_head.weight"))
+
+    def forward(self, batch: Batch, store: KeyValueStore) -> Tensor:
+        x = self.kernels.embed(self.embedding, batch.ids)
+        for i, layer in enumerate(self.layers):
+            self.kernels.layer(layer, x, batch, store.keys[i], store.values[i])
+        return self.logits(x[batch.logit_rows])
+
+    def logits(self, x: Tensor) -> Tensor:
+        return self.kernels.linear(self.head, self.kernels.norm(x, self.norm))
+
+
+def make_kernels(config: ModelConfig, context: int, threads: int, folder: Path, choice: str) -> Any:
+    """The C kernels, or with `auto` their torch twins and a warning where they cannot be built."""
+    cos, sin = rope_tables(config, context)
+    if choice == "torch":
+        return ReferenceKernels(config, cos, sin)
+    try:
+        return NativeKernels(config, cos, sin, threads, folder)
+    except KernelUnavailable as reason:
+        if choice == "c":
+            raise
+        warnings.warn(f"decoding with plain torch, several times slower: {reason}", stacklevel=2)
+        return ReferenceKernels(config, cos, sin)

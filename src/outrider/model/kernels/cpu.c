@@ -1,0 +1,357 @@
+/* The CPU kernels: one decoder layer, one projection, one attention. Float32, OpenMP, any vector unit.
+ *
+ * What makes them worth having: a weight is read from memory once for all rows of a step, and a row's result
+ * does not depend on which other rows share the step, to the last bit. Both follow from one choice: weights
+ * are packed in panels of 16 outputs, [N/16][K][16], and output n of row m is always the same chain of fused
+ * multiply-adds over k = 0..K-1, whatever M is. There is no horizontal sum whose order could change.
+ *
+ * The torch twin of everything here is reference.py; parity and row invariance are tests.
+ * Vectors are GCC/Clang vector extensions: the compiler lowers them to NEON, AVX2 or AVX-512.
+ */
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#if defined(__AVX512F__)
+#define LANES 16
+#elif defined(__AVX__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
+#define PANEL 16                /* outputs a panel */
+#define REGS (PANEL / LANES)    /* vector registers a panel row takes */
+#define BLOCK 4                 /* rows a panel meets at a time: 16 NEON accumulators; 5 spill */
+
+typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+typedef struct {
+    const float *attn_norm, *qkv, *qkv_bias, *q_norm, *k_norm, *out, *out_bias;
+    const float *mlp_norm, *gate, *up, *gate_bias, *up_bias, *down, *down_bias;
+    int32_t window;
+} Layer;
+
+typedef struct {
+    int32_t hidden, heads, kv_heads, head_dim, intermediate, threads;
+    float eps, scale;
+    const float *cos, *sin; /* [context][head_dim / 2] */
+} Shape;
+
+typedef struct {
+    int32_t rows, table_stride;
+    const int32_t *positions, *slots, *table_rows, *prefix;
+    const int64_t *ancestors;
+    const int32_t *table;
+} Rows;
+
+typedef struct {
+    float *x;      /* [rows][hidden], the residual stream, in place */
+    float *normed; /* [rows][hidden] */
+    float *qkv;    /* [rows][(heads + 2 kv_heads) head_dim] */
+    float *mixed;  /* [rows][heads head_dim] */
+    float *act;    /* [rows][intermediate] */
+    float *scores; /* [threads][score_stride] */
+    int32_t score_stride;
+} Work;
+
+int omp_get_thread_num(void);
+
+/* ---- small pieces ------------------------------------------------------------------------------------- */
+
+/* yes where the mask is set, else no (C has no vector ?: before GCC 14). */
+static inline vec pick(ivec mask, vec yes, vec no) { return (vec)((mask & (ivec)yes) | (~mask & (ivec)no)); }
+
+/* e^x by x = n ln2 + r, a polynomial in r, and n added to the exponent. Good to 2 ulp, same bits everywhere. */
+static inline vec exp_vec(vec x) {
+    const vec zero = {0};
+    x = pick(x < -87.0f, zero - 87.0f, x);
+    x = pick(x > 88.0f, zero + 88.0f, x);
+    vec shifted = x * 1.44269504f + 12582912.0f; /* adding 1.5 * 2^23 rounds to the nearest whole number */
+    vec n = shifted - 12582912.0f;
+    vec r = x - n * 0.693145752f;
+    r = r - n * 1.42860677e-6f;
+    vec p = zero + 1.98756915e-4f;
+    p = p * r + 1.39819995e-3f;
+    p = p * r + 8.33345205e-3f;
+    p = p * r + 4.16657962e-2f;
+    p = p * r + 1.66666652e-1f;
+    p = p * r + 0.5f;
+    p = p * r * r + r + 1.0f;
+    ivec exponent = __builtin_convertvector(n, ivec) + 127;
+    return p * (vec)(exponent << 23);
+}
+
+static inline void rms_norm(const float *x, const float *weight, int n, float eps, float *y) {
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int i = 0; i < n; i++) sum += x[i] * x[i];
+    float inverse = 1.0f / sqrtf(sum / n + eps);
+    for (int i = 0; i < n; i++) y[i] = x[i] * inverse * weight[i];
+}
+
+static inline float dot(const float *a, const float *b, int n) {
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int i = 0; i < n; i++) sum += a[i] * b[i];
+    return sum;
+}
+
+/* Rotate the two halves of one head: (a, b) -> (a cos - b sin, b cos + a sin). */
+static inline void rotate(float *x, const float *cos, const float *sin, int half) {
+    for (int i = 0; i < half; i++) {
+        float a = x[i], b = x[i + half];
+        x[i] = a * cos[i] - b * sin[i];
+        x[i + half] = b * cos[i] + a * sin[i];
+    }
+}
+
+/* ---- the skinny matmul -------------------------------------------------------------------------------- */
+
+/* R rows against one panel. The accumulators stay in registers; k runs once over the panel. */
+#define DEFINE_PANEL(R)                                                                              \
+    static void panel_##R(const float *w, const float *x, int ldx, int K, float y[][PANEL]) {        \
+        vec acc[R][REGS];                                                                            \
+        for (int r = 0; r < R; r++)                                                                  \
+            for (int j = 0; j < REGS; j++) acc[r][j] = (vec){0};                                     \
+        for (int k = 0; k < K; k++) {                                                                \
+            const vec *p = (const vec *)(w + (size_t)k * PANEL);                                     \
+            vec q[REGS];                                                                             \
+            _Pragma("GCC unroll 4") for (int j = 0; j < REGS; j++) q[j] = p[j];                      \
+            _Pragma("GCC unroll 4") for (int r = 0; r < R; r++) {                                    \
+                float s = x[(size_t)r * ldx + k];                                                    \
+                _Pragma("GCC unroll 4") for (int j = 0; j < REGS; j++) acc[r][j] += q[j] * s;        \
+            }                                                                                        \
+        }                                                                                            \
+        for (int r = 0; r < R; r++)                                                                  \
+            for (int j = 0; j < REGS; j++) *(vec *)(y[r] + j * LANES) = acc[r][j];                   \
+    }
+DEFINE_PANEL(1)
+DEFINE_PANEL(2)
+DEFINE_PANEL(3)
+DEFINE_PANEL(4)
+
+static inline void panel(int rows, const float *w, const float *x, int ldx, int K, float y[][PANEL]) {
+    switch (rows) {
+    case 1: panel_1(w, x, ldx, K, y); break;
+    case 2: panel_2(w, x, ldx, K, y); break;
+    case 3: panel_3(w, x, ldx, K, y); break;
+    default: panel_4(w, x, ldx, K, y); break;
+    }
+}
+
+static inline int least(int a, int b) { return a < b ? a : b; }
+
+/* y = x W^T + bias, or y += that. Called inside a parallel region; ends with its barrier. */
+static void linear(const float *w, const float *bias, const float *x, int M, int N, int K, float *y, int add) {
+    int panels = (N + PANEL - 1) / PANEL;
+#pragma omp for schedule(static)
+    for (int n = 0; n < panels; n++) {
+        const float *wp = w + (size_t)n * K * PANEL;
+        int width = least(PANEL, N - n * PANEL);
+        float out[BLOCK][PANEL];
+        for (int m = 0; m < M; m += BLOCK) {
+            int rows = least(BLOCK, M - m);
+            panel(rows, wp, x + (size_t)m * K, K, K, out);
+            for (int r = 0; r < rows; r++) {
+                float *to = y + (size_t)(m + r) * N + (size_t)n * PANEL;
+                for (int i = 0; i < width; i++) {
+                    float value = bias ? out[r][i] + bias[n * PANEL + i] : out[r][i];
+                    to[i] = add ? to[i] + value : value;
+                }
+            }
+        }
+    }
+}
+
+/* act = silu(x gate^T) * (x up^T), without storing either product. */
+static void gated(const Layer *layer, const float *x, int M, int N, int K, float *act) {
+    int panels = (N + PANEL - 1) / PANEL;
+#pragma omp for schedule(static)
+    for (int n = 0; n < panels; n++) {
+        size_t at = (size_t)n * K * PANEL;
+        int width = least(PANEL, N - n * PANEL);
+        float g[BLOCK][PANEL], u[BLOCK][PANEL];
+        for (int m = 0; m < M; m += BLOCK) {
+            int rows = least(BLOCK, M - m);
+            panel(rows, layer->gate + at, x + (size_t)m * K, K, K, g);
+            panel(rows, layer->up + at, x + (size_t)m * K, K, K, u);
+            for (int r = 0; r < rows; r++) {
+                for (int i = 0; i < width && layer->gate_bias; i++) g[r][i] += layer->gate_bias[n * PANEL + i];
+                for (int i = 0; i < width && layer->up_bias; i++) u[r][i] += layer->up_bias[n * PANEL + i];
+                for (int i = 0; i < PANEL; i += LANES) {
+                    vec value = *(vec *)(g[r] + i);
+                    *(vec *)(g[r] + i) = value / (1.0f + exp_vec(-value)) * *(vec *)(u[r] + i);
+                }
+                float *to = act + (size_t)(m + r) * N + (size_t)n * PANEL;
+                for (int i = 0; i < width; i++) to[i] = g[r][i];
+            }
+        }
+    }
+}
+
+/* ---- attention ---------------------------------------------------------------------------------------- */
+
+/* Scores to weights in place; returns 1 / sum. The order is fixed by n alone. */
+static float soften(float *scores, int n) {
+    float top = scores[0];
+    for (int i = 1; i < n; i++) top = scores[i] > top ? scores[i] : top;
+    int padded = (n + LANES - 1) / LANES * LANES;
+    for (int i = n; i < padded; i++) scores[i] = top - 100.0f; /* e^-87: lost against a sum of at least 1 */
+    vec sum = {0};
+    for (int i = 0; i < padded; i += LANES) {
+        vec e = exp_vec(*(vec *)(scores + i) - top);
+        *(vec *)(scores + i) = e;
+        sum += e;
+    }
+    float total = 0;
+    for (int j = 0; j < LANES; j++) total += sum[j];
+    return 1.0f / total;
+}
+
+#define WIDE 16 /* registers of the value accumulator: 64 floats on NEON */
+
+/* out[0..n) = sum_i weight_i value_i over the listed slots, n = R * LANES floats held in registers. */
+#define DEFINE_MIX(R)                                                                                     \
+    static void mix_##R(const float *weights, const int32_t *slots, int n, const float *values,           \
+                        size_t stride, float inverse, float *out) {                                       \
+        vec acc[R];                                                                                       \
+        for (int j = 0; j < R; j++) acc[j] = (vec){0};                                                    \
+        for (int i = 0; i < n; i++) {                                                                     \
+            const vec *v = (const vec *)(values + slots[i] * stride);                                     \
+            for (int j = 0; j < R; j++) acc[j] += v[j] * weights[i];                                      \
+        }                                                                                                 \
+        for (int j = 0; j < R; j++) *(vec *)(out + j * LANES) = acc[j] * inverse;                         \
+    }
+DEFINE_MIX(1)
+DEFINE_MIX(16)
+
+/* One row, one query head. `slots` lists what the row sees, oldest first. */
+static void attend(const float *q, const int32_t *slots, int n, const float *keys, const float *values,
+                   size_t stride, int head_dim, float scale, float *scores, float *out) {
+    for (int i = 0; i < n; i++) scores[i] = scale * dot(q, keys + slots[i] * stride, head_dim);
+    float inverse = soften(scores, n);
+    int d = 0;
+    for (; d + WIDE * LANES <= head_dim; d += WIDE * LANES)
+        mix_16(scores, slots, n, values + d, stride, inverse, out + d);
+    for (; d < head_dim; d += LANES) mix_1(scores, slots, n, values + d, stride, inverse, out + d);
+}
+
+/* What row r sees: a stretch of its sequence's table, then the entries its ancestor bits name. */
+static int visible(const Rows *b, int r, int window, int32_t *scratch, const int32_t **slots) {
+    const int32_t *table = b->table + (size_t)b->table_rows[r] * b->table_stride;
+    int first = window ? b->positions[r] + 1 - window : 0;
+    if (first < 0) first = 0;
+    int n = b->prefix[r] - first;
+    uint64_t mask = (uint64_t)b->ancestors[r];
+    *slots = table + first;
+    if (!mask) return n;
+    for (int i = 0; i < n; i++) scratch[i] = table[first + i];
+    for (; mask; mask &= mask - 1) scratch[n++] = table[b->prefix[r] + __builtin_ctzll(mask)];
+    *slots = scratch;
+    return n;
+}
+
+/* All rows and heads; q is read at q + r * ldq. Called inside a parallel region. */
+static void attention_rows(const Shape *s, const Rows *b, int window, const float *q, int ldq, const float *keys,
+                           const float *values, float *scores, int score_stride, float *out) {
+    int group = s->heads / s->kv_heads;
+    size_t stride = (size_t)s->kv_heads * s->head_dim;
+    float *mine = scores + (size_t)omp_get_thread_num() * score_stride;
+    int32_t *scratch = (int32_t *)(mine + score_stride / 2);
+#pragma omp for schedule(static)
+    for (int unit = 0; unit < b->rows * s->heads; unit++) {
+        int r = unit / s->heads, h = unit % s->heads;
+        const int32_t *slots;
+        int n = visible(b, r, window, scratch, &slots);
+        size_t at = (size_t)(h / group) * s->head_dim;
+        attend(q + (size_t)r * ldq + h * s->head_dim, slots, n, keys + at, values + at, stride, s->head_dim,
+               s->scale, mine, out + ((size_t)r * s->heads + h) * s->head_dim);
+    }
+}
+
+/* Norm and rotate every query and key head, and put keys and values in their slots. */
+static void place(const Layer *layer, const Shape *s, const Rows *b, float *qkv, float *keys, float *values) {
+    int D = s->head_dim, all = s->heads + 2 * s->kv_heads;
+#pragma omp for schedule(static)
+    for (int unit = 0; unit < b->rows * all; unit++) {
+        int r = unit / all, h = unit % all;
+        float *x = qkv + ((size_t)r * all + h) * D;
+        int kv = h - s->heads;
+        const float *norm = kv < 0 ? layer->q_norm : layer->k_norm;
+        if (kv < s->kv_heads) {
+            size_t at = (size_t)b->positions[r] * (D / 2);
+            if (norm) rms_norm(x, norm, D, s->eps, x);
+            rotate(x, s->cos + at, s->sin + at, D / 2);
+        }
+        if (kv < 0) continue;
+        float *to = kv < s->kv_heads ? keys : values;
+        to += ((size_t)b->slots[r] * s->kv_heads + kv % s->kv_heads) * D;
+        for (int i = 0; i < D; i++) to[i] = x[i];
+    }
+}
+
+/* ---- what Python calls -------------------------------------------------------------------------------- */
+
+static void norm_rows(const float *x, const float *weight, int rows, int n, float eps, float *y) {
+#pragma omp for schedule(static)
+    for (int r = 0; r < rows; r++) rms_norm(x + (size_t)r * n, weight, n, eps, y + (size_t)r * n);
+}
+
+void outrider_layer(const Layer *layer, const Shape *s, const Rows *b, const Work *w, float *keys, float *values) {
+    int M = b->rows, H = s->hidden, D = s->head_dim, I = s->intermediate;
+    int qkv = (s->heads + 2 * s->kv_heads) * D;
+#pragma omp parallel num_threads(s->threads)
+    {
+        norm_rows(w->x, layer->attn_norm, M, H, s->eps, w->normed);
+        linear(layer->qkv, layer->qkv_bias, w->normed, M, qkv, H, w->qkv, 0);
+        place(layer, s, b, w->qkv, keys, values);
+        attention_rows(s, b, layer->window, w->qkv, qkv, keys, values, w->scores, w->score_stride, w->mixed);
+        linear(layer->out, layer->out_bias, w->mixed, M, H, s->heads * D, w->x, 1);
+        norm_rows(w->x, layer->mlp_norm, M, H, s->eps, w->normed);
+        gated(layer, w->normed, M, I, H, w->act);
+        linear(layer->down, layer->down_bias, w->act, M, H, I, w->x, 1);
+    }
+}
+
+void outrider_norm(const float *x, const float *weight, int rows, int n, float eps, int threads, float *y) {
+#pragma omp parallel num_threads(threads)
+    norm_rows(x, weight, rows, n, eps, y);
+}
+
+void outrider_linear(const float *w, const float *bias, const float *x, int M, int N, int K, int threads, float *y) {
+#pragma omp parallel num_threads(threads)
+    linear(w, bias, x, M, N, K, y, 0);
+}
+
+void outrider_attention(const Shape *s, const Rows *b, int window, const float *q, const float *keys,
+                        const float *values, float *scores, int score_stride, float *out) {
+#pragma omp parallel num_threads(s->threads)
+    attention_rows(s, b, window, q, s->heads * s->head_dim, keys, values, scores, score_stride, out);
+}
+
+/* [N][K] -> [ceil(N/16)][K][16], missing outputs zero. */
+void outrider_pack(const float *w, int N, int K, int threads, float *packed) {
+    int panels = (N + PANEL - 1) / PANEL;
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int n = 0; n < panels; n++)
+        for (int k = 0; k < K; k++)
+            for (int i = 0; i < PANEL; i++) {
+                int row = n * PANEL + i;
+                packed[((size_t)n * K + k) * PANEL + i] = row < N ? w[(size_t)row * K + k] : 0.0f;
+            }
+}
+
+/* How fast this machine reads memory: the sum of n floats, for a benchmark's share of the limit. */
+float outrider_read(const float *x, int64_t n, int threads) {
+    float total = 0;
+#pragma omp parallel for schedule(static) num_threads(threads) reduction(+ : total)
+    for (int64_t block = 0; block < n / 4096; block++) {
+        const vec *p = (const vec *)(x + block * 4096);
+        vec acc[4] = {{0}, {0}, {0}, {0}};
+        for (int i = 0; i < 4096 / LANES; i += 4)
+            for (int j = 0; j < 4; j++) acc[j] += p[i + j];
+        for (int j = 0; j < 4; j++) total += acc[j][0];
+    }
+    return total;
+}

@@ -1,0 +1,197 @@
+"""Python's side of cpu.c: packs weights once, then hands pointers over. Twin: reference.py."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, Structure, byref, c_float, c_int32, c_void_p
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.errors import KernelUnavailable
+from outrider.load.config import ModelConfig
+from outrider.model.kernels.build import library
+from outrider.model.weights import LayerTensors
+from outrider.types import MAX_NODES, Batch
+
+PANEL = 16  # as in cpu.c
+LANES_MAX = 16  # the widest vector cpu.c is built for; heads must fill it
+
+
+class _Layer(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("attn_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "out", "out_bias")),
+        *((name, c_void_p) for name in ("mlp_norm", "gate", "up", "gate_bias", "up_bias", "down", "down_bias")),
+        ("window", c_int32),
+    ]
+
+
+class _Shape(Structure):
+    _fields_ = [
+        *((name, c_int32) for name in ("hidden", "heads", "kv_heads", "head_dim", "intermediate", "threads")),
+        ("eps", c_float),
+        ("scale", c_float),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+    ]
+
+
+class _Rows(Structure):
+    _fields_ = [
+        ("rows", c_int32),
+        ("table_stride", c_int32),
+        *((name, c_void_p) for name in ("positions", "slots", "table_rows", "prefix", "ancestors", "table")),
+    ]
+
+
+class _Work(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("x", "normed", "qkv", "mixed", "act", "scores")),
+        ("score_stride", c_int32),
+    ]
+
+
+@dataclass(slots=True)
+class NativeLinear:
+    packed: Tensor  # [N / 16, K, 16]
+    bias: Tensor | None
+    outputs: int
+    inputs: int
+
+
+@dataclass(slots=True)
+class NativeLayer:
+    struct: _Layer
+    tensors: list[Tensor]  # what struct points into
+
+
+class NativeKernels:
+    name = "c"
+
+    def __init__(self, config: ModelConfig, cos: Tensor, sin: Tensor, threads: int, folder: Path) -> None:
+        if config.head_dim % LANES_MAX:
+            raise KernelUnavailable(f"head size {config.head_dim} is not a multiple of {LANES_MAX}")
+        self.config, self.threads = config, threads
+        self.lib = library(folder)
+        self.lib.outrider_layer.argtypes = [POINTER(_Layer), POINTER(_Shape), POINTER(_Rows), POINTER(_Work)] + [
+            c_void_p
+        ] * 2
+        self.lib.outrider_read.restype = c_float
+        self.tables = (cos, sin)
+        self.shape = self._shape(config.heads, config.kv_heads, config.head_dim, config.head_dim**-0.5)
+        self.scores = torch.empty(threads, 2 * (len(cos) + MAX_NODES + 1 + PANEL))
+        self._bound: tuple[Batch, _Rows] | None = None
+        self._work = _Work()
+        self._buffers: list[Tensor] = []
+        self._capacity = 0
+
+    def pack_layer(self, tensors: LayerTensors) -> NativeLayer:
+        struct, kept = _Layer(window=tensors.window), []
+        for f in fields(tensors):
+            value = getattr(tensors, f.name)
+            if not isinstance(value, Tensor):
+                continue
+            value = self._pack(value) if value.dim() == 2 else value.float().contiguous()
+            setattr(struct, f.name, value.data_ptr())
+            kept.append(value)
+        return NativeLayer(struct, kept)
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> NativeLinear:
+        outputs, inputs = weight.shape
+        return NativeLinear(self._pack(weight), bias, outputs, inputs)
+
+    def _pack(self, weight: Tensor) -> Tensor:
+        weight = weight.float().contiguous()
+        outputs, inputs = weight.shape
+        packed = torch.empty(-(-outputs // PANEL), inputs, PANEL)
+        self.lib.outrider_pack(_ptr(weight), outputs, inputs, self.threads, _ptr(packed))
+        return packed
+
+    def embed(self, table: NativeLinear, ids: Tensor) -> Tensor:
+        """Rows of a packed matrix: a tied embedding needs no second copy."""
+        return table.packed[ids // PANEL, :, ids % PANEL]
+
+    def linear(self, linear: NativeLinear, x: Tensor) -> Tensor:
+        out = torch.empty(len(x), linear.outputs)
+        bias = None if linear.bias is None else _ptr(linear.bias)
+        self.lib.outrider_linear(
+            _ptr(linear.packed), bias, _ptr(x), len(x), linear.outputs, linear.inputs, self.threads, _ptr(out)
+        )
+        return out
+
+    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        eps = c_float(self.config.norm_eps)
+        self.lib.outrider_norm(_ptr(x), _ptr(weight), len(x), x.shape[1], eps, self.threads, _ptr(out))
+        return out
+
+    def layer(self, layer: NativeLayer, x: Tensor, batch: Batch, keys: Tensor, values: Tensor) -> None:
+        rows = self._rows(batch)
+        self._reserve(len(x))
+        self._work.x = x.data_ptr()
+        self.lib.outrider_layer(
+            layer.struct, self.shape, rows, self._work, keys.data_ptr(), values.data_ptr()
+        )
+
+    def attention(
+        self, q: Tensor, batch: Batch, keys: Tensor, values: Tensor, window: int, scale: float
+    ) -> Tensor:
+        _, heads, head_dim = q.shape
+        shape = self._shape(heads, keys.shape[1], head_dim, scale)
+        out = torch.empty_like(q)
+        self.lib.outrider_attention(
+            byref(shape), byref(self._rows(batch)), window, _ptr(q), _ptr(keys), _ptr(values),
+            _ptr(self.scores), self.scores.shape[1], _ptr(out),
+        )  # fmt: skip
+        return out
+
+    def _shape(self, heads: int, kv_heads: int, head_dim: int, scale: float) -> _Shape:
+        c, (cos, sin) = self.config, self.tables
+        return _Shape(
+            hidden=c.hidden, heads=heads, kv_heads=kv_heads, head_dim=head_dim, intermediate=c.intermediate,
+            threads=self.threads, eps=c.norm_eps, scale=scale, cos=cos.data_ptr(), sin=sin.data_ptr(),
+        )  # fmt: skip
+
+    def _rows(self, batch: Batch) -> _Rows:
+        """The batch's pointers, made once a pass rather than once a layer."""
+        if self._bound is None or self._bound[0] is not batch:
+            names = ("positions", "slots", "table_rows", "prefix", "ancestors", "table")
+            pointers: dict[str, Any] = {name: getattr(batch, name).data_ptr() for name in names}
+            self._bound = batch, _Rows(rows=batch.rows, table_stride=batch.table.stride(0), **pointers)
+        return self._bound[1]
+
+    def _reserve(self, rows: int) -> None:
+        """Scratch for the widest pass so far; grown, never shrunk, never allocated on the hot path again."""
+        if rows <= self._capacity:
+            return
+        c = self.config
+        widths = (c.hidden, (c.heads + 2 * c.kv_heads) * c.head_dim, c.heads * c.head_dim, c.intermediate)
+        self._buffers = [torch.empty(rows, width) for width in widths]
+        for name, buffer in zip(("normed", "qkv", "mixed", "act"), self._buffers, strict=True):
+            setattr(self._work, name, buffer.data_ptr())
+        self._work.scores, self._work.score_stride = self.scores.data_ptr(), self.scores.shape[1]
+        self._capacity = rows
+
+
+def _ptr(tensor: Tensor) -> c_void_p:
+    if not tensor.is_contiguous():
+        raise ValueError("kernels take contiguous tensors")
+    return c_void_p(tensor.data_ptr())
+
+
+def read_bandwidth(threads: int, folder: Path, megabytes: int = 512) -> float:
+    """Bytes a second this machine reads from memory with `threads` threads: the limit of plain decoding."""
+    import time
+
+    lib = library(folder)
+    lib.outrider_read.restype = c_float
+    data = torch.ones(megabytes * (1 << 20) // 4)
+    times = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        lib.outrider_read(_ptr(data), ctypes.c_int64(len(data)), threads)
+        times.append(time.perf_counter() - begin)
+    return data.nbytes / min(times)

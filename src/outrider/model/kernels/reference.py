@@ -1,0 +1,100 @@
+"""The kernels in plain torch: what native.py must equal, and what runs where there is no compiler.
+
+Every function works on one row at a time where torch's own result would depend on how many rows there are
+(its matmul picks another kernel for one row than for two), so identity holds here too; it is slow for prompts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from outrider.load.config import ModelConfig
+from outrider.model.weights import LayerTensors
+from outrider.types import Batch
+
+
+@dataclass(slots=True)
+class ReferenceLinear:
+    weight: Tensor  # [N, K]
+    bias: Tensor | None
+
+
+class ReferenceKernels:
+    name = "torch"
+
+    def __init__(self, config: ModelConfig, cos: Tensor, sin: Tensor) -> None:
+        self.config = config
+        self.cos, self.sin = cos, sin
+        self.scale = config.head_dim**-0.5
+
+    def pack_layer(self, tensors: LayerTensors) -> LayerTensors:
+        return tensors
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> ReferenceLinear:
+        return ReferenceLinear(weight, bias)
+
+    def embed(self, table: ReferenceLinear, ids: Tensor) -> Tensor:
+        return table.weight[ids]
+
+    def linear(self, linear: ReferenceLinear, x: Tensor) -> Tensor:
+        return rowwise_linear(x, linear.weight, linear.bias)
+
+    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return rms_norm(x, weight, self.config.norm_eps)
+
+    def layer(self, w: LayerTensors, x: Tensor, batch: Batch, keys: Tensor, values: Tensor) -> None:
+        """x [R, hidden] becomes the layer's output, in place; its keys and values go to their slots."""
+        c, rows = self.config, len(x)
+        qkv = rowwise_linear(self.norm(x, w.attn_norm), w.qkv, w.qkv_bias)
+        q, k, v = qkv.view(rows, -1, c.head_dim).split([c.heads, c.kv_heads, c.kv_heads], dim=1)
+        if w.q_norm is not None and w.k_norm is not None:
+            q, k = rms_norm(q, w.q_norm, c.norm_eps), rms_norm(k, w.k_norm, c.norm_eps)
+        cos, sin = self.cos[batch.positions][:, None], self.sin[batch.positions][:, None]
+        keys[batch.slots], values[batch.slots] = rotate(k, cos, sin), v
+        mixed = self.attention(rotate(q, cos, sin), batch, keys, values, w.window, self.scale)
+        x += rowwise_linear(mixed.reshape(rows, -1), w.out, w.out_bias)
+        h = self.norm(x, w.mlp_norm)
+        act = F.silu(rowwise_linear(h, w.gate, w.gate_bias)) * rowwise_linear(h, w.up, w.up_bias)
+        x += rowwise_linear(act, w.down, w.down_bias)
+
+    def attention(
+        self, q: Tensor, batch: Batch, keys: Tensor, values: Tensor, window: int, scale: float
+    ) -> Tensor:
+        """q [R, heads, head_dim] over what each row sees in the slots -> [R, heads, head_dim]."""
+        rows, heads, head_dim = q.shape
+        kv_heads = keys.shape[1]
+        out = torch.empty_like(q)
+        for r in range(rows):
+            slots = visible_slots(batch, r, window)
+            k, v = keys[slots].transpose(0, 1), values[slots].transpose(0, 1)  # [kv_heads, n, head_dim]
+            grouped = q[r].view(kv_heads, heads // kv_heads, head_dim)
+            weights = (grouped @ k.transpose(1, 2) * scale).softmax(-1)
+            out[r] = (weights @ v).reshape(heads, head_dim)
+        return out
+
+
+def visible_slots(batch: Batch, row: int, window: int) -> Tensor:
+    """The slots a row sees, oldest first: a stretch of its table, then its ancestors in the tree."""
+    table = batch.table[batch.table_rows[row]]
+    prefix, mask = int(batch.prefix[row]), int(batch.ancestors[row])
+    first = max(0, int(batch.positions[row]) + 1 - window) if window else 0
+    nodes = [prefix + i for i in range(64) if mask >> i & 1]
+    return torch.cat([table[first:prefix], table[nodes]]) if nodes else table[first:prefix]
+
+
+def rowwise_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.cat([F.linear(x[r : r + 1], weight, bias) for r in range(len(x))]) if len(x) else x @ weight.T
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the two halves of the last dimension: (a, b) -> (a cos - b sin, b cos + a sin)."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)

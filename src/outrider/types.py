@@ -1,0 +1,328 @@
+"""The words of Outrider. Read this first; every other file speaks them.
+
+A user's `Request` becomes one `Sequence` per choice. Each step gives every picked sequence some known
+tokens and a `Draft` of zero or more guessed ones; the runner packs them into one flat `Batch`; the target
+turns it into logits; verify turns those into one `Verdict` a sequence; a `StepRecord` says what it cost.
+
+No torch here: a `Batch` holds tensors but only the model and verify look inside.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Literal
+
+from outrider.errors import InvalidRequest, suggest
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FinishReason = Literal["stop", "length", "abort"]
+Origin = Literal["plain", "accepted", "recovered", "bonus"]
+
+MAX_NODES = 63  # one 64-bit ancestor mask a row, one bit to spare for the sign
+MAX_ALTERNATIVES = 20
+MAX_CHOICES = 128
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """What the user asked. Complete and valid once built; a bad value is an error that names itself."""
+
+    temperature: float = 1.0  # 0 = greedy
+    top_k: int = 0  # 0 = off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0  # over prompt and output
+    frequency_penalty: float = 0.0  # over output
+    presence_penalty: float = 0.0  # over output
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    bad_words: tuple[str, ...] = ()
+    seed: int | None = None  # None: one is drawn at admission and reported
+    n: int = 1
+    max_tokens: int = 256
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop: bool = False  # keep the stop string in the text
+    ignore_eos: bool = False
+    logprobs: int | None = None  # None = none; k = the chosen token and k alternatives
+
+    def __post_init__(self) -> None:
+        _number(self, "temperature", 0.0, 100.0)
+        _number(self, "top_p", 0.0, 1.0, open_low=True)
+        _number(self, "min_p", 0.0, 1.0)
+        _number(self, "repetition_penalty", 0.0, 100.0, open_low=True)
+        _number(self, "frequency_penalty", -100.0, 100.0)
+        _number(self, "presence_penalty", -100.0, 100.0)
+        _whole(self, "top_k", 0)
+        _whole(self, "n", 1, MAX_CHOICES)
+        _whole(self, "max_tokens", 1)
+        _whole(self, "min_tokens", 0, self.max_tokens)
+        if self.seed is not None:
+            _whole(self, "seed", -(2**63), 2**64 - 1)
+        if self.logprobs is not None:
+            _whole(self, "logprobs", 0, MAX_ALTERNATIVES)
+        _flag(self, "include_stop")
+        _flag(self, "ignore_eos")
+        _strings(self, "stop")
+        _strings(self, "bad_words")
+        object.__setattr__(self, "stop_token_ids", _token_ids(self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> SamplingParams:
+        """Build from a mapping of names, refusing unknown ones with a suggestion."""
+        known = [f.name for f in fields(cls)]
+        for name in options:
+            if name not in known:
+                raise InvalidRequest(f"unknown option {name!r}{suggest(name, known)}", name)
+        return cls(**options)
+
+    @property
+    def plain_greedy(self) -> bool:
+        """True when the law is a bare argmax of the target's own logits."""
+        return self.temperature == 0 and not self.edits_logits
+
+    @property
+    def edits_logits(self) -> bool:
+        """True when penalties, bias, bad words or a minimum length change the target's logits."""
+        return bool(self.penalised or self.logit_bias or self.bad_words or self.min_tokens)
+
+    @property
+    def penalised(self) -> bool:
+        return (
+            self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
+        )
+
+
+def _number(p: SamplingParams, name: str, low: float, high: float, open_low: bool = False) -> None:
+    value = getattr(p, name)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise InvalidRequest(f"{name} must be a number, not {type(value).__name__}", name)
+    inside = low < value <= high if open_low else low <= value <= high
+    if math.isnan(value) or not inside:
+        raise InvalidRequest(f"{name} must be in {'(' if open_low else '['}{low:g}, {high:g}], got {value}", name)
+    object.__setattr__(p, name, float(value))
+
+
+def _whole(p: SamplingParams, name: str, low: int, high: int | None = None) -> None:
+    value = getattr(p, name)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidRequest(f"{name} must be a whole number, not {type(value).__name__}", name)
+    if value < low or (high is not None and value > high):
+        bound = f"at least {low}" if high is None else f"between {low} and {high}"
+        raise InvalidRequest(f"{name} must be {bound}, got {value}", name)
+
+
+def _flag(p: SamplingParams, name: str) -> None:
+    if not isinstance(getattr(p, name), bool):
+        raise InvalidRequest(f"{name} must be true or false", name)
+
+
+def _strings(p: SamplingParams, name: str) -> None:
+    value = getattr(p, name)
+    if value is None:
+        value = ()
+    if isinstance(value, str):
+        value = (value,)
+    if not isinstance(value, (list, tuple)) or not all(isinstance(s, str) for s in value):
+        raise InvalidRequest(f"{name} must be a string or a list of strings, not {value!r}", name)
+    if not all(value):
+        raise InvalidRequest(f"{name} must not hold an empty string", name)
+    object.__setattr__(p, name, tuple(value))
+
+
+def _token_ids(value: Any) -> tuple[int, ...]:
+    if isinstance(value, (list, tuple)) and all(type(i) is int and i >= 0 for i in value):
+        return tuple(value)
+    raise InvalidRequest("stop_token_ids must be a list of token ids", "stop_token_ids")
+
+
+def _bias(value: Any) -> dict[int, float]:
+    if not isinstance(value, Mapping):
+        raise InvalidRequest("logit_bias must map token ids to numbers", "logit_bias")
+    try:
+        bias = {int(token): float(weight) for token, weight in value.items()}
+    except (TypeError, ValueError):
+        raise InvalidRequest("logit_bias must map token ids to numbers", "logit_bias") from None
+    for token, weight in bias.items():
+        if token < 0 or not -100 <= weight <= 100:
+            raise InvalidRequest(f"logit_bias[{token}] must be in [-100, 100], got {weight}", "logit_bias")
+    return bias
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One call. `seed` is settled here; choice `i` derives its own from `(seed, i)`."""
+
+    id: str
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    owner: str = ""  # whose cache entries this request may reuse (an API key's digest)
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    stop_ids: frozenset[int] = frozenset()  # end-of-text ids (unless ignored) and the user's own
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A guess as a parent array: `parents[i] < i`, and -1 hangs node i from the last known token."""
+
+    tokens: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.tokens) != len(self.parents) or len(self.tokens) > MAX_NODES:
+            raise ValueError(f"a draft has one parent a token and at most {MAX_NODES} nodes")
+        if any(not -1 <= parent < i for i, parent in enumerate(self.parents)):
+            raise ValueError("parents must come before their children")
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @classmethod
+    def chain(cls, tokens: tuple[int, ...] | list[int]) -> Draft:
+        return cls(tuple(tokens), tuple(range(-1, len(tokens) - 1)))
+
+    @property
+    def depths(self) -> list[int]:
+        """1 for a child of the last known token, and one more a generation."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 if parent < 0 else depths[parent] + 1)
+        return depths
+
+    @property
+    def ancestors(self) -> list[int]:
+        """For each node the set of nodes on its path, itself included, as bits."""
+        masks: list[int] = []
+        for node, parent in enumerate(self.parents):
+            masks.append((masks[parent] if parent >= 0 else 0) | 1 << node)
+        return masks
+
+    def path(self, node: int) -> list[int]:
+        """Nodes from the root's child down to `node`, itself included."""
+        nodes = []
+        while node >= 0:
+            nodes.append(node)
+            node = self.parents[node]
+        return nodes[::-1]
+
+
+NO_DRAFT = Draft()
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A request while it lives: one of its choices, the tokens so far, and how many of them are cached."""
+
+    request: Request
+    choice: int
+    seed: int  # signed 64-bit
+    tokens: list[int]  # prompt, then output
+    row: int = -1  # of the slot table; -1 while waiting
+    cached: int = 0  # tokens whose keys and values are in their slots
+    reused: int = 0  # of the prompt, found in the cache when first admitted
+    finish_reason: FinishReason | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    origins: list[Origin] = field(default_factory=list)
+    steps: int = 0  # passes of the target that emitted tokens
+    drafted: int = 0
+    accepted: int = 0
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.request.prompt_ids)
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.prompt_len :]
+
+    @property
+    def pending(self) -> int:
+        """Known tokens still to be fed; one while decoding."""
+        return len(self.tokens) - self.cached
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """This step's bet: how many nodes each sequence may guess, by position in the pick. 0 = plain."""
+
+    nodes: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class TokenLogprob:
+    """The target's own log-probability of a token it emitted, and of the likeliest alternatives."""
+
+    token: int
+    logprob: float
+    alternatives: list[tuple[int, float]]
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What the target said of one sequence: `accepted` draft nodes in path order, then `tokens[-1]`.
+
+    `tokens` are all tokens emitted this step (the accepted ones and the one after); empty while a prompt is
+    still being read. `logprobs` runs parallel to `tokens` when asked for.
+    """
+
+    tokens: list[int]
+    accepted: list[int]
+    logprobs: list[TokenLogprob] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What one step added to one choice of a request. The last has a finish_reason."""
+
+    request_id: str
+    choice: int
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason | None = None
+    logprobs: tuple[TokenLogprob, ...] | None = None
+
+
+@dataclass(slots=True)
+class Batch:
+    """The model's input, flat. R rows over S sequences; every tensor is on the model's device.
+
+    Row r sits at `positions[r]` and sees the first `prefix[r]` entries of its sequence's slot table, plus the
+    entry `prefix[r] + i` for every set bit i of `ancestors[r]`. A known token is prefix alone (its own slot is
+    the last entry); a guessed node sees all known tokens and its path, itself included.
+    """
+
+    ids: Tensor  # [R] int64
+    positions: Tensor  # [R] int32
+    slots: Tensor  # [R] int32, where this row's keys and values go
+    table_rows: Tensor  # [R] int32, the row of `table` that belongs to this row's sequence
+    prefix: Tensor  # [R] int32
+    ancestors: Tensor  # [R] int64
+    table: Tensor  # [sequences, context] int32, slot of every token
+    logit_rows: Tensor  # [L] int64, rows whose logits are wanted
+
+    @property
+    def rows(self) -> int:
+        return len(self.ids)
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """What a step cost and bought. The only source for planner, metrics, dashboard and bench."""
+
+    rows: int
+    sequences: int
+    known: int  # prompt and already emitted tokens fed
+    drafted: int
+    accepted: int
+    emitted: int
+    plan_s: float
+    draft_s: float
+    target_s: float
+    verify_s: float
+    total_s: float
