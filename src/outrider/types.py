@@ -82,16 +82,6 @@ class SamplingParams:
         return cls(**options)
 
     @property
-    def plain_greedy(self) -> bool:
-        """True when the law is a bare argmax of the target's own logits."""
-        return self.temperature == 0 and not self.edits_logits
-
-    @property
-    def edits_logits(self) -> bool:
-        """True when penalties, bias, bad words or a minimum length change the target's logits."""
-        return bool(self.penalised or self.logit_bias or self.bad_words or self.min_tokens)
-
-    @property
     def penalised(self) -> bool:
         return (
             self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
@@ -165,6 +155,12 @@ class Request:
     owner: str = ""  # whose cache entries this request may reuse (an API key's digest)
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     stop_ids: frozenset[int] = frozenset()  # end-of-text ids (unless ignored) and the user's own
+
+    @property
+    def edits_logits(self) -> bool:
+        """True when penalties, bias, bad words or a minimum length change the target's logits."""
+        p = self.params
+        return bool(p.penalised or p.logit_bias or self.bad_word_ids or p.min_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,7 +72,7 @@ class Engine:
         ]
         for sequence in choices:
             self.writers[sequence] = Writer(self.text(), request.params.stop, request.params.include_stop)
-        self.live[request.id] = choices
+        self.live[request.id] = list(choices)
         self.scheduler.add(choices)
         return choices
 
@@ -105,7 +105,8 @@ class Engine:
         ran = time.perf_counter()
         emits = [pick.emits for pick in picks]
         emitting = [pick.sequence for pick in compress(picks, emits)]
-        verdicts = judge(logits, emitting, list(compress(drafts, emits))) if emitting else []
+        guesses = list(compress(drafts, emits))
+        verdicts = judge(logits, emitting, guesses, self.model.draw) if emitting else []
         judged = time.perf_counter()
         events = self._commit(picks, drafts, iter(verdicts))
         self.record = StepRecord(

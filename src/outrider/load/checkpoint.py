@@ -1,7 +1,7 @@
 """A checkpoint: config, tensors, tokenizer and chat template behind one face, whatever the files are.
 
-Tensor names and layouts are Hugging Face's for both formats. Nothing is read before it is asked for. Weights in
-pickle form are refused; building a model from the tensors is for model/.
+Tensor names and layouts are Hugging Face's for both formats. Nothing is read before it is asked for.
+Weights in pickle form are refused; building a model from the tensors is for model/.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from outrider.errors import BadCheckpoint, ModelNotFound, UnsupportedModel
-from outrider.load.config import FAMILIES, ModelConfig, config_from_gguf, config_from_json, end_ids
+from outrider.load.config import ModelConfig, config_from_gguf, config_from_json, end_ids, is_known_family
 from outrider.load.gguf import GgufFile
 from outrider.load.tokenizer import Tokenizer
 
@@ -146,7 +146,7 @@ class FolderCheckpoint(Checkpoint):
         self._generation = read_json(path / "generation_config.json", optional=True)
         self._tokenizer_config = read_json(path / "tokenizer_config.json", optional=True)
         self.config = None
-        if self.raw_config.get("model_type") in FAMILIES:
+        if is_known_family(self.raw_config):
             _refuse_quantised(self.raw_config, path)
             self.config = config_from_json(self.raw_config, self._generation)
         self._files = {file: _open_safetensors(path / file) for file in _weight_files(path)}
@@ -192,9 +192,7 @@ class FolderCheckpoint(Checkpoint):
     def tokenizer(self) -> Tokenizer:
         file = self.path / "tokenizer.json"
         if not file.exists():
-            raise UnsupportedModel(
-                f"{self.path} has no tokenizer.json; save it with a fast tokenizer (other formats are not read)"
-            )
+            raise UnsupportedModel(f"{self.path} has no tokenizer.json; other tokenizer formats are not read")
         return Tokenizer.from_file(file, self._tokenizer_config, end_ids(self.raw_config, self._generation))
 
     @property
@@ -310,7 +308,7 @@ ROPE_FREQS = "rope_freqs.weight"  # not a weight: how llama3 rope scaling travel
 
 
 class GgufCheckpoint(Checkpoint):
-    """One GGUF file. Its tensors get Hugging Face's names and, where llama's rows were permuted, its order."""
+    """One GGUF file. Its tensors get Hugging Face's names and, where llama's rows are permuted, its order."""
 
     config: ModelConfig
 

@@ -85,14 +85,14 @@ class ModelConfig:
 
 
 def is_known_family(raw: Mapping[str, Any]) -> bool:
-    return raw.get("model_type") in FAMILIES
+    return str(raw.get("model_type")) in FAMILIES
 
 
 def config_from_json(raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
     """From a Hugging Face config.json (and generation_config.json, which has the fuller list of end ids)."""
-    name = raw.get("model_type")
+    name = str(raw.get("model_type"))
     if name not in FAMILIES:
-        raise UnsupportedModel(f"model_type {name!r} is not one of {', '.join(FAMILIES)}")
+        raise UnsupportedModel(f"model_type {name!r:.60} is not one of {', '.join(FAMILIES)}")
     family = FAMILIES[name]
     try:
         hidden, heads, layers = raw["hidden_size"], raw["num_attention_heads"], raw["num_hidden_layers"]

@@ -48,8 +48,8 @@ def find(name: str | Path, cache: Path, progress: Progress | None = None) -> Pat
     if model := parse_hub_id(text):
         return hub.fetch(model)
     if text.endswith(".gguf") or text.startswith((".", "/", "~")):
-        raise ModelNotFound(f"there is no file or folder {text!r}; a model is {FORMS}")
-    raise ModelNotFound(f"there is no model {text!r}{suggest(text, ALIASES)} A model is {FORMS}")
+        raise ModelNotFound(f"there is no file or folder {text!r:.999}; a model is {FORMS}")
+    raise ModelNotFound(f"there is no model {text!r:.99}{suggest(text, ALIASES)}\nA model is {FORMS}")
 
 
 def _exists(path: Path) -> bool:
@@ -74,9 +74,11 @@ def list_models(cache: Path) -> list[ModelEntry]:
         place = model.place(cache) if present else None
         entries.append(ModelEntry(model.alias, model.about, place, model.bytes, present))
     own = {model.file for model in ALIASES.values()}
-    for file in sorted((cache / "models").glob("[!.]*.gguf")):
-        if file.name not in own and file.is_file():
-            entries.append(ModelEntry(file.stem, "GGUF file in the cache", file, file.stat().st_size, True))
+    entries += [
+        ModelEntry(file.stem, "GGUF file in the cache", file, file.stat().st_size, True)
+        for file in sorted((cache / "models").glob("[!.]*.gguf"))
+        if file.name not in own and file.is_file()
+    ]
     for repo, snapshot in hub.cached_models():
         size = sum(file.stat().st_size for file in hub.weights(snapshot))
         entries.append(ModelEntry(repo, "cached from the hub", snapshot, size, True))

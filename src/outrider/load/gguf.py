@@ -197,7 +197,7 @@ def _refuse_split(metadata: dict[str, Any], name: str) -> None:
     parts = metadata.get("split.count", 0)
     if isinstance(parts, int) and parts > 1:
         raise UnsupportedModel(
-            f"{name} is one of {parts} parts of a model; join them into one file with llama-gguf-split --merge"
+            f"{name} is one of {parts} parts of a model; join them with llama-gguf-split --merge"
         )
 
 

@@ -49,7 +49,7 @@ def fetch(model: HubId) -> Path:
         ) from None
     except errors.RepositoryNotFoundError:
         raise ModelNotFound(
-            f"the hub has no repository {model.repo!r}; if it is private, set HF_TOKEN to a token that may read it"
+            f"the hub has no repository {model.repo!r}; if it is private, set HF_TOKEN"
         ) from None
     except errors.RemoteEntryNotFoundError:
         raise ModelNotFound(f"{model.repo} has no file {model.file!r}") from None
@@ -64,7 +64,9 @@ def _online(model: HubId) -> Path:
 
     if model.file is not None:
         return Path(hf_hub_download(model.repo, model.file))
-    files = HfApi().list_repo_files(model.repo)
+    # Not list_repo_files: it retries for half a minute where there is no network at all.
+    siblings = HfApi().model_info(model.repo, timeout=10).siblings or []
+    files = [sibling.rfilename for sibling in siblings]
     if any(name.endswith(".safetensors") and "/" not in name for name in files):
         return Path(
             snapshot_download(model.repo, allow_patterns=list(WANTED), ignore_patterns=list(UNWANTED))

@@ -1,4 +1,4 @@
-"""How a download is shown: a bar where a person looks, one plain line where nobody does. No downloading here."""
+"""How a download is shown: a bar where a person looks, else one plain line. No downloading here."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -50,7 +51,8 @@ def _nibbles(raw: Tensor, out: Tensor) -> None:
 
 def _fifth_bits(raw: Tensor, at: int, out: Tensor) -> None:
     """Add 16 to every value whose bit is set in the 32-bit little-endian word at byte `at`."""
-    word = raw[:, at : at + 4].contiguous().view(torch.int32)
+    # Copied: as a view the four bytes would not be aligned, and `contiguous` makes no copy of a single row.
+    word = raw[:, at : at + 4].clone(memory_format=torch.contiguous_format).view(torch.int32)
     bits = (word >> torch.arange(32, dtype=torch.int32)) & 1
     out.add_(bits, alpha=16)
 
@@ -93,7 +95,8 @@ def _by_gguf(name: str) -> Unpack:
         # Importing gguf takes a third of a second: only files that hold K-quants pay for it.
         import gguf
 
-        values = gguf.quants.dequantize(raw.numpy(), gguf.GGMLQuantizationType[name])
+        with np.errstate(all="ignore"):  # damaged scales may be infinite or no number at all
+            values = gguf.quants.dequantize(raw.numpy(), gguf.GGMLQuantizationType[name])
         out.copy_(torch.from_numpy(values))
 
     return unpack

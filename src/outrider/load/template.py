@@ -1,8 +1,8 @@
 """A model's chat template: messages in, the text of the conversation out.
 
-The template comes with the model and is not trusted: it runs in jinja2's immutable sandbox, and with a limit on
-time, on text and on the size of what it makes, so that it can neither reach out nor hang. Whatever it raises is
-a `TemplateFailed`. Turning the text into tokens is for tokenizer.py.
+The template comes with the model and is not trusted: it runs in jinja2's immutable sandbox, and with limits
+on time and on the size of what it makes, so that it can neither reach out nor hang. Whatever it raises is a
+`TemplateFailed`. Turning the text into tokens is for tokenizer.py.
 """
 
 from __future__ import annotations
@@ -193,9 +193,9 @@ def _power(left: Any, right: Any) -> Any:
 
 def _product(left: Any, right: Any) -> Any:
     for many, times in ((left, right), (right, left)):
-        if isinstance(many, (str, list, tuple)) and isinstance(times, int):
-            if len(many) * times > (MAX_TEXT if isinstance(many, str) else MAX_ITEMS):
-                raise SecurityError("it repeats a text or list too often")
+        limit = MAX_TEXT if isinstance(many, str) else MAX_ITEMS
+        if isinstance(many, (str, list, tuple)) and isinstance(times, int) and len(many) * times > limit:
+            raise SecurityError("it repeats a text or list too often")
     return _checked(left * right)
 
 
@@ -222,26 +222,57 @@ def _check_call(subject: Any, name: str, args: Sequence[Any], kwargs: Mapping[st
     for value in (*args, *kwargs.values()):
         if isinstance(value, int) and abs(value) > MAX_TEXT:
             raise SecurityError(f"{name}() with the number {value}")
-        if name in ("format", "format_map", "join", "replace"):
+        if name in _GROWTH:
             _as_text(value)
-    if name == "replace" and isinstance(subject, str) and len(args) >= 2:
-        old, new = str(args[0]), str(args[1])
-        times = subject.count(old) if old else len(subject) + 1
-        if len(subject) + times * len(new) > MAX_TEXT:
-            raise _refuse_text()
-    if name == "join" and isinstance(subject, str) and args and isinstance(args[0], (list, tuple)):
-        if sum(len(str(item)) + len(subject) for item in args[0]) > MAX_TEXT:
-            raise _refuse_text()
-    if name in ("format", "format_map") and isinstance(subject, str):
-        # Each field may take an argument whole, and a width of its own.
-        if re.search(r"\d{6}", subject) or len(re.findall(r"[{%]", subject)) > 1000:
-            raise SecurityError("a format with too wide or too many fields")
+    if isinstance(subject, str) and name in _GROWTH and _GROWTH[name](subject, args) > MAX_TEXT:
+        raise _refuse_text()
 
+
+def _replaced_size(subject: str, args: Sequence[Any]) -> int:
+    if len(args) < 2:
+        return 0
+    old, new = str(args[0]), str(args[1])
+    return len(subject) + (subject.count(old) if old else len(subject) + 1) * len(new)
+
+
+def _joined_size(subject: str, args: Sequence[Any]) -> int:
+    items = args[0] if args and isinstance(args[0], (list, tuple)) else ()
+    return sum(len(str(item)) + len(subject) for item in items)
+
+
+def _formatted_size(subject: str, args: Sequence[Any]) -> int:
+    """At most: every field is as wide as the widest number written in the format, or takes every argument."""
+    widest = max((int(digits[:9]) for digits in re.findall(r"\d+", subject)), default=0)
+    largest = max((arg if isinstance(arg, int) else len(str(arg)) for arg in args), default=0)
+    return len(subject) + len(re.findall(r"[{%]", subject)) * (widest + largest)
+
+
+# How long the text of a call will be, where small arguments can make a long one.
+_GROWTH: dict[str, Callable[[str, Sequence[Any]], int]] = {
+    "replace": _replaced_size,
+    "join": _joined_size,
+    "format": _formatted_size,
+}
 
 # Filters that pick from a list or object and write none of it out.
 _KEEP_SHAPE = frozenset(
-    "attr batch count d default dictsort first groupby items last length list map max min random reject "
-    "rejectattr reverse select selectattr slice sort sum unique".split()
+    (
+        *(
+            "attr",
+            "batch",
+            "count",
+            "d",
+            "default",
+            "dictsort",
+            "first",
+            "groupby",
+            "items",
+            "last",
+            "length",
+        ),
+        *("list", "map", "max", "min", "random", "reject", "rejectattr", "reverse", "select", "selectattr"),
+        *("slice", "sort", "sum", "unique"),
+    )
 )
 
 
@@ -277,7 +308,7 @@ def _check_widths(name: str, subject: Any, values: Sequence[Any]) -> None:
             raise SecurityError(f"{name} with a width of {width}")
 
 
-# --------------------------------------------------------------------------------------------- the environment
+# -------------------------------------------------------------------------------------------- the environment
 
 
 class _Compiler(CodeGenerator):
@@ -305,7 +336,7 @@ class _Generation(jinja2.ext.Extension):
 class _Sandbox(ImmutableSandboxedEnvironment):
     code_generator_class = _Compiler
     intercepted_binops = frozenset(_OPERATORS)
-    concat = staticmethod(_bounded_join)  # type: ignore[assignment] # what captured blocks and macros join with
+    concat = staticmethod(_bounded_join)  # what captured blocks and macros join with
 
     def __init__(self) -> None:
         super().__init__(
@@ -347,7 +378,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             return None
 
         def guarded(*args: Any, **kwargs: Any) -> str:
-            _check_call(value.__self__, "format", args, kwargs)
+            _check_call(value.__self__, "format", (*args, *kwargs.values()), {})
             return wrapped(*args, **kwargs)
 
         return guarded

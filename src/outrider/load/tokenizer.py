@@ -1,7 +1,7 @@
 """Text to token ids and back, over the `tokenizers` library: from tokenizer.json or from GGUF metadata.
 
-Decoding is by bytes: a token stands for fixed bytes, a text is those bytes joined, so a stream of tokens gives
-the same text as all of them at once. What a chat looks like as text is for template.py.
+Decoding is by bytes: a token stands for fixed bytes, a text is those bytes joined, so a stream of tokens
+gives the same text as all of them at once. What a chat looks like as text is for template.py.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Tokenizer:
     def from_file(
         cls, file: Path, tokenizer_config: Mapping[str, Any] | None = None, eos_ids: Sequence[int] = ()
     ) -> Tokenizer:
-        """From tokenizer.json. `tokenizer_config` names the special tokens; `eos_ids` are the config's own."""
+        """From tokenizer.json. `tokenizer_config` names special tokens; `eos_ids` are the config's own."""
         config = tokenizer_config or {}
         try:
             if file.stat().st_size > MAX_FILE:

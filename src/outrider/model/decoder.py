@@ -32,11 +32,16 @@ class Model(Protocol):
         """Write the rows' keys and values to their slots; return logits [len(batch.logit_rows), vocab]."""
         ...
 
+    def draw(self, logits: Tensor, sampled: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+        """The law's argmax over the vocabulary; see verify/noise.py."""
+        ...
+
 
 class Decoder:
     def __init__(self, config: ModelConfig, read: Callable[[str], Tensor], kernels: Any) -> None:
         self.config = config
         self.kernels = kernels
+        self.draw = kernels.draw
         self.layers = [kernels.pack_layer(layer_tensors(read, config, i)) for i in range(config.layers)]
         self.norm = read("model.norm.weight").float().contiguous()
         self.embedding = kernels.pack_linear(read("model.embed_tokens.weight"))
@@ -53,14 +58,20 @@ class Decoder:
 
 
 def make_kernels(config: ModelConfig, context: int, threads: int, folder: Path, choice: str) -> Any:
+    """Kernels for the decoder, with rotary tables for `context` positions."""
+    return choose_kernels(config, rope_tables(config, context), threads, folder, choice)
+
+
+def choose_kernels(
+    config: ModelConfig, rope: tuple[Tensor, Tensor], threads: int, folder: Path, choice: str
+) -> Any:
     """The C kernels, or with `auto` their torch twins and a warning where they cannot be built."""
-    cos, sin = rope_tables(config, context)
     if choice == "torch":
-        return ReferenceKernels(config, cos, sin)
+        return ReferenceKernels(config, *rope)
     try:
-        return NativeKernels(config, cos, sin, threads, folder)
+        return NativeKernels(config, *rope, threads, folder)
     except KernelUnavailable as reason:
         if choice == "c":
             raise
         warnings.warn(f"decoding with plain torch, several times slower: {reason}", stacklevel=2)
-        return ReferenceKernels(config, cos, sin)
+        return ReferenceKernels(config, *rope)

@@ -14,6 +14,7 @@ Pure functions; the randomness comes in as seeds.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -21,15 +22,20 @@ import torch
 from torch import Tensor
 
 from outrider.types import Draft, Sequence, TokenLogprob, Verdict
-from outrider.verify.noise import gumbel
+from outrider.verify.noise import draw as draw_in_torch
 from outrider.verify.process import process
 from outrider.verify.rows import Ints, LogitRows, lay_out
 
 
-def judge(logits: Tensor, sequences: Seq[Sequence], drafts: Seq[Draft]) -> list[Verdict]:
+Draw = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def judge(
+    logits: Tensor, sequences: Seq[Sequence], drafts: Seq[Draft], draw: Draw = draw_in_torch
+) -> list[Verdict]:
     """Logits of every sequence's root and draft nodes, in order -> what each sequence emits."""
     rows = lay_out(sequences, drafts)
-    chosen = choose(process(logits, rows), rows)
+    chosen = choose(process(logits, rows), rows, draw)
     paths = walk(chosen, rows)
     verdicts = []
     for index, path in enumerate(paths):
@@ -42,18 +48,12 @@ def judge(logits: Tensor, sequences: Seq[Sequence], drafts: Seq[Draft]) -> list[
     return verdicts
 
 
-def choose(processed: Tensor, rows: LogitRows) -> Ints:
+def choose(processed: Tensor, rows: LogitRows, draw: Draw) -> Ints:
     """The law at every row: [R, vocab] -> the token each row would emit."""
     params = [s.request.params for s in rows.sequences]
-    sampled = np.flatnonzero(rows.spread([p.temperature > 0 for p in params], bool))
-    if len(sampled):
-        seeds = rows.spread([s.seed for s in rows.sequences], np.int64)[sampled]
-        noise = gumbel(torch.from_numpy(seeds), torch.from_numpy(rows.position[sampled]), processed.shape[1])
-        if len(sampled) == len(rows.owner):
-            processed = processed + noise
-        else:
-            processed = processed.index_add(0, torch.from_numpy(sampled), noise)
-    return processed.argmax(-1).numpy()
+    sampled = torch.from_numpy(rows.spread([p.temperature > 0 for p in params], bool))
+    seeds = torch.from_numpy(rows.spread([s.seed for s in rows.sequences], np.int64))
+    return draw(processed, sampled, seeds, torch.from_numpy(rows.position)).numpy()
 
 
 def walk(chosen: Ints, rows: LogitRows) -> list[list[int]]:

@@ -60,6 +60,17 @@ def _to_gumbel(words: Tensor) -> Tensor:
     return -torch.log(-torch.log1p(-uniform))
 
 
+def draw(logits: Tensor, sampled: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    """The argmax of every row, with noise where `sampled`: [R, vocab], [R] bool, [R], [R] -> tokens int64 [R].
+
+    Kernels with the same signature may take its place; this is what they must equal.
+    """
+    at = sampled.nonzero()[:, 0]
+    if len(at):
+        logits = logits.index_add(0, at, gumbel(seeds[at], positions[at], logits.shape[1]))
+    return logits.argmax(-1)
+
+
 def choice_seed(seed: int, choice: int) -> int:
     """The seed of choice i of n, as a signed 64-bit number: choice 0 is the request's own."""
     mixed = seed & (2**64 - 1)

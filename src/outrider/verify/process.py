@@ -23,13 +23,14 @@ _WIDTH = 512  # top-p first looks at this many of the likeliest tokens; only a f
 def process(logits: Tensor, rows: LogitRows) -> Tensor:
     """[R, vocab] float32 -> the same, processed. The input is left as it is."""
     params = [s.request.params for s in rows.sequences]
-    if all(p.plain_greedy for p in params):
+    edited = [i for i, s in enumerate(rows.sequences) if s.request.edits_logits]
+    sampled = any(p.temperature > 0 for p in params)
+    if not edited and not sampled:
         return logits
     logits = logits.clone()
-    for index, p in enumerate(params):
-        if p.edits_logits:
-            _edit(logits, rows, index)
-    if any(p.temperature > 0 for p in params):
+    for index in edited:
+        _edit(logits, rows, index)
+    if sampled:
         logits.div_(_column(rows, [p.temperature or 1.0 for p in params], logits))
         _filter(logits, rows)
     return logits

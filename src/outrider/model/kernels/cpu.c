@@ -237,7 +237,8 @@ static void attend(const float *q, const int32_t *slots, int n, const float *key
     for (; d < head_dim; d += LANES) mix_1(scores, slots, n, values + d, stride, inverse, out + d);
 }
 
-/* What row r sees: a stretch of its sequence's table, then the entries its ancestor bits name. */
+/* What row r sees: a stretch of its sequence's table, then the entries its ancestor bits name. A window narrower
+ * than the row's depth in the tree begins inside the tree: its oldest ancestors are out of sight. */
 static int visible(const Rows *b, int r, int window, int32_t *scratch, const int32_t **slots) {
     const int32_t *table = b->table + (size_t)b->table_rows[r] * b->table_stride;
     int first = window ? b->positions[r] + 1 - window : 0;
@@ -246,6 +247,7 @@ static int visible(const Rows *b, int r, int window, int32_t *scratch, const int
     uint64_t mask = (uint64_t)b->ancestors[r];
     *slots = table + first;
     if (!mask) return n;
+    for (; n < 0; n++) mask &= mask - 1;
     for (int i = 0; i < n; i++) scratch[i] = table[first + i];
     for (; mask; mask &= mask - 1) scratch[n++] = table[b->prefix[r] + __builtin_ctzll(mask)];
     *slots = scratch;
@@ -289,6 +291,72 @@ static void place(const Layer *layer, const Shape *s, const Rows *b, float *qkv,
         to += ((size_t)b->slots[r] * s->kv_heads + kv % s->kv_heads) * D;
         for (int i = 0; i < D; i++) to[i] = x[i];
     }
+}
+
+/* ---- the law of sampling ------------------------------------------------------------------------------ */
+
+typedef struct {
+    float score;
+    int32_t token;
+} Best;
+
+#define CHUNKS 16 /* a row of logits is searched in this many pieces, so that one row keeps all threads busy */
+
+/* Four 32-bit words for a group of four tokens; verify/noise.py says what they are. */
+static inline void philox(uint32_t group, uint32_t position, uint64_t seed, uint32_t word[4]) {
+    uint32_t c0 = group, c1 = position, c2 = 0, c3 = 0, k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
+    for (int round = 0; round < 10; round++) {
+        uint64_t a = (uint64_t)c0 * 0xD2511F53u, b = (uint64_t)c2 * 0xCD9E8D57u;
+        c0 = (uint32_t)(b >> 32) ^ c1 ^ k0;
+        c1 = (uint32_t)b;
+        c2 = (uint32_t)(a >> 32) ^ c3 ^ k1;
+        c3 = (uint32_t)a;
+        k0 += 0x9E3779B9u;
+        k1 += 0xBB67AE85u;
+    }
+    word[0] = c0, word[1] = c1, word[2] = c2, word[3] = c3;
+}
+
+static inline float uniform(uint32_t word) {
+    float u = (float)((word + 0.5) * 0x1p-32);
+    return u < 0x1.fffffep-1f ? u : 0x1.fffffep-1f;
+}
+
+static inline float gumbel(float u) { return -logf(-log1pf(-u)); }
+
+static inline void keep(Best *best, float score, int32_t token) {
+    if (score > best->score || (score == best->score && token < best->token)) best->score = score, best->token = token;
+}
+
+static Best search_greedy(const float *logits, int from, int to) {
+    float top = -INFINITY;
+#pragma omp simd reduction(max : top)
+    for (int v = from; v < to; v++) top = logits[v] > top ? logits[v] : top;
+    for (int v = from; v < to; v++)
+        if (logits[v] == top) return (Best){top, v};
+    return (Best){-INFINITY, from};
+}
+
+/* The best of l + G in [from, to), given a score already reached. A token beats score b only if its uniform is
+ * under 1 - exp(-exp(l - b)) <= exp(l - b), so the logarithms are taken for a handful of tokens only. */
+static Best search_sampled(const float *logits, int from, int to, uint64_t seed, uint32_t position, Best best) {
+    for (int v = from; v < to; v += 4) {
+        int n = least(4, to - v);
+        float chance[4] = {0}, most = 0;
+        for (int i = 0; i < n; i++) {
+            float gap = logits[v + i] - best.score;
+            chance[i] = gap > -24.0f ? expf(gap) * 1.001f : 0.0f; /* e^-24 < 2^-33, the smallest uniform */
+            most = chance[i] > most ? chance[i] : most;
+        }
+        if (most == 0) continue;
+        uint32_t word[4];
+        philox((uint32_t)v / 4, position, seed, word);
+        for (int i = 0; i < n; i++) {
+            float u = uniform(word[i]);
+            if (u <= chance[i]) keep(&best, logits[v + i] + gumbel(u), v + i);
+        }
+    }
+    return best;
 }
 
 /* ---- what Python calls -------------------------------------------------------------------------------- */
@@ -354,4 +422,42 @@ float outrider_read(const float *x, int64_t n, int threads) {
         for (int j = 0; j < 4; j++) total += acc[j][0];
     }
     return total;
+}
+
+/* The law at every row: the argmax of the logits, of sampled rows with their noise. `scratch` is [rows][CHUNKS]. */
+void outrider_draw(const float *logits, int rows, int vocab, const uint8_t *sampled, const int64_t *seeds,
+                   const int64_t *positions, int threads, Best *scratch, int64_t *tokens) {
+    int chunk = (vocab / CHUNKS + 4) / 4 * 4;
+#pragma omp parallel num_threads(threads)
+    {
+#pragma omp for schedule(static)
+        for (int unit = 0; unit < rows * CHUNKS; unit++) {
+            int from = least(unit % CHUNKS * chunk, vocab), to = least(from + chunk, vocab);
+            scratch[unit] = search_greedy(logits + (size_t)(unit / CHUNKS) * vocab, from, to);
+        }
+#pragma omp for schedule(static)
+        for (int r = 0; r < rows; r++) {
+            Best best = scratch[r * CHUNKS];
+            for (int c = 1; c < CHUNKS; c++) keep(&best, scratch[r * CHUNKS + c].score, scratch[r * CHUNKS + c].token);
+            if (sampled[r]) { /* a first score to beat: the likeliest token with its own noise */
+                uint32_t word[4];
+                philox((uint32_t)best.token / 4, (uint32_t)positions[r], (uint64_t)seeds[r], word);
+                best.score += gumbel(uniform(word[best.token % 4]));
+            }
+            for (int c = 0; c < CHUNKS; c++) scratch[r * CHUNKS + c] = best;
+        }
+#pragma omp for schedule(static)
+        for (int unit = 0; unit < rows * CHUNKS; unit++) {
+            int r = unit / CHUNKS, from = least(unit % CHUNKS * chunk, vocab), to = least(from + chunk, vocab);
+            if (sampled[r])
+                scratch[unit] = search_sampled(logits + (size_t)r * vocab, from, to, (uint64_t)seeds[r],
+                                               (uint32_t)positions[r], scratch[unit]);
+        }
+#pragma omp for schedule(static)
+        for (int r = 0; r < rows; r++) {
+            Best best = scratch[r * CHUNKS];
+            for (int c = 1; c < CHUNKS; c++) keep(&best, scratch[r * CHUNKS + c].score, scratch[r * CHUNKS + c].token);
+            tokens[r] = best.token;
+        }
+    }
 }

@@ -17,7 +17,7 @@ from outrider.model.kernels.build import library
 from outrider.model.weights import LayerTensors
 from outrider.types import MAX_NODES, Batch
 
-PANEL = 16  # as in cpu.c
+PANEL, CHUNKS = 16, 16  # as in cpu.c
 LANES_MAX = 16  # the widest vector cpu.c is built for; heads must fill it
 
 
@@ -101,6 +101,7 @@ class NativeKernels:
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> NativeLinear:
         outputs, inputs = weight.shape
+        bias = None if bias is None else bias.float().contiguous()
         return NativeLinear(self._pack(weight), bias, outputs, inputs)
 
     def _pack(self, weight: Tensor) -> Tensor:
@@ -147,6 +148,16 @@ class NativeKernels:
             _ptr(self.scores), self.scores.shape[1], _ptr(out),
         )  # fmt: skip
         return out
+
+    def draw(self, logits: Tensor, sampled: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+        rows, vocab = logits.shape
+        tokens = torch.empty(rows, dtype=torch.int64)
+        scratch = torch.empty(rows * CHUNKS * 2, dtype=torch.int32)
+        self.lib.outrider_draw(
+            _ptr(logits), rows, vocab, _ptr(sampled), _ptr(seeds), _ptr(positions),
+            self.threads, _ptr(scratch), _ptr(tokens),
+        )  # fmt: skip
+        return tokens
 
     def _shape(self, heads: int, kv_heads: int, head_dim: int, scale: float) -> _Shape:
         c, (cos, sin) = self.config, self.tables

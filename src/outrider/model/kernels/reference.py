@@ -15,6 +15,7 @@ from torch import Tensor
 from outrider.load.config import ModelConfig
 from outrider.model.weights import LayerTensors
 from outrider.types import Batch
+from outrider.verify.noise import draw
 
 
 @dataclass(slots=True)
@@ -58,8 +59,11 @@ class ReferenceKernels:
         mixed = self.attention(rotate(q, cos, sin), batch, keys, values, w.window, self.scale)
         x += rowwise_linear(mixed.reshape(rows, -1), w.out, w.out_bias)
         h = self.norm(x, w.mlp_norm)
-        act = F.silu(rowwise_linear(h, w.gate, w.gate_bias)) * rowwise_linear(h, w.up, w.up_bias)
+        act = rowwise_silu(rowwise_linear(h, w.gate, w.gate_bias)) * rowwise_linear(h, w.up, w.up_bias)
         x += rowwise_linear(act, w.down, w.down_bias)
+
+    def draw(self, logits: Tensor, sampled: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+        return draw(logits, sampled, seeds, positions)
 
     def attention(
         self, q: Tensor, batch: Batch, keys: Tensor, values: Tensor, window: int, scale: float
@@ -78,16 +82,24 @@ class ReferenceKernels:
 
 
 def visible_slots(batch: Batch, row: int, window: int) -> Tensor:
-    """The slots a row sees, oldest first: a stretch of its table, then its ancestors in the tree."""
+    """The slots a row sees, oldest first: a stretch of its table, then its ancestors in the tree.
+
+    A window narrower than the row's depth in the tree begins inside the tree.
+    """
     table = batch.table[batch.table_rows[row]]
     prefix, mask = int(batch.prefix[row]), int(batch.ancestors[row])
     first = max(0, int(batch.positions[row]) + 1 - window) if window else 0
-    nodes = [prefix + i for i in range(64) if mask >> i & 1]
+    nodes = [prefix + i for i in range(64) if mask >> i & 1][max(0, first - prefix) :]
     return torch.cat([table[first:prefix], table[nodes]]) if nodes else table[first:prefix]
 
 
 def rowwise_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.cat([F.linear(x[r : r + 1], weight, bias) for r in range(len(x))]) if len(x) else x @ weight.T
+
+
+def rowwise_silu(x: Tensor) -> Tensor:
+    """torch rounds the end of a tensor, short of a full vector, differently from its middle."""
+    return torch.cat([F.silu(row) for row in x.split(1)])
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -1,0 +1,54 @@
+# Every chore has one command; each sets up what it needs. Wants python3 (3.11 or newer), make, and gcc or clang if
+# there is one. `make PYTHON=python3.12 install` chooses the interpreter; ARGS are passed on.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+TORCH ?= torch==2.13.0
+MODEL ?= smollm2-135m
+PROMPT ?= In three sentences, what does an outrider do?
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint format bench clean
+
+help: ## list these commands
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "make %-9s %s\n", $$1, $$2}'
+
+install: $(INSTALLED) ## make .venv, install Outrider into it, build the C kernels
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"Python 3.11 or newer is needed; this is {v[0]}.{v[1]}. Try: make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+
+# torch is named with its version: a plain `torch` may bring several gigabytes of CUDA packages with it.
+$(INSTALLED): pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check '$(TORCH)' -e '.[dev]'
+	@$(BIN)/python -c "from outrider.model.kernels.build import library; from outrider.settings import cache_folder; library(cache_folder() / 'kernels')" 2>/dev/null \
+		|| echo "The C kernels cannot be built here (is there a C compiler?); torch's own will be used, which is slower."
+	@touch $@
+
+demo: install ## fetch the built-in model and answer a prompt
+	$(BIN)/outrider models pull $(MODEL)
+	$(BIN)/outrider generate $(MODEL) --prompt "$(PROMPT)" --temperature 0 --max-tokens 120 --stats $(ARGS)
+
+test: install ## run the whole test suite
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: install ## check style, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: install ## put the code in its format
+	$(BIN)/ruff check --fix-only --quiet .
+	$(BIN)/ruff format .
+
+bench: install ## measure speed on this machine
+	$(BIN)/outrider bench $(ARGS)
+
+clean: ## remove what builds and tests leave behind, but not .venv
+	rm -rf build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find src tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -f $(INSTALLED)

@@ -1,0 +1,245 @@
+"""`outrider generate`: answer a prompt as it is written, or many prompts together."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from outrider.cli.answer import Answer, Heard, listen
+from outrider.cli.options import DEFAULT_MODEL, ENGINE, SAMPLING, Model, ShowStats, System, envvar, takes
+from outrider.cli.output import complain, note, open_llm, write
+from outrider.cli.prompts import Row, make_row, read_rows
+from outrider.errors import InvalidRequest
+from outrider.settings import Settings
+from outrider.types import SamplingParams
+
+if TYPE_CHECKING:
+    from outrider.engine.llm import LLM
+
+Prompt = Annotated[
+    str | None, typer.Option("--prompt", "-p", envvar=envvar("prompt"), show_envvar=False, help="The prompt.")
+]
+PromptArgument = Annotated[
+    str | None, typer.Argument(metavar="[PROMPT]", help="The prompt; else stdin is read.")
+]
+Prompts = Annotated[
+    str | None,
+    typer.Option(
+        "--prompts",
+        envvar=envvar("prompts"),
+        show_envvar=False,
+        metavar="FILE",
+        help='Many prompts, one a line (- is stdin): text, or JSON with "turns", "messages" or "prompt".',
+    ),
+]
+Limit = Annotated[
+    int | None,
+    typer.Option(
+        "--limit", min=1, envvar=envvar("limit"), show_envvar=False, help="Only the first N prompts."
+    ),
+]
+Chat = Annotated[
+    bool | None,
+    typer.Option(
+        "--chat/--raw",
+        envvar=envvar("chat"),
+        show_envvar=False,
+        show_default=False,
+        help="Put text through the chat template or not; by default, if the model has one.",
+    ),
+]
+Json = Annotated[
+    bool,
+    typer.Option(
+        "--json", envvar=envvar("json"), show_envvar=False, help="One JSON object a prompt, on stdout."
+    ),
+]
+
+
+@takes(SAMPLING, ENGINE)
+def generate(
+    model: Model = DEFAULT_MODEL,
+    text: PromptArgument = None,
+    prompt: Prompt = None,
+    prompts: Prompts = None,
+    limit: Limit = None,
+    chat: Chat = None,
+    system: System = None,
+    as_json: Json = False,
+    stats: ShowStats = False,
+    *,
+    params: SamplingParams,
+    settings: Settings,
+) -> None:
+    """Answer one prompt as it is written, or many together.
+
+    outrider generate smollm2-135m "Why is the sky blue?"
+    """
+    if chat is False and system is not None:
+        raise InvalidRequest("a system prompt needs the chat template; leave out --raw", "system")
+    asked = _asked(text, prompt, prompts, limit)
+    with open_llm(model, settings) as llm:
+        exchanges = _exchanges(llm, asked, chat, system, params)
+        show = Show(as_json, stats, streams=len(asked) == 1 and params.n == 1, headed=len(asked) > 1)
+        for exchange in exchange_all(exchanges, show):
+            show.exchange(exchange)
+    if any(exchange.error for exchange in exchanges):
+        raise typer.Exit(2)
+
+
+def _asked(
+    text: str | None, prompt: str | None, prompts: str | None, limit: int | None
+) -> list[tuple[str, str | dict[str, Any]]]:
+    """What to ask, from the one place it was given in."""
+    given = [
+        name
+        for name, value in (("PROMPT", text), ("--prompt", prompt), ("--prompts", prompts))
+        if value is not None
+    ]
+    if len(given) > 1:
+        raise InvalidRequest(f"give one of {' and '.join(given)}, not both", "prompt")
+    if prompts is not None:
+        rows = read_rows(prompts, sys.stdin, limit)
+        if not rows:
+            raise InvalidRequest(f"{prompts} holds no prompts", "prompts")
+        return rows
+    if not given and sys.stdin.isatty():
+        raise InvalidRequest(
+            "no prompt: outrider generate MODEL PROMPT, or --prompts FILE, or pipe text in", "prompt"
+        )
+    only = text if text is not None else prompt
+    if only is None:
+        only = sys.stdin.read().removesuffix("\n")
+    if not only:
+        raise InvalidRequest("the prompt is empty", "prompt")
+    return [("1", only)]
+
+
+class Exchange:
+    """A row being asked: its turns one after the other, with the model's own answers in between."""
+
+    def __init__(self, llm: LLM, row_id: str, params: SamplingParams) -> None:
+        self.llm, self.id, self.params = llm, row_id, params
+        self.messages: list[Mapping[str, Any]] = []
+        self.turns: list[str] = []
+        self.prompt: str | None = None
+        self.answers: list[Answer] = []
+        self.error: str | None = None
+
+    def open(self, row: Row, system: str | None) -> None:
+        self.prompt, self.turns = row.prompt, list(row.turns)
+        if system is not None and self.prompt is None:
+            self.messages.append({"role": "system", "content": system})
+        self.messages.extend(row.messages)
+
+    def ask(self, heard: Heard) -> Answer:
+        """Submit the next turn."""
+        if self.prompt is not None:
+            ids = self.llm.tokenizer.encode(self.prompt)
+        else:
+            if self.answers:
+                self.messages.append({"role": "assistant", "content": self.answers[-1].text})
+            if self.turns:
+                self.messages.append({"role": "user", "content": self.turns.pop(0)})
+            ids = self.llm.chat_ids(self.messages)
+        self.answers.append(Answer(self.llm, ids, self.params, heard))
+        return self.answers[-1]
+
+    def as_json(self) -> dict[str, Any]:
+        """The last answer's fields, and every turn when there are several."""
+        if self.error is not None:
+            return {"id": self.id, "error": self.error}
+        turns = [answer.as_json() for answer in self.answers]
+        return {"id": self.id, **turns[-1], **({"turns": turns} if len(turns) > 1 else {})}
+
+
+def _exchanges(
+    llm: LLM,
+    asked: Sequence[tuple[str, str | dict[str, Any]]],
+    chat: bool | None,
+    system: str | None,
+    params: SamplingParams,
+) -> list[Exchange]:
+    """One exchange a row. A bad row among many is told and left out; alone, it is the command's own error."""
+    exchanges = []
+    for row_id, value in asked:
+        exchange = Exchange(llm, row_id, params)
+        try:
+            exchange.open(make_row(row_id, value, chat, llm.template is not None), system)
+        except InvalidRequest as problem:
+            if len(asked) == 1:
+                raise
+            exchange.error = str(problem)
+        exchanges.append(exchange)
+    return exchanges
+
+
+def exchange_all(exchanges: Sequence[Exchange], show: Show) -> Iterator[Exchange]:
+    """Ask everything together; give exchanges back finished, in the order they were given."""
+    heard: Heard = queue.SimpleQueue()
+    running: dict[str, Answer] = {}
+    owner: dict[str, Exchange] = {}
+    waiting = list(exchanges)
+
+    def ask(exchange: Exchange) -> None:
+        try:
+            answer = exchange.ask(heard)
+        except InvalidRequest as problem:
+            if len(exchanges) == 1:
+                raise
+            exchange.error = str(problem)
+            return
+        running[answer.request.id], owner[answer.request.id] = answer, exchange
+
+    for exchange in exchanges:
+        if exchange.error is None:
+            ask(exchange)
+    with contextlib.closing(listen(running, heard)) as events:  # closing it aborts what still runs
+        for answer, event in events:
+            show.text(event.text, answer.done)
+            if not answer.done:
+                continue
+            exchange = owner.pop(answer.request.id)
+            if exchange.turns:
+                ask(exchange)
+            busy = set(map(id, owner.values()))
+            while waiting and id(waiting[0]) not in busy:
+                yield waiting.pop(0)
+    yield from waiting
+
+
+class Show:
+    """Writes answers: as they come when there is one, else whole and in order, or as JSON."""
+
+    def __init__(self, as_json: bool, stats: bool, streams: bool, headed: bool) -> None:
+        self.as_json, self.stats, self.headed = as_json, stats, headed
+        self.streams = streams and not as_json
+
+    def text(self, text: str, ends: bool) -> None:
+        if self.streams and (text or ends):
+            write(f"{text}\n" if ends else text)
+
+    def exchange(self, exchange: Exchange) -> None:
+        if self.as_json:
+            write(json.dumps(exchange.as_json(), ensure_ascii=False) + "\n")
+        elif exchange.error is not None:
+            complain(f"prompt {exchange.id}: {exchange.error}")
+        elif not self.streams:
+            self._whole(exchange)
+        if self.stats:
+            for answer in exchange.answers:
+                note(answer.stats_line())
+
+    def _whole(self, exchange: Exchange) -> None:
+        for turn, answer in enumerate(exchange.answers, 1):
+            for choice, text in enumerate(answer.texts):
+                head = [exchange.id] if self.headed else []
+                head += [f"turn {turn}"] if len(exchange.answers) > 1 else []
+                head += [f"choice {choice}"] if len(answer.texts) > 1 else []
+                write(f"[{', '.join(head)}]\n{text}\n\n" if head else f"{text}\n")

@@ -1,0 +1,77 @@
+"""The command `outrider`: its subcommands, and how anything that goes wrong is told.
+
+Nothing here or in the command files imports torch at the top: `outrider --help` must answer at once.
+One file per command; to add one, write its function and add it to `app` below.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Annotated, NoReturn
+
+import typer
+
+from outrider import __version__
+from outrider.cli.chat import chat
+from outrider.cli.generate import generate
+from outrider.cli.models import models
+from outrider.errors import InvalidRequest, OutriderError
+
+FAILED, USAGE, INTERRUPTED = 1, 2, 130
+
+app = typer.Typer(
+    name="outrider",
+    help="Run large language models: same tokens, fewer passes.",
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("generate")(generate)
+app.command("chat")(chat)
+app.add_typer(models, name="models")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"outrider {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _outrider(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    pass
+
+
+def run(argv: Sequence[str] | None = None) -> NoReturn:
+    """The entry point. Errors are one clear message on stderr and an exit code, never a traceback."""
+    try:
+        code = app(argv, prog_name="outrider", standalone_mode=False) or 0
+    except OutriderError as error:
+        print(f"error: {error}", file=sys.stderr)
+        code = USAGE if isinstance(error, InvalidRequest) else FAILED
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    except Exception as error:
+        code = _unexpected(error)
+    sys.exit(code)
+
+
+def _unexpected(error: Exception) -> int:
+    if hasattr(error, "format_message"):  # a usage error; its class moved between versions of typer
+        message = error.format_message().strip()
+        command = getattr(getattr(error, "ctx", None), "command_path", "outrider")
+        if message:  # without one, help has been shown already
+            print(f"error: {message[0].lower()}{message[1:]}\nsee: {command} --help", file=sys.stderr)
+        return USAGE
+    if os.environ.get("OUTRIDER_DEBUG"):
+        traceback.print_exception(error)
+    else:
+        what = f"{type(error).__name__}: {error}".splitlines()[0]
+        print(f"error: {what} (OUTRIDER_DEBUG=1 shows where)", file=sys.stderr)
+    return FAILED

@@ -1,0 +1,91 @@
+"""`outrider models`: what can be loaded by name, what of it is here, and fetching the rest."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from outrider.cli.options import envvar
+from outrider.cli.output import write
+from outrider.errors import ModelNotFound, suggest
+from outrider.load.find import ModelEntry, find, list_models
+from outrider.settings import cache_folder
+
+models = typer.Typer(help="List models; fetch them; say where they are.", no_args_is_help=False)
+
+Json = Annotated[
+    bool,
+    typer.Option(
+        "--json", envvar=envvar("json"), show_envvar=False, help="One JSON object a model, on stdout."
+    ),
+]
+Name = Annotated[str, typer.Argument(help="An alias, or a hub id such as org/name or org/name:file.gguf.")]
+
+
+@models.callback(invoke_without_command=True)
+def list_all(context: typer.Context, as_json: Json = False) -> None:
+    """List aliases and cached models. Any folder or .gguf file can be given by its path as well."""
+    if context.invoked_subcommand is not None:
+        return
+    entries = list_models(cache_folder())
+    if as_json:
+        for entry in entries:
+            write(json.dumps(_as_json(entry)) + "\n")
+    elif sys.stdout.isatty():
+        _table(entries)
+    else:
+        for entry in entries:
+            write(f"{entry.name}\t{_size(entry.bytes)}\t{_state(entry)}\t{entry.about}\n")
+
+
+@models.command()
+def pull(name: Name) -> None:
+    """Fetch a model, if it is not here yet, and print its path."""
+    write(f"{find(name, cache_folder())}\n")
+
+
+@models.command()
+def path(name: Name) -> None:
+    """Print where a model is. Fetches nothing."""
+    here = {entry.name: entry.path for entry in list_models(cache_folder()) if entry.present}
+    if name in here:
+        write(f"{here[name]}\n")
+    elif Path(name).expanduser().exists():
+        write(f"{Path(name).expanduser()}\n")
+    else:
+        raise ModelNotFound(
+            f"{name!r} is not on this machine{suggest(name, here)}\nfetch: outrider models pull {name}"
+        )
+
+
+def _as_json(entry: ModelEntry) -> dict[str, str | int | bool | None]:
+    return {
+        "name": entry.name,
+        "about": entry.about,
+        "bytes": entry.bytes,
+        "present": entry.present,
+        "path": None if entry.path is None else str(entry.path),
+    }
+
+
+def _state(entry: ModelEntry) -> str:
+    return "here" if entry.present else "not fetched"
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
+
+
+def _table(entries: list[ModelEntry]) -> None:
+    from rich.console import Console  # only where a person looks
+    from rich.table import Table
+
+    table = Table("name", "size", "state", "about", box=None, pad_edge=False, header_style="bold")
+    for entry in entries:
+        style = None if entry.present else "dim"
+        table.add_row(entry.name, _size(entry.bytes), _state(entry), entry.about, style=style)
+    Console().print(table)

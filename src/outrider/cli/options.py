@@ -1,0 +1,194 @@
+"""Flags shared by commands, once: each is a field of SamplingParams or Settings, with that field's default.
+
+`@takes(SAMPLING, ENGINE)` gives a command those flags and hands it finished `params` and `settings`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, Field, dataclass, fields
+from typing import Annotated, Any
+
+import typer
+
+from outrider.settings import Settings
+from outrider.types import MAX_ALTERNATIVES, SamplingParams
+
+DEFAULT_MODEL = "smollm2-135m"
+
+
+def envvar(name: str) -> str:
+    """Every flag can be set by a variable too: --max-tokens is OUTRIDER_MAX_TOKENS."""
+    return f"OUTRIDER_{name.upper().replace('-', '_')}"
+
+
+def read_bytes(text: str) -> int:
+    """`512M` -> 536870912."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise ValueError(f"{text!r} is not a size; write 1073741824, 512M or 1.5G")
+    return int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
+
+
+def read_bias(pairs: Sequence[str]) -> dict[int, float]:
+    """`["13=-100", "42=1.5"]` -> `{13: -100.0, 42: 1.5}`."""
+    bias = {}
+    for pair in pairs:
+        token, _, weight = pair.partition("=")
+        try:
+            bias[int(token)] = float(weight)
+        except ValueError:
+            raise ValueError(f"{pair!r} is not TOKEN_ID=NUMBER, such as 42=-1.5") from None
+    return bias
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One field as a flag. `read` turns what was typed into the field's value."""
+
+    name: str
+    kind: Any
+    help: str
+    read: Callable[[Any], Any] | None = None
+    metavar: str | None = None
+    spelled: tuple[str, ...] = ()  # when it is not --name
+    default: str | None = None  # in the flag's own spelling, where that is not the field's
+
+    @property
+    def flag(self) -> str:
+        return f"--{self.name.replace('_', '-')}"
+
+    def parameter(self, panel: str, default: Any) -> inspect.Parameter:
+        option = typer.Option(
+            *(self.spelled or (self.flag,)),
+            help=self.help,
+            envvar=envvar(self.name),
+            show_envvar=False,
+            metavar=self.metavar,
+            rich_help_panel=panel,
+            show_default=default is not None and default is not False and default != [],
+        )
+        kind = inspect.Parameter.KEYWORD_ONLY
+        return inspect.Parameter(self.name, kind, default=default, annotation=Annotated[self.kind, option])
+
+    def value(self, typed: Any) -> Any:
+        try:
+            return self.read(typed) if self.read else typed
+        except ValueError as problem:
+            raise typer.BadParameter(str(problem), param_hint=(self.spelled or (self.flag,))[-1]) from None
+
+
+@dataclass(frozen=True, slots=True)
+class Flags:
+    """The flags that build one object, and the name a command takes it by."""
+
+    argument: str
+    panel: str
+    builds: type[SamplingParams] | type[Settings]
+    flags: tuple[Flag, ...]
+
+    def parameters(self) -> list[inspect.Parameter]:
+        defaults = {field.name: _default(field) for field in fields(self.builds)}
+        return [flag.parameter(self.panel, flag.default or defaults[flag.name]) for flag in self.flags]
+
+    def build(self, typed: dict[str, Any]) -> SamplingParams | Settings:
+        return self.builds.of({flag.name: flag.value(typed.pop(flag.name)) for flag in self.flags})
+
+
+def _default(field: Field[Any]) -> Any:
+    """As the command line has it: everything that can be repeated is a list."""
+    value = field.default if field.default is not MISSING else ()
+    return list(value) if isinstance(value, tuple) else value
+
+
+SAMPLING = Flags(
+    "params",
+    "Sampling",
+    SamplingParams,
+    (
+        Flag("temperature", float, "Randomness; 0 takes the likeliest token."),
+        Flag("top_k", int, "Keep the k likeliest tokens; 0 keeps all."),
+        Flag("top_p", float, "Keep the likeliest tokens that reach this probability together."),
+        Flag("min_p", float, "Drop tokens less likely than this share of the likeliest."),
+        Flag("repetition_penalty", float, "Divide the logits of tokens in prompt or output."),
+        Flag("frequency_penalty", float, "Subtract this for every time a token was written."),
+        Flag("presence_penalty", float, "Subtract this once a token was written."),
+        Flag("logit_bias", list[str], "Add VALUE to a token's logit. Repeatable.", read_bias, "ID=VALUE"),
+        Flag("bad_words", list[str], "A word never to write. Repeatable.", tuple, "TEXT", ("--bad-word",)),
+        Flag("seed", int | None, "The same seed gives the same answer; drawn if not given."),
+        Flag("n", int, "Answers a prompt.", spelled=("-n", "--n")),
+        Flag("max_tokens", int, "Longest answer, in tokens."),
+        Flag("min_tokens", int, "Shortest answer, in tokens."),
+        Flag("stop", list[str], "End before this text. Repeatable.", tuple, "TEXT"),
+        Flag(
+            "stop_token_ids", list[int], "End at this token. Repeatable.", tuple, "ID", ("--stop-token-id",)
+        ),
+        Flag("include_stop", bool, "Keep the stop text in the answer.", spelled=("--include-stop",)),
+        Flag("ignore_eos", bool, "Write on past the model's own end.", spelled=("--ignore-eos",)),
+        Flag("logprobs", int | None, f"Log-probabilities, and 0-{MAX_ALTERNATIVES} alternatives a token."),
+    ),
+)
+
+_REUSE = ("--prefix-reuse/--no-prefix-reuse",)
+
+ENGINE = Flags(
+    "settings",
+    "Engine",
+    Settings,
+    (
+        Flag("device", str, "Where to run.", metavar="cpu"),
+        Flag("dtype", str, "Number format of weights and cache.", metavar="float32"),
+        Flag("threads", int, "Threads; 0 means the cores this process may use."),
+        Flag("context", int, "Longest prompt and answer together; 0 means the model's own."),
+        Flag("cache_bytes", str, "Memory for keys and values.", read_bytes, "SIZE", default="1G"),
+        Flag("max_sequences", int, "Sequences that share a step."),
+        Flag("step_rows", int, "Rows a step may carry; a longer prompt is read in chunks."),
+        Flag("prefix_reuse", bool, "Reuse what the cache holds of a prompt.", spelled=_REUSE),
+        Flag("kernels", str, "How the forward pass is computed.", metavar="auto|c|torch"),
+    ),
+)
+
+
+def takes(*groups: Flags) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the flags of `groups`; it is called with what they build."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        arguments = {group.argument for group in groups}
+        own = inspect.signature(command, eval_str=True).parameters.values()
+        kept = [p.replace(kind=p.KEYWORD_ONLY) for p in own if p.name not in arguments]
+        flags = [parameter for group in groups for parameter in group.parameters()]
+
+        @functools.wraps(command)
+        def called(**typed: Any) -> None:
+            built = {group.argument: group.build(typed) for group in groups}
+            command(**typed, **built)
+
+        called.__signature__ = inspect.Signature([*kept, *flags])  # type: ignore[attr-defined]
+        called.__annotations__ = {p.name: p.annotation for p in (*kept, *flags)}
+        return called
+
+    return decorate
+
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="[MODEL]",
+        envvar=envvar("model"),
+        show_envvar=False,
+        help="A folder, a .gguf file, an alias, or a hub id such as org/name.",
+    ),
+]
+System = Annotated[
+    str | None,
+    typer.Option("--system", "-s", envvar=envvar("system"), show_envvar=False, help="The system prompt."),
+]
+ShowStats = Annotated[
+    bool,
+    typer.Option(
+        "--stats", envvar=envvar("stats"), show_envvar=False, help="Tokens, times and rates, on stderr."
+    ),
+]

@@ -1,0 +1,60 @@
+"""Where words go: answers to stdout, everything about them to stderr; styled only where a person looks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import typer
+
+from outrider.load.find import find
+from outrider.settings import Settings, cache_folder
+
+if TYPE_CHECKING:
+    from outrider.engine.llm import LLM
+
+PIPE_CLOSED = 141  # what a shell reports for SIGPIPE
+
+
+def write(text: str) -> None:
+    """To stdout, at once. A reader that has gone away ends the command quietly."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The interpreter flushes stdout once more as it leaves; give it somewhere to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(PIPE_CLOSED) from None
+
+
+def note(text: str) -> None:
+    """A line about the answer, on stderr; dim on a terminal, unless NO_COLOR is set."""
+    dim = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
+    print(f"\x1b[2m{text}\x1b[0m" if dim else text, file=sys.stderr, flush=True)
+
+
+def complain(text: str) -> None:
+    print(f"error: {text}", file=sys.stderr, flush=True)
+
+
+def open_llm(model: str, settings: Settings) -> LLM:
+    """Find the model, fetching it if need be, then load it. An unknown name fails before torch loads."""
+    path = find(model, cache_folder())
+    with _loading(model):
+        from outrider.engine.llm import LLM  # torch takes seconds to import
+
+        return LLM(path, settings)
+
+
+@contextlib.contextmanager
+def _loading(model: str) -> Iterator[None]:
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(f"loading {model}"):
+        yield

@@ -1,0 +1,526 @@
+"""Any other transformers causal LM behind the decoder's `forward`: its modules, Outrider's slots, tables and trees.
+
+The model's attention is replaced through transformers' attention interface: keys and values go to slots and
+attention reads the slot tables, with the same kernels as the one decoder. The batch travels down the call as a
+keyword argument. Linear layers become row-invariant kernels; activations and rotary tables are computed a row at a
+time, because torch's vector code rounds the end of a tensor differently from its middle. Norms are row-wise already.
+
+Not here: custom code (never run), pickle (never read), and whatever the attention kernel has no words for. A model
+is refused by name at load, when it asks for such a thing or when its logits differ from transformers' own on a short
+trial. A model whose rows still depend on each other (experts, mostly) runs one row at a time, with a warning.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from outrider.cache.store import KeyValueStore
+from outrider.errors import BadCheckpoint, InvalidRequest, OutriderError, UnsupportedModel
+from outrider.load.checkpoint import Checkpoint, read_json
+from outrider.load.config import ModelConfig, Rope, end_ids
+from outrider.model.decoder import choose_kernels
+from outrider.types import MAX_NODES, Batch, Draft
+
+try:
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers.pytorch_utils import Conv1D
+    from transformers.utils import logging as transformers_logging
+except ImportError:  # an extra; load_hf says how to get it
+    transformers = None
+
+NAME = "outrider"  # of the attention function and of the keyword argument that carries a pass
+TOLERANCE = 5e-4  # of the largest logit, between Outrider's pass and transformers' own
+MASK_BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias")
+FULL, SLIDING = "full_attention", "sliding_attention"
+# What attention may be told beside queries, keys, values, window and scale without changing its result.
+HARMLESS = {
+    "dropout", "is_causal", "position_ids", "cache_position", "past_key_values", "past_key_value", "use_cache",
+    "output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "position_embeddings",
+}  # fmt: skip
+
+
+def load_hf(checkpoint: Checkpoint, threads: int, kernel_folder: Path, kernels: str) -> HfModel:
+    """Build, convert and try out the model of a checkpoint whose family the decoder does not know."""
+    if transformers is None:
+        kind = checkpoint.raw_config.get("model_type")
+        raise UnsupportedModel(f'model_type {kind!r} needs transformers: pip install "outrider[hf]"')
+    transformers.AttentionInterface.register(NAME, slot_attention)
+    module = _build(checkpoint)
+    config = _model_config(module, checkpoint)
+    trial = Trial(config)
+    with _named(config.family), torch.no_grad():
+        expected = trial.expected(lambda ids: module(input_ids=ids, use_cache=False).logits[0])
+        module.set_attn_implementation(NAME)
+        chosen = choose_kernels(
+            config, _no_rope(config.context + MAX_NODES + 1), threads, kernel_folder, kernels
+        )
+        make_rows_independent(module, chosen)
+        model = HfModel(config, module, chosen)
+        _check(model, trial, expected)
+    return model
+
+
+class HfModel:
+    """A transformers model as the engine sees it."""
+
+    def __init__(self, config: ModelConfig, module: Any, kernels: Any) -> None:
+        self.config, self.module, self.kernels = config, module, kernels
+        self.draw = kernels.draw
+        self.one_row_a_pass = False
+        self._picks_rows = "logits_to_keep" in inspect.signature(module.forward).parameters
+
+    def forward(self, batch: Batch, store: KeyValueStore) -> Tensor:
+        if not self.one_row_a_pass:
+            return self._pass(batch, store)
+        wanted = set(batch.logit_rows.tolist())
+        logits = {r: self._pass(_row(batch, r, r in wanted), store) for r in range(batch.rows)}
+        kept = [logits[r] for r in batch.logit_rows.tolist()]
+        return torch.cat(kept) if kept else torch.empty(0, self.config.vocab)
+
+    @torch.no_grad()  # not inference_mode: its tensors could not be edited in place by whoever gets the logits
+    def _pass(self, batch: Batch, store: KeyValueStore) -> Tensor:
+        kept = {"logits_to_keep": batch.logit_rows} if self._picks_rows else {}
+        out = self.module(
+            input_ids=batch.ids[None],
+            position_ids=self._positions(batch)[None],
+            use_cache=False,
+            **kept,
+            **{NAME: SlotPass(batch, store, self.kernels)},
+        )
+        logits = out.logits[0] if self._picks_rows else out.logits[0, batch.logit_rows]
+        return logits.float().contiguous()
+
+    def _positions(self, batch: Batch) -> Tensor:
+        """Positions inside the model's range. Guesses may stick out of it: nothing they say is ever used."""
+        last = self.config.context - 1
+        outside = batch.positions > last
+        if bool(outside.any()) and bool((outside & (batch.ancestors == 0)).any()):
+            raise InvalidRequest(f"{self.config.family} reads at most {last + 1} tokens", "context")
+        return batch.positions.clamp(max=last).long()
+
+
+# ------------------------------------------------------------------------------------------------ attention
+
+
+class Pass(Protocol):
+    """What one forward call carries down to every attention layer."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Tensor: ...
+
+
+@dataclass(slots=True)
+class SlotPass:
+    """Keys and values to their slots, then attention over what each row sees."""
+
+    batch: Batch
+    store: KeyValueStore
+    kernels: Any
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Tensor:
+        keys, values = self.store.keys[layer], self.store.values[layer]
+        keys[self.batch.slots], values[self.batch.slots] = k, v
+        return self.kernels.attention(q.contiguous(), self.batch, keys, values, window, scale)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+@dataclass(slots=True)
+class ProbePass:
+    """Notes what each layer asks of attention, and computes nothing."""
+
+    shapes: dict[int, LayerShape] = field(default_factory=dict)
+    windows: dict[int, int] = field(default_factory=dict)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Tensor:
+        if k.shape != v.shape:
+            raise UnsupportedModel(f"keys {list(k.shape[1:])} and values {list(v.shape[1:])} differ in size")
+        if layer in self.shapes:
+            raise UnsupportedModel(f"layer {layer} has two attentions")
+        self.shapes[layer] = LayerShape(q.shape[1], k.shape[1], q.shape[2])
+        self.windows[layer] = window
+        return q
+
+
+def slot_attention(
+    module: nn.Module,
+    query: Tensor,  # [1, heads, R, head_dim]
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    outrider: Pass | None = None,
+    **extras: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls in place of its own attention; returns [1, R, heads, head_dim]."""
+    if outrider is None:
+        raise UnsupportedModel("it does not hand keyword arguments down to its attention")
+    for name, value_of in extras.items():
+        if value_of is not None and name not in HARMLESS:
+            raise UnsupportedModel(f"its attention uses {REASONS.get(name, name)}")
+    if attention_mask is not None:
+        raise UnsupportedModel("it builds an attention mask of its own")
+    if not (getattr(module, "is_causal", True) and extras.get("is_causal") in (None, True)):
+        raise UnsupportedModel("its attention is not causal")
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    layer: Any = module.layer_idx
+    return outrider.attend(layer, q, k, v, sliding_window or 0, scale)[None], None
+
+
+REASONS = {
+    "softcap": "soft-capped scores (softcap)",
+    "s_aux": "attention sinks (s_aux)",
+    "position_bias": "a position bias (ALiBi or the like)",
+}
+
+
+# ------------------------------------------------------------------------------------------ row independence
+
+
+class RowLinear(nn.Module):
+    """A linear layer whose rows do not depend on each other, to the last bit."""
+
+    def __init__(self, kernels: Any, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.kernels = kernels
+        self.packed = kernels.pack_linear(
+            weight.detach().contiguous(), None if bias is None else bias.detach().contiguous()
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1]).float().contiguous()
+        return self.kernels.linear(self.packed, flat).view(*x.shape[:-1], -1)
+
+
+class TiedEmbedding(nn.Module):
+    """Embeds from the head's packed weights: a tied embedding needs no second copy."""
+
+    def __init__(self, head: RowLinear) -> None:
+        super().__init__()
+        self.head = [head]  # in a list: not a submodule twice
+
+    def forward(self, ids: Tensor) -> Tensor:
+        head = self.head[0]
+        return head.kernels.embed(head.packed, ids.flatten()).view(*ids.shape, -1)
+
+
+class EachRow(nn.Module):
+    """An elementwise module, one row at a time."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1]).split(1)
+        return torch.cat([self.inner(row) for row in rows]).view(x.shape) if rows[0].numel() else x
+
+
+class EachPosition(nn.Module):
+    """Rotary tables, one position at a time."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor, position_ids: Tensor, *more: Any, **named: Any) -> tuple[Tensor, ...]:
+        each = [self.inner(x, p, *more, **named) for p in position_ids.split(1, dim=1)]
+        return tuple(torch.cat(part, dim=1) for part in zip(*each, strict=True))
+
+
+def make_rows_independent(model: nn.Module, kernels: Any) -> None:
+    """Replace, in place, every module whose result for a row could depend on the rows beside it."""
+    linears: dict[int, RowLinear] = {}  # by the weight they came from
+    embeddings: list[tuple[nn.Module, str, int]] = []
+    for parent in list(model.modules()):
+        if isinstance(parent, (EachRow, EachPosition)):
+            continue
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Embedding:
+                embeddings.append((parent, name, child.weight.data_ptr()))
+            elif type(child) is nn.Linear:
+                linear = RowLinear(kernels, child.weight, child.bias)
+                linears[child.weight.data_ptr()] = linear
+                setattr(parent, name, linear)
+            elif type(child) is Conv1D:
+                setattr(parent, name, RowLinear(kernels, child.weight.T, child.bias))
+            elif type(child).__module__ in ("transformers.activations", "torch.nn.modules.activation"):
+                setattr(parent, name, EachRow(child))
+            elif type(child).__name__.endswith("RotaryEmbedding"):
+                setattr(parent, name, EachPosition(child))
+    for parent, name, weight in embeddings:
+        if weight in linears:
+            setattr(parent, name, TiedEmbedding(linears[weight]))
+
+
+def _row(batch: Batch, row: int, wanted: bool) -> Batch:
+    """A batch of one row. What it sees was written by rows before it: parents come before their children."""
+    names = ("ids", "positions", "slots", "table_rows", "prefix", "ancestors")
+    one = {name: getattr(batch, name)[row : row + 1] for name in names}
+    return replace(batch, **one, logit_rows=torch.zeros(int(wanted), dtype=torch.int64))
+
+
+# -------------------------------------------------------------------------------------------------- building
+
+
+def _build(checkpoint: Checkpoint) -> Any:
+    """The transformers model with the checkpoint's tensors, float32, its own plain attention."""
+    config, kind = _hf_config(checkpoint.raw_config)
+    wanted = [name for name in checkpoint.names() if not name.endswith(MASK_BUFFERS)]
+    with _quiet(), _named(str(config.model_type)):
+        module, info = kind.from_pretrained(
+            None,
+            config=config,
+            state_dict={name: checkpoint.tensor(name) for name in wanted},
+            attn_implementation="eager",
+            dtype=torch.float32,
+            ignore_mismatched_sizes=True,  # they are named below
+            output_loading_info=True,
+        )
+    for what, found in (
+        ("has no tensor", info["missing_keys"]),
+        ("has a tensor its model_type does not use,", info["unexpected_keys"]),
+        ("has a tensor of the wrong shape,", [entry[0] for entry in info["mismatched_keys"]]),
+    ):
+        if found:
+            raise BadCheckpoint(f"{checkpoint.path} {what} {sorted(found)[0]!r}")
+    return module.eval().requires_grad_(False)
+
+
+def _hf_config(raw: dict[str, Any]) -> tuple[Any, Any]:
+    """The transformers config and model class for a config.json; what cannot work is refused by name."""
+    name = raw.get("model_type")
+    if name not in CONFIG_MAPPING:
+        why = "needs code of its own (auto_map), which is never run" if raw.get("auto_map") else "is not known"
+        raise UnsupportedModel(f"model_type {name!r} {why}")
+    with _quiet(), _named(str(name)):
+        config = CONFIG_MAPPING[name].from_dict({k: v for k, v in raw.items() if k != "auto_map"})
+    if config.is_encoder_decoder:
+        raise UnsupportedModel(f"model_type {name!r} is an encoder-decoder")
+    if config.sub_configs:
+        raise UnsupportedModel(f"model_type {name!r} is multimodal or nested ({', '.join(config.sub_configs)})")
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UnsupportedModel(f"model_type {name!r} is not a causal language model in transformers")
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    kind = kind[0] if isinstance(kind, (list, tuple)) else kind
+    for reason in _obstacles(config, kind):
+        raise UnsupportedModel(f"model_type {name!r}: {reason}")
+    return config, kind
+
+
+def _obstacles(config: Any, kind: Any) -> Iterator[str]:
+    """What a config alone shows to be out of reach."""
+    if getattr(config, "quantization_config", None):
+        yield "its weights are quantised; use the unquantised model"
+    if getattr(kind, "_is_stateful", False):
+        yield "it keeps a recurrent state (state-space, linear attention or convolution), not only keys and values"
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - {FULL, SLIDING})
+    if others:
+        yield f"it has layers of type {', '.join(others)}"
+    if not getattr(kind, "_supports_attention_backend", False):
+        yield "its attention does not go through transformers' attention interface"
+    if getattr(config, "add_cross_attention", False):
+        yield "it has cross-attention"
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        yield "its attention uses soft-capped scores (attn_logit_softcapping)"
+    if getattr(config, "num_kv_shared_layers", None):
+        yield "some of its layers share keys and values (num_kv_shared_layers)"
+
+
+def _model_config(module: Any, checkpoint: Checkpoint) -> ModelConfig:
+    """Sizes as a probing pass sees them; a config.json spells them in too many ways."""
+    hf, probe = module.config, ProbePass()
+    name = str(hf.model_type)
+    usual = module.config._attn_implementation
+    module.set_attn_implementation(NAME)
+    with _named(name), torch.no_grad():
+        first = torch.zeros(1, 1, dtype=torch.int64)
+        logits = module(input_ids=first, position_ids=first, use_cache=False, **{NAME: probe}).logits
+    module.set_attn_implementation(usual)
+    layers = len(probe.shapes)
+    if not layers or sorted(probe.shapes) != list(range(layers)) or layers != hf.num_hidden_layers:
+        raise UnsupportedModel(f"model_type {name!r}: attention was seen in {layers} of its layers only")
+    if len(set(probe.shapes.values())) > 1:
+        raise UnsupportedModel(f"model_type {name!r}: its layers differ in heads or head sizes")
+    context = _context(hf)
+    windows = tuple(_effective(probe.windows[i], context) for i in range(layers))
+    if windows != _declared_windows(hf, layers, context):
+        raise UnsupportedModel(f"model_type {name!r}: its sliding windows do not reach its attention")
+    shape = probe.shapes[0]
+    return ModelConfig(
+        family=name,
+        vocab=logits.shape[-1],
+        hidden=hf.hidden_size,
+        layers=layers,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        intermediate=getattr(hf, "intermediate_size", None) or 4 * hf.hidden_size,
+        context=context,
+        norm_eps=0.0,  # norms, rotations and biases are the module's own business
+        rope=Rope(),
+        tied=bool(getattr(hf, "tie_word_embeddings", False)),
+        qkv_bias=False,
+        out_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        windows=windows,
+        eos_ids=end_ids(
+            checkpoint.raw_config, read_json(checkpoint.path / "generation_config.json", optional=True)
+        ),
+        bos_id=getattr(hf, "bos_token_id", None),
+        raw=checkpoint.raw_config,
+    )
+
+
+def _context(hf: Any) -> int:
+    """The longest text. Where rotary scaling looks at the longest row of a pass, only as far as it does nothing."""
+    context = int(getattr(hf, "max_position_embeddings", None) or 2048)
+    rope = getattr(hf, "rope_parameters", None) or {}
+    for part in [rope, *(p for p in rope.values() if isinstance(p, dict))]:
+        if part.get("rope_type") in ("dynamic", "longrope"):
+            context = min(context, int(part.get("original_max_position_embeddings") or context))
+    return context
+
+
+def _declared_windows(hf: Any, layers: int, context: int) -> tuple[int, ...]:
+    window = getattr(hf, "sliding_window", None) or 0
+    if getattr(hf, "use_sliding_window", True) is False:
+        window = 0
+    kinds = getattr(hf, "layer_types", None) or [SLIDING] * layers
+    return tuple(_effective(window if kind == SLIDING else 0, context) for kind in kinds)
+
+
+def _effective(window: int, context: int) -> int:
+    return window if window < context else 0
+
+
+def _no_rope(positions: int) -> tuple[Tensor, Tensor]:
+    """Empty rotary tables of the right length: the module rotates, the kernels only attend."""
+    return torch.empty(positions, 0), torch.empty(positions, 0)
+
+
+# ----------------------------------------------------------------------------------------------------- trial
+
+TREE = Draft((0,) * 5, (-1, 0, 0, -1, 2))  # shape only
+FIRST, SECOND = 5, 7  # the first text's length after each pass
+OTHER = 4  # the second text's, one more after the second pass
+
+
+class Trial:
+    """Two short random texts read in two passes, the second with a tree on the first text; and what is expected."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        if config.context < SECOND + len(TREE) + 1:
+            raise UnsupportedModel(f"a context of {config.context} tokens is too short")
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(config.vocab, (SECOND + OTHER + 1 + len(TREE),), generator=generator).tolist()
+        self.config = config
+        self.text, self.other, self.nodes = ids[:SECOND], ids[SECOND:-5], ids[-5:]
+        width = SECOND + MAX_NODES
+        self.slots = 2 * width
+        self.table = torch.randperm(self.slots, generator=generator, dtype=torch.int32).view(2, width)
+
+    def expected(self, logits_of: Callable[[Tensor], Tensor]) -> Tensor:
+        """The rows of both passes, in their order, from whole linear texts."""
+        one, two = logits_of(torch.tensor([self.text])), logits_of(torch.tensor([self.other]))
+        paths = [[self.nodes[i] for i in TREE.path(node)] for node in range(len(TREE))]
+        nodes = [logits_of(torch.tensor([self.text + path]))[-1:] for path in paths]
+        return torch.cat([one[:FIRST], two[:OTHER], one[FIRST:], *nodes, two[OTHER:]]).float()
+
+    def run(self, model: HfModel) -> Tensor:
+        c = self.config
+        store = KeyValueStore(c.layers, self.slots, c.kv_heads, c.head_dim)
+        return torch.cat([model.forward(batch, store) for batch in self.batches()])
+
+    def batches(self) -> list[Batch]:
+        """Rows are (table row, token, entry, position, prefix, ancestors)."""
+
+        def known(owner: int, ids: list[int], begin: int) -> list[tuple[int, ...]]:
+            return [(owner, ids[i], i, i, i + 1, 0) for i in range(begin, len(ids))]
+
+        tree = [
+            (0, token, SECOND + node, SECOND - 1 + depth, SECOND, mask)
+            for node, (token, depth, mask) in enumerate(
+                zip(self.nodes, TREE.depths, TREE.ancestors, strict=True)
+            )
+        ]
+        first = known(0, self.text[:FIRST], 0) + known(1, self.other[:OTHER], 0)
+        second = known(0, self.text, FIRST) + tree + known(1, self.other, OTHER)
+        return [self._batch(rows) for rows in (first, second)]
+
+    def _batch(self, rows: list[tuple[int, ...]]) -> Batch:
+        owner, ids, entry, positions, prefix, ancestors = (torch.tensor(column) for column in zip(*rows, strict=True))
+        return Batch(
+            ids=ids,
+            positions=positions.int(),
+            slots=self.table[owner, entry].contiguous(),
+            table_rows=owner.int(),
+            prefix=prefix.int(),
+            ancestors=ancestors,
+            table=self.table,
+            logit_rows=torch.arange(len(rows)),
+        )
+
+
+def _check(model: HfModel, trial: Trial, expected: Tensor) -> None:
+    """Refuse what transformers' own attention disagrees with; take rows one by one where they disturb each other."""
+    together = trial.run(model)
+    model.one_row_a_pass = True
+    alone = trial.run(model)
+    model.one_row_a_pass = not torch.equal(together, alone)
+    if model.one_row_a_pass:
+        warnings.warn(
+            f"rows of model_type {model.config.family!r} depend on the rows beside them; it runs one row at a time, "
+            "so that its output does not depend on the batch",
+            stacklevel=3,
+        )
+    difference = float((alone - expected).abs().max() / expected.abs().max())
+    if not difference <= TOLERANCE:
+        raise UnsupportedModel(
+            f"its logits differ from transformers' own by {difference:.1e} of the largest (limit {TOLERANCE:.0e})"
+        )
+
+
+@contextlib.contextmanager
+def _named(model_type: str) -> Iterator[None]:
+    """Whatever goes wrong inside a model of theirs is told with its name."""
+    try:
+        yield
+    except UnsupportedModel as reason:
+        raise UnsupportedModel(f"model_type {model_type!r}: {reason}") from None
+    except OutriderError:
+        raise
+    except Exception as error:
+        raise UnsupportedModel(f"model_type {model_type!r} failed in transformers: {error}") from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bar and no report: what matters in it becomes an error here."""
+    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()

@@ -1,0 +1,34 @@
+"""Every number format equals the gguf package's own reading, bit for bit, on any bytes at all."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from outrider.load.quants import CHUNK_BLOCKS, FORMATS, OTHER_FORMATS, dequantize
+
+
+@pytest.mark.parametrize("number", FORMATS, ids=[form.name for form in FORMATS.values()])
+@pytest.mark.parametrize("blocks", [1, 3, CHUNK_BLOCKS + 5])
+def test_equals_gguf_bit_for_bit(number: int, blocks: int) -> None:
+    form = FORMATS[number]
+    kind = gguf.GGMLQuantizationType(number)
+    assert (form.values, form.bytes) == gguf.GGML_QUANT_SIZES[kind]
+    raw = np.random.default_rng(number).integers(0, 256, blocks * form.bytes, dtype=np.uint8)
+    with np.errstate(all="ignore"):
+        expected = gguf.quants.dequantize(raw.copy(), kind).astype(np.float32)
+    found = dequantize(torch.from_numpy(raw), form).numpy()
+    assert found.dtype == np.float32
+    assert found.shape == (blocks * form.values,)
+    same = (found.view(np.uint32) == expected.reshape(-1).view(np.uint32)) | np.isnan(found) & np.isnan(
+        expected
+    )
+    assert same.all()
+
+
+def test_names_are_ggufs_names() -> None:
+    for number, name in {**{n: f.name for n, f in FORMATS.items()}, **OTHER_FORMATS}.items():
+        assert gguf.GGMLQuantizationType(number).name == name
+    assert not set(FORMATS) & set(OTHER_FORMATS)
