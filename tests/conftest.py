@@ -1,4 +1,4 @@
-"""Fixtures for every folder: one loaded model for the whole run, and a world without the user's own settings."""
+"""Fixtures for every folder: one loaded model for the whole run, and none of the user's own settings."""
 
 from __future__ import annotations
 

@@ -69,7 +69,10 @@ class Letters:
 
 def tiny_engine(model: Decoder, planner=None, drafter=None, **settings) -> Engine:
     options = dict(max_sequences=32, step_rows=64, cache_bytes=1 << 22, check_integrity=True)
-    return Engine(model, Settings(**{**options, **settings}), Letters, planner, drafter)
+    engine = Engine(model, Settings(**{**options, **settings}), Letters)
+    if planner is not None:
+        engine.use_drafters({"test": drafter} if drafter else {}, planner)
+    return engine
 
 
 def request(name: str, prompt, stop_ids=frozenset(), owner: str = "", bad_word_ids=(), **params) -> Request:

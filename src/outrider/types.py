@@ -22,9 +22,80 @@ if TYPE_CHECKING:
 FinishReason = Literal["stop", "length", "abort"]
 Origin = Literal["plain", "accepted", "recovered", "bonus"]
 
+Mode = Literal["coupled", "rejection", "lossy"]
+MODES: tuple[str, ...] = ("coupled", "rejection", "lossy")
+RULES: tuple[str, ...] = ("typical", "threshold")
+
 MAX_NODES = 63  # one 64-bit ancestor mask a row, one bit to spare for the sign
 MAX_ALTERNATIVES = 20
 MAX_CHOICES = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """How one request wants to be guessed. What is left open (None) the engine decides, step by step."""
+
+    drafter: str | None = None  # a name, several joined by '+', or "none": never guess
+    depth: int | None = None  # longest path
+    nodes: int | None = None  # guesses a step
+    tree: tuple[int, ...] | None = None  # a fixed shape: children of each node, by depth
+    mode: str = "coupled"
+    block: bool = True  # rejection on a chain: verify the whole block rather than token by token
+    rule: str = "typical"  # lossy: typical | threshold
+    threshold: float = 0.3  # lossy: the least probability a guess must have, under either rule
+    delta: float = 0.09  # lossy, typical: how far below the entropy's bound it may fall
+
+    def __post_init__(self) -> None:
+        for name in ("depth", "nodes"):
+            if getattr(self, name) is not None:
+                _whole(self, name, 0, MAX_NODES)
+        if self.tree is not None:
+            object.__setattr__(self, "tree", _shape(self.tree))
+        for name, known in (("mode", MODES), ("rule", RULES)):
+            value = getattr(self, name)
+            if value not in known:
+                raise InvalidRequest(f"unknown {name} {value!r}{suggest(str(value), known)}", name)
+        if self.drafter is not None and not isinstance(self.drafter, str):
+            raise InvalidRequest("drafter must be a name", "drafter")
+        _flag(self, "block")
+        _number(self, "threshold", 0.0, 1.0)
+        _number(self, "delta", 0.0, 1.0)
+
+    @property
+    def off(self) -> bool:
+        return self.drafter == "none" or self.nodes == 0 or self.depth == 0
+
+    @classmethod
+    def of(cls, value: Any) -> Speculation:
+        """From what users write: None or True (the engine decides), False (never), or a mapping of names."""
+        if value is None or value is True:
+            return cls()
+        if value is False:
+            return cls(drafter="none")
+        if isinstance(value, cls):
+            return value
+        if not isinstance(value, Mapping):
+            raise InvalidRequest(f"speculation is true, false or a mapping, not {value!r}", "speculation")
+        return cls(**_known(cls, value, "speculation option"))
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    """A tree's branching by depth, small enough for one mask a row."""
+    if not isinstance(value, (list, tuple)) or not value or not all(type(k) is int and k > 0 for k in value):
+        raise InvalidRequest("tree must be a list of whole numbers, children by depth, such as [3, 2, 1]", "tree")
+    nodes = sum(math.prod(value[: i + 1]) for i in range(len(value)))
+    if nodes > MAX_NODES:
+        raise InvalidRequest(f"tree {list(value)} has {nodes} nodes; at most {MAX_NODES} fit a step", "tree")
+    return tuple(value)
+
+
+def _known(cls: type, options: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """The options, once each name is one of the fields of `cls`."""
+    known = [f.name for f in fields(cls)]
+    for name in options:
+        if name not in known:
+            raise InvalidRequest(f"unknown {what} {name!r}{suggest(str(name), known)}", str(name))
+    return dict(options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +120,8 @@ class SamplingParams:
     include_stop: bool = False  # keep the stop string in the text
     ignore_eos: bool = False
     logprobs: int | None = None  # None = none; k = the chosen token and k alternatives
+    speculation: Speculation = field(default_factory=Speculation)  # or True, False, or a mapping of its fields
+    prediction: str | None = None  # what the user expects the answer to be; guesses follow it
 
     def __post_init__(self) -> None:
         _number(self, "temperature", 0.0, 100.0)
@@ -65,21 +138,20 @@ class SamplingParams:
             _whole(self, "seed", -(2**63), 2**64 - 1)
         if self.logprobs is not None:
             _whole(self, "logprobs", 0, MAX_ALTERNATIVES)
+        if self.prediction is not None and not isinstance(self.prediction, str):
+            raise InvalidRequest("prediction must be a string", "prediction")
         _flag(self, "include_stop")
         _flag(self, "ignore_eos")
         _strings(self, "stop")
         _strings(self, "bad_words")
         object.__setattr__(self, "stop_token_ids", _token_ids(self.stop_token_ids))
         object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
+        object.__setattr__(self, "speculation", Speculation.of(self.speculation))
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> SamplingParams:
         """Build from a mapping of names, refusing unknown ones with a suggestion."""
-        known = [f.name for f in fields(cls)]
-        for name in options:
-            if name not in known:
-                raise InvalidRequest(f"unknown option {name!r}{suggest(name, known)}", name)
-        return cls(**options)
+        return cls(**_known(cls, options, "option"))
 
     @property
     def penalised(self) -> bool:
@@ -88,7 +160,7 @@ class SamplingParams:
         )
 
 
-def _number(p: SamplingParams, name: str, low: float, high: float, open_low: bool = False) -> None:
+def _number(p: Any, name: str, low: float, high: float, open_low: bool = False) -> None:
     value = getattr(p, name)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise InvalidRequest(f"{name} must be a number, not {type(value).__name__}", name)
@@ -98,7 +170,7 @@ def _number(p: SamplingParams, name: str, low: float, high: float, open_low: boo
     object.__setattr__(p, name, float(value))
 
 
-def _whole(p: SamplingParams, name: str, low: int, high: int | None = None) -> None:
+def _whole(p: Any, name: str, low: int, high: int | None = None) -> None:
     value = getattr(p, name)
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidRequest(f"{name} must be a whole number, not {type(value).__name__}", name)
@@ -107,12 +179,12 @@ def _whole(p: SamplingParams, name: str, low: int, high: int | None = None) -> N
         raise InvalidRequest(f"{name} must be {bound}, got {value}", name)
 
 
-def _flag(p: SamplingParams, name: str) -> None:
+def _flag(p: Any, name: str) -> None:
     if not isinstance(getattr(p, name), bool):
         raise InvalidRequest(f"{name} must be true or false", name)
 
 
-def _strings(p: SamplingParams, name: str) -> None:
+def _strings(p: Any, name: str) -> None:
     value = getattr(p, name)
     if value is None:
         value = ()
@@ -155,6 +227,7 @@ class Request:
     owner: str = ""  # whose cache entries this request may reuse (an API key's digest)
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     stop_ids: frozenset[int] = frozenset()  # end-of-text ids (unless ignored) and the user's own
+    prediction_ids: tuple[int, ...] = ()
 
     @property
     def edits_logits(self) -> bool:
@@ -169,6 +242,8 @@ class Draft:
 
     tokens: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
+    # [n, vocab] the distribution each node's token was drawn from, the same for siblings; None: a plain guess
+    log_q: Tensor | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if len(self.tokens) != len(self.parents) or len(self.tokens) > MAX_NODES:
@@ -244,10 +319,25 @@ class Sequence:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """This step's bet: how many nodes each sequence may guess, by position in the pick. 0 = plain."""
+class Bet:
+    """What one sequence may guess this step: with which drafter, how many nodes, how deep, in which shape."""
 
-    nodes: tuple[int, ...]
+    drafter: str = "none"
+    nodes: int = 0
+    depth: int = 0
+    tree: tuple[int, ...] | None = None  # a fixed shape; None with nodes > depth: grown best first
+    mode: str = "coupled"
+
+
+NO_BET = Bet()
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """This step's bets, one a sequence of the pick, and why. `NO_BET` is plain decoding."""
+
+    bets: tuple[Bet, ...]
+    reasons: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -307,6 +397,17 @@ class Batch:
         return len(self.ids)
 
 
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one sequence's bet in one step."""
+
+    sequence: Sequence
+    bet: Bet
+    drafted: int  # nodes
+    deepest: int  # the longest path guessed
+    accepted: int
+
+
 @dataclass(slots=True)
 class StepRecord:
     """What a step cost and bought. The only source for planner, metrics, dashboard and bench."""
@@ -322,3 +423,5 @@ class StepRecord:
     target_s: float
     verify_s: float
     total_s: float
+    outcomes: list[Outcome] = field(default_factory=list)
+    reasons: tuple[str, ...] = ()  # why the planner bet as it did, one a sequence

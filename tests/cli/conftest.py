@@ -1,4 +1,4 @@
-"""The command in this process, and a tiny random model that loads in no time, with a chat template of its own."""
+"""The command in this process, and a tiny random model that loads at once, with a chat template."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Outrider = Callable[..., Ran]
 
 @pytest.fixture
 def outrider(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Outrider:
-    """`outrider("generate", ..., stdin="text")`: the entry point itself, so that its errors are seen as users do."""
+    """`outrider("generate", ..., stdin="text")`: the entry point itself, as users see it."""
 
     def call(*args: object, stdin: str = "") -> Ran:
         monkeypatch.setattr("sys.stdin", io.StringIO(stdin))

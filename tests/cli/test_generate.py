@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from outrider import LLM
+from outrider import LLM, SamplingParams
+from outrider.cli.generate import Exchange, Show, exchange_all
+from outrider.cli.prompts import Row
 
 from .conftest import Outrider
 
@@ -137,3 +139,14 @@ def test_stop_and_bias_flags_reach_the_request(outrider: Outrider, tiny_folder: 
     assert by_text["text"] == "" and by_text["finish_reason"] == "stop"
     [kept] = outrider(*args, "--stop", row["text"][:2], "--include-stop").rows
     assert kept["text"] == row["text"][:2]
+
+
+def test_answers_are_shown_as_soon_as_those_before_them_are(tiny_folder: Path) -> None:
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    with LLM(tiny_folder) as llm:
+        exchanges = [Exchange(llm, row_id, params) for row_id in "ab"]
+        exchanges[0].open(Row("a", prompt="hello"), None)
+        exchanges[1].open(Row("b", turns=("hello", "12", "hello")), None)
+        finished = exchange_all(exchanges, Show(as_json=True, stats=False, streams=False, headed=True))
+        assert next(finished) is exchanges[0] and exchanges[1].turns  # b has more to say
+        assert list(finished) == [exchanges[1]] and len(exchanges[1].answers) == 3

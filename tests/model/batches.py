@@ -1,4 +1,4 @@
-"""Hand-made batches: texts whose slots lie scattered over one store, fed in any pieces, with or without a tree."""
+"""Hand-made batches: texts whose slots lie scattered over one store, fed in any pieces, trees included."""
 
 from __future__ import annotations
 
@@ -52,7 +52,9 @@ class Reader:
         end = base + len(part.tokens)
         known = [(part.text, t, base + i, base + i, base + i + 1, 0) for i, t in enumerate(part.tokens)]
         shape = zip(part.draft.tokens, part.draft.depths, part.draft.ancestors, strict=True)
-        return known + [(part.text, t, end + i, end - 1 + d, end, mask) for i, (t, d, mask) in enumerate(shape)]
+        return known + [
+            (part.text, t, end + i, end - 1 + d, end, mask) for i, (t, d, mask) in enumerate(shape)
+        ]
 
     def feed(self, model: Any, *parts: Part) -> Tensor:
         """One pass; the logits of all its rows, in order."""
@@ -72,7 +74,7 @@ def random_ids(vocab: int, count: int, seed: int = 0) -> list[int]:
 
 
 def stir(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
-    """Random weights large enough that a mistake anywhere shows in the logits; norms around 1, no zero biases."""
+    """Random weights so large that any mistake shows in the logits; norms around 1, no zero biases."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in model.named_parameters():

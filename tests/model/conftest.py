@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
-torch.set_num_threads(2)
+from tests.model.families import KERNELS
 
-KERNELS = [
-    pytest.param("c", marks=pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")),
-    "torch",
-]
+torch.set_num_threads(2)
 
 
 @pytest.fixture(scope="session")
 def kernel_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built once a run, never taken from the user's cache."""
-    return tmp_path_factory.mktemp("kernels")
+    return tmp_path_factory.mktemp("cache") / "kernels"
 
 
 @pytest.fixture(params=KERNELS)

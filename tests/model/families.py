@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
-from batches import stir
 from torch import Tensor
 
 from outrider.load.config import config_from_json
 from outrider.model.decoder import Decoder, make_kernels
+from tests.model.batches import stir
 
 VOCAB, POSITIONS = 97, 256
+NEEDS_COMPILER = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+KERNELS = [pytest.param("c", marks=NEEDS_COMPILER), "torch"]
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
@@ -67,7 +71,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "rope-llama3": ("Llama", LLAMA3),
     "rope-yarn": ("Llama", _rope("yarn", **YARN)),
     "rope-yarn-untruncated": ("Qwen3", {"head_dim": 32, **_rope("yarn", truncate=False, **YARN)}),
-    "rope-yarn-mscale": ("Llama", _rope("yarn", mscale=0.7, mscale_all_dim=0.4, beta_fast=16, beta_slow=2, **YARN)),
+    "rope-yarn-mscale": (
+        "Llama",
+        _rope("yarn", mscale=0.7, mscale_all_dim=0.4, beta_fast=16, beta_slow=2, **YARN),
+    ),
 }
 DYNAMIC = ("Llama", {"max_position_embeddings": 16, **_rope("dynamic", factor=2.0)})
 
@@ -81,14 +88,13 @@ def theirs(case: str) -> Any:
 
 
 @cache
-def ours(case: str, kernels: str, folder: Path) -> Decoder:
+def ours(case: str, kernels: str, folder: Path, threads: int = 2) -> Decoder:
     model = theirs(case)
     raw = json.loads(json.dumps(model.config.to_dict()))
     tensors = model.state_dict()
     config = config_from_json(raw)
-    return Decoder(
-        config, lambda name: tensors[name].clone(), make_kernels(config, POSITIONS, 2, folder, kernels)
-    )
+    made = make_kernels(config, POSITIONS, threads, folder, kernels)
+    return Decoder(config, lambda name: tensors[name].clone(), made)
 
 
 @torch.no_grad()

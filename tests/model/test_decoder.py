@@ -1,4 +1,4 @@
-"""The one decoder against transformers: every family, every rope, both kernel sets; prefill, decode and trees."""
+"""The one decoder against transformers: every family and rope, both kernel sets, prefill, decode, trees."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from batches import Part, Reader, furthest, random_ids
-from families import CASES, VOCAB, ours, their_logits, theirs
 
 from outrider.types import Draft
+from tests.model.batches import Part, Reader, furthest, random_ids
+from tests.model.families import CASES, VOCAB, ours, their_logits, theirs
 
 TOLERANCE = 2e-5  # of the largest logit
 TREE = Draft((5, 6, 7, 8, 9, 10, 11, 12), (-1, 0, 0, -1, 2, 4, 5, 6))  # deeper than the narrowest window
@@ -32,7 +32,11 @@ def test_decode_equals_transformers(case: str, kernels: str, kernel_folder: Path
 @pytest.mark.parametrize("case", CASES)
 def test_a_tree_equals_its_paths_in_transformers(case: str, kernels: str, kernel_folder: Path) -> None:
     """Beside another text's prompt, so that neither may see the other."""
-    model, ids, other = ours(case, kernels, kernel_folder), random_ids(VOCAB, 11), random_ids(VOCAB, 6, seed=1)
+    model, ids, other = (
+        ours(case, kernels, kernel_folder),
+        random_ids(VOCAB, 11),
+        random_ids(VOCAB, 6, seed=1),
+    )
     reader = Reader(model.config, texts=2)
     reader.feed(model, Part(0, ids[:-1]))
     logits = reader.feed(model, Part(1, other), Part(0, ids[-1:], TREE))

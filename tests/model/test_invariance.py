@@ -1,4 +1,4 @@
-"""Row invariance, to the last bit: a row's result does not depend on the rows beside it, nor on how it was fed."""
+"""Row invariance, to the last bit: a row does not depend on the rows beside it, nor on how it was fed."""
 
 from __future__ import annotations
 
@@ -6,14 +6,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from batches import Part, Reader, random_ids
-from families import VOCAB, ours
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.types import Draft
+from tests.model.batches import Part, Reader, random_ids
+from tests.model.families import NEEDS_COMPILER, VOCAB, ours
 
-CASES = ["llama", "llama-odd-sizes", "mistral-window", "qwen3-biases-window"]
+CASES = ["llama-odd-sizes", "mistral-window", "qwen3-biases-window"]
+PAIRS = [
+    pytest.param("c", "llama", marks=NEEDS_COMPILER),
+    pytest.param("c", "qwen2-window", marks=NEEDS_COMPILER),
+    ("torch", "qwen2-window"),
+]
 COUNTS = [2, 3, 4, 5, 6, 7, 8, 9, 16, 33]
 
 
@@ -21,13 +26,13 @@ COUNTS = [2, 3, 4, 5, 6, 7, 8, 9, 16, 33]
 def test_a_row_alone_equals_a_row_among_others(case: str, kernels: str, kernel_folder: Path) -> None:
     """Texts of different lengths decode one token each, in batches of every size."""
     model = ours(case, kernels, kernel_folder)
-    prompts = [random_ids(VOCAB, 2 + i % 7, seed=i) for i in range(max(COUNTS))]
+    prompts = [random_ids(VOCAB, 2 + i % 7, seed=i) for i in range(max(COUNTS) if kernels == "c" else 9)]
     alone = []
     for i, prompt in enumerate(prompts):
         reader = Reader(model.config, seed=i)
         reader.feed(model, Part(0, prompt))
         alone.append(reader.feed(model, Part(0, [i])))
-    for count in COUNTS:
+    for count in COUNTS if kernels == "c" else (2, 5, 9):
         reader = Reader(model.config, texts=count)
         reader.feed(model, *(Part(i, prompts[i]) for i in range(count)))
         together = reader.feed(model, *(Part(i, [i]) for i in range(count)))
@@ -36,6 +41,8 @@ def test_a_row_alone_equals_a_row_among_others(case: str, kernels: str, kernel_f
 
 @pytest.mark.parametrize("count", [2, 5, 9, 33])
 def test_a_row_is_the_same_at_every_place_in_the_batch(count: int, kernels: str, kernel_folder: Path) -> None:
+    if kernels == "torch" and count > 9:
+        pytest.skip("the twin goes row by row; nothing changes between 9 rows and 33")
     model = ours("llama-odd-sizes", kernels, kernel_folder)
     reader = Reader(model.config, texts=count)
     prompts = [random_ids(VOCAB, 3 + i % 5, seed=i) for i in range(count)]
@@ -52,7 +59,7 @@ def test_any_chunk_size_gives_the_same_bits(case: str, kernels: str, kernel_fold
     model, ids = ours(case, kernels, kernel_folder), random_ids(VOCAB, 40)
     whole = Reader(model.config)
     expected = whole.read(model, ids)
-    for chunk in (1, 2, 3, 5, 7, 16, 33):
+    for chunk in (1, 2, 3, 5, 7, 16, 33) if kernels == "c" else (1, 3, 16):
         reader = Reader(model.config)
         assert torch.equal(reader.read(model, ids, chunk), expected), chunk
         slots = reader.table[0, :40]
@@ -66,20 +73,18 @@ def drafts(draw: st.DrawFn) -> Draft:
     return Draft(tuple(draw(st.integers(0, VOCAB - 1)) for _ in parents), parents)
 
 
-@pytest.mark.parametrize("case", ["llama", "qwen2-window"])
-@settings(max_examples=15, deadline=None)
-@given(draft=drafts(), length=st.integers(1, 12))
+@pytest.mark.parametrize(("which", "case"), PAIRS)
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(draft=drafts(), length=st.integers(1, 8))
 def test_a_tree_node_equals_the_same_tokens_as_a_chain(
-    case: str, kernel_folder: Path, draft: Draft, length: int
+    which: str, case: str, kernel_folder: Path, draft: Draft, length: int
 ) -> None:
-    for kernels in ("c", "torch"):
-        model, ids = ours(case, kernels, kernel_folder), random_ids(VOCAB, length)
-        reader = Reader(model.config)
-        logits = reader.feed(model, Part(0, ids, draft))
-        for node in range(len(draft)):
-            path = [draft.tokens[i] for i in draft.path(node)]
-            chain = Reader(model.config).read(model, ids + path)
-            assert torch.equal(logits[length + node], chain[-1]), (kernels, node)
+    model, ids = ours(case, which, kernel_folder), random_ids(VOCAB, length)
+    logits = Reader(model.config, longest=24).feed(model, Part(0, ids, draft))
+    for node in range(len(draft)):
+        path = [draft.tokens[i] for i in draft.path(node)]
+        chain = Reader(model.config, longest=24).read(model, ids + path)
+        assert torch.equal(logits[length + node], chain[-1]), node
 
 
 def test_a_tree_of_63_nodes(kernel_folder: Path, kernels: str) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.types import NO_DRAFT, Draft, Request, SamplingParams, Sequence
-from outrider.verify.law import judge
+from outrider.verify.judge import judge
 from outrider.verify.noise import choice_seed, draw, gumbel, gumbel_at, philox
 
 ALPHA_QUANTILE = 3.719  # normal quantile of 1 - 1e-4, for the chi-square approximation below

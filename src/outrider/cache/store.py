@@ -12,6 +12,17 @@ class KeyValueStore:
         # One tensor a layer, made once: indexing a stacked tensor in every pass would cost a view each time.
         self.keys: list[Tensor] = [torch.empty(shape) for _ in range(layers)]
         self.values: list[Tensor] = [torch.empty(shape) for _ in range(layers)]
+        self.taps: tuple[int, ...] = ()
+        self.features: Tensor | None = None
+
+    def tap(self, layers: tuple[int, ...], hidden: int) -> None:
+        """From now on keep, slot by slot, the hidden states that enter these layers: [slots, len(layers), hidden]."""
+        self.taps = layers
+        self.features = torch.empty(len(self.keys[0]), len(layers), hidden)
+
+    def keep_feature(self, layer: int, x: Tensor, slots: Tensor) -> None:
+        if self.features is not None and layer in self.taps:
+            self.features[slots, self.taps.index(layer)] = x
 
     @property
     def nbytes(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
 from typing import Annotated, NoReturn
 
@@ -50,6 +51,9 @@ def _outrider(
 
 def run(argv: Sequence[str] | None = None) -> NoReturn:
     """The entry point. Errors are one clear message on stderr and an exit code, never a traceback."""
+    warnings.formatwarning = lambda message, *_, **__: (
+        f"warning: {message}\n"
+    )  # not where in the code it arose
     try:
         code = app(argv, prog_name="outrider", standalone_mode=False) or 0
     except OutriderError as error:

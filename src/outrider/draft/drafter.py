@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
-from outrider.types import Draft, Sequence, Verdict
+from outrider.types import Bet, Draft, Sequence, Verdict
 
 
 class Drafter(Protocol):
     def start(self, sequence: Sequence) -> None:
-        """A sequence was admitted, or came back after it was preempted."""
+        """A sequence exists. Nothing need be done before it is first proposed for."""
         ...
 
-    def propose(self, sequences: Seq[Sequence], nodes: Seq[int]) -> list[Draft]:
-        """A guess of at most `nodes[i]` nodes for each sequence."""
+    def propose(self, sequences: Seq[Sequence], bets: Seq[Bet]) -> list[Draft]:
+        """A guess for each sequence, within its bet. Everything it knows of is in `sequence.tokens`."""
         ...
 
     def accept(self, sequence: Sequence, draft: Draft, verdict: Verdict) -> None:
@@ -22,5 +22,5 @@ class Drafter(Protocol):
         ...
 
     def stop(self, sequence: Sequence) -> None:
-        """The sequence ended or was preempted: forget it."""
+        """The sequence ended: forget it."""
         ...

@@ -7,8 +7,7 @@ tokens and zero or more guessed ones.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Iterator, Mapping
 from itertools import compress
 
 from outrider.cache.pool import CacheFull
@@ -19,22 +18,25 @@ from outrider.draft.drafter import Drafter
 from outrider.engine.runner import pack
 from outrider.engine.scheduler import Pick, Scheduler
 from outrider.engine.text import TokenText, Writer
-from outrider.errors import InvalidRequest
+from outrider.errors import InvalidRequest, suggest
 from outrider.model.decoder import Model
 from outrider.settings import Settings
 from outrider.types import (
     MAX_NODES,
+    NO_BET,
     NO_DRAFT,
+    Bet,
     Draft,
     Event,
     FinishReason,
     Origin,
+    Outcome,
     Request,
     Sequence,
     StepRecord,
     Verdict,
 )
-from outrider.verify.law import judge
+from outrider.verify.judge import judge
 from outrider.verify.noise import choice_seed
 
 
@@ -46,8 +48,6 @@ class Engine:
         model: Model,
         settings: Settings,
         text: Callable[[], TokenText],
-        planner: Planner | None = None,
-        drafter: Drafter | None = None,
     ) -> None:
         config = model.config
         self.model, self.settings, self.text = model, settings, text
@@ -57,11 +57,15 @@ class Engine:
         self.store = KeyValueStore(config.layers, slots, config.kv_heads, config.head_dim)
         self.table = SlotTable(slots, settings.max_sequences, self.context + MAX_NODES, settings.prefix_reuse)
         self.scheduler = Scheduler(self.table, settings.step_rows)
-        self.planner = planner or Planner()
-        self.drafter = drafter
+        self.planner = Planner()
+        self.drafters: dict[str, Drafter] = {}  # filled by use_drafters
         self.writers: dict[Sequence, Writer] = {}
         self.live: dict[str, list[Sequence]] = {}
         self.record: StepRecord | None = None  # of the last step
+
+    def use_drafters(self, drafters: Mapping[str, Drafter], planner: Planner) -> None:
+        """Who may guess, by name, and who decides. Before the first request."""
+        self.drafters, self.planner = dict(drafters), planner
 
     def add(self, request: Request) -> list[Sequence]:
         """Take a request in, or refuse it by name. Its tokens come out of `step`."""
@@ -72,6 +76,8 @@ class Engine:
         ]
         for sequence in choices:
             self.writers[sequence] = Writer(self.text(), request.params.stop, request.params.include_stop)
+            for drafter in self.drafters.values():
+                drafter.start(sequence)
         self.live[request.id] = list(choices)
         self.scheduler.add(choices)
         return choices
@@ -96,19 +102,23 @@ class Engine:
         picks = self.scheduler.pick()
         if not picks:
             return []
-        plan = self.planner.plan([pick.sequence for pick in picks])
+        emits = [pick.emits for pick in picks]
+        plan = self.planner.plan([pick.sequence for pick in compress(picks, emits)], len(picks))
         planned = time.perf_counter()
-        drafts = self._propose(picks, plan.nodes)
+        drafts, bets = self._propose(picks, iter(plan.bets))
         drafted = time.perf_counter()
         batch = pack(picks, drafts, self.table)
         logits = self.model.forward(batch, self.store)
         ran = time.perf_counter()
-        emits = [pick.emits for pick in picks]
         emitting = [pick.sequence for pick in compress(picks, emits)]
         guesses = list(compress(drafts, emits))
         verdicts = judge(logits, emitting, guesses, self.model.draw) if emitting else []
         judged = time.perf_counter()
-        events = self._commit(picks, drafts, iter(verdicts))
+        outcomes = [
+            Outcome(s, bet, len(draft), max(draft.depths, default=0), len(verdict.accepted))
+            for s, bet, draft, verdict in zip(emitting, plan.bets, guesses, verdicts, strict=True)
+        ]
+        events = self._commit(picks, drafts, bets, iter(verdicts))
         self.record = StepRecord(
             rows=batch.rows,
             sequences=len(picks),
@@ -121,6 +131,8 @@ class Engine:
             target_s=ran - drafted,
             verify_s=judged - ran,
             total_s=time.perf_counter() - begin,
+            outcomes=outcomes,
+            reasons=plan.reasons,
         )
         self.planner.observe(self.record)
         if self.settings.check_integrity:
@@ -153,29 +165,43 @@ class Engine:
                 f"{self.table.pool.total}: raise cache_bytes or lower max_tokens",
                 "max_tokens",
             )
+        asked = params.speculation.drafter
+        if asked not in (None, "none", *self.drafters):
+            raise InvalidRequest(f"unknown drafter {asked!r}{suggest(str(asked), self.drafters)}", "drafter")
+        if len(request.prediction_ids) > self.context:
+            raise InvalidRequest(
+                f"the prediction has {len(request.prediction_ids)} tokens; this model's maximum context length is "
+                f"{self.context} tokens",
+                "prediction",
+            )
         if request.id in self.live:
             raise InvalidRequest(f"a request with id {request.id!r} is already running", "id")
 
-    def _propose(self, picks: list[Pick], nodes: Seq[int]) -> list[Draft]:
+    def _propose(self, picks: list[Pick], bets: Iterator[Bet]) -> tuple[list[Draft], list[Bet]]:
         """Guesses for the sequences that are done reading, with slots for every node at the end of their row."""
         drafts = [NO_DRAFT] * len(picks)
-        asked = [i for i, pick in enumerate(picks) if nodes[i] > 0 and pick.emits]
-        if self.drafter is None or not asked:
-            return drafts
-        proposed = self.drafter.propose([picks[i].sequence for i in asked], [nodes[i] for i in asked])
-        for i, draft in zip(asked, proposed, strict=True):
-            sequence = picks[i].sequence
-            try:
-                self.table.extend(sequence.row, len(draft))
-                drafts[i] = draft
-            except CacheFull:  # a guess is never worth another sequence's place
-                continue
-            sequence.drafted += len(draft)
-        return drafts
+        placed = [next(bets) if pick.emits else NO_BET for pick in picks]
+        by_drafter: dict[str, list[int]] = {}
+        for i, bet in enumerate(placed):
+            if bet.nodes > 0:
+                by_drafter.setdefault(bet.drafter, []).append(i)
+        for name, asked in by_drafter.items():
+            proposed = self.drafters[name].propose([picks[i].sequence for i in asked], [placed[i] for i in asked])
+            for i, draft in zip(asked, proposed, strict=True):
+                sequence = picks[i].sequence
+                try:
+                    self.table.extend(sequence.row, len(draft))
+                    drafts[i] = draft
+                except CacheFull:  # a guess is never worth another sequence's place
+                    continue
+                sequence.drafted += len(draft)
+        return drafts, placed
 
-    def _commit(self, picks: list[Pick], drafts: list[Draft], verdicts: Iterator[Verdict]) -> list[Event]:
+    def _commit(
+        self, picks: list[Pick], drafts: list[Draft], bets: list[Bet], verdicts: Iterator[Verdict]
+    ) -> list[Event]:
         events = []
-        for pick, draft in zip(picks, drafts, strict=True):
+        for pick, draft, bet in zip(picks, drafts, bets, strict=True):
             sequence = pick.sequence
             before, emits = sequence.cached, pick.emits
             verdict = next(verdicts) if emits else None
@@ -185,10 +211,10 @@ class Engine:
             if before < sequence.prompt_len <= sequence.cached:
                 self.scheduler.prompt_read(sequence)
             if verdict:
-                events.append(self._emit(sequence, draft, verdict))
+                events.append(self._emit(sequence, draft, bet, verdict))
         return events
 
-    def _emit(self, sequence: Sequence, draft: Draft, verdict: Verdict) -> Event:
+    def _emit(self, sequence: Sequence, draft: Draft, bet: Bet, verdict: Verdict) -> Event:
         """Append the verdict's tokens one by one, stopping where the request says, and make the event."""
         writer, shown, taken = self.writers[sequence], "", 0
         origins = _origins(draft, verdict)
@@ -207,8 +233,8 @@ class Engine:
         if verdict.logprobs is not None:
             logprobs = tuple(verdict.logprobs[:taken])
             sequence.logprobs.extend(logprobs)
-        if self.drafter is not None:
-            self.drafter.accept(sequence, draft, verdict)
+        if bet.nodes > 0:
+            self.drafters[bet.drafter].accept(sequence, draft, verdict)
         if sequence.finish_reason:
             sequence.cached = min(sequence.cached, len(sequence.tokens))
             self._end(sequence)
@@ -229,8 +255,9 @@ class Engine:
         return text, None
 
     def _end(self, sequence: Sequence) -> None:
-        if self.drafter is not None:
-            self.drafter.stop(sequence)
+        for drafter in self.drafters.values():
+            drafter.stop(sequence)
+        self.planner.forget(sequence)
         self.scheduler.finish(sequence)
         del self.writers[sequence]
         siblings = self.live[sequence.request.id]

@@ -8,12 +8,14 @@ import queue
 import secrets
 from collections.abc import AsyncIterator, Iterable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from outrider.control.planner import Planner
+from outrider.draft.table import Bench, make_drafters
 from outrider.engine.driver import Driver
 from outrider.engine.engine import Engine
 from outrider.errors import InvalidRequest, OutriderError
@@ -22,7 +24,25 @@ from outrider.load.find import find
 from outrider.load.template import ChatTemplate
 from outrider.model.decoder import Decoder, Model, make_kernels
 from outrider.settings import Settings, cache_folder
-from outrider.types import MAX_NODES, Event, FinishReason, Request, SamplingParams, Sequence, TokenLogprob
+from outrider.types import (
+    MAX_NODES,
+    Event,
+    FinishReason,
+    Request,
+    SamplingParams,
+    Sequence,
+    Speculation,
+    TokenLogprob,
+)
+
+# What a drafter may be tried on before the first request, to choose its depth in the target.
+SAMPLES = (
+    "Here is how to make a simple vegetable soup. First, chop two onions, three carrots and a stick of celery, and fry "
+    "them slowly in a little oil until they are soft. Add a litre of water, salt and pepper, and let it simmer.",
+    "def mean(values):\n    total = 0\n    for value in values:\n        total += value\n    return total / len(values)\n",
+    "The train was late again, and Maria had read every poster on the platform twice. When it came at last, she found "
+    "a seat by the window, put her bag on her knees and watched the fields go by without thinking of anything at all.",
+)
 
 Prompt = str | Seq[int]
 Message = Mapping[str, Any]
@@ -88,7 +108,15 @@ class Output:
 class LLM:
     """A model and its engine. `model` is a folder, a .gguf file, an alias or a hub id; options are Settings'."""
 
-    def __init__(self, model: str | Path = "smollm2-135m", settings: Settings | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        model: str | Path = "smollm2-135m",
+        draft: str = "auto",
+        speculation: Any = "auto",
+        settings: Settings | None = None,
+        **options: Any,
+    ) -> None:
+        self.speculation = Speculation.of(None if speculation == "auto" else speculation)
         if settings is not None and options:
             raise InvalidRequest("give settings or single options, not both", "settings")
         self.settings = settings or Settings.of(options)
@@ -98,6 +126,9 @@ class LLM:
         self.template = _template(self.checkpoint)
         self.model = load_model(self.checkpoint, self.settings)
         self.engine = Engine(self.model, self.settings, self.tokenizer.text_stream)
+        drafters, default = make_drafters(draft, self._bench())
+        self.engine.use_drafters(drafters, Planner(default))
+        self.drafter = default
         self.driver = Driver(self.engine)
         self._numbers = itertools.count()
 
@@ -167,7 +198,9 @@ class LLM:
         return self.tokenizer.encode(text, special=False, parse_special=True)
 
     def request(self, prompt_ids: Seq[int], params: SamplingParams) -> Request:
-        """Settle everything a request leaves open: its id, its seed, its end ids, its bad words as tokens."""
+        """Settle everything a request leaves open: its id, its seed, its end ids, its words as tokens."""
+        if params.speculation == Speculation():
+            params = replace(params, speculation=self.speculation)
         ends = () if params.ignore_eos else self.model.config.eos_ids
         words = (form for word in params.bad_words for form in (word, f" {word}"))
         return Request(
@@ -177,6 +210,21 @@ class LLM:
             seed=secrets.randbits(63) if params.seed is None else params.seed,
             bad_word_ids=tuple({tuple(self.tokenizer.encode(form, special=False)) for form in words}),
             stop_ids=frozenset((*ends, *params.stop_token_ids)),
+            prediction_ids=tuple(self.tokenizer.encode(params.prediction or "", special=False)),
+        )
+
+    def _bench(self) -> Bench:
+        engine = self.engine
+        return Bench(
+            target=self.model,
+            tokenizer=self.tokenizer,
+            store=engine.store,
+            table=engine.table,
+            context=engine.context,
+            cache_bytes=self.settings.cache_bytes,
+            find=lambda name: find(name, cache_folder()),
+            load=lambda checkpoint: load_model(checkpoint, self.settings),
+            samples=lambda: [self.tokenizer.encode(text) for text in SAMPLES],
         )
 
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
@@ -243,11 +291,17 @@ def _as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
 def _params(
     params: SamplingParams | Seq[SamplingParams] | None, options: Mapping[str, Any]
 ) -> SamplingParams | list[SamplingParams]:
-    if params is not None and options:
-        raise InvalidRequest("give params or single options, not both", "params")
+    """Parameters given as such or by name; `speculation` may be given beside them and wins."""
     if params is None:
         return SamplingParams.of(options)
-    return params if isinstance(params, SamplingParams) else list(params)
+    if others := set(options) - {"speculation"}:
+        raise InvalidRequest(f"give params or single options, not both: {sorted(others)[0]}", "params")
+    if not options:
+        return params if isinstance(params, SamplingParams) else list(params)
+    how = Speculation.of(options["speculation"])
+    if isinstance(params, SamplingParams):
+        return replace(params, speculation=how)
+    return [replace(one, speculation=how) for one in params]
 
 
 def _output(request: Request, choices: Iterable[Sequence], texts: Mapping[tuple[str, int], list[str]]) -> Output:

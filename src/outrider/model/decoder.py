@@ -48,10 +48,21 @@ class Decoder:
         self.head = self.embedding if config.tied else kernels.pack_linear(read("lm_head.weight"))
 
     def forward(self, batch: Batch, store: KeyValueStore) -> Tensor:
-        x = self.kernels.embed(self.embedding, batch.ids)
-        for i, layer in enumerate(self.layers):
+        return self.logits(self._run(batch, store, self.config.layers)[batch.logit_rows])
+
+    def exit_logits(self, batch: Batch, store: KeyValueStore, layers: int) -> Tensor:
+        """What the head would say after the first `layers` layers."""
+        return self.logits(self._run(batch, store, layers)[batch.logit_rows])
+
+    def _run(self, batch: Batch, store: KeyValueStore, layers: int) -> Tensor:
+        x = self.embed(batch.ids)
+        for i, layer in enumerate(self.layers[:layers]):
+            store.keep_feature(i, x, batch.slots)
             self.kernels.layer(layer, x, batch, store.keys[i], store.values[i])
-        return self.logits(x[batch.logit_rows])
+        return x
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return self.kernels.embed(self.embedding, ids)
 
     def logits(self, x: Tensor) -> Tensor:
         return self.kernels.linear(self.head, self.kernels.norm(x, self.norm))

@@ -1,13 +1,15 @@
-"""Any other transformers causal LM behind the decoder's `forward`: its modules, Outrider's slots, tables and trees.
+"""Any other transformers causal LM behind the decoder's `forward`: its modules, Outrider's slots and trees.
 
 The model's attention is replaced through transformers' attention interface: keys and values go to slots and
-attention reads the slot tables, with the same kernels as the one decoder. The batch travels down the call as a
-keyword argument. Linear layers become row-invariant kernels; activations and rotary tables are computed a row at a
-time, because torch's vector code rounds the end of a tensor differently from its middle. Norms are row-wise already.
+attention reads the slot tables, with the same kernels as the one decoder. The batch travels down the call as
+a keyword argument. Linear layers become row-invariant kernels; activations and rotary tables are computed a
+row at a time, because torch's vector code rounds the end of a tensor differently from its middle. Norms are
+row-wise already.
 
-Not here: custom code (never run), pickle (never read), and whatever the attention kernel has no words for. A model
-is refused by name at load, when it asks for such a thing or when its logits differ from transformers' own on a short
-trial. A model whose rows still depend on each other (experts, mostly) runs one row at a time, with a warning.
+Not here: custom code (never run), pickle (never read), and whatever the attention kernel has no words for. A
+model is refused by name at load, when it asks for such a thing or when its logits differ from transformers'
+own on a short trial. One whose rows still depend on each other (experts, mostly) runs one row at a time, with
+a warning.
 """
 
 from __future__ import annotations
@@ -41,12 +43,18 @@ except ImportError:  # an extra; load_hf says how to get it
 
 NAME = "outrider"  # of the attention function and of the keyword argument that carries a pass
 TOLERANCE = 5e-4  # of the largest logit, between Outrider's pass and transformers' own
-MASK_BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias")
+MASK_BUFFERS = (
+    ".attn.bias",
+    ".attn.masked_bias",
+    ".rotary_emb.inv_freq",
+    ".attention.bias",
+    ".attention.masked_bias",
+)
 FULL, SLIDING = "full_attention", "sliding_attention"
 # What attention may be told beside queries, keys, values, window and scale without changing its result.
 HARMLESS = {
-    "dropout", "is_causal", "position_ids", "cache_position", "past_key_values", "past_key_value", "use_cache",
-    "output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "position_embeddings",
+    "dropout", "is_causal", "position_ids", "position_embeddings", "cache_position", "past_key_values",
+    "use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict",
 }  # fmt: skip
 
 
@@ -88,7 +96,7 @@ class HfModel:
         kept = [logits[r] for r in batch.logit_rows.tolist()]
         return torch.cat(kept) if kept else torch.empty(0, self.config.vocab)
 
-    @torch.no_grad()  # not inference_mode: its tensors could not be edited in place by whoever gets the logits
+    @torch.no_grad()  # not inference_mode: whoever gets the logits could not edit them in place
     def _pass(self, batch: Batch, store: KeyValueStore) -> Tensor:
         kept = {"logits_to_keep": batch.logit_rows} if self._picks_rows else {}
         out = self.module(
@@ -206,7 +214,8 @@ class RowLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1, x.shape[-1]).float().contiguous()
-        return self.kernels.linear(self.packed, flat).view(*x.shape[:-1], -1)
+        out = self.kernels.linear(self.packed, flat)
+        return out.view(*x.shape[:-1], out.shape[-1])
 
 
 class TiedEmbedding(nn.Module):
@@ -230,7 +239,7 @@ class EachRow(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1]).split(1)
-        return torch.cat([self.inner(row) for row in rows]).view(x.shape) if rows[0].numel() else x
+        return torch.cat([self.inner(row) for row in rows]).view(x.shape)
 
 
 class EachPosition(nn.Module):
@@ -250,8 +259,7 @@ def make_rows_independent(model: nn.Module, kernels: Any) -> None:
     linears: dict[int, RowLinear] = {}  # by the weight they came from
     embeddings: list[tuple[nn.Module, str, int]] = []
     for parent in list(model.modules()):
-        if isinstance(parent, (EachRow, EachPosition)):
-            continue
+        child: Any
         for name, child in list(parent.named_children()):
             if type(child) is nn.Embedding:
                 embeddings.append((parent, name, child.weight.data_ptr()))
@@ -308,14 +316,18 @@ def _hf_config(raw: dict[str, Any]) -> tuple[Any, Any]:
     """The transformers config and model class for a config.json; what cannot work is refused by name."""
     name = raw.get("model_type")
     if name not in CONFIG_MAPPING:
-        why = "needs code of its own (auto_map), which is never run" if raw.get("auto_map") else "is not known"
+        why = (
+            "needs code of its own (auto_map), which is never run" if raw.get("auto_map") else "is not known"
+        )
         raise UnsupportedModel(f"model_type {name!r} {why}")
     with _quiet(), _named(str(name)):
         config = CONFIG_MAPPING[name].from_dict({k: v for k, v in raw.items() if k != "auto_map"})
     if config.is_encoder_decoder:
         raise UnsupportedModel(f"model_type {name!r} is an encoder-decoder")
     if config.sub_configs:
-        raise UnsupportedModel(f"model_type {name!r} is multimodal or nested ({', '.join(config.sub_configs)})")
+        raise UnsupportedModel(
+            f"model_type {name!r} is multimodal or nested ({', '.join(config.sub_configs)})"
+        )
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UnsupportedModel(f"model_type {name!r} is not a causal language model in transformers")
     kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
@@ -330,7 +342,7 @@ def _obstacles(config: Any, kind: Any) -> Iterator[str]:
     if getattr(config, "quantization_config", None):
         yield "its weights are quantised; use the unquantised model"
     if getattr(kind, "_is_stateful", False):
-        yield "it keeps a recurrent state (state-space, linear attention or convolution), not only keys and values"
+        yield "it keeps a recurrent state (state-space, linear attention, convolution), not keys and values"
     others = sorted(set(getattr(config, "layer_types", None) or ()) - {FULL, SLIDING})
     if others:
         yield f"it has layers of type {', '.join(others)}"
@@ -391,7 +403,7 @@ def _model_config(module: Any, checkpoint: Checkpoint) -> ModelConfig:
 
 
 def _context(hf: Any) -> int:
-    """The longest text. Where rotary scaling looks at the longest row of a pass, only as far as it does nothing."""
+    """The longest text. Scaling that looks at the longest row of a pass: only as far as it does nothing."""
     context = int(getattr(hf, "max_position_embeddings", None) or 2048)
     rope = getattr(hf, "rope_parameters", None) or {}
     for part in [rope, *(p for p in rope.values() if isinstance(p, dict))]:
@@ -425,7 +437,7 @@ OTHER = 4  # the second text's, one more after the second pass
 
 
 class Trial:
-    """Two short random texts read in two passes, the second with a tree on the first text; and what is expected."""
+    """Two short random texts in two passes, the second with a tree on one of them; and what is expected."""
 
     def __init__(self, config: ModelConfig) -> None:
         if config.context < SECOND + len(TREE) + 1:
@@ -467,7 +479,9 @@ class Trial:
         return [self._batch(rows) for rows in (first, second)]
 
     def _batch(self, rows: list[tuple[int, ...]]) -> Batch:
-        owner, ids, entry, positions, prefix, ancestors = (torch.tensor(column) for column in zip(*rows, strict=True))
+        owner, ids, entry, positions, prefix, ancestors = (
+            torch.tensor(column) for column in zip(*rows, strict=True)
+        )
         return Batch(
             ids=ids,
             positions=positions.int(),
@@ -481,21 +495,22 @@ class Trial:
 
 
 def _check(model: HfModel, trial: Trial, expected: Tensor) -> None:
-    """Refuse what transformers' own attention disagrees with; take rows one by one where they disturb each other."""
+    """Refuse what transformers' own attention denies; take rows one by one where they disturb each other."""
     together = trial.run(model)
     model.one_row_a_pass = True
     alone = trial.run(model)
     model.one_row_a_pass = not torch.equal(together, alone)
     if model.one_row_a_pass:
         warnings.warn(
-            f"rows of model_type {model.config.family!r} depend on the rows beside them; it runs one row at a time, "
-            "so that its output does not depend on the batch",
+            f"rows of model_type {model.config.family!r} depend on the rows beside them; it runs one row at a "
+            "time, so that its output does not depend on the batch",
             stacklevel=3,
         )
     difference = float((alone - expected).abs().max() / expected.abs().max())
     if not difference <= TOLERANCE:
         raise UnsupportedModel(
-            f"its logits differ from transformers' own by {difference:.1e} of the largest (limit {TOLERANCE:.0e})"
+            f"its logits differ from transformers' own by {difference:.1e} of the largest (at most "
+            f"{TOLERANCE:.0e} is rounding)"
         )
 
 

@@ -70,8 +70,9 @@ def _yarn(
     gain = scaling.get("attention_factor")
     if gain is None:
         mscale, mscale_all = scaling.get("mscale"), scaling.get("mscale_all_dim")
-        both = mscale and mscale_all
-        gain = gain_of(factor, mscale) / gain_of(factor, mscale_all) if both else gain_of(factor, 1.0)
+        gain = gain_of(factor, 1.0)
+        if mscale and mscale_all:
+            gain = gain_of(factor, mscale) / gain_of(factor, mscale_all)
 
     def dimension(turns: float) -> float:
         """The (fractional) dimension whose wavelength fits `turns` times into the trained length."""

@@ -1,4 +1,4 @@
-"""One decoder layer's tensors under short names, in the layout [outputs, inputs], before a kernel packs them."""
+"""One decoder layer's tensors under short names, laid out [outputs, inputs], before a kernel packs them."""
 
 from __future__ import annotations
 

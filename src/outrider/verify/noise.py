@@ -3,6 +3,9 @@
 A counter-based generator (Philox 4x32, ten rounds) keyed by the request's seed; the counter is the absolute
 position and the token's group of four, and the four words it yields serve those four tokens. Nothing is
 carried from call to call, so noise can be drawn for any token of any position in any order.
+
+The law uses stream LAW. Rejection needs independent randomness for its drafts, its acceptances and its
+residuals, fresh in every step: other streams, with the step in the counter.
 """
 
 from __future__ import annotations
@@ -14,6 +17,8 @@ _WORD = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
+
+LAW, DRAFT, ACCEPT, RESIDUAL = range(4)
 
 
 def philox(counter: list[Tensor], key: list[Tensor]) -> list[Tensor]:
@@ -32,22 +37,33 @@ def philox(counter: list[Tensor], key: list[Tensor]) -> list[Tensor]:
     return [c0, c1, c2, c3]
 
 
-def gumbel(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
-    """G for every token of every row: seeds, positions int64 [R] -> float32 [R, vocab]."""
+def gumbel(
+    seeds: Tensor, positions: Tensor, vocab: int, stream: int = LAW, steps: Tensor | None = None
+) -> Tensor:
+    """G for every token of every row: seeds, positions (and steps) int64 [R] -> float32 [R, vocab]."""
     group = torch.arange(-(-vocab // 4), dtype=torch.int64, device=seeds.device)[None]
-    words = _words(seeds[:, None], positions[:, None], group)
+    words = _words(seeds, positions, group, stream, steps)
     return _to_gumbel(torch.stack(words, dim=-1).flatten(1)[:, :vocab])
 
 
 def gumbel_at(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
-    """G for chosen tokens only: seeds, positions [R], tokens int64 [R, k] -> float32 [R, k]."""
-    words = _words(seeds[:, None], positions[:, None], tokens // 4)
+    """The law's G for chosen tokens only: seeds, positions [R], tokens int64 [R, k] -> float32 [R, k]."""
+    words = _words(seeds, positions, tokens // 4, LAW, None)
     return _to_gumbel(torch.stack(words, dim=-1).gather(-1, (tokens % 4)[..., None])[..., 0])
 
 
-def _words(seeds: Tensor, positions: Tensor, group: Tensor) -> list[Tensor]:
-    zero = torch.zeros_like(group)
-    return philox([group, positions, zero, zero], [seeds & _WORD, seeds >> 32 & _WORD])
+def uniforms(seeds: Tensor, positions: Tensor, stream: int, steps: Tensor) -> Tensor:
+    """One number in (0, 1) a row, float64."""
+    words = _words(seeds, positions, torch.zeros_like(seeds)[:, None], stream, steps)
+    return (words[0][:, 0].double() + 0.5) * 2.0**-32
+
+
+def _words(
+    seeds: Tensor, positions: Tensor, group: Tensor, stream: int, steps: Tensor | None
+) -> list[Tensor]:
+    step = torch.zeros_like(seeds) if steps is None else steps
+    key = [seeds[:, None] & _WORD, seeds[:, None] >> 32 & _WORD]
+    return philox([group, positions[:, None], torch.full_like(group, stream), step[:, None]], key)
 
 
 def _to_gumbel(words: Tensor) -> Tensor:

@@ -38,28 +38,28 @@ def process(logits: Tensor, rows: LogitRows) -> Tensor:
 
 def _edit(logits: Tensor, rows: LogitRows, index: int) -> None:
     """Penalties, bias and bans of one sequence, on its rows, in place."""
-    sequence, draft = rows.sequences[index], rows.drafts[index]
-    start = int(rows.starts[index])
-    mine = logits[start : start + 1 + len(draft)]
+    sequence = rows.sequences[index]
     p = sequence.request.params
+    at = np.flatnonzero(rows.owner == index)
+    paths = [rows.path(row) for row in at]
+    mine = logits[at]
     if p.penalised:
-        _penalise(mine, rows, index)
+        _penalise(mine, sequence, paths)
     if p.logit_bias:
         ids = torch.tensor(list(p.logit_bias), device=mine.device)
         mine[:, ids] += torch.tensor(list(p.logit_bias.values()), device=mine.device)
-    paths = [[], *([draft.tokens[i] for i in draft.path(node)] for node in range(len(draft)))]
     for row, path in zip(mine, paths, strict=True):
         _ban(row, sequence, path)
+    logits[at] = mine
 
 
-def _penalise(mine: Tensor, rows: LogitRows, index: int) -> None:
-    sequence, draft = rows.sequences[index], rows.drafts[index]
+def _penalise(mine: Tensor, sequence: Sequence, paths: list[list[int]]) -> None:
     p, vocab = sequence.request.params, mine.shape[1]
     written = torch.bincount(torch.tensor(sequence.output, dtype=torch.int64), minlength=vocab)
     counts = written.to(mine).repeat(len(mine), 1)
-    for node in range(len(draft)):
-        for step in draft.path(node):
-            counts[node + 1, draft.tokens[step]] += 1
+    for row, path in enumerate(paths):
+        for token in path:
+            counts[row, token] += 1
     seen = counts > 0
     if p.repetition_penalty != 1.0:
         present = seen.clone()

@@ -19,13 +19,13 @@ Ints = NDArray[np.int64]
 
 @dataclass(slots=True)
 class LogitRows:
+    """Any rows of any sequences, in any order."""
+
     sequences: Seq[Sequence]
     drafts: Seq[Draft]
-    starts: Ints  # [S] the root row of each sequence
     owner: Ints  # [R] index of the sequence
-    token: Ints  # [R] the token at this row's node; -1 at a root
-    parent: Ints  # [R] the row of the parent; a root is its own
-    depth: Ints  # [R] 0 at a root
+    node: Ints  # [R] index in its draft; -1 at the root
+    depth: Ints  # [R] 0 at the root
 
     @property
     def position(self) -> Ints:
@@ -37,12 +37,27 @@ class LogitRows:
         """One value a sequence -> one value a row."""
         return np.array(values, dtype)[self.owner]
 
+    def path(self, row: int) -> list[int]:
+        """The guessed tokens that lead to a row's node."""
+        draft = self.drafts[self.owner[row]]
+        return [draft.tokens[i] for i in draft.path(int(self.node[row]))]
 
-def lay_out(sequences: Seq[Sequence], drafts: Seq[Draft]) -> LogitRows:
+
+@dataclass(slots=True)
+class TreeRows(LogitRows):
+    """All rows of all sequences in order, with what a walk needs."""
+
+    starts: Ints  # [S] the root row of each sequence
+    token: Ints  # [R] the token at this row's node; -1 at a root
+    parent: Ints  # [R] the row of the parent; a root is its own
+
+
+def lay_out(sequences: Seq[Sequence], drafts: Seq[Draft]) -> TreeRows:
     sizes = np.array([1 + len(d) for d in drafts], np.int64)
     starts = np.cumsum(sizes) - sizes
     total = int(sizes.sum())
     owner = np.repeat(np.arange(len(drafts)), sizes)
+    node = np.arange(total) - starts[owner] - 1
     token = np.full(total, -1, np.int64)
     parent, depth = np.arange(total), np.zeros(total, np.int64)
     for start, draft in zip(starts, drafts, strict=True):
@@ -51,4 +66,4 @@ def lay_out(sequences: Seq[Sequence], drafts: Seq[Draft]) -> LogitRows:
             token[rows] = draft.tokens
             parent[rows] = np.array(draft.parents) + start + 1
             depth[rows] = draft.depths
-    return LogitRows(sequences, drafts, starts, owner, token, parent, depth)
+    return TreeRows(sequences, drafts, owner, node, depth, starts, token, parent)

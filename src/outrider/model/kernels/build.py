@@ -5,6 +5,7 @@ The library is keyed by source, flags, compiler and processor, so a cache shared
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import os
@@ -19,7 +20,16 @@ from outrider.errors import KernelUnavailable
 
 SOURCE = Path(__file__).with_name("cpu.c")
 # No -ffast-math: it would let the compiler reorder the sums whose fixed order is the point.
-FLAGS = ["-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-fPIC", "-shared", "-std=gnu11"]
+FLAGS = [
+    "-O3",
+    "-march=native",
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+    "-fopenmp",
+    "-fPIC",
+    "-shared",
+    "-std=gnu11",
+]
 WAY_OUT = "install a C compiler (gcc or clang), or set CC"
 
 
@@ -34,8 +44,10 @@ def compiler() -> str:
 def library(folder: Path) -> ctypes.CDLL:
     """The built kernels, compiled on first use (about two seconds) and loaded from `folder` ever after."""
     path = folder / f"cpu-{_key()}.so"
-    if not path.exists():
-        _compile(path)
+    if path.exists():
+        with contextlib.suppress(OSError):  # damaged: built again below
+            return ctypes.CDLL(str(path))
+    _compile(path)
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
@@ -43,7 +55,13 @@ def library(folder: Path) -> ctypes.CDLL:
 
 
 def _key() -> str:
-    parts = [SOURCE.read_text(), " ".join(FLAGS), os.path.realpath(compiler()), platform.machine(), _processor()]
+    parts = [
+        SOURCE.read_text(),
+        " ".join(FLAGS),
+        os.path.realpath(compiler()),
+        platform.machine(),
+        _processor(),
+    ]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
@@ -57,14 +75,19 @@ def _processor() -> str:
 
 
 def _compile(path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, unfinished = tempfile.mkstemp(suffix=".so", dir=path.parent)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, unfinished = tempfile.mkstemp(suffix=".so", dir=path.parent)
+    except OSError as error:
+        raise KernelUnavailable(f"no place for the built kernels: {error}") from None
     os.close(handle)
     command = [compiler(), *FLAGS, str(SOURCE), "-o", unfinished, "-lm"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
         if done.returncode:
             raise KernelUnavailable(f"{' '.join(command)} failed: {done.stderr.strip()[-800:]}; {WAY_OUT}")
+        with open(unfinished, "rb+") as file:
+            os.fsync(file.fileno())  # a library cut short by a power loss would crash whoever loads it
         os.replace(unfinished, path)  # atomic: two processes may build at once
     except (OSError, subprocess.TimeoutExpired) as error:
         raise KernelUnavailable(f"building the kernels failed: {error}; {WAY_OUT}") from None

@@ -23,8 +23,8 @@ LANES_MAX = 16  # the widest vector cpu.c is built for; heads must fill it
 
 class _Layer(Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("attn_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "out", "out_bias")),
-        *((name, c_void_p) for name in ("mlp_norm", "gate", "up", "gate_bias", "up_bias", "down", "down_bias")),
+        *((n, c_void_p) for n in ("attn_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "out", "out_bias")),
+        *((n, c_void_p) for n in ("mlp_norm", "gate", "up", "gate_bias", "up_bias", "down", "down_bias")),
         ("window", c_int32),
     ]
 
@@ -76,9 +76,8 @@ class NativeKernels:
             raise KernelUnavailable(f"head size {config.head_dim} is not a multiple of {LANES_MAX}")
         self.config, self.threads = config, threads
         self.lib = library(folder)
-        self.lib.outrider_layer.argtypes = [POINTER(_Layer), POINTER(_Shape), POINTER(_Rows), POINTER(_Work)] + [
-            c_void_p
-        ] * 2
+        pointers = POINTER(_Layer), POINTER(_Shape), POINTER(_Rows), POINTER(_Work)
+        self.lib.outrider_layer.argtypes = [*pointers, c_void_p, c_void_p]
         self.lib.outrider_read.restype = c_float
         self.tables = (cos, sin)
         self.shape = self._shape(config.heads, config.kv_heads, config.head_dim, config.head_dim**-0.5)

@@ -1,7 +1,7 @@
 """The kernels in plain torch: what native.py must equal, and what runs where there is no compiler.
 
 Every function works on one row at a time where torch's own result would depend on how many rows there are
-(its matmul picks another kernel for one row than for two), so identity holds here too; it is slow for prompts.
+(its matmul picks another kernel for one row than for two), so identity holds here too; slow for prompts.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def visible_slots(batch: Batch, row: int, window: int) -> Tensor:
 
 
 def rowwise_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.cat([F.linear(x[r : r + 1], weight, bias) for r in range(len(x))]) if len(x) else x @ weight.T
+    return torch.cat([F.linear(row, weight, bias) for row in x.split(1)])
 
 
 def rowwise_silu(x: Tensor) -> Tensor:

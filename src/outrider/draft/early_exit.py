@@ -1,0 +1,64 @@
+"""`early_exit`: the target's own first layers and its head guess. No second model, no second cache.
+
+The first layers' keys and values of the known text are already in the target's slots; a guess borrows slots behind them
+and gives them back before the target checks it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+from torch import Tensor
+
+from outrider.cache.pool import CacheFull
+from outrider.cache.store import KeyValueStore
+from outrider.cache.table import SlotTable
+from outrider.draft.feed import Fed, node_batch, text_batch
+from outrider.draft.tree import Growth, Place, grow
+from outrider.model.decoder import Decoder
+from outrider.types import NO_DRAFT, Bet, Draft, Sequence, Verdict
+
+
+class EarlyExitDrafter:
+    name = "early_exit"
+
+    def __init__(self, model: Decoder, store: KeyValueStore, table: SlotTable, layers: int) -> None:
+        self.model, self.store, self.table, self.layers = model, store, table, layers
+
+    def start(self, sequence: Sequence) -> None:
+        pass
+
+    def propose(self, sequences: Seq[Sequence], bets: Seq[Bet]) -> list[Draft]:
+        lengths = [len(s.tokens) for s in sequences]
+        feds = [Fed(s.row, n) for s, n in zip(sequences, lengths, strict=True)]
+        # What is known but not cached yet already has its slots: the engine is about to feed it.
+        texts = [s.tokens[s.cached :] for s in sequences]
+        batch = text_batch(self.table, [s.row for s in sequences], texts, [s.cached for s in sequences])
+        roots = self.model.exit_logits(batch, self.store, self.layers)
+        try:
+            growths = grow(sequences, bets, roots, lambda g, places: self._expand(feds, g, places))
+        except CacheFull:
+            return [NO_DRAFT] * len(sequences)
+        finally:
+            for fed in feds:
+                self.table.commit(fed.row, fed.known)
+        return [growth.harvest()[0] for growth in growths]
+
+    def accept(self, sequence: Sequence, draft: Draft, verdict: Verdict) -> None:
+        pass
+
+    def stop(self, sequence: Sequence) -> None:
+        pass
+
+    def _expand(self, feds: list[Fed], growths: list[Growth], places: list[Place]) -> Tensor:
+        for i, node in places:
+            self.table.extend(feds[i].row, 1)
+            feds[i].add(node, growths[i].parents[node])
+        batch = node_batch(
+            self.table,
+            [feds[i] for i, _ in places],
+            [growths[i].tokens[node] for i, node in places],
+            [node for _, node in places],
+            [growths[i].depths[node] for i, node in places],
+        )
+        return self.model.exit_logits(batch, self.store, self.layers)

@@ -1,0 +1,45 @@
+"""Where to leave the target early: the number of layers that promises the most, by a short search on sample texts."""
+
+from __future__ import annotations
+
+from outrider.cache.store import KeyValueStore
+from outrider.cache.table import SlotTable
+from outrider.draft.feed import text_batch
+from outrider.model.decoder import Decoder
+
+DEPTH = 3  # guesses in a row the search assumes
+
+
+def find_exit(model: Decoder, samples: list[list[int]]) -> int:
+    """The exit with the highest expected speed: how often it agrees with the last layer, against what it costs."""
+    agreement = exit_agreement(model, samples)
+    c = model.config
+    layer = 2 * c.hidden * (c.heads + c.kv_heads) * c.head_dim + 3 * c.hidden * c.intermediate
+    head = c.vocab * c.hidden
+    whole = c.layers * layer + head
+
+    def speed(layers: int) -> float:
+        tokens = 1 + sum(agreement[layers] ** k for k in range(1, DEPTH + 1))
+        return tokens / (1 + DEPTH * (layers * layer + head) / whole)
+
+    return max(range(1, c.layers), key=speed)
+
+
+def exit_agreement(model: Decoder, samples: list[list[int]]) -> dict[int, float]:
+    """For each number of layers, the share of positions where head and exit name the same token as the whole model."""
+    c = model.config
+    same: dict[int, float] = dict.fromkeys(range(1, c.layers), 0.0)
+    for text in samples:
+        store = KeyValueStore(c.layers, len(text), c.kv_heads, c.head_dim)
+        store.tap(tuple(range(c.layers)), c.hidden)
+        table = SlotTable(len(text), 1, len(text), reuse=False)
+        row, _ = table.open([])
+        table.extend(row, len(text))
+        batch = text_batch(table, [row], [text], [0], last_only=False)
+        final = model.forward(batch, store).argmax(-1)
+        assert store.features is not None
+        for layers in same:
+            hidden = store.features[batch.slots, layers].contiguous()
+            same[layers] += float((model.logits(hidden).argmax(-1) == final).float().sum())
+    total = sum(map(len, samples)) or 1
+    return {layers: count / total for layers, count in same.items()}

@@ -1,0 +1,34 @@
+"""`lossy`: guesses may stand though the target would have said something else. Not exact; must be asked for by name.
+
+*typical*: a guess stands if p(x) > min(threshold, delta exp(-H(p))), so that where the target is undecided anything it
+finds plausible will do. *threshold*: a guess stands if p(x) >= threshold. The longest path that stands is kept; the token
+after it is drawn by the law.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outrider.verify.law import Draw, Result, choose, follow
+from outrider.verify.rows import TreeRows
+
+
+def lossy(processed: Tensor, rows: TreeRows, draw: Draw) -> list[Result]:
+    chosen = choose(processed, rows, draw)
+    log_p = processed.float().log_softmax(-1)
+    token = torch.from_numpy(rows.token).clamp(min=0)
+    p = log_p[torch.from_numpy(rows.parent)].gather(1, token[:, None])[:, 0].exp().numpy()
+    stands = p >= _bound(log_p, rows)[rows.parent]
+    return follow(stands | (chosen[rows.parent] == rows.token), chosen, rows)
+
+
+def _bound(log_p: Tensor, rows: TreeRows) -> np.ndarray:
+    """[R] the least probability a child of this row must have."""
+    asked = [s.request.params.speculation for s in rows.sequences]
+    threshold = rows.spread([a.threshold for a in asked], np.float64)
+    delta = rows.spread([a.delta for a in asked], np.float64)
+    typical = rows.spread([a.rule == "typical" for a in asked], bool)
+    entropy = -(log_p.exp() * log_p.clamp(min=-1e30)).sum(-1).double().numpy()
+    return np.where(typical, np.minimum(threshold, delta * np.exp(-entropy)), threshold)

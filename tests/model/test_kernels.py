@@ -1,0 +1,201 @@
+"""The C kernels against their torch twins, piece by piece; and each piece's rows, bit by bit."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from outrider.model.kernels.native import NativeKernels
+from outrider.model.kernels.reference import ReferenceKernels
+from outrider.model.weights import LayerTensors, layer_tensors
+from outrider.types import Draft
+from outrider.verify.noise import draw
+from tests.model.batches import Part, Reader, furthest, random_ids
+from tests.model.families import CASES, NEEDS_COMPILER, ours, theirs
+
+pytestmark = NEEDS_COMPILER
+TOLERANCE = 5e-6
+COUNTS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 33]
+TREE = Draft((5, 6, 7, 8, 9, 10, 11), (-1, 0, 0, -1, 2, 4, 5))
+
+
+def noise(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(scope="module")
+def pair(kernel_folder: Path) -> tuple[NativeKernels, ReferenceKernels]:
+    return ours("llama", "c", kernel_folder).kernels, ours("llama", "torch", kernel_folder).kernels
+
+
+@pytest.mark.parametrize("outputs", [1, 15, 16, 17, 49, 128])
+@pytest.mark.parametrize("inputs", [1, 7, 64, 115])
+@pytest.mark.parametrize("biased", [False, True])
+def test_linear(pair: Any, outputs: int, inputs: int, biased: bool) -> None:
+    weight, bias = noise(outputs, inputs), noise(outputs, seed=1) if biased else None
+    native, twin = (kernels.pack_linear(weight, bias) for kernels in pair)
+    rows = noise(max(COUNTS), inputs, seed=2)
+    alone = torch.cat([pair[0].linear(native, rows[r : r + 1]) for r in range(len(rows))])
+    for count in COUNTS:
+        together = pair[0].linear(native, rows[:count])
+        assert torch.equal(together, alone[:count]), count
+        assert furthest(together, pair[1].linear(twin, rows[:count])) < TOLERANCE
+    assert pair[0].linear(native, rows[:0]).shape == (0, outputs)
+
+
+def test_half_precision_weights_and_biases_are_widened(pair: Any) -> None:
+    weight, bias, x = noise(17, 32).half(), noise(17, seed=1).half(), noise(3, 32, seed=2)
+    packed = pair[0].pack_linear(weight, bias)
+    assert furthest(pair[0].linear(packed, x), x @ weight.float().T + bias.float()) < TOLERANCE
+
+
+def test_embed_reads_rows_of_a_packed_matrix(pair: Any) -> None:
+    weight, ids = noise(49, 64), torch.tensor([0, 48, 15, 16, 17, 48])
+    for kernels in pair:
+        assert torch.equal(kernels.embed(kernels.pack_linear(weight), ids), weight[ids])
+
+
+@pytest.mark.parametrize("width", [16, 49, 84, 576])
+def test_norm(pair: Any, width: int) -> None:
+    x, weight = noise(33, width) * 4, noise(width, seed=1)
+    native, twin = (kernels.norm(x, weight) for kernels in pair)
+    assert furthest(native, twin) < TOLERANCE
+    for kernels, result in zip(pair, (native, twin), strict=True):
+        for count in COUNTS:
+            assert torch.equal(kernels.norm(x[:count], weight), result[:count])
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (6, 1)])
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 272])
+@pytest.mark.parametrize("window", [0, 1, 3, 9])
+def test_attention(pair: Any, heads: int, kv_heads: int, head_dim: int, window: int) -> None:
+    config = replace(pair[0].config, layers=1, kv_heads=kv_heads, head_dim=head_dim)
+    reader = Reader(config, texts=2, longest=32)
+    keys, values = reader.store.keys[0].normal_(), reader.store.values[0].normal_()
+    reader.lengths = [6, 0]
+    batch = reader.batch(Part(0, [1, 2], TREE), Part(1, [3] * 5))
+    q = noise(batch.rows, heads, head_dim)
+    native, twin = (kernels.attention(q, batch, keys, values, window, 0.3) for kernels in pair)
+    assert furthest(native, twin) < TOLERANCE
+    assert furthest(native, plain_attention(q, batch, keys, values, window)) < TOLERANCE
+
+
+def plain_attention(q: Tensor, batch: Any, keys: Tensor, values: Tensor, window: int) -> Tensor:
+    """Written from the words of types.Batch, sharing nothing with either kernel set."""
+    out = torch.empty_like(q)
+    for r in range(len(q)):
+        position, prefix, mask = int(batch.positions[r]), int(batch.prefix[r]), int(batch.ancestors[r])
+        entries = list(range(prefix)) + [prefix + i for i in range(63) if mask & 1 << i]
+        if window:
+            entries = [e for age, e in enumerate(reversed(entries)) if age < window][::-1]
+        assert not window or len(entries) == min(window, position + 1)
+        slots = batch.table[int(batch.table_rows[r]), entries].long()
+        for h in range(q.shape[1]):
+            kv = h // (q.shape[1] // keys.shape[1])
+            weights = torch.softmax(0.3 * keys[slots, kv].double() @ q[r, h].double(), 0)
+            out[r, h] = (weights @ values[slots, kv].double()).float()
+    return out
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_layer(case: str, kernel_folder: Path) -> None:
+    """One layer over a prompt and a tree, and the keys and values it leaves behind."""
+    results = []
+    for kernels in ("c", "torch"):
+        model = ours(case, kernels, kernel_folder)
+        tensors = theirs(case).state_dict()
+        packed = model.kernels.pack_layer(layer_tensors(lambda name, t=tensors: t[name], model.config, 2))
+        reader, x = Reader(model.config, longest=16), noise(6 + len(TREE), model.config.hidden)
+        batch = reader.batch(Part(0, [1] * 6, TREE))
+        keys, values = reader.store.keys[2].zero_(), reader.store.values[2].zero_()
+        model.kernels.layer(packed, x, batch, keys, values)
+        results.append((x, keys, values))
+    for native, twin in zip(*results, strict=True):
+        assert furthest(native, twin) < TOLERANCE
+
+
+def test_layer_weights_may_be_half_precision(kernel_folder: Path) -> None:
+    model = ours("llama-biases", "c", kernel_folder)
+    tensors = theirs("llama-biases").state_dict()
+    whole = layer_tensors(lambda name: tensors[name].half().float(), model.config, 0)
+    half = LayerTensors(**{f.name: _half(getattr(whole, f.name)) for f in fields(whole)})
+    out = []
+    for weights in (whole, half):
+        reader, x = Reader(model.config, longest=16), noise(4, model.config.hidden)
+        packed = model.kernels.pack_layer(weights)
+        model.kernels.layer(
+            packed, x, reader.batch(Part(0, [1] * 4)), reader.store.keys[0], reader.store.values[0]
+        )
+        out.append(x)
+    assert torch.equal(*out)
+
+
+def _half(value: Any) -> Any:
+    return value.half() if isinstance(value, Tensor) else value
+
+
+# ------------------------------------------------------------------------------------------------------ draw
+
+
+def both_draws(pair: Any, logits: Tensor, sampled: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    native = pair[0].draw(logits, sampled, seeds, positions)
+    assert torch.equal(native, draw(logits, sampled, seeds, positions))
+    assert torch.equal(native, pair[1].draw(logits, sampled, seeds, positions))
+    return native
+
+
+def rows_of(count: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Every other row sampled; seeds of both signs; positions from the start on."""
+    sampled = torch.arange(count) % 2 == 0
+    seeds = torch.tensor(random_ids(2**62, count, seed)) * torch.where(torch.arange(count) % 3 == 0, -1, 1)
+    return sampled, seeds, torch.arange(count) * 17
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 3, 5, 17, 63, 64, 65, 97, 1001, 50257])
+@pytest.mark.parametrize("spread", [0.0, 1.0, 30.0])
+def test_draw_equals_the_law(pair: Any, vocab: int, spread: float) -> None:
+    count = 33 if vocab < 2000 else 7
+    logits = noise(count, vocab, seed=vocab) * spread
+    sampled, seeds, positions = rows_of(count, vocab)
+    tokens = both_draws(pair, logits, sampled, seeds, positions)
+    for r in range(count):
+        one = slice(r, r + 1)
+        assert torch.equal(pair[0].draw(logits[one], sampled[one], seeds[one], positions[one]), tokens[one])
+
+
+def test_ties_go_to_the_lowest_id(pair: Any) -> None:
+    logits = torch.zeros(4, 103)
+    logits[0, [100, 40, 41]] = 1.0
+    logits[1, [102]] = 1.0
+    logits[3] = -5.0
+    tokens = both_draws(
+        pair, logits, torch.zeros(4, dtype=torch.bool), torch.zeros(4).long(), torch.zeros(4).long()
+    )
+    assert tokens.tolist() == [40, 102, 0, 0]
+
+
+@pytest.mark.parametrize("allowed", [[0], [1], [52], [102], [3, 99], list(range(50, 103))])
+def test_banned_tokens_are_never_drawn(pair: Any, allowed: list[int]) -> None:
+    logits = torch.full((20, 103), -torch.inf)
+    logits[:, allowed] = noise(20, len(allowed))
+    tokens = both_draws(pair, logits, *rows_of(20))
+    assert set(tokens.tolist()) <= set(allowed)
+
+
+def test_flat_logits_reach_every_token(pair: Any) -> None:
+    """Sampling that always found the same few would be a generator gone wrong."""
+    count = 600
+    tokens = both_draws(
+        pair, torch.zeros(count, 37), torch.ones(count).bool(), torch.full((count,), 5), torch.arange(count)
+    )
+    assert len(set(tokens.tolist())) == 37
+
+
+def test_tensors_must_be_contiguous(pair: Any) -> None:
+    with pytest.raises(ValueError, match="contiguous"):
+        pair[0].linear(pair[0].pack_linear(noise(16, 8)), noise(8, 5).T)

@@ -1,0 +1,320 @@
+"""The shape of the project: who may import whom, and whether the documents say what is so."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import shlex
+import subprocess
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+from outrider.cli.main import app
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCE = ROOT / "src" / "outrider"
+DOCUMENTS = [
+    ROOT / "README.md",
+    ROOT / "ARCHITECTURE.md",
+    ROOT / "CHANGELOG.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+
+# From the top down. The face is outrider/__init__.py, which shows users what the rows beneath it hold.
+ROWS = [
+    {"__main__"},
+    {"cli"},
+    {"serve", "bench", "distill"},
+    {"face"},
+    {"engine"},
+    {"draft"},
+    {"model"},
+    {"load", "cache", "verify", "control", "settings"},
+    {"types"},
+    {"errors"},
+]
+HEIGHT = {part: -i for i, row in enumerate(ROWS) for part in row}
+
+
+# ---------------------------------------------------------------------------------------------- imports
+
+
+def part_of(module: str) -> str:
+    """`outrider.load.find` -> `load`."""
+    pieces = module.split(".")
+    return pieces[1] if len(pieces) > 1 else "face"
+
+
+def imported(code: str, package: str) -> Iterator[str]:
+    """Every module of Outrider that `code`, a file of `package`, imports, wherever in it that is."""
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "outrider")
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            if node.level:
+                above = package.split(".")[: len(package.split(".")) - node.level + 1]
+                module = ".".join([*above, *filter(None, [module])])
+            if module == "outrider":  # `from outrider import load` is the folder, `import LLM` the face
+                yield from (f"outrider.{a.name}" if a.name in HEIGHT else "outrider" for a in node.names)
+            elif module.startswith("outrider."):
+                yield module
+
+
+def violations(code: str, module: str, package: str) -> list[str]:
+    own = part_of(module)
+    assert own in HEIGHT, f"{module} is in no row"
+    bad = []
+    for name in imported(code, package):
+        part = part_of(name)
+        if part != own and not HEIGHT.get(part, 1) < HEIGHT[own]:
+            bad.append(f"{module} ({own}) imports {name} ({part})")
+    return bad
+
+
+def modules() -> list[tuple[str, str, Path]]:
+    """Module name, the package its relative imports start from, file."""
+    found = []
+    for file in sorted(SOURCE.rglob("*.py")):
+        pieces = ["outrider", *file.relative_to(SOURCE).with_suffix("").parts]
+        package = ".".join(pieces[:-1])
+        found.append((package if pieces[-1] == "__init__" else ".".join(pieces), package, file))
+    return found
+
+
+def test_imports_go_down() -> None:
+    bad = [line for name, package, file in modules() for line in violations(file.read_text(), name, package)]
+    assert not bad, "\n".join(bad)
+
+
+@pytest.mark.parametrize(
+    ("module", "code"),
+    [
+        ("outrider.model.decoder", "from outrider.engine.engine import Engine"),
+        ("outrider.model.decoder", "import outrider.engine.engine"),
+        ("outrider.model.decoder", "from outrider import LLM"),
+        ("outrider.model.decoder", "from outrider import engine"),
+        ("outrider.model.decoder", "def f():\n    from outrider.draft.drafter import Drafter"),
+        ("outrider.model.decoder", "if TYPE_CHECKING:\n    from ..cli import main"),
+        ("outrider.load.find", "from outrider.cache.pool import SlotPool"),  # islands do not know each other
+        ("outrider.load.find", "from outrider.settings import Settings"),
+        ("outrider.settings", "from outrider.load.find import find"),
+        ("outrider.errors", "from outrider.types import Draft"),
+        ("outrider.serve.app", "from outrider.bench.speed import measure"),  # nor do the parts of the outside
+        ("outrider.engine.llm", "from outrider.nowhere import x"),
+    ],
+)
+def test_the_check_finds_what_goes_up_or_across(module: str, code: str) -> None:
+    assert violations(code, module, module.rpartition(".")[0])
+
+
+@pytest.mark.parametrize(
+    ("module", "code"),
+    [
+        ("outrider.cli.main", "from outrider import __version__"),
+        ("outrider.engine.engine", "from .text import Writer"),
+        (
+            "outrider.engine.engine",
+            "from outrider.load import find\nimport torch\nfrom outrider.types import Draft",
+        ),
+        ("outrider.load.find", "from outrider.load import hub\nfrom outrider.errors import OutriderError"),
+    ],
+)
+def test_the_check_lets_pass_what_goes_down(module: str, code: str) -> None:
+    assert not violations(code, module, module.rpartition(".")[0])
+
+
+# ------------------------------------------------------------------------------------------------- names
+
+
+VAGUE = re.compile(r"(^|_)(utils?|helpers?|managers?|workers?|impl|common|misc|base|new|old|legacy|v\d)(_|$)")
+
+
+def own_names(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield node.name
+        elif isinstance(node, ast.ClassDef):
+            yield re.sub(r"(?<=[a-z])(?=[A-Z])", "_", node.name).lower()
+
+
+@pytest.mark.parametrize("file", sorted(SOURCE.rglob("*.py")), ids=lambda f: str(f.relative_to(SOURCE)))
+def test_names_say_something(file: Path) -> None:
+    names = [*file.relative_to(SOURCE).with_suffix("").parts, *own_names(ast.parse(file.read_text()))]
+    assert not [name for name in names if VAGUE.search(name)]
+
+
+@pytest.mark.parametrize("name", ["utils", "cache_manager", "base_drafter", "runner_v2", "impl"])
+def test_vague_names_are_seen(name: str) -> None:
+    assert VAGUE.search(name)
+
+
+def test_every_file_says_what_it_is() -> None:
+    silent = [
+        str(file)
+        for _, _, file in modules()
+        if file.stat().st_size and not ast.get_docstring(ast.parse(file.read_text()))
+    ]
+    assert not silent
+
+
+# --------------------------------------------------------------------------------------------- documents
+
+
+def blocks(document: Path, language: str) -> list[str]:
+    """The document's fenced blocks of one language; fences come in pairs, so every second piece is inside."""
+    pieces = re.split(r"^```", document.read_text(), flags=re.MULTILINE)[1::2]
+    return [body for head, _, body in (piece.partition("\n") for piece in pieces) if head.strip() == language]
+
+
+def shown_tree(text: str) -> set[str]:
+    """Files and folders of an indented tree, as paths; folders end in a slash."""
+    paths, above = set(), []
+    for line in text.splitlines()[1:]:
+        name = line.split()[0]
+        depth = (len(line) - len(line.lstrip())) // 2
+        above[depth - 1 :] = [name.rstrip("/")]
+        paths.add("/".join(above) + ("/" if name.endswith("/") else ""))
+    return paths
+
+
+def real_tree() -> set[str]:
+    files = {f for f in SOURCE.rglob("*") if f.suffix in (".py", ".c") and f.name != "__init__.py"}
+    files = {f.relative_to(SOURCE) for f in files}
+    folders = {f.parent for f in SOURCE.rglob("__init__.py")} - {SOURCE}
+    return {str(f) for f in files} | {f"{f.relative_to(SOURCE)}/" for f in folders}
+
+
+def test_readme_shows_the_real_tree() -> None:
+    [tree] = [block for block in blocks(ROOT / "README.md", "") if block.startswith("src/outrider/\n")]
+    shown, real = shown_tree(tree), real_tree()
+    assert shown == real, f"missing in README: {sorted(real - shown)}; gone: {sorted(shown - real)}"
+
+
+def test_a_tree_is_read_right() -> None:
+    assert shown_tree("src/\n  a.py   x\n  b/\n    c/  y\n      d.c\n    e.py\n  f.py\n") == {
+        *("a.py", "b/", "b/c/", "b/c/d.c", "b/e.py", "f.py")
+    }
+
+
+def commands(document: Path) -> list[list[str]]:
+    """Lines of the document's shell blocks, each command of a pipe by itself."""
+    lines = [line for block in blocks(document, "sh") for line in block.splitlines()]
+    parts = [part for line in lines for part in re.split(r"[|<>]", line)]
+    return [words for part in parts if (words := shlex.split(part, comments=True))]
+
+
+def check_outrider(words: list[str]) -> None:
+    """Every subcommand and flag exists; raises what a user would see."""
+    command = get_command(app)
+    while words and words[0] in getattr(command, "commands", {}):
+        command, words = command.commands[words[0]], words[1:]
+    assert not getattr(command, "commands", None) or not words or words[0].startswith("-"), (
+        f"no command {words}"
+    )
+    if "--help" not in words:
+        command.make_context("outrider", words, resilient_parsing=False)
+
+
+def check_make(words: list[str]) -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = [word for word in words if "=" not in word]
+    assert set(named) <= targets, f"make has no {set(named) - targets}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: d.name)
+def test_commands_in_documents_are_real(document: Path) -> None:
+    for words in commands(document):
+        if words[0] == "outrider":
+            check_outrider(words[1:])
+        elif words[0] == "make":
+            check_make(words[1:])
+
+
+def test_documents_have_commands_to_check() -> None:
+    assert (
+        sum(words[0] in ("outrider", "make") for document in DOCUMENTS for words in commands(document)) > 10
+    )
+
+
+@pytest.mark.parametrize("line", ["generate m p --temprature 1", "generat m", "models push x", "chat --json"])
+def test_wrong_commands_are_seen(line: str) -> None:
+    with pytest.raises(Exception, match=r"temprature|no command|json"):
+        check_outrider(shlex.split(line))
+
+
+def test_wrong_targets_are_seen() -> None:
+    with pytest.raises(AssertionError, match="deploy"):
+        check_make(["deploy"])
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: d.name)
+def test_python_in_documents_compiles_and_names_what_exists(document: Path) -> None:
+    for block in blocks(document, "python"):
+        check_python(block)
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "examples").glob("*.py")), ids=lambda f: f.name)
+def test_examples_compile_and_name_what_exists(file: Path) -> None:
+    check_python(file.read_text())
+
+
+def check_python(code: str) -> None:
+    """It compiles; what it imports of Outrider exists, and so do the methods and options it names."""
+    from outrider import LLM, SamplingParams, Settings
+
+    tree = ast.parse(code)
+    known = set(typing.get_type_hints(SamplingParams)) | set(typing.get_type_hints(Settings))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "outrider":
+            module = importlib.import_module(node.module or "")
+            for alias in node.names:
+                assert hasattr(module, alias.name), f"{node.module} has no {alias.name}"
+        if not isinstance(node, ast.Call):
+            continue
+        called = ast.unparse(node.func)
+        if called.startswith("llm."):
+            assert hasattr(LLM, called[4:]), f"LLM has no {called[4:]}"
+        if called.startswith("llm.") or called in ("LLM", "SamplingParams", "Settings"):
+            named = {keyword.arg for keyword in node.keywords if keyword.arg}
+            assert named <= known, f"{called} has no {named - known}"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from outrider import LLMs",
+        "from outrider import LLM\nllm = LLM('m')\nllm.generat('x')",
+        "from outrider import SamplingParams\nSamplingParams(temprature=1)",
+        "def f(:",
+    ],
+)
+def test_wrong_python_is_seen(code: str) -> None:
+    with pytest.raises((AssertionError, SyntaxError)):
+        check_python(code)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: d.name)
+def test_links_lead_somewhere(document: Path) -> None:
+    for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", document.read_text()):
+        if "://" not in link:
+            assert (document.parent / link).exists(), link
+
+
+def test_sampling_document_has_every_parameter() -> None:
+    from outrider import SamplingParams
+
+    rows = set(re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "sampling.md").read_text(), re.MULTILINE))
+    not_yet = {"speculation"}  # it has nothing to say before there are drafters
+    assert rows - not_yet == set(typing.get_type_hints(SamplingParams)) - not_yet
+
+
+def test_make_lists_its_commands() -> None:
+    listed = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for target in ("install", "demo", "test", "lint", "format", "bench", "clean"):
+        assert f"make {target} " in listed
