@@ -30,7 +30,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def llm() -> Iterator[LLM]:
     """The built-in model, checked after every step. Shared: leave it as it was found."""
-    with LLM("smollm2-135m", Settings(cache_bytes=1 << 28, check_integrity=True)) as model:
+    with LLM("smollm2-135m", settings=Settings(cache_bytes=1 << 28, check_integrity=True)) as model:
         yield model
 
 

@@ -25,6 +25,7 @@ Origin = Literal["plain", "accepted", "recovered", "bonus"]
 Mode = Literal["coupled", "rejection", "lossy"]
 MODES: tuple[str, ...] = ("coupled", "rejection", "lossy")
 RULES: tuple[str, ...] = ("typical", "threshold")
+GRAMMARS: tuple[str, ...] = ("json_schema", "json_object", "regex", "choice", "lark")
 
 MAX_NODES = 63  # one 64-bit ancestor mask a row, one bit to spare for the sign
 MAX_ALTERNATIVES = 20
@@ -121,6 +122,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None  # None = none; k = the chosen token and k alternatives
     speculation: Speculation = field(default_factory=Speculation)  # or True, False, or a mapping of its fields
+    grammar: Mapping[str, Any] | None = None  # one of GRAMMARS and its value, such as {"regex": "[0-9]+"}
     prediction: str | None = None  # what the user expects the answer to be; guesses follow it
 
     def __post_init__(self) -> None:
@@ -138,6 +140,8 @@ class SamplingParams:
             _whole(self, "seed", -(2**63), 2**64 - 1)
         if self.logprobs is not None:
             _whole(self, "logprobs", 0, MAX_ALTERNATIVES)
+        if self.grammar is not None:
+            _one_grammar(self.grammar)
         if self.prediction is not None and not isinstance(self.prediction, str):
             raise InvalidRequest("prediction must be a string", "prediction")
         _flag(self, "include_stop")
@@ -203,6 +207,23 @@ def _token_ids(value: Any) -> tuple[int, ...]:
     raise InvalidRequest("stop_token_ids must be a list of token ids", "stop_token_ids")
 
 
+def _one_grammar(value: Any) -> None:
+    if not isinstance(value, Mapping) or len(value) != 1:
+        raise InvalidRequest(f"grammar must be a mapping with one of {', '.join(GRAMMARS)}", "grammar")
+    ((kind, body),) = value.items()
+    if kind not in GRAMMARS:
+        raise InvalidRequest(f"unknown grammar {kind!r}{suggest(str(kind), GRAMMARS)}", "grammar")
+    if kind == "choice":
+        _strings_of(body, "grammar choice")
+    elif kind in ("regex", "lark") and not isinstance(body, str):
+        raise InvalidRequest(f"grammar {kind} must be a string", "grammar")
+
+
+def _strings_of(value: Any, name: str) -> None:
+    if not isinstance(value, (list, tuple)) or not value or not all(isinstance(s, str) and s for s in value):
+        raise InvalidRequest(f"{name} must be a list of non-empty strings", name)
+
+
 def _bias(value: Any) -> dict[int, float]:
     if not isinstance(value, Mapping):
         raise InvalidRequest("logit_bias must map token ids to numbers", "logit_bias")
@@ -228,12 +249,13 @@ class Request:
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     stop_ids: frozenset[int] = frozenset()  # end-of-text ids (unless ignored) and the user's own
     prediction_ids: tuple[int, ...] = ()
+    grammar: Any = field(default=None, compare=False)  # compiled; each choice moves a copy of it along
 
     @property
     def edits_logits(self) -> bool:
-        """True when penalties, bias, bad words or a minimum length change the target's logits."""
+        """True when penalties, bias, bad words, a minimum length or a grammar change the target's logits."""
         p = self.params
-        return bool(p.penalised or p.logit_bias or self.bad_word_ids or p.min_tokens)
+        return bool(p.penalised or p.logit_bias or self.bad_word_ids or p.min_tokens or self.grammar is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,6 +325,7 @@ class Sequence:
     steps: int = 0  # passes of the target that emitted tokens
     drafted: int = 0
     accepted: int = 0
+    grammar: Any = None  # where this choice stands in its grammar
 
     @property
     def prompt_len(self) -> int:

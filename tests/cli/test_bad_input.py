@@ -39,6 +39,9 @@ AT_THE_COMMAND_LINE = [
     (["hi", "--raw", "--system", "S"], 2, "a system prompt needs the chat template", ""),
     (["hi", "--device", "tpu"], 2, "device", "tpu"),
     (["hi", "--cache-bytes", "lots"], 2, "--cache-bytes", "is not a size"),
+    (["hi", "--draft", "lokup"], 1, "no drafter 'lokup'", "did you mean 'lookup'?"),
+    (["hi", "--speculate", "maybe"], 2, "--speculate", "auto, off, a number"),
+    (["hi", "--speculate", "mode=loose"], 2, "unknown mode 'loose'", ""),
     (["--prompts", "/no/such.jsonl"], 2, "/no/such.jsonl cannot be read", ""),
 ]
 

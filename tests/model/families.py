@@ -97,6 +97,11 @@ def ours(case: str, kernels: str, folder: Path, threads: int = 2) -> Decoder:
     return Decoder(config, lambda name: tensors[name].clone(), made)
 
 
-@torch.no_grad()
 def their_logits(case: str, ids: list[int]) -> Tensor:
-    return theirs(case)(torch.tensor([ids]), use_cache=False).logits[0]
+    return logits_of(theirs(case), tuple(ids))
+
+
+@cache  # both kernel sets ask for the same
+@torch.no_grad()
+def logits_of(model: Any, ids: tuple[int, ...]) -> Tensor:
+    return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]

@@ -22,6 +22,7 @@ from outrider.model import hf
 from outrider.model.hf import HfModel, load_hf
 from outrider.types import Draft
 from tests.model.batches import Part, Reader, furthest, random_ids, stir
+from tests.model.families import logits_of
 
 VOCAB = 300
 TOLERANCE = 2e-5
@@ -40,9 +41,9 @@ SIZES = {**COMMON, "intermediate_size": 112, "num_key_value_heads": 2}
 WINDOWED = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2", COMMON),
-    "gpt2-scaled": (
+    "gpt2-odd": (
         "GPT2",
-        {**COMMON, "scale_attn_by_inverse_layer_idx": True, "activation_function": "silu"},
+        {**COMMON, "scale_attn_by_inverse_layer_idx": True, "activation_function": "silu", "n_inner": 50},
     ),
     "gemma": ("Gemma", {**SIZES, "num_key_value_heads": 1, "head_dim": 32}),
     "phi": ("Phi", {**SIZES, "partial_rotary_factor": 0.5, "qk_layernorm": True}),
@@ -114,9 +115,8 @@ def loaded(saved: Callable[[str], Saved], kernel_folder: Path) -> Loaded:
     return get
 
 
-@torch.no_grad()
 def their_logits(model: Any, ids: list[int]) -> Tensor:
-    return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+    return logits_of(model, tuple(ids))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -126,7 +126,7 @@ def test_prefill_chunks_and_decode_equal_transformers(loaded: Loaded, case: str,
     whole = Reader(model.config).read(model, ids)
     assert furthest(whole, their_logits(theirs, ids)) < TOLERANCE
     assert whole.dtype == torch.float32 and whole.is_contiguous()
-    for chunk in (1, 5, 16):
+    for chunk in (1, 7):
         assert torch.equal(Reader(model.config).read(model, ids, chunk), whole), chunk
 
 
@@ -142,20 +142,21 @@ def test_a_tree_beside_other_texts_equals_its_paths(loaded: Loaded, case: str, k
     for node in range(len(TREE)):
         path = ids + [TREE.tokens[i] for i in TREE.path(node)]
         assert furthest(logits[7 + node], their_logits(theirs, path)[-1]) < TOLERANCE, node
-        chain = Reader(model.config).read(model, path)
-        assert torch.equal(logits[7 + node], chain[-1]), node
+        if kernels == "c":  # the twin's chains are checked for the decoder, and slow
+            assert torch.equal(logits[7 + node], Reader(model.config).read(model, path)[-1]), node
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_row_alone_equals_a_row_among_others(loaded: Loaded, case: str) -> None:
     _, model = loaded(case, "c")
-    prompts = [random_ids(VOCAB, 2 + i % 5, seed=i) for i in range(33)]
+    most = 33 if case == "gpt2-odd" else 9
+    prompts = [random_ids(VOCAB, 2 + i % 5, seed=i) for i in range(most)]
     alone = []
     for i, prompt in enumerate(prompts):
         reader = Reader(model.config, seed=i)
         reader.feed(model, Part(0, prompt))
         alone.append(reader.feed(model, Part(0, [i])))
-    for count in (2, 3, 4, 5, 6, 7, 8, 9, 16, 33):
+    for count in {2, 3, 4, 5, 8, 9, most}:
         reader = Reader(model.config, texts=count)
         reader.feed(model, *(Part(i, prompts[i]) for i in range(count)))
         together = reader.feed(model, *(Part(i, [i]) for i in range(count)))

@@ -59,7 +59,7 @@ def test_any_chunk_size_gives_the_same_bits(case: str, kernels: str, kernel_fold
     model, ids = ours(case, kernels, kernel_folder), random_ids(VOCAB, 40)
     whole = Reader(model.config)
     expected = whole.read(model, ids)
-    for chunk in (1, 2, 3, 5, 7, 16, 33) if kernels == "c" else (1, 3, 16):
+    for chunk in (1, 3, 7, 16, 33) if kernels == "c" else (1, 3, 16):
         reader = Reader(model.config)
         assert torch.equal(reader.read(model, ids, chunk), expected), chunk
         slots = reader.table[0, :40]

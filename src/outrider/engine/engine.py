@@ -75,6 +75,7 @@ class Engine:
             for i in range(request.params.n)
         ]
         for sequence in choices:
+            sequence.grammar = request.grammar.copy() if request.grammar is not None else None
             self.writers[sequence] = Writer(self.text(), request.params.stop, request.params.include_stop)
             for drafter in self.drafters.values():
                 drafter.start(sequence)
@@ -250,6 +251,10 @@ class Engine:
         text, stopped = writer.feed(token, armed=written >= request.params.min_tokens)
         if stopped:
             return text, "stop"
+        if sequence.grammar is not None:
+            sequence.grammar.advance(token)
+            if sequence.grammar.complete:
+                return text + writer.finish(), "stop"
         if written >= request.params.max_tokens:
             return text + writer.finish(), "length"
         return text, None

@@ -9,6 +9,7 @@ import secrets
 from collections.abc import AsyncIterator, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from outrider.types import (
     Speculation,
     TokenLogprob,
 )
+from outrider.verify.grammar import GrammarCompiler
 
 # What a drafter may be tried on before the first request, to choose its depth in the target.
 SAMPLES = (
@@ -210,8 +212,14 @@ class LLM:
             seed=secrets.randbits(63) if params.seed is None else params.seed,
             bad_word_ids=tuple({tuple(self.tokenizer.encode(form, special=False)) for form in words}),
             stop_ids=frozenset((*ends, *params.stop_token_ids)),
+            grammar=None if params.grammar is None else self._compiler.compile(params.grammar),
             prediction_ids=tuple(self.tokenizer.encode(params.prediction or "", special=False)),
         )
+
+    @cached_property
+    def _compiler(self) -> GrammarCompiler:
+        config = self.model.config
+        return GrammarCompiler(self.tokenizer.to_json(), config.vocab, config.eos_ids)
 
     def _bench(self) -> Bench:
         engine = self.engine

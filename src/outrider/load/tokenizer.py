@@ -135,6 +135,10 @@ class Tokenizer:
         """Every token's string by id ('' where an id has none), for comparing two tokenizers."""
         return list(self._strings)
 
+    def to_json(self) -> str:
+        """The whole tokenizer in tokenizer.json's form, for a library that reads its own."""
+        return str(self._backend.to_str())
+
     def token_string(self, token: int) -> str:
         return self._strings[self._checked(token)]
 

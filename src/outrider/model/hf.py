@@ -502,8 +502,8 @@ def _check(model: HfModel, trial: Trial, expected: Tensor) -> None:
     model.one_row_a_pass = not torch.equal(together, alone)
     if model.one_row_a_pass:
         warnings.warn(
-            f"rows of model_type {model.config.family!r} depend on the rows beside them; it runs one row at a "
-            "time, so that its output does not depend on the batch",
+            f"rows of model_type {model.config.family!r} depend on the rows beside them; it runs one row at "
+            "a time, so that its output does not depend on the batch",
             stacklevel=3,
         )
     difference = float((alone - expected).abs().max() / expected.abs().max())

@@ -1,6 +1,6 @@
 """From the target's logits to the logits the law draws from. One function for target and drafters.
 
-Order: penalties, bias, bans (bad words, end ids before the minimum length), temperature, top-k, top-p, min-p.
+Order: penalties, bias, bans (end ids before the minimum length, bad words, grammar), temperature, top-k, top-p, min-p.
 At a node of a draft, the tokens of its path count as output already written.
 
 Every reduction here works row by row, so a row's result does not depend on the rows beside it. (torch.sum would:
@@ -79,6 +79,11 @@ def _ban(row: Tensor, sequence: Sequence, path: list[int]) -> None:
         history = [*sequence.tokens[-len(before) :], *path] if before else []
         if not before or history[-len(before) :] == before:
             row[word[-1]] = BANNED
+    # Past an end id nothing is ever emitted, so nothing needs masking there.
+    if sequence.grammar is not None and not request.stop_ids.intersection(path):
+        allowed = sequence.grammar.mask(path)
+        if allowed is not None:
+            row[~allowed] = BANNED
 
 
 def _filter(logits: Tensor, rows: LogitRows) -> None:
