@@ -41,28 +41,34 @@ def fresh(count: int, seed: int, **speculation) -> list[Sequence]:
     return [Sequence(Request(str(i), (0,), params, i), 0, seed * 10**9 + i, [0]) for i in range(count)]
 
 
+def rows_after(table: torch.Tensor, endings: list[tuple[int, int]]) -> torch.Tensor:
+    return table[torch.tensor([a for a, _ in endings]), torch.tensor([b for _, b in endings])]
+
+
+def ending(text: list[int], draft_tokens, parents, node: int) -> tuple[int, int]:
+    """The last two tokens at a node of a draft; `text` starts with the prompt's one token, which does not count."""
+    last: list[int] = []
+    while node >= 0 and len(last) < 2:
+        last.append(draft_tokens[node])
+        node = parents[node]
+    if len(last) < 2:
+        last += text[:0:-1][: 2 - len(last)]
+    last += [V] * (2 - len(last))
+    return last[1], last[0]
+
+
 def sampled_tree(sequences: list[Sequence], shape: tuple[int, ...]) -> list[Draft]:
     """As a model drafter draws: through grow, with this drafter's table for a model."""
 
-    def rows(places, growths=None):
-        out = []
-        for i, node in places:
-            text = sequences[i].tokens[1:]
-            if node >= 0:
-                g = growths[i]
-                path = []
-                while node >= 0:
-                    path.append(g.tokens[node])
-                    node = g.parents[node]
-                text = text + path[::-1]
-            out.append(logits_after(DRAFTER, text))
-        return torch.stack(out)
+    def expand(growths, places):
+        return rows_after(
+            DRAFTER, [ending(sequences[i].tokens, growths[i].tokens, growths[i].parents, n) for i, n in places]
+        )
 
     nodes = sum(int(np.prod(shape[: i + 1])) for i in range(len(shape)))
     bet = Bet("x", nodes, len(shape), shape, "rejection")
-    roots = rows([(i, -1) for i in range(len(sequences))])
-    growths = grow(sequences, [bet] * len(sequences), roots, lambda g, places: rows(places, g))
-    return [growth.harvest()[0] for growth in growths]
+    roots = rows_after(DRAFTER, [ending(s.tokens, (), (), -1) for s in sequences])
+    return [growth.harvest()[0] for growth in grow(sequences, [bet] * len(sequences), roots, expand)]
 
 
 def fixed(draft: Draft):
@@ -92,11 +98,12 @@ def joint_counts(propose, seed: int, draws: int = DRAWS, **speculation) -> np.nd
         live = sequences
         while live := [s for s in live if len(s.tokens) <= LENGTH]:
             drafts = propose(live)
-            rows = []
-            for s, d in zip(live, drafts, strict=True):
-                paths = [[], *([d.tokens[i] for i in d.path(n)] for n in range(len(d)))]
-                rows += [logits_after(TARGET, s.tokens[1:] + p) for p in paths]
-            for s, verdict in zip(live, judge(torch.stack(rows), live, drafts), strict=True):
+            endings = [
+                ending(s.tokens, d.tokens, d.parents, node)
+                for s, d in zip(live, drafts, strict=True)
+                for node in range(-1, len(d))
+            ]
+            for s, verdict in zip(live, judge(rows_after(TARGET, endings), live, drafts), strict=True):
                 s.tokens += verdict.tokens
                 s.steps += 1
         texts = np.array([s.tokens[1 : 1 + LENGTH] for s in sequences])
@@ -118,10 +125,9 @@ def test_blocks_accept_no_less_than_tokens():
     def accepted(block: bool) -> float:
         sequences = fresh(20_000, 5, block=block)
         drafts = sampled_tree(sequences, (1, 1, 1))
-        rows = []
-        for d in drafts:
-            rows += [logits_after(TARGET, list(d.tokens[:i])) for i in range(len(d) + 1)]
-        return float(np.mean([len(v.accepted) for v in judge(torch.stack(rows), sequences, drafts)]))
+        endings = [ending([0], d.tokens, d.parents, node) for d in drafts for node in range(-1, len(d))]
+        verdicts = judge(rows_after(TARGET, endings), sequences, drafts)
+        return float(np.mean([len(v.accepted) for v in verdicts]))
 
     assert accepted(block=True) > accepted(block=False) > 0.5
 
@@ -135,8 +141,8 @@ def test_shared_randomness_is_caught(monkeypatch):
 def test_a_missing_residual_is_caught(monkeypatch):
     """A verifier that draws from p itself after a rejection counts the draft's mass twice."""
 
-    def careless(p, coins, rows, group):
-        here, _ = honest(p, coins, rows, group)
+    def careless(p, drawn, coins, rows, group):
+        here, _ = honest(p, drawn, coins, rows, group)
         return here, p[here]
 
     honest = module._one_by_one

@@ -32,13 +32,14 @@ from outrider.verify.rows import TreeRows
 def rejection(processed: Tensor, rows: TreeRows, draw: Draw) -> list[Result]:
     del draw  # the law's noise is not used here
     p = processed.double().softmax(-1)
+    q = _drawn_from(rows, p)
     coins = _coins(rows)
     results: list[Result] = [([], [])] * len(rows.sequences)
     blocks = [i for i, s in enumerate(rows.sequences) if s.request.params.speculation.block and _is_block(rows, i)]
     others = sorted(set(range(len(results))) - set(blocks))
     for group, test in ((blocks, _block), (others, _one_by_one)):
         if group:
-            last, residual = test(p, coins, rows, np.array(group))
+            last, residual = test(p, q, coins, rows, np.array(group))
             emitted = _emit(residual, rows, group, last)
             for index, row, token in zip(group, last, emitted, strict=True):
                 draft = rows.drafts[index]
@@ -69,20 +70,22 @@ def _emit(residual: Tensor, rows: TreeRows, group: list[int], last: np.ndarray) 
     return (residual.log() + noise).argmax(-1).tolist()
 
 
-def _q(rows: TreeRows, group: np.ndarray, node: int, like: Tensor) -> Tensor:
-    """[G, vocab] what node `node` of each draft was drawn from; a point mass where nobody said."""
-    q = torch.zeros(len(group), like.shape[1], dtype=like.dtype)
-    for i, index in enumerate(group):
-        draft = rows.drafts[index]
-        if node < len(draft):
-            if draft.log_q is not None:
-                q[i] = draft.log_q[node].to(like.dtype).exp()
-            else:
-                q[i, draft.tokens[node]] = 1
+def _drawn_from(rows: TreeRows, like: Tensor) -> Tensor:
+    """[R, vocab] what each row's node was drawn from; a point mass where nobody said, nothing at a root."""
+    q = torch.zeros_like(like)
+    for start, draft in zip(rows.starts.tolist(), rows.drafts, strict=True):
+        if draft.log_q is not None:
+            q[start + 1 : start + 1 + len(draft)] = draft.log_q
+    known = rows.spread([draft.log_q is not None for draft in rows.drafts], bool)
+    q[torch.from_numpy(known & (rows.node >= 0))] = q[torch.from_numpy(known & (rows.node >= 0))].exp()
+    given = torch.from_numpy(np.flatnonzero(~known & (rows.node >= 0)))
+    q[given, torch.from_numpy(rows.token)[given]] = 1
     return q
 
 
-def _one_by_one(p: Tensor, coins: Tensor, rows: TreeRows, group: np.ndarray) -> tuple[np.ndarray, Tensor]:
+def _one_by_one(
+    p: Tensor, drawn: Tensor, coins: Tensor, rows: TreeRows, group: np.ndarray
+) -> tuple[np.ndarray, Tensor]:
     """Recursive rejection without replacement. Parents come before children and siblings in the order they were drawn,
     so one pass over the nodes, all sequences at once, is the whole recursion."""
     starts = rows.starts[group]
@@ -91,13 +94,12 @@ def _one_by_one(p: Tensor, coins: Tensor, rows: TreeRows, group: np.ndarray) -> 
     left = p[here]  # the target, less what rejected children have used up
     tried = torch.zeros_like(left, dtype=torch.bool)
     for node in range(int(sizes.max(initial=0))):
-        at = starts + 1 + np.minimum(node, np.maximum(sizes - 1, 0))
-        live = torch.from_numpy((node < sizes) & (rows.parent[np.minimum(at, len(rows.parent) - 1)] == here))
+        at = starts + np.minimum(node + 1, sizes)  # past its end a draft repeats its last node, and is not live
+        live = torch.from_numpy((node < sizes) & (rows.parent[at] == here))
         if not bool(live.any()):
             continue
-        at = np.minimum(at, len(rows.parent) - 1)
         token = torch.from_numpy(rows.token[at]).clamp(min=0)[:, None]
-        q = _q(rows, group, node, p).masked_fill(tried, 0)
+        q = drawn[at].masked_fill(tried, 0)
         point = torch.zeros_like(q).scatter_(1, token, 1)
         total = q.sum(-1, keepdim=True)
         q = torch.where(total > 0, q / total.clamp(min=1e-300), point)
@@ -114,7 +116,9 @@ def _one_by_one(p: Tensor, coins: Tensor, rows: TreeRows, group: np.ndarray) -> 
     return here, left
 
 
-def _block(p: Tensor, coins: Tensor, rows: TreeRows, group: np.ndarray) -> tuple[np.ndarray, Tensor]:
+def _block(
+    p: Tensor, drawn: Tensor, coins: Tensor, rows: TreeRows, group: np.ndarray
+) -> tuple[np.ndarray, Tensor]:
     """Block verification of chains of any lengths."""
     starts = rows.starts[group]
     sizes = np.array([len(rows.drafts[i]) for i in group])
@@ -126,10 +130,11 @@ def _block(p: Tensor, coins: Tensor, rows: TreeRows, group: np.ndarray) -> tuple
         inside, final = torch.from_numpy(i < sizes), torch.from_numpy(i == sizes)
         if i:
             token = torch.from_numpy(rows.token[at])[:, None]
-            drawn = _q(rows, group, i - 1, p).gather(1, token)[:, 0]
-            ratio = p[rows.parent[at]].gather(1, token)[:, 0] / drawn.clamp(min=1e-300)
+            chance = drawn[at].gather(1, token)[:, 0]
+            ratio = p[rows.parent[at]].gather(1, token)[:, 0] / chance.clamp(min=1e-300)
             weight = torch.where(torch.from_numpy(i <= sizes), (weight * ratio).clamp(max=1), weight)
-        spare = (weight[:, None] * p[at] - _q(rows, group, i, p)).clamp(min=0)
+        following = drawn[np.minimum(at + 1, starts + sizes)].masked_fill(~inside[:, None], 0)
+        spare = (weight[:, None] * p[at] - following).clamp(min=0)
         mass = spare.sum(-1)
         survives = torch.where(final, weight, mass / (mass + 1 - weight).clamp(min=1e-300))
         keep = (inside | final) & ((coins[at] <= survives) if i else torch.ones_like(inside))
