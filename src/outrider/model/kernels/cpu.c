@@ -51,7 +51,7 @@ typedef struct {
     float *qkv;    /* [rows][(heads + 2 kv_heads) head_dim] */
     float *mixed;  /* [rows][heads head_dim] */
     float *act;    /* [rows][intermediate] */
-    float *scores; /* [threads][score_stride] */
+    float *scores; /* [threads][score_stride], see attention_rows */
     int32_t score_stride;
 } Work;
 
@@ -88,13 +88,6 @@ static inline void rms_norm(const float *x, const float *weight, int n, float ep
     for (int i = 0; i < n; i++) sum += x[i] * x[i];
     float inverse = 1.0f / sqrtf(sum / n + eps);
     for (int i = 0; i < n; i++) y[i] = x[i] * inverse * weight[i];
-}
-
-static inline float dot(const float *a, const float *b, int n) {
-    float sum = 0;
-#pragma omp simd reduction(+ : sum)
-    for (int i = 0; i < n; i++) sum += a[i] * b[i];
-    return sum;
 }
 
 /* Rotate the two halves of one head: (a, b) -> (a cos - b sin, b cos + a sin). */
@@ -194,9 +187,12 @@ static void gated(const Layer *layer, const float *x, int M, int N, int K, float
 
 /* Scores to weights in place; returns 1 / sum. The order is fixed by n alone. */
 static float soften(float *scores, int n) {
-    float top = scores[0];
-    for (int i = 1; i < n; i++) top = scores[i] > top ? scores[i] : top;
     int padded = (n + LANES - 1) / LANES * LANES;
+    for (int i = n; i < padded; i++) scores[i] = scores[0];
+    vec most = *(vec *)scores;
+    for (int i = LANES; i < padded; i += LANES) most = pick(*(vec *)(scores + i) > most, *(vec *)(scores + i), most);
+    float top = most[0];
+    for (int j = 1; j < LANES; j++) top = most[j] > top ? most[j] : top;
     for (int i = n; i < padded; i++) scores[i] = top - 100.0f; /* e^-87: lost against a sum of at least 1 */
     vec sum = {0};
     for (int i = 0; i < padded; i += LANES) {
@@ -209,33 +205,77 @@ static float soften(float *scores, int n) {
     return 1.0f / total;
 }
 
-#define WIDE 16 /* registers of the value accumulator: 64 floats on NEON */
+#define GROUP 4 /* query heads that share a key head are served together, up to this many */
 
-/* out[0..n) = sum_i weight_i value_i over the listed slots, n = R * LANES floats held in registers. */
-#define DEFINE_MIX(R)                                                                                     \
-    static void mix_##R(const float *weights, const int32_t *slots, int n, const float *values,           \
-                        size_t stride, float inverse, float *out) {                                       \
-        vec acc[R];                                                                                       \
-        for (int j = 0; j < R; j++) acc[j] = (vec){0};                                                    \
+/* G heads against R slots. A score is one chain over the head, then its lanes in order, whatever G and R are. */
+#define DEFINE_SCORE(G, R)                                                                                   \
+    static inline void score_##G##_##R(const float *q, const int32_t *slots, const float *keys, size_t stride, \
+                                       int head_dim, float scale, float *scores, size_t width) {             \
+        vec acc[G][R];                                                                                       \
+        for (int g = 0; g < G; g++)                                                                          \
+            for (int r = 0; r < R; r++) acc[g][r] = (vec){0};                                                \
+        for (int d = 0; d < head_dim; d += LANES) {                                                          \
+            vec key[R];                                                                                      \
+            _Pragma("GCC unroll 4") for (int r = 0; r < R; r++) key[r] =                                     \
+                *(const vec *)(keys + slots[r] * stride + d);                                                \
+            _Pragma("GCC unroll 4") for (int g = 0; g < G; g++) {                                            \
+                vec part = *(const vec *)(q + (size_t)g * head_dim + d);                                     \
+                _Pragma("GCC unroll 4") for (int r = 0; r < R; r++) acc[g][r] += part * key[r];              \
+            }                                                                                                \
+        }                                                                                                    \
+        for (int g = 0; g < G; g++)                                                                          \
+            for (int r = 0; r < R; r++) {                                                                    \
+                float sum = 0;                                                                               \
+                for (int j = 0; j < LANES; j++) sum += acc[g][r][j];                                         \
+                scores[g * width + r] = scale * sum;                                                         \
+            }                                                                                                \
+    }
+
+/* 16 of a head's outputs for G heads: sum_i weight_i value_i over the listed slots, in order. */
+#define DEFINE_MIX(G)                                                                                     \
+    static inline void mix_##G(const float *weights, size_t width, const int32_t *slots, int n,           \
+                               const float *values, size_t stride, const float *inverse, int head_dim,    \
+                               float *out) {                                                              \
+        vec acc[G][REGS];                                                                                 \
+        for (int g = 0; g < G; g++)                                                                       \
+            for (int j = 0; j < REGS; j++) acc[g][j] = (vec){0};                                          \
         for (int i = 0; i < n; i++) {                                                                     \
             const vec *v = (const vec *)(values + slots[i] * stride);                                     \
-            for (int j = 0; j < R; j++) acc[j] += v[j] * weights[i];                                      \
+            vec q[REGS];                                                                                  \
+            _Pragma("GCC unroll 4") for (int j = 0; j < REGS; j++) q[j] = v[j];                           \
+            _Pragma("GCC unroll 4") for (int g = 0; g < G; g++) {                                         \
+                float w = weights[g * width + i];                                                         \
+                _Pragma("GCC unroll 4") for (int j = 0; j < REGS; j++) acc[g][j] += q[j] * w;             \
+            }                                                                                             \
         }                                                                                                 \
-        for (int j = 0; j < R; j++) *(vec *)(out + j * LANES) = acc[j] * inverse;                         \
+        for (int g = 0; g < G; g++)                                                                       \
+            for (int j = 0; j < REGS; j++)                                                                \
+                *(vec *)(out + (size_t)g * head_dim + j * LANES) = acc[g][j] * inverse[g];                \
     }
-DEFINE_MIX(1)
-DEFINE_MIX(16)
 
-/* One row, one query head. `slots` lists what the row sees, oldest first. */
-static void attend(const float *q, const int32_t *slots, int n, const float *keys, const float *values,
-                   size_t stride, int head_dim, float scale, float *scores, float *out) {
-    for (int i = 0; i < n; i++) scores[i] = scale * dot(q, keys + slots[i] * stride, head_dim);
-    float inverse = soften(scores, n);
-    int d = 0;
-    for (; d + WIDE * LANES <= head_dim; d += WIDE * LANES)
-        mix_16(scores, slots, n, values + d, stride, inverse, out + d);
-    for (; d < head_dim; d += LANES) mix_1(scores, slots, n, values + d, stride, inverse, out + d);
-}
+/* One row, G query heads of one key head. `slots` lists what the row sees, oldest first. */
+#define DEFINE_ATTEND(G)                                                                                     \
+    DEFINE_SCORE(G, 1)                                                                                       \
+    DEFINE_SCORE(G, 4)                                                                                       \
+    DEFINE_MIX(G)                                                                                            \
+    static void attend_##G(const float *q, const int32_t *slots, int n, const float *keys, const float *values, \
+                           size_t stride, int head_dim, float scale, float *scores, size_t width, float *out) { \
+        int i = 0;                                                                                           \
+        float inverse[G];                                                                                    \
+        for (; i + 4 <= n; i += 4) score_##G##_4(q, slots + i, keys, stride, head_dim, scale, scores + i, width); \
+        for (; i < n; i++) score_##G##_1(q, slots + i, keys, stride, head_dim, scale, scores + i, width);    \
+        for (int g = 0; g < G; g++) inverse[g] = soften(scores + g * width, n);                              \
+        for (int d = 0; d < head_dim; d += PANEL)                                                            \
+            mix_##G(scores, width, slots, n, values + d, stride, inverse, head_dim, out + d);                \
+    }
+DEFINE_ATTEND(1)
+DEFINE_ATTEND(2)
+DEFINE_ATTEND(3)
+DEFINE_ATTEND(4)
+
+typedef void Attend(const float *, const int32_t *, int, const float *, const float *, size_t, int, float, float *,
+                    size_t, float *);
+static Attend *const ATTEND[GROUP + 1] = {0, attend_1, attend_2, attend_3, attend_4};
 
 /* What row r sees: a stretch of its sequence's table, then the entries its ancestor bits name. A window narrower
  * than the row's depth in the tree begins inside the tree: its oldest ancestors are out of sight. */
@@ -254,21 +294,23 @@ static int visible(const Rows *b, int r, int window, int32_t *scratch, const int
     return n;
 }
 
-/* All rows and heads; q is read at q + r * ldq. Called inside a parallel region. */
+/* All rows and heads; q is read at q + r * ldq. Called inside a parallel region. A thread's scratch is GROUP rows of
+ * scores and one of slots. */
 static void attention_rows(const Shape *s, const Rows *b, int window, const float *q, int ldq, const float *keys,
                            const float *values, float *scores, int score_stride, float *out) {
-    int group = s->heads / s->kv_heads;
-    size_t stride = (size_t)s->kv_heads * s->head_dim;
+    int group = s->heads / s->kv_heads, parts = (group + GROUP - 1) / GROUP, units = s->kv_heads * parts;
+    size_t stride = (size_t)s->kv_heads * s->head_dim, width = score_stride / (GROUP + 1);
     float *mine = scores + (size_t)omp_get_thread_num() * score_stride;
-    int32_t *scratch = (int32_t *)(mine + score_stride / 2);
+    int32_t *scratch = (int32_t *)(mine + GROUP * width);
 #pragma omp for schedule(static)
-    for (int unit = 0; unit < b->rows * s->heads; unit++) {
-        int r = unit / s->heads, h = unit % s->heads;
+    for (int unit = 0; unit < b->rows * units; unit++) {
+        int r = unit / units, kv = unit % units / parts, part = unit % parts;
+        int h = kv * group + part * GROUP, heads = least(GROUP, group - part * GROUP);
         const int32_t *slots;
         int n = visible(b, r, window, scratch, &slots);
-        size_t at = (size_t)(h / group) * s->head_dim;
-        attend(q + (size_t)r * ldq + h * s->head_dim, slots, n, keys + at, values + at, stride, s->head_dim,
-               s->scale, mine, out + ((size_t)r * s->heads + h) * s->head_dim);
+        size_t at = (size_t)kv * s->head_dim;
+        ATTEND[heads](q + (size_t)r * ldq + h * s->head_dim, slots, n, keys + at, values + at, stride, s->head_dim,
+                      s->scale, mine, width, out + ((size_t)r * s->heads + h) * s->head_dim);
     }
 }
 

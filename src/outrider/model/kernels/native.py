@@ -17,7 +17,7 @@ from outrider.model.kernels.build import library
 from outrider.model.weights import LayerTensors
 from outrider.types import MAX_NODES, Batch
 
-PANEL, CHUNKS = 16, 16  # as in cpu.c
+PANEL, CHUNKS, GROUP = 16, 16, 4  # as in cpu.c
 LANES_MAX = 16  # the widest vector cpu.c is built for; heads must fill it
 
 
@@ -81,7 +81,8 @@ class NativeKernels:
         self.lib.outrider_read.restype = c_float
         self.tables = (cos, sin)
         self.shape = self._shape(config.heads, config.kv_heads, config.head_dim, config.head_dim**-0.5)
-        self.scores = torch.empty(threads, 2 * (len(cos) + MAX_NODES + 1 + PANEL))
+        width = -(-(len(cos) + MAX_NODES + 1) // PANEL) * PANEL
+        self.scores = torch.empty(threads, (GROUP + 1) * width)
         self._bound: tuple[Batch, _Rows] | None = None
         self._work = _Work()
         self._buffers: list[Tensor] = []
