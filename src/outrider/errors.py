@@ -6,7 +6,6 @@
     ├── UnsupportedModel     a readable model that needs something Outrider does not have
     ├── InvalidRequest       the request asks for something impossible; names the parameter
     │   └── TemplateFailed   the model's chat template raised on these messages
-    ├── OutOfMemory          the request can never fit the cache it was given
     └── KernelUnavailable    no compiler, or it failed; the torch twins still work
 
 This file is in the lowest row: it imports nothing of Outrider.
@@ -43,10 +42,6 @@ class InvalidRequest(OutriderError):
 
 
 class TemplateFailed(InvalidRequest):
-    pass
-
-
-class OutOfMemory(OutriderError):
     pass
 
 

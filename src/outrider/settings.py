@@ -64,7 +64,7 @@ class Settings:
             object.__setattr__(self, "threads", usable_cores())
 
     @classmethod
-    def of(cls, options: Mapping[str, Any]) -> "Settings":
+    def of(cls, options: Mapping[str, Any]) -> Settings:
         """Build from a mapping of names, refusing unknown ones with a suggestion."""
         known = [f.name for f in fields(cls)]
         for name in options:

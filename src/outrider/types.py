@@ -83,7 +83,9 @@ class Speculation:
 def _shape(value: Any) -> tuple[int, ...]:
     """A tree's branching by depth, small enough for one mask a row."""
     if not isinstance(value, (list, tuple)) or not value or not all(type(k) is int and k > 0 for k in value):
-        raise InvalidRequest("tree must be a list of whole numbers, children by depth, such as [3, 2, 1]", "tree")
+        raise InvalidRequest(
+            "tree must be a list of whole numbers, children by depth, such as [3, 2, 1]", "tree"
+        )
     nodes = sum(math.prod(value[: i + 1]) for i in range(len(value)))
     if nodes > MAX_NODES:
         raise InvalidRequest(f"tree {list(value)} has {nodes} nodes; at most {MAX_NODES} fit a step", "tree")
@@ -121,9 +123,11 @@ class SamplingParams:
     include_stop: bool = False  # keep the stop string in the text
     ignore_eos: bool = False
     logprobs: int | None = None  # None = none; k = the chosen token and k alternatives
-    speculation: Speculation = field(default_factory=Speculation)  # or True, False, or a mapping of its fields
-    grammar: Mapping[str, Any] | None = None  # one of GRAMMARS and its value, such as {"regex": "[0-9]+"}
+    speculation: Speculation = field(
+        default_factory=Speculation
+    )  # or True, False, or a mapping of its fields
     prediction: str | None = None  # what the user expects the answer to be; guesses follow it
+    grammar: Mapping[str, Any] | None = None  # one of GRAMMARS and its value, such as {"regex": "[0-9]+"}
 
     def __post_init__(self) -> None:
         _number(self, "temperature", 0.0, 100.0)
@@ -159,9 +163,7 @@ class SamplingParams:
 
     @property
     def penalised(self) -> bool:
-        return (
-            self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
-        )
+        return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
 
 
 def _number(p: Any, name: str, low: float, high: float, open_low: bool = False) -> None:
@@ -170,7 +172,9 @@ def _number(p: Any, name: str, low: float, high: float, open_low: bool = False) 
         raise InvalidRequest(f"{name} must be a number, not {type(value).__name__}", name)
     inside = low < value <= high if open_low else low <= value <= high
     if math.isnan(value) or not inside:
-        raise InvalidRequest(f"{name} must be in {'(' if open_low else '['}{low:g}, {high:g}], got {value}", name)
+        raise InvalidRequest(
+            f"{name} must be in {'(' if open_low else '['}{low:g}, {high:g}], got {value}", name
+        )
     object.__setattr__(p, name, float(value))
 
 
@@ -255,7 +259,9 @@ class Request:
     def edits_logits(self) -> bool:
         """True when penalties, bias, bad words, a minimum length or a grammar change the target's logits."""
         p = self.params
-        return bool(p.penalised or p.logit_bias or self.bad_word_ids or p.min_tokens or self.grammar is not None)
+        return bool(
+            p.penalised or p.logit_bias or self.bad_word_ids or p.min_tokens or self.grammar is not None
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -401,9 +407,9 @@ class Event:
 class Batch:
     """The model's input, flat. R rows over S sequences; every tensor is on the model's device.
 
-    Row r sits at `positions[r]` and sees the first `prefix[r]` entries of its sequence's slot table, plus the
-    entry `prefix[r] + i` for every set bit i of `ancestors[r]`. A known token is prefix alone (its own slot is
-    the last entry); a guessed node sees all known tokens and its path, itself included.
+    Row r sits at `positions[r]` and sees the first `prefix[r]` entries of its sequence's slot table, plus
+    the entry `prefix[r] + i` for every set bit i of `ancestors[r]`. A known token is prefix alone (its own
+    slot is the last entry); a guessed node sees all known tokens and its path, itself included.
     """
 
     ids: Tensor  # [R] int64

@@ -17,7 +17,9 @@ FOR_TESTS_ONLY = {"check_integrity"}
 
 
 def test_every_sampling_parameter_has_a_flag() -> None:
-    assert [flag.name for flag in SAMPLING.flags] == [field.name for field in fields(SamplingParams)]
+    joined = {"tree", "mode"}  # parts of speculation, with flags of their own
+    names = [flag.name for flag in SAMPLING.flags if flag.name not in joined]
+    assert names == [field.name for field in fields(SamplingParams)]
 
 
 def test_every_setting_has_a_flag() -> None:

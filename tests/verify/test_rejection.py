@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.types import NO_DRAFT, Bet, Draft, Request, SamplingParams, Sequence, Speculation
 from outrider.draft.tree import grow
+from outrider.types import NO_DRAFT, Bet, Draft, Request, SamplingParams, Sequence, Speculation
 from outrider.verify import rejection as module
 from outrider.verify.judge import judge
 from outrider.verify.noise import DRAFT

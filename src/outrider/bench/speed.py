@@ -1,7 +1,8 @@
-"""Measures plain decoding: against a peer, against more rows, against more requests, against the memory limit.
+"""Measures plain decoding: against a peer, against more rows, against more requests, against the memory
+limit.
 
-Everything compared is run in turn within one call, so that a noisy machine is equally noisy for both sides; the
-figures that travel are ratios of medians.
+Everything compared is run in turn within one call, so that a noisy machine is equally noisy for both sides;
+the figures that travel are ratios of medians.
 """
 
 from __future__ import annotations
@@ -44,14 +45,14 @@ def outrider_greedy(llm: LLM, prompt: list[int], tokens: int) -> Run:
 def against_peer(
     llm: LLM, peer: Transformers, prompts: list[list[int]], tokens: int, tell: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Batch 1, prompt by prompt, ours and theirs in turn. Tokens must agree; where not, how close the call was."""
+    """Batch 1, prompt by prompt, ours and theirs in turn. Tokens must agree; where not, how close the call
+    was.
+    """
     rows, differences = [], []
     for number, prompt in enumerate(prompts):
         runs: dict[str, Run] = {}
         for who in ("ours", "theirs") if number % 2 else ("theirs", "ours"):
-            runs[who] = (
-                outrider_greedy(llm, prompt, tokens) if who == "ours" else peer.greedy(prompt, tokens)
-            )
+            runs[who] = outrider_greedy(llm, prompt, tokens) if who == "ours" else peer.greedy(prompt, tokens)
         ours, theirs = runs["ours"], runs["theirs"]
         rows.append((ours.decode_rate, theirs.decode_rate, ours.total_s, theirs.total_s))
         if ours.tokens != theirs.tokens:
@@ -106,7 +107,9 @@ def _chain(llm: LLM, context: int, rows: int) -> Batch:
     )
 
 
-def concurrency(llm: LLM, prompts: list[list[int]], tokens: int, together: int, rounds: int = 3) -> dict[str, Any]:
+def concurrency(
+    llm: LLM, prompts: list[list[int]], tokens: int, together: int, rounds: int = 3
+) -> dict[str, Any]:
     """Total tokens a second of `together` requests at once against one, in turn."""
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     rates: dict[int, list[float]] = {1: [], together: []}

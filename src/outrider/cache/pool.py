@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 Slots = NDArray[np.int32]
 
 
-class CacheFull(Exception):  # noqa: N818 - a condition the scheduler handles, never shown to a user
+class CacheFull(Exception):
     """Not enough free slots; the scheduler makes room and tries again."""
 
 

@@ -16,13 +16,18 @@ class KeyValueStore:
         self.features: Tensor | None = None
 
     def tap(self, layers: tuple[int, ...], hidden: int) -> None:
-        """From now on keep, slot by slot, the hidden states that enter these layers: [slots, len(layers), hidden]."""
+        """From now on keep, slot by slot, the hidden states that enter these layers: [slots, len(layers),
+        hidden].
+        """
         self.taps = layers
         self.features = torch.empty(len(self.keys[0]), len(layers), hidden)
 
     def keep_feature(self, layer: int, x: Tensor, slots: Tensor) -> None:
-        if self.features is not None and layer in self.taps:
-            self.features[slots, self.taps.index(layer)] = x
+        if self.features is None:
+            return
+        for place, tapped in enumerate(self.taps):  # a shallow model may have one layer tapped twice
+            if tapped == layer:
+                self.features[slots, place] = x
 
     @property
     def nbytes(self) -> int:

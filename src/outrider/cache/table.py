@@ -64,7 +64,9 @@ class SlotTable:
         return twin
 
     def commit(self, row: int, length: int, path: Sequence[int] = ()) -> None:
-        """Keep the first `length` entries and, after them, the entries `length + i` for i in `path`; drop the rest."""
+        """Keep the first `length` entries and, after them, the entries `length + i` for i in `path`; drop
+        the rest.
+        """
         end = self.lengths[row]
         guessed = self.entries[row, length:end].copy()
         kept = guessed[list(path)]
@@ -111,7 +113,9 @@ class SlotTable:
             np.add.at(held, node.slots, 1)
         if not np.array_equal(held, self.pool.refs):
             wrong = np.flatnonzero(held != self.pool.refs)
-            raise AssertionError(f"slot {wrong[0]}: {held[wrong[0]]} holders, count {self.pool.refs[wrong[0]]}")
+            raise AssertionError(
+                f"slot {wrong[0]}: {held[wrong[0]]} holders, count {self.pool.refs[wrong[0]]}"
+            )
         free = self.pool.free_slots()
         if len(np.unique(free)) != len(free) or self.pool.refs[free].any():
             raise AssertionError("the free list holds a slot twice or one that is in use")

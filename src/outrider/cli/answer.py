@@ -11,7 +11,7 @@ from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from outrider.errors import OutriderError
-from outrider.types import Event, FinishReason, SamplingParams, TokenLogprob
+from outrider.types import Event, FinishReason, Origin, SamplingParams, TokenLogprob
 
 if TYPE_CHECKING:
     from outrider.engine.llm import LLM
@@ -66,6 +66,12 @@ class Answer:
         steps = sum(s.steps for s in self.sequences)
         return self.tokens / steps if steps else 0.0
 
+    def pieces(self, choice: int) -> list[tuple[str, Origin]]:
+        """A choice's text token by token, each with where it came from."""
+        s, stream = self.sequences[choice], self.llm.tokenizer.text_stream()
+        pieces = [(stream.feed(token), origin) for token, origin in zip(s.output, s.origins, strict=True)]
+        return [*pieces, (stream.finish(), "plain")]
+
     def stats_line(self) -> str:
         prompt, cached = len(self.request.prompt_ids), self.sequences[0].reused
         return (
@@ -99,6 +105,7 @@ class Answer:
             "drafted": s.drafted,
             "accepted": s.accepted,
             "tokens_per_step": round(len(s.output) / s.steps, 4) if s.steps else 0.0,
+            "origins": list(s.origins),
         }
         choice: dict[str, Any] = {
             "text": self.texts[i],

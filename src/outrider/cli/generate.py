@@ -23,7 +23,7 @@ from outrider.cli.options import (
     envvar,
     takes,
 )
-from outrider.cli.output import complain, note, open_llm, write
+from outrider.cli.output import coloured, complain, note, open_llm, write
 from outrider.cli.prompts import Row, make_row, read_rows
 from outrider.errors import InvalidRequest
 from outrider.settings import Settings
@@ -70,6 +70,15 @@ Json = Annotated[
         "--json", envvar=envvar("json"), show_envvar=False, help="One JSON object a prompt, on stdout."
     ),
 ]
+ShowOrigins = Annotated[
+    bool,
+    typer.Option(
+        "--show",
+        envvar=envvar("show"),
+        show_envvar=False,
+        help="Colour each token by where it came from: an accepted guess, a correction, a bonus, or plain.",
+    ),
+]
 
 
 @takes(SAMPLING, ENGINE)
@@ -83,6 +92,7 @@ def generate(
     system: System = None,
     draft: Draft = "auto",
     as_json: Json = False,
+    show_origins: ShowOrigins = False,
     stats: ShowStats = False,
     *,
     params: SamplingParams,
@@ -97,7 +107,8 @@ def generate(
     asked = _asked(text, prompt, prompts, limit)
     with open_llm(model, draft, settings) as llm:
         exchanges = _exchanges(llm, asked, chat, system, params)
-        show = Show(as_json, stats, streams=len(asked) == 1 and params.n == 1, headed=len(asked) > 1)
+        streams = len(asked) == 1 and params.n == 1 and not show_origins
+        show = Show(as_json, stats, streams, headed=len(asked) > 1, origins=show_origins)
         for exchange in exchange_all(exchanges, show):
             show.exchange(exchange)
     if any(exchange.error for exchange in exchanges):
@@ -228,8 +239,10 @@ def exchange_all(exchanges: Sequence[Exchange], show: Show) -> Iterator[Exchange
 class Show:
     """Writes answers: as they come when there is one, else whole and in order, or as JSON."""
 
-    def __init__(self, as_json: bool, stats: bool, streams: bool, headed: bool) -> None:
-        self.as_json, self.stats, self.headed = as_json, stats, headed
+    def __init__(
+        self, as_json: bool, stats: bool, streams: bool, headed: bool, origins: bool = False
+    ) -> None:
+        self.as_json, self.stats, self.headed, self.origins = as_json, stats, headed, origins
         self.streams = streams and not as_json
 
     def text(self, text: str, ends: bool) -> None:
@@ -250,6 +263,8 @@ class Show:
     def _whole(self, exchange: Exchange) -> None:
         for turn, answer in enumerate(exchange.answers, 1):
             for choice, text in enumerate(answer.texts):
+                if self.origins:
+                    text = coloured(answer.pieces(choice), sys.stdout)
                 head = [exchange.id] if self.headed else []
                 head += [f"turn {turn}"] if len(exchange.answers) > 1 else []
                 head += [f"choice {choice}"] if len(answer.texts) > 1 else []

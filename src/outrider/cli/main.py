@@ -16,6 +16,8 @@ from typing import Annotated, NoReturn
 import typer
 
 from outrider import __version__
+from outrider.cli.audit import audit
+from outrider.cli.bench import bench
 from outrider.cli.chat import chat
 from outrider.cli.generate import generate
 from outrider.cli.models import models
@@ -31,6 +33,8 @@ app = typer.Typer(
 )
 app.command("generate")(generate)
 app.command("chat")(chat)
+app.command("audit")(audit)
+app.command("bench")(bench)
 app.add_typer(models, name="models")
 
 

@@ -11,10 +11,12 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from outrider.errors import InvalidRequest
 from outrider.settings import Settings
 from outrider.types import MAX_ALTERNATIVES, SamplingParams
 
@@ -60,6 +62,39 @@ def read_speculation(text: str) -> bool | dict[str, Any] | None:
                 f"{pair!r} is not auto, off, a number or NAME=VALUE, such as depth=4,mode=coupled"
             )
         options[name] = [int(k) for k in value.split("x")] if name == "tree" else _plain(value)
+    return options
+
+
+def read_tree(text: str) -> dict[str, Any]:
+    """`auto`, a number of nodes to grow, or children by depth: `3x2x1`."""
+    if text == "auto":
+        return {}
+    if not re.fullmatch(r"\d+(x\d+)*", text):
+        raise ValueError(f"{text!r} is not auto, a number of nodes, or children by depth such as 3x2x1")
+    return {"tree": [int(k) for k in text.split("x")]} if "x" in text else {"nodes": int(text)}
+
+
+def read_grammar(text: str | None) -> dict[str, Any] | None:
+    """`regex=[0-9]+`, `choice=yes|no`, `json_object`, or `json_schema=` and `lark=` with text or @FILE."""
+    if text is None:
+        return None
+    kind, _, value = text.partition("=")
+    if value.startswith("@"):
+        try:
+            value = Path(value[1:]).expanduser().read_text(encoding="utf-8")
+        except OSError as problem:
+            raise ValueError(f"{value[1:]} cannot be read: {problem.strerror}") from None
+    return {kind: value.split("|") if kind == "choice" else True if kind == "json_object" else value}
+
+
+def _join_speculation(options: dict[str, Any]) -> dict[str, Any]:
+    """--speculate, --tree and --mode are one field."""
+    tree, mode, given = options.pop("tree"), options.pop("mode"), options["speculation"]
+    more = {**tree, **({} if mode == "coupled" else {"mode": mode})}
+    if given is False and more:
+        raise InvalidRequest("--speculate off leaves nothing for --tree and --mode to do", "speculate")
+    if more:
+        options["speculation"] = {**(given or {}), **more}
     return options
 
 
@@ -115,13 +150,14 @@ class Flags:
     panel: str
     builds: type[SamplingParams] | type[Settings]
     flags: tuple[Flag, ...]
+    join: Callable[[dict[str, Any]], dict[str, Any]] = dict  # from flags to fields, where they differ
 
     def parameters(self) -> list[inspect.Parameter]:
         defaults = {field.name: _default(field) for field in fields(self.builds)}
-        return [flag.parameter(self.panel, flag.default or defaults[flag.name]) for flag in self.flags]
+        return [flag.parameter(self.panel, flag.default or defaults.get(flag.name)) for flag in self.flags]
 
     def build(self, typed: dict[str, Any]) -> SamplingParams | Settings:
-        return self.builds.of({flag.name: flag.value(typed.pop(flag.name)) for flag in self.flags})
+        return self.builds.of(self.join({flag.name: flag.value(typed.pop(flag.name)) for flag in self.flags}))
 
 
 def _default(field: Field[Any]) -> Any:
@@ -165,9 +201,26 @@ SAMPLING = Flags(
             "auto",
         ),
         Flag(
+            "tree",
+            str,
+            "Guess a tree: of N nodes, or of a fixed shape.",
+            read_tree,
+            "auto|N|AxBxC",
+            default="auto",
+        ),
+        Flag("mode", str, "How guesses are judged.", metavar="coupled|rejection|lossy", default="coupled"),
+        Flag(
             "prediction", str | None, "What the answer is expected to be; guesses follow it.", metavar="TEXT"
         ),
+        Flag(
+            "grammar",
+            str | None,
+            "The answer's form: json_object, json_schema=@FILE, regex=..., choice=a|b, lark=@FILE.",
+            read_grammar,
+            "KIND=VALUE",
+        ),
     ),
+    _join_speculation,
 )
 
 _REUSE = ("--prefix-reuse/--no-prefix-reuse",)

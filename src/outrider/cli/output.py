@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, TextIO
 
 import typer
 
@@ -34,6 +34,28 @@ def note(text: str) -> None:
     """A line about the answer, on stderr; dim on a terminal, unless NO_COLOR is set."""
     dim = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
     print(f"\x1b[2m{text}\x1b[0m" if dim else text, file=sys.stderr, flush=True)
+
+
+# How --show marks a token: on a terminal by colour, elsewhere by brackets. Plain tokens are left as they are.
+COLOURS: dict[str, str] = {"accepted": "32", "recovered": "31", "bonus": "36"}
+BRACKETS: dict[str, str] = {"accepted": "[]", "recovered": "<>", "bonus": "{}"}
+LEGEND = "accepted guesses {}, corrections {}, bonus tokens {}, the rest plain"
+
+
+def coloured(pieces: Sequence[tuple[str, str]], out: TextIO) -> str:
+    """Text with each token marked by its origin; what the marks mean goes to stderr."""
+    colour = out.isatty() and not os.environ.get("NO_COLOR")
+
+    def mark(text: str, origin: str) -> str:
+        if not text or origin not in COLOURS:
+            return text
+        if colour:
+            return f"\x1b[{COLOURS[origin]}m{text}\x1b[0m"
+        return f"{BRACKETS[origin][0]}{text}{BRACKETS[origin][1]}"
+
+    names = ("green", "red", "cyan") if colour else tuple(BRACKETS[o] for o in COLOURS)
+    note(LEGEND.format(*names))
+    return "".join(mark(text, origin) for text, origin in pieces)
 
 
 def complain(text: str) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from outrider.types import StepRecord
 
 KEEP = 0.9  # weight of what was known against the newest measurement
-SLOPE = 0.05  # believed cost of a row nobody has measured yet, as a share of a step; low, so that it gets measured
+# believed cost of a row nobody has measured yet, as a share of a step; low, so that it gets measured
+SLOPE = 0.05
 
 
 class Costs:

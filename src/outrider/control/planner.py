@@ -1,9 +1,10 @@
 """The planner: how much to guess this step, for each sequence. No torch.
 
-A simple rule, from what was measured. Each sequence has an estimate of the chance that its next guess holds; a guess at depth k
-survives with that chance to the power k. All sequences' guesses compete: the likeliest to survive is taken first, as long
-as expected tokens a second rise under the measured cost of a step. None at all is one of the outcomes. A sequence whose guesses
-stopped paying is asked again now and then, so that off is never for ever.
+A simple rule, from what was measured. Each sequence has an estimate of the chance that its next guess
+holds; a guess at depth k survives with that chance to the power k. All sequences' guesses compete: the
+likeliest to survive is taken first, as long as expected tokens a second rise under the measured cost of a
+step. None at all is one of the outcomes. A sequence whose guesses stopped paying is asked again now and
+then, so that off is never for ever.
 
 What a request fixes itself (drafter, depth, nodes, tree) is done as asked.
 """
@@ -14,7 +15,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from outrider.control.costs import Costs
-from outrider.types import NO_BET, Bet, Plan, Sequence, StepRecord
+from outrider.types import MAX_NODES, NO_BET, Bet, Plan, Sequence, StepRecord
 
 DEPTH = 4  # guesses in a row, at most, unless a request says otherwise
 MOST_SEQUENCES = 16  # above this, steps are full of real work: guessing stops
@@ -59,6 +60,8 @@ class Planner:
     def observe(self, record: StepRecord) -> None:
         self.costs.observe(record)
         for o in record.outcomes:
+            if o.sequence.finish_reason:
+                continue  # already forgotten
             known = self._record(o.sequence)
             known.rest = 0 if o.drafted else known.rest + 1
             if o.drafted:
@@ -85,9 +88,9 @@ class Planner:
         if asked.tree is not None:
             return Bet(name, _size(asked.tree), len(asked.tree), asked.tree, asked.mode), "asked"
         if depth or nodes:
-            depth = depth or min(nodes or DEPTH, DEPTH)
+            depth = min(depth or DEPTH, nodes or MAX_NODES)
             free = asked.mode != "rejection"  # the ratio test must not choose nodes by looking at them
-            return Bet(name, max(nodes or depth, depth) if free else depth, depth, None, asked.mode), "asked"
+            return Bet(name, (nodes or depth) if free else depth, depth, None, asked.mode), "asked"
         if batch > MOST_SEQUENCES:
             return NO_BET, "batch"
         if params.temperature > HOTTEST:
@@ -98,7 +101,9 @@ class Planner:
         """Depth for each sequence that left it open, by descending survival while tokens a second rise."""
         chances = {i: self._record(sequences[i]).chance for i in open_}
         limit = {i: _depth_at(sequences[i].request.params.temperature) for i in open_}
-        guesses = sorted(((chances[i] ** k, -k, i) for i in open_ for k in range(1, limit[i] + 1)), reverse=True)
+        guesses = sorted(
+            ((chances[i] ** k, -k, i) for i in open_ for k in range(1, limit[i] + 1)), reverse=True
+        )
         name = self.default
         depths = dict.fromkeys(open_, 0)
         tokens, best = float(rows), 0.0

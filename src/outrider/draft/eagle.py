@@ -1,16 +1,19 @@
 """`eagle`: an EAGLE-3 head guesses from what the target was thinking.
 
-Entry i of the head joins the target's hidden states at token i (three layers, fused by one matrix) with the embedding of
-token i + 1 and predicts token i + 2. Past the known text it feeds on its own hidden state instead, so a guess of depth d
-takes d passes of one layer. Its vocabulary may be a part of the target's: `d2t` maps its ids to the target's.
+Entry i of the head joins the target's hidden states at token i (three layers, fused by one matrix) with the
+embedding of token i + 1 and predicts token i + 2. Past the known text it feeds on its own hidden state
+instead, so a guess of depth d takes d passes of one layer. Its vocabulary may be a part of the target's:
+`d2t` maps its ids to the target's.
 
-The target keeps its hidden states slot by slot beside keys and values, so they survive prefix reuse, preemption and pauses;
-the head has its own cache of entries made from true hidden states and reads what it missed when asked again.
+The target keeps its hidden states slot by slot beside keys and values, so they survive prefix reuse,
+preemption and pauses; the head has its own cache of entries made from true hidden states and reads what it
+missed when asked again.
 """
 
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
@@ -48,15 +51,22 @@ class HeadConfig:
 class EagleHead:
     """The network. `read` yields the published layout's tensors: fc, midlayer.*, norm, lm_head, d2t."""
 
-    def __init__(self, config: HeadConfig, read: Callable[[str], Tensor], target: Decoder, context: int) -> None:
+    def __init__(
+        self, config: HeadConfig, read: Callable[[str], Tensor], target: Decoder, context: int
+    ) -> None:
         self.config, self.target, self.kernels = config, target, target.kernels
         c = config.layer
         self.cos, self.sin = rope_tables(c, context)
         pack = self.kernels.pack_linear
         self.fuse = pack(read("fc.weight"))
-        qkv = torch.cat([read(f"midlayer.self_attn.{part}_proj.weight") for part in "qkv"])  # inputs: 2 hidden
+        qkv = torch.cat(
+            [read(f"midlayer.self_attn.{part}_proj.weight") for part in "qkv"]
+        )  # inputs: 2 hidden
         self.qkv, self.out = pack(qkv), pack(read("midlayer.self_attn.o_proj.weight"))
-        self.gate, self.up = pack(read("midlayer.mlp.gate_proj.weight")), pack(read("midlayer.mlp.up_proj.weight"))
+        self.gate, self.up = (
+            pack(read("midlayer.mlp.gate_proj.weight")),
+            pack(read("midlayer.mlp.up_proj.weight")),
+        )
         self.down, self.head = pack(read("midlayer.mlp.down_proj.weight")), pack(read("lm_head.weight"))
         self.embed_norm = read("midlayer.input_layernorm.weight")
         self.hidden_norm = read("midlayer.hidden_norm.weight")
@@ -70,7 +80,9 @@ class EagleHead:
         return self.kernels.linear(self.fuse, features.flatten(1).contiguous())
 
     def forward(self, hidden: Tensor, batch: Batch, store: KeyValueStore) -> Tensor:
-        """One layer over [R, hidden] and the embeddings of batch.ids -> the next hidden states, not yet normed."""
+        """One layer over [R, hidden] and the embeddings of batch.ids -> the next hidden states, not yet
+        normed.
+        """
         c, k = self.config.layer, self.kernels
         embedded = self.target.embed(batch.ids)
         both = torch.cat([k.norm(embedded, self.embed_norm), k.norm(hidden, self.hidden_norm)], dim=1)
@@ -111,7 +123,7 @@ class EagleDrafter:
         target_store.tap(head.config.taps, c.hidden)
         self.store = KeyValueStore(1, slots, c.kv_heads, c.head_dim)
         self.table = SlotTable(slots, len(target_table.lengths), context + MAX_NODES, reuse=False)
-        self.states: dict[Sequence, State] = {}
+        self.states: OrderedDict[Sequence, State] = OrderedDict()  # least recently asked first
 
     def start(self, sequence: Sequence) -> None:
         pass
@@ -123,20 +135,22 @@ class EagleDrafter:
             return drafts
         some = [sequences[i] for i in able]
         try:
-            states = [self._state(s) for s in some]
+            states = self._states(some)
             hidden = self._catch_up(some, states)
             feds = [Fed(state.row, state.valid) for state in states]
             kept: dict[Place, Tensor] = {(i, -1): row for i, row in enumerate(hidden)}
             growths = grow(
                 some, [bets[i] for i in able], self.head.logits(hidden),
-                lambda g, places: self._expand(feds, kept, g, places),
+                lambda g, places: self._expand(some, feds, kept, g, places),
             )  # fmt: skip
-        except CacheFull:
+        except CacheFull:  # too many long texts for the head's cache: no guess is better than a wrong one
             return drafts
-        for i, growth, state in zip(able, growths, states, strict=True):
+        finally:  # entries made from the head's own states were for guessing only
+            for state in map(self.states.get, some):
+                if state is not None:
+                    self.table.commit(state.row, state.valid)
+        for i, growth in zip(able, growths, strict=True):
             drafts[i] = growth.harvest()[0]
-            # Entries made from the head's own states were for guessing only.
-            self.table.commit(state.row, state.valid)
         return drafts
 
     def accept(self, sequence: Sequence, draft: Draft, verdict: Verdict) -> None:
@@ -146,39 +160,59 @@ class EagleDrafter:
         if state := self.states.pop(sequence, None):
             self.table.release(state.row)
 
-    def _state(self, sequence: Sequence) -> State:
-        if sequence not in self.states:
+    def _states(self, sequences: Seq[Sequence]) -> list[State]:
+        """A row for each, taking those of the longest unasked if there are too few."""
+        for sequence in sequences:
+            if sequence in self.states:
+                self.states.move_to_end(sequence)
+                continue
             if not self.table.rows_left:
                 self.stop(next(iter(self.states)))
             self.states[sequence] = State(self.table.open([])[0])
-        return self.states[sequence]
+        return [self.states[s] for s in sequences]
+
+    def _extend(self, row: int, n: int, asked: Seq[Sequence]) -> None:
+        """Room at the end of a row, taken from sequences that are not being asked if need be."""
+        while not self.table.make_room(n):
+            idle = next((s for s in self.states if s not in asked), None)
+            if idle is None:
+                raise CacheFull("the head's cache is full")
+            self.stop(idle)
+        self.table.extend(row, n)
 
     def _catch_up(self, sequences: Seq[Sequence], states: Seq[State]) -> Tensor:
         """Make the entries the texts have gained; the head's hidden state at the last of each.
 
-        The text of n tokens has n - 1 entries: the last token's own hidden states do not exist yet. The last entry is
-        always made anew, as it is where the guess starts.
+        The text of n tokens has n - 1 entries: the last token's own hidden states do not exist yet. The
+        last entry is always made anew, as it is where the guess starts.
         """
         texts, starts, slots = [], [], []
         for s, state in zip(sequences, states, strict=True):
             entries = len(s.tokens) - 1
             state.valid = min(state.valid, entries - 1)
             self.table.commit(state.row, state.valid)
-            self.table.extend(state.row, entries - state.valid)
+            self._extend(state.row, entries - state.valid, sequences)
             texts.append(s.tokens[state.valid + 1 :])
             starts.append(state.valid)
             slots.append(torch.from_numpy(self.target_table.entries[s.row, state.valid : entries]))
-            state.valid = entries
         assert self.target_store.features is not None
         fused = self.head.fused(self.target_store.features[torch.cat(slots)])
         batch = text_batch(self.table, [state.row for state in states], texts, starts)
-        return self.head.forward(fused, batch, self.store)[batch.logit_rows]
+        hidden = self.head.forward(fused, batch, self.store)[batch.logit_rows]
+        for s, state in zip(sequences, states, strict=True):  # not before: there may have been no room for all
+            state.valid = len(s.tokens) - 1
+        return hidden
 
     def _expand(
-        self, feds: list[Fed], kept: dict[Place, Tensor], growths: list[Growth], places: list[Place]
+        self,
+        sequences: Seq[Sequence],
+        feds: list[Fed],
+        kept: dict[Place, Tensor],
+        growths: list[Growth],
+        places: list[Place],
     ) -> Tensor:
         for i, node in places:
-            self.table.extend(feds[i].row, 1)
+            self._extend(feds[i].row, 1, sequences)
             feds[i].add(node, growths[i].parents[node])
         batch = node_batch(
             self.table,
@@ -208,6 +242,8 @@ def load_eagle(folder: Path, target: Decoder, context: int) -> EagleHead:
             f"this target has {c.hidden} and {c.vocab}"
         )
     taps = tuple(raw.get("outrider_taps") or eagle_taps(c.layers))
+    if len(taps) != TAPS or not all(type(t) is int and 0 <= t < c.layers for t in taps):
+        raise BadCheckpoint(f"{folder}: outrider_taps must name {TAPS} of the target's {c.layers} layers, not {taps}")
     tensors = _tensors(folder)
     head = HeadConfig(replace(layer, rope=layer.rope), draft_vocab, taps)
     _check(folder, tensors, head)
@@ -215,7 +251,9 @@ def load_eagle(folder: Path, target: Decoder, context: int) -> EagleHead:
 
 
 def eagle_taps(layers: int) -> tuple[int, ...]:
-    """Where published heads look: at what enters the third layer, the middle one, and the third from the end."""
+    """Where published heads look: at what enters the third layer, the middle one, and the third from the
+    end.
+    """
     return (min(2, layers - 1), layers // 2, max(layers - 3, 0))
 
 

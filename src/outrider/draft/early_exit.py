@@ -1,7 +1,7 @@
 """`early_exit`: the target's own first layers and its head guess. No second model, no second cache.
 
-The first layers' keys and values of the known text are already in the target's slots; a guess borrows slots behind them
-and gives them back before the target checks it.
+The first layers' keys and values of the known text are already in the target's slots; a guess borrows slots
+behind them and gives them back before the target checks it.
 """
 
 from __future__ import annotations

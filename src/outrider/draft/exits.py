@@ -1,4 +1,6 @@
-"""Where to leave the target early: the number of layers that promises the most, by a short search on sample texts."""
+"""Where to leave the target early: the number of layers that promises the most, by a short search on sample
+texts.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ DEPTH = 3  # guesses in a row the search assumes
 
 
 def find_exit(model: Decoder, samples: list[list[int]]) -> int:
-    """The exit with the highest expected speed: how often it agrees with the last layer, against what it costs."""
+    """The exit with the highest expected speed: how often it agrees with the last layer, against what it
+    costs.
+    """
     agreement = exit_agreement(model, samples)
     c = model.config
     layer = 2 * c.hidden * (c.heads + c.kv_heads) * c.head_dim + 3 * c.hidden * c.intermediate
@@ -26,7 +30,9 @@ def find_exit(model: Decoder, samples: list[list[int]]) -> int:
 
 
 def exit_agreement(model: Decoder, samples: list[list[int]]) -> dict[int, float]:
-    """For each number of layers, the share of positions where head and exit name the same token as the whole model."""
+    """For each number of layers, the share of positions where head and exit name the same token as the
+    whole model.
+    """
     c = model.config
     same: dict[int, float] = dict.fromkeys(range(1, c.layers), 0.0)
     for text in samples:

@@ -14,7 +14,9 @@ from outrider.types import Batch
 
 @dataclass(slots=True)
 class Fed:
-    """Which nodes of a sequence's tree a drafter has run, in which order, behind `known` entries of its row."""
+    """Which nodes of a sequence's tree a drafter has run, in which order, behind `known` entries of its
+    row.
+    """
 
     row: int
     known: int
@@ -38,9 +40,13 @@ class Fed:
 def text_batch(
     table: SlotTable, rows: Seq[int], texts: Seq[Seq[int]], starts: Seq[int], last_only: bool = True
 ) -> Batch:
-    """Feed texts[i] to table row rows[i] from entry starts[i] on; slots are already there. Logits at each end."""
+    """Feed texts[i] to table row rows[i] from entry starts[i] on; slots are already there. Logits at each
+    end.
+    """
     owner = np.repeat(np.array(rows, np.int32), [len(t) for t in texts])
-    positions = np.concatenate([np.arange(s, s + len(t), dtype=np.int32) for s, t in zip(starts, texts, strict=True)])
+    positions = np.concatenate(
+        [np.arange(s, s + len(t), dtype=np.int32) for s, t in zip(starts, texts, strict=True)]
+    )
     ends = np.cumsum([len(t) for t in texts]) - 1
     return _batch(
         table,
@@ -54,7 +60,9 @@ def text_batch(
     )
 
 
-def node_batch(table: SlotTable, feds: Seq[Fed], tokens: Seq[int], nodes: Seq[int], depths: Seq[int]) -> Batch:
+def node_batch(
+    table: SlotTable, feds: Seq[Fed], tokens: Seq[int], nodes: Seq[int], depths: Seq[int]
+) -> Batch:
     """Feed one node each; the slot of fed[i]'s newest entry is already there."""
     rows = np.array([fed.row for fed in feds], np.int32)
     known = np.array([fed.known for fed in feds], np.int32)

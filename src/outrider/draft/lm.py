@@ -1,8 +1,8 @@
 """`lm`: a smaller model of the target's family guesses.
 
-It has a cache of its own and a valid length of its own: how much of a sequence's text its keys and values cover. While
-it is not asked, that length stands still; when it is asked again it first reads what it missed, in one pass, so its
-guesses after a pause are the guesses it would have made without one.
+It has a cache of its own and a valid length of its own: how much of a sequence's text its keys and values
+cover. While it is not asked, that length stands still; when it is asked again it first reads what it
+missed, in one pass, so its guesses after a pause are the guesses it would have made without one.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ class LmDrafter:
             some = [sequences[i] for i in fitting]
             states = self._states(some)
             roots = self._catch_up(some, states)
-            growths = grow(some, [bets[i] for i in fitting], roots, lambda g, places: self._expand(states, g, places))
+            growths = grow(
+                some, [bets[i] for i in fitting], roots, lambda g, places: self._expand(some, states, g, places)
+            )
         except CacheFull:  # too many long texts for this model's cache: no guess is better than a wrong one
             return drafts
         for i, state, growth in zip(fitting, states, growths, strict=True):
@@ -104,7 +106,9 @@ class LmDrafter:
     def _catch_up(self, sequences: Seq[Sequence], states: Seq[State]) -> Tensor:
         """Read what each text has gained since last time; the logits after its last token."""
         for s, state in zip(sequences, states, strict=True):
-            state.valid = min(state.valid, len(s.tokens) - 1)  # the last token is always read: its logits are wanted
+            state.valid = min(
+                state.valid, len(s.tokens) - 1
+            )  # the last token is always read: its logits are wanted
             self.table.commit(state.row, state.valid)  # an earlier guess may not have been judged
         logits: list[Tensor | None] = [None] * len(states)
         while waiting := [i for i, s in enumerate(sequences) if states[i].valid < len(s.tokens)]:
@@ -134,12 +138,14 @@ class LmDrafter:
             self.stop(idle)
         self.table.extend(row, n)
 
-    def _expand(self, states: Seq[State], growths: list[Growth], places: list[Place]) -> Tensor:
+    def _expand(
+        self, sequences: Seq[Sequence], states: Seq[State], growths: list[Growth], places: list[Place]
+    ) -> Tensor:
         feds = []
         for i, node in places:
             fed = states[i].fed
             assert fed is not None
-            self.table.extend(fed.row, 1)
+            self._extend(fed.row, 1, sequences)
             fed.add(node, growths[i].parents[node])
             feds.append(fed)
         tokens = [growths[i].tokens[node] for i, node in places]

@@ -1,8 +1,8 @@
 """`lookup`: guesses that what followed last time will follow again. No model, next to no cost.
 
-Three places are searched for the longest ending of the text: the text itself, the user's prediction of the answer, and past
-answers to the same owner, never anybody else's. The continuations found become one tree: where they agree they share nodes,
-and the longest match has the first claim on them.
+Three places are searched for the longest ending of the text: the text itself, the user's prediction of the
+answer, and past answers to the same owner, never anybody else's. The continuations found become one tree:
+where they agree they share nodes, and the longest match has the first claim on them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from outrider.types import Bet, Draft, Sequence, Verdict
 
 SHORTEST = 2  # tokens that must match before a continuation is believed
 GRAM = 4  # past answers are found by this many tokens
+LONGEST = 64  # how far back a match with a past answer is followed
 
 
 @dataclass(slots=True)
@@ -53,7 +54,7 @@ class Past:
         """How long an ending of `text` matched, and what followed it."""
         answer, end = self.grams.get(tuple(text[-GRAM:]), ([], 0))
         size = 0
-        while size < end and size < len(text) and answer[end - 1 - size] == text[-1 - size]:
+        while size < min(end, len(text), LONGEST) and answer[end - 1 - size] == text[-1 - size]:
             size += 1
         return size, answer[end : end + n]
 

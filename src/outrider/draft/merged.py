@@ -12,8 +12,8 @@ from outrider.types import MAX_NODES, Bet, Draft, Sequence, Verdict
 class MergedDrafter:
     """The first drafter's nodes come first; the others fill what the bet has left.
 
-    Draft probabilities are not kept: a node may come from two distributions. Under `rejection` its guesses count as given,
-    which is exact, if less often accepted.
+    Draft probabilities are not kept: a node may come from two distributions. Under `rejection` its guesses
+    count as given, which is exact, if less often accepted.
     """
 
     def __init__(self, drafters: Seq[Drafter]) -> None:

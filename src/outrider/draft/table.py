@@ -1,10 +1,10 @@
-"""The table of drafters: from what the user wrote to objects with four verbs. The only place that knows them all.
+"""The table of drafters: from what the user wrote to objects with four verbs. The only place that knows
+them all.
 
-    auto                      the best that needs nothing further: lookup
-    none                      nobody guesses unless a request asks
-    lookup, early_exit[:N]    no second model; N layers, or found by a short search
-    PATH, alias or hub id     a smaller model (`lm`) or an EAGLE-3 head (`eagle`)
-    a+b                       both, sharing one tree
+auto                      the best that needs nothing further: lookup none                      nobody
+guesses unless a request asks lookup, early_exit[:N]    no second model; N layers, or found by a short
+search PATH, alias or hub id     a smaller model (`lm`) or an EAGLE-3 head (`eagle`) a+b
+both, sharing one tree
 """
 
 from __future__ import annotations
@@ -77,7 +77,9 @@ def _make(part: str, bench: Bench) -> tuple[str, Drafter]:
         raise ModelNotFound(f"no drafter {part!r}{hint}; as a model: {reason}") from None
     if _is_eagle(path):
         if not isinstance(bench.target, Decoder):
-            raise UnsupportedModel(f"an EAGLE head needs hidden states, which {_family(bench)} does not offer")
+            raise UnsupportedModel(
+                f"an EAGLE head needs hidden states, which {_family(bench)} does not offer"
+            )
         head = load_eagle(path, bench.target, bench.context)
         slots = _slots(bench, head.config.layer.kv_bytes_per_token)
         return "eagle", EagleDrafter(head, bench.store, bench.table, slots, bench.context)
@@ -89,7 +91,9 @@ def _early_exit(layers: str, bench: Bench) -> Drafter:
         raise UnsupportedModel(f"early_exit needs single layers, which {_family(bench)} does not offer")
     total = bench.target.config.layers
     if layers and not (layers.isdigit() and 0 < int(layers) < total):
-        raise InvalidRequest(f"early_exit takes 1 to {total - 1} layers of this model, not {layers!r}", "draft")
+        raise InvalidRequest(
+            f"early_exit takes 1 to {total - 1} layers of this model, not {layers!r}", "draft"
+        )
     chosen = int(layers) if layers else find_exit(bench.target, bench.samples())
     return EarlyExitDrafter(bench.target, bench.store, bench.table, chosen)
 
@@ -106,7 +110,11 @@ def _lm(path: Path, bench: Bench) -> Drafter:
             stacklevel=2,
         )
     return LmDrafter(
-        model, _slots(bench, model.config.kv_bytes_per_token), len(bench.table.lengths), bench.context, bench.target.config.vocab
+        model,
+        _slots(bench, model.config.kv_bytes_per_token),
+        len(bench.table.lengths),
+        bench.context,
+        bench.target.config.vocab,
     )
 
 

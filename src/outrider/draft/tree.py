@@ -1,12 +1,14 @@
-"""Growing guesses from a model's logits: chains, fixed shapes, and trees grown best first. For any model drafter.
+"""Growing guesses from a model's logits: chains, fixed shapes, and trees grown best first. For any model
+drafter.
 
-Level by level: the drafter's logits at each open node go through the same processing as the target's, get the same
-noise, and the best few become children. Sharing the target's noise is what makes a guess at temperature 1 as likely
-to hold as one at 0. A node's survival is the product of its and its ancestors' shares; a grown tree keeps the nodes
-likeliest to survive, which never orphans one, as a child cannot be likelier than its parent.
+Level by level: the drafter's logits at each open node go through the same processing as the target's, get
+the same noise, and the best few become children. Sharing the target's noise is what makes a guess at
+temperature 1 as likely to hold as one at 0. A node's survival is the product of its and its ancestors'
+shares; a grown tree keeps the nodes likeliest to survive, which never orphans one, as a child cannot be
+likelier than its parent.
 
-For `rejection`, which needs to know what each guess was drawn from, draws use a stream of their own and the shape is
-fixed beforehand: choosing nodes by looking at them would bias the ratio test.
+For `rejection`, which needs to know what each guess was drawn from, draws use a stream of their own and the
+shape is fixed beforehand: choosing nodes by looking at them would bias the ratio test.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.types import Bet, Draft, Sequence
+from outrider.types import MAX_NODES, Bet, Draft, Sequence
 from outrider.verify.noise import DRAFT, gumbel, gumbel_at
 from outrider.verify.process import process
 from outrider.verify.rows import LogitRows
@@ -40,17 +42,26 @@ class Growth:
     parents: list[int] = field(default_factory=list)
     survival: list[float] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
-    log_q: list[Tensor] = field(default_factory=list)
+    drawn: list[int] = field(default_factory=list)  # under rejection: which drawn row a node is from
+    log_q: Tensor | None = None  # [n, vocab], once grown
 
-    def add(self, parent: int, token: int, share: float, log_q: Tensor | None) -> int:
+    def add(self, parent: int, token: int, share: float, drawn: int | None) -> int:
         above = 1.0 if parent < 0 else self.survival[parent]
         self.tokens.append(token)
         self.parents.append(parent)
         self.survival.append(above * share)
         self.depths.append(1 if parent < 0 else self.depths[parent] + 1)
-        if log_q is not None:
-            self.log_q.append(log_q)
+        if drawn is not None:
+            self.drawn.append(drawn)
         return len(self.tokens) - 1
+
+    def path(self, node: int) -> list[int]:
+        """Nodes from the root's child down to `node`, itself included."""
+        nodes = []
+        while node >= 0:
+            nodes.append(node)
+            node = self.parents[node]
+        return nodes[::-1]
 
     def children(self, depth: int) -> int:
         """How many children a node at `depth` gets."""
@@ -66,7 +77,8 @@ class Growth:
         fresh = [node for node in fresh if self.children(self.depths[node])]
         if self.bet.tree is not None or len(fresh) <= 1:
             return fresh
-        return sorted(sorted(fresh, key=lambda n: -self.survival[n])[:BEAM])
+        beam = min(BEAM, MAX_NODES // self.bet.depth)  # a drafter's own mask has room for so many fed nodes
+        return sorted(sorted(fresh, key=lambda n: -self.survival[n])[:beam])
 
     def harvest(self) -> tuple[Draft, list[int]]:
         """The draft, at most `nodes` of the likeliest, and for each of its nodes the number it had here."""
@@ -79,54 +91,76 @@ class Growth:
         draft = Draft(
             tuple(self.tokens[n] for n in kept),
             tuple(number[self.parents[n]] for n in kept),
-            torch.stack([self.log_q[n] for n in kept]) if self.log_q and kept else None,
+            self.log_q if self.log_q is None or len(kept) == len(self.tokens) else self.log_q[kept],
         )
         return draft, kept
 
 
 def grow(
-    sequences: Seq[Sequence], bets: Seq[Bet], roots: Tensor, expand: Callable[[list[Growth], list[Place]], Tensor]
+    sequences: Seq[Sequence],
+    bets: Seq[Bet],
+    roots: Tensor,
+    expand: Callable[[list[Growth], list[Place]], Tensor],
 ) -> list[Growth]:
     """Trees for all sequences at once. `roots` [S, vocab] are the drafter's logits after the known text;
     `expand` feeds the given nodes and returns the logits after each."""
     growths = [Growth(bet) for bet in bets]
     places: list[Place] = [(i, -1) for i in range(len(bets)) if growths[i].children(0)]
     logits = roots[[i for i, _ in places]] if places else roots[:0]
+    log_q: list[Tensor] = []
     while places:
-        fresh = _branch(sequences, growths, places, logits)
+        fresh = _branch(sequences, growths, places, logits, log_q)
         places = [(i, node) for i, nodes in fresh.items() for node in growths[i].open(nodes)]
         if places:
             logits = expand(growths, places)
+    if log_q:
+        drawn = [growth for growth in growths if growth.drawn]
+        each = torch.cat(log_q)[[row for growth in drawn for row in growth.drawn]]
+        for growth, mine in zip(drawn, each.split([len(growth.drawn) for growth in drawn]), strict=True):
+            growth.log_q = mine
     return growths
 
 
 def _branch(
-    sequences: Seq[Sequence], growths: list[Growth], places: list[Place], logits: Tensor
+    sequences: Seq[Sequence], growths: list[Growth], places: list[Place], logits: Tensor, log_q: list[Tensor]
 ) -> dict[int, list[int]]:
-    """Give every open place its children; the new nodes of each sequence."""
+    """Give every open place its children; the new nodes of each sequence. What they were drawn from joins
+    `log_q`.
+    """
     rows = _rows(sequences, growths, places)
     processed = process(logits, rows)
     counts = [growths[i].children(0 if node < 0 else growths[i].depths[node]) for i, node in places]
     tokens, shares = _coupled(processed, rows, max(counts))
-    drawn = [r for r, (i, _) in enumerate(places) if growths[i].bet.mode == "rejection"]
-    log_q: dict[int, Tensor] = {}
+    drawn = [r for r, (i, _) in enumerate(places) if _is_drawn(sequences[i], growths[i].bet)]
+    number: dict[int, int] = {}
     if drawn:
         at = torch.tensor(drawn)
-        log_q = dict(zip(drawn, processed[at].log_softmax(-1), strict=True))
-        tokens[at] = _drawn(processed[at], rows, np.array(drawn), max(counts))
+        before = sum(map(len, log_q))
+        number = {r: before + n for n, r in enumerate(drawn)}
+        log_q.append(processed[at].log_softmax(-1))
+        tokens[at] = _drawn(processed[at], rows, np.array(drawn), tokens.shape[1])
+    # A token the drafter rules out is no guess: there may be fewer possible ones than children asked for.
+    possible = (processed.gather(1, tokens) > float("-inf")).tolist()
     fresh: dict[int, list[int]] = {}
-    for r, ((i, node), count) in enumerate(zip(places, counts, strict=True)):
-        for token, share in zip(tokens[r, :count].tolist(), shares[r, :count].tolist(), strict=True):
-            fresh.setdefault(i, []).append(growths[i].add(node, token, share, log_q.get(r)))
+    for r, (children, parts) in enumerate(zip(tokens.tolist(), shares.tolist(), strict=True)):
+        (i, node), growth, source = places[r], growths[places[r][0]], number.get(r)
+        mine = fresh.setdefault(i, [])
+        for token, share, can_be in zip(children[: counts[r]], parts, possible[r], strict=False):
+            if can_be:
+                mine.append(growth.add(node, token, share, source))
     return fresh
 
 
+def _is_drawn(sequence: Sequence, bet: Bet) -> bool:
+    """Whether children are drawn for the ratio test; at temperature 0 it is not used and the likeliest is better."""
+    return bet.mode == "rejection" and sequence.request.params.temperature > 0
+
+
 def _rows(sequences: Seq[Sequence], growths: list[Growth], places: list[Place]) -> LogitRows:
-    drafts = [Draft(tuple(g.tokens[:63]), tuple(g.parents[:63])) if g.tokens else Draft() for g in growths]
     owner = np.array([i for i, _ in places])
     node = np.array([n for _, n in places])
     depth = np.array([0 if n < 0 else growths[i].depths[n] for i, n in places])
-    return LogitRows(sequences, drafts, owner, node, depth)
+    return LogitRows(sequences, growths, owner, node, depth)
 
 
 def _coupled(processed: Tensor, rows: LogitRows, count: int) -> tuple[Tensor, Tensor]:
@@ -138,7 +172,7 @@ def _coupled(processed: Tensor, rows: LogitRows, count: int) -> tuple[Tensor, Te
         noise = gumbel_at(seeds, torch.from_numpy(rows.position), ids)
         values = torch.where(hot[:, None], values + noise, values)
     shares = values.softmax(-1)
-    order = values.topk(count).indices
+    order = values.topk(min(count, values.shape[1])).indices
     return ids.gather(1, order), shares.gather(1, order)
 
 

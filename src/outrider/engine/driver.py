@@ -83,7 +83,9 @@ class Driver:
             raise
 
     def _obey(self) -> bool:
-        """Carry out what was asked since the last step; sleep while there is nothing to do. False: time to go."""
+        """Carry out what was asked since the last step; sleep while there is nothing to do. False: time to
+        go.
+        """
         while True:
             with self._wake:
                 while not (self._orders or self._closed) and self.engine.idle:

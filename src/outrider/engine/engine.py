@@ -1,7 +1,7 @@
 """The loop. One step: pick sequences, plan, draft, pack, run the target once, verify, commit, record.
 
-Prefill, chunked prefill, plain decoding and speculation are this one path: a step gives every sequence some known
-tokens and zero or more guessed ones.
+Prefill, chunked prefill, plain decoding and speculation are this one path: a step gives every sequence some
+known tokens and zero or more guessed ones.
 """
 
 from __future__ import annotations
@@ -179,7 +179,9 @@ class Engine:
             raise InvalidRequest(f"a request with id {request.id!r} is already running", "id")
 
     def _propose(self, picks: list[Pick], bets: Iterator[Bet]) -> tuple[list[Draft], list[Bet]]:
-        """Guesses for the sequences that are done reading, with slots for every node at the end of their row."""
+        """Guesses for the sequences that are done reading, with slots for every node at the end of their
+        row.
+        """
         drafts = [NO_DRAFT] * len(picks)
         placed = [next(bets) if pick.emits else NO_BET for pick in picks]
         by_drafter: dict[str, list[int]] = {}
@@ -187,7 +189,9 @@ class Engine:
             if bet.nodes > 0:
                 by_drafter.setdefault(bet.drafter, []).append(i)
         for name, asked in by_drafter.items():
-            proposed = self.drafters[name].propose([picks[i].sequence for i in asked], [placed[i] for i in asked])
+            proposed = self.drafters[name].propose(
+                [picks[i].sequence for i in asked], [placed[i] for i in asked]
+            )
             for i, draft in zip(asked, proposed, strict=True):
                 sequence = picks[i].sequence
                 try:
@@ -277,4 +281,5 @@ def _origins(draft: Draft, verdict: Verdict) -> list[Origin]:
         return ["plain"]
     last = verdict.accepted[-1] if verdict.accepted else -1
     ending: Origin = "recovered" if last in draft.parents else "bonus"
-    return ["accepted"] * len(verdict.accepted) + [ending]
+    guessed: list[Origin] = ["accepted"] * len(verdict.accepted)
+    return [*guessed, ending]

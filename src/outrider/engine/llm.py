@@ -39,11 +39,12 @@ from outrider.verify.grammar import GrammarCompiler
 
 # What a drafter may be tried on before the first request, to choose its depth in the target.
 SAMPLES = (
-    "Here is how to make a simple vegetable soup. First, chop two onions, three carrots and a stick of celery, and fry "
-    "them slowly in a little oil until they are soft. Add a litre of water, salt and pepper, and let it simmer.",
-    "def mean(values):\n    total = 0\n    for value in values:\n        total += value\n    return total / len(values)\n",
-    "The train was late again, and Maria had read every poster on the platform twice. When it came at last, she found "
-    "a seat by the window, put her bag on her knees and watched the fields go by without thinking of anything at all.",
+    "Here is how to make a simple vegetable soup. First, chop two onions, three carrots and a stick of celery, "
+    "and fry them slowly in a little oil until they are soft. Add a litre of water, salt and pepper.",
+    "def mean(values):\n    total = 0\n    for value in values:\n        total += value\n"
+    "    return total / len(values)\n",
+    "The train was late again, and Maria had read every poster on the platform twice. When it came at last, "
+    "she found a seat by the window, put her bag on her knees and watched the fields go by.",
 )
 
 Prompt = str | Seq[int]
@@ -108,7 +109,9 @@ class Output:
 
 
 class LLM:
-    """A model and its engine. `model` is a folder, a .gguf file, an alias or a hub id; options are Settings'."""
+    """A model and its engine. `model` is a folder, a .gguf file, an alias or a hub id; options are
+    Settings'.
+    """
 
     def __init__(
         self,
@@ -138,20 +141,27 @@ class LLM:
         self,
         prompts: Prompt | Seq[Prompt],
         params: SamplingParams | Seq[SamplingParams] | None = None,
+        owner: str = "",
         **options: Any,
     ) -> list[Output]:
-        """Answer one prompt or many together; parameters are one for all or one each, or given by name."""
-        return self._collect([self._prompt_ids(p) for p in _as_list(prompts)], _params(params, options))
+        """Answer one prompt or many together; parameters are one for all or one each, or given by name.
+
+        `owner` says whose they are: cached prefixes and remembered answers are never shared between owners.
+        """
+        ids = [self._prompt_ids(p) for p in _as_list(prompts)]
+        return self._collect(ids, _params(params, options), owner)
 
     def chat(
         self,
         messages: Seq[Message] | Seq[Seq[Message]],
         params: SamplingParams | Seq[SamplingParams] | None = None,
+        owner: str = "",
         **options: Any,
     ) -> list[Output]:
         """Answer one conversation or many, through the model's own chat template."""
         many = messages if messages and not isinstance(messages[0], Mapping) else [messages]
-        return self._collect([self.chat_ids(m) for m in many], _params(params, options))  # type: ignore[arg-type]
+        ids = [self.chat_ids(m) for m in many]  # type: ignore[arg-type]
+        return self._collect(ids, _params(params, options), owner)
 
     async def stream(
         self, prompt: Prompt | Seq[Message], params: SamplingParams | None = None, **options: Any
@@ -195,11 +205,13 @@ class LLM:
 
     def chat_ids(self, messages: Seq[Message]) -> list[int]:
         if self.template is None:
-            raise InvalidRequest("this model has no chat template; use generate with a plain prompt", "messages")
+            raise InvalidRequest(
+                "this model has no chat template; use generate with a plain prompt", "messages"
+            )
         text = self.template.render([dict(m) for m in messages])
         return self.tokenizer.encode(text, special=False, parse_special=True)
 
-    def request(self, prompt_ids: Seq[int], params: SamplingParams) -> Request:
+    def request(self, prompt_ids: Seq[int], params: SamplingParams, owner: str = "") -> Request:
         """Settle everything a request leaves open: its id, its seed, its end ids, its words as tokens."""
         if params.speculation == Speculation():
             params = replace(params, speculation=self.speculation)
@@ -210,6 +222,7 @@ class LLM:
             prompt_ids=tuple(prompt_ids),
             params=params,
             seed=secrets.randbits(63) if params.seed is None else params.seed,
+            owner=owner,
             bad_word_ids=tuple({tuple(self.tokenizer.encode(form, special=False)) for form in words}),
             stop_ids=frozenset((*ends, *params.stop_token_ids)),
             grammar=None if params.grammar is None else self._compiler.compile(params.grammar),
@@ -242,7 +255,9 @@ class LLM:
             raise InvalidRequest("a prompt is a string or a list of token ids", "prompt")
         return list(prompt)
 
-    def _collect(self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]) -> list[Output]:
+    def _collect(
+        self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams], owner: str
+    ) -> list[Output]:
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
         if len(each) != len(prompts):
             raise InvalidRequest(f"{len(prompts)} prompts but {len(each)} sets of parameters", "params")
@@ -251,7 +266,7 @@ class LLM:
         texts: dict[tuple[str, int], list[str]] = {}
         try:
             for ids, one in zip(prompts, each, strict=True):
-                request = self.request(ids, one)
+                request = self.request(ids, one, owner)
                 running[request.id] = request, self.driver.submit(request, heard.put)
             left = sum(p.n for p in each)
             while left:
@@ -312,7 +327,9 @@ def _params(
     return [replace(one, speculation=how) for one in params]
 
 
-def _output(request: Request, choices: Iterable[Sequence], texts: Mapping[tuple[str, int], list[str]]) -> Output:
+def _output(
+    request: Request, choices: Iterable[Sequence], texts: Mapping[tuple[str, int], list[str]]
+) -> Output:
     output = Output(list(request.prompt_ids), 0)
     for s in choices:
         assert s.finish_reason is not None  # every choice has had its last event

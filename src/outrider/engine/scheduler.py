@@ -1,9 +1,10 @@
-"""Who moves this step. Sequences that run come first, oldest first; then those that wait, while there is room.
+"""Who moves this step. Sequences that run come first, oldest first; then those that wait, while there is
+room.
 
-There is no prefill phase and no decode phase: a sequence has known tokens that are not cached yet, and a step
-feeds it some of them. When the cache is full the youngest gives its slots back and waits; it loses nothing, as
-its tokens are a function of the request and are simply fed again. Since the oldest is never the one to go,
-everything ends.
+There is no prefill phase and no decode phase: a sequence has known tokens that are not cached yet, and a
+step feeds it some of them. When the cache is full the youngest gives its slots back and waits; it loses
+nothing, as its tokens are a function of the request and are simply fed again. Since the oldest is never the
+one to go, everything ends.
 """
 
 from __future__ import annotations

@@ -21,7 +21,9 @@ class Writer:
         self.held = ""
 
     def feed(self, token: int, armed: bool = True) -> tuple[str, bool]:
-        """Text that is safe to show, and whether a stop string was completed. Unarmed, stops are not looked for."""
+        """Text that is safe to show, and whether a stop string was completed. Unarmed, stops are not looked
+        for.
+        """
         self.held += self.stream.feed(token)
         stops = self.stops if armed else ()
         if (cut := first_stop(self.held, stops)) is not None:

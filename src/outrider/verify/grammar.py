@@ -1,7 +1,8 @@
 """Structured output: which tokens may come next, at any node of a draft. Through llguidance.
 
-A compiled grammar is a state that moves along the text; `mask` looks ahead along a path and comes back, so every node
-of a draft is masked as plain decoding would mask it, and nothing needs undoing when a guess is rejected.
+A compiled grammar is a state that moves along the text; `mask` looks ahead along a path and comes back, so
+every node of a draft is masked as plain decoding would mask it, and nothing needs undoing when a guess is
+rejected.
 """
 
 from __future__ import annotations
@@ -54,13 +55,17 @@ class GrammarCompiler:
         try:
             import llguidance  # an extra: only structured output needs it
         except ImportError:
-            raise OutriderError('structured output needs llguidance: pip install "outrider[grammar]"') from None
+            raise OutriderError(
+                'structured output needs llguidance: pip install "outrider[grammar]"'
+            ) from None
         self._matcher = llguidance.LLMatcher
         self._tokenizer = llguidance.LLTokenizer(tokenizer_json, n_vocab=vocab, eos_token=list(ends))
         self._vocab = vocab
 
     def compile(self, grammar: Mapping[str, Any]) -> GrammarState:
-        """From `{"json_schema": ...}`, `{"json_object": true}`, `{"regex": ...}`, `{"choice": [...]}` or `{"lark": ...}`."""
+        """From `{"json_schema": ...}`, `{"json_object": true}`, `{"regex": ...}`, `{"choice": [...]}` or
+        `{"lark": ...}`.
+        """
         ((kind, value),) = grammar.items()
         try:
             source = self._source(kind, value)
@@ -73,11 +78,15 @@ class GrammarCompiler:
 
     def _source(self, kind: str, value: Any) -> str:
         if kind == "json_schema":
-            return self._matcher.grammar_from_json_schema(value if isinstance(value, str) else json.dumps(value))
+            return self._matcher.grammar_from_json_schema(
+                value if isinstance(value, str) else json.dumps(value)
+            )
         if kind == "json_object":
             return self._matcher.grammar_from_json_schema('{"type": "object"}')
         if kind == "regex":
             return self._matcher.grammar_from_regex(value)
         if kind == "choice":
-            return self._matcher.grammar_from_lark("start: " + " | ".join(json.dumps(choice) for choice in value))
+            return self._matcher.grammar_from_lark(
+                "start: " + " | ".join(json.dumps(choice) for choice in value)
+            )
         return self._matcher.grammar_from_lark(value)

@@ -3,11 +3,12 @@
     y_t = argmax_v  l_t(v) + G(s, t, v)      G = -log(-log U),  U keyed by (seed, position, token)
     y_t = argmax_v  l_t(v)                   at temperature 0; ties go to the lowest id
 
-Why it is exact: adding Gumbel noise to log-probabilities and taking the argmax draws from the softmax, so plain
-decoding samples the target. Why speculation changes nothing: y_t is a function of the target's logits after the
-true text, the seed and t. A draft only decides which rows were computed in advance. From the root we go to the
-child whose token *is* y; there the row was computed after the true text, so its y is the true next token; where
-no child matches we emit y and stop. Every token emitted is the one plain decoding would have emitted.
+Why it is exact: adding Gumbel noise to log-probabilities and taking the argmax draws from the softmax, so
+plain decoding samples the target. Why speculation changes nothing: y_t is a function of the target's logits
+after the true text, the seed and t. A draft only decides which rows were computed in advance. From the root
+we go to the child whose token *is* y; there the row was computed after the true text, so its y is the true
+next token; where no child matches we emit y and stop. Every token emitted is the one plain decoding would
+have emitted.
 
 Pure functions; the randomness comes in as seeds.
 """
@@ -44,7 +45,9 @@ def follow(matches: NDArray[np.bool_], chosen: Ints, rows: TreeRows) -> list[Res
     """Descend from each root while nodes match; then emit what the law chose where the walk ended."""
     matches = matches | (rows.depth == 0)
     alive = matches.copy()
-    for _ in range(int(rows.depth.max(initial=0)) - 1):  # as often as the deepest draft is deep, all rows at once
+    for _ in range(
+        int(rows.depth.max(initial=0)) - 1
+    ):  # as often as the deepest draft is deep, all rows at once
         alive = matches & alive[rows.parent]
     reach = np.where(alive, rows.depth, -1)
     results = []

@@ -1,8 +1,9 @@
-"""`lossy`: guesses may stand though the target would have said something else. Not exact; must be asked for by name.
+"""`lossy`: guesses may stand though the target would have said something else. Not exact; must be asked for
+by name.
 
-*typical*: a guess stands if p(x) > min(threshold, delta exp(-H(p))), so that where the target is undecided anything it
-finds plausible will do. *threshold*: a guess stands if p(x) >= threshold. The longest path that stands is kept; the token
-after it is drawn by the law.
+*typical*: a guess stands if p(x) >= min(threshold, delta exp(-H(p))), so that where the target is undecided
+anything it finds plausible will do. *threshold*: a guess stands if p(x) >= threshold. The longest path that
+stands is kept; the token after it is drawn by the law.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ def lossy(processed: Tensor, rows: TreeRows, draw: Draw) -> list[Result]:
     log_p = processed.float().log_softmax(-1)
     token = torch.from_numpy(rows.token).clamp(min=0)
     p = log_p[torch.from_numpy(rows.parent)].gather(1, token[:, None])[:, 0].exp().numpy()
-    stands = p >= _bound(log_p, rows)[rows.parent]
+    stands = (p >= _bound(log_p, rows)[rows.parent]) & (p > 0)  # what is ruled out never stands
     return follow(stands | (chosen[rows.parent] == rows.token), chosen, rows)
 
 

@@ -69,15 +69,17 @@ def _words(
 def _to_gumbel(words: Tensor) -> Tensor:
     """-log of a unit exponential made from 32 random bits.
 
-    The winner of an argmax has large noise, so the exponential is drawn near zero with full relative precision
-    (log1p of a small uniform); the other end, where float32 would round to infinity, is clamped and never wins.
+    The winner of an argmax has large noise, so the exponential is drawn near zero with full relative
+    precision (log1p of a small uniform); the other end, where float32 would round to infinity, is clamped
+    and never wins.
     """
     uniform = ((words.double() + 0.5) * 2.0**-32).float().clamp_(max=1 - 2.0**-24)
     return -torch.log(-torch.log1p(-uniform))
 
 
 def draw(logits: Tensor, sampled: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """The argmax of every row, with noise where `sampled`: [R, vocab], [R] bool, [R], [R] -> tokens int64 [R].
+    """The argmax of every row, with noise where `sampled`: [R, vocab], [R] bool, [R], [R] -> tokens int64
+    [R].
 
     Kernels with the same signature may take its place; this is what they must equal.
     """

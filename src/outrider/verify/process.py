@@ -1,10 +1,10 @@
 """From the target's logits to the logits the law draws from. One function for target and drafters.
 
-Order: penalties, bias, bans (end ids before the minimum length, bad words, grammar), temperature, top-k, top-p, min-p.
-At a node of a draft, the tokens of its path count as output already written.
+Order: penalties, bias, bans (end ids before the minimum length, bad words, grammar), temperature, top-k,
+top-p, min-p. At a node of a draft, the tokens of its path count as output already written.
 
-Every reduction here works row by row, so a row's result does not depend on the rows beside it. (torch.sum would:
-it splits a lone row over threads.)
+Every reduction here works row by row, so a row's result does not depend on the rows beside it. (torch.sum
+would: it splits a lone row over threads.)
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _edit(logits: Tensor, rows: LogitRows, index: int) -> None:
     sequence = rows.sequences[index]
     p = sequence.request.params
     at = np.flatnonzero(rows.owner == index)
-    paths = [rows.path(row) for row in at]
+    paths = [rows.path(int(row)) for row in at]
     mine = logits[at]
     if p.penalised:
         _penalise(mine, sequence, paths)

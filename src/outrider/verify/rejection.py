@@ -2,20 +2,23 @@
 
 Notation: p the target's distribution at a node, q the one its child x was drawn from.
 
-*One child.* Accept x with probability min(1, p(x)/q(x)); otherwise draw from norm((p - q)+). The accepted branch
-carries min(p, q), the rejected mass is the sum of (p - q)+, and the residual refills exactly that: together p.
+*One child.* Accept x with probability min(1, p(x)/q(x)); otherwise draw from norm((p - q)+). The accepted
+branch carries min(p, q), the rejected mass is the sum of (p - q)+, and the residual refills exactly that:
+together p.
 
-*Several children, drawn without replacement.* Try them in the order they were drawn. After a rejection the target is
-what is left, r <- norm((r - q)+), and the next child was drawn from q without the tokens already tried. Each test is the
-one-child argument with r in place of p, so what is emitted is p. A child that was not drawn at random (q unknown) counts as
-drawn from a point mass: accepted with r(x), otherwise struck out. That is exact however it was chosen.
+*Several children, drawn without replacement.* Try them in the order they were drawn. After a rejection the
+target is what is left, r <- norm((r - q)+), and the next child was drawn from q without the tokens already
+tried. Each test is the one-child argument with r in place of p, so what is emitted is p. A child that was
+not drawn at random (q unknown) counts as drawn from a point mass: accepted with r(x), otherwise struck out.
+That is exact however it was chosen.
 
-*A chain as a block.* With w_0 = 1 and w_i = min(1, w_{i-1} p(x_i)/q(x_i)), prefix i survives on its own with
-h_i = s_i / (s_i + 1 - w_i), s_i = sum (w_i p - q)+ after x_1..x_i, and h_n = w_n; the longest surviving prefix is kept and
-the next token drawn from norm((w p - q)+). Never accepts less than token by token.
+*A chain as a block.* With w_0 = 1 and w_i = min(1, w_{i-1} p(x_i)/q(x_i)), prefix i survives on its own
+with h_i = s_i / (s_i + 1 - w_i), s_i = sum (w_i p - q)+ after x_1..x_i, and h_n = w_n; the longest
+surviving prefix is kept and the next token drawn from norm((w p - q)+). Never accepts less than token by
+token.
 
-The draft's draws, the acceptances and the residuals use three independent streams, and every step draws anew:
-sharing any of them is a bias, and a test in the suite shows that it is caught.
+The draft's draws, the acceptances and the residuals use three independent streams, and every step draws
+anew: sharing any of them is a bias, and a test in the suite shows that it is caught.
 """
 
 from __future__ import annotations
@@ -35,7 +38,9 @@ def rejection(processed: Tensor, rows: TreeRows, draw: Draw) -> list[Result]:
     q = _drawn_from(rows, p)
     coins = _coins(rows)
     results: list[Result] = [([], [])] * len(rows.sequences)
-    blocks = [i for i, s in enumerate(rows.sequences) if s.request.params.speculation.block and _is_block(rows, i)]
+    blocks = [
+        i for i, s in enumerate(rows.sequences) if s.request.params.speculation.block and _is_block(rows, i)
+    ]
     others = sorted(set(range(len(results))) - set(blocks))
     for group, test in ((blocks, _block), (others, _one_by_one)):
         if group:
@@ -50,7 +55,9 @@ def rejection(processed: Tensor, rows: TreeRows, draw: Draw) -> list[Result]:
 
 def _is_block(rows: TreeRows, index: int) -> bool:
     draft = rows.drafts[index]
-    return bool(draft.tokens) and draft.log_q is not None and draft.parents == tuple(range(-1, len(draft) - 1))
+    return (
+        bool(draft.tokens) and draft.log_q is not None and draft.parents == tuple(range(-1, len(draft) - 1))
+    )
 
 
 def _coins(rows: TreeRows) -> Tensor:
@@ -73,11 +80,10 @@ def _emit(residual: Tensor, rows: TreeRows, group: list[int], last: np.ndarray) 
 def _drawn_from(rows: TreeRows, like: Tensor) -> Tensor:
     """[R, vocab] what each row's node was drawn from; a point mass where nobody said, nothing at a root."""
     q = torch.zeros_like(like)
-    for start, draft in zip(rows.starts.tolist(), rows.drafts, strict=True):
-        if draft.log_q is not None:
-            q[start + 1 : start + 1 + len(draft)] = draft.log_q
     known = rows.spread([draft.log_q is not None for draft in rows.drafts], bool)
-    q[torch.from_numpy(known & (rows.node >= 0))] = q[torch.from_numpy(known & (rows.node >= 0))].exp()
+    log_q = [draft.log_q for draft in rows.drafts if draft.log_q is not None]
+    if log_q:
+        q[torch.from_numpy(np.flatnonzero(known & (rows.node >= 0)))] = torch.cat(log_q).to(q).exp()
     given = torch.from_numpy(np.flatnonzero(~known & (rows.node >= 0)))
     q[given, torch.from_numpy(rows.token)[given]] = 1
     return q
@@ -86,15 +92,18 @@ def _drawn_from(rows: TreeRows, like: Tensor) -> Tensor:
 def _one_by_one(
     p: Tensor, drawn: Tensor, coins: Tensor, rows: TreeRows, group: np.ndarray
 ) -> tuple[np.ndarray, Tensor]:
-    """Recursive rejection without replacement. Parents come before children and siblings in the order they were drawn,
-    so one pass over the nodes, all sequences at once, is the whole recursion."""
+    """Recursive rejection without replacement. Parents come before children and siblings in the order they
+    were drawn, so one pass over the nodes, all sequences at once, is the whole recursion.
+    """
     starts = rows.starts[group]
     sizes = np.array([len(rows.drafts[i]) for i in group])
     here = starts.copy()
     left = p[here]  # the target, less what rejected children have used up
     tried = torch.zeros_like(left, dtype=torch.bool)
     for node in range(int(sizes.max(initial=0))):
-        at = starts + np.minimum(node + 1, sizes)  # past its end a draft repeats its last node, and is not live
+        at = starts + np.minimum(
+            node + 1, sizes
+        )  # past its end a draft repeats its last node, and is not live
         live = torch.from_numpy((node < sizes) & (rows.parent[at] == here))
         if not bool(live.any()):
             continue
@@ -138,7 +147,9 @@ def _block(
         mass = spare.sum(-1)
         survives = torch.where(final, weight, mass / (mass + 1 - weight).clamp(min=1e-300))
         keep = (inside | final) & ((coins[at] <= survives) if i else torch.ones_like(inside))
-        ending = torch.where(final[:, None] | (mass[:, None] <= 0), p[at], spare / mass[:, None].clamp(min=1e-300))
+        ending = torch.where(
+            final[:, None] | (mass[:, None] <= 0), p[at], spare / mass[:, None].clamp(min=1e-300)
+        )
         residual = torch.where(keep[:, None], ending, residual)
         kept = np.where(keep.numpy(), at, kept)
     return kept, residual

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import chain
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,12 +19,21 @@ from outrider.types import Draft, Sequence
 Ints = NDArray[np.int64]
 
 
+class Tree(Protocol):
+    """A draft, finished or still growing."""
+
+    @property
+    def tokens(self) -> Seq[int]: ...
+
+    def path(self, node: int) -> list[int]: ...
+
+
 @dataclass(slots=True)
 class LogitRows:
     """Any rows of any sequences, in any order."""
 
     sequences: Seq[Sequence]
-    drafts: Seq[Draft]
+    drafts: Seq[Tree]
     owner: Ints  # [R] index of the sequence
     node: Ints  # [R] index in its draft; -1 at the root
     depth: Ints  # [R] 0 at the root
@@ -47,6 +58,7 @@ class LogitRows:
 class TreeRows(LogitRows):
     """All rows of all sequences in order, with what a walk needs."""
 
+    drafts: Seq[Draft]
     starts: Ints  # [S] the root row of each sequence
     token: Ints  # [R] the token at this row's node; -1 at a root
     parent: Ints  # [R] the row of the parent; a root is its own
@@ -58,12 +70,13 @@ def lay_out(sequences: Seq[Sequence], drafts: Seq[Draft]) -> TreeRows:
     total = int(sizes.sum())
     owner = np.repeat(np.arange(len(drafts)), sizes)
     node = np.arange(total) - starts[owner] - 1
+    guessed = node >= 0
     token = np.full(total, -1, np.int64)
-    parent, depth = np.arange(total), np.zeros(total, np.int64)
-    for start, draft in zip(starts, drafts, strict=True):
-        if draft.tokens:
-            rows = slice(start + 1, start + 1 + len(draft))
-            token[rows] = draft.tokens
-            parent[rows] = np.array(draft.parents) + start + 1
-            depth[rows] = draft.depths
+    token[guessed] = np.fromiter(chain.from_iterable(d.tokens for d in drafts), np.int64)
+    parent = np.arange(total)
+    parent[guessed] = np.fromiter(chain.from_iterable(d.parents for d in drafts), np.int64) + starts[owner[guessed]] + 1
+    depth, above = guessed.astype(np.int64), parent
+    while (further := guessed[above]).any():  # as often as the deepest draft is deep
+        depth += further
+        above = parent[above]
     return TreeRows(sequences, drafts, owner, node, depth, starts, token, parent)

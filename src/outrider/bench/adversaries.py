@@ -1,0 +1,69 @@
+"""Drafters that try to make the engine wrong. They cannot: identity holds for any guess. The audit runs
+them all.
+
+random        tokens drawn at random, as a tree wrong         never the right token oracle        always the
+right tokens, once it has heard the answer ends          end-of-text inside every guess duplicates    the
+same token many times over
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+
+from outrider.types import Bet, Draft, Sequence, Verdict
+
+Guess = Callable[[Sequence, Bet], Draft]
+
+
+class Adversary:
+    def __init__(self, guess: Guess) -> None:
+        self._guess = guess
+
+    def start(self, sequence: Sequence) -> None:
+        pass
+
+    def propose(self, sequences: Seq[Sequence], bets: Seq[Bet]) -> list[Draft]:
+        return [self._guess(s, bet) for s, bet in zip(sequences, bets, strict=True)]
+
+    def accept(self, sequence: Sequence, draft: Draft, verdict: Verdict) -> None:
+        pass
+
+    def stop(self, sequence: Sequence) -> None:
+        pass
+
+
+def adversaries(
+    vocab: int, ends: Seq[int], answers: dict[tuple[int, ...], list[int]]
+) -> dict[str, Adversary]:
+    """All of them by name. `answers`, prompt to right answer, is what the oracle and the wrong one know."""
+    dice = random.Random(0)
+    end = ends[0] if ends else 0
+
+    def right(s: Sequence, n: int) -> list[int]:
+        answer = answers.get(s.request.prompt_ids, [])
+        done = len(s.output)
+        known = answer[done : done + n]
+        return known + [dice.randrange(vocab) for _ in range(n - len(known))]
+
+    def at_random(_: Sequence, bet: Bet) -> Draft:
+        parents = tuple(dice.randrange(-1, i) for i in range(bet.nodes))
+        return Draft(tuple(dice.randrange(vocab) for _ in parents), parents)
+
+    def with_ends(s: Sequence, bet: Bet) -> Draft:
+        tokens = right(s, bet.depth)
+        tokens[dice.randrange(len(tokens))] = end
+        return Draft.chain(tokens)
+
+    def doubled(s: Sequence, bet: Bet) -> Draft:
+        token = right(s, 1)[0]
+        return Draft((token,) * bet.nodes, tuple((i - 1) // 2 if i else -1 for i in range(bet.nodes)))
+
+    return {
+        "random": Adversary(at_random),
+        "wrong": Adversary(lambda s, bet: Draft.chain([(t + 1) % vocab for t in right(s, bet.depth)])),
+        "oracle": Adversary(lambda s, bet: Draft.chain(right(s, bet.depth))),
+        "ends": Adversary(with_ends),
+        "duplicates": Adversary(doubled),
+    }
