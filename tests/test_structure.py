@@ -307,10 +307,10 @@ def test_links_lead_somewhere(document: Path) -> None:
 
 
 def test_sampling_document_has_every_parameter() -> None:
-    from outrider.types import SamplingParams, Speculation
+    from outrider.types import GRAMMARS, SamplingParams, Speculation
 
     rows = set(re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "sampling.md").read_text(), re.MULTILINE))
-    assert rows == {*typing.get_type_hints(SamplingParams), *typing.get_type_hints(Speculation)}
+    assert rows == {*typing.get_type_hints(SamplingParams), *typing.get_type_hints(Speculation), *GRAMMARS}
 
 
 def test_make_lists_its_commands() -> None:
