@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 
+from outrider.draft.lm import LmDrafter
 from outrider.engine.engine import Engine
 from outrider.load.config import ModelConfig, Rope
 from outrider.model.decoder import Decoder, make_kernels
 from outrider.settings import Settings, cache_folder
-from outrider.types import Event, Request, SamplingParams
+from outrider.types import NO_BET, Bet, Event, Plan, Request, SamplingParams, Sequence
 
 VOCAB = 96
 
@@ -75,11 +78,127 @@ def tiny_engine(model: Decoder, planner=None, drafter=None, **settings) -> Engin
     return engine
 
 
-def request(name: str, prompt, stop_ids=frozenset(), owner: str = "", bad_word_ids=(), **params) -> Request:
+def request(
+    name: str, prompt, stop_ids=frozenset(), owner: str = "", bad_word_ids=(), prediction=(), grammar=None, **params
+) -> Request:
     options = dict(temperature=0, max_tokens=24, seed=hash_seed(name))
     made = SamplingParams(**{**options, **params})
     assert made.seed is not None
-    return Request(name, tuple(prompt), made, made.seed, owner, tuple(bad_word_ids), frozenset(stop_ids))
+    ends = frozenset(stop_ids) | set(made.stop_token_ids)
+    words = tuple(bad_word_ids)
+    return Request(name, tuple(prompt), made, made.seed, owner, words, ends, tuple(prediction), grammar)
+
+
+def sequence(tokens, row: int = -1, cached: int = 0, prompt: int | None = None, **options) -> Sequence:
+    """A sequence as a drafter sees it, without an engine."""
+    one = request("s", tokens[:prompt], **options)
+    return Sequence(one, 0, one.seed, list(tokens), row, cached)
+
+
+class Always:
+    """A planner that bets the same for everyone, as `bet` says, with the drafter and mode each request asks for."""
+
+    def __init__(self, bet: Bet, on=lambda sequence: True) -> None:
+        self.bet, self.on = bet, on
+
+    def plan(self, sequences, batch) -> Plan:
+        return Plan(tuple(self.one(s) for s in sequences))
+
+    def one(self, sequence: Sequence) -> Bet:
+        asked = sequence.request.params.speculation
+        if asked.off or not self.on(sequence):
+            return NO_BET
+        bet = self.bet
+        return Bet(asked.drafter or bet.drafter, bet.nodes, bet.depth, bet.tree, asked.mode)
+
+    def observe(self, record) -> None: ...
+    def forget(self, sequence) -> None: ...
+
+
+class Watched:
+    """A drafter that remembers what it proposed, by request and position."""
+
+    def __init__(self, inner) -> None:
+        self.inner = inner
+        self.seen: dict[tuple[str, int], tuple] = {}
+
+    def start(self, sequence) -> None:
+        self.inner.start(sequence)
+
+    def propose(self, sequences, bets):
+        drafts = self.inner.propose(sequences, bets)
+        for s, draft in zip(sequences, drafts, strict=True):
+            self.seen[s.request.id, len(s.tokens)] = (draft.tokens, draft.parents)
+        return drafts
+
+    def accept(self, sequence, draft, verdict) -> None:
+        self.inner.accept(sequence, draft, verdict)
+
+    def stop(self, sequence) -> None:
+        self.inner.stop(sequence)
+
+
+def lm_drafter(model: Decoder, slots: int = 4000, sequences: int = 32, context: int = 256) -> LmDrafter:
+    return LmDrafter(model, slots, sequences, context, VOCAB, step_rows=64)
+
+
+def noised(config: ModelConfig, seed: int, amount: float):
+    """A reader of random_tensors(seed) with a little noise on top: a draft that is often right."""
+    read = random_tensors(config, seed)
+    generator = torch.Generator().manual_seed(seed + 1000)
+    made: dict[str, torch.Tensor] = {}
+
+    def noisy(name: str) -> torch.Tensor:
+        if name not in made:
+            value = read(name)
+            made[name] = value + amount * value.std() * torch.randn(value.shape, generator=generator)
+        return made[name]
+
+    return noisy
+
+
+def noised_model(amount: float = 0.15, kernels: str = "auto", seed: int = 0, **changes) -> Decoder:
+    config = tiny_config(**changes)
+    made = make_kernels(config, config.context + 64, 2, cache_folder() / "kernels", kernels)
+    return Decoder(config, noised(config, seed, amount), made)
+
+
+def eagle_tensors(config: ModelConfig, draft_vocab: int, heads: int = 2, seed: int = 3) -> dict[str, torch.Tensor]:
+    """A random EAGLE-3 head under the published names, for a draft vocabulary spread over the target's."""
+    g = torch.Generator().manual_seed(seed)
+    h, q, inner = config.hidden, heads * 16, 40
+
+    def matrix(rows: int, columns: int) -> torch.Tensor:
+        return torch.randn(rows, columns, generator=g) * (1.5 / math.sqrt(columns))
+
+    def norm() -> torch.Tensor:
+        return 1 + 0.1 * torch.randn(h, generator=g)
+
+    known = torch.randperm(config.vocab, generator=g)[:draft_vocab].sort().values
+    return {
+        "fc.weight": matrix(h, 3 * h), "lm_head.weight": matrix(draft_vocab, h), "norm.weight": norm(),
+        "midlayer.self_attn.q_proj.weight": matrix(q, 2 * h), "midlayer.self_attn.k_proj.weight": matrix(16, 2 * h),
+        "midlayer.self_attn.v_proj.weight": matrix(16, 2 * h), "midlayer.self_attn.o_proj.weight": matrix(h, q),
+        "midlayer.mlp.gate_proj.weight": matrix(inner, h), "midlayer.mlp.up_proj.weight": matrix(inner, h),
+        "midlayer.mlp.down_proj.weight": matrix(h, inner), "midlayer.input_layernorm.weight": norm(),
+        "midlayer.hidden_norm.weight": norm(), "midlayer.post_attention_layernorm.weight": norm(),
+        "d2t": known - torch.arange(draft_vocab),
+        "t2d": torch.zeros(config.vocab, dtype=torch.bool).index_fill(0, known, True),
+    }  # fmt: skip
+
+
+def write_eagle(folder: Path, config: ModelConfig, tensors: dict[str, torch.Tensor], **changes) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    heads = len(tensors["midlayer.self_attn.q_proj.weight"]) // 16
+    raw = {
+        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": config.hidden,
+        "vocab_size": config.vocab, "draft_vocab_size": len(tensors["lm_head.weight"]), "num_hidden_layers": 1,
+        "num_attention_heads": heads, "num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 40,
+        "rms_norm_eps": config.norm_eps, "max_position_embeddings": config.context,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps({**raw, **changes}))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
 
 
 def hash_seed(name: str) -> int:

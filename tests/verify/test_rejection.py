@@ -1,4 +1,4 @@
-"""`rejection` against enumerated probabilities: every shape and kind of draft, and verifiers that are wrong on purpose."""
+"""`rejection` against enumerated probabilities: every kind of draft, and verifiers that are wrong on purpose."""
 
 from __future__ import annotations
 

@@ -1,0 +1,287 @@
+"""`eagle` against an EAGLE-3 head written down a second time, in plain torch and without a cache."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+
+from outrider.draft.eagle import EagleDrafter, eagle_taps, load_eagle
+from outrider.errors import BadCheckpoint
+from outrider.types import Bet
+from tests.tiny import (
+    VOCAB, Always, Watched, eagle_tensors, finish, prompt_of, random_tensors, request, run_alone, tiny_config,
+    tiny_engine, tiny_model, tokens_of, write_eagle,
+)  # fmt: skip
+
+LAYERS = 6
+SHAPE = {"layers": LAYERS, "windows": (0,) * LAYERS}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(**SHAPE)
+
+
+@pytest.fixture(scope="module")
+def tensors():
+    return eagle_tensors(tiny_config(**SHAPE), 50)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, tensors):
+    return write_eagle(tmp_path_factory.mktemp("eagle"), tiny_config(**SHAPE), tensors)
+
+
+def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+
+
+def turn(x: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding of [n, heads, 16], positions 0..n-1, theta 10000."""
+    angles = torch.outer(torch.arange(len(x)).float(), 10000.0 ** (-torch.arange(8) / 8))
+    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+    a, b = x[..., :8], x[..., 8:]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """[n, heads, 16] causal, with fewer key heads than query heads."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    scores = torch.einsum("ihd,jhd->hij", q, k) / 4
+    scores = scores.masked_fill(torch.ones(len(q), len(q)).triu(1).bool(), float("-inf"))
+    return torch.einsum("hij,jhd->ihd", scores.softmax(-1), v).flatten(1)
+
+
+def target_states(text: list[int]) -> torch.Tensor:
+    """[n, 3, hidden]: what enters layers 2, L/2 and L-3 of the target."""
+    config = tiny_config(**SHAPE)
+    read = random_tensors(config)
+    tiny_read_order(read, config)
+    x = read("model.embed_tokens.weight")[text]
+    states = []
+    for i in range(LAYERS):
+        states.append(x)
+        w = lambda name, i=i: read(f"model.layers.{i}.{name}.weight")  # noqa: E731 - a name for a long name
+        h = norm(x, w("input_layernorm"))
+        q, k, v = (F.linear(h, w(f"self_attn.{p}_proj")).view(len(x), -1, 16) for p in "qkv")
+        x = x + F.linear(attend(turn(q), turn(k), v), w("self_attn.o_proj"))
+        h = norm(x, w("post_attention_layernorm"))
+        x = x + F.linear(F.silu(F.linear(h, w("mlp.gate_proj"))) * F.linear(h, w("mlp.up_proj")), w("mlp.down_proj"))
+    return torch.stack([states[2], states[LAYERS // 2], states[LAYERS - 3]], 1)
+
+
+def tiny_read_order(read, config) -> None:
+    """Random weights are made as they are read: read them in the decoder's order."""
+    from outrider.model.decoder import Decoder
+    from outrider.model.kernels.reference import ReferenceKernels
+    from outrider.model.rope import rope_tables
+
+    Decoder(config, read, ReferenceKernels(config, *rope_tables(config, 8)))
+
+
+def reference_logits(t: dict[str, torch.Tensor], text: list[int], guesses: list[int]) -> torch.Tensor:
+    """The head's logits [target vocab] after the text and a path of guesses."""
+    embedding = embedding_of()
+    features = F.linear(target_states(text)[:-1].flatten(1), t["fc.weight"])  # entry i: states at i, token i + 1
+    tokens = [*text[1:], *guesses]
+    hidden = torch.zeros(0)
+    for n in range(len(text) - 1, len(tokens) + 1):  # one entry more a guess, fed with the last entry's own output
+        inputs = torch.cat([features, *recursive(hidden, len(text) - 1, n)]) if n >= len(text) else features
+        e = norm(embedding[tokens[:n]], t["midlayer.input_layernorm.weight"])
+        both = torch.cat([e, norm(inputs, t["midlayer.hidden_norm.weight"])], 1)
+        q, k, v = (F.linear(both, t[f"midlayer.self_attn.{p}_proj.weight"]).view(n, -1, 16) for p in "qkv")
+        x = inputs + F.linear(attend(turn(q), turn(k), v), t["midlayer.self_attn.o_proj.weight"])
+        h = norm(x, t["midlayer.post_attention_layernorm.weight"])
+        act = F.silu(F.linear(h, t["midlayer.mlp.gate_proj.weight"])) * F.linear(h, t["midlayer.mlp.up_proj.weight"])
+        hidden = x + F.linear(act, t["midlayer.mlp.down_proj.weight"])
+    known = F.linear(norm(hidden[-1:], t["norm.weight"]), t["lm_head.weight"])[0]
+    out = torch.full((VOCAB,), float("-inf"))
+    for own, logit in enumerate(known):
+        out[own + int(t["d2t"][own])] = logit
+    return out
+
+
+def recursive(hidden: torch.Tensor, true: int, n: int) -> list[torch.Tensor]:
+    return [hidden[i - 1 : i] for i in range(true, n)]
+
+
+def embedding_of() -> torch.Tensor:
+    config = tiny_config(**SHAPE)
+    read = random_tensors(config)
+    tiny_read_order(read, config)
+    return read("model.embed_tokens.weight")
+
+
+def eagle_engine(model, folder, planner, slots: int = 4000, **settings):
+    engine = tiny_engine(model, **settings)
+    head = load_eagle(folder, model, engine.context)
+    drafter = EagleDrafter(head, engine.store, engine.table, slots, engine.context)
+    watched = Watched(drafter)
+    engine.use_drafters({"eagle": watched}, planner)
+    return engine, drafter, watched
+
+
+def test_chains_are_the_references(model, folder, tensors):
+    engine, drafter, watched = eagle_engine(model, folder, Always(Bet("eagle", 4, 4)))
+    prompt = prompt_of(11, 1)
+    engine.add(request("a", prompt, max_tokens=9))
+    text = prompt + tokens_of(finish(engine)["a", 0])
+    assert text[11:] == run_alone(model, request("a", prompt, max_tokens=9))
+    seen = {known: draft for (_, known), draft in watched.seen.items() if draft[0]}
+    assert len(seen) >= 4
+    for known, (tokens, parents) in seen.items():
+        assert parents == (-1, 0, 1, 2)
+        for depth in range(4):
+            logits = reference_logits(tensors, text[:known], list(tokens[:depth]))
+            assert logits[tokens[depth]] > logits.max() - 1e-3
+    assert drafter.table.used == 0
+
+
+def test_trees_are_the_references(model, folder, tensors):
+    engine, _, watched = eagle_engine(model, folder, Always(Bet("eagle", 14, 3, (2, 2, 2))))
+    prompt = prompt_of(8, 2)
+    engine.add(request("a", prompt, max_tokens=3))
+    text = prompt + tokens_of(finish(engine)["a", 0])
+    (known, (tokens, parents)) = next((k, d) for (_, k), d in watched.seen.items() if d[0])
+    from outrider.types import Draft
+
+    draft = Draft(tokens, parents)
+    for node in range(-1, 6):
+        logits = reference_logits(tensors, text[:known], [tokens[n] for n in draft.path(node)])
+        children = [tokens[n] for n in range(14) if parents[n] == node]
+        assert len(children) == 2
+        assert all(logits[c] >= logits.topk(2).values[-1] - 1e-3 for c in children)
+
+
+def test_only_tokens_of_the_draft_vocabulary(model, folder, tensors):
+    known = set((torch.arange(50) + tensors["d2t"]).tolist())
+    engine, _, watched = eagle_engine(model, folder, Always(Bet("eagle", 12, 4)))
+    engine.add(request("a", prompt_of(9, 1), max_tokens=40, temperature=1.2))
+    finish(engine)
+    drafted = {t for tokens, _ in watched.seen.values() for t in tokens}
+    assert len(drafted) > 10 and drafted <= known
+
+
+@pytest.mark.parametrize("layers", [2, 3, 4, 6, 32])
+def test_taps_exist(layers):
+    assert all(0 <= t < layers for t in eagle_taps(layers))
+    assert eagle_taps(32) == (2, 16, 29)
+
+
+def test_a_shallow_target_taps_one_layer_twice(tmp_path):
+    model = tiny_model()  # two layers
+    head = write_eagle(tmp_path, model.config, eagle_tensors(model.config, 50))
+    runs = []
+    for filling in (0.0, 9.0):  # what memory happened to hold must not matter
+        engine, drafter, watched = eagle_engine(model, head, Always(Bet("eagle", 4, 4)))
+        drafter.target_store.features.fill_(filling)
+        engine.add(request("a", prompt_of(9, 1), max_tokens=12))
+        finish(engine)
+        runs.append(watched.seen)
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("how", ["rows", "slots", "preempted"])
+def test_states_that_give_way_change_no_guess(model, folder, how):
+    """Guesses in a crowd, with too few rows or slots for all, are those made alone."""
+    requests = [request(f"r{i}", prompt_of(9 + i, i), max_tokens=25, temperature=0.8) for i in range(6)]
+    expected = {}
+    for one in requests:
+        engine, _, watched = eagle_engine(model, folder, Always(Bet("eagle", 3, 3)))
+        engine.add(one)
+        finish(engine)
+        expected |= watched.seen
+    settings = {"cache_bytes": 110 * model.config.kv_bytes_per_token} if how == "preempted" else {}
+    if how == "rows":
+        settings |= {"max_sequences": 3, "cache_bytes": 90 * model.config.kv_bytes_per_token}
+    engine, drafter, watched = eagle_engine(
+        model, folder, Always(Bet("eagle", 3, 3)), slots=100 if how == "slots" else 4000, **settings
+    )
+    for one in requests:
+        engine.add(one)
+    while not engine.idle:
+        engine.step()
+        drafter.table.check()
+        assert len({state.row for state in drafter.states.values()}) == len(drafter.states)
+    shared = {k: d for k, d in watched.seen.items() if d[0] and expected.get(k, ((),))[0]}
+    assert len(shared) > 20 and shared == {k: expected[k] for k in shared}
+    assert drafter.table.used == 0 and not drafter.states
+
+
+def test_guesses_after_a_pause_are_those_without_one(tmp_path):
+    model = tiny_model(context=700, **SHAPE)
+    folder = write_eagle(tmp_path, model.config, eagle_tensors(model.config, 90), max_position_embeddings=700)
+
+    def run(paused: bool):
+        on = (lambda s: not 60 <= len(s.output) < 260) if paused else (lambda s: True)
+        engine, _, watched = eagle_engine(model, folder, Always(Bet("eagle", 4, 4), on))
+        engine.add(request("a", prompt_of(9, 1), temperature=0.8, max_tokens=460))
+        return tokens_of(finish(engine)["a", 0]), watched.seen
+
+    (out, always), (same, paused) = run(False), run(True)
+    assert out == same and len(out) == 460
+    first = min(k[1] for k in paused if k[1] >= 269 and k in always)
+    after = {k: d for k, d in paused.items() if k[1] >= first}
+    assert first < 290 and len(after) > 100 and after == {k: d for k, d in always.items() if k[1] >= first}
+
+
+def test_other_names_and_no_map(tmp_path, model):
+    """layers.0.* for the one layer; no d2t where the vocabularies are equal."""
+    whole = eagle_tensors(model.config, VOCAB)
+    write_eagle(tmp_path / "a", model.config, whole)
+    renamed = {k.replace("midlayer.", "layers.0."): v for k, v in whole.items() if k not in ("d2t", "t2d")}
+    write_eagle(tmp_path / "b", model.config, whole)
+    save_file(renamed, tmp_path / "b" / "model.safetensors")
+    seen = []
+    for name in "ab":
+        engine, _, watched = eagle_engine(model, tmp_path / name, Always(Bet("eagle", 4, 4)))
+        engine.add(request("a", prompt_of(9, 1), max_tokens=10))
+        finish(engine)
+        seen.append(watched.seen)
+    assert seen[0] == seen[1]
+
+
+def broken(change: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    t = dict(tensors)
+    if change == "missing":
+        del t["fc.weight"]
+    elif change == "shape":
+        t["norm.weight"] = torch.ones(5)
+    elif change == "map":
+        t["d2t"] = t["d2t"] + VOCAB
+    return t
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [("missing", "no tensor 'fc.weight'"), ("shape", "norm.weight has shape"), ("map", "d2t points outside")],
+)
+def test_wrong_tensors_are_named(tmp_path, model, tensors, change, says):
+    write_eagle(tmp_path, model.config, tensors)
+    save_file(broken(change, tensors), tmp_path / "model.safetensors")
+    with pytest.raises(BadCheckpoint, match=says):
+        load_eagle(tmp_path, model, 256)
+
+
+def test_wrong_folders_are_named(tmp_path, model, tensors):
+    with pytest.raises(BadCheckpoint, match=r"config\.json cannot be read"):
+        load_eagle(tmp_path, model, 256)
+    write_eagle(tmp_path, model.config, tensors, vocab_size=77)
+    with pytest.raises(BadCheckpoint, match=r"vocabulary 77; this target has 32 and 96"):
+        load_eagle(tmp_path, model, 256)
+    write_eagle(tmp_path, model.config, tensors, outrider_taps=[1, 2, 40])
+    with pytest.raises(BadCheckpoint, match="outrider_taps"):
+        load_eagle(tmp_path, model, 256)
+    write_eagle(tmp_path, model.config, tensors)
+    (tmp_path / "model.safetensors").write_bytes(b"not a tensor file")
+    with pytest.raises(BadCheckpoint, match="cannot be read"):
+        load_eagle(tmp_path, model, 256)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(BadCheckpoint, match="no .safetensors"):
+        load_eagle(tmp_path, model, 256)
+    assert json.loads((tmp_path / "config.json").read_text())["hidden_size"] == 32

@@ -1,0 +1,116 @@
+"""`early_exit`: guesses are those of the first layers and the head, and the cache is left as found."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from outrider.draft.early_exit import EarlyExitDrafter
+from outrider.draft.exits import exit_agreement, find_exit
+from outrider.types import Bet
+from tests.draft.test_lm import logits_after
+from tests.tiny import Always, Watched, finish, prompt_of, random_tensors, request, run_alone, tiny_config, tiny_engine
+from tests.tiny import tiny_model, tokens_of
+
+LAYERS = 4
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(layers=LAYERS, windows=(0,) * LAYERS)
+
+
+def first_layers(layers: int):
+    """The same weights, cut off: a model of its own, read by nobody else."""
+    from outrider.model.decoder import Decoder, make_kernels
+    from outrider.settings import cache_folder
+
+    whole = tiny_config(layers=LAYERS, windows=(0,) * LAYERS)
+    read = random_tensors(whole)
+    kernels = make_kernels(whole, whole.context + 64, 2, cache_folder() / "kernels", "auto")
+    for i in range(LAYERS):  # random weights are made in the order they are read: as the whole model reads them
+        Decoder(tiny_config(layers=LAYERS, windows=(0,) * LAYERS), read, kernels) if i == 0 else None
+    return Decoder(tiny_config(layers=layers, windows=(0,) * layers), read, kernels)
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_guesses_are_the_first_layers(model, layers):
+    engine = tiny_engine(model, step_rows=32)
+    watched = Watched(EarlyExitDrafter(model, engine.store, engine.table, layers))
+    engine.use_drafters({"x": watched}, Always(Bet("x", 3, 3)))
+    prompt = prompt_of(70, 1)
+    engine.add(request("a", prompt, max_tokens=14))
+    text = prompt + tokens_of(finish(engine)["a", 0])
+    assert text[70:] == run_alone(model, request("a", prompt, max_tokens=14))
+    short = first_layers(layers)
+    assert len(watched.seen) > 3
+    for (_, known), (tokens, parents) in watched.seen.items():
+        expected: list[int] = []
+        for _ in range(3):
+            expected.append(int(logits_after(short, text[:known] + expected).argmax()))
+        assert list(tokens) == expected and parents == (-1, 0, 1)
+
+
+@pytest.mark.parametrize("bet", [Bet("x", 12, 4), Bet("x", 40, 20)])
+def test_borrowed_slots_are_given_back(model, bet):
+    engine = tiny_engine(model)
+    drafter = EarlyExitDrafter(model, engine.store, engine.table, 2)
+
+    class Checked:
+        def propose(self, sequences, bets):
+            before = engine.table.lengths.copy()
+            drafts = drafter.propose(sequences, bets)
+            assert (engine.table.lengths == before).all()
+            engine.table.check()
+            return drafts
+
+        start = accept = stop = lambda self, *_: None
+
+    engine.use_drafters({"x": Checked()}, Always(bet))
+    for i in range(5):
+        engine.add(request(f"r{i}", prompt_of(10 + i, i), max_tokens=30, temperature=0.8))
+    finish(engine)
+    engine.table.prefix.clear()
+    assert engine.table.used == 0
+
+
+def test_no_room_to_borrow_is_no_guess(model):
+    one = request("a", prompt_of(9, 1), max_tokens=50)
+    engine = tiny_engine(model, cache_bytes=60 * model.config.kv_bytes_per_token)
+    drafter = EarlyExitDrafter(model, engine.store, engine.table, 2)
+    engine.use_drafters({"x": drafter}, Always(Bet("x", 12, 4)))
+    (s,) = engine.add(one)
+    assert tokens_of(finish(engine)["a", 0]) == run_alone(model, one)
+    assert 0 < s.drafted
+
+
+def test_agreement_and_the_exit_it_suggests(model):
+    samples = [prompt_of(40, 1), prompt_of(30, 2)]
+    agreement = exit_agreement(model, samples)
+    assert set(agreement) == {1, 2, 3}
+    for layers in agreement:
+        short = first_layers(layers)
+        same = sum(
+            int(logits_after(short, text[:n]).argmax()) == int(logits_after(model, text[:n]).argmax())
+            for text in samples
+            for n in range(1, len(text) + 1)
+        )
+        assert agreement[layers] == pytest.approx(same / 70)
+    assert find_exit(model, samples) in agreement
+
+
+def test_layers_that_do_nothing_are_left_out():
+    """Where the later layers change nothing, the first is as good as all of them."""
+    config = tiny_config(layers=3, windows=(0, 0, 0))
+    read = random_tensors(config)
+
+    def silent(name: str) -> torch.Tensor:
+        late = "layers.1." in name or "layers.2." in name
+        return torch.zeros_like(read(name)) if late and ("o_proj" in name or "down_proj" in name) else read(name)
+
+    from outrider.model.decoder import Decoder, make_kernels
+    from outrider.settings import cache_folder
+
+    model = Decoder(config, silent, make_kernels(config, 320, 2, cache_folder() / "kernels", "auto"))
+    assert exit_agreement(model, [prompt_of(30, 1)])[1] == 1.0
+    assert find_exit(model, [prompt_of(30, 1)]) == 1
