@@ -54,10 +54,11 @@ def random_tensors(config: ModelConfig, seed: int = 0):
     return read
 
 
-def tiny_model(kernels: str = "auto", seed: int = 0, **changes) -> Decoder:
+def tiny_model(kernels: str = "auto", seed: int = 0, threads: int = 1, **changes) -> Decoder:
     config = tiny_config(**changes)
     folder: Path = cache_folder() / "kernels"
-    return Decoder(config, random_tensors(config, seed), make_kernels(config, config.context + 64, 2, folder, kernels))
+    made = make_kernels(config, config.context + 64, threads, folder, kernels)
+    return Decoder(config, random_tensors(config, seed), made)
 
 
 class Letters:
@@ -159,7 +160,7 @@ def noised(config: ModelConfig, seed: int, amount: float):
 
 def noised_model(amount: float = 0.15, kernels: str = "auto", seed: int = 0, **changes) -> Decoder:
     config = tiny_config(**changes)
-    made = make_kernels(config, config.context + 64, 2, cache_folder() / "kernels", kernels)
+    made = make_kernels(config, config.context + 64, 1, cache_folder() / "kernels", kernels)
     return Decoder(config, noised(config, seed, amount), made)
 
 

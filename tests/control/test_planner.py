@@ -9,7 +9,7 @@ from outrider.control.planner import DEPTH, HOTTEST, MOST_SEQUENCES, PROBE, Plan
 from outrider.types import NO_BET, Bet, Outcome, StepRecord
 from tests.tiny import sequence
 
-FREE = {n: 1.0 for n in range(1, 64)}  # rows cost nothing: every guess pays
+FREE = dict.fromkeys(range(1, 64), 1.0)  # rows cost nothing: every guess pays
 
 
 def planner(costs: dict[int, float] | None = FREE, **options) -> Planner:

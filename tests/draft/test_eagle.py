@@ -13,8 +13,20 @@ from outrider.draft.eagle import EagleDrafter, eagle_taps, load_eagle
 from outrider.errors import BadCheckpoint
 from outrider.types import Bet
 from tests.tiny import (
-    VOCAB, Always, Watched, eagle_tensors, finish, prompt_of, random_tensors, request, run_alone, tiny_config,
-    tiny_engine, tiny_model, tokens_of, write_eagle,
+    VOCAB,
+    Always,
+    Watched,
+    eagle_tensors,
+    finish,
+    prompt_of,
+    random_tensors,
+    request,
+    run_alone,
+    tiny_config,
+    tiny_engine,
+    tiny_model,
+    tokens_of,
+    write_eagle,
 )  # fmt: skip
 
 LAYERS = 6
@@ -282,6 +294,6 @@ def test_wrong_folders_are_named(tmp_path, model, tensors):
     with pytest.raises(BadCheckpoint, match="cannot be read"):
         load_eagle(tmp_path, model, 256)
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(BadCheckpoint, match="no .safetensors"):
+    with pytest.raises(BadCheckpoint, match=r"no \.safetensors"):
         load_eagle(tmp_path, model, 256)
     assert json.loads((tmp_path / "config.json").read_text())["hidden_size"] == 32

@@ -9,8 +9,19 @@ from outrider.draft.early_exit import EarlyExitDrafter
 from outrider.draft.exits import exit_agreement, find_exit
 from outrider.types import Bet
 from tests.draft.test_lm import logits_after
-from tests.tiny import Always, Watched, finish, prompt_of, random_tensors, request, run_alone, tiny_config, tiny_engine
-from tests.tiny import tiny_model, tokens_of
+from tests.tiny import (
+    Always,
+    Watched,
+    finish,
+    prompt_of,
+    random_tensors,
+    request,
+    run_alone,
+    tiny_config,
+    tiny_engine,
+    tiny_model,
+    tokens_of,
+)
 
 LAYERS = 4
 
@@ -81,7 +92,7 @@ def test_no_room_to_borrow_is_no_guess(model):
     engine.use_drafters({"x": drafter}, Always(Bet("x", 12, 4)))
     (s,) = engine.add(one)
     assert tokens_of(finish(engine)["a", 0]) == run_alone(model, one)
-    assert 0 < s.drafted
+    assert s.drafted > 0
 
 
 def test_agreement_and_the_exit_it_suggests(model):

@@ -11,7 +11,17 @@ from outrider.draft.feed import text_batch
 from outrider.draft.lm import LmDrafter
 from outrider.types import NO_DRAFT, Bet, Draft, Verdict
 from tests.tiny import (
-    VOCAB, Always, Watched, finish, lm_drafter, noised_model, prompt_of, request, sequence, tiny_engine, tiny_model,
+    VOCAB,
+    Always,
+    Watched,
+    finish,
+    lm_drafter,
+    noised_model,
+    prompt_of,
+    request,
+    sequence,
+    tiny_engine,
+    tiny_model,
     tokens_of,
 )  # fmt: skip
 
@@ -130,7 +140,7 @@ def test_a_smaller_vocabulary():
     drafts = drafter.propose([outside, inside], [Bet("lm", 12, 3)] * 2)
     assert drafts[0] == NO_DRAFT and len(drafts[1]) == 12 and max(drafts[1].tokens) < 48
     # Bans that leave next to nothing inside: what the draft does not know must never be fed to it.
-    banned = {t: -100.0 for t in range(48)}
+    banned = dict.fromkeys(range(48), -100.0)
     for options in ({"top_k": 1, "temperature": 1.0}, {"logit_bias": banned}):
         s = sequence(inside.tokens, **options)
         (draft,) = drafter.propose([s], [Bet("lm", 12, 4)])

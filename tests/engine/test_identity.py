@@ -28,7 +28,7 @@ LAWS = {
 
 @pytest.fixture(scope="module", params=["c", "torch"])
 def model(request):
-    return tiny_model(kernels=request.param)
+    return tiny_model(kernels=request.param, threads=2)
 
 
 def make(name: str, law: str, length: int = 20, **more):

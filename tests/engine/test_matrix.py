@@ -1,0 +1,271 @@
+"""Every drafter, every law, every circumstance: tokens, text, reasons and logprobs are those of plain decoding."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+
+import pytest
+
+from outrider.draft.eagle import EagleDrafter, load_eagle
+from outrider.draft.early_exit import EarlyExitDrafter
+from outrider.draft.lookup import LookupDrafter
+from outrider.draft.merged import MergedDrafter
+from outrider.types import NO_BET, Bet, Draft
+from outrider.verify.grammar import GrammarCompiler
+from tests.load.tiny import byte_level_backend
+from tests.tiny import (
+    VOCAB,
+    Always,
+    eagle_tensors,
+    finish,
+    lm_drafter,
+    noised_model,
+    prompt_of,
+    request,
+    tiny_engine,
+    tiny_model,
+    tokens_of,
+    write_eagle,
+)  # fmt: skip
+
+ENDS = {1, 2}
+LAWS = {
+    "greedy": {"temperature": 0, "logprobs": 2},
+    "warm": {"temperature": 0.7, "logprobs": 0},
+    "hot": {"temperature": 1.3, "logprobs": 3},
+    "top_p": {"temperature": 0.9, "top_p": 0.7},
+    "top_k": {"temperature": 1.0, "top_k": 3, "logprobs": 1},
+    "min_p": {"temperature": 1.0, "min_p": 0.2},
+    "penalties": {"temperature": 0.7, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": 0.4},
+    "greedy penalties": {"temperature": 0, "frequency_penalty": 1.5},
+    "bias": {"temperature": 0.8, "logit_bias": {3: 4.0, 5: -8.0}},
+    "bad words": {"temperature": 0.8, "bad_word_ids": [(3,), (7, 9)]},
+    "stop string": {"temperature": 0.8, "stop": ["A", "x1"]},
+    "stop id": {"temperature": 0.8, "stop_token_ids": tuple(range(10, 22))},
+    "choices": {"temperature": 0.8, "n": 3},
+    "min tokens": {"temperature": 0.8, "min_tokens": 12, "stop_token_ids": tuple(range(10, 30))},
+}
+
+
+class Wild:
+    """Guesses without a model: at random, always wrong, right, with ends inside, with every node twice."""
+
+    def __init__(self, kind: str, answers: dict[tuple[str, int], list[int]]) -> None:
+        self.kind, self.answers, self.dice = kind, answers, random.Random(3)
+
+    def start(self, sequence) -> None: ...
+    def accept(self, sequence, draft, verdict) -> None: ...
+    def stop(self, sequence) -> None: ...
+
+    def propose(self, sequences, bets):
+        return [self.guess(s, bet) for s, bet in zip(sequences, bets, strict=True)]
+
+    def guess(self, s, bet) -> Draft:
+        n, done = bet.nodes, len(s.output)
+        right = self.answers[s.request.id, s.choice][done : done + n]
+        right = [*right, *(self.dice.randrange(VOCAB) for _ in range(n - len(right)))]
+        if self.kind == "oracle":
+            return Draft.chain(right)
+        if self.kind == "wrong":
+            return Draft.chain([(t + 1) % VOCAB for t in right])
+        if self.kind == "ends":
+            return Draft.chain([t if self.dice.random() < 0.7 else self.dice.choice((1, 2, 10)) for t in right])
+        if self.kind == "duplicates":
+            half = right[: n // 2]
+            parents = [2 * i - 2 + k if i else -1 for i in range(len(half)) for k in (0, 1)]
+            return Draft(tuple(t for t in half for _ in "ab"), tuple(parents))
+        parents = [self.dice.randrange(-1, i) for i in range(n)]
+        return Draft(tuple(self.dice.randrange(VOCAB) for _ in parents), tuple(parents))
+
+
+WILD = ("random", "wrong", "oracle", "ends", "duplicates")
+KINDS = ("lookup", "lm", "early_exit", "eagle", "lookup+lm", *WILD)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def draft_model():
+    return noised_model()
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory, model):
+    return write_eagle(tmp_path_factory.mktemp("head"), model.config, eagle_tensors(model.config, 60))
+
+
+def make(law: str, i: int, drafter: str | None = None, mode: str = "coupled"):
+    options = dict(LAWS[law])
+    length = 5 + 5 * (i % 9)
+    prompt = (prompt_of(7, i) * 9)[:length]  # repeats itself, so that lookup has something to find
+    return request(f"{law}{i}", prompt, ENDS, owner=str(i % 3), max_tokens=16 + i % 7, prediction=prompt_of(9, i),
+                   speculation={"drafter": drafter, "mode": mode}, **options)  # fmt: skip
+
+
+def outcome(events) -> dict:
+    return {
+        key: (
+            tokens_of(each),
+            "".join(e.text for e in each),
+            each[-1].finish_reason,
+            [lp for e in each for lp in e.logprobs or ()],
+        )
+        for key, each in events.items()
+    }
+
+
+def run(engine, requests) -> dict:
+    for r in requests:
+        engine.add(r)
+    return outcome(finish(engine))
+
+
+def same(found: dict, expected: dict) -> None:
+    assert found.keys() == expected.keys()
+    for key, (tokens, text, reason, logprobs) in expected.items():
+        assert found[key][:3] == (tokens, text, reason), key
+        assert len(found[key][3]) == len(logprobs)
+        for a, b in zip(found[key][3], logprobs, strict=True):
+            assert a.token == b.token and a.logprob == pytest.approx(b.logprob, abs=1e-5)
+            assert [t for t, _ in a.alternatives] == [t for t, _ in b.alternatives]
+
+
+@pytest.fixture(scope="module")
+def plain(model):
+    """Each law decoded alone and without guesses."""
+    found = {}
+    for i, law in enumerate(LAWS):
+        found |= run(tiny_engine(model, prefix_reuse=False), [make(law, i, "none")])
+    assert {"stop", "length"} == {reason for _, _, reason, _ in found.values()}
+    return found
+
+
+def armed(model, draft_model, head, answers, planner, **settings):
+    engine = tiny_engine(model, **{"step_rows": 400, **settings})
+    lookup, lm = LookupDrafter(), lm_drafter(draft_model, slots=1500)
+    eagle = EagleDrafter(load_eagle(head, model, engine.context), engine.store, engine.table, 1500, engine.context)
+    drafters = {
+        "lookup": lookup, "lm": lm, "eagle": eagle, "lookup+lm": MergedDrafter([lookup, lm]),
+        "early_exit": EarlyExitDrafter(model, engine.store, engine.table, 1),
+    }  # fmt: skip
+    tokens = {key: value[0] for key, value in answers.items()}
+    engine.use_drafters(drafters | {kind: Wild(kind, tokens) for kind in WILD}, planner)
+    return engine
+
+
+def clean(engine) -> None:
+    engine.table.prefix.clear()
+    assert engine.table.used == 0
+    for drafter in engine.drafters.values():
+        if hasattr(drafter, "states"):
+            assert not drafter.states
+        if hasattr(drafter, "store"):
+            drafter.table.check()
+            assert drafter.table is engine.table or drafter.table.used == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_drafter_for_every_law(model, draft_model, head, plain, kind):
+    for bet in (Bet(kind, 4, 4), Bet(kind, 9, 3)):
+        engine = armed(model, draft_model, head, plain, Always(bet))
+        same(run(engine, [make(law, i) for i, law in enumerate(LAWS)]), plain)
+        clean(engine)
+
+
+def test_alone(model, draft_model, head, plain):
+    for i, law in enumerate(LAWS):
+        engine = armed(model, draft_model, head, plain, Always(Bet(KINDS[i % len(KINDS)], 6, 4)))
+        found = run(engine, [make(law, i)])
+        same(found, {key: value for key, value in plain.items() if key in found})
+        clean(engine)
+
+
+class Restless(Always):
+    """Every sequence, every step: another drafter, another bet, or none."""
+
+    def __init__(self) -> None:
+        self.dice = random.Random(5)
+
+    def one(self, sequence) -> Bet:
+        if self.dice.random() < 0.3:
+            return NO_BET
+        depth = self.dice.randrange(1, 5)
+        return Bet(self.dice.choice(KINDS), self.dice.choice((depth, 2 * depth)), depth)
+
+
+@pytest.mark.parametrize("room", [4000, 330])
+def test_another_drafter_every_step_and_preempted(model, draft_model, head, plain, room):
+    engine = armed(model, draft_model, head, plain, Restless(), cache_bytes=room * model.config.kv_bytes_per_token)
+    same(run(engine, [make(law, i) for i, law in enumerate(LAWS)]), plain)
+    assert (engine.scheduler.preemptions > 2) == (room < 1000)
+    clean(engine)
+
+
+def test_other_modes_in_the_batch_disturb_nobody(model, draft_model, head, plain):
+    engine = armed(model, draft_model, head, plain, Always(Bet("lm", 3, 3)))
+    others = [
+        make(law, 40 + 2 * i + (mode == "lossy"), ("lm", "lookup", "lookup+lm")[i % 3], mode)
+        for i, law in enumerate(["warm", "hot", "top_k", "penalties", "greedy"])
+        for mode in ("rejection", "lossy")
+    ]
+    coupled = [make(law, i, KINDS[i % 5]) for i, law in enumerate(LAWS)]
+    shuffled = [*coupled, *others]
+    random.Random(1).shuffle(shuffled)
+    found = run(engine, shuffled)
+    same({key: found[key] for key in plain}, plain)
+    assert len(found) > len(plain) + 5
+    clean(engine)
+
+
+def test_rejection_at_temperature_zero_is_plain(model, draft_model, head, plain):
+    engine = armed(model, draft_model, head, plain, Always(Bet("lm", 3, 3)))
+    found = run(engine, [make("greedy", 0, "lm", "rejection")])
+    same(found, {key: plain[key] for key in found})
+
+
+GRAMMARS = {
+    "regex": ({"regex": "[a-c]{3,9}(1|2)"}, r"[a-c]{3,9}[12]"),
+    "choice": ({"choice": ["hello", "help me", "12"]}, r"hello|help me|12"),
+    "schema": (
+        {"json_schema": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}}, None,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["lm", "lookup", "early_exit", "wild"])
+def test_grammars(kind):
+    backend = byte_level_backend()
+    vocab = backend.get_vocab_size()
+    model = tiny_model(vocab=vocab)
+    compiler = GrammarCompiler(backend.to_str(), vocab, [0])
+
+    def requests():
+        for i, name in enumerate(GRAMMARS):
+            for temperature in (0, 1.0):
+                grammar = compiler.compile(GRAMMARS[name][0])
+                yield request(f"{name}:{temperature}", range(60 + i, 75), {0}, grammar=grammar, max_tokens=30,
+                              temperature=temperature)  # fmt: skip
+
+    plain = run(tiny_engine(model), list(requests()))
+    engine = tiny_engine(model)
+    if kind == "lm":
+        drafter = lm_drafter(noised_model(vocab=vocab))
+        drafter.vocab = vocab
+    elif kind == "early_exit":
+        drafter = EarlyExitDrafter(model, engine.store, engine.table, 1)
+    else:
+        drafter = LookupDrafter() if kind == "lookup" else Wild("ends", {k: v[0] for k, v in plain.items()})
+    engine.use_drafters({kind: drafter}, Always(Bet(kind, 8, 4)))
+    found = run(engine, list(requests()))
+    same(found, plain)
+    for (name, _), (tokens, _, reason, _) in found.items():
+        text = backend.decode([t for t in tokens if t])
+        pattern = GRAMMARS[name.split(":")[0]][1]
+        if reason == "stop":
+            assert re.fullmatch(pattern, text) if pattern else isinstance(json.loads(text)["a"], int)
+    assert sum(reason == "stop" for _, _, reason, _ in found.values()) >= 3

@@ -1,0 +1,181 @@
+"""Whatever is accepted, preempted or aborted, the caches of target and drafters stay whole and nothing leaks."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from outrider.draft.eagle import EagleDrafter, load_eagle
+from outrider.draft.early_exit import EarlyExitDrafter
+from outrider.draft.lookup import LookupDrafter
+from outrider.draft.merged import MergedDrafter
+from outrider.types import NO_BET, Bet, Draft
+from tests.tiny import (
+    VOCAB,
+    Always,
+    eagle_tensors,
+    lm_drafter,
+    noised_model,
+    prompt_of,
+    request,
+    run_alone,
+    tiny_engine,
+    tiny_model,
+    write_eagle,
+)  # fmt: skip
+
+KINDS = ("lookup", "lm", "early_exit", "eagle", "lookup+lm", "part")
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory):
+    model = tiny_model()
+    head = write_eagle(tmp_path_factory.mktemp("head"), model.config, eagle_tensors(model.config, 60))
+    return model, noised_model(), head
+
+
+class Part:
+    """Right for as long as a dice says, then wrong, with branches hung on anywhere: any accepted length may come."""
+
+    def __init__(self, answers: dict[str, list[int]], dice) -> None:
+        self.answers, self.dice = answers, dice
+
+    def start(self, sequence) -> None: ...
+    def accept(self, sequence, draft, verdict) -> None: ...
+    def stop(self, sequence) -> None: ...
+
+    def propose(self, sequences, bets):
+        return [self.guess(s, bet.nodes) for s, bet in zip(sequences, bets, strict=True)]
+
+    def guess(self, s, nodes: int) -> Draft:
+        right = self.answers.get(s.request.id, [])[len(s.output) :][: self.dice.randrange(nodes + 1)]
+        tokens, parents = list(right), list(range(-1, len(right) - 1))
+        while len(tokens) < nodes:
+            parents.append(self.dice.randrange(-1, len(tokens)))
+            tokens.append(self.dice.randrange(VOCAB))
+        return Draft(tuple(tokens), tuple(parents))
+
+
+class Dice(Always):
+    def __init__(self, dice, plain: float = 0.2, deepest: int = 5) -> None:
+        self.dice, self.plain, self.deepest = dice, plain, deepest
+
+    def one(self, sequence) -> Bet:
+        if self.dice.random() < self.plain:
+            return NO_BET
+        depth = self.dice.randint(1, self.deepest)
+        mode = sequence.request.params.speculation.mode
+        nodes = depth if mode == "rejection" else self.dice.choice((depth, 3 * depth))
+        return Bet(self.dice.choice(KINDS), nodes, depth, None, mode)
+
+
+def make_engine(parts, dice, answers, room: int, slots: int, sequences: int = 8):
+    model, draft_model, head = parts
+    engine = tiny_engine(
+        model, max_sequences=sequences, step_rows=24, cache_bytes=room * model.config.kv_bytes_per_token
+    )
+    lookup, lm = LookupDrafter(owners=3, tokens_per_owner=200), lm_drafter(draft_model, slots, sequences)
+    eagle = EagleDrafter(load_eagle(head, model, engine.context), engine.store, engine.table, slots, engine.context)
+    engine.use_drafters(
+        {
+            "lookup": lookup, "lm": lm, "eagle": eagle, "lookup+lm": MergedDrafter([lookup, lm]),
+            "early_exit": EarlyExitDrafter(model, engine.store, engine.table, 1), "part": Part(answers, dice),
+        },
+        Dice(dice),
+    )  # fmt: skip
+    return engine
+
+
+def whole(engine) -> None:
+    """Target and drafters: every slot accounted for, no two states on one row, no state of a sequence that ended."""
+    engine.table.check()
+    live = {s for choices in engine.live.values() for s in choices}
+    for name in ("lm", "eagle"):
+        drafter = engine.drafters[name]
+        drafter.table.check()
+        rows = [state.row for state in drafter.states.values()]
+        assert len(set(rows)) == len(rows) and set(drafter.states) <= live
+        assert drafter.table._open == set(rows)
+        for s, state in drafter.states.items():
+            assert state.valid <= len(s.tokens)
+            assert drafter.table.lengths[state.row] == state.valid
+    assert set(engine.drafters["lookup"].states) <= live
+    assert set(engine.drafters["lookup+lm"]._given) <= live
+
+
+def empty(engine) -> None:
+    engine.table.prefix.clear()
+    assert engine.table.used == 0 and engine.table.rows_left == len(engine.table.lengths)
+    for name in ("lm", "eagle"):
+        table = engine.drafters[name].table
+        assert table.used == 0 and table.rows_left == len(table.lengths)
+    assert not engine.drafters["lookup"].states and not engine.drafters["lookup+lm"]._given
+    assert not engine.writers and not engine.live and engine.scheduler.idle
+
+
+def ask(name: str, length: int, **more):
+    return request(name, prompt_of(length, length), {1}, owner=name[0], **{"temperature": 0.8, **more})
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_any_course_of_events(parts, data):
+    dice = random.Random(data.draw(st.integers(0, 10**6)))
+    requests = [
+        ask(f"r{i}", data.draw(st.integers(2, 60)), max_tokens=data.draw(st.integers(1, 40)),
+            n=data.draw(st.sampled_from([1, 1, 3])), temperature=data.draw(st.sampled_from([0, 0.8])),
+            speculation={"mode": data.draw(st.sampled_from(["coupled", "coupled", "rejection", "lossy"]))})
+        for i in range(6)
+    ]  # fmt: skip
+    answers = {r.id: run_alone(parts[0], r) for r in requests[:3]}
+    engine = make_engine(parts, dice, answers, data.draw(st.sampled_from([160, 300, 2000])), 320)
+    waiting, heard = list(requests), {r.id: [] for r in requests}
+    while waiting or not engine.idle:
+        if waiting and data.draw(st.booleans()):
+            engine.add(waiting.pop())
+        for event in engine.step():
+            if event.choice == 0:
+                heard[event.request_id] += event.token_ids
+        whole(engine)
+        if dice.random() < 0.05:
+            gone = f"r{dice.randrange(3, 6)}"
+            engine.abort(gone)
+            waiting = [r for r in waiting if r.id != gone]
+            whole(engine)
+    for r in requests[:3]:
+        if r.params.speculation.mode == "coupled" or (
+            r.params.temperature == 0 and r.params.speculation.mode == "rejection"
+        ):
+            assert heard[r.id] == answers[r.id]
+    empty(engine)
+
+
+def test_ten_thousand_steps_leak_nothing(parts):
+    dice = random.Random(9)
+    engine = make_engine(parts, dice, {}, room=110, slots=330, sequences=3)
+    engine.planner = Dice(dice, plain=0.75, deepest=2)
+    engine.settings = replace(engine.settings, check_integrity=False)  # checked below, not after every step
+    steps = made = 0
+    while steps < 10_000:
+        while len(engine.live) < 3:
+            made += 1
+            mode = dice.choice(("coupled", "coupled", "rejection"))
+            engine.add(ask(f"{dice.choice('abcd')}{made}", dice.randrange(2, 30), max_tokens=dice.randrange(1, 60),
+                           n=dice.choice((1, 1, 2)), speculation={"mode": mode}))  # fmt: skip
+        engine.step()
+        steps += 1
+        if dice.random() < 0.01:
+            engine.abort(dice.choice(list(engine.live)))
+        if steps % 50 == 0:
+            whole(engine)
+    assert engine.scheduler.preemptions > 50
+    for name in list(engine.live):
+        engine.abort(name)
+    whole(engine)
+    empty(engine)
+    past = engine.drafters["lookup"].past
+    assert len(past) <= 3 and all(one.size <= 200 for one in past.values())
