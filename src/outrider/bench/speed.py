@@ -21,16 +21,22 @@ from outrider.bench.peers import Run, Transformers
 from outrider.engine.llm import LLM
 from outrider.model.kernels.native import read_bandwidth
 from outrider.settings import cache_folder
-from outrider.types import Batch, SamplingParams
+from outrider.types import Batch, SamplingParams, Speculation
 
 ROWS = (1, 2, 4, 8)
 
 
+def plain(tokens: int) -> SamplingParams:
+    """Exactly `tokens` greedy tokens, end-of-text ignored, nothing guessed."""
+    off = Speculation(drafter="none")
+    return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, speculation=off)
+
+
 def outrider_greedy(llm: LLM, prompt: list[int], tokens: int) -> Run:
-    """Exactly `tokens` greedy tokens, end-of-text ignored, through the ordinary stream."""
+    """One prompt through the ordinary stream."""
 
     async def run() -> Run:
-        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+        params = plain(tokens)
         out: list[int] = []
         first = 0.0
         begin = time.perf_counter()
@@ -45,14 +51,17 @@ def outrider_greedy(llm: LLM, prompt: list[int], tokens: int) -> Run:
 def against_peer(
     llm: LLM, peer: Transformers, prompts: list[list[int]], tokens: int, tell: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Batch 1, prompt by prompt, ours and theirs in turn. Tokens must agree; where not, how close the call
-    was.
+    """Batch 1, prompt by prompt, ours and theirs in turn, both on the engine's thread and its workers.
+
+    Tokens must agree; where they do not, how close the call was.
     """
+    ask = {
+        "ours": lambda prompt: outrider_greedy(llm, prompt, tokens),
+        "theirs": lambda prompt: llm.driver.run(lambda: peer.greedy(prompt, tokens)),
+    }
     rows, differences = [], []
     for number, prompt in enumerate(prompts):
-        runs: dict[str, Run] = {}
-        for who in ("ours", "theirs") if number % 2 else ("theirs", "ours"):
-            runs[who] = outrider_greedy(llm, prompt, tokens) if who == "ours" else peer.greedy(prompt, tokens)
+        runs = {who: ask[who](prompt) for who in (("ours", "theirs") if number % 2 else ("theirs", "ours"))}
         ours, theirs = runs["ours"], runs["theirs"]
         rows.append((ours.decode_rate, theirs.decode_rate, ours.total_s, theirs.total_s))
         if ours.tokens != theirs.tokens:
@@ -111,7 +120,7 @@ def concurrency(
     llm: LLM, prompts: list[list[int]], tokens: int, together: int, rounds: int = 3
 ) -> dict[str, Any]:
     """Total tokens a second of `together` requests at once against one, in turn."""
-    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    params = plain(tokens)
     rates: dict[int, list[float]] = {1: [], together: []}
     for number in range(rounds):
         for many in rates:

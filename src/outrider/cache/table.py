@@ -68,6 +68,8 @@ class SlotTable:
         the rest.
         """
         end = self.lengths[row]
+        if length == end:
+            return
         guessed = self.entries[row, length:end].copy()
         kept = guessed[list(path)]
         lost = np.ones(len(guessed), bool)

@@ -119,17 +119,17 @@ def _plain(
     from outrider.bench.peers import Transformers
 
     note("rows")
-    rows = speed.rows_cost(llm, context=256)
+    rows = llm.driver.run(lambda: speed.rows_cost(llm, context=256))
     report: dict[str, Any] = {
         "rows": rows,
-        "memory": speed.memory_limit(llm, rows["pass_ms"]["1"] / 1e3),
+        "memory": llm.driver.run(lambda: speed.memory_limit(llm, rows["pass_ms"]["1"] / 1e3)),
     }
     note(f"{together} requests at once")
     short = sorted(prompts, key=len)[:together]
     report["together"] = speed.concurrency(llm, short, params.max_tokens, together)
     if peer is not None:
         note("against transformers")
-        theirs = Transformers(llm.checkpoint.path, llm.settings.threads)
+        theirs = llm.driver.run(lambda: Transformers(llm.checkpoint.path, llm.settings.threads))
         off = replace(params, temperature=0)
         report["peer"] = {"name": f"transformers {theirs.version}"}
         report["peer"] |= speed.against_peer(llm, theirs, prompts, off.max_tokens, note)

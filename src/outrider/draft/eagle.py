@@ -199,7 +199,9 @@ class EagleDrafter:
         fused = self.head.fused(self.target_store.features[torch.cat(slots)])
         batch = text_batch(self.table, [state.row for state in states], texts, starts)
         hidden = self.head.forward(fused, batch, self.store)[batch.logit_rows]
-        for s, state in zip(sequences, states, strict=True):  # not before: there may have been no room for all
+        for s, state in zip(
+            sequences, states, strict=True
+        ):  # not before: there may have been no room for all
             state.valid = len(s.tokens) - 1
         return hidden
 
@@ -243,7 +245,9 @@ def load_eagle(folder: Path, target: Decoder, context: int) -> EagleHead:
         )
     taps = tuple(raw.get("outrider_taps") or eagle_taps(c.layers))
     if len(taps) != TAPS or not all(type(t) is int and 0 <= t < c.layers for t in taps):
-        raise BadCheckpoint(f"{folder}: outrider_taps must name {TAPS} of the target's {c.layers} layers, not {taps}")
+        raise BadCheckpoint(
+            f"{folder}: outrider_taps must name {TAPS} of the target's {c.layers} layers, not {taps}"
+        )
     tensors = _tensors(folder)
     head = HeadConfig(replace(layer, rope=layer.rope), draft_vocab, taps)
     _check(folder, tensors, head)

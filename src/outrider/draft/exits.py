@@ -46,6 +46,6 @@ def exit_agreement(model: Decoder, samples: list[list[int]]) -> dict[int, float]
         assert store.features is not None
         for layers in same:
             hidden = store.features[batch.slots, layers].contiguous()
-            same[layers] += float((model.logits(hidden).argmax(-1) == final).float().sum())
+            same[layers] += float((model.logits(hidden, batch.logit_rows).argmax(-1) == final).float().sum())
     total = sum(map(len, samples)) or 1
     return {layers: count / total for layers, count in same.items()}

@@ -57,7 +57,10 @@ class LmDrafter:
             states = self._states(some)
             roots = self._catch_up(some, states)
             growths = grow(
-                some, [bets[i] for i in fitting], roots, lambda g, places: self._expand(some, states, g, places)
+                some,
+                [bets[i] for i in fitting],
+                roots,
+                lambda g, places: self._expand(some, states, g, places),
             )
         except CacheFull:  # too many long texts for this model's cache: no guess is better than a wrong one
             return drafts

@@ -1,6 +1,8 @@
 """Gives the engine a thread of its own: requests go in from anywhere, events come out to whoever asked.
 
-One thread does all steps, so the kernels keep one pool of workers and no lock is held while the target runs.
+One thread loads the model and does all steps, so the kernels have one pool of workers. (A second pool, made by
+a kernel called from a second thread, makes OpenMP think the machine is crowded: it stops spinning at
+barriers, and every step takes a fifth longer.) No lock is held while the target runs.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from typing import TypeVar
 
 from outrider.engine.engine import Engine
 from outrider.errors import OutriderError
@@ -16,9 +19,13 @@ from outrider.types import Event, Request, Sequence
 Listener = Callable[[Event | BaseException], None]
 
 
+T = TypeVar("T")
+
+
 class Driver:
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    def __init__(self, build: Callable[[], Engine]) -> None:
+        self.engine: Engine
+        self._build = build
         self._orders: deque[Callable[[], None]] = deque()  # run by the engine's thread between steps
         self._listeners: dict[str, Listener] = {}
         self._wake = threading.Condition()
@@ -26,28 +33,38 @@ class Driver:
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="outrider-engine", daemon=True)
         self._thread.start()
+        self.run(lambda: None)  # returns once the engine is built, or raises what building raised
 
-    def submit(self, request: Request, listener: Listener) -> list[Sequence]:
-        """Start a request; its events go to `listener`, on the engine's thread. Raises if it is refused."""
-        answer: list[list[Sequence]] = []
-        refusal: list[BaseException] = []
-        taken = threading.Event()
+    def run(self, work: Callable[[], T]) -> T:
+        """Do something on the engine's thread, between steps, and wait for it."""
+        done = threading.Event()
+        result: list[T] = []
+        failure: list[BaseException] = []
 
         def order() -> None:
             try:
-                answer.append(self.engine.add(request))
-                self._listeners[request.id] = listener
+                result.append(work())
             except BaseException as error:
-                refusal.append(error)
+                failure.append(error)
             finally:
-                taken.set()
+                done.set()
 
         self._give(order)
-        while not taken.wait(0.5):
+        while not done.wait(0.5):
             self._raise_if_dead()
-        if refusal:
-            raise refusal[0]
-        return answer[0]
+        if failure:
+            raise failure[0]
+        return result[0]
+
+    def submit(self, request: Request, listener: Listener) -> list[Sequence]:
+        """Start a request; its events go to `listener`, on the engine's thread. Raises if it is refused."""
+
+        def add() -> list[Sequence]:
+            choices = self.engine.add(request)
+            self._listeners[request.id] = listener
+            return choices
+
+        return self.run(add)
 
     def abort(self, request_id: str) -> None:
         """End a request before the next step; its listener hears an `abort` event for each choice."""
@@ -67,6 +84,8 @@ class Driver:
             self._wake.notify()
 
     def _raise_if_dead(self) -> None:
+        if isinstance(self._failure, OutriderError):
+            raise self._failure
         if self._failure is not None:
             raise OutriderError(f"the engine stopped: {self._failure!r}") from self._failure
         if self._closed:
@@ -74,13 +93,13 @@ class Driver:
 
     def _run(self) -> None:
         try:
+            self.engine = self._build()
             while self._obey():
                 self._deliver(self.engine.step())
         except BaseException as error:
             self._failure = error
             for listener in list(self._listeners.values()):
                 listener(error)
-            raise
 
     def _obey(self) -> bool:
         """Carry out what was asked since the last step; sleep while there is nothing to do. False: time to

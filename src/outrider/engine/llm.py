@@ -125,16 +125,11 @@ class LLM:
         if settings is not None and options:
             raise InvalidRequest("give settings or single options, not both", "settings")
         self.settings = settings or Settings.of(options)
-        torch.set_num_threads(self.settings.threads)
         self.checkpoint = open_checkpoint(find(str(model), cache_folder()))
         self.tokenizer = self.checkpoint.tokenizer
         self.template = _template(self.checkpoint)
-        self.model = load_model(self.checkpoint, self.settings)
-        self.engine = Engine(self.model, self.settings, self.tokenizer.text_stream)
-        drafters, default = make_drafters(draft, self._bench())
-        self.engine.use_drafters(drafters, Planner(default))
-        self.drafter = default
-        self.driver = Driver(self.engine)
+        self.driver = Driver(lambda: self._build(draft))
+        self.engine = self.driver.engine
         self._numbers = itertools.count()
 
     def generate(
@@ -234,8 +229,16 @@ class LLM:
         config = self.model.config
         return GrammarCompiler(self.tokenizer.to_json(), config.vocab, config.eos_ids)
 
-    def _bench(self) -> Bench:
-        engine = self.engine
+    def _build(self, draft: str) -> Engine:
+        """Load the model and set the engine up; on the engine's own thread."""
+        torch.set_num_threads(self.settings.threads)
+        self.model = load_model(self.checkpoint, self.settings)
+        engine = Engine(self.model, self.settings, self.tokenizer.text_stream)
+        drafters, self.drafter = make_drafters(draft, self._bench(engine))
+        engine.use_drafters(drafters, Planner(self.drafter))
+        return engine
+
+    def _bench(self, engine: Engine) -> Bench:
         return Bench(
             target=self.model,
             tokenizer=self.tokenizer,

@@ -48,24 +48,25 @@ class Decoder:
         self.head = self.embedding if config.tied else kernels.pack_linear(read("lm_head.weight"))
 
     def forward(self, batch: Batch, store: KeyValueStore) -> Tensor:
-        return self.logits(self._run(batch, store, self.config.layers)[batch.logit_rows])
+        return self.logits(self._run(batch, store, self.config.layers), batch.logit_rows)
 
     def exit_logits(self, batch: Batch, store: KeyValueStore, layers: int) -> Tensor:
         """What the head would say after the first `layers` layers."""
-        return self.logits(self._run(batch, store, layers)[batch.logit_rows])
+        return self.logits(self._run(batch, store, layers), batch.logit_rows)
 
     def _run(self, batch: Batch, store: KeyValueStore, layers: int) -> Tensor:
         x = self.embed(batch.ids)
         for i, layer in enumerate(self.layers[:layers]):
-            store.keep_feature(i, x, batch.slots)
+            if i in store.taps:
+                store.keep_feature(i, x, batch.slots)
             self.kernels.layer(layer, x, batch, store.keys[i], store.values[i])
         return x
 
     def embed(self, ids: Tensor) -> Tensor:
         return self.kernels.embed(self.embedding, ids)
 
-    def logits(self, x: Tensor) -> Tensor:
-        return self.kernels.linear(self.head, self.kernels.norm(x, self.norm))
+    def logits(self, x: Tensor, rows: Tensor) -> Tensor:
+        return self.kernels.head(x, rows, self.norm, self.head)
 
 
 def make_kernels(config: ModelConfig, context: int, threads: int, folder: Path, choice: str) -> Any:

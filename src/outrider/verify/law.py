@@ -43,6 +43,8 @@ def choose(processed: Tensor, rows: LogitRows, draw: Draw) -> Ints:
 
 def follow(matches: NDArray[np.bool_], chosen: Ints, rows: TreeRows) -> list[Result]:
     """Descend from each root while nodes match; then emit what the law chose where the walk ended."""
+    if not any(rows.drafts):
+        return [([], [int(token)]) for token in chosen]
     matches = matches | (rows.depth == 0)
     alive = matches.copy()
     for _ in range(

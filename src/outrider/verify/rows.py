@@ -65,6 +65,10 @@ class TreeRows(LogitRows):
 
 
 def lay_out(sequences: Seq[Sequence], drafts: Seq[Draft]) -> TreeRows:
+    if not any(drafts):  # plain decoding: every row is a root
+        rows = np.arange(len(drafts))
+        root = np.full(len(drafts), -1, np.int64)
+        return TreeRows(sequences, drafts, rows, root, np.zeros(len(drafts), np.int64), rows, root, rows)
     sizes = np.array([1 + len(d) for d in drafts], np.int64)
     starts = np.cumsum(sizes) - sizes
     total = int(sizes.sum())
@@ -74,7 +78,9 @@ def lay_out(sequences: Seq[Sequence], drafts: Seq[Draft]) -> TreeRows:
     token = np.full(total, -1, np.int64)
     token[guessed] = np.fromiter(chain.from_iterable(d.tokens for d in drafts), np.int64)
     parent = np.arange(total)
-    parent[guessed] = np.fromiter(chain.from_iterable(d.parents for d in drafts), np.int64) + starts[owner[guessed]] + 1
+    parent[guessed] = (
+        np.fromiter(chain.from_iterable(d.parents for d in drafts), np.int64) + starts[owner[guessed]] + 1
+    )
     depth, above = guessed.astype(np.int64), parent
     while (further := guessed[above]).any():  # as often as the deepest draft is deep
         depth += further

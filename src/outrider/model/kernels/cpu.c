@@ -21,6 +21,7 @@
 #endif
 #define PANEL 16                /* outputs a panel */
 #define REGS (PANEL / LANES)    /* vector registers a panel row takes */
+#define FEW 8                   /* rows that are too few to share out */
 #define BLOCK 4                 /* rows a panel meets at a time: 16 NEON accumulators; 5 spill */
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
@@ -47,7 +48,7 @@ typedef struct {
 
 typedef struct {
     float *x;      /* [rows][hidden], the residual stream, in place */
-    float *normed; /* [rows][hidden] */
+    float *normed; /* [max(rows, threads FEW)][hidden] */
     float *qkv;    /* [rows][(heads + 2 kv_heads) head_dim] */
     float *mixed;  /* [rows][heads head_dim] */
     float *act;    /* [rows][intermediate] */
@@ -408,18 +409,29 @@ static void norm_rows(const float *x, const float *weight, int rows, int n, floa
     for (int r = 0; r < rows; r++) rms_norm(x + (size_t)r * n, weight, n, eps, y + (size_t)r * n);
 }
 
+/* A few rows are normed by every thread for itself, in a corner of its own: cheaper than waiting for each other. */
+static const float *norm_for_me(const float *x, const float *weight, int rows, int n, float eps, float *y) {
+    if (rows > FEW) {
+        norm_rows(x, weight, rows, n, eps, y);
+        return y;
+    }
+    y += (size_t)omp_get_thread_num() * FEW * n;
+    for (int r = 0; r < rows; r++) rms_norm(x + (size_t)r * n, weight, n, eps, y + (size_t)r * n);
+    return y;
+}
+
 void outrider_layer(const Layer *layer, const Shape *s, const Rows *b, const Work *w, float *keys, float *values) {
     int M = b->rows, H = s->hidden, D = s->head_dim, I = s->intermediate;
     int qkv = (s->heads + 2 * s->kv_heads) * D;
 #pragma omp parallel num_threads(s->threads)
     {
-        norm_rows(w->x, layer->attn_norm, M, H, s->eps, w->normed);
-        linear(layer->qkv, layer->qkv_bias, w->normed, M, qkv, H, w->qkv, 0);
+        const float *h = norm_for_me(w->x, layer->attn_norm, M, H, s->eps, w->normed);
+        linear(layer->qkv, layer->qkv_bias, h, M, qkv, H, w->qkv, 0);
         place(layer, s, b, w->qkv, keys, values);
         attention_rows(s, b, layer->window, w->qkv, qkv, keys, values, w->scores, w->score_stride, w->mixed);
         linear(layer->out, layer->out_bias, w->mixed, M, H, s->heads * D, w->x, 1);
-        norm_rows(w->x, layer->mlp_norm, M, H, s->eps, w->normed);
-        gated(layer, w->normed, M, I, H, w->act);
+        h = norm_for_me(w->x, layer->mlp_norm, M, H, s->eps, w->normed);
+        gated(layer, h, M, I, H, w->act);
         linear(layer->down, layer->down_bias, w->act, M, H, I, w->x, 1);
     }
 }
@@ -427,6 +439,25 @@ void outrider_layer(const Layer *layer, const Shape *s, const Rows *b, const Wor
 void outrider_norm(const float *x, const float *weight, int rows, int n, float eps, int threads, float *y) {
 #pragma omp parallel num_threads(threads)
     norm_rows(x, weight, rows, n, eps, y);
+}
+
+/* Logits of the chosen rows of x: norm, then the head. `normed` is scratch, [count][n]. */
+void outrider_head(const float *x, const int64_t *chosen, int count, const float *norm, float eps, const float *w,
+                   int N, int K, int threads, float *normed, float *y) {
+#pragma omp parallel num_threads(threads)
+    {
+#pragma omp for schedule(static)
+        for (int r = 0; r < count; r++) rms_norm(x + (size_t)chosen[r] * K, norm, K, eps, normed + (size_t)r * K);
+        linear(w, 0, normed, count, N, K, y, 0);
+    }
+}
+
+/* Rows of a packed matrix: the embedding, when it is the head too. */
+void outrider_embed(const float *w, const int64_t *ids, int rows, int K, float *x) {
+    for (int r = 0; r < rows; r++) {
+        const float *from = w + (size_t)(ids[r] / PANEL) * K * PANEL + ids[r] % PANEL;
+        for (int k = 0; k < K; k++) x[(size_t)r * K + k] = from[(size_t)k * PANEL];
+    }
 }
 
 void outrider_linear(const float *w, const float *bias, const float *x, int M, int N, int K, int threads, float *y) {

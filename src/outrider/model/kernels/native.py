@@ -17,7 +17,7 @@ from outrider.model.kernels.build import library
 from outrider.model.weights import LayerTensors
 from outrider.types import MAX_NODES, Batch
 
-PANEL, CHUNKS, GROUP = 16, 16, 4  # as in cpu.c
+PANEL, CHUNKS, GROUP, FEW = 16, 16, 4, 8  # as in cpu.c
 LANES_MAX = 16  # the widest vector cpu.c is built for; heads must fill it
 
 
@@ -113,7 +113,19 @@ class NativeKernels:
 
     def embed(self, table: NativeLinear, ids: Tensor) -> Tensor:
         """Rows of a packed matrix: a tied embedding needs no second copy."""
-        return table.packed[ids // PANEL, :, ids % PANEL]
+        x = torch.empty(ids.shape[0], table.inputs)
+        self.lib.outrider_embed(_ptr(table.packed), _ptr(ids), ids.shape[0], table.inputs, _ptr(x))
+        return x
+
+    def head(self, x: Tensor, rows: Tensor, norm: Tensor, linear: NativeLinear) -> Tensor:
+        count = rows.shape[0]
+        scratch, out = torch.empty(count, linear.inputs), torch.empty(count, linear.outputs)
+        eps = c_float(self.config.norm_eps)
+        self.lib.outrider_head(
+            _ptr(x), _ptr(rows), count, _ptr(norm), eps, _ptr(linear.packed),
+            linear.outputs, linear.inputs, self.threads, _ptr(scratch), _ptr(out),
+        )  # fmt: skip
+        return out
 
     def linear(self, linear: NativeLinear, x: Tensor) -> Tensor:
         out = torch.empty(len(x), linear.outputs)
@@ -131,7 +143,7 @@ class NativeKernels:
 
     def layer(self, layer: NativeLayer, x: Tensor, batch: Batch, keys: Tensor, values: Tensor) -> None:
         rows = self._rows(batch)
-        self._reserve(len(x))
+        self._reserve(rows.rows)
         self._work.x = x.data_ptr()
         self.lib.outrider_layer(
             layer.struct, self.shape, rows, self._work, keys.data_ptr(), values.data_ptr()
@@ -180,7 +192,9 @@ class NativeKernels:
             return
         c = self.config
         widths = (c.hidden, (c.heads + 2 * c.kv_heads) * c.head_dim, c.heads * c.head_dim, c.intermediate)
-        self._buffers = [torch.empty(rows, width) for width in widths]
+        # Few rows are normed by each thread for itself.
+        counts = (max(rows, FEW * self.threads), rows, rows, rows)
+        self._buffers = [torch.empty(n, width) for n, width in zip(counts, widths, strict=True)]
         for name, buffer in zip(("normed", "qkv", "mixed", "act"), self._buffers, strict=True):
             setattr(self._work, name, buffer.data_ptr())
         self._work.scores, self._work.score_stride = self.scores.data_ptr(), self.scores.shape[1]

@@ -44,6 +44,10 @@ class ReferenceKernels:
     def linear(self, linear: ReferenceLinear, x: Tensor) -> Tensor:
         return rowwise_linear(x, linear.weight, linear.bias)
 
+    def head(self, x: Tensor, rows: Tensor, norm: Tensor, linear: ReferenceLinear) -> Tensor:
+        """Logits of the chosen rows of the last hidden states."""
+        return self.linear(linear, self.norm(x[rows], norm))
+
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(x, weight, self.config.norm_eps)
 
