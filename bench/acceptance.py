@@ -1,8 +1,10 @@
-"""How often a guess holds, by rule and temperature: greedy drafts, coupled, the ratio test, and coupled trees.
+"""How often a guess holds, by rule and temperature: greedy drafts, coupled, the ratio test, coupled trees.
 
     python bench/acceptance.py smollm2-135m DRAFT --prompts FILE.jsonl --limit 24 --tokens 96
 
-The target answers each prompt at the temperature; at every position of its answers both models' distributions are compared:
+The target answers each prompt at the temperature; at every position of its answers both models' distributions are
+compared:
+
     greedy   the draft's likeliest token is the one the target draws        p(argmax q)
     coupled  both draw with the same noise and agree                        sum_x 1 / sum_y max(p_y/p_x, q_y/q_x)
     ratio    the ratio test accepts                                         sum_x min(p, q)
@@ -42,7 +44,9 @@ def logits_over(model: Model, text: list[int]) -> torch.Tensor:
 
 
 def coupled_match(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """The chance that two draws with shared noise agree, exactly, over the tokens that matter: [R, V] -> [R]."""
+    """The chance that two draws with shared noise agree, exactly, over the tokens that matter: [R, V] ->
+    [R].
+    """
     p, q = p.double(), q.double()
     top = (p + q).topk(min(400, p.shape[1])).indices
     p, q = p.gather(1, top), q.gather(1, top)
@@ -50,7 +54,9 @@ def coupled_match(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     return (1 / ratio.sum(-1)).nan_to_num(0).sum(-1)
 
 
-def measure(target: Model, draft: Model, text: list[int], start: int, temperature: float, seed: int) -> list[list[float]]:
+def measure(
+    target: Model, draft: Model, text: list[int], start: int, temperature: float, seed: int
+) -> list[list[float]]:
     lp, lq = (logits_over(m, text)[start - 1 : -1] for m in (target, draft))
     if temperature == 0:
         best = lp.argmax(-1, keepdim=True)
@@ -63,12 +69,19 @@ def measure(target: Model, draft: Model, text: list[int], start: int, temperatur
     noise = gumbel(torch.full((len(p),), seed), torch.arange(start, start + len(p)), p.shape[1])
     drawn = (lp + noise).argmax(-1, keepdim=True)
     ranks = (lq + noise).topk(max(TREES)).indices == drawn
-    columns = [greedy, coupled_match(p, q), torch.minimum(p, q).sum(-1), *(ranks[:, :k].any(-1) for k in TREES)]
+    columns = [
+        greedy,
+        coupled_match(p, q),
+        torch.minimum(p, q).sum(-1),
+        *(ranks[:, :k].any(-1) for k in TREES),
+    ]
     return torch.stack([c.double() for c in columns], 1).tolist()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("target")
     parser.add_argument("draft")
     parser.add_argument("--prompts", type=Path, required=True)
@@ -82,7 +95,9 @@ def main() -> None:
         chosen = rows[:: max(1, len(rows) // given.limit)][: given.limit]
         prompts = [llm.chat_ids([{"role": "user", "content": row["turns"][0]}]) for row in chosen]
         prompts = [p for p in prompts if len(p) < 600]
-        print(f"| T | positions | greedy | coupled | ratio test | {' | '.join(f'tree of {k}' for k in TREES)} |")
+        print(
+            f"| T | positions | greedy | coupled | ratio test | {' | '.join(f'tree of {k}' for k in TREES)} |"
+        )
         print("|---" * (5 + len(TREES)) + "|")
         for temperature in map(float, given.temperatures.split(",")):
             params = SamplingParams(temperature=temperature, max_tokens=given.tokens, seed=1)
@@ -92,7 +107,10 @@ def main() -> None:
                     text = out.prompt_ids + out.token_ids
                     found += measure(llm.model, draft, text, len(out.prompt_ids), temperature, seed=9)
             means = torch.tensor(found).mean(0).tolist()
-            print(f"| {temperature:g} | {len(found)} | " + " | ".join(f"{m:.3f}" for m in means) + " |", flush=True)
+            print(
+                f"| {temperature:g} | {len(found)} | " + " | ".join(f"{m:.3f}" for m in means) + " |",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

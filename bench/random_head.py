@@ -1,4 +1,5 @@
-"""Writes an EAGLE-3 head with random weights for a model: it guesses nonsense, and nonsense must change nothing.
+"""Writes an EAGLE-3 head with random weights for a model: it guesses nonsense, and nonsense must change
+nothing.
 
     python bench/random_head.py smollm2-135m FOLDER
 """
@@ -22,7 +23,12 @@ def main() -> None:
     folder = Path(sys.argv[2])
     if config is None:
         raise SystemExit("only families the decoder knows have heads")
-    h, i, q, kv = config.hidden, config.intermediate, config.heads * config.head_dim, config.kv_heads * config.head_dim
+    h, i, q, kv = (
+        config.hidden,
+        config.intermediate,
+        config.heads * config.head_dim,
+        config.kv_heads * config.head_dim,
+    )
     vocab = config.vocab // 4
     shapes = {
         "fc.weight": (h, 3 * h), "midlayer.self_attn.q_proj.weight": (q, 2 * h),

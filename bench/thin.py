@@ -1,8 +1,10 @@
-"""Writes a thinner copy of a model: some of its layers left out. A stand-in for a draft where no smaller model is at hand.
+"""Writes a thinner copy of a model: some of its layers left out. A stand-in for a draft where no smaller
+model is at hand.
 
     python bench/thin.py smollm2-135m FOLDER --drop 20,21,22,23
 
-The copy is a real model with a real loss: it says other things than the original, so its guesses are sometimes wrong.
+The copy is a real model with a real loss: it says other things than the original, so its guesses are
+sometimes wrong.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from outrider.settings import cache_folder
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--drop", required=True, help="layers to leave out, such as 20,21")

@@ -80,7 +80,14 @@ def tiny_engine(model: Decoder, planner=None, drafter=None, **settings) -> Engin
 
 
 def request(
-    name: str, prompt, stop_ids=frozenset(), owner: str = "", bad_word_ids=(), prediction=(), grammar=None, **params
+    name: str,
+    prompt,
+    stop_ids=frozenset(),
+    owner: str = "",
+    bad_word_ids=(),
+    prediction=(),
+    grammar=None,
+    **params,
 ) -> Request:
     options = dict(temperature=0, max_tokens=24, seed=hash_seed(name))
     made = SamplingParams(**{**options, **params})
@@ -97,7 +104,9 @@ def sequence(tokens, row: int = -1, cached: int = 0, prompt: int | None = None, 
 
 
 class Always:
-    """A planner that bets the same for everyone, as `bet` says, with the drafter and mode each request asks for."""
+    """A planner that bets the same for everyone, as `bet` says, with the drafter and mode each request asks
+    for.
+    """
 
     def __init__(self, bet: Bet, on=lambda sequence: True) -> None:
         self.bet, self.on = bet, on
@@ -164,7 +173,9 @@ def noised_model(amount: float = 0.15, kernels: str = "auto", seed: int = 0, **c
     return Decoder(config, noised(config, seed, amount), made)
 
 
-def eagle_tensors(config: ModelConfig, draft_vocab: int, heads: int = 2, seed: int = 3) -> dict[str, torch.Tensor]:
+def eagle_tensors(
+    config: ModelConfig, draft_vocab: int, heads: int = 2, seed: int = 3
+) -> dict[str, torch.Tensor]:
     """A random EAGLE-3 head under the published names, for a draft vocabulary spread over the target's."""
     g = torch.Generator().manual_seed(seed)
     h, q, inner = config.hidden, heads * 16, 40

@@ -33,7 +33,9 @@ class TableMachine(RuleBasedStateMachine):
             self.written[int(slot)] = tuple(self.texts[row])
 
     @precondition(lambda self: self.table.rows_left)
-    @rule(target=rows, tokens=st.lists(st.integers(0, 1), min_size=1, max_size=40), owner=st.sampled_from("ab"))
+    @rule(
+        target=rows, tokens=st.lists(st.integers(0, 1), min_size=1, max_size=40), owner=st.sampled_from("ab")
+    )
     def open(self, tokens, owner):
         row, known = self.table.open(tokens, owner)
         assert known < len(tokens)

@@ -22,7 +22,9 @@ def step(sequences, bets=None, rows=1, total=1.0, draft=0.0, drafted=0, accepted
     bets = bets or [NO_BET] * len(sequences)
     outcomes = [Outcome(s, b, drafted, drafted, accepted) for s, b in zip(sequences, bets, strict=True)]
     n = len(sequences)
-    return StepRecord(rows, n, n if known is None else known, drafted, accepted, n, 0, draft, 0, 0, total, outcomes)
+    return StepRecord(
+        rows, n, n if known is None else known, drafted, accepted, n, 0, draft, 0, 0, total, outcomes
+    )
 
 
 def only(made: Planner, s, batch: int = 1) -> tuple[Bet, str]:
@@ -149,7 +151,10 @@ def test_rejection_never_gets_a_grown_tree(asked):
         bet, _ = only(planner(), s, batch)
         assert bet.mode == "rejection" and bet.nodes == bet.depth > 0
     for _ in range(PROBE + 1):
-        made, s = planner({n: float(n) for n in range(1, 64)}), sequence([1, 2], speculation={"mode": "rejection"})
+        made, s = (
+            planner({n: float(n) for n in range(1, 64)}),
+            sequence([1, 2], speculation={"mode": "rejection"}),
+        )
     for _ in range(PROBE):
         made.observe(step([s]))
     bet, reason = only(made, s)

@@ -83,7 +83,9 @@ def target_states(text: list[int]) -> torch.Tensor:
         q, k, v = (F.linear(h, w(f"self_attn.{p}_proj")).view(len(x), -1, 16) for p in "qkv")
         x = x + F.linear(attend(turn(q), turn(k), v), w("self_attn.o_proj"))
         h = norm(x, w("post_attention_layernorm"))
-        x = x + F.linear(F.silu(F.linear(h, w("mlp.gate_proj"))) * F.linear(h, w("mlp.up_proj")), w("mlp.down_proj"))
+        x = x + F.linear(
+            F.silu(F.linear(h, w("mlp.gate_proj"))) * F.linear(h, w("mlp.up_proj")), w("mlp.down_proj")
+        )
     return torch.stack([states[2], states[LAYERS // 2], states[LAYERS - 3]], 1)
 
 
@@ -99,17 +101,21 @@ def tiny_read_order(read, config) -> None:
 def reference_logits(t: dict[str, torch.Tensor], text: list[int], guesses: list[int]) -> torch.Tensor:
     """The head's logits [target vocab] after the text and a path of guesses."""
     embedding = embedding_of()
-    features = F.linear(target_states(text)[:-1].flatten(1), t["fc.weight"])  # entry i: states at i, token i + 1
+    # entry i: states at i, token i + 1
+    features = F.linear(target_states(text)[:-1].flatten(1), t["fc.weight"])
     tokens = [*text[1:], *guesses]
     hidden = torch.zeros(0)
-    for n in range(len(text) - 1, len(tokens) + 1):  # one entry more a guess, fed with the last entry's own output
+    # one entry more a guess, fed with the last entry's own output
+    for n in range(len(text) - 1, len(tokens) + 1):
         inputs = torch.cat([features, *recursive(hidden, len(text) - 1, n)]) if n >= len(text) else features
         e = norm(embedding[tokens[:n]], t["midlayer.input_layernorm.weight"])
         both = torch.cat([e, norm(inputs, t["midlayer.hidden_norm.weight"])], 1)
         q, k, v = (F.linear(both, t[f"midlayer.self_attn.{p}_proj.weight"]).view(n, -1, 16) for p in "qkv")
         x = inputs + F.linear(attend(turn(q), turn(k), v), t["midlayer.self_attn.o_proj.weight"])
         h = norm(x, t["midlayer.post_attention_layernorm.weight"])
-        act = F.silu(F.linear(h, t["midlayer.mlp.gate_proj.weight"])) * F.linear(h, t["midlayer.mlp.up_proj.weight"])
+        act = F.silu(F.linear(h, t["midlayer.mlp.gate_proj.weight"])) * F.linear(
+            h, t["midlayer.mlp.up_proj.weight"]
+        )
         hidden = x + F.linear(act, t["midlayer.mlp.down_proj.weight"])
     known = F.linear(norm(hidden[-1:], t["norm.weight"]), t["lm_head.weight"])[0]
     out = torch.full((VOCAB,), float("-inf"))

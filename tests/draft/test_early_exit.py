@@ -39,7 +39,8 @@ def first_layers(layers: int):
     whole = tiny_config(layers=LAYERS, windows=(0,) * LAYERS)
     read = random_tensors(whole)
     kernels = make_kernels(whole, whole.context + 64, 2, cache_folder() / "kernels", "auto")
-    for i in range(LAYERS):  # random weights are made in the order they are read: as the whole model reads them
+    # random weights are made in the order they are read: as the whole model reads them
+    for i in range(LAYERS):
         Decoder(tiny_config(layers=LAYERS, windows=(0,) * LAYERS), read, kernels) if i == 0 else None
     return Decoder(tiny_config(layers=layers, windows=(0,) * layers), read, kernels)
 
@@ -117,7 +118,9 @@ def test_layers_that_do_nothing_are_left_out():
 
     def silent(name: str) -> torch.Tensor:
         late = "layers.1." in name or "layers.2." in name
-        return torch.zeros_like(read(name)) if late and ("o_proj" in name or "down_proj" in name) else read(name)
+        return (
+            torch.zeros_like(read(name)) if late and ("o_proj" in name or "down_proj" in name) else read(name)
+        )
 
     from outrider.model.decoder import Decoder, make_kernels
     from outrider.settings import cache_folder

@@ -1,4 +1,6 @@
-"""`lm`: its guesses are those of the draft model read from scratch, whatever was accepted, evicted or paused."""
+"""`lm`: its guesses are those of the draft model read from scratch, whatever was accepted, evicted or
+paused.
+"""
 
 from __future__ import annotations
 
@@ -174,6 +176,7 @@ def test_a_draft_that_is_the_target_is_always_right(temperature, bet):
 
 def test_guesses_after_a_pause_are_those_without_one():
     """Off for 200 tokens, then on: the same tokens are drafted at the same places as without the pause."""
+
     def run(paused: bool):
         watched = Watched(lm_drafter(noised_model(context=700), context=700))
         engine = tiny_engine(tiny_model(context=700))
@@ -190,5 +193,7 @@ def test_guesses_after_a_pause_are_those_without_one():
     assert shared and shared == {key: always[key] for key in shared}
     # Steps may start at other places; from the first they share, every place is the same.
     first = min(key[1] for key in shared)
-    assert {k: d for k, d in after.items() if k[1] >= first} == {k: d for k, d in always.items() if k[1] >= first}
+    assert {k: d for k, d in after.items() if k[1] >= first} == {
+        k: d for k, d in always.items() if k[1] >= first
+    }
     assert first < 9 + 300 + 30

@@ -36,7 +36,9 @@ def test_the_union_of_paths_each_once(several, nodes):
     assert len(paths(merged) & first) == min(nodes, len(first))  # the first drafter's nodes come first
     for draft, own in zip(several, numbers, strict=True):
         for there, here in own.items():
-            assert [merged.tokens[n] for n in merged.path(there)] == [draft.tokens[n] for n in draft.path(here)]
+            assert [merged.tokens[n] for n in merged.path(there)] == [
+                draft.tokens[n] for n in draft.path(here)
+            ]
 
 
 class Scripted:

@@ -30,8 +30,17 @@ def bench(tmp_path):
             raise ModelNotFound(f"no model {name!r}")
         return tmp_path / name
 
-    return Bench(model, checkpoint.tokenizer, engine.store, engine.table, engine.context, 1 << 22, find,
-                 lambda c: load_model(c, Settings(threads=1, kernels="torch")), lambda: [prompt_of(20)])  # fmt: skip
+    return Bench(
+        model,
+        checkpoint.tokenizer,
+        engine.store,
+        engine.table,
+        engine.context,
+        1 << 22,
+        find,
+        lambda c: load_model(c, Settings(threads=1, kernels="torch")),
+        lambda: [prompt_of(20)],
+    )
 
 
 def test_names(bench):

@@ -177,7 +177,13 @@ def test_rejection_at_temperature_zero_takes_the_likeliest():
 
 def test_sequences_of_one_call_do_not_mix():
     logits = table(40, 5)
-    bets = [Bet("x", 3, 3), Bet("x", 8, 3), Bet("x", 6, 2, (2, 2), "rejection"), Bet("x", 0, 0), Bet("x", 2, 2)]
+    bets = [
+        Bet("x", 3, 3),
+        Bet("x", 8, 3),
+        Bet("x", 6, 2, (2, 2), "rejection"),
+        Bet("x", 0, 0),
+        Bet("x", 2, 2),
+    ]
     temperatures = [0, 0.8, 1.0, 0.5, 1.4]
     sequences = [sequence([t + 1, t + 9], temperature=temperatures[t], seed=t) for t in range(5)]
 

@@ -1,4 +1,6 @@
-"""The promises on the built-in model: the same tokens in any company, with any guesses, and transformers' own."""
+"""The promises on the built-in model: the same tokens in any company, with any guesses, and transformers'
+own.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +108,10 @@ def test_transformers_says_the_same(llm: LLM):
 def test_structured_output_under_guessing(llm: LLM):
     schema = {
         "type": "object",
-        "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer", "maximum": 150}},
+        "properties": {
+            "name": {"type": "string", "maxLength": 12},
+            "age": {"type": "integer", "maximum": 150},
+        },
         "required": ["name", "age"],
         "additionalProperties": False,
     }
@@ -134,7 +139,7 @@ def test_stream_equals_generate_and_leaving_it_aborts(llm: LLM):
         async for event in llm.stream("Once upon a time", params):
             text += event.text
             ids += event.token_ids
-        async for event in llm.stream("Once upon a time", temperature=0, max_tokens=400, ignore_eos=True):
+        async for _ in llm.stream("Once upon a time", temperature=0, max_tokens=400, ignore_eos=True):
             break  # the request must not go on without a listener
         return text, ids
 

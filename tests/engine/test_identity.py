@@ -18,7 +18,12 @@ LAWS = {
     "top_p": {"temperature": 0.9, "top_p": 0.7},
     "top_k": {"temperature": 1.0, "top_k": 5},
     "min_p": {"temperature": 1.0, "min_p": 0.2},
-    "penalties": {"temperature": 0.7, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": 0.4},
+    "penalties": {
+        "temperature": 0.7,
+        "repetition_penalty": 1.3,
+        "frequency_penalty": 0.5,
+        "presence_penalty": 0.4,
+    },
     "greedy penalties": {"temperature": 0, "frequency_penalty": 1.5},
     "bias": {"temperature": 0.8, "logit_bias": {3: 4.0, 5: -8.0}},
     "bad words": {"temperature": 0.8},
@@ -33,12 +38,14 @@ def model(request):
 
 def make(name: str, law: str, length: int = 20, **more):
     words = [(3,), (7, 9)] if law == "bad words" else ()
-    return request(name, prompt_of(length, len(name) + length), {1, 2}, bad_word_ids=words, **{**LAWS[law], **more})
+    return request(
+        name, prompt_of(length, len(name) + length), {1, 2}, bad_word_ids=words, **{**LAWS[law], **more}
+    )
 
 
 @pytest.fixture(scope="module")
 def requests():
-    laws = list(LAWS) + ["greedy", "warm", "top_p", "penalties", "hot"]
+    laws = [*LAWS, "greedy", "warm", "top_p", "penalties", "hot"]
     return [make(f"{law}{i}", law, length=5 + 7 * i, max_tokens=10 + 3 * i) for i, law in enumerate(laws)]
 
 
@@ -118,7 +125,9 @@ class Fixed:
 
 
 class Oracle:
-    """Knows the answers. Errs with a given chance; guesses chains, or trees with wrong branches beside the right."""
+    """Knows the answers. Errs with a given chance; guesses chains, or trees with wrong branches beside the
+    right.
+    """
 
     def __init__(self, answers: dict[str, list[int]], wrong: float, tree: bool) -> None:
         self.answers, self.wrong, self.tree, self.dice = answers, wrong, tree, random.Random(2)
@@ -150,7 +159,9 @@ class Oracle:
                 parents.append(tip)
                 tip, at = len(tokens) - 1, at + 1
             else:
-                token = trunk[at] if self.dice.random() < 0.3 and at < len(trunk) else self.dice.randrange(VOCAB)
+                token = (
+                    trunk[at] if self.dice.random() < 0.3 and at < len(trunk) else self.dice.randrange(VOCAB)
+                )
                 parents.append(self.dice.randrange(-1, len(tokens)))
                 tokens.append(token)
         return Draft(tuple(tokens), tuple(parents))
@@ -173,7 +184,10 @@ def test_guesses_right_or_wrong(model, requests, alone, wrong, tree):
 @pytest.mark.parametrize("tree", [False, True])
 def test_guessing_toggled_with_preemption(model, requests, alone, tree):
     engine = tiny_engine(
-        model, Fixed(5, toggle=True), Oracle(alone, 0.3, tree), cache_bytes=300 * model.config.kv_bytes_per_token
+        model,
+        Fixed(5, toggle=True),
+        Oracle(alone, 0.3, tree),
+        cache_bytes=300 * model.config.kv_bytes_per_token,
     )
     for r in requests:
         engine.add(r)
@@ -187,7 +201,9 @@ def test_guessing_toggled_with_preemption(model, requests, alone, tree):
 @given(data=st.data())
 def test_anything_may_be_aborted_at_any_time(data):
     model = tiny_model()
-    engine = tiny_engine(model, Fixed(5), Oracle({}, 1.0, True), cache_bytes=300 * model.config.kv_bytes_per_token)
+    engine = tiny_engine(
+        model, Fixed(5), Oracle({}, 1.0, True), cache_bytes=300 * model.config.kv_bytes_per_token
+    )
     engine.drafters["test"].answers = {f"r{i}": [] for i in range(8)}
     keep = make("r0", "warm", length=9, max_tokens=40)
     expected = run_alone(model, keep)

@@ -1,4 +1,6 @@
-"""Every drafter, every law, every circumstance: tokens, text, reasons and logprobs are those of plain decoding."""
+"""Every drafter, every law, every circumstance: tokens, text, reasons and logprobs are those of plain
+decoding.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,12 @@ LAWS = {
     "top_p": {"temperature": 0.9, "top_p": 0.7},
     "top_k": {"temperature": 1.0, "top_k": 3, "logprobs": 1},
     "min_p": {"temperature": 1.0, "min_p": 0.2},
-    "penalties": {"temperature": 0.7, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": 0.4},
+    "penalties": {
+        "temperature": 0.7,
+        "repetition_penalty": 1.3,
+        "frequency_penalty": 0.5,
+        "presence_penalty": 0.4,
+    },
     "greedy penalties": {"temperature": 0, "frequency_penalty": 1.5},
     "bias": {"temperature": 0.8, "logit_bias": {3: 4.0, 5: -8.0}},
     "bad words": {"temperature": 0.8, "bad_word_ids": [(3,), (7, 9)]},
@@ -71,7 +78,9 @@ class Wild:
         if self.kind == "wrong":
             return Draft.chain([(t + 1) % VOCAB for t in right])
         if self.kind == "ends":
-            return Draft.chain([t if self.dice.random() < 0.7 else self.dice.choice((1, 2, 10)) for t in right])
+            return Draft.chain(
+                [t if self.dice.random() < 0.7 else self.dice.choice((1, 2, 10)) for t in right]
+            )
         if self.kind == "duplicates":
             half = right[: n // 2]
             parents = [2 * i - 2 + k if i else -1 for i in range(len(half)) for k in (0, 1)]
@@ -148,7 +157,9 @@ def plain(model):
 def armed(model, draft_model, head, answers, planner, **settings):
     engine = tiny_engine(model, **{"step_rows": 400, **settings})
     lookup, lm = LookupDrafter(), lm_drafter(draft_model, slots=1500)
-    eagle = EagleDrafter(load_eagle(head, model, engine.context), engine.store, engine.table, 1500, engine.context)
+    eagle = EagleDrafter(
+        load_eagle(head, model, engine.context), engine.store, engine.table, 1500, engine.context
+    )
     drafters = {
         "lookup": lookup, "lm": lm, "eagle": eagle, "lookup+lm": MergedDrafter([lookup, lm]),
         "early_exit": EarlyExitDrafter(model, engine.store, engine.table, 1),
@@ -200,7 +211,9 @@ class Restless(Always):
 
 @pytest.mark.parametrize("room", [4000, 330])
 def test_another_drafter_every_step_and_preempted(model, draft_model, head, plain, room):
-    engine = armed(model, draft_model, head, plain, Restless(), cache_bytes=room * model.config.kv_bytes_per_token)
+    engine = armed(
+        model, draft_model, head, plain, Restless(), cache_bytes=room * model.config.kv_bytes_per_token
+    )
     same(run(engine, [make(law, i) for i, law in enumerate(LAWS)]), plain)
     assert (engine.scheduler.preemptions > 2) == (room < 1000)
     clean(engine)

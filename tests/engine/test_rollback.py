@@ -1,4 +1,6 @@
-"""Whatever is accepted, preempted or aborted, the caches of target and drafters stay whole and nothing leaks."""
+"""Whatever is accepted, preempted or aborted, the caches of target and drafters stay whole and nothing
+leaks.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def parts(tmp_path_factory):
 
 
 class Part:
-    """Right for as long as a dice says, then wrong, with branches hung on anywhere: any accepted length may come."""
+    """Right for as long as a dice says, then wrong, with branches hung on anywhere: any accepted length may
+    come.
+    """
 
     def __init__(self, answers: dict[str, list[int]], dice) -> None:
         self.answers, self.dice = answers, dice
@@ -79,7 +83,9 @@ def make_engine(parts, dice, answers, room: int, slots: int, sequences: int = 8)
         model, max_sequences=sequences, step_rows=24, cache_bytes=room * model.config.kv_bytes_per_token
     )
     lookup, lm = LookupDrafter(owners=3, tokens_per_owner=200), lm_drafter(draft_model, slots, sequences)
-    eagle = EagleDrafter(load_eagle(head, model, engine.context), engine.store, engine.table, slots, engine.context)
+    eagle = EagleDrafter(
+        load_eagle(head, model, engine.context), engine.store, engine.table, slots, engine.context
+    )
     engine.use_drafters(
         {
             "lookup": lookup, "lm": lm, "eagle": eagle, "lookup+lm": MergedDrafter([lookup, lm]),
@@ -91,7 +97,9 @@ def make_engine(parts, dice, answers, room: int, slots: int, sequences: int = 8)
 
 
 def whole(engine) -> None:
-    """Target and drafters: every slot accounted for, no two states on one row, no state of a sequence that ended."""
+    """Target and drafters: every slot accounted for, no two states on one row, no state of a sequence that
+    ended.
+    """
     engine.table.check()
     live = {s for choices in engine.live.values() for s in choices}
     for name in ("lm", "eagle"):

@@ -9,7 +9,7 @@ from typing import Any
 
 import huggingface_hub
 import pytest
-from huggingface_hub import errors
+from huggingface_hub import constants, errors
 
 from outrider.errors import ModelNotFound
 from outrider.load import builtin
@@ -23,7 +23,7 @@ def empty_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("HF_HUB_CACHE", raising=False)
     monkeypatch.delenv("HUGGINGFACE_HUB_CACHE", raising=False)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hf" / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf" / "hub"))
     return tmp_path / "hf" / "hub"
 
 
@@ -63,7 +63,7 @@ def test_a_gguf_in_the_cache_goes_by_its_stem(tmp_path: Path) -> None:
         ("dir/missing.gguf", "no file or folder"),
         ("/abs/missing", "no file or folder"),
         ("a/b/c", "a hub id such as"),
-        ("../../etc", "no file or folder"),
+        ("../../no-such-folder", "no file or folder"),
         ("x\0y", "there is no model"),
         ("y" * 9999, "there is no model"),
     ],
@@ -142,7 +142,7 @@ def test_a_repository_of_ggufs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_offline_and_nothing_cached(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, empty_hub: Path, name: str
 ) -> None:
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ModelNotFound) as caught:
         find(name, tmp_path)
     assert "hf download org/name" in str(caught.value)
@@ -162,7 +162,7 @@ def cached_repo(hub: Path) -> Path:
 
 def test_offline_and_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, empty_hub: Path) -> None:
     snapshot = cached_repo(empty_hub)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert find("org/name", tmp_path).resolve() == snapshot.resolve()
 
 

@@ -73,7 +73,9 @@ def test_neighbouring_positions_and_choices_are_independent():
     assert chi_square_holds(pairs, np.full(16, (len(at) - 1) / 16))
     seeds = torch.tensor([[choice_seed(int(s), c) for c in (0, 1)] for s in at[:20_000]])
     first, second = (
-        draw(logits.expand(20_000, -1), yes[:20_000], seeds[:, c], torch.zeros(20_000, dtype=torch.int64)).numpy()
+        draw(
+            logits.expand(20_000, -1), yes[:20_000], seeds[:, c], torch.zeros(20_000, dtype=torch.int64)
+        ).numpy()
         for c in (0, 1)
     )
     assert chi_square_holds(np.bincount(first * 4 + second, minlength=16), np.full(16, 20_000 / 16))
@@ -116,15 +118,18 @@ PARAMS = [
 
 
 @settings(max_examples=300, deadline=None)
-@given(drafts=st.lists(trees(), min_size=1, max_size=4), picks=st.lists(st.sampled_from(PARAMS), min_size=4, max_size=4))
+@given(
+    drafts=st.lists(trees(), min_size=1, max_size=4),
+    picks=st.lists(st.sampled_from(PARAMS), min_size=4, max_size=4),
+)
 def test_verification_emits_what_plain_decoding_would(drafts, picks):
     """Every tree, mixed parameters, several sequences at once: tokens equal one-at-a-time decoding."""
     sequences = [sequence(seed=40 + i, **picks[i]) for i in range(len(drafts))]
     rows = []
     for s, draft in zip(sequences, drafts, strict=True):
         rows.append(table_logits(s.tokens))
-        for node in range(len(draft)):
-            rows.append(table_logits(s.tokens + [draft.tokens[i] for i in draft.path(node)]))
+        paths = ([draft.tokens[i] for i in draft.path(node)] for node in range(len(draft)))
+        rows += [table_logits(s.tokens + path) for path in paths]
     verdicts = judge(torch.stack(rows), sequences, drafts)
     for s, draft, verdict in zip(sequences, drafts, verdicts, strict=True):
         text = list(s.tokens)
@@ -134,7 +139,9 @@ def test_verification_emits_what_plain_decoding_would(drafts, picks):
             text.append(token)
         s.tokens = text[: -len(verdict.tokens)]
         assert [draft.tokens[i] for i in verdict.accepted] == verdict.tokens[:-1]
-        children = {draft.tokens[i] for i, p in enumerate(draft.parents) if p == (verdict.accepted or [-1])[-1]}
+        children = {
+            draft.tokens[i] for i, p in enumerate(draft.parents) if p == (verdict.accepted or [-1])[-1]
+        }
         assert verdict.tokens[-1] not in children  # it stopped only where no guess matched
 
 

@@ -82,7 +82,9 @@ def test_min_p_is_a_share_of_the_likeliest(logits):
 def test_repetition_counts_prompt_and_output_others_output_only():
     row = torch.full((1, V), 2.0)
     row[0, 8] = -2.0
-    s = sequence(prompt=(1, 8), output=(9, 9), repetition_penalty=2.0, frequency_penalty=0.25, presence_penalty=0.5)
+    s = sequence(
+        prompt=(1, 8), output=(9, 9), repetition_penalty=2.0, frequency_penalty=0.25, presence_penalty=0.5
+    )
     got = processed(row, s)[0]
     assert got[1] == 1.0  # 2 / 2, prompt only
     assert got[8] == -4.0  # -2 * 2
@@ -124,7 +126,8 @@ def test_end_ids_are_banned_before_the_minimum_length(logits):
 
 
 @pytest.mark.parametrize(
-    "params", [{"top_p": 0.9}, {"top_k": 40}, {"min_p": 0.05}, {"temperature": 0.6, "top_k": 50, "top_p": 0.95}]
+    "params",
+    [{"top_p": 0.9}, {"top_k": 40}, {"min_p": 0.05}, {"temperature": 0.6, "top_k": 50, "top_p": 0.95}],
 )
 def test_a_row_is_bitwise_the_same_among_others(params):
     generator = torch.Generator().manual_seed(3)

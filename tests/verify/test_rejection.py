@@ -1,4 +1,6 @@
-"""`rejection` against enumerated probabilities: every kind of draft, and verifiers that are wrong on purpose."""
+"""`rejection` against enumerated probabilities: every kind of draft, and verifiers that are wrong on
+purpose.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,9 @@ from outrider.verify.noise import DRAFT
 from tests.verify.test_law import chi_square_holds
 
 V, LENGTH, DRAWS = 3, 3, 100_000
-FEW = 30_000  # enough to catch a verifier that is wrong
 generator = torch.Generator().manual_seed(7)
-TARGET = torch.randn(V + 1, V + 1, V, generator=generator) * 1.3  # logits by the last two tokens; V = none yet
+# logits by the last two tokens; V = none yet
+TARGET = torch.randn(V + 1, V + 1, V, generator=generator) * 1.3
 DRAFTER = TARGET + torch.randn(V + 1, V + 1, V, generator=generator) * 1.0
 
 
@@ -82,7 +84,10 @@ def sampled_tree(sequences: list[Sequence], shape: tuple[int, ...]) -> list[Draf
     """As a model drafter draws: through grow, with this drafter's table for a model."""
 
     def expand(growths, places):
-        trees = [(tuple(s.tokens), tuple(g.tokens), tuple(g.parents)) for s, g in zip(sequences, growths, strict=True)]
+        trees = [
+            (tuple(s.tokens), tuple(g.tokens), tuple(g.parents))
+            for s, g in zip(sequences, growths, strict=True)
+        ]
         return rows_after(DRAFTER, [all_endings(*trees[i])[1 + n] for i, n in places])
 
     nodes = sum(int(np.prod(shape[: i + 1])) for i in range(len(shape)))
@@ -155,7 +160,7 @@ def test_blocks_accept_no_less_than_tokens():
 def test_shared_randomness_is_caught(monkeypatch):
     """A verifier whose residuals reuse the draft's own noise is biased, and the test above says so."""
     monkeypatch.setattr(module, "RESIDUAL", DRAFT)
-    assert not chi_square_holds(joint_counts(DRAFTERS["chain"], 3, FEW, block=False), enumerated() * FEW)
+    assert not chi_square_holds(joint_counts(DRAFTERS["chain"], 3, DRAWS, block=False), enumerated() * DRAWS)
 
 
 def test_a_missing_residual_is_caught(monkeypatch):
@@ -167,4 +172,4 @@ def test_a_missing_residual_is_caught(monkeypatch):
 
     honest = module._one_by_one
     monkeypatch.setattr(module, "_one_by_one", careless)
-    assert not chi_square_holds(joint_counts(DRAFTERS["chain"], 4, FEW, block=False), enumerated() * FEW)
+    assert not chi_square_holds(joint_counts(DRAFTERS["chain"], 4, DRAWS, block=False), enumerated() * DRAWS)

@@ -1,9 +1,12 @@
-"""Drafters that try to make the engine wrong. They cannot: identity holds for any guess. The audit runs
-them all.
+"""Drafters that try to make the engine wrong. They cannot: identity holds for any guess.
 
-random        tokens drawn at random, as a tree wrong         never the right token oracle        always the
-right tokens, once it has heard the answer ends          end-of-text inside every guess duplicates    the
-same token many times over
+The audit runs them all:
+
+    random        tokens drawn at random, as a tree
+    wrong         never the right token
+    oracle        always the right tokens, once it has heard the answer
+    ends          end-of-text inside every guess
+    duplicates    the same token many times over
 """
 
 from __future__ import annotations

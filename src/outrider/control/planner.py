@@ -53,7 +53,8 @@ class Planner:
             if reasons[i] == "auto":
                 open_.append(i)
         fixed = sum(bet.nodes for i, bet in enumerate(bets) if i not in open_)
-        for i, depth in self._share_out(sequences, open_, batch + fixed).items():
+        names = {i: bets[i].drafter for i in open_}
+        for i, depth in self._share_out(sequences, names, batch, batch + fixed).items():
             bets[i], reasons[i] = self._bet(sequences[i], bets[i], depth, batch)
         return Plan(tuple(bets), tuple(reasons))
 
@@ -97,24 +98,28 @@ class Planner:
             return NO_BET, "temperature"
         return Bet(name, mode=asked.mode), "auto"
 
-    def _share_out(self, sequences: Seq[Sequence], open_: list[int], rows: int) -> dict[int, int]:
+    def _share_out(
+        self, sequences: Seq[Sequence], names: dict[int, str], batch: int, rows: int
+    ) -> dict[int, int]:
         """Depth for each sequence that left it open, by descending survival while tokens a second rise."""
-        chances = {i: self._record(sequences[i]).chance for i in open_}
-        limit = {i: _depth_at(sequences[i].request.params.temperature) for i in open_}
+        chances = {i: self._record(sequences[i]).chance for i in names}
+        limit = {i: _depth_at(sequences[i].request.params.temperature) for i in names}
         guesses = sorted(
-            ((chances[i] ** k, -k, i) for i in open_ for k in range(1, limit[i] + 1)), reverse=True
+            ((chances[i] ** k, -k, i) for i in names for k in range(1, limit[i] + 1)), reverse=True
         )
-        name = self.default
-        depths = dict.fromkeys(open_, 0)
-        tokens, best = float(rows), 0.0
+        depths = dict.fromkeys(names, 0)
+        levels: dict[str, int] = {}
+        tokens = float(batch)
         best = tokens / self.costs.step(rows)
         taken = dict(depths)
         for n, (survival, minus_k, i) in enumerate(guesses, 1):
             tokens += survival
             taken[i] = -minus_k
-            cost = self.costs.step(rows + n) + max(taken.values()) * self.costs.level(name)
-            if tokens / cost > best:
-                best, depths = tokens / cost, dict(taken)
+            levels[names[i]] = max(levels.get(names[i], 0), taken[i])
+            drafting = sum(depth * self.costs.level(name) for name, depth in levels.items())
+            speed = tokens / (self.costs.step(rows + n) + drafting)
+            if speed > best:
+                best, depths = speed, dict(taken)
         return depths
 
     def _bet(self, sequence: Sequence, bet: Bet, depth: int, batch: int) -> tuple[Bet, str]:

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 
 
 class Automaton:
-    """All substrings of a text. State 0 is the empty one; `end[s]` is a place where state s ends: its first, or
-    a later one noted.
+    """All substrings of a text. State 0 is the empty one; `end[s]` is a place where state s ends: its
+    first, or a later one noted.
     """
 
     def __init__(self, tokens: Iterable[int] = ()) -> None:

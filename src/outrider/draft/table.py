@@ -1,10 +1,12 @@
-"""The table of drafters: from what the user wrote to objects with four verbs. The only place that knows
-them all.
+"""The table of drafters: from what the user wrote to objects with four verbs.
 
-auto                      the best that needs nothing further: lookup none                      nobody
-guesses unless a request asks lookup, early_exit[:N]    no second model; N layers, or found by a short
-search PATH, alias or hub id     a smaller model (`lm`) or an EAGLE-3 head (`eagle`) a+b
-both, sharing one tree
+The only place that knows them all:
+
+    auto                      the best that needs nothing further: lookup
+    none                      nobody guesses unless a request asks
+    lookup, early_exit[:N]    no second model; N layers, or found by a short search
+    PATH, alias or hub id     a smaller model (`lm`) or an EAGLE-3 head (`eagle`)
+    a+b                       both, sharing one tree
 """
 
 from __future__ import annotations

@@ -152,7 +152,9 @@ def _branch(
 
 
 def _is_drawn(sequence: Sequence, bet: Bet) -> bool:
-    """Whether children are drawn for the ratio test; at temperature 0 it is not used and the likeliest is better."""
+    """Whether children are drawn for the ratio test; at temperature 0 it is not used and the likeliest is
+    better.
+    """
     return bet.mode == "rejection" and sequence.request.params.temperature > 0
 
 

@@ -1,7 +1,7 @@
 """Gives the engine a thread of its own: requests go in from anywhere, events come out to whoever asked.
 
-One thread loads the model and does all steps, so the kernels have one pool of workers. (A second pool, made by
-a kernel called from a second thread, makes OpenMP think the machine is crowded: it stops spinning at
+One thread loads the model and does all steps, so the kernels have one pool of workers. (A second pool, made
+by a kernel called from a second thread, makes OpenMP think the machine is crowded: it stops spinning at
 barriers, and every step takes a fifth longer.) No lock is held while the target runs.
 """
 
@@ -121,7 +121,14 @@ class Driver:
 
     def _deliver(self, events: list[Event]) -> None:
         for event in events:
-            self._listeners[event.request_id](event)
+            listener = self._listeners.get(event.request_id)
+            if listener is None:
+                continue  # it failed once already
+            try:
+                listener(event)
+            except Exception:  # whoever listened is gone, an event loop closed: nobody else may suffer for it
+                del self._listeners[event.request_id]
+                self.engine.abort(event.request_id)
         for event in events:
             if event.finish_reason and event.request_id not in self.engine.live:
                 self._listeners.pop(event.request_id, None)

@@ -305,7 +305,7 @@ static void attention_rows(const Shape *s, const Rows *b, int window, const floa
     int32_t *scratch = (int32_t *)(mine + GROUP * width);
 #pragma omp for schedule(static)
     for (int unit = 0; unit < b->rows * units; unit++) {
-        int r = unit / units, kv = unit % units / parts, part = unit % parts;
+        int r = unit % b->rows, kv = unit / b->rows / parts, part = unit / b->rows % parts;
         int h = kv * group + part * GROUP, heads = least(GROUP, group - part * GROUP);
         const int32_t *slots;
         int n = visible(b, r, window, scratch, &slots);

@@ -1,0 +1,97 @@
+"""The engine's thread: what it is asked between steps, and who may not bring it down."""
+
+from __future__ import annotations
+
+import queue
+import threading
+
+import pytest
+
+from outrider.engine.driver import Driver
+from outrider.errors import InvalidRequest, OutriderError, UnsupportedModel
+from tests.tiny import prompt_of, request, tiny_engine, tiny_model
+
+
+@pytest.fixture
+def driver():
+    made = Driver(lambda: tiny_engine(tiny_model()))
+    yield made
+    made.close()
+
+
+def answers(driver: Driver, *requests) -> dict[str, list[int]]:
+    heard: queue.SimpleQueue = queue.SimpleQueue()
+    for one in requests:
+        driver.submit(one, heard.put)
+    tokens: dict[str, list[int]] = {one.id: [] for one in requests}
+    left = len(requests)
+    while left:
+        event = heard.get(timeout=30)
+        assert not isinstance(event, BaseException), event
+        tokens[event.request_id] += event.token_ids
+        left -= event.finish_reason is not None
+    return tokens
+
+
+def test_a_listener_that_fails_loses_its_request_and_nothing_else(driver):
+    def gone(event):
+        raise RuntimeError("Event loop is closed")
+
+    good = request("good", prompt_of(9))
+    alone = answers(driver, good)
+    driver.submit(request("bad", prompt_of(12), max_tokens=200), gone)
+    assert answers(driver, good) == alone
+    driver.run(lambda: None)
+    assert "bad" not in driver.engine.live
+    assert driver.run(lambda: driver.engine.table.check()) is None
+
+
+def test_a_refused_request_is_told_to_who_asked(driver):
+    with pytest.raises(InvalidRequest, match="empty"):
+        driver.submit(request("empty", []), lambda event: None)
+    assert answers(driver, request("next", prompt_of(5)))["next"]
+
+
+def test_an_abort_is_heard(driver):
+    heard: queue.SimpleQueue = queue.SimpleQueue()
+    driver.submit(request("long", prompt_of(9), max_tokens=200), heard.put)
+    driver.abort("long")
+    reasons = [None]
+    while reasons[-1] is None:
+        reasons.append(heard.get(timeout=30).finish_reason)
+    assert reasons[-1] == "abort"
+
+
+def test_work_is_done_on_the_engines_own_thread(driver):
+    assert driver.run(threading.current_thread).name == "outrider-engine"
+    with pytest.raises(ZeroDivisionError):
+        driver.run(lambda: 1 // 0)
+    assert driver.run(lambda: 5) == 5
+
+
+def test_what_fails_while_building_is_raised():
+    def build():
+        raise UnsupportedModel("no such thing")
+
+    with pytest.raises(UnsupportedModel, match="no such thing"):
+        Driver(build)
+
+
+def test_a_step_that_fails_ends_every_request_with_the_reason(driver):
+    heard: queue.SimpleQueue = queue.SimpleQueue()
+
+    def broken():
+        raise FloatingPointError("broken")
+
+    driver.engine.step = broken
+    driver.submit(request("r", prompt_of(5)), heard.put)
+    assert isinstance(heard.get(timeout=30), FloatingPointError)
+    with pytest.raises(OutriderError, match="the engine stopped"):
+        driver.submit(request("s", prompt_of(5)), heard.put)
+
+
+def test_nothing_is_taken_after_closing():
+    made = Driver(lambda: tiny_engine(tiny_model()))
+    made.close()
+    with pytest.raises(OutriderError, match="closed"):
+        made.submit(request("r", prompt_of(5)), lambda event: None)
