@@ -13,7 +13,6 @@ missed when asked again.
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
@@ -27,7 +26,8 @@ from torch import Tensor
 from outrider.cache.pool import CacheFull
 from outrider.cache.store import KeyValueStore
 from outrider.cache.table import SlotTable
-from outrider.draft.feed import Fed, node_batch, text_batch
+from outrider.draft.feed import Fed, feed_nodes, text_batch
+from outrider.draft.own import OwnCache, State
 from outrider.draft.tree import Growth, Place, grow
 from outrider.errors import BadCheckpoint
 from outrider.load.config import ModelConfig, config_from_json
@@ -85,7 +85,10 @@ class EagleHead:
         """
         c, k = self.config.layer, self.kernels
         embedded = self.target.embed(batch.ids)
-        both = torch.cat([k.norm(embedded, self.embed_norm), k.norm(hidden, self.hidden_norm)], dim=1)
+        both = torch.cat(
+            [k.norm(embedded, self.embed_norm, c.norm_eps), k.norm(hidden, self.hidden_norm, c.norm_eps)],
+            dim=1,
+        )
         qkv = k.linear(self.qkv, both).view(len(hidden), -1, c.head_dim)
         q, key, value = qkv.split([c.heads, c.kv_heads, c.kv_heads], dim=1)
         cos, sin = self.cos[batch.positions][:, None], self.sin[batch.positions][:, None]
@@ -93,22 +96,18 @@ class EagleHead:
         turned = rotate(q, cos, sin).contiguous()
         mixed = k.attention(turned, batch, store.keys[0], store.values[0], 0, c.head_dim**-0.5)
         hidden = hidden + k.linear(self.out, mixed.flatten(1))
-        h = k.norm(hidden, self.mlp_norm)
+        h = k.norm(hidden, self.mlp_norm, c.norm_eps)
         act = torch.nn.functional.silu(k.linear(self.gate, h)) * k.linear(self.up, h)
         return hidden + k.linear(self.down, act)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, hidden] -> [R, target vocab], minus infinity for tokens the head does not know."""
-        known = self.kernels.linear(self.head, self.kernels.norm(hidden, self.norm))
+        known = self.kernels.linear(
+            self.head, self.kernels.norm(hidden, self.norm, self.config.layer.norm_eps)
+        )
         out = torch.full((len(hidden), self.target.config.vocab), float("-inf"))
         out[:, self.to_target] = known
         return out
-
-
-@dataclass(slots=True)
-class State:
-    row: int
-    valid: int = 0  # entries made from the target's own hidden states
 
 
 class EagleDrafter:
@@ -122,8 +121,8 @@ class EagleDrafter:
         self.context = context
         target_store.tap(head.config.taps, c.hidden)
         self.store = KeyValueStore(1, slots, c.kv_heads, c.head_dim)
-        self.table = SlotTable(slots, len(target_table.lengths), context + MAX_NODES, reuse=False)
-        self.states: OrderedDict[Sequence, State] = OrderedDict()  # least recently asked first
+        self.own = OwnCache(slots, len(target_table.lengths), context + MAX_NODES)
+        self.table, self.states = self.own.table, self.own.states
 
     def start(self, sequence: Sequence) -> None:
         pass
@@ -135,7 +134,7 @@ class EagleDrafter:
             return drafts
         some = [sequences[i] for i in able]
         try:
-            states = self._states(some)
+            states = self.own.ask(some)
             hidden = self._catch_up(some, states)
             feds = [Fed(state.row, state.valid) for state in states]
             kept: dict[Place, Tensor] = {(i, -1): row for i, row in enumerate(hidden)}
@@ -157,28 +156,7 @@ class EagleDrafter:
         pass
 
     def stop(self, sequence: Sequence) -> None:
-        if state := self.states.pop(sequence, None):
-            self.table.release(state.row)
-
-    def _states(self, sequences: Seq[Sequence]) -> list[State]:
-        """A row for each, taking those of the longest unasked if there are too few."""
-        for sequence in sequences:
-            if sequence in self.states:
-                self.states.move_to_end(sequence)
-                continue
-            if not self.table.rows_left:
-                self.stop(next(iter(self.states)))
-            self.states[sequence] = State(self.table.open([])[0])
-        return [self.states[s] for s in sequences]
-
-    def _extend(self, row: int, n: int, asked: Seq[Sequence]) -> None:
-        """Room at the end of a row, taken from sequences that are not being asked if need be."""
-        while not self.table.make_room(n):
-            idle = next((s for s in self.states if s not in asked), None)
-            if idle is None:
-                raise CacheFull("the head's cache is full")
-            self.stop(idle)
-        self.table.extend(row, n)
+        self.own.stop(sequence)
 
     def _catch_up(self, sequences: Seq[Sequence], states: Seq[State]) -> Tensor:
         """Make the entries the texts have gained; the head's hidden state at the last of each.
@@ -191,7 +169,7 @@ class EagleDrafter:
             entries = len(s.tokens) - 1
             state.valid = min(state.valid, entries - 1)
             self.table.commit(state.row, state.valid)
-            self._extend(state.row, entries - state.valid, sequences)
+            self.own.extend(state.row, entries - state.valid, sequences)
             texts.append(s.tokens[state.valid + 1 :])
             starts.append(state.valid)
             slots.append(torch.from_numpy(self.target_table.entries[s.row, state.valid : entries]))
@@ -199,9 +177,8 @@ class EagleDrafter:
         fused = self.head.fused(self.target_store.features[torch.cat(slots)])
         batch = text_batch(self.table, [state.row for state in states], texts, starts)
         hidden = self.head.forward(fused, batch, self.store)[batch.logit_rows]
-        for s, state in zip(
-            sequences, states, strict=True
-        ):  # not before: there may have been no room for all
+        # Not before: there may have been no room for all.
+        for s, state in zip(sequences, states, strict=True):
             state.valid = len(s.tokens) - 1
         return hidden
 
@@ -213,16 +190,7 @@ class EagleDrafter:
         growths: list[Growth],
         places: list[Place],
     ) -> Tensor:
-        for i, node in places:
-            self._extend(feds[i].row, 1, sequences)
-            feds[i].add(node, growths[i].parents[node])
-        batch = node_batch(
-            self.table,
-            [feds[i] for i, _ in places],
-            [growths[i].tokens[node] for i, node in places],
-            [node for _, node in places],
-            [growths[i].depths[node] for i, node in places],
-        )
+        batch = feed_nodes(self.table, lambda row: self.own.extend(row, 1, sequences), feds, growths, places)
         parents = torch.stack([kept[i, growths[i].parents[node]] for i, node in places])
         hidden = self.head.forward(parents, batch, self.store)
         kept.update(zip(places, hidden, strict=True))

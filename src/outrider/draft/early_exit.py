@@ -13,7 +13,7 @@ from torch import Tensor
 from outrider.cache.pool import CacheFull
 from outrider.cache.store import KeyValueStore
 from outrider.cache.table import SlotTable
-from outrider.draft.feed import Fed, node_batch, text_batch
+from outrider.draft.feed import Fed, feed_nodes, text_batch
 from outrider.draft.tree import Growth, Place, grow
 from outrider.model.decoder import Decoder
 from outrider.types import NO_DRAFT, Bet, Draft, Sequence, Verdict
@@ -51,14 +51,8 @@ class EarlyExitDrafter:
         pass
 
     def _expand(self, feds: list[Fed], growths: list[Growth], places: list[Place]) -> Tensor:
-        for i, node in places:
-            self.table.extend(feds[i].row, 1)
-            feds[i].add(node, growths[i].parents[node])
-        batch = node_batch(
-            self.table,
-            [feds[i] for i, _ in places],
-            [growths[i].tokens[node] for i, node in places],
-            [node for _, node in places],
-            [growths[i].depths[node] for i, node in places],
-        )
+        batch = feed_nodes(self.table, self._extend, feds, growths, places)
         return self.model.exit_logits(batch, self.store, self.layers)
+
+    def _extend(self, row: int) -> None:
+        self.table.extend(row, 1)

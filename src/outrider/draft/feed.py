@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -9,6 +10,7 @@ import numpy as np
 import torch
 
 from outrider.cache.table import SlotTable
+from outrider.draft.tree import Growth, Place
 from outrider.types import Batch
 
 
@@ -76,6 +78,26 @@ def node_batch(
         known,
         np.array([fed.masks[n] for fed, n in zip(feds, nodes, strict=True)], np.int64),
         np.arange(len(rows)),
+    )
+
+
+def feed_nodes(
+    table: SlotTable,
+    extend: Callable[[int], None],
+    feds: Seq[Fed],
+    growths: Seq[Growth],
+    places: Seq[Place],
+) -> Batch:
+    """Give each place a slot, through `extend`, note it as fed, and make the batch that feeds them all."""
+    for i, node in places:
+        extend(feds[i].row)
+        feds[i].add(node, growths[i].parents[node])
+    return node_batch(
+        table,
+        [feds[i] for i, _ in places],
+        [growths[i].tokens[node] for i, node in places],
+        [node for _, node in places],
+        [growths[i].depths[node] for i, node in places],
     )
 
 

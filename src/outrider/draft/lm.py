@@ -7,9 +7,7 @@ missed, in one pass, so its guesses after a pause are the guesses it would have 
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -17,18 +15,11 @@ from torch import Tensor
 
 from outrider.cache.pool import CacheFull
 from outrider.cache.store import KeyValueStore
-from outrider.cache.table import SlotTable
-from outrider.draft.feed import Fed, node_batch, text_batch
+from outrider.draft.feed import Fed, feed_nodes, text_batch
+from outrider.draft.own import OwnCache, State
 from outrider.draft.tree import Growth, Place, grow
 from outrider.model.decoder import Model
 from outrider.types import MAX_NODES, NO_DRAFT, Batch, Bet, Draft, Sequence, Verdict
-
-
-@dataclass(slots=True)
-class State:
-    row: int
-    valid: int = 0  # tokens of the sequence this model has read
-    fed: Fed | None = None  # the last guess, until it is judged
 
 
 class LmDrafter:
@@ -41,8 +32,8 @@ class LmDrafter:
         self.model, self.context, self.step_rows = model, min(context, c.context), step_rows
         self.vocab = vocab  # the target's; ours may be padded differently
         self.store = KeyValueStore(c.layers, slots, c.kv_heads, c.head_dim)
-        self.table = SlotTable(slots, sequences, self.context + MAX_NODES, reuse=False)
-        self.states: OrderedDict[Sequence, State] = OrderedDict()  # least recently asked first
+        self.own = OwnCache(slots, sequences, self.context + MAX_NODES)
+        self.table, self.states = self.own.table, self.own.states
 
     def start(self, sequence: Sequence) -> None:
         pass
@@ -54,7 +45,7 @@ class LmDrafter:
             return drafts
         try:
             some = [sequences[i] for i in fitting]
-            states = self._states(some)
+            states = self.own.ask(some)
             roots = self._catch_up(some, states)
             growths = grow(
                 some,
@@ -80,8 +71,7 @@ class LmDrafter:
         state.fed = None
 
     def stop(self, sequence: Sequence) -> None:
-        if state := self.states.pop(sequence, None):
-            self.table.release(state.row)
+        self.own.stop(sequence)
 
     def _can_read(self, sequence: Sequence, bet: Bet) -> bool:
         """Short enough, and free of tokens beyond this model's vocabulary."""
@@ -95,23 +85,11 @@ class LmDrafter:
         missing = self.vocab - logits.shape[1]
         return F.pad(logits, (0, missing), value=float("-inf")) if missing else logits.contiguous()
 
-    def _states(self, sequences: Seq[Sequence]) -> list[State]:
-        """A row for each, taking those of the longest unasked if there are too few."""
-        for sequence in sequences:
-            if sequence in self.states:
-                self.states.move_to_end(sequence)
-                continue
-            if not self.table.rows_left:
-                self.stop(next(iter(self.states)))
-            self.states[sequence] = State(self.table.open([])[0])
-        return [self.states[s] for s in sequences]
-
     def _catch_up(self, sequences: Seq[Sequence], states: Seq[State]) -> Tensor:
         """Read what each text has gained since last time; the logits after its last token."""
         for s, state in zip(sequences, states, strict=True):
-            state.valid = min(
-                state.valid, len(s.tokens) - 1
-            )  # the last token is always read: its logits are wanted
+            # The last token is always read: its logits are wanted.
+            state.valid = min(state.valid, len(s.tokens) - 1)
             self.table.commit(state.row, state.valid)  # an earlier guess may not have been judged
         logits: list[Tensor | None] = [None] * len(states)
         while waiting := [i for i, s in enumerate(sequences) if states[i].valid < len(s.tokens)]:
@@ -119,7 +97,7 @@ class LmDrafter:
             for i in waiting:
                 size = min(len(sequences[i].tokens) - states[i].valid, budget)
                 if size:
-                    self._extend(states[i].row, size, sequences)
+                    self.own.extend(states[i].row, size, sequences)
                     taken.append((i, size))
                     budget -= size
             texts = [sequences[i].tokens[states[i].valid : states[i].valid + size] for i, size in taken]
@@ -132,29 +110,13 @@ class LmDrafter:
             state.fed = Fed(state.row, state.valid)
         return torch.stack([row for row in logits if row is not None])
 
-    def _extend(self, row: int, n: int, asked: Seq[Sequence]) -> None:
-        """Room at the end of a row, taken from sequences that are not being asked if need be."""
-        while not self.table.make_room(n):
-            idle = next((s for s in self.states if s not in asked), None)
-            if idle is None:
-                raise CacheFull("the draft model's cache is full")
-            self.stop(idle)
-        self.table.extend(row, n)
-
     def _expand(
         self, sequences: Seq[Sequence], states: Seq[State], growths: list[Growth], places: list[Place]
     ) -> Tensor:
-        feds = []
-        for i, node in places:
-            fed = states[i].fed
-            assert fed is not None
-            self._extend(fed.row, 1, sequences)
-            fed.add(node, growths[i].parents[node])
-            feds.append(fed)
-        tokens = [growths[i].tokens[node] for i, node in places]
-        depths = [growths[i].depths[node] for i, node in places]
-        batch = node_batch(self.table, feds, tokens, [node for _, node in places], depths)
-        return self._logits(batch)
+        feds = [state.fed for state in states if state.fed is not None]
+        return self._logits(
+            feed_nodes(self.table, lambda row: self.own.extend(row, 1, sequences), feds, growths, places)
+        )
 
 
 def _renumbered(fed: Fed, kept: list[int]) -> Fed:

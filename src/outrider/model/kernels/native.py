@@ -135,10 +135,10 @@ class NativeKernels:
         )
         return out
 
-    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
+    def norm(self, x: Tensor, weight: Tensor, eps: float | None = None) -> Tensor:
         out = torch.empty_like(x)
-        eps = c_float(self.config.norm_eps)
-        self.lib.outrider_norm(_ptr(x), _ptr(weight), len(x), x.shape[1], eps, self.threads, _ptr(out))
+        small = c_float(self.config.norm_eps if eps is None else eps)
+        self.lib.outrider_norm(_ptr(x), _ptr(weight), len(x), x.shape[1], small, self.threads, _ptr(out))
         return out
 
     def layer(self, layer: NativeLayer, x: Tensor, batch: Batch, keys: Tensor, values: Tensor) -> None:

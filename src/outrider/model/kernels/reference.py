@@ -48,8 +48,8 @@ class ReferenceKernels:
         """Logits of the chosen rows of the last hidden states."""
         return self.linear(linear, self.norm(x[rows], norm))
 
-    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return rms_norm(x, weight, self.config.norm_eps)
+    def norm(self, x: Tensor, weight: Tensor, eps: float | None = None) -> Tensor:
+        return rms_norm(x, weight, self.config.norm_eps if eps is None else eps)
 
     def layer(self, w: LayerTensors, x: Tensor, batch: Batch, keys: Tensor, values: Tensor) -> None:
         """x [R, hidden] becomes the layer's output, in place; its keys and values go to their slots."""
