@@ -206,7 +206,7 @@ def write_eagle(folder: Path, config: ModelConfig, tensors: dict[str, torch.Tens
         "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": config.hidden,
         "vocab_size": config.vocab, "draft_vocab_size": len(tensors["lm_head.weight"]), "num_hidden_layers": 1,
         "num_attention_heads": heads, "num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 40,
-        "rms_norm_eps": config.norm_eps, "max_position_embeddings": config.context,
+        "rms_norm_eps": 0.05, "max_position_embeddings": config.context,
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps({**raw, **changes}))
     save_file(tensors, folder / "model.safetensors")

@@ -30,6 +30,7 @@ from tests.tiny import (
 )  # fmt: skip
 
 LAYERS = 6
+HEAD_EPS = 0.05  # not the target's
 SHAPE = {"layers": LAYERS, "windows": (0,) * LAYERS}
 
 
@@ -48,8 +49,8 @@ def folder(tmp_path_factory, tensors):
     return write_eagle(tmp_path_factory.mktemp("eagle"), tiny_config(**SHAPE), tensors)
 
 
-def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+def norm(x: torch.Tensor, weight: torch.Tensor, eps: float = HEAD_EPS) -> torch.Tensor:
+    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
 
 
 def turn(x: torch.Tensor) -> torch.Tensor:
@@ -79,10 +80,10 @@ def target_states(text: list[int]) -> torch.Tensor:
     for i in range(LAYERS):
         states.append(x)
         w = lambda name, i=i: read(f"model.layers.{i}.{name}.weight")  # noqa: E731 - a name for a long name
-        h = norm(x, w("input_layernorm"))
+        h = norm(x, w("input_layernorm"), 1e-5)
         q, k, v = (F.linear(h, w(f"self_attn.{p}_proj")).view(len(x), -1, 16) for p in "qkv")
         x = x + F.linear(attend(turn(q), turn(k), v), w("self_attn.o_proj"))
-        h = norm(x, w("post_attention_layernorm"))
+        h = norm(x, w("post_attention_layernorm"), 1e-5)
         x = x + F.linear(
             F.silu(F.linear(h, w("mlp.gate_proj"))) * F.linear(h, w("mlp.up_proj")), w("mlp.down_proj")
         )
