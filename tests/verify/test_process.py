@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -135,3 +137,29 @@ def test_a_row_is_bitwise_the_same_among_others(params):
     together = process(logits, lay_out([sequence(**params) for _ in range(17)], [NO_DRAFT] * 17))
     for r in range(17):
         assert torch.equal(together[r], processed(logits[r : r + 1], sequence(**params))[0])
+
+
+class Only:
+    """A grammar in which one token may follow."""
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    def mask(self, path):
+        allowed = torch.zeros(V, dtype=torch.bool)
+        allowed[self.token] = True
+        return allowed
+
+
+def test_a_grammar_masks_everything_else(logits):
+    s = sequence()
+    s.request = replace(s.request, grammar=object())
+    s.grammar = Only(7)
+    assert kept(processed(logits, s)[0]) == {7}
+
+
+def test_a_complete_grammar_ends_whatever_the_minimum_length(logits):
+    s = sequence(stop_ids=(4,), min_tokens=5)
+    s.request = replace(s.request, grammar=object())
+    s.grammar = Only(4)
+    assert kept(processed(logits, s)[0]) == {4}

@@ -15,7 +15,7 @@ from outrider.draft.merged import merge_drafts
 from outrider.draft.suffix import Automaton, Match, OwnMatch
 from outrider.types import Bet, Draft, Sequence, Verdict
 
-SHORTEST = 1  # tokens that must match before a continuation is tried; the planner judges whether that pays
+SHORTEST = 2  # tokens that must match before a continuation is believed
 GRAM = 4  # past answers are found by this many tokens
 LONGEST = 64  # how far back a match with a past answer is followed
 

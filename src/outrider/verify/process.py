@@ -1,6 +1,6 @@
 """From the target's logits to the logits the law draws from. One function for target and drafters.
 
-Order: penalties, bias, bans (end ids before the minimum length, bad words, grammar), temperature, top-k,
+Order: penalties, bias, bans (grammar, bad words, end ids before the minimum length), temperature, top-k,
 top-p, min-p. At a node of a draft, the tokens of its path count as output already written.
 
 Every reduction here works row by row, so a row's result does not depend on the rows beside it. (torch.sum
@@ -70,20 +70,25 @@ def _penalise(mine: Tensor, sequence: Sequence, paths: list[list[int]]) -> None:
 
 
 def _ban(row: Tensor, sequence: Sequence, path: list[int]) -> None:
+    """Rule out what may not come next: end ids too early, words to avoid, what the grammar forbids."""
     request = sequence.request
-    written = len(sequence.tokens) - sequence.prompt_len + len(path)
-    if written < request.params.min_tokens and request.stop_ids:
-        row[list(request.stop_ids)] = BANNED
+    if request.stop_ids.intersection(path):
+        return  # past an end id nothing is ever emitted
+    allowed = None if sequence.grammar is None else sequence.grammar.mask(path)
+    if allowed is not None:
+        row[~allowed] = BANNED
     for word in request.bad_word_ids:
         before = list(word[:-1])
         history = [*sequence.tokens[-len(before) :], *path] if before else []
         if not before or history[-len(before) :] == before:
             row[word[-1]] = BANNED
-    # Past an end id nothing is ever emitted, so nothing needs masking there.
-    if sequence.grammar is not None and not request.stop_ids.intersection(path):
-        allowed = sequence.grammar.mask(path)
-        if allowed is not None:
-            row[~allowed] = BANNED
+    written = len(sequence.tokens) - sequence.prompt_len + len(path)
+    if written < request.params.min_tokens and request.stop_ids:
+        ends = list(request.stop_ids)
+        kept = row[ends].clone()
+        row[ends] = BANNED
+        if bool(torch.isinf(row).all()):  # a grammar that is complete leaves nothing but the end
+            row[ends] = kept
 
 
 def _filter(logits: Tensor, rows: LogitRows) -> None:
