@@ -80,7 +80,7 @@ def audit(
     )
     begin = time.perf_counter()
     for number, temperature, seed in _rounds(len(prompts), temperatures, repeat=target is not None):
-        one = _with(params, temperature, seed)
+        one = _with(params, temperature, seed + (params.seed or 0))
         prompt = prompts[number]
         if "oracle" in drafters or "wrong" in drafters:
             answers[tuple(prompt)] = llm.generate([prompt], _off(one))[0].token_ids
@@ -156,7 +156,7 @@ def same_distribution(
             one = replace(
                 params,
                 n=min(64, draws - start),
-                seed=seed * 10**6 + start,
+                seed=(params.seed or 0) + seed * 10**6 + start,
                 speculation=how,
                 max_tokens=tokens + 2,
             )

@@ -12,6 +12,7 @@ from outrider.cli.bench import tasks_of
 from outrider.cli.generate import Json, Limit, Prompts
 from outrider.cli.options import DEFAULT_MODEL, ENGINE, SAMPLING, Draft, Model, envvar, takes
 from outrider.cli.output import note, open_llm, write
+from outrider.errors import InvalidRequest
 from outrider.settings import Settings
 from outrider.types import SamplingParams
 
@@ -19,10 +20,12 @@ if TYPE_CHECKING:
     from outrider.bench.audit import Audit
     from outrider.engine.llm import LLM
 
+TEMPERATURES = (0.0, 0.7, 1.2)
+
 Temperatures = Annotated[
-    str,
+    str | None,
     typer.Option("--temperatures", envvar=envvar("temperatures"), show_envvar=False, metavar="T,T,...",
-                 help="Temperatures to audit at; --temperature alone audits at one."),
+                 help="Temperatures to audit at, in turn; by default 0,0.7,1.2, or --temperature if that is given."),
 ]  # fmt: skip
 Adversaries = Annotated[
     bool,
@@ -48,7 +51,7 @@ def audit(
     draft: Draft = "auto",
     prompts: Prompts = None,
     limit: Limit = None,
-    temperatures: Temperatures = "0,0.7,1.2",
+    temperatures: Temperatures = None,
     adversaries: Adversaries = True,
     tokens: Tokens = None,
     million: Million = False,
@@ -61,7 +64,9 @@ def audit(
 
     outrider audit smollm2-135m --max-tokens 64
     """
-    heat = _temperatures(temperatures)
+    heat = _temperatures(temperatures, params)
+    if params.n > 1:
+        raise InvalidRequest("an audit compares one answer a prompt; leave out --n", "n")
     with open_llm(model, draft, settings) as llm:
         from outrider.bench.certificate import certificate
 
@@ -78,7 +83,10 @@ def audit(
         raise typer.Exit(1)
 
 
-def _temperatures(text: str) -> list[float]:
+def _temperatures(text: str | None, params: SamplingParams) -> list[float]:
+    if text is None:
+        given = params.temperature
+        return list(TEMPERATURES) if given == SamplingParams().temperature else [given]
     try:
         return [float(part) for part in text.split(",")]
     except ValueError:
