@@ -28,7 +28,3 @@ class KeyValueStore:
         for place, tapped in enumerate(self.taps):  # a shallow model may have one layer tapped twice
             if tapped == layer:
                 self.features[slots, place] = x
-
-    @property
-    def nbytes(self) -> int:
-        return sum(t.nbytes for t in (*self.keys, *self.values))

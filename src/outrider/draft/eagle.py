@@ -111,8 +111,6 @@ class EagleHead:
 
 
 class EagleDrafter:
-    name = "eagle"
-
     def __init__(
         self, head: EagleHead, target_store: KeyValueStore, target_table: SlotTable, slots: int, context: int
     ) -> None:

@@ -20,8 +20,6 @@ from outrider.types import NO_DRAFT, Bet, Draft, Sequence, Verdict
 
 
 class EarlyExitDrafter:
-    name = "early_exit"
-
     def __init__(self, model: Decoder, store: KeyValueStore, table: SlotTable, layers: int) -> None:
         self.model, self.store, self.table, self.layers = model, store, table, layers
 

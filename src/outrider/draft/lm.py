@@ -23,8 +23,6 @@ from outrider.types import MAX_NODES, NO_DRAFT, Batch, Bet, Draft, Sequence, Ver
 
 
 class LmDrafter:
-    name = "lm"
-
     def __init__(
         self, model: Model, slots: int, sequences: int, context: int, vocab: int, step_rows: int = 256
     ) -> None:

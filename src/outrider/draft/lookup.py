@@ -60,8 +60,6 @@ class Past:
 
 
 class LookupDrafter:
-    name = "lookup"
-
     def __init__(self, owners: int = 256, tokens_per_owner: int = 65536) -> None:
         self.owners, self.room = owners, tokens_per_owner
         self.states: dict[Sequence, State] = {}

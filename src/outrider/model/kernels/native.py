@@ -78,7 +78,6 @@ class NativeKernels:
         self.lib = library(folder)
         pointers = POINTER(_Layer), POINTER(_Shape), POINTER(_Rows), POINTER(_Work)
         self.lib.outrider_layer.argtypes = [*pointers, c_void_p, c_void_p]
-        self.lib.outrider_read.restype = c_float
         self.tables = (cos, sin)
         self.shape = self._shape(config.heads, config.kv_heads, config.head_dim, config.head_dim**-0.5)
         width = -(-(len(cos) + MAX_NODES + 1) // PANEL) * PANEL
