@@ -7,8 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from outrider import LLM, Settings
+
+if (
+    not torch.cuda.is_available()
+):  # GPU kernels run in Triton's interpreter, if it hears of it before it is imported
+    os.environ["TRITON_INTERPRET"] = "1"
 
 KEPT = {"OUTRIDER_CACHE"}  # where the model and the kernels already are
 

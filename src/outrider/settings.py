@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,23 @@ from outrider.errors import InvalidRequest, suggest
 def usable_cores() -> int:
     """Cores this process may run on, not cores the machine has; a container's quota counts."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        cores = min(cores, max(1, int(quota) // int(period)))
-    except (OSError, ValueError):
-        pass  # no cgroup v2, or "max": unlimited
+    for limit in _quotas(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")):
+        try:
+            quota, period = limit.read_text().split()
+            cores = min(cores, max(1, int(quota) // int(period)))
+        except (OSError, ValueError):
+            continue  # no cgroup v2, or "max": unlimited
     return cores
+
+
+def _quotas(root: Path, membership: Path) -> list[Path]:
+    """The files that limit this process's group and those above it; a service's group lies below the root."""
+    try:
+        own = membership.read_text().strip().rpartition("::/")[2]
+    except OSError:
+        own = ""
+    group = root / own
+    return [folder / "cpu.max" for folder in (group, *group.parents) if folder.is_relative_to(root)]
 
 
 def cache_folder() -> Path:
@@ -29,32 +40,43 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "outrider"
 
 
+DEVICES = ("auto", "cpu", "cuda")
+DTYPES = ("auto", "float32", "bfloat16")
+FAST = {"cpu": "float32", "cuda": "bfloat16"}
+SEQUENCES = {"cpu": 64, "cuda": 512}
+ROWS = {"cpu": 128, "cuda": 2048}
+CACHE_SHARE = 0.6  # of a GPU's memory, once the weights are there; the rest is for drafts, graphs and logits
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """Engine settings. Defaults serve one machine well; sizes are in tokens unless the name says bytes."""
 
-    device: str = "cpu"
-    dtype: str = "float32"
+    device: str = "auto"  # auto | cpu | cuda
+    dtype: str = "auto"  # auto | float32 | bfloat16; auto: what the device is fast with
     threads: int = 0  # 0 = the cores this process may use
     context: int = 0  # 0 = what the model was trained for
-    cache_bytes: int = 1 << 30  # memory for keys and values
-    max_sequences: int = 64  # sequences that share a step
-    step_rows: int = 128  # rows a step may carry; a longer prompt is read in chunks
+    cache_bytes: int = 0  # memory for keys and values; 0 = by device
+    max_sequences: int = 0  # sequences that share a step; 0 = by device
+    step_rows: int = 0  # rows a step may carry; a longer prompt is read in chunks; 0 = by device
     prefix_reuse: bool = True
     check_integrity: bool = False  # after every step; tests turn it on
     kernels: str = "auto"  # auto | c | torch
 
     def __post_init__(self) -> None:
-        if self.device != "cpu":
-            raise InvalidRequest(f"device {self.device!r} is not available here; use 'cpu'", "device")
-        if self.dtype != "float32":
-            raise InvalidRequest(f"dtype {self.dtype!r} is not available on cpu; use 'float32'", "dtype")
+        for name, known in (("device", DEVICES), ("dtype", DTYPES)):
+            if getattr(self, name) not in known:
+                raise InvalidRequest(f"{name} must be {', '.join(known)}, got {getattr(self, name)!r}", name)
+        if self.dtype != "auto" and self.device != "auto" and self.dtype != FAST[self.device]:
+            raise InvalidRequest(
+                f"{self.device} computes in {FAST[self.device]}, not in {self.dtype}", "dtype"
+            )
         if self.kernels not in ("auto", "c", "torch"):
             raise InvalidRequest(f"kernels must be auto, c or torch, got {self.kernels!r}", "kernels")
-        for name, low in (("threads", 0), ("context", 0), ("cache_bytes", 1), ("max_sequences", 1)):
+        for name, low in (("threads", 0), ("context", 0), ("cache_bytes", 0), ("max_sequences", 0)):
             if getattr(self, name) < low:
                 raise InvalidRequest(f"{name} must be at least {low}, got {getattr(self, name)}", name)
-        if self.step_rows < self.max_sequences:
+        if self.step_rows < 0 or (self.step_rows and self.step_rows < self.max_sequences):
             raise InvalidRequest(
                 f"step_rows ({self.step_rows}) must be at least max_sequences ({self.max_sequences}), "
                 "so that every running sequence can move in every step",
@@ -62,6 +84,25 @@ class Settings:
             )
         if self.threads == 0:
             object.__setattr__(self, "threads", usable_cores())
+
+    def placed(self, free: int | None) -> Settings:
+        """With everything settled that was left to the device; `free` is a GPU's free memory, None without one."""
+        if free is None and self.device == "cuda":
+            raise InvalidRequest("no CUDA device is to be seen; use --device cpu", "device")
+        device = ("cpu" if free is None else "cuda") if self.device == "auto" else self.device
+        if self.dtype not in ("auto", FAST[device]):
+            raise InvalidRequest(f"{device} computes in {FAST[device]}, not in {self.dtype}", "dtype")
+        if device == "cuda" and self.kernels != "auto":
+            raise InvalidRequest(f"kernels {self.kernels!r} are for the CPU; leave them out", "kernels")
+        sequences = self.max_sequences or SEQUENCES[device]
+        return replace(
+            self,
+            device=device,
+            dtype=FAST[device],
+            max_sequences=sequences,
+            step_rows=self.step_rows or max(ROWS[device], sequences),
+            cache_bytes=self.cache_bytes or (1 << 30 if device == "cpu" else int(CACHE_SHARE * (free or 0))),
+        )
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Settings:

@@ -22,7 +22,7 @@ def driver():
 def answers(driver: Driver, *requests) -> dict[str, list[int]]:
     heard: queue.SimpleQueue = queue.SimpleQueue()
     for one in requests:
-        driver.submit(one, heard.put)
+        driver.submit([one], heard.put)
     tokens: dict[str, list[int]] = {one.id: [] for one in requests}
     left = len(requests)
     while left:
@@ -39,7 +39,7 @@ def test_a_listener_that_fails_loses_its_request_and_nothing_else(driver):
 
     good = request("good", prompt_of(9))
     alone = answers(driver, good)
-    driver.submit(request("bad", prompt_of(12), max_tokens=200), gone)
+    driver.submit([request("bad", prompt_of(12), max_tokens=200)], gone)
     assert answers(driver, good) == alone
     driver.run(lambda: None)
     assert "bad" not in driver.engine.live
@@ -48,13 +48,13 @@ def test_a_listener_that_fails_loses_its_request_and_nothing_else(driver):
 
 def test_a_refused_request_is_told_to_who_asked(driver):
     with pytest.raises(InvalidRequest, match="empty"):
-        driver.submit(request("empty", []), lambda event: None)
+        driver.submit([request("empty", [])], lambda event: None)
     assert answers(driver, request("next", prompt_of(5)))["next"]
 
 
 def test_an_abort_is_heard(driver):
     heard: queue.SimpleQueue = queue.SimpleQueue()
-    driver.submit(request("long", prompt_of(9), max_tokens=200), heard.put)
+    driver.submit([request("long", prompt_of(9), max_tokens=200)], heard.put)
     driver.abort("long")
     reasons = [None]
     while reasons[-1] is None:
@@ -84,14 +84,26 @@ def test_a_step_that_fails_ends_every_request_with_the_reason(driver):
         raise FloatingPointError("broken")
 
     driver.engine.step = broken
-    driver.submit(request("r", prompt_of(5)), heard.put)
+    driver.submit([request("r", prompt_of(5))], heard.put)
     assert isinstance(heard.get(timeout=30), FloatingPointError)
     with pytest.raises(OutriderError, match="the engine stopped"):
-        driver.submit(request("s", prompt_of(5)), heard.put)
+        driver.submit([request("s", prompt_of(5))], heard.put)
 
 
 def test_nothing_is_taken_after_closing():
     made = Driver(lambda: tiny_engine(tiny_model()))
     made.close()
     with pytest.raises(OutriderError, match="closed"):
-        made.submit(request("r", prompt_of(5)), lambda event: None)
+        made.submit([request("r", prompt_of(5))], lambda event: None)
+
+
+def test_requests_start_together_or_not_at_all(driver) -> None:
+    heard: queue.SimpleQueue = queue.SimpleQueue()
+    good, bad = request("good", prompt_of(9), max_tokens=4), request("bad", [])
+    with pytest.raises(InvalidRequest):
+        driver.submit([good, bad], heard.put)
+    assert driver.run(lambda: driver.engine.idle)
+    [choices] = driver.submit([good], heard.put)  # its name is free again
+    while heard.get().finish_reason is None:
+        pass
+    assert len(choices[0].output) == 4

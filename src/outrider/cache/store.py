@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 
 class KeyValueStore:
-    def __init__(self, layers: int, slots: int, kv_heads: int, head_dim: int) -> None:
-        shape = (slots, kv_heads, head_dim)
+    def __init__(
+        self,
+        layers: int,
+        slots: int,
+        kv_heads: int,
+        head_dim: int,
+        device: torch.device | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """One slot more than asked for: nobody's, where rows of padding write."""
+        self.slots = slots
+        shape = (slots + 1, kv_heads, head_dim)
+        where: dict[str, Any] = {"device": device, "dtype": dtype}
         # One tensor a layer, made once: indexing a stacked tensor in every pass would cost a view each time.
-        self.keys: list[Tensor] = [torch.empty(shape) for _ in range(layers)]
-        self.values: list[Tensor] = [torch.empty(shape) for _ in range(layers)]
+        self.keys: list[Tensor] = [torch.empty(shape, **where) for _ in range(layers)]
+        self.values: list[Tensor] = [torch.empty(shape, **where) for _ in range(layers)]
         self.taps: tuple[int, ...] = ()
         self.features: Tensor | None = None
 

@@ -20,23 +20,25 @@ from outrider.cache.prefix import PrefixIndex
 
 
 class SlotTable:
-    def __init__(self, slots: int, sequences: int, context: int, reuse: bool = True) -> None:
+    def __init__(
+        self, slots: int, sequences: int, context: int, reuse: bool = True, pinned: bool = False
+    ) -> None:
         self.pool = SlotPool(slots)
         self.prefix = PrefixIndex(self.pool)
         self.reuse = reuse
-        self.tensor = torch.zeros(sequences, context, dtype=torch.int32)
+        self.tensor = torch.zeros(sequences, context, dtype=torch.int32, pin_memory=pinned)
         self.entries = self.tensor.numpy()  # the same memory
         self.lengths = np.zeros(sequences, np.int64)
         self._idle = list(range(sequences - 1, -1, -1))
         self._open: set[int] = set()
 
-    def open(self, tokens: Sequence[int], owner: str = "") -> tuple[int, int]:
+    def open(self, tokens: Sequence[int], owner: str = "", reuse: bool = True) -> tuple[int, int]:
         """A row for a text about to be read, and how many of its first tokens are already there.
 
         The last token is never among them: its logits are wanted, so it must be fed.
         """
         row = self._claim()
-        if not self.reuse:
+        if not (reuse and self.reuse):
             return row, 0
         known = self.prefix.match(tokens[: len(tokens) - 1], owner)
         self.pool.share(known)
@@ -63,20 +65,25 @@ class SlotTable:
         self.pool.share(self.entries[row, :n])
         return twin
 
-    def commit(self, row: int, length: int, path: Sequence[int] = ()) -> None:
-        """Keep the first `length` entries and, after them, the entries `length + i` for i in `path`; drop
-        the rest.
+    def commit(self, row: int, length: int, path: Sequence[int] = (), guessed: int | None = None) -> None:
+        """Keep the first `length` entries and, of the `guessed` after them, those in `path`; drop the others.
+
+        Entries further on belong to a pass that has begun meanwhile, and move up. By default there are none.
         """
         end = self.lengths[row]
-        if length == end:
+        last = end if guessed is None else length + guessed
+        if length == last:
             return
-        guessed = self.entries[row, length:end].copy()
-        kept = guessed[list(path)]
-        lost = np.ones(len(guessed), bool)
+        guesses = self.entries[row, length:last].copy()
+        rest = self.entries[row, last:end].copy()
+        kept = guesses[list(path)]
+        lost = np.ones(len(guesses), bool)
         lost[list(path)] = False
-        self.entries[row, length : length + len(kept)] = kept
-        self.lengths[row] = length + len(kept)
-        self.pool.drop(guessed[lost])
+        after = length + len(kept)
+        self.entries[row, length:after] = kept
+        self.entries[row, after : after + len(rest)] = rest
+        self.lengths[row] = after + len(rest)
+        self.pool.drop(guesses[lost])
 
     def release(self, row: int, tokens: Sequence[int] = (), owner: str = "") -> None:
         """Give the row back. `tokens`, the text its slots hold, stay findable for a later request."""
@@ -105,6 +112,11 @@ class SlotTable:
     @property
     def used(self) -> int:
         return self.pool.total - self.pool.free
+
+    @property
+    def held(self) -> int:
+        """Entries of open rows; what is only remembered for later requests does not count."""
+        return int(self.lengths.sum())
 
     def check(self) -> None:
         """Every slot is free or held, by exactly as many holders as its count says. Raises if not."""

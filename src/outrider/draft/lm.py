@@ -14,11 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.cache.pool import CacheFull
-from outrider.cache.store import KeyValueStore
 from outrider.draft.feed import Fed, feed_nodes, text_batch
 from outrider.draft.own import OwnCache, State
 from outrider.draft.tree import Growth, Place, grow
-from outrider.model.decoder import Model
+from outrider.model.decoder import Model, make_store
 from outrider.types import MAX_NODES, NO_DRAFT, Batch, Bet, Draft, Sequence, Verdict
 
 
@@ -29,7 +28,7 @@ class LmDrafter:
         c = model.config
         self.model, self.context, self.step_rows = model, min(context, c.context), step_rows
         self.vocab = vocab  # the target's; ours may be padded differently
-        self.store = KeyValueStore(c.layers, slots, c.kv_heads, c.head_dim)
+        self.store = make_store(model, slots)
         self.own = OwnCache(slots, sequences, self.context + MAX_NODES)
         self.table, self.states = self.own.table, self.own.states
 

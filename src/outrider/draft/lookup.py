@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
 
 from outrider.draft.merged import merge_drafts
 from outrider.draft.suffix import Automaton, Match, OwnMatch
@@ -63,12 +64,20 @@ class LookupDrafter:
     def __init__(self, owners: int = 256, tokens_per_owner: int = 65536) -> None:
         self.owners, self.room = owners, tokens_per_owner
         self.states: dict[Sequence, State] = {}
+        # By owner and text, as long as somebody uses it: many choices may have one prediction.
+        self.predictions: WeakValueDictionary[tuple[str, tuple[int, ...]], Automaton] = WeakValueDictionary()
         self.past: OrderedDict[str, Past] = OrderedDict()  # least recently used first
 
     def start(self, sequence: Sequence) -> None:
-        prediction = sequence.request.prediction_ids
-        match = Match(Automaton(prediction)) if prediction else None
+        match = Match(self._prediction(sequence)) if sequence.request.prediction_ids else None
         self.states[sequence] = State(OwnMatch(), match)
+
+    def _prediction(self, sequence: Sequence) -> Automaton:
+        key = (sequence.request.owner, sequence.request.prediction_ids)
+        automaton = self.predictions.get(key)
+        if automaton is None:
+            automaton = self.predictions[key] = Automaton(sequence.request.prediction_ids)
+        return automaton
 
     def propose(self, sequences: Seq[Sequence], bets: Seq[Bet]) -> list[Draft]:
         return [self._guess(s, bet) for s, bet in zip(sequences, bets, strict=True)]

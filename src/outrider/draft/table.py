@@ -29,7 +29,7 @@ from outrider.draft.merged import MergedDrafter
 from outrider.errors import BadCheckpoint, InvalidRequest, ModelNotFound, UnsupportedModel, suggest
 from outrider.load.checkpoint import Checkpoint, open_checkpoint
 from outrider.load.tokenizer import Tokenizer
-from outrider.model.decoder import Decoder, Model
+from outrider.model.decoder import Decoder, Model, kv_bytes
 
 SIMPLE = ("lookup", "early_exit")
 
@@ -104,7 +104,9 @@ def _lm(path: Path, bench: Bench) -> Drafter:
     checkpoint = open_checkpoint(path)
     same_tokens(bench.tokenizer, checkpoint.tokenizer, path)
     model = bench.load(checkpoint)
-    mine, theirs = _parameters(model), _parameters(bench.target)
+    if hasattr(model, "to_host"):
+        model.to_host = True  # trees are grown on the host
+    mine, theirs = model.config.parameters, bench.target.config.parameters
     if mine > theirs:
         warnings.warn(
             f"the draft {path.name} has {mine / 1e6:.0f} million parameters, its target {theirs / 1e6:.0f} million: "
@@ -113,7 +115,7 @@ def _lm(path: Path, bench: Bench) -> Drafter:
         )
     return LmDrafter(
         model,
-        _slots(bench, model.config.kv_bytes_per_token),
+        _slots(bench, kv_bytes(model)),
         len(bench.table.lengths),
         bench.context,
         bench.target.config.vocab,
@@ -147,11 +149,7 @@ def _slots(bench: Bench, kv_bytes: int) -> int:
     return max(most, bench.context + 64)
 
 
-def _parameters(model: Model) -> int:
-    c = model.config
-    layer = 2 * c.hidden * (c.heads + c.kv_heads) * c.head_dim + 3 * c.hidden * c.intermediate
-    return c.layers * layer + c.vocab * c.hidden * (1 if c.tied else 2)
-
-
 def _family(bench: Bench) -> str:
+    if bench.target.device.type == "cuda":
+        return "a model on a CUDA device"
     return f"a {bench.target.config.family} model run through transformers"

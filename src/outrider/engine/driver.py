@@ -10,11 +10,12 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from typing import TypeVar
 
 from outrider.engine.engine import Engine
 from outrider.errors import OutriderError
-from outrider.types import Event, Request, Sequence
+from outrider.types import Event, Request, Sequence, StepRecord
 
 Listener = Callable[[Event | BaseException], None]
 
@@ -25,6 +26,7 @@ T = TypeVar("T")
 class Driver:
     def __init__(self, build: Callable[[], Engine]) -> None:
         self.engine: Engine
+        self.observer: Callable[[StepRecord], None] | None = None  # hears of every step, after its events
         self._build = build
         self._orders: deque[Callable[[], None]] = deque()  # run by the engine's thread between steps
         self._listeners: dict[str, Listener] = {}
@@ -56,15 +58,27 @@ class Driver:
             raise failure[0]
         return result[0]
 
-    def submit(self, request: Request, listener: Listener) -> list[Sequence]:
-        """Start a request; its events go to `listener`, on the engine's thread. Raises if it is refused."""
+    def post(self, work: Callable[[], None]) -> None:
+        """Have something done on the engine's thread, between steps, without waiting. It must not raise."""
+        self._give(work)
 
-        def add() -> list[Sequence]:
-            choices = self.engine.add(request)
-            self._listeners[request.id] = listener
-            return choices
+    def submit(self, requests: Seq[Request], listener: Listener) -> list[list[Sequence]]:
+        """Start requests together; events go to `listener`, on the engine's thread. All start, or none if one is
+        refused, which raises.
+        """
+        return self.run(lambda: self.add(requests, listener))
 
-        return self.run(add)
+    def add(self, requests: Seq[Request], listener: Listener) -> list[list[Sequence]]:
+        """What `submit` does, for whoever is on the engine's thread already."""
+        added: list[list[Sequence]] = []
+        try:
+            added.extend(map(self.engine.add, requests))  # keeps those before one that raises
+        except BaseException:
+            for request in requests[: len(added)]:
+                self.engine.abort(request.id)
+            raise
+        self._listeners.update((request.id, listener) for request in requests)
+        return added
 
     def abort(self, request_id: str) -> None:
         """End a request before the next step; its listener hears an `abort` event for each choice."""
@@ -96,6 +110,8 @@ class Driver:
             self.engine = self._build()
             while self._obey():
                 self._deliver(self.engine.step())
+                if self.observer and self.engine.record:
+                    self.observer(self.engine.record)
         except BaseException as error:
             self._failure = error
             for listener in list(self._listeners.values()):

@@ -6,20 +6,25 @@ known tokens and zero or more guessed ones.
 
 from __future__ import annotations
 
+import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as Seq
 from itertools import compress
 
+from torch import Tensor
+
 from outrider.cache.pool import CacheFull
-from outrider.cache.store import KeyValueStore
 from outrider.cache.table import SlotTable
 from outrider.control.planner import Planner
 from outrider.draft.drafter import Drafter
+from outrider.engine.rounds import Flight, Rounds
 from outrider.engine.runner import pack
 from outrider.engine.scheduler import Pick, Scheduler
 from outrider.engine.text import TokenText, Writer
 from outrider.errors import InvalidRequest, suggest
-from outrider.model.decoder import Model
+from outrider.model.decoder import Model, kv_bytes, make_store
 from outrider.settings import Settings
 from outrider.types import (
     MAX_NODES,
@@ -36,8 +41,12 @@ from outrider.types import (
     StepRecord,
     Verdict,
 )
-from outrider.verify.judge import judge
+from outrider.verify.judge import judge, score_prompts
 from outrider.verify.noise import choice_seed
+
+log = logging.getLogger(__name__)
+
+MOST_FAULTS = 3  # of a drafter, before it is left alone
 
 
 class Engine:
@@ -52,15 +61,20 @@ class Engine:
         config = model.config
         self.model, self.settings, self.text = model, settings, text
         self.context = settings.context or config.context
-        slots = max(1, settings.cache_bytes // config.kv_bytes_per_token)
+        slots = max(1, settings.cache_bytes // kv_bytes(model))
         slots = min(slots, (self.context + MAX_NODES) * settings.max_sequences)
-        self.store = KeyValueStore(config.layers, slots, config.kv_heads, config.head_dim)
-        self.table = SlotTable(slots, settings.max_sequences, self.context + MAX_NODES, settings.prefix_reuse)
+        self.store = make_store(model, slots)
+        width, pinned = self.context + MAX_NODES, model.device.type == "cuda"
+        self.table = SlotTable(slots, settings.max_sequences, width, settings.prefix_reuse, pinned)
         self.scheduler = Scheduler(self.table, settings.step_rows)
         self.planner = Planner()
         self.drafters: dict[str, Drafter] = {}  # filled by use_drafters
         self.writers: dict[Sequence, Writer] = {}
         self.live: dict[str, list[Sequence]] = {}
+        self.faults: dict[str, int] = {}  # of drafters
+        self.rounds: Rounds | None = None  # where the device can run whole rounds
+        self.flights: deque[Flight] = deque()
+        self.landed = 0.0
         self.record: StepRecord | None = None  # of the last step
 
     def use_drafters(self, drafters: Mapping[str, Drafter], planner: Planner) -> None:
@@ -76,9 +90,10 @@ class Engine:
         ]
         for sequence in choices:
             sequence.grammar = request.grammar.copy() if request.grammar is not None else None
+            sequence.arrived = time.perf_counter()
             self.writers[sequence] = Writer(self.text(), request.params.stop, request.params.include_stop)
-            for drafter in self.drafters.values():
-                drafter.start(sequence)
+            for name, drafter in self.drafters.items():
+                self._tell(name, drafter.start, sequence)
         self.live[request.id] = list(choices)
         self.scheduler.add(choices)
         return choices
@@ -99,45 +114,132 @@ class Engine:
 
     def step(self) -> list[Event]:
         """One pass of the target over everything that can move."""
+        if self.rounds is not None and self._steady(self.rounds):
+            return self._fly(self.rounds)
+        return self._land(0) + self._pack_and_run()
+
+    def _pack_and_run(self) -> list[Event]:
+        """A step whose inputs the host packs and whose logits it judges: anything goes."""
         begin = time.perf_counter()
         picks = self.scheduler.pick()
         if not picks:
             return []
         emits = [pick.emits for pick in picks]
-        plan = self.planner.plan([pick.sequence for pick in compress(picks, emits)], len(picks))
+        emitting = [pick.sequence for pick in compress(picks, emits)]
+        plan = self.planner.plan(emitting, len(picks))
         planned = time.perf_counter()
         drafts, bets = self._propose(picks, iter(plan.bets))
         drafted = time.perf_counter()
         batch = pack(picks, drafts, self.table)
         logits = self.model.forward(batch, self.store)
         ran = time.perf_counter()
-        emitting = [pick.sequence for pick in compress(picks, emits)]
-        guesses = list(compress(drafts, emits))
-        verdicts = judge(logits, emitting, guesses, self.model.draw) if emitting else []
+        scored = sum(pick.scored for pick in picks)
+        own = logits[: len(logits) - scored]
+        verdicts = judge(own, emitting, list(compress(drafts, emits)), self.model.draw) if emitting else []
+        if scored:
+            self._score(logits[len(own) :], picks)
         judged = time.perf_counter()
+        times = (planned - begin, drafted - planned, ran - drafted, judged - ran)
+        return self._settle(picks, drafts, bets, verdicts, plan.reasons, batch.rows, begin, times)
+
+    def _settle(
+        self,
+        picks: list[Pick],
+        drafts: list[Draft],
+        bets: list[Bet],
+        verdicts: list[Verdict],
+        reasons: tuple[str, ...],
+        rows: int,
+        begin: float,
+        times: tuple[float, float, float, float],
+    ) -> list[Event]:
+        """Commit what the target said, tell it, and record what it cost."""
+        emits = [pick.emits for pick in picks]
         outcomes = [
-            Outcome(s, bet, len(draft), max(draft.depths, default=0), len(verdict.accepted))
-            for s, bet, draft, verdict in zip(emitting, plan.bets, guesses, verdicts, strict=True)
+            Outcome(pick.sequence, bet, len(draft), max(draft.depths, default=0), len(verdict.accepted))
+            for (pick, bet, draft), verdict in zip(
+                compress(zip(picks, bets, drafts, strict=True), emits), verdicts, strict=True
+            )
         ]
         events = self._commit(picks, drafts, bets, iter(verdicts))
+        plan_s, draft_s, target_s, verify_s = times
         self.record = StepRecord(
-            rows=batch.rows,
+            rows=rows,
             sequences=len(picks),
             known=sum(pick.known for pick in picks),
             drafted=sum(map(len, drafts)),
             accepted=sum(len(v.accepted) for v in verdicts),
             emitted=sum(len(e.token_ids) for e in events),
-            plan_s=planned - begin,
-            draft_s=drafted - planned,
-            target_s=ran - drafted,
-            verify_s=judged - ran,
+            plan_s=plan_s,
+            draft_s=draft_s,
+            target_s=target_s,
+            verify_s=verify_s,
             total_s=time.perf_counter() - begin,
             outcomes=outcomes,
-            reasons=plan.reasons,
+            reasons=reasons,
         )
         self.planner.observe(self.record)
         if self.settings.check_integrity:
             self.table.check()
+        return events
+
+    # ------------------------------------------------------------------------------------ rounds on the device
+
+    def _steady(self, rounds: Rounds) -> bool:
+        """Whether the next step can be a round on the device: everyone decodes, nobody waits who could come in,
+        and there is room for all without anybody giving way.
+        """
+        running = self.scheduler.running
+        if not running or (self.scheduler.waiting and self.table.rows_left):
+            return False
+        if not all(s.pending == 1 and rounds.takes(s, self.planner.default) for s in running):
+            return False
+        return self.table.make_room(len(running) * (rounds.deepest + 1))
+
+    def _fly(self, rounds: Rounds) -> list[Event]:
+        """Start a round; tell of the one before, which has been running meanwhile."""
+        sequences = list(self.scheduler.running)
+        plan = self.planner.plan(sequences, len(sequences))
+        bets = rounds.fitted(plan.bets)
+        if lacking := rounds.lacking(sequences, bets):
+            if self.flights:  # what is on its way must be known first; then all is planned anew
+                return self._land(0)
+            rounds.catch_up(lacking, bets[sequences.index(lacking[0])].drafter)
+        nodes = max(bet.nodes for bet in bets)
+        for sequence in sequences:
+            self.table.extend(sequence.row, nodes + 1)
+        picks = [Pick(sequence, 1, nodes) for sequence in sequences]
+        self.flights.append(rounds.launch(picks, bets, plan.reasons))
+        return self._land(rounds.lag)
+
+    def _land(self, still: int) -> list[Event]:
+        """Settle rounds, oldest first, until no more than `still` are on their way."""
+        events: list[Event] = []
+        while len(self.flights) > still:
+            flight = self.flights.popleft()
+            before = time.perf_counter()
+            drafts, verdicts = flight.land()
+            now = time.perf_counter()
+            begin = max(flight.begun, self.landed)
+            alive = [i for i in range(len(flight.picks)) if flight.holds(i)]
+            self.landed = now
+            if not alive:
+                continue
+            for i in alive:
+                flight.picks[i].sequence.drafted += len(drafts[i])
+            events += self._settle(
+                [flight.picks[i] for i in alive],
+                [drafts[i] for i in alive],
+                [flight.bets[i] for i in alive],
+                [verdicts[i] for i in alive],
+                flight.reasons,
+                len(flight.picks) * (flight.nodes + 1),
+                begin,
+                (0.0, 0.0, now - begin, now - before),
+            )
+            assert self.rounds is not None
+            for i in alive:
+                self.rounds.landed(flight.picks[i].sequence, flight, verdicts[i])
         return events
 
     def _refuse(self, request: Request) -> None:
@@ -189,9 +291,7 @@ class Engine:
             if bet.nodes > 0:
                 by_drafter.setdefault(bet.drafter, []).append(i)
         for name, asked in by_drafter.items():
-            proposed = self.drafters[name].propose(
-                [picks[i].sequence for i in asked], [placed[i] for i in asked]
-            )
+            proposed = self._guess(name, [picks[i].sequence for i in asked], [placed[i] for i in asked])
             for i, draft in zip(asked, proposed, strict=True):
                 sequence = picks[i].sequence
                 try:
@@ -202,6 +302,42 @@ class Engine:
                 sequence.drafted += len(draft)
         return drafts, placed
 
+    def _guess(self, name: str, sequences: list[Sequence], bets: list[Bet]) -> Seq[Draft]:
+        """Ask a drafter. One that fails costs its guesses, never an answer, and is not asked for ever."""
+        nothing = [NO_DRAFT] * len(sequences)
+        if self.faults.get(name, 0) >= MOST_FAULTS:
+            return nothing
+        try:
+            drafts = self.drafters[name].propose(sequences, bets)
+            vocab = self.model.config.vocab
+            if len(drafts) != len(bets) or any(not 0 <= t < vocab for d in drafts for t in d.tokens):
+                raise ValueError("it gave a wrong number of drafts, or a token outside the vocabulary")
+            if any(_wrong_chances(draft, vocab) for draft in drafts):
+                raise ValueError("it gave chances that are none")
+            return drafts
+        except Exception as error:  # a drafter may be anybody's code
+            self._distrust(name, error)
+            return nothing
+
+    def _tell(self, name: str, verb: Callable[..., None], *news: object) -> None:
+        """Let a drafter know something."""
+        try:
+            verb(*news)
+        except Exception as error:
+            self._distrust(name, error)
+
+    def _distrust(self, name: str, error: Exception) -> None:
+        self.faults[name] = self.faults.get(name, 0) + 1
+        rest = "; it will not be asked again" if self.faults[name] >= MOST_FAULTS else ""
+        if self.faults[name] <= MOST_FAULTS:
+            log.warning("the drafter %s failed: %r%s", name, error, rest)
+
+    def _score(self, logits: Tensor, picks: list[Pick]) -> None:
+        """Keep the log-probabilities of prompt tokens read in this pass, where they were asked for."""
+        counts = [pick.scored for pick in picks]
+        for sequence, scores in score_prompts(logits, [pick.sequence for pick in picks], counts):
+            sequence.prompt_logprobs = [*(sequence.prompt_logprobs[: sequence.cached + 1] or [None]), *scores]
+
     def _commit(
         self, picks: list[Pick], drafts: list[Draft], bets: list[Bet], verdicts: Iterator[Verdict]
     ) -> list[Event]:
@@ -211,7 +347,7 @@ class Engine:
             before, emits = sequence.cached, pick.emits
             verdict = next(verdicts) if emits else None
             accepted = verdict.accepted if verdict else []
-            self.table.commit(sequence.row, before + pick.known, accepted)
+            self.table.commit(sequence.row, before + pick.known, accepted, pick.guessed)
             sequence.cached = before + pick.known + len(accepted)
             if before < sequence.prompt_len <= sequence.cached:
                 self.scheduler.prompt_read(sequence)
@@ -233,13 +369,19 @@ class Engine:
                 sequence.finish_reason = reason
                 break
         sequence.steps += 1
-        sequence.accepted += sum(origin == "accepted" for origin in origins[:taken])
+        sequence.ended = time.perf_counter()
+        sequence.first = sequence.first or sequence.ended
+        held = origins[:taken].count("accepted")
+        sequence.accepted += held
+        if draft:
+            sequence.guesses.append((len(draft), held))
+            sequence.deepest = max(sequence.deepest, *draft.depths)
         logprobs = None
         if verdict.logprobs is not None:
             logprobs = tuple(verdict.logprobs[:taken])
             sequence.logprobs.extend(logprobs)
         if bet.nodes > 0:
-            self.drafters[bet.drafter].accept(sequence, draft, verdict)
+            self._tell(bet.drafter, self.drafters[bet.drafter].accept, sequence, draft, verdict)
         if sequence.finish_reason:
             sequence.cached = min(sequence.cached, len(sequence.tokens))
             self._end(sequence)
@@ -250,22 +392,26 @@ class Engine:
         """The text a token adds, and why it is the last, if it is."""
         request = sequence.request
         written = len(sequence.tokens) - sequence.prompt_len
+        grammar = sequence.grammar
+        if grammar is not None:
+            grammar.advance(token)
+            if problem := grammar.problem:  # it broke, or nothing that it allows was left to choose from
+                sequence.problem = f"the grammar failed: {problem}"
+                return writer.finish(), "error"
         if token in request.stop_ids:
             return writer.finish(), "stop"
         text, stopped = writer.feed(token, armed=written >= request.params.min_tokens)
         if stopped:
             return text, "stop"
-        if sequence.grammar is not None:
-            sequence.grammar.advance(token)
-            if sequence.grammar.complete:
-                return text + writer.finish(), "stop"
+        if grammar is not None and grammar.complete:
+            return text + writer.finish(), "stop"
         if written >= request.params.max_tokens:
             return text + writer.finish(), "length"
         return text, None
 
     def _end(self, sequence: Sequence) -> None:
-        for drafter in self.drafters.values():
-            drafter.stop(sequence)
+        for name, drafter in self.drafters.items():
+            self._tell(name, drafter.stop, sequence)
         self.planner.forget(sequence)
         self.scheduler.finish(sequence)
         del self.writers[sequence]
@@ -273,6 +419,12 @@ class Engine:
         siblings.remove(sequence)
         if not siblings:
             del self.live[sequence.request.id]
+
+
+def _wrong_chances(draft: Draft, vocab: int) -> bool:
+    """Whether the distributions its tokens are said to be drawn from cannot be any."""
+    log_q = draft.log_q
+    return log_q is not None and (log_q.shape != (len(draft), vocab) or bool(log_q.isnan().any()))
 
 
 def _origins(draft: Draft, verdict: Verdict) -> list[Origin]:

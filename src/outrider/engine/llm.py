@@ -19,7 +19,7 @@ from outrider.control.planner import Planner
 from outrider.draft.table import Bench, make_drafters
 from outrider.engine.driver import Driver
 from outrider.engine.engine import Engine
-from outrider.errors import InvalidRequest, OutriderError
+from outrider.errors import InvalidRequest, OutriderError, UnsupportedModel
 from outrider.load.checkpoint import Checkpoint, check_shapes, open_checkpoint
 from outrider.load.find import find
 from outrider.load.template import ChatTemplate
@@ -46,6 +46,8 @@ SAMPLES = (
     "The train was late again, and Maria had read every poster on the platform twice. When it came at last, "
     "she found a seat by the window, put her bag on her knees and watched the fields go by.",
 )
+
+SEED_BITS = 53  # of a drawn seed: every language's JSON can hold it
 
 Prompt = str | Seq[int]
 Message = Mapping[str, Any]
@@ -81,6 +83,7 @@ class Output:
 
     prompt_ids: list[int]
     cached_tokens: int  # of the prompt, found in the cache
+    prompt_logprobs: list[TokenLogprob | None] | None = None  # None for the first token: nothing foretold it
     choices: list[Choice] = field(default_factory=list)
 
     @property
@@ -127,7 +130,7 @@ class LLM:
         self.settings = settings or Settings.of(options)
         self.checkpoint = open_checkpoint(find(str(model), cache_folder()))
         self.tokenizer = self.checkpoint.tokenizer
-        self.template = _template(self.checkpoint)
+        self.template = ChatTemplate.for_tokenizer(self.checkpoint.chat_template, self.tokenizer)
         self.driver = Driver(lambda: self._build(draft))
         self.engine = self.driver.engine
         self._numbers = itertools.count()
@@ -172,7 +175,7 @@ class LLM:
             loop.call_soon_threadsafe(heard.put_nowait, event)
 
         request = self.request(ids, one if isinstance(one, SamplingParams) else one[0])
-        await asyncio.to_thread(self.driver.submit, request, listen)
+        await asyncio.to_thread(self.driver.submit, [request], listen)
         left = request.params.n
         try:
             while left:
@@ -206,36 +209,58 @@ class LLM:
         text = self.template.render([dict(m) for m in messages])
         return self.tokenizer.encode(text, special=False, parse_special=True)
 
-    def request(self, prompt_ids: Seq[int], params: SamplingParams, owner: str = "") -> Request:
+    def request(
+        self, prompt_ids: Seq[int], params: SamplingParams, owner: str = "", name: str | None = None
+    ) -> Request:
         """Settle everything a request leaves open: its id, its seed, its end ids, its words as tokens."""
-        if params.speculation == Speculation():
-            params = replace(params, speculation=self.speculation)
+        params = replace(params, speculation=self._speculation(params))
         ends = () if params.ignore_eos else self.model.config.eos_ids
-        words = (form for word in params.bad_words for form in (word, f" {word}"))
+        words = {self._words_ids(form) for word in params.bad_words for form in (word, f" {word}")}
         return Request(
-            id=f"r{next(self._numbers)}",
+            id=name or f"r{next(self._numbers)}",
             prompt_ids=tuple(prompt_ids),
             params=params,
-            seed=secrets.randbits(63) if params.seed is None else params.seed,
+            seed=secrets.randbits(SEED_BITS) if params.seed is None else params.seed,
             owner=owner,
-            bad_word_ids=tuple({tuple(self.tokenizer.encode(form, special=False)) for form in words}),
+            bad_word_ids=tuple(words - {()}),
             stop_ids=frozenset((*ends, *params.stop_token_ids)),
-            grammar=None if params.grammar is None else self._compiler.compile(params.grammar),
-            prediction_ids=tuple(self.tokenizer.encode(params.prediction or "", special=False)),
+            grammar=None if params.grammar is None else self.compiler.compile(params.grammar),
+            prediction_ids=self._words_ids(params.prediction or ""),
         )
 
+    def _words_ids(self, text: str) -> tuple[int, ...]:
+        """Nothing if the model lacks one of the ids: its tokenizer may know more than it does."""
+        ids = self.tokenizer.encode(text, special=False)
+        return tuple(ids) if max(ids, default=0) < self.model.config.vocab else ()
+
+    def _speculation(self, params: SamplingParams) -> Speculation:
+        """As asked, else as this LLM was set up; a prediction is followed by whoever can."""
+        asked = self.speculation if params.speculation == Speculation() else params.speculation
+        if params.prediction and asked.drafter is None and "lookup" not in self.drafter.split("+"):
+            return replace(asked, drafter="lookup")
+        return asked
+
     @cached_property
-    def _compiler(self) -> GrammarCompiler:
+    def compiler(self) -> GrammarCompiler:
         config = self.model.config
         return GrammarCompiler(self.tokenizer.to_json(), config.vocab, config.eos_ids)
 
     def _build(self, draft: str) -> Engine:
         """Load the model and set the engine up; on the engine's own thread."""
         torch.set_num_threads(self.settings.threads)
+        self.settings.placed(_free_memory(self.settings))  # what cannot be is said before anything is loaded
         self.model = load_model(self.checkpoint, self.settings)
+        on_gpu = self.model.device.type == "cuda"
+        self.settings = self.settings.placed(
+            _free_memory(self.settings) if on_gpu else None
+        )  # beside the weights
         engine = Engine(self.model, self.settings, self.tokenizer.text_stream)
         drafters, self.drafter = make_drafters(draft, self._bench(engine))
         engine.use_drafters(drafters, Planner(self.drafter))
+        if self.settings.device == "cuda":
+            from outrider.engine.flying import make_rounds  # Triton comes with it
+
+            engine.rounds = make_rounds(engine)
         return engine
 
     def _bench(self, engine: Engine) -> Bench:
@@ -268,9 +293,9 @@ class LLM:
         running: dict[str, tuple[Request, list[Sequence]]] = {}
         texts: dict[tuple[str, int], list[str]] = {}
         try:
-            for ids, one in zip(prompts, each, strict=True):
-                request = self.request(ids, one, owner)
-                running[request.id] = request, self.driver.submit(request, heard.put)
+            requests = [self.request(ids, one, owner) for ids, one in zip(prompts, each, strict=True)]
+            started = self.driver.submit(requests, heard.put)
+            running = {request.id: (request, own) for request, own in zip(requests, started, strict=True)}
             left = sum(p.n for p in each)
             while left:
                 event = heard.get()
@@ -289,22 +314,26 @@ def load_model(checkpoint: Checkpoint, settings: Settings) -> Model:
     """The decoder for the families it knows; any other causal model through transformers."""
     config = checkpoint.config
     if config is None:
+        if settings.device == "cuda":
+            raise UnsupportedModel("a model run through transformers runs on the CPU; use --device cpu")
         from outrider.model.hf import load_hf  # transformers is an extra and slow to import
 
         return load_hf(checkpoint, settings.threads, cache_folder() / "kernels", settings.kernels)
     check_shapes(checkpoint)
     positions = (settings.context or config.context) + MAX_NODES + 1
+    if _free_memory(settings) is not None:
+        from outrider.model.device import load_on_device  # Triton comes with it
+
+        return load_on_device(config, checkpoint.tensor, positions)
     kernels = make_kernels(config, positions, settings.threads, cache_folder() / "kernels", settings.kernels)
     return Decoder(config, checkpoint.tensor, kernels)
 
 
-def _template(checkpoint: Checkpoint) -> ChatTemplate | None:
-    tokenizer = checkpoint.tokenizer
-    if checkpoint.chat_template is None:
+def _free_memory(settings: Settings) -> int | None:
+    """Of the GPU to be used; None where the CPU does the work."""
+    if settings.device == "cpu" or settings.dtype == "float32" or not torch.cuda.is_available():
         return None
-    bos = "" if tokenizer.bos_id is None else tokenizer.token_string(tokenizer.bos_id)
-    eos = tokenizer.token_string(tokenizer.eos_ids[0]) if tokenizer.eos_ids else ""
-    return ChatTemplate(checkpoint.chat_template, bos, eos)
+    return int(torch.cuda.mem_get_info()[0])
 
 
 def _as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
@@ -335,6 +364,8 @@ def _output(
 ) -> Output:
     output = Output(list(request.prompt_ids), 0)
     for s in choices:
+        if request.params.prompt_logprobs is not None and s.choice == 0:
+            output.prompt_logprobs = s.prompt_logprobs
         assert s.finish_reason is not None  # every choice has had its last event
         output.cached_tokens = max(output.cached_tokens, s.reused if s.choice == 0 else 0)
         logprobs = s.logprobs if request.params.logprobs is not None else None

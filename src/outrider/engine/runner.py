@@ -13,13 +13,17 @@ from outrider.types import Batch, Draft
 
 
 def pack(picks: Seq[Pick], drafts: Seq[Draft], table: SlotTable) -> Batch:
-    """Every pick's known tokens, then its draft's nodes. The table row already ends with slots for both."""
+    """Every pick's known tokens, then its draft's nodes. The table row already ends with slots for both.
+
+    Logits are wanted of the rows that emit, in order, and after all of those of the prompt rows asked for.
+    """
     sizes = [pick.known + len(draft) for pick, draft in zip(picks, drafts, strict=True)]
     total = sum(sizes)
     ids, ancestors = np.empty(total, np.int64), np.zeros(total, np.int64)
     positions, slots = np.empty(total, np.int32), np.empty(total, np.int32)
     owners, prefix = np.empty(total, np.int32), np.empty(total, np.int32)
     logit_rows: list[int] = []
+    prompt_rows: list[int] = []
     at = 0
     for pick, draft, size in zip(picks, drafts, sizes, strict=True):
         sequence, base, known = pick.sequence, pick.sequence.cached, pick.known
@@ -36,6 +40,7 @@ def pack(picks: Seq[Pick], drafts: Seq[Draft], table: SlotTable) -> Batch:
         owners[at : at + size] = sequence.row
         if pick.emits:
             logit_rows.extend(range(last - 1, at + size))
+        prompt_rows.extend(range(at, at + pick.scored))
         at += size
     return Batch(
         ids=torch.from_numpy(ids),
@@ -45,5 +50,5 @@ def pack(picks: Seq[Pick], drafts: Seq[Draft], table: SlotTable) -> Batch:
         prefix=torch.from_numpy(prefix),
         ancestors=torch.from_numpy(ancestors),
         table=table.tensor,
-        logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
+        logit_rows=torch.tensor(logit_rows + prompt_rows, dtype=torch.int64),
     )

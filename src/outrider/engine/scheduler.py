@@ -9,6 +9,7 @@ one to go, everything ends.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import dataclass
 
@@ -23,11 +24,19 @@ class Pick:
 
     sequence: Sequence
     known: int
+    guessed: int | None = None  # slots taken for guesses; None: whatever is left of the row
 
     @property
     def emits(self) -> bool:
         """Whether this pass reaches the end of what is known, so that a new token follows."""
         return self.known == self.sequence.pending
+
+    @property
+    def scored(self) -> int:
+        """How many of the known tokens foretell a token of the prompt whose log-probability is wanted."""
+        if self.sequence.request.params.prompt_logprobs is None or self.sequence.choice:
+            return 0
+        return max(0, min(self.known, self.sequence.prompt_len - 1 - self.sequence.cached))
 
 
 class Scheduler:
@@ -115,11 +124,14 @@ class Scheduler:
         """Give a waiting sequence a row, if its whole text so far fits; nothing is preempted for it."""
         if not self.table.rows_left:
             return False
-        row, reused = self.table.open(sequence.tokens, sequence.request.owner)
+        # Whoever wants the prompt's own log-probabilities must have it read.
+        reuse = sequence.request.params.prompt_logprobs is None
+        row, reused = self.table.open(sequence.tokens, sequence.request.owner, reuse)
         if not self.table.make_room(len(sequence.tokens) - reused + 1):
             self.table.release(row)
             return False
         sequence.row, sequence.cached = row, reused
+        sequence.started = sequence.started or time.perf_counter()
         if len(sequence.tokens) == sequence.prompt_len:
             sequence.reused = reused
         return True
@@ -127,5 +139,6 @@ class Scheduler:
     def _branch(self, leader: Sequence, twin: Sequence) -> None:
         twin.row = self.table.branch(leader.row)
         twin.cached = twin.reused = leader.prompt_len - 1  # its last token is fed again, for its logits
+        twin.started = time.perf_counter()
         self.table.commit(twin.row, twin.cached)
         self.running.append(twin)

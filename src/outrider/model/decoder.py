@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from outrider.cache.store import KeyValueStore
@@ -27,6 +28,8 @@ class Model(Protocol):
     """What the engine asks of a model, this decoder or another behind hf.py."""
 
     config: ModelConfig
+    device: torch.device  # of keys, values and logits
+    dtype: torch.dtype  # of keys and values
 
     def forward(self, batch: Batch, store: KeyValueStore) -> Tensor:
         """Write the rows' keys and values to their slots; return logits [len(batch.logit_rows), vocab]."""
@@ -37,7 +40,21 @@ class Model(Protocol):
         ...
 
 
+def make_store(model: Model, slots: int) -> KeyValueStore:
+    """Where this model's keys and values go."""
+    c = model.config
+    return KeyValueStore(c.layers, slots, c.kv_heads, c.head_dim, model.device, model.dtype)
+
+
+def kv_bytes(model: Model) -> int:
+    """Of a token's keys and values."""
+    c = model.config
+    return 2 * c.layers * c.kv_heads * c.head_dim * model.dtype.itemsize
+
+
 class Decoder:
+    device, dtype = torch.device("cpu"), torch.float32
+
     def __init__(self, config: ModelConfig, read: Callable[[str], Tensor], kernels: Any) -> None:
         self.config = config
         self.kernels = kernels

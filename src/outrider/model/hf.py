@@ -82,6 +82,8 @@ def load_hf(checkpoint: Checkpoint, threads: int, kernel_folder: Path, kernels: 
 class HfModel:
     """A transformers model as the engine sees it."""
 
+    device, dtype = torch.device("cpu"), torch.float32
+
     def __init__(self, config: ModelConfig, module: Any, kernels: Any) -> None:
         self.config, self.module, self.kernels = config, module, kernels
         self.draw = kernels.draw

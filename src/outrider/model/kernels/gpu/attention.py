@@ -1,0 +1,469 @@
+"""Attention of flat rows over slot tables: a shared past, read once for many rows, and each row's own path.
+
+The arithmetic of a row is fixed by positions alone. Its keys, in the order of their positions, are cut into
+blocks of 64; a block gives a maximum, a sum and a weighted value, from scratch; blocks fold into splits and
+splits into the result, in order. Where a split ends is a function of the position. So it does not matter which
+rows share a pass, whether a token is a guess or already known, or how the work is spread over the device.
+
+What differs between rows of a draft tree is which guesses they see. Blocks that hold nothing but known
+tokens are shared: one program loads them for up to 64 / group rows and all their heads. The blocks from the one
+with the first guess on (two at most) are gathered for each node by its path, in programs of their own.
+
+Programs are 16, 32 or 64 query rows tall. Hopper's tensor core gives the same bits whichever of its two kinds of
+instruction that means (measured), and every sum over keys is left to it.
+"""
+
+# mypy: disable-error-code="no-untyped-def, import-untyped, import-not-found"
+
+# ruff: noqa: N803 - a kernel's compile-time constants are upper case
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from outrider.model.kernels.gpu.launch import INTERPRETED, await_previous, chained, let_next_start
+from outrider.types import Batch
+
+BLOCK = 64
+TILES = (16, 32, 64)  # query rows times heads of a group in one program
+NODES = 64
+TAILS = 2  # blocks that a draft of 63 nodes can touch
+STAGES = 4
+SPANS = (1, 8)  # blocks a program reads: few where there are few programs
+MANY = 512  # programs without splitting at which it is many
+WARPS = 4
+ENOUGH = 512  # programs that keep the device busy without splitting
+ROW_FIELDS = ("ids", "positions", "slots", "table_rows", "prefix", "ancestors", "logit_rows")
+LOG2E = 1.4426950408889634
+
+
+# Splits are short where a short context leaves the device idle, long where there would be too many to fold.
+@triton.jit
+def _split_start(s):
+    return tl.where(s < 8, s * 64, tl.where(s < 68, 512 + (s - 8) * 128, 8192 + (s - 68) * 512))
+
+
+@triton.jit
+def _split_of(p):
+    return tl.where(p < 512, p // 64, tl.where(p < 8192, 8 + (p - 512) // 128, 68 + (p - 8192) // 512))
+
+
+def split_count(context: int) -> int:
+    """Splits of a text of `context` tokens."""
+    p = context - 1
+    return 1 + (p // 64 if p < 512 else 8 + (p - 512) // 128 if p < 8192 else 68 + (p - 8192) // 512)
+
+
+def split_end(splits: int) -> int:
+    """Where the last of so many splits ends."""
+    return (
+        splits * 64
+        if splits <= 8
+        else 512 + (splits - 8) * 128
+        if splits <= 68
+        else 8192 + (splits - 68) * 512
+    )
+
+
+def split_starts(context: int) -> list[int]:
+    starts = [*range(0, 512, 64), *range(512, 8192, 128), *range(8192, max(context, 8192) + 512, 512)]
+    return [start for start in starts if start < context]
+
+
+@triton.jit
+def _fold(m, w, acc, m_more, l_more, acc_more):
+    """Two partial results into one. Written with explicit fused sums: the same bits in every kernel."""
+    top = tl.maximum(m, m_more)
+    safe = tl.where(top == float("-inf"), 0.0, top)
+    a = tl.exp2(m - safe)
+    b = tl.exp2(m_more - safe)
+    w = tl.fma(w, a, l_more * b)
+    a = a[:, None]
+    acc = tl.fma(acc, tl.broadcast_to(a, acc.shape), acc_more * b[:, None])
+    return top, w, acc
+
+
+@triton.jit
+def _block(q, keys, values, slots, held, seen, scale, d, DIM: tl.constexpr, STRIDE: tl.constexpr):
+    """One block of keys from scratch: maximum, sum and weighted values of every query row."""
+    at = slots.to(tl.int64)[:, None] * STRIDE + d
+    load = held[:, None] & (d < DIM)
+    k = tl.load(keys + at, mask=load, other=0.0)
+    v = tl.load(values + at, mask=load, other=0.0)
+    scores = tl.where(seen, tl.dot(q, tl.trans(k)) * scale, float("-inf"))
+    m = tl.max(scores, 1)
+    p = tl.exp2(scores - tl.where(m == float("-inf"), 0.0, m)[:, None]).to(v.dtype)
+    # The sum, too, by the tensor core: its order does not depend on how a tile lies over warps.
+    ones = tl.full((slots.shape[0], 16), 1.0, v.dtype)
+    return m, tl.max(tl.dot(p, ones), 1), tl.dot(p, v)
+
+
+@triton.jit
+def _first_split_from(p):
+    """The first split that starts at position p or later."""
+    s = _split_of(p)
+    return tl.where(_split_start(s) < p, s + 1, s)
+
+
+@triton.jit
+def _own_blocks(
+    row, kv, q, keys, values, table, positions, table_rows, prefix, ancestors, paths, sums, stats,
+    table_stride, scale, window, splits,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, LOW: tl.constexpr, DIM: tl.constexpr,
+    WIDE: tl.constexpr, BLOCK: tl.constexpr, NODES: tl.constexpr, WINDOW: tl.constexpr, CHAIN: tl.constexpr,
+):  # fmt: skip
+    """The blocks of one node that hold guesses, gathered along its path; one state for each."""
+    if tl.load(ancestors + row) == 0:
+        return
+    known = tl.load(prefix + row)
+    end = tl.load(positions + row) + 1
+    lane = tl.arange(0, LOW)
+    valid = lane < GROUP
+    head = kv * GROUP + lane
+    d = tl.arange(0, WIDE)[None, :]
+    entries = table + tl.load(table_rows + row).to(tl.int64) * table_stride
+    columns = tl.arange(0, BLOCK)
+    await_previous(CHAIN)
+    heads = row.to(tl.int64) * HEADS + head
+    queries = tl.load(q + heads[:, None] * DIM + d, mask=valid[:, None] & (d < DIM), other=0.0)
+    to = heads * (splits + 2) + splits
+    for at in range(known // BLOCK * BLOCK, end, BLOCK):
+        c = at + columns
+        held = c < end
+        if WINDOW:
+            held = held & (c >= end - window)
+        slots = tl.load(entries + c, mask=held & (c < known), other=0)
+        slots += tl.load(paths + row * NODES + (c - known), mask=held & (c >= known), other=0)
+        seen = held[None, :] & valid[:, None]
+        m, w, acc = _block(
+            queries, keys + kv * DIM, values + kv * DIM, slots, held, seen, scale, d, DIM, KV_HEADS * DIM
+        )
+        tl.store(sums + to[:, None] * DIM + d, acc, mask=valid[:, None] & (d < DIM))
+        tl.store(stats + to * 2, m, mask=valid)
+        tl.store(stats + to * 2 + 1, w, mask=valid)
+        to += 1
+
+
+@triton.jit
+def _attend_kernel(
+    q, keys, values, table, items, positions, table_rows, prefix, ancestors, paths, sums, stats, out,
+    table_stride, shared, parts, scale, window, splits,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr,
+    DIM: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, LOW: tl.constexpr,
+    NODES: tl.constexpr, SPAN: tl.constexpr, WINDOW: tl.constexpr, WHOLE: tl.constexpr, TAIL: tl.constexpr,
+    CHAIN: tl.constexpr,
+):  # fmt: skip
+    """The first shared * parts programs: one item's rows over the splits that begin in one stretch of `SPAN` blocks,
+    or over everything. Those after them: one row's own blocks.
+    """
+    let_next_start(CHAIN)
+    kv = tl.program_id(1)
+    if TAIL:  # noqa: SIM102 - decided when compiling
+        if tl.program_id(0) >= shared * parts:
+            _own_blocks(
+                tl.program_id(0) - shared * parts, kv, q, keys, values, table, positions, table_rows, prefix,
+                ancestors, paths, sums, stats, table_stride, scale, window, splits,
+                HEADS, KV_HEADS, GROUP, LOW, DIM, WIDE, BLOCK, NODES, WINDOW, CHAIN,
+            )  # fmt: skip
+            return
+    item = tl.program_id(0) // parts
+    start = tl.load(items + 3 * item)
+    count = tl.load(items + 3 * item + 1)
+    highest = tl.load(items + 3 * item + 2)
+    begin = 0
+    stop = highest
+    if not WHOLE:
+        part = parts - 1 - tl.program_id(0) % parts  # the longest splits first
+        begin = _split_start(_first_split_from(part * (SPAN * BLOCK)))
+        stop = tl.minimum(_split_start(_first_split_from((part + 1) * (SPAN * BLOCK))), highest)
+        if begin >= stop:
+            return
+    lane = tl.arange(0, TILE)
+    valid = (lane // PADDED < count) & (lane % PADDED < GROUP)
+    row = tl.where(valid, start + lane // PADDED, start)
+    head = kv * GROUP + lane % PADDED
+    d = tl.arange(0, WIDE)[None, :]
+    limit = tl.load(prefix + row)
+    if TAIL:
+        limit = tl.where(tl.load(ancestors + row) != 0, limit // BLOCK * BLOCK, limit)
+    limit = tl.where(valid, limit, 0)
+    first = tl.where(valid, tl.maximum(tl.load(positions + row) + 1 - window, 0), 2147483647)
+    if WINDOW:
+        begin = tl.maximum(begin, tl.min(first, 0) // BLOCK * BLOCK)
+    entries = table + tl.load(table_rows + start).to(tl.int64) * table_stride
+    columns = tl.arange(0, BLOCK)
+    await_previous(CHAIN)
+    at_q = row.to(tl.int64) * (HEADS * DIM) + head * DIM
+    queries = tl.load(q + at_q[:, None] + d, mask=valid[:, None] & (d < DIM), other=0.0)
+    to_state = (row.to(tl.int64) * HEADS + head) * (splits + 2)
+    m = tl.full((TILE,), float("-inf"), tl.float32)
+    w = tl.zeros((TILE,), tl.float32)
+    acc = tl.zeros((TILE, WIDE), tl.float32)
+    if WHOLE:
+        total_m = tl.full((TILE,), float("-inf"), tl.float32)
+        total_w = tl.zeros((TILE,), tl.float32)
+        total = tl.zeros((TILE, WIDE), tl.float32)
+    for at in range(begin, stop, BLOCK):
+        c = at + columns
+        held = c < highest
+        slots = tl.load(entries + c, mask=held, other=0)
+        seen = c[None, :] < limit[:, None]
+        if WINDOW:
+            seen = seen & (c[None, :] >= first[:, None])
+        bm, bw, bacc = _block(
+            queries, keys + kv * DIM, values + kv * DIM, slots, held, seen, scale, d, DIM, KV_HEADS * DIM
+        )
+        m, w, acc = _fold(m, w, acc, bm, bw, bacc)
+        if (at + BLOCK >= highest) | (at + BLOCK == _split_start(_split_of(at) + 1)):
+            if WHOLE:
+                total_m, total_w, total = _fold(total_m, total_w, total, m, w, acc)
+            else:
+                to = to_state + _split_of(at)
+                tl.store(sums + to[:, None] * DIM + d, acc, mask=valid[:, None] & (d < DIM))
+                tl.store(stats + to * 2, m, mask=valid)
+                tl.store(stats + to * 2 + 1, w, mask=valid)
+            m = tl.full((TILE,), float("-inf"), tl.float32)
+            w = tl.zeros((TILE,), tl.float32)
+            acc = tl.zeros((TILE, WIDE), tl.float32)
+    if WHOLE:
+        result = total / tl.where(total_w == 0.0, 1.0, total_w)[:, None]
+        tl.store(out + at_q[:, None] + d, result.to(out.dtype.element_ty), mask=valid[:, None] & (d < DIM))
+
+
+@triton.jit
+def _load_state(sums, stats, at, d, there, DIM: tl.constexpr):
+    """What a split left behind, or nothing. `there` is a number: one truth for a whole block is not spread by the
+    interpreter of every release of Triton."""
+    valid = at * 0 < there
+    m = tl.load(stats + at * 2, mask=valid, other=float("-inf"))
+    w = tl.load(stats + at * 2 + 1, mask=valid, other=0.0)
+    acc = tl.load(sums + at[:, None] * DIM + d, mask=valid[:, None] & (d < DIM), other=0.0)
+    return m, w, acc
+
+
+@triton.jit
+def _combine_kernel(
+    sums, stats, out, prefix, positions, ancestors, window, splits,
+    HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr, TAIL: tl.constexpr, DEPTH: tl.constexpr, CHAIN: tl.constexpr,
+):  # fmt: skip
+    """One row and head: its splits folded in order, the node's own blocks each into the split it lies in."""
+    let_next_start(CHAIN)
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) + tl.arange(0, 1)
+    d = tl.arange(0, WIDE)[None, :]
+    limit = tl.load(prefix + row)
+    end = tl.load(positions + row) + 1
+    tree = False
+    if TAIL:
+        tree = tl.load(ancestors + row) != 0
+        limit = tl.where(tree, limit // BLOCK * BLOCK, limit)
+    begin = 0
+    if WINDOW:
+        begin = _split_of(tl.maximum(end - window, 0))
+    await_previous(CHAIN)
+    at = (row * HEADS + head) * (splits + 2)
+    stop = _split_of(end - 1) + 1
+    if TAIL:
+        m0, w0, acc0 = _load_state(sums, stats, at + splits, d, tree.to(tl.int32), DIM)
+        m1, w1, acc1 = _load_state(
+            sums, stats, at + splits + 1, d, (tree & (limit + BLOCK < end)).to(tl.int32), DIM
+        )
+        stop = tl.where(tree, _split_of(limit), stop)  # from there on a node's own blocks count
+    total_m = tl.full((1,), float("-inf"), tl.float32)
+    total_w = tl.zeros((1,), tl.float32)
+    total = tl.zeros((1, WIDE), tl.float32)
+    for chunk in range(begin, stop, DEPTH):
+        for i in tl.static_range(
+            DEPTH
+        ):  # unrolled, so that the loads of all of them are on their way at once
+            s = chunk + i
+            m, w, acc = _load_state(sums, stats, at + s, d, stop - s, DIM)
+            total_m, total_w, total = _fold(total_m, total_w, total, m, w, acc)
+    if TAIL:  # noqa: SIM102 - decided when compiling
+        if tree:
+            s = _split_of(limit)
+            begun = tl.where(s >= begin, limit - _split_start(s), 0)
+            m, w, acc = _load_state(sums, stats, at + s, d, begun, DIM)
+            m, w, acc = _fold(m, w, acc, m0, w0, acc0)
+            if _split_of(limit + BLOCK) == s:
+                m, w, acc = _fold(m, w, acc, m1, w1, acc1)
+                total_m, total_w, total = _fold(total_m, total_w, total, m, w, acc)
+            else:
+                total_m, total_w, total = _fold(total_m, total_w, total, m, w, acc)
+                total_m, total_w, total = _fold(total_m, total_w, total, m1, w1, acc1)
+    result = total / tl.where(total_w == 0.0, 1.0, total_w)[:, None]  # a row of padding sees nothing
+    to = out + (row * HEADS + head)[:, None] * DIM + d
+    tl.store(to, result.to(out.dtype.element_ty), mask=d < DIM)
+
+
+@triton.jit
+def _paths_kernel(table, table_rows, prefix, ancestors, paths, table_stride, NODES: tl.constexpr):
+    row = tl.program_id(0)
+    i = tl.arange(0, NODES)
+    bit = (tl.load(ancestors + row) >> i) & 1
+    rank = tl.cumsum(bit.to(tl.int32), 0) - 1
+    entry = tl.load(table_rows + row).to(tl.int64) * table_stride + tl.load(prefix + row) + i
+    slots = tl.load(table + entry, mask=bit != 0, other=0)
+    tl.store(paths + row * NODES + rank, slots, mask=bit != 0)
+
+
+@dataclass(slots=True)
+class Reading:
+    """How a batch's rows are read: made once a pass, used by every layer.
+
+    `items` are first row, count and shared entries; rows of one item belong to one sequence. `tree`: some row is
+    a guess.
+    """
+
+    items: Tensor  # [I, 3] int32
+    paths: Tensor  # [R, 64] int32, slots of a node's path, root's child first
+    splits: int  # of the longest text
+    tree: bool
+    tile: int  # query rows times heads of a group in one program
+    sums: Tensor  # [R, heads, splits + 2, dim] float32
+    stats: Tensor  # [R, heads, splits + 2, 2]
+    whole: bool  # one program does all splits of its rows
+
+
+def padded_group(heads: int, kv_heads: int) -> int:
+    return triton.next_power_of_2(heads // kv_heads)
+
+
+def group_rows(batch: Batch, together: int) -> list[tuple[int, int, int]]:
+    """Stretches of at most `together` neighbouring rows of one sequence: first row, count, and how many of its
+    entries they share. Of a batch on the host.
+    """
+    owners = batch.table_rows.tolist()
+    known = batch.prefix
+    limits = torch.where(batch.ancestors != 0, known // BLOCK * BLOCK, known).tolist()
+    edges = [0, *(r for r in range(1, len(owners)) if owners[r] != owners[r - 1]), len(owners)]
+    groups = []
+    for begin, end in pairwise(edges):
+        for at in range(begin, end, together):
+            stop = min(at + together, end)
+            groups.append((at, stop - at, max(limits[at:stop])))
+    return groups
+
+
+def tile_for(longest: int, padded: int) -> int:
+    """The lowest program that holds the longest run of rows of one text, or the highest there is."""
+    return next((t for t in TILES if t >= longest * padded), TILES[-1])
+
+
+def longest_run(batch: Batch) -> int:
+    """Rows of the sequence with the most of them, of a batch on the host."""
+    _, counts = torch.unique_consecutive(batch.table_rows, return_counts=True)
+    return int(counts.max())
+
+
+def read_batch(batch: Batch, heads: int, kv_heads: int, dim: int) -> Reading:
+    """The reading of a batch that lies on the device; looks at it from the host, which waits once."""
+    host = Batch(**{name: getattr(batch, name).cpu() for name in ROW_FIELDS}, table=batch.table)
+    padded = padded_group(heads, kv_heads)
+    tile = tile_for(longest_run(host), padded)
+    groups = group_rows(host, tile // padded)
+    tree = bool((host.ancestors != 0).any())
+    items = torch.tensor(groups, dtype=torch.int32, device=batch.ids.device)
+    splits = split_count(int(host.positions.max()) + 1)
+    reading = make_reading(items, batch.rows, (heads, kv_heads, dim), splits, tree, tile)
+    if tree:
+        find_paths(batch, reading.paths)
+    return reading
+
+
+def make_reading(
+    items: Tensor, rows: int, shape: tuple[int, int, int], splits: int, tree: bool, tile: int
+) -> Reading:
+    """Buffers for `rows` rows of texts of up to `splits` splits; shape is heads, kv_heads, dim."""
+    heads, kv_heads, dim = shape
+    whole = not tree and (splits == 1 or len(items) * kv_heads >= ENOUGH)
+    room = 0 if whole else rows * heads * (splits + TAILS)
+    return Reading(
+        items=items,
+        paths=torch.zeros((rows, NODES), dtype=torch.int32, device=items.device),
+        splits=splits,
+        tree=tree,
+        tile=tile,
+        sums=torch.empty(room * dim, dtype=torch.float32, device=items.device),
+        stats=torch.empty(room * 2, dtype=torch.float32, device=items.device),
+        whole=whole,
+    )
+
+
+def find_paths(batch: Batch, paths: Tensor) -> None:
+    """The slots of every guessed row's path, by depth."""
+    _paths_kernel[(batch.rows,)](
+        batch.table,
+        batch.table_rows,
+        batch.prefix,
+        batch.ancestors,
+        paths,
+        batch.table.stride(0),
+        NODES=NODES,
+    )
+
+
+def attend(
+    q: Tensor,
+    batch: Batch,
+    keys: Tensor,
+    values: Tensor,
+    window: int,
+    scale: float,
+    reading: Reading,
+    out: Tensor,
+) -> None:
+    """q [R, heads, dim] over what each row sees in the slots -> out [R, heads, dim]."""
+    rows, heads, dim = q.shape
+    kv_heads = keys.shape[1]
+    r, group = reading, heads // kv_heads
+    wide = max(16, triton.next_power_of_2(dim))
+    span = SPANS[0] if len(r.items) * kv_heads < MANY else SPANS[1]
+    parts = 1 if r.whole else -(-split_end(r.splits) // (span * BLOCK))
+    shared = len(r.items)
+    _attend_kernel[(shared * parts + (rows if r.tree else 0), kv_heads)](
+        q, keys, values, batch.table, r.items, batch.positions, batch.table_rows, batch.prefix,
+        batch.ancestors, r.paths, r.sums, r.stats, out,
+        batch.table.stride(0), shared, parts, scale * LOG2E, window, r.splits,
+        HEADS=heads, KV_HEADS=kv_heads, GROUP=group, PADDED=padded_group(heads, kv_heads), DIM=dim, WIDE=wide,
+        BLOCK=BLOCK, TILE=r.tile, LOW=TILES[0], NODES=NODES, SPAN=span, WINDOW=window > 0, WHOLE=r.whole,
+        TAIL=r.tree, num_warps=WARPS, num_stages=STAGES if dim <= 64 else 2, **chained(),
+    )  # fmt: skip
+    if r.whole:
+        return
+    _combine_kernel[(rows, heads)](
+        r.sums, r.stats, out, batch.prefix, batch.positions, batch.ancestors, window, r.splits,
+        HEADS=heads, DIM=dim, WIDE=wide, BLOCK=BLOCK, WINDOW=window > 0, TAIL=r.tree,
+        DEPTH=2 if INTERPRETED else 8 if r.tree else 16, num_warps=1, **chained(),
+    )  # fmt: skip
+
+
+def attend_twin(
+    q: Tensor,
+    batch: Batch,
+    keys: Tensor,
+    values: Tensor,
+    window: int,
+    scale: float,
+    reading: Reading | None,
+    out: Tensor,
+) -> None:
+    """Row by row in float32: what types.Batch says, with nothing shared."""
+    rows, heads, dim = q.shape
+    kv_heads = keys.shape[1]
+    for r in range(rows):
+        prefix, mask, position = int(batch.prefix[r]), int(batch.ancestors[r]), int(batch.positions[r])
+        entries = [*range(prefix), *(prefix + i for i in range(NODES) if mask >> i & 1)]
+        first = max(0, position + 1 - window) if window else 0
+        slots = batch.table[int(batch.table_rows[r])][entries[first:]].long()
+        k, v = keys[slots].float().transpose(0, 1), values[slots].float().transpose(0, 1)
+        grouped = q[r].float().view(kv_heads, heads // kv_heads, dim)
+        weights = (grouped @ k.transpose(1, 2) * scale).softmax(-1)
+        out[r] = (weights @ v).reshape(heads, dim)

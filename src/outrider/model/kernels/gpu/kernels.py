@@ -1,0 +1,194 @@
+"""The decoder's kernels on a CUDA device, in bfloat16 with a float32 residual stream. Twin: reference.py.
+
+A layer is eight launches: norm, qkv, rope and cache write, attention (two), output, norm, gate and up, down. The
+sums that a matmul leaves in parts are added by the norm that follows, which for `down` is in the next layer:
+`run_layers` keeps them pending in between, `layer` settles them at once. Both give the same bits.
+"""
+
+# mypy: disable-error-code="no-untyped-def, import-untyped, import-not-found"
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from outrider.cache.store import KeyValueStore
+from outrider.errors import KernelUnavailable
+from outrider.load.config import ModelConfig
+from outrider.model.kernels.gpu.attention import Reading, attend, read_batch
+from outrider.model.kernels.gpu.draw import draw_rows
+from outrider.model.kernels.gpu.matmul import Packed, gated_linear, linear, multiply_parts, pack
+from outrider.model.kernels.gpu.rows import add_and_norm, rope_and_write
+from outrider.model.weights import LayerTensors
+from outrider.types import Batch
+
+MAX_DIM, MAX_GROUP = 256, 16
+
+
+@dataclass(slots=True)
+class GpuLinear:
+    weight: Packed
+    bias: Tensor | None  # float32
+
+
+@dataclass(slots=True)
+class GpuLayer:
+    attn_norm: Tensor
+    qkv: GpuLinear
+    norms: tuple[Tensor, Tensor, float] | None
+    out: GpuLinear
+    mlp_norm: Tensor
+    gate_up: GpuLinear
+    down: GpuLinear
+    window: int
+
+
+class GpuKernels:
+    name = "triton"
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        cos: Tensor,
+        sin: Tensor,
+        device: str | torch.device = "cuda",
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        if config.head_dim > MAX_DIM:
+            raise KernelUnavailable(f"head size {config.head_dim} is larger than {MAX_DIM}")
+        if config.heads // config.kv_heads > MAX_GROUP:
+            raise KernelUnavailable(
+                f"{config.heads // config.kv_heads} heads to a key are more than {MAX_GROUP}"
+            )
+        self.config, self.device, self.dtype = config, torch.device(device), dtype
+        self.tables = cos.to(self.device).contiguous(), sin.to(self.device).contiguous()
+        self.scale = config.head_dim**-0.5
+        self._read: tuple[Batch, Reading] | None = None
+
+    # -------------------------------------------------------------------------------------------- weights
+
+    def pack_layer(self, w: LayerTensors) -> GpuLayer:
+        norms = None
+        if w.q_norm is not None and w.k_norm is not None:
+            norms = (self._small(w.q_norm), self._small(w.k_norm), self.config.norm_eps)
+        bias = None if w.gate_bias is None or w.up_bias is None else torch.cat([w.gate_bias, w.up_bias])
+        return GpuLayer(
+            attn_norm=self._small(w.attn_norm),
+            qkv=self.pack_linear(w.qkv, w.qkv_bias),
+            norms=norms,
+            out=self.pack_linear(w.out, w.out_bias),
+            mlp_norm=self._small(w.mlp_norm),
+            gate_up=self.pack_linear(torch.cat([self._large(w.gate), self._large(w.up)]), bias, gated=True),
+            down=self.pack_linear(w.down, w.down_bias),
+            window=w.window,
+        )
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None, gated: bool = False) -> GpuLinear:
+        return GpuLinear(pack(self._large(weight), gated), None if bias is None else self._small(bias))
+
+    def _large(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device, self.dtype).contiguous()
+
+    def _small(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device, torch.float32).contiguous()
+
+    # --------------------------------------------------------------------------------------------- pieces
+
+    def embed(self, table: GpuLinear, ids: Tensor) -> Tensor:
+        return table.weight.rows(ids).float()
+
+    def linear(self, linear_: GpuLinear, x: Tensor) -> Tensor:
+        return linear(x.to(self.dtype), linear_.weight, linear_.bias)
+
+    def norm(self, x: Tensor, weight: Tensor, eps: float | None = None) -> Tensor:
+        out = torch.empty_like(x)
+        small = self.config.norm_eps if eps is None else eps
+        add_and_norm(x.float(), None, weight.to(self.device), small, out)
+        return out
+
+    def head(self, x: Tensor, rows: Tensor, norm: Tensor, linear_: GpuLinear) -> Tensor:
+        return self.finish(x, None, rows, norm, linear_)
+
+    def finish(
+        self, x: Tensor, pending: Tensor | None, rows: Tensor, norm: Tensor, linear_: GpuLinear
+    ) -> Tensor:
+        """Logits of the chosen rows, float32, once what is pending has been added."""
+        normed = torch.empty((len(rows), x.shape[1]), dtype=self.dtype, device=x.device)
+        add_and_norm(x, pending, norm.to(self.device), self.config.norm_eps, normed, rows)
+        return linear(normed, linear_.weight, linear_.bias)
+
+    def draw(self, logits: Tensor, sampled: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+        there = logits.device
+        return draw_rows(logits, sampled.to(there), seeds.to(there), positions.to(there))
+
+    def attention(
+        self, q: Tensor, batch: Batch, keys: Tensor, values: Tensor, window: int, scale: float
+    ) -> Tensor:
+        out = torch.empty_like(q)
+        reading = read_batch(batch, q.shape[1], keys.shape[1], q.shape[2])
+        attend(q.to(keys.dtype), batch, keys, values, window, scale, reading, out)
+        return out
+
+    # ----------------------------------------------------------------------------------------------- layers
+
+    def layer(self, layer: GpuLayer, x: Tensor, batch: Batch, keys: Tensor, values: Tensor) -> None:
+        """x [R, hidden] float32 becomes the layer's output, in place."""
+        pending = self._layer(layer, x, None, batch, keys, values, self._reading(batch))
+        add_and_norm(x, pending, None, 0.0, None)
+
+    def run_layers(
+        self, layers: Sequence[GpuLayer], x: Tensor, batch: Batch, store: KeyValueStore, reading: Reading
+    ) -> Tensor | None:
+        """All layers; returns what is still to be added to x."""
+        pending: Tensor | None = None
+        for i, layer in enumerate(layers):
+            if i in store.taps:
+                if pending is not None:
+                    add_and_norm(x, pending, None, 0.0, None)
+                    pending = None
+                store.keep_feature(i, x, batch.slots)
+            pending = self._layer(layer, x, pending, batch, store.keys[i], store.values[i], reading)
+        return pending
+
+    def _layer(
+        self,
+        w: GpuLayer,
+        x: Tensor,
+        pending: Tensor | None,
+        batch: Batch,
+        keys: Tensor,
+        values: Tensor,
+        reading: Reading,
+    ) -> Tensor:
+        c, rows = self.config, len(x)
+        normed = torch.empty((rows, c.hidden), dtype=self.dtype, device=x.device)
+        add_and_norm(x, pending, w.attn_norm, c.norm_eps, normed)
+        q = torch.empty((rows, c.heads, c.head_dim), dtype=self.dtype, device=x.device)
+        qkv = multiply_parts(normed, w.qkv.weight, w.qkv.bias)
+        rope_and_write(qkv, self.tables, batch, w.norms, q, keys, values)
+        mixed = torch.empty_like(q)
+        attend(q, batch, keys, values, w.window, self.scale, reading, mixed)
+        pending = multiply_parts(mixed.view(rows, -1), w.out.weight, w.out.bias)
+        add_and_norm(x, pending, w.mlp_norm, c.norm_eps, normed)
+        act = gated_linear(normed, w.gate_up.weight, w.gate_up.bias)
+        return multiply_parts(act, w.down.weight, w.down.bias)
+
+    def _reading(self, batch: Batch) -> Reading:
+        if self._read is None or self._read[0] is not batch:
+            c = self.config
+            self._read = batch, read_batch(batch, c.heads, c.kv_heads, c.head_dim)
+        return self._read[1]
+
+
+def check_device() -> None:
+    """Says by name why a CUDA device cannot be used."""
+    if not torch.cuda.is_available():
+        raise KernelUnavailable("torch sees no CUDA device; use --device cpu")
+    if torch.cuda.get_device_capability() < (8, 0):
+        raise KernelUnavailable("bfloat16 kernels need compute capability 8.0 or later")
+    if triton.__version__ < "3.3":
+        raise KernelUnavailable(f"triton {triton.__version__} is too old; 3.3 or later is needed")

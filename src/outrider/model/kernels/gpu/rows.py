@@ -1,0 +1,225 @@
+"""What is done to each row by itself: residual and norm, rotary positions and cache write, gated activation.
+
+The residual stream is float32, what matmuls read is bfloat16 (whatever dtype the caller's buffers have), and
+partial results of a matmul are added here, in order, by the kernel that wants them.
+"""
+
+# mypy: disable-error-code="no-untyped-def, import-untyped, import-not-found"
+
+# ruff: noqa: N803 - a kernel's compile-time constants are upper case
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from outrider.model.kernels.gpu.launch import await_previous, chained, let_next_start
+from outrider.model.kernels.gpu.matmul import add_parts
+from outrider.model.kernels.reference import rms_norm, rotate
+from outrider.types import Batch
+
+NORM_WARPS = 16  # fixed: it decides the order of the sum of squares
+
+
+@triton.jit
+def _sum_parts(parts, offsets, stride, mask, PARTS: tl.constexpr):
+    total = tl.load(parts + offsets, mask=mask, other=0.0).to(tl.float32)
+    for p in tl.static_range(1, PARTS):
+        total += tl.load(parts + p * stride + offsets, mask=mask, other=0.0).to(tl.float32)
+    return total
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _norm_kernel(
+    x, parts, weight, out, picked, rows, width, eps,
+    PARTS: tl.constexpr, NORM: tl.constexpr, PICKED: tl.constexpr, BLOCK: tl.constexpr, CHAIN: tl.constexpr,
+):  # fmt: skip
+    let_next_start(CHAIN)
+    place = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    mask = cols < width
+    if NORM:
+        scale = tl.load(weight + cols, mask=mask, other=0.0)
+    await_previous(CHAIN)
+    row = place
+    if PICKED:
+        row = tl.load(picked + place)
+    at = row * width + cols
+    h = tl.load(x + at, mask=mask, other=0.0)
+    if PARTS > 0:
+        h += _sum_parts(parts, at, rows.to(tl.int64) * width, mask, PARTS)
+        if not PICKED:  # a row may be picked twice: what is picked is read, never written
+            tl.store(x + at, h, mask=mask)
+    if NORM:
+        mean = tl.sum(h * h, 0) / width
+        y = h * tl.rsqrt(mean + eps) * scale
+        tl.store(out + place * width + cols, y.to(out.dtype.element_ty), mask=mask)
+
+
+def add_and_norm(
+    x: Tensor,
+    parts: Tensor | None,
+    weight: Tensor | None,
+    eps: float,
+    out: Tensor | None,
+    picked: Tensor | None = None,
+) -> None:
+    """x += the parts, in place; then out = the RMS norm of x. Either half may be left out.
+
+    `picked`, int64 [L]: norm those rows only, into out [L, width], and leave x as it is.
+    """
+    rows, width = x.shape
+    count = rows if picked is None else len(picked)
+    if not count:
+        return
+    _norm_kernel[(count,)](
+        x, parts, weight, out, picked, rows, width, eps,
+        PARTS=0 if parts is None else len(parts), NORM=weight is not None, PICKED=picked is not None,
+        BLOCK=triton.next_power_of_2(width), num_warps=NORM_WARPS, **chained(),
+    )  # fmt: skip
+
+
+def add_and_norm_twin(
+    x: Tensor,
+    parts: Tensor | None,
+    weight: Tensor | None,
+    eps: float,
+    out: Tensor | None,
+    picked: Tensor | None = None,
+) -> None:
+    total = x if parts is None else x + add_parts(parts)
+    if picked is None:
+        x.copy_(total)
+    else:
+        total = total[picked]
+    if weight is not None and out is not None:
+        out.copy_(rms_norm(total, weight, eps))
+
+
+# ------------------------------------------------------------------------------------- rotation, cache write
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _rope_kernel(
+    parts, cos, sin, positions, slots, q_norm, k_norm, q, keys, values, rows, eps,
+    PARTS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, NORMED: tl.constexpr,
+    TOGETHER: tl.constexpr, BLOCK: tl.constexpr, CHAIN: tl.constexpr,
+):  # fmt: skip
+    let_next_start(CHAIN)
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * TOGETHER + tl.arange(0, TOGETHER)[:, None]
+    half: tl.constexpr = DIM // 2
+    d = tl.arange(0, BLOCK)[None, :]
+    position = tl.load(positions + row).to(tl.int64)
+    slot = tl.load(slots + row).to(tl.int64)
+    c = tl.load(cos + position * half + d, mask=d < half, other=0.0)
+    s = tl.load(sin + position * half + d, mask=d < half, other=0.0)
+    mask = (head < HEADS + 2 * KV_HEADS) & (d < half)
+    await_previous(CHAIN)
+    width: tl.constexpr = (HEADS + 2 * KV_HEADS) * DIM
+    at = row * width + head * DIM + d
+    stride = rows.to(tl.int64) * width
+    a = _sum_parts(parts, at, stride, mask, PARTS)
+    b = _sum_parts(parts, at + half, stride, mask, PARTS)
+    is_q = head < HEADS
+    is_v = head >= HEADS + KV_HEADS
+    if NORMED:
+        mean = (tl.sum(a * a, 1) + tl.sum(b * b, 1)) / DIM
+        inverse = tl.rsqrt(mean + eps)[:, None]
+        gain_a = tl.where(is_q, tl.load(q_norm + d, mask=d < half), tl.load(k_norm + d, mask=d < half))
+        gain_b = tl.where(
+            is_q, tl.load(q_norm + half + d, mask=d < half), tl.load(k_norm + half + d, mask=d < half)
+        )
+        a = tl.where(is_v, a, a * inverse * gain_a)
+        b = tl.where(is_v, b, b * inverse * gain_b)
+    first = tl.where(is_v, a, a * c - b * s).to(q.dtype.element_ty)
+    second = tl.where(is_v, b, b * c + a * s).to(q.dtype.element_ty)
+    to_q = q + row * (HEADS * DIM) + head * DIM + d
+    tl.store(to_q, first, mask=mask & is_q)
+    tl.store(to_q + half, second, mask=mask & is_q)
+    kept = slot * (KV_HEADS * DIM) + d
+    to_k = keys + kept + (head - HEADS) * DIM
+    is_k = (head >= HEADS) & (head < HEADS + KV_HEADS)
+    tl.store(to_k, first, mask=mask & is_k)
+    tl.store(to_k + half, second, mask=mask & is_k)
+    to_v = values + kept + (head - HEADS - KV_HEADS) * DIM
+    tl.store(to_v, first, mask=mask & is_v)
+    tl.store(to_v + half, second, mask=mask & is_v)
+
+
+def rope_and_write(
+    parts: Tensor,
+    tables: tuple[Tensor, Tensor],
+    batch: Batch,
+    norms: tuple[Tensor, Tensor, float] | None,
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+) -> None:
+    """parts [P, R, (heads + 2 kv_heads) * dim]: queries, rotated, to q [R, heads, dim]; keys, rotated, and
+    values to their slots. `norms`: weights for the heads of queries and keys, and their epsilon.
+    """
+    rows, heads, dim = q.shape
+    kv_heads = keys.shape[1]
+    q_norm, k_norm, eps = norms or (None, None, 0.0)
+    together = 8
+    _rope_kernel[(rows, triton.cdiv(heads + 2 * kv_heads, together))](
+        parts, *tables, batch.positions, batch.slots, q_norm, k_norm, q, keys, values, rows, eps,
+        PARTS=len(parts), HEADS=heads, KV_HEADS=kv_heads, DIM=dim, NORMED=norms is not None,
+        TOGETHER=together, BLOCK=triton.next_power_of_2(dim // 2), num_warps=2, **chained(),
+    )  # fmt: skip
+
+
+def rope_and_write_twin(
+    parts: Tensor,
+    tables: tuple[Tensor, Tensor],
+    batch: Batch,
+    norms: tuple[Tensor, Tensor, float] | None,
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+) -> None:
+    rows, heads, dim = q.shape
+    kv_heads = keys.shape[1]
+    split = add_parts(parts).view(rows, -1, dim).split([heads, kv_heads, kv_heads], dim=1)
+    queries, k, v = split
+    if norms is not None:
+        queries, k = rms_norm(queries, norms[0], norms[2]), rms_norm(k, norms[1], norms[2])
+    cos, sin = (table[batch.positions.long()][:, None] for table in tables)
+    slots = batch.slots.long()
+    q.copy_(rotate(queries, cos, sin))
+    keys[slots], values[slots] = rotate(k, cos, sin).to(keys), v.to(values)
+
+
+# -------------------------------------------------------------------------------------------------- activation
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _gate_kernel(parts, out, rows, width, PARTS: tl.constexpr, BLOCK: tl.constexpr, CHAIN: tl.constexpr):
+    let_next_start(CHAIN)
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = cols < width
+    await_previous(CHAIN)
+    at = row * 2 * width + cols
+    stride = rows.to(tl.int64) * 2 * width
+    gate = _sum_parts(parts, at, stride, mask, PARTS)
+    up = _sum_parts(parts, at + width, stride, mask, PARTS)
+    y = gate / (1 + tl.exp(-gate)) * up
+    tl.store(out + row * width + cols, y.to(out.dtype.element_ty), mask=mask)
+
+
+def gate_up(parts: Tensor, out: Tensor) -> None:
+    """parts [P, R, 2 F], gates then ups -> out [R, F] = silu(gate) * up."""
+    rows, width = out.shape
+    block = min(1024, triton.next_power_of_2(width))
+    _gate_kernel[(rows, triton.cdiv(width, block))](
+        parts, out, rows, width, PARTS=len(parts), BLOCK=block, num_warps=4, **chained()
+    )
+
+
+def gate_up_twin(parts: Tensor, out: Tensor) -> None:
+    gate, up = add_parts(parts).chunk(2, dim=-1)
+    out.copy_(torch.nn.functional.silu(gate) * up)

@@ -1,0 +1,180 @@
+"""Rounds on the device, run here on the CPU: the same tokens as packed steps, one round behind or not."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from outrider.cache.store import KeyValueStore
+from outrider.control.planner import Planner
+from outrider.draft.chains import LmChain, LookupChain, State
+from outrider.draft.lookup import LookupDrafter
+from outrider.engine.engine import Engine
+from outrider.engine.rounds import Rounds
+from outrider.types import NO_BET, Bet, Request
+from tests.tiny import (
+    VOCAB,
+    finish,
+    lm_drafter,
+    noised_model,
+    prompt_of,
+    request,
+    sequence,
+    tiny_engine,
+    tiny_model,
+    tokens_of,
+)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def small():
+    return noised_model(0.15)
+
+
+def make_engine(model, small, lag: int | None, default: str = "lm", **settings) -> Engine:
+    """`lag` None: packed steps only."""
+    engine = tiny_engine(model, planner=Planner(default), **settings)
+    engine.drafters = {"lookup": LookupDrafter(), "lm": lm_drafter(small)}
+    if lag is not None:
+        rounds = Rounds(
+            model,
+            engine.store,
+            engine.table,
+            torch.device("cpu"),
+            lambda batch, *_: model.forward(batch, engine.store),
+            lag,
+        )
+        c = small.config
+        store = KeyValueStore(c.layers, engine.store.slots, c.kv_heads, c.head_dim)
+        run = lambda batch, *_: small.forward(batch, store)  # noqa: E731
+        rounds.drafters = {"lookup": LookupChain(), "lm": LmChain(small, store, run, VOCAB)}
+        engine.rounds = rounds
+    return engine
+
+
+def some_requests(seed: int) -> list[Request]:
+    rnd = random.Random(seed)
+    how = [True, True, False, {"depth": 3}, {"depth": 4, "nodes": 4}, {"drafter": "lookup"}, {"depth": 2}]
+    return [
+        request(
+            f"r{i}",
+            prompt_of(rnd.randint(3, 40), i + seed),
+            stop_ids=frozenset([rnd.randrange(VOCAB)]),
+            max_tokens=rnd.randint(1, 60),
+            temperature=rnd.choice([0, 0.7, 1.0]),
+            top_p=rnd.choice([1.0, 1.0, 1.0, 0.9]),
+            seed=seed * 10 + i,
+            speculation=rnd.choice(how),
+        )
+        for i in range(rnd.randint(1, 7))
+    ]
+
+
+def run(engine: Engine, requests: list[Request]) -> dict:
+    for one in requests:
+        engine.add(one)
+    told = {key: tokens_of(events) for key, events in finish(engine).items()}
+    engine._land(0)
+    engine.table.check()
+    return told
+
+
+@pytest.mark.parametrize("default", ["lm", "lookup"])
+@pytest.mark.parametrize("seed", range(8))
+def test_rounds_tell_what_packed_steps_tell(model, small, default, seed) -> None:
+    requests = some_requests(seed)
+    packed = run(make_engine(model, small, None, default), requests)
+    assert run(make_engine(model, small, 0, default), requests) == packed
+    assert run(make_engine(model, small, 1, default), requests) == packed
+
+
+def test_rounds_are_flown_and_guesses_hold(model, small) -> None:
+    engine = make_engine(model, small, 1)
+    how = {"drafter": "lm", "depth": 4}
+    [one] = engine.add(request("a", prompt_of(20), max_tokens=120, temperature=0.7, speculation=how))
+    finish(engine)
+    assert engine.rounds is not None
+    assert any(key[:3] == (1, 4, "lm") for key in engine.rounds.shapes)
+    packed = make_engine(model, small, None)
+    [other] = packed.add(request("a", prompt_of(20), max_tokens=120, temperature=0.7, speculation=how))
+    finish(packed)
+    assert one.tokens == other.tokens
+    assert abs(one.accepted - other.accepted) <= 4  # the last round may be cut elsewhere
+    assert one.steps < len(one.output)
+
+
+def test_a_sequence_that_joins_and_one_that_leaves(model, small) -> None:
+    requests = [
+        request(f"r{i}", prompt_of(10 + i, i), max_tokens=30 + 7 * i, temperature=0.7) for i in range(5)
+    ]
+    alone = {one.id: run(make_engine(model, small, None), [one])[one.id, 0] for one in requests}
+    engine = make_engine(model, small, 1)
+    told: dict[str, list[int]] = {one.id: [] for one in requests}
+    waiting = list(requests)
+    steps = 0
+    while waiting or not engine.idle:
+        if waiting and steps % 5 == 0:
+            engine.add(waiting.pop(0))
+        if steps == 12:
+            engine.abort("r1")
+        for event in engine.step():
+            told[event.request_id] += event.token_ids
+        steps += 1
+    engine._land(0)
+    engine.table.check()
+    for one in requests:
+        if one.id == "r1":
+            assert alone["r1"][: len(told["r1"])] == told["r1"]
+        else:
+            assert told[one.id] == alone[one.id]
+
+
+def test_a_full_cache_takes_the_packed_way(model, small) -> None:
+    requests = [request(f"r{i}", prompt_of(30, i), max_tokens=50, temperature=0.7) for i in range(6)]
+    packed = run(make_engine(model, small, None), requests)
+    tight = make_engine(model, small, 1, cache_bytes=200 * model.config.kv_bytes_per_token)
+    assert run(tight, requests) == packed
+    assert tight.scheduler.preemptions
+
+
+def test_lookup_finds_the_longest_ending_and_of_those_the_latest() -> None:
+    state = State(2, 64, torch.device("cpu"))
+    text = [5, 6, 7, 8, 1, 2, 6, 7, 9, 3, 6, 7, 4, 5, 6, 7]
+    one = sequence(text, row=0, cached=len(text) - 1)
+    state.board(one, torch.arange(64).numpy().astype("int32"))
+    rows = torch.tensor([0])
+    guesses, count = LookupChain().chain(state, rows, state.lengths[rows], 3, 32)
+    assert guesses[0].tolist() == [8, 1, 2]  # after 5 6 7, not after the later 6 7
+    assert count.tolist() == [3]
+
+
+def test_lookup_with_nothing_to_find_means_nothing() -> None:
+    state = State(1, 32, torch.device("cpu"))
+    state.board(sequence(list(range(9)), row=0, cached=8), torch.arange(32).numpy().astype("int32"))
+    rows = torch.tensor([0])
+    assert LookupChain().chain(state, rows, state.lengths[rows], 3, 32)[1].tolist() == [0]
+
+
+def test_a_prediction_is_followed_on_the_host(model, small) -> None:
+    answer = run(make_engine(model, small, None), [request("a", prompt_of(12), max_tokens=40)])["a", 0]
+    engine = make_engine(model, small, 1, "lookup")
+    [one] = engine.add(request("a", prompt_of(12), max_tokens=40, prediction=answer))
+    finish(engine)
+    assert one.output == answer
+    assert one.accepted > 10
+    assert engine.rounds is not None and not engine.rounds.shapes
+
+
+def test_a_round_has_one_drafter(model, small) -> None:
+    rounds = make_engine(model, small, 1).rounds
+    assert rounds is not None
+    bets = [Bet("lm", 6, 3), Bet("lookup", 4, 4), NO_BET, Bet("lm", 20, 20)]
+    assert rounds.fitted(bets) == [Bet("lm", 3, 3), NO_BET, NO_BET, Bet("lm", 8, 8)]
+    assert rounds.fitted([NO_BET, NO_BET]) == [NO_BET, NO_BET]

@@ -1,0 +1,88 @@
+"""The decoder with Triton's kernels against the decoder with torch's, and the ways to run it against each other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from outrider.cache.store import KeyValueStore
+from outrider.model.decoder import Decoder
+from outrider.model.kernels.gpu.attention import read_batch
+from outrider.model.kernels.gpu.graph import GraphedDecoder
+from outrider.model.kernels.gpu.kernels import GpuKernels
+from outrider.model.kernels.reference import ReferenceKernels
+from outrider.model.rope import rope_tables
+from outrider.types import Draft
+from tests.model.batches import Part, Reader, furthest, random_ids
+from tests.model.gpu.test_kernels import HALF, TREE, to_device
+from tests.tiny import VOCAB, random_tensors, tiny_config
+
+
+def decoders(device: str, **changes) -> tuple[Decoder, Decoder]:
+    config = tiny_config(**changes)
+    tables = rope_tables(config, 192)
+    read = random_tensors(config)
+    reference = Decoder(config, read, ReferenceKernels(config, *tables))
+    return Decoder(config, read, GpuKernels(config, *tables, device, HALF)), reference
+
+
+class HalfReader(Reader):
+    """Keys and values in half precision on the device."""
+
+    def __init__(self, model: Decoder, device: str, texts: int = 1, longest: int = 100) -> None:
+        super().__init__(model.config, texts, longest)
+        self.device, slots = device, self.table.numel() + 1
+        shape = (slots, model.config.kv_heads, model.config.head_dim)
+        self.store = KeyValueStore(model.config.layers, 1, *shape[1:])
+        self.store.keys = [torch.zeros(shape, dtype=HALF, device=device) for _ in self.store.keys]
+        self.store.values = [torch.zeros(shape, dtype=HALF, device=device) for _ in self.store.values]
+
+    def batch(self, *parts: Part):
+        return to_device(super().batch(*parts), self.device)
+
+
+@pytest.mark.parametrize("changes", [{}, {"tied": False, "heads": 6, "windows": (0, 5)}])
+def test_logits_are_the_references(device: str, changes: dict) -> None:
+    ours, reference = decoders(device, **changes)
+    ids = random_ids(VOCAB, 12)
+    mine = HalfReader(ours, device).feed(ours, Part(0, ids, TREE))
+    theirs = Reader(reference.config).feed(reference, Part(0, ids, TREE))
+    assert furthest(mine.cpu(), theirs) < 3e-2
+
+
+def test_layer_by_layer_equals_all_layers(device: str) -> None:
+    model, _ = decoders(device)
+    reader, again = HalfReader(model, device), HalfReader(model, device)
+    batch = reader.batch(Part(0, random_ids(VOCAB, 7), TREE))
+    expected = model.forward(batch, reader.store)
+    c = model.config
+    x = model.embed(batch.ids)
+    reading = read_batch(batch, c.heads, c.kv_heads, c.head_dim)
+    pending = model.kernels.run_layers(model.layers, x, batch, again.store, reading)
+    assert torch.equal(model.kernels.finish(x, pending, batch.logit_rows, model.norm, model.head), expected)
+
+
+def test_a_tree_has_the_bits_of_plain_decoding(device: str) -> None:
+    model, _ = decoders(device)
+    ids = random_ids(VOCAB, 5)
+    together = HalfReader(model, device).feed(model, Part(0, ids, TREE))
+    for node in (3, 6):
+        reader = HalfReader(model, device)
+        reader.feed(model, Part(0, ids))
+        for token in (TREE.tokens[i] for i in TREE.path(node)):
+            alone = reader.feed(model, Part(0, [token]))
+        assert torch.equal(alone[-1], together[len(ids) + node])
+
+
+@pytest.mark.gpu
+def test_graphs_have_the_bits_of_eager_passes(device: str) -> None:
+    model, _ = decoders(device)
+    reader = HalfReader(model, device, texts=3)
+    reader.feed(model, *(Part(t, random_ids(VOCAB, 20 + t, seed=t)) for t in range(3)))
+    graphed = GraphedDecoder(model, reader.store, reader.table.to(device))
+    for parts in ([Part(0, [5])], [Part(t, [5]) for t in range(3)], [Part(1, [5], Draft.chain([1] * 63))]):
+        expected: Tensor = model.forward(reader.batch(*parts), reader.store)
+        assert torch.equal(graphed.forward(Reader.batch(reader, *parts)), expected)

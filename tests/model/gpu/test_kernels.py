@@ -1,0 +1,313 @@
+"""Each Triton kernel against its torch twin, and its rows against themselves in other company, bit by bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from outrider.model.kernels.gpu import attention as at
+from outrider.model.kernels.gpu import draw as law
+from outrider.model.kernels.gpu import matmul, rows
+from outrider.types import MAX_NODES, Batch, Draft
+from tests.model.batches import Part, Reader, furthest, random_ids
+from tests.tiny import tiny_config
+
+# The interpreter multiplies float16 but not bfloat16; on a device it is bfloat16 that counts.
+HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16
+TREE = Draft((5, 6, 7, 8, 9, 10, 11), (-1, 0, 0, -1, 2, 4, 5))
+
+
+def noise(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def to_device(batch: Batch, device: str) -> Batch:
+    return Batch(**{name: getattr(batch, name).to(device) for name in Batch.__slots__})
+
+
+# ---------------------------------------------------------------------------------------------------- matmul
+
+
+@pytest.mark.parametrize("inputs", [64, 96, 256])
+@pytest.mark.parametrize("biased", [False, True])
+def test_linear(device: str, inputs: int, biased: bool) -> None:
+    weight = matmul.pack(noise(80, inputs).to(HALF).to(device))
+    bias = noise(80, seed=1).to(device) if biased else None
+    x = noise(20, inputs, seed=2).to(HALF).to(device)
+    alone = torch.cat([matmul.linear(x[r : r + 1], weight, bias) for r in range(3)])
+    together = matmul.linear(x, weight, bias)
+    assert furthest(together, matmul.linear_twin(x, weight, bias)) < 1e-5
+    assert torch.equal(together[:3], alone)
+    assert matmul.linear(x[:0], weight, bias).shape == (0, 80)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_gated_linear(device: str, biased: bool) -> None:
+    weight = matmul.pack(noise(160, 64).to(HALF).to(device), gated=True)
+    x = noise(20, 64, seed=2).to(HALF).to(device)
+    bias = noise(160, seed=1).to(device) if biased else None
+    got, expected = matmul.gated_linear(x, weight, bias), matmul.gated_twin(x, weight, bias)
+    assert furthest(got.float(), expected.float()) < 1e-2
+    assert torch.equal(got[:1], matmul.gated_linear(x[:1], weight, bias))
+
+
+@pytest.mark.parametrize("pieces", [2, 3])
+def test_segments_give_the_same_bits_spread_or_in_one_block(device: str, pieces: int) -> None:
+    weight, x = matmul.pack(noise(64, 700).to(HALF).to(device)), noise(5, 700, seed=2).to(HALF).to(device)
+    results = []
+    for spread in (True, False):
+        out = torch.full((pieces if spread else 1, 5, 64), torch.nan, device=device)
+        tile = matmul.Tile(16, 64, 64, 4, 2, spread)
+        matmul.launch_multiply(x, weight, None, out, pieces, tile)
+        results.append(matmul.add_parts(out))
+    assert torch.equal(*results)
+    assert furthest(results[0], matmul.linear_twin(x, weight)) < 1e-5
+
+
+@pytest.mark.parametrize(("outputs", "depth"), [(64, 64), (128, 128), (128, 64)])
+def test_tiles_of_any_shape_give_the_same_bits(device: str, outputs: int, depth: int) -> None:
+    weight, x = matmul.pack(noise(192, 256).to(HALF).to(device)), noise(5, 256, seed=2).to(HALF).to(device)
+    out = torch.full((1, 5, 192), torch.nan, device=device)
+    matmul.launch_multiply(x, weight, None, out, 1, matmul.Tile(16, outputs, depth, 4, 2))
+    assert furthest(out[0], matmul.linear_twin(x, weight)) < 1e-5
+    if device == "cuda":  # numpy, behind the interpreter, has an order of its own for each shape
+        assert torch.equal(out[0], matmul.linear(x, weight))
+
+
+@pytest.mark.parametrize(("outputs", "inputs", "gated"), [(80, 96, False), (128, 256, False), (96, 64, True)])
+def test_packing_loses_nothing(outputs: int, inputs: int, gated: bool) -> None:
+    weight = noise(2 * outputs if gated else outputs, inputs)
+    packed = matmul.pack(weight, gated)
+    assert torch.equal(packed.unpacked(), weight)
+    ids = torch.tensor([0, 79, 17, 79])
+    assert gated or torch.equal(packed.rows(ids), weight[ids])
+
+
+# ------------------------------------------------------------------------------------------------------ rows
+
+
+@pytest.mark.parametrize("parts", [0, 1, 3])
+@pytest.mark.parametrize("normed", [True, False])
+def test_add_and_norm(device: str, parts: int, normed: bool) -> None:
+    x = (noise(5, 96) * 3).to(device)
+    pending = noise(parts, 5, 96, seed=1).to(device) if parts else None
+    weight = noise(96, seed=2).to(device) if normed else None
+    outs = [torch.full((5, 96), torch.nan, dtype=HALF, device=device) for _ in range(2)]
+    ours, theirs = x.clone(), x.clone()
+    rows.add_and_norm(ours, pending, weight, 1e-5, outs[0] if normed else None)
+    rows.add_and_norm_twin(theirs, pending, weight, 1e-5, outs[1] if normed else None)
+    assert torch.equal(ours, theirs)
+    if normed:
+        assert furthest(outs[0].float(), outs[1].float()) < 1e-2
+
+
+def test_norm_of_picked_rows_leaves_the_rest(device: str) -> None:
+    x, pending = noise(5, 96).to(device), noise(2, 5, 96, seed=1).to(device)
+    weight, picked = noise(96, seed=2).to(device), torch.tensor([4, 0, 0], device=device)
+    before, out = x.clone(), torch.empty(3, 96, dtype=HALF, device=device)
+    expected = torch.empty_like(out)
+    rows.add_and_norm(x, pending, weight, 1e-5, out, picked)
+    rows.add_and_norm_twin(before.clone(), pending, weight, 1e-5, expected, picked)
+    assert torch.equal(x, before)
+    assert furthest(out.float(), expected.float()) < 1e-2 and torch.equal(out[1], out[2])
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 64), (9, 3, 16), (3, 1, 48)])
+@pytest.mark.parametrize("normed", [False, True])
+def test_rope_and_write(device: str, heads: int, kv_heads: int, dim: int, normed: bool) -> None:
+    reader = Reader(tiny_config(kv_heads=kv_heads, heads=heads, head_dim=dim), longest=16)
+    batch = to_device(reader.batch(Part(0, [1] * 4, TREE)), device)
+    parts = noise(2, batch.rows, (heads + 2 * kv_heads) * dim).to(device)
+    angles = noise(64, dim // 2, seed=3)
+    tables = angles.cos().to(device), angles.sin().to(device)
+    norms = (noise(dim, seed=4).to(device), noise(dim, seed=5).to(device), 1e-5) if normed else None
+    results = []
+    for function in (rows.rope_and_write, rows.rope_and_write_twin):
+        q = torch.full((batch.rows, heads, dim), torch.nan, dtype=HALF, device=device)
+        keys = torch.zeros((len(reader.store.keys[0]), kv_heads, dim), dtype=HALF, device=device)
+        values = torch.zeros_like(keys)
+        function(parts, tables, batch, norms, q, keys, values)
+        results.append((q, keys, values))
+    for ours, theirs in zip(*results, strict=True):
+        assert furthest(ours.float(), theirs.float()) < 1e-2
+
+
+def test_gate_up(device: str) -> None:
+    parts = noise(2, 3, 96).to(device)
+    ours, theirs = (torch.empty(3, 48, dtype=HALF, device=device) for _ in range(2))
+    rows.gate_up(parts, ours)
+    rows.gate_up_twin(parts, theirs)
+    assert furthest(ours.float(), theirs.float()) < 1e-2
+
+
+# ------------------------------------------------------------------------------------------------- attention
+
+
+class Past:
+    """Texts with random keys and values behind them, on the device."""
+
+    def __init__(
+        self, device: str, heads: int, kv_heads: int, dim: int, lengths: list[int], room: int
+    ) -> None:
+        config = tiny_config(heads=heads, kv_heads=kv_heads, head_dim=dim, layers=1)
+        self.reader = Reader(config, texts=len(lengths), longest=room)
+        self.reader.lengths = list(lengths)
+        shape = self.reader.store.keys[0].shape
+        self.keys = noise(*shape, seed=1).to(HALF).to(device)
+        self.values = noise(*shape, seed=2).to(HALF).to(device)
+        self.device, self.heads, self.kv_heads, self.dim = device, heads, kv_heads, dim
+
+    def batch(self, *parts: Part) -> Batch:
+        return to_device(self.reader.batch(*parts), self.device)
+
+    def attend(
+        self,
+        q: Tensor,
+        batch: Batch,
+        window: int = 0,
+        whole: bool | None = None,
+        tile: int | None = None,
+    ) -> Tensor:
+        out = torch.full_like(q, torch.nan)
+        reading = at.read_batch(batch, self.heads, self.kv_heads, self.dim)
+        if tile is not None:
+            reading.tile = tile
+            together = tile // at.padded_group(self.heads, self.kv_heads)
+            groups = at.group_rows(to_device(batch, "cpu"), together)
+            reading.items = torch.tensor(groups, dtype=torch.int32, device=self.device)
+        if whole is not None and whole != reading.whole:
+            reading.whole = whole
+            room = batch.rows * self.heads * (reading.splits + at.TAILS)
+            reading.sums = torch.full((room * self.dim,), torch.nan, device=self.device)
+            reading.stats = torch.full((room * 2,), torch.nan, device=self.device)
+        at.attend(q, batch, self.keys, self.values, window, 0.3, reading, out)
+        return out
+
+    def twin(self, q: Tensor, batch: Batch, window: int = 0) -> Tensor:
+        out = torch.empty_like(q)
+        at.attend_twin(q, batch, self.keys, self.values, window, 0.3, None, out)
+        return out
+
+    def queries(self, batch: Batch, seed: int = 0) -> Tensor:
+        return noise(batch.rows, self.heads, self.dim, seed=seed).to(HALF).to(self.device)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(2, 2, 16), (4, 1, 64), (3, 1, 80)])
+@pytest.mark.parametrize("window", [0, 1, 9, 70])
+def test_attention(device: str, heads: int, kv_heads: int, dim: int, window: int) -> None:
+    past = Past(device, heads, kv_heads, dim, [63, 0], room=90)
+    batch = past.batch(Part(0, [1, 2], TREE), Part(1, [3] * 5))
+    q = past.queries(batch)
+    assert furthest(past.attend(q, batch, window).float(), past.twin(q, batch, window).float()) < 2e-2
+
+
+def test_attention_over_several_splits(device: str) -> None:
+    past = Past(device, 2, 1, 16, [300], room=400)
+    batch = past.batch(Part(0, [1] * 3, TREE))
+    q = past.queries(batch)
+    assert furthest(past.attend(q, batch).float(), past.twin(q, batch).float()) < 2e-2
+
+
+def test_folding_in_registers_gives_the_same_bits(device: str) -> None:
+    past = Past(device, 2, 1, 16, [290, 7], room=400)
+    batch = past.batch(Part(0, [1] * 5), Part(1, [2] * 3))
+    q = past.queries(batch)
+    assert torch.equal(past.attend(q, batch, whole=True), past.attend(q, batch, whole=False))
+
+
+@pytest.mark.parametrize("length", [3, 62, 127, 130])
+def test_a_node_equals_the_same_token_as_known_text(device: str, length: int) -> None:
+    """The heart of identity with trees: a path scattered over the draft has the bits of a chain."""
+    past = Past(device, 2, 1, 16, [length], room=260)
+    draft = Draft(tuple(range(9)), (-1, 0, 0, -1, 2, 4, 5, 3, 6))
+    batch = past.batch(Part(0, [1], draft))
+    q = past.queries(batch)
+    together = past.attend(q, batch)
+    slots = past.reader.table[0].to(device).long()
+    for node in range(len(draft)):
+        path = draft.path(node)
+        row = 1 + node
+        chain = past.batch(Part(0, [1] * (1 + len(path))))
+        keys, values = past.keys.clone(), past.values.clone()
+        for depth, i in enumerate(path):  # as if the path had been fed as text
+            keys[slots[length + 1 + depth]] = past.keys[slots[length + 1 + i]]
+            values[slots[length + 1 + depth]] = past.values[slots[length + 1 + i]]
+        kept = past.keys, past.values
+        past.keys, past.values = keys, values
+        alone = past.attend(q[row].expand(chain.rows, -1, -1).contiguous(), chain)
+        past.keys, past.values = kept
+        assert torch.equal(together[row], alone[-1]), node
+
+
+def test_a_row_does_not_depend_on_its_company(device: str) -> None:
+    past = Past(device, 2, 1, 16, [140, 3, 66], room=260)
+    parts = [Part(0, [1], TREE), Part(1, [2] * 20), Part(2, [1] * 3)]
+    batch = past.batch(*parts)
+    q = past.queries(batch)
+    together, at_row = past.attend(q, batch), 0
+    for part in parts:
+        alone = past.batch(part)
+        mine = q[at_row : at_row + alone.rows].contiguous()
+        assert torch.equal(past.attend(mine, alone), together[at_row : at_row + alone.rows])
+        at_row += alone.rows
+
+
+def test_a_chain_of_63(device: str) -> None:
+    past = Past(device, 2, 1, 16, [60], room=260)
+    drafted = past.batch(Part(0, [1], Draft.chain([1] * MAX_NODES)))
+    q = past.queries(drafted)
+    assert torch.equal(past.attend(q, drafted), past.attend(q, past.batch(Part(0, [1] * 64))))
+
+
+def test_programs_of_any_height_give_the_same_bits(device: str) -> None:
+    past = Past(device, 4, 1, 64, [130], room=260)
+    batch = past.batch(Part(0, [1] * 3, TREE))
+    q = past.queries(batch)
+    low, middle, high = (past.attend(q, batch, tile=tile) for tile in at.TILES)
+    assert torch.equal(low, middle) and torch.equal(low, high)
+
+
+def test_splits_agree_with_their_count() -> None:
+    for context in (1, 127, 128, 129, 1024, 1025, 4096, 4097, 9000):
+        assert len(at.split_starts(context)) == at.split_count(context)
+        assert at.split_starts(at.split_end(at.split_count(context)) + 1)[-1] == at.split_end(
+            at.split_count(context)
+        )
+
+
+# ------------------------------------------------------------------------------------------------------ draw
+
+
+def rows_of(count: int, seed: int, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    sampled = torch.arange(count) % 2 == 0
+    seeds = torch.tensor(random_ids(2**62, count, seed)) * torch.where(torch.arange(count) % 3 == 0, -1, 1)
+    return sampled.to(device), seeds.to(device), (torch.arange(count) * 17).to(device)
+
+
+@pytest.mark.parametrize("vocab", [1, 3, 64, 97, 5001])
+@pytest.mark.parametrize("spread", [0.0, 1.0, 30.0])
+def test_draw_equals_the_law(device: str, vocab: int, spread: float) -> None:
+    logits = (noise(7, vocab, seed=vocab) * spread).to(device)
+    given = rows_of(7, vocab, device)
+    assert torch.equal(law.draw_rows(logits, *given), law.draw_rows_twin(logits, *given))
+    warmth = torch.linspace(0.3, 1.4, 7).to(device)
+    assert torch.equal(law.draw_rows(logits, *given, warmth), law.draw_rows_twin(logits, *given, warmth))
+
+
+def test_ties_go_to_the_lowest_id(device: str) -> None:
+    logits = torch.zeros(3, 9000)
+    logits[0, [8000, 4500, 4501]] = 1.0
+    logits[1, 8999] = 1.0
+    greedy = torch.zeros(3, dtype=torch.bool, device=device)
+    zero = torch.zeros(3, dtype=torch.int64, device=device)
+    assert law.draw_rows(logits.to(device), greedy, zero, zero).tolist() == [4500, 8999, 0]
+
+
+def test_banned_tokens_are_never_drawn(device: str) -> None:
+    logits = torch.full((8, 103), -torch.inf)
+    logits[:, [3, 99]] = noise(8, 2)
+    tokens = law.draw_rows(logits.to(device), *rows_of(8, 1, device))
+    assert set(tokens.tolist()) <= {3, 99}
