@@ -19,12 +19,14 @@ from outrider.errors import InvalidRequest, suggest
 if TYPE_CHECKING:
     from torch import Tensor
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "error"]
 Origin = Literal["plain", "accepted", "recovered", "bonus"]
 
 Mode = Literal["coupled", "rejection", "lossy"]
 MODES: tuple[str, ...] = ("coupled", "rejection", "lossy")
 RULES: tuple[str, ...] = ("typical", "threshold")
+# One way to write JSON, the one json.dumps has: a weak model must not lose itself in whitespace.
+JSON_SPELLING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 GRAMMARS: tuple[str, ...] = ("json_schema", "json_object", "regex", "choice", "lark")
 
 MAX_NODES = 63  # one 64-bit ancestor mask a row, one bit to spare for the sign
@@ -123,6 +125,7 @@ class SamplingParams:
     include_stop: bool = False  # keep the stop string in the text
     ignore_eos: bool = False
     logprobs: int | None = None  # None = none; k = the chosen token and k alternatives
+    prompt_logprobs: int | None = None  # the same for the prompt's own tokens
     speculation: Speculation = field(
         default_factory=Speculation
     )  # or True, False, or a mapping of its fields
@@ -142,8 +145,9 @@ class SamplingParams:
         _whole(self, "min_tokens", 0, self.max_tokens)
         if self.seed is not None:
             _whole(self, "seed", -(2**63), 2**64 - 1)
-        if self.logprobs is not None:
-            _whole(self, "logprobs", 0, MAX_ALTERNATIVES)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _whole(self, name, 0, MAX_ALTERNATIVES)
         if self.grammar is not None:
             _one_grammar(self.grammar)
         if self.prediction is not None and not isinstance(self.prediction, str):
@@ -332,6 +336,16 @@ class Sequence:
     drafted: int = 0
     accepted: int = 0
     grammar: Any = None  # where this choice stands in its grammar
+    guesses: list[tuple[int, int]] = field(
+        default_factory=list
+    )  # nodes and accepted, for every step that guessed
+    deepest: int = 0  # the longest path guessed
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)  # the first token has none
+    problem: str | None = None  # what went wrong, when the finish reason is an error
+    arrived: float = 0.0  # times of the clock that counts up: handed in, first moved, first token, last token
+    started: float = 0.0
+    first: float = 0.0
+    ended: float = 0.0
 
     @property
     def prompt_len(self) -> int:
@@ -454,3 +468,4 @@ class StepRecord:
     total_s: float
     outcomes: list[Outcome] = field(default_factory=list)
     reasons: tuple[str, ...] = ()  # why the planner bet as it did, one a sequence
+    plain_s: float = 0.0  # what plain steps would have cost for the same tokens; 0 while a prompt is read

@@ -30,7 +30,7 @@ class Answer:
         self.begun = time.perf_counter()
         self.first: float | None = None
         self.ended = self.begun
-        self.sequences = tuple(llm.driver.submit(self.request, heard.put))
+        self.sequences = tuple(llm.driver.submit([self.request], heard.put)[0])
 
     def hear(self, event: Event) -> None:
         self.ended = time.perf_counter()
@@ -96,6 +96,9 @@ class Answer:
             "tokens_per_s": round(self.tokens_per_s, 3),
         }
         whole = {**choices[0], "usage": usage, "stats": {**choices[0]["stats"], **times}}
+        if self.request.params.prompt_logprobs is not None:
+            scores = self.sequences[0].prompt_logprobs
+            whole["prompt_logprobs"] = [None if e is None else self._logprob(e) for e in scores]
         return whole if len(choices) == 1 else {**whole, "choices": choices}
 
     def _choice(self, i: int) -> dict[str, Any]:

@@ -20,7 +20,9 @@ from outrider.cli.audit import audit
 from outrider.cli.bench import bench
 from outrider.cli.chat import chat
 from outrider.cli.generate import generate
+from outrider.cli.keys import keys
 from outrider.cli.models import models
+from outrider.cli.serve import serve
 from outrider.errors import InvalidRequest, OutriderError
 
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
@@ -33,9 +35,11 @@ app = typer.Typer(
 )
 app.command("generate")(generate)
 app.command("chat")(chat)
+app.command("serve")(serve)
 app.command("audit")(audit)
 app.command("bench")(bench)
 app.add_typer(models, name="models")
+app.add_typer(keys, name="keys")
 
 
 def _version(wanted: bool) -> None:

@@ -1,6 +1,7 @@
-"""Flags shared by commands, once: each is a field of SamplingParams or Settings, with that field's default.
+"""Flags shared by commands, once: each is a field of one of three settings objects, with its default.
 
-`@takes(SAMPLING, ENGINE)` gives a command those flags and hands it finished `params` and `settings`.
+`@takes(SAMPLING, ENGINE)` gives a command those flags, and `--config`, and hands it finished `params` and
+`settings`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from typing import Annotated, Any
 
 import typer
 
+from outrider.cli.config import Config, read_config
 from outrider.errors import InvalidRequest
+from outrider.serve.settings import ServeSettings
 from outrider.settings import Settings
 from outrider.types import MAX_ALTERNATIVES, SamplingParams
 
@@ -34,6 +37,10 @@ def read_bytes(text: str) -> int:
     if match is None:
         raise ValueError(f"{text!r} is not a size; write 1073741824, 512M or 1.5G")
     return int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
+
+
+def _by_device(text: str) -> int:
+    return 0 if text == "auto" else read_bytes(text)
 
 
 def read_bias(pairs: Sequence[str]) -> dict[int, float]:
@@ -148,7 +155,7 @@ class Flags:
 
     argument: str
     panel: str
-    builds: type[SamplingParams] | type[Settings]
+    builds: type[SamplingParams] | type[Settings] | type[ServeSettings]
     flags: tuple[Flag, ...]
     join: Callable[[dict[str, Any]], dict[str, Any]] = dict  # from flags to fields, where they differ
 
@@ -156,7 +163,7 @@ class Flags:
         defaults = {field.name: _default(field) for field in fields(self.builds)}
         return [flag.parameter(self.panel, flag.default or defaults.get(flag.name)) for flag in self.flags]
 
-    def build(self, typed: dict[str, Any]) -> SamplingParams | Settings:
+    def build(self, typed: dict[str, Any]) -> SamplingParams | Settings | ServeSettings:
         return self.builds.of(self.join({flag.name: flag.value(typed.pop(flag.name)) for flag in self.flags}))
 
 
@@ -191,6 +198,7 @@ SAMPLING = Flags(
         Flag("include_stop", bool, "Keep the stop text in the answer.", spelled=("--include-stop",)),
         Flag("ignore_eos", bool, "Write on past the model's own end.", spelled=("--ignore-eos",)),
         Flag("logprobs", int | None, f"Log-probabilities, and 0-{MAX_ALTERNATIVES} alternatives a token."),
+        Flag("prompt_logprobs", int | None, "The same for the prompt's own tokens."),
         Flag(
             "speculation",
             str,
@@ -230,31 +238,133 @@ ENGINE = Flags(
     "Engine",
     Settings,
     (
-        Flag("device", str, "Where to run.", metavar="cpu"),
-        Flag("dtype", str, "Number format of weights and cache.", metavar="float32"),
+        Flag("device", str, "Where to run.", metavar="auto|cpu|cuda"),
+        Flag("dtype", str, "Number format of weights and cache.", metavar="auto|float32|bfloat16"),
         Flag("threads", int, "Threads; 0 means the cores this process may use."),
         Flag("context", int, "Longest prompt and answer together; 0 means the model's own."),
-        Flag("cache_bytes", str, "Memory for keys and values.", read_bytes, "SIZE", default="1G"),
-        Flag("max_sequences", int, "Sequences that share a step."),
-        Flag("step_rows", int, "Rows a step may carry; a longer prompt is read in chunks."),
+        Flag("cache_bytes", str, "Memory for keys and values.", _by_device, "auto|SIZE", default="auto"),
+        Flag("max_sequences", int, "Sequences that share a step; 0 means by device."),
+        Flag(
+            "step_rows", int, "Rows a step may carry, a longer prompt is read in chunks; 0 means by device."
+        ),
         Flag("prefix_reuse", bool, "Reuse what the cache holds of a prompt.", spelled=_REUSE),
         Flag("kernels", str, "How the forward pass is computed.", metavar="auto|c|torch"),
     ),
 )
 
+_PADDING = ("--stream-padding/--no-stream-padding",)
+_LOG_PROMPTS = ("--log-prompts/--no-log-prompts",)
+
+SERVE = Flags(
+    "serve",
+    "Server",
+    ServeSettings,
+    (
+        Flag("host", str, "Address to listen on; 0.0.0.0 lets other machines in.", metavar="ADDRESS"),
+        Flag("port", int, "Port to listen on; 0 takes any free one."),
+        Flag("served_name", str | None, "Another name for the model, for clients.", metavar="NAME"),
+        Flag(
+            "api_keys",
+            list[str],
+            "A key clients must send. Repeatable. Others may see flags: prefer its variable or --key-file.",
+            tuple,
+            "KEY",
+            ("--api-key",),
+        ),
+        Flag("key_file", str | None, "Keys by their hashes; see outrider keys.", metavar="FILE"),
+        Flag(
+            "allowed_hosts",
+            list[str],
+            "A name clients may reach the server by; * is any. Repeatable. By default local names when "
+            "listening locally, else any.",
+            tuple,
+            "HOST",
+            ("--allowed-host",),
+        ),
+        Flag(
+            "cors_origins",
+            list[str],
+            "A web page's origin that may call the server; * is any. Repeatable.",
+            tuple,
+            "ORIGIN",
+            ("--cors-origin",),
+        ),
+        Flag("max_body_bytes", str, "Largest request.", read_bytes, "SIZE", default="8M"),
+        Flag("max_depth", int, "Deepest nesting of a request's JSON."),
+        Flag("max_choices", int, "Most answers a request."),
+        Flag("max_prompts", int, "Most prompts a request."),
+        Flag("max_messages", int, "Most messages a request."),
+        Flag("max_stop", int, "Most stop texts a request."),
+        Flag("max_bias", int, "Most biased tokens a request."),
+        Flag("max_schema_bytes", str, "Largest JSON schema or grammar.", read_bytes, "SIZE", default="64K"),
+        Flag("max_queued_requests", int, "Requests that may wait; more are sent away."),
+        Flag("max_queued_tokens", int, "Tokens of prompts that may wait; more are sent away."),
+        Flag("request_timeout", float, "Longest a request may take.", metavar="SEC"),
+        Flag("body_timeout", float, "Longest a request's body may take to arrive.", metavar="SEC"),
+        Flag("header_timeout", float, "Longest a request's headers may take to arrive.", metavar="SEC"),
+        Flag("write_timeout", float, "Drop a client that reads nothing for this long.", metavar="SEC"),
+        Flag("grammar_timeout", float, "Longest a grammar may take to compile.", metavar="SEC"),
+        Flag("drain_seconds", float, "How long running requests may go on after Ctrl-C.", metavar="SEC"),
+        Flag("engine_restarts", int, "Times in ten minutes a failed engine is started again."),
+        Flag("metrics_compat", str, "Metrics under another server's names too.", metavar="none|vllm"),
+        Flag("stream_padding", bool, "Pad streamed events; their sizes then say nothing.", spelled=_PADDING),
+        Flag("stream_interval", float, "Gather tokens this long before sending them.", metavar="SEC"),
+        Flag("ping_seconds", float, "Time between signs of life on silent streams; 0: none.", metavar="SEC"),
+        Flag("log_format", str, "How log lines are written.", metavar="text|json"),
+        Flag("log_level", str, "What to log: debug, info, warning or error, and worse.", metavar="LEVEL"),
+        Flag("log_prompts", bool, "Log what users write, too.", spelled=_LOG_PROMPTS),
+    ),
+)
+
+# What a table of a config file groups.
+TABLES = {"sampling": SAMPLING, "engine": ENGINE, "serve": SERVE}
+
+
+def _load_config(context: typer.Context, file: str | None) -> Config:
+    """Runs before any other flag is settled: what the file says becomes the command's defaults."""
+    if file is None or context.resilient_parsing:
+        return Config()
+    tables = {name: {flag.name: flag for flag in group.flags} for name, group in TABLES.items()}
+    config = read_config(file, tables)
+    context.default_map = {**(context.default_map or {}), **config.values}
+    return config
+
+
+_CONFIG = inspect.Parameter(
+    "config",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=None,
+    annotation=Annotated[
+        str | None,
+        typer.Option(
+            "--config",
+            envvar=envvar("config"),
+            show_envvar=False,
+            metavar="FILE",
+            is_eager=True,
+            callback=_load_config,
+            help="A TOML file of settings; flags and variables win over it.",
+        ),
+    ],
+)
+
 
 def takes(*groups: Flags) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the flags of `groups`; it is called with what they build."""
+    """Give a command the flags of `groups` and --config; it is called with what they build."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         arguments = {group.argument for group in groups}
         own = inspect.signature(command, eval_str=True).parameters.values()
         kept = [p.replace(kind=p.KEYWORD_ONLY) for p in own if p.name not in arguments]
-        flags = [parameter for group in groups for parameter in group.parameters()]
+        flags = [_CONFIG, *(parameter for group in groups for parameter in group.parameters())]
 
         @functools.wraps(command)
         def called(**typed: Any) -> None:
-            built = {group.argument: group.build(typed) for group in groups}
+            config, used = typed.pop("config"), dict(typed)
+            try:
+                built = {group.argument: group.build(typed) for group in groups}
+            except InvalidRequest as problem:
+                raise config.blame(problem, used) from None
             command(**typed, **built)
 
         called.__signature__ = inspect.Signature([*kept, *flags])  # type: ignore[attr-defined]

@@ -60,6 +60,7 @@ class Planner:
 
     def observe(self, record: StepRecord) -> None:
         self.costs.observe(record)
+        record.plain_s = self._plain_cost(record)
         for o in record.outcomes:
             if o.sequence.finish_reason:
                 continue  # already forgotten
@@ -68,6 +69,14 @@ class Planner:
             if o.drafted:
                 known.held = FADE * known.held + o.accepted
                 known.failed = FADE * known.failed + (o.accepted < o.deepest)
+
+    def _plain_cost(self, record: StepRecord) -> float:
+        """Seconds that plain steps over the same sequences would have taken for the tokens of this one."""
+        if record.known != record.sequences or not record.emitted:
+            return 0.0
+        if not record.drafted:
+            return record.total_s
+        return record.emitted / record.sequences * self.costs.step(record.sequences)
 
     def forget(self, sequence: Sequence) -> None:
         self.records.pop(sequence, None)

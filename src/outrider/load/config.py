@@ -83,6 +83,13 @@ class ModelConfig:
     def kv_bytes_per_token(self) -> int:
         return 2 * 4 * self.layers * self.kv_heads * self.head_dim
 
+    @property
+    def parameters(self) -> int:
+        """Numbers in the weight matrices; norms and biases are too few to count."""
+        attention = 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
+        layer = attention + 3 * self.hidden * self.intermediate
+        return self.layers * layer + self.vocab * self.hidden * (1 if self.tied else 2)
+
 
 def is_known_family(raw: Mapping[str, Any]) -> bool:
     return str(raw.get("model_type")) in FAMILIES

@@ -24,6 +24,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
 from outrider.errors import InvalidRequest, TemplateFailed
+from outrider.load.tokenizer import Tokenizer
 
 MAX_SOURCE = 1 << 20  # characters
 MAX_TEXT = 8 << 20  # characters of output, and of any string on the way
@@ -41,6 +42,15 @@ class ChatTemplate:
         self.source = source
         self.bos = bos or ""
         self.eos = eos or ""
+
+    @classmethod
+    def for_tokenizer(cls, source: str | None, tokenizer: Tokenizer) -> ChatTemplate | None:
+        """With that tokenizer's own special tokens; None for a model that has no template."""
+        if source is None:
+            return None
+        bos = "" if tokenizer.bos_id is None else tokenizer.token_string(tokenizer.bos_id)
+        eos = tokenizer.token_string(tokenizer.eos_ids[0]) if tokenizer.eos_ids else ""
+        return cls(source, bos, eos)
 
     @functools.cached_property
     def _template(self) -> jinja2.Template:

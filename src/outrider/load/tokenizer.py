@@ -85,6 +85,7 @@ class Tokenizer:
         self._cache: dict[int, bytes] = {}
         self.bos_id = bos_id
         self.eos_ids = tuple(i for i in dict.fromkeys(eos_ids) if 0 <= i < len(self._strings))
+        self.add_bos = add_bos
         self._add_bos = add_bos and bos_id is not None
         self._backend_special = add_bos is None
 
@@ -106,6 +107,15 @@ class Tokenizer:
         ends = [*eos_ids, *([eos] if eos is not None else [])]
         add_bos = config.get("add_bos_token")
         return cls(backend, bos, ends, add_bos if isinstance(add_bos, bool) else None)
+
+    @classmethod
+    def from_json(
+        cls, text: str, bos_id: int | None, eos_ids: Sequence[int], add_bos: bool | None
+    ) -> Tokenizer:
+        """The twin of a tokenizer elsewhere, from its `to_json` and its fields."""
+        return cls(
+            _native(lambda: tokenizers.Tokenizer.from_str(text), "a tokenizer"), bos_id, eos_ids, add_bos
+        )
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> Tokenizer:
@@ -159,7 +169,9 @@ class Tokenizer:
         backend = self._backend
         if not parse_special and self._special_pattern.search(text):
             backend = self._literal_backend
-        ids: list[int] = backend.encode(text, add_special_tokens=special and self._backend_special).ids
+        # As a batch of one: only for batches does the library let other threads run meanwhile.
+        special_too = special and self._backend_special
+        ids: list[int] = backend.encode_batch_fast([text], add_special_tokens=special_too)[0].ids
         return [self.bos_id, *ids] if special and self._add_bos and self.bos_id is not None else ids
 
     @cached_property
@@ -187,7 +199,7 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         stream = self.text_stream(skip_special)
-        return "".join([*map(stream.feed, ids), stream.finish()])
+        return "".join([*(stream.feed(self._checked(token)) for token in ids), stream.finish()])
 
     def text_stream(self, skip_special: bool = True) -> TextStream:
         return TextStream(self, skip_special, self._strips_space)
@@ -210,6 +222,9 @@ class TextStream:
         self._strip = strip_space  # until the first byte of text has come
 
     def feed(self, token: int) -> str:
+        """An id that stands for nothing adds nothing: models have more of them than their tokenizers."""
+        if token >= self._tokenizer.vocab_size:
+            return ""
         data = self._tokenizer.token_bytes(token, self._special)
         if self._strip and data:
             self._strip = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -40,18 +40,38 @@ def judge(
     return verdicts
 
 
+def score_prompts(
+    logits: Tensor, sequences: Seq[Sequence], counts: Seq[int]
+) -> Iterator[tuple[Sequence, list[TokenLogprob]]]:
+    """Log-probabilities of prompt tokens: `counts[i]` rows of sequence i, from where its cache ends, in order."""
+    at = 0
+    for sequence, count in zip(sequences, counts, strict=True):
+        wanted = sequence.request.params.prompt_logprobs
+        if count and wanted is not None:
+            foretold = sequence.tokens[sequence.cached + 1 : sequence.cached + 1 + count]
+            yield sequence, report(logits[at : at + count], foretold, wanted)
+        at += count
+
+
 def _by_mode(processed: Tensor, rows: TreeRows, draw: Draw) -> list[Result]:
     modes = [mode_of(s) for s in rows.sequences]
     if len(set(modes)) == 1:
-        return VERIFY[modes[0]](processed, rows, draw)
+        return _verify(modes[0], processed, rows, draw)
     results: list[Result] = [([], [])] * len(modes)
     for mode in sorted(set(modes)):
         group = [i for i, m in enumerate(modes) if m == mode]
         some = lay_out([rows.sequences[i] for i in group], [rows.drafts[i] for i in group])
         at = torch.from_numpy(np.flatnonzero(np.isin(rows.owner, group)))
-        for index, result in zip(group, VERIFY[mode](processed[at], some, draw), strict=True):
+        for index, result in zip(group, _verify(mode, processed[at], some, draw), strict=True):
             results[index] = result
     return results
+
+
+def _verify(mode: str, processed: Tensor, rows: TreeRows, draw: Draw) -> list[Result]:
+    """The law runs where the logits are; the other modes are small loops, best run by the host."""
+    if mode == "coupled" or not processed.is_cuda:
+        return VERIFY[mode](processed, rows, draw)
+    return VERIFY[mode](processed.cpu(), rows, draw_in_torch)
 
 
 def mode_of(sequence: Sequence) -> str:
@@ -64,7 +84,7 @@ def mode_of(sequence: Sequence) -> str:
 def report(logits: Tensor, tokens: list[int], alternatives: int) -> list[TokenLogprob]:
     """The target's own log-probabilities, before any processing, of the tokens and their likeliest rivals."""
     logprobs = logits.float().log_softmax(-1)
-    chosen = logprobs.gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
+    chosen = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
     values, ids = logprobs.topk(alternatives) if alternatives else (logprobs[:, :0], logprobs[:, :0].long())
     rivals = [list(zip(i, v, strict=True)) for i, v in zip(ids.tolist(), values.tolist(), strict=True)]
     return [TokenLogprob(t, p, r) for t, p, r in zip(tokens, chosen, rivals, strict=True)]

@@ -38,7 +38,7 @@ def choose(processed: Tensor, rows: LogitRows, draw: Draw) -> Ints:
     params = [s.request.params for s in rows.sequences]
     sampled = torch.from_numpy(rows.spread([p.temperature > 0 for p in params], bool))
     seeds = torch.from_numpy(rows.spread([s.seed for s in rows.sequences], np.int64))
-    return draw(processed, sampled, seeds, torch.from_numpy(rows.position)).numpy()
+    return draw(processed, sampled, seeds, torch.from_numpy(rows.position)).cpu().numpy()
 
 
 def follow(matches: NDArray[np.bool_], chosen: Ints, rows: TreeRows) -> list[Result]:

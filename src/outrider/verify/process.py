@@ -17,6 +17,7 @@ from outrider.types import Sequence
 from outrider.verify.rows import LogitRows
 
 BANNED = float("-inf")
+COLDEST = 1e-5  # below this logits would overflow; the likeliest token is chosen long before
 _WIDTH = 512  # top-p first looks at this many of the likeliest tokens; only a flat row needs them all
 
 
@@ -31,7 +32,8 @@ def process(logits: Tensor, rows: LogitRows) -> Tensor:
     for index in edited:
         _edit(logits, rows, index)
     if sampled:
-        logits.div_(_column(rows, [p.temperature or 1.0 for p in params], logits))
+        heat = [max(p.temperature, COLDEST) if p.temperature else 1.0 for p in params]
+        logits.div_(_column(rows, heat, logits))
         _filter(logits, rows)
     return logits
 

@@ -1,0 +1,280 @@
+"""What HTTP costs: tokens a second and the time to the first token through the server, against the engine
+called from Python in one process; same prompts, same settings, in turn.
+
+    python -m bench.serve_overhead smollm2-135m --prompts FILE.jsonl [--json OUT.json] [-- ENGINE FLAGS]
+
+Both sides are loaded for the whole run and only one of them works at a time. A round asks both for the same
+answers, beginning with the other side every other round; figures are medians, ratios those of the rounds.
+Every prompt is used once and begins with a number of its own: neither side finds it in its cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+from bench.serving import Connection, Server, arguments, birth_certificate, read_prompts
+
+from outrider import LLM, SamplingParams, Settings
+from outrider.bench.prompts import BUILT_IN
+
+CHAT = "/v1/chat/completions"
+SIDES = ("http", "inside")
+LONGEST = 400  # characters of a prompt: writing, not reading, is to take the time
+
+
+@dataclass
+class Sides:
+    """The same model twice: behind HTTP and inside this process."""
+
+    server: Server
+    llm: LLM
+    connections: list[Connection] = field(default_factory=list)
+
+    async def connect(self, count: int) -> None:
+        while len(self.connections) < count:
+            self.connections.append(await Connection.open(self.server.host, self.server.port))
+
+
+@dataclass
+class Run:
+    """One side's answers to a few prompts at once."""
+
+    texts: list[str]
+    tokens: int
+    seconds: float
+    first_s: float = 0.0
+    api_cpu_s: float = 0.0  # of the API process
+    own_cpu_s: float = 0.0  # of this one, the client
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
+
+
+def body_of(prompt: str, tokens: int, speculate: bool) -> dict[str, Any]:
+    return {
+        "messages": [{"role": "user", "content": prompt}],
+        "temperature": 0,
+        "max_tokens": tokens,
+        "ignore_eos": True,
+        "speculative_decoding": speculate,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+
+
+def params_of(tokens: int, speculate: bool) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, speculation=speculate)  # type: ignore[arg-type]
+
+
+async def through_http(sides: Sides, prompts: Sequence[str], tokens: int, speculate: bool) -> Run:
+    await sides.connect(len(prompts))
+    api = psutil.Process(sides.server.process.pid)
+    before, own = _cpu(api), time.process_time()
+    begin = time.perf_counter()
+
+    async def one(connection: Connection, prompt: str) -> tuple[str, int, float]:
+        text, written, first = "", 0, 0.0
+        connection.send("POST", CHAT, body_of(prompt, tokens, speculate))
+        if await connection.head() != 200:
+            raise SystemExit(f"status {connection.status}")
+        async for event in connection.events():
+            if "error" in event:
+                raise SystemExit(str(event))
+            for choice in event["choices"]:
+                text += choice["delta"].get("content") or ""
+                first = first or (time.perf_counter() - begin if text else 0.0)
+            if usage := event.get("usage"):
+                written = usage["completion_tokens"]
+        return text, written, first
+
+    pairs = zip(sides.connections, prompts, strict=False)
+    answers = await asyncio.gather(*(one(connection, prompt) for connection, prompt in pairs))
+    seconds = time.perf_counter() - begin
+    texts, written, firsts = zip(*answers, strict=True)
+    return Run(list(texts), sum(written), seconds, min(firsts), _cpu(api) - before, time.process_time() - own)
+
+
+def _cpu(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return times.user + times.system
+
+
+async def inside(sides: Sides, prompts: Sequence[str], tokens: int, speculate: bool) -> Run:
+    """All at once and unobserved, which is the least an answer can cost."""
+    chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    begin = time.perf_counter()
+    outs = await asyncio.to_thread(sides.llm.chat, chats, params_of(tokens, speculate))
+    seconds = time.perf_counter() - begin
+    return Run([out.text for out in outs], sum(len(out.token_ids) for out in outs), seconds)
+
+
+async def first_inside(sides: Sides, prompt: str) -> float:
+    """Seconds to the first text of a stream."""
+    begin, first = time.perf_counter(), 0.0
+    stream = sides.llm.stream([{"role": "user", "content": prompt}], params_of(FIRST_TOKENS, False))
+    async with contextlib.aclosing(stream):  # type: ignore[type-var]
+        async for event in stream:
+            if event.text and not first:
+                first = time.perf_counter() - begin
+    return first
+
+
+FIRST_TOKENS = 4  # the first may be half a character
+FIRST_LENGTH = 120  # characters of the prompt: what is read in a moment hides no overhead
+
+
+async def rounds(
+    sides: Sides, prompts: Iterator[str], together: int, tokens: int, speculate: bool, count: int
+) -> dict[str, Any]:
+    runs: dict[str, list[Run]] = {side: [] for side in SIDES}
+    differing = 0
+    for number in range(-1, count):
+        chosen = [next(prompts) for _ in range(together)]
+        made: dict[str, Run] = {}
+        for side in SIDES if number % 2 else SIDES[::-1]:
+            ask = through_http if side == "http" else inside
+            made[side] = await ask(sides, chosen, tokens, speculate)
+        if made["http"].tokens != made["inside"].tokens:
+            raise SystemExit("the two sides wrote different numbers of tokens")
+        differing += made["http"].texts != made["inside"].texts
+        if number >= 0:  # the first round warms up
+            for side in SIDES:
+                runs[side].append(made[side])
+    pairs = list(zip(runs["http"], runs["inside"], strict=True))
+    written = sum(run.tokens for run in runs["http"])
+    return {
+        "together": together,
+        "speculation": speculate,
+        "http_tok_s": statistics.median(run.rate for run in runs["http"]),
+        "inside_tok_s": statistics.median(run.rate for run in runs["inside"]),
+        "ratio": statistics.median(a.rate / b.rate for a, b in pairs),
+        "ratio_of_medians": statistics.median(a.rate for a, _ in pairs)
+        / statistics.median(b.rate for _, b in pairs),
+        "ratios": [a.rate / b.rate for a, b in pairs],
+        "api_cpu_ms_a_token": 1000 * sum(run.api_cpu_s for run in runs["http"]) / written,
+        "client_cpu_ms_a_token": 1000 * sum(run.own_cpu_s for run in runs["http"]) / written,
+        "differing_rounds": differing,
+    }
+
+
+async def first_tokens(sides: Sides, prompts: Iterator[str], count: int) -> dict[str, float]:
+    """Milliseconds to the first text, of both sides in turn, nothing guessed."""
+    times: dict[str, list[float]] = {side: [] for side in SIDES}
+    for number in range(-2, count):
+        prompt = next(prompts)[:FIRST_LENGTH]
+        for side in SIDES if number % 2 else SIDES[::-1]:
+            if side == "http":
+                seconds = (await through_http(sides, [prompt], FIRST_TOKENS, False)).first_s
+            else:
+                seconds = await first_inside(sides, prompt)
+            if number >= 0:
+                times[side].append(1000 * seconds)
+    medians = {side: statistics.median(values) for side, values in times.items()}
+    return {
+        "requests": count,
+        "http_ms": medians["http"],
+        "inside_ms": medians["inside"],
+        "overhead_ms": medians["http"] - medians["inside"],
+        "median_difference_ms": statistics.median(
+            a - b for a, b in zip(times["http"], times["inside"], strict=True)
+        ),
+    }
+
+
+async def measure(sides: Sides, texts: Sequence[str], given: argparse.Namespace) -> dict[str, Any]:
+    prompts = (f"{number}. {text}" for number, text in enumerate(_endless(texts)))
+    rates = []
+    for speculate in given.speculation:
+        for together in given.together:
+            rates.append(await rounds(sides, prompts, together, given.tokens, speculate, given.rounds))
+            note(json.dumps({k: v for k, v in rates[-1].items() if k != "ratios"}))
+    first = await first_tokens(sides, prompts, given.first)
+    for connection in sides.connections:
+        connection.close()
+    return {"rates": rates, "first_token": first}
+
+
+def _endless(texts: Sequence[str]) -> Iterator[str]:
+    while True:
+        yield from texts
+
+
+def show(report: dict[str, Any]) -> None:
+    print("| together | speculation | through HTTP | inside | ratio | API CPU | client CPU | texts differ |")
+    print("|---|---|---|---|---|---|---|---|")
+    for row in report["rates"]:
+        print(
+            f"| {row['together']} | {'on' if row['speculation'] else 'off'} | {row['http_tok_s']:.1f} tok/s "
+            f"| {row['inside_tok_s']:.1f} tok/s | {row['ratio']:.3f} | {row['api_cpu_ms_a_token']:.2f} ms/token "
+            f"| {row['client_cpu_ms_a_token']:.2f} ms/token | {row['differing_rounds']} |"
+        )
+    first = report["first_token"]
+    print(
+        f"\nfirst token: {first['http_ms']:.1f} ms through HTTP, {first['inside_ms']:.1f} ms inside; overhead "
+        f"{first['overhead_ms']:.1f} ms (median of differences {first['median_difference_ms']:.1f} ms, "
+        f"{first['requests']} requests)"
+    )
+
+
+def note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def settings_of(flags: Sequence[str]) -> Settings:
+    """The engine's settings from the server's flags, so that both sides have the same."""
+    options: dict[str, Any] = {}
+    for name, value in zip(flags[::2], flags[1::2], strict=True):
+        options[name.removeprefix("--").replace("-", "_")] = int(value)
+    return Settings.of(options)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model")
+    parser.add_argument("--prompts", type=Path, help="a JSON-lines file; a dozen built-in ones without it")
+    parser.add_argument("--limit", type=int, default=100, help="prompts to use of it")
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--together", type=lambda s: [int(n) for n in s.split(",")], default=[1, 16])
+    parser.add_argument(
+        "--speculation",
+        type=lambda s: [{"on": True, "off": False}[word] for word in s.split(",")],
+        default=[False, True],
+        help="off, on, or off,on",
+    )
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--first", type=int, default=40, help="requests for the time to the first token")
+    parser.add_argument("--draft", default="auto")
+    parser.add_argument("--json", type=Path)
+    given = arguments(parser)
+    settings = settings_of(given.flags)
+    texts = read_prompts(given.prompts, given.limit, LONGEST) if given.prompts else list(BUILT_IN)
+    flags = ["--draft", given.draft, "--log-level", "warning", *given.flags]
+    with (
+        Server(given.model, *flags) as server,
+        LLM(given.model, draft=given.draft, settings=settings) as llm,
+    ):
+        report = asyncio.run(measure(Sides(server, llm), texts, given))
+    show(report)
+    if given.json:
+        given.json.write_text(
+            json.dumps({"certificate": birth_certificate("bench.serve_overhead"), **report})
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

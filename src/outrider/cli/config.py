@@ -1,0 +1,138 @@
+"""A TOML file of settings, for what would be long on a command line: `--config FILE` or OUTRIDER_CONFIG.
+
+    model = "smollm2-135m"
+    max_tokens = 512
+
+    [serve]                       # [sampling], [engine] and [serve] only group; keys may stand outside as well
+    port = 8080
+    key-file = "/etc/outrider/keys.toml"
+
+Keys are names of fields; values are as the flag takes them. What is typed wins, then the environment, then the
+file. One file may serve every command: what a command has no flag for, it leaves alone.
+"""
+
+from __future__ import annotations
+
+import tomllib
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from outrider.errors import InvalidRequest, suggest
+
+if TYPE_CHECKING:
+    from outrider.cli.options import Flag
+
+Tables = Mapping[str, Mapping[str, "Flag"]]  # by the table's name, then by the key
+
+TOP_LEVEL = ("model", "draft")
+WANTED = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """What a file says, by parameter, ready to be a command's defaults."""
+
+    file: str = ""
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+    def blame(self, problem: InvalidRequest, used: Mapping[str, Any]) -> InvalidRequest:
+        """Name the file in the error if the value at fault came from it and not from a flag or variable."""
+        name = problem.param or ""
+        if name not in self.values or [used.get(name)] != [self.values[name]]:  # in lists NaN equals itself
+            return problem
+        return InvalidRequest(f"{self.file}: {problem}", name)
+
+
+def read_config(file: str, tables: Tables) -> Config:
+    """Every key of the file, known and of the right type."""
+    values: dict[str, Any] = {}
+    for table, key, value in _entries(_document(file), tables):
+        name = key.replace("-", "_")
+        flag = _flag_of(name, key, table, tables, file)
+        if name in values:
+            raise InvalidRequest(f"{file}: {name} is given twice", name)
+        values[name] = _fitted(name, str if flag is None else flag.kind, flag, value, file)
+    return Config(file, values)
+
+
+def _document(file: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(Path(file).expanduser().read_text(encoding="utf-8"))
+    except OSError as problem:
+        raise InvalidRequest(f"{file} cannot be read: {problem.strerror}", "config") from None
+    except UnicodeDecodeError:
+        raise InvalidRequest(f"{file} is not UTF-8 text", "config") from None
+    except tomllib.TOMLDecodeError as problem:
+        raise InvalidRequest(f"{file} is not TOML: {problem}", "config") from None
+
+
+def _entries(document: Mapping[str, Any], tables: Tables) -> Iterator[tuple[str, str, Any]]:
+    """Table ("" outside of one), key and value."""
+    for key, value in document.items():
+        if key in tables and isinstance(value, dict):
+            yield from ((key, inner, v) for inner, v in value.items())
+        else:
+            yield "", key, value
+
+
+def _flag_of(name: str, key: str, table: str, tables: Tables, file: str) -> Flag | None:
+    """The flag a key sets; None for the model and the draft, which are not a field of anything."""
+    homes = [home for home, flags in tables.items() if name in flags]
+    if name in TOP_LEVEL:
+        if not table:
+            return None
+        raise InvalidRequest(f"{file}: {key} belongs at the top, before [{table}]", name)
+    if not homes:
+        where = f" in [{table}]" if table else ""
+        known = [*(tables[table] if table else _all_names(tables))]
+        raise InvalidRequest(f"{file}: unknown key {key!r}{where}{_hint(name, known)}", name)
+    if table and table not in homes:
+        raise InvalidRequest(f"{file}: {key} belongs in [{homes[0]}], not in [{table}]", name)
+    return tables[homes[0]][name]
+
+
+def _all_names(tables: Tables) -> list[str]:
+    return [*TOP_LEVEL, *tables, *(name for flags in tables.values() for name in flags)]
+
+
+def _hint(name: str, known: list[str]) -> str:
+    close = suggest(name, known)
+    return close if "did you mean" in close else "; keys are named like the flags of outrider serve --help"
+
+
+def _fitted(name: str, kind: Any, flag: Flag | None, value: Any, file: str) -> Any:
+    """The value as the command line would have it, once it is of the flag's type and can be read."""
+    try:
+        fitted = _of_kind(kind, value, flag is not None and flag.read is not None)
+        if flag is not None and flag.read is not None:
+            flag.read(fitted)
+    except ValueError as problem:
+        raise InvalidRequest(f"{file}: {name}: {problem}", name) from None
+    return fitted
+
+
+def _of_kind(kind: Any, value: Any, is_read: bool) -> Any:
+    if typing.get_origin(kind) is list:
+        [inner] = typing.get_args(kind)
+        return [_of_kind(inner, one, False) for one in (value if isinstance(value, list) else [value])]
+    if typing.get_origin(kind) in (types.UnionType, typing.Union):
+        [kind] = [inner for inner in typing.get_args(kind) if inner is not type(None)]
+    if kind is str and is_read and type(value) is int:  # sizes and depths are read from text
+        return str(value)
+    if type(value) is kind or (kind is float and type(value) is int):
+        return value
+    raise ValueError(f"must be {WANTED[kind]}, not {_shown(value)}")
+
+
+def _shown(value: Any) -> str:
+    """What is in the file, as TOML has it; not at length, and the inside of a list may be a key."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (int, float)):
+        return str(value)
+    names: dict[type, str] = {str: "text", list: "a list", dict: "a table"}
+    return names.get(type(value), type(value).__name__)

@@ -1,0 +1,201 @@
+"""`outrider keys`: makes API keys for a server, lists and revokes them. Only their hashes are kept."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import tempfile
+from dataclasses import asdict, fields
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from outrider.cli.options import envvar
+from outrider.cli.output import note, write
+from outrider.errors import InvalidRequest, OutriderError, suggest
+from outrider.serve.keys import Key, KeyLimits, digest_of, parse_keys, read_key_file
+
+keys = typer.Typer(help="Make API keys for a server; list and revoke them.", no_args_is_help=True)
+
+PREFIX = "or-"  # so that a key is known for one where it turns up
+HEADER = re.compile(r"^[ \t]*\[", re.MULTILINE)
+SAID = {
+    "requests_per_minute": "requests a minute",
+    "tokens_per_minute": "tokens a minute",
+    "max_running": "requests at once",
+}
+
+Name = Annotated[str, typer.Argument(help="Whose key it is.")]
+File = Annotated[
+    str,
+    typer.Option(
+        "--file",
+        envvar=envvar("key_file"),
+        show_envvar=False,
+        metavar="FILE",
+        help="The key file, as the server's --key-file has it.",
+    ),
+]
+Requests = Annotated[
+    int,
+    typer.Option(
+        "--requests-per-minute",
+        min=0,
+        envvar=envvar("requests_per_minute"),
+        show_envvar=False,
+        help="Most requests a minute; 0: no limit.",
+    ),
+]
+Tokens = Annotated[
+    int,
+    typer.Option(
+        "--tokens-per-minute",
+        min=0,
+        envvar=envvar("tokens_per_minute"),
+        show_envvar=False,
+        help="Most tokens a minute, of prompts and answers; 0: no limit.",
+    ),
+]
+Running = Annotated[
+    int,
+    typer.Option(
+        "--max-running",
+        min=0,
+        envvar=envvar("max_running"),
+        show_envvar=False,
+        help="Most requests at once; 0: no limit.",
+    ),
+]
+Json = Annotated[
+    bool,
+    typer.Option(
+        "--json", envvar=envvar("json"), show_envvar=False, help="One JSON object a key, on stdout."
+    ),
+]
+
+
+@keys.command()
+def add(
+    name: Name,
+    file: File = "keys.toml",
+    requests_per_minute: Requests = 0,
+    tokens_per_minute: Tokens = 0,
+    max_running: Running = 0,
+) -> None:
+    """Make a key and print it, this once; the file keeps its hash. A running server reads the file at its start.
+
+    outrider keys add team-a --file keys.toml --requests-per-minute 60
+    """
+    path = Path(file).expanduser()
+    text, known = _contents(path)
+    if not name.strip() or not name.isprintable():
+        raise InvalidRequest("a key needs a name that can be printed", "name")
+    if name in [key.name for key in known]:
+        raise InvalidRequest(f"{file} has a key named {name!r}; remove it first, or choose another", "name")
+    secret = PREFIX + secrets.token_urlsafe(32)
+    made = Key(name, digest_of(secret), KeyLimits(requests_per_minute, tokens_per_minute, max_running))
+    _replace(path, _joined(text, _entry(made)), [*known, made])
+    write(f"{secret}\n")
+    note(f"its hash is in {file}; the key itself is kept nowhere, so keep it now")
+
+
+@keys.command("list")
+def list_all(file: File = "keys.toml", as_json: Json = False) -> None:
+    """List the keys of a file: names and limits."""
+    for key in read_key_file(Path(file).expanduser()):
+        limits = asdict(key.limits)
+        if as_json:
+            write(json.dumps({"name": key.name, **limits}) + "\n")
+        else:
+            said = [f"{value} {SAID[limit]}" for limit, value in limits.items() if value]
+            write(f"{key.name}\t{', '.join(said) or 'no limits'}\n")
+
+
+@keys.command()
+def remove(name: Name, file: File = "keys.toml") -> None:
+    """Revoke a key. A server that runs must be started again to know."""
+    path = Path(file).expanduser()
+    known = read_key_file(path)
+    text = path.read_text(encoding="utf-8")
+    if name not in [key.name for key in known]:
+        raise InvalidRequest(
+            f"{file} has no key named {name!r}{suggest(name, [key.name for key in known])}", "name"
+        )
+    _replace(path, _without(text, name), [key for key in known if key.name != name])
+
+
+def _contents(path: Path) -> tuple[str, list[Key]]:
+    if not path.exists():
+        return "", []
+    known = read_key_file(path)
+    return path.read_text(encoding="utf-8"), known
+
+
+def _entry(key: Key) -> str:
+    """As TOML; its basic strings take what JSON writes."""
+    lines = [
+        "[[key]]",
+        f"name = {json.dumps(key.name, ensure_ascii=False)}",
+        f'hash = "sha256:{key.digest.hex()}"',
+    ]
+    limits = [(field.name, getattr(key.limits, field.name)) for field in fields(key.limits)]
+    return "\n".join([*lines, *(f"{limit} = {value}" for limit, value in limits if value)]) + "\n"
+
+
+def _joined(text: str, entry: str) -> str:
+    return f"{text.rstrip()}\n\n{entry}" if text.strip() else entry
+
+
+def _without(text: str, name: str) -> str:
+    """The text without the table of this key. Comments stay, those above the next table among them."""
+    starts = [match.start() for match in HEADER.finditer(text)]
+    for start, end in pairwise([*starts, len(text)]):
+        table = text[start:end]
+        with contextlib.suppress(InvalidRequest):  # a table of something else
+            if [key.name for key in parse_keys(table, "")] == [name]:
+                left = text[:start] + _after(table).lstrip("\n") + text[end:]
+                return left.strip("\n") + "\n" if left.strip() else ""
+    return text
+
+
+def _after(table: str) -> str:
+    """What stands between a table's last line and the next table."""
+    lines = table.splitlines(keepends=True)
+    own = max(i for i, line in enumerate(lines) if line.strip() and not line.lstrip().startswith("#"))
+    return "".join(lines[own + 1 :])
+
+
+def _replace(path: Path, text: str, expected: list[Key]) -> None:
+    """Write all of it or nothing, for the owner only, once it is sure to say what was meant."""
+    try:
+        right = parse_keys(text, str(path)) == expected
+    except InvalidRequest:
+        right = False
+    if not right:
+        raise OutriderError(f"{path} is written in a way that cannot be changed safely; edit it by hand")
+    try:
+        _swap(path.resolve(), text)  # of a link, what it leads to
+    except OSError as problem:
+        raise OutriderError(f"{path} cannot be written: {problem.strerror}") from None
+
+
+def _swap(path: Path, text: str) -> None:
+    """Put a finished file in the place of the one that is there. Whoever owned that one owns this one."""
+    descriptor, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 0600
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as out:
+            out.write(text)
+            out.flush()
+            os.fsync(descriptor)
+        with contextlib.suppress(FileNotFoundError, PermissionError):
+            before = path.stat()
+            os.chown(beside, before.st_uid, before.st_gid)
+        os.replace(beside, path)
+    except BaseException:
+        os.unlink(beside)
+        raise

@@ -1,0 +1,38 @@
+"""`outrider serve`: the model behind an OpenAI-compatible HTTP server."""
+
+from __future__ import annotations
+
+import typer
+
+from outrider.cli.options import DEFAULT_MODEL, ENGINE, SAMPLING, SERVE, Draft, Model, takes
+from outrider.errors import OutriderError
+from outrider.serve.settings import ServeSettings
+from outrider.settings import Settings
+from outrider.types import SamplingParams
+
+
+@takes(SAMPLING, ENGINE, SERVE)
+def serve(
+    ctx: typer.Context,
+    model: Model = DEFAULT_MODEL,
+    draft: Draft = "auto",
+    *,
+    params: SamplingParams,
+    settings: Settings,
+    serve: ServeSettings,
+) -> None:
+    """Answer OpenAI clients over HTTP. Sampling flags are the defaults of requests that leave them open.
+
+    outrider serve smollm2-135m --port 8000
+    """
+    try:
+        from outrider.serve.server import run_server  # brings packages that only a server needs
+    except ModuleNotFoundError as missing:
+        if (missing.name or "").split(".")[0] == "outrider":
+            raise
+        raise OutriderError(
+            f"a server needs {missing.name}, which is not installed: pip install 'outrider[serve]'"
+        ) from None
+    source = ctx.get_parameter_source("max_tokens")  # answers are not cut short unless somebody said so
+    length = params.max_tokens if source is not None and source.name != "DEFAULT" else None
+    raise typer.Exit(run_server(model, draft, params, settings, serve, length))

@@ -1,0 +1,378 @@
+"""The engine as the API process sees it: another process, started here, watched here, started again if it dies.
+
+`open` hands requests over and gives a `Stream` of what comes back. Everything runs on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import AsyncIterator
+from collections.abc import Sequence as Seq
+
+from outrider.errors import InvalidRequest
+from outrider.serve.errors import ApiError, from_invalid
+from outrider.serve.link import (
+    Abort,
+    Accepted,
+    Compiled,
+    Failed,
+    Piece,
+    Progress,
+    Ready,
+    Refused,
+    Start,
+    Submit,
+    ToEngine,
+    hear,
+    pack,
+)
+from outrider.serve.metrics import Metrics
+from outrider.serve.model import ServedModel
+from outrider.serve.settings import ServeSettings
+from outrider.types import SamplingParams
+
+log = logging.getLogger(__name__)
+
+RESTART_WINDOW = 600.0  # seconds in which restarts are counted
+STALLED = 60.0  # seconds without a step, while there is work, after which the engine is not well
+KILL_AFTER = 5.0  # seconds an engine has to leave once told to
+
+
+class Job:
+    """One request at the engine."""
+
+    __slots__ = ("accepted", "began", "compiled", "id", "index", "left", "params", "prompt", "seed", "stream")
+
+    def __init__(
+        self, stream: Stream, index: int, name: str, prompt: list[int], params: SamplingParams
+    ) -> None:
+        self.stream, self.index, self.id, self.prompt, self.params = stream, index, name, prompt, params
+        self.seed = 0
+        self.left = params.n
+        self.began = False  # left the engine's queue
+        self.compiled = asyncio.Event()  # its grammar, if it has one
+        if params.grammar is None:
+            self.compiled.set()
+        self.accepted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    def hear(self, piece: Piece) -> None:
+        self.left -= piece.finish_reason is not None
+        self.stream.heard.put_nowait((self.index, piece))
+
+    def fail(self, error: ApiError) -> None:
+        if not self.accepted.done():
+            self.accepted.set_exception(error)
+            self.accepted.exception()  # seen: no warning if nobody waits any more
+        self.compiled.set()
+        self.stream.heard.put_nowait((self.index, error))
+
+
+class Stream:
+    """The jobs of one API call, and their pieces in the order they come. `close` in any case."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        self.jobs: list[Job] = []
+        self.heard: asyncio.Queue[tuple[int, Piece | ApiError]] = asyncio.Queue()
+
+    async def batches(
+        self, deadline: float, silence: float, interval: float = 0.0
+    ) -> AsyncIterator[list[tuple[int, Piece]]]:
+        """Everything that has come, as soon as something has, or once gathered for `interval` seconds.
+        An empty list stands for `silence` seconds without news.
+        """
+        left = sum(job.params.n for job in self.jobs)
+        while left:
+            batch = await self._next(deadline, silence)
+            if batch and interval:
+                await asyncio.sleep(interval)
+            while not self.heard.empty():
+                batch.append(self.heard.get_nowait())
+            yield [(index, _checked(piece)) for index, piece in batch]
+            left -= sum(piece.finish_reason is not None for _, piece in batch if isinstance(piece, Piece))
+
+    async def _next(self, deadline: float, silence: float) -> list[tuple[int, Piece | ApiError]]:
+        if not self.heard.empty():
+            return [self.heard.get_nowait()]
+        now = asyncio.get_running_loop().time()
+        try:
+            async with asyncio.timeout_at(min(deadline, now + silence if silence else deadline)):
+                return [await self.heard.get()]
+        except TimeoutError:
+            if asyncio.get_running_loop().time() >= deadline:
+                raise _too_late() from None
+            return []
+
+    def close(self) -> None:
+        """Free whatever it holds. After the last piece there is nothing to free."""
+        self.backend.drop(self.jobs)
+
+
+def _too_late() -> ApiError:
+    return ApiError(504, "the request took too long", code="timeout", after=1)
+
+
+def _checked(piece: Piece | ApiError) -> Piece:
+    if isinstance(piece, ApiError):
+        raise piece
+    return piece
+
+
+class Backend:
+    def __init__(self, start: Start, settings: ServeSettings, metrics: Metrics) -> None:
+        self.start, self.settings, self.metrics = start, settings, metrics
+        self.state = "loading"  # ready, lost (being started again), failed, stopped
+        self.problem = ""  # why it failed
+        self.model: ServedModel | None = None
+        self.jobs: dict[str, Job] = {}
+        self.queued = 0
+        self.queued_tokens = 0
+        self.ready = asyncio.Event()
+        self.last_heard = 0.0
+        self.launched = 0.0
+        self.finished: deque[float] = deque(maxlen=32)  # when requests ended: how fast the queue moves
+        self._names = itertools.count()
+        self._salt = os.urandom(6).hex()
+        self._writer: asyncio.StreamWriter | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._stopping = False
+        self.last_life = False  # an engine that dies is not to be started again
+
+    # ---------------------------------------------------------------------------------------- the process
+
+    async def run(self) -> bool:
+        """Keep an engine running until told to stop. False: it cannot be kept running."""
+        deaths: deque[float] = deque()
+        while not self._stopping:
+            code = await self._one_life()
+            if self._stopping or self.last_life:
+                break
+            if self.state == "failed":
+                return False
+            now = time.monotonic()
+            deaths.append(now)
+            while deaths and deaths[0] < now - RESTART_WINDOW:
+                deaths.popleft()
+            if len(deaths) > self.settings.engine_restarts:
+                self.state, self.problem = "failed", f"the engine died {len(deaths)} times"
+                log.critical("the engine keeps dying; giving up", extra={"facts": {"exit": code}})
+                return False
+            log.error("the engine died; starting it again", extra={"facts": {"exit": code}})
+            self.metrics.count("engine_restarts")
+            self.metrics.engine_started()
+            await asyncio.sleep(0.2 * len(deaths))
+        self.state = "stopped"
+        return True
+
+    async def _one_life(self) -> int:
+        """Start an engine and listen to it until it is gone."""
+        self.launched = time.monotonic()
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-m", "outrider.serve.engine_process", str(theirs.fileno())]
+        self._process = await asyncio.create_subprocess_exec(
+            *command, pass_fds=[theirs.fileno()], stdin=asyncio.subprocess.DEVNULL
+        )
+        theirs.close()
+        reader, self._writer = await asyncio.open_connection(sock=ours)
+        if self._stopping:
+            self.stop()  # there was nothing to stop before
+        self._send(self.start)
+        try:
+            while (message := await hear(reader)) is not None:
+                await self._obey(message)
+        finally:
+            self._lost()
+            self._writer.close()
+        return await self._leave(self._process)
+
+    async def _leave(self, process: asyncio.subprocess.Process) -> int:
+        """The socket is closed, so it has every reason to go."""
+        try:
+            return await asyncio.wait_for(process.wait(), KILL_AFTER)
+        except TimeoutError:
+            self._kill(process)
+            return await process.wait()
+
+    def stop(self) -> None:
+        """Have the engine leave; `run` returns when it has."""
+        self._stopping = True
+        if self._writer is not None:
+            self._writer.close()
+        if self._process is not None and not self.ready.is_set():
+            self._kill(self._process)  # while it loads it does not listen
+        self.ready.clear()
+
+    def _kill(self, process: asyncio.subprocess.Process) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+
+    @property
+    def well(self) -> bool:
+        """Takes requests, and moves while it has some."""
+        moving = not self.jobs or time.monotonic() - self.last_heard < STALLED
+        return self.state == "ready" and moving
+
+    def _lost(self) -> None:
+        if self.state != "failed":
+            self.state = "lost"
+        self.ready.clear()
+        self.fail_all(ApiError(503, "the engine stopped; try again", code="engine_lost", after=5))
+        self.metrics.gauges.update(engine_up=0, num_requests_running=0, kv_cache_usage_perc=0)
+
+    def fail_all(self, error: ApiError) -> None:
+        """Tell everyone who waits."""
+        for job in list(self.jobs.values()):
+            job.fail(error)
+            self.drop([job])
+
+    async def _obey(self, message: object) -> None:
+        self.last_heard = time.monotonic()
+        if isinstance(message, Progress):
+            self._progress(message)
+        elif isinstance(message, Accepted):
+            if (job := self.jobs.get(message.id)) and not job.accepted.done():
+                job.accepted.set_result(message.seed)
+        elif isinstance(message, Compiled):
+            if job := self.jobs.get(message.id):
+                job.compiled.set()
+        elif isinstance(message, Refused):
+            self._refused(message)
+        elif isinstance(message, Ready):
+            self.model = await asyncio.to_thread(ServedModel, self.start.model, message)
+            self.model.plan["seconds"] = round(time.monotonic() - self.launched, 1)
+            self.state = "ready"
+            self.metrics.gauges["engine_up"] = 1
+            self.ready.set()
+        elif isinstance(message, Failed):
+            self.state, self.problem = "failed", message.message
+
+    def _refused(self, message: Refused) -> None:
+        if job := self.jobs.get(message.id):
+            if message.fault:
+                job.fail(ApiError(500, message.message))
+            else:
+                job.fail(from_invalid(InvalidRequest(message.message, message.param)))
+            self._forget(job)
+
+    def _progress(self, message: Progress) -> None:
+        for name in message.started:
+            if job := self.jobs.get(name):
+                self._began(job)
+                self.metrics.count("prompt_tokens", len(job.prompt))
+        for piece in message.pieces:
+            if job := self.jobs.get(piece.id):
+                job.hear(piece)
+                if not job.left:
+                    self._forget(job)
+        if message.step is not None:
+            self.metrics.step(message.step)
+        self.metrics.fill(message.gauges)
+
+    def _send(self, message: ToEngine) -> None:
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(pack(message))
+
+    # ------------------------------------------------------------------------------------------- requests
+
+    async def open(
+        self, prompts: Seq[tuple[list[int], SamplingParams]], owner: str, deadline: float
+    ) -> Stream:
+        """Start one job a prompt. Returns once the engine has taken them all, or raises why not."""
+        self.refuse_when_full(len(prompts), sum(len(prompt) for prompt, _ in prompts))
+        if not self.jobs:
+            self.last_heard = time.monotonic()  # there was nothing to hear of
+        stream = Stream(self)
+        try:
+            for index, (prompt, params) in enumerate(prompts):
+                job = Job(stream, index, f"{self._salt}-{next(self._names)}", prompt, params)
+                stream.jobs.append(job)
+                self.jobs[job.id] = job
+                self.queued += 1
+                self.queued_tokens += len(prompt)
+                self._send(Submit(job.id, prompt, params, owner))
+            self.metrics.gauges["num_requests_waiting"] = self.queued
+            await self._taken(stream.jobs, deadline)
+        except BaseException:
+            stream.close()
+            raise
+        return stream
+
+    async def _taken(self, jobs: Seq[Job], deadline: float) -> None:
+        """Wait until the engine has accepted them, which it does between steps."""
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self._compiled(jobs)
+                for job in jobs:
+                    job.seed = await job.accepted
+        except TimeoutError:
+            raise _too_late() from None
+
+    async def _compiled(self, jobs: Seq[Job]) -> None:
+        limit = self.settings.grammar_timeout
+        try:
+            async with asyncio.timeout(limit):
+                for job in jobs:
+                    await job.compiled.wait()
+        except TimeoutError:
+            raise ApiError(
+                400, f"the grammar took longer than {limit:g} s to compile", param="response_format"
+            ) from None
+
+    def refuse_when_full(self, requests: int, tokens: int) -> None:
+        if self.state != "ready":
+            raise ApiError(503, f"the engine is not ready: {self.state}", code=self.state, after=2)
+        for reason, held, more, most in (
+            ("requests", self.queued, requests, self.settings.max_queued_requests),
+            ("tokens", self.queued_tokens, tokens, self.settings.max_queued_tokens),
+        ):
+            if held + more > most:
+                self.metrics.count("admission_rejections", reason=f"queued_{reason}")
+                raise ApiError(
+                    503,
+                    f"the queue is full: {held} {reason} wait, at most {most} may",
+                    code="queue_full",
+                    after=self._patience(),
+                )
+
+    def drop(self, jobs: Seq[Job]) -> None:
+        for job in jobs:
+            if job.id in self.jobs:
+                self._forget(job)
+                if job.left:
+                    self._send(Abort(job.id))
+
+    def _patience(self) -> float:
+        """Seconds until a few places in the queue should be free, from how fast requests ended lately."""
+        if len(self.finished) < 2:
+            return 5.0
+        rate = len(self.finished) / max(1e-3, time.monotonic() - self.finished[0])
+        return min(60.0, max(1.0, 4 / rate))
+
+    def _began(self, job: Job) -> None:
+        """It is no longer in the queue."""
+        if not job.began:
+            job.began = True
+            self.queued -= 1
+            self.queued_tokens -= len(job.prompt)
+            self.metrics.gauges["num_requests_waiting"] = self.queued
+
+    def _forget(self, job: Job) -> None:
+        del self.jobs[job.id]
+        self._began(job)
+        self.finished.append(time.monotonic())
+
+    async def wait_idle(self, seconds: float) -> bool:
+        """Whether all requests ended within so long."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while self.jobs:
+                    await asyncio.sleep(0.02)
+        return not self.jobs

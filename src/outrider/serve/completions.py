@@ -1,0 +1,117 @@
+"""`/v1/completions`: plain text continued. Prompts are texts or token ids, one or many."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from outrider.errors import InvalidRequest
+from outrider.serve.call import Call, Choice
+from outrider.serve.link import Piece, Score
+from outrider.serve.model import ServedModel
+
+
+def read_prompts(prompt: Any, model: ServedModel, most: int) -> list[list[int]]:
+    """Token ids of each prompt: a text, a list of texts, token ids, or a list of lists of them."""
+    many = [prompt] if isinstance(prompt, str) or (prompt and type(prompt[0]) is int) else prompt
+    if not many:
+        raise InvalidRequest("prompt must not be empty", "prompt")
+    if len(many) > most:
+        raise InvalidRequest(f"prompt: {len(many)} given, at most {most} are allowed", "prompt")
+    return [_ids(one, model, i) for i, one in enumerate(many)]
+
+
+def _ids(one: Any, model: ServedModel, i: int) -> list[int]:
+    if isinstance(one, str):
+        return model.tokenizer.encode(one)
+    if not isinstance(one, list) or not all(type(token) is int for token in one):
+        raise InvalidRequest("prompt must be texts or lists of token ids, not a mixture", f"prompt[{i}]")
+    known = model.tokenizer.vocab_size
+    if bad := [token for token in one if not 0 <= token < known]:
+        raise InvalidRequest(f"token id {bad[0]} is outside the vocabulary of {known}", f"prompt[{i}]")
+    return one
+
+
+class Completions:
+    kind = "text_completion"
+
+    def __init__(self, call: Call, echo: bool, scored: bool, silent: bool) -> None:
+        """`silent`: no tokens were asked for, only the prompt back; the one that was made is not shown."""
+        self.call, self.echo, self.scored, self.silent = call, echo, scored, silent
+        self.echoed: set[int] = set()  # choices whose prompt has been sent
+        self.offsets: dict[int, int] = {}
+
+    def begin(self) -> list[dict[str, Any]]:
+        return []
+
+    def feed(self, prompt: int, piece: Piece) -> list[dict[str, Any]]:
+        choice = self.call.take(prompt, piece)
+        if self.silent:
+            piece.text, piece.scores, choice.text, choice.token_ids, choice.scores = "", None, [], [], []
+        text, scores = piece.text, list[Score | None](piece.scores or ())
+        if self.echo and choice.index not in self.echoed:
+            self.echoed.add(choice.index)
+            text, scores = self._prompt(prompt) + text, self.call.prompt_scores[prompt] + scores
+        if not (text or scores or piece.finish_reason):
+            return []
+        logprobs = self._logprobs(choice.index, scores) if self.scored else None
+        event = self._event(self._shown(choice, text, logprobs, self._reason(choice)))
+        if piece.finish_reason:
+            event["choices"][0] |= self.call.choice_extras(choice)
+            if not self.call.options.usage and all(c.finish_reason for c in self.call.flat):
+                event |= self.call.extras()
+        return [event]
+
+    def finish(self) -> list[dict[str, Any]]:
+        if not self.call.options.usage:
+            return []
+        return [
+            {**self.call.head(self.kind), "choices": [], "usage": self.call.usage(), **self.call.extras()}
+        ]
+
+    def body(self) -> dict[str, Any]:
+        self.offsets.clear()
+        choices = [self._whole(p, choice) for p, own in enumerate(self.call.choices) for choice in own]
+        usage = self.call.usage()
+        return {**self.call.head(self.kind), "choices": choices, "usage": usage, **self.call.extras()}
+
+    def _whole(self, prompt: int, choice: Choice) -> dict[str, Any]:
+        text, scores = "".join(choice.text), list[Score | None](choice.scores)
+        if self.echo:
+            text, scores = self._prompt(prompt) + text, self.call.prompt_scores[prompt] + scores
+        logprobs = self._logprobs(choice.index, scores) if self.scored else None
+        shown = self._shown(choice, text, logprobs, self._reason(choice))
+        return {**shown, **self.call.choice_extras(choice)}
+
+    def _event(self, choice: dict[str, Any]) -> dict[str, Any]:
+        event = {**self.call.head(self.kind), "choices": [choice]}
+        if self.call.options.usage:
+            event["usage"] = self.call.usage() if self.call.options.running_usage else None
+        return event
+
+    def _reason(self, choice: Choice) -> str | None:
+        return "length" if self.silent and choice.finish_reason else choice.finish_reason
+
+    def _shown(self, choice: Choice, text: str, logprobs: Any, reason: str | None) -> dict[str, Any]:
+        return {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+    def _prompt(self, prompt: int) -> str:
+        return self.call.model.tokenizer.decode(self.call.jobs[prompt].prompt)
+
+    def _logprobs(self, index: int, scores: list[Score | None]) -> dict[str, Any]:
+        """Four lists side by side; the first token of a prompt was not foretold and has no number."""
+        shown: dict[str, list[Any]] = {
+            "tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []
+        }  # fmt: skip
+        model = self.call.model
+        for score in scores:
+            first = self.call.jobs[index // len(self.call.choices[0])].prompt[0]
+            token = first if score is None else score.token
+            text, _ = model.token_text(token)
+            shown["tokens"].append(text)
+            shown["token_logprobs"].append(None if score is None else score.logprob)
+            shown["top_logprobs"].append(
+                None if score is None else {model.token_text(t)[0]: p for t, p in score.rivals}
+            )
+            shown["text_offset"].append(self.offsets.get(index, 0))
+            self.offsets[index] = self.offsets.get(index, 0) + len(text)
+        return shown

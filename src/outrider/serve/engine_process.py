@@ -1,0 +1,328 @@
+"""The engine process: `python -m outrider.serve.engine_process FD`, started by backend.py.
+
+Three threads. The main one takes messages from the socket and turns requests into what the engine wants; the
+engine's own (driver.py) does nothing but steps; the third writes. Grammars are compiled in a small pool, so
+that a slow one holds up neither a step nor another request.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from typing import NoReturn
+
+from outrider.engine.llm import LLM
+from outrider.errors import InvalidRequest, OutriderError
+from outrider.model.decoder import kv_bytes
+from outrider.serve.link import (
+    Abort,
+    Accepted,
+    Compiled,
+    End,
+    Failed,
+    FromEngine,
+    Gauges,
+    Piece,
+    Progress,
+    Ready,
+    Refused,
+    Score,
+    Start,
+    Step,
+    Submit,
+    pack,
+    receive,
+)
+from outrider.serve.log import set_up_logging
+from outrider.settings import Settings
+from outrider.types import Event, Request, Sequence, StepRecord, TokenLogprob
+
+log = logging.getLogger(__name__)
+
+PR_SET_PDEATHSIG = 1
+CHECK_SECONDS = 60  # between two counts of the cache, when idle
+LEAVE_SECONDS = 5  # for the step in hand, once nobody listens
+
+
+class EngineProcess:
+    def __init__(self, sock: socket.socket, llm: LLM) -> None:
+        self.sock, self.llm = sock, llm
+        self.choices: dict[str, dict[int, Sequence]] = {}  # by request, those that have not ended
+        self.waiting: dict[str, Sequence] = {}  # first choices that have not moved yet
+        self.pieces: list[Piece] = []  # since the last step; touched by the engine's thread only
+        self.prefix = Counter[str]()
+        self.lock = threading.Lock()  # of the next two
+        self.building: set[str] = set()  # requests whose grammar is being compiled, or their words tokenized
+        self.given_up: set[str] = set()  # of those, the ones aborted meanwhile
+        self.compilers = ThreadPoolExecutor(2, thread_name_prefix="grammar")
+        self.outbox: queue.SimpleQueue[FromEngine | None] = queue.SimpleQueue()
+        self.writer = threading.Thread(target=self._write, name="writer", daemon=True)
+        self.next_check = 0.0
+        self.over = False  # the API process hung up
+
+    def run(self) -> None:
+        """Serve until the API process hangs up."""
+        self.llm.driver.observer = self._after_step
+        self.writer.start()
+        self.outbox.put(self._ready())
+        self.compilers.submit(lambda: self.llm.compiler)  # it reads the vocabulary; better now than later
+        while (message := receive(self.sock)) is not None:
+            if isinstance(message, Submit):
+                self._submit(message)
+            elif isinstance(message, Abort):
+                self._abort(message.id)
+        self.over = True
+        self.outbox.put(None)
+
+    # ------------------------------------------------------------------------------------ requests coming in
+
+    def _submit(self, message: Submit) -> None:
+        params = message.params
+        if params.grammar is None and not params.prediction and not params.bad_words:
+            self._build(message)
+            return
+        with self.lock:
+            self.building.add(message.id)
+        self.compilers.submit(self._build, message)
+
+    def _build(self, message: Submit) -> None:
+        """Make the request and hand it to the engine. Whatever goes wrong is this request's problem alone."""
+        try:
+            request = self.llm.request(message.prompt, message.params, message.owner, message.id)
+        except BaseException as error:
+            self._refuse(message.id, error)
+            return
+        if message.params.grammar is not None:
+            self.outbox.put(Compiled(message.id))
+        try:
+            self.llm.driver.post(lambda: self._add(request))
+        except OutriderError as dead:
+            if not self.over:
+                _die(dead)
+
+    def _add(self, request: Request) -> None:
+        """On the engine's thread, between steps."""
+        if self._was_given_up(request.id):
+            return
+        try:
+            [choices] = self.llm.driver.add([request], self._hear)
+        except BaseException as error:
+            self._refuse(request.id, error)
+            return
+        self.choices[request.id] = dict(enumerate(choices))
+        self.waiting[request.id] = choices[0]
+        self.outbox.put(Accepted(request.id, request.seed))
+
+    def _refuse(self, request_id: str, error: BaseException) -> None:
+        self._was_given_up(request_id)
+        if isinstance(error, InvalidRequest):
+            self.outbox.put(Refused(request_id, str(error), error.param))
+        elif isinstance(error, OutriderError):
+            self.outbox.put(Refused(request_id, str(error), None, fault=True))
+        else:
+            log.exception("a request could not be started", exc_info=error)
+            self.outbox.put(Refused(request_id, "the request could not be started", None, fault=True))
+
+    def _abort(self, request_id: str) -> None:
+        with self.lock:
+            if request_id in self.building:
+                self.given_up.add(request_id)
+        with contextlib.suppress(OutriderError):  # a dead engine holds nothing
+            self.llm.driver.abort(request_id)
+            self.llm.driver.post(lambda: self._tell([], None))
+
+    def _was_given_up(self, request_id: str) -> bool:
+        with self.lock:
+            self.building.discard(request_id)
+            known = request_id in self.given_up
+            self.given_up.discard(request_id)
+        return known
+
+    # ---------------------------------------------------------------------------------------- events going out
+
+    def _hear(self, event: Event | BaseException) -> None:
+        """On the engine's thread: gather; one message a step goes out."""
+        if isinstance(event, BaseException):
+            _die(event)
+        own = self.choices[event.request_id]
+        sequence = own[event.choice]
+        done = event.finish_reason is not None
+        self.pieces.append(
+            Piece(
+                event.request_id,
+                event.choice,
+                list(event.token_ids),
+                event.text,
+                event.finish_reason,
+                None if event.logprobs is None else [_score(entry) for entry in event.logprobs],
+                _end(sequence) if done else None,
+                _prompt_scores(sequence),
+            )
+        )
+        if done:
+            del own[event.choice]  # one by one: several may end in the same step
+        if not own:
+            del self.choices[event.request_id]
+        if event.finish_reason == "abort":
+            self.waiting.pop(event.request_id, None)  # others start before they end: `_after_step` tells
+
+    def _after_step(self, record: StepRecord) -> None:
+        started = [name for name, sequence in self.waiting.items() if sequence.started]
+        for name in started:
+            sequence = self.waiting.pop(name)
+            self.prefix["queried"] += sequence.prompt_len
+            self.prefix["found"] += sequence.reused
+        self._tell(started, self._step(record))
+        if self.llm.engine.idle and time.monotonic() > self.next_check:
+            self._check_cache()
+            self.next_check = time.monotonic() + CHECK_SECONDS
+
+    def _check_cache(self) -> None:
+        try:
+            self.llm.engine.table.check()
+        except AssertionError as wrong:
+            _die(wrong)  # better than wrong tokens
+
+    def _tell(self, started: list[str], step: Step | None) -> None:
+        pieces, self.pieces = self.pieces, []
+        self.outbox.put(Progress(pieces, started, step, self._gauges()))
+
+    def _step(self, record: StepRecord) -> Step:
+        guessed = [o for o in record.outcomes if o.drafted]
+        deepest = max((o.accepted for o in guessed), default=0)
+        lossy = (o for o in guessed if o.sequence.request.params.speculation.mode == "lossy")
+        return Step(
+            rows=record.rows,
+            sequences=record.sequences,
+            known=record.known,
+            drafts=len(guessed),
+            drafted=record.drafted,
+            accepted=record.accepted,
+            accepted_at=[sum(o.accepted > depth for o in guessed) for depth in range(deepest)],
+            lossy=sum(o.accepted for o in lossy),
+            emitted=record.emitted,
+            plan_s=record.plan_s,
+            draft_s=record.draft_s,
+            target_s=record.target_s,
+            verify_s=record.verify_s,
+            total_s=record.total_s,
+            plain_s=record.plain_s,
+            reasons=dict(Counter(record.reasons)),
+        )
+
+    def _gauges(self) -> Gauges:
+        engine = self.llm.engine
+        return Gauges(
+            running=len(engine.scheduler.running),
+            cache_used=min(1.0, engine.table.held / engine.table.pool.total),
+            preemptions=engine.scheduler.preemptions,
+            prefix_queried=self.prefix["queried"],
+            prefix_found=self.prefix["found"],
+        )
+
+    def _write(self) -> None:
+        while (message := self.outbox.get()) is not None:
+            try:
+                self.sock.sendall(pack(message))
+            except OSError:
+                return  # nobody listens any more; the main thread sees it too
+
+    def _ready(self) -> Ready:
+        llm, engine, config = self.llm, self.llm.engine, self.llm.model.config
+        tokenizer, settings = llm.tokenizer, llm.settings
+        slots = engine.table.pool.total
+        return Ready(
+            tokenizer=tokenizer.to_json(),
+            bos_id=tokenizer.bos_id,
+            eos_ids=list(tokenizer.eos_ids),
+            add_bos=tokenizer.add_bos,
+            template=None if llm.template is None else llm.template.source,
+            family=config.family,
+            vocab=config.vocab,
+            context=engine.context,
+            cache_tokens=slots,
+            drafter=llm.drafter,
+            plan={
+                "device": settings.device,
+                "dtype": settings.dtype,
+                "threads": settings.threads,
+                "parameters": config.parameters,
+                "weight_bytes": llm.model.dtype.itemsize * config.parameters,
+                "cache_bytes": slots * kv_bytes(llm.model),
+                "cache_tokens": slots,
+                "max_sequences": settings.max_sequences,
+            },
+        )
+
+
+def _die(why: BaseException) -> NoReturn:
+    """The API process sees the socket close, tells its clients, and starts another."""
+    log.critical("the engine stopped", exc_info=why)
+    os._exit(1)
+
+
+def _score(entry: TokenLogprob) -> Score:
+    return Score(entry.token, entry.logprob, entry.alternatives)
+
+
+def _prompt_scores(s: Sequence) -> list[Score | None] | None:
+    if s.request.params.prompt_logprobs is None or s.choice or s.steps != 1:
+        return None
+    return [None if e is None else _score(e) for e in s.prompt_logprobs] or [None]
+
+
+def _end(s: Sequence) -> End:
+    return End(
+        seed=s.request.seed,
+        cached=s.reused,
+        steps=s.steps,
+        drafted=s.drafted,
+        accepted=s.accepted,
+        deepest=s.deepest,
+        guesses=s.guesses,
+        origins=list(s.origins),
+        queue_s=max(0.0, s.started - s.arrived) if s.started else 0.0,
+        prompt_s=max(0.0, s.first - s.started) if s.first else 0.0,
+        decode_s=max(0.0, s.ended - s.first),
+        problem=s.problem,
+    )
+
+
+def _die_with_parent() -> None:
+    """A closed socket tells us too, but not while a model is being loaded. Linux only."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def main(descriptor: int) -> int:
+    for number in (signal.SIGINT, signal.SIGTERM):  # for the API process, which lets us finish, then hangs up
+        signal.signal(number, signal.SIG_IGN)
+    _die_with_parent()
+    with socket.socket(fileno=descriptor) as sock:
+        start = receive(sock)
+        if not isinstance(start, Start):
+            return 1
+        set_up_logging(*start.logging)
+        try:
+            llm = LLM(start.model, draft=start.draft, settings=Settings.of(start.settings))
+        except OutriderError as error:
+            sock.sendall(pack(Failed(str(error))))
+            return 1
+        EngineProcess(sock, llm).run()
+        signal.alarm(LEAVE_SECONDS)
+        llm.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

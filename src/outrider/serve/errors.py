@@ -1,0 +1,56 @@
+"""Errors as OpenAI's clients know them: a status, and `{"error": {"message", "type", "param", "code"}}`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from outrider.errors import InvalidRequest
+from outrider.serve.limits import clean_error
+
+TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
+RETRY = frozenset({408, 409, 429, 503, 504})  # what may go better next time
+
+
+class ApiError(Exception):
+    """Something a client is to be told. `after`: seconds until it may try again."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        after: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.after = after
+
+    def body(self) -> dict[str, Any]:
+        kind = TYPES.get(self.status, "invalid_request_error")
+        message = clean_error(self.message)
+        return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
+
+    def headers(self) -> dict[str, str]:
+        """Hints that OpenAI's clients read before they try again."""
+        headers = {"x-should-retry": "true" if self.status in RETRY else "false"}
+        if self.status == 408:
+            headers["connection"] = "close"  # the rest of the body would be taken for a request
+        if self.after is not None:
+            headers["retry-after"] = str(max(1, math.ceil(self.after)))
+            headers["retry-after-ms"] = str(max(1, math.ceil(self.after * 1000)))
+        return headers
+
+
+def from_invalid(error: InvalidRequest) -> ApiError:
+    code = "context_length_exceeded" if "maximum context length" in str(error) else None
+    return ApiError(400, str(error), param=error.param, code=code)

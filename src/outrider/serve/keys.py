@@ -1,0 +1,325 @@
+"""Who may ask, and how much: API keys by their hashes, and a limiter that counts what each key uses.
+
+Keys are long random strings, so a plain SHA-256 cannot be searched; the keys themselves are forgotten once
+hashed. A key file is TOML, one table a key, as `outrider keys add` writes it:
+
+    [[key]]
+    name = "team-a"
+    hash = "sha256:<64 hex digits>"
+    requests_per_minute = 60        # these three may be left out: no limit
+    tokens_per_minute = 100000
+    max_running = 8
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import time
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from outrider.errors import InvalidRequest, suggest
+from outrider.serve.settings import ServeSettings
+
+SHORTEST_KEY = 16
+MINUTE = 60.0
+ROUNDING = 1e-6
+RETRY_RUNNING = 1.0  # seconds; when a running request will end is not known
+
+
+@dataclass(frozen=True, slots=True)
+class KeyLimits:
+    """What one key may use; 0 is no limit."""
+
+    requests_per_minute: int = 0
+    tokens_per_minute: int = 0
+    max_running: int = 0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if type(value) is not int or value < 0:
+                raise InvalidRequest(
+                    f"{field.name} must be a whole number, 0 for no limit, not {value!r}", field.name
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """A key as the server knows it: by name and digest, never by itself."""
+
+    name: str
+    digest: bytes
+    limits: KeyLimits = KeyLimits()
+
+    @property
+    def owner(self) -> str:
+        """Whose cache entries its requests may reuse. Says nothing of the key or of its digest."""
+        return hashlib.sha256(b"outrider owner " + self.digest).hexdigest()[:32] if self.digest else ""
+
+
+ANYONE = Key("", b"")
+
+
+def digest_of(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
+
+
+class Keyring:
+    """The keys a server knows. Without any, it is open and everyone is `ANYONE`."""
+
+    def __init__(self, keys: Iterable[Key] = ()) -> None:
+        self._keys = tuple(keys)
+
+    @classmethod
+    def of(cls, settings: ServeSettings) -> Keyring:
+        """The keys given by flag or variable, named `key-1` and so on, and those of the key file."""
+        keys = [Key(f"key-{i}", _digest_of_given(key)) for i, key in enumerate(settings.api_keys, 1)]
+        if settings.key_file is not None:
+            keys += _keys_that_must_be_there(Path(settings.key_file).expanduser())
+        _check_unique(keys, "the keys given")
+        return cls(keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    @property
+    def open(self) -> bool:
+        return not self._keys
+
+    def check(self, authorization: str | None) -> Key | None:
+        """Whose an `Authorization: Bearer ...` header is; None: nobody's.
+
+        Digests are compared, each with every key, in constant time: how long it takes says nothing.
+        """
+        if self.open:
+            return ANYONE
+        scheme, _, candidate = (authorization or "").strip().partition(" ")
+        if scheme.lower() != "bearer":
+            return None
+        digest, found = digest_of(candidate.strip()), None
+        for key in self._keys:
+            if hmac.compare_digest(key.digest, digest):
+                found = key
+        return found
+
+
+def _digest_of_given(key: str) -> bytes:
+    """The messages do not repeat the key: they end up in logs."""
+    if len(key) < SHORTEST_KEY:
+        raise InvalidRequest(
+            f"an API key has {len(key)} characters and could be guessed; at least {SHORTEST_KEY} are needed "
+            "(`outrider keys add NAME --file keys.toml` makes a good one)",
+            "api_keys",
+        )
+    if not re.fullmatch(r"[!-~]+", key):
+        raise InvalidRequest(
+            "an API key has characters that no header can carry; use ASCII, no spaces", "api_keys"
+        )
+    return digest_of(key)
+
+
+# ------------------------------------------------------------------------------------------------ key file
+
+
+def read_key_file(file: Path) -> list[Key]:
+    """Every key of the file, each checked."""
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as problem:
+        raise InvalidRequest(f"{file} cannot be read: {problem.strerror}", "key_file") from None
+    except UnicodeDecodeError:
+        raise InvalidRequest(f"{file} is not UTF-8 text", "key_file") from None
+    return parse_keys(text, str(file))
+
+
+def parse_keys(text: str, source: str) -> list[Key]:
+    """The keys in the text of a key file; `source` is what messages call it."""
+    try:
+        document = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as problem:
+        raise InvalidRequest(f"{source} is not TOML: {problem}", "key_file") from None
+    _check_names(document, ("key",), source)
+    entries = document.get("key", [])
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise InvalidRequest(f"{source}: keys are tables headed [[key]]", "key_file")
+    keys = [_key_of(entry, f"{source}, key {i}") for i, entry in enumerate(entries, 1)]
+    _check_unique(keys, source)
+    return keys
+
+
+def _keys_that_must_be_there(file: Path) -> list[Key]:
+    """A file emptied of its keys must not open the server to everyone."""
+    keys = read_key_file(file)
+    if not keys:
+        raise InvalidRequest(
+            f"{file} holds no keys; add one (outrider keys add NAME --file {file}) or leave out --key-file",
+            "key_file",
+        )
+    return keys
+
+
+def _key_of(entry: Mapping[str, Any], source: str) -> Key:
+    limits = [field.name for field in fields(KeyLimits)]
+    _check_names(entry, ("name", "hash", *limits), source)
+    name, digest = entry.get("name"), entry.get("hash")
+    if not isinstance(name, str) or not name.strip():
+        raise InvalidRequest(f"{source} needs a name", "key_file")
+    if not isinstance(digest, str) or not re.fullmatch(r"sha256:[0-9a-fA-F]{64}", digest):
+        raise InvalidRequest(f"{source} needs a hash: sha256: and 64 hex digits", "key_file")
+    try:
+        allowed = KeyLimits(**{name: entry[name] for name in limits if name in entry})
+    except InvalidRequest as problem:
+        raise InvalidRequest(f"{source}: {problem}", "key_file") from None
+    return Key(name, bytes.fromhex(digest.removeprefix("sha256:")), allowed)
+
+
+def _check_names(given: Iterable[str], known: Iterable[str], source: str) -> None:
+    for name in given:
+        if name not in known:
+            raise InvalidRequest(f"{source}: unknown entry {name!r}{suggest(name, known)}", "key_file")
+
+
+def _check_unique(keys: Iterable[Key], source: str) -> None:
+    """One name a key and one key a name: whoever is limited or revoked must be who was meant."""
+    names: set[str] = set()
+    holders: dict[bytes, str] = {}
+    for key in keys:
+        if key.name in names:
+            raise InvalidRequest(f"{source}: two keys are named {key.name!r}", "key_file")
+        if key.digest in holders:
+            both = f"{holders[key.digest]!r} and {key.name!r}"
+            raise InvalidRequest(f"{source}: {both} are the same key", "key_file")
+        names.add(key.name)
+        holders[key.digest] = key.name
+
+
+# ------------------------------------------------------------------------------------------------- limiter
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Not now: try again in `seconds`. `final`: waiting will not help, the request itself is too large."""
+
+    seconds: float
+    reason: str
+    final: bool = False
+
+
+class _Bucket:
+    """Fills evenly to a minute's worth, which may be spent at once."""
+
+    __slots__ = ("level", "size", "updated")
+
+    def __init__(self, size: int, now: float) -> None:
+        self.size, self.level, self.updated = size, float(size), now
+
+    def fill(self, now: float) -> None:
+        passed = max(0.0, now - self.updated)  # a clock may be set back
+        self.level = min(float(self.size), self.level + passed * self.size / MINUTE)
+        self.updated = now
+
+    def wait(self, amount: float) -> float:
+        """Seconds until `amount` can be taken; 0: now. Who waited that long is not refused for rounding."""
+        lacking = amount - self.level
+        return lacking * MINUTE / self.size if lacking > ROUNDING else 0.0
+
+    @property
+    def full(self) -> bool:
+        return self.level >= self.size
+
+
+class _Use:
+    """What one key is using: requests that run, and what is left of its minute. No bucket, no limit."""
+
+    __slots__ = ("limits", "requests", "running", "tokens")
+
+    def __init__(self, limits: KeyLimits, now: float, running: int = 0) -> None:
+        self.limits, self.running = limits, running
+        self.requests = _Bucket(limits.requests_per_minute, now) if limits.requests_per_minute else None
+        self.tokens = _Bucket(limits.tokens_per_minute, now) if limits.tokens_per_minute else None
+
+    def fill(self, now: float) -> None:
+        for bucket in (self.requests, self.tokens):
+            if bucket is not None:
+                bucket.fill(now)
+
+    @property
+    def idle(self) -> bool:
+        """As good as never seen."""
+        return self.running == 0 and all(b is None or b.full for b in (self.requests, self.tokens))
+
+
+class Limiter:
+    """Counts what each key uses. For one thread; every admitted request must be told `done` once."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._uses: dict[bytes, _Use] = {}
+
+    def __len__(self) -> int:
+        """Keys that are remembered: those with something running or a minute not yet refilled."""
+        return len(self._uses)
+
+    def running(self, key: Key) -> int:
+        use = self._uses.get(key.digest)
+        return use.running if use else 0
+
+    def admit(self, key: Key, tokens: int) -> Refusal | None:
+        """Take a request that may use so many tokens, prompt and answer; or say why not, taking nothing."""
+        if key.limits == KeyLimits():
+            return None
+        use = self._use_of(key)
+        refusal = _refusal(use, tokens)
+        if refusal is None:
+            use.running += 1
+            if use.requests is not None:
+                use.requests.level -= 1
+            if use.tokens is not None:
+                use.tokens.level -= tokens
+        return refusal
+
+    def done(self, key: Key, unused: int = 0) -> None:
+        """An admitted request has ended; `unused` of the tokens it was admitted with are given back."""
+        use = self._uses.get(key.digest)
+        if use is None:
+            return
+        use.running = max(0, use.running - 1)
+        if use.tokens is not None:
+            use.tokens.level = min(float(use.tokens.size), use.tokens.level + max(0, unused))
+
+    def _use_of(self, key: Key) -> _Use:
+        now = self._clock()
+        use = self._uses.get(key.digest)
+        if use is None:
+            self._forget_idle(now)
+            use = self._uses[key.digest] = _Use(key.limits, now)
+        elif use.limits != key.limits:  # the key file was changed
+            use = self._uses[key.digest] = _Use(key.limits, now, use.running)
+        use.fill(now)
+        return use
+
+    def _forget_idle(self, now: float) -> None:
+        """Keys come and go with the key file; only those in use are worth their memory."""
+        for use in self._uses.values():
+            use.fill(now)
+        self._uses = {digest: use for digest, use in self._uses.items() if not use.idle}
+
+
+def _refusal(use: _Use, tokens: int) -> Refusal | None:
+    limits = use.limits
+    if limits.max_running and use.running >= limits.max_running:
+        return Refusal(RETRY_RUNNING, f"this key may run {limits.max_running} requests at once")
+    if use.requests is not None and (seconds := use.requests.wait(1)):
+        return Refusal(seconds, f"this key may send {limits.requests_per_minute} requests a minute")
+    if use.tokens is not None and tokens > limits.tokens_per_minute:
+        asked = f"the request may use {tokens} tokens; this key may use {limits.tokens_per_minute} a minute"
+        return Refusal(MINUTE, f"{asked}, so shorten it or lower max_tokens", final=True)
+    if use.tokens is not None and (seconds := use.tokens.wait(tokens)):
+        return Refusal(seconds, f"this key may use {limits.tokens_per_minute} tokens a minute")
+    return None

@@ -1,0 +1,154 @@
+"""What stands between the bytes a client sent and the code that believes them, and between errors and clients.
+
+Everything here is linear in its input and raises nothing but InvalidRequest. How many messages, choices or
+stop strings a request may have is checked where those are read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import Any
+
+import msgspec
+
+from outrider.errors import InvalidRequest
+
+MAX_DIGITS = 40  # of an integer; 128 bits need 39, and beyond 308 arithmetic with floats raises
+MAX_VALUES = 1_000_000  # an empty list takes three bytes of a body and 56 of memory
+MAX_MESSAGE = 500
+
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+_STEP = [(byte in b"[{") - (byte in b"]}") for byte in range(256)]
+_LONG_INTEGER = re.compile(rb"(?<![0-9.eE])(?<![eE][+-])[0-9]{%d}[0-9]*+(?![.eE])" % (MAX_DIGITS + 1))
+_HALF_PAIR = re.compile(
+    rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
+    rb"|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+)
+
+
+def read_json(body: bytes, max_depth: int) -> Any:
+    """The value of a request body. Strict JSON in UTF-8; of a name given twice, the last counts."""
+    outside = _outside_strings(body)
+    if sum(map(outside.count, (b",", b"[", b"{"))) > MAX_VALUES:
+        raise _unreadable(f"it holds more than {MAX_VALUES} values")
+    if _depth(outside) > max_depth:
+        raise _unreadable(f"it is nested deeper than {max_depth} levels")
+    if _LONG_INTEGER.search(outside):
+        raise _unreadable(f"an integer has more than {MAX_DIGITS} digits")
+    try:
+        return msgspec.json.decode(body)
+    except UnicodeDecodeError:
+        raise _unreadable("it is not UTF-8") from None
+    except (msgspec.MsgspecError, RecursionError) as problem:
+        raise _unreadable(_reason(body, problem)) from None
+
+
+def _unreadable(reason: str) -> InvalidRequest:
+    return InvalidRequest(f"We could not parse the JSON body of your request: {reason}.")
+
+
+def _reason(body: bytes, problem: Exception) -> str:
+    """The parser says "truncated" of text cut through an emoji, which is a common slip of clients."""
+    if _HALF_PAIR.search(body):
+        return r"a \u escape is half of a surrogate pair, as when text is cut through an emoji"
+    text = str(problem)
+    return text[0].lower() + text[1:] if text.startswith(("Input", "Number", "Integer")) else text
+
+
+def _outside_strings(body: bytes) -> bytes:
+    """What is not within quotes. Where the body is no JSON this may err, but the parser stops there too."""
+    unescaped = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    return b'"'.join(unescaped.split(b'"')[::2])
+
+
+def _depth(outside: bytes) -> int:
+    """How deep brackets nest, without recursion. Brackets that do not match in kind are for the parser."""
+    return max(accumulate(map(_STEP.__getitem__, outside.translate(None, _NO_BRACKETS))), default=0)
+
+
+def _walk(value: Any) -> Iterator[Any]:
+    """Every value within, itself included, without recursion."""
+    waiting = [value]
+    while waiting:
+        item = waiting.pop()
+        yield item
+        if isinstance(item, dict):
+            waiting.extend(item.values())
+        elif isinstance(item, list):
+            waiting.extend(item)
+
+
+# ------------------------------------------------------------------------------------------------ schemas
+
+
+_REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
+
+
+def check_schema(schema: Any, max_bytes: int, max_depth: int, param: str) -> None:
+    """Refuse a JSON schema that is too large, too deep, or points outside itself. `param` is what to blame."""
+    if not isinstance(schema, (dict, bool)):
+        raise InvalidRequest(f"{param} must be a JSON schema, an object", param)
+    if _deeper(schema, max_depth):
+        raise InvalidRequest(f"{param} is nested deeper than {max_depth} levels", param)
+    try:
+        size = len(msgspec.json.encode(schema))
+    except (TypeError, ValueError, RecursionError):
+        raise InvalidRequest(f"{param} holds something that is not JSON", param) from None
+    if size > max_bytes:
+        raise InvalidRequest(f"{param} has {size} bytes; at most {max_bytes} are allowed", param)
+    for item in _walk(schema):
+        if isinstance(item, dict):
+            _check_references(item, param)
+
+
+def _check_references(item: dict[str, Any], param: str) -> None:
+    """A property may itself be named $ref: then its value is a schema and no text."""
+    for name in _REFERENCES:
+        target = item.get(name)
+        if isinstance(target, str) and not target.startswith("#"):
+            raise InvalidRequest(
+                f"{param} has a {name} to {target[:100]!r}; only references within the schema are followed, "
+                "such as '#/$defs/name'",
+                param,
+            )
+
+
+def _deeper(value: Any, max_depth: int) -> bool:
+    level = [value]
+    for _ in range(max_depth + 1):
+        level = [item for item in level if isinstance(item, (dict, list))]
+        if not level:
+            return False
+        level = [child for item in level for child in (item.values() if isinstance(item, dict) else item)]
+    return True
+
+
+# ------------------------------------------------------------------------------------------------- errors
+
+
+_PLACES = re.compile(
+    r"""(?P<kept>\bhttps?://[^\s'"]*|\#/[^\s'"]*|(?<![\w./~-])/v1(?:/[\w-]+)*(?![\w./-]))"""
+    r"""|(?P<quote>['"`])(?!/v1[/'"`])(?:file://|~?/|[A-Za-z]:\\|\\\\)[^'"`]*(?P=quote)"""
+    r"""|(?:file://|(?<![\w.~/-])~?)/[^\s'"`:,;()<>\[\]{}/]+/[^\s'"`:,;()<>\[\]{}]*"""
+    r"""|\b[A-Za-z]:\\[^\s'"`:,;()<>]*"""
+)
+_ADDRESS = re.compile(r"\b0[xX][0-9a-fA-F]{2,}\b")
+_READ = 10 * MAX_MESSAGE  # of a message; more would only be cut off again
+
+
+def clean_error(text: str) -> str:
+    """A message fit for clients: one line of bounded length, without addresses and this machine's paths."""
+    text = text[:_READ].encode("utf-8", "replace").decode("utf-8")
+    text = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    text = _PLACES.sub(_hide, text)
+    text = _ADDRESS.sub("<address>", text)
+    return text if len(text) <= MAX_MESSAGE else text[: MAX_MESSAGE - 3] + "..."
+
+
+def _hide(match: re.Match[str]) -> str:
+    if match["kept"]:
+        return match["kept"]
+    quote = match["quote"] or ""
+    return f"{quote}<path>{quote}"

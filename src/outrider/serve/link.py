@@ -1,0 +1,211 @@
+"""What the API process and the engine process say to each other, and how it travels.
+
+Two processes, so that reading JSON, rendering templates and writing streams never hold up a step. They share
+one socket pair; a message is a msgpack struct behind its length. No pickle: nothing that arrives can be code.
+
+    API process            ->  Start, Submit, Abort
+    engine process         ->  Ready | Failed, Compiled, Accepted | Refused, Progress
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from typing import Any
+
+import msgspec
+
+from outrider.types import SamplingParams
+
+_LENGTH = struct.Struct("!I")
+MAX_MESSAGE = 1 << 30
+
+
+class Start(msgspec.Struct, tag=True):
+    """What to load. `settings` are the fields of Settings."""
+
+    model: str
+    draft: str
+    settings: dict[str, Any]
+    logging: tuple[str, str]  # format and level
+
+
+class Submit(msgspec.Struct, tag=True):
+    id: str
+    prompt: list[int]
+    params: SamplingParams
+    owner: str
+
+
+class Abort(msgspec.Struct, tag=True):
+    id: str
+
+
+class Ready(msgspec.Struct, tag=True):
+    """The engine is up. What the API process needs to know of the model, so that it loads nothing itself."""
+
+    tokenizer: str
+    bos_id: int | None
+    eos_ids: list[int]
+    add_bos: bool | None
+    template: str | None
+    family: str
+    vocab: int
+    context: int
+    cache_tokens: int  # slots of the cache: no request can need more
+    drafter: str
+    plan: dict[str, Any]  # memory and speed, for people
+
+
+class Failed(msgspec.Struct, tag=True):
+    """The model could not be loaded; trying again will not help."""
+
+    message: str
+
+
+class Compiled(msgspec.Struct, tag=True):
+    """A request's grammar is ready; the engine takes the request after the step in hand."""
+
+    id: str
+
+
+class Accepted(msgspec.Struct, tag=True):
+    id: str
+    seed: int
+
+
+class Refused(msgspec.Struct, tag=True):
+    id: str
+    message: str
+    param: str | None
+    fault: bool = False  # ours, not the request's
+
+
+class Score(msgspec.Struct, array_like=True):
+    """A token's log-probability and those of its rivals."""
+
+    token: int
+    logprob: float
+    rivals: list[tuple[int, float]]
+
+
+class End(msgspec.Struct):
+    """What a finished choice cost."""
+
+    seed: int
+    cached: int
+    steps: int
+    drafted: int
+    accepted: int
+    deepest: int
+    guesses: list[tuple[int, int]]
+    origins: list[str]
+    queue_s: float
+    prompt_s: float
+    decode_s: float
+    problem: str | None
+
+
+class Piece(msgspec.Struct, array_like=True):
+    """What a step added to one choice."""
+
+    id: str
+    choice: int
+    token_ids: list[int]
+    text: str
+    finish_reason: str | None
+    scores: list[Score] | None
+    end: End | None
+    prompt_scores: list[Score | None] | None = None  # with the first tokens, where asked for
+
+
+class Step(msgspec.Struct):
+    """What a step cost and bought; for the metrics."""
+
+    rows: int
+    sequences: int
+    known: int
+    drafts: int  # sequences that guessed
+    drafted: int
+    accepted: int
+    accepted_at: list[int]  # sequences whose guess held at depth 1, 2, ...
+    lossy: int  # tokens accepted by sequences in a mode that is not exact
+    emitted: int
+    plan_s: float
+    draft_s: float
+    target_s: float
+    verify_s: float
+    total_s: float
+    plain_s: float
+    reasons: dict[str, int]
+
+
+class Gauges(msgspec.Struct):
+    """How full the engine is."""
+
+    running: int
+    cache_used: float
+    preemptions: int
+    prefix_queried: int
+    prefix_found: int
+
+
+class Progress(msgspec.Struct, tag=True):
+    """Everything one step has to tell, or, without a step, what an abort left behind."""
+
+    pieces: list[Piece]
+    started: list[str]  # requests that left the queue
+    step: Step | None
+    gauges: Gauges
+
+
+ToEngine = Start | Submit | Abort
+FromEngine = Ready | Failed | Compiled | Accepted | Refused | Progress
+
+_encoder = msgspec.msgpack.Encoder()
+to_engine = msgspec.msgpack.Decoder(ToEngine)
+from_engine = msgspec.msgpack.Decoder(FromEngine)
+
+
+def pack(message: ToEngine | FromEngine) -> bytes:
+    body = _encoder.encode(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+def receive(sock: socket.socket) -> ToEngine | None:
+    """The next message for the engine; None once the other side is gone."""
+    head = _exactly(sock, _LENGTH.size)
+    if head is None:
+        return None
+    body = _exactly(sock, _size(head))
+    return None if body is None else to_engine.decode(body)
+
+
+async def hear(reader: asyncio.StreamReader) -> FromEngine | None:
+    """The next message from the engine; None once it is gone."""
+    try:
+        body = await reader.readexactly(_size(await reader.readexactly(_LENGTH.size)))
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None
+    return from_engine.decode(body)
+
+
+def _size(head: bytes) -> int:
+    (size,) = _LENGTH.unpack(head)
+    if size > MAX_MESSAGE:
+        raise ConnectionError(f"a message of {size} bytes cannot be right")
+    return int(size)
+
+
+def _exactly(sock: socket.socket, n: int) -> bytes | None:
+    parts = bytearray()
+    while len(parts) < n:
+        try:
+            part = sock.recv(min(n - len(parts), 1 << 20))
+        except (ConnectionError, OSError):
+            return None
+        if not part:
+            return None
+        parts += part
+    return bytes(parts)

@@ -1,0 +1,70 @@
+"""The model as the API process knows it: its tokenizer, its chat template, its limits. No weights, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from outrider.errors import InvalidRequest
+from outrider.load.template import ChatTemplate
+from outrider.load.tokenizer import Tokenizer
+from outrider.serve.link import Ready
+from outrider.serve.tools import choose_format
+
+# What a template is given by the server itself: a request's own variables may not take these names.
+RESERVED = frozenset(
+    {"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token", "tokenize", "self"}
+)
+
+
+class ServedModel:
+    def __init__(self, source: str, ready: Ready) -> None:
+        self.name = shown_name(source)
+        self.tokenizer = Tokenizer.from_json(ready.tokenizer, ready.bos_id, ready.eos_ids, ready.add_bos)
+        self.template = ChatTemplate.for_tokenizer(ready.template, self.tokenizer)
+        self.tokens = frozenset(self.tokenizer.strings())
+        self.tool_format = choose_format(ready.template, ready.family)
+        self.vocab, self.context = ready.vocab, ready.context
+        self.longest = min(ready.context, ready.cache_tokens)  # prompt and answer together
+        self.drafter, self.plan = ready.drafter, ready.plan
+
+    def chat_ids(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        ask: bool = True,
+        go_on: bool = False,
+    ) -> list[int]:
+        """A conversation as token ids. `ask` opens the answer's turn; `go_on` continues the last message."""
+        if self.template is None:
+            raise InvalidRequest("this model has no chat template; use /v1/completions", "messages")
+        extra = dict(variables or {})
+        if taken := RESERVED.intersection(extra):
+            raise InvalidRequest(f"{min(taken)!r} cannot be set", "chat_template_kwargs")
+        text = self.template.render(messages, tools, add_generation_prompt=ask and not go_on, **extra)
+        if go_on:
+            text = _up_to_last(text, messages)
+        return self.tokenizer.encode(text, special=False, parse_special=True)
+
+    def token_text(self, token: int) -> tuple[str, list[int]]:
+        """How a token reads on its own, and its bytes; a model may have ids that stand for nothing."""
+        known = token < self.tokenizer.vocab_size
+        data = self.tokenizer.token_bytes(token, special=True) if known else b""
+        return data.decode("utf-8", "replace"), list(data)
+
+
+def shown_name(source: str) -> str:
+    """What clients call a model: a path by its last part, anything else as the operator wrote it."""
+    return Path(source).name if source.startswith((".", "/", "~")) else source
+
+
+def _up_to_last(text: str, messages: Sequence[Mapping[str, Any]]) -> str:
+    """The rendered text without what the template puts after the last message's words."""
+    content = messages[-1].get("content")
+    words = content.strip() if isinstance(content, str) else ""
+    end = text.rfind(words) if words else -1
+    if end < 0:
+        raise InvalidRequest("the last message has no text to continue", "continue_final_message")
+    return text[: end + len(words)]

@@ -1,0 +1,384 @@
+"""What clients may send, as structs, and how it becomes the engine's SamplingParams.
+
+The structs are also where the OpenAPI document comes from. Names nobody knows are let pass, as OpenAI does,
+with a warning in the log; names that mean something Outrider cannot do are refused: nothing a client asked
+for is quietly left out.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from outrider.errors import InvalidRequest, suggest
+from outrider.serve.limits import check_schema, read_json
+from outrider.serve.settings import ServeSettings
+from outrider.types import MAX_ALTERNATIVES, SamplingParams, Speculation
+
+log = logging.getLogger(__name__)
+
+Number = Annotated[float, Meta(ge=-1e6, le=1e6)]
+Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class SpeculativeDecoding(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """How this request is to be guessed; what is left out the engine decides."""
+
+    drafter: str | None = None
+    depth: Count | None = None
+    nodes: Count | None = None
+    tree: list[Count] | None = None
+    mode: str = "coupled"
+    block: bool = True
+    rule: str = "typical"
+    threshold: float = 0.3
+    delta: float = 0.09
+    stats: bool = False
+
+
+class Prediction(msgspec.Struct, kw_only=True):
+    type: str
+    content: str | list[dict[str, Any]]
+
+
+class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Exactly one of these."""
+
+    json: dict[str, Any] | str | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+class Sampling(msgspec.Struct, kw_only=True):
+    """What every kind of completion takes."""
+
+    model: str | None = None
+    temperature: Number | None = None
+    top_p: Number | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    min_p: Number | None = None
+    repetition_penalty: Number | None = None
+    frequency_penalty: Number | None = None
+    presence_penalty: Number | None = None
+    logit_bias: dict[str, Number] | None = None
+    bad_words: list[str] | None = None
+    seed: Seed | None = None
+    n: Count | None = None
+    max_tokens: Count | None = None
+    min_tokens: Count | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    speculative_decoding: bool | SpeculativeDecoding | None = None
+    prediction: Prediction | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    cache_salt: str | None = None
+    return_token_ids: bool | None = None
+    user: str | None = None
+
+
+class ChatRequest(Sampling, kw_only=True):
+    messages: list[dict[str, Any]]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_ALTERNATIVES)] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+
+class CompletionRequest(Sampling, kw_only=True):
+    prompt: str | list[str | TokenId | list[TokenId]]
+    echo: bool | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_ALTERNATIVES)] | None = None
+
+
+class ResponsesRequest(Sampling, kw_only=True):
+    """The stateless part of OpenAI's Responses."""
+
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    max_output_tokens: Count | None = None
+    text: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_ALTERNATIVES)] | None = None
+    include: list[str] | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    """A `prompt`, or `messages` as the chat template writes them."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+# Asked for by name and not to be had: (what, the value that asks for nothing, the way out).
+REFUSED: dict[str, tuple[Any, str]] = {
+    "functions": (None, "use tools"),
+    "function_call": (None, "use tool_choice"),
+    "audio": (None, "only text is spoken here"),
+    "modalities": (["text"], "only text is spoken here"),
+    "web_search_options": (None, "nothing is fetched for a request"),
+    "best_of": (1, "use n and choose yourself"),
+    "suffix": (None, "leave it out; text is only continued"),
+    "use_beam_search": (False, "leave it out"),
+    "allowed_token_ids": (None, "use logit_bias or structured_outputs"),
+    "skip_special_tokens": (True, "leave it out"),
+    "priority": (0, "requests are served in the order they come"),
+    "previous_response_id": (None, "this server keeps no state; send the whole conversation"),
+    "conversation": (None, "this server keeps no state; send the whole conversation"),
+    "background": (False, "this server keeps no state; stream instead"),
+    "logprobs_mode": (None, "log-probabilities are always the target's own"),
+    "chat_template": (None, "the template is the operator's to choose"),
+    "guided_json": (None, "use structured_outputs or response_format"),
+    "guided_regex": (None, "use structured_outputs"),
+    "guided_choice": (None, "use structured_outputs"),
+    "guided_grammar": (None, "use structured_outputs"),
+}
+# Known to mean nothing for a server of one model.
+HARMLESS = frozenset(
+    (
+        *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "verbosity"),
+        *("prompt_cache_retention", "reasoning_effort", "reasoning", "spaces_between_special_tokens"),
+        *("request_id", "truncation", *REFUSED),
+    )
+)
+_warned: set[str] = set()
+MOST_WARNINGS = 256
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+def read_request(body: Any, kind: type[T]) -> T:
+    """The struct of a body, or an error that names the field."""
+    if not isinstance(body, dict):
+        raise InvalidRequest("the body must be a JSON object")
+    for name, (nothing, instead) in REFUSED.items():
+        if body.get(name) not in (None, nothing):
+            raise InvalidRequest(f"{name} is not supported: {instead}", name)
+    known = {field.name for field in msgspec.structs.fields(kind)}
+    _mention(set(body) - known - HARMLESS)
+    try:
+        return msgspec.convert(body, kind)
+    except msgspec.ValidationError as problem:
+        what, _, where = str(problem).partition(" - at `")
+        place = where.rstrip("`").removeprefix("$").removeprefix(".")
+        param = ".".join(filter(None, (place, _missing(what)))) or None
+        said = what.replace("`", "'") + _near(what, param)
+        raise InvalidRequest(f"{param}: {said}" if param else said, param) from None
+
+
+def _missing(what: str) -> str | None:
+    return what.rpartition("required field `")[2].rstrip("`") if "required field" in what else None
+
+
+def _near(what: str, param: str | None) -> str:
+    """A suggestion for a misspelt name, in the objects where misspelling is an error."""
+    kind = {"speculative_decoding": SpeculativeDecoding, "structured_outputs": StructuredOutputs}.get(
+        param or ""
+    )
+    if kind is None or "unknown field" not in what:
+        return ""
+    return suggest(what.rpartition("unknown field `")[2].rstrip("`"), kind.__struct_fields__)
+
+
+def _mention(unknown: set[str]) -> None:
+    for name in unknown:
+        if name not in _warned and len(_warned) < MOST_WARNINGS:
+            _warned.add(name)
+            log.warning("unknown request field is ignored", extra={"facts": {"field": name[:80]}})
+
+
+# ----------------------------------------------------------------------------------------- to SamplingParams
+
+
+def sampling_params(
+    asked: Sampling, defaults: SamplingParams, limits: ServeSettings, grammar: Mapping[str, Any] | None
+) -> SamplingParams:
+    """The engine's parameters, all but the lengths and what one route alone knows."""
+    _within("n", asked.n or 1, limits.max_choices)
+    _within("stop", 1 if isinstance(asked.stop, str) else len(asked.stop or ()), limits.max_stop)
+    _within("stop_token_ids", len(asked.stop_token_ids or ()), limits.max_stop)
+    _within("logit_bias", len(asked.logit_bias or ()), limits.max_bias)
+    _within("bad_words", len(asked.bad_words or ()), limits.max_bias)
+    for name, words in (("stop", asked.stop), ("bad_words", asked.bad_words)):
+        if sum(map(len, words or ())) > limits.max_schema_bytes:
+            raise InvalidRequest(f"{name} is longer than {limits.max_schema_bytes} characters", name)
+    if asked.n == 0:
+        raise InvalidRequest("n must be at least 1", "n")
+    given: dict[str, Any] = {
+        "temperature": asked.temperature,
+        "top_p": asked.top_p,
+        "top_k": 0 if asked.top_k == -1 else asked.top_k,
+        "min_p": asked.min_p,
+        "repetition_penalty": asked.repetition_penalty,
+        "frequency_penalty": asked.frequency_penalty,
+        "presence_penalty": asked.presence_penalty,
+        "logit_bias": _biases(asked.logit_bias),
+        "bad_words": asked.bad_words,
+        "seed": asked.seed,
+        "n": asked.n,
+        "stop": asked.stop or None,
+        "stop_token_ids": asked.stop_token_ids,
+        "include_stop": asked.include_stop_str_in_output,
+        "ignore_eos": asked.ignore_eos,
+        "speculation": speculation_of(asked.speculative_decoding),
+        "prediction": predicted_text(asked.prediction),
+        "grammar": grammar or grammar_of(asked, limits),
+    }
+    return replace(defaults, **{name: value for name, value in given.items() if value is not None})
+
+
+# The engine's names, and the fields of requests they may have come from.
+_SENT_AS = {
+    "grammar": ("structured_outputs", "response_format", "text", "tools"),
+    "max_tokens": ("max_completion_tokens", "max_output_tokens", "max_tokens"),
+    "prompt": ("messages", "input", "prompt"),
+}
+
+
+def sent_as(name: str | None, asked: Sampling | ResponsesRequest) -> str | None:
+    """What to blame in an error: the client's word for one of the engine's."""
+    if name == "drafter":
+        return "speculative_decoding.drafter"
+    fields = _SENT_AS.get(name or "", ())
+    return next((field for field in fields if getattr(asked, field, None) is not None), name)
+
+
+def _within(name: str, count: int, most: int) -> None:
+    if count > most:
+        raise InvalidRequest(f"{name}: {count} given, at most {most} are allowed", name)
+
+
+def _biases(asked: Mapping[str, float] | None) -> dict[int, float] | None:
+    """Token ids are written as texts there; whether the model has them is for the engine to say."""
+    for name in asked or ():
+        if not (name.isascii() and name.isdigit() and len(name) <= 10):
+            raise InvalidRequest(f"logit_bias: {name!r:.40} is not a token id", "logit_bias")
+    return None if asked is None else {int(name): weight for name, weight in asked.items()}
+
+
+def speculation_of(asked: bool | SpeculativeDecoding | None) -> Speculation | None:
+    if asked is None or isinstance(asked, bool):
+        return None if asked is None else Speculation.of(asked)
+    fields = {f: getattr(asked, f) for f in asked.__struct_fields__ if f != "stats"}
+    fields["tree"] = None if asked.tree is None else tuple(asked.tree)
+    try:
+        return Speculation(**fields)
+    except InvalidRequest as problem:
+        raise InvalidRequest(str(problem), f"speculative_decoding.{problem.param}") from None
+
+
+def wants_stats(asked: bool | SpeculativeDecoding | None) -> bool:
+    return isinstance(asked, SpeculativeDecoding) and asked.stats
+
+
+def predicted_text(asked: Prediction | None) -> str | None:
+    if asked is None:
+        return None
+    if asked.type != "content":
+        raise InvalidRequest(f"prediction.type must be 'content', not {asked.type!r}", "prediction.type")
+    return text_of(asked.content, "prediction.content")
+
+
+def text_of(content: Any, where: str) -> str:
+    """A text, or a list of text parts joined as they are."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidRequest(f"{where} must be a text or a list of text parts", where)
+    parts = []
+    for i, part in enumerate(content):
+        fields = part if isinstance(part, Mapping) else {}
+        kind, text = fields.get("type", "text"), fields.get("text")
+        if kind not in ("text", "input_text", "output_text") or not isinstance(text, str):
+            raise InvalidRequest(f"{where}[{i}] is not a text part; only text is supported", f"{where}[{i}]")
+        parts.append(text)
+    return "".join(parts)
+
+
+def grammar_of(asked: Sampling, limits: ServeSettings) -> dict[str, Any] | None:
+    """One grammar from whichever field carries it."""
+    by_format = format_grammar(asked.response_format, limits)
+    extra = asked.structured_outputs
+    if extra is None:
+        return by_format
+    given = {f: v for f in extra.__struct_fields__ if (v := getattr(extra, f)) not in (None, False)}
+    if len(given) != 1 or by_format is not None:
+        raise InvalidRequest("give exactly one form for the answer", "structured_outputs")
+    ((kind, value),) = given.items()
+    if kind == "json":
+        return {"json_schema": _schema(value, limits, "structured_outputs.json")}
+    if kind in ("regex", "grammar") and len(str(value)) > limits.max_schema_bytes:
+        raise InvalidRequest(
+            f"structured_outputs.{kind} is longer than {limits.max_schema_bytes}",
+            f"structured_outputs.{kind}",
+        )
+    if kind == "choice" and sum(map(len, extra.choice or ())) > limits.max_schema_bytes:
+        raise InvalidRequest("structured_outputs.choice is too long", "structured_outputs.choice")
+    return {"lark" if kind == "grammar" else kind: value}
+
+
+def format_grammar(asked: Any, limits: ServeSettings) -> dict[str, Any] | None:
+    """From `response_format`, or `text.format` of Responses, whose schema lies one level higher."""
+    if asked is not None and not isinstance(asked, Mapping):
+        raise InvalidRequest("response_format must be an object with a type", "response_format")
+    kind = None if asked is None else asked.get("type")
+    if asked is None or kind == "text":
+        return None
+    if kind == "json_object":
+        return {"json_object": True}
+    if kind == "json_schema":
+        holder = asked.get("json_schema", asked)
+        schema = holder.get("schema") if isinstance(holder, Mapping) else None
+        return {"json_schema": _schema(schema, limits, "response_format.json_schema.schema")}
+    raise InvalidRequest(
+        f"response_format.type must be text, json_object or json_schema, not {kind!r}", "response_format.type"
+    )
+
+
+def _schema(value: Any, limits: ServeSettings, where: str) -> str:
+    """As JSON text: what carries it to the engine has no whole numbers of more than 64 bits."""
+    if isinstance(value, str):
+        try:
+            value = read_json(value.encode(), limits.max_depth)
+        except InvalidRequest:
+            raise InvalidRequest(f"{where} is not JSON", where) from None
+    check_schema(value, limits.max_schema_bytes, limits.max_depth, where)
+    return msgspec.json.encode(value).decode()
