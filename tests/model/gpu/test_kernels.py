@@ -135,14 +135,6 @@ def test_rope_and_write(device: str, heads: int, kv_heads: int, dim: int, normed
         assert furthest(ours.float(), theirs.float()) < 1e-2
 
 
-def test_gate_up(device: str) -> None:
-    parts = noise(2, 3, 96).to(device)
-    ours, theirs = (torch.empty(3, 48, dtype=HALF, device=device) for _ in range(2))
-    rows.gate_up(parts, ours)
-    rows.gate_up_twin(parts, theirs)
-    assert furthest(ours.float(), theirs.float()) < 1e-2
-
-
 # ------------------------------------------------------------------------------------------------- attention
 
 

@@ -260,10 +260,10 @@ def _combine_kernel(
     d = tl.arange(0, WIDE)[None, :]
     limit = tl.load(prefix + row)
     end = tl.load(positions + row) + 1
-    tree = False
+    tree = 0
     if TAIL:
-        tree = tl.load(ancestors + row) != 0
-        limit = tl.where(tree, limit // BLOCK * BLOCK, limit)
+        tree = tl.where(tl.load(ancestors + row) != 0, 1, 0)
+        limit = tl.where(tree > 0, limit // BLOCK * BLOCK, limit)
     begin = 0
     if WINDOW:
         begin = _split_of(tl.maximum(end - window, 0))
@@ -271,11 +271,10 @@ def _combine_kernel(
     at = (row * HEADS + head) * (splits + 2)
     stop = _split_of(end - 1) + 1
     if TAIL:
-        m0, w0, acc0 = _load_state(sums, stats, at + splits, d, tree.to(tl.int32), DIM)
-        m1, w1, acc1 = _load_state(
-            sums, stats, at + splits + 1, d, (tree & (limit + BLOCK < end)).to(tl.int32), DIM
-        )
-        stop = tl.where(tree, _split_of(limit), stop)  # from there on a node's own blocks count
+        m0, w0, acc0 = _load_state(sums, stats, at + splits, d, tree, DIM)
+        second = tl.where(limit + BLOCK < end, tree, 0)
+        m1, w1, acc1 = _load_state(sums, stats, at + splits + 1, d, second, DIM)
+        stop = tl.where(tree > 0, _split_of(limit), stop)  # from there on a node's own blocks count
     total_m = tl.full((1,), float("-inf"), tl.float32)
     total_w = tl.zeros((1,), tl.float32)
     total = tl.zeros((1, WIDE), tl.float32)
@@ -287,7 +286,7 @@ def _combine_kernel(
             m, w, acc = _load_state(sums, stats, at + s, d, stop - s, DIM)
             total_m, total_w, total = _fold(total_m, total_w, total, m, w, acc)
     if TAIL:  # noqa: SIM102 - decided when compiling
-        if tree:
+        if tree > 0:
             s = _split_of(limit)
             begun = tl.where(s >= begin, limit - _split_start(s), 0)
             m, w, acc = _load_state(sums, stats, at + s, d, begun, DIM)

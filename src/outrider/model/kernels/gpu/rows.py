@@ -1,4 +1,4 @@
-"""What is done to each row by itself: residual and norm, rotary positions and cache write, gated activation.
+"""What is done to each row by itself: residual and norm, rotary positions and cache write.
 
 The residual stream is float32, what matmuls read is bfloat16 (whatever dtype the caller's buffers have), and
 partial results of a matmul are added here, in order, by the kernel that wants them.
@@ -10,7 +10,6 @@ partial results of a matmul are added here, in order, by the kernel that wants t
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -191,35 +190,3 @@ def rope_and_write_twin(
     slots = batch.slots.long()
     q.copy_(rotate(queries, cos, sin))
     keys[slots], values[slots] = rotate(k, cos, sin).to(keys), v.to(values)
-
-
-# -------------------------------------------------------------------------------------------------- activation
-
-
-@triton.jit(do_not_specialize=["rows"])
-def _gate_kernel(parts, out, rows, width, PARTS: tl.constexpr, BLOCK: tl.constexpr, CHAIN: tl.constexpr):
-    let_next_start(CHAIN)
-    row = tl.program_id(0).to(tl.int64)
-    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = cols < width
-    await_previous(CHAIN)
-    at = row * 2 * width + cols
-    stride = rows.to(tl.int64) * 2 * width
-    gate = _sum_parts(parts, at, stride, mask, PARTS)
-    up = _sum_parts(parts, at + width, stride, mask, PARTS)
-    y = gate / (1 + tl.exp(-gate)) * up
-    tl.store(out + row * width + cols, y.to(out.dtype.element_ty), mask=mask)
-
-
-def gate_up(parts: Tensor, out: Tensor) -> None:
-    """parts [P, R, 2 F], gates then ups -> out [R, F] = silu(gate) * up."""
-    rows, width = out.shape
-    block = min(1024, triton.next_power_of_2(width))
-    _gate_kernel[(rows, triton.cdiv(width, block))](
-        parts, out, rows, width, PARTS=len(parts), BLOCK=block, num_warps=4, **chained()
-    )
-
-
-def gate_up_twin(parts: Tensor, out: Tensor) -> None:
-    gate, up = add_parts(parts).chunk(2, dim=-1)
-    out.copy_(torch.nn.functional.silu(gate) * up)

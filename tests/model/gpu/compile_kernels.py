@@ -1,0 +1,118 @@
+"""Compiles every kernel a decoder launches for a GPU that is not there, and says what each one takes.
+
+    python -m tests.model.gpu.compile_kernels
+
+A process of its own: Triton decides when it is imported whether kernels are interpreted or compiled. Tensors lie on
+the CPU and nothing is run, so only what the compiler refuses is found; what kernels compute, the interpreter tells.
+"""
+
+# mypy: disable-error-code="import-untyped, import-not-found"
+
+from __future__ import annotations
+
+import os
+
+os.environ.pop("TRITON_INTERPRET", None)
+
+import re
+import subprocess
+import tempfile
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+TARGET = GPUTarget("cuda", 90, 32)
+
+
+class Absent:
+    """A driver for a Hopper GPU that cannot launch anything."""
+
+    def get_current_target(self) -> GPUTarget:
+        return TARGET
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compile_instead_of_running() -> list[Any]:
+    """From now on a launch compiles its kernel and leaves its outputs as they were; returns what was compiled."""
+    made: dict[int, Any] = {}
+    kept: list[Any] = []
+    triton.runtime.driver.set_active(Absent())
+    run = triton.runtime.jit.JITFunction.run
+
+    def compiled(self: Any, *args: Any, warmup: bool = False, **options: Any) -> Any:
+        kernel = run(self, *args, warmup=True, **options)
+        if id(kernel) not in made:
+            made[id(kernel)] = kernel
+            kept.append(kernel)
+        return kernel
+
+    triton.runtime.jit.JITFunction.run = compiled
+    return kept
+
+
+def main() -> None:
+    kernels = compile_instead_of_running()
+    from outrider.model.kernels.gpu import launch
+
+    launch.chained = lambda: {"CHAIN": True, "launch_pdl": True}
+    for module in _modules():
+        module.chained = launch.chained
+    _launch_all()
+    for kernel in kernels:
+        registers, spilled = _registers(kernel.asm["cubin"])
+        warps, shared = kernel.metadata.num_warps, kernel.metadata.shared
+        print(f"{kernel.name} {warps} warps, {registers} registers, {shared} shared, {spilled} spilled")
+
+
+def _registers(cubin: bytes) -> tuple[int, int]:
+    """Registers of a thread, and bytes of them that found no room."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    used = re.search(r"REG:(\d+) STACK:(\d+)", told)
+    assert used is not None, told
+    return int(used[1]), int(used[2])
+
+
+def _modules() -> list[Any]:
+    from outrider.model.kernels.gpu import attention, draw, kernels, matmul, rows
+
+    return [attention, draw, kernels, matmul, rows]
+
+
+def _launch_all() -> None:
+    from outrider.draft.chains import State, draw_at, rows_batch
+    from outrider.model.decoder import Decoder, make_store
+    from outrider.model.device import DeviceDecoder, DevicePass
+    from outrider.model.kernels.gpu.kernels import GpuKernels
+    from outrider.model.rope import rope_tables
+    from outrider.types import Draft
+    from tests.model.batches import Part, Reader, random_ids
+    from tests.tiny import VOCAB, random_tensors, tiny_config
+
+    config = tiny_config(heads=8, kv_heads=2, head_dim=64, hidden=512, intermediate=1024, layers=1)
+    kernels = GpuKernels(config, *rope_tables(config, 8192), device="cpu")
+    model = DeviceDecoder(Decoder(config, random_tensors(config), kernels))
+    store = make_store(model, 600)
+    state = State(4, 520, torch.device("cpu"))
+    for size, nodes, context in ((1, 0, 512), (1, 4, 512), (4, 7, 512)):
+        rows = torch.arange(size)
+        at = torch.arange(nodes + 1)[None] + torch.zeros(size, 1, dtype=torch.int64)
+        batch = rows_batch(state, rows, at, at, at)
+        logits = DevicePass(model, store)(batch, nodes + 1, context)
+        draw_at(model, state, rows.repeat_interleave(nodes + 1), logits, at.flatten())
+    tree = Part(0, random_ids(VOCAB, 12), Draft((1, 2, 3), (-1, 0, 0)))
+    model.forward(Reader(config).batch(tree), store)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+"""What the interpreter runs, the compiler must take: every kernel is compiled for a Hopper GPU, with none at hand."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import outrider.model.kernels.gpu as gpu
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_every_kernel_compiles(tmp_path: Path) -> None:
+    sources = [file.read_text() for file in Path(gpu.__path__[0]).glob("*.py")]
+    kernels = {name for source in sources for name in re.findall(r"^def (_\w+_kernel)\(", source, re.M)}
+    assert len(kernels) > 5
+    command = [sys.executable, "-m", "tests.model.gpu.compile_kernels"]
+    there = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(command, cwd=ROOT, env=there, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert {line.split()[0] for line in done.stdout.splitlines()} == kernels
+    assert all(line.endswith(" 0 spilled") for line in done.stdout.splitlines()), done.stdout
