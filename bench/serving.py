@@ -12,7 +12,6 @@ import contextlib
 import json
 import os
 import re
-import shlex
 import signal
 import socket
 import subprocess
@@ -34,7 +33,7 @@ LINE = re.compile(r"^outrider:(\w+)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 
 def birth_certificate(module: str) -> dict[str, str]:
     """The certificate of a number that `python -m module` measured."""
-    return {**certificate(), "command": f"python -m {module} {shlex.join(sys.argv[1:])}"}
+    return certificate(f"python -m {module}")
 
 
 def arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from safetensors.torch import save_file
 
+from outrider.bench.as_if import config_json
 from outrider.load.checkpoint import open_checkpoint
 from outrider.load.find import find
 from outrider.settings import cache_folder
@@ -45,14 +47,7 @@ def main() -> None:
                 tensors[f"model.layers.{new}.{name.removeprefix(prefix)}"] = source.tensor(name).clone()
     given.folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, given.folder / "model.safetensors")
-    raw = {
-        "model_type": config.family, "vocab_size": config.vocab, "hidden_size": config.hidden,
-        "num_hidden_layers": len(kept), "num_attention_heads": config.heads, "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_dim, "intermediate_size": config.intermediate,
-        "max_position_embeddings": config.context, "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope.theta, "tie_word_embeddings": config.tied,
-        "eos_token_id": list(config.eos_ids), "bos_token_id": config.bos_id,
-    }  # fmt: skip
+    raw = config_json(replace(config, layers=len(kept)))
     (given.folder / "config.json").write_text(json.dumps(raw, indent=1))
     (given.folder / "tokenizer.json").write_text(source.tokenizer.to_json())
     print(f"{given.folder}: {len(kept)} of {config.layers} layers")

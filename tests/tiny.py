@@ -64,8 +64,8 @@ def tiny_model(kernels: str = "auto", seed: int = 0, threads: int = 1, **changes
 class Letters:
     """Token text without a tokenizer: token 65 is 'A', and so on; never an unfinished character."""
 
-    def feed(self, token: int) -> str:
-        return chr(32 + token)
+    def feed(self, *tokens: int) -> str:
+        return "".join(chr(32 + token) for token in tokens)
 
     def finish(self) -> str:
         return ""

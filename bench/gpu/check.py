@@ -1,6 +1,6 @@
 """The whole decoder on the device: against float32 on the CPU, against transformers, and against itself.
 
-    PYTHONPATH=src python bench/gpu/check.py --model model.gguf [--as-if 8b]
+    PYTHONPATH=src python bench/gpu/check.py --model model.gguf [--as-if 8b] [--weights int8]
 
 Prints logit errors, how long greedy texts stay equal, and for how many row counts and trees a row's bits change.
 """
@@ -17,12 +17,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from outrider.bench.as_if import AsIf, shape_of, widen
+from outrider.bench.as_if import config_json, shape_of, widen
 from outrider.cache.store import KeyValueStore
 from outrider.load.checkpoint import open_checkpoint
 from outrider.model.decoder import Decoder
 from outrider.model.kernels.gpu.graph import GraphedDecoder
 from outrider.model.kernels.gpu.kernels import GpuKernels
+from outrider.model.kernels.gpu.quantise import KINDS
 from outrider.model.kernels.reference import ReferenceKernels
 from outrider.model.rope import rope_tables
 from outrider.types import MAX_NODES, NO_DRAFT, Batch, Draft
@@ -98,14 +99,7 @@ def against_float32(model, source, ids: list[int]) -> None:
 def transformers_logits(source, ids: list[int]) -> torch.Tensor:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    c = source.config
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=c.vocab, hidden_size=c.hidden, intermediate_size=c.intermediate, num_hidden_layers=c.layers,
-            num_attention_heads=c.heads, num_key_value_heads=c.kv_heads, max_position_embeddings=c.context,
-            rms_norm_eps=c.norm_eps, rope_theta=c.rope.theta, tie_word_embeddings=c.tied,
-        )
-    )  # fmt: skip
+    model = LlamaForCausalLM(LlamaConfig.from_dict(config_json(source.config)))
     state = {name: source.tensor(name) for name in source.names()}
     model.load_state_dict(state, strict=False)
     model = model.to("cuda", torch.bfloat16).eval()
@@ -182,6 +176,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
     parser.add_argument("--as-if", default="")
+    parser.add_argument("--weights", default="bfloat16", choices=("bfloat16", *KINDS))
     parser.add_argument("--tokens", type=int, default=100)
     given = parser.parse_args()
     torch.set_grad_enabled(False)
@@ -189,7 +184,8 @@ def main() -> None:
     config = source.config
     ids = source.tokenizer.encode(PROMPT)
     begin = time.time()
-    small = Decoder(config, source.tensor, GpuKernels(config, *rope_tables(config, 8192)))
+    weights = {"weights": given.weights}
+    small = Decoder(config, source.tensor, GpuKernels(config, *rope_tables(config, 8192), **weights))
     print(f"model packed in {time.time() - begin:.1f} s", flush=True)
     against_float32(small, source, ids)
     text = greedy(small, ids, given.tokens)
@@ -198,7 +194,7 @@ def main() -> None:
     if given.as_if:
         begin = time.time()
         wide, read = widen(config, source.tensor, shape_of(given.as_if), "cuda", torch.bfloat16)
-        model = AsIf(wide, read, GpuKernels(wide, *rope_tables(wide, 8192)), config.vocab)
+        model = Decoder(wide, read, GpuKernels(wide, *rope_tables(wide, 8192), **weights))
         torch.cuda.synchronize()
         print(f"as if {given.as_if}: built in {time.time() - begin:.1f} s", flush=True)
         against_float32(model, source, ids)

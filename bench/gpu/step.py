@@ -1,6 +1,6 @@
 """One step of a big shape in a CUDA graph: plain at several contexts, verification of n nodes, and where time goes.
 
-    PYTHONPATH=src python bench/gpu/step.py --shape 8b --contexts 512,8192 --rows 1,8,64
+    PYTHONPATH=src python bench/gpu/step.py --shape 8b --contexts 512,8192 --rows 1,8,64 --json step.json
 
 Weights are random: a step's time does not depend on what they say.
 """
@@ -8,28 +8,34 @@ Weights are random: a step's time does not depend on what they say.
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import statistics
 import time
+from pathlib import Path
+from typing import Any
 
 import check  # beside this file
 import torch
 from torch import Tensor
 
-from outrider.bench.as_if import SHAPES
+from outrider.bench.as_if import shape_of
+from outrider.bench.certificate import certificate
 from outrider.cache.store import KeyValueStore
 from outrider.load.config import ModelConfig, Rope
 from outrider.model.decoder import Decoder
-from outrider.model.kernels.gpu import attention, draw, kernels, matmul
+from outrider.model.kernels.gpu import attention, draw, kernels, matmul, sift
 from outrider.model.kernels.gpu import rows as rows_module
 from outrider.model.kernels.gpu.draw import draw_rows
 from outrider.model.kernels.gpu.graph import Captured, GraphedDecoder
 from outrider.model.kernels.gpu.kernels import GpuKernels
+from outrider.model.kernels.gpu.quantise import KINDS
 from outrider.model.rope import rope_tables
 from outrider.types import MAX_NODES, Batch, Draft
 
 
-def random_model(name: str, context: int) -> Decoder:
-    w = SHAPES[name]
+def random_model(name: str, context: int, weights: str = "bfloat16") -> Decoder:
+    w = shape_of(name)
     config = ModelConfig(
         family="llama", vocab=w.vocab, hidden=w.hidden, layers=w.layers, heads=w.heads, kv_heads=w.kv_heads,
         head_dim=64, intermediate=w.intermediate, context=context, norm_eps=1e-5, rope=Rope(), tied=w.tied,
@@ -49,7 +55,8 @@ def random_model(name: str, context: int) -> Decoder:
             return torch.ones(shape, device="cuda")
         return torch.randn(shape, device="cuda", dtype=torch.bfloat16) * 0.02
 
-    return Decoder(config, read, GpuKernels(config, *rope_tables(config, context + MAX_NODES)))
+    tables = rope_tables(config, context + MAX_NODES)
+    return Decoder(config, read, GpuKernels(config, *tables, weights=weights))
 
 
 def plain_batch(table: Tensor, sequences: int, context: int) -> Batch:
@@ -130,6 +137,7 @@ def breakdown(graph: torch.cuda.CUDAGraph, layers: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--shape", default="8b")
+    parser.add_argument("--weights", default="bfloat16", choices=("bfloat16", *KINDS))
     parser.add_argument("--contexts", default="512,8192")
     parser.add_argument("--rows", default="1,8,64")
     parser.add_argument("--batches", default="")
@@ -141,6 +149,7 @@ def main() -> None:
     )
     parser.add_argument("--invariance", action="store_true", help="also compare rows bit by bit")
     parser.add_argument("--law", action="store_true")
+    parser.add_argument("--json", type=Path, help="a file for the results")
     given = parser.parse_args()
     if given.stages:
         attention.STAGES = given.stages
@@ -150,15 +159,13 @@ def main() -> None:
     contexts = [int(c) for c in given.contexts.split(",")]
     longest = max(contexts) + MAX_NODES + 1
     begin = time.time()
-    model = random_model(given.shape, longest)
+    model = random_model(given.shape, longest, given.weights)
     torch.cuda.synchronize()
     config = model.config
     linear = sum(
-        w.weight.data.nbytes
-        for layer in model.layers
-        for w in (layer.qkv, layer.out, layer.gate_up, layer.down)
+        w.weight.nbytes for layer in model.layers for w in (layer.qkv, layer.out, layer.gate_up, layer.down)
     )
-    linear += model.head.weight.data.nbytes
+    linear += model.head.weight.nbytes
     print(
         f"{given.shape}: {linear / 1e9:.2f} GB of weights a pass, made in {time.time() - begin:.0f} s",
         flush=True,
@@ -172,6 +179,7 @@ def main() -> None:
     table = torch.randperm(slots - 1, dtype=torch.int32)[: longest * sequences].view(sequences, longest)
     graphed = GraphedDecoder(model, store, table.cuda())
     seen: dict[tuple[int, int], Captured] = {}
+    steps: list[dict[str, Any]] = []
     for context in contexts:
         plain = 0.0
         for rows in (int(r) for r in given.rows.split(",")):
@@ -182,6 +190,7 @@ def main() -> None:
             ms = replayed(captured.graph)
             plain = plain or ms
             gbs = linear / ms / 1e9
+            steps.append({"context": context, "sequences": 1, "rows": rows, "ms": ms, "of_plain": ms / plain})
             print(
                 f"context {context:5} rows {rows:3}: {ms:.3f} ms, {ms / plain:.3f}x plain, {gbs:.2f} TB/s of weights",
                 flush=True,
@@ -193,7 +202,16 @@ def main() -> None:
         for many in (int(b) for b in given.batches.split(",") if b):
             graphed.forward(plain_batch(table, many, context))
             ms = replayed(seen.setdefault((-many, context), list(graphed.captured.values())[-1]).graph)
+            steps.append({"context": context, "sequences": many, "rows": many, "ms": ms, "of_plain": None})
             print(f"context {context:5} batch {many:3}: {ms:.3f} ms", flush=True)
+    if given.json:
+        report = {
+            "kind": "step",
+            "certificate": certificate("python bench/gpu/step.py"),
+            "shape": given.shape,
+            "weights": given.weights,
+        }
+        given.json.write_text(json.dumps({**report, "weight_gb": linear / 1e9, "steps": steps}, indent=1))
     if given.law:
         law(config.vocab)
     if given.invariance:
@@ -205,24 +223,33 @@ def main() -> None:
 
 def unchain() -> None:
     """Every kernel after the end of the one before it."""
-    for module in (attention, draw, matmul, rows_module):
+    for module in (attention, draw, matmul, rows_module, sift):
         module.chained = lambda: {"CHAIN": False}
 
 
 def law(vocab: int) -> None:
-    """What the argmax with noise costs, and the filters that are still torch's."""
-    for rows in (1, 64):
-        logits = torch.randn(rows, vocab, device="cuda")
+    """What the argmax with noise costs, and the filters, each with a copy of the logits to work on."""
+    for rows in (1, 5, 16, 80, 512):
+        logits = torch.randn(rows, vocab, device="cuda") * 2.5
+        logits[:, 7] = 16.0  # a likeliest token that stands out, as it does in text
+        work = torch.empty_like(logits)
         seeds = torch.arange(rows, device="cuda")
         sampled = torch.ones(rows, dtype=torch.bool, device="cuda")
         ways = {
             "law, sampled": lambda a=logits, b=sampled, s=seeds: draw_rows(a, b, s, s),
             "law, greedy": lambda a=logits, b=~sampled, s=seeds: draw_rows(a, b, s, s),
-            "top-k 50": lambda a=logits: a.masked_fill(a < a.topk(50).values[:, -1:], -torch.inf),
-            "top-p (softmax, top 512, cumsum)": lambda a=logits: (
-                a.softmax(-1).gather(1, a.topk(512).indices).cumsum(-1)
-            ),
+            "the copy alone": lambda a=logits, w=work: w.copy_(a),
         }
+        for name, heat, *filters in (
+            ("nobody filters", 1.0, 0, 1.0, -math.inf),
+            ("top-p 0.9", 1.0, 0, 0.9, -math.inf),
+            ("top-p 0.9, flat", 2.5, 0, 0.9, -math.inf),
+            ("top-k 50", 1.0, 50, 1.0, -math.inf),
+            ("top-k 50, top-p 0.9", 1.0, 50, 0.9, -math.inf),
+            ("min-p 0.05", 1.0, 0, 1.0, math.log(0.05)),
+        ):
+            columns = [torch.tensor([value] * rows, device="cuda") for value in filters]
+            ways[name] = lambda a=logits / heat, w=work, c=columns: sift.sift_rows(w.copy_(a), *c)
         for name, way in ways.items():
             way()
             torch.cuda.synchronize()

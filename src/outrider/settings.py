@@ -43,6 +43,7 @@ def cache_folder() -> Path:
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16")
 FAST = {"cpu": "float32", "cuda": "bfloat16"}
+WEIGHTS = {"cpu": ("float32",), "cuda": ("bfloat16", "fp8", "int8", "int4")}
 SEQUENCES = {"cpu": 64, "cuda": 512}
 ROWS = {"cpu": 128, "cuda": 2048}
 CACHE_SHARE = 0.6  # of a GPU's memory, once the weights are there; the rest is for drafts, graphs and logits
@@ -54,6 +55,7 @@ class Settings:
 
     device: str = "auto"  # auto | cpu | cuda
     dtype: str = "auto"  # auto | float32 | bfloat16; auto: what the device is fast with
+    weights: str = "auto"  # auto | float32 | bfloat16 | fp8 | int8 | int4; auto: as dtype
     threads: int = 0  # 0 = the cores this process may use
     context: int = 0  # 0 = what the model was trained for
     cache_bytes: int = 0  # memory for keys and values; 0 = by device
@@ -71,6 +73,13 @@ class Settings:
             raise InvalidRequest(
                 f"{self.device} computes in {FAST[self.device]}, not in {self.dtype}", "dtype"
             )
+        known_weights = ("auto", *WEIGHTS["cpu"], *WEIGHTS["cuda"])
+        if self.weights not in known_weights:
+            raise InvalidRequest(
+                f"unknown weights {self.weights!r}{suggest(str(self.weights), known_weights)}", "weights"
+            )
+        if self.device != "auto":
+            _check_weights(self.weights, self.device)
         if self.kernels not in ("auto", "c", "torch"):
             raise InvalidRequest(f"kernels must be auto, c or torch, got {self.kernels!r}", "kernels")
         for name, low in (("threads", 0), ("context", 0), ("cache_bytes", 0), ("max_sequences", 0)):
@@ -92,6 +101,7 @@ class Settings:
         device = ("cpu" if free is None else "cuda") if self.device == "auto" else self.device
         if self.dtype not in ("auto", FAST[device]):
             raise InvalidRequest(f"{device} computes in {FAST[device]}, not in {self.dtype}", "dtype")
+        _check_weights(self.weights, device)
         if device == "cuda" and self.kernels != "auto":
             raise InvalidRequest(f"kernels {self.kernels!r} are for the CPU; leave them out", "kernels")
         sequences = self.max_sequences or SEQUENCES[device]
@@ -99,6 +109,7 @@ class Settings:
             self,
             device=device,
             dtype=FAST[device],
+            weights=FAST[device] if self.weights == "auto" else self.weights,
             max_sequences=sequences,
             step_rows=self.step_rows or max(ROWS[device], sequences),
             cache_bytes=self.cache_bytes or (1 << 30 if device == "cpu" else int(CACHE_SHARE * (free or 0))),
@@ -112,3 +123,10 @@ class Settings:
             if name not in known:
                 raise InvalidRequest(f"unknown setting {name!r}{suggest(name, known)}", name)
         return cls(**options)
+
+
+def _check_weights(weights: str, device: str) -> None:
+    if weights != "auto" and weights not in WEIGHTS[device]:
+        raise InvalidRequest(
+            f"{device} stores weights as {', '.join(WEIGHTS[device])}, not as {weights}", "weights"
+        )

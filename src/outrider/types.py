@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from outrider.errors import InvalidRequest, suggest
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -328,6 +329,7 @@ class Sequence:
     tokens: list[int]  # prompt, then output
     row: int = -1  # of the slot table; -1 while waiting
     cached: int = 0  # tokens whose keys and values are in their slots
+    released: int = 0  # times it gave its row and slots back
     reused: int = 0  # of the prompt, found in the cache when first admitted
     finish_reason: FinishReason | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -396,8 +398,8 @@ class TokenLogprob:
 class Verdict:
     """What the target said of one sequence: `accepted` draft nodes in path order, then `tokens[-1]`.
 
-    `tokens` are all tokens emitted this step (the accepted ones and the one after); empty while a prompt is
-    still being read. `logprobs` runs parallel to `tokens` when asked for.
+    `tokens` are all tokens emitted this step (the accepted ones and the one after; of several plain passes told of
+    together, all); empty while a prompt is still being read. `logprobs` runs parallel to `tokens` when asked for.
     """
 
     tokens: list[int]
@@ -439,6 +441,10 @@ class Batch:
     def rows(self) -> int:
         return len(self.ids)
 
+    def to(self, device: torch.device) -> Batch:
+        """The same batch on a device."""
+        return Batch(**{f.name: getattr(self, f.name).to(device, non_blocking=True) for f in fields(self)})
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -469,3 +475,5 @@ class StepRecord:
     outcomes: list[Outcome] = field(default_factory=list)
     reasons: tuple[str, ...] = ()  # why the planner bet as it did, one a sequence
     plain_s: float = 0.0  # what plain steps would have cost for the same tokens; 0 while a prompt is read
+    flight: tuple[str, int] | None = None  # a round on the device: its drafter and its room for guesses
+    passes: int = 1  # of the target, one after the other, told of together; rows are those of one

@@ -38,6 +38,8 @@ AT_THE_COMMAND_LINE = [
     (["hi", "--prompt", "ho"], 2, "give one of PROMPT and --prompt", ""),
     (["hi", "--raw", "--system", "S"], 2, "a system prompt needs the chat template", ""),
     (["hi", "--device", "tpu"], 2, "device", "tpu"),
+    (["hi", "--weights", "int"], 2, "unknown weights 'int'; did you mean 'int", ""),
+    (["hi", "--weights", "int8", "--device", "cpu"], 2, "cpu stores weights as float32, not as int8", ""),
     (["hi", "--cache-bytes", "lots"], 2, "--cache-bytes", "is not a size"),
     (["hi", "--draft", "lokup"], 1, "no drafter 'lokup'", "did you mean 'lookup'?"),
     (["hi", "--speculate", "maybe"], 2, "--speculate", "auto, off, a number"),

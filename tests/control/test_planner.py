@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.control.costs import KEEP, Costs
-from outrider.control.planner import DEPTH, HOTTEST, MOST_SEQUENCES, PROBE, Planner
+from outrider.control.costs import HOPED, KEEP, Costs, RoundCosts
+from outrider.control.planner import (
+    DEPTH,
+    DEPTHS,
+    HOTTEST,
+    MOST_SEQUENCES,
+    PROBE,
+    PROBE_SHARE,
+    Habit,
+    Planner,
+)
 from outrider.types import NO_BET, Bet, Outcome, StepRecord
 from tests.tiny import sequence
 
@@ -190,3 +199,146 @@ def test_costs_are_learned_from_plain_steps_and_guesses():
     costs.observe(step([s], [Bet("lm", 4, 4)], rows=5, total=3.0, draft=0.8, drafted=4))
     assert costs.step(5) == pytest.approx(2.2) and costs.level("lm") == pytest.approx(0.2)
     assert costs.level("lookup") == 0.0
+
+
+# ------------------------------------------------------------------------------------------ rounds on a device
+
+CHEAP = {n: 1 + 0.02 * n for n in range(9)}  # cost of a round by its guesses
+DEAR = {n: 1.0 + n for n in range(9)}
+RISING = {n: 1 + 0.2 * n for n in range(9)}
+
+
+def fly(made: Planner, sequences, bets, costs: dict[int, float], accepted=0, drafted=None) -> None:
+    """A round as the engine would record it."""
+    guesses = max(bet.nodes for bet in bets)
+    name = next((bet.drafter for bet in bets if bet.nodes), "none")
+    outcomes = []
+    for s, bet in zip(sequences, bets, strict=True):
+        nodes = bet.nodes if drafted is None else drafted
+        outcomes.append(Outcome(s, bet, nodes, nodes, min(accepted, nodes)))
+    n, took = len(sequences), costs[guesses]
+    emitted = n + sum(o.accepted for o in outcomes)
+    record = StepRecord(n, n, n, 0, 0, emitted, 0, 0, took, 0, took, outcomes, flight=(name, guesses))
+    made.observe(record)
+
+
+def in_round(made: Planner, sequences) -> tuple[set[int], set[str]]:
+    plan = made.plan_round(sequences, 8)
+    return {bet.nodes for bet in plan.bets}, set(plan.reasons)
+
+
+def test_a_round_of_a_new_size_is_plain_first():
+    made, some = Planner("lookup"), [sequence([1, i]) for i in range(4)]
+    assert in_round(made, some) == ({0}, {"unmeasured"})
+    fly(made, some, [NO_BET] * 4, CHEAP)
+    depths, reasons = in_round(made, some)
+    assert reasons == {"pays"} and depths <= set(DEPTHS)
+    assert in_round(made, some[:2]) == ({0}, {"unmeasured"})  # another size
+
+
+def test_the_depth_of_a_round_follows_what_holds():
+    made, some = Planner("lookup"), [sequence([1, i]) for i in range(3)]
+    fly(made, some, [NO_BET] * 3, RISING)
+    for held, expected in ((8, {8}), (1, {1}), (8, {8})):
+        for _ in range(150):
+            fly(made, some, made.plan_round(some, 8).bets, RISING, accepted=held)
+        assert in_round(made, some) == (expected, {"pays"})
+
+
+def test_a_round_that_costs_more_than_it_brings_is_plain():
+    made, some = Planner("lm"), [sequence([1, i]) for i in range(16)]
+    fly(made, some, [NO_BET] * 16, DEAR)
+    flown = 0
+    for _ in range(100):
+        bets = made.plan_round(some, 8).bets
+        flown += bets[0].nodes > 0
+        fly(made, some, bets, DEAR, accepted=1)
+    assert flown <= 3  # until it was measured
+    assert in_round(made, some) == ({0}, {"below break-even"})
+
+
+def test_probes_take_a_small_share_of_the_time_and_find_what_changed():
+    made, some = Planner("lm"), [sequence([1, 2])]
+    half = {n: 1 + 0.5 * (n > 0) for n in range(9)}
+    fly(made, some, [NO_BET], half)
+    while in_round(made, some)[0] != {0}:
+        fly(made, some, made.plan_round(some, 8).bets, half)
+    spent = probes = 0.0
+    for _ in range(3000):
+        bets = made.plan_round(some, 8).bets
+        probes += bets[0].nodes > 0
+        spent += half[bets[0].nodes]
+        fly(made, some, bets, half)
+    assert probes > 10 and (spent - 3000) / spent <= PROBE_SHARE * 1.1
+    for _ in range(200):
+        fly(made, some, made.plan_round(some, 8).bets, half, accepted=8)
+    assert in_round(made, some) == ({8}, {"pays"})  # a probe that paid is followed by another
+
+
+def test_a_drafter_with_nothing_to_say_counts_as_wrong():
+    made, some = Planner("lookup"), [sequence([1, 2])]
+    fly(made, some, [NO_BET], RISING)
+    for _ in range(20):
+        fly(made, some, made.plan_round(some, 8).bets, RISING, drafted=0)
+    assert in_round(made, some) == ({0}, {"below break-even"})
+
+
+def test_a_new_sequence_starts_from_what_others_taught():
+    made = Planner("lookup")
+    old, new = [sequence([1, i]) for i in range(2)], [sequence([2, i]) for i in range(2)]
+    fly(made, old, [NO_BET] * 2, RISING)
+    assert in_round(made, [sequence([3, i]) for i in range(2)])[1] == {"pays"}
+    for _ in range(60):
+        fly(made, old, [Bet("lookup", 2, 2)] * 2, RISING)
+    assert in_round(made, new) == ({0}, {"below break-even"})
+    for s in list(made.habits):
+        made.forget(s)
+    assert not made.habits
+
+
+def test_what_a_request_fixed_is_done_and_others_go_along():
+    made = Planner("lookup")
+    asked = sequence([1, 2], speculation={"depth": 4, "nodes": 4})
+    free, off = sequence([1, 3]), sequence([1, 4], speculation=False)
+    for n in (3, 1):
+        fly(made, [free] * n, [NO_BET] * n, DEAR)
+        assert made.plan_round([free] * n, 8).bets[0].nodes > 0  # hoped to be cheap
+        fly(made, [free] * n, [Bet("lookup", 4, 4)] * n, DEAR, accepted=1)
+    assert made.plan_round([free], 8).bets == (NO_BET,)
+    plan = made.plan_round([asked, free, off], 8)
+    assert plan.bets[0].nodes == 4 and plan.reasons[0] == "asked"
+    assert plan.bets[1].nodes == 4  # the round is that deep already
+    assert plan.bets[2] == NO_BET and plan.reasons[2] == "off"
+
+
+def test_what_plain_rounds_would_have_cost():
+    made, s = Planner("lookup"), sequence([1, 2])
+    plain = StepRecord(1, 1, 1, 0, 0, 8, 0, 0, 4.0, 0, 5.0, flight=("none", 0), passes=8)
+    made.observe(plain)
+    assert made.round_costs.plain(1) == 0.5 and plain.plain_s == 5.0
+    outcome = Outcome(s, Bet("lookup", 4, 4), 4, 4, 3)
+    record = StepRecord(5, 1, 1, 4, 3, 4, 0, 0, 0.75, 0, 0.8, [outcome], flight=("lookup", 4))
+    made.observe(record)
+    assert record.plain_s == 4 * 0.5 and made.round_costs.ratio("lookup", 4, 1) == 1.5
+
+
+def test_unmeasured_rounds_are_judged_by_their_neighbours():
+    costs = RoundCosts()
+    assert costs.ratio("lm", 4, 16) == 1 + 4 * HOPED
+    for sequences in (1, 16):
+        costs.observe("none", 0, sequences, 2.0)
+    costs.observe("lm", 4, 1, 3.0)
+    assert costs.ratio("lm", 4, 16) == 1.5  # of fewer sequences
+    costs.observe("lm", 2, 16, 4.0)
+    assert costs.ratio("lm", 4, 16) == 3.0  # of another depth
+    costs.observe("lm", 4, 13, 5.0)  # which are made for 16
+    assert costs.ratio("lm", 4, 16) == 2.5
+    assert costs.ratio("lookup", 4, 16) == 1 + 4 * HOPED
+
+
+def test_a_habit_knows_the_first_guess_from_the_others():
+    habit = Habit(0.5, 0.5)
+    for i in range(400):
+        habit.observe(4, 4 if i % 2 else 0, 200)
+    assert abs(habit.first - 0.5) < 0.05 and habit.further > 0.95
+    assert abs(habit.tokens(4) - 2.0) < 0.2

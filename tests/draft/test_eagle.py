@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
+from outrider.draft import eagle
 from outrider.draft.eagle import EagleDrafter, eagle_taps, load_eagle
 from outrider.errors import BadCheckpoint
 from outrider.types import Bet
@@ -247,6 +248,18 @@ def test_guesses_after_a_pause_are_those_without_one(tmp_path):
     first = min(k[1] for k in paused if k[1] >= 269 and k in always)
     after = {k: d for k, d in paused.items() if k[1] >= first}
     assert first < 290 and len(after) > 100 and after == {k: d for k, d in always.items() if k[1] >= first}
+
+
+def test_reading_in_pieces_changes_no_guess(model, folder, monkeypatch):
+    seen = []
+    for rows in (512, 7):
+        monkeypatch.setattr(eagle, "READ_ROWS", rows)
+        engine, _, watched = eagle_engine(model, folder, Always(Bet("eagle", 4, 4)))
+        for i in range(2):
+            engine.add(request(f"r{i}", prompt_of(20 + i, i), max_tokens=6))
+        finish(engine)
+        seen.append(watched.seen)
+    assert seen[0] == seen[1]
 
 
 def test_other_names_and_no_map(tmp_path, model):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from outrider.draft.lookup import GRAM, LookupDrafter
 from outrider.types import NO_DRAFT, Bet, Draft
 from tests.tiny import sequence
@@ -98,15 +100,28 @@ def test_prompts_are_not_remembered():
     assert guess(drafter, started(drafter, [50, 51, 52, 53], owner="a")) == NO_DRAFT
 
 
-def test_the_oldest_answers_are_forgotten():
+@pytest.mark.parametrize("asked", [False, True])
+def test_the_oldest_answers_are_forgotten(asked):
+    """Whether they have been read by then or not."""
     drafter = LookupDrafter(tokens_per_owner=20)
     for start in (0, 10, 20, 30):
         ended(drafter, range(start, start + 8), owner="a")
         past = drafter.past["a"]
+        if asked:
+            assert past.continuation(range(start, start + 4), 2) == (4, [start + 4, start + 5])
+        assert len(past.unread) == (0 if asked else len(past.answers))
         assert past.size == sum(map(len, past.answers)) <= 20
         assert all(any(answer is held for held in past.answers) for answer, _ in past.grams.values())
     assert guess(drafter, started(drafter, [0, 1, 2, 3], owner="a")) == NO_DRAFT
     assert guess(drafter, started(drafter, [30, 31, 32, 33], owner="a")).tokens == (34, 35, 36, 37)
+
+
+def test_answers_are_read_a_few_at_a_time_and_all_in_the_end():
+    drafter = LookupDrafter()
+    for start in range(0, 90, 10):
+        ended(drafter, range(start, start + 8), owner="a")
+    found = [drafter.past["a"].continuation([80, 81, 82, 83], 1)[0] for _ in range(3)]
+    assert found == [0, 0, 4]
 
 
 def test_a_repeated_answer_outlives_its_first_copy():

@@ -95,7 +95,7 @@ def test_small_cache_chunks_and_reuse(llm: LLM, plain):
 
 
 def test_transformers_says_the_same(llm: LLM):
-    peer = Transformers(llm.checkpoint.path, llm.settings.threads)
+    peer = Transformers.open(llm.checkpoint.path, llm.settings.threads)
     for text in TEXTS[:3]:
         prompt = llm.chat_ids([{"role": "user", "content": text}])
         params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)

@@ -6,6 +6,8 @@ import random
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from outrider.cache.store import KeyValueStore
 from outrider.control.planner import Planner
@@ -68,8 +70,10 @@ def some_requests(seed: int) -> list[Request]:
             prompt_of(rnd.randint(3, 40), i + seed),
             stop_ids=frozenset([rnd.randrange(VOCAB)]),
             max_tokens=rnd.randint(1, 60),
-            temperature=rnd.choice([0, 0.7, 1.0]),
-            top_p=rnd.choice([1.0, 1.0, 1.0, 0.9]),
+            temperature=rnd.choice([0, 0.7, 1.0, 1.6, 1e-38]),
+            top_k=rnd.choice([0, 0, 3, 20, VOCAB, 500]),
+            top_p=rnd.choice([1.0, 1.0, 0.9, 0.4, 0.999999]),
+            min_p=rnd.choice([0.0, 0.0, 0.1, 0.6]),
             seed=seed * 10 + i,
             speculation=rnd.choice(how),
         )
@@ -136,6 +140,79 @@ def test_a_sequence_that_joins_and_one_that_leaves(model, small) -> None:
             assert told[one.id] == alone[one.id]
 
 
+FILTERS = [{"top_k": 4}, {"top_p": 0.7}, {"min_p": 0.2}, {"top_k": 30, "top_p": 0.8, "min_p": 0.01}]
+
+
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+@pytest.mark.parametrize("drafter", ["lm", "lookup", "none"])
+def test_requests_with_filters_fly(model, small, filters, drafter) -> None:
+    how = {"drafter": drafter, "depth": 4} if drafter != "none" else False
+    asked = request("a", prompt_of(6) * 4, max_tokens=80, temperature=1.3, seed=3, speculation=how, **filters)
+    engine = make_engine(model, model, 1)  # a draft that would say the same
+    [one] = engine.add(asked)
+    packed, after_prompt = [], engine._pack_and_run
+    engine._pack_and_run = lambda: packed.append(1) or after_prompt()  # type: ignore[method-assign]
+    finish(engine)
+    assert len(packed) == 1  # the step that read the prompt
+    assert engine.rounds is not None
+    assert engine.rounds.shapes and all(key[-1] for key in engine.rounds.shapes)
+    assert [one.output] == list(run(make_engine(model, small, None), [asked]).values())
+    if drafter == "lm":  # it guesses by the same filters; only a last round may be cut short
+        assert one.drafted - one.accepted <= 4
+    unfiltered = request("a", prompt_of(6) * 4, max_tokens=80, temperature=1.3, seed=3, speculation=how)
+    assert [one.output] != list(run(make_engine(model, small, None), [unfiltered]).values())
+
+
+def test_nobody_is_sifted_where_nobody_asks(model, small) -> None:
+    engine = make_engine(model, small, 1)
+    greedy = request("a", prompt_of(5), max_tokens=30, temperature=0, top_p=0.5, speculation=False)
+    warm = request("b", prompt_of(7), max_tokens=30, temperature=0.7, speculation=False)
+    run(engine, [greedy, warm])
+    assert engine.rounds is not None
+    assert engine.rounds.shapes and not any(key[-1] for key in engine.rounds.shapes)
+
+
+def test_a_row_forgets_the_filters_of_who_had_it_before(model, small) -> None:
+    """One after the other on the same row, beside one who filters all along."""
+    long = request("long", prompt_of(5), max_tokens=120, temperature=1.2, top_p=0.5, speculation=False)
+    heirs = [
+        request(f"r{i}", prompt_of(6, i), max_tokens=8, temperature=1.2, seed=i, speculation=False, **filters)
+        for i, filters in enumerate([{"top_k": 2}, {}, {"min_p": 0.7}, {}])
+    ]
+    alone = {one.id: run(make_engine(model, small, None), [one])[one.id, 0] for one in (long, *heirs)}
+    engine = make_engine(model, small, 1, max_sequences=2)
+    assert {key: told for (key, _), told in run(engine, [long, *heirs]).items()} == alone
+    assert engine.rounds is not None and all(key[-1] for key in engine.rounds.shapes)
+    assert run(engine, heirs[1:2])["r1", 0] == alone["r1"]
+    assert not all(key[-1] for key in engine.rounds.shapes)  # on a row that knew filters
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_filters_hold_whoever_comes_and_goes(model, small, data) -> None:
+    """Any mix of filters, joining and leaving in any order, speculating or not: as each would be told alone."""
+    requests = [
+        request(
+            f"r{i}", prompt_of(data.draw(st.integers(2, 20)), i), max_tokens=data.draw(st.integers(1, 30)),
+            temperature=data.draw(st.sampled_from([0, 0.8, 1.5])), seed=i,
+            top_k=data.draw(st.sampled_from([0, 1, 5, 40])), top_p=data.draw(st.sampled_from([1.0, 0.9, 0.3])),
+            min_p=data.draw(st.sampled_from([0.0, 0.05, 0.5])),
+            speculation=data.draw(st.sampled_from([False, True, {"drafter": "lookup", "depth": 3}, {"depth": 2}])),
+        )
+        for i in range(data.draw(st.integers(1, 5)))
+    ]  # fmt: skip
+    engine = make_engine(model, small, data.draw(st.sampled_from([0, 1])), max_sequences=3)
+    told: dict[str, list[int]] = {one.id: [] for one in requests}
+    waiting = list(requests)
+    while waiting or not engine.idle:
+        if waiting and (engine.idle or data.draw(st.integers(0, 3)) == 0):
+            engine.add(waiting.pop(0))
+        for event in engine.step():
+            told[event.request_id] += event.token_ids
+    for one in requests:
+        assert told[one.id] == run(make_engine(model, small, None), [one])[one.id, 0]
+
+
 def test_a_full_cache_takes_the_packed_way(model, small) -> None:
     requests = [request(f"r{i}", prompt_of(30, i), max_tokens=50, temperature=0.7) for i in range(6)]
     packed = run(make_engine(model, small, None), requests)
@@ -178,3 +255,72 @@ def test_a_round_has_one_drafter(model, small) -> None:
     bets = [Bet("lm", 6, 3), Bet("lookup", 4, 4), NO_BET, Bet("lm", 20, 20)]
     assert rounds.fitted(bets) == [Bet("lm", 3, 3), NO_BET, NO_BET, Bet("lm", 8, 8)]
     assert rounds.fitted([NO_BET, NO_BET]) == [NO_BET, NO_BET]
+
+
+# --------------------------------------------------------------------------------- several plain passes a round
+
+
+class Busy:
+    """A device that is always done before the host looks, so that runs grow; or never, so that they shrink."""
+
+    def __init__(self, engine: Engine, waited: float) -> None:
+        assert engine.rounds is not None
+        self.rounds, self.pace, self.flown = engine.rounds, engine.rounds.pace, []
+        self.waited = waited
+        engine.rounds.pace = self.watch  # type: ignore[method-assign]
+
+    def watch(self, flight, waited: float, spent: float) -> None:
+        self.flown.append(flight.passes)
+        self.pace(flight, self.waited, 1.0)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("seed", range(6))
+def test_runs_of_plain_passes_end_where_single_ones_do(model, small, lag, seed) -> None:
+    """Whatever ends an answer (an end id, a stop string, its length), wherever in a run."""
+    rnd = random.Random(seed)
+    requests = [
+        request(
+            f"r{i}", prompt_of(rnd.randint(3, 20), i + seed), stop_ids=frozenset(rnd.sample(range(VOCAB), 2)),
+            max_tokens=rnd.randint(1, 50), temperature=rnd.choice([0, 0.7]), seed=i, speculation=False,
+            stop=rnd.choice([(), ("A", "bc"), ("Q",)]),
+        )
+        for i in range(rnd.randint(1, 6))
+    ]  # fmt: skip
+    engines = [make_engine(model, small, None), make_engine(model, small, lag)]
+    busy = Busy(engines[1], waited=0.0)
+    told = []
+    for engine in engines:
+        sequences = [s for one in requests for s in engine.add(one)]
+        events = finish(engine)
+        engine._land(0)
+        engine.table.check()
+        texts = {key: "".join(event.text for event in some) for key, some in events.items()}
+        told.append((texts, [(s.output, s.finish_reason, s.steps, s.origins) for s in sequences]))
+    assert told[0] == told[1]
+    assert all(steps == len(output) for output, _, steps, _ in told[1][1])
+    assert max(busy.flown) > 1
+
+
+def test_runs_grow_while_the_device_waits_for_the_host_and_shrink_again(model, small) -> None:
+    engine = make_engine(model, small, 1)
+    busy = Busy(engine, waited=0.0)
+    engine.add(request("a", prompt_of(5), max_tokens=100, speculation=False))
+    finish(engine)
+    assert busy.flown[:5] == [1, 1, 2, 2, 4] and max(busy.flown) == 8
+    busy.waited = 1.0
+    engine.add(request("b", prompt_of(5), max_tokens=100, speculation=False))
+    finish(engine)
+    assert busy.flown[-1] == 1
+
+
+def test_no_round_is_flown_for_what_is_known_to_be_over(model, small) -> None:
+    """The length is known beforehand: neither a round too many nor a pass."""
+    engine = make_engine(model, small, 1)
+    busy = Busy(engine, waited=0.5)
+    assert engine.rounds is not None
+    engine.rounds.runs[1] = 4
+    engine.add(request("a", prompt_of(5), max_tokens=12, speculation=False))
+    finish(engine)
+    assert busy.flown == [4, 4, 3]  # the first token came with the prompt
+    assert not engine.flights

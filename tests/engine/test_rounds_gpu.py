@@ -6,15 +6,30 @@ import pytest
 import torch
 
 from outrider.control.planner import Planner
+from outrider.draft import tree
+from outrider.draft.eagle import EagleDrafter, load_eagle
+from outrider.draft.early_exit import EarlyExitDrafter
 from outrider.draft.lm import LmDrafter
 from outrider.draft.lookup import LookupDrafter
 from outrider.engine.engine import Engine
 from outrider.model.decoder import Decoder
 from outrider.model.rope import rope_tables
 from outrider.settings import Settings
-from outrider.types import MAX_NODES
+from outrider.types import MAX_NODES, Bet
 from tests.engine.test_rounds import run, some_requests
-from tests.tiny import VOCAB, Letters, finish, noised, random_tensors, request, tiny_config
+from tests.engine.test_target_chains import Silent, Steady
+from tests.tiny import (
+    VOCAB,
+    Letters,
+    eagle_tensors,
+    finish,
+    noised,
+    prompt_of,
+    random_tensors,
+    request,
+    tiny_config,
+    write_eagle,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -41,13 +56,23 @@ def models():
     return make(random_tensors(config)), make(noised(config, 0, 0.05), to_host=True)
 
 
-def make_engine(models, fly: bool, default: str = "lm") -> Engine:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    config = tiny_config(**SHAPE)
+    return write_eagle(tmp_path_factory.mktemp("eagle"), config, eagle_tensors(config, VOCAB))
+
+
+def make_engine(models, fly: bool, default: str = "lm", folder=None) -> Engine:
     from outrider.engine.flying import make_rounds
 
     target, small = models
     settings = Settings(max_sequences=32, step_rows=256, cache_bytes=1 << 26, check_integrity=True)
     engine = Engine(target, settings, Letters)
     drafters = {"lookup": LookupDrafter(), "lm": LmDrafter(small, 20_000, 32, 512, VOCAB)}
+    drafters["early_exit"] = EarlyExitDrafter(target, engine.store, engine.table, 2)
+    if folder is not None:
+        head = load_eagle(folder, target, engine.context)
+        drafters["eagle"] = EagleDrafter(head, engine.store, engine.table, 20_000, engine.context)
     engine.use_drafters(drafters, Planner(default))
     if fly:
         engine.rounds = make_rounds(engine)
@@ -61,6 +86,36 @@ def test_rounds_tell_what_packed_steps_tell(models, default, seed) -> None:
     assert run(make_engine(models, True, default), requests) == run(
         make_engine(models, False, default), requests
     )
+
+
+@pytest.mark.parametrize("name", ["early_exit", "eagle"])
+def test_drafters_of_the_target_guess_in_rounds_as_they_do_packed(models, folder, name, monkeypatch) -> None:
+    monkeypatch.setattr(tree, "CANDIDATES", VOCAB)  # on the device every token takes part
+    asked = [
+        request(f"r{i}", prompt_of(5 + 9 * i, i), max_tokens=80, temperature=0.7, seed=i) for i in range(5)
+    ]
+    packed = make_engine(models, False, name, folder)
+    silent = Silent(packed.drafters[name])
+    packed.use_drafters({name: silent}, Steady(Bet(name, 4, 4)))
+    answers = {key[0]: tokens for key, tokens in run(packed, asked).items()}
+    engine = make_engine(models, True, name, folder)
+    engine.planner = Steady(Bet(name, 4, 4))
+    sequences = [engine.add(one)[0] for one in asked]
+    seen: dict[tuple[str, int], tuple[int, ...]] = {}
+    commit = engine._commit
+
+    def noting(picks, drafts, bets, verdicts):
+        for pick, draft in zip(picks, drafts, strict=True):
+            if pick.guessed is not None:  # a round's; graphs cannot be watched from inside
+                seen[pick.sequence.request.id, len(pick.sequence.tokens)] = draft.tokens
+        return commit(picks, drafts, bets, verdicts)
+
+    monkeypatch.setattr(engine, "_commit", noting)
+    finish(engine)
+    assert {s.request.id: s.output for s in sequences} == answers
+    compared = {key: tokens for key, tokens in seen.items() if key in silent.seen}
+    assert len(compared) > 100
+    assert all(tokens == silent.seen[key][0] for key, tokens in compared.items())
 
 
 def test_guesses_change_nothing_and_hold(models) -> None:

@@ -16,8 +16,8 @@ class Bytes:
     def __init__(self) -> None:
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def feed(self, token: int) -> str:
-        return self.decoder.decode(bytes([token]))
+    def feed(self, *tokens: int) -> str:
+        return self.decoder.decode(bytes(tokens))
 
     def finish(self) -> str:
         return self.decoder.decode(b"", final=True)
@@ -27,7 +27,7 @@ def write(data: bytes, stops: tuple[str, ...], include: bool = False) -> tuple[l
     writer = Writer(Bytes(), stops, include)
     pieces = []
     for token in data:
-        text, stopped = writer.feed(token)
+        text, stopped = writer.feed([token])
         pieces.append(text)
         if stopped:
             return pieces, True
@@ -62,6 +62,22 @@ def test_no_piece_ever_shown_begins_a_stop_that_completes(text, stops):
         assert final.startswith(shown)
 
 
+@given(text=texts, stops=stop_lists, include=st.booleans(), sizes=st.lists(st.integers(1, 5), max_size=40))
+def test_any_number_of_tokens_at_a_time_shows_the_same(text, stops, include, sizes):
+    writer, data, shown, stopped, at = Writer(Bytes(), stops, include), text.encode(), "", False, 0
+    for size in [*sizes, len(data)]:
+        piece, count = writer.feed(data[at : at + size])
+        shown += piece
+        if count:
+            assert "".join(write(data[: at + count], stops, include)[0]) == shown
+            stopped = True
+            break
+        at += size
+    if not stopped:
+        shown += writer.finish()
+    assert (shown, stopped) == cut(text, stops, include)
+
+
 @given(data=st.binary(max_size=24))
 def test_broken_bytes_become_whole_characters(data):
     pieces, _ = write(data, ())
@@ -79,5 +95,5 @@ def test_the_stop_that_completes_first_counts():
 
 def test_unarmed_stops_are_not_looked_for():
     writer = Writer(Bytes(), ("a",), False)
-    assert writer.feed(ord("a"), armed=False) == ("a", False)
-    assert writer.feed(ord("a"), armed=True) == ("", True)
+    assert writer.feed(b"xa", free=2) == ("xa", 0)
+    assert writer.feed(b"xa", free=1) == ("x", 2)

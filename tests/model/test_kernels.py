@@ -14,6 +14,7 @@ from outrider.model.kernels.native import NativeKernels
 from outrider.model.kernels.reference import ReferenceKernels
 from outrider.model.weights import LayerTensors, layer_tensors
 from outrider.types import Draft
+from outrider.verify.filters import masses, sift
 from outrider.verify.noise import draw
 from tests.model.batches import Part, Reader, furthest, random_ids
 from tests.model.families import CASES, NEEDS_COMPILER, ours, theirs
@@ -196,6 +197,49 @@ def test_flat_logits_reach_every_token(pair: Any) -> None:
         pair, torch.zeros(count, 37), torch.ones(count).bool(), torch.full((count,), 5), torch.arange(count)
     )
     assert len(set(tokens.tolist())) == 37
+
+
+# ------------------------------------------------------------------------------------------------------ sift
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 96, 513, 4097, 49152])
+@pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 10.0, 100.0])
+def test_sift_equals_its_definition(pair: Any, vocab: int, spread: float) -> None:
+    """Counts, shares and floors of every kind; ties, banned tokens, rows with nothing left; in any company."""
+    generator = torch.Generator().manual_seed(vocab)
+    rows = 12
+    logits = noise(rows, vocab, seed=vocab) * spread
+    logits[:4] = logits[:4].round()
+    logits[3:8][torch.rand(5, vocab, generator=generator) < 0.3] = -torch.inf
+    logits[8] = -torch.inf
+    top_k = torch.randint(0, vocab + 3, (rows,), generator=generator) * (torch.arange(rows) % 2)
+    top_p = torch.rand(rows, generator=generator)
+    top_p[::4], top_p[1], top_p[2] = 1.0, 1e-9, 1 - 2.0**-24
+    floor = torch.where(torch.arange(rows) % 3 == 0, torch.rand(rows, generator=generator).log(), -torch.inf)
+    expected = logits.clone()
+    sift(expected, top_k, top_p, floor)
+    for kernels in pair:
+        got = logits.clone()
+        kernels.sift(got, top_k, top_p, floor)
+        assert torch.equal(got, expected)
+    for r in range(rows):
+        one = slice(r, r + 1)
+        alone = logits[one].clone()
+        pair[0].sift(alone, top_k[one], top_p[one], floor[one])
+        assert torch.equal(alone, expected[one])
+
+
+def test_sift_weighs_to_the_last_bit(pair: Any) -> None:
+    """Two tokens, and a share that the first has or lacks by a hair's breadth."""
+    count = 50_000
+    logits = torch.stack([torch.zeros(count), -noise(count).abs()], dim=1)
+    total = masses(logits, torch.zeros(count, 1)).sum(-1)
+    asked = torch.zeros(count).long(), (2.0**43 / total.double()).float(), torch.full((count,), -torch.inf)
+    expected = logits.clone()
+    sift(expected, *asked)
+    pair[0].sift(logits, *asked)
+    assert torch.equal(logits, expected)
+    assert 0.3 < expected[:, 1].isinf().float().mean() < 0.7
 
 
 def test_tensors_must_be_contiguous(pair: Any) -> None:

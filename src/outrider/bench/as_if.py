@@ -2,8 +2,13 @@
 
 Every tensor is widened so that the function stays the same. The residual stream is padded with zeros that
 nothing writes to; norms are rescaled for the wider mean; each group of query heads is padded, and so are the
-groups; layers are added that write nothing; the vocabulary is padded with ids that are cut off the logits.
-What is read by a matmul and may hold anything is random, drawn on the device, the same for the same name.
+groups; layers are added that write nothing. What is read by a matmul and may hold anything is random, drawn
+on the device, the same for the same name.
+
+The vocabulary is padded too, and the ids that do not exist must never be chosen, by any engine that loads
+these tensors. So the first pad of the stream holds a tiny constant, which only the last norm lets through:
+there it reads 1 / rms of the stream, and the head's rows of the padded ids turn that into a logit far below
+all others. The constant's square is lost in the rounding of every norm.
 
 It says what a big model costs to run. It says nothing of what a big model would write.
 """
@@ -14,16 +19,33 @@ import math
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from outrider.draft.table import Bench
+from outrider.engine.engine import Engine
+from outrider.engine.llm import LLM, load_model
 from outrider.errors import InvalidRequest, UnsupportedModel, suggest
+from outrider.load.checkpoint import Checkpoint, expected_shapes
 from outrider.load.config import ModelConfig
-from outrider.model.decoder import Decoder
+from outrider.load.tokenizer import Tokenizer
+from outrider.settings import Settings
 
 Read = Callable[[str], Tensor]
+VOCAB = 128_256  # of Llama 3
 SPREAD = 0.02  # of the random parts: about what trained weights have
+# Powers of two, exact in every format. Their product with 1 / rms of the last stream (1/8 to 1/80 for SmolLM2) is
+# the logit of an id that does not exist: -13,000 or less.
+CONSTANT, LIFT, DROP = 2.0**-14, 2.0**14, 2.0**20
+
+MEANING = (
+    "The model is {small}, its tensors widened to the shape {shape} without changing what it computes: times are "
+    "what a model of that shape costs; text, acceptance and identity are the small model's. It says nothing of what "
+    "a big model would write."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +57,7 @@ class Wide:
     heads: int
     kv_heads: int
     intermediate: int
-    vocab: int = 128_256
+    vocab: int = VOCAB
     tied: bool = False
 
 
@@ -47,15 +69,25 @@ SHAPES = {
 
 
 def shape_of(name: str) -> Wide:
-    if name not in SHAPES:
-        raise InvalidRequest(f"unknown shape {name!r}{suggest(name, SHAPES)}", "as_if")
-    return SHAPES[name]
+    """A known shape, or numbers: hidden:layers:heads:kv_heads:intermediate, and the vocabulary if it is another than
+    Llama 3's; the head is then tied to the embedding.
+    """
+    if name in SHAPES:
+        return SHAPES[name]
+    numbers = [int(part) if part.isdecimal() else 0 for part in name.split(":")]
+    if len(numbers) not in (5, 6) or not all(numbers):
+        form = "hidden:layers:heads:kv_heads:intermediate[:vocab]"
+        raise InvalidRequest(f"unknown shape {name!r}{suggest(name, SHAPES)}; or write {form}", "as_if")
+    hidden, layers, heads, kv_heads, intermediate, *vocab = numbers
+    return Wide(hidden, layers, heads, kv_heads, intermediate, vocab[0] if vocab else VOCAB, tied=True)
 
 
 def spread_layers(count: int, wanted: int) -> tuple[int, ...]:
     """Which `wanted` of `count` layers to keep: the first and the last, and evenly between."""
     if wanted >= count:
         return tuple(range(count))
+    if wanted < 2:
+        raise InvalidRequest(f"a draft needs at least 2 layers, not {wanted}", "draft_layers")
     return tuple(round(i * (count - 1) / (wanted - 1)) for i in range(wanted))
 
 
@@ -89,6 +121,7 @@ class Widened:
         self.kept = tuple(range(config.layers)) if kept is None else tuple(kept)
         _check(config, wide, self.kept)
         self.small, self.small_read, self.device, self.dtype = config, read, device, dtype
+        self.silences = wide.vocab > config.vocab  # the place of the constant is the first pad of the stream
         windows = [config.windows[layer] for layer in self.kept]
         self.config = replace(
             config,
@@ -117,12 +150,17 @@ class Widened:
         return self._reader(name, part, source)
 
     def _embedding(self, name: str) -> Tensor:
-        """Real ids fill the real part of the stream and nothing else. In a head of its own the pads are random."""
+        """Real ids fill the real part of the stream, and the constant. In a head of its own the pads are random."""
         small = self.small_read("model.embed_tokens.weight" if self.small.tied else name)
         shape = (self.config.vocab, self.config.hidden)
         head = name == "lm_head.weight"
         made = self._random(name, shape) if head else self._zeros(shape)
         made[: len(small), : self.small.hidden] = small.to(made)
+        if self.silences:
+            made[: len(small), self.small.hidden] = (
+                0 if head else CONSTANT
+            )  # tied, it lifts all real ids alike
+            made[len(small) :, self.small.hidden] = -DROP if head or self.config.tied else 0
         return made
 
     def _norm(self, name: str, source: str | None) -> Tensor:
@@ -130,6 +168,8 @@ class Widened:
         if source is not None:
             gain = math.sqrt(self.small.hidden / self.config.hidden)
             made[: self.small.hidden] = self.small_read(source).to(made) * gain
+        if self.silences:
+            made[self.small.hidden] = LIFT if name == "model.norm.weight" else 0
         return made
 
     def _reader(self, name: str, part: str, source: str | None) -> Tensor:
@@ -193,24 +233,136 @@ def _split(name: str) -> tuple[str, int, str]:
 def _check(config: ModelConfig, wide: Wide, kept: tuple[int, ...]) -> None:
     if config.qkv_bias or config.out_bias or config.mlp_bias or config.qk_norm:
         raise UnsupportedModel("only models without biases and head norms can be widened")
+    if wide.tied and not config.tied:
+        raise UnsupportedModel("the shape ties its head to its embedding; this model does not")
     for name in ("hidden", "heads", "kv_heads", "intermediate", "vocab"):
         if getattr(wide, name) < getattr(config, name):
             raise InvalidRequest(
                 f"the shape's {name} is smaller than the model's {getattr(config, name)}", "as_if"
             )
+    if wide.vocab > config.vocab and wide.hidden == config.hidden:
+        raise InvalidRequest(f"the shape's hidden must be larger than the model's {config.hidden}", "as_if")
     if len(kept) > wide.layers:
         raise InvalidRequest(f"{len(kept)} layers do not fit into {wide.layers}; keep fewer", "as_if")
-    if wide.heads // wide.kv_heads < config.heads // config.kv_heads:
-        raise InvalidRequest("the shape's groups of query heads are narrower than the model's", "as_if")
+    if wide.heads % wide.kv_heads or wide.heads // wide.kv_heads < config.heads // config.kv_heads:
+        raise InvalidRequest(
+            "the shape's groups of query heads are narrower than the model's, or not whole", "as_if"
+        )
 
 
-class AsIf(Decoder):
-    """A widened decoder whose logits end where the small model's vocabulary does."""
+class WideCheckpoint(Checkpoint):
+    """A checkpoint in another shape. Its tensors are made when they are asked for, where and as they will be used."""
 
-    def __init__(self, config: ModelConfig, read: Read, kernels: object, vocab: int) -> None:
-        super().__init__(config, read, kernels)
-        self.visible = vocab
+    config: ModelConfig
 
-    def logits(self, x: Tensor, rows: Tensor) -> Tensor:
-        made = super().logits(x, rows)[:, : self.visible]
-        return made if made.is_cuda else made.contiguous()
+    def __init__(
+        self,
+        small: Checkpoint,
+        wide: Wide,
+        device: str | torch.device = "cpu",
+        layers: int | None = None,
+    ) -> None:
+        """`layers` of the small model are used, all of them by default."""
+        if small.config is None:
+            raise UnsupportedModel(f"{small.path.name} is of a family that cannot be widened")
+        self.small, self.path = small, small.path
+        self.kept = spread_layers(small.config.layers, small.config.layers if layers is None else layers)
+        self.dtype = torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
+        self.config, self._read = widen(small.config, small.tensor, wide, device, self.dtype, self.kept)
+        self.raw_config = config_json(self.config)
+        self._shapes = dict(expected_shapes(self.config))
+
+    def names(self) -> list[str]:
+        return list(self._shapes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
+
+    def tensor(self, name: str) -> Tensor:
+        return self._read(name)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.small.tokenizer
+
+    @property
+    def chat_template(self) -> str | None:
+        return self.small.chat_template
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(math.prod(shape) for shape in self._shapes.values()) * self.dtype.itemsize
+
+
+def config_json(config: ModelConfig) -> dict[str, Any]:
+    """A model of the usual shape as Hugging Face's config.json has it."""
+    if config.rope.kind != "default":
+        raise UnsupportedModel(f"rotary scaling {config.rope.kind!r} cannot be written down here")
+    return {
+        "model_type": config.family, "vocab_size": config.vocab, "hidden_size": config.hidden,
+        "num_hidden_layers": config.layers, "num_attention_heads": config.heads, "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim, "intermediate_size": config.intermediate,
+        "max_position_embeddings": config.context, "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope.theta, "tie_word_embeddings": config.tied,
+        "eos_token_id": list(config.eos_ids), "bos_token_id": config.bos_id,
+    }  # fmt: skip
+
+
+class AsIf(LLM):
+    """An LLM whose model, and draft model if there is one, have another shape; everything else is as ever."""
+
+    def __init__(
+        self,
+        model: Any,
+        shape: str,
+        settings: Settings,
+        draft: str = "auto",
+        draft_shape: str | None = None,
+        draft_layers: int | None = None,
+    ) -> None:
+        """With a `draft_shape` the draft is the model itself, `draft_layers` of its layers, in that shape."""
+        if draft_shape is None and draft_layers is not None:
+            raise InvalidRequest("--draft-layers says how --draft-as-if is made; give both", "draft_layers")
+        if draft_shape is not None and draft != "auto":
+            raise InvalidRequest("--draft-as-if makes the draft; leave out --draft", "draft")
+        self.shape, self.draft_shape, self.draft_layers = shape, draft_shape, draft_layers
+        self._wide = shape_of(shape)
+        self._draft_wide = None if draft_shape is None else shape_of(draft_shape)
+        super().__init__(model, draft=draft if draft_shape is None else str(model), settings=settings)
+
+    @cached_property
+    def place(self) -> str:
+        """Where tensors are made: drawing them on a GPU takes a second, bringing them there minutes."""
+        on_gpu = (
+            self.settings.device != "cpu" and self.settings.dtype != "float32" and torch.cuda.is_available()
+        )
+        return "cuda" if on_gpu else "cpu"
+
+    def widened_draft(self, small: Checkpoint) -> WideCheckpoint:
+        """Without a number, as many layers as the shape has room for."""
+        assert self._draft_wide is not None and small.config is not None
+        layers = self.draft_layers or min(small.config.layers, self._draft_wide.layers)
+        return WideCheckpoint(small, self._draft_wide, self.place, layers)
+
+    def described(self) -> dict[str, Any]:
+        """What this is, for reports."""
+        wide = self.checkpoint
+        assert isinstance(wide, WideCheckpoint)
+        made = {"shape": self.shape, "parameters": wide.config.parameters, "small": wide.path.name}
+        if self.draft_shape is not None:
+            draft = self.widened_draft(wide.small)
+            layers = f"{len(draft.kept)} of {len(wide.kept)}"
+            made["draft"] = {
+                "shape": self.draft_shape, "layers": layers, "parameters": draft.config.parameters
+            }  # fmt: skip
+        return {**made, "meaning": MEANING.format(small=wide.path.name, shape=self.shape)}
+
+    def _build(self, draft: str) -> Engine:
+        self.checkpoint = WideCheckpoint(self.checkpoint, self._wide, self.place)
+        return super()._build(draft)
+
+    def _bench(self, engine: Engine) -> Bench:
+        bench = super()._bench(engine)
+        if self._draft_wide is None:
+            return bench
+        return replace(bench, load=lambda small: load_model(self.widened_draft(small), self.settings))

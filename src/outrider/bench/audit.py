@@ -1,8 +1,11 @@
-"""Proves identity, or shows where it fails: every prompt plain and with every drafter, token against token.
+"""Proves identity, or shows where it fails: every prompt plain and in every other way, token against token.
 
-All runs of a prompt share their steps with each other and with plain decoding, so what is compared is also
-the mixed batch, not each run in peace. For `rejection`, which promises a distribution and not a path,
-samples of both are compared by a chi-square test.
+Prompts go in batches of 1 to 32. The plain answers of a batch are what all others are held against: the same
+batch as the planner likes, with one drafter's chains for all, with those switched off and on as the answers
+grow, with trees, and mixed, everyone another way in shared steps, plain decoding among them. Drafters that try
+to do harm come last, beside all others: they never run on a device, and in their company nobody does.
+
+For `rejection`, which promises a distribution and not a path, samples of both are compared by a chi-square test.
 """
 
 from __future__ import annotations
@@ -10,22 +13,30 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, field, replace
 from itertools import count
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from outrider.bench.adversaries import adversaries
+from outrider.bench.adversaries import Adversary, adversaries
+from outrider.bench.compare import differing, first_difference
+from outrider.bench.speculation import DEPTH, asked_of
+from outrider.control.planner import Planner
 from outrider.engine.llm import LLM, Output
-from outrider.types import SamplingParams, Speculation
+from outrider.types import NO_BET, Plan, SamplingParams, Sequence, Speculation
 
 ALPHA = 1e-4  # a distribution is called different below this p-value
+BATCHES = (32, 8, 32, 1, 32, 16, 32, 4, 32, 2)  # in turn; large ones more often, they have the tokens
+TOGGLED, TREE = "toggled ", "tree "  # and a drafter
+TREE_NODES = 12
+SPELL = 5  # tokens for which a toggled request guesses, and then does not
 
 
 @dataclass(slots=True)
 class Divergence:
-    drafter: str
+    way: str
     temperature: float
     prompt: int
     position: int
@@ -36,9 +47,8 @@ class Divergence:
 
 @dataclass(slots=True)
 class Audit:
-    tokens: Counter[tuple[str, float]] = field(
-        default_factory=Counter
-    )  # compared, by drafter and temperature
+    tokens: Counter[tuple[str, float]] = field(default_factory=Counter)  # compared, by way and temperature
+    by_batch: Counter[int] = field(default_factory=Counter)
     differing: int = 0
     divergences: list[Divergence] = field(default_factory=list)
     drafted: Counter[str] = field(default_factory=Counter)
@@ -53,7 +63,8 @@ class Audit:
         return {
             "compared": self.compared,
             "differing": self.differing,
-            "by_drafter_and_temperature": {f"{d} T={t:g}": n for (d, t), n in sorted(self.tokens.items())},
+            "by_way_and_temperature": {f"{w} T={t:g}": n for (w, t), n in sorted(self.tokens.items())},
+            "by_batch": {str(batch): n for batch, n in sorted(self.by_batch.items())},
             "drafted": dict(self.drafted),
             "accepted": dict(self.accepted),
             "divergences": [asdict(d) for d in self.divergences],
@@ -61,80 +72,137 @@ class Audit:
         }
 
 
+class Toggling:
+    """The engine's planner, but requests with some seeds guess for a few tokens, then do not, and so on."""
+
+    def __init__(self, inner: Planner) -> None:
+        self.inner = inner
+        self.seeds: set[int] = set()
+
+    def plan(self, sequences: Seq[Sequence], batch: int) -> Plan:
+        plan = self.inner.plan(sequences, batch)
+        bets = [NO_BET if self._rests(s) else bet for s, bet in zip(sequences, plan.bets, strict=True)]
+        return Plan(tuple(bets), plan.reasons)
+
+    def _rests(self, sequence: Sequence) -> bool:
+        return sequence.request.seed in self.seeds and bool(len(sequence.output) // SPELL % 2)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
 def audit(
     llm: LLM,
     prompts: list[list[int]],
-    drafters: list[str],
+    hostile: bool,
     temperatures: list[float],
     params: SamplingParams,
     target: int | None = None,
     tell: Callable[[Audit], None] = lambda _: None,
 ) -> Audit:
     """Compare until every prompt was run once or, with `target`, until that many tokens were compared."""
-    found = Audit()
+    found, begin = Audit(), time.perf_counter()
     answers: dict[tuple[int, ...], list[int]] = {}
-    hostile = adversaries(llm.model.config.vocab, llm.model.config.eos_ids, answers)
-    engine = llm.engine
-    engine.use_drafters(
-        {**engine.drafters, **{n: a for n, a in hostile.items() if n in drafters}}, engine.planner
-    )
-    begin = time.perf_counter()
-    for number, temperature, seed in _rounds(len(prompts), temperatures, repeat=target is not None):
-        one = _with(params, temperature, seed + (params.seed or 0))
-        prompt = prompts[number]
-        if "oracle" in drafters or "wrong" in drafters:
-            answers[tuple(prompt)] = llm.generate([prompt], _off(one))[0].token_ids
-        sets = [_off(one), *(_by(one, drafter) for drafter in drafters)]
-        plain, *others = llm.generate([prompt] * len(sets), sets)
-        for drafter, other in zip(drafters, others, strict=True):
-            _compare(llm, found, drafter, temperature, number, plain, other)
-        answers.pop(tuple(prompt), None)
-        found.seconds = time.perf_counter() - begin
-        tell(found)
-        if target is not None and found.compared >= target:
-            break
+    config, engine = llm.model.config, llm.engine
+    enemies = adversaries(config.vocab, config.eos_ids, answers) if hostile else {}
+    drafters, planner = dict(engine.drafters), engine.planner
+    toggling = Toggling(planner)
+    engine.use_drafters({**drafters, **enemies}, cast(Planner, toggling))
+    try:
+        for numbers, temperature, seed in _rounds(len(prompts), temperatures, repeat=target is not None):
+            each = [replace(params, temperature=temperature, seed=(params.seed or 0) + seed + i)
+                    for i in range(len(numbers))]  # fmt: skip
+            group = Group(llm, found, toggling, numbers, [prompts[n] for n in numbers], each)
+            group.audit([name for name in drafters if name != "none"], enemies, answers)
+            found.seconds = time.perf_counter() - begin
+            tell(found)
+            if target is not None and found.compared >= target:
+                break
+    finally:
+        engine.use_drafters(drafters, planner)
     return found
 
 
-def _rounds(prompts: int, temperatures: list[float], repeat: bool) -> Iterator[tuple[int, float, int]]:
-    """Prompt, temperature and seed of each run, temperatures in turn; without end if asked, with fresh
-    seeds.
+def _rounds(prompts: int, temperatures: list[float], repeat: bool) -> Iterator[tuple[list[int], float, int]]:
+    """Prompts of each batch, its temperature, and where its seeds begin. Without end if asked: prompts come again,
+    with other seeds.
     """
-    for round_ in count() if repeat else range(1):
-        for number in range(prompts):
-            for temperature in temperatures:
-                yield number, temperature, 1000 * round_ + number
+    at = 0
+    for number in count():
+        size = BATCHES[number % len(BATCHES)]
+        if not repeat:
+            size = min(size, prompts - at)
+        for temperature in temperatures:
+            yield [(at + i) % prompts for i in range(size)], temperature, at
+        at += size
+        if not repeat and at >= prompts:
+            return
 
 
-def _with(params: SamplingParams, temperature: float, seed: int) -> SamplingParams:
-    return replace(params, temperature=temperature, seed=seed)
+class Group:
+    """A batch of prompts: its plain answers, and what others make of them."""
+
+    def __init__(
+        self, llm: LLM, found: Audit, toggling: Toggling, numbers: list[int], prompts: list[list[int]],
+        params: list[SamplingParams],
+    ) -> None:  # fmt: skip
+        self.llm, self.found, self.toggling, self.numbers = llm, found, toggling, numbers
+        self.prompts, self.params = prompts, params
+        self.plain = self._run(["plain"] * len(numbers))
+
+    def audit(
+        self, drafters: list[str], enemies: dict[str, Adversary], answers: dict[tuple[int, ...], list[int]]
+    ) -> None:
+        chains = ["auto", *(kind + name for kind in ("", TOGGLED) for name in drafters)]
+        trees = [TREE + name for name in drafters]
+        for way in (*chains, *trees):
+            self._compare([way] * len(self.numbers))
+        self._compare_mixed(["plain", *chains])
+        answers.update((tuple(o.prompt_ids), o.token_ids) for o in self.plain)
+        self._compare_mixed(["plain", *enemies, *trees, *chains])
+        answers.clear()
+
+    def _compare_mixed(self, ways: list[str]) -> None:
+        """Everyone another way; in small batches so many times that each way had its turn."""
+        size = len(self.numbers)
+        for start in range(0, len(ways), size):
+            self._compare([ways[(start + i) % len(ways)] for i in range(size)])
+
+    def _compare(self, ways: list[str]) -> None:
+        for i, (way, other) in enumerate(zip(ways, self._run(ways), strict=True)):
+            self._judge(way, i, self.plain[i], other)
+
+    def _run(self, ways: list[str]) -> list[Output]:
+        asked = [replace(p, speculation=_how(p, way)) for p, way in zip(self.params, ways, strict=True)]
+        toggled = [p.seed for p, way in zip(asked, ways, strict=True) if way.startswith(TOGGLED)]
+        self.toggling.seeds = {seed for seed in toggled if seed is not None}
+        return self.llm.generate(self.prompts, asked)
+
+    def _judge(self, way: str, i: int, plain: Output, other: Output) -> None:
+        a, b = plain.token_ids, other.token_ids
+        found, temperature = self.found, self.params[i].temperature
+        found.tokens[way, temperature] += max(len(a), len(b))
+        found.by_batch[len(self.numbers)] += max(len(a), len(b))
+        found.drafted[way] += other.stats.drafted
+        found.accepted[way] += other.stats.accepted
+        at = first_difference(a, b)
+        if at is None:
+            return
+        found.differing += differing(a, b)
+        said = [(tokens[at] if at < len(tokens) else -1) for tokens in (a, b)]
+        margin = _margin(self.llm, plain.prompt_ids + a[:at])
+        found.divergences.append(Divergence(way, temperature, self.numbers[i], at, said[0], said[1], margin))
 
 
-def _off(params: SamplingParams) -> SamplingParams:
-    return replace(params, speculation=Speculation(drafter="none"))
-
-
-def _by(params: SamplingParams, drafter: str) -> SamplingParams:
-    return replace(params, speculation=replace(params.speculation, drafter=drafter))
-
-
-def _compare(
-    llm: LLM, found: Audit, drafter: str, temperature: float, number: int, plain: Output, other: Output
-) -> None:
-    a, b = plain.token_ids, other.token_ids
-    found.tokens[drafter, temperature] += max(len(a), len(b))
-    found.drafted[drafter] += other.stats.drafted
-    found.accepted[drafter] += other.stats.accepted
-    if a == b:
-        return
-    at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-    found.differing += max(len(a), len(b)) - at
-    said = [(tokens[at] if at < len(tokens) else -1) for tokens in (a, b)]
-    found.divergences.append(
-        Divergence(
-            drafter, temperature, number, at, said[0], said[1], _margin(llm, plain.prompt_ids + a[:at])
-        )
-    )
+def _how(params: SamplingParams, way: str) -> Speculation:
+    asked = params.speculation
+    if way == "plain":
+        return Speculation(drafter="none")
+    if way == "auto":
+        return asked
+    if way.startswith(TREE):
+        return replace(asked, drafter=way.removeprefix(TREE), depth=DEPTH, nodes=TREE_NODES, tree=None)
+    return asked_of(way.removeprefix(TOGGLED), asked)
 
 
 def _margin(llm: LLM, text: list[int]) -> float:

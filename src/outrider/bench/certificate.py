@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import shlex
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -10,15 +11,24 @@ from pathlib import Path
 
 from outrider.settings import usable_cores
 
+PACKAGES = ("outrider", "torch", "triton", "transformers", "vllm", "numpy")
 
-def certificate() -> dict[str, str]:
+
+def certificate(program: str = "outrider") -> dict[str, str]:
+    """`program` is what the command line begins with."""
     return {
-        "command": " ".join(["outrider", *sys.argv[1:]]),
+        "command": f"{program} {shlex.join(sys.argv[1:])}",
         "commit": _commit(),
-        "versions": ", ".join(filter(None, map(_version, ("outrider", "torch", "transformers", "numpy")))),
+        "versions": ", ".join(filter(None, map(_version, PACKAGES))),
         "python": platform.python_version(),
-        "machine": f"{_processor()}, {usable_cores()} cores",
+        "machine": ", ".join([_processor(), f"{usable_cores()} cores", *_gpu()]),
     }
+
+
+def _gpu() -> list[str]:
+    """Its name, where torch has been loaded and sees one."""
+    torch = sys.modules.get("torch")
+    return [torch.cuda.get_device_name()] if torch is not None and torch.cuda.is_available() else []
 
 
 def _version(package: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 CHAT = (
     "Explain to a ten-year-old why the moon seems to change its shape over a month.",
     "I have an hour before guests arrive and only eggs, rice and tomatoes. What should I cook, step by step?",
@@ -37,7 +39,14 @@ _CHANGES = (
     "Repeat this text word for word, but with room 214 replaced by room 305:\n\n",
     "Copy this text exactly, but write roses instead of ferns:\n\n",
 )
+COPY = "Rewrite this text word for word, correcting only spelling mistakes:\n\n"
+LONG, CUT = 500, 600  # characters a text must have to be worth rewriting, and how many of them are
 REWRITE = tuple(change + text for change, text in zip(_CHANGES, _TEXTS, strict=True))
 
 KINDS: dict[str, tuple[str, ...]] = {"chat": CHAT, "code": CODE, "maths": MATHS, "rewrite": REWRITE}
 BUILT_IN = tuple(text for texts in KINDS.values() for text in texts)
+
+
+def rewriting(texts: Iterable[str]) -> list[str]:
+    """Prompts that ask for a copy of the longer ones of these texts."""
+    return [COPY + text[:CUT] for text in texts if len(text) > LONG]

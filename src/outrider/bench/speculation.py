@@ -1,68 +1,271 @@
-"""Measures what guessing buys: the same prompts plain and guessed in turn, by kind of task. Ratios of whole
-answers.
+"""Measures what guessing buys: the same batches of prompts answered in several ways in turn, by kind of task.
+
+A way is plain decoding, a drafter asked for a fixed number of guesses, or what the planner makes of it (`auto`).
+All ways of a batch follow each other within one run, so that a noisy machine is equally noisy for all; what
+travels are their ratios. Rates count from the moment everyone has a first token. Every answer is compared,
+token by token, with the plain one.
 """
 
 from __future__ import annotations
 
 import secrets
 import statistics
+import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from outrider.bench.peers import Run
+from outrider.bench.speed import pass_seconds
 from outrider.engine.llm import LLM
-from outrider.types import SamplingParams, Speculation
+from outrider.errors import InvalidRequest, OutriderError, suggest
+from outrider.types import Event, Request, SamplingParams, Speculation, StepRecord
+
+DEPTH = 4  # guesses in a row, for ways that fix it, unless the request says otherwise
+TASK_TEMPERATURES = {"rewrite": 0.0}  # of tasks that call for their own; the others get the next
+TEMPERATURE = 0.7
+
+Way = Speculation
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """A step, or several plain ones that were told of together."""
+
+    ended: float
+    tokens: int
+    begun: int  # sequences that have a token by now
+    sequences: int
+    known: int
+    rows: int  # of one pass
+    seconds: float  # a pass and what goes with it
 
 
 @dataclass(slots=True)
-class Timed:
-    tokens: list[int]
-    seconds: float  # of decoding: the prompt was read before
+class Meter:
+    """Listens to a batch of requests on the engine's thread, step by step."""
+
+    requests: int
+    rounds: list[Round] = field(default_factory=list)
+    begun: set[str] = field(default_factory=set)
+    tokens: int = 0
+    done: threading.Event = field(default_factory=threading.Event)
+    failure: BaseException | None = None
+    last: StepRecord | None = None
+
+    def heard(self, event: Event | BaseException) -> None:
+        if isinstance(event, BaseException):
+            self.failure = event
+            self.done.set()
+            return
+        self.tokens += len(event.token_ids)
+        self.begun.add(event.request_id)
+        self.requests -= event.finish_reason is not None
+
+    def stepped(self, record: StepRecord) -> None:
+        if record is not self.last:  # a step that only started a round has none of its own
+            now, r, self.last = time.perf_counter(), record, record
+            seconds = r.total_s / r.passes
+            self.rounds.append(
+                Round(now, self.tokens, len(self.begun), r.sequences, r.known, r.rows, seconds)
+            )
+            self.tokens = 0
+        if not self.requests:
+            self.done.set()
+
+    def run(self, began: float, answers: list[list[int]]) -> Run:
+        """As a run: its decoding begins with the first step after which everyone has a token."""
+        first = next(i for i, done in enumerate(self.rounds) if done.begun == len(answers))
+        there = sum(done.tokens for done in self.rounds[: first + 1])
+        return Run(answers, self.rounds[first].ended - began, self.rounds[-1].ended - began, there)
+
+
+@dataclass(slots=True)
+class Answers:
+    """A batch of prompts answered."""
+
+    run: Run
     steps: int
+    drafted: int
+    accepted: int
+    rounds: list[Round]  # in which all of them only decoded
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.run.answers))
+
+
+def answer(llm: LLM, prompts: Seq[list[int]], params: SamplingParams) -> Answers:
+    """Answer prompts together, each with a seed of its own, and an owner of its own: what one wrote must not be
+    there for another to look up.
+    """
+    requests = [_request(llm, i, ids, params) for i, ids in enumerate(prompts)]
+    meter = Meter(len(requests))
+    before, llm.driver.observer = llm.driver.observer, meter.stepped
+    try:
+        began = time.perf_counter()
+        sequences = [s for own in llm.driver.submit(requests, meter.heard) for s in own]
+        meter.done.wait()
+    finally:
+        llm.driver.observer = before
+    if meter.failure is not None:
+        raise OutriderError("the engine stopped") from meter.failure
+    return Answers(
+        run=meter.run(began, [s.output for s in sequences]),
+        steps=sum(s.steps for s in sequences),
+        drafted=sum(s.drafted for s in sequences),
+        accepted=sum(s.accepted for s in sequences),
+        rounds=[r for r in meter.rounds if r.sequences == r.known == len(prompts)],
+    )
+
+
+def _request(llm: LLM, number: int, ids: list[int], params: SamplingParams) -> Request:
+    one = replace(params, n=1, seed=(params.seed or 0) + number)
+    return llm.request(ids, one, owner=secrets.token_hex(8))
+
+
+# ----------------------------------------------------------------------------------------------------- ways
+
+
+def ways_of(llm: LLM, params: SamplingParams, names: Seq[str] | None = None) -> dict[str, Way]:
+    """`plain`; a drafter by name, with as many guesses as asked for; a drafter and `:auto`, as the planner finds
+    best; `auto`, the same with the drafter the model was opened with. By default plain, every drafter, and auto.
+    """
+    drafters = [name for name in llm.engine.drafters if name != "none"]
+    asked = params.speculation
+    opened = replace(asked, drafter=None, depth=None, nodes=None, tree=None)
+    known = {"plain": Speculation(drafter="none"), "auto": opened}
+    for name in drafters:
+        known[name] = asked_of(name, asked)
+        known[f"{name}:auto"] = replace(opened, drafter=name)
+    for name in names or ():
+        if name not in known:
+            raise InvalidRequest(f"unknown way {name!r}{suggest(name, known)}", "ways")
+    chosen = names or ["plain", *drafters, "auto"]
+    return {name: known[name] for name in ("plain", *(n for n in chosen if n != "plain"))}
+
+
+def asked_of(drafter: str, asked: Speculation) -> Way:
+    """This drafter, with as many guesses as asked for, or a chain of a few: the planner has no say."""
+    if asked.depth or asked.nodes or asked.tree:
+        return replace(asked, drafter=drafter)
+    return replace(asked, drafter=drafter, depth=DEPTH, nodes=DEPTH)
+
+
+def temperature_of(task: str, given: Mapping[str, float]) -> float:
+    """As given for the task or for all (""), else the task's own."""
+    return given.get(task, given.get("", TASK_TEMPERATURES.get(task, TEMPERATURE)))
+
+
+# -------------------------------------------------------------------------------------------------- compare
 
 
 def compare(
-    llm: LLM, tasks: dict[str, list[list[int]]], params: SamplingParams, tell: Callable[[str], None]
+    llm: LLM,
+    tasks: Mapping[str, list[list[int]]],
+    params: SamplingParams,
+    ways: Mapping[str, Way],
+    temperatures: Mapping[str, float],
+    batches: Seq[int] = (1,),
+    most: int | None = None,
+    tell: Callable[[dict[str, Any], str, int], None] = lambda *_: None,
 ) -> dict[str, Any]:
-    """By task: tokens a step, decode rate guessed over plain, and whether the tokens were the same."""
+    """By task and batch: what each way did. `most` bounds the groups of prompts that are run for each; `tell` hears
+    all results so far whenever a task's batch is done.
+    """
+    if max(batches) > llm.settings.max_sequences:
+        raise InvalidRequest(f"batches of {max(batches)} need --max-sequences {max(batches)}", "batches")
     report: dict[str, Any] = {}
-    plain = replace(params, speculation=Speculation(drafter="none"))
-    _answer(
-        llm, next(iter(tasks.values()))[0], replace(params, max_tokens=16)
-    )  # the first steps pay for set-up
     for task, prompts in tasks.items():
-        pairs: list[tuple[Timed, Timed]] = []
-        for number, prompt in enumerate(prompts):
-            if number % 2:
-                pairs.append((_answer(llm, prompt, plain), _answer(llm, prompt, params)))
-            else:
-                pairs.append((_answer(llm, prompt, params), _answer(llm, prompt, plain))[::-1])
-        report[task] = _summary(pairs)
-        tell(
-            f"{task}: {report[task]['speed_up']:.2f}x at {report[task]['tokens_per_step']:.2f} tokens a step"
-        )
+        one = replace(params, temperature=temperature_of(task, temperatures))
+        found: dict[str, Any] = {}
+        report[task] = {"temperature": one.temperature, "max_tokens": one.max_tokens, "batches": found}
+        for batch in batches:
+            found[str(batch)] = _compare_batch(llm, groups_of(prompts, batch, most), one, ways)
+            tell(report, task, batch)
     return report
 
 
-def _summary(pairs: list[tuple[Timed, Timed]]) -> dict[str, Any]:
-    ratios = [plain.seconds / guessed.seconds for plain, guessed in pairs]
+def groups_of(prompts: Seq[list[int]], batch: int, most: int | None) -> list[list[list[int]]]:
+    """Prompts in groups of `batch`, at most so many; if they are too few for one, they come again with other seeds."""
+    whole = max(1, len(prompts) // batch)
+    count = whole if most is None else min(whole, most)
+    return [[prompts[(g * batch + i) % len(prompts)] for i in range(batch)] for g in range(count)]
+
+
+def _compare_batch(
+    llm: LLM, groups: list[list[list[int]]], params: SamplingParams, ways: Mapping[str, Way]
+) -> dict[str, Any]:
+    said = {name: replace(params, speculation=way) for name, way in ways.items()}
+    # The first answers pay for set-up; on a GPU for graphs, of which every length of text has its own.
+    warm = params.max_tokens if llm.model.device.type == "cuda" else min(16, params.max_tokens)
+    for one in said.values():
+        answer(llm, max(groups, key=lambda g: max(map(len, g))), replace(one, max_tokens=warm, min_tokens=0))
+    runs: dict[str, list[Answers]] = {name: [] for name in ways}
+    for number, group in enumerate(groups):
+        for name in _turned(list(ways), number):
+            runs[name].append(answer(llm, group, said[name]))
+    longest = max(len(ids) for group in groups for ids in group)
+    context = min(longest + params.max_tokens // 2, llm.engine.context - DEPTH)
     return {
-        "prompts": len(pairs),
-        "tokens": sum(len(guessed.tokens) for _, guessed in pairs),
-        "tokens_per_step": sum(len(g.tokens) for _, g in pairs) / max(sum(g.steps for _, g in pairs), 1),
-        "speed_up": sum(p.seconds for p, _ in pairs) / sum(g.seconds for _, g in pairs),
-        "median_speed_up": statistics.median(ratios),
-        "worst_speed_up": min(ratios),
-        "same_tokens": all(plain.tokens == guessed.tokens for plain, guessed in pairs),
+        "groups": len(groups),
+        "prompts": len({tuple(ids) for group in groups for ids in group}),
+        "ways": {name: _summary(llm, runs[name], runs["plain"], context) for name in ways},
     }
 
 
-def _answer(llm: LLM, prompt: list[int], params: SamplingParams) -> Timed:
-    # An owner of its own: what one run wrote must not be there for the other to look up.
-    owner = secrets.token_hex(8)
-    ready = replace(params, n=1, max_tokens=1, min_tokens=0, speculation=Speculation(drafter="none"))
-    llm.generate([prompt], ready, owner=owner)
-    begin = time.perf_counter()
-    out = llm.generate([prompt], params, owner=owner)[0]
-    return Timed(out.token_ids, time.perf_counter() - begin, out.stats.steps)
+def _turned(names: list[str], by: int) -> list[str]:
+    """So that nobody is always the first."""
+    by %= len(names)
+    return names[by:] + names[:by]
+
+
+def _summary(llm: LLM, runs: list[Answers], plain: list[Answers], context: int) -> dict[str, Any]:
+    both = [(done.run, base.run) for done, base in zip(runs, plain, strict=True)]
+    ratios = [run.decode_rate / base.decode_rate for run, base in both]
+    tokens, drafted = sum(done.tokens for done in runs), sum(done.drafted for done in runs)
+    return {
+        "tok_s": statistics.median(run.decode_rate for run, _ in both),
+        "ratio": statistics.median(ratios),
+        "worst": min(ratios),
+        "tokens_per_step": tokens / max(1, sum(done.steps for done in runs)),
+        "drafted": drafted,
+        "held": sum(done.accepted for done in runs) / drafted if drafted else None,
+        "compared": tokens,
+        "differing": sum(run.differing(base) for run, base in both),
+        **_round(llm, [one for done in runs for one in done.rounds], context),
+    }
+
+
+def _round(llm: LLM, rounds: list[Round], context: int) -> dict[str, Any]:
+    """The commonest round: its rows, its time, and what of that is not the target's pass over those rows.
+
+    What is left is host, sampling and commit, and the drafter's own passes where it has any.
+    """
+    if not rounds:
+        return {}
+    ((rows, _),) = Counter(done.rows for done in rounds).most_common(1)
+    seconds = statistics.median(done.seconds for done in rounds if done.rows == rows)
+    sequences = rounds[0].sequences
+    [alone] = pass_seconds(llm, [(sequences, rows)], context)
+    return {
+        "round_rows": rows,
+        "round_ms": 1e3 * seconds,
+        "pass_ms": 1e3 * alone,
+        "outside_pass": 1 - alone / seconds,
+    }
+
+
+def lines(task: str, batch: int, found: Mapping[str, Any]) -> Iterator[str]:
+    """A batch's report for people."""
+    for name, way in found["ways"].items():
+        held = "" if way["held"] is None else f", {way['held']:.2f} of guesses held"
+        made = f"{task:8} batch {batch:3} {name:12} {way['tok_s']:9.1f} tok/s {way['ratio']:6.2f}x "
+        made += f"(worst {way['worst']:.2f}), {way['tokens_per_step']:.2f} tokens a step{held}"
+        if "round_ms" in way:
+            made += f"; a round of {way['round_rows']} rows {way['round_ms']:.2f} ms, "
+            made += f"{100 * way['outside_pass']:.0f} % of it outside the target's pass"
+        yield f"{made}; {way['differing']} of {way['compared']} tokens differ"

@@ -11,12 +11,13 @@ import asyncio
 import resource
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from outrider.bench.compare import first_difference
 from outrider.bench.peers import Run, Transformers
 from outrider.engine.llm import LLM
 from outrider.model.kernels.native import read_bandwidth
@@ -38,12 +39,13 @@ def outrider_greedy(llm: LLM, prompt: list[int], tokens: int) -> Run:
     async def run() -> Run:
         params = plain(tokens)
         out: list[int] = []
-        first = 0.0
+        first, there = 0.0, 0
         begin = time.perf_counter()
         async for event in llm.stream(prompt, params):
-            first = first or time.perf_counter() - begin
             out += event.token_ids
-        return Run(out, first, time.perf_counter() - begin)
+            if not first:
+                first, there = time.perf_counter() - begin, len(out)
+        return Run([out], first, time.perf_counter() - begin, there)
 
     return asyncio.run(run())
 
@@ -64,8 +66,7 @@ def against_peer(
         runs = {who: ask[who](prompt) for who in (("ours", "theirs") if number % 2 else ("theirs", "ours"))}
         ours, theirs = runs["ours"], runs["theirs"]
         rows.append((ours.decode_rate, theirs.decode_rate, ours.total_s, theirs.total_s))
-        if ours.tokens != theirs.tokens:
-            at = next(i for i, (a, b) in enumerate(zip(ours.tokens, theirs.tokens, strict=True)) if a != b)
+        if (at := first_difference(ours.tokens, theirs.tokens)) is not None:
             gap = peer.top_two_gap(prompt + theirs.tokens[:at])
             differences.append({"prompt": number, "position": at, "peer_top_two_gap": gap})
         tell(f"{number + 1}/{len(prompts)}: {ours.decode_rate:.1f} against {theirs.decode_rate:.1f} tok/s")
@@ -82,33 +83,95 @@ def against_peer(
     }
 
 
-def rows_cost(llm: LLM, context: int, repeats: int = 15) -> dict[str, Any]:
+def rows_cost(llm: LLM, context: int) -> dict[str, Any]:
     """A pass over M rows at the end of a text of `context` tokens, for each M in turn, many times over."""
-    passes = {m: _chain(llm, context, m) for m in ROWS}
-    times: dict[int, list[float]] = {m: [] for m in ROWS}
-    for repeat in range(repeats + 2):
-        for m, batch in passes.items():
-            begin = time.perf_counter()
-            llm.model.forward(batch, llm.engine.store)
-            if repeat >= 2:  # the first two warm up
-                times[m].append(time.perf_counter() - begin)
-    medians = {m: statistics.median(t) for m, t in times.items()}
+    found = dict(zip(ROWS, pass_seconds(llm, [(1, m) for m in ROWS], context, repeats=15), strict=True))
     return {
         "context": context,
-        "pass_ms": {str(m): 1e3 * t for m, t in medians.items()},
-        "ratio_to_one_row": {str(m): t / medians[1] for m, t in medians.items()},
+        "pass_ms": {str(m): 1e3 * t for m, t in found.items()},
+        "ratio_to_one_row": {str(m): t / found[1] for m, t in found.items()},
     }
 
 
-def _chain(llm: LLM, context: int, rows: int) -> Batch:
-    """A pass as a chain of guesses makes it. It writes to the engine's idle slots; nobody reads them after."""
-    positions = torch.arange(context, context + rows, dtype=torch.int32)
-    table = torch.arange(context + rows, dtype=torch.int32)[None]
+def pass_seconds(llm: LLM, shapes: Sequence[tuple[int, int]], context: int, repeats: int = 7) -> list[float]:
+    """The target's pass alone, for each (sequences, rows) of `shapes`, in turn; medians.
+
+    The rows are shared out among the ends of texts of `context` tokens. For an engine that is idle: it takes slots
+    nobody holds and gives them back.
+    """
+    return llm.driver.run(lambda: _pass_seconds(llm, shapes, context, repeats))
+
+
+def _pass_seconds(llm: LLM, shapes: Sequence[tuple[int, int]], context: int, repeats: int) -> list[float]:
+    table, opened = llm.engine.table, []
+    each = max(-(-rows // sequences) for sequences, rows in shapes)
+    most = table.pool.total // sum(sequences for sequences, _ in shapes)
+    context = min(context, most - each, llm.engine.context - each)
+    runs = []
+    try:
+        for sequences, rows in shapes:
+            texts = [table.open((), reuse=False)[0] for _ in range(sequences)]
+            opened += texts
+            for row in texts:
+                table.extend(row, context + each)
+            batch = _ends(llm, texts, rows, context)
+            runs.append(
+                _device_pass(llm, batch, context + each) if llm.engine.rounds else _host_pass(llm, batch)
+            )
+        times = [[run() for run in runs] for _ in range(repeats)]
+        return [statistics.median(column) for column in zip(*times, strict=True)]
+    finally:
+        for row in opened:
+            table.release(row)
+
+
+def _host_pass(llm: LLM, batch: Batch) -> Callable[[], float]:
+    def run() -> float:
+        begin = time.perf_counter()
+        llm.model.forward(batch, llm.engine.store)
+        return time.perf_counter() - begin
+
+    run()
+    return run
+
+
+def _device_pass(llm: LLM, batch: Batch, context: int) -> Callable[[], float]:
+    """The pass as rounds have it, in a graph of its own, between two events of the device."""
+    rounds = llm.engine.rounds
+    assert rounds is not None
+    there, each = batch.to(rounds.device), batch.rows // len(batch.table_rows.unique())
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # what is compiled or measured the first time must not be captured
+        rounds.run(there, each, context)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        rounds.run(there, each, context)
+
+    def run() -> float:
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3
+
+    run()
+    return run
+
+
+def _ends(llm: LLM, opened: list[int], rows: int, context: int) -> Batch:
+    """The last rows of each text, as a chain of guesses has them: as many for each, rounded up."""
+    each = -(-rows // len(opened))
+    owners = torch.tensor(opened).repeat_interleave(each)
+    positions = torch.arange(context, context + each, dtype=torch.int32).repeat(len(opened))
+    table, rows = llm.engine.table.tensor, len(owners)
     return Batch(
-        ids=torch.from_numpy(np.random.default_rng(0).integers(0, llm.model.config.vocab, rows)),
+        ids=torch.from_numpy(np.random.default_rng(0).integers(0, llm.tokenizer.vocab_size, rows)),
         positions=positions,
-        slots=positions.clone(),
-        table_rows=torch.zeros(rows, dtype=torch.int32),
+        slots=table[owners, positions.long()].contiguous(),
+        table_rows=owners.int(),
         prefix=positions + 1,
         ancestors=torch.zeros(rows, dtype=torch.int64),
         table=table,

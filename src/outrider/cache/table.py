@@ -56,6 +56,16 @@ class SlotTable:
         self.lengths[row] = end + n
         return taken
 
+    def extend_all(self, rows: Slots, n: int) -> Slots:
+        """The same for many rows at once: [rows, n] fresh slots."""
+        if n * len(rows) > self.pool.free:
+            self.prefix.evict(n * len(rows))
+        taken = self.pool.take(n * len(rows)).reshape(len(rows), n)
+        ends = self.lengths[rows]
+        self.entries[rows[:, None], ends[:, None] + np.arange(n)] = taken
+        self.lengths[rows] = ends + n
+        return taken
+
     def branch(self, row: int) -> int:
         """A second row over the same slots."""
         twin = self._claim()
@@ -72,7 +82,7 @@ class SlotTable:
         """
         end = self.lengths[row]
         last = end if guessed is None else length + guessed
-        if length == last:
+        if len(path) == last - length:  # all of them stay where they are
             return
         guesses = self.entries[row, length:last].copy()
         rest = self.entries[row, last:end].copy()

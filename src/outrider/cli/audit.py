@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.bench import tasks_of
-from outrider.cli.generate import Json, Limit, Prompts
+from outrider.cli.generate import Limit, Prompts
+from outrider.cli.measure import (
+    AsIfShape,
+    DraftAsIf,
+    DraftLayers,
+    JsonFile,
+    Report,
+    Tasks,
+    described,
+    tasks_of,
+)
 from outrider.cli.options import DEFAULT_MODEL, ENGINE, SAMPLING, Draft, Model, envvar, takes
-from outrider.cli.output import note, open_llm, write
+from outrider.cli.output import note, open_llm
 from outrider.errors import InvalidRequest
 from outrider.settings import Settings
 from outrider.types import SamplingParams
@@ -49,36 +57,39 @@ Million = Annotated[
 def audit(
     model: Model = DEFAULT_MODEL,
     draft: Draft = "auto",
+    as_if: AsIfShape = None,
+    draft_as_if: DraftAsIf = None,
+    draft_layers: DraftLayers = None,
     prompts: Prompts = None,
     limit: Limit = None,
+    tasks: Tasks = None,
     temperatures: Temperatures = None,
     adversaries: Adversaries = True,
     tokens: Tokens = None,
     million: Million = False,
-    as_json: Json = False,
+    json_file: JsonFile = None,
     *,
     params: SamplingParams,
     settings: Settings,
 ) -> None:
-    """Run prompts plain and guessed in shared steps and compare every token. Exit status 0 only if all agree.
+    """Run prompts plain and guessed, in batches, and compare every token. Exit status 0 only if all agree.
 
     outrider audit smollm2-135m --max-tokens 64
     """
     heat = _temperatures(temperatures, params)
     if params.n > 1:
         raise InvalidRequest("an audit compares one answer a prompt; leave out --n", "n")
-    with open_llm(model, draft, settings) as llm:
-        from outrider.bench.certificate import certificate
-
-        tasks = [ids for task in tasks_of(llm, prompts, limit).values() for ids in task]
-        report: dict[str, Any] = {"certificate": certificate(), "draft": llm.drafter}
+    report = Report("audit", json_file)
+    with open_llm(model, draft, settings, as_if, draft_as_if, draft_layers) as llm:
+        asked = [ids for task in tasks_of(llm, prompts, limit, tasks).values() for ids in task]
+        report |= described(llm)
         if params.speculation.mode == "rejection":
-            holds = _distribution(llm, tasks, params, heat, report)
+            holds = _distribution(llm, asked, params, heat, report)
         elif params.speculation.mode == "lossy":
             raise typer.BadParameter("lossy promises nothing that could be audited", param_hint="--mode")
         else:
-            holds = _identity(llm, tasks, params, heat, adversaries, 1_000_000 if million else tokens, report)
-    write(json.dumps(report, indent=None if as_json else 2) + "\n")
+            holds = _identity(llm, asked, params, heat, adversaries, 1_000_000 if million else tokens, report)
+    report.deliver()
     if not holds:
         raise typer.Exit(1)
 
@@ -102,31 +113,33 @@ def _identity(
     temperatures: list[float],
     hostile: bool,
     target: int | None,
-    report: dict[str, Any],
+    report: Report,
 ) -> bool:
-    from outrider.bench.adversaries import adversaries
     from outrider.bench.audit import audit as run
 
-    drafters = [name for name in llm.engine.drafters if name != "none"]
-    drafters += list(adversaries(1, (), {})) if hostile else []
     spoken = 0.0
 
     def tell(found: Audit) -> None:
         nonlocal spoken
         if found.seconds - spoken > 10:
             spoken = found.seconds
+            report["identity"] = found.as_json()
+            report.keep()
             note(f"{found.compared} tokens compared, {found.differing} differ, {found.seconds:.0f} s")
 
-    found = run(llm, prompts, drafters, temperatures, params, target, tell)
+    found = run(llm, prompts, hostile, temperatures, params, target, tell)
     report["identity"] = found.as_json()
     for d in found.divergences[:5]:
         note(
-            f"prompt {d.prompt} at T={d.temperature:g}: {d.drafter} differs at position {d.position}: "
+            f"prompt {d.prompt} at T={d.temperature:g}: {d.way} differs at position {d.position}: "
             f"{d.guessed} for {d.plain}, margin {d.margin:.2e}"
         )
+    guesses = found.drafted.total()
     verdict = "identical" if not found.differing else f"{found.differing} DIFFER"
-    note(f"{found.compared} tokens compared: {verdict}")
-    return found.compared > 0 and found.differing == 0
+    note(
+        f"{found.compared} tokens compared, {guesses} guessed: {verdict if guesses else 'NOTHING WAS PUT TO THE TEST'}"
+    )
+    return found.compared > 0 and guesses > 0 and found.differing == 0
 
 
 def _distribution(

@@ -1,20 +1,28 @@
 """`outrider bench`: what plain decoding and guessing do on this machine, on the user's prompts or built-in
-ones.
+ones, with the model as it is or in the shape of a bigger one.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.generate import Json, Limit, Prompts
+from outrider.cli.generate import Limit, Prompts
+from outrider.cli.measure import (
+    AsIfShape,
+    DraftAsIf,
+    DraftLayers,
+    JsonFile,
+    Report,
+    Tasks,
+    described,
+    tasks_of,
+)
 from outrider.cli.options import DEFAULT_MODEL, ENGINE, SAMPLING, Draft, Model, envvar, takes
-from outrider.cli.output import note, open_llm, write
-from outrider.cli.prompts import read_rows
+from outrider.cli.output import note, open_llm
+from outrider.errors import InvalidRequest
 from outrider.settings import Settings
 from outrider.types import SamplingParams
 
@@ -45,18 +53,48 @@ Together = Annotated[
     int,
     typer.Option("--together", min=2, envvar=envvar("together"), show_envvar=False, help="Requests at once."),
 ]
+Batches = Annotated[
+    str,
+    typer.Option("--batches", envvar=envvar("batches"), show_envvar=False, metavar="N,N,...",
+                 help="How many prompts are answered at once when guessing is measured, in turn."),
+]  # fmt: skip
+Groups = Annotated[
+    int | None,
+    typer.Option("--groups", min=1, envvar=envvar("groups"), show_envvar=False,
+                 help="Batches to measure of each task and size, at most; by default all prompts once."),
+]  # fmt: skip
+Ways = Annotated[
+    str | None,
+    typer.Option("--ways", envvar=envvar("ways"), show_envvar=False, metavar="NAME,NAME",
+                 help="How to answer: plain, a drafter (as deep as --speculate says, else 4), a drafter and :auto "
+                      "(as deep as pays), auto. By default plain, every drafter, and auto."),
+]  # fmt: skip
+TaskTemperatures = Annotated[
+    str | None,
+    typer.Option("--temperatures", envvar=envvar("temperatures"), show_envvar=False, metavar="T|TASK=T,...",
+                 help="Temperature of all tasks or of each; by default --temperature if that is given, else 0 for "
+                      "rewrite and 0.7 for the others."),
+]  # fmt: skip
 
 
 @takes(SAMPLING, ENGINE)
 def bench(
     model: Model = DEFAULT_MODEL,
     draft: Draft = "auto",
+    as_if: AsIfShape = None,
+    draft_as_if: DraftAsIf = None,
+    draft_layers: DraftLayers = None,
     prompts: Prompts = None,
     limit: Limit = None,
+    tasks: Tasks = None,
+    temperatures: TaskTemperatures = None,
+    batches: Batches = "1",
+    groups: Groups = None,
+    ways: Ways = None,
     peer: Peer = None,
     what: What = "all",
     together: Together = 8,
-    as_json: Json = False,
+    json_file: JsonFile = None,
     *,
     params: SamplingParams,
     settings: Settings,
@@ -69,47 +107,56 @@ def bench(
         raise typer.BadParameter("one of all, plain, speculation", param_hint="--what")
     if peer not in (None, "transformers"):
         raise typer.BadParameter(f"unknown engine {peer!r}; known: transformers", param_hint="--peer")
-    with open_llm(model, draft, settings) as llm:
-        from outrider.bench.certificate import certificate  # torch is loaded by now
-
-        tasks = tasks_of(llm, prompts, limit)
-        report: dict[str, Any] = {"certificate": certificate()}
+    if peer is not None and as_if is not None:
+        raise InvalidRequest("bench/peers.py runs other engines on an as-if model; leave out --peer", "peer")
+    if params.n > 1:
+        raise InvalidRequest("a benchmark gives one answer a prompt; leave out --n", "n")
+    sizes = _sizes(batches)
+    heat = _temperatures(temperatures, params)
+    report = Report("bench", json_file)
+    with open_llm(model, draft, settings, as_if, draft_as_if, draft_layers) as llm:
+        asked = tasks_of(llm, prompts, limit, tasks)
+        report |= described(llm)
         if what != "speculation":
-            report["plain"] = _plain(
-                llm, [p for task in tasks.values() for p in task], params, peer, together
-            )
+            flat = [p for task in asked.values() for p in task]
+            report["plain"] = _plain(llm, flat, params, peer, together)
+            report.keep()
         if what != "plain":
-            from outrider.bench.speculation import compare
+            from outrider.bench.speculation import compare, lines, ways_of
 
-            report["speculation"] = compare(llm, tasks, params, note)
-    write(json.dumps(report, indent=None if as_json else 2) + "\n")
+            def tell(found: dict[str, Any], task: str, size: int) -> None:
+                report["speculation"] = found
+                report.keep()
+                for line in lines(task, size, found[task]["batches"][str(size)]):
+                    note(line)
 
-
-def tasks_of(llm: LLM, prompts: str | None, limit: int | None) -> dict[str, list[list[int]]]:
-    """Prompts as token ids by task, first turns only; built-in ones if there is no file."""
-    from outrider.bench.prompts import KINDS
-
-    if prompts is None:
-        rows = [(task, text) for task, texts in KINDS.items() for text in texts]
-    else:
-        rows = [_first_turn(value) for _, value in read_rows(prompts, sys.stdin, limit)]
-    tasks: dict[str, list[list[int]]] = {}
-    for task, text in rows[:limit]:
-        chat = llm.template is not None
-        ids = llm.chat_ids([{"role": "user", "content": text}]) if chat else llm.tokenizer.encode(text)
-        tasks.setdefault(task, []).append(ids)
-    return tasks
+            chosen = ways_of(llm, params, ways.split(",") if ways else None)
+            compare(llm, asked, params, chosen, heat, sizes, groups, tell)
+    report.deliver()
 
 
-def _first_turn(value: str | dict[str, Any]) -> tuple[str, str]:
-    if isinstance(value, str):
-        return "text", value
-    task = str(value.get("task", "text"))
-    if "turns" in value:
-        return task, value["turns"][0]
-    if "messages" in value:
-        return task, next(m["content"] for m in value["messages"] if m.get("role") == "user")
-    return task, str(value.get("prompt", ""))
+def _sizes(text: str) -> list[int]:
+    sizes = [int(part) for part in text.split(",") if part.isdecimal()]
+    if len(sizes) != len(text.split(",")) or not all(sizes):
+        raise typer.BadParameter(f"{text!r} is not a list of numbers such as 1,4,16", param_hint="--batches")
+    return sizes
+
+
+def _temperatures(text: str | None, params: SamplingParams) -> dict[str, float]:
+    """By task; "" is all of them. Nothing given: the tasks' own."""
+    if text is None:
+        return {} if params.temperature == SamplingParams().temperature else {"": params.temperature}
+    found = {}
+    for part in text.split(","):
+        task, _, number = part.rpartition("=")
+        try:
+            found[task] = replace(params, temperature=float(number)).temperature
+        except ValueError:
+            hint = "--temperatures"
+            raise typer.BadParameter(
+                f"{part!r} is not T or TASK=T, such as chat=0.7", param_hint=hint
+            ) from None
+    return found
 
 
 def _plain(
@@ -118,18 +165,19 @@ def _plain(
     from outrider.bench import speed
     from outrider.bench.peers import Transformers
 
+    if peer is not None and llm.model.device.type == "cuda":
+        raise InvalidRequest("--peer compares on the CPU; on a GPU bench/peers.py does", "peer")
     note("rows")
-    rows = llm.driver.run(lambda: speed.rows_cost(llm, context=256))
-    report: dict[str, Any] = {
-        "rows": rows,
-        "memory": llm.driver.run(lambda: speed.memory_limit(llm, rows["pass_ms"]["1"] / 1e3)),
-    }
+    rows = speed.rows_cost(llm, context=256)
+    report: dict[str, Any] = {"rows": rows}
+    if llm.model.device.type == "cpu":
+        report["memory"] = llm.driver.run(lambda: speed.memory_limit(llm, rows["pass_ms"]["1"] / 1e3))
     note(f"{together} requests at once")
     short = sorted(prompts, key=len)[:together]
     report["together"] = speed.concurrency(llm, short, params.max_tokens, together)
     if peer is not None:
         note("against transformers")
-        theirs = llm.driver.run(lambda: Transformers(llm.checkpoint.path, llm.settings.threads))
+        theirs = llm.driver.run(lambda: Transformers.open(llm.checkpoint.path, llm.settings.threads))
         off = replace(params, temperature=0)
         report["peer"] = {"name": f"transformers {theirs.version}"}
         report["peer"] |= speed.against_peer(llm, theirs, prompts, off.max_tokens, note)

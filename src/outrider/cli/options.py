@@ -239,7 +239,18 @@ ENGINE = Flags(
     Settings,
     (
         Flag("device", str, "Where to run.", metavar="auto|cpu|cuda"),
-        Flag("dtype", str, "Number format of weights and cache.", metavar="auto|float32|bfloat16"),
+        Flag(
+            "dtype",
+            str,
+            "Number format of what is computed and cached.",
+            metavar="auto|float32|bfloat16",
+        ),
+        Flag(
+            "weights",
+            str,
+            "Number format of weights; fewer bits need a GPU.",
+            metavar="auto|float32|bfloat16|fp8|int8|int4",
+        ),
         Flag("threads", int, "Threads; 0 means the cores this process may use."),
         Flag("context", int, "Longest prompt and answer together; 0 means the model's own."),
         Flag("cache_bytes", str, "Memory for keys and values.", _by_device, "auto|SIZE", default="auto"),

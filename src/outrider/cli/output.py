@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TextIO
 
 import typer
 
+from outrider.errors import InvalidRequest
 from outrider.load.find import find
 from outrider.settings import Settings, cache_folder
 
@@ -62,10 +63,26 @@ def complain(text: str) -> None:
     print(f"error: {text}", file=sys.stderr, flush=True)
 
 
-def open_llm(model: str, draft: str, settings: Settings) -> LLM:
-    """Find the model, fetching it if need be, then load it. An unknown name fails before torch loads."""
+def open_llm(
+    model: str,
+    draft: str,
+    settings: Settings,
+    shape: str | None = None,
+    draft_shape: str | None = None,
+    draft_layers: int | None = None,
+) -> LLM:
+    """Find the model, fetching it if need be, then load it. An unknown name fails before torch loads.
+
+    With a `shape` it is loaded as if it had that shape; so is the draft, with one of its own.
+    """
     path = find(model, cache_folder())
+    if shape is None and (draft_shape is not None or draft_layers is not None):
+        raise InvalidRequest("--draft-as-if and --draft-layers go with --as-if", "as_if")
     with _loading(model):
+        if shape is not None:
+            from outrider.bench.as_if import AsIf
+
+            return AsIf(path, shape, settings, draft, draft_shape, draft_layers)
         from outrider.engine.llm import LLM  # torch takes seconds to import
 
         return LLM(path, draft=draft, settings=settings)

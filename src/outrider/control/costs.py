@@ -1,4 +1,6 @@
-"""What a step costs here, learned from the steps taken: seconds by rows, and seconds a level of guessing."""
+"""What steps cost here, learned from those taken. `Costs`: seconds of a packed step by rows, and of a level of
+guessing. `RoundCosts`: seconds of a round on the device, which drafts and checks in one piece.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ from outrider.types import StepRecord
 KEEP = 0.9  # weight of what was known against the newest measurement
 # believed cost of a row nobody has measured yet, as a share of a step; low, so that it gets measured
 SLOPE = 0.05
+HOPED = 0.02  # the same for a guess in a round
 
 
 class Costs:
@@ -17,7 +20,7 @@ class Costs:
     def observe(self, record: StepRecord) -> None:
         if record.known != record.sequences:
             return  # part of a prompt was read: not a step a plan could have changed
-        _learn(self.by_rows, record.rows, record.total_s - record.draft_s)
+        _learn(self.by_rows, record.rows, (record.total_s - record.draft_s) / record.passes)
         levels = max((o.deepest for o in record.outcomes), default=0)
         names = {o.bet.drafter for o in record.outcomes if o.drafted}
         if levels and len(names) == 1:
@@ -40,6 +43,47 @@ class Costs:
 
     def level(self, drafter: str) -> float:
         return self.by_drafter.get(drafter, 0.0)
+
+
+class RoundCosts:
+    """By how many sequences take part (a power of two, as rounds are made) and how many guesses each may have."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[tuple[str, int, int], float] = {}  # by drafter, guesses, size; plain: "none", 0
+
+    def observe(self, drafter: str, guesses: int, sequences: int, seconds: float) -> None:
+        _learn(self.seconds, (drafter, guesses, _size(sequences)), seconds)
+
+    def plain(self, sequences: int) -> float | None:
+        return self.seconds.get(("none", 0, _size(sequences)))
+
+    def ratio(self, drafter: str, guesses: int, sequences: int) -> float:
+        """A round's cost against a plain one's. Unmeasured, it is taken from the nearest that is, or is hoped to be
+        low, so that it gets measured.
+        """
+        size = _size(sequences)
+        tried = self._tried(drafter, size)
+        if guesses in tried:
+            return tried[guesses]
+        if tried:
+            nearest = min(tried, key=lambda n: abs(n - guesses))
+            return 1 + (tried[nearest] - 1) * guesses / nearest
+        while size > 1:
+            size //= 2
+            if guesses in (tried := self._tried(drafter, size)):
+                return tried[guesses]
+        return 1 + HOPED * guesses
+
+    def _tried(self, drafter: str, size: int) -> dict[int, float]:
+        """Measured ratios by guesses."""
+        plain = self.seconds.get(("none", 0, size))
+        if plain is None:
+            return {}
+        return {n: t / plain for (name, n, s), t in self.seconds.items() if (name, s) == (drafter, size)}
+
+
+def _size(sequences: int) -> int:
+    return 1 << (sequences - 1).bit_length()
 
 
 def _learn(known: dict, key: object, value: float) -> None:

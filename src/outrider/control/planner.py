@@ -6,15 +6,19 @@ likeliest to survive is taken first, as long as expected tokens a second rise un
 step. None at all is one of the outcomes. A sequence whose guesses stopped paying is asked again now and
 then, so that off is never for ever.
 
+A round on a device costs the same whoever guesses in it, so there one depth is chosen for all: the one that
+promises the most tokens for its measured cost.
+
 What a request fixes itself (drafter, depth, nodes, tree) is done as asked.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from outrider.control.costs import Costs
+from outrider.control.costs import Costs, RoundCosts
 from outrider.types import MAX_NODES, NO_BET, Bet, Plan, Sequence, StepRecord
 
 DEPTH = 4  # guesses in a row, at most, unless a request says otherwise
@@ -23,6 +27,12 @@ TREE_SEQUENCES = 4  # up to this many, a grown tree may be worth its rows
 HOTTEST = 1.5  # above this temperature hardly any guess holds
 FADE = 0.9  # how fast an old result is forgotten
 PROBE = 24  # steps without a guess after which one is tried
+DEPTHS = (1, 2, 4, 8)  # of rounds: few, as each is made once and kept
+PROBE_DEPTH = 2
+FIRST, FURTHER = 0.6, 0.8  # what is hoped of guesses in rounds before any was made
+HOPE_GROWS = 0.02
+SHORT_MEMORY, LONG_MEMORY = 12, 200  # rounds: of one sequence, and of a drafter in general
+PROBE_SHARE = 0.005  # of the time, at most, may go into rounds that try whether guessing pays again
 
 
 @dataclass(slots=True)
@@ -38,11 +48,38 @@ class Record:
         return self.held / (self.held + self.failed)
 
 
+@dataclass(slots=True)
+class Habit:
+    """How guesses made in rounds do: the first of a round, and each one after another that held."""
+
+    first: float
+    further: float
+    weight: float = 4.0  # of what was believed before, in rounds
+
+    def observe(self, guessed: int, accepted: int, memory: float) -> None:
+        """A round that wanted guesses; `guessed` 0: the drafter had none, which costs as much as a wrong one."""
+        self.first += ((accepted > 0) - self.first) / (self.weight + 1)
+        for depth in range(1, min(accepted + 1, guessed)):
+            self.further += ((accepted > depth) - self.further) / (self.weight + 1)
+        if accepted == guessed:  # nobody knows what one more would have brought: hope grows again
+            self.further += HOPE_GROWS * max(0.0, FURTHER - self.further)
+        self.weight = min(self.weight + 1, memory)
+
+    def tokens(self, depth: int) -> float:
+        """Expected of a round with so many guesses, beside the one that is sure."""
+        return sum(self.first * self.further**k for k in range(depth))
+
+
 class Planner:
     def __init__(self, default: str = "none", depth: int | None = None, nodes: int | None = None) -> None:
         self.default, self.depth, self.nodes = default, depth, nodes
-        self.costs = Costs()
+        self.costs, self.round_costs = Costs(), RoundCosts()
         self.records: dict[Sequence, Record] = {}
+        self.habits: dict[Sequence, Habit] = {}  # in rounds
+        self.habit: dict[
+            str, Habit
+        ] = {}  # of a drafter's guesses in general: what a new sequence starts from
+        self.rested = 0  # plain rounds in a row
 
     def plan(self, sequences: Seq[Sequence], batch: int) -> Plan:
         """Bets for the sequences that emit this step, of `batch` that move."""
@@ -58,7 +95,55 @@ class Planner:
             bets[i], reasons[i] = self._bet(sequences[i], bets[i], depth, batch)
         return Plan(tuple(bets), tuple(reasons))
 
+    def plan_round(self, sequences: Seq[Sequence], deepest: int) -> Plan:
+        """Bets for a round on the device: one drafter, and one depth for all who leave it open."""
+        settled = [self._asked(sequence, 1) for sequence in sequences]
+        names = Counter(bet.drafter for bet, _ in settled if bet.drafter != "none")
+        if not names:
+            return Plan(tuple(bet for bet, _ in settled), tuple(reason for _, reason in settled))
+        ((name, _),) = names.most_common(1)
+        open_ = [i for i, (bet, reason) in enumerate(settled) if reason == "auto" and bet.drafter == name]
+        fixed = max(
+            (min(b.depth, deepest) for b, why in settled if why == "asked" and b.drafter == name), default=0
+        )
+        depth, why = self._round_depth([sequences[i] for i in open_], name, fixed, len(sequences))
+        for i, (bet, reason) in enumerate(settled):
+            if reason == "auto":
+                mine = i in open_ and depth > 0
+                settled[i] = (Bet(name, depth, depth, None, bet.mode), why) if mine else (NO_BET, why)
+        return Plan(tuple(bet for bet, _ in settled), tuple(reason for _, reason in settled))
+
+    def _round_depth(self, open_: list[Sequence], name: str, fixed: int, batch: int) -> tuple[int, str]:
+        """How deep to guess for those who leave it open, in a round at least `fixed` deep, and why."""
+        habits = [self._habit(sequence, name) for sequence in open_]
+
+        def speed(depth: int) -> float:
+            tokens = batch + sum(habit.tokens(depth) for habit in habits)
+            return tokens / self.round_costs.ratio(name, max(depth, fixed), batch)
+
+        if not fixed and self.round_costs.plain(batch) is None:
+            return 0, "unmeasured"  # what guessing costs is told against a plain round
+        best = max((0, *DEPTHS), key=speed)
+        if best or not open_:
+            return best, "pays"
+        extra = self.round_costs.ratio(name, max(PROBE_DEPTH, fixed), batch) - 1
+        if self.rested >= max(PROBE, extra / PROBE_SHARE):
+            return PROBE_DEPTH, "probe"
+        return 0, "below break-even"
+
+    def _habit(self, sequence: Sequence, name: str) -> Habit:
+        if sequence not in self.habits:
+            general = self._general(name)
+            self.habits[sequence] = Habit(general.first, general.further)
+        return self.habits[sequence]
+
+    def _general(self, name: str) -> Habit:
+        return self.habit.setdefault(name, Habit(FIRST, FURTHER))
+
     def observe(self, record: StepRecord) -> None:
+        if record.flight is not None:
+            self._observe_round(record, *record.flight)
+            return
         self.costs.observe(record)
         record.plain_s = self._plain_cost(record)
         for o in record.outcomes:
@@ -70,6 +155,21 @@ class Planner:
                 known.held = FADE * known.held + o.accepted
                 known.failed = FADE * known.failed + (o.accepted < o.deepest)
 
+    def _observe_round(self, record: StepRecord, drafter: str, guesses: int) -> None:
+        self.round_costs.observe(drafter, guesses, record.sequences, record.target_s / record.passes)
+        plain = self.round_costs.plain(record.sequences)
+        if plain is not None:
+            record.plain_s = record.emitted / record.sequences * plain if guesses else record.total_s
+        for o in record.outcomes:
+            if o.bet.nodes and not o.sequence.finish_reason:
+                self._habit(o.sequence, drafter).observe(o.drafted, o.accepted, SHORT_MEMORY)
+            if o.bet.nodes:
+                self._general(drafter).observe(o.drafted, o.accepted, LONG_MEMORY)
+        if not guesses:
+            self.rested += record.passes
+        elif record.emitted / record.sequences <= self.round_costs.ratio(drafter, guesses, record.sequences):
+            self.rested = 0  # one that paid is followed by another
+
     def _plain_cost(self, record: StepRecord) -> float:
         """Seconds that plain steps over the same sequences would have taken for the tokens of this one."""
         if record.known != record.sequences or not record.emitted:
@@ -80,6 +180,7 @@ class Planner:
 
     def forget(self, sequence: Sequence) -> None:
         self.records.pop(sequence, None)
+        self.habits.pop(sequence, None)
 
     def _record(self, sequence: Sequence) -> Record:
         if sequence not in self.records:

@@ -16,7 +16,9 @@ from torch import Tensor
 from outrider.cache.store import KeyValueStore
 from outrider.draft.lookup import SHORTEST
 from outrider.model.decoder import Model
-from outrider.types import Batch, Sequence
+from outrider.types import Batch, SamplingParams, Sequence
+from outrider.verify.filters import BANNED, OFF, wanted
+from outrider.verify.process import warmth
 
 # Rows on the device, how many of them belong to one text, and how long texts may be.
 Pass = Callable[[Batch, int, int], Tensor]
@@ -35,6 +37,11 @@ class State:
         self.table = torch.zeros(rows + 1, width, dtype=torch.int32, device=device)
         self.seeds = torch.zeros(rows + 1, dtype=torch.int64, device=device)
         self.temperature = torch.zeros(rows + 1, dtype=torch.float32, device=device)
+        self.top_k = torch.zeros(rows + 1, dtype=torch.int64, device=device)
+        self.top_p = torch.ones(rows + 1, dtype=torch.float32, device=device)
+        self.floor = torch.full((rows + 1,), BANNED, dtype=torch.float32, device=device)  # log of min_p
+        self.filters = np.zeros(rows + 1, bool)  # for the host: whose law has any
+        self.filtered = False  # whether the round that is being made heeds them
 
     def board(self, sequence: Sequence, entries: np.ndarray) -> None:
         """Bring a row up to what the host knows of its sequence."""
@@ -43,7 +50,14 @@ class State:
         self.table[row, :cached] = torch.from_numpy(entries[:cached].copy()).to(self.device)
         self.lengths[row] = cached
         self.seeds[row] = sequence.seed
-        self.temperature[row] = sequence.request.params.temperature
+        self._board_law(row, sequence.request.params)
+
+    def _board_law(self, row: int, params: SamplingParams) -> None:
+        self.temperature[row] = warmth(params.temperature)
+        filters = wanted(params)
+        if filters != OFF or self.filters[row]:
+            self.top_k[row], self.top_p[row], self.floor[row] = filters
+        self.filters[row] = filters != OFF
 
 
 class ChainDrafter(Protocol):
@@ -55,15 +69,40 @@ class ChainDrafter(Protocol):
         """
         ...
 
-    def lacks(self, sequence: Sequence) -> bool: ...
-    def catch_up(self, state: State, sequences: list[Sequence]) -> None: ...
-    def landed(self, sequence: Sequence, guessed: int, accepted: int) -> None: ...
+    def lacks(self, sequence: Sequence, coming: int = 0) -> bool:
+        """Whether it must read before it can guess, once `coming` tokens more are there that rounds of others bring."""
+        ...
+
+    def catch_up(self, state: State, sequences: list[Sequence]) -> None:
+        """Read what these texts have gained. Nothing is on its way, and their rows on the device are up to date."""
+        ...
+
+    def landed(self, sequence: Sequence, guessed: int, accepted: int) -> None:
+        """A round in which it guessed `guessed` tokens for this text is over; `accepted` of them held."""
+        ...
+
+
+class Reads:
+    """How many tokens of each text a drafter has read, as the host knows it.
+
+    Whoever gave its row back counts from nothing, even if it has the same row again: its slots are others.
+    """
+
+    def __init__(self) -> None:
+        self._by_row: dict[int, tuple[Sequence, int, int]] = {}
+
+    def of(self, sequence: Sequence) -> int:
+        owner, released, read = self._by_row.get(sequence.row, (None, 0, 0))
+        return read if owner is sequence and released == sequence.released else 0
+
+    def note(self, sequence: Sequence, read: int) -> None:
+        self._by_row[sequence.row] = sequence, sequence.released, read
 
 
 class LookupChain:
     """The longest ending of a text that occurs earlier in it, the latest such place, and what followed there."""
 
-    def lacks(self, sequence: Sequence) -> bool:
+    def lacks(self, sequence: Sequence, coming: int = 0) -> bool:
         return False
 
     def catch_up(self, state: State, sequences: list[Sequence]) -> None:
@@ -100,47 +139,38 @@ class LmChain:
     and then its own guesses. What it missed while it was not asked it reads before the next round it is asked for.
     """
 
+    window = 2
+
     def __init__(self, model: Model, store: KeyValueStore, run: Pass, vocab: int) -> None:
         self.model, self.store, self.run, self.vocab = model, store, run, vocab
-        self.valid: dict[int, tuple[Sequence, int]] = {}  # by row: tokens it has read, as the host knows it
+        self.reads = Reads()
 
-    def lacks(self, sequence: Sequence) -> bool:
-        """Whether it must read before it can guess."""
-        owner, valid = self.valid.get(sequence.row, (None, 0))
-        return owner is not sequence or valid < len(sequence.tokens) - 2
+    def lacks(self, sequence: Sequence, coming: int = 0) -> bool:
+        return self.reads.of(sequence) < len(sequence.tokens) + coming - self.window
 
     def catch_up(self, state: State, sequences: list[Sequence]) -> None:
-        """Read everything but the last two tokens of these texts, whose rows are up to date on the device."""
         for sequence in sequences:
-            owner, valid = self.valid.get(sequence.row, (None, 0))
-            start, end = valid if owner is sequence else 0, len(sequence.tokens) - 1
+            start, end = self.reads.of(sequence), len(sequence.tokens) - 1
             for first in range(start, end, READ_ROWS):
                 self._read(state, sequence.row, first, min(first + READ_ROWS, end))
-            self.valid[sequence.row] = sequence, max(start, end)
+            self.reads.note(sequence, max(start, end))
 
     def landed(self, sequence: Sequence, guessed: int, accepted: int) -> None:
-        """A round in which it guessed `guessed` tokens for this text is over; `accepted` of them held."""
-        emitted = accepted + 1
-        if guessed and sequence.row in self.valid:
-            self.valid[sequence.row] = sequence, len(sequence.tokens) - emitted + min(accepted, guessed - 1)
+        known = len(sequence.tokens) - accepted - 1  # when it guessed
+        self.reads.note(sequence, known + min(accepted, guessed - 1))
 
     def chain(
         self, state: State, rows: Tensor, lengths: Tensor, n: int, context: int
     ) -> tuple[Tensor, Tensor]:
         two = torch.stack([(lengths - 1).clamp(min=0), lengths], dim=1)
-        tokens = self._next(state, rows, state.tokens[rows[:, None], two], two, context)
-        guesses = [tokens]
+        guesses = [self._next(state, rows, state.tokens[rows[:, None], two], two, context)]
         for ahead in range(1, n):
             at = (lengths + ahead)[:, None]
             guesses.append(self._next(state, rows, guesses[-1][:, None], at, context))
         return torch.stack(guesses, dim=1), torch.full_like(lengths, n)
 
     def _next(self, state: State, rows: Tensor, ids: Tensor, at: Tensor, context: int) -> Tensor:
-        """Feed tokens [S, k] at positions [S, k]; the law, by this model, of what follows the last."""
-        together = ids.shape[1]
-        batch = rows_batch(state, rows, ids, at, state.table[rows[:, None], at])
-        batch.logit_rows = torch.arange(together - 1, len(batch.ids), together, device=rows.device)
-        logits = self.run(batch, together, context)[:, : self.vocab]
+        logits = logits_after(self.run, state, rows, ids, at, context)[:, : self.vocab]
         return draw_at(self.model, state, rows, logits, at[:, -1] + 1)
 
     def _read(self, state: State, row: int, first: int, last: int) -> None:
@@ -153,6 +183,14 @@ class LmChain:
         self.model.forward(batch, self.store)
 
 
+def logits_after(run: Pass, state: State, rows: Tensor, ids: Tensor, at: Tensor, context: int) -> Tensor:
+    """Feed tokens [S, k] at positions [S, k]; the logits after the last of each."""
+    together = ids.shape[1]
+    batch = rows_batch(state, rows, ids, at, state.table[rows[:, None], at])
+    batch.logit_rows = torch.arange(together - 1, len(batch.ids), together, device=rows.device)
+    return run(batch, together, context)
+
+
 def rows_batch(state: State, rows: Tensor, ids: Tensor, at: Tensor, slots: Tensor) -> Batch:
     """Known tokens [S, k] at positions [S, k] as a batch of S k rows, all of whose logits are wanted."""
     owners = rows.repeat_interleave(ids.shape[1])
@@ -160,7 +198,7 @@ def rows_batch(state: State, rows: Tensor, ids: Tensor, at: Tensor, slots: Tenso
     return Batch(
         ids=ids.flatten(),
         positions=positions,
-        slots=slots.flatten().int(),
+        slots=slots.flatten().int().contiguous(),  # kernels take an address, and it may be a column
         table_rows=owners.int(),
         prefix=positions + 1,
         ancestors=torch.zeros_like(owners),
@@ -171,7 +209,9 @@ def rows_batch(state: State, rows: Tensor, ids: Tensor, at: Tensor, slots: Tenso
 
 def draw_at(model: Model, state: State, owners: Tensor, logits: Tensor, positions: Tensor) -> Tensor:
     """The law at each row of logits: who it belongs to, and the position it foretells."""
-    warmth = state.temperature[owners]
-    sampled = warmth > 0
-    logits = logits / torch.where(sampled, warmth, 1.0)[:, None]
+    heat = state.temperature[owners]
+    sampled = heat > 0
+    logits = logits / torch.where(sampled, heat, 1.0)[:, None]
+    if state.filtered:
+        model.sift(logits, state.top_k[owners], state.top_p[owners], state.floor[owners])
     return model.draw(logits, sampled, state.seeds[owners], positions)

@@ -31,12 +31,14 @@ from outrider.draft.own import OwnCache, State
 from outrider.draft.tree import Growth, Place, grow
 from outrider.errors import BadCheckpoint
 from outrider.load.config import ModelConfig, config_from_json
-from outrider.model.decoder import Decoder
+from outrider.model.decoder import Decoder, Layered
 from outrider.model.kernels.reference import rotate
 from outrider.model.rope import rope_tables
 from outrider.types import MAX_NODES, NO_DRAFT, Batch, Bet, Draft, Sequence, Verdict
 
 TAPS = 3
+READ_ROWS = 512  # of a text that the head catches up with, in one pass
+ROW_FIELDS = ("ids", "positions", "slots", "table_rows", "prefix", "ancestors")
 
 
 @dataclass(slots=True)
@@ -52,17 +54,20 @@ class EagleHead:
     """The network. `read` yields the published layout's tensors: fc, midlayer.*, norm, lm_head, d2t."""
 
     def __init__(
-        self, config: HeadConfig, read: Callable[[str], Tensor], target: Decoder, context: int
+        self, config: HeadConfig, read: Callable[[str], Tensor], target: Layered, context: int
     ) -> None:
-        self.config, self.target, self.kernels = config, target, target.kernels
-        c = config.layer
-        self.cos, self.sin = rope_tables(c, context)
+        self.config, self.target = config, target
+        self._pack(read, rope_tables(config.layer, context))
+        # d2t holds differences: target id = draft id + d2t[draft id].
+        self.to_target = (torch.arange(config.draft_vocab) + read("d2t").long()).to(target.device)
+
+    def _pack(self, read: Callable[[str], Tensor], tables: tuple[Tensor, Tensor]) -> None:
+        assert isinstance(self.target, Decoder)
+        self.kernels = self.target.kernels
+        self.cos, self.sin = tables
         pack = self.kernels.pack_linear
-        self.fuse = pack(read("fc.weight"))
-        qkv = torch.cat(
-            [read(f"midlayer.self_attn.{part}_proj.weight") for part in "qkv"]
-        )  # inputs: 2 hidden
-        self.qkv, self.out = pack(qkv), pack(read("midlayer.self_attn.o_proj.weight"))
+        self.fuse, self.qkv = pack(read("fc.weight")), pack(joined_qkv(read))
+        self.out = pack(read("midlayer.self_attn.o_proj.weight"))
         self.gate, self.up = (
             pack(read("midlayer.mlp.gate_proj.weight")),
             pack(read("midlayer.mlp.up_proj.weight")),
@@ -72,8 +77,11 @@ class EagleHead:
         self.hidden_norm = read("midlayer.hidden_norm.weight")
         self.mlp_norm = read("midlayer.post_attention_layernorm.weight")
         self.norm = read("norm.weight")
-        # d2t holds differences: target id = draft id + d2t[draft id].
-        self.to_target = torch.arange(config.draft_vocab) + read("d2t").long()
+
+    def make_store(self, slots: int) -> KeyValueStore:
+        """Where its keys and values go."""
+        c, t = self.config.layer, self.target
+        return KeyValueStore(1, slots, c.kv_heads, c.head_dim, t.device, t.dtype)
 
     def fused(self, features: Tensor) -> Tensor:
         """[R, taps, hidden] of the target -> [R, hidden]."""
@@ -81,7 +89,7 @@ class EagleHead:
 
     def forward(self, hidden: Tensor, batch: Batch, store: KeyValueStore) -> Tensor:
         """One layer over [R, hidden] and the embeddings of batch.ids -> the next hidden states, not yet
-        normed.
+        normed. It may overwrite what it is given.
         """
         c, k = self.config.layer, self.kernels
         embedded = self.target.embed(batch.ids)
@@ -102,12 +110,20 @@ class EagleHead:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, hidden] -> [R, target vocab], minus infinity for tokens the head does not know."""
-        known = self.kernels.linear(
-            self.head, self.kernels.norm(hidden, self.norm, self.config.layer.norm_eps)
-        )
-        out = torch.full((len(hidden), self.target.config.vocab), float("-inf"))
+        known = self._known(hidden)
+        out = known.new_full((len(hidden), self.target.config.vocab), float("-inf"))
         out[:, self.to_target] = known
         return out
+
+    def _known(self, hidden: Tensor) -> Tensor:
+        """Logits over the head's own vocabulary."""
+        normed = self.kernels.norm(hidden, self.norm, self.config.layer.norm_eps)
+        return self.kernels.linear(self.head, normed)
+
+
+def joined_qkv(read: Callable[[str], Tensor]) -> Tensor:
+    """Queries, keys and values as one matrix; its inputs are twice the hidden size."""
+    return torch.cat([read(f"midlayer.self_attn.{part}_proj.weight") for part in "qkv"])
 
 
 class EagleDrafter:
@@ -118,7 +134,7 @@ class EagleDrafter:
         self.head, self.target_store, self.target_table = head, target_store, target_table
         self.context = context
         target_store.tap(head.config.taps, c.hidden)
-        self.store = KeyValueStore(1, slots, c.kv_heads, c.head_dim)
+        self.store = head.make_store(slots)
         self.own = OwnCache(slots, len(target_table.lengths), context + MAX_NODES)
         self.table, self.states = self.own.table, self.own.states
 
@@ -137,7 +153,7 @@ class EagleDrafter:
             feds = [Fed(state.row, state.valid) for state in states]
             kept: dict[Place, Tensor] = {(i, -1): row for i, row in enumerate(hidden)}
             growths = grow(
-                some, [bets[i] for i in able], self.head.logits(hidden),
+                some, [bets[i] for i in able], self.head.logits(hidden).cpu(),
                 lambda g, places: self._expand(some, feds, kept, g, places),
             )  # fmt: skip
         except CacheFull:  # too many long texts for the head's cache: no guess is better than a wrong one
@@ -171,14 +187,28 @@ class EagleDrafter:
             texts.append(s.tokens[state.valid + 1 :])
             starts.append(state.valid)
             slots.append(torch.from_numpy(self.target_table.entries[s.row, state.valid : entries]))
-        assert self.target_store.features is not None
-        fused = self.head.fused(self.target_store.features[torch.cat(slots)])
         batch = text_batch(self.table, [state.row for state in states], texts, starts)
-        hidden = self.head.forward(fused, batch, self.store)[batch.logit_rows]
+        hidden = self._read(batch, torch.cat(slots))[batch.logit_rows]
         # Not before: there may have been no room for all.
         for s, state in zip(sequences, states, strict=True):
             state.valid = len(s.tokens) - 1
         return hidden
+
+    def _read(self, batch: Batch, slots: Tensor) -> Tensor:
+        """The head over known tokens, so many rows at a time; `slots` hold the hidden states before each."""
+        features = self.target_store.features
+        assert features is not None
+        made = []
+        for first in range(0, batch.rows, READ_ROWS):
+            rows = slice(first, first + READ_ROWS)
+            part = replace(
+                batch,
+                **{name: getattr(batch, name)[rows] for name in ROW_FIELDS},
+                logit_rows=batch.logit_rows[:0],
+            )
+            fused = self.head.fused(features[slots[rows].to(features.device)])
+            made.append(self.head.forward(fused, part, self.store))
+        return torch.cat(made)
 
     def _expand(
         self,
@@ -192,10 +222,10 @@ class EagleDrafter:
         parents = torch.stack([kept[i, growths[i].parents[node]] for i, node in places])
         hidden = self.head.forward(parents, batch, self.store)
         kept.update(zip(places, hidden, strict=True))
-        return self.head.logits(hidden)
+        return self.head.logits(hidden).cpu()
 
 
-def load_eagle(folder: Path, target: Decoder, context: int) -> EagleHead:
+def load_eagle(folder: Path, target: Layered, context: int) -> EagleHead:
     """A head from a folder with config.json and safetensors, in the published EAGLE-3 layout or our own."""
     try:
         raw: dict[str, Any] = json.loads((folder / "config.json").read_text())
@@ -217,7 +247,14 @@ def load_eagle(folder: Path, target: Decoder, context: int) -> EagleHead:
     tensors = _tensors(folder)
     head = HeadConfig(replace(layer, rope=layer.rope), draft_vocab, taps)
     _check(folder, tensors, head)
-    return EagleHead(head, lambda name: tensors[name].float(), target, context + MAX_NODES + 1)
+    kind = EagleHead if isinstance(target, Decoder) else _device_head()
+    return kind(head, lambda name: tensors[name].float(), target, context + MAX_NODES + 1)
+
+
+def _device_head() -> type[EagleHead]:
+    from outrider.draft.eagle_device import DeviceHead  # Triton comes with it
+
+    return DeviceHead
 
 
 def eagle_taps(layers: int) -> tuple[int, ...]:

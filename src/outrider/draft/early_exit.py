@@ -15,12 +15,12 @@ from outrider.cache.store import KeyValueStore
 from outrider.cache.table import SlotTable
 from outrider.draft.feed import Fed, feed_nodes, text_batch
 from outrider.draft.tree import Growth, Place, grow
-from outrider.model.decoder import Decoder
+from outrider.model.decoder import Layered
 from outrider.types import NO_DRAFT, Bet, Draft, Sequence, Verdict
 
 
 class EarlyExitDrafter:
-    def __init__(self, model: Decoder, store: KeyValueStore, table: SlotTable, layers: int) -> None:
+    def __init__(self, model: Layered, store: KeyValueStore, table: SlotTable, layers: int) -> None:
         self.model, self.store, self.table, self.layers = model, store, table, layers
 
     def start(self, sequence: Sequence) -> None:

@@ -4,15 +4,14 @@ texts.
 
 from __future__ import annotations
 
-from outrider.cache.store import KeyValueStore
 from outrider.cache.table import SlotTable
 from outrider.draft.feed import text_batch
-from outrider.model.decoder import Decoder
+from outrider.model.decoder import Layered, make_store
 
 DEPTH = 3  # guesses in a row the search assumes
 
 
-def find_exit(model: Decoder, samples: list[list[int]]) -> int:
+def find_exit(model: Layered, samples: list[list[int]]) -> int:
     """The exit with the highest expected speed: how often it agrees with the last layer, against what it
     costs.
     """
@@ -29,23 +28,23 @@ def find_exit(model: Decoder, samples: list[list[int]]) -> int:
     return max(range(1, c.layers), key=speed)
 
 
-def exit_agreement(model: Decoder, samples: list[list[int]]) -> dict[int, float]:
+def exit_agreement(model: Layered, samples: list[list[int]]) -> dict[int, float]:
     """For each number of layers, the share of positions where head and exit name the same token as the
     whole model.
     """
     c = model.config
     same: dict[int, float] = dict.fromkeys(range(1, c.layers), 0.0)
     for text in samples:
-        store = KeyValueStore(c.layers, len(text), c.kv_heads, c.head_dim)
+        store = make_store(model, len(text))
         store.tap(tuple(range(c.layers)), c.hidden)
         table = SlotTable(len(text), 1, len(text), reuse=False)
         row, _ = table.open([])
         table.extend(row, len(text))
-        batch = text_batch(table, [row], [text], [0], last_only=False)
+        batch = text_batch(table, [row], [text], [0], last_only=False).to(model.device)
         final = model.forward(batch, store).argmax(-1)
         assert store.features is not None
         for layers in same:
-            hidden = store.features[batch.slots, layers].contiguous()
+            hidden = store.features[batch.slots, layers].float().contiguous()
             same[layers] += float((model.logits(hidden, batch.logit_rows).argmax(-1) == final).float().sum())
     total = sum(map(len, samples)) or 1
     return {layers: count / total for layers, count in same.items()}

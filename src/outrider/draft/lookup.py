@@ -19,6 +19,7 @@ from outrider.types import Bet, Draft, Sequence, Verdict
 SHORTEST = 2  # tokens that must match before a continuation is believed
 GRAM = 4  # past answers are found by this many tokens
 LONGEST = 64  # how far back a match with a past answer is followed
+READ = 4  # past answers read in one go
 
 
 @dataclass(slots=True)
@@ -30,29 +31,42 @@ class State:
 
 @dataclass(slots=True)
 class Past:
-    """One owner's earlier answers: where each run of GRAM tokens was last seen. The oldest are forgotten."""
+    """One owner's earlier answers: where each run of GRAM tokens was last seen. The oldest are forgotten.
+
+    Answers are read when somebody looks for a guess, a few at a time: nobody may.
+    """
 
     answers: deque[list[int]] = field(default_factory=deque)
+    unread: deque[list[int]] = field(default_factory=deque)
     grams: dict[tuple[int, ...], tuple[list[int], int]] = field(default_factory=dict)
     size: int = 0
 
     def add(self, answer: list[int], room: int) -> None:
         self.answers.append(answer)
+        self.unread.append(answer)
         self.size += len(answer)
-        for end in range(GRAM, len(answer) + 1):
-            self.grams[tuple(answer[end - GRAM : end])] = (answer, end)
         while self.size > room:
             self._forget(self.answers.popleft())
 
     def _forget(self, answer: list[int]) -> None:
         self.size -= len(answer)
+        if self.unread and self.unread[0] is answer:
+            self.unread.popleft()
+            return
         for end in range(GRAM, len(answer) + 1):
             key = tuple(answer[end - GRAM : end])
             if key in self.grams and self.grams[key][0] is answer:
                 del self.grams[key]
 
+    def _read(self) -> None:
+        for _ in range(min(READ, len(self.unread))):
+            answer = self.unread.popleft()
+            for end in range(GRAM, len(answer) + 1):
+                self.grams[tuple(answer[end - GRAM : end])] = (answer, end)
+
     def continuation(self, text: Seq[int], n: int) -> tuple[int, list[int]]:
         """How long an ending of `text` matched, and what followed it."""
+        self._read()
         answer, end = self.grams.get(tuple(text[-GRAM:]), ([], 0))
         size = 0
         while size < min(end, len(text), LONGEST) and answer[end - 1 - size] == text[-1 - size]:

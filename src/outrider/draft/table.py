@@ -29,7 +29,7 @@ from outrider.draft.merged import MergedDrafter
 from outrider.errors import BadCheckpoint, InvalidRequest, ModelNotFound, UnsupportedModel, suggest
 from outrider.load.checkpoint import Checkpoint, open_checkpoint
 from outrider.load.tokenizer import Tokenizer
-from outrider.model.decoder import Decoder, Model, kv_bytes
+from outrider.model.decoder import Layered, Model, kv_bytes
 
 SIMPLE = ("lookup", "early_exit")
 
@@ -78,18 +78,19 @@ def _make(part: str, bench: Bench) -> tuple[str, Drafter]:
         hint = suggest(part, (*SIMPLE, "auto", "none"))
         raise ModelNotFound(f"no drafter {part!r}{hint}; as a model: {reason}") from None
     if _is_eagle(path):
-        if not isinstance(bench.target, Decoder):
+        if not isinstance(bench.target, Layered):
             raise UnsupportedModel(
                 f"an EAGLE head needs hidden states, which {_family(bench)} does not offer"
             )
         head = load_eagle(path, bench.target, bench.context)
-        slots = _slots(bench, head.config.layer.kv_bytes_per_token)
+        c = head.config.layer
+        slots = _slots(bench, 2 * c.kv_heads * c.head_dim * bench.target.dtype.itemsize)
         return "eagle", EagleDrafter(head, bench.store, bench.table, slots, bench.context)
     return "lm", _lm(path, bench)
 
 
 def _early_exit(layers: str, bench: Bench) -> Drafter:
-    if not isinstance(bench.target, Decoder):
+    if not isinstance(bench.target, Layered):
         raise UnsupportedModel(f"early_exit needs single layers, which {_family(bench)} does not offer")
     total = bench.target.config.layers
     if layers and not (layers.isdigit() and 0 < int(layers) < total):
@@ -150,6 +151,4 @@ def _slots(bench: Bench, kv_bytes: int) -> int:
 
 
 def _family(bench: Bench) -> str:
-    if bench.target.device.type == "cuda":
-        return "a model on a CUDA device"
     return f"a {bench.target.config.family} model run through transformers"

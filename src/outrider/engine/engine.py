@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from itertools import compress
 
+import numpy as np
 from torch import Tensor
 
 from outrider.cache.pool import CacheFull
@@ -75,6 +76,7 @@ class Engine:
         self.rounds: Rounds | None = None  # where the device can run whole rounds
         self.flights: deque[Flight] = deque()
         self.landed = 0.0
+        self.grounded: set[Sequence] = set()  # whose requests no round can take
         self.record: StepRecord | None = None  # of the last step
 
     def use_drafters(self, drafters: Mapping[str, Drafter], planner: Planner) -> None:
@@ -91,6 +93,8 @@ class Engine:
         for sequence in choices:
             sequence.grammar = request.grammar.copy() if request.grammar is not None else None
             sequence.arrived = time.perf_counter()
+            if self.rounds is not None and not self.rounds.takes(sequence, self.planner.default):
+                self.grounded.add(sequence)
             self.writers[sequence] = Writer(self.text(), request.params.stop, request.params.include_stop)
             for name, drafter in self.drafters.items():
                 self._tell(name, drafter.start, sequence)
@@ -135,7 +139,10 @@ class Engine:
         ran = time.perf_counter()
         scored = sum(pick.scored for pick in picks)
         own = logits[: len(logits) - scored]
-        verdicts = judge(own, emitting, list(compress(drafts, emits)), self.model.draw) if emitting else []
+        verdicts = []
+        if emitting:
+            guessed = list(compress(drafts, emits))
+            verdicts = judge(own, emitting, guessed, self.model.draw, self.model.sift)
         if scored:
             self._score(logits[len(own) :], picks)
         judged = time.perf_counter()
@@ -152,11 +159,12 @@ class Engine:
         rows: int,
         begin: float,
         times: tuple[float, float, float, float],
+        flight: Flight | None = None,
     ) -> list[Event]:
         """Commit what the target said, tell it, and record what it cost."""
         emits = [pick.emits for pick in picks]
         outcomes = [
-            Outcome(pick.sequence, bet, len(draft), max(draft.depths, default=0), len(verdict.accepted))
+            Outcome(pick.sequence, bet, len(draft), _deepest(draft), len(verdict.accepted))
             for (pick, bet, draft), verdict in zip(
                 compress(zip(picks, bets, drafts, strict=True), emits), verdicts, strict=True
             )
@@ -175,6 +183,8 @@ class Engine:
             target_s=target_s,
             verify_s=verify_s,
             total_s=time.perf_counter() - begin,
+            flight=flight.kind if flight else None,
+            passes=flight.passes if flight else 1,
             outcomes=outcomes,
             reasons=reasons,
         )
@@ -192,25 +202,32 @@ class Engine:
         running = self.scheduler.running
         if not running or (self.scheduler.waiting and self.table.rows_left):
             return False
-        if not all(s.pending == 1 and rounds.takes(s, self.planner.default) for s in running):
+        if not self.grounded.isdisjoint(running) or any(s.pending != 1 for s in running):
             return False
         return self.table.make_room(len(running) * (rounds.deepest + 1))
 
     def _fly(self, rounds: Rounds) -> list[Event]:
         """Start a round; tell of the one before, which has been running meanwhile."""
         sequences = list(self.scheduler.running)
-        plan = self.planner.plan(sequences, len(sequences))
+        plan = self.planner.plan_round(sequences, rounds.deepest)
         bets = rounds.fitted(plan.bets)
         if lacking := rounds.lacking(sequences, bets):
             if self.flights:  # what is on its way must be known first; then all is planned anew
                 return self._land(0)
             rounds.catch_up(lacking, bets[sequences.index(lacking[0])].drafter)
-        nodes = max(bet.nodes for bet in bets)
-        for sequence in sequences:
-            self.table.extend(sequence.row, nodes + 1)
-        picks = [Pick(sequence, 1, nodes) for sequence in sequences]
-        self.flights.append(rounds.launch(picks, bets, plan.reasons))
+        left = self._most_left(sequences)
+        if left <= 0:  # what is on its way ends them all
+            return self._land(0)
+        ahead = max(bet.nodes for bet in bets) or min(rounds.run_length(len(sequences)), left) - 1
+        fresh = self.table.extend_all(np.array([s.row for s in sequences]), ahead + 1)
+        picks = [Pick(sequence, 1, ahead) for sequence in sequences]
+        self.flights.append(rounds.launch(picks, bets, plan.reasons, fresh))
         return self._land(rounds.lag)
+
+    def _most_left(self, sequences: list[Sequence]) -> int:
+        """Tokens that any of these may still emit, at most, once all that is on its way is there."""
+        coming = sum(flight.passes for flight in self.flights)
+        return max(s.request.params.max_tokens + s.prompt_len - len(s.tokens) for s in sequences) - coming
 
     def _land(self, still: int) -> list[Event]:
         """Settle rounds, oldest first, until no more than `still` are on their way."""
@@ -233,13 +250,15 @@ class Engine:
                 [flight.bets[i] for i in alive],
                 [verdicts[i] for i in alive],
                 flight.reasons,
-                len(flight.picks) * (flight.nodes + 1),
+                flight.rows_a_pass,
                 begin,
-                (0.0, 0.0, now - begin, now - before),
+                (0.0, 0.0, flight.seconds, 0.0),
+                flight,
             )
             assert self.rounds is not None
             for i in alive:
-                self.rounds.landed(flight.picks[i].sequence, flight, verdicts[i])
+                self.rounds.landed(flight, i, verdicts[i])
+            self.rounds.pace(flight, now - before, time.perf_counter() - begin)
         return events
 
     def _refuse(self, request: Request) -> None:
@@ -346,9 +365,11 @@ class Engine:
             sequence = pick.sequence
             before, emits = sequence.cached, pick.emits
             verdict = next(verdicts) if emits else None
-            accepted = verdict.accepted if verdict else []
-            self.table.commit(sequence.row, before + pick.known, accepted, pick.guessed)
-            sequence.cached = before + pick.known + len(accepted)
+            # Every token but the last has been fed: a guess that held, or one of several plain passes.
+            fed = len(verdict.tokens) - 1 if verdict else 0
+            path = verdict.accepted if verdict and verdict.accepted else range(fed)
+            self.table.commit(sequence.row, before + pick.known, path, pick.guessed)
+            sequence.cached = before + pick.known + fed
             if before < sequence.prompt_len <= sequence.cached:
                 self.scheduler.prompt_read(sequence)
             if verdict:
@@ -356,26 +377,19 @@ class Engine:
         return events
 
     def _emit(self, sequence: Sequence, draft: Draft, bet: Bet, verdict: Verdict) -> Event:
-        """Append the verdict's tokens one by one, stopping where the request says, and make the event."""
-        writer, shown, taken = self.writers[sequence], "", 0
-        origins = _origins(draft, verdict)
-        for token, origin in zip(verdict.tokens, origins, strict=True):
-            sequence.tokens.append(token)
-            sequence.origins.append(origin)
-            taken += 1
-            text, reason = self._write(sequence, writer, token)
-            shown += text
-            if reason:
-                sequence.finish_reason = reason
-                break
-        sequence.steps += 1
+        """Append the verdict's tokens, up to where the request ends, and make the event."""
+        text, taken = self._write(sequence, verdict.tokens)
+        emitted, origins = verdict.tokens[:taken], _origins(draft, verdict)[:taken]
+        sequence.tokens += emitted
+        sequence.origins += origins
+        sequence.steps += 1 if draft else taken
         sequence.ended = time.perf_counter()
         sequence.first = sequence.first or sequence.ended
-        held = origins[:taken].count("accepted")
-        sequence.accepted += held
         if draft:
+            held = origins.count("accepted")
+            sequence.accepted += held
             sequence.guesses.append((len(draft), held))
-            sequence.deepest = max(sequence.deepest, *draft.depths)
+            sequence.deepest = max(sequence.deepest, _deepest(draft))
         logprobs = None
         if verdict.logprobs is not None:
             logprobs = tuple(verdict.logprobs[:taken])
@@ -385,34 +399,30 @@ class Engine:
         if sequence.finish_reason:
             sequence.cached = min(sequence.cached, len(sequence.tokens))
             self._end(sequence)
-        emitted = tuple(sequence.tokens[len(sequence.tokens) - taken :])
-        return Event(sequence.request.id, sequence.choice, emitted, shown, sequence.finish_reason, logprobs)
+        return Event(
+            sequence.request.id, sequence.choice, tuple(emitted), text, sequence.finish_reason, logprobs
+        )
 
-    def _write(self, sequence: Sequence, writer: Writer, token: int) -> tuple[str, FinishReason | None]:
-        """The text a token adds, and why it is the last, if it is."""
-        request = sequence.request
+    def _write(self, sequence: Sequence, tokens: list[int]) -> tuple[str, int]:
+        """The text these tokens add, and how many of them the answer takes. Where it ends, so does the sequence."""
+        params, writer = sequence.request.params, self.writers[sequence]
         written = len(sequence.tokens) - sequence.prompt_len
-        grammar = sequence.grammar
-        if grammar is not None:
-            grammar.advance(token)
-            if problem := grammar.problem:  # it broke, or nothing that it allows was left to choose from
-                sequence.problem = f"the grammar failed: {problem}"
-                return writer.finish(), "error"
-        if token in request.stop_ids:
-            return writer.finish(), "stop"
-        text, stopped = writer.feed(token, armed=written >= request.params.min_tokens)
+        room = params.max_tokens - written
+        taken, spoken, reason = _ending(sequence, tokens[:room])
+        text, stopped = writer.feed(tokens[:spoken], params.min_tokens - 1 - written)
         if stopped:
-            return text, "stop"
-        if grammar is not None and grammar.complete:
-            return text + writer.finish(), "stop"
-        if written >= request.params.max_tokens:
-            return text + writer.finish(), "length"
-        return text, None
+            sequence.finish_reason = "stop"
+            return text, stopped
+        sequence.finish_reason = reason or ("length" if taken == room else None)
+        if reason == "error":
+            sequence.problem = f"the grammar failed: {sequence.grammar.problem}"
+        return text + writer.finish() if sequence.finish_reason else text, taken
 
     def _end(self, sequence: Sequence) -> None:
         for name, drafter in self.drafters.items():
             self._tell(name, drafter.stop, sequence)
         self.planner.forget(sequence)
+        self.grounded.discard(sequence)
         self.scheduler.finish(sequence)
         del self.writers[sequence]
         siblings = self.live[sequence.request.id]
@@ -427,10 +437,31 @@ def _wrong_chances(draft: Draft, vocab: int) -> bool:
     return log_q is not None and (log_q.shape != (len(draft), vocab) or bool(log_q.isnan().any()))
 
 
+def _ending(sequence: Sequence, tokens: list[int]) -> tuple[int, int, FinishReason | None]:
+    """How many of these tokens the answer takes, how many of those are text, and what ends it, if anything does."""
+    grammar, ends = sequence.grammar, sequence.request.stop_ids
+    if grammar is None and ends.isdisjoint(tokens):
+        return len(tokens), len(tokens), None
+    for i, token in enumerate(tokens):
+        if grammar is not None:
+            grammar.advance(token)
+            if grammar.problem:  # it broke, or nothing that it allows was left to choose from
+                return i + 1, i, "error"
+        if token in ends:
+            return i + 1, i, "stop"
+        if grammar is not None and grammar.complete:
+            return i + 1, i + 1, "stop"
+    return len(tokens), len(tokens), None
+
+
+def _deepest(draft: Draft) -> int:
+    return max(draft.depths) if draft else 0
+
+
 def _origins(draft: Draft, verdict: Verdict) -> list[Origin]:
     """Where each token came from: a guess that held, the target's correction, or its free token at the end."""
     if not draft:
-        return ["plain"]
+        return ["plain"] * len(verdict.tokens)
     last = verdict.accepted[-1] if verdict.accepted else -1
     ending: Origin = "recovered" if last in draft.parents else "bonus"
     guessed: list[Origin] = ["accepted"] * len(verdict.accepted)

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from outrider.draft.chains import ChainDrafter, LmChain, LookupChain
+from outrider.draft.drafter import Drafter
+from outrider.draft.eagle import EagleDrafter
+from outrider.draft.eagle_device import DeviceHead, HeadPass
+from outrider.draft.early_exit import EarlyExitDrafter
 from outrider.draft.lm import LmDrafter
+from outrider.draft.lookup import LookupDrafter
+from outrider.draft.target_chains import EagleChain, EarlyExitChain
 from outrider.engine.engine import Engine
 from outrider.engine.rounds import Rounds
 from outrider.model.decoder import make_store
@@ -11,18 +17,29 @@ from outrider.model.device import DeviceDecoder, DevicePass
 
 
 def make_rounds(engine: Engine) -> Rounds:
-    model, table = engine.model, engine.table
+    model = engine.model
     assert isinstance(model, DeviceDecoder)
-    rounds = Rounds(model, engine.store, table, model.device, DevicePass(model, engine.store))
+    rounds = Rounds(model, engine.store, engine.table, model.device, DevicePass(model, engine.store))
     for name, drafter in engine.drafters.items():
-        if name == "lookup":
-            rounds.drafters[name] = LookupChain()
-        elif isinstance(drafter, LmDrafter) and isinstance(drafter.model, DeviceDecoder):
-            rounds.drafters[name] = _lm_chain(drafter.model, engine)
+        chain = _chain(drafter, model, engine, rounds.deepest + 1)
+        if chain is not None:
+            rounds.drafters[name] = chain
     return rounds
 
 
-def _lm_chain(small: DeviceDecoder, engine: Engine) -> ChainDrafter:
-    """Its keys and values lie by the target's slots, so it needs a store of its own beside the packed path's."""
-    store = make_store(small, engine.store.slots)
-    return LmChain(small, store, DevicePass(small, store), engine.model.config.vocab)
+def _chain(drafter: Drafter, model: DeviceDecoder, engine: Engine, most: int) -> ChainDrafter | None:
+    """What guesses as this drafter does, in rounds of up to `most` tokens; None: it only takes part in packed steps.
+
+    Keys and values lie by the target's slots, so a model has a store of its own beside the packed path's.
+    """
+    if isinstance(drafter, LookupDrafter):
+        return LookupChain()
+    if isinstance(drafter, EarlyExitDrafter):
+        return EarlyExitChain(model, DevicePass(model, engine.store, drafter.layers))
+    if isinstance(drafter, LmDrafter) and isinstance(drafter.model, DeviceDecoder):
+        store = make_store(drafter.model, engine.store.slots)
+        return LmChain(drafter.model, store, DevicePass(drafter.model, store), model.config.vocab)
+    if isinstance(drafter, EagleDrafter) and isinstance(drafter.head, DeviceHead):
+        store = drafter.head.make_store(engine.store.slots)
+        return EagleChain(drafter.head, model, engine.store, store, HeadPass(drafter.head, store), most)
+    return None

@@ -324,7 +324,8 @@ def load_model(checkpoint: Checkpoint, settings: Settings) -> Model:
     if _free_memory(settings) is not None:
         from outrider.model.device import load_on_device  # Triton comes with it
 
-        return load_on_device(config, checkpoint.tensor, positions)
+        weights = "bfloat16" if settings.weights == "auto" else settings.weights
+        return load_on_device(config, checkpoint.tensor, positions, weights)
     kernels = make_kernels(config, positions, settings.threads, cache_folder() / "kernels", settings.kernels)
     return Decoder(config, checkpoint.tensor, kernels)
 

@@ -4,14 +4,14 @@ Sequence state (texts, lengths, slot tables, seeds) lives where the model does. 
 tensor operations over it, so on a GPU it is captured once a shape as a graph and replayed. The host says who
 takes part, gives each a few fresh slots, and reads what happened one round later, while the next one runs.
 
-Only chains fly, and only for requests whose law needs nothing but a temperature; everything else takes the
+Only chains fly, and only for requests whose law is a temperature and filters; everything else takes the
 packed path of runner.py. Both give the same bits: a chain's rows see exactly what plain rows would see.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,6 +30,7 @@ from outrider.types import NO_BET, NO_DRAFT, Bet, Draft, Sequence, Verdict
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 CONTEXTS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)  # lengths that rounds are made for
 DEEPEST = 8  # guesses a round may hold; longer chains are packed
+LONGEST_RUN = 8  # plain passes in one round
 
 
 @dataclass(slots=True)
@@ -41,8 +42,8 @@ class Flight:
     reasons: tuple[str, ...]
     nodes: int
     drafter: str
-    result: Tensor  # [S, 2 + 2 n + 1] on the host, once `done`
-    done: Any  # a CUDA event, or None
+    result: Tensor  # on the host, once `done`: [S, n + 1] of plain passes, else [S, 2 + 2 n + 1]
+    timer: Timer
     rows: list[int]
     begun: float
 
@@ -51,16 +52,60 @@ class Flight:
         sequence = self.picks[i].sequence
         return sequence.finish_reason is None and sequence.row == self.rows[i]
 
+    @property
+    def kind(self) -> tuple[str, int]:
+        """Whose guesses it has room for, and how many."""
+        return self.drafter, self.nodes if self.drafter != "none" else 0
+
+    @property
+    def seconds(self) -> float:
+        """What it took the device; once landed."""
+        return self.timer.seconds()
+
+    @property
+    def passes(self) -> int:
+        return self.nodes + 1 if self.drafter == "none" else 1
+
+    @property
+    def rows_a_pass(self) -> int:
+        return len(self.picks) * (self.nodes + 1) // self.passes
+
     def land(self) -> tuple[list[Draft], list[Verdict]]:
         """What the target said; waits for the device."""
-        if self.done is not None:
-            self.done.synchronize()
+        self.timer.wait()
+        if self.drafter == "none":
+            told = self.result[: len(self.picks)].tolist()
+            return [NO_DRAFT] * len(told), [Verdict(tokens, []) for tokens in told]
         drafts, verdicts = [], []
         n = self.nodes
         for accepted, count, *rest in self.result[: len(self.picks)].tolist():
             drafts.append(Draft.chain(rest[n + 1 : n + 1 + count]) if count else NO_DRAFT)
             verdicts.append(Verdict(rest[: accepted + 1], list(range(accepted))))
         return drafts, verdicts
+
+
+class Timer:
+    """How long something takes where it runs, however late the host looks."""
+
+    def __init__(self, cuda: bool) -> None:
+        self.events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * cuda)]
+        if self.events:
+            self.events[0].record()
+        self.begun, self.ended = time.perf_counter(), 0.0
+
+    def stop(self) -> None:
+        if self.events:
+            self.events[1].record()
+        self.ended = time.perf_counter()
+
+    def wait(self) -> None:
+        if self.events:
+            self.events[1].synchronize()
+
+    def seconds(self) -> float:
+        if self.events:
+            return self.events[0].elapsed_time(self.events[1]) / 1000
+        return self.ended - self.begun
 
 
 class Rounds:
@@ -82,14 +127,17 @@ class Rounds:
         # By row: who is there, and how many tokens are known.
         self.boarded: dict[int, tuple[Sequence, int]] = {}
         self.dummy = store.slots
-        self.shapes: dict[tuple[int, int, str, int], Shape] = {}
+        self.state.table[-1] = self.dummy  # padding's row, which a drafter also takes for who wants no guess
+        # Of rounds that may be on their way: the drafter, the rows it guesses for, and the most tokens they bring.
+        self.latest: deque[tuple[str, set[int], int]] = deque(maxlen=lag)
+        self.shapes: dict[tuple[int, int, str, int, bool], Shape] = {}
+        self.runs: dict[int, int] = {}  # by size: plain passes in one round
 
     def takes(self, sequence: Sequence, default: str) -> bool:
-        """Whether this request's law needs nothing but a temperature, and its guesses are chains made here."""
+        """Whether this request's law is a temperature and filters alone, and its guesses are chains made here."""
         request = sequence.request
-        p, how = request.params, request.params.speculation
-        plain = p.top_k == 0 and p.top_p == 1.0 and p.min_p == 0.0 and p.logprobs is None
-        if not plain or request.edits_logits or how.mode != "coupled":
+        how = request.params.speculation
+        if request.params.logprobs is not None or request.edits_logits or how.mode != "coupled":
             return False
         if request.prediction_ids and not how.off:
             return False  # only the host's lookup follows a prediction
@@ -100,19 +148,37 @@ class Rounds:
         """The same bets as chains. A round has one drafter, the one most asked for; others are plain in it."""
         asked = Counter(bet.drafter for bet in bets if bet.nodes)
         ((chosen, _),) = asked.most_common(1) or [("none", 0)]
-        depths = [min(bet.depth, self.deepest) if bet.nodes else 0 for bet in bets]
-        return [
-            replace(bet, nodes=depth, depth=depth) if bet.drafter == chosen else NO_BET
-            for bet, depth in zip(bets, depths, strict=True)
-        ]
+        return [self._chain(bet) if bet.nodes and bet.drafter == chosen else NO_BET for bet in bets]
+
+    def _chain(self, bet: Bet) -> Bet:
+        depth = min(bet.depth, self.deepest)
+        return replace(bet, nodes=depth, depth=depth)
+
+    def run_length(self, count: int) -> int:
+        """Plain passes for so many sequences before the host looks: more where it cannot keep up otherwise."""
+        return self.runs.get(_up(count), 1)
+
+    def pace(self, flight: Flight, waited: float, spent: float) -> None:
+        """After a round: if the host hardly had to wait for it, the host is what holds the device up."""
+        if flight.drafter != "none":
+            return
+        size, run = _up(len(flight.picks)), flight.passes
+        if waited < 0.1 * spent:
+            self.runs[size] = min(2 * run, LONGEST_RUN)
+        elif waited > 0.6 * spent:
+            self.runs[size] = max(run // 2, 1)
 
     def lacking(self, sequences: list[Sequence], bets: list[Bet]) -> list[Sequence]:
-        """Whose drafter must read on before it can guess."""
-        return [
-            s
-            for s, bet in zip(sequences, bets, strict=True)
-            if bet.nodes and self.drafters[bet.drafter].lacks(s)
-        ]
+        """Whose drafter must read on before it can guess. There is one drafter in all the bets, as `fitted` says."""
+        asked = [(s, bet.drafter) for s, bet in zip(sequences, bets, strict=True) if bet.nodes]
+        if not asked:
+            return []
+        name = asked[0][1]
+        return [s for s, _ in asked if self.drafters[name].lacks(s, self._coming(s, name))]
+
+    def _coming(self, sequence: Sequence, drafter: str) -> int:
+        """Tokens that rounds on their way may bring without this drafter reading along."""
+        return sum(most for name, rows, most in self.latest if name != drafter or sequence.row not in rows)
 
     def catch_up(self, sequences: list[Sequence], drafter: str) -> None:
         """With nothing on its way: bring rows up to date and let the drafter read."""
@@ -120,22 +186,30 @@ class Rounds:
             self._board(sequence)
         self.drafters[drafter].catch_up(self.state, sequences)
 
-    def launch(self, picks: list[Pick], bets: list[Bet], reasons: tuple[str, ...]) -> Flight:
-        """Start a round. Each pick's row already ends with one slot and one more for every node of the round."""
-        nodes = max((bet.nodes for bet in bets), default=0)
+    def launch(
+        self, picks: list[Pick], bets: list[Bet], reasons: tuple[str, ...], fresh: np.ndarray
+    ) -> Flight:
+        """Start a round. `fresh` are the last slots of each row: one, and one more for every guess or further
+        pass.
+        """
+        nodes = fresh.shape[1] - 1
         names = {bet.drafter for bet in bets if bet.nodes}
         drafter = names.pop() if names else "none"
-        shape = self._shape(_up(len(picks)), nodes, drafter, self._context(picks))
         rows = [pick.sequence.row for pick in picks]
         for pick in picks:
             self._board(pick.sequence)
-        shape.fill(rows, self._fresh(rows, nodes), [bet.nodes for bet in bets], self.state.rows, self.dummy)
-        result, done = shape.fly()
-        return Flight(picks, bets, reasons, nodes, drafter, result, done, rows, time.perf_counter())
+        filtered = bool(self.state.filters[rows].any())
+        shape = self._shape(_up(len(picks)), nodes, drafter, self._context(picks), filtered)
+        shape.fill(rows, fresh, [bet.nodes for bet in bets], self.state.rows, self.dummy)
+        result, timer = shape.fly()
+        guessing = {row for row, bet in zip(rows, bets, strict=True) if bet.nodes}
+        self.latest.append((drafter, guessing, nodes + 1))
+        return Flight(picks, bets, reasons, nodes, drafter, result, timer, rows, time.perf_counter())
 
-    def landed(self, sequence: Sequence, flight: Flight, verdict: Verdict) -> None:
-        """The host now knows what the device knew already."""
-        if flight.drafter in self.drafters:
+    def landed(self, flight: Flight, i: int, verdict: Verdict) -> None:
+        """The host now knows of a pick what the device knew already."""
+        sequence = flight.picks[i].sequence
+        if flight.bets[i].nodes:
             self.drafters[flight.drafter].landed(sequence, flight.nodes, len(verdict.accepted))
         if sequence.row in self.boarded:
             self.boarded[sequence.row] = (sequence, len(sequence.tokens))
@@ -146,20 +220,15 @@ class Rounds:
             self.state.board(sequence, self.table.entries[sequence.row])
             self.boarded[sequence.row] = (sequence, len(sequence.tokens))
 
-    def _fresh(self, rows: list[int], nodes: int) -> np.ndarray:
-        """The last slots of each row."""
-        ends = self.table.lengths[rows]
-        return self.table.entries[np.array(rows)[:, None], ends[:, None] - nodes - 1 + np.arange(nodes + 1)]
-
     def _context(self, picks: list[Pick]) -> int:
         """A length that no text of this round exceeds, in steps: what is on its way may have grown it."""
         longest = max(len(pick.sequence.tokens) for pick in picks) + (self.lag + 1) * (self.deepest + 1)
         return min(next((c for c in CONTEXTS if c >= longest), self.state.width), self.state.width)
 
-    def _shape(self, size: int, nodes: int, drafter: str, context: int) -> Shape:
-        key = (size, nodes, drafter, context)
+    def _shape(self, size: int, nodes: int, drafter: str, context: int, filtered: bool) -> Shape:
+        key = (size, nodes, drafter, context, filtered)
         if key not in self.shapes:
-            self.shapes[key] = Shape(self, size, nodes, self.drafters.get(drafter), context)
+            self.shapes[key] = Shape(self, size, nodes, self.drafters.get(drafter), context, filtered)
         return self.shapes[key]
 
 
@@ -167,15 +236,22 @@ class Shape:
     """Rounds of one shape: inputs that always lie in the same place, and on a GPU the graph over them."""
 
     def __init__(
-        self, rounds: Rounds, size: int, nodes: int, drafter: ChainDrafter | None, context: int
+        self,
+        rounds: Rounds,
+        size: int,
+        nodes: int,
+        drafter: ChainDrafter | None,
+        context: int,
+        filtered: bool,
     ) -> None:
         self.rounds, self.size, self.nodes, self.drafter = rounds, size, nodes, drafter
-        self.context = context
+        self.context, self.filtered = context, filtered
         self.cuda = rounds.device.type == "cuda"
         width = 2 + nodes + 1  # row, how many guesses, fresh slots
         self.host = torch.zeros(2, size, width, dtype=torch.int32, pin_memory=self.cuda)
         self.inputs = torch.zeros(size, width, dtype=torch.int32, device=rounds.device)
-        self.results = torch.zeros(2, size, 2 + 2 * nodes + 1, dtype=torch.int64, pin_memory=self.cuda)
+        told = nodes + 1 if drafter is None else 2 + 2 * nodes + 1
+        self.results = torch.zeros(2, size, told, dtype=torch.int64, pin_memory=self.cuda)
         self.graph: Any = None
         self.output: Tensor | None = None
         self.turn = 0  # two sets of host buffers: one is read while the other is written
@@ -188,18 +264,18 @@ class Shape:
         host[n:, 0], host[n:, 1], host[n:, 2:] = spare, 0, dummy
         self.inputs.copy_(self.host[self.turn], non_blocking=True)
 
-    def fly(self) -> tuple[Tensor, Any]:
-        if not self.cuda:
-            self.results[self.turn].copy_(self._round())
-            return self.results[self.turn], None
-        if self.graph is None:
+    def fly(self) -> tuple[Tensor, Timer]:
+        if self.cuda and self.graph is None:
             self._capture()
-        self.graph.replay()
-        assert self.output is not None
-        self.results[self.turn].copy_(self.output, non_blocking=True)
-        done = torch.cuda.Event()
-        done.record()
-        return self.results[self.turn], done
+        timer = Timer(self.cuda)
+        if self.cuda:
+            self.graph.replay()
+            assert self.output is not None
+            self.results[self.turn].copy_(self.output, non_blocking=True)
+        else:
+            self.results[self.turn].copy_(self._round())
+        timer.stop()
+        return self.results[self.turn], timer
 
     def _capture(self) -> None:
         """Warm up on padding alone, which changes nobody's state, then record."""
@@ -220,6 +296,29 @@ class Shape:
         self.inputs.copy_(given)
 
     def _round(self) -> Tensor:
+        self.rounds.state.filtered = self.filtered
+        return self._plain() if self.drafter is None else self._guessed(self.drafter)
+
+    def _plain(self) -> Tensor:
+        """Pass after pass, a token each. [S, tokens emitted (n + 1)]."""
+        state = self.rounds.state
+        rows, fresh = self.inputs[:, 0].long(), self.inputs[:, 2:]
+        lengths = state.lengths[rows]
+        at = lengths[:, None] + torch.arange(self.nodes + 1, device=rows.device)
+        state.table[rows[:, None], at] = fresh
+        told = [state.tokens[rows, lengths][:, None]]
+        for here, slots in zip(at.split(1, dim=1), fresh.split(1, dim=1), strict=True):
+            told.append(self._law(told[-1], here, slots, rows))
+        emitted = torch.cat(told[1:], dim=1)
+        state.tokens[rows[:, None], at + 1] = emitted
+        self._grow(rows, lengths + self.nodes + 1)
+        return emitted
+
+    def _grow(self, rows: Tensor, lengths: Tensor) -> None:
+        state = self.rounds.state
+        state.lengths[rows] = torch.where(rows == state.rows, 0, lengths)  # padding must not grow
+
+    def _guessed(self, drafter: ChainDrafter) -> Tensor:
         """Draft, run, judge, commit. [S, accepted, guessed, tokens emitted (n + 1), guesses (n)]."""
         state, n = self.rounds.state, self.nodes
         rows, wanted, fresh = self.inputs[:, 0].long(), self.inputs[:, 1].long(), self.inputs[:, 2:]
@@ -228,26 +327,26 @@ class Shape:
         at = lengths[:, None] + step  # [S, n + 1] positions of the rows
         ids = state.tokens[rows, lengths][:, None]
         state.table[rows[:, None], at] = fresh
-        guesses, count = ids[:, :0], torch.zeros_like(wanted)
-        if n and self.drafter is not None:
-            guesses, count = self.drafter.chain(state, rows, lengths, n, self.context)
-            count = torch.minimum(count, wanted)
-            ids = torch.cat([ids, guesses], dim=1)
+        # Who wants no guess is padding to the drafter: it must not write to slots that others may share.
+        guessing = torch.where(wanted > 0, rows, state.rows)
+        guesses, count = drafter.chain(state, guessing, state.lengths[guessing], n, self.context)
+        count = torch.minimum(count, wanted)
+        ids = torch.cat([ids, guesses], dim=1)
         meant = step <= count[:, None]
         chosen = self._law(ids, at, torch.where(meant, fresh, self.rounds.dummy), rows)
         held = (chosen[:, :n] == guesses) & meant[:, 1:]
         accepted = held.long().cumprod(1).sum(1)
         state.tokens[rows[:, None], at + 1] = chosen
-        grown = lengths + accepted + 1
-        state.lengths[rows] = torch.where(rows == state.rows, 0, grown)  # padding must not grow
+        self._grow(rows, lengths + accepted + 1)
         return torch.cat([accepted[:, None], count[:, None], chosen, guesses], dim=1)
 
     def _law(self, ids: Tensor, at: Tensor, slots: Tensor, rows: Tensor) -> Tensor:
         """One pass of the target over all rows, and what the law says at each."""
         state = self.rounds.state
         batch = rows_batch(state, rows, ids, at, slots)
-        logits = self.rounds.run(batch, self.nodes + 1, self.context)
-        owners = rows.repeat_interleave(self.nodes + 1)
+        together = ids.shape[1]
+        logits = self.rounds.run(batch, together, self.context)
+        owners = rows.repeat_interleave(together)
         return draw_at(self.rounds.model, state, owners, logits, at.flatten() + 1).view(at.shape)
 
 

@@ -119,6 +119,7 @@ class Scheduler:
         self.table.commit(sequence.row, sequence.cached)  # slots taken for a pass that is not to be
         self.table.release(sequence.row, sequence.tokens[: sequence.cached], sequence.request.owner)
         sequence.row = -1
+        sequence.released += 1
 
     def _admit(self, sequence: Sequence) -> bool:
         """Give a waiting sequence a row, if its whole text so far fits; nothing is preempted for it."""

@@ -1,17 +1,19 @@
 """From tokens to the text a user sees: whole characters only, and never a piece of a stop string.
 
-Tokens are fed one at a time, so what comes out does not depend on how many a step committed.
+All that is shown, joined, does not depend on how many tokens a step committed: where stop strings are looked for,
+tokens are looked at one by one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 
 class TokenText(Protocol):
     """Turns token ids into text, holding back unfinished characters."""
 
-    def feed(self, token: int) -> str: ...
+    def feed(self, *tokens: int) -> str: ...
     def finish(self) -> str: ...
 
 
@@ -20,19 +22,23 @@ class Writer:
         self.stream, self.stops, self.include_stop = stream, stops, include_stop
         self.held = ""
 
-    def feed(self, token: int, armed: bool = True) -> tuple[str, bool]:
-        """Text that is safe to show, and whether a stop string was completed. Unarmed, stops are not looked
-        for.
+    def feed(self, tokens: Sequence[int], free: int = 0) -> tuple[str, int]:
+        """Text that is safe to show, and how many tokens it took to complete a stop string; 0 if none was. In the
+        first `free` tokens none is looked for.
         """
-        self.held += self.stream.feed(token)
-        stops = self.stops if armed else ()
-        if (cut := first_stop(self.held, stops)) is not None:
-            begin, end = cut
-            shown, self.held = self.held[: end if self.include_stop else begin], ""
-            return shown, True
-        keep = len(self.held) - unfinished_stop(self.held, stops)
-        shown, self.held = self.held[:keep], self.held[keep:]
-        return shown, False
+        if not self.stops:
+            return self.stream.feed(*tokens), 0
+        shown = ""
+        for i, token in enumerate(tokens):
+            self.held += self.stream.feed(token)
+            stops = self.stops if i >= free else ()
+            if (cut := first_stop(self.held, stops)) is not None:
+                begin, end = cut
+                shown, self.held = shown + self.held[: end if self.include_stop else begin], ""
+                return shown, i + 1
+            keep = len(self.held) - unfinished_stop(self.held, stops)
+            shown, self.held = shown + self.held[:keep], self.held[keep:]
+        return shown, 0
 
     def finish(self) -> str:
         """What was held back, once no more tokens come."""

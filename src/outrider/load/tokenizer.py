@@ -199,7 +199,7 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         stream = self.text_stream(skip_special)
-        return "".join([*(stream.feed(self._checked(token)) for token in ids), stream.finish()])
+        return stream.feed(*map(self._checked, ids)) + stream.finish()
 
     def text_stream(self, skip_special: bool = True) -> TextStream:
         return TextStream(self, skip_special, self._strips_space)
@@ -213,7 +213,7 @@ class Tokenizer:
 
 
 class TextStream:
-    """Text from tokens one at a time. Feeds hold whole characters only; all of them joined are `decode`."""
+    """Text from tokens, some at a time. Feeds hold whole characters only; all of them joined are `decode`."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool, strip_space: bool) -> None:
         self._tokenizer = tokenizer
@@ -221,11 +221,10 @@ class TextStream:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._strip = strip_space  # until the first byte of text has come
 
-    def feed(self, token: int) -> str:
+    def feed(self, *tokens: int) -> str:
         """An id that stands for nothing adds nothing: models have more of them than their tokenizers."""
-        if token >= self._tokenizer.vocab_size:
-            return ""
-        data = self._tokenizer.token_bytes(token, self._special)
+        bytes_of, known = self._tokenizer.token_bytes, self._tokenizer.vocab_size
+        data = b"".join([bytes_of(token, self._special) for token in tokens if token < known])
         if self._strip and data:
             self._strip = False
             data = data.removeprefix(b" ")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -39,6 +39,29 @@ class Model(Protocol):
         """The law's argmax over the vocabulary; see verify/noise.py."""
         ...
 
+    def sift(self, logits: Tensor, top_k: Tensor, top_p: Tensor, floor: Tensor) -> None:
+        """Rules out what the law's filters do not keep; see verify/filters.py."""
+        ...
+
+    def weight_bytes(self) -> int:
+        """Of memory that its weights take."""
+        ...
+
+
+@runtime_checkable
+class Layered(Model, Protocol):
+    """A model that can be looked into and left early: this decoder, on the CPU or on a device."""
+
+    def embed(self, ids: Tensor) -> Tensor: ...
+
+    def logits(self, x: Tensor, rows: Tensor) -> Tensor:
+        """What the head says of chosen rows of hidden states."""
+        ...
+
+    def exit_logits(self, batch: Batch, store: KeyValueStore, layers: int) -> Tensor:
+        """What the head would say after the first `layers` layers, on the host."""
+        ...
+
 
 def make_store(model: Model, slots: int) -> KeyValueStore:
     """Where this model's keys and values go."""
@@ -58,11 +81,11 @@ class Decoder:
     def __init__(self, config: ModelConfig, read: Callable[[str], Tensor], kernels: Any) -> None:
         self.config = config
         self.kernels = kernels
-        self.draw = kernels.draw
+        self.draw, self.sift = kernels.draw, kernels.sift
         self.layers = [kernels.pack_layer(layer_tensors(read, config, i)) for i in range(config.layers)]
         self.norm = read("model.norm.weight").float().contiguous()
-        self.embedding = kernels.pack_linear(read("model.embed_tokens.weight"))
-        self.head = self.embedding if config.tied else kernels.pack_linear(read("lm_head.weight"))
+        table = read("model.embed_tokens.weight")
+        self.embedding, self.head = kernels.pack_ends(table, table if config.tied else read("lm_head.weight"))
 
     def forward(self, batch: Batch, store: KeyValueStore) -> Tensor:
         return self.logits(self._run(batch, store, self.config.layers), batch.logit_rows)
@@ -84,6 +107,9 @@ class Decoder:
 
     def logits(self, x: Tensor, rows: Tensor) -> Tensor:
         return self.kernels.head(x, rows, self.norm, self.head)
+
+    def weight_bytes(self) -> int:
+        return self.dtype.itemsize * self.config.parameters
 
 
 def make_kernels(config: ModelConfig, context: int, threads: int, folder: Path, choice: str) -> Any:

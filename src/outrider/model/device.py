@@ -35,85 +35,118 @@ class DeviceDecoder:
         if not isinstance(decoder.kernels, GpuKernels):
             raise UnsupportedModel("this model does not run on a CUDA device")
         self.decoder, self.kernels, self.to_host = decoder, decoder.kernels, to_host
-        self.config, self.draw = decoder.config, decoder.draw
+        self.config, self.draw, self.sift = decoder.config, decoder.draw, decoder.sift
         self.device, self.dtype = decoder.kernels.device, decoder.kernels.dtype
         self.norm = decoder.norm.to(self.device)
-        self.visible = getattr(
-            decoder, "visible", self.config.vocab
-        )  # a widened model has ids that do not exist
-        self._graphs: dict[int, GraphedDecoder] = {}  # by the table they read
+        # By the table they read and how many layers they run.
+        self._graphs: dict[tuple[int, int], GraphedDecoder] = {}
 
     def forward(self, batch: Batch, store: KeyValueStore) -> Tensor:
-        here = batch.ids.device == self.device
-        logits = self._eager(batch, store) if here else self._from_host(batch, store)
+        logits = self._run(batch, store, self.config.layers)
         return logits.float().cpu() if self.to_host else logits
 
-    def _from_host(self, batch: Batch, store: KeyValueStore) -> Tensor:
-        graphed = self._graphed(batch.table, store)
+    def exit_logits(self, batch: Batch, store: KeyValueStore, layers: int) -> Tensor:
+        return self._run(batch, store, layers).float().cpu()
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return self.decoder.embed(ids)
+
+    def logits(self, x: Tensor, rows: Tensor) -> Tensor:
+        return self.kernels.head(x, rows, self.norm, self.decoder.head)
+
+    def weight_bytes(self) -> int:
+        d = self.decoder
+        linears = [one for w in d.layers for one in (w.qkv, w.out, w.gate_up, w.down)] + [d.embedding]
+        return sum(one.weight.nbytes for one in linears + ([] if d.head is d.embedding else [d.head]))
+
+    def _run(self, batch: Batch, store: KeyValueStore, layers: int) -> Tensor:
+        here = batch.ids.device.type == self.device.type  # a tensor's device has a number, ours may have none
+        return self._eager(batch, store, layers) if here else self._from_host(batch, store, layers)
+
+    def _from_host(self, batch: Batch, store: KeyValueStore, layers: int) -> Tensor:
+        graphed = self._graphed(batch.table, store, layers)
         graphed.table.copy_(batch.table, non_blocking=True)
         if batch.rows <= ROWS[-1] and self.device.type == "cuda":
-            return graphed.forward(batch)[batch.logit_rows.to(self.device), : self.visible]
-        fields = ("ids", "positions", "slots", "table_rows", "prefix", "ancestors", "logit_rows")
-        there = {name: getattr(batch, name).to(self.device, non_blocking=True) for name in fields}
-        return self._eager(replace(batch, table=graphed.table, **there), store)
+            return graphed.forward(batch)[batch.logit_rows.to(self.device)]
+        return self._eager(replace(batch, table=graphed.table).to(self.device), store, layers)
 
-    def _graphed(self, table: Tensor, store: KeyValueStore) -> GraphedDecoder:
-        key = table.data_ptr()
+    def _graphed(self, table: Tensor, store: KeyValueStore, layers: int) -> GraphedDecoder:
+        key = table.data_ptr(), layers
         if key not in self._graphs:
-            self._graphs[key] = GraphedDecoder(
-                self.decoder, store, torch.zeros_like(table, device=self.device)
-            )
+            there = torch.zeros_like(table, device=self.device)
+            self._graphs[key] = GraphedDecoder(self.decoder, store, there, layers)
         return self._graphs[key]
 
-    def _eager(self, batch: Batch, store: KeyValueStore) -> Tensor:
+    def _eager(self, batch: Batch, store: KeyValueStore, layers: int) -> Tensor:
         c = self.config
         reading = read_batch(batch, c.heads, c.kv_heads, c.head_dim)
-        return run_pass(self, batch, store, reading)
+        return run_pass(self, batch, store, reading, layers)
 
 
 class DevicePass:
     """The pass over rows on the device with nothing for the host to look at: fit to be part of a graph.
 
-    Every `together` neighbouring rows belong to one text, at rising positions.
+    Every `together` neighbouring rows belong to one text, at rising positions. By default all layers run.
     """
 
-    def __init__(self, model: DeviceDecoder, store: KeyValueStore) -> None:
-        self.model, self.store = model, store
-        self._readings: dict[tuple[int, int, int], tuple[Reading, Tensor]] = {}
+    def __init__(self, model: DeviceDecoder, store: KeyValueStore, layers: int | None = None) -> None:
+        self.model, self.store, self.layers = model, store, layers or model.config.layers
+        self.readings = Readings(model.config, model.device, chains=True)
 
     def __call__(self, batch: Batch, together: int, context: int) -> Tensor:
-        reading, lasts = self._reading(batch.rows, together, context)
+        reading = self.readings.of(batch, together, context)
+        return run_pass(self.model, batch, self.store, reading, self.layers)
+
+
+class Readings:
+    """How the rows of a `DevicePass` are read: made once a shape, as their buffers belong to the graphs made with
+    them. `chains`: the rows of a text are at positions that follow each other, at its end.
+    """
+
+    def __init__(self, config: ModelConfig, device: torch.device, chains: bool = False) -> None:
+        self.chains = chains
+        self.shape, self.device = (config.heads, config.kv_heads, config.head_dim), device
+        self._made: dict[tuple[int, int, int], tuple[Reading, Tensor]] = {}
+
+    def of(self, batch: Batch, together: int, context: int) -> Reading:
+        key = (batch.rows, together, context)
+        if key not in self._made:
+            self._made[key] = self._make(*key)
+        reading, lasts = self._made[key]
         reading.items[:, 2] = batch.prefix[lasts]
-        return run_pass(self.model, batch, self.store, reading)
+        return reading
 
-    def _reading(self, rows: int, together: int, context: int) -> tuple[Reading, Tensor]:
-        """Its buffers belong to the graphs made with it, so it is kept."""
-        key = (rows, together, context)
-        if key not in self._readings:
-            c = self.model.config
-            padded = padded_group(c.heads, c.kv_heads)
-            tile = tile_for(together, padded)
-            most = tile // padded
-            groups = [
-                (at, min(most, begin + together - at), 0)
-                for begin in range(0, rows, together)
-                for at in range(begin, begin + together, most)
-            ]
-            items = torch.tensor(groups, dtype=torch.int32, device=self.model.device)
-            shape = (c.heads, c.kv_heads, c.head_dim)
-            reading = make_reading(items, rows, shape, split_count(context), False, tile)
-            self._readings[key] = reading, (items[:, 0] + items[:, 1] - 1).long()
-        return self._readings[key]
+    def _make(self, rows: int, together: int, context: int) -> tuple[Reading, Tensor]:
+        heads, kv_heads, _ = self.shape
+        padded = padded_group(heads, kv_heads)
+        tile = tile_for(together, padded)
+        most = tile // padded
+        groups = [
+            (at, min(most, begin + together - at), 0)
+            for begin in range(0, rows, together)
+            for at in range(begin, begin + together, most)
+        ]
+        items = torch.tensor(groups, dtype=torch.int32, device=self.device)
+        chains = self.chains and together <= most
+        reading = make_reading(items, rows, self.shape, split_count(context), False, tile, chains)
+        return reading, (items[:, 0] + items[:, 1] - 1).long()
 
 
-def run_pass(model: DeviceDecoder, batch: Batch, store: KeyValueStore, reading: Reading) -> Tensor:
+def run_pass(
+    model: DeviceDecoder, batch: Batch, store: KeyValueStore, reading: Reading, layers: int
+) -> Tensor:
     decoder, kernels = model.decoder, model.kernels
     x = decoder.embed(batch.ids)
-    pending = kernels.run_layers(decoder.layers, x, batch, store, reading)
-    return kernels.finish(x, pending, batch.logit_rows, model.norm, decoder.head)[:, : model.visible]
+    pending = kernels.run_layers(decoder.layers[:layers], x, batch, store, reading)
+    return kernels.finish(x, pending, batch.logit_rows, model.norm, decoder.head)
 
 
-def load_on_device(config: ModelConfig, read: Callable[[str], Tensor], positions: int) -> DeviceDecoder:
-    check_device()
-    kernels = GpuKernels(config, *rope_tables(config, positions))
-    return DeviceDecoder(Decoder(config, read, kernels))
+def load_on_device(
+    config: ModelConfig, read: Callable[[str], Tensor], positions: int, weights: str
+) -> DeviceDecoder:
+    """Tensors go there one at a time, and are rounded there if `weights` says so."""
+    check_device(weights)
+    kernels = GpuKernels(config, *rope_tables(config, positions), weights=weights)
+    model = DeviceDecoder(Decoder(config, read, kernels))
+    torch.cuda.empty_cache()  # what rounding took: the memory that is left is about to be measured
+    return model

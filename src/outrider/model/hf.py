@@ -86,9 +86,12 @@ class HfModel:
 
     def __init__(self, config: ModelConfig, module: Any, kernels: Any) -> None:
         self.config, self.module, self.kernels = config, module, kernels
-        self.draw = kernels.draw
+        self.draw, self.sift = kernels.draw, kernels.sift
         self.one_row_a_pass = False
         self._picks_rows = "logits_to_keep" in inspect.signature(module.forward).parameters
+
+    def weight_bytes(self) -> int:
+        return self.dtype.itemsize * self.config.parameters
 
     def forward(self, batch: Batch, store: KeyValueStore) -> Tensor:
         if not self.one_row_a_pass:

@@ -216,6 +216,7 @@ class EngineProcess:
             target_s=record.target_s,
             verify_s=record.verify_s,
             total_s=record.total_s,
+            passes=record.passes,
             plain_s=record.plain_s,
             reasons=dict(Counter(record.reasons)),
         )
@@ -254,10 +255,10 @@ class EngineProcess:
             drafter=llm.drafter,
             plan={
                 "device": settings.device,
-                "dtype": settings.dtype,
+                "weights": settings.weights,
                 "threads": settings.threads,
                 "parameters": config.parameters,
-                "weight_bytes": llm.model.dtype.itemsize * config.parameters,
+                "weight_bytes": llm.model.weight_bytes(),
                 "cache_bytes": slots * kv_bytes(llm.model),
                 "cache_tokens": slots,
                 "max_sequences": settings.max_sequences,

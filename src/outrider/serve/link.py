@@ -137,6 +137,7 @@ class Step(msgspec.Struct):
     target_s: float
     verify_s: float
     total_s: float
+    passes: int  # of the target
     plain_s: float
     reasons: dict[str, int]
 

@@ -72,9 +72,9 @@ class Histogram:
     counts: list[int] = field(default_factory=lambda: [0] * (len(SECONDS) + 1))
     total: float = 0.0
 
-    def add(self, value: float) -> None:
-        self.counts[bisect.bisect_left(SECONDS, value)] += 1
-        self.total += value
+    def add(self, value: float, times: int = 1) -> None:
+        self.counts[bisect.bisect_left(SECONDS, value)] += times
+        self.total += value * times
 
 
 class Metrics:
@@ -92,11 +92,11 @@ class Metrics:
         key = tuple(labels.items())
         series[key] = series.get(key, 0) + amount
 
-    def observe(self, name: str, value: float) -> None:
-        self.histograms[name].add(value)
+    def observe(self, name: str, value: float, times: int = 1) -> None:
+        self.histograms[name].add(value, times)
 
     def step(self, step: Step) -> None:
-        self.count("steps")
+        self.count("steps", step.passes)
         self.count("generation_tokens", step.emitted)
         self.count("spec_decode_num_drafts", step.drafts)
         self.count("spec_decode_num_draft_tokens", step.drafted)
@@ -114,7 +114,7 @@ class Metrics:
         }
         for stage, seconds in {**staged, "rest": step.total_s - sum(staged.values())}.items():
             self.count("step_seconds", seconds, stage=stage)
-        self.observe("step_duration_seconds", step.total_s)
+        self.observe("step_duration_seconds", step.total_s / step.passes, step.passes)
         if step.plain_s:
             self.count("decode_seconds", step.total_s)
             self.count("plain_decode_seconds", step.plain_s)

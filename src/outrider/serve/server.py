@@ -233,7 +233,7 @@ def _card(model: ServedModel, url: str, serve: ServeSettings) -> str:
     body = f'{{"model": "{model.name}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
     return (
         f"ready     {url}/v1 in {plan['seconds']} s\n"
-        f"model     {model.name}: {plan['parameters'] / 1e6:.0f} million parameters, {plan['dtype']} on "
+        f"model     {model.name}: {plan['parameters'] / 1e6:.0f} million parameters, {plan['weights']} on "
         f"{plan['device']}, context {model.context}\n"
         f"drafter   {model.drafter}\n"
         f"memory    {_size(plan['weight_bytes'])} weights, {_size(plan['cache_bytes'])} cache for "

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from outrider.types import Draft, Sequence, TokenLogprob, Verdict
-from outrider.verify.law import Draw, Result, coupled
+from outrider.verify.filters import sift as sift_in_torch
+from outrider.verify.law import Draw, Result, Sift, coupled
 from outrider.verify.lossy import lossy
 from outrider.verify.noise import draw as draw_in_torch
 from outrider.verify.process import process
@@ -25,11 +26,15 @@ VERIFY: dict[str, Callable[[Tensor, TreeRows, Draw], list[Result]]] = {
 
 
 def judge(
-    logits: Tensor, sequences: Seq[Sequence], drafts: Seq[Draft], draw: Draw = draw_in_torch
+    logits: Tensor,
+    sequences: Seq[Sequence],
+    drafts: Seq[Draft],
+    draw: Draw = draw_in_torch,
+    sift: Sift = sift_in_torch,
 ) -> list[Verdict]:
     """Logits of every sequence's root and draft nodes, in order -> what each sequence emits."""
     rows = lay_out(sequences, drafts)
-    processed = process(logits, rows)
+    processed = process(logits, rows, sift)
     verdicts = []
     for index, (path, tokens) in enumerate(_by_mode(processed, rows, draw)):
         start = int(rows.starts[index])

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from outrider.types import Sequence
+from outrider.verify.filters import BANNED, OFF, sift, wanted
+from outrider.verify.law import Sift
 from outrider.verify.rows import LogitRows
 
-BANNED = float("-inf")
 COLDEST = 1e-5  # below this logits would overflow; the likeliest token is chosen long before
-_WIDTH = 512  # top-p first looks at this many of the likeliest tokens; only a flat row needs them all
 
 
-def process(logits: Tensor, rows: LogitRows) -> Tensor:
+def process(logits: Tensor, rows: LogitRows, sift: Sift = sift) -> Tensor:
     """[R, vocab] float32 -> the same, processed. The input is left as it is."""
     params = [s.request.params for s in rows.sequences]
     edited = [i for i, s in enumerate(rows.sequences) if s.request.edits_logits]
@@ -32,10 +32,15 @@ def process(logits: Tensor, rows: LogitRows) -> Tensor:
     for index in edited:
         _edit(logits, rows, index)
     if sampled:
-        heat = [max(p.temperature, COLDEST) if p.temperature else 1.0 for p in params]
-        logits.div_(_column(rows, heat, logits))
-        _filter(logits, rows)
+        heat = [warmth(p.temperature) or 1.0 for p in params]
+        logits.div_(torch.from_numpy(rows.spread(heat, np.float32))[:, None].to(logits))
+        _filter(logits, rows, sift)
     return logits
+
+
+def warmth(temperature: float) -> float:
+    """What logits are divided by where a temperature above 0 is asked for."""
+    return max(temperature, COLDEST) if temperature else 0.0
 
 
 def _edit(logits: Tensor, rows: LogitRows, index: int) -> None:
@@ -93,45 +98,17 @@ def _ban(row: Tensor, sequence: Sequence, path: list[int]) -> None:
             row[ends] = kept
 
 
-def _filter(logits: Tensor, rows: LogitRows) -> None:
-    """top-k, top-p and min-p on the sampled rows that ask for them, in place. Ties at a bound are kept."""
-    params = [s.request.params for s in rows.sequences]
-    sampled = rows.spread([p.temperature > 0 for p in params], bool)
-    vocab = logits.shape[1]
-    top_k = rows.spread([p.top_k for p in params], np.int64)
-    for k in np.unique(top_k[sampled & (top_k > 0) & (top_k < vocab)]):
-        at = torch.from_numpy(np.flatnonzero(sampled & (top_k == k)))
-        mine = logits[at]
-        logits[at] = _cut(mine, mine.topk(int(k)).values[:, -1:])
-    top_p = rows.spread([p.top_p for p in params], np.float32)
-    at = torch.from_numpy(np.flatnonzero(sampled & (top_p < 1)))
-    if len(at):
-        mine = logits[at]
-        logits[at] = _cut(mine, _nucleus(mine, torch.from_numpy(top_p)[at][:, None].to(mine)))
-    min_p = rows.spread([p.min_p for p in params], np.float32)
-    at = torch.from_numpy(np.flatnonzero(sampled & (min_p > 0)))
-    if len(at):
-        mine = logits[at]
-        floor = torch.from_numpy(min_p)[at][:, None].to(mine).log()
-        logits[at] = _cut(mine, mine.amax(-1, keepdim=True) + floor)
-
-
-def _nucleus(logits: Tensor, top_p: Tensor) -> Tensor:
-    """[R, 1] the smallest logit in the smallest set whose probability reaches top_p."""
-    probabilities = logits.softmax(-1)
-    for width in (_WIDTH, logits.shape[1]):
-        values, ids = logits.topk(min(width, logits.shape[1]))
-        reached = probabilities.gather(1, ids).cumsum(-1) >= top_p
-        if bool(reached.any(-1).all()) or width >= logits.shape[1]:
-            break
-    # Rounding may leave the whole vocabulary short of top_p: then everything is kept.
-    last = torch.where(reached.any(-1), reached.int().argmax(-1), reached.shape[1] - 1)
-    return values.gather(1, last[:, None])
-
-
-def _cut(logits: Tensor, bound: Tensor) -> Tensor:
-    return logits.masked_fill(logits < bound, BANNED)
-
-
-def _column(rows: LogitRows, values: list[float], like: Tensor) -> Tensor:
-    return torch.from_numpy(rows.spread(values, np.float32))[:, None].to(like)
+def _filter(logits: Tensor, rows: LogitRows, sift: Sift) -> None:
+    """top-k, top-p and min-p on the rows that ask for them, in place."""
+    asked = [wanted(s.request.params) for s in rows.sequences]
+    at = np.flatnonzero(rows.spread([filters != OFF for filters in asked], bool))
+    if not len(at):
+        return
+    top_k, top_p, floor = (
+        torch.from_numpy(rows.spread(column, kind)[at])
+        for column, kind in zip(zip(*asked, strict=True), (np.int64, np.float32, np.float32), strict=True)
+    )
+    mine = logits if len(at) == len(logits) else logits[torch.from_numpy(at)]
+    sift(mine, top_k, top_p, floor)
+    if mine is not logits:
+        logits[torch.from_numpy(at)] = mine

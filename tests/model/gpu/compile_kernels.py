@@ -17,6 +17,7 @@ os.environ.pop("TRITON_INTERPRET", None)
 import re
 import subprocess
 import tempfile
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -65,6 +66,7 @@ def main() -> None:
     for module in _modules():
         module.chained = launch.chained
     _launch_all()
+    _launch_kinds()
     for kernel in kernels:
         registers, spilled = _registers(kernel.asm["cubin"])
         warps, shared = kernel.metadata.num_warps, kernel.metadata.shared
@@ -84,9 +86,9 @@ def _registers(cubin: bytes) -> tuple[int, int]:
 
 
 def _modules() -> list[Any]:
-    from outrider.model.kernels.gpu import attention, draw, kernels, matmul, rows
+    from outrider.model.kernels.gpu import attention, draw, kernels, matmul, rows, sift
 
-    return [attention, draw, kernels, matmul, rows]
+    return [attention, draw, kernels, matmul, rows, sift]
 
 
 def _launch_all() -> None:
@@ -104,14 +106,61 @@ def _launch_all() -> None:
     model = DeviceDecoder(Decoder(config, random_tensors(config), kernels))
     store = make_store(model, 600)
     state = State(4, 520, torch.device("cpu"))
+    state.filtered = True
     for size, nodes, context in ((1, 0, 512), (1, 4, 512), (4, 7, 512)):
         rows = torch.arange(size)
         at = torch.arange(nodes + 1)[None] + torch.zeros(size, 1, dtype=torch.int64)
         batch = rows_batch(state, rows, at, at, at)
         logits = DevicePass(model, store)(batch, nodes + 1, context)
         draw_at(model, state, rows.repeat_interleave(nodes + 1), logits, at.flatten())
+    owners = torch.zeros(2, dtype=torch.int64)
+    model.sift(torch.zeros(2, 128_256), state.top_k[owners], state.top_p[owners], state.floor[owners])
     tree = Part(0, random_ids(VOCAB, 12), Draft((1, 2, 3), (-1, 0, 0)))
     model.forward(Reader(config).batch(tree), store)
+    _launch_head(model, store, state)
+
+
+def _launch_head(model: Any, store: Any, state: Any) -> None:
+    """An EAGLE head in a round, where the table begins at an odd address."""
+    from outrider.draft.eagle import HeadConfig
+    from outrider.draft.eagle_device import DeviceHead, HeadPass
+    from outrider.draft.target_chains import EagleChain
+    from tests.tiny import eagle_tensors
+
+    c = model.config
+    layer = replace(c, heads=2, kv_heads=1, head_dim=16, intermediate=40)
+    head = DeviceHead(HeadConfig(layer, 90, (0, 0, 0)), eagle_tensors(c, 90).__getitem__, model, 520)
+    store.tap((0, 0, 0), c.hidden)
+    entries = head.make_store(store.slots)
+    rows = torch.arange(4)
+    for window in (9, 1):  # known tokens and single guesses; nothing runs, so what it draws cannot be fed
+        EagleChain(head, model, store, entries, HeadPass(head, entries), window).chain(
+            state, rows, rows, 1, 512
+        )
+
+
+def _launch_kinds() -> None:
+    """Weights in fewer bits, in a decoder; and every kind in a big model's shapes, in the tiles that take most room."""
+    from outrider.draft.chains import State, rows_batch
+    from outrider.model.decoder import Decoder, make_store
+    from outrider.model.device import DeviceDecoder, DevicePass
+    from outrider.model.kernels.gpu.kernels import GpuKernels
+    from outrider.model.kernels.gpu.matmul import gated_linear, linear, room_for
+    from outrider.model.kernels.gpu.quantise import KINDS
+    from outrider.model.rope import rope_tables
+    from tests.tiny import random_tensors, tiny_config
+
+    config = tiny_config(layers=1, heads=4, head_dim=64, hidden=192)
+    state, one = State(4, 520, torch.device("cpu")), torch.zeros((1, 1), dtype=torch.int64)
+    for kind in KINDS:
+        kernels = GpuKernels(config, *rope_tables(config, 8192), device="cpu", weights=kind)
+        model = DeviceDecoder(Decoder(config, random_tensors(config), kernels))
+        DevicePass(model, make_store(model, 600))(rows_batch(state, one[0], one, one, one), 1, 512)
+    for kind in ("bfloat16", *KINDS):
+        for halves, multiply, counts in ((1, linear, (1, 200, 300)), (2, gated_linear, (1, 64, 300))):
+            weight = room_for(halves, 4096, 4096, kind, torch.bfloat16, "cpu")
+            for rows in counts:
+                multiply(torch.empty((rows, 4096), dtype=torch.bfloat16), weight)
 
 
 if __name__ == "__main__":

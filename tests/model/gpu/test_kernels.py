@@ -8,10 +8,15 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+import triton
+import triton.language as tl
+
 from outrider.model.kernels.gpu import attention as at
 from outrider.model.kernels.gpu import draw as law
 from outrider.model.kernels.gpu import matmul, rows
+from outrider.model.kernels.gpu import sift as filters
 from outrider.types import MAX_NODES, Batch, Draft
+from outrider.verify.filters import bounds, masses, sift
 from tests.model.batches import Part, Reader, furthest, random_ids
 from tests.tiny import tiny_config
 
@@ -46,7 +51,7 @@ def test_linear(device: str, inputs: int, biased: bool) -> None:
 
 @pytest.mark.parametrize("biased", [False, True])
 def test_gated_linear(device: str, biased: bool) -> None:
-    weight = matmul.pack(noise(160, 64).to(HALF).to(device), gated=True)
+    weight = matmul.pack(*noise(160, 64).to(HALF).to(device).chunk(2))
     x = noise(20, 64, seed=2).to(HALF).to(device)
     bias = noise(160, seed=1).to(device) if biased else None
     got, expected = matmul.gated_linear(x, weight, bias), matmul.gated_twin(x, weight, bias)
@@ -80,7 +85,7 @@ def test_tiles_of_any_shape_give_the_same_bits(device: str, outputs: int, depth:
 @pytest.mark.parametrize(("outputs", "inputs", "gated"), [(80, 96, False), (128, 256, False), (96, 64, True)])
 def test_packing_loses_nothing(outputs: int, inputs: int, gated: bool) -> None:
     weight = noise(2 * outputs if gated else outputs, inputs)
-    packed = matmul.pack(weight, gated)
+    packed = matmul.pack(*weight.chunk(2 if gated else 1))
     assert torch.equal(packed.unpacked(), weight)
     ids = torch.tensor([0, 79, 17, 79])
     assert gated or torch.equal(packed.rows(ids), weight[ids])
@@ -303,3 +308,179 @@ def test_banned_tokens_are_never_drawn(device: str) -> None:
     logits[:, [3, 99]] = noise(8, 2)
     tokens = law.draw_rows(logits.to(device), *rows_of(8, 1, device))
     assert set(tokens.tolist()) <= {3, 99}
+
+
+# -------------------------------------------------------------------------------- chains, straight from the matmul
+
+
+def chain_reading(past: Past, batch: Batch, chains: bool, whole: bool, spare: int = 0) -> at.Reading:
+    """As a round reads: buffers for texts that may be longer than these by `spare` splits."""
+    reading = at.read_batch(batch, past.heads, past.kv_heads, past.dim)
+    shape, splits = (past.heads, past.kv_heads, past.dim), reading.splits + spare
+    made = at.make_reading(reading.items, batch.rows, shape, splits, False, reading.tile, chains)
+    assert len(made.items) == len(past.reader.lengths)  # one item a text
+    room = batch.rows * past.heads * (splits + at.TAILS)
+    made.whole = whole
+    made.sums = torch.full((room * past.dim,), torch.nan, device=past.device)
+    made.stats = torch.full((room * 2,), torch.nan, device=past.device)
+    return made
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(2, 2, 16), (4, 1, 64), (6, 2, 48)])
+@pytest.mark.parametrize("window", [0, 9, 70])
+@pytest.mark.parametrize("whole", [False, True])
+def test_chains_in_one_launch_have_the_bits_of_three(
+    device: str, heads: int, kv_heads: int, dim: int, window: int, whole: bool
+) -> None:
+    """Keys, values and answers; chains that lie across two blocks, in one, and at the very beginning."""
+    past = Past(device, heads, kv_heads, dim, [62, 0, 130, 64], room=200)
+    batch = past.batch(Part(0, [1] * 4), Part(1, [2] * 4), Part(2, [3]), Part(3, [4] * 2))
+    raw = noise(2, batch.rows, (heads + 2 * kv_heads) * dim, seed=7).to(device)
+    angles = noise(256, dim // 2, seed=3)
+    tables = angles.cos().to(device), angles.sin().to(device)
+    results = []
+    for chains in (False, True):
+        keys, values = past.keys.clone(), past.values.clone()
+        for slot in batch.slots.tolist():  # what lies there before must not matter
+            keys[slot] = values[slot] = 9.0 if chains else -9.0
+        out = torch.full((batch.rows, heads, dim), torch.nan, dtype=HALF, device=device)
+        reading = chain_reading(past, batch, chains, whole, spare=1)
+        for _ in range(2):  # a counter that was not set back would spoil the second pass
+            at.turn_and_attend(raw, tables, None, batch, keys, values, window, 0.3, reading, out)
+        assert not reading.counters.any()
+        results.append((out, keys, values))
+    for separate, together in zip(*results, strict=True):
+        assert torch.equal(separate, together)
+    assert results[0][0].isfinite().all()
+
+
+def test_a_long_chain_text_in_wide_spans(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many texts at once are read in longer stretches: fewer programs have to come in."""
+    monkeypatch.setattr(at, "MANY", 1)
+    past = Past(device, 2, 1, 16, [1100], room=1200)
+    batch = past.batch(Part(0, [1] * 3))
+    raw, angles = noise(1, 3, 64, seed=7).to(device), noise(1300, 8, seed=3)
+    tables = angles.cos().to(device), angles.sin().to(device)
+    outs = []
+    for chains in (False, True):
+        out = torch.full((3, 2, 16), torch.nan, dtype=HALF, device=device)
+        reading = chain_reading(past, batch, chains, False, spare=3)
+        at.turn_and_attend(raw, tables, None, batch, past.keys, past.values, 0, 0.3, reading, out)
+        outs.append(out)
+    assert torch.equal(*outs)
+
+
+def test_heads_with_norms_are_not_taken_straight(device: str) -> None:
+    past = Past(device, 2, 1, 16, [5], room=20)
+    batch = past.batch(Part(0, [1] * 2))
+    raw, angles = noise(1, 2, 64, seed=7).to(device), noise(32, 8, seed=3)
+    tables = angles.cos().to(device), angles.sin().to(device)
+    norms = (noise(16, seed=4).to(device), noise(16, seed=5).to(device), 1e-5)
+    outs = []
+    for chains in (False, True):
+        out = torch.full((2, 2, 16), torch.nan, dtype=HALF, device=device)
+        reading = chain_reading(past, batch, chains, False)
+        at.turn_and_attend(raw, tables, norms, batch, past.keys, past.values, 0, 0.3, reading, out)
+        outs.append(out)
+    assert torch.equal(*outs) and outs[0].isfinite().all()
+
+
+# ------------------------------------------------------------------------------------------------------ sift
+
+OFF = -torch.inf
+NEARLY_ONE = 1 - 2.0**-24
+
+
+def sifted(logits: Tensor, asked: list[tuple[int, float, float]], device: str) -> Tensor:
+    """What the kernel leaves, once it is known to equal its twin, a row for each of `asked`."""
+    columns = [torch.tensor(column, device=device) for column in zip(*asked, strict=True)]
+    got, expected = logits.to(device, copy=True), logits.to(device, copy=True)
+    filters.sift_rows(got, *columns)
+    sift(expected, *columns)
+    assert torch.equal(got, expected)
+    return got
+
+
+@triton.jit
+def _weigh(logits, out, BLOCK: tl.constexpr):  # noqa: N803
+    at = tl.arange(0, BLOCK)
+    tl.store(out + at, filters._mass(tl.load(logits + at), 0.0))
+
+
+def test_masses_equal_their_twins_to_the_last_bit(device: str) -> None:
+    logits = torch.cat([-torch.linspace(0, 50, 8191), torch.tensor([OFF])]).to(device)
+    out = torch.empty(8192, dtype=torch.int64, device=device)
+    _weigh[(1,)](logits, out, BLOCK=8192)
+    assert torch.equal(out, masses(logits, torch.zeros(1, device=device)))
+
+
+@pytest.mark.parametrize("vocab", [1, 97, 9001])
+def test_sift_equals_its_twin(device: str, vocab: int) -> None:
+    some = [(0, 0.9, OFF), (40, 1.0, OFF), (vocab // 2 + 1, 0.8, OFF), (0, 1.0, -2.0), (3, 0.5, -0.5)]
+    logits = noise(5, vocab, seed=vocab) * torch.tensor([0.3, 30.0, 1.0, 1.0, 3.0])[:, None]
+    together = sifted(logits, some, device)
+    assert torch.equal(together[2:3], sifted(logits[2:3], some[2:3], device))
+
+
+@pytest.mark.parametrize("top_p", [1e-9, 0.7, NEARLY_ONE])
+def test_sift_of_ties_bans_and_lonely_tokens(device: str, top_p: float) -> None:
+    logits = noise(4, 2001, seed=1) * 3
+    logits[0] = logits[0].round()
+    logits[1, ::3] = OFF
+    logits[2, 1999] = 1000.0
+    logits[3, 1:] = OFF
+    sifted(logits, [(900, top_p, OFF), (0, top_p, OFF), (5, top_p, OFF), (3, top_p, -1.0)], device)
+
+
+def test_sift_of_counts_at_their_limits(device: str) -> None:
+    limits = [1, 2000, 2001, 60_000]
+    left = sifted(noise(4, 2001, seed=1), [(k, 1.0, OFF) for k in limits], device)
+    assert (left > OFF).sum(-1).tolist() == [1, 2000, 2001, 2001]
+
+
+def test_sift_of_rows_with_nothing_to_tell_apart(device: str) -> None:
+    logits = torch.zeros(3, 9000)
+    logits[1], logits[2, 4500:] = OFF, -1.0
+    left = sifted(logits, [(7, 1.0, OFF), (5, 0.5, -1.0), (0, 0.4, OFF)], device)
+    assert (left > OFF).sum(-1).tolist() == [9000, 0, 4500]
+
+
+def test_sift_of_a_range_too_full_to_gather(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then the whole row is searched, for the same bound."""
+    monkeypatch.setattr(filters, "FOUND", 2)
+    sifted(noise(3, 3001), [(300, 1.0, OFF), (0, 0.9, OFF), (300, 0.9, OFF)], device)
+
+
+@pytest.mark.parametrize(("vocab", "asked"), [(49_152, (50, 0.95, -4.0)), (128_256, (0, 0.9, OFF))])
+def test_sift_of_whole_vocabularies(device: str, vocab: int, asked: tuple[int, float, float]) -> None:
+    assert 1 < (sifted(noise(1, vocab, seed=2) * 2.5, [asked], device) > OFF).sum() < 0.6 * vocab
+
+
+@pytest.mark.parametrize(
+    "asked", [(0, 0.9, OFF), (0, 0.99, OFF), (0, 0.2, OFF), (50, 1.0, OFF), (50, 0.9, OFF)]
+)
+def test_sift_finds_where_to_look(device: str, asked: tuple[int, float, float]) -> None:
+    """A bound outside of what was gathered would be found all the same, but slowly."""
+    logits = noise(3, 20_000, seed=3) * torch.tensor([1.0, 3.0, 30.0])[:, None]
+    logits[1, 77] = 14.0
+    columns = [torch.tensor([column] * 3, device=device) for column in asked]
+    seen = filters.gather(logits.to(device), *columns)
+    found = bounds(logits.to(device), *columns)
+    low, high = seen.edges.unbind(1)
+    assert ((low <= found) & (found < high)).all()
+    assert (seen.counts < 3000).all()
+    for row, got, a, b, count in zip(logits, seen.found.cpu(), low, high, seen.counts.tolist(), strict=True):
+        inside = row[(row >= a.cpu()) & (row < b.cpu())]
+        assert torch.equal(got[:count].sort().values, inside.sort().values)
+
+
+def test_sift_leaves_everyone_else_alone(device: str) -> None:
+    """A part of wider rows, some of which ask for nothing."""
+    wide = noise(3, 600).to(device)
+    before = wide.clone()
+    columns = torch.tensor([0, 5, 0]), torch.tensor([1.0, 1.0, 1.0]), torch.tensor([OFF, OFF, OFF])
+    filters.sift_rows(wide[:, :500], *(column.to(device) for column in columns))
+    assert torch.equal(wide[[0, 2]], before[[0, 2]])
+    assert torch.equal(wide[:, 500:], before[:, 500:])
+    assert (wide[1, :500] > OFF).sum() == 5
+    filters.sift_rows(wide[:0], *(column[:0].to(device) for column in columns))

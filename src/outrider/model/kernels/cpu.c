@@ -402,6 +402,67 @@ static Best search_sampled(const float *logits, int from, int to, uint64_t seed,
     return best;
 }
 
+/* ---- filters ------------------------------------------------------------------------------------------ */
+
+#define FARTHEST 44.0f       /* as in verify/filters.py, */
+#define HALVINGS 24204406.0f /* which says what a mass is */
+
+static inline int64_t mass_of(float logit, float top) {
+    float below = top - logit;
+    int32_t steps = (int32_t)((below < FARTHEST ? below : FARTHEST) * HALVINGS);
+    uint64_t fraction = (uint64_t)(steps & 0xFFFFFF) << 8;
+    uint64_t power = 2029165;
+    power = 19769301 - (power * fraction >> 32);
+    power = 118750173 - (power * fraction >> 32);
+    power = 515782929 - (power * fraction >> 32);
+    power = 1488514807 - (power * fraction >> 32);
+    power = 2147483648 - (power * fraction >> 32);
+    return (int64_t)(power << 12 >> (steps >> 24));
+}
+
+/* Unsigned numbers in the order of the floats they stand for. */
+static inline uint32_t key_of(float x) {
+    union { float f; uint32_t u; } bits = {x};
+    return bits.u >> 31 ? ~bits.u : bits.u | 0x80000000u;
+}
+
+static inline float float_of(uint32_t key) {
+    union { uint32_t u; float f; } bits = {key >> 31 ? key & 0x7FFFFFFFu : ~key};
+    return bits.f;
+}
+
+/* What every bin holds of the logits from `least` on whose key begins with the `known` bits of `prefix`: tokens, or
+ * with a `share` below 1 their mass. Bins are the next BIN bits of the key; returns the sum of all. */
+#define BIN 8
+static int64_t fill_bins(const float *l, int n, float top, float least, float share, uint32_t prefix, int known,
+                         int64_t bins[1 << BIN]) {
+    int64_t sum = 0;
+    for (int b = 0; b < 1 << BIN; b++) bins[b] = 0;
+    for (int v = 0; v < n; v++) {
+        uint32_t key = key_of(l[v]);
+        if (l[v] < least || (known && (key ^ prefix) >> (32 - known))) continue;
+        bins[key >> (32 - BIN - known) & ((1 << BIN) - 1)] += share < 1 ? mass_of(l[v], top) : 1;
+    }
+    for (int b = 0; b < 1 << BIN; b++) sum += bins[b];
+    return sum;
+}
+
+/* The largest bound with `count` tokens, or with a `share` below 1 that share of the mass, at or above it. */
+static float largest_bound(const float *l, int n, float top, float least, float share, int64_t count) {
+    int64_t bins[1 << BIN], need = count;
+    uint32_t prefix = 0;
+    for (int known = 0; known < 32; known += BIN) {
+        int64_t sum = fill_bins(l, n, top, least, share, prefix, known, bins);
+        if (!known && share < 1) need = (int64_t)((double)sum * share);
+        if (!known && need < 1) need = 1;
+        if (sum < need) return -INFINITY;
+        int b = (1 << BIN) - 1;
+        while (need > bins[b]) need -= bins[b--];
+        prefix |= (uint32_t)b << (32 - BIN - known);
+    }
+    return float_of(prefix);
+}
+
 /* ---- what Python calls -------------------------------------------------------------------------------- */
 
 static void norm_rows(const float *x, const float *weight, int rows, int n, float eps, float *y) {
@@ -532,5 +593,20 @@ void outrider_draw(const float *logits, int rows, int vocab, const uint8_t *samp
             for (int c = 1; c < CHUNKS; c++) keep(&best, scratch[r * CHUNKS + c].score, scratch[r * CHUNKS + c].token);
             tokens[r] = best.token;
         }
+    }
+}
+
+/* Rules out what top-k, top-p and min-p (its logarithm is `floor`) do not keep, in place. */
+void outrider_sift(float *logits, int rows, int vocab, const int64_t *top_k, const float *top_p, const float *floor,
+                   int threads) {
+#pragma omp parallel for schedule(dynamic) num_threads(threads)
+    for (int r = 0; r < rows; r++) {
+        float *l = logits + (size_t)r * vocab, bound = -INFINITY;
+        float top = search_greedy(l, 0, vocab).score;
+        top = top > -INFINITY ? top : 0.0f;
+        if (top_k[r] > 0 && top_k[r] < vocab) bound = largest_bound(l, vocab, top, bound, 1.0f, top_k[r]);
+        if (top_p[r] < 1) bound = largest_bound(l, vocab, top, bound, top_p[r], 0);
+        bound = top + floor[r] > bound ? top + floor[r] : bound;
+        for (int v = 0; v < vocab; v++) l[v] = l[v] < bound ? -INFINITY : l[v];
     }
 }

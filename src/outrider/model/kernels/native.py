@@ -103,6 +103,11 @@ class NativeKernels:
         bias = None if bias is None else bias.float().contiguous()
         return NativeLinear(self._pack(weight), bias, outputs, inputs)
 
+    def pack_ends(self, embedding: Tensor, head: Tensor) -> tuple[NativeLinear, NativeLinear]:
+        """A model's first and last matrix, which may be the same."""
+        first = self.pack_linear(embedding)
+        return first, first if head is embedding else self.pack_linear(head)
+
     def _pack(self, weight: Tensor) -> Tensor:
         weight = weight.float().contiguous()
         outputs, inputs = weight.shape
@@ -169,6 +174,10 @@ class NativeKernels:
             self.threads, _ptr(scratch), _ptr(tokens),
         )  # fmt: skip
         return tokens
+
+    def sift(self, logits: Tensor, top_k: Tensor, top_p: Tensor, floor: Tensor) -> None:
+        rows, vocab = logits.shape
+        self.lib.outrider_sift(_ptr(logits), rows, vocab, _ptr(top_k), _ptr(top_p), _ptr(floor), self.threads)
 
     def _shape(self, heads: int, kv_heads: int, head_dim: int, scale: float) -> _Shape:
         c, (cos, sin) = self.config, self.tables

@@ -15,6 +15,7 @@ from torch import Tensor
 from outrider.load.config import ModelConfig
 from outrider.model.weights import LayerTensors
 from outrider.types import Batch
+from outrider.verify.filters import sift
 from outrider.verify.noise import draw
 
 
@@ -37,6 +38,11 @@ class ReferenceKernels:
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> ReferenceLinear:
         return ReferenceLinear(weight, bias)
+
+    def pack_ends(self, embedding: Tensor, head: Tensor) -> tuple[ReferenceLinear, ReferenceLinear]:
+        """A model's first and last matrix, which may be the same."""
+        first = self.pack_linear(embedding)
+        return first, first if head is embedding else self.pack_linear(head)
 
     def embed(self, table: ReferenceLinear, ids: Tensor) -> Tensor:
         return table.weight[ids]
@@ -68,6 +74,9 @@ class ReferenceKernels:
 
     def draw(self, logits: Tensor, sampled: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
         return draw(logits, sampled, seeds, positions)
+
+    def sift(self, logits: Tensor, top_k: Tensor, top_p: Tensor, floor: Tensor) -> None:
+        sift(logits, top_k, top_p, floor)
 
     def attention(
         self, q: Tensor, batch: Batch, keys: Tensor, values: Tensor, window: int, scale: float

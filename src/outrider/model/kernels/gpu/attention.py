@@ -9,6 +9,10 @@ What differs between rows of a draft tree is which guesses they see. Blocks that
 tokens are shared: one program loads them for up to 64 / group rows and all their heads. The blocks from the one
 with the first guess on (two at most) are gathered for each node by its path, in programs of their own.
 
+Where all rows of a text are a chain at its end, as in a round, they can be taken as the matmul left them ("fresh"):
+the program that reads a block turns its fresh keys, writes them and their values to their slots, and uses them; the
+last program of a text folds the splits. That is one launch instead of three, with the same bits.
+
 Programs are 16, 32 or 64 query rows tall. Hopper's tensor core gives the same bits whichever of its two kinds of
 instruction that means (measured), and every sum over keys is left to it.
 """
@@ -28,6 +32,7 @@ import triton.language as tl
 from torch import Tensor
 
 from outrider.model.kernels.gpu.launch import INTERPRETED, await_previous, chained, let_next_start
+from outrider.model.kernels.gpu.rows import rope_and_write, sum_parts
 from outrider.types import Batch
 
 BLOCK = 64
@@ -90,18 +95,56 @@ def _fold(m, w, acc, m_more, l_more, acc_more):
 
 
 @triton.jit
-def _block(q, keys, values, slots, held, seen, scale, d, DIM: tl.constexpr, STRIDE: tl.constexpr):
+def _block(q, k, v, seen, scale):
     """One block of keys from scratch: maximum, sum and weighted values of every query row."""
-    at = slots.to(tl.int64)[:, None] * STRIDE + d
-    load = held[:, None] & (d < DIM)
-    k = tl.load(keys + at, mask=load, other=0.0)
-    v = tl.load(values + at, mask=load, other=0.0)
     scores = tl.where(seen, tl.dot(q, tl.trans(k)) * scale, float("-inf"))
     m = tl.max(scores, 1)
     p = tl.exp2(scores - tl.where(m == float("-inf"), 0.0, m)[:, None]).to(v.dtype)
     # The sum, too, by the tensor core: its order does not depend on how a tile lies over warps.
-    ones = tl.full((slots.shape[0], 16), 1.0, v.dtype)
+    ones = tl.full((v.shape[0], 16), 1.0, v.dtype)
     return m, tl.max(tl.dot(p, ones), 1), tl.dot(p, v)
+
+
+@triton.jit
+def _load_block(keys, values, slots, held, d, DIM: tl.constexpr, STRIDE: tl.constexpr):
+    at = slots.to(tl.int64)[:, None] * STRIDE + d
+    load = held[:, None] & (d < DIM)
+    return tl.load(keys + at, mask=load, other=0.0), tl.load(values + at, mask=load, other=0.0)
+
+
+@triton.jit
+def _turned(raw, at, stride, cos, sin, position, d, mask, DIM: tl.constexpr, PARTS: tl.constexpr):
+    """Rows of a head as the matmul left them, in parts, rotated by their positions. As rows.py does it."""
+    half: tl.constexpr = DIM // 2
+    other = tl.where(d < half, d + half, d - half)
+    angle = position.to(tl.int64)[:, None] * half + tl.where(d < half, d, d - half)
+    c = tl.load(cos + angle, mask=mask, other=0.0)
+    s = tl.load(sin + angle, mask=mask, other=0.0)
+    mine = sum_parts(raw, at[:, None] + d, stride, mask, PARTS)
+    partner = sum_parts(raw, at[:, None] + other, stride, mask, PARTS)
+    return tl.fma(mine, c, partner * tl.where(d < half, -s, s))
+
+
+@triton.jit
+def _fresh_block(
+    k, v, raw, cos, sin, slots, keys, values, start, c, held, fresh, rows, kv, d,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """A block's keys and values with those of this pass put in, which are also written to their slots. Row
+    `start + i` of the pass is at position `fresh + i`.
+    """
+    width: tl.constexpr = (HEADS + 2 * KV_HEADS) * DIM
+    new = held & (c >= fresh)
+    row = tl.where(new, start + c - fresh, start)
+    mask = new[:, None] & (d < DIM)
+    at = row.to(tl.int64) * width + (HEADS + kv) * DIM
+    stride = rows.to(tl.int64) * width
+    k = tl.where(mask, _turned(raw, at, stride, cos, sin, c, d, mask, DIM, PARTS).to(k.dtype), k)
+    v = tl.where(mask, sum_parts(raw, at[:, None] + KV_HEADS * DIM + d, stride, mask, PARTS).to(v.dtype), v)
+    to = tl.load(slots + row, mask=new, other=0).to(tl.int64)[:, None] * (KV_HEADS * DIM) + kv * DIM + d
+    tl.store(keys + to, k, mask=mask)
+    tl.store(values + to, v, mask=mask)
+    return k, v
 
 
 @triton.jit
@@ -141,9 +184,8 @@ def _own_blocks(
         slots = tl.load(entries + c, mask=held & (c < known), other=0)
         slots += tl.load(paths + row * NODES + (c - known), mask=held & (c >= known), other=0)
         seen = held[None, :] & valid[:, None]
-        m, w, acc = _block(
-            queries, keys + kv * DIM, values + kv * DIM, slots, held, seen, scale, d, DIM, KV_HEADS * DIM
-        )
+        k, v = _load_block(keys + kv * DIM, values + kv * DIM, slots, held, d, DIM, KV_HEADS * DIM)
+        m, w, acc = _block(queries, k, v, seen, scale)
         tl.store(sums + to[:, None] * DIM + d, acc, mask=valid[:, None] & (d < DIM))
         tl.store(stats + to * 2, m, mask=valid)
         tl.store(stats + to * 2 + 1, w, mask=valid)
@@ -151,13 +193,66 @@ def _own_blocks(
 
 
 @triton.jit
+def _load_state(sums, stats, at, d, there, DIM: tl.constexpr):
+    """What a split left behind, or nothing. `there` is a number: one truth for a whole block is not spread by the
+    interpreter of every release of Triton."""
+    valid = at * 0 < there
+    m = tl.load(stats + at * 2, mask=valid, other=float("-inf"))
+    w = tl.load(stats + at * 2 + 1, mask=valid, other=0.0)
+    acc = tl.load(sums + at[:, None] * DIM + d, mask=valid[:, None] & (d < DIM), other=0.0)
+    return m, w, acc
+
+
+@triton.jit
+def _close_split(
+    at, highest, m, w, acc, total_m, total_w, total, sums, stats, to_state, valid, d,
+    TILE: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """After a block: if a split ends with it, what it came to is folded into the total or left for others."""
+    if (at + BLOCK >= highest) | (at + BLOCK == _split_start(_split_of(at) + 1)):
+        if WHOLE:
+            total_m, total_w, total = _fold(total_m, total_w, total, m, w, acc)
+        else:
+            to = to_state + _split_of(at)
+            tl.store(sums + to[:, None] * DIM + d, acc, mask=valid[:, None] & (d < DIM))
+            tl.store(stats + to * 2, m, mask=valid)
+            tl.store(stats + to * 2 + 1, w, mask=valid)
+        m = tl.full((TILE,), float("-inf"), tl.float32)
+        w = tl.zeros((TILE,), tl.float32)
+        acc = tl.zeros((TILE, WIDE), tl.float32)
+    return m, w, acc, total_m, total_w, total
+
+
+@triton.jit
+def _fold_splits(
+    sums, stats, to_state, end, window, valid, d,
+    TILE: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, WINDOW: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """Every row's splits in order, each as far as it sees: rows end at `end`."""
+    stop = tl.where(valid, _split_of(end - 1) + 1, 0)
+    begin = tl.zeros_like(stop)
+    if WINDOW:
+        begin = _split_of(tl.maximum(end - window, 0))
+    m = tl.full((TILE,), float("-inf"), tl.float32)
+    w = tl.zeros((TILE,), tl.float32)
+    acc = tl.zeros((TILE, WIDE), tl.float32)
+    for chunk in range(tl.min(tl.where(valid, begin, 2147483647), 0), tl.max(stop, 0), DEPTH):
+        for i in tl.static_range(DEPTH):  # unrolled: the loads of all of them are on their way at once
+            there = tl.where(chunk + i >= begin, stop - chunk - i, 0)
+            m_more, w_more, acc_more = _load_state(sums, stats, to_state + chunk + i, d, there, DIM)
+            m, w, acc = _fold(m, w, acc, m_more, w_more, acc_more)
+    return w, acc
+
+
+@triton.jit(do_not_specialize=["rows"])
 def _attend_kernel(
     q, keys, values, table, items, positions, table_rows, prefix, ancestors, paths, sums, stats, out,
+    raw, cos, sin, slots, counters, rows,
     table_stride, shared, parts, scale, window, splits,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr,
     DIM: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, LOW: tl.constexpr,
     NODES: tl.constexpr, SPAN: tl.constexpr, WINDOW: tl.constexpr, WHOLE: tl.constexpr, TAIL: tl.constexpr,
-    CHAIN: tl.constexpr,
+    FRESH: tl.constexpr, PARTS: tl.constexpr, DEPTH: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     """The first shared * parts programs: one item's rows over the splits that begin in one stretch of `SPAN` blocks,
     or over everything. Those after them: one row's own blocks.
@@ -193,58 +288,91 @@ def _attend_kernel(
     if TAIL:
         limit = tl.where(tl.load(ancestors + row) != 0, limit // BLOCK * BLOCK, limit)
     limit = tl.where(valid, limit, 0)
-    first = tl.where(valid, tl.maximum(tl.load(positions + row) + 1 - window, 0), 2147483647)
+    position = tl.load(positions + row)
+    first = tl.where(valid, tl.maximum(position + 1 - window, 0), 2147483647)
     if WINDOW:
         begin = tl.maximum(begin, tl.min(first, 0) // BLOCK * BLOCK)
     entries = table + tl.load(table_rows + start).to(tl.int64) * table_stride
     columns = tl.arange(0, BLOCK)
+    past = stop  # where blocks with fresh keys begin
+    if FRESH:
+        fresh = tl.load(positions + start)
+        past = tl.minimum(stop, fresh // BLOCK * BLOCK)
     await_previous(CHAIN)
     at_q = row.to(tl.int64) * (HEADS * DIM) + head * DIM
-    queries = tl.load(q + at_q[:, None] + d, mask=valid[:, None] & (d < DIM), other=0.0)
+    if FRESH:
+        width: tl.constexpr = (HEADS + 2 * KV_HEADS) * DIM
+        stride = rows.to(tl.int64) * width
+        at_raw = row.to(tl.int64) * width + head * DIM
+        there = valid[:, None] & (d < DIM)
+        queries = _turned(raw, at_raw, stride, cos, sin, position, d, there, DIM, PARTS).to(
+            keys.dtype.element_ty
+        )
+    else:
+        queries = tl.load(q + at_q[:, None] + d, mask=valid[:, None] & (d < DIM), other=0.0)
     to_state = (row.to(tl.int64) * HEADS + head) * (splits + 2)
     m = tl.full((TILE,), float("-inf"), tl.float32)
     w = tl.zeros((TILE,), tl.float32)
     acc = tl.zeros((TILE, WIDE), tl.float32)
-    if WHOLE:
-        total_m = tl.full((TILE,), float("-inf"), tl.float32)
-        total_w = tl.zeros((TILE,), tl.float32)
-        total = tl.zeros((TILE, WIDE), tl.float32)
-    for at in range(begin, stop, BLOCK):
+    total_m = tl.full((TILE,), float("-inf"), tl.float32)
+    total_w = tl.zeros((TILE,), tl.float32)
+    total = tl.zeros((TILE, WIDE), tl.float32)
+    for at in range(begin, past, BLOCK):
         c = at + columns
         held = c < highest
-        slots = tl.load(entries + c, mask=held, other=0)
+        places = tl.load(entries + c, mask=held, other=0)
         seen = c[None, :] < limit[:, None]
         if WINDOW:
             seen = seen & (c[None, :] >= first[:, None])
-        bm, bw, bacc = _block(
-            queries, keys + kv * DIM, values + kv * DIM, slots, held, seen, scale, d, DIM, KV_HEADS * DIM
-        )
+        k, v = _load_block(keys + kv * DIM, values + kv * DIM, places, held, d, DIM, KV_HEADS * DIM)
+        bm, bw, bacc = _block(queries, k, v, seen, scale)
         m, w, acc = _fold(m, w, acc, bm, bw, bacc)
-        if (at + BLOCK >= highest) | (at + BLOCK == _split_start(_split_of(at) + 1)):
-            if WHOLE:
-                total_m, total_w, total = _fold(total_m, total_w, total, m, w, acc)
-            else:
-                to = to_state + _split_of(at)
-                tl.store(sums + to[:, None] * DIM + d, acc, mask=valid[:, None] & (d < DIM))
-                tl.store(stats + to * 2, m, mask=valid)
-                tl.store(stats + to * 2 + 1, w, mask=valid)
-            m = tl.full((TILE,), float("-inf"), tl.float32)
-            w = tl.zeros((TILE,), tl.float32)
-            acc = tl.zeros((TILE, WIDE), tl.float32)
+        m, w, acc, total_m, total_w, total = _close_split(
+            at, highest, m, w, acc, total_m, total_w, total, sums, stats, to_state, valid, d,
+            TILE, DIM, WIDE, BLOCK, WHOLE,
+        )  # fmt: skip
+    if FRESH:
+        for at in tl.range(
+            tl.maximum(begin, past), stop, BLOCK, num_stages=1
+        ):  # two at most: nothing to fetch ahead
+            c = at + columns
+            held = c < highest
+            places = tl.load(entries + c, mask=held & (c < fresh), other=0)
+            seen = c[None, :] < limit[:, None]
+            if WINDOW:
+                seen = seen & (c[None, :] >= first[:, None])
+            known = held & (c < fresh)
+            k, v = _load_block(keys + kv * DIM, values + kv * DIM, places, known, d, DIM, KV_HEADS * DIM)
+            k, v = _fresh_block(
+                k, v, raw, cos, sin, slots, keys, values, start, c, held, fresh, rows, kv, d,
+                HEADS, KV_HEADS, DIM, PARTS,
+            )  # fmt: skip
+            bm, bw, bacc = _block(queries, k, v, seen, scale)
+            m, w, acc = _fold(m, w, acc, bm, bw, bacc)
+            m, w, acc, total_m, total_w, total = _close_split(
+                at, highest, m, w, acc, total_m, total_w, total, sums, stats, to_state, valid, d,
+                TILE, DIM, WIDE, BLOCK, WHOLE,
+            )  # fmt: skip
     if WHOLE:
         result = total / tl.where(total_w == 0.0, 1.0, total_w)[:, None]
         tl.store(out + at_q[:, None] + d, result.to(out.dtype.element_ty), mask=valid[:, None] & (d < DIM))
-
-
-@triton.jit
-def _load_state(sums, stats, at, d, there, DIM: tl.constexpr):
-    """What a split left behind, or nothing. `there` is a number: one truth for a whole block is not spread by the
-    interpreter of every release of Triton."""
-    valid = at * 0 < there
-    m = tl.load(stats + at * 2, mask=valid, other=float("-inf"))
-    w = tl.load(stats + at * 2 + 1, mask=valid, other=0.0)
-    acc = tl.load(sums + at[:, None] * DIM + d, mask=valid[:, None] & (d < DIM), other=0.0)
-    return m, w, acc
+    elif FRESH:
+        # The last program of this text to come here folds what all of them left, and sets the counter back.
+        working = _split_of(highest - 1) + 1
+        if SPAN > 1:
+            working = (highest + SPAN * BLOCK - 1) // (SPAN * BLOCK)
+        counter = counters + item * KV_HEADS + kv
+        tl.debug_barrier()
+        if tl.atomic_add(counter, 1, sem="acq_rel") == working - 1:
+            tl.debug_barrier()
+            total_w, total = _fold_splits(
+                sums, stats, to_state, position + 1, window, valid, d, TILE, DIM, WIDE, WINDOW, DEPTH
+            )
+            result = total / tl.where(total_w == 0.0, 1.0, total_w)[:, None]
+            tl.store(
+                out + at_q[:, None] + d, result.to(out.dtype.element_ty), mask=valid[:, None] & (d < DIM)
+            )
+            tl.store(counter, 0)
 
 
 @triton.jit
@@ -329,6 +457,8 @@ class Reading:
     sums: Tensor  # [R, heads, splits + 2, dim] float32
     stats: Tensor  # [R, heads, splits + 2, 2]
     whole: bool  # one program does all splits of its rows
+    counters: Tensor  # [I, kv_heads] int32, zero between passes
+    chains: bool  # every item is all of a text's rows, at the positions that follow each other at its end
 
 
 def padded_group(heads: int, kv_heads: int) -> int:
@@ -378,7 +508,13 @@ def read_batch(batch: Batch, heads: int, kv_heads: int, dim: int) -> Reading:
 
 
 def make_reading(
-    items: Tensor, rows: int, shape: tuple[int, int, int], splits: int, tree: bool, tile: int
+    items: Tensor,
+    rows: int,
+    shape: tuple[int, int, int],
+    splits: int,
+    tree: bool,
+    tile: int,
+    chains: bool = False,
 ) -> Reading:
     """Buffers for `rows` rows of texts of up to `splits` splits; shape is heads, kv_heads, dim."""
     heads, kv_heads, dim = shape
@@ -393,6 +529,8 @@ def make_reading(
         sums=torch.empty(room * dim, dtype=torch.float32, device=items.device),
         stats=torch.empty(room * 2, dtype=torch.float32, device=items.device),
         whole=whole,
+        counters=torch.zeros(len(items) * kv_heads, dtype=torch.int32, device=items.device),
+        chains=chains and not tree,
     )
 
 
@@ -421,27 +559,71 @@ def attend(
 ) -> None:
     """q [R, heads, dim] over what each row sees in the slots -> out [R, heads, dim]."""
     rows, heads, dim = q.shape
-    kv_heads = keys.shape[1]
-    r, group = reading, heads // kv_heads
-    wide = max(16, triton.next_power_of_2(dim))
-    span = SPANS[0] if len(r.items) * kv_heads < MANY else SPANS[1]
-    parts = 1 if r.whole else -(-split_end(r.splits) // (span * BLOCK))
-    shared = len(r.items)
-    _attend_kernel[(shared * parts + (rows if r.tree else 0), kv_heads)](
-        q, keys, values, batch.table, r.items, batch.positions, batch.table_rows, batch.prefix,
-        batch.ancestors, r.paths, r.sums, r.stats, out,
-        batch.table.stride(0), shared, parts, scale * LOG2E, window, r.splits,
-        HEADS=heads, KV_HEADS=kv_heads, GROUP=group, PADDED=padded_group(heads, kv_heads), DIM=dim, WIDE=wide,
-        BLOCK=BLOCK, TILE=r.tile, LOW=TILES[0], NODES=NODES, SPAN=span, WINDOW=window > 0, WHOLE=r.whole,
-        TAIL=r.tree, num_warps=WARPS, num_stages=STAGES if dim <= 64 else 2, **chained(),
-    )  # fmt: skip
+    r = reading
+    _launch(q, None, None, batch, keys, values, window, scale, r, out)
     if r.whole:
         return
     _combine_kernel[(rows, heads)](
         r.sums, r.stats, out, batch.prefix, batch.positions, batch.ancestors, window, r.splits,
-        HEADS=heads, DIM=dim, WIDE=wide, BLOCK=BLOCK, WINDOW=window > 0, TAIL=r.tree,
+        HEADS=heads, DIM=dim, WIDE=_wide(dim), BLOCK=BLOCK, WINDOW=window > 0, TAIL=r.tree,
         DEPTH=2 if INTERPRETED else 8 if r.tree else 16, num_warps=1, **chained(),
     )  # fmt: skip
+
+
+def turn_and_attend(
+    raw: Tensor,
+    tables: tuple[Tensor, Tensor],
+    norms: tuple[Tensor, Tensor, float] | None,
+    batch: Batch,
+    keys: Tensor,
+    values: Tensor,
+    window: int,
+    scale: float,
+    reading: Reading,
+    out: Tensor,
+) -> None:
+    """Queries, keys and values as the matmul left them, [P, R, (heads + 2 kv_heads) * dim]: keys, rotated, and values
+    to their slots; queries, rotated, over what each row sees -> out [R, heads, dim]. In one launch where it can be.
+    """
+    if reading.chains and norms is None:
+        _launch(None, raw, tables, batch, keys, values, window, scale, reading, out)
+        return
+    q = torch.empty_like(out)
+    rope_and_write(raw, tables, batch, norms, q, keys, values)
+    attend(q, batch, keys, values, window, scale, reading, out)
+
+
+def _launch(
+    q: Tensor | None,
+    raw: Tensor | None,
+    tables: tuple[Tensor, Tensor] | None,
+    batch: Batch,
+    keys: Tensor,
+    values: Tensor,
+    window: int,
+    scale: float,
+    r: Reading,
+    out: Tensor,
+) -> None:
+    rows, heads, dim = out.shape
+    kv_heads = keys.shape[1]
+    span = SPANS[0] if len(r.items) * kv_heads < MANY else SPANS[1]
+    parts = 1 if r.whole else -(-split_end(r.splits) // (span * BLOCK))
+    shared = len(r.items)
+    cos, sin = tables or (None, None)
+    _attend_kernel[(shared * parts + (rows if r.tree else 0), kv_heads)](
+        q, keys, values, batch.table, r.items, batch.positions, batch.table_rows, batch.prefix,
+        batch.ancestors, r.paths, r.sums, r.stats, out, raw, cos, sin, batch.slots, r.counters, rows,
+        batch.table.stride(0), shared, parts, scale * LOG2E, window, r.splits,
+        HEADS=heads, KV_HEADS=kv_heads, GROUP=heads // kv_heads, PADDED=padded_group(heads, kv_heads), DIM=dim,
+        WIDE=_wide(dim), BLOCK=BLOCK, TILE=r.tile, LOW=TILES[0], NODES=NODES, SPAN=span, WINDOW=window > 0,
+        WHOLE=r.whole, TAIL=r.tree, FRESH=raw is not None, PARTS=0 if raw is None else len(raw),
+        DEPTH=2 if INTERPRETED else 128 // r.tile, num_warps=WARPS, num_stages=STAGES if dim <= 64 else 2, **chained(),
+    )  # fmt: skip
+
+
+def _wide(dim: int) -> int:
+    return max(16, triton.next_power_of_2(dim))
 
 
 def attend_twin(

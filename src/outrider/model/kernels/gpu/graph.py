@@ -91,13 +91,17 @@ class Captured:
 
 
 class GraphedDecoder:
-    """Runs a decoder through graphs, captured on first use. `table` and `store` are the device's own."""
+    """Runs a decoder, or its first layers, through graphs captured on first use. `table` and `store` are the
+    device's own.
+    """
 
-    def __init__(self, model: Decoder, store: KeyValueStore, table: Tensor) -> None:
+    def __init__(
+        self, model: Decoder, store: KeyValueStore, table: Tensor, layers: int | None = None
+    ) -> None:
         if not isinstance(model.kernels, GpuKernels):
             raise ValueError("only a decoder on a CUDA device can be captured")
         self.model, self.kernels = model, model.kernels
-        self.store, self.table = store, table
+        self.store, self.table, self.layers = store, table, model.layers[:layers]
         config = model.config
         self.config = config
         self.padded = padded_group(config.heads, config.kv_heads)
@@ -138,7 +142,7 @@ class GraphedDecoder:
         if reading.tree:
             find_paths(batch, reading.paths)
         x = model.embed(batch.ids)
-        pending = self.kernels.run_layers(model.layers, x, batch, self.store, reading)
+        pending = self.kernels.run_layers(self.layers, x, batch, self.store, reading)
         return self.kernels.finish(x, pending, batch.logit_rows, self.norm, model.head)
 
     def _reading(self, slate: Slate) -> Reading:

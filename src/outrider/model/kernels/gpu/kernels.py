@@ -1,6 +1,7 @@
 """The decoder's kernels on a CUDA device, in bfloat16 with a float32 residual stream. Twin: reference.py.
 
-A layer is eight launches: norm, qkv, rope and cache write, attention (two), output, norm, gate and up, down. The
+A layer is nine launches: norm, qkv, rope and cache write, attention (two), output, norm, gate and up, down; in a
+round the three in the middle are one. The
 sums that a matmul leaves in parts are added by the norm that follows, which for `down` is in the next layer:
 `run_layers` keeps them pending in between, `layer` settles them at once. Both give the same bits.
 """
@@ -19,14 +20,18 @@ from torch import Tensor
 from outrider.cache.store import KeyValueStore
 from outrider.errors import KernelUnavailable
 from outrider.load.config import ModelConfig
-from outrider.model.kernels.gpu.attention import Reading, attend, read_batch
+from outrider.model.kernels.gpu.attention import Reading, attend, read_batch, turn_and_attend
 from outrider.model.kernels.gpu.draw import draw_rows
 from outrider.model.kernels.gpu.matmul import Packed, gated_linear, linear, multiply_parts, pack
-from outrider.model.kernels.gpu.rows import add_and_norm, rope_and_write
+from outrider.model.kernels.gpu.rows import add_and_norm
+from outrider.model.kernels.gpu.sift import sift_rows
 from outrider.model.weights import LayerTensors
 from outrider.types import Batch
 
 MAX_DIM, MAX_GROUP = 256, 16
+HEAD_KINDS = {
+    "int4": "int8"
+}  # the head's errors go straight into the logits, and it is a small part of what is read
 
 
 @dataclass(slots=True)
@@ -57,14 +62,16 @@ class GpuKernels:
         sin: Tensor,
         device: str | torch.device = "cuda",
         dtype: torch.dtype = torch.bfloat16,
+        weights: str = "bfloat16",
     ) -> None:
+        """`weights`: what layers and head are stored as, `bfloat16` (as dtype) or a kind of quantise.py."""
         if config.head_dim > MAX_DIM:
             raise KernelUnavailable(f"head size {config.head_dim} is larger than {MAX_DIM}")
         if config.heads // config.kv_heads > MAX_GROUP:
             raise KernelUnavailable(
                 f"{config.heads // config.kv_heads} heads to a key are more than {MAX_GROUP}"
             )
-        self.config, self.device, self.dtype = config, torch.device(device), dtype
+        self.config, self.device, self.dtype, self.weights = config, torch.device(device), dtype, weights
         self.tables = cos.to(self.device).contiguous(), sin.to(self.device).contiguous()
         self.scale = config.head_dim**-0.5
         self._read: tuple[Batch, Reading] | None = None
@@ -78,20 +85,30 @@ class GpuKernels:
         bias = None if w.gate_bias is None or w.up_bias is None else torch.cat([w.gate_bias, w.up_bias])
         return GpuLayer(
             attn_norm=self._small(w.attn_norm),
-            qkv=self.pack_linear(w.qkv, w.qkv_bias),
+            qkv=self._packed((w.qkv,), w.qkv_bias, self.weights),
             norms=norms,
-            out=self.pack_linear(w.out, w.out_bias),
+            out=self._packed((w.out,), w.out_bias, self.weights),
             mlp_norm=self._small(w.mlp_norm),
-            gate_up=self.pack_linear(torch.cat([self._large(w.gate), self._large(w.up)]), bias, gated=True),
-            down=self.pack_linear(w.down, w.down_bias),
+            gate_up=self._packed((w.gate, w.up), bias, self.weights),
+            down=self._packed((w.down,), w.down_bias, self.weights),
             window=w.window,
         )
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None, gated: bool = False) -> GpuLinear:
-        return GpuLinear(pack(self._large(weight), gated), None if bias is None else self._small(bias))
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> GpuLinear:
+        return self._packed((weight,), bias, "bfloat16")
 
-    def _large(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.device, self.dtype).contiguous()
+    def pack_ends(self, embedding: Tensor, head: Tensor) -> tuple[GpuLinear, GpuLinear]:
+        """A model's first and last matrix; where they are the same, in fewer bits, they part: the head is read whole
+        for every token, the embedding a row, which gains nothing from rounding.
+        """
+        first = self.pack_linear(embedding)
+        if head is embedding and self.weights == "bfloat16":
+            return first, first
+        return first, self._packed((head,), None, HEAD_KINDS.get(self.weights, self.weights))
+
+    def _packed(self, halves: tuple[Tensor, ...], bias: Tensor | None, kind: str) -> GpuLinear:
+        packed = pack(*halves, kind=kind, device=self.device, dtype=self.dtype)
+        return GpuLinear(packed, None if bias is None else self._small(bias))
 
     def _small(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device, torch.float32).contiguous()
@@ -124,6 +141,10 @@ class GpuKernels:
     def draw(self, logits: Tensor, sampled: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
         there = logits.device
         return draw_rows(logits, sampled.to(there), seeds.to(there), positions.to(there))
+
+    def sift(self, logits: Tensor, top_k: Tensor, top_p: Tensor, floor: Tensor) -> None:
+        there = logits.device
+        sift_rows(logits, top_k.to(there), top_p.to(there), floor.to(there))
 
     def attention(
         self, q: Tensor, batch: Batch, keys: Tensor, values: Tensor, window: int, scale: float
@@ -164,15 +185,27 @@ class GpuKernels:
         values: Tensor,
         reading: Reading,
     ) -> Tensor:
+        normed = torch.empty_like(x, dtype=self.dtype)
+        add_and_norm(x, pending, w.attn_norm, self.config.norm_eps, normed)
+        return self.rest_of_layer(w, x, normed, batch, keys, values, reading)
+
+    def rest_of_layer(
+        self,
+        w: GpuLayer,
+        x: Tensor,
+        inputs: Tensor,
+        batch: Batch,
+        keys: Tensor,
+        values: Tensor,
+        reading: Reading,
+    ) -> Tensor:
+        """A layer from its normed inputs on, which may be wider than the stream; returns what is to be added to x."""
         c, rows = self.config, len(x)
-        normed = torch.empty((rows, c.hidden), dtype=self.dtype, device=x.device)
-        add_and_norm(x, pending, w.attn_norm, c.norm_eps, normed)
-        q = torch.empty((rows, c.heads, c.head_dim), dtype=self.dtype, device=x.device)
-        qkv = multiply_parts(normed, w.qkv.weight, w.qkv.bias)
-        rope_and_write(qkv, self.tables, batch, w.norms, q, keys, values)
-        mixed = torch.empty_like(q)
-        attend(q, batch, keys, values, w.window, self.scale, reading, mixed)
+        qkv = multiply_parts(inputs, w.qkv.weight, w.qkv.bias)
+        mixed = torch.empty((rows, c.heads, c.head_dim), dtype=self.dtype, device=x.device)
+        turn_and_attend(qkv, self.tables, w.norms, batch, keys, values, w.window, self.scale, reading, mixed)
         pending = multiply_parts(mixed.view(rows, -1), w.out.weight, w.out.bias)
+        normed = torch.empty_like(x, dtype=self.dtype)
         add_and_norm(x, pending, w.mlp_norm, c.norm_eps, normed)
         act = gated_linear(normed, w.gate_up.weight, w.gate_up.bias)
         return multiply_parts(act, w.down.weight, w.down.bias)
@@ -184,11 +217,13 @@ class GpuKernels:
         return self._read[1]
 
 
-def check_device() -> None:
-    """Says by name why a CUDA device cannot be used."""
+def check_device(weights: str) -> None:
+    """Says by name why a CUDA device cannot be used, or not with these weights."""
     if not torch.cuda.is_available():
         raise KernelUnavailable("torch sees no CUDA device; use --device cpu")
     if torch.cuda.get_device_capability() < (8, 0):
         raise KernelUnavailable("bfloat16 kernels need compute capability 8.0 or later")
     if triton.__version__ < "3.3":
         raise KernelUnavailable(f"triton {triton.__version__} is too old; 3.3 or later is needed")
+    if weights == "fp8" and torch.cuda.get_device_capability() < (8, 9):
+        raise KernelUnavailable("fp8 weights need compute capability 8.9 or later; use int8")

@@ -7,6 +7,9 @@ change with the number of rows, because the tensor core adds each output by itse
 
 A weight takes the tensor core's tall side, so that one row wastes little, and lies in memory as the kernels
 read it: 64 outputs by `depth` inputs at a time, each such tile one contiguous stretch.
+
+A weight in fewer bits (quantise.py) has sums of its own tile by tile: each tile's sum starts from zero, is multiplied
+by its scale and added to the segment's in one operation. So a scale never meets a sum that rows or segments decide.
 """
 
 # mypy: disable-error-code="no-untyped-def, import-untyped, import-not-found"
@@ -16,25 +19,31 @@ read it: 64 outputs by `depth` inputs at a time, each such tile one contiguous s
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from outrider.model.kernels.gpu.launch import await_previous, chained, let_next_start
+from outrider.model.kernels.gpu.quantise import KINDS, dequantised, quantised, widened
 
 GRAIN = 256  # a segment is a multiple of it, so that every tile depth fits
 HIGH = 64  # outputs of a stored tile: the height of Hopper's tensor core
+AT_ONCE = 64  # blocks of HIGH outputs that are packed together; more would only take more memory
 
 
 @dataclass(slots=True)
 class Packed:
     """A weight [outputs, inputs], or a gate over an up of that shape, tile by tile, padded with zeros."""
 
-    data: Tensor  # [halves, blocks, deep blocks, HIGH, depth]
+    data: Tensor  # [halves, blocks, deep blocks, HIGH, depth in stored numbers]
     outputs: int
     inputs: int
+    kind: str = "bfloat16"  # or one of quantise.KINDS; bfloat16 stands for whatever dtype is multiplied
+    scales: Tensor | None = None  # [halves, blocks, deep blocks or 1, HIGH]
 
     @property
     def gated(self) -> bool:
@@ -42,36 +51,82 @@ class Packed:
 
     @property
     def depth(self) -> int:
-        return self.data.shape[4]
+        return self.data.shape[4] * _inputs_in_one(self.kind)
 
     @property
     def width(self) -> int:
         """Inputs with their padding."""
-        return self.data.shape[2] * self.data.shape[4]
+        return self.data.shape[2] * self.depth
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes + (0 if self.scales is None else self.scales.nbytes)
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Some outputs' weights, as an embedding is looked up."""
+        """Some outputs' weights, as an embedding is looked up; it is always plain."""
         return self.data[0][ids // HIGH, :, ids % HIGH].flatten(1)[:, : self.inputs]
 
     def unpacked(self) -> Tensor:
         """[outputs, inputs], gate over up."""
-        halves = self.data.transpose(2, 3).reshape(len(self.data), -1, self.width)
+        rows = self.data.transpose(2, 3).flatten(0, 2)
+        if self.scales is None:
+            whole = rows.flatten(1)
+        else:
+            whole = dequantised(rows, self.scales.transpose(2, 3).flatten(0, 2), self.kind)
+        halves = whole.unflatten(0, (len(self.data), -1))
         return halves[:, : self.outputs, : self.inputs].flatten(0, 1)
 
 
-def pack(weight: Tensor, gated: bool = False) -> Packed:
-    """[outputs, inputs] as kernels want it; gated: gate over up, each with half of the outputs."""
-    halves = 2 if gated else 1
-    outputs, inputs = len(weight) // halves, weight.shape[1]
+def _inputs_in_one(kind: str) -> int:
+    return KINDS[kind].inputs if kind in KINDS else 1
+
+
+def room_for(
+    halves: int, outputs: int, inputs: int, kind: str, dtype: torch.dtype, device: torch.device | str
+) -> Packed:
+    """Memory for a weight of this shape, with nothing in it yet."""
     depth = 128 if inputs % 128 == 0 else 64
-    deep, blocks = -(-inputs // depth), -(-outputs // HIGH)
-    if (outputs, inputs) != (blocks * HIGH, deep * depth):
-        whole = weight.new_zeros((halves, blocks * HIGH, deep * depth))
-        whole[:, :outputs, :inputs] = weight.view(halves, outputs, inputs)
+    blocks, deep = -(-outputs // HIGH), -(-inputs // depth)
+    shape = (halves, blocks, deep, HIGH, depth // _inputs_in_one(kind))
+    if kind not in KINDS:
+        return Packed(torch.empty(shape, dtype=dtype, device=device), outputs, inputs, kind)
+    how = KINDS[kind]
+    groups = (halves, blocks, deep if how.grouped else 1, HIGH)
+    scales = torch.empty(groups, dtype=how.scale, device=device)
+    return Packed(torch.empty(shape, dtype=how.dtype, device=device), outputs, inputs, kind, scales)
+
+
+def pack(
+    *halves: Tensor,
+    kind: str = "bfloat16",
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> Packed:
+    """[outputs, inputs], or a gate and an up of that shape, as kernels want it, from wherever it lies to `device`.
+
+    Plain weights become `dtype`. It is done some outputs at a time, so that no whole copy is made on the way.
+    """
+    like = halves[0]
+    outputs, inputs = like.shape
+    packed = room_for(len(halves), outputs, inputs, kind, dtype or like.dtype, device or like.device)
+    for half, weight in enumerate(halves):
+        for first in range(0, packed.data.shape[1], AT_ONCE):
+            _put(packed, half, first, weight[first * HIGH : (first + AT_ONCE) * HIGH])
+    return packed
+
+
+def _put(packed: Packed, half: int, first: int, some: Tensor) -> None:
+    """Some outputs, from block `first` on, to their places."""
+    data, scales = packed.data, packed.scales
+    some = some.to(data.device, data.dtype if scales is None else torch.float32)
+    rows = F.pad(some, (0, packed.width - packed.inputs, 0, -len(some) % HIGH))
+    to = slice(first, first + len(rows) // HIGH)
+    if scales is None:
+        stored = rows.unflatten(1, (-1, packed.depth))
     else:
-        whole = weight
-    tiles = whole.reshape(halves, blocks, HIGH, deep, depth).transpose(2, 3)
-    return Packed(tiles.contiguous(), outputs, inputs)
+        stored, found = quantised(rows, packed.depth, packed.kind)
+        scales[half, to] = found.unflatten(0, (-1, HIGH)).transpose(1, 2)
+    data[half, to] = stored.unflatten(0, (-1, HIGH)).transpose(1, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +143,67 @@ class Tile:
 
 @triton.jit
 def _segment(
+    x_rows, there, w_rows, u_rows, s_rows, t_rows, first, last, inputs,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, HIGH: tl.constexpr, DEPTH: tl.constexpr,
+    KIND: tl.constexpr, IN_ONE: tl.constexpr, GROUPED: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """One segment's sums, from zero: [OUTPUTS, ROWS], twice when gated."""
+    if KIND == "bfloat16":
+        acc, up = _plain_segment(
+            x_rows, there, w_rows, u_rows, first, last, inputs,
+            ROWS, OUTPUTS, INPUTS, HIGH, DEPTH, GATED, EVEN,
+        )  # fmt: skip
+    else:
+        acc, up = _scaled_segment(
+            x_rows, there, w_rows, u_rows, s_rows, t_rows, first, last, inputs,
+            ROWS, OUTPUTS, INPUTS, HIGH, DEPTH, KIND, IN_ONE, GROUPED, GATED, EVEN,
+        )  # fmt: skip
+    return acc, up
+
+
+@triton.jit
+def _scaled_segment(
+    x_rows, there, w_rows, u_rows, s_rows, t_rows, first, last, inputs,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, HIGH: tl.constexpr, DEPTH: tl.constexpr,
+    KIND: tl.constexpr, IN_ONE: tl.constexpr, GROUPED: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Of a weight in fewer bits: tile by tile, a step being one tile or more."""
+    acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    up = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    c = tl.arange(0, DEPTH)[None, :]
+    stored = tl.arange(0, DEPTH // IN_ONE)[None, :]
+    scale = tl.load(s_rows)
+    if GATED:
+        up_scale = tl.load(t_rows)
+    for start in range(first, last, INPUTS):
+        for tile in tl.static_range(INPUTS // DEPTH):
+            at = start + tile * DEPTH
+            x = tl.trans(
+                tl.load(x_rows + at + c, mask=there if EVEN else there & (at + c < inputs), other=0.0)
+            )
+            words = at // IN_ONE * HIGH + stored
+            if GROUPED:
+                scale = tl.load(s_rows + at // DEPTH * HIGH)
+            acc = _add_scaled(acc, tl.dot(widened(tl.load(w_rows + words), KIND, x.dtype), x), scale)
+            if GATED:
+                if GROUPED:
+                    up_scale = tl.load(t_rows + at // DEPTH * HIGH)
+                up = _add_scaled(up, tl.dot(widened(tl.load(u_rows + words), KIND, x.dtype), x), up_scale)
+    return acc, up
+
+
+@triton.jit
+def _add_scaled(acc, part, scale):
+    """acc + part * scale, rounded once, whatever the compiler makes of other sums."""
+    return tl.fma(part, tl.broadcast_to(scale.to(tl.float32)[:, None], part.shape), acc)
+
+
+@triton.jit
+def _plain_segment(
     x_rows, there, w_rows, u_rows, first, last, inputs,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, HIGH: tl.constexpr, DEPTH: tl.constexpr,
     GATED: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """One segment's sums, from zero: [OUTPUTS, ROWS], twice when gated."""
     acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
     up = tl.zeros((OUTPUTS, ROWS), tl.float32)
     c = tl.arange(0, INPUTS)[None, :]
@@ -110,9 +221,10 @@ def _segment(
 
 @triton.jit(do_not_specialize=["rows"])
 def _matmul_kernel(
-    x, weight, bias, out, rows, outputs, inputs, width, half,
+    x, weight, scales, bias, out, rows, outputs, inputs, width, half, scales_half,
     SEGMENT: tl.constexpr, SEGMENTS: tl.constexpr, SPREAD: tl.constexpr,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, HIGH: tl.constexpr, DEPTH: tl.constexpr,
+    KIND: tl.constexpr, IN_ONE: tl.constexpr, GROUPED: tl.constexpr,
     GATED: tl.constexpr, BIASED: tl.constexpr, EVEN: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     let_next_start(CHAIN)
@@ -123,16 +235,22 @@ def _matmul_kernel(
     m = (tile % row_tiles) * ROWS + tl.arange(0, ROWS)
     # Blocks past the end read the last one again and are not stored: no masks on the way.
     block = tl.minimum(n // HIGH, (outputs - 1) // HIGH)
-    w_rows = weight + (block.to(tl.int64) * HIGH * width + n % HIGH * DEPTH)[:, None]
+    w_rows = weight + (block.to(tl.int64) * HIGH * (width // IN_ONE) + n % HIGH * (DEPTH // IN_ONE))[:, None]
     u_rows = w_rows + half
+    s_rows = scales
+    t_rows = scales
+    if KIND != "bfloat16":
+        s_rows = scales + block * (HIGH * (width // DEPTH if GROUPED else 1)) + n % HIGH
+        t_rows = s_rows + scales_half
     x_rows = x + m.to(tl.int64)[:, None] * inputs
     there = (m < rows)[:, None]
     first = part * SEGMENT
     last = tl.minimum(first + SEGMENT, width)
     await_previous(CHAIN)
     acc, up = _segment(
-        x_rows, there, w_rows, u_rows, first, last, inputs, ROWS, OUTPUTS, INPUTS, HIGH, DEPTH, GATED, EVEN
-    )
+        x_rows, there, w_rows, u_rows, s_rows, t_rows, first, last, inputs,
+        ROWS, OUTPUTS, INPUTS, HIGH, DEPTH, KIND, IN_ONE, GROUPED, GATED, EVEN,
+    )  # fmt: skip
     if BIASED:
         biased = tl.where(part == 0, outputs, 0)  # once, by the first part
         acc += tl.load(bias + n, mask=n < biased, other=0.0)[:, None]
@@ -142,8 +260,8 @@ def _matmul_kernel(
         for s in tl.static_range(1, SEGMENTS):
             last = tl.minimum((s + 1) * SEGMENT, width)
             more, more_up = _segment(
-                x_rows, there, w_rows, u_rows, s * SEGMENT, last, inputs,
-                ROWS, OUTPUTS, INPUTS, HIGH, DEPTH, GATED, EVEN,
+                x_rows, there, w_rows, u_rows, s_rows, t_rows, s * SEGMENT, last, inputs,
+                ROWS, OUTPUTS, INPUTS, HIGH, DEPTH, KIND, IN_ONE, GROUPED, GATED, EVEN,
             )  # fmt: skip
             acc += more
             if GATED:
@@ -166,7 +284,9 @@ def segment_length(width: int, pieces: int) -> int:
 
 
 def choose_tile(weight: Packed, rows: int) -> Tile:
-    """The quickest of the tiles that were measured (bench/gpu/NOTES.md)."""
+    """The quickest of the tiles that were measured (LOG.md); those for fewer bits were chosen by their instructions."""
+    if weight.kind in KINDS:
+        return _quantised_tile(weight, rows)
     deep, gated, few = weight.depth, weight.gated, segments(weight) > 1
     # Three stages leave room beside the blocks of the matmul before, so that these can wait for their turn there.
     stages = 3 if few and weight.outputs > weight.inputs else 4
@@ -176,9 +296,31 @@ def choose_tile(weight: Packed, rows: int) -> Tile:
         return Tile(32, 64, deep, 4, stages, few)
     if rows <= 64:
         return Tile(64, 64, deep, 4, 4 if gated else 3, few)
-    if gated:
+    spread = few and rows <= 256
+    if gated or few > spread:  # two sums an output: with fewer warps they do not fit into registers
         return Tile(128, 128, 64, 8, 4)
-    return Tile(128, 64 if weight.outputs > 32_768 else 128, 64, 4, 4, few and rows <= 256)
+    return Tile(128, 64 if weight.outputs > 32_768 else 128, 64, 4, 4, spread)
+
+
+def _quantised_tile(weight: Packed, rows: int) -> Tile:
+    """Two tiles a step for few rows, where every instruction counts; more rows leave no registers for it.
+
+    Numbers are made in registers, so the blocks must be small enough for two to share a multiprocessor: one makes
+    numbers while the other waits for the tensor core.
+    """
+    deep, gated, few = weight.depth, weight.gated, segments(weight) > 1
+    step = deep if weight.width % (2 * deep) else 2 * deep
+    more = weight.kind == "int4"  # half the bytes a stage: one stage more to have as many on their way
+    if rows <= 16:
+        return Tile(16, 64, step, 4, (3 if gated else 4) + more, few)
+    if rows <= 32:
+        return Tile(32, 64, step, 4, 3 + more, few)
+    if rows <= 64:
+        return Tile(64, 64, deep, 4, 4, few)
+    spread = few and rows <= 256
+    if gated or few > spread:  # two sums an output in registers
+        return Tile(64, 128, deep, 8, 4)
+    return Tile(128, 128, deep, 8, 3, spread)
 
 
 def multiply(x: Tensor, weight: Packed, bias: Tensor | None, out: Tensor) -> None:
@@ -198,14 +340,34 @@ def launch_multiply(
         raise ValueError(
             f"{tuple(x.shape)} by {weight.outputs} x {weight.inputs} does not fit {tuple(out.shape)}"
         )
+    ends = (weight.width, segment_length(weight.width, pieces) if pieces > 1 else 0)
+    if weight.kind in KINDS and (tile.inputs % weight.depth or any(end % tile.inputs for end in ends)):
+        raise ValueError(
+            f"steps of {tile.inputs} do not fit {weight.width} inputs in tiles of {weight.depth}"
+        )
     grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(weight.outputs, tile.outputs), parts)
-    _matmul_kernel[grid](
-        x, weight.data, bias, out, rows, weight.outputs, inputs, weight.width, weight.data.stride(0),
+    given, options = kernel_arguments(x, weight, bias, out, pieces, tile)
+    _matmul_kernel[grid](*given, **options)
+
+
+def kernel_arguments(
+    x: Tensor, weight: Packed, bias: Tensor | None, out: Tensor, pieces: int, tile: Tile
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What `_matmul_kernel` is launched, or compiled, with."""
+    rows, inputs = x.shape
+    data, scales = weight.data, weight.scales
+    given = (
+        x, data, scales, bias, out, rows, weight.outputs, inputs, weight.width,
+        data.stride(0), 0 if scales is None else scales.stride(0),
+    )  # fmt: skip
+    options = dict(
         SEGMENT=segment_length(weight.width, pieces), SEGMENTS=pieces, SPREAD=tile.spread,
         ROWS=tile.rows, OUTPUTS=tile.outputs, INPUTS=tile.inputs, HIGH=HIGH, DEPTH=weight.depth,
+        KIND=weight.kind, IN_ONE=_inputs_in_one(weight.kind), GROUPED=scales is not None and scales.shape[2] > 1,
         GATED=weight.gated, BIASED=bias is not None, EVEN=inputs == weight.width,
         num_warps=tile.warps, num_stages=tile.stages, **chained(),
     )  # fmt: skip
+    return given, options
 
 
 def parts_of(weight: Packed, rows: int) -> int:

@@ -23,7 +23,7 @@ NORM_WARPS = 16  # fixed: it decides the order of the sum of squares
 
 
 @triton.jit
-def _sum_parts(parts, offsets, stride, mask, PARTS: tl.constexpr):
+def sum_parts(parts, offsets, stride, mask, PARTS: tl.constexpr):
     total = tl.load(parts + offsets, mask=mask, other=0.0).to(tl.float32)
     for p in tl.static_range(1, PARTS):
         total += tl.load(parts + p * stride + offsets, mask=mask, other=0.0).to(tl.float32)
@@ -48,7 +48,7 @@ def _norm_kernel(
     at = row * width + cols
     h = tl.load(x + at, mask=mask, other=0.0)
     if PARTS > 0:
-        h += _sum_parts(parts, at, rows.to(tl.int64) * width, mask, PARTS)
+        h += sum_parts(parts, at, rows.to(tl.int64) * width, mask, PARTS)
         if not PICKED:  # a row may be picked twice: what is picked is read, never written
             tl.store(x + at, h, mask=mask)
     if NORM:
@@ -120,8 +120,8 @@ def _rope_kernel(
     width: tl.constexpr = (HEADS + 2 * KV_HEADS) * DIM
     at = row * width + head * DIM + d
     stride = rows.to(tl.int64) * width
-    a = _sum_parts(parts, at, stride, mask, PARTS)
-    b = _sum_parts(parts, at + half, stride, mask, PARTS)
+    a = sum_parts(parts, at, stride, mask, PARTS)
+    b = sum_parts(parts, at + half, stride, mask, PARTS)
     is_q = head < HEADS
     is_v = head >= HEADS + KV_HEADS
     if NORMED:
@@ -133,8 +133,9 @@ def _rope_kernel(
         )
         a = tl.where(is_v, a, a * inverse * gain_a)
         b = tl.where(is_v, b, b * inverse * gain_b)
-    first = tl.where(is_v, a, a * c - b * s).to(q.dtype.element_ty)
-    second = tl.where(is_v, b, b * c + a * s).to(q.dtype.element_ty)
+    # Explicit fused sums: attention.py turns fresh keys by itself, to the same bits.
+    first = tl.where(is_v, a, tl.fma(a, c, -(b * s))).to(q.dtype.element_ty)
+    second = tl.where(is_v, b, tl.fma(b, c, a * s)).to(q.dtype.element_ty)
     to_q = q + row * (HEADS * DIM) + head * DIM + d
     tl.store(to_q, first, mask=mask & is_q)
     tl.store(to_q + half, second, mask=mask & is_q)

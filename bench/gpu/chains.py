@@ -1,0 +1,94 @@
+"""The target's pass as rounds run it, in a CUDA graph: by sequences, rows of each and context; attention in one launch
+or in three; and where the time goes.
+
+    PYTHONPATH=src python bench/gpu/chains.py --shape 8b --sequences 1,16 --rows 1,5,9 --contexts 512,8192
+
+Weights are random: a pass's time does not depend on what they say. `--shape` may also be
+hidden:layers:heads:kv_heads:intermediate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import time
+
+import torch
+from step import breakdown, random_model, replayed  # beside this file
+
+from outrider.cache.store import KeyValueStore
+from outrider.draft.chains import State, draw_at, rows_batch
+from outrider.model.decoder import make_store
+from outrider.model.device import DeviceDecoder, DevicePass
+from outrider.types import MAX_NODES
+
+
+def captured(
+    model: DeviceDecoder, store: KeyValueStore, state: State, shape: tuple[int, int, int], one: bool
+) -> torch.cuda.CUDAGraph:
+    """The graph of a pass and the law over `sequences` texts, `rows` rows each, at the end of `context` tokens."""
+    sequences, rows, context = shape
+    run = DevicePass(model, store)
+    run.readings.chains = one
+    owners = torch.arange(sequences, device=state.device)
+    at = torch.arange(context - rows, context, device=state.device)[None].expand(sequences, -1)
+    ids = torch.randint(1000, at.shape, device=state.device)
+    slots = state.table[owners[:, None], at]
+
+    def work() -> torch.Tensor:
+        batch = rows_batch(state, owners, ids, at, slots)
+        logits = run(batch, rows, context)
+        return draw_at(model, state, owners.repeat_interleave(rows), logits, at.flatten() + 1)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        work()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--shape", default="8b")
+    parser.add_argument("--sequences", default="1,16")
+    parser.add_argument("--rows", default="1,5,9")
+    parser.add_argument("--contexts", default="512,8192")
+    parser.add_argument("--temperature", type=float, default=0.7)
+    parser.add_argument("--profile", action="store_true")
+    given = parser.parse_args()
+    torch.set_grad_enabled(False)
+    many, rows, contexts = (
+        [int(n) for n in text.split(",")] for text in (given.sequences, given.rows, given.contexts)
+    )
+    longest = max(contexts) + MAX_NODES + 1
+    begin = time.time()
+    model = DeviceDecoder(random_model(given.shape, longest))
+    print(f"{given.shape}: made in {time.time() - begin:.0f} s", flush=True)
+    state = State(max(many), longest, model.device)
+    state.temperature.fill_(given.temperature)
+    slots = max(many) * longest
+    store = make_store(model, slots)
+    places = torch.randperm(slots, device=model.device).int().view(max(many), longest)
+    state.table[: max(many)] = places
+    plain: dict[tuple[int, int], float] = {}
+    for context, sequences, each in itertools.product(contexts, many, rows):
+        times = []
+        for one in (False, True):
+            graph = captured(model, store, state, (sequences, each, context), one)
+            times.append(replayed(graph))
+            if given.profile and one:
+                breakdown(graph, model.config.layers)
+        first = plain.setdefault((context, sequences), min(times))
+        print(
+            f"context {context:6} sequences {sequences:3} rows {each:2}: "
+            f"{times[0]:.3f} ms in three launches, {times[1]:.3f} in one, {min(times) / first:.3f}x one row",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""What `bench` and `audit` share: as-if models, prompts by task, and where results go."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from outrider.cli.options import envvar
+from outrider.cli.output import note, write
+from outrider.cli.prompts import read_rows
+from outrider.errors import InvalidRequest, suggest
+
+if TYPE_CHECKING:
+    from outrider.engine.llm import LLM
+
+
+def _option(name: str, kind: Any, metavar: str, text: str) -> Any:
+    flag = name.replace("_", "-")
+    option = typer.Option(f"--{flag}", envvar=envvar(name), show_envvar=False, metavar=metavar, help=text)
+    return Annotated[kind, option]
+
+
+SHAPE = "1b|8b|70b|HIDDEN:LAYERS:HEADS:KV_HEADS:INTERMEDIATE[:VOCAB]"
+AsIfShape = _option(
+    "as_if", str | None, SHAPE, "Widen the model to this shape: a big model's cost, the small one's text."
+)
+DraftAsIf = _option(
+    "draft_as_if", str | None, SHAPE, "With --as-if: draft with the same model in this shape."
+)
+DraftLayers = _option(
+    "draft_layers", int | None, "N", "With --draft-as-if: keep N of its layers; by default all that fit."
+)
+JsonFile = _option(
+    "json", str | None, "FILE", "Where the results go, as JSON; by default, and with -, to stdout."
+)
+Tasks = _option(
+    "tasks", str | None, "NAME,NAME",
+    "Only these tasks; rewrite, where the prompts have none, is made of their longer texts.",
+)  # fmt: skip
+
+
+def described(llm: LLM, program: str = "outrider") -> dict[str, Any]:
+    """Where the numbers come from; and what the model is, if it is not what it seems."""
+    from outrider.bench.as_if import AsIf
+    from outrider.bench.certificate import certificate
+
+    report: dict[str, Any] = {"certificate": certificate(program), "draft": llm.drafter}
+    if isinstance(llm, AsIf):
+        report["as_if"] = llm.described()
+        note(report["as_if"]["meaning"])
+    return report
+
+
+def tasks_of(
+    llm: LLM, prompts: str | None, limit: int | None, wanted: str | None = None
+) -> dict[str, list[list[int]]]:
+    """Prompts as token ids by task, first turns only; built-in ones if there is no file."""
+    from outrider.bench.prompts import KINDS, rewriting
+
+    if prompts is None:
+        rows = [(task, text) for task, texts in KINDS.items() for text in texts]
+    else:
+        rows = [_first_turn(value) for _, value in read_rows(prompts, sys.stdin, limit)]
+    texts: dict[str, list[str]] = {}
+    for task, text in rows[:limit]:
+        texts.setdefault(task, []).append(text)
+    if wanted is not None:
+        long = rewriting(text for _, text in rows[:limit])
+        texts = _chosen({**({"rewrite": long} if long else {}), **texts}, wanted.split(","))
+    return {task: [_ids(llm, text) for text in some] for task, some in texts.items()}
+
+
+def _chosen(texts: dict[str, list[str]], wanted: Iterable[str]) -> dict[str, list[str]]:
+    for task in wanted:
+        if task not in texts:
+            raise InvalidRequest(f"no prompt is of the task {task!r}{suggest(task, texts)}", "tasks")
+    return {task: texts[task] for task in wanted}
+
+
+def _ids(llm: LLM, text: str) -> list[int]:
+    if llm.template is None:
+        return llm.tokenizer.encode(text)
+    return llm.chat_ids([{"role": "user", "content": text}])
+
+
+def _first_turn(value: str | dict[str, Any]) -> tuple[str, str]:
+    if isinstance(value, str):
+        return "text", value
+    task = str(value.get("task", "text"))
+    if "turns" in value:
+        return task, value["turns"][0]
+    if "messages" in value:
+        return task, next(m["content"] for m in value["messages"] if m.get("role") == "user")
+    return task, str(value.get("prompt", ""))
+
+
+class Report(dict[str, Any]):
+    """Results, kept in a file as they come if one is named: measuring takes long, and may be cut short."""
+
+    def __init__(self, kind: str, file: str | None) -> None:
+        super().__init__(kind=kind, complete=False)
+        self.file = None if file in (None, "-") else Path(str(file)).expanduser()
+        self.keep()  # what cannot be written is said before anything is measured
+
+    def keep(self) -> None:
+        """A reader never sees half of it."""
+        if self.file is None:
+            return
+        part = self.file.with_name(f"{self.file.name}.part")
+        try:
+            part.write_text(self._text(), encoding="utf-8")
+            part.replace(self.file)
+        except OSError as problem:
+            raise InvalidRequest(f"{self.file} cannot be written: {problem.strerror}", "json") from None
+
+    def deliver(self) -> None:
+        """To the file if one is named, else to stdout."""
+        self["complete"] = True
+        if self.file is None:
+            write(self._text())
+        else:
+            self.keep()
+            note(f"written to {self.file}")
+
+    def _text(self) -> str:
+        return json.dumps(self, indent=2) + "\n"

@@ -1,0 +1,66 @@
+"""A tiny model in another shape, with a draft of its own: what the measuring code is tried on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from safetensors.torch import save_file
+from torch import Tensor
+
+from outrider import Settings
+from outrider.bench.as_if import AsIf, config_json
+from outrider.cache.store import KeyValueStore
+from outrider.load.checkpoint import expected_shapes
+from outrider.types import Batch
+from tests.load.tiny import byte_level_backend, vocabulary
+from tests.tiny import random_tensors, tiny_config
+
+SHAPE, DRAFT = "64:3:8:4:64:300", "64:2:8:4:48:300"
+SETTINGS = Settings(device="cpu", max_sequences=8, cache_bytes=1 << 22, check_integrity=True)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model whose heads are of a size that the C kernels take."""
+    made = tmp_path_factory.mktemp("small")
+    config = tiny_config(vocab=len(vocabulary()), eos_ids=(0,))
+    read = random_tensors(config)
+    save_file({name: read(name) for name, _ in expected_shapes(config)}, made / "model.safetensors")
+    (made / "config.json").write_text(json.dumps(config_json(config)))
+    byte_level_backend().save(str(made / "tokenizer.json"))
+    return made
+
+
+@pytest.fixture(scope="module")
+def wide(folder: Path) -> Iterator[AsIf]:
+    with AsIf(folder, SHAPE, SETTINGS, draft_shape=DRAFT) as llm:
+        yield llm
+
+
+@pytest.fixture
+def leaky(wide: AsIf) -> Iterator[AsIf]:
+    """The same with the fault that everything here is there to find: rows that feel how many share their pass."""
+    engine, sound = wide.engine, wide.engine.model
+    engine.model = Leaky(sound)  # type: ignore[assignment]
+    yield wide
+    engine.model = sound
+
+
+class Leaky:
+    def __init__(self, inner) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str):
+        return getattr(self.inner, name)
+
+    def forward(self, batch: Batch, store: KeyValueStore) -> Tensor:
+        logits = self.inner.forward(batch, store)
+        return logits.roll(batch.rows, 1)[:, : logits.shape[1]] if batch.rows > 1 else logits
+
+
+def prompts(count: int) -> list[list[int]]:
+    """Short, no two alike, and with something in them to look up."""
+    return [[5 + i, 17, 30, 44 + i, 17, 30] * 2 for i in range(count)]

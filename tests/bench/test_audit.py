@@ -1,0 +1,80 @@
+"""The audit finds what it looks for, and looks everywhere."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from outrider import SamplingParams
+from outrider.bench import audit as module
+from outrider.bench.as_if import AsIf
+from outrider.bench.audit import BATCHES, SPELL, Toggling, _how, audit
+from outrider.types import NO_BET, Bet, Plan, Speculation
+from tests.bench.conftest import prompts
+from tests.tiny import sequence
+
+PARAMS = SamplingParams(max_tokens=10, ignore_eos=True)
+ENEMIES = {"random", "wrong", "oracle", "ends", "duplicates"}
+OWN = {"plain", "auto", *(kind + name for kind in ("", "toggled ", "tree ") for name in ("lookup", "lm"))}
+
+
+def test_every_way_is_compared_and_guesses(wide: AsIf) -> None:
+    before = dict(wide.engine.drafters), wide.engine.planner
+    found = audit(wide, prompts(3), True, [0.0, 0.8], PARAMS)
+    assert (dict(wide.engine.drafters), wide.engine.planner) == before
+    assert found.differing == 0 and not found.divergences
+    assert {way for way, _ in found.tokens} == OWN | ENEMIES
+    assert {heat for _, heat in found.tokens} == {0.0, 0.8}
+    assert found.by_batch == {3: found.compared}
+    for way in (OWN | ENEMIES) - {"plain", "auto"}:
+        assert found.drafted[way] > 0, way
+    assert found.drafted["plain"] == 0
+    assert found.accepted["wrong"] == 0 < found.accepted["oracle"]
+    assert 0 < found.drafted["toggled lm"] < found.drafted["lm"]
+    assert found.as_json()["by_batch"] == {"3": found.compared}
+
+
+def test_a_model_that_feels_its_company_is_found_out(leaky: AsIf) -> None:
+    found = audit(leaky, prompts(1), False, [0.0], PARAMS)
+    assert found.differing > 0
+    worst = found.divergences[0]
+    assert worst.plain != worst.guessed
+    assert {d.way for d in found.divergences} >= {"lm", "tree lm"}
+
+
+def test_it_goes_on_until_enough_was_compared(wide: AsIf, monkeypatch) -> None:
+    monkeypatch.setattr(module, "BATCHES", (2, 1))
+    told: list[int] = []
+    found = audit(wide, prompts(2), False, [0.7], PARAMS, target=400, tell=lambda f: told.append(f.compared))
+    assert found.compared >= 400 > told[-2]
+    assert set(found.by_batch) == {1, 2}
+    assert found.differing == 0
+
+
+def test_ways_ask_for_what_they_say() -> None:
+    asked = SamplingParams(speculation={"mode": "coupled"})
+    assert _how(asked, "plain").off
+    assert _how(asked, "auto") == asked.speculation
+    assert _how(asked, "lm") == _how(asked, "toggled lm") == Speculation(drafter="lm", depth=4, nodes=4)
+    assert _how(asked, "tree lm") == Speculation(drafter="lm", depth=4, nodes=12)
+    deep = SamplingParams(speculation={"depth": 2})
+    assert _how(deep, "lm").depth == 2
+
+
+def test_batches_are_of_every_size_and_mostly_large() -> None:
+    assert {1, 2, 4, 8, 16, 32} == set(BATCHES)
+    assert Counter(BATCHES)[32] >= len(BATCHES) // 2
+
+
+def test_toggling_switches_only_whom_it_should() -> None:
+    class Always:
+        def plan(self, sequences, batch) -> Plan:
+            return Plan(tuple(Bet("lm", 2, 2) for _ in sequences))
+
+    toggling = Toggling(Always())  # type: ignore[arg-type]
+    for length in range(4 * SPELL):
+        one = sequence([1] * (3 + length), prompt=3, seed=7)
+        other = sequence([1] * (3 + length), prompt=3, seed=8)
+        toggling.seeds = {7}
+        first, second = toggling.plan([one, other], 2).bets
+        assert (first == NO_BET) == (length // SPELL % 2 == 1)
+        assert second.nodes == 2

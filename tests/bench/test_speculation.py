@@ -1,0 +1,125 @@
+"""What the benchmark reports is what happened."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from outrider import SamplingParams
+from outrider.bench.as_if import AsIf
+from outrider.bench.peers import Run
+from outrider.bench.speculation import answer, asked_of, compare, groups_of, lines, temperature_of, ways_of
+from outrider.bench.speed import pass_seconds
+from outrider.errors import InvalidRequest
+from outrider.types import Speculation
+from tests.bench.conftest import prompts
+
+PARAMS = SamplingParams(max_tokens=12, ignore_eos=True, seed=3)
+
+
+def test_an_answer_is_what_generate_gives(wide: AsIf) -> None:
+    params = replace(PARAMS, temperature=0.7, speculation={"drafter": "lm", "depth": 3, "nodes": 3})
+    got = answer(wide, prompts(3), params)
+    expected = [
+        wide.generate([ids], replace(params, seed=3 + i, speculation=False))[0].token_ids
+        for i, ids in enumerate(prompts(3))
+    ]
+    assert got.run.answers == expected
+    assert got.tokens == 36
+    assert 0 < got.accepted <= got.drafted
+    assert got.tokens / 3 > got.steps / 3 >= 12 / 4
+    assert 0 < got.run.first_s < got.run.total_s
+    assert 3 <= got.run.there < 36
+
+
+def test_the_same_prompt_twice_gets_two_seeds(wide: AsIf) -> None:
+    one, two = answer(wide, prompts(1) * 2, replace(PARAMS, temperature=1.5)).run.answers
+    assert one != two
+
+
+def test_every_way_is_compared_with_plain(wide: AsIf) -> None:
+    tasks = {"chat": prompts(4), "rewrite": prompts(2)}
+    told: list[tuple[str, int, int]] = []
+    ways = ways_of(wide, PARAMS, ["lm", "lookup", "lm:auto", "auto"])
+    found = compare(
+        wide,
+        tasks,
+        PARAMS,
+        ways,
+        {"chat": 0.9},
+        (1, 2),
+        most=2,
+        tell=lambda so_far, task, size: told.append((task, size, len(so_far))),
+    )
+    assert {task: one["temperature"] for task, one in found.items()} == {"chat": 0.9, "rewrite": 0.0}
+    assert {task: [b["groups"] for b in one["batches"].values()] for task, one in found.items()} == {
+        "chat": [2, 2],
+        "rewrite": [2, 1],
+    }
+    for one in found.values():
+        for batch, size in zip(one["batches"].values(), (1, 2), strict=True):
+            assert list(batch["ways"]) == ["plain", "lm", "lookup", "lm:auto", "auto"]
+            plain, lm = batch["ways"]["plain"], batch["ways"]["lm"]
+            assert (plain["ratio"], plain["worst"], plain["held"]) == (1, 1, None)
+            assert plain["tokens_per_step"] == 1
+            assert plain["round_rows"] == size
+            assert plain["pass_ms"] > 0
+            assert lm["tokens_per_step"] > 1
+            assert 0 < lm["held"] <= 1
+            for way in batch["ways"].values():
+                assert way["differing"] == 0
+                assert way["compared"] == 12 * size * batch["groups"]
+                assert way["outside_pass"] == 1 - way["pass_ms"] / way["round_ms"]
+    assert told == [("chat", 1, 1), ("chat", 2, 1), ("rewrite", 1, 2), ("rewrite", 2, 2)]
+    said = list(lines("chat", 2, found["chat"]["batches"]["2"]))
+    assert len(said) == 5 and all("0 of 48 tokens differ" in line for line in said)
+
+
+def test_a_model_that_feels_its_company_is_found_out(leaky: AsIf) -> None:
+    ways = ways_of(leaky, PARAMS, ["lm"])
+    found = compare(leaky, {"chat": prompts(1)}, PARAMS, ways, {}, (1,))["chat"]["batches"]["1"]
+    assert found["ways"]["plain"]["differing"] == 0
+    assert found["ways"]["lm"]["differing"] > 0
+    assert "0 of 12" not in list(lines("chat", 1, found))[1]
+
+
+def test_ways(wide: AsIf) -> None:
+    assert list(ways_of(wide, PARAMS)) == ["plain", "lookup", "lm", "auto"]
+    assert ways_of(wide, PARAMS)["lm"] == Speculation(drafter="lm", depth=4, nodes=4)
+    assert ways_of(wide, PARAMS, ["lookup:auto"])["lookup:auto"] == Speculation(drafter="lookup")
+    deep = replace(PARAMS, speculation={"depth": 2})
+    assert ways_of(wide, deep)["lookup"] == Speculation(drafter="lookup", depth=2)
+    assert ways_of(wide, deep)["auto"] == Speculation()
+    assert asked_of("lm", Speculation(tree=(2, 1))) == Speculation(drafter="lm", tree=(2, 1))
+    with pytest.raises(InvalidRequest, match="unknown way 'eagle'"):
+        ways_of(wide, PARAMS, ["eagle"])
+
+
+def test_prompts_are_grouped(wide: AsIf) -> None:
+    assert groups_of([[1], [2], [3], [4], [5]], 2, None) == [[[1], [2]], [[3], [4]]]
+    assert groups_of([[1], [2], [3], [4]], 2, 1) == [[[1], [2]]]
+    assert groups_of([[1], [2]], 5, None) == [[[1], [2], [1], [2], [1]]]
+    with pytest.raises(InvalidRequest, match="max-sequences 9"):
+        compare(wide, {"chat": prompts(1)}, PARAMS, {}, {}, (1, 9))
+
+
+def test_a_task_has_its_temperature() -> None:
+    assert temperature_of("rewrite", {}) == 0
+    assert temperature_of("chat", {}) == 0.7
+    assert temperature_of("chat", {"": 0.2, "rewrite": 1.0}) == 0.2
+    assert temperature_of("rewrite", {"": 0.2, "rewrite": 1.0}) == 1.0
+
+
+def test_timing_passes_leaves_no_trace(wide: AsIf) -> None:
+    used = wide.engine.table.used
+    one, many = pass_seconds(wide, [(1, 1), (3, 8)], 20, repeats=3)
+    assert one > 0 and many > 0
+    assert wide.engine.table.used == used
+    wide.engine.table.check()
+
+
+def test_rates_count_what_came_after_the_first() -> None:
+    assert Run([[1, 2, 3], [4, 5, 6]], 1.0, 3.0, there=2).decode_rate == 2.0
+    assert Run([[1, 2, 3]], 1.0, 3.0, there=3).decode_rate == 1.0
+    assert Run([[1, 2, 3]], 1.0, 3.0, 1).differing(Run([[1, 9, 3]], 1.0, 3.0, 1)) == 2

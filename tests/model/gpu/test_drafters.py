@@ -1,0 +1,172 @@
+"""Drafters that live off the target, with Triton's kernels: the head against its twin, rounds against packed steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from outrider.draft import tree
+from outrider.draft.eagle import EagleDrafter, EagleHead, load_eagle
+from outrider.draft.eagle_device import DeviceHead, HeadPass
+from outrider.draft.early_exit import EarlyExitDrafter
+from outrider.draft.exits import exit_agreement
+from outrider.engine.engine import Engine
+from outrider.engine.flying import make_rounds
+from outrider.model.decoder import Decoder, make_store
+from outrider.model.device import DeviceDecoder, DevicePass
+from outrider.model.kernels.gpu.kernels import GpuKernels
+from outrider.model.kernels.reference import ReferenceKernels
+from outrider.model.rope import rope_tables
+from outrider.settings import Settings
+from outrider.types import Bet
+from tests.engine.test_target_chains import Noted, Silent, Steady
+from tests.model.batches import Part, Reader, furthest, random_ids
+from tests.model.gpu.test_kernels import HALF, to_device
+from tests.tiny import (
+    VOCAB,
+    Always,
+    Letters,
+    eagle_tensors,
+    finish,
+    prompt_of,
+    random_tensors,
+    request,
+    tiny_config,
+    tokens_of,
+    write_eagle,
+)
+
+CONFIG = tiny_config()
+POSITIONS = 192
+
+
+@pytest.fixture(scope="module")
+def target(device: str) -> DeviceDecoder:
+    tables = rope_tables(CONFIG, POSITIONS)
+    return DeviceDecoder(Decoder(CONFIG, random_tensors(CONFIG), GpuKernels(CONFIG, *tables, device, HALF)))
+
+
+@pytest.fixture(scope="module")
+def twin() -> Decoder:
+    return Decoder(CONFIG, random_tensors(CONFIG), ReferenceKernels(CONFIG, *rope_tables(CONFIG, POSITIONS)))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_eagle(tmp_path_factory.mktemp("eagle"), CONFIG, eagle_tensors(CONFIG, VOCAB))
+
+
+@pytest.fixture(scope="module")
+def heads(target, twin, folder) -> tuple[DeviceHead, EagleHead]:
+    ours = load_eagle(folder, target, 100)
+    assert isinstance(ours, DeviceHead)
+    return ours, load_eagle(folder, twin, 100)
+
+
+def test_the_head_is_its_twin(heads, device: str) -> None:
+    ours, theirs = heads
+    features = torch.randn(6, 3, CONFIG.hidden, generator=torch.Generator().manual_seed(1))
+    reader = Reader(CONFIG)
+    batch = reader.batch(Part(0, random_ids(VOCAB, 6)))
+    stores = ours.make_store(reader.table.numel()), theirs.make_store(reader.table.numel())
+    mine = ours.forward(ours.fused(features.to(device)), batch, stores[0])
+    wanted = theirs.forward(theirs.fused(features), batch, stores[1])
+    assert furthest(mine.cpu(), wanted) < 3e-2
+    assert furthest(ours.logits(mine).cpu(), theirs.logits(wanted)) < 3e-2
+
+
+def test_a_window_of_rows_has_the_bits_of_single_rows(heads, device: str) -> None:
+    head, _ = heads
+    features = torch.randn(5, 3, CONFIG.hidden, generator=torch.Generator().manual_seed(1)).to(device)
+    reader = Reader(CONFIG)
+    batch = to_device(reader.batch(Part(0, random_ids(VOCAB, 5))), device)
+    wide = torch.cat([torch.zeros_like(batch.table[:, :1]), batch.table], dim=1)
+    batch = replace(batch, table=wide[:, 1:])  # as a chain sees it: from the second column on
+    runs = [HeadPass(head, head.make_store(reader.table.numel())) for _ in range(2)]
+    together = runs[0](head.fused(features), batch, 5, 64)
+    for i in range(5):
+        fields = ("ids", "positions", "slots", "table_rows", "prefix", "ancestors")
+        row = replace(batch, **{name: getattr(batch, name)[i : i + 1] for name in fields})
+        alone = runs[1](head.fused(features[i : i + 1]), row, 1, 64)
+        assert torch.equal(alone[0], together[i])
+    eager = head.forward(head.fused(features), batch, head.make_store(reader.table.numel()))
+    assert torch.equal(eager, together)
+
+
+def test_hidden_states_land_in_their_slots(target, twin, device: str) -> None:
+    ids, kept = random_ids(VOCAB, 6), []
+    for model in (target, twin):
+        reader = Reader(CONFIG)
+        store = make_store(model, reader.table.numel())
+        store.tap((0, 1, 1), CONFIG.hidden)
+        batch = reader.batch(Part(0, ids)).to(model.device)
+        if model is target:
+            DevicePass(target, store)(batch, 6, 64)
+        else:
+            twin.forward(batch, store)
+        kept.append(store.features[batch.slots.long()].float().cpu())
+        assert bool((store.features.sum() == store.features[batch.slots.long()].sum()).item())
+    assert furthest(*kept) < 3e-2
+    assert kept[1][:, 0].abs().sum() > 0
+
+
+def test_first_layers(target, device: str) -> None:
+    """The pass of a round, and a packed one, that end early give the logits of a model that ends there."""
+    batch = Reader(CONFIG).batch(Part(0, random_ids(VOCAB, 5))).to(target.device)
+    short = DeviceDecoder(_cut(target.decoder, 1))
+    expected = short.forward(batch, make_store(short, 500))
+    assert torch.equal(DevicePass(target, make_store(target, 500), 1)(batch, 5, 64), expected)
+    assert torch.equal(target.exit_logits(batch, make_store(target, 500), 1), expected.cpu())
+    assert not torch.equal(target.forward(batch, make_store(target, 500)), expected)
+
+
+def _cut(whole: Decoder, layers: int) -> Decoder:
+    short = Decoder.__new__(Decoder)
+    short.__dict__ |= whole.__dict__
+    short.layers, short.config = whole.layers[:layers], replace(whole.config, layers=layers)
+    return short
+
+
+def test_the_exit_is_searched_on_the_device(target, twin) -> None:
+    samples = [prompt_of(12, 1)]
+    ours, theirs = exit_agreement(target, samples), exit_agreement(twin, samples)
+    assert set(ours) == set(theirs) == {1}
+    assert all(abs(ours[layers] - theirs[layers]) <= 2 / 12 for layers in ours)
+
+
+def make_engine(target: DeviceDecoder, folder, name: str, silent: bool) -> Engine:
+    settings = Settings(max_sequences=4, step_rows=32, cache_bytes=1 << 18, check_integrity=True)
+    engine = Engine(target, settings, Letters)
+    if name == "eagle":
+        head = load_eagle(folder, target, engine.context)
+        drafter = EagleDrafter(head, engine.store, engine.table, 600, engine.context)
+    else:
+        drafter = EarlyExitDrafter(target, engine.store, engine.table, 1)
+    bet = Bet(name, 2, 2)
+    engine.use_drafters(
+        {name: Silent(drafter) if silent else drafter}, Always(bet) if silent else Steady(bet)
+    )
+    return engine
+
+
+@pytest.mark.parametrize("name", ["eagle", "early_exit"])
+def test_rounds_guess_and_tell_what_packed_steps_do(target, folder, name, monkeypatch) -> None:
+    monkeypatch.setattr(tree, "CANDIDATES", VOCAB)  # on the device every token takes part
+    one = request("a", prompt_of(5, 1), max_tokens=7, temperature=0.7)
+    packed = make_engine(target, folder, name, True)
+    packed.add(one)
+    answers = {key[0]: tokens_of(events) for key, events in finish(packed).items()}
+    guesses = {key: tokens for key, (tokens, _) in packed.drafters[name].seen.items()}
+    engine = make_engine(target, folder, name, False)
+    engine.rounds = make_rounds(engine)
+    noted = engine.rounds.drafters[name] = Noted(engine.rounds.drafters[name], engine, answers, 1)
+    engine.add(one)
+    assert {key[0]: tokens_of(events) for key, events in finish(engine).items()} == answers
+    compared = {key: tokens for key, tokens in noted.seen.items() if guesses.get(key)}
+    assert len(compared) >= 2
+    for key, tokens in compared.items():
+        assert tokens == guesses[key], key
