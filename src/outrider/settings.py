@@ -78,8 +78,9 @@ class Settings:
             raise InvalidRequest(
                 f"unknown weights {self.weights!r}{suggest(str(self.weights), known_weights)}", "weights"
             )
-        if self.device != "auto":
-            _check_weights(self.weights, self.device)
+        if "auto" not in (self.weights, self.device) and self.weights not in WEIGHTS[self.device]:
+            kinds = ", ".join(WEIGHTS[self.device])
+            raise InvalidRequest(f"{self.device} stores weights as {kinds}, not as {self.weights}", "weights")
         if self.kernels not in ("auto", "c", "torch"):
             raise InvalidRequest(f"kernels must be auto, c or torch, got {self.kernels!r}", "kernels")
         for name, low in (("threads", 0), ("context", 0), ("cache_bytes", 0), ("max_sequences", 0)):
@@ -101,7 +102,6 @@ class Settings:
         device = ("cpu" if free is None else "cuda") if self.device == "auto" else self.device
         if self.dtype not in ("auto", FAST[device]):
             raise InvalidRequest(f"{device} computes in {FAST[device]}, not in {self.dtype}", "dtype")
-        _check_weights(self.weights, device)
         if device == "cuda" and self.kernels != "auto":
             raise InvalidRequest(f"kernels {self.kernels!r} are for the CPU; leave them out", "kernels")
         sequences = self.max_sequences or SEQUENCES[device]
@@ -123,10 +123,3 @@ class Settings:
             if name not in known:
                 raise InvalidRequest(f"unknown setting {name!r}{suggest(name, known)}", name)
         return cls(**options)
-
-
-def _check_weights(weights: str, device: str) -> None:
-    if weights != "auto" and weights not in WEIGHTS[device]:
-        raise InvalidRequest(
-            f"{device} stores weights as {', '.join(WEIGHTS[device])}, not as {weights}", "weights"
-        )

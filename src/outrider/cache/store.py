@@ -20,14 +20,15 @@ class KeyValueStore:
     ) -> None:
         """One slot more than asked for: nobody's, where rows of padding write.
 
-        On a GPU zeros, not whatever memory holds: a slot that a kernel loads and gives no weight must hold a number.
-        On a CPU rows read only what they see, and memory that nobody has touched costs nothing.
+        Half precision, which is a GPU's, begins as zeros, not as whatever memory holds: a slot that a kernel loads and
+        gives no weight must hold a number. A CPU's kernels read only what a row sees, and memory that nobody has
+        touched costs nothing.
         """
         self.slots = slots
         shape = (slots + 1, kv_heads, head_dim)
         where: dict[str, Any] = {"device": device, "dtype": dtype}
         # One tensor a layer, made once: indexing a stacked tensor in every pass would cost a view each time.
-        make = torch.zeros if device is not None and device.type == "cuda" else torch.empty
+        make = torch.empty if dtype == torch.float32 else torch.zeros
         self.keys: list[Tensor] = [make(shape, **where) for _ in range(layers)]
         self.values: list[Tensor] = [make(shape, **where) for _ in range(layers)]
         self.taps: tuple[int, ...] = ()
@@ -39,7 +40,7 @@ class KeyValueStore:
         """
         self.taps = layers
         like = self.keys[0]
-        make = torch.zeros if like.is_cuda else torch.empty
+        make = torch.empty if like.dtype == torch.float32 else torch.zeros
         self.features = make(len(like), len(layers), hidden, dtype=like.dtype, device=like.device)
 
     def keep_feature(self, layer: int, x: Tensor, slots: Tensor) -> None:

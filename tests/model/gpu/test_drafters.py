@@ -103,6 +103,7 @@ def test_hidden_states_land_in_their_slots(target, twin, device: str) -> None:
         reader = Reader(CONFIG)
         store = make_store(model, reader.table.numel())
         store.tap((0, 1, 1), CONFIG.hidden)
+        store.features.zero_()  # a CPU's begin as anything
         batch = reader.batch(Part(0, ids)).to(model.device)
         if model is target:
             DevicePass(target, store)(batch, 6, 64)

@@ -29,9 +29,8 @@ from outrider.model.weights import LayerTensors
 from outrider.types import Batch
 
 MAX_DIM, MAX_GROUP = 256, 16
-HEAD_KINDS = {
-    "int4": "int8"
-}  # the head's errors go straight into the logits, and it is a small part of what is read
+# The head's errors go straight into the logits, and it is a small part of what is read.
+HEAD_KINDS = {"int4": "int8"}
 
 
 @dataclass(slots=True)
