@@ -475,5 +475,6 @@ class StepRecord:
     outcomes: list[Outcome] = field(default_factory=list)
     reasons: tuple[str, ...] = ()  # why the planner bet as it did, one a sequence
     plain_s: float = 0.0  # what plain steps would have cost for the same tokens; 0 while a prompt is read
-    flight: tuple[str, int] | None = None  # a round on the device: its drafter and its room for guesses
+    # A round on the device: its drafter, its room for guesses, and the sequences that set out; some may have ended.
+    flight: tuple[str, int, int] | None = None
     passes: int = 1  # of the target, one after the other, told of together; rows are those of one

@@ -218,7 +218,7 @@ def fly(made: Planner, sequences, bets, costs: dict[int, float], accepted=0, dra
         outcomes.append(Outcome(s, bet, nodes, nodes, min(accepted, nodes)))
     n, took = len(sequences), costs[guesses]
     emitted = n + sum(o.accepted for o in outcomes)
-    record = StepRecord(n, n, n, 0, 0, emitted, 0, 0, took, 0, took, outcomes, flight=(name, guesses))
+    record = StepRecord(n, n, n, 0, 0, emitted, 0, 0, took, 0, took, outcomes, flight=(name, guesses, n))
     made.observe(record)
 
 
@@ -313,13 +313,19 @@ def test_what_a_request_fixed_is_done_and_others_go_along():
 
 def test_what_plain_rounds_would_have_cost():
     made, s = Planner("lookup"), sequence([1, 2])
-    plain = StepRecord(1, 1, 1, 0, 0, 8, 0, 0, 4.0, 0, 5.0, flight=("none", 0), passes=8)
+    plain = StepRecord(1, 1, 1, 0, 0, 8, 0, 0, 4.0, 0, 5.0, flight=("none", 0, 1), passes=8)
     made.observe(plain)
     assert made.round_costs.plain(1) == 0.5 and plain.plain_s == 5.0
     outcome = Outcome(s, Bet("lookup", 4, 4), 4, 4, 3)
-    record = StepRecord(5, 1, 1, 4, 3, 4, 0, 0, 0.75, 0, 0.8, [outcome], flight=("lookup", 4))
+    record = StepRecord(5, 1, 1, 4, 3, 4, 0, 0, 0.75, 0, 0.8, [outcome], flight=("lookup", 4, 1))
     made.observe(record)
     assert record.plain_s == 4 * 0.5 and made.round_costs.ratio("lookup", 4, 1) == 1.5
+
+
+def test_a_round_costs_what_it_set_out_with_however_many_are_left():
+    made = Planner("lookup")
+    made.observe(StepRecord(16, 8, 8, 0, 0, 8, 0, 0, 4.0, 0, 5.0, flight=("none", 0, 9)))
+    assert made.round_costs.plain(16) == 4.0 and made.round_costs.plain(8) is None
 
 
 def test_unmeasured_rounds_are_judged_by_their_neighbours():

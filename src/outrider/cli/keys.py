@@ -11,7 +11,7 @@ import tempfile
 from dataclasses import asdict, fields
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -41,36 +41,21 @@ File = Annotated[
         help="The key file, as the server's --key-file has it.",
     ),
 ]
-Requests = Annotated[
-    int,
-    typer.Option(
-        "--requests-per-minute",
+
+
+def _limit(name: str, what: str) -> Any:
+    return typer.Option(
+        "--" + name.replace("_", "-"),
         min=0,
-        envvar=envvar("requests_per_minute"),
+        envvar=envvar(name),
         show_envvar=False,
-        help="Most requests a minute; 0: no limit.",
-    ),
-]
-Tokens = Annotated[
-    int,
-    typer.Option(
-        "--tokens-per-minute",
-        min=0,
-        envvar=envvar("tokens_per_minute"),
-        show_envvar=False,
-        help="Most tokens a minute, of prompts and answers; 0: no limit.",
-    ),
-]
-Running = Annotated[
-    int,
-    typer.Option(
-        "--max-running",
-        min=0,
-        envvar=envvar("max_running"),
-        show_envvar=False,
-        help="Most requests at once; 0: no limit.",
-    ),
-]
+        help=f"Most {what}; 0: no limit.",
+    )
+
+
+Requests = Annotated[int, _limit("requests_per_minute", "requests a minute")]
+Tokens = Annotated[int, _limit("tokens_per_minute", "tokens a minute, of prompts and answers")]
+Running = Annotated[int, _limit("max_running", "requests at once")]
 Json = Annotated[
     bool,
     typer.Option(

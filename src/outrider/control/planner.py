@@ -155,9 +155,9 @@ class Planner:
                 known.held = FADE * known.held + o.accepted
                 known.failed = FADE * known.failed + (o.accepted < o.deepest)
 
-    def _observe_round(self, record: StepRecord, drafter: str, guesses: int) -> None:
-        self.round_costs.observe(drafter, guesses, record.sequences, record.target_s / record.passes)
-        plain = self.round_costs.plain(record.sequences)
+    def _observe_round(self, record: StepRecord, drafter: str, guesses: int, size: int) -> None:
+        self.round_costs.observe(drafter, guesses, size, record.target_s / record.passes)
+        plain = self.round_costs.plain(size)
         if plain is not None:
             record.plain_s = record.emitted / record.sequences * plain if guesses else record.total_s
         for o in record.outcomes:
@@ -167,7 +167,7 @@ class Planner:
                 self._general(drafter).observe(o.drafted, o.accepted, LONG_MEMORY)
         if not guesses:
             self.rested += record.passes
-        elif record.emitted / record.sequences <= self.round_costs.ratio(drafter, guesses, record.sequences):
+        elif record.emitted / record.sequences <= self.round_costs.ratio(drafter, guesses, size):
             self.rested = 0  # one that paid is followed by another
 
     def _plain_cost(self, record: StepRecord) -> float:

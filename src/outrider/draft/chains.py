@@ -99,8 +99,8 @@ class Reads:
         self._by_row[sequence.row] = sequence, sequence.released, read
 
 
-class LookupChain:
-    """The longest ending of a text that occurs earlier in it, the latest such place, and what followed there."""
+class NothingToRead:
+    """What a chain drafter has that keeps nothing of its own between rounds."""
 
     def lacks(self, sequence: Sequence, coming: int = 0) -> bool:
         return False
@@ -110,6 +110,10 @@ class LookupChain:
 
     def landed(self, sequence: Sequence, guessed: int, accepted: int) -> None:
         pass
+
+
+class LookupChain(NothingToRead):
+    """The longest ending of a text that occurs earlier in it, the latest such place, and what followed there."""
 
     def chain(
         self, state: State, rows: Tensor, lengths: Tensor, n: int, context: int

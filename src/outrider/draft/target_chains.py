@@ -9,7 +9,16 @@ import torch
 from torch import Tensor
 
 from outrider.cache.store import KeyValueStore
-from outrider.draft.chains import READ_ROWS, Pass, Reads, State, draw_at, logits_after, rows_batch
+from outrider.draft.chains import (
+    READ_ROWS,
+    NothingToRead,
+    Pass,
+    Reads,
+    State,
+    draw_at,
+    logits_after,
+    rows_batch,
+)
 from outrider.draft.eagle import EagleHead
 from outrider.model.decoder import Model
 from outrider.types import Batch, Sequence
@@ -18,7 +27,7 @@ from outrider.types import Batch, Sequence
 HeadRun = Callable[[Tensor, Batch, int, int], Tensor]
 
 
-class EarlyExitChain:
+class EarlyExitChain(NothingToRead):
     """The target's first layers and its head. Their keys and values are the target's own, in the target's slots.
 
     Of known text they are there already. A guess writes its own to the slot that the target's pass is about to write
@@ -29,15 +38,6 @@ class EarlyExitChain:
     def __init__(self, model: Model, run: Pass) -> None:
         """`run` is the pass of the first layers over the target's own store."""
         self.model, self.run = model, run
-
-    def lacks(self, sequence: Sequence, coming: int = 0) -> bool:
-        return False
-
-    def catch_up(self, state: State, sequences: list[Sequence]) -> None:
-        pass
-
-    def landed(self, sequence: Sequence, guessed: int, accepted: int) -> None:
-        pass
 
     def chain(
         self, state: State, rows: Tensor, lengths: Tensor, n: int, context: int

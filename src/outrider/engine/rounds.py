@@ -53,9 +53,9 @@ class Flight:
         return sequence.finish_reason is None and sequence.row == self.rows[i]
 
     @property
-    def kind(self) -> tuple[str, int]:
-        """Whose guesses it has room for, and how many."""
-        return self.drafter, self.nodes if self.drafter != "none" else 0
+    def kind(self) -> tuple[str, int, int]:
+        """Whose guesses it has room for, how many, and for how many sequences."""
+        return self.drafter, self.nodes if self.drafter != "none" else 0, len(self.picks)
 
     @property
     def seconds(self) -> float:
