@@ -6,6 +6,7 @@ import pytest
 
 from outrider import Settings
 from outrider.errors import InvalidRequest
+from outrider.settings import Memory, cache_room
 
 GIB = 1 << 30
 
@@ -23,20 +24,33 @@ def test_with_a_gpu_it_is_used_and_its_memory_shared_out() -> None:
     assert placed.weights == "bfloat16"
 
 
+@pytest.mark.parametrize("whose", ["weights", "draft_weights"])
 @pytest.mark.parametrize("kind", ["bfloat16", "fp8", "int8", "int4"])
-def test_weights_in_fewer_bits_need_a_gpu(kind: str) -> None:
-    assert Settings(weights=kind).placed(GIB).weights == kind
-    assert Settings(weights=kind, device="cuda").placed(GIB).dtype == "bfloat16"
-    for settle in (lambda: Settings(weights=kind, device="cpu"), lambda: Settings(weights=kind).placed(None)):
-        with pytest.raises(InvalidRequest, match=f"cpu stores weights as float32, not as {kind}") as refused:
+def test_weights_in_fewer_bits_need_a_gpu(whose: str, kind: str) -> None:
+    asked = {whose: kind}
+    assert getattr(Settings(**asked).placed(GIB), whose) == kind
+    assert Settings(**asked, device="cuda").placed(GIB).dtype == "bfloat16"
+    for settle in (lambda: Settings(**asked, device="cpu"), lambda: Settings(**asked).placed(None)):
+        with pytest.raises(InvalidRequest, match=f"cpu stores {whose} as float32, not as {kind}") as refused:
             settle()
-        assert refused.value.param == "weights"
+        assert refused.value.param == whose
 
 
-def test_weights_that_are_misspelt_are_named() -> None:
-    with pytest.raises(InvalidRequest, match="unknown weights 'int9'; did you mean 'int8'") as refused:
-        Settings(weights="int9")
-    assert refused.value.param == "weights"
+@pytest.mark.parametrize("whose", ["weights", "draft_weights"])
+def test_weights_that_are_misspelt_are_named(whose: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"unknown {whose} 'int9'; did you mean 'int8'") as refused:
+        Settings(**{whose: "int9"})
+    assert refused.value.param == whose
+
+
+def test_a_draft_is_stored_as_its_target_unless_it_is_said_how() -> None:
+    assert Settings(weights="int8").placed(GIB).draft_weights == "int8"
+    both = Settings(weights="int8", draft_weights="bfloat16").placed(GIB)
+    assert (both.weights, both.draft_weights) == ("int8", "bfloat16")
+    one = Settings(draft_weights="int4").placed(GIB)
+    assert (one.weights, one.draft_weights) == ("bfloat16", "int4")
+    for asked in ("auto", "float32"):
+        assert Settings(draft_weights=asked).placed(None).draft_weights == "float32"
 
 
 def test_what_was_asked_for_stays() -> None:
@@ -52,6 +66,7 @@ def test_what_was_asked_for_stays() -> None:
         ({"dtype": "bfloat16"}, None, "dtype"),
         ({"dtype": "float32"}, GIB, "dtype"),
         ({"weights": "float32"}, GIB, "weights"),
+        ({"draft_weights": "float32"}, GIB, "draft_weights"),
         ({"kernels": "c"}, GIB, "kernels"),
     ],
 )
@@ -59,3 +74,42 @@ def test_what_cannot_be_is_named(options, free, param) -> None:
     with pytest.raises(InvalidRequest) as refused:
         Settings(**options).placed(free)
     assert refused.value.param == param
+
+
+# ----------------------------------------------------------------------------------------- a GPU's memory
+
+
+def test_a_draft_gets_its_part_before_the_cache_is_sized() -> None:
+    assert cache_room(100 * GIB, 0, 0.0) == 60 * GIB
+    assert cache_room(100 * GIB, 20 * GIB, 0.0) == 48 * GIB
+    assert cache_room(100 * GIB, 20 * GIB, 0.25) == int(38.4 * GIB)
+    assert Settings().placed(100 * GIB, 20 * GIB, 0.25).cache_bytes == int(38.4 * GIB)
+
+
+@pytest.mark.parametrize("weights", [0, 1, 7])
+@pytest.mark.parametrize("beside", [0.0, 0.25, 1.0, 3.0])
+def test_whatever_the_draft_a_quarter_of_what_the_weights_leave_is_left(weights: int, beside: float) -> None:
+    """A draft has keys and values of its own twice: as many tokens as the cache for rounds, and up to a quarter of
+    the cache's bytes for packed steps.
+    """
+    cache = cache_room(8 * GIB, weights * GIB, beside)
+    assert 8 * GIB - weights * GIB - cache * (1 + beside + 0.25) >= (8 - weights) * GIB / 4
+
+
+def test_a_draft_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(
+        InvalidRequest, match=r"take 9.0 GiB, and 8.0 GiB is free.*--draft-weights"
+    ) as refused:
+        Settings(cache_bytes=1).placed(8 * GIB, 9 * GIB)
+    assert refused.value.param == "draft"
+
+
+def test_what_was_asked_for_stays_with_a_draft() -> None:
+    assert Settings(cache_bytes=GIB).placed(8 * GIB, GIB, 1.0).cache_bytes == GIB
+
+
+def test_memory_reads_as_a_line() -> None:
+    memory = Memory(15 * GIB, 700 << 20, 72 * GIB + GIB // 2, 593_920, 48 * GIB)
+    assert memory.describe() == (
+        "15.0 GiB weights, 700 MiB draft, 72.5 GiB cache for 593920 tokens, 48.0 GiB left for graphs and logits"
+    )

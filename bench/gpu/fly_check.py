@@ -30,8 +30,8 @@ SHAPES = {
 
 
 class Numbers:
-    def feed(self, token: int) -> str:
-        return f" {token}"
+    def feed(self, *tokens: int) -> str:
+        return "".join(f" {token}" for token in tokens)
 
     def finish(self) -> str:
         return ""

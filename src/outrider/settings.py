@@ -1,4 +1,7 @@
-"""Every knob of the engine, complete when built, never changed after. Reads no files and no models."""
+"""Every knob of the engine, complete when built, never changed after; and how a GPU's memory is shared out.
+
+Reads no files and no models.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,45 @@ FAST = {"cpu": "float32", "cuda": "bfloat16"}
 WEIGHTS = {"cpu": ("float32",), "cuda": ("bfloat16", "fp8", "int8", "int4")}
 SEQUENCES = {"cpu": 64, "cuda": 512}
 ROWS = {"cpu": 128, "cuda": 2048}
-CACHE_SHARE = 0.6  # of a GPU's memory, once the weights are there; the rest is for drafts, graphs and logits
+WEIGHT_BYTES = {"bfloat16": 2, "fp8": 1, "int8": 1, "int4": 0.52}  # a weight, with its part of a scale
+CACHE_SHARE = 0.6  # of what all weights leave of a GPU's memory; graphs and logits need the rest
+
+
+def shown_size(count: float) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Where a GPU's memory is once everything is loaded, in bytes."""
+
+    weights: int
+    draft: int  # its weights, its keys and values, and what rounds keep
+    cache: int
+    tokens: int  # that the cache has room for
+    left: int
+
+    def describe(self) -> str:
+        return (
+            f"{shown_size(self.weights)} weights, {shown_size(self.draft)} draft, {shown_size(self.cache)} cache for "
+            f"{self.tokens} tokens, {shown_size(self.left)} left for graphs and logits"
+        )
+
+
+def cache_room(free: int, draft: int, beside: float) -> int:
+    """Bytes for the model's keys and values, of `free` beside its weights.
+
+    A draft is loaded later and gets its part first: `draft` bytes of weights, and for every byte of the model's
+    cache `beside` bytes of its own.
+    """
+    left = free - draft
+    if left <= 0 < draft:
+        raise InvalidRequest(
+            f"the draft's weights take {shown_size(draft)}, and {shown_size(free)} is free beside the model's; "
+            "take a smaller draft, or fewer bits with --weights and --draft-weights",
+            "draft",
+        )
+    return int(CACHE_SHARE * left / (1 + beside))
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +97,7 @@ class Settings:
     device: str = "auto"  # auto | cpu | cuda
     dtype: str = "auto"  # auto | float32 | bfloat16; auto: what the device is fast with
     weights: str = "auto"  # auto | float32 | bfloat16 | fp8 | int8 | int4; auto: as dtype
+    draft_weights: str = "auto"  # the same for a model that drafts; auto: as weights
     threads: int = 0  # 0 = the cores this process may use
     context: int = 0  # 0 = what the model was trained for
     cache_bytes: int = 0  # memory for keys and values; 0 = by device
@@ -73,14 +115,8 @@ class Settings:
             raise InvalidRequest(
                 f"{self.device} computes in {FAST[self.device]}, not in {self.dtype}", "dtype"
             )
-        known_weights = ("auto", *WEIGHTS["cpu"], *WEIGHTS["cuda"])
-        if self.weights not in known_weights:
-            raise InvalidRequest(
-                f"unknown weights {self.weights!r}{suggest(str(self.weights), known_weights)}", "weights"
-            )
-        if "auto" not in (self.weights, self.device) and self.weights not in WEIGHTS[self.device]:
-            kinds = ", ".join(WEIGHTS[self.device])
-            raise InvalidRequest(f"{self.device} stores weights as {kinds}, not as {self.weights}", "weights")
+        self._check_weights("weights")
+        self._check_weights("draft_weights")
         if self.kernels not in ("auto", "c", "torch"):
             raise InvalidRequest(f"kernels must be auto, c or torch, got {self.kernels!r}", "kernels")
         for name, low in (("threads", 0), ("context", 0), ("cache_bytes", 0), ("max_sequences", 0)):
@@ -95,8 +131,19 @@ class Settings:
         if self.threads == 0:
             object.__setattr__(self, "threads", usable_cores())
 
-    def placed(self, free: int | None) -> Settings:
-        """With everything settled that was left to the device; `free` is a GPU's free memory, None without one."""
+    def _check_weights(self, name: str) -> None:
+        kind, known = getattr(self, name), ("auto", *WEIGHTS["cpu"], *WEIGHTS["cuda"])
+        if kind not in known:
+            raise InvalidRequest(f"unknown {name} {kind!r}{suggest(str(kind), known)}", name)
+        if "auto" not in (kind, self.device) and kind not in WEIGHTS[self.device]:
+            kinds = ", ".join(WEIGHTS[self.device])
+            raise InvalidRequest(f"{self.device} stores {name} as {kinds}, not as {kind}", name)
+
+    def placed(self, free: int | None, draft: int = 0, beside: float = 0.0) -> Settings:
+        """With everything settled that was left to the device.
+
+        `free` is a GPU's free memory, None without one; what a draft will need of it is as `cache_room` has it.
+        """
         if free is None and self.device == "cuda":
             raise InvalidRequest("no CUDA device is to be seen; use --device cpu", "device")
         device = ("cpu" if free is None else "cuda") if self.device == "auto" else self.device
@@ -105,14 +152,17 @@ class Settings:
         if device == "cuda" and self.kernels != "auto":
             raise InvalidRequest(f"kernels {self.kernels!r} are for the CPU; leave them out", "kernels")
         sequences = self.max_sequences or SEQUENCES[device]
+        weights = FAST[device] if self.weights == "auto" else self.weights
+        room = 1 << 30 if device == "cpu" or free is None else cache_room(free, draft, beside)
         return replace(
             self,
             device=device,
             dtype=FAST[device],
-            weights=FAST[device] if self.weights == "auto" else self.weights,
+            weights=weights,
+            draft_weights=weights if self.draft_weights == "auto" else self.draft_weights,
             max_sequences=sequences,
             step_rows=self.step_rows or max(ROWS[device], sequences),
-            cache_bytes=self.cache_bytes or (1 << 30 if device == "cpu" else int(CACHE_SHARE * (free or 0))),
+            cache_bytes=self.cache_bytes or room,
         )
 
     @classmethod

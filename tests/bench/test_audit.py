@@ -70,6 +70,9 @@ def test_toggling_switches_only_whom_it_should() -> None:
         def plan(self, sequences, batch) -> Plan:
             return Plan(tuple(Bet("lm", 2, 2) for _ in sequences))
 
+        def plan_round(self, sequences, deepest, size, unread) -> Plan:
+            return self.plan(sequences, len(sequences))
+
     toggling = Toggling(Always())  # type: ignore[arg-type]
     for length in range(4 * SPELL):
         one = sequence([1] * (3 + length), prompt=3, seed=7)
@@ -78,3 +81,4 @@ def test_toggling_switches_only_whom_it_should() -> None:
         first, second = toggling.plan([one, other], 2).bets
         assert (first == NO_BET) == (length // SPELL % 2 == 1)
         assert second.nodes == 2
+        assert toggling.plan_round([one, other], 8, 2, lambda _: 0).bets == (first, second)

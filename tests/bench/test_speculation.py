@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -117,6 +118,14 @@ def test_timing_passes_leaves_no_trace(wide: AsIf) -> None:
     assert one > 0 and many > 0
     assert wide.engine.table.used == used
     wide.engine.table.check()
+
+
+def test_how_the_draft_is_stored_is_said_where_it_is_not_as_usual(
+    wide: AsIf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for kind, said in (("bfloat16", None), ("int8", "int8"), ("float32", "float32")):
+        monkeypatch.setattr(wide, "settings", SimpleNamespace(draft_weights=kind, device="cpu"))
+        assert wide.described()["draft"].get("weights") == said
 
 
 def test_rates_count_what_came_after_the_first() -> None:

@@ -40,6 +40,8 @@ AT_THE_COMMAND_LINE = [
     (["hi", "--device", "tpu"], 2, "device", "tpu"),
     (["hi", "--weights", "int"], 2, "unknown weights 'int'; did you mean 'int", ""),
     (["hi", "--weights", "int8", "--device", "cpu"], 2, "cpu stores weights as float32, not as int8", ""),
+    (["hi", "--draft-weights", "int"], 2, "unknown draft_weights 'int'; did you mean 'int", ""),
+    (["hi", "--draft-weights", "int8", "--device", "cpu"], 2, "cpu stores draft_weights as float32", "int8"),
     (["hi", "--cache-bytes", "lots"], 2, "--cache-bytes", "is not a size"),
     (["hi", "--draft", "lokup"], 1, "no drafter 'lokup'", "did you mean 'lookup'?"),
     (["hi", "--speculate", "maybe"], 2, "--speculate", "auto, off, a number"),

@@ -11,6 +11,8 @@ import pytest
 from outrider import LLM, SamplingParams
 from outrider.cli.generate import Exchange, Show, exchange_all
 from outrider.cli.prompts import Row
+from outrider.engine.engine import Engine
+from outrider.settings import Memory
 
 from .conftest import Outrider
 
@@ -33,6 +35,22 @@ def test_a_prompt_goes_through_the_template(
 ) -> None:
     ran = outrider("generate", tiny_folder, *args, *GREEDY)
     assert (ran.code, ran.out, ran.err) == (0, expected["chat"] + "\n", "")
+
+
+def test_where_a_gpus_memory_goes_is_said_beside_the_answer(
+    outrider: Outrider, tiny_folder: Path, expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = Memory(3 << 30, 1 << 30, 6 << 30, 6144, 2 << 30)
+    build = LLM._build
+
+    def build_and_measure(self: LLM, draft: str) -> Engine:
+        engine, self.memory = build(self, draft), memory
+        return engine
+
+    monkeypatch.setattr(LLM, "_build", build_and_measure)
+    ran = outrider("generate", tiny_folder, "hello", *GREEDY)
+    assert (ran.code, ran.out) == (0, expected["chat"] + "\n")
+    assert ran.err == f"memory: {memory.describe()}\n"
 
 
 def test_stdin(outrider: Outrider, tiny_folder: Path, expected: dict[str, str]) -> None:

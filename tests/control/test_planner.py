@@ -208,6 +208,10 @@ DEAR = {n: 1.0 + n for n in range(9)}
 RISING = {n: 1 + 0.2 * n for n in range(9)}
 
 
+def size_of(sequences) -> int:
+    return 1 << (len(sequences) - 1).bit_length()
+
+
 def fly(made: Planner, sequences, bets, costs: dict[int, float], accepted=0, drafted=None) -> None:
     """A round as the engine would record it."""
     guesses = max(bet.nodes for bet in bets)
@@ -218,12 +222,12 @@ def fly(made: Planner, sequences, bets, costs: dict[int, float], accepted=0, dra
         outcomes.append(Outcome(s, bet, nodes, nodes, min(accepted, nodes)))
     n, took = len(sequences), costs[guesses]
     emitted = n + sum(o.accepted for o in outcomes)
-    record = StepRecord(n, n, n, 0, 0, emitted, 0, 0, took, 0, took, outcomes, flight=(name, guesses, n))
+    record = StepRecord(n, n, n, 0, 0, emitted, 0, 0, took, 0, took, outcomes, flight=(name, guesses, size_of(sequences)))
     made.observe(record)
 
 
 def in_round(made: Planner, sequences) -> tuple[set[int], set[str]]:
-    plan = made.plan_round(sequences, 8)
+    plan = made.plan_round(sequences, 8, size_of(sequences))
     return {bet.nodes for bet in plan.bets}, set(plan.reasons)
 
 
@@ -241,7 +245,7 @@ def test_the_depth_of_a_round_follows_what_holds():
     fly(made, some, [NO_BET] * 3, RISING)
     for held, expected in ((8, {8}), (1, {1}), (8, {8})):
         for _ in range(150):
-            fly(made, some, made.plan_round(some, 8).bets, RISING, accepted=held)
+            fly(made, some, made.plan_round(some, 8, size_of(some)).bets, RISING, accepted=held)
         assert in_round(made, some) == (expected, {"pays"})
 
 
@@ -250,7 +254,7 @@ def test_a_round_that_costs_more_than_it_brings_is_plain():
     fly(made, some, [NO_BET] * 16, DEAR)
     flown = 0
     for _ in range(100):
-        bets = made.plan_round(some, 8).bets
+        bets = made.plan_round(some, 8, size_of(some)).bets
         flown += bets[0].nodes > 0
         fly(made, some, bets, DEAR, accepted=1)
     assert flown <= 3  # until it was measured
@@ -262,16 +266,16 @@ def test_probes_take_a_small_share_of_the_time_and_find_what_changed():
     half = {n: 1 + 0.5 * (n > 0) for n in range(9)}
     fly(made, some, [NO_BET], half)
     while in_round(made, some)[0] != {0}:
-        fly(made, some, made.plan_round(some, 8).bets, half)
+        fly(made, some, made.plan_round(some, 8, size_of(some)).bets, half)
     spent = probes = 0.0
     for _ in range(3000):
-        bets = made.plan_round(some, 8).bets
+        bets = made.plan_round(some, 8, size_of(some)).bets
         probes += bets[0].nodes > 0
         spent += half[bets[0].nodes]
         fly(made, some, bets, half)
     assert probes > 10 and (spent - 3000) / spent <= PROBE_SHARE * 1.1
     for _ in range(200):
-        fly(made, some, made.plan_round(some, 8).bets, half, accepted=8)
+        fly(made, some, made.plan_round(some, 8, size_of(some)).bets, half, accepted=8)
     assert in_round(made, some) == ({8}, {"pays"})  # a probe that paid is followed by another
 
 
@@ -279,7 +283,7 @@ def test_a_drafter_with_nothing_to_say_counts_as_wrong():
     made, some = Planner("lookup"), [sequence([1, 2])]
     fly(made, some, [NO_BET], RISING)
     for _ in range(20):
-        fly(made, some, made.plan_round(some, 8).bets, RISING, drafted=0)
+        fly(made, some, made.plan_round(some, 8, size_of(some)).bets, RISING, drafted=0)
     assert in_round(made, some) == ({0}, {"below break-even"})
 
 
@@ -296,16 +300,40 @@ def test_a_new_sequence_starts_from_what_others_taught():
     assert not made.habits
 
 
+def test_a_size_is_measured_before_it_is_planned_for():
+    made, some = Planner("lm"), [sequence([1, i]) for i in range(3)]
+    assert made.unmeasured(some, 4) == "lm"
+    for guesses in (0, *DEPTHS):
+        made.learn("lm" if guesses else "none", guesses, DEAR[guesses], 4)
+        assert (made.unmeasured(some, 4) == "none") == (guesses == DEPTHS[-1])
+    assert made.unmeasured(some[:2], 2) == "lm"  # another size
+    off = [sequence([1], speculation=False), sequence([1], speculation={"depth": 4, "nodes": 4})]
+    assert made.unmeasured(off, 4) == "none"  # nothing is left open
+    assert in_round(made, some) == ({0}, {"below break-even"})
+
+
+def test_what_must_be_read_first_has_to_be_earned():
+    made, some = Planner("lm"), [sequence([1, i]) for i in range(4)]
+    for guesses in (0, *DEPTHS):
+        made.learn("lm" if guesses else "none", guesses, RISING[guesses], 4)
+    made.read("lm", 1000, 10.0)
+    depth = made.plan_round(some, 8, 4, lambda _: 1000).bets[0].nodes
+    assert depth == made.plan_round(some, 8, size_of(some)).bets[0].nodes > 0  # ten plain rounds' time, soon earned
+    assert made.plan_round(some, 8, 4, lambda _: 9000).bets == (NO_BET,) * 4
+    assert made.round_costs.reading("lm", 1) == made.round_costs.reading("lm", 100) > 0
+    assert made.round_costs.reading("lm", 0) == made.round_costs.reading("lookup", 9) == 0
+
+
 def test_what_a_request_fixed_is_done_and_others_go_along():
     made = Planner("lookup")
     asked = sequence([1, 2], speculation={"depth": 4, "nodes": 4})
     free, off = sequence([1, 3]), sequence([1, 4], speculation=False)
     for n in (3, 1):
         fly(made, [free] * n, [NO_BET] * n, DEAR)
-        assert made.plan_round([free] * n, 8).bets[0].nodes > 0  # hoped to be cheap
+        assert made.plan_round([free] * n, 8, size_of([free] * n)).bets[0].nodes > 0  # hoped to be cheap
         fly(made, [free] * n, [Bet("lookup", 4, 4)] * n, DEAR, accepted=1)
-    assert made.plan_round([free], 8).bets == (NO_BET,)
-    plan = made.plan_round([asked, free, off], 8)
+    assert made.plan_round([free], 8, 1).bets == (NO_BET,)
+    plan = made.plan_round([asked, free, off], 8, 4)
     assert plan.bets[0].nodes == 4 and plan.reasons[0] == "asked"
     assert plan.bets[1].nodes == 4  # the round is that deep already
     assert plan.bets[2] == NO_BET and plan.reasons[2] == "off"
@@ -324,7 +352,7 @@ def test_what_plain_rounds_would_have_cost():
 
 def test_a_round_costs_what_it_set_out_with_however_many_are_left():
     made = Planner("lookup")
-    made.observe(StepRecord(16, 8, 8, 0, 0, 8, 0, 0, 4.0, 0, 5.0, flight=("none", 0, 9)))
+    made.observe(StepRecord(16, 8, 8, 0, 0, 8, 0, 0, 4.0, 0, 5.0, flight=("none", 0, 16)))
     assert made.round_costs.plain(16) == 4.0 and made.round_costs.plain(8) is None
 
 
@@ -337,7 +365,7 @@ def test_unmeasured_rounds_are_judged_by_their_neighbours():
     assert costs.ratio("lm", 4, 16) == 1.5  # of fewer sequences
     costs.observe("lm", 2, 16, 4.0)
     assert costs.ratio("lm", 4, 16) == 3.0  # of another depth
-    costs.observe("lm", 4, 13, 5.0)  # which are made for 16
+    costs.observe("lm", 4, 16, 5.0)
     assert costs.ratio("lm", 4, 16) == 2.5
     assert costs.ratio("lookup", 4, 16) == 1 + 4 * HOPED
 

@@ -14,7 +14,7 @@ from outrider.control.planner import Planner
 from outrider.draft.chains import LmChain, LookupChain, State
 from outrider.draft.lookup import LookupDrafter
 from outrider.engine.engine import Engine
-from outrider.engine.rounds import Rounds
+from outrider.engine.rounds import PATIENCE, Rounds
 from outrider.types import NO_BET, Bet, Request
 from tests.tiny import (
     VOCAB,
@@ -56,7 +56,7 @@ def make_engine(model, small, lag: int | None, default: str = "lm", **settings) 
         c = small.config
         store = KeyValueStore(c.layers, engine.store.slots, c.kv_heads, c.head_dim)
         run = lambda batch, *_: small.forward(batch, store)  # noqa: E731
-        rounds.drafters = {"lookup": LookupChain(), "lm": LmChain(small, store, run, VOCAB)}
+        rounds.drafters = {"lookup": LookupChain(), "lm": LmChain(small, store, run, VOCAB, engine.table.tensor)}
         engine.rounds = rounds
     return engine
 
@@ -324,3 +324,13 @@ def test_no_round_is_flown_for_what_is_known_to_be_over(model, small) -> None:
     finish(engine)
     assert busy.flown == [4, 4, 3]  # the first token came with the prompt
     assert not engine.flights
+
+
+def test_a_size_is_made_once_it_is_worth_it(model, small) -> None:
+    rounds = make_engine(model, small, 1).rounds
+    assert [rounds.size_for(n) for n in (3, 2, 4)] == [4, 4, 4]  # what is there will do
+    assert rounds.size_for(9) == 16  # what is there has no room
+    assert rounds.size_for(5) == 16 and rounds.size_for(4) == 4
+    for _ in range(PATIENCE - 1):
+        assert rounds.size_for(7) == 16
+    assert rounds.size_for(7) == rounds.size_for(5) == 8

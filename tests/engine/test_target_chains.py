@@ -81,8 +81,13 @@ class Steady(Always):
         super().__init__(bet)
         self.default = bet.drafter
 
-    def plan_round(self, sequences, deepest: int) -> Plan:
+    def plan_round(self, sequences, deepest: int, size: int, unread) -> Plan:
         return self.plan(sequences, len(sequences))
+
+    def unmeasured(self, sequences, size: int) -> str:
+        return "none"
+
+    def read(self, drafter: str, tokens: int, seconds: float) -> None: ...
 
 
 class Erratic:
@@ -98,8 +103,11 @@ class Erratic:
             self.chosen = self.random.choice(self.names)
         return Plan(tuple(self.one(self.chosen) for _ in sequences))
 
-    def plan_round(self, sequences, deepest: int) -> Plan:
+    def plan_round(self, sequences, deepest: int, size: int, unread) -> Plan:
         return self.plan(sequences, len(sequences))
+
+    def unmeasured(self, sequences, size: int) -> str:
+        return "none"
 
     def one(self, who: str) -> Bet:
         depth = self.random.randint(1, DEEPEST)
@@ -107,6 +115,7 @@ class Erratic:
 
     def observe(self, record) -> None: ...
     def forget(self, sequence) -> None: ...
+    def read(self, drafter: str, tokens: int, seconds: float) -> None: ...
 
 
 class Noted:
@@ -116,7 +125,7 @@ class Noted:
 
     def __init__(self, inner: ChainDrafter, engine: Engine, answers: dict, seed: int | None) -> None:
         self.inner, self.engine, self.answers = inner, engine, answers
-        self.lacks, self.catch_up, self.landed = inner.lacks, inner.catch_up, inner.landed
+        self.unread, self.catch_up, self.landed = inner.unread, inner.catch_up, inner.landed
         self.random = None if seed is None else random.Random(seed)
         self.seen: dict[tuple[str, int], tuple[int, ...]] = {}
 
@@ -163,7 +172,7 @@ def fly(engine: Engine, small, lag: int, answers: dict, seed: int | None) -> dic
 
     eagle = EagleChain(head, model, store, entries, run_head, DEEPEST + 1)
     early = EarlyExitChain(model, lambda batch, *_: model.exit_logits(batch, store, EXIT))
-    lm = LmChain(small, keys, lambda batch, *_: small.forward(batch, keys), VOCAB)
+    lm = LmChain(small, keys, lambda batch, *_: small.forward(batch, keys), VOCAB, engine.table.tensor)
     noted = {
         "eagle": Noted(eagle, engine, answers, seed),
         "early_exit": Noted(early, engine, answers, seed),

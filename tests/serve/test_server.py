@@ -2,6 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
+import logging
+
+import pytest
+
+from outrider.serve.backend import Backend
+from outrider.serve.link import Ready, Start
+from outrider.serve.metrics import Metrics
+from outrider.serve.server import _card
+from outrider.serve.settings import ServeSettings
+from outrider.settings import Memory
+from tests.load.tiny import byte_level_backend, vocabulary
 from tests.serve.conftest import Served
 
 
@@ -11,3 +24,25 @@ def test_it_answers(served: Served) -> None:
     )
     assert reply.status_code == 200, reply.text
     assert reply.json()["choices"][0]["finish_reason"] in ("length", "stop")
+
+
+@pytest.mark.parametrize("memory", [None, Memory(3 << 30, 1 << 30, 6 << 30, 6144, 2 << 30)])
+def test_where_memory_goes_is_shown_and_on_a_gpu_logged(
+    memory: Memory | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    shown = None if memory is None else dataclasses.asdict(memory)
+    plan = {"device": "cuda", "weights": "int8", "parameters": 7, "max_sequences": 9, "memory": shown}
+    sizes = {"weight_bytes": 5 << 20, "cache_bytes": 1 << 30, "cache_tokens": 1000}
+    ready = Ready(
+        tokenizer=byte_level_backend().to_str(), bos_id=None, eos_ids=[0], add_bos=None, template=None, family="llama",
+        vocab=len(vocabulary()), context=256, cache_tokens=1000, drafter="lm", plan={**plan, **sizes},
+    )  # fmt: skip
+    backend = Backend(Start("tiny", "tiny", {}, ("text", "info")), ServeSettings(), Metrics())
+    with caplog.at_level(logging.INFO, "outrider"):
+        asyncio.run(backend._obey(ready))
+    assert [(r.message, r.facts) for r in caplog.records] == ([] if memory is None else [("memory", shown)])
+    assert backend.model is not None
+    [line] = [line for line in _card(backend.model, "", ServeSettings()).splitlines() if "memory" in line]
+    plain = "5 MiB weights, 1.0 GiB cache for 1000 tokens"
+    told = plain if memory is None else memory.describe()
+    assert line == f"memory    {told}, 9 sequences at once"

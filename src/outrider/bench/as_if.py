@@ -25,9 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.draft.table import Bench
 from outrider.engine.engine import Engine
-from outrider.engine.llm import LLM, load_model
+from outrider.engine.llm import LLM
 from outrider.errors import InvalidRequest, UnsupportedModel, suggest
 from outrider.load.checkpoint import Checkpoint, expected_shapes
 from outrider.load.config import ModelConfig
@@ -352,8 +351,10 @@ class AsIf(LLM):
         if self.draft_shape is not None:
             draft = self.widened_draft(wide.small)
             layers = f"{len(draft.kept)} of {len(wide.kept)}"
+            kind = self.settings.draft_weights
             made["draft"] = {
-                "shape": self.draft_shape, "layers": layers, "parameters": draft.config.parameters
+                "shape": self.draft_shape, "layers": layers, "parameters": draft.config.parameters,
+                **({} if kind == "bfloat16" else {"weights": kind}),
             }  # fmt: skip
         return {**made, "meaning": MEANING.format(small=wide.path.name, shape=self.shape)}
 
@@ -361,8 +362,5 @@ class AsIf(LLM):
         self.checkpoint = WideCheckpoint(self.checkpoint, self._wide, self.place)
         return super()._build(draft)
 
-    def _bench(self, engine: Engine) -> Bench:
-        bench = super()._bench(engine)
-        if self._draft_wide is None:
-            return bench
-        return replace(bench, load=lambda small: load_model(self.widened_draft(small), self.settings))
+    def _draft_checkpoint(self, checkpoint: Checkpoint) -> Checkpoint:
+        return checkpoint if self._draft_wide is None else self.widened_draft(checkpoint)

@@ -80,7 +80,14 @@ class Toggling:
         self.seeds: set[int] = set()
 
     def plan(self, sequences: Seq[Sequence], batch: int) -> Plan:
-        plan = self.inner.plan(sequences, batch)
+        return self._toggled(sequences, self.inner.plan(sequences, batch))
+
+    def plan_round(
+        self, sequences: Seq[Sequence], deepest: int, size: int, unread: Callable[[str], int]
+    ) -> Plan:
+        return self._toggled(sequences, self.inner.plan_round(sequences, deepest, size, unread))
+
+    def _toggled(self, sequences: Seq[Sequence], plan: Plan) -> Plan:
         bets = [NO_BET if self._rests(s) else bet for s, bet in zip(sequences, plan.bets, strict=True)]
         return Plan(tuple(bets), plan.reasons)
 

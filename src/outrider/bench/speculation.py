@@ -200,10 +200,11 @@ def _compare_batch(
     llm: LLM, groups: list[list[list[int]]], params: SamplingParams, ways: Mapping[str, Way]
 ) -> dict[str, Any]:
     said = {name: replace(params, speculation=way) for name, way in ways.items()}
-    # The first answers pay for set-up; on a GPU for graphs, of which every length of text has its own.
-    warm = params.max_tokens if llm.model.device.type == "cuda" else min(16, params.max_tokens)
-    for one in said.values():
-        answer(llm, max(groups, key=lambda g: max(map(len, g))), replace(one, max_tokens=warm, min_tokens=0))
+    # The first answers pay for set-up: on a GPU for graphs, of which every number and length of texts has its own.
+    gpu = llm.model.device.type == "cuda"
+    for group in groups if gpu else groups[:1]:
+        for one in said.values():
+            answer(llm, group, one if gpu else replace(one, max_tokens=min(16, one.max_tokens), min_tokens=0))
     runs: dict[str, list[Answers]] = {name: [] for name in ways}
     for number, group in enumerate(groups):
         for name in _turned(list(ways), number):

@@ -251,6 +251,12 @@ ENGINE = Flags(
             "Number format of weights; fewer bits need a GPU.",
             metavar="auto|float32|bfloat16|fp8|int8|int4",
         ),
+        Flag(
+            "draft_weights",
+            str,
+            "The same for a model that drafts; auto: as --weights.",
+            metavar="auto|float32|bfloat16|fp8|int8|int4",
+        ),
         Flag("threads", int, "Threads; 0 means the cores this process may use."),
         Flag("context", int, "Longest prompt and answer together; 0 means the model's own."),
         Flag("cache_bytes", str, "Memory for keys and values.", _by_device, "auto|SIZE", default="auto"),

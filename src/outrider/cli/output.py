@@ -82,10 +82,14 @@ def open_llm(
         if shape is not None:
             from outrider.bench.as_if import AsIf
 
-            return AsIf(path, shape, settings, draft, draft_shape, draft_layers)
-        from outrider.engine.llm import LLM  # torch takes seconds to import
+            llm: LLM = AsIf(path, shape, settings, draft, draft_shape, draft_layers)
+        else:
+            from outrider.engine.llm import LLM  # torch takes seconds to import
 
-        return LLM(path, draft=draft, settings=settings)
+            llm = LLM(path, draft=draft, settings=settings)
+    if llm.memory is not None:
+        note(f"memory: {llm.memory.describe()}")
+    return llm
 
 
 @contextlib.contextmanager

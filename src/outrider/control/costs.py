@@ -10,6 +10,7 @@ KEEP = 0.9  # weight of what was known against the newest measurement
 # believed cost of a row nobody has measured yet, as a share of a step; low, so that it gets measured
 SLOPE = 0.05
 HOPED = 0.02  # the same for a guess in a round
+FEW = 256  # tokens that a drafter reads in the time of one
 
 
 class Costs:
@@ -46,22 +47,34 @@ class Costs:
 
 
 class RoundCosts:
-    """By how many sequences take part (a power of two, as rounds are made) and how many guesses each may have."""
+    """By how many sequences have room in a round (a power of two) and how many guesses each may have."""
 
     def __init__(self) -> None:
         self.seconds: dict[tuple[str, int, int], float] = {}  # by drafter, guesses, size; plain: "none", 0
+        self.a_token: dict[str, float] = {}  # by drafter: seconds to read one
 
-    def observe(self, drafter: str, guesses: int, sequences: int, seconds: float) -> None:
-        _learn(self.seconds, (drafter, guesses, _size(sequences)), seconds)
+    def observe(self, drafter: str, guesses: int, size: int, seconds: float) -> None:
+        _learn(self.seconds, (drafter, guesses, size), seconds)
 
-    def plain(self, sequences: int) -> float | None:
-        return self.seconds.get(("none", 0, _size(sequences)))
+    def measured(self, drafter: str, size: int) -> set[int]:
+        """How many guesses rounds of this size have been seen with; 0 is a plain one."""
+        return {n for name, n, s in self.seconds if s == size and name in (drafter, "none")}
 
-    def ratio(self, drafter: str, guesses: int, sequences: int) -> float:
+    def observe_reading(self, drafter: str, tokens: int, seconds: float) -> None:
+        """A drafter read on before it could guess."""
+        _learn(self.a_token, drafter, seconds / max(tokens, FEW))
+
+    def reading(self, drafter: str, tokens: int) -> float:
+        """Seconds to read so many tokens; few take as long as some more do."""
+        return self.a_token.get(drafter, 0.0) * max(tokens, FEW) if tokens else 0.0
+
+    def plain(self, size: int) -> float | None:
+        return self.seconds.get(("none", 0, size))
+
+    def ratio(self, drafter: str, guesses: int, size: int) -> float:
         """A round's cost against a plain one's. Unmeasured, it is taken from the nearest that is, or is hoped to be
         low, so that it gets measured.
         """
-        size = _size(sequences)
         tried = self._tried(drafter, size)
         if guesses in tried:
             return tried[guesses]
@@ -80,10 +93,6 @@ class RoundCosts:
         if plain is None:
             return {}
         return {n: t / plain for (name, n, s), t in self.seconds.items() if (name, s) == (drafter, size)}
-
-
-def _size(sequences: int) -> int:
-    return 1 << (sequences - 1).bit_length()
 
 
 def _learn(known: dict, key: object, value: float) -> None:

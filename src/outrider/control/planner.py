@@ -15,6 +15,7 @@ What a request fixes itself (drafter, depth, nodes, tree) is done as asked.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -32,6 +33,7 @@ PROBE_DEPTH = 2
 FIRST, FURTHER = 0.6, 0.8  # what is hoped of guesses in rounds before any was made
 HOPE_GROWS = 0.02
 SHORT_MEMORY, LONG_MEMORY = 12, 200  # rounds: of one sequence, and of a drafter in general
+HORIZON = 64  # rounds in which guessing must earn what a drafter has to read before it
 PROBE_SHARE = 0.005  # of the time, at most, may go into rounds that try whether guessing pays again
 
 
@@ -95,8 +97,26 @@ class Planner:
             bets[i], reasons[i] = self._bet(sequences[i], bets[i], depth, batch)
         return Plan(tuple(bets), tuple(reasons))
 
-    def plan_round(self, sequences: Seq[Sequence], deepest: int) -> Plan:
-        """Bets for a round on the device: one drafter, and one depth for all who leave it open."""
+    def unmeasured(self, sequences: Seq[Sequence], size: int) -> str:
+        """The drafter whose rounds of this size are to be measured before anything can be planned, or none."""
+        names = [bet.drafter for bet, reason in (self._asked(s, 1) for s in sequences) if reason == "auto"]
+        ((name, _),) = Counter(names).most_common(1) or [("none", 0)]
+        return "none" if self.round_costs.measured(name, size) >= {0, *DEPTHS} else name
+
+    def learn(self, drafter: str, guesses: int, seconds: float, size: int) -> None:
+        """What a round was measured to take."""
+        self.round_costs.observe(drafter, guesses, size, seconds)
+
+    def read(self, drafter: str, tokens: int, seconds: float) -> None:
+        """What it took a drafter to catch up."""
+        self.round_costs.observe_reading(drafter, tokens, seconds)
+
+    def plan_round(
+        self, sequences: Seq[Sequence], deepest: int, size: int, unread: Callable[[str], int] = lambda _: 0
+    ) -> Plan:
+        """Bets for a round on the device with room for `size`: one drafter, and one depth for all who leave it open.
+        `unread`: tokens that a drafter would have to read first.
+        """
         settled = [self._asked(sequence, 1) for sequence in sequences]
         names = Counter(bet.drafter for bet, _ in settled if bet.drafter != "none")
         if not names:
@@ -106,27 +126,37 @@ class Planner:
         fixed = max(
             (min(b.depth, deepest) for b, why in settled if why == "asked" and b.drafter == name), default=0
         )
-        depth, why = self._round_depth([sequences[i] for i in open_], name, fixed, len(sequences))
+        waiting = 0.0 if fixed else self.round_costs.reading(name, unread(name))
+        depth, why = self._round_depth(
+            [sequences[i] for i in open_], name, fixed, len(sequences), size, waiting
+        )
         for i, (bet, reason) in enumerate(settled):
             if reason == "auto":
                 mine = i in open_ and depth > 0
                 settled[i] = (Bet(name, depth, depth, None, bet.mode), why) if mine else (NO_BET, why)
         return Plan(tuple(bet for bet, _ in settled), tuple(reason for _, reason in settled))
 
-    def _round_depth(self, open_: list[Sequence], name: str, fixed: int, batch: int) -> tuple[int, str]:
-        """How deep to guess for those who leave it open, in a round at least `fixed` deep, and why."""
+    def _round_depth(
+        self, open_: list[Sequence], name: str, fixed: int, batch: int, size: int, waiting: float
+    ) -> tuple[int, str]:
+        """How deep to guess for those who leave it open, in a round at least `fixed` deep, and why. `waiting`: seconds
+        until guessing could begin, which it must earn within some rounds.
+        """
         habits = [self._habit(sequence, name) for sequence in open_]
 
         def speed(depth: int) -> float:
             tokens = batch + sum(habit.tokens(depth) for habit in habits)
-            return tokens / self.round_costs.ratio(name, max(depth, fixed), batch)
+            return tokens / self.round_costs.ratio(name, max(depth, fixed), size)
 
-        if not fixed and self.round_costs.plain(batch) is None:
+        plain = self.round_costs.plain(size)
+        if not fixed and plain is None:
             return 0, "unmeasured"  # what guessing costs is told against a plain round
         best = max((0, *DEPTHS), key=speed)
-        if best or not open_:
+        wait = waiting / (plain or 1.0)  # in plain rounds
+        earned = (1 - speed(0) / speed(best)) * HORIZON
+        if not open_ or earned > wait:
             return best, "pays"
-        extra = self.round_costs.ratio(name, max(PROBE_DEPTH, fixed), batch) - 1
+        extra = self.round_costs.ratio(name, max(PROBE_DEPTH, fixed), size) - 1 + wait
         if self.rested >= max(PROBE, extra / PROBE_SHARE):
             return PROBE_DEPTH, "probe"
         return 0, "below break-even"

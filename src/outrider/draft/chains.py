@@ -23,7 +23,10 @@ from outrider.verify.process import warmth
 # Rows on the device, how many of them belong to one text, and how long texts may be.
 Pass = Callable[[Batch, int, int], Tensor]
 
-READ_ROWS = 512  # of a text that a drafter catches up with
+# Tokens of all texts, some rows, their lengths, how many to guess, how long texts may be, and what counts as the same.
+Find = Callable[[Tensor, Tensor, Tensor, int, int, int, int], tuple[Tensor, Tensor]]
+
+READ_ROWS = 2048  # of texts that a drafter catches up with, at once
 REACH = 8  # how many tokens of an ending are compared
 
 
@@ -69,8 +72,8 @@ class ChainDrafter(Protocol):
         """
         ...
 
-    def lacks(self, sequence: Sequence, coming: int = 0) -> bool:
-        """Whether it must read before it can guess, once `coming` tokens more are there that rounds of others bring."""
+    def unread(self, sequence: Sequence, coming: int = 0) -> int:
+        """Tokens it must read before it can guess, once `coming` more are there that rounds of others bring."""
         ...
 
     def catch_up(self, state: State, sequences: list[Sequence]) -> None:
@@ -95,6 +98,11 @@ class Reads:
         owner, released, read = self._by_row.get(sequence.row, (None, 0, 0))
         return read if owner is sequence and released == sequence.released else 0
 
+    def missing(self, sequence: Sequence, coming: int, window: int) -> int:
+        """Tokens to be read by whoever reads the last `window` in a round itself."""
+        known, read = len(sequence.tokens) + coming, self.of(sequence)
+        return known - 1 - read if read < known - window else 0
+
     def note(self, sequence: Sequence, read: int) -> None:
         self._by_row[sequence.row] = sequence, sequence.released, read
 
@@ -102,8 +110,8 @@ class Reads:
 class NothingToRead:
     """What a chain drafter has that keeps nothing of its own between rounds."""
 
-    def lacks(self, sequence: Sequence, coming: int = 0) -> bool:
-        return False
+    def unread(self, sequence: Sequence, coming: int = 0) -> int:
+        return 0
 
     def catch_up(self, state: State, sequences: list[Sequence]) -> None:
         pass
@@ -112,28 +120,39 @@ class NothingToRead:
         pass
 
 
+def find_copies(
+    tokens: Tensor, rows: Tensor, lengths: Tensor, n: int, context: int, reach: int, shortest: int
+) -> tuple[Tensor, Tensor]:
+    """The longest ending of each text, up to `reach` tokens, that occurs earlier in it, the latest such place, and
+    the n tokens [S, n] that followed there; how many of them are meant [S], none where no `shortest` are the same.
+    """
+    texts = tokens[rows, :context]  # [S, context]
+    place = torch.arange(texts.shape[1], device=texts.device)
+    size = torch.zeros_like(texts)
+    same = place < lengths[:, None]  # places whose next token is known
+    for back in range(reach):
+        ending = texts.gather(1, (lengths - back).clamp(min=0)[:, None])
+        shifted = torch.roll(texts, back, dims=1)
+        same = same & (shifted == ending) & (place >= back) & (lengths[:, None] >= back)
+        size += same
+    best = (size * texts.shape[1] + place).masked_fill(size < shortest, -1).amax(1)
+    found = best >= 0
+    start = torch.where(found, best % texts.shape[1] + 1, 0)
+    at = start[:, None] + torch.arange(n, device=texts.device)
+    count = torch.where(found, (lengths + 1 - start).clamp(max=n), 0)
+    return texts.gather(1, at.clamp(max=texts.shape[1] - 1)), count
+
+
 class LookupChain(NothingToRead):
-    """The longest ending of a text that occurs earlier in it, the latest such place, and what followed there."""
+    """What followed the last time the text ended as it ends now."""
+
+    def __init__(self, find: Find = find_copies) -> None:
+        self.find = find
 
     def chain(
         self, state: State, rows: Tensor, lengths: Tensor, n: int, context: int
     ) -> tuple[Tensor, Tensor]:
-        tokens = state.tokens[rows, :context]  # [S, context]
-        place = torch.arange(tokens.shape[1], device=tokens.device)
-        before = place < lengths[:, None]  # places whose next token is known
-        size = torch.zeros_like(tokens)
-        same = before.clone()
-        for back in range(REACH):
-            ending = tokens.gather(1, (lengths - back).clamp(min=0)[:, None])
-            shifted = torch.roll(tokens, back, dims=1)
-            same = same & (shifted == ending) & (place >= back) & (lengths[:, None] >= back)
-            size += same
-        best = (size * tokens.shape[1] + place).masked_fill(size < SHORTEST, -1).amax(1)
-        found = best >= 0
-        start = torch.where(found, best % tokens.shape[1] + 1, 0)
-        at = start[:, None] + torch.arange(n, device=tokens.device)
-        count = torch.where(found, (lengths + 1 - start).clamp(max=n), 0)
-        return tokens.gather(1, at.clamp(max=tokens.shape[1] - 1)), count
+        return self.find(state.tokens, rows, lengths, n, min(context, state.width), REACH, SHORTEST)
 
 
 class LmChain:
@@ -145,18 +164,23 @@ class LmChain:
 
     window = 2
 
-    def __init__(self, model: Model, store: KeyValueStore, run: Pass, vocab: int) -> None:
-        self.model, self.store, self.run, self.vocab = model, store, run, vocab
+    def __init__(self, model: Model, store: KeyValueStore, run: Pass, vocab: int, table: Tensor) -> None:
+        """`table` is the host's, for what is read while nothing is on its way."""
+        self.model, self.store, self.run, self.vocab, self.table = model, store, run, vocab, table
         self.reads = Reads()
 
-    def lacks(self, sequence: Sequence, coming: int = 0) -> bool:
-        return self.reads.of(sequence) < len(sequence.tokens) + coming - self.window
+    def unread(self, sequence: Sequence, coming: int = 0) -> int:
+        return self.reads.missing(sequence, coming, self.window)
 
     def catch_up(self, state: State, sequences: list[Sequence]) -> None:
-        for sequence in sequences:
-            start, end = self.reads.of(sequence), len(sequence.tokens) - 1
-            for first in range(start, end, READ_ROWS):
-                self._read(state, sequence.row, first, min(first + READ_ROWS, end))
+        spans = [(s, self.reads.of(s), len(s.tokens) - 1) for s in sequences]
+        owners = np.concatenate([np.full(max(end - start, 0), s.row, np.int32) for s, start, end in spans])
+        ids = np.concatenate([np.array(s.tokens[start:end], np.int64) for s, start, end in spans])
+        at = np.concatenate([np.arange(start, end, dtype=np.int32) for _, start, end in spans])
+        for first in range(0, len(ids), READ_ROWS):
+            some = slice(first, first + READ_ROWS)
+            self.model.forward(known_rows(self.table, owners[some], ids[some], at[some]), self.store)
+        for sequence, start, end in spans:
             self.reads.note(sequence, max(start, end))
 
     def landed(self, sequence: Sequence, guessed: int, accepted: int) -> None:
@@ -177,15 +201,6 @@ class LmChain:
         logits = logits_after(self.run, state, rows, ids, at, context)[:, : self.vocab]
         return draw_at(self.model, state, rows, logits, at[:, -1] + 1)
 
-    def _read(self, state: State, row: int, first: int, last: int) -> None:
-        at = torch.arange(first, last, device=state.device)[None]
-        rows = torch.tensor([row], device=state.device)
-        batch = rows_batch(
-            state, rows, state.tokens[row, first:last][None], at, state.table[row, first:last][None]
-        )
-        batch.logit_rows = batch.logit_rows[:1]
-        self.model.forward(batch, self.store)
-
 
 def logits_after(run: Pass, state: State, rows: Tensor, ids: Tensor, at: Tensor, context: int) -> Tensor:
     """Feed tokens [S, k] at positions [S, k]; the logits after the last of each."""
@@ -193,6 +208,21 @@ def logits_after(run: Pass, state: State, rows: Tensor, ids: Tensor, at: Tensor,
     batch = rows_batch(state, rows, ids, at, state.table[rows[:, None], at])
     batch.logit_rows = torch.arange(together - 1, len(batch.ids), together, device=rows.device)
     return run(batch, together, context)
+
+
+def known_rows(table: Tensor, owners: np.ndarray, ids: np.ndarray, at: np.ndarray) -> Batch:
+    """Known tokens of texts at their positions, by the host's table; one row's logits are made, as some must be."""
+    positions, rows = torch.from_numpy(at), torch.from_numpy(owners)
+    return Batch(
+        ids=torch.from_numpy(ids),
+        positions=positions,
+        slots=table[rows.long(), positions.long()],
+        table_rows=rows,
+        prefix=positions + 1,
+        ancestors=torch.zeros(len(ids), dtype=torch.int64),
+        table=table,
+        logit_rows=torch.zeros(1, dtype=torch.int64),
+    )
 
 
 def rows_batch(state: State, rows: Tensor, ids: Tensor, at: Tensor, slots: Tensor) -> Batch:

@@ -79,10 +79,7 @@ class HeadPass:
 
     def __init__(self, head: DeviceHead, store: KeyValueStore) -> None:
         self.head, self.store = head, store
-        c, device = head.config.layer, head.target.device
-        self.known, self.guessed = Readings(c, device), Readings(c, device, chains=True)
+        self.readings = Readings(head.config.layer, head.target.device)
 
     def __call__(self, hidden: Tensor, batch: Batch, together: int, context: int) -> Tensor:
-        # Known tokens come several at a time, and in a short text the first of them more than once.
-        readings = self.known if together > 1 else self.guessed
-        return self.head.run(hidden, batch, self.store, readings.of(batch, together, context))
+        return self.head.run(hidden, batch, self.store, self.readings.of(batch, together, context))

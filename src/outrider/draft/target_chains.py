@@ -75,8 +75,8 @@ class EagleChain:
         self.run, self.window = run, window
         self.reads = Reads()
 
-    def lacks(self, sequence: Sequence, coming: int = 0) -> bool:
-        return self.reads.of(sequence) < len(sequence.tokens) + coming - self.window
+    def unread(self, sequence: Sequence, coming: int = 0) -> int:
+        return self.reads.missing(sequence, coming, self.window)
 
     def catch_up(self, state: State, sequences: list[Sequence]) -> None:
         for sequence in sequences:

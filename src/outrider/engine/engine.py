@@ -18,7 +18,7 @@ from torch import Tensor
 
 from outrider.cache.pool import CacheFull
 from outrider.cache.table import SlotTable
-from outrider.control.planner import Planner
+from outrider.control.planner import DEPTHS, Planner
 from outrider.draft.drafter import Drafter
 from outrider.engine.rounds import Flight, Rounds
 from outrider.engine.runner import pack
@@ -209,19 +209,29 @@ class Engine:
     def _fly(self, rounds: Rounds) -> list[Event]:
         """Start a round; tell of the one before, which has been running meanwhile."""
         sequences = list(self.scheduler.running)
-        plan = self.planner.plan_round(sequences, rounds.deepest)
+        size = rounds.size_for(len(sequences))
+        if (drafter := self.planner.unmeasured(sequences, size)) in rounds.drafters:
+            if self.flights:
+                return self._land(0)
+            for measured in rounds.measure(size, drafter, DEPTHS):
+                self.planner.learn(*measured, size)
+        plan = self.planner.plan_round(
+            sequences, rounds.deepest, size, lambda name: sum(rounds.unread(sequences, name).values())
+        )
         bets = rounds.fitted(plan.bets)
-        if lacking := rounds.lacking(sequences, bets):
+        guessing = [s for s, bet in zip(sequences, bets, strict=True) if bet.nodes]
+        drafter = next((bet.drafter for bet in bets if bet.nodes), "none")
+        if unread := rounds.unread(guessing, drafter):
             if self.flights:  # what is on its way must be known first; then all is planned anew
                 return self._land(0)
-            rounds.catch_up(lacking, bets[sequences.index(lacking[0])].drafter)
+            self.planner.read(drafter, sum(unread.values()), rounds.catch_up(list(unread), drafter))
         left = self._most_left(sequences)
         if left <= 0:  # what is on its way ends them all
             return self._land(0)
-        ahead = max(bet.nodes for bet in bets) or min(rounds.run_length(len(sequences)), left) - 1
+        ahead = max(bet.nodes for bet in bets) or min(rounds.run_length(size), left) - 1
         fresh = self.table.extend_all(np.array([s.row for s in sequences]), ahead + 1)
         picks = [Pick(sequence, 1, ahead) for sequence in sequences]
-        self.flights.append(rounds.launch(picks, bets, plan.reasons, fresh))
+        self.flights.append(rounds.launch(picks, bets, plan.reasons, fresh, size))
         return self._land(rounds.lag)
 
     def _most_left(self, sequences: list[Sequence]) -> int:

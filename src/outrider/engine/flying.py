@@ -14,6 +14,7 @@ from outrider.engine.engine import Engine
 from outrider.engine.rounds import Rounds
 from outrider.model.decoder import make_store
 from outrider.model.device import DeviceDecoder, DevicePass
+from outrider.model.kernels.gpu.copies import find_copies
 
 
 def make_rounds(engine: Engine) -> Rounds:
@@ -33,12 +34,13 @@ def _chain(drafter: Drafter, model: DeviceDecoder, engine: Engine, most: int) ->
     Keys and values lie by the target's slots, so a model has a store of its own beside the packed path's.
     """
     if isinstance(drafter, LookupDrafter):
-        return LookupChain()
+        return LookupChain(find_copies)
     if isinstance(drafter, EarlyExitDrafter):
         return EarlyExitChain(model, DevicePass(model, engine.store, drafter.layers))
     if isinstance(drafter, LmDrafter) and isinstance(drafter.model, DeviceDecoder):
         store = make_store(drafter.model, engine.store.slots)
-        return LmChain(drafter.model, store, DevicePass(drafter.model, store), model.config.vocab)
+        run = DevicePass(drafter.model, store)
+        return LmChain(drafter.model, store, run, model.config.vocab, engine.table.tensor)
     if isinstance(drafter, EagleDrafter) and isinstance(drafter.head, DeviceHead):
         store = drafter.head.make_store(engine.store.slots)
         return EagleChain(drafter.head, model, engine.store, store, HeadPass(drafter.head, store), most)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
+import math
 import queue
 import secrets
 from collections.abc import AsyncIterator, Iterable, Mapping
@@ -16,15 +18,16 @@ from typing import Any
 import torch
 
 from outrider.control.planner import Planner
-from outrider.draft.table import Bench, make_drafters
+from outrider.draft.table import SIMPLE, Bench, make_drafters
 from outrider.engine.driver import Driver
 from outrider.engine.engine import Engine
 from outrider.errors import InvalidRequest, OutriderError, UnsupportedModel
 from outrider.load.checkpoint import Checkpoint, check_shapes, open_checkpoint
+from outrider.load.config import ModelConfig
 from outrider.load.find import find
 from outrider.load.template import ChatTemplate
-from outrider.model.decoder import Decoder, Model, make_kernels
-from outrider.settings import Settings, cache_folder
+from outrider.model.decoder import Decoder, Model, kv_bytes, make_kernels
+from outrider.settings import WEIGHT_BYTES, Memory, Settings, cache_folder
 from outrider.types import (
     MAX_NODES,
     Event,
@@ -128,6 +131,7 @@ class LLM:
         if settings is not None and options:
             raise InvalidRequest("give settings or single options, not both", "settings")
         self.settings = settings or Settings.of(options)
+        self.memory: Memory | None = None  # of the GPU, where there is one
         self.checkpoint = open_checkpoint(find(str(model), cache_folder()))
         self.tokenizer = self.checkpoint.tokenizer
         self.template = ChatTemplate.for_tokenizer(self.checkpoint.chat_template, self.tokenizer)
@@ -250,18 +254,49 @@ class LLM:
         torch.set_num_threads(self.settings.threads)
         self.settings.placed(_free_memory(self.settings))  # what cannot be is said before anything is loaded
         self.model = load_model(self.checkpoint, self.settings)
-        on_gpu = self.model.device.type == "cuda"
-        self.settings = self.settings.placed(
-            _free_memory(self.settings) if on_gpu else None
-        )  # beside the weights
+        asked, self.settings = self.settings, self._placed(draft)
         engine = Engine(self.model, self.settings, self.tokenizer.text_stream)
+        free = _free_memory(self.settings)
         drafters, self.drafter = make_drafters(draft, self._bench(engine))
+        if asked.draft_weights not in ("auto", "float32") and "lm" not in drafters:
+            raise InvalidRequest(
+                f"draft_weights is for a model that drafts, and there is none (draft: {self.drafter})",
+                "draft_weights",
+            )
         engine.use_drafters(drafters, Planner(self.drafter))
-        if self.settings.device == "cuda":
+        if free is not None:
             from outrider.engine.flying import make_rounds  # Triton comes with it
 
             engine.rounds = make_rounds(engine)
+            left, slots = _free_memory(self.settings) or 0, engine.table.pool.total
+            cache = slots * kv_bytes(self.model)
+            self.memory = Memory(self.model.weight_bytes(), free - left, cache, slots, left)
         return engine
+
+    def _placed(self, draft: str) -> Settings:
+        """The settings, the cache sized by what is free beside the weights once a draft to come has its part."""
+        free = _free_memory(self.settings) if self.model.device.type == "cuda" else None
+        if free is None:
+            return self.settings.placed(None)
+        drafts = self._draft_checkpoints(draft)
+        kind = self.settings.placed(free).draft_weights
+        numbers = sum(math.prod(c.shape(name)) for c in drafts for name in c.names())
+        cached = sum(_cached_numbers(c.config) for c in drafts if c.config is not None)
+        beside = cached / _cached_numbers(self.model.config)
+        return self.settings.placed(free, int(numbers * WEIGHT_BYTES[kind]), beside)
+
+    def _draft_checkpoints(self, draft: str) -> list[Checkpoint]:
+        """The models that `draft` names. What is wrong with one is for whoever loads it to say."""
+        found = []
+        for part in draft.split("+"):
+            if part.partition(":")[0] not in (*SIMPLE, "auto", "none"):
+                with contextlib.suppress(OutriderError):
+                    found.append(self._draft_checkpoint(open_checkpoint(find(part, cache_folder()))))
+        return found
+
+    def _draft_checkpoint(self, checkpoint: Checkpoint) -> Checkpoint:
+        """What is loaded for a draft that was found."""
+        return checkpoint
 
     def _bench(self, engine: Engine) -> Bench:
         return Bench(
@@ -272,9 +307,12 @@ class LLM:
             context=engine.context,
             cache_bytes=self.settings.cache_bytes,
             find=lambda name: find(name, cache_folder()),
-            load=lambda checkpoint: load_model(checkpoint, self.settings),
+            load=self._load_draft,
             samples=lambda: [self.tokenizer.encode(text) for text in SAMPLES],
         )
+
+    def _load_draft(self, checkpoint: Checkpoint) -> Model:
+        return load_model(self._draft_checkpoint(checkpoint), self.settings, self.settings.draft_weights)
 
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
@@ -310,8 +348,11 @@ class LLM:
         return [_output(request, choices, texts) for request, choices in running.values()]
 
 
-def load_model(checkpoint: Checkpoint, settings: Settings) -> Model:
-    """The decoder for the families it knows; any other causal model through transformers."""
+def load_model(checkpoint: Checkpoint, settings: Settings, weights: str | None = None) -> Model:
+    """The decoder for the families it knows; any other causal model through transformers.
+
+    `weights`: what they are stored as on a GPU, if not as the settings say.
+    """
     config = checkpoint.config
     if config is None:
         if settings.device == "cuda":
@@ -324,8 +365,8 @@ def load_model(checkpoint: Checkpoint, settings: Settings) -> Model:
     if _free_memory(settings) is not None:
         from outrider.model.device import load_on_device  # Triton comes with it
 
-        weights = "bfloat16" if settings.weights == "auto" else settings.weights
-        return load_on_device(config, checkpoint.tensor, positions, weights)
+        kind = weights or settings.weights
+        return load_on_device(config, checkpoint.tensor, positions, "bfloat16" if kind == "auto" else kind)
     kernels = make_kernels(config, positions, settings.threads, cache_folder() / "kernels", settings.kernels)
     return Decoder(config, checkpoint.tensor, kernels)
 
@@ -334,7 +375,13 @@ def _free_memory(settings: Settings) -> int | None:
     """Of the GPU to be used; None where the CPU does the work."""
     if settings.device == "cpu" or settings.dtype == "float32" or not torch.cuda.is_available():
         return None
+    torch.cuda.empty_cache()  # what torch keeps for later is free
     return int(torch.cuda.mem_get_info()[0])
+
+
+def _cached_numbers(config: ModelConfig) -> int:
+    """Of a token, for each of keys and values."""
+    return config.layers * config.kv_heads * config.head_dim
 
 
 def _as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,9 +29,10 @@ from outrider.model.decoder import Model
 from outrider.types import NO_BET, NO_DRAFT, Bet, Draft, Sequence, Verdict
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-CONTEXTS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)  # lengths that rounds are made for
+CONTEXTS = (1024, 4096, 16_384, 65_536, 262_144)  # lengths that rounds are made for: few, as making one takes time
 DEEPEST = 8  # guesses a round may hold; longer chains are packed
 LONGEST_RUN = 8  # plain passes in one round
+PATIENCE = 48  # rounds that are larger than they need be before their own size is made
 
 
 @dataclass(slots=True)
@@ -45,6 +47,7 @@ class Flight:
     result: Tensor  # on the host, once `done`: [S, n + 1] of plain passes, else [S, 2 + 2 n + 1]
     timer: Timer
     rows: list[int]
+    size: int  # of its shape: padding counts
     begun: float
 
     def holds(self, i: int) -> bool:
@@ -55,7 +58,7 @@ class Flight:
     @property
     def kind(self) -> tuple[str, int, int]:
         """Whose guesses it has room for, how many, and for how many sequences."""
-        return self.drafter, self.nodes if self.drafter != "none" else 0, len(self.picks)
+        return self.drafter, self.nodes if self.drafter != "none" else 0, self.size
 
     @property
     def seconds(self) -> float:
@@ -132,6 +135,8 @@ class Rounds:
         self.latest: deque[tuple[str, set[int], int]] = deque(maxlen=lag)
         self.shapes: dict[tuple[int, int, str, int, bool], Shape] = {}
         self.runs: dict[int, int] = {}  # by size: plain passes in one round
+        self.made: set[int] = set()  # sizes that rounds are made for
+        self.missed: Counter[int] = Counter()  # rounds of another size where these would have been enough
 
     def takes(self, sequence: Sequence, default: str) -> bool:
         """Whether this request's law is a temperature and filters alone, and its guesses are chains made here."""
@@ -154,42 +159,70 @@ class Rounds:
         depth = min(bet.depth, self.deepest)
         return replace(bet, nodes=depth, depth=depth)
 
-    def run_length(self, count: int) -> int:
-        """Plain passes for so many sequences before the host looks: more where it cannot keep up otherwise."""
-        return self.runs.get(_up(count), 1)
+    def size_for(self, count: int) -> int:
+        """The size of the next round for so many sequences. Making rounds of a new size takes the time of many rounds,
+        so a larger one that is there will do for a while.
+        """
+        size = _up(count)
+        larger = [one for one in self.made if one > size]
+        if size not in self.made and larger and self.missed[size] < PATIENCE:
+            self.missed[size] += 1
+            return min(larger)
+        self.made.add(size)
+        return size
+
+    def run_length(self, size: int) -> int:
+        """Plain passes of this size before the host looks: more where it cannot keep up otherwise."""
+        return self.runs.get(size, 1)
 
     def pace(self, flight: Flight, waited: float, spent: float) -> None:
         """After a round: if the host hardly had to wait for it, the host is what holds the device up."""
         if flight.drafter != "none":
             return
-        size, run = _up(len(flight.picks)), flight.passes
+        run = flight.passes
         if waited < 0.1 * spent:
-            self.runs[size] = min(2 * run, LONGEST_RUN)
+            self.runs[flight.size] = min(2 * run, LONGEST_RUN)
         elif waited > 0.6 * spent:
-            self.runs[size] = max(run // 2, 1)
+            self.runs[flight.size] = max(run // 2, 1)
 
-    def lacking(self, sequences: list[Sequence], bets: list[Bet]) -> list[Sequence]:
-        """Whose drafter must read on before it can guess. There is one drafter in all the bets, as `fitted` says."""
-        asked = [(s, bet.drafter) for s, bet in zip(sequences, bets, strict=True) if bet.nodes]
-        if not asked:
-            return []
-        name = asked[0][1]
-        return [s for s, _ in asked if self.drafters[name].lacks(s, self._coming(s, name))]
+    def unread(self, sequences: Seq[Sequence], drafter: str) -> dict[Sequence, int]:
+        """Tokens this drafter must read before it can guess, by whose they are."""
+        if drafter not in self.drafters:
+            return {}
+        counts = {s: self.drafters[drafter].unread(s, self._coming(s, drafter)) for s in sequences}
+        return {s: count for s, count in counts.items() if count}
 
     def _coming(self, sequence: Sequence, drafter: str) -> int:
         """Tokens that rounds on their way may bring without this drafter reading along."""
         return sum(most for name, rows, most in self.latest if name != drafter or sequence.row not in rows)
 
-    def catch_up(self, sequences: list[Sequence], drafter: str) -> None:
-        """With nothing on its way: bring rows up to date and let the drafter read."""
+    def catch_up(self, sequences: list[Sequence], drafter: str) -> float:
+        """With nothing on its way: bring rows up to date and let the drafter read. Seconds it took."""
         for sequence in sequences:
             self._board(sequence)
+        timer = Timer(self.device.type == "cuda")
         self.drafters[drafter].catch_up(self.state, sequences)
+        timer.stop()
+        timer.wait()
+        return timer.seconds()
+
+    def measure(self, size: int, drafter: str, depths: Seq[int]) -> Iterator[tuple[str, int, float]]:
+        """With nothing on its way: what rounds of this size take, plain and with so many guesses, in seconds; over
+        padding, which changes nobody's state. It also makes them, so that no answer waits for that later.
+        """
+        for nodes in (0, *depths):
+            name = drafter if nodes else "none"
+            shape = self._shape(size, nodes, name, min(CONTEXTS[0], self.state.width), False)
+            for _ in range(2):  # the first one only warms up
+                shape.fill([], np.zeros((0, nodes + 1), np.int32), [], self.state.rows, self.dummy)
+                _, timer = shape.fly()
+                timer.wait()
+            yield name, nodes, timer.seconds()
 
     def launch(
-        self, picks: list[Pick], bets: list[Bet], reasons: tuple[str, ...], fresh: np.ndarray
+        self, picks: list[Pick], bets: list[Bet], reasons: tuple[str, ...], fresh: np.ndarray, size: int
     ) -> Flight:
-        """Start a round. `fresh` are the last slots of each row: one, and one more for every guess or further
+        """Start a round of a size that has room for all. `fresh` are the last slots of each row: one, and one more for every guess or further
         pass.
         """
         nodes = fresh.shape[1] - 1
@@ -199,12 +232,12 @@ class Rounds:
         for pick in picks:
             self._board(pick.sequence)
         filtered = bool(self.state.filters[rows].any())
-        shape = self._shape(_up(len(picks)), nodes, drafter, self._context(picks), filtered)
+        shape = self._shape(size, nodes, drafter, self._context(picks), filtered)
         shape.fill(rows, fresh, [bet.nodes for bet in bets], self.state.rows, self.dummy)
         result, timer = shape.fly()
         guessing = {row for row, bet in zip(rows, bets, strict=True) if bet.nodes}
         self.latest.append((drafter, guessing, nodes + 1))
-        return Flight(picks, bets, reasons, nodes, drafter, result, timer, rows, time.perf_counter())
+        return Flight(picks, bets, reasons, nodes, drafter, result, timer, rows, size, time.perf_counter())
 
     def landed(self, flight: Flight, i: int, verdict: Verdict) -> None:
         """The host now knows of a pick what the device knew already."""

@@ -38,8 +38,8 @@ class DeviceDecoder:
         self.config, self.draw, self.sift = decoder.config, decoder.draw, decoder.sift
         self.device, self.dtype = decoder.kernels.device, decoder.kernels.dtype
         self.norm = decoder.norm.to(self.device)
-        # By the table they read and how many layers they run.
-        self._graphs: dict[tuple[int, int], GraphedDecoder] = {}
+        # By whose keys they read, by which table, and how many layers they run.
+        self._graphs: dict[tuple[int, int, int], GraphedDecoder] = {}
 
     def forward(self, batch: Batch, store: KeyValueStore) -> Tensor:
         logits = self._run(batch, store, self.config.layers)
@@ -68,19 +68,21 @@ class DeviceDecoder:
         graphed.table.copy_(batch.table, non_blocking=True)
         if batch.rows <= ROWS[-1] and self.device.type == "cuda":
             return graphed.forward(batch)[batch.logit_rows.to(self.device)]
-        return self._eager(replace(batch, table=graphed.table).to(self.device), store, layers)
+        return self._eager(replace(batch, table=graphed.table), store, layers)
 
     def _graphed(self, table: Tensor, store: KeyValueStore, layers: int) -> GraphedDecoder:
-        key = table.data_ptr(), layers
+        key = id(store), table.data_ptr(), layers  # what is here keeps its store: no other has that number
         if key not in self._graphs:
             there = torch.zeros_like(table, device=self.device)
             self._graphs[key] = GraphedDecoder(self.decoder, store, there, layers)
         return self._graphs[key]
 
     def _eager(self, batch: Batch, store: KeyValueStore, layers: int) -> Tensor:
+        """Of a batch here or there, whose table is there."""
         c = self.config
-        reading = read_batch(batch, c.heads, c.kv_heads, c.head_dim)
-        return run_pass(self, batch, store, reading, layers)
+        there = batch.to(self.device)
+        reading = read_batch(batch, c.heads, c.kv_heads, c.head_dim, there)
+        return run_pass(self, there, store, reading, layers)
 
 
 class DevicePass:
@@ -91,7 +93,7 @@ class DevicePass:
 
     def __init__(self, model: DeviceDecoder, store: KeyValueStore, layers: int | None = None) -> None:
         self.model, self.store, self.layers = model, store, layers or model.config.layers
-        self.readings = Readings(model.config, model.device, chains=True)
+        self.readings = Readings(model.config, model.device)
 
     def __call__(self, batch: Batch, together: int, context: int) -> Tensor:
         reading = self.readings.of(batch, together, context)
@@ -100,11 +102,10 @@ class DevicePass:
 
 class Readings:
     """How the rows of a `DevicePass` are read: made once a shape, as their buffers belong to the graphs made with
-    them. `chains`: the rows of a text are at positions that follow each other, at its end.
+    them.
     """
 
-    def __init__(self, config: ModelConfig, device: torch.device, chains: bool = False) -> None:
-        self.chains = chains
+    def __init__(self, config: ModelConfig, device: torch.device) -> None:
         self.shape, self.device = (config.heads, config.kv_heads, config.head_dim), device
         self._made: dict[tuple[int, int, int], tuple[Reading, Tensor]] = {}
 
@@ -127,8 +128,7 @@ class Readings:
             for at in range(begin, begin + together, most)
         ]
         items = torch.tensor(groups, dtype=torch.int32, device=self.device)
-        chains = self.chains and together <= most
-        reading = make_reading(items, rows, self.shape, split_count(context), False, tile, chains)
+        reading = make_reading(items, rows, self.shape, split_count(context), False, tile)
         return reading, (items[:, 0] + items[:, 1] - 1).long()
 
 

@@ -250,6 +250,8 @@ class Backend:
             self.model.plan["seconds"] = round(time.monotonic() - self.launched, 1)
             self.state = "ready"
             self.metrics.gauges["engine_up"] = 1
+            if memory := message.plan.get("memory"):
+                log.info("memory", extra={"facts": memory})
             self.ready.set()
         elif isinstance(message, Failed):
             self.state, self.problem = "failed", message.message

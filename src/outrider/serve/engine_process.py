@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import logging
 import os
 import queue
@@ -262,6 +263,7 @@ class EngineProcess:
                 "cache_bytes": slots * kv_bytes(llm.model),
                 "cache_tokens": slots,
                 "max_sequences": settings.max_sequences,
+                "memory": None if llm.memory is None else dataclasses.asdict(llm.memory),
             },
         )
 

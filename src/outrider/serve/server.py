@@ -26,7 +26,7 @@ from outrider.serve.log import set_up_logging
 from outrider.serve.metrics import Metrics
 from outrider.serve.model import ServedModel
 from outrider.serve.settings import ServeSettings
-from outrider.settings import Settings
+from outrider.settings import Memory, Settings, shown_size
 from outrider.types import SamplingParams
 
 log = logging.getLogger(__name__)
@@ -236,14 +236,16 @@ def _card(model: ServedModel, url: str, serve: ServeSettings) -> str:
         f"model     {model.name}: {plan['parameters'] / 1e6:.0f} million parameters, {plan['weights']} on "
         f"{plan['device']}, context {model.context}\n"
         f"drafter   {model.drafter}\n"
-        f"memory    {_size(plan['weight_bytes'])} weights, {_size(plan['cache_bytes'])} cache for "
-        f"{plan['cache_tokens']} tokens, {plan['max_sequences']} sequences at once\n"
+        f"memory    {_memory(plan)}, {plan['max_sequences']} sequences at once\n"
         f"try       curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'"
     )
 
 
-def _size(n: float) -> str:
-    return f"{n / 2**30:.1f} GiB" if n >= 2**30 else f"{n / 2**20:.0f} MiB"
+def _memory(plan: dict[str, Any]) -> str:
+    if plan["memory"] is not None:
+        return Memory(**plan["memory"]).describe()
+    weights, cache = shown_size(plan["weight_bytes"]), shown_size(plan["cache_bytes"])
+    return f"{weights} weights, {cache} cache for {plan['cache_tokens']} tokens"
 
 
 def _say(text: str) -> None:

@@ -86,15 +86,16 @@ def _registers(cubin: bytes) -> tuple[int, int]:
 
 
 def _modules() -> list[Any]:
-    from outrider.model.kernels.gpu import attention, draw, kernels, matmul, rows, sift
+    from outrider.model.kernels.gpu import attention, copies, draw, kernels, matmul, rows, sift
 
-    return [attention, draw, kernels, matmul, rows, sift]
+    return [attention, copies, draw, kernels, matmul, rows, sift]
 
 
 def _launch_all() -> None:
     from outrider.draft.chains import State, draw_at, rows_batch
     from outrider.model.decoder import Decoder, make_store
     from outrider.model.device import DeviceDecoder, DevicePass
+    from outrider.model.kernels.gpu.copies import find_copies
     from outrider.model.kernels.gpu.kernels import GpuKernels
     from outrider.model.rope import rope_tables
     from outrider.types import Draft
@@ -114,6 +115,7 @@ def _launch_all() -> None:
         logits = DevicePass(model, store)(batch, nodes + 1, context)
         draw_at(model, state, rows.repeat_interleave(nodes + 1), logits, at.flatten())
     owners = torch.zeros(2, dtype=torch.int64)
+    find_copies(state.tokens, owners, owners, 4, 512, 8, 2)
     model.sift(torch.zeros(2, 128_256), state.top_k[owners], state.top_p[owners], state.floor[owners])
     tree = Part(0, random_ids(VOCAB, 12), Draft((1, 2, 3), (-1, 0, 0)))
     model.forward(Reader(config).batch(tree), store)

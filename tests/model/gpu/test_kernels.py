@@ -11,9 +11,10 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
+from outrider.draft.chains import find_copies
 from outrider.model.kernels.gpu import attention as at
+from outrider.model.kernels.gpu import copies, matmul, rows
 from outrider.model.kernels.gpu import draw as law
-from outrider.model.kernels.gpu import matmul, rows
 from outrider.model.kernels.gpu import sift as filters
 from outrider.types import MAX_NODES, Batch, Draft
 from outrider.verify.filters import bounds, masses, sift
@@ -310,79 +311,54 @@ def test_banned_tokens_are_never_drawn(device: str) -> None:
     assert set(tokens.tolist()) <= {3, 99}
 
 
-# -------------------------------------------------------------------------------- chains, straight from the matmul
+# ------------------------------------------------------------------------------------------- how it is spread
 
 
-def chain_reading(past: Past, batch: Batch, chains: bool, whole: bool, spare: int = 0) -> at.Reading:
-    """As a round reads: buffers for texts that may be longer than these by `spare` splits."""
-    reading = at.read_batch(batch, past.heads, past.kv_heads, past.dim)
-    shape, splits = (past.heads, past.kv_heads, past.dim), reading.splits + spare
-    made = at.make_reading(reading.items, batch.rows, shape, splits, False, reading.tile, chains)
-    assert len(made.items) == len(past.reader.lengths)  # one item a text
-    room = batch.rows * past.heads * (splits + at.TAILS)
-    made.whole = whole
-    made.sums = torch.full((room * past.dim,), torch.nan, device=past.device)
-    made.stats = torch.full((room * 2,), torch.nan, device=past.device)
-    return made
+@pytest.mark.parametrize("window", [0, 9, 700])
+def test_how_work_is_spread_changes_no_bit(device: str, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One split a program, several, or all of them; buffers for longer texts than these."""
+    past = Past(device, 2, 1, 16, [62, 2200, 1100], room=3400)
+    batch = past.batch(Part(0, [1] * 4), Part(1, [2] * 3), Part(2, [3]))
+    q = noise(batch.rows, 2, 16, seed=7).to(device, HALF)
+    outs = []
+    for many, whole in ((1 << 20, False), (1, False), (1, True)):
+        monkeypatch.setattr(at, "MANY", many)
+        read = at.read_batch(batch, 2, 1, 16)
+        reading = at.make_reading(read.items, batch.rows, (2, 1, 16), read.splits + 3, False, read.tile)
+        reading.whole = whole
+        reading.sums.fill_(torch.nan)
+        reading.stats.fill_(torch.nan)
+        outs.append(torch.full((batch.rows, 2, 16), torch.nan, dtype=HALF, device=device))
+        at.attend(q, batch, past.keys, past.values, window, 0.3, reading, outs[-1])
+    assert outs[0].isfinite().all()
+    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(2, 2, 16), (4, 1, 64), (6, 2, 48)])
-@pytest.mark.parametrize("window", [0, 9, 70])
-@pytest.mark.parametrize("whole", [False, True])
-def test_chains_in_one_launch_have_the_bits_of_three(
-    device: str, heads: int, kv_heads: int, dim: int, window: int, whole: bool
+# ---------------------------------------------------------------------------------------------------- copies
+
+
+@pytest.mark.parametrize("context", [64, 1500])
+def test_copies_are_found_where_torch_finds_them(
+    device: str, context: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Keys, values and answers; chains that lie across two blocks, in one, and at the very beginning."""
-    past = Past(device, heads, kv_heads, dim, [62, 0, 130, 64], room=200)
-    batch = past.batch(Part(0, [1] * 4), Part(1, [2] * 4), Part(2, [3]), Part(3, [4] * 2))
-    raw = noise(2, batch.rows, (heads + 2 * kv_heads) * dim, seed=7).to(device)
-    angles = noise(256, dim // 2, seed=3)
-    tables = angles.cos().to(device), angles.sin().to(device)
-    results = []
-    for chains in (False, True):
-        keys, values = past.keys.clone(), past.values.clone()
-        for slot in batch.slots.tolist():  # what lies there before must not matter
-            keys[slot] = values[slot] = 9.0 if chains else -9.0
-        out = torch.full((batch.rows, heads, dim), torch.nan, dtype=HALF, device=device)
-        reading = chain_reading(past, batch, chains, whole, spare=1)
-        for _ in range(2):  # a counter that was not set back would spoil the second pass
-            at.turn_and_attend(raw, tables, None, batch, keys, values, window, 0.3, reading, out)
-        assert not reading.counters.any()
-        results.append((out, keys, values))
-    for separate, together in zip(*results, strict=True):
-        assert torch.equal(separate, together)
-    assert results[0][0].isfinite().all()
-
-
-def test_a_long_chain_text_in_wide_spans(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many texts at once are read in longer stretches: fewer programs have to come in."""
-    monkeypatch.setattr(at, "MANY", 1)
-    past = Past(device, 2, 1, 16, [1100], room=1200)
-    batch = past.batch(Part(0, [1] * 3))
-    raw, angles = noise(1, 3, 64, seed=7).to(device), noise(1300, 8, seed=3)
-    tables = angles.cos().to(device), angles.sin().to(device)
-    outs = []
-    for chains in (False, True):
-        out = torch.full((3, 2, 16), torch.nan, dtype=HALF, device=device)
-        reading = chain_reading(past, batch, chains, False, spare=3)
-        at.turn_and_attend(raw, tables, None, batch, past.keys, past.values, 0, 0.3, reading, out)
-        outs.append(out)
-    assert torch.equal(*outs)
-
-
-def test_heads_with_norms_are_not_taken_straight(device: str) -> None:
-    past = Past(device, 2, 1, 16, [5], room=20)
-    batch = past.batch(Part(0, [1] * 2))
-    raw, angles = noise(1, 2, 64, seed=7).to(device), noise(32, 8, seed=3)
-    tables = angles.cos().to(device), angles.sin().to(device)
-    norms = (noise(16, seed=4).to(device), noise(16, seed=5).to(device), 1e-5)
-    outs = []
-    for chains in (False, True):
-        out = torch.full((2, 2, 16), torch.nan, dtype=HALF, device=device)
-        reading = chain_reading(past, batch, chains, False)
-        at.turn_and_attend(raw, tables, norms, batch, past.keys, past.values, 0, 0.3, reading, out)
-        outs.append(out)
-    assert torch.equal(*outs) and outs[0].isfinite().all()
+    """Texts of few different tokens, with stale ones behind their ends; some too short to hold anything."""
+    if context < 100:
+        monkeypatch.setattr(copies, "PLACES", 16)
+    random = torch.Generator().manual_seed(context)
+    tokens = torch.randint(0, 3, (14, context + 9), generator=random)
+    tokens[:4] = torch.arange(context + 9) % 37  # the same again and again
+    tokens[4] = torch.arange(context + 9)  # nothing twice
+    rows = torch.tensor([3, 0, 4, *range(5, 14), 13, 13])
+    lengths = torch.tensor([0, 40, 50, *torch.randint(1, context - 10, (9,), generator=random), 1, 2])
+    for n in (1, 5):
+        found = copies.find_copies(
+            tokens.to(device), rows.to(device), lengths.to(device), n, context, 8, 2
+        )
+        expected = find_copies(tokens, rows, lengths, n, context, 8, 2)
+        assert torch.equal(found[1].cpu(), expected[1])
+        meant = torch.arange(n) < expected[1][:, None]
+        assert torch.equal(found[0].cpu()[meant], expected[0][meant])
+        assert 3 < (expected[1] > 0).sum() < len(rows)
 
 
 # ------------------------------------------------------------------------------------------------------ sift

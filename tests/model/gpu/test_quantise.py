@@ -257,7 +257,8 @@ def test_a_model_is_loaded_as_the_settings_say(
     monkeypatch.setattr(device_module, "load_on_device", lambda *given: seen.append(given[-1]))
     write_folder(tmp_path)
     llm.load_model(open_checkpoint(tmp_path), Settings(weights=asked))
-    assert seen == [loaded]
+    llm.load_model(open_checkpoint(tmp_path), Settings(weights=asked), "int8")
+    assert seen == [loaded, "int8"]
 
 
 @pytest.mark.gpu

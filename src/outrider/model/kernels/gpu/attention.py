@@ -9,10 +9,6 @@ What differs between rows of a draft tree is which guesses they see. Blocks that
 tokens are shared: one program loads them for up to 64 / group rows and all their heads. The blocks from the one
 with the first guess on (two at most) are gathered for each node by its path, in programs of their own.
 
-Where all rows of a text are a chain at its end, as in a round, they can be taken as the matmul left them ("fresh"):
-the program that reads a block turns its fresh keys, writes them and their values to their slots, and uses them; the
-last program of a text folds the splits. That is one launch instead of three, with the same bits.
-
 Programs are 16, 32 or 64 query rows tall. Hopper's tensor core gives the same bits whichever of its two kinds of
 instruction that means (measured), and every sum over keys is left to it.
 """
@@ -32,7 +28,6 @@ import triton.language as tl
 from torch import Tensor
 
 from outrider.model.kernels.gpu.launch import INTERPRETED, await_previous, chained, let_next_start
-from outrider.model.kernels.gpu.rows import rope_and_write, sum_parts
 from outrider.types import Batch
 
 BLOCK = 64
@@ -40,10 +35,11 @@ TILES = (16, 32, 64)  # query rows times heads of a group in one program
 NODES = 64
 TAILS = 2  # blocks that a draft of 63 nodes can touch
 STAGES = 4
-SPANS = (1, 8)  # blocks a program reads: few where there are few programs
+SPANS = (1, 8)  # what a program reads: one split, or those that begin in so many blocks
 MANY = 512  # programs without splitting at which it is many
 WARPS = 4
-ENOUGH = 512  # programs that keep the device busy without splitting
+SHORT = 12  # splits: texts of up to 1024 tokens
+ENOUGH = 512  # programs that keep the device busy without splitting; half of them, where they are tall or texts short
 ROW_FIELDS = ("ids", "positions", "slots", "table_rows", "prefix", "ancestors", "logit_rows")
 LOG2E = 1.4426950408889634
 
@@ -51,18 +47,18 @@ LOG2E = 1.4426950408889634
 # Splits are short where a short context leaves the device idle, long where there would be too many to fold.
 @triton.jit
 def _split_start(s):
-    return tl.where(s < 8, s * 64, tl.where(s < 68, 512 + (s - 8) * 128, 8192 + (s - 68) * 512))
+    return tl.where(s < 8, s * 64, tl.where(s < 20, 512 + (s - 8) * 128, 2048 + (s - 20) * 512))
 
 
 @triton.jit
 def _split_of(p):
-    return tl.where(p < 512, p // 64, tl.where(p < 8192, 8 + (p - 512) // 128, 68 + (p - 8192) // 512))
+    return tl.where(p < 512, p // 64, tl.where(p < 2048, 8 + (p - 512) // 128, 20 + (p - 2048) // 512))
 
 
 def split_count(context: int) -> int:
     """Splits of a text of `context` tokens."""
     p = context - 1
-    return 1 + (p // 64 if p < 512 else 8 + (p - 512) // 128 if p < 8192 else 68 + (p - 8192) // 512)
+    return 1 + (p // 64 if p < 512 else 8 + (p - 512) // 128 if p < 2048 else 20 + (p - 2048) // 512)
 
 
 def split_end(splits: int) -> int:
@@ -71,13 +67,13 @@ def split_end(splits: int) -> int:
         splits * 64
         if splits <= 8
         else 512 + (splits - 8) * 128
-        if splits <= 68
-        else 8192 + (splits - 68) * 512
+        if splits <= 20
+        else 2048 + (splits - 20) * 512
     )
 
 
 def split_starts(context: int) -> list[int]:
-    starts = [*range(0, 512, 64), *range(512, 8192, 128), *range(8192, max(context, 8192) + 512, 512)]
+    starts = [*range(0, 512, 64), *range(512, 2048, 128), *range(2048, max(context, 2048) + 512, 512)]
     return [start for start in starts if start < context]
 
 
@@ -110,41 +106,6 @@ def _load_block(keys, values, slots, held, d, DIM: tl.constexpr, STRIDE: tl.cons
     at = slots.to(tl.int64)[:, None] * STRIDE + d
     load = held[:, None] & (d < DIM)
     return tl.load(keys + at, mask=load, other=0.0), tl.load(values + at, mask=load, other=0.0)
-
-
-@triton.jit
-def _turned(raw, at, stride, cos, sin, position, d, mask, DIM: tl.constexpr, PARTS: tl.constexpr):
-    """Rows of a head as the matmul left them, in parts, rotated by their positions. As rows.py does it."""
-    half: tl.constexpr = DIM // 2
-    other = tl.where(d < half, d + half, d - half)
-    angle = position.to(tl.int64)[:, None] * half + tl.where(d < half, d, d - half)
-    c = tl.load(cos + angle, mask=mask, other=0.0)
-    s = tl.load(sin + angle, mask=mask, other=0.0)
-    mine = sum_parts(raw, at[:, None] + d, stride, mask, PARTS)
-    partner = sum_parts(raw, at[:, None] + other, stride, mask, PARTS)
-    return tl.fma(mine, c, partner * tl.where(d < half, -s, s))
-
-
-@triton.jit
-def _fresh_block(
-    k, v, raw, cos, sin, slots, keys, values, start, c, held, fresh, rows, kv, d,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    """A block's keys and values with those of this pass put in, which are also written to their slots. Row
-    `start + i` of the pass is at position `fresh + i`.
-    """
-    width: tl.constexpr = (HEADS + 2 * KV_HEADS) * DIM
-    new = held & (c >= fresh)
-    row = tl.where(new, start + c - fresh, start)
-    mask = new[:, None] & (d < DIM)
-    at = row.to(tl.int64) * width + (HEADS + kv) * DIM
-    stride = rows.to(tl.int64) * width
-    k = tl.where(mask, _turned(raw, at, stride, cos, sin, c, d, mask, DIM, PARTS).to(k.dtype), k)
-    v = tl.where(mask, sum_parts(raw, at[:, None] + KV_HEADS * DIM + d, stride, mask, PARTS).to(v.dtype), v)
-    to = tl.load(slots + row, mask=new, other=0).to(tl.int64)[:, None] * (KV_HEADS * DIM) + kv * DIM + d
-    tl.store(keys + to, k, mask=mask)
-    tl.store(values + to, v, mask=mask)
-    return k, v
 
 
 @triton.jit
@@ -224,38 +185,16 @@ def _close_split(
 
 
 @triton.jit
-def _fold_splits(
-    sums, stats, to_state, end, window, valid, d,
-    TILE: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, WINDOW: tl.constexpr, DEPTH: tl.constexpr,
-):  # fmt: skip
-    """Every row's splits in order, each as far as it sees: rows end at `end`."""
-    stop = tl.where(valid, _split_of(end - 1) + 1, 0)
-    begin = tl.zeros_like(stop)
-    if WINDOW:
-        begin = _split_of(tl.maximum(end - window, 0))
-    m = tl.full((TILE,), float("-inf"), tl.float32)
-    w = tl.zeros((TILE,), tl.float32)
-    acc = tl.zeros((TILE, WIDE), tl.float32)
-    for chunk in range(tl.min(tl.where(valid, begin, 2147483647), 0), tl.max(stop, 0), DEPTH):
-        for i in tl.static_range(DEPTH):  # unrolled: the loads of all of them are on their way at once
-            there = tl.where(chunk + i >= begin, stop - chunk - i, 0)
-            m_more, w_more, acc_more = _load_state(sums, stats, to_state + chunk + i, d, there, DIM)
-            m, w, acc = _fold(m, w, acc, m_more, w_more, acc_more)
-    return w, acc
-
-
-@triton.jit(do_not_specialize=["rows"])
 def _attend_kernel(
     q, keys, values, table, items, positions, table_rows, prefix, ancestors, paths, sums, stats, out,
-    raw, cos, sin, slots, counters, rows,
     table_stride, shared, parts, scale, window, splits,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr,
     DIM: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, LOW: tl.constexpr,
     NODES: tl.constexpr, SPAN: tl.constexpr, WINDOW: tl.constexpr, WHOLE: tl.constexpr, TAIL: tl.constexpr,
-    FRESH: tl.constexpr, PARTS: tl.constexpr, DEPTH: tl.constexpr, CHAIN: tl.constexpr,
+    CHAIN: tl.constexpr,
 ):  # fmt: skip
-    """The first shared * parts programs: one item's rows over the splits that begin in one stretch of `SPAN` blocks,
-    or over everything. Those after them: one row's own blocks.
+    """The first shared * parts programs: one item's rows over one split, or over those that begin in one stretch of
+    `SPAN` blocks, or over everything. Those after them: one row's own blocks.
     """
     let_next_start(CHAIN)
     kv = tl.program_id(1)
@@ -275,8 +214,13 @@ def _attend_kernel(
     stop = highest
     if not WHOLE:
         part = parts - 1 - tl.program_id(0) % parts  # the longest splits first
-        begin = _split_start(_first_split_from(part * (SPAN * BLOCK)))
-        stop = tl.minimum(_split_start(_first_split_from((part + 1) * (SPAN * BLOCK))), highest)
+        if SPAN == 1:
+            begin = _split_start(part)
+            stop = _split_start(part + 1)
+        else:
+            begin = _split_start(_first_split_from(part * (SPAN * BLOCK)))
+            stop = _split_start(_first_split_from((part + 1) * (SPAN * BLOCK)))
+        stop = tl.minimum(stop, highest)
         if begin >= stop:
             return
     lane = tl.arange(0, TILE)
@@ -294,22 +238,9 @@ def _attend_kernel(
         begin = tl.maximum(begin, tl.min(first, 0) // BLOCK * BLOCK)
     entries = table + tl.load(table_rows + start).to(tl.int64) * table_stride
     columns = tl.arange(0, BLOCK)
-    past = stop  # where blocks with fresh keys begin
-    if FRESH:
-        fresh = tl.load(positions + start)
-        past = tl.minimum(stop, fresh // BLOCK * BLOCK)
     await_previous(CHAIN)
     at_q = row.to(tl.int64) * (HEADS * DIM) + head * DIM
-    if FRESH:
-        width: tl.constexpr = (HEADS + 2 * KV_HEADS) * DIM
-        stride = rows.to(tl.int64) * width
-        at_raw = row.to(tl.int64) * width + head * DIM
-        there = valid[:, None] & (d < DIM)
-        queries = _turned(raw, at_raw, stride, cos, sin, position, d, there, DIM, PARTS).to(
-            keys.dtype.element_ty
-        )
-    else:
-        queries = tl.load(q + at_q[:, None] + d, mask=valid[:, None] & (d < DIM), other=0.0)
+    queries = tl.load(q + at_q[:, None] + d, mask=valid[:, None] & (d < DIM), other=0.0)
     to_state = (row.to(tl.int64) * HEADS + head) * (splits + 2)
     m = tl.full((TILE,), float("-inf"), tl.float32)
     w = tl.zeros((TILE,), tl.float32)
@@ -317,7 +248,7 @@ def _attend_kernel(
     total_m = tl.full((TILE,), float("-inf"), tl.float32)
     total_w = tl.zeros((TILE,), tl.float32)
     total = tl.zeros((TILE, WIDE), tl.float32)
-    for at in range(begin, past, BLOCK):
+    for at in range(begin, stop, BLOCK):
         c = at + columns
         held = c < highest
         places = tl.load(entries + c, mask=held, other=0)
@@ -331,48 +262,9 @@ def _attend_kernel(
             at, highest, m, w, acc, total_m, total_w, total, sums, stats, to_state, valid, d,
             TILE, DIM, WIDE, BLOCK, WHOLE,
         )  # fmt: skip
-    if FRESH:
-        for at in tl.range(
-            tl.maximum(begin, past), stop, BLOCK, num_stages=1
-        ):  # two at most: nothing to fetch ahead
-            c = at + columns
-            held = c < highest
-            places = tl.load(entries + c, mask=held & (c < fresh), other=0)
-            seen = c[None, :] < limit[:, None]
-            if WINDOW:
-                seen = seen & (c[None, :] >= first[:, None])
-            known = held & (c < fresh)
-            k, v = _load_block(keys + kv * DIM, values + kv * DIM, places, known, d, DIM, KV_HEADS * DIM)
-            k, v = _fresh_block(
-                k, v, raw, cos, sin, slots, keys, values, start, c, held, fresh, rows, kv, d,
-                HEADS, KV_HEADS, DIM, PARTS,
-            )  # fmt: skip
-            bm, bw, bacc = _block(queries, k, v, seen, scale)
-            m, w, acc = _fold(m, w, acc, bm, bw, bacc)
-            m, w, acc, total_m, total_w, total = _close_split(
-                at, highest, m, w, acc, total_m, total_w, total, sums, stats, to_state, valid, d,
-                TILE, DIM, WIDE, BLOCK, WHOLE,
-            )  # fmt: skip
     if WHOLE:
         result = total / tl.where(total_w == 0.0, 1.0, total_w)[:, None]
         tl.store(out + at_q[:, None] + d, result.to(out.dtype.element_ty), mask=valid[:, None] & (d < DIM))
-    elif FRESH:
-        # The last program of this text to come here folds what all of them left, and sets the counter back.
-        working = _split_of(highest - 1) + 1
-        if SPAN > 1:
-            working = (highest + SPAN * BLOCK - 1) // (SPAN * BLOCK)
-        counter = counters + item * KV_HEADS + kv
-        tl.debug_barrier()
-        if tl.atomic_add(counter, 1, sem="acq_rel") == working - 1:
-            tl.debug_barrier()
-            total_w, total = _fold_splits(
-                sums, stats, to_state, position + 1, window, valid, d, TILE, DIM, WIDE, WINDOW, DEPTH
-            )
-            result = total / tl.where(total_w == 0.0, 1.0, total_w)[:, None]
-            tl.store(
-                out + at_q[:, None] + d, result.to(out.dtype.element_ty), mask=valid[:, None] & (d < DIM)
-            )
-            tl.store(counter, 0)
 
 
 @triton.jit
@@ -457,8 +349,6 @@ class Reading:
     sums: Tensor  # [R, heads, splits + 2, dim] float32
     stats: Tensor  # [R, heads, splits + 2, 2]
     whole: bool  # one program does all splits of its rows
-    counters: Tensor  # [I, kv_heads] int32, zero between passes
-    chains: bool  # every item is all of a text's rows, at the positions that follow each other at its end
 
 
 def padded_group(heads: int, kv_heads: int) -> int:
@@ -492,33 +382,29 @@ def longest_run(batch: Batch) -> int:
     return int(counts.max())
 
 
-def read_batch(batch: Batch, heads: int, kv_heads: int, dim: int) -> Reading:
-    """The reading of a batch that lies on the device; looks at it from the host, which waits once."""
+def read_batch(batch: Batch, heads: int, kv_heads: int, dim: int, there: Batch | None = None) -> Reading:
+    """The reading of a batch: `there` is its twin on the device, if it lies on the host itself; else the host waits."""
+    there = there or batch
     host = Batch(**{name: getattr(batch, name).cpu() for name in ROW_FIELDS}, table=batch.table)
     padded = padded_group(heads, kv_heads)
     tile = tile_for(longest_run(host), padded)
     groups = group_rows(host, tile // padded)
     tree = bool((host.ancestors != 0).any())
-    items = torch.tensor(groups, dtype=torch.int32, device=batch.ids.device)
+    items = torch.tensor(groups, dtype=torch.int32).to(there.ids.device, non_blocking=True)
     splits = split_count(int(host.positions.max()) + 1)
     reading = make_reading(items, batch.rows, (heads, kv_heads, dim), splits, tree, tile)
     if tree:
-        find_paths(batch, reading.paths)
+        find_paths(there, reading.paths)
     return reading
 
 
 def make_reading(
-    items: Tensor,
-    rows: int,
-    shape: tuple[int, int, int],
-    splits: int,
-    tree: bool,
-    tile: int,
-    chains: bool = False,
+    items: Tensor, rows: int, shape: tuple[int, int, int], splits: int, tree: bool, tile: int
 ) -> Reading:
     """Buffers for `rows` rows of texts of up to `splits` splits; shape is heads, kv_heads, dim."""
     heads, kv_heads, dim = shape
-    whole = not tree and (splits == 1 or len(items) * kv_heads >= ENOUGH)
+    enough = ENOUGH // 2 if tile > TILES[0] or splits <= SHORT else ENOUGH
+    whole = not tree and (splits == 1 or len(items) * kv_heads >= enough)
     room = 0 if whole else rows * heads * (splits + TAILS)
     return Reading(
         items=items,
@@ -529,8 +415,6 @@ def make_reading(
         sums=torch.empty(room * dim, dtype=torch.float32, device=items.device),
         stats=torch.empty(room * 2, dtype=torch.float32, device=items.device),
         whole=whole,
-        counters=torch.zeros(len(items) * kv_heads, dtype=torch.int32, device=items.device),
-        chains=chains and not tree,
     )
 
 
@@ -559,66 +443,25 @@ def attend(
 ) -> None:
     """q [R, heads, dim] over what each row sees in the slots -> out [R, heads, dim]."""
     rows, heads, dim = q.shape
+    kv_heads = keys.shape[1]
     r = reading
-    _launch(q, None, None, batch, keys, values, window, scale, r, out)
+    shared = len(r.items)
+    span = SPANS[0] if shared * kv_heads < MANY else SPANS[1]
+    parts = 1 if r.whole else r.splits if span == 1 else -(-split_end(r.splits) // (span * BLOCK))
+    _attend_kernel[(shared * parts + (rows if r.tree else 0), kv_heads)](
+        q, keys, values, batch.table, r.items, batch.positions, batch.table_rows, batch.prefix,
+        batch.ancestors, r.paths, r.sums, r.stats, out,
+        batch.table.stride(0), shared, parts, scale * LOG2E, window, r.splits,
+        HEADS=heads, KV_HEADS=kv_heads, GROUP=heads // kv_heads, PADDED=padded_group(heads, kv_heads), DIM=dim,
+        WIDE=_wide(dim), BLOCK=BLOCK, TILE=r.tile, LOW=TILES[0], NODES=NODES, SPAN=span, WINDOW=window > 0,
+        WHOLE=r.whole, TAIL=r.tree, num_warps=WARPS, num_stages=STAGES if dim <= 64 else 2, **chained(),
+    )  # fmt: skip
     if r.whole:
         return
     _combine_kernel[(rows, heads)](
         r.sums, r.stats, out, batch.prefix, batch.positions, batch.ancestors, window, r.splits,
         HEADS=heads, DIM=dim, WIDE=_wide(dim), BLOCK=BLOCK, WINDOW=window > 0, TAIL=r.tree,
         DEPTH=2 if INTERPRETED else 8 if r.tree else 16, num_warps=1, **chained(),
-    )  # fmt: skip
-
-
-def turn_and_attend(
-    raw: Tensor,
-    tables: tuple[Tensor, Tensor],
-    norms: tuple[Tensor, Tensor, float] | None,
-    batch: Batch,
-    keys: Tensor,
-    values: Tensor,
-    window: int,
-    scale: float,
-    reading: Reading,
-    out: Tensor,
-) -> None:
-    """Queries, keys and values as the matmul left them, [P, R, (heads + 2 kv_heads) * dim]: keys, rotated, and values
-    to their slots; queries, rotated, over what each row sees -> out [R, heads, dim]. In one launch where it can be.
-    """
-    if reading.chains and norms is None:
-        _launch(None, raw, tables, batch, keys, values, window, scale, reading, out)
-        return
-    q = torch.empty_like(out)
-    rope_and_write(raw, tables, batch, norms, q, keys, values)
-    attend(q, batch, keys, values, window, scale, reading, out)
-
-
-def _launch(
-    q: Tensor | None,
-    raw: Tensor | None,
-    tables: tuple[Tensor, Tensor] | None,
-    batch: Batch,
-    keys: Tensor,
-    values: Tensor,
-    window: int,
-    scale: float,
-    r: Reading,
-    out: Tensor,
-) -> None:
-    rows, heads, dim = out.shape
-    kv_heads = keys.shape[1]
-    span = SPANS[0] if len(r.items) * kv_heads < MANY else SPANS[1]
-    parts = 1 if r.whole else -(-split_end(r.splits) // (span * BLOCK))
-    shared = len(r.items)
-    cos, sin = tables or (None, None)
-    _attend_kernel[(shared * parts + (rows if r.tree else 0), kv_heads)](
-        q, keys, values, batch.table, r.items, batch.positions, batch.table_rows, batch.prefix,
-        batch.ancestors, r.paths, r.sums, r.stats, out, raw, cos, sin, batch.slots, r.counters, rows,
-        batch.table.stride(0), shared, parts, scale * LOG2E, window, r.splits,
-        HEADS=heads, KV_HEADS=kv_heads, GROUP=heads // kv_heads, PADDED=padded_group(heads, kv_heads), DIM=dim,
-        WIDE=_wide(dim), BLOCK=BLOCK, TILE=r.tile, LOW=TILES[0], NODES=NODES, SPAN=span, WINDOW=window > 0,
-        WHOLE=r.whole, TAIL=r.tree, FRESH=raw is not None, PARTS=0 if raw is None else len(raw),
-        DEPTH=2 if INTERPRETED else 128 // r.tile, num_warps=WARPS, num_stages=STAGES if dim <= 64 else 2, **chained(),
     )  # fmt: skip
 
 

@@ -32,6 +32,8 @@ from outrider.model.kernels.gpu.quantise import KINDS, dequantised, quantised, w
 
 GRAIN = 256  # a segment is a multiple of it, so that every tile depth fits
 HIGH = 64  # outputs of a stored tile: the height of Hopper's tensor core
+ENOUGH_BLOCKS = 128  # that keep every multiprocessor reading
+SHORTEST_SEGMENT = 512
 AT_ONCE = 64  # blocks of HIGH outputs that are packed together; more would only take more memory
 
 
@@ -274,9 +276,15 @@ def _matmul_kernel(
 
 def segments(weight: Packed) -> int:
     """Into how many pieces the sums along the inputs are cut. Part of the arithmetic: rows play no role."""
-    if weight.gated or weight.outputs * weight.inputs < 1 << 22 or weight.outputs > 8192:
+    blocks = -(-weight.outputs // HIGH)
+    if weight.gated or weight.outputs > 8192:
         return 1
-    return 4 if weight.inputs > 2 * weight.outputs else 2
+    if weight.outputs <= weight.inputs:
+        wanted = ENOUGH_BLOCKS if weight.inputs <= 2 * weight.outputs else 2 * ENOUGH_BLOCKS
+    else:
+        wanted = 3 * ENOUGH_BLOCKS
+    pieces = max(1, min(-(-wanted // blocks), weight.inputs // SHORTEST_SEGMENT))
+    return -(-weight.width // segment_length(weight.width, pieces))  # none of them empty
 
 
 def segment_length(width: int, pieces: int) -> int:
@@ -299,6 +307,9 @@ def choose_tile(weight: Packed, rows: int) -> Tile:
     spread = few and rows <= 256
     if gated or few > spread:  # two sums an output: with fewer warps they do not fit into registers
         return Tile(128, 128, 64, 8, 4)
+    pieces = segments(weight) if spread else 1
+    if pieces * -(-weight.outputs // 128) * -(-rows // 128) < ENOUGH_BLOCKS * 3 // 4:
+        return Tile(64, 64, deep, 4, 3, spread)
     return Tile(128, 64 if weight.outputs > 32_768 else 128, 64, 4, 4, spread)
 
 

@@ -1,0 +1,137 @@
+"""What is loaded on a GPU, as what, and where its memory goes; told by a machine that has none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+from outrider import LLM, Settings
+from outrider.bench.as_if import AsIf
+from outrider.engine import flying, llm
+from outrider.errors import InvalidRequest
+from outrider.load.checkpoint import open_checkpoint
+from outrider.settings import Memory, cache_room
+from tests.load.tiny import write_folder
+
+GIB = 1 << 30
+
+
+class Gpu:
+    """Stands in for everything that needs one: says what is free, keeps what was loaded and how."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self.patch = folder, monkeypatch
+        self.free = [10 * GIB]  # the last one is for ever
+        self.loaded: list[str | None] = []
+        self.drafters: dict[str, Any] = {"lookup": None}
+        monkeypatch.setattr(
+            llm, "_free_memory", lambda s: self.free.pop(0) if self.free[1:] else self.free[0]
+        )
+        monkeypatch.setattr(llm, "load_model", self.load)
+        monkeypatch.setattr(llm, "Engine", self.engine)
+        monkeypatch.setattr(
+            llm, "make_drafters", lambda draft, bench: (self.drafters, "+".join(self.drafters))
+        )
+        monkeypatch.setattr(llm, "kv_bytes", lambda model: 1 << 10)
+        monkeypatch.setattr(flying, "make_rounds", lambda engine: None)
+
+    def load(self, checkpoint: Any, settings: Settings, weights: str | None = None) -> Any:
+        self.loaded.append(weights)
+        place, config = SimpleNamespace(type="cuda"), checkpoint.config
+        return SimpleNamespace(device=place, config=config, weight_bytes=lambda: 3 * GIB)
+
+    def engine(self, model: Any, settings: Settings, text: Any) -> Any:
+        table = SimpleNamespace(pool=SimpleNamespace(total=settings.cache_bytes >> 10))
+        return SimpleNamespace(
+            store=None, table=table, context=128, use_drafters=lambda *given: None, rounds=None
+        )
+
+    def llm(self, kind: type[LLM] = LLM, **options: Any) -> Any:
+        """As far as its constructor gets without a thread."""
+        made = object.__new__(kind)
+        made.settings, made.memory = Settings(**options), None
+        made.checkpoint = open_checkpoint(self.folder)
+        made.tokenizer = made.checkpoint.tokenizer
+        return made
+
+
+@pytest.fixture
+def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    write_folder(tmp_path)
+    return Gpu(tmp_path, monkeypatch)
+
+
+def numbers(folder: Path) -> int:
+    opened = open_checkpoint(folder)
+    return sum(opened.tensor(name).numel() for name in opened.names())
+
+
+@pytest.mark.parametrize(("asked", "stored"), [("auto", "int8"), ("int4", "int4"), ("bfloat16", "bfloat16")])
+def test_a_draft_is_loaded_as_the_settings_say(gpu: Gpu, asked: str, stored: str) -> None:
+    made = gpu.llm(weights="int8", draft_weights=asked)
+    gpu.drafters["lm"] = None
+    engine = made._build("lookup")
+    made._bench(engine).load(made.checkpoint)
+    assert gpu.loaded == [None, stored]
+
+
+def test_a_widened_draft_is_loaded_the_same_way(gpu: Gpu) -> None:
+    made = gpu.llm(AsIf, draft_weights="int8")
+    made._draft_wide, seen = object(), []
+    made.widened_draft = lambda small: seen.append(small) or SimpleNamespace(config="wide")
+    made.settings = made.settings.placed(GIB)
+    assert made._load_draft(made.checkpoint).config == "wide"
+    assert (gpu.loaded, seen) == (["int8"], [made.checkpoint])
+
+
+def test_the_cache_leaves_room_for_a_draft_to_come(gpu: Gpu) -> None:
+    gpu.free = [GIB // 1024]
+    gpu.drafters["lm"] = None
+    made = gpu.llm(draft_weights="int8")
+    made._build(f"lookup+{gpu.folder}+early_exit:1")
+    assert made.settings.cache_bytes == cache_room(
+        GIB // 1024, numbers(gpu.folder), 1.0
+    )  # itself as its draft
+
+
+def test_without_a_draft_model_nothing_is_set_aside_or_looked_for(gpu: Gpu) -> None:
+    def looked(*given: Any) -> Path:
+        raise AssertionError(given)
+
+    gpu.patch.setattr(llm, "find", looked)
+    for draft in ("auto", "none", "lookup+early_exit:2", "early_exit"):
+        made = gpu.llm()
+        made._build(draft)
+        assert made.settings.cache_bytes == 6 * GIB
+
+
+def test_what_is_wrong_with_a_draft_is_left_to_who_loads_it(gpu: Gpu) -> None:
+    made = gpu.llm()
+    made._build("/no/such/draft")
+    assert made.settings.cache_bytes == 6 * GIB
+
+
+def test_memory_is_what_was_measured(gpu: Gpu) -> None:
+    """Before anything; beside the weights; beside the cache; beside the drafters and rounds."""
+    gpu.free = [20 * GIB, 10 * GIB, 4 * GIB, GIB]
+    made = gpu.llm()
+    made._build("lookup")
+    assert made.memory == Memory(3 * GIB, 3 * GIB, 6 * GIB, 6 * GIB >> 10, GIB)
+
+
+def test_a_draft_format_with_no_draft_model_is_refused(gpu: Gpu) -> None:
+    with pytest.raises(InvalidRequest, match=r"there is none \(draft: lookup\)") as refused:
+        gpu.llm(draft_weights="int8")._build("lookup")
+    assert refused.value.param == "draft_weights"
+
+
+def test_a_cpu_has_no_such_plan(gpu: Gpu) -> None:
+    gpu.patch.undo()
+    with LLM(gpu.folder, draft=str(gpu.folder), device="cpu") as made:
+        assert made.memory is None
+        assert (made.settings.draft_weights, made.drafter) == ("float32", "lm")
