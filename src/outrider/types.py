@@ -307,6 +307,10 @@ class Draft:
             masks.append((masks[parent] if parent >= 0 else 0) | 1 << node)
         return masks
 
+    def first_choice(self, node: int) -> bool:
+        """Whether no sibling comes before it."""
+        return self.parents[node] not in self.parents[:node]
+
     def path(self, node: int) -> list[int]:
         """Nodes from the root's child down to `node`, itself included."""
         nodes = []
@@ -455,6 +459,7 @@ class Outcome:
     drafted: int  # nodes
     deepest: int  # the longest path guessed
     accepted: int
+    straight: int  # of the accepted, those before the first that was not the drafter's first choice
 
 
 @dataclass(slots=True)
@@ -475,6 +480,6 @@ class StepRecord:
     outcomes: list[Outcome] = field(default_factory=list)
     reasons: tuple[str, ...] = ()  # why the planner bet as it did, one a sequence
     plain_s: float = 0.0  # what plain steps would have cost for the same tokens; 0 while a prompt is read
-    # A round on the device: its drafter, its room for guesses, and the sequences that set out; some may have ended.
-    flight: tuple[str, int, int] | None = None
+    # A round on the device: its drafter, the depth and nodes of its guesses, and how many sequences it has room for.
+    flight: tuple[str, tuple[int, int], int] | None = None
     passes: int = 1  # of the target, one after the other, told of together; rows are those of one

@@ -7,14 +7,15 @@ import pytest
 from outrider.control.costs import HOPED, KEEP, Costs, RoundCosts
 from outrider.control.planner import (
     DEPTH,
-    DEPTHS,
     HOTTEST,
     MOST_SEQUENCES,
     PROBE,
     PROBE_SHARE,
+    SIDE,
     Habit,
     Planner,
 )
+from outrider.draft.forms import CHAINS, TREES
 from outrider.types import NO_BET, Bet, Outcome, StepRecord
 from tests.tiny import sequence
 
@@ -29,7 +30,9 @@ def planner(costs: dict[int, float] | None = FREE, **options) -> Planner:
 
 def step(sequences, bets=None, rows=1, total=1.0, draft=0.0, drafted=0, accepted=0, known=None) -> StepRecord:
     bets = bets or [NO_BET] * len(sequences)
-    outcomes = [Outcome(s, b, drafted, drafted, accepted) for s, b in zip(sequences, bets, strict=True)]
+    outcomes = [
+        Outcome(s, b, drafted, drafted, accepted, accepted) for s, b in zip(sequences, bets, strict=True)
+    ]
     n = len(sequences)
     return StepRecord(
         rows, n, n if known is None else known, drafted, accepted, n, 0, draft, 0, 0, total, outcomes
@@ -219,11 +222,29 @@ def fly(made: Planner, sequences, bets, costs: dict[int, float], accepted=0, dra
     outcomes = []
     for s, bet in zip(sequences, bets, strict=True):
         nodes = bet.nodes if drafted is None else drafted
-        outcomes.append(Outcome(s, bet, nodes, nodes, min(accepted, nodes)))
+        outcomes.append(Outcome(s, bet, nodes, nodes, min(accepted, nodes), min(accepted, nodes)))
     n, took = len(sequences), costs[guesses]
     emitted = n + sum(o.accepted for o in outcomes)
-    record = StepRecord(n, n, n, 0, 0, emitted, 0, 0, took, 0, took, outcomes, flight=(name, guesses, size_of(sequences)))
+    record = StepRecord(
+        n,
+        n,
+        n,
+        0,
+        0,
+        emitted,
+        0,
+        0,
+        took,
+        0,
+        took,
+        outcomes,
+        flight=(name, (guesses, guesses), size_of(sequences)),
+    )
     made.observe(record)
+
+
+def measured(costs: dict[int, float]) -> list[tuple[str, tuple[int, int], float]]:
+    return [("lm" if depth else "none", (depth, depth), costs[depth]) for depth in (0, 1, 2, 4, 8)]
 
 
 def in_round(made: Planner, sequences) -> tuple[set[int], set[str]]:
@@ -236,7 +257,7 @@ def test_a_round_of_a_new_size_is_plain_first():
     assert in_round(made, some) == ({0}, {"unmeasured"})
     fly(made, some, [NO_BET] * 4, CHEAP)
     depths, reasons = in_round(made, some)
-    assert reasons == {"pays"} and depths <= set(DEPTHS)
+    assert reasons == {"pays"} and depths <= {1, 2, 4, 8}
     assert in_round(made, some[:2]) == ({0}, {"unmeasured"})  # another size
 
 
@@ -303,9 +324,8 @@ def test_a_new_sequence_starts_from_what_others_taught():
 def test_a_size_is_measured_before_it_is_planned_for():
     made, some = Planner("lm"), [sequence([1, i]) for i in range(3)]
     assert made.unmeasured(some, 4) == "lm"
-    for guesses in (0, *DEPTHS):
-        made.learn("lm" if guesses else "none", guesses, DEAR[guesses], 4)
-        assert (made.unmeasured(some, 4) == "none") == (guesses == DEPTHS[-1])
+    made.learn("lm", 4, measured(DEAR))
+    assert made.unmeasured(some, 4) == "none"
     assert made.unmeasured(some[:2], 2) == "lm"  # another size
     off = [sequence([1], speculation=False), sequence([1], speculation={"depth": 4, "nodes": 4})]
     assert made.unmeasured(off, 4) == "none"  # nothing is left open
@@ -314,11 +334,12 @@ def test_a_size_is_measured_before_it_is_planned_for():
 
 def test_what_must_be_read_first_has_to_be_earned():
     made, some = Planner("lm"), [sequence([1, i]) for i in range(4)]
-    for guesses in (0, *DEPTHS):
-        made.learn("lm" if guesses else "none", guesses, RISING[guesses], 4)
+    made.learn("lm", 4, measured(RISING))
     made.read("lm", 1000, 10.0)
     depth = made.plan_round(some, 8, 4, lambda _: 1000).bets[0].nodes
-    assert depth == made.plan_round(some, 8, size_of(some)).bets[0].nodes > 0  # ten plain rounds' time, soon earned
+    assert (
+        depth == made.plan_round(some, 8, size_of(some)).bets[0].nodes > 0
+    )  # ten plain rounds' time, soon earned
     assert made.plan_round(some, 8, 4, lambda _: 9000).bets == (NO_BET,) * 4
     assert made.round_costs.reading("lm", 1) == made.round_costs.reading("lm", 100) > 0
     assert made.round_costs.reading("lm", 0) == made.round_costs.reading("lookup", 9) == 0
@@ -341,33 +362,57 @@ def test_what_a_request_fixed_is_done_and_others_go_along():
 
 def test_what_plain_rounds_would_have_cost():
     made, s = Planner("lookup"), sequence([1, 2])
-    plain = StepRecord(1, 1, 1, 0, 0, 8, 0, 0, 4.0, 0, 5.0, flight=("none", 0, 1), passes=8)
+    plain = StepRecord(1, 1, 1, 0, 0, 8, 0, 0, 4.0, 0, 5.0, flight=("none", (0, 0), 1), passes=8)
     made.observe(plain)
     assert made.round_costs.plain(1) == 0.5 and plain.plain_s == 5.0
-    outcome = Outcome(s, Bet("lookup", 4, 4), 4, 4, 3)
-    record = StepRecord(5, 1, 1, 4, 3, 4, 0, 0, 0.75, 0, 0.8, [outcome], flight=("lookup", 4, 1))
+    outcome = Outcome(s, Bet("lookup", 4, 4), 4, 4, 3, 3)
+    record = StepRecord(5, 1, 1, 4, 3, 4, 0, 0, 0.75, 0, 0.8, [outcome], flight=("lookup", (4, 4), 1))
     made.observe(record)
-    assert record.plain_s == 4 * 0.5 and made.round_costs.ratio("lookup", 4, 1) == 1.5
+    assert record.plain_s == 4 * 0.5 and made.round_costs.ratio("lookup", (4, 4), 1) == 1.5
 
 
 def test_a_round_costs_what_it_set_out_with_however_many_are_left():
     made = Planner("lookup")
-    made.observe(StepRecord(16, 8, 8, 0, 0, 8, 0, 0, 4.0, 0, 5.0, flight=("none", 0, 16)))
+    made.observe(StepRecord(16, 8, 8, 0, 0, 8, 0, 0, 4.0, 0, 5.0, flight=("none", (0, 0), 16)))
     assert made.round_costs.plain(16) == 4.0 and made.round_costs.plain(8) is None
 
 
 def test_unmeasured_rounds_are_judged_by_their_neighbours():
     costs = RoundCosts()
-    assert costs.ratio("lm", 4, 16) == 1 + 4 * HOPED
-    for sequences in (1, 16):
-        costs.observe("none", 0, sequences, 2.0)
-    costs.observe("lm", 4, 1, 3.0)
-    assert costs.ratio("lm", 4, 16) == 1.5  # of fewer sequences
-    costs.observe("lm", 2, 16, 4.0)
-    assert costs.ratio("lm", 4, 16) == 3.0  # of another depth
-    costs.observe("lm", 4, 16, 5.0)
-    assert costs.ratio("lm", 4, 16) == 2.5
-    assert costs.ratio("lookup", 4, 16) == 1 + 4 * HOPED
+    assert costs.ratio("lm", (4, 4), 16) == 1 + 4 * HOPED
+    for size in (1, 16):
+        costs.observe("none", (0, 0), size, 2.0)
+    costs.observe("lm", (4, 4), 1, 3.0)
+    assert costs.ratio("lm", (4, 4), 16) == 1 + 4 * HOPED  # another size says nothing
+    costs.observe("lm", (2, 2), 16, 4.0)
+    assert costs.ratio("lm", (4, 4), 16) == 3.0 and costs.ratio("lm", (2, 6), 16) == 4.0  # another form
+    costs.observe("lm", (4, 4), 16, 5.0)
+    assert costs.ratio("lm", (4, 4), 16) == 2.5 and costs.ratio("lm", (0, 0), 16) == 1.0
+    assert costs.ratio("lookup", (4, 4), 16) == 1 + 4 * HOPED
+
+
+def test_a_tree_is_taken_where_it_brings_more_than_it_costs():
+    made, some = Planner("lm"), [sequence([1, 2])]
+    chains = [("none", (0, 0), 1.0), *(("lm", form, 1 + 0.2 * form[0]) for form in CHAINS)]
+    made.learn("lm", 1, chains)
+    habit = made._general("lm")
+    habit.first = habit.further = 0.5
+    assert made.plan_round(some, 8, 1).bets[0].nodes == made.plan_round(some, 8, 1).bets[0].depth > 0
+    made.learn("lm", 1, [("lm", form, 1 + 0.2 * form[0] + 0.01 * form[1]) for form in TREES])
+    bet = made.plan_round(some, 8, 1).bets[0]
+    assert (bet.depth, bet.nodes) in TREES
+    asked = sequence([1, 3], speculation={"depth": 3, "nodes": 3})
+    both = made.plan_round([*some, asked], 8, 1).bets
+    assert [bet.nodes <= bet.depth <= 3 for bet in both] == [True, True]  # one form for all
+    made.learn("lm", 1, [("lm", form, 9.0) for form in TREES] * 40)
+    assert made.plan_round(some, 8, 1).bets[0].nodes == made.plan_round(some, 8, 1).bets[0].depth
+
+
+def test_what_a_tree_brings():
+    habit = Habit(0.5, 0.8)
+    assert habit.tokens((2, 2)) == 0.5 + 0.4
+    wide = 0.5 + 0.5 * SIDE + 0.5 * SIDE * (1 - SIDE)  # three choices for the first token
+    assert habit.tokens((2, 6)) == pytest.approx(wide + 0.5 * (0.8 + 0.2 * SIDE) + 0.5 * SIDE * 0.8)
 
 
 def test_a_habit_knows_the_first_guess_from_the_others():
@@ -375,4 +420,4 @@ def test_a_habit_knows_the_first_guess_from_the_others():
     for i in range(400):
         habit.observe(4, 4 if i % 2 else 0, 200)
     assert abs(habit.first - 0.5) < 0.05 and habit.further > 0.95
-    assert abs(habit.tokens(4) - 2.0) < 0.2
+    assert abs(habit.tokens((4, 4)) - 2.0) < 0.2

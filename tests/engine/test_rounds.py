@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 from outrider.cache.store import KeyValueStore
 from outrider.control.planner import Planner
 from outrider.draft.chains import LmChain, LookupChain, State
+from outrider.draft.forms import TREES
 from outrider.draft.lookup import LookupDrafter
 from outrider.engine.engine import Engine
 from outrider.engine.rounds import PATIENCE, Rounds
-from outrider.types import NO_BET, Bet, Request
+from outrider.types import NO_BET, Bet, Plan, Request
+from tests.engine.test_target_chains import Steady
 from tests.tiny import (
     VOCAB,
     finish,
@@ -56,7 +58,10 @@ def make_engine(model, small, lag: int | None, default: str = "lm", **settings) 
         c = small.config
         store = KeyValueStore(c.layers, engine.store.slots, c.kv_heads, c.head_dim)
         run = lambda batch, *_: small.forward(batch, store)  # noqa: E731
-        rounds.drafters = {"lookup": LookupChain(), "lm": LmChain(small, store, run, VOCAB, engine.table.tensor)}
+        rounds.drafters = {
+            "lookup": LookupChain(),
+            "lm": LmChain(small, store, run, VOCAB, engine.table.tensor),
+        }
         engine.rounds = rounds
     return engine
 
@@ -105,7 +110,7 @@ def test_rounds_are_flown_and_guesses_hold(model, small) -> None:
     [one] = engine.add(request("a", prompt_of(20), max_tokens=120, temperature=0.7, speculation=how))
     finish(engine)
     assert engine.rounds is not None
-    assert any(key[:3] == (1, 4, "lm") for key in engine.rounds.shapes)
+    assert any(key[:4] == (1, 4, (4, 4), "lm") for key in engine.rounds.shapes)
     packed = make_engine(model, small, None)
     [other] = packed.add(request("a", prompt_of(20), max_tokens=120, temperature=0.7, speculation=how))
     finish(packed)
@@ -334,3 +339,58 @@ def test_a_size_is_made_once_it_is_worth_it(model, small) -> None:
     for _ in range(PATIENCE - 1):
         assert rounds.size_for(7) == 16
     assert rounds.size_for(7) == rounds.size_for(5) == 8
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("form", TREES)
+def test_trees_in_rounds_change_nothing_and_hold_more(model, small, lag, form) -> None:
+    asked = [
+        request(f"r{i}", prompt_of(4 + 7 * i, i), max_tokens=50, temperature=0.7, seed=i) for i in range(3)
+    ]
+    plain = run(make_engine(model, small, None, "none"), asked)
+    held = {}
+    for depth, nodes in (form, (form[0], form[0])):
+        engine = make_engine(model, small, lag, check_integrity=True)
+        engine.planner = Steady(Bet("lm", nodes, depth))
+        sequences = [engine.add(one)[0] for one in asked]
+        while not engine.idle:
+            engine.step()
+        engine._land(0)
+        engine.table.check()
+        assert {(s.request.id, 0): s.output for s in sequences} == plain
+        assert {size for s in sequences for size, _ in s.guesses} == {nodes}
+        held[nodes] = sum(s.accepted for s in sequences) / sum(s.steps for s in sequences)
+    assert held[form[1]] > held[form[0]]
+
+
+class Pausing(Steady):
+    """Guesses in one round and rests in the next."""
+
+    def plan_round(self, sequences, deepest: int, size: int, unread) -> Plan:
+        plan = super().plan_round(sequences, deepest, size, unread)
+        self.rests = not getattr(self, "rests", True)
+        return Plan((NO_BET,) * len(sequences)) if self.rests else plan
+
+
+@pytest.mark.parametrize("planner", [Steady, Pausing])
+def test_a_draft_knows_what_it_has_read_of_a_tree(model, small, monkeypatch, planner) -> None:
+    """Its guesses are those of a draft that reads everything again before every round."""
+    asked = request("r", prompt_of(9, 3), max_tokens=120, temperature=0.7, seed=3)
+    seen = []
+    for forget in (False, True):
+        engine = make_engine(model, small, 0)
+        engine.planner = planner(Bet("lm", 11, 3))
+        lm, told = engine.rounds.drafters["lm"], []
+        tree = lm.tree
+
+        def noted(*given, tree=tree, told=told):
+            guesses, count = tree(*given)
+            told.append(guesses.tolist())
+            return guesses, count
+
+        monkeypatch.setattr(lm, "tree", noted)
+        if forget:
+            monkeypatch.setattr(lm.reads, "of", lambda sequence: 0)
+        run(engine, [asked])
+        seen.append(told)
+    assert seen[0] == seen[1] and len(seen[0]) > 5

@@ -9,6 +9,7 @@ from outrider.control.planner import Planner
 from outrider.draft import tree
 from outrider.draft.eagle import EagleDrafter, load_eagle
 from outrider.draft.early_exit import EarlyExitDrafter
+from outrider.draft.forms import TREES
 from outrider.draft.lm import LmDrafter
 from outrider.draft.lookup import LookupDrafter
 from outrider.engine.engine import Engine
@@ -139,3 +140,19 @@ def test_guesses_change_nothing_and_hold(models) -> None:
     assert {(s.request.id, 0): s.output for s in sequences} == plain
     assert sum(s.accepted for s in sequences) > 0.2 * sum(s.drafted for s in sequences)
     assert all(s.steps < len(s.output) for s in sequences)
+
+
+@pytest.mark.parametrize("form", TREES)
+def test_trees_change_nothing(models, form) -> None:
+    asked = [
+        request(f"r{i}", prompt_of(5 + 20 * i, i), max_tokens=150, temperature=0.7, seed=i) for i in range(3)
+    ]
+    plain = run(make_engine(models, False, "none"), asked)
+    engine = make_engine(models, True)
+    engine.planner = Steady(Bet("lm", form[1], form[0]))
+    sequences = [engine.add(one)[0] for one in asked]
+    while not engine.idle:
+        engine.step()
+    engine._land(0)
+    assert {(s.request.id, 0): s.output for s in sequences} == plain
+    assert sum(s.accepted for s in sequences) > 0.5 * sum(s.steps for s in sequences)

@@ -143,11 +143,11 @@ def _device_pass(llm: LLM, batch: Batch, context: int) -> Callable[[], float]:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):  # what is compiled or measured the first time must not be captured
-        rounds.run(there, each, context)
+        rounds.run(there, each, context, False)
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        rounds.run(there, each, context)
+        rounds.run(there, each, context, False)
 
     def run() -> float:
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

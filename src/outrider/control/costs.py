@@ -47,18 +47,15 @@ class Costs:
 
 
 class RoundCosts:
-    """By how many sequences have room in a round (a power of two) and how many guesses each may have."""
+    """By the form of the guesses (depth and nodes) and how many sequences have room in a round, a power of two."""
 
     def __init__(self) -> None:
-        self.seconds: dict[tuple[str, int, int], float] = {}  # by drafter, guesses, size; plain: "none", 0
+        # By drafter, form and size; plain: "none", (0, 0).
+        self.seconds: dict[tuple[str, tuple[int, int], int], float] = {}
         self.a_token: dict[str, float] = {}  # by drafter: seconds to read one
 
-    def observe(self, drafter: str, guesses: int, size: int, seconds: float) -> None:
-        _learn(self.seconds, (drafter, guesses, size), seconds)
-
-    def measured(self, drafter: str, size: int) -> set[int]:
-        """How many guesses rounds of this size have been seen with; 0 is a plain one."""
-        return {n for name, n, s in self.seconds if s == size and name in (drafter, "none")}
+    def observe(self, drafter: str, form: tuple[int, int], size: int, seconds: float) -> None:
+        _learn(self.seconds, (drafter, form, size), seconds)
 
     def observe_reading(self, drafter: str, tokens: int, seconds: float) -> None:
         """A drafter read on before it could guess."""
@@ -69,30 +66,23 @@ class RoundCosts:
         return self.a_token.get(drafter, 0.0) * max(tokens, FEW) if tokens else 0.0
 
     def plain(self, size: int) -> float | None:
-        return self.seconds.get(("none", 0, size))
+        return self.seconds.get(("none", (0, 0), size))
 
-    def ratio(self, drafter: str, guesses: int, size: int) -> float:
-        """A round's cost against a plain one's. Unmeasured, it is taken from the nearest that is, or is hoped to be
-        low, so that it gets measured.
+    def forms(self, drafter: str, size: int) -> list[tuple[int, int]]:
+        """Those whose cost is known."""
+        return [form for name, form, s in self.seconds if (name, s) == (drafter, size)]
+
+    def ratio(self, drafter: str, form: tuple[int, int], size: int) -> float:
+        """A round's cost against a plain one's. Of a form that was not measured: by its rows from the nearest, or
+        hoped to be low, so that it gets measured.
         """
-        tried = self._tried(drafter, size)
-        if guesses in tried:
-            return tried[guesses]
-        if tried:
-            nearest = min(tried, key=lambda n: abs(n - guesses))
-            return 1 + (tried[nearest] - 1) * guesses / nearest
-        while size > 1:
-            size //= 2
-            if guesses in (tried := self._tried(drafter, size)):
-                return tried[guesses]
-        return 1 + HOPED * guesses
-
-    def _tried(self, drafter: str, size: int) -> dict[int, float]:
-        """Measured ratios by guesses."""
-        plain = self.seconds.get(("none", 0, size))
-        if plain is None:
-            return {}
-        return {n: t / plain for (name, n, s), t in self.seconds.items() if (name, s) == (drafter, size)}
+        plain, known = self.plain(size), self.forms(drafter, size)
+        if form == (0, 0):
+            return 1.0
+        if plain is None or not known:
+            return 1 + HOPED * form[1]
+        nearest = min(known, key=lambda one: (abs(one[1] - form[1]), one))
+        return 1 + (self.seconds[drafter, nearest, size] / plain - 1) * form[1] / nearest[1]
 
 
 def _learn(known: dict, key: object, value: float) -> None:

@@ -6,8 +6,8 @@ likeliest to survive is taken first, as long as expected tokens a second rise un
 step. None at all is one of the outcomes. A sequence whose guesses stopped paying is asked again now and
 then, so that off is never for ever.
 
-A round on a device costs the same whoever guesses in it, so there one depth is chosen for all: the one that
-promises the most tokens for its measured cost.
+A round on a device costs the same whoever guesses in it, so there one form of guesses is chosen for all, a chain or a
+tree: the one that promises the most tokens for its measured cost.
 
 What a request fixes itself (drafter, depth, nodes, tree) is done as asked.
 """
@@ -15,11 +15,12 @@ What a request fixes itself (drafter, depth, nodes, tree) is done as asked.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from outrider.control.costs import Costs, RoundCosts
+from outrider.draft.forms import CHAINS, Form, ranks_of, shape_of
 from outrider.types import MAX_NODES, NO_BET, Bet, Plan, Sequence, StepRecord
 
 DEPTH = 4  # guesses in a row, at most, unless a request says otherwise
@@ -28,8 +29,9 @@ TREE_SEQUENCES = 4  # up to this many, a grown tree may be worth its rows
 HOTTEST = 1.5  # above this temperature hardly any guess holds
 FADE = 0.9  # how fast an old result is forgotten
 PROBE = 24  # steps without a guess after which one is tried
-DEPTHS = (1, 2, 4, 8)  # of rounds: few, as each is made once and kept
-PROBE_DEPTH = 2
+PROBE_FORM: Form = (2, 2)
+NONE: Form = (0, 0)
+SIDE = 0.35  # the chance that a draft's next choice holds where the one before it did not
 FIRST, FURTHER = 0.6, 0.8  # what is hoped of guesses in rounds before any was made
 HOPE_GROWS = 0.02
 SHORT_MEMORY, LONG_MEMORY = 12, 200  # rounds: of one sequence, and of a drafter in general
@@ -59,7 +61,7 @@ class Habit:
     weight: float = 4.0  # of what was believed before, in rounds
 
     def observe(self, guessed: int, accepted: int, memory: float) -> None:
-        """A round that wanted guesses; `guessed` 0: the drafter had none, which costs as much as a wrong one."""
+        """A round that wanted guesses in a row; `guessed` 0: the drafter had none, which costs as much as a wrong one."""
         self.first += ((accepted > 0) - self.first) / (self.weight + 1)
         for depth in range(1, min(accepted + 1, guessed)):
             self.further += ((accepted > depth) - self.further) / (self.weight + 1)
@@ -67,9 +69,17 @@ class Habit:
             self.further += HOPE_GROWS * max(0.0, FURTHER - self.further)
         self.weight = min(self.weight + 1, memory)
 
-    def tokens(self, depth: int) -> float:
-        """Expected of a round with so many guesses, beside the one that is sure."""
-        return sum(self.first * self.further**k for k in range(depth))
+    def tokens(self, form: Form) -> float:
+        """Expected of a round with guesses of this form, beside the one that is sure."""
+        if form[0] == form[1]:
+            return sum(self.first * self.further**k for k in range(form[0]))
+        reached: list[float] = []
+        shape, ranks = shape_of(form), ranks_of(form)
+        for depth, parent, rank in zip(shape.depths, shape.parents, ranks, strict=True):
+            holds = self.first if depth == 1 else self.further
+            chance = holds if rank == 0 else (1 - holds) * SIDE * (1 - SIDE) ** (rank - 1)
+            reached.append(chance * (reached[parent] if parent >= 0 else 1.0))
+        return sum(reached)
 
 
 class Planner:
@@ -82,6 +92,7 @@ class Planner:
             str, Habit
         ] = {}  # of a drafter's guesses in general: what a new sequence starts from
         self.rested = 0  # plain rounds in a row
+        self.measured: set[tuple[str, int]] = set()  # drafters, and sizes of their rounds
 
     def plan(self, sequences: Seq[Sequence], batch: int) -> Plan:
         """Bets for the sequences that emit this step, of `batch` that move."""
@@ -101,11 +112,13 @@ class Planner:
         """The drafter whose rounds of this size are to be measured before anything can be planned, or none."""
         names = [bet.drafter for bet, reason in (self._asked(s, 1) for s in sequences) if reason == "auto"]
         ((name, _),) = Counter(names).most_common(1) or [("none", 0)]
-        return "none" if self.round_costs.measured(name, size) >= {0, *DEPTHS} else name
+        return "none" if (name, size) in self.measured else name
 
-    def learn(self, drafter: str, guesses: int, seconds: float, size: int) -> None:
-        """What a round was measured to take."""
-        self.round_costs.observe(drafter, guesses, size, seconds)
+    def learn(self, drafter: str, size: int, costs: Iterable[tuple[str, Form, float]]) -> None:
+        """What rounds of this size were measured to take."""
+        self.measured.add((drafter, size))
+        for name, form, seconds in costs:
+            self.round_costs.observe(name, form, size, seconds)
 
     def read(self, drafter: str, tokens: int, seconds: float) -> None:
         """What it took a drafter to catch up."""
@@ -127,39 +140,42 @@ class Planner:
             (min(b.depth, deepest) for b, why in settled if why == "asked" and b.drafter == name), default=0
         )
         waiting = 0.0 if fixed else self.round_costs.reading(name, unread(name))
-        depth, why = self._round_depth(
+        (depth, nodes), why = self._round_form(
             [sequences[i] for i in open_], name, fixed, len(sequences), size, waiting
         )
         for i, (bet, reason) in enumerate(settled):
             if reason == "auto":
                 mine = i in open_ and depth > 0
-                settled[i] = (Bet(name, depth, depth, None, bet.mode), why) if mine else (NO_BET, why)
+                settled[i] = (Bet(name, nodes, depth, None, bet.mode), why) if mine else (NO_BET, why)
         return Plan(tuple(bet for bet, _ in settled), tuple(reason for _, reason in settled))
 
-    def _round_depth(
+    def _round_form(
         self, open_: list[Sequence], name: str, fixed: int, batch: int, size: int, waiting: float
-    ) -> tuple[int, str]:
-        """How deep to guess for those who leave it open, in a round at least `fixed` deep, and why. `waiting`: seconds
+    ) -> tuple[Form, str]:
+        """How to guess for those who leave it open, in a round at least `fixed` deep, and why. `waiting`: seconds
         until guessing could begin, which it must earn within some rounds.
         """
         habits = [self._habit(sequence, name) for sequence in open_]
 
-        def speed(depth: int) -> float:
-            tokens = batch + sum(habit.tokens(depth) for habit in habits)
-            return tokens / self.round_costs.ratio(name, max(depth, fixed), size)
+        def speed(form: Form) -> float:
+            tokens = batch + sum(habit.tokens(form) for habit in habits)
+            return tokens / self.round_costs.ratio(name, max(form, (fixed, fixed)), size)
 
         plain = self.round_costs.plain(size)
         if not fixed and plain is None:
-            return 0, "unmeasured"  # what guessing costs is told against a plain round
-        best = max((0, *DEPTHS), key=speed)
+            return NONE, "unmeasured"  # what guessing costs is told against a plain round
+        forms = [*CHAINS, *self.round_costs.forms(name, size)]
+        if fixed:  # everyone's guesses have the form of those that were asked for
+            forms = [form for form in forms if form[0] == form[1] <= fixed]
+        best = max((NONE, *forms), key=speed)
         wait = waiting / (plain or 1.0)  # in plain rounds
-        earned = (1 - speed(0) / speed(best)) * HORIZON
+        earned = (1 - speed(NONE) / speed(best)) * HORIZON
         if not open_ or earned > wait:
             return best, "pays"
-        extra = self.round_costs.ratio(name, max(PROBE_DEPTH, fixed), size) - 1 + wait
+        extra = self.round_costs.ratio(name, max(PROBE_FORM, (fixed, fixed)), size) - 1 + wait
         if self.rested >= max(PROBE, extra / PROBE_SHARE):
-            return PROBE_DEPTH, "probe"
-        return 0, "below break-even"
+            return PROBE_FORM, "probe"
+        return NONE, "below break-even"
 
     def _habit(self, sequence: Sequence, name: str) -> Habit:
         if sequence not in self.habits:
@@ -185,19 +201,19 @@ class Planner:
                 known.held = FADE * known.held + o.accepted
                 known.failed = FADE * known.failed + (o.accepted < o.deepest)
 
-    def _observe_round(self, record: StepRecord, drafter: str, guesses: int, size: int) -> None:
-        self.round_costs.observe(drafter, guesses, size, record.target_s / record.passes)
+    def _observe_round(self, record: StepRecord, drafter: str, form: Form, size: int) -> None:
+        self.round_costs.observe(drafter, form, size, record.target_s / record.passes)
         plain = self.round_costs.plain(size)
         if plain is not None:
-            record.plain_s = record.emitted / record.sequences * plain if guesses else record.total_s
+            record.plain_s = record.total_s if form == NONE else record.emitted / record.sequences * plain
         for o in record.outcomes:
             if o.bet.nodes and not o.sequence.finish_reason:
-                self._habit(o.sequence, drafter).observe(o.drafted, o.accepted, SHORT_MEMORY)
+                self._habit(o.sequence, drafter).observe(o.deepest, o.straight, SHORT_MEMORY)
             if o.bet.nodes:
-                self._general(drafter).observe(o.drafted, o.accepted, LONG_MEMORY)
-        if not guesses:
+                self._general(drafter).observe(o.deepest, o.straight, LONG_MEMORY)
+        if form == NONE:
             self.rested += record.passes
-        elif record.emitted / record.sequences <= self.round_costs.ratio(drafter, guesses, size):
+        elif record.emitted / record.sequences <= self.round_costs.ratio(drafter, form, size):
             self.rested = 0  # one that paid is followed by another
 
     def _plain_cost(self, record: StepRecord) -> float:

@@ -7,7 +7,7 @@ not do without: a rejected guess needs no undoing.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -16,12 +16,12 @@ from torch import Tensor
 from outrider.cache.store import KeyValueStore
 from outrider.draft.lookup import SHORTEST
 from outrider.model.decoder import Model
-from outrider.types import Batch, SamplingParams, Sequence
+from outrider.types import Batch, Draft, SamplingParams, Sequence
 from outrider.verify.filters import BANNED, OFF, wanted
 from outrider.verify.process import warmth
 
-# Rows on the device, how many of them belong to one text, and how long texts may be.
-Pass = Callable[[Batch, int, int], Tensor]
+# Rows on the device, how many of them belong to one text, how long texts may be, and whether rows branch.
+Pass = Callable[[Batch, int, int, bool], Tensor]
 
 # Tokens of all texts, some rows, their lengths, how many to guess, how long texts may be, and what counts as the same.
 Find = Callable[[Tensor, Tensor, Tensor, int, int, int, int], tuple[Tensor, Tensor]]
@@ -80,9 +80,56 @@ class ChainDrafter(Protocol):
         """Read what these texts have gained. Nothing is on its way, and their rows on the device are up to date."""
         ...
 
-    def landed(self, sequence: Sequence, guessed: int, accepted: int) -> None:
-        """A round in which it guessed `guessed` tokens for this text is over; `accepted` of them held."""
+    def landed(self, sequence: Sequence, accepted: int, fed: int) -> None:
+        """A round in which it guessed for this text is over: `accepted` guesses held, of which it had to read `fed`."""
         ...
+
+
+@runtime_checkable
+class TreeDrafter(Protocol):
+    def tree(
+        self, state: State, rows: Tensor, lengths: Tensor, tree: Branches, context: int
+    ) -> tuple[Tensor, Tensor]:
+        """As `chain`, a guess for every node."""
+        ...
+
+
+class Branches:
+    """A form's nodes as tensors. Row 0 is the last known token, row i + 1 is node i; a node's entry in the table comes
+    as far behind the root's.
+    """
+
+    def __init__(self, shape: Draft, device: torch.device) -> None:
+        n, self.shape, self.device = len(shape), shape, device
+        depths = [0, *shape.depths]
+        self.branches = max(depths) < n
+        self.step = torch.arange(n + 1, device=device)
+        self.ahead = torch.arange(1, max(depths) + 2, device=device)
+        self.depths = torch.tensor(depths, device=device)
+        self.parents = torch.tensor(
+            [parent + 1 for parent in shape.parents], dtype=torch.int64, device=device
+        )
+        self.masks = torch.tensor([0, *shape.ancestors], dtype=torch.int64, device=device)
+        self.paths = (self.masks[1:, None] >> self.step[:-1] & 1).bool()  # [n, n]
+        self.levels = (
+            self.depths[1:] == torch.arange(1, max(depths) + 1, device=device)[:, None]
+        )  # [depth, n]
+        self.fed = [self._fed(depth) for depth in range(max(depths))]
+
+    def _fed(self, depth: int) -> tuple[Tensor, int, Tensor]:
+        """Rows of this depth that have children, the most children one has, and which of so many each child is."""
+        shape, depths = self.shape, [0, *self.shape.depths]
+        rows = [row for row, d in enumerate(depths) if d == depth and row - 1 in shape.parents]
+        kids = [(node, parent + 1) for node, parent in enumerate(shape.parents) if parent + 1 in rows]
+        most = max(shape.parents.count(row - 1) for row in rows)
+        places = [rows.index(row) * most + shape.parents[:node].count(row - 1) for node, row in kids]
+        return torch.tensor(rows, device=self.device), most, torch.tensor(places, device=self.device)
+
+    def mark(self, batch: Batch, lengths: Tensor, rows: Tensor | None = None) -> None:
+        """Make these rows of each text, by default all, see their own paths after its known tokens."""
+        masks = self.masks if rows is None else self.masks[rows]
+        batch.ancestors = masks.repeat(len(lengths))
+        batch.prefix = (lengths.int() + 1).repeat_interleave(len(masks))
 
 
 class Reads:
@@ -116,7 +163,7 @@ class NothingToRead:
     def catch_up(self, state: State, sequences: list[Sequence]) -> None:
         pass
 
-    def landed(self, sequence: Sequence, guessed: int, accepted: int) -> None:
+    def landed(self, sequence: Sequence, accepted: int, fed: int) -> None:
         pass
 
 
@@ -183,23 +230,45 @@ class LmChain:
         for sequence, start, end in spans:
             self.reads.note(sequence, max(start, end))
 
-    def landed(self, sequence: Sequence, guessed: int, accepted: int) -> None:
+    def landed(self, sequence: Sequence, accepted: int, fed: int) -> None:
         known = len(sequence.tokens) - accepted - 1  # when it guessed
-        self.reads.note(sequence, known + min(accepted, guessed - 1))
+        self.reads.note(sequence, known + fed)
 
     def chain(
         self, state: State, rows: Tensor, lengths: Tensor, n: int, context: int
     ) -> tuple[Tensor, Tensor]:
-        two = torch.stack([(lengths - 1).clamp(min=0), lengths], dim=1)
-        guesses = [self._next(state, rows, state.tokens[rows[:, None], two], two, context)]
+        guesses = [self._drawn(state, rows, self._after_known(state, rows, lengths, context), lengths + 1)]
         for ahead in range(1, n):
             at = (lengths + ahead)[:, None]
-            guesses.append(self._next(state, rows, guesses[-1][:, None], at, context))
+            logits = logits_after(self.run, state, rows, guesses[-1][:, None], at, context)
+            guesses.append(self._drawn(state, rows, logits, at[:, 0] + 1))
         return torch.stack(guesses, dim=1), torch.full_like(lengths, n)
 
-    def _next(self, state: State, rows: Tensor, ids: Tensor, at: Tensor, context: int) -> Tensor:
-        logits = logits_after(self.run, state, rows, ids, at, context)[:, : self.vocab]
-        return draw_at(self.model, state, rows, logits, at[:, -1] + 1)
+    def tree(
+        self, state: State, rows: Tensor, lengths: Tensor, tree: Branches, context: int
+    ) -> tuple[Tensor, Tensor]:
+        logits = self._after_known(state, rows, lengths, context)
+        levels: list[Tensor] = []
+        for depth, (fed, most, places) in enumerate(tree.fed):
+            if depth:
+                here = torch.cat(levels, dim=1)[:, fed - 1]
+                at = (lengths + depth)[:, None].expand(-1, len(fed))
+                slots = state.table[rows[:, None], lengths[:, None] + fed]
+                batch = rows_batch(state, rows, here, at, slots)
+                tree.mark(batch, lengths, fed)
+                logits = self.run(batch, len(fed), context, True)
+            owners = rows.repeat_interleave(len(fed))
+            positions = (lengths + depth + 1).repeat_interleave(len(fed))
+            drawn = draw_at(self.model, state, owners, logits[:, : self.vocab], positions, most)
+            levels.append(drawn.view(len(rows), -1)[:, places])
+        return torch.cat(levels, dim=1), torch.full_like(lengths, len(tree.shape))
+
+    def _after_known(self, state: State, rows: Tensor, lengths: Tensor, context: int) -> Tensor:
+        two = torch.stack([(lengths - 1).clamp(min=0), lengths], dim=1)
+        return logits_after(self.run, state, rows, state.tokens[rows[:, None], two], two, context)
+
+    def _drawn(self, state: State, rows: Tensor, logits: Tensor, positions: Tensor) -> Tensor:
+        return draw_at(self.model, state, rows, logits[:, : self.vocab], positions)
 
 
 def logits_after(run: Pass, state: State, rows: Tensor, ids: Tensor, at: Tensor, context: int) -> Tensor:
@@ -207,7 +276,7 @@ def logits_after(run: Pass, state: State, rows: Tensor, ids: Tensor, at: Tensor,
     together = ids.shape[1]
     batch = rows_batch(state, rows, ids, at, state.table[rows[:, None], at])
     batch.logit_rows = torch.arange(together - 1, len(batch.ids), together, device=rows.device)
-    return run(batch, together, context)
+    return run(batch, together, context, False)
 
 
 def known_rows(table: Tensor, owners: np.ndarray, ids: np.ndarray, at: np.ndarray) -> Batch:
@@ -241,11 +310,20 @@ def rows_batch(state: State, rows: Tensor, ids: Tensor, at: Tensor, slots: Tenso
     )
 
 
-def draw_at(model: Model, state: State, owners: Tensor, logits: Tensor, positions: Tensor) -> Tensor:
-    """The law at each row of logits: who it belongs to, and the position it foretells."""
+def draw_at(
+    model: Model, state: State, owners: Tensor, logits: Tensor, positions: Tensor, most: int = 1
+) -> Tensor:
+    """The law at each row of logits: who it belongs to, and the position it foretells. With `most`, also what it would
+    say if its first choice were banned, and so on: [R, most].
+    """
     heat = state.temperature[owners]
     sampled = heat > 0
     logits = logits / torch.where(sampled, heat, 1.0)[:, None]
     if state.filtered:
         model.sift(logits, state.top_k[owners], state.top_p[owners], state.floor[owners])
-    return model.draw(logits, sampled, state.seeds[owners], positions)
+    seeds = state.seeds[owners]
+    drawn = [model.draw(logits, sampled, seeds, positions)]
+    for _ in range(1, most):
+        logits.scatter_(1, drawn[-1][:, None], -torch.inf)
+        drawn.append(model.draw(logits, sampled, seeds, positions))
+    return drawn[0] if most == 1 else torch.stack(drawn, dim=1)

@@ -87,7 +87,7 @@ class EagleChain:
                 self.head.forward(*self._known(state, rows, at), self.store)
             self.reads.note(sequence, max(start, end))
 
-    def landed(self, sequence: Sequence, guessed: int, accepted: int) -> None:
+    def landed(self, sequence: Sequence, accepted: int, fed: int) -> None:
         known = len(sequence.tokens) - accepted - 1  # when it guessed
         # Not the guesses that held: their entries came of the head's own hidden states, not the target's.
         self.reads.note(sequence, known)

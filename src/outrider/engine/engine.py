@@ -18,7 +18,7 @@ from torch import Tensor
 
 from outrider.cache.pool import CacheFull
 from outrider.cache.table import SlotTable
-from outrider.control.planner import DEPTHS, Planner
+from outrider.control.planner import Planner
 from outrider.draft.drafter import Drafter
 from outrider.engine.rounds import Flight, Rounds
 from outrider.engine.runner import pack
@@ -164,7 +164,7 @@ class Engine:
         """Commit what the target said, tell it, and record what it cost."""
         emits = [pick.emits for pick in picks]
         outcomes = [
-            Outcome(pick.sequence, bet, len(draft), _deepest(draft), len(verdict.accepted))
+            _outcome(pick.sequence, bet, draft, verdict)
             for (pick, bet, draft), verdict in zip(
                 compress(zip(picks, bets, drafts, strict=True), emits), verdicts, strict=True
             )
@@ -204,7 +204,7 @@ class Engine:
             return False
         if not self.grounded.isdisjoint(running) or any(s.pending != 1 for s in running):
             return False
-        return self.table.make_room(len(running) * (rounds.deepest + 1))
+        return self.table.make_room(len(running) * (rounds.widest(len(running)) + 1))
 
     def _fly(self, rounds: Rounds) -> list[Event]:
         """Start a round; tell of the one before, which has been running meanwhile."""
@@ -213,8 +213,7 @@ class Engine:
         if (drafter := self.planner.unmeasured(sequences, size)) in rounds.drafters:
             if self.flights:
                 return self._land(0)
-            for measured in rounds.measure(size, drafter, DEPTHS):
-                self.planner.learn(*measured, size)
+            self.planner.learn(drafter, size, rounds.measure(size, drafter))
         plan = self.planner.plan_round(
             sequences, rounds.deepest, size, lambda name: sum(rounds.unread(sequences, name).values())
         )
@@ -466,6 +465,13 @@ def _ending(sequence: Sequence, tokens: list[int]) -> tuple[int, int, FinishReas
 
 def _deepest(draft: Draft) -> int:
     return max(draft.depths) if draft else 0
+
+
+def _outcome(sequence: Sequence, bet: Bet, draft: Draft, verdict: Verdict) -> Outcome:
+    accepted, straight = verdict.accepted, 0
+    while straight < len(accepted) and draft.first_choice(accepted[straight]):
+        straight += 1
+    return Outcome(sequence, bet, len(draft), _deepest(draft), len(accepted), straight)
 
 
 def _origins(draft: Draft, verdict: Verdict) -> list[Origin]:

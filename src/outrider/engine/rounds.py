@@ -4,8 +4,8 @@ Sequence state (texts, lengths, slot tables, seeds) lives where the model does. 
 tensor operations over it, so on a GPU it is captured once a shape as a graph and replayed. The host says who
 takes part, gives each a few fresh slots, and reads what happened one round later, while the next one runs.
 
-Only chains fly, and only for requests whose law is a temperature and filters; everything else takes the
-packed path of runner.py. Both give the same bits: a chain's rows see exactly what plain rows would see.
+Only guesses of a few forms fly (draft/forms.py), and only for requests whose law is a temperature and filters;
+everything else takes the packed path of runner.py. Both give the same bits: a guess sees what a plain row would see.
 """
 
 from __future__ import annotations
@@ -19,19 +19,30 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.cache.store import KeyValueStore
 from outrider.cache.table import SlotTable
-from outrider.draft.chains import ChainDrafter, Pass, State, draw_at, rows_batch
+from outrider.draft.chains import Branches, ChainDrafter, Pass, State, TreeDrafter, draw_at, rows_batch
+from outrider.draft.forms import CHAINS, TREES, Form, shape_of
 from outrider.engine.scheduler import Pick
 from outrider.model.decoder import Model
 from outrider.types import NO_BET, NO_DRAFT, Bet, Draft, Sequence, Verdict
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-CONTEXTS = (1024, 4096, 16_384, 65_536, 262_144)  # lengths that rounds are made for: few, as making one takes time
+CONTEXTS = (
+    1024,
+    4096,
+    16_384,
+    65_536,
+    262_144,
+)  # lengths that rounds are made for: few, as making one takes time
 DEEPEST = 8  # guesses a round may hold; longer chains are packed
 LONGEST_RUN = 8  # plain passes in one round
+NO_FORM: Form = (0, 0)
+PLAIN = ("none", NO_FORM)
+TREE_SIZE = 4  # up to so many sequences a round has rows to spare for trees
 PATIENCE = 48  # rounds that are larger than they need be before their own size is made
 
 
@@ -42,9 +53,10 @@ class Flight:
     picks: list[Pick]
     bets: list[Bet]
     reasons: tuple[str, ...]
-    nodes: int
+    nodes: int  # guesses, or plain passes after the first
+    form: Form  # of the guesses
     drafter: str
-    result: Tensor  # on the host, once `done`: [S, n + 1] of plain passes, else [S, 2 + 2 n + 1]
+    result: Tensor  # on the host, once landed: as `Shape._plain` or `Shape._guessed` tells
     timer: Timer
     rows: list[int]
     size: int  # of its shape: padding counts
@@ -56,9 +68,9 @@ class Flight:
         return sequence.finish_reason is None and sequence.row == self.rows[i]
 
     @property
-    def kind(self) -> tuple[str, int, int]:
-        """Whose guesses it has room for, how many, and for how many sequences."""
-        return self.drafter, self.nodes if self.drafter != "none" else 0, self.size
+    def kind(self) -> tuple[str, Form, int]:
+        """Whose guesses it has room for, in which form, and for how many sequences."""
+        return self.drafter, self.form, self.size
 
     @property
     def seconds(self) -> float:
@@ -80,10 +92,11 @@ class Flight:
             told = self.result[: len(self.picks)].tolist()
             return [NO_DRAFT] * len(told), [Verdict(tokens, []) for tokens in told]
         drafts, verdicts = [], []
-        n = self.nodes
+        (depth, n), parents = self.form, shape_of(self.form).parents
         for accepted, count, *rest in self.result[: len(self.picks)].tolist():
-            drafts.append(Draft.chain(rest[n + 1 : n + 1 + count]) if count else NO_DRAFT)
-            verdicts.append(Verdict(rest[: accepted + 1], list(range(accepted))))
+            tokens, path, guesses = rest[: accepted + 1], rest[depth + 1 : depth + 1 + accepted], rest[-n:]
+            drafts.append(Draft(tuple(guesses[:count]), parents[:count]) if count else NO_DRAFT)
+            verdicts.append(Verdict(tokens, path))
         return drafts, verdicts
 
 
@@ -133,7 +146,7 @@ class Rounds:
         self.state.table[-1] = self.dummy  # padding's row, which a drafter also takes for who wants no guess
         # Of rounds that may be on their way: the drafter, the rows it guesses for, and the most tokens they bring.
         self.latest: deque[tuple[str, set[int], int]] = deque(maxlen=lag)
-        self.shapes: dict[tuple[int, int, str, int, bool], Shape] = {}
+        self.shapes: dict[tuple[int, int, Form, str, int, bool], Shape] = {}
         self.runs: dict[int, int] = {}  # by size: plain passes in one round
         self.made: set[int] = set()  # sizes that rounds are made for
         self.missed: Counter[int] = Counter()  # rounds of another size where these would have been enough
@@ -150,14 +163,22 @@ class Rounds:
         return how.off or (chain and (how.drafter or default) in ("none", *self.drafters))
 
     def fitted(self, bets: Seq[Bet]) -> list[Bet]:
-        """The same bets as chains. A round has one drafter, the one most asked for; others are plain in it."""
+        """The same bets in forms that fly. A round has one drafter, the one most asked for; others are plain in it."""
         asked = Counter(bet.drafter for bet in bets if bet.nodes)
         ((chosen, _),) = asked.most_common(1) or [("none", 0)]
-        return [self._chain(bet) if bet.nodes and bet.drafter == chosen else NO_BET for bet in bets]
+        return [self._form(bet) if bet.nodes and bet.drafter == chosen else NO_BET for bet in bets]
 
-    def _chain(self, bet: Bet) -> Bet:
+    def _form(self, bet: Bet) -> Bet:
+        """As it is if it is one of the trees, else a chain."""
+        if (bet.depth, bet.nodes) in self.forms(bet.drafter, 1):
+            return bet
         depth = min(bet.depth, self.deepest)
         return replace(bet, nodes=depth, depth=depth)
+
+    def forms(self, drafter: str, size: int) -> tuple[Form, ...]:
+        """What a drafter's guesses may look like in rounds of this size."""
+        trees = isinstance(self.drafters[drafter], TreeDrafter) and size <= TREE_SIZE
+        return (*CHAINS, *TREES) if trees else CHAINS
 
     def size_for(self, count: int) -> int:
         """The size of the next round for so many sequences. Making rounds of a new size takes the time of many rounds,
@@ -206,18 +227,23 @@ class Rounds:
         timer.wait()
         return timer.seconds()
 
-    def measure(self, size: int, drafter: str, depths: Seq[int]) -> Iterator[tuple[str, int, float]]:
-        """With nothing on its way: what rounds of this size take, plain and with so many guesses, in seconds; over
+    def widest(self, count: int) -> int:
+        """Guesses that a round for so many sequences may hold for each."""
+        return max(self.deepest, *(nodes for _, nodes in TREES if count <= TREE_SIZE), 0)
+
+    def measure(self, size: int, drafter: str) -> Iterator[tuple[str, Form, float]]:
+        """With nothing on its way: what rounds of this size take, plain and with guesses of each form, in seconds; over
         padding, which changes nobody's state. It also makes them, so that no answer waits for that later.
         """
-        for nodes in (0, *depths):
-            name = drafter if nodes else "none"
-            shape = self._shape(size, nodes, name, min(CONTEXTS[0], self.state.width), False)
+        context = min(CONTEXTS[0], self.state.width)
+        for form in (NO_FORM, *self.forms(drafter, size)):
+            name, nodes = ("none", 0) if form == NO_FORM else (drafter, form[1])
+            shape = self._shape(size, nodes, form, name, context, False)
             for _ in range(2):  # the first one only warms up
                 shape.fill([], np.zeros((0, nodes + 1), np.int32), [], self.state.rows, self.dummy)
                 _, timer = shape.fly()
                 timer.wait()
-            yield name, nodes, timer.seconds()
+            yield name, form, timer.seconds()
 
     def launch(
         self, picks: list[Pick], bets: list[Bet], reasons: tuple[str, ...], fresh: np.ndarray, size: int
@@ -226,24 +252,29 @@ class Rounds:
         pass.
         """
         nodes = fresh.shape[1] - 1
-        names = {bet.drafter for bet in bets if bet.nodes}
-        drafter = names.pop() if names else "none"
+        drafter, form = max(
+            ((b.drafter, (b.depth, b.nodes)) for b in bets if b.nodes == nodes > 0), default=PLAIN
+        )
         rows = [pick.sequence.row for pick in picks]
         for pick in picks:
             self._board(pick.sequence)
         filtered = bool(self.state.filters[rows].any())
-        shape = self._shape(size, nodes, drafter, self._context(picks), filtered)
+        shape = self._shape(size, nodes, form, drafter, self._context(picks), filtered)
         shape.fill(rows, fresh, [bet.nodes for bet in bets], self.state.rows, self.dummy)
         result, timer = shape.fly()
         guessing = {row for row, bet in zip(rows, bets, strict=True) if bet.nodes}
-        self.latest.append((drafter, guessing, nodes + 1))
-        return Flight(picks, bets, reasons, nodes, drafter, result, timer, rows, size, time.perf_counter())
+        self.latest.append((drafter, guessing, 1 + (form[0] or nodes)))
+        return Flight(
+            picks, bets, reasons, nodes, form, drafter, result, timer, rows, size, time.perf_counter()
+        )
 
     def landed(self, flight: Flight, i: int, verdict: Verdict) -> None:
         """The host now knows of a pick what the device knew already."""
         sequence = flight.picks[i].sequence
         if flight.bets[i].nodes:
-            self.drafters[flight.drafter].landed(sequence, flight.nodes, len(verdict.accepted))
+            held, parents = verdict.accepted, shape_of(flight.form).parents
+            leaf = bool(held) and held[-1] not in parents  # nobody had to read it to guess on
+            self.drafters[flight.drafter].landed(sequence, len(held), len(held) - leaf)
         if sequence.row in self.boarded:
             self.boarded[sequence.row] = (sequence, len(sequence.tokens))
 
@@ -258,10 +289,10 @@ class Rounds:
         longest = max(len(pick.sequence.tokens) for pick in picks) + (self.lag + 1) * (self.deepest + 1)
         return min(next((c for c in CONTEXTS if c >= longest), self.state.width), self.state.width)
 
-    def _shape(self, size: int, nodes: int, drafter: str, context: int, filtered: bool) -> Shape:
-        key = (size, nodes, drafter, context, filtered)
+    def _shape(self, size: int, nodes: int, form: Form, drafter: str, context: int, filtered: bool) -> Shape:
+        key = (size, nodes, form, drafter, context, filtered)
         if key not in self.shapes:
-            self.shapes[key] = Shape(self, size, nodes, self.drafters.get(drafter), context, filtered)
+            self.shapes[key] = Shape(self, size, nodes, form, self.drafters.get(drafter), context, filtered)
         return self.shapes[key]
 
 
@@ -273,17 +304,19 @@ class Shape:
         rounds: Rounds,
         size: int,
         nodes: int,
+        form: Form,
         drafter: ChainDrafter | None,
         context: int,
         filtered: bool,
     ) -> None:
         self.rounds, self.size, self.nodes, self.drafter = rounds, size, nodes, drafter
+        self.form, self.tree = form, Branches(shape_of(form), rounds.device)
         self.context, self.filtered = context, filtered
         self.cuda = rounds.device.type == "cuda"
         width = 2 + nodes + 1  # row, how many guesses, fresh slots
         self.host = torch.zeros(2, size, width, dtype=torch.int32, pin_memory=self.cuda)
         self.inputs = torch.zeros(size, width, dtype=torch.int32, device=rounds.device)
-        told = nodes + 1 if drafter is None else 2 + 2 * nodes + 1
+        told = nodes + 1 if drafter is None else 2 + 2 * form[0] + 1 + nodes
         self.results = torch.zeros(2, size, told, dtype=torch.int64, pin_memory=self.cuda)
         self.graph: Any = None
         self.output: Tensor | None = None
@@ -352,33 +385,51 @@ class Shape:
         state.lengths[rows] = torch.where(rows == state.rows, 0, lengths)  # padding must not grow
 
     def _guessed(self, drafter: ChainDrafter) -> Tensor:
-        """Draft, run, judge, commit. [S, accepted, guessed, tokens emitted (n + 1), guesses (n)]."""
-        state, n = self.rounds.state, self.nodes
+        """Draft, run, judge, commit. [S, accepted, guessed, tokens emitted (depth + 1), the nodes among them (depth),
+        guesses (n)].
+        """
+        state, tree = self.rounds.state, self.tree
         rows, wanted, fresh = self.inputs[:, 0].long(), self.inputs[:, 1].long(), self.inputs[:, 2:]
         lengths = state.lengths[rows]
-        step = torch.arange(n + 1, device=rows.device)
-        at = lengths[:, None] + step  # [S, n + 1] positions of the rows
-        ids = state.tokens[rows, lengths][:, None]
-        state.table[rows[:, None], at] = fresh
+        step = tree.step  # [n + 1]
+        state.table[rows[:, None], lengths[:, None] + step] = fresh
         # Who wants no guess is padding to the drafter: it must not write to slots that others may share.
         guessing = torch.where(wanted > 0, rows, state.rows)
-        guesses, count = drafter.chain(state, guessing, state.lengths[guessing], n, self.context)
+        guesses, count = self._draft(drafter, guessing, state.lengths[guessing])
         count = torch.minimum(count, wanted)
-        ids = torch.cat([ids, guesses], dim=1)
+        ids = torch.cat([state.tokens[rows, lengths][:, None], guesses], dim=1)
         meant = step <= count[:, None]
+        at = lengths[:, None] + tree.depths  # [S, n + 1] positions of the rows
         chosen = self._law(ids, at, torch.where(meant, fresh, self.rounds.dummy), rows)
-        held = (chosen[:, :n] == guesses) & meant[:, 1:]
-        accepted = held.long().cumprod(1).sum(1)
-        state.tokens[rows[:, None], at + 1] = chosen
+        held = (chosen[:, tree.parents] == guesses) & meant[:, 1:]
+        # A level's row, if it holds: its path holds, which includes itself. Equal siblings are one and the same.
+        alive = (held[:, None] | ~tree.paths).all(-1)
+        reached = (alive[:, None] & tree.levels) * step[1:]
+        rows_held = reached.amax(-1)  # [S, depth]; 0 where none
+        accepted = (rows_held > 0).sum(1)
+        told = chosen.gather(1, F.pad(rows_held, (1, 0)))
+        ahead = lengths[:, None] + tree.ahead
+        if tree.branches:  # the path's slots come first now
+            state.table[rows[:, None], ahead[:, :-1]] = fresh.gather(1, rows_held)
+        state.tokens[rows[:, None], ahead] = told
         self._grow(rows, lengths + accepted + 1)
-        return torch.cat([accepted[:, None], count[:, None], chosen, guesses], dim=1)
+        return torch.cat([accepted[:, None], count[:, None], told, rows_held - 1, guesses], dim=1)
+
+    def _draft(self, drafter: ChainDrafter, rows: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        state = self.rounds.state
+        if not self.tree.branches:
+            return drafter.chain(state, rows, lengths, self.nodes, self.context)
+        assert isinstance(drafter, TreeDrafter)
+        return drafter.tree(state, rows, lengths, self.tree, self.context)
 
     def _law(self, ids: Tensor, at: Tensor, slots: Tensor, rows: Tensor) -> Tensor:
         """One pass of the target over all rows, and what the law says at each."""
         state = self.rounds.state
         batch = rows_batch(state, rows, ids, at, slots)
         together = ids.shape[1]
-        logits = self.rounds.run(batch, together, self.context)
+        if branching := self.tree.branches and together > 1:
+            self.tree.mark(batch, at[:, 0])
+        logits = self.rounds.run(batch, together, self.context, branching)
         owners = rows.repeat_interleave(together)
         return draw_at(self.rounds.model, state, owners, logits, at.flatten() + 1).view(at.shape)
 

@@ -19,6 +19,7 @@ from outrider.model.kernels.gpu.attention import (
     make_reading,
     padded_group,
     read_batch,
+    share_entries,
     split_count,
     tile_for,
 )
@@ -88,15 +89,16 @@ class DeviceDecoder:
 class DevicePass:
     """The pass over rows on the device with nothing for the host to look at: fit to be part of a graph.
 
-    Every `together` neighbouring rows belong to one text, at rising positions. By default all layers run.
+    Every `together` neighbouring rows belong to one text; unless they branch, at rising positions. By default all
+    layers run.
     """
 
     def __init__(self, model: DeviceDecoder, store: KeyValueStore, layers: int | None = None) -> None:
         self.model, self.store, self.layers = model, store, layers or model.config.layers
         self.readings = Readings(model.config, model.device)
 
-    def __call__(self, batch: Batch, together: int, context: int) -> Tensor:
-        reading = self.readings.of(batch, together, context)
+    def __call__(self, batch: Batch, together: int, context: int, branching: bool = False) -> Tensor:
+        reading = self.readings.of(batch, together, context, branching)
         return run_pass(self.model, batch, self.store, reading, self.layers)
 
 
@@ -107,17 +109,15 @@ class Readings:
 
     def __init__(self, config: ModelConfig, device: torch.device) -> None:
         self.shape, self.device = (config.heads, config.kv_heads, config.head_dim), device
-        self._made: dict[tuple[int, int, int], tuple[Reading, Tensor]] = {}
+        self._made: dict[tuple[int, int, int, bool], Reading] = {}
 
-    def of(self, batch: Batch, together: int, context: int) -> Reading:
-        key = (batch.rows, together, context)
-        if key not in self._made:
-            self._made[key] = self._make(*key)
-        reading, lasts = self._made[key]
-        reading.items[:, 2] = batch.prefix[lasts]
+    def of(self, batch: Batch, together: int, context: int, branching: bool = False) -> Reading:
+        key = (batch.rows, together, context, branching)
+        reading = self._made.get(key) or self._made.setdefault(key, self._make(*key))
+        share_entries(batch, reading)
         return reading
 
-    def _make(self, rows: int, together: int, context: int) -> tuple[Reading, Tensor]:
+    def _make(self, rows: int, together: int, context: int, branching: bool) -> Reading:
         heads, kv_heads, _ = self.shape
         padded = padded_group(heads, kv_heads)
         tile = tile_for(together, padded)
@@ -128,8 +128,7 @@ class Readings:
             for at in range(begin, begin + together, most)
         ]
         items = torch.tensor(groups, dtype=torch.int32, device=self.device)
-        reading = make_reading(items, rows, self.shape, split_count(context), False, tile)
-        return reading, (items[:, 0] + items[:, 1] - 1).long()
+        return make_reading(items, rows, self.shape, split_count(context), branching, tile)
 
 
 def run_pass(

@@ -351,9 +351,7 @@ def test_copies_are_found_where_torch_finds_them(
     rows = torch.tensor([3, 0, 4, *range(5, 14), 13, 13])
     lengths = torch.tensor([0, 40, 50, *torch.randint(1, context - 10, (9,), generator=random), 1, 2])
     for n in (1, 5):
-        found = copies.find_copies(
-            tokens.to(device), rows.to(device), lengths.to(device), n, context, 8, 2
-        )
+        found = copies.find_copies(tokens.to(device), rows.to(device), lengths.to(device), n, context, 8, 2)
         expected = find_copies(tokens, rows, lengths, n, context, 8, 2)
         assert torch.equal(found[1].cpu(), expected[1])
         meant = torch.arange(n) < expected[1][:, None]

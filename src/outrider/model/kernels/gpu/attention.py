@@ -418,6 +418,19 @@ def make_reading(
     )
 
 
+def share_entries(batch: Batch, reading: Reading) -> None:
+    """Fill in, on the device, what each item's rows share, and the paths of those that branch. Rows of an item are at
+    rising positions, or of one tree with its root first.
+    """
+    first, count = reading.items[:, 0].long(), reading.items[:, 1]
+    if not reading.tree:
+        reading.items[:, 2] = batch.prefix[first + count - 1]
+        return
+    known = batch.prefix[first]
+    reading.items[:, 2] = torch.where(batch.ancestors[first] != 0, known // BLOCK * BLOCK, known)
+    find_paths(batch, reading.paths)
+
+
 def find_paths(batch: Batch, paths: Tensor) -> None:
     """The slots of every guessed row's path, by depth."""
     _paths_kernel[(batch.rows,)](
