@@ -61,7 +61,7 @@ class Habit:
     weight: float = 4.0  # of what was believed before, in rounds
 
     def observe(self, guessed: int, accepted: int, memory: float) -> None:
-        """A round that wanted guesses in a row; `guessed` 0: the drafter had none, which costs as much as a wrong one."""
+        """A round that wanted guesses in a row; `guessed` 0: there were none, which costs as much as a wrong one."""
         self.first += ((accepted > 0) - self.first) / (self.weight + 1)
         for depth in range(1, min(accepted + 1, guessed)):
             self.further += ((accepted > depth) - self.further) / (self.weight + 1)

@@ -204,7 +204,7 @@ class Engine:
             return False
         if not self.grounded.isdisjoint(running) or any(s.pending != 1 for s in running):
             return False
-        return self.table.make_room(len(running) * (rounds.widest(len(running)) + 1))
+        return self.table.make_room(len(running) * (rounds.deepest + 1))
 
     def _fly(self, rounds: Rounds) -> list[Event]:
         """Start a round; tell of the one before, which has been running meanwhile."""
@@ -217,7 +217,10 @@ class Engine:
         plan = self.planner.plan_round(
             sequences, rounds.deepest, size, lambda name: sum(rounds.unread(sequences, name).values())
         )
-        bets = rounds.fitted(plan.bets)
+        most = max(bet.nodes for bet in plan.bets)
+        bets = rounds.fitted(
+            plan.bets, most <= rounds.deepest or self.table.make_room(len(sequences) * (most + 1))
+        )
         guessing = [s for s, bet in zip(sequences, bets, strict=True) if bet.nodes]
         drafter = next((bet.drafter for bet in bets if bet.nodes), "none")
         if unread := rounds.unread(guessing, drafter):

@@ -162,15 +162,17 @@ class Rounds:
         chain = how.tree is None and how.nodes in (None, how.depth) and (how.depth or 0) <= self.deepest
         return how.off or (chain and (how.drafter or default) in ("none", *self.drafters))
 
-    def fitted(self, bets: Seq[Bet]) -> list[Bet]:
-        """The same bets in forms that fly. A round has one drafter, the one most asked for; others are plain in it."""
+    def fitted(self, bets: Seq[Bet], trees: bool = True) -> list[Bet]:
+        """The same bets in forms that fly, or without room for trees as chains. A round has one drafter, the one most
+        asked for; others are plain in it.
+        """
         asked = Counter(bet.drafter for bet in bets if bet.nodes)
         ((chosen, _),) = asked.most_common(1) or [("none", 0)]
-        return [self._form(bet) if bet.nodes and bet.drafter == chosen else NO_BET for bet in bets]
+        return [self._form(bet, trees) if bet.nodes and bet.drafter == chosen else NO_BET for bet in bets]
 
-    def _form(self, bet: Bet) -> Bet:
+    def _form(self, bet: Bet, trees: bool) -> Bet:
         """As it is if it is one of the trees, else a chain."""
-        if (bet.depth, bet.nodes) in self.forms(bet.drafter, 1):
+        if trees and (bet.depth, bet.nodes) in self.forms(bet.drafter, 1):
             return bet
         depth = min(bet.depth, self.deepest)
         return replace(bet, nodes=depth, depth=depth)
@@ -227,10 +229,6 @@ class Rounds:
         timer.wait()
         return timer.seconds()
 
-    def widest(self, count: int) -> int:
-        """Guesses that a round for so many sequences may hold for each."""
-        return max(self.deepest, *(nodes for _, nodes in TREES if count <= TREE_SIZE), 0)
-
     def measure(self, size: int, drafter: str) -> Iterator[tuple[str, Form, float]]:
         """With nothing on its way: what rounds of this size take, plain and with guesses of each form, in seconds; over
         padding, which changes nobody's state. It also makes them, so that no answer waits for that later.
@@ -248,8 +246,8 @@ class Rounds:
     def launch(
         self, picks: list[Pick], bets: list[Bet], reasons: tuple[str, ...], fresh: np.ndarray, size: int
     ) -> Flight:
-        """Start a round of a size that has room for all. `fresh` are the last slots of each row: one, and one more for every guess or further
-        pass.
+        """Start a round of a size that has room for all. `fresh` are the last slots of each row: one, and one more for
+        every guess or further pass.
         """
         nodes = fresh.shape[1] - 1
         drafter, form = max(
