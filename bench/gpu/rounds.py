@@ -22,8 +22,8 @@ from step import random_model  # beside this file
 
 from outrider.bench.certificate import certificate
 from outrider.cache.table import SlotTable
+from outrider.control.forms import CHAINS, TREES, Form
 from outrider.draft.chains import LmChain, LookupChain
-from outrider.draft.forms import CHAINS, TREES, Form
 from outrider.engine.rounds import NO_FORM, Rounds
 from outrider.model.decoder import make_store
 from outrider.model.device import DeviceDecoder, DevicePass

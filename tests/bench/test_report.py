@@ -11,12 +11,20 @@ from typing import Any
 import pytest
 from bench.report import GOALS, main, page
 
+from outrider import SamplingParams
+from outrider.bench.as_if import AsIf
+from outrider.bench.speculation import compare, ways_of
+from outrider.bench.speed import concurrency
+from outrider.cli.measure import described
+from tests.bench.conftest import prompts
+
 CERTIFICATE = {
     "command": "outrider bench <x> --json a&b",
     "commit": "c0ffee",
     "versions": "v",
     "machine": "H200",
 }
+ROUND = ("round_rows", "round_ms", "pass_ms", "outside_pass")
 AS_IF = {
     "shape": "8b",
     "parameters": 8,
@@ -28,6 +36,36 @@ AS_IF = {
 def step(ms: float, rows: int = 1, of_plain: float = 1.0, context: int = 512) -> dict[str, Any]:
     one = {"context": context, "sequences": 1, "rows": rows, "ms": ms, "of_plain": of_plain}
     return {"kind": "step", "certificate": CERTIFICATE, "shape": "8b", "weight_gb": 15.0, "steps": [one]}
+
+
+def rounds(
+    drafter: str, ms: float, size: int = 1, form: tuple[int, int] = (4, 4), **changes: Any
+) -> dict[str, Any]:
+    """As bench/gpu/rounds.py writes it, of one round; read back, as a form is a list then."""
+    one = {
+        "size": size,
+        "drafter": drafter,
+        "form": form,
+        "ms": ms,
+        "of_plain": 1.25,
+        "tokens": None,
+        "tok_s": None,
+    }
+    made = {
+        "kind": "rounds",
+        "certificate": CERTIFICATE,
+        "shape": "8b",
+        "draft": "1b",
+        "context": 512,
+        "rounds": [one],
+    }
+    read: dict[str, Any] = json.loads(json.dumps(made | changes))
+    return read
+
+
+def offline(together: int, rate: float) -> dict[str, Any]:
+    found = {"together": together, "one_tok_s": 1200.0, "all_tok_s": rate, "ratio": rate / 1200}
+    return {"kind": "bench", "certificate": CERTIFICATE, "draft": "none", "plain": {"together": found}}
 
 
 def way(**changes: Any) -> dict[str, Any]:
@@ -68,12 +106,23 @@ def verdict(html: str, goal: str) -> str:
         (bench(lookup=way(outside_pass=0.07)), "Round outside the target's pass", ("7.00 %", "✗ missed")),
         (bench(lookup=way(round_rows=5, round_ms=4.5)), "Lookup, 4 guesses of 4", ("1,111 tok/s", "✓ met")),
         (bench(lm=way(round_rows=5, round_ms=9.0)), "1B-shaped draft", ("308.1 tok/s", "✗ missed")),
+        (rounds("lookup", 4.6), "Lookup, 4 guesses of 4", ("1,087 tok/s", "5.00 tokens in a round of 4.60", "✓ met")),
+        (rounds("lookup", 4.7), "Lookup, 4 guesses of 4", ("1,064 tok/s", "✗ missed")),
+        (rounds("lm", 8.0), "1B-shaped draft", ("346.6 tok/s", "2.77 tokens in a round of 8.00 ms", "✓ met")),
+        (rounds("lm", 8.1), "1B-shaped draft", ("342.3 tok/s", "✗ missed")),
+        (rounds("none", 5.0, 16, (0, 0)), "Plain decoding, batch 16", ("3,200 tok/s", "context 512", "✓ met")),
+        (rounds("none", 5.2, 16, (0, 0)), "Plain decoding, batch 16", ("3,077 tok/s", "✗ missed")),
+        (rounds("none", 5.7, 32, (0, 0)), "Plain decoding, batch 32", ("5,614 tok/s", "✓ met")),
+        (rounds("none", 5.8, 32, (0, 0)), "Plain decoding, batch 32", ("5,517 tok/s", "✗ missed")),
+        (offline(512, 100_000.0), "512 prompts at once", ("100,000 tok/s", "✓ met")),
+        (offline(512, 99_999.0), "512 prompts at once", ("99,999 tok/s", "✗ missed")),
         (bench(lm=way(ratio=2.1)), "Chat at T = 0.7 with the draft", ("2.10x plain", "✓ met")),
         (bench("rewrite", lookup=way(ratio=2.4)), "Rewriting at T = 0", ("2.40x plain", "✗ missed")),
         (bench(batch="16", lm=way()), "Plain decoding, batch 16", ("250 tok/s", "✗ missed")),
         (bench(auto=way(ratio=0.98)), "auto against plain", ("0.98x plain", "✗ missed")),
         (bench(auto=way(ratio=1.2)), "auto against plain", ("1.20x plain", "✓ so far, 1 of 10 measured")),
         (bench(lm=way(differing=2)), "Tokens that differ from plain ones", ("2", "✗ missed")),
+        (bench("code", "2", **{"lm:auto": way(differing=3)}), "Tokens that differ", ("3", "code, lm:auto", "✗ missed")),
         (audit(1_000_001, 0), "Identity: tokens compared", ("1,000,001", "✓ met")),
         (audit(999_999, 0), "Identity: tokens compared", ("999,999", "✗ missed")),
         (audit(10**6, 1), "Identity: tokens that differ", ("1", "✗ missed")),
@@ -97,6 +146,91 @@ def test_another_shape_meets_no_goal_of_this_one() -> None:
     assert "not measured" in verdict(page([result]), "Chat at T = 0.7")
 
 
+@pytest.mark.parametrize(
+    ("result", "goal"),
+    [
+        (rounds("lookup", 1.0, shape="1b"), "Lookup, 4 guesses of 4"),
+        (rounds("lookup", 1.0, context=64), "Lookup, 4 guesses of 4"),
+        (rounds("lookup", 1.0, 4), "Lookup, 4 guesses of 4"),
+        (rounds("lm", 1.0, draft="64:2:1:1:128"), "1B-shaped draft"),
+        (rounds("lm", 1.0, form=(2, 2)), "1B-shaped draft"),
+        (rounds("none", 1.0, 4, (0, 0)), "Plain decoding, batch 16"),
+        (offline(1024, 1e6), "512 prompts at once"),
+        (offline(512, 1e6) | {"as_if": AS_IF}, "512 prompts at once"),
+    ],
+)
+def test_what_a_goal_is_not_about_does_not_meet_it(result: dict[str, Any], goal: str) -> None:
+    assert "not measured" in verdict(page([result]), goal)
+
+
+def test_a_figure_of_whole_answers_and_of_rounds_alone_is_the_worse_of_both() -> None:
+    whole = bench(lookup=way(round_rows=5, round_ms=5.0))
+    found = verdict(page([whole, rounds("lookup", 4.0)]), "Lookup, 4 guesses of 4")
+    assert "1,000 tok/s" in found and "worst of 2" in found and "missed" in found
+    found = verdict(page([whole, rounds("lookup", 6.25)]), "Lookup, 4 guesses of 4")
+    assert "800 tok/s" in found and "(context 512)" in found
+
+
+def test_rounds_are_told_with_their_form_and_the_tokens_that_were_given() -> None:
+    one = {"size": 4, "of_plain": 1.25, "tokens": None, "tok_s": None, "ms": 6.5}
+    given = {"tokens": 2.773, "tok_s": 1706.5}
+    result = rounds("", 1.0, rounds=[
+        one | {"drafter": "none", "form": (0, 0), "tokens": 1.0, "tok_s": 615.4},
+        one | {"drafter": "<lm>", "form": (4, 4)} | given,
+        one | {"drafter": "lm", "form": (3, 11)},
+    ])  # fmt: skip
+    html = page([result])
+    section = html[html.index("One round, shape 8b, draft 1b") :]
+    assert (
+        "Tokens a round are given here, not measured: a round takes as long whatever is accepted." in section
+    )
+    cells = [re.findall("<td[^>]*>(.*?)</td>", row) for row in section.split("<tr>")[2:]]
+    assert cells == [
+        ["4", "none", "no guesses", "6.500", "1.250", "615.4", "1.00"],
+        ["4", "&lt;lm&gt;", "chain of 4", "6.500", "1.250", "1,706", "2.77"],
+        ["4", "lm", "tree of 11, 3 deep", "6.500", "1.250", "", ""],
+    ]
+
+
+def test_a_draft_in_fewer_bits_says_so() -> None:
+    draft = {"shape": "1b", "layers": "16 of 30", "parameters": 1}
+    result = bench(lm=way())
+    whole = page([result | {"as_if": AS_IF | {"draft": draft}}])
+    assert "as if 8b, draft as if 1b with 16 of 30 layers<" in whole
+    fewer = page([result | {"as_if": AS_IF | {"draft": draft | {"weights": "fp8"}}}])
+    assert "as if 8b, draft as if 1b in fp8 with 16 of 30 layers<" in fewer
+
+
+def test_what_bench_writes_is_what_is_read(wide: AsIf) -> None:
+    params = SamplingParams(max_tokens=12, ignore_eos=True, seed=3)
+    ways = ways_of(wide, params, ["lookup", "lm", "lm:auto", "auto"])
+    found = compare(wide, {"chat": prompts(2)}, params, ways, {}, (1, 2), most=1)
+    result = {"kind": "bench", **described(wide), "speculation": found, "plain": {}}
+    result["plain"]["together"] = concurrency(wide, prompts(2), 4, 2, rounds=1)
+    result["as_if"]["shape"] = "8b"
+    html = page([json.loads(json.dumps(result))])
+    assert "2 requests at once" in html and "draft as if 64:2:8:4:48:300 in float32 with" in html
+    # A lookup on the host has as many guesses as it finds, so there is no round of 5 rows to count on.
+    for goal in ("Round outside", "1B-shaped", "Chat at T", "auto against", "Tokens that differ"):
+        assert "not measured" not in verdict(html, goal), goal
+    assert "worst of 8" in verdict(html, "Tokens that differ")
+
+
+def test_a_way_in_which_nothing_only_decoded_has_no_round() -> None:
+    """A batch whose sequences never all decode together has no round to tell of."""
+    short = {name: value for name, value in way().items() if name not in ROUND}
+    html = page([bench(lm=short, lookup=short)])
+    assert "not measured" in verdict(html, "Lookup, 4 guesses of 4")
+    assert html.count("0 of 100") == 3
+
+
+def test_a_run_that_ended_before_it_measured_anything_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "begun.json"
+    file.write_text('{"kind": "bench", "complete": false}')
+    with pytest.raises(SystemExit, match=r"begun\.json .*leave it out"):
+        main([str(file), "--out", str(tmp_path / "page.html")])
+
+
 def test_a_run_that_was_cut_short_says_so() -> None:
     assert "cut short" in page([audit(5, 0) | {"complete": False}])
     assert "cut short" not in page([audit(5, 0) | {"complete": True}])
@@ -115,7 +249,7 @@ def test_the_page_stands_alone_and_says_what_it_is(tmp_path: Path) -> None:
         }}}},
     }  # fmt: skip
     files = []
-    for i, result in enumerate([step(3.8), bench(lm=way()), peers, audit(5, 0)]):
+    for i, result in enumerate([step(3.8), rounds("lm", 8.0), bench(lm=way()), peers, audit(5, 0)]):
         files.append(tmp_path / f"{i}.json")
         files[-1].write_text(json.dumps(result))
     main([*map(str, files), "--out", str(tmp_path / "page.html")])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from outrider.control.costs import HOPED, KEEP, Costs, RoundCosts
+from outrider.control.forms import CHAINS, TREES
 from outrider.control.planner import (
     DEPTH,
     HOTTEST,
@@ -15,7 +16,6 @@ from outrider.control.planner import (
     Habit,
     Planner,
 )
-from outrider.draft.forms import CHAINS, TREES
 from outrider.types import NO_BET, Bet, Outcome, StepRecord
 from tests.tiny import sequence
 

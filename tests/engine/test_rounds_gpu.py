@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from outrider.control.forms import TREES
 from outrider.control.planner import Planner
 from outrider.draft import tree
 from outrider.draft.eagle import EagleDrafter, load_eagle
 from outrider.draft.early_exit import EarlyExitDrafter
-from outrider.draft.forms import TREES
 from outrider.draft.lm import LmDrafter
 from outrider.draft.lookup import LookupDrafter
 from outrider.engine.engine import Engine

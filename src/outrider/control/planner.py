@@ -20,7 +20,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from outrider.control.costs import Costs, RoundCosts
-from outrider.draft.forms import CHAINS, Form, ranks_of, shape_of
+from outrider.control.forms import CHAINS, Form, ranks_of, shape_of
 from outrider.types import MAX_NODES, NO_BET, Bet, Plan, Sequence, StepRecord
 
 DEPTH = 4  # guesses in a row, at most, unless a request says otherwise

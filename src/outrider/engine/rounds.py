@@ -4,7 +4,7 @@ Sequence state (texts, lengths, slot tables, seeds) lives where the model does. 
 tensor operations over it, so on a GPU it is captured once a shape as a graph and replayed. The host says who
 takes part, gives each a few fresh slots, and reads what happened one round later, while the next one runs.
 
-Only guesses of a few forms fly (draft/forms.py), and only for requests whose law is a temperature and filters;
+Only guesses of a few forms fly (control/forms.py), and only for requests whose law is a temperature and filters;
 everything else takes the packed path of runner.py. Both give the same bits: a guess sees what a plain row would see.
 """
 
@@ -24,8 +24,8 @@ from torch import Tensor
 
 from outrider.cache.store import KeyValueStore
 from outrider.cache.table import SlotTable
+from outrider.control.forms import CHAINS, TREES, Form, shape_of
 from outrider.draft.chains import Branches, ChainDrafter, Pass, State, TreeDrafter, draw_at, rows_batch
-from outrider.draft.forms import CHAINS, TREES, Form, shape_of
 from outrider.engine.scheduler import Pick
 from outrider.model.decoder import Model
 from outrider.types import NO_BET, NO_DRAFT, Bet, Draft, Sequence, Verdict
@@ -43,7 +43,7 @@ LONGEST_RUN = 8  # plain passes in one round
 NO_FORM: Form = (0, 0)
 PLAIN = ("none", NO_FORM)
 TREE_SIZE = 4  # up to so many sequences a round has rows to spare for trees
-PATIENCE = 48  # rounds that are larger than they need be before their own size is made
+PATIENCE = 48  # rounds in a row that are larger than they need be before their own size is made
 
 
 @dataclass(slots=True)
@@ -149,7 +149,7 @@ class Rounds:
         self.shapes: dict[tuple[int, int, Form, str, int, bool], Shape] = {}
         self.runs: dict[int, int] = {}  # by size: plain passes in one round
         self.made: set[int] = set()  # sizes that rounds are made for
-        self.missed: Counter[int] = Counter()  # rounds of another size where these would have been enough
+        self.missed = (0, 0)  # a size that would have been enough, and for how many rounds in a row
 
     def takes(self, sequence: Sequence, default: str) -> bool:
         """Whether this request's law is a temperature and filters alone, and its guesses are chains made here."""
@@ -188,8 +188,9 @@ class Rounds:
         """
         size = _up(count)
         larger = [one for one in self.made if one > size]
-        if size not in self.made and larger and self.missed[size] < PATIENCE:
-            self.missed[size] += 1
+        wanted, times = self.missed
+        self.missed = (size, times + 1 if size == wanted else 1)
+        if size not in self.made and larger and self.missed[1] <= PATIENCE:
             return min(larger)
         self.made.add(size)
         return size

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from outrider.control.forms import CHAINS, RANKS, TREES, ranks_of, shape_of
 from outrider.draft.chains import Branches
-from outrider.draft.forms import CHAINS, RANKS, TREES, ranks_of, shape_of
 
 FORMS = (*CHAINS, *TREES)
 
