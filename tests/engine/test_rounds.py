@@ -312,7 +312,7 @@ def test_runs_grow_while_the_device_waits_for_the_host_and_shrink_again(model, s
     busy = Busy(engine, waited=0.0)
     engine.add(request("a", prompt_of(5), max_tokens=100, speculation=False))
     finish(engine)
-    assert busy.flown[:5] == [1, 1, 2, 2, 4] and max(busy.flown) == 8
+    assert busy.flown[:5] == [1, 1, 4, 4, 8] and max(busy.flown) == 8
     busy.waited = 1.0
     engine.add(request("b", prompt_of(5), max_tokens=100, speculation=False))
     finish(engine)

@@ -126,6 +126,7 @@ class Noted:
     def __init__(self, inner: ChainDrafter, engine: Engine, answers: dict, seed: int | None) -> None:
         self.inner, self.engine, self.answers = inner, engine, answers
         self.unread, self.catch_up, self.landed = inner.unread, inner.catch_up, inner.landed
+        self.deepest = inner.deepest
         self.random = None if seed is None else random.Random(seed)
         self.seen: dict[tuple[str, int], tuple[int, ...]] = {}
 

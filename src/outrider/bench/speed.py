@@ -182,9 +182,13 @@ def _ends(llm: LLM, opened: list[int], rows: int, context: int) -> Batch:
 def concurrency(
     llm: LLM, prompts: list[list[int]], tokens: int, together: int, rounds: int = 3
 ) -> dict[str, Any]:
-    """Total tokens a second of `together` requests at once against one, in turn."""
+    """Total tokens a second of `together` requests at once against one, in turn; on a GPU after a round that makes
+    the graphs.
+    """
     params = plain(tokens)
     rates: dict[int, list[float]] = {1: [], together: []}
+    if llm.model.device.type == "cuda":
+        llm.generate([prompts[i % len(prompts)] for i in range(together)], params)
     for number in range(rounds):
         for many in rates:
             chosen = [prompts[(number + i) % len(prompts)] for i in range(many)]

@@ -13,7 +13,13 @@ from outrider.types import Draft
 
 Form = tuple[int, int]  # depth, nodes
 
-CHAINS: tuple[Form, ...] = ((1, 1), (2, 2), (4, 4), (8, 8))
+CHAINS: tuple[Form, ...] = (
+    (1, 1),
+    (2, 2),
+    (4, 4),
+    (8, 8),
+    (15, 15),
+)  # 16 rows cost a pass hardly more than one
 TREES: tuple[Form, ...] = ((2, 6), (3, 11), (4, 15))
 RANKS = (0.62, 0.15, 0.07, 0.04)  # the chance that a draft's first, second... choice is the target's
 

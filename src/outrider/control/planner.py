@@ -141,7 +141,7 @@ class Planner:
         )
         waiting = 0.0 if fixed else self.round_costs.reading(name, unread(name))
         (depth, nodes), why = self._round_form(
-            [sequences[i] for i in open_], name, fixed, len(sequences), size, waiting
+            [sequences[i] for i in open_], name, (fixed, deepest), len(sequences), size, waiting
         )
         for i, (bet, reason) in enumerate(settled):
             if reason == "auto":
@@ -150,11 +150,18 @@ class Planner:
         return Plan(tuple(bet for bet, _ in settled), tuple(reason for _, reason in settled))
 
     def _round_form(
-        self, open_: list[Sequence], name: str, fixed: int, batch: int, size: int, waiting: float
+        self,
+        open_: list[Sequence],
+        name: str,
+        depths: tuple[int, int],
+        batch: int,
+        size: int,
+        waiting: float,
     ) -> tuple[Form, str]:
-        """How to guess for those who leave it open, in a round at least `fixed` deep, and why. `waiting`: seconds
-        until guessing could begin, which it must earn within some rounds.
+        """How to guess for those who leave it open, in a round of at least and at most such `depths`, and why.
+        `waiting`: seconds until guessing could begin, which it must earn within some rounds.
         """
+        fixed, deepest = depths
         habits = [self._habit(sequence, name) for sequence in open_]
 
         def speed(form: Form) -> float:
@@ -164,7 +171,9 @@ class Planner:
         plain = self.round_costs.plain(size)
         if not fixed and plain is None:
             return NONE, "unmeasured"  # what guessing costs is told against a plain round
-        forms = [*CHAINS, *self.round_costs.forms(name, size)]
+        forms = self.round_costs.forms(name, size)
+        if (name, size) not in self.measured:
+            forms += [form for form in CHAINS if form[0] <= deepest]
         if fixed:  # everyone's guesses have the form of those that were asked for
             forms = [form for form in forms if form[0] == form[1] <= fixed]
         best = max((NONE, *forms), key=speed)

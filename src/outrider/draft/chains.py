@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from outrider.cache.store import KeyValueStore
-from outrider.draft.lookup import SHORTEST
 from outrider.model.decoder import Model
 from outrider.types import Batch, Draft, SamplingParams, Sequence
 from outrider.verify.filters import BANNED, OFF, wanted
@@ -28,6 +27,8 @@ Find = Callable[[Tensor, Tensor, Tensor, int, int, int, int], tuple[Tensor, Tens
 
 READ_ROWS = 2048  # of texts that a drafter catches up with, at once
 REACH = 8  # how many tokens of an ending are compared
+SHORTEST = 1  # how many must be the same: a round's rows are paid for whether there is a guess or not
+DEEPEST = 8  # guesses in a row that may be worth their passes
 
 
 class State:
@@ -64,6 +65,8 @@ class State:
 
 
 class ChainDrafter(Protocol):
+    deepest: int  # guesses in a row that may be worth making
+
     def chain(
         self, state: State, rows: Tensor, lengths: Tensor, n: int, context: int
     ) -> tuple[Tensor, Tensor]:
@@ -157,6 +160,8 @@ class Reads:
 class NothingToRead:
     """What a chain drafter has that keeps nothing of its own between rounds."""
 
+    deepest = DEEPEST
+
     def unread(self, sequence: Sequence, coming: int = 0) -> int:
         return 0
 
@@ -193,6 +198,8 @@ def find_copies(
 class LookupChain(NothingToRead):
     """What followed the last time the text ended as it ends now."""
 
+    deepest = 15  # they cost nothing
+
     def __init__(self, find: Find = find_copies) -> None:
         self.find = find
 
@@ -210,6 +217,7 @@ class LmChain:
     """
 
     window = 2
+    deepest = DEEPEST
 
     def __init__(self, model: Model, store: KeyValueStore, run: Pass, vocab: int, table: Tensor) -> None:
         """`table` is the host's, for what is read while nothing is on its way."""

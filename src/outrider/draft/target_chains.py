@@ -10,6 +10,7 @@ from torch import Tensor
 
 from outrider.cache.store import KeyValueStore
 from outrider.draft.chains import (
+    DEEPEST,
     READ_ROWS,
     NothingToRead,
     Pass,
@@ -60,6 +61,8 @@ class EagleChain:
     A round may bring up to `window` tokens whose hidden states are known only when it is over. The next one begins by
     making the entries of so many last tokens, those that are there already with the same numbers as before.
     """
+
+    deepest = DEEPEST
 
     def __init__(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outrider.draft.chains import ChainDrafter, LmChain, LookupChain
+from outrider.draft.chains import DEEPEST, ChainDrafter, LmChain, LookupChain
 from outrider.draft.drafter import Drafter
 from outrider.draft.eagle import EagleDrafter
 from outrider.draft.eagle_device import DeviceHead, HeadPass
@@ -22,14 +22,14 @@ def make_rounds(engine: Engine) -> Rounds:
     assert isinstance(model, DeviceDecoder)
     rounds = Rounds(model, engine.store, engine.table, model.device, DevicePass(model, engine.store))
     for name, drafter in engine.drafters.items():
-        chain = _chain(drafter, model, engine, rounds.deepest + 1)
+        chain = _chain(drafter, model, engine)
         if chain is not None:
             rounds.drafters[name] = chain
     return rounds
 
 
-def _chain(drafter: Drafter, model: DeviceDecoder, engine: Engine, most: int) -> ChainDrafter | None:
-    """What guesses as this drafter does, in rounds of up to `most` tokens; None: it only takes part in packed steps.
+def _chain(drafter: Drafter, model: DeviceDecoder, engine: Engine) -> ChainDrafter | None:
+    """What guesses as this drafter does, in rounds; None: it only takes part in packed steps.
 
     Keys and values lie by the target's slots, so a model has a store of its own beside the packed path's.
     """
@@ -43,5 +43,7 @@ def _chain(drafter: Drafter, model: DeviceDecoder, engine: Engine, most: int) ->
         return LmChain(drafter.model, store, run, model.config.vocab, engine.table.tensor)
     if isinstance(drafter, EagleDrafter) and isinstance(drafter.head, DeviceHead):
         store = drafter.head.make_store(engine.store.slots)
-        return EagleChain(drafter.head, model, engine.store, store, HeadPass(drafter.head, store), most)
+        return EagleChain(
+            drafter.head, model, engine.store, store, HeadPass(drafter.head, store), DEEPEST + 1
+        )
     return None

@@ -38,8 +38,8 @@ CONTEXTS = (
     65_536,
     262_144,
 )  # lengths that rounds are made for: few, as making one takes time
-DEEPEST = 8  # guesses a round may hold; longer chains are packed
-LONGEST_RUN = 8  # plain passes in one round
+DEEPEST = CHAINS[-1][0]  # guesses a chain may hold in a round; longer ones are packed
+RUNS = (1, 4, 8)  # plain passes in one round: few, as each is made once, which takes time
 NO_FORM: Form = (0, 0)
 PLAIN = ("none", NO_FORM)
 TREE_SIZE = 4  # up to so many sequences a round has rows to spare for trees
@@ -159,8 +159,11 @@ class Rounds:
             return False
         if request.prediction_ids and not how.off:
             return False  # only the host's lookup follows a prediction
-        chain = how.tree is None and how.nodes in (None, how.depth) and (how.depth or 0) <= self.deepest
-        return how.off or (chain and (how.drafter or default) in ("none", *self.drafters))
+        name = how.drafter or default
+        chain = (
+            how.tree is None and how.nodes in (None, how.depth) and (how.depth or 0) <= self._deepest(name)
+        )
+        return how.off or (chain and name in ("none", *self.drafters))
 
     def fitted(self, bets: Seq[Bet], trees: bool = True) -> list[Bet]:
         """The same bets in forms that fly, or without room for trees as chains. A round has one drafter, the one most
@@ -174,13 +177,17 @@ class Rounds:
         """As it is if it is one of the trees, else a chain."""
         if trees and (bet.depth, bet.nodes) in self.forms(bet.drafter, 1):
             return bet
-        depth = min(bet.depth, self.deepest)
+        depth = min(bet.depth, self._deepest(bet.drafter))
         return replace(bet, nodes=depth, depth=depth)
+
+    def _deepest(self, drafter: str) -> int:
+        return min(self.deepest, self.drafters[drafter].deepest) if drafter in self.drafters else self.deepest
 
     def forms(self, drafter: str, size: int) -> tuple[Form, ...]:
         """What a drafter's guesses may look like in rounds of this size."""
-        trees = isinstance(self.drafters[drafter], TreeDrafter) and size <= TREE_SIZE
-        return (*CHAINS, *TREES) if trees else CHAINS
+        one = self.drafters[drafter]
+        chains = tuple(form for form in CHAINS if form[0] <= one.deepest)
+        return (*chains, *TREES) if isinstance(one, TreeDrafter) and size <= TREE_SIZE else chains
 
     def size_for(self, count: int) -> int:
         """The size of the next round for so many sequences. Making rounds of a new size takes the time of many rounds,
@@ -203,11 +210,11 @@ class Rounds:
         """After a round: if the host hardly had to wait for it, the host is what holds the device up."""
         if flight.drafter != "none":
             return
-        run = flight.passes
+        run, at = flight.passes, flight.size
         if waited < 0.1 * spent:
-            self.runs[flight.size] = min(2 * run, LONGEST_RUN)
+            self.runs[at] = next((longer for longer in RUNS if longer > run), RUNS[-1])
         elif waited > 0.6 * spent:
-            self.runs[flight.size] = max(run // 2, 1)
+            self.runs[at] = next((shorter for shorter in reversed(RUNS) if shorter < run), RUNS[0])
 
     def unread(self, sequences: Seq[Sequence], drafter: str) -> dict[Sequence, int]:
         """Tokens this drafter must read before it can guess, by whose they are."""
@@ -345,11 +352,8 @@ class Shape:
     def _capture(self) -> None:
         """Warm up on padding alone, which changes nobody's state, then record."""
         given = self.inputs.clone()
-        self.inputs[:, 0], self.inputs[:, 1], self.inputs[:, 2:] = (
-            self.rounds.state.rows,
-            0,
-            self.rounds.dummy,
-        )
+        padding = self.rounds.state.rows, 0, self.rounds.dummy
+        self.inputs[:, 0], self.inputs[:, 1], self.inputs[:, 2:] = padding
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
