@@ -341,6 +341,13 @@ def test_what_must_be_read_first_has_to_be_earned():
         depth == made.plan_round(some, 8, size_of(some)).bets[0].nodes > 0
     )  # ten plain rounds' time, soon earned
     assert made.plan_round(some, 8, 4, lambda _: 9000).bets == (NO_BET,) * 4
+    tries = 0
+    while not made.plan_round(some, 8, 4, lambda _: 9000).bets[0].nodes:
+        tries += 1  # a cost that keeps it from trying is not believed for ever
+        assert tries < 200
+    assert tries > 10
+    made.read("lm", 1000, 90.0)  # something was made on the way
+    assert made.plan_round(some, 8, 4, lambda _: 1000).bets[0].nodes
     assert made.round_costs.reading("lm", 1) == made.round_costs.reading("lm", 100) > 0
     assert made.round_costs.reading("lm", 0) == made.round_costs.reading("lookup", 9) == 0
 

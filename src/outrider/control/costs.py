@@ -4,6 +4,8 @@ guessing. `RoundCosts`: seconds of a round on the device, which drafts and check
 
 from __future__ import annotations
 
+import math
+
 from outrider.types import StepRecord
 
 KEEP = 0.9  # weight of what was known against the newest measurement
@@ -11,6 +13,7 @@ KEEP = 0.9  # weight of what was known against the newest measurement
 SLOPE = 0.05
 HOPED = 0.02  # the same for a guess in a round
 FEW = 256  # tokens that a drafter reads in the time of one
+DOUBT = 0.97
 
 
 class Costs:
@@ -58,8 +61,13 @@ class RoundCosts:
         _learn(self.seconds, (drafter, form, size), seconds)
 
     def observe_reading(self, drafter: str, tokens: int, seconds: float) -> None:
-        """A drafter read on before it could guess."""
-        _learn(self.a_token, drafter, seconds / max(tokens, FEW))
+        """A drafter read on before it could guess. The least counts: at times something is made on the way."""
+        known, told = self.a_token.get(drafter, math.inf), seconds / max(tokens, FEW)
+        self.a_token[drafter] = min(known, told)
+
+    def doubt_reading(self, drafter: str) -> None:
+        """It was too dear again: perhaps it is not."""
+        self.a_token[drafter] *= DOUBT
 
     def reading(self, drafter: str, tokens: int) -> float:
         """Seconds to read so many tokens; few take as long as some more do."""

@@ -181,6 +181,8 @@ class Planner:
         earned = (1 - speed(NONE) / speed(best)) * HORIZON
         if not open_ or earned > wait:
             return best, "pays"
+        if earned > 0:
+            self.round_costs.doubt_reading(name)
         extra = self.round_costs.ratio(name, max(PROBE_FORM, (fixed, fixed)), size) - 1 + wait
         if self.rested >= max(PROBE, extra / PROBE_SHARE):
             return PROBE_FORM, "probe"
