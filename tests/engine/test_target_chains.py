@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from outrider.control.rounds import RoundPlanner
 from outrider.draft import tree
 from outrider.draft.chains import ChainDrafter, LmChain, LookupChain
 from outrider.draft.eagle import EagleDrafter, load_eagle
@@ -79,15 +80,13 @@ class Steady(Always):
 
     def __init__(self, bet: Bet) -> None:
         super().__init__(bet)
-        self.default = bet.drafter
+        self.default, self.rounds = bet.drafter, RoundPlanner()
 
     def plan_round(self, sequences, deepest: int, size: int, unread) -> Plan:
         return self.plan(sequences, len(sequences))
 
     def unmeasured(self, sequences, size: int) -> str:
         return "none"
-
-    def read(self, drafter: str, tokens: int, seconds: float) -> None: ...
 
 
 class Erratic:
@@ -97,6 +96,7 @@ class Erratic:
 
     def __init__(self, seed: int, names: tuple[str, ...]) -> None:
         self.random, self.names, self.chosen = random.Random(seed), names, names[seed % len(names)]
+        self.rounds = RoundPlanner()
 
     def plan(self, sequences, batch) -> Plan:
         if self.random.random() < 0.3:
@@ -115,7 +115,6 @@ class Erratic:
 
     def observe(self, record) -> None: ...
     def forget(self, sequence) -> None: ...
-    def read(self, drafter: str, tokens: int, seconds: float) -> None: ...
 
 
 class Noted:

@@ -115,7 +115,8 @@ def test_padded_events_all_have_round_sizes(served: Served) -> None:
     assert len({len(event.encode()) % 256 for event in lines_of(plain)[:-1]}) > 1
     assert content(padded) == content(plain)
     fillings = [json.loads(event)["obfuscation"] for event in events]
-    assert len(set(fillings)) == len(fillings)  # random, so that compression does not undo it
+    long = [filling for filling in fillings if len(filling) >= 16]  # a short one may well come twice
+    assert len(long) > 1 and len(set(long)) == len(long)  # random, so that compression does not undo it
 
 
 def content(text: str) -> str:
@@ -136,7 +137,7 @@ def test_a_completion_transcript(served: Served) -> None:
 
 
 def test_a_responses_transcript_names_its_events(served: Served) -> None:
-    reply, text = transcript(served, RESPONSES, {"input": "hello", "max_output_tokens": 4})
+    reply, text = transcript(served, RESPONSES, {"input": "hello", "max_output_tokens": 4, "temperature": 0})
     assert reply.status_code == 200
     events = text.removesuffix("\n\n").split("\n\n")
     numbers = []

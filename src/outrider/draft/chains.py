@@ -212,11 +212,12 @@ class LookupChain(NothingToRead):
 class LmChain:
     """A smaller model whose keys and values lie in slots of the target's own table: a token's slot serves both.
 
-    In a round it reads the last two tokens (after a round in which all its guesses held it lacks two, else one)
-    and then its own guesses. What it missed while it was not asked it reads before the next round it is asked for.
+    In a round it reads the last few tokens (after a round in which all its guesses held it lacks two, after one of
+    another drafter's some more) and then its own guesses. What it missed beyond that it reads before the next round it
+    is asked for.
     """
 
-    window = 2
+    window = 4
     deepest = DEEPEST
 
     def __init__(self, model: Model, store: KeyValueStore, run: Pass, vocab: int, table: Tensor) -> None:
@@ -272,8 +273,9 @@ class LmChain:
         return torch.cat(levels, dim=1), torch.full_like(lengths, len(tree.shape))
 
     def _after_known(self, state: State, rows: Tensor, lengths: Tensor, context: int) -> Tensor:
-        two = torch.stack([(lengths - 1).clamp(min=0), lengths], dim=1)
-        return logits_after(self.run, state, rows, state.tokens[rows[:, None], two], two, context)
+        back = torch.arange(1 - self.window, 1, device=rows.device)
+        at = (lengths[:, None] + back).clamp(min=0)  # a short text's first token is read several times over
+        return logits_after(self.run, state, rows, state.tokens[rows[:, None], at], at, context)
 
     def _drawn(self, state: State, rows: Tensor, logits: Tensor, positions: Tensor) -> Tensor:
         return draw_at(self.model, state, rows, logits[:, : self.vocab], positions)

@@ -213,7 +213,7 @@ class Engine:
         if (drafter := self.planner.unmeasured(sequences, size)) in rounds.drafters:
             if self.flights:
                 return self._land(0)
-            self.planner.learn(drafter, size, rounds.measure(size, drafter))
+            self.planner.rounds.learn(drafter, size, rounds.measure(size, drafter))
         plan = self.planner.plan_round(
             sequences, rounds.deepest, size, lambda name: sum(rounds.unread(sequences, name).values())
         )
@@ -226,7 +226,7 @@ class Engine:
         if unread := rounds.unread(guessing, drafter):
             if self.flights:  # what is on its way must be known first; then all is planned anew
                 return self._land(0)
-            self.planner.read(drafter, sum(unread.values()), rounds.catch_up(list(unread), drafter))
+            self.planner.rounds.read(drafter, sum(unread.values()), rounds.catch_up(list(unread), drafter))
         left = self._most_left(sequences)
         if left <= 0:  # what is on its way ends them all
             return self._land(0)
