@@ -135,3 +135,13 @@ def test_a_cpu_has_no_such_plan(gpu: Gpu) -> None:
     with LLM(gpu.folder, draft=str(gpu.folder), device="cpu") as made:
         assert made.memory is None
         assert (made.settings.draft_weights, made.drafter) == ("float32", "lm")
+
+
+def test_a_small_model_reads_more_rows_a_step_unless_told_otherwise(gpu: Gpu) -> None:
+    rows = {}
+    for small, asked in ((10**12, 0), (1, 0), (10**12, 700)):
+        gpu.patch.setattr(llm, "SMALL", small)
+        made = gpu.llm(step_rows=asked, max_sequences=64)
+        made._build("none")
+        rows[small, asked] = made.settings.step_rows
+    assert rows == {(10**12, 0): 8192, (1, 0): 2048, (10**12, 700): 700}

@@ -50,6 +50,7 @@ SAMPLES = (
     "she found a seat by the window, put her bag on her knees and watched the fields go by.",
 )
 
+SMALL = 10**9  # numbers in a model below which a GPU's steps take longer to start than to run: they get more rows
 SEED_BITS = 53  # of a drawn seed: every language's JSON can hold it
 
 Prompt = str | Seq[int]
@@ -283,7 +284,10 @@ class LLM:
         numbers = sum(math.prod(c.shape(name)) for c in drafts for name in c.names())
         cached = sum(_cached_numbers(c.config) for c in drafts if c.config is not None)
         beside = cached / _cached_numbers(self.model.config)
-        return self.settings.placed(free, int(numbers * WEIGHT_BYTES[kind]), beside)
+        placed = self.settings.placed(free, int(numbers * WEIGHT_BYTES[kind]), beside)
+        if self.settings.step_rows or self.model.config.parameters > SMALL:
+            return placed
+        return replace(placed, step_rows=4 * placed.step_rows)
 
     def _draft_checkpoints(self, draft: str) -> list[Checkpoint]:
         """The models that `draft` names. What is wrong with one is for whoever loads it to say."""
