@@ -13,7 +13,7 @@ import itertools
 import time
 
 import torch
-from step import breakdown, random_model, replayed  # beside this file
+from step import breakdown, random_model, replayed, slot_table  # beside this file
 
 from outrider.cache.store import KeyValueStore
 from outrider.draft.chains import State, draw_at, rows_batch
@@ -59,6 +59,7 @@ def main() -> None:
     parser.add_argument("--contexts", default="512,8192")
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--scattered", action="store_true", help="texts whose slots lie all over the place")
     given = parser.parse_args()
     torch.set_grad_enabled(False)
     many, rows, contexts = (
@@ -72,8 +73,7 @@ def main() -> None:
     state.temperature.fill_(given.temperature)
     slots = max(many) * longest
     store = make_store(model, slots)
-    places = torch.randperm(slots, device=model.device).int().view(max(many), longest)
-    state.table[: max(many)] = places
+    state.table[: max(many)] = slot_table(max(many), longest, given.scattered).to(model.device)
     plain: dict[tuple[int, int], float] = {}
     for context, sequences, each in itertools.product(contexts, many, rows):
         graph, _kept = captured(model, store, state, (sequences, each, context))

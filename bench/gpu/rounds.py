@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from step import random_model  # beside this file
+from step import random_model, slot_table  # beside this file
 
 from outrider.bench.certificate import certificate
 from outrider.cache.table import SlotTable
@@ -45,7 +45,7 @@ def make_rounds(shape: str, draft: str, size: int, context: int) -> Rounds:
     state = rounds.state
     state.tokens.random_(1000)
     state.temperature.fill_(0.7)
-    state.table[:size] = torch.randperm(size * width, device=state.device).int().view(size, width)
+    state.table[:size] = slot_table(size, width, scattered=False).to(state.device)
     return rounds
 
 

@@ -84,6 +84,13 @@ def tree_batch(table: Tensor, rows: int, context: int, sequences: int = 1) -> Ba
     )  # fmt: skip
 
 
+def slot_table(sequences: int, longest: int, scattered: bool) -> Tensor:
+    """Slots one after the other, as prompts get them, or all over the place."""
+    total = sequences * longest
+    slots = torch.randperm(total) if scattered else torch.arange(total)
+    return slots.int().view(sequences, longest)
+
+
 def replayed(graph: torch.cuda.CUDAGraph, count: int = 30) -> float:
     """Milliseconds a replay, median."""
     times = []
@@ -147,6 +154,7 @@ def main() -> None:
     parser.add_argument(
         "--without", default="", help="kernels to leave out one at a time, to see what each costs"
     )
+    parser.add_argument("--scattered", action="store_true", help="texts whose slots lie all over the place")
     parser.add_argument("--invariance", action="store_true", help="also compare rows bit by bit")
     parser.add_argument("--law", action="store_true")
     parser.add_argument("--json", type=Path, help="a file for the results")
@@ -176,7 +184,7 @@ def main() -> None:
     shape = (slots, config.kv_heads, config.head_dim)
     store.keys = [torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(config.layers)]
     store.values = [torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(config.layers)]
-    table = torch.randperm(slots - 1, dtype=torch.int32)[: longest * sequences].view(sequences, longest)
+    table = slot_table(sequences, longest, given.scattered)
     graphed = GraphedDecoder(model, store, table.cuda())
     seen: dict[tuple[int, int], Captured] = {}
     steps: list[dict[str, Any]] = []
