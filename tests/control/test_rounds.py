@@ -203,6 +203,9 @@ def test_unmeasured_rounds_are_judged_by_their_neighbours():
     costs.observe("lm", (4, 4), 16, 5.0)
     assert costs.ratio("lm", (4, 4), 16) == 2.5 and costs.ratio("lm", (0, 0), 16) == 1.0
     assert costs.ratio("lookup", (4, 4), 16) == 1 + 4 * HOPED
+    costs.observe("lm", (3, 15), 16, 6.0)
+    costs.observe("lm", (4, 15), 16, 8.0)
+    assert costs.ratio("lm", (3, 15), 16) == 3.0 and costs.ratio("lm", (4, 15), 16) == 4.0
 
 
 def test_a_tree_is_taken_where_it_brings_more_than_it_costs():

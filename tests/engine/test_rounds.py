@@ -381,7 +381,7 @@ def test_a_draft_knows_what_it_has_read_of_a_tree(model, small, monkeypatch, pla
     seen = []
     for forget in (False, True):
         engine = make_engine(model, small, 0)
-        engine.planner = planner(Bet("lm", 11, 3))
+        engine.planner = planner(Bet("lm", 15, 3))
         lm, told = engine.rounds.drafters["lm"], []
         tree = lm.tree
 
@@ -396,3 +396,13 @@ def test_a_draft_knows_what_it_has_read_of_a_tree(model, small, monkeypatch, pla
         run(engine, [asked])
         seen.append(told)
     assert seen[0] == seen[1] and len(seen[0]) > 5
+
+
+def test_what_guesses_may_look_like(model, small) -> None:
+    rounds = make_engine(model, small, 1).rounds
+    assert rounds.forms("lm", 4) == ((1, 1), (2, 2), (4, 4), *TREES)
+    assert rounds.forms("lm", 8) == ((1, 1), (2, 2), (4, 4), (8, 8))  # no rows to spare
+    assert rounds.forms("lookup", 1)[-1] == (15, 15) and not set(TREES) & set(rounds.forms("lookup", 1))
+    asked = [Bet("lm", *TREES[-1][::-1]), Bet("lm", 12, 12)]
+    assert [(bet.depth, bet.nodes) for bet in rounds.fitted(asked)] == [TREES[-1], (8, 8)]
+    assert [(bet.depth, bet.nodes) for bet in rounds.fitted(asked, trees=False)] == [(4, 4), (8, 8)]

@@ -89,6 +89,8 @@ class RoundCosts:
             return 1.0
         if plain is None or not known:
             return 1 + HOPED * form[1]
+        if form in known:
+            return self.seconds[drafter, form, size] / plain
         nearest = min(known, key=lambda one: (abs(one[1] - form[1]), one))
         return 1 + (self.seconds[drafter, nearest, size] / plain - 1) * form[1] / nearest[1]
 

@@ -186,8 +186,9 @@ class Rounds:
     def forms(self, drafter: str, size: int) -> tuple[Form, ...]:
         """What a drafter's guesses may look like in rounds of this size."""
         one = self.drafters[drafter]
-        chains = tuple(form for form in CHAINS if form[0] <= one.deepest)
-        return (*chains, *TREES) if isinstance(one, TreeDrafter) and size <= TREE_SIZE else chains
+        trees = TREES if isinstance(one, TreeDrafter) and size <= TREE_SIZE else ()
+        deepest = TREES[-1][0] if trees else one.deepest  # a chain as deep as a tree is rarely the better one
+        return (*(form for form in CHAINS if form[0] <= deepest), *trees)
 
     def size_for(self, count: int) -> int:
         """The size of the next round for so many sequences. Making rounds of a new size takes the time of many rounds,
