@@ -21,7 +21,8 @@ CHAINS: tuple[Form, ...] = (
     (15, 15),
 )  # 16 rows cost a pass hardly more than one
 TREES: tuple[Form, ...] = ((2, 6), (2, 12), (3, 15), (4, 15))
-RANKS = (0.62, 0.15, 0.07, 0.04, 0.025, 0.02)  # the chance that a draft's first, second... choice is the target's
+# The chance that a draft's first, second... choice is the target's.
+RANKS = (0.62, 0.15, 0.07, 0.04, 0.025, 0.02)
 
 
 @cache
