@@ -50,7 +50,7 @@ SAMPLES = (
     "she found a seat by the window, put her bag on her knees and watched the fields go by.",
 )
 
-SMALL = 10**9  # numbers in a model below which a GPU starts steps slower than it runs them: they get more rows
+SMALL = 10**9  # numbers in a model that a GPU is done with before its kernels are started: it gets more rows
 SEED_BITS = 53  # of a drawn seed: every language's JSON can hold it
 
 Prompt = str | Seq[int]
