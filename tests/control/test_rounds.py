@@ -304,3 +304,23 @@ def test_who_names_a_drafter_gets_no_other():
     assert {made.plan_round(asked, 8, 1).bets[0].drafter for _ in range(60)} <= {"lm", "none"}
     both = made.plan_round([*some, *asked], 8, 1).bets
     assert len({bet.drafter for bet in both if bet.nodes}) == 1  # one drafter a round
+
+
+def test_a_size_that_has_no_room_for_guesses_is_never_tried():
+    made, some = Planner("lm"), [sequence([1, i]) for i in range(3)]
+    made.rounds.learn("lm", 4, [("none", (0, 0), 1.0)])
+    assert {bet for _ in range(200) for bet in [*made.plan_round(some, 8, 4).bets, rest(made, some)]} == {
+        NO_BET
+    }
+    made.rounds.learn("lm", 4, [("lm", (1, 1), 9.0)])
+    tried = set()
+    for _ in range(4000):
+        bets = made.plan_round(some, 8, 4).bets
+        tried.add((bets[0].depth, bets[0].nodes))
+        fly(made, some, bets, {0: 1.0, 1: 9.0})
+    assert tried == {(0, 0), (1, 1)}
+
+
+def rest(made: Planner, some) -> Bet:
+    fly(made, some, [NO_BET] * len(some), CHEAP)
+    return NO_BET

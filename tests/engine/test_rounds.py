@@ -402,7 +402,9 @@ def test_what_guesses_may_look_like(model, small) -> None:
     rounds = make_engine(model, small, 1).rounds
     assert rounds.forms("lm", 4) == ((1, 1), (2, 2), (4, 4), *TREES)
     assert rounds.forms("lm", 8) == ((1, 1), (2, 2), (4, 4), (8, 8))  # no rows to spare
-    assert rounds.forms("lookup", 1)[-1] == (15, 15) and not set(TREES) & set(rounds.forms("lookup", 1))
+    assert rounds.forms("lookup", 32)[-1] == (15, 15) and rounds.forms("lookup", 64)[-1] == (4, 4)
+    assert rounds.forms("lookup", 512) == ()
+    assert not set(TREES) & set(rounds.forms("lookup", 1))
     asked = [Bet("lm", *TREES[-1][::-1]), Bet("lm", 12, 12)]
     assert [(bet.depth, bet.nodes) for bet in rounds.fitted(asked)] == [TREES[-1], (8, 8)]
     assert [(bet.depth, bet.nodes) for bet in rounds.fitted(asked, trees=False)] == [(4, 4), (8, 8)]

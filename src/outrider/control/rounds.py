@@ -177,11 +177,19 @@ class RoundPlanner:
         """A drafter that is not in use and may be tried again. Of its guesses none is counted on."""
         share = SPARE_SHARE if best.form != NONE else PROBE_SHARE
         for offer in offers:
-            lost = self.costs.ratio(offer.name, PROBE_FORM, size) - 1 / best.gain + offer.wait
-            idle = best.form == NONE or offer.name != best.name
+            form = self._probe_form(offer.name, size)
+            lost = self.costs.ratio(offer.name, form, size) - 1 / best.gain + offer.wait
+            idle = form != NONE and (best.form == NONE or offer.name != best.name)
             if idle and self.rested.get(offer.name, 0.0) >= max(PROBE, lost / share):
-                return Offer(offer.name, PROBE_FORM, offer.gain, offer.wait)
+                return Offer(offer.name, form, offer.gain, offer.wait)
         return None
+
+    def _probe_form(self, name: str, size: int) -> Form:
+        """The usual one, where rounds of this size have it."""
+        known = self.costs.forms(name, size)
+        if (name, size) not in self.measured or PROBE_FORM in known:
+            return PROBE_FORM
+        return min(known, default=NONE)
 
     def _habit(self, sequence: Sequence, name: str) -> Habit:
         own = self.habits.setdefault(sequence, {})

@@ -210,7 +210,7 @@ class Engine:
         """Start a round; tell of the one before, which has been running meanwhile."""
         sequences = list(self.scheduler.running)
         size = rounds.size_for(len(sequences))
-        if (drafter := self.planner.unmeasured(sequences, size)) in rounds.drafters:
+        while (drafter := self.planner.unmeasured(sequences, size)) in rounds.drafters:
             if self.flights:
                 return self._land(0)
             self.planner.rounds.learn(drafter, size, rounds.measure(size, drafter))

@@ -42,6 +42,7 @@ DEEPEST = CHAINS[-1][0]  # guesses a chain may hold in a round; longer ones are 
 RUNS = (1, 4, 8)  # plain passes in one round: few, as each is made once, which takes time
 NO_FORM: Form = (0, 0)
 PLAIN = ("none", NO_FORM)
+MOST_ROWS = 512  # of a round whose guesses nobody asked for: logits of many rows take much memory
 TREE_SIZE = 4  # up to so many sequences a round has rows to spare for trees
 PATIENCE = 48  # rounds in a row that are larger than they need be before their own size is made
 
@@ -149,6 +150,7 @@ class Rounds:
         self.shapes: dict[tuple[int, int, Form, str, int, bool], Shape] = {}
         self.runs: dict[int, int] = {}  # by size: plain passes in one round
         self.made: set[int] = set()  # sizes that rounds are made for
+        self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self.missed = (0, 0)  # a size that would have been enough, and for how many rounds in a row
 
     def takes(self, sequence: Sequence, default: str) -> bool:
@@ -188,7 +190,8 @@ class Rounds:
         one = self.drafters[drafter]
         trees = TREES if isinstance(one, TreeDrafter) and size <= TREE_SIZE else ()
         deepest = TREES[-1][0] if trees else one.deepest  # a chain as deep as a tree is rarely the better one
-        return (*(form for form in CHAINS if form[0] <= deepest), *trees)
+        chains = (form for form in CHAINS if form[0] <= deepest)
+        return tuple(form for form in (*chains, *trees) if size * (form[1] + 1) <= MOST_ROWS)
 
     def size_for(self, count: int) -> int:
         """The size of the next round for so many sequences. Making rounds of a new size takes the time of many rounds,
@@ -361,7 +364,7 @@ class Shape:
             self._round()
         torch.cuda.current_stream().wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+        with torch.cuda.graph(self.graph, pool=self.rounds.pool):  # they never run at the same time
             self.output = self._round()
         self.inputs.copy_(given)
 
