@@ -22,9 +22,9 @@ from step import random_model, slot_table  # beside this file
 
 from outrider.bench.certificate import certificate
 from outrider.cache.table import SlotTable
-from outrider.control.forms import CHAINS, TREES, Form
+from outrider.control.forms import CHAINS, NO_FORM, TREES, Form
 from outrider.draft.chains import LmChain, LookupChain
-from outrider.engine.rounds import NO_FORM, Rounds
+from outrider.engine.rounds import Rounds
 from outrider.model.decoder import make_store
 from outrider.model.device import DeviceDecoder, DevicePass
 from outrider.model.kernels.gpu.copies import find_copies

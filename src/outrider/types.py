@@ -307,9 +307,9 @@ class Draft:
             masks.append((masks[parent] if parent >= 0 else 0) | 1 << node)
         return masks
 
-    def first_choice(self, node: int) -> bool:
-        """Whether no sibling comes before it."""
-        return self.parents[node] not in self.parents[:node]
+    def rank(self, node: int) -> int:
+        """Which choice it is of its parent's: how many siblings come before it."""
+        return self.parents[:node].count(self.parents[node])
 
     def path(self, node: int) -> list[int]:
         """Nodes from the root's child down to `node`, itself included."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 
+from outrider.control.forms import NO_FORM, Form
 from outrider.types import StepRecord
 
 KEEP = 0.9  # weight of what was known against the newest measurement
@@ -53,11 +54,11 @@ class RoundCosts:
     """By the form of the guesses (depth and nodes) and how many sequences have room in a round, a power of two."""
 
     def __init__(self) -> None:
-        # By drafter, form and size; plain: "none", (0, 0).
-        self.seconds: dict[tuple[str, tuple[int, int], int], float] = {}
+        # By drafter, form and size; plain: "none", NO_FORM.
+        self.seconds: dict[tuple[str, Form, int], float] = {}
         self.a_token: dict[str, float] = {}  # by drafter: seconds to read one
 
-    def observe(self, drafter: str, form: tuple[int, int], size: int, seconds: float) -> None:
+    def observe(self, drafter: str, form: Form, size: int, seconds: float) -> None:
         _learn(self.seconds, (drafter, form, size), seconds)
 
     def observe_reading(self, drafter: str, tokens: int, seconds: float) -> None:
@@ -74,18 +75,18 @@ class RoundCosts:
         return self.a_token.get(drafter, 0.0) * max(tokens, FEW) if tokens else 0.0
 
     def plain(self, size: int) -> float | None:
-        return self.seconds.get(("none", (0, 0), size))
+        return self.seconds.get(("none", NO_FORM, size))
 
-    def forms(self, drafter: str, size: int) -> list[tuple[int, int]]:
+    def forms(self, drafter: str, size: int) -> list[Form]:
         """Those whose cost is known."""
         return [form for name, form, s in self.seconds if (name, s) == (drafter, size)]
 
-    def ratio(self, drafter: str, form: tuple[int, int], size: int) -> float:
+    def ratio(self, drafter: str, form: Form, size: int) -> float:
         """A round's cost against a plain one's. Of a form that was not measured: by its rows from the nearest, or
         hoped to be low, so that it gets measured.
         """
         plain, known = self.plain(size), self.forms(drafter, size)
-        if form == (0, 0):
+        if form == NO_FORM:
             return 1.0
         if plain is None or not known:
             return 1 + HOPED * form[1]

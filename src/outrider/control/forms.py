@@ -13,13 +13,9 @@ from outrider.types import Draft
 
 Form = tuple[int, int]  # depth, nodes
 
-CHAINS: tuple[Form, ...] = (
-    (1, 1),
-    (2, 2),
-    (4, 4),
-    (8, 8),
-    (15, 15),
-)  # 16 rows cost a pass hardly more than one
+NO_FORM: Form = (0, 0)
+# 16 rows, the last known token's among them, cost a pass hardly more than one.
+CHAINS: tuple[Form, ...] = ((1, 1), (2, 2), (4, 4), (8, 8), (15, 15))
 TREES: tuple[Form, ...] = ((2, 6), (2, 12), (3, 15), (4, 15))
 # The chance that a draft's first, second... choice is the target's.
 RANKS = (0.62, 0.15, 0.07, 0.04, 0.025, 0.02)
@@ -57,5 +53,5 @@ def _likeliest(depth: int, nodes: int) -> list[tuple[int, ...]]:
 @cache
 def ranks_of(form: Form) -> tuple[int, ...]:
     """Which choice each node is of its parent's: 0 is the first."""
-    parents = shape_of(form).parents
-    return tuple(parents[:node].count(parent) for node, parent in enumerate(parents))
+    shape = shape_of(form)
+    return tuple(map(shape.rank, range(len(shape))))

@@ -13,10 +13,9 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from outrider.control.costs import RoundCosts
-from outrider.control.forms import CHAINS, Form, ranks_of, shape_of
+from outrider.control.forms import CHAINS, NO_FORM, Form, ranks_of, shape_of
 from outrider.types import NO_BET, Bet, Plan, Sequence, StepRecord
 
-NONE: Form = (0, 0)
 PROBE_FORM: Form = (2, 2)
 PROBE = 24  # plain rounds' time without a guess of a drafter after which one is tried
 PROBE_SHARE, SPARE_SHARE = 0.005, 0.02  # of the time, at most, for trying; more where guessing pays anyway
@@ -80,7 +79,7 @@ class RoundPlanner:
         self.reference = 1.0  # the gain of what was planned last: what a probe is held against
 
     def unmeasured(self, sequences: Seq[Sequence], settled: Settled, size: int) -> str:
-        for name in self._candidates(sequences, settled):
+        for name in _names(self._options(sequences, settled)):
             if (name, size) not in self.measured:
                 return name
         return "none"
@@ -104,7 +103,8 @@ class RoundPlanner:
         unread: Callable[[str], int],
     ) -> Plan:
         fixed = Counter(bet.drafter for bet, why in settled if why == "asked")
-        names = self._candidates(sequences, settled)
+        options = self._options(sequences, settled)
+        names = _names(options)
         if fixed and names:  # one drafter for all: the one most asked for, named or not
             both = fixed + Counter(bet.drafter for bet, why in settled if why == "auto")
             names = [both.most_common(1)[0][0]]
@@ -115,27 +115,26 @@ class RoundPlanner:
         )
         offers = []
         for name in names:
-            mine = [s for s, one in zip(sequences, settled, strict=True) if name in self._options(s, *one)]
+            mine = [s for s, mine in zip(sequences, options, strict=True) if name in mine]
             offer = self._offer(name, mine, (depth, deepest), len(sequences), size, unread)
             if offer is None:
                 return _plan(settled, "unmeasured")
             offers.append(offer)
         best = max(offers, key=lambda offer: offer.gain)
-        why = "pays" if best.form != NONE or depth else "below break-even"
+        why = "pays" if best.form != NO_FORM or depth else "below break-even"
         self.reference = best.gain
         if not depth and (probe := self._probe(best, offers, size)):
             best, why = probe, "probe"
-        return _plan(settled, why, best, [self._options(*one) for one in _with(sequences, settled)])
+        return _plan(settled, why, best, options)
 
-    def _candidates(self, sequences: Seq[Sequence], settled: Settled) -> list[str]:
-        """Drafters that those may have who leave it open."""
-        return list(dict.fromkeys(name for one in _with(sequences, settled) for name in self._options(*one)))
-
-    def _options(self, sequence: Sequence, bet: Bet, why: str) -> tuple[str, ...]:
-        if why != "auto":
-            return ()
-        named = sequence.request.params.speculation.drafter is not None
-        return (bet.drafter,) if named or bet.drafter not in self.choices else self.choices
+    def _options(self, sequences: Seq[Sequence], settled: Settled) -> list[tuple[str, ...]]:
+        """Drafters that each may have who leaves it open; others none."""
+        options = []
+        for sequence, (bet, why) in zip(sequences, settled, strict=True):
+            named = sequence.request.params.speculation.drafter is not None
+            open_ = (bet.drafter,) if named or bet.drafter not in self.choices else self.choices
+            options.append(open_ if why == "auto" else ())
+        return options
 
     def _offer(
         self,
@@ -164,22 +163,23 @@ class RoundPlanner:
             forms += [form for form in CHAINS if form[0] <= deepest]
         if fixed:  # everyone's guesses have the form of those that were asked for
             forms = [form for form in forms if form[0] == form[1] <= fixed]
-        best = max((NONE, *forms), key=gain)
+        gains = {form: gain(form) for form in (NO_FORM, *forms)}
+        best = max(gains, key=gains.__getitem__)
         wait = 0.0 if fixed else self.costs.reading(name, unread(name)) / (plain or 1.0)
-        earned = (1 - gain(NONE) / gain(best)) * HORIZON
+        earned = (1 - gains[NO_FORM] / gains[best]) * HORIZON
         if fixed or earned > wait:
-            return Offer(name, best, gain(best), wait)
+            return Offer(name, best, gains[best], wait)
         if earned > 0:
             self.costs.doubt_reading(name)
-        return Offer(name, NONE, gain(NONE), wait)
+        return Offer(name, NO_FORM, gains[NO_FORM], wait)
 
     def _probe(self, best: Offer, offers: list[Offer], size: int) -> Offer | None:
         """A drafter that is not in use and may be tried again. Of its guesses none is counted on."""
-        share = SPARE_SHARE if best.form != NONE else PROBE_SHARE
+        share = SPARE_SHARE if best.form != NO_FORM else PROBE_SHARE
         for offer in offers:
             form = self._probe_form(offer.name, size)
             lost = self.costs.ratio(offer.name, form, size) - 1 / best.gain + offer.wait
-            idle = form != NONE and (best.form == NONE or offer.name != best.name)
+            idle = form != NO_FORM and (best.form == NO_FORM or offer.name != best.name)
             if idle and self.rested.get(offer.name, 0.0) >= max(PROBE, lost / share):
                 return Offer(offer.name, form, offer.gain, offer.wait)
         return None
@@ -189,7 +189,7 @@ class RoundPlanner:
         known = self.costs.forms(name, size)
         if (name, size) not in self.measured or PROBE_FORM in known:
             return PROBE_FORM
-        return min(known, default=NONE)
+        return min(known, default=NO_FORM)
 
     def _habit(self, sequence: Sequence, name: str) -> Habit:
         own = self.habits.setdefault(sequence, {})
@@ -205,7 +205,7 @@ class RoundPlanner:
         self.costs.observe(drafter, form, size, record.target_s / record.passes)
         plain, ratio = self.costs.plain(size), self.costs.ratio(drafter, form, size)
         if plain is not None:
-            record.plain_s = record.total_s if form == NONE else record.emitted / record.sequences * plain
+            record.plain_s = record.total_s if form == NO_FORM else record.emitted / record.sequences * plain
         for o in record.outcomes:
             if o.bet.nodes and not o.sequence.finish_reason:
                 self._habit(o.sequence, drafter).observe(o.deepest, o.straight, SHORT_MEMORY)
@@ -213,15 +213,16 @@ class RoundPlanner:
                 self._general(drafter).observe(o.deepest, o.straight, LONG_MEMORY)
         for name in {*self.general, *self.choices}:
             self.rested[name] = self.rested.get(name, 0.0) + ratio * record.passes
-        if form != NONE and record.emitted / record.sequences <= ratio * self.reference:
+        if form != NO_FORM and record.emitted / record.sequences <= ratio * self.reference:
             self.rested[drafter] = 0.0  # one that paid is followed by another
 
     def forget(self, sequence: Sequence) -> None:
         self.habits.pop(sequence, None)
 
 
-def _with(sequences: Seq[Sequence], settled: Settled) -> list[tuple[Sequence, Bet, str]]:
-    return [(sequence, *one) for sequence, one in zip(sequences, settled, strict=True)]
+def _names(options: Iterable[tuple[str, ...]]) -> list[str]:
+    """Everything among them, once."""
+    return list(dict.fromkeys(name for some in options for name in some))
 
 
 def _plan(
@@ -231,7 +232,7 @@ def _plan(
     bets, reasons = [bet for bet, _ in settled], [reason for _, reason in settled]
     for i, (bet, reason) in enumerate(settled):
         if reason == "auto":
-            mine = offer is not None and offer.form != NONE and offer.name in options[i]
+            mine = offer is not None and offer.form != NO_FORM and offer.name in options[i]
             bets[i] = (
                 Bet(offer.name, offer.form[1], offer.form[0], None, bet.mode) if mine and offer else NO_BET
             )

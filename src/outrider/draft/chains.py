@@ -125,7 +125,7 @@ class Branches:
         rows = [row for row, d in enumerate(depths) if d == depth and row - 1 in shape.parents]
         kids = [(node, parent + 1) for node, parent in enumerate(shape.parents) if parent + 1 in rows]
         most = max(shape.parents.count(row - 1) for row in rows)
-        places = [rows.index(row) * most + shape.parents[:node].count(row - 1) for node, row in kids]
+        places = [rows.index(row) * most + shape.rank(node) for node, row in kids]
         return torch.tensor(rows, device=self.device), most, torch.tensor(places, device=self.device)
 
     def mark(self, batch: Batch, lengths: Tensor, rows: Tensor | None = None) -> None:

@@ -217,10 +217,7 @@ class Engine:
         plan = self.planner.plan_round(
             sequences, rounds.deepest, size, lambda name: sum(rounds.unread(sequences, name).values())
         )
-        most = max(bet.nodes for bet in plan.bets)
-        bets = rounds.fitted(
-            plan.bets, most <= rounds.deepest or self.table.make_room(len(sequences) * (most + 1))
-        )
+        bets = rounds.fitted(plan.bets)
         guessing = [s for s, bet in zip(sequences, bets, strict=True) if bet.nodes]
         drafter = next((bet.drafter for bet in bets if bet.nodes), "none")
         if unread := rounds.unread(guessing, drafter):
@@ -472,7 +469,7 @@ def _deepest(draft: Draft) -> int:
 
 def _outcome(sequence: Sequence, bet: Bet, draft: Draft, verdict: Verdict) -> Outcome:
     accepted, straight = verdict.accepted, 0
-    while straight < len(accepted) and draft.first_choice(accepted[straight]):
+    while straight < len(accepted) and draft.rank(accepted[straight]) == 0:
         straight += 1
     return Outcome(sequence, bet, len(draft), _deepest(draft), len(accepted), straight)
 

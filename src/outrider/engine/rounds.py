@@ -24,23 +24,18 @@ from torch import Tensor
 
 from outrider.cache.store import KeyValueStore
 from outrider.cache.table import SlotTable
-from outrider.control.forms import CHAINS, TREES, Form, shape_of
+from outrider.control.forms import CHAINS, NO_FORM, TREES, Form, shape_of
 from outrider.draft.chains import Branches, ChainDrafter, Pass, State, TreeDrafter, draw_at, rows_batch
 from outrider.engine.scheduler import Pick
 from outrider.model.decoder import Model
 from outrider.types import NO_BET, NO_DRAFT, Bet, Draft, Sequence, Verdict
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-CONTEXTS = (
-    1024,
-    4096,
-    16_384,
-    65_536,
-    262_144,
-)  # lengths that rounds are made for: few, as making one takes time
-DEEPEST = CHAINS[-1][0]  # guesses a chain may hold in a round; longer ones are packed
+CONTEXTS = (1024, 4096, 16_384, 65_536, 262_144)  # that rounds are made for: few, as making one takes time
+DEEPEST = CHAINS[-1][
+    0
+]  # guesses a round may hold for a sequence, so that there is room; longer chains are packed
 RUNS = (1, 4, 8)  # plain passes in one round: few, as each is made once, which takes time
-NO_FORM: Form = (0, 0)
 PLAIN = ("none", NO_FORM)
 MOST_ROWS = 512  # of a round whose guesses nobody asked for: logits of many rows take much memory
 TREE_SIZE = 4  # up to so many sequences a round has rows to spare for trees
@@ -167,17 +162,15 @@ class Rounds:
         )
         return how.off or (chain and name in ("none", *self.drafters))
 
-    def fitted(self, bets: Seq[Bet], trees: bool = True) -> list[Bet]:
-        """The same bets in forms that fly, or without room for trees as chains. A round has one drafter, the one most
-        asked for; others are plain in it.
-        """
+    def fitted(self, bets: Seq[Bet]) -> list[Bet]:
+        """The same bets in forms that fly. A round has one drafter, the one most asked for; others are plain in it."""
         asked = Counter(bet.drafter for bet in bets if bet.nodes)
         ((chosen, _),) = asked.most_common(1) or [("none", 0)]
-        return [self._form(bet, trees) if bet.nodes and bet.drafter == chosen else NO_BET for bet in bets]
+        return [self._form(bet) if bet.nodes and bet.drafter == chosen else NO_BET for bet in bets]
 
-    def _form(self, bet: Bet, trees: bool) -> Bet:
-        """As it is if it is one of the trees, else a chain."""
-        if trees and (bet.depth, bet.nodes) in self.forms(bet.drafter, 1):
+    def _form(self, bet: Bet) -> Bet:
+        """As it is if it is one of the trees and there is room for it, else a chain."""
+        if bet.nodes <= self.deepest and (bet.depth, bet.nodes) in self.forms(bet.drafter, 1):
             return bet
         depth = min(bet.depth, self._deepest(bet.drafter))
         return replace(bet, nodes=depth, depth=depth)
