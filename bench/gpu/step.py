@@ -127,9 +127,9 @@ def breakdown(graph: torch.cuda.CUDAGraph, layers: int) -> None:
         torch.cuda.synchronize()
     events = [e for e in prof.events() if "kernel" in e.name and e.device_type.name == "CUDA"]
     spans = sorted((e.time_range.end, e.time_range.start, e.name) for e in events)
-    first = next(i for i, (_, _, name) in enumerate(spans) if name == "_norm_kernel")
+    first = next(i for i, (_, _, name) in enumerate(spans) if name == "_matmul_kernel")
     ends = spans[first:]
-    each = (len(ends) - 2) // layers
+    each = round((len(ends) - 2) / layers)
     for place in range(each):
         at = range(place + each * 2, each * (layers - 1), each)
         added = statistics.mean(ends[i][0] - ends[i - 1][0] for i in at)

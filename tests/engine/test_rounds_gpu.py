@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
@@ -14,6 +16,7 @@ from outrider.draft.lm import LmDrafter
 from outrider.draft.lookup import LookupDrafter
 from outrider.engine.engine import Engine
 from outrider.model.decoder import Decoder
+from outrider.model.kernels.gpu.recording import recording
 from outrider.model.rope import rope_tables
 from outrider.settings import Settings
 from outrider.types import MAX_NODES, Bet
@@ -36,6 +39,31 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+
+
+def test_graphs_of_a_dead_engine_do_not_spoil_a_recording() -> None:
+    class Dead:
+        def __init__(self) -> None:
+            self.itself, self.graph = self, torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                torch.zeros(1, device="cuda").add_(1)
+
+    x, graph = torch.zeros(1, device="cuda"), torch.cuda.CUDAGraph()
+    gc.collect()
+    gc.disable()
+    Dead()
+    gc.enable()
+    kept = gc.get_threshold()
+    gc.set_threshold(1)
+    try:
+        with recording(graph):
+            kept_alive = [[] for _ in range(9)]  # enough to set the collector off
+            x.add_(len(kept_alive))
+    finally:
+        gc.set_threshold(*kept)
+    graph.replay()
+    assert x.item() == 9 and gc.isenabled()
+
 
 SHAPE = dict(
     hidden=256, heads=8, kv_heads=4, head_dim=64, intermediate=512, layers=3, context=512, windows=(0,) * 3

@@ -20,6 +20,7 @@ import torch
 from outrider.bench.compare import first_difference
 from outrider.bench.peers import Run, Transformers
 from outrider.engine.llm import LLM
+from outrider.model.kernels.gpu.recording import recording
 from outrider.model.kernels.native import read_bandwidth
 from outrider.settings import cache_folder
 from outrider.types import Batch, SamplingParams, Speculation
@@ -146,7 +147,7 @@ def _device_pass(llm: LLM, batch: Batch, context: int) -> Callable[[], float]:
         rounds.run(there, each, context, False)
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with recording(graph):
         rounds.run(there, each, context, False)
 
     def run() -> float:

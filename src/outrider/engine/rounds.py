@@ -28,6 +28,7 @@ from outrider.control.forms import CHAINS, NO_FORM, TREES, Form, shape_of
 from outrider.draft.chains import Branches, ChainDrafter, Pass, State, TreeDrafter, draw_at, rows_batch
 from outrider.engine.scheduler import Pick
 from outrider.model.decoder import Model
+from outrider.model.kernels.gpu.recording import recording
 from outrider.types import NO_BET, NO_DRAFT, Bet, Draft, Sequence, Verdict
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -357,7 +358,7 @@ class Shape:
             self._round()
         torch.cuda.current_stream().wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, pool=self.rounds.pool):  # they never run at the same time
+        with recording(self.graph, self.rounds.pool):  # they never run at the same time
             self.output = self._round()
         self.inputs.copy_(given)
 

@@ -128,7 +128,7 @@ class Readings:
             for at in range(begin, begin + together, most)
         ]
         items = torch.tensor(groups, dtype=torch.int32, device=self.device)
-        return make_reading(items, rows, self.shape, split_count(context), branching, tile)
+        return make_reading(items, rows, self.shape, split_count(context), branching, tile, together == 1)
 
 
 def run_pass(

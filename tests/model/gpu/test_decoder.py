@@ -24,7 +24,11 @@ from tests.tiny import VOCAB, random_tensors, tiny_config
 def decoders(device: str, **changes) -> tuple[Decoder, Decoder]:
     config = tiny_config(**changes)
     tables = rope_tables(config, 192)
-    read = random_tensors(config)
+    given = random_tensors(config)
+
+    def read(name: str) -> Tensor:
+        return given(name).to(HALF).float()  # both have the same weights: what differs is the arithmetic
+
     reference = Decoder(config, read, ReferenceKernels(config, *tables))
     return Decoder(config, read, GpuKernels(config, *tables, device, HALF)), reference
 
@@ -50,7 +54,7 @@ def test_logits_are_the_references(device: str, changes: dict) -> None:
     ids = random_ids(VOCAB, 12)
     mine = HalfReader(ours, device).feed(ours, Part(0, ids, TREE))
     theirs = Reader(reference.config).feed(reference, Part(0, ids, TREE))
-    assert furthest(mine.cpu(), theirs) < 3e-2
+    assert furthest(mine.cpu(), theirs) < 2.5e-2
 
 
 def test_layer_by_layer_equals_all_layers(device: str) -> None:

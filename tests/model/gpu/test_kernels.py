@@ -123,7 +123,8 @@ def test_norm_of_picked_rows_leaves_the_rest(device: str) -> None:
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 64), (9, 3, 16), (3, 1, 48)])
 @pytest.mark.parametrize("normed", [False, True])
-def test_rope_and_write(device: str, heads: int, kv_heads: int, dim: int, normed: bool) -> None:
+@pytest.mark.parametrize("scaled", [False, True])
+def test_rope_and_write(device: str, heads: int, kv_heads: int, dim: int, normed: bool, scaled: bool) -> None:
     reader = Reader(tiny_config(kv_heads=kv_heads, heads=heads, head_dim=dim), longest=16)
     batch = to_device(reader.batch(Part(0, [1] * 4, TREE)), device)
     parts = noise(2, batch.rows, (heads + 2 * kv_heads) * dim).to(device)
@@ -266,6 +267,35 @@ def test_programs_of_any_height_give_the_same_bits(device: str) -> None:
     q = past.queries(batch)
     low, middle, high = (past.attend(q, batch, tile=tile) for tile in at.TILES)
     assert torch.equal(low, middle) and torch.equal(low, high)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "window"), [(4, 2, 64, 0), (4, 2, 64, 66), (3, 1, 48, 9)]
+)
+@pytest.mark.parametrize("whole", [False, True])
+def test_turning_inside_attention_gives_the_same_bits(
+    device: str, heads: int, kv_heads: int, dim: int, window: int, whole: bool
+) -> None:
+    past = Past(device, heads, kv_heads, dim, [70, 0, 63], room=90)
+    batch = past.batch(*(Part(text, [1]) for text in range(3)))
+    parts = noise(2, 3, (heads + 2 * kv_heads) * dim).to(device)
+    angles = noise(90, dim // 2, seed=3)
+    tables = angles.cos().to(device), angles.sin().to(device)
+    results = []
+    for single in (True, False):
+        reading = at.read_batch(batch, heads, kv_heads, dim)
+        assert reading.single
+        reading.single, reading.whole = single, whole
+        room = 3 * heads * (reading.splits + at.TAILS)
+        reading.sums = torch.full((room * dim,), torch.nan, device=device)
+        reading.stats = torch.full((room * 2,), torch.nan, device=device)
+        keys, values = past.keys.clone(), past.values.clone()
+        keys[batch.slots.long()], values[batch.slots.long()] = torch.nan, torch.nan
+        out = torch.full((3, heads, dim), torch.nan, dtype=HALF, device=device)
+        at.turn_and_attend(at.Fresh(parts, tables, None), batch, keys, values, window, 0.3, reading, out)
+        results.append((out, keys, values))
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def test_splits_agree_with_their_count() -> None:

@@ -9,6 +9,9 @@ What differs between rows of a draft tree is which guesses they see. Blocks that
 tokens are shared: one program loads them for up to 64 / group rows and all their heads. The blocks from the one
 with the first guess on (two at most) are gathered for each node by its path, in programs of their own.
 
+Where every row is the only one of its text, a program turns its queries and the row's own key itself, from what the
+matmul left: it loads known keys before that is there, and one launch less stands in between. As in rows.py, to the bit.
+
 Programs are 16, 32 or 64 query rows tall. Hopper's tensor core gives the same bits whichever of its two kinds of
 instruction that means (measured), and every sum over keys is left to it.
 """
@@ -28,6 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from outrider.model.kernels.gpu.launch import INTERPRETED, await_previous, chained, let_next_start
+from outrider.model.kernels.gpu.rows import rope_and_write, sum_parts
 from outrider.types import Batch
 
 BLOCK = 64
@@ -36,6 +40,9 @@ NODES = 64
 TAILS = 2  # blocks that a draft of 63 nodes can touch
 STAGES = 4
 SPANS = (1, 8)  # what a program reads: one split, or those that begin in so many blocks
+TURNING = (
+    320  # programs that turn by themselves; what it takes of registers leaves room for no more at a time
+)
 MANY = 512  # programs without splitting at which it is many
 WARPS = 4
 SHORT = 12  # splits: texts of up to 1024 tokens
@@ -106,6 +113,19 @@ def _load_block(keys, values, slots, held, d, DIM: tl.constexpr, STRIDE: tl.cons
     at = slots.to(tl.int64)[:, None] * STRIDE + d
     load = held[:, None] & (d < DIM)
     return tl.load(keys + at, mask=load, other=0.0), tl.load(values + at, mask=load, other=0.0)
+
+
+@triton.jit
+def _turned(
+    parts, at, stride, c, s, d, mask, DIM: tl.constexpr, PARTS: tl.constexpr
+):  # fmt: skip
+    """Heads of a row as the matmul left them, in parts, rotated: what lies at d, and half a head further."""
+    half: tl.constexpr = DIM // 2
+    other = tl.where(d < half, d + half, d - half)
+    mine = sum_parts(parts, at + d, stride, mask, PARTS)
+    partner = sum_parts(parts, at + other, stride, mask, PARTS)
+    # A sign changes no bit of a product: this is what rows.py makes of either half.
+    return tl.fma(mine, tl.broadcast_to(c, mine.shape), tl.where(d < half, -(partner * s), partner * s))
 
 
 @triton.jit
@@ -184,14 +204,15 @@ def _close_split(
     return m, w, acc, total_m, total_w, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _attend_kernel(
     q, keys, values, table, items, positions, table_rows, prefix, ancestors, paths, sums, stats, out,
+    made, cos, sin, slots, rows,
     table_stride, shared, parts, scale, window, splits,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr,
     DIM: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, LOW: tl.constexpr,
     NODES: tl.constexpr, SPAN: tl.constexpr, WINDOW: tl.constexpr, WHOLE: tl.constexpr, TAIL: tl.constexpr,
-    CHAIN: tl.constexpr,
+    FRESH: tl.constexpr, PARTS: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     """The first shared * parts programs: one item's rows over one split, or over those that begin in one stretch of
     `SPAN` blocks, or over everything. Those after them: one row's own blocks.
@@ -238,9 +259,32 @@ def _attend_kernel(
         begin = tl.maximum(begin, tl.min(first, 0) // BLOCK * BLOCK)
     entries = table + tl.load(table_rows + start).to(tl.int64) * table_stride
     columns = tl.arange(0, BLOCK)
-    await_previous(CHAIN)
     at_q = row.to(tl.int64) * (HEADS * DIM) + head * DIM
-    queries = tl.load(q + at_q[:, None] + d, mask=valid[:, None] & (d < DIM), other=0.0)
+    looped = stop
+    if FRESH:
+        if begin >= stop:
+            return
+        # What earlier passes wrote is there: each pass begins with a launch that waits for all before it.
+        looped = begin + (stop - begin - 1) // BLOCK * BLOCK
+        own = tl.load(positions + start)
+        c = looped + columns
+        held = (c < highest) & (c != own)
+        places = tl.load(entries + c, mask=held, other=0)
+        last_k, last_v = _load_block(keys + kv * DIM, values + kv * DIM, places, held, d, DIM, KV_HEADS * DIM)
+        angle = own.to(tl.int64) * (DIM // 2) + tl.where(d < DIM // 2, d, d - DIM // 2)
+        turn_c = tl.load(cos + angle, mask=d < DIM, other=0.0)
+        turn_s = tl.load(sin + angle, mask=d < DIM, other=0.0)
+        slot = tl.load(slots + start).to(tl.int64)
+    await_previous(CHAIN)
+    if FRESH:
+        width: tl.constexpr = (HEADS + 2 * KV_HEADS) * DIM
+        stride = rows.to(tl.int64) * width
+        at_row = start.to(tl.int64) * width
+        queries = _turned(
+            made, at_row + head[:, None] * DIM, stride, turn_c, turn_s, d, valid[:, None] & (d < DIM), DIM, PARTS
+        ).to(keys.dtype.element_ty)  # fmt: skip
+    else:
+        queries = tl.load(q + at_q[:, None] + d, mask=valid[:, None] & (d < DIM), other=0.0)
     to_state = (row.to(tl.int64) * HEADS + head) * (splits + 2)
     m = tl.full((TILE,), float("-inf"), tl.float32)
     w = tl.zeros((TILE,), tl.float32)
@@ -248,7 +292,7 @@ def _attend_kernel(
     total_m = tl.full((TILE,), float("-inf"), tl.float32)
     total_w = tl.zeros((TILE,), tl.float32)
     total = tl.zeros((TILE, WIDE), tl.float32)
-    for at in range(begin, stop, BLOCK):
+    for at in range(begin, looped, BLOCK):
         c = at + columns
         held = c < highest
         places = tl.load(entries + c, mask=held, other=0)
@@ -260,6 +304,26 @@ def _attend_kernel(
         m, w, acc = _fold(m, w, acc, bm, bw, bacc)
         m, w, acc, total_m, total_w, total = _close_split(
             at, highest, m, w, acc, total_m, total_w, total, sums, stats, to_state, valid, d,
+            TILE, DIM, WIDE, BLOCK, WHOLE,
+        )  # fmt: skip
+    if FRESH:
+        c = looped + columns
+        if (own >= looped) & (own < looped + BLOCK):
+            at_k = at_row + (HEADS + kv) * DIM
+            new_k = _turned(made, at_k, stride, turn_c, turn_s, d, d < DIM, DIM, PARTS).to(last_k.dtype)
+            new_v = sum_parts(made, at_k + KV_HEADS * DIM + d, stride, d < DIM, PARTS).to(last_v.dtype)
+            kept = slot * (KV_HEADS * DIM) + kv * DIM + d
+            tl.store(keys + kept, new_k, mask=d < DIM)
+            tl.store(values + kept, new_v, mask=d < DIM)
+            last_k = tl.where((c == own)[:, None], new_k, last_k)
+            last_v = tl.where((c == own)[:, None], new_v, last_v)
+        seen = c[None, :] < limit[:, None]
+        if WINDOW:
+            seen = seen & (c[None, :] >= first[:, None])
+        bm, bw, bacc = _block(queries, last_k, last_v, seen, scale)
+        m, w, acc = _fold(m, w, acc, bm, bw, bacc)
+        m, w, acc, total_m, total_w, total = _close_split(
+            looped, highest, m, w, acc, total_m, total_w, total, sums, stats, to_state, valid, d,
             TILE, DIM, WIDE, BLOCK, WHOLE,
         )  # fmt: skip
     if WHOLE:
@@ -349,6 +413,7 @@ class Reading:
     sums: Tensor  # [R, heads, splits + 2, dim] float32
     stats: Tensor  # [R, heads, splits + 2, 2]
     whole: bool  # one program does all splits of its rows
+    single: bool  # every row is the only one of its text, and known
 
 
 def padded_group(heads: int, kv_heads: int) -> int:
@@ -392,14 +457,21 @@ def read_batch(batch: Batch, heads: int, kv_heads: int, dim: int, there: Batch |
     tree = bool((host.ancestors != 0).any())
     items = torch.tensor(groups, dtype=torch.int32).to(there.ids.device, non_blocking=True)
     splits = split_count(int(host.positions.max()) + 1)
-    reading = make_reading(items, batch.rows, (heads, kv_heads, dim), splits, tree, tile)
+    single = len(groups) == batch.rows
+    reading = make_reading(items, batch.rows, (heads, kv_heads, dim), splits, tree, tile, single)
     if tree:
         find_paths(there, reading.paths)
     return reading
 
 
 def make_reading(
-    items: Tensor, rows: int, shape: tuple[int, int, int], splits: int, tree: bool, tile: int
+    items: Tensor,
+    rows: int,
+    shape: tuple[int, int, int],
+    splits: int,
+    tree: bool,
+    tile: int,
+    single: bool = False,
 ) -> Reading:
     """Buffers for `rows` rows of texts of up to `splits` splits; shape is heads, kv_heads, dim."""
     heads, kv_heads, dim = shape
@@ -415,6 +487,7 @@ def make_reading(
         sums=torch.empty(room * dim, dtype=torch.float32, device=items.device),
         stats=torch.empty(room * 2, dtype=torch.float32, device=items.device),
         whole=whole,
+        single=single and not tree,
     )
 
 
@@ -444,6 +517,35 @@ def find_paths(batch: Batch, paths: Tensor) -> None:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Fresh:
+    """Queries, keys and values of a pass as the matmul left them."""
+
+    parts: Tensor  # [P, R, (heads + 2 kv_heads) * dim] float32
+    tables: tuple[Tensor, Tensor]  # of cosines and sines
+    norms: tuple[Tensor, Tensor, float] | None  # of heads
+
+
+def turn_and_attend(
+    fresh: Fresh,
+    batch: Batch,
+    keys: Tensor,
+    values: Tensor,
+    window: int,
+    scale: float,
+    reading: Reading,
+    out: Tensor,
+) -> None:
+    """Keys and values to their slots, and out [R, heads, dim] = what each row sees there."""
+    programs = len(reading.items) * keys.shape[1] * (1 if reading.whole else reading.splits)
+    if reading.single and fresh.norms is None and programs <= TURNING:
+        _launch(None, fresh, batch, keys, values, window, scale, reading, out)
+        return
+    q = torch.empty_like(out)
+    rope_and_write(fresh.parts, fresh.tables, batch, fresh.norms, q, keys, values)
+    _launch(q, None, batch, keys, values, window, scale, reading, out)
+
+
 def attend(
     q: Tensor,
     batch: Batch,
@@ -455,19 +557,36 @@ def attend(
     out: Tensor,
 ) -> None:
     """q [R, heads, dim] over what each row sees in the slots -> out [R, heads, dim]."""
-    rows, heads, dim = q.shape
+    _launch(q, None, batch, keys, values, window, scale, reading, out)
+
+
+def _launch(
+    q: Tensor | None,
+    fresh: Fresh | None,
+    batch: Batch,
+    keys: Tensor,
+    values: Tensor,
+    window: int,
+    scale: float,
+    reading: Reading,
+    out: Tensor,
+) -> None:
+    rows, heads, dim = out.shape
     kv_heads = keys.shape[1]
     r = reading
     shared = len(r.items)
     span = SPANS[0] if shared * kv_heads < MANY else SPANS[1]
     parts = 1 if r.whole else r.splits if span == 1 else -(-split_end(r.splits) // (span * BLOCK))
+    made, cos, sin = (None, None, None) if fresh is None else (fresh.parts, *fresh.tables)
     _attend_kernel[(shared * parts + (rows if r.tree else 0), kv_heads)](
         q, keys, values, batch.table, r.items, batch.positions, batch.table_rows, batch.prefix,
         batch.ancestors, r.paths, r.sums, r.stats, out,
+        made, cos, sin, batch.slots, rows,
         batch.table.stride(0), shared, parts, scale * LOG2E, window, r.splits,
         HEADS=heads, KV_HEADS=kv_heads, GROUP=heads // kv_heads, PADDED=padded_group(heads, kv_heads), DIM=dim,
         WIDE=_wide(dim), BLOCK=BLOCK, TILE=r.tile, LOW=TILES[0], NODES=NODES, SPAN=span, WINDOW=window > 0,
-        WHOLE=r.whole, TAIL=r.tree, num_warps=WARPS, num_stages=STAGES if dim <= 64 else 2, **chained(),
+        WHOLE=r.whole, TAIL=r.tree, FRESH=fresh is not None, PARTS=0 if made is None else len(made),
+        num_warps=WARPS, num_stages=STAGES if dim <= 64 else 2, **chained(),
     )  # fmt: skip
     if r.whole:
         return

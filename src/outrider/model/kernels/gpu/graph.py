@@ -26,6 +26,7 @@ from outrider.model.kernels.gpu.attention import (
     tile_for,
 )
 from outrider.model.kernels.gpu.kernels import GpuKernels
+from outrider.model.kernels.gpu.recording import recording
 from outrider.types import Batch
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -39,6 +40,7 @@ class Shape:
     tree: bool
     tile: int  # of attention, by the longest run of rows of one text
     context: int  # of the longest text
+    single: bool  # every row is the only one of its text
 
 
 class Slate:
@@ -116,7 +118,7 @@ class GraphedDecoder:
         tree = bool((batch.ancestors != 0).any())
         longest = int(batch.positions.max()) + 1
         context = min(next((c for c in CONTEXTS if c >= longest), longest), self.table.shape[1])
-        shape = Shape(_up(batch.rows), _up(len(groups)), tree, tile, context)
+        shape = Shape(_up(batch.rows), _up(len(groups)), tree, tile, context, len(groups) == batch.rows)
         captured = self.captured.get(shape) or self.capture(shape)
         captured.slate.fill(batch, groups)
         captured.graph.replay()
@@ -132,7 +134,7 @@ class GraphedDecoder:
             self._pass(slate, reading)  # compiles what is not compiled yet
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
+        with recording(graph, self.pool):
             logits = self._pass(slate, reading)
         self.captured[shape] = Captured(slate, reading, graph, logits)
         return self.captured[shape]
@@ -148,9 +150,8 @@ class GraphedDecoder:
     def _reading(self, slate: Slate) -> Reading:
         c, shape = self.config, slate.shape
         sizes = (c.heads, c.kv_heads, c.head_dim)
-        return make_reading(
-            slate.items, shape.rows, sizes, split_count(shape.context), shape.tree, shape.tile
-        )
+        splits = split_count(shape.context)
+        return make_reading(slate.items, shape.rows, sizes, splits, shape.tree, shape.tile, shape.single)
 
 
 def _up(count: int) -> int:

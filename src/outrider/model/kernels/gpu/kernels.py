@@ -1,6 +1,7 @@
 """The decoder's kernels on a CUDA device, in bfloat16 with a float32 residual stream. Twin: reference.py.
 
-A layer is nine launches: norm, qkv, rope and cache write, attention (two), output, norm, gate and up, down. The
+A layer is nine launches: norm, qkv, rope and cache write (which attention does itself for single rows), attention
+(two), output, norm, gate and up, down. The
 sums that a matmul leaves in parts are added by the norm that follows, which for `down` is in the next layer:
 `run_layers` keeps them pending in between, `layer` settles them at once. Both give the same bits.
 """
@@ -19,10 +20,10 @@ from torch import Tensor
 from outrider.cache.store import KeyValueStore
 from outrider.errors import KernelUnavailable
 from outrider.load.config import ModelConfig
-from outrider.model.kernels.gpu.attention import Reading, attend, read_batch
+from outrider.model.kernels.gpu.attention import Fresh, Reading, attend, read_batch, turn_and_attend
 from outrider.model.kernels.gpu.draw import draw_rows
 from outrider.model.kernels.gpu.matmul import Packed, gated_linear, linear, multiply_parts, pack
-from outrider.model.kernels.gpu.rows import add_and_norm, rope_and_write
+from outrider.model.kernels.gpu.rows import add_and_norm
 from outrider.model.kernels.gpu.sift import sift_rows
 from outrider.model.weights import LayerTensors
 from outrider.types import Batch
@@ -200,10 +201,9 @@ class GpuKernels:
         """A layer from its normed inputs on, which may be wider than the stream; returns what is to be added to x."""
         c, rows = self.config, len(x)
         qkv = multiply_parts(inputs, w.qkv.weight, w.qkv.bias)
-        q = torch.empty((rows, c.heads, c.head_dim), dtype=self.dtype, device=x.device)
-        mixed = torch.empty_like(q)
-        rope_and_write(qkv, self.tables, batch, w.norms, q, keys, values)
-        attend(q, batch, keys, values, w.window, self.scale, reading, mixed)
+        mixed = torch.empty((rows, c.heads, c.head_dim), dtype=self.dtype, device=x.device)
+        fresh = Fresh(qkv, self.tables, w.norms)
+        turn_and_attend(fresh, batch, keys, values, w.window, self.scale, reading, mixed)
         pending = multiply_parts(mixed.view(rows, -1), w.out.weight, w.out.bias)
         normed = torch.empty_like(x, dtype=self.dtype)
         add_and_norm(x, pending, w.mlp_norm, c.norm_eps, normed)
