@@ -1,6 +1,6 @@
 """Other engines beside Outrider on the same as-if model, the same prompts and the same machine, in turn.
 
-    python -m bench.peers MODEL --as-if 8b --draft-as-if 2048:28:32:8:4096 --draft-layers 28 \
+    python -m bench.peers MODEL --as-if 8b --draft-as-if 2048:28:32:8:4096 --draft-layers 0-3,5-16,18-29 \
         --prompts PROMPTS.jsonl --tasks chat,rewrite --batches 1,16,32 --json peers.json
 
 The model is a small one widened to the shape of a big one: the big one's cost, the small one's text. transformers
@@ -172,7 +172,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("model", nargs="?", default="smollm2-135m")
     parser.add_argument("--as-if", required=True, help="the shape, as outrider bench takes it")
     parser.add_argument("--draft-as-if", help="also with a draft model: the same one in this shape")
-    parser.add_argument("--draft-layers", type=int, help="keep so many of its layers")
+    parser.add_argument("--draft-layers", help="keep so many of its layers, or these: 0-3,5-29")
     parser.add_argument("--prompts", help="a file of prompts; built-in ones without it")
     parser.add_argument("--tasks", default="chat,rewrite")
     parser.add_argument("--batches", type=lambda text: [int(n) for n in text.split(",")], default=[1])

@@ -105,17 +105,23 @@ def replayed(graph: torch.cuda.CUDAGraph, count: int = 30) -> float:
     return statistics.median(times)
 
 
+def captured_for(graphed: GraphedDecoder, batch: Batch) -> Captured:
+    """A graph of its own for a batch, filled with it."""
+    graphed.captured = {}
+    graphed.forward(batch)
+    torch.cuda.synchronize()
+    (captured,) = graphed.captured.values()
+    return captured
+
+
 def left_out(graphed: GraphedDecoder, batch: Batch, name: str) -> float:
     """The step's time without one kind of kernel. Its results are nonsense."""
-    kept, kept_graphs = getattr(kernels, name), graphed.captured
-    graphed.captured = {}
+    kept = getattr(kernels, name)
     setattr(kernels, name, lambda *args, **options: args[0][:, :0] if name == "gated_linear" else None)
     try:
-        graphed.forward(batch)
-        return replayed(next(iter(graphed.captured.values())).graph)
+        return replayed(captured_for(graphed, batch).graph)
     finally:
         setattr(kernels, name, kept)
-        graphed.captured = kept_graphs
 
 
 def breakdown(graph: torch.cuda.CUDAGraph, layers: int) -> None:
@@ -186,15 +192,14 @@ def main() -> None:
     store.values = [torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(config.layers)]
     table = slot_table(sequences, longest, given.scattered)
     graphed = GraphedDecoder(model, store, table.cuda())
-    seen: dict[tuple[int, int], Captured] = {}
+    seen: list[Captured] = []  # their buffers must outlive the graphs
     steps: list[dict[str, Any]] = []
     for context in contexts:
         plain = 0.0
         for rows in (int(r) for r in given.rows.split(",")):
             batch = plain_batch(table, 1, context) if rows == 1 else tree_batch(table, rows, context)
-            graphed.forward(batch)
-            torch.cuda.synchronize()
-            captured = seen.setdefault((rows, context), list(graphed.captured.values())[-1])
+            captured = captured_for(graphed, batch)
+            seen.append(captured)
             ms = replayed(captured.graph)
             plain = plain or ms
             gbs = linear / ms / 1e9
@@ -208,8 +213,8 @@ def main() -> None:
             for name in filter(None, given.without.split(",")):
                 print(f"    without {name:16} {ms - left_out(graphed, batch, name):+.3f} ms", flush=True)
         for many in (int(b) for b in given.batches.split(",") if b):
-            graphed.forward(plain_batch(table, many, context))
-            ms = replayed(seen.setdefault((-many, context), list(graphed.captured.values())[-1]).graph)
+            seen.append(captured_for(graphed, plain_batch(table, many, context)))
+            ms = replayed(seen[-1].graph)
             steps.append({"context": context, "sequences": many, "rows": many, "ms": ms, "of_plain": None})
             print(f"context {context:5} batch {many:3}: {ms:.3f} ms", flush=True)
     if given.json:

@@ -90,6 +90,26 @@ def spread_layers(count: int, wanted: int) -> tuple[int, ...]:
     return tuple(round(i * (count - 1) / (wanted - 1)) for i in range(wanted))
 
 
+def named_layers(count: int, wanted: str) -> tuple[int, ...]:
+    """Layers by their number ("28": so many, evenly spread) or by name ("0-3,5-16,18-29")."""
+    if wanted.isdecimal():
+        return spread_layers(count, int(wanted))
+    kept: list[int] = []
+    for stretch in wanted.split(","):
+        first, dash, last = stretch.partition("-")
+        last = last if dash else first
+        if not (first.isdecimal() and last.isdecimal()):
+            raise InvalidRequest(
+                f"layers are a number or stretches like 0-3,5: not {wanted!r}", "draft_layers"
+            )
+        kept += range(int(first), int(last) + 1)
+    if len(kept) < 2 or kept != sorted(set(kept)) or kept[-1] >= count:
+        raise InvalidRequest(
+            f"{wanted!r} is not two or more of {count} layers, each once, in order", "draft_layers"
+        )
+    return tuple(kept)
+
+
 def widen(
     config: ModelConfig,
     read: Read,
@@ -259,13 +279,13 @@ class WideCheckpoint(Checkpoint):
         small: Checkpoint,
         wide: Wide,
         device: str | torch.device = "cpu",
-        layers: int | None = None,
+        kept: tuple[int, ...] | None = None,
     ) -> None:
-        """`layers` of the small model are used, all of them by default."""
+        """The `kept` layers of the small model are used, all of them by default."""
         if small.config is None:
             raise UnsupportedModel(f"{small.path.name} is of a family that cannot be widened")
         self.small, self.path = small, small.path
-        self.kept = spread_layers(small.config.layers, small.config.layers if layers is None else layers)
+        self.kept = tuple(range(small.config.layers)) if kept is None else kept
         self.dtype = torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
         self.config, self._read = widen(small.config, small.tensor, wide, device, self.dtype, self.kept)
         self.raw_config = config_json(self.config)
@@ -317,9 +337,9 @@ class AsIf(LLM):
         settings: Settings,
         draft: str = "auto",
         draft_shape: str | None = None,
-        draft_layers: int | None = None,
+        draft_layers: str | None = None,
     ) -> None:
-        """With a `draft_shape` the draft is the model itself, `draft_layers` of its layers, in that shape."""
+        """With a `draft_shape` the draft is the model itself, some of its layers (`named_layers`), in that shape."""
         if draft_shape is None and draft_layers is not None:
             raise InvalidRequest("--draft-layers says how --draft-as-if is made; give both", "draft_layers")
         if draft_shape is not None and draft != "auto":
@@ -338,10 +358,11 @@ class AsIf(LLM):
         return "cuda" if on_gpu else "cpu"
 
     def widened_draft(self, small: Checkpoint) -> WideCheckpoint:
-        """Without a number, as many layers as the shape has room for."""
+        """If layers were not chosen, with as many as the shape has room for."""
         assert self._draft_wide is not None and small.config is not None
-        layers = self.draft_layers or min(small.config.layers, self._draft_wide.layers)
-        return WideCheckpoint(small, self._draft_wide, self.place, layers)
+        count = small.config.layers
+        kept = named_layers(count, self.draft_layers or str(min(count, self._draft_wide.layers)))
+        return WideCheckpoint(small, self._draft_wide, self.place, kept)
 
     def described(self) -> dict[str, Any]:
         """What this is, for reports."""
@@ -351,6 +372,8 @@ class AsIf(LLM):
         if self.draft_shape is not None:
             draft = self.widened_draft(wide.small)
             layers = f"{len(draft.kept)} of {len(wide.kept)}"
+            if left_out := sorted(set(wide.kept) - set(draft.kept)):
+                layers += f" (without {', '.join(map(str, left_out))})"
             kind = self.settings.draft_weights
             made["draft"] = {
                 "shape": self.draft_shape, "layers": layers, "parameters": draft.config.parameters,

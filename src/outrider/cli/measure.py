@@ -33,7 +33,10 @@ DraftAsIf = _option(
     "draft_as_if", str | None, SHAPE, "With --as-if: draft with the same model in this shape."
 )
 DraftLayers = _option(
-    "draft_layers", int | None, "N", "With --draft-as-if: keep N of its layers; by default all that fit."
+    "draft_layers",
+    str | None,
+    "N|0-3,5-29",
+    "With --draft-as-if: keep N of its layers, or these; else all that fit.",
 )
 JsonFile = _option(
     "json", str | None, "FILE", "Where the results go, as JSON; by default, and with -, to stdout."

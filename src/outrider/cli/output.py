@@ -69,7 +69,7 @@ def open_llm(
     settings: Settings,
     shape: str | None = None,
     draft_shape: str | None = None,
-    draft_layers: int | None = None,
+    draft_layers: str | None = None,
 ) -> LLM:
     """Find the model, fetching it if need be, then load it. An unknown name fails before torch loads.
 

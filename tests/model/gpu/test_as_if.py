@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from outrider.bench.as_if import Wide, WideCheckpoint, shape_of, spread_layers, widen
+from outrider.bench.as_if import Wide, WideCheckpoint, named_layers, shape_of, spread_layers, widen
 from outrider.errors import InvalidRequest, UnsupportedModel
 from outrider.load.checkpoint import check_shapes, open_checkpoint
 from outrider.load.config import config_from_json
@@ -85,6 +85,17 @@ def test_kept_layers_are_spread() -> None:
     assert spread_layers(3, 5) == (0, 1, 2)
     with pytest.raises(InvalidRequest, match="at least 2"):
         spread_layers(30, 1)
+
+
+def test_layers_by_name() -> None:
+    assert named_layers(30, "28") == spread_layers(30, 28)
+    assert named_layers(9, "0-3,5,7-8") == (0, 1, 2, 3, 5, 7, 8)
+    for wrong in ("", "x", "1-", "-3", "0-3,,5", "0-1x"):
+        with pytest.raises(InvalidRequest, match="a number or stretches"):
+            named_layers(9, wrong)
+    for wrong in ("0-9", "3,2", "0-3,3-5", "0-0", "5-2"):
+        with pytest.raises(InvalidRequest, match="each once, in order"):
+            named_layers(9, wrong)
 
 
 def test_the_constant_is_lost_in_rounding() -> None:

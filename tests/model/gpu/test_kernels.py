@@ -73,6 +73,23 @@ def test_segments_give_the_same_bits_spread_or_in_one_block(device: str, pieces:
     assert furthest(results[0], matmul.linear_twin(x, weight)) < 1e-5
 
 
+@pytest.mark.parametrize(("inputs", "pieces", "ahead"), [(1024, 2, 256), (1024, 2, 512), (576, 1, 512)])
+def test_weights_read_ahead_give_the_same_bits(device: str, inputs: int, pieces: int, ahead: int) -> None:
+    weight, x = (
+        matmul.pack(noise(64, inputs).to(HALF).to(device)),
+        noise(5, inputs, seed=2).to(HALF).to(device),
+    )
+    results = []
+    for early in (0, ahead):
+        out = torch.full((pieces, 5, 64), torch.nan, device=device)
+        tile = matmul.Tile(16, 64, 64, 4, 2, pieces > 1, early)
+        matmul.launch_multiply(x, weight, None, out, pieces, tile)
+        results.append(out)
+    assert furthest(*results) < 1e-5
+    if device == "cuda":  # numpy, behind the interpreter, has an order of its own for each shape
+        assert torch.equal(*results)
+
+
 @pytest.mark.parametrize(("outputs", "depth"), [(64, 64), (128, 128), (128, 64)])
 def test_tiles_of_any_shape_give_the_same_bits(device: str, outputs: int, depth: int) -> None:
     weight, x = matmul.pack(noise(192, 256).to(HALF).to(device)), noise(5, 256, seed=2).to(HALF).to(device)

@@ -54,33 +54,35 @@ LOG2E = 1.4426950408889634
 # Splits are short where a short context leaves the device idle, long where there would be too many to fold.
 @triton.jit
 def _split_start(s):
-    return tl.where(s < 8, s * 64, tl.where(s < 20, 512 + (s - 8) * 128, 2048 + (s - 20) * 512))
+    short = tl.where(s < 8, s * 64, 512 + (s - 8) * 128)
+    long = tl.where(s < 44, 2048 + (s - 20) * 256, 8192 + (s - 44) * 512)
+    return tl.where(s < 20, short, long)
 
 
 @triton.jit
 def _split_of(p):
-    return tl.where(p < 512, p // 64, tl.where(p < 2048, 8 + (p - 512) // 128, 20 + (p - 2048) // 512))
+    short = tl.where(p < 512, p // 64, 8 + (p - 512) // 128)
+    long = tl.where(p < 8192, 20 + (p - 2048) // 256, 44 + (p - 8192) // 512)
+    return tl.where(p < 2048, short, long)
+
+
+LENGTHS = ((0, 64), (512, 128), (2048, 256), (8192, 512))  # from where on splits are how long
 
 
 def split_count(context: int) -> int:
     """Splits of a text of `context` tokens."""
-    p = context - 1
-    return 1 + (p // 64 if p < 512 else 8 + (p - 512) // 128 if p < 2048 else 20 + (p - 2048) // 512)
+    return len(split_starts(context))
 
 
 def split_end(splits: int) -> int:
     """Where the last of so many splits ends."""
-    return (
-        splits * 64
-        if splits <= 8
-        else 512 + (splits - 8) * 128
-        if splits <= 20
-        else 2048 + (splits - 20) * 512
-    )
+    starts = split_starts(512 * splits + 1)
+    return starts[splits]
 
 
 def split_starts(context: int) -> list[int]:
-    starts = [*range(0, 512, 64), *range(512, 2048, 128), *range(2048, max(context, 2048) + 512, 512)]
+    ends = [start for start, _ in LENGTHS[1:]] + [max(context, LENGTHS[-1][0])]
+    starts = [at for (start, each), end in zip(LENGTHS, ends, strict=True) for at in range(start, end, each)]
     return [start for start in starts if start < context]
 
 
@@ -593,8 +595,15 @@ def _launch(
     _combine_kernel[(rows, heads)](
         r.sums, r.stats, out, batch.prefix, batch.positions, batch.ancestors, window, r.splits,
         HEADS=heads, DIM=dim, WIDE=_wide(dim), BLOCK=BLOCK, WINDOW=window > 0, TAIL=r.tree,
-        DEPTH=2 if INTERPRETED else 8 if r.tree else 16, num_warps=1, **chained(),
+        DEPTH=_at_once(r, dim), num_warps=1, **chained(),
     )  # fmt: skip
+
+
+def _at_once(reading: Reading, dim: int) -> int:
+    """Splits whose loads are on their way together when they are folded."""
+    if INTERPRETED:
+        return 2
+    return 8 if reading.tree else 24 if reading.splits > 16 and dim <= 128 else 16
 
 
 def _wide(dim: int) -> int:

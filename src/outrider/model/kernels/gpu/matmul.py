@@ -34,6 +34,8 @@ GRAIN = 256  # a segment is a multiple of it, so that every tile depth fits
 HIGH = 64  # outputs of a stored tile: the height of Hopper's tensor core
 ENOUGH_BLOCKS = 128  # that keep every multiprocessor reading
 SHORTEST_SEGMENT = 512
+ENOUGH_UNSPREAD = 96  # blocks of a tile of up to 64 rows that do as well alone
+FOLDED_ROWS = 64  # of a tile, up to which segments are told apart in one loop
 AT_ONCE = 64  # blocks of HIGH outputs that are packed together; more would only take more memory
 
 
@@ -141,6 +143,7 @@ class Tile:
     warps: int
     stages: int
     spread: bool = False
+    ahead: int = 0  # inputs whose weights are read before the kernel before this one has ended
 
 
 @triton.jit
@@ -211,23 +214,49 @@ def _plain_segment(
     c = tl.arange(0, INPUTS)[None, :]
     for start in range(first, last, INPUTS):
         x = tl.load(x_rows + start + c, mask=there if EVEN else there & (start + c < inputs), other=0.0)
-        if INPUTS == DEPTH:
-            at = start * HIGH + c
-        else:
-            at = tl.multiple_of(start // DEPTH * (HIGH * DEPTH) + start % DEPTH, INPUTS) + c
+        at = _stored(start, INPUTS, HIGH, DEPTH) + c
         acc = tl.dot(tl.load(w_rows + at), tl.trans(x), acc)
         if GATED:
             up = tl.dot(tl.load(u_rows + at), tl.trans(x), up)
     return acc, up
 
 
+@triton.jit
+def _folded_segments(
+    total, x_rows, there, w_rows, width, inputs, SEGMENT: tl.constexpr,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, HIGH: tl.constexpr, DEPTH: tl.constexpr,
+    EVEN: tl.constexpr,
+):  # fmt: skip
+    """All segments of a plain weight in one loop: where one ends, its sums go to the total. Quicker than a loop for
+    each, unless the sums are so many that telling the ends takes long.
+    """
+    acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    c = tl.arange(0, INPUTS)[None, :]
+    for start in range(0, width, INPUTS):
+        x = tl.load(x_rows + start + c, mask=there if EVEN else there & (start + c < inputs), other=0.0)
+        acc = tl.dot(tl.load(w_rows + _stored(start, INPUTS, HIGH, DEPTH) + c), tl.trans(x), acc)
+        ended = (start + INPUTS) % SEGMENT == 0
+        total = tl.where(ended, total + acc, total)
+        acc = tl.where(ended, 0.0, acc)
+    return total + acc
+
+
+@triton.jit
+def _stored(start, INPUTS: tl.constexpr, HIGH: tl.constexpr, DEPTH: tl.constexpr):
+    """Where in a row of stored tiles an input lies."""
+    at = start * HIGH
+    if INPUTS != DEPTH:
+        at = tl.multiple_of(start // DEPTH * (HIGH * DEPTH) + start % DEPTH, INPUTS)
+    return at
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _matmul_kernel(
     x, weight, scales, bias, out, rows, outputs, inputs, width, half, scales_half,
-    SEGMENT: tl.constexpr, SEGMENTS: tl.constexpr, SPREAD: tl.constexpr,
+    SEGMENT: tl.constexpr, SEGMENTS: tl.constexpr, SPREAD: tl.constexpr, FOLDED: tl.constexpr,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, HIGH: tl.constexpr, DEPTH: tl.constexpr,
     KIND: tl.constexpr, IN_ONE: tl.constexpr, GROUPED: tl.constexpr,
-    GATED: tl.constexpr, BIASED: tl.constexpr, EVEN: tl.constexpr, CHAIN: tl.constexpr,
+    GATED: tl.constexpr, BIASED: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     let_next_start(CHAIN)
     row_tiles = tl.cdiv(rows, ROWS)
@@ -248,26 +277,43 @@ def _matmul_kernel(
     there = (m < rows)[:, None]
     first = part * SEGMENT
     last = tl.minimum(first + SEGMENT, width)
+    if AHEAD > 0:
+        last -= AHEAD
+        c = tl.arange(0, AHEAD)[None, :]
+        at = last * HIGH + c // DEPTH * (HIGH * DEPTH) + c % DEPTH
+        ahead = tl.load(w_rows + at)
     await_previous(CHAIN)
-    acc, up = _segment(
-        x_rows, there, w_rows, u_rows, s_rows, t_rows, first, last, inputs,
-        ROWS, OUTPUTS, INPUTS, HIGH, DEPTH, KIND, IN_ONE, GROUPED, GATED, EVEN,
-    )  # fmt: skip
-    if BIASED:
-        biased = tl.where(part == 0, outputs, 0)  # once, by the first part
-        acc += tl.load(bias + n, mask=n < biased, other=0.0)[:, None]
-        if GATED:
-            up += tl.load(bias + outputs + n, mask=n < biased, other=0.0)[:, None]
-    if not SPREAD:
-        for s in tl.static_range(1, SEGMENTS):
-            last = tl.minimum((s + 1) * SEGMENT, width)
-            more, more_up = _segment(
-                x_rows, there, w_rows, u_rows, s_rows, t_rows, s * SEGMENT, last, inputs,
-                ROWS, OUTPUTS, INPUTS, HIGH, DEPTH, KIND, IN_ONE, GROUPED, GATED, EVEN,
-            )  # fmt: skip
-            acc += more
+    if AHEAD > 0:
+        ahead_x = tl.load(x_rows + last + tl.arange(0, AHEAD)[None, :], mask=there, other=0.0)
+    if FOLDED:
+        total = tl.zeros((OUTPUTS, ROWS), tl.float32)
+        if BIASED:
+            total += tl.load(bias + n, mask=n < outputs, other=0.0)[:, None]
+        acc = _folded_segments(
+            total, x_rows, there, w_rows, width, inputs, SEGMENT, ROWS, OUTPUTS, INPUTS, HIGH, DEPTH, EVEN
+        )
+    else:
+        acc, up = _segment(
+            x_rows, there, w_rows, u_rows, s_rows, t_rows, first, last, inputs,
+            ROWS, OUTPUTS, INPUTS, HIGH, DEPTH, KIND, IN_ONE, GROUPED, GATED, EVEN,
+        )  # fmt: skip
+        if AHEAD > 0:
+            acc = tl.dot(ahead, tl.trans(ahead_x), acc)
+        if BIASED:
+            biased = tl.where(part == 0, outputs, 0)  # once, by the first part
+            acc += tl.load(bias + n, mask=n < biased, other=0.0)[:, None]
             if GATED:
-                up += more_up
+                up += tl.load(bias + outputs + n, mask=n < biased, other=0.0)[:, None]
+        if not SPREAD:
+            for s in tl.static_range(1, SEGMENTS):
+                last = tl.minimum((s + 1) * SEGMENT, width)
+                more, more_up = _segment(
+                    x_rows, there, w_rows, u_rows, s_rows, t_rows, s * SEGMENT, last, inputs,
+                    ROWS, OUTPUTS, INPUTS, HIGH, DEPTH, KIND, IN_ONE, GROUPED, GATED, EVEN,
+                )  # fmt: skip
+                acc += more
+                if GATED:
+                    up += more_up
     if GATED:
         acc = acc / (1 + tl.exp(-acc)) * up
     at = out + (part * rows + m).to(tl.int64)[None, :] * outputs + n[:, None]
@@ -296,14 +342,14 @@ def choose_tile(weight: Packed, rows: int) -> Tile:
     if weight.kind in KINDS:
         return _quantised_tile(weight, rows)
     deep, gated, few = weight.depth, weight.gated, segments(weight) > 1
-    # Three stages leave room beside the blocks of the matmul before, so that these can wait for their turn there.
-    stages = 3 if few and weight.outputs > weight.inputs else 4
     if rows <= 16:
-        return Tile(16, 64, deep, 4, stages, few)
-    if rows <= 32:
-        return Tile(32, 64, deep, 4, stages, few)
+        return _waiting_tile(weight)
     if rows <= 64:
-        return Tile(64, 64, deep, 4, 4 if gated else 3, few)
+        high = 32 if rows <= 32 else 64
+        if few and weight.outputs > weight.inputs and weight.outputs >= HIGH * ENOUGH_UNSPREAD:
+            return Tile(high, 64, deep, 4, 6)
+        ahead = 256 if few and weight.inputs <= 2 * weight.outputs and _fits(weight, 256) else 0
+        return Tile(high, 64, deep, 4, 4 if gated or high == 32 else 3, few, ahead)
     spread = few and rows <= 256
     if gated or few > spread:  # two sums an output: with fewer warps they do not fit into registers
         return Tile(128, 128, 64, 8, 4)
@@ -311,6 +357,36 @@ def choose_tile(weight: Packed, rows: int) -> Tile:
     if pieces * -(-weight.outputs // 128) * -(-rows // 128) < ENOUGH_BLOCKS * 3 // 4:
         return Tile(64, 64, deep, 4, 3, spread)
     return Tile(128, 64 if weight.outputs > 32_768 else 128, 64, 4, 4, spread)
+
+
+def _waiting_tile(weight: Packed) -> Tile:
+    """For few rows. Blocks that wait for the kernel before them read their last weights meanwhile: where that kernel
+    reads little itself, memory would be idle else. How many inputs' weights fit beside the stages was measured.
+    """
+    pieces = segments(weight)
+    if weight.gated or weight.outputs > 8192:
+        stages, ahead = 4, 0
+    elif weight.inputs > 2 * weight.outputs:
+        stages, ahead = 3, 256
+    elif segment_length(weight.width, pieces) < 1024:
+        stages, ahead = 2, 512
+    elif weight.outputs > weight.inputs:
+        # Three stages leave room beside the blocks of the matmul before, so that these can wait for their turn there.
+        stages, ahead = 3, 0
+    else:
+        stages, ahead = 4, 512
+    if not _fits(weight, ahead):
+        stages, ahead = 4, 0
+    return Tile(16, 64, weight.depth, 4, stages, pieces > 1, ahead)
+
+
+def _fits(weight: Packed, ahead: int) -> bool:
+    """Whether blocks can start early at all, and every segment has so many inputs, none of them padding."""
+    pieces = segments(weight)
+    shortest = (
+        weight.width - (pieces - 1) * segment_length(weight.width, pieces) if pieces > 1 else weight.width
+    )
+    return chained()["CHAIN"] and weight.width == weight.inputs and shortest >= ahead
 
 
 def _quantised_tile(weight: Packed, rows: int) -> Tile:
@@ -347,6 +423,8 @@ def launch_multiply(
 ) -> None:
     rows, inputs = x.shape
     parts = pieces if tile.spread else 1
+    if tile.ahead and (weight.gated or parts < pieces):
+        raise ValueError("weights are read ahead by blocks that have one segment, and no gate")
     if out.shape != (parts, rows, weight.outputs) or inputs != weight.inputs:
         raise ValueError(
             f"{tuple(x.shape)} by {weight.outputs} x {weight.inputs} does not fit {tuple(out.shape)}"
@@ -361,6 +439,11 @@ def launch_multiply(
     _matmul_kernel[grid](*given, **options)
 
 
+def _folded(weight: Packed, pieces: int, tile: Tile) -> bool:
+    plain = not weight.gated and weight.kind not in KINDS
+    return pieces > 1 and not tile.spread and plain and tile.rows <= FOLDED_ROWS
+
+
 def kernel_arguments(
     x: Tensor, weight: Packed, bias: Tensor | None, out: Tensor, pieces: int, tile: Tile
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -373,9 +456,10 @@ def kernel_arguments(
     )  # fmt: skip
     options = dict(
         SEGMENT=segment_length(weight.width, pieces), SEGMENTS=pieces, SPREAD=tile.spread,
+        FOLDED=_folded(weight, pieces, tile),
         ROWS=tile.rows, OUTPUTS=tile.outputs, INPUTS=tile.inputs, HIGH=HIGH, DEPTH=weight.depth,
         KIND=weight.kind, IN_ONE=_inputs_in_one(weight.kind), GROUPED=scales is not None and scales.shape[2] > 1,
-        GATED=weight.gated, BIASED=bias is not None, EVEN=inputs == weight.width,
+        GATED=weight.gated, BIASED=bias is not None, EVEN=inputs == weight.width, AHEAD=tile.ahead,
         num_warps=tile.warps, num_stages=tile.stages, **chained(),
     )  # fmt: skip
     return given, options
