@@ -332,8 +332,6 @@ def draw_at(
     if state.filtered:
         model.sift(logits, state.top_k[owners], state.top_p[owners], state.floor[owners])
     seeds = state.seeds[owners]
-    drawn = [model.draw(logits, sampled, seeds, positions)]
-    for _ in range(1, most):
-        logits.scatter_(1, drawn[-1][:, None], -torch.inf)
-        drawn.append(model.draw(logits, sampled, seeds, positions))
-    return drawn[0] if most == 1 else torch.stack(drawn, dim=1)
+    if most == 1:
+        return model.draw(logits, sampled, seeds, positions)
+    return model.draw_several(logits, sampled, seeds, positions, most)

@@ -36,7 +36,8 @@ class DeviceDecoder:
         if not isinstance(decoder.kernels, GpuKernels):
             raise UnsupportedModel("this model does not run on a CUDA device")
         self.decoder, self.kernels, self.to_host = decoder, decoder.kernels, to_host
-        self.config, self.draw, self.sift = decoder.config, decoder.draw, decoder.sift
+        self.config = decoder.config
+        self.draw, self.draw_several, self.sift = decoder.draw, decoder.draw_several, decoder.sift
         self.device, self.dtype = decoder.kernels.device, decoder.kernels.dtype
         self.norm = decoder.norm.to(self.device)
         # By whose keys they read, by which table, and how many layers they run.

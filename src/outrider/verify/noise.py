@@ -10,6 +10,8 @@ residuals, fresh in every step: other streams, with the step in the counter.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -87,6 +89,24 @@ def draw(logits: Tensor, sampled: Tensor, seeds: Tensor, positions: Tensor) -> T
     if len(at):
         logits = logits.index_add(0, at, gumbel(seeds[at], positions[at], logits.shape[1]))
     return logits.argmax(-1)
+
+
+def draw_in_turn(
+    one: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
+    logits: Tensor,
+    sampled: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    most: int,
+) -> Tensor:
+    """What `one`, a draw, says of every row, then what it would say if that were banned, and so on: [R, most]. Kernels
+    may do it at once.
+    """
+    left, drawn = logits.clone(), []
+    for _ in range(most):
+        drawn.append(one(left, sampled, seeds, positions))
+        left.scatter_(1, drawn[-1][:, None], -torch.inf)
+    return torch.stack(drawn, dim=1)
 
 
 def choice_seed(seed: int, choice: int) -> int:

@@ -342,6 +342,21 @@ def test_draw_equals_the_law(device: str, vocab: int, spread: float) -> None:
     assert torch.equal(law.draw_rows(logits, *given, warmth), law.draw_rows_twin(logits, *given, warmth))
 
 
+@pytest.mark.parametrize(("vocab", "most"), [(3, 5), (97, 4), (9001, 7)])
+def test_several_draws_are_those_of_banning_in_turn(device: str, vocab: int, most: int) -> None:
+    logits = (noise(7, vocab, seed=vocab) * 3).to(device)
+    logits[5] = 1.0  # greedy, all equal
+    logits[4, 2:] = -torch.inf
+    given = rows_of(7, vocab, device)
+    found = law.draw_rows(logits, *given, most=most)
+    assert found.shape == (7, most)
+    enough = min(most, vocab)
+    expected = law.draw_rows_twin(logits, *given, most=most)
+    assert torch.equal(found[:4, :enough], expected[:4, :enough])
+    assert torch.equal(found[5:, :enough], expected[5:, :enough])
+    assert torch.equal(found[4, :2], expected[4, :2])  # nothing is left after that
+
+
 def test_ties_go_to_the_lowest_id(device: str) -> None:
     logits = torch.zeros(3, 9000)
     logits[0, [8000, 4500, 4501]] = 1.0

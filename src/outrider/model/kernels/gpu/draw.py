@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from outrider.model.kernels.gpu.launch import INTERPRETED, await_previous, chained, let_next_start
-from outrider.verify.noise import LAW, ROUNDS, draw
+from outrider.verify.noise import LAW, ROUNDS, draw, draw_in_turn
 
 CHUNK = 1024  # groups of four tokens a program looks at
 
@@ -45,27 +45,37 @@ def _gumbel(word, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def _best_of_four(logits, row_start, group, vocab, words, temperature, noisy, INTERPRETED: tl.constexpr):
-    """The best token of every group and its score; the lower id where two are equal."""
-    best = tl.full(group.shape, float("-inf"), tl.float32)
-    token = group * 4
-    for i in tl.static_range(4):
-        at = group * 4 + i
-        score = tl.load(logits + row_start + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
-        if noisy:
-            score = tl.div_rn(score, temperature) + _gumbel(words[i], INTERPRETED)
-        better = score > best
-        best = tl.where(better, score, best)
-        token = tl.where(better, at, token)
-    return best, token
+def _score(logits, at, vocab, word, temperature, noisy, INTERPRETED: tl.constexpr):
+    score = tl.load(logits + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
+    if noisy:
+        score = tl.div_rn(score, temperature) + _gumbel(word, INTERPRETED)
+    return score
+
+
+@triton.jit
+def _scores_of_four(logits, group, vocab, words, temperature, noisy, INTERPRETED: tl.constexpr):
+    """Of the four tokens of every group."""
+    a = _score(logits, group * 4, vocab, words[0], temperature, noisy, INTERPRETED)
+    b = _score(logits, group * 4 + 1, vocab, words[1], temperature, noisy, INTERPRETED)
+    c = _score(logits, group * 4 + 2, vocab, words[2], temperature, noisy, INTERPRETED)
+    d = _score(logits, group * 4 + 3, vocab, words[3], temperature, noisy, INTERPRETED)
+    return a, b, c, d
+
+
+@triton.jit
+def _better(score, token, other, at):
+    """The better token of each pair; the first, which has the lower id, where two are equal."""
+    better = other > score
+    return tl.where(better, other, score), tl.where(better, at, token)
 
 
 @triton.jit
 def _chunk_kernel(
     logits, sampled, temperature, seeds, positions, scores, tokens, vocab, stride, chunks,
-    LAW: tl.constexpr, ROUNDS: tl.constexpr, WARMED: tl.constexpr, CHUNK: tl.constexpr,
+    LAW: tl.constexpr, ROUNDS: tl.constexpr, WARMED: tl.constexpr, MOST: tl.constexpr, CHUNK: tl.constexpr,
     INTERPRETED: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
+    """The best `MOST` of one chunk of a row's tokens, in order."""
     let_next_start(CHAIN)
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
@@ -76,6 +86,7 @@ def _chunk_kernel(
     if WARMED:
         warmth = tl.load(temperature + row)
     words = (group.to(tl.uint32),) * 4
+    mine = logits + row * stride
     if noisy:
         seed = tl.load(seeds + row)
         k0 = (seed & 0xFFFFFFFF).to(tl.uint32)
@@ -83,55 +94,83 @@ def _chunk_kernel(
         c1 = tl.zeros_like(group).to(tl.uint32) + tl.load(positions + row).to(tl.uint32)
         c2 = tl.full(group.shape, LAW, tl.uint32)
         words = _philox(group.to(tl.uint32), c1, c2, tl.zeros_like(c2), k0, k1, ROUNDS)
-        best, token = _best_of_four(logits, row * stride, group, vocab, words, warmth, True, INTERPRETED)
+        a, b, c, d = _scores_of_four(mine, group, vocab, words, warmth, True, INTERPRETED)
     else:
-        best, token = _best_of_four(logits, row * stride, group, vocab, words, warmth, False, INTERPRETED)
-    top = tl.max(best, 0)
-    winner = tl.min(tl.where(best == top, token, 2147483647), 0)
-    tl.store(scores + row * chunks + chunk, top)
-    tl.store(tokens + row * chunks + chunk, winner)
+        a, b, c, d = _scores_of_four(mine, group, vocab, words, warmth, False, INTERPRETED)
+    for i in tl.static_range(MOST):
+        best, token = _better(a, group * 4, b, group * 4 + 1)
+        best, token = _better(best, token, c, group * 4 + 2)
+        best, token = _better(best, token, d, group * 4 + 3)
+        top = tl.max(best, 0)
+        winner = tl.min(tl.where(best == top, token, 2147483647), 0)
+        to = (row * chunks + chunk) * MOST + i
+        tl.store(scores + to, top)
+        tl.store(tokens + to, winner)
+        if i + 1 < MOST:
+            a = tl.where(group * 4 == winner, float("-inf"), a)
+            b = tl.where(group * 4 + 1 == winner, float("-inf"), b)
+            c = tl.where(group * 4 + 2 == winner, float("-inf"), c)
+            d = tl.where(group * 4 + 3 == winner, float("-inf"), d)
 
 
 @triton.jit
-def _final_kernel(scores, tokens, out, chunks, BLOCK: tl.constexpr, CHAIN: tl.constexpr):
+def _final_kernel(scores, tokens, out, count, MOST: tl.constexpr, BLOCK: tl.constexpr, CHAIN: tl.constexpr):
+    """The best `MOST` of what the chunks of a row found."""
     let_next_start(CHAIN)
     row = tl.program_id(0).to(tl.int64)
     await_previous(CHAIN)
     i = tl.arange(0, BLOCK)
-    score = tl.load(scores + row * chunks + i, mask=i < chunks, other=float("-inf"))
-    token = tl.load(tokens + row * chunks + i, mask=i < chunks, other=2147483647)
-    top = tl.max(score, 0)
-    tl.store(out + row, tl.min(tl.where(score == top, token, 2147483647), 0).to(tl.int64))
+    score = tl.load(scores + row * count + i, mask=i < count, other=float("-inf"))
+    token = tl.load(tokens + row * count + i, mask=i < count, other=2147483647)
+    for place in tl.static_range(MOST):
+        top = tl.max(score, 0)
+        winner = tl.min(tl.where(score == top, token, 2147483647), 0)
+        tl.store(out + row * MOST + place, winner.to(tl.int64))
+        score = tl.where(token == winner, float("-inf"), score)
 
 
 def draw_rows(
-    logits: Tensor, sampled: Tensor, seeds: Tensor, positions: Tensor, temperature: Tensor | None = None
+    logits: Tensor,
+    sampled: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    temperature: Tensor | None = None,
+    most: int = 0,
 ) -> Tensor:
     """[R, vocab] float32, [R] bool, [R] int64, [R] int64 -> tokens int64 [R].
 
-    With `temperature`, float32 [R], sampled rows are divided by it first.
+    With `temperature`, float32 [R], sampled rows are divided by it first. With `most`, also what the law would say if
+    its first choice were banned, and so on: [R, most].
     """
     rows, vocab = logits.shape
-    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    each = max(most, 1)
+    tokens = torch.empty((rows, each), dtype=torch.int64, device=logits.device)
     chunks = triton.cdiv(vocab, 4 * CHUNK)
-    scores = torch.empty((rows, chunks), dtype=torch.float32, device=logits.device)
-    winners = torch.empty((rows, chunks), dtype=torch.int32, device=logits.device)
-    if not rows:
-        return tokens
-    _chunk_kernel[(rows, chunks)](
-        logits, sampled, temperature, seeds, positions, scores, winners, vocab, logits.stride(0), chunks,
-        LAW=LAW, ROUNDS=ROUNDS, WARMED=temperature is not None, CHUNK=CHUNK, INTERPRETED=INTERPRETED,
-        num_warps=8, **chained(),
-    )  # fmt: skip
-    _final_kernel[(rows,)](
-        scores, winners, tokens, chunks, BLOCK=triton.next_power_of_2(chunks), num_warps=1, **chained()
-    )
-    return tokens
+    scores = torch.empty((rows, chunks, each), dtype=torch.float32, device=logits.device)
+    winners = torch.empty((rows, chunks, each), dtype=torch.int32, device=logits.device)
+    if rows:
+        _chunk_kernel[(rows, chunks)](
+            logits, sampled, temperature, seeds, positions, scores, winners, vocab, logits.stride(0), chunks,
+            LAW=LAW, ROUNDS=ROUNDS, WARMED=temperature is not None, MOST=each, CHUNK=CHUNK,
+            INTERPRETED=INTERPRETED, num_warps=8, **chained(),
+        )  # fmt: skip
+        _final_kernel[(rows,)](
+            scores, winners, tokens, chunks * each, MOST=each, BLOCK=triton.next_power_of_2(chunks * each),
+            num_warps=1, **chained(),
+        )  # fmt: skip
+    return tokens if most else tokens[:, 0]
 
 
 def draw_rows_twin(
-    logits: Tensor, sampled: Tensor, seeds: Tensor, positions: Tensor, temperature: Tensor | None = None
+    logits: Tensor,
+    sampled: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    temperature: Tensor | None = None,
+    most: int = 0,
 ) -> Tensor:
     if temperature is not None:
         logits = torch.where(sampled[:, None], logits / temperature[:, None], logits)
+    if most:
+        return draw_in_turn(draw, logits, sampled, seeds, positions, most)
     return draw(logits, sampled, seeds, positions)

@@ -141,6 +141,12 @@ class GpuKernels:
         there = logits.device
         return draw_rows(logits, sampled.to(there), seeds.to(there), positions.to(there))
 
+    def draw_several(
+        self, logits: Tensor, sampled: Tensor, seeds: Tensor, positions: Tensor, most: int
+    ) -> Tensor:
+        there = logits.device
+        return draw_rows(logits, sampled.to(there), seeds.to(there), positions.to(there), most=most)
+
     def sift(self, logits: Tensor, top_k: Tensor, top_p: Tensor, floor: Tensor) -> None:
         there = logits.device
         sift_rows(logits, top_k.to(there), top_p.to(there), floor.to(there))
