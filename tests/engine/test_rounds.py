@@ -15,7 +15,8 @@ from outrider.control.planner import Planner
 from outrider.draft.chains import LmChain, LookupChain, State
 from outrider.draft.lookup import LookupDrafter
 from outrider.engine.engine import Engine
-from outrider.engine.rounds import PATIENCE, Rounds
+from outrider.engine.rounds import MAKING, SAVED, Rounds
+from outrider.errors import OutriderError
 from outrider.types import NO_BET, Bet, Plan, Request
 from tests.engine.test_target_chains import Steady
 from tests.tiny import (
@@ -335,12 +336,46 @@ def test_a_size_is_made_once_it_is_worth_it(model, small) -> None:
     rounds = make_engine(model, small, 1).rounds
     assert [rounds.size_for(n) for n in (3, 2, 4)] == [4, 4, 4]  # what is there will do
     assert rounds.size_for(9) == 16  # what is there has no room
-    for _ in range(PATIENCE):
-        assert rounds.size_for(7) == 16
-    assert rounds.size_for(4) == 4 and rounds.size_for(7) == 16  # only those in a row count
-    for _ in range(PATIENCE - 1):
-        assert rounds.size_for(5) == 16
+    wait = round(MAKING / SAVED)
+    assert all(rounds.size_for(7) == 16 for _ in range(wait - 2))
+    assert rounds.size_for(4) == 4 and rounds.size_for(5) == 16
     assert rounds.size_for(7) == rounds.size_for(5) == 8
+    rounds.made = {64}
+    assert all(rounds.size_for(1) == 64 for _ in range(wait // 63))  # the more is wasted, the sooner
+    assert rounds.size_for(1) == 1
+
+
+def test_rounds_are_prepared(model, small) -> None:
+    engine = make_engine(model, small, 1)
+    engine.planner.rounds.choices = ("lm", "lookup")
+    before = {
+        key: value.clone() for key, value in vars(engine.rounds.state).items() if torch.is_tensor(value)
+    }
+    engine.prepare(5)
+    assert engine.rounds.made == {1, 2, 4, 8}
+    assert engine.planner.rounds.measured == {
+        (name, size) for name in ("lm", "lookup") for size in (1, 2, 4, 8)
+    }
+    assert engine.planner.rounds.costs.plain(8) is not None
+    for key, value in before.items():
+        assert torch.equal(getattr(engine.rounds.state, key)[:-1], value[:-1]), (
+            key
+        )  # the last row is padding's
+    requests = some_requests(3)
+    assert run(engine, requests) == run(make_engine(model, small, None), requests)
+    [_] = engine.add(request("late", prompt_of(20), max_tokens=50))
+    while not engine.flights:
+        engine.step()
+    with pytest.raises(OutriderError, match="nobody is answered"):
+        engine.prepare(5)
+    plain = make_engine(model, small, None)
+    plain.prepare(5)  # nothing to prepare
+
+
+def test_plain_rounds_are_prepared_where_nobody_guesses(model, small) -> None:
+    engine = make_engine(model, small, 1, "none")
+    engine.prepare(2)
+    assert engine.rounds.made == {1, 2} and engine.planner.rounds.costs.plain(2) is not None
 
 
 @pytest.mark.parametrize("lag", [0, 1])
@@ -401,7 +436,8 @@ def test_a_draft_knows_what_it_has_read_of_a_tree(model, small, monkeypatch, pla
 def test_what_guesses_may_look_like(model, small) -> None:
     rounds = make_engine(model, small, 1).rounds
     assert rounds.forms("lm", 4) == ((1, 1), (2, 2), (4, 4), *TREES)
-    assert rounds.forms("lm", 8) == ((1, 1), (2, 2), (4, 4), (8, 8))  # no rows to spare
+    assert rounds.forms("lm", 8) == ((1, 1), (2, 2), (4, 4))  # no rows to spare
+    assert rounds.forms("none", 8) == ()
     assert rounds.forms("lookup", 32)[-1] == (15, 15) and rounds.forms("lookup", 64)[-1] == (4, 4)
     assert rounds.forms("lookup", 512) == ()
     assert not set(TREES) & set(rounds.forms("lookup", 1))

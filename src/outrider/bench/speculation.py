@@ -202,6 +202,7 @@ def _compare_batch(
     said = {name: replace(params, speculation=way) for name, way in ways.items()}
     # The first answers pay for set-up: on a GPU for graphs, of which every number and length of texts has its own.
     gpu = llm.model.device.type == "cuda"
+    llm.prepare(max(map(len, groups)))
     for group in groups if gpu else groups[:1]:
         for one in said.values():
             answer(llm, group, one if gpu else replace(one, max_tokens=min(16, one.max_tokens), min_tokens=0))

@@ -23,7 +23,7 @@ SIDE = 0.35  # the chance that a draft's next choice holds where the one before 
 FIRST, FURTHER = 0.6, 0.8  # what is hoped of guesses before any was made
 HOPE_GROWS = 0.02
 SHORT_MEMORY, LONG_MEMORY = 12, 200  # rounds: of one sequence, and of a drafter in general
-HORIZON = 64  # rounds in which guessing must earn what a drafter has to read before it
+HORIZON = 32  # rounds in which guessing must earn what a drafter has to read before it
 
 Settled = list[tuple[Bet, str]]  # what requests fix themselves; "auto": nothing
 

@@ -24,7 +24,7 @@ from outrider.engine.rounds import Flight, Rounds
 from outrider.engine.runner import pack
 from outrider.engine.scheduler import Pick, Scheduler
 from outrider.engine.text import TokenText, Writer
-from outrider.errors import InvalidRequest, suggest
+from outrider.errors import InvalidRequest, OutriderError, suggest
 from outrider.model.decoder import Model, kv_bytes, make_store
 from outrider.settings import Settings
 from outrider.types import (
@@ -194,6 +194,17 @@ class Engine:
         return events
 
     # ------------------------------------------------------------------------------------ rounds on the device
+
+    def prepare(self, sequences: int) -> None:
+        """Make the rounds of up to so many sequences and measure them, so that no answer has to wait for it."""
+        if self.flights:
+            raise OutriderError("rounds are prepared while nobody is answered")
+        rounds, planner = self.rounds, self.planner.rounds
+        for size in rounds.sizes_up_to(sequences) if rounds else ():
+            assert rounds is not None
+            rounds.made.add(size)
+            for drafter in planner.choices or ("none",):
+                planner.learn(drafter, size, rounds.measure(size, drafter))
 
     def _steady(self, rounds: Rounds) -> bool:
         """Whether the next step can be a round on the device: everyone decodes, nobody waits who could come in,

@@ -56,6 +56,8 @@ SEED_BITS = 53  # of a drawn seed: every language's JSON can hold it
 Prompt = str | Seq[int]
 Message = Mapping[str, Any]
 
+PREPARED = 64  # sequences at once
+
 
 @dataclass(slots=True)
 class Stats:
@@ -139,6 +141,13 @@ class LLM:
         self.driver = Driver(lambda: self._build(draft))
         self.engine = self.driver.engine
         self._numbers = itertools.count()
+
+    def prepare(self, sequences: int | None = None) -> None:
+        """On a GPU: make and measure now what up to so many sequences at once will need (by default as many as may run,
+        64 at most), which takes some seconds. Else it is done when it is first needed, while answers wait.
+        """
+        most = min(sequences or PREPARED, self.settings.max_sequences)
+        self.driver.run(lambda: self.engine.prepare(most))
 
     def generate(
         self,

@@ -40,7 +40,8 @@ RUNS = (1, 4, 8)  # plain passes in one round: few, as each is made once, which 
 PLAIN = ("none", NO_FORM)
 MOST_ROWS = 512  # of a round whose guesses nobody asked for: logits of many rows take much memory
 TREE_SIZE = 4  # up to so many sequences a round has rows to spare for trees
-PATIENCE = 48  # rounds in a row that are larger than they need be before their own size is made
+MAKING = 200  # plain rounds' time that it takes to make and measure those of a size
+SAVED = 0.03  # of a round's time, by one of half its size
 
 
 @dataclass(slots=True)
@@ -147,7 +148,7 @@ class Rounds:
         self.runs: dict[int, int] = {}  # by size: plain passes in one round
         self.made: set[int] = set()  # sizes that rounds are made for
         self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
-        self.missed = (0, 0)  # a size that would have been enough, and for how many rounds in a row
+        self.oversized: Counter[int] = Counter()  # by size: rounds for which a larger one had to do
 
     def takes(self, sequence: Sequence, default: str) -> bool:
         """Whether this request's law is a temperature and filters alone, and its guesses are chains made here."""
@@ -181,24 +182,31 @@ class Rounds:
 
     def forms(self, drafter: str, size: int) -> tuple[Form, ...]:
         """What a drafter's guesses may look like in rounds of this size."""
-        one = self.drafters[drafter]
-        trees = TREES if isinstance(one, TreeDrafter) and size <= TREE_SIZE else ()
-        deepest = TREES[-1][0] if trees else one.deepest  # a chain as deep as a tree is rarely the better one
+        one = self.drafters.get(drafter)
+        if one is None:
+            return ()
+        branches = isinstance(one, TreeDrafter)
+        trees = TREES if branches and size <= TREE_SIZE else ()
+        deepest = TREES[-1][0] if branches else one.deepest  # what takes a pass a guess is rarely worth more
         chains = (form for form in CHAINS if form[0] <= deepest)
         return tuple(form for form in (*chains, *trees) if size * (form[1] + 1) <= MOST_ROWS)
 
     def size_for(self, count: int) -> int:
         """The size of the next round for so many sequences. Making rounds of a new size takes the time of many rounds,
-        so a larger one that is there will do for a while.
+        so a larger one that is there will do until what that cost comes to as much.
         """
         size = _up(count)
-        larger = [one for one in self.made if one > size]
-        wanted, times = self.missed
-        self.missed = (size, times + 1 if size == wanted else 1)
-        if size not in self.made and larger and self.missed[1] <= PATIENCE:
-            return min(larger)
+        nearest = min((one for one in self.made if one > size), default=0)
+        if size not in self.made and nearest:
+            self.oversized[size] += 1
+            if self.oversized[size] * SAVED * (nearest / size - 1) < MAKING:
+                return nearest
         self.made.add(size)
         return size
+
+    def sizes_up_to(self, count: int) -> list[int]:
+        """Of rounds for any number of sequences up to this one."""
+        return [size for size in SIZES if size <= _up(count)]
 
     def run_length(self, size: int) -> int:
         """Plain passes of this size before the host looks: more where it cannot keep up otherwise."""

@@ -206,7 +206,7 @@ def _close_split(
     return m, w, acc, total_m, total_w, total
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "shared", "parts", "window", "splits"])
 def _attend_kernel(
     q, keys, values, table, items, positions, table_rows, prefix, ancestors, paths, sums, stats, out,
     made, cos, sin, slots, rows,
@@ -333,7 +333,7 @@ def _attend_kernel(
         tl.store(out + at_q[:, None] + d, result.to(out.dtype.element_ty), mask=valid[:, None] & (d < DIM))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window", "splits"])
 def _combine_kernel(
     sums, stats, out, prefix, positions, ancestors, window, splits,
     HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
