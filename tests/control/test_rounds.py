@@ -140,23 +140,36 @@ def test_a_size_is_measured_before_it_is_planned_for():
 
 
 def test_what_must_be_read_first_has_to_be_earned():
-    made, some = Planner("lm"), [sequence([1, i]) for i in range(4)]
+    def guesses(sequences, unread: int) -> int:
+        return made.plan_round(sequences, 8, 4, lambda _: unread).bets[0].nodes
+
+    made, some = Planner("lm"), [sequence([1, i], max_tokens=100) for i in range(4)]
     made.rounds.learn("lm", 4, measured(RISING))
-    made.rounds.read("lm", 1000, 10.0)
-    depth = made.plan_round(some, 8, 4, lambda _: 1000).bets[0].nodes
-    assert (
-        depth == made.plan_round(some, 8, size_of(some)).bets[0].nodes > 0
-    )  # ten plain rounds' time, soon earned
-    assert made.plan_round(some, 8, 4, lambda _: 9000).bets == (NO_BET,) * 4
-    tries = 0
-    while not made.plan_round(some, 8, 4, lambda _: 9000).bets[0].nodes:
-        tries += 1  # a cost that keeps it from trying is not believed for ever
-        assert tries < 200
-    assert tries > 10
+    plain = guesses(some, 0)
+    assert guesses(some, 200) == plain > 0  # what it takes is not known, but not more than a few rounds' time
+    assert guesses(some, 1000) == 0  # as it may take sixteen
+    made.rounds.read("lm", 1000, 5.0)
+    assert guesses(some, 1000) == plain  # five plain rounds' time, soon earned
+    assert guesses(some, 9000) == 0
+    ending = [sequence([1, i] + [3] * 97, prompt=2, max_tokens=100) for i in range(4)]
+    assert guesses(ending, 0) == plain and guesses(ending, 1000) == 0  # not in the rounds that are left
     made.rounds.read("lm", 1000, 90.0)  # something was made on the way
-    assert made.plan_round(some, 8, 4, lambda _: 1000).bets[0].nodes
+    assert guesses(some, 1000) == plain
     assert made.rounds.costs.reading("lm", 1) == made.rounds.costs.reading("lm", 100) > 0
-    assert made.rounds.costs.reading("lm", 0) == made.rounds.costs.reading("lookup", 9) == 0
+    assert made.rounds.costs.reading("lm", 0) == RoundCosts().reading("lookup", 9) == 0
+
+
+def test_what_takes_long_to_read_is_tried_now_and_then():
+    made, [one] = Planner("lm"), [sequence([1, 2], max_tokens=1 << 20)]
+    made.rounds.learn("lm", 1, measured(RISING))
+    made.rounds.read("lm", 1000, 5.0)
+    rounds = 0
+    while (plan := made.plan_round([one], 8, 1, lambda _: 9000)).reasons != ("probe",):
+        fly(made, [one], plan.bets, RISING)
+        rounds += 1
+        assert rounds < 20_000
+    lost = 45 + RISING[2] - 1
+    assert rounds == pytest.approx(lost / PROBE_SHARE, rel=0.01)
 
 
 def test_what_a_request_fixed_is_done_and_others_go_along():

@@ -4,8 +4,6 @@ guessing. `RoundCosts`: seconds of a round on the device, which drafts and check
 
 from __future__ import annotations
 
-import math
-
 from outrider.control.forms import NO_FORM, Form
 from outrider.types import StepRecord
 
@@ -14,7 +12,7 @@ KEEP = 0.9  # weight of what was known against the newest measurement
 SLOPE = 0.05
 HOPED = 0.02  # the same for a guess in a round
 FEW = 256  # tokens that a drafter reads in the time of one
-DOUBT = 0.97
+SLOWEST = 4  # plain rounds' time that they take, at most: beyond, something was made on the way
 
 
 class Costs:
@@ -63,16 +61,16 @@ class RoundCosts:
 
     def observe_reading(self, drafter: str, tokens: int, seconds: float) -> None:
         """A drafter read on before it could guess. The least counts: at times something is made on the way."""
-        known, told = self.a_token.get(drafter, math.inf), seconds / max(tokens, FEW)
-        self.a_token[drafter] = min(known, told)
+        self.a_token[drafter] = min(self._a_token(drafter), seconds / max(tokens, FEW))
 
-    def doubt_reading(self, drafter: str) -> None:
-        """It was too dear again: perhaps it is not."""
-        self.a_token[drafter] *= DOUBT
+    def _a_token(self, drafter: str) -> float:
+        """Seconds to read one; while nobody knows, as many as it may take."""
+        plain = [cost for (_, form, _), cost in self.seconds.items() if form == NO_FORM]
+        return self.a_token.get(drafter, SLOWEST * min(plain, default=0.0) / FEW)
 
     def reading(self, drafter: str, tokens: int) -> float:
         """Seconds to read so many tokens; few take as long as some more do."""
-        return self.a_token.get(drafter, 0.0) * max(tokens, FEW) if tokens else 0.0
+        return self._a_token(drafter) * max(tokens, FEW) if tokens else 0.0
 
     def plain(self, size: int) -> float | None:
         return self.seconds.get(("none", NO_FORM, size))

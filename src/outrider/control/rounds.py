@@ -18,7 +18,7 @@ from outrider.types import NO_BET, Bet, Plan, Sequence, StepRecord
 
 PROBE_FORM: Form = (2, 2)
 PROBE = 24  # plain rounds' time without a guess of a drafter after which one is tried
-PROBE_SHARE, SPARE_SHARE = 0.005, 0.02  # of the time, at most, for trying; more where guessing pays anyway
+PROBE_SHARE, SPARE_SHARE = 0.003, 0.02  # of the time, at most, for trying; more where guessing pays anyway
 SIDE = 0.35  # the chance that a draft's next choice holds where the one before it did not
 FIRST, FURTHER = 0.6, 0.8  # what is hoped of guesses before any was made
 HOPE_GROWS = 0.02
@@ -166,11 +166,9 @@ class RoundPlanner:
         gains = {form: gain(form) for form in (NO_FORM, *forms)}
         best = max(gains, key=gains.__getitem__)
         wait = 0.0 if fixed else self.costs.reading(name, unread(name)) / (plain or 1.0)
-        earned = (1 - gains[NO_FORM] / gains[best]) * HORIZON
+        earned = (1 - gains[NO_FORM] / gains[best]) * _rounds_left(mine, gains[best])
         if fixed or earned > wait:
             return Offer(name, best, gains[best], wait)
-        if earned > 0:
-            self.costs.doubt_reading(name)
         return Offer(name, NO_FORM, gains[NO_FORM], wait)
 
     def _probe(self, best: Offer, offers: list[Offer], size: int) -> Offer | None:
@@ -218,6 +216,12 @@ class RoundPlanner:
 
     def forget(self, sequence: Sequence) -> None:
         self.habits.pop(sequence, None)
+
+
+def _rounds_left(sequences: Seq[Sequence], gain: float) -> float:
+    """In which guessing may pay: until the answers end, at the latest, as far as one can look."""
+    left = sum(s.request.params.max_tokens - len(s.output) for s in sequences) / max(len(sequences), 1)
+    return min(HORIZON, left / gain)
 
 
 def _names(options: Iterable[tuple[str, ...]]) -> list[str]:
