@@ -351,11 +351,11 @@ def choose_tile(weight: Packed, rows: int) -> Tile:
         ahead = 256 if few and weight.inputs <= 2 * weight.outputs and _fits(weight, 256) else 0
         return Tile(high, 64, deep, 4, 4 if gated or high == 32 else 3, few, ahead)
     spread = few and rows <= 256
-    if gated or few > spread:  # two sums an output: with fewer warps they do not fit into registers
-        return Tile(128, 128, 64, 8, 4)
     pieces = segments(weight) if spread else 1
     if pieces * -(-weight.outputs // 128) * -(-rows // 128) < ENOUGH_BLOCKS * 3 // 4:
-        return Tile(64, 64, deep, 4, 3, spread)
+        return Tile(64, 64, deep, 4, 4 if gated else 3, spread)
+    if gated or few > spread:  # two sums an output: with fewer warps they do not fit into registers
+        return Tile(128, 128, 64, 8, 4)
     return Tile(128, 64 if weight.outputs > 32_768 else 128, 64, 4, 4, spread)
 
 
