@@ -357,6 +357,7 @@ def test_rounds_are_prepared(model, small) -> None:
         (name, size) for name in ("lm", "lookup") for size in (1, 2, 4, 8)
     }
     assert engine.planner.rounds.costs.plain(8) is not None
+    assert engine.planner.rounds.costs.a_token.keys() == {"lm"}
     for key, value in before.items():
         assert torch.equal(getattr(engine.rounds.state, key)[:-1], value[:-1]), (
             key

@@ -83,6 +83,10 @@ class ChainDrafter(Protocol):
         """Read what these texts have gained. Nothing is on its way, and their rows on the device are up to date."""
         ...
 
+    def practise(self) -> int:
+        """Read as if catching up, without a trace, to see what it takes; how many tokens, none if that cannot be."""
+        ...
+
     def landed(self, sequence: Sequence, accepted: int, fed: int) -> None:
         """A round in which it guessed for this text is over: `accepted` guesses held, of which it had to read `fed`."""
         ...
@@ -168,6 +172,9 @@ class NothingToRead:
     def catch_up(self, state: State, sequences: list[Sequence]) -> None:
         pass
 
+    def practise(self) -> int:
+        return 0
+
     def landed(self, sequence: Sequence, accepted: int, fed: int) -> None:
         pass
 
@@ -238,6 +245,14 @@ class LmChain:
             self.model.forward(known_rows(self.table, owners[some], ids[some], at[some]), self.store)
         for sequence, start, end in spans:
             self.reads.note(sequence, max(start, end))
+
+    def practise(self) -> int:
+        count = min(READ_ROWS, self.table.shape[1])
+        nobody, at = np.zeros(count, np.int32), np.arange(count, dtype=np.int32)
+        batch = known_rows(self.table, nobody, nobody.astype(np.int64), at)
+        batch.slots.fill_(self.store.slots)  # nobody's
+        self.model.forward(batch, self.store)
+        return count
 
     def landed(self, sequence: Sequence, accepted: int, fed: int) -> None:
         known = len(sequence.tokens) - accepted - 1  # when it guessed

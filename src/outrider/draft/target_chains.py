@@ -90,6 +90,9 @@ class EagleChain:
                 self.head.forward(*self._known(state, rows, at), self.store)
             self.reads.note(sequence, max(start, end))
 
+    def practise(self) -> int:
+        return 0  # its texts' features are the target's
+
     def landed(self, sequence: Sequence, accepted: int, fed: int) -> None:
         known = len(sequence.tokens) - accepted - 1  # when it guessed
         # Not the guesses that held: their entries came of the head's own hidden states, not the target's.

@@ -200,11 +200,15 @@ class Engine:
         if self.flights:
             raise OutriderError("rounds are prepared while nobody is answered")
         rounds, planner = self.rounds, self.planner.rounds
-        for size in rounds.sizes_up_to(sequences) if rounds else ():
-            assert rounds is not None
-            rounds.made.add(size)
-            for drafter in planner.choices or ("none",):
+        if rounds is None:
+            return
+        for drafter in planner.choices or ("none",):
+            for size in rounds.sizes_up_to(sequences):
+                rounds.made.add(size)
                 planner.learn(drafter, size, rounds.measure(size, drafter))
+            tokens, seconds = rounds.practise(drafter)
+            if tokens:
+                planner.read(drafter, tokens, seconds)
 
     def _steady(self, rounds: Rounds) -> bool:
         """Whether the next step can be a round on the device: everyone decodes, nobody waits who could come in,

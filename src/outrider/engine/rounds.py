@@ -243,6 +243,17 @@ class Rounds:
         timer.wait()
         return timer.seconds()
 
+    def practise(self, drafter: str) -> tuple[int, float]:
+        """With nothing on its way: tokens that a drafter can read in some seconds, if it has to read at all."""
+        tokens, seconds = 0, 0.0
+        for _ in range(2 if drafter in self.drafters else 0):  # the first time only warms up
+            timer = Timer(self.device.type == "cuda")
+            tokens = self.drafters[drafter].practise()
+            timer.stop()
+            timer.wait()
+            seconds = timer.seconds()
+        return tokens, seconds
+
     def measure(self, size: int, drafter: str) -> Iterator[tuple[str, Form, float]]:
         """With nothing on its way: what rounds of this size take, plain and with guesses of each form, in seconds; over
         padding, which changes nobody's state. It also makes them, so that no answer waits for that later.
