@@ -351,7 +351,13 @@ def test_rounds_are_prepared(model, small) -> None:
     before = {
         key: value.clone() for key, value in vars(engine.rounds.state).items() if torch.is_tensor(value)
     }
+    stores = engine.store, engine.rounds.drafters["lm"].store
+    for store in stores:
+        for keys in (*store.keys, *store.values):
+            keys.fill_(7.0)
     engine.prepare(5)
+    for store in stores:  # the last slot is nobody's
+        assert all((keys[:-1] == 7.0).all() for keys in (*store.keys, *store.values))
     assert engine.rounds.made == {1, 2, 4, 8}
     assert engine.planner.rounds.measured == {
         (name, size) for name in ("lm", "lookup") for size in (1, 2, 4, 8)
