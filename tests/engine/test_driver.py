@@ -107,3 +107,34 @@ def test_requests_start_together_or_not_at_all(driver) -> None:
     while heard.get().finish_reason is None:
         pass
     assert len(choices[0].output) == 4
+
+
+def test_spare_work_is_done_while_nobody_is_answered_and_gives_way(driver) -> None:
+    pieces: list[bool] = []
+
+    def work():
+        while True:
+            pieces.append(driver.engine.idle)
+            yield
+
+    alone = answers(driver, request("a", prompt_of(9), max_tokens=30))
+    driver.run(lambda: setattr(driver, "spare", work()))
+    again = answers(driver, request("a", prompt_of(9), max_tokens=30))
+    assert again == alone
+    while len(pieces) < 5:
+        driver.run(lambda: None)
+    assert all(pieces)
+    driver.close()  # it does not wait for the end of it
+
+
+def test_spare_work_ends(driver) -> None:
+    done = threading.Event()
+
+    def work():
+        yield
+        done.set()
+
+    driver.run(lambda: setattr(driver, "spare", work()))
+    assert done.wait(10)
+    driver.run(lambda: None)
+    assert driver.run(lambda: driver.spare) is None

@@ -16,7 +16,6 @@ from outrider.draft.chains import LmChain, LookupChain, State
 from outrider.draft.lookup import LookupDrafter
 from outrider.engine.engine import Engine
 from outrider.engine.rounds import MAKING, SAVED, Rounds
-from outrider.errors import OutriderError
 from outrider.types import NO_BET, Bet, Plan, Request
 from tests.engine.test_target_chains import Steady
 from tests.tiny import (
@@ -355,7 +354,8 @@ def test_rounds_are_prepared(model, small) -> None:
     for store in stores:
         for keys in (*store.keys, *store.values):
             keys.fill_(7.0)
-    engine.prepare(5)
+    for _ in engine.preparing(5):
+        pass
     for store in stores:  # the last slot is nobody's
         assert all((keys[:-1] == 7.0).all() for keys in (*store.keys, *store.values))
     assert engine.rounds.made == {1, 2, 4, 8}
@@ -370,18 +370,23 @@ def test_rounds_are_prepared(model, small) -> None:
         )  # the last row is padding's
     requests = some_requests(3)
     assert run(engine, requests) == run(make_engine(model, small, None), requests)
-    [_] = engine.add(request("late", prompt_of(20), max_tokens=50))
-    while not engine.flights:
-        engine.step()
-    with pytest.raises(OutriderError, match="nobody is answered"):
-        engine.prepare(5)
-    plain = make_engine(model, small, None)
-    plain.prepare(5)  # nothing to prepare
+    assert list(make_engine(model, small, None).preparing(5)) == []  # nothing to prepare
+
+
+def test_answers_may_come_in_between_while_rounds_are_prepared(model, small) -> None:
+    engine = make_engine(model, small, 1)
+    engine.planner.rounds.choices = ("lm", "lookup")
+    packed = make_engine(model, small, None)
+    for seed, _ in enumerate(engine.preparing(2)):
+        requests = some_requests(seed % 3)
+        assert run(engine, requests) == run(packed, requests)
+    assert {("lm", 1), ("lm", 2), ("lookup", 1), ("lookup", 2)} <= engine.planner.rounds.measured
 
 
 def test_plain_rounds_are_prepared_where_nobody_guesses(model, small) -> None:
     engine = make_engine(model, small, 1, "none")
-    engine.prepare(2)
+    for _ in engine.preparing(2):
+        pass
     assert engine.rounds.made == {1, 2} and engine.planner.rounds.costs.plain(2) is not None
 
 

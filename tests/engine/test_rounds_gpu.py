@@ -117,6 +117,17 @@ def test_rounds_tell_what_packed_steps_tell(models, default, seed) -> None:
     )
 
 
+@pytest.mark.parametrize("default", ["lm", "lookup"])
+def test_prepared_rounds_tell_the_same(models, default) -> None:
+    engine = make_engine(models, True, default)
+    for _ in engine.preparing(4):
+        pass
+    assert engine.rounds is not None and engine.rounds.made == {1, 2, 4}
+    assert engine.planner.rounds.costs.a_token.keys() == ({"lm"} if default == "lm" else set())
+    requests = some_requests(1)
+    assert run(engine, requests) == run(make_engine(models, False, default), requests)
+
+
 @pytest.mark.parametrize("name", ["early_exit", "eagle"])
 def test_drafters_of_the_target_guess_in_rounds_as_they_do_packed(models, folder, name, monkeypatch) -> None:
     monkeypatch.setattr(tree, "CANDIDATES", VOCAB)  # on the device every token takes part

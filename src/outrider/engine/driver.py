@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from typing import TypeVar
 
@@ -21,12 +21,14 @@ Listener = Callable[[Event | BaseException], None]
 
 
 T = TypeVar("T")
+DONE = object()
 
 
 class Driver:
     def __init__(self, build: Callable[[], Engine]) -> None:
         self.engine: Engine
         self.observer: Callable[[StepRecord], None] | None = None  # hears of every step, after its events
+        self.spare: Iterator[None] | None = None  # what is done, piece by piece, while nobody is answered
         self._build = build
         self._orders: deque[Callable[[], None]] = deque()  # run by the engine's thread between steps
         self._listeners: dict[str, Listener] = {}
@@ -123,7 +125,7 @@ class Driver:
         """
         while True:
             with self._wake:
-                while not (self._orders or self._closed) and self.engine.idle:
+                while not (self._orders or self._closed or self.spare) and self.engine.idle:
                     self._wake.wait()
                 orders, self._orders = self._orders, deque()
             for order in orders:
@@ -134,6 +136,8 @@ class Driver:
                 return False
             if not self.engine.idle:
                 return True
+            if self.spare is not None and next(self.spare, DONE) is DONE:
+                self.spare = None
 
     def _deliver(self, events: list[Event]) -> None:
         for event in events:

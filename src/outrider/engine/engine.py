@@ -24,7 +24,7 @@ from outrider.engine.rounds import Flight, Rounds
 from outrider.engine.runner import pack
 from outrider.engine.scheduler import Pick, Scheduler
 from outrider.engine.text import TokenText, Writer
-from outrider.errors import InvalidRequest, OutriderError, suggest
+from outrider.errors import InvalidRequest, suggest
 from outrider.model.decoder import Model, kv_bytes, make_store
 from outrider.settings import Settings
 from outrider.types import (
@@ -195,20 +195,29 @@ class Engine:
 
     # ------------------------------------------------------------------------------------ rounds on the device
 
-    def prepare(self, sequences: int) -> None:
-        """Make the rounds of up to so many sequences and measure them, so that no answer has to wait for it."""
-        if self.flights:
-            raise OutriderError("rounds are prepared while nobody is answered")
+    def preparing(self, sequences: int) -> Iterator[None]:
+        """Makes the rounds of up to so many sequences and measures them, so that no answer has to wait for it: piece by
+        piece, while nobody is answered.
+        """
         rounds, planner = self.rounds, self.planner.rounds
         if rounds is None:
             return
         for drafter in planner.choices or ("none",):
             for size in rounds.sizes_up_to(sequences):
+                if (drafter, size) in planner.measured:
+                    continue
+                self._land(0)  # of those who are gone
+                costs = []
+                for cost in rounds.measure(size, drafter):
+                    costs.append(cost)
+                    yield
+                    self._land(0)
+                planner.learn(drafter, size, costs)
                 rounds.made.add(size)
-                planner.learn(drafter, size, rounds.measure(size, drafter))
             tokens, seconds = rounds.practise(drafter)
             if tokens:
                 planner.read(drafter, tokens, seconds)
+            yield
 
     def _steady(self, rounds: Rounds) -> bool:
         """Whether the next step can be a round on the device: everyone decodes, nobody waits who could come in,

@@ -8,6 +8,7 @@ import itertools
 import math
 import queue
 import secrets
+import time
 from collections.abc import AsyncIterator, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
@@ -142,12 +143,19 @@ class LLM:
         self.engine = self.driver.engine
         self._numbers = itertools.count()
 
-    def prepare(self, sequences: int | None = None) -> None:
-        """On a GPU: make and measure now what up to so many sequences at once will need (by default as many as may run,
-        64 at most), which takes some seconds. Else it is done when it is first needed, while answers wait.
+    def prepare(self, sequences: int | None = None, wait: bool = True) -> None:
+        """On a GPU: make and measure what up to so many sequences at once will need (by default as many as may run, 64
+        at most), which takes some seconds, and longer the first time, when kernels are compiled. Else it is done when
+        it is first needed, while answers wait. Without `wait` it is done as long as nobody is answered.
         """
         most = min(sequences or PREPARED, self.settings.max_sequences)
-        self.driver.run(lambda: self.engine.prepare(most))
+
+        def begin() -> None:
+            self.driver.spare = self.engine.preparing(most)
+
+        self.driver.run(begin)
+        while wait and self.driver.run(lambda: self.driver.spare is not None):
+            time.sleep(0.01)
 
     def generate(
         self,

@@ -318,7 +318,7 @@ def main(descriptor: int) -> int:
         set_up_logging(*start.logging)
         try:
             llm = LLM(start.model, draft=start.draft, settings=Settings.of(start.settings))
-            llm.prepare()
+            llm.prepare(wait=False)
         except OutriderError as error:
             sock.sendall(pack(Failed(str(error))))
             return 1
