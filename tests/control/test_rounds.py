@@ -159,6 +159,16 @@ def test_what_must_be_read_first_has_to_be_earned():
     assert made.rounds.costs.reading("lm", 0) == RoundCosts().reading("lookup", 9) == 0
 
 
+def test_the_dearer_guesses_are_the_more_they_must_promise_to_several():
+    """0.6 of first guesses are hoped to hold: 1.6 tokens for 1.5 times a plain round's time is too little for two."""
+    costs = {0: 1.0, 1: 1.5, 2: 4.0, 4: 8.0, 8: 16.0}
+    made, two = Planner("lm"), [sequence([1, i], max_tokens=1000) for i in range(2)]
+    for size in (1, 2):
+        made.rounds.learn("lm", size, measured(costs))
+    assert made.plan_round(two[:1], 8, 1).bets[0].nodes == 1
+    assert made.plan_round(two, 8, 2).bets[0].nodes == 0
+
+
 def test_what_takes_long_to_read_is_tried_now_and_then():
     made, [one] = Planner("lm"), [sequence([1, 2], max_tokens=1 << 20)]
     made.rounds.learn("lm", 1, measured(RISING))

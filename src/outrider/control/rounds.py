@@ -23,6 +23,7 @@ SIDE = 0.35  # the chance that a draft's next choice holds where the one before 
 FIRST, FURTHER = 0.6, 0.8  # what is hoped of guesses before any was made
 HOPE_GROWS = 0.02
 SHORT_MEMORY, LONG_MEMORY = 12, 200  # rounds: of one sequence, and of a drafter in general
+STRAGGLERS = 0.2  # of what guesses cost, to be promised on top where several answer: they do not end together
 HORIZON = 32  # rounds in which guessing must earn what a drafter has to read before it
 
 Settled = list[tuple[Bet, str]]  # what requests fix themselves; "auto": nothing
@@ -153,7 +154,9 @@ class RoundPlanner:
 
         def gain(form: Form) -> float:
             tokens = batch + sum(habit.tokens(form) for habit in habits)
-            return tokens / batch / self.costs.ratio(name, max(form, (fixed, fixed)), size)
+            ratio = self.costs.ratio(name, max(form, (fixed, fixed)), size)
+            risk = STRAGGLERS * (1 - 1 / ratio) if len(mine) > 1 and not fixed else 0.0
+            return tokens / batch / ratio / (1 + risk)
 
         plain = self.costs.plain(size)
         if not fixed and plain is None:

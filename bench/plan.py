@@ -1,0 +1,169 @@
+"""What the planner makes of a device's costs, without one: the real planner, a clock that is only counted.
+
+    python -m bench.plan --batches 1,4,16,32,64 --groups 5
+
+Answers are drawn at random: how long they are, which of a draft's guesses hold, whether a lookup finds anything. Costs
+are those of an H200 with an 8B target and a 1B draft, as LOG.md has them. It says whether guessing would ever cost more
+than it brings, and why; what it does bring, a device must say.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+from collections import Counter
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+from outrider.control.forms import CHAINS, NO_FORM, TREES, Form, ranks_of, shape_of
+from outrider.control.planner import Planner
+from outrider.engine.rounds import MOST_ROWS, SIZES, TREE_SIZE, Rounds
+from outrider.types import Bet, Outcome, Request, SamplingParams, Sequence, StepRecord
+
+PLAIN = {1: 3.83, 2: 3.9, 4: 4.0, 8: 4.2, 16: 4.41, 32: 4.70, 64: 5.75}  # ms of a round
+DRAFT = {4: 1.05, 16: 1.37, 32: 1.85, 64: 2.4}  # ms of a level, up to so many sequences
+READING = 0.012  # ms a prompt's token
+SIDE = 0.35  # the chance that a draft's next choice holds where the one before it did not
+MOST_TOKENS = 128
+DRAFTERS = ("lm", "lookup")
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    prompt: int  # tokens
+    whole: float  # the share of answers that go on to the end
+    found: float  # how often a lookup has something to say
+    holds: float  # and how often a token of it holds
+
+
+TASKS = {"chat": Task(100, 0.6, 0.15, 0.35), "rewrite": Task(400, 0.3, 0.75, 0.85)}
+
+
+def milliseconds(drafter: str, form: Form, size: int) -> float:
+    if form == NO_FORM:
+        return PLAIN[size]
+    rows = size * (form[1] + 1)
+    spent = PLAIN[size] * (1 + (0.0015 if rows <= 64 else 0.003) * rows) + 0.15 + 0.012 * max(0, rows - 64)
+    if drafter == "lookup":
+        return spent
+    return spent + 0.1 + form[0] * next(ms for most, ms in DRAFT.items() if size <= most or most == 64)
+
+
+def forms(drafter: str, size: int) -> list[Form]:
+    trees = TREES if drafter == "lm" and size <= TREE_SIZE else ()
+    chains = CHAINS if drafter == "lookup" else [form for form in CHAINS if form[0] <= TREES[-1][0]]
+    return [form for form in (*chains, *trees) if size * (form[1] + 1) <= MOST_ROWS]
+
+
+@dataclass(slots=True)
+class Answer:
+    sequence: Sequence
+    left: int
+    chance: float  # that a draft's first choice holds
+    unread: int  # by the draft
+
+    def accepted(self, drafter: str, form: Form, task: Task, rnd: random.Random) -> tuple[int, int]:
+        """How many guesses hold, and how many of them were first choices."""
+        if drafter == "lookup":
+            holds = task.holds if rnd.random() < task.found else 0.0
+            held = next((k for k in range(form[0]) if rnd.random() >= holds), form[0])
+            return held, held
+        shape, ranks = shape_of(form), ranks_of(form)
+        node, held, straight = -1, 0, True
+        firsts = 0
+        while children := [i for i, parent in enumerate(shape.parents) if parent == node]:
+            rank = 0
+            while rank < len(children) and rnd.random() >= (self.chance if rank == 0 else SIDE):
+                rank += 1
+            if rank == len(children):
+                break
+            node, held = children[rank], held + 1
+            straight = straight and ranks[node] == 0
+            firsts += straight
+        return held, firsts
+
+
+def answers(batch: int, task: Task, rnd: random.Random) -> list[Answer]:
+    made = []
+    for i in range(batch):
+        params = SamplingParams(temperature=0.7, max_tokens=MOST_TOKENS)
+        length = MOST_TOKENS if rnd.random() < task.whole else rnd.randint(10, MOST_TOKENS)
+        one = Sequence(Request(f"r{i}", (1, 2, 3), params, i), 0, i, [1, 2, 3])
+        made.append(Answer(one, length - 1, min(0.95, max(0.3, rnd.gauss(0.735, 0.08))), task.prompt))
+    return made
+
+
+def run(
+    planner: Planner | None, live: list[Answer], task: Task, sizes: SimpleNamespace, rnd: random.Random
+) -> float:
+    """Tokens a second; without a planner, plain."""
+    spent, tokens = 0.0, sum(one.left for one in live)
+    while live:
+        size = Rounds.size_for(sizes, len(live))  # type: ignore[arg-type]
+        drafter, form = ("none", NO_FORM) if planner is None else _planned(planner, live, size)
+        if planner is not None and drafter == "lm" and (unread := sum(one.unread for one in live)):
+            reading = max(5.0, unread * READING)
+            planner.rounds.read("lm", unread, reading / 1e3)
+            spent += reading
+        took = milliseconds(drafter, form, size)
+        spent += took
+        outcomes, emitted = [], 0
+        for one in live:
+            held, firsts = one.accepted(drafter, form, task, rnd) if form != NO_FORM else (0, 0)
+            count = min(held + 1, one.left)
+            one.sequence.tokens.extend([1] * count)
+            one.left, emitted = one.left - count, emitted + count
+            one.unread = 0 if drafter == "lm" else one.unread + count if one.unread or count > 3 else 0
+            if form != NO_FORM:
+                bet = Bet(drafter, form[1], form[0])
+                outcomes.append(Outcome(one.sequence, bet, form[1], form[0], held, firsts))
+        if planner is not None:
+            n, seconds = len(live), took / 1e3
+            flight = drafter, form, size
+            planner.observe(
+                StepRecord(n, n, n, 0, 0, emitted, 0, 0, seconds, 0, seconds, outcomes, flight=flight)
+            )
+            for one in live:
+                if one.left <= 0:
+                    planner.forget(one.sequence)
+        live = [one for one in live if one.left > 0]
+    return tokens / spent * 1e3
+
+
+def _planned(planner: Planner, live: list[Answer], size: int) -> tuple[str, Form]:
+    sequences = [one.sequence for one in live]
+    while (drafter := planner.unmeasured(sequences, size)) in DRAFTERS:
+        costs = [("none", NO_FORM, PLAIN[size] / 1e3)]
+        costs += [(drafter, form, milliseconds(drafter, form, size) / 1e3) for form in forms(drafter, size)]
+        planner.rounds.learn(drafter, size, costs)
+    plan = planner.plan_round(
+        sequences, CHAINS[-1][0], size, lambda name: sum(one.unread for one in live) if name == "lm" else 0
+    )
+    bet = max(plan.bets, key=lambda bet: bet.nodes)
+    return (bet.drafter, (bet.depth, bet.nodes)) if bet.nodes else ("none", NO_FORM)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--batches", default="1,4,16,32,64")
+    parser.add_argument("--groups", type=int, default=5)
+    given = parser.parse_args()
+    for name, task in TASKS.items():
+        planner = Planner("lm")
+        planner.rounds.choices = DRAFTERS
+        for batch in map(int, given.batches.split(",")):
+            sizes = SimpleNamespace(made={size for size in SIZES if size <= batch}, oversized=Counter())
+            ratios = []
+            for group in range(given.groups):
+                told = []
+                for who in (planner, planner, None):  # the first time it learns
+                    rnd = random.Random(1000 * batch + group)
+                    told.append(run(who, answers(batch, task, rnd), task, sizes, rnd))
+                ratios.append(told[1] / told[2])
+            median, worst = statistics.median(ratios), min(ratios)
+            print(f"{name:8} batch {batch:3} auto {median:5.2f}x plain (worst of {given.groups} {worst:.3f})")
+
+
+if __name__ == "__main__":
+    main()
