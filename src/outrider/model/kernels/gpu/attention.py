@@ -206,6 +206,25 @@ def _close_split(
     return m, w, acc, total_m, total_w, total
 
 
+@triton.jit
+def _take_block(
+    queries, k, v, at, c, limit, first, highest, scale, m, w, acc, total_m, total_w, total,
+    sums, stats, to_state, valid, d,
+    TILE: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
+    WHOLE: tl.constexpr,
+):  # fmt: skip
+    """The block of keys at `at`, columns `c`, into the state of its split."""
+    seen = c[None, :] < limit[:, None]
+    if WINDOW:
+        seen = seen & (c[None, :] >= first[:, None])
+    block_m, block_w, block_acc = _block(queries, k, v, seen, scale)
+    m, w, acc = _fold(m, w, acc, block_m, block_w, block_acc)
+    return _close_split(
+        at, highest, m, w, acc, total_m, total_w, total, sums, stats, to_state, valid, d,
+        TILE, DIM, WIDE, BLOCK, WHOLE,
+    )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["rows", "shared", "parts", "window", "splits"])
 def _attend_kernel(
     q, keys, values, table, items, positions, table_rows, prefix, ancestors, paths, sums, stats, out,
@@ -298,15 +317,10 @@ def _attend_kernel(
         c = at + columns
         held = c < highest
         places = tl.load(entries + c, mask=held, other=0)
-        seen = c[None, :] < limit[:, None]
-        if WINDOW:
-            seen = seen & (c[None, :] >= first[:, None])
         k, v = _load_block(keys + kv * DIM, values + kv * DIM, places, held, d, DIM, KV_HEADS * DIM)
-        bm, bw, bacc = _block(queries, k, v, seen, scale)
-        m, w, acc = _fold(m, w, acc, bm, bw, bacc)
-        m, w, acc, total_m, total_w, total = _close_split(
-            at, highest, m, w, acc, total_m, total_w, total, sums, stats, to_state, valid, d,
-            TILE, DIM, WIDE, BLOCK, WHOLE,
+        m, w, acc, total_m, total_w, total = _take_block(
+            queries, k, v, at, c, limit, first, highest, scale, m, w, acc, total_m, total_w, total,
+            sums, stats, to_state, valid, d, TILE, DIM, WIDE, BLOCK, WINDOW, WHOLE,
         )  # fmt: skip
     if FRESH:
         c = looped + columns
@@ -319,14 +333,9 @@ def _attend_kernel(
             tl.store(values + kept, new_v, mask=d < DIM)
             last_k = tl.where((c == own)[:, None], new_k, last_k)
             last_v = tl.where((c == own)[:, None], new_v, last_v)
-        seen = c[None, :] < limit[:, None]
-        if WINDOW:
-            seen = seen & (c[None, :] >= first[:, None])
-        bm, bw, bacc = _block(queries, last_k, last_v, seen, scale)
-        m, w, acc = _fold(m, w, acc, bm, bw, bacc)
-        m, w, acc, total_m, total_w, total = _close_split(
-            looped, highest, m, w, acc, total_m, total_w, total, sums, stats, to_state, valid, d,
-            TILE, DIM, WIDE, BLOCK, WHOLE,
+        m, w, acc, total_m, total_w, total = _take_block(
+            queries, last_k, last_v, looped, c, limit, first, highest, scale, m, w, acc, total_m, total_w, total,
+            sums, stats, to_state, valid, d, TILE, DIM, WIDE, BLOCK, WINDOW, WHOLE,
         )  # fmt: skip
     if WHOLE:
         result = total / tl.where(total_w == 0.0, 1.0, total_w)[:, None]
