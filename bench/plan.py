@@ -16,9 +16,10 @@ from collections import Counter
 from dataclasses import dataclass
 from types import SimpleNamespace
 
-from outrider.control.forms import CHAINS, NO_FORM, TREES, Form, ranks_of, shape_of
+from outrider.control.forms import CHAINS, NO_FORM, Form, ranks_of, shape_of
 from outrider.control.planner import Planner
-from outrider.engine.rounds import MOST_ROWS, SIZES, TREE_SIZE, Rounds
+from outrider.draft.chains import LmChain, LookupChain
+from outrider.engine.rounds import SIZES, Rounds
 from outrider.types import Bet, Outcome, Request, SamplingParams, Sequence, StepRecord
 
 PLAIN = {1: 3.83, 2: 3.9, 4: 4.0, 8: 4.2, 16: 4.41, 32: 4.70, 64: 5.75}  # ms of a round
@@ -27,6 +28,8 @@ READING = 0.012  # ms a prompt's token
 SIDE = 0.35  # the chance that a draft's next choice holds where the one before it did not
 MOST_TOKENS = 128
 DRAFTERS = ("lm", "lookup")
+# All that is asked of rounds and drafters here is which forms they have: no model, no device.
+ROUNDS = SimpleNamespace(drafters={"lm": LmChain.__new__(LmChain), "lookup": LookupChain()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +51,6 @@ def milliseconds(drafter: str, form: Form, size: int) -> float:
     if drafter == "lookup":
         return spent
     return spent + 0.1 + form[0] * next(ms for most, ms in DRAFT.items() if size <= most or most == 64)
-
-
-def forms(drafter: str, size: int) -> list[Form]:
-    trees = TREES if drafter == "lm" and size <= TREE_SIZE else ()
-    chains = CHAINS if drafter == "lookup" else [form for form in CHAINS if form[0] <= TREES[-1][0]]
-    return [form for form in (*chains, *trees) if size * (form[1] + 1) <= MOST_ROWS]
 
 
 @dataclass(slots=True)
@@ -135,7 +132,8 @@ def _planned(planner: Planner, live: list[Answer], size: int) -> tuple[str, Form
     sequences = [one.sequence for one in live]
     while (drafter := planner.unmeasured(sequences, size)) in DRAFTERS:
         costs = [("none", NO_FORM, PLAIN[size] / 1e3)]
-        costs += [(drafter, form, milliseconds(drafter, form, size) / 1e3) for form in forms(drafter, size)]
+        forms = Rounds.forms(ROUNDS, drafter, size)  # type: ignore[arg-type]
+        costs += [(drafter, form, milliseconds(drafter, form, size) / 1e3) for form in forms]
         planner.rounds.learn(drafter, size, costs)
     plan = planner.plan_round(
         sequences, CHAINS[-1][0], size, lambda name: sum(one.unread for one in live) if name == "lm" else 0

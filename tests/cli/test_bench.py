@@ -99,6 +99,11 @@ def test_an_audit_in_which_nobody_guessed_proves_nothing(
         (("--as-if", "8bb"), "unknown shape '8bb'"),
         (("--as-if", SHAPE, "--draft-layers", 2), "--draft-layers says how --draft-as-if is made"),
         (("--as-if", SHAPE, "--draft-as-if", DRAFT, "--draft", "lookup"), "leave out --draft"),
+        (
+            ("--as-if", SHAPE, "--draft-as-if", DRAFT, "--draft-layers", "0-9"),
+            "is not two or more of 2 layers",
+        ),
+        (("--as-if", SHAPE, "--draft-as-if", DRAFT, "--draft-layers", ""), "a number or stretches"),
         (("--as-if", SHAPE, "--peer", "transformers"), "bench/peers.py"),
         (("--batches", "1,two"), "--batches"),
         (("--batches", "0"), "--batches"),

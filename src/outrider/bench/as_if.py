@@ -361,7 +361,8 @@ class AsIf(LLM):
         """If layers were not chosen, with as many as the shape has room for."""
         assert self._draft_wide is not None and small.config is not None
         count = small.config.layers
-        kept = named_layers(count, self.draft_layers or str(min(count, self._draft_wide.layers)))
+        all_that_fit = str(min(count, self._draft_wide.layers))
+        kept = named_layers(count, all_that_fit if self.draft_layers is None else self.draft_layers)
         return WideCheckpoint(small, self._draft_wide, self.place, kept)
 
     def described(self) -> dict[str, Any]:

@@ -65,8 +65,10 @@ class RoundCosts:
 
     def _a_token(self, drafter: str) -> float:
         """Seconds to read one; while nobody knows, as many as it may take."""
-        plain = [cost for (_, form, _), cost in self.seconds.items() if form == NO_FORM]
-        return self.a_token.get(drafter, SLOWEST * min(plain, default=0.0) / FEW)
+        if drafter in self.a_token:
+            return self.a_token[drafter]
+        plain = (cost for (_, form, _), cost in self.seconds.items() if form == NO_FORM)
+        return SLOWEST * min(plain, default=0.0) / FEW
 
     def reading(self, drafter: str, tokens: int) -> float:
         """Seconds to read so many tokens; few take as long as some more do."""

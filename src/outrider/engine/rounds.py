@@ -33,9 +33,8 @@ from outrider.types import NO_BET, NO_DRAFT, Bet, Draft, Sequence, Verdict
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 CONTEXTS = (1024, 4096, 16_384, 65_536, 262_144)  # that rounds are made for: few, as making one takes time
-DEEPEST = CHAINS[-1][
-    0
-]  # guesses a round may hold for a sequence, so that there is room; longer chains are packed
+# Guesses a round may hold for a sequence, so that there is room; longer chains are packed.
+DEEPEST = CHAINS[-1][0]
 RUNS = (1, 4, 8)  # plain passes in one round: few, as each is made once, which takes time
 PLAIN = ("none", NO_FORM)
 MOST_ROWS = 512  # of a round whose guesses nobody asked for: logits of many rows take much memory

@@ -140,8 +140,7 @@ def test_norm_of_picked_rows_leaves_the_rest(device: str) -> None:
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 64), (9, 3, 16), (3, 1, 48)])
 @pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize("scaled", [False, True])
-def test_rope_and_write(device: str, heads: int, kv_heads: int, dim: int, normed: bool, scaled: bool) -> None:
+def test_rope_and_write(device: str, heads: int, kv_heads: int, dim: int, normed: bool) -> None:
     reader = Reader(tiny_config(kv_heads=kv_heads, heads=heads, head_dim=dim), longest=16)
     batch = to_device(reader.batch(Part(0, [1] * 4, TREE)), device)
     parts = noise(2, batch.rows, (heads + 2 * kv_heads) * dim).to(device)
@@ -309,10 +308,33 @@ def test_turning_inside_attention_gives_the_same_bits(
         keys, values = past.keys.clone(), past.values.clone()
         keys[batch.slots.long()], values[batch.slots.long()] = torch.nan, torch.nan
         out = torch.full((3, heads, dim), torch.nan, dtype=HALF, device=device)
-        at.turn_and_attend(at.Fresh(parts, tables, None), batch, keys, values, window, 0.3, reading, out)
+        at.attend(at.Fresh(parts, tables, None), batch, keys, values, window, 0.3, reading, out)
         results.append((out, keys, values))
     for ours, theirs in zip(*results, strict=True):
         assert torch.equal(ours, theirs)
+
+
+split_start, split_of = at._split_start, at._split_of
+
+
+@triton.jit
+def _splits_kernel(starts, owners, count: tl.constexpr, longest: tl.constexpr):
+    s, p = tl.arange(0, count), tl.arange(0, longest)
+    tl.store(starts + s, split_start(s))
+    tl.store(owners + p, split_of(p))
+
+
+def test_splits_are_where_the_kernels_have_them(device: str) -> None:
+    longest = 16_384
+    starts = torch.empty(64, dtype=torch.int32, device=device)
+    owners = torch.empty(longest, dtype=torch.int32, device=device)
+    _splits_kernel[(1,)](starts, owners, count=64, longest=longest)
+    expected = torch.tensor(at.split_starts(longest))
+    count = len(expected)
+    assert torch.equal(starts[:count].cpu().long(), expected)
+    assert torch.equal(
+        owners.cpu().long(), torch.searchsorted(expected, torch.arange(longest), right=True) - 1
+    )
 
 
 def test_splits_agree_with_their_count() -> None:

@@ -40,9 +40,8 @@ NODES = 64
 TAILS = 2  # blocks that a draft of 63 nodes can touch
 STAGES = 4
 SPANS = (1, 8)  # what a program reads: one split, or those that begin in so many blocks
-TURNING = (
-    320  # programs that turn by themselves; what it takes of registers leaves room for no more at a time
-)
+# Programs that turn by themselves: what it takes of registers leaves room for no more at a time.
+TURNING = 320
 MANY = 512  # programs without splitting at which it is many
 WARPS = 4
 SHORT = 12  # splits: texts of up to 1024 tokens
@@ -76,8 +75,7 @@ def split_count(context: int) -> int:
 
 def split_end(splits: int) -> int:
     """Where the last of so many splits ends."""
-    starts = split_starts(512 * splits + 1)
-    return starts[splits]
+    return split_starts(LENGTHS[-1][1] * splits + 1)[splits]
 
 
 def split_starts(context: int) -> list[int]:
@@ -118,9 +116,7 @@ def _load_block(keys, values, slots, held, d, DIM: tl.constexpr, STRIDE: tl.cons
 
 
 @triton.jit
-def _turned(
-    parts, at, stride, c, s, d, mask, DIM: tl.constexpr, PARTS: tl.constexpr
-):  # fmt: skip
+def _turned(parts, at, stride, c, s, d, mask, DIM: tl.constexpr, PARTS: tl.constexpr):
     """Heads of a row as the matmul left them, in parts, rotated: what lies at d, and half a head further."""
     half: tl.constexpr = DIM // 2
     other = tl.where(d < half, d + half, d - half)
@@ -537,28 +533,8 @@ class Fresh:
     norms: tuple[Tensor, Tensor, float] | None  # of heads
 
 
-def turn_and_attend(
-    fresh: Fresh,
-    batch: Batch,
-    keys: Tensor,
-    values: Tensor,
-    window: int,
-    scale: float,
-    reading: Reading,
-    out: Tensor,
-) -> None:
-    """Keys and values to their slots, and out [R, heads, dim] = what each row sees there."""
-    programs = len(reading.items) * keys.shape[1] * (1 if reading.whole else reading.splits)
-    if reading.single and fresh.norms is None and programs <= TURNING:
-        _launch(None, fresh, batch, keys, values, window, scale, reading, out)
-        return
-    q = torch.empty_like(out)
-    rope_and_write(fresh.parts, fresh.tables, batch, fresh.norms, q, keys, values)
-    _launch(q, None, batch, keys, values, window, scale, reading, out)
-
-
 def attend(
-    q: Tensor,
+    q: Tensor | Fresh,
     batch: Batch,
     keys: Tensor,
     values: Tensor,
@@ -567,36 +543,28 @@ def attend(
     reading: Reading,
     out: Tensor,
 ) -> None:
-    """q [R, heads, dim] over what each row sees in the slots -> out [R, heads, dim]."""
-    _launch(q, None, batch, keys, values, window, scale, reading, out)
-
-
-def _launch(
-    q: Tensor | None,
-    fresh: Fresh | None,
-    batch: Batch,
-    keys: Tensor,
-    values: Tensor,
-    window: int,
-    scale: float,
-    reading: Reading,
-    out: Tensor,
-) -> None:
+    """q [R, heads, dim] over what each row sees in the slots -> out [R, heads, dim]. If it is `Fresh`, keys and values
+    go to their slots as well.
+    """
     rows, heads, dim = out.shape
     kv_heads = keys.shape[1]
     r = reading
     shared = len(r.items)
     span = SPANS[0] if shared * kv_heads < MANY else SPANS[1]
     parts = 1 if r.whole else r.splits if span == 1 else -(-split_end(r.splits) // (span * BLOCK))
-    made, cos, sin = (None, None, None) if fresh is None else (fresh.parts, *fresh.tables)
+    if isinstance(q, Fresh) and not _turns_itself(q, reading, kv_heads):
+        fresh, q = q, torch.empty_like(out)
+        rope_and_write(fresh.parts, fresh.tables, batch, fresh.norms, q, keys, values)
+    turning = isinstance(q, Fresh)
+    made, cos, sin = (q.parts, *q.tables) if isinstance(q, Fresh) else (None, None, None)
     _attend_kernel[(shared * parts + (rows if r.tree else 0), kv_heads)](
-        q, keys, values, batch.table, r.items, batch.positions, batch.table_rows, batch.prefix,
+        None if turning else q, keys, values, batch.table, r.items, batch.positions, batch.table_rows, batch.prefix,
         batch.ancestors, r.paths, r.sums, r.stats, out,
         made, cos, sin, batch.slots, rows,
         batch.table.stride(0), shared, parts, scale * LOG2E, window, r.splits,
         HEADS=heads, KV_HEADS=kv_heads, GROUP=heads // kv_heads, PADDED=padded_group(heads, kv_heads), DIM=dim,
         WIDE=_wide(dim), BLOCK=BLOCK, TILE=r.tile, LOW=TILES[0], NODES=NODES, SPAN=span, WINDOW=window > 0,
-        WHOLE=r.whole, TAIL=r.tree, FRESH=fresh is not None, PARTS=0 if made is None else len(made),
+        WHOLE=r.whole, TAIL=r.tree, FRESH=turning, PARTS=0 if made is None else len(made),
         num_warps=WARPS, num_stages=STAGES if dim <= 64 else 2, **chained(),
     )  # fmt: skip
     if r.whole:
@@ -606,6 +574,11 @@ def _launch(
         HEADS=heads, DIM=dim, WIDE=_wide(dim), BLOCK=BLOCK, WINDOW=window > 0, TAIL=r.tree,
         DEPTH=_at_once(r, dim), num_warps=1, **chained(),
     )  # fmt: skip
+
+
+def _turns_itself(fresh: Fresh, reading: Reading, kv_heads: int) -> bool:
+    programs = len(reading.items) * kv_heads * (1 if reading.whole else reading.splits)
+    return reading.single and fresh.norms is None and programs <= TURNING
 
 
 def _at_once(reading: Reading, dim: int) -> int:

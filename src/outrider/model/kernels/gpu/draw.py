@@ -98,7 +98,8 @@ def _chunk_kernel(
     else:
         a, b, c, d = _scores_of_four(mine, group, vocab, words, warmth, False, INTERPRETED)
     for i in tl.static_range(MOST):
-        best, token = _better(a, group * 4, b, group * 4 + 1)
+        best, token = _better(tl.full(group.shape, float("-inf"), tl.float32), group * 4, a, group * 4)
+        best, token = _better(best, token, b, group * 4 + 1)
         best, token = _better(best, token, c, group * 4 + 2)
         best, token = _better(best, token, d, group * 4 + 3)
         top = tl.max(best, 0)

@@ -20,7 +20,7 @@ from torch import Tensor
 from outrider.cache.store import KeyValueStore
 from outrider.errors import KernelUnavailable
 from outrider.load.config import ModelConfig
-from outrider.model.kernels.gpu.attention import Fresh, Reading, attend, read_batch, turn_and_attend
+from outrider.model.kernels.gpu.attention import Fresh, Reading, attend, read_batch
 from outrider.model.kernels.gpu.draw import draw_rows
 from outrider.model.kernels.gpu.matmul import Packed, gated_linear, linear, multiply_parts, pack
 from outrider.model.kernels.gpu.rows import add_and_norm
@@ -209,7 +209,7 @@ class GpuKernels:
         qkv = multiply_parts(inputs, w.qkv.weight, w.qkv.bias)
         mixed = torch.empty((rows, c.heads, c.head_dim), dtype=self.dtype, device=x.device)
         fresh = Fresh(qkv, self.tables, w.norms)
-        turn_and_attend(fresh, batch, keys, values, w.window, self.scale, reading, mixed)
+        attend(fresh, batch, keys, values, w.window, self.scale, reading, mixed)
         pending = multiply_parts(mixed.view(rows, -1), w.out.weight, w.out.bias)
         normed = torch.empty_like(x, dtype=self.dtype)
         add_and_norm(x, pending, w.mlp_norm, c.norm_eps, normed)
