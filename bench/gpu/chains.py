@@ -16,10 +16,12 @@ import torch
 from step import breakdown, random_model, replayed, slot_table  # beside this file
 
 from outrider.cache.store import KeyValueStore
-from outrider.draft.chains import State, draw_at, rows_batch
+from outrider.draft.chains import Branches
+from outrider.draft.state import State
+from outrider.draft.state_device import DeviceBetween
 from outrider.model.decoder import make_store
 from outrider.model.device import DeviceDecoder, DevicePass
-from outrider.types import MAX_NODES
+from outrider.types import MAX_NODES, Draft
 
 
 def captured(
@@ -31,14 +33,14 @@ def captured(
     sequences, rows, context = shape
     run = DevicePass(model, store)
     owners = torch.arange(sequences, device=state.device)
-    at = torch.arange(context - rows, context, device=state.device)[None].expand(sequences, -1)
-    ids = torch.randint(1000, at.shape, device=state.device)
-    slots = state.table[owners[:, None], at]
+    lengths = torch.full_like(owners, context - rows)
+    guesses = torch.randint(1000, (sequences, max(rows - 1, 1)), device=state.device)
+    tree, told = Branches(Draft.chain([0] * (rows - 1))), state.guesses(sequences, rows)
 
-    def work() -> torch.Tensor:
-        batch = rows_batch(state, owners, ids, at, slots)
+    def work() -> None:
+        batch = state.between.lay(state, owners, lengths, tree.layout, guesses)
         logits = run(batch, rows, context)
-        return draw_at(model, state, owners.repeat_interleave(rows), logits, at.flatten() + 1)
+        state.between.draw(model, state, batch, logits, tree.columns, told)
 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -48,7 +50,7 @@ def captured(
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         work()
-    return graph, (run, owners, at, ids, slots)
+    return graph, (run, owners, lengths, guesses, told)
 
 
 def main() -> None:
@@ -69,7 +71,7 @@ def main() -> None:
     begin = time.time()
     model = DeviceDecoder(random_model(given.shape, longest))
     print(f"{given.shape}: made in {time.time() - begin:.0f} s", flush=True)
-    state = State(max(many), longest, model.device)
+    state = State(max(many), longest, model.device, DeviceBetween())
     state.temperature.fill_(given.temperature)
     slots = max(many) * longest
     store = make_store(model, slots)

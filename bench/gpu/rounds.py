@@ -13,17 +13,20 @@ import argparse
 import json
 import statistics
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from step import random_model, slot_table  # beside this file
+from torch.profiler import ProfilerActivity, profile
 
 from outrider.bench.certificate import certificate
 from outrider.cache.table import SlotTable
 from outrider.control.forms import CHAINS, NO_FORM, TREES, Form
 from outrider.draft.chains import LmChain, LookupChain
+from outrider.draft.state_device import DeviceBetween
 from outrider.engine.rounds import Rounds
 from outrider.model.decoder import make_store
 from outrider.model.device import DeviceDecoder, DevicePass
@@ -39,8 +42,9 @@ def make_rounds(shape: str, draft: str, size: int, context: int) -> Rounds:
     target, small = (DeviceDecoder(random_model(name, width)) for name in (shape, draft))
     table = SlotTable(size * width, size, width)
     store, keys = make_store(target, size * width), make_store(small, size * width)
-    rounds = Rounds(target, store, table, target.device, DevicePass(target, store))
-    lm = LmChain(small, keys, DevicePass(small, keys), target.config.vocab, table.tensor)
+    run = DevicePass(target, store)
+    rounds = Rounds(target, store, table, target.device, run, between=DeviceBetween())
+    lm = LmChain(small, keys, DevicePass(small, keys), target.config.vocab)
     rounds.drafters = {"lookup": LookupChain(find_copies), "lm": lm}
     state = rounds.state
     state.tokens.random_(1000)
@@ -68,12 +72,27 @@ def seconds(rounds: Rounds, size: int, drafter: str, form: Form, context: int, c
     return statistics.median(times[4:])
 
 
+def profiled(graph: torch.cuda.CUDAGraph) -> None:
+    """What each kind of kernel adds to a round: from the end of what came before to its own end."""
+    with profile(activities=[ProfilerActivity.CUDA]) as prof:
+        graph.replay()
+        torch.cuda.synchronize()
+    events = [e for e in prof.events() if e.device_type.name == "CUDA"]
+    spans = sorted((e.time_range.end, e.time_range.start, e.name) for e in events)
+    added: dict[str, list[float]] = {}
+    for (before, _, _), (end, _, name) in pairwise(spans):
+        added.setdefault(name if name.startswith("_") else "torch's", []).append(end - before)
+    for name, times in sorted(added.items(), key=lambda item: -sum(item[1])):
+        print(f"    {name:20} {len(times):4} of them add {sum(times):7.1f} us", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--shape", default="8b")
     parser.add_argument("--draft", default="1b")
     parser.add_argument("--sizes", default="1,4,16,32")
     parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--profile", action="store_true", help="say where a round's time goes")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     torch.set_grad_enabled(False)
@@ -99,6 +118,8 @@ def main() -> None:
                 f"{size:3} {drafter:7} {form}: {1e3 * took:7.3f} ms, {took / plain:.3f}x plain{told}",
                 flush=True,
             )
+            if given.profile:
+                profiled(rounds._shape(size, form[1], form, drafter, given.context, False).graph)
     if given.json:
         report = {"kind": "rounds", "certificate": certificate("python bench/gpu/rounds.py")}
         report |= {"shape": given.shape, "draft": given.draft, "context": given.context}

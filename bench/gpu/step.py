@@ -166,7 +166,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="a file for the results")
     given = parser.parse_args()
     if given.stages:
-        attention.STAGES = given.stages
+        attention.STAGES = dict.fromkeys(attention.TILES, given.stages)
     if given.unchained:
         unchain()
     torch.set_grad_enabled(False)

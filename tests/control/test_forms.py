@@ -1,9 +1,8 @@
-"""Forms of guesses: what they promise to those who read them as tensors."""
+"""Forms of guesses: what they promise to those who make passes of them."""
 
 from __future__ import annotations
 
 import pytest
-import torch
 
 from outrider.control.forms import CHAINS, RANKS, TREES, ranks_of, shape_of
 from outrider.draft.chains import Branches
@@ -38,21 +37,20 @@ def test_a_tree_has_the_likeliest_nodes(form) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_the_same_as_tensors(form) -> None:
+def test_the_same_as_rows_of_passes(form) -> None:
     shape = shape_of(form)
-    tree = Branches(shape, torch.device("cpu"))
+    tree = Branches(shape)
     assert tree.branches == (form in TREES)
-    assert tree.masks.tolist() == [0, *shape.ancestors]
-    for node in range(len(shape)):
-        assert tree.paths[node].nonzero().flatten().tolist() == shape.path(node)
-        assert tree.levels[:, node].nonzero().flatten().tolist() == [shape.depths[node] - 1]
-    # What is fed has children, and the children come in the order of the nodes.
-    children = [
-        (row, place % most)
-        for rows, most, places in tree.fed
-        for row, place in zip(
-            rows[torch.div(places, most, rounding_mode="floor")].tolist(), places.tolist(), strict=True
-        )
+    assert tree.layout.depths == (0, *shape.depths) and tree.layout.picks == (-1, *range(len(shape)))
+    assert tree.layout.masks == ((0, *shape.ancestors) if tree.branches else ())
+    # What is fed has children; every node is a choice of its parent's, of its rank, once.
+    chosen = [
+        (node, row - 1, rank)
+        for layout, columns in tree.levels
+        for row, nodes in zip(layout.entries, columns, strict=True)
+        for rank, node in enumerate(nodes)
+        if node >= 0
     ]
-    expected = zip([parent + 1 for parent in shape.parents], ranks_of(form), strict=True)
-    assert children == list(expected)
+    assert sorted(chosen) == list(zip(range(len(shape)), shape.parents, ranks_of(form), strict=True))
+    for depth, (layout, _) in enumerate(tree.levels):
+        assert set(layout.depths) == {depth} and layout.picks == tuple(row - 1 for row in layout.entries)

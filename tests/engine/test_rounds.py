@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from outrider.cache.store import KeyValueStore
 from outrider.control.forms import TREES
 from outrider.control.planner import Planner
-from outrider.draft.chains import LmChain, LookupChain, State
+from outrider.draft.chains import LmChain, LookupChain
 from outrider.draft.lookup import LookupDrafter
+from outrider.draft.state import State
 from outrider.engine.engine import Engine
 from outrider.engine.rounds import MAKING, SAVED, Rounds
 from outrider.types import NO_BET, Bet, Plan, Request
@@ -60,7 +61,7 @@ def make_engine(model, small, lag: int | None, default: str = "lm", **settings) 
         run = lambda batch, *_: small.forward(batch, store)  # noqa: E731
         rounds.drafters = {
             "lookup": LookupChain(),
-            "lm": LmChain(small, store, run, VOCAB, engine.table.tensor),
+            "lm": LmChain(small, store, run, VOCAB),
         }
         engine.rounds = rounds
     return engine

@@ -16,7 +16,7 @@ from outrider.draft.lm import LmDrafter
 from outrider.draft.lookup import LookupDrafter
 from outrider.engine.engine import Engine
 from outrider.model.decoder import Decoder
-from outrider.model.kernels.gpu.recording import recording
+from outrider.model.kernels.gpu.recording import record
 from outrider.model.rope import rope_tables
 from outrider.settings import Settings
 from outrider.types import MAX_NODES, Bet
@@ -48,7 +48,12 @@ def test_graphs_of_a_dead_engine_do_not_spoil_a_recording() -> None:
             with torch.cuda.graph(self.graph):
                 torch.zeros(1, device="cuda").add_(1)
 
-    x, graph = torch.zeros(1, device="cuda"), torch.cuda.CUDAGraph()
+    x = torch.zeros(1, device="cuda")
+
+    def work() -> torch.Tensor:
+        kept_alive = [[] for _ in range(9)]  # enough to set the collector off
+        return x.add_(len(kept_alive))
+
     gc.collect()
     gc.disable()
     Dead()
@@ -56,13 +61,11 @@ def test_graphs_of_a_dead_engine_do_not_spoil_a_recording() -> None:
     kept = gc.get_threshold()
     gc.set_threshold(1)
     try:
-        with recording(graph):
-            kept_alive = [[] for _ in range(9)]  # enough to set the collector off
-            x.add_(len(kept_alive))
+        graph, _ = record(work)
     finally:
         gc.set_threshold(*kept)
     graph.replay()
-    assert x.item() == 9 and gc.isenabled()
+    assert x.item() == 18 and gc.isenabled()
 
 
 SHAPE = dict(

@@ -20,7 +20,7 @@ import torch
 from outrider.bench.compare import first_difference
 from outrider.bench.peers import Run, Transformers
 from outrider.engine.llm import LLM
-from outrider.model.kernels.gpu.recording import recording
+from outrider.model.kernels.gpu.recording import record
 from outrider.model.kernels.native import read_bandwidth
 from outrider.settings import cache_folder
 from outrider.types import Batch, SamplingParams, Speculation
@@ -141,14 +141,7 @@ def _device_pass(llm: LLM, batch: Batch, context: int) -> Callable[[], float]:
     rounds = llm.engine.rounds
     assert rounds is not None
     there, each = batch.to(rounds.device), batch.rows // len(batch.table_rows.unique())
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # what is compiled or measured the first time must not be captured
-        rounds.run(there, each, context, False)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with recording(graph):
-        rounds.run(there, each, context, False)
+    graph, _ = record(lambda: rounds.run(there, each, context, False))
 
     def run() -> float:
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from outrider.cache.store import KeyValueStore
@@ -15,12 +15,13 @@ from outrider.draft.chains import (
     NothingToRead,
     Pass,
     Reads,
-    State,
-    draw_at,
-    logits_after,
-    rows_batch,
+    chain_levels,
+    guess,
+    known_batch,
+    known_rows,
 )
 from outrider.draft.eagle import EagleHead
+from outrider.draft.state import Layout, State
 from outrider.model.decoder import Model
 from outrider.types import Batch, Sequence
 
@@ -40,15 +41,8 @@ class EarlyExitChain(NothingToRead):
         """`run` is the pass of the first layers over the target's own store."""
         self.model, self.run = model, run
 
-    def chain(
-        self, state: State, rows: Tensor, lengths: Tensor, n: int, context: int
-    ) -> tuple[Tensor, Tensor]:
-        guesses = [state.tokens[rows, lengths]]
-        for ahead in range(n):
-            at = (lengths + ahead)[:, None]
-            logits = logits_after(self.run, state, rows, guesses[-1][:, None], at, context)
-            guesses.append(draw_at(self.model, state, rows, logits, at[:, 0] + 1))
-        return torch.stack(guesses[1:], dim=1), torch.full_like(lengths, n)
+    def chain(self, state: State, rows: Tensor, lengths: Tensor, n: int, context: int) -> tuple[Tensor, None]:
+        return guess(self.run, self.model, state, rows, lengths, chain_levels(n), n, context), None
 
 
 class EagleChain:
@@ -84,13 +78,13 @@ class EagleChain:
     def catch_up(self, state: State, sequences: list[Sequence]) -> None:
         for sequence in sequences:
             start, end = max(self.reads.of(sequence), 1), len(sequence.tokens) - 1
-            for first in range(start, end, READ_ROWS):
-                at = torch.arange(first, min(first + READ_ROWS, end), device=state.device)[None]
-                rows = torch.tensor([sequence.row], device=state.device)
-                self.head.forward(*self._known(state, rows, at), self.store)
+            for first in range(start, end, READ_ROWS[-1]):
+                at = np.arange(first, min(first + READ_ROWS[-1], end))
+                batch = known_batch(state, np.full(len(at), sequence.row), at, behind=1)
+                self.head.forward(self._before(state, batch), batch, self.store)
             self.reads.note(sequence, max(start, end))
 
-    def practise(self) -> int:
+    def practise(self, state: State) -> int:
         return 0  # its texts' features are the target's
 
     def landed(self, sequence: Sequence, accepted: int, fed: int) -> None:
@@ -98,33 +92,28 @@ class EagleChain:
         # Not the guesses that held: their entries came of the head's own hidden states, not the target's.
         self.reads.note(sequence, known)
 
-    def chain(
-        self, state: State, rows: Tensor, lengths: Tensor, n: int, context: int
-    ) -> tuple[Tensor, Tensor]:
-        back = torch.arange(1 - self.window, 1, device=rows.device)
-        at = (lengths[:, None] + back).clamp(min=1)  # a short text's first entry is made several times over
-        hidden = self.run(*self._known(state, rows, at), self.window, context)
-        hidden = hidden[self.window - 1 :: self.window].contiguous()  # of the last known token
-        guesses = [self._draw(state, rows, hidden, lengths + 1)]
-        for ahead in range(1, n):
-            batch = self._batch(state, rows, guesses[-1][:, None], (lengths + ahead)[:, None])
-            hidden = self.run(hidden, batch, 1, context)
-            guesses.append(self._draw(state, rows, hidden, lengths + ahead + 1))
-        return torch.stack(guesses, dim=1), torch.full_like(lengths, n)
+    def chain(self, state: State, rows: Tensor, lengths: Tensor, n: int, context: int) -> tuple[Tensor, None]:
+        guesses = state.guesses(len(rows), n)
+        batch = self._batch(state, rows, lengths, known_rows(self.window, behind=1))
+        hidden = self.run(self._before(state, batch), batch, self.window, context)
+        hidden = hidden[batch.logit_rows]  # of the last known token
+        for ahead, (layout, columns) in enumerate(chain_levels(n, behind=1)):
+            if ahead:
+                batch = self._batch(state, rows, lengths, layout, guesses)
+                hidden = self.run(hidden, batch, 1, context)
+            logits = self.head.logits(hidden)
+            state.between.draw(self.target, state, batch, logits, columns, guesses, ahead=2)
+        return guesses, None
 
-    def _known(self, state: State, rows: Tensor, at: Tensor) -> tuple[Tensor, Batch]:
-        """Known tokens at positions [S, k]: the target's hidden states before each, fused, and the batch."""
+    def _before(self, state: State, batch: Batch) -> Tensor:
+        """The target's hidden states before each of these known tokens, fused."""
         features = self.target_store.features
         assert features is not None
-        before = state.table[rows[:, None], at - 1].flatten()
-        return self.head.fused(features[before]), self._batch(
-            state, rows, state.tokens[rows[:, None], at], at
-        )
+        slots = state.table[batch.table_rows.long(), batch.positions.long()]
+        return self.head.fused(features[slots.long()])
 
-    def _batch(self, state: State, rows: Tensor, ids: Tensor, at: Tensor) -> Batch:
-        """Tokens [S, k] at positions [S, k] of the text, one place further back for the head."""
-        batch = rows_batch(state, rows, ids, at - 1, state.table[rows[:, None], at])
-        return replace(batch, table=state.table[:, 1:])
-
-    def _draw(self, state: State, rows: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
-        return draw_at(self.target, state, rows, self.head.logits(hidden), positions)
+    def _batch(
+        self, state: State, rows: Tensor, lengths: Tensor, layout: Layout, guesses: Tensor | None = None
+    ) -> Batch:
+        """A layout whose positions lie one behind: the head's entries begin with the second token."""
+        return replace(state.between.lay(state, rows, lengths, layout, guesses), table=state.table[:, 1:])

@@ -9,6 +9,7 @@ from outrider.draft.eagle_device import DeviceHead, HeadPass
 from outrider.draft.early_exit import EarlyExitDrafter
 from outrider.draft.lm import LmDrafter
 from outrider.draft.lookup import LookupDrafter
+from outrider.draft.state_device import DeviceBetween
 from outrider.draft.target_chains import EagleChain, EarlyExitChain
 from outrider.engine.engine import Engine
 from outrider.engine.rounds import Rounds
@@ -20,7 +21,8 @@ from outrider.model.kernels.gpu.copies import find_copies
 def make_rounds(engine: Engine) -> Rounds:
     model = engine.model
     assert isinstance(model, DeviceDecoder)
-    rounds = Rounds(model, engine.store, engine.table, model.device, DevicePass(model, engine.store))
+    run, between = DevicePass(model, engine.store), DeviceBetween()
+    rounds = Rounds(model, engine.store, engine.table, model.device, run, between=between)
     for name, drafter in engine.drafters.items():
         chain = _chain(drafter, model, engine)
         if chain is not None:
@@ -42,7 +44,7 @@ def _chain(drafter: Drafter, model: DeviceDecoder, engine: Engine) -> ChainDraft
     if isinstance(drafter, LmDrafter) and isinstance(drafter.model, DeviceDecoder):
         store = make_store(drafter.model, engine.store.slots)
         run = DevicePass(drafter.model, store)
-        return LmChain(drafter.model, store, run, model.config.vocab, engine.table.tensor)
+        return LmChain(drafter.model, store, run, model.config.vocab)
     if isinstance(drafter, EagleDrafter) and isinstance(drafter.head, DeviceHead):
         store = drafter.head.make_store(engine.store.slots)
         return EagleChain(

@@ -19,16 +19,16 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.cache.store import KeyValueStore
 from outrider.cache.table import SlotTable
 from outrider.control.forms import CHAINS, NO_FORM, TREES, Form, shape_of
-from outrider.draft.chains import Branches, ChainDrafter, Pass, State, TreeDrafter, draw_at, rows_batch
+from outrider.draft.chains import Branches, ChainDrafter, Pass, TreeDrafter, chain_levels, guess
+from outrider.draft.state import Between, State
 from outrider.engine.scheduler import Pick
 from outrider.model.decoder import Model
-from outrider.model.kernels.gpu.recording import recording
+from outrider.model.kernels.gpu.recording import record
 from outrider.types import NO_BET, NO_DRAFT, Bet, Draft, Sequence, Verdict
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -130,11 +130,12 @@ class Rounds:
         device: torch.device,
         run: Pass,
         lag: int = 1,
+        between: Between | None = None,
     ) -> None:
-        """`run` is the target's pass over rows that lie on the device."""
+        """`run` is the target's pass over rows that lie on the device, `between` what it has for the rest."""
         self.model, self.store, self.table, self.device, self.run = model, store, table, device, run
         rows, width = table.tensor.shape
-        self.state = State(rows, width, device)
+        self.state = State(rows, width, device, between)
         self.drafters: dict[str, ChainDrafter] = {}
         self.lag, self.deepest = lag, DEEPEST
         # By row: who is there, and how many tokens are known.
@@ -247,7 +248,7 @@ class Rounds:
         tokens, seconds = 0, 0.0
         for _ in range(2 if drafter in self.drafters else 0):  # the first time only warms up
             timer = Timer(self.device.type == "cuda")
-            tokens = self.drafters[drafter].practise()
+            tokens = self.drafters[drafter].practise(self.state)
             timer.stop()
             timer.wait()
             seconds = timer.seconds()
@@ -332,7 +333,7 @@ class Shape:
         filtered: bool,
     ) -> None:
         self.rounds, self.size, self.nodes, self.drafter = rounds, size, nodes, drafter
-        self.form, self.tree = form, Branches(shape_of(form), rounds.device)
+        self.form, self.tree = form, Branches(shape_of(form))
         self.context, self.filtered = context, filtered
         self.cuda = rounds.device.type == "cuda"
         width = 2 + nodes + 1  # row, how many guesses, fresh slots
@@ -370,14 +371,7 @@ class Shape:
         given = self.inputs.clone()
         padding = self.rounds.state.rows, 0, self.rounds.dummy
         self.inputs[:, 0], self.inputs[:, 1], self.inputs[:, 2:] = padding
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self._round()
-        torch.cuda.current_stream().wait_stream(stream)
-        self.graph = torch.cuda.CUDAGraph()
-        with recording(self.graph, self.rounds.pool):  # they never run at the same time
-            self.output = self._round()
+        self.graph, self.output = record(self._round, self.rounds.pool)  # they never run at the same time
         self.inputs.copy_(given)
 
     def _round(self) -> Tensor:
@@ -386,71 +380,32 @@ class Shape:
 
     def _plain(self) -> Tensor:
         """Pass after pass, a token each. [S, tokens emitted (n + 1)]."""
-        state = self.rounds.state
-        rows, fresh = self.inputs[:, 0].long(), self.inputs[:, 2:]
-        lengths = state.lengths[rows]
-        at = lengths[:, None] + torch.arange(self.nodes + 1, device=rows.device)
-        state.table[rows[:, None], at] = fresh
-        told = [state.tokens[rows, lengths][:, None]]
-        for here, slots in zip(at.split(1, dim=1), fresh.split(1, dim=1), strict=True):
-            told.append(self._law(told[-1], here, slots, rows))
-        emitted = torch.cat(told[1:], dim=1)
-        state.tokens[rows[:, None], at + 1] = emitted
-        self._grow(rows, lengths + self.nodes + 1)
-        return emitted
-
-    def _grow(self, rows: Tensor, lengths: Tensor) -> None:
-        state = self.rounds.state
-        state.lengths[rows] = torch.where(rows == state.rows, 0, lengths)  # padding must not grow
+        state, rounds, passes = self.rounds.state, self.rounds, self.nodes + 1
+        off = state.between.take_off(state, self.inputs)
+        law = rounds.run, rounds.model, state, off.rows, off.lengths
+        told = guess(*law, chain_levels(passes), passes, self.context)
+        state.between.keep(state, off.rows, off.lengths, told)
+        return told
 
     def _guessed(self, drafter: ChainDrafter) -> Tensor:
-        """Draft, run, judge, commit. [S, accepted, guessed, tokens emitted (depth + 1), the nodes among them (depth),
-        guesses (n)].
-        """
-        state, tree = self.rounds.state, self.tree
-        rows, wanted, fresh = self.inputs[:, 0].long(), self.inputs[:, 1].long(), self.inputs[:, 2:]
-        lengths = state.lengths[rows]
-        step = tree.step  # [n + 1]
-        state.table[rows[:, None], lengths[:, None] + step] = fresh
-        # Who wants no guess is padding to the drafter: it must not write to slots that others may share.
-        guessing = torch.where(wanted > 0, rows, state.rows)
-        guesses, count = self._draft(drafter, guessing, state.lengths[guessing])
-        count = torch.minimum(count, wanted)
-        ids = torch.cat([state.tokens[rows, lengths][:, None], guesses], dim=1)
-        meant = step <= count[:, None]
-        at = lengths[:, None] + tree.depths  # [S, n + 1] positions of the rows
-        chosen = self._law(ids, at, torch.where(meant, fresh, self.rounds.dummy), rows)
-        held = (chosen[:, tree.parents] == guesses) & meant[:, 1:]
-        # A level's row, if it holds: its path holds, which includes itself. Equal siblings are one and the same.
-        alive = (held[:, None] | ~tree.paths).all(-1)
-        reached = (alive[:, None] & tree.levels) * step[1:]
-        rows_held = reached.amax(-1)  # [S, depth]; 0 where none
-        accepted = (rows_held > 0).sum(1)
-        told = chosen.gather(1, F.pad(rows_held, (1, 0)))
-        ahead = lengths[:, None] + tree.ahead
-        if tree.branches:  # the path's slots come first now
-            state.table[rows[:, None], ahead[:, :-1]] = fresh.gather(1, rows_held)
-        state.tokens[rows[:, None], ahead] = told
-        self._grow(rows, lengths + accepted + 1)
-        return torch.cat([accepted[:, None], count[:, None], told, rows_held - 1, guesses], dim=1)
+        """Draft, run, judge, commit; as `Between.commit` tells."""
+        state, tree, between = self.rounds.state, self.tree, self.rounds.state.between
+        off = between.take_off(state, self.inputs)
+        guesses, counts = self._draft(drafter, off.guessing, off.known)
+        batch = between.lay(state, off.rows, off.lengths, tree.layout, guesses)
+        logits = self.rounds.run(batch, self.nodes + 1, self.context, tree.branches)
+        chosen = state.guesses(self.size, self.nodes + 1)
+        between.draw(self.rounds.model, state, batch, logits, tree.columns, chosen)
+        return between.commit(
+            state, off, self.inputs, tree.shape.parents, tree.depth, guesses, counts, chosen
+        )
 
-    def _draft(self, drafter: ChainDrafter, rows: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    def _draft(self, drafter: ChainDrafter, rows: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor | None]:
         state = self.rounds.state
         if not self.tree.branches:
             return drafter.chain(state, rows, lengths, self.nodes, self.context)
         assert isinstance(drafter, TreeDrafter)
         return drafter.tree(state, rows, lengths, self.tree, self.context)
-
-    def _law(self, ids: Tensor, at: Tensor, slots: Tensor, rows: Tensor) -> Tensor:
-        """One pass of the target over all rows, and what the law says at each."""
-        state = self.rounds.state
-        batch = rows_batch(state, rows, ids, at, slots)
-        together = ids.shape[1]
-        if branching := self.tree.branches and together > 1:
-            self.tree.mark(batch, at[:, 0])
-        logits = self.rounds.run(batch, together, self.context, branching)
-        owners = rows.repeat_interleave(together)
-        return draw_at(self.rounds.model, state, owners, logits, at.flatten() + 1).view(at.shape)
 
 
 def _up(count: int) -> int:

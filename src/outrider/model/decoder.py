@@ -39,12 +39,6 @@ class Model(Protocol):
         """The law's argmax over the vocabulary; see verify/noise.py."""
         ...
 
-    def draw_several(
-        self, logits: Tensor, sampled: Tensor, seeds: Tensor, positions: Tensor, most: int
-    ) -> Tensor:
-        """The argmax, what it would be if that were banned, and so on: [R, most]."""
-        ...
-
     def sift(self, logits: Tensor, top_k: Tensor, top_p: Tensor, floor: Tensor) -> None:
         """Rules out what the law's filters do not keep; see verify/filters.py."""
         ...
@@ -87,7 +81,7 @@ class Decoder:
     def __init__(self, config: ModelConfig, read: Callable[[str], Tensor], kernels: Any) -> None:
         self.config = config
         self.kernels = kernels
-        self.draw, self.draw_several, self.sift = kernels.draw, kernels.draw_several, kernels.sift
+        self.draw, self.sift = kernels.draw, kernels.sift
         self.layers = [kernels.pack_layer(layer_tensors(read, config, i)) for i in range(config.layers)]
         self.norm = read("model.norm.weight").float().contiguous()
         table = read("model.embed_tokens.weight")

@@ -37,7 +37,7 @@ class DeviceDecoder:
             raise UnsupportedModel("this model does not run on a CUDA device")
         self.decoder, self.kernels, self.to_host = decoder, decoder.kernels, to_host
         self.config = decoder.config
-        self.draw, self.draw_several, self.sift = decoder.draw, decoder.draw_several, decoder.sift
+        self.draw, self.sift = decoder.draw, decoder.sift
         self.device, self.dtype = decoder.kernels.device, decoder.kernels.dtype
         self.norm = decoder.norm.to(self.device)
         # By whose keys they read, by which table, and how many layers they run.

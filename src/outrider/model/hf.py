@@ -86,7 +86,7 @@ class HfModel:
 
     def __init__(self, config: ModelConfig, module: Any, kernels: Any) -> None:
         self.config, self.module, self.kernels = config, module, kernels
-        self.draw, self.draw_several, self.sift = kernels.draw, kernels.draw_several, kernels.sift
+        self.draw, self.sift = kernels.draw, kernels.sift
         self.one_row_a_pass = False
         self._picks_rows = "logits_to_keep" in inspect.signature(module.forward).parameters
 

@@ -99,9 +99,7 @@ def draw_in_turn(
     positions: Tensor,
     most: int,
 ) -> Tensor:
-    """What `one`, a draw, says of every row, then what it would say if that were banned, and so on: [R, most]. Kernels
-    may do it at once.
-    """
+    """What `one`, a draw, says of every row, then what it would say if that were banned, and so on: [R, most]."""
     left, drawn = logits.clone(), []
     for _ in range(most):
         drawn.append(one(left, sampled, seeds, positions))

@@ -86,13 +86,16 @@ def _registers(cubin: bytes) -> tuple[int, int]:
 
 
 def _modules() -> list[Any]:
-    from outrider.model.kernels.gpu import attention, copies, draw, kernels, matmul, rows, sift
+    from outrider.model.kernels.gpu import attention, between, copies, draw, kernels, matmul, rows, sift
 
-    return [attention, copies, draw, kernels, matmul, rows, sift]
+    return [attention, between, copies, draw, kernels, matmul, rows, sift]
 
 
 def _launch_all() -> None:
-    from outrider.draft.chains import State, draw_at, rows_batch
+    from outrider.control.forms import shape_of
+    from outrider.draft.chains import Branches
+    from outrider.draft.state import State
+    from outrider.draft.state_device import DeviceBetween
     from outrider.model.decoder import Decoder, make_store
     from outrider.model.device import DeviceDecoder, DevicePass
     from outrider.model.kernels.gpu.copies import find_copies
@@ -106,20 +109,32 @@ def _launch_all() -> None:
     kernels = GpuKernels(config, *rope_tables(config, 8192), device="cpu")
     model = DeviceDecoder(Decoder(config, random_tensors(config), kernels))
     store = make_store(model, 600)
-    state = State(4, 520, torch.device("cpu"))
-    state.filtered = True
-    for size, nodes, context in ((1, 0, 512), (1, 4, 512), (4, 7, 512)):
-        rows = torch.arange(size)
-        at = torch.arange(nodes + 1)[None] + torch.zeros(size, 1, dtype=torch.int64)
-        batch = rows_batch(state, rows, at, at, at)
-        logits = DevicePass(model, store)(batch, nodes + 1, context)
-        draw_at(model, state, rows.repeat_interleave(nodes + 1), logits, at.flatten())
+    state = State(4, 520, torch.device("cpu"), DeviceBetween())
+    between = state.between
+    for size, form in ((1, (0, 0)), (1, (4, 4)), (4, (8, 8)), (1, (3, 15))):
+        tree, nodes, state.filtered = Branches(shape_of(form)), form[1], size == 4
+        inputs = torch.zeros((size, 2 + nodes + 1), dtype=torch.int32)
+        off, told = between.take_off(state, inputs), torch.zeros((size, nodes + 1), dtype=torch.int64)
+        for tensor in (off.rows, off.lengths):  # nothing was written there
+            tensor.zero_()
+        batch = between.lay(state, off.rows, off.lengths, tree.layout, told)
+        batch.table_rows.zero_()
+        logits = DevicePass(model, store)(batch, nodes + 1, 512, tree.branches)
+        between.draw(model, state, batch, logits, tree.columns, told)
+        between.keep(state, off.rows, off.lengths, told)
+        for layout, columns in tree.levels:
+            level = between.lay(state, off.rows, off.lengths, layout, told)
+            level.table_rows.zero_()
+            between.draw(model, state, level, torch.zeros((size * len(layout), VOCAB)), columns, told)
+        if nodes:
+            parents = tree.shape.parents
+            between.commit(state, off, inputs, parents, tree.depth, told[:, 1:].contiguous(), None, told)
     owners = torch.zeros(2, dtype=torch.int64)
     find_copies(state.tokens, owners, owners, 4, 512, 8, 2)
     model.sift(torch.zeros(2, 128_256), state.top_k[owners], state.top_p[owners], state.floor[owners])
     tree = Part(0, random_ids(VOCAB, 12), Draft((1, 2, 3), (-1, 0, 0)))
     model.forward(Reader(config).batch(tree), store)
-    _launch_head(model, store, state)
+    _launch_head(model, store, State(4, 520, torch.device("cpu")))
 
 
 def _launch_head(model: Any, store: Any, state: Any) -> None:
@@ -143,7 +158,8 @@ def _launch_head(model: Any, store: Any, state: Any) -> None:
 
 def _launch_kinds() -> None:
     """Weights in fewer bits, in a decoder; and every kind in a big model's shapes, in the tiles that take most room."""
-    from outrider.draft.chains import State, rows_batch
+    from outrider.draft.chains import chain_levels
+    from outrider.draft.state import State
     from outrider.model.decoder import Decoder, make_store
     from outrider.model.device import DeviceDecoder, DevicePass
     from outrider.model.kernels.gpu.kernels import GpuKernels
@@ -153,11 +169,12 @@ def _launch_kinds() -> None:
     from tests.tiny import random_tensors, tiny_config
 
     config = tiny_config(layers=1, heads=4, head_dim=64, hidden=192)
-    state, one = State(4, 520, torch.device("cpu")), torch.zeros((1, 1), dtype=torch.int64)
+    state, one = State(4, 520, torch.device("cpu")), torch.zeros(1, dtype=torch.int64)
+    layout, _ = next(chain_levels(1))
     for kind in KINDS:
         kernels = GpuKernels(config, *rope_tables(config, 8192), device="cpu", weights=kind)
         model = DeviceDecoder(Decoder(config, random_tensors(config), kernels))
-        DevicePass(model, make_store(model, 600))(rows_batch(state, one[0], one, one, one), 1, 512)
+        DevicePass(model, make_store(model, 600))(state.between.lay(state, one, one, layout), 1, 512)
     for kind in ("bfloat16", *KINDS):
         for halves, multiply, counts in ((1, linear, (1, 200, 300)), (2, gated_linear, (1, 64, 300))):
             weight = room_for(halves, 4096, 4096, kind, torch.bfloat16, "cpu")

@@ -16,7 +16,6 @@ from outrider.load.config import ModelConfig
 from outrider.model.kernels.build import library
 from outrider.model.weights import LayerTensors
 from outrider.types import MAX_NODES, Batch
-from outrider.verify.noise import draw_in_turn
 
 PANEL, CHUNKS, GROUP, FEW = 16, 16, 4, 8  # as in cpu.c
 LANES_MAX = 16  # the widest vector cpu.c is built for; heads must fill it
@@ -175,11 +174,6 @@ class NativeKernels:
             self.threads, _ptr(scratch), _ptr(tokens),
         )  # fmt: skip
         return tokens
-
-    def draw_several(
-        self, logits: Tensor, sampled: Tensor, seeds: Tensor, positions: Tensor, most: int
-    ) -> Tensor:
-        return draw_in_turn(self.draw, logits, sampled, seeds, positions, most)
 
     def sift(self, logits: Tensor, top_k: Tensor, top_p: Tensor, floor: Tensor) -> None:
         rows, vocab = logits.shape

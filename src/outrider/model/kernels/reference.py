@@ -16,7 +16,7 @@ from outrider.load.config import ModelConfig
 from outrider.model.weights import LayerTensors
 from outrider.types import Batch
 from outrider.verify.filters import sift
-from outrider.verify.noise import draw, draw_in_turn
+from outrider.verify.noise import draw
 
 
 @dataclass(slots=True)
@@ -74,11 +74,6 @@ class ReferenceKernels:
 
     def draw(self, logits: Tensor, sampled: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
         return draw(logits, sampled, seeds, positions)
-
-    def draw_several(
-        self, logits: Tensor, sampled: Tensor, seeds: Tensor, positions: Tensor, most: int
-    ) -> Tensor:
-        return draw_in_turn(self.draw, logits, sampled, seeds, positions, most)
 
     def sift(self, logits: Tensor, top_k: Tensor, top_p: Tensor, floor: Tensor) -> None:
         sift(logits, top_k, top_p, floor)

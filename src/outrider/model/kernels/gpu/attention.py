@@ -38,7 +38,8 @@ BLOCK = 64
 TILES = (16, 32, 64)  # query rows times heads of a group in one program
 NODES = 64
 TAILS = 2  # blocks that a draft of 63 nodes can touch
-STAGES = 4
+# Loads of slots, keys and values on their way: of these, keys get two buffers, of four one.
+STAGES = {16: 6, 32: 4, 64: 4}
 SPANS = (1, 8)  # what a program reads: one split, or those that begin in so many blocks
 # Programs that turn by themselves: what it takes of registers leaves room for no more at a time.
 TURNING = 320
@@ -394,14 +395,30 @@ def _combine_kernel(
 
 
 @triton.jit
-def _paths_kernel(table, table_rows, prefix, ancestors, paths, table_stride, NODES: tl.constexpr):
+def _read_kernel(
+    table, table_rows, prefix, ancestors, paths, items, table_stride, shared,
+    NODES: tl.constexpr, BLOCK: tl.constexpr, TREE: tl.constexpr, SHARE: tl.constexpr, CHAIN: tl.constexpr,
+):  # fmt: skip
+    """A row's path, and with `SHARE` what the rows of the item of that number share."""
+    let_next_start(CHAIN)
     row = tl.program_id(0)
-    i = tl.arange(0, NODES)
-    bit = (tl.load(ancestors + row) >> i) & 1
-    rank = tl.cumsum(bit.to(tl.int32), 0) - 1
-    entry = tl.load(table_rows + row).to(tl.int64) * table_stride + tl.load(prefix + row) + i
-    slots = tl.load(table + entry, mask=bit != 0, other=0)
-    tl.store(paths + row * NODES + rank, slots, mask=bit != 0)
+    await_previous(CHAIN)
+    if TREE:
+        i = tl.arange(0, NODES)
+        bit = (tl.load(ancestors + row) >> i) & 1
+        rank = tl.cumsum(bit.to(tl.int32), 0) - 1
+        entry = tl.load(table_rows + row).to(tl.int64) * table_stride + tl.load(prefix + row) + i
+        slots = tl.load(table + entry, mask=bit != 0, other=0)
+        tl.store(paths + row * NODES + rank, slots, mask=bit != 0)
+    if SHARE:  # noqa: SIM102 - decided when compiling
+        if row < shared:
+            first = tl.load(items + 3 * row)
+            if TREE:
+                known = tl.load(prefix + first)
+                known = tl.where(tl.load(ancestors + first) != 0, known // BLOCK * BLOCK, known)
+            else:
+                known = tl.load(prefix + first + tl.load(items + 3 * row + 1) - 1)
+            tl.store(items + 3 * row + 2, known)
 
 
 @dataclass(slots=True)
@@ -502,26 +519,34 @@ def share_entries(batch: Batch, reading: Reading) -> None:
     """Fill in, on the device, what each item's rows share, and the paths of those that branch. Rows of an item are at
     rising positions, or of one tree with its root first.
     """
+    _read(batch, reading.paths, reading.items, reading.tree, True)
+
+
+def find_paths(batch: Batch, paths: Tensor) -> None:
+    """The slots of every guessed row's path, by depth."""
+    _read(batch, paths, None, True, False)
+
+
+def _read(batch: Batch, paths: Tensor, items: Tensor | None, tree: bool, share: bool) -> None:
+    shared = 0 if items is None else len(items)
+    _read_kernel[(batch.rows if tree else shared,)](
+        batch.table, batch.table_rows, batch.prefix, batch.ancestors, paths, items, batch.table.stride(0), shared,
+        NODES=NODES, BLOCK=BLOCK, TREE=tree, SHARE=share, num_warps=1, **chained(),
+    )  # fmt: skip
+
+
+def share_entries_twin(batch: Batch, reading: Reading) -> None:
     first, count = reading.items[:, 0].long(), reading.items[:, 1]
     if not reading.tree:
         reading.items[:, 2] = batch.prefix[first + count - 1]
         return
     known = batch.prefix[first]
     reading.items[:, 2] = torch.where(batch.ancestors[first] != 0, known // BLOCK * BLOCK, known)
-    find_paths(batch, reading.paths)
-
-
-def find_paths(batch: Batch, paths: Tensor) -> None:
-    """The slots of every guessed row's path, by depth."""
-    _paths_kernel[(batch.rows,)](
-        batch.table,
-        batch.table_rows,
-        batch.prefix,
-        batch.ancestors,
-        paths,
-        batch.table.stride(0),
-        NODES=NODES,
-    )
+    for row, (owner, known, mask) in enumerate(
+        zip(batch.table_rows.tolist(), batch.prefix.tolist(), batch.ancestors.tolist(), strict=True)
+    ):
+        seen = [known + i for i in range(NODES) if mask >> i & 1]
+        reading.paths[row, : len(seen)] = batch.table[owner, seen]
 
 
 @dataclass(frozen=True, slots=True)
@@ -565,7 +590,7 @@ def attend(
         HEADS=heads, KV_HEADS=kv_heads, GROUP=heads // kv_heads, PADDED=padded_group(heads, kv_heads), DIM=dim,
         WIDE=_wide(dim), BLOCK=BLOCK, TILE=r.tile, LOW=TILES[0], NODES=NODES, SPAN=span, WINDOW=window > 0,
         WHOLE=r.whole, TAIL=r.tree, FRESH=turning, PARTS=0 if made is None else len(made),
-        num_warps=WARPS, num_stages=STAGES if dim <= 64 else 2, **chained(),
+        num_warps=WARPS, num_stages=STAGES[r.tile] if dim <= 64 else 2, **chained(),
     )  # fmt: skip
     if r.whole:
         return

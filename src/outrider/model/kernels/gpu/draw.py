@@ -1,8 +1,8 @@
 """The law of sampling over the vocabulary: argmax of logits plus Gumbel noise. Twin: verify/noise.py's draw.
 
 The noise has the same random bits as there, word for word; only the rounding of the logarithms may differ in
-the last place. Ties go to the lowest id. What comes in is processed already, but for the temperature, which
-may be left to the kernel.
+the last place. Ties go to the lowest id. What comes in is processed already; in a round, where temperatures and seeds
+lie by who a row belongs to, dividing by the temperature may be left to the kernel.
 """
 
 # mypy: disable-error-code="no-untyped-def, import-untyped, import-not-found"
@@ -18,7 +18,8 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from outrider.model.kernels.gpu.launch import INTERPRETED, await_previous, chained, let_next_start
-from outrider.verify.noise import LAW, ROUNDS, draw, draw_in_turn
+from outrider.types import Batch
+from outrider.verify.noise import LAW, ROUNDS, draw
 
 CHUNK = 1024  # groups of four tokens a program looks at
 
@@ -71,9 +72,9 @@ def _better(score, token, other, at):
 
 @triton.jit
 def _chunk_kernel(
-    logits, sampled, temperature, seeds, positions, scores, tokens, vocab, stride, chunks,
-    LAW: tl.constexpr, ROUNDS: tl.constexpr, WARMED: tl.constexpr, MOST: tl.constexpr, CHUNK: tl.constexpr,
-    INTERPRETED: tl.constexpr, CHAIN: tl.constexpr,
+    logits, sampled, picked, owners, temperature, seeds, positions, scores, tokens, vocab, stride, chunks, ahead,
+    LAW: tl.constexpr, ROUNDS: tl.constexpr, OWNED: tl.constexpr, WARMED: tl.constexpr, MOST: tl.constexpr,
+    CHUNK: tl.constexpr, INTERPRETED: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     """The best `MOST` of one chunk of a row's tokens, in order."""
     let_next_start(CHAIN)
@@ -81,17 +82,25 @@ def _chunk_kernel(
     chunk = tl.program_id(1)
     await_previous(CHAIN)
     group = chunk * CHUNK + tl.arange(0, CHUNK)
-    noisy = tl.load(sampled + row) != 0
+    at = row
+    owner = row
     warmth = 1.0
-    if WARMED:
-        warmth = tl.load(temperature + row)
+    if OWNED:
+        at = tl.load(picked + row)
+        owner = tl.load(owners + at).to(tl.int64)
+        heat = tl.load(temperature + owner)
+        noisy = heat > 0.0
+        if WARMED:
+            warmth = heat
+    else:
+        noisy = tl.load(sampled + row) != 0
     words = (group.to(tl.uint32),) * 4
     mine = logits + row * stride
     if noisy:
-        seed = tl.load(seeds + row)
+        seed = tl.load(seeds + owner)
         k0 = (seed & 0xFFFFFFFF).to(tl.uint32)
         k1 = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
-        c1 = tl.zeros_like(group).to(tl.uint32) + tl.load(positions + row).to(tl.uint32)
+        c1 = tl.zeros_like(group).to(tl.uint32) + (tl.load(positions + at) + ahead).to(tl.uint32)
         c2 = tl.full(group.shape, LAW, tl.uint32)
         words = _philox(group.to(tl.uint32), c1, c2, tl.zeros_like(c2), k0, k1, ROUNDS)
         a, b, c, d = _scores_of_four(mine, group, vocab, words, warmth, True, INTERPRETED)
@@ -115,8 +124,11 @@ def _chunk_kernel(
 
 
 @triton.jit
-def _final_kernel(scores, tokens, out, count, MOST: tl.constexpr, BLOCK: tl.constexpr, CHAIN: tl.constexpr):
-    """The best `MOST` of what the chunks of a row found."""
+def _final_kernel(
+    scores, tokens, columns, out, count, stride, EACH: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr,
+    CHAIN: tl.constexpr,
+):  # fmt: skip
+    """The best `MOST` of what the chunks of a row found, each to its column; -1: to none."""
     let_next_start(CHAIN)
     row = tl.program_id(0).to(tl.int64)
     await_previous(CHAIN)
@@ -126,52 +138,65 @@ def _final_kernel(scores, tokens, out, count, MOST: tl.constexpr, BLOCK: tl.cons
     for place in tl.static_range(MOST):
         top = tl.max(score, 0)
         winner = tl.min(tl.where(score == top, token, 2147483647), 0)
-        tl.store(out + row * MOST + place, winner.to(tl.int64))
+        column = tl.load(columns + row % EACH * MOST + place)
+        tl.store(out + row // EACH * stride + column, winner.to(tl.int64), mask=column >= 0)
         score = tl.where(token == winner, float("-inf"), score)
 
 
-def draw_rows(
-    logits: Tensor,
-    sampled: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-    temperature: Tensor | None = None,
-    most: int = 0,
-) -> Tensor:
-    """[R, vocab] float32, [R] bool, [R] int64, [R] int64 -> tokens int64 [R].
+def draw_rows(logits: Tensor, sampled: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    """[R, vocab] float32, [R] bool, [R] int64, [R] int64 -> tokens int64 [R]."""
+    tokens = torch.empty((len(logits), 1), dtype=torch.int64, device=logits.device)
+    columns = torch.zeros((1, 1), dtype=torch.int32, device=logits.device)
+    _draw(
+        logits, (sampled, None, None, None, seeds, positions), columns, tokens, 0, owned=False, warmed=False
+    )
+    return tokens[:, 0]
 
-    With `temperature`, float32 [R], sampled rows are divided by it first. With `most`, also what the law would say if
-    its first choice were banned, and so on: [R, most].
+
+def draw_owned(
+    logits: Tensor,
+    batch: Batch,
+    law: tuple[Tensor, Tensor],
+    columns: Tensor,
+    out: Tensor,
+    ahead: int,
+    warmed: bool,
+) -> None:
+    """The law of the rows of a batch whose logits these are, [R, vocab]: `law` is temperatures and seeds by owner, a
+    row foretells the position so far `ahead` of its own. Every `EACH` neighbouring rows are a text's; columns [EACH,
+    most], int32, say where in its row of out [S, n] their first choices go, what they would be if those were banned,
+    and so on; -1: nowhere. `warmed`: logits are still to be divided by the temperature.
     """
-    rows, vocab = logits.shape
-    each = max(most, 1)
-    tokens = torch.empty((rows, each), dtype=torch.int64, device=logits.device)
-    chunks = triton.cdiv(vocab, 4 * CHUNK)
-    scores = torch.empty((rows, chunks, each), dtype=torch.float32, device=logits.device)
-    winners = torch.empty((rows, chunks, each), dtype=torch.int32, device=logits.device)
-    if rows:
-        _chunk_kernel[(rows, chunks)](
-            logits, sampled, temperature, seeds, positions, scores, winners, vocab, logits.stride(0), chunks,
-            LAW=LAW, ROUNDS=ROUNDS, WARMED=temperature is not None, MOST=each, CHUNK=CHUNK,
-            INTERPRETED=INTERPRETED, num_warps=8, **chained(),
-        )  # fmt: skip
-        _final_kernel[(rows,)](
-            scores, winners, tokens, chunks * each, MOST=each, BLOCK=triton.next_power_of_2(chunks * each),
-            num_warps=1, **chained(),
-        )  # fmt: skip
-    return tokens if most else tokens[:, 0]
+    given = (None, batch.logit_rows, batch.table_rows, *law, batch.positions)
+    _draw(logits, given, columns, out, ahead, owned=True, warmed=warmed)
 
 
-def draw_rows_twin(
+def _draw(
     logits: Tensor,
-    sampled: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-    temperature: Tensor | None = None,
-    most: int = 0,
-) -> Tensor:
-    if temperature is not None:
-        logits = torch.where(sampled[:, None], logits / temperature[:, None], logits)
-    if most:
-        return draw_in_turn(draw, logits, sampled, seeds, positions, most)
+    given: tuple[Tensor | None, ...],
+    columns: Tensor,
+    out: Tensor,
+    ahead: int,
+    owned: bool,
+    warmed: bool,
+) -> None:
+    rows, vocab = logits.shape
+    each, most = columns.shape
+    if not rows:
+        return
+    chunks = triton.cdiv(vocab, 4 * CHUNK)
+    scores = torch.empty((rows, chunks, most), dtype=torch.float32, device=logits.device)
+    winners = torch.empty((rows, chunks, most), dtype=torch.int32, device=logits.device)
+    _chunk_kernel[(rows, chunks)](
+        logits, *given, scores, winners, vocab, logits.stride(0), chunks, ahead,
+        LAW=LAW, ROUNDS=ROUNDS, OWNED=owned, WARMED=warmed, MOST=most, CHUNK=CHUNK,
+        INTERPRETED=INTERPRETED, num_warps=8, **chained(),
+    )  # fmt: skip
+    _final_kernel[(rows,)](
+        scores, winners, columns, out, chunks * most, out.stride(0), EACH=each, MOST=most,
+        BLOCK=triton.next_power_of_2(chunks * most), num_warps=1, **chained(),
+    )  # fmt: skip
+
+
+def draw_rows_twin(logits: Tensor, sampled: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
     return draw(logits, sampled, seeds, positions)

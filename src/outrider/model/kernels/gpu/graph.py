@@ -26,7 +26,7 @@ from outrider.model.kernels.gpu.attention import (
     tile_for,
 )
 from outrider.model.kernels.gpu.kernels import GpuKernels
-from outrider.model.kernels.gpu.recording import recording
+from outrider.model.kernels.gpu.recording import record
 from outrider.types import Batch
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -128,14 +128,7 @@ class GraphedDecoder:
         slate = Slate(shape, self.table, len(self.store.keys[0]) - 1)
         slate.device.copy_(slate.host)
         reading = self._reading(slate)
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self._pass(slate, reading)  # compiles what is not compiled yet
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with recording(graph, self.pool):
-            logits = self._pass(slate, reading)
+        graph, logits = record(lambda: self._pass(slate, reading), self.pool)
         self.captured[shape] = Captured(slate, reading, graph, logits)
         return self.captured[shape]
 

@@ -23,7 +23,7 @@ from outrider.load.config import ModelConfig
 from outrider.model.kernels.gpu.attention import Fresh, Reading, attend, read_batch
 from outrider.model.kernels.gpu.draw import draw_rows
 from outrider.model.kernels.gpu.matmul import Packed, gated_linear, linear, multiply_parts, pack
-from outrider.model.kernels.gpu.rows import add_and_norm
+from outrider.model.kernels.gpu.rows import add_and_norm, embed
 from outrider.model.kernels.gpu.sift import sift_rows
 from outrider.model.weights import LayerTensors
 from outrider.types import Batch
@@ -115,7 +115,7 @@ class GpuKernels:
     # --------------------------------------------------------------------------------------------- pieces
 
     def embed(self, table: GpuLinear, ids: Tensor) -> Tensor:
-        return table.weight.rows(ids).float()
+        return embed(ids.to(self.device), table.weight)
 
     def linear(self, linear_: GpuLinear, x: Tensor) -> Tensor:
         return linear(x.to(self.dtype), linear_.weight, linear_.bias)
@@ -140,12 +140,6 @@ class GpuKernels:
     def draw(self, logits: Tensor, sampled: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
         there = logits.device
         return draw_rows(logits, sampled.to(there), seeds.to(there), positions.to(there))
-
-    def draw_several(
-        self, logits: Tensor, sampled: Tensor, seeds: Tensor, positions: Tensor, most: int
-    ) -> Tensor:
-        there = logits.device
-        return draw_rows(logits, sampled.to(there), seeds.to(there), positions.to(there), most=most)
 
     def sift(self, logits: Tensor, top_k: Tensor, top_p: Tensor, floor: Tensor) -> None:
         there = logits.device

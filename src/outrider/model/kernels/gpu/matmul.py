@@ -66,10 +66,6 @@ class Packed:
     def nbytes(self) -> int:
         return self.data.nbytes + (0 if self.scales is None else self.scales.nbytes)
 
-    def rows(self, ids: Tensor) -> Tensor:
-        """Some outputs' weights, as an embedding is looked up; it is always plain."""
-        return self.data[0][ids // HIGH, :, ids % HIGH].flatten(1)[:, : self.inputs]
-
     def unpacked(self) -> Tensor:
         """[outputs, inputs], gate over up."""
         rows = self.data.transpose(2, 3).flatten(0, 2)

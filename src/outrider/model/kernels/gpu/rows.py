@@ -1,4 +1,4 @@
-"""What is done to each row by itself: residual and norm, rotary positions and cache write.
+"""What is done to each row by itself: embedding, residual and norm, rotary positions and cache write.
 
 The residual stream is float32, what matmuls read is bfloat16 (whatever dtype the caller's buffers have), and
 partial results of a matmul are added here, in order, by the kernel that wants them.
@@ -10,12 +10,13 @@ partial results of a matmul are added here, in order, by the kernel that wants t
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from outrider.model.kernels.gpu.launch import await_previous, chained, let_next_start
-from outrider.model.kernels.gpu.matmul import add_parts
+from outrider.model.kernels.gpu.matmul import HIGH, Packed, add_parts
 from outrider.model.kernels.reference import rms_norm, rotate
 from outrider.types import Batch
 
@@ -95,6 +96,43 @@ def add_and_norm_twin(
         total = total[picked]
     if weight is not None and out is not None:
         out.copy_(rms_norm(total, weight, eps))
+
+
+# ------------------------------------------------------------------------------------------------ embedding
+
+
+@triton.jit
+def _embed_kernel(
+    ids, weight, out, width, padded,
+    HIGH: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr, CHAIN: tl.constexpr,
+):  # fmt: skip
+    let_next_start(CHAIN)
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, BLOCK)
+    token = tl.load(ids + row)
+    at = token // HIGH * HIGH * padded + c // DEPTH * (HIGH * DEPTH) + token % HIGH * DEPTH + c % DEPTH
+    value = tl.load(weight + at, mask=c < width, other=0.0)
+    tl.store(out + row * width + c, value.to(tl.float32), mask=c < width)
+
+
+def embed(ids: Tensor, weight: Packed) -> Tensor:
+    """Tokens [R] to their rows of a plain weight, float32 [R, inputs].
+
+    Every pass begins with it, and it starts only once all before it have ended: what is launched after it may read
+    what an earlier pass left without waiting for more.
+    """
+    out = torch.empty((len(ids), weight.inputs), dtype=torch.float32, device=ids.device)
+    if len(ids):
+        _embed_kernel[(len(ids),)](
+            ids, weight.data, out, weight.inputs, weight.width,
+            HIGH=HIGH, DEPTH=weight.depth, BLOCK=triton.next_power_of_2(weight.inputs),
+            num_warps=4, CHAIN=chained()["CHAIN"],
+        )  # fmt: skip
+    return out
+
+
+def embed_twin(ids: Tensor, weight: Packed) -> Tensor:
+    return weight.unpacked()[ids].float()
 
 
 # ------------------------------------------------------------------------------------- rotation, cache write
