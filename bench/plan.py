@@ -16,7 +16,7 @@ from collections import Counter
 from dataclasses import dataclass
 from types import SimpleNamespace
 
-from outrider.control.forms import CHAINS, NO_FORM, Form, ranks_of, shape_of
+from outrider.control.forms import CHAINS, NO_FORM, Form, chance, ranks_of, shape_of
 from outrider.control.planner import Planner
 from outrider.draft.chains import LmChain, LookupChain
 from outrider.engine.rounds import SIZES, Rounds
@@ -25,7 +25,6 @@ from outrider.types import Bet, Outcome, Request, SamplingParams, Sequence, Step
 PLAIN = {1: 3.83, 2: 3.9, 4: 4.0, 8: 4.2, 16: 4.41, 32: 4.70, 64: 5.75}  # ms of a round
 DRAFT = {4: 1.05, 16: 1.37, 32: 1.85, 64: 2.4}  # ms of a level, up to so many sequences
 READING = 0.012  # ms a prompt's token
-SIDE = 0.35  # the chance that a draft's next choice holds where the one before it did not
 MOST_TOKENS = 128
 DRAFTERS = ("lm", "lookup")
 # All that is asked of rounds and drafters here is which forms they have: no model, no device.
@@ -70,8 +69,8 @@ class Answer:
         node, held, straight = -1, 0, True
         firsts = 0
         while children := [i for i, parent in enumerate(shape.parents) if parent == node]:
-            rank = 0
-            while rank < len(children) and rnd.random() >= (self.chance if rank == 0 else SIDE):
+            rank, left = 0, rnd.random()
+            while rank < len(children) and (left := left - chance(rank, self.chance)) >= 0:
                 rank += 1
             if rank == len(children):
                 break

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.control.forms import CHAINS, RANKS, TREES, ranks_of, shape_of
+from outrider.control.forms import CHAINS, RANKS, TREES, chance, ranks_of, shape_of
 from outrider.draft.chains import Branches
 
 FORMS = (*CHAINS, *TREES)
@@ -23,17 +23,23 @@ def test_a_tree_has_the_likeliest_nodes(form) -> None:
     """No node that is left out is likelier to be reached than one that is there."""
     shape, ranks = shape_of(form), ranks_of(form)
 
-    def chance(node: int) -> float:
-        return 1.0 if node < 0 else chance(shape.parents[node]) * RANKS[ranks[node]]
+    def reached(node: int) -> float:
+        return 1.0 if node < 0 else reached(shape.parents[node]) * RANKS[ranks[node]]
 
-    there = [chance(node) for node in range(len(shape))]
+    there = [reached(node) for node in range(len(shape))]
     depths = [*shape.depths, 0]
     left_out = [
-        chance(node) * RANKS[shape.parents.count(node)]
+        reached(node) * RANKS[shape.parents.count(node)]
         for node in range(-1, len(shape))
         if depths[node] < form[0] and shape.parents.count(node) < len(RANKS)
     ]
     assert max(left_out) <= min(there)
+
+
+def test_choices_share_what_the_first_leaves() -> None:
+    for first in (0.2, 0.73, 1.0):
+        shares = [chance(rank, first) for rank in range(40)]
+        assert sum(shares) == pytest.approx(1.0) and shares[1:] == sorted(shares[1:], reverse=True)
 
 
 @pytest.mark.parametrize("form", FORMS)

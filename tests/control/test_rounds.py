@@ -7,9 +7,9 @@ from collections import Counter
 import pytest
 
 from outrider.control.costs import HOPED, RoundCosts
-from outrider.control.forms import CHAINS, TREES
+from outrider.control.forms import CHAINS, LATER, SECOND, TREES
 from outrider.control.planner import Planner
-from outrider.control.rounds import PROBE_SHARE, SIDE, SPARE_SHARE, Habit
+from outrider.control.rounds import PROBE_SHARE, SPARE_SHARE, Habit
 from outrider.types import NO_BET, Bet, Outcome, StepRecord
 from tests.tiny import sequence
 
@@ -251,8 +251,8 @@ def test_a_tree_is_taken_where_it_brings_more_than_it_costs():
 def test_what_a_tree_brings():
     habit = Habit(0.5, 0.8)
     assert habit.tokens((2, 2)) == 0.5 + 0.4
-    wide = 0.5 + 0.5 * SIDE + 0.5 * SIDE * (1 - SIDE)  # three choices for the first token
-    assert habit.tokens((2, 6)) == pytest.approx(wide + 0.5 * (0.8 + 0.2 * SIDE) + 0.5 * SIDE * 0.8)
+    wide = 0.5 + 0.5 * SECOND + 0.5 * (1 - SECOND) * LATER  # three choices for the first token
+    assert habit.tokens((2, 6)) == pytest.approx(wide + 0.5 * (0.8 + 0.2 * SECOND) + 0.5 * SECOND * 0.8)
 
 
 def test_a_habit_knows_the_first_guess_from_the_others():

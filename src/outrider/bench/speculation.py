@@ -16,12 +16,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 from outrider.bench.peers import Run
 from outrider.bench.speed import pass_seconds
 from outrider.engine.llm import LLM
 from outrider.errors import InvalidRequest, OutriderError, suggest
+from outrider.model.kernels.gpu.recording import Recorded
 from outrider.types import Event, Request, SamplingParams, Speculation, StepRecord
 
 DEPTH = 4  # guesses in a row, for ways that fix it, unless the request says otherwise
@@ -92,6 +94,8 @@ class Answers:
     drafted: int
     accepted: int
     rounds: list[Round]  # in which all of them only decoded
+    longest: float  # seconds from one step's end to the next's
+    making: float  # seconds in which graphs were made meanwhile
 
     @property
     def tokens(self) -> int:
@@ -105,6 +109,7 @@ def answer(llm: LLM, prompts: Seq[list[int]], params: SamplingParams) -> Answers
     requests = [_request(llm, i, ids, params) for i, ids in enumerate(prompts)]
     meter = Meter(len(requests))
     before, llm.driver.observer = llm.driver.observer, meter.stepped
+    made = Recorded.seconds
     try:
         began = time.perf_counter()
         sequences = [s for own in llm.driver.submit(requests, meter.heard) for s in own]
@@ -119,6 +124,8 @@ def answer(llm: LLM, prompts: Seq[list[int]], params: SamplingParams) -> Answers
         drafted=sum(s.drafted for s in sequences),
         accepted=sum(s.accepted for s in sequences),
         rounds=[r for r in meter.rounds if r.sequences == r.known == len(prompts)],
+        longest=max((b.ended - a.ended for a, b in pairwise(meter.rounds)), default=0.0),
+        making=Recorded.seconds - made,
     )
 
 
@@ -238,6 +245,8 @@ def _summary(llm: LLM, runs: list[Answers], plain: list[Answers], context: int) 
         "held": sum(done.accepted for done in runs) / drafted if drafted else None,
         "compared": tokens,
         "differing": sum(run.differing(base) for run, base in both),
+        "longest_step_ms": 1e3 * max(done.longest for done in runs),
+        "making_graphs_s": sum(done.making for done in runs),
         **_round(llm, [one for done in runs for one in done.rounds], context),
     }
 
@@ -270,4 +279,7 @@ def lines(task: str, batch: int, found: Mapping[str, Any]) -> Iterator[str]:
         if "round_ms" in way:
             made += f"; a round of {way['round_rows']} rows {way['round_ms']:.2f} ms, "
             made += f"{100 * way['outside_pass']:.0f} % of it outside the target's pass"
+        made += f"; longest step {way['longest_step_ms']:.0f} ms"
+        if way["making_graphs_s"]:
+            made += f", {way['making_graphs_s']:.2f} s went into making graphs"
         yield f"{made}; {way['differing']} of {way['compared']} tokens differ"

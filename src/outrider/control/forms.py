@@ -16,9 +16,20 @@ Form = tuple[int, int]  # depth, nodes
 NO_FORM: Form = (0, 0)
 # 16 rows, the last known token's among them, cost a pass hardly more than one.
 CHAINS: tuple[Form, ...] = ((1, 1), (2, 2), (4, 4), (8, 8), (15, 15))
-TREES: tuple[Form, ...] = ((2, 6), (2, 12), (3, 15), (4, 15))
-# The chance that a draft's first, second... choice is the target's.
-RANKS = (0.62, 0.15, 0.07, 0.04, 0.025, 0.02)
+TREES: tuple[Form, ...] = ((2, 6), (3, 15), (4, 15), (4, 31))
+# Where a draft's first choice is not the target's, how often its second is; and each further one, where none before is.
+SECOND, LATER = 0.55, 0.4
+
+
+def chance(rank: int, first: float) -> float:
+    """That a draft's choice of this rank is the target's, if its first is with chance `first`."""
+    if rank == 0:
+        return first
+    missed = 1 - first
+    return missed * SECOND if rank == 1 else missed * (1 - SECOND) * LATER * (1 - LATER) ** (rank - 2)
+
+
+RANKS = tuple(chance(rank, 0.73) for rank in range(6))
 
 
 @cache

@@ -13,13 +13,12 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from outrider.control.costs import RoundCosts
-from outrider.control.forms import CHAINS, NO_FORM, Form, ranks_of, shape_of
+from outrider.control.forms import CHAINS, NO_FORM, Form, chance, ranks_of, shape_of
 from outrider.types import NO_BET, Bet, Plan, Sequence, StepRecord
 
 PROBE_FORM: Form = (2, 2)
 PROBE = 24  # plain rounds' time without a guess of a drafter after which one is tried
 PROBE_SHARE, SPARE_SHARE = 0.003, 0.02  # of the time, at most, for trying; more where guessing pays anyway
-SIDE = 0.35  # the chance that a draft's next choice holds where the one before it did not
 FIRST, FURTHER = 0.6, 0.8  # what is hoped of guesses before any was made
 HOPE_GROWS = 0.02
 SHORT_MEMORY, LONG_MEMORY = 12, 200  # rounds: of one sequence, and of a drafter in general
@@ -54,8 +53,7 @@ class Habit:
         shape, ranks = shape_of(form), ranks_of(form)
         for depth, parent, rank in zip(shape.depths, shape.parents, ranks, strict=True):
             holds = self.first if depth == 1 else self.further
-            chance = holds if rank == 0 else (1 - holds) * SIDE * (1 - SIDE) ** (rank - 1)
-            reached.append(chance * (reached[parent] if parent >= 0 else 1.0))
+            reached.append(chance(rank, holds) * (reached[parent] if parent >= 0 else 1.0))
         return sum(reached)
 
 

@@ -292,6 +292,18 @@ def test_programs_of_any_height_give_the_same_bits(device: str) -> None:
     assert torch.equal(low, middle) and torch.equal(low, high)
 
 
+@pytest.mark.gpu
+def test_fewer_warps_give_the_same_bits(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    past = Past(device, 6, 2, 64, [130, 700, 3], room=800)
+    batch = past.batch(Part(0, [1]), Part(1, [2]), Part(2, [3]))
+    q = past.queries(batch)
+    results = []
+    for crowded in (1, 1000):
+        monkeypatch.setattr(at, "CROWDED", crowded)
+        results.append(past.attend(q, batch, whole=True))
+    assert torch.equal(*results)
+
+
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "window"), [(4, 2, 64, 0), (4, 2, 64, 66), (3, 1, 48, 9)]
 )

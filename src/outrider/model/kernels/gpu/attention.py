@@ -45,6 +45,7 @@ SPANS = (1, 8)  # what a program reads: one split, or those that begin in so man
 TURNING = 320
 MANY = 512  # programs without splitting at which it is many
 WARPS = 4
+CROWDED = 768  # programs, a text's whole past each, of which more run at a time with half the warps
 SHORT = 12  # splits: texts of up to 1024 tokens
 ENOUGH = 512  # programs that keep the device busy without splitting; half of them, where they are tall or texts short
 ROW_FIELDS = ("ids", "positions", "slots", "table_rows", "prefix", "ancestors", "logit_rows")
@@ -590,7 +591,7 @@ def attend(
         HEADS=heads, KV_HEADS=kv_heads, GROUP=heads // kv_heads, PADDED=padded_group(heads, kv_heads), DIM=dim,
         WIDE=_wide(dim), BLOCK=BLOCK, TILE=r.tile, LOW=TILES[0], NODES=NODES, SPAN=span, WINDOW=window > 0,
         WHOLE=r.whole, TAIL=r.tree, FRESH=turning, PARTS=0 if made is None else len(made),
-        num_warps=WARPS, num_stages=STAGES[r.tile] if dim <= 64 else 2, **chained(),
+        num_warps=_warps(r, shared * kv_heads), num_stages=STAGES[r.tile] if dim <= 64 else 2, **chained(),
     )  # fmt: skip
     if r.whole:
         return
@@ -604,6 +605,11 @@ def attend(
 def _turns_itself(fresh: Fresh, reading: Reading, kv_heads: int) -> bool:
     programs = len(reading.items) * kv_heads * (1 if reading.whole else reading.splits)
     return reading.single and fresh.norms is None and programs <= TURNING
+
+
+def _warps(reading: Reading, programs: int) -> int:
+    crowded = reading.whole and reading.tile == TILES[0] and programs >= CROWDED
+    return WARPS // 2 if crowded else WARPS
 
 
 def _at_once(reading: Reading, dim: int) -> int:
