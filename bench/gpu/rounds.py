@@ -44,7 +44,7 @@ def make_rounds(shape: str, draft: str, size: int, context: int) -> Rounds:
     store, keys = make_store(target, size * width), make_store(small, size * width)
     run = DevicePass(target, store)
     rounds = Rounds(target, store, table, target.device, run, between=DeviceBetween())
-    lm = LmChain(small, keys, DevicePass(small, keys), target.config.vocab)
+    lm = LmChain(small, DevicePass(small, keys), target.config.vocab)
     rounds.drafters = {"lookup": LookupChain(find_copies), "lm": lm}
     state = rounds.state
     state.tokens.random_(1000)

@@ -9,7 +9,7 @@ import pytest
 from outrider.control.costs import HOPED, RoundCosts
 from outrider.control.forms import CHAINS, LATER, SECOND, TREES
 from outrider.control.planner import Planner
-from outrider.control.rounds import PROBE_SHARE, SPARE_SHARE, Habit
+from outrider.control.rounds import HELD_UP, PROBE_SHARE, SPARE_SHARE, Habit
 from outrider.types import NO_BET, Bet, Outcome, StepRecord
 from tests.tiny import sequence
 
@@ -201,17 +201,39 @@ def test_what_plain_rounds_would_have_cost():
     made, s = Planner("lookup"), sequence([1, 2])
     plain = StepRecord(1, 1, 1, 0, 0, 8, 0, 0, 4.0, 0, 5.0, flight=("none", (0, 0), 1), passes=8)
     made.observe(plain)
-    assert made.rounds.costs.plain(1) == 0.5 and plain.plain_s == 5.0
+    assert made.rounds.costs.plain(1) == 5.0 / 8 and plain.plain_s == 5.0
     outcome = Outcome(s, Bet("lookup", 4, 4), 4, 4, 3, 3)
-    record = StepRecord(5, 1, 1, 4, 3, 4, 0, 0, 0.75, 0, 0.8, [outcome], flight=("lookup", (4, 4), 1))
+    record = StepRecord(5, 1, 1, 4, 3, 4, 0, 0, 0.75, 0, 0.7, [outcome], flight=("lookup", (4, 4), 1))
     made.observe(record)
-    assert record.plain_s == 4 * 0.5 and made.rounds.costs.ratio("lookup", (4, 4), 1) == 1.5
+    assert record.plain_s == 4 * 5 / 8 and made.rounds.costs.ratio("lookup", (4, 4), 1) == 0.75 / (5 / 8)
 
 
 def test_a_round_costs_what_it_set_out_with_however_many_are_left():
     made = Planner("lookup")
     made.observe(StepRecord(16, 8, 8, 0, 0, 8, 0, 0, 4.0, 0, 5.0, flight=("none", (0, 0), 16)))
-    assert made.rounds.costs.plain(16) == 4.0 and made.rounds.costs.plain(8) is None
+    assert made.rounds.costs.plain(16) == 5.0 and made.rounds.costs.plain(8) is None
+
+
+def test_a_round_costs_the_hosts_time_where_that_is_longer_but_no_hold_up():
+    for total, cost in ((3.0, 4.0), (4.8, 4.8), (400.0, 4.0 * HELD_UP)):
+        made = Planner("lookup")
+        made.observe(StepRecord(1, 1, 1, 0, 0, 1, 0, 0, 4.0, 0, total, flight=("none", (0, 0), 1)))
+        assert made.rounds.costs.plain(1) == cost
+
+
+def test_a_dear_try_waits_for_long_answers():
+    """Reading a hundred prompts to see how guesses would do is not for answers of a few words."""
+    for left, tried in ((100, False), (4000, True)):
+        made, some = Planner("lm"), [sequence([1, i], max_tokens=left) for i in range(3)]
+        made.rounds.learn("lm", 4, [("none", (0, 0), 1.0), ("lm", (2, 2), 3.0)])
+        made.rounds.read("lm", 256, 5.0)
+        made.rounds.general["lm"] = Habit(0.05, 0.05)
+        named = set()
+        for _ in range(6000):
+            bets = made.plan_round(some, 8, 4, lambda name: 256).bets
+            named.add(bets[0].drafter)
+            fly(made, some, bets, {0: 1.0, 2: 3.0})
+        assert ("lm" in named) == tried
 
 
 def test_unmeasured_rounds_are_judged_by_their_neighbours():
@@ -335,12 +357,12 @@ def test_a_size_that_has_no_room_for_guesses_is_never_tried():
     assert {bet for _ in range(200) for bet in [*made.plan_round(some, 8, 4).bets, rest(made, some)]} == {
         NO_BET
     }
-    made.rounds.learn("lm", 4, [("lm", (1, 1), 9.0)])
+    made.rounds.learn("lm", 4, [("lm", (1, 1), 1.9)])
     tried = set()
     for _ in range(4000):
         bets = made.plan_round(some, 8, 4).bets
         tried.add((bets[0].depth, bets[0].nodes))
-        fly(made, some, bets, {0: 1.0, 1: 9.0})
+        fly(made, some, bets, {0: 1.0, 1: 1.9})
     assert tried == {(0, 0), (1, 1)}
 
 

@@ -61,9 +61,9 @@ def make_engine(model, small, lag: int | None, default: str = "lm", **settings) 
         run = lambda batch, *_: small.forward(batch, store)  # noqa: E731
         rounds.drafters = {
             "lookup": LookupChain(),
-            "lm": LmChain(small, store, run, VOCAB),
+            "lm": LmChain(small, run, VOCAB),
         }
-        engine.rounds = rounds
+        engine.rounds, engine.draft_store = rounds, store
     return engine
 
 
@@ -351,7 +351,7 @@ def test_rounds_are_prepared(model, small) -> None:
     before = {
         key: value.clone() for key, value in vars(engine.rounds.state).items() if torch.is_tensor(value)
     }
-    stores = engine.store, engine.rounds.drafters["lm"].store
+    stores = engine.store, engine.draft_store
     for store in stores:
         for keys in (*store.keys, *store.values):
             keys.fill_(7.0)

@@ -131,8 +131,8 @@ def test_prepared_rounds_tell_the_same(models, default) -> None:
     assert run(engine, requests) == run(make_engine(models, False, default), requests)
 
 
-@pytest.mark.parametrize("name", ["early_exit", "eagle"])
-def test_drafters_of_the_target_guess_in_rounds_as_they_do_packed(models, folder, name, monkeypatch) -> None:
+@pytest.mark.parametrize("name", ["early_exit", "eagle", "lm"])
+def test_drafters_guess_in_rounds_as_they_do_packed(models, folder, name, monkeypatch) -> None:
     monkeypatch.setattr(tree, "CANDIDATES", VOCAB)  # on the device every token takes part
     asked = [
         request(f"r{i}", prompt_of(5 + 9 * i, i), max_tokens=80, temperature=0.7, seed=i) for i in range(5)

@@ -172,7 +172,7 @@ def fly(engine: Engine, small, lag: int, answers: dict, seed: int | None) -> dic
 
     eagle = EagleChain(head, model, store, entries, run_head, DEEPEST + 1)
     early = EarlyExitChain(model, lambda batch, *_: model.exit_logits(batch, store, EXIT))
-    lm = LmChain(small, keys, lambda batch, *_: small.forward(batch, keys), VOCAB)
+    lm = LmChain(small, lambda batch, *_: small.forward(batch, keys), VOCAB)
     noted = {
         "eagle": Noted(eagle, engine, answers, seed),
         "early_exit": Noted(early, engine, answers, seed),

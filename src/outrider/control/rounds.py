@@ -19,10 +19,14 @@ from outrider.types import NO_BET, Bet, Plan, Sequence, StepRecord
 PROBE_FORM: Form = (2, 2)
 PROBE = 24  # plain rounds' time without a guess of a drafter after which one is tried
 PROBE_SHARE, SPARE_SHARE = 0.003, 0.02  # of the time, at most, for trying; more where guessing pays anyway
+PROBE_ANSWER = (
+    0.005  # of what is left of the answers, at most, for one try that takes longer than a plain round
+)
 FIRST, FURTHER = 0.6, 0.8  # what is hoped of guesses before any was made
 HOPE_GROWS = 0.02
 SHORT_MEMORY, LONG_MEMORY = 12, 200  # rounds: of one sequence, and of a drafter in general
 STRAGGLERS = 0.2  # of what guesses cost, to be promised on top where several answer: they do not end together
+HELD_UP = 1.5  # a round's time on the device, at most, that one is taken to cost
 HORIZON = 32  # rounds in which guessing must earn what a drafter has to read before it
 
 Settled = list[tuple[Bet, str]]  # what requests fix themselves; "auto": nothing
@@ -122,7 +126,7 @@ class RoundPlanner:
         best = max(offers, key=lambda offer: offer.gain)
         why = "pays" if best.form != NO_FORM or depth else "below break-even"
         self.reference = best.gain
-        if not depth and (probe := self._probe(best, offers, size)):
+        if not depth and (probe := self._probe(best, offers, sequences, size)):
             best, why = probe, "probe"
         return _plan(settled, why, best, options)
 
@@ -172,14 +176,15 @@ class RoundPlanner:
             return Offer(name, best, gains[best], wait)
         return Offer(name, NO_FORM, gains[NO_FORM], wait)
 
-    def _probe(self, best: Offer, offers: list[Offer], size: int) -> Offer | None:
+    def _probe(self, best: Offer, offers: list[Offer], sequences: Seq[Sequence], size: int) -> Offer | None:
         """A drafter that is not in use and may be tried again. Of its guesses none is counted on."""
         share = SPARE_SHARE if best.form != NO_FORM else PROBE_SHARE
+        most = max(1.0, PROBE_ANSWER * _tokens_left(sequences) / best.gain)
         for offer in offers:
             form = self._probe_form(offer.name, size)
             lost = self.costs.ratio(offer.name, form, size) - 1 / best.gain + offer.wait
             idle = form != NO_FORM and (best.form == NO_FORM or offer.name != best.name)
-            if idle and self.rested.get(offer.name, 0.0) >= max(PROBE, lost / share):
+            if idle and lost <= most and self.rested.get(offer.name, 0.0) >= max(PROBE, lost / share):
                 return Offer(offer.name, form, offer.gain, offer.wait)
         return None
 
@@ -201,7 +206,9 @@ class RoundPlanner:
         return self.general.setdefault(name, Habit(FIRST, FURTHER))
 
     def observe(self, record: StepRecord, drafter: str, form: Form, size: int) -> None:
-        self.costs.observe(drafter, form, size, record.target_s / record.passes)
+        # The host's time counts where it is longer than the device's; a moment's hold-up does not.
+        seconds = min(max(record.total_s, record.target_s), HELD_UP * record.target_s)
+        self.costs.observe(drafter, form, size, seconds / record.passes)
         plain, ratio = self.costs.plain(size), self.costs.ratio(drafter, form, size)
         if plain is not None:
             record.plain_s = record.total_s if form == NO_FORM else record.emitted / record.sequences * plain
@@ -221,8 +228,12 @@ class RoundPlanner:
 
 def _rounds_left(sequences: Seq[Sequence], gain: float) -> float:
     """In which guessing may pay: until the answers end, at the latest, as far as one can look."""
-    left = sum(s.request.params.max_tokens - len(s.output) for s in sequences) / max(len(sequences), 1)
-    return min(HORIZON, left / gain)
+    return min(HORIZON, _tokens_left(sequences) / gain)
+
+
+def _tokens_left(sequences: Seq[Sequence]) -> float:
+    """Of one answer, at most, on average."""
+    return sum(s.request.params.max_tokens - len(s.output) for s in sequences) / max(len(sequences), 1)
 
 
 def _names(options: Iterable[tuple[str, ...]]) -> list[str]:

@@ -13,9 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.cache.store import KeyValueStore
 from outrider.draft.state import NOWHERE, Columns, Drawing, Layout, State
-from outrider.model.decoder import Model
 from outrider.types import Batch, Draft, Sequence
 
 # Rows on the device, how many of them belong to one text, how long texts may be, and whether rows branch.
@@ -26,9 +24,9 @@ Find = Callable[[Tensor, Tensor, Tensor, int, int, int, int], tuple[Tensor, Tens
 
 Level = tuple[Layout, Columns]  # a pass of a drafter: its rows, and which guesses their logits give
 
-# Rows of texts that a drafter catches up with at once: filled up to one of these, so that what is compiled for a
-# number of rows is there already.
-READ_ROWS = (256, 512, 1024, 2048)
+# Rows of texts that a drafter catches up with at once, filled up to one of these: each has a graph. So many of them are
+# one text's.
+READ_ROWS, TOGETHER = (128, 512, 2048), 16
 REACH = 8  # how many tokens of an ending are compared
 SHORTEST = 1  # how many must be the same: a round's rows are paid for whether there is a guess or not
 DEEPEST = 8  # guesses in a row that may be worth their passes
@@ -206,34 +204,37 @@ class LmChain:
     window = 4
     deepest = DEEPEST
 
-    def __init__(self, model: Model, store: KeyValueStore, run: Pass, vocab: int) -> None:
-        self.model, self.store, self.run, self.vocab = model, store, run, vocab
+    def __init__(self, model: Drawing, run: Pass, vocab: int, read: Pass | None = None) -> None:
+        """`read` is another way to run the same passes: for many rows, and not part of anything."""
+        self.model, self.run, self.vocab, self.read = model, run, vocab, read or run
         self.reads = Reads()
 
     def unread(self, sequence: Sequence, coming: int = 0) -> int:
         return self.reads.missing(sequence, coming, self.window)
 
     def catch_up(self, state: State, sequences: list[Sequence]) -> None:
-        spans = [(s, self.reads.of(s), len(s.tokens) - 1) for s in sequences]
-        rows = np.concatenate([np.full(max(end - start, 0), s.row, np.int64) for s, start, end in spans])
-        at = np.concatenate([np.arange(start, end, dtype=np.int64) for _, start, end in spans])
-        for first in range(0, len(at), READ_ROWS[-1]):
-            some = slice(first, first + READ_ROWS[-1])
-            self._read(state, rows[some], at[some])
-        for sequence, start, end in spans:
+        rows, at = [], []
+        for sequence in sequences:
+            start, end = self.reads.of(sequence), len(sequence.tokens) - 1
+            if start < end:
+                lacking = (start - end) % TOGETHER  # the last token is read several times over
+                at.append(np.pad(np.arange(start, end), (0, lacking), mode="edge"))
+                rows.append(np.full(len(at[-1]), sequence.row))
             self.reads.note(sequence, max(start, end))
+        every, where = np.concatenate(rows), np.concatenate(at)
+        for first in range(0, len(where), READ_ROWS[-1]):
+            some = slice(first, first + READ_ROWS[-1])
+            self._read(state, every[some], where[some])
 
     def practise(self, state: State) -> int:
         for count in READ_ROWS:
-            self._read(state, np.full(count, state.rows), np.arange(count) % state.width)
+            self._read(state, np.full(count, state.rows), np.arange(count) % TOGETHER)
         return sum(READ_ROWS)
 
     def _read(self, state: State, rows: np.ndarray, at: np.ndarray) -> None:
-        """Tokens of the state at these positions of its rows, and padding."""
-        if state.device.type == "cuda":
-            lacking = next(count for count in READ_ROWS if count >= len(rows)) - len(rows)
-            rows, at = np.pad(rows, (0, lacking), constant_values=state.rows), np.pad(at, (0, lacking))
-        self.model.forward(known_batch(state, rows, at), self.store)
+        lacking = next(count for count in READ_ROWS if count >= len(rows)) - len(rows)
+        rows, at = np.pad(rows, (0, lacking), constant_values=state.rows), np.pad(at, (0, lacking))
+        self.read(known_batch(state, rows, at), TOGETHER, int(at.max()) + 1, False)
 
     def landed(self, sequence: Sequence, accepted: int, fed: int) -> None:
         known = len(sequence.tokens) - accepted - 1  # when it guessed

@@ -160,8 +160,11 @@ class Engine:
         begin: float,
         times: tuple[float, float, float, float],
         flight: Flight | None = None,
+        landed: float | None = None,
     ) -> list[Event]:
-        """Commit what the target said, tell it, and record what it cost."""
+        """Commit what the target said, tell it, and record what it cost: of a round, until it landed, as the next one
+        is running already.
+        """
         emits = [pick.emits for pick in picks]
         outcomes = [
             _outcome(pick.sequence, bet, draft, verdict)
@@ -182,7 +185,7 @@ class Engine:
             draft_s=draft_s,
             target_s=target_s,
             verify_s=verify_s,
-            total_s=time.perf_counter() - begin,
+            total_s=(landed or time.perf_counter()) - begin,
             flight=flight.kind if flight else None,
             passes=flight.passes if flight else 1,
             outcomes=outcomes,
@@ -287,6 +290,7 @@ class Engine:
                 begin,
                 (0.0, 0.0, flight.seconds, 0.0),
                 flight,
+                now,
             )
             assert self.rounds is not None
             for i in alive:

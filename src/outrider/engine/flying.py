@@ -14,7 +14,7 @@ from outrider.draft.target_chains import EagleChain, EarlyExitChain
 from outrider.engine.engine import Engine
 from outrider.engine.rounds import Rounds
 from outrider.model.decoder import make_store
-from outrider.model.device import DeviceDecoder, DevicePass
+from outrider.model.device import DeviceDecoder, DevicePass, GraphedPass
 from outrider.model.kernels.gpu.copies import find_copies
 
 
@@ -44,7 +44,7 @@ def _chain(drafter: Drafter, model: DeviceDecoder, engine: Engine) -> ChainDraft
     if isinstance(drafter, LmDrafter) and isinstance(drafter.model, DeviceDecoder):
         store = make_store(drafter.model, engine.store.slots)
         run = DevicePass(drafter.model, store)
-        return LmChain(drafter.model, store, run, model.config.vocab)
+        return LmChain(drafter.model, run, model.config.vocab, GraphedPass(run))
     if isinstance(drafter, EagleDrafter) and isinstance(drafter.head, DeviceHead):
         store = drafter.head.make_store(engine.store.slots)
         return EagleChain(

@@ -15,6 +15,7 @@ from outrider.errors import UnsupportedModel
 from outrider.load.config import ModelConfig
 from outrider.model.decoder import Decoder
 from outrider.model.kernels.gpu.attention import (
+    ROW_FIELDS,
     Reading,
     make_reading,
     padded_group,
@@ -23,8 +24,9 @@ from outrider.model.kernels.gpu.attention import (
     split_count,
     tile_for,
 )
-from outrider.model.kernels.gpu.graph import ROWS, GraphedDecoder
+from outrider.model.kernels.gpu.graph import CONTEXTS, ROWS, GraphedDecoder
 from outrider.model.kernels.gpu.kernels import GpuKernels, check_device
+from outrider.model.kernels.gpu.recording import record
 from outrider.model.rope import rope_tables
 from outrider.types import Batch
 
@@ -101,6 +103,28 @@ class DevicePass:
     def __call__(self, batch: Batch, together: int, context: int, branching: bool = False) -> Tensor:
         reading = self.readings.of(batch, together, context, branching)
         return run_pass(self.model, batch, self.store, reading, self.layers)
+
+
+class GraphedPass:
+    """A `DevicePass` over batches that lie anywhere on the device, replayed from graphs: one for each number of rows
+    and length of texts.
+    """
+
+    def __init__(self, run: DevicePass) -> None:
+        self.run = run
+        self._made: dict[tuple[int, int, int, bool], tuple[Batch, torch.cuda.CUDAGraph, Tensor]] = {}
+
+    def __call__(self, batch: Batch, together: int, context: int, branching: bool = False) -> Tensor:
+        context = min(next((c for c in CONTEXTS if c >= context), context), batch.table.shape[1])
+        key = batch.rows, together, context, branching
+        if key not in self._made:
+            mine = replace(batch, **{name: getattr(batch, name).clone() for name in ROW_FIELDS})
+            self._made[key] = mine, *record(lambda: self.run(mine, together, context, branching))
+        mine, graph, logits = self._made[key]
+        for name in ROW_FIELDS:
+            getattr(mine, name).copy_(getattr(batch, name))
+        graph.replay()
+        return logits
 
 
 class Readings:
