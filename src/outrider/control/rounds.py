@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from math import inf
 
 from outrider.control.costs import RoundCosts
 from outrider.control.forms import CHAINS, NO_FORM, Form, chance, ranks_of, shape_of
@@ -18,7 +19,7 @@ from outrider.types import NO_BET, Bet, Plan, Sequence, StepRecord
 
 PROBE_FORM: Form = (2, 2)
 PROBE = 24  # plain rounds' time without a guess of a drafter after which one is tried
-PROBE_SHARE, SPARE_SHARE = 0.003, 0.02  # of the time, at most, for trying; more where guessing pays anyway
+PROBE_SHARE, SPARE_SHARE = 0.003, 0.01  # of the time, at most, for trying; more where guessing pays anyway
 PROBE_ANSWER = (
     0.005  # of what is left of the answers, at most, for one try that takes longer than a plain round
 )
@@ -185,6 +186,7 @@ class RoundPlanner:
             lost = self.costs.ratio(offer.name, form, size) - 1 / best.gain + offer.wait
             idle = form != NO_FORM and (best.form == NO_FORM or offer.name != best.name)
             if idle and lost <= most and self.rested.get(offer.name, 0.0) >= max(PROBE, lost / share):
+                self.rested[offer.name] = 0.0  # at once: what comes of it is known a round later
                 return Offer(offer.name, form, offer.gain, offer.wait)
         return None
 
@@ -219,8 +221,9 @@ class RoundPlanner:
                 self._general(drafter).observe(o.deepest, o.straight, LONG_MEMORY)
         for name in {*self.general, *self.choices}:
             self.rested[name] = self.rested.get(name, 0.0) + ratio * record.passes
-        if form != NO_FORM and record.emitted / record.sequences <= ratio * self.reference:
-            self.rested[drafter] = 0.0  # one that paid is followed by another
+        if form != NO_FORM:  # one that paid is followed by another
+            paid = record.emitted / record.sequences > ratio * self.reference
+            self.rested[drafter] = inf if paid else 0.0
 
     def forget(self, sequence: Sequence) -> None:
         self.habits.pop(sequence, None)
