@@ -22,9 +22,20 @@ from outrider.draft.chains import LmChain, LookupChain
 from outrider.engine.rounds import SIZES, Rounds
 from outrider.types import Bet, Outcome, Request, SamplingParams, Sequence, StepRecord
 
-PLAIN = {1: 3.83, 2: 3.9, 4: 4.0, 8: 4.2, 16: 4.41, 32: 4.70, 64: 5.75}  # ms of a round
-DRAFT = {4: 1.05, 16: 1.37, 32: 1.85, 64: 2.4}  # ms of a level, up to so many sequences
-READING = 0.012  # ms a prompt's token
+PLAIN = {1: 3.86, 2: 3.9, 4: 4.0, 8: 4.1, 16: 4.18, 32: 4.55, 64: 5.03}  # ms of a round
+LOOKED_UP = {
+    16: 0.25,
+    32: 0.3,
+    48: 0.45,
+    64: 0.5,
+    80: 0.85,
+    96: 1.0,
+    128: 1.15,
+    192: 3.6,
+    256: 4.0,
+}  # ms more, by rows
+DRAFT = {4: 0.95, 8: 1.15, 16: 1.3, 32: 1.75, 64: 2.2}  # ms of a level, up to so many sequences
+READING = 0.009  # ms a prompt's token
 MOST_TOKENS = 128
 DRAFTERS = ("lm", "lookup")
 # All that is asked of rounds and drafters here is which forms they have: no model, no device.
@@ -39,17 +50,17 @@ class Task:
     holds: float  # and how often a token of it holds
 
 
-TASKS = {"chat": Task(100, 0.6, 0.15, 0.35), "rewrite": Task(400, 0.3, 0.75, 0.85)}
+TASKS = {"chat": Task(45, 0.6, 0.15, 0.35), "rewrite": Task(400, 0.3, 0.75, 0.85)}
 
 
 def milliseconds(drafter: str, form: Form, size: int) -> float:
     if form == NO_FORM:
         return PLAIN[size]
     rows = size * (form[1] + 1)
-    spent = PLAIN[size] * (1 + (0.0015 if rows <= 64 else 0.003) * rows) + 0.15 + 0.012 * max(0, rows - 64)
+    spent = PLAIN[size] + next((ms for most, ms in LOOKED_UP.items() if rows <= most), 0.015 * rows)
     if drafter == "lookup":
         return spent
-    return spent + 0.1 + form[0] * next(ms for most, ms in DRAFT.items() if size <= most or most == 64)
+    return spent + form[0] * next(ms for most, ms in DRAFT.items() if size <= most or most == 64)
 
 
 @dataclass(slots=True)

@@ -82,7 +82,8 @@ def _plain_shapes(rows: int) -> list[tuple[int, ...]]:
         return [(16, *s) for s in SMALL]
     if rows <= 64:
         return [(32 if rows <= 32 else 64, *s) for s in MIDDLE]
-    return [(128, *s) for s in LARGE] + ([(256, 128, 64, 8, 3)] if rows > 128 else [])
+    low = [(64, *s) for s in ((64, 128, 4, 3), (64, 128, 4, 4), (128, 64, 4, 4), (128, 64, 8, 4))]
+    return low + [(128, *s) for s in LARGE] + ([(256, 128, 64, 8, 3)] if rows > 128 else [])
 
 
 def _scaled_shapes(rows: int, deep: int) -> list[tuple[int, ...]]:

@@ -229,7 +229,7 @@ def main() -> None:
         law(config.vocab)
     if given.invariance:
         del graphed, store
-        counts = [1, 2, 3, 8, 16, 17, 33, 64, 65, 100, 129, 200, 256]
+        counts = [1, 2, 3, 8, 16, 17, 33, 64, 65, 100, 129, 200, 256, 320, 600]
         check.invariance(model, config.vocab, counts, [3, 62, 127, 500, 1100, 2000])
         check.graphs_equal_eager(model, config.vocab)
 

@@ -323,7 +323,7 @@ def test_the_drafter_that_pays_most_is_taken_and_changed_when_the_text_does():
     names = flown(made, some, {"lm": 2, "lookup": 0}, 200)  # and ends to
     assert names[-100:].count("lm") > 90
     names = flown(made, some, {"lm": 0, "lookup": 0}, 3000)[-2000:]
-    lost = names.count("lm") * (RISING[2] - 1) + names.count("lookup") * (CHEAP[2] - 1)
+    lost = names.count("lm") * (RISING[1] - 1) + names.count("lookup") * (CHEAP[2] - 1)
     assert lost / len(names) <= 2 * PROBE_SHARE * 1.1
 
 

@@ -16,7 +16,7 @@ Form = tuple[int, int]  # depth, nodes
 NO_FORM: Form = (0, 0)
 # 16 rows, the last known token's among them, cost a pass hardly more than one.
 CHAINS: tuple[Form, ...] = ((1, 1), (2, 2), (4, 4), (8, 8), (15, 15))
-TREES: tuple[Form, ...] = ((2, 6), (3, 15), (3, 23), (4, 31))
+TREES: tuple[Form, ...] = ((2, 6), (3, 15), (4, 15))
 # Where a draft's first choice is not the target's, how often its second is; and each further one, where none before is.
 SECOND, LATER = 0.55, 0.4
 

@@ -11,13 +11,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from math import inf
+from math import inf, sqrt
+from statistics import pvariance
 
 from outrider.control.costs import RoundCosts
 from outrider.control.forms import CHAINS, NO_FORM, Form, chance, ranks_of, shape_of
 from outrider.types import NO_BET, Bet, Plan, Sequence, StepRecord
 
 PROBE_FORM: Form = (2, 2)
+DEAR = 1.3  # plain rounds' time from which a try makes do with less
 PROBE = 24  # plain rounds' time without a guess of a drafter after which one is tried
 PROBE_SHARE, SPARE_SHARE = 0.003, 0.01  # of the time, at most, for trying; more where guessing pays anyway
 PROBE_ANSWER = (
@@ -26,7 +28,6 @@ PROBE_ANSWER = (
 FIRST, FURTHER = 0.6, 0.8  # what is hoped of guesses before any was made
 HOPE_GROWS = 0.02
 SHORT_MEMORY, LONG_MEMORY = 12, 200  # rounds: of one sequence, and of a drafter in general
-STRAGGLERS = 0.2  # of what guesses cost, to be promised on top where several answer: they do not end together
 HELD_UP = 1.5  # a round's time on the device, at most, that one is taken to cost
 HORIZON = 32  # rounds in which guessing must earn what a drafter has to read before it
 
@@ -156,10 +157,10 @@ class RoundPlanner:
         habits = [self._habit(sequence, name) for sequence in mine]
 
         def gain(form: Form) -> float:
-            tokens = batch + sum(habit.tokens(form) for habit in habits)
             ratio = self.costs.ratio(name, max(form, (fixed, fixed)), size)
-            risk = STRAGGLERS * (1 - 1 / ratio) if len(mine) > 1 and not fixed else 0.0
-            return tokens / batch / ratio / (1 + risk)
+            brought = [habit.tokens(form) for habit in habits]
+            risk = 0.0 if fixed or form == NO_FORM else _risk(habits, brought)
+            return (batch + sum(brought) - len(mine) * risk) / batch / ratio
 
         plain = self.costs.plain(size)
         if not fixed and plain is None:
@@ -191,9 +192,11 @@ class RoundPlanner:
         return None
 
     def _probe_form(self, name: str, size: int) -> Form:
-        """The usual one, where rounds of this size have it."""
+        """The usual one, where rounds of this size have it and it is not dear, else the least."""
         known = self.costs.forms(name, size)
-        if (name, size) not in self.measured or PROBE_FORM in known:
+        if (name, size) not in self.measured:
+            return PROBE_FORM
+        if PROBE_FORM in known and self.costs.ratio(name, PROBE_FORM, size) <= DEAR:
             return PROBE_FORM
         return min(known, default=NO_FORM)
 
@@ -227,6 +230,19 @@ class RoundPlanner:
 
     def forget(self, sequence: Sequence) -> None:
         self.habits.pop(sequence, None)
+
+
+def _risk(habits: Seq[Habit], brought: Seq[float]) -> float:
+    """By how much the guesses of one among several sequences may bring less than on average, as far as sequences differ
+    and habits are known. Whose guesses hold least ends last, when the others no longer gain from theirs: so what counts
+    is not what all bring together, but what one does that is worse off by so much.
+    """
+    if len(habits) < 2:
+        return 0.0
+    unsure = (
+        b * b * (1 - h.first) / (h.first * (h.weight + 1)) for h, b in zip(habits, brought, strict=True) if b
+    )
+    return sqrt(pvariance(brought) + sum(unsure) / len(habits))
 
 
 def _rounds_left(sequences: Seq[Sequence], gain: float) -> float:

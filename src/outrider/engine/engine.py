@@ -231,7 +231,7 @@ class Engine:
             return False
         if not self.grounded.isdisjoint(running) or any(s.pending != 1 for s in running):
             return False
-        return self.table.make_room(len(running) * rounds.room(len(running)))
+        return self.table.make_room(len(running) * (rounds.deepest + 1))
 
     def _fly(self, rounds: Rounds) -> list[Event]:
         """Start a round; tell of the one before, which has been running meanwhile."""

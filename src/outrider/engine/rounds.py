@@ -33,8 +33,8 @@ from outrider.types import NO_BET, NO_DRAFT, Bet, Draft, Sequence, Verdict
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 CONTEXTS = (1024, 4096, 16_384, 65_536, 262_144)  # that rounds are made for: few, as making one takes time
-DEEPEST = CHAINS[-1][0]  # guesses in a row; longer chains are packed
-MOST_NODES = max(nodes for _, nodes in (*CHAINS, *TREES))
+# Guesses a round may hold for a sequence, so that there is room; longer chains are packed.
+DEEPEST = CHAINS[-1][0]
 RUNS = (1, 4, 8)  # plain passes in one round: few, as each is made once, which takes time
 PLAIN = ("none", NO_FORM)
 MOST_ROWS = 512  # of a round whose guesses nobody asked for: logits of many rows take much memory
@@ -138,7 +138,6 @@ class Rounds:
         self.state = State(rows, width, device, between)
         self.drafters: dict[str, ChainDrafter] = {}
         self.lag, self.deepest = lag, DEEPEST
-        self.most_nodes = MOST_NODES
         # By row: who is there, and how many tokens are known.
         self.boarded: dict[int, tuple[Sequence, int]] = {}
         self.dummy = store.slots
@@ -173,7 +172,7 @@ class Rounds:
 
     def _form(self, bet: Bet) -> Bet:
         """As it is if it is one of the trees and there is room for it, else a chain."""
-        if bet.nodes <= self.most_nodes and (bet.depth, bet.nodes) in self.forms(bet.drafter, 1):
+        if bet.nodes <= self.deepest and (bet.depth, bet.nodes) in self.forms(bet.drafter, 1):
             return bet
         depth = min(bet.depth, self._deepest(bet.drafter))
         return replace(bet, nodes=depth, depth=depth)
@@ -191,11 +190,6 @@ class Rounds:
         deepest = TREES[-1][0] if branches else one.deepest  # what takes a pass a guess is rarely worth more
         chains = (form for form in CHAINS if form[0] <= deepest)
         return tuple(form for form in (*chains, *trees) if size * (form[1] + 1) <= MOST_ROWS)
-
-    def room(self, count: int) -> int:
-        """Slots that a round of so many sequences may take for each."""
-        branch = count <= TREE_SIZE and any(isinstance(one, TreeDrafter) for one in self.drafters.values())
-        return 1 + (self.most_nodes if branch else self.deepest)
 
     def size_for(self, count: int) -> int:
         """The size of the next round for so many sequences. Making rounds of a new size takes the time of many rounds,
@@ -315,7 +309,7 @@ class Rounds:
 
     def _context(self, picks: list[Pick]) -> int:
         """A length that no text of this round exceeds, in steps: what is on its way may have grown it."""
-        longest = max(len(pick.sequence.tokens) for pick in picks) + (self.lag + 1) * self.room(len(picks))
+        longest = max(len(pick.sequence.tokens) for pick in picks) + (self.lag + 1) * (self.deepest + 1)
         return min(next((c for c in CONTEXTS if c >= longest), self.state.width), self.state.width)
 
     def _shape(self, size: int, nodes: int, form: Form, drafter: str, context: int, filtered: bool) -> Shape:

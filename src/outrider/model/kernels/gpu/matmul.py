@@ -35,6 +35,7 @@ HIGH = 64  # outputs of a stored tile: the height of Hopper's tensor core
 ENOUGH_BLOCKS = 128  # that keep every multiprocessor reading
 SHORTEST_SEGMENT = 512
 ENOUGH_UNSPREAD = 96  # blocks of a tile of up to 64 rows that do as well alone
+SPREAD_ROWS = 2048  # up to which partial sums are worth their memory
 FOLDED_ROWS = 64  # of a tile, up to which segments are told apart in one loop
 AT_ONCE = 64  # blocks of HIGH outputs that are packed together; more would only take more memory
 
@@ -346,13 +347,15 @@ def choose_tile(weight: Packed, rows: int) -> Tile:
             return Tile(high, 64, deep, 4, 6)
         ahead = 256 if few and weight.inputs <= 2 * weight.outputs and _fits(weight, 256) else 0
         return Tile(high, 64, deep, 4, 4 if gated or high == 32 else 3, few, ahead)
-    spread = few and rows <= 256
+    spread = few and rows <= SPREAD_ROWS
     pieces = segments(weight) if spread else 1
     if pieces * -(-weight.outputs // 128) * -(-rows // 128) < ENOUGH_BLOCKS * 3 // 4:
         return Tile(64, 64, deep, 4, 4 if gated else 3, spread)
-    if gated or few > spread:  # two sums an output: with fewer warps they do not fit into registers
-        return Tile(128, 128, 64, 8, 4)
-    return Tile(128, 64 if weight.outputs > 32_768 else 128, 64, 4, 4, spread)
+    if few > spread or (gated and not 128 < rows <= 192):
+        return Tile(128, 128, 64, 8, 4)  # two sums an output: with fewer warps they do not fit into registers
+    if rows > 128:
+        return Tile(64, 128, 64, 4, 4, spread)
+    return Tile(128, 64 if spread else 128, 64, 4, 4, spread)
 
 
 def _waiting_tile(weight: Packed) -> Tile:
@@ -400,7 +403,7 @@ def _quantised_tile(weight: Packed, rows: int) -> Tile:
         return Tile(32, 64, step, 4, 3 + more, few)
     if rows <= 64:
         return Tile(64, 64, deep, 4, 4, few)
-    spread = few and rows <= 256
+    spread = few and rows <= SPREAD_ROWS
     if gated or few > spread:  # two sums an output in registers
         return Tile(64, 128, deep, 8, 4)
     return Tile(128, 128, deep, 8, 3, spread)
