@@ -46,11 +46,13 @@ ROUNDS = SimpleNamespace(drafters={"lm": LmChain.__new__(LmChain), "lookup": Loo
 class Task:
     prompt: int  # tokens
     whole: float  # the share of answers that go on to the end
-    found: float  # how often a lookup has something to say
-    holds: float  # and how often a token of it holds
+    copies: tuple[
+        float, float
+    ]  # how often the first token of a lookup holds: on average, and how answers differ
+    further: float  # and each one after another that did
 
 
-TASKS = {"chat": Task(45, 0.6, 0.15, 0.35), "rewrite": Task(400, 0.3, 0.75, 0.85)}
+TASKS = {"chat": Task(45, 0.9, (0.23, 0.12), 0.6), "rewrite": Task(400, 0.3, (0.64, 0.25), 0.9)}
 
 
 def milliseconds(drafter: str, form: Form, size: int) -> float:
@@ -68,13 +70,14 @@ class Answer:
     sequence: Sequence
     left: int
     chance: float  # that a draft's first choice holds
+    copied: float  # that the first token of a lookup does
     unread: int  # by the draft
 
     def accepted(self, drafter: str, form: Form, task: Task, rnd: random.Random) -> tuple[int, int]:
         """How many guesses hold, and how many of them were first choices."""
         if drafter == "lookup":
-            holds = task.holds if rnd.random() < task.found else 0.0
-            held = next((k for k in range(form[0]) if rnd.random() >= holds), form[0])
+            chances = (self.copied, *[task.further] * (form[0] - 1))
+            held = next((k for k, likely in enumerate(chances) if rnd.random() >= likely), form[0])
             return held, held
         shape, ranks = shape_of(form), ranks_of(form)
         node, held, straight = -1, 0, True
@@ -97,8 +100,12 @@ def answers(batch: int, task: Task, rnd: random.Random) -> list[Answer]:
         params = SamplingParams(temperature=0.7, max_tokens=MOST_TOKENS)
         length = MOST_TOKENS if rnd.random() < task.whole else rnd.randint(10, MOST_TOKENS)
         one = Sequence(Request(f"r{i}", (1, 2, 3), params, i), 0, i, [1, 2, 3])
-        made.append(Answer(one, length - 1, min(0.95, max(0.3, rnd.gauss(0.735, 0.08))), task.prompt))
+        made.append(Answer(one, length - 1, _near(rnd, 0.735, 0.08), _near(rnd, *task.copies), task.prompt))
     return made
+
+
+def _near(rnd: random.Random, mean: float, spread: float) -> float:
+    return min(0.95, max(0.02, rnd.gauss(mean, spread)))
 
 
 def run(
@@ -110,7 +117,7 @@ def run(
         size = Rounds.size_for(sizes, len(live))  # type: ignore[arg-type]
         drafter, form = ("none", NO_FORM) if planner is None else _planned(planner, live, size)
         if planner is not None and drafter == "lm" and (unread := sum(one.unread for one in live)):
-            reading = max(5.0, unread * READING)
+            reading = max(1.2, unread * READING)
             planner.rounds.read("lm", unread, reading / 1e3)
             spent += reading
         took = milliseconds(drafter, form, size)

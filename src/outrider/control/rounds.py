@@ -225,7 +225,9 @@ class RoundPlanner:
         for name in {*self.general, *self.choices}:
             self.rested[name] = self.rested.get(name, 0.0) + ratio * record.passes
         if form != NO_FORM:  # one that paid is followed by another
-            paid = record.emitted / record.sequences > ratio * self.reference
+            habits = [self._habit(o.sequence, drafter) for o in record.outcomes if o.bet.nodes]
+            risk = _risk(habits, [habit.tokens(form) for habit in habits])
+            paid = record.emitted / record.sequences - risk > ratio * self.reference
             self.rested[drafter] = inf if paid else 0.0
 
     def forget(self, sequence: Sequence) -> None:
