@@ -477,7 +477,7 @@ class StepRecord:
     target_s: float
     verify_s: float
     total_s: float
-    outcomes: list[Outcome] = field(default_factory=list)
+    outcomes: list[Outcome] = field(default_factory=list)  # none of a round in which nobody could guess
     reasons: tuple[str, ...] = ()  # why the planner bet as it did, one a sequence
     plain_s: float = 0.0  # what plain steps would have cost for the same tokens; 0 while a prompt is read
     # A round on the device: its drafter, the depth and nodes of its guesses, and how many sequences it has room for.

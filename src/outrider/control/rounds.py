@@ -181,12 +181,12 @@ class RoundPlanner:
     def _probe(self, best: Offer, offers: list[Offer], sequences: Seq[Sequence], size: int) -> Offer | None:
         """A drafter that is not in use and may be tried again. Of its guesses none is counted on."""
         share = SPARE_SHARE if best.form != NO_FORM else PROBE_SHARE
-        most = max(1.0, PROBE_ANSWER * _tokens_left(sequences) / best.gain)
         for offer in offers:
             form = self._probe_form(offer.name, size)
             lost = self.costs.ratio(offer.name, form, size) - 1 / best.gain + offer.wait
             idle = form != NO_FORM and (best.form == NO_FORM or offer.name != best.name)
-            if idle and lost <= most and self.rested.get(offer.name, 0.0) >= max(PROBE, lost / share):
+            due = idle and self.rested.get(offer.name, 0.0) >= max(PROBE, lost / share)
+            if due and lost <= max(1.0, PROBE_ANSWER * _tokens_left(sequences) / best.gain):
                 self.rested[offer.name] = 0.0  # at once: what comes of it is known a round later
                 return Offer(offer.name, form, offer.gain, offer.wait)
         return None
@@ -254,7 +254,8 @@ def _rounds_left(sequences: Seq[Sequence], gain: float) -> float:
 
 def _tokens_left(sequences: Seq[Sequence]) -> float:
     """Of one answer, at most, on average."""
-    return sum(s.request.params.max_tokens - len(s.output) for s in sequences) / max(len(sequences), 1)
+    left = sum(s.request.params.max_tokens + s.prompt_len - len(s.tokens) for s in sequences)
+    return left / max(len(sequences), 1)
 
 
 def _names(options: Iterable[tuple[str, ...]]) -> list[str]:

@@ -165,13 +165,15 @@ class Engine:
         """Commit what the target said, tell it, and record what it cost: of a round, until it landed, as the next one
         is running already.
         """
-        emits = [pick.emits for pick in picks]
-        outcomes = [
-            _outcome(pick.sequence, bet, draft, verdict)
-            for (pick, bet, draft), verdict in zip(
-                compress(zip(picks, bets, drafts, strict=True), emits), verdicts, strict=True
-            )
-        ]
+        outcomes = []
+        if flight is None or flight.drafter != "none":
+            emits = [pick.emits for pick in picks]
+            outcomes = [
+                _outcome(pick.sequence, bet, draft, verdict)
+                for (pick, bet, draft), verdict in zip(
+                    compress(zip(picks, bets, drafts, strict=True), emits), verdicts, strict=True
+                )
+            ]
         events = self._commit(picks, drafts, bets, iter(verdicts))
         plan_s, draft_s, target_s, verify_s = times
         self.record = StepRecord(

@@ -82,7 +82,7 @@ class Tokenizer:
         self._added = {i: token.content for i, token in added.items()}
         self._special = frozenset(i for i, token in added.items() if token.special)
         self._byte_of, self._strips_space = _byte_rule(backend)
-        self._cache: dict[int, bytes] = {}
+        self._bytes = tuple(_BytesOf(self, special) for special in (False, True))
         self.bos_id = bos_id
         self.eos_ids = tuple(i for i in dict.fromkeys(eos_ids) if 0 <= i < len(self._strings))
         self.add_bos = add_bos
@@ -190,19 +190,15 @@ class Tokenizer:
         """The bytes a token stands for; a special token stands for none unless asked with `special`."""
         if token in self._special:
             return self._added[token].encode() if special else b""
-        found = self._cache.get(token)
-        if found is None:
-            string = self._strings[self._checked(token)]
-            found = string.encode() if token in self._added else self._byte_of(string)
-            self._cache[token] = found
-        return found
+        string = self._strings[self._checked(token)]
+        return string.encode() if token in self._added else self._byte_of(string)
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         stream = self.text_stream(skip_special)
         return stream.feed(*map(self._checked, ids)) + stream.finish()
 
     def text_stream(self, skip_special: bool = True) -> TextStream:
-        return TextStream(self, skip_special, self._strips_space)
+        return TextStream(self._bytes[not skip_special], self._strips_space)
 
     def _checked(self, token: int) -> int:
         if type(token) is not int or not 0 <= token < len(self._strings):
@@ -212,19 +208,30 @@ class Tokenizer:
         return token
 
 
+class _BytesOf(dict[int, bytes]):
+    """`token_bytes` by id, kept once asked for. An id that stands for nothing has none: models have more of them than
+    their tokenizers.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, special: bool) -> None:
+        self._tokenizer, self._special = tokenizer, special
+
+    def __missing__(self, token: int) -> bytes:
+        known = token < self._tokenizer.vocab_size
+        self[token] = found = self._tokenizer.token_bytes(token, self._special) if known else b""
+        return found
+
+
 class TextStream:
     """Text from tokens, some at a time. Feeds hold whole characters only; all of them joined are `decode`."""
 
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool, strip_space: bool) -> None:
-        self._tokenizer = tokenizer
-        self._special = not skip_special
+    def __init__(self, bytes_of: Mapping[int, bytes], strip_space: bool) -> None:
+        self._bytes = bytes_of
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._strip = strip_space  # until the first byte of text has come
 
     def feed(self, *tokens: int) -> str:
-        """An id that stands for nothing adds nothing: models have more of them than their tokenizers."""
-        bytes_of, known = self._tokenizer.token_bytes, self._tokenizer.vocab_size
-        data = b"".join([bytes_of(token, self._special) for token in tokens if token < known])
+        data = b"".join(map(self._bytes.__getitem__, tokens))
         if self._strip and data:
             self._strip = False
             data = data.removeprefix(b" ")
