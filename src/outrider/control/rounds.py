@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from math import inf, sqrt
-from statistics import pvariance
 
 from outrider.control.costs import RoundCosts
 from outrider.control.forms import CHAINS, NO_FORM, Form, chance, ranks_of, shape_of
@@ -21,7 +20,7 @@ from outrider.types import NO_BET, Bet, Plan, Sequence, StepRecord
 PROBE_FORM: Form = (2, 2)
 DEAR = 1.3  # plain rounds' time from which a try makes do with less
 PROBE = 24  # plain rounds' time without a guess of a drafter after which one is tried
-PROBE_SHARE, SPARE_SHARE = 0.003, 0.01  # of the time, at most, for trying; more where guessing pays anyway
+PROBE_SHARE, SPARE_SHARE = 0.002, 0.01  # of the time, at most, for trying; more where guessing pays anyway
 PROBE_ANSWER = (
     0.005  # of what is left of the answers, at most, for one try that takes longer than a plain round
 )
@@ -29,6 +28,8 @@ FIRST, FURTHER = 0.6, 0.8  # what is hoped of guesses before any was made
 HOPE_GROWS = 0.02
 SHORT_MEMORY, LONG_MEMORY = 12, 200  # rounds: of one sequence, and of a drafter in general
 HELD_UP = 1.5  # a round's time on the device, at most, that one is taken to cost
+TRIED = 50  # rounds of single sequences that a drafter has guessed in before its risk counts
+RAREST = 0.02  # chance of a guess to hold below which it makes no difference how seldom it does
 HORIZON = 32  # rounds in which guessing must earn what a drafter has to read before it
 
 Settled = list[tuple[Bet, str]]  # what requests fix themselves; "auto": nothing
@@ -159,7 +160,7 @@ class RoundPlanner:
         def gain(form: Form) -> float:
             ratio = self.costs.ratio(name, max(form, (fixed, fixed)), size)
             brought = [habit.tokens(form) for habit in habits]
-            risk = 0.0 if fixed or form == NO_FORM else _risk(habits, brought)
+            risk = 0.0 if fixed or form == NO_FORM else self._risk(name, habits, brought)
             return (batch + sum(brought) - len(mine) * risk) / batch / ratio
 
         plain = self.costs.plain(size)
@@ -177,6 +178,21 @@ class RoundPlanner:
         if fixed or earned > wait:
             return Offer(name, best, gains[best], wait)
         return Offer(name, NO_FORM, gains[NO_FORM], wait)
+
+    def _risk(self, name: str, habits: Seq[Habit], brought: Seq[float]) -> float:
+        """By how much the guesses of one among several sequences may bring less than on average, as far as sequences
+        differ and habits are known. Whose guesses hold least ends last, when the others no longer gain from theirs: so
+        what counts is not what all bring together, but what one does that is worse off by so much. Of a drafter that
+        was hardly tried there is only hope.
+        """
+        if len(habits) < 2 or self._general(name).weight < TRIED:
+            return 0.0
+        mean = sum(brought) / len(brought)
+        squares = 0.0
+        for habit, tokens in zip(habits, brought, strict=True):
+            first = max(habit.first, RAREST)
+            squares += (tokens - mean) ** 2 + tokens**2 * (1 - first) / (first * (habit.weight + 1))
+        return sqrt(squares / len(habits))
 
     def _probe(self, best: Offer, offers: list[Offer], sequences: Seq[Sequence], size: int) -> Offer | None:
         """A drafter that is not in use and may be tried again. Of its guesses none is counted on."""
@@ -226,25 +242,12 @@ class RoundPlanner:
             self.rested[name] = self.rested.get(name, 0.0) + ratio * record.passes
         if form != NO_FORM:  # one that paid is followed by another
             habits = [self._habit(o.sequence, drafter) for o in record.outcomes if o.bet.nodes]
-            risk = _risk(habits, [habit.tokens(form) for habit in habits])
+            risk = self._risk(drafter, habits, [habit.tokens(form) for habit in habits])
             paid = record.emitted / record.sequences - risk > ratio * self.reference
             self.rested[drafter] = inf if paid else 0.0
 
     def forget(self, sequence: Sequence) -> None:
         self.habits.pop(sequence, None)
-
-
-def _risk(habits: Seq[Habit], brought: Seq[float]) -> float:
-    """By how much the guesses of one among several sequences may bring less than on average, as far as sequences differ
-    and habits are known. Whose guesses hold least ends last, when the others no longer gain from theirs: so what counts
-    is not what all bring together, but what one does that is worse off by so much.
-    """
-    if len(habits) < 2:
-        return 0.0
-    unsure = (
-        b * b * (1 - h.first) / (h.first * (h.weight + 1)) for h, b in zip(habits, brought, strict=True) if b
-    )
-    return sqrt(pvariance(brought) + sum(unsure) / len(habits))
 
 
 def _rounds_left(sequences: Seq[Sequence], gain: float) -> float:
