@@ -107,6 +107,22 @@ def test_probes_take_a_small_share_of_the_time_and_find_what_changed():
     assert in_round(made, some) == ({8}, {"pays"})  # a probe that paid is followed by another
 
 
+def test_a_try_is_not_made_again_before_it_is_known():
+    """The next round is planned while one is on its way."""
+    made, some = Planner("lm"), [sequence([1, 2], max_tokens=10_000)]
+    made.rounds.learn("lm", 1, [("none", (0, 0), 1.0), ("lm", (2, 2), 1.5)])
+    made.rounds.general["lm"] = Habit(0.1, 0.1)
+    reasons, tries = [], 0
+    for _ in range(1000):
+        bets = [made.plan_round(some, 8, 1) for _ in range(2)]
+        tries += [plan.reasons for plan in bets].count(("probe",))
+        reasons.append({plan.reasons for plan in bets})
+        for plan in bets:
+            fly(made, some, plan.bets, {0: 1.0, 2: 1.5})
+    assert ("probe",) in set().union(*reasons) and reasons.count({("probe",)}) == 0
+    assert 0.5 * tries <= 2000 * PROBE_SHARE * 1.1
+
+
 def test_a_drafter_with_nothing_to_say_counts_as_wrong():
     made, some = Planner("lookup"), [sequence([1, 2])]
     fly(made, some, [NO_BET], RISING)
