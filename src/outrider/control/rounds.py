@@ -21,9 +21,8 @@ PROBE_FORM: Form = (2, 2)
 DEAR = 1.3  # plain rounds' time from which a try makes do with less
 PROBE = 24  # plain rounds' time without a guess of a drafter after which one is tried
 PROBE_SHARE, SPARE_SHARE = 0.002, 0.01  # of the time, at most, for trying; more where guessing pays anyway
-PROBE_ANSWER = (
-    0.005  # of what is left of the answers, at most, for one try that takes longer than a plain round
-)
+# Of what is left of the answers, at most, for one try that takes longer than a plain round.
+PROBE_ANSWER = 0.005
 FIRST, FURTHER = 0.6, 0.8  # what is hoped of guesses before any was made
 HOPE_GROWS = 0.02
 SHORT_MEMORY, LONG_MEMORY = 12, 200  # rounds: of one sequence, and of a drafter in general

@@ -221,10 +221,9 @@ class LmChain:
                 at.append(np.pad(np.arange(start, end), (0, lacking), mode="edge"))
                 rows.append(np.full(len(at[-1]), sequence.row))
             self.reads.note(sequence, max(start, end))
-        every, where = np.concatenate(rows), np.concatenate(at)
-        for first in range(0, len(where), READ_ROWS[-1]):
+        for first in range(0, sum(map(len, at)), READ_ROWS[-1]):
             some = slice(first, first + READ_ROWS[-1])
-            self._read(state, every[some], where[some])
+            self._read(state, np.concatenate(rows)[some], np.concatenate(at)[some])
 
     def practise(self, state: State) -> int:
         for count in READ_ROWS:
