@@ -21,6 +21,7 @@ from outrider.draft.state import State
 from outrider.draft.state_device import DeviceBetween
 from outrider.model.decoder import make_store
 from outrider.model.device import DeviceDecoder, DevicePass
+from outrider.model.kernels.gpu.recording import record
 from outrider.types import MAX_NODES, Draft
 
 
@@ -37,19 +38,13 @@ def captured(
     guesses = torch.randint(1000, (sequences, max(rows - 1, 1)), device=state.device)
     tree, told = Branches(Draft.chain([0] * (rows - 1))), state.guesses(sequences, rows)
 
-    def work() -> None:
+    def work() -> torch.Tensor:
         batch = state.between.lay(state, owners, lengths, tree.layout, guesses)
         logits = run(batch, rows, context)
         state.between.draw(model, state, batch, logits, tree.columns, told)
+        return told
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        work()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
+    graph, _ = record(work)
     return graph, (run, owners, lengths, guesses, told)
 
 

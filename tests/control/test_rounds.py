@@ -123,6 +123,18 @@ def test_a_try_is_not_made_again_before_it_is_known():
     assert 0.5 * tries <= 2000 * PROBE_SHARE * 1.1
 
 
+def test_whose_answer_has_ended_is_not_remembered():
+    made, some = Planner("lm"), [sequence([1, i]) for i in range(3)]
+    fly(made, some, [NO_BET] * 3, CHEAP)
+    fly(made, some, [Bet("lm", 2, 2)] * 3, CHEAP, accepted=1)
+    assert set(made.rounds.habits) == set(some)
+    for s in some[:2]:  # the engine ends answers before it tells of the round
+        s.finish_reason = "stop"
+        made.forget(s)
+    fly(made, some, [Bet("lm", 2, 2)] * 3, CHEAP, accepted=1)
+    assert set(made.rounds.habits) == {some[2]}
+
+
 def test_a_drafter_with_nothing_to_say_counts_as_wrong():
     made, some = Planner("lookup"), [sequence([1, 2])]
     fly(made, some, [NO_BET], RISING)

@@ -232,15 +232,16 @@ class RoundPlanner:
         plain, ratio = self.costs.plain(size), self.costs.ratio(drafter, form, size)
         if plain is not None:
             record.plain_s = record.total_s if form == NO_FORM else record.emitted / record.sequences * plain
+        habits = []
         for o in record.outcomes:
-            if o.bet.nodes and not o.sequence.finish_reason:
-                self._habit(o.sequence, drafter).observe(o.deepest, o.straight, SHORT_MEMORY)
+            if o.bet.nodes and not o.sequence.finish_reason:  # whose answer has ended is forgotten already
+                habits.append(self._habit(o.sequence, drafter))
+                habits[-1].observe(o.deepest, o.straight, SHORT_MEMORY)
             if o.bet.nodes:
                 self._general(drafter).observe(o.deepest, o.straight, LONG_MEMORY)
         for name in {*self.general, *self.choices}:
             self.rested[name] = self.rested.get(name, 0.0) + ratio * record.passes
         if form != NO_FORM:  # one that paid is followed by another
-            habits = [self._habit(o.sequence, drafter) for o in record.outcomes if o.bet.nodes]
             risk = self._risk(drafter, habits, [habit.tokens(form) for habit in habits])
             paid = record.emitted / record.sequences - risk > ratio * self.reference
             self.rested[drafter] = inf if paid else 0.0

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.draft.state import NOWHERE, Columns, Drawing, Layout, State
+from outrider.draft.state import NOWHERE, Columns, Layout, State
+from outrider.model.decoder import Model
 from outrider.types import Batch, Draft, Sequence
 
 # Rows on the device, how many of them belong to one text, how long texts may be, and whether rows branch.
@@ -204,7 +205,7 @@ class LmChain:
     window = 4
     deepest = DEEPEST
 
-    def __init__(self, model: Drawing, run: Pass, vocab: int, read: Pass | None = None) -> None:
+    def __init__(self, model: Model, run: Pass, vocab: int, read: Pass | None = None) -> None:
         """`read` is another way to run the same passes: for many rows, and not part of anything."""
         self.model, self.run, self.vocab, self.read = model, run, vocab, read or run
         self.reads = Reads()
@@ -221,9 +222,12 @@ class LmChain:
                 at.append(np.pad(np.arange(start, end), (0, lacking), mode="edge"))
                 rows.append(np.full(len(at[-1]), sequence.row))
             self.reads.note(sequence, max(start, end))
-        for first in range(0, sum(map(len, at)), READ_ROWS[-1]):
+        if not at:
+            return
+        every, where = np.concatenate(rows), np.concatenate(at)
+        for first in range(0, len(where), READ_ROWS[-1]):
             some = slice(first, first + READ_ROWS[-1])
-            self._read(state, np.concatenate(rows)[some], np.concatenate(at)[some])
+            self._read(state, every[some], where[some])
 
     def practise(self, state: State) -> int:
         for count in READ_ROWS:
@@ -275,7 +279,7 @@ def known_batch(state: State, rows: np.ndarray, at: np.ndarray, behind: int = 0)
 
 def guess(
     run: Pass,
-    model: Drawing,
+    model: Model,
     state: State,
     rows: Tensor,
     lengths: Tensor,

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from outrider.model.decoder import Model
 from outrider.types import Batch, SamplingParams, Sequence
 from outrider.verify.filters import BANNED, OFF, wanted
 from outrider.verify.noise import draw_in_turn
@@ -23,14 +23,6 @@ from outrider.verify.process import warmth
 # Where the law's choices go: by row of a text whose logits are wanted, the guess its first choice is, its second...
 Columns = tuple[tuple[int, ...], ...]
 NOWHERE = -1  # a choice that is no guess
-
-
-class Drawing(Protocol):
-    """What is asked of a model between its passes."""
-
-    def draw(self, logits: Tensor, sampled: Tensor, seeds: Tensor, positions: Tensor) -> Tensor: ...
-
-    def sift(self, logits: Tensor, top_k: Tensor, top_p: Tensor, floor: Tensor) -> None: ...
 
 
 class State:
@@ -78,7 +70,7 @@ class State:
         """Room for what a drafter is about to say."""
         return torch.empty((texts, nodes), dtype=torch.int64, device=self.device)
 
-    def filter(self, model: Drawing, logits: Tensor, owners: Tensor) -> Tensor:
+    def filter(self, model: Model, logits: Tensor, owners: Tensor) -> Tensor:
         """Logits divided by their owners' temperatures, and filtered if this round's are."""
         heat = self.temperature[owners]
         logits = logits / torch.where(heat > 0, heat, 1.0)[:, None]
@@ -108,13 +100,13 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class TakeOff:
-    """Who takes part in a round: [S] each, on the device."""
+    """Who takes part in a round: [S] each but the inputs, on the device."""
 
+    inputs: Tensor  # [S, row, guesses wanted, fresh slots]
     rows: Tensor
     lengths: Tensor
-    guessing: (
-        Tensor  # the same, but padding's row for who wants no guess: a drafter must not write to its slots
-    )
+    # The same, but padding's row for who wants no guess: a drafter must not write to its slots.
+    guessing: Tensor
     known: Tensor  # lengths of those
 
 
@@ -122,14 +114,14 @@ class Between:
     """As tensor operations."""
 
     def take_off(self, state: State, inputs: Tensor) -> TakeOff:
-        """[S, row, guesses wanted, fresh slots]: put the slots behind each text's own."""
+        """Put the fresh slots behind each text's own."""
         rows, fresh = inputs[:, 0].long(), inputs[:, 2:]
         lengths = state.lengths[rows]
         state.table[rows[:, None], lengths[:, None] + torch.arange(fresh.shape[1], device=rows.device)] = (
             fresh
         )
         guessing = torch.where(inputs[:, 1] > 0, rows, state.rows)
-        return TakeOff(rows, lengths, guessing, state.lengths[guessing])
+        return TakeOff(inputs, rows, lengths, guessing, state.lengths[guessing])
 
     def lay(
         self, state: State, rows: Tensor, lengths: Tensor, layout: Layout, guesses: Tensor | None = None
@@ -160,7 +152,7 @@ class Between:
 
     def draw(
         self,
-        model: Drawing,
+        model: Model,
         state: State,
         batch: Batch,
         logits: Tensor,
@@ -184,8 +176,9 @@ class Between:
         drawn = drawn.view(len(out), -1)[:, state.constant(meant, torch.int64)]
         out[:, state.constant([places[i] for i in meant], torch.int64)] = drawn
 
-    def keep(self, state: State, rows: Tensor, lengths: Tensor, told: Tensor) -> None:
+    def keep(self, state: State, off: TakeOff, told: Tensor) -> None:
         """After plain passes: their tokens [S, n] are known."""
+        rows, lengths = off.rows, off.lengths
         ahead = torch.arange(1, told.shape[1] + 1, device=rows.device)
         state.tokens[rows[:, None], lengths[:, None] + ahead] = told
         self._grow(state, rows, lengths + told.shape[1])
@@ -194,7 +187,6 @@ class Between:
         self,
         state: State,
         off: TakeOff,
-        inputs: Tensor,
         parents: tuple[int, ...],
         depth: int,
         guesses: Tensor,
@@ -205,8 +197,8 @@ class Between:
         last known token and after each: it is known from now on. [S, accepted, guesses meant, tokens emitted (depth +
         1), the nodes among them (depth), guesses (n)].
         """
-        rows, lengths, fresh = off.rows, off.lengths, inputs[:, 2:]
-        meant = inputs[:, 1].long() if counts is None else torch.minimum(counts, inputs[:, 1].long())
+        rows, lengths, wanted, fresh = off.rows, off.lengths, off.inputs[:, 1].long(), off.inputs[:, 2:]
+        meant = wanted if counts is None else torch.minimum(counts, wanted)
         above = state.constant(parents, torch.int64)
         node = torch.arange(1, len(parents) + 1, device=rows.device)  # as a row of the pass
         open_ = node <= meant[:, None]

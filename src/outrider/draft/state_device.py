@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from outrider.draft.state import Between, Columns, Drawing, Layout, State, TakeOff
+from outrider.draft.state import Between, Columns, Layout, State, TakeOff
+from outrider.model.decoder import Model
 from outrider.model.kernels.gpu import between
 from outrider.model.kernels.gpu.draw import draw_owned
 from outrider.types import Batch
@@ -13,7 +14,7 @@ from outrider.types import Batch
 
 class DeviceBetween(Between):
     def take_off(self, state: State, inputs: Tensor) -> TakeOff:
-        return TakeOff(*between.take_off(inputs, state.table, state.lengths))
+        return TakeOff(inputs, *between.take_off(inputs, state.table, state.lengths))
 
     def lay(
         self, state: State, rows: Tensor, lengths: Tensor, layout: Layout, guesses: Tensor | None = None
@@ -27,7 +28,7 @@ class DeviceBetween(Between):
 
     def draw(
         self,
-        model: Drawing,
+        model: Model,
         state: State,
         batch: Batch,
         logits: Tensor,
@@ -41,14 +42,13 @@ class DeviceBetween(Between):
         law = state.temperature, state.seeds
         draw_owned(logits, batch, law, places, out, ahead, warmed=not state.filtered)
 
-    def keep(self, state: State, rows: Tensor, lengths: Tensor, told: Tensor) -> None:
-        between.keep(state.tokens, state.lengths, rows, lengths, told)
+    def keep(self, state: State, off: TakeOff, told: Tensor) -> None:
+        between.keep(state.tokens, state.lengths, off.rows, off.lengths, told)
 
     def commit(
         self,
         state: State,
         off: TakeOff,
-        inputs: Tensor,
         parents: tuple[int, ...],
         depth: int,
         guesses: Tensor,
@@ -57,4 +57,4 @@ class DeviceBetween(Between):
     ) -> Tensor:
         known = state.tokens, state.table, state.lengths
         above = state.constant(parents)
-        return between.commit(known, off.rows, off.lengths, inputs, above, depth, guesses, counts, chosen)
+        return between.commit(known, off.rows, off.lengths, off.inputs, above, depth, guesses, counts, chosen)

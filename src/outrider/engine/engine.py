@@ -160,7 +160,6 @@ class Engine:
         begin: float,
         times: tuple[float, float, float, float],
         flight: Flight | None = None,
-        landed: float | None = None,
     ) -> list[Event]:
         """Commit what the target said, tell it, and record what it cost: of a round, until it landed, as the next one
         is running already.
@@ -187,7 +186,7 @@ class Engine:
             draft_s=draft_s,
             target_s=target_s,
             verify_s=verify_s,
-            total_s=(landed or time.perf_counter()) - begin,
+            total_s=(self.landed if flight else time.perf_counter()) - begin,
             flight=flight.kind if flight else None,
             passes=flight.passes if flight else 1,
             outcomes=outcomes,
@@ -292,7 +291,6 @@ class Engine:
                 begin,
                 (0.0, 0.0, flight.seconds, 0.0),
                 flight,
-                now,
             )
             assert self.rounds is not None
             for i in alive:

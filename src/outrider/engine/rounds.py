@@ -28,11 +28,10 @@ from outrider.draft.chains import Branches, ChainDrafter, Pass, TreeDrafter, cha
 from outrider.draft.state import Between, State
 from outrider.engine.scheduler import Pick
 from outrider.model.decoder import Model
-from outrider.model.kernels.gpu.recording import record
+from outrider.model.kernels.gpu.recording import context_for, record
 from outrider.types import NO_BET, NO_DRAFT, Bet, Draft, Sequence, Verdict
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-CONTEXTS = (1024, 4096, 16_384, 65_536, 262_144)  # that rounds are made for: few, as making one takes time
 # Guesses a round may hold for a sequence, so that there is room; longer chains are packed.
 DEEPEST = CHAINS[-1][0]
 RUNS = (1, 4, 8)  # plain passes in one round: few, as each is made once, which takes time
@@ -258,7 +257,7 @@ class Rounds:
         """With nothing on its way: what rounds of this size take, plain and with guesses of each form, in seconds; over
         padding, which changes nobody's state. It also makes them, so that no answer waits for that later.
         """
-        context = min(CONTEXTS[0], self.state.width)
+        context = context_for(1, self.state.width)
         for form in (NO_FORM, *self.forms(drafter, size)):
             name, nodes = ("none", 0) if form == NO_FORM else (drafter, form[1])
             shape = self._shape(size, nodes, form, name, context, False)
@@ -310,7 +309,7 @@ class Rounds:
     def _context(self, picks: list[Pick]) -> int:
         """A length that no text of this round exceeds, in steps: what is on its way may have grown it."""
         longest = max(len(pick.sequence.tokens) for pick in picks) + (self.lag + 1) * (self.deepest + 1)
-        return min(next((c for c in CONTEXTS if c >= longest), self.state.width), self.state.width)
+        return context_for(longest, self.state.width)
 
     def _shape(self, size: int, nodes: int, form: Form, drafter: str, context: int, filtered: bool) -> Shape:
         key = (size, nodes, form, drafter, context, filtered)
@@ -384,7 +383,7 @@ class Shape:
         off = state.between.take_off(state, self.inputs)
         law = rounds.run, rounds.model, state, off.rows, off.lengths
         told = guess(*law, chain_levels(passes), passes, self.context)
-        state.between.keep(state, off.rows, off.lengths, told)
+        state.between.keep(state, off, told)
         return told
 
     def _guessed(self, drafter: ChainDrafter) -> Tensor:
@@ -396,9 +395,7 @@ class Shape:
         logits = self.rounds.run(batch, self.nodes + 1, self.context, tree.branches)
         chosen = state.guesses(self.size, self.nodes + 1)
         between.draw(self.rounds.model, state, batch, logits, tree.columns, chosen)
-        return between.commit(
-            state, off, self.inputs, tree.shape.parents, tree.depth, guesses, counts, chosen
-        )
+        return between.commit(state, off, tree.shape.parents, tree.depth, guesses, counts, chosen)
 
     def _draft(self, drafter: ChainDrafter, rows: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor | None]:
         state = self.rounds.state

@@ -24,9 +24,9 @@ from outrider.model.kernels.gpu.attention import (
     split_count,
     tile_for,
 )
-from outrider.model.kernels.gpu.graph import CONTEXTS, ROWS, GraphedDecoder
+from outrider.model.kernels.gpu.graph import ROWS, GraphedDecoder
 from outrider.model.kernels.gpu.kernels import GpuKernels, check_device
-from outrider.model.kernels.gpu.recording import record
+from outrider.model.kernels.gpu.recording import context_for, record
 from outrider.model.rope import rope_tables
 from outrider.types import Batch
 
@@ -115,7 +115,7 @@ class GraphedPass:
         self._made: dict[tuple[int, int, int, bool], tuple[Batch, torch.cuda.CUDAGraph, Tensor]] = {}
 
     def __call__(self, batch: Batch, together: int, context: int, branching: bool = False) -> Tensor:
-        context = min(next((c for c in CONTEXTS if c >= context), context), batch.table.shape[1])
+        context = context_for(context, batch.table.shape[1])
         key = batch.rows, together, context, branching
         if key not in self._made:
             mine = replace(batch, **{name: getattr(batch, name).clone() for name in ROW_FIELDS})

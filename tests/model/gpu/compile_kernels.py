@@ -121,14 +121,14 @@ def _launch_all() -> None:
         batch.table_rows.zero_()
         logits = DevicePass(model, store)(batch, nodes + 1, 512, tree.branches)
         between.draw(model, state, batch, logits, tree.columns, told)
-        between.keep(state, off.rows, off.lengths, told)
+        between.keep(state, off, told)
         for layout, columns in tree.levels:
             level = between.lay(state, off.rows, off.lengths, layout, told)
             level.table_rows.zero_()
             between.draw(model, state, level, torch.zeros((size * len(layout), VOCAB)), columns, told)
         if nodes:
             parents = tree.shape.parents
-            between.commit(state, off, inputs, parents, tree.depth, told[:, 1:].contiguous(), None, told)
+            between.commit(state, off, parents, tree.depth, told[:, 1:].contiguous(), None, told)
     owners = torch.zeros(2, dtype=torch.int64)
     find_copies(state.tokens, owners, owners, 4, 512, 8, 2)
     model.sift(torch.zeros(2, 128_256), state.top_k[owners], state.top_p[owners], state.floor[owners])

@@ -126,6 +126,25 @@ def test_draw(device: str, vocab: int, filtered: bool, level: int) -> None:
     assert bool((drawn[0][:, told] >= 0).all()) and bool((drawn[0] == -7).sum() == 4 * (15 - len(told)))
 
 
+@pytest.mark.parametrize(("vocab", "most"), [(3, 5), (97, 4), (9001, 7)])
+def test_several_draws_are_those_of_banning_in_turn(device: str, vocab: int, most: int) -> None:
+    one, other = twins(device)
+    rows = torch.arange(ROWS)
+    layout, columns = next(chain_levels(1))[0], (tuple(range(most)),)
+    logits = torch.randn(ROWS, vocab) * 3
+    logits[0] = 1.0  # greedy, all equal
+    logits[4, 2:] = -torch.inf
+    drawn = []
+    for s in (one, other):
+        batch = s.between.lay(s, rows.to(s.device), s.lengths[rows.to(s.device)], layout)
+        drawn.append(torch.full((ROWS, most), -7, device=s.device))
+        s.between.draw(Law(), s, batch, logits.to(s.device), columns, drawn[-1])
+    expected, found = (out.cpu() for out in drawn)
+    enough = min(most, vocab)
+    assert torch.equal(found[:4, :enough], expected[:4, :enough])
+    assert torch.equal(found[4, :2], expected[4, :2])  # nothing is left after that
+
+
 class OnDevice:
     """The filters where the logits are."""
 
@@ -151,9 +170,9 @@ def test_the_position_foretold_counts(device: str) -> None:
 def test_keep(device: str) -> None:
     one, other = twins(device)
     rows, told = torch.tensor([3, 1, ROWS, ROWS]), torch.randint(VOCAB, (4, 3))
+    inputs = inputs_of(rows.tolist(), [0] * 4, 3)
     for s in (one, other):
-        there = rows.to(s.device)
-        s.between.keep(s, there, s.lengths[there], told.to(s.device))
+        s.between.keep(s, s.between.take_off(s, inputs.to(s.device)), told.to(s.device))
     assert same_state(one, other)
     assert one.tokens[3, one.lengths[3] - 2 :][:3].tolist() == told[0].tolist()
 
@@ -173,11 +192,9 @@ def test_commit(device: str, data: st.DataObject) -> None:
     counts = torch.tensor(random_ids(n + 1, 4, seed)) if data.draw(st.booleans()) else None
     told = []
     for s in (one, other):
-        there = [None if t is None else t.to(s.device) for t in (inputs, guesses, counts, chosen)]
-        off = s.between.take_off(s, there[0])
-        result = s.between.commit(
-            s, off, there[0], tree.shape.parents, tree.depth, there[1], there[2], there[3]
-        )
+        off = s.between.take_off(s, inputs.to(s.device))
+        there = [None if t is None else t.to(s.device) for t in (guesses, counts, chosen)]
+        result = s.between.commit(s, off, tree.shape.parents, tree.depth, *there)
         told.append(result.cpu())
     assert torch.equal(*told)
     assert same_state(one, other)

@@ -520,19 +520,19 @@ def share_entries(batch: Batch, reading: Reading) -> None:
     """Fill in, on the device, what each item's rows share, and the paths of those that branch. Rows of an item are at
     rising positions, or of one tree with its root first.
     """
-    _read(batch, reading.paths, reading.items, reading.tree, True)
+    _read(batch, reading.paths, reading.items, reading.tree)
 
 
 def find_paths(batch: Batch, paths: Tensor) -> None:
     """The slots of every guessed row's path, by depth."""
-    _read(batch, paths, None, True, False)
+    _read(batch, paths, None, True)
 
 
-def _read(batch: Batch, paths: Tensor, items: Tensor | None, tree: bool, share: bool) -> None:
+def _read(batch: Batch, paths: Tensor, items: Tensor | None, tree: bool) -> None:
     shared = 0 if items is None else len(items)
     _read_kernel[(batch.rows if tree else shared,)](
         batch.table, batch.table_rows, batch.prefix, batch.ancestors, paths, items, batch.table.stride(0), shared,
-        NODES=NODES, BLOCK=BLOCK, TREE=tree, SHARE=share, num_warps=1, **chained(),
+        NODES=NODES, BLOCK=BLOCK, TREE=tree, SHARE=items is not None, num_warps=1, **chained(),
     )  # fmt: skip
 
 

@@ -26,11 +26,10 @@ from outrider.model.kernels.gpu.attention import (
     tile_for,
 )
 from outrider.model.kernels.gpu.kernels import GpuKernels
-from outrider.model.kernels.gpu.recording import record
+from outrider.model.kernels.gpu.recording import context_for, record
 from outrider.types import Batch
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-CONTEXTS = (1024, 4096, 16_384, 65_536, 262_144)  # empty programs cost time: a graph for each
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +116,7 @@ class GraphedDecoder:
         groups = group_rows(batch, tile // self.padded)
         tree = bool((batch.ancestors != 0).any())
         longest = int(batch.positions.max()) + 1
-        context = min(next((c for c in CONTEXTS if c >= longest), longest), self.table.shape[1])
+        context = context_for(longest, self.table.shape[1])
         shape = Shape(_up(batch.rows), _up(len(groups)), tree, tile, context, len(groups) == batch.rows)
         captured = self.captured.get(shape) or self.capture(shape)
         captured.slate.fill(batch, groups)

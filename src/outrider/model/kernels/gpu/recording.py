@@ -10,12 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+CONTEXTS = (1024, 4096, 16_384, 65_536, 262_144)  # that graphs are made for: few, as making one takes time
+
 
 class Recorded:
-    """Graphs made by this process so far, and the seconds that took: what an answer had to wait for, if one did."""
+    """What graphs took this process so far: what an answer had to wait for, if one did."""
 
-    count = 0
     seconds = 0.0
+
+
+def context_for(longest: int, width: int) -> int:
+    """The length that graphs are made for if texts are up to `longest` tokens long, in a table of some width. Shorter
+    ones cost time there, in empty programs.
+    """
+    return min(next((context for context in CONTEXTS if context >= longest), width), width)
 
 
 def record(work: Callable[[], Tensor], pool: Any = None) -> tuple[torch.cuda.CUDAGraph, Tensor]:
@@ -38,6 +46,5 @@ def record(work: Callable[[], Tensor], pool: Any = None) -> tuple[torch.cuda.CUD
     finally:
         if collecting:
             gc.enable()
-    Recorded.count += 1
     Recorded.seconds += time.perf_counter() - begun
     return graph, result
