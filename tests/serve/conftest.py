@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,12 +86,20 @@ def wait_for(condition: Callable[[], bool], seconds: float = 30) -> None:
     raise AssertionError("it did not come to pass in time")
 
 
+COMMAND = (sys.executable, "-m", "outrider")
+
+
 def start_server(
-    model: str | Path, *flags: str, ready: bool = True, env: dict[str, str] | None = None
+    model: str | Path,
+    *flags: str,
+    ready: bool = True,
+    env: dict[str, str] | None = None,
+    command: Sequence[str] = COMMAND,
+    cwd: Path | None = None,
 ) -> Served:
-    command = [sys.executable, "-m", "outrider", "serve", str(model), "--port", "0", *flags]
     process = subprocess.Popen(
-        command,
+        [*command, "serve", str(model), "--port", "0", *flags],
+        cwd=cwd,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

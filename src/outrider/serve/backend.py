@@ -176,7 +176,8 @@ class Backend:
         """Start an engine and listen to it until it is gone."""
         self.launched = time.monotonic()
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "outrider.serve.engine_process", str(theirs.fileno())]
+        # -P: what lies in the working directory, a downloaded model's torch.py say, is not ours to run.
+        command = [sys.executable, "-P", "-m", "outrider.serve.engine_process", str(theirs.fileno())]
         self._process = await asyncio.create_subprocess_exec(
             *command, pass_fds=[theirs.fileno()], stdin=asyncio.subprocess.DEVNULL
         )
