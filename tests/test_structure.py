@@ -22,8 +22,11 @@ DOCUMENTS = [
     ROOT / "README.md",
     ROOT / "ARCHITECTURE.md",
     ROOT / "CHANGELOG.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "LOG.md",
     *sorted((ROOT / "docs").glob("*.md")),
 ]
+LOG = sorted((ROOT / "log").glob("*.md"))
 
 # From the top down. The face is outrider/__init__.py, which shows users what the rows beneath it hold.
 ROWS = [
@@ -173,38 +176,46 @@ def blocks(document: Path, language: str) -> list[str]:
 
 
 def shown_tree(text: str) -> set[str]:
-    """Files and folders of an indented tree, as paths; folders end in a slash."""
+    """Folders of an indented tree, as paths from the outermost; each ends in a slash."""
     paths, above = set(), []
-    for line in text.splitlines()[1:]:
-        name = line.split()[0]
-        depth = (len(line) - len(line.lstrip())) // 2
-        above[depth - 1 :] = [name.rstrip("/")]
-        paths.add("/".join(above) + ("/" if name.endswith("/") else ""))
+    margin = len(text) - len(text.lstrip())
+    for line in text.splitlines():
+        depth = (len(line) - len(line.lstrip()) - margin) // 2
+        above[depth:] = [line.split()[0].rstrip("/")]
+        paths.add("/".join(above) + "/")
     return paths
 
 
-def real_tree() -> set[str]:
-    files = {f for f in SOURCE.rglob("*") if f.suffix in (".py", ".c") and f.name != "__init__.py"}
-    files = {f.relative_to(SOURCE) for f in files}
-    folders = {f.parent for f in SOURCE.rglob("__init__.py")} - {SOURCE}
-    return {str(f) for f in files} | {f"{f.relative_to(SOURCE)}/" for f in folders}
-
-
-def test_readme_shows_the_real_tree() -> None:
-    [tree] = [block for block in blocks(ROOT / "README.md", "") if block.startswith("src/outrider/\n")]
-    shown, real = shown_tree(tree), real_tree()
+def test_readme_shows_every_folder_and_no_other() -> None:
+    [tree] = [block for block in blocks(ROOT / "README.md", "") if "\nsrc/outrider/\n" in block]
+    top, _, source = tree.partition("src/outrider/\n")
+    real = {f"{f.parent.relative_to(SOURCE)}/" for f in SOURCE.rglob("__init__.py")} - {"./"}
+    shown = shown_tree(source)
     assert shown == real, f"missing in README: {sorted(real - shown)}; gone: {sorted(shown - real)}"
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    folders = {f.partition("/")[0] + "/" for f in tracked.split() if "/" in f and not f.startswith(".")}
+    assert shown_tree(top) == folders - {"src/"}
 
 
 def test_a_tree_is_read_right() -> None:
-    assert shown_tree("src/\n  a.py   x\n  b/\n    c/  y\n      d.c\n    e.py\n  f.py\n") == {
-        *("a.py", "b/", "b/c/", "b/c/d.c", "b/e.py", "f.py")
-    }
+    assert shown_tree("a/  x\n  b/\n    c/  y\nd/\n") == {"a/", "a/b/", "a/b/c/", "d/"}
+    assert shown_tree("  a/  x\n    b/\n") == {"a/", "a/b/"}
+
+
+def test_log_entries_are_numbered_and_indexed() -> None:
+    numbers = [int(file.name[:3]) for file in LOG]
+    assert numbers == list(range(1, len(LOG) + 1))
+    index = (ROOT / "LOG.md").read_text()
+    for file in LOG:
+        text = file.read_text()
+        assert text.startswith(f"# {file.name[:3]} "), file.name
+        assert all(part in text for part in ("**Question.**", "\n## Result\n", "\n## Decision\n")), file.name
+        assert f"](log/{file.name})" in index, f"LOG.md has no row for {file.name}"
 
 
 def commands(document: Path) -> list[list[str]]:
     """Lines of the document's shell blocks, each command of a pipe by itself."""
-    lines = [line for block in blocks(document, "sh") for line in block.splitlines()]
+    lines = [line for block in blocks(document, "sh") for line in block.replace("\\\n", " ").splitlines()]
     parts = [part for line in lines for part in re.split(r"[|<>]", line)]
     return [words for part in parts if (words := shlex.split(part, comments=True))]
 
@@ -299,11 +310,20 @@ def test_wrong_python_is_seen(code: str) -> None:
         check_python(code)
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: d.name)
+def anchors(document: Path) -> set[str]:
+    """Headings as links name them."""
+    text = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", [*DOCUMENTS, *LOG], ids=lambda d: d.name)
 def test_links_lead_somewhere(document: Path) -> None:
-    for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", document.read_text()):
+    for link, anchor in re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", document.read_text()):
         if "://" not in link:
-            assert (document.parent / link).exists(), link
+            target = document.parent / link if link else document
+            assert target.exists(), link
+            assert not anchor or anchor in anchors(target), f"{link}#{anchor}"
 
 
 def test_sampling_document_has_every_parameter() -> None:
