@@ -26,13 +26,14 @@ class Served:
         self.code = 0
         self.model, self.draft = "", ""
         self.length: int | None = None
+        self.given: frozenset[str] = frozenset()  # of the parameters a model may set
         self.params, self.settings, self.serve = SamplingParams(), Settings(), ServeSettings()
         server = types.ModuleType("outrider.serve.server")
         server.run_server = self.run_server  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "outrider.serve.server", server)
 
-    def run_server(self, *given: Any) -> int:
-        self.model, self.draft, self.params, self.settings, self.serve, self.length = given
+    def run_server(self, *started: Any) -> int:
+        self.model, self.draft, self.params, self.settings, self.serve, self.length, self.given = started
         return self.code
 
 
@@ -58,6 +59,7 @@ def test_the_server_gets_what_was_typed(outrider: Outrider, served: Served) -> N
     )
     assert (ran.code, ran.out, ran.err) == (0, "", "")
     assert (served.model, served.draft) == ("some-model", "none")
+    assert served.given == {"temperature"}
     assert served.params == SamplingParams(temperature=0.5) and served.settings == Settings(threads=1)
     assert served.serve == ServeSettings(
         port=0,

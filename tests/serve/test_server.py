@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import logging
+import shutil
+from pathlib import Path
 
 import pytest
 
@@ -15,7 +18,7 @@ from outrider.serve.server import _card
 from outrider.serve.settings import ServeSettings
 from outrider.settings import Memory
 from tests.load.tiny import byte_level_backend, vocabulary
-from tests.serve.conftest import Served
+from tests.serve.conftest import Served, start_server
 
 
 def test_it_answers(served: Served) -> None:
@@ -24,6 +27,24 @@ def test_it_answers(served: Served) -> None:
     )
     assert reply.status_code == 200, reply.text
     assert reply.json()["choices"][0]["finish_reason"] in ("length", "stop")
+
+
+def test_the_models_sampling_is_the_default_below_flags_and_requests(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(tiny_folder, tmp_path / "own")
+    said = {"temperature": 0.25, "top_p": 0.5, "top_k": 40, "repetition_penalty": "no"}
+    (tmp_path / "own" / "generation_config.json").write_text(json.dumps(said))
+    server = start_server(tmp_path / "own", "--top-p", "0.75")
+    try:
+        asked = {"input": "hi", "max_output_tokens": 2}
+        answer = server.post("/v1/responses", asked).json()
+        assert (answer["temperature"], answer["top_p"]) == (0.25, 0.75)
+        answer = server.post("/v1/responses", {**asked, "temperature": 1, "top_p": 1}).json()
+        assert (answer["temperature"], answer["top_p"]) == (1, 1)
+        assert any("repetition_penalty must be a number" in line for line in server.lines)
+    finally:
+        assert server.stop() == 0
 
 
 @pytest.mark.parametrize("memory", [None, Memory(3 << 30, 1 << 30, 6 << 30, 6144, 2 << 30)])

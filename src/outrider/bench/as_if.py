@@ -30,6 +30,7 @@ from outrider.engine.llm import LLM
 from outrider.errors import InvalidRequest, UnsupportedModel, suggest
 from outrider.load.checkpoint import Checkpoint, expected_shapes
 from outrider.load.config import ModelConfig
+from outrider.load.sampling import SamplingDefaults
 from outrider.load.tokenizer import Tokenizer
 from outrider.settings import Settings
 
@@ -307,6 +308,10 @@ class WideCheckpoint(Checkpoint):
     @property
     def chat_template(self) -> str | None:
         return self.small.chat_template
+
+    @property
+    def sampling(self) -> SamplingDefaults:
+        return self.small.sampling
 
     @property
     def total_bytes(self) -> int:

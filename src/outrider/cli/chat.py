@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from outrider.cli.answer import Answer, Heard, listen
-from outrider.cli.options import DEFAULT_MODEL, ENGINE, SAMPLING, Draft, Model, ShowStats, System, takes
+from outrider.cli.options import (
+    DEFAULT_MODEL,
+    ENGINE,
+    SAMPLING,
+    Draft,
+    GenerationConfig,
+    Model,
+    ShowStats,
+    System,
+    takes,
+)
 from outrider.cli.output import complain, note, open_llm, write
 from outrider.errors import InvalidRequest, suggest
 from outrider.settings import Settings
@@ -34,8 +44,10 @@ def chat(
     system: System = None,
     draft: Draft = "auto",
     stats: ShowStats = False,
+    generation_config: GenerationConfig = "auto",
     *,
     params: SamplingParams,
+    given: frozenset[str],
     settings: Settings,
 ) -> None:
     """Talk with a model. Ctrl-C stops an answer, /help lists what else there is.
@@ -47,7 +59,7 @@ def chat(
     with open_llm(model, draft, settings) as llm:
         if llm.template is None:
             raise InvalidRequest(f"{model} has no chat template; use outrider generate", "model")
-        talk = Talk(llm, params, system, stats)
+        talk = Talk(llm, llm.sampling.under(params, given), system, stats)
         interactive = sys.stdin.isatty()
         for line in _typed() if interactive else _piped():
             if line == "/quit":

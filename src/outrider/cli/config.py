@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 Tables = Mapping[str, Mapping[str, "Flag"]]  # by the table's name, then by the key
 
-TOP_LEVEL = ("model", "draft")
+TOP_LEVEL = ("model", "draft", "generation_config")
 WANTED = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 
@@ -80,7 +80,7 @@ def _entries(document: Mapping[str, Any], tables: Tables) -> Iterator[tuple[str,
 
 
 def _flag_of(name: str, key: str, table: str, tables: Tables, file: str) -> Flag | None:
-    """The flag a key sets; None for the model and the draft, which are not a field of anything."""
+    """The flag a key sets; None for those at the top, which are not a field of anything."""
     homes = [home for home, flags in tables.items() if name in flags]
     if name in TOP_LEVEL:
         if not table:

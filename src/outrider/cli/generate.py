@@ -17,6 +17,7 @@ from outrider.cli.options import (
     ENGINE,
     SAMPLING,
     Draft,
+    GenerationConfig,
     Model,
     ShowStats,
     System,
@@ -94,8 +95,10 @@ def generate(
     as_json: Json = False,
     show_origins: ShowOrigins = False,
     stats: ShowStats = False,
+    generation_config: GenerationConfig = "auto",
     *,
     params: SamplingParams,
+    given: frozenset[str],
     settings: Settings,
 ) -> None:
     """Answer one prompt as it is written, or many together.
@@ -106,6 +109,7 @@ def generate(
         raise InvalidRequest("a system prompt needs the chat template; leave out --raw", "system")
     asked = _asked(text, prompt, prompts, limit)
     with open_llm(model, draft, settings) as llm:
+        params = llm.sampling.under(params, given)
         exchanges = _exchanges(llm, asked, chat, system, params)
         streams = len(asked) == 1 and params.n == 1 and not show_origins
         show = Show(as_json, stats, streams, headed=len(asked) > 1, origins=show_origins)

@@ -9,13 +9,13 @@ from typing import Annotated
 
 import typer
 
-from outrider.cli.options import envvar
+from outrider.cli.options import DEFAULT_MODEL, envvar
 from outrider.cli.output import write
 from outrider.errors import ModelNotFound, suggest
 from outrider.load.find import ModelEntry, find, list_models
 from outrider.settings import cache_folder
 
-models = typer.Typer(help="List models; fetch them; say where they are.", no_args_is_help=False)
+models = typer.Typer(help="List models; fetch them; say what and where they are.", no_args_is_help=False)
 
 Json = Annotated[
     bool,
@@ -51,15 +51,32 @@ def pull(name: Name) -> None:
 @models.command()
 def path(name: Name) -> None:
     """Print where a model is. Fetches nothing."""
-    here = {entry.name: entry.path for entry in list_models(cache_folder()) if entry.present}
+    write(f"{_here(name)}\n")
+
+
+@models.command()
+def show(name: Name = DEFAULT_MODEL, as_json: Json = False) -> None:
+    """Tell what a model is: its shape, its sampling defaults, the drafts that fit it. Fetches nothing."""
+    path = _here(name)
+    from outrider.cli.model_facts import facts_of  # torch takes seconds to import
+
+    facts = facts_of(path, cache_folder())
+    if as_json:
+        write(json.dumps({"name": name, **facts.as_json()}) + "\n")
+        return
+    for label, words in (("model", name), *facts.rows()):
+        write(f"{label:<16} {words}\n")
+
+
+def _here(name: str) -> Path:
+    here = {entry.name: entry.path for entry in list_models(cache_folder()) if entry.path is not None}
     if name in here:
-        write(f"{here[name]}\n")
-    elif Path(name).expanduser().exists():
-        write(f"{Path(name).expanduser()}\n")
-    else:
-        raise ModelNotFound(
-            f"{name!r} is not on this machine{suggest(name, here)}\nfetch: outrider models pull {name}"
-        )
+        return here[name]
+    if Path(name).expanduser().exists():
+        return Path(name).expanduser()
+    raise ModelNotFound(
+        f"{name!r} is not on this machine{suggest(name, here)}\nfetch: outrider models pull {name}"
+    )
 
 
 def _as_json(entry: ModelEntry) -> dict[str, str | int | bool | None]:

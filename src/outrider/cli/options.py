@@ -10,7 +10,7 @@ import functools
 import inspect
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,6 +19,7 @@ import typer
 
 from outrider.cli.config import Config, read_config
 from outrider.errors import InvalidRequest
+from outrider.load.sampling import GENERATION_CONFIGS, NAMES
 from outrider.serve.settings import ServeSettings
 from outrider.settings import Settings
 from outrider.types import MAX_ALTERNATIVES, SamplingParams
@@ -129,7 +130,12 @@ class Flag:
     def flag(self) -> str:
         return f"--{self.name.replace('_', '-')}"
 
-    def parameter(self, panel: str, default: Any) -> inspect.Parameter:
+    def parameter(self, panel: str, default: Any, by_model: bool) -> inspect.Parameter:
+        """With `by_model` it is left open (None) unless given, for the model's own default to fill."""
+        shown: bool | str = default is not None and default is not False and default != []
+        typed = self.kind
+        if by_model:
+            typed, default, shown = self.kind | None, None, f"the model's, else {default}"
         option = typer.Option(
             *(self.spelled or (self.flag,)),
             help=self.help,
@@ -137,10 +143,10 @@ class Flag:
             show_envvar=False,
             metavar=self.metavar,
             rich_help_panel=panel,
-            show_default=default is not None and default is not False and default != [],
+            show_default=shown,
         )
         kind = inspect.Parameter.KEYWORD_ONLY
-        return inspect.Parameter(self.name, kind, default=default, annotation=Annotated[self.kind, option])
+        return inspect.Parameter(self.name, kind, default=default, annotation=Annotated[typed, option])
 
     def value(self, typed: Any) -> Any:
         try:
@@ -159,12 +165,17 @@ class Flags:
     flags: tuple[Flag, ...]
     join: Callable[[dict[str, Any]], dict[str, Any]] = dict  # from flags to fields, where they differ
 
-    def parameters(self) -> list[inspect.Parameter]:
+    def parameters(self, by_model: Container[str] = ()) -> list[inspect.Parameter]:
         defaults = {field.name: _default(field) for field in fields(self.builds)}
-        return [flag.parameter(self.panel, flag.default or defaults.get(flag.name)) for flag in self.flags]
+        return [
+            flag.parameter(self.panel, flag.default or defaults.get(flag.name), flag.name in by_model)
+            for flag in self.flags
+        ]
 
     def build(self, typed: dict[str, Any]) -> SamplingParams | Settings | ServeSettings:
-        return self.builds.of(self.join({flag.name: flag.value(typed.pop(flag.name)) for flag in self.flags}))
+        values = {flag.name: typed.pop(flag.name) for flag in self.flags}
+        read = {flag.name: flag.value(values[flag.name]) for flag in self.flags}
+        return self.builds.of(self.join({n: v for n, v in read.items() if v is not None or n not in NAMES}))
 
 
 def _default(field: Field[Any]) -> Any:
@@ -367,17 +378,24 @@ _CONFIG = inspect.Parameter(
 
 
 def takes(*groups: Flags) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the flags of `groups` and --config; it is called with what they build."""
+    """Give a command the flags of `groups` and --config; it is called with what they build.
+
+    One with a parameter `given` is told which of the parameters a model may set were set by the user.
+    """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         arguments = {group.argument for group in groups}
-        own = inspect.signature(command, eval_str=True).parameters.values()
-        kept = [p.replace(kind=p.KEYWORD_ONLY) for p in own if p.name not in arguments]
-        flags = [_CONFIG, *(parameter for group in groups for parameter in group.parameters())]
+        own = inspect.signature(command, eval_str=True).parameters
+        by_model = NAMES if "given" in own else ()
+        kept = [p.replace(kind=p.KEYWORD_ONLY) for n, p in own.items() if n not in {*arguments, "given"}]
+        flags = [_CONFIG, *(parameter for group in groups for parameter in group.parameters(by_model))]
 
         @functools.wraps(command)
         def called(**typed: Any) -> None:
             config, used = typed.pop("config"), dict(typed)
+            if by_model:
+                ours = used["generation_config"] == "none"
+                typed["given"] = frozenset(n for n in by_model if ours or used[n] is not None)
             try:
                 built = {group.argument: group.build(typed) for group in groups}
             except InvalidRequest as problem:
@@ -389,6 +407,12 @@ def takes(*groups: Flags) -> Callable[[Callable[..., None]], Callable[..., None]
         return called
 
     return decorate
+
+
+def _known_generation_config(text: str) -> str:
+    if text not in GENERATION_CONFIGS:
+        raise typer.BadParameter(f"{text!r} is not {' or '.join(GENERATION_CONFIGS)}")
+    return text
 
 
 Model = Annotated[
@@ -408,6 +432,18 @@ Draft = Annotated[
         show_envvar=False,
         metavar="NAME",
         help="Who guesses: auto, none, lookup, early_exit, or a smaller model; a+b for both.",
+    ),
+]
+GenerationConfig = Annotated[
+    str,
+    typer.Option(
+        "--generation-config",
+        envvar=envvar("generation-config"),
+        show_envvar=False,
+        metavar="auto|none",
+        callback=_known_generation_config,
+        rich_help_panel=SAMPLING.panel,
+        help="Sampling defaults: the model's own, or none of them.",
     ),
 ]
 System = Annotated[

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import typer
 
-from outrider.cli.options import DEFAULT_MODEL, ENGINE, SAMPLING, SERVE, Draft, Model, takes
+from outrider.cli.options import (
+    DEFAULT_MODEL,
+    ENGINE,
+    SAMPLING,
+    SERVE,
+    Draft,
+    GenerationConfig,
+    Model,
+    takes,
+)
 from outrider.errors import OutriderError
 from outrider.serve.settings import ServeSettings
 from outrider.settings import Settings
@@ -16,8 +25,10 @@ def serve(
     ctx: typer.Context,
     model: Model = DEFAULT_MODEL,
     draft: Draft = "auto",
+    generation_config: GenerationConfig = "auto",
     *,
     params: SamplingParams,
+    given: frozenset[str],
     settings: Settings,
     serve: ServeSettings,
 ) -> None:
@@ -35,4 +46,4 @@ def serve(
         ) from None
     source = ctx.get_parameter_source("max_tokens")  # answers are not cut short unless somebody said so
     length = params.max_tokens if source is not None and source.name != "DEFAULT" else None
-    raise typer.Exit(run_server(model, draft, params, settings, serve, length))
+    raise typer.Exit(run_server(model, draft, params, settings, serve, length, given))

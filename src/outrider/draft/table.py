@@ -77,7 +77,7 @@ def _make(part: str, bench: Bench) -> tuple[str, Drafter]:
     except ModelNotFound as reason:
         hint = suggest(part, (*SIMPLE, "auto", "none"))
         raise ModelNotFound(f"no drafter {part!r}{hint}; as a model: {reason}") from None
-    if _is_eagle(path):
+    if is_eagle(path):
         if not isinstance(bench.target, Layered):
             raise UnsupportedModel(
                 f"an EAGLE head needs hidden states, which {_family(bench)} does not offer"
@@ -134,7 +134,7 @@ def same_tokens(target: Tokenizer, draft: Tokenizer, path: Path) -> None:
             )
 
 
-def _is_eagle(path: Path) -> bool:
+def is_eagle(path: Path) -> bool:
     try:
         raw = json.loads((path / "config.json").read_text()) if path.is_dir() else {}
     except (OSError, ValueError):

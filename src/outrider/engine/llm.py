@@ -25,7 +25,8 @@ from outrider.engine.engine import Engine
 from outrider.errors import InvalidRequest, OutriderError, UnsupportedModel
 from outrider.load.checkpoint import Checkpoint, check_shapes, open_checkpoint
 from outrider.load.config import ModelConfig
-from outrider.load.find import find
+from outrider.load.find import find, published_sampling
+from outrider.load.sampling import GENERATION_CONFIGS, SamplingDefaults
 from outrider.load.template import ChatTemplate
 from outrider.model.decoder import Decoder, Model, kv_bytes, make_kernels
 from outrider.settings import WEIGHT_BYTES, Memory, Settings, cache_folder
@@ -129,14 +130,26 @@ class LLM:
         draft: str = "auto",
         speculation: Any = "auto",
         settings: Settings | None = None,
+        generation_config: str = "auto",
         **options: Any,
     ) -> None:
+        """`generation_config`: "auto" takes sampling defaults from the model, "none" has SamplingParams' own."""
+        if generation_config not in GENERATION_CONFIGS:
+            raise InvalidRequest(
+                f"generation_config must be {' or '.join(GENERATION_CONFIGS)}, got {generation_config!r}",
+                "generation_config",
+            )
         self.speculation = Speculation.of(None if speculation == "auto" else speculation)
         if settings is not None and options:
             raise InvalidRequest("give settings or single options, not both", "settings")
         self.settings = settings or Settings.of(options)
         self.memory: Memory | None = None  # of the GPU, where there is one
-        self.checkpoint = open_checkpoint(find(str(model), cache_folder()))
+        path = find(str(model), cache_folder())
+        self.checkpoint = open_checkpoint(path)
+        self.sampling = SamplingDefaults()  # of the model; used where no params are given
+        if generation_config == "auto":
+            said = self.checkpoint.sampling
+            self.sampling = said if said.values else published_sampling(path, cache_folder())
         self.tokenizer = self.checkpoint.tokenizer
         self.template = ChatTemplate.for_tokenizer(self.checkpoint.chat_template, self.tokenizer)
         self.driver = Driver(lambda: self._build(draft))
@@ -166,10 +179,12 @@ class LLM:
     ) -> list[Output]:
         """Answer one prompt or many together; parameters are one for all or one each, or given by name.
 
+        What is given by name stands over the model's own defaults; `params` are taken as they are.
+
         `owner` says whose they are: cached prefixes and remembered answers are never shared between owners.
         """
         ids = [self._prompt_ids(p) for p in _as_list(prompts)]
-        return self._collect(ids, _params(params, options), owner)
+        return self._collect(ids, self._params(params, options), owner)
 
     def chat(
         self,
@@ -181,7 +196,7 @@ class LLM:
         """Answer one conversation or many, through the model's own chat template."""
         many = messages if messages and not isinstance(messages[0], Mapping) else [messages]
         ids = [self.chat_ids(m) for m in many]  # type: ignore[arg-type]
-        return self._collect(ids, _params(params, options), owner)
+        return self._collect(ids, self._params(params, options), owner)
 
     async def stream(
         self, prompt: Prompt | Seq[Message], params: SamplingParams | None = None, **options: Any
@@ -189,7 +204,7 @@ class LLM:
         """Events as they come, for a prompt or a conversation. Leaving the loop aborts the request."""
         is_chat = not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], Mapping)
         ids = self.chat_ids(prompt) if is_chat else self._prompt_ids(prompt)  # type: ignore[arg-type]
-        one = _params(params, options)
+        one = self._params(params, options)
         loop = asyncio.get_running_loop()
         heard: asyncio.Queue[Event | BaseException] = asyncio.Queue()
 
@@ -222,6 +237,25 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def default_params(self) -> SamplingParams:
+        """What is used where no params are given: the model's own sampling, else SamplingParams'."""
+        return SamplingParams.of(self.sampling.values)
+
+    def _params(
+        self, params: SamplingParams | Seq[SamplingParams] | None, options: Mapping[str, Any]
+    ) -> SamplingParams | list[SamplingParams]:
+        """Parameters given as such or by name; `speculation` may be given beside them and wins."""
+        if params is None:
+            return SamplingParams.of({**self.sampling.values, **options})
+        if others := set(options) - {"speculation"}:
+            raise InvalidRequest(f"give params or single options, not both: {sorted(others)[0]}", "params")
+        if not options:
+            return params if isinstance(params, SamplingParams) else list(params)
+        how = Speculation.of(options["speculation"])
+        if isinstance(params, SamplingParams):
+            return replace(params, speculation=how)
+        return [replace(one, speculation=how) for one in params]
 
     def chat_ids(self, messages: Seq[Message]) -> list[int]:
         if self.template is None:
@@ -410,22 +444,6 @@ def _as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
-
-
-def _params(
-    params: SamplingParams | Seq[SamplingParams] | None, options: Mapping[str, Any]
-) -> SamplingParams | list[SamplingParams]:
-    """Parameters given as such or by name; `speculation` may be given beside them and wins."""
-    if params is None:
-        return SamplingParams.of(options)
-    if others := set(options) - {"speculation"}:
-        raise InvalidRequest(f"give params or single options, not both: {sorted(others)[0]}", "params")
-    if not options:
-        return params if isinstance(params, SamplingParams) else list(params)
-    how = Speculation.of(options["speculation"])
-    if isinstance(params, SamplingParams):
-        return replace(params, speculation=how)
-    return [replace(one, speculation=how) for one in params]
 
 
 def _output(

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,6 +38,7 @@ class BuiltIn:
     file: str  # its name in the cache
     bytes: int
     sha256: str
+    sampling: Mapping[str, float]  # what its makers publish, where the file does not say it
 
     def place(self, cache: Path) -> Path:
         return cache / "models" / self.file
@@ -61,6 +62,7 @@ SMOLLM2 = BuiltIn(
     file="SmolLM2-135M-Instruct.Q4_1.gguf",
     bytes=98_362_432,
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    sampling={"temperature": 0.2, "top_p": 0.9},  # of the example on the model's card
 )
 
 

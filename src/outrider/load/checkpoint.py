@@ -20,8 +20,10 @@ from safetensors import SafetensorError, safe_open
 from outrider.errors import BadCheckpoint, ModelNotFound, UnsupportedModel
 from outrider.load.config import ModelConfig, config_from_gguf, config_from_json, end_ids, is_known_family
 from outrider.load.gguf import GgufFile
+from outrider.load.sampling import SamplingDefaults, from_generation_config, from_gguf
 from outrider.load.tokenizer import Tokenizer
 
+GENERATION = "generation_config.json"
 INDEX = "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 MAX_JSON = 64 << 20  # bytes; the largest shard indexes are a few megabytes
@@ -52,6 +54,11 @@ class Checkpoint(ABC):
     @property
     @abstractmethod
     def chat_template(self) -> str | None: ...
+
+    @property
+    @abstractmethod
+    def sampling(self) -> SamplingDefaults:
+        """What its makers sample it with."""
 
     @property
     @abstractmethod
@@ -143,7 +150,7 @@ class FolderCheckpoint(Checkpoint):
     def __init__(self, path: Path) -> None:
         self.path = path
         self.raw_config = read_json(path / "config.json")
-        self._generation = read_json(path / "generation_config.json", optional=True)
+        self._generation = read_json(path / GENERATION, optional=True)
         self._tokenizer_config = read_json(path / "tokenizer_config.json", optional=True)
         self.config = None
         if is_known_family(self.raw_config):
@@ -206,6 +213,10 @@ class FolderCheckpoint(Checkpoint):
         if isinstance(found, list):
             found = _default_template(found)
         return found if isinstance(found, str) else None
+
+    @cached_property
+    def sampling(self) -> SamplingDefaults:
+        return from_generation_config(self._generation, GENERATION)
 
     @property
     def total_bytes(self) -> int:
@@ -350,6 +361,10 @@ class GgufCheckpoint(Checkpoint):
     def chat_template(self) -> str | None:
         found = self._file.metadata.get("tokenizer.chat_template")
         return found if isinstance(found, str) else None
+
+    @cached_property
+    def sampling(self) -> SamplingDefaults:
+        return from_gguf(self._file.metadata, f"the metadata of {self.path.name}")
 
     @property
     def total_bytes(self) -> int:

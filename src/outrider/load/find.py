@@ -15,6 +15,7 @@ from outrider.load import builtin, hub
 from outrider.load.builtin import SMOLLM2, BuiltIn
 from outrider.load.hub import HubId
 from outrider.load.progress import Progress, default_progress
+from outrider.load.sampling import SamplingDefaults
 
 ALIASES: dict[str, BuiltIn] = {model.alias: model for model in (SMOLLM2,)}
 
@@ -50,6 +51,14 @@ def find(name: str | Path, cache: Path, progress: Progress | None = None) -> Pat
     if text.endswith(".gguf") or text.startswith((".", "/", "~")):
         raise ModelNotFound(f"there is no file or folder {text!r:.999}; a model is {FORMS}")
     raise ModelNotFound(f"there is no model {text!r:.99}{suggest(text, ALIASES)}\nA model is {FORMS}")
+
+
+def published_sampling(path: Path, cache: Path) -> SamplingDefaults:
+    """For a built-in model whose file says nothing of sampling: what its makers publish beside it."""
+    for model in ALIASES.values():
+        if path == model.place(cache):
+            return SamplingDefaults(model.sampling, f"the card of {model.alias}")
+    return SamplingDefaults()
 
 
 def _exists(path: Path) -> bool:

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -62,9 +62,14 @@ class App:
         keys: Keyring,
         metrics: Metrics,
         length: int | None = None,
+        given: Collection[str] = (),
     ) -> None:
-        """`length`: how long an answer may become that no length was asked for; None: as long as there is room."""
-        self.backend, self.settings, self.defaults, self.length = backend, settings, defaults, length
+        """`length`: how long an answer may become that no length was asked for; None: as long as there is room.
+
+        `given`: which of `defaults` the operator set; the others yield to the model's own.
+        """
+        self.backend, self.settings, self.length = backend, settings, length
+        self._defaults, self._given = defaults, given
         self.keys, self.metrics = keys, metrics
         self.limiter = Limiter()
         self.draining = False
@@ -201,6 +206,11 @@ class App:
         """What the model may be called, first the name it is shown by."""
         own = self.backend.start.model
         return list(dict.fromkeys(filter(None, (self.settings.served_name, shown_name(own), own))))
+
+    @property
+    def defaults(self) -> SamplingParams:
+        """Of requests that leave something open."""
+        return self.model.sampling.under(self._defaults, self._given)
 
     @property
     def model(self) -> ServedModel:

@@ -254,6 +254,7 @@ class EngineProcess:
             context=engine.context,
             cache_tokens=slots,
             drafter=llm.drafter,
+            sampling=dict(llm.sampling.values),
             plan={
                 "device": settings.device,
                 "weights": settings.weights,

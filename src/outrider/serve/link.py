@@ -56,6 +56,7 @@ class Ready(msgspec.Struct, tag=True):
     cache_tokens: int  # slots of the cache: no request can need more
     drafter: str
     plan: dict[str, Any]  # memory and speed, for people
+    sampling: dict[str, int | float] = {}  # the model's own defaults
 
 
 class Failed(msgspec.Struct, tag=True):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.errors import InvalidRequest
+from outrider.load.sampling import SamplingDefaults
 from outrider.load.template import ChatTemplate
 from outrider.load.tokenizer import Tokenizer
 from outrider.serve.link import Ready
@@ -28,6 +29,7 @@ class ServedModel:
         self.vocab, self.context = ready.vocab, ready.context
         self.longest = min(ready.context, ready.cache_tokens)  # prompt and answer together
         self.drafter, self.plan = ready.drafter, ready.plan
+        self.sampling = SamplingDefaults(ready.sampling)
 
     def chat_ids(
         self,

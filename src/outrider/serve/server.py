@@ -9,6 +9,7 @@ import logging
 import signal
 import socket
 import sys
+from collections.abc import Collection
 from typing import Any
 
 import h11
@@ -111,8 +112,11 @@ def run_server(
     settings: Settings,
     serve: ServeSettings,
     length: int | None = None,
+    given: Collection[str] = (),
 ) -> int:
-    """Serve until told to stop. The exit code. `length`: of answers whose request names none."""
+    """Serve until told to stop. The exit code. `length`: of answers whose request names none; `given`: the
+    parameters that were set for this server, and do not yield to the model's own.
+    """
     set_up_logging(serve.log_format, serve.log_level)
     keys = Keyring.of(serve)
     if keys.open and not serve.local:
@@ -122,7 +126,7 @@ def run_server(
         start = Start(model, draft, dataclasses.asdict(settings), (serve.log_format, serve.log_level))
         metrics = Metrics()
         backend = Backend(start, serve, metrics)
-        return asyncio.run(_run(App(backend, serve, params, keys, metrics, length), sock))
+        return asyncio.run(_run(App(backend, serve, params, keys, metrics, length, given), sock))
 
 
 def _bind(serve: ServeSettings) -> socket.socket:
