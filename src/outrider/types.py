@@ -336,6 +336,7 @@ class Sequence:
     released: int = 0  # times it gave its row and slots back
     reused: int = 0  # of the prompt, found in the cache when first admitted
     finish_reason: FinishReason | None = None
+    stop: str | None = None  # the stop string that ended it
     logprobs: list[TokenLogprob] = field(default_factory=list)
     origins: list[Origin] = field(default_factory=list)
     steps: int = 0  # passes of the target that emitted tokens

@@ -93,6 +93,14 @@ def test_the_stop_that_completes_first_counts():
     assert unfinished_stop("hello", ()) == 0
 
 
+def test_the_stop_that_was_completed_is_known():
+    writer = Writer(Bytes(), ("bcd", "cd"), False)
+    assert writer.feed(b"abc") == ("a", 0)
+    assert writer.matched is None
+    assert writer.feed(b"d") == ("", 1)
+    assert writer.matched == "bcd"
+
+
 def test_unarmed_stops_are_not_looked_for():
     writer = Writer(Bytes(), ("a",), False)
     assert writer.feed(b"xa", free=2) == ("xa", 0)

@@ -448,7 +448,7 @@ class Engine:
         taken, spoken, reason = _ending(sequence, tokens[:room])
         text, stopped = writer.feed(tokens[:spoken], params.min_tokens - 1 - written)
         if stopped:
-            sequence.finish_reason = "stop"
+            sequence.finish_reason, sequence.stop = "stop", writer.matched
             return text, stopped
         sequence.finish_reason = reason or ("length" if taken == room else None)
         if reason == "error":

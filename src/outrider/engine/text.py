@@ -21,6 +21,7 @@ class Writer:
     def __init__(self, stream: TokenText, stops: tuple[str, ...], include_stop: bool) -> None:
         self.stream, self.stops, self.include_stop = stream, stops, include_stop
         self.held = ""
+        self.matched: str | None = None  # the stop string that was completed
 
     def feed(self, tokens: Sequence[int], free: int = 0) -> tuple[str, int]:
         """Text that is safe to show, and how many tokens it took to complete a stop string; 0 if none was. In the
@@ -34,6 +35,7 @@ class Writer:
             stops = self.stops if i >= free else ()
             if (cut := first_stop(self.held, stops)) is not None:
                 begin, end = cut
+                self.matched = self.held[begin:end]
                 shown, self.held = shown + self.held[: end if self.include_stop else begin], ""
                 return shown, i + 1
             keep = len(self.held) - unfinished_stop(self.held, stops)

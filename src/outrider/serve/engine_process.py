@@ -299,6 +299,7 @@ def _end(s: Sequence) -> End:
         prompt_s=max(0.0, s.first - s.started) if s.first else 0.0,
         decode_s=max(0.0, s.ended - s.first),
         problem=s.problem,
+        stop=s.stop,
     )
 
 

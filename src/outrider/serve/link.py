@@ -106,6 +106,7 @@ class End(msgspec.Struct):
     prompt_s: float
     decode_s: float
     problem: str | None
+    stop: str | None = None  # the stop string that ended it
 
 
 class Piece(msgspec.Struct, array_like=True):

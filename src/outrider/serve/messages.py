@@ -1,0 +1,391 @@
+"""`/v1/messages`: Anthropic's Messages, stateless as the other routes are. `/v1/messages/count_tokens` beside it.
+
+A request becomes the chat request that asks for the same; an answer becomes blocks of text and of tool use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from outrider.errors import InvalidRequest
+from outrider.serve.call import Call, parts_of
+from outrider.serve.errors import ApiError
+from outrider.serve.link import Piece
+from outrider.serve.tool_text import CallArguments, CallBegin, CallEnd, Text, ToolReader
+from outrider.serve.tools import ToolRequest, call_id
+from outrider.serve.wire import ChatRequest, Count, Sampling
+
+Json = dict[str, Any]
+
+
+class CountTokensRequest(Sampling, kw_only=True):
+    """What a prompt is made of; all that a message is asked for with may be sent along."""
+
+    messages: list[Json]
+    system: str | list[Json] | None = None
+    stop_sequences: list[str] | None = None
+    tools: list[Json] | None = None
+    tool_choice: Json | None = None
+    thinking: Json | None = None
+    output_config: Json | None = None
+    context_management: Json | None = None
+
+
+class MessagesRequest(CountTokensRequest, kw_only=True):
+    max_tokens: Count  # it must be sent here
+
+
+# ------------------------------------------------------------------------------------------- to a chat request
+
+# Fields of the other routes: what they are called here.
+_ELSEWHERE = {
+    "n": "one answer is given",
+    "stop": "use stop_sequences",
+    "response_format": "use output_config",
+}
+
+
+def as_chat(asked: CountTokensRequest) -> ChatRequest:
+    """The same request as chat has it."""
+    for name, instead in _ELSEWHERE.items():
+        if getattr(asked, name) is not None:
+            raise InvalidRequest(f"{name} is not known here: {instead}", name)
+    _check_thinking(asked.thinking)
+    _check_context(asked.context_management)
+    shared = {name: getattr(asked, name) for name in Sampling.__struct_fields__}
+    messages = _Conversation(asked).messages
+    choice, parallel = _chat_choice(asked.tool_choice)
+    return ChatRequest(
+        **shared
+        | {
+            "messages": messages,
+            "stop": asked.stop_sequences,
+            "response_format": (asked.output_config or {}).get("format"),
+            "tools": _chat_tools(asked.tools),
+            "tool_choice": choice,
+            "parallel_tool_calls": parallel,
+            "continue_final_message": messages[-1]["role"] == "assistant",
+        }
+    )
+
+
+def _check_thinking(thinking: Json | None) -> None:
+    """A model that decides by itself how much to think may decide not to; one that is told to cannot obey."""
+    kind = None if thinking is None else thinking.get("type")
+    if kind not in (None, "disabled", "adaptive"):
+        raise InvalidRequest(
+            f"thinking of type {kind!r:.40} is not supported: leave it out, or send type 'disabled'",
+            "thinking",
+        )
+
+
+def _check_context(management: Json | None) -> None:
+    """There are no thoughts to clear; everything else would change what the model reads."""
+    for i, edit in enumerate(_list((management or {}).get("edits"), "context_management.edits")):
+        kind = edit.get("type")
+        if not str(kind).startswith("clear_thinking"):
+            where = f"context_management.edits[{i}]"
+            raise InvalidRequest(
+                f"{where} of type {kind!r:.40} is not supported: shorten the conversation yourself", where
+            )
+
+
+class _Conversation:
+    """Turns as chat has them. Turns of one role in a row become one, as they do at Anthropic."""
+
+    def __init__(self, asked: CountTokensRequest) -> None:
+        self.messages: list[Json] = []
+        self.calls: set[str] = set()  # ids of tool uses so far
+        if asked.system:
+            self._add("system", _text(asked.system, "system"))
+        if not asked.messages:
+            raise InvalidRequest("messages must have at least one message", "messages")
+        for i, message in enumerate(asked.messages):
+            self._turn(message, f"messages[{i}]")
+        if self.messages[-1].get("tool_calls"):
+            raise InvalidRequest("the last message uses a tool: send its tool_result after it", "messages")
+
+    def _turn(self, message: Json, where: str) -> None:
+        role, content = message.get("role"), message.get("content")
+        if role not in ("user", "assistant", "system"):
+            raise InvalidRequest(
+                f"{where}.role must be 'user', 'assistant' or 'system', not {role!r:.40}", f"{where}.role"
+            )
+        if isinstance(content, str):
+            self._add(role, content)
+            return
+        for k, block in enumerate(_list(content, f"{where}.content", "a text or a list of blocks")):
+            self._block(role, block, f"{where}.content[{k}]")
+
+    def _block(self, role: str, block: Json, where: str) -> None:
+        kind = block.get("type")
+        if kind == "text":
+            self._add(role, _field(block, "text", str, where))
+        elif kind == "tool_use" and role == "assistant":
+            self._call(block, where)
+        elif kind == "tool_result" and role == "user":
+            self._result(block, where)
+        else:
+            raise InvalidRequest(
+                f"{where} of type {kind!r:.40} is not supported in a turn of the {role}: this server reads text, "
+                "tool_use (of the assistant) and tool_result (of the user)",
+                where,
+            )
+
+    def _call(self, block: Json, where: str) -> None:
+        name, given = _field(block, "id", str, where), _field(block, "input", dict, where)
+        function = {"name": _field(block, "name", str, where), "arguments": given}
+        self.calls.add(name)
+        turn = self._add("assistant")
+        turn.setdefault("tool_calls", []).append({"id": name, "type": "function", "function": function})
+
+    def _result(self, block: Json, where: str) -> None:
+        name = _field(block, "tool_use_id", str, where)
+        if name not in self.calls:
+            raise InvalidRequest(
+                f"{where}.tool_use_id {name!r:.80} names no tool_use that came before", f"{where}.tool_use_id"
+            )
+        text = _text(block.get("content") or "", f"{where}.content")
+        if block.get("is_error"):
+            text = f"Error: {text}" if text else "Error"
+        self.messages.append({"role": "tool", "tool_call_id": name, "content": text})
+
+    def _add(self, role: str, text: str | None = None) -> Json:
+        """The turn of this role, which the last one is if it can be; with the text, if there is one."""
+        if not self.messages or self.messages[-1]["role"] != role:
+            self.messages.append({"role": role, "content": text or ""})
+        elif text is not None:
+            said = self.messages[-1]["content"]
+            self.messages[-1]["content"] = f"{said}\n{text}" if said else text
+        return self.messages[-1]
+
+
+def _text(content: Any, where: str) -> str:
+    """A text, or the lines of its text blocks."""
+    if isinstance(content, str):
+        return content
+    lines = []
+    for i, block in enumerate(_list(content, where, "a text or a list of text blocks")):
+        if block.get("type") != "text":
+            kind = block.get("type")
+            raise InvalidRequest(
+                f"{where}[{i}] of type {kind!r:.40} is not supported: only text is read here", f"{where}[{i}]"
+            )
+        lines.append(_field(block, "text", str, f"{where}[{i}]"))
+    return "\n".join(lines)
+
+
+def _list(value: Any, where: str, what: str = "a list of objects") -> Iterable[Json]:
+    if value is None and what == "a list of objects":
+        return []
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise InvalidRequest(f"{where} must be {what}", where)
+    return value
+
+
+_KINDS: dict[type, str] = {str: "a text", dict: "an object"}
+
+
+def _field(block: Json, name: str, kind: type, where: str) -> Any:
+    if not isinstance(block.get(name), kind):
+        raise InvalidRequest(f"{where}.{name} must be {_KINDS[kind]}", f"{where}.{name}")
+    return block[name]
+
+
+def _chat_tools(tools: list[Json] | None) -> list[Json] | None:
+    return None if tools is None else [_chat_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
+
+
+def _chat_tool(tool: Json, where: str) -> Json:
+    kind = tool.get("type")
+    if kind not in (None, "custom"):
+        raise InvalidRequest(
+            f"{where} of type {kind!r:.40} is not supported: this server runs no tools itself, so send those that "
+            "you run, with a name and an input_schema",
+            f"{where}.type",
+        )
+    if tool.get("defer_loading"):
+        raise InvalidRequest(f"{where}.defer_loading is not supported: tools are all shown", where)
+    schema = _field(tool, "input_schema", dict, where)
+    if tool.get("input_examples"):
+        schema = {**schema, "examples": tool["input_examples"]}
+    function = {"name": _field(tool, "name", str, where), "parameters": schema}
+    function |= {name: tool[name] for name in ("description", "strict") if name in tool}
+    return {"type": "function", "function": function}
+
+
+def _chat_choice(choice: Json | None) -> tuple[Any, bool | None]:
+    """Chat's tool_choice and parallel_tool_calls."""
+    if choice is None:
+        return None, None
+    kind, single = choice.get("type"), choice.get("disable_parallel_tool_use")
+    if not isinstance(single, (bool, type(None))):
+        where = "tool_choice.disable_parallel_tool_use"
+        raise InvalidRequest(f"{where} must be true or false", where)
+    parallel = None if single is None else not single
+    if kind == "tool":
+        name = _field(choice, "name", str, "tool_choice")
+        return {"type": "function", "function": {"name": name}}, parallel
+    modes = {"auto": "auto", "any": "required", "none": "none"}
+    if kind not in modes:
+        raise InvalidRequest(
+            f"tool_choice.type must be 'auto', 'any', 'tool' or 'none', not {kind!r:.40}", "tool_choice.type"
+        )
+    return modes[kind], parallel
+
+
+# ------------------------------------------------------------------------------------------------- the answer
+
+
+class Messages:
+    """One answer as blocks: what was said, and tools used."""
+
+    def __init__(self, call: Call, tools: ToolRequest, narrowed: bool) -> None:
+        """`narrowed`: there was less room for the answer than was asked for."""
+        self.call, self.narrowed = call, narrowed
+        self.reader = ToolReader(call.model.tool_format, tools) if tools.allowed else None
+        self.blocks: list[Json] = []
+        self.written: list[str] = []  # of the open block
+        self.open = False
+
+    def begin(self) -> list[Json]:
+        usage = {"input_tokens": len(self.call.jobs[0].prompt), "output_tokens": 0}
+        return [{"type": "message_start", "message": self._message([], None, usage)}]
+
+    def feed(self, prompt: int, piece: Piece) -> list[Json]:
+        self.call.take(prompt, piece)
+        events: list[Json] = []
+        for part in parts_of(piece, self.reader):
+            if isinstance(part, Text):
+                events += self._say(part.text)
+            elif isinstance(part, CallBegin):
+                events += [*self._close(), *self._open_call(part)]
+            elif isinstance(part, CallArguments):
+                events.append(self._delta({"type": "input_json_delta", "partial_json": part.text}))
+                self.written.append(part.text)
+            elif isinstance(part, CallEnd):
+                events += self._close()
+        return events
+
+    def finish(self) -> list[Json]:
+        events = self._close()
+        reason, sequence = self._ending()
+        delta = {"stop_reason": reason, "stop_sequence": sequence}
+        extras = {**self.call.choice_extras(self.call.flat[0]), **self.call.extras()}
+        last = {"type": "message_delta", "delta": delta, "usage": self._usage(), **extras}
+        return [*events, last, {"type": "message_stop"}]
+
+    def body(self) -> Json:
+        self._close()
+        reason, sequence = self._ending()
+        extras = {**self.call.choice_extras(self.call.flat[0]), **self.call.extras()}
+        return {**self._message(self.blocks, reason, self._usage(), sequence), **extras}
+
+    # ------------------------------------------------------------------------------------------------- blocks
+
+    @property
+    def _index(self) -> int:
+        return len(self.blocks) - 1
+
+    def _say(self, text: str) -> list[Json]:
+        begun = []
+        if not self.open:
+            begun = self._open({"type": "text", "text": ""})
+        self.written.append(text)
+        return [*begun, self._delta({"type": "text_delta", "text": text})]
+
+    def _open_call(self, begun: CallBegin) -> list[Json]:
+        name = "toolu_" + call_id(self.call.seed, 0, begun.index).removeprefix("call_")
+        return self._open({"type": "tool_use", "id": name, "name": begun.name, "input": {}})
+
+    def _open(self, block: Json) -> list[Json]:
+        self.blocks.append(block)
+        self.written, self.open = [], True
+        return [{"type": "content_block_start", "index": self._index, "content_block": dict(block)}]
+
+    def _delta(self, delta: Json) -> Json:
+        return {"type": "content_block_delta", "index": self._index, "delta": delta}
+
+    def _close(self) -> list[Json]:
+        if not self.open:
+            return []
+        block, written = self.blocks[-1], "".join(self.written)
+        block |= {"text": written} if block["type"] == "text" else {"input": _input(written)}
+        self.open = False
+        return [{"type": "content_block_stop", "index": self._index}]
+
+    # ---------------------------------------------------------------------------------------------- the whole
+
+    def _message(
+        self, blocks: list[Json], reason: str | None, usage: Json, sequence: str | None = None
+    ) -> Json:
+        return {
+            "id": self.call.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self.call.shown,
+            "content": blocks,
+            "stop_reason": reason,
+            "stop_sequence": sequence,
+            "usage": usage,
+        }
+
+    def _ending(self) -> tuple[str, str | None]:
+        """Why it ended, and the stop sequence that did it."""
+        choice = self.call.flat[0]
+        if choice.finish_reason == "length":
+            return "model_context_window_exceeded" if self.narrowed else "max_tokens", None
+        if choice.end is not None and choice.end.stop is not None:
+            return "stop_sequence", choice.end.stop
+        return "tool_use" if any(block["type"] == "tool_use" for block in self.blocks) else "end_turn", None
+
+    def _usage(self) -> Json:
+        """Anthropic's input tokens are those that were not found in the cache."""
+        usage = self.call.usage()
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        details = usage["completion_tokens_details"]
+        return {
+            "input_tokens": usage["prompt_tokens"] - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {
+                "thinking_tokens": details["reasoning_tokens"],
+                "accepted_prediction_tokens": details["accepted_prediction_tokens"],
+                "rejected_prediction_tokens": details["rejected_prediction_tokens"],
+            },
+        }
+
+
+def _input(written: str) -> Json:
+    """A tool's input as an object. What a model wrote that is none, or was cut off, is kept as it is."""
+    try:
+        value = msgspec.json.decode(written or "{}")
+    except (msgspec.DecodeError, RecursionError):
+        value = None
+    return value if isinstance(value, dict) else {"INVALID_JSON": written}
+
+
+# --------------------------------------------------------------------------------------------------- errors
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def error_body(error: ApiError, request_id: str | None = None) -> Json:
+    """An error as Anthropic's clients know it."""
+    inner = error.body()["error"]
+    inner["type"] = _TYPES.get(error.status, "invalid_request_error")
+    return {"type": "error", "error": inner, **({"request_id": request_id} if request_id else {})}
