@@ -11,10 +11,10 @@ PROMPT ?= In three sentences, what does an outrider do?
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format bench clean
+.PHONY: help install demo test test-all lint format bench clean
 
 help: ## list these commands
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "make %-9s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "make %-13s %s\n", $$1, $$2}'
 
 install: $(INSTALLED) ## make .venv, install Outrider into it, build the C kernels
 
@@ -33,8 +33,12 @@ demo: install ## fetch the built-in model and answer a prompt
 	$(BIN)/outrider models pull $(MODEL)
 	$(BIN)/outrider generate $(MODEL) --prompt "$(PROMPT)" --temperature 0 --max-tokens 120 --stats $(ARGS)
 
-test: install ## run the whole test suite
-	$(BIN)/python -m pytest $(ARGS)
+# A worker a core; `ARGS="tests/cli -x"`, `ARGS=--pdb` and single files run as pytest alone would run them.
+test: install ## run the tests: a few minutes
+	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
+
+test-all: install ## run the tests and the long sweeps too: before work on kernels is done
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "" $(ARGS)
 
 lint: install ## check style, format and types
 	$(BIN)/ruff check .

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
+from zlib import crc32
 
+import hypothesis
 import pytest
 import torch
 
 from outrider import LLM, Settings
+from outrider.load.find import find
+from outrider.settings import cache_folder, usable_cores
 
 if (
     not torch.cuda.is_available()
@@ -17,6 +23,14 @@ if (
     os.environ["TRITON_INTERPRET"] = "1"
 
 KEPT = {"OUTRIDER_CACHE"}  # where the model and the kernels already are
+BUILT_IN = {"llm", "smollm2", "served_real"}  # fixtures of the built-in model
+MOST_WORKERS = 8  # each may hold the built-in model and a few servers
+
+# Other examples in every run, none kept: a failure prints what brings it back.
+hypothesis.settings.register_profile(
+    "outrider", derandomize=False, deadline=None, database=None, print_blob=True
+)
+hypothesis.settings.load_profile("outrider")
 
 
 def pytest_configure() -> None:
@@ -24,13 +38,53 @@ def pytest_configure() -> None:
     for name in set(os.environ) - KEPT:
         if name.startswith("OUTRIDER_"):
             del os.environ[name]
+    keep_to_one_core()
+
+
+def keep_to_one_core() -> None:
+    """Side by side every worker has a core to itself, and so have the servers and commands that it starts: two
+    pools of threads over the same cores wait for each other at every barrier.
+    """
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+    if worker and hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
+        torch.set_num_threads(1)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """One a core, which a container may have fewer of than its machine; none for single files and tests."""
+    single = all(".py" in argument for argument in config.args)
+    return 0 if single else min(usable_cores(), MOST_WORKERS)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Whatever uses the built-in model is marked so: `-m "not model"` needs no download."""
     for item in items:
-        if "llm" in getattr(item, "fixturenames", ()):
+        if BUILT_IN.intersection(getattr(item, "fixturenames", ())):
             item.add_marker("model")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """The same random tensors whatever ran before; and the built-in model, which workers fetch one at a time."""
+    torch.manual_seed(crc32(item.nodeid.encode()))
+    if item.get_closest_marker("model"):
+        cache_folder().mkdir(parents=True, exist_ok=True)
+        with open(cache_folder() / ".tests.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            find("smollm2-135m", cache_folder())
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interruptible() -> Iterator[None]:
+    """Commands that tests start obey Ctrl-C, even where the suite itself was started to ignore it (nohup, CI)."""
+    before = signal.getsignal(signal.SIGINT)
+    if before == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    if before == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="session")

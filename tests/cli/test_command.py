@@ -1,9 +1,14 @@
-"""The installed command in a process of its own: how soon it answers, and how it is interrupted."""
+"""The installed command in a process of its own: how soon it answers, and how it is interrupted.
+
+What it is interrupted in is an answer of the letter x that would take minutes, of a model that loads at once: nothing
+here depends on who is quicker.
+"""
 
 from __future__ import annotations
 
 import os
 import pty
+import resource
 import select
 import signal
 import subprocess
@@ -14,26 +19,40 @@ from pathlib import Path
 
 import pytest
 
-from outrider import LLM, __version__
+from outrider import __version__
+from tests.load.tiny import vocabulary
+from tests.serve.conftest import write_tiny
 
 OUTRIDER = str(Path(sys.executable).with_name("outrider"))
-LONG = ("--ignore-eos", "--max-tokens", "1500", "--temperature", "0")
+LONG = ("--max-tokens", "100000", "--temperature", "0", "--logit-bias", f"{vocabulary().index('x')}=100")
+LONG += ("--speculate", "off", "--threads", "1")
 
 
-def test_help_answers_within_half_a_second() -> None:
+@pytest.fixture(scope="module")
+def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model that may write for as long as it likes."""
+    folder = tmp_path_factory.mktemp("endless") / "tiny"
+    write_tiny(folder, context=1 << 17)
+    return folder
+
+
+def test_help_takes_less_than_half_a_second() -> None:
     spent = []
-    for _ in range(5):  # the best of a few: other work on the machine is not the command's
-        begin = time.perf_counter()
+    for _ in range(
+        3
+    ):  # of a core's time, and the best of a few: other work on the machine is not the command's
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         help_text = subprocess.run([OUTRIDER, "--help"], capture_output=True, text=True, check=True).stdout
-        spent.append(time.perf_counter() - begin)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        spent.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     assert all(command in help_text for command in ("generate", "chat", "models"))
     assert min(spent) < 0.5, spent
 
 
-@pytest.mark.parametrize("heavy", ["torch", "numpy", "transformers", "huggingface_hub"])
-def test_the_command_line_loads_nothing_heavy_before_it_must(heavy: str) -> None:
-    code = f"import sys, outrider.cli.main; sys.exit({heavy!r} in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+def test_the_command_line_loads_nothing_heavy_before_it_must() -> None:
+    heavy = {"torch", "numpy", "transformers", "huggingface_hub"}
+    code = f"import sys, outrider.cli.main; print(*{heavy!r} & set(sys.modules))"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "\n"
 
 
 def test_version_and_module() -> None:
@@ -42,47 +61,40 @@ def test_version_and_module() -> None:
         assert out == f"outrider {__version__}\n"
 
 
-def start(*args: str) -> subprocess.Popen[bytes]:
+def start(*args: object) -> subprocess.Popen[bytes]:
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen([OUTRIDER, *args], **streams)  # type: ignore[call-overload,no-any-return]
+    return subprocess.Popen([OUTRIDER, *map(str, args)], **streams)  # type: ignore[call-overload,no-any-return]
 
 
-@pytest.mark.model
-def test_streams_until_ctrl_c(llm: LLM) -> None:
-    command = start("generate", "smollm2-135m", "Tell me a long story.", *LONG)
+def test_streams_until_ctrl_c(endless: Path) -> None:
+    command = start("generate", endless, "Tell me a long story.", *LONG)
     assert command.stdout and command.stderr
-    first = os.read(command.stdout.fileno(), 4096).decode()
-    time.sleep(0.5)
-    more = os.read(command.stdout.fileno(), 4096).decode()
-    assert first and more  # in pieces, long before the end
+    pieces = [os.read(command.stdout.fileno(), 4096).decode() for _ in range(2)]
+    assert all(pieces)  # long before the end
     command.send_signal(signal.SIGINT)
-    rest, err = command.communicate(timeout=30)
+    rest, err = command.communicate(timeout=60)
     assert (command.returncode, err) == (130, b"")
-    begun = first + more + rest.decode()
-    ids = llm.chat_ids([{"role": "user", "content": "Tell me a long story."}])
-    written = len(llm.tokenizer.encode(begun))
-    assert llm.generate(ids, temperature=0, max_tokens=written + 2)[0].text.startswith(begun)
+    assert set("".join(pieces) + rest.decode()) == {"x"} and len(rest) < 90_000
 
 
-@pytest.mark.model
-def test_a_closed_pipe_ends_it_quietly() -> None:
-    command = start("generate", "smollm2-135m", "Tell me a long story.", *LONG)
+def test_a_closed_pipe_ends_it_quietly(endless: Path) -> None:
+    command = start("generate", endless, "Tell me a long story.", *LONG)
     assert command.stdout and command.stderr
     assert command.stdout.read(1)
     command.stdout.close()
-    begin = time.perf_counter()
-    assert (command.wait(timeout=30), command.stderr.read()) == (141, b"")
-    assert time.perf_counter() - begin < 10  # 1500 tokens would take longer
+    assert (command.wait(timeout=60), command.stderr.read()) == (141, b"")
 
 
 class Terminal:
     """A command with a terminal of its own."""
 
-    def __init__(self, *args: str) -> None:
+    def __init__(self, *args: object) -> None:
         self.fd, theirs = pty.openpty()
         env = os.environ | {"TERM": "dumb", "NO_COLOR": "1"}
         streams = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
-        self.command = subprocess.Popen([OUTRIDER, *args], env=env, start_new_session=True, **streams)
+        self.command = subprocess.Popen(
+            [OUTRIDER, *map(str, args)], env=env, start_new_session=True, **streams
+        )
         os.close(theirs)
         self.seen = ""
 
@@ -103,24 +115,23 @@ class Terminal:
 
 
 @pytest.fixture
-def terminal() -> Iterator[Terminal]:
-    opened = Terminal("chat", "smollm2-135m", *LONG)
+def terminal(endless: Path) -> Iterator[Terminal]:
+    opened = Terminal("chat", endless, *LONG)
     yield opened
     opened.command.kill()
     opened.command.wait()
     os.close(opened.fd)
 
 
-@pytest.mark.model
 def test_ctrl_c_stops_the_turn_and_not_the_chat(terminal: Terminal) -> None:
     terminal.wait_for("> ")
     terminal.type("Count from one to one thousand.\n")
     terminal.wait_for("\n")  # the echo
-    terminal.wait_for(" ")  # the answer has begun
+    terminal.wait_for("xx")  # the answer has begun
     terminal.interrupt()
-    terminal.wait_for("> ", seconds=20)
+    terminal.wait_for("> ")
     time.sleep(0.3)  # readline shows its prompt a moment before it listens
     terminal.interrupt()  # a fresh line
     terminal.wait_for("> ")
     terminal.type("/quit\n")
-    assert terminal.command.wait(timeout=20) == 0
+    assert terminal.command.wait(timeout=60) == 0

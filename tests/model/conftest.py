@@ -5,11 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.model.families import KERNELS
-
-torch.set_num_threads(2)
 
 
 @pytest.fixture(scope="session")

@@ -132,7 +132,7 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def write_tiny(folder: Path) -> None:
+def write_tiny(folder: Path, context: int = 2048) -> None:
     """Heads of 16, so that the C kernels run it."""
     folder.mkdir()
     config = tiny_config(vocab=len(vocabulary()))
@@ -140,7 +140,7 @@ def write_tiny(folder: Path) -> None:
         hidden_size=config.hidden,
         head_dim=config.head_dim,
         intermediate_size=config.intermediate,
-        max_position_embeddings=2048,
+        max_position_embeddings=context,
     )
     (folder / "config.json").write_text(json.dumps(shape))
     words = {"eos_token": "<|end|>", "chat_template": TEMPLATE}
