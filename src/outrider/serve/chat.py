@@ -2,13 +2,82 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from starlette.responses import Response
+
+from outrider.errors import InvalidRequest
+from outrider.serve.answer import answer
 from outrider.serve.call import Call, Choice, parts_of
+from outrider.serve.limits import check_schema
 from outrider.serve.link import Piece, Score
+from outrider.serve.model import ServedModel
+from outrider.serve.request import Request
+from outrider.serve.routes import post
+from outrider.serve.service import Service
 from outrider.serve.tool_text import CallArguments, CallBegin, Text, ToolReader
-from outrider.serve.tools import ToolRequest, call_id
+from outrider.serve.tools import ToolRequest, call_id, check_tools, with_tools
+from outrider.serve.tools import grammar_of as grammar_of_tools
+from outrider.serve.wire import ChatRequest, grammar_of, sampling_params
+
+
+async def answer_chat(request: Request) -> Response:
+    asked = await request.read(ChatRequest)
+    service = request.service
+    if len(asked.messages) > service.settings.max_messages:
+        raise InvalidRequest(f"at most {service.settings.max_messages} messages are allowed", "messages")
+    tools = check_tools(asked.tools, asked.tool_choice, asked.parallel_tool_calls)
+    grammar = tool_grammar(service, asked, tools)
+    params = sampling_params(asked, service.defaults, service.settings, grammar)
+    if asked.logprobs:
+        params = replace(params, logprobs=asked.top_logprobs or 0)
+    elif asked.top_logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
+    prompt = await request.in_pool(chat_ids, service.model, asked, tools)
+    length = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
+    fitted = service.fitted(asked, prompt, params, length)
+    return await answer(
+        request, asked, [fitted], "chatcmpl-", lambda call: Chat(call, tools, bool(asked.logprobs))
+    )
+
+
+def chat_ids(model: ServedModel, asked: ChatRequest, tools: ToolRequest) -> list[int]:
+    """The conversation as the model's template writes it. A template may take its time."""
+    source = "" if model.template is None else model.template.source
+    messages = asked.messages
+    if "developer" not in source:  # OpenAI's later name for the system's role
+        messages = [{**m, "role": "system"} if m.get("role") == "developer" else m for m in messages]
+    messages, shown = with_tools(messages, tools.shown, model.tool_format, source)
+    return model.chat_ids(
+        messages,
+        shown,
+        asked.chat_template_kwargs,
+        ask=asked.add_generation_prompt is not False,
+        go_on=asked.continue_final_message is True,
+    )
+
+
+def tool_grammar(service: Service, asked: ChatRequest, tools: ToolRequest) -> dict[str, str] | None:
+    """What holds the answer to the tools' schemas, where a call is demanded or they are strict."""
+    model, settings = service.model, service.settings
+    forced = grammar_of_tools(tools, model.tool_format, model.tokens) if tools.allowed else None
+    if forced is not None:
+        _check_tool_schemas(tools, forced["lark"], settings.max_schema_bytes, settings.max_depth)
+    if tools.allowed and grammar_of(asked, settings) is not None:
+        raise InvalidRequest(
+            "a form for the answer leaves no room for tool calls; set tool_choice to 'none'",
+            "response_format",
+        )
+    return forced
+
+
+def _check_tool_schemas(tools: ToolRequest, grammar: str, most: int, deepest: int) -> None:
+    """What is compiled for tools has the limits of what is compiled for answers."""
+    for function in tools.allowed:
+        check_schema(function.parameters or {}, most, deepest, f"tools.{function.name}.parameters")
+    if len(grammar) > most:
+        raise InvalidRequest(f"together the tools have more than {most} bytes to be held to", "tools")
 
 
 @dataclass(slots=True)
@@ -113,3 +182,6 @@ class Chat:
 
     def _logprobs(self, scores: list[Score]) -> dict[str, Any]:
         return {"content": self.call.scored_tokens(scores), "refusal": None}
+
+
+ROUTES = (post("/v1/chat/completions", answer_chat, ChatRequest, "Answer a conversation."),)

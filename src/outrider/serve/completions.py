@@ -2,12 +2,39 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+from starlette.responses import Response
+
 from outrider.errors import InvalidRequest
+from outrider.serve.answer import answer
 from outrider.serve.call import Call, Choice
 from outrider.serve.link import Piece, Score
 from outrider.serve.model import ServedModel
+from outrider.serve.request import Request
+from outrider.serve.routes import post
+from outrider.serve.wire import CompletionRequest, sampling_params
+
+DEFAULT_LENGTH = 16  # what OpenAI writes here unless told otherwise
+MOST_ANSWERS = 1024  # of one call; each is looked at whenever another ends
+
+
+async def answer_completion(request: Request) -> Response:
+    asked = await request.read(CompletionRequest)
+    service = request.service
+    params = sampling_params(asked, service.defaults, service.settings, None)
+    echo, scored = bool(asked.echo), asked.logprobs is not None
+    if scored:
+        params = replace(params, logprobs=asked.logprobs, prompt_logprobs=asked.logprobs if echo else None)
+    prompts = await request.in_pool(read_prompts, asked.prompt, service.model, service.settings.max_prompts)
+    if len(prompts) * params.n > MOST_ANSWERS:
+        raise InvalidRequest(f"n times the number of prompts may be at most {MOST_ANSWERS}", "n")
+    length = service.length or DEFAULT_LENGTH if asked.max_tokens is None else asked.max_tokens
+    fitted = [service.fitted(asked, prompt, params, length) for prompt in prompts]
+    return await answer(
+        request, asked, fitted, "cmpl-", lambda call: Completions(call, echo, scored, silent=length == 0)
+    )
 
 
 def read_prompts(prompt: Any, model: ServedModel, most: int) -> list[list[int]]:
@@ -115,3 +142,6 @@ class Completions:
             shown["text_offset"].append(self.offsets.get(index, 0))
             self.offsets[index] = self.offsets.get(index, 0) + len(text)
         return shown
+
+
+ROUTES = (post("/v1/completions", answer_completion, CompletionRequest, "Continue texts."),)

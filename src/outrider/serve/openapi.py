@@ -1,4 +1,4 @@
-"""The server's OpenAPI document, made from the structs that requests are read with."""
+"""The server's OpenAPI document, made from the routes and the structs that requests are read with."""
 
 from __future__ import annotations
 
@@ -8,30 +8,8 @@ from typing import Any
 import msgspec
 
 from outrider import __version__
-from outrider.serve.wire import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    ResponsesRequest,
-    TokenizeRequest,
-)
+from outrider.serve.routes import Endpoint
 
-POSTS: dict[str, tuple[type[msgspec.Struct], str]] = {
-    "/v1/chat/completions": (ChatRequest, "Answer a conversation."),
-    "/v1/completions": (CompletionRequest, "Continue texts."),
-    "/v1/responses": (ResponsesRequest, "Answer a conversation, stateless."),
-    "/tokenize": (TokenizeRequest, "Text to token ids."),
-    "/detokenize": (DetokenizeRequest, "Token ids to text."),
-}
-GETS = {
-    "/v1/models": "What is served.",
-    "/health": "200 when requests are taken, else 503.",
-    "/ping": "The same.",
-    "/version": "The version.",
-    "/metrics": "Counters for Prometheus.",
-    "/openapi.json": "This document.",
-    "/": "The routes.",
-}
 STATUSES = {
     "400": "The request is wrong; `param` says where.",
     "401": "No valid key.",
@@ -49,18 +27,18 @@ STATUSES = {
 
 
 @cache
-def document() -> dict[str, Any]:
-    _, schemas = msgspec.json.schema_components(
-        [kind for kind, _ in POSTS.values()], ref_template="#/components/schemas/{name}"
-    )
-    paths: dict[str, Any] = {path: {"get": _operation(text)} for path, text in GETS.items()}
-    name = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
-    paths["/v1/models/{model}"] = {"get": {**_operation("One of them."), "parameters": [name]}}
-    for path, (kind, text) in POSTS.items():
-        body = {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}
-        operation = _operation(text)
-        operation["requestBody"] = {"required": True, "content": {"application/json": body}}
-        paths[path] = {"post": operation}
+def document(routes: tuple[Endpoint, ...]) -> dict[str, Any]:
+    bodies = [route.body for route in routes if route.body]
+    _, schemas = msgspec.json.schema_components(bodies, ref_template="#/components/schemas/{name}")
+    paths: dict[str, Any] = {}
+    for route in routes:
+        operation = _operation(route.summary)
+        if route.param_convertors:
+            operation["parameters"] = [_path_parameter(name) for name in route.param_convertors]
+        if route.body:
+            reference = {"schema": {"$ref": f"#/components/schemas/{route.body.__name__}"}}
+            operation["requestBody"] = {"required": True, "content": {"application/json": reference}}
+        paths[route.path_format] = {route.method.lower(): operation}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Outrider", "version": __version__},
@@ -71,6 +49,10 @@ def document() -> dict[str, Any]:
         },
         "security": [{"key": []}],
     }
+
+
+def _path_parameter(name: str) -> dict[str, Any]:
+    return {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
 
 
 def _operation(text: str) -> dict[str, Any]:

@@ -5,14 +5,39 @@ with every request.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+from starlette.responses import Response
+
 from outrider.errors import InvalidRequest
+from outrider.serve.answer import answer
 from outrider.serve.call import Call, parts_of
+from outrider.serve.chat import chat_ids, tool_grammar
 from outrider.serve.link import Piece
+from outrider.serve.request import Request
+from outrider.serve.routes import post
 from outrider.serve.tool_text import CallArguments, CallBegin, CallEnd, Text, ToolReader
-from outrider.serve.tools import ToolRequest, call_id
-from outrider.serve.wire import ChatRequest, ResponsesRequest, Sampling, text_of
+from outrider.serve.tools import ToolRequest, call_id, check_tools
+from outrider.serve.wire import ChatRequest, ResponsesRequest, Sampling, sampling_params, text_of
+
+
+async def answer_response(request: Request) -> Response:
+    asked = await request.read(ResponsesRequest)
+    service, chat = request.service, as_chat(asked)
+    if len(chat.messages) > service.settings.max_messages:
+        raise InvalidRequest(f"at most {service.settings.max_messages} input items are allowed", "input")
+    wanted = check_tools(chat.tools, chat.tool_choice, chat.parallel_tool_calls)
+    grammar = tool_grammar(service, chat, wanted)
+    params = sampling_params(chat, service.defaults, service.settings, grammar)
+    scored = "message.output_text.logprobs" in (asked.include or ()) or bool(asked.top_logprobs)
+    if scored:
+        params = replace(params, logprobs=asked.top_logprobs or 0)
+    prompt = await request.in_pool(chat_ids, service.model, chat, wanted)
+    fitted = service.fitted(asked, prompt, params, asked.max_output_tokens)
+    return await answer(
+        request, asked, [fitted], "resp_", lambda call: Responses(call, asked, wanted, scored)
+    )
 
 
 def as_chat(asked: ResponsesRequest) -> ChatRequest:
@@ -243,3 +268,6 @@ class Responses:
             "output_tokens_details": usage["completion_tokens_details"],
             "total_tokens": usage["total_tokens"],
         }
+
+
+ROUTES = (post("/v1/responses", answer_response, ResponsesRequest, "Answer a conversation, stateless."),)

@@ -26,6 +26,7 @@ from outrider.serve.link import Start
 from outrider.serve.log import set_up_logging
 from outrider.serve.metrics import Metrics
 from outrider.serve.model import ServedModel
+from outrider.serve.service import Service
 from outrider.serve.settings import ServeSettings
 from outrider.settings import Memory, Settings, shown_size
 from outrider.types import SamplingParams
@@ -126,7 +127,7 @@ def run_server(
         start = Start(model, draft, dataclasses.asdict(settings), (serve.log_format, serve.log_level))
         metrics = Metrics()
         backend = Backend(start, serve, metrics)
-        return asyncio.run(_run(App(backend, serve, params, keys, metrics, length, given), sock))
+        return asyncio.run(_run(Service(backend, serve, params, keys, metrics, length, given), sock))
 
 
 def _bind(serve: ServeSettings) -> socket.socket:
@@ -146,9 +147,9 @@ def _bind(serve: ServeSettings) -> socket.socket:
     return sock
 
 
-async def _run(app: App, sock: socket.socket) -> int:
-    backend, serve = app.backend, app.settings
-    server = _http(app, serve)
+async def _run(service: Service, sock: socket.socket) -> int:
+    backend, serve = service.backend, service.settings
+    server = _http(App(service), serve)
     engine = asyncio.create_task(backend.run())
     web = asyncio.create_task(server.serve(sockets=[sock]))
     told = asyncio.Event()
@@ -156,7 +157,7 @@ async def _run(app: App, sock: socket.socket) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, lambda: (hurry if told.is_set() else told).set())
-    loop.add_signal_handler(signal.SIGHUP, _reload_keys, app)
+    loop.add_signal_handler(signal.SIGHUP, _reload_keys, service)
     greeting = asyncio.create_task(_greet(backend, serve, sock))
     stop = asyncio.create_task(told.wait())
     await asyncio.wait((engine, web, stop), return_when=asyncio.FIRST_COMPLETED)
@@ -165,7 +166,7 @@ async def _run(app: App, sock: socket.socket) -> int:
         code = 1
         print(f"error: {backend.problem or 'the server stopped'}", file=sys.stderr, flush=True)
     else:
-        await _drain(app, serve, hurry)
+        await _drain(service, hurry)
     backend.stop()
     await engine
     server.should_exit = True
@@ -196,21 +197,21 @@ def _http(app: App, serve: ServeSettings) -> Server:
     )
 
 
-def _reload_keys(app: App) -> None:
+def _reload_keys(service: Service) -> None:
     """SIGHUP: the key file has changed. A broken one changes nothing."""
     try:
-        app.keys = Keyring.of(app.settings)
-        log.info("keys read again", extra={"facts": {"keys": len(app.keys)}})
+        service.keys = Keyring.of(service.settings)
+        log.info("keys read again", extra={"facts": {"keys": len(service.keys)}})
     except OutriderError as problem:
         log.error("keys not read again: %s", problem)
 
 
-async def _drain(app: App, serve: ServeSettings, hurry: asyncio.Event) -> None:
+async def _drain(service: Service, hurry: asyncio.Event) -> None:
     """Take nothing new; let what runs end, as long as that may take; tell the rest."""
-    backend = app.backend
-    app.draining = backend.last_life = True
-    log.info("draining", extra={"facts": {"running": len(backend.jobs), "seconds": serve.drain_seconds}})
-    idle = asyncio.create_task(backend.wait_idle(serve.drain_seconds))
+    backend, seconds = service.backend, service.settings.drain_seconds
+    service.draining = backend.last_life = True
+    log.info("draining", extra={"facts": {"running": len(backend.jobs), "seconds": seconds}})
+    idle = asyncio.create_task(backend.wait_idle(seconds))
     impatient = asyncio.create_task(hurry.wait())
     await asyncio.wait((idle, impatient), return_when=asyncio.FIRST_COMPLETED)
     for task in (idle, impatient):

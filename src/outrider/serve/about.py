@@ -1,0 +1,91 @@
+"""What the server says of itself: its models, its health, its version, its metrics and its routes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.responses import Response
+
+from outrider import __version__
+from outrider.serve.errors import ApiError
+from outrider.serve.metrics import PREFIX
+from outrider.serve.openapi import document
+from outrider.serve.request import Reply, Request
+from outrider.serve.routes import Endpoint, get
+from outrider.serve.service import Service
+
+
+async def models(request: Request) -> Response:
+    """At once, also while the model is being loaded."""
+    service = request.service
+    shown = service.names[:2] if service.settings.served_name else service.names[:1]
+    return Reply({"object": "list", "data": [_model_card(service, name) for name in shown]})
+
+
+async def one_model(request: Request) -> Response:
+    name = request.path_params["model"]
+    if name not in request.service.names:
+        raise ApiError(404, f"the model {name!r} is not served here", param="model", code="model_not_found")
+    return Reply(_model_card(request.service, name))
+
+
+def _model_card(service: Service, name: str) -> dict[str, Any]:
+    model = service.backend.model
+    return {
+        "id": name,
+        "object": "model",
+        "created": int(service.begun),
+        "owned_by": "outrider",
+        "max_model_len": model.longest if model else None,
+        "drafter": model.drafter if model else None,
+    }
+
+
+async def health(request: Request) -> Response:
+    service = request.service
+    if service.draining:
+        return _unwell("draining")
+    if not service.backend.well:
+        return _unwell("stalled" if service.backend.state == "ready" else service.backend.state)
+    return Reply({"status": "ok"})
+
+
+def _unwell(state: str) -> Reply:
+    error = ApiError(503, f"not ready: {state}", code=state, after=1)
+    return Reply({"status": state, **error.body()}, 503, error.headers())
+
+
+async def version(request: Request) -> Response:
+    return Reply({"version": __version__})
+
+
+async def metrics(request: Request) -> Response:
+    service = request.service
+    prefixes = (PREFIX, "vllm:") if service.settings.metrics_compat == "vllm" else (PREFIX,)
+    text = service.metrics.text(service.names[0], prefixes)
+    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+async def openapi(request: Request) -> Response:
+    return Reply(document(_routes(request)))
+
+
+async def root(request: Request) -> Response:
+    plain = sorted(route.path for route in _routes(request) if not route.param_convertors)
+    return Reply({"name": "outrider", "version": __version__, "routes": plain})
+
+
+def _routes(request: Request) -> tuple[Endpoint, ...]:
+    return tuple(request.app.routes)
+
+
+ROUTES = (
+    get("/v1/models", models, "What is served."),
+    get("/v1/models/{model:path}", one_model, "One of them."),
+    get("/health", health, "200 when requests are taken, else 503."),
+    get("/ping", health, "The same."),
+    get("/version", version, "The version."),
+    get("/metrics", metrics, "Counters for Prometheus."),
+    get("/openapi.json", openapi, "This document."),
+    get("/", root, "The routes."),
+)

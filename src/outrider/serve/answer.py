@@ -1,0 +1,88 @@
+"""From token ids to an answer: what every endpoint that generates does once it knows its prompts."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+from starlette.responses import Response
+
+from outrider.errors import InvalidRequest
+from outrider.serve.backend import Stream
+from outrider.serve.call import Call, Dialect, Options
+from outrider.serve.errors import ApiError
+from outrider.serve.events import EventStream
+from outrider.serve.request import Reply, Request
+from outrider.serve.service import owner_of
+from outrider.serve.wire import ResponsesRequest, Sampling, StreamOptions, sent_as, wants_stats
+from outrider.types import SamplingParams
+
+MOST_SCORES = 2_000_000  # log-probabilities of one call; they take a few hundred megabytes
+
+
+async def answer(
+    request: Request,
+    asked: Sampling | ResponsesRequest,
+    prompts: list[tuple[list[int], SamplingParams]],
+    prefix: str,
+    make: Callable[[Call], Dialect],
+) -> Response:
+    """Run the prompts and write what comes in the dialect that `make` makes. `prefix`: of the answer's id."""
+    _check_scores(prompts)
+    service, settings = request.service, request.service.settings
+    if request.key is not None:
+        tokens = sum(len(prompt) + params.n * params.max_tokens for prompt, params in prompts)
+        service.admit(request.key, tokens)
+        request.reserved = tokens
+    deadline = asyncio.get_running_loop().time() + settings.request_timeout
+    try:
+        owner = owner_of(request.key, getattr(asked, "cache_salt", None))
+        stream = await request.while_there(service.backend.open(prompts, owner, deadline))
+    except ApiError as error:
+        error.param = sent_as(error.param, asked)
+        raise
+    request.running = stream
+    name = prefix + hashlib.sha256(f"{request.id} {stream.jobs[0].id}".encode()).hexdigest()[:24]
+    options = _options(asked, settings.stream_padding)
+    request.call = Call(
+        name, service.model, service.names[0], stream.jobs, options, service.metrics, request.arrived
+    )
+    dialect = make(request.call)
+    if asked.stream:
+        return EventStream(dialect, stream, settings, deadline)
+    return Reply(await request.while_there(_whole(dialect, stream, deadline)))
+
+
+async def _whole(dialect: Dialect, stream: Stream, deadline: float) -> dict[str, Any]:
+    async for batch in stream.batches(deadline, 0.0):
+        for index, piece in batch:
+            dialect.feed(index, piece)
+    return dialect.body()
+
+
+def _options(asked: Sampling | ResponsesRequest, padding: bool) -> Options:
+    how = asked.stream_options or StreamOptions()
+    return Options(
+        usage=bool(how.include_usage or how.continuous_usage_stats),
+        running_usage=bool(how.continuous_usage_stats),
+        padding=padding if how.include_obfuscation is None else how.include_obfuscation,
+        stats=wants_stats(asked.speculative_decoding),
+        token_ids=bool(getattr(asked, "return_token_ids", None)),
+    )
+
+
+def _check_scores(prompts: list[tuple[list[int], SamplingParams]]) -> None:
+    """All log-probabilities of a call are held until it ends."""
+    most = 0
+    for prompt, params in prompts:
+        if params.logprobs is not None:
+            read = 0 if params.prompt_logprobs is None else len(prompt)
+            most += (params.n * params.max_tokens + read) * (1 + params.logprobs)
+    if most > MOST_SCORES:
+        raise InvalidRequest(
+            f"this could have {most} log-probabilities, and at most {MOST_SCORES} are given: ask for fewer prompts, "
+            "tokens or alternatives",
+            "logprobs",
+        )

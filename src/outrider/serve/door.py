@@ -1,0 +1,125 @@
+"""What every request passes on its way in and out: it is recorded; its host, its page's origin and its key are
+checked. Plain ASGI, so that a stream of events passes through untouched.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from outrider.serve.errors import ApiError
+from outrider.serve.request import ClientGone, Request, refusal
+from outrider.serve.service import Service
+
+log = logging.getLogger(__name__)
+
+OPEN = frozenset({"/health", "/ping"})  # no key needed: whoever watches the server has none
+
+
+class Recorder:
+    """Begins a request and ends it: an id for it, a line of the log, a count, and what it held given back."""
+
+    def __init__(self, app: ASGIApp, service: Service, paths: frozenset[str]) -> None:
+        self.app, self.service, self.paths = app, service, paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        request = scope["request"] = Request(scope, receive, self.service)
+        status = 499  # the client was gone before an answer began
+
+        async def mark(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                own = ((b"x-request-id", request.id.encode()), (b"x-content-type-options", b"nosniff"))
+                message["headers"] = [*message["headers"], *own]
+            await send(message)
+
+        try:
+            await self.app(scope, receive, mark)
+        except ClientGone:
+            self.service.metrics.count("client_disconnects")
+        except Exception:
+            log.exception("a request failed", extra={"facts": {"id": request.id, "path": request.path}})
+            begun, status = status != 499, 500
+            if not begun:
+                await refusal(_unexpected())(scope, receive, mark)
+        finally:
+            request.settle()
+            self._record(request, status)
+
+    def _record(self, request: Request, status: int) -> None:
+        route = request.path if request.path in self.paths else "other"
+        self.service.metrics.count("http_requests", route=route, status=str(status))
+        facts = {
+            "method": request.method,
+            "path": request.path[:200],
+            "status": status,
+            "ms": round(1000 * (time.perf_counter() - request.arrived), 1),
+            "id": request.id,
+            **({"key": request.key.name} if request.key else {}),
+            **request.facts,
+        }
+        level = logging.DEBUG if request.path in OPEN else logging.INFO
+        log.log(level, "request", extra={"facts": facts})
+
+
+def _unexpected() -> ApiError:
+    return ApiError(500, "something went wrong here; the server's log has more", code="internal_error")
+
+
+class Door:
+    """Refuses other hosts and pages of other origins. Where the operator allows an origin, its pages may also read."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self.app, self.settings = app, service.settings
+        self.shared = CORSMiddleware(
+            app,
+            allow_origins=service.settings.cors_origins,
+            allow_methods=("GET", "POST", "OPTIONS"),
+            allow_headers=("authorization", "content-type", "x-request-id"),
+            expose_headers=("x-request-id", "retry-after"),
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request: Request = scope["request"]
+        origin = request.headers.get("origin")
+        if not self.settings.accepts_host(request.headers.get("host")):
+            wrong = ApiError(403, "this host name is not served here", code="host_not_allowed")
+            await refusal(wrong)(scope, receive, send)
+        elif origin is not None and self.shared.is_allowed_origin(origin):
+            await self.shared(scope, receive, send)
+        elif not self._accepts_origin(request, origin):
+            wrong = ApiError(403, "pages of this origin are not served", code="origin_not_allowed")
+            await refusal(wrong)(scope, receive, send)
+        else:
+            await self.app(scope, receive, send)
+
+    def _accepts_origin(self, request: Request, origin: str | None) -> bool:
+        """A browser says which page asks. Another site's page could not read the answer, but it could have a
+        local server without keys work for nothing.
+        """
+        if origin is None or request.method in ("GET", "HEAD"):
+            return True
+        same = origin.partition("://")[2] == request.headers.get("host")
+        return same or request.headers.get("authorization") is not None
+
+
+class KeyCheck:
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self.app, self.service = app, service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request: Request = scope["request"]
+        keys = self.service.keys
+        if request.path not in OPEN and not keys.open:
+            request.key = keys.check(request.headers.get("authorization"))
+            if request.key is None:
+                wrong = ApiError(401, "a valid API key is needed", code="invalid_api_key")
+                await refusal(wrong)(scope, receive, send)
+                return
+        await self.app(scope, receive, send)

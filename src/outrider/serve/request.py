@@ -1,0 +1,155 @@
+"""One request: Starlette's, with a body that is bounded in size and time, an end when the client hangs up, and what
+this server keeps of it until it is answered. And answers in one piece; those in events are in `events.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, ParamSpec, TypeVar
+
+import msgspec
+from starlette.requests import Request as BaseRequest
+from starlette.responses import Response
+from starlette.types import Receive, Scope
+
+from outrider.errors import InvalidRequest
+from outrider.serve.backend import Stream
+from outrider.serve.call import Call
+from outrider.serve.errors import ApiError, from_invalid
+from outrider.serve.keys import Key
+from outrider.serve.limits import read_json
+from outrider.serve.service import Service
+from outrider.serve.wire import T, read_request
+
+JSON = "application/json"
+LONG_BODY = 256 << 10  # bytes; reading more than this would hold up other requests
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_json = msgspec.json.Encoder()
+
+
+class ClientGone(Exception):
+    """Nobody is there to answer."""
+
+
+class Request(BaseRequest):
+    def __init__(self, scope: Scope, receive: Receive, service: Service) -> None:
+        super().__init__(scope, receive)
+        self.service = service
+        self.path: str = scope["path"]
+        self.id = _request_id(self.headers.get("x-request-id"))
+        self.arrived = time.perf_counter()
+        self.key: Key | None = None
+        self.reserved: int | None = None  # tokens, with the limiter
+        self.running: Stream | None = None  # at the engine
+        self.call: Call | None = None
+        self.facts: dict[str, Any] = {}  # for the log
+
+    async def read(self, kind: type[T]) -> T:
+        """The body as a struct, or an error that says what is wrong with it."""
+        service, settings = self.service, self.service.settings
+        media = self.headers.get("content-type", JSON).partition(";")[0].strip().lower()
+        if media != JSON:
+            raise ApiError(415, f"the body must be sent as {JSON}", code="unsupported_media_type")
+        body = await self.read_body(settings.max_body_bytes, settings.body_timeout)
+        if len(body) > LONG_BODY:
+            value = await asyncio.to_thread(read_json, body, settings.max_depth)
+        else:
+            value = read_json(body, settings.max_depth)
+        asked = read_request(value, kind)
+        name = getattr(asked, "model", None)
+        if name is not None and name not in service.names:
+            raise ApiError(
+                404, f"the model {name!r} is not served here; {service.names[0]!r} is", param="model",
+                code="model_not_found",
+            )  # fmt: skip
+        if service.draining:
+            raise ApiError(503, "the server is shutting down", code="draining", after=5)
+        return asked
+
+    async def read_body(self, most: int, seconds: float) -> bytes:
+        """The whole body, unless it is too long or too slow."""
+        announced = self.headers.get("content-length", "0")
+        if announced.isdigit() and int(announced) > most:
+            raise _too_large(most)
+        parts = bytearray()
+        try:
+            async with asyncio.timeout(seconds):
+                while True:
+                    message = await self.receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientGone
+                    parts += message.get("body", b"")
+                    if len(parts) > most:
+                        raise _too_large(most)
+                    if not message.get("more_body"):
+                        return bytes(parts)
+        except TimeoutError:
+            raise ApiError(
+                408, f"the body did not arrive within {seconds:g} s", code="body_timeout"
+            ) from None
+
+    async def in_pool(self, work: Callable[P, R], *args: P.args, **options: P.kwargs) -> R:
+        """Run what takes its time (templates, tokenizing) beside the event loop."""
+        return await asyncio.to_thread(work, *args, **options)
+
+    async def while_there(self, work: Coroutine[Any, Any, R]) -> R:
+        """Do the work, but stop it at once when the client hangs up. Only after the body has been read."""
+        task = asyncio.ensure_future(work)
+        gone = asyncio.ensure_future(self._gone())
+        try:
+            await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise ClientGone
+            return task.result()
+        finally:
+            for each in (task, gone):
+                each.cancel()
+
+    async def _gone(self) -> None:
+        while (await self.receive())["type"] != "http.disconnect":
+            pass
+
+    def settle(self) -> None:
+        """Give back what it held, however it ended."""
+        if self.running is not None:
+            self.running.close()
+        used = 0
+        if self.call is not None:
+            usage = self.call.usage()
+            used = usage["total_tokens"]
+            self.facts |= {name: usage[name] for name in ("prompt_tokens", "completion_tokens")}
+            if self.service.settings.log_prompts:
+                self.facts |= self.call.said()
+        if self.key is not None and self.reserved is not None:
+            self.service.limiter.done(self.key, max(0, self.reserved - used))
+
+
+def _too_large(most: int) -> ApiError:
+    return ApiError(413, f"the body is larger than {most} bytes", code="body_too_large")
+
+
+def _request_id(given: str | None) -> str:
+    """The client's own, if it can be written to a log and a header; else a fresh one."""
+    if given and len(given) <= 128 and given.isascii() and given.isprintable():
+        return given
+    return f"req_{secrets.token_hex(12)}"
+
+
+class Reply(Response):
+    """An answer as JSON."""
+
+    media_type = JSON
+
+    def render(self, content: Any) -> bytes:
+        return _json.encode(content)
+
+
+def refusal(error: ApiError | InvalidRequest) -> Reply:
+    """An error in the shape that clients know."""
+    known = from_invalid(error) if isinstance(error, InvalidRequest) else error
+    return Reply(known.body(), known.status, known.headers())

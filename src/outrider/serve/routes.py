@@ -1,0 +1,39 @@
+"""How an endpoint is declared: its path, the function that answers, and what the OpenAPI document says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+import msgspec
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from outrider.serve.request import Request
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+class Endpoint(Route):
+    """A route whose handler is given the request that was begun at the door, with its id and its key."""
+
+    def __init__(
+        self, method: str, path: str, handler: Handler, summary: str, body: type[msgspec.Struct] | None = None
+    ) -> None:
+        super().__init__(path, handler, methods=[method])
+        self.method, self.handler, self.summary, self.body = method, handler, summary, body
+        self.app = self._answer
+
+    __hash__ = object.__hash__  # Starlette's has none
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        response = await self.handler(scope["request"])
+        await response(scope, receive, send)
+
+
+def get(path: str, handler: Handler, summary: str) -> Endpoint:
+    return Endpoint("GET", path, handler, summary)
+
+
+def post(path: str, handler: Handler, body: type[msgspec.Struct], summary: str) -> Endpoint:
+    return Endpoint("POST", path, handler, summary, body)

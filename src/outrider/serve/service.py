@@ -1,0 +1,100 @@
+"""What every endpoint works with: the engine, the settings, the keys and what is counted. No HTTP."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Collection
+from dataclasses import replace
+
+from outrider.errors import InvalidRequest
+from outrider.serve.backend import Backend
+from outrider.serve.errors import ApiError
+from outrider.serve.keys import Key, Keyring, Limiter
+from outrider.serve.metrics import Metrics
+from outrider.serve.model import ServedModel, shown_name
+from outrider.serve.settings import ServeSettings
+from outrider.serve.wire import ResponsesRequest, Sampling, sent_as
+from outrider.types import SamplingParams
+
+
+class Service:
+    def __init__(
+        self,
+        backend: Backend,
+        settings: ServeSettings,
+        defaults: SamplingParams,
+        keys: Keyring,
+        metrics: Metrics,
+        length: int | None = None,
+        given: Collection[str] = (),
+    ) -> None:
+        """`length`: how long an answer may become that no length was asked for; None: as long as there is room.
+
+        `given`: which of `defaults` the operator set; the others yield to the model's own.
+        """
+        self.backend, self.settings, self.length = backend, settings, length
+        self._defaults, self._given = defaults, given
+        self.keys, self.metrics = keys, metrics
+        self.limiter = Limiter()
+        self.draining = False
+        self.begun = time.time()
+
+    @property
+    def names(self) -> list[str]:
+        """What the model may be called, first the name it is shown by."""
+        own = self.backend.start.model
+        return list(dict.fromkeys(filter(None, (self.settings.served_name, shown_name(own), own))))
+
+    @property
+    def model(self) -> ServedModel:
+        if self.backend.model is None or self.backend.state != "ready":
+            raise ApiError(503, "the model is still being loaded", code="loading", after=2)
+        return self.backend.model
+
+    @property
+    def defaults(self) -> SamplingParams:
+        """Of requests that leave something open."""
+        return self.model.sampling.under(self._defaults, self._given)
+
+    def admit(self, key: Key, tokens: int) -> None:
+        """Count a request that may use so many tokens against its key, or refuse it."""
+        refusal = self.limiter.admit(key, tokens)
+        if refusal is not None:
+            self.metrics.count("admission_rejections", reason="key_limit")
+            status, after = (400, None) if refusal.final else (429, refusal.seconds)
+            raise ApiError(status, refusal.reason, code="rate_limit_exceeded", after=after)
+
+    def fitted(
+        self,
+        asked: Sampling | ResponsesRequest,
+        prompt: list[int],
+        params: SamplingParams,
+        length: int | None,
+    ) -> tuple[list[int], SamplingParams]:
+        """A prompt and its parameters, once both fit the model: `length` tokens, or as many as there is room for."""
+        cut, least = getattr(asked, "truncate_prompt_tokens", None), getattr(asked, "min_tokens", None)
+        prompt = prompt[-cut:] if cut else prompt
+        longest = self.model.longest
+        room = longest - len(prompt)
+        wanted = length if length is not None else max(1, min(room, self.length or room))
+        if room < 1 or wanted > room:
+            raise ApiError(
+                400,
+                f"this model's maximum context length is {longest} tokens, but {len(prompt) + wanted} were asked "
+                f"for: {len(prompt)} in the prompt and {wanted} for the answer; shorten one of them",
+                param=sent_as("prompt" if room < 1 else "max_tokens", asked),
+                code="context_length_exceeded",
+            )
+        if wanted < 1 and not getattr(asked, "echo", None):
+            name = sent_as("max_tokens", asked)
+            hint = ", or 0 together with echo" if hasattr(asked, "echo") else ""
+            raise InvalidRequest(f"{name} must be at least 1{hint}", name)
+        least = min(params.min_tokens, wanted) if least is None else least
+        return prompt, replace(params, max_tokens=max(1, wanted), min_tokens=least)
+
+
+def owner_of(key: Key | None, salt: str | None) -> str:
+    """Whose cache entries a request may use: its key's, and of those only the ones with the same salt."""
+    owner = key.owner if key else ""
+    return f"{owner}:{hashlib.sha256(salt.encode()).hexdigest()}" if salt else owner
