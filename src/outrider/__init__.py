@@ -13,15 +13,28 @@ from typing import TYPE_CHECKING
 if sys.argv[:1] == ["-m"] and not sys.flags.safe_path and "outrider" in sys.orig_argv:
     del sys.path[0]
 
+from outrider.draft.drafter import Drafter, DrafterContext
 from outrider.errors import OutriderError
 from outrider.settings import Settings
-from outrider.types import Event, SamplingParams
+from outrider.types import Draft, Event, SamplingParams
 
 if TYPE_CHECKING:
     from outrider.engine.llm import LLM, Choice, Output
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "Choice", "Event", "Output", "OutriderError", "SamplingParams", "Settings", "__version__"]
+__all__ = [
+    "LLM",
+    "Choice",
+    "Draft",
+    "Drafter",
+    "DrafterContext",
+    "Event",
+    "Output",
+    "OutriderError",
+    "SamplingParams",
+    "Settings",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -9,7 +9,9 @@ No torch here: a `Batch` holds tensors but only the model and verify look inside
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
@@ -71,20 +73,52 @@ class Speculation:
 
     @classmethod
     def of(cls, value: Any) -> Speculation:
-        """From what users write: None or True (the engine decides), False (never), or a mapping of names."""
+        """From what users write, in Python, on the command line and in requests alike.
+
+        None, True or "auto": the engine decides. False or "off": never guess. A number: at most so deep. Or the
+        fields, as a mapping or as text: "depth=4,mode=coupled".
+        """
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, str):
+            value = _spoken(value)
         if value is None or value is True:
             return cls()
         if value is False:
             return cls(drafter="none")
-        if isinstance(value, cls):
-            return value
+        if isinstance(value, int):
+            return cls(depth=value)
         if not isinstance(value, Mapping):
-            raise InvalidRequest(f"speculation is true, false or a mapping, not {value!r}", "speculation")
+            raise InvalidRequest(f"speculation is {SPOKEN}, not {type(value).__name__}", "speculation")
         return cls(**_known(cls, value, "speculation option"))
 
 
+SPOKEN = "auto, off, a number, true, false or fields such as depth=4,mode=coupled"
+
+
+def _spoken(text: str) -> bool | int | dict[str, Any]:
+    """Words for what is not text."""
+    words = {"auto": True, "on": True, "true": True, "off": False, "none": False, "false": False}
+    if (word := text.strip().lower()) in words:
+        return words[word]
+    if word.isdecimal() and len(word) < 10:
+        return int(word)
+    options: dict[str, Any] = {}
+    for pair in text.split(",") if len(text) < 300 else [""]:
+        name, equals, value = (part.strip() for part in pair.partition("="))
+        if not equals or not name or name in options:
+            raise InvalidRequest(f"speculation is {SPOKEN}, not {text!r:.60}", "speculation")
+        try:
+            options[name] = value if name == "tree" else json.loads(value)
+        except ValueError:
+            options[name] = value
+    return options
+
+
 def _shape(value: Any) -> tuple[int, ...]:
-    """A tree's branching by depth, small enough for one mask a row."""
+    """A tree's branching by depth, a list or "3x2x1", small enough for one mask a row."""
+    if isinstance(value, str) and re.fullmatch(r"\d{1,3}(x\d{1,3})*", value):
+        value = [int(children) for children in value.split("x")]
     if not isinstance(value, (list, tuple)) or not value or not all(type(k) is int and k > 0 for k in value):
         raise InvalidRequest(
             "tree must be a list of whole numbers, children by depth, such as [3, 2, 1]", "tree"
@@ -127,9 +161,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None  # None = none; k = the chosen token and k alternatives
     prompt_logprobs: int | None = None  # the same for the prompt's own tokens
-    speculation: Speculation = field(
-        default_factory=Speculation
-    )  # or True, False, or a mapping of its fields
+    speculation: Speculation = field(default_factory=Speculation)  # or whatever Speculation.of takes
     prediction: str | None = None  # what the user expects the answer to be; guesses follow it
     grammar: Mapping[str, Any] | None = None  # one of GRAMMARS and its value, such as {"regex": "[0-9]+"}
 

@@ -9,9 +9,9 @@ import typer
 from typer.main import get_command
 
 from outrider.cli.main import app
-from outrider.cli.options import ENGINE, SAMPLING, Flags, read_bias, read_bytes, read_speculation
+from outrider.cli.options import ENGINE, SAMPLING, Flags, read_bias, read_bytes
 from outrider.settings import Settings
-from outrider.types import SamplingParams, Speculation
+from outrider.types import SamplingParams
 
 FOR_TESTS_ONLY = {"check_integrity"}
 
@@ -69,27 +69,6 @@ def test_bias() -> None:
 def test_bad_bias(pair: str) -> None:
     with pytest.raises(ValueError, match="TOKEN_ID=NUMBER"):
         read_bias([pair])
-
-
-@pytest.mark.parametrize(
-    ("text", "asked"),
-    [
-        ("auto", None),
-        ("off", False),
-        ("4", {"depth": 4}),
-        ("drafter=lookup,nodes=8,tree=3x2x1", {"drafter": "lookup", "nodes": 8, "tree": [3, 2, 1]}),
-        ("mode=lossy,threshold=0.2,block=false", {"mode": "lossy", "threshold": 0.2, "block": False}),
-    ],
-)
-def test_speculation(text: str, asked: object) -> None:
-    assert read_speculation(text) == asked
-    assert Speculation.of(asked)
-
-
-@pytest.mark.parametrize("text", ["yes", "", "depth", "tree=3xx"])
-def test_bad_speculation(text: str) -> None:
-    with pytest.raises(ValueError):
-        read_speculation(text)
 
 
 def test_a_bad_value_names_its_flag() -> None:

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from outrider.draft.names import parse_draft
 from outrider.draft.table import Bench, make_drafters, same_tokens
 from outrider.errors import BadCheckpoint, InvalidRequest, ModelNotFound
 from outrider.load.checkpoint import open_checkpoint
@@ -44,28 +45,28 @@ def bench(tmp_path):
 
 
 def test_names(bench):
-    assert make_drafters("auto", bench)[1] == make_drafters("lookup", bench)[1] == "lookup"
-    assert make_drafters("none", bench)[1] == "none"
-    assert make_drafters("early_exit:1", bench)[1] == make_drafters("early_exit", bench)[1] == "early_exit"
-    drafters, default = make_drafters("lookup+target", bench)
+    for asked, name in {
+        "auto": "lookup",
+        "lookup": "lookup",
+        "none": "none",
+        "early_exit:1": "early_exit",
+        "early_exit": "early_exit",
+    }.items():
+        assert make_drafters(parse_draft(asked), bench)[1] == name
+    drafters, default = make_drafters(parse_draft("lookup+target"), bench)
     assert default == "lookup+lm" and set(drafters) == {"lookup", "lm", "lookup+lm"}
 
 
 @pytest.mark.parametrize("layers", ["0", "2", "9", "x", "-1"])
 def test_early_exit_out_of_range(bench, layers):
     with pytest.raises(InvalidRequest, match="early_exit takes 1 to 1 layers"):
-        make_drafters(f"early_exit:{layers}", bench)
-
-
-def test_unknown_with_a_suggestion(bench):
-    with pytest.raises(ModelNotFound, match=r"no drafter 'lokup'.*lookup"):
-        make_drafters("lokup", bench)
+        make_drafters(parse_draft(f"early_exit:{layers}"), bench)
 
 
 def test_the_same_twice(bench):
     for twice in ("lookup+lookup", "target+target"):
         with pytest.raises(InvalidRequest, match="same drafter twice"):
-            make_drafters(twice, bench)
+            make_drafters(parse_draft(twice), bench)
 
 
 def test_another_tokenizer_is_named_by_its_first_difference(bench, tmp_path):
@@ -76,7 +77,7 @@ def test_another_tokenizer_is_named_by_its_first_difference(bench, tmp_path):
     vocab[by_id[7]], vocab[by_id[8]] = 8, 7
     (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(raw))
     with pytest.raises(BadCheckpoint) as wrong:
-        make_drafters("other", bench)
+        make_drafters(parse_draft("other"), bench)
     assert f"token 7 is {by_id[8]!r} there and {by_id[7]!r} here" in str(wrong.value)
 
 
@@ -96,7 +97,7 @@ def test_a_tokenizer_padded_further_is_the_same(bench):
 def test_a_larger_draft_is_warned_of_with_numbers(bench):
     bench.target = tiny_model(kernels="torch", hidden=16, layers=1, windows=(0,))
     with pytest.warns(UserWarning, match=r"draft target has 0 million parameters, its target 0 million"):
-        make_drafters("target", bench)
+        make_drafters(parse_draft("target"), bench)
 
 
 @pytest.mark.parametrize(

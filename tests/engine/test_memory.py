@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 
 from outrider import LLM, Settings
 from outrider.bench.as_if import AsIf
+from outrider.draft.names import parse_draft
 from outrider.engine import flying, llm
 from outrider.errors import InvalidRequest
 from outrider.load.checkpoint import open_checkpoint
@@ -75,7 +76,7 @@ def numbers(folder: Path) -> int:
 def test_a_draft_is_loaded_as_the_settings_say(gpu: Gpu, asked: str, stored: str) -> None:
     made = gpu.llm(weights="int8", draft_weights=asked)
     gpu.drafters["lm"] = None
-    engine = made._build("lookup")
+    engine = made._build(parse_draft("lookup"))
     made._bench(engine).load(made.checkpoint)
     assert gpu.loaded == [None, stored]
 
@@ -93,7 +94,7 @@ def test_the_cache_leaves_room_for_a_draft_to_come(gpu: Gpu) -> None:
     gpu.free = [GIB // 1024]
     gpu.drafters["lm"] = None
     made = gpu.llm(draft_weights="int8")
-    made._build(f"lookup+{gpu.folder}+early_exit:1")
+    made._build(parse_draft(f"lookup+{gpu.folder}+early_exit:1"))
     assert made.settings.cache_bytes == cache_room(
         GIB // 1024, numbers(gpu.folder), 1.0
     )  # itself as its draft
@@ -106,13 +107,13 @@ def test_without_a_draft_model_nothing_is_set_aside_or_looked_for(gpu: Gpu) -> N
     gpu.patch.setattr(llm, "find", looked)
     for draft in ("auto", "none", "lookup+early_exit:2", "early_exit"):
         made = gpu.llm()
-        made._build(draft)
+        made._build(parse_draft(draft))
         assert made.settings.cache_bytes == 6 * GIB
 
 
 def test_what_is_wrong_with_a_draft_is_left_to_who_loads_it(gpu: Gpu) -> None:
     made = gpu.llm()
-    made._build("/no/such/draft")
+    made._build(parse_draft("/no/such/draft"))
     assert made.settings.cache_bytes == 6 * GIB
 
 
@@ -120,13 +121,13 @@ def test_memory_is_what_was_measured(gpu: Gpu) -> None:
     """Before anything; beside the weights; beside the cache; beside the drafters and rounds."""
     gpu.free = [20 * GIB, 10 * GIB, 4 * GIB, GIB]
     made = gpu.llm()
-    made._build("lookup")
+    made._build(parse_draft("lookup"))
     assert made.memory == Memory(3 * GIB, 3 * GIB, 6 * GIB, 6 * GIB >> 10, GIB)
 
 
 def test_a_draft_format_with_no_draft_model_is_refused(gpu: Gpu) -> None:
     with pytest.raises(InvalidRequest, match=r"there is none \(draft: lookup\)") as refused:
-        gpu.llm(draft_weights="int8")._build("lookup")
+        gpu.llm(draft_weights="int8")._build(parse_draft("lookup"))
     assert refused.value.param == "draft_weights"
 
 
@@ -142,6 +143,6 @@ def test_a_small_model_reads_more_rows_a_step_unless_told_otherwise(gpu: Gpu) ->
     for small, asked in ((10**12, 0), (1, 0), (10**12, 700)):
         gpu.patch.setattr(llm, "SMALL", small)
         made = gpu.llm(step_rows=asked, max_sequences=64)
-        made._build("none")
+        made._build(parse_draft("none"))
         rows[small, asked] = made.settings.step_rows
     assert rows == {(10**12, 0): 8192, (1, 0): 2048, (10**12, 700): 700}

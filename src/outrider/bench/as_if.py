@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outrider.draft.names import Part
 from outrider.engine.engine import Engine
 from outrider.engine.llm import LLM
 from outrider.errors import InvalidRequest, UnsupportedModel, suggest
@@ -387,9 +388,9 @@ class AsIf(LLM):
             }  # fmt: skip
         return {**made, "meaning": MEANING.format(small=wide.path.name, shape=self.shape)}
 
-    def _build(self, draft: str) -> Engine:
+    def _build(self, parts: Sequence[Part]) -> Engine:
         self.checkpoint = WideCheckpoint(self.checkpoint, self._wide, self.place)
-        return super()._build(draft)
+        return super()._build(parts)
 
     def _draft_checkpoint(self, checkpoint: Checkpoint) -> Checkpoint:
         return checkpoint if self._draft_wide is None else self.widened_draft(checkpoint)

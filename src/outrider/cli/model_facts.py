@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from outrider.draft.table import SIMPLE, is_eagle, same_tokens
+from outrider.draft.table import is_eagle, same_tokens
 from outrider.errors import OutriderError
 from outrider.load.checkpoint import Checkpoint, open_checkpoint
 from outrider.load.find import list_models, published_sampling
@@ -93,7 +93,7 @@ def _template(checkpoint: Checkpoint) -> str:
 
 def _drafts(target: Checkpoint, cache: Path) -> list[str]:
     """What needs no second model, then smaller models of this machine that have the target's tokens."""
-    fitting = [name for name in SIMPLE if name != "early_exit" or target.config is not None]
+    fitting = ["lookup", *(["early_exit"] if target.config is not None else [])]
     for entry in list_models(cache):
         if entry.path is None or entry.path == target.path or is_eagle(entry.path):
             continue  # whether a head was trained for this model is known once it is loaded

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
 import re
 from collections.abc import Callable, Container, Sequence
-from dataclasses import MISSING, Field, dataclass, fields
+from dataclasses import MISSING, Field, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,7 +21,7 @@ from outrider.errors import InvalidRequest
 from outrider.load.sampling import GENERATION_CONFIGS, NAMES
 from outrider.serve.settings import ServeSettings
 from outrider.settings import Settings
-from outrider.types import MAX_ALTERNATIVES, SamplingParams
+from outrider.types import MAX_ALTERNATIVES, SamplingParams, Speculation
 
 DEFAULT_MODEL = "smollm2-135m"
 
@@ -56,21 +55,12 @@ def read_bias(pairs: Sequence[str]) -> dict[int, float]:
     return bias
 
 
-def read_speculation(text: str) -> bool | dict[str, Any] | None:
-    """`auto`, `off`, a depth, or fields of Speculation: `drafter=lookup,nodes=8,tree=3x2x1`."""
-    if text in ("auto", "off"):
-        return None if text == "auto" else False
-    if text.isdecimal():
-        return {"depth": int(text)}
-    options: dict[str, Any] = {}
-    for pair in text.split(","):
-        name, equals, value = pair.strip().partition("=")
-        if not equals:
-            raise ValueError(
-                f"{pair!r} is not auto, off, a number or NAME=VALUE, such as depth=4,mode=coupled"
-            )
-        options[name] = [int(k) for k in value.split("x")] if name == "tree" else _plain(value)
-    return options
+def read_speculation(text: str) -> Speculation:
+    """As in Python and in requests."""
+    try:
+        return Speculation.of(text)
+    except InvalidRequest as problem:
+        raise ValueError(str(problem)) from None
 
 
 def read_tree(text: str) -> dict[str, Any]:
@@ -99,19 +89,10 @@ def _join_speculation(options: dict[str, Any]) -> dict[str, Any]:
     """--speculate, --tree and --mode are one field."""
     tree, mode, given = options.pop("tree"), options.pop("mode"), options["speculation"]
     more = {**tree, **({} if mode == "coupled" else {"mode": mode})}
-    if given is False and more:
+    if given.off and more:
         raise InvalidRequest("--speculate off leaves nothing for --tree and --mode to do", "speculate")
-    if more:
-        options["speculation"] = {**(given or {}), **more}
+    options["speculation"] = replace(given, **more)
     return options
-
-
-def _plain(text: str) -> Any:
-    """A number or true/false where it reads as one, else the text."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
 
 
 @dataclass(frozen=True, slots=True)

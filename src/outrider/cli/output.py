@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TextIO
 
 import typer
 
+from outrider.draft.names import check_parts, parse_draft
 from outrider.errors import InvalidRequest
 from outrider.load.find import find
 from outrider.settings import Settings, cache_folder
@@ -76,6 +77,7 @@ def open_llm(
     With a `shape` it is loaded as if it had that shape; so is the draft, with one of its own.
     """
     path = find(model, cache_folder())
+    check_parts(parse_draft(draft), cache_folder())
     if shape is None and (draft_shape is not None or draft_layers is not None):
         raise InvalidRequest("--draft-as-if and --draft-layers go with --as-if", "as_if")
     with _loading(model):

@@ -14,9 +14,10 @@ from outrider.cli.options import (
     Model,
     takes,
 )
+from outrider.draft.names import check_parts, parse_draft
 from outrider.errors import OutriderError
 from outrider.serve.settings import ServeSettings
-from outrider.settings import Settings
+from outrider.settings import Settings, cache_folder
 from outrider.types import SamplingParams
 
 
@@ -36,6 +37,7 @@ def serve(
 
     outrider serve smollm2-135m --port 8000
     """
+    check_parts(parse_draft(draft), cache_folder())
     try:
         from outrider.serve.server import run_server  # brings packages that only a server needs
     except ModuleNotFoundError as missing:

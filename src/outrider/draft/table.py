@@ -1,12 +1,6 @@
-"""The table of drafters: from what the user wrote to objects with four verbs.
+"""The table of drafters: from parts of what the user wrote (names.py) to objects with four verbs.
 
-The only place that knows them all:
-
-    auto                      the best that needs nothing further: lookup
-    none                      nobody guesses unless a request asks
-    lookup, early_exit[:N]    no second model; N layers, or found by a short search
-    PATH, alias or hub id     a smaller model (`lm`) or an EAGLE-3 head (`eagle`)
-    a+b                       both, sharing one tree
+The only place that knows them all.
 """
 
 from __future__ import annotations
@@ -14,24 +8,25 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.cache.store import KeyValueStore
 from outrider.cache.table import SlotTable
-from outrider.draft.drafter import Drafter
+from outrider.draft.custom import make_custom
+from outrider.draft.drafter import Drafter, DrafterContext
 from outrider.draft.eagle import EagleDrafter, load_eagle
 from outrider.draft.early_exit import EarlyExitDrafter
 from outrider.draft.exits import find_exit
 from outrider.draft.lm import LmDrafter
 from outrider.draft.lookup import LookupDrafter
 from outrider.draft.merged import MergedDrafter
-from outrider.errors import BadCheckpoint, InvalidRequest, ModelNotFound, UnsupportedModel, suggest
+from outrider.draft.names import Part
+from outrider.errors import BadCheckpoint, InvalidRequest, UnsupportedModel
 from outrider.load.checkpoint import Checkpoint, open_checkpoint
 from outrider.load.tokenizer import Tokenizer
 from outrider.model.decoder import Layered, Model, kv_bytes
-
-SIMPLE = ("lookup", "early_exit")
 
 
 @dataclass(slots=True)
@@ -48,35 +43,36 @@ class Bench:
     load: Callable[[Checkpoint], Model]
     samples: Callable[[], list[list[int]]]  # token ids to search a good exit on
 
+    def described(self) -> DrafterContext:
+        """For drafters that are not Outrider's own."""
+        c = self.target.config
+        rows = len(self.table.lengths)
+        return DrafterContext(self.tokenizer, c.vocab, self.context, tuple(c.eos_ids), rows)
 
-def make_drafters(choice: str, bench: Bench) -> tuple[dict[str, Drafter], str]:
+
+def make_drafters(parts: Seq[Part], bench: Bench) -> tuple[dict[str, Drafter], str]:
     """Every drafter a request may name, and the name of the one it gets if it names none."""
     drafters: dict[str, Drafter] = {"lookup": LookupDrafter()}
-    if choice in ("auto", "lookup"):
-        return drafters, "lookup"
-    if choice == "none":
-        return drafters, "none"
-    names = []
-    for part in choice.split("+"):
-        name, drafter = ("lookup", drafters["lookup"]) if part == "lookup" else _make(part, bench)
+    names: list[str] = []
+    for part in parts:
+        name, drafter = ("lookup", drafters["lookup"]) if part.kind == "lookup" else _make(part, bench)
+        if name in names:
+            raise InvalidRequest(
+                f"draft {'+'.join(one.text for one in parts)!r} names the same drafter twice: {name}", "draft"
+            )
         drafters[name] = drafter
         names.append(name)
     if len(names) > 1:
-        if len(set(names)) < len(names):
-            raise InvalidRequest(f"draft {choice!r} names the same drafter twice", "draft")
         drafters["+".join(names)] = MergedDrafter([drafters[name] for name in names])
-    return drafters, "+".join(names)
+    return drafters, "+".join(names) or "none"
 
 
-def _make(part: str, bench: Bench) -> tuple[str, Drafter]:
-    kind, _, layers = part.partition(":")
-    if kind == "early_exit":
-        return kind, _early_exit(layers, bench)
-    try:
-        path = bench.find(part)
-    except ModelNotFound as reason:
-        hint = suggest(part, (*SIMPLE, "auto", "none"))
-        raise ModelNotFound(f"no drafter {part!r}{hint}; as a model: {reason}") from None
+def _make(part: Part, bench: Bench) -> tuple[str, Drafter]:
+    if part.kind == "early_exit":
+        return part.kind, _early_exit(part.text.partition(":")[2], bench)
+    if part.kind == "own":
+        return make_custom(part, bench.described())
+    path = bench.find(part.text)
     if is_eagle(path):
         if not isinstance(bench.target, Layered):
             raise UnsupportedModel(

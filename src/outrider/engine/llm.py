@@ -19,7 +19,9 @@ from typing import Any
 import torch
 
 from outrider.control.planner import Planner
-from outrider.draft.table import SIMPLE, Bench, make_drafters
+from outrider.draft.custom import load_source
+from outrider.draft.names import Part, check_parts, parse_draft
+from outrider.draft.table import Bench, make_drafters
 from outrider.engine.driver import Driver
 from outrider.engine.engine import Engine
 from outrider.errors import InvalidRequest, OutriderError, UnsupportedModel
@@ -122,12 +124,15 @@ class Output:
 class LLM:
     """A model and its engine. `model` is a folder, a .gguf file, an alias or a hub id; options are
     Settings'.
+
+    `draft` is text as draft/names.py has it, or a drafter of one's own: an object with the four verbs of
+    `outrider.Drafter`, or a class or function that makes one.
     """
 
     def __init__(
         self,
         model: str | Path = "smollm2-135m",
-        draft: str = "auto",
+        draft: Any = "auto",
         speculation: Any = "auto",
         settings: Settings | None = None,
         generation_config: str = "auto",
@@ -139,11 +144,14 @@ class LLM:
                 f"generation_config must be {' or '.join(GENERATION_CONFIGS)}, got {generation_config!r}",
                 "generation_config",
             )
-        self.speculation = Speculation.of(None if speculation == "auto" else speculation)
+        self.speculation = Speculation.of(speculation)
         if settings is not None and options:
             raise InvalidRequest("give settings or single options, not both", "settings")
         self.settings = settings or Settings.of(options)
         self.memory: Memory | None = None  # of the GPU, where there is one
+        parts = parse_draft(draft)
+        check_parts(parts, cache_folder())
+        parts = tuple(load_source(part) if part.kind == "own" else part for part in parts)
         path = find(str(model), cache_folder())
         self.checkpoint = open_checkpoint(path)
         self.sampling = SamplingDefaults()  # of the model; used where no params are given
@@ -152,7 +160,7 @@ class LLM:
             self.sampling = said if said.values else published_sampling(path, cache_folder())
         self.tokenizer = self.checkpoint.tokenizer
         self.template = ChatTemplate.for_tokenizer(self.checkpoint.chat_template, self.tokenizer)
-        self.driver = Driver(lambda: self._build(draft))
+        self.driver = Driver(lambda: self._build(parts))
         self.engine = self.driver.engine
         self._numbers = itertools.count()
 
@@ -301,15 +309,15 @@ class LLM:
         config = self.model.config
         return GrammarCompiler(self.tokenizer.to_json(), config.vocab, config.eos_ids)
 
-    def _build(self, draft: str) -> Engine:
+    def _build(self, parts: Seq[Part]) -> Engine:
         """Load the model and set the engine up; on the engine's own thread."""
         torch.set_num_threads(self.settings.threads)
         self.settings.placed(_free_memory(self.settings))  # what cannot be is said before anything is loaded
         self.model = load_model(self.checkpoint, self.settings)
-        asked, self.settings = self.settings, self._placed(draft)
+        asked, self.settings = self.settings, self._placed(parts)
         engine = Engine(self.model, self.settings, self.tokenizer.text_stream)
         free = _free_memory(self.settings)
-        drafters, self.drafter = make_drafters(draft, self._bench(engine))
+        drafters, self.drafter = make_drafters(parts, self._bench(engine))
         if asked.draft_weights not in ("auto", "float32") and "lm" not in drafters:
             raise InvalidRequest(
                 f"draft_weights is for a model that drafts, and there is none (draft: {self.drafter})",
@@ -325,12 +333,12 @@ class LLM:
             self.memory = Memory(self.model.weight_bytes(), free - left, cache, slots, left)
         return engine
 
-    def _placed(self, draft: str) -> Settings:
+    def _placed(self, parts: Seq[Part]) -> Settings:
         """The settings, the cache sized by what is free beside the weights once a draft to come has its part."""
         free = _free_memory(self.settings) if self.model.device.type == "cuda" else None
         if free is None:
             return self.settings.placed(None)
-        drafts = self._draft_checkpoints(draft)
+        drafts = self._draft_checkpoints(parts)
         kind = self.settings.placed(free).draft_weights
         numbers = sum(math.prod(c.shape(name)) for c in drafts for name in c.names())
         cached = sum(_cached_numbers(c.config) for c in drafts if c.config is not None)
@@ -340,13 +348,13 @@ class LLM:
             return placed
         return replace(placed, step_rows=4 * placed.step_rows)
 
-    def _draft_checkpoints(self, draft: str) -> list[Checkpoint]:
-        """The models that `draft` names. What is wrong with one is for whoever loads it to say."""
+    def _draft_checkpoints(self, parts: Seq[Part]) -> list[Checkpoint]:
+        """The models that are to draft. What is wrong with one is for whoever loads it to say."""
         found = []
-        for part in draft.split("+"):
-            if part.partition(":")[0] not in (*SIMPLE, "auto", "none"):
+        for part in parts:
+            if part.kind == "model":
                 with contextlib.suppress(OutriderError):
-                    found.append(self._draft_checkpoint(open_checkpoint(find(part, cache_folder()))))
+                    found.append(self._draft_checkpoint(open_checkpoint(find(part.text, cache_folder()))))
         return found
 
     def _draft_checkpoint(self, checkpoint: Checkpoint) -> Checkpoint:

@@ -61,6 +61,13 @@ def published_sampling(path: Path, cache: Path) -> SamplingDefaults:
     return SamplingDefaults()
 
 
+def is_model_name(name: str, cache: Path) -> bool:
+    """Whether `find` would have something to look for, here or on the hub. Nothing is fetched."""
+    text = name.strip()
+    here = [Path(text).expanduser(), *([] if "/" in text else [cache / "models" / f"{text}.gguf"])]
+    return bool(text) and (text in ALIASES or any(map(_exists, here)) or parse_hub_id(text) is not None)
+
+
 def _exists(path: Path) -> bool:
     try:
         return path.exists()

@@ -40,7 +40,7 @@ class SpeculativeDecoding(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tr
     drafter: str | None = None
     depth: Count | None = None
     nodes: Count | None = None
-    tree: list[Count] | None = None
+    tree: list[Count] | str | None = None
     mode: str = "coupled"
     block: bool = True
     rule: str = "typical"
@@ -89,7 +89,7 @@ class Sampling(msgspec.Struct, kw_only=True):
     stream_options: StreamOptions | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: StructuredOutputs | None = None
-    speculative_decoding: bool | SpeculativeDecoding | None = None
+    speculative_decoding: bool | int | str | SpeculativeDecoding | None = None
     prediction: Prediction | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     cache_salt: str | None = None
@@ -294,18 +294,21 @@ def _biases(asked: Mapping[str, float] | None) -> dict[int, float] | None:
     return None if asked is None else {int(name): weight for name, weight in asked.items()}
 
 
-def speculation_of(asked: bool | SpeculativeDecoding | None) -> Speculation | None:
-    if asked is None or isinstance(asked, bool):
-        return None if asked is None else Speculation.of(asked)
-    fields = {f: getattr(asked, f) for f in asked.__struct_fields__ if f != "stats"}
-    fields["tree"] = None if asked.tree is None else tuple(asked.tree)
+def speculation_of(asked: bool | int | str | SpeculativeDecoding | None) -> Speculation | None:
+    """In the words that Python and the command line have for it: true, "off", 4, "depth=4", or its fields."""
+    if asked is None:
+        return None
+    given: Any = asked
+    if isinstance(asked, SpeculativeDecoding):
+        given = {f: getattr(asked, f) for f in asked.__struct_fields__ if f != "stats"}
     try:
-        return Speculation(**fields)
+        return Speculation.of(given)
     except InvalidRequest as problem:
-        raise InvalidRequest(str(problem), f"speculative_decoding.{problem.param}") from None
+        inside = "" if problem.param == "speculation" else f".{problem.param}"
+        raise InvalidRequest(str(problem), f"speculative_decoding{inside}") from None
 
 
-def wants_stats(asked: bool | SpeculativeDecoding | None) -> bool:
+def wants_stats(asked: bool | int | str | SpeculativeDecoding | None) -> bool:
     return isinstance(asked, SpeculativeDecoding) and asked.stats
 
 

@@ -1,0 +1,107 @@
+"""What `draft` may say, split into parts and checked before anything is loaded. No torch here.
+
+auto                      the best that needs nothing further: lookup
+none                      nobody guesses unless a request asks
+lookup, early_exit[:N]    no second model; N layers, or found by a short search
+PATH, alias or hub id     a smaller model (then called `lm`) or an EAGLE-3 head (`eagle`)
+NAME                      a drafter that an installed package offers: entry points `outrider.drafters`
+package.module:Class      a drafter of one's own, imported because it was named
+a+b                       both, sharing one tree
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from outrider.errors import InvalidRequest, ModelNotFound, suggest
+from outrider.load.find import FORMS, is_model_name
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+GROUP = "outrider.drafters"
+WORDS = ("auto", "none", "lookup", "early_exit")
+# Names of drafters in requests, in `--ways` and in reports; nobody else's may be called so.
+TAKEN = (*WORDS, "lm", "eagle", "plain")
+IMPORT = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+
+_MODEL = "give the model itself: a folder, a .gguf file, an alias or a hub id"
+_LOOKUP = "here that is 'lookup'"
+# Words of other engines and papers, and what to give instead.
+ELSEWHERE = {
+    "lm": f"'lm' is what a smaller model is called once it is open; {_MODEL}",
+    "draft_model": f"a smaller model has no name of its own here; {_MODEL}",
+    "eagle": "'eagle' is what an EAGLE-3 head is called once it is open; give the head's folder or hub id",
+    "eagle3": "give the EAGLE-3 head itself: its folder or hub id",
+    "ngram": _LOOKUP,
+    "[ngram]": _LOOKUP,
+    "prompt_lookup": _LOOKUP,
+    "suffix": _LOOKUP,
+    "off": "here that is 'none', or --speculate off",
+    "mtp": "heads of that kind are not read here",
+    "medusa": "heads of that kind are not read here; an EAGLE-3 head is",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One drafter to make."""
+
+    kind: str  # lookup, early_exit, model or own
+    text: str  # as it was written
+    source: Any = None  # of one's own: the drafter, or the class or function that makes it, or where that is
+    name: str | None = None  # that a package offers it by
+
+
+def parse_draft(draft: Any) -> tuple[Part, ...]:
+    """The drafters that `draft` asks for: text as above, or an object, a class or a function."""
+    if not isinstance(draft, (str, Path)):
+        return (Part("own", _called(draft), draft),)
+    text = str(draft)
+    if text == "none":
+        return ()
+    offered = offered_drafters() if text not in WORDS else {}
+    return tuple(_part(one.strip(), offered) for one in ([text] if text == "auto" else text.split("+")))
+
+
+def offered_drafters() -> dict[str, EntryPoint]:
+    """By installed packages."""
+    from importlib.metadata import entry_points  # 25 ms that commands without such a name do not spend
+
+    return {point.name: point for point in entry_points(group=GROUP)}
+
+
+def _part(text: str, offered: Mapping[str, EntryPoint]) -> Part:
+    if text in ("auto", "lookup"):
+        return Part("lookup", text)
+    if text.partition(":")[0] == "early_exit":
+        return Part("early_exit", text)
+    if text in offered and text not in TAKEN:
+        return Part("own", text, offered[text], text)
+    if IMPORT.fullmatch(text) and not Path(text).exists():
+        return Part("own", text)
+    return Part("model", text)
+
+
+def check_parts(parts: Iterable[Part], cache: Path) -> None:
+    """What can name no drafter is refused here, so that nobody waits for a model to load first."""
+    for part in parts:
+        if part.kind != "model" or is_model_name(part.text, cache):
+            continue
+        if not part.text or part.text == "none":
+            raise InvalidRequest("draft joins names with '+', such as lookup+early_exit", "draft")
+        if answer := ELSEWHERE.get(part.text.lower().replace("-", "_")):
+            raise ModelNotFound(f"no drafter {part.text!r}: {answer}")
+        known = (*WORDS, *offered_drafters())
+        raise ModelNotFound(
+            f"no drafter {part.text!r:.99}{suggest(part.text, known)}\n"
+            f"Or a model that drafts: {FORMS}; or one's own: package.module:Class"
+        )
+
+
+def _called(source: object) -> str:
+    return getattr(source, "__name__", type(source).__name__)
