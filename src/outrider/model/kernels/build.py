@@ -1,4 +1,4 @@
-"""Builds cpu.c with the machine's own compiler, once, into the cache folder; says so by name when it cannot.
+"""Builds the C files here with the machine's own compiler, once, into the cache folder; says so by name when it cannot.
 
 The library is keyed by source, flags, compiler and processor, so a cache shared between machines is safe.
 """
@@ -18,14 +18,16 @@ from pathlib import Path
 
 from outrider.errors import KernelUnavailable
 
-SOURCE = Path(__file__).with_name("cpu.c")
+SOURCES = sorted(Path(__file__).parent.glob("*.c"))
+HEADERS = sorted(Path(__file__).parent.glob("*.h"))
 # No -ffast-math: it would let the compiler reorder the sums whose fixed order is the point.
 FLAGS = [
     "-O3",
     "-march=native",
     "-ffp-contract=fast",
     "-fno-math-errno",
-    "-fopenmp",
+    "-fopenmp-simd",  # for what may be added in any order; threads are team.c's own
+    "-pthread",
     "-fPIC",
     "-shared",
     "-std=gnu11",
@@ -56,7 +58,7 @@ def library(folder: Path) -> ctypes.CDLL:
 
 def _key() -> str:
     parts = [
-        SOURCE.read_text(),
+        *(f"{file.name}\0{file.read_text()}" for file in (*SOURCES, *HEADERS)),
         " ".join(FLAGS),
         os.path.realpath(compiler()),
         platform.machine(),
@@ -81,7 +83,7 @@ def _compile(path: Path) -> None:
     except OSError as error:
         raise KernelUnavailable(f"no place for the built kernels: {error}") from None
     os.close(handle)
-    command = [compiler(), *FLAGS, str(SOURCE), "-o", unfinished, "-lm"]
+    command = [compiler(), *FLAGS, *map(str, SOURCES), "-o", unfinished, "-lm"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
         if done.returncode:

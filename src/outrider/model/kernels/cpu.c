@@ -1,4 +1,4 @@
-/* The CPU kernels: one decoder layer, one projection, one attention. Float32, OpenMP, any vector unit.
+/* The CPU kernels: one decoder layer, one projection, one attention. Float32, any number of threads, any vector unit.
  *
  * What makes them worth having: a weight is read from memory once for all rows of a step, and a row's result
  * does not depend on which other rows share the step, to the last bit. Both follow from one choice: weights
@@ -12,6 +12,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "team.h"
+
 #if defined(__AVX512F__)
 #define LANES 16
 #elif defined(__AVX__)
@@ -21,7 +23,7 @@
 #endif
 #define PANEL 16                /* outputs a panel */
 #define REGS (PANEL / LANES)    /* vector registers a panel row takes */
-#define FEW 8                   /* rows that are too few to share out */
+#define FEW 8                   /* rows whose norms and rotations are too little to share out */
 #define BLOCK 4                 /* rows a panel meets at a time: 16 NEON accumulators; 5 spill */
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
@@ -48,15 +50,13 @@ typedef struct {
 
 typedef struct {
     float *x;      /* [rows][hidden], the residual stream, in place */
-    float *normed; /* [max(rows, threads FEW)][hidden] */
+    float *normed; /* [rows][hidden] */
     float *qkv;    /* [rows][(heads + 2 kv_heads) head_dim] */
     float *mixed;  /* [rows][heads head_dim] */
     float *act;    /* [rows][intermediate] */
     float *scores; /* [threads][score_stride], see attention_rows */
     int32_t score_stride;
 } Work;
-
-int omp_get_thread_num(void);
 
 /* ---- small pieces ------------------------------------------------------------------------------------- */
 
@@ -136,19 +136,28 @@ static inline void panel(int rows, const float *w, const float *x, int ldx, int 
 
 static inline int least(int a, int b) { return a < b ? a : b; }
 
-/* y = x W^T + bias, or y += that. Called inside a parallel region; ends with its barrier. */
-static void linear(const float *w, const float *bias, const float *x, int M, int N, int K, float *y, int add) {
-    int panels = (N + PANEL - 1) / PANEL;
-#pragma omp for schedule(static)
-    for (int n = 0; n < panels; n++) {
-        const float *wp = w + (size_t)n * K * PANEL;
+/* y = x W^T + bias, or y += that. */
+typedef struct {
+    const float *w, *bias, *x;
+    int M, N, K;
+    float *y;
+    int add;
+} Linear;
+
+static void linear_panels(void *job, int member, int begin, int end) {
+    const Linear *l = job;
+    const float *bias = l->bias, *x = l->x;
+    int M = l->M, N = l->N, K = l->K, add = l->add;
+    (void)member;
+    for (int n = begin; n < end; n++) {
+        const float *wp = l->w + (size_t)n * K * PANEL;
         int width = least(PANEL, N - n * PANEL);
         float out[BLOCK][PANEL];
         for (int m = 0; m < M; m += BLOCK) {
             int rows = least(BLOCK, M - m);
             panel(rows, wp, x + (size_t)m * K, K, K, out);
             for (int r = 0; r < rows; r++) {
-                float *to = y + (size_t)(m + r) * N + (size_t)n * PANEL;
+                float *to = l->y + (size_t)(m + r) * N + (size_t)n * PANEL;
                 for (int i = 0; i < width; i++) {
                     float value = bias ? out[r][i] + bias[n * PANEL + i] : out[r][i];
                     to[i] = add ? to[i] + value : value;
@@ -158,11 +167,25 @@ static void linear(const float *w, const float *bias, const float *x, int M, int
     }
 }
 
+static void linear(int threads, Linear job) {
+    team_run(threads, (job.N + PANEL - 1) / PANEL, linear_panels, &job);
+}
+
 /* act = silu(x gate^T) * (x up^T), without storing either product. */
-static void gated(const Layer *layer, const float *x, int M, int N, int K, float *act) {
-    int panels = (N + PANEL - 1) / PANEL;
-#pragma omp for schedule(static)
-    for (int n = 0; n < panels; n++) {
+typedef struct {
+    const Layer *layer;
+    const float *x;
+    int M, N, K;
+    float *act;
+} Gated;
+
+static void gated_panels(void *job, int member, int begin, int end) {
+    const Gated *given = job;
+    const Layer *layer = given->layer;
+    const float *x = given->x;
+    int M = given->M, N = given->N, K = given->K;
+    (void)member;
+    for (int n = begin; n < end; n++) {
         size_t at = (size_t)n * K * PANEL;
         int width = least(PANEL, N - n * PANEL);
         float g[BLOCK][PANEL], u[BLOCK][PANEL];
@@ -177,12 +200,14 @@ static void gated(const Layer *layer, const float *x, int M, int N, int K, float
                     vec value = *(vec *)(g[r] + i);
                     *(vec *)(g[r] + i) = value / (1.0f + exp_vec(-value)) * *(vec *)(u[r] + i);
                 }
-                float *to = act + (size_t)(m + r) * N + (size_t)n * PANEL;
+                float *to = given->act + (size_t)(m + r) * N + (size_t)n * PANEL;
                 for (int i = 0; i < width; i++) to[i] = g[r][i];
             }
         }
     }
 }
+
+static void gated(int threads, Gated job) { team_run(threads, (job.N + PANEL - 1) / PANEL, gated_panels, &job); }
 
 /* ---- attention ---------------------------------------------------------------------------------------- */
 
@@ -295,33 +320,62 @@ static int visible(const Rows *b, int r, int window, int32_t *scratch, const int
     return n;
 }
 
-/* All rows and heads; q is read at q + r * ldq. Called inside a parallel region. A thread's scratch is GROUP rows of
- * scores and one of slots. */
-static void attention_rows(const Shape *s, const Rows *b, int window, const float *q, int ldq, const float *keys,
-                           const float *values, float *scores, int score_stride, float *out) {
-    int group = s->heads / s->kv_heads, parts = (group + GROUP - 1) / GROUP, units = s->kv_heads * parts;
-    size_t stride = (size_t)s->kv_heads * s->head_dim, width = score_stride / (GROUP + 1);
-    float *mine = scores + (size_t)omp_get_thread_num() * score_stride;
+/* All rows and heads; q is read at q + r * ldq. A thread's scratch is GROUP rows of scores and one of slots. */
+typedef struct {
+    const Shape *s;
+    const Rows *b;
+    int window;
+    const float *q;
+    int ldq;
+    const float *keys, *values;
+    float *scores;
+    int score_stride;
+    float *out;
+} Attention;
+
+/* How many pieces a key head's query heads are served in. */
+static inline int parts_of(const Shape *s) { return (s->heads / s->kv_heads + GROUP - 1) / GROUP; }
+
+static void attention_units(void *job, int member, int begin, int end) {
+    const Attention *a = job;
+    const Shape *s = a->s;
+    int group = s->heads / s->kv_heads, parts = parts_of(s), rows = a->b->rows;
+    size_t stride = (size_t)s->kv_heads * s->head_dim, width = a->score_stride / (GROUP + 1);
+    float *mine = a->scores + (size_t)member * a->score_stride;
     int32_t *scratch = (int32_t *)(mine + GROUP * width);
-#pragma omp for schedule(static)
-    for (int unit = 0; unit < b->rows * units; unit++) {
-        int r = unit % b->rows, kv = unit / b->rows / parts, part = unit / b->rows % parts;
+    for (int unit = begin; unit < end; unit++) {
+        int r = unit % rows, kv = unit / rows / parts, part = unit / rows % parts;
         int h = kv * group + part * GROUP, heads = least(GROUP, group - part * GROUP);
         const int32_t *slots;
-        int n = visible(b, r, window, scratch, &slots);
+        int n = visible(a->b, r, a->window, scratch, &slots);
         size_t at = (size_t)kv * s->head_dim;
-        ATTEND[heads](q + (size_t)r * ldq + h * s->head_dim, slots, n, keys + at, values + at, stride, s->head_dim,
-                      s->scale, mine, width, out + ((size_t)r * s->heads + h) * s->head_dim);
+        ATTEND[heads](a->q + (size_t)r * a->ldq + h * s->head_dim, slots, n, a->keys + at, a->values + at, stride,
+                      s->head_dim, s->scale, mine, width, a->out + ((size_t)r * s->heads + h) * s->head_dim);
     }
 }
 
+static void attention(Attention job) {
+    team_run(job.s->threads, job.b->rows * job.s->kv_heads * parts_of(job.s), attention_units, &job);
+}
+
 /* Norm and rotate every query and key head, and put keys and values in their slots. */
-static void place(const Layer *layer, const Shape *s, const Rows *b, float *qkv, float *keys, float *values) {
+typedef struct {
+    const Layer *layer;
+    const Shape *s;
+    const Rows *b;
+    float *qkv, *keys, *values;
+} Placing;
+
+static void place_heads(void *job, int member, int begin, int end) {
+    const Placing *p = job;
+    const Layer *layer = p->layer;
+    const Shape *s = p->s;
+    const Rows *b = p->b;
     int D = s->head_dim, all = s->heads + 2 * s->kv_heads;
-#pragma omp for schedule(static)
-    for (int unit = 0; unit < b->rows * all; unit++) {
+    (void)member;
+    for (int unit = begin; unit < end; unit++) {
         int r = unit / all, h = unit % all;
-        float *x = qkv + ((size_t)r * all + h) * D;
+        float *x = p->qkv + ((size_t)r * all + h) * D;
         int kv = h - s->heads;
         const float *norm = kv < 0 ? layer->q_norm : layer->k_norm;
         if (kv < s->kv_heads) {
@@ -330,10 +384,15 @@ static void place(const Layer *layer, const Shape *s, const Rows *b, float *qkv,
             rotate(x, s->cos + at, s->sin + at, D / 2);
         }
         if (kv < 0) continue;
-        float *to = kv < s->kv_heads ? keys : values;
+        float *to = kv < s->kv_heads ? p->keys : p->values;
         to += ((size_t)b->slots[r] * s->kv_heads + kv % s->kv_heads) * D;
         for (int i = 0; i < D; i++) to[i] = x[i];
     }
+}
+
+static void place(Placing job) {
+    int units = job.b->rows * (job.s->heads + 2 * job.s->kv_heads);
+    team_run(job.b->rows > FEW ? job.s->threads : 1, units, place_heads, &job);
 }
 
 /* ---- the law of sampling ------------------------------------------------------------------------------ */
@@ -465,52 +524,49 @@ static float largest_bound(const float *l, int n, float top, float least, float 
 
 /* ---- what Python calls -------------------------------------------------------------------------------- */
 
-static void norm_rows(const float *x, const float *weight, int rows, int n, float eps, float *y) {
-#pragma omp for schedule(static)
-    for (int r = 0; r < rows; r++) rms_norm(x + (size_t)r * n, weight, n, eps, y + (size_t)r * n);
+/* Chosen rows of x, or with none chosen the first ones, normed. */
+typedef struct {
+    const float *x;
+    const int64_t *chosen;
+    const float *weight;
+    int n;
+    float eps;
+    float *y;
+} Norm;
+
+static void norm_rows(void *job, int member, int begin, int end) {
+    const Norm *norm = job;
+    (void)member;
+    for (int r = begin; r < end; r++) {
+        const float *x = norm->x + (norm->chosen ? (size_t)norm->chosen[r] : (size_t)r) * norm->n;
+        rms_norm(x, norm->weight, norm->n, norm->eps, norm->y + (size_t)r * norm->n);
+    }
 }
 
-/* A few rows are normed by every thread for itself, in a corner of its own: cheaper than waiting for each other. */
-static const float *norm_for_me(const float *x, const float *weight, int rows, int n, float eps, float *y) {
-    if (rows > FEW) {
-        norm_rows(x, weight, rows, n, eps, y);
-        return y;
-    }
-    y += (size_t)omp_get_thread_num() * FEW * n;
-    for (int r = 0; r < rows; r++) rms_norm(x + (size_t)r * n, weight, n, eps, y + (size_t)r * n);
-    return y;
-}
+static void norm(int threads, int rows, Norm job) { team_run(rows > FEW ? threads : 1, rows, norm_rows, &job); }
 
 void outrider_layer(const Layer *layer, const Shape *s, const Rows *b, const Work *w, float *keys, float *values) {
-    int M = b->rows, H = s->hidden, D = s->head_dim, I = s->intermediate;
+    int M = b->rows, H = s->hidden, D = s->head_dim, I = s->intermediate, threads = s->threads;
     int qkv = (s->heads + 2 * s->kv_heads) * D;
-#pragma omp parallel num_threads(s->threads)
-    {
-        const float *h = norm_for_me(w->x, layer->attn_norm, M, H, s->eps, w->normed);
-        linear(layer->qkv, layer->qkv_bias, h, M, qkv, H, w->qkv, 0);
-        place(layer, s, b, w->qkv, keys, values);
-        attention_rows(s, b, layer->window, w->qkv, qkv, keys, values, w->scores, w->score_stride, w->mixed);
-        linear(layer->out, layer->out_bias, w->mixed, M, H, s->heads * D, w->x, 1);
-        h = norm_for_me(w->x, layer->mlp_norm, M, H, s->eps, w->normed);
-        gated(layer, h, M, I, H, w->act);
-        linear(layer->down, layer->down_bias, w->act, M, H, I, w->x, 1);
-    }
+    norm(threads, M, (Norm){w->x, 0, layer->attn_norm, H, s->eps, w->normed});
+    linear(threads, (Linear){layer->qkv, layer->qkv_bias, w->normed, M, qkv, H, w->qkv, 0});
+    place((Placing){layer, s, b, w->qkv, keys, values});
+    attention((Attention){s, b, layer->window, w->qkv, qkv, keys, values, w->scores, w->score_stride, w->mixed});
+    linear(threads, (Linear){layer->out, layer->out_bias, w->mixed, M, H, s->heads * D, w->x, 1});
+    norm(threads, M, (Norm){w->x, 0, layer->mlp_norm, H, s->eps, w->normed});
+    gated(threads, (Gated){layer, w->normed, M, I, H, w->act});
+    linear(threads, (Linear){layer->down, layer->down_bias, w->act, M, H, I, w->x, 1});
 }
 
 void outrider_norm(const float *x, const float *weight, int rows, int n, float eps, int threads, float *y) {
-#pragma omp parallel num_threads(threads)
-    norm_rows(x, weight, rows, n, eps, y);
+    norm(threads, rows, (Norm){x, 0, weight, n, eps, y});
 }
 
 /* Logits of the chosen rows of x: norm, then the head. `normed` is scratch, [count][n]. */
-void outrider_head(const float *x, const int64_t *chosen, int count, const float *norm, float eps, const float *w,
+void outrider_head(const float *x, const int64_t *chosen, int count, const float *weight, float eps, const float *w,
                    int N, int K, int threads, float *normed, float *y) {
-#pragma omp parallel num_threads(threads)
-    {
-#pragma omp for schedule(static)
-        for (int r = 0; r < count; r++) rms_norm(x + (size_t)chosen[r] * K, norm, K, eps, normed + (size_t)r * K);
-        linear(w, 0, normed, count, N, K, y, 0);
-    }
+    norm(threads, count, (Norm){x, chosen, weight, K, eps, normed});
+    linear(threads, (Linear){w, 0, normed, count, N, K, y, 0});
 }
 
 /* Rows of a packed matrix: the embedding, when it is the head too. */
@@ -522,91 +578,150 @@ void outrider_embed(const float *w, const int64_t *ids, int rows, int K, float *
 }
 
 void outrider_linear(const float *w, const float *bias, const float *x, int M, int N, int K, int threads, float *y) {
-#pragma omp parallel num_threads(threads)
-    linear(w, bias, x, M, N, K, y, 0);
+    linear(threads, (Linear){w, bias, x, M, N, K, y, 0});
 }
 
 void outrider_attention(const Shape *s, const Rows *b, int window, const float *q, const float *keys,
                         const float *values, float *scores, int score_stride, float *out) {
-#pragma omp parallel num_threads(s->threads)
-    attention_rows(s, b, window, q, s->heads * s->head_dim, keys, values, scores, score_stride, out);
+    attention((Attention){s, b, window, q, s->heads * s->head_dim, keys, values, scores, score_stride, out});
+}
+
+typedef struct {
+    const float *w;
+    int N, K;
+    float *packed;
+} Packing;
+
+static void pack_panels(void *job, int member, int begin, int end) {
+    const Packing *p = job;
+    (void)member;
+    for (int n = begin; n < end; n++)
+        for (int k = 0; k < p->K; k++)
+            for (int i = 0; i < PANEL; i++) {
+                int row = n * PANEL + i;
+                p->packed[((size_t)n * p->K + k) * PANEL + i] = row < p->N ? p->w[(size_t)row * p->K + k] : 0.0f;
+            }
 }
 
 /* [N][K] -> [ceil(N/16)][K][16], missing outputs zero. */
 void outrider_pack(const float *w, int N, int K, int threads, float *packed) {
-    int panels = (N + PANEL - 1) / PANEL;
-#pragma omp parallel for schedule(static) num_threads(threads)
-    for (int n = 0; n < panels; n++)
-        for (int k = 0; k < K; k++)
-            for (int i = 0; i < PANEL; i++) {
-                int row = n * PANEL + i;
-                packed[((size_t)n * K + k) * PANEL + i] = row < N ? w[(size_t)row * K + k] : 0.0f;
-            }
+    team_run(threads, (N + PANEL - 1) / PANEL, pack_panels, &(Packing){w, N, K, packed});
 }
 
-/* How fast this machine reads memory: the sum of n floats, for a benchmark's share of the limit. */
-float outrider_read(const float *x, int64_t n, int threads) {
-    float total = 0;
-#pragma omp parallel for schedule(static) num_threads(threads) reduction(+ : total)
-    for (int64_t block = 0; block < n / 4096; block++) {
-        const vec *p = (const vec *)(x + block * 4096);
+#define STRIDE 4096 /* floats that are read at a time */
+
+typedef struct {
+    const float *x;
+    float totals[MOST_MEMBERS];
+} Reading;
+
+static void read_strides(void *job, int member, int begin, int end) {
+    Reading *reading = job;
+    for (int block = begin; block < end; block++) {
+        const vec *p = (const vec *)(reading->x + (size_t)block * STRIDE);
         vec acc[4] = {{0}, {0}, {0}, {0}};
-        for (int i = 0; i < 4096 / LANES; i += 4)
+        for (int i = 0; i < STRIDE / LANES; i += 4)
             for (int j = 0; j < 4; j++) acc[j] += p[i + j];
-        for (int j = 0; j < 4; j++) total += acc[j][0];
+        for (int j = 0; j < 4; j++) reading->totals[member] += acc[j][0];
     }
+}
+
+/* How fast this machine reads memory: a sum over n floats, for a benchmark's share of the limit. */
+float outrider_read(const float *x, int64_t n, int threads) {
+    Reading reading = {x, {0}};
+    team_run(threads, (int)(n / STRIDE), read_strides, &reading);
+    float total = 0;
+    for (int i = 0; i < MOST_MEMBERS; i++) total += reading.totals[i];
     return total;
+}
+
+typedef struct {
+    const float *logits;
+    int vocab;
+    const uint8_t *sampled;
+    const int64_t *seeds, *positions;
+    Best *scratch; /* [rows][CHUNKS] */
+} Drawing;
+
+static inline void chunk_of(int unit, int vocab, int *from, int *to) {
+    int chunk = (vocab / CHUNKS + 4) / 4 * 4;
+    *from = least(unit % CHUNKS * chunk, vocab);
+    *to = least(*from + chunk, vocab);
+}
+
+static void greedy_chunks(void *job, int member, int begin, int end) {
+    const Drawing *d = job;
+    (void)member;
+    for (int unit = begin, from, to; unit < end; unit++) {
+        chunk_of(unit, d->vocab, &from, &to);
+        d->scratch[unit] = search_greedy(d->logits + (size_t)(unit / CHUNKS) * d->vocab, from, to);
+    }
+}
+
+static void sampled_chunks(void *job, int member, int begin, int end) {
+    const Drawing *d = job;
+    (void)member;
+    for (int unit = begin, from, to; unit < end; unit++) {
+        int r = unit / CHUNKS;
+        chunk_of(unit, d->vocab, &from, &to);
+        if (d->sampled[r])
+            d->scratch[unit] = search_sampled(d->logits + (size_t)r * d->vocab, from, to, (uint64_t)d->seeds[r],
+                                              (uint32_t)d->positions[r], d->scratch[unit]);
+    }
+}
+
+static Best best_of(const Best *chunks) {
+    Best best = chunks[0];
+    for (int c = 1; c < CHUNKS; c++) keep(&best, chunks[c].score, chunks[c].token);
+    return best;
 }
 
 /* The law at every row: the argmax of the logits, of sampled rows with their noise. `scratch` is [rows][CHUNKS]. */
 void outrider_draw(const float *logits, int rows, int vocab, const uint8_t *sampled, const int64_t *seeds,
                    const int64_t *positions, int threads, Best *scratch, int64_t *tokens) {
-    int chunk = (vocab / CHUNKS + 4) / 4 * 4;
-#pragma omp parallel num_threads(threads)
-    {
-#pragma omp for schedule(static)
-        for (int unit = 0; unit < rows * CHUNKS; unit++) {
-            int from = least(unit % CHUNKS * chunk, vocab), to = least(from + chunk, vocab);
-            scratch[unit] = search_greedy(logits + (size_t)(unit / CHUNKS) * vocab, from, to);
-        }
-#pragma omp for schedule(static)
-        for (int r = 0; r < rows; r++) {
-            Best best = scratch[r * CHUNKS];
-            for (int c = 1; c < CHUNKS; c++) keep(&best, scratch[r * CHUNKS + c].score, scratch[r * CHUNKS + c].token);
-            if (sampled[r]) { /* a first score to beat: the likeliest token with its own noise */
-                uint32_t word[4];
-                philox((uint32_t)best.token / 4, (uint32_t)positions[r], (uint64_t)seeds[r], word);
-                best.score += gumbel(uniform(word[best.token % 4]));
-            }
-            for (int c = 0; c < CHUNKS; c++) scratch[r * CHUNKS + c] = best;
-        }
-#pragma omp for schedule(static)
-        for (int unit = 0; unit < rows * CHUNKS; unit++) {
-            int r = unit / CHUNKS, from = least(unit % CHUNKS * chunk, vocab), to = least(from + chunk, vocab);
-            if (sampled[r])
-                scratch[unit] = search_sampled(logits + (size_t)r * vocab, from, to, (uint64_t)seeds[r],
-                                               (uint32_t)positions[r], scratch[unit]);
-        }
-#pragma omp for schedule(static)
-        for (int r = 0; r < rows; r++) {
-            Best best = scratch[r * CHUNKS];
-            for (int c = 1; c < CHUNKS; c++) keep(&best, scratch[r * CHUNKS + c].score, scratch[r * CHUNKS + c].token);
-            tokens[r] = best.token;
-        }
+    Drawing drawing = {logits, vocab, sampled, seeds, positions, scratch};
+    int any = 0;
+    team_run(threads, rows * CHUNKS, greedy_chunks, &drawing);
+    for (int r = 0; r < rows; r++) {
+        Best best = best_of(scratch + r * CHUNKS);
+        tokens[r] = best.token;
+        if (!sampled[r]) continue;
+        any = 1; /* a first score to beat: the likeliest token with its own noise */
+        uint32_t word[4];
+        philox((uint32_t)best.token / 4, (uint32_t)positions[r], (uint64_t)seeds[r], word);
+        best.score += gumbel(uniform(word[best.token % 4]));
+        for (int c = 0; c < CHUNKS; c++) scratch[r * CHUNKS + c] = best;
+    }
+    if (!any) return;
+    team_run(threads, rows * CHUNKS, sampled_chunks, &drawing);
+    for (int r = 0; r < rows; r++)
+        if (sampled[r]) tokens[r] = best_of(scratch + r * CHUNKS).token;
+}
+
+typedef struct {
+    float *logits;
+    int vocab;
+    const int64_t *top_k;
+    const float *top_p, *floor;
+} Sifting;
+
+static void sift_rows(void *job, int member, int begin, int end) {
+    const Sifting *s = job;
+    int vocab = s->vocab;
+    (void)member;
+    for (int r = begin; r < end; r++) {
+        float *l = s->logits + (size_t)r * vocab, bound = -INFINITY;
+        float top = search_greedy(l, 0, vocab).score;
+        top = top > -INFINITY ? top : 0.0f;
+        if (s->top_k[r] > 0 && s->top_k[r] < vocab) bound = largest_bound(l, vocab, top, bound, 1.0f, s->top_k[r]);
+        if (s->top_p[r] < 1) bound = largest_bound(l, vocab, top, bound, s->top_p[r], 0);
+        bound = top + s->floor[r] > bound ? top + s->floor[r] : bound;
+        for (int v = 0; v < vocab; v++) l[v] = l[v] < bound ? -INFINITY : l[v];
     }
 }
 
 /* Rules out what top-k, top-p and min-p (its logarithm is `floor`) do not keep, in place. */
 void outrider_sift(float *logits, int rows, int vocab, const int64_t *top_k, const float *top_p, const float *floor,
                    int threads) {
-#pragma omp parallel for schedule(dynamic) num_threads(threads)
-    for (int r = 0; r < rows; r++) {
-        float *l = logits + (size_t)r * vocab, bound = -INFINITY;
-        float top = search_greedy(l, 0, vocab).score;
-        top = top > -INFINITY ? top : 0.0f;
-        if (top_k[r] > 0 && top_k[r] < vocab) bound = largest_bound(l, vocab, top, bound, 1.0f, top_k[r]);
-        if (top_p[r] < 1) bound = largest_bound(l, vocab, top, bound, top_p[r], 0);
-        bound = top + floor[r] > bound ? top + floor[r] : bound;
-        for (int v = 0; v < vocab; v++) l[v] = l[v] < bound ? -INFINITY : l[v];
-    }
+    team_run(threads, rows, sift_rows, &(Sifting){logits, vocab, top_k, top_p, floor});
 }

@@ -17,7 +17,7 @@ from outrider.model.kernels.build import library
 from outrider.model.weights import LayerTensors
 from outrider.types import MAX_NODES, Batch
 
-PANEL, CHUNKS, GROUP, FEW = 16, 16, 4, 8  # as in cpu.c
+PANEL, CHUNKS, GROUP = 16, 16, 4  # as in cpu.c
 LANES_MAX = 16  # the widest vector cpu.c is built for; heads must fill it
 
 
@@ -200,9 +200,7 @@ class NativeKernels:
             return
         c = self.config
         widths = (c.hidden, (c.heads + 2 * c.kv_heads) * c.head_dim, c.heads * c.head_dim, c.intermediate)
-        # Few rows are normed by each thread for itself.
-        counts = (max(rows, FEW * self.threads), rows, rows, rows)
-        self._buffers = [torch.empty(n, width) for n, width in zip(counts, widths, strict=True)]
+        self._buffers = [torch.empty(rows, width) for width in widths]
         for name, buffer in zip(("normed", "qkv", "mixed", "act"), self._buffers, strict=True):
             setattr(self._work, name, buffer.data_ptr())
         self._work.scores, self._work.score_stride = self.scores.data_ptr(), self.scores.shape[1]
