@@ -48,7 +48,9 @@ def serve_turns(model: str, threads: int) -> None:
     for line in sys.stdin:
         what, rows, tokens, seed = json.loads(line)
         length = tokens if what == "prefill" else PROMPT
-        prompts = [[2 + (7919 * (seed + row) + 31 * i * i) % 40000 for i in range(length)] for row in range(rows)]
+        prompts = [
+            [2 + (7919 * (seed + row) + 31 * i * i) % 40000 for i in range(length)] for row in range(rows)
+        ]
         wanted = 1 if what == "prefill" else tokens
         params = SamplingParams(temperature=0.0, max_tokens=wanted, ignore_eos=True)
         ends: list[float] = []
@@ -132,18 +134,21 @@ def jobs(args: argparse.Namespace) -> list[tuple[str, str, int, int]]:
     return decoding + ([("prefill", "prefill", 1, args.prefill)] if args.prefill else [])
 
 
-def measure(args: argparse.Namespace, turns: dict[tuple[str, int], Turns]) -> dict[tuple[Any, ...], list[float]]:
+def measure(
+    args: argparse.Namespace, turns: dict[tuple[str, int], Turns]
+) -> dict[tuple[Any, ...], list[float]]:
     """Rates by (scene, job, version, threads), one a round."""
     rates: dict[tuple[Any, ...], list[float]] = {}
     for process in turns.values():
         process.ask("decode", 1, 4, seed=0)
     for number in range(args.rounds):
-        for scene in args.scenes:
+        for place, scene in enumerate(args.scenes):
+            seed = 1 + number * len(args.scenes) + place  # a prompt read before would come from the cache
             with neighbour(scene):
                 for name, kind, rows, tokens in jobs(args):
                     expected = None
                     for who in list(turns)[:: -1 if number % 2 else 1]:
-                        rate, written = turns[who].ask(kind, rows, tokens, seed=1 + number)
+                        rate, written = turns[who].ask(kind, rows, tokens, seed)
                         rates.setdefault((scene, name, *who), []).append(rate)
                         if expected is not None and written != expected:
                             raise SystemExit(f"{who} wrote other tokens beside {scene}: {written}")
@@ -158,7 +163,9 @@ def numbers(text: str) -> list[int]:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, prog="python -m bench.busy_core"
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="python -m bench.busy_core",
     )
     parser.add_argument("model")
     parser.add_argument("--baseline", help="a commit whose code is measured in turn with this one")
@@ -192,7 +199,9 @@ def main() -> None:
         rates = measure(args, turns)
     print(f"{'scene':8} {'job':10} {'version':12} {'threads':>7} {'tok/s':>8} {'least':>8}")
     for (scene, job, version, threads), values in sorted(rates.items(), key=lambda item: item[0][:2]):
-        print(f"{scene:8} {job:10} {version[:12]:12} {threads:7} {statistics.median(values):8.1f} {min(values):8.1f}")
+        print(
+            f"{scene:8} {job:10} {version[:12]:12} {threads:7} {statistics.median(values):8.1f} {min(values):8.1f}"
+        )
     if args.json:
         rows = [{"case": list(case), "rates": values} for case, values in rates.items()]
         args.json.write_text(json.dumps({"certificate": birth_certificate("bench.busy_core"), "rates": rows}))

@@ -1,8 +1,7 @@
 """Gives the engine a thread of its own: requests go in from anywhere, events come out to whoever asked.
 
-One thread loads the model and does all steps, so the kernels have one pool of workers. (A second pool, made
-by a kernel called from a second thread, makes OpenMP think the machine is crowded: it stops spinning at
-barriers, and every step takes a fifth longer.) No lock is held while the target runs.
+One thread loads the model and does all steps: the engine needs no locks, and the kernels' helpers serve one caller
+(a second at the same time would do its work alone). No lock is held while the target runs.
 """
 
 from __future__ import annotations

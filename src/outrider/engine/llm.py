@@ -324,6 +324,9 @@ class LLM:
                 "draft_weights",
             )
         engine.use_drafters(drafters, Planner(self.drafter))
+        if isinstance(self.model, Decoder) and self.model.kernels.name == "c":
+            # The kernels have threads of their own; torch's, woken by every large enough operation, spin beside them.
+            torch.set_num_threads(1)
         if free is not None:
             from outrider.engine.flying import make_rounds  # Triton comes with it
 

@@ -24,9 +24,9 @@
 
 #define HELPER_SPIN 200000     /* ns that a helper looks out for the next task: longer than Python needs per layer */
 #define CALLER_SPIN 50000      /* ns that the caller waits for a helper's last units, beyond its own time in the task */
-#define SHORTEST_SOLO 5000000  /* ns that the caller works alone after a helper was late; doubled every time, */
-#define LONGEST_SOLO 80000000  /* up to this, */
-#define FORGIVEN 20000000      /* and back to the shortest after so long without another */
+#define SHORTEST_SOLO 5000000  /* ns that the caller works alone after a helper was late; four times that after the */
+#define LONGEST_SOLO 640000000 /* next, up to this: a try beside a busy core costs a slice of the scheduler, some ms; */
+#define FORGIVEN 20000000      /* the shortest again when nobody was late for so long */
 #define PIECES 4               /* a claim is this fraction of what is left of a stretch */
 #define LOOKS 32               /* between two readings of the clock */
 #define UNIT_BITS 20           /* leaves 44 for the epoch: years of tasks before it could be taken for an older one */
@@ -238,7 +238,7 @@ static void await(uint32_t units, int64_t begin) {
     atomic_store(&team.waiting, 0);
     t = now();
     int again = t - team.late < FORGIVEN + team.solo;
-    team.solo = !again ? SHORTEST_SOLO : team.solo * 2 < LONGEST_SOLO ? team.solo * 2 : LONGEST_SOLO;
+    team.solo = !again ? SHORTEST_SOLO : team.solo * 4 < LONGEST_SOLO ? team.solo * 4 : LONGEST_SOLO;
     team.late = t;
     team.solo_until = t + team.solo;
 }
