@@ -72,7 +72,7 @@ def add(
     tokens_per_minute: Tokens = 0,
     max_running: Running = 0,
 ) -> None:
-    """Make a key and print it, this once; the file keeps its hash. A running server reads the file at its start.
+    """Make a key and print it, this once; the file keeps its hash. A running server reads the file again on SIGHUP.
 
     outrider keys add team-a --file keys.toml --requests-per-minute 60
     """
@@ -103,7 +103,7 @@ def list_all(file: File = "keys.toml", as_json: Json = False) -> None:
 
 @keys.command()
 def remove(name: Name, file: File = "keys.toml") -> None:
-    """Revoke a key. A server that runs must be started again to know."""
+    """Revoke a key. A running server knows once it has read the file again: send it SIGHUP."""
     path = Path(file).expanduser()
     known = read_key_file(path)
     text = path.read_text(encoding="utf-8")
