@@ -7,7 +7,6 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 TORCH ?= torch==2.13.0
 MODEL ?= smollm2-135m
-PROMPT ?= In three sentences, what does an outrider do?
 ARGS ?=
 
 .DEFAULT_GOAL := help
@@ -29,9 +28,9 @@ $(INSTALLED): pyproject.toml | $(BIN)/python
 		|| echo "The C kernels cannot be built here (is there a C compiler?); torch's own will be used, which is slower."
 	@touch $@
 
-demo: install ## fetch the built-in model and answer a prompt
+demo: install ## fetch the built-in model and see it answer plainly and speculatively
 	$(BIN)/outrider models pull $(MODEL)
-	$(BIN)/outrider generate $(MODEL) --prompt "$(PROMPT)" --temperature 0 --max-tokens 120 --stats $(ARGS)
+	$(BIN)/outrider demo $(MODEL) $(ARGS)
 
 # A worker a core; `ARGS="tests/cli -x"`, `ARGS=--pdb` and single files run as pytest alone would run them.
 test: install ## run the tests: a few minutes

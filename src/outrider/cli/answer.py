@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Generator, Sequence
+from collections import deque
+from collections.abc import Generator, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from outrider.errors import OutriderError
@@ -15,17 +16,50 @@ from outrider.types import Event, FinishReason, Origin, SamplingParams, TokenLog
 
 if TYPE_CHECKING:
     from outrider.engine.llm import LLM
+    from outrider.load.tokenizer import TextStream
 
 Heard = queue.SimpleQueue[Event | BaseException]
+Pieces = list[tuple[str, Origin]]  # text token by token, each with where it came from
+
+
+class Origins:
+    """Splits the text of one choice's events into tokens.
+
+    A token's text may come later than the token, or never: what could begin a stop text is held back, and what
+    belongs to one is left out. So tokens wait here, and an event's text takes as many characters as it has.
+    """
+
+    def __init__(self, stream: TextStream) -> None:
+        self.pieces: Pieces = []
+        self._stream, self._waiting = stream, deque[tuple[int, Origin]]()  # characters, and whose
+
+    def split(self, text: str, tokens: Iterable[tuple[int, Origin]]) -> Pieces:
+        self._waiting.extend((len(self._stream.feed(token)), origin) for token, origin in tokens)
+        fresh: Pieces = []
+        while text and self._waiting:
+            count, origin = self._waiting.popleft()
+            if count > len(text):
+                self._waiting.appendleft((count - len(text), origin))
+            fresh.append((text[:count], origin))
+            text = text[count:]
+        if text:
+            fresh.append((text, "plain"))  # the end of a character that was cut off
+        self.pieces += fresh
+        return fresh
 
 
 class Answer:
     """A running or finished request. Raises what the engine refuses it for."""
 
-    def __init__(self, llm: LLM, prompt_ids: Sequence[int], params: SamplingParams, heard: Heard) -> None:
+    def __init__(
+        self, llm: LLM, prompt_ids: Sequence[int], params: SamplingParams, heard: Heard, owner: str = ""
+    ) -> None:
         self.llm = llm
-        self.request = llm.request(prompt_ids, params)
+        self.request = llm.request(prompt_ids, params, owner)
         self.texts = [""] * params.n
+        self.origins = [Origins(llm.tokenizer.text_stream()) for _ in self.texts]
+        self.fresh: Pieces = []  # what the last event brought
+        self._counts = [0] * params.n  # tokens heard of
         self.reasons: list[FinishReason | None] = [None] * params.n
         self.begun = time.perf_counter()
         self.first: float | None = None
@@ -36,6 +70,10 @@ class Answer:
         self.ended = time.perf_counter()
         if event.token_ids and self.first is None:
             self.first = self.ended
+        sequence, before = self.sequences[event.choice], self._counts[event.choice]
+        self._counts[event.choice] += len(event.token_ids)
+        come = sequence.origins[before : self._counts[event.choice]]
+        self.fresh = self.origins[event.choice].split(event.text, zip(event.token_ids, come, strict=True))
         self.texts[event.choice] += event.text
         self.reasons[event.choice] = event.finish_reason
 
@@ -65,12 +103,6 @@ class Answer:
     def tokens_per_step(self) -> float:
         steps = sum(s.steps for s in self.sequences)
         return self.tokens / steps if steps else 0.0
-
-    def pieces(self, choice: int) -> list[tuple[str, Origin]]:
-        """A choice's text token by token, each with where it came from."""
-        s, stream = self.sequences[choice], self.llm.tokenizer.text_stream()
-        pieces = [(stream.feed(token), origin) for token, origin in zip(s.output, s.origins, strict=True)]
-        return [*pieces, (stream.finish(), "plain")]
 
     def stats_line(self) -> str:
         prompt, cached = len(self.request.prompt_ids), self.sequences[0].reused

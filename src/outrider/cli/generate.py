@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.answer import Answer, Heard, listen
+from outrider.cli.answer import Answer, Heard, Pieces, listen
 from outrider.cli.options import (
     DEFAULT_MODEL,
     ENGINE,
@@ -24,7 +24,7 @@ from outrider.cli.options import (
     envvar,
     takes,
 )
-from outrider.cli.output import coloured, complain, note, open_llm, write
+from outrider.cli.output import complain, explain_marks, marked, note, open_llm, write
 from outrider.cli.prompts import Row, make_row, read_rows
 from outrider.errors import InvalidRequest
 from outrider.settings import Settings
@@ -111,7 +111,9 @@ def generate(
     with open_llm(model, draft, settings) as llm:
         params = llm.sampling.under(params, given)
         exchanges = _exchanges(llm, asked, chat, system, params)
-        streams = len(asked) == 1 and params.n == 1 and not show_origins
+        streams = len(asked) == 1 and params.n == 1
+        if show_origins and not as_json:
+            explain_marks()
         show = Show(as_json, stats, streams, headed=len(asked) > 1, origins=show_origins)
         for exchange in exchange_all(exchanges, show):
             show.exchange(exchange)
@@ -227,8 +229,8 @@ def exchange_all(exchanges: Sequence[Exchange], show: Show) -> Iterator[Exchange
         if exchange.error is None:
             ask(exchange)
     with contextlib.closing(listen(running, heard)) as events:  # closing it aborts what still runs
-        for answer, event in events:
-            show.text(event.text, answer.done)
+        for answer, _ in events:
+            show.fresh(answer)
             if not answer.done:
                 continue
             exchange = owner.pop(answer.request.id)
@@ -249,9 +251,14 @@ class Show:
         self.as_json, self.stats, self.headed, self.origins = as_json, stats, headed, origins
         self.streams = streams and not as_json
 
-    def text(self, text: str, ends: bool) -> None:
-        if self.streams and (text or ends):
-            write(f"{text}\n" if ends else text)
+    def fresh(self, answer: Answer) -> None:
+        """What an answer's last event brought."""
+        text = self._text(answer.fresh)
+        if self.streams and (text or answer.done):
+            write(f"{text}\n" if answer.done else text)
+
+    def _text(self, pieces: Pieces) -> str:
+        return marked(pieces) if self.origins else "".join(text for text, _ in pieces)
 
     def exchange(self, exchange: Exchange) -> None:
         if self.as_json:
@@ -266,9 +273,8 @@ class Show:
 
     def _whole(self, exchange: Exchange) -> None:
         for turn, answer in enumerate(exchange.answers, 1):
-            for choice, text in enumerate(answer.texts):
-                if self.origins:
-                    text = coloured(answer.pieces(choice), sys.stdout)
+            for choice, origins in enumerate(answer.origins):
+                text = self._text(origins.pieces)
                 head = [exchange.id] if self.headed else []
                 head += [f"turn {turn}"] if len(exchange.answers) > 1 else []
                 head += [f"choice {choice}"] if len(answer.texts) > 1 else []

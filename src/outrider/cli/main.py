@@ -19,6 +19,8 @@ from outrider import __version__
 from outrider.cli.audit import audit
 from outrider.cli.bench import bench
 from outrider.cli.chat import chat
+from outrider.cli.demo import demo
+from outrider.cli.doctor import doctor
 from outrider.cli.generate import generate
 from outrider.cli.keys import keys
 from outrider.cli.models import models
@@ -33,12 +35,14 @@ app = typer.Typer(
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command("demo")(demo)
 app.command("generate")(generate)
 app.command("chat")(chat)
 app.command("serve")(serve)
 app.command("audit")(audit)
 app.command("bench")(bench)
 app.add_typer(models, name="models")
+app.command("doctor")(doctor)
 app.add_typer(keys, name="keys")
 
 

@@ -33,9 +33,8 @@ def write(text: str) -> None:
 
 
 def note(text: str) -> None:
-    """A line about the answer, on stderr; dim on a terminal, unless NO_COLOR is set."""
-    dim = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
-    print(f"\x1b[2m{text}\x1b[0m" if dim else text, file=sys.stderr, flush=True)
+    """A line about the answer, on stderr; dim where colours are wanted."""
+    print(f"\x1b[2m{text}\x1b[0m" if in_colour(sys.stderr) else text, file=sys.stderr, flush=True)
 
 
 # How --show marks a token: on a terminal by colour, elsewhere by brackets. Plain tokens are left as they are.
@@ -44,9 +43,13 @@ BRACKETS: dict[str, str] = {"accepted": "[]", "recovered": "<>", "bonus": "{}"}
 LEGEND = "accepted guesses {}, corrections {}, bonus tokens {}, the rest plain"
 
 
-def coloured(pieces: Sequence[tuple[str, str]], out: TextIO) -> str:
-    """Text with each token marked by its origin; what the marks mean goes to stderr."""
-    colour = out.isatty() and not os.environ.get("NO_COLOR")
+def in_colour(out: TextIO) -> bool:
+    return out.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def marked(pieces: Sequence[tuple[str, str]]) -> str:
+    """Text with each token marked by its origin, for stdout."""
+    colour = in_colour(sys.stdout)
 
     def mark(text: str, origin: str) -> str:
         if not text or origin not in COLOURS:
@@ -55,9 +58,13 @@ def coloured(pieces: Sequence[tuple[str, str]], out: TextIO) -> str:
             return f"\x1b[{COLOURS[origin]}m{text}\x1b[0m"
         return f"{BRACKETS[origin][0]}{text}{BRACKETS[origin][1]}"
 
-    names = ("green", "red", "cyan") if colour else tuple(BRACKETS[o] for o in COLOURS)
-    note(LEGEND.format(*names))
     return "".join(mark(text, origin) for text, origin in pieces)
+
+
+def explain_marks() -> None:
+    """What `marked` means, on stderr."""
+    colour = in_colour(sys.stdout)
+    note(LEGEND.format(*("green", "red", "cyan") if colour else (BRACKETS[o] for o in COLOURS)))
 
 
 def complain(text: str) -> None:

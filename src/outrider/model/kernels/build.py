@@ -42,6 +42,11 @@ def compiler() -> str:
     raise KernelUnavailable(f"no C compiler found; {WAY_OUT}")
 
 
+def built(folder: Path) -> bool:
+    """Whether the library for this machine is there already."""
+    return (folder / f"cpu-{_key()}.so").exists()
+
+
 @cache
 def library(folder: Path) -> ctypes.CDLL:
     """The built kernels, compiled on first use (about two seconds) and loaded from `folder` ever after."""
