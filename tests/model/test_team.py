@@ -83,7 +83,7 @@ def test_others_do_what_a_slow_member_leaves(team: Any) -> None:
         assert run(team, 2, 96, work)[0] == Counter(range(96))
         return in_time[0]
 
-    # A caller whose helper was late works alone for up to 0.64 s: only a later try can show anything.
+    # A helper that was late is left out for up to 0.64 s: only a later try can show anything.
     assert any(time.sleep(0.7) or one_try() for _ in range(3))
 
 
@@ -161,6 +161,6 @@ work(3)
 )
 def test_fork_and_exit(ending: str, team: Any, kernel_folder: Path) -> None:
     built = next(kernel_folder.glob("cpu-*.so"))
-    command = [sys.executable, "-S", "-c", PROGRAM + ending, str(built)]
+    command = [sys.executable, "-S", "-W", "ignore", "-c", PROGRAM + ending, str(built)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")

@@ -5,7 +5,7 @@
  *
  *   - units are claimed in small pieces, first those of one's own stretch (the same memory every time), then others';
  *   - whoever waits spins for a short while and then sleeps, so that the one it waits for can have its core;
- *   - when a helper was late, the caller works alone for a while before it tries again.
+ *   - a helper that was late is left out for a while before it is tried again: its core is somebody else's.
  *
  * The caller publishes a task by its epoch, even when the task can be read, odd while it is written. A stretch's cursor
  * holds the epoch it belongs to and the next unit; one of an older epoch stands for an untouched stretch. A claim is a
@@ -24,9 +24,9 @@
 
 #define HELPER_SPIN 200000     /* ns that a helper looks out for the next task: longer than Python needs per layer */
 #define CALLER_SPIN 50000      /* ns that the caller waits for a helper's last units, beyond its own time in the task */
-#define SHORTEST_SOLO 5000000  /* ns that the caller works alone after a helper was late; four times that after the */
-#define LONGEST_SOLO 640000000 /* next, up to this: a try beside a busy core costs a slice of the scheduler, some ms; */
-#define FORGIVEN 20000000      /* the shortest again when nobody was late for so long */
+#define SHORTEST_REST 5000000  /* ns that a helper is left out after it was late; four times that after the next, */
+#define LONGEST_REST 640000000 /* up to this: a try beside a busy core costs a slice of the scheduler, some ms; */
+#define FORGIVEN 20000000      /* the shortest again when it was not late for so long */
 #define PIECES 4               /* a claim is this fraction of what is left of a stretch */
 #define LOOKS 32               /* between two readings of the clock */
 #define UNIT_BITS 20           /* leaves 44 for the epoch: years of tasks before it could be taken for an older one */
@@ -34,6 +34,12 @@
 typedef struct {
     _Alignas(64) _Atomic uint64_t at; /* epoch << UNIT_BITS | next unit */
 } Cursor;
+
+typedef struct {
+    _Alignas(64) _Atomic uint64_t holds; /* the epoch whose units it may have in its hands, or 0 */
+    _Alignas(64) _Atomic uint32_t resting;
+    int64_t until, rest, late; /* the caller's: when it may be tried again, how long that was, when it was late */
+} Helper;
 
 static struct {
     _Alignas(64) _Atomic uint64_t epoch;
@@ -45,10 +51,11 @@ static struct {
     _Alignas(64) _Atomic int sleeping;  /* helpers, */
     _Atomic uint32_t calls;             /* and how often they were woken */
     _Alignas(64) _Atomic int taken;     /* by a caller; what follows is that caller's */
-    int helpers, ready;
-    int64_t solo_until, solo, late;
+    int helpers, ready, resting;
+    int64_t soonest; /* when one of those that rest may be tried again */
 } team;
 static Cursor cursors[MOST_MEMBERS];
+static Helper helpers[MOST_MEMBERS]; /* by member; the caller is 0 */
 
 /* ---- waiting ------------------------------------------------------------------------------------------ */
 
@@ -161,8 +168,10 @@ static uint64_t next_epoch(uint64_t seen) {
 
 static void *help(void *number) {
     int member = (int)(intptr_t)number;
+    Helper *me = &helpers[member];
     uint64_t epoch = 0;
     for (;;) {
+        while (atomic_load(&me->resting)) sleep_on(&me->resting, 1);
         epoch = next_epoch(epoch);
         int units = atomic_load_explicit(&team.units, memory_order_relaxed);
         int threads = atomic_load_explicit(&team.threads, memory_order_relaxed);
@@ -170,18 +179,20 @@ static void *help(void *number) {
         void *job = atomic_load_explicit(&team.job, memory_order_relaxed);
         atomic_thread_fence(memory_order_acquire);
         if (atomic_load_explicit(&team.epoch, memory_order_relaxed) != epoch) continue; /* read half of each of two */
-        if (member >= threads) continue;
+        if (member >= threads || atomic_load_explicit(&me->resting, memory_order_relaxed)) continue;
+        atomic_store_explicit(&me->holds, epoch, memory_order_relaxed);
         int did = take_part(epoch, member, units, threads, task, job);
         if (did && atomic_fetch_add(&team.done, did) + did == (uint32_t)units && atomic_load(&team.waiting))
             wake(&team.done);
+        atomic_store_explicit(&me->holds, 0, memory_order_relaxed);
     }
     return 0;
 }
 
 /* A child of fork has none of its parent's threads. */
 static void forget_helpers(void) {
-    team.helpers = 0;
-    team.solo_until = 0;
+    team.helpers = team.resting = 0;
+    for (int i = 0; i < MOST_MEMBERS; i++) helpers[i] = (Helper){0};
     atomic_store(&team.epoch, (atomic_load(&team.epoch) + 1) & ~(uint64_t)1);
     atomic_store(&team.sleeping, 0);
     atomic_store(&team.waiting, 0);
@@ -190,13 +201,13 @@ static void forget_helpers(void) {
 }
 
 /* Helpers up to a number, as far as the system grants them; signals stay with the program's own threads. */
-static void hire(int helpers) {
+static void hire(int count) {
     if (!team.ready) pthread_atfork(0, 0, forget_helpers);
     team.ready = 1;
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    for (pthread_t thread; team.helpers < helpers; team.helpers++) {
+    for (pthread_t thread; team.helpers < count; team.helpers++) {
         if (pthread_create(&thread, 0, help, (void *)(intptr_t)(team.helpers + 1))) break;
         pthread_detach(thread);
     }
@@ -222,8 +233,38 @@ static uint64_t publish(int threads, int units, Task *task, void *job) {
     return epoch + 2;
 }
 
+/* Leaves out those who may hold units of this epoch. */
+static void send_to_rest(uint64_t epoch, int threads, int64_t t) {
+    for (int i = 1; i < threads; i++) {
+        Helper *h = &helpers[i];
+        if (atomic_load_explicit(&h->holds, memory_order_relaxed) != epoch) continue;
+        int again = t - h->late < FORGIVEN + h->rest;
+        h->rest = !again ? SHORTEST_REST : h->rest * 4 < LONGEST_REST ? h->rest * 4 : LONGEST_REST;
+        h->late = t;
+        h->until = t + h->rest;
+        if (!team.resting++ || h->until < team.soonest) team.soonest = h->until;
+        atomic_store(&h->resting, 1);
+    }
+}
+
+static void call_rested(int64_t t) {
+    int64_t soonest = INT64_MAX;
+    for (int i = 1; i <= team.helpers; i++) {
+        Helper *h = &helpers[i];
+        if (!atomic_load_explicit(&h->resting, memory_order_relaxed)) continue;
+        if (h->until > t) {
+            soonest = h->until < soonest ? h->until : soonest;
+            continue;
+        }
+        team.resting--;
+        atomic_store(&h->resting, 0);
+        wake(&h->resting);
+    }
+    team.soonest = soonest;
+}
+
 /* Until all units are done. Longer than the caller's own work and some: a helper was put aside with units in hand. */
-static void await(uint32_t units, int64_t begin) {
+static void await(uint64_t epoch, int threads, uint32_t units, int64_t begin) {
     if (atomic_load_explicit(&team.done, memory_order_acquire) == units) return;
     int64_t idle = now(), t = idle, patience = idle - begin + CALLER_SPIN;
     do {
@@ -233,25 +274,22 @@ static void await(uint32_t units, int64_t begin) {
         }
         t = now();
     } while (t - idle < patience);
+    send_to_rest(epoch, threads, t);
     atomic_store(&team.waiting, 1);
     for (uint32_t done; (done = atomic_load(&team.done)) != units;) sleep_on(&team.done, done);
     atomic_store(&team.waiting, 0);
-    t = now();
-    int again = t - team.late < FORGIVEN + team.solo;
-    team.solo = !again ? SHORTEST_SOLO : team.solo * 4 < LONGEST_SOLO ? team.solo * 4 : LONGEST_SOLO;
-    team.late = t;
-    team.solo_until = t + team.solo;
 }
 
 void team_run(int threads, int units, Task *task, void *job) {
     threads = threads < MOST_MEMBERS ? threads : MOST_MEMBERS;
-    int64_t begin;
     if (threads < 2 || units < 2 || units >> UNIT_BITS || atomic_exchange_explicit(&team.taken, 1, memory_order_acquire)) {
         task(job, 0, 0, units); /* nothing to share out, or another caller has the helpers */
         return;
     }
     if (team.helpers < threads - 1) hire(threads - 1);
-    if ((begin = now()) < team.solo_until) {
+    int64_t begin = now();
+    if (team.resting && begin >= team.soonest) call_rested(begin);
+    if (team.resting >= threads - 1) {
         atomic_store_explicit(&team.taken, 0, memory_order_release);
         task(job, 0, 0, units);
         return;
@@ -259,6 +297,6 @@ void team_run(int threads, int units, Task *task, void *job) {
     uint64_t epoch = publish(threads, units, task, job);
     uint32_t did = take_part(epoch, 0, units, threads, task, job);
     atomic_fetch_add(&team.done, did);
-    await(units, begin);
+    await(epoch, threads, units, begin);
     atomic_store_explicit(&team.taken, 0, memory_order_release);
 }
