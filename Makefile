@@ -10,7 +10,7 @@ MODEL ?= smollm2-135m
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all lint format bench clean
+.PHONY: help install demo test test-all test-planted lint format bench clean
 
 help: ## list these commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "make %-13s %s\n", $$1, $$2}'
@@ -38,6 +38,9 @@ test: install ## run the tests: a few minutes
 
 test-all: install ## run the tests and the long sweeps too: before work on kernels is done
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "" $(ARGS)
+
+test-planted: install ## plant known faults into a copy, one at a time: do the tests notice?
+	$(BIN)/python -m tests.planted $(ARGS)
 
 lint: install ## check style, format and types
 	$(BIN)/ruff check .

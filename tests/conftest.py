@@ -31,6 +31,10 @@ hypothesis.settings.register_profile(
     "outrider", derandomize=False, deadline=None, database=None, print_blob=True
 )
 hypothesis.settings.load_profile("outrider")
+# For tests that are meant to fail: that they do is enough.
+hypothesis.settings.register_profile(
+    "unshrunk", phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate]
+)
 
 
 def pytest_configure() -> None:

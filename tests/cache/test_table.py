@@ -130,6 +130,16 @@ def test_the_last_token_is_never_taken_from_the_cache():
     assert table.open(text)[1] == 16
 
 
+def test_one_text_may_be_read_afresh():
+    table = SlotTable(256, 4, 128)
+    text = list(range(50))
+    row, _ = table.open(text)
+    table.extend(row, 50)
+    table.release(row, text)
+    assert table.open(text, reuse=False)[1] == 0
+    assert table.open(text)[1] == 48
+
+
 def test_reuse_can_be_switched_off():
     table = SlotTable(256, 4, 128, reuse=False)
     text = list(range(32))

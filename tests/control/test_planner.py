@@ -115,6 +115,14 @@ def test_the_likelier_sequence_gets_the_rows():
     assert plan.bets[0].depth > plan.bets[1].depth
 
 
+def test_rows_that_others_asked_for_count():
+    """Eight rows are free; beyond them each doubles the cost, so there is nothing to gain beside ten asked for."""
+    made = planner({n: 2.0 ** max(0, n - 8) for n in range(1, 64)})
+    asked, left_open = sequence([1, 2], speculation={"depth": 10, "nodes": 10}), sequence([1, 3])
+    assert made.plan([left_open], 2).reasons == ("pays",)
+    assert made.plan([asked, left_open], 2).reasons == ("asked", "below break-even")
+
+
 @pytest.mark.parametrize("batch", [1, 40])
 @pytest.mark.parametrize("temperature", [0, 2.0])
 @pytest.mark.parametrize(

@@ -93,6 +93,13 @@ def test_past_answers_of_the_same_owner_only():
     assert guess(drafter, theirs) == guess(drafter, nobodys) == NO_DRAFT
 
 
+def test_past_answers_are_known_to_their_last_token():
+    drafter = LookupDrafter()
+    ended(drafter, range(50, 50 + GRAM + 1), owner="a")
+    assert guess(drafter, started(drafter, range(50, 50 + GRAM), owner="a")) == Draft.chain([50 + GRAM])
+    assert drafter.past["a"].continuation(range(51, 51 + GRAM), 3) == (GRAM, [])
+
+
 def test_prompts_are_not_remembered():
     drafter = LookupDrafter()
     s = started(drafter, [50, 51, 52, 53, 54, 55], owner="a")

@@ -60,6 +60,15 @@ def test_the_longest_ending_of_a_stream_in_a_fixed_text(text, stream):
             assert match.continuation(4) == []
 
 
+@given(texts)
+def test_no_more_states_than_there_must_be(text):
+    """A state stands for texts up to its length; its link for the longest shorter ones. Two a token at most."""
+    automaton = Automaton(text)
+    assert automaton.length[automaton.last] == len(text)
+    assert all(automaton.length[link] < automaton.length[s] for s, link in enumerate(automaton.link) if s)
+    assert len(automaton.next) <= max(2, 2 * len(text))
+
+
 @settings(max_examples=200, deadline=None)
 @given(texts)
 def test_every_substring_and_nothing_else(text):

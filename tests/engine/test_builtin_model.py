@@ -40,7 +40,7 @@ LAWS = [
 def requests(llm: LLM) -> tuple[list[list[int]], list[SamplingParams]]:
     """Sixteen, no two alike."""
     prompts = [llm.chat_ids([{"role": "user", "content": text}]) for text in TEXTS] * 2
-    params = [SamplingParams(seed=100 + i, max_tokens=16 + i, **LAWS[i % len(LAWS)]) for i in range(16)]
+    params = [SamplingParams(seed=100 + i, max_tokens=12 + i // 2, **LAWS[i % len(LAWS)]) for i in range(16)]
     return prompts, [*params[:8], *params[11:16], *params[8:11]]
 
 
@@ -58,7 +58,7 @@ def test_sixteen_at_once(llm: LLM, plain):
     assert [o.token_ids for o in outs] == plain
 
 
-@pytest.mark.parametrize("speculation", [True, {"depth": 5}, {"nodes": 12, "depth": 4}])
+@pytest.mark.parametrize("speculation", [True, {"nodes": 12, "depth": 4}], ids=str)
 def test_guessing_by_lookup(llm: LLM, plain, speculation):
     prompts, params = requests(llm)
     outs = llm.generate(prompts, params, owner=f"guess{speculation}", speculation=speculation)
@@ -75,9 +75,9 @@ def test_guessing_by_adversaries(llm: LLM, plain):
         engine.use_drafters({**before, **hostile}, engine.planner)
         for name in hostile:
             speculation = {"drafter": name, "depth": 3, "nodes": 5}
-            outs = llm.generate(prompts[:6], params[:6], owner=name, speculation=speculation)
-            assert [o.token_ids for o in outs] == plain[:6], name
-            assert sum(o.stats.drafted for o in outs) > 30
+            outs = llm.generate(prompts[:3], params[:3], owner=name, speculation=speculation)
+            assert [o.token_ids for o in outs] == plain[:3], name
+            assert sum(o.stats.drafted for o in outs) > 20
     finally:
         engine.use_drafters(before, engine.planner)
 
@@ -96,10 +96,10 @@ def test_small_cache_chunks_and_reuse(llm: LLM, plain):
 
 def test_transformers_says_the_same(llm: LLM):
     peer = Transformers.open(llm.checkpoint.path, llm.settings.threads)
-    for text in TEXTS[:3]:
+    for text in TEXTS[:2]:
         prompt = llm.chat_ids([{"role": "user", "content": text}])
-        params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
-        ours, theirs = llm.generate([prompt], params)[0].token_ids, peer.greedy(prompt, 32).tokens
+        params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+        ours, theirs = llm.generate([prompt], params)[0].token_ids, peer.greedy(prompt, 16).tokens
         if ours != theirs:
             at = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
             assert peer.top_two_gap(prompt + theirs[:at]) < 1e-4

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from itertools import product
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from outrider.types import Bet, Draft, Plan
+from tests.sweep import sweep
 from tests.tiny import VOCAB, finish, prompt_of, request, run_alone, tiny_engine, tiny_model, tokens_of
 
 LAWS = {
@@ -67,7 +69,7 @@ def test_sixteen_mixed_requests_share_their_steps(model, requests, alone):
     assert together(model, requests) == alone
 
 
-@pytest.mark.parametrize("step_rows", [32, 33, 47, 500])
+@pytest.mark.parametrize("step_rows", sweep([32, 33, 47, 500], quick=[33, 500]))
 def test_any_prefill_chunk(model, requests, alone, step_rows):
     assert together(model, requests, step_rows=step_rows) == alone
 
@@ -167,8 +169,10 @@ class Oracle:
         return Draft(tuple(tokens), tuple(parents))
 
 
-@pytest.mark.parametrize("tree", [False, True])
-@pytest.mark.parametrize("wrong", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize(
+    ("wrong", "tree"),
+    sweep(product([0.0, 0.3, 1.0], [False, True]), quick=[(0.0, False), (0.3, True), (1.0, True)]),
+)
 def test_guesses_right_or_wrong(model, requests, alone, wrong, tree):
     drafter = Oracle(alone, wrong, tree)
     engine = tiny_engine(model, Fixed(7), drafter, step_rows=500)
@@ -197,7 +201,7 @@ def test_guessing_toggled_with_preemption(model, requests, alone, tree):
     assert engine.table.pool.free == engine.table.pool.total
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, suppress_health_check=list(HealthCheck))  # an example is long
 @given(data=st.data())
 def test_anything_may_be_aborted_at_any_time(data):
     model = tiny_model()

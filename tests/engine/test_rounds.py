@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import product
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from outrider.engine.engine import Engine
 from outrider.engine.rounds import MAKING, SAVED, Rounds
 from outrider.types import NO_BET, Bet, Plan, Request
 from tests.engine.test_target_chains import Steady
+from tests.sweep import sweep
 from tests.tiny import (
     VOCAB,
     finish,
@@ -97,7 +99,7 @@ def run(engine: Engine, requests: list[Request]) -> dict:
 
 
 @pytest.mark.parametrize("default", ["lm", "lookup"])
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", sweep(range(8), quick=range(3)))
 def test_rounds_tell_what_packed_steps_tell(model, small, default, seed) -> None:
     requests = some_requests(seed)
     packed = run(make_engine(model, small, None, default), requests)
@@ -149,8 +151,13 @@ def test_a_sequence_that_joins_and_one_that_leaves(model, small) -> None:
 FILTERS = [{"top_k": 4}, {"top_p": 0.7}, {"min_p": 0.2}, {"top_k": 30, "top_p": 0.8, "min_p": 0.01}]
 
 
-@pytest.mark.parametrize("filters", FILTERS, ids=str)
-@pytest.mark.parametrize("drafter", ["lm", "lookup", "none"])
+@pytest.mark.parametrize(
+    ("drafter", "filters"),
+    sweep(
+        product(["lm", "lookup", "none"], FILTERS),
+        quick=[("lm", FILTERS[3]), ("lm", FILTERS[1]), ("lookup", FILTERS[0]), ("none", FILTERS[2])],
+    ),
+)
 def test_requests_with_filters_fly(model, small, filters, drafter) -> None:
     how = {"drafter": drafter, "depth": 4} if drafter != "none" else False
     asked = request("a", prompt_of(6) * 4, max_tokens=80, temperature=1.3, seed=3, speculation=how, **filters)
@@ -193,7 +200,7 @@ def test_a_row_forgets_the_filters_of_who_had_it_before(model, small) -> None:
     assert not all(key[-1] for key in engine.rounds.shapes)  # on a row that knew filters
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12)
 @given(data=st.data())
 def test_filters_hold_whoever_comes_and_goes(model, small, data) -> None:
     """Any mix of filters, joining and leaving in any order, speculating or not: as each would be told alone."""
@@ -281,7 +288,7 @@ class Busy:
 
 
 @pytest.mark.parametrize("lag", [0, 1])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", sweep(range(6), quick=range(3)))
 def test_runs_of_plain_passes_end_where_single_ones_do(model, small, lag, seed) -> None:
     """Whatever ends an answer (an end id, a stop string, its length), wherever in a run."""
     rnd = random.Random(seed)
@@ -378,8 +385,10 @@ def test_answers_may_come_in_between_while_rounds_are_prepared(model, small) -> 
     engine = make_engine(model, small, 1)
     engine.planner.rounds.choices = ("lm", "lookup")
     packed = make_engine(model, small, None)
-    for seed, _ in enumerate(engine.preparing(2)):
-        requests = some_requests(seed % 3)
+    for i, _ in enumerate(engine.preparing(2)):
+        if i % 4:
+            continue
+        requests = some_requests(i // 4 % 3)
         assert run(engine, requests) == run(packed, requests)
     assert {("lm", 1), ("lm", 2), ("lookup", 1), ("lookup", 2)} <= engine.planner.rounds.measured
 
@@ -430,6 +439,7 @@ def test_a_draft_knows_what_it_has_read_of_a_tree(model, small, monkeypatch, pla
     for forget in (False, True):
         engine = make_engine(model, small, 0)
         engine.planner = planner(Bet("lm", 15, 3))
+        monkeypatch.setattr(engine.rounds, "pace", lambda *_: None)  # plain passes go by the clock otherwise
         lm, told = engine.rounds.drafters["lm"], []
         tree = lm.tree
 

@@ -163,7 +163,7 @@ def test_a_stuck_download_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     started = time.monotonic()
     with pytest.raises(ModelNotFound, match="took longer") as caught:
         fetch(MODEL, tmp_path, Silent())
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 40
     assert_says_what_to_put_where(caught.value, tmp_path)
 
 

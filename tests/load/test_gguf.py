@@ -146,7 +146,7 @@ LIES: dict[str, tuple[bytes, str]] = {
 def test_a_lie_is_named(opened: Opened, case: str) -> None:
     content, expected = LIES[case]
     tracemalloc.start()
-    started = time.monotonic()
+    started = time.thread_time()
     try:
         with pytest.raises(BadCheckpoint, match=r"made\.gguf") as caught:
             opened(content)
@@ -154,7 +154,7 @@ def test_a_lie_is_named(opened: Opened, case: str) -> None:
     finally:
         tracemalloc.stop()
     assert expected in str(caught.value)
-    assert time.monotonic() - started < 1
+    assert time.thread_time() - started < 1
     assert peak < 4 << 20
 
 
@@ -201,9 +201,9 @@ def test_reading_leaves_the_file_alone(tiny_gguf: Path) -> None:
 
 @pytest.mark.model
 def test_the_built_in_model_opens_fast(smollm2: Path) -> None:
-    started = time.perf_counter()
+    started = time.thread_time()
     file = GgufFile(smollm2)
-    assert time.perf_counter() - started < 1.0  # 0.08 s on an idle core
+    assert time.thread_time() - started < 1.0  # 0.08 s on an idle core
     assert len(file.tensors) == 272
     assert len(file.metadata["tokenizer.ggml.tokens"]) == 49152
 

@@ -74,7 +74,7 @@ def drafts(draw: st.DrawFn) -> Draft:
 
 
 @pytest.mark.parametrize(("which", "case"), PAIRS)
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=12)
 @given(draft=drafts(), length=st.integers(1, 8))
 def test_a_tree_node_equals_the_same_tokens_as_a_chain(
     which: str, case: str, kernel_folder: Path, draft: Draft, length: int

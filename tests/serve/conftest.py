@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -159,19 +160,24 @@ def served(tiny_folder: Path) -> Iterator[Served]:
 
 
 @pytest.fixture
-def serve_tiny(tiny_folder: Path) -> Iterator[Callable[..., Served]]:
-    """Starts servers over the tiny model with flags of one's own; they end with the test."""
+def start() -> Iterator[Callable[..., Served]]:
+    """Starts servers over a model with flags of one's own; they end with the test."""
     started: list[Served] = []
 
-    def start(*flags: str, **options: Any) -> Served:
-        started.append(start_server(tiny_folder, *flags, **options))
+    def begin(model: Path, *flags: str, **options: Any) -> Served:
+        started.append(start_server(model, *flags, **options))
         return started[-1]
 
-    yield start
+    yield begin
     for server in started:
         if server.process.poll() is None:
             server.process.kill()
             server.process.wait(20)
+
+
+@pytest.fixture
+def serve_tiny(tiny_folder: Path, start: Callable[..., Served]) -> Callable[..., Served]:
+    return partial(start, tiny_folder)
 
 
 @pytest.fixture(scope="session")

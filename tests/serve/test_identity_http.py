@@ -22,24 +22,24 @@ def prompts(count: int) -> list[str]:
 
 @pytest.fixture(scope="module")
 def verdicts(served: Served) -> dict[str, Verdict]:
-    """200 requests three times over, 16 at a time."""
+    """A hundred requests three times over, 16 at a time."""
     host, port = served.url.removeprefix("http://").split(":")
-    return asyncio.run(measure(host, int(port), prompts(200), tokens=24, together=16))
+    return asyncio.run(measure(host, int(port), prompts(100), tokens=24, together=16))
 
 
 @pytest.mark.parametrize("way", WAYS[1:])
 def test_speculation_changes_no_text_no_call_and_no_logprob(verdicts: dict[str, Verdict], way: str) -> None:
     found = verdicts[way]
     assert found.equal, found.examples[:5]
-    assert found.requests == 200
+    assert found.requests == 100
 
 
 def test_what_was_compared_was_worth_comparing(verdicts: dict[str, Verdict]) -> None:
     assert verdicts["off"].drafted == 0
     assert verdicts["on"].drafted > verdicts["toggled"].drafted > 0
-    assert verdicts["on"].accepted > 100
-    assert verdicts["on"].calls >= 10
-    assert verdicts["on"].scores > 4 * 2000
+    assert verdicts["on"].accepted > 50
+    assert verdicts["on"].calls >= 5
+    assert verdicts["on"].scores > 4 * 1000
 
 
 def one(**changes: object) -> list[Answer]:

@@ -169,9 +169,9 @@ ADVERSARIES = {
 @pytest.mark.parametrize("piece", ADVERSARIES.values(), ids=ADVERSARIES)
 def test_time_is_linear_whatever_comes(opening: bytes, piece: bytes) -> None:
     body = opening + piece * ((1 << 20) // len(piece))  # quadratic would be hours
-    begin = time.perf_counter()
+    begin = time.thread_time()
     refused(body)
-    assert time.perf_counter() - begin < 5
+    assert time.thread_time() - begin < 5
 
 
 def test_a_parser_that_gives_up_on_depth_is_no_crash() -> None:
@@ -287,6 +287,6 @@ def test_any_message_becomes_one_short_line(text: str) -> None:
 
 @pytest.mark.parametrize("piece", ["/a", "'/a", "0x", " /", "~/a/", "\\", "a:\\", "x "])
 def test_long_messages_are_cut_in_linear_time(piece: str) -> None:
-    begin = time.perf_counter()
+    begin = time.thread_time()
     assert len(clean_error(piece * 1_000_000)) <= MAX_MESSAGE
-    assert time.perf_counter() - begin < 1
+    assert time.thread_time() - begin < 1

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(scope="module")
 def report(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("load") / "report.json"
-    options = ["--minutes", "0.2", "--tokens", "48", "--json", str(out), "--", "--threads", "1"]
+    options = ["--minutes", "0.1", "--tokens", "48", "--json", str(out), "--", "--threads", "1"]
     command = [sys.executable, "-m", "bench.serve_load", str(tiny_folder), *options]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False)
     assert out.exists(), ended.stderr
@@ -32,8 +32,8 @@ def test_a_crowd_is_served_right_and_leaves_nothing_behind(report: dict[str, Any
 
 def test_the_crowd_was_one(report: dict[str, Any]) -> None:
     outcomes = Counter(report["outcomes"])
-    assert all(outcomes[kind] > 5 for kind in ("plain", "abort", "bad", "slow"))
-    assert report["disconnects"] > 5
+    assert all(outcomes[kind] > 2 for kind in ("plain", "abort", "bad", "slow"))
+    assert report["disconnects"] > 2
     assert report["preemptions"] > 0
     assert outcomes["refused: queue_full"] > 0
     assert report["queue_ms"]["p99"] > 0

@@ -5,7 +5,6 @@ document knows, and never a fault. Contexts are short here, so that no answer ta
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -42,17 +41,22 @@ def search(examples: int, *phases: Phase) -> settings:
     """Random examples; with the phase `explicit`, also those at the bounds of what the document says."""
     return settings(
         max_examples=examples,
-        deadline=None,
-        derandomize=True,
         phases=[*phases, Phase.generate],
-        suppress_health_check=list(HealthCheck),
+        suppress_health_check=list(
+            HealthCheck
+        ),  # an example is a request to the server, which all of them share
     )
 
 
 @pytest.fixture(scope="module")
 def short(tiny_folder: Path) -> Iterator[Served]:
+    """It survives everything in this file: the first engine still, nothing running, nothing waiting."""
     server = start_server(tiny_folder, "--context", "128", "--max-tokens", "4")
     yield server
+    server.wait_idle()
+    assert server.get("/health").status_code == 200
+    assert server.metric("engine_restarts_total") == 0
+    assert not [line for line in server.lines if "Traceback" in line]
     assert server.stop() == 0
 
 
@@ -91,7 +95,7 @@ def within_reason(body: dict[str, Any]) -> dict[str, Any]:
     if size % 2:
         return {name: value for name, value in body.items() if name != "model"}
     names = sorted(set(body) - NEEDED.keys() - {"model"})
-    kept = {name: body[name] for name in names[size % 7 :: 7]}
+    kept = {name: body[name] for name in names[size % 7 :: 7]} if size % 3 else {}
     return {**kept, **{name: NEEDED[name] for name in NEEDED.keys() & body.keys()}}
 
 
@@ -102,7 +106,7 @@ def test_what_is_only_read(case: Case, short: Served, session: requests.Session)
 
 
 @right.include(method="POST").parametrize()
-@search(40)
+@search(20)
 def test_what_fits_the_document(case: Case, short: Served, session: requests.Session) -> None:
     if isinstance(case.body, dict):
         case.body = within_reason(case.body)
@@ -110,21 +114,8 @@ def test_what_fits_the_document(case: Case, short: Served, session: requests.Ses
 
 
 @wrong.include(method="POST").parametrize()
-@search(15, Phase.explicit)
+@search(8, Phase.explicit)
 def test_what_does_not_fit_the_document(case: Case, short: Served, session: requests.Session) -> None:
     response = case.call(base_url=short.url, session=session, timeout=30)
     case.validate_response(response, checks=CHECKS)
     assert response.status_code != 422
-
-
-def test_it_was_all_survived(short: Served) -> None:
-    """After everything above in this file: the first engine still, nothing running, nothing waiting."""
-    short.wait_idle()
-    assert short.get("/health").status_code == 200
-    assert short.metric("engine_restarts_total") == 0
-    assert not [line for line in short.lines if "Traceback" in line]
-    counts = short.get("/metrics").text
-    for path in (route.path for route in ROUTES if route.method == "POST"):
-        for status in (200, 400):
-            [count] = re.findall(rf'route="{path}",status="{status}"}} (\d+)', counts)
-            assert int(count) > 3, (path, status)

@@ -174,7 +174,7 @@ def test_small_writes_are_not_held_back(served: Served) -> None:
     """Headers and body go out in two writes; a kernel left to gather small ones waits 40 ms for the second."""
     took = []
     with httpx.Client(timeout=20) as kept:
-        for _ in range(10):
+        for _ in range(40):  # the quickest counts: other work on the machine is not the server's
             begin = time.perf_counter()
             kept.get(f"{served.url}/health")
             took.append(time.perf_counter() - begin)

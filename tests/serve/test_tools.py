@@ -321,9 +321,9 @@ def test_a_template_that_uses_tools_is_known(source, uses):
     "source", ["{{" * 50_000, "{{" + "\\'" * 50_000, "{{ '\"" * 30_000, "{%" + "'" * 99_999]
 )
 def test_looking_for_tools_in_a_hostile_template_is_quick(source):
-    begin = time.monotonic()
+    begin = time.thread_time()
     uses_tools(source)
-    assert time.monotonic() - begin < 5
+    assert time.thread_time() - begin < 5
 
 
 def test_a_template_that_knows_tools_gets_them_unchanged():
@@ -1234,9 +1234,9 @@ LONG_TEXTS = {
 @pytest.mark.parametrize("fmt", [HERMES, LLAMA], ids=lambda fmt: fmt.name)
 def test_work_grows_with_the_length_alone(fmt, text):
     """Were it quadratic, this would take minutes."""
-    begin = time.monotonic()
+    begin = time.thread_time()
     read(text, fmt, cuts=range(0, len(text), 4))
-    assert time.monotonic() - begin < 5
+    assert time.thread_time() - begin < 5
 
 
 # -------------------------------------------------------------------------------------------------- identities

@@ -1,6 +1,7 @@
 """Compiles every kernel a decoder launches for a GPU that is not there, and says what each one takes.
 
-    python -m tests.model.gpu.compile_kernels
+    python -m tests.model.gpu.compile_kernels few
+    python -m tests.model.gpu.compile_kernels every
 
 A process of its own: Triton decides when it is imported whether kernels are interpreted or compiled. Tensors lie on
 the CPU and nothing is run, so only what the compiler refuses is found; what kernels compute, the interpreter tells.
@@ -16,6 +17,7 @@ os.environ.pop("TRITON_INTERPRET", None)
 
 import re
 import subprocess
+import sys
 import tempfile
 from dataclasses import replace
 from typing import Any
@@ -65,8 +67,9 @@ def main() -> None:
     launch.chained = lambda: {"CHAIN": True, "launch_pdl": True}
     for module in _modules():
         module.chained = launch.chained
-    _launch_all()
-    _launch_kinds()
+    every = sys.argv[1:] != ["few"]
+    _launch_all(every)
+    _launch_kinds(every)
     for kernel in kernels:
         registers, spilled = _registers(kernel.asm["cubin"])
         warps, shared = kernel.metadata.num_warps, kernel.metadata.shared
@@ -91,7 +94,7 @@ def _modules() -> list[Any]:
     return [attention, between, copies, draw, kernels, matmul, rows, sift]
 
 
-def _launch_all() -> None:
+def _launch_all(every: bool) -> None:
     from outrider.control.forms import shape_of
     from outrider.draft.chains import Branches
     from outrider.draft.state import State
@@ -111,7 +114,8 @@ def _launch_all() -> None:
     store = make_store(model, 600)
     state = State(4, 520, torch.device("cpu"), DeviceBetween())
     between = state.between
-    for size, form in ((1, (0, 0)), (1, (4, 4)), (4, (8, 8)), (1, (3, 15))):
+    forms = ((1, (0, 0)), (1, (4, 4)), (4, (8, 8)), (1, (3, 15)))
+    for size, form in forms if every else forms[::3]:
         tree, nodes, state.filtered = Branches(shape_of(form)), form[1], size == 4
         inputs = torch.zeros((size, 2 + nodes + 1), dtype=torch.int32)
         off, told = between.take_off(state, inputs), torch.zeros((size, nodes + 1), dtype=torch.int64)
@@ -132,6 +136,8 @@ def _launch_all() -> None:
     owners = torch.zeros(2, dtype=torch.int64)
     find_copies(state.tokens, owners, owners, 4, 512, 8, 2)
     model.sift(torch.zeros(2, 128_256), state.top_k[owners], state.top_p[owners], state.floor[owners])
+    if not every:
+        return
     tree = Part(0, random_ids(VOCAB, 12), Draft((1, 2, 3), (-1, 0, 0)))
     model.forward(Reader(config).batch(tree), store)
     _launch_head(model, store, State(4, 520, torch.device("cpu")))
@@ -156,7 +162,7 @@ def _launch_head(model: Any, store: Any, state: Any) -> None:
         )
 
 
-def _launch_kinds() -> None:
+def _launch_kinds(every: bool) -> None:
     """Weights in fewer bits, in a decoder; and every kind in a big model's shapes, in the tiles that take most room."""
     from outrider.draft.chains import chain_levels
     from outrider.draft.state import State
@@ -171,12 +177,14 @@ def _launch_kinds() -> None:
     config = tiny_config(layers=1, heads=4, head_dim=64, hidden=192)
     state, one = State(4, 520, torch.device("cpu")), torch.zeros(1, dtype=torch.int64)
     layout, _ = next(chain_levels(1))
-    for kind in KINDS:
+    for kind in KINDS if every else ():
         kernels = GpuKernels(config, *rope_tables(config, 8192), device="cpu", weights=kind)
         model = DeviceDecoder(Decoder(config, random_tensors(config), kernels))
         DevicePass(model, make_store(model, 600))(state.between.lay(state, one, one, layout), 1, 512)
+    ways = ((1, linear, (1, 200, 300)), (2, gated_linear, (1, 64, 300)))
+    few = ((1, linear, (300,)), (2, gated_linear, (64,)))
     for kind in ("bfloat16", *KINDS):
-        for halves, multiply, counts in ((1, linear, (1, 200, 300)), (2, gated_linear, (1, 64, 300))):
+        for halves, multiply, counts in ways if every else few:
             weight = room_for(halves, 4096, 4096, kind, torch.bfloat16, "cpu")
             for rows in counts:
                 multiply(torch.empty((rows, 4096), dtype=torch.bfloat16), weight)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from itertools import product
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from outrider.model.kernels.gpu import attention
 from outrider.model.kernels.reference import ReferenceKernels
 from outrider.types import Batch
 from tests.model.batches import random_ids
+from tests.sweep import sweep
 from tests.tiny import tiny_config
 
 ROWS, WIDTH, VOCAB = 5, 96, 9
@@ -103,9 +105,13 @@ def test_lay(device: str, layout: Layout, guessed: bool) -> None:
         assert ours.dtype == theirs.dtype and torch.equal(ours.cpu(), theirs), field.name
 
 
-@pytest.mark.parametrize("vocab", [40, 9001])
-@pytest.mark.parametrize("filtered", [False, True])
-@pytest.mark.parametrize("level", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("vocab", "filtered", "level"),
+    sweep(
+        product([40, 9001], [False, True], [0, 1, 2]),
+        quick=[*product([40], [False, True], [0, 1, 2]), (9001, False, 1), (9001, True, 0)],
+    ),
+)
 def test_draw(device: str, vocab: int, filtered: bool, level: int) -> None:
     one, other = twins(device)
     rows = torch.tensor([3, 0, 1, 4])
@@ -177,7 +183,7 @@ def test_keep(device: str) -> None:
     assert one.tokens[3, one.lengths[3] - 2 :][:3].tolist() == told[0].tolist()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_commit(device: str, data: st.DataObject) -> None:
     """Guesses and choices of few tokens, so that many hold."""

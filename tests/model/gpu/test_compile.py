@@ -8,17 +8,23 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import outrider.model.kernels.gpu as gpu
+from outrider.settings import cache_folder
+from tests.sweep import sweep
 
 ROOT = Path(__file__).parents[3]
 
 
-def test_every_kernel_compiles(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sizes", sweep(["few", "every"], quick=["few"]))
+def test_every_kernel_compiles(sizes: str) -> None:
+    """In one size each; and in every size that a decoder launches."""
     sources = [file.read_text() for file in Path(gpu.__path__[0]).glob("*.py")]
     kernels = {name for source in sources for name in re.findall(r"^def (_\w+_kernel)\(", source, re.M)}
     assert len(kernels) > 5
-    command = [sys.executable, "-m", "tests.model.gpu.compile_kernels"]
-    there = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "tests.model.gpu.compile_kernels", sizes]
+    there = {**os.environ, "TRITON_CACHE_DIR": str(cache_folder() / "triton")}
     done = subprocess.run(command, cwd=ROOT, env=there, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     assert {line.split()[0] for line in done.stdout.splitlines()} == kernels

@@ -18,6 +18,7 @@ from outrider.model.rope import rope_tables
 from outrider.types import Draft
 from tests.model.batches import Part, Reader, furthest, random_ids
 from tests.model.gpu.test_kernels import HALF, TREE, to_device
+from tests.sweep import sweep
 from tests.tiny import VOCAB, random_tensors, tiny_config
 
 
@@ -48,7 +49,10 @@ class HalfReader(Reader):
         return to_device(super().batch(*parts), self.device)
 
 
-@pytest.mark.parametrize("changes", [{}, {"tied": False, "heads": 6, "windows": (0, 5)}])
+OTHER = {"tied": False, "heads": 6, "windows": (0, 5)}
+
+
+@pytest.mark.parametrize("changes", sweep([{}, OTHER], quick=[OTHER]), ids=["plain", "other"])
 def test_logits_are_the_references(device: str, changes: dict) -> None:
     ours, reference = decoders(device, **changes)
     ids = random_ids(VOCAB, 12)
@@ -60,7 +64,7 @@ def test_logits_are_the_references(device: str, changes: dict) -> None:
 def test_layer_by_layer_equals_all_layers(device: str) -> None:
     model, _ = decoders(device)
     reader, again = HalfReader(model, device), HalfReader(model, device)
-    batch = reader.batch(Part(0, random_ids(VOCAB, 7), TREE))
+    batch = reader.batch(Part(0, random_ids(VOCAB, 2), Draft((5, 6), (-1, -1))))
     expected = model.forward(batch, reader.store)
     c = model.config
     x = model.embed(batch.ids)
@@ -69,16 +73,16 @@ def test_layer_by_layer_equals_all_layers(device: str) -> None:
     assert torch.equal(model.kernels.finish(x, pending, batch.logit_rows, model.norm, model.head), expected)
 
 
-def test_a_tree_has_the_bits_of_plain_decoding(device: str) -> None:
+@pytest.mark.parametrize("node", sweep([1, 3, 6], quick=[6]))
+def test_a_tree_has_the_bits_of_plain_decoding(device: str, node: int) -> None:
     model, _ = decoders(device)
     ids = random_ids(VOCAB, 5)
     together = HalfReader(model, device).feed(model, Part(0, ids, TREE))
-    for node in (3, 6):
-        reader = HalfReader(model, device)
-        reader.feed(model, Part(0, ids))
-        for token in (TREE.tokens[i] for i in TREE.path(node)):
-            alone = reader.feed(model, Part(0, [token]))
-        assert torch.equal(alone[-1], together[len(ids) + node])
+    reader = HalfReader(model, device)
+    reader.feed(model, Part(0, ids))
+    for token in (TREE.tokens[i] for i in TREE.path(node)):
+        alone = reader.feed(model, Part(0, [token]))
+    assert torch.equal(alone[-1], together[len(ids) + node])
 
 
 @pytest.mark.gpu

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
+
 import pytest
 import torch
 from torch import Tensor
@@ -19,6 +23,7 @@ from outrider.model.kernels.gpu import sift as filters
 from outrider.types import MAX_NODES, Batch, Draft
 from outrider.verify.filters import bounds, masses, sift
 from tests.model.batches import Part, Reader, furthest, random_ids
+from tests.sweep import sweep
 from tests.tiny import tiny_config
 
 # The interpreter multiplies float16 but not bfloat16; on a device it is bfloat16 that counts.
@@ -217,10 +222,15 @@ class Past:
         return noise(batch.rows, self.heads, self.dim, seed=seed).to(HALF).to(self.device)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(2, 2, 16), (4, 1, 64), (3, 1, 80)])
-@pytest.mark.parametrize("window", [0, 1, 9, 70])
-def test_attention(device: str, heads: int, kv_heads: int, dim: int, window: int) -> None:
-    past = Past(device, heads, kv_heads, dim, [63, 0], room=90)
+@pytest.mark.parametrize(
+    ("heads", "window"),
+    sweep(
+        product([(2, 2, 16), (4, 1, 64), (3, 1, 80)], [0, 1, 9, 70]),
+        quick=[((2, 2, 16), 0), ((2, 2, 16), 1), ((4, 1, 64), 70), ((3, 1, 80), 9)],
+    ),
+)
+def test_attention(device: str, heads: tuple[int, int, int], window: int) -> None:
+    past = Past(device, *heads, [63, 0], room=90)
     batch = past.batch(Part(0, [1, 2], TREE), Part(1, [3] * 5))
     q = past.queries(batch)
     assert furthest(past.attend(q, batch, window).float(), past.twin(q, batch, window).float()) < 2e-2
@@ -240,7 +250,7 @@ def test_folding_in_registers_gives_the_same_bits(device: str) -> None:
     assert torch.equal(past.attend(q, batch, whole=True), past.attend(q, batch, whole=False))
 
 
-@pytest.mark.parametrize("length", [3, 62, 127, 130])
+@pytest.mark.parametrize("length", sweep([3, 62, 127, 130], quick=[62, 127]))
 def test_a_node_equals_the_same_token_as_known_text(device: str, length: int) -> None:
     """The heart of identity with trees: a path scattered over the draft has the bits of a chain."""
     past = Past(device, 2, 1, 16, [length], room=260)
@@ -277,11 +287,19 @@ def test_a_row_does_not_depend_on_its_company(device: str) -> None:
         at_row += alone.rows
 
 
-def test_a_chain_of_63(device: str) -> None:
+@pytest.mark.parametrize("rows", sweep([[0, 1, 62, 63], list(range(64))], quick=[[0, 1, 62, 63]]), ids=len)
+def test_a_chain_of_63(device: str, rows: Sequence[int]) -> None:
     past = Past(device, 2, 1, 16, [60], room=260)
-    drafted = past.batch(Part(0, [1], Draft.chain([1] * MAX_NODES)))
-    q = past.queries(drafted)
-    assert torch.equal(past.attend(q, drafted), past.attend(q, past.batch(Part(0, [1] * 64))))
+    batches = past.batch(Part(0, [1], Draft.chain([1] * MAX_NODES))), past.batch(Part(0, [1] * 64))
+    q = past.queries(batches[0])[list(rows)]
+    drafted, known = (past.attend(q, picked(batch, rows)) for batch in batches)
+    assert torch.equal(drafted, known)
+
+
+def picked(batch: Batch, rows: Sequence[int]) -> Batch:
+    """Some rows of a pass, as if they were all of it."""
+    names = ("ids", "positions", "slots", "table_rows", "prefix", "ancestors")
+    return replace(batch, **{name: getattr(batch, name)[list(rows)] for name in names})
 
 
 def test_programs_of_any_height_give_the_same_bits(device: str) -> None:
@@ -305,12 +323,16 @@ def test_fewer_warps_give_the_same_bits(device: str, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "window"), [(4, 2, 64, 0), (4, 2, 64, 66), (3, 1, 48, 9)]
+    ("shape", "whole"),
+    sweep(
+        product([(4, 2, 64, 0), (4, 2, 64, 66), (3, 1, 48, 9)], [False, True]),
+        quick=[((4, 2, 64, 66), True), ((3, 1, 48, 9), False)],
+    ),
 )
-@pytest.mark.parametrize("whole", [False, True])
 def test_turning_inside_attention_gives_the_same_bits(
-    device: str, heads: int, kv_heads: int, dim: int, window: int, whole: bool
+    device: str, shape: tuple[int, int, int, int], whole: bool
 ) -> None:
+    heads, kv_heads, dim, window = shape
     past = Past(device, heads, kv_heads, dim, [70, 0, 63], room=90)
     batch = past.batch(*(Part(text, [1]) for text in range(3)))
     parts = noise(2, 3, (heads + 2 * kv_heads) * dim).to(device)
@@ -373,8 +395,13 @@ def rows_of(count: int, seed: int, device: str) -> tuple[Tensor, Tensor, Tensor]
     return sampled.to(device), seeds.to(device), (torch.arange(count) * 17).to(device)
 
 
-@pytest.mark.parametrize("vocab", [1, 3, 64, 97, 5001])
-@pytest.mark.parametrize("spread", [0.0, 1.0, 30.0])
+@pytest.mark.parametrize(
+    ("vocab", "spread"),
+    sweep(
+        product([1, 3, 64, 97, 5001], [0.0, 1.0, 30.0]),
+        quick=[(1, 0.0), (3, 30.0), (64, 1.0), (97, 0.0), (97, 1.0), (5001, 1.0)],
+    ),
+)
 def test_draw_equals_the_law(device: str, vocab: int, spread: float) -> None:
     logits = (noise(7, vocab, seed=vocab) * spread).to(device)
     given = rows_of(7, vocab, device)
@@ -400,7 +427,7 @@ def test_banned_tokens_are_never_drawn(device: str) -> None:
 # ------------------------------------------------------------------------------------------- how it is spread
 
 
-@pytest.mark.parametrize("window", [0, 9, 700])
+@pytest.mark.parametrize("window", sweep([0, 9, 700], quick=[700]))
 def test_how_work_is_spread_changes_no_bit(device: str, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One split a program, several, or all of them; buffers for longer texts than these."""
     past = Past(device, 2, 1, 16, [62, 2200, 1100], room=3400)
@@ -474,7 +501,7 @@ def test_masses_equal_their_twins_to_the_last_bit(device: str) -> None:
     assert torch.equal(out, masses(logits, torch.zeros(1, device=device)))
 
 
-@pytest.mark.parametrize("vocab", [1, 97, 9001])
+@pytest.mark.parametrize("vocab", sweep([1, 97, 9001], quick=[1, 9001]))
 def test_sift_equals_its_twin(device: str, vocab: int) -> None:
     some = [(0, 0.9, OFF), (40, 1.0, OFF), (vocab // 2 + 1, 0.8, OFF), (0, 1.0, -2.0), (3, 0.5, -0.5)]
     logits = noise(5, vocab, seed=vocab) * torch.tensor([0.3, 30.0, 1.0, 1.0, 3.0])[:, None]
@@ -482,7 +509,7 @@ def test_sift_equals_its_twin(device: str, vocab: int) -> None:
     assert torch.equal(together[2:3], sifted(logits[2:3], some[2:3], device))
 
 
-@pytest.mark.parametrize("top_p", [1e-9, 0.7, NEARLY_ONE])
+@pytest.mark.parametrize("top_p", sweep([1e-9, 0.7, NEARLY_ONE], quick=[NEARLY_ONE]))
 def test_sift_of_ties_bans_and_lonely_tokens(device: str, top_p: float) -> None:
     logits = noise(4, 2001, seed=1) * 3
     logits[0] = logits[0].round()
@@ -511,19 +538,23 @@ def test_sift_of_a_range_too_full_to_gather(device: str, monkeypatch: pytest.Mon
     sifted(noise(3, 3001), [(300, 1.0, OFF), (0, 0.9, OFF), (300, 0.9, OFF)], device)
 
 
-@pytest.mark.parametrize(("vocab", "asked"), [(49_152, (50, 0.95, -4.0)), (128_256, (0, 0.9, OFF))])
+WHOLE = [(49_152, (50, 0.95, -4.0)), (128_256, (0, 0.9, OFF))]
+
+
+@pytest.mark.parametrize(("vocab", "asked"), sweep(WHOLE, quick=WHOLE[:1]))
 def test_sift_of_whole_vocabularies(device: str, vocab: int, asked: tuple[int, float, float]) -> None:
     assert 1 < (sifted(noise(1, vocab, seed=2) * 2.5, [asked], device) > OFF).sum() < 0.6 * vocab
 
 
 @pytest.mark.parametrize(
-    "asked", [(0, 0.9, OFF), (0, 0.99, OFF), (0, 0.2, OFF), (50, 1.0, OFF), (50, 0.9, OFF)]
+    ("top_k", "top_p"),
+    sweep([(0, 0.9), (0, 0.99), (0, 0.2), (50, 1.0), (50, 0.9)], quick=[(0, 0.9), (50, 1.0)]),
 )
-def test_sift_finds_where_to_look(device: str, asked: tuple[int, float, float]) -> None:
+def test_sift_finds_where_to_look(device: str, top_k: int, top_p: float) -> None:
     """A bound outside of what was gathered would be found all the same, but slowly."""
     logits = noise(3, 20_000, seed=3) * torch.tensor([1.0, 3.0, 30.0])[:, None]
     logits[1, 77] = 14.0
-    columns = [torch.tensor([column] * 3, device=device) for column in asked]
+    columns = [torch.tensor([column] * 3, device=device) for column in (top_k, top_p, OFF)]
     seen = filters.gather(logits.to(device), *columns)
     found = bounds(logits.to(device), *columns)
     low, high = seen.edges.unbind(1)

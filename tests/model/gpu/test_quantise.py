@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -26,9 +27,10 @@ from tests.load.tiny import write_folder
 from tests.model.batches import Part, furthest, random_ids
 from tests.model.gpu.test_decoder import HalfReader
 from tests.model.gpu.test_kernels import HALF, TREE, noise
+from tests.sweep import sweep
 from tests.tiny import VOCAB, random_tensors, tiny_config
 
-COUNTS = (1, 3, 16, 17, 64, 65, 130)
+COUNTS, EDGES = (1, 3, 16, 17, 64, 65, 130), (1, 17, 65)
 FEWER = pytest.mark.parametrize("kind", list(KINDS))
 
 
@@ -106,17 +108,27 @@ def test_linear(device: str, kind: str, inputs: int, biased: bool) -> None:
     assert furthest(matmul.linear(x, weight, bias), matmul.linear_twin(x, weight, bias)) < 1e-5
 
 
-@FEWER
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("inputs", [128, 768])
-def test_rows_do_not_depend_on_their_number(device: str, kind: str, gated: bool, inputs: int) -> None:
+NARROW = [("fp8", True, 128, EDGES), ("int8", True, 128, EDGES), ("int4", False, 128, EDGES)]
+WIDE = [("int8", False, 768, EDGES), ("int4", True, 768, (1, 17))]
+
+
+@pytest.mark.parametrize(
+    ("kind", "gated", "inputs", "counts"),
+    sweep(
+        [*NARROW, *WIDE, *product(KINDS, [False, True], [128, 768], [COUNTS])],
+        quick=[*NARROW, *WIDE],
+    ),
+)
+def test_rows_do_not_depend_on_their_number(
+    device: str, kind: str, gated: bool, inputs: int, counts: tuple[int, ...]
+) -> None:
     halves = [0.1 * noise(80, inputs, seed=i).to(device) for i in range(2 if gated else 1)]
     weight, bias = matmul.pack(*halves, kind=kind), noise(80 * len(halves), seed=3).to(device)
     run, twin = (matmul.gated_linear, matmul.gated_twin) if gated else (matmul.linear, matmul.linear_twin)
-    x = noise(max(COUNTS), inputs, seed=2).to(HALF).to(device)
+    x = noise(max(counts), inputs, seed=2).to(HALF).to(device)
     whole = run(x, weight, bias)
     assert furthest(whole.float(), twin(x, weight, bias).float()) < (1e-2 if gated else 1e-5)
-    for count in COUNTS:
+    for count in counts:
         assert torch.equal(run(x[:count], weight, bias), whole[:count]), count
         assert torch.equal(run(x[-count:], weight, bias), whole[-count:]), count
 
@@ -190,10 +202,15 @@ def model_of(device: str, weights: str, **changes) -> Decoder:
     return Decoder(config, random_tensors(config), kernels)
 
 
-@FEWER
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_tree_has_the_bits_of_plain_decoding(device: str, kind: str, tied: bool) -> None:
-    model = model_of(device, kind, tied=tied)
+@pytest.mark.parametrize(
+    ("kind", "tied", "layers"),
+    sweep(
+        product(KINDS, [True, False], [1, 2]),
+        quick=[("fp8", False, 1), ("int8", True, 1), ("int4", False, 1)],
+    ),
+)
+def test_a_tree_has_the_bits_of_plain_decoding(device: str, kind: str, tied: bool, layers: int) -> None:
+    model = model_of(device, kind, tied=tied, layers=layers, windows=(0,) * layers)
     ids = random_ids(VOCAB, 5)
     together = HalfReader(model, device).feed(model, Part(0, ids, TREE))
     for node in (3, 6):
@@ -205,7 +222,9 @@ def test_a_tree_has_the_bits_of_plain_decoding(device: str, kind: str, tied: boo
 
 
 # Measured: fp8 .11, int8 .03, int4 .44 of the spread; SmolLM2-135M over 500 tokens: .10, .04, .44.
-@pytest.mark.parametrize(("kind", "most"), [("fp8", 0.16), ("int8", 0.045), ("int4", 0.6)])
+@pytest.mark.parametrize(
+    ("kind", "most"), sweep([("fp8", 0.16), ("int8", 0.045), ("int4", 0.6)], quick=[("int4", 0.6)])
+)
 def test_logits_stay_near_those_of_whole_weights(device: str, kind: str, most: float) -> None:
     shape = dict(hidden=128, intermediate=256, heads=4, kv_heads=2, head_dim=32)
     whole, fewer = (model_of(device, weights, **shape) for weights in ("bfloat16", kind))

@@ -1,0 +1,222 @@
+"""Faults planted one at a time into a copy of the source, and whether the tests that every run takes notice them.
+
+    make test-planted
+    python -m tests.planted [--only WORDS] [--jobs N]
+
+A fault that is not noticed, or whose place in the source is gone, fails the run: mend the test, or this table. Each was
+a real mistake once, was planted by hand while its code was written, or was found not to be noticed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import queue
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from outrider.settings import usable_cores
+
+ROOT = Path(__file__).resolve().parent.parent
+COPIED = ("src", "tests", "bench", "pyproject.toml")
+SECONDS = 280  # for the tests of one fault
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    what: str
+    file: str  # under src/outrider
+    old: str
+    new: str
+    tests: str  # under tests
+
+
+BETWEEN, DRAW, ROWS = (f"model/kernels/gpu/{name}.py" for name in ("between", "draw", "rows"))
+ATTENTION, NEW_ROW = "model/kernels/gpu/attention.py", "rows.append(np.full(len(at[-1]), sequence.row))"
+
+FAULTS = [
+    # Rounds on a device.
+    Fault("a node that was not meant", BETWEEN, "(guess == said) & (node < meant)", "(guess == said)",
+          "model/gpu/test_between.py::test_commit"),
+    Fault("a slot of the path one off", BETWEEN, "inputs_stride + 2 + held", "inputs_stride + 1 + held",
+          "model/gpu/test_between.py::test_commit"),
+    Fault("the walk down the tree", BETWEEN, "tl.where(held > 0, held - 1, NODES)", "tl.where(held > 0, held, NODES)",
+          "model/gpu/test_between.py::test_commit"),
+    Fault("entries before a text's first", BETWEEN, "entry = tl.maximum(length + entry, least)",
+          "entry = tl.maximum(length + entry, 0)", "model/gpu/test_between.py::test_lay"),
+    Fault("padding that grows", BETWEEN, "tl.where(row == spare, 0, length + PASSES)", "length + PASSES",
+          "model/gpu/test_between.py::test_keep"),
+    Fault("a draft that writes for who wants none", BETWEEN, "tl.where(wanted > 0, row, row * 0 + spare)",
+          "tl.where(wanted >= 0, row, row * 0 + spare)", "model/gpu/test_between.py::test_take_off"),
+    Fault("the position a draw is for", DRAW, "(tl.load(positions + at) + ahead)", "(tl.load(positions + at) + 1)",
+          "model/gpu/test_between.py::test_the_position_foretold_counts"),
+    Fault("temperatures left out", DRAW, "            warmth = heat\n", "            warmth = 1.0\n",
+          "model/gpu/test_between.py::test_draw"),
+    Fault("choices in the wrong columns", DRAW, "columns + row % EACH * MOST + place", "columns + place",
+          "model/gpu/test_between.py::test_draw"),
+    Fault("a tie that goes to the higher id", DRAW, "better = other > score", "better = other >= score",
+          "model/gpu/test_kernels.py::test_ties_go_to_the_lowest_id"),
+    Fault("what a tree shares", ATTENTION,
+          "known = tl.where(tl.load(ancestors + first) != 0, known // BLOCK * BLOCK, known)", "known = known + 0",
+          "model/gpu/test_between.py::test_what_rows_of_a_pass_share"),
+    Fault("where a tree's own tokens begin", ATTENTION,
+          "limit = tl.where(tl.load(ancestors + row) != 0, limit // BLOCK * BLOCK, limit)", "limit = limit + 0",
+          "model/gpu/test_kernels.py::test_a_node_equals_the_same_token_as_known_text"),
+    Fault("a window one too wide", ATTENTION, "tl.maximum(position + 1 - window, 0)",
+          "tl.maximum(position - window, 0)", "model/gpu/test_kernels.py::test_attention"),
+    Fault("a row of the embedding", ROWS, "token % HIGH * DEPTH", "(token + 1) % HIGH * DEPTH",
+          "model/gpu/test_kernels.py::test_embedding_is_the_rows_as_they_were"),
+    Fault("a draft that reads another's text", "draft/chains.py", NEW_ROW,
+          NEW_ROW.replace("sequence.row", "sequences[0].row"), "engine/test_rounds.py engine/test_target_chains.py"),
+    Fault("a row whose owner came back", "engine/scheduler.py", "sequence.released += 1", "sequence.released += 0",
+          "engine/test_target_chains.py"),
+    Fault("tries made twice", "control/rounds.py", "self.rested[offer.name] = 0.0  # at once", "pass  # at once",
+          "control/test_rounds.py"),
+    Fault("no risk among several", "control/rounds.py", "return sqrt(squares / len(habits))", "return 0.0",
+          "control/test_rounds.py bench/test_plan.py"),
+    Fault("bytes of tokens lost", "load/tokenizer.py", "self[token] = found = self._tokenizer",
+          "found = b'' if token in self else self._tokenizer", "load/test_tokenizer.py engine/test_text.py"),
+    # The law, and what is drawn and accepted by it.
+    Fault("randomness of a draft used again", "verify/noise.py", "LAW, DRAFT, ACCEPT, RESIDUAL = range(4)",
+          "LAW, DRAFT, ACCEPT, RESIDUAL = 0, 1, 2, 1", "verify/test_rejection.py"),
+    Fault("no residual after a rejection", "verify/rejection.py",
+          "left = torch.where(rejected & (mass > 0), spent / mass.clamp(min=1e-300), left)", "left = left",
+          "verify/test_rejection.py"),
+    Fault("a block that survives by its last token alone", "verify/rejection.py", "(weight * ratio).clamp(max=1)",
+          "ratio.clamp(max=1)", "verify/test_rejection.py"),
+    Fault("a child tried twice", "verify/rejection.py", "tried |= rejected & (point > 0)", "tried |= tried",
+          "verify/test_rejection.py"),
+    Fault("a guess held against its own choice", "verify/law.py", "chosen[rows.parent] == rows.token",
+          "chosen == rows.token", "verify/test_law.py"),
+    Fault("a child that lives on without its parent", "verify/law.py", "alive = matches & alive[rows.parent]",
+          "alive = matches", "verify/test_law.py engine/test_identity.py"),
+    Fault("the same noise at every position", "verify/rows.py", "return known[self.owner] + self.depth",
+          "return known[self.owner]", "verify/test_law.py"),
+    Fault("nine rounds of the generator", "verify/noise.py", "ROUNDS = 10", "ROUNDS = 9", "verify/test_law.py"),
+    Fault("top-p that keeps one too many", "verify/filters.py", "short = (running < need[:, None]).sum(-1)",
+          "short = (running <= need[:, None]).sum(-1)", "verify/test_filters.py"),
+    Fault("the offset of prompt log-probabilities", "verify/judge.py", "    at = 0\n    for sequence, count",
+          "    at = 1\n    for sequence, count", "verify/test_judge.py"),
+    Fault("rows of prompts that nobody wants scored", "verify/judge.py", "        at += count\n",
+          "            at += count\n", "verify/test_judge.py"),
+    # The cache.
+    Fault("a text that must be read afresh", "cache/table.py", "if not (reuse and self.reuse)",
+          "if not (reuse or self.reuse)", "cache/test_table.py"),
+    Fault("the last token taken from the cache", "cache/table.py", "tokens[: len(tokens) - 1], owner", "tokens, owner",
+          "cache/test_table.py"),
+    Fault("another owner's text", "cache/prefix.py", "parent: int | str = owner\n        for start in range(0",
+          "parent: int | str = ''\n        for start in range(0", "cache/test_table.py"),
+    Fault("a prompt scored from memory", "engine/scheduler.py",
+          "reuse = sequence.request.params.prompt_logprobs is None",
+          "reuse = True", "engine/test_prompt_logprobs.py"),
+    # Drafters and the planner.
+    Fault("states of a suffix automaton without a length", "draft/suffix.py", "self.length[self.last] + 1, {}",
+          "self.length[self.last] + 0, {}", "draft/test_suffix.py"),
+    Fault("the end of a past answer", "draft/lookup.py",
+          "answer = self.unread.popleft()\n            for end in range(GRAM, len(answer) + 1)",
+          "answer = self.unread.popleft()\n            for end in range(GRAM, len(answer) - 1)",
+          "draft/test_lookup.py"),
+    Fault("nodes by another's numbers", "draft/merged.py", "{merged: own for own", "{own: own for own",
+          "draft/test_merged.py"),
+    Fault("rows that others asked for", "control/planner.py", "batch + fixed)", "batch - fixed)",
+          "control/test_planner.py"),
+    # Text, and the server.
+    Fault("a stop string shown in part", "engine/text.py", "    return longest\n", "    return 0\n",
+          "engine/test_text.py"),
+    Fault("small writes held back", "serve/server.py", "socket.SOCK_STREAM, socket.IPPROTO_TCP)",
+          "socket.SOCK_STREAM, 0)", "serve/test_streams.py::test_small_writes_are_not_held_back"),
+    Fault("remainders without end", "verify/grammar.py", "MOST_REMAINDERS = 100_000", "MOST_REMAINDERS = 10**18",
+          "serve/test_cases_attacks.py::test_grammar_dos"),
+]  # fmt: skip
+
+
+def copy(folder: Path) -> Path:
+    for name in COPIED:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+        else:
+            shutil.copy(source, folder / name)
+    return folder
+
+
+def plant(fault: Fault, root: Path) -> str:
+    """Returns the text as it was."""
+    file = root / "src" / "outrider" / fault.file
+    text = file.read_text()
+    assert text.count(fault.old) == 1, (
+        f"{fault.what}: {fault.old!r} stands {text.count(fault.old)} times in {fault.file}"
+    )
+    file.write_text(text.replace(fault.old, fault.new))
+    return text
+
+
+def run_tests(root: Path, tests: str) -> int:
+    """pytest's exit code: 0 all passed, 1 some failed."""
+    options = "-x -q --no-header -p no:randomly -p no:xdist --hypothesis-profile unshrunk"
+    command = [sys.executable, "-m", "pytest", *options.split()]
+    command += [str(Path("tests", test)) for test in tests.split()]
+    env = {**os.environ, "PYTHONPATH": str(root / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
+    process = subprocess.Popen(
+        command, cwd=root, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT
+    )
+    try:
+        return process.wait(SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        return 1  # a fault that never ends is noticed
+
+
+def noticed(fault: Fault, root: Path) -> tuple[str, float]:
+    begin = time.monotonic()
+    try:
+        before = plant(fault, root)
+    except AssertionError as problem:
+        return f"CANNOT BE PLANTED: {problem}", 0.0
+    try:
+        code = run_tests(root, fault.tests)
+    finally:
+        (root / "src" / "outrider" / fault.file).write_text(before)
+    verdict = {0: "NOT NOTICED", 1: "noticed"}.get(code, f"THE TESTS DO NOT RUN (exit code {code})")
+    return verdict, time.monotonic() - begin
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default="", help="faults with these words in their names")
+    parser.add_argument("--jobs", type=int, default=usable_cores())
+    given = parser.parse_args()
+    faults = [fault for fault in FAULTS if given.only in fault.what]
+    with tempfile.TemporaryDirectory(prefix="planted-") as folder, ThreadPoolExecutor(given.jobs) as pool:
+        roots: queue.SimpleQueue[Path] = queue.SimpleQueue()
+        for number in range(given.jobs):
+            (Path(folder) / str(number)).mkdir()
+            roots.put(copy(Path(folder) / str(number)))
+
+        def one(fault: Fault) -> tuple[str, float]:
+            root = roots.get()
+            try:
+                return noticed(fault, root)
+            finally:
+                roots.put(root)
+
+        verdicts = []
+        for fault, (verdict, seconds) in zip(faults, pool.map(one, faults), strict=True):
+            verdicts.append(verdict)
+            print(f"{verdict:<12} {seconds:5.0f} s  {fault.what} ({fault.file})", flush=True)
+    missed = sum(verdict != "noticed" for verdict in verdicts)
+    print(f"{len(verdicts) - missed} of {len(verdicts)} noticed")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
