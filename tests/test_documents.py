@@ -6,6 +6,7 @@ A block that cannot be run here has `<!-- not run: REASON -->` on the line above
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import pytest
 
 from outrider import LLM
 from tests.serve.conftest import Served, start_server, write_tiny
-from tests.shell import MODEL, Shell, check_pip, shorter
+from tests.shell import MODEL, TOKENS, Shell, check_pip, shorter
 from tests.test_structure import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -107,6 +108,40 @@ def test_examples_without_a_server_run(script: str, shell: Shell) -> None:
     ended = shell.sh(f"python examples/{script}")
     assert ended.code == 0, ended.err
     assert ended.out
+
+
+@pytest.mark.model
+def test_the_curl_example_runs_where_there_is_no_curl(shell: Shell, server: Served) -> None:
+    ended = shell.sh(f"sh examples/curl.sh {server.url}")
+    assert ended.code == 0, ended.out + ended.err
+    assert "data: [DONE]" in ended.out
+    assert "outrider:spec_decode_num_drafts_total" in ended.out
+
+
+SECTIONS = {
+    "Chat": "chat/completions",
+    "Completions": "completions",
+    "Responses": "responses",
+    "Messages": "messages",
+}
+
+
+def bodies(page: Path) -> Iterator[tuple[str, dict]]:
+    """Requests that stand in JSON on a page, with the route that their section is about; else it is chat's."""
+    for section in re.split(r"^(?=#+ )", page.read_text(), flags=re.MULTILINE):
+        route = SECTIONS.get(section.partition("\n")[0].strip("# "), "chat/completions")
+        for block in blocks_of(section):
+            if block.language == "json" and "error" not in (body := json.loads(block.text)):
+                yield f"/v1/{route}", body
+
+
+def test_requests_that_are_shown_are_answered(server: Served) -> None:
+    asked = list(bodies(ROOT / "docs" / "serving.md"))
+    assert len(asked) > 6
+    for route, body in asked:
+        length = "max_output_tokens" if route.endswith("responses") else "max_tokens"
+        answer = server.post(route, {**body, length: min(body.get(length, TOKENS), TOKENS)})
+        assert answer.status_code == 200, f"{route} {body}: {answer.text}"
 
 
 def test_only_few_blocks_are_not_run_and_they_say_why() -> None:
