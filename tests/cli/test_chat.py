@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import pytest
+
 from outrider import LLM
+from outrider.cli.terminal import _line_editing
 
 from .conftest import Outrider
 
@@ -29,16 +33,69 @@ def test_lines_are_turns(outrider: Outrider, tiny_folder: Path) -> None:
     assert ran.out == "".join(f"{text}\n" for text in turns(tiny_folder, "hello", "12", system="S"))
 
 
-def test_reset_forgets_and_quit_leaves(outrider: Outrider, tiny_folder: Path) -> None:
-    ran = outrider("chat", tiny_folder, *GREEDY, stdin="hello\n/reset\nhello\n/quit\nhello\n")
+@pytest.mark.parametrize(("clear", "leave"), [("/clear", "/exit"), ("/reset", "/quit")])
+def test_clear_forgets_and_exit_leaves(outrider: Outrider, tiny_folder: Path, clear: str, leave: str) -> None:
+    ran = outrider("chat", tiny_folder, *GREEDY, stdin=f"hello\n{clear}\nhello\n{leave}\nhello\n")
     assert ran.out == 2 * (turns(tiny_folder, "hello")[0] + "\n")
+
+
+def test_turns_of_several_lines(outrider: Outrider, tiny_folder: Path) -> None:
+    blocks = '"""one\ntwo"""\n/clear\none\\\ntwo\n/clear\n"""\n/etc\n"""\n'
+    ran = outrider("chat", tiny_folder, *GREEDY, stdin=blocks)
+    [whole], [path] = turns(tiny_folder, "one\ntwo"), turns(tiny_folder, "/etc")
+    assert ran.out.count(f"{whole}\n") == 2 and ran.err.count("there is no command") == 1
+    assert path != whole  # a block of one line that looks like a command is one
+
+
+def test_commands_change_what_comes_next(outrider: Outrider, tiny_folder: Path, tmp_path: Path) -> None:
+    [free] = turns(tiny_folder, "hello")
+    [told] = turns(tiny_folder, "hello", system="S")
+    file = tmp_path / "talk.json"
+    talk = f"hello\n/retry\n/system S\n/system\n/clear\nhello\n/save {file}\n/save {file}\n"
+    ran = outrider("chat", tiny_folder, *GREEDY, stdin=talk)
+    assert ran.out == f"{free}\n{free}\n{told}\n" and free != told
+    assert "\nS\n" in ran.err and f"{file} cannot be written: File exists" in ran.err and ran.code == 2
+    said = [("system", "S"), ("user", "hello"), ("assistant", told)]
+    assert [(m["role"], m["content"]) for m in json.loads(file.read_text())["messages"]] == said
+    [again] = outrider("generate", tiny_folder, "--prompts", file, "--json", *GREEDY).rows
+    assert again["text"]  # what was saved can be asked
+
+
+def test_set_changes_sampling_by_name(outrider: Outrider, tiny_folder: Path) -> None:
+    [greedy] = turns(tiny_folder, "hello")
+    talk = "/set temperature 0\nhello\n/set\n/set temprature 1\n/set top_p 7\n/set max-tokens=2\n/set seed\n"
+    ran = outrider("chat", tiny_folder, "--temperature", 1, "--max-tokens", 8, stdin=talk)
+    assert ran.out == f"{greedy}\n"
+    assert "temperature=0.0" in ran.err and "did you mean 'temperature'?" in ran.err
+    assert "top_p must be in" in ran.err and "/set seed needs a value" in ran.err and ran.code == 2
+
+
+def test_show_marks_where_tokens_came_from(outrider: Outrider, tiny_folder: Path) -> None:
+    text = "/show\n" + "12 " * 20 + "\n/show\n/stats\n"
+    ran = outrider("chat", tiny_folder, "--temperature", 0, "--max-tokens", 32, "--ignore-eos", stdin=text)
+    assert "accepted guesses []" in ran.err and "no longer marked" in ran.err and "figures" in ran.err
+    assert outrider("chat", tiny_folder, *GREEDY, "--show", stdin="").err.count("accepted guesses") == 1
+
+
+def test_history_is_kept_for_its_user_alone(tmp_path: Path) -> None:
+    file = tmp_path / "cache" / "chat-history"
+    readline = pytest.importorskip("readline")
+    with _line_editing(file):
+        readline.add_history("what I typed")
+    assert "what I typed" in file.read_text() and file.stat().st_mode & 0o777 == 0o600
+    with _line_editing(None):
+        pass
+
+
+def test_nothing_to_retry(outrider: Outrider, tiny_folder: Path) -> None:
+    assert "nothing to answer anew" in outrider("chat", tiny_folder, *GREEDY, stdin="/retry\n").err
 
 
 def test_a_refused_turn_is_forgotten(outrider: Outrider, tiny_folder: Path) -> None:
     ran = outrider("chat", tiny_folder, *GREEDY, stdin=f"raise\n{'x' * 500}\nhello\n")
     assert ran.out == turns(tiny_folder, "hello")[0] + "\n"
     told = [line for line in ran.err.splitlines() if line.startswith("error")]
-    assert "not this word" in told[0] and "maximum context length" in told[1] and "/reset" in told[1]
+    assert "not this word" in told[0] and "maximum context length" in told[1] and "/clear" in told[1]
     assert ran.code == 2
 
 

@@ -6,6 +6,7 @@ here depends on who is quicker.
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import resource
@@ -116,7 +117,7 @@ class Terminal:
 
 @pytest.fixture
 def terminal(endless: Path) -> Iterator[Terminal]:
-    opened = Terminal("chat", endless, *LONG)
+    opened = Terminal("chat", endless, "--no-history", *LONG)
     yield opened
     opened.command.kill()
     opened.command.wait()
@@ -131,7 +132,33 @@ def test_ctrl_c_stops_the_turn_and_not_the_chat(terminal: Terminal) -> None:
     terminal.interrupt()
     terminal.wait_for("> ")
     time.sleep(0.3)  # readline shows its prompt a moment before it listens
-    terminal.interrupt()  # a fresh line
+    terminal.interrupt()  # a fresh line, and a hint
+    terminal.wait_for("Ctrl-C again leaves")
     terminal.wait_for("> ")
     terminal.type("/quit\n")
+    assert terminal.command.wait(timeout=60) == 0
+
+
+def test_what_is_typed_in_an_answer_is_dropped_and_what_is_pasted_is_one_turn(
+    terminal: Terminal, tmp_path: Path
+) -> None:
+    terminal.wait_for("> ")
+    time.sleep(0.3)  # as above
+    terminal.type("first line\nsecond line\n")  # at once, as a paste comes
+    terminal.wait_for("xx")
+    terminal.type("zzz\n")
+    terminal.wait_for("xxxx")
+    terminal.interrupt()
+    assert "zzz" not in terminal.wait_for("> ")
+    time.sleep(0.3)
+    terminal.type(f"/save {tmp_path / 'talk.json'}\n")
+    terminal.wait_for("saved to")
+    said = json.loads((tmp_path / "talk.json").read_text())["messages"]
+    assert [m["role"] for m in said] == ["user", "assistant"]
+    assert said[0]["content"] == "first line\nsecond line" and set(said[1]["content"]) == {"x"}
+    for answer in ("Ctrl-C again leaves", "\n"):
+        terminal.wait_for("> ")
+        time.sleep(0.3)
+        terminal.interrupt()
+        terminal.wait_for(answer)
     assert terminal.command.wait(timeout=60) == 0

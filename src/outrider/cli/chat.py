@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import queue
 import sys
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,24 +21,55 @@ from outrider.cli.options import (
     Draft,
     GenerationConfig,
     Model,
+    ShowOrigins,
     ShowStats,
     System,
+    envvar,
     takes,
 )
-from outrider.cli.output import complain, note, open_llm, write
+from outrider.cli.output import complain, explain_marks, marked, note, open_llm, write
+from outrider.cli.terminal import keys_held, piped_turns, typed_turns
 from outrider.errors import InvalidRequest, suggest
-from outrider.settings import Settings
+from outrider.settings import Settings, cache_folder
 from outrider.types import SamplingParams
 
 if TYPE_CHECKING:
     from outrider.engine.llm import LLM
 
-HELP = """\
-/reset   forget the conversation so far
-/help    show this
-/quit    leave (so does Ctrl-D)
-Ctrl-C   stop the answer being written"""
-COMMANDS = ("/help", "/quit", "/reset")
+HELP = '''\
+/clear          forget the conversation so far (also /reset)
+/retry          answer the last turn anew
+/system TEXT    set the system prompt; without TEXT, show it
+/set NAME VALUE set a sampling parameter, such as /set temperature 0.2; alone, show them
+/show           colour tokens by where they came from, or no longer
+/stats          tell tokens, times and rates after each answer, or no longer
+/save FILE      write the conversation as JSON, for outrider generate --prompts FILE
+/help           show this
+/exit           leave (also /quit, Ctrl-D, or Ctrl-C twice)
+Ctrl-C          stop the answer being written
+"""             begin and end a turn of several lines; so does \\ at a line's end'''
+LEAVE = ("/exit", "/quit")
+SETTABLE = (
+    *(
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "repetition_penalty",
+        "frequency_penalty",
+        "presence_penalty",
+    ),
+    *("seed", "max_tokens", "min_tokens", "speculation"),
+)
+History = Annotated[
+    bool,
+    typer.Option(
+        "--history/--no-history",
+        envvar=envvar("history"),
+        show_envvar=False,
+        help="Keep what is typed, for the arrow keys of later chats; in the cache folder, for you alone.",
+    ),
+]
 
 
 @takes(SAMPLING, ENGINE)
@@ -43,7 +77,9 @@ def chat(
     model: Model = DEFAULT_MODEL,
     system: System = None,
     draft: Draft = "auto",
+    show_origins: ShowOrigins = False,
     stats: ShowStats = False,
+    history: History = True,
     generation_config: GenerationConfig = "auto",
     *,
     params: SamplingParams,
@@ -59,79 +95,147 @@ def chat(
     with open_llm(model, draft, settings) as llm:
         if llm.template is None:
             raise InvalidRequest(f"{model} has no chat template; use outrider generate", "model")
-        talk = Talk(llm, llm.sampling.under(params, given), system, stats)
+        talk = Talk(llm, llm.sampling.under(params, given), system, stats, show_origins)
         interactive = sys.stdin.isatty()
-        for line in _typed() if interactive else _piped():
-            if line == "/quit":
-                break
-            talk.take(line)
+        if interactive:
+            note("/help for help, /exit to leave")
+        kept = cache_folder() / "chat-history" if history else None
+        with contextlib.closing(typed_turns(kept) if interactive else piped_turns()) as turns:
+            for turn in turns:
+                if turn in LEAVE:
+                    break
+                talk.take(turn)
     if talk.failed and not interactive:
         raise typer.Exit(2)
 
 
 class Talk:
-    """The conversation so far."""
+    """The conversation so far, and how it goes on."""
 
-    def __init__(self, llm: LLM, params: SamplingParams, system: str | None, stats: bool) -> None:
-        self.llm, self.params, self.stats = llm, params, stats
-        self.opening = [] if system is None else [{"role": "system", "content": system}]
-        self.messages: list[dict[str, Any]] = list(self.opening)
+    def __init__(
+        self, llm: LLM, params: SamplingParams, system: str | None, stats: bool, show: bool = False
+    ) -> None:
+        self.llm, self.params, self.stats, self.show = llm, params, stats, show
+        self.system = system
+        self.messages: list[dict[str, Any]] = []
         self.failed = False
+        self.commands: dict[str, Callable[[str], None]] = {
+            "/clear": self._clear,
+            "/reset": self._clear,
+            "/retry": self._retry,
+            "/system": self._system,
+            "/set": self._set,
+            "/show": self._show,
+            "/stats": self._stats,
+            "/save": self._save,
+            "/help": lambda _: note(HELP),
+        }
+        if show:
+            explain_marks()
 
-    def take(self, line: str) -> None:
-        """A line the user wrote: a command or a turn. A refused turn is left out of the conversation."""
-        if line == "/reset":
-            self.messages = list(self.opening)
-        elif line == "/help":
-            note(HELP)
-        elif line.startswith("/"):
-            complain(f"there is no command {line.split()[0]!r}{suggest(line.split()[0], COMMANDS)}")
+    def take(self, turn: str) -> None:
+        """What the user wrote: a command or words. A refused turn is left out of the conversation."""
+        if not turn:
+            return
+        try:
+            if turn.startswith("/") and "\n" not in turn:  # a pasted text may begin with a path
+                self._obey(turn)
+            else:
+                self._ask([*self.messages, {"role": "user", "content": turn}])
+        except InvalidRequest as problem:
+            complain(str(problem))
             self.failed = True
-        elif line:
-            self.messages.append({"role": "user", "content": line})
-            try:
-                answer = self._answer()
-                self.messages.append({"role": "assistant", "content": answer.text})
-            except InvalidRequest as problem:
-                self.messages.pop()
-                complain(f"{problem} (/reset starts a new conversation)")
-                self.failed = True
 
-    def _answer(self) -> Answer:
+    def _obey(self, turn: str) -> None:
+        name, _, rest = turn.partition(" ")
+        if name not in self.commands:
+            raise InvalidRequest(f"there is no command {name!r}{suggest(name, (*self.commands, *LEAVE))}")
+        self.commands[name](rest.strip())
+
+    def _ask(self, messages: list[dict[str, Any]]) -> None:
+        """Answer the last of `messages`; they become the conversation once there is an answer."""
+        opening = [] if self.system is None else [{"role": "system", "content": self.system}]
+        try:
+            answer = self._answer(self.llm.chat_ids([*opening, *messages]))
+        except InvalidRequest as problem:
+            raise InvalidRequest(f"{problem} (/clear starts a new conversation)", problem.param) from None
+        self.messages = [*messages, {"role": "assistant", "content": answer.text}]
+
+    def _answer(self, prompt_ids: list[int]) -> Answer:
         heard: Heard = queue.SimpleQueue()
-        answer = Answer(self.llm, self.llm.chat_ids(self.messages), self.params, heard)
+        answer = Answer(self.llm, prompt_ids, self.params, heard)
         running = {answer.request.id: answer}
         interactive = sys.stdin.isatty()
-        try:
-            with contextlib.closing(listen(running, heard)) as events:  # closing it aborts the answer
-                for _, event in events:
-                    write(event.text)
-        except KeyboardInterrupt:
-            if not interactive:
-                raise
-        write("\n")
+        with keys_held():
+            try:
+                with contextlib.closing(listen(running, heard)) as events:  # closing it aborts the answer
+                    for _, event in events:
+                        write(marked(answer.fresh) if self.show else event.text)
+            except KeyboardInterrupt:
+                if not interactive:
+                    raise
+            write("\n")
         if answer.reasons[0] == "length":
-            note(f"[cut at {self.params.max_tokens} tokens; --max-tokens sets this]")
+            note(f"[cut at {self.params.max_tokens} tokens; /set max_tokens N or --max-tokens sets this]")
         if self.stats:
             note(answer.stats_line())
         return answer
 
+    # -------------------------------------------------------------------------------------------- commands
 
-def _typed() -> Iterator[str]:
-    """Lines from a person, with history and editing where the system has them."""
-    with contextlib.suppress(ImportError):
-        import readline  # noqa: F401 - importing it is what gives input() history
-    note("/help for help, /quit to leave")
-    while True:
-        try:
-            yield input("> ").strip()
-        except EOFError:
-            write("\n")
+    def _clear(self, _: str) -> None:
+        self.messages = []
+
+    def _retry(self, _: str) -> None:
+        if not self.messages:
+            raise InvalidRequest("there is nothing to answer anew yet")
+        self._ask(self.messages[:-1])
+
+    def _system(self, text: str) -> None:
+        if text:
+            self.system = text
+        else:
+            note("no system prompt" if self.system is None else self.system)
+
+    def _set(self, text: str) -> None:
+        name, _, value = text.replace("=", " ", 1).partition(" ")
+        name = name.removeprefix("--").replace("-", "_")
+        if not name:
+            note("  ".join(f"{known}={getattr(self.params, known)}" for known in SETTABLE[:-1]))
             return
-        except KeyboardInterrupt:
-            write("\n")
+        if name not in SETTABLE:
+            raise InvalidRequest(f"there is no parameter {name!r} to set{suggest(name, SETTABLE)}", name)
+        if not value.strip():
+            raise InvalidRequest(f"/set {name} needs a value, such as /set temperature 0.2", name)
+        self.params = replace(self.params, **{name: _read(value.strip())})
+
+    def _show(self, _: str) -> None:
+        self.show = not self.show
+        if self.show:
+            explain_marks()
+        else:
+            note("tokens are no longer marked")
+
+    def _stats(self, _: str) -> None:
+        self.stats = not self.stats
+        note("figures after each answer" if self.stats else "no figures any more")
+
+    def _save(self, name: str) -> None:
+        if not name:
+            raise InvalidRequest("/save needs a file's name")
+        opening = [] if self.system is None else [{"role": "system", "content": self.system}]
+        talk = json.dumps({"messages": [*opening, *self.messages]}, ensure_ascii=False)
+        try:
+            with Path(name).expanduser().open("x", encoding="utf-8") as file:
+                file.write(talk + "\n")
+        except OSError as problem:
+            raise InvalidRequest(f"{name} cannot be written: {problem.strerror}") from None
+        note(f"saved to {name}")
 
 
-def _piped() -> Iterator[str]:
-    for line in sys.stdin:
-        yield line.strip()
+def _read(text: str) -> Any:
+    """A number where it reads as one, else the text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

@@ -7,13 +7,15 @@ import shutil
 import sys
 import textwrap
 from dataclasses import asdict
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outrider.cli.checks import Finding, findings
 from outrider.cli.options import envvar
 from outrider.cli.output import in_colour, write
+
+if TYPE_CHECKING:
+    from outrider.cli.checks import Finding
 
 COLOURS = {"ok": "32", "note": "36", "warning": "33", "error": "31"}
 STATES, TOPICS = 8, 9  # columns
@@ -28,6 +30,8 @@ def doctor(as_json: Json = False) -> None:
 
     Loads no model and takes about a second. Put its output into bug reports: it holds no keys and no texts.
     """
+    from outrider.cli.checks import findings  # no other command waits for what it imports
+
     found = []
     for finding in findings():
         found.append(finding)

@@ -19,6 +19,7 @@ from outrider.cli.options import (
     Draft,
     GenerationConfig,
     Model,
+    ShowOrigins,
     ShowStats,
     System,
     envvar,
@@ -69,15 +70,6 @@ Json = Annotated[
     bool,
     typer.Option(
         "--json", envvar=envvar("json"), show_envvar=False, help="One JSON object a prompt, on stdout."
-    ),
-]
-ShowOrigins = Annotated[
-    bool,
-    typer.Option(
-        "--show",
-        envvar=envvar("show"),
-        show_envvar=False,
-        help="Colour each token by where it came from: an accepted guess, a correction, a bonus, or plain.",
     ),
 ]
 

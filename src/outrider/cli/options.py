@@ -431,6 +431,15 @@ System = Annotated[
     str | None,
     typer.Option("--system", "-s", envvar=envvar("system"), show_envvar=False, help="The system prompt."),
 ]
+ShowOrigins = Annotated[
+    bool,
+    typer.Option(
+        "--show",
+        envvar=envvar("show"),
+        show_envvar=False,
+        help="Colour each token by where it came from: an accepted guess, a correction, a bonus, or plain.",
+    ),
+]
 ShowStats = Annotated[
     bool,
     typer.Option(
