@@ -104,6 +104,7 @@ class Settings:
     max_sequences: int = 0  # sequences that share a step; 0 = by device
     step_rows: int = 0  # rows a step may carry; a longer prompt is read in chunks; 0 = by device
     prefix_reuse: bool = True
+    special_tokens_in_text: bool = False  # messages may hold control tokens by their strings, as templates do
     check_integrity: bool = False  # after every step; tests turn it on
     kernels: str = "auto"  # auto | c | torch
 

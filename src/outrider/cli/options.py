@@ -223,6 +223,7 @@ SAMPLING = Flags(
     _join_speculation,
 )
 
+_SPECIAL = ("--special-tokens-in-text/--no-special-tokens-in-text",)
 _REUSE = ("--prefix-reuse/--no-prefix-reuse",)
 
 ENGINE = Flags(
@@ -255,6 +256,12 @@ ENGINE = Flags(
         Flag("max_sequences", int, "Sequences that share a step; 0 means by device."),
         Flag(
             "step_rows", int, "Rows a step may carry, a longer prompt is read in chunks; 0 means by device."
+        ),
+        Flag(
+            "special_tokens_in_text",
+            bool,
+            "Let messages hold control tokens by their strings; by default they stay text.",
+            spelled=_SPECIAL,
         ),
         Flag("prefix_reuse", bool, "Reuse what the cache holds of a prompt.", spelled=_REUSE),
         Flag("kernels", str, "How the forward pass is computed.", metavar="auto|c|torch"),

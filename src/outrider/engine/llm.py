@@ -28,6 +28,7 @@ from outrider.errors import InvalidRequest, OutriderError, UnsupportedModel
 from outrider.load.checkpoint import Checkpoint, check_shapes, open_checkpoint
 from outrider.load.config import ModelConfig
 from outrider.load.find import find, published_sampling
+from outrider.load.literal import ChatEncoder
 from outrider.load.sampling import GENERATION_CONFIGS, SamplingDefaults
 from outrider.load.template import ChatTemplate
 from outrider.model.decoder import Decoder, Model, kv_bytes, make_kernels
@@ -160,6 +161,7 @@ class LLM:
             self.sampling = said if said.values else published_sampling(path, cache_folder())
         self.tokenizer = self.checkpoint.tokenizer
         self.template = ChatTemplate.for_tokenizer(self.checkpoint.chat_template, self.tokenizer)
+        self._chats = ChatEncoder.of(self.template, self.tokenizer, self.settings.special_tokens_in_text)
         self.driver = Driver(lambda: self._build(parts))
         self.engine = self.driver.engine
         self._numbers = itertools.count()
@@ -266,12 +268,11 @@ class LLM:
         return [replace(one, speculation=how) for one in params]
 
     def chat_ids(self, messages: Seq[Message]) -> list[int]:
-        if self.template is None:
+        if self._chats is None:
             raise InvalidRequest(
                 "this model has no chat template; use generate with a plain prompt", "messages"
             )
-        text = self.template.render([dict(m) for m in messages])
-        return self.tokenizer.encode(text, special=False, parse_special=True)
+        return self._chats.encode(list(messages))
 
     def request(
         self, prompt_ids: Seq[int], params: SamplingParams, owner: str = "", name: str | None = None

@@ -31,6 +31,8 @@ MAX_TEXT = 8 << 20  # characters of output, and of any string on the way
 MAX_ITEMS = 100_000  # in a range or a list
 MAX_BITS = 4096  # of a whole number
 MAX_SECONDS = 5.0
+MARK = "\ufdd0"  # a noncharacter, which no text has: literal.py breaks control tokens with it
+_ESCAPED_MARK = re.compile(r"(?<!\\)((?:\\\\)*)\\ufdd0")
 
 _deadline: ContextVar[float] = ContextVar("deadline", default=float("inf"))
 
@@ -410,6 +412,7 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     """Jinja's own escapes for HTML, which no model was trained on."""
-    return json.dumps(
+    text = json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
+    return _ESCAPED_MARK.sub(rf"\1{MARK}", text) if ensure_ascii else text

@@ -152,6 +152,10 @@ class Tokenizer:
     def token_string(self, token: int) -> str:
         return self._strings[self._checked(token)]
 
+    def added_tokens(self) -> list[AddedToken]:
+        """Those that are found in a text before it is cut and merged, special ones and others."""
+        return list(self._backend.get_added_tokens_decoder().values())
+
     def is_special(self, token: int) -> bool:
         return token in self._special
 

@@ -19,6 +19,7 @@ from collections.abc import Sequence as Seq
 
 from outrider.errors import InvalidRequest
 from outrider.serve.errors import ApiError, from_invalid
+from outrider.serve.grammars import Grammars
 from outrider.serve.link import (
     Abort,
     Accepted,
@@ -49,7 +50,21 @@ KILL_AFTER = 5.0  # seconds an engine has to leave once told to
 class Job:
     """One request at the engine."""
 
-    __slots__ = ("accepted", "began", "compiled", "id", "index", "left", "params", "prompt", "seed", "stream")
+    __slots__ = (
+        *(
+            "accepted",
+            "began",
+            "compiled",
+            "id",
+            "index",
+            "left",
+            "params",
+            "prompt",
+            "seed",
+            "sent",
+            "stream",
+        ),
+    )
 
     def __init__(
         self, stream: Stream, index: int, name: str, prompt: list[int], params: SamplingParams
@@ -57,6 +72,7 @@ class Job:
         self.stream, self.index, self.id, self.prompt, self.params = stream, index, name, prompt, params
         self.seed = 0
         self.left = params.n
+        self.sent = False  # the engine has heard of it
         self.began = False  # left the engine's queue
         self.compiled = asyncio.Event()  # its grammar, if it has one
         if params.grammar is None:
@@ -139,6 +155,8 @@ class Backend:
         self.last_heard = 0.0
         self.launched = 0.0
         self.finished: deque[float] = deque(maxlen=32)  # when requests ended: how fast the queue moves
+        self.grammars: Grammars | None = None  # from the first engine on
+        self._present: set[int] = set()  # what requests were there when an engine died, by what they ask for
         self._names = itertools.count()
         self._salt = os.urandom(6).hex()
         self._writer: asyncio.StreamWriter | None = None
@@ -209,6 +227,8 @@ class Backend:
             self._writer.close()
         if self._process is not None and not self.ready.is_set():
             self._kill(self._process)  # while it loads it does not listen
+        if self.grammars is not None:
+            self.grammars.close()
         self.ready.clear()
 
     def _kill(self, process: asyncio.subprocess.Process) -> None:
@@ -225,8 +245,27 @@ class Backend:
         if self.state != "failed":
             self.state = "lost"
         self.ready.clear()
+        blamed = self._blamed()
+        for job in blamed:
+            job.fail(
+                ApiError(
+                    500, "the engine stopped, and this request may be why: change it", code="engine_lost"
+                )
+            )
+        self.drop(blamed)
         self.fail_all(ApiError(503, "the engine stopped; try again", code="engine_lost", after=5))
         self.metrics.gauges.update(engine_up=0, num_requests_running=0, kv_cache_usage_perc=0)
+
+    def _blamed(self) -> list[Job]:
+        """Requests that may have killed the engine, which must not be told to try again: the only one, those it was
+        compiling for, and those that an engine died of before.
+        """
+        sent = [job for job in self.jobs.values() if job.sent]
+        marks = {job.id: hash((tuple(job.prompt), str(job.params))) for job in sent}
+        compiling = [job for job in sent if job.params.grammar is not None and not job.compiled.is_set()]
+        again = [job for job in sent if marks[job.id] in self._present and job not in compiling]
+        self._present = set(marks.values())
+        return sent if len(sent) == 1 else [*compiling, *again]
 
     def fail_all(self, error: ApiError) -> None:
         """Tell everyone who waits."""
@@ -249,6 +288,9 @@ class Backend:
         elif isinstance(message, Ready):
             self.model = await asyncio.to_thread(ServedModel, self.start.model, message)
             self.model.plan["seconds"] = round(time.monotonic() - self.launched, 1)
+            if self.grammars is None:
+                self.grammars = Grammars(message, self.settings.grammar_timeout)
+                self._warming = asyncio.create_task(self.grammars.warm())
             self.state = "ready"
             self.metrics.gauges["engine_up"] = 1
             if memory := message.plan.get("memory"):
@@ -300,13 +342,29 @@ class Backend:
                 self.jobs[job.id] = job
                 self.queued += 1
                 self.queued_tokens += len(prompt)
-                self._send(Submit(job.id, prompt, params, owner))
             self.metrics.gauges["num_requests_waiting"] = self.queued
+            await self._tried(stream.jobs, deadline)
+            for job in stream.jobs:
+                if job.id in self.jobs:  # else the engine died meanwhile
+                    self._send(Submit(job.id, job.prompt, job.params, owner))
+                    job.sent = True
             await self._taken(stream.jobs, deadline)
         except BaseException:
             stream.close()
             raise
         return stream
+
+    async def _tried(self, jobs: Seq[Job], deadline: float) -> None:
+        """Let nothing reach the engine that its compiler may die of."""
+        if self.grammars is None:
+            return
+        try:
+            async with asyncio.timeout_at(deadline):
+                for job in jobs:
+                    if job.params.grammar is not None:
+                        await self.grammars.check(job.params.grammar)
+        except TimeoutError:
+            raise _too_late() from None
 
     async def _taken(self, jobs: Seq[Job], deadline: float) -> None:
         """Wait until the engine has accepted them, which it does between steps."""
@@ -326,7 +384,7 @@ class Backend:
                     await job.compiled.wait()
         except TimeoutError:
             raise ApiError(
-                400, f"the grammar took longer than {limit:g} s to compile", param="response_format"
+                400, f"the grammar took longer than {limit:g} s to compile", param="grammar"
             ) from None
 
     def refuse_when_full(self, requests: int, tokens: int) -> None:

@@ -8,7 +8,6 @@ that a slow one holds up neither a step nor another request.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import logging
 import os
@@ -25,6 +24,7 @@ from typing import NoReturn
 from outrider.engine.llm import LLM
 from outrider.errors import InvalidRequest, OutriderError
 from outrider.model.decoder import kv_bytes
+from outrider.serve.child import become_child
 from outrider.serve.link import (
     Abort,
     Accepted,
@@ -50,7 +50,6 @@ from outrider.types import Event, Request, Sequence, StepRecord, TokenLogprob
 
 log = logging.getLogger(__name__)
 
-PR_SET_PDEATHSIG = 1
 CHECK_SECONDS = 60  # between two counts of the cache, when idle
 LEAVE_SECONDS = 5  # for the step in hand, once nobody listens
 
@@ -249,6 +248,7 @@ class EngineProcess:
             eos_ids=list(tokenizer.eos_ids),
             add_bos=tokenizer.add_bos,
             template=None if llm.template is None else llm.template.source,
+            special_tokens_in_text=settings.special_tokens_in_text,
             family=config.family,
             vocab=config.vocab,
             context=engine.context,
@@ -303,16 +303,8 @@ def _end(s: Sequence) -> End:
     )
 
 
-def _die_with_parent() -> None:
-    """A closed socket tells us too, but not while a model is being loaded. Linux only."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def main(descriptor: int) -> int:
-    for number in (signal.SIGINT, signal.SIGTERM):  # for the API process, which lets us finish, then hangs up
-        signal.signal(number, signal.SIG_IGN)
-    _die_with_parent()
+    become_child()
     with socket.socket(fileno=descriptor) as sock:
         start = receive(sock)
         if not isinstance(start, Start):

@@ -5,6 +5,11 @@ one socket pair; a message is a msgpack struct behind its length. No pickle: not
 
     API process            ->  Start, Submit, Abort
     engine process         ->  Ready | Failed, Compiled, Accepted | Refused, Progress
+
+A third process tries new grammars before the engine sees them; the API process has a socket pair with it, too.
+
+    API process            ->  Vocabulary, Grammar
+    grammar process        ->  Tried
 """
 
 from __future__ import annotations
@@ -12,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -57,6 +62,7 @@ class Ready(msgspec.Struct, tag=True):
     drafter: str
     plan: dict[str, Any]  # memory and speed, for people
     sampling: dict[str, int | float] = {}  # the model's own defaults
+    special_tokens_in_text: bool = False
 
 
 class Failed(msgspec.Struct, tag=True):
@@ -163,35 +169,70 @@ class Progress(msgspec.Struct, tag=True):
     gauges: Gauges
 
 
+class Vocabulary(msgspec.Struct, tag=True):
+    """What grammars are compiled for, and how much each may take."""
+
+    tokenizer: str
+    vocab: int
+    eos_ids: list[int]
+    deepest: int  # levels
+    stack: int  # bytes; less than the engine has for the same
+    memory: int  # bytes beyond what the vocabulary takes
+
+
+class Grammar(msgspec.Struct, tag=True):
+    grammar: dict[str, Any]
+    seconds: int  # of processor time
+
+
+class Tried(msgspec.Struct, tag=True):
+    """It compiles, or why not."""
+
+    problem: str | None
+
+
 ToEngine = Start | Submit | Abort
+ToGrammars = Vocabulary | Grammar
 FromEngine = Ready | Failed | Compiled | Accepted | Refused | Progress
 
 _encoder = msgspec.msgpack.Encoder()
 to_engine = msgspec.msgpack.Decoder(ToEngine)
 from_engine = msgspec.msgpack.Decoder(FromEngine)
+to_grammars = msgspec.msgpack.Decoder(ToGrammars)
+from_grammars = msgspec.msgpack.Decoder(Tried)
+
+T = TypeVar("T")
 
 
-def pack(message: ToEngine | FromEngine) -> bytes:
+def pack(message: ToEngine | FromEngine | ToGrammars | Tried) -> bytes:
     body = _encoder.encode(message)
     return _LENGTH.pack(len(body)) + body
 
 
 def receive(sock: socket.socket) -> ToEngine | None:
     """The next message for the engine; None once the other side is gone."""
+    return receive_as(to_engine, sock)
+
+
+def receive_as(decoder: msgspec.msgpack.Decoder[T], sock: socket.socket) -> T | None:
     head = _exactly(sock, _LENGTH.size)
     if head is None:
         return None
     body = _exactly(sock, _size(head))
-    return None if body is None else to_engine.decode(body)
+    return None if body is None else decoder.decode(body)
 
 
 async def hear(reader: asyncio.StreamReader) -> FromEngine | None:
     """The next message from the engine; None once it is gone."""
+    return await hear_as(from_engine, reader)
+
+
+async def hear_as(decoder: msgspec.msgpack.Decoder[T], reader: asyncio.StreamReader) -> T | None:
     try:
         body = await reader.readexactly(_size(await reader.readexactly(_LENGTH.size)))
     except (asyncio.IncompleteReadError, ConnectionError):
         return None
-    return from_engine.decode(body)
+    return decoder.decode(body)
 
 
 def _size(head: bytes) -> int:

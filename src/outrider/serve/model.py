@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.errors import InvalidRequest
+from outrider.load.literal import ChatEncoder
 from outrider.load.sampling import SamplingDefaults
 from outrider.load.template import ChatTemplate
 from outrider.load.tokenizer import Tokenizer
@@ -24,6 +25,7 @@ class ServedModel:
         self.name = shown_name(source)
         self.tokenizer = Tokenizer.from_json(ready.tokenizer, ready.bos_id, ready.eos_ids, ready.add_bos)
         self.template = ChatTemplate.for_tokenizer(ready.template, self.tokenizer)
+        self._chats = ChatEncoder.of(self.template, self.tokenizer, ready.special_tokens_in_text)
         self.tokens = frozenset(self.tokenizer.strings())
         self.tool_format = choose_format(ready.template, ready.family)
         self.vocab, self.context = ready.vocab, ready.context
@@ -40,15 +42,12 @@ class ServedModel:
         go_on: bool = False,
     ) -> list[int]:
         """A conversation as token ids. `ask` opens the answer's turn; `go_on` continues the last message."""
-        if self.template is None:
+        if self._chats is None:
             raise InvalidRequest("this model has no chat template; use /v1/completions", "messages")
         extra = dict(variables or {})
         if taken := RESERVED.intersection(extra):
             raise InvalidRequest(f"{min(taken)!r} cannot be set", "chat_template_kwargs")
-        text = self.template.render(messages, tools, add_generation_prompt=ask and not go_on, **extra)
-        if go_on:
-            text = _up_to_last(text, messages)
-        return self.tokenizer.encode(text, special=False, parse_special=True)
+        return self._chats.encode(messages, tools, extra, ask, go_on)
 
     def token_text(self, token: int) -> tuple[str, list[int]]:
         """How a token reads on its own, and its bytes; a model may have ids that stand for nothing."""
@@ -60,13 +59,3 @@ class ServedModel:
 def shown_name(source: str) -> str:
     """What clients call a model: a path by its last part, anything else as the operator wrote it."""
     return Path(source).name if source.startswith((".", "/", "~")) else source
-
-
-def _up_to_last(text: str, messages: Sequence[Mapping[str, Any]]) -> str:
-    """The rendered text without what the template puts after the last message's words."""
-    content = messages[-1].get("content")
-    words = content.strip() if isinstance(content, str) else ""
-    end = text.rfind(words) if words else -1
-    if end < 0:
-        raise InvalidRequest("the last message has no text to continue", "continue_final_message")
-    return text[: end + len(words)]
