@@ -10,13 +10,21 @@ from starlette.middleware import Middleware
 from starlette.responses import Response
 
 from outrider.errors import InvalidRequest
-from outrider.serve import about, chat, completions, responses, tokens
+from outrider.serve import about, chat, completions, messages, responses, tokens
 from outrider.serve.door import Door, KeyCheck, Recorder
 from outrider.serve.errors import ApiError
+from outrider.serve.not_served import not_served
 from outrider.serve.request import refusal
 from outrider.serve.service import Service
 
-ROUTES = (*chat.ROUTES, *completions.ROUTES, *responses.ROUTES, *tokens.ROUTES, *about.ROUTES)
+ROUTES = (
+    *chat.ROUTES,
+    *completions.ROUTES,
+    *responses.ROUTES,
+    *messages.ROUTES,
+    *tokens.ROUTES,
+    *about.ROUTES,
+)
 PATHS = frozenset(route.path for route in ROUTES if not route.param_convertors)
 
 
@@ -36,15 +44,18 @@ class App(Starlette):
 
 
 async def _refused(request: Any, error: Any) -> Response:
-    return refusal(error)
+    return refusal(error, request.scope["request"])
 
 
 async def _unrouted(request: Any, error: Any) -> Response:
     """Starlette found no route, or none for this method."""
     path = request.scope["path"]
+    own = request.scope["request"]
     if error.status_code == 404:
-        return refusal(ApiError(404, f"there is no {path}", code="not_found"))
+        if why := not_served(path):
+            return refusal(ApiError(404, why, code="not_supported"), own)
+        return refusal(ApiError(404, f"there is no {path}", code="not_found"), own)
     takes = request.scope["route"].method
-    response = refusal(ApiError(405, f"{path} takes {takes}", code="method_not_allowed"))
+    response = refusal(ApiError(405, f"{path} takes {takes}", code="method_not_allowed"), own)
     response.headers["allow"] = takes
     return response

@@ -17,6 +17,11 @@ from outrider.serve.service import Service
 log = logging.getLogger(__name__)
 
 OPEN = frozenset({"/health", "/ping"})  # no key needed: whoever watches the server has none
+# Of a page of an allowed origin; the last three are what Anthropic's SDK sends from a browser.
+ALLOWED_HEADERS = (
+    *("authorization", "content-type", "x-request-id", "x-api-key"),
+    *("anthropic-version", "anthropic-beta", "anthropic-dangerous-direct-browser-access"),
+)
 
 
 class Recorder:
@@ -35,7 +40,9 @@ class Recorder:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                own = ((b"x-request-id", request.id.encode()), (b"x-content-type-options", b"nosniff"))
+                own = [(b"x-request-id", request.id.encode()), (b"x-content-type-options", b"nosniff")]
+                if request.for_anthropic:
+                    own.append((b"request-id", request.id.encode()))
                 message["headers"] = [*message["headers"], *own]
             await send(message)
 
@@ -47,7 +54,7 @@ class Recorder:
             log.exception("a request failed", extra={"facts": {"id": request.id, "path": request.path}})
             begun, status = status != 499, 500
             if not begun:
-                await refusal(_unexpected())(scope, receive, mark)
+                await refusal(_unexpected(), request)(scope, receive, mark)
         finally:
             request.settle()
             self._record(request, status)
@@ -81,8 +88,8 @@ class Door:
             app,
             allow_origins=service.settings.cors_origins,
             allow_methods=("GET", "POST", "OPTIONS"),
-            allow_headers=("authorization", "content-type", "x-request-id"),
-            expose_headers=("x-request-id", "retry-after"),
+            allow_headers=ALLOWED_HEADERS,
+            expose_headers=("x-request-id", "request-id", "retry-after"),
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -90,12 +97,12 @@ class Door:
         origin = request.headers.get("origin")
         if not self.settings.accepts_host(request.headers.get("host")):
             wrong = ApiError(403, "this host name is not served here", code="host_not_allowed")
-            await refusal(wrong)(scope, receive, send)
+            await refusal(wrong, request)(scope, receive, send)
         elif origin is not None and self.shared.is_allowed_origin(origin):
             await self.shared(scope, receive, send)
         elif not self._accepts_origin(request, origin):
             wrong = ApiError(403, "pages of this origin are not served", code="origin_not_allowed")
-            await refusal(wrong)(scope, receive, send)
+            await refusal(wrong, request)(scope, receive, send)
         else:
             await self.app(scope, receive, send)
 
@@ -106,7 +113,7 @@ class Door:
         if origin is None or request.method in ("GET", "HEAD"):
             return True
         same = origin.partition("://")[2] == request.headers.get("host")
-        return same or request.headers.get("authorization") is not None
+        return same or any(name in request.headers for name in ("authorization", "x-api-key"))
 
 
 class KeyCheck:
@@ -117,9 +124,9 @@ class KeyCheck:
         request: Request = scope["request"]
         keys = self.service.keys
         if request.path not in OPEN and not keys.open:
-            request.key = keys.check(request.headers.get("authorization"))
+            request.key = keys.check(request.headers.get("authorization"), request.headers.get("x-api-key"))
             if request.key is None:
                 wrong = ApiError(401, "a valid API key is needed", code="invalid_api_key")
-                await refusal(wrong)(scope, receive, send)
+                await refusal(wrong, request)(scope, receive, send)
                 return
         await self.app(scope, receive, send)

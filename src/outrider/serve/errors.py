@@ -1,4 +1,7 @@
-"""Errors as OpenAI's clients know them: a status, and `{"error": {"message", "type", "param", "code"}}`."""
+"""Errors as OpenAI's clients know them: a status, and `{"error": {"message", "type", "param", "code"}}`.
+
+On the routes of Anthropic's Messages they look as its clients expect: the same fields, other types, more around them.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,17 @@ TYPES = {
     429: "rate_limit_error",
     500: "server_error",
     503: "service_unavailable_error",
+    504: "timeout_error",
+}
+ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
     504: "timeout_error",
 }
 RETRY = frozenset({408, 409, 429, 503, 504})  # what may go better next time
@@ -39,6 +53,11 @@ class ApiError(Exception):
         kind = TYPES.get(self.status, "invalid_request_error")
         message = clean_error(self.message)
         return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
+
+    def anthropic_body(self, request_id: str | None = None) -> dict[str, Any]:
+        inner = self.body()["error"]
+        inner["type"] = ANTHROPIC_TYPES.get(self.status, "invalid_request_error")
+        return {"type": "error", "error": inner, **({"request_id": request_id} if request_id else {})}
 
     def headers(self) -> dict[str, str]:
         """Hints that OpenAI's clients read before they try again."""

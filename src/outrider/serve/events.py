@@ -50,12 +50,12 @@ class EventStream(Response):
             await self._put(send, self._failure(error), last=True)
 
     async def _follow(self, send: Send) -> None:
-        settings = self.settings
+        settings, ping = self.settings, getattr(self.dialect, "ping", None)
         async for batch in self.stream.batches(
             self.deadline, settings.ping_seconds, settings.stream_interval
         ):
             if not batch:
-                await self._put(send, PING)
+                await self._put(send, self._event(ping) if ping else PING)
                 continue
             lines = [self._event(e) for index, piece in batch for e in self.dialect.feed(index, piece)]
             if lines:
@@ -63,9 +63,8 @@ class EventStream(Response):
 
     def _failure(self, error: ApiError) -> bytes:
         """An error after the stream began, as the dialect's clients know it."""
-        body = error.body()
         own = getattr(self.dialect, "error", None)
-        return self._event(own(body["error"]) if own else body)
+        return self._event(own(error) if own else error.body())
 
     def _event(self, event: dict[str, Any]) -> bytes:
         data = _json.encode(event)
@@ -73,7 +72,7 @@ class EventStream(Response):
             missing = -(len(data) + len(b',"obfuscation":""')) % PADDED_TO
             padding = secrets.token_hex(missing // 2 + 1)[:missing]
             data = data[:-1] + b',"obfuscation":"' + padding.encode() + b'"}'
-        name = event.get("type")  # Responses names its events
+        name = event.get("type")  # Responses and Messages name their events
         return (f"event: {name}\n".encode() if name else b"") + b"data: " + data + b"\n\n"
 
     async def _put(self, send: Send, data: bytes, last: bool = False) -> None:

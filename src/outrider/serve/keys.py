@@ -92,15 +92,15 @@ class Keyring:
     def open(self) -> bool:
         return not self._keys
 
-    def check(self, authorization: str | None) -> Key | None:
-        """Whose an `Authorization: Bearer ...` header is; None: nobody's.
+    def check(self, authorization: str | None, own: str | None = None) -> Key | None:
+        """Whose an `Authorization: Bearer ...` header is, or one of `x-api-key`; None: nobody's, or of two.
 
         Digests are compared, each with every key, in constant time: how long it takes says nothing.
         """
         if self.open:
             return ANYONE
-        scheme, _, candidate = (authorization or "").strip().partition(" ")
-        if scheme.lower() != "bearer":
+        scheme, _, candidate = (authorization or f"bearer {own or ''}").strip().partition(" ")
+        if scheme.lower() != "bearer" or (own is not None and own.strip() != candidate.strip()):
             return None
         digest, found = digest_of(candidate.strip()), None
         for key in self._keys:

@@ -5,18 +5,25 @@ A request becomes the chat request that asks for the same; an answer becomes blo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
+from starlette.responses import Response
 
 from outrider.errors import InvalidRequest
+from outrider.serve.answer import answer
 from outrider.serve.call import Call, parts_of
+from outrider.serve.chat import chat_ids, tool_grammar
 from outrider.serve.errors import ApiError
 from outrider.serve.link import Piece
+from outrider.serve.request import Reply, Request
+from outrider.serve.routes import post
 from outrider.serve.tool_text import CallArguments, CallBegin, CallEnd, Text, ToolReader
-from outrider.serve.tools import ToolRequest, call_id
-from outrider.serve.wire import ChatRequest, Count, Sampling
+from outrider.serve.tools import ToolRequest, call_id, check_tools
+from outrider.serve.wire import ChatRequest, Count, Sampling, sampling_params
 
 Json = dict[str, Any]
 
@@ -38,7 +45,63 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     max_tokens: Count  # it must be sent here
 
 
+async def create(request: Request) -> Response:
+    asked = await request.read(MessagesRequest)
+    service = request.service
+    chat, tools = _as_checked_chat(asked, service.settings.max_messages)
+    with _own_words():
+        grammar = tool_grammar(service, chat, tools)
+        params = sampling_params(chat, service.defaults, service.settings, grammar)
+    prompt = await request.in_pool(chat_ids, service.model, chat, tools)
+    room = service.model.longest - min(len(prompt), asked.truncate_prompt_tokens or len(prompt))
+    narrowed = 1 <= room < asked.max_tokens
+    fitted = service.fitted(asked, prompt, params, room if narrowed else asked.max_tokens)
+    return await answer(request, asked, [fitted], "msg_", lambda call: Messages(call, tools, narrowed))
+
+
+async def count_tokens(request: Request) -> Response:
+    asked = await request.read(CountTokensRequest)
+    chat, tools = _as_checked_chat(asked, request.service.settings.max_messages)
+    prompt = await request.in_pool(chat_ids, request.service.model, chat, tools)
+    return Reply({"input_tokens": len(prompt)})
+
+
+ROUTES = (
+    post("/v1/messages", create, MessagesRequest, "Answer a conversation, as Anthropic's Messages does."),
+    post("/v1/messages/count_tokens", count_tokens, CountTokensRequest, "Count the tokens of its prompt."),
+)
+
 # ------------------------------------------------------------------------------------------- to a chat request
+
+
+def _as_checked_chat(asked: CountTokensRequest, most: int) -> tuple[ChatRequest, ToolRequest]:
+    if len(asked.messages) > most:
+        raise InvalidRequest(f"at most {most} messages are allowed", "messages")
+    chat = as_chat(asked)
+    with _own_words():
+        return chat, check_tools(chat.tools, chat.tool_choice, chat.parallel_tool_calls)
+
+
+# What chat says of its fields, and what those are called here.
+_OWN_WORDS = (
+    (r"\.function\b", ""),
+    (r"\.parameters\b", ".input_schema"),
+    (r"\bresponse_format(\.json_schema)?\b", "output_config.format"),
+    (r"\bstop\b", "stop_sequences"),
+)
+
+
+@contextmanager
+def _own_words() -> Iterator[None]:
+    """Blame the field that the client sent, not the one it became."""
+    try:
+        yield
+    except InvalidRequest as problem:
+        text, param = str(problem), problem.param or ""
+        for theirs, ours in _OWN_WORDS:
+            text, param = re.sub(theirs, ours, text), re.sub(theirs, ours, param)
+        raise InvalidRequest(text, param or None) from None
+
 
 # Fields of the other routes: what they are called here.
 _ELSEWHERE = {
@@ -243,6 +306,8 @@ def _chat_choice(choice: Json | None) -> tuple[Any, bool | None]:
 class Messages:
     """One answer as blocks: what was said, and tools used."""
 
+    ping: Json = {"type": "ping"}  # noqa: RUF012 - never changed
+
     def __init__(self, call: Call, tools: ToolRequest, narrowed: bool) -> None:
         """`narrowed`: there was less room for the answer than was asked for."""
         self.call, self.narrowed = call, narrowed
@@ -283,6 +348,10 @@ class Messages:
         reason, sequence = self._ending()
         extras = {**self.call.choice_extras(self.call.flat[0]), **self.call.extras()}
         return {**self._message(self.blocks, reason, self._usage(), sequence), **extras}
+
+    def error(self, error: ApiError) -> Json:
+        """A failure after the stream began."""
+        return error.anthropic_body()
 
     # ------------------------------------------------------------------------------------------------- blocks
 
@@ -367,25 +436,3 @@ def _input(written: str) -> Json:
     except (msgspec.DecodeError, RecursionError):
         value = None
     return value if isinstance(value, dict) else {"INVALID_JSON": written}
-
-
-# --------------------------------------------------------------------------------------------------- errors
-
-_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    408: "timeout_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    500: "api_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
-
-
-def error_body(error: ApiError, request_id: str | None = None) -> Json:
-    """An error as Anthropic's clients know it."""
-    inner = error.body()["error"]
-    inner["type"] = _TYPES.get(error.status, "invalid_request_error")
-    return {"type": "error", "error": inner, **({"request_id": request_id} if request_id else {})}

@@ -45,9 +45,12 @@ def document(routes: tuple[Endpoint, ...]) -> dict[str, Any]:
         "paths": paths,
         "components": {
             "schemas": {**schemas, "Error": _error()},
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "securitySchemes": {
+                "key": {"type": "http", "scheme": "bearer"},
+                "own": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
         },
-        "security": [{"key": []}],
+        "security": [{"key": []}, {"own": []}],
     }
 
 

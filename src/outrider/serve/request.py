@@ -25,6 +25,7 @@ from outrider.serve.service import Service
 from outrider.serve.wire import T, read_request
 
 JSON = "application/json"
+ANTHROPIC = "/v1/messages"
 LONG_BODY = 256 << 10  # bytes; reading more than this would hold up other requests
 
 P = ParamSpec("P")
@@ -48,6 +49,11 @@ class Request(BaseRequest):
         self.running: Stream | None = None  # at the engine
         self.call: Call | None = None
         self.facts: dict[str, Any] = {}  # for the log
+
+    @property
+    def for_anthropic(self) -> bool:
+        """Whether the client expects Anthropic's errors and headers."""
+        return self.path == ANTHROPIC or self.path.startswith(f"{ANTHROPIC}/")
 
     async def read(self, kind: type[T]) -> T:
         """The body as a struct, or an error that says what is wrong with it."""
@@ -149,7 +155,8 @@ class Reply(Response):
         return _json.encode(content)
 
 
-def refusal(error: ApiError | InvalidRequest) -> Reply:
-    """An error in the shape that clients know."""
+def refusal(error: ApiError | InvalidRequest, request: Request) -> Reply:
+    """An error in the shape that the route's clients know."""
     known = from_invalid(error) if isinstance(error, InvalidRequest) else error
-    return Reply(known.body(), known.status, known.headers())
+    body = known.anthropic_body(request.id) if request.for_anthropic else known.body()
+    return Reply(body, known.status, known.headers())

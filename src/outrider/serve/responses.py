@@ -14,6 +14,7 @@ from outrider.errors import InvalidRequest
 from outrider.serve.answer import answer
 from outrider.serve.call import Call, parts_of
 from outrider.serve.chat import chat_ids, tool_grammar
+from outrider.serve.errors import ApiError
 from outrider.serve.link import Piece
 from outrider.serve.request import Request
 from outrider.serve.routes import post
@@ -149,9 +150,10 @@ class Responses:
         self._close(self._status())
         return self._response(self._status())
 
-    def error(self, error: dict[str, Any]) -> dict[str, Any]:
+    def error(self, error: ApiError) -> dict[str, Any]:
         """A failure after the stream began."""
-        fields = {name: error[name] for name in ("message", "code", "param")}
+        inner = error.body()["error"]
+        fields = {name: inner[name] for name in ("message", "code", "param")}
         return self._event("error", **fields)
 
     def _status(self) -> str:

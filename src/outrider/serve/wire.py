@@ -166,6 +166,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "background": (False, "this server keeps no state; stream instead"),
     "logprobs_mode": (None, "log-probabilities are always the target's own"),
     "chat_template": (None, "the template is the operator's to choose"),
+    "container": (None, "this server runs no tools itself"),
+    "mcp_servers": (None, "this server runs no tools itself"),
     "guided_json": (None, "use structured_outputs or response_format"),
     "guided_regex": (None, "use structured_outputs"),
     "guided_choice": (None, "use structured_outputs"),
@@ -176,6 +178,7 @@ HARMLESS = frozenset(
     (
         *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "verbosity"),
         *("prompt_cache_retention", "reasoning_effort", "reasoning", "spaces_between_special_tokens"),
+        *("cache_control", "inference_geo", "speed", "diagnostics", "user_profile_id"),  # Anthropic's
         *("request_id", "truncation", *REFUSED),
     )
 )
@@ -267,9 +270,10 @@ def sampling_params(
 
 # The engine's names, and the fields of requests they may have come from.
 _SENT_AS = {
-    "grammar": ("structured_outputs", "response_format", "text", "tools"),
+    "grammar": ("structured_outputs", "response_format", "text", "output_config", "tools"),
     "max_tokens": ("max_completion_tokens", "max_output_tokens", "max_tokens"),
     "prompt": ("messages", "input", "prompt"),
+    "stop": ("stop_sequences", "stop"),
 }
 
 
