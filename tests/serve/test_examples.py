@@ -1,8 +1,9 @@
-"""The examples that need a server, run as a user would run them."""
+"""The examples that need a server, run as a user would run them. Those with libraries that take long to import are
+run in test_clients.py.
+"""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -73,13 +74,3 @@ def test_the_javascript_sdk(served: Served) -> None:
     printed = run(served, "node", "openai_js.mjs")
     assert "seed 7" in printed
     assert "the same text: true" in printed
-
-
-@pytest.mark.skipif(
-    importlib.util.find_spec("langchain_openai") is None,
-    reason="langchain-openai is missing: pip install langchain-openai",
-)
-def test_langchain(served: Served) -> None:
-    printed = run(served, sys.executable, "langchain_chat.py")
-    assert "structured: Review(mood=" in printed
-    assert "tool: get_weather({'city': " in printed

@@ -15,6 +15,7 @@ from tests.serve.conftest import Served, start_server
 from tests.serve.sdk import exactly, user
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+MESSAGES = "/v1/messages"
 
 
 def transcript(served: Served, path: str, body: dict[str, Any]) -> tuple[httpx.Response, str]:
@@ -154,6 +155,38 @@ def test_a_responses_transcript_names_its_events(served: Served) -> None:
     assert events[-1].startswith("event: response.incomplete\n")
 
 
+def events_of(text: str) -> list[dict[str, Any]]:
+    """Events that are named after their type."""
+    parsed = []
+    for event in text.removesuffix("\n\n").split("\n\n"):
+        name, data = event.split("\n")
+        parsed.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {parsed[-1]['type']}"
+    return parsed
+
+
+def test_a_messages_transcript(served: Served) -> None:
+    """Made to say known words, the model writes a stream that is known to the letter."""
+    body = {"messages": user("hello"), "max_tokens": 20, "seed": 1, "stop_sequences": ["!"]}
+    reply, text = transcript(served, MESSAGES, {**body, **flat(exactly("Hi there!"))})
+    assert reply.headers["request-id"] == reply.headers["x-request-id"]
+    begun, *blocks, last, stop = events_of(text)
+    message = {"type": "message", "role": "assistant", "model": "tiny", "content": []}
+    message |= {"id": begun["message"]["id"], "stop_reason": None, "stop_sequence": None}
+    prompt = served.post("/tokenize", {"messages": user("hello")}).json()["count"]
+    usage = {"input_tokens": prompt, "output_tokens": 0}
+    assert begun == {"type": "message_start", "message": {**message, "usage": usage}}
+    assert message["id"].startswith("msg_")
+    assert blocks == [
+        {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}},
+        {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "Hi there"}},
+        {"type": "content_block_stop", "index": 0},
+    ]
+    assert last["delta"] == {"stop_reason": "stop_sequence", "stop_sequence": "!"}
+    assert {"usage", "seed", "timings", "metrics"} <= set(last)
+    assert stop == {"type": "message_stop"}
+
+
 def test_half_characters_are_not_sent(served: Served) -> None:
     """A character of several tokens comes whole, with the token that completes it."""
     word = "日本語"
@@ -223,4 +256,26 @@ def test_an_error_in_the_middle_is_the_last_event(strict: Served, padding: bool)
     error = {"message": message, "type": "timeout_error", "param": None, "code": "timeout"}
     assert json.loads(last)["error"] == error
     assert ("obfuscation" in json.loads(last)) == padding
+    strict.wait_idle(5)
+
+
+def test_messages_has_signs_of_life_of_its_own(strict: Served) -> None:
+    body = {"messages": user("one not read before " * 85), "max_tokens": 1}
+    _, text = transcript(strict, MESSAGES, body)
+    kinds = [event["type"] for event in events_of(text)]
+    assert kinds[:2] == ["message_start", "ping"]
+    assert kinds[-1] == "message_stop"
+
+
+def test_an_error_in_the_middle_of_a_message_is_an_event(strict: Served) -> None:
+    body = {"messages": user("hello"), "max_tokens": 1900, "ignore_eos": True, "speculative_decoding": False}
+    asked = {**body, "stream_options": {"include_obfuscation": False}}
+    *_, last = events_of(transcript(strict, MESSAGES, asked)[1])
+    error = {
+        "message": "the request took too long",
+        "type": "timeout_error",
+        "param": None,
+        "code": "timeout",
+    }
+    assert last == {"type": "error", "error": error}
     strict.wait_idle(5)
