@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from outrider import Settings
 from outrider.errors import InvalidRequest
-from outrider.settings import Memory, cache_room
+from outrider.settings import Memory, cache_room, free_memory
 
 GIB = 1 << 30
 
@@ -113,3 +115,17 @@ def test_memory_reads_as_a_line() -> None:
     assert memory.describe() == (
         "15.0 GiB weights, 700 MiB draft, 72.5 GiB cache for 593920 tokens, 48.0 GiB left for graphs and logits"
     )
+
+
+def test_a_container_s_memory_limit_counts(tmp_path: Path) -> None:
+    for name, text in {
+        "proc/meminfo": "MemTotal: 9 kB\nMemAvailable:    4194304 kB\n",
+        "sys/fs/cgroup/memory.max": "max\n",
+        "sys/fs/cgroup/memory.current": "1000\n",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert free_memory(tmp_path) == 4 << 30
+    (tmp_path / "sys/fs/cgroup/memory.max").write_text("1001000\n")
+    assert free_memory(tmp_path) == 1_000_000
+    assert free_memory(tmp_path / "nowhere") is None

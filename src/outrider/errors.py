@@ -6,6 +6,7 @@
     ├── UnsupportedModel     a readable model that needs something Outrider does not have
     ├── InvalidRequest       the request asks for something impossible; names the parameter
     │   └── TemplateFailed   the model's chat template raised on these messages
+    ├── OutOfMemory          the model, its cache or a step needs more than there is; says what to take less of
     └── KernelUnavailable    no compiler, or it failed; the torch twins still work
 
 This file is in the lowest row: it imports nothing of Outrider.
@@ -45,8 +46,17 @@ class TemplateFailed(InvalidRequest):
     pass
 
 
+class OutOfMemory(OutriderError):
+    pass
+
+
 class KernelUnavailable(OutriderError):
     pass
+
+
+def stopped(error: BaseException) -> OutriderError:
+    """What to raise when the engine has ended with `error`: itself, if it was made to be read."""
+    return error if isinstance(error, OutriderError) else OutriderError(f"the engine stopped: {error!r}")
 
 
 def suggest(name: str, known: Iterable[str]) -> str:

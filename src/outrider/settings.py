@@ -6,6 +6,7 @@ Reads no files and no models.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -34,6 +35,23 @@ def _quotas(root: Path, membership: Path) -> list[Path]:
         own = ""
     group = root / own
     return [folder / "cpu.max" for folder in (group, *group.parents) if folder.is_relative_to(root)]
+
+
+def free_memory(root: Path = Path("/")) -> int | None:
+    """Bytes this process may still take: of the machine, and of its container where that has a limit."""
+    try:
+        text = (root / "proc/meminfo").read_text()
+    except OSError:
+        return None
+    found = re.search(r"^MemAvailable:\s+(\d+) kB", text, re.MULTILINE)
+    free = int(found[1]) * 1024 if found else None
+    group = root / "sys/fs/cgroup"
+    try:
+        limit, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        left = int(limit) - int(used)  # "max" is no number: no limit
+    except (OSError, ValueError):
+        return free
+    return left if free is None else min(free, max(0, left))
 
 
 def cache_folder() -> Path:

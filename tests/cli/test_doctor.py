@@ -77,20 +77,6 @@ def test_a_program_that_works_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert checks._busy_programs() == [("cc1 (pid 9)", 1 / checks.SAMPLE_SECONDS)]
 
 
-def test_a_container_s_memory_limit_counts(tmp_path: Path) -> None:
-    for name, text in {
-        "proc/meminfo": "MemTotal: 9 kB\nMemAvailable:    4194304 kB\n",
-        "sys/fs/cgroup/memory.max": "max\n",
-        "sys/fs/cgroup/memory.current": "1000\n",
-    }.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    assert checks.free_memory(tmp_path) == 4 << 30
-    (tmp_path / "sys/fs/cgroup/memory.max").write_text("1001000\n")
-    assert checks.free_memory(tmp_path) == 1_000_000
-    assert checks.free_memory(tmp_path / "nowhere") is None
-
-
 def test_little_memory_no_compiler_and_a_torch_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "free_memory", lambda: 1 << 28)
     assert "--cache-bytes" in (one(checks.memory, "warning").mend or "")

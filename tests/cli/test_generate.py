@@ -190,3 +190,20 @@ def test_guessing_changes_the_steps_and_not_the_text(outrider: Outrider, tiny_fo
     assert plain["token_ids"] == guessed["token_ids"]
     assert plain["stats"]["drafted"] == 0 and plain["stats"]["steps"] == 32
     assert guessed["stats"]["drafted"] > 0 and guessed["stats"]["steps"] < 32
+
+
+def test_a_sentence_alone_is_the_prompt(
+    outrider: Outrider, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = outrider("generate", tiny_folder, "hello there", *GREEDY)
+    monkeypatch.setenv("OUTRIDER_MODEL", str(tiny_folder))
+    alone = outrider("generate", "hello there", *GREEDY)
+    assert (alone.code, alone.out) == (0, told.out) and f"asking {tiny_folder}" in alone.err
+    both = outrider("generate", "hello there", *GREEDY, stdin="and more\n")
+    assert (both.code, both.out) == (2, "") and "'hello there' is no model" in both.err
+
+
+def test_a_word_alone_is_told_how_to_be_a_prompt(outrider: Outrider, empty_cache: Path) -> None:
+    ran = outrider("generate", "Hello")
+    assert ran.code == 1 and "there is no model 'Hello'" in ran.err
+    assert "to ask it: outrider generate smollm2-135m Hello" in ran.err

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Generator, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from outrider.errors import OutriderError
+from outrider.errors import stopped
 from outrider.types import Event, FinishReason, Origin, SamplingParams, TokenLogprob
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ def listen(running: dict[str, Answer], heard: Heard) -> Generator[tuple[Answer, 
         while running:
             event = heard.get()
             if isinstance(event, BaseException):
-                raise OutriderError(f"the engine stopped: {event!r}") from event
+                raise stopped(event) from event
             answer = running.get(event.request_id)
             if answer is None:
                 continue  # its abort came too late to matter

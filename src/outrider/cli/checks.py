@@ -25,7 +25,7 @@ from outrider.errors import KernelUnavailable
 from outrider.load.find import list_models
 from outrider.load.hub import hub_cache
 from outrider.model.kernels.build import built, compiler
-from outrider.settings import cache_folder, shown_size, usable_cores
+from outrider.settings import cache_folder, free_memory, shown_size, usable_cores
 
 State = Literal["ok", "note", "warning", "error"]
 
@@ -151,23 +151,6 @@ def memory() -> Iterator[Finding]:
         return
     mend = "close programs, or take a smaller model, --context 2048 and --cache-bytes 256M"
     yield Finding("memory", "warning", f"only {shown_size(free)} free; models may not load", mend, facts)
-
-
-def free_memory(root: Path = Path("/")) -> int | None:
-    """Bytes this process may still take: of the machine, and of its container where that has a limit."""
-    try:
-        text = (root / "proc/meminfo").read_text()
-    except OSError:
-        return None
-    found = re.search(r"^MemAvailable:\s+(\d+) kB", text, re.MULTILINE)
-    free = int(found[1]) * 1024 if found else None
-    group = root / "sys/fs/cgroup"
-    try:
-        limit, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
-        left = int(limit) - int(used)  # "max" is no number: no limit
-    except (OSError, ValueError):
-        return free
-    return left if free is None else min(free, max(0, left))
 
 
 # ---------------------------------------------------------------------------------------- kernels and the GPU

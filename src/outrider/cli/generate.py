@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import queue
+import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
@@ -27,8 +29,9 @@ from outrider.cli.options import (
 )
 from outrider.cli.output import complain, explain_marks, marked, note, open_llm, write
 from outrider.cli.prompts import Row, make_row, read_rows
-from outrider.errors import InvalidRequest
-from outrider.settings import Settings
+from outrider.errors import InvalidRequest, ModelNotFound, suggest
+from outrider.load.find import ALIASES, could_be_model
+from outrider.settings import Settings, cache_folder
 from outrider.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -76,6 +79,7 @@ Json = Annotated[
 
 @takes(SAMPLING, ENGINE)
 def generate(
+    ctx: typer.Context,
     model: Model = DEFAULT_MODEL,
     text: PromptArgument = None,
     prompt: Prompt = None,
@@ -97,6 +101,7 @@ def generate(
 
     outrider generate smollm2-135m "Why is the sky blue?"
     """
+    model, text = _in_place(ctx, model, text, prompt, prompts)
     if chat is False and system is not None:
         raise InvalidRequest("a system prompt needs the chat template; leave out --raw", "system")
     asked = _asked(text, prompt, prompts, limit)
@@ -111,6 +116,28 @@ def generate(
             show.exchange(exchange)
     if any(exchange.error for exchange in exchanges):
         raise typer.Exit(2)
+
+
+def _in_place(
+    ctx: typer.Context, model: str, text: str | None, prompt: str | None, prompts: str | None
+) -> tuple[str, str | None]:
+    """Model and prompt, each where it belongs: a sentence given alone is no model but the prompt."""
+    source = ctx.get_parameter_source("model")
+    typed = source is not None and source.name == "COMMANDLINE"
+    if not typed or any(given is not None for given in (text, prompt, prompts)):
+        return model, text
+    if could_be_model(model, cache_folder()):
+        return model, text
+    usual = os.environ.get(envvar("model")) or (ctx.default_map or {}).get("model") or DEFAULT_MODEL
+    line = f"outrider generate {shlex.quote(usual)} {shlex.quote(model)}"
+    if not any(map(str.isspace, model)):  # as likely a misspelt model
+        raise ModelNotFound(f"there is no model {model!r:.99}{suggest(model, ALIASES)}\nto ask it: {line}")
+    if not sys.stdin.isatty() and sys.stdin.read().strip():
+        raise InvalidRequest(
+            f"{model!r:.99} is no model, and a prompt is piped in; write one of them: {line}", "prompt"
+        )
+    note(f"asking {usual}")
+    return usual, model
 
 
 def _asked(

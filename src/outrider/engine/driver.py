@@ -13,6 +13,7 @@ from collections.abc import Sequence as Seq
 from typing import TypeVar
 
 from outrider.engine.engine import Engine
+from outrider.engine.memory import in_words
 from outrider.errors import OutriderError
 from outrider.types import Event, Request, Sequence, StepRecord
 
@@ -113,7 +114,8 @@ class Driver:
                 self._deliver(self.engine.step())
                 if self.observer and self.engine.record:
                     self.observer(self.engine.record)
-        except BaseException as error:
+        except BaseException as problem:
+            error = in_words(problem, "answering" if hasattr(self, "engine") else "loading the model")
             self._failure = error
             for listener in list(self._listeners.values()):
                 listener(error)

@@ -9,6 +9,7 @@ import math
 import queue
 import secrets
 import time
+import warnings
 from collections.abc import AsyncIterator, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
@@ -24,7 +25,8 @@ from outrider.draft.names import Part, check_parts, parse_draft
 from outrider.draft.table import Bench, make_drafters
 from outrider.engine.driver import Driver
 from outrider.engine.engine import Engine
-from outrider.errors import InvalidRequest, OutriderError, UnsupportedModel
+from outrider.engine.memory import check_room
+from outrider.errors import InvalidRequest, OutriderError, UnsupportedModel, stopped
 from outrider.load.checkpoint import Checkpoint, check_shapes, open_checkpoint
 from outrider.load.config import ModelConfig
 from outrider.load.find import find, published_sampling
@@ -32,7 +34,7 @@ from outrider.load.literal import ChatEncoder
 from outrider.load.sampling import GENERATION_CONFIGS, SamplingDefaults
 from outrider.load.template import ChatTemplate
 from outrider.model.decoder import Decoder, Model, kv_bytes, make_kernels
-from outrider.settings import WEIGHT_BYTES, Memory, Settings, cache_folder
+from outrider.settings import WEIGHT_BYTES, Memory, Settings, cache_folder, free_memory
 from outrider.types import (
     MAX_NODES,
     Event,
@@ -228,7 +230,7 @@ class LLM:
             while left:
                 event = await heard.get()
                 if isinstance(event, BaseException):
-                    raise OutriderError("the engine stopped") from event
+                    raise stopped(event) from event
                 left -= event.finish_reason is not None
                 yield event
         finally:
@@ -313,7 +315,7 @@ class LLM:
     def _build(self, parts: Seq[Part]) -> Engine:
         """Load the model and set the engine up; on the engine's own thread."""
         torch.set_num_threads(self.settings.threads)
-        self.settings.placed(_free_memory(self.settings))  # what cannot be is said before anything is loaded
+        self._check_room()
         self.model = load_model(self.checkpoint, self.settings)
         asked, self.settings = self.settings, self._placed(parts)
         engine = Engine(self.model, self.settings, self.tokenizer.text_stream)
@@ -336,6 +338,16 @@ class LLM:
             cache = slots * kv_bytes(self.model)
             self.memory = Memory(self.model.weight_bytes(), free - left, cache, slots, left)
         return engine
+
+    def _check_room(self) -> None:
+        """What cannot be is said before anything is loaded."""
+        on_gpu = _free_memory(self.settings)
+        self.settings.placed(on_gpu)
+        free, config = free_memory(), self.checkpoint.config
+        if on_gpu is None and free is not None and config is not None:
+            doubt = check_room(config, self.settings, free)
+            if doubt is not None:
+                warnings.warn(doubt, stacklevel=2)
 
     def _placed(self, parts: Seq[Part]) -> Settings:
         """The settings, the cache sized by what is free beside the weights once a draft to come has its part."""
@@ -405,7 +417,7 @@ class LLM:
             while left:
                 event = heard.get()
                 if isinstance(event, BaseException):
-                    raise OutriderError("the engine stopped") from event
+                    raise stopped(event) from event
                 texts.setdefault((event.request_id, event.choice), []).append(event.text)
                 left -= event.finish_reason is not None
         except BaseException:

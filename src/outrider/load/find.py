@@ -53,6 +53,18 @@ def find(name: str | Path, cache: Path, progress: Progress | None = None) -> Pat
     raise ModelNotFound(f"there is no model {text!r:.99}{suggest(text, ALIASES)}\nA model is {FORMS}")
 
 
+def could_be_model(text: str, cache: Path) -> bool:
+    """Whether `find` could ever make something of it: it is here, or it has the form of a name."""
+    path = Path(text).expanduser()
+    looks = text in ALIASES or parse_hub_id(text) is not None or text.endswith(".gguf")
+    return (
+        looks
+        or text.startswith((".", "/", "~"))
+        or _exists(path)
+        or _exists(cache / "models" / f"{text}.gguf")
+    )
+
+
 def published_sampling(path: Path, cache: Path) -> SamplingDefaults:
     """For a built-in model whose file says nothing of sampling: what its makers publish beside it."""
     for model in ALIASES.values():
