@@ -36,7 +36,7 @@ def test_weights_and_cache_that_cannot_fit_are_refused_before_loading(
     monkeypatch.setattr(llm_file, "load_model", lambda *given: loaded.append("") or real(*given))
     monkeypatch.setattr(llm_file, "free_memory", lambda: 1 << 10)
     with pytest.raises(
-        OutOfMemory, match="weights take .* as float32, and 0 MiB is free; take a smaller model"
+        OutOfMemory, match=r"weights take .* as float32, and 0 MiB is free; take a smaller model"
     ):
         LLM(folder)
     monkeypatch.setattr(llm_file, "free_memory", lambda: 1 << 20)
@@ -53,7 +53,7 @@ def test_out_of_memory_while_loading_and_while_answering(
     with LLM(folder) as llm:
         monkeypatch.setattr(Engine, "step", too_much)
         with pytest.raises(
-            OutOfMemory, match="out of memory while answering, where .* more were needed; take a"
+            OutOfMemory, match=r"out of memory while answering, where .* more were needed; take a"
         ):
             llm.generate("hello", max_tokens=4)
         with pytest.raises(OutOfMemory):  # and whoever comes later
@@ -68,7 +68,7 @@ def test_the_command_line_says_it_in_one_line(
 ) -> None:
     monkeypatch.setattr(Engine, "step", too_much)
     with pytest.raises(SystemExit) as left:
-        run(["generate", str(folder), "hello"])
+        run(["generate", str(folder), "hello", "--max-tokens", "4"])
     err = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
     assert left.value.code == 1 and len(err) == 1 and "out of memory while answering" in err[0]
 
