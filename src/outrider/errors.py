@@ -14,8 +14,13 @@ This file is in the lowest row: it imports nothing of Outrider.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
+import functools
 from collections.abc import Iterable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class OutriderError(Exception):
@@ -66,3 +71,18 @@ def suggest(name: str, known: Iterable[str]) -> str:
     if close:
         return f"; did you mean {close[0]!r}?"
     return f"; known: {', '.join(known)}" if known else ""
+
+
+def suggesting(cls: type[T]) -> type[T]:
+    """A dataclass that answers a name it does not know with the one that was meant."""
+    names = frozenset(f.name for f in dataclasses.fields(cls) if f.init)  # type: ignore[arg-type]
+    init: Any = cls.__init__
+
+    @functools.wraps(init)
+    def checked(self: T, *args: Any, **options: Any) -> None:
+        for name in options.keys() - names:
+            raise InvalidRequest(f"{cls.__name__} has no {name!r}{suggest(name, names)}", name)
+        init(self, *args, **options)
+
+    cls.__init__ = checked  # type: ignore[assignment]
+    return cls

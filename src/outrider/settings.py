@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from outrider.errors import InvalidRequest, suggest
+from outrider.errors import InvalidRequest, suggest, suggesting
 
 
 def usable_cores() -> int:
@@ -108,6 +108,7 @@ def cache_room(free: int, draft: int, beside: float) -> int:
     return int(CACHE_SHARE * left / (1 + beside))
 
 
+@suggesting
 @dataclass(frozen=True, slots=True)
 class Settings:
     """Engine settings. Defaults serve one machine well; sizes are in tokens unless the name says bytes."""

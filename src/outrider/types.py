@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
-from outrider.errors import InvalidRequest, suggest
+from outrider.errors import InvalidRequest, suggest, suggesting
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +37,7 @@ MAX_ALTERNATIVES = 20
 MAX_CHOICES = 128
 
 
+@suggesting
 @dataclass(frozen=True, slots=True)
 class Speculation:
     """How one request wants to be guessed. What is left open (None) the engine decides, step by step."""
@@ -138,6 +139,7 @@ def _known(cls: type, options: Mapping[str, Any], what: str) -> dict[str, Any]:
     return dict(options)
 
 
+@suggesting
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """What the user asked. Complete and valid once built; a bad value is an error that names itself."""

@@ -6,7 +6,10 @@ One thread loads the model and does all steps: the engine needs no locks, and th
 
 from __future__ import annotations
 
+import atexit
+import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
@@ -22,6 +25,21 @@ Listener = Callable[[Event | BaseException], None]
 
 T = TypeVar("T")
 DONE = object()
+LEAVE_SECONDS = 10.0  # for the step in hand, when the interpreter leaves
+
+
+def _leave_in_time(driver: Driver) -> None:
+    """Stop before the interpreter takes itself apart: a thread that comes back from a kernel to find no interpreter
+    aborts the process.
+    """
+    known = weakref.ref(driver)
+
+    def stop() -> None:
+        if (still := known()) is not None:
+            still.stop(LEAVE_SECONDS)
+
+    atexit.register(stop)
+    weakref.finalize(driver, atexit.unregister, stop).atexit = False
 
 
 class Driver:
@@ -35,6 +53,8 @@ class Driver:
         self._wake = threading.Condition()
         self._closed = False
         self._failure: BaseException | None = None
+        self._pid = os.getpid()
+        _leave_in_time(self)
         self._thread = threading.Thread(target=self._run, name="outrider-engine", daemon=True)
         self._thread.start()
         self.run(lambda: None)  # returns once the engine is built, or raises what building raised
@@ -82,19 +102,39 @@ class Driver:
         self._listeners.update((request.id, listener) for request in requests)
         return added
 
+    def check(self) -> None:
+        """Raise why nothing can be asked of this engine, if that is so."""
+        if (
+            os.getpid() != self._pid
+        ):  # whoever forked has the object, but not its thread, and locks as they stood
+            raise OutriderError(
+                f"this LLM belongs to process {self._pid}, and a forked child cannot use it: make an LLM in the child, "
+                "or start it with multiprocessing's 'spawn'"
+            )
+        self._raise_if_dead()
+
     def abort(self, request_id: str) -> None:
         """End a request before the next step; its listener hears an `abort` event for each choice."""
         self._give(lambda: self._deliver(self.engine.abort(request_id)))
 
     def close(self) -> None:
-        """Stop after the step in hand. Requests still running are aborted."""
+        """Stop after the step in hand. Requests still running are aborted. In a forked child nothing happens."""
+        self.stop()
+        if os.getpid() == self._pid and threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def stop(self, seconds: float = 0.0) -> None:
+        """The same, waiting for so long at most."""
+        if os.getpid() != self._pid:
+            return
         with self._wake:
             self._closed = True
             self._wake.notify()
-        self._thread.join()
+        if seconds:
+            self._thread.join(seconds)
 
     def _give(self, order: Callable[[], None]) -> None:
-        self._raise_if_dead()
+        self.check()
         with self._wake:
             self._orders.append(order)
             self._wake.notify()
@@ -105,7 +145,7 @@ class Driver:
         if self._failure is not None:
             raise OutriderError(f"the engine stopped: {self._failure!r}") from self._failure
         if self._closed:
-            raise OutriderError("the engine is closed")
+            raise OutriderError("the engine is closed; make another LLM")
 
     def _run(self) -> None:
         try:

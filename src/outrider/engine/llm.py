@@ -63,7 +63,9 @@ SEED_BITS = 53  # of a drawn seed: every language's JSON can hold it
 Prompt = str | Seq[int]
 Message = Mapping[str, Any]
 
+BYTES = (bytes, bytearray, memoryview)
 PREPARED = 64  # sequences at once
+LOOK_SECONDS = 0.5  # between two looks at an engine that is silent
 
 
 @dataclass(slots=True)
@@ -195,6 +197,7 @@ class LLM:
 
         `owner` says whose they are: cached prefixes and remembered answers are never shared between owners.
         """
+        self.driver.check()
         ids = [self._prompt_ids(p) for p in _as_list(prompts)]
         return self._collect(ids, self._params(params, options), owner)
 
@@ -206,6 +209,8 @@ class LLM:
         **options: Any,
     ) -> list[Output]:
         """Answer one conversation or many, through the model's own chat template."""
+        self.driver.check()
+        _check_messages(messages)
         many = messages if messages and not isinstance(messages[0], Mapping) else [messages]
         ids = [self.chat_ids(m) for m in many]  # type: ignore[arg-type]
         return self._collect(ids, self._params(params, options), owner)
@@ -214,28 +219,53 @@ class LLM:
         self, prompt: Prompt | Seq[Message], params: SamplingParams | None = None, **options: Any
     ) -> AsyncIterator[Event]:
         """Events as they come, for a prompt or a conversation. Leaving the loop aborts the request."""
-        is_chat = not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], Mapping)
-        ids = self.chat_ids(prompt) if is_chat else self._prompt_ids(prompt)  # type: ignore[arg-type]
+        self.driver.check()
+        is_chat = isinstance(prompt, (list, tuple)) and bool(prompt) and isinstance(prompt[0], Mapping)
+        ids = self.chat_ids(prompt) if is_chat else self._prompt_ids(prompt, "prompt")  # type: ignore[arg-type]
         one = self._params(params, options)
         loop = asyncio.get_running_loop()
         heard: asyncio.Queue[Event | BaseException] = asyncio.Queue()
+        request = self.request(ids, one if isinstance(one, SamplingParams) else one[0])
 
         def listen(event: Event | BaseException) -> None:
             loop.call_soon_threadsafe(heard.put_nowait, event)
 
-        request = self.request(ids, one if isinstance(one, SamplingParams) else one[0])
-        await asyncio.to_thread(self.driver.submit, [request], listen)
+        def start() -> None:
+            try:
+                self.driver.add([request], listen)
+            except BaseException as refused:
+                with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+                    listen(refused)
+
         left = request.params.n
+        self.driver.post(start)  # from here on an abort comes after it, also if nobody waits any more
         try:
             while left:
-                event = await heard.get()
-                if isinstance(event, BaseException):
-                    raise stopped(event) from event
+                event = await self._heard(heard)
                 left -= event.finish_reason is not None
                 yield event
         finally:
             if left:
-                self.driver.abort(request.id)
+                with contextlib.suppress(
+                    OutriderError
+                ):  # closed, or a forked child: there is nothing to abort
+                    self.driver.abort(request.id)
+
+    async def _heard(self, heard: asyncio.Queue[Event | BaseException]) -> Event:
+        """The next event. Looks now and then whether the engine is there at all to send one."""
+        while True:
+            try:
+                async with asyncio.timeout(LOOK_SECONDS):
+                    event = await heard.get()
+            except TimeoutError:
+                if heard.empty():
+                    self.driver.check()
+                continue
+            if isinstance(event, InvalidRequest):
+                raise event
+            if isinstance(event, BaseException):
+                raise stopped(event) from event
+            return event
 
     def abort(self, request_id: str) -> None:
         """End a running request; what it has written so far is delivered with finish_reason 'abort'."""
@@ -260,6 +290,14 @@ class LLM:
         """Parameters given as such or by name; `speculation` may be given beside them and wins."""
         if params is None:
             return SamplingParams.of({**self.sampling.values, **options})
+        if not isinstance(params, SamplingParams) and not (
+            isinstance(params, (list, tuple)) and all(isinstance(one, SamplingParams) for one in params)
+        ):
+            raise InvalidRequest(
+                f"params must be SamplingParams, or a list of them, one a prompt, not {type(params).__name__}; "
+                "single options can be given by name",
+                "params",
+            )
         if others := set(options) - {"speculation"}:
             raise InvalidRequest(f"give params or single options, not both: {sorted(others)[0]}", "params")
         if not options:
@@ -274,7 +312,8 @@ class LLM:
             raise InvalidRequest(
                 "this model has no chat template; use generate with a plain prompt", "messages"
             )
-        return self._chats.encode(list(messages))
+        _check_messages(messages)
+        return self._chats.encode(messages)
 
     def request(
         self, prompt_ids: Seq[int], params: SamplingParams, owner: str = "", name: str | None = None
@@ -393,12 +432,16 @@ class LLM:
     def _load_draft(self, checkpoint: Checkpoint) -> Model:
         return load_model(self._draft_checkpoint(checkpoint), self.settings, self.settings.draft_weights)
 
-    def _prompt_ids(self, prompt: Prompt) -> list[int]:
+    def _prompt_ids(self, prompt: Prompt, name: str = "prompts") -> list[int]:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
-        if not all(type(token) is int for token in prompt):
-            raise InvalidRequest("a prompt is a string or a list of token ids", "prompt")
-        return list(prompt)
+        ids = _plain_list(prompt)
+        if ids is None or not all(type(token) is int for token in ids):
+            odd = "" if ids is None else " with " + next(type(t).__name__ for t in ids if type(t) is not int)
+            raise InvalidRequest(
+                f"{name}: a prompt is a text or a list of token ids, not {type(prompt).__name__}{odd}", name
+            )
+        return ids
 
     def _collect(
         self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams], owner: str
@@ -465,9 +508,36 @@ def _cached_numbers(config: ModelConfig) -> int:
 
 def _as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
     """One prompt (a string or token ids) or many -> many."""
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+    if isinstance(prompts, str):
+        return [prompts]
+    many = _plain_list(prompts)
+    if many is None:
+        raise InvalidRequest(
+            "prompts must be a text, a list of token ids, or a list of those, "
+            f"not {type(prompts).__name__}{' (decode it first)' if isinstance(prompts, BYTES) else ''}",
+            "prompts",
+        )
+    return [many] if many and isinstance(many[0], int) else many
+
+
+def _plain_list(value: Any) -> list[Any] | None:
+    """A list of a list, tuple, range, array or tensor; None for anything else, bytes included."""
+    if isinstance(value, (*BYTES, str, Mapping)):
+        return None
+    if hasattr(value, "tolist"):  # an array or tensor
+        value = value.tolist()
+    if not isinstance(value, Seq):
+        return None
+    return [item.tolist() if hasattr(item, "dtype") else item for item in value]
+
+
+def _check_messages(messages: Any) -> None:
+    if not isinstance(messages, (list, tuple)):
+        raise InvalidRequest(
+            'messages must be a list such as [{"role": "user", "content": "..."}], or a list of those, '
+            f"not {type(messages).__name__}",
+            "messages",
+        )
 
 
 def _output(
