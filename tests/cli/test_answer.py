@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from outrider import LLM, SamplingParams
-from outrider.cli.answer import Answer, Heard, listen
+from outrider.cli.answer import Answer, Heard, Origins, listen
 from outrider.errors import OutriderError
 
 
@@ -58,3 +58,36 @@ def test_an_engine_that_dies_is_told(tiny: LLM) -> None:
     heard.put(RuntimeError("out of paper"))
     with pytest.raises(OutriderError, match="out of paper"):
         list(listen({answer.request.id: answer}, heard))
+
+
+class Words:
+    """Token text without a tokenizer: each token is as many letters as its number says."""
+
+    def feed(self, token: int) -> str:
+        return "x" * token
+
+
+def test_text_is_split_by_origin_however_late_it_comes() -> None:
+    origins = Origins(Words())  # type: ignore[arg-type]
+    assert origins.split("ab", [(2, "accepted"), (3, "bonus")]) == [
+        ("ab", "accepted")
+    ]  # the rest is held back
+    assert origins.split("c", []) == [("c", "bonus")]
+    assert origins.split("def", [(1, "recovered")]) == [("de", "bonus"), ("f", "recovered")]
+    assert origins.split("?", []) == [("?", "plain")]  # the end of a character that was cut off
+    assert "".join(text for text, _ in origins.pieces) == "abcdef?"
+
+
+def test_what_belongs_to_a_stop_text_is_not_shown(tiny_folder: Path) -> None:
+    with LLM(tiny_folder) as llm:
+        whole = llm.generate("hello", temperature=0, max_tokens=8)[0].text
+        params = SamplingParams(temperature=0, max_tokens=8, stop=whole[3:5])
+        heard: Heard = queue.SimpleQueue()
+        answer = Answer(llm, llm.tokenizer.encode("hello"), params, heard)
+        for _ in listen({answer.request.id: answer}, heard):
+            pass
+    assert (
+        "".join(text for text, _ in answer.origins[0].pieces)
+        == answer.text
+        == whole[: whole.index(whole[3:5])]
+    )
