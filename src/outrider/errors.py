@@ -22,6 +22,8 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+LONGEST_NAME = 100  # letters that are compared: difflib takes seconds for a megabyte
+
 
 class OutriderError(Exception):
     """Anything Outrider raises on purpose."""
@@ -67,9 +69,8 @@ def stopped(error: BaseException) -> OutriderError:
 def suggest(name: str, known: Iterable[str]) -> str:
     """`; did you mean 'x'?` when something known is close, else the list of what is known."""
     known = sorted(known)
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    if close:
-        return f"; did you mean {close[0]!r}?"
+    if near := closest(name, known):
+        return f"; did you mean {near!r}?"
     return f"; known: {', '.join(known)}" if known else ""
 
 
@@ -86,3 +87,16 @@ def suggesting(cls: type[T]) -> type[T]:
 
     cls.__init__ = checked  # type: ignore[assignment]
     return cls
+
+
+def closest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that was probably meant: one it begins, one with its words, or one spelt nearly so."""
+    plain = {one.strip("-_").lower().replace("-", "_"): one for one in sorted(known, reverse=True)}
+    asked = name[:LONGEST_NAME].strip("-_").lower().replace("-", "_")
+    begins = sorted((one for one in plain if len(asked) > 2 and one.startswith(asked)), key=len)
+    words = [one for one in plain if "_" in asked and set(asked.split("_")) <= set(one.split("_"))]
+    spelt = difflib.get_close_matches(asked, plain, n=1, cutoff=0.6)
+    # Letters that happen to agree are not enough where a whole word does.
+    held = [one for one in plain if len(one) > 3 and one in asked.split("_")]
+    found = next(iter([*begins, *words, *spelt, *held]), None)
+    return None if found is None else plain[found]

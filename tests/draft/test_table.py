@@ -8,7 +8,7 @@ import pytest
 
 from outrider.draft.names import parse_draft
 from outrider.draft.table import Bench, make_drafters, same_tokens
-from outrider.errors import BadCheckpoint, InvalidRequest, ModelNotFound
+from outrider.errors import BadCheckpoint, InvalidRequest, ModelNotFound, OutriderError
 from outrider.load.checkpoint import open_checkpoint
 from outrider.settings import Settings
 from outrider.types import SamplingParams, Speculation
@@ -67,6 +67,22 @@ def test_the_same_twice(bench):
     for twice in ("lookup+lookup", "target+target"):
         with pytest.raises(InvalidRequest, match="same drafter twice"):
             make_drafters(parse_draft(twice), bench)
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"architectures": ["LlamaForCausalLMEagle3"]}, "pytorch_model.bin is in pickle form.*safetensors"),
+        ({"speculators_model_type": "eagle3"}, "layout of speculators .'eagle3'"),
+    ],
+)
+def test_heads_that_cannot_be_read_are_named(bench, tmp_path, config, says):
+    raw = json.loads((tmp_path / "target" / "config.json").read_text())
+    (tmp_path / "head").mkdir()
+    (tmp_path / "head" / "config.json").write_text(json.dumps({**raw, **config}))
+    (tmp_path / "head" / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(OutriderError, match=says):
+        make_drafters(parse_draft("head"), bench)
 
 
 def test_another_tokenizer_is_named_by_its_first_difference(bench, tmp_path):

@@ -36,7 +36,7 @@ Peer = Annotated[
         envvar=envvar("peer"),
         show_envvar=False,
         metavar="transformers",
-        help="Run this engine on the same prompts in turn with ours.",
+        help="Another engine to run on the same prompts. In turn with ours, on the CPU.",
     ),
 ]
 What = Annotated[
@@ -56,7 +56,7 @@ Together = Annotated[
 Batches = Annotated[
     str,
     typer.Option("--batches", envvar=envvar("batches"), show_envvar=False, metavar="N,N,...",
-                 help="How many prompts are answered at once when guessing is measured, in turn."),
+                 help="Batch sizes: prompts answered at once, one size after the other."),
 ]  # fmt: skip
 Groups = Annotated[
     int | None,
@@ -66,13 +66,13 @@ Groups = Annotated[
 Ways = Annotated[
     str | None,
     typer.Option("--ways", envvar=envvar("ways"), show_envvar=False, metavar="NAME,NAME",
-                 help="How to answer: plain, a drafter (as deep as --speculate says, else 4), a drafter and :auto "
-                      "(as deep as pays), auto. By default plain, every drafter, and auto."),
+                 help="What to compare with plain decoding: auto, a drafter, DRAFTER:auto. A drafter drafts as deep as "
+                      "--speculate says, else 4; auto as deep as pays. By default every drafter, and auto."),
 ]  # fmt: skip
 TaskTemperatures = Annotated[
     str | None,
     typer.Option("--temperatures", envvar=envvar("temperatures"), show_envvar=False, metavar="T|TASK=T,...",
-                 help="Temperature of all tasks or of each; by default --temperature if that is given, else 0 for "
+                 help="Temperature of all tasks or of each. By default --temperature if that is given, else 0 for "
                       "rewrite and 0.7 for the others."),
 ]  # fmt: skip
 

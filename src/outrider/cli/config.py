@@ -19,14 +19,13 @@ import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from outrider.errors import InvalidRequest, suggest
+from outrider.cli.coming_from import key_answer
+from outrider.cli.flag import Flag
+from outrider.errors import InvalidRequest, closest
 
-if TYPE_CHECKING:
-    from outrider.cli.options import Flag
-
-Tables = Mapping[str, Mapping[str, "Flag"]]  # by the table's name, then by the key
+Tables = Mapping[str, Mapping[str, Flag]]  # by the table's name, then by the key
 
 TOP_LEVEL = ("model", "draft", "generation_config")
 WANTED = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
@@ -100,8 +99,14 @@ def _all_names(tables: Tables) -> list[str]:
 
 
 def _hint(name: str, known: list[str]) -> str:
-    close = suggest(name, known)
-    return close if "did you mean" in close else "; keys are named like the flags of outrider serve --help"
+    if answer := key_answer(name):
+        return f": {answer}"
+    near = closest(name, known)
+    return (
+        f"; did you mean {near!r}?"
+        if near
+        else "; keys are named like the flags of outrider serve --help-all"
+    )
 
 
 def _fitted(name: str, kind: Any, flag: Flag | None, value: Any, file: str) -> Any:

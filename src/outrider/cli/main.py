@@ -19,6 +19,7 @@ from outrider import __version__
 from outrider.cli.audit import audit
 from outrider.cli.bench import bench
 from outrider.cli.chat import chat
+from outrider.cli.command import Command, Group
 from outrider.cli.demo import demo
 from outrider.cli.doctor import doctor
 from outrider.cli.generate import generate
@@ -31,18 +32,19 @@ FAILED, USAGE, INTERRUPTED = 1, 2, 130
 
 app = typer.Typer(
     name="outrider",
+    cls=Group,
     help="Run large language models: same tokens, fewer passes.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("demo")(demo)
-app.command("generate")(generate)
-app.command("chat")(chat)
-app.command("serve")(serve)
-app.command("audit")(audit)
-app.command("bench")(bench)
+app.command("demo", cls=Command)(demo)
+app.command("generate", cls=Command)(generate)
+app.command("chat", cls=Command)(chat)
+app.command("serve", cls=Command)(serve)
+app.command("audit", cls=Command)(audit)
+app.command("bench", cls=Command)(bench)
 app.add_typer(models, name="models")
-app.command("doctor")(doctor)
+app.command("doctor", cls=Command)(doctor)
 app.add_typer(keys, name="keys")
 
 

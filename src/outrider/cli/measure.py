@@ -43,7 +43,7 @@ JsonFile = _option(
 )
 Tasks = _option(
     "tasks", str | None, "NAME,NAME",
-    "Only these tasks; rewrite, where the prompts have none, is made of their longer texts.",
+    "Only these tasks. Rewrite, where the prompts have none, is made of their longer texts.",
 )  # fmt: skip
 
 

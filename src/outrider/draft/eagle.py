@@ -29,7 +29,8 @@ from outrider.cache.table import SlotTable
 from outrider.draft.feed import Fed, feed_nodes, text_batch
 from outrider.draft.own import OwnCache, State
 from outrider.draft.tree import Growth, Place, grow
-from outrider.errors import BadCheckpoint
+from outrider.errors import BadCheckpoint, UnsupportedModel
+from outrider.load.checkpoint import PICKLES, pickle_refused
 from outrider.load.config import ModelConfig, config_from_json
 from outrider.model.decoder import Decoder, Layered
 from outrider.model.kernels.reference import rotate
@@ -231,6 +232,11 @@ def load_eagle(folder: Path, target: Layered, context: int) -> EagleHead:
         raw: dict[str, Any] = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError) as wrong:
         raise BadCheckpoint(f"{folder}: config.json cannot be read: {wrong}") from None
+    if "speculators_model_type" in raw:
+        raise UnsupportedModel(
+            f"{folder} is a head in the layout of speculators ({raw['speculators_model_type']!r:.40}), which is not "
+            "read here; EAGLE-3 heads as their authors publish them are"
+        )
     c = target.config
     layer = config_from_json({**raw, "model_type": "llama", "num_hidden_layers": 1})
     draft_vocab = int(raw.get("draft_vocab_size") or layer.vocab)
@@ -273,6 +279,9 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
         except SafetensorError as wrong:
             raise BadCheckpoint(f"{file} cannot be read: {wrong}") from None
     if not tensors:
+        for file in sorted(folder.iterdir()):
+            if file.suffix in PICKLES:
+                raise pickle_refused(file.name)
         raise BadCheckpoint(f"{folder} holds no .safetensors file")
     # Other trainers write the one layer as layers.0 and leave d2t out where vocabularies are equal.
     tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}

@@ -136,7 +136,7 @@ def is_eagle(path: Path) -> bool:
     except (OSError, ValueError):
         return False
     kinds = " ".join(map(str, raw.get("architectures") or [])).lower()
-    return "eagle" in kinds or "draft_vocab_size" in raw
+    return "eagle" in kinds or "draft_vocab_size" in raw or "speculators_model_type" in raw
 
 
 def _slots(bench: Bench, kv_bytes: int) -> int:

@@ -73,7 +73,7 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
         raise ModelNotFound(f"{path} does not exist")
     if not path.is_dir():
         if path.suffix in PICKLES:
-            raise _pickle_refused(path.name)
+            raise pickle_refused(path.name)
         if path.suffix == ".safetensors":
             raise BadCheckpoint(f"{path.name} alone is not a model: give the folder with its config.json")
         return GgufCheckpoint(path)
@@ -88,11 +88,11 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
         )
     for file in sorted(path.iterdir()):
         if file.suffix in PICKLES:
-            raise _pickle_refused(file.name)
+            raise pickle_refused(file.name)
     raise BadCheckpoint(f"{path} holds no weights: no .safetensors and no .gguf file")
 
 
-def _pickle_refused(name: str) -> BadCheckpoint:
+def pickle_refused(name: str) -> BadCheckpoint:
     return BadCheckpoint(
         f"{name} is in pickle form, which can run code when it is read; convert the weights to safetensors"
     )

@@ -1,0 +1,127 @@
+"""How commands read their flags and explain themselves: other engines' flags are understood, misspelt ones are
+answered with the nearest, and help shows the everyday flags on one screen (`--help-all`: all of them).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from typer.core import TyperCommand, TyperGroup
+
+from outrider.cli.coming_from import COMMANDS, translated
+from outrider.errors import InvalidRequest, closest
+
+# What help shows at once, where a command has many flags.
+EVERYDAY = {
+    *(
+        "model",
+        "prompt",
+        "prompts",
+        "system",
+        "chat",
+        "draft",
+        "speculation",
+        "stats",
+        "as_json",
+        "config",
+    ),
+    *("temperature", "top_p", "seed", "max_tokens", "stop", "device", "threads", "context"),
+    *("host", "port", "served_name", "api_keys", "key_file", "allowed_hosts"),
+    *("limit", "tasks", "batches", "ways", "what", "peer", "json_file", "temperatures", "tokens", "help"),
+}
+MEASURING = {
+    "top_p",
+    "stop",
+    "context",
+    "threads",
+    "config",
+}  # rarely wanted where speed or identity is measured
+FEW = 14  # flags that need no choosing
+TYPES = {"<float>": "X", "<int>": "N", "<int range>": "N", "<str>": "TEXT"}
+
+
+class Command(TyperCommand):
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        flags = {name: _takes_value(p) for p in self._options(ctx) for name in (*p.opts, *p.secondary_opts)}
+        if "--help-all" in args[: args.index("--") if "--" in args else None]:
+            ctx.meta["outrider.help_all"] = True
+            print(ctx.get_help())
+            ctx.exit()
+        args = translated(args, flags, any(p.name == "model" for p in self.params))
+        _check_names(args, flags, ctx.command_path)
+        return super().parse_args(ctx, args)
+
+    def _options(self, ctx: Any) -> list[Any]:
+        return [p for p in self.get_params(ctx) if p.param_type_name == "option"]
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Plain text in two columns: it fits a screen, and reads the same in a pipe."""
+        self.format_usage(ctx, formatter)
+        self.format_help_text(ctx, formatter)
+        many = len(self._options(ctx)) > FEW
+        if many and not ctx.meta.get("outrider.help_all"):
+            names = EVERYDAY - MEASURING if self.name in ("bench", "audit") else EVERYDAY
+            rows = [_short(p, ctx) for p in self.get_params(ctx) if p.name in names]
+            with formatter.section("Everyday flags"):
+                formatter.write_dl(rows, col_max=26)
+            formatter.write_paragraph()
+            formatter.write_text(f"All {len(self._options(ctx))} flags: {ctx.command_path} --help-all")
+            formatter.write_text("Words such as draft, acceptance rate or coupled: docs/glossary.md")
+            return
+        for panel, some in self._panels(ctx).items():
+            with formatter.section(panel):
+                rows = [p.get_help_record(ctx) for p in some]
+                formatter.write_dl([row for row in rows if row is not None], col_max=28)
+
+    def _panels(self, ctx: Any) -> dict[str, list[Any]]:
+        panels: dict[str, list[Any]] = {}
+        for p in self.get_params(ctx):
+            usual = "Arguments" if p.param_type_name == "argument" else "Options"
+            panels.setdefault(getattr(p, "rich_help_panel", None) or usual, []).append(p)
+        return panels
+
+
+class Group(TyperGroup):
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name = args[0] if args else ""
+        if name and not name.startswith("-") and self.get_command(ctx, name) is None:
+            known = self.list_commands(ctx)
+            if (answer := COMMANDS.get(name)) and ctx.parent is None:
+                raise InvalidRequest(f"no command {name!r} here: {answer}", "command")
+            near = closest(name, known)
+            hint = f"; did you mean {near!r}?" if near else f"; commands: {', '.join(known)}"
+            raise InvalidRequest(f"no command {name!r:.60}{hint}\nsee: {ctx.command_path} --help", "command")
+        return super().resolve_command(ctx, args)
+
+
+def _short(param: Any, ctx: Any) -> tuple[str, str]:
+    """A flag and the first sentence of its help."""
+    flags, text = param.get_help_record(ctx) or (param.make_metavar(ctx), param.help or "")
+    for kind, letter in TYPES.items():
+        flags = flags.replace(kind, letter)
+    sentence = re.split(r"\.(?= [A-Z]| +\[|$)|  \[", text)[0]
+    default = re.search(r"\[default: ([^][]*?)[\])]", text)
+    plain = default is None or default[1].startswith("(") or default[1] in ("0", "auto")
+    return flags, sentence if plain or default is None else f"{sentence} [{default[1]}]"
+
+
+def _takes_value(param: Any) -> bool:
+    return not param.is_flag and not param.count
+
+
+def _check_names(args: list[str], flags: dict[str, bool], path: str) -> None:
+    """Refuse an unknown flag with the one that was meant."""
+    rest = iter(args)
+    for arg in rest:
+        name, equals, _ = arg.partition("=")
+        if arg == "--":
+            return
+        if name.startswith("--") and name not in flags:
+            near = closest(name, flags)
+            hint = f"; did you mean {near}?" if near else ""
+            raise InvalidRequest(
+                f"no such option: {name:.60}{hint}\nsee: {path} --help-all", name.lstrip("-")
+            )
+        if flags.get(name) and not equals:
+            next(rest, None)

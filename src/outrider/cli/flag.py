@@ -1,0 +1,56 @@
+"""One field of a settings object as a flag, with its variable."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+
+def envvar(name: str) -> str:
+    """Every flag can be set by a variable too: --max-tokens is OUTRIDER_MAX_TOKENS."""
+    return f"OUTRIDER_{name.upper().replace('-', '_')}"
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One field as a flag. `read` turns what was typed into the field's value."""
+
+    name: str
+    kind: Any
+    help: str
+    read: Callable[[Any], Any] | None = None
+    metavar: str | None = None
+    spelled: tuple[str, ...] = ()  # when it is not --name
+    default: str | None = None  # in the flag's own spelling, where that is not the field's
+
+    @property
+    def flag(self) -> str:
+        return f"--{self.name.replace('_', '-')}"
+
+    def parameter(self, panel: str, default: Any, by_model: bool) -> inspect.Parameter:
+        """With `by_model` it is left open (None) unless given, for the model's own default to fill."""
+        shown: bool | str = default is not None and default is not False and default != []
+        typed = self.kind
+        if by_model:
+            typed, default, shown = self.kind | None, None, f"the model's, else {default}"
+        option = typer.Option(
+            *(self.spelled or (self.flag,)),
+            help=self.help,
+            envvar=envvar(self.name),
+            show_envvar=False,
+            metavar=self.metavar,
+            rich_help_panel=panel,
+            show_default=shown,
+        )
+        kind = inspect.Parameter.KEYWORD_ONLY
+        return inspect.Parameter(self.name, kind, default=default, annotation=Annotated[typed, option])
+
+    def value(self, typed: Any) -> Any:
+        try:
+            return self.read(typed) if self.read else typed
+        except ValueError as problem:
+            raise typer.BadParameter(str(problem), param_hint=(self.spelled or (self.flag,))[-1]) from None
