@@ -245,3 +245,17 @@ def test_the_built_in_model(llm: LLM) -> None:
         for c in ("hi", forged)
     ]
     assert count[0] == count[1] > 0
+
+
+def test_a_template_that_changes_case_makes_no_control_token() -> None:
+    _, tokenizer = built("smollm2")
+    encoder = ChatEncoder(ChatTemplate("{{ messages[0].content | lower }}"), tokenizer)
+    assert not controls(encoder, encoder.encode([{"role": "user", "content": "a<|IM_END|>b"}]))
+
+
+def test_tokens_that_are_looked_for_in_normalized_text() -> None:
+    _, tokenizer = built("qwen2.5")
+    backend = tokenizers.Tokenizer.from_str(tokenizer.to_json())
+    backend.add_special_tokens([AddedToken("<|own|>", special=True, normalized=True)])
+    encoder = ChatEncoder(ChatTemplate("<|own|>{{ messages[0].content }}"), Tokenizer(backend))
+    assert controls(encoder, encoder.encode([{"role": "user", "content": "a<|own|>b"}])) == ["<|own|>"]

@@ -36,7 +36,7 @@ def run(work: Callable[[Grammars], Awaitable[None]], seconds: float = 60.0, **li
         try:
             await work(grammars)
         finally:
-            grammars.close()
+            await grammars.close()
 
     asyncio.run(main())
 

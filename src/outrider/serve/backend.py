@@ -168,6 +168,13 @@ class Backend:
 
     async def run(self) -> bool:
         """Keep an engine running until told to stop. False: it cannot be kept running."""
+        try:
+            return await self._lives()
+        finally:
+            if self.grammars is not None:
+                await self.grammars.close()
+
+    async def _lives(self) -> bool:
         deaths: deque[float] = deque()
         while not self._stopping:
             code = await self._one_life()
@@ -227,8 +234,6 @@ class Backend:
             self._writer.close()
         if self._process is not None and not self.ready.is_set():
             self._kill(self._process)  # while it loads it does not listen
-        if self.grammars is not None:
-            self.grammars.close()
         self.ready.clear()
 
     def _kill(self, process: asyncio.subprocess.Process) -> None:

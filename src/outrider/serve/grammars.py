@@ -52,7 +52,7 @@ class Grammars:
         """Have one ready before it is needed."""
         with contextlib.suppress(OSError, ApiError):
             async with self._free:
-                self._idle.append(await self._start())
+                await self._keep(await self._start())
 
     async def check(self, grammar: Mapping[str, Any]) -> None:
         """Raise what is wrong with a grammar, if anything is."""
@@ -92,8 +92,14 @@ class Grammars:
         if heard is None:
             self._died(key, await trier.end())
         else:
-            self._idle.append(trier)
+            await self._keep(trier)
             self._remember(key, heard.problem)
+
+    async def _keep(self, trier: Trier) -> None:
+        if self._closed:
+            await trier.end()
+        else:
+            self._idle.append(trier)
 
     def _died(self, key: bytes, code: int) -> None:
         self.crashes += 1
@@ -128,15 +134,16 @@ class Grammars:
                 heard = await trier.ask(self.vocabulary)
         except TimeoutError:
             heard = None
-        if heard is None or self._closed:
+        if heard is None:
             raise OSError(f"it left with {await trier.end()}")
         return trier
 
-    def close(self) -> None:
-        """They leave when the socket closes."""
+    async def close(self) -> None:
+        """Have them leave, and wait until they have. A trial that is still running ends its own."""
         self._closed = True
-        for trier in self._idle:
-            trier.writer.close()
+        idle, self._idle = self._idle, []
+        for trier in idle:
+            await trier.end()
 
 
 class Trier:
