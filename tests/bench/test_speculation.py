@@ -10,7 +10,7 @@ import pytest
 from outrider import SamplingParams
 from outrider.bench.as_if import AsIf
 from outrider.bench.peers import Run
-from outrider.bench.speculation import answer, asked_of, compare, groups_of, lines, temperature_of, ways_of
+from outrider.bench.speculation import answer, asked_of, compare, groups_of, table, temperature_of, ways_of
 from outrider.bench.speed import pass_seconds
 from outrider.errors import InvalidRequest
 from outrider.types import Speculation
@@ -51,7 +51,7 @@ def test_every_way_is_compared_with_plain(wide: AsIf) -> None:
         {"chat": 0.9},
         (1, 2),
         most=2,
-        tell=lambda so_far, task, size: told.append((task, size, len(so_far))),
+        tell=lambda so_far: told.append([(task, *one["batches"]) for task, one in so_far.items()]),
     )
     assert {task: one["temperature"] for task, one in found.items()} == {"chat": 0.9, "rewrite": 0.0}
     assert {task: [b["groups"] for b in one["batches"].values()] for task, one in found.items()} == {
@@ -72,17 +72,18 @@ def test_every_way_is_compared_with_plain(wide: AsIf) -> None:
                 assert way["differing"] == 0
                 assert way["compared"] == 12 * size * batch["groups"]
                 assert way["outside_pass"] == 1 - way["pass_ms"] / way["round_ms"]
-    assert told == [("chat", 1, 1), ("chat", 2, 1), ("rewrite", 1, 2), ("rewrite", 2, 2)]
-    said = list(lines("chat", 2, found["chat"]["batches"]["2"]))
-    assert len(said) == 5 and all("0 of 48 tokens differ" in line for line in said)
+    assert told[0] == [("chat", "1")] and told[-1] == [("chat", "1", "2"), ("rewrite", "1", "2")]
+    said = list(table(found))
+    assert max(map(len, said)) <= 80 and said[-1].endswith("tokens compared with plain decoding's: identical")
 
 
 def test_a_model_that_feels_its_company_is_found_out(leaky: AsIf) -> None:
     ways = ways_of(leaky, PARAMS, ["lm"])
-    found = compare(leaky, {"chat": prompts(1)}, PARAMS, ways, {}, (1,))["chat"]["batches"]["1"]
+    report = compare(leaky, {"chat": prompts(1)}, PARAMS, ways, {}, (1,))
+    found = report["chat"]["batches"]["1"]
     assert found["ways"]["plain"]["differing"] == 0
     assert found["ways"]["lm"]["differing"] > 0
-    assert "0 of 12" not in list(lines("chat", 1, found))[1]
+    assert list(table(report))[-1].endswith(" DIFFER")
 
 
 def test_ways(wide: AsIf) -> None:

@@ -65,13 +65,16 @@ def test_bench_measures_an_as_if_model(
     for batch in chat["batches"].values():
         assert list(batch["ways"]) == ["plain", "lm", "auto"]
         assert all(way["differing"] == 0 < way["compared"] for way in batch["ways"].values())
-    assert "chat     batch   2 lm" in ran.err
+    lines = ran.err.splitlines()
+    table = lines[next(i for i, line in enumerate(lines) if line.startswith("task ")) :]
+    assert max(map(len, table[:-1])) <= 80 and any(line.split()[:3] == ["chat", "2", "lm"] for line in table)
+    assert "tokens compared with plain decoding's: identical" in ran.err and "% chat: " in ran.err
 
 
 def test_audit_compares_an_as_if_model(outrider: Outrider, tiny_folder: Path, asked: Path) -> None:
     ran = outrider(
         "audit", tiny_folder, "--as-if", SHAPE, "--prompts", asked, "--limit", 2, "--temperatures", "0.7",
-        "--no-adversaries", *SMALL,
+        "--no-adversaries", "--json", "-", *SMALL,
     )  # fmt: skip
     assert ran.code == 0, ran.err
     found = json.loads(ran.out)
@@ -85,7 +88,7 @@ def test_an_audit_in_which_nobody_guessed_proves_nothing(
     outrider: Outrider, tiny_folder: Path, asked: Path
 ) -> None:
     ran = outrider("audit", tiny_folder, "--prompts", asked, "--limit", 1, "--no-adversaries", "--temperatures", "0",
-                   *SMALL[2:], "--max-tokens", 1)  # fmt: skip
+                   "--json", "-", *SMALL[2:], "--max-tokens", 1)  # fmt: skip
     drafted = json.loads(ran.out)["identity"]["drafted"]
     assert sum(drafted.values()) == 0
     assert ran.code == 1

@@ -178,21 +178,29 @@ def compare(
     temperatures: Mapping[str, float],
     batches: Seq[int] = (1,),
     most: int | None = None,
-    tell: Callable[[dict[str, Any], str, int], None] = lambda *_: None,
+    tell: Callable[[dict[str, Any]], None] = lambda _: None,
+    progress: Callable[[str, float], None] = lambda *_: None,
 ) -> dict[str, Any]:
     """By task and batch: what each way did. `most` bounds the groups of prompts that are run for each; `tell` hears
-    all results so far whenever a task's batch is done.
+    all results so far whenever a task's batch is done, `progress` what comes next and the share that is done.
     """
     if max(batches) > llm.settings.max_sequences:
         raise InvalidRequest(f"batches of {max(batches)} need --max-sequences {max(batches)}", "batches")
     report: dict[str, Any] = {}
-    for task, prompts in tasks.items():
+    for number, (task, prompts) in enumerate(tasks.items()):
         one = replace(params, temperature=temperature_of(task, temperatures))
         found: dict[str, Any] = {}
         report[task] = {"temperature": one.temperature, "max_tokens": one.max_tokens, "batches": found}
-        for batch in batches:
-            found[str(batch)] = _compare_batch(llm, groups_of(prompts, batch, most), one, ways)
-            tell(report, task, batch)
+        for place, batch in enumerate(batches):
+            before, share = (number + place / len(batches)) / len(tasks), 1 / len(tasks) / len(batches)
+
+            def said(
+                what: str, done: float, task: str = task, at: tuple[float, float] = (before, share)
+            ) -> None:
+                progress(f"{task}: {what}", at[0] + done * at[1])
+
+            found[str(batch)] = _compare_batch(llm, groups_of(prompts, batch, most), one, ways, said)
+            tell(report)
     return report
 
 
@@ -204,7 +212,11 @@ def groups_of(prompts: Seq[list[int]], batch: int, most: int | None) -> list[lis
 
 
 def _compare_batch(
-    llm: LLM, groups: list[list[list[int]]], params: SamplingParams, ways: Mapping[str, Way]
+    llm: LLM,
+    groups: list[list[list[int]]],
+    params: SamplingParams,
+    ways: Mapping[str, Way],
+    progress: Callable[[str, float], None],
 ) -> dict[str, Any]:
     said = {name: replace(params, speculation=way) for name, way in ways.items()}
     # The first answers pay for set-up: on a GPU for graphs, of which every number and length of texts has its own.
@@ -215,7 +227,10 @@ def _compare_batch(
             answer(llm, group, one if gpu else replace(one, max_tokens=min(16, one.max_tokens), min_tokens=0))
     runs: dict[str, list[Answers]] = {name: [] for name in ways}
     for number, group in enumerate(groups):
-        for name in _turned(list(ways), number):
+        for turn, name in enumerate(_turned(list(ways), number)):
+            progress(
+                f"{name}, group {number + 1} of {len(groups)}", (number + turn / len(ways)) / len(groups)
+            )
             runs[name].append(answer(llm, group, said[name]))
     longest = max(len(ids) for group in groups for ids in group)
     context = min(longest + params.max_tokens // 2, llm.engine.context - DEPTH)
@@ -270,16 +285,33 @@ def _round(llm: LLM, rounds: list[Round], context: int) -> dict[str, Any]:
     }
 
 
-def lines(task: str, batch: int, found: Mapping[str, Any]) -> Iterator[str]:
-    """A batch's report for people."""
-    for name, way in found["ways"].items():
-        held = "" if way["held"] is None else f", {way['held']:.2f} of guesses held"
-        made = f"{task:8} batch {batch:3} {name:12} {way['tok_s']:9.1f} tok/s {way['ratio']:6.2f}x "
-        made += f"(worst {way['worst']:.2f}), {way['tokens_per_step']:.2f} tokens a step{held}"
-        if "round_ms" in way:
-            made += f"; a round of {way['round_rows']} rows {way['round_ms']:.2f} ms, "
-            made += f"{100 * way['outside_pass']:.0f} % of it outside the target's pass"
-        made += f"; longest step {way['longest_step_ms']:.0f} ms"
-        if way["making_graphs_s"]:
-            made += f", {way['making_graphs_s']:.2f} s went into making graphs"
-        yield f"{made}; {way['differing']} of {way['compared']} tokens differ"
+def table(report: Mapping[str, Any]) -> Iterator[str]:
+    """All results for people, within 80 columns."""
+    names = f"{'task':9} {'batch':>5} {'answered by':16} {'tok/s':>8} {'speed-up':>8}"
+    yield f"{names} {'lowest':>6} {'accepted':>8} {'tok/step':>8}"
+    differing = compared = 0
+    for task, size, name, way in _rows(report):
+        rate = "" if way["held"] is None else f"{100 * way['held']:.0f} %"
+        speed = f"{way['ratio']:7.2f}x {way['worst']:5.2f}x" if name != "plain" else f"{'':8} {'':6}"
+        yield (
+            f"{task:9.9} {size:>5} {name:16.16} {way['tok_s']:8.1f} {speed} {rate:>8} {way['tokens_per_step']:8.2f}"
+        )
+        differing, compared = differing + way["differing"], compared + way["compared"]
+    verdict = "identical" if not differing else f"{differing} DIFFER"
+    yield "speed-up: against plain decoding in the same run, median and lowest of groups"
+    yield "accepted: the share of drafted tokens; tok/step: tokens a pass of the target"
+    yield f"{compared} tokens compared with plain decoding's: {verdict}"
+
+
+def spread(report: Mapping[str, Any]) -> float:
+    """How far the lowest speed-up lies below the median, at most."""
+    return max(
+        (1 - way["worst"] / way["ratio"] for *_, name, way in _rows(report) if name != "plain"), default=0.0
+    )
+
+
+def _rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str, str, Mapping[str, Any]]]:
+    for task, found in report.items():
+        for size, batch in found["batches"].items():
+            for name, way in batch["ways"].items():
+                yield task, size, name, way

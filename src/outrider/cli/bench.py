@@ -4,6 +4,7 @@ ones, with the model as it is or in the shape of a bigger one.
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +20,7 @@ from outrider.cli.measure import (
     Tasks,
     described,
     tasks_of,
+    warn_if_busy,
 )
 from outrider.cli.options import DEFAULT_MODEL, ENGINE, SAMPLING, Draft, Model, envvar, takes
 from outrider.cli.output import note, open_llm
@@ -28,6 +30,9 @@ from outrider.types import SamplingParams
 
 if TYPE_CHECKING:
     from outrider.engine.llm import LLM
+
+NOISY = 0.4  # the lowest speed-up this far below the median
+EVERY = 3.0  # seconds between signs of life
 
 Peer = Annotated[
     str | None,
@@ -99,7 +104,7 @@ def bench(
     params: SamplingParams,
     settings: Settings,
 ) -> None:
-    """Measure speed here: plain decoding, rows, requests at once, and what guessing buys.
+    """Measure speed on this machine: plain decoding, and what speculation brings.
 
     outrider bench smollm2-135m --temperature 0 --max-tokens 128 --peer transformers
     """
@@ -114,6 +119,7 @@ def bench(
     sizes = _sizes(batches)
     heat = _temperatures(temperatures, params)
     report = Report("bench", json_file)
+    warn_if_busy()
     with open_llm(model, draft, settings, as_if, draft_as_if, draft_layers) as llm:
         asked = tasks_of(llm, prompts, limit, tasks)
         report |= described(llm)
@@ -121,18 +127,37 @@ def bench(
             flat = [p for task in asked.values() for p in task]
             report["plain"] = _plain(llm, flat, params, peer, together)
             report.keep()
+            _say_plain(report["plain"])
         if what != "plain":
-            from outrider.bench.speculation import compare, lines, ways_of
+            from outrider.bench.speculation import compare, spread, table, ways_of
 
-            def tell(found: dict[str, Any], task: str, size: int) -> None:
+            def tell(found: dict[str, Any]) -> None:
                 report["speculation"] = found
                 report.keep()
-                for line in lines(task, size, found[task]["batches"][str(size)]):
-                    note(line)
 
             chosen = ways_of(llm, params, ways.split(",") if ways else None)
-            compare(llm, asked, params, chosen, heat, sizes, groups, tell)
+            found = compare(llm, asked, params, chosen, heat, sizes, groups, tell, _Progress().tell)
+            for line in table(found):
+                note(line)
+            if spread(found) > NOISY:
+                note("warning: speed-ups vary much between groups: short answers, or a busy machine")
     report.deliver()
+
+
+class _Progress:
+    """What runs, how far it is, and about how long it takes; on stderr, a line every few seconds."""
+
+    def __init__(self) -> None:
+        self.begun = time.monotonic()
+        self.told = -EVERY
+
+    def tell(self, what: str, done: float) -> None:
+        passed = time.monotonic() - self.begun
+        if passed - self.told < EVERY:
+            return
+        self.told = passed
+        left = f", about {passed / done - passed:.0f} s left" if done > 0.02 else ""
+        note(f"{100 * done:3.0f} % {what}{left}")
 
 
 def _sizes(text: str) -> list[int]:
@@ -167,7 +192,7 @@ def _plain(
 
     if peer is not None and llm.model.device.type == "cuda":
         raise InvalidRequest("--peer compares on the CPU; on a GPU bench/peers.py does", "peer")
-    note("rows")
+    note("plain decoding: the cost of a pass")
     rows = speed.rows_cost(llm, context=256)
     report: dict[str, Any] = {"rows": rows}
     if llm.model.device.type == "cpu":
@@ -182,3 +207,20 @@ def _plain(
         report["peer"] = {"name": f"transformers {theirs.version}"}
         report["peer"] |= speed.against_peer(llm, theirs, prompts, off.max_tokens, note)
     return report
+
+
+def _say_plain(found: dict[str, Any]) -> None:
+    ratios = found["rows"]["ratio_to_one_row"].items()
+    note("a pass over several tokens takes, against one: " + ", ".join(f"{m}: {r:.2f}x" for m, r in ratios))
+    if "memory" in found:
+        limit = found["memory"]
+        note(
+            f"memory bandwidth: {limit['reached_gb_s']:.1f} of {limit['read_gb_s']:.1f} GB/s reached in a pass"
+        )
+    at_once = found["together"]
+    rates = f"{at_once['one_tok_s']:.1f} and {at_once['all_tok_s']:.1f} tok/s"
+    note(f"plain decoding, one request and {at_once['together']} at once: {rates} ({at_once['ratio']:.2f}x)")
+    if "peer" in found:
+        peer = found["peer"]
+        rates = f"{peer['ours_tok_s']:.1f} and {peer['peer_tok_s']:.1f} tok/s"
+        note(f"plain decoding, Outrider and {peer['name']}: {rates} ({peer['decode_ratio']:.2f}x)")

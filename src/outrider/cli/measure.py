@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,9 +15,12 @@ from outrider.cli.options import envvar
 from outrider.cli.output import note, write
 from outrider.cli.prompts import read_rows
 from outrider.errors import InvalidRequest, suggest
+from outrider.settings import usable_cores
 
 if TYPE_CHECKING:
     from outrider.engine.llm import LLM
+
+BUSY = 0.4  # load a core, before anything is measured
 
 
 def _option(name: str, kind: Any, metavar: str, text: str) -> Any:
@@ -38,9 +42,7 @@ DraftLayers = _option(
     "N|0-3,5-29",
     "With --draft-as-if: keep N of its layers, or these; else all that fit.",
 )
-JsonFile = _option(
-    "json", str | None, "FILE", "Where the results go, as JSON; by default, and with -, to stdout."
-)
+JsonFile = _option("json", str | None, "FILE", "Write the results as JSON, too; - is stdout.")
 Tasks = _option(
     "tasks", str | None, "NAME,NAME",
     "Only these tasks. Rewrite, where the prompts have none, is made of their longer texts.",
@@ -102,12 +104,22 @@ def _first_turn(value: str | dict[str, Any]) -> tuple[str, str]:
     return task, str(value.get("prompt", ""))
 
 
+def warn_if_busy() -> None:
+    """Times taken while others compute say little."""
+    load, cores = os.getloadavg()[0], usable_cores()
+    if load > BUSY * cores:
+        note(
+            f"warning: this machine is busy (load {load:.1f} on {cores} cores); times and ratios may be far off"
+        )
+
+
 class Report(dict[str, Any]):
     """Results, kept in a file as they come if one is named: measuring takes long, and may be cut short."""
 
     def __init__(self, kind: str, file: str | None) -> None:
         super().__init__(kind=kind, complete=False)
         self.file = None if file in (None, "-") else Path(str(file)).expanduser()
+        self.aloud = file == "-"
         self.keep()  # what cannot be written is said before anything is measured
 
     def keep(self) -> None:
@@ -122,11 +134,11 @@ class Report(dict[str, Any]):
             raise InvalidRequest(f"{self.file} cannot be written: {problem.strerror}", "json") from None
 
     def deliver(self) -> None:
-        """To the file if one is named, else to stdout."""
+        """To the file or to stdout, if either was asked for."""
         self["complete"] = True
-        if self.file is None:
+        if self.aloud:
             write(self._text())
-        else:
+        elif self.file is not None:
             self.keep()
             note(f"written to {self.file}")
 
