@@ -169,9 +169,10 @@ def run_tests(root: Path, tests: str) -> int:
     try:
         return process.wait(SECONDS)
     except subprocess.TimeoutExpired:
+        return 1  # a fault that never ends is noticed
+    finally:
         process.kill()
         process.wait()
-        return 1  # a fault that never ends is noticed
 
 
 def noticed(fault: Fault, root: Path) -> tuple[str, float]:

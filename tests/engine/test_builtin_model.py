@@ -38,10 +38,9 @@ LAWS = [
 
 
 def requests(llm: LLM) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Sixteen, no two alike."""
-    prompts = [llm.chat_ids([{"role": "user", "content": text}]) for text in TEXTS] * 2
-    params = [SamplingParams(seed=100 + i, max_tokens=12 + i // 2, **LAWS[i % len(LAWS)]) for i in range(16)]
-    return prompts, [*params[:8], *params[11:16], *params[8:11]]
+    """Eight, no two alike."""
+    prompts = [llm.chat_ids([{"role": "user", "content": text}]) for text in TEXTS]
+    return prompts, [SamplingParams(seed=100 + i, max_tokens=12 + i, **law) for i, law in enumerate(LAWS)]
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +52,7 @@ def plain(llm: LLM) -> list[list[int]]:
     ]
 
 
-def test_sixteen_at_once(llm: LLM, plain):
+def test_eight_at_once(llm: LLM, plain):
     outs = llm.generate(*requests(llm), owner="together", speculation=False)
     assert [o.token_ids for o in outs] == plain
 
@@ -84,8 +83,8 @@ def test_guessing_by_adversaries(llm: LLM, plain):
 
 def test_small_cache_chunks_and_reuse(llm: LLM, plain):
     prompts, params = requests(llm)
-    room = 260 * llm.model.config.kv_bytes_per_token
-    with LLM("smollm2-135m", cache_bytes=room, max_sequences=16, step_rows=16, check_integrity=True) as small:
+    room = 200 * llm.model.config.kv_bytes_per_token
+    with LLM("smollm2-135m", cache_bytes=room, max_sequences=8, step_rows=16, check_integrity=True) as small:
         outs = small.generate(prompts, params)
         assert [o.token_ids for o in outs] == plain
         assert small.engine.scheduler.preemptions > 0
@@ -96,7 +95,7 @@ def test_small_cache_chunks_and_reuse(llm: LLM, plain):
 
 def test_transformers_says_the_same(llm: LLM):
     peer = Transformers.open(llm.checkpoint.path, llm.settings.threads)
-    for text in TEXTS[:2]:
+    for text in TEXTS[:1]:
         prompt = llm.chat_ids([{"role": "user", "content": text}])
         params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
         ours, theirs = llm.generate([prompt], params)[0].token_ids, peer.greedy(prompt, 16).tokens

@@ -33,7 +33,7 @@ LAWS = {
 }
 
 
-@pytest.fixture(scope="module", params=["c", "torch"])
+@pytest.fixture(scope="module", params=sweep(["c", "torch"], quick=["c"]))
 def model(request):
     return tiny_model(kernels=request.param, threads=2)
 

@@ -182,9 +182,9 @@ def _launch_kinds(every: bool) -> None:
         model = DeviceDecoder(Decoder(config, random_tensors(config), kernels))
         DevicePass(model, make_store(model, 600))(state.between.lay(state, one, one, layout), 1, 512)
     ways = ((1, linear, (1, 200, 300)), (2, gated_linear, (1, 64, 300)))
-    few = ((1, linear, (300,)), (2, gated_linear, (64,)))
-    for kind in ("bfloat16", *KINDS):
-        for halves, multiply, counts in ways if every else few:
+    for i, kind in enumerate(("bfloat16", *KINDS)):
+        few = ((1, linear, (300,)), (2, gated_linear, (64,)))[i % 2]
+        for halves, multiply, counts in ways if every else [few]:
             weight = room_for(halves, 4096, 4096, kind, torch.bfloat16, "cpu")
             for rows in counts:
                 multiply(torch.empty((rows, 4096), dtype=torch.bfloat16), weight)

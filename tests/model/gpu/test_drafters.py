@@ -28,6 +28,7 @@ from outrider.types import Bet
 from tests.engine.test_target_chains import Noted, Silent, Steady
 from tests.model.batches import Part, Reader, furthest, random_ids
 from tests.model.gpu.test_kernels import HALF, to_device
+from tests.sweep import sweep
 from tests.tiny import (
     VOCAB,
     Always,
@@ -166,7 +167,7 @@ def run_each_time(shape: Shape) -> None:
     shape.graph = SimpleNamespace(replay=replay)
 
 
-@pytest.mark.parametrize("name", ["eagle", "early_exit"])
+@pytest.mark.parametrize("name", sweep(["eagle", "early_exit"], quick=["eagle"]))
 def test_rounds_guess_and_tell_what_packed_steps_do(target, folder, name, monkeypatch) -> None:
     monkeypatch.setattr(tree, "CANDIDATES", VOCAB)  # on the device every token takes part
     one = request("a", prompt_of(5, 1), max_tokens=5, temperature=0.7)

@@ -250,7 +250,7 @@ def test_folding_in_registers_gives_the_same_bits(device: str) -> None:
     assert torch.equal(past.attend(q, batch, whole=True), past.attend(q, batch, whole=False))
 
 
-@pytest.mark.parametrize("length", sweep([3, 62, 127, 130], quick=[62, 127]))
+@pytest.mark.parametrize("length", sweep([3, 62, 127, 130], quick=[127]))
 def test_a_node_equals_the_same_token_as_known_text(device: str, length: int) -> None:
     """The heart of identity with trees: a path scattered over the draft has the bits of a chain."""
     past = Past(device, 2, 1, 16, [length], room=260)
@@ -501,7 +501,7 @@ def test_masses_equal_their_twins_to_the_last_bit(device: str) -> None:
     assert torch.equal(out, masses(logits, torch.zeros(1, device=device)))
 
 
-@pytest.mark.parametrize("vocab", sweep([1, 97, 9001], quick=[1, 9001]))
+@pytest.mark.parametrize("vocab", sweep([1, 97, 9001], quick=[97]))
 def test_sift_equals_its_twin(device: str, vocab: int) -> None:
     some = [(0, 0.9, OFF), (40, 1.0, OFF), (vocab // 2 + 1, 0.8, OFF), (0, 1.0, -2.0), (3, 0.5, -0.5)]
     logits = noise(5, vocab, seed=vocab) * torch.tensor([0.3, 30.0, 1.0, 1.0, 3.0])[:, None]
