@@ -136,3 +136,15 @@ def test_filtered_draws_come_from_what_is_left(asked, left) -> None:
     assert not counts[expected.numpy() == 0].any()
     assert chi_square_holds(counts, expected.numpy() * draws)
     assert not chi_square_holds(counts, logits.softmax(-1).roll(1).numpy() * draws)
+
+
+def test_a_share_that_is_reached_exactly_needs_no_more():
+    """One token of mass 1 and two of one half each: half of it all is the first alone."""
+    half = next(
+        x
+        for x in (torch.tensor(math.log(2)) + 1e-7 * i for i in range(-4, 5))
+        if int(masses(-x[None], torch.zeros(1))) == 2**42
+    )
+    logits = torch.stack([torch.tensor(0.0), -half, -half])[None]
+    off = torch.zeros(1, dtype=torch.int64), torch.tensor([0.5]), torch.tensor([-torch.inf])
+    assert bounds(logits, *off).tolist() == [0.0]
