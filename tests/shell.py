@@ -66,7 +66,7 @@ class Ended:
 
 @dataclass
 class Shell:
-    """`folder` is where blocks run, `tiny` the model that benchmarks and audits measure in the real one's place."""
+    """`folder` is where blocks run, `tiny` the model that long commands have in the real one's place."""
 
     folder: Path
     tiny: Path
@@ -174,6 +174,8 @@ class Shell:
         words = shorter(words)
         if words[0] in ("bench", "audit"):
             words = [str(self.tiny) if word == MODEL else word for word in words]
+        if words == ["demo"]:
+            words.append(str(self.tiny))
 
         def stands_in(*told: Any) -> int:
             self.served.append(told)
