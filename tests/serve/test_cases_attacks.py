@@ -663,7 +663,7 @@ def test_resource_limits_header_of_20_mb(guarded: Served) -> None:
 def test_resource_limits_20000_headers(guarded: Served) -> None:
     lines = b"".join(b"X-%d: a\r\n" % i for i in range(20_000))
     heard = exchange(guarded, b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + lines + b"\r\n")
-    assert heard == b"" or heard.startswith(b"HTTP/1.1 400 ")
+    assert heard == b"" or heard.startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 431 "))
 
 
 @pytest.mark.parametrize("announced", [True, False])
@@ -824,7 +824,7 @@ BAD_KEYS: tuple[dict[str, str], ...] = (
 
 
 @pytest.mark.parametrize(
-    "path", [*sorted(PATHS), "/v1/models/tiny", "/v1/models/x", "/nowhere", "/health/", "/v1/..%2fhealth"]
+    "path", [*sorted(PATHS), "/v1/models/tiny", "/v1/models/x", "/nowhere", "/v1/..%2fhealth"]
 )
 def test_auth_on_every_route_but_health(keyed: httpx.Client, path: str) -> None:
     for headers in BAD_KEYS:

@@ -173,7 +173,7 @@ def test_what_is_no_object(client: httpx.Client, path: str, body: str) -> None:
     [(CHAT, "messages"), (PLAIN, "prompt"), (RESPONSES, "input"), ("/detokenize", "tokens")],
 )
 def test_a_missing_field_is_named(client: httpx.Client, path: str, missing: str) -> None:
-    error = refused(client, path, b'{"max_tokens": 1}')
+    error = refused(client, path, b"{}")
     assert error["param"] == missing and missing in error["message"]
 
 
@@ -187,10 +187,19 @@ def test_of_a_name_given_twice_the_last_counts(client: httpx.Client) -> None:
     "media", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "x", ""]
 )
 def test_other_content_types(client: httpx.Client, media: str) -> None:
+    """As a page of another site could have a browser send them."""
     body = json.dumps(GOOD[PLAIN]).encode()
-    reply = client.post(PLAIN, content=body, headers={"content-type": media})
+    reply = client.post(PLAIN, content=body, headers={"content-type": media, "sec-fetch-site": "cross-site"})
     assert reply.status_code == 415
-    assert told(415, reply.content)["code"] == "unsupported_media_type"
+    error = told(415, reply.content)
+    assert error["code"] == "unsupported_media_type" and "Content-Type: application/json" in error["message"]
+
+
+def test_what_curl_says_of_a_body_by_itself_is_taken(client: httpx.Client) -> None:
+    form, body = {"content-type": "application/x-www-form-urlencoded"}, json.dumps(GOOD[PLAIN]).encode()
+    assert client.post(PLAIN, content=body, headers=form).status_code == 200
+    for name in ("sec-fetch-site", "sec-fetch-mode", "referer", "cookie"):
+        assert client.post(PLAIN, content=body, headers={**form, name: "x"}).status_code == 415
 
 
 @pytest.mark.parametrize(
@@ -252,8 +261,8 @@ MESSAGES: tuple[Any, ...] = (
 
 @pytest.mark.parametrize("messages", MESSAGES, ids=repr)
 def test_messages_that_are_none(client: httpx.Client, messages: Any) -> None:
-    for path, name in ((CHAT, "messages"), ("/tokenize", "messages")):
-        error = refused(client, path, json.dumps({name: messages, "max_tokens": 1}).encode())
+    for path in (CHAT, "/tokenize"):
+        error = refused(client, path, json.dumps({"messages": messages}).encode())
         assert error["param"].startswith("messages")
 
 
@@ -335,7 +344,6 @@ def test_head_is_get_without_a_body(client: httpx.Client, path: str) -> None:
             "/v1",
             "/v1/",
             "/v1/chat",
-            "/v1/chat/completions/",
             "/v2/models",
             "/v1/embeddings",
             "/admin",
@@ -350,9 +358,7 @@ def test_head_is_get_without_a_body(client: httpx.Client, path: str) -> None:
             "/%0d%0aa:b",
         ),
         *(
-            "/health/",
             "//health",
-            "/v1/models/",
             "/v1/models/nobody",
             "/" + "a" * 10_000,
             "/docs",
@@ -367,6 +373,27 @@ def test_unknown_routes(served: Served, path: str) -> None:
         )
         assert status == (405 if method == "POST" and path.startswith("/v1/models/") else 404)
         assert len(told(status, body)["message"]) <= 500
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/models", "/metrics"])
+def test_a_slash_at_the_end_is_taken(client: httpx.Client, path: str) -> None:
+    assert client.get(f"{path}/").status_code == 200
+    assert client.post(f"{CHAT}/", json=GOOD[CHAT]).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("/chat/completions", "did you mean /v1/chat/completions?"),
+        ("/v1/v1/chat/completions", "leave it out of the base URL"),
+        ("/completion", "use /v1/completions"),
+        ("/v1/chat/completion", "did you mean /v1/chat/completions?"),
+        ("/nowhere/at/all", "GET / lists the routes"),
+    ],
+)
+def test_a_404_names_the_path_and_what_is_near(client: httpx.Client, path: str, says: str) -> None:
+    message = told(404, client.post(path, json={}).content)["message"]
+    assert message.startswith(f"there is no {path}") and says in message
 
 
 # ------------------------------------------------------------------------------------------------ broken HTTP

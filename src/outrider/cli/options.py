@@ -243,6 +243,7 @@ SERVE = Flags(
             ("--api-key",),
         ),
         Flag("key_file", str | None, "Keys by their hashes; see outrider keys.", metavar="FILE"),
+        Flag("min_key_length", int, "Shortest --api-key taken; short ones can be guessed."),
         Flag(
             "allowed_hosts",
             list[str],
@@ -270,6 +271,12 @@ SERVE = Flags(
         Flag("max_schema_bytes", str, "Largest JSON schema or grammar.", read_bytes, "SIZE", default="64K"),
         Flag("max_queued_requests", int, "Requests that may wait; more are sent away."),
         Flag("max_queued_tokens", int, "Tokens of prompts that may wait; more are sent away."),
+        Flag("max_connections", int, "Connections that may be open; more are sent away."),
+        Flag(
+            "max_connections_per_peer",
+            int,
+            "The same for one address; 0: no limit. Not for this machine's own.",
+        ),
         Flag("request_timeout", float, "Longest a request may take.", metavar="SEC"),
         Flag("body_timeout", float, "Longest a request's body may take to arrive.", metavar="SEC"),
         Flag("header_timeout", float, "Longest a request's headers may take to arrive.", metavar="SEC"),

@@ -47,6 +47,7 @@ from outrider.verify.noise import choice_seed
 
 log = logging.getLogger(__name__)
 
+LEAST_SLOTS = 16  # tokens the cache must hold; fewer answer nothing
 MOST_FAULTS = 3  # of a drafter, before it is left alone
 
 
@@ -62,7 +63,14 @@ class Engine:
         config = model.config
         self.model, self.settings, self.text = model, settings, text
         self.context = settings.context or config.context
-        slots = max(1, settings.cache_bytes // kv_bytes(model))
+        slots = settings.cache_bytes // kv_bytes(model)
+        if slots < LEAST_SLOTS:
+            raise InvalidRequest(
+                f"cache_bytes ({settings.cache_bytes}) holds {slots} tokens of this model; at least "
+                f"{LEAST_SLOTS * kv_bytes(model)} are needed for {LEAST_SLOTS}, and for a whole context "
+                f"{self.context * kv_bytes(model)}",
+                "cache_bytes",
+            )
         slots = min(slots, (self.context + MAX_NODES) * settings.max_sequences)
         self.store = make_store(model, slots)
         width, pinned = self.context + MAX_NODES, model.device.type == "cuda"

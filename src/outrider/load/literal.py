@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -52,8 +52,11 @@ class ChatEncoder:
         variables: Mapping[str, Any] | None = None,
         ask: bool = True,
         go_on: bool = False,
+        check: Callable[[str], None] | None = None,
     ) -> list[int]:
-        """`ask` opens the answer's turn; `go_on` leaves the last message open instead."""
+        """`ask` opens the answer's turn; `go_on` leaves the last message open instead; `check` may refuse the text
+        before it is tokenized.
+        """
         extra = dict(variables or {})
         marked = False
         if not self.special_in_text:
@@ -68,6 +71,8 @@ class ChatEncoder:
             raise TemplateFailed(str(failed).replace(MARK, ""), failed.param) from None
         if go_on:
             text = _up_to_last(text, messages)
+        if check is not None:
+            check(text)
         return self._encode_marked(text) if marked else self._encode_plain(text)
 
     def _encode_plain(self, text: str) -> list[int]:

@@ -7,6 +7,7 @@ from typing import Any
 from starlette.responses import Response
 
 from outrider import __version__
+from outrider.errors import LONGEST_NAME
 from outrider.serve.errors import ApiError
 from outrider.serve.metrics import PREFIX
 from outrider.serve.openapi import document
@@ -25,7 +26,12 @@ async def models(request: Request) -> Response:
 async def one_model(request: Request) -> Response:
     name = request.path_params["model"]
     if name not in request.service.names:
-        raise ApiError(404, f"the model {name!r} is not served here", param="model", code="model_not_found")
+        raise ApiError(
+            404,
+            f"the model {name[:LONGEST_NAME]!r} is not served here",
+            param="model",
+            code="model_not_found",
+        )
     return Reply(_model_card(request.service, name))
 
 

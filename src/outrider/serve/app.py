@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from typing import Any
 
 from starlette.applications import Starlette
@@ -12,7 +13,7 @@ from starlette.responses import Response
 from outrider.errors import InvalidRequest
 from outrider.serve import about, chat, completions, messages, responses, tokens
 from outrider.serve.door import Door, KeyCheck, Recorder
-from outrider.serve.errors import ApiError
+from outrider.serve.errors import LONGEST_PATH, ApiError
 from outrider.serve.not_served import not_served
 from outrider.serve.request import refusal
 from outrider.serve.service import Service
@@ -54,8 +55,21 @@ async def _unrouted(request: Any, error: Any) -> Response:
     if error.status_code == 404:
         if why := not_served(path):
             return refusal(ApiError(404, why, code="not_supported"), own)
-        return refusal(ApiError(404, f"there is no {path}", code="not_found"), own)
+        wrong = ApiError(404, f"there is no {{path}}{_near(path)}", code="not_found", path=path)
+        return refusal(wrong, own)
     takes = request.scope["route"].method
-    response = refusal(ApiError(405, f"{path} takes {takes}", code="method_not_allowed"), own)
+    response = refusal(ApiError(405, f"{{path}} takes {takes}", code="method_not_allowed", path=path), own)
     response.headers["allow"] = takes
     return response
+
+
+def _near(path: str) -> str:
+    """What somebody who asked for it may have meant."""
+    if path in ("/completion", "/completions", "/infill", "/generate"):
+        return "; use /v1/completions"
+    if path.startswith("/v1/v1/"):
+        return ": the client adds /v1 itself, so leave it out of the base URL"
+    if f"/v1{path}" in PATHS:
+        return f": did you mean /v1{path}? The base URL of clients ends in /v1"
+    close = difflib.get_close_matches(path[:LONGEST_PATH], PATHS, n=1, cutoff=0.8)
+    return f"; did you mean {close[0]}?" if close else "; GET / lists the routes"

@@ -44,6 +44,8 @@ log = logging.getLogger(__name__)
 
 RESTART_WINDOW = 600.0  # seconds in which restarts are counted
 STALLED = 60.0  # seconds without a step, while there is work, after which the engine is not well
+START_TRIES = 60  # where the system has nothing left to start an engine with
+START_DELAY = 1.0  # seconds between them
 KILL_AFTER = 5.0  # seconds an engine has to leave once told to
 
 
@@ -199,15 +201,19 @@ class Backend:
 
     async def _one_life(self) -> int:
         """Start an engine and listen to it until it is gone."""
-        self.launched = time.monotonic()
-        ours, theirs = socket.socketpair()
-        # -P: what lies in the working directory, a downloaded model's torch.py say, is not ours to run.
-        command = [sys.executable, "-P", "-m", "outrider.serve.engine_process", str(theirs.fileno())]
-        self._process = await asyncio.create_subprocess_exec(
-            *command, pass_fds=[theirs.fileno()], stdin=asyncio.subprocess.DEVNULL
-        )
-        theirs.close()
-        reader, self._writer = await asyncio.open_connection(sock=ours)
+        for attempt in range(1, START_TRIES + 1):
+            try:
+                reader = await self._started()
+                break
+            except OSError as problem:  # no descriptors, no memory, no processes left: that may pass
+                facts = {"reason": problem.strerror, "attempt": attempt}
+                log.error("the engine cannot be started; trying again", extra={"facts": facts})
+                if attempt == START_TRIES:
+                    self.state, self.problem = "failed", f"the engine cannot be started: {problem.strerror}"
+                if attempt == START_TRIES or self._stopping:
+                    return -1
+                await asyncio.sleep(START_DELAY)
+        assert self._process is not None and self._writer is not None
         if self._stopping:
             self.stop()  # there was nothing to stop before
         self._send(self.start)
@@ -218,6 +224,24 @@ class Backend:
             self._lost()
             self._writer.close()
         return await self._leave(self._process)
+
+    async def _started(self) -> asyncio.StreamReader:
+        """A process of an engine, and what is heard from it."""
+        self.launched = time.monotonic()
+        ours, theirs = socket.socketpair()
+        try:
+            # -P: what lies in the working directory, a downloaded model's torch.py say, is not ours to run.
+            command = [sys.executable, "-P", "-m", "outrider.serve.engine_process", str(theirs.fileno())]
+            self._process = await asyncio.create_subprocess_exec(
+                *command, pass_fds=[theirs.fileno()], stdin=asyncio.subprocess.DEVNULL
+            )
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        reader, self._writer = await asyncio.open_connection(sock=ours)
+        return reader
 
     async def _leave(self, process: asyncio.subprocess.Process) -> int:
         """The socket is closed, so it has every reason to go."""

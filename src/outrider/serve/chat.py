@@ -55,6 +55,7 @@ def chat_ids(model: ServedModel, asked: ChatRequest, tools: ToolRequest) -> list
         asked.chat_template_kwargs,
         ask=asked.add_generation_prompt is not False,
         go_on=asked.continue_final_message is True,
+        cut=asked.truncate_prompt_tokens is not None,
     )
 
 

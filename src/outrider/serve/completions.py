@@ -21,13 +21,14 @@ MOST_ANSWERS = 1024  # of one call; each is looked at whenever another ends
 
 
 async def answer_completion(request: Request) -> Response:
-    asked = await request.read(CompletionRequest)
     service = request.service
+    asked = await request.read(CompletionRequest, prompts=service.settings.max_prompts)
     params = sampling_params(asked, service.defaults, service.settings, None)
     echo, scored = bool(asked.echo), asked.logprobs is not None
     if scored:
         params = replace(params, logprobs=asked.logprobs, prompt_logprobs=asked.logprobs if echo else None)
-    prompts = await request.in_pool(read_prompts, asked.prompt, service.model, service.settings.max_prompts)
+    cut, most = asked.truncate_prompt_tokens is not None, service.settings.max_prompts
+    prompts = await request.in_pool(read_prompts, asked.prompt, service.model, most, cut)
     if len(prompts) * params.n > MOST_ANSWERS:
         raise InvalidRequest(f"n times the number of prompts may be at most {MOST_ANSWERS}", "n")
     length = service.length or DEFAULT_LENGTH if asked.max_tokens is None else asked.max_tokens
@@ -37,19 +38,19 @@ async def answer_completion(request: Request) -> Response:
     )
 
 
-def read_prompts(prompt: Any, model: ServedModel, most: int) -> list[list[int]]:
+def read_prompts(prompt: Any, model: ServedModel, most: int, cut: bool = False) -> list[list[int]]:
     """Token ids of each prompt: a text, a list of texts, token ids, or a list of lists of them."""
     many = [prompt] if isinstance(prompt, str) or (prompt and type(prompt[0]) is int) else prompt
     if not many:
         raise InvalidRequest("prompt must not be empty", "prompt")
     if len(many) > most:
         raise InvalidRequest(f"prompt: {len(many)} given, at most {most} are allowed", "prompt")
-    return [_ids(one, model, i) for i, one in enumerate(many)]
+    return [_ids(one, model, i, cut) for i, one in enumerate(many)]
 
 
-def _ids(one: Any, model: ServedModel, i: int) -> list[int]:
+def _ids(one: Any, model: ServedModel, i: int, cut: bool) -> list[int]:
     if isinstance(one, str):
-        return model.tokenizer.encode(one)
+        return model.text_ids(one, cut)
     if not isinstance(one, list) or not all(type(token) is int for token in one):
         raise InvalidRequest("prompt must be texts or lists of token ids, not a mixture", f"prompt[{i}]")
     known = model.tokenizer.vocab_size

@@ -10,6 +10,7 @@ import time
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from outrider.errors import LONGEST_NAME
 from outrider.serve.errors import ApiError
 from outrider.serve.request import ClientGone, Request, refusal
 from outrider.serve.service import Service
@@ -22,6 +23,8 @@ ALLOWED_HEADERS = (
     *("authorization", "content-type", "x-request-id", "x-api-key"),
     *("anthropic-version", "anthropic-beta", "anthropic-dangerous-direct-browser-access"),
 )
+MAX_HEADER_BYTES = 64 << 10
+ONCE = frozenset({b"authorization", b"content-length", b"content-type", b"host", b"origin", b"x-api-key"})
 
 
 class Recorder:
@@ -33,6 +36,8 @@ class Recorder:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
+        if scope["path"].endswith("/") and scope["path"][:-1] in self.paths:
+            scope["path"] = scope["path"][:-1]
         request = scope["request"] = Request(scope, receive, self.service)
         status = 499  # the client was gone before an answer began
 
@@ -44,6 +49,8 @@ class Recorder:
                 if request.for_anthropic:
                     own.append((b"request-id", request.id.encode()))
                 message["headers"] = [*message["headers"], *own]
+                if request.unread:  # what is left of the body would be taken for a request
+                    message["headers"].append((b"connection", b"close"))
             await send(message)
 
         try:
@@ -68,6 +75,7 @@ class Recorder:
             "status": status,
             "ms": round(1000 * (time.perf_counter() - request.arrived), 1),
             "id": request.id,
+            "peer": request.client.host if request.client else "",
             **({"key": request.key.name} if request.key else {}),
             **request.facts,
         }
@@ -94,15 +102,15 @@ class Door:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request: Request = scope["request"]
-        origin = request.headers.get("origin")
-        if not self.settings.accepts_host(request.headers.get("host")):
-            wrong = ApiError(403, "this host name is not served here", code="host_not_allowed")
+        origin, host = request.headers.get("origin"), request.headers.get("host")
+        if wrong := _wrong_headers(scope["headers"]):
             await refusal(wrong, request)(scope, receive, send)
+        elif not self.settings.accepts_host(host):
+            await refusal(_other_host(host or ""), request)(scope, receive, send)
         elif origin is not None and self.shared.is_allowed_origin(origin):
             await self.shared(scope, receive, send)
         elif not self._accepts_origin(request, origin):
-            wrong = ApiError(403, "pages of this origin are not served", code="origin_not_allowed")
-            await refusal(wrong, request)(scope, receive, send)
+            await refusal(_other_origin(origin or ""), request)(scope, receive, send)
         else:
             await self.app(scope, receive, send)
 
@@ -114,6 +122,37 @@ class Door:
             return True
         same = origin.partition("://")[2] == request.headers.get("host")
         return same or any(name in request.headers for name in ("authorization", "x-api-key"))
+
+
+def _wrong_headers(headers: list[tuple[bytes, bytes]]) -> ApiError | None:
+    """Headers that are too long, or of which two would be a riddle: which one counts?"""
+    if sum(len(name) + len(value) + 4 for name, value in headers) > MAX_HEADER_BYTES:
+        return ApiError(
+            431, f"the headers are longer than {MAX_HEADER_BYTES} bytes", code="headers_too_large"
+        )
+    seen: set[bytes] = set()
+    for name, _ in headers:
+        if name in ONCE:
+            if name in seen:
+                return ApiError(
+                    400, f"two {name.decode()} headers were sent; send one", code="duplicate_header"
+                )
+            seen.add(name)
+    return None
+
+
+def _other_host(host: str) -> ApiError:
+    name = host[:LONGEST_NAME].rpartition(":")[0] or host[:LONGEST_NAME]
+    way = f"start the server with --allowed-host {name}" if name else "send a Host header"
+    return ApiError(403, f"the host {name!r} is not served here; to serve it, {way}", code="host_not_allowed")
+
+
+def _other_origin(origin: str) -> ApiError:
+    said = origin[:LONGEST_NAME]
+    return ApiError(
+        403, f"pages of {said} are not served; to serve them, start the server with --cors-origin {said}",
+        code="origin_not_allowed",
+    )  # fmt: skip
 
 
 class KeyCheck:

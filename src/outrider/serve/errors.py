@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 from outrider.errors import InvalidRequest
-from outrider.serve.limits import clean_error
+from outrider.serve.limits import clean_error, clean_line
 
 TYPES = {
     401: "authentication_error",
@@ -30,6 +30,7 @@ ANTHROPIC_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+LONGEST_PATH = 120  # characters of one that are repeated
 RETRY = frozenset({408, 409, 429, 503, 504})  # what may go better next time
 
 
@@ -44,14 +45,18 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         after: float | None = None,
+        path: str | None = None,
     ) -> None:
+        """`path`: of this server, written where the message says {path}; other paths are hidden from clients."""
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
-        self.after = after
+        self.after, self.path = after, path
 
     def body(self) -> dict[str, Any]:
         kind = TYPES.get(self.status, "invalid_request_error")
         message = clean_error(self.message)
+        if self.path is not None:
+            message = message.replace("{path}", clean_line(self.path)[:LONGEST_PATH])
         return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
 
     def anthropic_body(self, request_id: str | None = None) -> dict[str, Any]:
@@ -62,8 +67,8 @@ class ApiError(Exception):
     def headers(self) -> dict[str, str]:
         """Hints that OpenAI's clients read before they try again."""
         headers = {"x-should-retry": "true" if self.status in RETRY else "false"}
-        if self.status == 408:
-            headers["connection"] = "close"  # the rest of the body would be taken for a request
+        if self.status == 431:
+            headers["connection"] = "close"  # whoever sends such headers is not waited for
         if self.after is not None:
             headers["retry-after"] = str(max(1, math.ceil(self.after)))
             headers["retry-after-ms"] = str(max(1, math.ceil(self.after * 1000)))

@@ -26,7 +26,6 @@ from typing import Any
 from outrider.errors import InvalidRequest, suggest
 from outrider.serve.settings import ServeSettings
 
-SHORTEST_KEY = 16
 MINUTE = 60.0
 ROUNDING = 1e-6
 RETRY_RUNNING = 1.0  # seconds; when a running request will end is not known
@@ -79,7 +78,10 @@ class Keyring:
     @classmethod
     def of(cls, settings: ServeSettings) -> Keyring:
         """The keys given by flag or variable, named `key-1` and so on, and those of the key file."""
-        keys = [Key(f"key-{i}", _digest_of_given(key)) for i, key in enumerate(settings.api_keys, 1)]
+        keys = [
+            Key(f"key-{i}", _digest_of_given(key, settings.min_key_length))
+            for i, key in enumerate(settings.api_keys, 1)
+        ]
         if settings.key_file is not None:
             keys += _keys_that_must_be_there(Path(settings.key_file).expanduser())
         _check_unique(keys, "the keys given")
@@ -109,12 +111,13 @@ class Keyring:
         return found
 
 
-def _digest_of_given(key: str) -> bytes:
+def _digest_of_given(key: str, least: int) -> bytes:
     """The messages do not repeat the key: they end up in logs."""
-    if len(key) < SHORTEST_KEY:
+    if len(key) < least:
         raise InvalidRequest(
-            f"an API key has {len(key)} characters and could be guessed; at least {SHORTEST_KEY} are needed "
-            "(`outrider keys add NAME --file keys.toml` makes a good one)",
+            f"an API key has {len(key)} characters and could be guessed by whoever can try often; at least {least} are "
+            "needed (`outrider keys add NAME --file keys.toml` makes a good one), or say --min-key-length "
+            f"{len(key)} where nobody else can reach the server",
             "api_keys",
         )
     if not re.fullmatch(r"[!-~]+", key):
@@ -270,16 +273,25 @@ class Limiter:
         use = self._uses.get(key.digest)
         return use.running if use else 0
 
+    def count(self, key: Key) -> Refusal | None:
+        """Count a request as soon as it comes, whatever becomes of it; or say why not, taking nothing."""
+        if not key.limits.requests_per_minute:
+            return None
+        bucket = self._use_of(key).requests
+        assert bucket is not None
+        if seconds := bucket.wait(1):
+            return Refusal(seconds, f"this key may send {bucket.size} requests a minute")
+        bucket.level -= 1
+        return None
+
     def admit(self, key: Key, tokens: int) -> Refusal | None:
-        """Take a request that may use so many tokens, prompt and answer; or say why not, taking nothing."""
+        """Let a request use so many tokens, prompt and answer; or say why not, taking nothing."""
         if key.limits == KeyLimits():
             return None
         use = self._use_of(key)
         refusal = _refusal(use, tokens)
         if refusal is None:
             use.running += 1
-            if use.requests is not None:
-                use.requests.level -= 1
             if use.tokens is not None:
                 use.tokens.level -= tokens
         return refusal
@@ -315,8 +327,6 @@ def _refusal(use: _Use, tokens: int) -> Refusal | None:
     limits = use.limits
     if limits.max_running and use.running >= limits.max_running:
         return Refusal(RETRY_RUNNING, f"this key may run {limits.max_running} requests at once")
-    if use.requests is not None and (seconds := use.requests.wait(1)):
-        return Refusal(seconds, f"this key may send {limits.requests_per_minute} requests a minute")
     if use.tokens is not None and tokens > limits.tokens_per_minute:
         asked = f"the request may use {tokens} tokens; this key may use {limits.tokens_per_minute} a minute"
         return Refusal(MINUTE, f"{asked}, so shorten it or lower max_tokens", final=True)

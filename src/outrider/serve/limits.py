@@ -138,11 +138,15 @@ _ADDRESS = re.compile(r"\b0[xX][0-9a-fA-F]{2,}\b")
 _READ = 10 * MAX_MESSAGE  # of a message; more would only be cut off again
 
 
+def clean_line(text: str) -> str:
+    """One line, of what can be printed."""
+    text = text[:_READ].encode("utf-8", "replace").decode("utf-8")
+    return " ".join("".join(c if c.isprintable() else " " for c in text).split())
+
+
 def clean_error(text: str) -> str:
     """A message fit for clients: one line of bounded length, without addresses and this machine's paths."""
-    text = text[:_READ].encode("utf-8", "replace").decode("utf-8")
-    text = " ".join("".join(c if c.isprintable() else " " for c in text).split())
-    text = _PLACES.sub(_hide, text)
+    text = _PLACES.sub(_hide, clean_line(text[:_READ]))
     text = _ADDRESS.sub("<address>", text)
     return text if len(text) <= MAX_MESSAGE else text[: MAX_MESSAGE - 3] + "..."
 

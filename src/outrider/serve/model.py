@@ -11,6 +11,7 @@ from outrider.load.literal import ChatEncoder
 from outrider.load.sampling import SamplingDefaults
 from outrider.load.template import ChatTemplate
 from outrider.load.tokenizer import Tokenizer
+from outrider.serve.length import bytes_of_tokens, check_length
 from outrider.serve.link import Ready
 from outrider.serve.tools import choose_format
 
@@ -18,6 +19,7 @@ from outrider.serve.tools import choose_format
 RESERVED = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token", "tokenize", "self"}
 )
+CUT = 4  # contexts; the longest text that is tokenized only to be cut, or counted
 
 
 class ServedModel:
@@ -30,6 +32,9 @@ class ServedModel:
         self.tool_format = choose_format(ready.template, ready.family)
         self.vocab, self.context = ready.vocab, ready.context
         self.longest = min(ready.context, ready.cache_tokens)  # prompt and answer together
+        self.most_bytes = bytes_of_tokens(
+            self.tokenizer, ready.tokenizer, self.longest
+        )  # of a text that fits
         self.drafter, self.plan = ready.drafter, ready.plan
         self.sampling = SamplingDefaults(ready.sampling)
 
@@ -40,14 +45,30 @@ class ServedModel:
         variables: Mapping[str, Any] | None = None,
         ask: bool = True,
         go_on: bool = False,
+        cut: bool = False,
     ) -> list[int]:
-        """A conversation as token ids. `ask` opens the answer's turn; `go_on` continues the last message."""
+        """A conversation as token ids. `ask` opens the answer's turn; `go_on` continues the last message; `cut`: it
+        need not fit, for it will be cut.
+        """
         if self._chats is None:
             raise InvalidRequest("this model has no chat template; use /v1/completions", "messages")
         extra = dict(variables or {})
         if taken := RESERVED.intersection(extra):
             raise InvalidRequest(f"{min(taken)!r} cannot be set", "chat_template_kwargs")
-        return self._chats.encode(messages, tools, extra, ask, go_on)
+        return self._chats.encode(
+            messages, tools, extra, ask, go_on, lambda text: self.check_length(text, cut, "messages")
+        )
+
+    def check_length(self, text: str, cut: bool, param: str) -> None:
+        """Before a text is tokenized: refuse it where it is certainly too long."""
+        contexts = CUT if cut else 1
+        most = None if self.most_bytes is None else contexts * self.most_bytes
+        check_length(text, self.tokenizer, contexts * self.longest, most, param)
+
+    def text_ids(self, text: str, cut: bool = False, special: bool = True) -> list[int]:
+        """A plain text as token ids."""
+        self.check_length(text, cut, "prompt")
+        return self.tokenizer.encode(text, special)
 
     def token_text(self, token: int) -> tuple[str, list[int]]:
         """How a token reads on its own, and its bytes; a model may have ids that stand for nothing."""

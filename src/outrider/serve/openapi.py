@@ -19,6 +19,7 @@ STATUSES = {
     "408": "The body came too slowly.",
     "413": "The body is too large.",
     "415": "The body is not sent as JSON.",
+    "431": "The headers are too long.",
     "429": "The key's limit is reached; see retry-after.",
     "500": "A fault here.",
     "503": "Loading, full, or shutting down; see retry-after.",

@@ -15,7 +15,7 @@ from starlette.requests import Request as BaseRequest
 from starlette.responses import Response
 from starlette.types import Receive, Scope
 
-from outrider.errors import InvalidRequest
+from outrider.errors import LONGEST_NAME, InvalidRequest
 from outrider.serve.backend import Stream
 from outrider.serve.call import Call
 from outrider.serve.errors import ApiError, from_invalid
@@ -26,7 +26,12 @@ from outrider.serve.wire import T, read_request
 
 JSON = "application/json"
 ANTHROPIC = "/v1/messages"
+FORM = "application/x-www-form-urlencoded"
+BROWSERS_SEND = ("origin", "sec-fetch-site", "sec-fetch-mode", "referer", "cookie")
 LONG_BODY = 256 << 10  # bytes; reading more than this would hold up other requests
+ESCAPED_BYTE = 6  # bytes of a body that may stand for one of a text: \\u00xx
+ESCAPED = 2 * ESCAPED_BYTE  # a prompt, and a prediction of the answer
+OTHER_FIELDS = 1 << 20  # bytes of a body that are neither
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -49,59 +54,96 @@ class Request(BaseRequest):
         self.running: Stream | None = None  # at the engine
         self.call: Call | None = None
         self.facts: dict[str, Any] = {}  # for the log
+        self._whole = False  # its body has been read
 
     @property
     def for_anthropic(self) -> bool:
         """Whether the client expects Anthropic's errors and headers."""
         return self.path == ANTHROPIC or self.path.startswith(f"{ANTHROPIC}/")
 
-    async def read(self, kind: type[T]) -> T:
-        """The body as a struct, or an error that says what is wrong with it."""
+    async def read(self, kind: type[T], prompts: int = 1) -> T:
+        """The body as a struct, or an error that says what is wrong with it. `prompts`: how many it may hold.
+
+        The request counts against its key's limit from here on, also if it is refused in the end.
+        """
         service, settings = self.service, self.service.settings
-        media = self.headers.get("content-type", JSON).partition(";")[0].strip().lower()
-        if media != JSON:
-            raise ApiError(415, f"the body must be sent as {JSON}", code="unsupported_media_type")
-        body = await self.read_body(settings.max_body_bytes, settings.body_timeout)
+        if self.key is not None:
+            service.count(self.key)
+        self._check_media()
+        body = await self._read_body(prompts)
         if len(body) > LONG_BODY:
-            value = await asyncio.to_thread(read_json, body, settings.max_depth)
+            value = await self.in_pool(read_json, body, settings.max_depth)
         else:
             value = read_json(body, settings.max_depth)
         asked = read_request(value, kind)
         name = getattr(asked, "model", None)
         if name is not None and name not in service.names:
             raise ApiError(
-                404, f"the model {name!r} is not served here; {service.names[0]!r} is", param="model",
+                404, f"the model {name[:LONGEST_NAME]!r} is not served here; {service.names[0]!r} is", param="model",
                 code="model_not_found",
             )  # fmt: skip
         if service.draining:
             raise ApiError(503, "the server is shutting down", code="draining", after=5)
         return asked
 
-    async def read_body(self, most: int, seconds: float) -> bytes:
-        """The whole body, unless it is too long or too slow."""
+    def _check_media(self) -> None:
+        """Only JSON: what a page of another site can have a browser send without asking is something else. What curl
+        says of a body by itself is let pass where no browser can have sent it.
+        """
+        media = self.headers.get("content-type", JSON).partition(";")[0].strip().lower()
+        if media == FORM and not any(name in self.headers for name in BROWSERS_SEND):
+            return
+        if media != JSON:
+            raise ApiError(
+                415,
+                f"the body must be sent as JSON: add the header 'Content-Type: {JSON}'",
+                code="unsupported_media_type",
+            )
+
+    @property
+    def unread(self) -> bool:
+        """Whether some of its body may still be on its way."""
+        announced = self.headers.get("content-length", "0") != "0" or "transfer-encoding" in self.headers
+        return announced and not self._whole
+
+    async def _read_body(self, prompts: int) -> bytes:
+        """The whole body, unless it is too long or too slow, or holds a text that cannot fit the model."""
+        settings, intake = self.service.settings, self.service.intake
+        most, longest = settings.max_body_bytes, None
+        if (model := self.service.backend.model) and (longest := model.most_bytes):
+            most = min(most, prompts * (ESCAPED * longest + OTHER_FIELDS))
         announced = self.headers.get("content-length", "0")
         if announced.isdigit() and int(announced) > most:
-            raise _too_large(most)
-        parts = bytearray()
+            raise _too_large(most, settings.max_body_bytes)
+        parts, quote, looked = bytearray(), 0, -1
         try:
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(settings.body_timeout):
                 while True:
                     message = await self.receive()
                     if message["type"] == "http.disconnect":
                         raise ClientGone
-                    parts += message.get("body", b"")
+                    chunk = message.get("body", b"")
+                    if (found := chunk.rfind(b'"')) >= 0:
+                        quote = len(parts) + found
+                    parts += chunk
                     if len(parts) > most:
-                        raise _too_large(most)
+                        raise _too_large(most, settings.max_body_bytes)
+                    if longest and len(parts) - quote > longest and quote != looked:
+                        looked = quote if _check_run(parts, quote, longest) else looked
                     if not message.get("more_body"):
+                        self._whole = True
                         return bytes(parts)
+                    if len(parts) > LONG_BODY and (pause := intake.take(len(chunk))):
+                        await asyncio.sleep(pause)
         except TimeoutError:
+            seconds = settings.body_timeout
             raise ApiError(
                 408, f"the body did not arrive within {seconds:g} s", code="body_timeout"
             ) from None
 
     async def in_pool(self, work: Callable[P, R], *args: P.args, **options: P.kwargs) -> R:
         """Run what takes its time (templates, tokenizing) beside the event loop."""
-        return await asyncio.to_thread(work, *args, **options)
+        return await self.while_there(self.service.pool.run(work, *args, **options))
 
     async def while_there(self, work: Coroutine[Any, Any, R]) -> R:
         """Do the work, but stop it at once when the client hangs up. Only after the body has been read."""
@@ -135,8 +177,25 @@ class Request(BaseRequest):
             self.service.limiter.done(self.key, max(0, self.reserved - used))
 
 
-def _too_large(most: int) -> ApiError:
-    return ApiError(413, f"the body is larger than {most} bytes", code="body_too_large")
+def _too_large(most: int, allowed: int) -> ApiError:
+    why = "" if most == allowed else ": no text that fits the model's context is that long"
+    return ApiError(413, f"the body is larger than {most} bytes{why}", code="body_too_large")
+
+
+def _check_run(parts: bytearray, begin: int, longest: int) -> bool:
+    """Refuse a text while it still arrives, once it is longer than any that fits, whatever its escapes stand for.
+    True: what follows the last quote is no text.
+    """
+    before = parts[: begin + 1].replace(b"\\\\", b"").replace(b'\\"', b"")
+    if before.count(b'"') % 2 == 0:
+        return True
+    run = parts[begin:]
+    if len(run) - (ESCAPED_BYTE - 1) * run.count(b"\\") > longest:
+        raise ApiError(
+            400, f"a text of the request is longer than {longest} bytes, and no longer one fits the model's context",
+            code="context_length_exceeded",
+        )  # fmt: skip
+    return False
 
 
 def _request_id(given: str | None) -> str:

@@ -6,20 +6,20 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import resource
 import signal
 import socket
 import sys
 from collections.abc import Collection
 from typing import Any
 
-import h11
-import msgspec
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from outrider.errors import OutriderError
 from outrider.serve.app import App
 from outrider.serve.backend import Backend
+from outrider.serve.connection import Connection, Crowd, Throttle, accept
+from outrider.serve.door import MAX_HEADER_BYTES
 from outrider.serve.errors import ApiError
 from outrider.serve.keys import Keyring
 from outrider.serve.link import Start
@@ -33,69 +33,9 @@ from outrider.types import SamplingParams
 
 log = logging.getLogger(__name__)
 
-MAX_HEADER_BYTES = 64 << 10
+RECEIVE_BUFFER = 256 << 10  # bytes a connection
+RESERVED = 64  # descriptors for the engine, the log and the rest
 KEEP_ALIVE = 75  # seconds an idle connection stays; longer than the usual proxies keep theirs
-
-
-class PatientProtocol(H11Protocol):
-    """HTTP that waits neither for ever for a request to begin nor for ever for an answer to be read."""
-
-    header_timeout = 10.0
-    write_timeout = 60.0
-    _unread: asyncio.TimerHandle | None = None
-    _unasked: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
-        self._unasked = self.loop.call_later(self.header_timeout, self.transport.abort)
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self.conn.their_state is not h11.IDLE:  # a request has come
-            self._has_asked()
-        elif self._unasked is None:  # the beginning of one, on a connection that had others before
-            self._unasked = self.loop.call_later(self.header_timeout, self.transport.abort)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._has_asked()
-        self._has_read()
-        super().connection_lost(exc)
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        # Not `close`, which would wait for the client to take what is on its way.
-        self._unread = self.loop.call_later(self.write_timeout, self.transport.abort)
-
-    def resume_writing(self) -> None:
-        self._has_read()
-        super().resume_writing()
-
-    def _has_read(self) -> None:
-        if self._unread is not None:
-            self._unread.cancel()
-
-    def _has_asked(self) -> None:
-        if self._unasked is not None:
-            self._unasked.cancel()
-            self._unasked = None
-
-    def send_400_response(self, msg: str) -> None:
-        """In the shape every other error has."""
-        reply = ApiError(400, "this is not an HTTP request", code="bad_http")
-        body = msgspec.json.encode(reply.body())
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(body)).encode()),
-            (b"connection", b"close"),
-        ]
-        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            for event in (
-                h11.Response(status_code=400, headers=headers, reason=b"Bad Request"),
-                h11.Data(data=body),
-                h11.EndOfMessage(),
-            ):
-                self.transport.write(self.conn.send(event) or b"")
-        self.transport.close()
 
 
 class Server(uvicorn.Server):
@@ -136,6 +76,8 @@ def _bind(serve: ServeSettings) -> socket.socket:
     # Named TCP, or asyncio leaves small writes to be gathered: 40 ms a request, and as much between events.
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # Or the system takes in megabytes of a body that is refused, as fast as a client can send them.
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER)
     try:
         sock.bind((serve.host, serve.port))
     except OSError as problem:
@@ -149,9 +91,10 @@ def _bind(serve: ServeSettings) -> socket.socket:
 
 async def _run(service: Service, sock: socket.socket) -> int:
     backend, serve = service.backend, service.settings
-    server = _http(App(service), serve)
+    server = _http(App(service))
     engine = asyncio.create_task(backend.run())
-    web = asyncio.create_task(server.serve(sockets=[sock]))
+    web = asyncio.create_task(server.serve(sockets=[]))
+    door = asyncio.create_task(_accept(server, service, sock))
     told = asyncio.Event()
     hurry = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -160,13 +103,14 @@ async def _run(service: Service, sock: socket.socket) -> int:
     loop.add_signal_handler(signal.SIGHUP, _reload_keys, service)
     greeting = asyncio.create_task(_greet(backend, serve, sock))
     stop = asyncio.create_task(told.wait())
-    await asyncio.wait((engine, web, stop), return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait((engine, web, door, stop), return_when=asyncio.FIRST_COMPLETED)
     code = 0
     if not told.is_set():
         code = 1
         print(f"error: {backend.problem or 'the server stopped'}", file=sys.stderr, flush=True)
     else:
         await _drain(service, hurry)
+    door.cancel()
     backend.stop()
     await engine
     server.should_exit = True
@@ -176,13 +120,10 @@ async def _run(service: Service, sock: socket.socket) -> int:
     return code
 
 
-def _http(app: App, serve: ServeSettings) -> Server:
-    limits = {"header_timeout": serve.header_timeout, "write_timeout": serve.write_timeout}
-    protocol = type("Protocol", (PatientProtocol,), limits)
+def _http(app: App) -> Server:
     return Server(
         uvicorn.Config(
             app,
-            http=protocol,
             loop="asyncio",
             ws="none",
             lifespan="off",
@@ -195,6 +136,38 @@ def _http(app: App, serve: ServeSettings) -> Server:
             timeout_graceful_shutdown=2,
         )
     )
+
+
+async def _accept(server: Server, service: Service, sock: socket.socket) -> None:
+    """Connections, as many as the settings and the descriptors allow."""
+    serve = service.settings
+    crowd = Crowd(
+        min(serve.max_connections, max(RESERVED, _descriptors() - RESERVED)), serve.max_connections_per_peer
+    )
+    throttle = Throttle()
+    shared = {
+        "header_timeout": serve.header_timeout,
+        "write_timeout": serve.write_timeout,
+        "crowd": crowd,
+        "intake": service.intake,
+        "throttle": throttle,
+    }
+    kind = type("OwnConnection", (Connection,), shared)
+    while not server.started:
+        await asyncio.sleep(0.01)
+    sock.setblocking(False)
+    config, state = server.config, server.server_state
+    await accept(sock, lambda: kind(config, state, {}), crowd, throttle)
+
+
+def _descriptors() -> int:
+    """How many this process may hold: as many as the system lets it have."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            soft = hard
+    return soft if soft != resource.RLIM_INFINITY else 1 << 20
 
 
 def _reload_keys(service: Service) -> None:

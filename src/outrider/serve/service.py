@@ -10,7 +10,8 @@ from dataclasses import replace
 from outrider.errors import InvalidRequest
 from outrider.serve.backend import Backend
 from outrider.serve.errors import ApiError
-from outrider.serve.keys import Key, Keyring, Limiter
+from outrider.serve.intake import Intake, Pool
+from outrider.serve.keys import Key, Keyring, Limiter, Refusal
 from outrider.serve.metrics import Metrics
 from outrider.serve.model import ServedModel, shown_name
 from outrider.serve.settings import ServeSettings
@@ -37,6 +38,8 @@ class Service:
         self._defaults, self._given = defaults, given
         self.keys, self.metrics = keys, metrics
         self.limiter = Limiter()
+        self.intake = Intake()
+        self.pool = Pool(settings.max_queued_requests, metrics)
         self.draining = False
         self.begun = time.time()
 
@@ -57,9 +60,15 @@ class Service:
         """Of requests that leave something open."""
         return self.model.sampling.under(self._defaults, self._given)
 
+    def count(self, key: Key) -> None:
+        """Count a request against its key, before anything is done for it; or refuse it."""
+        self._refuse(self.limiter.count(key))
+
     def admit(self, key: Key, tokens: int) -> None:
-        """Count a request that may use so many tokens against its key, or refuse it."""
-        refusal = self.limiter.admit(key, tokens)
+        """Let a request that was counted use so many tokens, or refuse it."""
+        self._refuse(self.limiter.admit(key, tokens))
+
+    def _refuse(self, refusal: Refusal | None) -> None:
         if refusal is not None:
             self.metrics.count("admission_rejections", reason="key_limit")
             status, after = (400, None) if refusal.final else (429, refusal.seconds)

@@ -34,6 +34,7 @@ class ServeSettings:
     served_name: str | None = None  # shown in /v1/models besides the model's own
     api_keys: tuple[str, ...] = field(default=(), repr=False)  # as typed; the server keeps only their hashes
     key_file: str | None = None
+    min_key_length: int = 16  # of keys given as they are; random ones of so many characters cannot be guessed
     allowed_hosts: tuple[
         str, ...
     ] = ()  # of the Host header; empty: local names on a loopback address, else any
@@ -48,6 +49,8 @@ class ServeSettings:
     max_schema_bytes: int = 64 << 10
     max_queued_requests: int = 256
     max_queued_tokens: int = 1_000_000
+    max_connections: int = 2048
+    max_connections_per_peer: int = 512  # of one address, this machine's own apart; 0 = no limit
     request_timeout: float = 600.0
     body_timeout: float = 30.0
     header_timeout: float = 10.0
@@ -123,6 +126,7 @@ class ServeSettings:
 
 _WHOLE: dict[str, tuple[int, int | None]] = {
     "port": (0, 65535),
+    "min_key_length": (1, None),
     "max_body_bytes": (1, None),
     "max_depth": (1, DEEPEST),
     "max_choices": (1, MAX_CHOICES),
@@ -133,6 +137,8 @@ _WHOLE: dict[str, tuple[int, int | None]] = {
     "max_schema_bytes": (1, None),
     "max_queued_requests": (1, None),
     "max_queued_tokens": (1, None),
+    "max_connections": (1, None),
+    "max_connections_per_peer": (0, None),
     "engine_restarts": (0, None),
 }
 # Whether 0 is allowed: it means "not at all" for these, and would break every request for the others.

@@ -20,9 +20,13 @@ async def tokenize(request: Request) -> Response:
     if (asked.prompt is None) == (asked.messages is None):
         raise InvalidRequest("give a prompt or messages", "prompt")
     if asked.prompt is not None:
-        ids = await request.in_pool(model.tokenizer.encode, asked.prompt, asked.add_special_tokens)
+        ids = await request.in_pool(model.text_ids, asked.prompt, cut=True, special=asked.add_special_tokens)
     else:
-        chat = ChatRequest(messages=asked.messages or [], add_generation_prompt=asked.add_generation_prompt)
+        chat = ChatRequest(
+            messages=asked.messages or [],
+            add_generation_prompt=asked.add_generation_prompt,
+            truncate_prompt_tokens=1,
+        )
         ids = await request.in_pool(chat_ids, model, chat, ToolRequest("none"))
     body: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": model.longest}
     if asked.return_token_strs:

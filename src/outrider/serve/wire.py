@@ -1,13 +1,11 @@
 """What clients may send, as structs, and how it becomes the engine's SamplingParams.
 
-The structs are also where the OpenAPI document comes from. Names nobody knows are let pass, as OpenAI does,
-with a warning in the log; names that mean something Outrider cannot do are refused: nothing a client asked
-for is quietly left out.
+The structs are also where the OpenAPI document comes from. Nothing a client asked for is quietly left out: names that
+nobody knows are refused, and so are those that mean something elsewhere, with the name they have here.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, TypeVar
@@ -15,12 +13,10 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
-from outrider.errors import InvalidRequest, suggest
+from outrider.errors import LONGEST_NAME, InvalidRequest, suggest
 from outrider.serve.limits import check_schema, read_json
 from outrider.serve.settings import ServeSettings
 from outrider.types import MAX_ALTERNATIVES, SamplingParams, Speculation
-
-log = logging.getLogger(__name__)
 
 Number = Annotated[float, Meta(ge=-1e6, le=1e6)]
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -148,7 +144,8 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
     tokens: list[TokenId]
 
 
-# Asked for by name and not to be had: (what, the value that asks for nothing, the way out).
+# Asked for by name and not to be had: (the value that asks for nothing, the way out). First what OpenAI has, then what
+# vLLM and SGLang, llama.cpp and Ollama have.
 REFUSED: dict[str, tuple[Any, str]] = {
     "functions": (None, "use tools"),
     "function_call": (None, "use tool_choice"),
@@ -157,33 +154,79 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "web_search_options": (None, "nothing is fetched for a request"),
     "best_of": (1, "use n and choose yourself"),
     "suffix": (None, "leave it out; text is only continued"),
-    "use_beam_search": (False, "leave it out"),
-    "allowed_token_ids": (None, "use logit_bias or structured_outputs"),
-    "skip_special_tokens": (True, "leave it out"),
-    "priority": (0, "requests are served in the order they come"),
+    "truncation": ("disabled", "use truncate_prompt_tokens"),
+    "max_tool_calls": (None, "leave it out; calls are the client's to make"),
     "previous_response_id": (None, "this server keeps no state; send the whole conversation"),
     "conversation": (None, "this server keeps no state; send the whole conversation"),
     "background": (False, "this server keeps no state; stream instead"),
+    "use_beam_search": (False, "leave it out"),
+    "length_penalty": (1.0, "leave it out; there is no beam search"),
+    "allowed_token_ids": (None, "use logit_bias or structured_outputs"),
+    "skip_special_tokens": (True, "leave it out"),
+    "return_tokens_as_token_ids": (False, "use return_token_ids"),
+    "prompt_logprobs": (None, "use echo and logprobs of /v1/completions"),
+    "priority": (0, "requests are served in the order they come"),
     "logprobs_mode": (None, "log-probabilities are always the target's own"),
+    "logits_processors": (None, "use logit_bias"),
     "chat_template": (None, "the template is the operator's to choose"),
     "container": (None, "this server runs no tools itself"),
     "mcp_servers": (None, "this server runs no tools itself"),
-    "guided_json": (None, "use structured_outputs or response_format"),
-    "guided_regex": (None, "use structured_outputs"),
-    "guided_choice": (None, "use structured_outputs"),
-    "guided_grammar": (None, "use structured_outputs"),
+    "documents": (None, "write them into a message"),
+    "guided_json": (None, "use structured_outputs.json or response_format"),
+    "guided_regex": (None, "use structured_outputs.regex"),
+    "guided_choice": (None, "use structured_outputs.choice"),
+    "guided_grammar": (None, "use structured_outputs.grammar"),
+    "guided_decoding_backend": (None, "leave it out"),
+    "guided_whitespace_pattern": (None, "leave it out"),
+    "regex": (None, "use structured_outputs.regex"),
+    "ebnf": (None, "use structured_outputs.grammar"),
+    "lora_path": (None, "no adapters are served"),
+    "grammar": (None, "use structured_outputs.grammar, in Lark's form"),
+    "json_schema": (None, "use response_format or structured_outputs.json"),
+    "n_predict": (None, "use max_tokens"),
+    "n_probs": (0, "use logprobs"),
+    "n_keep": (0, "use truncate_prompt_tokens"),
+    "cache_prompt": (True, "prompts are always cached; cache_salt keeps them apart"),
+    "id_slot": (-1, "leave it out"),
+    "repeat_penalty": (1.0, "use repetition_penalty"),
+    "repeat_last_n": (None, "leave it out; penalties look at the whole text"),
+    "samplers": (None, "leave it out; their order is fixed"),
+    "mirostat": (0, "use temperature, top_p or min_p"),
+    "typical_p": (1.0, "use top_p or min_p"),
+    "tfs_z": (1.0, "use top_p or min_p"),
+    "dynatemp_range": (0, "use temperature"),
+    "xtc_probability": (0, "use top_p or min_p"),
+    "dry_multiplier": (0, "use repetition_penalty"),
+    "options": (
+        None,
+        "write its fields beside messages; num_predict is max_tokens, repeat_penalty repetition_penalty",
+    ),
+    "num_predict": (None, "use max_tokens"),
+    "num_ctx": (None, "the context is the server's: --context when it is started"),
+    "format": (None, "use response_format"),
+    "template": (None, "the template is the operator's to choose"),
+    "system": (None, "send a message with the role system, or instructions"),
+    "raw": (False, "use /v1/completions"),
+    "images": (None, "only text is read here"),
+    "keep_alive": (None, "leave it out; the model stays loaded"),
 }
-# Known to mean nothing for a server of one model.
+# What clients send that changes no answer of a server of one model.
 HARMLESS = frozenset(
     (
         *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "verbosity"),
         *("prompt_cache_retention", "reasoning_effort", "reasoning", "spaces_between_special_tokens"),
         *("cache_control", "inference_geo", "speed", "diagnostics", "user_profile_id"),  # Anthropic's
-        *("request_id", "truncation", *REFUSED),
+        *(
+            "request_id",
+            "timeout",
+            "extra_headers",
+            "extra_query",
+            "litellm_metadata",
+            "session_id",
+            "chat_id",
+        ),
     )
 )
-_warned: set[str] = set()
-MOST_WARNINGS = 256
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -192,11 +235,15 @@ def read_request(body: Any, kind: type[T]) -> T:
     """The struct of a body, or an error that names the field."""
     if not isinstance(body, dict):
         raise InvalidRequest("the body must be a JSON object")
-    for name, (nothing, instead) in REFUSED.items():
-        if body.get(name) not in (None, nothing):
+    body = _flat(body)
+    known = set(kind.__struct_fields__)
+    for name in body.keys() - known - HARMLESS:
+        nothing, instead = REFUSED.get(name, (None, ""))
+        if name in REFUSED and body[name] not in (None, nothing):
             raise InvalidRequest(f"{name} is not supported: {instead}", name)
-    known = {field.name for field in msgspec.structs.fields(kind)}
-    _mention(set(body) - known - HARMLESS)
+        if name not in REFUSED:
+            shown = name[:LONGEST_NAME]
+            raise InvalidRequest(f"{shown!r} is not a field of this request{_like(name, known)}", shown)
     try:
         return msgspec.convert(body, kind)
     except msgspec.ValidationError as problem:
@@ -205,6 +252,28 @@ def read_request(body: Any, kind: type[T]) -> T:
         param = ".".join(filter(None, (place, _missing(what)))) or None
         said = what.replace("`", "'") + _near(what, param)
         raise InvalidRequest(f"{param}: {said}" if param else said, param) from None
+
+
+def _flat(body: dict[str, Any]) -> dict[str, Any]:
+    """With the fields of `extra_body` beside the others, where OpenAI's Python client puts them itself."""
+    more = body.get("extra_body")
+    if more is None:
+        return {name: value for name, value in body.items() if name != "extra_body"}
+    if not isinstance(more, dict):
+        raise InvalidRequest("extra_body must be an object", "extra_body")
+    for name in more.keys() & body.keys():
+        if more[name] != body[name]:
+            shown = name[:LONGEST_NAME]
+            raise InvalidRequest(
+                f"{shown!r} is given twice, with another value in extra_body", f"extra_body.{shown}"
+            )
+    return {**{name: value for name, value in body.items() if name != "extra_body"}, **more}
+
+
+def _like(name: str, known: set[str]) -> str:
+    """A suggestion, or where the fields are listed: they are too many for a message."""
+    near = suggest(name, known)
+    return near if "did you mean" in near else "; /openapi.json lists those it has"
 
 
 def _missing(what: str) -> str | None:
@@ -219,13 +288,6 @@ def _near(what: str, param: str | None) -> str:
     if kind is None or "unknown field" not in what:
         return ""
     return suggest(what.rpartition("unknown field `")[2].rstrip("`"), kind.__struct_fields__)
-
-
-def _mention(unknown: set[str]) -> None:
-    for name in unknown:
-        if name not in _warned and len(_warned) < MOST_WARNINGS:
-            _warned.add(name)
-            log.warning("unknown request field is ignored", extra={"facts": {"field": name[:80]}})
 
 
 # ----------------------------------------------------------------------------------------- to SamplingParams
