@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,39 @@ def test_a_draft_that_does_not_fit_is_refused() -> None:
 
 def test_what_was_asked_for_stays_with_a_draft() -> None:
     assert Settings(cache_bytes=GIB).placed(8 * GIB, GIB, 1.0).cache_bytes == GIB
+
+
+def test_a_share_of_the_gpu_bounds_everything_on_it() -> None:
+    """Of 100 GiB 70 are free: 30 are taken, by the weights or by others."""
+    asked = Settings(gpu_memory_utilization=0.8)
+    placed = asked.placed(70 * GIB, total=100 * GIB)
+    assert placed.cache_bytes == cache_room(50 * GIB, 0, 0.0) == 30 * GIB
+    assert asked.placed(70 * GIB, 10 * GIB, 0.25, 100 * GIB).cache_bytes == cache_room(
+        50 * GIB, 10 * GIB, 0.25
+    )
+    assert placed.placed(20 * GIB, total=100 * GIB).cache_bytes == 30 * GIB  # settled is settled
+    whole = Settings(gpu_memory_utilization=1).placed(70 * GIB, total=100 * GIB)
+    assert whole == Settings().placed(70 * GIB, total=100 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("settle", "says"),
+    [
+        (lambda: Settings(gpu_memory_utilization=0), "above 0, at most 1"),
+        (lambda: Settings(gpu_memory_utilization=1.1), "above 0, at most 1"),
+        (lambda: Settings(gpu_memory_utilization=0.5, cache_bytes=1), "leave out one of them"),
+        (lambda: Settings(gpu_memory_utilization=0.5, device="cpu"), "--cache-bytes"),
+        (lambda: Settings(gpu_memory_utilization=0.5).placed(None), "--cache-bytes"),
+        (
+            lambda: Settings(gpu_memory_utilization=0.25).placed(70 * GIB, total=100 * GIB),
+            r"allows 25.0 GiB of 100.0 GiB, and 30.0 GiB is taken",
+        ),
+    ],
+)
+def test_a_share_that_cannot_be_is_refused(settle: Callable[[], Settings], says: str) -> None:
+    with pytest.raises(InvalidRequest, match=says) as refused:
+        settle()
+    assert refused.value.param == "gpu_memory_utilization"
 
 
 def test_memory_reads_as_a_line() -> None:

@@ -17,6 +17,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import os
+import traceback
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
@@ -27,6 +29,14 @@ LONGEST_NAME = 100  # letters that are compared: difflib takes seconds for a meg
 
 class OutriderError(Exception):
     """Anything Outrider raises on purpose."""
+
+
+def show_cause(error: BaseException) -> bool:
+    """With OUTRIDER_DEBUG, on stderr: where that arose which an error tells of. Whether it did."""
+    if error.__cause__ is None or not os.environ.get("OUTRIDER_DEBUG"):
+        return False
+    traceback.print_exception(error.__cause__)
+    return True
 
 
 class ModelNotFound(OutriderError):

@@ -120,6 +120,7 @@ class Settings:
     threads: int = 0  # 0 = the cores this process may use
     context: int = 0  # 0 = what the model was trained for
     cache_bytes: int = 0  # memory for keys and values; 0 = by device
+    gpu_memory_utilization: float | None = None  # of a GPU's memory, for everything; None = what is free
     max_sequences: int = 0  # sequences that share a step; 0 = by device
     step_rows: int = 0  # rows a step may carry; a longer prompt is read in chunks; 0 = by device
     prefix_reuse: bool = True
@@ -142,6 +143,7 @@ class Settings:
         for name, low in (("threads", 0), ("context", 0), ("cache_bytes", 0), ("max_sequences", 0)):
             if getattr(self, name) < low:
                 raise InvalidRequest(f"{name} must be at least {low}, got {getattr(self, name)}", name)
+        self._check_share()
         if self.step_rows < 0 or (self.step_rows and self.step_rows < self.max_sequences):
             raise InvalidRequest(
                 f"step_rows ({self.step_rows}) must be at least max_sequences ({self.max_sequences}), "
@@ -151,6 +153,19 @@ class Settings:
         if self.threads == 0:
             object.__setattr__(self, "threads", usable_cores())
 
+    def _check_share(self) -> None:
+        share, name = self.gpu_memory_utilization, "gpu_memory_utilization"
+        if share is None:
+            return
+        if not 0 < share <= 1:
+            raise InvalidRequest(
+                f"{name} is a share of the GPU's memory: above 0, at most 1; not {share}", name
+            )
+        if self.cache_bytes:
+            raise InvalidRequest(f"{name} and cache_bytes both size the cache; leave out one of them", name)
+        if self.device == "cpu":
+            raise InvalidRequest(f"{name} is for a GPU; on the CPU --cache-bytes bounds the cache", name)
+
     def _check_weights(self, name: str) -> None:
         kind, known = getattr(self, name), ("auto", *WEIGHTS["cpu"], *WEIGHTS["cuda"])
         if kind not in known:
@@ -159,10 +174,13 @@ class Settings:
             kinds = ", ".join(WEIGHTS[self.device])
             raise InvalidRequest(f"{self.device} stores {name} as {kinds}, not as {kind}", name)
 
-    def placed(self, free: int | None, draft: int = 0, beside: float = 0.0) -> Settings:
+    def placed(
+        self, free: int | None, draft: int = 0, beside: float = 0.0, total: int | None = None
+    ) -> Settings:
         """With everything settled that was left to the device.
 
-        `free` is a GPU's free memory, None without one; what a draft will need of it is as `cache_room` has it.
+        `free` is a GPU's free memory, None without one, of `total`; what a draft will need of it is as `cache_room`
+        has it.
         """
         if free is None and self.device == "cuda":
             raise InvalidRequest("no CUDA device is to be seen; use --device cpu", "device")
@@ -171,6 +189,10 @@ class Settings:
             raise InvalidRequest(f"{device} computes in {FAST[device]}, not in {self.dtype}", "dtype")
         if device == "cuda" and self.kernels != "auto":
             raise InvalidRequest(f"kernels {self.kernels!r} are for the CPU; leave them out", "kernels")
+        if device == "cpu":
+            replace(self, device=device)  # refuses what is for a GPU alone
+        elif free is not None and total is not None:
+            free = self._within_share(free, total)
         sequences = self.max_sequences or SEQUENCES[device]
         weights = FAST[device] if self.weights == "auto" else self.weights
         room = 1 << 30 if device == "cpu" or free is None else cache_room(free, draft, beside)
@@ -183,7 +205,21 @@ class Settings:
             max_sequences=sequences,
             step_rows=self.step_rows or max(ROWS[device], sequences),
             cache_bytes=self.cache_bytes or room,
+            gpu_memory_utilization=None,  # it is in cache_bytes now
         )
+
+    def _within_share(self, free: int, total: int) -> int:
+        """What may still be taken of `free` bytes: what others have taken counts, too."""
+        if self.gpu_memory_utilization is None:
+            return free
+        may = int(self.gpu_memory_utilization * total)
+        if may <= total - free:
+            raise InvalidRequest(
+                f"gpu_memory_utilization {self.gpu_memory_utilization:g} allows {shown_size(may)} of "
+                f"{shown_size(total)}, and {shown_size(total - free)} is taken already: there is none for the cache",
+                "gpu_memory_utilization",
+            )
+        return free - (total - may)
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Settings:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,22 @@ def test_a_bug_is_told_without_a_traceback(
     assert (ran.code, ran.err) == (1, "error: RuntimeError: a bug (OUTRIDER_DEBUG=1 shows where)\n")
     monkeypatch.setenv("OUTRIDER_DEBUG", "1")
     assert "Traceback" in outrider("generate", tiny_folder, "hi").err
+
+
+@pytest.mark.parametrize("code", ["def make():\n    return 1 / 0\n", "1 / 0\n"])
+def test_where_a_drafter_failed_is_shown_when_asked(
+    outrider: Outrider, tiny_folder: Path, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "fails_here.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    ask = ("generate", tiny_folder, "hi", "--draft", "fails_here:make", "--cache-bytes", "1M")
+    ran = outrider(*ask)
+    assert ran.code == 1 and "Traceback" not in ran.err
+    assert "ZeroDivisionError: division by zero (OUTRIDER_DEBUG=1 shows where)" in ran.err
+    monkeypatch.setenv("OUTRIDER_DEBUG", "1")
+    ran = outrider(*ask)
+    assert "Traceback" in ran.err and "fails_here.py" in ran.err and "\nerror: " in ran.err
+    monkeypatch.delitem(sys.modules, "fails_here", raising=False)
 
 
 def test_ctrl_c_is_130(outrider: Outrider, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,7 +71,8 @@ def test_a_line_of_llama_cpp_serves(outrider: Outrider, served: Served) -> None:
     [
         (["serve", "--trust-remote-code"], "--trust-remote-code: code that comes with a model is never run"),
         (["serve", "--tensor-parallel-size", "2"], "one GPU here"),
-        (["serve", "--gpu-memory-utilization", "0.9"], "--cache-bytes"),
+        (["serve", "--gpu-memory-utilization", "0.9", "--device", "cpu"], "--cache-bytes"),
+        (["serve", "--mem-fraction-static", "0.9"], "--gpu-memory-utilization F"),
         (["serve", "-ngl", "20"], "as a whole: --device"),
         (["serve", "-q", "awq"], "--weights fp8, int8 or int4"),
         (["serve", "--speculative-config", "ngram"], "JSON object"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +208,21 @@ def test_pickle_is_refused(tmp_path: Path, file: str) -> None:
     for path in (tmp_path, tmp_path / file):
         with pytest.raises(BadCheckpoint, match=f"{file} is in pickle form, .*safetensors"):
             open_checkpoint(path)
+
+
+def test_the_line_that_a_refused_pickle_is_told_with_converts_it(tmp_path: Path) -> None:
+    """Tied weights share their memory there, which safetensors does not have."""
+    folder = tmp_path / "a model's"
+    tiny.write_folder(folder)
+    tensors = load_file(folder / "model.safetensors")
+    torch.save({**tensors, "also": next(iter(tensors.values()))}, folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(BadCheckpoint) as refused:
+        open_checkpoint(folder)
+    line = str(refused.value).splitlines()[1].strip()
+    subprocess.run(shlex.split(line), check=True)
+    opened = open_checkpoint(folder)
+    assert all(torch.equal(opened.tensor(name), tensors[name]) for name in tensors)
 
 
 def edit_index(path: Path, name: str, file: Any) -> None:

@@ -133,10 +133,10 @@ FLAGS = _table(
         Foreign(read=_one_gpu),
     ),
     (
-        "--gpu-memory-utilization --mem-fraction-static",
+        "--mem-fraction-static",
         Foreign(
-            answer="by default the KV cache takes what is free beside the weights and what steps need; "
-            "--cache-bytes SIZE bounds it"
+            answer="--gpu-memory-utilization F bounds weights, graphs and KV cache together, --cache-bytes SIZE "
+            "the KV cache"
         ),
     ),
     (

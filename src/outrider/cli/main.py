@@ -26,7 +26,7 @@ from outrider.cli.generate import generate
 from outrider.cli.keys import keys
 from outrider.cli.models import models
 from outrider.cli.serve import serve
-from outrider.errors import InvalidRequest, OutriderError
+from outrider.errors import InvalidRequest, OutriderError, show_cause
 
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
 
@@ -71,6 +71,7 @@ def run(argv: Sequence[str] | None = None) -> NoReturn:
     try:
         code = app(argv, prog_name="outrider", standalone_mode=False) or 0
     except OutriderError as error:
+        show_cause(error)
         print(f"error: {error}", file=sys.stderr)
         code = USAGE if isinstance(error, InvalidRequest) else FAILED
     except KeyboardInterrupt:

@@ -208,6 +208,12 @@ ENGINE = Flags(
         Flag("threads", int, "Threads; 0 means the cores this process may use."),
         Flag("context", int, "Longest prompt and answer together; 0 means the model's own."),
         Flag("cache_bytes", str, "Memory for keys and values.", _by_device, "auto|SIZE", default="auto"),
+        Flag(
+            "gpu_memory_utilization",
+            float | None,
+            "Share of a GPU's memory for weights, graphs and KV cache together.",
+            metavar="F",
+        ),
         Flag("max_sequences", int, "Sequences that share a step; 0 means by device."),
         Flag(
             "step_rows", int, "Rows a step may carry, a longer prompt is read in chunks; 0 means by device."

@@ -142,4 +142,4 @@ def _snake(name: str) -> str:
 
 
 def _short(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+    return f"{type(error).__name__}: {error}".splitlines()[0] + " (OUTRIDER_DEBUG=1 shows where)"

@@ -281,7 +281,7 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
     if not tensors:
         for file in sorted(folder.iterdir()):
             if file.suffix in PICKLES:
-                raise pickle_refused(file.name)
+                raise pickle_refused(file)
         raise BadCheckpoint(f"{folder} holds no .safetensors file")
     # Other trainers write the one layer as layers.0 and leave d2t out where vocabularies are equal.
     tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}

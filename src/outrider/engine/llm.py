@@ -381,7 +381,7 @@ class LLM:
     def _check_room(self) -> None:
         """What cannot be is said before anything is loaded."""
         on_gpu = _free_memory(self.settings)
-        self.settings.placed(on_gpu)
+        self.settings.placed(on_gpu, total=None if on_gpu is None else _gpu_memory()[1])
         free, config = free_memory(), self.checkpoint.config
         if on_gpu is None and free is not None and config is not None:
             doubt = check_room(config, self.settings, free)
@@ -394,11 +394,12 @@ class LLM:
         if free is None:
             return self.settings.placed(None)
         drafts = self._draft_checkpoints(parts)
-        kind = self.settings.placed(free).draft_weights
+        total = _gpu_memory()[1]
+        kind = self.settings.placed(free, total=total).draft_weights
         numbers = sum(math.prod(c.shape(name)) for c in drafts for name in c.names())
         cached = sum(_cached_numbers(c.config) for c in drafts if c.config is not None)
         beside = cached / _cached_numbers(self.model.config)
-        placed = self.settings.placed(free, int(numbers * WEIGHT_BYTES[kind]), beside)
+        placed = self.settings.placed(free, int(numbers * WEIGHT_BYTES[kind]), beside, total)
         if self.settings.step_rows or self.model.config.parameters > SMALL:
             return placed
         return replace(placed, step_rows=4 * placed.step_rows)
@@ -498,7 +499,13 @@ def _free_memory(settings: Settings) -> int | None:
     if settings.device == "cpu" or settings.dtype == "float32" or not torch.cuda.is_available():
         return None
     torch.cuda.empty_cache()  # what torch keeps for later is free
-    return int(torch.cuda.mem_get_info()[0])
+    return _gpu_memory()[0]
+
+
+def _gpu_memory() -> tuple[int, int]:
+    """Free and in all."""
+    free, total = torch.cuda.mem_get_info()
+    return int(free), int(total)
 
 
 def _cached_numbers(config: ModelConfig) -> int:

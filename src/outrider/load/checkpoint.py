@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from functools import cached_property
@@ -73,7 +75,7 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
         raise ModelNotFound(f"{path} does not exist")
     if not path.is_dir():
         if path.suffix in PICKLES:
-            raise pickle_refused(path.name)
+            raise pickle_refused(path)
         if path.suffix == ".safetensors":
             raise BadCheckpoint(f"{path.name} alone is not a model: give the folder with its config.json")
         return GgufCheckpoint(path)
@@ -88,13 +90,23 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
         )
     for file in sorted(path.iterdir()):
         if file.suffix in PICKLES:
-            raise pickle_refused(file.name)
+            raise pickle_refused(file)
     raise BadCheckpoint(f"{path} holds no weights: no .safetensors and no .gguf file")
 
 
-def pickle_refused(name: str) -> BadCheckpoint:
+def pickle_refused(file: Path) -> BadCheckpoint:
+    """With a line for a shell that converts it, as far as that can be done without running what is in it."""
+    made = file.with_name(f"{file.stem.replace('pytorch_model', 'model')}.safetensors")
+    # Tensors may share their memory in a pickle (tied heads); safetensors wants each by itself.
+    code = (
+        "import sys, torch; from safetensors.torch import save_file; "
+        "save_file({k: v.clone().contiguous() for k, v in torch.load(sys.argv[1], 'cpu', weights_only=True).items()}, "
+        "sys.argv[2])"
+    )
     return BadCheckpoint(
-        f"{name} is in pickle form, which can run code when it is read; convert the weights to safetensors"
+        f"{file.name} is in pickle form, which can run code when it is read. If you trust where it is from, convert "
+        f"it to safetensors:\n  {shlex.quote(sys.executable)} -c {shlex.quote(code)} {shlex.quote(str(file))} "
+        f"{shlex.quote(str(made))}"
     )
 
 

@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NoReturn
 
 from outrider.engine.llm import LLM
-from outrider.errors import InvalidRequest, OutriderError
+from outrider.errors import InvalidRequest, OutriderError, show_cause
 from outrider.model.decoder import kv_bytes
 from outrider.serve.child import become_child
 from outrider.serve.link import (
@@ -314,6 +314,7 @@ def main(descriptor: int) -> int:
             llm = LLM(start.model, draft=start.draft, settings=Settings.of(start.settings))
             llm.prepare(wait=False)
         except OutriderError as error:
+            show_cause(error)
             sock.sendall(pack(Failed(str(error))))
             return 1
         EngineProcess(sock, llm).run()
