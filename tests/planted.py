@@ -65,8 +65,8 @@ FAULTS = [
     Fault("what a tree shares", ATTENTION,
           "known = tl.where(tl.load(ancestors + first) != 0, known // BLOCK * BLOCK, known)", "known = known + 0",
           "model/gpu/test_between.py::test_what_rows_of_a_pass_share"),
-    Fault("where a tree's own tokens begin", ATTENTION,
-          "limit = tl.where(tl.load(ancestors + row) != 0, limit // BLOCK * BLOCK, limit)", "limit = limit + 0",
+    Fault("a path without its first node", ATTENTION, "rank = tl.cumsum(bit.to(tl.int32), 0) - 1",
+          "rank = tl.cumsum(bit.to(tl.int32), 0)",
           "model/gpu/test_kernels.py::test_a_node_equals_the_same_token_as_known_text"),
     Fault("a window one too wide", ATTENTION, "tl.maximum(position + 1 - window, 0)",
           "tl.maximum(position - window, 0)", "model/gpu/test_kernels.py::test_attention"),
@@ -131,7 +131,7 @@ FAULTS = [
           "engine/test_text.py"),
     Fault("small writes held back", "serve/server.py", "socket.SOCK_STREAM, socket.IPPROTO_TCP)",
           "socket.SOCK_STREAM, 0)", "serve/test_streams.py::test_small_writes_are_not_held_back"),
-    Fault("remainders without end", "verify/grammar.py", "MOST_REMAINDERS = 100_000", "MOST_REMAINDERS = 10**18",
+    Fault("remainders without end", "verify/grammar_source.py", "MOST_REMAINDERS = 100_000", "MOST_REMAINDERS = 10**18",
           "serve/test_cases_attacks.py::test_grammar_dos"),
 ]  # fmt: skip
 
