@@ -817,7 +817,7 @@ BAD_KEYS: tuple[dict[str, str], ...] = (
     {"authorization": "Bearer"},
     {"authorization": f"Bearer{KEYS[0]}"},
     {"authorization": f"Bearer {KEYS[0]}, Bearer {KEYS[1]}"},
-    {"x-api-key": KEYS[0]},
+    {"x-api-key": f"{KEYS[0]}x"},
     {"api-key": KEYS[0]},
     {"cookie": f"key={KEYS[0]}"},
 )
@@ -834,7 +834,7 @@ def test_auth_on_every_route_but_health(keyed: httpx.Client, path: str) -> None:
                 assert reply.status_code == (200 if method in ("GET", "HEAD") else 405)
                 continue
             assert reply.status_code == 401, (method, headers)
-            if method != "HEAD":
+            if method != "HEAD" and not path.startswith("/v1/messages"):  # whose errors are Anthropic's
                 assert told(401, reply.content)["code"] == "invalid_api_key"
 
 
