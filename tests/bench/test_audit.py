@@ -43,9 +43,19 @@ def test_a_model_that_feels_its_company_is_found_out(leaky: AsIf) -> None:
 
 def test_it_goes_on_until_enough_was_compared(wide: AsIf, monkeypatch) -> None:
     monkeypatch.setattr(module, "BATCHES", (2, 1))
-    told: list[int] = []
-    found = audit(wide, prompts(2), False, [0.7], PARAMS, target=400, tell=lambda f: told.append(f.compared))
-    assert found.compared >= 400 > told[-2]
+    told: list[tuple[int, float]] = []
+    found = audit(
+        wide,
+        prompts(2),
+        False,
+        [0.7],
+        PARAMS,
+        target=400,
+        tell=lambda f, done: told.append((f.compared, done)),
+    )
+    compared, done = zip(*told, strict=True)
+    assert found.compared >= 400 > compared[0] > 0  # told of every comparison
+    assert list(done) == sorted(done) and done[-1] == 1
     assert set(found.by_batch) == {1, 2}
     assert found.differing == 0
 

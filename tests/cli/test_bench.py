@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import typer
 
-from outrider.cli.bench import _sizes, _temperatures
-from outrider.cli.measure import Report, tasks_of
+from outrider.bench.speculation import table
+from outrider.cli.bench import TOKENS, _sizes, _temperatures
+from outrider.cli.measure import Progress, Report, tasks_of
 from outrider.errors import InvalidRequest
 from outrider.types import SamplingParams
 from tests.cli.conftest import Outrider
@@ -56,7 +58,7 @@ def test_bench_measures_an_as_if_model(
     assert found["as_if"]["shape"] == SHAPE
     assert found["as_if"]["draft"]["layers"] == "2 of 2"
     assert found["as_if"]["draft"]["weights"] == "float32"
-    assert found["as_if"]["meaning"] in ran.err
+    assert found["as_if"]["meaning"] in ran.err.replace("\n", " ")
     assert "times are what a model of that shape costs" in found["as_if"]["meaning"]
     assert found["certificate"]["command"].startswith("outrider ")
     chat = found["speculation"]["chat"]
@@ -66,9 +68,73 @@ def test_bench_measures_an_as_if_model(
         assert list(batch["ways"]) == ["plain", "lm", "auto"]
         assert all(way["differing"] == 0 < way["compared"] for way in batch["ways"].values())
     lines = ran.err.splitlines()
-    table = lines[next(i for i, line in enumerate(lines) if line.startswith("task ")) :]
-    assert max(map(len, table[:-1])) <= 80 and any(line.split()[:3] == ["chat", "2", "lm"] for line in table)
+    assert max(map(len, lines[:-1])) <= 80 and any(line.split()[:3] == ["chat", "2", "lm"] for line in lines)
     assert "tokens compared with plain decoding's: identical" in ran.err and "% chat: " in ran.err
+    assert "more thorough" not in ran.err  # the prompts are the user's
+
+
+def test_bench_takes_few_prompts_and_short_answers_unless_told(
+    outrider: Outrider, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And says so, with every stage as it begins."""
+    short = {"chat": ("hello", "12", "34"), "code": ("hello",)}
+    monkeypatch.setattr("outrider.bench.prompts.KINDS", short)
+    monkeypatch.setattr("outrider.bench.speculation.pass_seconds", lambda *_, **__: [1e-3])
+    measured = {"reached_gb_s": 1.0, "read_gb_s": 2.0}
+    monkeypatch.setattr("outrider.bench.speed.memory_limit", lambda *_: measured)
+    ran = outrider(
+        "bench", tiny_folder, "--json", tmp_path / "o", "--together", 2, "--ways", "lookup", *SMALL[2:]
+    )
+    assert ran.code == 0, ran.err
+    found = json.loads((tmp_path / "o").read_text())
+    prompts = {task: one["batches"]["1"]["prompts"] for task, one in found["speculation"].items()}
+    assert prompts == {"chat": 2, "code": 1}
+    assert {one["max_tokens"] for one in found["speculation"].values()} == {TOKENS}
+    lines = ran.err.splitlines()
+    assert max(len(line) for line in lines if not line.startswith("written to ")) <= 80
+    assert any(line.startswith("loading ") for line in lines[:2])
+    said = dict.fromkeys(line.partition(" % ")[2].partition(",")[0] for line in lines)
+    stages = [
+        "passes over several tokens",
+        "the machine's memory bandwidth",
+        "plain decoding",
+        "chat: getting ready",
+    ]
+    assert [one for one in said if one in stages] == stages
+    assert "more thorough: --limit 12 --max-tokens 256; or prompts of your own: --prompts FILE" in lines
+
+
+def test_wide_figures_and_names_do_not_wrap() -> None:
+    way = {"tok_s": 12345.6, "ratio": 99.5, "worst": 98.25, "held": 1.0, "tokens_per_step": 16.5}
+    ways = dict.fromkeys(("plain", "a_drafter_of_one_s_own:auto"), way | {"differing": 0, "compared": 10**9})
+    named = {"a_task_of_20_letters": 0, "a_task_of_21_letters_": 0, "chat": 0}
+    lines = list(table({task: {"batches": {"128": {"ways": ways}}} for task in named}))
+    assert max(map(len, lines)) <= 80
+    assert lines[1].split()[:4] == ["a_task_of_2…", "128", "plain", "12345.6"]
+    assert len({line.index("128") for line in lines if " 128 " in line}) == 1
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_progress_is_one_line_on_a_terminal_and_few_in_a_pipe(
+    live: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = iter([0.0, 0.5, 1.0, 1.5, 12.0, 30.0])
+    monkeypatch.setattr("outrider.cli.measure.time.monotonic", lambda: next(now))
+    monkeypatch.setattr("sys.stderr.isatty", lambda: live, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    with Progress({"first": 1, "second": 3}) as progress:
+        progress.of("first")("a", 0)
+        progress.of("first")("b", 0.5)
+        progress.of("second")("c", 0)
+        progress.of("second")("d" * 100, 1 / 3)
+        progress.of("second")("e", 2 / 3)
+    said = capsys.readouterr().err
+    shown = [line for line in re.split(r"\r\x1b\[2K|\n", said) if line]
+    assert max(map(len, shown)) < 80 and shown[-1] == " 75 % e, about 10 s left"
+    assert shown[-2].startswith(" 50 % ddd") and shown[-2].endswith("…, about 12 s left")
+    assert len(shown) == (5 if live else 4)  # in a pipe: a line a stage, and every ten seconds
+    assert ("\n" in said) is not live and said.endswith("\r\x1b[2K") is live
 
 
 def test_audit_compares_an_as_if_model(outrider: Outrider, tiny_folder: Path, asked: Path) -> None:
@@ -82,6 +148,13 @@ def test_audit_compares_an_as_if_model(outrider: Outrider, tiny_folder: Path, as
     assert found["as_if"]["shape"] == SHAPE
     assert found["identity"]["differing"] == 0 < found["identity"]["compared"]
     assert "toggled lookup T=0.7" in found["identity"]["by_way_and_temperature"]
+    begun, *_, last = [line for line in ran.err.splitlines() if "compared" in line]
+    assert begun == "  0 % nothing compared yet"
+    identity = found["identity"]
+    assert (
+        last
+        == f"{identity['compared']} tokens compared, {sum(identity['drafted'].values())} guessed: identical"
+    )
 
 
 def test_an_audit_in_which_nobody_guessed_proves_nothing(

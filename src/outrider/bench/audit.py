@@ -105,24 +105,28 @@ def audit(
     temperatures: list[float],
     params: SamplingParams,
     target: int | None = None,
-    tell: Callable[[Audit], None] = lambda _: None,
+    tell: Callable[[Audit, float], None] = lambda *_: None,
 ) -> Audit:
-    """Compare until every prompt was run once or, with `target`, until that many tokens were compared."""
+    """Compare until every prompt was run once or, with `target`, until that many tokens were compared. `tell` hears
+    what was found so far and the share that is done.
+    """
     found, begin = Audit(), time.perf_counter()
     answers: dict[tuple[int, ...], list[int]] = {}
     config, engine = llm.model.config, llm.engine
     enemies = adversaries(config.vocab, config.eos_ids, answers) if hostile else {}
     drafters, planner = dict(engine.drafters), engine.planner
-    toggling = Toggling(planner)
+    toggling, asked = Toggling(planner), 0
     engine.use_drafters({**drafters, **enemies}, cast(Planner, toggling))
     try:
         for numbers, temperature, seed in _rounds(len(prompts), temperatures, repeat=target is not None):
             each = [replace(params, temperature=temperature, seed=(params.seed or 0) + seed + i)
                     for i in range(len(numbers))]  # fmt: skip
             group = Group(llm, found, toggling, numbers, [prompts[n] for n in numbers], each)
-            group.audit([name for name in drafters if name != "none"], enemies, answers)
-            found.seconds = time.perf_counter() - begin
-            tell(found)
+            for part in group.audit([name for name in drafters if name != "none"], enemies, answers):
+                found.seconds = time.perf_counter() - begin
+                once = (asked + part * len(numbers)) / (len(prompts) * len(temperatures))
+                tell(found, once if target is None else min(1.0, found.compared / target))
+            asked += len(numbers)
             if target is not None and found.compared >= target:
                 break
     finally:
@@ -159,21 +163,24 @@ class Group:
 
     def audit(
         self, drafters: list[str], enemies: dict[str, Adversary], answers: dict[tuple[int, ...], list[int]]
-    ) -> None:
+    ) -> Iterator[float]:
+        """Gives the share that is done after every comparison."""
         chains = ["auto", *(kind + name for kind in ("", TOGGLED) for name in drafters)]
         trees = [TREE + name for name in drafters]
-        for way in (*chains, *trees):
-            self._compare([way] * len(self.numbers))
-        self._compare_mixed(["plain", *chains])
-        answers.update((tuple(o.prompt_ids), o.token_ids) for o in self.plain)
-        self._compare_mixed(["plain", *enemies, *trees, *chains])
+        among_us = [[way] * len(self.numbers) for way in (*chains, *trees)] + self._mixed(["plain", *chains])
+        with_enemies = self._mixed(["plain", *enemies, *trees, *chains])
+        count = len(among_us) + len(with_enemies)
+        for number, ways in enumerate(among_us + with_enemies):
+            if number == len(among_us):
+                answers.update((tuple(o.prompt_ids), o.token_ids) for o in self.plain)
+            self._compare(ways)
+            yield (number + 1) / count
         answers.clear()
 
-    def _compare_mixed(self, ways: list[str]) -> None:
+    def _mixed(self, ways: list[str]) -> list[list[str]]:
         """Everyone another way; in small batches so many times that each way had its turn."""
         size = len(self.numbers)
-        for start in range(0, len(ways), size):
-            self._compare([ways[(start + i) % len(ways)] for i in range(size)])
+        return [[ways[(start + i) % len(ways)] for i in range(size)] for start in range(0, len(ways), size)]
 
     def _compare(self, ways: list[str]) -> None:
         for i, (way, other) in enumerate(zip(ways, self._run(ways), strict=True)):

@@ -16,3 +16,8 @@ def differing(a: Sequence[int], b: Sequence[int]) -> int:
     """Tokens from the first difference on: what follows it is another text."""
     at = first_difference(a, b)
     return 0 if at is None else max(len(a), len(b)) - at
+
+
+def cut(text: str, width: int) -> str:
+    """No longer than `width`; what was longer shows it."""
+    return text if len(text) <= width else text[: width - 1] + "…"

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
+from outrider.bench.compare import cut
 from outrider.bench.peers import Run
 from outrider.bench.speed import pass_seconds
 from outrider.engine.llm import LLM
@@ -204,10 +205,14 @@ def compare(
     return report
 
 
+def group_count(prompts: int, batch: int, most: int | None) -> int:
+    whole = max(1, prompts // batch)
+    return whole if most is None else min(whole, most)
+
+
 def groups_of(prompts: Seq[list[int]], batch: int, most: int | None) -> list[list[list[int]]]:
     """Prompts in groups of `batch`, at most so many; if they are too few for one, they come again with other seeds."""
-    whole = max(1, len(prompts) // batch)
-    count = whole if most is None else min(whole, most)
+    count = group_count(len(prompts), batch, most)
     return [[prompts[(g * batch + i) % len(prompts)] for i in range(batch)] for g in range(count)]
 
 
@@ -220,6 +225,7 @@ def _compare_batch(
 ) -> dict[str, Any]:
     said = {name: replace(params, speculation=way) for name, way in ways.items()}
     # The first answers pay for set-up: on a GPU for graphs, of which every number and length of texts has its own.
+    progress("getting ready", 0.0)
     gpu = llm.model.device.type == "cuda"
     llm.prepare(max(map(len, groups)))
     for group in groups if gpu else groups[:1]:
@@ -287,15 +293,15 @@ def _round(llm: LLM, rounds: list[Round], context: int) -> dict[str, Any]:
 
 def table(report: Mapping[str, Any]) -> Iterator[str]:
     """All results for people, within 80 columns."""
-    names = f"{'task':9} {'batch':>5} {'answered by':16} {'tok/s':>8} {'speed-up':>8}"
+    wide = min(12, max(map(len, ("task", *report))))
+    names = f"{'task':{wide}} {'batch':>5} {'answered by':16} {'tok/s':>8} {'speed-up':>8}"
     yield f"{names} {'lowest':>6} {'accepted':>8} {'tok/step':>8}"
     differing = compared = 0
     for task, size, name, way in _rows(report):
         rate = "" if way["held"] is None else f"{100 * way['held']:.0f} %"
         speed = f"{way['ratio']:7.2f}x {way['worst']:5.2f}x" if name != "plain" else f"{'':8} {'':6}"
-        yield (
-            f"{task:9.9} {size:>5} {name:16.16} {way['tok_s']:8.1f} {speed} {rate:>8} {way['tokens_per_step']:8.2f}"
-        )
+        whose = f"{cut(task, wide):{wide}} {size:>5} {cut(name, 16):16}"
+        yield f"{whose} {way['tok_s']:8.1f} {speed} {rate:>8} {way['tokens_per_step']:8.2f}"
         differing, compared = differing + way["differing"], compared + way["compared"]
     verdict = "identical" if not differing else f"{differing} DIFFER"
     yield "speed-up: against plain decoding in the same run, median and lowest of groups"

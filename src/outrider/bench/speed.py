@@ -26,6 +26,11 @@ from outrider.settings import cache_folder
 from outrider.types import Batch, SamplingParams, Speculation
 
 ROWS = (1, 2, 4, 8)
+Tell = Callable[[str, float], None]  # what runs next, and the share that is done
+
+
+def _quiet(what: str, done: float) -> None:
+    pass
 
 
 def plain(tokens: int) -> SamplingParams:
@@ -52,7 +57,7 @@ def outrider_greedy(llm: LLM, prompt: list[int], tokens: int) -> Run:
 
 
 def against_peer(
-    llm: LLM, peer: Transformers, prompts: list[list[int]], tokens: int, tell: Callable[[str], None]
+    llm: LLM, peer: Transformers, prompts: list[list[int]], tokens: int, tell: Tell
 ) -> dict[str, Any]:
     """Batch 1, prompt by prompt, ours and theirs in turn, both on the engine's thread and its workers.
 
@@ -63,14 +68,16 @@ def against_peer(
         "theirs": lambda prompt: llm.driver.run(lambda: peer.greedy(prompt, tokens)),
     }
     rows, differences = [], []
+    said = "Outrider and its peer"
     for number, prompt in enumerate(prompts):
+        tell(f"{said}, prompt {number + 1} of {len(prompts)}", number / len(prompts))
         runs = {who: ask[who](prompt) for who in (("ours", "theirs") if number % 2 else ("theirs", "ours"))}
         ours, theirs = runs["ours"], runs["theirs"]
         rows.append((ours.decode_rate, theirs.decode_rate, ours.total_s, theirs.total_s))
         if (at := first_difference(ours.tokens, theirs.tokens)) is not None:
             gap = peer.top_two_gap(prompt + theirs.tokens[:at])
             differences.append({"prompt": number, "position": at, "peer_top_two_gap": gap})
-        tell(f"{number + 1}/{len(prompts)}: {ours.decode_rate:.1f} against {theirs.decode_rate:.1f} tok/s")
+        said = f"{ours.decode_rate:.1f} against {theirs.decode_rate:.1f} tok/s"
     ours_rate, theirs_rate = (statistics.median(r[i] for r in rows) for i in (0, 1))
     return {
         "prompts": len(prompts),
@@ -84,9 +91,10 @@ def against_peer(
     }
 
 
-def rows_cost(llm: LLM, context: int) -> dict[str, Any]:
+def rows_cost(llm: LLM, context: int, tell: Tell = _quiet) -> dict[str, Any]:
     """A pass over M rows at the end of a text of `context` tokens, for each M in turn, many times over."""
-    found = dict(zip(ROWS, pass_seconds(llm, [(1, m) for m in ROWS], context, repeats=15), strict=True))
+    times = pass_seconds(llm, [(1, m) for m in ROWS], context, 15, tell)
+    found = dict(zip(ROWS, times, strict=True))
     return {
         "context": context,
         "pass_ms": {str(m): 1e3 * t for m, t in found.items()},
@@ -94,16 +102,20 @@ def rows_cost(llm: LLM, context: int) -> dict[str, Any]:
     }
 
 
-def pass_seconds(llm: LLM, shapes: Sequence[tuple[int, int]], context: int, repeats: int = 7) -> list[float]:
+def pass_seconds(
+    llm: LLM, shapes: Sequence[tuple[int, int]], context: int, repeats: int = 7, tell: Tell = _quiet
+) -> list[float]:
     """The target's pass alone, for each (sequences, rows) of `shapes`, in turn; medians.
 
     The rows are shared out among the ends of texts of `context` tokens. For an engine that is idle: it takes slots
     nobody holds and gives them back.
     """
-    return llm.driver.run(lambda: _pass_seconds(llm, shapes, context, repeats))
+    return llm.driver.run(lambda: _pass_seconds(llm, shapes, context, repeats, tell))
 
 
-def _pass_seconds(llm: LLM, shapes: Sequence[tuple[int, int]], context: int, repeats: int) -> list[float]:
+def _pass_seconds(
+    llm: LLM, shapes: Sequence[tuple[int, int]], context: int, repeats: int, tell: Tell
+) -> list[float]:
     table, opened = llm.engine.table, []
     each = max(-(-rows // sequences) for sequences, rows in shapes)
     most = table.pool.total // sum(sequences for sequences, _ in shapes)
@@ -119,7 +131,10 @@ def _pass_seconds(llm: LLM, shapes: Sequence[tuple[int, int]], context: int, rep
             runs.append(
                 _device_pass(llm, batch, context + each) if llm.engine.rounds else _host_pass(llm, batch)
             )
-        times = [[run() for run in runs] for _ in range(repeats)]
+        times = []
+        for number in range(repeats):
+            tell("passes over several tokens", number / repeats)
+            times.append([run() for run in runs])
         return [statistics.median(column) for column in zip(*times, strict=True)]
     finally:
         for row in opened:
@@ -174,7 +189,7 @@ def _ends(llm: LLM, opened: list[int], rows: int, context: int) -> Batch:
 
 
 def concurrency(
-    llm: LLM, prompts: list[list[int]], tokens: int, together: int, rounds: int = 3
+    llm: LLM, prompts: list[list[int]], tokens: int, together: int, rounds: int = 3, tell: Tell = _quiet
 ) -> dict[str, Any]:
     """Total tokens a second of `together` requests at once against one, in turn; on a GPU after a round that makes
     the graphs.
@@ -184,7 +199,8 @@ def concurrency(
     if llm.model.device.type == "cuda":
         llm.generate([prompts[i % len(prompts)] for i in range(together)], params)
     for number in range(rounds):
-        for many in rates:
+        for turn, many in enumerate(rates):
+            tell(f"plain decoding, {many} at once", (number + turn / 2) / rounds)
             chosen = [prompts[(number + i) % len(prompts)] for i in range(many)]
             llm.engine.table.prefix.clear()  # idle between rounds: nobody else touches it
             begin = time.perf_counter()

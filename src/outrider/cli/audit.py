@@ -13,9 +13,11 @@ from outrider.cli.measure import (
     DraftAsIf,
     DraftLayers,
     JsonFile,
+    Progress,
     Report,
     Tasks,
     described,
+    say_loading,
     tasks_of,
 )
 from outrider.cli.options import DEFAULT_MODEL, ENGINE, SAMPLING, Draft, Model, envvar, takes
@@ -80,6 +82,7 @@ def audit(
     if params.n > 1:
         raise InvalidRequest("an audit compares one answer a prompt; leave out --n", "n")
     report = Report("audit", json_file)
+    say_loading(model)
     with open_llm(model, draft, settings, as_if, draft_as_if, draft_layers) as llm:
         asked = [ids for task in tasks_of(llm, prompts, limit, tasks).values() for ids in task]
         report |= described(llm)
@@ -119,15 +122,19 @@ def _identity(
 
     spoken = 0.0
 
-    def tell(found: Audit) -> None:
+    def tell(found: Audit, done: float) -> None:
         nonlocal spoken
+        differing = f", {found.differing} DIFFER" if found.differing else ""
+        say(f"{found.compared} tokens compared, {found.drafted.total()} guessed{differing}", done)
         if found.seconds - spoken > 10:
             spoken = found.seconds
             report["identity"] = found.as_json()
             report.keep()
-            note(f"{found.compared} tokens compared, {found.differing} differ, {found.seconds:.0f} s")
 
-    found = run(llm, prompts, hostile, temperatures, params, target, tell)
+    with Progress({"identity": 1}) as progress:
+        say = progress.of("identity")
+        say("nothing compared yet", 0.0)
+        found = run(llm, prompts, hostile, temperatures, params, target, tell)
     report["identity"] = found.as_json()
     for d in found.divergences[:5]:
         note(
@@ -152,10 +159,14 @@ def _distribution(
     from outrider.bench.audit import same_distribution
 
     report["distribution"] = []
-    for temperature in filter(None, temperatures):
-        for number, prompt in enumerate(prompts[:3]):
+    pairs = [(t, number) for t in filter(None, temperatures) for number in range(len(prompts[:3]))]
+    with Progress({"distribution": 1}) as progress:
+        for place, (temperature, number) in enumerate(pairs):
+            what = f"prompt {number} at T={temperature:g}"
+            progress.of("distribution")(f"{what}: 2048 answers, plain and guessed", place / len(pairs))
             one = replace(params, temperature=temperature)
-            found = same_distribution(llm, prompt, one, llm.drafter, draws=2048)
+            found = same_distribution(llm, prompts[number], one, llm.drafter, draws=2048)
             report["distribution"].append({"prompt": number, "temperature": temperature, **found})
-            note(f"prompt {number} at T={temperature:g}: p = {found['p_value']:.3g}")
+            progress.clear()
+            note(f"{what}: p = {found['p_value']:.3g}")
     return bool(report["distribution"]) and all(one["holds"] for one in report["distribution"])

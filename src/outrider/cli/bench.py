@@ -4,21 +4,24 @@ ones, with the model as it is or in the shape of a bigger one.
 
 from __future__ import annotations
 
-import time
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outrider.bench.prompts import KINDS
 from outrider.cli.generate import Limit, Prompts
 from outrider.cli.measure import (
     AsIfShape,
     DraftAsIf,
     DraftLayers,
     JsonFile,
+    Progress,
     Report,
     Tasks,
     described,
+    say_loading,
     tasks_of,
     warn_if_busy,
 )
@@ -32,7 +35,10 @@ if TYPE_CHECKING:
     from outrider.engine.llm import LLM
 
 NOISY = 0.4  # the lowest speed-up this far below the median
-EVERY = 3.0  # seconds between signs of life
+EACH, TOKENS = (
+    2,
+    64,
+)  # built-in prompts of a task, and tokens of an answer: about a minute for the built-in model
 
 Peer = Annotated[
     str | None,
@@ -82,7 +88,7 @@ TaskTemperatures = Annotated[
 ]  # fmt: skip
 
 
-@takes(SAMPLING, ENGINE)
+@takes(SAMPLING, ENGINE, max_tokens=TOKENS)
 def bench(
     model: Model = DEFAULT_MODEL,
     draft: Draft = "auto",
@@ -120,44 +126,52 @@ def bench(
     heat = _temperatures(temperatures, params)
     report = Report("bench", json_file)
     warn_if_busy()
+    say_loading(model)
     with open_llm(model, draft, settings, as_if, draft_as_if, draft_layers) as llm:
-        asked = tasks_of(llm, prompts, limit, tasks)
+        from outrider.bench.speculation import compare, group_count, spread, table, ways_of
+
+        asked = tasks_of(llm, prompts, limit, tasks, EACH)
         report |= described(llm)
-        if what != "speculation":
-            flat = [p for task in asked.values() for p in task]
-            report["plain"] = _plain(llm, flat, params, peer, together)
+        chosen = ways_of(llm, params, ways.split(",") if ways else None)
+        flat = [p for task in asked.values() for p in task]
+        runs = len(chosen) * sum(
+            group_count(len(some), size, groups) for some in asked.values() for size in sizes
+        )
+        stages = _stages(what, params.max_tokens, together, len(flat) if peer else 0, runs)
+
+        def tell(found: dict[str, Any]) -> None:
+            report["speculation"] = found
             report.keep()
-            _say_plain(report["plain"])
-        if what != "plain":
-            from outrider.bench.speculation import compare, spread, table, ways_of
 
-            def tell(found: dict[str, Any]) -> None:
-                report["speculation"] = found
+        with Progress(stages) as progress:
+            if what != "speculation":
+                report["plain"] = _plain(llm, flat, params, peer, together, progress)
                 report.keep()
-
-            chosen = ways_of(llm, params, ways.split(",") if ways else None)
-            found = compare(llm, asked, params, chosen, heat, sizes, groups, tell, _Progress().tell)
+                progress.clear()
+                _say_plain(report["plain"])
+            if what != "plain":
+                say = progress.of("speculation")
+                found = compare(llm, asked, params, chosen, heat, sizes, groups, tell, say)
+        if what != "plain":
             for line in table(found):
                 note(line)
             if spread(found) > NOISY:
                 note("warning: speed-ups vary much between groups: short answers, or a busy machine")
+    if prompts is None and limit is None:
+        count = sum(map(len, KINDS.values()))
+        note(
+            f"more thorough: --limit {count} --max-tokens {4 * TOKENS}; or prompts of your own: --prompts FILE"
+        )
     report.deliver()
 
 
-class _Progress:
-    """What runs, how far it is, and about how long it takes; on stderr, a line every few seconds."""
-
-    def __init__(self) -> None:
-        self.begun = time.monotonic()
-        self.told = -EVERY
-
-    def tell(self, what: str, done: float) -> None:
-        passed = time.monotonic() - self.begun
-        if passed - self.told < EVERY:
-            return
-        self.told = passed
-        left = f", about {passed / done - passed:.0f} s left" if done > 0.02 else ""
-        note(f"{100 * done:3.0f} % {what}{left}")
+def _stages(what: str, tokens: int, together: int, against: int, runs: int) -> Mapping[str, float]:
+    """What each stage costs, in plain passes, roughly: for the time that is left."""
+    stages: dict[str, float] = {}
+    if what != "speculation":
+        stages = {"rows": 100, "memory": 50, "together": 3 * tokens * (1 + together / 3)}
+        stages |= {"peer": 4.0 * tokens * against} if against else {}
+    return stages | ({"speculation": runs * (tokens + 20)} if what != "plain" else {})
 
 
 def _sizes(text: str) -> list[int]:
@@ -185,33 +199,40 @@ def _temperatures(text: str | None, params: SamplingParams) -> dict[str, float]:
 
 
 def _plain(
-    llm: LLM, prompts: list[list[int]], params: SamplingParams, peer: str | None, together: int
+    llm: LLM,
+    prompts: list[list[int]],
+    params: SamplingParams,
+    peer: str | None,
+    together: int,
+    progress: Progress,
 ) -> dict[str, Any]:
     from outrider.bench import speed
     from outrider.bench.peers import Transformers
 
     if peer is not None and llm.model.device.type == "cuda":
         raise InvalidRequest("--peer compares on the CPU; on a GPU bench/peers.py does", "peer")
-    note("plain decoding: the cost of a pass")
-    rows = speed.rows_cost(llm, context=256)
+    rows = speed.rows_cost(llm, 256, progress.of("rows"))
     report: dict[str, Any] = {"rows": rows}
     if llm.model.device.type == "cpu":
+        progress.of("memory")("the machine's memory bandwidth", 0)
         report["memory"] = llm.driver.run(lambda: speed.memory_limit(llm, rows["pass_ms"]["1"] / 1e3))
-    note(f"{together} requests at once")
     short = sorted(prompts, key=len)[:together]
-    report["together"] = speed.concurrency(llm, short, params.max_tokens, together)
+    report["together"] = speed.concurrency(
+        llm, short, params.max_tokens, together, tell=progress.of("together")
+    )
     if peer is not None:
-        note("against transformers")
+        progress.of("peer")("opening transformers", 0)
         theirs = llm.driver.run(lambda: Transformers.open(llm.checkpoint.path, llm.settings.threads))
         off = replace(params, temperature=0)
         report["peer"] = {"name": f"transformers {theirs.version}"}
-        report["peer"] |= speed.against_peer(llm, theirs, prompts, off.max_tokens, note)
+        report["peer"] |= speed.against_peer(llm, theirs, prompts, off.max_tokens, progress.of("peer"))
     return report
 
 
 def _say_plain(found: dict[str, Any]) -> None:
-    ratios = found["rows"]["ratio_to_one_row"].items()
-    note("a pass over several tokens takes, against one: " + ", ".join(f"{m}: {r:.2f}x" for m, r in ratios))
+    several = {m: r for m, r in found["rows"]["ratio_to_one_row"].items() if m != "1"}
+    times = ", ".join(f"{r:.2f}x" for r in several.values())
+    note(f"a pass over {', '.join(several)} tokens takes {times} as long as over one")
     if "memory" in found:
         limit = found["memory"]
         note(
@@ -223,4 +244,4 @@ def _say_plain(found: dict[str, Any]) -> None:
     if "peer" in found:
         peer = found["peer"]
         rates = f"{peer['ours_tok_s']:.1f} and {peer['peer_tok_s']:.1f} tok/s"
-        note(f"plain decoding, Outrider and {peer['name']}: {rates} ({peer['decode_ratio']:.2f}x)")
+        note(f"Outrider and {peer['name']}: {rates} ({peer['decode_ratio']:.2f}x)")

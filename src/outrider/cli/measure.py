@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
-from collections.abc import Iterable
+import textwrap
+import time
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import typer
 
+from outrider.bench.compare import cut
 from outrider.cli.options import envvar
 from outrider.cli.output import note, write
 from outrider.cli.prompts import read_rows
@@ -21,6 +25,8 @@ if TYPE_CHECKING:
     from outrider.engine.llm import LLM
 
 BUSY = 0.4  # load a core, before anything is measured
+EVERY = 10.0  # seconds between lines of progress in a pipe
+WIDTH = 80  # of lines, where there is no terminal
 
 
 def _option(name: str, kind: Any, metavar: str, text: str) -> Any:
@@ -57,18 +63,20 @@ def described(llm: LLM, program: str = "outrider") -> dict[str, Any]:
     report: dict[str, Any] = {"certificate": certificate(program), "draft": llm.drafter}
     if isinstance(llm, AsIf):
         report["as_if"] = llm.described()
-        note(report["as_if"]["meaning"])
+        note(textwrap.fill(report["as_if"]["meaning"], WIDTH - 1))
     return report
 
 
 def tasks_of(
-    llm: LLM, prompts: str | None, limit: int | None, wanted: str | None = None
+    llm: LLM, prompts: str | None, limit: int | None, wanted: str | None = None, each: int | None = None
 ) -> dict[str, list[list[int]]]:
-    """Prompts as token ids by task, first turns only; built-in ones if there is no file."""
+    """Prompts as token ids by task, first turns only; built-in ones if there is no file, the first `each` of a task
+    unless there is a limit.
+    """
     from outrider.bench.prompts import KINDS, rewriting
 
     if prompts is None:
-        rows = [(task, text) for task, texts in KINDS.items() for text in texts]
+        rows = [(task, text) for task, texts in KINDS.items() for text in texts[: None if limit else each]]
     else:
         rows = [_first_turn(value) for _, value in read_rows(prompts, sys.stdin, limit)]
     texts: dict[str, list[str]] = {}
@@ -108,9 +116,60 @@ def warn_if_busy() -> None:
     """Times taken while others compute say little."""
     load, cores = os.getloadavg()[0], usable_cores()
     if load > BUSY * cores:
-        note(
-            f"warning: this machine is busy (load {load:.1f} on {cores} cores); times and ratios may be far off"
-        )
+        note(f"warning: the machine is busy (load {load:.1f} on {cores} cores): figures may be far off")
+
+
+def say_loading(model: str) -> None:
+    """In a pipe; on a terminal it is said anyway."""
+    if not sys.stderr.isatty():
+        note(cut(f"loading {model}", WIDTH))
+
+
+class Progress:
+    """What runs, how far it is and about how long it takes, on stderr: one line that is written over where a person
+    looks, else a line a stage and one every few seconds.
+
+    `stages` is what is to come, each with what it costs in any unit.
+    """
+
+    def __init__(self, stages: Mapping[str, float]) -> None:
+        total, before = sum(stages.values()) or 1.0, 0.0
+        self.parts: dict[str, tuple[float, float]] = {}  # where a stage begins, and its share
+        for name, cost in stages.items():
+            self.parts[name] = before / total, cost / total
+            before += cost
+        self.live = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+        self.begun = time.monotonic()
+        self.last: tuple[str, float] = ("", 0.0)
+
+    def of(self, stage: str) -> Callable[[str, float], None]:
+        """For one that says what it is at and the share that is done of its stage."""
+        begin, share = self.parts[stage]
+        return lambda what, done: self._tell(stage, what, begin + share * done)
+
+    def _tell(self, stage: str, what: str, done: float) -> None:
+        passed = time.monotonic() - self.begun
+        if not self.live and stage == self.last[0] and passed - self.last[1] < EVERY:
+            return
+        self.last = stage, passed
+        left = f", about {passed / done - passed:.0f} s left" if done > 0.02 else ""
+        width = (shutil.get_terminal_size().columns if self.live else WIDTH) - 1
+        line = f"{100 * done:3.0f} % {cut(what, width - 6 - len(left))}{left}"
+        if self.live:
+            print(f"\r\x1b[2K{line}", end="", file=sys.stderr, flush=True)
+        else:
+            note(line)
+
+    def clear(self) -> None:
+        """Room for other lines, or the end."""
+        if self.live:
+            print("\r\x1b[2K", end="", file=sys.stderr, flush=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.clear()
 
 
 class Report(dict[str, Any]):

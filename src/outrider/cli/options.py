@@ -333,10 +333,11 @@ _CONFIG = inspect.Parameter(
 )
 
 
-def takes(*groups: Flags) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def takes(*groups: Flags, **defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command the flags of `groups` and --config; it is called with what they build.
 
-    One with a parameter `given` is told which of the parameters a model may set were set by the user.
+    One with a parameter `given` is told which of the parameters a model may set were set by the user. `defaults` are
+    this command's own, by the flags' names.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -344,7 +345,8 @@ def takes(*groups: Flags) -> Callable[[Callable[..., None]], Callable[..., None]
         own = inspect.signature(command, eval_str=True).parameters
         by_model = NAMES if "given" in own else ()
         kept = [p.replace(kind=p.KEYWORD_ONLY) for n, p in own.items() if n not in {*arguments, "given"}]
-        flags = [_CONFIG, *(parameter for group in groups for parameter in group.parameters(by_model))]
+        flags = [_CONFIG, *(p for group in groups for p in group.parameters(by_model))]
+        flags = [p.replace(default=defaults.get(p.name, p.default)) for p in flags]
 
         @functools.wraps(command)
         def called(**typed: Any) -> None:
