@@ -101,7 +101,7 @@ def test_bench_takes_few_prompts_and_short_answers_unless_told(
         "chat: getting ready",
     ]
     assert [one for one in said if one in stages] == stages
-    assert "more thorough: --limit 12 --max-tokens 256; or prompts of your own: --prompts FILE" in lines
+    assert "more thorough: --limit 12 --max-tokens 256, or your own prompts: --prompts FILE" in lines
 
 
 def test_wide_figures_and_names_do_not_wrap() -> None:

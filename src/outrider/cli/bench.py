@@ -159,9 +159,7 @@ def bench(
                 note("warning: speed-ups vary much between groups: short answers, or a busy machine")
     if prompts is None and limit is None:
         count = sum(map(len, KINDS.values()))
-        note(
-            f"more thorough: --limit {count} --max-tokens {4 * TOKENS}; or prompts of your own: --prompts FILE"
-        )
+        note(f"more thorough: --limit {count} --max-tokens {4 * TOKENS}, or your own prompts: --prompts FILE")
     report.deliver()
 
 
