@@ -165,7 +165,7 @@ IN_PYTHON: list[tuple[str, Callable[[LLM], Any], str, str | None]] = [
     ("top_p above 1", lambda llm: llm.generate("hi", top_p=1.01), r"top_p must be in \(0, 1\]", "top_p"),
     ("token id", lambda llm: llm.generate([1, 99999]), "99999 is outside the vocabulary", "prompt"),
     ("negative token id", lambda llm: llm.generate([1, -1]), "-1 is outside the vocabulary", "prompt"),
-    ("token type", lambda llm: llm.generate([[1, "a"]]), "a string or a list of token ids", "prompt"),
+    ("token type", lambda llm: llm.generate([[1, "a"]]), "a text or a list of token ids", "prompts"),
     (
         "bias id",
         lambda llm: llm.generate("hi", logit_bias={99999: 1}),

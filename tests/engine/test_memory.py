@@ -33,6 +33,7 @@ class Gpu:
         monkeypatch.setattr(
             llm, "_free_memory", lambda s: self.free.pop(0) if self.free[1:] else self.free[0]
         )
+        monkeypatch.setattr(llm, "_gpu_memory", lambda: (self.free[0], 80 * GIB))
         monkeypatch.setattr(llm, "load_model", self.load)
         monkeypatch.setattr(llm, "Engine", self.engine)
         monkeypatch.setattr(

@@ -261,7 +261,7 @@ class Bare(Checkpoint):
     def shape(self, name: str) -> tuple[int, ...]:
         raise NotImplementedError
 
-    tensor = tokenizer = chat_template = total_bytes = shape  # type: ignore[assignment]
+    tensor = tokenizer = chat_template = total_bytes = sampling = shape  # type: ignore[assignment]
 
 
 @pytest.mark.parametrize(

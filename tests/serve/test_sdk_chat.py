@@ -480,7 +480,7 @@ TEAM, SLOW = "team-key-0123456789", "slow-key-0123456789"
 
 @pytest.fixture(scope="module")
 def guarded(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A server with a free key and one of two requests a minute, still loading at first."""
+    """A server with a free key and one of two requests a minute."""
     file = tmp_path_factory.mktemp("keys") / "keys.toml"
     lines = [f'[[key]]\nname = "team"\nhash = "sha256:{digest_of(TEAM).hex()}"\n']
     lines.append(
@@ -492,13 +492,17 @@ def guarded(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     server.stop()
 
 
-def test_while_loading_requests_are_told_when_to_come_back(guarded: Served) -> None:
-    api = client(guarded, TEAM)
-    with pytest.raises(openai.InternalServerError) as loading:
-        chat(api)
-    assert (loading.value.status_code, loading.value.code) == (503, "loading")
-    assert float(loading.value.response.headers["retry-after-ms"]) > 0
-    assert [model.id for model in api.models.list()]  # known from the start
+def test_while_loading_requests_are_told_when_to_come_back(tiny_folder: Path) -> None:
+    server = start_server(tiny_folder, ready=False)
+    try:
+        api = client(server, TEAM)
+        with pytest.raises(openai.InternalServerError) as loading:
+            chat(api)
+        assert (loading.value.status_code, loading.value.code) == (503, "loading")
+        assert float(loading.value.response.headers["retry-after-ms"]) > 0
+        assert [model.id for model in api.models.list()]  # known from the start
+    finally:
+        server.stop()
 
 
 def test_a_wrong_key_is_an_authentication_error(guarded: Served) -> None:

@@ -309,7 +309,7 @@ def test_no_prediction_counts_nothing(api: OpenAI) -> None:
         ({"depth": -1}, "speculative_decoding.depth", ">= 0"),
         ({"tree": [9, 9]}, "speculative_decoding.tree", "90 nodes"),
         ({"threshold": 2}, "speculative_decoding.threshold", "threshold must be in"),
-        ("yes", "speculative_decoding", "bool"),
+        ("yes", "speculative_decoding", "auto, off, a number"),
     ],
 )
 def test_a_wrong_wish_is_refused_by_name(api: OpenAI, how: Any, param: str, words: str) -> None:

@@ -59,8 +59,14 @@ def test_where_memory_goes_is_shown_and_on_a_gpu_logged(
         vocab=len(vocabulary()), context=256, cache_tokens=1000, drafter="lm", plan={**plan, **sizes},
     )  # fmt: skip
     backend = Backend(Start("tiny", "tiny", {}, ("text", "info")), ServeSettings(), Metrics())
+
+    async def obey() -> None:
+        await backend._obey(ready)
+        assert backend.grammars is not None
+        await backend.grammars.close()  # at once, while its first process is being started
+
     with caplog.at_level(logging.INFO, "outrider"):
-        asyncio.run(backend._obey(ready))
+        asyncio.run(obey())
     assert [(r.message, r.facts) for r in caplog.records] == ([] if memory is None else [("memory", shown)])
     assert backend.model is not None
     [line] = [line for line in _card(backend.model, "", ServeSettings()).splitlines() if "memory" in line]

@@ -319,7 +319,7 @@ class Backend:
             self.model.plan["seconds"] = round(time.monotonic() - self.launched, 1)
             if self.grammars is None:
                 self.grammars = Grammars(message, self.settings.grammar_timeout)
-                self._warming = asyncio.create_task(self.grammars.warm())
+                self.grammars.warm_up()
             self.state = "ready"
             self.metrics.gauges["engine_up"] = 1
             if memory := message.plan.get("memory"):

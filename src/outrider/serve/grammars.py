@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from typing import Any
 
 import msgspec
@@ -47,9 +47,19 @@ class Grammars:
         self._free = asyncio.Semaphore(TRIERS)
         self._known: OrderedDict[bytes, str | None] = OrderedDict()
         self._closed = False
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def warm_up(self) -> None:
+        """Have one ready before it is needed."""
+        self._begin(self.warm())
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     async def warm(self) -> None:
-        """Have one ready before it is needed."""
         with contextlib.suppress(OSError, ApiError):
             async with self._free:
                 await self._keep(await self._start())
@@ -60,7 +70,7 @@ class Grammars:
         key = await asyncio.to_thread(_digest, body) if len(body) > LARGE else _digest(body)
         if key not in self._known:
             await self._free.acquire()
-            trial = asyncio.create_task(self._try(key, dict(grammar)))
+            trial = self._begin(self._try(key, dict(grammar)))
             trial.add_done_callback(self._tried)
             await asyncio.shield(trial)  # who hangs up leaves it to its end: no process is lost by that
         self._known.move_to_end(key)
@@ -139,8 +149,16 @@ class Grammars:
         return trier
 
     async def close(self) -> None:
-        """Have them leave, and wait until they have. A trial that is still running ends its own."""
+        """Have them leave, and wait until they have. A trial that is still running ends its own.
+
+        Tasks are ended here, one by one: a loop that ends all of them at once also ends those with which asyncio
+        starts a process, and then waits for that process for ever.
+        """
         self._closed = True
+        running = list(self._tasks)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
         idle, self._idle = self._idle, []
         for trier in idle:
             await trier.end()

@@ -110,7 +110,8 @@ class Request(BaseRequest):
         """The whole body, unless it is too long or too slow, or holds a text that cannot fit the model."""
         settings, intake = self.service.settings, self.service.intake
         most, longest = settings.max_body_bytes, None
-        if (model := self.service.backend.model) and (longest := model.most_bytes):
+        if (model := self.service.backend.model) and model.most_bytes:
+            longest = max(model.most_bytes, settings.max_schema_bytes)  # of a prompt, or of a grammar
             most = min(most, prompts * (ESCAPED * longest + OTHER_FIELDS))
         announced = self.headers.get("content-length", "0")
         if announced.isdigit() and int(announced) > most:
