@@ -22,9 +22,8 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 # torch is named with its version: a plain `torch` may bring several gigabytes of CUDA packages with it.
-# Modules are compiled when they are first imported: most of them never are.
 $(INSTALLED): pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile '$(TORCH)' -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check '$(TORCH)' -e '.[dev]'
 	@$(BIN)/python -c "from outrider.model.kernels.build import library; from outrider.settings import cache_folder; library(cache_folder() / 'kernels')" 2>/dev/null \
 		|| echo "The C kernels cannot be built here (is there a C compiler?); torch's own will be used, which is slower."
 	@touch $@

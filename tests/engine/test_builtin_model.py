@@ -74,9 +74,9 @@ def test_guessing_by_adversaries(llm: LLM, plain):
         engine.use_drafters({**before, **hostile}, engine.planner)
         for name in hostile:
             speculation = {"drafter": name, "depth": 3, "nodes": 5}
-            outs = llm.generate(prompts[:3], params[:3], owner=name, speculation=speculation)
-            assert [o.token_ids for o in outs] == plain[:3], name
-            assert sum(o.stats.drafted for o in outs) > 20
+            outs = llm.generate(prompts[:2], params[:2], owner=name, speculation=speculation)
+            assert [o.token_ids for o in outs] == plain[:2], name
+            assert sum(o.stats.drafted for o in outs) > 10
     finally:
         engine.use_drafters(before, engine.planner)
 
@@ -93,6 +93,7 @@ def test_small_cache_chunks_and_reuse(llm: LLM, plain):
     assert again[0].cached_tokens > 0
 
 
+@pytest.mark.slow  # every family is held against transformers at a tiny size in tests/model
 def test_transformers_says_the_same(llm: LLM):
     peer = Transformers.open(llm.checkpoint.path, llm.settings.threads)
     for text in TEXTS[:1]:

@@ -26,10 +26,12 @@ def report(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
     return json.loads(out.read_text())
 
 
+@pytest.mark.slow  # as many come as the machine lets in within its seconds
 def test_a_crowd_is_served_right_and_leaves_nothing_behind(report: dict[str, Any]) -> None:
     assert [name for name, good in report["checks"].items() if not good] == [], report["wrong"][:5]
 
 
+@pytest.mark.slow
 def test_the_crowd_was_one(report: dict[str, Any]) -> None:
     outcomes = Counter(report["outcomes"])
     assert all(outcomes[kind] > 2 for kind in ("plain", "abort", "bad", "slow"))

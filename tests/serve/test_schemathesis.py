@@ -107,7 +107,7 @@ def test_what_is_only_read(case: Case, short: Served, session: requests.Session)
 
 
 @right.include(method="POST").parametrize()
-@search(20)
+@search(12)
 def test_what_fits_the_document(case: Case, short: Served, session: requests.Session) -> None:
     if isinstance(case.body, dict):
         case.body = within_reason(case.body, case.path)
