@@ -8,6 +8,7 @@ INSTALLED := $(VENV)/.installed
 TORCH ?= torch==2.13.0
 MODEL ?= smollm2-135m
 ARGS ?=
+export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-all test-planted lint format bench clean
@@ -22,8 +23,9 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 # torch is named with its version: a plain `torch` may bring several gigabytes of CUDA packages with it.
+# Modules are compiled when they are first imported, which must then be allowed: most of them never are.
 $(INSTALLED): pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check '$(TORCH)' -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile '$(TORCH)' -e '.[dev]'
 	@$(BIN)/python -c "from outrider.model.kernels.build import library; from outrider.settings import cache_folder; library(cache_folder() / 'kernels')" 2>/dev/null \
 		|| echo "The C kernels cannot be built here (is there a C compiler?); torch's own will be used, which is slower."
 	@touch $@
