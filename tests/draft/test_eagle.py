@@ -233,6 +233,7 @@ def test_states_that_give_way_change_no_guess(model, folder, how):
     assert drafter.table.used == 0 and not drafter.states
 
 
+@pytest.mark.slow  # test_lm.py has the same for a model
 def test_guesses_after_a_pause_are_those_without_one(tmp_path):
     model = tiny_model(context=700, **SHAPE)
     folder = write_eagle(tmp_path, model.config, eagle_tensors(model.config, 90), max_position_embeddings=700)

@@ -212,6 +212,7 @@ def test_running_answers_are_finished_before_it_leaves(serve_endless: Callable[.
     assert gone(engine)
 
 
+@pytest.mark.slow
 def test_answers_that_outlast_the_drain_are_told(serve_endless: Callable[..., Served]) -> None:
     server = serve_endless(*CALM, "--drain-seconds", "0.3", "--max-sequences", "2")
     engine = server.engine()

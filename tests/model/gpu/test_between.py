@@ -109,7 +109,7 @@ def test_lay(device: str, layout: Layout, guessed: bool) -> None:
     ("vocab", "filtered", "level"),
     sweep(
         product([40, 9001], [False, True], [0, 1, 2]),
-        quick=[*product([40], [False, True], [0, 1, 2]), (9001, False, 1), (9001, True, 0)],
+        quick=[*product([40], [False, True], [0, 1, 2]), (9001, True, 0)],
     ),
 )
 def test_draw(device: str, vocab: int, filtered: bool, level: int) -> None:

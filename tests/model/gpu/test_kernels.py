@@ -302,6 +302,7 @@ def picked(batch: Batch, rows: Sequence[int]) -> Batch:
     return replace(batch, **{name: getattr(batch, name)[list(rows)] for name in names})
 
 
+@pytest.mark.slow
 def test_programs_of_any_height_give_the_same_bits(device: str) -> None:
     past = Past(device, 4, 1, 64, [130], room=260)
     batch = past.batch(Part(0, [1] * 3, TREE))
@@ -525,6 +526,7 @@ def test_sift_of_counts_at_their_limits(device: str) -> None:
     assert (left > OFF).sum(-1).tolist() == [1, 2000, 2001, 2001]
 
 
+@pytest.mark.slow
 def test_sift_of_rows_with_nothing_to_tell_apart(device: str) -> None:
     logits = torch.zeros(3, 9000)
     logits[1], logits[2, 4500:] = OFF, -1.0
