@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+INSTALL = "from a clone of Outrider: pip install -e '.[{}]'"  # an extra; nothing is published yet
 LONGEST_NAME = 100  # letters that are compared: difflib takes seconds for a megabyte
 
 

@@ -126,7 +126,7 @@ def test_without_its_packages_it_says_how_to_get_them(
     monkeypatch.delitem(sys.modules, "outrider.serve.server", raising=False)
     monkeypatch.setattr(sys, "meta_path", [Missing(), *sys.meta_path])
     ran = outrider("serve")
-    assert ran.code == 1 and "a server needs uvicorn" in ran.err and "outrider[serve]" in ran.err
+    assert ran.code == 1 and "a server needs uvicorn" in ran.err and "pip install -e '.[serve]'" in ran.err
 
 
 # ---------------------------------------------------------------------------------------------------- keys

@@ -21,7 +21,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
-from outrider.errors import KernelUnavailable
+from outrider.errors import INSTALL, KernelUnavailable
 from outrider.load.find import list_models
 from outrider.load.hub import hub_cache
 from outrider.model.kernels.build import built, compiler
@@ -35,7 +35,6 @@ EXTRAS = {
     "hf": ("transformers", "accelerate"),
 }
 SHOWN = ("torch", "triton", "transformers", "tokenizers", "safetensors")
-INSTALL = "from a clone of Outrider: pip install -e '.[{}]'"
 LITTLE_MEMORY = 2 << 30  # the built-in model, its cache and torch need about that
 LITTLE_DISK = 2 << 30
 BUSY_SHARE = 0.25  # of a core, by one program, to be named

@@ -15,7 +15,7 @@ from outrider.cli.options import (
     takes,
 )
 from outrider.draft.names import check_parts, parse_draft
-from outrider.errors import OutriderError
+from outrider.errors import INSTALL, OutriderError
 from outrider.serve.settings import ServeSettings
 from outrider.settings import Settings, cache_folder
 from outrider.types import SamplingParams
@@ -44,7 +44,7 @@ def serve(
         if (missing.name or "").split(".")[0] == "outrider":
             raise
         raise OutriderError(
-            f"a server needs {missing.name}, which is not installed: pip install 'outrider[serve]'"
+            f"a server needs {missing.name}, which is not installed; {INSTALL.format('serve')}"
         ) from None
     source = ctx.get_parameter_source("max_tokens")  # answers are not cut short unless somebody said so
     length = params.max_tokens if source is not None and source.name != "DEFAULT" else None
