@@ -159,9 +159,10 @@ def differing(results: list[Result]) -> Iterator[Found]:
 def audited(field: str) -> Find:
     def find(results: list[Result]) -> Iterator[Found]:
         for result in of_kind(results, "audit"):
-            if "identity" in result:
-                shape = f"as if {result['as_if']['shape']}" if "as_if" in result else "the model as it is"
-                yield Found(result["identity"][field], shape, command(result))
+            shape = f"as if {result['as_if']['shape']}" if "as_if" in result else "the model as it is"
+            for part, where in (("identity", shape), ("arrivals", f"{shape}, with arrivals")):
+                if part in result:
+                    yield Found(result[part][field], where, command(result))
 
     return find
 
@@ -370,11 +371,12 @@ def peers(result: Result) -> str:
 
 
 def audit(result: Result) -> str:
+    if "arrivals" in result:
+        return _arrivals(result)
     if "identity" not in result:
         return f"<h2>Audit of a distribution{_as_if(result)}</h2>{by(result)}"
     found = result["identity"]
-    kind = "missed" if found["differing"] else "met"
-    line = f"<b>{found['compared']:,}</b> tokens compared, <b class={kind}>{found['differing']:,}</b> differ."
+    line = _compared(found)
     rows = [
         [escape(name), f"{count:,}", f"{found['drafted'].get(name.rpartition(' T=')[0], 0):,}"]
         for name, count in found["by_way_and_temperature"].items()
@@ -385,6 +387,24 @@ def audit(result: Result) -> str:
         f"<details><summary>By way and temperature</summary>"
         f"{table(['Way', '~Compared', '~Guessed by this way, all temperatures'], rows)}</details>"
     )
+
+
+def _arrivals(result: Result) -> str:
+    found = result["arrivals"]
+    rows = [[escape(name), f"{count:,}"] for name, count in found["by_kind_and_temperature"].items()]
+    requests = ", ".join(f"{number:,} {escape(kind)}" for kind, number in found["requests"].items())
+    left_out = ", ".join(escape(kind) for kind in found["left_out"])
+    return (
+        f"<h2>Identity with arrivals{_as_if(result)}</h2>{_meaning(result)}{by(result)}<p>{_compared(found)} "
+        f"{found['logprobs']:,} log-probabilities compared, {found['differing_logprobs']:,} differ. Requests: "
+        f"{requests}; {found['aborted']:,} aborted.{f' Left out: {left_out}.' if left_out else ''}</p>"
+        f"<details><summary>By kind and temperature</summary>{table(['Kind', '~Compared'], rows)}</details>"
+    )
+
+
+def _compared(found: Result) -> str:
+    kind = "missed" if found["differing"] else "met"
+    return f"<b>{found['compared']:,}</b> tokens compared, <b class={kind}>{found['differing']:,}</b> differ."
 
 
 def _as_if(result: Result) -> str:

@@ -7,7 +7,7 @@ from collections import Counter
 from outrider import SamplingParams
 from outrider.bench import audit as module
 from outrider.bench.as_if import AsIf
-from outrider.bench.audit import BATCHES, SPELL, Toggling, _how, audit
+from outrider.bench.audit import BATCHES, SPELL, Toggling, audit, how
 from outrider.types import NO_BET, Bet, Plan, Speculation
 from tests.bench.conftest import prompts
 from tests.tiny import sequence
@@ -62,12 +62,12 @@ def test_it_goes_on_until_enough_was_compared(wide: AsIf, monkeypatch) -> None:
 
 def test_ways_ask_for_what_they_say() -> None:
     asked = SamplingParams(speculation={"mode": "coupled"})
-    assert _how(asked, "plain").off
-    assert _how(asked, "auto") == asked.speculation
-    assert _how(asked, "lm") == _how(asked, "toggled lm") == Speculation(drafter="lm", depth=4, nodes=4)
-    assert _how(asked, "tree lm") == Speculation(drafter="lm", depth=4, nodes=12)
+    assert how(asked, "plain").off
+    assert how(asked, "auto") == asked.speculation
+    assert how(asked, "lm") == how(asked, "toggled lm") == Speculation(drafter="lm", depth=4, nodes=4)
+    assert how(asked, "tree lm") == Speculation(drafter="lm", depth=4, nodes=12)
     deep = SamplingParams(speculation={"depth": 2})
-    assert _how(deep, "lm").depth == 2
+    assert how(deep, "lm").depth == 2
 
 
 def test_batches_are_of_every_size_and_mostly_large() -> None:

@@ -12,6 +12,7 @@ import pytest
 from bench.report import GOALS, main, page
 
 from outrider import SamplingParams
+from outrider.bench import arrivals
 from outrider.bench.as_if import AsIf
 from outrider.bench.speculation import compare, ways_of
 from outrider.bench.speed import concurrency
@@ -235,6 +236,19 @@ def test_a_run_that_ended_before_it_measured_anything_is_named(tmp_path: Path) -
     file.write_text('{"kind": "bench", "complete": false}')
     with pytest.raises(SystemExit, match=r"begun\.json .*leave it out"):
         main([str(file), "--out", str(tmp_path / "page.html")])
+
+
+def test_arrivals_are_shown_with_who_came(wide: AsIf, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrivals, "RUNS_ONCE", 1)
+    found = arrivals.audit_arrivals(wide, prompts(2), False, [0.0], SamplingParams(max_tokens=4, seed=1))
+    found.left_out["regex"] = "why"
+    result = {"kind": "audit", "certificate": CERTIFICATE, "draft": "lm", "arrivals": found.as_json()}
+    text = unescape(re.sub("<[^>]*>", "", page([result])))
+    assert f"{found.compared:,} tokens compared, 0 differ." in text
+    assert f"{found.requests['penalties']} penalties" in text and f"{found.aborted} aborted" in text
+    assert "Left out: regex" in text
+    assert "the model as it is, with arrivals" in text and "✗ missed" in text  # of a million
+    assert "logprobs T=0" in text
 
 
 def test_a_run_that_was_cut_short_says_so() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import typer
 
+from outrider.bench.arrivals import Traffic
 from outrider.bench.speculation import table
 from outrider.cli.bench import TOKENS, _sizes, _temperatures
 from outrider.cli.measure import Progress, Report, tasks_of
@@ -155,6 +156,47 @@ def test_audit_compares_an_as_if_model(outrider: Outrider, tiny_folder: Path, as
         last
         == f"{identity['compared']} tokens compared, {sum(identity['drafted'].values())} guessed: identical"
     )
+
+
+ARRIVALS = ("--arrivals", "--limit", 2, "--temperatures", "0,0.7", "--no-adversaries", "--json", "-", *SMALL)
+
+
+def test_audit_compares_what_arrives(
+    outrider: Outrider, tiny_folder: Path, asked: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outrider.bench.arrivals.RUNS_ONCE", 1)
+    ran = outrider("audit", tiny_folder, "--prompts", asked, *ARRIVALS)
+    assert ran.code == 0, ran.err
+    found = json.loads(ran.out)["arrivals"]
+    assert found["differing"] == found["differing_logprobs"] == 0 < found["compared"]
+    lines = ran.err.splitlines()
+    amount = f"{found['compared']} tokens of {sum(found['requests'].values())} requests ({found['aborted']} aborted)"
+    assert lines[-1] == f"{amount} compared, {sum(found['drafted'].values())} guessed: identical"
+    assert f"{found['requests']['penalties']} penalties" in lines[-3]
+    assert lines[-2] == f"{found['logprobs']} log-probabilities compared"
+
+
+def test_what_arrivals_find_and_leave_out_is_said(
+    outrider: Outrider, tiny_folder: Path, asked: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(*_: object) -> Traffic:
+        found = Traffic(left_out={"regex": "no llguidance"}, logprobs=9, differing_logprobs=2)
+        found.tokens["usual", 0.0], found.drafted["lm"] = 50, 5
+        return found
+
+    monkeypatch.setattr("outrider.bench.arrivals.audit_arrivals", run)
+    ran = outrider("audit", tiny_folder, "--prompts", asked, *ARRIVALS)
+    assert ran.code == 1
+    assert "left out: regex: no llguidance" in ran.err
+    assert "9 log-probabilities compared, 2 DIFFER" in ran.err
+
+
+@pytest.mark.parametrize("mode", ["rejection", "lossy"])
+def test_arrivals_are_for_a_mode_that_keeps_every_token(
+    outrider: Outrider, tiny_folder: Path, mode: str
+) -> None:
+    ran = outrider("audit", tiny_folder, *ARRIVALS, "--mode", mode)
+    assert ran.code == 2 and mode in ran.err and "loading" not in ran.err
 
 
 def test_an_audit_in_which_nobody_guessed_proves_nothing(

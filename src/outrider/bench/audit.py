@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import count
 from typing import Any, cast
@@ -24,6 +25,8 @@ from outrider.bench.adversaries import Adversary, adversaries
 from outrider.bench.compare import differing, first_difference
 from outrider.bench.speculation import DEPTH, asked_of
 from outrider.control.planner import Planner
+from outrider.draft.drafter import Drafter
+from outrider.engine.engine import Engine
 from outrider.engine.llm import LLM, Output
 from outrider.types import NO_BET, Plan, SamplingParams, Sequence, Speculation
 
@@ -114,24 +117,32 @@ def audit(
     answers: dict[tuple[int, ...], list[int]] = {}
     config, engine = llm.model.config, llm.engine
     enemies = adversaries(config.vocab, config.eos_ids, answers) if hostile else {}
-    drafters, planner = dict(engine.drafters), engine.planner
-    toggling, asked = Toggling(planner), 0
-    engine.use_drafters({**drafters, **enemies}, cast(Planner, toggling))
-    try:
+    drafters = [name for name in engine.drafters if name != "none"]
+    toggling, asked = Toggling(engine.planner), 0
+    with borrowed(engine, enemies, cast(Planner, toggling)):
         for numbers, temperature, seed in _rounds(len(prompts), temperatures, repeat=target is not None):
             each = [replace(params, temperature=temperature, seed=(params.seed or 0) + seed + i)
                     for i in range(len(numbers))]  # fmt: skip
             group = Group(llm, found, toggling, numbers, [prompts[n] for n in numbers], each)
-            for part in group.audit([name for name in drafters if name != "none"], enemies, answers):
+            for part in group.audit(drafters, enemies, answers):
                 found.seconds = time.perf_counter() - begin
                 once = (asked + part * len(numbers)) / (len(prompts) * len(temperatures))
                 tell(found, once if target is None else min(1.0, found.compared / target))
             asked += len(numbers)
             if target is not None and found.compared >= target:
                 break
-    finally:
-        engine.use_drafters(drafters, planner)
     return found
+
+
+@contextmanager
+def borrowed(engine: Engine, more: Mapping[str, Drafter], planner: Planner) -> Iterator[None]:
+    """An idle engine with more drafters and this planner, for a while."""
+    drafters, own = dict(engine.drafters), engine.planner
+    engine.use_drafters({**drafters, **more}, planner)
+    try:
+        yield
+    finally:
+        engine.use_drafters(drafters, own)
 
 
 def _rounds(prompts: int, temperatures: list[float], repeat: bool) -> Iterator[tuple[list[int], float, int]]:
@@ -187,7 +198,7 @@ class Group:
             self._judge(way, i, self.plain[i], other)
 
     def _run(self, ways: list[str]) -> list[Output]:
-        asked = [replace(p, speculation=_how(p, way)) for p, way in zip(self.params, ways, strict=True)]
+        asked = [replace(p, speculation=how(p, way)) for p, way in zip(self.params, ways, strict=True)]
         toggled = [p.seed for p, way in zip(asked, ways, strict=True) if way.startswith(TOGGLED)]
         self.toggling.seeds = {seed for seed in toggled if seed is not None}
         return self.llm.generate(self.prompts, asked)
@@ -204,11 +215,12 @@ class Group:
             return
         found.differing += differing(a, b)
         said = [(tokens[at] if at < len(tokens) else -1) for tokens in (a, b)]
-        margin = _margin(self.llm, plain.prompt_ids + a[:at])
-        found.divergences.append(Divergence(way, temperature, self.numbers[i], at, said[0], said[1], margin))
+        apart = margin(self.llm, plain.prompt_ids + a[:at])
+        found.divergences.append(Divergence(way, temperature, self.numbers[i], at, said[0], said[1], apart))
 
 
-def _how(params: SamplingParams, way: str) -> Speculation:
+def how(params: SamplingParams, way: str) -> Speculation:
+    """What a way asks of the planner and the drafters."""
     asked = params.speculation
     if way == "plain":
         return Speculation(drafter="none")
@@ -219,7 +231,8 @@ def _how(params: SamplingParams, way: str) -> Speculation:
     return asked_of(way.removeprefix(TOGGLED), asked)
 
 
-def _margin(llm: LLM, text: list[int]) -> float:
+def margin(llm: LLM, text: list[int]) -> float:
+    """Between the two likeliest tokens after this text, in log-probability."""
     ask = SamplingParams(temperature=0, max_tokens=1, logprobs=2, speculation=Speculation(drafter="none"))
     logprobs = llm.generate([text], ask)[0].logprobs
     assert logprobs is not None

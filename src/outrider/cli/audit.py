@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -27,8 +28,11 @@ from outrider.settings import Settings
 from outrider.types import SamplingParams
 
 if TYPE_CHECKING:
+    from outrider.bench.arrivals import Traffic
     from outrider.bench.audit import Audit
     from outrider.engine.llm import LLM
+
+F = TypeVar("F", "Audit", "Traffic")
 
 TEMPERATURES = (0.0, 0.7, 1.2)
 
@@ -53,6 +57,12 @@ Million = Annotated[
         "--million", envvar=envvar("million"), show_envvar=False, help="The same as --tokens 1000000."
     ),
 ]
+Arrivals = Annotated[
+    bool,
+    typer.Option("--arrivals", envvar=envvar("arrivals"), show_envvar=False,
+                 help="Under traffic: requests of many kinds arrive while others decode, some are aborted; each "
+                 "answer is compared with the same request's, answered alone and plainly."),
+]  # fmt: skip
 
 
 @takes(SAMPLING, ENGINE)
@@ -67,6 +77,7 @@ def audit(
     tasks: Tasks = None,
     temperatures: Temperatures = None,
     adversaries: Adversaries = True,
+    arrivals: Arrivals = False,
     tokens: Tokens = None,
     million: Million = False,
     json_file: JsonFile = None,
@@ -81,17 +92,23 @@ def audit(
     heat = _temperatures(temperatures, params)
     if params.n > 1:
         raise InvalidRequest("an audit compares one answer a prompt; leave out --n", "n")
+    mode, target = params.speculation.mode, 1_000_000 if million else tokens
+    if mode == "lossy":
+        raise typer.BadParameter("lossy promises nothing that could be audited", param_hint="--mode")
+    if arrivals and mode != "coupled":
+        raise typer.BadParameter(f"arrivals are compared token by token, which {mode} does not promise; "
+                                 "leave out one of the two", param_hint="--mode")  # fmt: skip
     report = Report("audit", json_file)
     say_loading(model)
     with open_llm(model, draft, settings, as_if, draft_as_if, draft_layers) as llm:
         asked = [ids for task in tasks_of(llm, prompts, limit, tasks).values() for ids in task]
         report |= described(llm)
-        if params.speculation.mode == "rejection":
+        if mode == "rejection":
             holds = _distribution(llm, asked, params, heat, report)
-        elif params.speculation.mode == "lossy":
-            raise typer.BadParameter("lossy promises nothing that could be audited", param_hint="--mode")
+        elif arrivals:
+            holds = _arrivals(llm, asked, params, heat, adversaries, target, report)
         else:
-            holds = _identity(llm, asked, params, heat, adversaries, 1_000_000 if million else tokens, report)
+            holds = _identity(llm, asked, params, heat, adversaries, target, report)
     report.deliver()
     if not holds:
         raise typer.Exit(1)
@@ -120,32 +137,66 @@ def _identity(
 ) -> bool:
     from outrider.bench.audit import audit as run
 
+    found = _watched(
+        "identity", report, lambda tell: run(llm, prompts, hostile, temperatures, params, target, tell)
+    )
+    return _verdict(found, "")
+
+
+def _arrivals(
+    llm: LLM,
+    prompts: list[list[int]],
+    params: SamplingParams,
+    temperatures: list[float],
+    hostile: bool,
+    target: int | None,
+    report: Report,
+) -> bool:
+    from outrider.bench.arrivals import audit_arrivals as run
+
+    found = _watched(
+        "arrivals", report, lambda tell: run(llm, prompts, hostile, temperatures, params, target, tell)
+    )
+    for kind, why in found.left_out.items():
+        note(f"left out: {kind}: {why}")
+    note(", ".join(f"{number} {kind}" for kind, number in found.requests.items()))
+    wrong = f", {found.differing_logprobs} DIFFER" if found.differing_logprobs else ""
+    note(f"{found.logprobs} log-probabilities compared{wrong}")
+    amount = f" of {found.requests.total()} requests ({found.aborted} aborted)"
+    return _verdict(found, amount) and not found.differing_logprobs
+
+
+def _watched(stage: str, report: Report, run: Callable[[Callable[[F, float], None]], F]) -> F:
+    """What `run` finds; it is shown and kept as it comes."""
     spoken = 0.0
 
-    def tell(found: Audit, done: float) -> None:
+    def tell(found: F, done: float) -> None:
         nonlocal spoken
         differing = f", {found.differing} DIFFER" if found.differing else ""
         say(f"{found.compared} tokens compared, {found.drafted.total()} guessed{differing}", done)
         if found.seconds - spoken > 10:
             spoken = found.seconds
-            report["identity"] = found.as_json()
+            report[stage] = found.as_json()
             report.keep()
 
-    with Progress({"identity": 1}) as progress:
-        say = progress.of("identity")
+    with Progress({stage: 1}) as progress:
+        say: Callable[[str, float], None] = progress.of(stage)
         say("nothing compared yet", 0.0)
-        found = run(llm, prompts, hostile, temperatures, params, target, tell)
-    report["identity"] = found.as_json()
+        found = run(tell)
+    report[stage] = found.as_json()
+    return found
+
+
+def _verdict(found: Audit | Traffic, of_what: str) -> bool:
     for d in found.divergences[:5]:
         note(
             f"prompt {d.prompt} at T={d.temperature:g}: {d.way} differs at position {d.position}: "
             f"{d.guessed} for {d.plain}, margin {d.margin:.2e}"
         )
     guesses = found.drafted.total()
-    verdict = "identical" if not found.differing else f"{found.differing} DIFFER"
-    note(
-        f"{found.compared} tokens compared, {guesses} guessed: {verdict if guesses else 'NOTHING WAS PUT TO THE TEST'}"
-    )
+    agreed = "identical" if not found.differing else f"{found.differing} DIFFER"
+    said = agreed if guesses else "NOTHING WAS PUT TO THE TEST"
+    note(f"{found.compared} tokens{of_what} compared, {guesses} guessed: {said}")
     return found.compared > 0 and guesses > 0 and found.differing == 0
 
 

@@ -1,0 +1,350 @@
+"""Proves identity under traffic: requests arrive while others decode, and every answer is held against the same
+request answered alone and plainly.
+
+Requests are of many kinds: with logprobs, penalties, a bias, banned words, stop words, a least length, a prediction,
+a grammar, or with nothing of the sort; each has a drafter of its own, a chain or a tree, or leaves that to the
+planner. A set of them is answered alone once, then several times in company, each time in another order, with other
+arrivals, other drafters and others aborted midway. When a request arrives or is aborted is counted in tokens, not in
+seconds: a seed gives the same traffic on every machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import asdict, dataclass, field, replace
+from itertools import count
+from typing import Any
+
+from outrider.bench.adversaries import adversaries
+from outrider.bench.audit import TREE, Divergence, borrowed, how, margin
+from outrider.bench.compare import differing, first_difference
+from outrider.engine.llm import LLM, Output
+from outrider.errors import OutriderError, stopped
+from outrider.types import Event, Request, SamplingParams, Sequence, TokenLogprob
+
+SET = 30  # requests that are answered alone, and then in company; fewer for few prompts
+RUNS = 6  # orders in which a set arrives: the answers alone are what takes longest
+RUNS_ONCE = 3  # without a number of tokens to reach
+USUAL = "usual"
+GRAMMARS = ("json schema", "regex")
+KINDS = (
+    *("logprobs", "prompt logprobs", "penalties", "bias", "bad words", "stop", "min_tokens", "prediction"),
+    *GRAMMARS,
+)
+USUAL_EACH = 5  # usual requests for one of each other kind
+TOGETHER = (16, 2, 32, 4, 24, 8)  # sequences that are to run at once, on average, by run
+ABORTED = 0.15  # of the requests
+BURST = 0.3  # of the requests arrive together with the one before
+SHARED = 0.25  # of the requests may find their prompts in the cache
+TOLERANCE = 1e-3  # of a log-probability
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 24},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 12}, "maxItems": 6},
+        "count": {"type": "integer", "minimum": 0, "maximum": 9999},
+        "open": {"type": "boolean"},
+    },
+    "required": ["name", "tags", "count", "open"],
+    "additionalProperties": False,
+}
+REGEX = "[A-Z][a-z]{2,9}(,? [a-z]{2,9}){8,40}[.]"
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What was compared, and what differed."""
+
+    tokens: Counter[tuple[str, float]] = field(default_factory=Counter)  # compared, by kind and temperature
+    requests: Counter[str] = field(default_factory=Counter)  # by kind
+    ways: Counter[str] = field(default_factory=Counter)  # requests, by who drafted
+    aborted: int = 0  # requests
+    together: int = 0  # requests that ran at once, at most
+    left_out: dict[str, str] = field(default_factory=dict)  # kinds that cannot be had here, and why
+    logprobs: int = 0  # compared
+    differing_logprobs: int = 0
+    differing: int = 0
+    divergences: list[Divergence] = field(default_factory=list)
+    drafted: Counter[str] = field(default_factory=Counter)
+    accepted: Counter[str] = field(default_factory=Counter)
+    seconds: float = 0.0
+
+    @property
+    def compared(self) -> int:
+        return sum(self.tokens.values())
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "compared": self.compared,
+            "differing": self.differing,
+            "by_kind_and_temperature": {f"{k} T={t:g}": n for (k, t), n in sorted(self.tokens.items())},
+            "requests": dict(self.requests),
+            "aborted": self.aborted,
+            "together": self.together,
+            "left_out": self.left_out,
+            "logprobs": self.logprobs,
+            "differing_logprobs": self.differing_logprobs,
+            "ways": dict(self.ways),
+            "drafted": dict(self.drafted),
+            "accepted": dict(self.accepted),
+            "divergences": [asdict(d) for d in self.divergences],
+            "seconds": round(self.seconds, 1),
+        }
+
+
+@dataclass(slots=True)
+class Case:
+    """A request and what the model says to it alone, without guessing."""
+
+    prompt: int  # its number
+    ids: list[int]
+    kind: str
+    params: SamplingParams
+    alone: Output
+
+
+@dataclass(slots=True)
+class Arrival:
+    """A case on its way through the engine among others."""
+
+    case: Case
+    way: str
+    request: Request
+    at: int  # tokens that everyone has been given before it arrives
+    until: int | None  # own tokens after which it is aborted
+    sequence: Sequence | None = None
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    ended: str | None = None
+
+
+def audit_arrivals(
+    llm: LLM,
+    prompts: list[list[int]],
+    hostile: bool,
+    temperatures: list[float],
+    params: SamplingParams,
+    target: int | None = None,
+    tell: Callable[[Traffic, float], None] = lambda *_: None,
+) -> Traffic:
+    """Compare until every prompt has come or, with `target`, until that many tokens were compared."""
+    found, begin, rnd = Traffic(), time.perf_counter(), random.Random(params.seed or 0)
+    kinds = _kinds(llm, found)
+    answers: dict[tuple[int, ...], list[int]] = {}
+    enemies = adversaries(llm.model.config.vocab, llm.model.config.eos_ids, answers) if hostile else {}
+    drafters = [name for name in llm.engine.drafters if name != "none"]
+    ours = ["auto"] * 4 + ["plain", *drafters, *(TREE + name for name in drafters)]
+    size = SET if target is not None else min(SET, max(len(prompts), len(kinds)))
+    sets, runs = -(-len(prompts) // size), RUNS if target is not None else RUNS_ONCE
+    with borrowed(llm.engine, enemies, llm.engine.planner):
+        for number in count():
+            places = range(number * size, (number + 1) * size)
+            cases = _cases(llm, prompts, places, kinds, temperatures, params, rnd)
+            answers.update((tuple(case.ids), case.alone.token_ids) for case in cases)
+            for run in range(runs):
+                ways = ours + (list(enemies) if run % 2 else [])
+                for arrival in _run(llm, _traffic(llm, cases, ways, TOGETHER[run], rnd), found):
+                    _judge(llm, found, arrival)
+                found.seconds = time.perf_counter() - begin
+                once = (number + (run + 1) / runs) / sets
+                tell(found, once if target is None else min(1.0, found.compared / target))
+                if target is not None and found.compared >= target:
+                    return found
+            answers.clear()
+            if target is None and number + 1 >= sets:
+                return found
+    raise AssertionError("sets come without end")
+
+
+# -------------------------------------------------------------------------------------------------- requests
+
+
+def _kinds(llm: LLM, found: Traffic) -> list[str]:
+    """All that can be had here, the usual one more often."""
+    try:
+        _ = llm.compiler
+    except OutriderError as missing:
+        found.left_out |= dict.fromkeys(GRAMMARS, str(missing))
+    if "lookup" not in llm.engine.drafters:
+        found.left_out["prediction"] = "no drafter here follows predictions"
+    return [USUAL] * USUAL_EACH + [kind for kind in KINDS if kind not in found.left_out]
+
+
+def _cases(
+    llm: LLM, prompts: list[list[int]], places: Seq[int], kinds: list[str], temperatures: list[float],
+    params: SamplingParams, rnd: random.Random,
+) -> list[Case]:  # fmt: skip
+    """A set, each answered alone and plainly."""
+    cases = []
+    for place in places:
+        number = place % len(prompts)
+        ids, kind = prompts[number], kinds[place % len(kinds)]
+        asked = replace(
+            params,
+            temperature=temperatures[(place + place // len(kinds)) % len(temperatures)],
+            seed=rnd.randrange(2**32),
+            **_asked(llm, kind, ids, params, rnd),
+        )
+        alone = llm.generate([ids], replace(asked, speculation=False))[0]  # type: ignore[arg-type]
+        if kind == "prediction":
+            asked = replace(asked, prediction=_nearly(alone.text))
+        cases.append(Case(number, ids, kind, asked, alone))
+    return cases
+
+
+def _asked(llm: LLM, kind: str, ids: list[int], params: SamplingParams, rnd: random.Random) -> dict[str, Any]:
+    """What makes a request one of its kind. Words and ids are the prompt's: an answer is likely to want them."""
+    words = sorted({word for token in ids if (word := llm.tokenizer.decode([token]).strip())}) or ["the"]
+    if kind == "logprobs":
+        return {"logprobs": 3}
+    if kind == "prompt logprobs":
+        return {"prompt_logprobs": 2}
+    if kind == "penalties":
+        return {"repetition_penalty": 1.2, "frequency_penalty": 0.4, "presence_penalty": 0.3}
+    if kind == "bias":
+        return {"logit_bias": {token: rnd.choice((-8.0, -2.0, 1.5, 3.0)) for token in rnd.choices(ids, k=8)}}
+    if kind == "bad words":
+        return {"bad_words": tuple(rnd.choices(words, k=3))}
+    if kind == "stop":
+        return {"stop": (rnd.choice(words),), "min_tokens": min(4, params.max_tokens)}
+    if kind == "min_tokens":
+        return {"min_tokens": params.max_tokens * 3 // 4, "ignore_eos": False}
+    if kind == "json schema":
+        return {"grammar": {"json_schema": SCHEMA}}
+    return {"grammar": {"regex": REGEX}} if kind == "regex" else {}
+
+
+def _nearly(text: str) -> str:
+    """A prediction that holds at both ends, but not in the middle; never empty."""
+    middle = len(text) // 2
+    return f"{text[:middle]}, or so,{text[middle + 3 :]}"
+
+
+def _traffic(llm: LLM, cases: Seq[Case], ways: Seq[str], together: int, rnd: random.Random) -> list[Arrival]:
+    """The set in some order: so many at first that about `together` run at once, the others among their decodes."""
+    order = rnd.sample(list(cases), len(cases))
+    each = max(1, sum(len(case.alone.token_ids) for case in cases) // len(cases))
+    arrivals, at = [], 0.0
+    for place, case in enumerate(order):
+        if place >= max(1, together // 2) and rnd.random() >= BURST:
+            at += rnd.expovariate(1 / each) / (1 - BURST)
+        owner = "shared" if rnd.random() < SHARED else f"alone {rnd.random()}"
+        way = "auto" if case.kind == "prediction" else rnd.choice(ways)
+        asked = replace(case.params, speculation=how(case.params, way))
+        until = rnd.randrange(max(1, len(case.alone.token_ids))) if rnd.random() < ABORTED else None
+        arrivals.append(Arrival(case, way, llm.request(case.ids, asked, owner), int(at), until))
+    return arrivals
+
+
+# --------------------------------------------------------------------------------------------------- running
+
+
+class Door:
+    """Lets arrivals in as tokens are emitted. All of it runs on the engine's thread, between steps."""
+
+    def __init__(self, llm: LLM, arrivals: Seq[Arrival]) -> None:
+        self.llm, self.waiting = llm, deque(arrivals)
+        self.emitted = self.inside = self.together = 0
+        self.failure: BaseException | None = None
+        self.done = threading.Event()
+
+    def let_in(self) -> None:
+        """Whoever is due; the next one, if nobody else is there."""
+        try:
+            while self.waiting and (self.waiting[0].at <= self.emitted or not self.inside):
+                self._begin(self.waiting.popleft())
+        except BaseException as problem:
+            self._fail(problem)
+
+    def _begin(self, arrival: Arrival) -> None:
+        request = arrival.request
+        [[arrival.sequence]] = self.llm.driver.add([request], lambda event: self._heard(arrival, event))
+        self.inside += 1
+        self.together = max(self.together, self.inside)
+        if arrival.until == 0:
+            self.llm.driver.abort(request.id)
+
+    def _heard(self, arrival: Arrival, event: Event | BaseException) -> None:
+        if isinstance(event, BaseException):
+            self._fail(event)
+            return
+        before = len(arrival.tokens)
+        arrival.tokens += event.token_ids
+        arrival.logprobs += event.logprobs or ()
+        self.emitted += len(event.token_ids)
+        if event.finish_reason:
+            arrival.ended = event.finish_reason
+            self.inside -= 1
+        elif arrival.until is not None and before < arrival.until <= len(arrival.tokens):
+            self.llm.driver.abort(event.request_id)
+        if self.waiting:
+            self.llm.driver.post(self.let_in)
+        elif not self.inside:
+            self.done.set()
+
+    def _fail(self, problem: BaseException) -> None:
+        self.failure = problem
+        self.done.set()
+
+
+def _run(llm: LLM, arrivals: list[Arrival], found: Traffic) -> Iterator[Arrival]:
+    door = Door(llm, arrivals)
+    llm.driver.post(door.let_in)
+    while not door.done.wait(0.5):
+        llm.driver.check()
+    if door.failure is not None:
+        for arrival in arrivals:
+            with contextlib.suppress(OutriderError):  # an engine that is gone runs nothing
+                llm.driver.abort(arrival.request.id)
+        raise stopped(door.failure) from door.failure
+    found.together = max(found.together, door.together)
+    yield from arrivals
+
+
+# -------------------------------------------------------------------------------------------------- judging
+
+
+def _judge(llm: LLM, found: Traffic, arrival: Arrival) -> None:
+    case, got, sequence = arrival.case, arrival.tokens, arrival.sequence
+    assert sequence is not None and arrival.ended is not None
+    cut_short = arrival.ended == "abort"
+    expected = case.alone.token_ids[: len(got)] if cut_short else case.alone.token_ids
+    found.requests[case.kind] += 1
+    found.ways[arrival.way] += 1
+    found.aborted += cut_short
+    found.tokens[case.kind, case.params.temperature] += max(len(expected), len(got))
+    found.drafted[arrival.way] += sequence.drafted
+    found.accepted[arrival.way] += sequence.accepted
+    if (at := first_difference(expected, got)) is not None:
+        found.differing += differing(expected, got)
+        plain, other = ((tokens[at] if at < len(tokens) else -1) for tokens in (expected, got))
+        apart = margin(llm, case.ids + expected[:at])
+        way = f"{case.kind}, {arrival.way}"
+        found.divergences.append(
+            Divergence(way, case.params.temperature, case.prompt, at, plain, other, apart)
+        )
+        return
+    pairs: list[tuple[TokenLogprob | None, TokenLogprob | None]] = []
+    if case.alone.logprobs is not None:
+        pairs += zip(case.alone.logprobs[: len(got)], arrival.logprobs, strict=True)
+    if case.alone.prompt_logprobs is not None and not cut_short:
+        pairs += zip(case.alone.prompt_logprobs[1:], sequence.prompt_logprobs[1:], strict=True)
+    found.logprobs += len(pairs)
+    found.differing_logprobs += sum(not _alike(a, b) for a, b in pairs)
+
+
+def _alike(a: TokenLogprob | None, b: TokenLogprob | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    ours, others = ([e.logprob, *(value for _, value in e.alternatives)] for e in (a, b))
+    return (
+        a.token == b.token
+        and len(ours) == len(others)
+        and all(abs(x - y) <= TOLERANCE for x, y in zip(ours, others, strict=True))
+    )

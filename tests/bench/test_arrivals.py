@@ -1,0 +1,144 @@
+"""The audit under traffic: every kind of request comes, at moments of its own, and a wrong token is found."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+from importlib.util import find_spec
+
+import pytest
+
+from outrider import SamplingParams
+from outrider.bench import arrivals as module
+from outrider.bench.arrivals import GRAMMARS, KINDS, USUAL, _cases, _kinds, _nearly, _traffic, audit_arrivals
+from outrider.bench.as_if import AsIf
+from outrider.errors import InvalidRequest, OutriderError
+from tests.bench.conftest import prompts
+
+PARAMS = SamplingParams(max_tokens=16, seed=3)
+
+
+@pytest.fixture(autouse=True)
+def few_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "RUNS", 2)
+    monkeypatch.setattr(module, "RUNS_ONCE", 2)
+
+
+def test_requests_of_every_kind_come_among_others_and_agree(wide: AsIf) -> None:
+    before = dict(wide.engine.drafters), wide.engine.planner
+    found = audit_arrivals(wide, prompts(7), True, [0.0, 0.8], PARAMS)
+    assert (dict(wide.engine.drafters), wide.engine.planner) == before
+    assert found.differing == found.differing_logprobs == 0 and not found.divergences
+    there = {USUAL, *KINDS} - set(found.left_out)
+    assert set(found.left_out) == (set() if find_spec("llguidance") else set(GRAMMARS))
+    assert set(found.requests) == {kind for kind, _ in found.tokens} == there
+    assert found.requests.total() == 2 * len(_kinds(wide, found))
+    assert {temperature for _, temperature in found.tokens} == {0.0, 0.8}
+    assert 0 < found.aborted < found.requests.total() / 2
+    assert found.together > 4
+    assert found.logprobs > 0 < found.drafted.total() > found.accepted.total() > 0
+    assert "auto" in found.ways and len(found.ways) > 5
+    assert set(found.ways) & {"random", "wrong", "oracle", "ends", "duplicates"}
+    assert found.as_json()["compared"] == found.compared == sum(found.tokens.values())
+
+
+def test_a_wrong_token_is_reported_with_its_place(wide: AsIf, monkeypatch: pytest.MonkeyPatch) -> None:
+    spoilt: list[tuple[int, int, int]] = []
+    add = wide.driver.add
+
+    def tampered(requests, listener):
+        """The third token of one request, on its way to whoever asked."""
+        heard: list[int] = []
+
+        def listen(event):
+            begin = len(heard)
+            heard.extend(event.token_ids)
+            if begin <= 2 < len(heard) and not spoilt and event.finish_reason is None:
+                tokens = list(event.token_ids)
+                right = tokens[2 - begin]
+                tokens[2 - begin] = (right + 1) % 90
+                spoilt.append((prompts(5).index(list(requests[0].prompt_ids)), right, tokens[2 - begin]))
+                event = replace(event, token_ids=tuple(tokens))
+            listener(event)
+
+        return add(requests, listen)
+
+    def alone_then_tampered(*given):
+        made = _cases(*given)
+        monkeypatch.setattr(wide.driver, "add", tampered)  # what is answered alone goes there, too
+        return made
+
+    monkeypatch.setattr(module, "_cases", alone_then_tampered)
+    found = audit_arrivals(wide, prompts(5), False, [0.0], PARAMS)
+    assert found.differing > 0
+    [(prompt, right, wrong)] = spoilt
+    [one] = found.divergences
+    assert (one.prompt, one.position, one.plain, one.guessed) == (prompt, 2, right, wrong)
+    assert found.as_json()["differing"] == found.differing
+
+
+def test_wrong_logprobs_are_reported(wide: AsIf, monkeypatch: pytest.MonkeyPatch) -> None:
+    def shifted(*given):
+        made = _cases(*given)
+        for case in made:
+            for entry in (case.alone.logprobs or [])[:1]:
+                entry.logprob += 0.01
+        return made
+
+    monkeypatch.setattr(module, "_cases", shifted)
+    found = audit_arrivals(wide, prompts(3), False, [0.0], PARAMS)
+    assert found.differing == 0 < found.differing_logprobs <= 2 * found.requests["logprobs"]
+
+
+def test_a_model_that_feels_its_company_is_found_out(leaky: AsIf) -> None:
+    found = audit_arrivals(leaky, prompts(3), False, [0.0], PARAMS)
+    assert found.differing > 0 and found.divergences
+
+
+def test_it_goes_on_until_enough_was_compared(wide: AsIf, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SET", 10)
+    shares: list[float] = []
+    found = audit_arrivals(
+        wide, prompts(2), False, [0.7], PARAMS, target=500, tell=lambda _, share: shares.append(share)
+    )
+    assert found.compared >= 500 and found.differing == 0
+    assert shares == sorted(shares) and shares[-1] == 1.0 and len(shares) > 2
+
+
+def test_kinds_that_cannot_be_had_are_left_out_and_named(wide: AsIf, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_):
+        raise OutriderError("structured output needs llguidance")
+
+    monkeypatch.delitem(wide.__dict__, "compiler", raising=False)
+    monkeypatch.setattr("outrider.engine.llm.GrammarCompiler", missing)
+    found = module.Traffic()
+    kinds = _kinds(wide, found)
+    assert found.left_out == dict.fromkeys(GRAMMARS, "structured output needs llguidance")
+    assert set(kinds) == {USUAL, *KINDS} - set(GRAMMARS)
+
+
+def test_a_seed_gives_the_same_traffic(wide: AsIf) -> None:
+    def traffic(seed: int) -> list[tuple]:
+        rnd = random.Random(seed)
+        cases = _cases(wide, prompts(4), range(16), [USUAL, "penalties"], [0.0], PARAMS, rnd)
+        made = _traffic(wide, cases, ["auto", "lm"], 4, rnd)
+        return [(a.case.prompt, a.case.kind, a.case.params.seed, a.way, a.at, a.until) for a in made]
+
+    first = traffic(1)
+    assert first == traffic(1) != traffic(2)
+    moments = [at for *_, at, _ in first]
+    assert moments == sorted(moments) and len(set(moments)) > 5  # among decodes, not all at first
+    assert max(Counter(moments).values()) > 1  # and some together
+
+
+def test_what_the_engine_refuses_is_raised(wide: AsIf) -> None:
+    with pytest.raises(InvalidRequest, match="max_tokens"):
+        audit_arrivals(wide, prompts(1), False, [0.0], SamplingParams(max_tokens=1000))
+
+
+def test_predictions_hold_in_part() -> None:
+    text = "one two three four five six seven"
+    nearly = _nearly(text)
+    assert nearly[:10] == text[:10] and nearly[-10:] == text[-10:] and nearly != text
+    assert _nearly("")
