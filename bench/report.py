@@ -3,9 +3,9 @@
     python -m bench.report RESULTS.json... --out docs/gpu.html
 
 The results are those of `outrider bench --json`, `outrider audit --json`, `bench/peers.py --json`,
-`bench/gpu/step.py --json` and `bench/gpu/rounds.py --json`, any number of each. Every figure on the page comes from
-them or is worked out from them as the goal says; a goal that nothing was measured for is shown so, and a miss is shown
-as a miss.
+`bench/mixed.py --json`, `bench/gpu/step.py --json` and `bench/gpu/rounds.py --json`, any number of each. Every figure
+on the page comes from them or is worked out from them as the goal says; a goal that nothing was measured for is shown
+so, and a miss is shown as a miss.
 """
 
 from __future__ import annotations
@@ -167,6 +167,13 @@ def audited(field: str) -> Find:
     return find
 
 
+def mixed(results: list[Result]) -> Iterator[Found]:
+    """Of batches in which every kind of request was."""
+    for result in of_kind(results, "mixed"):
+        if result.get("as_if", {}).get("shape") == "8b" and "rates" in result and not result["left_out"]:
+            yield Found(result["rates"]["all"]["ratio"], f"batch {result['batch']}", command(result))
+
+
 def offline(results: list[Result]) -> Iterator[Found]:
     for result in of_kind(results, "bench"):
         together = result.get("plain", {}).get("together", {})
@@ -195,6 +202,7 @@ GOALS = (
     Goal("Tokens that differ from plain ones, as timed", 0, True, "", differing),
     Goal("Identity: tokens compared", 1_000_000, False, "", best(audited("compared"))),
     Goal("Identity: tokens that differ", 0, True, "", audited("differing")),
+    Goal("A batch with logprobs, grammar, penalties, prediction", 0.93, False, "x without them", mixed),
     Goal("Offline: the 135M model, 512 prompts at once", 100_000, False, " tok/s", offline),
 )  # fmt: skip
 
@@ -402,6 +410,19 @@ def _arrivals(result: Result) -> str:
     )
 
 
+def mixed_batch(result: Result) -> str:
+    rows = [
+        [escape(name), number(one["without_tok_s"]), number(one["mixed_tok_s"]), f"{one['ratio']:.3f}",
+         f"{one['worst']:.3f}"]
+        for name, one in result["rates"].items()
+    ]  # fmt: skip
+    heads = ["Tokens a second of", "~Without them", "~Mixed", "~Ratio", "~Lowest"]
+    return (
+        f"<h2>Requests that ask for more, in a batch of {result['batch']}{_as_if(result)}</h2>{_meaning(result)}"
+        f"{by(result)}{table(heads, rows)}<p>{_compared(result)}</p>"
+    )
+
+
 def _compared(found: Result) -> str:
     kind = "missed" if found["differing"] else "met"
     return f"<b>{found['compared']:,}</b> tokens compared, <b class={kind}>{found['differing']:,}</b> differ."
@@ -427,6 +448,7 @@ SECTIONS: dict[str, Callable[[Result], str]] = {
     "rounds": rounds,
     "bench": bench,
     "peers": peers,
+    "mixed": mixed_batch,
     "audit": audit,
 }
 

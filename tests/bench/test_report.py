@@ -251,6 +251,18 @@ def test_arrivals_are_shown_with_who_came(wide: AsIf, monkeypatch: pytest.Monkey
     assert "logprobs T=0" in text
 
 
+@pytest.mark.parametrize(
+    ("ratio", "left_out", "shown"), [(0.95, [], "✓ met"), (0.91, [], "✗ missed"), (0.95, ["grammar"], None)]
+)
+def test_a_mixed_batch_has_its_goal(ratio: float, left_out: list[str], shown: str | None) -> None:
+    rates = {"all": {"without_tok_s": 100.0, "mixed_tok_s": 95.0, "ratio": ratio, "worst": 0.9}}
+    result = {"kind": "mixed", "certificate": CERTIFICATE, "as_if": AS_IF, "left_out": left_out, "batch": 16,
+              "rates": rates, "compared": 5, "differing": 0}  # fmt: skip
+    text = unescape(re.sub("<[^>]*>", " ", page([result])))
+    assert f"{ratio:.3f}" in text and "0.900" in text
+    assert [verdict for verdict in ("✓ met", "✗ missed") if verdict in text] == ([shown] if shown else [])
+
+
 def test_a_run_that_was_cut_short_says_so() -> None:
     assert "cut short" in page([audit(5, 0) | {"complete": False}])
     assert "cut short" not in page([audit(5, 0) | {"complete": True}])
