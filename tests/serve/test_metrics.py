@@ -1,0 +1,243 @@
+"""What /metrics counts is what happened: every step once, every token a client got, under aborts and preemptions."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from outrider.control.planner import Planner
+from outrider.draft.lookup import LookupDrafter
+from outrider.engine.driver import Driver
+from outrider.engine.engine import Engine
+from outrider.model.decoder import Decoder
+from outrider.serve.backend import Backend, Stream
+from outrider.serve.engine_process import EngineProcess
+from outrider.serve.link import Compiled, End, Start, hear
+from outrider.serve.metrics import Metrics
+from outrider.serve.settings import ServeSettings
+from outrider.types import Event, Request, SamplingParams, Speculation, StepRecord
+from tests.serve.conftest import Served
+from tests.tiny import prompt_of, tiny_engine, tiny_model
+
+SLOTS = 160  # of the cache: about six of the requests below
+SPECULATIVE = Speculation(drafter="test", depth=3, nodes=3)
+PLAIN = Speculation(drafter="none")
+
+
+@dataclass(frozen=True)
+class Runner:
+    """A way to run steps: how its engine is built, and how many passes it has launched and not settled."""
+
+    build: Callable[[Decoder], Engine]
+    unsettled: Callable[[Engine], int] = lambda engine: 0
+
+
+def eager(model: Decoder) -> Engine:
+    cache = SLOTS * model.config.kv_bytes_per_token
+    return tiny_engine(model, Planner("test"), LookupDrafter(), cache_bytes=cache, max_sequences=8)
+
+
+RUNNERS = {"eager": Runner(eager)}
+
+
+@pytest.fixture(params=RUNNERS.values(), ids=RUNNERS)
+def runner(request: pytest.FixtureRequest) -> Runner:
+    return request.param
+
+
+class Serving:
+    """Both sides of the socket around an engine: what a server has, without HTTP and processes."""
+
+    def __init__(self, runner: Runner) -> None:
+        model = tiny_model()
+        self.runner, self.passes = runner, 0
+        inner = model.forward
+
+        def counted(*given: Any) -> Any:
+            self.passes += 1
+            return inner(*given)
+
+        model.forward = counted  # type: ignore[method-assign]
+        self.driver = Driver(lambda: runner.build(model))
+        self.ours, theirs = socket.socketpair()
+        llm: Any = SimpleNamespace(
+            driver=self.driver, engine=self.driver.engine, request=_request, compiler=None
+        )
+        self.process = EngineProcess(theirs, llm)
+        self.process._ready = lambda: Compiled("")  # type: ignore[method-assign, assignment, return-value]
+        self.thread = threading.Thread(target=self.process.run, daemon=True)
+        self.metrics = Metrics()
+
+    async def answer(self, *asked: tuple[list[int], SamplingParams]) -> list[tuple[list[int], list[End]]]:
+        """All of them, sent together by clients of their own: their tokens, and what each choice cost."""
+        backend = Backend(Start("tiny", "none", {}, ("text", "info")), ServeSettings(), self.metrics)
+        backend.state = "ready"
+        reader, backend._writer = await asyncio.open_connection(sock=self.ours)
+
+        async def listen() -> None:
+            while (message := await hear(reader)) is not None:
+                await backend._obey(message)
+
+        async def client(one: tuple[list[int], SamplingParams]) -> tuple[list[int], list[End]]:
+            deadline = asyncio.get_running_loop().time() + 60
+            return await _heard(await backend.open([one], "", deadline), deadline)
+
+        self.thread.start()
+        listening = asyncio.create_task(listen())
+        try:
+            return await asyncio.gather(*map(client, asked))
+        finally:
+            backend._writer.close()
+            await listening
+
+    def metric(self, name: str) -> float:
+        text = self.metrics.text("tiny")
+        return sum(map(float, re.findall(rf"^outrider:{name}\{{.*\}} (.*)$", text, re.MULTILINE)))
+
+    def abort(self, ends: dict[tuple[int, int], int]) -> None:
+        """End requests at a certain moment: `{(who, tokens): whom}`, by the order in which they were sent."""
+        inner, heard, pending = self.process._hear, Counter[int](), dict(ends)
+
+        def listening(event: Event | BaseException) -> None:
+            inner(event)
+            assert isinstance(event, Event)
+            salt, _, number = event.request_id.rpartition("-")
+            heard[int(number)] += len(event.token_ids)
+            for who, tokens in list(pending):
+                if heard[who] >= tokens:
+                    self.process._abort(f"{salt}-{pending.pop((who, tokens))}")
+
+        self.process._hear = listening  # type: ignore[method-assign]
+
+    def close(self) -> None:
+        """The clients are gone already, so the engine's side is on its way out."""
+        self.thread.join(20)
+        self.driver.close()
+        self.process.sock.close()
+
+
+def _request(prompt: list[int], params: SamplingParams, owner: str, name: str) -> Request:
+    return Request(name, tuple(prompt), params, params.seed or 0, owner)
+
+
+async def _heard(stream: Stream, deadline: float) -> tuple[list[int], list[End]]:
+    tokens, ends = [], []
+    async for batch in stream.batches(deadline, silence=0):
+        for _, piece in batch:
+            tokens += piece.token_ids
+            ends += [piece.end] if piece.end is not None else []
+    return tokens, ends
+
+
+@pytest.fixture
+def serving(runner: Runner) -> Iterator[Serving]:
+    made = Serving(runner)
+    yield made
+    made.close()
+
+
+def requests(number: int, tokens: int = 30, choices: int = 1) -> list[tuple[list[int], SamplingParams]]:
+    """Half of them guess, whatever it costs; prompts have something to look up."""
+    return [
+        (
+            (prompt_of(8, i) * 4)[: 12 + 2 * i],
+            SamplingParams(
+                temperature=0.5 * (i % 2), max_tokens=tokens + i, seed=i, n=choices,
+                logprobs=1 if i % 5 == 0 else None, speculation=SPECULATIVE if i % 4 < 2 else PLAIN,
+            ),
+        )
+        for i in range(number)
+    ]  # fmt: skip
+
+
+def check(serving: Serving, answers: list[tuple[list[int], list[End]]]) -> None:
+    settled = serving.passes - serving.runner.unsettled(serving.driver.engine)
+    assert serving.metric("steps_total") == settled
+    assert serving.metric("step_duration_seconds_count") == settled
+    assert serving.metric("generation_tokens_total") == sum(len(tokens) for tokens, _ in answers)
+    drafted = sum(end.drafted for _, ends in answers for end in ends)
+    assert serving.metric("spec_decode_num_draft_tokens_total") == drafted > 0
+    assert serving.metric("num_preemptions_total") == serving.driver.engine.scheduler.preemptions
+
+
+def test_every_step_and_token_is_counted_once(serving: Serving) -> None:
+    asked = requests(3)
+    answers = asyncio.run(serving.answer(*asked))
+    check(serving, answers)
+    assert [len(tokens) for tokens, _ in answers] == [params.max_tokens for _, params in asked]
+
+
+def test_they_are_under_preemptions(serving: Serving) -> None:
+    asked = requests(12)
+    answers = asyncio.run(serving.answer(*asked))
+    check(serving, answers)
+    assert serving.metric("num_preemptions_total") > 0
+    assert [len(tokens) for tokens, _ in answers] == [params.max_tokens for _, params in asked]
+
+
+def test_they_are_with_several_choices_a_request(serving: Serving) -> None:
+    answers = asyncio.run(serving.answer(*requests(4, tokens=12, choices=3)))
+    check(serving, answers)
+    assert [len(ends) for _, ends in answers] == [3] * 4
+
+
+def test_they_are_under_aborts(serving: Serving) -> None:
+    """Of one that has just begun, of some midway, of those that come last and may still wait or have lost their place;
+    and of all that are there at once.
+    """
+    asked = requests(12)
+    serving.abort({(0, 1): 0, (3, 7): 3, (4, 20): 4, (1, 4): 11, (1, 8): 9, (2, 12): 7, (2, 18): 10})
+    answers = asyncio.run(serving.answer(*asked))
+    check(serving, answers)
+    short = [i for i, (tokens, _) in enumerate(answers) if len(tokens) < asked[i][1].max_tokens]
+    assert {0, 3, 4} <= set(short)
+    assert len(answers[0][0]) < 8  # it went with its first tokens
+
+
+def test_they_are_when_everybody_leaves_at_once(serving: Serving) -> None:
+    serving.abort({(0, 6 + i): i for i in range(6)} | {(5, 2): 6})
+    answers = asyncio.run(serving.answer(*requests(7)))
+    check(serving, answers)
+
+
+@pytest.mark.parametrize("times", [0, 2])
+def test_a_step_counted_twice_or_not_at_all_is_noticed(serving: Serving, times: int) -> None:
+    """The checks above themselves."""
+    inner, steps = serving.process._after_step, count(1)
+
+    def wrong(record: StepRecord) -> None:
+        for _ in range(times if next(steps) == 5 else 1):
+            inner(record)
+
+    serving.process._after_step = wrong  # type: ignore[method-assign]
+    answers = asyncio.run(serving.answer(*requests(2)))
+    with pytest.raises(AssertionError):
+        check(serving, answers)
+
+
+def test_over_http_tokens_are_those_that_clients_got(served: Served) -> None:
+    names = ("prompt_tokens_total", "generation_tokens_total")
+    before = [served.metric(name) for name in names]
+
+    def ask(number: int) -> tuple[int, int]:
+        text = "hello 12 " * (3 + number)
+        body = {"prompt": text, "max_tokens": 20 + number, "n": 1 + number % 2, "seed": number}
+        usage = served.post("/v1/completions", body).json()["usage"]
+        return usage["prompt_tokens"], usage["completion_tokens"]
+
+    with ThreadPoolExecutor(8) as clients:
+        answers = list(clients.map(ask, range(8)))
+    served.wait_idle()
+    moved = [served.metric(name) - old for name, old in zip(names, before, strict=True)]
+    assert moved == [sum(column) for column in zip(*answers, strict=True)]
