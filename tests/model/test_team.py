@@ -128,6 +128,17 @@ def test_threads_that_have_nothing_to_do_sleep(team: Any) -> None:
     assert time.process_time() - before < 0.1
 
 
+def test_members_that_a_task_is_not_for_are_not_woken(team: Any) -> None:
+    """A process may have a model with many threads and one with few."""
+    run(team, 300, 500)
+    begin = time.process_time()
+    for _ in range(100):
+        run(team, 2, 8)
+        time.sleep(0.001)  # the helper sleeps before the next
+    assert time.process_time() - begin < 1.5  # each woken in vain looks out for 0.2 ms: 5 s
+    assert run(team, 300, 500)[0] == Counter(range(500))
+
+
 # ---------------------------------------------------------------------------------------------- fork and exit
 
 PROGRAM = """

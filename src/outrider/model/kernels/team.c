@@ -50,6 +50,7 @@ static struct {
     _Atomic int waiting;                /* whether the caller sleeps until they all are */
     _Alignas(64) _Atomic int sleeping;  /* helpers, */
     _Atomic uint32_t calls;             /* and how often they were woken */
+    _Atomic uint32_t wider;             /* how often a task had more threads than the one before it */
     _Alignas(64) _Atomic int taken;     /* by a caller; what follows is that caller's */
     int helpers, ready, resting;
     int64_t soonest; /* when one of those that rest may be tried again */
@@ -148,8 +149,17 @@ static int take_part(uint64_t epoch, int member, int units, int threads, Task *t
 
 /* ---- helpers ------------------------------------------------------------------------------------------ */
 
+/* Until a task is for so many threads that this member is one of them: narrower ones do not wake it. */
+static void sleep_until_wider(int member) {
+    for (;;) {
+        uint32_t wider = atomic_load(&team.wider);
+        if (member < atomic_load(&team.threads)) return;
+        sleep_on(&team.wider, wider);
+    }
+}
+
 /* The next epoch whose task can be read: looked out for, then slept for. */
-static uint64_t next_epoch(uint64_t seen) {
+static uint64_t next_epoch(uint64_t seen, int member) {
     for (;;) {
         int64_t begin = now();
         do {
@@ -159,6 +169,10 @@ static uint64_t next_epoch(uint64_t seen) {
                 relax();
             }
         } while (now() - begin < HELPER_SPIN);
+        if (member >= atomic_load(&team.threads)) {
+            sleep_until_wider(member);
+            continue;
+        }
         atomic_fetch_add(&team.sleeping, 1);
         uint32_t calls = atomic_load(&team.calls);
         if (atomic_load(&team.epoch) == seen) sleep_on(&team.calls, calls);
@@ -172,7 +186,7 @@ static void *help(void *number) {
     uint64_t epoch = 0;
     for (;;) {
         while (atomic_load(&me->resting)) sleep_on(&me->resting, 1);
-        epoch = next_epoch(epoch);
+        epoch = next_epoch(epoch, member);
         int units = atomic_load_explicit(&team.units, memory_order_relaxed);
         int threads = atomic_load_explicit(&team.threads, memory_order_relaxed);
         Task *task = atomic_load_explicit(&team.task, memory_order_relaxed);
@@ -218,6 +232,7 @@ static void hire(int count) {
 
 static uint64_t publish(int threads, int units, Task *task, void *job) {
     uint64_t epoch = atomic_load_explicit(&team.epoch, memory_order_relaxed);
+    int before = atomic_load_explicit(&team.threads, memory_order_relaxed);
     atomic_store_explicit(&team.epoch, epoch + 1, memory_order_relaxed);
     atomic_thread_fence(memory_order_release);
     atomic_store_explicit(&team.units, units, memory_order_relaxed);
@@ -229,6 +244,10 @@ static uint64_t publish(int threads, int units, Task *task, void *job) {
     if (atomic_load(&team.sleeping)) {
         atomic_fetch_add(&team.calls, 1);
         wake(&team.calls);
+    }
+    if (threads > before) {
+        atomic_fetch_add(&team.wider, 1);
+        wake(&team.wider);
     }
     return epoch + 2;
 }
