@@ -24,8 +24,10 @@ $(BIN)/python:
 
 # torch is named with its version: a plain `torch` may bring several gigabytes of CUDA packages with it.
 # Modules are compiled when they are first imported, which must then be allowed: most of them never are.
-$(INSTALLED): pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile '$(TORCH)' -e '.[dev]'
+# The pip that comes with Python may be years old, and twice as slow as today's.
+$(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt '$(TORCH)' -e '.[dev]'
 	@$(BIN)/python -c "from outrider.model.kernels.build import library; from outrider.settings import cache_folder; library(cache_folder() / 'kernels')" 2>/dev/null \
 		|| echo "The C kernels cannot be built here (is there a C compiler?); torch's own will be used, which is slower."
 	@touch $@

@@ -12,8 +12,10 @@ import pytest
 from outrider import LLM, SamplingParams
 from outrider.bench.adversaries import adversaries
 from outrider.bench.peers import Transformers
+from tests.sweep import sweep
 
 pytestmark = pytest.mark.model
+TREES = {"nodes": 12, "depth": 4}
 
 TEXTS = [
     "What is the capital of France?",
@@ -57,7 +59,7 @@ def test_eight_at_once(llm: LLM, plain):
     assert [o.token_ids for o in outs] == plain
 
 
-@pytest.mark.parametrize("speculation", [True, {"nodes": 12, "depth": 4}], ids=str)
+@pytest.mark.parametrize("speculation", sweep([True, TREES], quick=[True]), ids=str)
 def test_guessing_by_lookup(llm: LLM, plain, speculation):
     prompts, params = requests(llm)
     outs = llm.generate(prompts, params, owner=f"guess{speculation}", speculation=speculation)

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.mark.parametrize("sizes", sweep(["few", "every"], quick=["few"]))
 def test_every_kernel_compiles(sizes: str) -> None:
-    """In one size each; and in every size that a decoder launches."""
+    """In one size each, others being read alone; and in every size that a decoder launches."""
     sources = [file.read_text() for file in Path(gpu.__path__[0]).glob("*.py")]
     kernels = {name for source in sources for name in re.findall(r"^def (_\w+_kernel)\(", source, re.M)}
     assert len(kernels) > 5

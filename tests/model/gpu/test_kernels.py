@@ -250,7 +250,7 @@ def test_folding_in_registers_gives_the_same_bits(device: str) -> None:
     assert torch.equal(past.attend(q, batch, whole=True), past.attend(q, batch, whole=False))
 
 
-@pytest.mark.parametrize("length", sweep([3, 62, 127, 130], quick=[62, 127]))
+@pytest.mark.parametrize("length", sweep([3, 62, 127, 130], quick=[62]))
 def test_a_node_equals_the_same_token_as_known_text(device: str, length: int) -> None:
     """The heart of identity with trees: a path scattered over the draft has the bits of a chain."""
     past = Past(device, 2, 1, 16, [length], room=260)
@@ -550,7 +550,7 @@ def test_sift_of_whole_vocabularies(device: str, vocab: int, asked: tuple[int, f
 
 @pytest.mark.parametrize(
     ("top_k", "top_p"),
-    sweep([(0, 0.9), (0, 0.99), (0, 0.2), (50, 1.0), (50, 0.9)], quick=[(0, 0.9), (50, 1.0)]),
+    sweep([(0, 0.9), (0, 0.99), (0, 0.2), (50, 1.0), (50, 0.9)], quick=[(0, 0.9)]),
 )
 def test_sift_finds_where_to_look(device: str, top_k: int, top_p: float) -> None:
     """A bound outside of what was gathered would be found all the same, but slowly."""

@@ -206,7 +206,7 @@ def model_of(device: str, weights: str, **changes) -> Decoder:
     ("kind", "tied", "layers"),
     sweep(
         product(KINDS, [True, False], [1, 2]),
-        quick=[("int8", True, 1), ("int4", False, 1)],
+        quick=[("int4", False, 1)],
     ),
 )
 def test_a_tree_has_the_bits_of_plain_decoding(device: str, kind: str, tied: bool, layers: int) -> None:
