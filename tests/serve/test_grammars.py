@@ -21,7 +21,7 @@ from outrider.serve.metrics import Metrics
 from outrider.serve.settings import ServeSettings
 from outrider.types import SamplingParams
 from tests.load.tiny import byte_level_backend, vocabulary
-from tests.serve.conftest import Served
+from tests.serve.conftest import UNENCRYPTED, Served
 from tests.verify.test_grammar_depth import chain, rules
 
 GOOD = {"json_schema": {"type": "boolean"}}
@@ -118,7 +118,9 @@ def test_chains_of_references_end_no_engine(serve_tiny: Callable[..., Served]) -
     server = serve_tiny("--max-schema-bytes", "64M", "--max-body-bytes", "64M", "--no-stream-padding")
     engine = server.engine().pid
     body = {"prompt": "a", "max_tokens": 400, "stream": True, "ignore_eos": True, "seed": 1, "temperature": 0}
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as stream:
+    with httpx.stream(
+        "POST", f"{server.url}/v1/completions", json=body, timeout=60, verify=UNENCRYPTED
+    ) as stream:
         lines = stream.iter_lines()
         next(lines)
         for links in (1_000, 10_000, 100_000):

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.serve.conftest import Served, start_server
+from tests.serve.conftest import UNENCRYPTED, Served, start_server
 from tests.serve.sdk import exactly, user
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -19,7 +19,9 @@ MESSAGES = "/v1/messages"
 
 
 def transcript(served: Served, path: str, body: dict[str, Any]) -> tuple[httpx.Response, str]:
-    with httpx.stream("POST", served.url + path, json={**body, "stream": True}, timeout=60) as reply:
+    with httpx.stream(
+        "POST", served.url + path, json={**body, "stream": True}, timeout=60, verify=UNENCRYPTED
+    ) as reply:
         return reply, reply.read().decode()
 
 
@@ -206,7 +208,7 @@ def test_a_wrong_request_for_a_stream_is_a_plain_error(served: Served) -> None:
 def test_small_writes_are_not_held_back(served: Served) -> None:
     """Headers and body go out in two writes; a kernel left to gather small ones waits 40 ms for the second."""
     took = []
-    with httpx.Client(timeout=20) as kept:
+    with httpx.Client(timeout=20, verify=UNENCRYPTED) as kept:
         for _ in range(40):  # the quickest counts: other work on the machine is not the server's
             begin = time.perf_counter()
             kept.get(f"{served.url}/health")
