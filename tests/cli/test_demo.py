@@ -12,7 +12,7 @@ from rich.console import Console
 
 from outrider import LLM
 from outrider.cli import demo
-from outrider.cli.demo import Scene, activation, show_duel
+from outrider.cli.demo import Duel, Panes, Scene, activation, show_duel
 
 from .conftest import Outrider
 
@@ -29,6 +29,7 @@ def test_in_a_pipe_it_is_plain_text_that_says_everything_once(outrider: Outrider
     ran = outrider("demo", tiny_folder)
     assert ran.code == 0
     assert "\x1b" not in ran.out and "\r" not in ran.out
+    assert "\n\n\n" not in re.sub(r"\[(plain|speculative)\]\n.*?\n\[\d", "", ran.out, flags=re.DOTALL)
     assert ran.out.count("[plain]") == ran.out.count("[speculative]") == 2
     verdicts = re.findall(r"(\d+) of (\d+) tokens identical", ran.out)
     assert len(verdicts) == 2 and all(same == all_ for same, all_ in verdicts)
@@ -61,6 +62,22 @@ def test_on_a_terminal_two_panes_fit_its_width(
     assert max(line.count("╭") for line in lines) == panes
 
 
+@pytest.mark.parametrize(("no_color", "held"), [("", "32"), ("1", "4")], ids=["green", "underlined"])
+def test_guesses_that_held_are_seen_with_and_without_colour(
+    monkeypatch: pytest.MonkeyPatch, no_color: str, held: str
+) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("NO_COLOR", no_color)
+    console = Console(file=io.StringIO(), force_terminal=True, width=80, color_system="standard")
+    duel = Duel(SCENE)
+    duel.guessed.pieces += [("its own ", "target"), ("guessed", "accepted")]
+    console.print(Panes(console, duel)._draw())
+    out = console.file.getvalue()
+    assert f"\x1b[{held}mguessed\x1b[0m" in out
+    codes = {code for style in re.findall(r"\x1b\[([\d;]*)m", out) for code in style.split(";")}
+    assert not no_color or codes <= {"", "0", "1", "2", "4"}  # bold, dim, underlined
+
+
 def test_a_terminal_that_can_only_write_on_gets_lines(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -86,7 +103,7 @@ def test_a_ratio_measured_beside_other_programs_is_not_called_a_gain() -> None:
 
     duel = type("Fixed", (demo.Duel,), {"same_tokens": 0})(SCENE)
     duel.plain, duel.guessed = Took(4, 1), Took(1, 0)
-    assert duel.verdict().startswith("about 4.0x as fast, beside other programs")
+    assert duel.verdict().startswith("about 4.0x as fast,")
     duel.plain = Took(4, 0)
     assert duel.verdict().startswith("4.0x faster")
     duel.plain = Took(1.05, 0)

@@ -54,14 +54,15 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-COMMANDS = [["--help"], ["models"], ["generate", ".", "a", "--max-tokens", "2"]]
+COMMANDS = [["--help"], ["models"], ["doctor"], ["generate", ".", "a", "--max-tokens", "2"]]
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
 def test_commands_run_nothing_of_the_working_directory(model: Path, script: Path, command: list[str]) -> None:
     plant(model, "outrider")
     done = subprocess.run([sys.executable, str(script), *command], cwd=model, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    assert done.stdout and "Traceback" not in done.stderr, done.stderr
+    assert done.returncode == 0 or command == ["doctor"]  # which may find something to complain about
     assert not was_run(model)
 
 

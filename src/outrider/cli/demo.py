@@ -138,7 +138,7 @@ class Duel:
     def verdict(self) -> str:
         ratio = self.plain.seconds / self.guessed.seconds
         if self.noisy:
-            pace = f"about {ratio:.1f}x as fast, beside other programs"
+            pace = f"about {ratio:.1f}x as fast"  # why only about, the end says
         elif ratio >= 1.15:
             pace = f"{ratio:.1f}x faster"
         elif ratio >= 0.95:
@@ -281,7 +281,7 @@ class Lines:
         return self
 
     def __exit__(self, *_: object) -> None:
-        pass
+        write("\n")
 
     def update(self, pane: Pane) -> None:
         assert pane.answer is not None
@@ -290,7 +290,7 @@ class Lines:
             write(f"\n[{pane.title}]\n")
         write("".join(text for text, _ in pane.answer.fresh))
         if pane.answer.done:
-            write(f"\n[{pane.summary()}]\n\n")
+            write(f"\n[{pane.summary()}]\n")
 
 
 def _place(llm: LLM) -> str:
