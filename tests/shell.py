@@ -188,7 +188,7 @@ class Shell:
     @contextlib.contextmanager
     def _warm(self) -> Iterator[None]:
         """`LLM(...)` gives the model that is loaded already, where nothing else is asked for; answers are short."""
-        for name in ("as_if", "audit", "speculation"):  # these name the class when they are read
+        for name in ("arrivals", "as_if", "audit", "speculation"):  # these name the class when they are read
             importlib.import_module(f"outrider.bench.{name}")
         request = LLM.request
 
