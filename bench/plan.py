@@ -16,11 +16,11 @@ from collections import Counter
 from dataclasses import dataclass
 from types import SimpleNamespace
 
-from outrider.control.forms import CHAINS, NO_FORM, Form, chance, ranks_of, shape_of
 from outrider.control.planner import Planner
+from outrider.control.trees import CHAINS, NO_TREE, TreeShape, choice_rate, node_ranks, tree_nodes
 from outrider.draft.chains import LmChain, LookupChain
 from outrider.engine.rounds import SIZES, Rounds
-from outrider.types import Bet, Outcome, Request, SamplingParams, Sequence, StepRecord
+from outrider.types import Bet, Options, Outcome, Request, SamplingParams, Sequence, StepRecord, Work
 
 PLAIN = {1: 3.86, 2: 3.9, 4: 4.0, 8: 4.1, 16: 4.18, 32: 4.55, 64: 5.03}  # ms of a round
 LOOKED_UP = {
@@ -55,8 +55,8 @@ class Task:
 TASKS = {"chat": Task(45, 0.9, (0.23, 0.12), 0.6), "rewrite": Task(400, 0.3, (0.64, 0.25), 0.9)}
 
 
-def milliseconds(drafter: str, form: Form, size: int) -> float:
-    if form == NO_FORM:
+def milliseconds(drafter: str, form: TreeShape, size: int) -> float:
+    if form == NO_TREE:
         return PLAIN[size]
     rows = size * (form[1] + 1)
     spent = PLAIN[size] + next((ms for most, ms in LOOKED_UP.items() if rows <= most), 0.015 * rows)
@@ -73,18 +73,18 @@ class Answer:
     copied: float  # that the first token of a lookup does
     unread: int  # by the draft
 
-    def accepted(self, drafter: str, form: Form, task: Task, rnd: random.Random) -> tuple[int, int]:
+    def accepted(self, drafter: str, form: TreeShape, task: Task, rnd: random.Random) -> tuple[int, int]:
         """How many guesses hold, and how many of them were first choices."""
         if drafter == "lookup":
             chances = (self.copied, *[task.further] * (form[0] - 1))
             held = next((k for k, likely in enumerate(chances) if rnd.random() >= likely), form[0])
             return held, held
-        shape, ranks = shape_of(form), ranks_of(form)
+        shape, ranks = tree_nodes(form), node_ranks(form)
         node, held, straight = -1, 0, True
         firsts = 0
         while children := [i for i, parent in enumerate(shape.parents) if parent == node]:
             rank, left = 0, rnd.random()
-            while rank < len(children) and (left := left - chance(rank, self.chance)) >= 0:
+            while rank < len(children) and (left := left - choice_rate(rank, self.chance)) >= 0:
                 rank += 1
             if rank == len(children):
                 break
@@ -99,7 +99,7 @@ def answers(batch: int, task: Task, rnd: random.Random) -> list[Answer]:
     for i in range(batch):
         params = SamplingParams(temperature=0.7, max_tokens=MOST_TOKENS)
         length = MOST_TOKENS if rnd.random() < task.whole else rnd.randint(10, MOST_TOKENS)
-        one = Sequence(Request(f"r{i}", (1, 2, 3), params, i), 0, i, [1, 2, 3])
+        one = Sequence(Request(f"r{i}", (1, 2, 3), params, i), 0, i, [1, 2, 3], cached=2)
         made.append(Answer(one, length - 1, _near(rnd, 0.735, 0.08), _near(rnd, *task.copies), task.prompt))
     return made
 
@@ -115,28 +115,29 @@ def run(
     spent, tokens = 0.0, sum(one.left for one in live)
     while live:
         size = Rounds.size_for(sizes, len(live))  # type: ignore[arg-type]
-        drafter, form = ("none", NO_FORM) if planner is None else _planned(planner, live, size)
+        drafter, form = ("none", NO_TREE) if planner is None else _planned(planner, live, size)
         if planner is not None and drafter == "lm" and (unread := sum(one.unread for one in live)):
             reading = max(1.2, unread * READING)
-            planner.rounds.read("lm", unread, reading / 1e3)
+            planner.learn_reading("lm", unread, reading / 1e3)
             spent += reading
         took = milliseconds(drafter, form, size)
         spent += took
         outcomes, emitted = [], 0
         for one in live:
-            held, firsts = one.accepted(drafter, form, task, rnd) if form != NO_FORM else (0, 0)
+            held, firsts = one.accepted(drafter, form, task, rnd) if form != NO_TREE else (0, 0)
             count = min(held + 1, one.left)
             one.sequence.tokens.extend([1] * count)
+            one.sequence.cached += count
             one.left, emitted = one.left - count, emitted + count
             one.unread = 0 if drafter == "lm" else one.unread + count if one.unread or count > 3 else 0
-            if form != NO_FORM:
+            if form != NO_TREE:
                 bet = Bet(drafter, form[1], form[0])
                 outcomes.append(Outcome(one.sequence, bet, form[1], form[0], held, firsts))
         if planner is not None:
             n, seconds = len(live), took / 1e3
-            flight = drafter, form, size
+            captured = drafter, form, size
             planner.observe(
-                StepRecord(n, n, n, 0, 0, emitted, 0, 0, seconds, 0, seconds, outcomes, flight=flight)
+                StepRecord(n, n, n, 0, 0, emitted, 0, 0, seconds, 0, seconds, outcomes, captured=captured)
             )
             for one in live:
                 if one.left <= 0:
@@ -145,18 +146,18 @@ def run(
     return tokens / spent * 1e3
 
 
-def _planned(planner: Planner, live: list[Answer], size: int) -> tuple[str, Form]:
-    sequences = [one.sequence for one in live]
-    while (drafter := planner.unmeasured(sequences, size)) in DRAFTERS:
-        costs = [("none", NO_FORM, PLAIN[size] / 1e3)]
-        forms = Rounds.forms(ROUNDS, drafter, size)  # type: ignore[arg-type]
-        costs += [(drafter, form, milliseconds(drafter, form, size) / 1e3) for form in forms]
-        planner.rounds.learn(drafter, size, costs)
-    plan = planner.plan_round(
-        sequences, CHAINS[-1][0], size, lambda name: sum(one.unread for one in live) if name == "lm" else 0
-    )
+def _planned(planner: Planner, live: list[Answer], size: int) -> tuple[str, TreeShape]:
+    work = [Work(one.sequence, 1) for one in live]
+    trees = {name: Rounds.forms(ROUNDS, name, size) for name in DRAFTERS}  # type: ignore[arg-type]
+    behind = {"lm": sum(one.unread for one in live), "lookup": 0}
+    options = Options(size, (True,) * len(live), trees, behind.__getitem__, CHAINS[-1][0])
+    while (drafter := planner.unmeasured(work, options)) != "none":
+        costs = [("none", NO_TREE, PLAIN[size] / 1e3)]
+        costs += [(drafter, form, milliseconds(drafter, form, size) / 1e3) for form in trees[drafter]]
+        planner.learn(drafter, size, costs)
+    plan = planner.plan(work, options)
     bet = max(plan.bets, key=lambda bet: bet.nodes)
-    return (bet.drafter, (bet.depth, bet.nodes)) if bet.nodes else ("none", NO_FORM)
+    return (bet.drafter, (bet.depth, bet.nodes)) if bet.nodes else ("none", NO_TREE)
 
 
 def main() -> None:
@@ -165,8 +166,7 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=5)
     given = parser.parse_args()
     for name, task in TASKS.items():
-        planner = Planner("lm")
-        planner.rounds.choices = DRAFTERS
+        planner = Planner("lm", choices=DRAFTERS)
         for batch in map(int, given.batches.split(",")):
             sizes = SimpleNamespace(made={size for size in SIZES if size <= batch}, oversized=Counter())
             ratios = []

@@ -124,7 +124,7 @@ FAULTS = [
           "draft/test_lookup.py"),
     Fault("nodes by another's numbers", "draft/merged.py", "{merged: own for own", "{own: own for own",
           "draft/test_merged.py"),
-    Fault("rows that others asked for", "control/planner.py", "batch + fixed)", "batch - fixed)",
+    Fault("rows that others asked for", "control/planner.py", "rows = batch + sum(", "rows = batch - sum(",
           "control/test_planner.py"),
     # Text, and the server.
     Fault("a stop string shown in part", "engine/text.py", "    return longest\n", "    return 0\n",

@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from outrider.bench.certificate import certificate
 from outrider.cache.table import SlotTable
-from outrider.control.forms import CHAINS, NO_FORM, TREES, Form
+from outrider.control.trees import CHAINS, NO_TREE, TREES, TreeShape
 from outrider.draft.chains import LmChain, LookupChain
 from outrider.draft.state_device import DeviceBetween
 from outrider.engine.rounds import Rounds
@@ -53,7 +53,7 @@ def make_rounds(shape: str, draft: str, size: int, context: int) -> Rounds:
     return rounds
 
 
-def seconds(rounds: Rounds, size: int, drafter: str, form: Form, context: int, count: int = 24) -> float:
+def seconds(rounds: Rounds, size: int, drafter: str, form: TreeShape, context: int, count: int = 24) -> float:
     """Of a round, median, by the host's clock: rounds follow each other as in an engine, one behind."""
     nodes = form[1]
     shape = rounds._shape(size, nodes, form, drafter, context, False)
@@ -100,12 +100,12 @@ def main() -> None:
     rounds = make_rounds(given.shape, given.draft, max(sizes), given.context)
     found: list[dict[str, Any]] = []
     for size in sizes:
-        plain = seconds(rounds, size, "none", NO_FORM, given.context)
+        plain = seconds(rounds, size, "none", NO_TREE, given.context)
         forms = [("lookup", (4, 4)), *(("lm", form) for form in CHAINS[:3])]
         forms += [("lm", form) for form in TREES] if size <= 4 else []
-        for drafter, form in (("none", NO_FORM), *forms):
-            took = plain if form == NO_FORM else seconds(rounds, size, drafter, form, given.context)
-            tokens = {("none", NO_FORM): 1.0, ("lookup", (4, 4)): ALL_FOUR, ("lm", (4, 4)): DRAFTED}.get(
+        for drafter, form in (("none", NO_TREE), *forms):
+            took = plain if form == NO_TREE else seconds(rounds, size, drafter, form, given.context)
+            tokens = {("none", NO_TREE): 1.0, ("lookup", (4, 4)): ALL_FOUR, ("lm", (4, 4)): DRAFTED}.get(
                 (drafter, form)
             )
             rate = None if tokens is None else size * tokens / took

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -402,6 +402,49 @@ class Sequence:
         return len(self.tokens) - self.cached
 
 
+@dataclass(slots=True)
+class Work:
+    """A sequence in a step, and how many of its known tokens are fed. Their slots are already at the end of its row."""
+
+    sequence: Sequence
+    known: int
+    drafted: int = 0  # slots taken for draft nodes after them
+
+    @property
+    def emits(self) -> bool:
+        """Whether this step reaches the end of what is known, so that a new token follows."""
+        return self.known == self.sequence.pending
+
+    @property
+    def scored(self) -> int:
+        """How many of the known tokens precede a token of the prompt whose log-probability is wanted."""
+        if self.sequence.request.params.prompt_logprobs is None or self.sequence.choice:
+            return 0
+        return max(0, min(self.known, self.sequence.prompt_len - 1 - self.sequence.cached))
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the runner can do for the work of a step. Without resident rows every sequence may have any draft."""
+
+    size: int = (
+        0  # sequences that the resident rows have room for, padding counted; 0 where nothing is resident
+    )
+    resident: tuple[
+        bool, ...
+    ] = ()  # by item of work: it shares one drafter and one draft tree with the others
+    trees: Mapping[str, tuple[tuple[int, int], ...]] = field(
+        default_factory=dict
+    )  # of resident rows, by drafter
+    behind: Callable[[str], int] = lambda drafter: (
+        0
+    )  # tokens a drafter must read before it can draft for them
+    max_depth: int = 0  # of a chain of the resident rows
+
+    def is_resident(self, item: int) -> bool:
+        return self.size > 0 and self.resident[item]
+
+
 @dataclass(frozen=True, slots=True)
 class Bet:
     """What one sequence may guess this step: with which drafter, how many nodes, how deep, in which shape."""
@@ -418,7 +461,7 @@ NO_BET = Bet()
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """This step's bets, one a sequence of the pick, and why. `NO_BET` is plain decoding."""
+    """One bet for each item of work, and why. `NO_BET` is plain decoding."""
 
     bets: tuple[Bet, ...]
     reasons: tuple[str, ...] = ()
@@ -513,8 +556,8 @@ class StepRecord:
     verify_s: float
     total_s: float
     outcomes: list[Outcome] = field(default_factory=list)  # none of a round in which nobody could guess
-    reasons: tuple[str, ...] = ()  # why the planner bet as it did, one a sequence
+    reasons: tuple[str, ...] = ()  # why the planner bet as it did, one for each item of work
     plain_s: float = 0.0  # what plain steps would have cost for the same tokens; 0 while a prompt is read
-    # A round on the device: its drafter, the depth and nodes of its guesses, and how many sequences it has room for.
-    flight: tuple[str, tuple[int, int], int] | None = None
+    # Resident rows: their drafter, the depth and nodes of their draft tree, and how many sequences they have room for.
+    captured: tuple[str, tuple[int, int], int] | None = None
     passes: int = 1  # of the target, one after the other, told of together; rows are those of one

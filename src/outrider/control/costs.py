@@ -1,99 +1,112 @@
-"""What steps cost here, learned from those taken. `Costs`: seconds of a packed step by rows, and of a level of
-guessing. `RoundCosts`: seconds of a round on the device, which drafts and checks in one piece.
+"""The cost model: seconds of steps, learned from those measured and those taken.
+
+Ragged steps are known by their rows, captured steps by drafter, draft tree and size, drafting by its levels, and a
+drafter that has to catch up by the tokens it reads.
 """
 
 from __future__ import annotations
 
-from outrider.control.forms import NO_FORM, Form
+from collections.abc import Iterable, Mapping
+
+from outrider.control.trees import NO_TREE, TreeShape
 from outrider.types import StepRecord
 
 KEEP = 0.9  # weight of what was known against the newest measurement
-# believed cost of a row nobody has measured yet, as a share of a step; low, so that it gets measured
-SLOPE = 0.05
-HOPED = 0.02  # the same for a guess in a round
-FEW = 256  # tokens that a drafter reads in the time of one
-SLOWEST = 4  # plain rounds' time that they take, at most: beyond, something was made on the way
+UNMEASURED_ROW = 0.05  # share of a step that a row is taken to cost; low, so that it gets measured
+MAX_STALL = (
+    1.5  # of its time on the device that a captured step counts for: no plan changes what holds up the host
+)
+MIN_READ = 256  # tokens: fewer take a drafter as long to read
+SLOWEST_READ = (
+    4  # plain steps' time to read MIN_READ tokens, at most: beyond, a graph was captured on the way
+)
 
 
-class Costs:
+class CostModel:
     def __init__(self) -> None:
-        self.by_rows: dict[int, float] = {}
-        self.by_drafter: dict[str, float] = {}  # seconds a level
+        self.by_rows: dict[int, float] = {}  # ragged steps
+        self.captured: dict[tuple[str, TreeShape, int], float] = {}  # plain: "none", NO_TREE
+        self.per_level: dict[str, float] = {}  # of a draft in ragged steps, by drafter
+        self.per_token: dict[str, float] = {}  # of catching up, by drafter
+        self.measured: set[tuple[str, int]] = set()  # drafters and sizes of captured steps
 
     def observe(self, record: StepRecord) -> None:
         if record.known != record.sequences:
-            return  # part of a prompt was read: not a step a plan could have changed
-        _learn(self.by_rows, record.rows, (record.total_s - record.draft_s) / record.passes)
+            return  # prompt rows made its time: not a step that a plan could have changed
+        if record.captured is not None:
+            seconds = min(max(record.total_s, record.target_s), MAX_STALL * record.target_s)
+            _learn(self.captured, record.captured, seconds / record.passes)
+            return
+        _learn(self.by_rows, record.rows, record.total_s - record.draft_s)
         levels = max((o.deepest for o in record.outcomes), default=0)
         names = {o.bet.drafter for o in record.outcomes if o.drafted}
         if levels and len(names) == 1:
-            _learn(self.by_drafter, names.pop(), record.draft_s / levels)
+            _learn(self.per_level, names.pop(), record.draft_s / levels)
 
-    def step(self, rows: int) -> float:
-        """Seconds of a step over `rows`, from the nearest measured counts."""
-        if not self.by_rows:
-            return 1.0 + SLOPE * rows
-        if rows in self.by_rows:
-            return self.by_rows[rows]
-        below = [r for r in self.by_rows if r < rows]
-        above = [r for r in self.by_rows if r > rows]
-        if below and above:
-            a, b = max(below), min(above)
-            share = (rows - a) / (b - a)
-            return self.by_rows[a] * (1 - share) + self.by_rows[b] * share
-        near = max(below) if below else min(above)
-        return self.by_rows[near] * (1 + SLOPE * rows) / (1 + SLOPE * near)
+    def learn(self, drafter: str, size: int, costs: Iterable[tuple[str, TreeShape, float]]) -> None:
+        """Captured steps of this size were measured, plain and with a drafter."""
+        self.measured.add((drafter, size))
+        for name, tree, seconds in costs:
+            _learn(self.captured, (name, tree, size), seconds)
 
-    def level(self, drafter: str) -> float:
-        return self.by_drafter.get(drafter, 0.0)
-
-
-class RoundCosts:
-    """By the form of the guesses (depth and nodes) and how many sequences have room in a round, a power of two."""
-
-    def __init__(self) -> None:
-        # By drafter, form and size; plain: "none", NO_FORM.
-        self.seconds: dict[tuple[str, Form, int], float] = {}
-        self.a_token: dict[str, float] = {}  # by drafter: seconds to read one
-
-    def observe(self, drafter: str, form: Form, size: int, seconds: float) -> None:
-        _learn(self.seconds, (drafter, form, size), seconds)
-
-    def observe_reading(self, drafter: str, tokens: int, seconds: float) -> None:
-        """A drafter read on before it could guess. The least counts: at times something is made on the way."""
-        self.a_token[drafter] = min(self._a_token(drafter), seconds / max(tokens, FEW))
-
-    def _a_token(self, drafter: str) -> float:
-        """Seconds to read one; while nobody knows, as many as it may take."""
-        if drafter in self.a_token:
-            return self.a_token[drafter]
-        plain = (cost for (_, form, _), cost in self.seconds.items() if form == NO_FORM)
-        return SLOWEST * min(plain, default=0.0) / FEW
+    def learn_reading(self, drafter: str, tokens: int, seconds: float) -> None:
+        """A drafter caught up. The least counts, as a graph may have been captured on the way."""
+        self.per_token[drafter] = min(self._per_token(drafter), seconds / max(tokens, MIN_READ))
 
     def reading(self, drafter: str, tokens: int) -> float:
-        """Seconds to read so many tokens; few take as long as some more do."""
-        return self._a_token(drafter) * max(tokens, FEW) if tokens else 0.0
+        """Seconds for a drafter to read so many tokens."""
+        return self._per_token(drafter) * max(tokens, MIN_READ) if tokens else 0.0
+
+    def _per_token(self, drafter: str) -> float:
+        """While it is not measured, as long as it may take."""
+        if drafter in self.per_token:
+            return self.per_token[drafter]
+        plain = (seconds for (_, tree, _), seconds in self.captured.items() if tree == NO_TREE)
+        return SLOWEST_READ * min(plain, default=0.0) / MIN_READ
+
+    def step(self, rows: int) -> float:
+        """Seconds of a ragged step, from the nearest measured numbers of rows."""
+        if rows in self.by_rows:
+            return self.by_rows[rows]
+        a = max((r for r in self.by_rows if r < rows), default=0)
+        b = min((r for r in self.by_rows if r > rows), default=0)
+        if a and b:
+            share = (rows - a) / (b - a)
+            return self.by_rows[a] * (1 - share) + self.by_rows[b] * share
+        near = a or b
+        return self.by_rows.get(near, 1.0) * (1 + UNMEASURED_ROW * rows) / (1 + UNMEASURED_ROW * near)
+
+    def drafting(self, levels: Mapping[str, int]) -> float:
+        """Seconds of drafting so many levels, by drafter, in a ragged step."""
+        return sum(self.per_level.get(name, 0.0) * depth for name, depth in levels.items())
 
     def plain(self, size: int) -> float | None:
-        return self.seconds.get(("none", NO_FORM, size))
+        """Seconds of a plain captured step."""
+        return self.captured.get(("none", NO_TREE, size))
 
-    def forms(self, drafter: str, size: int) -> list[Form]:
-        """Those whose cost is known."""
-        return [form for name, form, s in self.seconds if (name, s) == (drafter, size)]
-
-    def ratio(self, drafter: str, form: Form, size: int) -> float:
-        """A round's cost against a plain one's. Of a form that was not measured: by its rows from the nearest, or
-        hoped to be low, so that it gets measured.
+    def ratio(self, drafter: str, tree: TreeShape, size: int) -> float:
+        """A captured step's cost against a plain one's. Where it is not measured: from the tree with the nearest number
+        of rows.
         """
-        plain, known = self.plain(size), self.forms(drafter, size)
-        if form == NO_FORM:
+        plain = self.plain(size)
+        if tree == NO_TREE:
             return 1.0
-        if plain is None or not known:
-            return 1 + HOPED * form[1]
-        if form in known:
-            return self.seconds[drafter, form, size] / plain
-        nearest = min(known, key=lambda one: (abs(one[1] - form[1]), one))
-        return 1 + (self.seconds[drafter, nearest, size] / plain - 1) * form[1] / nearest[1]
+        if plain and (drafter, tree, size) in self.captured:
+            return self.captured[drafter, tree, size] / plain
+        known = [t for name, t, s in self.captured if (name, s) == (drafter, size)]
+        if not plain or not known:
+            return 1 + UNMEASURED_ROW * tree[1]
+        near = min(known, key=lambda one: (abs(one[1] - tree[1]), one))
+        return 1 + (self.captured[drafter, near, size] / plain - 1) * tree[1] / near[1]
+
+    def plain_seconds(self, record: StepRecord) -> float:
+        """What plain steps over the same sequences would have taken for the tokens of this one; 0: nobody knows."""
+        if record.known != record.sequences or not record.emitted:
+            return 0.0
+        if not (record.captured[1] != NO_TREE if record.captured else record.drafted):
+            return record.total_s
+        plain = self.plain(record.captured[2]) if record.captured else self.step(record.sequences)
+        return record.emitted / record.sequences * (plain or 0.0)
 
 
 def _learn(known: dict, key: object, value: float) -> None:

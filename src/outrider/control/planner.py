@@ -1,175 +1,244 @@
-"""The planner: how much to guess this step, for each sequence. No torch.
+"""The planner: which drafter, how deep and how wide, for every sequence of a step. No torch.
 
-A simple rule, from what was measured. Each sequence has an estimate of the chance that its next guess
-holds; a guess at depth k survives with that chance to the power k. All sequences' guesses compete: the
-likeliest to survive is taken first, as long as expected tokens a second rise under the measured cost of a
-step. None at all is one of the outcomes. A sequence whose guesses stopped paying is asked again now and
-then, so that off is never for ever.
-
-Rounds on a device are planned in rounds.py.
-
-What a request fixes itself (drafter, depth, nodes, tree) is done as asked.
+It takes the drafts with the most expected tokens per second: tokens by acceptance rates (acceptance.py), seconds by the
+cost model (costs.py). No draft at all is one of the choices; a probe now and then keeps it from being for ever. Staged
+rows are ragged, so each sequence has a depth of its own. Resident rows are captured together, so one drafter and one
+tree are chosen for all of them. What a request fixes itself (drafter, depth, nodes, tree) is done as asked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter, defaultdict
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import replace
+from math import inf, prod
+from typing import NamedTuple
 
-from outrider.control.costs import Costs
-from outrider.control.rounds import RoundPlanner
-from outrider.types import MAX_NODES, NO_BET, Bet, Plan, Sequence, StepRecord
+from outrider.control.acceptance import AcceptanceRate, AcceptanceRates, deviation
+from outrider.control.costs import CostModel
+from outrider.control.guards import Guards
+from outrider.control.trees import NO_TREE, TreeShape
+from outrider.types import MAX_NODES, NO_BET, Bet, Options, Plan, Sequence, StepRecord, Work
 
-DEPTH = 4  # guesses in a row, at most, unless a request says otherwise
-MOST_SEQUENCES = 16  # above this, steps are full of real work: guessing stops
-TREE_SEQUENCES = 4  # up to this many, a grown tree may be worth its rows
-HOTTEST = 1.5  # above this temperature hardly any guess holds
-FADE = 0.9  # how fast an old result is forgotten
-PROBE = 24  # steps without a guess after which one is tried
+Choice = tuple[Bet, str]  # a bet and its reason; "auto": only the drafter is settled
 
 
-@dataclass(slots=True)
-class Record:
-    """How a sequence's guesses have done lately, starting from what its temperature suggests."""
-
-    held: float
-    failed: float
-    rest: int = 0  # steps since the last guess
-
-    @property
-    def chance(self) -> float:
-        return self.held / (self.held + self.failed)
+class Candidate(NamedTuple):
+    speedup: float  # over plain decoding
+    drafter: str
+    tree: TreeShape
+    delay: float  # plain steps' time until the drafter has caught up
 
 
 class Planner:
-    def __init__(self, default: str = "none", depth: int | None = None, nodes: int | None = None) -> None:
-        self.default, self.depth, self.nodes = default, depth, nodes
-        self.costs, self.rounds = Costs(), RoundPlanner()
-        self.records: dict[Sequence, Record] = {}
+    def __init__(
+        self,
+        default: str = "none",
+        depth: int | None = None,
+        nodes: int | None = None,
+        choices: tuple[str, ...] = (),  # drafters that resident sequences may get whose requests name none
+        guards: Guards | None = None,
+    ) -> None:
+        self.default, self.depth, self.nodes, self.choices = default, depth, nodes, choices
+        self.guards, self.costs, self.rates = guards or Guards(), CostModel(), AcceptanceRates()
+        self.learn, self.learn_reading = self.costs.learn, self.costs.learn_reading
+        self.idle_steps: Counter[Sequence] = Counter()  # staged: steps since the last draft
+        self.idle_time: defaultdict[str, float] = defaultdict(
+            float
+        )  # resident: plain steps' time since the last probe
+        self.speedup = 1.0  # expected of the last resident plan: what a probe must beat
 
-    def plan(self, sequences: Seq[Sequence], batch: int) -> Plan:
-        """Bets for the sequences that emit this step, of `batch` that move."""
-        bets, reasons = [NO_BET] * len(sequences), ["plain"] * len(sequences)
-        open_: list[int] = []
-        for i, sequence in enumerate(sequences):
-            bets[i], reasons[i] = self._asked(sequence, batch)
-            if reasons[i] == "auto":
-                open_.append(i)
-        fixed = sum(bet.nodes for i, bet in enumerate(bets) if i not in open_)
-        names = {i: bets[i].drafter for i in open_}
-        for i, depth in self._share_out(sequences, names, batch, batch + fixed).items():
-            bets[i], reasons[i] = self._bet(sequences[i], bets[i], depth, batch)
-        return Plan(tuple(bets), tuple(reasons))
+    def plan(self, work: Seq[Work], options: Options) -> Plan:
+        """One bet and one reason for each item of work."""
+        sequences, batch = [item.sequence for item in work], len(work)
+        found = [self._settled(item, options.is_resident(i), batch) for i, item in enumerate(work)]
+        resident = [i for i, item in enumerate(work) if item.emits and options.is_resident(i)]
+        if resident:
+            chosen = self._resident([sequences[i] for i in resident], [found[i] for i in resident], options)
+            for i, choice in zip(resident, chosen, strict=True):
+                found[i] = choice
+        staged = {i: (sequences[i], bet.drafter) for i, (bet, why) in enumerate(found) if why == "auto"}
+        rows = batch + sum(bet.nodes for bet, _ in found)
+        for i, depth in self._depths(staged, batch, rows).items():
+            found[i] = self._staged(sequences[i], found[i][0], depth, batch)
+        return Plan(tuple(bet for bet, _ in found), tuple(reason for _, reason in found))
 
-    def unmeasured(self, sequences: Seq[Sequence], size: int) -> str:
-        """The drafter whose rounds of this size are to be measured before anything can be planned, or none."""
-        return self.rounds.unmeasured(sequences, [self._asked(one, 1) for one in sequences], size)
-
-    def plan_round(
-        self, sequences: Seq[Sequence], deepest: int, size: int, unread: Callable[[str], int] = lambda _: 0
-    ) -> Plan:
-        """Bets for a round on the device with room for `size`. `unread`: tokens a drafter would have to read first."""
-        settled = [self._asked(one, 1) for one in sequences]
-        return self.rounds.plan(sequences, settled, deepest, size, unread)
-
-    def observe(self, record: StepRecord) -> None:
-        if record.flight is not None:
-            self.rounds.observe(record, *record.flight)
-            return
-        self.costs.observe(record)
-        record.plain_s = self._plain_cost(record)
-        for o in record.outcomes:
-            if o.sequence.finish_reason:
-                continue  # already forgotten
-            known = self._record(o.sequence)
-            known.rest = 0 if o.drafted else known.rest + 1
-            if o.drafted:
-                known.held = FADE * known.held + o.accepted
-                known.failed = FADE * known.failed + (o.accepted < o.deepest)
-
-    def _plain_cost(self, record: StepRecord) -> float:
-        """Seconds that plain steps over the same sequences would have taken for the tokens of this one."""
-        if record.known != record.sequences or not record.emitted:
-            return 0.0
-        if not record.drafted:
-            return record.total_s
-        return record.emitted / record.sequences * self.costs.step(record.sequences)
+    def unmeasured(self, work: Seq[Work], options: Options) -> str:
+        """A drafter whose captured steps of this size must be measured before a plan is made, or "none"."""
+        for i, item in enumerate(work):
+            if options.is_resident(i):
+                for name in self._allowed(item.sequence, self._settled(item, True, len(work))):
+                    if name in options.trees and (name, options.size) not in self.costs.measured:
+                        return name
+        return "none"
 
     def forget(self, sequence: Sequence) -> None:
-        self.records.pop(sequence, None)
-        self.rounds.forget(sequence)
+        self.rates.forget(sequence)
+        self.idle_steps.pop(sequence, None)
 
-    def _record(self, sequence: Sequence) -> Record:
-        if sequence not in self.records:
-            hope = 0.7 / (1 + 0.5 * sequence.request.params.temperature)
-            self.records[sequence] = Record(2 * hope, 2 * (1 - hope))
-        return self.records[sequence]
+    def observe(self, record: StepRecord) -> None:
+        self.costs.observe(record)
+        record.plain_s = self.costs.plain_seconds(record)
+        drafter, tree, size = record.captured or ("none", NO_TREE, 0)
+        alive: list[AcceptanceRate] = []
+        for o in record.outcomes:
+            resident = o.bet.nodes > 0 and o.bet.drafter == drafter  # its rows ran, drafted or not
+            if resident or o.drafted:
+                # A captured tree is valued by the rate of first choices, a grown one by the depth it reached.
+                accepted = o.straight if resident else o.accepted
+                self.rates.observe(o.sequence, o.bet.drafter, o.deepest, accepted)
+            if not o.sequence.finish_reason:  # else already forgotten
+                alive += [self.rates.of(o.sequence, drafter)] if resident else []
+                self.idle_steps[o.sequence] = 0 if o.drafted else self.idle_steps[o.sequence] + 1
+        if record.captured is not None:
+            ratio = self.costs.ratio(drafter, tree, size)
+            for name in self.idle_time:
+                self.idle_time[name] += ratio * record.passes
+            if tree != NO_TREE:  # a probe that paid is followed by another
+                risk = self._risk(drafter, alive, [rate.accepted(tree) for rate in alive])
+                paid = record.emitted / record.sequences - risk > ratio * self.speedup
+                self.idle_time[drafter] = inf if paid else 0.0
 
-    def _asked(self, sequence: Sequence, batch: int) -> tuple[Bet, str]:
-        """What the request or the rule settles at once; reason "auto" leaves the depth to measurement."""
-        params, asked = sequence.request.params, sequence.request.params.speculation
+    def _settled(self, item: Work, resident: bool, batch: int) -> Choice:
+        """What the request or a guard settles at once; reason "auto" leaves depth and tree to measurement."""
+        params, asked = item.sequence.request.params, item.sequence.request.params.speculation
         name = asked.drafter or self.default
+        if not item.emits:
+            return NO_BET, "prefill"
         if name == "none" or asked.off:
             return NO_BET, "off"
-        depth = asked.depth or self.depth
-        nodes = asked.nodes or self.nodes
+        depth, nodes = asked.depth or self.depth, asked.nodes or self.nodes
         if asked.tree is not None:
-            return Bet(name, _size(asked.tree), len(asked.tree), asked.tree, asked.mode), "asked"
+            nodes = sum(prod(asked.tree[: k + 1]) for k in range(len(asked.tree)))
+            return Bet(name, nodes, len(asked.tree), asked.tree, asked.mode), "asked"
         if depth or nodes:
-            depth = min(depth or DEPTH, nodes or MAX_NODES)
+            depth = min(depth or self.guards.max_depth, nodes or MAX_NODES)
             free = asked.mode != "rejection"  # the ratio test must not choose nodes by looking at them
             return Bet(name, (nodes or depth) if free else depth, depth, None, asked.mode), "asked"
-        if batch > MOST_SEQUENCES:
+        if batch > self.guards.max_batch and not resident:
             return NO_BET, "batch"
-        if params.temperature > HOTTEST:
+        if params.temperature > self.guards.max_temperature:
             return NO_BET, "temperature"
         return Bet(name, mode=asked.mode), "auto"
 
-    def _share_out(
-        self, sequences: Seq[Sequence], names: dict[int, str], batch: int, rows: int
-    ) -> dict[int, int]:
-        """Depth for each sequence that left it open, by descending survival while tokens a second rise."""
-        chances = {i: self._record(sequences[i]).chance for i in names}
-        limit = {i: _depth_at(sequences[i].request.params.temperature) for i in names}
-        guesses = sorted(
-            ((chances[i] ** k, -k, i) for i in names for k in range(1, limit[i] + 1)), reverse=True
-        )
-        depths = dict.fromkeys(names, 0)
-        levels: dict[str, int] = {}
-        tokens = float(batch)
-        best = tokens / self.costs.step(rows)
-        taken = dict(depths)
-        for n, (survival, minus_k, i) in enumerate(guesses, 1):
-            tokens += survival
-            taken[i] = -minus_k
-            levels[names[i]] = max(levels.get(names[i], 0), taken[i])
-            drafting = sum(depth * self.costs.level(name) for name, depth in levels.items())
-            speed = tokens / (self.costs.step(rows + n) + drafting)
+    # ------------------------------------------------------------------------------------------- staged rows
+
+    def _depths(self, staged: dict[int, tuple[Sequence, str]], batch: int, rows: int) -> dict[int, int]:
+        """A depth for each: draft tokens by descending survival while expected tokens per second rise."""
+        survivals = []
+        for i, (sequence, name) in staged.items():
+            rate = self.rates.of(sequence, name)
+            depth = self.guards.depth_at(sequence.request.params.temperature)
+            survivals += [(rate.survival(k), -k, i) for k in range(1, depth + 1)]
+        depths = dict.fromkeys(staged, 0)
+        taken, levels, tokens = dict(depths), Counter[str](), float(batch)
+        best = self.guards.break_even * batch / self.costs.step(rows)
+        for n, (survival, minus_depth, i) in enumerate(sorted(survivals, reverse=True), 1):
+            tokens, taken[i], name = tokens + survival, -minus_depth, staged[i][1]
+            levels[name] = max(levels[name], taken[i])
+            speed = tokens / (self.costs.step(rows + n) + self.costs.drafting(levels))
             if speed > best:
                 best, depths = speed, dict(taken)
         return depths
 
-    def _bet(self, sequence: Sequence, bet: Bet, depth: int, batch: int) -> tuple[Bet, str]:
+    def _staged(self, sequence: Sequence, bet: Bet, depth: int, batch: int) -> Choice:
+        guards, step = self.guards, self.costs.step
+        if depth == 0 and self.idle_steps[sequence] < guards.probe_interval:
+            return NO_BET, "below break-even"
         if depth == 0:
-            if self._record(sequence).rest < PROBE:
-                return NO_BET, "below break-even"
-            return Bet(bet.drafter, 2, 2, None, bet.mode), "probe"
-        nodes = depth
-        if batch <= TREE_SEQUENCES and bet.mode != "rejection":
-            wide = self.costs.step(batch + 2 * depth) <= 1.1 * self.costs.step(batch + depth)
-            nodes = 2 * depth if wide else depth
-        return Bet(bet.drafter, nodes, depth, None, bet.mode), "pays"
+            return replace(bet, nodes=guards.probe_depth, depth=guards.probe_depth), "probe"
+        tree = batch <= guards.tree_batch and bet.mode != "rejection"
+        cheap = tree and step(batch + 2 * depth) <= guards.tree_cost * step(batch + depth)
+        return replace(bet, nodes=2 * depth if cheap else depth, depth=depth), "pays"
+
+    # ----------------------------------------------------------------------------------------- resident rows
+
+    def _resident(self, sequences: Seq[Sequence], settled: Seq[Choice], options: Options) -> list[Choice]:
+        """What is settled, and for the others the best drafter and tree."""
+        allowed = [self._allowed(*one) for one in zip(sequences, settled, strict=True)]
+        names = list(dict.fromkeys(name for some in allowed for name in some))
+        asked = Counter(bet.drafter for bet, why in settled if why == "asked")
+        if asked and names:  # one drafter for all: the one most asked for, named or not
+            asked += Counter(bet.drafter for bet, why in settled if why == "auto")
+            names = [asked.most_common(1)[0][0]]
+        depths = (bet.depth for bet, why in settled if why == "asked" and bet.drafter in names)
+        fixed = min(max(depths, default=0), options.max_depth)
+        best, reason = Candidate(1.0, "none", NO_TREE, 0.0), "unmeasured"
+        if names and (fixed or self.costs.plain(options.size) is not None):
+            mine = {
+                name: [s for s, some in zip(sequences, allowed, strict=True) if name in some]
+                for name in names
+            }
+            candidates = [self._candidate(name, mine[name], fixed, len(sequences), options) for name in names]
+            best = max(candidates, key=lambda one: one.speedup)
+            self.speedup, reason = best.speedup, "pays" if best.tree[1] or fixed else "below break-even"
+            if not fixed and (probe := self._probe(best, candidates, sequences, options)):
+                best, reason = probe, "probe"
+        depth, nodes = best.tree
+        found = list(settled)
+        for i, (bet, why) in enumerate(settled):
+            if why == "auto":
+                mine_ = nodes and best.drafter in allowed[i]
+                found[i] = Bet(best.drafter, nodes, depth, None, bet.mode) if mine_ else NO_BET, reason
+        return found
+
+    def _allowed(self, sequence: Sequence, settled: Choice) -> tuple[str, ...]:
+        """Drafters that a resident sequence may get; none where its bet is settled."""
+        bet, why = settled
+        named = sequence.request.params.speculation.drafter is not None or bet.drafter not in self.choices
+        return () if why != "auto" else (bet.drafter,) if named else self.choices
+
+    def _candidate(
+        self, name: str, mine: Seq[Sequence], fixed: int, batch: int, options: Options
+    ) -> Candidate:
+        """The best tree for `mine` among `batch` sequences, in a step that is `fixed` levels deep for others."""
+        rates = [self.rates.of(sequence, name) for sequence in mine]
+        trees = options.trees.get(name, ())
+        if fixed:
+            trees = tuple(tree for tree in trees if tree[0] == tree[1] <= fixed)
+        speedups = {}
+        for tree in (NO_TREE, *trees):
+            accepted = [rate.accepted(tree) for rate in rates]
+            risk = 0.0 if fixed else len(rates) * self._risk(name, rates, accepted)
+            ratio = self.costs.ratio(name, max(tree, (fixed, fixed)), options.size)
+            speedups[tree] = (batch + sum(accepted) - risk) / batch / ratio
+        best = max(speedups, key=speedups.__getitem__)
+        delay = 0.0
+        if not fixed:
+            delay = self.costs.reading(name, options.behind(name)) / (self.costs.plain(options.size) or 1.0)
+            steps = min(self.guards.payback_steps, _tokens_left(mine) / speedups[best])
+            best = best if (1 - speedups[NO_TREE] / speedups[best]) * steps > delay else NO_TREE
+        return Candidate(speedups[best], name, best, delay)
+
+    def _risk(self, drafter: str, rates: Seq[AcceptanceRate], accepted: Seq[float]) -> float:
+        """What to take off the mean of accepted tokens, one standard deviation: sequences with low acceptance finish
+        last, in a batch that has shrunk. Of a drafter that was hardly tried nobody knows how sequences differ.
+        """
+        known = len(rates) > 1 and self.rates.trials[drafter] >= self.guards.min_trials
+        return deviation(rates, accepted) if known else 0.0
+
+    def _probe(
+        self, best: Candidate, candidates: Seq[Candidate], sequences: Seq[Sequence], options: Options
+    ) -> Candidate | None:
+        """A drafter that is not in use and may be tried again. None of its draft is expected to be accepted."""
+        guards, size = self.guards, options.size
+        share = guards.spare_probe_share if best.tree != NO_TREE else guards.probe_share
+        longest = max(1.0, guards.probe_answer_share * _tokens_left(sequences) / best.speedup)
+        for one in candidates:
+            trees = options.trees.get(one.drafter, ())
+            if not trees or (best.tree != NO_TREE and one.drafter == best.drafter):
+                continue
+            tree = guards.probe_depth, guards.probe_depth
+            if tree not in trees or self.costs.ratio(one.drafter, tree, size) > guards.costly_probe:
+                tree = min(trees)
+            lost = self.costs.ratio(one.drafter, tree, size) - 1 / best.speedup + one.delay
+            if self.idle_time[one.drafter] >= max(guards.probe_interval, lost / share) and lost <= longest:
+                self.idle_time[one.drafter] = 0.0  # at once: what comes of it is known a step later
+                return one._replace(tree=tree)
+        return None
 
 
-def _depth_at(temperature: float) -> int:
-    """Less depth as temperature rises: guesses hold less often, so a long one is rarely used up."""
-    return DEPTH if temperature <= 0.7 else DEPTH - 1 if temperature <= 1.0 else DEPTH - 2
-
-
-def _size(tree: tuple[int, ...]) -> int:
-    total, level = 0, 1
-    for children in tree:
-        level *= children
-        total += level
-    return total
+def _tokens_left(sequences: Seq[Sequence]) -> float:
+    """Of one answer, at most, on average."""
+    left = sum(s.request.params.max_tokens + s.prompt_len - len(s.tokens) for s in sequences)
+    return left / max(len(sequences), 1)

@@ -115,7 +115,7 @@ def _modules() -> list[Any]:
 
 
 def _launch_all(every: bool) -> None:
-    from outrider.control.forms import shape_of
+    from outrider.control.trees import tree_nodes
     from outrider.draft.chains import Branches
     from outrider.draft.state import State
     from outrider.draft.state_device import DeviceBetween
@@ -136,7 +136,7 @@ def _launch_all(every: bool) -> None:
     between = state.between
     forms = ((1, (0, 0)), (1, (4, 4)), (4, (8, 8)), (1, (3, 15)))
     for size, form in forms if every else forms[::3]:
-        tree, nodes, state.filtered = Branches(shape_of(form)), form[1], size == 4
+        tree, nodes, state.filtered = Branches(tree_nodes(form)), form[1], size == 4
         inputs = torch.zeros((size, 2 + nodes + 1), dtype=torch.int32)
         off, told = between.take_off(state, inputs), torch.zeros((size, nodes + 1), dtype=torch.int64)
         for tensor in (off.rows, off.lengths):  # nothing was written there

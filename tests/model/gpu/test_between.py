@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from outrider.control.forms import CHAINS, TREES, shape_of
+from outrider.control.trees import CHAINS, TREES, tree_nodes
 from outrider.draft.chains import Branches, chain_levels, known_rows
 from outrider.draft.state import Between, Layout, State
 from outrider.draft.state_device import DeviceBetween
@@ -23,12 +23,12 @@ from tests.sweep import sweep
 from tests.tiny import tiny_config
 
 ROWS, WIDTH, VOCAB = 5, 96, 9
-TREE = Branches(shape_of((3, 15)))
+TREE = Branches(tree_nodes((3, 15)))
 LAYOUTS = [
     known_rows(4),
     known_rows(9, behind=1),
     TREE.layout,
-    Branches(shape_of((4, 4))).layout,
+    Branches(tree_nodes((4, 4))).layout,
     *(layout for layout, _ in TREE.levels),
     *(layout for layout, _ in chain_levels(3)),
 ]
@@ -188,7 +188,7 @@ def test_keep(device: str) -> None:
 def test_commit(device: str, data: st.DataObject) -> None:
     """Guesses and choices of few tokens, so that many hold."""
     form = data.draw(st.sampled_from([*CHAINS, *TREES]))
-    tree, seed = Branches(shape_of(form)), data.draw(st.integers(0, 1000))
+    tree, seed = Branches(tree_nodes(form)), data.draw(st.integers(0, 1000))
     n, few = form[1], data.draw(st.integers(1, 3))
     one, other = twins(device, seed)
     wanted = data.draw(st.lists(st.integers(0, n), min_size=3, max_size=3))

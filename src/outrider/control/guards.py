@@ -1,0 +1,33 @@
+"""Bounds on what the planner may decide: settings, each with its reason."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Guards:
+    # A ragged step of more sequences is full of real work, and its cost by rows is hardly measured. Captured steps
+    # are measured for every size before anything is planned, so there measurement decides.
+    max_batch: int = 16
+    max_temperature: float = 1.5  # above, hardly any draft is accepted
+    max_depth: int = 4  # of a ragged draft; an acceptance rate of 0.8 leaves a fifth level to 1 in 3
+    tree_batch: int = 4  # sequences up to which a ragged step has rows to spare for a tree
+    tree_cost: float = 1.1  # of a chain's step, at most, for a tree of twice its rows
+    break_even: float = (
+        1.05  # speed-up to expect before a ragged step drafts: costs are known to a few percent
+    )
+    probe_depth: int = 2  # of a chain: it shows both rates, of the first token and of the next
+    costly_probe: float = 1.3  # plain steps' time above which a probe takes the smallest tree instead
+    probe_interval: float = 24  # plain steps' time without a draft before one is tried
+    probe_share: float = 0.002  # of the time, at most, for probes where nothing is drafted
+    spare_probe_share: float = 0.01  # the same where another drafter pays
+    probe_answer_share: float = (
+        0.005  # of what is left of the answers, for one probe longer than a plain step
+    )
+    min_trials: float = 50  # steps of single sequences before rates are taken to differ between sequences
+    payback_steps: float = 32  # in which drafting must earn the time that a drafter needs to catch up
+
+    def depth_at(self, temperature: float) -> int:
+        """Less depth as temperature rises: a deep draft is rarely accepted to its end."""
+        return self.max_depth - (temperature > 0.7) - (temperature > 1.0)

@@ -1,0 +1,85 @@
+"""Acceptance rates: what is learned from drafts, and what is expected of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from outrider.control.acceptance import (
+    DRAFTER_MEMORY,
+    FIRST,
+    MIN_RATE,
+    NEXT,
+    PRIOR_WEIGHT,
+    SEQUENCE_MEMORY,
+    AcceptanceRate,
+    AcceptanceRates,
+    deviation,
+)
+from outrider.control.trees import LATER, SECOND
+from tests.tiny import sequence
+
+
+def test_what_a_tree_brings():
+    rate = AcceptanceRate(0.5, 0.8)
+    assert rate.accepted((2, 2)) == pytest.approx(0.5 + 0.4)
+    wide = 0.5 + 0.5 * SECOND + 0.5 * (1 - SECOND) * LATER  # three choices for the first token
+    assert rate.accepted((2, 6)) == pytest.approx(wide + 0.5 * (0.8 + 0.2 * SECOND) + 0.5 * SECOND * 0.8)
+
+
+def test_a_chain_is_worth_the_survival_of_its_levels():
+    rate = AcceptanceRate(0.5, 0.8)
+    assert [rate.survival(depth) for depth in (1, 2, 3)] == pytest.approx([0.5, 0.4, 0.32])
+    assert rate.accepted((3, 3)) == pytest.approx(sum(map(rate.survival, (1, 2, 3))))
+
+
+def test_the_first_token_is_told_from_the_next():
+    rate = AcceptanceRate(0.5, 0.5)
+    for i in range(400):
+        rate.observe(4, 4 if i % 2 else 0, DRAFTER_MEMORY)
+    assert abs(rate.first - 0.5) < 0.05 and rate.next > 0.95
+    assert abs(rate.accepted((4, 4)) - 2.0) < 0.2
+
+
+def test_the_rate_of_next_tokens_recovers_where_nothing_deeper_is_tried():
+    rate = AcceptanceRate(0.5, 0.1)
+    for _ in range(200):
+        rate.observe(1, 1, SEQUENCE_MEMORY)
+    assert 0.9 * NEXT < rate.next <= NEXT
+
+
+def test_a_starting_point_counts_for_a_few_steps_and_old_steps_fade():
+    rate = AcceptanceRate(0.0, 0.0)
+    rate.observe(1, 1, SEQUENCE_MEMORY)
+    assert rate.first == pytest.approx(1 / (PRIOR_WEIGHT + 1))
+    for _ in range(1000):
+        rate.observe(1, 1, SEQUENCE_MEMORY)
+    rate.observe(1, 0, SEQUENCE_MEMORY)
+    assert rate.first == pytest.approx(1 - 1 / (SEQUENCE_MEMORY + 1))
+
+
+def test_priors_are_by_drafter_and_temperature():
+    rates, cool, hot = AcceptanceRates(), sequence([1], temperature=0.6), sequence([1], temperature=1.1)
+    assert rates.of(sequence([1], temperature=0), "lm").first == FIRST
+    assert FIRST > rates.of(cool, "lm").first > rates.of(hot, "lm").first > 0.5
+    for _ in range(100):
+        rates.observe(cool, "lm", 4, 0)
+    assert rates.of(sequence([1], temperature=0.7), "lm").first < 0.1  # like the others
+    assert rates.of(sequence([1], temperature=1.0), "lm").first > 0.5
+    assert rates.of(sequence([1], temperature=0.7), "lookup").first > 0.5
+    assert rates.trials == {"lm": 100}
+
+
+def test_a_sequence_that_ended_still_teaches_the_next():
+    rates, one = AcceptanceRates(), sequence([1])
+    one.finish_reason = "stop"
+    rates.observe(one, "lm", 4, 0)
+    assert not rates.by_sequence and rates.prior("lm", 0).first < FIRST
+
+
+def test_the_deviation_is_of_sequences_and_of_what_is_known_of_them():
+    known = [AcceptanceRate(0.5, 0.5, 1e9)] * 2
+    assert deviation(known, [1.0, 1.0]) == pytest.approx(0.0, abs=1e-4)
+    assert deviation(known, [0.0, 2.0]) == pytest.approx(1.0, abs=1e-4)
+    assert deviation([AcceptanceRate(0.5, 0.5, 0.0)] * 2, [1.0, 1.0]) == pytest.approx(1.0)
+    never = [AcceptanceRate(rate, 0.5, 0.0) for rate in (0.0, MIN_RATE)]  # no division by nothing
+    assert deviation(never[:1], [1.0]) == deviation(never[1:], [1.0])

@@ -1,0 +1,93 @@
+"""The cost model: what steps take that were measured, and those that were not."""
+
+from __future__ import annotations
+
+import pytest
+
+from outrider.control.costs import KEEP, MAX_STALL, MIN_READ, SLOWEST_READ, UNMEASURED_ROW, CostModel
+from outrider.types import NO_BET, Bet, Outcome, StepRecord
+from tests.tiny import sequence
+
+
+def step(rows=1, total=1.0, draft=0.0, drafted=0, known=1) -> StepRecord:
+    bet = Bet("lm", drafted, drafted) if drafted else NO_BET
+    outcome = Outcome(sequence([1, 2]), bet, drafted, drafted, 0, 0)
+    return StepRecord(rows, 1, known, drafted, 0, 1, 0, draft, 0, 0, total, [outcome])
+
+
+def captured(total: float, target: float = 4.0, known: int = 1, size: int = 1, passes: int = 1) -> StepRecord:
+    key = "none", (0, 0), size
+    return StepRecord(size, 1, known, 0, 0, 1, 0, 0, target, 0, total, captured=key, passes=passes)
+
+
+def test_costs_between_and_beyond_what_was_measured():
+    costs = CostModel()
+    assert costs.step(9) / costs.step(1) == pytest.approx((1 + 9 * UNMEASURED_ROW) / (1 + UNMEASURED_ROW))
+    costs.by_rows = {2: 1.0, 6: 3.0}
+    assert costs.step(2) == 1.0 and costs.step(6) == 3.0
+    assert costs.step(3) == pytest.approx(1.5) and costs.step(5) == pytest.approx(2.5)
+    assert costs.step(1) < 1.0 and 3.0 < costs.step(12) < 6.0
+
+
+def test_costs_are_learned_from_plain_steps_and_drafts():
+    costs = CostModel()
+    costs.observe(step(total=2.0))
+    costs.observe(step(total=1.0))
+    assert costs.step(1) == pytest.approx(KEEP * 2 + (1 - KEEP) * 1)
+    costs.observe(step(rows=50, total=9.0, known=50))  # a prompt
+    assert 50 not in costs.by_rows
+    costs.observe(step(rows=5, total=3.0, draft=0.8, drafted=4))
+    assert costs.step(5) == pytest.approx(2.2) and costs.drafting({"lm": 3}) == pytest.approx(0.6)
+    assert costs.drafting({"lookup": 4}) == 0.0
+
+
+def test_a_captured_step_costs_what_it_set_out_with_however_many_are_left():
+    costs = CostModel()
+    costs.observe(captured(5.0, size=16))
+    assert costs.plain(16) == 5.0 and costs.plain(8) is None
+
+
+def test_a_captured_step_costs_the_hosts_time_where_that_is_longer_but_no_stall():
+    for total, cost in ((3.0, 4.0), (4.8, 4.8), (400.0, 4.0 * MAX_STALL)):
+        costs = CostModel()
+        costs.observe(captured(total))
+        assert costs.plain(1) == cost
+    costs.observe(captured(5.0, known=40))  # a prompt was read beside it
+    assert costs.plain(1) == 4.0 * MAX_STALL
+
+
+def test_plain_passes_in_one_captured_step_share_its_time():
+    costs = CostModel()
+    costs.observe(captured(5.0, passes=8))
+    assert costs.plain(1) == 5.0 / 8
+
+
+def test_captured_steps_that_were_not_measured_are_judged_by_their_neighbours():
+    def known(drafter, tree, size, seconds):
+        costs.learn(drafter, size, [(drafter, tree, seconds)])
+
+    costs, unmeasured = CostModel(), 1 + 4 * UNMEASURED_ROW
+    assert costs.ratio("lm", (4, 4), 16) == unmeasured
+    for size in (1, 16):
+        known("none", (0, 0), size, 2.0)
+    known("lm", (4, 4), 1, 3.0)
+    assert costs.ratio("lm", (4, 4), 16) == unmeasured  # another size says nothing
+    known("lm", (2, 2), 16, 4.0)
+    assert costs.ratio("lm", (4, 4), 16) == 3.0 and costs.ratio("lm", (2, 6), 16) == 4.0  # another tree
+    known("lm", (4, 4), 16, 5.0)
+    assert costs.ratio("lm", (4, 4), 16) == 2.5 and costs.ratio("lm", (0, 0), 16) == 1.0
+    assert costs.ratio("lookup", (4, 4), 16) == unmeasured
+    known("lm", (3, 15), 16, 6.0)
+    known("lm", (4, 15), 16, 8.0)
+    assert costs.ratio("lm", (3, 15), 16) == 3.0 and costs.ratio("lm", (4, 15), 16) == 4.0
+
+
+def test_what_it_takes_a_drafter_to_catch_up():
+    costs = CostModel()
+    assert costs.reading("lookup", 9) == 0.0  # nothing to compare it with
+    costs.learn("lm", 1, [("none", (0, 0), 2.0)])
+    assert costs.reading("lm", MIN_READ) == pytest.approx(SLOWEST_READ * 2.0)  # at most
+    costs.learn_reading("lm", 1000, 5.0)
+    costs.learn_reading("lm", 1000, 90.0)  # a graph was captured on the way
+    assert costs.reading("lm", 2000) == pytest.approx(10.0) and costs.reading("lm", 0) == 0.0
+    assert costs.reading("lm", 1) == costs.reading("lm", MIN_READ) > 0  # few take as long as some more

@@ -1,0 +1,420 @@
+"""Plans of resident rows: which drafter, which tree, and when another one is probed."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from outrider.control.acceptance import AcceptanceRate
+from outrider.control.guards import Guards
+from outrider.control.planner import Planner
+from outrider.control.trees import CHAINS, TREES
+from outrider.types import NO_BET, Bet, Options, Outcome, Plan, StepRecord, Work
+from tests.tiny import sequence
+
+GUARDS = Guards()
+TO_EIGHT = tuple(shape for shape in CHAINS if shape[0] <= 8)
+CHEAP = {n: 1 + 0.02 * n for n in range(9)}  # cost of a step by its draft
+COSTLY = {n: 1.0 + n for n in range(9)}
+RISING = {n: 1 + 0.2 * n for n in range(9)}
+
+
+def size_of(sequences) -> int:
+    return 1 << (len(sequences) - 1).bit_length()
+
+
+def resident(made: Planner, sequences, size: int | None = None, behind: int = 0, trees=TO_EIGHT) -> Plan:
+    work, given = [Work(s, s.pending) for s in sequences], dict.fromkeys(("lm", "lookup"), trees)
+    here = (True,) * len(work)
+    return made.plan(work, Options(size or size_of(sequences), here, given, lambda _: behind, 8))
+
+
+def unmeasured(made: Planner, sequences, size: int) -> str:
+    work, given = [Work(s, s.pending) for s in sequences], dict.fromkeys(("lm", "lookup"), TO_EIGHT)
+    return made.unmeasured(work, Options(size, (True,) * len(work), given))
+
+
+def ran(made: Planner, sequences, bets, costs: dict[int, float], accepted=0, drafted=None) -> None:
+    """A captured step as the engine would record it."""
+    nodes = max(bet.nodes for bet in bets)
+    name = next((bet.drafter for bet in bets if bet.nodes), "none")
+    outcomes = []
+    for s, bet in zip(sequences, bets, strict=True):
+        own = bet.nodes if drafted is None else drafted
+        outcomes.append(Outcome(s, bet, own, own, min(accepted, own), min(accepted, own)))
+    n, took = len(sequences), costs[nodes]
+    emitted = n + sum(o.accepted for o in outcomes)
+    key = name, (nodes, nodes), size_of(sequences)
+    made.observe(StepRecord(n, n, n, 0, 0, emitted, 0, 0, took, 0, took, outcomes, captured=key))
+
+
+def measured(costs: dict[int, float]) -> list[tuple[str, tuple[int, int], float]]:
+    return [("lm" if depth else "none", (depth, depth), costs[depth]) for depth in (0, 1, 2, 4, 8)]
+
+
+def chosen(made: Planner, sequences) -> tuple[set[int], set[str]]:
+    plan = resident(made, sequences)
+    return {bet.nodes for bet in plan.bets}, set(plan.reasons)
+
+
+def test_a_step_of_a_new_size_is_plain_first():
+    made, some = Planner("lookup"), [sequence([1, i]) for i in range(4)]
+    assert chosen(made, some) == ({0}, {"unmeasured"})
+    ran(made, some, [NO_BET] * 4, CHEAP)
+    depths, reasons = chosen(made, some)
+    assert reasons == {"pays"} and depths <= {1, 2, 4, 8}
+    assert chosen(made, some[:2]) == ({0}, {"unmeasured"})  # another size
+
+
+def test_depth_follows_what_is_accepted():
+    made, some = Planner("lookup"), [sequence([1, i]) for i in range(3)]
+    ran(made, some, [NO_BET] * 3, RISING)
+    for held, expected in ((8, {8}), (1, {1}), (8, {8})):
+        for _ in range(150):
+            ran(made, some, resident(made, some).bets, RISING, accepted=held)
+        assert chosen(made, some) == (expected, {"pays"})
+
+
+def test_a_step_that_costs_more_than_it_brings_is_plain():
+    made, some = Planner("lm"), [sequence([1, i]) for i in range(16)]
+    ran(made, some, [NO_BET] * 16, COSTLY)
+    drafted = 0
+    for _ in range(100):
+        bets = resident(made, some).bets
+        drafted += bets[0].nodes > 0
+        ran(made, some, bets, COSTLY, accepted=1)
+    assert drafted <= 3  # until it was measured
+    assert chosen(made, some) == ({0}, {"below break-even"})
+
+
+def test_probes_take_a_small_share_of_the_time_and_find_what_changed():
+    made, some = Planner("lm"), [sequence([1, 2])]
+    half = {n: 1 + 0.5 * (n > 0) for n in range(9)}
+    ran(made, some, [NO_BET], half)
+    while chosen(made, some)[0] != {0}:
+        ran(made, some, resident(made, some).bets, half)
+    spent = probes = 0.0
+    for _ in range(3000):
+        bets = resident(made, some).bets
+        probes += bets[0].nodes > 0
+        spent += half[bets[0].nodes]
+        ran(made, some, bets, half)
+    assert probes > 10 and (spent - 3000) / spent <= GUARDS.probe_share * 1.1
+    for _ in range(200):
+        ran(made, some, resident(made, some).bets, half, accepted=8)
+    assert chosen(made, some) == ({8}, {"pays"})  # a probe that paid is followed by another
+
+
+def test_a_probe_is_not_repeated_before_it_is_known():
+    """The next step is planned while one is in flight."""
+    made, some = Planner("lm"), [sequence([1, 2], max_tokens=10_000)]
+    made.learn("lm", 1, [("none", (0, 0), 1.0), ("lm", (2, 2), 1.5)])
+    made.rates.priors["lm", 0] = AcceptanceRate(0.1, 0.1)
+    reasons, probes = [], 0
+    for _ in range(1000):
+        bets = [resident(made, some, 1, trees=((2, 2),)) for _ in range(2)]
+        probes += [plan.reasons for plan in bets].count(("probe",))
+        reasons.append({plan.reasons for plan in bets})
+        for plan in bets:
+            ran(made, some, plan.bets, {0: 1.0, 2: 1.5})
+    assert ("probe",) in set().union(*reasons) and reasons.count({("probe",)}) == 0
+    assert 0.5 * probes <= 2000 * GUARDS.probe_share * 1.1
+
+
+def test_nothing_is_kept_of_sequences_that_ended():
+    made, some = Planner("lm"), [sequence([1, i]) for i in range(3)]
+    ran(made, some, [NO_BET] * 3, CHEAP)
+    ran(made, some, [Bet("lm", 2, 2)] * 3, CHEAP, accepted=1)
+    assert set(made.rates.by_sequence) == set(some)
+    for s in some[:2]:  # the engine ends answers before it records the step
+        s.finish_reason = "stop"
+        made.forget(s)
+    ran(made, some, [Bet("lm", 2, 2)] * 3, CHEAP, accepted=1)
+    assert set(made.rates.by_sequence) == {some[2]}
+
+
+def test_no_draft_counts_as_rejected():
+    made, some = Planner("lookup"), [sequence([1, 2])]
+    ran(made, some, [NO_BET], RISING)
+    for _ in range(20):
+        ran(made, some, resident(made, some).bets, RISING, drafted=0)
+    assert chosen(made, some) == ({0}, {"below break-even"})
+
+
+def test_a_new_sequence_starts_from_what_others_taught():
+    made = Planner("lookup")
+    old, new = [sequence([1, i]) for i in range(2)], [sequence([2, i]) for i in range(2)]
+    ran(made, old, [NO_BET] * 2, RISING)
+    assert chosen(made, [sequence([3, i]) for i in range(2)])[1] == {"pays"}
+    for _ in range(60):
+        ran(made, old, [Bet("lookup", 2, 2)] * 2, RISING)
+    assert chosen(made, new) == ({0}, {"below break-even"})
+    for s in list(made.rates.by_sequence):
+        made.forget(s)
+    assert not made.rates.by_sequence
+
+
+def test_a_size_is_measured_before_it_is_planned_for():
+    made, some = Planner("lm"), [sequence([1, i]) for i in range(3)]
+    assert unmeasured(made, some, 4) == "lm"
+    made.learn("lm", 4, measured(COSTLY))
+    assert unmeasured(made, some, 4) == "none"
+    assert unmeasured(made, some[:2], 2) == "lm"  # another size
+    off = [sequence([1], speculation=False), sequence([1], speculation={"depth": 4, "nodes": 4})]
+    assert unmeasured(made, off, 4) == "none"  # nothing is left open
+    assert chosen(made, some) == ({0}, {"below break-even"})
+
+
+def test_catching_up_has_to_be_earned():
+    def drafted(sequences, behind: int) -> int:
+        return resident(made, sequences, 4, behind).bets[0].nodes
+
+    made, some = Planner("lm"), [sequence([1, i], max_tokens=100) for i in range(4)]
+    made.learn("lm", 4, measured(RISING))
+    plain = drafted(some, 0)
+    assert drafted(some, 200) == plain > 0  # what it takes is not known, but not more than a few steps' time
+    assert drafted(some, 1000) == 0  # as it may take sixteen
+    made.learn_reading("lm", 1000, 5.0)
+    assert drafted(some, 1000) == plain  # five plain steps' time, soon earned
+    assert drafted(some, 9000) == 0
+    ending = [sequence([1, i] + [3] * 97, prompt=2, max_tokens=100) for i in range(4)]
+    assert drafted(ending, 0) == plain and drafted(ending, 1000) == 0  # not in the steps that are left
+    made.learn_reading("lm", 1000, 90.0)  # a graph was captured on the way
+    assert drafted(some, 1000) == plain
+
+
+def test_costly_drafts_must_promise_more_to_several():
+    """1.6 tokens on average for 1.5 times a plain step's time is enough for one sequence and too little for two."""
+    costs = {0: 1.0, 1: 1.5, 2: 4.0, 4: 8.0, 8: 16.0}
+    made, two = Planner("lm"), [sequence([1, i], max_tokens=1000) for i in range(2)]
+    for size in (1, 2):
+        made.learn("lm", size, measured(costs))
+    made.rates.priors["lm", 0] = AcceptanceRate(0.6, 0.8)
+    made.rates.trials["lm"] = GUARDS.min_trials
+    assert resident(made, two[:1], 1).bets[0].nodes == 1
+    assert resident(made, two, 2).bets[0].nodes == 0
+
+
+def test_a_drafter_far_behind_is_probed_now_and_then():
+    made, [one] = Planner("lm"), [sequence([1, 2], max_tokens=1 << 20)]
+    made.learn("lm", 1, measured(RISING))
+    made.learn_reading("lm", 1000, 5.0)
+    steps = 0
+    while (plan := resident(made, [one], 1, 9000)).reasons != ("probe",):
+        ran(made, [one], plan.bets, RISING)
+        steps += 1
+        assert steps < 50 / GUARDS.probe_share
+    lost = 45 + RISING[2] - 1
+    assert steps == pytest.approx(lost / GUARDS.probe_share, rel=0.01)
+
+
+def test_what_a_request_fixed_is_done_and_others_go_along():
+    made = Planner("lookup")
+    asked = sequence([1, 2], speculation={"depth": 4, "nodes": 4})
+    free, off = sequence([1, 3]), sequence([1, 4], speculation=False)
+    for n in (3, 1):
+        ran(made, [free] * n, [NO_BET] * n, COSTLY)
+        assert resident(made, [free] * n).bets[0].nodes > 0  # not measured yet
+        ran(made, [free] * n, [Bet("lookup", 4, 4)] * n, COSTLY, accepted=1)
+    assert resident(made, [free], 1).bets == (NO_BET,)
+    plan = resident(made, [asked, free, off], 4)
+    assert plan.bets[0].nodes == 4 and plan.reasons[0] == "asked"
+    assert plan.bets[1].nodes == 4  # the step is that deep already
+    assert plan.bets[2] == NO_BET and plan.reasons[2] == "off"
+
+
+def test_what_plain_captured_steps_would_have_cost():
+    made, s = Planner("lookup"), sequence([1, 2])
+    plain = StepRecord(1, 1, 1, 0, 0, 8, 0, 0, 4.0, 0, 5.0, captured=("none", (0, 0), 1), passes=8)
+    made.observe(plain)
+    assert made.costs.plain(1) == 5.0 / 8 and plain.plain_s == 5.0
+    outcome = Outcome(s, Bet("lookup", 4, 4), 4, 4, 3, 3)
+    record = StepRecord(5, 1, 1, 4, 3, 4, 0, 0, 0.75, 0, 0.7, [outcome], captured=("lookup", (4, 4), 1))
+    made.observe(record)
+    assert record.plain_s == 4 * 5 / 8 and made.costs.ratio("lookup", (4, 4), 1) == 0.75 / (5 / 8)
+
+
+def test_sequences_with_low_acceptance_must_gain_as_well():
+    """The same on average: alike, they draft; half of them always rejected, they do not; one alone does as it likes."""
+    made, some = Planner("lookup"), [sequence([1, i]) for i in range(16)]
+    made.learn("lookup", 16, [("none", (0, 0), 1.0), ("lookup", (1, 1), 1.2)])
+    made.learn("lookup", 1, [("none", (0, 0), 1.0), ("lookup", (1, 1), 1.2)])
+
+    def asked(rates: list[float], weight: float) -> set[int]:
+        for s, rate in zip(some, rates, strict=True):
+            made.rates.by_sequence[s] = {"lookup": AcceptanceRate(rate, rate, weight)}
+        return {bet.nodes for bet in resident(made, some, 16, trees=((1, 1),)).bets}
+
+    assert asked([0.5] * 16, 0) == {1}  # nobody knows how they differ
+    made.rates.priors["lookup", 0] = AcceptanceRate(0.5, 0.5)
+    made.rates.trials["lookup"] = GUARDS.min_trials
+    assert asked([0.5] * 16, 12) == {1}
+    assert asked([0.5] * 16, 0) == {0}  # known of none of them
+    assert asked([0.0, 1.0] * 8, 12) == {0}
+    made.rates.by_sequence[some[0]] = {"lookup": AcceptanceRate(0.3, 0.3)}
+    assert [bet.nodes for bet in resident(made, some[:1], 1, trees=((1, 1),)).bets] == [1]
+
+
+def test_a_costly_probe_waits_for_long_answers():
+    """Reading a hundred prompts to see what would be accepted is not for answers of a few words."""
+    for left, probed in ((100, False), (4000, True)):
+        made, some = Planner("lm"), [sequence([1, i], max_tokens=left) for i in range(3)]
+        made.learn("lm", 4, [("none", (0, 0), 1.0), ("lm", (2, 2), 3.0)])
+        made.learn_reading("lm", 256, 5.0)
+        made.rates.priors["lm", 0] = AcceptanceRate(0.05, 0.05)
+        named = set()
+        for _ in range(6000):
+            bets = resident(made, some, 4, 256, trees=((2, 2),)).bets
+            named.add(bets[0].drafter)
+            ran(made, some, bets, {0: 1.0, 2: 3.0})
+        assert ("lm" in named) == probed
+
+
+def test_a_tree_is_taken_where_it_brings_more_than_it_costs():
+    made, some = Planner("lm"), [sequence([1, 2])]
+    chains = [("none", (0, 0), 1.0), *(("lm", shape, 1 + 0.2 * shape[0]) for shape in CHAINS)]
+    made.learn("lm", 1, chains)
+    made.rates.priors["lm", 0] = AcceptanceRate(0.5, 0.5)
+    bet = resident(made, some, 1, trees=CHAINS).bets[0]
+    assert bet.nodes == bet.depth > 0
+    made.learn("lm", 1, [("lm", shape, 1 + 0.2 * shape[0] + 0.01 * shape[1]) for shape in TREES])
+    bet = resident(made, some, 1, trees=CHAINS + TREES).bets[0]
+    assert (bet.depth, bet.nodes) in TREES
+    asked = sequence([1, 3], speculation={"depth": 3, "nodes": 3})
+    both = resident(made, [*some, asked], 1, trees=CHAINS + TREES).bets
+    assert [bet.nodes <= bet.depth <= 3 for bet in both] == [True, True]  # one tree for all
+    made.learn("lm", 1, [("lm", shape, 9.0) for shape in TREES] * 40)
+    bet = resident(made, some, 1, trees=CHAINS + TREES).bets[0]
+    assert bet.nodes == bet.depth
+
+
+# ------------------------------------------------------------------------------------------------ two drafters
+
+
+def two_drafters() -> tuple[Planner, list]:
+    """A draft whose steps are costly and a lookup whose steps are cheap, both known."""
+    made, some = Planner("lm", choices=("lm", "lookup")), [sequence([1, 2])]
+    for name, costs in (("lm", RISING), ("lookup", CHEAP)):
+        assert unmeasured(made, some, 1) == name
+        made.learn(name, 1, named(name, costs))
+    assert unmeasured(made, some, 1) == "none"
+    return made, some
+
+
+def named(name: str, costs: dict[int, float]) -> list[tuple[str, tuple[int, int], float]]:
+    return [(name if who == "lm" else who, shape, cost) for who, shape, cost in measured(costs)]
+
+
+def drafters(made: Planner, some, accepted: dict[str, int], steps: int) -> list[str]:
+    """Who drafted in each step, where so many tokens of each drafter are accepted."""
+    names = []
+    for _ in range(steps):
+        bets = resident(made, some, 1).bets
+        names.append(bets[0].drafter if bets[0].nodes else "none")
+        costs = RISING if names[-1] == "lm" else CHEAP
+        ran(made, some, bets, costs, accepted=accepted.get(names[-1], 0))
+    return names
+
+
+def test_the_drafter_that_pays_most_is_taken_and_changed_when_the_text_does():
+    made, some = two_drafters()
+    assert set(drafters(made, some, {"lm": 2, "lookup": 0}, 100)[-20:]) <= {"lm", "lookup"}
+    assert drafters(made, some, {"lm": 2, "lookup": 0}, 100).count("lm") > 90
+    names = drafters(made, some, {"lm": 2, "lookup": 8}, 200)  # the text begins to copy itself
+    assert names[-100:].count("lookup") > 95
+    names = drafters(made, some, {"lm": 2, "lookup": 0}, 200)  # and ends to
+    assert names[-100:].count("lm") > 90
+    names = drafters(made, some, {"lm": 0, "lookup": 0}, 3000)[-2000:]
+    lost = names.count("lm") * (RISING[1] - 1) + names.count("lookup") * (CHEAP[2] - 1)
+    assert lost / len(names) <= 2 * GUARDS.probe_share * 1.1
+
+
+def test_a_drafter_not_in_use_is_probed_in_a_small_share_of_the_time():
+    made, some = two_drafters()
+    drafters(made, some, {"lm": 2}, 200)
+    spent, tokens = Counter(), Counter()
+    for _ in range(2000):
+        bet = resident(made, some, 1).bets[0]
+        costs, held = (RISING, min(bet.nodes, 2)) if bet.drafter == "lm" else (CHEAP, 0)
+        spent[bet.drafter] += costs[bet.nodes]
+        tokens[bet.drafter] += 1 + held
+        ran(made, some, [bet], costs, accepted=held)
+    lost = spent["lookup"] - tokens["lookup"] * spent["lm"] / tokens["lm"]
+    assert tokens["lookup"] > 10 and lost <= GUARDS.spare_probe_share * 1.1 * spent.total()
+
+
+def test_who_names_a_drafter_gets_no_other():
+    made, some = two_drafters()
+    asked = [sequence([1, 2], speculation={"drafter": "lm"})]
+    drafters(made, some, {"lm": 0, "lookup": 8}, 60)
+    assert resident(made, some, 1).bets[0].drafter == "lookup"
+    assert {resident(made, asked, 1).bets[0].drafter for _ in range(60)} <= {"lm", "none"}
+    both = resident(made, [*some, *asked], 1).bets
+    assert len({bet.drafter for bet in both if bet.nodes}) == 1  # one drafter a step
+
+
+def test_a_size_that_has_no_room_for_drafts_is_never_probed():
+    made, some = Planner("lm"), [sequence([1, i]) for i in range(3)]
+    made.learn("lm", 4, [("none", (0, 0), 1.0)])
+    for _ in range(200):
+        assert resident(made, some, 4, trees=()).bets == (NO_BET,) * 3
+        ran(made, some, [NO_BET] * 3, CHEAP)
+    made.learn("lm", 4, [("lm", (1, 1), 1.9)])
+    probed = set()
+    for _ in range(4000):
+        bets = resident(made, some, 4, trees=((1, 1),)).bets
+        probed.add((bets[0].depth, bets[0].nodes))
+        ran(made, some, bets, {0: 1.0, 1: 1.9})
+    assert probed == {(0, 0), (1, 1)}
+
+
+def test_a_costly_probe_takes_the_smallest_tree():
+    for cost, depth in ((GUARDS.costly_probe - 0.1, 2), (GUARDS.costly_probe + 0.1, 1)):
+        made, some = Planner("lm"), [sequence([1, 2], max_tokens=10_000)]
+        made.learn("lm", 1, [("none", (0, 0), 1.0), ("lm", (1, 1), 1.2), ("lm", (2, 2), cost)])
+        made.rates.priors["lm", 0] = AcceptanceRate(0.0, 0.0)
+        while (plan := resident(made, some, 1, trees=((1, 1), (2, 2)))).reasons != ("probe",):
+            ran(made, some, plan.bets, {0: 1.0})
+        assert plan.bets[0].depth == depth
+
+
+def test_drafting_must_repay_catching_up_in_few_steps():
+    """Twice the speed of plain decoding earns half of every step's time, over the steps that are looked ahead."""
+    for share, drafted in ((0.45, True), (0.55, False)):
+        made, some = Planner("lm"), [sequence([1, 2], max_tokens=10_000)]
+        made.learn("lm", 1, [("none", (0, 0), 1.0), ("lm", (1, 1), 1.0)])
+        made.rates.by_sequence[some[0]] = {"lm": AcceptanceRate(1.0, 1.0)}
+        made.costs.per_token["lm"] = share * GUARDS.payback_steps / 1000
+        assert (resident(made, some, 1, 1000, trees=((1, 1),)).bets[0].nodes > 0) == drafted
+
+
+# --------------------------------------------------------------------------------------- staged rows beside them
+
+
+def test_the_batch_guard_is_for_staged_rows():
+    made, some = Planner("lm"), [sequence([1, i]) for i in range(GUARDS.max_batch + 1)]
+    made.learn("lm", 32, [("none", (0, 0), 1.0), ("lm", (4, 4), 1.1)])
+    work, trees = [Work(s, s.pending) for s in some], {"lm": ((4, 4),)}
+    here = (*[True] * GUARDS.max_batch, False)
+    plan = made.plan(work, Options(32, here, trees, max_depth=8))
+    assert set(plan.reasons[:-1]) == {"pays"} and plan.reasons[-1] == "batch"
+
+
+def test_resident_and_staged_rows_share_a_step_and_an_estimate():
+    made, some = Planner("lm"), [sequence([1, i]) for i in range(3)]
+    made.learn("lm", 2, [("none", (0, 0), 1.0), ("lm", (2, 2), 1.1)])
+    work = [Work(some[0], 2), Work(some[1], 1), Work(some[2], 2)]  # the second reads its prompt
+    plan = made.plan(work, Options(2, (True, False, False), {"lm": ((2, 2),)}, max_depth=8))
+    assert plan.reasons == ("pays", "prefill", "pays")
+    assert [(bet.depth, bet.nodes) for bet in plan.bets[:2]] == [(2, 2), (0, 0)] and plan.bets[2].depth == 4
+    before = made.rates.of(some[2], "lm").first
+    outcomes = [Outcome(s, Bet("lm", 2, 2), 2, 2, 0, 0) for s in (some[0], some[2])]
+    record = StepRecord(7, 3, 3, 4, 0, 2, 0, 0, 1.0, 0, 1.0, outcomes, captured=("lm", (2, 2), 2))
+    for _ in range(80):
+        made.observe(record)
+    assert made.rates.of(some[2], "lm").first < 0.2 * before
+    fresh = [Work(sequence([2, 1]), 2), Work(sequence([2, 2]), 2)]
+    made.costs.by_rows = {n: 1 + 0.2 * n for n in range(1, 64)}
+    plan = made.plan(fresh, Options(2, (True, False), {"lm": ((2, 2),)}, max_depth=8))
+    assert plan.reasons[1] == "below break-even"  # what resident rows taught counts for staged ones
