@@ -111,8 +111,8 @@ class Always:
     def __init__(self, bet: Bet, on=lambda sequence: True) -> None:
         self.bet, self.on = bet, on
 
-    def plan(self, sequences, batch) -> Plan:
-        return Plan(tuple(self.one(s) for s in sequences))
+    def plan(self, work, options) -> Plan:
+        return Plan(tuple(self.one(item.sequence) for item in work))
 
     def one(self, sequence: Sequence) -> Bet:
         asked = sequence.request.params.speculation

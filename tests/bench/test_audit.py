@@ -8,7 +8,7 @@ from outrider import SamplingParams
 from outrider.bench import audit as module
 from outrider.bench.as_if import AsIf
 from outrider.bench.audit import BATCHES, SPELL, Toggling, audit, how
-from outrider.types import NO_BET, Bet, Plan, Speculation
+from outrider.types import NO_BET, Bet, Options, Plan, Speculation, Work
 from tests.bench.conftest import prompts
 from tests.tiny import sequence
 
@@ -77,18 +77,14 @@ def test_batches_are_of_every_size_and_mostly_large() -> None:
 
 def test_toggling_switches_only_whom_it_should() -> None:
     class Always:
-        def plan(self, sequences, batch) -> Plan:
-            return Plan(tuple(Bet("lm", 2, 2) for _ in sequences))
-
-        def plan_round(self, sequences, deepest, size, unread) -> Plan:
-            return self.plan(sequences, len(sequences))
+        def plan(self, work, options) -> Plan:
+            return Plan(tuple(Bet("lm", 2, 2) for _ in work))
 
     toggling = Toggling(Always())  # type: ignore[arg-type]
     for length in range(4 * SPELL):
         one = sequence([1] * (3 + length), prompt=3, seed=7)
         other = sequence([1] * (3 + length), prompt=3, seed=8)
         toggling.seeds = {7}
-        first, second = toggling.plan([one, other], 2).bets
+        first, second = toggling.plan([Work(one, 1), Work(other, 1)], Options()).bets
         assert (first == NO_BET) == (length // SPELL % 2 == 1)
         assert second.nodes == 2
-        assert toggling.plan_round([one, other], 8, 2, lambda _: 0).bets == (first, second)

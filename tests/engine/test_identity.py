@@ -115,9 +115,9 @@ class Fixed:
     def __init__(self, nodes: int, toggle: bool = False) -> None:
         self.nodes, self.dice, self.toggle = nodes, random.Random(1), toggle
 
-    def plan(self, sequences, batch) -> Plan:
+    def plan(self, work, options) -> Plan:
         bets = []
-        for _ in sequences:
+        for _ in work:
             nodes = self.dice.choice((0, self.nodes)) if self.toggle else self.nodes
             bets.append(Bet("test", nodes, nodes))
         return Plan(tuple(bets))

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.cache.store import KeyValueStore
-from outrider.control.forms import TREES
 from outrider.control.planner import Planner
+from outrider.control.trees import TREES
 from outrider.draft.chains import LmChain, LookupChain
 from outrider.draft.lookup import LookupDrafter
 from outrider.draft.state import State
@@ -354,7 +354,7 @@ def test_a_size_is_made_once_it_is_worth_it(model, small) -> None:
 
 def test_rounds_are_prepared(model, small) -> None:
     engine = make_engine(model, small, 1)
-    engine.planner.rounds.choices = ("lm", "lookup")
+    engine.planner.choices = ("lm", "lookup")
     before = {
         key: value.clone() for key, value in vars(engine.rounds.state).items() if torch.is_tensor(value)
     }
@@ -367,11 +367,11 @@ def test_rounds_are_prepared(model, small) -> None:
     for store in stores:  # the last slot is nobody's
         assert all((keys[:-1] == 7.0).all() for keys in (*store.keys, *store.values))
     assert engine.rounds.made == {1, 2, 4, 8}
-    assert engine.planner.rounds.measured == {
+    assert engine.planner.costs.measured == {
         (name, size) for name in ("lm", "lookup") for size in (1, 2, 4, 8)
     }
-    assert engine.planner.rounds.costs.plain(8) is not None
-    assert engine.planner.rounds.costs.a_token.keys() == {"lm"}
+    assert engine.planner.costs.plain(8) is not None
+    assert engine.planner.costs.per_token.keys() == {"lm"}
     for key, value in before.items():
         assert torch.equal(getattr(engine.rounds.state, key)[:-1], value[:-1]), (
             key
@@ -383,21 +383,21 @@ def test_rounds_are_prepared(model, small) -> None:
 
 def test_answers_may_come_in_between_while_rounds_are_prepared(model, small) -> None:
     engine = make_engine(model, small, 1)
-    engine.planner.rounds.choices = ("lm", "lookup")
+    engine.planner.choices = ("lm", "lookup")
     packed = make_engine(model, small, None)
     for i, _ in enumerate(engine.preparing(2)):
         if i % 4:
             continue
         requests = some_requests(i // 4 % 3)
         assert run(engine, requests) == run(packed, requests)
-    assert {("lm", 1), ("lm", 2), ("lookup", 1), ("lookup", 2)} <= engine.planner.rounds.measured
+    assert {("lm", 1), ("lm", 2), ("lookup", 1), ("lookup", 2)} <= engine.planner.costs.measured
 
 
 def test_plain_rounds_are_prepared_where_nobody_guesses(model, small) -> None:
     engine = make_engine(model, small, 1, "none")
     for _ in engine.preparing(2):
         pass
-    assert engine.rounds.made == {1, 2} and engine.planner.rounds.costs.plain(2) is not None
+    assert engine.rounds.made == {1, 2} and engine.planner.costs.plain(2) is not None
 
 
 @pytest.mark.parametrize("lag", [0, 1])
@@ -425,10 +425,11 @@ def test_trees_in_rounds_change_nothing_and_hold_more(model, small, lag, form) -
 class Pausing(Steady):
     """Guesses in one round and rests in the next."""
 
-    def plan_round(self, sequences, deepest: int, size: int, unread) -> Plan:
-        plan = super().plan_round(sequences, deepest, size, unread)
-        self.rests = not getattr(self, "rests", True)
-        return Plan((NO_BET,) * len(sequences)) if self.rests else plan
+    def plan(self, work, options) -> Plan:
+        plan = super().plan(work, options)
+        if options.size:
+            self.rests = not getattr(self, "rests", True)
+        return Plan((NO_BET,) * len(work)) if options.size and self.rests else plan
 
 
 @pytest.mark.parametrize("planner", [Steady, Pausing])

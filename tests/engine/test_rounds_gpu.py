@@ -7,8 +7,8 @@ import gc
 import pytest
 import torch
 
-from outrider.control.forms import TREES
 from outrider.control.planner import Planner
+from outrider.control.trees import TREES
 from outrider.draft import tree
 from outrider.draft.eagle import EagleDrafter, load_eagle
 from outrider.draft.early_exit import EarlyExitDrafter
@@ -126,7 +126,7 @@ def test_prepared_rounds_tell_the_same(models, default) -> None:
     for _ in engine.preparing(4):
         pass
     assert engine.rounds is not None and engine.rounds.made == {1, 2, 4}
-    assert engine.planner.rounds.costs.a_token.keys() == ({"lm"} if default == "lm" else set())
+    assert engine.planner.costs.per_token.keys() == ({"lm"} if default == "lm" else set())
     requests = some_requests(1)
     assert run(engine, requests) == run(make_engine(models, False, default), requests)
 

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from outrider.control.rounds import RoundPlanner
 from outrider.draft import tree
 from outrider.draft.chains import ChainDrafter, LmChain, LookupChain
 from outrider.draft.eagle import EagleDrafter, load_eagle
@@ -80,13 +79,12 @@ class Steady(Always):
 
     def __init__(self, bet: Bet) -> None:
         super().__init__(bet)
-        self.default, self.rounds = bet.drafter, RoundPlanner()
+        self.default = bet.drafter
 
-    def plan_round(self, sequences, deepest: int, size: int, unread) -> Plan:
-        return self.plan(sequences, len(sequences))
-
-    def unmeasured(self, sequences, size: int) -> str:
+    def unmeasured(self, work, options) -> str:
         return "none"
+
+    def learn_reading(self, drafter: str, tokens: int, seconds: float) -> None: ...
 
 
 class Erratic:
@@ -96,18 +94,16 @@ class Erratic:
 
     def __init__(self, seed: int, names: tuple[str, ...]) -> None:
         self.random, self.names, self.chosen = random.Random(seed), names, names[seed % len(names)]
-        self.rounds = RoundPlanner()
 
-    def plan(self, sequences, batch) -> Plan:
+    def plan(self, work, options) -> Plan:
         if self.random.random() < 0.3:
             self.chosen = self.random.choice(self.names)
-        return Plan(tuple(self.one(self.chosen) for _ in sequences))
+        return Plan(tuple(self.one(self.chosen) for _ in work))
 
-    def plan_round(self, sequences, deepest: int, size: int, unread) -> Plan:
-        return self.plan(sequences, len(sequences))
-
-    def unmeasured(self, sequences, size: int) -> str:
+    def unmeasured(self, work, options) -> str:
         return "none"
+
+    def learn_reading(self, drafter: str, tokens: int, seconds: float) -> None: ...
 
     def one(self, who: str) -> Bet:
         depth = self.random.randint(1, DEEPEST)

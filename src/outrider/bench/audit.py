@@ -28,7 +28,7 @@ from outrider.control.planner import Planner
 from outrider.draft.drafter import Drafter
 from outrider.engine.engine import Engine
 from outrider.engine.llm import LLM, Output
-from outrider.types import NO_BET, Plan, SamplingParams, Sequence, Speculation
+from outrider.types import NO_BET, Options, Plan, SamplingParams, Sequence, Speculation, Work
 
 ALPHA = 1e-4  # a distribution is called different below this p-value
 BATCHES = (32, 8, 32, 1, 32, 16, 32, 4, 32, 2)  # in turn; large ones more often, they have the tokens
@@ -82,16 +82,11 @@ class Toggling:
         self.inner = inner
         self.seeds: set[int] = set()
 
-    def plan(self, sequences: Seq[Sequence], batch: int) -> Plan:
-        return self._toggled(sequences, self.inner.plan(sequences, batch))
-
-    def plan_round(
-        self, sequences: Seq[Sequence], deepest: int, size: int, unread: Callable[[str], int]
-    ) -> Plan:
-        return self._toggled(sequences, self.inner.plan_round(sequences, deepest, size, unread))
-
-    def _toggled(self, sequences: Seq[Sequence], plan: Plan) -> Plan:
-        bets = [NO_BET if self._rests(s) else bet for s, bet in zip(sequences, plan.bets, strict=True)]
+    def plan(self, work: Seq[Work], options: Options) -> Plan:
+        plan = self.inner.plan(work, options)
+        bets = [
+            NO_BET if self._rests(item.sequence) else bet for item, bet in zip(work, plan.bets, strict=True)
+        ]
         return Plan(tuple(bets), plan.reasons)
 
     def _rests(self, sequence: Sequence) -> bool:

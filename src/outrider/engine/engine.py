@@ -22,7 +22,7 @@ from outrider.control.planner import Planner
 from outrider.draft.drafter import Drafter
 from outrider.engine.rounds import Flight, Rounds
 from outrider.engine.runner import pack
-from outrider.engine.scheduler import Pick, Scheduler
+from outrider.engine.scheduler import Scheduler
 from outrider.engine.text import TokenText, Writer
 from outrider.errors import InvalidRequest, suggest
 from outrider.model.decoder import Model, kv_bytes, make_store
@@ -35,12 +35,14 @@ from outrider.types import (
     Draft,
     Event,
     FinishReason,
+    Options,
     Origin,
     Outcome,
     Request,
     Sequence,
     StepRecord,
     Verdict,
+    Work,
 )
 from outrider.verify.judge import judge, score_prompts
 from outrider.verify.noise import choice_seed
@@ -138,9 +140,9 @@ class Engine:
             return []
         emits = [pick.emits for pick in picks]
         emitting = [pick.sequence for pick in compress(picks, emits)]
-        plan = self.planner.plan(emitting, len(picks))
+        plan = self.planner.plan(picks, Options())
         planned = time.perf_counter()
-        drafts, bets = self._propose(picks, iter(plan.bets))
+        drafts, bets = self._propose(picks, plan.bets)
         drafted = time.perf_counter()
         batch = pack(picks, drafts, self.table)
         logits = self.model.forward(batch, self.store)
@@ -159,7 +161,7 @@ class Engine:
 
     def _settle(
         self,
-        picks: list[Pick],
+        picks: list[Work],
         drafts: list[Draft],
         bets: list[Bet],
         verdicts: list[Verdict],
@@ -195,7 +197,7 @@ class Engine:
             target_s=target_s,
             verify_s=verify_s,
             total_s=(self.landed if flight else time.perf_counter()) - begin,
-            flight=flight.kind if flight else None,
+            captured=flight.kind if flight else None,
             passes=flight.passes if flight else 1,
             outcomes=outcomes,
             reasons=reasons,
@@ -211,12 +213,12 @@ class Engine:
         """Makes the rounds of up to so many sequences and measures them, so that no answer has to wait for it: piece by
         piece, while nobody is answered.
         """
-        rounds, planner = self.rounds, self.planner.rounds
+        rounds, planner = self.rounds, self.planner
         if rounds is None:
             return
         for drafter in planner.choices or ("none",):
             for size in rounds.sizes_up_to(sequences):
-                if (drafter, size) in planner.measured:
+                if (drafter, size) in planner.costs.measured:
                     continue
                 self._land(0)  # of those who are gone
                 costs = []
@@ -228,7 +230,7 @@ class Engine:
                 rounds.made.add(size)
             tokens, seconds = rounds.practise(drafter)
             if tokens:
-                planner.read(drafter, tokens, seconds)
+                planner.learn_reading(drafter, tokens, seconds)
             yield
 
     def _steady(self, rounds: Rounds) -> bool:
@@ -246,26 +248,29 @@ class Engine:
         """Start a round; tell of the one before, which has been running meanwhile."""
         sequences = list(self.scheduler.running)
         size = rounds.size_for(len(sequences))
-        while (drafter := self.planner.unmeasured(sequences, size)) in rounds.drafters:
+        picks = [Work(sequence, 1) for sequence in sequences]
+        trees = {name: rounds.forms(name, size) for name in rounds.drafters}
+        behind = lambda name: sum(rounds.unread(sequences, name).values())  # noqa: E731
+        options = Options(size, (True,) * len(picks), trees, behind, rounds.deepest)
+        while (drafter := self.planner.unmeasured(picks, options)) != "none":
             if self.flights:
                 return self._land(0)
-            self.planner.rounds.learn(drafter, size, rounds.measure(size, drafter))
-        plan = self.planner.plan_round(
-            sequences, rounds.deepest, size, lambda name: sum(rounds.unread(sequences, name).values())
-        )
+            self.planner.learn(drafter, size, rounds.measure(size, drafter))
+        plan = self.planner.plan(picks, options)
         bets = rounds.fitted(plan.bets)
         guessing = [s for s, bet in zip(sequences, bets, strict=True) if bet.nodes]
         drafter = next((bet.drafter for bet in bets if bet.nodes), "none")
         if unread := rounds.unread(guessing, drafter):
             if self.flights:  # what is on its way must be known first; then all is planned anew
                 return self._land(0)
-            self.planner.rounds.read(drafter, sum(unread.values()), rounds.catch_up(list(unread), drafter))
+            self.planner.learn_reading(drafter, sum(unread.values()), rounds.catch_up(list(unread), drafter))
         left = self._most_left(sequences)
         if left <= 0:  # what is on its way ends them all
             return self._land(0)
         ahead = max(bet.nodes for bet in bets) or min(rounds.run_length(size), left) - 1
         fresh = self.table.extend_all(np.array([s.row for s in sequences]), ahead + 1)
-        picks = [Pick(sequence, 1, ahead) for sequence in sequences]
+        for pick in picks:
+            pick.drafted = ahead
         self.flights.append(rounds.launch(picks, bets, plan.reasons, fresh, size))
         return self._land(rounds.lag)
 
@@ -344,12 +349,12 @@ class Engine:
         if request.id in self.live:
             raise InvalidRequest(f"a request with id {request.id!r} is already running", "id")
 
-    def _propose(self, picks: list[Pick], bets: Iterator[Bet]) -> tuple[list[Draft], list[Bet]]:
+    def _propose(self, picks: list[Work], bets: Seq[Bet]) -> tuple[list[Draft], list[Bet]]:
         """Guesses for the sequences that are done reading, with slots for every node at the end of their
         row.
         """
         drafts = [NO_DRAFT] * len(picks)
-        placed = [next(bets) if pick.emits else NO_BET for pick in picks]
+        placed = [bet if pick.emits else NO_BET for pick, bet in zip(picks, bets, strict=True)]
         by_drafter: dict[str, list[int]] = {}
         for i, bet in enumerate(placed):
             if bet.nodes > 0:
@@ -360,7 +365,7 @@ class Engine:
                 sequence = picks[i].sequence
                 try:
                     self.table.extend(sequence.row, len(draft))
-                    drafts[i] = draft
+                    drafts[i], picks[i].drafted = draft, len(draft)
                 except CacheFull:  # a guess is never worth another sequence's place
                     continue
                 sequence.drafted += len(draft)
@@ -396,14 +401,14 @@ class Engine:
         if self.faults[name] <= MOST_FAULTS:
             log.warning("the drafter %s failed: %r%s", name, error, rest)
 
-    def _score(self, logits: Tensor, picks: list[Pick]) -> None:
+    def _score(self, logits: Tensor, picks: list[Work]) -> None:
         """Keep the log-probabilities of prompt tokens read in this pass, where they were asked for."""
         counts = [pick.scored for pick in picks]
         for sequence, scores in score_prompts(logits, [pick.sequence for pick in picks], counts):
             sequence.prompt_logprobs = [*(sequence.prompt_logprobs[: sequence.cached + 1] or [None]), *scores]
 
     def _commit(
-        self, picks: list[Pick], drafts: list[Draft], bets: list[Bet], verdicts: Iterator[Verdict]
+        self, picks: list[Work], drafts: list[Draft], bets: list[Bet], verdicts: Iterator[Verdict]
     ) -> list[Event]:
         events = []
         for pick, draft, bet in zip(picks, drafts, bets, strict=True):
@@ -413,7 +418,7 @@ class Engine:
             # Every token but the last has been fed: a guess that held, or one of several plain passes.
             fed = len(verdict.tokens) - 1 if verdict else 0
             path = verdict.accepted if verdict and verdict.accepted else range(fed)
-            self.table.commit(sequence.row, before + pick.known, path, pick.guessed)
+            self.table.commit(sequence.row, before + pick.known, path, pick.drafted)
             sequence.cached = before + pick.known + fed
             if before < sequence.prompt_len <= sequence.cached:
                 self.scheduler.prompt_read(sequence)

@@ -28,7 +28,7 @@ def make_rounds(engine: Engine) -> Rounds:
         if chain is not None:
             rounds.drafters[name] = chain
     choices = (engine.planner.default, "lookup")  # which costs next to nothing
-    engine.planner.rounds.choices = tuple(dict.fromkeys(name for name in choices if name in rounds.drafters))
+    engine.planner.choices = tuple(dict.fromkeys(name for name in choices if name in rounds.drafters))
     return rounds
 
 

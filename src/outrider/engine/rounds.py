@@ -4,7 +4,7 @@ Sequence state (texts, lengths, slot tables, seeds) lives where the model does. 
 tensor operations over it, so on a GPU it is captured once a shape as a graph and replayed. The host says who
 takes part, gives each a few fresh slots, and reads what happened one round later, while the next one runs.
 
-Only guesses of a few forms fly (control/forms.py), and only for requests whose law is a temperature and filters;
+Only guesses of a few forms fly (control/trees.py), and only for requests whose law is a temperature and filters;
 everything else takes the packed path of runner.py. Both give the same bits: a guess sees what a plain row would see.
 """
 
@@ -23,19 +23,18 @@ from torch import Tensor
 
 from outrider.cache.store import KeyValueStore
 from outrider.cache.table import SlotTable
-from outrider.control.forms import CHAINS, NO_FORM, TREES, Form, shape_of
+from outrider.control.trees import CHAINS, NO_TREE, TREES, TreeShape, tree_nodes
 from outrider.draft.chains import Branches, ChainDrafter, Pass, TreeDrafter, chain_levels, guess
 from outrider.draft.state import Between, State
-from outrider.engine.scheduler import Pick
 from outrider.model.decoder import Model
 from outrider.model.kernels.gpu.recording import context_for, record
-from outrider.types import NO_BET, NO_DRAFT, Bet, Draft, Sequence, Verdict
+from outrider.types import NO_BET, NO_DRAFT, Bet, Draft, Sequence, Verdict, Work
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 # Guesses a round may hold for a sequence, so that there is room; longer chains are packed.
 DEEPEST = CHAINS[-1][0]
 RUNS = (1, 4, 8)  # plain passes in one round: few, as each is made once, which takes time
-PLAIN = ("none", NO_FORM)
+PLAIN = ("none", NO_TREE)
 MOST_ROWS = 512  # of a round whose guesses nobody asked for: logits of many rows take much memory
 TREE_SIZE = 4  # up to so many sequences a round has rows to spare for trees
 MAKING = 200  # plain rounds' time that it takes to make and measure those of a size
@@ -46,11 +45,11 @@ SAVED = 0.03  # of a round's time, by one of half its size
 class Flight:
     """A round on its way."""
 
-    picks: list[Pick]
+    picks: list[Work]
     bets: list[Bet]
     reasons: tuple[str, ...]
     nodes: int  # guesses, or plain passes after the first
-    form: Form  # of the guesses
+    form: TreeShape  # of the guesses
     drafter: str
     result: Tensor  # on the host, once landed: as `Shape._plain` or `Shape._guessed` tells
     timer: Timer
@@ -64,7 +63,7 @@ class Flight:
         return sequence.finish_reason is None and sequence.row == self.rows[i]
 
     @property
-    def kind(self) -> tuple[str, Form, int]:
+    def kind(self) -> tuple[str, TreeShape, int]:
         """Whose guesses it has room for, in which form, and for how many sequences."""
         return self.drafter, self.form, self.size
 
@@ -88,7 +87,7 @@ class Flight:
             told = self.result[: len(self.picks)].tolist()
             return [NO_DRAFT] * len(told), [Verdict(tokens, []) for tokens in told]
         drafts, verdicts = [], []
-        (depth, n), parents = self.form, shape_of(self.form).parents
+        (depth, n), parents = self.form, tree_nodes(self.form).parents
         for accepted, count, *rest in self.result[: len(self.picks)].tolist():
             tokens, path, guesses = rest[: accepted + 1], rest[depth + 1 : depth + 1 + accepted], rest[-n:]
             drafts.append(Draft(tuple(guesses[:count]), parents[:count]) if count else NO_DRAFT)
@@ -143,7 +142,7 @@ class Rounds:
         self.state.table[-1] = self.dummy  # padding's row, which a drafter also takes for who wants no guess
         # Of rounds that may be on their way: the drafter, the rows it guesses for, and the most tokens they bring.
         self.latest: deque[tuple[str, set[int], int]] = deque(maxlen=lag)
-        self.shapes: dict[tuple[int, int, Form, str, int, bool], Shape] = {}
+        self.shapes: dict[tuple[int, int, TreeShape, str, int, bool], Shape] = {}
         self.runs: dict[int, int] = {}  # by size: plain passes in one round
         self.made: set[int] = set()  # sizes that rounds are made for
         self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
@@ -179,7 +178,7 @@ class Rounds:
     def _deepest(self, drafter: str) -> int:
         return min(self.deepest, self.drafters[drafter].deepest) if drafter in self.drafters else self.deepest
 
-    def forms(self, drafter: str, size: int) -> tuple[Form, ...]:
+    def forms(self, drafter: str, size: int) -> tuple[TreeShape, ...]:
         """What a drafter's guesses may look like in rounds of this size."""
         one = self.drafters.get(drafter)
         if one is None:
@@ -253,13 +252,13 @@ class Rounds:
             seconds = timer.seconds()
         return tokens, seconds
 
-    def measure(self, size: int, drafter: str) -> Iterator[tuple[str, Form, float]]:
+    def measure(self, size: int, drafter: str) -> Iterator[tuple[str, TreeShape, float]]:
         """With nothing on its way: what rounds of this size take, plain and with guesses of each form, in seconds; over
         padding, which changes nobody's state. It also makes them, so that no answer waits for that later.
         """
         context = context_for(1, self.state.width)
-        for form in (NO_FORM, *self.forms(drafter, size)):
-            name, nodes = ("none", 0) if form == NO_FORM else (drafter, form[1])
+        for form in (NO_TREE, *self.forms(drafter, size)):
+            name, nodes = ("none", 0) if form == NO_TREE else (drafter, form[1])
             shape = self._shape(size, nodes, form, name, context, False)
             for _ in range(2):  # the first one only warms up
                 shape.fill([], np.zeros((0, nodes + 1), np.int32), [], self.state.rows, self.dummy)
@@ -268,7 +267,7 @@ class Rounds:
             yield name, form, timer.seconds()
 
     def launch(
-        self, picks: list[Pick], bets: list[Bet], reasons: tuple[str, ...], fresh: np.ndarray, size: int
+        self, picks: list[Work], bets: list[Bet], reasons: tuple[str, ...], fresh: np.ndarray, size: int
     ) -> Flight:
         """Start a round of a size that has room for all. `fresh` are the last slots of each row: one, and one more for
         every guess or further pass.
@@ -294,7 +293,7 @@ class Rounds:
         """The host now knows of a pick what the device knew already."""
         sequence = flight.picks[i].sequence
         if flight.bets[i].nodes:
-            held, parents = verdict.accepted, shape_of(flight.form).parents
+            held, parents = verdict.accepted, tree_nodes(flight.form).parents
             leaf = bool(held) and held[-1] not in parents  # nobody had to read it to guess on
             self.drafters[flight.drafter].landed(sequence, len(held), len(held) - leaf)
         if sequence.row in self.boarded:
@@ -306,12 +305,14 @@ class Rounds:
             self.state.board(sequence, self.table.entries[sequence.row])
             self.boarded[sequence.row] = (sequence, len(sequence.tokens))
 
-    def _context(self, picks: list[Pick]) -> int:
+    def _context(self, picks: list[Work]) -> int:
         """A length that no text of this round exceeds, in steps: what is on its way may have grown it."""
         longest = max(len(pick.sequence.tokens) for pick in picks) + (self.lag + 1) * (self.deepest + 1)
         return context_for(longest, self.state.width)
 
-    def _shape(self, size: int, nodes: int, form: Form, drafter: str, context: int, filtered: bool) -> Shape:
+    def _shape(
+        self, size: int, nodes: int, form: TreeShape, drafter: str, context: int, filtered: bool
+    ) -> Shape:
         key = (size, nodes, form, drafter, context, filtered)
         if key not in self.shapes:
             self.shapes[key] = Shape(self, size, nodes, form, self.drafters.get(drafter), context, filtered)
@@ -326,13 +327,13 @@ class Shape:
         rounds: Rounds,
         size: int,
         nodes: int,
-        form: Form,
+        form: TreeShape,
         drafter: ChainDrafter | None,
         context: int,
         filtered: bool,
     ) -> None:
         self.rounds, self.size, self.nodes, self.drafter = rounds, size, nodes, drafter
-        self.form, self.tree = form, Branches(shape_of(form))
+        self.form, self.tree = form, Branches(tree_nodes(form))
         self.context, self.filtered = context, filtered
         self.cuda = rounds.device.type == "cuda"
         width = 2 + nodes + 1  # row, how many guesses, fresh slots

@@ -8,11 +8,10 @@ import numpy as np
 import torch
 
 from outrider.cache.table import SlotTable
-from outrider.engine.scheduler import Pick
-from outrider.types import Batch, Draft
+from outrider.types import Batch, Draft, Work
 
 
-def pack(picks: Seq[Pick], drafts: Seq[Draft], table: SlotTable) -> Batch:
+def pack(picks: Seq[Work], drafts: Seq[Draft], table: SlotTable) -> Batch:
     """Every pick's known tokens, then its draft's nodes. The table row already ends with slots for both.
 
     Logits are wanted of the rows that emit, in order, and after all of those of the prompt rows asked for.

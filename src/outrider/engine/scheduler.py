@@ -11,32 +11,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass
 
 from outrider.cache.pool import CacheFull
 from outrider.cache.table import SlotTable
-from outrider.types import Sequence
-
-
-@dataclass(slots=True)
-class Pick:
-    """A sequence and how many of its known tokens are fed. Their slots are already at the end of its row."""
-
-    sequence: Sequence
-    known: int
-    guessed: int | None = None  # slots taken for guesses; None: whatever is left of the row
-
-    @property
-    def emits(self) -> bool:
-        """Whether this pass reaches the end of what is known, so that a new token follows."""
-        return self.known == self.sequence.pending
-
-    @property
-    def scored(self) -> int:
-        """How many of the known tokens foretell a token of the prompt whose log-probability is wanted."""
-        if self.sequence.request.params.prompt_logprobs is None or self.sequence.choice:
-            return 0
-        return max(0, min(self.known, self.sequence.prompt_len - 1 - self.sequence.cached))
+from outrider.types import Sequence, Work
 
 
 class Scheduler:
@@ -54,22 +32,22 @@ class Scheduler:
         if choices[1:]:
             self.held[choices[0].request.id] = choices[1:]
 
-    def pick(self) -> list[Pick]:
+    def pick(self) -> list[Work]:
         budget = self.step_rows
-        picks: list[Pick] = []
+        picks: list[Work] = []
         for sequence in list(self.running):
             if sequence.row < 0:  # preempted while room was made for an older one
                 continue
             known = min(sequence.pending, max(budget, 1))
             if self._extend(sequence, known):
-                picks.append(Pick(sequence, known))
+                picks.append(Work(sequence, known))
                 budget -= known
         while budget > 0 and self.waiting and self._admit(self.waiting[0]):
             sequence = self.waiting.popleft()
             self.running.append(sequence)
             known = min(sequence.pending, budget)
             self.table.extend(sequence.row, known)
-            picks.append(Pick(sequence, known))
+            picks.append(Work(sequence, known))
             budget -= known
         return picks
 
