@@ -170,7 +170,7 @@ def run_each_time(shape: Shape) -> None:
 @pytest.mark.parametrize("name", sweep(["eagle", "early_exit"], quick=["eagle"]))
 def test_rounds_guess_and_tell_what_packed_steps_do(target, folder, name, monkeypatch) -> None:
     monkeypatch.setattr(tree, "CANDIDATES", VOCAB)  # on the device every token takes part
-    one = request("a", prompt_of(5, 1), max_tokens=5, temperature=0.7)
+    one = request("a", prompt_of(3, 1), max_tokens=4, temperature=0.7)
     packed = make_engine(target, folder, name, True)
     packed.add(one)
     answers = {key[0]: tokens_of(events) for key, events in finish(packed).items()}
