@@ -210,8 +210,9 @@ def test_a_prompt_chunk_has_no_bet():
 
 def test_a_small_gain_is_not_worth_a_draft():
     """A token accepted every other time, for a row that costs as much as it brings but for a few percent."""
-    for gain, drafted in ((0.9, False), (1.1, True)):
-        made, s = planner({1: 1.0, 2: 1.5 / GUARDS.break_even / gain, 3: 9.0, 63: 99.0}), sequence([1, 2])
+    margin = GUARDS.break_even - 1
+    for gain, drafted in ((1 + 0.5 * margin, False), (1 + 1.5 * margin, True)):
+        made, s = planner({1: 1.0, 2: 1.5 / gain, 3: 9.0, 63: 99.0}), sequence([1, 2])
         made.rates.by_sequence[s] = {"lookup": AcceptanceRate(0.5, 0.5)}
         assert (only(made, s)[0].depth == 1) == drafted
 
