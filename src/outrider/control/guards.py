@@ -22,10 +22,9 @@ class Guards:
     probe_interval: float = 24  # plain steps' time without a draft before one is tried
     probe_share: float = 0.002  # of the time, at most, for probes where nothing is drafted
     spare_probe_share: float = 0.01  # the same where another drafter pays
-    probe_answer_share: float = (
-        0.005  # of what is left of the answers, for one probe longer than a plain step
-    )
-    min_trials: float = 50  # steps of single sequences before rates are taken to differ between sequences
+    # Of what is left of the answers, for one probe longer than a plain step.
+    probe_answer_share: float = 0.005
+    min_trials: float = 46  # drafts of a drafter before sequences are taken to differ
     payback_steps: float = 32  # in which drafting must earn the time that a drafter needs to catch up
 
     def depth_at(self, temperature: float) -> int:

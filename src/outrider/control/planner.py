@@ -92,7 +92,7 @@ class Planner:
                 self.idle_steps[o.sequence] = 0 if o.drafted else self.idle_steps[o.sequence] + 1
         if record.captured is not None:
             ratio = self.costs.ratio(drafter, tree, size)
-            for name in self.idle_time:
+            for name in {*self.idle_time, *self.choices}:
                 self.idle_time[name] += ratio * record.passes
             if tree != NO_TREE:  # a probe that paid is followed by another
                 risk = self._risk(drafter, alive, [rate.accepted(tree) for rate in alive])
