@@ -2,7 +2,7 @@
 
     python -m bench.host --sequences 512 --tokens 128
 
-The engine, its rounds and the tokenizer are the real ones; only the device's part of a round is replaced, and the
+The engine, its steps and the tokenizer are the real ones; only the device's part of a step is replaced, and the
 time it takes is not counted. Times are the processor's, so that other work on the machine does not count either.
 """
 
@@ -19,10 +19,14 @@ import torch
 from torch import Tensor
 
 from outrider.control.planner import Planner
-from outrider.draft.chains import LookupChain
+from outrider.device.capture import CapturedStep
+from outrider.device.ops import StepOps
+from outrider.device.state import SequenceState
+from outrider.draft.drafters import Drafters
 from outrider.draft.lookup import LookupDrafter
 from outrider.engine.engine import Engine
-from outrider.engine.rounds import Rounds, Shape
+from outrider.engine.graph_runner import GraphRunner
+from outrider.engine.kv_cache import make_kv_cache
 from outrider.load.checkpoint import open_checkpoint
 from outrider.load.find import find
 from outrider.settings import Settings, cache_folder
@@ -41,7 +45,7 @@ class Free:
     def forward(self, batch: Batch, store: Any) -> Tensor:
         return torch.zeros(len(batch.logit_rows), 1)
 
-    def sift(self, logits: Tensor, *_: Tensor) -> Tensor:
+    def filter_logits(self, logits: Tensor, *_: Tensor) -> Tensor:
         return logits
 
     def draw(self, logits: Tensor, *_: Tensor) -> Tensor:
@@ -79,27 +83,30 @@ def main() -> None:
     assert checkpoint.config is not None
     model = Free(replace(checkpoint.config, layers=1))  # one layer's keys: room for all, in little memory
     settings = Settings(context=1024, max_sequences=given.sequences, step_rows=2048, cache_bytes=1 << 30)
-    engine = Engine(model, settings, checkpoint.tokenizer.text_stream)
-    engine.use_drafters({"lookup": LookupDrafter()}, Planner("lookup"))
-    engine.rounds = Rounds(
-        model, engine.store, engine.table, model.device, lambda b, *_: model.forward(b, None)
+    cache = make_kv_cache(model, settings)
+    drafters = Drafters({"lookup": LookupDrafter()}, model.config.vocab)
+    rows, width = cache.table.tensor.shape
+    ops = StepOps(SequenceState(rows, width, model.device), model)
+    runner = GraphRunner(
+        model, cache, drafters, ops, lambda batch, *_: model.forward(batch, None), default="lookup"
     )
-    engine.rounds.drafters = {"lookup": LookupChain()}
-    away = Clock(Shape, "_round")
+    text = checkpoint.tokenizer.text_stream
+    engine = Engine(model, cache, drafters, Planner("lookup"), runner, settings, text)
+    away = Clock(CapturedStep, "_step")
     params = SamplingParams(
         temperature=0.7, max_tokens=given.tokens, ignore_eos=True, speculation=given.speculation
     )
     begin = time.process_time()
     for i in range(given.sequences):
         engine.add(Request(f"r{i}", tuple(range(1 + i, 1 + i + given.prompt)), params, i))
-    told = time.process_time()
+    added = time.process_time()
     profile = cProfile.Profile()
     if given.profile:
         profile.enable()
     prompts = 0.0
     while not engine.idle:
         engine.step()
-        if not prompts and engine.flights:
+        if not prompts and any(step.captured for step in engine.in_flight):
             prompts = time.process_time()
     done = time.process_time()
     profile.disable()
@@ -107,9 +114,9 @@ def main() -> None:
         pstats.Stats(profile).sort_stats("tottime").print_stats(28)
     tokens = given.sequences * given.tokens
     print(f"{given.sequences} sequences, {given.tokens} tokens each")
-    print(f"taking requests in: {(told - begin) / given.sequences * 1e6:.1f} us a request")
-    print(f"reading prompts: {prompts - told:.3f} s")
-    print(f"rounds: {(done - prompts - away.spent) / tokens * 1e6:.2f} us a token on the host")
+    print(f"taking requests in: {(added - begin) / given.sequences * 1e6:.1f} us a request")
+    print(f"reading prompts: {prompts - added:.3f} s")
+    print(f"steps: {(done - prompts - away.spent) / tokens * 1e6:.2f} us a token on the host")
 
 
 if __name__ == "__main__":

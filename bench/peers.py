@@ -58,7 +58,9 @@ def outrider_engines(llm: AsIf, depth: int, most: int) -> list[Engine]:
     fixed = Speculation(depth=depth, nodes=depth)
     made = [engine(BASE, Speculation(drafter="none"))]
     return made + [
-        engine(f"outrider {name}", asked_of(name, fixed)) for name in llm.engine.drafters if name != "none"
+        engine(f"outrider {name}", asked_of(name, fixed))
+        for name in llm.engine.drafters.names
+        if name != "none"
     ]
 
 

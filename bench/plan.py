@@ -2,9 +2,9 @@
 
     python -m bench.plan --batches 1,4,16,32,64 --groups 5
 
-Answers are drawn at random: how long they are, which of a draft's guesses hold, whether a lookup finds anything. Costs
-are those of an H200 with an 8B target and a 1B draft, as LOG.md has them. It says whether guessing would ever cost more
-than it brings, and why; what it does bring, a device must say.
+Answers are drawn at random: how long they are, which draft tokens are accepted, whether a lookup finds anything. Costs
+are those of an H200 with an 8B target and a 1B draft, as LOG.md has them. It says whether speculation would ever cost
+more than it brings, and why; what it does bring, a device must say.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
-from collections import Counter
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 from outrider.control.planner import Planner
 from outrider.control.trees import CHAINS, NO_TREE, TreeShape, choice_rate, node_ranks, tree_nodes
-from outrider.draft.chains import LmChain, LookupChain
-from outrider.engine.rounds import SIZES, Rounds
+from outrider.device.buckets import SizeChoice, sizes_up_to
+from outrider.draft.drafter import MAX_DEPTH
+from outrider.draft.drafters import Drafters
+from outrider.draft.lm import LmDrafter
+from outrider.draft.lookup import LookupDrafter
+from outrider.engine.shared_drafts import SharedDrafts
 from outrider.types import Bet, Options, Outcome, Request, SamplingParams, Sequence, StepRecord, Work
 
 PLAIN = {1: 3.86, 2: 3.9, 4: 4.0, 8: 4.1, 16: 4.18, 32: 4.55, 64: 5.03}  # ms of a round
@@ -38,8 +40,10 @@ DRAFT = {4: 0.95, 8: 1.15, 16: 1.3, 32: 1.75, 64: 2.2}  # ms of a level, up to s
 READING = 0.009  # ms a prompt's token
 MOST_TOKENS = 128
 DRAFTERS = ("lm", "lookup")
-# All that is asked of rounds and drafters here is which forms they have: no model, no device.
-ROUNDS = SimpleNamespace(drafters={"lm": LmChain.__new__(LmChain), "lookup": LookupChain()})
+# All that is asked of drafters here is which draft trees they have in captured steps: no model, no device.
+LM = LmDrafter.__new__(LmDrafter)
+LM.max_depth = MAX_DEPTH
+SHARED = SharedDrafts(Drafters({"lm": LM, "lookup": LookupDrafter()}, vocab=0), captures=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +113,12 @@ def _near(rnd: random.Random, mean: float, spread: float) -> float:
 
 
 def run(
-    planner: Planner | None, live: list[Answer], task: Task, sizes: SimpleNamespace, rnd: random.Random
+    planner: Planner | None, live: list[Answer], task: Task, sizes: SizeChoice, rnd: random.Random
 ) -> float:
     """Tokens a second; without a planner, plain."""
     spent, tokens = 0.0, sum(one.left for one in live)
     while live:
-        size = Rounds.size_for(sizes, len(live))  # type: ignore[arg-type]
+        size = sizes.choose(len(live))
         drafter, form = ("none", NO_TREE) if planner is None else _planned(planner, live, size)
         if planner is not None and drafter == "lm" and (unread := sum(one.unread for one in live)):
             reading = max(1.2, unread * READING)
@@ -148,7 +152,7 @@ def run(
 
 def _planned(planner: Planner, live: list[Answer], size: int) -> tuple[str, TreeShape]:
     work = [Work(one.sequence, 1) for one in live]
-    trees = {name: Rounds.forms(ROUNDS, name, size) for name in DRAFTERS}  # type: ignore[arg-type]
+    trees = {name: SHARED.trees(name, size) for name in DRAFTERS}
     behind = {"lm": sum(one.unread for one in live), "lookup": 0}
     options = Options(size, (True,) * len(live), trees, behind.__getitem__, CHAINS[-1][0])
     while (drafter := planner.unmeasured(work, options)) != "none":
@@ -168,7 +172,8 @@ def main() -> None:
     for name, task in TASKS.items():
         planner = Planner("lm", choices=DRAFTERS)
         for batch in map(int, given.batches.split(",")):
-            sizes = SimpleNamespace(made={size for size in SIZES if size <= batch}, oversized=Counter())
+            sizes = SizeChoice()
+            sizes.made.update(sizes_up_to(batch))
             ratios = []
             for group in range(given.groups):
                 told = []

@@ -3,7 +3,7 @@
     python -m bench.report RESULTS.json... --out docs/gpu.html
 
 The results are those of `outrider bench --json`, `outrider audit --json`, `bench/peers.py --json`,
-`bench/mixed.py --json`, `bench/gpu/step.py --json` and `bench/gpu/rounds.py --json`, any number of each. Every figure
+`bench/mixed.py --json`, `bench/gpu/step.py --json` and `bench/gpu/captured.py --json`, any number of each. Every figure
 on the page comes from them or is worked out from them as the goal says; a goal that nothing was measured for is shown
 so, and a miss is shown as a miss.
 """
@@ -21,8 +21,8 @@ from typing import Any
 
 Result = dict[str, Any]
 ALL = (1, 4, 16, 32, 64)
-HELD = (0.7, 0.49, 0.343, 0.24)  # chances that the first guess holds, the first two, ...
-CONTEXT = 512  # of rounds that goals count, at least: a shorter one is cheaper
+HELD = (0.7, 0.49, 0.343, 0.24)  # chances that the first draft token is accepted, the first two, ...
+CONTEXT = 512  # of steps that goals count, at least: a shorter one is cheaper
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,22 +107,22 @@ def way(
 
 
 def if_held(name: str, tokens: float, draft: str | None = None) -> Find:
-    """Tokens a second of the measured round, if so many came of each; with a `draft`, of that shape only."""
+    """Tokens a second of the measured step, if so many came of each; with a `draft`, of that shape only."""
 
     def find(results: list[Result]) -> Iterator[Found]:
         for result, task, batch, way_name, one in ways(results):
             if draft is not None and result["as_if"].get("draft", {}).get("shape") != draft:
                 continue
             if batch == 1 and way_name == name and one.get("round_rows") == 5:
-                said = f"{tokens:.2f} tokens in a round of {one['round_ms']:.2f} ms ({task})"
+                said = f"{tokens:.2f} tokens in a step of {one['round_ms']:.2f} ms ({task})"
                 yield Found(1e3 * tokens / one["round_ms"], said, command(result))
 
     return find
 
 
 def in_round(drafter: str, size: int, tokens: float = 1.0) -> Find:
-    """Tokens a second of `size` sequences of the 8B shape if each gets so many of a measured round, which is plain or
-    has four guesses in a row; a draft model is of the 1B shape.
+    """Tokens a second of `size` sequences of the 8B shape if each gets so many of a measured step, which is plain or
+    has a chain of four draft tokens; a draft model is of the 1B shape.
     """
 
     def find(results: list[Result]) -> Iterator[Found]:
@@ -133,7 +133,9 @@ def in_round(drafter: str, size: int, tokens: float = 1.0) -> Find:
                 continue
             for one in result["rounds"]:
                 if (one["drafter"], one["size"], one["form"]) == (drafter, size, form):
-                    said = f"{tokens:.2f} tokens in a round of {one['ms']:.2f} ms (context {result['context']:,})"
+                    said = (
+                        f"{tokens:.2f} tokens in a step of {one['ms']:.2f} ms (context {result['context']:,})"
+                    )
                     yield Found(1e3 * size * tokens / one["ms"], said, command(result))
 
     return find
@@ -185,10 +187,10 @@ GOALS = (
     Goal("Plain step of the 8B shape, context 512", 3.85, True, " ms", step(512, 1, "ms")),
     Goal("Plain step of the 8B shape, context 8,192", 4.3, True, " ms", step(8192, 1, "ms")),
     Goal("Verifying 64 nodes against a plain step", 1.10, True, "x", step(512, 64, "of_plain")),
-    Goal("Round outside the target's pass", 5, True, " %", way("outside_pass", ("plain", "lookup"), (1,), times=100)),
-    Goal("Lookup, 4 guesses of 4 held, batch 1", 1080, False, " tok/s",
+    Goal("Step outside the target's pass", 5, True, " %", way("outside_pass", ("plain", "lookup"), (1,), times=100)),
+    Goal("Lookup, 4 of 4 draft tokens accepted, batch 1", 1080, False, " tok/s",
          either(if_held("lookup", 5.0), in_round("lookup", 1, 5.0))),
-    Goal("1B-shaped draft, guesses hold .7/.49/.343/.24, batch 1", 345, False, " tok/s",
+    Goal("1B-shaped draft, accepted .7/.49/.343/.24, batch 1", 345, False, " tok/s",
          either(if_held("lm", 1 + sum(HELD), "1b"), in_round("lm", 1, 1 + sum(HELD)))),
     Goal("Plain decoding, batch 16", 3126, False, " tok/s",
          either(way("tok_s", ("plain",), (16,), ("chat",)), in_round("none", 16))),
@@ -303,18 +305,18 @@ def rounds(result: Result) -> str:
          "" if one["tokens"] is None else f"{one['tokens']:.2f}"]
         for one in result["rounds"]
     ]  # fmt: skip
-    title = f"One round, shape {result['shape']}, draft {result['draft']}, random weights"
+    title = f"One captured step, shape {result['shape']}, draft {result['draft']}, random weights"
     meaning = (
-        "Tokens a round are given here, not measured: a round takes as long whatever is accepted. Tokens a second "
+        "Tokens a step are given here, not measured: a step takes as long whatever is accepted. Tokens a second "
         f"are what the measured time makes of them, all sequences together. Context {result['context']:,}."
     )
-    heads = ["~Sequences", "Drafter", "Form", "~ms", "~x plain", "~tok/s", "~At tokens a round"]
+    heads = ["~Sequences", "Drafter", "Draft tree", "~ms", "~x plain", "~tok/s", "~At tokens a step"]
     return f'<h2>{escape(title)}</h2><p class="as-if">{meaning}</p>{by(result)}' + table(heads, rows)
 
 
 def _form(depth: int, nodes: int) -> str:
     if not nodes:
-        return "no guesses"
+        return "no draft"
     return f"chain of {nodes}" if nodes == depth else f"tree of {nodes}, {depth} deep"
 
 
@@ -329,7 +331,17 @@ def bench(result: Result) -> str:
             for batch, b in found["batches"].items()
             for name, one in b["ways"].items()
         ]
-        heads = ["~Batch", "Way", "~tok/s", "~x plain", "", "~Worst", "~Tokens a step", "~Held", "~Round, ms"]
+        heads = [
+            "~Batch",
+            "Way",
+            "~tok/s",
+            "~x plain",
+            "",
+            "~Worst",
+            "~Tokens a step",
+            "~Accepted",
+            "~Step, ms",
+        ]
         made.append(table([*heads, "~Outside the pass", "~Differ"], rows))
     together = result.get("plain", {}).get("together")
     if together:
@@ -356,7 +368,7 @@ def _way(batch: str, name: str, one: dict[str, Any], most: float) -> list[str]:
 
 def peers(result: Result) -> str:
     made = [f"<h2>Beside other engines{_as_if(result)}</h2>", _meaning(result), by(result)]
-    made.append(f"<p>Greedy, {result['depth']} guesses a step where an engine guesses.</p>")
+    made.append(f"<p>Greedy, {result['depth']} draft tokens a step where an engine drafts.</p>")
     for task, batches in result["tasks"].items():
         for batch, found in batches.items():
             made.append(f"<h3>{escape(task)}, batch {batch}</h3>")
@@ -393,7 +405,7 @@ def audit(result: Result) -> str:
     return (
         f"<h2>Identity{_as_if(result)}</h2>{_meaning(result)}{by(result)}<p>{line} By batch: {sizes}.</p>"
         f"<details><summary>By way and temperature</summary>"
-        f"{table(['Way', '~Compared', '~Guessed by this way, all temperatures'], rows)}</details>"
+        f"{table(['Way', '~Compared', '~Drafted by this way, all temperatures'], rows)}</details>"
     )
 
 

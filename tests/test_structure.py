@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ast
+import html
 import importlib
+import io
 import re
 import shlex
 import subprocess
+import tokenize
 import typing
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -36,9 +40,11 @@ ROWS = [
     {"face"},
     {"engine"},
     {"draft"},
+    {"device"},
     {"model"},
     {"load", "cache", "verify", "control", "settings"},
     {"types"},
+    {"sampling_params"},
     {"errors"},
 ]
 HEIGHT = {part: -i for i, row in enumerate(ROWS) for part in row}
@@ -53,8 +59,10 @@ def part_of(module: str) -> str:
     return pieces[1] if len(pieces) > 1 else "face"
 
 
-def imported(code: str, package: str) -> Iterator[str]:
-    """Every module of Outrider that `code`, a file of `package`, imports, wherever in it that is."""
+def imported(code: str, package: str, known: Container[str] = ()) -> Iterator[str]:
+    """Every module of Outrider that `code`, a file of `package`, imports, wherever in it that is. Names that are
+    imported from a folder may be `known` as modules.
+    """
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "outrider")
@@ -66,7 +74,8 @@ def imported(code: str, package: str) -> Iterator[str]:
             if module == "outrider":  # `from outrider import load` is the folder, `import LLM` the face
                 yield from (f"outrider.{a.name}" if a.name in HEIGHT else "outrider" for a in node.names)
             elif module.startswith("outrider."):
-                yield module
+                names = (f"{module}.{alias.name}" for alias in node.names)
+                yield from (name if name in known else module for name in names)
 
 
 def violations(code: str, module: str, package: str) -> list[str]:
@@ -132,6 +141,71 @@ def test_the_check_lets_pass_what_goes_down(module: str, code: str) -> None:
     assert not violations(code, module, module.rpartition(".")[0])
 
 
+def circle(imports: dict[str, set[str]]) -> list[str] | None:
+    """Modules of which each imports the one before it, and the first the last; None if there are none."""
+    try:
+        TopologicalSorter(imports).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return None
+
+
+def test_no_module_imports_itself_in_a_circle() -> None:
+    """Inside folders too, and wherever in a file the import stands."""
+    files = {name: (package, file) for name, package, file in modules()}
+    graph = {
+        name: set(imported(file.read_text(), package, files)) & files.keys() - {name}
+        for name, (package, file) in files.items()
+    }
+    assert sum(map(len, graph.values())) > len(graph)
+    assert (found := circle(graph)) is None, " <- ".join(found or ())
+
+
+def test_circles_are_seen() -> None:
+    names = {"outrider.cli.a", "outrider.cli.b", "outrider.cli"}
+    late = "def f():\n    from outrider.cli import b"
+    graph = {
+        "outrider.cli.a": set(imported(late, "outrider.cli", names)) & names,
+        "outrider.cli.b": set(imported("from .a import x", "outrider.cli", names)) & names,
+    }
+    assert set(circle(graph) or ()) == {"outrider.cli.a", "outrider.cli.b"}
+    assert circle({"a": {"b"}, "b": {"c"}, "c": set()}) is None
+
+
+# -------------------------------------------------------------------------------------------------- sizes
+
+MAX_LINES, MAX_FUNCTION = 500, 60
+
+
+def functions(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Names and lines."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield node.name, (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def too_long(code: str) -> list[str]:
+    long = [f"{name}: {lines} lines" for name, lines in functions(ast.parse(code)) if lines > MAX_FUNCTION]
+    return long + [f"{lines} lines" for lines in (code.count("\n"),) if lines > MAX_LINES]
+
+
+def test_files_and_functions_fit_in_the_head() -> None:
+    """Kernels may be longer: theirs is one loop each."""
+    bad = [
+        f"{file.relative_to(SOURCE)}: {what}"
+        for name, _, file in modules()
+        if not name.startswith("outrider.model.kernels")
+        for what in too_long(file.read_text())
+    ]
+    assert not bad, "\n".join(bad)
+
+
+def test_what_is_too_long_is_seen() -> None:
+    assert not too_long("def f():\n" + "    x = 1\n" * 59)
+    assert too_long("def f():\n" + "    x = 1\n" * 60) == ["f: 61 lines"]
+    assert too_long("x = 1\n" * 501) == ["501 lines"]
+
+
 # ------------------------------------------------------------------------------------------------- names
 
 
@@ -164,6 +238,92 @@ def test_every_file_says_what_it_is() -> None:
         if file.stat().st_size and not ast.get_docstring(ast.parse(file.read_text()))
     ]
     assert not silent
+
+
+# ------------------------------------------------------------------------------------------------- words
+
+# Metaphors that were given up for the field's words (docs/glossary.md). "In flight" is one of those.
+GIVEN_UP = (
+    r"(?<!\bin[ -])flights?|fly|flies|flying|flown|board(s|ed|ing)?|ground(s|ed)?|land(s|ed|ing)?|told"
+    r"|fore(told|tells?)|habits?|dear(er|est)?|warmth|obey(s|ed)?|spoken|(take|takes|taking|taken|took)[ -]off"
+)
+SAID = re.compile(rf"\b({GIVEN_UP})\b", re.IGNORECASE)
+NAMED = re.compile(rf"\b({GIVEN_UP}|guess(es|ed|ing)?)\b")
+
+
+def given_up_names(names: Iterator[str]) -> list[str]:
+    """`boarded_rows`, `TakeOff` and `flight`, but not `in_flight` or `keyboard`."""
+    found = []
+    for name in names:
+        spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().replace("_", " ")
+        found += [name] if NAMED.search(spaced) else []
+    return sorted(set(found))
+
+
+def names_in(tree: ast.AST) -> Iterator[str]:
+    """Every identifier: of functions, classes, variables, attributes, arguments and imports."""
+    for node in ast.walk(tree):
+        for field in ("name", "id", "attr", "arg", "asname", "module"):
+            if isinstance(name := getattr(node, field, None), str):
+                yield from name.split(".")
+
+
+def given_up_words(text: str) -> list[str]:
+    """Each with what stands before and after it."""
+    text = re.sub(r"\s+", " ", text)
+    return [text[max(0, found.start() - 30) : found.end() + 30] for found in SAID.finditer(text)]
+
+
+def prose_in(code: str) -> Iterator[tuple[int, str]]:
+    """Line and text of every comment and string: docstrings, help texts, errors, log lines."""
+    kinds = {tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)}
+    for token in tokenize.generate_tokens(io.StringIO(code).readline):
+        if token.type in kinds:
+            yield token.start[0], token.string
+
+
+@pytest.mark.parametrize("file", sorted(SOURCE.rglob("*.py")), ids=lambda f: str(f.relative_to(SOURCE)))
+def test_the_code_speaks_the_words_of_the_field(file: Path) -> None:
+    code = file.read_text()
+    own = file.relative_to(SOURCE).with_suffix("").parts
+    assert not given_up_names(iter([*own, *names_in(ast.parse(code))]))
+    assert not [(line, *found) for line, text in prose_in(code) if (found := given_up_words(text))]
+
+
+@pytest.mark.parametrize(
+    "file", sorted(f for f in SOURCE.rglob("*.[ch]")), ids=lambda f: str(f.relative_to(SOURCE))
+)
+def test_c_speaks_the_words_of_the_field(file: Path) -> None:
+    assert not given_up_names(iter([file.stem, *re.findall(r"[A-Za-z_]\w*", file.read_text())]))
+
+
+@pytest.mark.parametrize(
+    "document",
+    [d for d in [*DOCUMENTS, *sorted((ROOT / "docs").glob("*.html"))] if d.name != "LOG.md"],
+    ids=lambda d: d.name,
+)
+def test_documents_speak_the_words_of_the_field(document: Path) -> None:
+    """The log is history and stays as it was written."""
+    text = document.read_text()
+    if document.suffix == ".html":
+        text = html.unescape(re.sub(r"<style>.*?</style>|<[^>]*>", " ", text, flags=re.DOTALL))
+    assert not given_up_words(text)
+
+
+@pytest.mark.parametrize(
+    "name", ["Flight", "boarded_rows", "_take_off", "TakeOff", "told", "landing", "guesses"]
+)
+def test_given_up_names_are_seen(name: str) -> None:
+    assert given_up_names(names_in(ast.parse(f"def f(x, {name}=1): pass"))) == [name]
+    assert given_up_names(names_in(ast.parse(f"a.{name} = 1"))) == [name]
+
+
+def test_words_of_the_field_and_plain_ones_pass() -> None:
+    assert not given_up_names(iter(["in_flight", "InFlightStep", "keyboard", "background", "island"]))
+    assert not given_up_words("two steps in\n    flight; an in-flight step over a background")
+    assert len(given_up_words("The flight takes\noff.")) == 2
+    seen = [text for _, text in prose_in('x = f"told {y} a"  # landed')]
+    assert any("told" in text for text in seen) and any("landed" in text for text in seen)
 
 
 # --------------------------------------------------------------------------------------------- documents
@@ -327,7 +487,7 @@ def test_links_lead_somewhere(document: Path) -> None:
 
 
 def test_sampling_document_has_every_parameter() -> None:
-    from outrider.types import GRAMMARS, SamplingParams, Speculation
+    from outrider.sampling_params import GRAMMARS, SamplingParams, Speculation
 
     rows = set(re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "sampling.md").read_text(), re.MULTILINE))
     assert rows == {*typing.get_type_hints(SamplingParams), *typing.get_type_hints(Speculation), *GRAMMARS}

@@ -9,8 +9,15 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from outrider.control.planner import Planner
+from outrider.device.ops import StepOps
+from outrider.device.state import SequenceState
+from outrider.draft.drafters import Drafters
 from outrider.draft.lm import LmDrafter
 from outrider.engine.engine import Engine
+from outrider.engine.graph_runner import GraphRunner
+from outrider.engine.kv_cache import KvCache, make_kv_cache
+from outrider.engine.runner import EagerRunner
 from outrider.load.config import ModelConfig, Rope
 from outrider.model.decoder import Decoder, make_kernels
 from outrider.settings import Settings, cache_folder
@@ -71,12 +78,29 @@ class Letters:
         return ""
 
 
-def tiny_engine(model: Decoder, planner=None, drafter=None, **settings) -> Engine:
+def tiny_engine(model: Decoder, planner=None, drafter=None, drafters=None, lag=None, **settings) -> Engine:
+    """`drafters` makes them by name from the KV cache; a lone `drafter` is called "test". With a `lag` decoding
+    sequences are resident, as on a GPU, and the host is so many steps behind.
+    """
     options = dict(max_sequences=32, step_rows=64, cache_bytes=1 << 22, check_integrity=True)
-    engine = Engine(model, Settings(**{**options, **settings}), Letters)
-    if planner is not None:
-        engine.use_drafters({"test": drafter} if drafter else {}, planner)
-    return engine
+    made = Settings(**{**options, **settings})
+    cache = make_kv_cache(model, made)
+    by_name = drafters(cache) if drafters else {"test": drafter} if drafter else {}
+    some = Drafters(by_name, model.config.vocab)
+    planner = planner or Planner()
+    runner = EagerRunner(model, cache, some)
+    if lag is not None:
+        runner = lagging_runner(model, cache, some, lag, planner.default)
+    return Engine(model, cache, some, planner, runner, made, Letters)
+
+
+def lagging_runner(
+    model: Decoder, cache: KvCache, drafters: Drafters, lag: int = 1, default: str = "none"
+) -> GraphRunner:
+    """What a GPU runs, launched one operation after the other on the CPU."""
+    rows, width = cache.table.tensor.shape
+    ops = StepOps(SequenceState(rows, width, torch.device("cpu"), model.config.vocab), model)
+    return GraphRunner(model, cache, drafters, ops, model.make_pass(cache.store), lag=lag, default=default)
 
 
 def request(
@@ -109,10 +133,15 @@ class Always:
     """
 
     def __init__(self, bet: Bet, on=lambda sequence: True) -> None:
-        self.bet, self.on = bet, on
+        self.bet, self.on, self.default = bet, on, bet.drafter
+
+    choices: tuple[str, ...] = ()
 
     def plan(self, work, options) -> Plan:
-        return Plan(tuple(self.one(item.sequence) for item in work))
+        return Plan(tuple(self.one(item.sequence) if item.emits else NO_BET for item in work))
+
+    def unmeasured(self, work, options) -> str:
+        return "none"
 
     def one(self, sequence: Sequence) -> Bet:
         asked = sequence.request.params.speculation
@@ -148,8 +177,8 @@ class Watched:
         self.inner.stop(sequence)
 
 
-def lm_drafter(model: Decoder, slots: int = 4000, sequences: int = 32, context: int = 256) -> LmDrafter:
-    return LmDrafter(model, slots, sequences, context, VOCAB, step_rows=64)
+def lm_drafter(model: Decoder, cache: KvCache) -> LmDrafter:
+    return LmDrafter(model, cache.table, VOCAB, cache.context, step_rows=64)
 
 
 def noised(config: ModelConfig, seed: int, amount: float):
@@ -223,8 +252,9 @@ def finish(engine: Engine) -> dict[tuple[str, int], list[Event]]:
     for _ in range(20_000):
         if engine.idle:
             return events
-        for event in engine.step():
-            events.setdefault((event.request_id, event.choice), []).append(event)
+        for result in engine.step():
+            for event in result.events:
+                events.setdefault((event.request_id, event.choice), []).append(event)
     raise AssertionError("the engine does not come to an end")
 
 

@@ -1,4 +1,4 @@
-"""The target's pass as rounds run it, in a CUDA graph: by sequences, rows of each and context, and where the time goes.
+"""The target's pass as captured steps run it: by sequences, rows of each and context, and where the time goes.
 
     PYTHONPATH=src python bench/gpu/chains.py --shape 8b --sequences 1,16 --rows 1,5,9 --contexts 512,8192
 
@@ -16,9 +16,9 @@ import torch
 from step import breakdown, random_model, replayed, slot_table  # beside this file
 
 from outrider.cache.store import KeyValueStore
-from outrider.draft.chains import Branches
-from outrider.draft.state import State
-from outrider.draft.state_device import DeviceBetween
+from outrider.device.layout import TreeLayout
+from outrider.device.ops_gpu import GpuStepOps
+from outrider.device.state import SequenceState
 from outrider.model.decoder import make_store
 from outrider.model.device import DeviceDecoder, DevicePass
 from outrider.model.kernels.gpu.recording import record
@@ -26,26 +26,26 @@ from outrider.types import MAX_NODES, Draft
 
 
 def captured(
-    model: DeviceDecoder, store: KeyValueStore, state: State, shape: tuple[int, int, int]
+    ops: GpuStepOps, store: KeyValueStore, shape: tuple[int, int, int]
 ) -> tuple[torch.cuda.CUDAGraph, object]:
-    """The graph of a pass and the law over `sequences` texts, `rows` rows each, at the end of `context` tokens; and
-    what it reads, which must live as long.
+    """The graph of a pass and of sampling over `sequences` sequences, `rows` rows each, at the end of `context` tokens;
+    and what it reads, which must live as long.
     """
-    sequences, rows, context = shape
-    run = DevicePass(model, store)
+    (sequences, rows, context), state = shape, ops.state
+    run = DevicePass(ops.model, store)
     owners = torch.arange(sequences, device=state.device)
     lengths = torch.full_like(owners, context - rows)
-    guesses = torch.randint(1000, (sequences, max(rows - 1, 1)), device=state.device)
-    tree, told = Branches(Draft.chain([0] * (rows - 1))), state.guesses(sequences, rows)
+    drafted = torch.randint(1000, (sequences, max(rows - 1, 1)), device=state.device)
+    tree, sampled = TreeLayout(Draft.chain([0] * (rows - 1))), state.draft_buffer(sequences, rows)
 
     def work() -> torch.Tensor:
-        batch = state.between.lay(state, owners, lengths, tree.layout, guesses)
+        batch = ops.build_batch(owners, lengths, tree.layout, drafted)
         logits = run(batch, rows, context)
-        state.between.draw(model, state, batch, logits, tree.columns, told)
-        return told
+        ops.draw(batch, logits, tree.columns, sampled)
+        return sampled
 
     graph, _ = record(work)
-    return graph, (run, owners, lengths, guesses, told)
+    return graph, (run, owners, lengths, drafted, sampled)
 
 
 def main() -> None:
@@ -56,7 +56,9 @@ def main() -> None:
     parser.add_argument("--contexts", default="512,8192")
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--scattered", action="store_true", help="texts whose slots lie all over the place")
+    parser.add_argument(
+        "--scattered", action="store_true", help="sequences whose slots lie all over the place"
+    )
     given = parser.parse_args()
     torch.set_grad_enabled(False)
     many, rows, contexts = (
@@ -66,14 +68,15 @@ def main() -> None:
     begin = time.time()
     model = DeviceDecoder(random_model(given.shape, longest))
     print(f"{given.shape}: made in {time.time() - begin:.0f} s", flush=True)
-    state = State(max(many), longest, model.device, DeviceBetween())
+    state = SequenceState(max(many), longest, model.device)
+    ops = GpuStepOps(state, model)
     state.temperature.fill_(given.temperature)
     slots = max(many) * longest
     store = make_store(model, slots)
     state.table[: max(many)] = slot_table(max(many), longest, given.scattered).to(model.device)
     plain: dict[tuple[int, int], float] = {}
     for context, sequences, each in itertools.product(contexts, many, rows):
-        graph, _kept = captured(model, store, state, (sequences, each, context))
+        graph, _kept = captured(ops, store, (sequences, each, context))
         ms = replayed(graph)
         if given.profile:
             breakdown(graph, model.config.layers)

@@ -24,7 +24,7 @@ from outrider.bench.certificate import certificate
 from outrider.cache.store import KeyValueStore
 from outrider.load.config import ModelConfig, Rope
 from outrider.model.decoder import Decoder
-from outrider.model.kernels.gpu import attention, draw, kernels, matmul, sift
+from outrider.model.kernels.gpu import attention, draw, filter, kernels, matmul
 from outrider.model.kernels.gpu import rows as rows_module
 from outrider.model.kernels.gpu.draw import draw_rows
 from outrider.model.kernels.gpu.graph import Captured, GraphedDecoder
@@ -236,7 +236,7 @@ def main() -> None:
 
 def unchain() -> None:
     """Every kernel after the end of the one before it."""
-    for module in (attention, draw, matmul, rows_module, sift):
+    for module in (attention, draw, matmul, rows_module, filter):
         module.chained = lambda: {"CHAIN": False}
 
 
@@ -262,7 +262,7 @@ def law(vocab: int) -> None:
             ("min-p 0.05", 1.0, 0, 1.0, math.log(0.05)),
         ):
             columns = [torch.tensor([value] * rows, device="cuda") for value in filters]
-            ways[name] = lambda a=logits / heat, w=work, c=columns: sift.sift_rows(w.copy_(a), *c)
+            ways[name] = lambda a=logits / heat, w=work, c=columns: filter.filter_rows(w.copy_(a), *c)
         for name, way in ways.items():
             way()
             torch.cuda.synchronize()

@@ -19,7 +19,8 @@ from outrider.settings import Settings
 from outrider.types import Draft, Event, SamplingParams
 
 if TYPE_CHECKING:
-    from outrider.engine.llm import LLM, Choice, Output
+    from outrider.engine.llm import LLM
+    from outrider.engine.output import Choice, Output
 
 __version__ = "0.1.0"
 __all__ = [
@@ -38,8 +39,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name in ("LLM", "Choice", "Output"):  # these need torch, which takes seconds to import
-        from outrider.engine import llm
+    if name == "LLM":  # it needs torch, which takes seconds to import
+        from outrider.engine.llm import LLM
 
-        return getattr(llm, name)
+        return LLM
+    if name in ("Choice", "Output"):
+        from outrider.engine import output
+
+        return getattr(output, name)
     raise AttributeError(f"module 'outrider' has no attribute {name!r}")

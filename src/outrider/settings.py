@@ -80,7 +80,7 @@ class Memory:
     """Where a GPU's memory is once everything is loaded, in bytes."""
 
     weights: int
-    draft: int  # its weights, its keys and values, and what rounds keep
+    draft: int  # its weights, its keys and values, and what captured steps keep
     cache: int
     tokens: int  # that the cache has room for
     left: int
@@ -119,10 +119,10 @@ class Settings:
     draft_weights: str = "auto"  # the same for a model that drafts; auto: as weights
     threads: int = 0  # 0 = the cores this process may use
     context: int = 0  # 0 = what the model was trained for
-    cache_bytes: int = 0  # memory for keys and values; 0 = by device
+    cache_bytes: int = 0  # memory for the KV cache; 0 = by device
     gpu_memory_utilization: float | None = None  # of a GPU's memory, for everything; None = what is free
     max_sequences: int = 0  # sequences that share a step; 0 = by device
-    step_rows: int = 0  # rows a step may carry; a longer prompt is read in chunks; 0 = by device
+    step_rows: int = 0  # rows of a step; a longer prompt is prefilled in chunks; 0 = by device
     prefix_reuse: bool = True
     special_tokens_in_text: bool = False  # messages may hold control tokens by their strings, as templates do
     check_integrity: bool = False  # after every step; tests turn it on

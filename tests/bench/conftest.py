@@ -43,10 +43,10 @@ def wide(folder: Path) -> Iterator[AsIf]:
 @pytest.fixture
 def leaky(wide: AsIf) -> Iterator[AsIf]:
     """The same with the fault that everything here is there to find: rows that feel how many share their pass."""
-    engine, sound = wide.engine, wide.engine.model
-    engine.model = Leaky(sound)  # type: ignore[assignment]
+    runner, sound = wide.engine.runner, wide.engine.model
+    runner.model = Leaky(sound)  # type: ignore[assignment]
     yield wide
-    engine.model = sound
+    runner.model = sound
 
 
 class Leaky:

@@ -26,9 +26,9 @@ def few_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_requests_of_every_kind_come_among_others_and_agree(wide: AsIf) -> None:
-    before = dict(wide.engine.drafters), wide.engine.planner
+    before = wide.engine.drafters.names, wide.engine.planner
     found = audit_arrivals(wide, prompts(7), True, [0.0, 0.8], PARAMS)
-    assert (dict(wide.engine.drafters), wide.engine.planner) == before
+    assert (wide.engine.drafters.names, wide.engine.planner) == before
     assert found.differing == found.differing_logprobs == 0 and not found.divergences
     there = {USUAL, *KINDS} - set(found.left_out)
     assert set(found.left_out) == (set() if find_spec("llguidance") else set(GRAMMARS))
@@ -74,7 +74,7 @@ def test_a_wrong_token_is_reported_with_its_place(wide: AsIf, monkeypatch: pytes
     assert found.differing > 0
     [(prompt, right, wrong)] = spoilt
     [one] = found.divergences
-    assert (one.prompt, one.position, one.plain, one.guessed) == (prompt, 2, right, wrong)
+    assert (one.prompt, one.position, one.plain, one.speculative) == (prompt, 2, right, wrong)
     assert found.as_json()["differing"] == found.differing
 
 

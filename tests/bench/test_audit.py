@@ -18,9 +18,9 @@ OWN = {"plain", "auto", *(kind + name for kind in ("", "toggled ", "tree ") for 
 
 
 def test_every_way_is_compared_and_guesses(wide: AsIf) -> None:
-    before = dict(wide.engine.drafters), wide.engine.planner
+    before = wide.engine.drafters.names, wide.engine.planner
     found = audit(wide, prompts(3), True, [0.0, 0.8], PARAMS)
-    assert (dict(wide.engine.drafters), wide.engine.planner) == before
+    assert (wide.engine.drafters.names, wide.engine.planner) == before
     assert found.differing == 0 and not found.divergences
     assert {way for way, _ in found.tokens} == OWN | ENEMIES
     assert {heat for _, heat in found.tokens} == {0.0, 0.8}
@@ -37,7 +37,7 @@ def test_a_model_that_feels_its_company_is_found_out(leaky: AsIf) -> None:
     found = audit(leaky, prompts(1), False, [0.0], PARAMS)
     assert found.differing > 0
     worst = found.divergences[0]
-    assert worst.plain != worst.guessed
+    assert worst.plain != worst.speculative
     assert {d.way for d in found.divergences} >= {"lm", "tree lm"}
 
 

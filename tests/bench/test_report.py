@@ -104,13 +104,13 @@ def verdict(html: str, goal: str) -> str:
         (step(3.9), "Plain step of the 8B shape, context 512", ("3.90 ms", "✗ missed")),
         (step(4.2, context=8192), "context 8,192", ("4.20 ms", "✓ met")),
         (step(4.2, 64, 1.12), "Verifying 64 nodes", ("1.12x", "✗ missed")),
-        (bench(), "Round outside the target's pass", ("2.50 %", "✓ met")),
-        (bench(lookup=way(outside_pass=0.07)), "Round outside the target's pass", ("7.00 %", "✗ missed")),
-        (bench(lookup=way(round_rows=5, round_ms=4.5)), "Lookup, 4 guesses of 4", ("1,111 tok/s", "✓ met")),
+        (bench(), "Step outside the target's pass", ("2.50 %", "✓ met")),
+        (bench(lookup=way(outside_pass=0.07)), "Step outside the target's pass", ("7.00 %", "✗ missed")),
+        (bench(lookup=way(round_rows=5, round_ms=4.5)), "Lookup, 4 of 4 draft tokens", ("1,111 tok/s", "✓ met")),
         (bench(lm=way(round_rows=5, round_ms=9.0)), "1B-shaped draft", ("308.1 tok/s", "✗ missed")),
-        (rounds("lookup", 4.6), "Lookup, 4 guesses of 4", ("1,087 tok/s", "5.00 tokens in a round of 4.60", "✓ met")),
-        (rounds("lookup", 4.7), "Lookup, 4 guesses of 4", ("1,064 tok/s", "✗ missed")),
-        (rounds("lm", 8.0), "1B-shaped draft", ("346.6 tok/s", "2.77 tokens in a round of 8.00 ms", "✓ met")),
+        (rounds("lookup", 4.6), "Lookup, 4 of 4 draft tokens", ("1,087 tok/s", "5.00 tokens in a step of", "✓ met")),
+        (rounds("lookup", 4.7), "Lookup, 4 of 4 draft tokens", ("1,064 tok/s", "✗ missed")),
+        (rounds("lm", 8.0), "1B-shaped draft", ("346.6 tok/s", "2.77 tokens in a step of 8.00 ms", "✓ met")),
         (rounds("lm", 8.1), "1B-shaped draft", ("342.3 tok/s", "✗ missed")),
         (rounds("none", 5.0, 16, (0, 0)), "Plain decoding, batch 16", ("3,200 tok/s", "context 512", "✓ met")),
         (rounds("none", 5.2, 16, (0, 0)), "Plain decoding, batch 16", ("3,077 tok/s", "✗ missed")),
@@ -151,9 +151,9 @@ def test_another_shape_meets_no_goal_of_this_one() -> None:
 @pytest.mark.parametrize(
     ("result", "goal"),
     [
-        (rounds("lookup", 1.0, shape="1b"), "Lookup, 4 guesses of 4"),
-        (rounds("lookup", 1.0, context=64), "Lookup, 4 guesses of 4"),
-        (rounds("lookup", 1.0, 4), "Lookup, 4 guesses of 4"),
+        (rounds("lookup", 1.0, shape="1b"), "Lookup, 4 of 4 draft tokens"),
+        (rounds("lookup", 1.0, context=64), "Lookup, 4 of 4 draft tokens"),
+        (rounds("lookup", 1.0, 4), "Lookup, 4 of 4 draft tokens"),
         (rounds("lm", 1.0, draft="64:2:1:1:128"), "1B-shaped draft"),
         (rounds("lm", 1.0, form=(2, 2)), "1B-shaped draft"),
         (
@@ -172,9 +172,9 @@ def test_what_a_goal_is_not_about_does_not_meet_it(result: dict[str, Any], goal:
 
 def test_a_figure_of_whole_answers_and_of_rounds_alone_is_the_worse_of_both() -> None:
     whole = bench(lookup=way(round_rows=5, round_ms=5.0))
-    found = verdict(page([whole, rounds("lookup", 4.0)]), "Lookup, 4 guesses of 4")
+    found = verdict(page([whole, rounds("lookup", 4.0)]), "Lookup, 4 of 4 draft tokens")
     assert "1,000 tok/s" in found and "worst of 2" in found and "missed" in found
-    found = verdict(page([whole, rounds("lookup", 6.25)]), "Lookup, 4 guesses of 4")
+    found = verdict(page([whole, rounds("lookup", 6.25)]), "Lookup, 4 of 4 draft tokens")
     assert "800 tok/s" in found and "(context 512)" in found
 
 
@@ -187,13 +187,11 @@ def test_rounds_are_told_with_their_form_and_the_tokens_that_were_given() -> Non
         one | {"drafter": "lm", "form": (3, 11)},
     ])  # fmt: skip
     html = page([result])
-    section = html[html.index("One round, shape 8b, draft 1b") :]
-    assert (
-        "Tokens a round are given here, not measured: a round takes as long whatever is accepted." in section
-    )
+    section = html[html.index("One captured step, shape 8b, draft 1b") :]
+    assert "Tokens a step are given here, not measured: a step takes as long whatever is accepted." in section
     cells = [re.findall("<td[^>]*>(.*?)</td>", row) for row in section.split("<tr>")[2:]]
     assert cells == [
-        ["4", "none", "no guesses", "6.500", "1.250", "615.4", "1.00"],
+        ["4", "none", "no draft", "6.500", "1.250", "615.4", "1.00"],
         ["4", "&lt;lm&gt;", "chain of 4", "6.500", "1.250", "1,706", "2.77"],
         ["4", "lm", "tree of 11, 3 deep", "6.500", "1.250", "", ""],
     ]
@@ -213,12 +211,12 @@ def test_what_bench_writes_is_what_is_read(wide: AsIf) -> None:
     ways = ways_of(wide, params, ["lookup", "lm", "lm:auto", "auto"])
     found = compare(wide, {"chat": prompts(2)}, params, ways, {}, (1, 2), most=1)
     result = {"kind": "bench", **described(wide), "speculation": found, "plain": {}}
-    result["plain"]["together"] = concurrency(wide, prompts(2), 4, 2, rounds=1)
+    result["plain"]["together"] = concurrency(wide, prompts(2), 4, 2, repeats=1)
     result["as_if"]["shape"] = "8b"
     html = page([json.loads(json.dumps(result))])
     assert "2 requests at once" in html and "draft as if 64:2:8:4:48:300 in float32 with" in html
     # A lookup on the host has as many guesses as it finds, so there is no round of 5 rows to count on.
-    for goal in ("Round outside", "Chat at T", "auto against", "Tokens that differ"):
+    for goal in ("Step outside", "Chat at T", "auto against", "Tokens that differ"):
         assert "not measured" not in verdict(html, goal), goal
     assert "worst of 8" in verdict(html, "Tokens that differ")
 
@@ -227,7 +225,7 @@ def test_a_way_in_which_nothing_only_decoded_has_no_round() -> None:
     """A batch whose sequences never all decode together has no round to tell of."""
     short = {name: value for name, value in way().items() if name not in ROUND}
     html = page([bench(lm=short, lookup=short)])
-    assert "not measured" in verdict(html, "Lookup, 4 guesses of 4")
+    assert "not measured" in verdict(html, "Lookup, 4 of 4 draft tokens")
     assert html.count("0 of 100") == 3
 
 

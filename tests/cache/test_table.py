@@ -80,6 +80,32 @@ class TableMachine(RuleBasedStateMachine):
         self.texts[row] = base + [tokens[j] for j in path]
 
     @rule(row=rows, data=st.data())
+    def rearrange(self, row, data):
+        """Slots of some nodes, in the order of their drafting, become those of a draft in another order."""
+        base = list(self.texts[row])
+        room = WIDTH - len(base)
+        try:
+            slots = self.table.extend(row, data.draw(st.integers(0, min(6, room))))
+        except CacheFull:
+            return
+        numbers = data.draw(st.lists(st.integers(-1, len(slots) - 1), max_size=min(8, room)))
+        order = [n for i, n in enumerate(numbers) if n < 0 or n not in numbers[:i]]
+        detached = self.table.detach(row, len(base))
+        assert (detached == slots).all() and self.table.lengths[row] == len(base)
+        try:
+            self.table.attach(row, detached, order)
+        except CacheFull:
+            assert self.table.pool.free < len(order)
+            return
+        after = self.table.entries[row, len(base) : len(base) + len(order)]
+        assert [n < 0 or slots[n] == slot for n, slot in zip(order, after, strict=True)] == [True] * len(
+            order
+        )
+        for i, slot in enumerate(after):
+            self.texts[row].append(i % 2)
+            self.written[int(slot)] = tuple(self.texts[row])
+
+    @rule(row=rows, data=st.data())
     def shorten(self, row, data):
         length = data.draw(st.integers(0, len(self.texts[row])))
         self.table.commit(row, length)
@@ -170,6 +196,16 @@ def test_a_full_pool_says_so_and_loses_nothing():
     with pytest.raises(CacheFull):
         table.extend(row, 7)
     assert table.lengths[row] == 10
+    table.check()
+
+
+def test_no_room_for_a_rearranged_row_gives_all_of_it_back():
+    table = SlotTable(16, 2, 32)
+    row, _ = table.open([])
+    table.extend(row, 14)
+    with pytest.raises(CacheFull):
+        table.attach(row, table.detach(row, 10), [3, -1, 0, -1, -1, -1, -1])  # 4 detached and 2 free for 7
+    assert table.lengths[row] == 10 and table.pool.free == 6
     table.check()
 
 

@@ -154,7 +154,7 @@ def test_audit_compares_an_as_if_model(outrider: Outrider, tiny_folder: Path, as
     identity = found["identity"]
     assert (
         last
-        == f"{identity['compared']} tokens compared, {sum(identity['drafted'].values())} guessed: identical"
+        == f"{identity['compared']} tokens compared, {sum(identity['drafted'].values())} drafted: identical"
     )
 
 
@@ -171,7 +171,7 @@ def test_audit_compares_what_arrives(
     assert found["differing"] == found["differing_logprobs"] == 0 < found["compared"]
     lines = ran.err.splitlines()
     amount = f"{found['compared']} tokens of {sum(found['requests'].values())} requests ({found['aborted']} aborted)"
-    assert lines[-1] == f"{amount} compared, {sum(found['drafted'].values())} guessed: identical"
+    assert lines[-1] == f"{amount} compared, {sum(found['drafted'].values())} drafted: identical"
     assert f"{found['requests']['penalties']} penalties" in lines[-3]
     assert lines[-2] == f"{found['logprobs']} log-probabilities compared"
 
@@ -199,9 +199,7 @@ def test_arrivals_are_for_a_mode_that_keeps_every_token(
     assert ran.code == 2 and mode in ran.err and "loading" not in ran.err
 
 
-def test_an_audit_in_which_nobody_guessed_proves_nothing(
-    outrider: Outrider, tiny_folder: Path, asked: Path
-) -> None:
+def test_an_audit_without_drafts_proves_nothing(outrider: Outrider, tiny_folder: Path, asked: Path) -> None:
     ran = outrider("audit", tiny_folder, "--prompts", asked, "--limit", 1, "--no-adversaries", "--temperatures", "0",
                    "--json", "-", *SMALL[2:], "--max-tokens", 1)  # fmt: skip
     drafted = json.loads(ran.out)["identity"]["drafted"]

@@ -73,8 +73,8 @@ def test_set_changes_sampling_by_name(outrider: Outrider, tiny_folder: Path) -> 
 def test_show_marks_where_tokens_came_from(outrider: Outrider, tiny_folder: Path) -> None:
     text = "/show\n" + "12 " * 20 + "\n/show\n/stats\n"
     ran = outrider("chat", tiny_folder, "--temperature", 0, "--max-tokens", 32, "--ignore-eos", stdin=text)
-    assert "accepted guesses []" in ran.err and "no longer marked" in ran.err and "figures" in ran.err
-    assert outrider("chat", tiny_folder, *GREEDY, "--show", stdin="").err.count("accepted guesses") == 1
+    assert "accepted draft tokens []" in ran.err and "no longer marked" in ran.err and "figures" in ran.err
+    assert outrider("chat", tiny_folder, *GREEDY, "--show", stdin="").err.count("accepted draft tokens") == 1
 
 
 def test_history_is_kept_for_its_user_alone(tmp_path: Path) -> None:

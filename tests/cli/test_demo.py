@@ -48,13 +48,15 @@ def test_on_a_terminal_two_panes_fit_its_width(
     console = Console(file=out, force_terminal=True, width=width, height=40, color_system="standard")
     with LLM(tiny_folder) as llm:
         duel = show_duel(llm, SCENE, console)
-    assert duel.identical and duel.plain.answer and duel.guessed.answer
-    assert {r.params.speculation.off for r in (duel.plain.answer.request, duel.guessed.answer.request)} == {
+    assert duel.identical and duel.plain.answer and duel.speculative.answer
+    assert {
+        r.params.speculation.off for r in (duel.plain.answer.request, duel.speculative.answer.request)
+    } == {
         True,
         False,
     }
-    assert duel.plain.answer.request.owner != duel.guessed.answer.request.owner
-    assert {a.sequences[0].reused for a in (duel.plain.answer, duel.guessed.answer)} == {0}
+    assert duel.plain.answer.request.owner != duel.speculative.answer.request.owner
+    assert {a.sequences[0].reused for a in (duel.plain.answer, duel.speculative.answer)} == {0}
     last = out.getvalue().split("\x1b[?25h")[0].split("\x1b[2K")[-1]  # the last frame
     lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", last).splitlines()
     assert max(map(len, lines)) <= width
@@ -63,17 +65,17 @@ def test_on_a_terminal_two_panes_fit_its_width(
 
 
 @pytest.mark.parametrize(("no_color", "held"), [("", "32"), ("1", "4")], ids=["green", "underlined"])
-def test_guesses_that_held_are_seen_with_and_without_colour(
+def test_accepted_draft_tokens_are_seen_with_and_without_colour(
     monkeypatch: pytest.MonkeyPatch, no_color: str, held: str
 ) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("NO_COLOR", no_color)
     console = Console(file=io.StringIO(), force_terminal=True, width=80, color_system="standard")
     duel = Duel(SCENE)
-    duel.guessed.pieces += [("its own ", "target"), ("guessed", "accepted")]
+    duel.speculative.pieces += [("its own ", "target"), ("drafted", "accepted")]
     console.print(Panes(console, duel)._draw())
     out = console.file.getvalue()
-    assert f"\x1b[{held}mguessed\x1b[0m" in out
+    assert f"\x1b[{held}mdrafted\x1b[0m" in out
     codes = {code for style in re.findall(r"\x1b\[([\d;]*)m", out) for code in style.split(";")}
     assert not no_color or codes <= {"", "0", "1", "2", "4"}  # bold, dim, underlined
 
@@ -102,7 +104,7 @@ def test_a_ratio_measured_beside_other_programs_is_not_called_a_gain() -> None:
             self.seconds, self.others, self.tokens, self.answer = seconds, others, 0, None
 
     duel = type("Fixed", (demo.Duel,), {"same_tokens": 0})(SCENE)
-    duel.plain, duel.guessed = Took(4, 1), Took(1, 0)
+    duel.plain, duel.speculative = Took(4, 1), Took(1, 0)
     assert duel.verdict().startswith("about 4.0x as fast,")
     duel.plain = Took(4, 0)
     assert duel.verdict().startswith("4.0x faster")

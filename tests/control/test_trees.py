@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from outrider.control.trees import CHAINS, RATES, TREES, choice_rate, node_ranks, tree_nodes
-from outrider.draft.chains import Branches
+from outrider.device.layout import TreeLayout
 
 SHAPES = (*CHAINS, *TREES)
 
@@ -45,9 +45,9 @@ def test_choices_share_what_the_first_leaves() -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_same_as_rows_of_passes(shape) -> None:
     nodes = tree_nodes(shape)
-    tree = Branches(nodes)
+    tree = TreeLayout(nodes)
     assert tree.branches == (shape in TREES)
-    assert tree.layout.depths == (0, *nodes.depths) and tree.layout.picks == (-1, *range(len(nodes)))
+    assert tree.layout.depths == (0, *nodes.depths) and tree.layout.nodes == (-1, *range(len(nodes)))
     assert tree.layout.masks == ((0, *nodes.ancestors) if tree.branches else ())
     # What is fed has children; every node is a choice of its parent's, of its rank, once.
     choices = [
@@ -59,4 +59,4 @@ def test_the_same_as_rows_of_passes(shape) -> None:
     ]
     assert sorted(choices) == list(zip(range(len(nodes)), nodes.parents, node_ranks(shape), strict=True))
     for depth, (layout, _) in enumerate(tree.levels):
-        assert set(layout.depths) == {depth} and layout.picks == tuple(row - 1 for row in layout.entries)
+        assert set(layout.depths) == {depth} and layout.nodes == tuple(row - 1 for row in layout.entries)

@@ -10,9 +10,13 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 
 from outrider.draft import eagle
-from outrider.draft.eagle import EagleDrafter, eagle_taps, load_eagle
+from outrider.draft.eagle import EagleDrafter
+from outrider.draft.eagle_head import eagle_taps, load_eagle
+from outrider.draft.feed import text_batch
 from outrider.errors import BadCheckpoint
-from outrider.types import Bet
+from outrider.model.decoder import make_store
+from outrider.types import NO_DRAFT, Bet
+from tests.draft.rows import Rows
 from tests.tiny import (
     VOCAB,
     Always,
@@ -100,14 +104,14 @@ def tiny_read_order(read, config) -> None:
     Decoder(config, read, ReferenceKernels(config, *rope_tables(config, 8)))
 
 
-def reference_logits(t: dict[str, torch.Tensor], text: list[int], guesses: list[int]) -> torch.Tensor:
-    """The head's logits [target vocab] after the text and a path of guesses."""
+def reference_logits(t: dict[str, torch.Tensor], text: list[int], drafted: list[int]) -> torch.Tensor:
+    """The head's logits [target vocab] after the text and a path of draft tokens."""
     embedding = embedding_of()
     # entry i: states at i, token i + 1
     features = F.linear(target_states(text)[:-1].flatten(1), t["fc.weight"])
-    tokens = [*text[1:], *guesses]
+    tokens = [*text[1:], *drafted]
     hidden = torch.zeros(0)
-    # one entry more a guess, fed with the last entry's own output
+    # one entry more a draft token, fed with the last entry's own output
     for n in range(len(text) - 1, len(tokens) + 1):
         inputs = torch.cat([features, *recursive(hidden, len(text) - 1, n)]) if n >= len(text) else features
         e = norm(embedding[tokens[:n]], t["midlayer.input_layernorm.weight"])
@@ -137,17 +141,17 @@ def embedding_of() -> torch.Tensor:
     return read("model.embed_tokens.weight")
 
 
-def eagle_engine(model, folder, planner, slots: int = 4000, **settings):
-    engine = tiny_engine(model, **settings)
-    head = load_eagle(folder, model, engine.context)
-    drafter = EagleDrafter(head, engine.store, engine.table, slots, engine.context)
-    watched = Watched(drafter)
-    engine.use_drafters({"eagle": watched}, planner)
-    return engine, drafter, watched
+def eagle_engine(model, folder, planner, **settings):
+    def make(cache):
+        return {"eagle": Watched(EagleDrafter(load_eagle(folder, model, 256), cache.store, cache.table))}
+
+    engine = tiny_engine(model, planner, drafters=make, **settings)
+    watched = engine.drafters["eagle"]
+    return engine, watched.inner, watched
 
 
 def test_chains_are_the_references(model, folder, tensors):
-    engine, drafter, watched = eagle_engine(model, folder, Always(Bet("eagle", 4, 4)))
+    engine, _, watched = eagle_engine(model, folder, Always(Bet("eagle", 4, 4)))
     prompt = prompt_of(11, 1)
     engine.add(request("a", prompt, max_tokens=9))
     text = prompt + tokens_of(finish(engine)["a", 0])
@@ -159,7 +163,7 @@ def test_chains_are_the_references(model, folder, tensors):
         for depth in range(4):
             logits = reference_logits(tensors, text[:known], list(tokens[:depth]))
             assert logits[tokens[depth]] > logits.max() - 1e-3
-    assert drafter.table.used == 0
+    assert not engine.drafters.faults
 
 
 def test_trees_are_the_references(model, folder, tensors):
@@ -206,9 +210,9 @@ def test_a_shallow_target_taps_one_layer_twice(tmp_path):
     assert runs[0] == runs[1]
 
 
-@pytest.mark.parametrize("how", ["rows", "slots", "preempted"])
-def test_states_that_give_way_change_no_guess(model, folder, how):
-    """Guesses in a crowd, with too few rows or slots for all, are those made alone."""
+@pytest.mark.parametrize("how", ["rows", "preempted"])
+def test_rows_given_back_change_no_draft(model, folder, how):
+    """Drafts in a crowd, with too few rows or slots for all, are those made alone."""
     requests = [request(f"r{i}", prompt_of(9 + i, i), max_tokens=25, temperature=0.8) for i in range(6)]
     expected = {}
     for one in requests:
@@ -216,25 +220,41 @@ def test_states_that_give_way_change_no_guess(model, folder, how):
         engine.add(one)
         finish(engine)
         expected |= watched.seen
-    settings = {"cache_bytes": 110 * model.config.kv_bytes_per_token} if how == "preempted" else {}
-    if how == "rows":
-        settings |= {"max_sequences": 3, "cache_bytes": 90 * model.config.kv_bytes_per_token}
+    slots = {"rows": 90, "preempted": 110}[how]
+    settings = {"max_sequences": 3} if how == "rows" else {}
     engine, drafter, watched = eagle_engine(
-        model, folder, Always(Bet("eagle", 3, 3)), slots=100 if how == "slots" else 4000, **settings
+        model,
+        folder,
+        Always(Bet("eagle", 3, 3)),
+        cache_bytes=slots * model.config.kv_bytes_per_token,
+        **settings,
     )
+    for numbers in (*drafter.store.keys, *drafter.store.values):
+        numbers.fill_(1e3)  # what was never written must not matter
     for one in requests:
         engine.add(one)
-    while not engine.idle:
-        engine.step()
-        drafter.table.check()
-        assert len({state.row for state in drafter.states.values()}) == len(drafter.states)
+    finish(engine)
+    assert how == "rows" or engine.scheduler.preemptions > 0
     shared = {k: d for k, d in watched.seen.items() if d[0] and expected.get(k, ((),))[0]}
     assert len(shared) > 20 and shared == {k: expected[k] for k in shared}
-    assert drafter.table.used == 0 and not drafter.states
+    engine.table.prefix.clear()
+    assert engine.table.used == 0
+
+
+def test_too_few_slots_to_borrow_are_no_draft(model, folder):
+    rows = Rows(slots=23)
+    store = make_store(model, 23)
+    drafter = EagleDrafter(load_eagle(folder, model, 256), store, rows.table)
+    s = rows.add(prompt_of(20, 1))
+    model.forward(text_batch(rows.table, [s.row], [s.tokens[:-1]], [0]), store)
+    assert drafter.propose([s], [Bet("eagle", 6, 6)]) == [NO_DRAFT]
+    assert rows.table.lengths[s.row] == 20
+    (draft,) = rows.propose(drafter, [s], [Bet("eagle", 3, 3)])
+    assert len(draft) == 3
 
 
 @pytest.mark.slow  # test_lm.py has the same for a model
-def test_guesses_after_a_pause_are_those_without_one(tmp_path):
+def test_drafts_after_a_pause_are_those_without_one(tmp_path):
     model = tiny_model(context=700, **SHAPE)
     folder = write_eagle(tmp_path, model.config, eagle_tensors(model.config, 90), max_position_embeddings=700)
 
@@ -251,7 +271,7 @@ def test_guesses_after_a_pause_are_those_without_one(tmp_path):
     assert first < 290 and len(after) > 100 and after == {k: d for k, d in always.items() if k[1] >= first}
 
 
-def test_reading_in_pieces_changes_no_guess(model, folder, monkeypatch):
+def test_reading_in_pieces_changes_no_draft(model, folder, monkeypatch):
     seen = []
     for rows in (512, 7):
         monkeypatch.setattr(eagle, "READ_ROWS", rows)

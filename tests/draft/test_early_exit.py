@@ -1,4 +1,4 @@
-"""`early_exit`: guesses are those of the first layers and the head, and the cache is left as found."""
+"""`early_exit`: drafts are those of the first layers and the head, and the KV cache is left as found."""
 
 from __future__ import annotations
 
@@ -45,11 +45,17 @@ def first_layers(layers: int):
     return Decoder(tiny_config(layers=layers, windows=(0,) * layers), read, kernels)
 
 
+def exit_engine(model, layers: int, bet: Bet, **settings):
+    def make(cache):
+        return {"x": Watched(EarlyExitDrafter(model, cache.store, cache.table, layers))}
+
+    engine = tiny_engine(model, Always(bet), drafters=make, **settings)
+    return engine, engine.drafters["x"]
+
+
 @pytest.mark.parametrize("layers", [1, 2, 3])
-def test_guesses_are_the_first_layers(model, layers):
-    engine = tiny_engine(model, step_rows=32)
-    watched = Watched(EarlyExitDrafter(model, engine.store, engine.table, layers))
-    engine.use_drafters({"x": watched}, Always(Bet("x", 3, 3)))
+def test_drafts_are_the_first_layers(model, layers):
+    engine, watched = exit_engine(model, layers, Bet("x", 3, 3), step_rows=32)
     prompt = prompt_of(70, 1)
     engine.add(request("a", prompt, max_tokens=14))
     text = prompt + tokens_of(finish(engine)["a", 0])
@@ -65,32 +71,28 @@ def test_guesses_are_the_first_layers(model, layers):
 
 @pytest.mark.parametrize("bet", [Bet("x", 12, 4), Bet("x", 40, 20)])
 def test_borrowed_slots_are_given_back(model, bet):
-    engine = tiny_engine(model)
-    drafter = EarlyExitDrafter(model, engine.store, engine.table, 2)
-
-    class Checked:
+    class Checked(EarlyExitDrafter):
         def propose(self, sequences, bets):
-            before = engine.table.lengths.copy()
-            drafts = drafter.propose(sequences, bets)
-            assert (engine.table.lengths == before).all()
-            engine.table.check()
+            before = self.table.lengths.copy()
+            drafts = super().propose(sequences, bets)
+            assert (self.table.lengths == before).all()
+            self.table.check()
             return drafts
 
-        start = accept = stop = lambda self, *_: None
-
-    engine.use_drafters({"x": Checked()}, Always(bet))
+    engine = tiny_engine(
+        model, Always(bet), drafters=lambda cache: {"x": Checked(model, cache.store, cache.table, 2)}
+    )
     for i in range(5):
         engine.add(request(f"r{i}", prompt_of(10 + i, i), max_tokens=30, temperature=0.8))
     finish(engine)
+    assert not engine.drafters.faults
     engine.table.prefix.clear()
     assert engine.table.used == 0
 
 
-def test_no_room_to_borrow_is_no_guess(model):
+def test_no_room_to_borrow_is_no_draft(model):
     one = request("a", prompt_of(9, 1), max_tokens=50)
-    engine = tiny_engine(model, cache_bytes=60 * model.config.kv_bytes_per_token)
-    drafter = EarlyExitDrafter(model, engine.store, engine.table, 2)
-    engine.use_drafters({"x": drafter}, Always(Bet("x", 12, 4)))
+    engine, _ = exit_engine(model, 2, Bet("x", 12, 4), cache_bytes=60 * model.config.kv_bytes_per_token)
     (s,) = engine.add(one)
     assert tokens_of(finish(engine)["a", 0]) == run_alone(model, one)
     assert s.drafted > 0

@@ -1,6 +1,4 @@
-"""`lm`: its guesses are those of the draft model read from scratch, whatever was accepted, evicted or
-paused.
-"""
+"""`lm`: its drafts are those of the draft model read from scratch, whatever was accepted, preempted or paused."""
 
 from __future__ import annotations
 
@@ -11,7 +9,8 @@ from outrider.cache.store import KeyValueStore
 from outrider.cache.table import SlotTable
 from outrider.draft.feed import text_batch
 from outrider.draft.lm import LmDrafter
-from outrider.types import NO_DRAFT, Bet, Draft, Verdict
+from outrider.types import NO_DRAFT, Bet
+from tests.draft.rows import Rows
 from tests.tiny import (
     VOCAB,
     Always,
@@ -21,7 +20,6 @@ from tests.tiny import (
     noised_model,
     prompt_of,
     request,
-    sequence,
     tiny_engine,
     tiny_model,
     tokens_of,
@@ -50,32 +48,44 @@ def naive_chain(model, text: list[int], depth: int) -> list[int]:
     return out
 
 
-def settle(drafter: LmDrafter, s, draft: Draft, accepted: list[int], after: int) -> None:
-    """What the engine does with a verdict."""
-    tokens = [*(draft.tokens[n] for n in accepted), after]
-    s.tokens += tokens
-    drafter.accept(s, draft, Verdict(tokens, accepted))
-    drafter.table.check()
-    assert drafter.states[s].valid <= len(s.tokens) - 1
-    assert drafter.table.lengths[drafter.states[s].row] == drafter.states[s].valid
+def lm(model, slots: int = 4000, rows: int = 32, context: int = 256) -> tuple[LmDrafter, Rows]:
+    made = Rows(slots, rows, context)
+    return LmDrafter(model, made.table, VOCAB, context, step_rows=64), made
+
+
+class Counted:
+    """A model that counts the rows it is given."""
+
+    def __init__(self, model) -> None:
+        self.model, self.config, self.device, self.dtype, self.rows = (
+            model,
+            model.config,
+            model.device,
+            model.dtype,
+            0,
+        )
+
+    def forward(self, batch, store):
+        self.rows += batch.rows
+        return self.model.forward(batch, store)
 
 
 @pytest.mark.parametrize("accepted", [0, 1, 2, 3, 4])
 def test_chains_after_every_accepted_length(small, accepted):
-    drafter = lm_drafter(small)
-    s = sequence(prompt_of(70, 1))
+    drafter, rows = lm(small)
+    s = rows.add(prompt_of(70, 1))
     for turn in range(4):
-        (draft,) = drafter.propose([s], [Bet("lm", 4, 4)])
+        (draft,) = rows.propose(drafter, [s], [Bet("lm", 4, 4)])
         assert list(draft.tokens) == naive_chain(small, s.tokens, 4)
-        settle(drafter, s, draft, list(range(accepted)), (turn * 7) % VOCAB)
+        rows.settle(drafter, s, draft, list(range(accepted)), (turn * 7) % VOCAB)
 
 
 @pytest.mark.parametrize("bet", [Bet("lm", 9, 4), Bet("lm", 10, 3, (2, 2, 1)), Bet("lm", 40, 20)])
 def test_trees_as_from_scratch(small, bet):
-    drafter = lm_drafter(small)
-    s = sequence(prompt_of(20, 2))
+    drafter, rows = lm(small)
+    s = rows.add(prompt_of(20, 2))
     for turn in range(3):
-        (draft,) = drafter.propose([s], [bet])
+        (draft,) = rows.propose(drafter, [s], [bet])
         assert len(draft) <= bet.nodes
         for node in range(-1, len(draft)):
             path = draft.path(node)
@@ -83,105 +93,154 @@ def test_trees_as_from_scratch(small, bet):
             best = logits_after(small, s.tokens + [draft.tokens[n] for n in path]).topk(4).indices.tolist()
             assert set(children) <= set(best) and (not children or best[0] in children)
         deepest = max(range(len(draft)), key=lambda n: draft.depths[n])
-        settle(drafter, s, draft, draft.path(deepest)[: 2 + turn], turn)
+        rows.settle(drafter, s, draft, draft.path(deepest)[: 2 + turn], turn)
 
 
-def test_a_guess_nobody_judged_is_forgotten(small):
-    drafter = lm_drafter(small)
-    s = sequence(prompt_of(12, 3))
+@pytest.mark.parametrize("bet", [Bet("lm", 4, 4), Bet("lm", 7, 2, (2, 2)), Bet("lm", 12, 5)])
+def test_nothing_is_read_twice(small, bet):
+    """An accepted node that the model ran is not read again; the last token of a path and what follows it are."""
+    counted = Counted(small)
+    drafter, rows = lm(counted)
+    s = rows.add(prompt_of(30, 1))
+    (draft,) = rows.propose(drafter, [s], [bet])
+    for turn in range(4):
+        path = draft.path(max(range(len(draft)), key=lambda n: draft.depths[n]))
+        rows.settle(drafter, s, draft, path, turn)
+        assert drafter.progress.of(s) == len(s.tokens) - 2
+        before = counted.rows
+        rows.propose(drafter, [s], [Bet("lm", 1, 1)])
+        assert counted.rows - before == 2
+        rows.settle(drafter, s, NO_DRAFT, [], turn)
+        (draft,) = rows.propose(drafter, [s], [bet])
+
+
+def test_a_draft_nobody_judged_is_forgotten(small):
+    drafter, rows = lm(small)
+    s = rows.add(prompt_of(12, 3))
     for _ in range(3):
-        (draft,) = drafter.propose([s], [Bet("lm", 4, 4)])
+        (draft,) = rows.propose(drafter, [s], [Bet("lm", 4, 4)])
         assert list(draft.tokens) == naive_chain(small, s.tokens, 4)
-        s.tokens.append(5)
-        drafter.table.check()
+        rows.settle(None, s, draft, [], 5)
 
 
-@pytest.mark.parametrize("rows, slots", [(2, 4000), (8, 140)])
-def test_idle_states_give_way(small, rows, slots):
-    drafter = lm_drafter(small, slots=slots, sequences=rows)
-    several = [sequence(prompt_of(25 + i, i)) for i in range(6)]
+def test_a_row_given_back_is_read_again(small):
+    """Preempted, with its row and slots taken by another; then back in the same row."""
+    drafter, rows = lm(small, slots=90, rows=1)
+    s = rows.add(prompt_of(25, 1))
+    for turn in range(4):
+        (draft,) = rows.propose(drafter, [s], [Bet("lm", 3, 3)])
+        assert list(draft.tokens) == naive_chain(small, s.tokens, 3)
+        rows.settle(drafter, s, draft, [0], turn)
+        rows.preempt(s)
+        other = rows.add(prompt_of(31 + turn, 9))
+        rows.propose(drafter, [other], [Bet("lm", 3, 3)])
+        rows.preempt(other)
+        rows.resume(s)
+
+
+def test_rows_that_share_slots_draft_for_themselves(small):
+    drafter, rows = lm(small)
+    s = rows.add(prompt_of(20, 1))
+    rows.propose(drafter, [s], [Bet("lm", 3, 3)])
+    rows.settle(drafter, s, NO_DRAFT, [], 7)
+    twin = rows.branch(s, 15)
+    twin.tokens[-1] = 3
     for turn in range(3):
-        for pair in ((0, 1), (2, 3), (4, 5), (0, 3)):
-            some = [several[i] for i in pair]
-            for s, draft in zip(some, drafter.propose(some, [Bet("lm", 3, 3)] * 2), strict=True):
-                assert list(draft.tokens) == naive_chain(small, s.tokens, 3)
-                settle(drafter, s, draft, [0], turn)
-    for s in several:
-        drafter.stop(s)
-    drafter.table.check()
-    assert drafter.table.used == 0 and drafter.table.rows_left == rows and not drafter.states
+        for one, draft in zip(
+            [s, twin], rows.propose(drafter, [s, twin], [Bet("lm", 3, 3)] * 2), strict=True
+        ):
+            assert list(draft.tokens) == naive_chain(small, one.tokens, 3)
+            rows.settle(drafter, one, draft, [0, 1], turn)
 
 
-def test_too_little_room_for_all_is_no_guess(small):
-    drafter = lm_drafter(small, slots=40)
-    some = [sequence(prompt_of(30, i)) for i in range(2)]
-    assert drafter.propose(some, [Bet("lm", 3, 3)] * 2) == [NO_DRAFT] * 2
-    drafter.table.check()
-    for s in some:
-        drafter.accept(s, NO_DRAFT, Verdict([1], []))
-        s.tokens.append(1)
-    (draft,) = drafter.propose(some[:1], [Bet("lm", 3, 3)])
+@pytest.mark.parametrize("bet", [Bet("lm", 3, 3), Bet("lm", 20, 4)])
+def test_too_few_slots_to_borrow_are_no_draft(small, bet):
+    drafter, rows = lm(small, slots=42)
+    some = [rows.add(prompt_of(20, i)) for i in range(2)]
+    held = rows.table.lengths.copy()
+    assert drafter.propose(some, [bet] * 2) == [NO_DRAFT] * 2
+    rows.table.check()
+    assert (rows.table.lengths == held).all()
+    rows.settle(drafter, some[0], NO_DRAFT, [], 1)
+    rows.preempt(some[1])
+    (draft,) = rows.propose(drafter, some[:1], [Bet("lm", 3, 3)])
     assert list(draft.tokens) == naive_chain(small, some[0].tokens, 3)
 
 
+def test_a_model_that_fails_leaves_the_table_as_it_was(small):
+    class Failing(Counted):
+        def forward(self, batch, store):
+            if self.rows:
+                raise MemoryError
+            return super().forward(batch, store)
+
+    drafter, rows = lm(Failing(small))
+    s = rows.add(prompt_of(12, 3))
+    with pytest.raises(MemoryError):
+        drafter.propose([s], [Bet("lm", 4, 4)])
+    rows.table.check()
+    assert rows.table.lengths[s.row] == 12
+
+
 def test_a_vocabulary_padded_further():
-    larger = tiny_model(seed=5, vocab=VOCAB + 32)
-    drafter = lm_drafter(larger)
-    s = sequence(prompt_of(10, 1), temperature=2.0)
+    drafter, rows = lm(tiny_model(seed=5, vocab=VOCAB + 32))
+    s = rows.add(prompt_of(10, 1), temperature=2.0)
     for turn in range(20):
-        (draft,) = drafter.propose([s], [Bet("lm", 12, 3)])
+        (draft,) = rows.propose(drafter, [s], [Bet("lm", 12, 3)])
         assert max(draft.tokens) < VOCAB
-        settle(drafter, s, draft, [], turn)
+        rows.settle(drafter, s, draft, [], turn)
 
 
 def test_a_smaller_vocabulary():
-    smaller = tiny_model(seed=5, vocab=48)
-    drafter = lm_drafter(smaller)
-    inside, outside = sequence(prompt_of(10, 1)), sequence([1, 50, 2])
-    inside.tokens = [t % 48 for t in inside.tokens]
-    drafts = drafter.propose([outside, inside], [Bet("lm", 12, 3)] * 2)
+    drafter, rows = lm(tiny_model(seed=5, vocab=48))
+    inside, outside = rows.add([t % 48 for t in prompt_of(10, 1)]), rows.add([1, 50, 2])
+    drafts = rows.propose(drafter, [outside, inside], [Bet("lm", 12, 3)] * 2)
     assert drafts[0] == NO_DRAFT and len(drafts[1]) == 12 and max(drafts[1].tokens) < 48
     # Bans that leave next to nothing inside: what the draft does not know must never be fed to it.
     banned = dict.fromkeys(range(48), -100.0)
     for options in ({"top_k": 1, "temperature": 1.0}, {"logit_bias": banned}):
-        s = sequence(inside.tokens, **options)
-        (draft,) = drafter.propose([s], [Bet("lm", 12, 4)])
+        s = rows.add(inside.tokens, **options)
+        (draft,) = rows.propose(drafter, [s], [Bet("lm", 12, 4)])
         assert all(t < 48 for t in draft.tokens)
 
 
 def test_the_end_of_the_context(small):
-    drafter = lm_drafter(small, context=40)
-    s = sequence(prompt_of(30, 4))
+    drafter, rows = lm(small, context=40)
+    s = rows.add(prompt_of(30, 4))
     lengths = []
     while len(s.tokens) < 45:
-        (draft,) = drafter.propose([s], [Bet("lm", 4, 4)])
+        (draft,) = rows.propose(drafter, [s], [Bet("lm", 4, 4)])
         lengths.append((len(s.tokens), len(draft)))
-        drafter.accept(s, draft, Verdict([1], []))
-        s.tokens.append(1)
+        rows.settle(drafter, s, draft, [], 1)
     assert all(bool(n) == (length + 4 < 40) for length, n in lengths)
 
 
 @pytest.mark.parametrize("temperature", [0, 0.8])
 @pytest.mark.parametrize("bet", [Bet("lm", 4, 4), Bet("lm", 6, 3, (2, 1, 1))])
 def test_a_draft_that_is_the_target_is_always_right(temperature, bet):
-    drafter = LmDrafter(tiny_model(vocab=60), 2000, 32, 256, 60)  # all of its tokens take part in a draw
-    engine = tiny_engine(tiny_model(vocab=60))
-    engine.use_drafters({"lm": drafter}, Always(bet))
+    draft = tiny_model(vocab=60)  # all of its tokens take part in a draw
+    engine = tiny_engine(
+        tiny_model(vocab=60),
+        Always(bet),
+        drafters=lambda cache: {"lm": LmDrafter(draft, cache.table, 60, 256)},
+    )
     prompt = [t % 60 for t in prompt_of(9, 1)]
     (s,) = engine.add(request("a", prompt, temperature=temperature, max_tokens=(bet.depth + 1) * 12))
     finish(engine)
     assert s.steps == 12 and s.accepted == 12 * bet.depth
-    assert drafter.table.used == 0
 
 
-def test_guesses_after_a_pause_are_those_without_one():
+def test_drafts_after_a_pause_are_those_without_one():
     """Off for 200 tokens, then on: the same tokens are drafted at the same places as without the pause."""
 
     def run(paused: bool):
-        watched = Watched(lm_drafter(noised_model(context=700), context=700))
-        engine = tiny_engine(tiny_model(context=700))
         on = (lambda s: not 100 <= len(s.output) < 300) if paused else (lambda s: True)
-        engine.use_drafters({"lm": watched}, Always(Bet("lm", 4, 4), on))
+        engine = tiny_engine(
+            tiny_model(context=700),
+            Always(Bet("lm", 4, 4), on),
+            drafters=lambda cache: {"lm": Watched(lm_drafter(noised_model(context=700), cache))},
+        )
+        watched = engine.drafters["lm"]
         (s,) = engine.add(request("a", prompt_of(9, 1), temperature=0.8, max_tokens=500))
         out = tokens_of(finish(engine)["a", 0])
         return out, watched.seen, s.accepted

@@ -1,15 +1,17 @@
-"""Several drafters as one: shared nodes, bounds, and each told of its own nodes only."""
+"""Several drafters as one: shared nodes, bounds, and each learns of its own nodes only."""
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.draft.lookup import LookupDrafter
 from outrider.draft.merged import MergedDrafter, merge_drafts
 from outrider.types import Bet, Draft, Verdict
-from tests.draft.test_lm import naive_chain
-from tests.tiny import lm_drafter, prompt_of, sequence, tiny_model
+from tests.draft.rows import Rows
+from tests.draft.test_lm import lm, naive_chain
+from tests.tiny import prompt_of, sequence, tiny_model
 
 
 @st.composite
@@ -58,7 +60,7 @@ class Scripted:
 
 def test_each_hears_of_its_own_nodes():
     a, b = Scripted(Draft.chain([1, 2, 3])), Scripted(Draft((9, 1, 2, 5), (-1, -1, 1, 2)))
-    both, s = MergedDrafter([a, b]), sequence([0, 0])
+    both, s = MergedDrafter([a, b], Rows().table), sequence([0, 0])
     (draft,) = both.propose([s], [Bet("x", 10, 4)])
     assert draft == Draft((1, 2, 3, 9, 5), (-1, 0, 1, -1, 1))
     both.accept(s, draft, Verdict([1, 2, 5, 7], [0, 1, 4]))
@@ -71,21 +73,78 @@ def test_each_hears_of_its_own_nodes():
     assert not both._given
 
 
-def test_the_model_inside_stays_right():
+@pytest.mark.parametrize("first", ["lookup", "lm"])
+def test_the_model_inside_stays_right(first):
+    """Its drafts, and what it has read: the slots of its nodes stay with them wherever they are in the tree."""
     small = tiny_model(seed=5)
-    lm, lookup = lm_drafter(small), LookupDrafter()
-    both = MergedDrafter([lookup, lm])
-    s = sequence(prompt_of(6, 1) * 3)
+    model, rows = lm(small)
+    lookup = LookupDrafter()
+    both = MergedDrafter([lookup, model] if first == "lookup" else [model, lookup], rows.table)
+    s = rows.add(prompt_of(6, 1) * 3)
     lookup.start(s)
     for accepted in (0, 3, 1, 2, 3, 0):
-        (draft,) = both.propose([s], [Bet("x", 9, 3)])
+        (draft,) = rows.propose(both, [s], [Bet("x", 9, 3)])
         chain = naive_chain(small, s.tokens, 1)
         assert chain[0] in [draft.tokens[n] for n in range(len(draft)) if draft.parents[n] < 0]
-        deepest = max(range(len(draft)), key=lambda n: draft.depths[n])
-        path = draft.path(deepest)[:accepted]
-        tokens = [*(draft.tokens[n] for n in path), accepted]
-        s.tokens += tokens
-        both.accept(s, draft, Verdict(tokens, path))
-        lm.table.check()
-    (alone,) = lm.propose([s], [Bet("x", 3, 3)])
+        deepest = max(range(len(draft)), key=lambda n: (draft.depths[n], n))
+        known = len(s.tokens)
+        rows.settle(both, s, draft, draft.path(deepest)[:accepted], accepted)
+        assert known <= model.progress.of(s) <= known + accepted
+    (alone,) = rows.propose(model, [s], [Bet("x", 3, 3)])
     assert list(alone.tokens) == naive_chain(small, s.tokens, 3)
+
+
+def test_accepted_nodes_of_the_model_are_not_read_again():
+    model, rows = lm(tiny_model(seed=5))
+    both = MergedDrafter([Scripted(Draft((9, 8), (-1, -1))), model], rows.table)
+    s = rows.add(prompt_of(20, 1))
+    (draft,) = rows.propose(both, [s], [Bet("x", 9, 3, (1, 1, 1))])
+    chain = draft.path(len(draft) - 1)
+    assert len(chain) == 3 and chain[0] >= 0
+    rows.settle(both, s, draft, chain, 1)
+    assert model.progress.of(s) == 20 + 2
+    (after,) = rows.propose(model, [s], [Bet("x", 3, 3)])
+    assert list(after.tokens) == naive_chain(model.model, s.tokens, 3)
+
+
+class Leaving(Scripted):
+    """Leaves a slot for each of its nodes."""
+
+    def __init__(self, draft: Draft, table) -> None:
+        super().__init__(draft)
+        self.table = table
+
+    def propose(self, sequences, bets):
+        (self.slots,) = [self.table.extend(s.row, len(self.draft)) for s in sequences]
+        return super().propose(sequences, bets)
+
+
+def test_slots_that_several_leave_stay_with_their_nodes():
+    rows = Rows()
+    s = rows.add([0, 0])
+    a, b = Leaving(Draft.chain([1, 2]), rows.table), Leaving(Draft((9, 1, 5), (-1, -1, 1)), rows.table)
+    (draft,) = rows.propose(MergedDrafter([a, b], rows.table), [s], [Bet("x", 10, 4)])
+    assert draft == Draft((1, 2, 9, 5), (-1, 0, -1, 0))
+    assert rows.table.entries[s.row, 2:6].tolist() == [*a.slots, b.slots[0], b.slots[2]]
+
+
+def test_one_that_fails_takes_no_slots_with_it():
+    class Failing(Scripted):
+        def propose(self, sequences, bets):
+            raise RuntimeError
+
+    model, rows = lm(tiny_model(seed=5))
+    s = rows.add(prompt_of(20, 1))
+    with pytest.raises(RuntimeError):
+        MergedDrafter([model, Failing(Draft())], rows.table).propose([s], [Bet("x", 9, 3)])
+    rows.table.check()
+    assert rows.table.lengths[s.row] == 20
+
+
+def test_no_room_for_the_whole_tree_is_no_draft():
+    model, rows = lm(tiny_model(seed=5), slots=23)
+    both = MergedDrafter([Scripted(Draft((9, 8), (-1, 0))), model], rows.table)
+    s = rows.add(prompt_of(20, 1))
+    (draft,) = both.propose([s], [Bet("x", 9, 3, (1, 1, 1))])
+    assert len(draft) == 0 and rows.table.lengths[s.row] == 20
+    rows.settle(both, s, draft, [], 1)

@@ -6,8 +6,10 @@ import json
 
 import pytest
 
+from outrider.draft.lookup import LookupDrafter
 from outrider.draft.names import parse_draft
-from outrider.draft.table import Bench, make_drafters, same_tokens
+from outrider.draft.table import DrafterSources, make_drafters, same_tokens
+from outrider.engine.kv_cache import make_kv_cache
 from outrider.errors import BadCheckpoint, InvalidRequest, ModelNotFound, OutriderError
 from outrider.load.checkpoint import open_checkpoint
 from outrider.settings import Settings
@@ -18,33 +20,32 @@ from tests.tiny import prompt_of, request, tiny_engine, tiny_model
 
 
 @pytest.fixture
-def bench(tmp_path):
+def sources(tmp_path):
     from outrider.engine.llm import load_model
 
     write_folder(tmp_path / "target")
     checkpoint = open_checkpoint(tmp_path / "target")
     model = load_model(checkpoint, Settings(threads=1, kernels="torch"))
-    engine = tiny_engine(model)
+    cache = make_kv_cache(model, Settings(max_sequences=4, cache_bytes=1 << 22))
 
     def find(name):
         if not (tmp_path / name).exists():
             raise ModelNotFound(f"no model {name!r}")
         return tmp_path / name
 
-    return Bench(
+    return DrafterSources(
         model,
         checkpoint.tokenizer,
-        engine.store,
-        engine.table,
-        engine.context,
-        1 << 22,
+        cache.store,
+        cache.table,
+        cache.context,
         find,
         lambda c: load_model(c, Settings(threads=1, kernels="torch")),
         lambda: [prompt_of(20)],
     )
 
 
-def test_names(bench):
+def test_names(sources):
     for asked, name in {
         "auto": "lookup",
         "lookup": "lookup",
@@ -52,21 +53,21 @@ def test_names(bench):
         "early_exit:1": "early_exit",
         "early_exit": "early_exit",
     }.items():
-        assert make_drafters(parse_draft(asked), bench)[1] == name
-    drafters, default = make_drafters(parse_draft("lookup+target"), bench)
+        assert make_drafters(parse_draft(asked), sources)[1] == name
+    drafters, default = make_drafters(parse_draft("lookup+target"), sources)
     assert default == "lookup+lm" and set(drafters) == {"lookup", "lm", "lookup+lm"}
 
 
 @pytest.mark.parametrize("layers", ["0", "2", "9", "x", "-1"])
-def test_early_exit_out_of_range(bench, layers):
+def test_early_exit_out_of_range(sources, layers):
     with pytest.raises(InvalidRequest, match="early_exit takes 1 to 1 layers"):
-        make_drafters(parse_draft(f"early_exit:{layers}"), bench)
+        make_drafters(parse_draft(f"early_exit:{layers}"), sources)
 
 
-def test_the_same_twice(bench):
+def test_the_same_twice(sources):
     for twice in ("lookup+lookup", "target+target"):
         with pytest.raises(InvalidRequest, match="same drafter twice"):
-            make_drafters(parse_draft(twice), bench)
+            make_drafters(parse_draft(twice), sources)
 
 
 @pytest.mark.parametrize(
@@ -76,16 +77,16 @@ def test_the_same_twice(bench):
         ({"speculators_model_type": "eagle3"}, "layout of speculators .'eagle3'"),
     ],
 )
-def test_heads_that_cannot_be_read_are_named(bench, tmp_path, config, says):
+def test_heads_that_cannot_be_read_are_named(sources, tmp_path, config, says):
     raw = json.loads((tmp_path / "target" / "config.json").read_text())
     (tmp_path / "head").mkdir()
     (tmp_path / "head" / "config.json").write_text(json.dumps({**raw, **config}))
     (tmp_path / "head" / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(OutriderError, match=says):
-        make_drafters(parse_draft("head"), bench)
+        make_drafters(parse_draft("head"), sources)
 
 
-def test_another_tokenizer_is_named_by_its_first_difference(bench, tmp_path):
+def test_another_tokenizer_is_named_by_its_first_difference(sources, tmp_path):
     write_folder(tmp_path / "other")
     raw = json.loads((tmp_path / "other" / "tokenizer.json").read_text())
     vocab = raw["model"]["vocab"]
@@ -93,11 +94,11 @@ def test_another_tokenizer_is_named_by_its_first_difference(bench, tmp_path):
     vocab[by_id[7]], vocab[by_id[8]] = 8, 7
     (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(raw))
     with pytest.raises(BadCheckpoint) as wrong:
-        make_drafters(parse_draft("other"), bench)
+        make_drafters(parse_draft("other"), sources)
     assert f"token 7 is {by_id[8]!r} there and {by_id[7]!r} here" in str(wrong.value)
 
 
-def test_a_tokenizer_padded_further_is_the_same(bench):
+def test_a_tokenizer_padded_further_is_the_same(sources):
     class Strings:
         def __init__(self, strings):
             self.made = strings
@@ -105,15 +106,15 @@ def test_a_tokenizer_padded_further_is_the_same(bench):
         def strings(self):
             return self.made
 
-    ours = bench.tokenizer.strings()
+    ours = sources.tokenizer.strings()
     same_tokens(Strings(ours), Strings([*ours, "<pad>"]), "x")
     same_tokens(Strings([*ours, "<pad>"]), Strings(ours), "x")
 
 
-def test_a_larger_draft_is_warned_of_with_numbers(bench):
-    bench.target = tiny_model(kernels="torch", hidden=16, layers=1, windows=(0,))
+def test_a_larger_draft_is_warned_of_with_numbers(sources):
+    sources.target = tiny_model(kernels="torch", hidden=16, layers=1, windows=(0,))
     with pytest.warns(UserWarning, match=r"draft target has 0 million parameters, its target 0 million"):
-        make_drafters(parse_draft("target"), bench)
+        make_drafters(parse_draft("target"), sources)
 
 
 @pytest.mark.parametrize(
@@ -131,8 +132,7 @@ def test_options_out_of_range(options, says):
 
 
 def test_unknown_drafter_of_a_request():
-    engine = tiny_engine(tiny_model())
-    engine.drafters = {"lookup": object()}
+    engine = tiny_engine(tiny_model(), drafters=lambda cache: {"lookup": LookupDrafter()})
     with pytest.raises(InvalidRequest, match=r"unknown drafter 'lokup'.*lookup"):
         engine.add(request("a", [1], speculation={"drafter": "lokup"}))
 

@@ -70,17 +70,16 @@ def test_guessing_by_adversaries(llm: LLM, plain):
     prompts, params = requests(llm)
     answers = {tuple(p): t for p, t in zip(prompts, plain, strict=True)}
     hostile = adversaries(llm.model.config.vocab, llm.model.config.eos_ids, answers)
-    engine = llm.engine
-    before = dict(engine.drafters)
+    drafters = llm.engine.drafters
+    drafters.add(hostile)
     try:
-        engine.use_drafters({**before, **hostile}, engine.planner)
         for name in hostile:
             speculation = {"drafter": name, "depth": 3, "nodes": 5}
             outs = llm.generate(prompts[:2], params[:2], owner=name, speculation=speculation)
             assert [o.token_ids for o in outs] == plain[:2], name
             assert sum(o.stats.drafted for o in outs) > 10
     finally:
-        engine.use_drafters(before, engine.planner)
+        drafters.remove(hostile)
 
 
 def test_small_cache_chunks_and_reuse(llm: LLM, plain):

@@ -13,8 +13,8 @@ from tests.tiny import prompt_of, request, tiny_engine, tiny_model
 
 
 @pytest.fixture
-def driver():
-    made = Driver(lambda: tiny_engine(tiny_model()))
+def driver(lag):
+    made = Driver(lambda: tiny_engine(tiny_model(), lag=lag))
     yield made
     made.close()
 
@@ -118,7 +118,7 @@ def test_spare_work_is_done_while_nobody_is_answered_and_gives_way(driver) -> No
             yield
 
     alone = answers(driver, request("a", prompt_of(9), max_tokens=30))
-    driver.run(lambda: setattr(driver, "spare", work()))
+    driver.run(lambda: setattr(driver, "idle_work", work()))
     again = answers(driver, request("a", prompt_of(9), max_tokens=30))
     assert again == alone
     while len(pieces) < 5:
@@ -134,7 +134,7 @@ def test_spare_work_ends(driver) -> None:
         yield
         done.set()
 
-    driver.run(lambda: setattr(driver, "spare", work()))
+    driver.run(lambda: setattr(driver, "idle_work", work()))
     assert done.wait(10)
     driver.run(lambda: None)
-    assert driver.run(lambda: driver.spare) is None
+    assert driver.run(lambda: driver.idle_work) is None

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from outrider.draft.drafters import MAX_FAULTS
 from outrider.draft.lookup import LookupDrafter
 from outrider.engine.driver import Driver
-from outrider.engine.engine import MOST_FAULTS, Engine
+from outrider.engine.engine import Engine
 from outrider.types import Bet, Draft, Request
 from outrider.verify.grammar import GrammarState
 from tests.tiny import (
@@ -127,10 +128,10 @@ MORE = ("no tokens", "no chances", "chances of fewer")
 
 
 @pytest.mark.parametrize("fault", ["", *VERBS, *WRONG, *MORE])
-def test_a_drafter_that_breaks_costs_no_answer(model, requests, plain, fault):
-    engine = tiny_engine(model, Always(BET), Broken(fault))
+def test_a_drafter_that_breaks_costs_no_answer(model, requests, plain, fault, lag):
+    engine = tiny_engine(model, Always(BET), Broken(fault), lag=lag)
     assert answers(engine, requests) == plain
-    assert (engine.faults.get("test", 0) >= MOST_FAULTS) == bool(fault)
+    assert (engine.drafters.faults.get("test", 0) >= MAX_FAULTS) == bool(fault)
     engine.table.prefix.clear()
     assert engine.table.used == 0 and not engine.writers and engine.scheduler.idle
 
@@ -153,22 +154,22 @@ def test_three_times_and_it_is_left_alone(model, requests, plain, caplog):
     engine = tiny_engine(model, Always(BET), drafter)
     with caplog.at_level(logging.WARNING):
         assert answers(engine, requests) == plain
-    assert drafter.asked == MOST_FAULTS
+    assert drafter.asked == MAX_FAULTS
     warnings = [record.getMessage() for record in caplog.records]
-    assert len(warnings) == MOST_FAULTS and ["not be asked" in w for w in warnings] == [False, False, True]
+    assert len(warnings) == MAX_FAULTS and ["not be asked" in w for w in warnings] == [False, False, True]
 
 
 def test_twice_is_forgiven(model, requests, plain):
-    drafter = Broken("propose", until=MOST_FAULTS - 1)
+    drafter = Broken("propose", until=MAX_FAULTS - 1)
     engine = tiny_engine(model, Always(BET), drafter)
     assert answers(engine, requests) == plain
-    assert drafter.asked > MOST_FAULTS
+    assert drafter.asked > MAX_FAULTS
 
 
 def test_one_that_is_left_alone_takes_no_other_with_it(model):
     """The other drafter still guesses, and still for the same answers."""
-    engine = tiny_engine(model, Always(BET), Broken("propose"))
-    engine.drafters["lookup"] = LookupDrafter()
+    drafters = {"test": Broken("propose"), "lookup": LookupDrafter()}
+    engine = tiny_engine(model, Always(BET), drafters=lambda cache: drafters)
     prompt = prompt_of(5) * 4
     asked = [
         request(name, prompt, max_tokens=40, speculation={"drafter": name}) for name in ("test", "lookup")
@@ -181,10 +182,15 @@ def test_one_that_is_left_alone_takes_no_other_with_it(model):
     assert again.drafted > 0 and again.accepted > 0
 
 
-def test_a_cache_that_is_full_costs_a_drafter_nothing_but_its_guess(model, requests, plain):
-    engine = tiny_engine(model, Always(BET), lm_drafter(tiny_model(seed=1), slots=20))
+def test_a_cache_that_is_full_costs_a_drafter_nothing_but_its_guess(model, requests, plain, lag):
+    def drafters(cache):
+        return {"test": lm_drafter(tiny_model(seed=1), cache)}
+
+    engine = tiny_engine(
+        model, Always(BET), drafters=drafters, cache_bytes=60 * model.config.kv_bytes_per_token, lag=lag
+    )
     assert answers(engine, requests) == plain
-    assert not engine.faults
+    assert engine.scheduler.preemptions and not engine.drafters.faults
 
 
 # ------------------------------------------------------------------------------------------------- grammars
@@ -218,8 +224,8 @@ class Fragile:
 
 @pytest.mark.parametrize("how", ["mask", "advance"])
 @pytest.mark.parametrize("guessing", [True, False])
-def test_a_grammar_that_breaks_in_use_ends_its_own_request_only(model, requests, plain, how, guessing):
-    engine = tiny_engine(model, Always(BET if guessing else Bet()), Broken())
+def test_a_grammar_that_breaks_in_use_ends_its_own_request_only(model, requests, plain, how, guessing, lag):
+    engine = tiny_engine(model, Always(BET if guessing else Bet()), Broken(), lag=lag)
     for one in requests:
         engine.add(one)
     [sequence] = engine.add(request("fragile", prompt_of(11), grammar=Fragile(how, 5)))
@@ -232,9 +238,9 @@ def test_a_grammar_that_breaks_in_use_ends_its_own_request_only(model, requests,
     engine.table.check()
 
 
-def test_an_end_that_the_grammar_does_not_allow_is_an_error_and_no_end(model):
+def test_an_end_that_the_grammar_does_not_allow_is_an_error_and_no_end(model, lag):
     """When nothing is left to choose from, whatever the draw picks must not pass for an answer."""
-    engine = tiny_engine(model)
+    engine = tiny_engine(model, lag=lag)
     for good, reason in ((0, "error"), (1, "stop")):
         ends = frozenset(range(VOCAB))
         engine.add(request(reason, prompt_of(7), stop_ids=ends, grammar=Fragile("advance", good)))
@@ -261,8 +267,8 @@ class Exploding:
         return call
 
 
-def test_a_matcher_that_raises_ends_its_own_request_only(model, requests, plain):
-    engine = tiny_engine(model)
+def test_a_matcher_that_raises_ends_its_own_request_only(model, requests, plain, lag):
+    engine = tiny_engine(model, lag=lag)
     for one in requests:
         engine.add(one)
     [sequence] = engine.add(request("bad", prompt_of(6), grammar=GrammarState(Exploding(), VOCAB)))
@@ -276,8 +282,8 @@ def test_a_matcher_that_raises_ends_its_own_request_only(model, requests, plain)
 
 @pytest.mark.parametrize("error", [RuntimeError("gone"), KeyError("r"), MemoryError()])
 @pytest.mark.parametrize("when", [1, 5])
-def test_a_listener_that_raises_loses_its_own_request_only(model, error, when):
-    driver = Driver(lambda: tiny_engine(tiny_model()))
+def test_a_listener_that_raises_loses_its_own_request_only(model, error, when, lag):
+    driver = Driver(lambda: tiny_engine(tiny_model(), lag=lag))
     try:
         heard: queue.SimpleQueue = queue.SimpleQueue()
         calls: list[Any] = []

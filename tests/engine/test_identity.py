@@ -1,4 +1,6 @@
-"""The same tokens whatever else happens: company, chunking, preemption, reuse, and guesses right or wrong."""
+"""The same tokens whatever else happens: company, chunking, preemption, reuse, and drafts right or wrong; eagerly and
+with the host a step behind.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,21 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from outrider.types import Bet, Draft, Plan
+from outrider.draft.lookup import LookupDrafter
+from outrider.types import Bet, Draft
+from outrider.verify.noise import choice_seed
 from tests.sweep import sweep
-from tests.tiny import VOCAB, finish, prompt_of, request, run_alone, tiny_engine, tiny_model, tokens_of
+from tests.tiny import (
+    VOCAB,
+    Always,
+    finish,
+    prompt_of,
+    request,
+    run_alone,
+    tiny_engine,
+    tiny_model,
+    tokens_of,
+)
 
 LAWS = {
     "greedy": {"temperature": 0},
@@ -56,38 +70,34 @@ def alone(model, requests):
     return {r.id: run_alone(model, r, prefix_reuse=False) for r in requests}
 
 
-def together(model, requests, **settings) -> dict[str, list[int]]:
-    engine = tiny_engine(model, **settings)
+def answers(engine, requests) -> dict[str, list[int]]:
     for r in requests:
         engine.add(r)
     events = finish(engine)
     return {r.id: tokens_of(events[r.id, 0]) for r in requests}
 
 
-def test_sixteen_mixed_requests_share_their_steps(model, requests, alone):
+def test_sixteen_mixed_requests_share_their_steps(model, requests, alone, lag):
     assert len(requests) == 16
-    assert together(model, requests) == alone
+    assert answers(tiny_engine(model, lag=lag), requests) == alone
 
 
 @pytest.mark.parametrize("step_rows", sweep([32, 33, 47, 500], quick=[33, 500]))
-def test_any_prefill_chunk(model, requests, alone, step_rows):
-    assert together(model, requests, step_rows=step_rows) == alone
+def test_any_prefill_chunk(model, requests, alone, step_rows, lag):
+    assert answers(tiny_engine(model, step_rows=step_rows, lag=lag), requests) == alone
 
 
-def test_preempted_and_resumed(model, requests, alone):
-    engine = tiny_engine(model, cache_bytes=260 * model.config.kv_bytes_per_token)
-    for r in requests:
-        engine.add(r)
-    events = finish(engine)
-    assert engine.scheduler.preemptions > 3
-    assert {r.id: tokens_of(events[r.id, 0]) for r in requests} == alone
+def test_preempted_and_resumed(model, requests, alone, lag):
+    engine = tiny_engine(model, cache_bytes=260 * model.config.kv_bytes_per_token, lag=lag)
+    assert answers(engine, requests) == alone
+    assert engine.scheduler.preemptions > 2
 
 
 @pytest.mark.parametrize("law", ["greedy", "warm"])
-def test_prefix_reuse(model, law):
+def test_prefix_reuse(model, law, lag):
     one = make("first", law, length=70)
     plain = run_alone(model, one, prefix_reuse=False)
-    engine = tiny_engine(model)
+    engine = tiny_engine(model, lag=lag)
     engine.add(one)
     assert tokens_of(finish(engine)["first", 0]) == plain
     again = request("again", one.prompt_ids, {1, 2}, **{**LAWS[law], "seed": one.params.seed})
@@ -96,10 +106,8 @@ def test_prefix_reuse(model, law):
     assert sequence.reused == 64
 
 
-def test_choices_equal_requests_with_their_seeds(model):
-    from outrider.verify.noise import choice_seed
-
-    engine = tiny_engine(model)
+def test_choices_equal_requests_with_their_seeds(model, lag):
+    engine = tiny_engine(model, lag=lag)
     engine.add(make("many", "warm", n=5, seed=11))
     events = finish(engine)
     texts = [tokens_of(events["many", c]) for c in range(5)]
@@ -109,21 +117,12 @@ def test_choices_equal_requests_with_their_seeds(model):
         assert run_alone(model, one) == texts[c]
 
 
-class Fixed:
+class Fixed(Always):
     """Plans the same number of nodes for everyone, or whatever a dice says."""
 
     def __init__(self, nodes: int, toggle: bool = False) -> None:
-        self.nodes, self.dice, self.toggle = nodes, random.Random(1), toggle
-
-    def plan(self, work, options) -> Plan:
-        bets = []
-        for _ in work:
-            nodes = self.dice.choice((0, self.nodes)) if self.toggle else self.nodes
-            bets.append(Bet("test", nodes, nodes))
-        return Plan(tuple(bets))
-
-    def observe(self, record) -> None: ...
-    def forget(self, sequence) -> None: ...
+        dice = random.Random(1)
+        super().__init__(Bet("test", nodes, nodes), lambda sequence: not toggle or dice.random() < 0.5)
 
 
 class Oracle:
@@ -173,9 +172,9 @@ class Oracle:
     ("wrong", "tree"),
     sweep(product([0.0, 0.3, 1.0], [False, True]), quick=[(0.0, False), (0.3, True), (1.0, True)]),
 )
-def test_guesses_right_or_wrong(model, requests, alone, wrong, tree):
+def test_guesses_right_or_wrong(model, requests, alone, wrong, tree, lag):
     drafter = Oracle(alone, wrong, tree)
-    engine = tiny_engine(model, Fixed(7), drafter, step_rows=500)
+    engine = tiny_engine(model, Fixed(7), drafter, step_rows=500, lag=lag)
     for r in requests:
         engine.add(r)
     events = finish(engine)
@@ -186,36 +185,34 @@ def test_guesses_right_or_wrong(model, requests, alone, wrong, tree):
 
 
 @pytest.mark.parametrize("tree", [False, True])
-def test_guessing_toggled_with_preemption(model, requests, alone, tree):
+def test_guessing_toggled_with_preemption(model, requests, alone, tree, lag):
     engine = tiny_engine(
         model,
         Fixed(5, toggle=True),
         Oracle(alone, 0.3, tree),
         cache_bytes=300 * model.config.kv_bytes_per_token,
+        lag=lag,
     )
-    for r in requests:
-        engine.add(r)
-    events = finish(engine)
-    assert {r.id: tokens_of(events[r.id, 0]) for r in requests} == alone
+    assert answers(engine, requests) == alone
     engine.table.prefix.clear()
     assert engine.table.pool.free == engine.table.pool.total
 
 
-@settings(max_examples=12, suppress_health_check=list(HealthCheck))  # an example is long
+@settings(max_examples=6, suppress_health_check=list(HealthCheck))  # an example is long
 @given(data=st.data())
-def test_anything_may_be_aborted_at_any_time(data):
-    model = tiny_model()
-    engine = tiny_engine(
-        model, Fixed(5), Oracle({}, 1.0, True), cache_bytes=300 * model.config.kv_bytes_per_token
-    )
-    engine.drafters["test"].answers = {f"r{i}": [] for i in range(8)}
+def test_anything_may_be_aborted_at_any_time(model, lag, data):
+    """By custom drafters or by lookup, whose sequences are resident where there is a lag."""
+    cache_bytes = 300 * model.config.kv_bytes_per_token
+    drafters = {"test": Oracle({f"r{i}": [] for i in range(8)}, 1.0, True), "lookup": LookupDrafter()}
+    planner = Always(Bet(data.draw(st.sampled_from(list(drafters))), 5, 5))
+    engine = tiny_engine(model, planner, drafters=lambda _: drafters, lag=lag, cache_bytes=cache_bytes)
     keep = make("r0", "warm", length=9, max_tokens=40)
     expected = run_alone(model, keep)
     heard: list[int] = []
     for i in range(8):
         engine.add(keep if i == 0 else make(f"r{i}", "warm", length=9 + 20 * i, max_tokens=40, n=1 + i % 3))
     while not engine.idle:
-        for event in engine.step():
+        for event in (event for result in engine.step() for event in result.events):
             heard += event.token_ids if event.request_id == "r0" else ()
         if data.draw(st.booleans()):
             engine.abort(f"r{data.draw(st.integers(1, 7))}")

@@ -1,5 +1,5 @@
 """Every drafter, every law, every circumstance: tokens, text, reasons and logprobs are those of plain
-decoding.
+decoding. Eagerly, and with resident sequences while the host is a step behind.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ import re
 
 import pytest
 
-from outrider.draft.eagle import EagleDrafter, load_eagle
+from outrider.draft.eagle import EagleDrafter
+from outrider.draft.eagle_head import load_eagle
 from outrider.draft.early_exit import EarlyExitDrafter
+from outrider.draft.lm import LmDrafter
 from outrider.draft.lookup import LookupDrafter
 from outrider.draft.merged import MergedDrafter
-from outrider.types import NO_BET, Bet, Draft
+from outrider.types import NO_BET, Bet, Draft, Request
 from outrider.verify.grammar import GrammarCompiler
 from tests.load.tiny import byte_level_backend
 from tests.tiny import (
@@ -108,12 +110,18 @@ def head(tmp_path_factory, model):
     return write_eagle(tmp_path_factory.mktemp("head"), model.config, eagle_tensors(model.config, 60))
 
 
-def make(law: str, i: int, drafter: str | None = None, mode: str = "coupled"):
+def make(law: str, i: int, drafter: str | None = None, mode: str = "coupled", predicted: bool = True):
     options = dict(LAWS[law])
     length = 5 + 5 * (i % 9)
     prompt = (prompt_of(7, i) * 9)[:length]  # repeats itself, so that lookup has something to find
-    return request(f"{law}{i}", prompt, ENDS, owner=str(i % 3), max_tokens=16 + i % 7, prediction=prompt_of(9, i),
+    return request(f"{law}{i}", prompt, ENDS, owner=str(i % 3), max_tokens=16 + i % 7,
+                   prediction=prompt_of(9, i) if predicted else (),
                    speculation={"drafter": drafter, "mode": mode}, **options)  # fmt: skip
+
+
+def every_law(predicted: int = 0) -> list[Request]:
+    """Every third one has a prediction, which the host must draft from."""
+    return [make(law, i, predicted=i % 3 == predicted) for i, law in enumerate(LAWS)]
 
 
 def outcome(events) -> dict:
@@ -128,10 +136,17 @@ def outcome(events) -> dict:
     }
 
 
-def run(engine, requests) -> dict:
+def run(engine, requests, every: int = 0) -> dict:
+    """All at once, or one in so many steps, so that prompts are read while others decode."""
+    events: dict = {}
     for r in requests:
         engine.add(r)
-    return outcome(finish(engine))
+        for _ in range(every):
+            for event in (event for result in engine.step() for event in result.events):
+                events.setdefault((event.request_id, event.choice), []).append(event)
+    for key, rest in finish(engine).items():
+        events.setdefault(key, []).extend(rest)
+    return outcome(events)
 
 
 def same(found: dict, expected: dict) -> None:
@@ -154,44 +169,40 @@ def plain(model):
     return found
 
 
-def armed(model, draft_model, head, answers, planner, **settings):
-    engine = tiny_engine(model, **{"step_rows": 400, **settings})
-    lookup, lm = LookupDrafter(), lm_drafter(draft_model, slots=1500)
-    eagle = EagleDrafter(
-        load_eagle(head, model, engine.context), engine.store, engine.table, 1500, engine.context
-    )
-    drafters = {
-        "lookup": lookup, "lm": lm, "eagle": eagle, "lookup+lm": MergedDrafter([lookup, lm]),
-        "early_exit": EarlyExitDrafter(model, engine.store, engine.table, 1),
-    }  # fmt: skip
+def armed(model, draft_model, head, answers, planner, lag, **settings):
     tokens = {key: value[0] for key, value in answers.items()}
-    engine.use_drafters(drafters | {kind: Wild(kind, tokens) for kind in WILD}, planner)
-    return engine
+
+    def drafters(cache):
+        lookup, lm = LookupDrafter(), lm_drafter(draft_model, cache)
+        eagle = EagleDrafter(load_eagle(head, model, cache.context), cache.store, cache.table)
+        return {
+            "lookup": lookup, "lm": lm, "eagle": eagle, "lookup+lm": MergedDrafter([lookup, lm], cache.table),
+            "early_exit": EarlyExitDrafter(model, cache.store, cache.table, 1),
+            **{kind: Wild(kind, tokens) for kind in WILD},
+        }  # fmt: skip
+
+    return tiny_engine(model, planner, drafters=drafters, lag=lag, **{"step_rows": 400, **settings})
 
 
 def clean(engine) -> None:
     engine.table.prefix.clear()
-    assert engine.table.used == 0
-    for drafter in engine.drafters.values():
-        if hasattr(drafter, "states"):
-            assert not drafter.states
-        if hasattr(drafter, "store"):
-            drafter.table.check()
-            assert drafter.table is engine.table or drafter.table.used == 0
+    engine.table.check()
+    assert engine.table.used == 0 and not engine.in_flight and not engine.drafters.faults
+    assert not engine.drafters["lookup"].states and not engine.drafters["lookup+lm"]._given
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_drafter_for_every_law(model, draft_model, head, plain, kind):
-    for bet in (Bet(kind, 4, 4), Bet(kind, 9, 3)):
-        engine = armed(model, draft_model, head, plain, Always(bet))
-        same(run(engine, [make(law, i) for i, law in enumerate(LAWS)]), plain)
+def test_one_drafter_for_every_law(model, draft_model, head, plain, kind, lag):
+    for i, bet in enumerate((Bet(kind, 4, 4), Bet(kind, 9, 3)) if lag is None else (Bet(kind, 15, 3),)):
+        engine = armed(model, draft_model, head, plain, Always(bet), lag)
+        same(run(engine, every_law(predicted=i), every=lag or 0), plain)
         clean(engine)
 
 
-def test_alone(model, draft_model, head, plain):
-    for i, law in enumerate(LAWS):
-        engine = armed(model, draft_model, head, plain, Always(Bet(KINDS[i % len(KINDS)], 6, 4)))
-        found = run(engine, [make(law, i)])
+def test_alone(model, draft_model, head, plain, lag):
+    for i, law in list(enumerate(LAWS))[:: 1 if lag is None else 2]:
+        engine = armed(model, draft_model, head, plain, Always(Bet(KINDS[i % len(KINDS)], 6, 4)), lag)
+        found = run(engine, [make(law, i, predicted=i % 3 == 0)])
         same(found, {key: value for key, value in plain.items() if key in found})
         clean(engine)
 
@@ -200,6 +211,7 @@ class Restless(Always):
     """Every sequence, every step: another drafter, another bet, or none."""
 
     def __init__(self) -> None:
+        super().__init__(NO_BET)
         self.dice = random.Random(5)
 
     def one(self, sequence) -> Bet:
@@ -210,23 +222,23 @@ class Restless(Always):
 
 
 @pytest.mark.parametrize("room", [4000, 330])
-def test_another_drafter_every_step_and_preempted(model, draft_model, head, plain, room):
+def test_another_drafter_every_step_and_preempted(model, draft_model, head, plain, room, lag):
     engine = armed(
-        model, draft_model, head, plain, Restless(), cache_bytes=room * model.config.kv_bytes_per_token
+        model, draft_model, head, plain, Restless(), lag, cache_bytes=room * model.config.kv_bytes_per_token
     )
-    same(run(engine, [make(law, i) for i, law in enumerate(LAWS)]), plain)
+    same(run(engine, every_law()), plain)
     assert (engine.scheduler.preemptions > 2) == (room < 1000)
     clean(engine)
 
 
-def test_other_modes_in_the_batch_disturb_nobody(model, draft_model, head, plain):
-    engine = armed(model, draft_model, head, plain, Always(Bet("lm", 3, 3)))
+def test_other_modes_in_the_batch_disturb_nobody(model, draft_model, head, plain, lag):
+    engine = armed(model, draft_model, head, plain, Always(Bet("lm", 3, 3)), lag)
     others = [
         make(law, 40 + 2 * i + (mode == "lossy"), ("lm", "lookup", "lookup+lm")[i % 3], mode)
         for i, law in enumerate(["warm", "hot", "top_k", "penalties", "greedy"])
         for mode in ("rejection", "lossy")
     ]
-    coupled = [make(law, i, KINDS[i % 5]) for i, law in enumerate(LAWS)]
+    coupled = [make(law, i, KINDS[i % 5], predicted=i % 3 == 0) for i, law in enumerate(LAWS)]
     shuffled = [*coupled, *others]
     random.Random(1).shuffle(shuffled)
     found = run(engine, shuffled)
@@ -235,8 +247,8 @@ def test_other_modes_in_the_batch_disturb_nobody(model, draft_model, head, plain
     clean(engine)
 
 
-def test_rejection_at_temperature_zero_is_plain(model, draft_model, head, plain):
-    engine = armed(model, draft_model, head, plain, Always(Bet("lm", 3, 3)))
+def test_rejection_at_temperature_zero_is_plain(model, draft_model, head, plain, lag):
+    engine = armed(model, draft_model, head, plain, Always(Bet("lm", 3, 3)), lag)
     found = run(engine, [make("greedy", 0, "lm", "rejection")])
     same(found, {key: plain[key] for key in found})
 
@@ -251,7 +263,7 @@ GRAMMARS = {
 
 
 @pytest.mark.parametrize("kind", ["lm", "lookup", "early_exit", "wild"])
-def test_grammars(kind):
+def test_grammars(kind, lag):
     backend = byte_level_backend()
     vocab = backend.get_vocab_size()
     model = tiny_model(vocab=vocab)
@@ -265,16 +277,17 @@ def test_grammars(kind):
                               temperature=temperature)  # fmt: skip
 
     plain = run(tiny_engine(model), list(requests()))
-    engine = tiny_engine(model)
-    if kind == "lm":
-        drafter = lm_drafter(noised_model(vocab=vocab))
-        drafter.vocab = vocab
-    elif kind == "early_exit":
-        drafter = EarlyExitDrafter(model, engine.store, engine.table, 1)
-    else:
-        drafter = LookupDrafter() if kind == "lookup" else Wild("ends", {k: v[0] for k, v in plain.items()})
-    engine.use_drafters({kind: drafter}, Always(Bet(kind, 8, 4)))
-    found = run(engine, list(requests()))
+
+    def drafters(cache):
+        if kind == "lm":
+            return {kind: LmDrafter(noised_model(vocab=vocab), cache.table, vocab, cache.context)}
+        if kind == "early_exit":
+            return {kind: EarlyExitDrafter(model, cache.store, cache.table, 1)}
+        wild = Wild("ends", {k: v[0] for k, v in plain.items()})
+        return {kind: LookupDrafter() if kind == "lookup" else wild}
+
+    engine = tiny_engine(model, Always(Bet(kind, 8, 4)), drafters=drafters, lag=lag)
+    found = run(engine, list(requests()), every=1)
     same(found, plain)
     for (name, _), (tokens, _, reason, _) in found.items():
         text = backend.decode([t for t in tokens if t])

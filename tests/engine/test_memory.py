@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from outrider import LLM, Settings
 from outrider.bench.as_if import AsIf
 from outrider.draft.names import parse_draft
-from outrider.engine import flying, llm
+from outrider.engine import llm
 from outrider.errors import InvalidRequest
 from outrider.load.checkpoint import open_checkpoint
 from outrider.settings import Memory, cache_room
@@ -35,23 +35,22 @@ class Gpu:
         )
         monkeypatch.setattr(llm, "_gpu_memory", lambda: (self.free[0], 80 * GIB))
         monkeypatch.setattr(llm, "load_model", self.load)
-        monkeypatch.setattr(llm, "Engine", self.engine)
+        monkeypatch.setattr(llm, "Engine", lambda *given: None)
+        monkeypatch.setattr(llm, "make_kv_cache", self.cache)
         monkeypatch.setattr(
-            llm, "make_drafters", lambda draft, bench: (self.drafters, "+".join(self.drafters))
+            llm, "make_drafters", lambda parts, sources: (self.drafters, "+".join(self.drafters))
         )
         monkeypatch.setattr(llm, "kv_bytes", lambda model: 1 << 10)
-        monkeypatch.setattr(flying, "make_rounds", lambda engine: None)
+        monkeypatch.setattr(llm, "make_graph_runner", lambda *given: None)
 
     def load(self, checkpoint: Any, settings: Settings, weights: str | None = None) -> Any:
         self.loaded.append(weights)
         place, config = SimpleNamespace(type="cuda"), checkpoint.config
         return SimpleNamespace(device=place, config=config, weight_bytes=lambda: 3 * GIB)
 
-    def engine(self, model: Any, settings: Settings, text: Any) -> Any:
+    def cache(self, model: Any, settings: Settings) -> Any:
         table = SimpleNamespace(pool=SimpleNamespace(total=settings.cache_bytes >> 10))
-        return SimpleNamespace(
-            store=None, table=table, context=128, use_drafters=lambda *given: None, rounds=None
-        )
+        return SimpleNamespace(store=None, table=table, context=128)
 
     def llm(self, kind: type[LLM] = LLM, **options: Any) -> Any:
         """As far as its constructor gets without a thread."""
@@ -77,8 +76,8 @@ def numbers(folder: Path) -> int:
 def test_a_draft_is_loaded_as_the_settings_say(gpu: Gpu, asked: str, stored: str) -> None:
     made = gpu.llm(weights="int8", draft_weights=asked)
     gpu.drafters["lm"] = None
-    engine = made._build(parse_draft("lookup"))
-    made._bench(engine).load(made.checkpoint)
+    made._build(parse_draft("lookup"))
+    made._sources(gpu.cache(made.model, made.settings)).load(made.checkpoint)
     assert gpu.loaded == [None, stored]
 
 
@@ -119,7 +118,7 @@ def test_what_is_wrong_with_a_draft_is_left_to_who_loads_it(gpu: Gpu) -> None:
 
 
 def test_memory_is_what_was_measured(gpu: Gpu) -> None:
-    """Before anything; beside the weights; beside the cache; beside the drafters and rounds."""
+    """Before anything; beside the weights; beside the cache; beside the drafters and captured steps."""
     gpu.free = [20 * GIB, 10 * GIB, 4 * GIB, GIB]
     made = gpu.llm()
     made._build(parse_draft("lookup"))

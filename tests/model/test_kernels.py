@@ -14,7 +14,7 @@ from outrider.model.kernels.native import NativeKernels
 from outrider.model.kernels.reference import ReferenceKernels
 from outrider.model.weights import LayerTensors, layer_tensors
 from outrider.types import Draft
-from outrider.verify.filters import masses, sift
+from outrider.verify.filters import filter_logits, masses
 from outrider.verify.noise import draw
 from tests.model.batches import Part, Reader, furthest, random_ids
 from tests.model.families import CASES, NEEDS_COMPILER, ours, theirs
@@ -199,7 +199,7 @@ def test_flat_logits_reach_every_token(pair: Any) -> None:
     assert len(set(tokens.tolist())) == 37
 
 
-# ------------------------------------------------------------------------------------------------------ sift
+# ------------------------------------------------------------------------------------------------------ filter_logits
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 96, 513, 4097, 49152])
@@ -215,17 +215,19 @@ def test_sift_equals_its_definition(pair: Any, vocab: int, spread: float) -> Non
     top_k = torch.randint(0, vocab + 3, (rows,), generator=generator) * (torch.arange(rows) % 2)
     top_p = torch.rand(rows, generator=generator)
     top_p[::4], top_p[1], top_p[2] = 1.0, 1e-9, 1 - 2.0**-24
-    floor = torch.where(torch.arange(rows) % 3 == 0, torch.rand(rows, generator=generator).log(), -torch.inf)
+    log_min_p = torch.where(
+        torch.arange(rows) % 3 == 0, torch.rand(rows, generator=generator).log(), -torch.inf
+    )
     expected = logits.clone()
-    sift(expected, top_k, top_p, floor)
+    filter_logits(expected, top_k, top_p, log_min_p)
     for kernels in pair:
         got = logits.clone()
-        kernels.sift(got, top_k, top_p, floor)
+        kernels.filter_logits(got, top_k, top_p, log_min_p)
         assert torch.equal(got, expected)
     for r in range(rows):
         one = slice(r, r + 1)
         alone = logits[one].clone()
-        pair[0].sift(alone, top_k[one], top_p[one], floor[one])
+        pair[0].filter_logits(alone, top_k[one], top_p[one], log_min_p[one])
         assert torch.equal(alone, expected[one])
 
 
@@ -236,8 +238,8 @@ def test_sift_weighs_to_the_last_bit(pair: Any) -> None:
     total = masses(logits, torch.zeros(count, 1)).sum(-1)
     asked = torch.zeros(count).long(), (2.0**43 / total.double()).float(), torch.full((count,), -torch.inf)
     expected = logits.clone()
-    sift(expected, *asked)
-    pair[0].sift(logits, *asked)
+    filter_logits(expected, *asked)
+    pair[0].filter_logits(logits, *asked)
     assert torch.equal(logits, expected)
     assert 0.3 < expected[:, 1].isinf().float().mean() < 0.7
 

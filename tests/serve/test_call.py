@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from outrider.serve.call import Call, Options, parts_of
+from outrider.serve.call import AnswerOptions, Call, parts_of
 from outrider.serve.errors import ApiError
 from outrider.serve.link import End, Piece, Score
 from outrider.serve.metrics import Metrics
@@ -23,7 +23,7 @@ MODEL: Any = SimpleNamespace(
 
 def end_of(**facts: Any) -> End:
     usual: dict[str, Any] = dict(
-        seed=7, cached=0, steps=1, drafted=0, accepted=0, deepest=0, guesses=[], origins=[],
+        seed=7, cached=0, steps=1, drafted=0, accepted=0, deepest=0, draft_counts=[], origins=[],
         queue_s=0.25, prompt_s=0.5, decode_s=2.0, problem=None,
     )  # fmt: skip
     return End(**usual | facts)
@@ -36,14 +36,14 @@ def piece(text: str, choice: int = 0, reason: str | None = None, **facts: Any) -
 
 
 def call_of(
-    *prompts: int, options: Options | None = None, metrics: Metrics | None = None, **params: Any
+    *prompts: int, options: AnswerOptions | None = None, metrics: Metrics | None = None, **params: Any
 ) -> Call:
     """A call with prompts of so many tokens."""
     jobs: Any = [
         SimpleNamespace(prompt=[1] * size, params=SamplingParams(**params), seed=7 + i)
         for i, size in enumerate(prompts)
     ]
-    return Call("id", MODEL, "shown", jobs, options or Options(), metrics or Metrics(), 0.0)
+    return Call("id", MODEL, "shown", jobs, options or AnswerOptions(), metrics or Metrics(), 0.0)
 
 
 def test_pieces_add_up_to_choices() -> None:
@@ -108,7 +108,7 @@ def test_a_choice_that_ended_badly_is_an_error(reason: str, problem: Any, status
 
 
 GUESSED: dict[str, Any] = dict(
-    steps=4, drafted=9, accepted=5, deepest=4, guesses=[(4, 4), (4, 1), (1, 0)], origins=["accepted"] * 5
+    steps=4, drafted=9, accepted=5, deepest=4, draft_counts=[(4, 4), (4, 1), (1, 0)], origins=["accepted"] * 5
 )
 
 
@@ -131,7 +131,7 @@ def test_the_report_is_in_the_shape_that_tools_read() -> None:
 
 
 def test_single_steps_are_told_when_asked() -> None:
-    call = call_of(3, options=Options(stats=True, token_ids=True))
+    call = call_of(3, options=AnswerOptions(stats=True, token_ids=True))
     choice = call.take(0, piece("abc", reason="stop", **GUESSED))
     report = call.extras()["metrics"]["speculative_decoding"]
     assert (report["per_step_accepted"], report["per_step_drafted"]) == ([4, 1, 0], [4, 4, 1])

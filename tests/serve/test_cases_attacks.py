@@ -803,7 +803,7 @@ def test_words_that_the_tokenizer_has_and_the_model_has_not(tmp_path: Path) -> N
         }
         [found] = llm.generate("hello", **options)
         assert found.token_ids == llm.generate("hello", temperature=0, max_tokens=20)[0].token_ids
-        assert not llm.engine.faults
+        assert not llm.engine.drafters.faults
 
 
 # ------------------------------------------------------------------------------------------------------ keys

@@ -34,7 +34,6 @@ from tests.tiny import (
     Always,
     Watched,
     finish,
-    lm_drafter,
     noised_model,
     prompt_of,
     request,
@@ -87,6 +86,18 @@ def guessed(model, one: Request, right: Callable[[int], int] = lambda written: 9
     return tiny_engine(model, Always(CHAIN), Oracle({one.id: run_alone(model, one)}, right), **settings)
 
 
+def drafted_by(
+    draft, vocab: int = VOCAB, context: int | None = None, watched: bool = False
+) -> Callable[..., dict]:
+    """A model as the drafter "test" of a tiny engine."""
+
+    def make(cache) -> dict:
+        made = LmDrafter(draft, cache.table, vocab, context or cache.context, step_rows=64)
+        return {"test": Watched(made) if watched else made}
+
+    return make
+
+
 # ------------------------------------------------------------------------------------------ indices and slots
 
 
@@ -137,8 +148,9 @@ def test_unbounded_accepted_token_index(model, nodes: int) -> None:
 def test_ngram_map_read_out_of_bounds_when_the_prompt_shrinks(model) -> None:
     """One owner's long text, then a short one with the same words: what was learnt of the first is used for the
     second only as far as that goes."""
-    engine = tiny_engine(model, Always(Bet("lookup", 8, 8)))
-    engine.drafters = {"lookup": LookupDrafter()}
+    engine = tiny_engine(
+        model, Always(Bet("lookup", 8, 8)), drafters=lambda cache: {"lookup": LookupDrafter()}
+    )
     words = prompt_of(6, 2)
     for i, times in enumerate((30, 3, 1, 12, 1)):
         one = request(f"r{i}", words * times, max_tokens=30)
@@ -186,8 +198,9 @@ def test_draft_cache_on_a_prefix_hit(model) -> None:
     it itself. Its guesses are those it makes without a hit, and its chances are numbers."""
 
     def guesses(reuse: bool) -> tuple[list[int], dict, int]:
-        watched = Watched(lm_drafter(noised_model()))
-        engine = tiny_engine(model, Always(CHAIN), watched, prefix_reuse=reuse)
+        drafters = drafted_by(noised_model(), watched=True)
+        engine = tiny_engine(model, Always(CHAIN), drafters=drafters, prefix_reuse=reuse)
+        watched = engine.drafters["test"]
         prompt = prompt_of(50, 5)
         run(engine, request("first", prompt, max_tokens=8))
         run(
@@ -222,14 +235,17 @@ def test_drafts_do_not_push_the_prefix_cache_out(model) -> None:
     assert reused(Bet("test", 30, 30)) == reused(NO_BET) == 11 * 48
 
 
-@pytest.mark.parametrize("slots", [120, 1000])
-def test_drafter_cache_smaller_than_the_targets(model, slots: int) -> None:
-    """A drafter with little room or with a context of 64, under texts of up to 250: it guesses while it can."""
-    drafter = lm_drafter(noised_model(), slots=slots, context=64)
-    engine = tiny_engine(model, Always(CHAIN), drafter)
+@pytest.mark.parametrize("slots", [270, 1000])
+@pytest.mark.parametrize("lag", [None, 1])
+def test_drafter_with_a_smaller_context_than_the_targets(model, slots: int, lag: int | None) -> None:
+    """A drafter with a context of 64, under texts of up to 250 and with little room to borrow: it drafts while it
+    can."""
+    draft, room = noised_model(context=64), slots * model.config.kv_bytes_per_token
+    engine = tiny_engine(model, Always(CHAIN), drafters=drafted_by(draft), lag=lag, cache_bytes=room)
     requests = [request(f"r{i}", prompt_of(8 + 60 * i, i), max_tokens=60) for i in range(4)]
     assert run(engine, *requests) == {one.id: run_alone(model, one) for one in requests}
-    assert not engine.faults and drafter.table.used == 0
+    engine.table.prefix.clear()
+    assert not engine.drafters.faults and engine.table.used == 0
 
 
 def test_target_that_cannot_be_rewound_is_refused(tmp_path: Path) -> None:
@@ -258,7 +274,7 @@ def test_probabilistic_drafting_with_many_sequences(model, mode: str) -> None:
     ]
 
     def engine() -> Engine:
-        return tiny_engine(model, Always(bet), lm_drafter(noised_model()))
+        return tiny_engine(model, Always(bet), drafters=drafted_by(noised_model()))
 
     together = run(engine(), *requests)
     assert together == {one.id: run(engine(), one)[one.id] for one in requests}
@@ -266,7 +282,7 @@ def test_probabilistic_drafting_with_many_sequences(model, mode: str) -> None:
 
 def test_seed_counts_under_speculation(model) -> None:
     def answer(seed: int, bet: Bet) -> list[int]:
-        engine = tiny_engine(model, Always(bet), lm_drafter(noised_model()))
+        engine = tiny_engine(model, Always(bet), drafters=drafted_by(noised_model()))
         return run(engine, request("r", prompt_of(9), temperature=1.0, seed=seed, max_tokens=30))["r"]
 
     assert answer(1, CHAIN) == answer(1, CHAIN) == answer(1, NO_BET) != answer(2, CHAIN) == answer(2, NO_BET)
@@ -286,10 +302,9 @@ def test_logprobs_are_the_targets_and_not_zero(model) -> None:
         finish(engine)
         return s.logprobs, s.prompt_logprobs
 
-    drafter = lm_drafter(noised_model())
     (plain, read), (fast, read_too) = (
         scores(tiny_engine(model)),
-        scores(tiny_engine(model, Always(CHAIN), drafter)),
+        scores(tiny_engine(model, Always(CHAIN), drafters=drafted_by(noised_model()))),
     )
     assert [s.token for s in fast] == [s.token for s in plain] and len(plain) == 30
     for a, b in zip([*fast, *read_too[1:]], [*plain, *read[1:]], strict=True):
@@ -320,22 +335,20 @@ def test_penalties_grammar_and_speculation_together() -> None:
             for t in (0, 0.9)
         ]
 
-    drafter = lm_drafter(draft)
-    drafter.vocab = vocab
     plain = run(tiny_engine(target), *requests())
     for bet in (CHAIN, Bet("test", 12, 3)):
-        assert run(tiny_engine(target, Always(bet), drafter), *requests()) == plain
+        assert run(tiny_engine(target, Always(bet), drafters=drafted_by(draft, vocab)), *requests()) == plain
 
 
 def test_acceptance_does_not_collapse() -> None:
     """A drafter that is the target itself is right at the end of a long text as at its beginning, and for the
     twentieth request as for the first, though some were aborted and some made to wait."""
     long = tiny_model(context=500, vocab=60)  # small enough for a drafter to draw from all of it
-    engine = tiny_engine(long, Always(CHAIN), LmDrafter(long, 2000, 32, 500, 60))
+    engine = tiny_engine(long, Always(CHAIN), drafters=drafted_by(long, 60))
     words = [t % 60 for t in prompt_of(9)]
     [s] = engine.add(request("long", words, temperature=0.7, max_tokens=400))
     finish(engine)
-    held = [accepted for _, accepted in s.guesses]
+    held = [accepted for _, accepted in s.draft_counts]
     assert min(held[:-1]) == 5 and len(held) <= 400 // 6 + 1
     for i in range(24):
         [s] = engine.add(request(f"r{i}", [*words, i], temperature=0.7, max_tokens=24))

@@ -436,9 +436,9 @@ def test_only_compiling_counts_against_the_time_for_grammars() -> None:
         await asyncio.sleep(0)
         [name] = backend.jobs
         for message in messages:
-            await backend._obey(message(name))
+            await backend._handle(message(name))
         await asyncio.sleep(0.2)
-        await backend._obey(Accepted(name, 7))
+        await backend._handle(Accepted(name, 7))
         return (await task).jobs[0].seed
 
     assert asyncio.run(opened(Compiled)) == 7

@@ -87,7 +87,7 @@ class Serving:
 
         async def listen() -> None:
             while (message := await hear(reader)) is not None:
-                await backend._obey(message)
+                await backend._handle(message)
 
         async def client(one: tuple[list[int], SamplingParams]) -> tuple[list[int], list[End]]:
             deadline = asyncio.get_running_loop().time() + 60

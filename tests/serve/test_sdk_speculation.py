@@ -204,7 +204,7 @@ def test_what_is_not_exact_says_so(api: OpenAI, n: int) -> None:
 
 # ---------------------------------------------------------------------------------------------- predictions
 
-# A text of tokens that are single letters, so that what was written and what was foretold are cut up alike.
+# A text of tokens that are single letters, so that what was written and what was predicted are cut up alike.
 LETTERS = {"structured_outputs": {"regex": "[abcdf]{48}"}}
 
 

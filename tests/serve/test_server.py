@@ -61,7 +61,7 @@ def test_where_memory_goes_is_shown_and_on_a_gpu_logged(
     backend = Backend(Start("tiny", "tiny", {}, ("text", "info")), ServeSettings(), Metrics())
 
     async def obey() -> None:
-        await backend._obey(ready)
+        await backend._handle(ready)
         assert backend.grammars is not None
         await backend.grammars.close()  # at once, while its first process is being started
 

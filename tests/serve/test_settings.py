@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from outrider.errors import InvalidRequest
+from outrider.sampling_params import MAX_CHOICES
 from outrider.serve.settings import _CHOICES, _SECONDS, _WHOLE, ServeSettings
-from outrider.types import MAX_CHOICES
 
 
 def test_defaults_are_valid_and_local() -> None:

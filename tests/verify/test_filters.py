@@ -13,14 +13,14 @@ from torch import Tensor
 
 from outrider.types import SamplingParams
 from outrider.verify import filters
-from outrider.verify.filters import BANNED, OFF, bounds, masses, sift, wanted
+from outrider.verify.filters import BANNED, OFF, bounds, filter_logits, masses, wanted
 from outrider.verify.noise import draw
 from tests.verify.test_law import chi_square_holds
 
 NEARLY_ONE = 1 - 2.0**-24
 
 
-def by_definition(row: Tensor, top_k: int, top_p: float, floor: float) -> set[int]:
+def by_definition(row: Tensor, top_k: int, top_p: float, log_min_p: float) -> set[int]:
     """Which tokens are kept, from the likeliest down, with masses that are summed one by one."""
     mass = masses(row[None], row.max()[None, None])[0].tolist()
     order = sorted(range(len(row)), key=lambda token: -row[token])
@@ -32,13 +32,13 @@ def by_definition(row: Tensor, top_k: int, top_p: float, floor: float) -> set[in
         while (reached := reached + mass[left[last]]) < max(need, 1):
             last += 1
         left = [token for token in order if row[token] >= row[left[last]]]
-    least = row.max() + torch.tensor(floor)
+    least = row.max() + torch.tensor(log_min_p)
     return {token for token in left if row[token] >= least and row[token] > BANNED}
 
 
 def columns(*rows: tuple[int, float, float]) -> tuple[Tensor, Tensor, Tensor]:
-    top_k, top_p, floor = zip(*rows, strict=True)
-    return torch.tensor(top_k), torch.tensor(top_p), torch.tensor(floor)
+    top_k, top_p, log_min_p = zip(*rows, strict=True)
+    return torch.tensor(top_k), torch.tensor(top_p), torch.tensor(log_min_p)
 
 
 def kept(row: Tensor) -> set[int]:
@@ -64,10 +64,10 @@ a_filter = st.tuples(
 def test_what_is_kept_is_what_the_definition_keeps(rows) -> None:
     logits = torch.tensor([row for row, _ in rows])
     given_ = logits.clone()
-    sift(logits, *columns(*(asked for _, asked in rows)))
-    for row, sifted, (_, asked) in zip(given_, logits, rows, strict=True):
-        assert kept(sifted) == by_definition(row, *asked)
-        assert torch.equal(sifted[sifted > BANNED], row[sifted > BANNED])
+    filter_logits(logits, *columns(*(asked for _, asked in rows)))
+    for row, filtered_rows, (_, asked) in zip(given_, logits, rows, strict=True):
+        assert kept(filtered_rows) == by_definition(row, *asked)
+        assert torch.equal(filtered_rows[filtered_rows > BANNED], row[filtered_rows > BANNED])
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 8.0, 60.0])
@@ -79,12 +79,12 @@ def test_looking_at_the_likeliest_first_changes_nothing(spread, monkeypatch) -> 
     top_k[::3] = 0
     top_p = torch.rand(40, generator=generator)
     top_p[1::4] = 1.0
-    floor = torch.full((40,), BANNED)
-    some = bounds(logits, top_k, top_p, floor)
+    log_min_p = torch.full((40,), BANNED)
+    some = bounds(logits, top_k, top_p, log_min_p)
     monkeypatch.setattr(filters, "_WIDTH", 3001)
-    assert torch.equal(some, bounds(logits, top_k, top_p, floor))
+    assert torch.equal(some, bounds(logits, top_k, top_p, log_min_p))
     alone = [
-        bounds(logits[r : r + 1], top_k[r : r + 1], top_p[r : r + 1], floor[r : r + 1]) for r in range(40)
+        bounds(logits[r : r + 1], top_k[r : r + 1], top_p[r : r + 1], log_min_p[r : r + 1]) for r in range(40)
     ]
     assert torch.equal(some, torch.cat(alone))
 
@@ -101,7 +101,7 @@ def test_a_mass_is_the_exponential() -> None:
 
 def test_a_row_with_nothing_allowed_stays_as_it_is() -> None:
     logits = torch.full((3, 9), BANNED)
-    sift(logits, *columns((2, 1.0, BANNED), (0, 0.5, BANNED), (3, 0.5, -0.1)))
+    filter_logits(logits, *columns((2, 1.0, BANNED), (0, 0.5, BANNED), (3, 0.5, -0.1)))
     assert (logits == BANNED).all()
 
 
@@ -125,11 +125,11 @@ def test_filters_are_for_what_is_sampled() -> None:
 def test_filtered_draws_come_from_what_is_left(asked, left) -> None:
     logits = torch.tensor([2.0, -0.5, -1.0, 1.0, 3.0, -2.0, 0.5])
     draws = 60_000
-    sifted = logits.repeat(draws, 1)
-    sift(sifted[:1], *columns(asked))
-    sifted = sifted[:1].expand(draws, -1)
+    filtered_rows = logits.repeat(draws, 1)
+    filter_logits(filtered_rows[:1], *columns(asked))
+    filtered_rows = filtered_rows[:1].expand(draws, -1)
     at = torch.arange(draws)
-    tokens = draw(sifted, torch.ones(draws, dtype=torch.bool), torch.full((draws,), 3), at)
+    tokens = draw(filtered_rows, torch.ones(draws, dtype=torch.bool), torch.full((draws,), 3), at)
     expected = torch.zeros(7)
     expected[left] = logits[left].softmax(-1)
     counts = np.bincount(tokens.numpy(), minlength=7)

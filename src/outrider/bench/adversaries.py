@@ -1,11 +1,11 @@
-"""Drafters that try to make the engine wrong. They cannot: identity holds for any guess.
+"""Drafters that try to make the engine wrong. They cannot: identity holds for any draft.
 
 The audit runs them all:
 
     random        tokens drawn at random, as a tree
     wrong         never the right token
     oracle        always the right tokens, once it has heard the answer
-    ends          end-of-text inside every guess
+    ends          end-of-text inside every draft
     duplicates    the same token many times over
 """
 
@@ -17,18 +17,18 @@ from collections.abc import Sequence as Seq
 
 from outrider.types import Bet, Draft, Sequence, Verdict
 
-Guess = Callable[[Sequence, Bet], Draft]
+Propose = Callable[[Sequence, Bet], Draft]
 
 
 class Adversary:
-    def __init__(self, guess: Guess) -> None:
-        self._guess = guess
+    def __init__(self, propose: Propose) -> None:
+        self._propose = propose
 
     def start(self, sequence: Sequence) -> None:
         pass
 
     def propose(self, sequences: Seq[Sequence], bets: Seq[Bet]) -> list[Draft]:
-        return [self._guess(s, bet) for s, bet in zip(sequences, bets, strict=True)]
+        return [self._propose(s, bet) for s, bet in zip(sequences, bets, strict=True)]
 
     def accept(self, sequence: Sequence, draft: Draft, verdict: Verdict) -> None:
         pass

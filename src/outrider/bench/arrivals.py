@@ -24,7 +24,8 @@ from typing import Any
 from outrider.bench.adversaries import adversaries
 from outrider.bench.audit import TREE, Divergence, borrowed, how, margin
 from outrider.bench.compare import differing, first_difference
-from outrider.engine.llm import LLM, Output
+from outrider.engine.llm import LLM
+from outrider.engine.output import Output
 from outrider.errors import OutriderError, stopped
 from outrider.types import Event, Request, SamplingParams, Sequence, TokenLogprob
 
@@ -100,7 +101,7 @@ class Traffic:
 
 @dataclass(slots=True)
 class Case:
-    """A request and what the model says to it alone, without guessing."""
+    """A request and what the model says to it alone, without speculation."""
 
     prompt: int  # its number
     ids: list[int]
@@ -138,7 +139,7 @@ def audit_arrivals(
     kinds = _kinds(llm, found)
     answers: dict[tuple[int, ...], list[int]] = {}
     enemies = adversaries(llm.model.config.vocab, llm.model.config.eos_ids, answers) if hostile else {}
-    drafters = [name for name in llm.engine.drafters if name != "none"]
+    drafters = [name for name in llm.engine.drafters.names if name != "none"]
     ours = ["auto"] * 4 + ["plain", *drafters, *(TREE + name for name in drafters)]
     size = SET if target is not None else min(SET, max(len(prompts), len(kinds)))
     sets, runs = -(-len(prompts) // size), RUNS if target is not None else RUNS_ONCE
@@ -245,7 +246,7 @@ def _traffic(llm: LLM, cases: Seq[Case], ways: Seq[str], together: int, rnd: ran
 # --------------------------------------------------------------------------------------------------- running
 
 
-class Door:
+class Admission:
     """Lets arrivals in as tokens are emitted. All of it runs on the engine's thread, between steps."""
 
     def __init__(self, llm: LLM, arrivals: Seq[Arrival]) -> None:
@@ -294,16 +295,16 @@ class Door:
 
 
 def _run(llm: LLM, arrivals: list[Arrival], found: Traffic) -> Iterator[Arrival]:
-    door = Door(llm, arrivals)
-    llm.driver.post(door.let_in)
-    while not door.done.wait(0.5):
+    admission = Admission(llm, arrivals)
+    llm.driver.post(admission.let_in)
+    while not admission.done.wait(0.5):
         llm.driver.check()
-    if door.failure is not None:
+    if admission.failure is not None:
         for arrival in arrivals:
             with contextlib.suppress(OutriderError):  # an engine that is gone runs nothing
                 llm.driver.abort(arrival.request.id)
-        raise stopped(door.failure) from door.failure
-    found.together = max(found.together, door.together)
+        raise stopped(admission.failure) from admission.failure
+    found.together = max(found.together, admission.together)
     yield from arrivals
 
 

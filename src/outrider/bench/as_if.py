@@ -123,7 +123,7 @@ def widen(
     """The config and the tensors of `config`'s model in the shape `wide`.
 
     `kept` names the layers of the model that are used, all of them by default; leaving some out makes a draft
-    that guesses well but not always right.
+    whose drafts are often, not always, accepted.
     """
     made = Widened(config, read, wide, torch.device(device), dtype, kept)
     return made.config, made.read

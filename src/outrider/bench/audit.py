@@ -27,14 +27,15 @@ from outrider.bench.speculation import DEPTH, asked_of
 from outrider.control.planner import Planner
 from outrider.draft.drafter import Drafter
 from outrider.engine.engine import Engine
-from outrider.engine.llm import LLM, Output
+from outrider.engine.llm import LLM
+from outrider.engine.output import Output
 from outrider.types import NO_BET, Options, Plan, SamplingParams, Sequence, Speculation, Work
 
 ALPHA = 1e-4  # a distribution is called different below this p-value
 BATCHES = (32, 8, 32, 1, 32, 16, 32, 4, 32, 2)  # in turn; large ones more often, they have the tokens
 TOGGLED, TREE = "toggled ", "tree "  # and a drafter
 TREE_NODES = 12
-SPELL = 5  # tokens for which a toggled request guesses, and then does not
+SPELL = 5  # tokens for which a toggled request speculates, and then does not
 
 
 @dataclass(slots=True)
@@ -44,7 +45,7 @@ class Divergence:
     prompt: int
     position: int
     plain: int
-    guessed: int
+    speculative: int
     margin: float  # between the target's two likeliest tokens there, in log-probability
 
 
@@ -76,7 +77,7 @@ class Audit:
 
 
 class Toggling:
-    """The engine's planner, but requests with some seeds guess for a few tokens, then do not, and so on."""
+    """The engine's planner, but requests with some seeds speculate for a few tokens, then do not, and so on."""
 
     def __init__(self, inner: Planner) -> None:
         self.inner = inner
@@ -84,9 +85,7 @@ class Toggling:
 
     def plan(self, work: Seq[Work], options: Options) -> Plan:
         plan = self.inner.plan(work, options)
-        bets = [
-            NO_BET if self._rests(item.sequence) else bet for item, bet in zip(work, plan.bets, strict=True)
-        ]
+        bets = [NO_BET if self._rests(w.sequence) else bet for w, bet in zip(work, plan.bets, strict=True)]
         return Plan(tuple(bets), plan.reasons)
 
     def _rests(self, sequence: Sequence) -> bool:
@@ -112,10 +111,10 @@ def audit(
     answers: dict[tuple[int, ...], list[int]] = {}
     config, engine = llm.model.config, llm.engine
     enemies = adversaries(config.vocab, config.eos_ids, answers) if hostile else {}
-    drafters = [name for name in engine.drafters if name != "none"]
+    drafters = [name for name in engine.drafters.names if name != "none"]
     toggling, asked = Toggling(engine.planner), 0
     with borrowed(engine, enemies, cast(Planner, toggling)):
-        for numbers, temperature, seed in _rounds(len(prompts), temperatures, repeat=target is not None):
+        for numbers, temperature, seed in _batches(len(prompts), temperatures, repeat=target is not None):
             each = [replace(params, temperature=temperature, seed=(params.seed or 0) + seed + i)
                     for i in range(len(numbers))]  # fmt: skip
             group = Group(llm, found, toggling, numbers, [prompts[n] for n in numbers], each)
@@ -132,15 +131,16 @@ def audit(
 @contextmanager
 def borrowed(engine: Engine, more: Mapping[str, Drafter], planner: Planner) -> Iterator[None]:
     """An idle engine with more drafters and this planner, for a while."""
-    drafters, own = dict(engine.drafters), engine.planner
-    engine.use_drafters({**drafters, **more}, planner)
+    own, engine.planner = engine.planner, planner
+    engine.drafters.add(more)
     try:
         yield
     finally:
-        engine.use_drafters(drafters, own)
+        engine.drafters.remove(more)
+        engine.planner = own
 
 
-def _rounds(prompts: int, temperatures: list[float], repeat: bool) -> Iterator[tuple[list[int], float, int]]:
+def _batches(prompts: int, temperatures: list[float], repeat: bool) -> Iterator[tuple[list[int], float, int]]:
     """Prompts of each batch, its temperature, and where its seeds begin. Without end if asked: prompts come again,
     with other seeds.
     """

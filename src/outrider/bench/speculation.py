@@ -1,6 +1,6 @@
-"""Measures what guessing buys: the same batches of prompts answered in several ways in turn, by kind of task.
+"""Measures what speculation buys: the same batches of prompts answered in several ways in turn, by kind of task.
 
-A way is plain decoding, a drafter asked for a fixed number of guesses, or what the planner makes of it (`auto`).
+A way is plain decoding, a drafter asked for a fixed number of draft tokens, or what the planner makes of it (`auto`).
 All ways of a batch follow each other within one run, so that a noisy machine is equally noisy for all; what
 travels are their ratios. Rates count from the moment everyone has a first token. Every answer is compared,
 token by token, with the plain one.
@@ -27,7 +27,7 @@ from outrider.errors import InvalidRequest, OutriderError, suggest
 from outrider.model.kernels.gpu.recording import Recorded
 from outrider.types import Event, Request, SamplingParams, Speculation, StepRecord
 
-DEPTH = 4  # guesses in a row, for ways that fix it, unless the request says otherwise
+DEPTH = 4  # draft tokens in a row, for ways that fix it, unless the request says otherwise
 TASK_TEMPERATURES = {"rewrite": 0.0}  # of tasks that call for their own; the others get the next
 TEMPERATURE = 0.7
 
@@ -35,8 +35,8 @@ Way = Speculation
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
-    """A step, or several plain ones that were told of together."""
+class TimedStep:
+    """A step, and when it ended."""
 
     ended: float
     tokens: int
@@ -52,12 +52,11 @@ class Meter:
     """Listens to a batch of requests on the engine's thread, step by step."""
 
     requests: int
-    rounds: list[Round] = field(default_factory=list)
+    timed: list[TimedStep] = field(default_factory=list)
     begun: set[str] = field(default_factory=set)
     tokens: int = 0
     done: threading.Event = field(default_factory=threading.Event)
     failure: BaseException | None = None
-    last: StepRecord | None = None
 
     def heard(self, event: Event | BaseException) -> None:
         if isinstance(event, BaseException):
@@ -69,21 +68,18 @@ class Meter:
         self.requests -= event.finish_reason is not None
 
     def stepped(self, record: StepRecord) -> None:
-        if record is not self.last:  # a step that only started a round has none of its own
-            now, r, self.last = time.perf_counter(), record, record
-            seconds = r.total_s / r.passes
-            self.rounds.append(
-                Round(now, self.tokens, len(self.begun), r.sequences, r.known, r.rows, seconds)
-            )
-            self.tokens = 0
+        now, r = time.perf_counter(), record
+        seconds = r.total_s / r.passes
+        self.timed.append(TimedStep(now, self.tokens, len(self.begun), r.sequences, r.known, r.rows, seconds))
+        self.tokens = 0
         if not self.requests:
             self.done.set()
 
     def run(self, began: float, answers: list[list[int]]) -> Run:
         """As a run: its decoding begins with the first step after which everyone has a token."""
-        first = next(i for i, done in enumerate(self.rounds) if done.begun == len(answers))
-        there = sum(done.tokens for done in self.rounds[: first + 1])
-        return Run(answers, self.rounds[first].ended - began, self.rounds[-1].ended - began, there)
+        first = next(i for i, done in enumerate(self.timed) if done.begun == len(answers))
+        there = sum(done.tokens for done in self.timed[: first + 1])
+        return Run(answers, self.timed[first].ended - began, self.timed[-1].ended - began, there)
 
 
 @dataclass(slots=True)
@@ -94,7 +90,7 @@ class Answers:
     steps: int
     drafted: int
     accepted: int
-    rounds: list[Round]  # in which all of them only decoded
+    decoding: list[TimedStep]  # in which all of them only decoded
     longest: float  # seconds from one step's end to the next's
     making: float  # seconds in which graphs were made meanwhile
 
@@ -124,8 +120,8 @@ def answer(llm: LLM, prompts: Seq[list[int]], params: SamplingParams) -> Answers
         steps=sum(s.steps for s in sequences),
         drafted=sum(s.drafted for s in sequences),
         accepted=sum(s.accepted for s in sequences),
-        rounds=[r for r in meter.rounds if r.sequences == r.known == len(prompts)],
-        longest=max((b.ended - a.ended for a, b in pairwise(meter.rounds)), default=0.0),
+        decoding=[r for r in meter.timed if r.sequences == r.known == len(prompts)],
+        longest=max((b.ended - a.ended for a, b in pairwise(meter.timed)), default=0.0),
         making=Recorded.seconds - made,
     )
 
@@ -139,10 +135,10 @@ def _request(llm: LLM, number: int, ids: list[int], params: SamplingParams) -> R
 
 
 def ways_of(llm: LLM, params: SamplingParams, names: Seq[str] | None = None) -> dict[str, Way]:
-    """`plain`; a drafter by name, with as many guesses as asked for; a drafter and `:auto`, as the planner finds
+    """`plain`; a drafter by name, with as many draft tokens as asked for; a drafter and `:auto`, as the planner finds
     best; `auto`, the same with the drafter the model was opened with. By default plain, every drafter, and auto.
     """
-    drafters = [name for name in llm.engine.drafters if name != "none"]
+    drafters = [name for name in llm.engine.drafters.names if name != "none"]
     asked = params.speculation
     opened = replace(asked, drafter=None, depth=None, nodes=None, tree=None)
     known = {"plain": Speculation(drafter="none"), "auto": opened}
@@ -157,7 +153,7 @@ def ways_of(llm: LLM, params: SamplingParams, names: Seq[str] | None = None) -> 
 
 
 def asked_of(drafter: str, asked: Speculation) -> Way:
-    """This drafter, with as many guesses as asked for, or a chain of a few: the planner has no say."""
+    """This drafter, with as many draft tokens as asked for, or a chain of a few: the planner has no say."""
     if asked.depth or asked.nodes or asked.tree:
         return replace(asked, drafter=drafter)
     return replace(asked, drafter=drafter, depth=DEPTH, nodes=DEPTH)
@@ -268,20 +264,20 @@ def _summary(llm: LLM, runs: list[Answers], plain: list[Answers], context: int) 
         "differing": sum(run.differing(base) for run, base in both),
         "longest_step_ms": 1e3 * max(done.longest for done in runs),
         "making_graphs_s": sum(done.making for done in runs),
-        **_round(llm, [one for done in runs for one in done.rounds], context),
+        **_decode_step(llm, [one for done in runs for one in done.decoding], context),
     }
 
 
-def _round(llm: LLM, rounds: list[Round], context: int) -> dict[str, Any]:
-    """The commonest round: its rows, its time, and what of that is not the target's pass over those rows.
+def _decode_step(llm: LLM, decoding: list[TimedStep], context: int) -> dict[str, Any]:
+    """The commonest decode step: its rows, its time, and what of that is not the target's pass over those rows.
 
     What is left is host, sampling and commit, and the drafter's own passes where it has any.
     """
-    if not rounds:
+    if not decoding:
         return {}
-    ((rows, _),) = Counter(done.rows for done in rounds).most_common(1)
-    seconds = statistics.median(done.seconds for done in rounds if done.rows == rows)
-    sequences = rounds[0].sequences
+    ((rows, _),) = Counter(done.rows for done in decoding).most_common(1)
+    seconds = statistics.median(done.seconds for done in decoding if done.rows == rows)
+    sequences = decoding[0].sequences
     [alone] = pass_seconds(llm, [(sequences, rows)], context)
     return {
         "round_rows": rows,

@@ -20,6 +20,7 @@ import torch
 from outrider.bench.compare import first_difference
 from outrider.bench.peers import Run, Transformers
 from outrider.engine.llm import LLM
+from outrider.model.decoder import Layered
 from outrider.model.kernels.gpu.recording import record
 from outrider.model.kernels.native import read_bandwidth
 from outrider.settings import cache_folder
@@ -34,7 +35,7 @@ def _quiet(what: str, done: float) -> None:
 
 
 def plain(tokens: int) -> SamplingParams:
-    """Exactly `tokens` greedy tokens, end-of-text ignored, nothing guessed."""
+    """Exactly `tokens` greedy tokens, end-of-text ignored, nothing drafted."""
     off = Speculation(drafter="none")
     return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, speculation=off)
 
@@ -129,7 +130,9 @@ def _pass_seconds(
                 table.extend(row, context + each)
             batch = _ends(llm, texts, rows, context)
             runs.append(
-                _device_pass(llm, batch, context + each) if llm.engine.rounds else _host_pass(llm, batch)
+                _device_pass(llm, batch, context + each)
+                if llm.model.device.type == "cuda"
+                else _host_pass(llm, batch)
             )
         times = []
         for number in range(repeats):
@@ -144,7 +147,7 @@ def _pass_seconds(
 def _host_pass(llm: LLM, batch: Batch) -> Callable[[], float]:
     def run() -> float:
         begin = time.perf_counter()
-        llm.model.forward(batch, llm.engine.store)
+        llm.model.forward(batch, llm.engine.cache.store)
         return time.perf_counter() - begin
 
     run()
@@ -152,11 +155,11 @@ def _host_pass(llm: LLM, batch: Batch) -> Callable[[], float]:
 
 
 def _device_pass(llm: LLM, batch: Batch, context: int) -> Callable[[], float]:
-    """The pass as rounds have it, in a graph of its own, between two events of the device."""
-    rounds = llm.engine.rounds
-    assert rounds is not None
-    there, each = batch.to(rounds.device), batch.rows // len(batch.table_rows.unique())
-    graph, _ = record(lambda: rounds.run(there, each, context, False))
+    """The pass as captured steps have it, in a graph of its own, between two events of the device."""
+    assert isinstance(llm.model, Layered)
+    target = llm.model.make_pass(llm.engine.cache.store)
+    there, each = batch.to(llm.model.device), batch.rows // len(batch.table_rows.unique())
+    graph, _ = record(lambda: target(there, each, context, False))
 
     def run() -> float:
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -171,7 +174,7 @@ def _device_pass(llm: LLM, batch: Batch, context: int) -> Callable[[], float]:
 
 
 def _ends(llm: LLM, opened: list[int], rows: int, context: int) -> Batch:
-    """The last rows of each text, as a chain of guesses has them: as many for each, rounded up."""
+    """The last rows of each text, as a chain of draft tokens has them: as many for each, rounded up."""
     each = -(-rows // len(opened))
     owners = torch.tensor(opened).repeat_interleave(each)
     positions = torch.arange(context, context + each, dtype=torch.int32).repeat(len(opened))
@@ -189,20 +192,20 @@ def _ends(llm: LLM, opened: list[int], rows: int, context: int) -> Batch:
 
 
 def concurrency(
-    llm: LLM, prompts: list[list[int]], tokens: int, together: int, rounds: int = 3, tell: Tell = _quiet
+    llm: LLM, prompts: list[list[int]], tokens: int, together: int, repeats: int = 3, tell: Tell = _quiet
 ) -> dict[str, Any]:
-    """Total tokens a second of `together` requests at once against one, in turn; on a GPU after a round that makes
-    the graphs.
+    """Total tokens a second of `together` requests at once against one, in turn; on a GPU after a run that
+    captures the graphs.
     """
     params = plain(tokens)
     rates: dict[int, list[float]] = {1: [], together: []}
     if llm.model.device.type == "cuda":
         llm.generate([prompts[i % len(prompts)] for i in range(together)], params)
-    for number in range(rounds):
+    for number in range(repeats):
         for turn, many in enumerate(rates):
-            tell(f"plain decoding, {many} at once", (number + turn / 2) / rounds)
+            tell(f"plain decoding, {many} at once", (number + turn / 2) / repeats)
             chosen = [prompts[(number + i) % len(prompts)] for i in range(many)]
-            llm.engine.table.prefix.clear()  # idle between rounds: nobody else touches it
+            llm.engine.table.prefix.clear()  # idle between runs: nobody else touches it
             begin = time.perf_counter()
             outs = llm.generate(chosen, params)
             rates[many].append(sum(len(o.token_ids) for o in outs) / (time.perf_counter() - begin))

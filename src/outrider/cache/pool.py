@@ -1,4 +1,4 @@
-"""Slots and who holds them: reference counts and a free list. Knows nothing of tokens or tensors."""
+"""The KV cache's pool of slots: reference counts and a free list. Knows nothing of tokens or tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which slots already hold the keys and values of a text's beginning. Blocks of 16 tokens in a tree.
+"""The prefix cache: which slots already hold the keys and values of a text's beginning. Blocks of 16 tokens in a tree.
 
 A block is found by its parent and its very tokens, not by a hash of them, so two texts can never be taken for
 one another; each owner has a root of its own, so nobody's text speeds up, or is found out by, anybody else's.

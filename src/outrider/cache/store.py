@@ -1,4 +1,4 @@
-"""Where keys and values lie: one pair of tensors a layer, indexed by slot. Storage only, no policy."""
+"""The KV cache's storage: keys and values, one pair of tensors a layer, indexed by slot. No policy here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The cache: a slot for every token of every sequence. Verbs: open, extend, branch, commit, release.
+"""The KV cache's slot table: a slot for every token of every sequence. Verbs: open, extend, branch, detach,
+attach, commit, release.
 
 A sequence is a row of one table; entry i is the slot of its token i, so the model finds everything by table
 and slot and never moves a key. A chain rolls back by shortening; a tree commits by moving the entries of its
@@ -75,25 +76,50 @@ class SlotTable:
         self.pool.share(self.entries[row, :n])
         return twin
 
-    def commit(self, row: int, length: int, path: Sequence[int] = (), guessed: int | None = None) -> None:
-        """Keep the first `length` entries and, of the `guessed` after them, those in `path`; drop the others.
+    def commit(self, row: int, length: int, path: Sequence[int] = (), drafted: int | None = None) -> None:
+        """Commit a verified draft: keep the first `length` entries and, of the `drafted` after them, those in `path`.
+        The others are dropped.
 
         Entries further on belong to a pass that has begun meanwhile, and move up. By default there are none.
         """
         end = self.lengths[row]
-        last = end if guessed is None else length + guessed
+        last = end if drafted is None else length + drafted
         if len(path) == last - length:  # all of them stay where they are
             return
-        guesses = self.entries[row, length:last].copy()
+        nodes = self.entries[row, length:last].copy()
         rest = self.entries[row, last:end].copy()
-        kept = guesses[list(path)]
-        lost = np.ones(len(guesses), bool)
+        kept = nodes[list(path)]
+        lost = np.ones(len(nodes), bool)
         lost[list(path)] = False
         after = length + len(kept)
         self.entries[row, length:after] = kept
         self.entries[row, after : after + len(rest)] = rest
         self.lengths[row] = after + len(rest)
-        self.pool.drop(guesses[lost])
+        self.pool.drop(nodes[lost])
+
+    def detach(self, row: int, length: int) -> Slots:
+        """Take the slots behind the first `length` entries out of the row. They stay held, to be attached again."""
+        slots = self.entries[row, length : self.lengths[row]].copy()
+        self.lengths[row] = length
+        return slots
+
+    def attach(self, row: int, slots: Slots, order: Sequence[int]) -> None:
+        """Put detached slots at the end of the row, those numbered in `order` and in that order. Where it says -1 comes
+        any other: one that is left over, or a fresh one. What is left over then is given back; if there are too few,
+        all of it is.
+        """
+        chosen = [number for number in order if number >= 0]
+        spare = np.delete(slots, chosen)
+        others = len(order) - len(chosen)
+        fresh = max(others - len(spare), 0)
+        if not self.make_room(fresh):
+            self.pool.drop(slots)
+            raise CacheFull(f"{fresh} slots wanted, {self.pool.free} free")
+        self.pool.drop(spare[others:])
+        left = iter([*spare[:others], *self.pool.take(fresh)])
+        end = self.lengths[row]
+        self.entries[row, end : end + len(order)] = [slots[i] if i >= 0 else next(left) for i in order]
+        self.lengths[row] = end + len(order)
 
     def release(self, row: int, tokens: Sequence[int] = (), owner: str = "") -> None:
         """Give the row back. `tokens`, the text its slots hold, stay findable for a later request."""

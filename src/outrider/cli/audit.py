@@ -1,4 +1,4 @@
-"""`outrider audit`: proves that guessing changes nothing, on the user's prompts or built-in ones."""
+"""`outrider audit`: proves that speculation changes nothing, on the user's prompts or built-in ones."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Temperatures = Annotated[
 Adversaries = Annotated[
     bool,
     typer.Option("--adversaries/--no-adversaries", envvar=envvar("adversaries"), show_envvar=False,
-                 help="Also drafters that guess at random, wrongly, perfectly, with end-of-text, with duplicates."),
+                 help="Also drafters that draft at random, wrongly, perfectly, with end-of-text, with duplicates."),
 ]  # fmt: skip
 Tokens = Annotated[
     int | None,
@@ -85,7 +85,7 @@ def audit(
     params: SamplingParams,
     settings: Settings,
 ) -> None:
-    """Run prompts plain and guessed, in batches, and compare every token. Exit status 0 only if all agree.
+    """Run prompts plainly and speculatively, in batches, and compare every token. Exit status 0 only if all agree.
 
     outrider audit smollm2-135m --max-tokens 64
     """
@@ -168,21 +168,21 @@ def _arrivals(
 
 def _watched(stage: str, report: Report, run: Callable[[Callable[[F, float], None]], F]) -> F:
     """What `run` finds; it is shown and kept as it comes."""
-    spoken = 0.0
+    kept_at = 0.0
 
-    def tell(found: F, done: float) -> None:
-        nonlocal spoken
+    def note_progress(found: F, done: float) -> None:
+        nonlocal kept_at
         differing = f", {found.differing} DIFFER" if found.differing else ""
-        say(f"{found.compared} tokens compared, {found.drafted.total()} guessed{differing}", done)
-        if found.seconds - spoken > 10:
-            spoken = found.seconds
+        say(f"{found.compared} tokens compared, {found.drafted.total()} drafted{differing}", done)
+        if found.seconds - kept_at > 10:
+            kept_at = found.seconds
             report[stage] = found.as_json()
             report.keep()
 
     with Progress({stage: 1}) as progress:
         say: Callable[[str, float], None] = progress.of(stage)
         say("nothing compared yet", 0.0)
-        found = run(tell)
+        found = run(note_progress)
     report[stage] = found.as_json()
     return found
 
@@ -191,13 +191,13 @@ def _verdict(found: Audit | Traffic, of_what: str) -> bool:
     for d in found.divergences[:5]:
         note(
             f"prompt {d.prompt} at T={d.temperature:g}: {d.way} differs at position {d.position}: "
-            f"{d.guessed} for {d.plain}, margin {d.margin:.2e}"
+            f"{d.speculative} for {d.plain}, margin {d.margin:.2e}"
         )
-    guesses = found.drafted.total()
+    drafted = found.drafted.total()
     agreed = "identical" if not found.differing else f"{found.differing} DIFFER"
-    said = agreed if guesses else "NOTHING WAS PUT TO THE TEST"
-    note(f"{found.compared} tokens{of_what} compared, {guesses} guessed: {said}")
-    return found.compared > 0 and guesses > 0 and found.differing == 0
+    said = agreed if drafted else "NOTHING WAS PUT TO THE TEST"
+    note(f"{found.compared} tokens{of_what} compared, {drafted} drafted: {said}")
+    return found.compared > 0 and drafted > 0 and found.differing == 0
 
 
 def _distribution(
@@ -214,7 +214,7 @@ def _distribution(
     with Progress({"distribution": 1}) as progress:
         for place, (temperature, number) in enumerate(pairs):
             what = f"prompt {number} at T={temperature:g}"
-            progress.of("distribution")(f"{what}: 2048 answers, plain and guessed", place / len(pairs))
+            progress.of("distribution")(f"{what}: 2048 answers, plain and speculative", place / len(pairs))
             one = replace(params, temperature=temperature)
             found = same_distribution(llm, prompts[number], one, llm.drafter, draws=2048)
             report["distribution"].append({"prompt": number, "temperature": temperature, **found})

@@ -1,4 +1,4 @@
-"""`outrider bench`: what plain decoding and guessing do on this machine, on the user's prompts or built-in
+"""`outrider bench`: what plain decoding and speculation do on this machine, on the user's prompts or built-in
 ones, with the model as it is or in the shape of a bigger one.
 """
 
@@ -35,10 +35,8 @@ if TYPE_CHECKING:
     from outrider.engine.llm import LLM
 
 NOISY = 0.4  # the lowest speed-up this far below the median
-EACH, TOKENS = (
-    2,
-    64,
-)  # built-in prompts of a task, and tokens of an answer: about a minute for the built-in model
+EACH = 2  # built-in prompts of a task; with so many tokens an answer, about a minute for the built-in model
+TOKENS = 64
 
 Peer = Annotated[
     str | None,
@@ -114,21 +112,13 @@ def bench(
 
     outrider bench smollm2-135m --temperature 0 --max-tokens 128 --peer transformers
     """
-    if what not in ("all", "plain", "speculation"):
-        raise typer.BadParameter("one of all, plain, speculation", param_hint="--what")
-    if peer not in (None, "transformers"):
-        raise typer.BadParameter(f"unknown engine {peer!r}; known: transformers", param_hint="--peer")
-    if peer is not None and as_if is not None:
-        raise InvalidRequest("bench/peers.py runs other engines on an as-if model; leave out --peer", "peer")
-    if params.n > 1:
-        raise InvalidRequest("a benchmark gives one answer a prompt; leave out --n", "n")
-    sizes = _sizes(batches)
-    heat = _temperatures(temperatures, params)
+    _check(what, peer, as_if, params)
+    sizes, heat = _sizes(batches), _temperatures(temperatures, params)
     report = Report("bench", json_file)
     warn_if_busy()
     say_loading(model)
     with open_llm(model, draft, settings, as_if, draft_as_if, draft_layers) as llm:
-        from outrider.bench.speculation import compare, group_count, spread, table, ways_of
+        from outrider.bench.speculation import compare, group_count, ways_of
 
         asked = tasks_of(llm, prompts, limit, tasks, EACH)
         report |= described(llm)
@@ -153,14 +143,22 @@ def bench(
                 say = progress.of("speculation")
                 found = compare(llm, asked, params, chosen, heat, sizes, groups, tell, say)
         if what != "plain":
-            for line in table(found):
-                note(line)
-            if spread(found) > NOISY:
-                note("warning: speed-ups vary much between groups: short answers, or a busy machine")
+            _say_speculation(found)
     if prompts is None and limit is None:
-        count = sum(map(len, KINDS.values()))
-        note(f"more thorough: --limit {count} --max-tokens {4 * TOKENS}, or your own prompts: --prompts FILE")
+        _say_more()
     report.deliver()
+
+
+def _check(what: str, peer: str | None, as_if: str | None, params: SamplingParams) -> None:
+    """Refuse what cannot be measured, before anything is loaded."""
+    if what not in ("all", "plain", "speculation"):
+        raise typer.BadParameter("one of all, plain, speculation", param_hint="--what")
+    if peer not in (None, "transformers"):
+        raise typer.BadParameter(f"unknown engine {peer!r}; known: transformers", param_hint="--peer")
+    if peer is not None and as_if is not None:
+        raise InvalidRequest("bench/peers.py runs other engines on an as-if model; leave out --peer", "peer")
+    if params.n > 1:
+        raise InvalidRequest("a benchmark gives one answer a prompt; leave out --n", "n")
 
 
 def _stages(what: str, tokens: int, together: int, against: int, runs: int) -> Mapping[str, float]:
@@ -225,6 +223,20 @@ def _plain(
         report["peer"] = {"name": f"transformers {theirs.version}"}
         report["peer"] |= speed.against_peer(llm, theirs, prompts, off.max_tokens, progress.of("peer"))
     return report
+
+
+def _say_speculation(found: dict[str, Any]) -> None:
+    from outrider.bench.speculation import spread, table
+
+    for line in table(found):
+        note(line)
+    if spread(found) > NOISY:
+        note("warning: speed-ups vary much between groups: short answers, or a busy machine")
+
+
+def _say_more() -> None:
+    count = sum(map(len, KINDS.values()))
+    note(f"more thorough: --limit {count} --max-tokens {4 * TOKENS}, or your own prompts: --prompts FILE")
 
 
 def _say_plain(found: dict[str, Any]) -> None:

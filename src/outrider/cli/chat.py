@@ -139,14 +139,14 @@ class Talk:
             return
         try:
             if turn.startswith("/") and "\n" not in turn:  # a pasted text may begin with a path
-                self._obey(turn)
+                self._run_command(turn)
             else:
                 self._ask([*self.messages, {"role": "user", "content": turn}])
         except InvalidRequest as problem:
             complain(str(problem))
             self.failed = True
 
-    def _obey(self, turn: str) -> None:
+    def _run_command(self, turn: str) -> None:
         name, _, rest = turn.partition(" ")
         if name not in self.commands:
             raise InvalidRequest(f"there is no command {name!r}{suggest(name, (*self.commands, *LEAVE))}")

@@ -155,7 +155,7 @@ FLAGS = _table(
         Foreign(answer="how a model writes tool calls is read off its chat template; leave it out"),
     ),
     ("--enable-auto-tool-choice", Foreign(answer=_ALWAYS, takes_value=False)),
-    ("--reasoning-parser", Foreign(answer="reasoning is not told apart from the answer here")),
+    ("--reasoning-parser", Foreign(answer="reasoning is not separated from the answer here")),
     ("--lora --lora-modules", Foreign(answer=_PLANNED)),
     ("--enable-lora", Foreign(answer=_PLANNED, takes_value=False)),
     ("--mmproj", Foreign(answer="models run on text alone here")),

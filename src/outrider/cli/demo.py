@@ -59,7 +59,7 @@ SCENES = (
     Scene(
         "Free text",
         "Why is the sky blue?",
-        "little can be guessed from the prompt; where guessing does not pay, it is left",
+        "little of it stands in the prompt; where drafting does not pay, it is left",
     ),
 )
 
@@ -76,7 +76,7 @@ def demo(model: Model = DEFAULT_MODEL, draft: Draft = "auto", *, settings: Setti
         raise InvalidRequest("--draft none leaves nothing to show; leave it out", "draft")
     console = Console(highlight=False)
     with open_llm(model, draft, settings) as llm:
-        head = f"{model} on {_place(llm)}, guesses by {llm.drafter}, temperature 0"
+        head = f"{model} on {_place(llm)}, drafts by {llm.drafter}, temperature 0"
         console.print(head, style="bold", markup=False, soft_wrap=True)
         _warm_up(llm, console)
         duels = [show_duel(llm, scene, console) for scene in SCENES]
@@ -120,23 +120,23 @@ class Duel:
 
     def __init__(self, scene: Scene) -> None:
         self.scene = scene
-        self.plain, self.guessed = Pane("plain"), Pane("speculative")
+        self.plain, self.speculative = Pane("plain"), Pane("speculative")
 
     @property
     def same_tokens(self) -> int:
-        a, b = (pane.answer.sequences[0].output for pane in (self.plain, self.guessed) if pane.answer)
+        a, b = (pane.answer.sequences[0].output for pane in (self.plain, self.speculative) if pane.answer)
         return sum(x == y for x, y in zip(a, b, strict=False)) if len(a) == len(b) else 0
 
     @property
     def identical(self) -> bool:
-        return self.same_tokens == self.plain.tokens == self.guessed.tokens
+        return self.same_tokens == self.plain.tokens == self.speculative.tokens
 
     @property
     def noisy(self) -> bool:
-        return max(self.plain.others, self.guessed.others) > BUSY
+        return max(self.plain.others, self.speculative.others) > BUSY
 
     def verdict(self) -> str:
-        ratio = self.plain.seconds / self.guessed.seconds
+        ratio = self.plain.seconds / self.speculative.seconds
         if self.noisy:
             pace = f"about {ratio:.1f}x as fast"  # why only about, the end says
         elif ratio >= 1.15:
@@ -145,10 +145,10 @@ class Duel:
             pace = f"as fast ({ratio:.2f}x)"
         else:
             pace = f"slower here ({ratio:.2f}x)"
-        answer = self.guessed.answer
+        answer = self.speculative.answer
         held = 0 if answer is None else answer.sequences[0].accepted
         same = f"{self.same_tokens} of {self.plain.tokens} tokens identical"
-        return f"{pace}, {same}, {held} of them guessed"
+        return f"{pace}, {same}, {held} of them drafted"
 
 
 def show_duel(llm: LLM, scene: Scene, console: Console) -> Duel:
@@ -159,20 +159,20 @@ def show_duel(llm: LLM, scene: Scene, console: Console) -> Duel:
     console.print(asked if len(asked) <= room else f"{asked[: room - 3]}...", style="dim", soft_wrap=True)
     show = Panes(console, duel) if _is_live(console) else Lines()
     with show:
-        for pane, how in ((duel.plain, False), (duel.guessed, True)):
+        for pane, how in ((duel.plain, False), (duel.speculative, True)):
             _answer(llm, scene.prompt, pane, how, show)
     good = "green" if duel.identical else "red"
     console.print(duel.verdict(), style=f"bold {good}", soft_wrap=not _is_live(console))
     console.print(f"({scene.moral})", style="dim", soft_wrap=not _is_live(console))
     if not duel.identical:
-        told = "The tokens differ, which must not be: please report it, with what outrider doctor says."
-        console.print(told, style="red", soft_wrap=True)
+        message = "The tokens differ, which must not be: please report it, with what outrider doctor says."
+        console.print(message, style="red", soft_wrap=True)
     return duel
 
 
-def _answer(llm: LLM, prompt: str, pane: Pane, guess: bool, show: Panes | Lines) -> None:
+def _answer(llm: LLM, prompt: str, pane: Pane, speculate: bool, show: Panes | Lines) -> None:
     params = SamplingParams(temperature=0, max_tokens=TOKENS)
-    if not guess:
+    if not speculate:
         params = replace(params, speculation=False)  # type: ignore[arg-type] # SamplingParams reads it
     heard: Heard = queue.SimpleQueue()
     ids = _prompt_ids(llm, prompt)
@@ -243,7 +243,7 @@ class Panes:
         from rich.console import Group
         from rich.table import Table
 
-        panes = [self._pane(pane) for pane in (self.duel.plain, self.duel.guessed)]
+        panes = [self._pane(pane) for pane in (self.duel.plain, self.duel.speculative)]
         if self.console.width < NARROW:
             return Group(*panes)
         grid = Table.grid(expand=True)
@@ -304,9 +304,9 @@ def _what_next(model: str, draft: str, console: Console) -> None:
     which = "" if model == DEFAULT_MODEL else f" {shlex.quote(model)}"
     which += "" if draft == "auto" else f" --draft {shlex.quote(draft)}"
     lines = [
-        (f"outrider chat{which} --show", "talk with it, guessed tokens in colour"),
+        (f"outrider chat{which} --show", "talk with it, accepted draft tokens in colour"),
         (f"outrider serve{which}", "an OpenAI-compatible server on port 8000"),
-        (f"outrider bench{which}", "measure it, by task and way of guessing"),
+        (f"outrider bench{which}", "measure it, by task and drafter"),
     ]
     if line := activation():
         lines.insert(0, (line, "so that the shell finds outrider"))

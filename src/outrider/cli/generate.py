@@ -213,7 +213,7 @@ def _exchanges(
     system: str | None,
     params: SamplingParams,
 ) -> list[Exchange]:
-    """One exchange a row. A bad row among many is told and left out; alone, it is the command's own error."""
+    """One exchange a row. A bad row among many is reported and left out; alone, it is the command's own error."""
     exchanges = []
     for row_id, value in asked:
         exchange = Exchange(llm, row_id, params)

@@ -1,4 +1,4 @@
-"""The command `outrider`: its subcommands, and how anything that goes wrong is told.
+"""The command `outrider`: its subcommands, and how anything that goes wrong is reported.
 
 Nothing here or in the command files imports torch at the top: `outrider --help` must answer at once.
 One file per command; to add one, write its function and add it to `app` below.

@@ -20,9 +20,9 @@ from outrider.cli.config import Config, read_config
 from outrider.cli.flag import Flag, envvar
 from outrider.errors import InvalidRequest
 from outrider.load.sampling import GENERATION_CONFIGS, NAMES
+from outrider.sampling_params import MAX_ALTERNATIVES, SamplingParams, Speculation
 from outrider.serve.settings import ServeSettings
 from outrider.settings import Settings
-from outrider.types import MAX_ALTERNATIVES, SamplingParams, Speculation
 
 DEFAULT_MODEL = "smollm2-135m"
 
@@ -149,7 +149,7 @@ SAMPLING = Flags(
         Flag(
             "speculation",
             str,
-            "Guess ahead: as deep as pays, not at all, at most N deep, or NAME=VALUE,...",
+            "Speculate: as deep as pays, not at all, at most N deep, or NAME=VALUE,...",
             read_speculation,
             "auto|off|N",
             ("--speculate",),
@@ -158,14 +158,14 @@ SAMPLING = Flags(
         Flag(
             "tree",
             str,
-            "Guess a tree: of N nodes, or of a fixed shape.",
+            "Draft a tree: of N nodes, or of a fixed shape.",
             read_tree,
             "auto|N|AxBxC",
             default="auto",
         ),
-        Flag("mode", str, "How guesses are judged.", metavar="coupled|rejection|lossy", default="coupled"),
+        Flag("mode", str, "How drafts are verified.", metavar="coupled|rejection|lossy", default="coupled"),
         Flag(
-            "prediction", str | None, "What the answer is expected to be; guesses follow it.", metavar="TEXT"
+            "prediction", str | None, "What the answer is expected to be; drafts follow it.", metavar="TEXT"
         ),
         Flag(
             "grammar",
@@ -207,7 +207,7 @@ ENGINE = Flags(
         ),
         Flag("threads", int, "Threads; 0 means the cores this process may use."),
         Flag("context", int, "Longest prompt and answer together; 0 means the model's own."),
-        Flag("cache_bytes", str, "Memory for keys and values.", _by_device, "auto|SIZE", default="auto"),
+        Flag("cache_bytes", str, "Memory for the KV cache.", _by_device, "auto|SIZE", default="auto"),
         Flag(
             "gpu_memory_utilization",
             float | None,
@@ -216,7 +216,9 @@ ENGINE = Flags(
         ),
         Flag("max_sequences", int, "Sequences that share a step; 0 means by device."),
         Flag(
-            "step_rows", int, "Rows a step may carry, a longer prompt is read in chunks; 0 means by device."
+            "step_rows",
+            int,
+            "Rows a step may carry, longer prompts are prefilled in chunks; 0 means by device.",
         ),
         Flag(
             "special_tokens_in_text",
@@ -224,7 +226,7 @@ ENGINE = Flags(
             "Let messages hold control tokens by their strings; by default they stay text.",
             spelled=_SPECIAL,
         ),
-        Flag("prefix_reuse", bool, "Reuse what the cache holds of a prompt.", spelled=_REUSE),
+        Flag("prefix_reuse", bool, "Reuse cached prompt prefixes.", spelled=_REUSE),
         Flag("kernels", str, "How the forward pass is computed.", metavar="auto|c|torch"),
     ),
 )
@@ -249,7 +251,7 @@ SERVE = Flags(
             ("--api-key",),
         ),
         Flag("key_file", str | None, "Keys by their hashes; see outrider keys.", metavar="FILE"),
-        Flag("min_key_length", int, "Shortest --api-key taken; short ones can be guessed."),
+        Flag("min_key_length", int, "Shortest --api-key taken; short ones can be found by trying."),
         Flag(
             "allowed_hosts",
             list[str],
@@ -336,8 +338,8 @@ _CONFIG = inspect.Parameter(
 def takes(*groups: Flags, **defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command the flags of `groups` and --config; it is called with what they build.
 
-    One with a parameter `given` is told which of the parameters a model may set were set by the user. `defaults` are
-    this command's own, by the flags' names.
+    One with a parameter `given` gets the names of those parameters that a model may set and the user did set.
+    `defaults` are this command's own, by the flags' names.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -389,7 +391,7 @@ Draft = Annotated[
         envvar=envvar("draft"),
         show_envvar=False,
         metavar="NAME",
-        help="Who guesses: auto, none, lookup, early_exit, or a smaller model; a+b for both.",
+        help="The drafter: auto, none, lookup, early_exit, or a smaller model; a+b for both.",
     ),
 ]
 GenerationConfig = Annotated[
@@ -414,7 +416,7 @@ ShowOrigins = Annotated[
         "--show",
         envvar=envvar("show"),
         show_envvar=False,
-        help="Colour each token by where it came from: an accepted guess, a correction, a bonus, or plain.",
+        help="Colour each token by where it came from: accepted, recovered, bonus, or plain.",
     ),
 ]
 ShowStats = Annotated[

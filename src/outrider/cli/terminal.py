@@ -1,7 +1,7 @@
 """Turns of a conversation from stdin: typed by a person, pasted, or from a pipe.
 
 A turn is a line; or lines between two of \"\"\"; or lines that end in a backslash but for the last; or what was pasted
-at once. What is typed while an answer is written is dropped, so that it does not land in the answer's text.
+at once. What is typed while an answer is written is dropped, so that it does not get into the answer's text.
 """
 
 from __future__ import annotations

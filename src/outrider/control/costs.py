@@ -31,8 +31,8 @@ class CostModel:
         self.measured: set[tuple[str, int]] = set()  # drafters and sizes of captured steps
 
     def observe(self, record: StepRecord) -> None:
-        if record.known != record.sequences:
-            return  # prompt rows made its time: not a step that a plan could have changed
+        if record.known != record.sequences or record.catch_up is not None:
+            return  # prompt rows made its time, or a drafter's: not what the same plan costs again
         if record.captured is not None:
             seconds = min(max(record.total_s, record.target_s), MAX_STALL * record.target_s)
             _learn(self.captured, record.captured, seconds / record.passes)

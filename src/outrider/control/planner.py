@@ -65,6 +65,8 @@ class Planner:
 
     def unmeasured(self, work: Seq[Work], options: Options) -> str:
         """A drafter whose captured steps of this size must be measured before a plan is made, or "none"."""
+        if all((name, options.size) in self.costs.measured for name in options.trees):
+            return "none"
         for i, item in enumerate(work):
             if options.is_resident(i):
                 for name in self._allowed(item.sequence, self._settled(item, True, len(work))):
@@ -77,6 +79,8 @@ class Planner:
         self.idle_steps.pop(sequence, None)
 
     def observe(self, record: StepRecord) -> None:
+        if record.catch_up is not None:
+            self.learn_reading(*record.catch_up)
         self.costs.observe(record)
         record.plain_s = self.costs.plain_seconds(record)
         drafter, tree, size = record.captured or ("none", NO_TREE, 0)
@@ -177,9 +181,10 @@ class Planner:
         depth, nodes = best.tree
         found = list(settled)
         for i, (bet, why) in enumerate(settled):
-            if why == "auto":
-                mine_ = nodes and best.drafter in allowed[i]
-                found[i] = Bet(best.drafter, nodes, depth, None, bet.mode) if mine_ else NO_BET, reason
+            if why == "auto":  # whose drafter takes no pass has chains beside another's
+                serving = (best.drafter, *(options.riding if depth == nodes else ()))
+                name = next((one for one in serving if one in allowed[i]), None)
+                found[i] = Bet(name, nodes, depth, None, bet.mode) if nodes and name else NO_BET, reason
         return found
 
     def _allowed(self, sequence: Sequence, settled: Choice) -> tuple[str, ...]:
@@ -211,8 +216,8 @@ class Planner:
         return Candidate(speedups[best], name, best, delay)
 
     def _risk(self, drafter: str, rates: Seq[AcceptanceRate], accepted: Seq[float]) -> float:
-        """What to take off the mean of accepted tokens, one standard deviation: sequences with low acceptance finish
-        last, in a batch that has shrunk. Of a drafter that was hardly tried nobody knows how sequences differ.
+        """What to subtract from the mean of accepted tokens, one standard deviation: sequences with low acceptance
+        finish last, in a batch that has shrunk. Of a drafter that was hardly tried nobody knows how sequences differ.
         """
         known = len(rates) > 1 and self.rates.trials[drafter] >= self.guards.min_trials
         return deviation(rates, accepted) if known else 0.0
@@ -240,5 +245,5 @@ class Planner:
 
 def _tokens_left(sequences: Seq[Sequence]) -> float:
     """Of one answer, at most, on average."""
-    left = sum(s.request.params.max_tokens + s.prompt_len - len(s.tokens) for s in sequences)
+    left = sum(s.remaining for s in sequences)
     return left / max(len(sequences), 1)

@@ -1,6 +1,6 @@
 """Drafters that somebody else wrote: found by name, made, and checked for their four verbs.
 
-What they do later can cost guesses, never an answer: the engine sees to that.
+What they do later can cost drafts, never an answer: drafters.py sees to that.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A drafter is four verbs. No code outside draft/ knows which kind it talks to.
 
 To write one, derive from `Drafter` and give it `propose`; the other verbs do nothing until you say what.
-docs/drafters.md builds one in twenty lines.
+docs/drafters.md builds one in twenty lines. Outrider's own drafters also propose inside captured steps.
 """
 
 from __future__ import annotations
@@ -9,28 +9,73 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from outrider.types import Bet, Draft, Sequence, Verdict
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from outrider.device.layout import TreeLayout
+    from outrider.device.ops import StepOps
     from outrider.load.tokenizer import Tokenizer
+
+MAX_DEPTH = 8  # draft tokens in a row that may be worth a pass each
 
 
 class Drafter(Protocol):
     def start(self, sequence: Sequence) -> None:
         """A sequence exists. Nothing need be done before it is first proposed for."""
+        return
 
     @abstractmethod
     def propose(self, sequences: Seq[Sequence], bets: Seq[Bet]) -> list[Draft]:
-        """A guess for each sequence, within its bet. Everything it knows of is in `sequence.tokens`."""
+        """A draft for each sequence, within its bet. Everything it knows of is in `sequence.tokens`.
+
+        A drafter that works in the target's slot table may leave slots for its first draft nodes behind the known
+        tokens, in node order: the target then writes to those.
+        """
         ...
 
     def accept(self, sequence: Sequence, draft: Draft, verdict: Verdict) -> None:
-        """What became of the guess; `sequence.tokens` already holds what was emitted."""
+        """What became of the draft; `sequence.tokens` already holds what was emitted."""
+        return
 
     def stop(self, sequence: Sequence) -> None:
         """The sequence ended: forget it."""
+        return
+
+
+@runtime_checkable
+class ResidentDrafter(Drafter, Protocol):
+    """A drafter that also proposes for sequences whose state is on the device, as tensor operations that can be part
+    of a captured step. `accept` serves both ways of proposing.
+    """
+
+    max_depth: int  # of its draft trees in such steps; 0: it takes no part in them
+    trees: bool  # whether they may branch
+    rides_along: bool = False  # whether it takes no pass, and so may serve a step beside another drafter
+
+    @abstractmethod
+    def propose_resident(
+        self, ops: StepOps, rows: Tensor, lengths: Tensor, tree: TreeLayout, context: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """Draft tokens [S, nodes] for rows [S] of the state, and how many of them are proposed [S], None: all. No
+        sequence is longer than `context` when the step ends. A rejected draft needs no undoing.
+        """
+        ...
+
+    def tokens_behind(self, sequence: Sequence, coming: int = 0) -> int:
+        """Tokens it must read before it can draft, once `coming` more are there that other drafters' steps bring."""
+        return 0
+
+    def catch_up(self, ops: StepOps, sequences: list[Sequence]) -> None:
+        """Read what it lacks of these. Nothing is in flight, and their rows of the state are up to date."""
+        return
+
+    def warm_up(self, ops: StepOps) -> int:
+        """Read padding as if catching up, to see what it takes: how many tokens, 0 if that cannot be."""
+        return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +83,7 @@ class DrafterContext:
     """What a class or function that makes a drafter is given, if it asks: the target as a drafter sees it."""
 
     tokenizer: Tokenizer  # encode, decode and token_bytes of the target's tokens
-    vocab: int  # every guess must be below
+    vocab: int  # every draft token must be below
     context: int  # longest prompt and answer together, in tokens
     eos_ids: tuple[int, ...]
     max_sequences: int  # that share a step

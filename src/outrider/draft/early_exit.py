@@ -1,7 +1,9 @@
-"""`early_exit`: the target's own first layers and its head guess. No second model, no second cache.
+"""`early_exit`: the target's own first layers and its head draft. No second model, no second KV cache.
 
-The first layers' keys and values of the known text are already in the target's slots; a guess borrows slots
-behind them and gives them back before the target checks it.
+The first layers' keys and values of known tokens are in the target's slots already. A draft node writes its own to a
+slot that the target's pass is about to write in all layers, with the same numbers where the node is verified; where it
+is not, nobody reads that slot before it is written again. So there is nothing to catch up on, and the target cannot
+tell.
 """
 
 from __future__ import annotations
@@ -10,47 +12,32 @@ from collections.abc import Sequence as Seq
 
 from torch import Tensor
 
-from outrider.cache.pool import CacheFull
 from outrider.cache.store import KeyValueStore
 from outrider.cache.table import SlotTable
-from outrider.draft.feed import Fed, feed_nodes, text_batch
-from outrider.draft.tree import Growth, Place, grow
+from outrider.device.layout import TreeLayout
+from outrider.device.ops import Pass, StepOps, run_levels
+from outrider.draft.drafter import MAX_DEPTH, ResidentDrafter
+from outrider.draft.feed import grow_drafts, text_batch
 from outrider.model.decoder import Layered
-from outrider.types import NO_DRAFT, Bet, Draft, Sequence, Verdict
+from outrider.types import Batch, Bet, Draft, Sequence
 
 
-class EarlyExitDrafter:
+class EarlyExitDrafter(ResidentDrafter):
+    max_depth, trees = MAX_DEPTH, False
+
     def __init__(self, model: Layered, store: KeyValueStore, table: SlotTable, layers: int) -> None:
         self.model, self.store, self.table, self.layers = model, store, table, layers
-
-    def start(self, sequence: Sequence) -> None:
-        pass
+        self.run: Pass = model.make_pass(store, layers)
 
     def propose(self, sequences: Seq[Sequence], bets: Seq[Bet]) -> list[Draft]:
-        lengths = [len(s.tokens) for s in sequences]
-        feds = [Fed(s.row, n) for s, n in zip(sequences, lengths, strict=True)]
-        # What is known but not cached yet already has its slots: the engine is about to feed it.
-        texts = [s.tokens[s.cached :] for s in sequences]
-        batch = text_batch(self.table, [s.row for s in sequences], texts, [s.cached for s in sequences])
-        roots = self.model.exit_logits(batch, self.store, self.layers)
-        try:
-            growths = grow(sequences, bets, roots, lambda g, places: self._expand(feds, g, places))
-        except CacheFull:
-            return [NO_DRAFT] * len(sequences)
-        finally:
-            for fed in feds:
-                self.table.commit(fed.row, fed.known)
-        return [growth.harvest()[0] for growth in growths]
+        texts, starts = [s.tokens[s.cached :] for s in sequences], [s.cached for s in sequences]
+        roots = self._logits(text_batch(self.table, [s.row for s in sequences], texts, starts))
+        return grow_drafts(self.table, sequences, bets, roots, lambda batch, *_: self._logits(batch))
 
-    def accept(self, sequence: Sequence, draft: Draft, verdict: Verdict) -> None:
-        pass
-
-    def stop(self, sequence: Sequence) -> None:
-        pass
-
-    def _expand(self, feds: list[Fed], growths: list[Growth], places: list[Place]) -> Tensor:
-        batch = feed_nodes(self.table, self._extend, feds, growths, places)
+    def _logits(self, batch: Batch) -> Tensor:
         return self.model.exit_logits(batch, self.store, self.layers)
 
-    def _extend(self, row: int) -> None:
-        self.table.extend(row, 1)
+    def propose_resident(
+        self, ops: StepOps, rows: Tensor, lengths: Tensor, tree: TreeLayout, context: int
+    ) -> tuple[Tensor, None]:
+        return run_levels(self.run, ops, rows, lengths, tree.levels, len(tree), context), None

@@ -8,7 +8,7 @@ from outrider.cache.table import SlotTable
 from outrider.draft.feed import text_batch
 from outrider.model.decoder import Layered, make_store
 
-DEPTH = 3  # guesses in a row the search assumes
+DEPTH = 3  # draft tokens in a row that the search assumes
 
 
 def find_exit(model: Layered, samples: list[list[int]]) -> int:

@@ -1,104 +1,114 @@
-"""Batches for a drafter's own passes: catching up with the known text, and feeding nodes of a growing tree."""
+"""A drafter's passes for the host: over known tokens, and over the nodes of draft trees in the making.
+
+They work in the target's slot table. Known tokens have their slots; a node that is fed borrows one behind them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from outrider.cache.pool import CacheFull
 from outrider.cache.table import SlotTable
-from outrider.draft.tree import Growth, Place
-from outrider.types import Batch
+from outrider.draft.tree import Growth, Place, grow
+from outrider.types import NO_DRAFT, Batch, Bet, Draft, Sequence
 
+ROW_FIELDS = ("ids", "positions", "slots", "table_rows", "prefix", "ancestors")
 
-@dataclass(slots=True)
-class Fed:
-    """Which nodes of a sequence's tree a drafter has run, in which order, behind `known` entries of its
-    row.
-    """
-
-    row: int
-    known: int
-    order: list[int] = field(default_factory=list)  # nodes
-    masks: dict[int, int] = field(default_factory=dict)  # node -> the entries of its path, as bits
-
-    def add(self, node: int, parent: int) -> None:
-        self.masks[node] = self.masks.get(parent, 0) | 1 << len(self.order)
-        self.order.append(node)
-
-    def kept(self, path: Seq[int]) -> list[int]:
-        """The entries of a path's nodes, as far as they were fed."""
-        entries = []
-        for node in path:
-            if node not in self.masks:
-                break
-            entries.append(self.order.index(node))
-        return entries
+Run = Callable[[Batch, list[Growth], list[Place]], Tensor]  # logits after each of these nodes
 
 
 def text_batch(
-    table: SlotTable, rows: Seq[int], texts: Seq[Seq[int]], starts: Seq[int], last_only: bool = True
-) -> Batch:
-    """Feed texts[i] to table row rows[i] from entry starts[i] on; slots are already there. Logits at each
-    end.
-    """
-    owner = np.repeat(np.array(rows, np.int32), [len(t) for t in texts])
-    positions = np.concatenate(
-        [np.arange(s, s + len(t), dtype=np.int32) for s, t in zip(starts, texts, strict=True)]
-    )
-    ends = np.cumsum([len(t) for t in texts]) - 1
-    return _batch(
-        table,
-        np.concatenate([np.asarray(t, np.int64) for t in texts]),
-        positions,
-        positions,
-        owner,
-        positions + 1,
-        np.zeros(len(owner), np.int64),
-        ends if last_only else np.arange(len(owner)),
-    )
-
-
-def node_batch(
-    table: SlotTable, feds: Seq[Fed], tokens: Seq[int], nodes: Seq[int], depths: Seq[int]
-) -> Batch:
-    """Feed one node each; the slot of fed[i]'s newest entry is already there."""
-    rows = np.array([fed.row for fed in feds], np.int32)
-    known = np.array([fed.known for fed in feds], np.int32)
-    entries = known + np.array([fed.order.index(n) for fed, n in zip(feds, nodes, strict=True)], np.int32)
-    return _batch(
-        table,
-        np.asarray(tokens, np.int64),
-        known + np.asarray(depths, np.int32) - 1,
-        entries,
-        rows,
-        known,
-        np.array([fed.masks[n] for fed, n in zip(feds, nodes, strict=True)], np.int64),
-        np.arange(len(rows)),
-    )
-
-
-def feed_nodes(
     table: SlotTable,
-    extend: Callable[[int], None],
-    feds: Seq[Fed],
-    growths: Seq[Growth],
-    places: Seq[Place],
+    rows: Seq[int],
+    texts: Seq[Seq[int]],
+    starts: Seq[int],
+    last_only: bool = True,
+    behind: int = 0,
 ) -> Batch:
-    """Give each place a slot, through `extend`, note it as fed, and make the batch that feeds them all."""
-    for i, node in places:
-        extend(feds[i].row)
-        feds[i].add(node, growths[i].parents[node])
-    return node_batch(
-        table,
-        [feds[i] for i, _ in places],
-        [growths[i].tokens[node] for i, node in places],
-        [node for _, node in places],
-        [growths[i].depths[node] for i, node in places],
+    """Feed texts[i] to table row rows[i] from entry starts[i] on; slots are already there. Logits at each end.
+
+    Where positions count from a later token of the text, they lie `behind`, and so does the table.
+    """
+    sizes = [len(text) for text in texts]
+    entries = np.concatenate(
+        [np.arange(s, s + n, dtype=np.int32) for s, n in zip(starts, sizes, strict=True)]
     )
+    ids = np.concatenate([np.asarray(text, np.int64) for text in texts])
+    ends = np.cumsum(sizes) - 1 if last_only else np.arange(len(ids))
+    owners, prefix = np.repeat(np.array(rows, np.int32), sizes), entries + 1 - behind
+    return _batch(table, ids, entries - behind, entries, owners, prefix, np.zeros_like(ids), ends, behind)
+
+
+def pieces(batch: Batch, rows: int) -> Iterator[Batch]:
+    """The same rows in batches of so many."""
+    for first in range(0, batch.rows, rows):
+        fields = {name: getattr(batch, name)[first : first + rows] for name in ROW_FIELDS}
+        inside = (batch.logit_rows >= first) & (batch.logit_rows < first + rows)
+        yield replace(batch, **fields, logit_rows=batch.logit_rows[inside] - first)
+
+
+def grow_drafts(
+    table: SlotTable,
+    sequences: Seq[Sequence],
+    bets: Seq[Bet],
+    roots: Tensor,
+    run: Run,
+    behind: int = 0,
+    keep: bool = False,
+) -> list[Draft]:
+    """Drafts from the logits [S, vocab] after the known tokens; none if there are too few slots to borrow.
+
+    The slots are given back, unless the drafter wants to `keep` what it wrote there: then they stay with their nodes.
+    """
+    known = [len(sequence.tokens) for sequence in sequences]
+    # By node, the borrowed entries of its path as bits.
+    paths: list[dict[int, int]] = [{-1: 0} for _ in sequences]
+
+    def expand(growths: list[Growth], places: list[Place]) -> Tensor:
+        for i, node in places:
+            table.extend(sequences[i].row, 1)
+            paths[i][node] = paths[i][growths[i].parents[node]] | 1 << len(paths[i]) - 1
+        masks = np.array([paths[i][node] for i, node in places], np.int64)
+        base = np.array([known[i] for i, _ in places], np.int32)
+        batch = _batch(
+            table,
+            np.array([growths[i].tokens[node] for i, node in places], np.int64),
+            base + np.array([growths[i].depths[node] - 1 - behind for i, node in places], np.int32),
+            base + np.array([_entry(paths[i][node]) for i, node in places], np.int32),
+            np.array([sequences[i].row for i, _ in places], np.int32),
+            base - behind,
+            masks,
+            np.arange(len(places)),
+            behind,
+        )
+        return run(batch, growths, places)
+
+    kept, drafts = False, [NO_DRAFT] * len(sequences)
+    try:
+        grown = [growth.harvest() for growth in grow(sequences, bets, roots, expand)]
+        for i, (_, nodes) in enumerate(grown if keep else ()):
+            fed = max((n + 1 for n, node in enumerate(nodes) if node in paths[i]), default=0)
+            order = [_entry(paths[i][node]) if node in paths[i] else -1 for node in nodes[:fed]]
+            table.attach(sequences[i].row, table.detach(sequences[i].row, known[i]), order)
+        drafts, kept = [draft for draft, _ in grown], keep
+    except CacheFull:  # a draft is never worth another sequence's place
+        pass
+    finally:
+        if not kept:
+            for sequence, length in zip(sequences, known, strict=True):
+                table.commit(sequence.row, length)
+    return drafts
+
+
+def _entry(path: int) -> int:
+    """A node comes after its ancestors, so its own bit is the highest."""
+    return path.bit_length() - 1
 
 
 def _batch(
@@ -110,14 +120,15 @@ def _batch(
     prefix: np.ndarray,
     ancestors: np.ndarray,
     logit_rows: np.ndarray,
+    behind: int,
 ) -> Batch:
     return Batch(
         ids=torch.from_numpy(ids),
         positions=torch.from_numpy(positions),
         slots=torch.from_numpy(table.entries[rows, entries]),
         table_rows=torch.from_numpy(rows),
-        prefix=torch.from_numpy(np.ascontiguousarray(prefix)),
+        prefix=torch.from_numpy(prefix),
         ancestors=torch.from_numpy(ancestors),
-        table=table.tensor,
-        logit_rows=torch.from_numpy(np.ascontiguousarray(logit_rows, dtype=np.int64)),
+        table=table.tensor[:, behind:],
+        logit_rows=torch.from_numpy(logit_rows),
     )

@@ -1,123 +1,148 @@
-"""`lm`: a smaller model of the target's family guesses.
+"""`lm`: a smaller model of the target's family drafts.
 
-It has a cache of its own and a valid length of its own: how much of a sequence's text its keys and values
-cover. While it is not asked, that length stands still; when it is asked again it first reads what it
-missed, in one pass, so its guesses after a pause are the guesses it would have made without one.
+Its keys and values lie in slots of the target's own table: a token's slot serves both models. How much of a sequence
+it has read is its own affair: while it is not asked, that stands still; when it is asked again it first reads what it
+missed, so its drafts after a pause are those it would have made without one. Accepted draft nodes that it ran count
+as read.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.cache.pool import CacheFull
-from outrider.draft.feed import Fed, feed_nodes, text_batch
-from outrider.draft.own import OwnCache, State
-from outrider.draft.tree import Growth, Place, grow
-from outrider.model.decoder import Model, make_store
-from outrider.types import MAX_NODES, NO_DRAFT, Batch, Bet, Draft, Sequence, Verdict
+from outrider.cache.table import SlotTable
+from outrider.device.layout import TreeLayout, known_rows
+from outrider.device.ops import Pass, StepOps, known_batch, run_levels
+from outrider.draft.drafter import MAX_DEPTH, ResidentDrafter
+from outrider.draft.feed import grow_drafts, pieces, text_batch
+from outrider.draft.progress import PrefillProgress
+from outrider.model.decoder import Layered, Model, make_store
+from outrider.types import NO_DRAFT, Batch, Bet, Draft, Sequence, Verdict
+
+# Rows of known tokens read at once on a device, filled up to one of these: each has a graph. So many neighbours are
+# one sequence's.
+READ_ROWS, TOGETHER = (128, 512, 2048), 16
+# Tokens read again in a resident step: two are lacking after one in which all of its draft was accepted, some more
+# after one of another drafter's.
+WINDOW = 4
 
 
-class LmDrafter:
+class LmDrafter(ResidentDrafter):
+    trees = True
+
     def __init__(
-        self, model: Model, slots: int, sequences: int, context: int, vocab: int, step_rows: int = 256
+        self,
+        model: Model,
+        table: SlotTable,
+        vocab: int,
+        context: int,
+        graphed: Callable[[Pass], Pass] | None = None,
+        step_rows: int = 256,
     ) -> None:
-        c = model.config
-        self.model, self.context, self.step_rows = model, min(context, c.context), step_rows
-        self.vocab = vocab  # the target's; ours may be padded differently
-        self.store = make_store(model, slots)
-        self.own = OwnCache(slots, sequences, self.context + MAX_NODES)
-        self.table, self.states = self.own.table, self.own.states
-
-    def start(self, sequence: Sequence) -> None:
-        pass
+        """`vocab` and `context` are the target's; `graphed` replays passes from graphs, for reading on a GPU."""
+        self.model, self.table, self.vocab, self.step_rows = model, table, vocab, step_rows
+        self.context = min(context, model.config.context)
+        self.store = make_store(model, table.pool.total)
+        self.progress = PrefillProgress()
+        self.max_depth = 0
+        if isinstance(model, Layered):
+            run: Pass = model.make_pass(self.store)
+            self.max_depth, self.run = MAX_DEPTH, self._bounded(run, context)
+            self.read = self._bounded(graphed(run), context) if graphed else self.run
 
     def propose(self, sequences: Seq[Sequence], bets: Seq[Bet]) -> list[Draft]:
         drafts = [NO_DRAFT] * len(sequences)
-        fitting = [i for i, s in enumerate(sequences) if self._can_read(s, bets[i])]
-        if not fitting:
-            return drafts
-        try:
-            some = [sequences[i] for i in fitting]
-            states = self.own.ask(some)
-            roots = self._catch_up(some, states)
-            growths = grow(
-                some,
-                [bets[i] for i in fitting],
-                roots,
-                lambda g, places: self._expand(some, states, g, places),
+        able = [i for i, s in enumerate(sequences) if self._can_read(s, bets[i])]
+        if able:
+            some, asked = [sequences[i] for i in able], [bets[i] for i in able]
+            roots = self._read_known(some)
+            grown = grow_drafts(
+                self.table, some, asked, roots, lambda batch, *_: self._logits(batch), keep=True
             )
-        except CacheFull:  # too many long texts for this model's cache: no guess is better than a wrong one
-            return drafts
-        for i, state, growth in zip(fitting, states, growths, strict=True):
-            drafts[i], kept = growth.harvest()
-            assert state.fed is not None
-            state.fed = _renumbered(state.fed, kept)
+            for i, draft in zip(able, grown, strict=True):
+                drafts[i] = draft
         return drafts
 
     def accept(self, sequence: Sequence, draft: Draft, verdict: Verdict) -> None:
-        state = self.states.get(sequence)
-        if state is None or state.fed is None:
-            return
-        kept = state.fed.kept(verdict.accepted) if draft else []
-        self.table.commit(state.row, state.valid, kept)
-        state.valid += len(kept)
-        state.fed = None
-
-    def stop(self, sequence: Sequence) -> None:
-        self.own.stop(sequence)
+        self.progress.accept(sequence, draft, verdict, fed=True)
 
     def _can_read(self, sequence: Sequence, bet: Bet) -> bool:
         """Short enough, and free of tokens beyond this model's vocabulary."""
-        read = self.states[sequence].valid if sequence in self.states else 0
         fits = len(sequence.tokens) + bet.depth < self.context
-        return fits and max(sequence.tokens[read:], default=0) < self.model.config.vocab
+        unread = sequence.tokens[self.progress.of(sequence) :]
+        return fits and max(unread, default=0) < self.model.config.vocab
+
+    def _read_known(self, sequences: Seq[Sequence]) -> Tensor:
+        """Read what each sequence has gained since last time; the logits after its last token, which is always read."""
+        starts = [min(self.progress.of(s), len(s.tokens) - 1) for s in sequences]
+        texts = [s.tokens[start:] for s, start in zip(sequences, starts, strict=True)]
+        batch = text_batch(self.table, [s.row for s in sequences], texts, starts)
+        logits = torch.cat([self._logits(piece) for piece in pieces(batch, self.step_rows)])
+        for sequence in sequences:
+            self.progress.note(sequence, len(sequence.tokens))
+        return logits
 
     def _logits(self, batch: Batch) -> Tensor:
-        """The model's logits over the target's vocabulary."""
-        logits = self.model.forward(batch, self.store)[:, : self.vocab]
+        """The model's logits over the target's vocabulary, on the host, where trees are grown."""
+        logits = self.model.forward(batch, self.store)[:, : self.vocab].float().cpu()
         missing = self.vocab - logits.shape[1]
         return F.pad(logits, (0, missing), value=float("-inf")) if missing else logits.contiguous()
 
-    def _catch_up(self, sequences: Seq[Sequence], states: Seq[State]) -> Tensor:
-        """Read what each text has gained since last time; the logits after its last token."""
-        for s, state in zip(sequences, states, strict=True):
-            # The last token is always read: its logits are wanted.
-            state.valid = min(state.valid, len(s.tokens) - 1)
-            self.table.commit(state.row, state.valid)  # an earlier guess may not have been judged
-        logits: list[Tensor | None] = [None] * len(states)
-        while waiting := [i for i, s in enumerate(sequences) if states[i].valid < len(s.tokens)]:
-            budget, taken = self.step_rows, []
-            for i in waiting:
-                size = min(len(sequences[i].tokens) - states[i].valid, budget)
-                if size:
-                    self.own.extend(states[i].row, size, sequences)
-                    taken.append((i, size))
-                    budget -= size
-            texts = [sequences[i].tokens[states[i].valid : states[i].valid + size] for i, size in taken]
-            starts = [states[i].valid for i, _ in taken]
-            out = self._logits(text_batch(self.table, [states[i].row for i, _ in taken], texts, starts))
-            for (i, size), row in zip(taken, out, strict=True):
-                states[i].valid += size
-                logits[i] = row
-        for state in states:
-            state.fed = Fed(state.row, state.valid)
-        return torch.stack([row for row in logits if row is not None])
+    # ------------------------------------------------------------------------------------------ resident steps
 
-    def _expand(
-        self, sequences: Seq[Sequence], states: Seq[State], growths: list[Growth], places: list[Place]
-    ) -> Tensor:
-        feds = [state.fed for state in states if state.fed is not None]
-        return self._logits(
-            feed_nodes(self.table, lambda row: self.own.extend(row, 1, sequences), feds, growths, places)
-        )
+    def propose_resident(
+        self, ops: StepOps, rows: Tensor, lengths: Tensor, tree: TreeLayout, context: int
+    ) -> tuple[Tensor, None]:
+        (_, first), *further = tree.levels
+        levels = (known_rows(WINDOW), first), *further
+        return run_levels(self.run, ops, rows, lengths, levels, len(tree), context, self.vocab), None
 
+    def tokens_behind(self, sequence: Sequence, coming: int = 0) -> int:
+        return self.progress.behind(sequence, coming, WINDOW)
 
-def _renumbered(fed: Fed, kept: list[int]) -> Fed:
-    """The same entries under the numbers the draft's nodes have; nodes that were dropped are nobody's."""
-    number = {node: i for i, node in enumerate(kept)}
-    order = [number.get(node, -1 - node) for node in fed.order]
-    return Fed(fed.row, fed.known, order, {number[n]: mask for n, mask in fed.masks.items() if n in number})
+    def catch_up(self, ops: StepOps, sequences: list[Sequence]) -> None:
+        rows, at = [], []
+        for sequence in sequences:
+            start, end = self.progress.of(sequence), len(sequence.tokens) - 1
+            if start < end:
+                lacking = (start - end) % TOGETHER  # the last token is read several times over
+                at.append(np.pad(np.arange(start, end), (0, lacking), mode="edge"))
+                rows.append(np.full(len(at[-1]), sequence.row))
+            self.progress.note(sequence, max(start, end))
+        if not at:
+            return
+        every, where = np.concatenate(rows), np.concatenate(at)
+        for first in range(0, len(where), READ_ROWS[-1]):
+            some = slice(first, first + READ_ROWS[-1])
+            self._read_rows(ops, every[some], where[some])
+
+    def warm_up(self, ops: StepOps) -> int:
+        for count in READ_ROWS:
+            self._read_rows(ops, np.full(count, ops.state.rows), np.arange(count) % TOGETHER)
+        return sum(READ_ROWS)
+
+    def _read_rows(self, ops: StepOps, rows: np.ndarray, at: np.ndarray) -> None:
+        lacking = next(count for count in READ_ROWS if count >= len(rows)) - len(rows)
+        rows, at = np.pad(rows, (0, lacking), constant_values=ops.state.rows), np.pad(at, (0, lacking))
+        self.read(known_batch(ops.state, rows, at), TOGETHER, int(at.max()) + 1, False)
+
+    def _bounded(self, run: Pass, context: int) -> Pass:
+        """Keeps a pass inside this model's vocabulary and context, where the target's are larger: a draft beyond them
+        is worth nothing, and the host does not see in time that it would be made.
+        """
+        c = self.model.config
+        if c.vocab >= self.vocab and c.context >= context:
+            return run
+
+        def inside(batch: Batch, together: int, context: int, branching: bool) -> Tensor:
+            ids, positions = batch.ids.clamp(max=c.vocab - 1), batch.positions.clamp(max=c.context - 1)
+            return run(replace(batch, ids=ids, positions=positions), together, context, branching)
+
+        return inside

@@ -1,25 +1,40 @@
-"""`lookup`: guesses that what followed last time will follow again. No model, next to no cost.
+"""`lookup`: drafts that what followed last time will follow again. No model, next to no cost.
 
 Three places are searched for the longest ending of the text: the text itself, the user's prediction of the
 answer, and past answers to the same owner, never anybody else's. The continuations found become one tree:
-where they agree they share nodes, and the longest match has the first claim on them.
+where they agree they share nodes, and the longest match has the first claim on them. In resident steps the text itself
+and the prediction are searched, on the device.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
+import torch
+from torch import Tensor
+
+from outrider.device.layout import TreeLayout
+from outrider.device.ops import StepOps
+from outrider.draft.drafter import ResidentDrafter
 from outrider.draft.merged import merge_drafts
 from outrider.draft.suffix import Automaton, Match, OwnMatch
-from outrider.types import Bet, Draft, Sequence, Verdict
+from outrider.types import Bet, Draft, Sequence
 
 SHORTEST = 2  # tokens that must match before a continuation is believed
 GRAM = 4  # past answers are found by this many tokens
 LONGEST = 64  # how far back a match with a past answer is followed
 READ = 4  # past answers read in one go
+# In resident steps: how many tokens of an ending are compared, and how many must be the same. One is enough there, as
+# the step's rows are paid for whether there is a draft or not.
+REACH, SHORTEST_RESIDENT = 8, 1
+
+# Tokens and predictions of all sequences, how long the predictions are, some rows, the sequences' lengths, how many to
+# draft, how long sequences may be, and what counts as the same.
+Find = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, int, int, int], tuple[Tensor, Tensor]]
 
 
 @dataclass(slots=True)
@@ -33,7 +48,7 @@ class State:
 class Past:
     """One owner's earlier answers: where each run of GRAM tokens was last seen. The oldest are forgotten.
 
-    Answers are read when somebody looks for a guess, a few at a time: nobody may.
+    Answers are read when somebody looks for a draft, a few at a time: nobody may.
     """
 
     answers: deque[list[int]] = field(default_factory=deque)
@@ -74,9 +89,49 @@ class Past:
         return size, answer[end : end + n]
 
 
-class LookupDrafter:
-    def __init__(self, owners: int = 256, tokens_per_owner: int = 65536) -> None:
-        self.owners, self.room = owners, tokens_per_owner
+def find_copies(
+    tokens: Tensor,
+    predictions: Tensor,
+    predicted: Tensor,
+    rows: Tensor,
+    lengths: Tensor,
+    n: int,
+    context: int,
+    reach: int,
+    shortest: int,
+) -> tuple[Tensor, Tensor]:
+    """The longest ending of each text, up to `reach` tokens, that occurs in its prediction or earlier in the text, the
+    latest such place, and the n tokens [S, n] that followed there; how many of them are proposed [S], none where fewer
+    than `shortest` are the same. A prediction counts as if GRAM more were: the user said what to expect.
+    """
+    before = predicted[rows][:, None]  # the prediction lies before the text
+    place = torch.arange(predictions.shape[1] + context, device=tokens.device)
+    own = tokens[rows].gather(1, (place - before).clamp(min=0, max=tokens.shape[1] - 1))
+    texts = torch.where(place < before, predictions[rows][:, place.clamp(max=predictions.shape[1] - 1)], own)
+    last = lengths + predicted[rows]
+    size = torch.zeros_like(texts)
+    same = place < last[:, None]  # places whose next token is known
+    for back in range(reach):
+        ending = texts.gather(1, (last - back).clamp(min=0)[:, None])
+        shifted = torch.roll(texts, back, dims=1)
+        same = same & (shifted == ending) & (place >= back) & (lengths[:, None] >= back)
+        size += same
+    value = (size + GRAM * (place < before)) * len(place) + place
+    best = value.masked_fill(size < shortest, -1).amax(1)
+    found = best >= 0
+    start = torch.where(found, best % len(place) + 1, 0)
+    at = start[:, None] + torch.arange(n, device=texts.device)
+    ends = torch.where(start <= predicted[rows], predicted[rows], last + 1)
+    count = torch.where(found, (ends - start).clamp(max=n), 0)
+    return texts.gather(1, at.clamp(max=texts.shape[1] - 1)), count
+
+
+class LookupDrafter(ResidentDrafter):
+    max_depth, trees, rides_along = 15, False, True  # deep, as its draft tokens take no passes
+
+    def __init__(self, owners: int = 256, tokens_per_owner: int = 65536, find: Find = find_copies) -> None:
+        """`find` is how resident sequences are searched: `find_copies`, or a GPU's kernel for it."""
+        self.owners, self.room, self.find = owners, tokens_per_owner, find
         self.states: dict[Sequence, State] = {}
         # By owner and text, as long as somebody uses it: many choices may have one prediction.
         self.predictions: WeakValueDictionary[tuple[str, tuple[int, ...]], Automaton] = WeakValueDictionary()
@@ -94,10 +149,7 @@ class LookupDrafter:
         return automaton
 
     def propose(self, sequences: Seq[Sequence], bets: Seq[Bet]) -> list[Draft]:
-        return [self._guess(s, bet) for s, bet in zip(sequences, bets, strict=True)]
-
-    def accept(self, sequence: Sequence, draft: Draft, verdict: Verdict) -> None:
-        pass  # new tokens are read when the next guess is asked for
+        return [self._draft(s, bet) for s, bet in zip(sequences, bets, strict=True)]
 
     def stop(self, sequence: Sequence) -> None:
         self.states.pop(sequence, None)
@@ -108,7 +160,15 @@ class LookupDrafter:
             if len(self.past) > self.owners:
                 self.past.popitem(last=False)
 
-    def _guess(self, sequence: Sequence, bet: Bet) -> Draft:
+    def propose_resident(
+        self, ops: StepOps, rows: Tensor, lengths: Tensor, tree: TreeLayout, context: int
+    ) -> tuple[Tensor, Tensor]:
+        state = ops.state
+        texts = state.tokens, state.predictions, state.predicted
+        context = min(context, state.width)
+        return self.find(*texts, rows, lengths, len(tree), context, REACH, SHORTEST_RESIDENT)
+
+    def _draft(self, sequence: Sequence, bet: Bet) -> Draft:
         state = self.states[sequence]
         for token in sequence.tokens[state.read :]:
             state.own.advance(token)

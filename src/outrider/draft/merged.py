@@ -1,39 +1,74 @@
-"""Several drafters as one: their guesses share a tree, and where they agree they share nodes."""
+"""Several drafters as one: their drafts share a tree, and where they agree they share nodes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
+import numpy as np
+
+from outrider.cache.pool import CacheFull, Slots
+from outrider.cache.table import SlotTable
 from outrider.draft.drafter import Drafter
-from outrider.types import MAX_NODES, Bet, Draft, Sequence, Verdict
+from outrider.types import MAX_NODES, NO_DRAFT, Bet, Draft, Sequence, Verdict
 
 
-class MergedDrafter:
-    """The first drafter's nodes come first; the others fill what the bet has left.
+class MergedDrafter(Drafter):
+    """The first drafter's nodes come first; the others fill what the bet has left. Each is started and stopped on its
+    own.
 
-    Draft probabilities are not kept: a node may come from two distributions. Under `rejection` its guesses
+    Draft probabilities are not kept: a node may come from two distributions. Under `rejection` its tokens
     count as given, which is exact, if less often accepted.
     """
 
-    def __init__(self, drafters: Seq[Drafter]) -> None:
-        self.drafters = drafters
+    def __init__(self, drafters: Seq[Drafter], table: SlotTable) -> None:
+        self.drafters, self.table = drafters, table
         self._given: dict[Sequence, list[tuple[Draft, dict[int, int]]]] = {}
 
-    def start(self, sequence: Sequence) -> None:
-        pass  # each of them is started and stopped on its own
-
     def propose(self, sequences: Seq[Sequence], bets: Seq[Bet]) -> list[Draft]:
-        each = [drafter.propose(sequences, bets) for drafter in self.drafters]
+        each, slots = self._ask(sequences, bets)
         merged = []
         for i, sequence in enumerate(sequences):
             draft, numbers = merge_drafts([drafts[i] for drafts in each], min(bets[i].nodes, MAX_NODES))
             self._given[sequence] = list(zip([drafts[i] for drafts in each], numbers, strict=True))
+            try:
+                self._attach(sequence, len(draft), numbers, [left[i] for left in slots])
+            except CacheFull:
+                draft = NO_DRAFT
             merged.append(draft)
         return merged
 
+    def _ask(self, sequences: Seq[Sequence], bets: Seq[Bet]) -> tuple[list[list[Draft]], list[list[Slots]]]:
+        """What each drafter proposes for each sequence, and the slots that it leaves; the next one finds none."""
+        known = [int(self.table.lengths[sequence.row]) for sequence in sequences]
+        each: list[list[Draft]] = []
+        slots: list[list[Slots]] = []
+        try:
+            for drafter in self.drafters:
+                each.append(drafter.propose(sequences, bets))
+                slots.append([self.table.detach(s.row, n) for s, n in zip(sequences, known, strict=True)])
+        except Exception:
+            for one in (one for left in slots for one in left):
+                self.table.pool.drop(one)
+            raise
+        return each, slots
+
+    def _attach(
+        self, sequence: Sequence, nodes: int, numbers: list[dict[int, int]], slots: list[Slots]
+    ) -> None:
+        """Every merged node gets the slot that the first of its drafters left for it, if one did."""
+        firsts = np.cumsum([0, *map(len, slots)])
+        order = [-1] * nodes
+        for first, own, left in reversed(list(zip(firsts, numbers, slots, strict=False))):
+            for merged, node in own.items():
+                if node < len(left):
+                    order[merged] = int(first) + node
+        while order and order[-1] < 0:
+            order.pop()
+        self.table.attach(sequence.row, np.concatenate(slots), order)
+
     def accept(self, sequence: Sequence, draft: Draft, verdict: Verdict) -> None:
-        """Tell each drafter what became of its own nodes, by its own numbers."""
+        """Each drafter learns what became of its own nodes, by its own numbers."""
         given = self._given.pop(sequence, [(draft, {})] * len(self.drafters))
         for drafter, (own, numbers) in zip(self.drafters, given, strict=True):
             path = []

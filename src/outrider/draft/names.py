@@ -1,7 +1,7 @@
 """What `draft` may say, split into parts and checked before anything is loaded. No torch here.
 
 auto                      the best that needs nothing further: lookup
-none                      nobody guesses unless a request asks
+none                      no drafts unless a request asks
 lookup, early_exit[:N]    no second model; N layers, or found by a short search
 PATH, alias or hub id     a smaller model (then called `lm`) or an EAGLE-3 head (`eagle`)
 NAME                      a drafter that an installed package offers: entry points `outrider.drafters`

@@ -1,13 +1,13 @@
-"""Growing guesses from a model's logits: chains, fixed shapes, and trees grown best first. For any model
+"""Growing drafts from a model's logits: chains, fixed shapes, and trees grown best first. For any model
 drafter.
 
 Level by level: the drafter's logits at each open node go through the same processing as the target's, get
-the same noise, and the best few become children. Sharing the target's noise is what makes a guess at
-temperature 1 as likely to hold as one at 0. A node's survival is the product of its and its ancestors'
+the same noise, and the best few become children. Sharing the target's noise is what makes a draft at
+temperature 1 as likely to be accepted as one at 0. A node's survival is the product of its and its ancestors'
 shares; a grown tree keeps the nodes likeliest to survive, which never orphans one, as a child cannot be
 likelier than its parent.
 
-For `rejection`, which needs to know what each guess was drawn from, draws use a stream of their own and the
+For `rejection`, which needs to know what each node was drawn from, draws use a stream of their own and the
 shape is fixed beforehand: choosing nodes by looking at them would bias the ratio test.
 """
 
@@ -139,7 +139,7 @@ def _branch(
         number = {r: before + n for n, r in enumerate(drawn)}
         log_q.append(processed[at].log_softmax(-1))
         tokens[at] = _drawn(processed[at], rows, np.array(drawn), tokens.shape[1])
-    # A token the drafter rules out is no guess: there may be fewer possible ones than children asked for.
+    # A token the drafter rules out is not drafted: there may be fewer possible ones than children asked for.
     possible = (processed.gather(1, tokens) > float("-inf")).tolist()
     fresh: dict[int, list[int]] = {}
     for r, (children, parts) in enumerate(zip(tokens.tolist(), shares.tolist(), strict=True)):

@@ -46,9 +46,9 @@ class Driver:
     def __init__(self, build: Callable[[], Engine]) -> None:
         self.engine: Engine
         self.observer: Callable[[StepRecord], None] | None = None  # hears of every step, after its events
-        self.spare: Iterator[None] | None = None  # what is done, piece by piece, while nobody is answered
+        self.idle_work: Iterator[None] | None = None  # what is done, piece by piece, while nobody is answered
         self._build = build
-        self._orders: deque[Callable[[], None]] = deque()  # run by the engine's thread between steps
+        self._commands: deque[Callable[[], None]] = deque()  # run by the engine's thread between steps
         self._listeners: dict[str, Listener] = {}
         self._wake = threading.Condition()
         self._closed = False
@@ -65,7 +65,7 @@ class Driver:
         result: list[T] = []
         failure: list[BaseException] = []
 
-        def order() -> None:
+        def command() -> None:
             try:
                 result.append(work())
             except BaseException as error:
@@ -73,7 +73,7 @@ class Driver:
             finally:
                 done.set()
 
-        self._give(order)
+        self._give(command)
         while not done.wait(0.5):
             self._raise_if_dead()
         if failure:
@@ -133,10 +133,10 @@ class Driver:
         if seconds:
             self._thread.join(seconds)
 
-    def _give(self, order: Callable[[], None]) -> None:
+    def _give(self, command: Callable[[], None]) -> None:
         self.check()
         with self._wake:
-            self._orders.append(order)
+            self._commands.append(command)
             self._wake.notify()
 
     def _raise_if_dead(self) -> None:
@@ -150,35 +150,36 @@ class Driver:
     def _run(self) -> None:
         try:
             self.engine = self._build()
-            while self._obey():
-                self._deliver(self.engine.step())
-                if self.observer and self.engine.record:
-                    self.observer(self.engine.record)
+            while self._run_commands():
+                for result in self.engine.step():
+                    self._deliver(result.events)
+                    if self.observer:
+                        self.observer(result.record)
         except BaseException as problem:
             error = in_words(problem, "answering" if hasattr(self, "engine") else "loading the model")
             self._failure = error
             for listener in list(self._listeners.values()):
                 listener(error)
 
-    def _obey(self) -> bool:
+    def _run_commands(self) -> bool:
         """Carry out what was asked since the last step; sleep while there is nothing to do. False: time to
         go.
         """
         while True:
             with self._wake:
-                while not (self._orders or self._closed or self.spare) and self.engine.idle:
+                while not (self._commands or self._closed or self.idle_work) and self.engine.idle:
                     self._wake.wait()
-                orders, self._orders = self._orders, deque()
-            for order in orders:
-                order()
+                commands, self._commands = self._commands, deque()
+            for command in commands:
+                command()
             if self._closed:
                 for request_id in list(self._listeners):
                     self._deliver(self.engine.abort(request_id))
                 return False
             if not self.engine.idle:
                 return True
-            if self.spare is not None and next(self.spare, DONE) is DONE:
-                self.spare = None
+            if self.idle_work is not None and next(self.idle_work, DONE) is DONE:
+                self.idle_work = None
 
     def _deliver(self, events: list[Event]) -> None:
         for event in events:

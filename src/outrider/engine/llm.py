@@ -10,9 +10,9 @@ import queue
 import secrets
 import time
 import warnings
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,16 @@ import torch
 
 from outrider.control.planner import Planner
 from outrider.draft.custom import load_source
+from outrider.draft.drafters import Drafters
 from outrider.draft.names import Part, check_parts, parse_draft
-from outrider.draft.table import Bench, make_drafters
+from outrider.draft.table import DrafterSources, make_drafters
 from outrider.engine.driver import Driver
 from outrider.engine.engine import Engine
+from outrider.engine.graph_runner import make_graph_runner
+from outrider.engine.kv_cache import KvCache, make_kv_cache
 from outrider.engine.memory import check_room
+from outrider.engine.output import Output, make_output
+from outrider.engine.runner import EagerRunner, Runner
 from outrider.errors import InvalidRequest, OutriderError, UnsupportedModel, stopped
 from outrider.load.checkpoint import Checkpoint, check_shapes, open_checkpoint
 from outrider.load.config import ModelConfig
@@ -38,12 +43,10 @@ from outrider.settings import WEIGHT_BYTES, Memory, Settings, cache_folder, free
 from outrider.types import (
     MAX_NODES,
     Event,
-    FinishReason,
     Request,
     SamplingParams,
     Sequence,
     Speculation,
-    TokenLogprob,
 )
 from outrider.verify.grammar import GrammarCompiler
 
@@ -66,64 +69,6 @@ Message = Mapping[str, Any]
 BYTES = (bytes, bytearray, memoryview)
 PREPARED = 64  # sequences at once
 LOOK_SECONDS = 0.5  # between two looks at an engine that is silent
-
-
-@dataclass(slots=True)
-class Stats:
-    """What a choice cost: `tokens_per_step` is what speculation bought, 1.0 without it."""
-
-    steps: int
-    drafted: int
-    accepted: int
-    origins: list[str]
-
-    @property
-    def tokens_per_step(self) -> float:
-        return len(self.origins) / self.steps if self.steps else 0.0
-
-
-@dataclass(slots=True)
-class Choice:
-    text: str
-    token_ids: list[int]
-    finish_reason: FinishReason
-    logprobs: list[TokenLogprob] | None
-    seed: int
-    stats: Stats
-
-
-@dataclass(slots=True)
-class Output:
-    """The answer to one prompt. Its own fields are those of the first choice."""
-
-    prompt_ids: list[int]
-    cached_tokens: int  # of the prompt, found in the cache
-    prompt_logprobs: list[TokenLogprob | None] | None = None  # None for the first token: nothing foretold it
-    choices: list[Choice] = field(default_factory=list)
-
-    @property
-    def text(self) -> str:
-        return self.choices[0].text
-
-    @property
-    def token_ids(self) -> list[int]:
-        return self.choices[0].token_ids
-
-    @property
-    def finish_reason(self) -> FinishReason:
-        return self.choices[0].finish_reason
-
-    @property
-    def logprobs(self) -> list[TokenLogprob] | None:
-        return self.choices[0].logprobs
-
-    @property
-    def seed(self) -> int:
-        return self.choices[0].seed
-
-    @property
-    def stats(self) -> Stats:
-        return self.choices[0].stats
 
 
 class LLM:
@@ -178,10 +123,10 @@ class LLM:
         most = min(sequences or PREPARED, self.settings.max_sequences)
 
         def begin() -> None:
-            self.driver.spare = self.engine.preparing(most)
+            self.driver.idle_work = self.engine.prepare(most)
 
         self.driver.run(begin)
-        while wait and self.driver.run(lambda: self.driver.spare is not None):
+        while wait and self.driver.run(lambda: self.driver.idle_work is not None):
             time.sleep(0.01)
 
     def generate(
@@ -357,26 +302,30 @@ class LLM:
         self._check_room()
         self.model = load_model(self.checkpoint, self.settings)
         asked, self.settings = self.settings, self._placed(parts)
-        engine = Engine(self.model, self.settings, self.tokenizer.text_stream)
+        cache = make_kv_cache(self.model, self.settings)
         free = _free_memory(self.settings)
-        drafters, self.drafter = make_drafters(parts, self._bench(engine))
-        if asked.draft_weights not in ("auto", "float32") and "lm" not in drafters:
+        by_name, self.drafter = make_drafters(parts, self._sources(cache))
+        if asked.draft_weights not in ("auto", "float32") and "lm" not in by_name:
             raise InvalidRequest(
                 f"draft_weights is for a model that drafts, and there is none (draft: {self.drafter})",
                 "draft_weights",
             )
-        engine.use_drafters(drafters, Planner(self.drafter))
         if isinstance(self.model, Decoder) and self.model.kernels.name == "c":
             # The kernels have threads of their own; torch's, woken by every large enough operation, spin beside them.
             torch.set_num_threads(1)
+        drafters = Drafters(by_name, self.model.config.vocab)
+        if self.model.device.type == "cuda":
+            runner: Runner = make_graph_runner(self.model, cache, drafters, self.drafter)
+        else:
+            runner = EagerRunner(self.model, cache, drafters)
+        # Lookup costs next to nothing, so that whoever names no drafter may get it, too, where rows are resident.
+        choices = dict.fromkeys(name for name in (self.drafter, "lookup") if drafters.resident(name))
+        planner = Planner(self.drafter, choices=tuple(choices))
         if free is not None:
-            from outrider.engine.flying import make_rounds  # Triton comes with it
-
-            engine.rounds = make_rounds(engine)
-            left, slots = _free_memory(self.settings) or 0, engine.table.pool.total
-            cache = slots * kv_bytes(self.model)
-            self.memory = Memory(self.model.weight_bytes(), free - left, cache, slots, left)
-        return engine
+            left, slots = _free_memory(self.settings) or 0, cache.table.pool.total
+            size = slots * kv_bytes(self.model)
+            self.memory = Memory(self.model.weight_bytes(), free - left, size, slots, left)
+        return Engine(self.model, cache, drafters, planner, runner, self.settings, self.tokenizer.text_stream)
 
     def _check_room(self) -> None:
         """What cannot be is said before anything is loaded."""
@@ -417,14 +366,13 @@ class LLM:
         """What is loaded for a draft that was found."""
         return checkpoint
 
-    def _bench(self, engine: Engine) -> Bench:
-        return Bench(
+    def _sources(self, cache: KvCache) -> DrafterSources:
+        return DrafterSources(
             target=self.model,
             tokenizer=self.tokenizer,
-            store=engine.store,
-            table=engine.table,
-            context=engine.context,
-            cache_bytes=self.settings.cache_bytes,
+            store=cache.store,
+            table=cache.table,
+            context=cache.context,
             find=lambda name: find(name, cache_folder()),
             load=self._load_draft,
             samples=lambda: [self.tokenizer.encode(text) for text in SAMPLES],
@@ -468,7 +416,7 @@ class LLM:
             for request_id in running:
                 self.driver.abort(request_id)
             raise
-        return [_output(request, choices, texts) for request, choices in running.values()]
+        return [make_output(request, choices, texts) for request, choices in running.values()]
 
 
 def load_model(checkpoint: Checkpoint, settings: Settings, weights: str | None = None) -> Model:
@@ -545,19 +493,3 @@ def _check_messages(messages: Any) -> None:
             f"not {type(messages).__name__}",
             "messages",
         )
-
-
-def _output(
-    request: Request, choices: Iterable[Sequence], texts: Mapping[tuple[str, int], list[str]]
-) -> Output:
-    output = Output(list(request.prompt_ids), 0)
-    for s in choices:
-        if request.params.prompt_logprobs is not None and s.choice == 0:
-            output.prompt_logprobs = s.prompt_logprobs
-        assert s.finish_reason is not None  # every choice has had its last event
-        output.cached_tokens = max(output.cached_tokens, s.reused if s.choice == 0 else 0)
-        logprobs = s.logprobs if request.params.logprobs is not None else None
-        stats = Stats(s.steps, s.drafted, s.accepted, list(s.origins))
-        text = "".join(texts.get((request.id, s.choice), []))
-        output.choices.append(Choice(text, s.output, s.finish_reason, logprobs, s.seed & (2**64 - 1), stats))
-    return output

@@ -1,22 +1,195 @@
-"""Packs sequences and drafts into one flat batch. What the rows mean is said at `types.Batch`."""
+"""How a step runs. `Runner` is the contract; `EagerRunner` runs at once what the host packed.
+
+Launching drafts, runs the target once and leaves its logits with an `InFlightStep`; finishing verifies. In between, as
+many steps as `lag` says may be launched.
+"""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from outrider.cache.pool import CacheFull
 from outrider.cache.table import SlotTable
-from outrider.types import Batch, Draft, Work
+from outrider.draft.drafters import Drafters
+from outrider.engine.kv_cache import KvCache
+from outrider.model.decoder import Model
+from outrider.types import NO_DRAFT, Batch, Bet, Draft, Options, Plan, TreeShape, Verdict, Work
+from outrider.verify.judge import judge, score_prompts
+
+Result = tuple[
+    Draft, Verdict | None
+]  # what was drafted for one piece of work, and what the target said, if it emits
 
 
-def pack(picks: Seq[Work], drafts: Seq[Draft], table: SlotTable) -> Batch:
-    """Every pick's known tokens, then its draft's nodes. The table row already ends with slots for both.
+@dataclass(slots=True)
+class StagedPart:
+    """Rows packed by the host: whose they are, what was drafted, and once run the logits that were asked for."""
+
+    work: list[Work]
+    drafts: list[Draft]
+    logits: Tensor | None = None
+    wanted: int = 0  # rows of those
+
+
+@dataclass(slots=True)
+class InFlightStep:
+    """A step that was launched and whose results the engine does not have yet."""
+
+    work: list[Work]
+    bets: list[Bet]  # as run: a runner may have made less of them than was planned
+    reasons: tuple[str, ...]
+    staged: StagedPart
+    begun: float = field(default_factory=time.perf_counter)
+    rows: int = 0  # of one pass
+    passes: int = 1
+    captured: tuple[str, TreeShape, int] | None = None
+    catch_up: tuple[str, int, float] | None = None
+    ready: Any = None  # where a device lags: an event after which its logits can be read
+    plan_s: float = 0.0
+    draft_s: float = 0.0
+    target_s: float = 0.0
+    verify_s: float = 0.0
+
+    @property
+    def can_draft(self) -> bool:
+        """Whether the planner had a choice: nobody drafts in plain passes that were captured as such."""
+        return self.captured is None or self.captured[0] != "none" or bool(self.staged.work)
+
+
+class Runner(Protocol):
+    lag: int  # steps that may be in flight while the next one is launched
+
+    def options(self, work: Seq[Work]) -> Options:
+        """What the planner may choose from for this work."""
+        ...
+
+    def launch(self, work: list[Work], plan: Plan) -> InFlightStep:
+        """Draft, and run the target once. Waits for nothing that is in flight."""
+        ...
+
+    def finish(self, step: InFlightStep) -> list[Result]:
+        """Wait for a step, and verify: a result for each piece of its work."""
+        ...
+
+    def measure(self, size: int, drafter: str) -> Iterable[tuple[str, TreeShape, float]]:
+        """What resident rows cost: seconds by drafter and draft tree, for so many sequences."""
+        ...
+
+    def unprepared(self, sequences: int, drafters: Seq[str]) -> list[tuple[str, int]]:
+        """Drafters and sizes whose resident rows were never run, for up to so many sequences."""
+        ...
+
+    def warm_up(self, drafter: str) -> tuple[int, float]:
+        """Tokens that a drafter can catch up with in some seconds; none if there is nothing to measure."""
+        ...
+
+
+class EagerRunner:
+    """All rows are packed by the host, each sequence with a draft tree of its own."""
+
+    lag = 0
+
+    def __init__(self, model: Model, cache: KvCache, drafters: Drafters) -> None:
+        self.model, self.store, self.table, self.drafters = model, cache.store, cache.table, drafters
+
+    def options(self, work: Seq[Work]) -> Options:
+        return Options()
+
+    def launch(self, work: list[Work], plan: Plan) -> InFlightStep:
+        begun = time.perf_counter()
+        staged = StagedPart(work, self.propose(work, plan.bets))
+        step = InFlightStep(work, list(plan.bets), plan.reasons, staged, begun)
+        for one in work:
+            one.launch(1, wait=True)
+        drafted = time.perf_counter()
+        batch = pack(work, staged.drafts, self.table)
+        staged.logits, step.rows = self.model.forward(batch, self.store), batch.rows
+        step.draft_s, step.target_s = drafted - begun, time.perf_counter() - drafted
+        return step
+
+    def finish(self, step: InFlightStep) -> list[Result]:
+        begun = time.perf_counter()
+        results = self.verify(step.staged)
+        step.verify_s = time.perf_counter() - begun
+        return results
+
+    def measure(self, size: int, drafter: str) -> Iterable[tuple[str, TreeShape, float]]:
+        return ()
+
+    def unprepared(self, sequences: int, drafters: Seq[str]) -> list[tuple[str, int]]:
+        return []
+
+    def warm_up(self, drafter: str) -> tuple[int, float]:
+        return 0, 0.0
+
+    def propose(self, work: Seq[Work], bets: Seq[Bet]) -> list[Draft]:
+        """Drafts for the sequences that emit, with slots for every node at the end of their row."""
+        drafts = [NO_DRAFT] * len(work)
+        by_drafter: dict[str, list[int]] = {}
+        for i, (one, bet) in enumerate(zip(work, bets, strict=True)):
+            if bet.nodes > 0 and one.emits:
+                by_drafter.setdefault(bet.drafter, []).append(i)
+        for name, asked in by_drafter.items():
+            proposed = self.drafters.propose(
+                name, [work[i].sequence for i in asked], [bets[i] for i in asked]
+            )
+            for i, draft in zip(asked, proposed, strict=True):
+                if self._take_slots(work[i], len(draft)):
+                    drafts[i] = draft
+        return drafts
+
+    def _take_slots(self, one: Work, nodes: int) -> bool:
+        """Slots for a draft's nodes. A drafter may have left some; a draft is never worth another sequence's place."""
+        row, end = one.sequence.row, one.start + one.known
+        left = int(self.table.lengths[row]) - end
+        try:
+            self.table.extend(row, max(nodes - left, 0))
+        except CacheFull:
+            nodes = 0
+        self.table.commit(row, end, range(nodes))
+        one.drafted = nodes
+        return nodes > 0
+
+    def verify(self, staged: StagedPart) -> list[Result]:
+        """Verify the drafts of staged rows, on the host: what the target says of them."""
+        assert staged.logits is not None
+        scored = sum(one.scored for one in staged.work)
+        own = staged.logits[: len(staged.logits) - scored]
+        emitting = [i for i, one in enumerate(staged.work) if one.emits]
+        results: list[Result] = [(draft, None) for draft in staged.drafts]
+        if emitting:
+            drafts = [staged.drafts[i] for i in emitting]
+            sequences = [staged.work[i].sequence for i in emitting]
+            verdicts = judge(own, sequences, drafts, self.model.draw, self.model.filter_logits)
+            for i, verdict in zip(emitting, verdicts, strict=True):
+                results[i] = staged.drafts[i], verdict
+        if scored:
+            _keep_prompt_scores(staged.logits[len(own) :], staged.work)
+        return results
+
+
+def _keep_prompt_scores(logits: Tensor, work: Seq[Work]) -> None:
+    """Log-probabilities of prompt tokens read in this pass, where they were asked for."""
+    for one, scores in score_prompts(logits, work):
+        if one.alive:
+            known = one.sequence.prompt_logprobs[: one.start + 1] or [None]
+            one.sequence.prompt_logprobs = [*known, *scores]
+
+
+def pack(work: Seq[Work], drafts: Seq[Draft], table: SlotTable) -> Batch:
+    """Every piece of work's known tokens, then its draft's nodes. The table row already ends with slots for both.
 
     Logits are wanted of the rows that emit, in order, and after all of those of the prompt rows asked for.
     """
-    sizes = [pick.known + len(draft) for pick, draft in zip(picks, drafts, strict=True)]
+    sizes = [one.known + len(draft) for one, draft in zip(work, drafts, strict=True)]
     total = sum(sizes)
     ids, ancestors = np.empty(total, np.int64), np.zeros(total, np.int64)
     positions, slots = np.empty(total, np.int32), np.empty(total, np.int32)
@@ -24,8 +197,8 @@ def pack(picks: Seq[Work], drafts: Seq[Draft], table: SlotTable) -> Batch:
     logit_rows: list[int] = []
     prompt_rows: list[int] = []
     at = 0
-    for pick, draft, size in zip(picks, drafts, sizes, strict=True):
-        sequence, base, known = pick.sequence, pick.sequence.cached, pick.known
+    for one, draft, size in zip(work, drafts, sizes, strict=True):
+        sequence, base, known = one.sequence, one.start, one.known
         end, last = base + known, at + known
         ids[at:last] = sequence.tokens[base:end]
         positions[at:last] = np.arange(base, end)
@@ -37,9 +210,9 @@ def pack(picks: Seq[Work], drafts: Seq[Draft], table: SlotTable) -> Batch:
             ancestors[last : at + size] = draft.ancestors
         slots[at : at + size] = table.entries[sequence.row, base : base + size]
         owners[at : at + size] = sequence.row
-        if pick.emits:
+        if one.emits:
             logit_rows.extend(range(last - 1, at + size))
-        prompt_rows.extend(range(at, at + pick.scored))
+        prompt_rows.extend(range(at, at + one.scored))
         at += size
     return Batch(
         ids=torch.from_numpy(ids),

@@ -1,16 +1,17 @@
-"""Who moves this step. Sequences that run come first, oldest first; then those that wait, while there is
-room.
+"""Who moves this step, and how far: chunked prefill and decoding share every step.
 
-There is no prefill phase and no decode phase: a sequence has known tokens that are not cached yet, and a
-step feeds it some of them. When the cache is full the youngest gives its slots back and waits; it loses
-nothing, as its tokens are a function of the request and are simply fed again. Since the oldest is never the
-one to go, everything ends.
+Sequences that run come first, oldest first; then those that wait, while there is room. There is no prefill phase and no
+decode phase: a sequence has known tokens that are not fed yet, and a step feeds it some of them. When the KV cache is
+full the youngest is preempted: it gives its slots back and waits; it loses nothing, as its tokens are a function of the
+request and are simply fed again. Since the oldest is never the one to go, everything ends.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
+
+import numpy as np
 
 from outrider.cache.pool import CacheFull
 from outrider.cache.table import SlotTable
@@ -32,24 +33,42 @@ class Scheduler:
         if choices[1:]:
             self.held[choices[0].request.id] = choices[1:]
 
-    def pick(self) -> list[Work]:
-        budget = self.step_rows
-        picks: list[Work] = []
-        for sequence in list(self.running):
-            if sequence.row < 0:  # preempted while room was made for an older one
-                continue
-            known = min(sequence.pending, max(budget, 1))
-            if self._extend(sequence, known):
-                picks.append(Work(sequence, known))
-                budget -= known
+    def schedule(self) -> list[Work]:
+        """Whoever can move, with slots for the known tokens that are fed."""
+        ready = [s for s in self.running if s.pending > 0 and s.remaining > s.coming]
+        work = self._decode(ready) if all(s.pending == 1 for s in ready) else None
+        if work is None:
+            work = self._chunks(ready)
+        budget = self.step_rows - sum(one.known for one in work)
         while budget > 0 and self.waiting and self._admit(self.waiting[0]):
             sequence = self.waiting.popleft()
             self.running.append(sequence)
             known = min(sequence.pending, budget)
             self.table.extend(sequence.row, known)
-            picks.append(Work(sequence, known))
+            work.append(Work(sequence, known))
             budget -= known
-        return picks
+        return work
+
+    def _decode(self, ready: list[Sequence]) -> list[Work] | None:
+        """One token each, all at once, if there is room for that."""
+        if not self.table.make_room(len(ready)):
+            return None
+        if ready:
+            self.table.extend_all(np.array([s.row for s in ready]), 1)
+        return [Work(sequence, 1) for sequence in ready]
+
+    def _chunks(self, ready: list[Sequence]) -> list[Work]:
+        """Chunked prefill: a chunk for who still reads its prompt, one token for others. The youngest are preempted."""
+        work: list[Work] = []
+        budget = self.step_rows
+        for sequence in ready:
+            if sequence.row < 0:  # preempted while room was made for an older one
+                continue
+            known = min(sequence.pending, max(budget, 1))
+            if self._extend(sequence, known):
+                work.append(Work(sequence, known))
+                budget -= known
+        return [one for one in work if one.sequence.row >= 0]
 
     def prompt_read(self, sequence: Sequence) -> None:
         """The prompt's keys and values are there: others may start from them."""
@@ -89,12 +108,12 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         self._release(sequence)
         self.running.remove(sequence)
-        sequence.cached = 0
+        sequence.cached = sequence.launched = sequence.coming = 0
         self.waiting.appendleft(sequence)
         self.preemptions += 1
 
     def _release(self, sequence: Sequence) -> None:
-        self.table.commit(sequence.row, sequence.cached)  # slots taken for a pass that is not to be
+        self.table.commit(sequence.row, sequence.cached)  # slots of steps whose outcome nobody waits for
         self.table.release(sequence.row, sequence.tokens[: sequence.cached], sequence.request.owner)
         sequence.row = -1
         sequence.released += 1

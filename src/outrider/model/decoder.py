@@ -1,4 +1,4 @@
-"""The one decoder: Llama, Mistral, Qwen2, Qwen3 and SmolLM, told apart by the flags of their config.
+"""The one decoder: Llama, Mistral, Qwen2, Qwen3 and SmolLM, which differ by the flags of their config.
 
 It knows the order of things and nothing of how they are computed: kernels do that, and whether these are the
 C ones or their torch twins is settled when the model is built.
@@ -39,7 +39,7 @@ class Model(Protocol):
         """The law's argmax over the vocabulary; see verify/noise.py."""
         ...
 
-    def sift(self, logits: Tensor, top_k: Tensor, top_p: Tensor, floor: Tensor) -> None:
+    def filter_logits(self, logits: Tensor, top_k: Tensor, top_p: Tensor, log_min_p: Tensor) -> None:
         """Rules out what the law's filters do not keep; see verify/filters.py."""
         ...
 
@@ -62,6 +62,10 @@ class Layered(Model, Protocol):
         """What the head would say after the first `layers` layers, on the host."""
         ...
 
+    def make_pass(self, store: KeyValueStore, layers: int | None = None) -> Callable[..., Tensor]:
+        """The pass over rows that lie where the model does, as device/ops.py's `Pass`; by default of all layers."""
+        ...
+
 
 def make_store(model: Model, slots: int) -> KeyValueStore:
     """Where this model's keys and values go."""
@@ -81,7 +85,7 @@ class Decoder:
     def __init__(self, config: ModelConfig, read: Callable[[str], Tensor], kernels: Any) -> None:
         self.config = config
         self.kernels = kernels
-        self.draw, self.sift = kernels.draw, kernels.sift
+        self.draw, self.filter_logits = kernels.draw, kernels.filter_logits
         self.layers = [kernels.pack_layer(layer_tensors(read, config, i)) for i in range(config.layers)]
         self.norm = read("model.norm.weight").float().contiguous()
         table = read("model.embed_tokens.weight")
@@ -93,6 +97,12 @@ class Decoder:
     def exit_logits(self, batch: Batch, store: KeyValueStore, layers: int) -> Tensor:
         """What the head would say after the first `layers` layers."""
         return self.logits(self._run(batch, store, layers), batch.logit_rows)
+
+    def make_pass(self, store: KeyValueStore, layers: int | None = None) -> Callable[..., Tensor]:
+        def run(batch: Batch, *_: Any) -> Tensor:
+            return self.exit_logits(batch, store, layers or self.config.layers)
+
+        return run
 
     def _run(self, batch: Batch, store: KeyValueStore, layers: int) -> Tensor:
         x = self.embed(batch.ids)

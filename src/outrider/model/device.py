@@ -1,5 +1,5 @@
 """A decoder on a CUDA device, and the two ways to run it: over batches packed by the host, and over rows that
-lie on the device already, as a round has them.
+lie on the device already, as a captured step has them.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from outrider.errors import UnsupportedModel
 from outrider.load.config import ModelConfig
 from outrider.model.decoder import Decoder
 from outrider.model.kernels.gpu.attention import (
-    ROW_FIELDS,
-    Reading,
-    make_reading,
+    AttentionPlan,
+    JointPlan,
+    make_attention_plan,
     padded_group,
-    read_batch,
+    plan_attention,
+    plan_staged,
     share_entries,
     split_count,
     tile_for,
@@ -28,29 +29,32 @@ from outrider.model.kernels.gpu.graph import ROWS, GraphedDecoder
 from outrider.model.kernels.gpu.kernels import GpuKernels, check_device
 from outrider.model.kernels.gpu.recording import context_for, record
 from outrider.model.rope import rope_tables
+from outrider.model.staged import ROW_FIELDS, StagedRows
 from outrider.types import Batch
 
 
 class DeviceDecoder:
-    """A decoder whose batches come from the host: inputs travel there, logits stay (or come back, `to_host`)."""
+    """A decoder whose batches come from the host: inputs travel there, logits stay."""
 
-    def __init__(self, decoder: Decoder, to_host: bool = False) -> None:
+    def __init__(self, decoder: Decoder) -> None:
         if not isinstance(decoder.kernels, GpuKernels):
             raise UnsupportedModel("this model does not run on a CUDA device")
-        self.decoder, self.kernels, self.to_host = decoder, decoder.kernels, to_host
+        self.decoder, self.kernels = decoder, decoder.kernels
         self.config = decoder.config
-        self.draw, self.sift = decoder.draw, decoder.sift
+        self.draw, self.filter_logits = decoder.draw, decoder.filter_logits
         self.device, self.dtype = decoder.kernels.device, decoder.kernels.dtype
         self.norm = decoder.norm.to(self.device)
         # By whose keys they read, by which table, and how many layers they run.
         self._graphs: dict[tuple[int, int, int], GraphedDecoder] = {}
 
     def forward(self, batch: Batch, store: KeyValueStore) -> Tensor:
-        logits = self._run(batch, store, self.config.layers)
-        return logits.float().cpu() if self.to_host else logits
+        return self._run(batch, store, self.config.layers)
 
     def exit_logits(self, batch: Batch, store: KeyValueStore, layers: int) -> Tensor:
         return self._run(batch, store, layers).float().cpu()
+
+    def make_pass(self, store: KeyValueStore, layers: int | None = None) -> DevicePass:
+        return DevicePass(self, store, layers)
 
     def embed(self, ids: Tensor) -> Tensor:
         return self.decoder.embed(ids)
@@ -70,7 +74,7 @@ class DeviceDecoder:
     def _from_host(self, batch: Batch, store: KeyValueStore, layers: int) -> Tensor:
         graphed = self._graphed(batch.table, store, layers)
         graphed.table.copy_(batch.table, non_blocking=True)
-        if batch.rows <= ROWS[-1] and self.device.type == "cuda":
+        if batch.rows <= ROWS[-1] and self.device.type == "cuda" and graphed.worth(batch):
             return graphed.forward(batch)[batch.logit_rows.to(self.device)]
         return self._eager(replace(batch, table=graphed.table), store, layers)
 
@@ -85,32 +89,44 @@ class DeviceDecoder:
         """Of a batch here or there, whose table is there."""
         c = self.config
         there = batch.to(self.device)
-        reading = read_batch(batch, c.heads, c.kv_heads, c.head_dim, there)
-        return run_pass(self, there, store, reading, layers)
+        attention = plan_attention(batch, c.heads, c.kv_heads, c.head_dim, there)
+        return run_pass(self, there, store, attention, layers)
 
 
 class DevicePass:
     """The pass over rows on the device with nothing for the host to look at: fit to be part of a graph.
 
-    Every `together` neighbouring rows belong to one text; unless they branch, at rising positions. By default all
-    layers run.
+    Every `together` neighbouring rows belong to one sequence; unless they branch, at rising positions. Staged rows may
+    come after them, each sequence's as they were packed. By default all layers run.
     """
 
     def __init__(self, model: DeviceDecoder, store: KeyValueStore, layers: int | None = None) -> None:
         self.model, self.store, self.layers = model, store, layers or model.config.layers
-        self.readings = Readings(model.config, model.device)
+        self.attention_plans = AttentionPlans(model.config, model.device)
 
-    def __call__(self, batch: Batch, together: int, context: int, branching: bool = False) -> Tensor:
-        reading = self.readings.of(batch, together, context, branching)
-        return run_pass(self.model, batch, self.store, reading, self.layers)
+    def __call__(
+        self,
+        batch: Batch,
+        together: int,
+        context: int,
+        branching: bool = False,
+        staged: StagedRows | None = None,
+    ) -> Tensor:
+        plans = self.attention_plans
+        attention: AttentionPlan | JointPlan
+        if staged is None:
+            attention = plans.of(batch, together, context, branching)
+        else:
+            attention = plans.joint(batch, together, context, branching, staged)
+        return run_pass(self.model, batch, self.store, attention, self.layers)
 
 
 class GraphedPass:
     """A `DevicePass` over batches that lie anywhere on the device, replayed from graphs: one for each number of rows
-    and length of texts.
+    and length of sequences.
     """
 
-    def __init__(self, run: DevicePass) -> None:
+    def __init__(self, run: Callable[..., Tensor]) -> None:
         self.run = run
         self._made: dict[tuple[int, int, int, bool], tuple[Batch, torch.cuda.CUDAGraph, Tensor]] = {}
 
@@ -118,31 +134,43 @@ class GraphedPass:
         context = context_for(context, batch.table.shape[1])
         key = batch.rows, together, context, branching
         if key not in self._made:
-            mine = replace(batch, **{name: getattr(batch, name).clone() for name in ROW_FIELDS})
+            names = (*ROW_FIELDS, "logit_rows")
+            mine = replace(batch, **{name: getattr(batch, name).clone() for name in names})
             self._made[key] = mine, *record(lambda: self.run(mine, together, context, branching))
         mine, graph, logits = self._made[key]
-        for name in ROW_FIELDS:
+        for name in (*ROW_FIELDS, "logit_rows"):
             getattr(mine, name).copy_(getattr(batch, name))
         graph.replay()
         return logits
 
 
-class Readings:
+class AttentionPlans:
     """How the rows of a `DevicePass` are read: made once a shape, as their buffers belong to the graphs made with
     them.
     """
 
     def __init__(self, config: ModelConfig, device: torch.device) -> None:
         self.shape, self.device = (config.heads, config.kv_heads, config.head_dim), device
-        self._made: dict[tuple[int, int, int, bool], Reading] = {}
+        self._made: dict[tuple[int, int, int, bool], AttentionPlan] = {}
 
-    def of(self, batch: Batch, together: int, context: int, branching: bool = False) -> Reading:
+    def of(self, batch: Batch, together: int, context: int, branching: bool = False) -> AttentionPlan:
         key = (batch.rows, together, context, branching)
-        reading = self._made.get(key) or self._made.setdefault(key, self._make(*key))
-        share_entries(batch, reading)
-        return reading
+        attention = self._made.get(key) or self._made.setdefault(key, self._make(*key))
+        share_entries(batch, attention)
+        return attention
 
-    def _make(self, rows: int, together: int, context: int, branching: bool) -> Reading:
+    def joint(
+        self, batch: Batch, together: int, context: int, branching: bool, staged: StagedRows
+    ) -> JointPlan:
+        """Of resident rows with staged ones after them."""
+        parts = [(part.batch, plan_staged(part, self.shape, context)) for part in staged.parts]
+        count = batch.rows - staged.shape.rows
+        if count:
+            resident = replace(batch, **{name: getattr(batch, name)[:count] for name in ROW_FIELDS})
+            parts.insert(0, (resident, self.of(resident, together, context, branching)))
+        return JointPlan(tuple(parts))
+
+    def _make(self, rows: int, together: int, context: int, branching: bool) -> AttentionPlan:
         heads, kv_heads, _ = self.shape
         padded = padded_group(heads, kv_heads)
         tile = tile_for(together, padded)
@@ -153,15 +181,21 @@ class Readings:
             for at in range(begin, begin + together, most)
         ]
         items = torch.tensor(groups, dtype=torch.int32, device=self.device)
-        return make_reading(items, rows, self.shape, split_count(context), branching, tile, together == 1)
+        return make_attention_plan(
+            items, rows, self.shape, split_count(context), branching, tile, together == 1
+        )
 
 
 def run_pass(
-    model: DeviceDecoder, batch: Batch, store: KeyValueStore, reading: Reading, layers: int
+    model: DeviceDecoder,
+    batch: Batch,
+    store: KeyValueStore,
+    attention: AttentionPlan | JointPlan,
+    layers: int,
 ) -> Tensor:
     decoder, kernels = model.decoder, model.kernels
     x = decoder.embed(batch.ids)
-    pending = kernels.run_layers(decoder.layers[:layers], x, batch, store, reading)
+    pending = kernels.run_layers(decoder.layers[:layers], x, batch, store, attention)
     return kernels.finish(x, pending, batch.logit_rows, model.norm, decoder.head)
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,14 +30,16 @@ from outrider.errors import INSTALL, BadCheckpoint, InvalidRequest, OutriderErro
 from outrider.load.checkpoint import Checkpoint, read_json
 from outrider.load.config import ModelConfig, Rope, end_ids
 from outrider.model.decoder import choose_kernels
-from outrider.types import MAX_NODES, Batch, Draft
+from outrider.model.hf_trial import Trial
+from outrider.types import MAX_NODES, Batch
 
 try:
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-    from transformers.pytorch_utils import Conv1D
     from transformers.utils import logging as transformers_logging
+
+    from outrider.model.hf_rows import make_rows_independent
 except ImportError:  # an extra; load_hf says how to get it
     transformers = None
 
@@ -51,7 +53,7 @@ MASK_BUFFERS = (
     ".attention.masked_bias",
 )
 FULL, SLIDING = "full_attention", "sliding_attention"
-# What attention may be told beside queries, keys, values, window and scale without changing its result.
+# What attention may be given beside queries, keys, values, window and scale without changing its result.
 HARMLESS = {
     "dropout", "is_causal", "position_ids", "position_embeddings", "cache_position", "past_key_values",
     "use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict",
@@ -86,7 +88,7 @@ class HfModel:
 
     def __init__(self, config: ModelConfig, module: Any, kernels: Any) -> None:
         self.config, self.module, self.kernels = config, module, kernels
-        self.draw, self.sift = kernels.draw, kernels.sift
+        self.draw, self.filter_logits = kernels.draw, kernels.filter_logits
         self.one_row_a_pass = False
         self._picks_rows = "logits_to_keep" in inspect.signature(module.forward).parameters
 
@@ -115,7 +117,7 @@ class HfModel:
         return logits.float().contiguous()
 
     def _positions(self, batch: Batch) -> Tensor:
-        """Positions inside the model's range. Guesses may stick out of it: nothing they say is ever used."""
+        """Positions inside the model's range. Draft tokens may lie beyond it: nothing is ever accepted there."""
         last = self.config.context - 1
         outside = batch.positions > last
         if bool(outside.any()) and bool((outside & (batch.ancestors == 0)).any()):
@@ -202,85 +204,6 @@ REASONS = {
     "s_aux": "attention sinks (s_aux)",
     "position_bias": "a position bias (ALiBi or the like)",
 }
-
-
-# ------------------------------------------------------------------------------------------ row independence
-
-
-class RowLinear(nn.Module):
-    """A linear layer whose rows do not depend on each other, to the last bit."""
-
-    def __init__(self, kernels: Any, weight: Tensor, bias: Tensor | None) -> None:
-        super().__init__()
-        self.kernels = kernels
-        self.packed = kernels.pack_linear(
-            weight.detach().contiguous(), None if bias is None else bias.detach().contiguous()
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        flat = x.reshape(-1, x.shape[-1]).float().contiguous()
-        out = self.kernels.linear(self.packed, flat)
-        return out.view(*x.shape[:-1], out.shape[-1])
-
-
-class TiedEmbedding(nn.Module):
-    """Embeds from the head's packed weights: a tied embedding needs no second copy."""
-
-    def __init__(self, head: RowLinear) -> None:
-        super().__init__()
-        self.head = [head]  # in a list: not a submodule twice
-
-    def forward(self, ids: Tensor) -> Tensor:
-        head = self.head[0]
-        return head.kernels.embed(head.packed, ids.flatten()).view(*ids.shape, -1)
-
-
-class EachRow(nn.Module):
-    """An elementwise module, one row at a time."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1]).split(1)
-        return torch.cat([self.inner(row) for row in rows]).view(x.shape)
-
-
-class EachPosition(nn.Module):
-    """Rotary tables, one position at a time."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor, position_ids: Tensor, *more: Any, **named: Any) -> tuple[Tensor, ...]:
-        each = [self.inner(x, p, *more, **named) for p in position_ids.split(1, dim=1)]
-        return tuple(torch.cat(part, dim=1) for part in zip(*each, strict=True))
-
-
-def make_rows_independent(model: nn.Module, kernels: Any) -> None:
-    """Replace, in place, every module whose result for a row could depend on the rows beside it."""
-    linears: dict[int, RowLinear] = {}  # by the weight they came from
-    embeddings: list[tuple[nn.Module, str, int]] = []
-    for parent in list(model.modules()):
-        child: Any
-        for name, child in list(parent.named_children()):
-            if type(child) is nn.Embedding:
-                embeddings.append((parent, name, child.weight.data_ptr()))
-            elif type(child) is nn.Linear:
-                linear = RowLinear(kernels, child.weight, child.bias)
-                linears[child.weight.data_ptr()] = linear
-                setattr(parent, name, linear)
-            elif type(child) is Conv1D:
-                setattr(parent, name, RowLinear(kernels, child.weight.T, child.bias))
-            elif type(child).__module__ in ("transformers.activations", "torch.nn.modules.activation"):
-                setattr(parent, name, EachRow(child))
-            elif type(child).__name__.endswith("RotaryEmbedding"):
-                setattr(parent, name, EachPosition(child))
-    for parent, name, weight in embeddings:
-        if weight in linears:
-            setattr(parent, name, TiedEmbedding(linears[weight]))
 
 
 def _row(batch: Batch, row: int, wanted: bool) -> Batch:
@@ -434,76 +357,14 @@ def _no_rope(positions: int) -> tuple[Tensor, Tensor]:
     return torch.empty(positions, 0), torch.empty(positions, 0)
 
 
-# ----------------------------------------------------------------------------------------------------- trial
-
-TREE = Draft((0,) * 5, (-1, 0, 0, -1, 2))  # shape only
-FIRST, SECOND = 5, 7  # the first text's length after each pass
-OTHER = 4  # the second text's, one more after the second pass
-
-
-class Trial:
-    """Two short random texts in two passes, the second with a tree on one of them; and what is expected."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        if config.context < SECOND + len(TREE) + 1:
-            raise UnsupportedModel(f"a context of {config.context} tokens is too short")
-        generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(config.vocab, (SECOND + OTHER + 1 + len(TREE),), generator=generator).tolist()
-        self.config = config
-        self.text, self.other, self.nodes = ids[:SECOND], ids[SECOND:-5], ids[-5:]
-        width = SECOND + MAX_NODES
-        self.slots = 2 * width
-        self.table = torch.randperm(self.slots, generator=generator, dtype=torch.int32).view(2, width)
-
-    def expected(self, logits_of: Callable[[Tensor], Tensor]) -> Tensor:
-        """The rows of both passes, in their order, from whole linear texts."""
-        one, two = logits_of(torch.tensor([self.text])), logits_of(torch.tensor([self.other]))
-        paths = [[self.nodes[i] for i in TREE.path(node)] for node in range(len(TREE))]
-        nodes = [logits_of(torch.tensor([self.text + path]))[-1:] for path in paths]
-        return torch.cat([one[:FIRST], two[:OTHER], one[FIRST:], *nodes, two[OTHER:]]).float()
-
-    def run(self, model: HfModel) -> Tensor:
-        c = self.config
-        store = KeyValueStore(c.layers, self.slots, c.kv_heads, c.head_dim)
-        return torch.cat([model.forward(batch, store) for batch in self.batches()])
-
-    def batches(self) -> list[Batch]:
-        """Rows are (table row, token, entry, position, prefix, ancestors)."""
-
-        def known(owner: int, ids: list[int], begin: int) -> list[tuple[int, ...]]:
-            return [(owner, ids[i], i, i, i + 1, 0) for i in range(begin, len(ids))]
-
-        tree = [
-            (0, token, SECOND + node, SECOND - 1 + depth, SECOND, mask)
-            for node, (token, depth, mask) in enumerate(
-                zip(self.nodes, TREE.depths, TREE.ancestors, strict=True)
-            )
-        ]
-        first = known(0, self.text[:FIRST], 0) + known(1, self.other[:OTHER], 0)
-        second = known(0, self.text, FIRST) + tree + known(1, self.other, OTHER)
-        return [self._batch(rows) for rows in (first, second)]
-
-    def _batch(self, rows: list[tuple[int, ...]]) -> Batch:
-        owner, ids, entry, positions, prefix, ancestors = (
-            torch.tensor(column) for column in zip(*rows, strict=True)
-        )
-        return Batch(
-            ids=ids,
-            positions=positions.int(),
-            slots=self.table[owner, entry].contiguous(),
-            table_rows=owner.int(),
-            prefix=prefix.int(),
-            ancestors=ancestors,
-            table=self.table,
-            logit_rows=torch.arange(len(rows)),
-        )
+# -------------------------------------------------------------------------------------------------- checking
 
 
 def _check(model: HfModel, trial: Trial, expected: Tensor) -> None:
     """Refuse what transformers' own attention denies; take rows one by one where they disturb each other."""
-    together = trial.run(model)
+    together = trial.run(model.forward)
     model.one_row_a_pass = True
-    alone = trial.run(model)
+    alone = trial.run(model.forward)
     model.one_row_a_pass = not torch.equal(together, alone)
     if model.one_row_a_pass:
         warnings.warn(
@@ -521,7 +382,7 @@ def _check(model: HfModel, trial: Trial, expected: Tensor) -> None:
 
 @contextlib.contextmanager
 def _named(model_type: str) -> Iterator[None]:
-    """Whatever goes wrong inside a model of theirs is told with its name."""
+    """Whatever goes wrong inside a model of theirs is raised with its name."""
     try:
         yield
     except UnsupportedModel as reason:

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from outrider.errors import InvalidRequest
 from outrider.serve.backend import Stream
-from outrider.serve.call import Call, Dialect, Options
+from outrider.serve.call import AnswerOptions, Call, Dialect
 from outrider.serve.errors import ApiError
 from outrider.serve.events import EventStream
 from outrider.serve.request import Reply, Request
@@ -62,9 +62,9 @@ async def _whole(dialect: Dialect, stream: Stream, deadline: float) -> dict[str,
     return dialect.body()
 
 
-def _options(asked: Sampling | ResponsesRequest, padding: bool) -> Options:
+def _options(asked: Sampling | ResponsesRequest, padding: bool) -> AnswerOptions:
     how = asked.stream_options or StreamOptions()
-    return Options(
+    return AnswerOptions(
         usage=bool(how.include_usage or how.continuous_usage_stats),
         running_usage=bool(how.continuous_usage_stats),
         padding=padding if how.include_obfuscation is None else how.include_obfuscation,

@@ -46,7 +46,7 @@ RESTART_WINDOW = 600.0  # seconds in which restarts are counted
 STALLED = 60.0  # seconds without a step, while there is work, after which the engine is not well
 START_TRIES = 60  # where the system has nothing left to start an engine with
 START_DELAY = 1.0  # seconds between them
-KILL_AFTER = 5.0  # seconds an engine has to leave once told to
+KILL_AFTER = 5.0  # seconds an engine has to leave once asked to
 
 
 class Job:
@@ -169,7 +169,7 @@ class Backend:
     # ---------------------------------------------------------------------------------------- the process
 
     async def run(self) -> bool:
-        """Keep an engine running until told to stop. False: it cannot be kept running."""
+        """Keep an engine running until asked to stop. False: it cannot be kept running."""
         try:
             return await self._lives()
         finally:
@@ -219,7 +219,7 @@ class Backend:
         self._send(self.start)
         try:
             while (message := await hear(reader)) is not None:
-                await self._obey(message)
+                await self._handle(message)
         finally:
             self._lost()
             self._writer.close()
@@ -286,7 +286,7 @@ class Backend:
         self.metrics.gauges.update(engine_up=0, num_requests_running=0, kv_cache_usage_perc=0)
 
     def _blamed(self) -> list[Job]:
-        """Requests that may have killed the engine, which must not be told to try again: the only one, those it was
+        """Requests that may have killed the engine, whose clients must not try again: the only one, those it was
         compiling for, and those that an engine died of before.
         """
         sent = [job for job in self.jobs.values() if job.sent]
@@ -302,7 +302,7 @@ class Backend:
             job.fail(error)
             self.drop([job])
 
-    async def _obey(self, message: object) -> None:
+    async def _handle(self, message: object) -> None:
         self.last_heard = time.monotonic()
         if isinstance(message, Progress):
             self._progress(message)

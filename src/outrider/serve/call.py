@@ -14,10 +14,10 @@ from typing import Any, Protocol
 from outrider import __version__
 from outrider.serve.backend import Job
 from outrider.serve.errors import ApiError
-from outrider.serve.foretold import Foretold
 from outrider.serve.link import End, Piece, Score
 from outrider.serve.metrics import Metrics
 from outrider.serve.model import ServedModel
+from outrider.serve.prediction import PredictionOverlap
 from outrider.serve.tool_text import Piece as Part
 from outrider.serve.tool_text import Text, ToolReader
 
@@ -26,8 +26,8 @@ FINGERPRINT = f"outrider-{__version__}"
 
 
 @dataclass(slots=True)
-class Options:
-    """How the client wants to be told."""
+class AnswerOptions:
+    """What the client wants in its answer beside the text."""
 
     usage: bool = False  # at the end of a stream
     running_usage: bool = False  # in every event of a stream
@@ -47,7 +47,7 @@ class Choice:
     finish_reason: str | None = None
     end: End | None = None
     last: float = 0.0  # when its latest tokens came
-    foretold: Foretold | None = None  # where there is a prediction
+    overlap: PredictionOverlap | None = None  # where there is a prediction
 
 
 class Dialect(Protocol):
@@ -68,7 +68,7 @@ class Call:
         model: ServedModel,
         shown: str,
         jobs: list[Job],
-        options: Options,
+        options: AnswerOptions,
         metrics: Metrics,
         arrived: float,
     ) -> None:
@@ -81,9 +81,9 @@ class Call:
         self.flat = [choice for choices in self.choices for choice in choices]
         self.prompt_scores: list[list[Score | None]] = [[] for _ in jobs]
         if text := jobs[0].params.prediction:
-            foretold = Foretold(model.tokenizer.encode(text, special=False))
+            overlap = PredictionOverlap(model.tokenizer.encode(text, special=False))
             for choice in self.flat:
-                choice.foretold = foretold.again()
+                choice.overlap = overlap.again()
 
     def take(self, prompt: int, piece: Piece) -> Choice:
         """Add a piece to its choice. One that ended badly is an error."""
@@ -95,8 +95,8 @@ class Call:
         choice = self.choices[prompt][piece.choice]
         choice.text.append(piece.text)
         choice.token_ids.extend(piece.token_ids)
-        if choice.foretold:
-            choice.foretold.feed(piece.token_ids)
+        if choice.overlap:
+            choice.overlap.feed(piece.token_ids)
         if piece.scores:
             choice.scores.extend(piece.scores)
         if piece.prompt_scores is not None:
@@ -164,9 +164,9 @@ class Call:
 
     def _predicted(self) -> tuple[int, int]:
         """Tokens of the user's prediction that came true, over all choices, and those that did not."""
-        told = [choice.foretold for choice in self.flat if choice.foretold]
-        held = sum(each.held for each in told)
-        return held, sum(each.size for each in told) - held
+        overlaps = [choice.overlap for choice in self.flat if choice.overlap]
+        held = sum(each.held for each in overlaps)
+        return held, sum(each.size for each in overlaps) - held
 
     def extras(self) -> dict[str, Any]:
         """Times and speculation, for the last event or the body."""
@@ -208,11 +208,11 @@ class Call:
         }
 
     def _speculation(self, choice: Choice) -> dict[str, Any]:
-        """In the shape that vLLM writes and benchmark tools read, and what kind of guessing it was."""
+        """In the shape that vLLM writes and benchmark tools read, and the mode it was done in."""
         end = choice.end
         assert end is not None
-        accepted = [held for _, held in end.guesses]
-        drafted = sum(nodes for nodes, _ in end.guesses)
+        accepted = [held for _, held in end.draft_counts]
+        drafted = sum(nodes for nodes, _ in end.draft_counts)
         report = {
             "mean_acceptance_length": 1 + _over(sum(accepted), len(accepted)),
             "draft_acceptance_rate": _over(sum(accepted), drafted),
@@ -227,7 +227,7 @@ class Call:
         }
         if self.options.stats:
             report["per_step_accepted"] = accepted
-            report["per_step_drafted"] = [nodes for nodes, _ in end.guesses]
+            report["per_step_drafted"] = [nodes for nodes, _ in end.draft_counts]
         return report
 
     def said(self) -> dict[str, Any]:
@@ -264,7 +264,7 @@ class Call:
 
 
 def parts_of(piece: Piece, reader: ToolReader | None) -> list[Part]:
-    """A piece's text, told apart into words and calls where there are tools."""
+    """A piece's text, split into words and calls where there are tools."""
     if reader is None:
         return [Text(piece.text)] if piece.text else []
     return [*reader.feed(piece.text), *(reader.finish() if piece.finish_reason else ())]

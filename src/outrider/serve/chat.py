@@ -82,7 +82,7 @@ def _check_tool_schemas(tools: ToolRequest, grammar: str, most: int, deepest: in
 
 
 @dataclass(slots=True)
-class Spoken:
+class ChatChoice:
     """A choice's answer as chat shows it."""
 
     reader: ToolReader | None
@@ -97,21 +97,21 @@ class Chat:
     def __init__(self, call: Call, tools: ToolRequest, scored: bool) -> None:
         self.call, self.scored = call, scored
         fmt = call.model.tool_format
-        self.spoken = [Spoken(ToolReader(fmt, tools) if tools.allowed else None) for _ in call.flat]
+        self.shown = [ChatChoice(ToolReader(fmt, tools) if tools.allowed else None) for _ in call.flat]
 
     def begin(self) -> list[dict[str, Any]]:
         return [self._event(choice, {"role": "assistant", "content": ""}) for choice in self.call.flat]
 
     def feed(self, prompt: int, piece: Piece) -> list[dict[str, Any]]:
         choice = self.call.take(prompt, piece)
-        spoken = self.spoken[choice.index]
-        spoken.unsent.extend(piece.scores or ())
-        events = [self._event(choice, delta) for delta in self._deltas(choice, spoken, piece)]
-        if events and spoken.unsent:
-            events[0]["choices"][0]["logprobs"] = self._logprobs(spoken.unsent)
-            spoken.unsent = []
+        shown = self.shown[choice.index]
+        shown.unsent.extend(piece.scores or ())
+        events = [self._event(choice, delta) for delta in self._deltas(choice, shown, piece)]
+        if events and shown.unsent:
+            events[0]["choices"][0]["logprobs"] = self._logprobs(shown.unsent)
+            shown.unsent = []
         if piece.finish_reason:
-            events.append(self._last(choice, spoken))
+            events.append(self._last(choice, shown))
         return events
 
     def finish(self) -> list[dict[str, Any]]:
@@ -124,38 +124,38 @@ class Chat:
         choices = [
             {
                 "index": choice.index,
-                "message": self._message(spoken),
+                "message": self._message(shown),
                 "logprobs": self._logprobs(choice.scores) if self.scored else None,
-                "finish_reason": self._reason(choice, spoken),
+                "finish_reason": self._reason(choice, shown),
                 **self.call.choice_extras(choice),
             }
-            for choice, spoken in zip(self.call.flat, self.spoken, strict=True)
+            for choice, shown in zip(self.call.flat, self.shown, strict=True)
         ]
         usage = self.call.usage()
         return {**self.call.head(self.kind), "choices": choices, "usage": usage, **self.call.extras()}
 
-    def _deltas(self, choice: Choice, spoken: Spoken, piece: Piece) -> list[dict[str, Any]]:
+    def _deltas(self, choice: Choice, shown: ChatChoice, piece: Piece) -> list[dict[str, Any]]:
         deltas: list[dict[str, Any]] = []
-        for part in parts_of(piece, spoken.reader):
+        for part in parts_of(piece, shown.reader):
             if isinstance(part, Text):
-                spoken.text.append(part.text)
+                shown.text.append(part.text)
                 deltas.append({"content": part.text})
             elif isinstance(part, CallBegin):
                 function = {"name": part.name, "arguments": ""}
                 name = call_id(self.call.seed, choice.index, part.index)
-                spoken.calls.append({"id": name, "type": "function", "function": function})
-                copy = {**spoken.calls[-1], "function": dict(function)}
+                shown.calls.append({"id": name, "type": "function", "function": function})
+                copy = {**shown.calls[-1], "function": dict(function)}
                 deltas.append({"tool_calls": [{"index": part.index, **copy}]})
             elif isinstance(part, CallArguments):
-                spoken.calls[part.index]["function"]["arguments"] += part.text
+                shown.calls[part.index]["function"]["arguments"] += part.text
                 deltas.append({"tool_calls": [{"index": part.index, "function": {"arguments": part.text}}]})
         return deltas
 
-    def _last(self, choice: Choice, spoken: Spoken) -> dict[str, Any]:
-        event = self._event(choice, {}, self._reason(choice, spoken))
-        if spoken.unsent:
-            event["choices"][0]["logprobs"] = self._logprobs(spoken.unsent)
-            spoken.unsent = []
+    def _last(self, choice: Choice, shown: ChatChoice) -> dict[str, Any]:
+        event = self._event(choice, {}, self._reason(choice, shown))
+        if shown.unsent:
+            event["choices"][0]["logprobs"] = self._logprobs(shown.unsent)
+            shown.unsent = []
         event["choices"][0] |= self.call.choice_extras(choice)
         if not self.call.options.usage and all(c.finish_reason for c in self.call.flat):
             event |= self.call.extras()
@@ -170,15 +170,15 @@ class Chat:
             event["usage"] = self.call.usage() if self.call.options.running_usage else None
         return event
 
-    def _reason(self, choice: Choice, spoken: Spoken) -> str | None:
-        called = spoken.calls and choice.finish_reason == "stop"
+    def _reason(self, choice: Choice, shown: ChatChoice) -> str | None:
+        called = shown.calls and choice.finish_reason == "stop"
         return "tool_calls" if called else choice.finish_reason
 
-    def _message(self, spoken: Spoken) -> dict[str, Any]:
-        text = "".join(spoken.text)
+    def _message(self, shown: ChatChoice) -> dict[str, Any]:
+        text = "".join(shown.text)
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
-        if spoken.calls:
-            message |= {"content": text or None, "tool_calls": spoken.calls}
+        if shown.calls:
+            message |= {"content": text or None, "tool_calls": shown.calls}
         return message
 
     def _logprobs(self, scores: list[Score]) -> dict[str, Any]:

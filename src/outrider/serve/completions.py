@@ -16,7 +16,7 @@ from outrider.serve.request import Request
 from outrider.serve.routes import post
 from outrider.serve.wire import CompletionRequest, sampling_params
 
-DEFAULT_LENGTH = 16  # what OpenAI writes here unless told otherwise
+DEFAULT_LENGTH = 16  # what OpenAI writes here by default
 MOST_ANSWERS = 1024  # of one call; each is looked at whenever another ends
 
 
@@ -126,7 +126,7 @@ class Completions:
         return self.call.model.tokenizer.decode(self.call.jobs[prompt].prompt)
 
     def _logprobs(self, index: int, scores: list[Score | None]) -> dict[str, Any]:
-        """Four lists side by side; the first token of a prompt was not foretold and has no number."""
+        """Four lists side by side; the first token of a prompt has no log-probability."""
         shown: dict[str, list[Any]] = {
             "tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []
         }  # fmt: skip

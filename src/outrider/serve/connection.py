@@ -223,7 +223,7 @@ def plain_answer(error: ApiError, name: str) -> bytes:
 
 
 class Turned(asyncio.Protocol):
-    """A connection too many: it is told so, and has a moment to hear it."""
+    """A connection too many: it gets an answer that says so, and a moment to read it."""
 
     def __init__(self, answer: bytes) -> None:
         self._answer = answer

@@ -139,7 +139,7 @@ class EngineProcess:
                 self.given_up.add(request_id)
         with contextlib.suppress(OutriderError):  # a dead engine holds nothing
             self.llm.driver.abort(request_id)
-            self.llm.driver.post(lambda: self._tell([], None))
+            self.llm.driver.post(lambda: self._report([], None))
 
     def _was_given_up(self, request_id: str) -> bool:
         with self.lock:
@@ -174,7 +174,7 @@ class EngineProcess:
         if not own:
             del self.choices[event.request_id]
         if event.finish_reason == "abort":
-            self.waiting.pop(event.request_id, None)  # others start before they end: `_after_step` tells
+            self.waiting.pop(event.request_id, None)  # others start before they end: `_after_step` reports
 
     def _after_step(self, record: StepRecord) -> None:
         started = [name for name, sequence in self.waiting.items() if sequence.started]
@@ -182,7 +182,7 @@ class EngineProcess:
             sequence = self.waiting.pop(name)
             self.prefix["queried"] += sequence.prompt_len
             self.prefix["found"] += sequence.reused
-        self._tell(started, self._step(record))
+        self._report(started, self._step(record))
         if self.llm.engine.idle and time.monotonic() > self.next_check:
             self._check_cache()
             self.next_check = time.monotonic() + CHECK_SECONDS
@@ -193,22 +193,22 @@ class EngineProcess:
         except AssertionError as wrong:
             _die(wrong)  # better than wrong tokens
 
-    def _tell(self, started: list[str], step: Step | None) -> None:
+    def _report(self, started: list[str], step: Step | None) -> None:
         pieces, self.pieces = self.pieces, []
         self.outbox.put(Progress(pieces, started, step, self._gauges()))
 
     def _step(self, record: StepRecord) -> Step:
-        guessed = [o for o in record.outcomes if o.drafted]
-        deepest = max((o.accepted for o in guessed), default=0)
-        lossy = (o for o in guessed if o.sequence.request.params.speculation.mode == "lossy")
+        drafting = [o for o in record.outcomes if o.drafted]
+        deepest = max((o.accepted for o in drafting), default=0)
+        lossy = (o for o in drafting if o.sequence.request.params.speculation.mode == "lossy")
         return Step(
             rows=record.rows,
             sequences=record.sequences,
             known=record.known,
-            drafts=len(guessed),
+            drafts=len(drafting),
             drafted=record.drafted,
             accepted=record.accepted,
-            accepted_at=[sum(o.accepted > depth for o in guessed) for depth in range(deepest)],
+            accepted_at=[sum(o.accepted > depth for o in drafting) for depth in range(deepest)],
             lossy=sum(o.accepted for o in lossy),
             emitted=record.emitted,
             plan_s=record.plan_s,
@@ -293,7 +293,7 @@ def _end(s: Sequence) -> End:
         drafted=s.drafted,
         accepted=s.accepted,
         deepest=s.deepest,
-        guesses=s.guesses,
+        draft_counts=s.draft_counts,
         origins=list(s.origins),
         queue_s=max(0.0, s.started - s.arrived) if s.started else 0.0,
         prompt_s=max(0.0, s.first - s.started) if s.first else 0.0,

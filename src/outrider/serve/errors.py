@@ -35,7 +35,7 @@ RETRY = frozenset({408, 409, 429, 503, 504})  # what may go better next time
 
 
 class ApiError(Exception):
-    """Something a client is to be told. `after`: seconds until it may try again."""
+    """An answer with an error status. `after`: seconds until it may try again."""
 
     def __init__(
         self,

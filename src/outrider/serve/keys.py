@@ -115,7 +115,7 @@ def _digest_of_given(key: str, least: int) -> bytes:
     """The messages do not repeat the key: they end up in logs."""
     if len(key) < least:
         raise InvalidRequest(
-            f"an API key has {len(key)} characters and could be guessed by whoever can try often; at least {least} are "
+            f"an API key has {len(key)} characters and could be found by whoever can try often; at least {least} are "
             "needed (`outrider keys add NAME --file keys.toml` makes a good one), or say --min-key-length "
             f"{len(key)} where nobody else can reach the server",
             "api_keys",
@@ -259,7 +259,7 @@ class _Use:
 
 
 class Limiter:
-    """Counts what each key uses. For one thread; every admitted request must be told `done` once."""
+    """Counts what each key uses. For one thread; `done` must be called once for every admitted request."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

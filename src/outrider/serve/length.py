@@ -1,4 +1,4 @@
-"""How long a text can be that still fits the model, told before tokenizing it: that takes seconds for some texts."""
+"""How long a text can be that still fits the model, known before tokenizing it: that takes seconds for some texts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXACT = frozenset({"ByteLevel", "Digits", "Split", "Metaspace", "Punctuation"})
 COMPOSING = frozenset({"NFC", "NFKC", "NFD", "NFKD", "Prepend", "Replace", "Lowercase", "ByteLevel"})
 
 
-class _Shape(msgspec.Struct):
+class _TokenizerFile(msgspec.Struct):
     """Of a tokenizer.json: what could make a long text few tokens."""
 
     model: dict[str, Any]
@@ -30,11 +30,11 @@ class _Shape(msgspec.Struct):
 
 def bytes_of_tokens(tokenizer: Tokenizer, source: str, tokens: int) -> int | None:
     """The most bytes of text that so many tokens can stand for; None where a token can stand for any number."""
-    shape = msgspec.json.decode(source, type=_Shape)
-    normalizers, cuts = _parts(shape.normalizer, "normalizers"), _parts(shape.pre_tokenizer, "pretokenizers")
+    file = msgspec.json.decode(source, type=_TokenizerFile)
+    normalizers, cuts = _parts(file.normalizer, "normalizers"), _parts(file.pre_tokenizer, "pretokenizers")
     drops = any(str(part.get("behavior")).lower() == "removed" for part in cuts)
-    strips = any(token.get("lstrip") or token.get("rstrip") for token in shape.added_tokens)
-    every_byte = shape.model.get("byte_fallback") or any(part.get("type") == "ByteLevel" for part in cuts)
+    strips = any(token.get("lstrip") or token.get("rstrip") for token in file.added_tokens)
+    every_byte = file.model.get("byte_fallback") or any(part.get("type") == "ByteLevel" for part in cuts)
     known = {part.get("type") for part in cuts} <= EXACT and {
         part.get("type") for part in normalizers
     } <= COMPOSING

@@ -106,7 +106,7 @@ class End(msgspec.Struct):
     drafted: int
     accepted: int
     deepest: int
-    guesses: list[tuple[int, int]]
+    draft_counts: list[tuple[int, int]]
     origins: list[str]
     queue_s: float
     prompt_s: float
@@ -134,10 +134,10 @@ class Step(msgspec.Struct):
     rows: int
     sequences: int
     known: int
-    drafts: int  # sequences that guessed
+    drafts: int  # sequences that a draft was made for
     drafted: int
     accepted: int
-    accepted_at: list[int]  # sequences whose guess held at depth 1, 2, ...
+    accepted_at: list[int]  # sequences with an accepted draft token at depth 1, 2, ...
     lossy: int  # tokens accepted by sequences in a mode that is not exact
     emitted: int
     plan_s: float

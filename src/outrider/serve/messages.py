@@ -136,7 +136,7 @@ def as_chat(asked: CountTokensRequest) -> ChatRequest:
 
 
 def _check_thinking(thinking: Json | None) -> None:
-    """A model that decides by itself how much to think may decide not to; one that is told to cannot obey."""
+    """A model that decides by itself how much to think may decide not to; one that is asked to cannot."""
     kind = None if thinking is None else thinking.get("type")
     if kind not in (None, "disabled", "adaptive"):
         raise InvalidRequest(

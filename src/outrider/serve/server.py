@@ -55,7 +55,7 @@ def run_server(
     length: int | None = None,
     given: Collection[str] = (),
 ) -> int:
-    """Serve until told to stop. The exit code. `length`: of answers whose request names none; `given`: the
+    """Serve until asked to stop. The exit code. `length`: of answers whose request names none; `given`: the
     parameters that were set for this server, and do not yield to the model's own.
     """
     set_up_logging(serve.log_format, serve.log_level)
@@ -95,17 +95,17 @@ async def _run(service: Service, sock: socket.socket) -> int:
     engine = asyncio.create_task(backend.run())
     web = asyncio.create_task(server.serve(sockets=[]))
     door = asyncio.create_task(_accept(server, service, sock))
-    told = asyncio.Event()
+    stopping = asyncio.Event()
     hurry = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, lambda: (hurry if told.is_set() else told).set())
+        loop.add_signal_handler(number, lambda: (hurry if stopping.is_set() else stopping).set())
     loop.add_signal_handler(signal.SIGHUP, _reload_keys, service)
     greeting = asyncio.create_task(_greet(backend, serve, sock))
-    stop = asyncio.create_task(told.wait())
+    stop = asyncio.create_task(stopping.wait())
     await asyncio.wait((engine, web, door, stop), return_when=asyncio.FIRST_COMPLETED)
     code = 0
-    if not told.is_set():
+    if not stopping.is_set():
         code = 1
         print(f"error: {backend.problem or 'the server stopped'}", file=sys.stderr, flush=True)
     else:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from outrider.errors import InvalidRequest, suggest
-from outrider.types import MAX_CHOICES
+from outrider.sampling_params import MAX_CHOICES
 
 METRICS_COMPAT = ("none", "vllm")
 LOG_FORMATS = ("text", "json")
@@ -34,7 +34,9 @@ class ServeSettings:
     served_name: str | None = None  # shown in /v1/models besides the model's own
     api_keys: tuple[str, ...] = field(default=(), repr=False)  # as typed; the server keeps only their hashes
     key_file: str | None = None
-    min_key_length: int = 16  # of keys given as they are; random ones of so many characters cannot be guessed
+    min_key_length: int = (
+        16  # of keys given as they are; random ones of so many characters cannot be found by trying
+    )
     allowed_hosts: tuple[
         str, ...
     ] = ()  # of the Host header; empty: local names on a loopback address, else any
@@ -56,7 +58,7 @@ class ServeSettings:
     header_timeout: float = 10.0
     write_timeout: float = 60.0  # a client that reads nothing for so long is dropped
     grammar_timeout: float = 5.0
-    drain_seconds: float = 30.0  # for running requests once told to stop
+    drain_seconds: float = 30.0  # for running requests once asked to stop
     engine_restarts: int = 3  # in ten minutes; then the server leaves with an error
     metrics_compat: str = "none"
     stream_padding: bool = False  # sizes of events say nothing of the text; a request can ask for it too

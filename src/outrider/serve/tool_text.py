@@ -2,7 +2,7 @@
 
 `ToolReader` is fed the answer in pieces and gives text and calls on as soon as they are certain. It reads a
 character at a time, so what comes out does not depend on how the answer was cut up, and each character is looked
-at a fixed number of times. How a model is told of tools, and in which dialect it calls them, is for tools.py.
+at a fixed number of times. How a model sees tools, and in which dialect it calls them, is for tools.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tools on their way to the model: what a client may ask, how a model is told, what its calls are held to.
+"""Tools on their way to the model: what a client may ask, how a model sees them, what its calls are held to.
 
 A `ToolFormat` is the dialect a model calls functions in, read off its chat template. `check_tools` turns a
 client's `tools` and `tool_choice` into a `ToolRequest`; `with_tools` writes tools and past calls so that the
@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from outrider.errors import InvalidRequest, suggest
 from outrider.load.template import checked_messages
-from outrider.types import JSON_SPELLING
+from outrider.sampling_params import JSON_SPELLING
 
 MAX_TOOLS = 128
 
@@ -227,7 +227,7 @@ def _chosen(choice: Any, functions: dict[str, Function], where: str) -> Function
     return functions[name]
 
 
-# ------------------------------------------------------------------------------------ what the model is told
+# ------------------------------------------------------------------------------------ what the model sees
 
 INSTRUCTIONS = """\
 You are an expert in composing function calls. From what the user says, decide whether one or more of the tools \
@@ -255,13 +255,13 @@ def with_tools(
     if uses_tools(template_source):
         return clean, list(tools) or None
     try:
-        told = _as_text(clean, fmt)
+        shown = _as_text(clean, fmt)
     except RecursionError:
         raise InvalidRequest("the arguments of a past call are nested too deep", "messages") from None
     if tools:
         listed = json.dumps(list(tools), ensure_ascii=False)
-        told = _with_system(told, INSTRUCTIONS.format(tools=listed, sample=fmt.write(_SAMPLE)))
-    return told, None
+        shown = _with_system(shown, INSTRUCTIONS.format(tools=listed, sample=fmt.write(_SAMPLE)))
+    return shown, None
 
 
 @functools.lru_cache(maxsize=16)
@@ -305,23 +305,23 @@ def _object_of(arguments: str | Mapping[str, Any]) -> Any:
 
 def _as_text(messages: list[dict[str, Any]], fmt: ToolFormat) -> list[dict[str, Any]]:
     """Calls as the model would have written them; results, those in a row together, as a turn of the user."""
-    told: list[dict[str, Any]] = []
+    shown: list[dict[str, Any]] = []
     after_result = False
     for message in messages:
         is_result = message["role"] == "tool"
         if not is_result:
-            told.append(_spoken(message, fmt))
+            shown.append(_with_calls(message, fmt))
         else:
             text = f"<tool_response>\n{message['content']}\n</tool_response>"
             if after_result:
-                told[-1]["content"] += f"\n{text}"
+                shown[-1]["content"] += f"\n{text}"
             else:
-                told.append({"role": "user", "content": text})
+                shown.append({"role": "user", "content": text})
         after_result = is_result
-    return told
+    return shown
 
 
-def _spoken(message: dict[str, Any], fmt: ToolFormat) -> dict[str, Any]:
+def _with_calls(message: dict[str, Any], fmt: ToolFormat) -> dict[str, Any]:
     if "tool_calls" not in message:
         return message
     bodies = [call["function"] for call in message["tool_calls"]]

@@ -14,9 +14,9 @@ import msgspec
 from msgspec import Meta
 
 from outrider.errors import LONGEST_NAME, InvalidRequest, suggest
+from outrider.sampling_params import MAX_ALTERNATIVES, SamplingParams, Speculation
 from outrider.serve.limits import check_schema, read_json
 from outrider.serve.settings import ServeSettings
-from outrider.types import MAX_ALTERNATIVES, SamplingParams, Speculation
 
 Number = Annotated[float, Meta(ge=-1e6, le=1e6)]
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -31,7 +31,7 @@ class StreamOptions(msgspec.Struct, kw_only=True):
 
 
 class SpeculativeDecoding(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """How this request is to be guessed; what is left out the engine decides."""
+    """How this request wants speculation; what is left out the engine decides."""
 
     drafter: str | None = None
     depth: Count | None = None
@@ -149,8 +149,8 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 REFUSED: dict[str, tuple[Any, str]] = {
     "functions": (None, "use tools"),
     "function_call": (None, "use tool_choice"),
-    "audio": (None, "only text is spoken here"),
-    "modalities": (["text"], "only text is spoken here"),
+    "audio": (None, "only text is read and written here"),
+    "modalities": (["text"], "only text is read and written here"),
     "web_search_options": (None, "nothing is fetched for a request"),
     "best_of": (1, "use n and choose yourself"),
     "suffix": (None, "leave it out; text is only continued"),

@@ -37,15 +37,15 @@ def wanted(params: SamplingParams) -> tuple[int, float, float]:
     return params.top_k, params.top_p, math.log(params.min_p) if params.min_p else BANNED
 
 
-def sift(logits: Tensor, top_k: Tensor, top_p: Tensor, floor: Tensor) -> None:
+def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, log_min_p: Tensor) -> None:
     """Rule out what the filters do not keep, in place: [R, vocab], [R] int64, [R] float32, [R] float32.
 
     Kernels with the same signature may take its place; this is what they must equal.
     """
-    logits.masked_fill_(logits < bounds(logits, top_k, top_p, floor)[:, None], BANNED)
+    logits.masked_fill_(logits < bounds(logits, top_k, top_p, log_min_p)[:, None], BANNED)
 
 
-def bounds(logits: Tensor, top_k: Tensor, top_p: Tensor, floor: Tensor) -> Tensor:
+def bounds(logits: Tensor, top_k: Tensor, top_p: Tensor, log_min_p: Tensor) -> Tensor:
     """[R] the smallest logit that each row keeps."""
     top = logits.amax(-1, keepdim=True)
     top = top.masked_fill(top == BANNED, 0)
@@ -55,7 +55,7 @@ def bounds(logits: Tensor, top_k: Tensor, top_p: Tensor, floor: Tensor) -> Tenso
     bound, found = _search(logits, mass, top_k, top_p, width)
     if width < vocab and not bool(found.all()):
         bound, found = _search(logits, mass, top_k, top_p, vocab)
-    return torch.maximum(bound, top[:, 0] + floor)
+    return torch.maximum(bound, top[:, 0] + log_min_p)
 
 
 def masses(logits: Tensor, top: Tensor) -> Tensor:

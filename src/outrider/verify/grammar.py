@@ -1,7 +1,7 @@
 """Structured output: which tokens may come next, at any node of a draft. Through llguidance.
 
 A compiled grammar is a state that moves along the text; `mask` looks ahead along a path and comes back, so
-every node of a draft is masked as plain decoding would mask it, and nothing needs undoing when a guess is
+every node of a draft is masked as plain decoding would mask it, and nothing needs undoing when a draft is
 rejected.
 """
 

@@ -17,10 +17,10 @@ from decimal import Decimal
 from typing import Any, TypeVar
 
 from outrider.errors import INSTALL, InvalidRequest, OutriderError
-from outrider.types import JSON_SPELLING
+from outrider.sampling_params import JSON_SPELLING
 from outrider.verify.grammar_depth import lark_depth, schema_depth
 
-# Remainders the numbers of a grammar may have to be told apart by, all `multipleOf` together: as many states
+# Remainders the numbers of a grammar may have to be distinguished by, all `multipleOf` together: as many states
 # are made while compiling, and llguidance has no limit of its own (ten million take a minute and gigabytes).
 MOST_REMAINDERS = 100_000
 DEEPEST = (
@@ -155,7 +155,7 @@ def _check_remainders(multiples: Iterator[Any]) -> None:
         if isinstance(number, Decimal) and number.is_finite()
     }
     if math.prod(digits) > MOST_REMAINDERS:
-        raise ValueError(f"multipleOf asks for more than {MOST_REMAINDERS} remainders to be told apart")
+        raise ValueError(f"multipleOf asks for more than {MOST_REMAINDERS} remainders to be distinguished")
 
 
 def _embedded(lark: str) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""From logits to verdicts: process once, then each request by the mode it asked for."""
+"""Drafts are verified here, on the host: logits are processed once, then each request's by the mode it asked for."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.types import Draft, Sequence, TokenLogprob, Verdict
-from outrider.verify.filters import sift as sift_in_torch
-from outrider.verify.law import Draw, Result, Sift, coupled
+from outrider.types import Draft, Sequence, TokenLogprob, Verdict, Work
+from outrider.verify.filters import filter_logits as filter_in_torch
+from outrider.verify.law import Draw, Filter, Result, coupled
 from outrider.verify.lossy import lossy
 from outrider.verify.noise import draw as draw_in_torch
 from outrider.verify.process import process
@@ -30,11 +30,11 @@ def judge(
     sequences: Seq[Sequence],
     drafts: Seq[Draft],
     draw: Draw = draw_in_torch,
-    sift: Sift = sift_in_torch,
+    filter_logits: Filter = filter_in_torch,
 ) -> list[Verdict]:
-    """Logits of every sequence's root and draft nodes, in order -> what each sequence emits."""
+    """Verify: logits of every sequence's root and draft nodes, in order -> what each sequence emits."""
     rows = lay_out(sequences, drafts)
-    processed = process(logits, rows, sift)
+    processed = process(logits, rows, filter_logits)
     verdicts = []
     for index, (path, tokens) in enumerate(_by_mode(processed, rows, draw)):
         start = int(rows.starts[index])
@@ -45,16 +45,14 @@ def judge(
     return verdicts
 
 
-def score_prompts(
-    logits: Tensor, sequences: Seq[Sequence], counts: Seq[int]
-) -> Iterator[tuple[Sequence, list[TokenLogprob]]]:
-    """Log-probabilities of prompt tokens: `counts[i]` rows of sequence i, from where its cache ends, in order."""
+def score_prompts(logits: Tensor, work: Seq[Work]) -> Iterator[tuple[Work, list[TokenLogprob]]]:
+    """Log-probabilities of prompt tokens: as many rows of each piece of work as it wants scored, in order."""
     at = 0
-    for sequence, count in zip(sequences, counts, strict=True):
-        wanted = sequence.request.params.prompt_logprobs
+    for one in work:
+        wanted, count = one.sequence.request.params.prompt_logprobs, one.scored
         if count and wanted is not None:
-            foretold = sequence.tokens[sequence.cached + 1 : sequence.cached + 1 + count]
-            yield sequence, report(logits[at : at + count], foretold, wanted)
+            predicted = one.sequence.tokens[one.start + 1 : one.start + 1 + count]
+            yield one, report(logits[at : at + count], predicted, wanted)
         at += count
 
 

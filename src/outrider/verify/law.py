@@ -25,7 +25,7 @@ from torch import Tensor
 from outrider.verify.rows import Ints, LogitRows, TreeRows
 
 Draw = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-Sift = Callable[[Tensor, Tensor, Tensor, Tensor], None]
+Filter = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 Result = tuple[list[int], list[int]]  # accepted nodes in path order; tokens emitted
 
 

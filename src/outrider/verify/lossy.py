@@ -1,9 +1,9 @@
-"""`lossy`: guesses may stand though the target would have said something else. Not exact; must be asked for
-by name.
+"""`lossy`: draft tokens may be accepted though the target would have chosen others. Not exact; must be asked for by
+name.
 
-*typical*: a guess stands if p(x) >= min(threshold, delta exp(-H(p))), so that where the target is undecided
-anything it finds plausible will do. *threshold*: a guess stands if p(x) >= threshold. The longest path that
-stands is kept; the token after it is drawn by the law.
+*typical*: a draft token is accepted if p(x) >= min(threshold, delta exp(-H(p))), so that
+where the target is undecided anything it finds plausible will do. *threshold*: a draft token is accepted if
+p(x) >= threshold. The longest accepted path is kept; the token after it is drawn by the law.
 """
 
 from __future__ import annotations

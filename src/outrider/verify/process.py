@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from outrider.types import Sequence
-from outrider.verify.filters import BANNED, OFF, sift, wanted
-from outrider.verify.law import Sift
+from outrider.verify.filters import BANNED, OFF, filter_logits, wanted
+from outrider.verify.law import Filter
 from outrider.verify.rows import LogitRows
 
-COLDEST = 1e-5  # below this logits would overflow; the likeliest token is chosen long before
+MIN_TEMPERATURE = 1e-5  # below this logits would overflow; the likeliest token is chosen long before
 
 
-def process(logits: Tensor, rows: LogitRows, sift: Sift = sift) -> Tensor:
+def process(logits: Tensor, rows: LogitRows, filter_logits: Filter = filter_logits) -> Tensor:
     """[R, vocab] float32 -> the same, processed. The input is left as it is."""
     params = [s.request.params for s in rows.sequences]
     edited = [i for i, s in enumerate(rows.sequences) if s.request.edits_logits]
@@ -32,15 +32,15 @@ def process(logits: Tensor, rows: LogitRows, sift: Sift = sift) -> Tensor:
     for index in edited:
         _edit(logits, rows, index)
     if sampled:
-        heat = [warmth(p.temperature) or 1.0 for p in params]
+        heat = [clamp_temperature(p.temperature) or 1.0 for p in params]
         logits.div_(torch.from_numpy(rows.spread(heat, np.float32))[:, None].to(logits))
-        _filter(logits, rows, sift)
+        _filter(logits, rows, filter_logits)
     return logits
 
 
-def warmth(temperature: float) -> float:
+def clamp_temperature(temperature: float) -> float:
     """What logits are divided by where a temperature above 0 is asked for."""
-    return max(temperature, COLDEST) if temperature else 0.0
+    return max(temperature, MIN_TEMPERATURE) if temperature else 0.0
 
 
 def _edit(logits: Tensor, rows: LogitRows, index: int) -> None:
@@ -55,8 +55,11 @@ def _edit(logits: Tensor, rows: LogitRows, index: int) -> None:
     if p.logit_bias:
         ids = torch.tensor(list(p.logit_bias), device=mine.device)
         mine[:, ids] += torch.tensor(list(p.logit_bias.values()), device=mine.device)
-    for row, path in zip(mine, paths, strict=True):
-        _ban(row, sequence, path)
+    if sequence.grammar is not None:
+        _mask(mine, sequence, paths)
+    if sequence.request.bad_word_ids or p.min_tokens:
+        for row, path in zip(mine, paths, strict=True):
+            _ban(row, sequence, path)
     logits[at] = mine
 
 
@@ -67,23 +70,37 @@ def _penalise(mine: Tensor, sequence: Sequence, paths: list[list[int]]) -> None:
     for row, path in enumerate(paths):
         for token in path:
             counts[row, token] += 1
+    prompt = torch.zeros(vocab, dtype=torch.bool, device=mine.device)
+    prompt[list(sequence.request.prompt_ids)] = True
+    numbers = [p.repetition_penalty, p.frequency_penalty, p.presence_penalty]
+    mine.copy_(penalise(mine, counts, prompt, torch.tensor(numbers, device=mine.device)))
+
+
+def penalise(logits: Tensor, counts: Tensor, prompt: Tensor, penalties: Tensor) -> Tensor:
+    """[R, vocab] float32: how often each token was emitted before a row, which the prompt has, and the penalties for
+    repetition, frequency and presence [..., 3]. As tensors: a GPU divides by a number otherwise than by a tensor.
+    """
+    repetition, frequency, presence = penalties[..., None].unbind(-2)
     seen = counts > 0
-    if p.repetition_penalty != 1.0:
-        present = seen.clone()
-        present[:, list(sequence.request.prompt_ids)] = True
-        r = p.repetition_penalty
-        mine.copy_(torch.where(present, torch.where(mine > 0, mine / r, mine * r), mine))
-    mine -= p.frequency_penalty * counts + p.presence_penalty * seen
+    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+    logits = torch.where(seen | prompt, repeated, logits)
+    return logits - (frequency * counts + presence * seen)
+
+
+def _mask(mine: Tensor, sequence: Sequence, paths: list[list[int]]) -> None:
+    """Rule out what the grammar forbids, at all rows in one copy: they may be on a GPU."""
+    free = torch.ones(mine.shape[1], dtype=torch.bool)
+    ends = sequence.request.stop_ids
+    masks = [None if ends.intersection(path) else sequence.grammar.mask(path) for path in paths]
+    allowed = torch.stack([free if mask is None else mask for mask in masks])
+    mine.masked_fill_(~allowed.to(mine.device), BANNED)
 
 
 def _ban(row: Tensor, sequence: Sequence, path: list[int]) -> None:
-    """Rule out what may not come next: end ids too early, words to avoid, what the grammar forbids."""
+    """Rule out what else may not come next: words to avoid, and end ids too early."""
     request = sequence.request
     if request.stop_ids.intersection(path):
         return  # past an end id nothing is ever emitted
-    allowed = None if sequence.grammar is None else sequence.grammar.mask(path)
-    if allowed is not None:
-        row[~allowed] = BANNED
     for word in request.bad_word_ids:
         before = list(word[:-1])
         history = [*sequence.tokens[-len(before) :], *path] if before else []
@@ -98,17 +115,17 @@ def _ban(row: Tensor, sequence: Sequence, path: list[int]) -> None:
             row[ends] = kept
 
 
-def _filter(logits: Tensor, rows: LogitRows, sift: Sift) -> None:
+def _filter(logits: Tensor, rows: LogitRows, filter_logits: Filter) -> None:
     """top-k, top-p and min-p on the rows that ask for them, in place."""
     asked = [wanted(s.request.params) for s in rows.sequences]
     at = np.flatnonzero(rows.spread([filters != OFF for filters in asked], bool))
     if not len(at):
         return
-    top_k, top_p, floor = (
+    top_k, top_p, log_min_p = (
         torch.from_numpy(rows.spread(column, kind)[at])
         for column, kind in zip(zip(*asked, strict=True), (np.int64, np.float32, np.float32), strict=True)
     )
     mine = logits if len(at) == len(logits) else logits[torch.from_numpy(at)]
-    sift(mine, top_k, top_p, floor)
+    filter_logits(mine, top_k, top_p, log_min_p)
     if mine is not logits:
         logits[torch.from_numpy(at)] = mine

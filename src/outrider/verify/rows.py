@@ -49,7 +49,7 @@ class LogitRows:
         return np.array(values, dtype)[self.owner]
 
     def path(self, row: int) -> list[int]:
-        """The guessed tokens that lead to a row's node."""
+        """The draft tokens that lead to a row's node."""
         draft = self.drafts[self.owner[row]]
         return [draft.tokens[i] for i in draft.path(int(self.node[row]))]
 
@@ -74,15 +74,15 @@ def lay_out(sequences: Seq[Sequence], drafts: Seq[Draft]) -> TreeRows:
     total = int(sizes.sum())
     owner = np.repeat(np.arange(len(drafts)), sizes)
     node = np.arange(total) - starts[owner] - 1
-    guessed = node >= 0
+    drafted = node >= 0
     token = np.full(total, -1, np.int64)
-    token[guessed] = np.fromiter(chain.from_iterable(d.tokens for d in drafts), np.int64)
+    token[drafted] = np.fromiter(chain.from_iterable(d.tokens for d in drafts), np.int64)
     parent = np.arange(total)
-    parent[guessed] = (
-        np.fromiter(chain.from_iterable(d.parents for d in drafts), np.int64) + starts[owner[guessed]] + 1
+    parent[drafted] = (
+        np.fromiter(chain.from_iterable(d.parents for d in drafts), np.int64) + starts[owner[drafted]] + 1
     )
-    depth, above = guessed.astype(np.int64), parent
-    while (further := guessed[above]).any():  # as often as the deepest draft is deep
+    depth, above = drafted.astype(np.int64), parent
+    while (further := drafted[above]).any():  # as often as the deepest draft is deep
         depth += further
         above = parent[above]
     return TreeRows(sequences, drafts, owner, node, depth, starts, token, parent)

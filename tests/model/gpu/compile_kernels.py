@@ -109,18 +109,27 @@ def _registers(cubin: bytes) -> tuple[int, int]:
 
 
 def _modules() -> list[Any]:
-    from outrider.model.kernels.gpu import attention, between, copies, draw, kernels, matmul, rows, sift
+    from outrider.model.kernels.gpu import (
+        attention,
+        copies,
+        draw,
+        edit,
+        filter,
+        kernels,
+        matmul,
+        rows,
+        step_ops,
+    )
 
-    return [attention, between, copies, draw, kernels, matmul, rows, sift]
+    return [attention, copies, draw, edit, filter, kernels, matmul, rows, step_ops]
 
 
 def _launch_all(every: bool) -> None:
-    from outrider.control.trees import tree_nodes
-    from outrider.draft.chains import Branches
-    from outrider.draft.state import State
-    from outrider.draft.state_device import DeviceBetween
+    from outrider.device.ops import StepOps
+    from outrider.device.ops_gpu import GpuStepOps
+    from outrider.device.state import SequenceState
     from outrider.model.decoder import Decoder, make_store
-    from outrider.model.device import DeviceDecoder, DevicePass
+    from outrider.model.device import DeviceDecoder
     from outrider.model.kernels.gpu.copies import find_copies
     from outrider.model.kernels.gpu.kernels import GpuKernels
     from outrider.model.rope import rope_tables
@@ -132,60 +141,82 @@ def _launch_all(every: bool) -> None:
     kernels = GpuKernels(config, *rope_tables(config, 8192), device="cpu")
     model = DeviceDecoder(Decoder(config, random_tensors(config), kernels))
     store = make_store(model, 600)
-    state = State(4, 520, torch.device("cpu"), DeviceBetween())
-    between = state.between
-    forms = ((1, (0, 0)), (1, (4, 4)), (4, (8, 8)), (1, (3, 15)))
-    for size, form in forms if every else forms[::3]:
-        tree, nodes, state.filtered = Branches(tree_nodes(form)), form[1], size == 4
-        inputs = torch.zeros((size, 2 + nodes + 1), dtype=torch.int32)
-        off, told = between.take_off(state, inputs), torch.zeros((size, nodes + 1), dtype=torch.int64)
-        for tensor in (off.rows, off.lengths):  # nothing was written there
-            tensor.zero_()
-        batch = between.lay(state, off.rows, off.lengths, tree.layout, told)
-        batch.table_rows.zero_()
-        logits = DevicePass(model, store)(batch, nodes + 1, 512, tree.branches)
-        between.draw(model, state, batch, logits, tree.columns, told)
-        between.keep(state, off, told)
-        for layout, columns in tree.levels:
-            level = between.lay(state, off.rows, off.lengths, layout, told)
-            level.table_rows.zero_()
-            between.draw(model, state, level, torch.zeros((size * len(layout), VOCAB)), columns, told)
-        if nodes:
-            parents = tree.shape.parents
-            between.commit(state, off, parents, tree.depth, told[:, 1:].contiguous(), None, told)
+    state = SequenceState(4, 520, torch.device("cpu"), config.vocab)
+    ops = GpuStepOps(state, model)
+    shapes = ((1, (0, 0)), (1, (4, 4)), (4, (8, 8)), (1, (3, 15)))
+    for size, shape in shapes if every else shapes[::3]:
+        ops.filtered, ops.edited = size == 4, bool(shape[0]) or not every
+        _launch_step(ops, store, size, shape)
     owners = torch.zeros(2, dtype=torch.int64)
-    find_copies(state.tokens, owners, owners, 4, 512, 8, 2)
-    model.sift(torch.zeros(2, 128_256), state.top_k[owners], state.top_p[owners], state.floor[owners])
+    find_copies(state.tokens, state.predictions, state.predicted, owners, owners, 4, 512, 8, 2)
+    model.filter_logits(
+        torch.zeros(2, 128_256), state.top_k[owners], state.top_p[owners], state.log_min_p[owners]
+    )
     if not every:
         return
     tree = Part(0, random_ids(VOCAB, 12), Draft((1, 2, 3), (-1, 0, 0)))
     model.forward(Reader(config).batch(tree), store)
-    _launch_head(model, store, State(4, 520, torch.device("cpu")))
+    _launch_head(StepOps(state, model), store)  # whose batches are there
 
 
-def _launch_head(model: Any, store: Any, state: Any) -> None:
-    """An EAGLE head in a round, where the table begins at an odd address."""
-    from outrider.draft.eagle import HeadConfig
-    from outrider.draft.eagle_device import DeviceHead, HeadPass
-    from outrider.draft.target_chains import EagleChain
+def _launch_step(ops: Any, store: Any, size: int, shape: tuple[int, int]) -> None:
+    """What a step launches; a plain one of a single sequence has staged rows beside it."""
+    from outrider.control.trees import tree_nodes
+    from outrider.device.buckets import staged_shape
+    from outrider.device.layout import TreeLayout
+    from outrider.device.ops import SLOTS
+    from outrider.model.device import DevicePass
+    from outrider.model.staged import StagedRows
+    from tests.tiny import VOCAB
+
+    tree, nodes, state = TreeLayout(tree_nodes(shape)), shape[1], ops.state
+    step = ops.begin_step(torch.zeros((size, SLOTS + nodes + 1), dtype=torch.int32))
+    drafted = torch.zeros((size, nodes + 1), dtype=torch.int64)
+    for tensor in (step.rows, step.lengths):  # nothing was written there
+        tensor.zero_()
+    batch = ops.build_batch(step.rows, step.lengths, tree.layout, drafted)
+    batch.table_rows.zero_()
+    staged = None
+    if not nodes:
+        room = staged_shape(32, 32, 16, ops.model.config)
+        staged = StagedRows(room, state.table, store.slots, state.rows)
+    whole = staged.join(batch) if staged else batch
+    logits = DevicePass(ops.model, store)(whole, nodes + 1, 512, tree.branches, staged)
+    ops.draw(batch, logits[: batch.rows], tree.columns, drafted)
+    ops.append_tokens(step, drafted)
+    for layout, columns in tree.levels:
+        level = ops.build_batch(step.rows, step.lengths, layout, drafted)
+        level.table_rows.zero_()
+        ops.draw(level, torch.zeros((size * len(layout), VOCAB)), columns, drafted)
+    if nodes:
+        parents = tree.shape.parents
+        ops.commit(step, parents, tree.depth, drafted[:, 1:].contiguous(), None, drafted)
+
+
+def _launch_head(ops: Any, store: Any) -> None:
+    """An EAGLE head in a step, where the table begins at an odd address."""
+    from outrider.cache.table import SlotTable
+    from outrider.control.trees import tree_nodes
+    from outrider.device.layout import TreeLayout
+    from outrider.draft.eagle import EagleDrafter
+    from outrider.draft.eagle_head import HeadConfig
+    from outrider.draft.eagle_head_gpu import GpuEagleHead
     from tests.tiny import eagle_tensors
 
-    c = model.config
+    c = ops.model.config
     layer = replace(c, heads=2, kv_heads=1, head_dim=16, intermediate=40)
-    head = DeviceHead(HeadConfig(layer, 90, (0, 0, 0)), eagle_tensors(c, 90).__getitem__, model, 520)
-    store.tap((0, 0, 0), c.hidden)
-    entries = head.make_store(store.slots)
-    rows = torch.arange(4)
-    for window in (9, 1):  # known tokens and single guesses; nothing runs, so what it draws cannot be fed
-        EagleChain(head, model, store, entries, HeadPass(head, entries), window).chain(
-            state, rows, rows, 1, 512
-        )
+    head = GpuEagleHead(HeadConfig(layer, 90, (0, 0, 0)), eagle_tensors(c, 90).__getitem__, ops.model, 520)
+    rows, chain = torch.arange(4), TreeLayout(tree_nodes((1, 1)))
+    for window in (9, 1):  # known tokens and single nodes; nothing runs, so what it draws cannot be fed
+        drafter = EagleDrafter(head, store, SlotTable(store.slots, 4, 520), window)
+        drafter.propose_resident(ops, rows, rows, chain, 512)
 
 
 def _launch_kinds(every: bool) -> None:
     """Weights in fewer bits, in a decoder; and every kind in a big model's shapes, in the tiles that take most room."""
-    from outrider.draft.chains import chain_levels
-    from outrider.draft.state import State
+    from outrider.device.layout import chain_levels
+    from outrider.device.ops_gpu import GpuStepOps
+    from outrider.device.state import SequenceState
     from outrider.model.decoder import Decoder, make_store
     from outrider.model.device import DeviceDecoder, DevicePass
     from outrider.model.kernels.gpu.kernels import GpuKernels
@@ -195,12 +226,13 @@ def _launch_kinds(every: bool) -> None:
     from tests.tiny import random_tensors, tiny_config
 
     config = tiny_config(layers=1, heads=4, head_dim=64, hidden=192)
-    state, one = State(4, 520, torch.device("cpu")), torch.zeros(1, dtype=torch.int64)
+    state, one = SequenceState(4, 520, torch.device("cpu")), torch.zeros(1, dtype=torch.int64)
     layout, _ = next(chain_levels(1))
     for kind in KINDS if every else ():
         kernels = GpuKernels(config, *rope_tables(config, 8192), device="cpu", weights=kind)
         model = DeviceDecoder(Decoder(config, random_tensors(config), kernels))
-        DevicePass(model, make_store(model, 600))(state.between.lay(state, one, one, layout), 1, 512)
+        batch = GpuStepOps(state, model).build_batch(one, one, layout)
+        DevicePass(model, make_store(model, 600))(batch, 1, 512)
     ways = ((1, linear, (1, 200, 300)), (2, gated_linear, (1, 64, 300)))
     for i, kind in enumerate(("bfloat16", *KINDS)):
         few = ((1, linear, (300,)), (2, gated_linear, (64,)))[i % 2]

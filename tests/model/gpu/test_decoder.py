@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 from outrider.cache.store import KeyValueStore
 from outrider.model.decoder import Decoder
-from outrider.model.kernels.gpu.attention import read_batch
+from outrider.model.kernels.gpu.attention import plan_attention
 from outrider.model.kernels.gpu.graph import GraphedDecoder
 from outrider.model.kernels.gpu.kernels import GpuKernels
 from outrider.model.kernels.reference import ReferenceKernels
@@ -68,8 +68,8 @@ def test_layer_by_layer_equals_all_layers(device: str) -> None:
     expected = model.forward(batch, reader.store)
     c = model.config
     x = model.embed(batch.ids)
-    reading = read_batch(batch, c.heads, c.kv_heads, c.head_dim)
-    pending = model.kernels.run_layers(model.layers, x, batch, again.store, reading)
+    attention = plan_attention(batch, c.heads, c.kv_heads, c.head_dim)
+    pending = model.kernels.run_layers(model.layers, x, batch, again.store, attention)
     assert torch.equal(model.kernels.finish(x, pending, batch.logit_rows, model.norm, model.head), expected)
 
 

@@ -1,23 +1,27 @@
-"""Drafters that live off the target, with Triton's kernels: the head against its twin, rounds against packed steps."""
+"""Drafters that live off the target, with Triton: the head against its twin, resident steps against eager ones."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+from outrider.device.ops_gpu import GpuStepOps
+from outrider.device.state import SequenceState
 from outrider.draft import tree
-from outrider.draft.eagle import EagleDrafter, EagleHead, load_eagle
-from outrider.draft.eagle_device import DeviceHead, HeadPass
+from outrider.draft.drafters import Drafters
+from outrider.draft.eagle import EagleDrafter
+from outrider.draft.eagle_head import EagleHead, load_eagle
+from outrider.draft.eagle_head_gpu import GpuEagleHead
 from outrider.draft.early_exit import EarlyExitDrafter
 from outrider.draft.exits import exit_agreement
 from outrider.engine.engine import Engine
-from outrider.engine.flying import make_rounds
-from outrider.engine.rounds import Shape
+from outrider.engine.graph_runner import GraphRunner
+from outrider.engine.kv_cache import make_kv_cache
+from outrider.engine.runner import EagerRunner
 from outrider.model.decoder import Decoder, make_store
 from outrider.model.device import DeviceDecoder, DevicePass
 from outrider.model.kernels.gpu.kernels import GpuKernels
@@ -25,7 +29,7 @@ from outrider.model.kernels.reference import ReferenceKernels
 from outrider.model.rope import rope_tables
 from outrider.settings import Settings
 from outrider.types import Bet
-from tests.engine.test_target_chains import Noted, Silent, Steady
+from tests.engine.test_resident_drafts import Noted, Silent
 from tests.model.batches import Part, Reader, furthest, random_ids
 from tests.model.gpu.test_kernels import HALF, to_device
 from tests.sweep import sweep
@@ -64,10 +68,8 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def heads(target, twin, folder) -> tuple[DeviceHead, EagleHead]:
-    ours = load_eagle(folder, target, 100)
-    assert isinstance(ours, DeviceHead)
-    return ours, load_eagle(folder, twin, 100)
+def heads(target, twin, folder) -> tuple[EagleHead, EagleHead]:
+    return load_eagle(folder, target, 100, GpuEagleHead), load_eagle(folder, twin, 100)
 
 
 def test_the_head_is_its_twin(heads, device: str) -> None:
@@ -89,7 +91,7 @@ def test_a_window_of_rows_has_the_bits_of_single_rows(heads, device: str) -> Non
     batch = to_device(reader.batch(Part(0, random_ids(VOCAB, 5))), device)
     wide = torch.cat([torch.zeros_like(batch.table[:, :1]), batch.table], dim=1)
     batch = replace(batch, table=wide[:, 1:])  # as a chain sees it: from the second column on
-    runs = [HeadPass(head, head.make_store(reader.table.numel())) for _ in range(2)]
+    runs = [head.make_pass(head.make_store(reader.table.numel())) for _ in range(2)]
     together = runs[0](head.fused(features), batch, 5, 64)
     for i in range(5):
         fields = ("ids", "positions", "slots", "table_rows", "prefix", "ancestors")
@@ -143,45 +145,41 @@ def test_the_exit_is_searched_on_the_device(target, twin) -> None:
     assert all(abs(ours[layers] - theirs[layers]) <= 2 / 12 for layers in ours)
 
 
-def make_engine(target: DeviceDecoder, folder, name: str, silent: bool) -> Engine:
+def make_engine(target: DeviceDecoder, folder, name: str, device: str, answers: dict | None = None) -> Engine:
+    """Whose drafter is silent in eager steps or, where the answers are given, drafts in resident ones."""
     settings = Settings(max_sequences=4, step_rows=32, cache_bytes=1 << 18, check_integrity=True)
-    engine = Engine(target, settings, Letters)
+    cache = make_kv_cache(target, settings)
     if name == "eagle":
-        head = load_eagle(folder, target, engine.context)
-        drafter = EagleDrafter(head, engine.store, engine.table, 600, engine.context)
+        head = load_eagle(folder, target, cache.context, GpuEagleHead)
+        drafter = EagleDrafter(head, cache.store, cache.table)
     else:
-        drafter = EarlyExitDrafter(target, engine.store, engine.table, 1)
-    bet = Bet(name, 2, 2)
-    engine.use_drafters(
-        {name: Silent(drafter) if silent else drafter}, Always(bet) if silent else Steady(bet)
-    )
-    return engine
-
-
-def run_each_time(shape: Shape) -> None:
-    """Instead of recording a graph."""
-
-    def replay() -> None:
-        shape.output = shape._round()
-
-    shape.graph = SimpleNamespace(replay=replay)
+        drafter = EarlyExitDrafter(target, cache.store, cache.table, 1)
+    drafters = Drafters({name: Silent(drafter) if answers is None else Noted(drafter, answers, 1)}, VOCAB)
+    if answers is None:
+        runner = EagerRunner(target, cache, drafters)
+    else:
+        rows, width = cache.table.tensor.shape
+        ops = GpuStepOps(SequenceState(rows, width, torch.device(device)), target)
+        # Nothing is captured: what is noted must be looked at.
+        runner = GraphRunner(target, cache, drafters, ops, target.make_pass(cache.store))
+    return Engine(target, cache, drafters, Always(Bet(name, 2, 2)), runner, settings, Letters)
 
 
 @pytest.mark.parametrize("name", sweep(["eagle", "early_exit"], quick=["eagle"]))
-def test_rounds_guess_and_tell_what_packed_steps_do(target, folder, name, monkeypatch) -> None:
+def test_resident_steps_draft_and_emit_what_eager_ones_do(target, folder, device, name, monkeypatch) -> None:
     monkeypatch.setattr(tree, "CANDIDATES", VOCAB)  # on the device every token takes part
-    one = request("a", prompt_of(3, 1), max_tokens=4, temperature=0.7)
-    packed = make_engine(target, folder, name, True)
-    packed.add(one)
-    answers = {key[0]: tokens_of(events) for key, events in finish(packed).items()}
-    guesses = {key: tokens for key, (tokens, _) in packed.drafters[name].seen.items()}
-    engine = make_engine(target, folder, name, False)
-    engine.rounds = make_rounds(engine)
-    monkeypatch.setattr(Shape, "_capture", run_each_time)  # what is noted must be looked at
-    noted = engine.rounds.drafters[name] = Noted(engine.rounds.drafters[name], engine, answers, 1)
+    one = request("a", prompt_of(5, 1), max_tokens=5, temperature=0.7)
+    eager = make_engine(target, folder, name, device)
+    eager.add(one)
+    answers = {key[0]: tokens_of(events) for key, events in finish(eager).items()}
+    drafts = {key: tokens for key, (tokens, _) in eager.drafters[name].seen.items()}
+    engine = make_engine(target, folder, name, device, answers)
+    noted = engine.drafters[name]
+    noted.running = engine.scheduler.running
     engine.add(one)
     assert {key[0]: tokens_of(events) for key, events in finish(engine).items()} == answers
-    compared = {key: tokens for key, tokens in noted.seen.items() if guesses.get(key)}
+    assert not engine.drafters.faults
+    compared = {key: tokens for key, tokens in noted.resident.items() if drafts.get(key)}
     assert len(compared) >= 2
     for key, tokens in compared.items():
-        assert tokens == guesses[key], key
+        assert tokens == drafts[key], key

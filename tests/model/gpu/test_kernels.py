@@ -15,13 +15,13 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from outrider.draft.chains import find_copies
+from outrider.draft.lookup import find_copies
 from outrider.model.kernels.gpu import attention as at
 from outrider.model.kernels.gpu import copies, matmul, rows
 from outrider.model.kernels.gpu import draw as law
-from outrider.model.kernels.gpu import sift as filters
+from outrider.model.kernels.gpu import filter as filters
 from outrider.types import MAX_NODES, Batch, Draft
-from outrider.verify.filters import bounds, masses, sift
+from outrider.verify.filters import bounds, filter_logits, masses
 from tests.model.batches import Part, Reader, furthest, random_ids
 from tests.sweep import sweep
 from tests.tiny import tiny_config
@@ -199,18 +199,18 @@ class Past:
         tile: int | None = None,
     ) -> Tensor:
         out = torch.full_like(q, torch.nan)
-        reading = at.read_batch(batch, self.heads, self.kv_heads, self.dim)
+        attention = at.plan_attention(batch, self.heads, self.kv_heads, self.dim)
         if tile is not None:
-            reading.tile = tile
+            attention.tile = tile
             together = tile // at.padded_group(self.heads, self.kv_heads)
             groups = at.group_rows(to_device(batch, "cpu"), together)
-            reading.items = torch.tensor(groups, dtype=torch.int32, device=self.device)
-        if whole is not None and whole != reading.whole:
-            reading.whole = whole
-            room = batch.rows * self.heads * (reading.splits + at.TAILS)
-            reading.sums = torch.full((room * self.dim,), torch.nan, device=self.device)
-            reading.stats = torch.full((room * 2,), torch.nan, device=self.device)
-        at.attend(q, batch, self.keys, self.values, window, 0.3, reading, out)
+            attention.items = torch.tensor(groups, dtype=torch.int32, device=self.device)
+        if whole is not None and whole != attention.whole:
+            attention.whole = whole
+            room = batch.rows * self.heads * (attention.splits + at.TAILS)
+            attention.sums = torch.full((room * self.dim,), torch.nan, device=self.device)
+            attention.stats = torch.full((room * 2,), torch.nan, device=self.device)
+        at.attend(q, batch, self.keys, self.values, window, 0.3, attention, out)
         return out
 
     def twin(self, q: Tensor, batch: Batch, window: int = 0) -> Tensor:
@@ -341,16 +341,16 @@ def test_turning_inside_attention_gives_the_same_bits(
     tables = angles.cos().to(device), angles.sin().to(device)
     results = []
     for single in (True, False):
-        reading = at.read_batch(batch, heads, kv_heads, dim)
-        assert reading.single
-        reading.single, reading.whole = single, whole
-        room = 3 * heads * (reading.splits + at.TAILS)
-        reading.sums = torch.full((room * dim,), torch.nan, device=device)
-        reading.stats = torch.full((room * 2,), torch.nan, device=device)
+        attention = at.plan_attention(batch, heads, kv_heads, dim)
+        assert attention.single
+        attention.single, attention.whole = single, whole
+        room = 3 * heads * (attention.splits + at.TAILS)
+        attention.sums = torch.full((room * dim,), torch.nan, device=device)
+        attention.stats = torch.full((room * 2,), torch.nan, device=device)
         keys, values = past.keys.clone(), past.values.clone()
         keys[batch.slots.long()], values[batch.slots.long()] = torch.nan, torch.nan
         out = torch.full((3, heads, dim), torch.nan, dtype=HALF, device=device)
-        at.attend(at.Fresh(parts, tables, None), batch, keys, values, window, 0.3, reading, out)
+        at.attend(at.Fresh(parts, tables, None), batch, keys, values, window, 0.3, attention, out)
         results.append((out, keys, values))
     for ours, theirs in zip(*results, strict=True):
         assert torch.equal(ours, theirs)
@@ -437,13 +437,15 @@ def test_how_work_is_spread_changes_no_bit(device: str, window: int, monkeypatch
     outs = []
     for many, whole in ((1 << 20, False), (1, False), (1, True)):
         monkeypatch.setattr(at, "MANY", many)
-        read = at.read_batch(batch, 2, 1, 16)
-        reading = at.make_reading(read.items, batch.rows, (2, 1, 16), read.splits + 3, False, read.tile)
-        reading.whole = whole
-        reading.sums.fill_(torch.nan)
-        reading.stats.fill_(torch.nan)
+        read = at.plan_attention(batch, 2, 1, 16)
+        attention = at.make_attention_plan(
+            read.items, batch.rows, (2, 1, 16), read.splits + 3, False, read.tile
+        )
+        attention.whole = whole
+        attention.sums.fill_(torch.nan)
+        attention.stats.fill_(torch.nan)
         outs.append(torch.full((batch.rows, 2, 16), torch.nan, dtype=HALF, device=device))
-        at.attend(q, batch, past.keys, past.values, window, 0.3, reading, outs[-1])
+        at.attend(q, batch, past.keys, past.values, window, 0.3, attention, outs[-1])
     assert outs[0].isfinite().all()
     assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
 
@@ -464,27 +466,30 @@ def test_copies_are_found_where_torch_finds_them(
     tokens[4] = torch.arange(context + 9)  # nothing twice
     rows = torch.tensor([3, 0, 4, *range(5, 14), 13, 13])
     lengths = torch.tensor([0, 40, 50, *torch.randint(1, context - 10, (9,), generator=random), 1, 2])
+    predictions = torch.randint(0, 3, (14, 40), generator=random)
+    predicted = torch.randint(0, 2, (14,), generator=random) * torch.randint(0, 41, (14,), generator=random)
     for n in (1, 5):
-        found = copies.find_copies(tokens.to(device), rows.to(device), lengths.to(device), n, context, 8, 2)
-        expected = find_copies(tokens, rows, lengths, n, context, 8, 2)
+        texts = tokens, predictions, predicted, rows, lengths
+        found = copies.find_copies(*(one.to(device) for one in texts), n, context, 8, 2)
+        expected = find_copies(*texts, n, context, 8, 2)
         assert torch.equal(found[1].cpu(), expected[1])
         meant = torch.arange(n) < expected[1][:, None]
         assert torch.equal(found[0].cpu()[meant], expected[0][meant])
         assert 3 < (expected[1] > 0).sum() < len(rows)
 
 
-# ------------------------------------------------------------------------------------------------------ sift
+# ------------------------------------------------------------------------------------------------------ filter_logits
 
 OFF = -torch.inf
 NEARLY_ONE = 1 - 2.0**-24
 
 
-def sifted(logits: Tensor, asked: list[tuple[int, float, float]], device: str) -> Tensor:
+def filtered_rows(logits: Tensor, asked: list[tuple[int, float, float]], device: str) -> Tensor:
     """What the kernel leaves, once it is known to equal its twin, a row for each of `asked`."""
     columns = [torch.tensor(column, device=device) for column in zip(*asked, strict=True)]
     got, expected = logits.to(device, copy=True), logits.to(device, copy=True)
-    filters.sift_rows(got, *columns)
-    sift(expected, *columns)
+    filters.filter_rows(got, *columns)
+    filter_logits(expected, *columns)
     assert torch.equal(got, expected)
     return got
 
@@ -506,8 +511,8 @@ def test_masses_equal_their_twins_to_the_last_bit(device: str) -> None:
 def test_sift_equals_its_twin(device: str, vocab: int) -> None:
     some = [(0, 0.9, OFF), (40, 1.0, OFF), (vocab // 2 + 1, 0.8, OFF), (0, 1.0, -2.0), (3, 0.5, -0.5)]
     logits = noise(5, vocab, seed=vocab) * torch.tensor([0.3, 30.0, 1.0, 1.0, 3.0])[:, None]
-    together = sifted(logits, some, device)
-    assert torch.equal(together[2:3], sifted(logits[2:3], some[2:3], device))
+    together = filtered_rows(logits, some, device)
+    assert torch.equal(together[2:3], filtered_rows(logits[2:3], some[2:3], device))
 
 
 @pytest.mark.parametrize("top_p", sweep([1e-9, 0.7, NEARLY_ONE], quick=[NEARLY_ONE]))
@@ -517,12 +522,12 @@ def test_sift_of_ties_bans_and_lonely_tokens(device: str, top_p: float) -> None:
     logits[1, ::3] = OFF
     logits[2, 1999] = 1000.0
     logits[3, 1:] = OFF
-    sifted(logits, [(900, top_p, OFF), (0, top_p, OFF), (5, top_p, OFF), (3, top_p, -1.0)], device)
+    filtered_rows(logits, [(900, top_p, OFF), (0, top_p, OFF), (5, top_p, OFF), (3, top_p, -1.0)], device)
 
 
 def test_sift_of_counts_at_their_limits(device: str) -> None:
     limits = [1, 2000, 2001, 60_000]
-    left = sifted(noise(4, 2001, seed=1), [(k, 1.0, OFF) for k in limits], device)
+    left = filtered_rows(noise(4, 2001, seed=1), [(k, 1.0, OFF) for k in limits], device)
     assert (left > OFF).sum(-1).tolist() == [1, 2000, 2001, 2001]
 
 
@@ -530,14 +535,14 @@ def test_sift_of_counts_at_their_limits(device: str) -> None:
 def test_sift_of_rows_with_nothing_to_tell_apart(device: str) -> None:
     logits = torch.zeros(3, 9000)
     logits[1], logits[2, 4500:] = OFF, -1.0
-    left = sifted(logits, [(7, 1.0, OFF), (5, 0.5, -1.0), (0, 0.4, OFF)], device)
+    left = filtered_rows(logits, [(7, 1.0, OFF), (5, 0.5, -1.0), (0, 0.4, OFF)], device)
     assert (left > OFF).sum(-1).tolist() == [9000, 0, 4500]
 
 
 def test_sift_of_a_range_too_full_to_gather(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Then the whole row is searched, for the same bound."""
     monkeypatch.setattr(filters, "FOUND", 2)
-    sifted(noise(3, 3001), [(300, 1.0, OFF), (0, 0.9, OFF), (300, 0.9, OFF)], device)
+    filtered_rows(noise(3, 3001), [(300, 1.0, OFF), (0, 0.9, OFF), (300, 0.9, OFF)], device)
 
 
 WHOLE = [(49_152, (50, 0.95, -4.0)), (128_256, (0, 0.9, OFF))]
@@ -545,7 +550,7 @@ WHOLE = [(49_152, (50, 0.95, -4.0)), (128_256, (0, 0.9, OFF))]
 
 @pytest.mark.parametrize(("vocab", "asked"), sweep(WHOLE, quick=WHOLE[:1]))
 def test_sift_of_whole_vocabularies(device: str, vocab: int, asked: tuple[int, float, float]) -> None:
-    assert 1 < (sifted(noise(1, vocab, seed=2) * 2.5, [asked], device) > OFF).sum() < 0.6 * vocab
+    assert 1 < (filtered_rows(noise(1, vocab, seed=2) * 2.5, [asked], device) > OFF).sum() < 0.6 * vocab
 
 
 @pytest.mark.parametrize(
@@ -572,8 +577,8 @@ def test_sift_leaves_everyone_else_alone(device: str) -> None:
     wide = noise(3, 600).to(device)
     before = wide.clone()
     columns = torch.tensor([0, 5, 0]), torch.tensor([1.0, 1.0, 1.0]), torch.tensor([OFF, OFF, OFF])
-    filters.sift_rows(wide[:, :500], *(column.to(device) for column in columns))
+    filters.filter_rows(wide[:, :500], *(column.to(device) for column in columns))
     assert torch.equal(wide[[0, 2]], before[[0, 2]])
     assert torch.equal(wide[:, 500:], before[:, 500:])
     assert (wide[1, :500] > OFF).sum() == 5
-    filters.sift_rows(wide[:0], *(column[:0].to(device) for column in columns))
+    filters.filter_rows(wide[:0], *(column[:0].to(device) for column in columns))

@@ -702,11 +702,11 @@ typedef struct {
     float *logits;
     int vocab;
     const int64_t *top_k;
-    const float *top_p, *floor;
-} Sifting;
+    const float *top_p, *log_min_p;
+} Filtering;
 
-static void sift_rows(void *job, int member, int begin, int end) {
-    const Sifting *s = job;
+static void filter_rows(void *job, int member, int begin, int end) {
+    const Filtering *s = job;
     int vocab = s->vocab;
     (void)member;
     for (int r = begin; r < end; r++) {
@@ -715,13 +715,13 @@ static void sift_rows(void *job, int member, int begin, int end) {
         top = top > -INFINITY ? top : 0.0f;
         if (s->top_k[r] > 0 && s->top_k[r] < vocab) bound = largest_bound(l, vocab, top, bound, 1.0f, s->top_k[r]);
         if (s->top_p[r] < 1) bound = largest_bound(l, vocab, top, bound, s->top_p[r], 0);
-        bound = top + s->floor[r] > bound ? top + s->floor[r] : bound;
+        bound = top + s->log_min_p[r] > bound ? top + s->log_min_p[r] : bound;
         for (int v = 0; v < vocab; v++) l[v] = l[v] < bound ? -INFINITY : l[v];
     }
 }
 
-/* Rules out what top-k, top-p and min-p (its logarithm is `floor`) do not keep, in place. */
-void outrider_sift(float *logits, int rows, int vocab, const int64_t *top_k, const float *top_p, const float *floor,
+/* Rules out what top-k, top-p and min-p (its logarithm is `log_min_p`) do not keep, in place. */
+void outrider_filter(float *logits, int rows, int vocab, const int64_t *top_k, const float *top_p, const float *log_min_p,
                    int threads) {
-    team_run(threads, rows, sift_rows, &(Sifting){logits, vocab, top_k, top_p, floor});
+    team_run(threads, rows, filter_rows, &(Filtering){logits, vocab, top_k, top_p, log_min_p});
 }

@@ -175,9 +175,11 @@ class NativeKernels:
         )  # fmt: skip
         return tokens
 
-    def sift(self, logits: Tensor, top_k: Tensor, top_p: Tensor, floor: Tensor) -> None:
+    def filter_logits(self, logits: Tensor, top_k: Tensor, top_p: Tensor, log_min_p: Tensor) -> None:
         rows, vocab = logits.shape
-        self.lib.outrider_sift(_ptr(logits), rows, vocab, _ptr(top_k), _ptr(top_p), _ptr(floor), self.threads)
+        self.lib.outrider_filter(
+            _ptr(logits), rows, vocab, _ptr(top_k), _ptr(top_p), _ptr(log_min_p), self.threads
+        )
 
     def _shape(self, heads: int, kv_heads: int, head_dim: int, scale: float) -> _Shape:
         c, (cos, sin) = self.config, self.tables

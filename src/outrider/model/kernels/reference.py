@@ -15,7 +15,7 @@ from torch import Tensor
 from outrider.load.config import ModelConfig
 from outrider.model.weights import LayerTensors
 from outrider.types import Batch
-from outrider.verify.filters import sift
+from outrider.verify.filters import filter_logits
 from outrider.verify.noise import draw
 
 
@@ -75,8 +75,8 @@ class ReferenceKernels:
     def draw(self, logits: Tensor, sampled: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
         return draw(logits, sampled, seeds, positions)
 
-    def sift(self, logits: Tensor, top_k: Tensor, top_p: Tensor, floor: Tensor) -> None:
-        sift(logits, top_k, top_p, floor)
+    def filter_logits(self, logits: Tensor, top_k: Tensor, top_p: Tensor, log_min_p: Tensor) -> None:
+        filter_logits(logits, top_k, top_p, log_min_p)
 
     def attention(
         self, q: Tensor, batch: Batch, keys: Tensor, values: Tensor, window: int, scale: float

@@ -3,11 +3,11 @@
 The arithmetic of a row is fixed by positions alone. Its keys, in the order of their positions, are cut into
 blocks of 64; a block gives a maximum, a sum and a weighted value, from scratch; blocks fold into splits and
 splits into the result, in order. Where a split ends is a function of the position. So it does not matter which
-rows share a pass, whether a token is a guess or already known, or how the work is spread over the device.
+rows share a pass, whether a token is a draft token or already known, or how the work is spread over the device.
 
-What differs between rows of a draft tree is which guesses they see. Blocks that hold nothing but known
+What differs between rows of a draft tree is which draft tokens they see. Blocks that hold nothing but known
 tokens are shared: one program loads them for up to 64 / group rows and all their heads. The blocks from the one
-with the first guess on (two at most) are gathered for each node by its path, in programs of their own.
+with the first draft token on (two at most) are gathered for each node by its path, in programs of their own.
 
 Where every row is the only one of its text, a program turns its queries and the row's own key itself, from what the
 matmul left: it loads known keys before that is there, and one launch less stands in between. As in rows.py, to the bit.
@@ -22,8 +22,7 @@ instruction that means (measured), and every sum over keys is left to it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -32,10 +31,10 @@ from torch import Tensor
 
 from outrider.model.kernels.gpu.launch import INTERPRETED, await_previous, chained, let_next_start
 from outrider.model.kernels.gpu.rows import rope_and_write, sum_parts
+from outrider.model.staged import BLOCK, ROW_FIELDS, TALLEST, StagedPart, group_rows, padded_group
 from outrider.types import Batch
 
-BLOCK = 64
-TILES = (16, 32, 64)  # query rows times heads of a group in one program
+TILES = (16, 32, TALLEST)  # query rows times heads of a group in one program
 NODES = 64
 TAILS = 2  # blocks that a draft of 63 nodes can touch
 # Loads of slots, keys and values on their way: of these, keys get two buffers, of four one.
@@ -48,7 +47,6 @@ WARPS = 4
 CROWDED = 768  # programs, a text's whole past each, of which more run at a time with half the warps
 SHORT = 12  # splits: texts of up to 1024 tokens
 ENOUGH = 512  # programs that keep the device busy without splitting; half of them, where they are tall or texts short
-ROW_FIELDS = ("ids", "positions", "slots", "table_rows", "prefix", "ancestors", "logit_rows")
 LOG2E = 1.4426950408889634
 
 
@@ -142,7 +140,7 @@ def _own_blocks(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, LOW: tl.constexpr, DIM: tl.constexpr,
     WIDE: tl.constexpr, BLOCK: tl.constexpr, NODES: tl.constexpr, WINDOW: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
-    """The blocks of one node that hold guesses, gathered along its path; one state for each."""
+    """The blocks of one node that hold draft tokens, gathered along its path; one state for each."""
     if tl.load(ancestors + row) == 0:
         return
     known = tl.load(prefix + row)
@@ -223,10 +221,10 @@ def _take_block(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["rows", "shared", "parts", "window", "splits"])
+@triton.jit(do_not_specialize=["made_stride", "shared", "parts", "window", "splits"])
 def _attend_kernel(
     q, keys, values, table, items, positions, table_rows, prefix, ancestors, paths, sums, stats, out,
-    made, cos, sin, slots, rows,
+    made, cos, sin, slots, made_stride,
     table_stride, shared, parts, scale, window, splits,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr,
     DIM: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, LOW: tl.constexpr,
@@ -297,7 +295,7 @@ def _attend_kernel(
     await_previous(CHAIN)
     if FRESH:
         width: tl.constexpr = (HEADS + 2 * KV_HEADS) * DIM
-        stride = rows.to(tl.int64) * width
+        stride = made_stride.to(tl.int64)
         at_row = start.to(tl.int64) * width
         queries = _turned(
             made, at_row + head[:, None] * DIM, stride, turn_c, turn_s, d, valid[:, None] & (d < DIM), DIM, PARTS
@@ -423,11 +421,11 @@ def _read_kernel(
 
 
 @dataclass(slots=True)
-class Reading:
+class AttentionPlan:
     """How a batch's rows are read: made once a pass, used by every layer.
 
     `items` are first row, count and shared entries; rows of one item belong to one sequence. `tree`: some row is
-    a guess.
+    a draft token.
     """
 
     items: Tensor  # [I, 3] int32
@@ -441,24 +439,11 @@ class Reading:
     single: bool  # every row is the only one of its text, and known
 
 
-def padded_group(heads: int, kv_heads: int) -> int:
-    return triton.next_power_of_2(heads // kv_heads)
+@dataclass(frozen=True, slots=True)
+class JointPlan:
+    """Of resident rows and staged ones after them: the parts of a batch, each read as if it were alone."""
 
-
-def group_rows(batch: Batch, together: int) -> list[tuple[int, int, int]]:
-    """Stretches of at most `together` neighbouring rows of one sequence: first row, count, and how many of its
-    entries they share. Of a batch on the host.
-    """
-    owners = batch.table_rows.tolist()
-    known = batch.prefix
-    limits = torch.where(batch.ancestors != 0, known // BLOCK * BLOCK, known).tolist()
-    edges = [0, *(r for r in range(1, len(owners)) if owners[r] != owners[r - 1]), len(owners)]
-    groups = []
-    for begin, end in pairwise(edges):
-        for at in range(begin, end, together):
-            stop = min(at + together, end)
-            groups.append((at, stop - at, max(limits[at:stop])))
-    return groups
+    parts: tuple[tuple[Batch, AttentionPlan], ...]
 
 
 def tile_for(longest: int, padded: int) -> int:
@@ -472,10 +457,12 @@ def longest_run(batch: Batch) -> int:
     return int(counts.max())
 
 
-def read_batch(batch: Batch, heads: int, kv_heads: int, dim: int, there: Batch | None = None) -> Reading:
+def plan_attention(
+    batch: Batch, heads: int, kv_heads: int, dim: int, there: Batch | None = None
+) -> AttentionPlan:
     """The reading of a batch: `there` is its twin on the device, if it lies on the host itself; else the host waits."""
     there = there or batch
-    host = Batch(**{name: getattr(batch, name).cpu() for name in ROW_FIELDS}, table=batch.table)
+    host = replace(batch, **{name: getattr(batch, name).cpu() for name in ROW_FIELDS})
     padded = padded_group(heads, kv_heads)
     tile = tile_for(longest_run(host), padded)
     groups = group_rows(host, tile // padded)
@@ -483,13 +470,13 @@ def read_batch(batch: Batch, heads: int, kv_heads: int, dim: int, there: Batch |
     items = torch.tensor(groups, dtype=torch.int32).to(there.ids.device, non_blocking=True)
     splits = split_count(int(host.positions.max()) + 1)
     single = len(groups) == batch.rows
-    reading = make_reading(items, batch.rows, (heads, kv_heads, dim), splits, tree, tile, single)
+    attention = make_attention_plan(items, batch.rows, (heads, kv_heads, dim), splits, tree, tile, single)
     if tree:
-        find_paths(there, reading.paths)
-    return reading
+        find_paths(there, attention.paths)
+    return attention
 
 
-def make_reading(
+def make_attention_plan(
     items: Tensor,
     rows: int,
     shape: tuple[int, int, int],
@@ -497,15 +484,18 @@ def make_reading(
     tree: bool,
     tile: int,
     single: bool = False,
-) -> Reading:
-    """Buffers for `rows` rows of texts of up to `splits` splits; shape is heads, kv_heads, dim."""
+    busy: int = 0,
+) -> AttentionPlan:
+    """Buffers for `rows` rows of sequences of up to `splits` splits; shape is heads, kv_heads, dim. So many items are
+    `busy` as a rule, where some may be empty.
+    """
     heads, kv_heads, dim = shape
     enough = ENOUGH // 2 if tile > TILES[0] or splits <= SHORT else ENOUGH
-    whole = not tree and (splits == 1 or len(items) * kv_heads >= enough)
+    whole = not tree and (splits == 1 or (busy or len(items)) * kv_heads >= enough)
     room = 0 if whole else rows * heads * (splits + TAILS)
-    return Reading(
+    return AttentionPlan(
         items=items,
-        paths=torch.zeros((rows, NODES), dtype=torch.int32, device=items.device),
+        paths=torch.zeros((rows if tree else 0, NODES), dtype=torch.int32, device=items.device),
         splits=splits,
         tree=tree,
         tile=tile,
@@ -516,15 +506,29 @@ def make_reading(
     )
 
 
-def share_entries(batch: Batch, reading: Reading) -> None:
+def plan_staged(
+    part: StagedPart, shape: tuple[int, int, int], context: int, single: bool = False
+) -> AttentionPlan:
+    """How a part of staged rows is read, in groups that the host staged with them."""
+    heads, kv_heads, _ = shape
+    rows, tree = part.batch.rows, part.branching
+    tile = tile_for(part.together, padded_group(heads, kv_heads))
+    busy = -(-rows // part.together)
+    plan = make_attention_plan(part.groups, rows, shape, split_count(context), tree, tile, single, busy)
+    if tree:
+        find_paths(part.batch, plan.paths)
+    return plan
+
+
+def share_entries(batch: Batch, attention: AttentionPlan) -> None:
     """Fill in, on the device, what each item's rows share, and the paths of those that branch. Rows of an item are at
     rising positions, or of one tree with its root first.
     """
-    _read(batch, reading.paths, reading.items, reading.tree)
+    _read(batch, attention.paths, attention.items, attention.tree)
 
 
 def find_paths(batch: Batch, paths: Tensor) -> None:
-    """The slots of every guessed row's path, by depth."""
+    """The slots of every draft row's path, by depth."""
     _read(batch, paths, None, True)
 
 
@@ -536,18 +540,18 @@ def _read(batch: Batch, paths: Tensor, items: Tensor | None, tree: bool) -> None
     )  # fmt: skip
 
 
-def share_entries_twin(batch: Batch, reading: Reading) -> None:
-    first, count = reading.items[:, 0].long(), reading.items[:, 1]
-    if not reading.tree:
-        reading.items[:, 2] = batch.prefix[first + count - 1]
+def share_entries_twin(batch: Batch, attention: AttentionPlan) -> None:
+    first, count = attention.items[:, 0].long(), attention.items[:, 1]
+    if not attention.tree:
+        attention.items[:, 2] = batch.prefix[first + count - 1]
         return
     known = batch.prefix[first]
-    reading.items[:, 2] = torch.where(batch.ancestors[first] != 0, known // BLOCK * BLOCK, known)
+    attention.items[:, 2] = torch.where(batch.ancestors[first] != 0, known // BLOCK * BLOCK, known)
     for row, (owner, known, mask) in enumerate(
         zip(batch.table_rows.tolist(), batch.prefix.tolist(), batch.ancestors.tolist(), strict=True)
     ):
         seen = [known + i for i in range(NODES) if mask >> i & 1]
-        reading.paths[row, : len(seen)] = batch.table[owner, seen]
+        attention.paths[row, : len(seen)] = batch.table[owner, seen]
 
 
 @dataclass(frozen=True, slots=True)
@@ -559,6 +563,26 @@ class Fresh:
     norms: tuple[Tensor, Tensor, float] | None  # of heads
 
 
+def attend_parts(
+    fresh: Fresh,
+    batch: Batch,
+    keys: Tensor,
+    values: Tensor,
+    window: int,
+    scale: float,
+    attention: AttentionPlan | JointPlan,
+    out: Tensor,
+) -> None:
+    """As `attend`, of each part of a batch that has several."""
+    parts = attention.parts if isinstance(attention, JointPlan) else ((batch, attention),)
+    at = 0
+    for part, plan in parts:
+        rows = slice(at, at + part.rows)
+        mine = replace(fresh, parts=fresh.parts[:, rows])
+        attend(mine, part, keys, values, window, scale, plan, out[rows])
+        at += part.rows
+
+
 def attend(
     q: Tensor | Fresh,
     batch: Batch,
@@ -566,7 +590,7 @@ def attend(
     values: Tensor,
     window: int,
     scale: float,
-    reading: Reading,
+    attention: AttentionPlan,
     out: Tensor,
 ) -> None:
     """q [R, heads, dim] over what each row sees in the slots -> out [R, heads, dim]. If it is `Fresh`, keys and values
@@ -574,11 +598,11 @@ def attend(
     """
     rows, heads, dim = out.shape
     kv_heads = keys.shape[1]
-    r = reading
+    r = attention
     shared = len(r.items)
     span = SPANS[0] if shared * kv_heads < MANY else SPANS[1]
     parts = 1 if r.whole else r.splits if span == 1 else -(-split_end(r.splits) // (span * BLOCK))
-    if isinstance(q, Fresh) and not _turns_itself(q, reading, kv_heads):
+    if isinstance(q, Fresh) and not _turns_itself(q, attention, kv_heads):
         fresh, q = q, torch.empty_like(out)
         rope_and_write(fresh.parts, fresh.tables, batch, fresh.norms, q, keys, values)
     turning = isinstance(q, Fresh)
@@ -586,7 +610,7 @@ def attend(
     _attend_kernel[(shared * parts + (rows if r.tree else 0), kv_heads)](
         None if turning else q, keys, values, batch.table, r.items, batch.positions, batch.table_rows, batch.prefix,
         batch.ancestors, r.paths, r.sums, r.stats, out,
-        made, cos, sin, batch.slots, rows,
+        made, cos, sin, batch.slots, 0 if made is None else made.stride(0),
         batch.table.stride(0), shared, parts, scale * LOG2E, window, r.splits,
         HEADS=heads, KV_HEADS=kv_heads, GROUP=heads // kv_heads, PADDED=padded_group(heads, kv_heads), DIM=dim,
         WIDE=_wide(dim), BLOCK=BLOCK, TILE=r.tile, LOW=TILES[0], NODES=NODES, SPAN=span, WINDOW=window > 0,
@@ -602,21 +626,21 @@ def attend(
     )  # fmt: skip
 
 
-def _turns_itself(fresh: Fresh, reading: Reading, kv_heads: int) -> bool:
-    programs = len(reading.items) * kv_heads * (1 if reading.whole else reading.splits)
-    return reading.single and fresh.norms is None and programs <= TURNING
+def _turns_itself(fresh: Fresh, attention: AttentionPlan, kv_heads: int) -> bool:
+    programs = len(attention.items) * kv_heads * (1 if attention.whole else attention.splits)
+    return attention.single and fresh.norms is None and programs <= TURNING
 
 
-def _warps(reading: Reading, programs: int) -> int:
-    crowded = reading.whole and reading.tile == TILES[0] and programs >= CROWDED
+def _warps(attention: AttentionPlan, programs: int) -> int:
+    crowded = attention.whole and attention.tile == TILES[0] and programs >= CROWDED
     return WARPS // 2 if crowded else WARPS
 
 
-def _at_once(reading: Reading, dim: int) -> int:
+def _at_once(attention: AttentionPlan, dim: int) -> int:
     """Splits whose loads are on their way together when they are folded."""
     if INTERPRETED:
         return 2
-    return 8 if reading.tree else 24 if reading.splits > 16 and dim <= 128 else 16
+    return 8 if attention.tree else 24 if attention.splits > 16 and dim <= 128 else 16
 
 
 def _wide(dim: int) -> int:
@@ -630,7 +654,7 @@ def attend_twin(
     values: Tensor,
     window: int,
     scale: float,
-    reading: Reading | None,
+    attention: AttentionPlan | None,
     out: Tensor,
 ) -> None:
     """Row by row in float32: what types.Batch says, with nothing shared."""

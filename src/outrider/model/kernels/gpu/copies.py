@@ -1,4 +1,4 @@
-"""Where a text's ending occurs earlier in it, and what followed there: `draft/chains.py` says it in torch."""
+"""Where a text's ending occurs earlier in it, and what followed there: `draft/lookup.py` says it in torch."""
 
 # mypy: disable-error-code="no-untyped-def, import-untyped, import-not-found"
 
@@ -14,34 +14,47 @@ from torch import Tensor
 from outrider.model.kernels.gpu.launch import await_previous, chained, let_next_start
 
 PLACES = 1024  # looked at by one program
+BONUS = 4  # tokens that a place in a prediction counts for beside those that are the same
+
+
+@triton.jit
+def _token(text, prediction, before, wide, at):
+    """Of a prediction with the text after it. No mask: both loads are of places that are there."""
+    expected = tl.load(prediction + tl.minimum(at, wide - 1))
+    own = tl.load(text + tl.maximum(at - before, 0))
+    return tl.where(at < before, expected, own)
 
 
 @triton.jit
 def _scan_kernel(
-    tokens, rows, lengths, best, stride, context,
-    REACH: tl.constexpr, SHORTEST: tl.constexpr, PLACES: tl.constexpr, CHAIN: tl.constexpr,
+    tokens, predictions, predicted, rows, lengths, best, stride, wide, places,
+    REACH: tl.constexpr, SHORTEST: tl.constexpr, BONUS: tl.constexpr, PLACES: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     """The best of some places of one text: by how much of the ending is there, then the latest. -1: none."""
     let_next_start(CHAIN)
     one = tl.program_id(0)
     place = tl.program_id(1) * PLACES + tl.arange(0, PLACES)
     await_previous(CHAIN)
-    length = tl.load(lengths + one)
-    text = tokens + tl.load(rows + one) * stride
-    same = (place < length) & (place < context)  # places whose next token is known
+    row, length = tl.load(rows + one), tl.load(lengths + one)
+    before = tl.load(predicted + row)
+    text, prediction = tokens + row * stride, predictions + row * wide
+    last = length + before
+    same = (place < last) & (place < places)  # places whose next token is known
     size = tl.zeros((PLACES,), tl.int32)
     for back in tl.static_range(REACH):
-        known = tl.minimum(place, length) >= back
-        ending = tl.load(text + tl.maximum(length - back, 0))
-        same = same & known & (tl.load(text + place - back, mask=same & known, other=-1) == ending)
+        known = (place >= back) & (length >= back)
+        ending = _token(text, prediction, before, wide, tl.maximum(last - back, 0))
+        there = tl.minimum(tl.maximum(place - back, 0), last)
+        same = same & known & (_token(text, prediction, before, wide, there) == ending)
         size += same.to(tl.int32)
-    found = tl.where(size >= SHORTEST, size * context + place, -1)
+    value = (size + tl.where(place < before, BONUS, 0)) * places + place
+    found = tl.where(size >= SHORTEST, value, -1)
     tl.store(best + one * tl.num_programs(1) + tl.program_id(1), tl.max(found, 0))
 
 
 @triton.jit
 def _copy_kernel(
-    tokens, rows, lengths, best, guesses, counts, stride, context, many,
+    tokens, predictions, predicted, rows, lengths, best, drafted, counts, stride, wide, places, many, furthest,
     N: tl.constexpr, WIDE: tl.constexpr, MANY: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     let_next_start(CHAIN)
@@ -49,28 +62,44 @@ def _copy_kernel(
     part = tl.arange(0, MANY)
     i = tl.arange(0, WIDE)
     await_previous(CHAIN)
+    row = tl.load(rows + one)
+    before = tl.load(predicted + row)
     top = tl.max(tl.load(best + one * many + part, mask=part < many, other=-1), 0)
-    start = tl.where(top >= 0, top % context + 1, 0)
-    text = tokens + tl.load(rows + one) * stride
-    tl.store(guesses + one * N + i, tl.load(text + tl.minimum(start + i, context - 1)), mask=i < N)
-    left = tl.minimum(tl.load(lengths + one) + 1 - start, N)
-    tl.store(counts + one, tl.where(top >= 0, left, 0))
+    start = tl.where(top >= 0, top % places + 1, 0)
+    at = tl.minimum(start + i, before + furthest)
+    token = _token(tokens + row * stride, predictions + row * wide, before, wide, at)
+    tl.store(drafted + one * N + i, token, mask=i < N)
+    ends = tl.where(start <= before, before, tl.load(lengths + one) + before + 1)
+    tl.store(counts + one, tl.where(top >= 0, tl.minimum(ends - start, N), 0))
 
 
 def find_copies(
-    tokens: Tensor, rows: Tensor, lengths: Tensor, n: int, context: int, reach: int, shortest: int
+    tokens: Tensor,
+    predictions: Tensor,
+    predicted: Tensor,
+    rows: Tensor,
+    lengths: Tensor,
+    n: int,
+    context: int,
+    reach: int,
+    shortest: int,
 ) -> tuple[Tensor, Tensor]:
-    """As `draft.chains.find_copies`: n tokens for each of the rows [S], and how many of them are meant."""
-    many = triton.cdiv(context, PLACES)
+    """As `draft.lookup.find_copies`: n tokens for each of the rows [S], and how many of them are proposed."""
+    places = predictions.shape[1] + context
+    many = triton.cdiv(places, PLACES)
     best = torch.empty(len(rows) * many, dtype=torch.int32, device=tokens.device)
-    guesses = torch.empty((len(rows), n), dtype=torch.int64, device=tokens.device)
+    drafted = torch.empty((len(rows), n), dtype=torch.int64, device=tokens.device)
     counts = torch.empty_like(lengths)
+    texts, strides = (
+        (tokens, predictions, predicted, rows, lengths),
+        (tokens.stride(0), predictions.stride(0)),
+    )
     _scan_kernel[(len(rows), many)](
-        tokens, rows, lengths, best, tokens.stride(0), context,
-        REACH=reach, SHORTEST=shortest, PLACES=PLACES, num_warps=4, **chained(),
+        *texts, best, *strides, places,
+        REACH=reach, SHORTEST=shortest, BONUS=BONUS, PLACES=PLACES, num_warps=4, **chained(),
     )  # fmt: skip
     _copy_kernel[(len(rows),)](
-        tokens, rows, lengths, best, guesses, counts, tokens.stride(0), context, many,
+        *texts, best, drafted, counts, *strides, places, many, tokens.shape[1] - 1,
         N=n, WIDE=triton.next_power_of_2(n), MANY=triton.next_power_of_2(many), num_warps=1, **chained(),
     )  # fmt: skip
-    return guesses, counts
+    return drafted, counts

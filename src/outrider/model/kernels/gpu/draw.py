@@ -1,8 +1,8 @@
 """The law of sampling over the vocabulary: argmax of logits plus Gumbel noise. Twin: verify/noise.py's draw.
 
 The noise has the same random bits as there, word for word; only the rounding of the logarithms may differ in
-the last place. Ties go to the lowest id. What comes in is processed already; in a round, where temperatures and seeds
-lie by who a row belongs to, dividing by the temperature may be left to the kernel.
+the last place. Ties go to the lowest id. What comes in is processed already; in a captured step, where
+temperatures and seeds lie by who a row belongs to, dividing by the temperature may be left to the kernel.
 """
 
 # mypy: disable-error-code="no-untyped-def, import-untyped, import-not-found"
@@ -72,9 +72,10 @@ def _better(score, token, other, at):
 
 @triton.jit
 def _chunk_kernel(
-    logits, sampled, picked, owners, temperature, seeds, positions, scores, tokens, vocab, stride, chunks, ahead,
-    LAW: tl.constexpr, ROUNDS: tl.constexpr, OWNED: tl.constexpr, WARMED: tl.constexpr, MOST: tl.constexpr,
-    CHUNK: tl.constexpr, INTERPRETED: tl.constexpr, CHAIN: tl.constexpr,
+    logits, sampled, picked, owners, temperature, seeds, positions, of_row, edited, scores, tokens,
+    vocab, stride, chunks, ahead,
+    LAW: tl.constexpr, ROUNDS: tl.constexpr, OWNED: tl.constexpr, DIVIDE: tl.constexpr, EDITED: tl.constexpr,
+    MOST: tl.constexpr, CHUNK: tl.constexpr, INTERPRETED: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     """The best `MOST` of one chunk of a row's tokens, in order."""
     let_next_start(CHAIN)
@@ -84,18 +85,21 @@ def _chunk_kernel(
     group = chunk * CHUNK + tl.arange(0, CHUNK)
     at = row
     owner = row
-    warmth = 1.0
+    clamp_temperature = 1.0
     if OWNED:
         at = tl.load(picked + row)
         owner = tl.load(owners + at).to(tl.int64)
         heat = tl.load(temperature + owner)
         noisy = heat > 0.0
-        if WARMED:
-            warmth = heat
+        if DIVIDE:
+            clamp_temperature = heat
     else:
         noisy = tl.load(sampled + row) != 0
     words = (group.to(tl.uint32),) * 4
     mine = logits + row * stride
+    if EDITED:  # noqa: SIM102 - decided when compiling
+        if tl.load(of_row + owner) >= 0:
+            mine = edited + row * vocab
     if noisy:
         seed = tl.load(seeds + owner)
         k0 = (seed & 0xFFFFFFFF).to(tl.uint32)
@@ -103,9 +107,9 @@ def _chunk_kernel(
         c1 = tl.zeros_like(group).to(tl.uint32) + (tl.load(positions + at) + ahead).to(tl.uint32)
         c2 = tl.full(group.shape, LAW, tl.uint32)
         words = _philox(group.to(tl.uint32), c1, c2, tl.zeros_like(c2), k0, k1, ROUNDS)
-        a, b, c, d = _scores_of_four(mine, group, vocab, words, warmth, True, INTERPRETED)
+        a, b, c, d = _scores_of_four(mine, group, vocab, words, clamp_temperature, True, INTERPRETED)
     else:
-        a, b, c, d = _scores_of_four(mine, group, vocab, words, warmth, False, INTERPRETED)
+        a, b, c, d = _scores_of_four(mine, group, vocab, words, clamp_temperature, False, INTERPRETED)
     for i in tl.static_range(MOST):
         best, token = _better(tl.full(group.shape, float("-inf"), tl.float32), group * 4, a, group * 4)
         best, token = _better(best, token, b, group * 4 + 1)
@@ -147,9 +151,8 @@ def draw_rows(logits: Tensor, sampled: Tensor, seeds: Tensor, positions: Tensor)
     """[R, vocab] float32, [R] bool, [R] int64, [R] int64 -> tokens int64 [R]."""
     tokens = torch.empty((len(logits), 1), dtype=torch.int64, device=logits.device)
     columns = torch.zeros((1, 1), dtype=torch.int32, device=logits.device)
-    _draw(
-        logits, (sampled, None, None, None, seeds, positions), columns, tokens, 0, owned=False, warmed=False
-    )
+    given = (sampled, None, None, None, seeds, positions, None, None)
+    _draw(logits, given, columns, tokens, 0, owned=False, divide=False)
     return tokens[:, 0]
 
 
@@ -160,15 +163,17 @@ def draw_owned(
     columns: Tensor,
     out: Tensor,
     ahead: int,
-    warmed: bool,
+    divide: bool,
+    edited: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """The law of the rows of a batch whose logits these are, [R, vocab]: `law` is temperatures and seeds by owner, a
-    row foretells the position so far `ahead` of its own. Every `EACH` neighbouring rows are a text's; columns [EACH,
+    row predicts the position so far `ahead` of its own. Every `EACH` neighbouring rows are a text's; columns [EACH,
     most], int32, say where in its row of out [S, n] their first choices go, what they would be if those were banned,
-    and so on; -1: nowhere. `warmed`: logits are still to be divided by the temperature.
+    and so on; -1: nowhere. `divide`: logits are still to be divided by the temperature. `edited`: by owner whether its
+    logits were edited, and those of them that were [R, vocab].
     """
-    given = (None, batch.logit_rows, batch.table_rows, *law, batch.positions)
-    _draw(logits, given, columns, out, ahead, owned=True, warmed=warmed)
+    given = (None, batch.logit_rows, batch.table_rows, *law, batch.positions, *(edited or (None, None)))
+    _draw(logits, given, columns, out, ahead, owned=True, divide=divide)
 
 
 def _draw(
@@ -178,7 +183,7 @@ def _draw(
     out: Tensor,
     ahead: int,
     owned: bool,
-    warmed: bool,
+    divide: bool,
 ) -> None:
     rows, vocab = logits.shape
     each, most = columns.shape
@@ -189,7 +194,7 @@ def _draw(
     winners = torch.empty((rows, chunks, most), dtype=torch.int32, device=logits.device)
     _chunk_kernel[(rows, chunks)](
         logits, *given, scores, winners, vocab, logits.stride(0), chunks, ahead,
-        LAW=LAW, ROUNDS=ROUNDS, OWNED=owned, WARMED=warmed, MOST=most, CHUNK=CHUNK,
+        LAW=LAW, ROUNDS=ROUNDS, OWNED=owned, DIVIDE=divide, EDITED=given[-1] is not None, MOST=most, CHUNK=CHUNK,
         INTERPRETED=INTERPRETED, num_warps=8, **chained(),
     )  # fmt: skip
     _final_kernel[(rows,)](

@@ -20,11 +20,18 @@ from torch import Tensor
 from outrider.cache.store import KeyValueStore
 from outrider.errors import KernelUnavailable
 from outrider.load.config import ModelConfig
-from outrider.model.kernels.gpu.attention import Fresh, Reading, attend, read_batch
+from outrider.model.kernels.gpu.attention import (
+    AttentionPlan,
+    Fresh,
+    JointPlan,
+    attend,
+    attend_parts,
+    plan_attention,
+)
 from outrider.model.kernels.gpu.draw import draw_rows
+from outrider.model.kernels.gpu.filter import filter_rows
 from outrider.model.kernels.gpu.matmul import Packed, gated_linear, linear, multiply_parts, pack
 from outrider.model.kernels.gpu.rows import add_and_norm, embed
-from outrider.model.kernels.gpu.sift import sift_rows
 from outrider.model.weights import LayerTensors
 from outrider.types import Batch
 
@@ -73,7 +80,7 @@ class GpuKernels:
         self.config, self.device, self.dtype, self.weights = config, torch.device(device), dtype, weights
         self.tables = cos.to(self.device).contiguous(), sin.to(self.device).contiguous()
         self.scale = config.head_dim**-0.5
-        self._read: tuple[Batch, Reading] | None = None
+        self._read: tuple[Batch, AttentionPlan] | None = None
 
     # -------------------------------------------------------------------------------------------- weights
 
@@ -141,16 +148,16 @@ class GpuKernels:
         there = logits.device
         return draw_rows(logits, sampled.to(there), seeds.to(there), positions.to(there))
 
-    def sift(self, logits: Tensor, top_k: Tensor, top_p: Tensor, floor: Tensor) -> None:
+    def filter_logits(self, logits: Tensor, top_k: Tensor, top_p: Tensor, log_min_p: Tensor) -> None:
         there = logits.device
-        sift_rows(logits, top_k.to(there), top_p.to(there), floor.to(there))
+        filter_rows(logits, top_k.to(there), top_p.to(there), log_min_p.to(there))
 
     def attention(
         self, q: Tensor, batch: Batch, keys: Tensor, values: Tensor, window: int, scale: float
     ) -> Tensor:
         out = torch.empty_like(q)
-        reading = read_batch(batch, q.shape[1], keys.shape[1], q.shape[2])
-        attend(q.to(keys.dtype), batch, keys, values, window, scale, reading, out)
+        attention = plan_attention(batch, q.shape[1], keys.shape[1], q.shape[2])
+        attend(q.to(keys.dtype), batch, keys, values, window, scale, attention, out)
         return out
 
     # ----------------------------------------------------------------------------------------------- layers
@@ -161,7 +168,12 @@ class GpuKernels:
         add_and_norm(x, pending, None, 0.0, None)
 
     def run_layers(
-        self, layers: Sequence[GpuLayer], x: Tensor, batch: Batch, store: KeyValueStore, reading: Reading
+        self,
+        layers: Sequence[GpuLayer],
+        x: Tensor,
+        batch: Batch,
+        store: KeyValueStore,
+        attention: AttentionPlan | JointPlan,
     ) -> Tensor | None:
         """All layers; returns what is still to be added to x."""
         pending: Tensor | None = None
@@ -171,7 +183,7 @@ class GpuKernels:
                     add_and_norm(x, pending, None, 0.0, None)
                     pending = None
                 store.keep_feature(i, x, batch.slots)
-            pending = self._layer(layer, x, pending, batch, store.keys[i], store.values[i], reading)
+            pending = self._layer(layer, x, pending, batch, store.keys[i], store.values[i], attention)
         return pending
 
     def _layer(
@@ -182,11 +194,11 @@ class GpuKernels:
         batch: Batch,
         keys: Tensor,
         values: Tensor,
-        reading: Reading,
+        attention: AttentionPlan | JointPlan,
     ) -> Tensor:
         normed = torch.empty_like(x, dtype=self.dtype)
         add_and_norm(x, pending, w.attn_norm, self.config.norm_eps, normed)
-        return self.rest_of_layer(w, x, normed, batch, keys, values, reading)
+        return self.rest_of_layer(w, x, normed, batch, keys, values, attention)
 
     def rest_of_layer(
         self,
@@ -196,24 +208,24 @@ class GpuKernels:
         batch: Batch,
         keys: Tensor,
         values: Tensor,
-        reading: Reading,
+        attention: AttentionPlan | JointPlan,
     ) -> Tensor:
         """A layer from its normed inputs on, which may be wider than the stream; returns what is to be added to x."""
         c, rows = self.config, len(x)
         qkv = multiply_parts(inputs, w.qkv.weight, w.qkv.bias)
         mixed = torch.empty((rows, c.heads, c.head_dim), dtype=self.dtype, device=x.device)
         fresh = Fresh(qkv, self.tables, w.norms)
-        attend(fresh, batch, keys, values, w.window, self.scale, reading, mixed)
+        attend_parts(fresh, batch, keys, values, w.window, self.scale, attention, mixed)
         pending = multiply_parts(mixed.view(rows, -1), w.out.weight, w.out.bias)
         normed = torch.empty_like(x, dtype=self.dtype)
         add_and_norm(x, pending, w.mlp_norm, c.norm_eps, normed)
         act = gated_linear(normed, w.gate_up.weight, w.gate_up.bias)
         return multiply_parts(act, w.down.weight, w.down.bias)
 
-    def _reading(self, batch: Batch) -> Reading:
+    def _reading(self, batch: Batch) -> AttentionPlan:
         if self._read is None or self._read[0] is not batch:
             c = self.config
-            self._read = batch, read_batch(batch, c.heads, c.kv_heads, c.head_dim)
+            self._read = batch, plan_attention(batch, c.heads, c.kv_heads, c.head_dim)
         return self._read[1]
 
 

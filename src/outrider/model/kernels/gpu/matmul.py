@@ -36,7 +36,7 @@ ENOUGH_BLOCKS = 128  # that keep every multiprocessor reading
 SHORTEST_SEGMENT = 512
 ENOUGH_UNSPREAD = 96  # blocks of a tile of up to 64 rows that do as well alone
 SPREAD_ROWS = 2048  # up to which partial sums are worth their memory
-FOLDED_ROWS = 64  # of a tile, up to which segments are told apart in one loop
+FOLDED_ROWS = 64  # of a tile, up to which segments are distinguished in one loop
 AT_ONCE = 64  # blocks of HIGH outputs that are packed together; more would only take more memory
 
 

@@ -138,9 +138,9 @@ def embed_twin(ids: Tensor, weight: Packed) -> Tensor:
 # ------------------------------------------------------------------------------------- rotation, cache write
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["parts_stride"])
 def _rope_kernel(
-    parts, cos, sin, positions, slots, q_norm, k_norm, q, keys, values, rows, eps,
+    parts, cos, sin, positions, slots, q_norm, k_norm, q, keys, values, parts_stride, eps,
     PARTS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, NORMED: tl.constexpr,
     TOGETHER: tl.constexpr, BLOCK: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
@@ -157,7 +157,7 @@ def _rope_kernel(
     await_previous(CHAIN)
     width: tl.constexpr = (HEADS + 2 * KV_HEADS) * DIM
     at = row * width + head * DIM + d
-    stride = rows.to(tl.int64) * width
+    stride = parts_stride.to(tl.int64)
     a = sum_parts(parts, at, stride, mask, PARTS)
     b = sum_parts(parts, at + half, stride, mask, PARTS)
     is_q = head < HEADS
@@ -204,7 +204,7 @@ def rope_and_write(
     q_norm, k_norm, eps = norms or (None, None, 0.0)
     together = 8
     _rope_kernel[(rows, triton.cdiv(heads + 2 * kv_heads, together))](
-        parts, *tables, batch.positions, batch.slots, q_norm, k_norm, q, keys, values, rows, eps,
+        parts, *tables, batch.positions, batch.slots, q_norm, k_norm, q, keys, values, parts.stride(0), eps,
         PARTS=len(parts), HEADS=heads, KV_HEADS=kv_heads, DIM=dim, NORMED=norms is not None,
         TOGETHER=together, BLOCK=triton.next_power_of_2(dim // 2), num_warps=2, **chained(),
     )  # fmt: skip

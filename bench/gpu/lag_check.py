@@ -1,6 +1,6 @@
-"""Rounds against packed steps on a CUDA device, token by token, for several shapes with random weights.
+"""Captured steps against eager ones on a CUDA device, token by token, for several shapes with random weights.
 
-PYTHONPATH=src:. python bench/gpu/fly_check.py
+PYTHONPATH=src:. python bench/gpu/lag_check.py
 """
 
 from __future__ import annotations
@@ -10,10 +10,13 @@ import time
 import torch
 
 from outrider.control.planner import Planner
+from outrider.draft.drafters import Drafters
 from outrider.draft.lm import LmDrafter
 from outrider.draft.lookup import LookupDrafter
 from outrider.engine.engine import Engine
-from outrider.engine.flying import make_rounds
+from outrider.engine.graph_runner import make_graph_runner
+from outrider.engine.kv_cache import make_kv_cache
+from outrider.engine.runner import EagerRunner
 from outrider.load.config import ModelConfig, Rope
 from outrider.model.decoder import Decoder
 from outrider.model.device import DeviceDecoder
@@ -37,7 +40,7 @@ class Numbers:
         return ""
 
 
-def make_model(name: str, noise: float, to_host: bool) -> DeviceDecoder:
+def make_model(name: str, noise: float) -> DeviceDecoder:
     hidden, layers, heads, kv_heads, intermediate, vocab = SHAPES[name]
     config = ModelConfig(
         family="llama", vocab=vocab, hidden=hidden, layers=layers, heads=heads, kv_heads=kv_heads, head_dim=64,
@@ -61,23 +64,26 @@ def make_model(name: str, noise: float, to_host: bool) -> DeviceDecoder:
         return made + noise * made.std() * torch.randn(shape, device="cuda", generator=generator)
 
     kernels = GpuKernels(config, *rope_tables(config, config.context + MAX_NODES + 1))
-    return DeviceDecoder(Decoder(config, read, kernels), to_host)
+    return DeviceDecoder(Decoder(config, read, kernels))
 
 
 def answers(
     models: tuple[DeviceDecoder, DeviceDecoder], way: str, requests: list[Request]
 ) -> list[list[int]]:
     target, small = models
-    engine = Engine(target, Settings(max_sequences=32, step_rows=512, cache_bytes=1 << 30), Numbers)
-    drafters = {"lookup": LookupDrafter(), "lm": LmDrafter(small, 30_000, 32, 1024, target.config.vocab)}
-    engine.use_drafters(drafters, Planner("lm"))  # type: ignore[arg-type]
-    if way != "packed":
-        engine.rounds = make_rounds(engine)
-        engine.rounds.lag = int(way[-1])
+    settings = Settings(max_sequences=32, step_rows=512, cache_bytes=1 << 30)
+    cache, vocab = make_kv_cache(target, settings), target.config.vocab
+    drafters = Drafters(
+        {"lookup": LookupDrafter(), "lm": LmDrafter(small, cache.table, vocab, cache.context)}, vocab
+    )
+    runner = EagerRunner(target, cache, drafters)
+    if way != "eager":
+        runner = make_graph_runner(target, cache, drafters, "lm")
+        runner.lag = int(way[-1])
+    engine = Engine(target, cache, drafters, Planner("lm"), runner, settings, Numbers)
     sequences = [engine.add(one)[0] for one in requests]
     while not engine.idle:
         engine.step()
-    engine._land(0)
     engine.table.check()
     return [s.output for s in sequences]
 
@@ -86,9 +92,9 @@ def main() -> None:
     torch.set_grad_enabled(False)
     for name in SHAPES:
         begin = time.time()
-        models = make_model(name, 0.0, False), make_model(name, 0.05, True)
+        models = make_model(name, 0.0), make_model(name, 0.05)
         vocab = models[0].config.vocab
-        for guess in (
+        for speculation in (
             False,
             {"drafter": "lookup", "depth": 3, "nodes": 3},
             {"drafter": "lm", "depth": 4, "nodes": 4},
@@ -100,14 +106,14 @@ def main() -> None:
                     temperature=(0, 0.7, 1.0)[i % 3],
                     max_tokens=50,
                     seed=i,
-                    speculation=guess,
+                    speculation=speculation,
                     ignore_eos=True,
                 )
                 requests.append(Request(f"{i}", prompt, params, i))
-            told = {way: answers(models, way, requests) for way in ("packed", "lag 0", "lag 1")}
+            outputs = {way: answers(models, way, requests) for way in ("eager", "lag 0", "lag 1")}
             firsts = {}
-            for way, got in told.items():
-                pairs = zip(told["packed"], got, strict=True)
+            for way, got in outputs.items():
+                pairs = zip(outputs["eager"], got, strict=True)
                 wrong = [
                     next((k for k, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), -1)
                     for a, b in pairs
@@ -115,7 +121,7 @@ def main() -> None:
                 firsts[way] = [k for k in wrong if k >= 0]
             shown = {way: k for way, k in firsts.items() if k}
             print(
-                f"{name:5} {guess}: first differences {shown or 'none'} ({time.time() - begin:.0f} s)",
+                f"{name:5} {speculation}: first differences {shown or 'none'} ({time.time() - begin:.0f} s)",
                 flush=True,
             )
 

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.serve.foretold import MANY, Foretold
+from outrider.serve.prediction import MANY, PredictionOverlap
 
 
 def held(prediction: list[int], answer: list[int]) -> int:
-    foretold = Foretold(prediction)
-    foretold.feed(answer)
-    return foretold.held
+    overlap = PredictionOverlap(prediction)
+    overlap.feed(answer)
+    return overlap.held
 
 
 def held_by_table(prediction: list[int], answer: list[int]) -> int:
@@ -20,10 +20,10 @@ def held_by_table(prediction: list[int], answer: list[int]) -> int:
     before = ([None, *prediction], [None, *answer])
     after = ([*prediction[1:], "end"], [*answer[1:], "other end"])
     best = [[0] * (len(answer) + 1) for _ in range(len(prediction) + 1)]
-    for i, foretold in enumerate(prediction):
+    for i, predicted in enumerate(prediction):
         for j, token in enumerate(answer):
             neighbour = before[0][i] == before[1][j] or after[0][i] == after[1][j]
-            match = foretold == token and neighbour
+            match = predicted == token and neighbour
             best[i + 1][j + 1] = max(best[i][j + 1], best[i + 1][j], best[i][j] + match)
     return best[-1][-1]
 
@@ -52,7 +52,7 @@ def test_tokens_that_came_true_are_counted(prediction: list[int], answer: list[i
 
 
 def test_a_far_repetition_does_not_swallow_what_lies_between() -> None:
-    """A line is added whose words also occur at the very end: what follows it was foretold all the same."""
+    """A line is added whose words also occur at the very end: what follows it was predicted all the same."""
     prediction = [*range(100, 200), 1, 2]
     assert held(prediction, [100, 1, 2, *prediction[1:]]) == len(prediction)
 
@@ -69,11 +69,11 @@ def test_the_count_is_that_of_the_table(prediction: list[int], answer: list[int]
 @settings(max_examples=100, deadline=None)
 @given(TEXTS, st.lists(st.lists(st.integers(0, 4), max_size=5), max_size=6))
 def test_it_does_not_matter_how_the_answer_was_cut_up(prediction: list[int], pieces: list[list[int]]) -> None:
-    foretold, said = Foretold(prediction), []
+    overlap, said = PredictionOverlap(prediction), []
     for piece in pieces:
-        foretold.feed(piece)
+        overlap.feed(piece)
         said += piece
-        assert foretold.held == held(prediction, said)
+        assert overlap.held == held(prediction, said)
 
 
 @given(st.lists(st.integers(0, 9), max_size=50))
@@ -82,7 +82,7 @@ def test_a_text_foretells_itself(text: list[int]) -> None:
 
 
 def test_answers_are_counted_apart() -> None:
-    first = Foretold([1, 2, 3])
+    first = PredictionOverlap([1, 2, 3])
     second = first.again()
     first.feed([1, 2, 3])
     second.feed([1, 2])

@@ -1,6 +1,6 @@
 """How much of a client's prediction came true, counted while the answer is written.
 
-A function of the two texts alone, so that it does not depend on which guesses the planner found worth making.
+A function of the two texts alone, so that it does not depend on what the planner found worth drafting.
 What counts is the longest run of tokens, not necessarily next to each other, that both texts have in the same
 order; a token takes part only together with a neighbour that both have too, so that stray commas do not count.
 """
@@ -15,7 +15,7 @@ MANY = 64  # places from which a pair's bits are kept rather than made each time
 Pair = tuple[int | None, int]
 
 
-class Foretold:
+class PredictionOverlap:
     """Bit i of every number is token i of the prediction. A token of the answer costs a few operations on such
     numbers (Hyyrö's way to the longest common subsequence); a text's beginning counts as a neighbour.
     """
@@ -35,7 +35,7 @@ class Foretold:
             pair: where if len(where) < MANY else self._bits(where) for pair, where in places.items()
         }
 
-    def again(self) -> Foretold:
+    def again(self) -> PredictionOverlap:
         """The same for another answer, as long as nothing has been fed yet."""
         return copy(self)
 

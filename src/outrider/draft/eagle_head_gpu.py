@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 from outrider.cache.store import KeyValueStore
-from outrider.draft.eagle import EagleHead, joined_qkv
-from outrider.model.device import Readings
-from outrider.model.kernels.gpu.attention import Reading, read_batch
+from outrider.draft.eagle_head import EagleHead, HeadPass, joined_qkv
+from outrider.model.device import AttentionPlans
+from outrider.model.kernels.gpu.attention import AttentionPlan, plan_attention
 from outrider.model.kernels.gpu.kernels import GpuKernels
 from outrider.model.kernels.gpu.rows import add_and_norm
 from outrider.model.weights import LayerTensors
 from outrider.types import Batch
 
 
-class DeviceHead(EagleHead):
+class GpuEagleHead(EagleHead):
     def _pack(self, read: Callable[[str], Tensor], tables: tuple[Tensor, Tensor]) -> None:
         c, target = self.config.layer, self.target
         self.kernels = kernels = GpuKernels(c, *tables, target.device, target.dtype)
@@ -50,17 +50,26 @@ class DeviceHead(EagleHead):
 
     def forward(self, hidden: Tensor, batch: Batch, store: KeyValueStore) -> Tensor:
         c, there = self.config.layer, batch.to(self.target.device)
-        return self.run(hidden, there, store, read_batch(there, c.heads, c.kv_heads, c.head_dim))
+        return self.run(hidden, there, store, plan_attention(there, c.heads, c.kv_heads, c.head_dim))
 
-    def run(self, hidden: Tensor, batch: Batch, store: KeyValueStore, reading: Reading) -> Tensor:
-        """`forward` of a batch on the device whose reading is known; the result takes `hidden`'s place."""
+    def run(self, hidden: Tensor, batch: Batch, store: KeyValueStore, attention: AttentionPlan) -> Tensor:
+        """`forward` of a batch on the device whose attention is known; the result takes `hidden`'s place."""
         embedded = self._normed(self.target.embed(batch.ids), self.embed_norm)
         both = torch.cat([embedded, self._normed(hidden, self.layer.attn_norm)], dim=1)
         pending = self.kernels.rest_of_layer(
-            self.layer, hidden, both, batch, store.keys[0], store.values[0], reading
+            self.layer, hidden, both, batch, store.keys[0], store.values[0], attention
         )
         add_and_norm(hidden, pending, None, 0.0, None)
         return hidden
+
+    def make_pass(self, store: KeyValueStore) -> HeadPass:
+        """Nothing in it is for the host to look at. Rows of one sequence are at rising positions."""
+        plans = AttentionPlans(self.config.layer, self.target.device)
+
+        def run(hidden: Tensor, batch: Batch, together: int, context: int) -> Tensor:
+            return self.run(hidden, batch, store, plans.of(batch, together, context))
+
+        return run
 
     def _known(self, hidden: Tensor) -> Tensor:
         return self.kernels.linear(self.head, self._normed(hidden, self.norm))
@@ -69,17 +78,3 @@ class DeviceHead(EagleHead):
         out = torch.empty_like(x, dtype=self.kernels.dtype)
         add_and_norm(x, None, weight, self.config.layer.norm_eps, out)
         return out
-
-
-class HeadPass:
-    """The head over rows on the device with nothing for the host to look at: fit to be part of a graph.
-
-    Every `together` neighbouring rows belong to one text, at rising positions.
-    """
-
-    def __init__(self, head: DeviceHead, store: KeyValueStore) -> None:
-        self.head, self.store = head, store
-        self.readings = Readings(head.config.layer, head.target.device)
-
-    def __call__(self, hidden: Tensor, batch: Batch, together: int, context: int) -> Tensor:
-        return self.head.run(hidden, batch, self.store, self.readings.of(batch, together, context))

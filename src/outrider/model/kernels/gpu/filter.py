@@ -1,4 +1,4 @@
-"""top-k, top-p and min-p over the vocabulary, in place. Twin: verify/filters.py's sift, to the last bit.
+"""top-k, top-p and min-p over the vocabulary, in place. Twin: verify/filters.py's filter_logits, to the last bit.
 
 A row's bound is the largest b with enough at or above it: k tokens, or a share of the mass. Nothing is sorted.
 Programs that each see a piece of a row find its maximum, then twice sum up, roughly, what lies above a few levels;
@@ -58,13 +58,13 @@ def _value(key):
 
 
 @triton.jit
-def _asked(top_k, top_p, floor, row, vocab):
+def _asked(top_k, top_p, log_min_p, row, vocab):
     """k where tokens are counted, else 0; the share where it is below one, else 0; whether there is any filter."""
     k, p = tl.load(top_k + row), tl.load(top_p + row)
     k = tl.where(k < vocab, k, 0)
     p = tl.where(p < 1.0, p, 0.0)
     any_filter = (
-        (k > 0).to(tl.int32) + (p > 0).to(tl.int32) + (tl.load(floor + row) > float("-inf")).to(tl.int32)
+        (k > 0).to(tl.int32) + (p > 0).to(tl.int32) + (tl.load(log_min_p + row) > float("-inf")).to(tl.int32)
     )
     return k, p, any_filter
 
@@ -130,14 +130,14 @@ def _range_after_first(peaks, sums, row, chunks, k, p, CHUNKS: tl.constexpr, LEV
 
 @triton.jit
 def _peak_kernel(
-    logits, top_k, top_p, floor, peaks, counts, vocab, stride, chunks,
+    logits, top_k, top_p, log_min_p, peaks, counts, vocab, stride, chunks,
     CHUNK: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     let_next_start(CHAIN)
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     await_previous(CHAIN)
-    _, _, asked = _asked(top_k, top_p, floor, row, vocab)
+    _, _, asked = _asked(top_k, top_p, log_min_p, row, vocab)
     if asked == 0:
         return
     logit, _ = _piece(logits, row, stride, chunk, vocab, CHUNK)
@@ -148,7 +148,7 @@ def _peak_kernel(
 
 @triton.jit
 def _level_kernel(
-    logits, top_k, top_p, floor, peaks, before, sums, vocab, stride, chunks,
+    logits, top_k, top_p, log_min_p, peaks, before, sums, vocab, stride, chunks,
     FIRST: tl.constexpr, CHUNKS: tl.constexpr, LEVELS: tl.constexpr, CHUNK: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     """What a piece has at or above each level: tokens, or their rough mass."""
@@ -156,7 +156,7 @@ def _level_kernel(
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     await_previous(CHAIN)
-    k, p, _ = _asked(top_k, top_p, floor, row, vocab)
+    k, p, _ = _asked(top_k, top_p, log_min_p, row, vocab)
     if (k == 0) & (p == 0.0):
         return
     if FIRST:
@@ -178,7 +178,7 @@ def _level_kernel(
 
 @triton.jit
 def _gather_kernel(
-    logits, top_k, top_p, floor, peaks, first, second, counts, edges, exact, found, vocab, stride, chunks,
+    logits, top_k, top_p, log_min_p, peaks, first, second, counts, edges, exact, found, vocab, stride, chunks,
     CHUNKS: tl.constexpr, LEVELS: tl.constexpr, CHUNK: tl.constexpr, FOUND: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     """Copies a piece's tokens within the range, in no particular order, and sums masses: above it, down to its lower
@@ -188,7 +188,7 @@ def _gather_kernel(
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     await_previous(CHAIN)
-    k, p, _ = _asked(top_k, top_p, floor, row, vocab)
+    k, p, _ = _asked(top_k, top_p, log_min_p, row, vocab)
     if (k == 0) & (p == 0.0):
         return
     top, high, low, whole = _range_after_first(peaks, first, row, chunks, k, p, CHUNKS, LEVELS)
@@ -245,18 +245,18 @@ def _share(total, p):
 
 @triton.jit
 def _bound_kernel(
-    logits, top_k, top_p, floor, peaks, counts, edges, exact, found, bounds, vocab, stride, chunks,
+    logits, top_k, top_p, log_min_p, peaks, counts, edges, exact, found, bounds, vocab, stride, chunks,
     CHUNKS: tl.constexpr, FOUND: tl.constexpr, BLOCK: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     """A row's exact bound: bisects among what was gathered, or where that does not hold it, over the whole row."""
     let_next_start(CHAIN)
     row = tl.program_id(0).to(tl.int64)
     await_previous(CHAIN)
-    k, p, asked = _asked(top_k, top_p, floor, row, vocab)
+    k, p, asked = _asked(top_k, top_p, log_min_p, row, vocab)
     if asked == 0:
         return
     top, _ = _peak(peaks, row, chunks, CHUNKS)
-    bound = top + tl.load(floor + row)
+    bound = top + tl.load(log_min_p + row)
     if (k > 0) | (p > 0.0):
         size = tl.load(counts + row)
         source = found + row * FOUND
@@ -289,12 +289,12 @@ def _bound_kernel(
 
 @triton.jit
 def _cut_kernel(
-    logits, top_k, top_p, floor, bounds, vocab, stride, CHUNK: tl.constexpr, CHAIN: tl.constexpr
+    logits, top_k, top_p, log_min_p, bounds, vocab, stride, CHUNK: tl.constexpr, CHAIN: tl.constexpr
 ):  # fmt: skip
     let_next_start(CHAIN)
     row = tl.program_id(0).to(tl.int64)
     await_previous(CHAIN)
-    _, _, asked = _asked(top_k, top_p, floor, row, vocab)
+    _, _, asked = _asked(top_k, top_p, log_min_p, row, vocab)
     if asked == 0:
         return
     logit, at = _piece(logits, row, stride, tl.program_id(1), vocab, CHUNK)
@@ -313,13 +313,13 @@ class Gathered:
     exact: Tensor  # [R, chunks, 3] int64, masses above the range, above and in it, and in all
 
 
-def sift_rows(logits: Tensor, top_k: Tensor, top_p: Tensor, floor: Tensor) -> None:
+def filter_rows(logits: Tensor, top_k: Tensor, top_p: Tensor, log_min_p: Tensor) -> None:
     """[R, vocab] float32, in place; [R] int64, [R] float32, [R] float32: verify/filters.py says what they are."""
     rows, vocab = logits.shape
     if not rows:
         return
     chunks = triton.cdiv(vocab, CHUNK)
-    asked, stride = (logits, top_k, top_p, floor), logits.stride(0)
+    asked, stride = (logits, top_k, top_p, log_min_p), logits.stride(0)
     g = gather(*asked)
     bounds = torch.empty(rows, dtype=torch.float32, device=logits.device)
     _bound_kernel[(rows,)](
@@ -329,7 +329,7 @@ def sift_rows(logits: Tensor, top_k: Tensor, top_p: Tensor, floor: Tensor) -> No
     _cut_kernel[(rows, chunks)](*asked, bounds, vocab, stride, CHUNK=CHUNK, **chained())
 
 
-def gather(logits: Tensor, top_k: Tensor, top_p: Tensor, floor: Tensor) -> Gathered:
+def gather(logits: Tensor, top_k: Tensor, top_p: Tensor, log_min_p: Tensor) -> Gathered:
     """Look for the rows' bounds roughly, and gather what lies there. Rows that count nothing are left undefined."""
     rows, vocab = logits.shape
     chunks = triton.cdiv(vocab, CHUNK)
@@ -340,7 +340,7 @@ def gather(logits: Tensor, top_k: Tensor, top_p: Tensor, floor: Tensor) -> Gathe
     peaks, edges, found = scratch(chunks), scratch(2), scratch(FOUND)
     counts, exact = scratch(kind=torch.int32), scratch(chunks, 3, kind=torch.int64)
     first, second = scratch(chunks, LEVELS), scratch(chunks, LEVELS)
-    asked, shape, grid = (logits, top_k, top_p, floor), (vocab, logits.stride(0), chunks), (rows, chunks)
+    asked, shape, grid = (logits, top_k, top_p, log_min_p), (vocab, logits.stride(0), chunks), (rows, chunks)
     options = dict(CHUNKS=triton.next_power_of_2(chunks), LEVELS=LEVELS, CHUNK=CHUNK, **chained())
     _peak_kernel[grid](*asked, peaks, counts, *shape, CHUNK=CHUNK, **chained())
     for sums in (first, second):

@@ -1,0 +1,115 @@
+"""Which shapes steps are captured for: few, as capturing one takes the time of many steps."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence as Seq
+
+from outrider.load.config import ModelConfig
+from outrider.model.staged import StagedShape, rows_together
+
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # resident sequences
+RUNS = (1, 4, 8)  # plain passes in one step
+# Rows packed by the host that steps are captured for. Beyond, padding would cost more than launching operations one by
+# one, which so long a step hides: rows are rounded up to a multiple.
+STAGED, STAGED_MULTIPLE = (16, 32, 64, 128, 256), 64
+MAX_LOGITS = 64  # of staged rows; more are rounded up to a multiple
+CONTEXTS = (1024, 4096, 16_384, 65_536, 262_144)  # tokens of the longest sequence
+MAX_ROWS = 512  # of a step whose drafts nobody asked for: logits of many rows take much memory
+TREE_SIZE = 4  # up to so many sequences a step has rows to spare for trees that branch
+CAPTURE_AFTER = 48  # launches of a shape with staged rows: as many lose what it takes to capture one
+CAPTURE_COST = 200  # plain steps' time that it takes to capture and measure those of a size
+SAVED = 0.03  # of a step's time, by one of half its size
+
+
+def context_for(longest: int, width: int) -> int:
+    """The context that graphs are captured for if sequences are up to `longest` tokens long, in a table of some width.
+    Shorter ones cost time there, in empty programs.
+    """
+    return min(next((context for context in CONTEXTS if context >= longest), width), width)
+
+
+def bucket(count: int, buckets: tuple[int, ...]) -> int:
+    """The smallest that has room; beyond them all, the count itself."""
+    return next((size for size in buckets if size >= count), count)
+
+
+def sizes_up_to(count: int) -> list[int]:
+    """Of steps for any number of sequences up to this one."""
+    return [size for size in SIZES if size <= bucket(count, SIZES)]
+
+
+def staged_bucket(chunks: Seq[int], drafts: Seq[int], logits: int) -> tuple[int, int, int]:
+    """Room for staged rows, for the logits that are wanted of them, and for those rows that are of sequences with draft
+    nodes. `chunks` are the rows of each sequence without, `drafts` of each with.
+    """
+    rows, branching = (_room(sum(some), len(some)) if some else 0 for some in (chunks, drafts))
+    total = rows + branching
+    return total, min(total, -(-logits // MAX_LOGITS) * MAX_LOGITS), branching
+
+
+def _room(rows: int, sequences: int) -> int:
+    """The smallest bucket for so many rows, with groups enough for so many sequences."""
+    room = bucket(rows, (*STAGED, -(-rows // STAGED_MULTIPLE) * STAGED_MULTIPLE))
+    return room if room <= STAGED[0] or _partial_groups(room) > sequences else _room(room + 1, sequences)
+
+
+def worth_capturing(staged: int, launches: int) -> bool:
+    """Of a step with so many staged rows that was launched so often: prompt chunks come in too many sizes."""
+    return staged == 0 or (staged <= STAGED[-1] and launches >= CAPTURE_AFTER)
+
+
+def staged_shape(rows: int, logits: int, branching: int, config: ModelConfig) -> StagedShape:
+    """How attention reads a bucket: in groups of rows of one sequence."""
+    together = rows_together(config)
+    plain, drafted = (
+        min(some, some // together + _partial_groups(some)) for some in (rows - branching, branching)
+    )
+    return StagedShape(rows, logits, together, (plain, drafted), branching)
+
+
+def _partial_groups(rows: int) -> int:
+    """Groups that are not full: each sequence may end with one, and padding."""
+    return rows // 8 + 16
+
+
+class SizeChoice:
+    """The size of the next step. Capturing a new one takes the time of many steps, so a larger one there is will do
+    until what that cost comes to as much.
+    """
+
+    def __init__(self) -> None:
+        self.made: set[int] = set()
+        self.oversized: Counter[int] = Counter()  # by size: steps for which a larger one had to do
+
+    def choose(self, count: int) -> int:
+        size = bucket(count, SIZES)
+        nearest = min((one for one in self.made if one > size), default=0)
+        if size not in self.made and nearest:
+            self.oversized[size] += 1
+            if self.oversized[size] * SAVED * (nearest / size - 1) < CAPTURE_COST:
+                return nearest
+        self.made.add(size)
+        return size
+
+    def room_for(self, count: int) -> int:
+        """The smallest that is there; if there is none, a new one."""
+        return min((size for size in self.made if size >= count), default=0) or self.choose(count)
+
+
+class RunChoice:
+    """Plain passes in one step, by size: more where the host hardly had to wait, as it is what holds the device up."""
+
+    def __init__(self) -> None:
+        self.passes: dict[int, int] = {}
+
+    def choose(self, size: int, most: int) -> int:
+        """At most so many, as no sequence has more tokens left."""
+        return max(run for run in RUNS if run <= min(self.passes.get(size, 1), max(most, 1)))
+
+    def observe(self, size: int, passes: int, waited: float, spent: float) -> None:
+        """A step of so many passes was settled: what of the time spent on it the host waited for the device."""
+        if waited < 0.1 * spent:
+            self.passes[size] = next((longer for longer in RUNS if longer > passes), RUNS[-1])
+        elif waited > 0.6 * spent:
+            self.passes[size] = next((shorter for shorter in reversed(RUNS) if shorter < passes), RUNS[0])

@@ -1,0 +1,195 @@
+"""Steps of one shape: inputs that always lie in the same place, and on a GPU the captured graph over them.
+
+A step drafts, runs the target once over resident and staged rows, samples, and commits. On a CPU, and on a GPU until it
+is captured, the same operations are launched one by one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outrider.device.buckets import staged_shape
+from outrider.device.layout import TreeLayout, chain_levels
+from outrider.device.ops import SLOTS, StepInputs, StepOps, run_levels
+from outrider.model.staged import StagedRows
+from outrider.types import Batch, Draft, TreeShape
+
+# Drafts for rows of such lengths: tokens [S, nodes], and how many of them are proposed [S], None: all.
+Propose = Callable[[StepOps, Tensor, Tensor, TreeLayout, int], tuple[Tensor, Tensor | None]]
+Record = Callable[[Callable[[], Any]], tuple[Any, Any]]  # what a GPU captures graphs with
+
+
+class TargetPass(Protocol):
+    """The target over rows on the device, every `together` of them one sequence's, and staged ones after them."""
+
+    def __call__(
+        self, batch: Batch, together: int, context: int, branching: bool, staged: StagedRows | None = None
+    ) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    size: int  # resident sequences there is room for
+    tree: TreeShape  # depth and nodes of their drafts
+    drafter: str  # several are joined by a plus sign: the first, and those that ride along
+    context: int  # that no sequence exceeds
+    filtered: bool  # whether top-k, top-p and min-p are heeded
+    passes: int = 1  # plain ones, one after the other
+    staged: int = 0  # rows
+    wanted: int = 0  # logits of those
+    branching: int = 0  # staged rows of sequences with draft nodes
+    edited: bool = False  # whether penalties and logit_bias are heeded
+
+    @property
+    def nodes(self) -> int:
+        """Slots of a sequence beside the one of its last known token."""
+        return self.tree[1] + self.passes - 1
+
+
+class Timer:
+    """How long something takes where it runs, however late the host looks."""
+
+    def __init__(self, cuda: bool) -> None:
+        self.events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * cuda)]
+        if self.events:
+            self.events[0].record()
+        self.begun, self.ended = time.perf_counter(), 0.0
+
+    def stop(self) -> None:
+        if self.events:
+            self.events[1].record()
+        self.ended = time.perf_counter()
+
+    def wait(self) -> None:
+        if self.events:
+            self.events[1].synchronize()
+
+    def seconds(self) -> float:
+        if self.events:
+            return self.events[0].elapsed_time(self.events[1]) / 1000
+        return self.ended - self.begun
+
+
+@dataclass(slots=True)
+class Launched:
+    """A step on its way. `result` is on the host and holds what `StepOps` says once the timer was waited for; logits
+    are on the device and hold until the next step begins.
+    """
+
+    result: Tensor
+    logits: Tensor | None
+    timer: Timer
+
+
+class CapturedStep:
+    def __init__(
+        self,
+        ops: StepOps,
+        run: TargetPass,
+        shape: StepShape,
+        nodes: Draft,
+        propose: Seq[Propose] = (),
+        padding: int = 0,
+        buffers: int = 2,
+    ) -> None:
+        """`nodes` is the draft tree of `shape.tree`, `padding` the slot that rows of nobody write to. There are as many
+        `buffers` on the host as steps may be in flight at once.
+        """
+        self.ops, self.run, self.shape, self.propose, self.padding = ops, run, shape, propose, padding
+        self.tree = TreeLayout(nodes)
+        state, size = ops.state, shape.size
+        self.cuda = state.device.type == "cuda"
+        width = SLOTS + shape.nodes + 1
+        self.host = torch.zeros(buffers, size, width, dtype=torch.int32, pin_memory=self.cuda)
+        self.inputs = torch.zeros(size, width, dtype=torch.int32, device=state.device)
+        self.staged: StagedRows | None = None
+        if shape.staged:
+            room = staged_shape(shape.staged, shape.wanted, shape.branching, ops.model.config)
+            self.staged = StagedRows(room, state.table, padding, state.rows, buffers)
+        emitted = shape.passes if not propose else 2 + 2 * shape.tree[0] + 1 + shape.tree[1]
+        self.results = torch.zeros(buffers, size, emitted, dtype=torch.int64, pin_memory=self.cuda)
+        self.graph: Any = None
+        self.output: tuple[Tensor, Tensor | None] | None = None
+        self.launches = 0
+
+    def fill(
+        self, rows: Seq[int], wanted: Seq[int], commits: Seq[bool], fresh: np.ndarray, drafters: Seq[int] = ()
+    ) -> None:
+        """Who takes part: rows of the state, draft nodes wanted, whether the device commits, slots [S, nodes + 1], and
+        which of several drafters serves each.
+        """
+        self.launches += 1
+        host, n = self.host[self.launches % len(self.host)].numpy(), len(rows)
+        host[:n, 0], host[:n, 1], host[:n, 2], host[:n, SLOTS:] = rows, wanted, commits, fresh
+        if len(drafters):
+            host[:n, 2] |= np.asarray(drafters, np.int32) << 1
+        host[n:, 0], host[n:, 1:SLOTS], host[n:, SLOTS:] = self.ops.state.rows, 0, self.padding
+        self.inputs.copy_(self.host[self.launches % len(self.host)], non_blocking=True)
+
+    def launch(self) -> Launched:
+        timer, result = Timer(self.cuda), self.results[self.launches % len(self.host)]
+        if self.graph is not None:
+            self.graph.replay()
+            assert self.output is not None
+            output, logits = self.output
+        else:
+            output, logits = self._step()
+        result.copy_(output, non_blocking=True)
+        timer.stop()
+        return Launched(result, logits, timer)
+
+    def capture(self, record: Record) -> None:
+        """Capture the CUDA graph, after a warm-up on padding alone, which changes nobody's state."""
+        given = self.inputs.clone()
+        if self.staged is not None:
+            self.staged.clear()
+        self.inputs[:, 0], self.inputs[:, 1:SLOTS] = self.ops.state.rows, 0
+        self.inputs[:, SLOTS:] = self.padding
+        self.graph, self.output = record(self._step)
+        self.inputs.copy_(given)
+
+    def _step(self) -> tuple[Tensor, Tensor | None]:
+        ops, shape, tree = self.ops, self.shape, self.tree
+        ops.filtered, ops.edited = shape.filtered, shape.edited
+        step = ops.begin_step(self.inputs)
+        if shape.passes > 1:
+            levels = chain_levels(shape.passes)
+            emitted = run_levels(self.run, ops, step.rows, step.lengths, levels, shape.passes, shape.context)
+            ops.append_tokens(step, emitted)
+            return emitted, None
+        drafted, counts = self._propose(step) if self.propose else (None, None)
+        batch = ops.build_batch(step.rows, step.lengths, tree.layout, drafted)
+        whole = batch if self.staged is None else self.staged.join(batch)
+        logits = self.run(whole, len(tree) + 1, shape.context, tree.branches, self.staged)
+        chosen = ops.state.draft_buffer(shape.size, len(tree) + 1)
+        if shape.size:
+            ops.draw(batch, logits[: batch.rows], tree.columns, chosen, drafted=drafted)
+        if drafted is None:
+            ops.append_tokens(step, chosen)
+            return chosen, logits
+        emitted = ops.commit(step, tree.shape.parents, tree.depth, drafted, counts, chosen)
+        return emitted, logits
+
+    def _propose(self, step: StepInputs) -> tuple[Tensor, Tensor | None]:
+        """Drafts of one drafter; of several, each for its own sequences."""
+        ops, tree, context = self.ops, self.tree, self.shape.context
+        if len(self.propose) == 1:
+            return self.propose[0](ops, step.drafting, step.known, tree, context)
+        drafted, counts = None, step.wanted.long()
+        for number, propose in enumerate(self.propose):
+            mine = step.drafter == number
+            rows = torch.where(mine, step.drafting, ops.state.rows)
+            tokens, proposed = propose(ops, rows, ops.state.lengths[rows], tree, context)
+            drafted = tokens if drafted is None else torch.where(mine[:, None], tokens, drafted)
+            if proposed is not None:
+                counts = torch.where(mine, proposed, counts)
+        assert drafted is not None
+        return drafted, counts

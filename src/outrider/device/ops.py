@@ -1,0 +1,259 @@
+"""What a step does to the state of its sequences around its passes: place slots, build batches, sample, verify, commit.
+
+Here as torch operations. On a GPU some fifty of them would take as long to launch as all of them to run, so kernels do
+the same (ops_gpu.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outrider.device.layout import NOWHERE, Columns, Layout, Level
+from outrider.device.state import SequenceState
+from outrider.model.decoder import Model
+from outrider.types import Batch
+from outrider.verify.noise import draw_in_turn
+from outrider.verify.process import penalise
+
+# Rows on the device, how many of them belong to one sequence, how long sequences may be, and whether rows branch.
+Pass = Callable[[Batch, int, int, bool], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """Who takes part in a step: [S] each but the inputs, on the device."""
+
+    inputs: Tensor  # [S, row, draft nodes wanted, whether to commit and which drafter, fresh slots]
+    rows: Tensor
+    lengths: Tensor
+    # The same, but padding's row for who wants no draft: a drafter must not write to its slots.
+    drafting: Tensor
+    known: Tensor  # lengths of those
+
+    @property
+    def wanted(self) -> Tensor:
+        return self.inputs[:, 1]
+
+    @property
+    def commits(self) -> Tensor:
+        return self.inputs[:, 2] & 1
+
+    @property
+    def drafter(self) -> Tensor:
+        """By sequence: which of the step's drafters serves it."""
+        return self.inputs[:, 2] >> 1
+
+    @property
+    def fresh(self) -> Tensor:
+        return self.inputs[:, SLOTS:]
+
+
+SLOTS = 3  # columns of the inputs before the fresh slots
+
+
+class StepOps:
+    """As torch operations, over one state. `model` samples: its `draw` and `filter_logits` are the law's."""
+
+    def __init__(self, state: SequenceState, model: Model) -> None:
+        self.state, self.model = state, model
+        self.filtered = False  # whether the step that is being built heeds top-k, top-p and min-p
+        self.edited = False  # whether it heeds penalties and logit_bias
+
+    def begin_step(self, inputs: Tensor) -> StepInputs:
+        """Put the fresh slots behind each sequence's own."""
+        state = self.state
+        rows, fresh = inputs[:, 0].long(), inputs[:, SLOTS:]
+        lengths = state.lengths[rows]
+        state.table[rows[:, None], lengths[:, None] + torch.arange(fresh.shape[1], device=rows.device)] = (
+            fresh
+        )
+        drafting = torch.where(inputs[:, 1] > 0, rows, state.rows)
+        return StepInputs(inputs, rows, lengths, drafting, state.lengths[drafting])
+
+    def build_batch(
+        self, rows: Tensor, lengths: Tensor, layout: Layout, drafted: Tensor | None = None
+    ) -> Batch:
+        """The batch of a pass over sequences [S] of such lengths; where rows are draft nodes, of these [S, n]."""
+        state, sequences, each = self.state, len(rows), len(layout)
+        entries = (lengths[:, None] + state.constant(layout.entries)).clamp(min=layout.least)
+        positions = (lengths[:, None] + state.constant(layout.depths)).clamp(min=0).flatten().int()
+        ids = state.tokens[rows[:, None], entries]
+        if drafted is not None:
+            nodes = state.constant(layout.nodes, torch.int64)
+            ids = torch.where(nodes < 0, ids, drafted[:, nodes.clamp(min=0)])
+        owners = rows.repeat_interleave(each)
+        ancestors, prefix = torch.zeros_like(owners), positions + 1
+        if layout.masks:
+            ancestors = state.constant(layout.masks, torch.int64).repeat(sequences)
+            prefix = (lengths.int() + 1).repeat_interleave(each)
+        return Batch(
+            ids=ids.flatten(),
+            positions=positions,
+            slots=state.table[rows[:, None], entries].flatten(),
+            table_rows=owners.int(),
+            prefix=prefix,
+            ancestors=ancestors,
+            table=state.table,
+            logit_rows=state.constant(layout.logit_rows(sequences), torch.int64),
+        )
+
+    def edit(self, batch: Batch, logits: Tensor, drafted: Tensor, ahead: int) -> Tensor:
+        """Penalties and logit_bias, where the rows' owners have any: a copy. Draft nodes before a row count."""
+        state, edits, vocab = self.state, self.state.edits, logits.shape[1]
+        edits.make()
+        owners = batch.table_rows[batch.logit_rows].long()
+        at = edits.of_row[owners].long()
+        mine = at.clamp(min=0)
+        # The text behind a row is the known one, and a path of draft nodes: the first of a chain, or a tree's.
+        depth = batch.positions[batch.logit_rows] + ahead - state.lengths[owners] - 1
+        mask, node = (
+            batch.ancestors[batch.logit_rows][:, None],
+            torch.arange(drafted.shape[1], device=at.device),
+        )
+        before = torch.where(mask != 0, mask >> node & 1, node < depth[:, None])
+        nodes = drafted.repeat_interleave(len(logits) // len(drafted), dim=0).clamp(0, vocab - 1)
+        counts = edits.counts[mine, :vocab].float().scatter_add_(1, nodes, before.float())
+        edited = penalise(logits, counts, edits.prompt[mine, :vocab].bool(), edits.penalties[mine])
+        return torch.where(at[:, None] >= 0, edited + edits.bias[mine, :vocab], logits)
+
+    def filter(self, logits: Tensor, owners: Tensor) -> Tensor:
+        """Logits divided by their owners' temperatures, and filtered if this step's are."""
+        state = self.state
+        temperature = state.temperature[owners]
+        logits = logits / torch.where(temperature > 0, temperature, 1.0)[:, None]
+        if self.filtered:
+            columns = state.top_k[owners], state.top_p[owners], state.log_min_p[owners]
+            self.model.filter_logits(logits, *columns)
+        return logits
+
+    def draw(
+        self,
+        batch: Batch,
+        logits: Tensor,
+        columns: Columns,
+        out: Tensor,
+        ahead: int = 1,
+        drafted: Tensor | None = None,
+    ) -> None:
+        """Sample at each row of logits, for the position so far ahead of the row's: choices to their columns of
+        out [S, n]. Draft nodes that are there already are `drafted`, if not in `out` itself.
+        """
+        state = self.state
+        if self.edited:
+            logits = self.edit(batch, logits, out if drafted is None else drafted, ahead)
+        owners = batch.table_rows[batch.logit_rows].long()
+        positions = batch.positions[batch.logit_rows].long() + ahead
+        logits = self.filter(logits, owners)
+        given = state.temperature[owners] > 0, state.seeds[owners], positions
+        if len(columns[0]) == 1:
+            drawn = self.model.draw(logits, *given)
+        else:
+            drawn = draw_in_turn(self.model.draw, logits, *given, len(columns[0]))
+        places = [column for one in columns for column in one]
+        meant = [i for i, column in enumerate(places) if column != NOWHERE]
+        drawn = drawn.view(len(out), -1)[:, state.constant(meant, torch.int64)]
+        out[:, state.constant([places[i] for i in meant], torch.int64)] = drawn
+
+    def append_tokens(self, step: StepInputs, emitted: Tensor) -> None:
+        """After plain passes: their tokens [S, n] are known."""
+        rows, lengths = step.rows, step.lengths
+        ahead = torch.arange(1, emitted.shape[1] + 1, device=rows.device)
+        self.state.tokens[rows[:, None], lengths[:, None] + ahead] = emitted
+        self._grow(step, emitted.shape[1])
+        self._count(step, emitted)
+
+    def commit(
+        self,
+        step: StepInputs,
+        parents: tuple[int, ...],
+        depth: int,
+        drafted: Tensor,
+        counts: Tensor | None,
+        chosen: Tensor,
+    ) -> Tensor:
+        """Verify, and commit to the KV cache. Draft nodes [S, n], of which `counts` were proposed, are accepted where
+        they equal what was sampled [S, n + 1] after the last known token and after each node. The path is known from
+        now on. Returns [S, accepted, nodes proposed, tokens emitted (depth + 1), nodes among them (depth), draft tokens
+        (n)].
+        """
+        state, rows, lengths = self.state, step.rows, step.lengths
+        wanted = step.wanted.long()
+        proposed = wanted if counts is None else torch.minimum(counts, wanted)
+        above = state.constant(parents, torch.int64)
+        node = torch.arange(1, len(parents) + 1, device=rows.device)  # as a row of the pass
+        open_ = node <= proposed[:, None]
+        here, sampled, held = torch.full_like(rows, NOWHERE), chosen[:, 0], []
+        for _ in range(depth):
+            fits = (above == here[:, None]) & (drafted == sampled[:, None]) & open_
+            held.append((fits * node).amax(1))
+            sampled = chosen.gather(1, held[-1][:, None])[:, 0]
+            here = torch.where(held[-1] > 0, held[-1] - 1, len(parents))  # nobody's parent
+        path = torch.stack(held, dim=1)  # [S, depth] rows; 0 where none
+        accepted = (path > 0).sum(1)
+        emitted = chosen.gather(1, torch.cat([torch.zeros_like(path[:, :1]), path], dim=1))
+        ahead = lengths[:, None] + torch.arange(1, depth + 2, device=rows.device)
+        state.tokens[rows[:, None], ahead] = emitted
+        if depth < len(parents):  # the path's slots come first now
+            state.table[rows[:, None], ahead[:, :-1]] = step.fresh.gather(1, path)
+        self._grow(step, accepted + 1)
+        self._count(step, emitted, accepted)
+        return torch.cat([accepted[:, None], proposed[:, None], emitted, path - 1, drafted], dim=1)
+
+    def _grow(self, step: StepInputs, by: Tensor | int) -> None:
+        """Neither padding nor those whom the host verifies grow."""
+        grows = (step.rows != self.state.rows) & (step.commits > 0)
+        self.state.lengths[step.rows] = torch.where(grows, step.lengths + by, step.lengths)
+
+    def _count(self, step: StepInputs, emitted: Tensor, accepted: Tensor | None = None) -> None:
+        """Of whoever grows: tokens [S, n] emitted, all or those accepted and one more, for its penalties."""
+        if not self.edited:
+            return
+        edits, most = self.state.edits, emitted.shape[1]
+        at = edits.of_row[step.rows].long()
+        number = torch.full_like(at, most) if accepted is None else accepted + 1
+        counts = (at >= 0) & (step.commits > 0)
+        valid = counts[:, None] & (torch.arange(most, device=at.device) < number[:, None])
+        index = at.clamp(min=0)[:, None] * edits.vocab + emitted
+        edits.counts.view(-1).index_add_(0, index.flatten(), valid.flatten().int())
+
+
+def known_batch(state: SequenceState, rows: np.ndarray, at: np.ndarray, behind: int = 0) -> Batch:
+    """Known tokens of these rows of the state, at positions that may lie `behind`; one row's logits are made, as some
+    must be.
+    """
+    owners, where = torch.from_numpy(rows).to(state.device), torch.from_numpy(at).to(state.device)
+    positions = where.int() - behind
+    return Batch(
+        ids=state.tokens[owners, where],
+        positions=positions,
+        slots=state.table[owners, where],
+        table_rows=owners.int(),
+        prefix=positions + 1,
+        ancestors=torch.zeros_like(owners),
+        table=state.table[:, behind:],
+        logit_rows=torch.zeros_like(owners[:1]),
+    )
+
+
+def run_levels(
+    run: Pass,
+    ops: StepOps,
+    rows: Tensor,
+    lengths: Tensor,
+    levels: Iterable[Level],
+    n: int,
+    context: int,
+    vocab: int | None = None,
+) -> Tensor:
+    """Pass after pass, each over the tokens sampled before: [S, n] tokens."""
+    sampled = ops.state.draft_buffer(len(rows), n)
+    for layout, columns in levels:
+        batch = ops.build_batch(rows, lengths, layout, sampled)
+        logits = run(batch, len(layout), context, bool(layout.masks))
+        ops.draw(batch, logits[:, :vocab], columns, sampled)
+    return sampled

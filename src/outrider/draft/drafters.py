@@ -1,0 +1,129 @@
+"""The drafters of an engine, by name. One that fails costs its drafts, never an answer, and is not asked for ever."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING, Any
+
+from outrider.draft.drafter import Drafter, ResidentDrafter
+from outrider.types import NO_DRAFT, Bet, Draft, Sequence, Verdict
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from outrider.device.ops import StepOps
+
+log = logging.getLogger(__name__)
+
+MAX_FAULTS = 3  # of a drafter, before it is left alone
+
+
+class DrafterFailed(Exception):
+    """Something went wrong in a drafter's code, and which drafter's it was."""
+
+    def __init__(self, name: str, error: Exception) -> None:
+        super().__init__(name)
+        self.name, self.error = name, error
+
+
+class Drafters:
+    def __init__(self, drafters: Mapping[str, Drafter], vocab: int) -> None:
+        """`vocab` is the target's."""
+        self._drafters: dict[str, Drafter] = {}
+        self._resident: dict[str, ResidentDrafter] = {}
+        self.vocab = vocab
+        self.faults: dict[str, int] = {}
+        self.add(drafters)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._drafters)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._drafters
+
+    def add(self, drafters: Mapping[str, Drafter]) -> None:
+        """Further ones, known to requests that come from now on."""
+        self._drafters.update(drafters)
+        for name, drafter in drafters.items():
+            if isinstance(drafter, ResidentDrafter) and drafter.max_depth > 0:
+                self._resident[name] = drafter
+
+    def remove(self, names: Iterable[str]) -> None:
+        """While no request is running."""
+        for name in names:
+            del self._drafters[name]
+            self._resident.pop(name, None)
+
+    def __getitem__(self, name: str) -> Drafter:
+        return self._drafters[name]
+
+    def start(self, sequence: Sequence) -> None:
+        for name, drafter in self._drafters.items():
+            self._call(name, drafter.start, sequence)
+
+    def propose(self, name: str, sequences: Seq[Sequence], bets: Seq[Bet]) -> list[Draft]:
+        nothing = [NO_DRAFT] * len(sequences)
+        if self.left_alone(name):
+            return nothing
+        try:
+            drafts = self._drafters[name].propose(sequences, bets)
+            if len(drafts) != len(bets) or any(not 0 <= t < self.vocab for d in drafts for t in d.tokens):
+                raise ValueError("it gave a wrong number of drafts, or a token outside the vocabulary")
+            if any(_wrong_probabilities(draft, self.vocab) for draft in drafts):
+                raise ValueError("it gave draft probabilities that are none")
+            return list(drafts)
+        except Exception as error:  # a drafter may be anybody's code
+            self.note_fault(DrafterFailed(name, error))
+            return nothing
+
+    def accept(self, name: str, sequence: Sequence, draft: Draft, verdict: Verdict) -> None:
+        self._call(name, self._drafters[name].accept, sequence, draft, verdict)
+
+    def stop(self, sequence: Sequence) -> None:
+        for name, drafter in self._drafters.items():
+            self._call(name, drafter.stop, sequence)
+
+    def resident(self, name: str) -> ResidentDrafter | None:
+        """The drafter, if it can take part in resident steps."""
+        return None if self.left_alone(name) else self._resident.get(name)
+
+    def propose_resident(self, name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
+        """A drafter's verb of that name. What fails in it is known to be the drafter's fault, not the target's."""
+        drafter = self._resident[name]
+
+        def propose(*given: Any) -> tuple[Tensor, Tensor | None]:
+            try:
+                return drafter.propose_resident(*given)
+            except Exception as error:
+                raise DrafterFailed(name, error) from error
+
+        return propose
+
+    def catch_up(self, name: str, ops: StepOps, sequences: list[Sequence]) -> None:
+        self._call(name, self._resident[name].catch_up, ops, sequences)
+
+    def _call(self, name: str, verb: Callable[..., None], *given: object) -> None:
+        try:
+            verb(*given)
+        except Exception as error:
+            self.note_fault(DrafterFailed(name, error))
+
+    def left_alone(self, name: str) -> bool:
+        """Whether it failed so often that it is not asked any more."""
+        return self.faults.get(name, 0) >= MAX_FAULTS
+
+    def note_fault(self, failed: DrafterFailed) -> None:
+        name, error = failed.name, failed.error
+        self.faults[name] = self.faults.get(name, 0) + 1
+        rest = "; it will not be asked again" if self.faults[name] >= MAX_FAULTS else ""
+        if self.faults[name] <= MAX_FAULTS:
+            log.warning("the drafter %s failed: %r%s", name, error, rest)
+
+
+def _wrong_probabilities(draft: Draft, vocab: int) -> bool:
+    """Whether the distributions its tokens are said to be drawn from cannot be any."""
+    log_q = draft.log_q
+    return log_q is not None and (log_q.shape != (len(draft), vocab) or bool(log_q.isnan().any()))

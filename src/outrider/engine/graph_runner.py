@@ -1,0 +1,466 @@
+"""Steps over device-resident state, captured as CUDA graphs, with the host one step behind.
+
+Tokens, lengths, slots and sampling parameters of decoding sequences live where the model does. A step is a fixed list
+of operations over them, so on a GPU it is captured once a shape and replayed. The host says who takes part, gives each
+a few fresh slots, and processes step N while the device runs step N + 1.
+
+Resident rows share one drafter and one draft tree, and the device verifies them. Prefill chunks, and sequences whose
+drafts only the host can make, are staged: packed by the host as `EagerRunner` packs them, and run in the same pass.
+What the host must verify (a grammar, words to avoid) is drafted and run with the resident rows, and its sequence waits
+for the host. Whoever waits moves every second step; nobody else's step changes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outrider.control.trees import NO_TREE, tree_nodes
+from outrider.device.buckets import (
+    RunChoice,
+    SizeChoice,
+    context_for,
+    sizes_up_to,
+    staged_bucket,
+    worth_capturing,
+)
+from outrider.device.capture import CapturedStep, Launched, StepShape, Timer
+from outrider.device.ops import StepOps
+from outrider.device.state import SequenceState
+from outrider.draft.drafters import DrafterFailed, Drafters
+from outrider.engine.kv_cache import KvCache
+from outrider.engine.residency import Residency
+from outrider.engine.runner import EagerRunner, InFlightStep, Result, StagedPart, pack
+from outrider.engine.shared_drafts import MAX_DEPTH, SharedDrafts
+from outrider.model.decoder import Model
+from outrider.types import (
+    NO_BET,
+    NO_DRAFT,
+    Batch,
+    Bet,
+    Draft,
+    Options,
+    Plan,
+    Sequence,
+    TreeShape,
+    Verdict,
+    Work,
+)
+from outrider.verify.judge import judge, report
+
+# Of resident sequences: rows of the state, draft nodes wanted, whether the device commits, slots, and whose drafts.
+Inputs = tuple[list[int], list[int], list[bool], np.ndarray, list[int]]
+
+
+@dataclass(slots=True)
+class GraphStep(InFlightStep):
+    resident: list[int] = field(default_factory=list)  # places in the work; the others are staged
+    shape: StepShape | None = None  # of the resident rows
+    launched: Launched | None = None
+    host_verified: frozenset[int] = frozenset()  # places in `resident`
+    reported: frozenset[int] = frozenset()  # places in `resident` whose log-probabilities are wanted
+    logits: dict[int, Tensor] = field(default_factory=dict)  # that the host needs, by place in `resident`
+    reading: tuple[str, int, Timer] | None = None  # a drafter that caught up first
+
+    @property
+    def staged_places(self) -> list[int]:
+        here = set(self.resident)
+        return [i for i in range(len(self.work)) if i not in here]
+
+
+class GraphRunner(EagerRunner):
+    def __init__(
+        self,
+        model: Model,
+        cache: KvCache,
+        drafters: Drafters,
+        ops: StepOps,
+        run: Callable[..., Tensor],
+        record: Callable[[Callable[[], Any]], tuple[Any, Any]] | None = None,
+        lag: int = 1,
+        default: str = "none",
+    ) -> None:
+        """`run` is the target's pass over rows on the device; `record` captures graphs, where there are any; `default`
+        is the drafter of sequences whose requests name none.
+        """
+        super().__init__(model, cache, drafters)
+        self.default, self.finished_at = default, 0.0
+        self.ops, self.state, self.run, self.record, self.lag = ops, ops.state, run, record, lag
+        self.padding = cache.store.slots
+        self.state.table[-1] = self.padding  # its own row, which is also for drafters of who wants no draft
+        # Captured steps have every part that a request may need, so that none must be captured when one comes.
+        self.captures = record is not None
+        if self.captures:
+            self.state.edits.make()
+        self.shared = SharedDrafts(drafters, self.captures)
+        self.sizes = SizeChoice()
+        self.steps: dict[StepShape, CapturedStep] = {}
+        self.runs = RunChoice()
+        self.residency = Residency(self.state, self.table)
+        # Of steps in flight: the drafter, the rows it drafts for, and the most tokens they bring.
+        self.latest: deque[tuple[str, set[int], int]] = deque(maxlen=max(lag, 1))
+        self.cuda = self.state.device.type == "cuda"
+        self.beside = torch.cuda.Stream() if self.cuda else None
+
+    # ------------------------------------------------------------------------------------ what can be planned
+
+    def options(self, work: Seq[Work]) -> Options:
+        resident = tuple(_decodes(one) and self._stays(one.sequence) for one in work)
+        sequences = [one.sequence for one, here in zip(work, resident, strict=True) if here]
+        size = self.sizes.choose(len(sequences)) if sequences else 0
+        trees = {
+            name: self.shared.trees(name, size)
+            for name in self.drafters.names
+            if self.drafters.resident(name)
+        }
+        behind = lambda name: sum(self._behind(sequences, name).values())  # noqa: E731
+        return Options(size, resident, trees, behind, MAX_DEPTH, tuple(self.shared.riding()))
+
+    def _stays(self, sequence: Sequence) -> bool:
+        """Whether its rows are resident. Whoever has a step in flight must stay; else not if the host drafts for it."""
+        return sequence.coming > 0 or not self._host_drafts(sequence)
+
+    def _host_drafts(self, sequence: Sequence) -> bool:
+        how = sequence.request.params.speculation
+        drafter = how.drafter or self.default
+        if how.off or drafter == "none" or self.drafters.left_alone(drafter):
+            return False
+        if how.mode != "coupled" or how.tree is not None or self.drafters.resident(drafter) is None:
+            return True
+        depth, room = how.depth or 0, self.state.predictions.shape[1]
+        fits = depth <= MAX_DEPTH and len(sequence.request.prediction_ids) <= room
+        return not fits or (how.nodes is not None and how.nodes != depth)
+
+    def _behind(self, sequences: Seq[Sequence], name: str) -> dict[Sequence, int]:
+        """Tokens this drafter must read before it can draft, by whose they are."""
+        drafter = self.drafters.resident(name)
+        if drafter is None:
+            return {}
+        counts = {s: drafter.tokens_behind(s, self._coming(s, name)) for s in sequences}
+        return {s: count for s, count in counts.items() if count}
+
+    def _coming(self, sequence: Sequence, drafter: str) -> int:
+        """Tokens that steps in flight may bring without this drafter reading along."""
+        if not sequence.coming:
+            return 0
+        return sum(most for name, rows, most in self.latest if name != drafter or sequence.row not in rows)
+
+    # ------------------------------------------------------------------------------------ warm-up and measuring
+
+    def measure(self, size: int, drafter: str) -> Iterator[tuple[str, TreeShape, float]]:
+        """What steps of this size take, plain and with each draft tree, in seconds; over padding, which changes
+        nobody's state. It also captures their graphs, so that no answer waits for that later.
+        """
+        context = context_for(1, self.state.width)
+        try:
+            for tree in (NO_TREE, *self.shared.trees(drafter, size)):
+                name = "none" if tree == NO_TREE else drafter
+                serving = "+".join(self.shared.with_riding([name], tree))
+                step = self._captured(StepShape(size, tree, serving, context, False, edited=self.captures))
+                for _ in range(2):  # the first one only warms up
+                    step.fill([], [], [], np.zeros((0, tree[1] + 1), np.int32))
+                    timer = step.launch().timer
+                    timer.wait()
+                yield name, tree, timer.seconds()
+        except DrafterFailed as failed:
+            self.drafters.note_fault(failed)
+        self.sizes.made.add(size)
+
+    def unprepared(self, sequences: int, drafters: Seq[str]) -> list[tuple[str, int]]:
+        """Drafters, and sizes of steps, that were not captured yet, for up to so many sequences."""
+        sizes = [size for size in sizes_up_to(sequences) if size not in self.sizes.made]
+        return [(name, size) for name in drafters or ("none",) for size in sizes]
+
+    def warm_up(self, drafter: str) -> tuple[int, float]:
+        """Tokens that a drafter can read in some seconds, if it has to read at all."""
+        tokens, seconds, reader = 0, 0.0, self.drafters.resident(drafter)
+        for _ in range(2 if reader else 0):  # the first time only warms up
+            timer = Timer(self.cuda)
+            tokens = reader.warm_up(self.ops) if reader else 0
+            timer.stop()
+            timer.wait()
+            seconds = timer.seconds()
+        return tokens, seconds
+
+    # ------------------------------------------------------------------------------------ launching
+
+    def launch(self, work: list[Work], plan: Plan) -> InFlightStep:
+        resident = [i for i, one in enumerate(work) if self._is_resident(one, plan.bets[i])]
+        if not resident:
+            for one in work:
+                self.residency.leave(one.sequence)
+            return self._noted(super().launch(work, plan))
+        step = GraphStep(work, list(plan.bets), plan.reasons, StagedPart([], []), resident=resident)
+        step.staged.work = [work[i] for i in step.staged_places]
+        step.staged.drafts = self.propose(step.staged.work, [plan.bets[i] for i in step.staged_places])
+        # Beside a prefill chunk everybody decodes plainly: such steps come in too many sizes to be captured, and
+        # launching a drafter's passes one by one takes longer than its tokens are worth.
+        prefills = not all(map(_decodes, step.staged.work))
+        bets = [NO_BET if prefills else plan.bets[i] for i in resident]
+        for i, bet in zip(resident, self.shared.fitted(bets), strict=True):
+            step.bets[i] = bet
+        self._catch_up(step)
+        inputs, batch = self._fill(step)
+        try:
+            step.launched = self._send(step, inputs, batch)
+        except DrafterFailed as failed:
+            self.drafters.note_fault(failed)
+            step.launched = self._send(step, self._without_drafts(step, inputs), batch)
+        self._keep_logits(step)
+        return self._noted(step)
+
+    def _is_resident(self, one: Work, bet: Bet) -> bool:
+        if not _decodes(one):
+            return False
+        if one.sequence.coming > 0 or not bet.nodes or self.drafters.left_alone(bet.drafter):
+            return True
+        return self.drafters.resident(bet.drafter) is not None and not self._host_drafts(one.sequence)
+
+    def _catch_up(self, step: GraphStep) -> None:
+        """Let the drafter read what the host knows of sequences that it is behind with. Whose tokens in flight it would
+        still lack gets no draft this time.
+        """
+        name = self.shared.serving(step.bets[i] for i in step.resident)[0]
+        drafting = {step.work[i].sequence: i for i in step.resident if step.bets[i].drafter == name != "none"}
+        behind = self._behind(list(drafting), name)
+        if not behind:
+            return
+        for sequence in behind:
+            self.residency.sync(sequence)
+        timer = Timer(self.cuda)
+        self.drafters.catch_up(name, self.ops, list(behind))
+        timer.stop()
+        step.reading = name, sum(behind.values()), timer
+        for sequence in behind if self.drafters.left_alone(name) else self._behind(list(behind), name):
+            step.bets[drafting[sequence]] = NO_BET
+
+    def _fill(self, step: GraphStep) -> tuple[Inputs, Batch | None]:
+        """Give everybody slots and choose the shape: what its resident rows are given, and its staged ones."""
+        work = [step.work[i] for i in step.resident]
+        bets = [step.bets[i] for i in step.resident]
+        size, rows = self.sizes.room_for(len(work)), np.array([one.sequence.row for one in work])
+        for one in work:
+            self.residency.sync(one.sequence)
+        special = {i: work[i].sequence for i in np.flatnonzero(self.residency.special[rows]).tolist()}
+        step.host_verified = frozenset(i for i, one in special.items() if self._host_verifies(one))
+        step.reported = frozenset(i for i, one in special.items() if one.request.params.logprobs is not None)
+        tree, passes = self._shared(step, work, bets, size)
+        serving = self.shared.with_riding(self.shared.serving(step.bets[i] for i in step.resident), tree)
+        nodes = tree[1] + passes - 1
+        if nodes:
+            self.table.extend_all(rows, nodes)
+        at = self.table.lengths[rows][:, None] - (nodes + 1) + np.arange(nodes + 1)
+        for i, one in enumerate(work):
+            one.drafted = nodes
+            one.launch(passes, wait=i in step.host_verified)
+        for i in step.host_verified:
+            self.residency.leave(work[i].sequence)
+        for one in step.staged.work:
+            one.launch(1, wait=True)
+        batch, room = None, (0, 0, 0)
+        if step.staged.work:
+            batch = pack(step.staged.work, step.staged.drafts, self.table)
+            room = self._room(step.staged, len(batch.logit_rows))
+        filtered, edited = bool(self.state.filters[rows].any()), self.captures or self.state.edits_any(rows)
+        drafter, context = "+".join(serving), self._context(step)
+        step.shape = StepShape(size, tree, drafter, context, filtered, passes, *room, edited)
+        commits = [i not in step.host_verified for i in range(len(work))]
+        numbers = [serving.index(bet.drafter) if bet.nodes else 0 for bet in bets]
+        slots = self.table.entries[rows[:, None], at]
+        drafting = {int(row) for row, bet in zip(rows, bets, strict=True) if bet.drafter == serving[0]}
+        self.latest.append((serving[0], drafting, passes + tree[0]))
+        step.rows = len(work) * (tree[1] + 1) + (0 if batch is None else batch.rows)
+        step.passes, step.captured = passes, (serving[0], tree, size)
+        return (rows.tolist(), [bet.nodes for bet in bets], commits, slots, numbers), batch
+
+    def _send(self, step: GraphStep, inputs: Inputs, batch: Batch | None) -> Launched:
+        assert step.shape is not None
+        captured = self._captured(step.shape)
+        captured.fill(*inputs)
+        if batch is not None:
+            self._stage(captured, step.staged, batch)
+        return captured.launch()
+
+    def _without_drafts(self, step: GraphStep, inputs: Inputs) -> Inputs:
+        """The same step for the same sequences, plain. Slots of draft nodes are given back when it is settled."""
+        assert step.shape is not None
+        rows, _, commits, slots, _ = inputs
+        step.rows -= len(rows) * step.shape.tree[1]
+        step.shape = replace(step.shape, tree=NO_TREE, drafter="none")
+        step.captured, self.latest[-1] = ("none", NO_TREE, step.shape.size), ("none", set(), 1)
+        for i in step.resident:
+            step.bets[i] = NO_BET
+        return rows, [0] * len(rows), commits, slots[:, :1], [0] * len(rows)
+
+    def _shared(self, step: GraphStep, work: list[Work], bets: list[Bet], size: int) -> tuple[TreeShape, int]:
+        """The draft tree and number of plain passes of the resident rows."""
+        tree = max(((bet.depth, bet.nodes) for bet in bets), key=lambda one: one[1])
+        passes = 1
+        if tree == NO_TREE and not (step.staged.work or step.host_verified or step.reported):
+            longest = max(one.sequence.remaining - one.sequence.coming for one in work)
+            passes = self.runs.choose(size, longest)
+        wanted = tree[1] + passes - 1
+        if wanted and not self.table.make_room(len(work) * wanted):
+            for i in step.resident:
+                step.bets[i] = NO_BET
+            bets[:] = [NO_BET] * len(bets)
+            return NO_TREE, 1  # a draft is never worth another sequence's place
+        return tree, passes
+
+    def _host_verifies(self, sequence: Sequence) -> bool:
+        """Whether its sampling is more than the device does."""
+        request, params = sequence.request, sequence.request.params
+        written = len(sequence.tokens) - sequence.prompt_len
+        return bool(
+            sequence.grammar is not None
+            or request.bad_word_ids
+            or written < params.min_tokens
+            or params.speculation.mode != "coupled"
+            or not self.state.can_edit(sequence)
+        )
+
+    def _room(self, staged: StagedPart, logits: int) -> tuple[int, int, int]:
+        rows = [
+            (one.known + len(draft), len(draft))
+            for one, draft in zip(staged.work, staged.drafts, strict=True)
+        ]
+        chunks, drafts = ([count for count, nodes in rows if bool(nodes) is kind] for kind in (False, True))
+        return staged_bucket(chunks, drafts, logits)
+
+    def _stage(self, captured: CapturedStep, staged: StagedPart, batch: Batch) -> None:
+        assert captured.staged is not None
+        entries = []
+        for one, draft in zip(staged.work, staged.drafts, strict=True):
+            entries.append(np.arange(one.start, one.start + one.known + len(draft), dtype=np.int32))
+            self.residency.leave(one.sequence)
+            self.residency.upload_slots(one)
+        staged.wanted = len(batch.logit_rows)
+        captured.staged.fill(batch, torch.from_numpy(np.concatenate(entries)))
+
+    def _context(self, step: GraphStep) -> int:
+        """A length that no sequence of this step exceeds: what is in flight may have grown it."""
+        ahead = (self.lag + 1) * (MAX_DEPTH + 1)
+        resident = max(len(step.work[i].sequence.tokens) for i in step.resident) + ahead
+        staged = max((one.start + one.known + one.drafted for one in step.staged.work), default=0)
+        return context_for(max(resident, staged + 1), self.state.width)
+
+    def _captured(self, shape: StepShape) -> CapturedStep:
+        if shape not in self.steps:
+            names = [name for name in shape.drafter.split("+") if name != "none"]
+            propose = [self.drafters.propose_resident(name) for name in names]
+            self.steps[shape] = CapturedStep(
+                self.ops, self.run, shape, tree_nodes(shape.tree), propose, self.padding, self.lag + 1
+            )
+        step = self.steps[shape]
+        if self.record and step.graph is None and worth_capturing(shape.staged, step.launches):
+            step.capture(self.record)
+        return step
+
+    def _keep_logits(self, step: GraphStep) -> None:
+        """Copies of the logits that the host needs: the next step overwrites them."""
+        assert step.launched is not None and step.shape is not None
+        logits, each = step.launched.logits, step.shape.tree[1] + 1
+        if logits is None:
+            return
+        for i in step.host_verified | step.reported:
+            step.logits[i] = logits[i * each : (i + 1) * each].clone()
+        if step.staged.work:
+            first = step.shape.size * each
+            step.staged.logits = logits[first : first + step.staged.wanted].clone()
+
+    def _noted(self, step: InFlightStep) -> InFlightStep:
+        """With an event after which the step's logits can be read."""
+        if self.cuda:
+            step.ready = torch.cuda.Event()
+            step.ready.record()
+        return step
+
+    # ------------------------------------------------------------------------------------ finishing
+
+    def finish(self, step: InFlightStep) -> list[Result]:
+        begun = time.perf_counter()
+        if not isinstance(step, GraphStep):
+            with self._beside(step):
+                return super().finish(step)
+        assert step.launched is not None
+        step.launched.timer.wait()
+        waited, step.target_s = time.perf_counter() - begun, step.launched.timer.seconds()
+        results: list[Result] = [(NO_DRAFT, None)] * len(step.work)
+        with self._beside(step):
+            for i, result in zip(step.resident, self._results(step), strict=True):
+                results[i] = result
+            if step.staged.work:
+                for i, result in zip(step.staged_places, self.verify(step.staged), strict=True):
+                    results[i] = result
+        if step.reading is not None:
+            name, tokens, timer = step.reading
+            step.catch_up = name, tokens, timer.seconds()
+        now = time.perf_counter()
+        if step.captured is not None and step.captured[0] == "none":
+            self.runs.observe(step.captured[2], step.passes, waited, now - max(step.begun, self.finished_at))
+        self.finished_at = now
+        return results
+
+    def _beside(self, step: InFlightStep) -> AbstractContextManager[Any]:
+        """A stream of its own: on the main one, verifying would queue behind the step that runs meanwhile."""
+        if self.beside is None:
+            return nullcontext()
+        self.beside.wait_event(step.ready)
+        return torch.cuda.stream(self.beside)
+
+    def _results(self, step: GraphStep) -> list[Result]:
+        """What the device said of resident rows, and the host of those that it verifies."""
+        results: list[Result] = list(self._read(step))
+        work = [step.work[i] for i in step.resident]
+        if verified := sorted(step.host_verified):
+            sequences, drafts = [work[i].sequence for i in verified], [results[i][0] for i in verified]
+            rows = [step.logits[i][: len(draft) + 1] for i, draft in zip(verified, drafts, strict=True)]
+            verdicts = judge(torch.cat(rows), sequences, drafts, self.model.draw, self.model.filter_logits)
+            for i, verdict in zip(verified, verdicts, strict=True):
+                results[i] = results[i][0], verdict
+        for i in step.reported - step.host_verified:
+            said, wanted = results[i][1], work[i].sequence.request.params.logprobs
+            assert said is not None and wanted is not None
+            rows_of = [0, *(1 + node for node in said.accepted)]
+            said.logprobs = report(step.logits[i][rows_of], said.tokens, wanted)
+        return results
+
+    def _read(self, step: GraphStep) -> Iterator[tuple[Draft, Verdict]]:
+        assert step.launched is not None and step.shape is not None
+        said = step.launched.result[: len(step.resident)].tolist()
+        if step.shape.drafter == "none":
+            yield from ((NO_DRAFT, Verdict(tokens, [])) for tokens in said)
+            return
+        (depth, n), parents = step.shape.tree, tree_nodes(step.shape.tree).parents
+        for accepted, proposed, *rest in said:
+            tokens, path, drafted = rest[: accepted + 1], rest[depth + 1 : depth + 1 + accepted], rest[-n:]
+            draft = Draft(tuple(drafted[:proposed]), parents[:proposed]) if proposed else NO_DRAFT
+            yield draft, Verdict(tokens, path)
+
+
+def _decodes(one: Work) -> bool:
+    """Not the last chunk of a prompt, which may be one token, too, with the chunk before it in flight."""
+    return one.emits and one.known == 1 and one.sequence.launched == 0
+
+
+def make_graph_runner(model: Model, cache: KvCache, drafters: Drafters, default: str) -> GraphRunner:
+    """For a decoder on a CUDA device."""
+    from outrider.device.ops_gpu import GpuStepOps  # Triton comes with these
+    from outrider.model.device import DeviceDecoder
+    from outrider.model.kernels.gpu.recording import record
+
+    assert isinstance(model, DeviceDecoder)
+    rows, width = cache.table.tensor.shape
+    ops = GpuStepOps(SequenceState(rows, width, model.device, model.config.vocab), model)
+    pool = torch.cuda.graph_pool_handle()  # one for all graphs: they never run at the same time
+    run = model.make_pass(cache.store)
+    return GraphRunner(model, cache, drafters, ops, run, lambda step: record(step, pool), default=default)

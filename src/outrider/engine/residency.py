@@ -1,0 +1,47 @@
+"""Which rows of the device's state are up to date with what the host knows, and bringing them there."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from outrider.cache.table import SlotTable
+from outrider.device.state import SequenceState
+from outrider.types import Sequence, Work
+
+
+class Residency:
+    def __init__(self, state: SequenceState, table: SlotTable) -> None:
+        self.state, self.table = state, table
+        # By row of the state: whose it is, and how often that had given its row back.
+        self.synced: dict[int, tuple[Sequence, int]] = {}
+        # The same of slots alone, where rows are staged, and how many of them there are.
+        self.tabled: dict[int, tuple[Sequence, int, int]] = {}
+        self.special = np.zeros(state.rows, bool)  # rows of requests that may need the host's eye in a step
+
+    def sync(self, sequence: Sequence) -> None:
+        """Upload a sequence, unless it has been resident since the host last changed it."""
+        known = sequence, sequence.released
+        if self.synced.get(sequence.row) != known:
+            self.state.upload(sequence, self.table.entries[sequence.row])
+            self.synced[sequence.row] = known
+            self.tabled.pop(sequence.row, None)
+            params = sequence.request.params
+            self.special[sequence.row] = (
+                sequence.request.edits_logits
+                or params.logprobs is not None
+                or params.speculation.mode != "coupled"
+            )
+
+    def leave(self, sequence: Sequence) -> None:
+        """The host will say how the sequence goes on: what the device holds is then out of date."""
+        self.synced.pop(sequence.row, None)
+
+    def upload_slots(self, one: Work) -> None:
+        """Slots before staged rows: of a prefix that was in the KV cache, or of the accepted path of a draft."""
+        sequence, row = one.sequence, one.sequence.row
+        owner, released, good = self.tabled.get(row, (None, 0, 0))
+        if owner is not sequence or released != sequence.released:
+            good = 0
+        if good < one.start:
+            self.state.upload_slots(row, good, self.table.entries[row, good : one.start])
+        self.tabled[row] = sequence, sequence.released, one.start + one.known

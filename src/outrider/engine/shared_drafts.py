@@ -1,0 +1,68 @@
+"""Which drafters serve the resident rows of a step, and with which draft tree: a captured step has one shape."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+
+from outrider.control.trees import CHAINS, NO_TREE, TREES
+from outrider.device.buckets import MAX_ROWS, TREE_SIZE
+from outrider.draft.drafters import Drafters
+from outrider.types import NO_BET, Bet, TreeShape
+
+MAX_DEPTH = CHAINS[-1][0]  # of resident drafts; longer chains are staged
+
+
+class SharedDrafts:
+    def __init__(self, drafters: Drafters, captures: bool) -> None:
+        self.drafters, self.captures = drafters, captures
+
+    def trees(self, name: str, size: int) -> tuple[TreeShape, ...]:
+        """Draft trees that a drafter's resident rows may have in steps of this size."""
+        drafter = self.drafters.resident(name)
+        if drafter is None:
+            return ()
+        trees = TREES if drafter.trees and size <= TREE_SIZE else ()
+        deepest = TREES[-1][0] if drafter.trees else drafter.max_depth  # a pass a node is rarely worth more
+        chains = (tree for tree in CHAINS if tree[0] <= deepest)
+        return tuple(tree for tree in (*chains, *trees) if size * (tree[1] + 1) <= MAX_ROWS)
+
+    def fitted(self, bets: Seq[Bet]) -> list[Bet]:
+        """The bets with one drafter, the one most asked for, and draft trees that steps are captured with. A drafter
+        that takes no pass may ride along, if the tree is a chain.
+        """
+        asked = Counter(bet.drafter for bet in bets if bet.nodes and self.drafters.resident(bet.drafter))
+        ((chosen, _),) = asked.most_common(1) or [("none", 0)]
+        drafter, trees = self.drafters.resident(chosen), self.trees(chosen, 1)
+        fitted = [NO_BET] * len(bets)
+        for i, bet in enumerate(bets):
+            if bet.nodes and bet.drafter == chosen and drafter is not None:
+                depth = min(bet.depth, MAX_DEPTH, drafter.max_depth)
+                kept = (bet.depth, bet.nodes) in trees
+                fitted[i] = bet if kept else replace(bet, nodes=depth, depth=depth)
+        depth, nodes = max(
+            ((bet.depth, bet.nodes) for bet in fitted), key=lambda tree: tree[1], default=NO_TREE
+        )
+        for i, bet in enumerate(bets):
+            other = self.drafters.resident(bet.drafter) if bet.nodes and bet.drafter != chosen else None
+            if other is not None and other.rides_along and depth == nodes:
+                along = min(bet.depth, depth)
+                fitted[i] = replace(bet, nodes=along, depth=along)
+        return fitted
+
+    def serving(self, bets: Iterable[Bet]) -> list[str]:
+        """Drafters of these: the one whose draft tree they share, then those that ride along."""
+        names = {bet.drafter for bet in bets if bet.nodes}
+        return sorted(names, key=lambda name: (name in self.riding(), name)) or ["none"]
+
+    def with_riding(self, serving: list[str], tree: TreeShape) -> list[str]:
+        """With every drafter that may ride along, where steps are captured."""
+        if not self.captures or tree == NO_TREE or tree[0] != tree[1]:
+            return serving
+        return [*serving, *(name for name in self.riding() if name not in serving)]
+
+    def riding(self) -> list[str]:
+        names = self.drafters.names
+        return [name for name in names if getattr(self.drafters.resident(name), "rides_along", False)]

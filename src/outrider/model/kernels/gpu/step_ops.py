@@ -1,0 +1,207 @@
+"""What a step does around its passes, a kernel each: device/ops.py says it in torch, and what comes in and out."""
+
+# mypy: disable-error-code="no-untyped-def, import-untyped, import-not-found"
+
+# ruff: noqa: N803 - a kernel's compile-time constants are upper case
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from outrider.model.kernels.gpu.launch import await_previous, chained, let_next_start
+
+
+@triton.jit
+def _begin_step_kernel(
+    inputs, table, known, rows, lengths, drafting, drafted, stride, spare,
+    WIDTH: tl.constexpr, WIDE: tl.constexpr, CHAIN: tl.constexpr,
+):  # fmt: skip
+    let_next_start(CHAIN)
+    seq = tl.program_id(0)
+    i = tl.arange(0, WIDE)
+    await_previous(CHAIN)
+    row = tl.load(inputs + seq * WIDTH).to(tl.int64)
+    wanted = tl.load(inputs + seq * WIDTH + 1)
+    length = tl.load(known + row)
+    fresh = tl.load(inputs + seq * WIDTH + 3 + i, mask=i < WIDTH - 3, other=0)
+    tl.store(table + row * stride + length + i, fresh, mask=i < WIDTH - 3)
+    other = tl.where(wanted > 0, row, row * 0 + spare)  # a spare of 1 is compiled in: no tensor
+    tl.store(rows + seq, row)
+    tl.store(lengths + seq, length)
+    tl.store(drafting + seq, other)
+    tl.store(drafted + seq, tl.load(known + other))
+
+
+def begin_step(inputs: Tensor, table: Tensor, known: Tensor) -> tuple[Tensor, ...]:
+    """Rows, their lengths, the rows that want drafts, and the lengths of those: [S] int64 each."""
+    seqs, width = inputs.shape
+    made = torch.empty((4, seqs), dtype=torch.int64, device=inputs.device).unbind()
+    _begin_step_kernel[(seqs,)](
+        inputs, table, known, *made, table.stride(0), len(known) - 1,
+        WIDTH=width, WIDE=triton.next_power_of_2(width - 3), num_warps=1, **chained(),
+    )  # fmt: skip
+    return made
+
+
+@triton.jit
+def _build_batch_kernel(
+    tokens, table, rows, lengths, entries, depths, nodes, masks, drafts,
+    ids, positions, slots, owners, prefix, ancestors, tokens_stride, table_stride, drafts_stride, least,
+    EACH: tl.constexpr, WIDE: tl.constexpr, DRAFTED: tl.constexpr, BRANCHED: tl.constexpr, CHAIN: tl.constexpr,
+):  # fmt: skip
+    let_next_start(CHAIN)
+    seq = tl.program_id(0)
+    i = tl.arange(0, WIDE)
+    valid = i < EACH
+    entry = tl.load(entries + i, mask=valid, other=0)
+    depth = tl.load(depths + i, mask=valid, other=0)
+    node_of = tl.load(nodes + i, mask=valid, other=-1)
+    mask = tl.zeros((WIDE,), tl.int64)
+    if BRANCHED:
+        mask = tl.load(masks + i, mask=valid, other=0)
+    await_previous(CHAIN)
+    row = tl.load(rows + seq)
+    length = tl.load(lengths + seq)
+    entry = tl.maximum(length + entry, least)
+    position = tl.maximum(length + depth, 0).to(tl.int32)
+    token = tl.load(tokens + row * tokens_stride + entry, mask=valid & (node_of < 0), other=0)
+    if DRAFTED:
+        token += tl.load(drafts + seq * drafts_stride + node_of, mask=valid & (node_of >= 0), other=0)
+    slot = tl.load(table + row * table_stride + entry, mask=valid, other=0)
+    seen = position + 1
+    if BRANCHED:
+        seen = tl.zeros_like(seen) + (length + 1).to(tl.int32)
+    to = seq * EACH + i
+    tl.store(ids + to, token, mask=valid)
+    tl.store(positions + to, position, mask=valid)
+    tl.store(slots + to, slot, mask=valid)
+    tl.store(owners + to, tl.zeros_like(position) + row.to(tl.int32), mask=valid)
+    tl.store(prefix + to, seen, mask=valid)
+    tl.store(ancestors + to, mask, mask=valid)
+
+
+def build_batch(
+    tokens: Tensor,
+    table: Tensor,
+    rows: Tensor,
+    lengths: Tensor,
+    layout: tuple[Tensor, Tensor, Tensor, Tensor | None, int],
+    drafts: Tensor | None,
+) -> dict[str, Tensor]:
+    """Fields of a batch. `layout`: entries, depths, nodes [k] int32, masks [k] int64 where they branch, least entry."""
+    entries, depths, nodes, masks, least = layout
+    seqs, each = len(rows), len(entries)
+    wide, narrow = (
+        torch.empty((n, seqs * each), dtype=kind, device=rows.device).unbind()
+        for n, kind in ((2, torch.int64), (4, torch.int32))
+    )
+    (ids, ancestors), (positions, slots, owners, prefix) = wide, narrow
+    _build_batch_kernel[(seqs,)](
+        tokens, table, rows, lengths, entries, depths, nodes, masks, drafts,
+        ids, positions, slots, owners, prefix, ancestors,
+        tokens.stride(0), table.stride(0), 0 if drafts is None else drafts.stride(0), least,
+        EACH=each, WIDE=triton.next_power_of_2(each), DRAFTED=drafts is not None, BRANCHED=masks is not None,
+        num_warps=1, **chained(),
+    )  # fmt: skip
+    return dict(
+        ids=ids, positions=positions, slots=slots, table_rows=owners, prefix=prefix, ancestors=ancestors
+    )
+
+
+@triton.jit
+def _append_tokens_kernel(
+    tokens, known, rows, lengths, inputs, emitted, stride, inputs_stride, spare,
+    PASSES: tl.constexpr, WIDE: tl.constexpr, CHAIN: tl.constexpr,
+):  # fmt: skip
+    let_next_start(CHAIN)
+    seq = tl.program_id(0)
+    i = tl.arange(0, WIDE)
+    await_previous(CHAIN)
+    row = tl.load(rows + seq)
+    length = tl.load(lengths + seq)
+    token = tl.load(emitted + seq * PASSES + i, mask=i < PASSES, other=0)
+    tl.store(tokens + row * stride + length + 1 + i, token, mask=i < PASSES)
+    commits = tl.load(inputs + seq * inputs_stride + 2) & 1
+    tl.store(known + row, tl.where((row == spare) | (commits == 0), length, length + PASSES))
+
+
+def append_tokens(
+    tokens: Tensor, known: Tensor, rows: Tensor, lengths: Tensor, inputs: Tensor, emitted: Tensor
+) -> None:
+    seqs, passes = emitted.shape
+    _append_tokens_kernel[(seqs,)](
+        tokens, known, rows, lengths, inputs, emitted, tokens.stride(0), inputs.stride(0), len(known) - 1,
+        PASSES=passes, WIDE=triton.next_power_of_2(passes), num_warps=1, **chained(),
+    )  # fmt: skip
+
+
+@triton.jit
+def _commit_kernel(
+    tokens, table, known, rows, lengths, inputs, parents, drafts, counts, chosen, out,
+    tokens_stride, table_stride, inputs_stride, spare,
+    NODES: tl.constexpr, DEPTH: tl.constexpr, WIDE: tl.constexpr, COUNTED: tl.constexpr, CHAIN: tl.constexpr,
+):  # fmt: skip
+    """One seq: from the last known token down the tree, as far as drafts are what was chosen."""
+    let_next_start(CHAIN)
+    seq = tl.program_id(0)
+    node = tl.arange(0, WIDE)
+    parent = tl.load(parents + node, mask=node < NODES, other=-2)
+    await_previous(CHAIN)
+    row = tl.load(rows + seq)
+    length = tl.load(lengths + seq)
+    proposed = tl.load(inputs + seq * inputs_stride + 1).to(tl.int64)
+    if COUNTED:
+        proposed = tl.minimum(proposed, tl.load(counts + seq))
+    draft = tl.load(drafts + seq * NODES + node, mask=node < NODES, other=0)
+    sampled_at = chosen + seq * (NODES + 1)
+    result = out + seq * (2 + DEPTH + 1 + DEPTH + NODES)
+    tl.store(result + 1, proposed)
+    tl.store(result + 3 + 2 * DEPTH + node, draft, mask=node < NODES)
+    sampled = tl.load(sampled_at)
+    writing = tokens + row * tokens_stride + length + 1
+    tl.store(writing, sampled)
+    tl.store(result + 2, sampled)
+    here = tl.full((), -1, tl.int32)
+    accepted = tl.full((), 0, tl.int64)
+    for level in range(DEPTH):
+        fits = (parent == here) & (draft == sampled) & (node < proposed) & (node < NODES)
+        held = tl.max(tl.where(fits, node + 1, 0), 0)
+        sampled = tl.load(sampled_at + held)
+        here = tl.where(held > 0, held - 1, NODES)  # nobody's parent
+        accepted += tl.where(held > 0, 1, 0)
+        tl.store(writing + 1 + level, sampled)
+        tl.store(result + 3 + level, sampled)
+        tl.store(result + 3 + DEPTH + level, (held - 1).to(tl.int64))
+        if NODES > DEPTH:  # the path's slots come first now
+            slot = tl.load(inputs + seq * inputs_stride + 3 + held)
+            tl.store(table + row * table_stride + length + 1 + level, slot)
+    tl.store(result, accepted)
+    commits = tl.load(inputs + seq * inputs_stride + 2) & 1
+    tl.store(known + row, tl.where((row == spare) | (commits == 0), length, length + accepted + 1))
+
+
+def commit(
+    state: tuple[Tensor, Tensor, Tensor],
+    rows: Tensor,
+    lengths: Tensor,
+    inputs: Tensor,
+    parents: Tensor,
+    depth: int,
+    drafts: Tensor,
+    counts: Tensor | None,
+    chosen: Tensor,
+) -> Tensor:
+    """`state`: tokens, table, lengths of all."""
+    tokens, table, known = state
+    seqs, nodes = drafts.shape
+    out = torch.empty((seqs, 2 + depth + 1 + depth + nodes), dtype=torch.int64, device=rows.device)
+    _commit_kernel[(seqs,)](
+        tokens, table, known, rows, lengths, inputs, parents, drafts, counts, chosen, out,
+        tokens.stride(0), table.stride(0), inputs.stride(0), len(known) - 1,
+        NODES=nodes, DEPTH=depth, WIDE=triton.next_power_of_2(nodes), COUNTED=counts is not None,
+        num_warps=1, **chained(),
+    )  # fmt: skip
+    return out

@@ -1,0 +1,176 @@
+"""Rows that the host packed, in a place where a captured pass finds them: prompt chunks, and drafts made by the host.
+
+Attention reads a sequence's past once for a group of its rows. Which rows are a group changes with every batch, so the
+groups are staged with the rows. Sequences with draft nodes come last, by themselves: attention needs room for every row
+of theirs, which a long prompt chunk beside them must not need.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from outrider.load.config import ModelConfig
+from outrider.types import Batch
+
+BLOCK = 64  # keys that attention reads together
+TALLEST = 64  # query rows times heads of a group that one program of attention takes
+ROW_FIELDS = ("ids", "positions", "slots", "table_rows", "prefix", "ancestors")
+
+Group = tuple[int, int, int]  # first row, count, and how many entries of their table the rows share
+Ints = NDArray[np.integer]
+
+
+def padded_group(heads: int, kv_heads: int) -> int:
+    """Query heads that share a key's head, as a power of two."""
+    return 1 << (heads // kv_heads - 1).bit_length()
+
+
+def rows_together(config: ModelConfig) -> int:
+    """Rows of one sequence that the tallest program of attention takes."""
+    return TALLEST // padded_group(config.heads, config.kv_heads)
+
+
+def group_rows(batch: Batch, together: int) -> list[Group]:
+    """Groups of at most `together` neighbouring rows of one sequence, of a batch on the host."""
+    owners, known, ancestors = batch.table_rows.numpy(), batch.prefix.numpy(), batch.ancestors.numpy()
+    return _groups(owners, known, ancestors, together)
+
+
+def _groups(owners: Ints, known: Ints, ancestors: Ints, together: int) -> list[Group]:
+    limits = np.where(ancestors != 0, known // BLOCK * BLOCK, known)
+    edges = [0, *(np.flatnonzero(owners[1:] != owners[:-1]) + 1).tolist(), len(owners)]
+    firsts = [at for begin, end in pairwise(edges) for at in range(begin, end, together)]
+    if not firsts:
+        return []
+    counts = np.diff([*firsts, len(owners)]).tolist()
+    return list(zip(firsts, counts, np.maximum.reduceat(limits, firsts).tolist(), strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class StagedShape:
+    """What there is room for, and how attention reads it."""
+
+    rows: int
+    wanted: int  # rows whose logits are made
+    together: int  # rows of one sequence in a group, at most
+    groups: tuple[int, int]  # of sequences without draft nodes, and of those with some
+    branching: int = 0  # rows of the latter
+
+
+@dataclass(frozen=True, slots=True)
+class StagedPart:
+    """Rows that attention reads in one way."""
+
+    batch: Batch
+    groups: Tensor  # [G, 3] int32, first rows counted from the part's own
+    together: int
+    branching: bool
+
+
+class StagedRows:
+    """Room for the rows of a batch. What is left is padding, which writes to nobody's slot.
+
+    One buffer of int32 on the device, filled from a pinned twin in one copy. There are several twins: some may still be
+    in flight when the next step is packed.
+    """
+
+    def __init__(
+        self, shape: StagedShape, table: Tensor, padding_slot: int, padding_row: int, buffers: int = 2
+    ) -> None:
+        """`table` is the device's; rows of padding are of its row `padding_row`."""
+        self.shape, self.padding = shape, (0, 0, 0, padding_slot, padding_row, 1, 0)
+        rows = shape.rows
+        # The first three hold 64-bit numbers.
+        sizes = [2 * rows, 2 * rows, 2 * shape.wanted, *[rows] * 5, *(3 * count for count in shape.groups)]
+        self._host = [
+            torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=table.is_cuda) for _ in range(buffers)
+        ]
+        self._there = torch.zeros(sum(sizes), dtype=torch.int32, device=table.device)
+        self._here = [_columns(host.split(sizes)) for host in self._host]
+        self._turn = 0
+        ids, ancestors, logit_rows, positions, slots, table_rows, prefix, self.entries, *groups = (
+            self._there.split(sizes)
+        )
+        self.batch = Batch(
+            ids=ids.view(torch.int64),
+            positions=positions,
+            slots=slots,
+            table_rows=table_rows,
+            prefix=prefix,
+            ancestors=ancestors.view(torch.int64),
+            table=table,
+            logit_rows=logit_rows.view(torch.int64),
+        )
+        self.parts = [self._part(i, group.view(-1, 3)) for i, group in enumerate(groups) if len(group)]
+        self.clear()
+
+    def _part(self, branching: int, groups: Tensor) -> StagedPart:
+        first = self.shape.rows - self.shape.branching
+        rows = slice(first, None) if branching else slice(first)
+        batch = replace(self.batch, **{name: getattr(self.batch, name)[rows] for name in ROW_FIELDS})
+        return StagedPart(batch, groups, self.shape.together, bool(branching))
+
+    def clear(self) -> None:
+        """Nothing but padding."""
+        nothing = {name: getattr(self.batch, name)[:0].cpu() for name in (*ROW_FIELDS, "logit_rows")}
+        self.fill(Batch(**nothing, table=self.batch.table), nothing["slots"])
+
+    def fill(self, batch: Batch, entries: Tensor) -> None:
+        """Write a batch of the host's; entry i of the table is where row i's slot goes. Nothing is awaited. Logits come
+        in the order in which the batch wants them.
+        """
+        self._turn = (self._turn + 1) % len(self._host)
+        *columns, plain, branching = self._here[self._turn]
+        logit_rows, wanted = columns.pop(2), batch.logit_rows.numpy()
+        place = self._places(batch)
+        if len(wanted) > len(logit_rows):
+            raise ValueError(f"{len(wanted)} rows of logits are more than {self.shape}")
+        logit_rows[:] = 0
+        logit_rows[: len(wanted)] = place[wanted]
+        sources = (
+            batch.ids, batch.ancestors, batch.positions, batch.slots, batch.table_rows, batch.prefix, entries,
+        )  # fmt: skip
+        for column, source, rest in zip(columns, sources, self.padding, strict=True):
+            column[:] = rest
+            column[place] = source.numpy()
+        # Padding has groups too: what its rows compute must be numbers, as padding of later steps reads its slot.
+        _, ancestors, _, _, owners, known, _ = columns
+        first = self.shape.rows - self.shape.branching
+        for at, groups in ((slice(first), plain), (slice(first, None), branching)):
+            made = _groups(owners[at], known[at], ancestors[at], self.shape.together)
+            if 3 * len(made) > len(groups):
+                raise ValueError(f"{len(made)} groups of rows are more than {self.shape}")
+            groups[:] = 0
+            groups[: 3 * len(made)] = np.array(made, np.int32).ravel()
+        self._there.copy_(self._host[self._turn], non_blocking=True)
+
+    def _places(self, batch: Batch) -> Ints:
+        """Where each row goes: to the rows of its kind."""
+        owners, nodes = batch.table_rows.numpy(), batch.ancestors.numpy() != 0
+        first = self.shape.rows - self.shape.branching
+        branching = np.isin(owners, owners[nodes]) | (first == 0)
+        count = int(branching.sum())
+        if count > self.shape.branching or batch.rows - count > first:
+            raise ValueError(
+                f"{batch.rows} rows, {count} of sequences with draft nodes, are more than {self.shape}"
+            )
+        return np.where(branching, first + branching.cumsum(), (~branching).cumsum()) - 1
+
+    def join(self, resident: Batch) -> Batch:
+        """The resident rows, then these, whose slots are put into the table first."""
+        mine = self.batch
+        mine.table[mine.table_rows.long(), self.entries.long()] = mine.slots
+        rows = {name: torch.cat([getattr(resident, name), getattr(mine, name)]) for name in ROW_FIELDS}
+        wanted = torch.cat([resident.logit_rows, mine.logit_rows + resident.rows])
+        return Batch(**rows, table=mine.table, logit_rows=wanted)
+
+
+def _columns(parts: tuple[Tensor, ...]) -> list[Ints]:
+    """Of a buffer on the host, for numpy: the first three of 64-bit numbers."""
+    return [part.view(torch.int64).numpy() if i < 3 else part.numpy() for i, part in enumerate(parts)]

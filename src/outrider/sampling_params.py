@@ -1,0 +1,268 @@
+"""What a user may ask of one request: `SamplingParams`, and in it `Speculation`. Complete and valid once built.
+
+A bad value is an error that names itself.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from outrider.errors import InvalidRequest, suggest, suggesting
+
+MODES: tuple[str, ...] = ("coupled", "rejection", "lossy")
+RULES: tuple[str, ...] = ("typical", "threshold")
+# One way to write JSON, the one json.dumps has: a weak model must not lose itself in whitespace.
+JSON_SPELLING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+GRAMMARS: tuple[str, ...] = ("json_schema", "json_object", "regex", "choice", "lark")
+
+MAX_NODES = 63  # one 64-bit ancestor mask a row, one bit to spare for the sign
+MAX_ALTERNATIVES = 20
+MAX_CHOICES = 128
+
+
+@suggesting
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """How one request wants speculation to be done. What is left open (None) the engine decides, step by step."""
+
+    drafter: str | None = None  # a name, several joined by '+', or "none": never draft
+    depth: int | None = None  # longest path
+    nodes: int | None = None  # draft tokens a step
+    tree: tuple[int, ...] | None = None  # a fixed shape: children of each node, by depth
+    mode: str = "coupled"
+    block: bool = True  # rejection on a chain: verify the whole block rather than token by token
+    rule: str = "typical"  # lossy: typical | threshold
+    threshold: float = 0.3  # lossy: the least probability an accepted token must have, under either rule
+    delta: float = 0.09  # lossy, typical: how far below the entropy's bound it may fall
+
+    def __post_init__(self) -> None:
+        for name in ("depth", "nodes"):
+            if getattr(self, name) is not None:
+                _whole(self, name, 0, MAX_NODES)
+        if self.tree is not None:
+            object.__setattr__(self, "tree", _shape(self.tree))
+        for name, known in (("mode", MODES), ("rule", RULES)):
+            value = getattr(self, name)
+            if value not in known:
+                raise InvalidRequest(f"unknown {name} {value!r}{suggest(str(value), known)}", name)
+        if self.drafter is not None and not isinstance(self.drafter, str):
+            raise InvalidRequest("drafter must be a name", "drafter")
+        _flag(self, "block")
+        _number(self, "threshold", 0.0, 1.0)
+        _number(self, "delta", 0.0, 1.0)
+
+    @property
+    def off(self) -> bool:
+        return self.drafter == "none" or self.nodes == 0 or self.depth == 0
+
+    @classmethod
+    def of(cls, value: Any) -> Speculation:
+        """From what users write, in Python, on the command line and in requests alike.
+
+        None, True or "auto": the engine decides. False or "off": never draft. A number: at most so deep. Or the
+        fields, as a mapping or as text: "depth=4,mode=coupled".
+        """
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, str):
+            value = _from_text(value)
+        if value is None or value is True:
+            return cls()
+        if value is False:
+            return cls(drafter="none")
+        if isinstance(value, int):
+            return cls(depth=value)
+        if not isinstance(value, Mapping):
+            raise InvalidRequest(f"speculation is {FORMS}, not {type(value).__name__}", "speculation")
+        return cls(**_known(cls, value, "speculation option"))
+
+
+FORMS = "auto, off, a number, true, false or fields such as depth=4,mode=coupled"
+
+
+def _from_text(text: str) -> bool | int | dict[str, Any]:
+    """What a user wrote as text: a word, a number or fields."""
+    words = {"auto": True, "on": True, "true": True, "off": False, "none": False, "false": False}
+    if (word := text.strip().lower()) in words:
+        return words[word]
+    if word.isdecimal() and len(word) < 10:
+        return int(word)
+    options: dict[str, Any] = {}
+    for pair in text.split(",") if len(text) < 300 else [""]:
+        name, equals, value = (part.strip() for part in pair.partition("="))
+        if not equals or not name or name in options:
+            raise InvalidRequest(f"speculation is {FORMS}, not {text!r:.60}", "speculation")
+        try:
+            options[name] = value if name == "tree" else json.loads(value)
+        except ValueError:
+            options[name] = value
+    return options
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    """A tree's branching by depth, a list or "3x2x1", small enough for one mask a row."""
+    if isinstance(value, str) and re.fullmatch(r"\d{1,3}(x\d{1,3})*", value):
+        value = [int(children) for children in value.split("x")]
+    if not isinstance(value, (list, tuple)) or not value or not all(type(k) is int and k > 0 for k in value):
+        raise InvalidRequest(
+            "tree must be a list of whole numbers, children by depth, such as [3, 2, 1]", "tree"
+        )
+    nodes = sum(math.prod(value[: i + 1]) for i in range(len(value)))
+    if nodes > MAX_NODES:
+        raise InvalidRequest(f"tree {list(value)} has {nodes} nodes; at most {MAX_NODES} fit a step", "tree")
+    return tuple(value)
+
+
+def _known(cls: type, options: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """The options, once each name is one of the fields of `cls`."""
+    known = [f.name for f in fields(cls)]
+    for name in options:
+        if name not in known:
+            raise InvalidRequest(f"unknown {what} {name!r}{suggest(str(name), known)}", str(name))
+    return dict(options)
+
+
+@suggesting
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """What the user asked. Complete and valid once built; a bad value is an error that names itself."""
+
+    temperature: float = 1.0  # 0 = greedy
+    top_k: int = 0  # 0 = off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0  # over prompt and output
+    frequency_penalty: float = 0.0  # over output
+    presence_penalty: float = 0.0  # over output
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    bad_words: tuple[str, ...] = ()
+    seed: int | None = None  # None: one is drawn at admission and reported
+    n: int = 1
+    max_tokens: int = 256
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop: bool = False  # keep the stop string in the text
+    ignore_eos: bool = False
+    logprobs: int | None = None  # None = none; k = the chosen token and k alternatives
+    prompt_logprobs: int | None = None  # the same for the prompt's own tokens
+    speculation: Speculation = field(default_factory=Speculation)  # or whatever Speculation.of takes
+    prediction: str | None = None  # what the user expects the answer to be; drafts follow it
+    grammar: Mapping[str, Any] | None = None  # one of GRAMMARS and its value, such as {"regex": "[0-9]+"}
+
+    def __post_init__(self) -> None:
+        _number(self, "temperature", 0.0, 100.0)
+        _number(self, "top_p", 0.0, 1.0, open_low=True)
+        _number(self, "min_p", 0.0, 1.0)
+        _number(self, "repetition_penalty", 0.0, 100.0, open_low=True)
+        _number(self, "frequency_penalty", -100.0, 100.0)
+        _number(self, "presence_penalty", -100.0, 100.0)
+        _whole(self, "top_k", 0)
+        _whole(self, "n", 1, MAX_CHOICES)
+        _whole(self, "max_tokens", 1)
+        _whole(self, "min_tokens", 0, self.max_tokens)
+        if self.seed is not None:
+            _whole(self, "seed", -(2**63), 2**64 - 1)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _whole(self, name, 0, MAX_ALTERNATIVES)
+        if self.grammar is not None:
+            _one_grammar(self.grammar)
+        if self.prediction is not None and not isinstance(self.prediction, str):
+            raise InvalidRequest("prediction must be a string", "prediction")
+        _flag(self, "include_stop")
+        _flag(self, "ignore_eos")
+        _strings(self, "stop")
+        _strings(self, "bad_words")
+        object.__setattr__(self, "stop_token_ids", _token_ids(self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
+        object.__setattr__(self, "speculation", Speculation.of(self.speculation))
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> SamplingParams:
+        """Build from a mapping of names, refusing unknown ones with a suggestion."""
+        return cls(**_known(cls, options, "option"))
+
+    @property
+    def penalised(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
+
+
+def _number(p: Any, name: str, low: float, high: float, open_low: bool = False) -> None:
+    value = getattr(p, name)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise InvalidRequest(f"{name} must be a number, not {type(value).__name__}", name)
+    inside = low < value <= high if open_low else low <= value <= high
+    if math.isnan(value) or not inside:
+        raise InvalidRequest(
+            f"{name} must be in {'(' if open_low else '['}{low:g}, {high:g}], got {value}", name
+        )
+    object.__setattr__(p, name, float(value))
+
+
+def _whole(p: Any, name: str, low: int, high: int | None = None) -> None:
+    value = getattr(p, name)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidRequest(f"{name} must be a whole number, not {type(value).__name__}", name)
+    if value < low or (high is not None and value > high):
+        bound = f"at least {low}" if high is None else f"between {low} and {high}"
+        raise InvalidRequest(f"{name} must be {bound}, got {value}", name)
+
+
+def _flag(p: Any, name: str) -> None:
+    if not isinstance(getattr(p, name), bool):
+        raise InvalidRequest(f"{name} must be true or false", name)
+
+
+def _strings(p: Any, name: str) -> None:
+    value = getattr(p, name)
+    if value is None:
+        value = ()
+    if isinstance(value, str):
+        value = (value,)
+    if not isinstance(value, (list, tuple)) or not all(isinstance(s, str) for s in value):
+        raise InvalidRequest(f"{name} must be a string or a list of strings, not {value!r}", name)
+    if not all(value):
+        raise InvalidRequest(f"{name} must not hold an empty string", name)
+    object.__setattr__(p, name, tuple(value))
+
+
+def _token_ids(value: Any) -> tuple[int, ...]:
+    if isinstance(value, (list, tuple)) and all(type(i) is int and i >= 0 for i in value):
+        return tuple(value)
+    raise InvalidRequest("stop_token_ids must be a list of token ids", "stop_token_ids")
+
+
+def _one_grammar(value: Any) -> None:
+    if not isinstance(value, Mapping) or len(value) != 1:
+        raise InvalidRequest(f"grammar must be a mapping with one of {', '.join(GRAMMARS)}", "grammar")
+    ((kind, body),) = value.items()
+    if kind not in GRAMMARS:
+        raise InvalidRequest(f"unknown grammar {kind!r}{suggest(str(kind), GRAMMARS)}", "grammar")
+    if kind == "choice":
+        _strings_of(body, "grammar choice")
+    elif kind in ("regex", "lark") and not isinstance(body, str):
+        raise InvalidRequest(f"grammar {kind} must be a string", "grammar")
+
+
+def _strings_of(value: Any, name: str) -> None:
+    if not isinstance(value, (list, tuple)) or not value or not all(isinstance(s, str) and s for s in value):
+        raise InvalidRequest(f"{name} must be a list of non-empty strings", name)
+
+
+def _bias(value: Any) -> dict[int, float]:
+    if not isinstance(value, Mapping):
+        raise InvalidRequest("logit_bias must map token ids to numbers", "logit_bias")
+    try:
+        bias = {int(token): float(weight) for token, weight in value.items()}
+    except (TypeError, ValueError):
+        raise InvalidRequest("logit_bias must map token ids to numbers", "logit_bias") from None
+    for token, weight in bias.items():
+        if token < 0 or not -100 <= weight <= 100:
+            raise InvalidRequest(f"logit_bias[{token}] must be in [-100, 100], got {weight}", "logit_bias")
+    return bias

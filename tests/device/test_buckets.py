@@ -1,0 +1,53 @@
+"""Staged rows fit into the bucket chosen for them, whatever sequences they are of."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider.device.buckets import MAX_LOGITS, STAGED, bucket, staged_bucket, staged_shape
+from outrider.model.staged import StagedRows
+from outrider.types import NO_DRAFT, Draft
+from tests.model.batches import Part, Reader
+from tests.tiny import tiny_config
+
+# Rows of each sequence, and how many of them are draft nodes.
+SEQUENCES = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 6)), min_size=1, max_size=60)
+
+
+@given(SEQUENCES, st.sampled_from([(4, 2), (8, 8), (16, 1)]))
+def test_every_batch_fits_its_bucket(sequences: list[tuple[int, int]], heads: tuple[int, int]) -> None:
+    config = tiny_config(heads=heads[0], kv_heads=heads[1])
+    reader = Reader(config, len(sequences), 64)
+    parts = [
+        Part(i, [1] * known, Draft.chain([2] * nodes) if nodes else NO_DRAFT)
+        for i, (known, nodes) in enumerate(sequences)
+    ]
+    batch = reader.batch(*parts)
+    chunks = [known for known, nodes in sequences if not nodes]
+    drafts = [known + nodes for known, nodes in sequences if nodes]
+    rows, wanted, branching = staged_bucket(chunks, drafts, batch.rows)
+    padded = torch.cat([reader.table, torch.zeros_like(reader.table[:1])])
+    staged = StagedRows(staged_shape(rows, wanted, branching, config), padded, 10_000, len(sequences))
+    staged.fill(batch, torch.zeros(batch.rows, dtype=torch.int32))
+    there = staged.batch
+    assert there.ids[there.logit_rows[: batch.rows]].tolist() == batch.ids.tolist()
+    assert there.slots[there.logit_rows[: batch.rows]].tolist() == batch.slots.tolist()
+    for part in staged.parts:
+        # Every row is in one group, and a group is of one sequence.
+        grouped = [range(first, first + count) for first, count, _ in part.groups.tolist() if count]
+        assert [row for rows in grouped for row in rows] == list(range(part.batch.rows))
+        owners, limits = part.batch.table_rows.tolist(), part.batch.prefix.tolist()
+        assert all(len({owners[row] for row in rows}) == 1 for rows in grouped)
+        assert part.branching or not bool(part.batch.ancestors.any())
+        shared = [highest for _, count, highest in part.groups.tolist() if count]
+        assert part.branching or shared == [max(limits[row] for row in rows) for rows in grouped]
+
+
+def test_few_buckets() -> None:
+    assert staged_bucket([5], [], 1) == (STAGED[0], STAGED[0], 0)
+    assert staged_bucket([], [9], 9) == (STAGED[0], STAGED[0], STAGED[0])
+    rows, wanted, branching = staged_bucket([700], [9], 10)
+    assert branching == STAGED[0] and wanted == MAX_LOGITS and rows - branching >= 700
+    assert bucket(3, (1, 4)) == 4 and bucket(5, (1, 4)) == 5
