@@ -85,14 +85,14 @@ def _chunk_kernel(
     group = chunk * CHUNK + tl.arange(0, CHUNK)
     at = row
     owner = row
-    clamp_temperature = 1.0
+    divisor = 1.0
     if OWNED:
         at = tl.load(picked + row)
         owner = tl.load(owners + at).to(tl.int64)
         heat = tl.load(temperature + owner)
         noisy = heat > 0.0
         if DIVIDE:
-            clamp_temperature = heat
+            divisor = heat
     else:
         noisy = tl.load(sampled + row) != 0
     words = (group.to(tl.uint32),) * 4
@@ -107,9 +107,9 @@ def _chunk_kernel(
         c1 = tl.zeros_like(group).to(tl.uint32) + (tl.load(positions + at) + ahead).to(tl.uint32)
         c2 = tl.full(group.shape, LAW, tl.uint32)
         words = _philox(group.to(tl.uint32), c1, c2, tl.zeros_like(c2), k0, k1, ROUNDS)
-        a, b, c, d = _scores_of_four(mine, group, vocab, words, clamp_temperature, True, INTERPRETED)
+        a, b, c, d = _scores_of_four(mine, group, vocab, words, divisor, True, INTERPRETED)
     else:
-        a, b, c, d = _scores_of_four(mine, group, vocab, words, clamp_temperature, False, INTERPRETED)
+        a, b, c, d = _scores_of_four(mine, group, vocab, words, divisor, False, INTERPRETED)
     for i in tl.static_range(MOST):
         best, token = _better(tl.full(group.shape, float("-inf"), tl.float32), group * 4, a, group * 4)
         best, token = _better(best, token, b, group * 4 + 1)
