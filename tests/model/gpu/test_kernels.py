@@ -468,7 +468,7 @@ def test_copies_are_found_where_torch_finds_them(
     lengths = torch.tensor([0, 40, 50, *torch.randint(1, context - 10, (9,), generator=random), 1, 2])
     predictions = torch.randint(0, 3, (14, 40), generator=random)
     predicted = torch.randint(0, 2, (14,), generator=random) * torch.randint(0, 41, (14,), generator=random)
-    for n in (1, 5):
+    for n in (5,) if context < 100 else (1, 5):
         texts = tokens, predictions, predicted, rows, lengths
         found = copies.find_copies(*(one.to(device) for one in texts), n, context, 8, 2)
         expected = find_copies(*texts, n, context, 8, 2)
