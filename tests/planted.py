@@ -125,8 +125,8 @@ FAULTS = [
           "short = (running <= need[:, None]).sum(-1)", "verify/test_filters.py"),
     Fault("the offset of prompt log-probabilities", "verify/judge.py", "    at = 0\n    for one in work",
           "    at = 1\n    for one in work", "verify/test_judge.py"),
-    Fault("rows of prompts that nobody wants scored", "verify/judge.py", "        at += count\n",
-          "            at += count\n", "verify/test_judge.py"),
+    Fault("prompts scored by another's rows", "verify/judge.py", "        at += count\n",
+          "        at += 0\n", "verify/test_judge.py"),
     # The cache.
     Fault("a text that must be read afresh", "cache/table.py", "if not (reuse and self.reuse)",
           "if not (reuse or self.reuse)", "cache/test_table.py"),
