@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from outrider.control.planner import Planner
 from outrider.control.trees import CHAINS, NO_TREE, TreeShape, choice_rate, node_ranks, tree_nodes
 from outrider.device.buckets import SizeChoice, sizes_up_to
-from outrider.draft.drafter import MAX_DEPTH
+from outrider.draft.drafter import MAX_PASSES
 from outrider.draft.drafters import Drafters
 from outrider.draft.lm import LmDrafter
 from outrider.draft.lookup import LookupDrafter
@@ -42,7 +42,7 @@ MOST_TOKENS = 128
 DRAFTERS = ("lm", "lookup")
 # All that is asked of drafters here is which draft trees they have in captured steps: no model, no device.
 LM = LmDrafter.__new__(LmDrafter)
-LM.max_depth = MAX_DEPTH
+LM.max_depth = MAX_PASSES
 SHARED = SharedDrafts(Drafters({"lm": LM, "lookup": LookupDrafter()}, vocab=0), captures=False)
 
 

@@ -14,19 +14,11 @@ RUNS = (1, 4, 8)  # plain passes in one step
 # one, which so long a step hides: rows are rounded up to a multiple.
 STAGED, STAGED_MULTIPLE = (16, 32, 64, 128, 256), 64
 MAX_LOGITS = 64  # of staged rows; more are rounded up to a multiple
-CONTEXTS = (1024, 4096, 16_384, 65_536, 262_144)  # tokens of the longest sequence
 MAX_ROWS = 512  # of a step whose drafts nobody asked for: logits of many rows take much memory
 TREE_SIZE = 4  # up to so many sequences a step has rows to spare for trees that branch
 CAPTURE_AFTER = 48  # launches of a shape with staged rows: as many lose what it takes to capture one
 CAPTURE_COST = 200  # plain steps' time that it takes to capture and measure those of a size
 SAVED = 0.03  # of a step's time, by one of half its size
-
-
-def context_for(longest: int, width: int) -> int:
-    """The context that graphs are captured for if sequences are up to `longest` tokens long, in a table of some width.
-    Shorter ones cost time there, in empty programs.
-    """
-    return min(next((context for context in CONTEXTS if context >= longest), width), width)
 
 
 def bucket(count: int, buckets: tuple[int, ...]) -> int:

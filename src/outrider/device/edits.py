@@ -43,11 +43,12 @@ class EditRows:
         self.bias[at].zero_()
         if params.logit_bias:
             ids, values = (
-                self._there(list(x)) for x in (params.logit_bias.keys(), params.logit_bias.values())
+                to_device(torch.tensor(list(x)), self.device)
+                for x in (params.logit_bias.keys(), params.logit_bias.values())
             )
             self.bias[at].index_copy_(0, ids, values.float())
         numbers = [params.repetition_penalty, params.frequency_penalty, params.presence_penalty]
-        self.penalties[at] = self._there(numbers)
+        self.penalties[at] = to_device(torch.tensor(numbers), self.device)
 
     def _take(self, sequence: Sequence) -> int:
         """The row of a sequence, its own or a free one."""
@@ -80,10 +81,10 @@ class EditRows:
             self.bias = torch.zeros(shape, dtype=torch.float32, device=self.device)
             self.penalties = torch.zeros((len(self.free), 3), dtype=torch.float32, device=self.device)
 
-    def _there(self, values: list[float] | list[int]) -> Tensor:
-        """A copy on the device that the host does not wait for."""
-        made = torch.tensor(values)
-        return (made.pin_memory() if self.of_row.is_cuda else made).to(self.device, non_blocking=True)
+
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """A copy on the device that the host does not wait for, as it would for one from pageable memory."""
+    return (values.pin_memory() if device.type == "cuda" else values).to(device, non_blocking=True)
 
 
 def _edited(sequence: Sequence) -> bool:

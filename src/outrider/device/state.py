@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.device.edits import EditRows
+from outrider.device.edits import EditRows, to_device
 from outrider.types import SamplingParams, Sequence
 from outrider.verify.filters import BANNED, OFF, wanted
 from outrider.verify.process import clamp_temperature
@@ -42,15 +42,15 @@ class SequenceState:
     def upload(self, sequence: Sequence, entries: np.ndarray) -> None:
         """Bring a row up to what the host knows of its sequence."""
         row, known, cached = sequence.row, len(sequence.tokens), sequence.cached
-        self.tokens[row, :known] = self._there(torch.tensor(sequence.tokens))
-        self.table[row, :cached] = self._there(torch.from_numpy(entries[:cached].copy()))
+        self.tokens[row, :known] = self._sent(torch.tensor(sequence.tokens))
+        self.table[row, :cached] = self._sent(torch.from_numpy(entries[:cached].copy()))
         self.lengths[row] = cached
         self.seeds[row] = sequence.seed
         self._upload_sampling(row, sequence.request.params)
         self.edits.upload(sequence, self.tokens[row])
         expected = sequence.request.prediction_ids[: self.predictions.shape[1]]
         if expected or self._has_prediction[row]:
-            self.predictions[row, : len(expected)] = self._there(torch.tensor(expected, dtype=torch.int64))
+            self.predictions[row, : len(expected)] = self._sent(torch.tensor(expected, dtype=torch.int64))
             self.predicted[row] = len(expected)
             self._has_prediction[row] = bool(expected)
 
@@ -64,7 +64,7 @@ class SequenceState:
 
     def upload_slots(self, row: int, start: int, slots: np.ndarray) -> None:
         """Entries of a row's slot table, from `start` on."""
-        self.table[row, start : start + len(slots)] = self._there(torch.from_numpy(slots.copy()))
+        self.table[row, start : start + len(slots)] = self._sent(torch.from_numpy(slots.copy()))
 
     def _upload_sampling(self, row: int, params: SamplingParams) -> None:
         self.temperature[row] = clamp_temperature(params.temperature)
@@ -73,11 +73,8 @@ class SequenceState:
             self.top_k[row], self.top_p[row], self.log_min_p[row] = filters
         self.filters[row] = filters != OFF
 
-    def _there(self, values: Tensor) -> Tensor:
-        """A copy on the device that the host does not wait for, as it would for one from pageable memory."""
-        if self.device.type == "cuda":
-            values = values.pin_memory()
-        return values.to(self.device, non_blocking=True)
+    def _sent(self, values: Tensor) -> Tensor:
+        return to_device(values, self.device)
 
     def constant(self, values: Seq[int], kind: torch.dtype = torch.int32) -> Tensor:
         """Numbers on the device, put there once: a graph that is being captured can take nothing from the host."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from outrider.device.ops import StepOps
     from outrider.load.tokenizer import Tokenizer
 
-MAX_DEPTH = 8  # draft tokens in a row that may be worth a pass each
+MAX_PASSES = 8  # draft tokens in a row that may be worth a pass each
 
 
 class Drafter(Protocol):

@@ -22,7 +22,7 @@ from outrider.cache.store import KeyValueStore
 from outrider.cache.table import SlotTable
 from outrider.device.layout import Layout, TreeLayout, chain_levels, known_rows
 from outrider.device.ops import StepOps
-from outrider.draft.drafter import MAX_DEPTH, ResidentDrafter
+from outrider.draft.drafter import MAX_PASSES, ResidentDrafter
 from outrider.draft.eagle_head import EagleHead
 from outrider.draft.feed import grow_drafts, pieces, text_batch
 from outrider.draft.progress import PrefillProgress
@@ -33,10 +33,10 @@ READ_ROWS = 512  # known tokens that the head catches up on in one pass
 
 
 class EagleDrafter(ResidentDrafter):
-    max_depth, trees = MAX_DEPTH, False
+    max_depth, trees = MAX_PASSES, False
 
     def __init__(
-        self, head: EagleHead, target_store: KeyValueStore, table: SlotTable, window: int = MAX_DEPTH + 1
+        self, head: EagleHead, target_store: KeyValueStore, table: SlotTable, window: int = MAX_PASSES + 1
     ) -> None:
         """A resident step may bring up to `window` tokens whose hidden states are known only when it is over. The
         next one begins with the entries of so many last tokens, those that are there already with the same numbers.

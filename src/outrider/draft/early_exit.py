@@ -16,14 +16,14 @@ from outrider.cache.store import KeyValueStore
 from outrider.cache.table import SlotTable
 from outrider.device.layout import TreeLayout
 from outrider.device.ops import Pass, StepOps, run_levels
-from outrider.draft.drafter import MAX_DEPTH, ResidentDrafter
+from outrider.draft.drafter import MAX_PASSES, ResidentDrafter
 from outrider.draft.feed import grow_drafts, text_batch
 from outrider.model.decoder import Layered
 from outrider.types import Batch, Bet, Draft, Sequence
 
 
 class EarlyExitDrafter(ResidentDrafter):
-    max_depth, trees = MAX_DEPTH, False
+    max_depth, trees = MAX_PASSES, False
 
     def __init__(self, model: Layered, store: KeyValueStore, table: SlotTable, layers: int) -> None:
         self.model, self.store, self.table, self.layers = model, store, table, layers

@@ -16,9 +16,8 @@ from torch import Tensor
 from outrider.cache.pool import CacheFull
 from outrider.cache.table import SlotTable
 from outrider.draft.tree import Growth, Place, grow
+from outrider.model.staged import ROW_FIELDS
 from outrider.types import NO_DRAFT, Batch, Bet, Draft, Sequence
-
-ROW_FIELDS = ("ids", "positions", "slots", "table_rows", "prefix", "ancestors")
 
 Run = Callable[[Batch, list[Growth], list[Place]], Tensor]  # logits after each of these nodes
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from outrider.cache.table import SlotTable
 from outrider.device.layout import TreeLayout, known_rows
 from outrider.device.ops import Pass, StepOps, known_batch, run_levels
-from outrider.draft.drafter import MAX_DEPTH, ResidentDrafter
+from outrider.draft.drafter import MAX_PASSES, ResidentDrafter
 from outrider.draft.feed import grow_drafts, pieces, text_batch
 from outrider.draft.progress import PrefillProgress
 from outrider.model.decoder import Layered, Model, make_store
@@ -54,7 +54,7 @@ class LmDrafter(ResidentDrafter):
         self.max_depth = 0
         if isinstance(model, Layered):
             run: Pass = model.make_pass(self.store)
-            self.max_depth, self.run = MAX_DEPTH, self._bounded(run, context)
+            self.max_depth, self.run = MAX_PASSES, self._bounded(run, context)
             self.read = self._bounded(graphed(run), context) if graphed else self.run
 
     def propose(self, sequences: Seq[Sequence], bets: Seq[Bet]) -> list[Draft]:

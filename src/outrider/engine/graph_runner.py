@@ -28,7 +28,6 @@ from outrider.control.trees import NO_TREE, tree_nodes
 from outrider.device.buckets import (
     RunChoice,
     SizeChoice,
-    context_for,
     sizes_up_to,
     staged_bucket,
     worth_capturing,
@@ -40,8 +39,9 @@ from outrider.draft.drafters import DrafterFailed, Drafters
 from outrider.engine.kv_cache import KvCache
 from outrider.engine.residency import Residency
 from outrider.engine.runner import EagerRunner, InFlightStep, Result, StagedPart, pack
-from outrider.engine.shared_drafts import MAX_DEPTH, SharedDrafts
+from outrider.engine.shared_drafts import MAX_RESIDENT_DEPTH, SharedDrafts
 from outrider.model.decoder import Model
+from outrider.model.kernels.gpu.recording import context_for
 from outrider.types import (
     NO_BET,
     NO_DRAFT,
@@ -123,7 +123,7 @@ class GraphRunner(EagerRunner):
             if self.drafters.resident(name)
         }
         behind = lambda name: sum(self._behind(sequences, name).values())  # noqa: E731
-        return Options(size, resident, trees, behind, MAX_DEPTH, tuple(self.shared.riding()))
+        return Options(size, resident, trees, behind, MAX_RESIDENT_DEPTH, tuple(self.shared.riding()))
 
     def _stays(self, sequence: Sequence) -> bool:
         """Whether its rows are resident. Whoever has a step in flight must stay; else not if the host drafts for it."""
@@ -137,7 +137,7 @@ class GraphRunner(EagerRunner):
         if how.mode != "coupled" or how.tree is not None or self.drafters.resident(drafter) is None:
             return True
         depth, room = how.depth or 0, self.state.predictions.shape[1]
-        fits = depth <= MAX_DEPTH and len(sequence.request.prediction_ids) <= room
+        fits = depth <= MAX_RESIDENT_DEPTH and len(sequence.request.prediction_ids) <= room
         return not fits or (how.nodes is not None and how.nodes != depth)
 
     def _behind(self, sequences: Seq[Sequence], name: str) -> dict[Sequence, int]:
@@ -348,7 +348,7 @@ class GraphRunner(EagerRunner):
 
     def _context(self, step: GraphStep) -> int:
         """A length that no sequence of this step exceeds: what is in flight may have grown it."""
-        ahead = (self.lag + 1) * (MAX_DEPTH + 1)
+        ahead = (self.lag + 1) * (MAX_RESIDENT_DEPTH + 1)
         resident = max(len(step.work[i].sequence.tokens) for i in step.resident) + ahead
         staged = max((one.start + one.known + one.drafted for one in step.staged.work), default=0)
         return context_for(max(resident, staged + 1), self.state.width)

@@ -24,9 +24,8 @@ from outrider.model.decoder import Model
 from outrider.types import NO_DRAFT, Batch, Bet, Draft, Options, Plan, TreeShape, Verdict, Work
 from outrider.verify.judge import judge, score_prompts
 
-Result = tuple[
-    Draft, Verdict | None
-]  # what was drafted for one piece of work, and what the target said, if it emits
+# What was drafted for one piece of work, and what the target said, if it emits.
+Result = tuple[Draft, Verdict | None]
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from outrider.device.buckets import MAX_ROWS, TREE_SIZE
 from outrider.draft.drafters import Drafters
 from outrider.types import NO_BET, Bet, TreeShape
 
-MAX_DEPTH = CHAINS[-1][0]  # of resident drafts; longer chains are staged
+MAX_RESIDENT_DEPTH = CHAINS[-1][0]  # of resident drafts; longer chains are staged
 
 
 class SharedDrafts:
@@ -39,7 +39,7 @@ class SharedDrafts:
         fitted = [NO_BET] * len(bets)
         for i, bet in enumerate(bets):
             if bet.nodes and bet.drafter == chosen and drafter is not None:
-                depth = min(bet.depth, MAX_DEPTH, drafter.max_depth)
+                depth = min(bet.depth, MAX_RESIDENT_DEPTH, drafter.max_depth)
                 kept = (bet.depth, bet.nodes) in trees
                 fitted[i] = bet if kept else replace(bet, nodes=depth, depth=depth)
         depth, nodes = max(
@@ -64,5 +64,5 @@ class SharedDrafts:
         return [*serving, *(name for name in self.riding() if name not in serving)]
 
     def riding(self) -> list[str]:
-        names = self.drafters.names
-        return [name for name in names if getattr(self.drafters.resident(name), "rides_along", False)]
+        drafters = {name: self.drafters.resident(name) for name in self.drafters.names}
+        return [name for name, drafter in drafters.items() if drafter is not None and drafter.rides_along]

@@ -10,7 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CONTEXTS = (1024, 4096, 16_384, 65_536, 262_144)  # that graphs are made for: few, as making one takes time
+CONTEXTS = (
+    1024,
+    4096,
+    16_384,
+    65_536,
+    262_144,
+)  # tokens of the longest sequence; few, as capturing takes time
 
 
 class Recorded:
@@ -20,8 +26,8 @@ class Recorded:
 
 
 def context_for(longest: int, width: int) -> int:
-    """The length that graphs are made for if texts are up to `longest` tokens long, in a table of some width. Shorter
-    ones cost time there, in empty programs.
+    """The context that graphs are captured for if sequences are up to `longest` tokens long, in a table of some width.
+    Shorter ones cost time there, in empty programs.
     """
     return min(next((context for context in CONTEXTS if context >= longest), width), width)
 
