@@ -16,7 +16,7 @@ KEY = os.environ.get("OPENAI_API_KEY", "none")
 MODEL = os.environ.get("OUTRIDER_MODEL", "smollm2-135m")
 
 
-class Review(BaseModel):
+class Review(BaseModel, extra="forbid"):
     """What a review says."""
 
     mood: Literal["good", "bad", "mixed"]

@@ -15,7 +15,7 @@ URL = os.environ.get("OPENAI_BASE_URL", "http://127.0.0.1:8000/v1")
 KEY = os.environ.get("OPENAI_API_KEY", "none")
 
 
-class Review(BaseModel):
+class Review(BaseModel, extra="forbid"):
     mood: Literal["good", "bad", "mixed"]
     recommended: bool
 

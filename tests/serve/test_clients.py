@@ -26,7 +26,7 @@ def _no_network() -> None:
     os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
 
 
-class Person(BaseModel):
+class Person(BaseModel, extra="forbid"):
     """A person."""
 
     name: Literal["Ada", "Alan"]
@@ -58,7 +58,8 @@ def test_langchain_invokes_and_streams(served: Served, langchain: Any) -> None:
 
 
 def test_langchain_binds_tools(langchain: Any) -> None:
-    schema = {"type": "object", "properties": {"zone": {"enum": ["UTC", "CET"]}}, "required": ["zone"]}
+    zones = {"zone": {"enum": ["UTC", "CET"]}}
+    schema = {"type": "object", "properties": zones, "required": ["zone"], "additionalProperties": False}
     clock = {"title": "get_time", "description": "The time in a zone.", **schema}
     bound = langchain.bind_tools([clock], tool_choice="get_time", max_tokens=100)
     [call] = bound.invoke("What time is it?").tool_calls

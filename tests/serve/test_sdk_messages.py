@@ -25,6 +25,7 @@ CLOCK: dict[str, Any] = {
         "type": "object",
         "properties": {"zone": {"enum": ["UTC", "CET"]}},
         "required": ["zone"],
+        "additionalProperties": False,
     },
 }
 ONE_CALL: Any = {"type": "any", "disable_parallel_tool_use": True}
@@ -145,7 +146,7 @@ def test_what_the_cache_held_is_told_apart(api: Anthropic) -> None:
     assert counted.input_tokens == total
 
 
-class Person(BaseModel):
+class Person(BaseModel, extra="forbid"):
     name: Literal["Ada", "Alan"]
     old: bool
 

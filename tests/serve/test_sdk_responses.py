@@ -22,6 +22,7 @@ CLOCK: dict[str, Any] = {
         "type": "object",
         "properties": {"zone": {"enum": ["UTC", "CET"]}},
         "required": ["zone"],
+        "additionalProperties": False,
     },
 }
 CALL: dict[str, Any] = {"tools": [CLOCK], "tool_choice": "required", "parallel_tool_calls": False}
@@ -136,7 +137,7 @@ def test_results_of_calls_are_read(api: OpenAI) -> None:
     assert used[1] - used[0] == len("a quarter past twelve") - len("10:30")
 
 
-class Person(BaseModel):
+class Person(BaseModel, extra="forbid"):
     name: Literal["Ada", "Alan"]
     old: bool
 
