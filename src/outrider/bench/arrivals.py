@@ -30,7 +30,9 @@ from outrider.errors import OutriderError, stopped
 from outrider.types import Event, Request, SamplingParams, Sequence, TokenLogprob
 
 SET = 30  # requests that are answered alone, and then in company; fewer for few prompts
-RUNS = 6  # orders in which a set arrives: the answers alone are what takes longest
+SHARE = 32  # sequences that may run at once for which a set is that large; where more may, sets are larger
+WIDEST = 4  # times that
+RUNS = 12  # orders in which a set arrives: the answers alone are what takes longest
 RUNS_ONCE = 3  # without a number of tokens to reach
 USUAL = "usual"
 GRAMMARS = ("json schema", "regex")
@@ -141,7 +143,8 @@ def audit_arrivals(
     enemies = adversaries(llm.model.config.vocab, llm.model.config.eos_ids, answers) if hostile else {}
     drafters = [name for name in llm.engine.drafters.names if name != "none"]
     ours = ["auto"] * 4 + ["plain", *drafters, *(TREE + name for name in drafters)]
-    size = SET if target is not None else min(SET, max(len(prompts), len(kinds)))
+    scale = 1 if target is None else min(max(llm.settings.max_sequences // SHARE, 1), WIDEST)
+    size = SET * scale if target is not None else min(SET, max(len(prompts), len(kinds)))
     sets, runs = -(-len(prompts) // size), RUNS if target is not None else RUNS_ONCE
     with borrowed(llm.engine, enemies, llm.engine.planner):
         for number in count():
@@ -149,8 +152,11 @@ def audit_arrivals(
             cases = _cases(llm, prompts, places, kinds, temperatures, params, rnd)
             answers.update((tuple(case.ids), case.alone.token_ids) for case in cases)
             for run in range(runs):
-                ways = ours + (list(enemies) if run % 2 else [])
-                for arrival in _run(llm, _traffic(llm, cases, ways, TOGETHER[run], rnd), found):
+                ways, together = (
+                    ours + (list(enemies) if run % 2 else []),
+                    TOGETHER[run % len(TOGETHER)] * scale,
+                )
+                for arrival in _run(llm, _traffic(llm, cases, ways, together, rnd), found):
                     _judge(llm, found, arrival)
                 found.seconds = time.perf_counter() - begin
                 once = (number + (run + 1) / runs) / sets
