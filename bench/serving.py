@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 import psutil
 
-from outrider.bench.certificate import certificate
+from outrider.engine.certificate import certificate
 
 DONE = b"[DONE]"
 LINE = re.compile(r"^outrider:(\w+)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)

@@ -22,13 +22,13 @@ import torch
 from step import random_model, slot_table  # beside this file
 from torch.profiler import ProfilerActivity, profile
 
-from outrider.bench.certificate import certificate
 from outrider.cache.table import SlotTable
 from outrider.control.trees import CHAINS, NO_TREE, TREES
 from outrider.device.capture import CapturedStep, StepShape
 from outrider.draft.drafters import Drafters
 from outrider.draft.lm import LmDrafter
 from outrider.draft.lookup import LookupDrafter
+from outrider.engine.certificate import certificate
 from outrider.engine.graph_runner import GraphRunner, make_graph_runner
 from outrider.engine.kv_cache import KvCache
 from outrider.model.decoder import make_store

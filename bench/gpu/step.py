@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from outrider.bench.as_if import shape_of
-from outrider.bench.certificate import certificate
 from outrider.cache.store import KeyValueStore
+from outrider.engine.certificate import certificate
 from outrider.load.config import ModelConfig, Rope
 from outrider.model.decoder import Decoder
 from outrider.model.kernels.gpu import attention, draw, filter, kernels, matmul

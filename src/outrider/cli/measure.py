@@ -58,7 +58,7 @@ Tasks = _option(
 def described(llm: LLM, program: str = "outrider") -> dict[str, Any]:
     """Where the numbers come from; and what the model is, if it is not what it seems."""
     from outrider.bench.as_if import AsIf
-    from outrider.bench.certificate import certificate
+    from outrider.engine.certificate import certificate
 
     report: dict[str, Any] = {"certificate": certificate(program), "draft": llm.drafter}
     if isinstance(llm, AsIf):
