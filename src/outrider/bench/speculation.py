@@ -227,6 +227,9 @@ def _compare_batch(
     for group in groups if gpu else groups[:1]:
         for one in said.values():
             answer(llm, group, one if gpu else replace(one, max_tokens=min(16, one.max_tokens), min_tokens=0))
+    if "synthetic" in llm.engine.drafters.names:  # it copies answers that were given before
+        for group in groups:
+            answer(llm, group, said["plain"])
     runs: dict[str, list[Answers]] = {name: [] for name in ways}
     for number, group in enumerate(groups):
         for turn, name in enumerate(_turned(list(ways), number)):

@@ -3,6 +3,7 @@
 auto                      the best that needs nothing further: lookup
 none                      no drafts unless a request asks
 lookup, early_exit[:N]    no second model; N layers, or found by a short search
+synthetic:0.8,0.7         no model: right with these probabilities by depth, for trying things out
 PATH, alias or hub id     a smaller model (then called `lm`) or an EAGLE-3 head (`eagle`)
 NAME                      a drafter that an installed package offers: entry points `outrider.drafters`
 package.module:Class      a drafter of one's own, imported because it was named
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 GROUP = "outrider.drafters"
 WORDS = ("auto", "none", "lookup", "early_exit")
 # Names of drafters in requests, in `--ways` and in reports; nobody else's may be called so.
-TAKEN = (*WORDS, "lm", "eagle", "plain")
+TAKEN = (*WORDS, "lm", "eagle", "plain", "synthetic")
 IMPORT = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 _MODEL = "give the model itself: a folder, a .gguf file, an alias or a hub id"
@@ -51,7 +52,7 @@ ELSEWHERE = {
 class Part:
     """One drafter to make."""
 
-    kind: str  # lookup, early_exit, model or own
+    kind: str  # lookup, early_exit, synthetic, model or own
     text: str  # as it was written
     source: Any = None  # of one's own: the drafter, or the class or function that makes it, or where that is
     name: str | None = None  # that a package offers it by
@@ -80,6 +81,8 @@ def _part(text: str, offered: Mapping[str, EntryPoint]) -> Part:
         return Part("lookup", text)
     if text.partition(":")[0] == "early_exit":
         return Part("early_exit", text)
+    if text.partition(":")[0] == "synthetic":
+        return Part("synthetic", text)
     if text in offered and text not in TAKEN:
         return Part("own", text, offered[text], text)
     if IMPORT.fullmatch(text) and not Path(text).exists():
@@ -90,6 +93,8 @@ def _part(text: str, offered: Mapping[str, EntryPoint]) -> Part:
 def check_parts(parts: Iterable[Part], cache: Path) -> None:
     """What can name no drafter is refused here, so that nobody waits for a model to load first."""
     for part in parts:
+        if part.kind == "synthetic":
+            read_rates(part.text.partition(":")[2], "draft")
         if part.kind != "model" or is_model_name(part.text, cache):
             continue
         if not part.text or part.text == "none":
@@ -101,6 +106,24 @@ def check_parts(parts: Iterable[Part], cache: Path) -> None:
             f"no drafter {part.text!r:.99}{suggest(part.text, known)}\n"
             f"Or a model that drafts: {FORMS}; or one's own: package.module:Class"
         )
+
+
+def read_rates(text: str, field: str) -> tuple[float, ...]:
+    """`0.8,0.7,0.6`: probabilities by depth."""
+    rates = []
+    for depth, part in enumerate(text.split(","), 1):
+        try:
+            rate = float(part)
+        except ValueError:
+            raise InvalidRequest(
+                f"{field}: acceptance {depth} is {part.strip()!r:.40}, not a number; write 0.8,0.7,0.6: of the first "
+                "token, the second and so on",
+                field,
+            ) from None
+        if not 0 <= rate <= 1:
+            raise InvalidRequest(f"{field}: acceptance {depth} is {rate:g}, not between 0 and 1", field)
+        rates.append(rate)
+    return tuple(rates)
 
 
 def _called(source: object) -> str:

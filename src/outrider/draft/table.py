@@ -24,7 +24,8 @@ from outrider.draft.exits import find_exit
 from outrider.draft.lm import LmDrafter
 from outrider.draft.lookup import LookupDrafter
 from outrider.draft.merged import MergedDrafter
-from outrider.draft.names import Part
+from outrider.draft.names import Part, read_rates
+from outrider.draft.synthetic import SyntheticDrafter
 from outrider.errors import BadCheckpoint, InvalidRequest, UnsupportedModel
 from outrider.load.checkpoint import Checkpoint, open_checkpoint
 from outrider.load.tokenizer import Tokenizer
@@ -71,6 +72,9 @@ def make_drafters(parts: Seq[Part], sources: DrafterSources) -> tuple[dict[str, 
 def _make(part: Part, sources: DrafterSources) -> tuple[str, Drafter]:
     if part.kind == "early_exit":
         return part.kind, _early_exit(part.text.partition(":")[2], sources)
+    if part.kind == "synthetic":
+        rates = read_rates(part.text.partition(":")[2], "draft")
+        return part.kind, SyntheticDrafter(rates, sources.target.config.vocab)
     if part.kind == "own":
         return make_custom(part, sources.drafter_context())
     path = sources.find(part.text)
