@@ -1,0 +1,180 @@
+"""Every option of a distillation, complete when built, never changed after; as JSON and back.
+
+Each option belongs to a stage. A folder that already holds results of a stage refuses another recipe for it, and for
+those before it. Where a run computes (device, threads) is no part of a recipe: it changes no answer.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields
+from typing import Any
+
+from outrider.errors import InvalidRequest, suggest, suggesting
+
+STAGES = ("answer", "train", "score")
+KINDS = ("eagle", "lm")
+LAYOUTS = ("outrider", "eagle3", "speculators")
+LOSSES = ("hybrid", "overlap", "kl")
+DTYPES = ("auto", "float32", "bfloat16")
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9}
+
+
+def read_count(text: str) -> int:
+    """`20M` -> 20000000: numbers of tokens, not bytes, so that K is a thousand."""
+    match = re.fullmatch(r"(\d[\d_]*(?:\.\d+)?)\s*([KMGB]?)", str(text).strip(), re.IGNORECASE)
+    if match is None:
+        raise ValueError(f"{text!r} is not a number of tokens; write 300000, 20M or 1.5G")
+    return round(float(match[1].replace("_", "")) * UNITS[match[2].upper()])
+
+
+def _for(stage: str, default: Any, low: float = -math.inf, high: float = math.inf) -> Any:
+    """An option of a stage, and its bounds if it is a number."""
+    return field(default=default, metadata={"stage": stage, "low": low, "high": high})
+
+
+@suggesting
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What to make and of what. 0 or nothing means: chosen by what the target is like."""
+
+    target: str = _for("answer", "smollm2-135m")  # a folder, a .gguf file, an alias or a hub id
+    seed: int = _for("answer", 0, 0, 2**53 - 1)
+    context: int = _for("answer", 2048, 16)  # longest conversation, in tokens
+    prompts: tuple[str, ...] = _for("answer", ())  # files of rows
+    shares: Mapping[str, float] = field(default_factory=dict, metadata={"stage": "answer"})  # by task
+    made_up: int = _for("answer", 0, 0)  # prompts that the target makes up itself
+    follow_ups: float = _for("answer", 0.0, 0, 1)  # share of conversations that get one more turn, made up
+    temperatures: tuple[float, ...] = _for("answer", (0.0, 0.7, 1.0), 0, 2)
+    max_tokens: int = _for("answer", 512, 1)  # of an answer
+    answer_tokens: int = _for("answer", 20_000_000, 1)  # of all answers together
+
+    kind: str = _for("train", "eagle")
+    layout: str = _for("train", "outrider")  # how a head is saved
+    continue_from: str = _for("train", "")  # a draft to go on from
+    shards: tuple[str, ...] = _for("train", ())  # folders of conversations to train on beside the answers
+    taps: tuple[int, ...] = _for(
+        "train", (), 0
+    )  # i: what enters layer i; the number of layers: what leaves the last
+    tap_norms: bool = _for("train", True)  # a norm per tap before the fusion
+    norm_output: bool = _for("train", True)  # the normed hidden state is fed back
+    shared_head: bool = _for("train", False)  # logits by rows of the target's own head
+    vocabulary: int = _for(
+        "train", 0, 0
+    )  # tokens a head knows; 0: all up to 64k, the most frequent 32k above
+    layers: int = _for("train", 0, 0)  # 0: one of a head; of an lm as `size` says
+    hidden: int = _for("train", 0, 0)  # of an lm; a head has the target's
+    heads: int = _for("train", 0, 0)
+    kv_heads: int = _for("train", 0, 0)
+    intermediate: int = _for("train", 0, 0)
+    size: float = _for("train", 0.03, 0.001, 1)  # of an lm, as a share of the target, where no shape is given
+    loss: str = _for("train", "hybrid")
+    unroll: int = _for("train", 5, 1, 16)  # steps of a head on its own output
+    decay: float = _for("train", 0.8, 0, 1)  # weight of a step by that of the one before
+    learning_rate: float = _for("train", 5e-4, 1e-8, 1)
+    weight_decay: float = _for("train", 0.01, 0, 1)
+    clip: float = _for("train", 1.0, 0)  # largest norm of the gradients
+    warm_up: float = _for("train", 0.02, 0, 1)  # share of the steps
+    batch_tokens: int = _for("train", 16384, 16)
+    train_tokens: int = _for("train", 0, 0)  # 0: three times over what there is
+    checkpoint_steps: int = _for("train", 500, 1)
+    validate_steps: int = _for("train", 500, 1)
+    dtype: str = _for("train", "auto")  # of training's matmuls; auto: what the device is fast with
+
+    score_prompts: tuple[str, ...] = _for("score", ())  # files; none: the prompts that were held out
+    score_limit: int = _for("score", 16, 1)  # prompts of a task
+    score_tokens: int = _for("score", 128, 1)  # of an answer
+    score_temperatures: tuple[float, ...] = _for("score", (0.0, 0.7), 0, 2)
+    depth: int = _for("score", 5, 1, 16)
+    tree_nodes: int = _for("score", 24, 1, 64)
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            _check(one, getattr(self, one.name))
+        for name, known in (("kind", KINDS), ("layout", LAYOUTS), ("loss", LOSSES), ("dtype", DTYPES)):
+            if getattr(self, name) not in known:
+                raise InvalidRequest(f"{name} must be {', '.join(known)}, got {getattr(self, name)!r}", name)
+        for name in ("temperatures", "score_temperatures"):
+            if not getattr(self, name):
+                raise InvalidRequest(f"{name} needs one temperature at least", name)
+        self._check_shares()
+        if not (self.answers or self.shards):
+            raise InvalidRequest(
+                "there is nothing to learn from: give --prompts FILE, --made-up N, or --shards DIR", "prompts"
+            )
+        if self.batch_tokens < self.context:
+            raise InvalidRequest(
+                f"batch_tokens ({self.batch_tokens}) must hold one conversation of {self.context} (context)",
+                "batch_tokens",
+            )
+
+    def _check_shares(self) -> None:
+        for task, share in self.shares.items():
+            if type(share) not in (int, float) or not 0 <= share <= 1:
+                raise InvalidRequest(
+                    f"the share of {task!r} must be between 0 and 1, got {share!r}", "shares"
+                )
+        if sum(self.shares.values()) > 1 + 1e-9:
+            raise InvalidRequest(f"shares add up to {sum(self.shares.values()):g}, more than 1", "shares")
+        if "made-up" in self.shares and not self.made_up:
+            raise InvalidRequest("a share of made-up prompts needs some: --made-up N", "shares")
+
+    @property
+    def answers(self) -> bool:
+        """Whether the target is to answer anything: else there are only shards."""
+        return bool(self.prompts or self.made_up)
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> Recipe:
+        """Build from a mapping of names, refusing unknown ones with a suggestion; lists become tuples."""
+        known = {one.name: one for one in fields(cls)}
+        for name in options:
+            if name not in known:
+                raise InvalidRequest(f"a recipe has no {name!r}{suggest(name, known)}", name)
+        values: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in options.items()}
+        return cls(**values)
+
+    def to_json(self) -> dict[str, Any]:
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        return {name: list(v) if isinstance(v, tuple) else v for name, v in values.items()}
+
+    def text(self) -> str:
+        return json.dumps(self.to_json(), indent=2) + "\n"
+
+    def changed(self, before: Recipe) -> dict[str, str]:
+        """Options that differ, and the stage of each."""
+        return {
+            one.name: one.metadata["stage"]
+            for one in fields(self)
+            if getattr(self, one.name) != getattr(before, one.name)
+        }
+
+
+def _check(one: Field[Any], value: Any) -> None:
+    """Type and bounds, by the default's type."""
+    default = one.default if one.default is not MISSING else {}
+    items = value if isinstance(default, tuple) else (value,)
+    kinds: tuple[type, ...] = (
+        (type(default[0]),) if default and isinstance(default, tuple) else (type(default),)
+    )
+    if default == ():
+        kinds = (int,) if one.name == "taps" else (str,)
+    kinds = (*kinds, int) if float in kinds else kinds
+    if isinstance(default, tuple) and not isinstance(value, tuple):
+        raise InvalidRequest(f"{one.name} must be a list, got {value!r:.60}", one.name)
+    for item in items:
+        if isinstance(item, bool) != (kinds[0] is bool) or not isinstance(item, kinds):
+            raise InvalidRequest(f"{one.name} must be {_kind_name(kinds[0])}, got {item!r:.60}", one.name)
+        low, high = one.metadata.get("low", -math.inf), one.metadata.get("high", math.inf)
+        if isinstance(item, (int, float)) and not low <= item <= high:
+            bounds = f"at least {low:g}" if high == math.inf else f"between {low:g} and {high:g}"
+            raise InvalidRequest(f"{one.name} must be {bounds}, got {item:g}", one.name)
+
+
+def _kind_name(kind: type) -> str:
+    return {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}.get(
+        kind, "an object"
+    )
