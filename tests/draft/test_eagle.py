@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ from safetensors.torch import save_file
 
 from outrider.draft import eagle
 from outrider.draft.eagle import EagleDrafter
-from outrider.draft.eagle_head import eagle_taps, load_eagle
+from outrider.draft.eagle_head import HeadConfig
 from outrider.draft.feed import text_batch
+from outrider.draft.head_layouts import eagle_taps, head_shapes, load_eagle, read_head, write_head
 from outrider.errors import BadCheckpoint
 from outrider.model.decoder import make_store
 from outrider.types import NO_DRAFT, Bet
@@ -75,8 +77,8 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return torch.einsum("hij,jhd->ihd", scores.softmax(-1), v).flatten(1)
 
 
-def target_states(text: list[int]) -> torch.Tensor:
-    """[n, 3, hidden]: what enters layers 2, L/2 and L-3 of the target."""
+def target_states(text: list[int], taps: tuple[int, ...]) -> torch.Tensor:
+    """[n, taps, hidden]: what enters these layers of the target, and what leaves its last one."""
     config = tiny_config(**SHAPE)
     read = random_tensors(config)
     tiny_read_order(read, config)
@@ -85,14 +87,16 @@ def target_states(text: list[int]) -> torch.Tensor:
     for i in range(LAYERS):
         states.append(x)
         w = lambda name, i=i: read(f"model.layers.{i}.{name}.weight")  # noqa: E731 - a name for a long name
-        h = norm(x, w("input_layernorm"), 1e-5)
-        q, k, v = (F.linear(h, w(f"self_attn.{p}_proj")).view(len(x), -1, 16) for p in "qkv")
-        x = x + F.linear(attend(turn(q), turn(k), v), w("self_attn.o_proj"))
-        h = norm(x, w("post_attention_layernorm"), 1e-5)
-        x = x + F.linear(
-            F.silu(F.linear(h, w("mlp.gate_proj"))) * F.linear(h, w("mlp.up_proj")), w("mlp.down_proj")
-        )
-    return torch.stack([states[2], states[LAYERS // 2], states[LAYERS - 3]], 1)
+        x = decoder_layer(x, norm(x, w("input_layernorm"), 1e-5), w, 1e-5)
+    return torch.stack([[*states, x][tap] for tap in taps], 1)
+
+
+def decoder_layer(x: torch.Tensor, inputs: torch.Tensor, w, eps: float) -> torch.Tensor:
+    q, k, v = (F.linear(inputs, w(f"self_attn.{p}_proj")).view(len(x), -1, 16) for p in "qkv")
+    x = x + F.linear(attend(turn(q), turn(k), v), w("self_attn.o_proj"))
+    h = norm(x, w("post_attention_layernorm"), eps)
+    act = F.silu(F.linear(h, w("mlp.gate_proj"))) * F.linear(h, w("mlp.up_proj"))
+    return x + F.linear(act, w("mlp.down_proj"))
 
 
 def tiny_read_order(read, config) -> None:
@@ -104,29 +108,39 @@ def tiny_read_order(read, config) -> None:
     Decoder(config, read, ReferenceKernels(config, *rope_tables(config, 8)))
 
 
-def reference_logits(t: dict[str, torch.Tensor], text: list[int], drafted: list[int]) -> torch.Tensor:
+def reference_logits(
+    t: dict[str, torch.Tensor], text: list[int], drafted: list[int], config: HeadConfig | None = None
+) -> torch.Tensor:
     """The head's logits [target vocab] after the text and a path of draft tokens."""
+    c = config or HeadConfig(tiny_config(**SHAPE), 50, eagle_taps(LAYERS))
     embedding = embedding_of()
     # entry i: states at i, token i + 1
-    features = F.linear(target_states(text)[:-1].flatten(1), t["fc.weight"])
+    states = target_states(text, c.taps)[:-1]
+    if c.tap_norms:
+        states = torch.stack([norm(states[:, j], t["tap_norms.weight"][j]) for j in range(len(c.taps))], 1)
+    states = states.flatten(1)
+    if c.joint_norm:
+        states = norm(states, t["input_norm.weight"])
+    features = F.linear(states, t["fc.weight"])
     tokens = [*text[1:], *drafted]
     hidden = torch.zeros(0)
     # one entry more a draft token, fed with the last entry's own output
     for n in range(len(text) - 1, len(tokens) + 1):
         inputs = torch.cat([features, *recursive(hidden, len(text) - 1, n)]) if n >= len(text) else features
         e = norm(embedding[tokens[:n]], t["midlayer.input_layernorm.weight"])
-        both = torch.cat([e, norm(inputs, t["midlayer.hidden_norm.weight"])], 1)
-        q, k, v = (F.linear(both, t[f"midlayer.self_attn.{p}_proj.weight"]).view(n, -1, 16) for p in "qkv")
-        x = inputs + F.linear(attend(turn(q), turn(k), v), t["midlayer.self_attn.o_proj.weight"])
-        h = norm(x, t["midlayer.post_attention_layernorm.weight"])
-        act = F.silu(F.linear(h, t["midlayer.mlp.gate_proj.weight"])) * F.linear(
-            h, t["midlayer.mlp.up_proj.weight"]
-        )
-        hidden = x + F.linear(act, t["midlayer.mlp.down_proj.weight"])
-    known = F.linear(norm(hidden[-1:], t["norm.weight"]), t["lm_head.weight"])[0]
+        normed = norm(inputs, t["midlayer.hidden_norm.weight"])
+        x = normed if c.normed_residual else inputs
+        both = torch.cat([e, normed], 1)
+        x = decoder_layer(x, both, lambda name: t[f"midlayer.{name}.weight"], HEAD_EPS)
+        for i in range(1, c.layers):
+            w = lambda name, i=i: t[f"layers.{i}.{name}.weight"]  # noqa: E731 - a name for a long name
+            x = decoder_layer(x, norm(x, w("input_layernorm")), w, HEAD_EPS)
+        normed = norm(x, t["norm.weight"])
+        hidden = normed if c.norm_output else x
+    ids = torch.arange(c.draft_vocab) + t.get("d2t", torch.zeros(c.draft_vocab, dtype=torch.int64))
+    head = embedding[ids] if c.shared_head else t["lm_head.weight"]
     out = torch.full((VOCAB,), float("-inf"))
-    for own, logit in enumerate(known):
-        out[own + int(t["d2t"][own])] = logit
+    out[ids] = F.linear(normed[-1:], head)[0]
     return out
 
 
@@ -164,6 +178,65 @@ def test_chains_are_the_references(model, folder, tensors):
             logits = reference_logits(tensors, text[:known], list(tokens[:depth]))
             assert logits[tokens[depth]] > logits.max() - 1e-3
     assert not engine.drafters.faults
+
+
+LAYER = replace(
+    tiny_config(**SHAPE), heads=2, kv_heads=1, intermediate=40, norm_eps=HEAD_EPS, layers=1, windows=(0,)
+)
+KINDS = {
+    "taps": HeadConfig(LAYER, 50, (1, 3, 4, 0)),
+    "last state": HeadConfig(LAYER, 50, (2, LAYERS)),
+    "layers": HeadConfig(LAYER, 50, (2, 3), layers=3),
+    "tap norms": HeadConfig(LAYER, 50, (1, 4, 6), tap_norms=True),
+    "joint norm": HeadConfig(LAYER, 50, (1, 4, 6), joint_norm=True),
+    "norm output": HeadConfig(LAYER, 50, (1, 4), norm_output=True),
+    "normed residual": HeadConfig(LAYER, 50, (1, 4), normed_residual=True),
+    "shared head, some words": HeadConfig(LAYER, 40, (1, 4), shared_head=True),
+    "shared head, all words": HeadConfig(LAYER, VOCAB, (1, 4), shared_head=True),
+    "all of it": HeadConfig(LAYER, 60, (0, 3, 6), 2, True, True, True, normed_residual=True),
+}
+
+
+def random_head(folder, config: HeadConfig) -> tuple[HeadConfig, dict[str, torch.Tensor]]:
+    """A head of that kind, written and read again. The target's last states are large: norms matter."""
+    g = torch.Generator().manual_seed(5)
+    tensors = {
+        name: torch.randn(shape, generator=g) * 1.5 / shape[-1] ** 0.5
+        if len(shape) > 1 and name != "tap_norms.weight"
+        else 1 + 0.3 * torch.randn(shape, generator=g)
+        for name, shape in head_shapes(config)
+    }
+    if "d2t" in tensors:
+        known = torch.randperm(config.layer.vocab, generator=g)[: config.draft_vocab].sort().values
+        tensors["d2t"] = known - torch.arange(config.draft_vocab)
+    write_head(folder, config, tensors)
+    found, read = read_head(folder, tiny_config(**SHAPE))
+    return found, {name: tensor if name == "d2t" else tensor.float() for name, tensor in read.items()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_head_is_the_references(tmp_path, model, kind):
+    """Logits, not only tokens: a flag that is ignored must show."""
+    config, tensors = random_head(tmp_path, KINDS[kind])
+    assert replace(config, layer=LAYER) == KINDS[kind]
+    rows, text, drafted = Rows(slots=40), prompt_of(9, 1), [5, 17, 80]
+    store = make_store(model, 40)
+    drafter = EagleDrafter(load_eagle(tmp_path, model, 256), store, rows.table)
+    s = rows.add(text)
+    model.forward(text_batch(rows.table, [s.row], [text[:-1]], [0]), store)
+    hidden = drafter._read([s], [len(text)])
+    rows.table.extend(s.row, 3)
+    for depth in range(4):
+        logits, wanted = (
+            drafter.head.logits(hidden)[0],
+            reference_logits(tensors, text, drafted[:depth], config),
+        )
+        assert torch.equal(logits.isinf(), wanted.isinf())
+        finite = ~wanted.isinf()
+        torch.testing.assert_close(logits[finite], wanted[finite], atol=2e-4, rtol=1e-4)
+        if depth < 3:
+            batch = text_batch(rows.table, [s.row], [[drafted[depth]]], [len(text) + depth], behind=1)
+            hidden = drafter.head.forward(hidden, batch, drafter.store)
 
 
 def test_trees_are_the_references(model, folder, tensors):
@@ -322,17 +395,17 @@ def test_wrong_tensors_are_named(tmp_path, model, tensors, change, says):
 
 
 def test_wrong_folders_are_named(tmp_path, model, tensors):
-    with pytest.raises(BadCheckpoint, match=r"config\.json cannot be read"):
+    with pytest.raises(BadCheckpoint, match=r"has no config\.json"):
         load_eagle(tmp_path, model, 256)
     write_eagle(tmp_path, model.config, tensors, vocab_size=77)
     with pytest.raises(BadCheckpoint, match=r"vocabulary 77; this target has 32 and 96"):
         load_eagle(tmp_path, model, 256)
-    write_eagle(tmp_path, model.config, tensors, outrider_taps=[1, 2, 40])
-    with pytest.raises(BadCheckpoint, match="outrider_taps"):
+    write_eagle(tmp_path, model.config, tensors, outrider_head={"version": 1, "taps": [1, 2, 40]})
+    with pytest.raises(BadCheckpoint, match="taps must name layers from 0 to 6"):
         load_eagle(tmp_path, model, 256)
     write_eagle(tmp_path, model.config, tensors)
     (tmp_path / "model.safetensors").write_bytes(b"not a tensor file")
-    with pytest.raises(BadCheckpoint, match="cannot be read"):
+    with pytest.raises(BadCheckpoint, match="not a sound safetensors file"):
         load_eagle(tmp_path, model, 256)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(BadCheckpoint, match=r"no \.safetensors"):

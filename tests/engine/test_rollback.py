@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from outrider.draft.eagle import EagleDrafter
-from outrider.draft.eagle_head import load_eagle
 from outrider.draft.early_exit import EarlyExitDrafter
+from outrider.draft.head_layouts import load_eagle
 from outrider.draft.lookup import LookupDrafter
 from outrider.draft.merged import MergedDrafter
 from outrider.types import NO_BET, Bet, Draft

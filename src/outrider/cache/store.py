@@ -35,8 +35,8 @@ class KeyValueStore:
         self.features: Tensor | None = None
 
     def tap(self, layers: tuple[int, ...], hidden: int) -> None:
-        """From now on keep, slot by slot, the hidden states that enter these layers: [slots, len(layers),
-        hidden].
+        """From now on keep, slot by slot, the hidden states that enter these layers, and those that leave the last one
+        under the number of layers: [slots, len(layers), hidden].
         """
         self.taps = layers
         like = self.keys[0]

@@ -1,77 +1,90 @@
-"""The EAGLE-3 head: its network on the CPU, and how a published one is read.
+"""The EAGLE head: its network on the CPU. How one lies on disk is head_layouts.py's business.
 
-Entry i joins the target's hidden states at token i (three layers, fused by one matrix) with the embedding of token
-i + 1 and predicts token i + 2. Its vocabulary may be a part of the target's: `d2t` maps its ids to the target's.
+Entry i joins the target's hidden states at token i (several layers, fused by one matrix) with the embedding of token
+i + 1 and predicts token i + 2. Past the known tokens an entry joins the hidden state of the entry before it instead.
+Its vocabulary may be a part of the target's: `d2t` maps its ids to the target's.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from outrider.cache.store import KeyValueStore
-from outrider.errors import BadCheckpoint, UnsupportedModel
-from outrider.load.checkpoint import PICKLES, pickle_refused
-from outrider.load.config import ModelConfig, config_from_json
+from outrider.load.config import ModelConfig
 from outrider.model.decoder import Decoder, Layered
 from outrider.model.kernels.reference import rotate
 from outrider.model.rope import rope_tables
-from outrider.types import MAX_NODES, Batch
-
-TAPS = 3
+from outrider.model.weights import LayerTensors
+from outrider.types import Batch
 
 # Hidden states and rows where the head is, how many rows belong to one sequence, and how long sequences may be.
 HeadPass = Callable[[Tensor, Batch, int, int], Tensor]
+Read = Callable[[str], Tensor]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class HeadConfig:
-    """The head's one layer, shaped like a layer of its family, and how it is tied to its target."""
+    """The head's layers, shaped like layers of its family, and how it is tied to its target."""
 
-    layer: ModelConfig
+    layer: ModelConfig  # its vocabulary and hidden size are the target's
     draft_vocab: int
-    taps: tuple[int, ...]  # target layers whose inputs it sees
+    taps: tuple[int, ...]  # i: what enters the target's layer i; the number of layers: what leaves the last
+    layers: int = 1  # the first reads embedding and hidden state, further ones are ordinary
+    tap_norms: bool = False  # an RMS norm for each tap before the fusion
+    norm_output: bool = False  # the normed hidden state is fed back
+    shared_head: bool = False  # logits by rows of the target's own head
+    joint_norm: bool = False  # one RMS norm over all taps together before the fusion
+    normed_residual: bool = False  # the first layer adds to its normed input
+
+    @property
+    def whole(self) -> bool:
+        """Its vocabulary is the target's."""
+        return self.draft_vocab == self.layer.vocab
 
 
 class EagleHead:
-    """The network. `read` yields the published layout's tensors: fc, midlayer.*, norm, lm_head, d2t."""
+    """The network. `read` yields tensors by the names of `head_layouts.head_shapes`."""
 
-    def __init__(
-        self, config: HeadConfig, read: Callable[[str], Tensor], target: Layered, context: int
-    ) -> None:
+    def __init__(self, config: HeadConfig, read: Read, target: Layered, context: int) -> None:
         self.config, self.target = config, target
+        self.to_target: Tensor | None = None
+        if not config.whole:  # d2t holds differences: target id = draft id + d2t[draft id]
+            self.to_target = (torch.arange(config.draft_vocab) + read("d2t").long()).to(target.device)
         self._pack(read, rope_tables(config.layer, context))
-        # d2t holds differences: target id = draft id + d2t[draft id].
-        self.to_target = (torch.arange(config.draft_vocab) + read("d2t").long()).to(target.device)
 
-    def _pack(self, read: Callable[[str], Tensor], tables: tuple[Tensor, Tensor]) -> None:
+    def _pack(self, read: Read, tables: tuple[Tensor, Tensor]) -> None:
         assert isinstance(self.target, Decoder)
-        self.kernels = self.target.kernels
+        self.kernels = kernels = self.target.kernels
         self.cos, self.sin = tables
-        pack = self.kernels.pack_linear
-        self.fuse, self.qkv = pack(read("fc.weight")), pack(joined_qkv(read))
-        self.out = pack(read("midlayer.self_attn.o_proj.weight"))
-        self.gate, self.up = (
-            pack(read("midlayer.mlp.gate_proj.weight")),
-            pack(read("midlayer.mlp.up_proj.weight")),
-        )
-        self.down, self.head = pack(read("midlayer.mlp.down_proj.weight")), pack(read("lm_head.weight"))
-        self.embed_norm = read("midlayer.input_layernorm.weight")
-        self.hidden_norm = read("midlayer.hidden_norm.weight")
-        self.mlp_norm = read("midlayer.post_attention_layernorm.weight")
-        self.norm = read("norm.weight")
+        self.layers: list[Any] = [_PackedLayer(kernels, layer_of(read, i)) for i in range(self.config.layers)]
+        self._pack_ends(read, self.target)
+
+    def _pack_ends(self, read: Read, target: Decoder) -> None:
+        """What is before the layers and after them."""
+        pack, c, there = self.kernels.pack_linear, self.config, self.target.device
+        self.fuse = pack(folded_fusion(c, read))
+        self.ones = torch.ones(c.layer.hidden * (len(c.taps) if c.joint_norm else 1), device=there)
+        names = ("midlayer.input_layernorm.weight", "norm.weight")
+        self.embed_norm, self.norm = (read(name).to(there).contiguous() for name in names)
+        if not c.shared_head:
+            self.head = pack(read("lm_head.weight"))
+        else:
+            self.head = target.head if self.to_target is None else pack(self._target_rows(target))
+
+    def _target_rows(self, target: Decoder) -> Tensor:
+        """Of the target's head, those of the head's own vocabulary."""
+        rows: Tensor = self.kernels.embed(target.head, self.to_target)
+        return rows
 
     def make_store(self, slots: int) -> KeyValueStore:
         """Where its keys and values go."""
         c, t = self.config.layer, self.target
-        return KeyValueStore(1, slots, c.kv_heads, c.head_dim, t.device, t.dtype)
+        return KeyValueStore(self.config.layers, slots, c.kv_heads, c.head_dim, t.device, t.dtype)
 
     def make_pass(self, store: KeyValueStore) -> HeadPass:
         """`forward` as a captured step has it: over rows that lie where the target does."""
@@ -79,122 +92,94 @@ class EagleHead:
 
     def fused(self, features: Tensor) -> Tensor:
         """[R, taps, hidden] of the target -> [R, hidden]."""
+        if self.config.tap_norms or self.config.joint_norm:
+            features = self._normed(features.reshape(-1, len(self.ones)).float(), self.ones).view_as(features)
         return self.kernels.linear(self.fuse, features.flatten(1).contiguous())
 
     def forward(self, hidden: Tensor, batch: Batch, store: KeyValueStore) -> Tensor:
-        """One layer over [R, hidden] and the embeddings of batch.ids -> the next hidden states, not yet
-        normed. It may overwrite what it is given.
+        """All layers over [R, hidden] and the embeddings of batch.ids -> the next hidden states, as they are fed back.
+        It may overwrite what it is given.
         """
-        c, k = self.config.layer, self.kernels
-        embedded = self.target.embed(batch.ids)
-        both = torch.cat(
-            [k.norm(embedded, self.embed_norm, c.norm_eps), k.norm(hidden, self.hidden_norm, c.norm_eps)],
-            dim=1,
-        )
-        qkv = k.linear(self.qkv, both).view(len(hidden), -1, c.head_dim)
+        embedded = self._normed(self.target.embed(batch.ids), self.embed_norm)
+        normed = self._normed(hidden, self.layers[0].attn_norm)
+        x = normed if self.config.normed_residual else hidden
+        inputs = torch.cat([embedded, normed], dim=1)
+        for i, layer in enumerate(self.layers):
+            x = self._layer(layer, x, inputs if i == 0 else self._normed(x, layer.attn_norm), batch, store, i)
+        return self._normed(x, self.norm) if self.config.norm_output else x
+
+    def _layer(
+        self, w: _PackedLayer, x: Tensor, inputs: Tensor, batch: Batch, store: KeyValueStore, number: int
+    ) -> Tensor:
+        """A layer from its normed inputs on."""
+        c, k, keys, values = self.config.layer, self.kernels, store.keys[number], store.values[number]
+        qkv = k.linear(w.qkv, inputs).view(len(x), -1, c.head_dim)
         q, key, value = qkv.split([c.heads, c.kv_heads, c.kv_heads], dim=1)
         cos, sin = self.cos[batch.positions][:, None], self.sin[batch.positions][:, None]
-        store.keys[0][batch.slots], store.values[0][batch.slots] = rotate(key, cos, sin), value
-        turned = rotate(q, cos, sin).contiguous()
-        mixed = k.attention(turned, batch, store.keys[0], store.values[0], 0, c.head_dim**-0.5)
-        hidden = hidden + k.linear(self.out, mixed.flatten(1))
-        h = k.norm(hidden, self.mlp_norm, c.norm_eps)
-        act = torch.nn.functional.silu(k.linear(self.gate, h)) * k.linear(self.up, h)
-        return hidden + k.linear(self.down, act)
+        keys[batch.slots], values[batch.slots] = rotate(key, cos, sin), value
+        mixed = k.attention(rotate(q, cos, sin).contiguous(), batch, keys, values, 0, c.head_dim**-0.5)
+        x = x + k.linear(w.out, mixed.flatten(1))
+        gate, up = k.linear(w.gate_up, self._normed(x, w.mlp_norm)).chunk(2, dim=1)
+        return x + k.linear(w.down, torch.nn.functional.silu(gate) * up)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[R, hidden] -> [R, target vocab], minus infinity for tokens the head does not know."""
-        known = self._known(hidden)
-        out = known.new_full((len(hidden), self.target.config.vocab), float("-inf"))
+        """[R, hidden] as `forward` returns them -> [R, target vocab], minus infinity for tokens the head does not
+        know.
+        """
+        normed = hidden if self.config.norm_output else self._normed(hidden, self.norm)
+        known: Tensor = self.kernels.linear(self.head, normed)
+        if self.to_target is None:
+            return known
+        out = known.new_full((len(hidden), self.config.layer.vocab), float("-inf"))
         out[:, self.to_target] = known
         return out
 
-    def _known(self, hidden: Tensor) -> Tensor:
-        """Logits over the head's own vocabulary."""
-        normed = self.kernels.norm(hidden, self.norm, self.config.layer.norm_eps)
-        return self.kernels.linear(self.head, normed)
+    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
+        normed: Tensor = self.kernels.norm(x, weight, self.config.layer.norm_eps)
+        return normed
 
 
-def joined_qkv(read: Callable[[str], Tensor]) -> Tensor:
-    """Queries, keys and values as one matrix; its inputs are twice the hidden size."""
-    return torch.cat([read(f"midlayer.self_attn.{part}_proj.weight") for part in "qkv"])
+class _PackedLayer:
+    def __init__(self, kernels: Any, w: LayerTensors) -> None:
+        pack = kernels.pack_linear
+        self.attn_norm, self.mlp_norm = w.attn_norm.contiguous(), w.mlp_norm.contiguous()
+        self.qkv, self.out, self.down = pack(w.qkv), pack(w.out), pack(w.down)
+        self.gate_up = pack(torch.cat([w.gate, w.up]))
 
 
-def load_eagle(
-    folder: Path, target: Layered, context: int, network: type[EagleHead] = EagleHead
-) -> EagleHead:
-    """A head from a folder with config.json and safetensors, in the published EAGLE-3 layout or our own."""
-    try:
-        raw: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError) as wrong:
-        raise BadCheckpoint(f"{folder}: config.json cannot be read: {wrong}") from None
-    if "speculators_model_type" in raw:
-        raise UnsupportedModel(
-            f"{folder} is a head in the layout of speculators ({raw['speculators_model_type']!r:.40}), which is not "
-            "read here; EAGLE-3 heads as their authors publish them are"
-        )
-    c = target.config
-    layer = config_from_json({**raw, "model_type": "llama", "num_hidden_layers": 1})
-    draft_vocab = int(raw.get("draft_vocab_size") or layer.vocab)
-    if layer.hidden != c.hidden or layer.vocab != c.vocab:
-        raise BadCheckpoint(
-            f"{folder} is a head for a target of hidden size {layer.hidden} and vocabulary {layer.vocab}; "
-            f"this target has {c.hidden} and {c.vocab}"
-        )
-    taps = tuple(raw.get("outrider_taps") or eagle_taps(c.layers))
-    if len(taps) != TAPS or not all(type(t) is int and 0 <= t < c.layers for t in taps):
-        raise BadCheckpoint(
-            f"{folder}: outrider_taps must name {TAPS} of the target's {c.layers} layers, not {taps}"
-        )
-    tensors = _tensors(folder)
-    head = HeadConfig(replace(layer, rope=layer.rope), draft_vocab, taps)
-    _check(folder, tensors, head)
-    return network(head, lambda name: tensors[name].float(), target, context + MAX_NODES + 1)
+def folded_fusion(config: HeadConfig, read: Read) -> Tensor:
+    """The fusion's matrix with the weights of the norms before it, so that those need only scale."""
+    fusion = read("fc.weight")
+    if config.tap_norms:
+        return fusion * read("tap_norms.weight").flatten()
+    return fusion * read("input_norm.weight") if config.joint_norm else fusion
 
 
-def eagle_taps(layers: int) -> tuple[int, ...]:
-    """Where published heads look: at what enters the third layer, the middle one, and the third from the
-    end.
-    """
-    return (min(2, layers - 1), layers // 2, max(layers - 3, 0))
+def layer_prefix(number: int) -> str:
+    return "midlayer." if number == 0 else f"layers.{number}."
 
 
-def _tensors(folder: Path) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(file, framework="pt") as opened:
-                tensors.update((name, opened.get_tensor(name)) for name in opened.keys())  # noqa: SIM118 - not a dict
-        except SafetensorError as wrong:
-            raise BadCheckpoint(f"{file} cannot be read: {wrong}") from None
-    if not tensors:
-        for file in sorted(folder.iterdir()):
-            if file.suffix in PICKLES:
-                raise pickle_refused(file)
-        raise BadCheckpoint(f"{folder} holds no .safetensors file")
-    # Other trainers write the one layer as layers.0 and leave d2t out where vocabularies are equal.
-    tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
-    if "d2t" not in tensors and "lm_head.weight" in tensors:
-        tensors["d2t"] = torch.zeros(len(tensors["lm_head.weight"]), dtype=torch.int64)
-    return tensors
+def layer_of(read: Read, number: int) -> LayerTensors:
+    """A layer of the head. The first reads twice the hidden size, its embedding normed by a norm of its own."""
+    prefix = layer_prefix(number)
 
+    def get(name: str) -> Tensor:
+        return read(f"{prefix}{name}.weight")
 
-def _check(folder: Path, tensors: dict[str, Tensor], config: HeadConfig) -> None:
-    c = config.layer
-    q, kv, h = c.heads * c.head_dim, c.kv_heads * c.head_dim, c.hidden
-    expected = {
-        "fc.weight": (h, TAPS * h), "d2t": (config.draft_vocab,), "lm_head.weight": (config.draft_vocab, h),
-        "midlayer.self_attn.q_proj.weight": (q, 2 * h), "midlayer.self_attn.k_proj.weight": (kv, 2 * h),
-        "midlayer.self_attn.v_proj.weight": (kv, 2 * h), "midlayer.self_attn.o_proj.weight": (h, q),
-        "midlayer.mlp.gate_proj.weight": (c.intermediate, h), "midlayer.mlp.up_proj.weight": (c.intermediate, h),
-        "midlayer.mlp.down_proj.weight": (h, c.intermediate), "midlayer.input_layernorm.weight": (h,),
-        "midlayer.hidden_norm.weight": (h,), "midlayer.post_attention_layernorm.weight": (h,), "norm.weight": (h,),
-    }  # fmt: skip
-    for name, shape in expected.items():
-        if name not in tensors:
-            raise BadCheckpoint(f"{folder} has no tensor {name!r}: not an EAGLE-3 head")
-        if tuple(tensors[name].shape) != shape:
-            raise BadCheckpoint(f"{folder}: {name} has shape {tuple(tensors[name].shape)}, expected {shape}")
-    ids = torch.arange(config.draft_vocab) + tensors["d2t"].long()
-    if bool((ids < 0).any()) or bool((ids >= c.vocab).any()):
-        raise BadCheckpoint(f"{folder}: d2t points outside the target's vocabulary of {c.vocab}")
+    return LayerTensors(
+        attn_norm=get("input_layernorm" if number else "hidden_norm"),
+        qkv=torch.cat([get(f"self_attn.{part}_proj") for part in "qkv"]),
+        qkv_bias=None,
+        q_norm=None,
+        k_norm=None,
+        out=get("self_attn.o_proj"),
+        out_bias=None,
+        mlp_norm=get("post_attention_layernorm"),
+        gate=get("mlp.gate_proj"),
+        up=get("mlp.up_proj"),
+        gate_bias=None,
+        up_bias=None,
+        down=get("mlp.down_proj"),
+        down_bias=None,
+        window=0,
+    )

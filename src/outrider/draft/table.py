@@ -18,9 +18,10 @@ from outrider.device.ops import Pass
 from outrider.draft.custom import make_custom
 from outrider.draft.drafter import Drafter, DrafterContext
 from outrider.draft.eagle import EagleDrafter
-from outrider.draft.eagle_head import EagleHead, load_eagle
+from outrider.draft.eagle_head import EagleHead
 from outrider.draft.early_exit import EarlyExitDrafter
 from outrider.draft.exits import find_exit
+from outrider.draft.head_layouts import load_eagle
 from outrider.draft.lm import LmDrafter
 from outrider.draft.lookup import LookupDrafter
 from outrider.draft.merged import MergedDrafter

@@ -168,7 +168,7 @@ class FolderCheckpoint(Checkpoint):
         if is_known_family(self.raw_config):
             _refuse_quantised(self.raw_config, path)
             self.config = config_from_json(self.raw_config, self._generation)
-        self._files = {file: _open_safetensors(path / file) for file in _weight_files(path)}
+        self._files = {file: open_safetensors(path / file) for file in weight_files(path)}
         self._where = self._locate()
 
     def _locate(self) -> dict[str, str]:
@@ -250,7 +250,7 @@ def _default_template(templates: list[Any]) -> str | None:
     return named.get("default", next(iter(named.values()), None))
 
 
-def _weight_files(path: Path) -> list[str]:
+def weight_files(path: Path) -> list[str]:
     if (path / INDEX).exists():
         return sorted(set(_weight_map(path).values()))
     files = sorted(file.name for file in path.glob("*.safetensors"))
@@ -277,7 +277,7 @@ def _weight_map(path: Path) -> dict[str, str]:
     return found
 
 
-def _open_safetensors(file: Path) -> Any:
+def open_safetensors(file: Path) -> Any:
     try:
         return safe_open(file, framework="pt", device="cpu")
     except (SafetensorError, OSError, ValueError) as problem:

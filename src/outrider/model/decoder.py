@@ -110,6 +110,8 @@ class Decoder:
             if i in store.taps:
                 store.keep_feature(i, x, batch.slots)
             self.kernels.layer(layer, x, batch, store.keys[i], store.values[i])
+        if layers in store.taps:
+            store.keep_feature(layers, x, batch.slots)
         return x
 
     def embed(self, ids: Tensor) -> Tensor:

@@ -174,17 +174,24 @@ class GpuKernels:
         batch: Batch,
         store: KeyValueStore,
         attention: AttentionPlan | JointPlan,
+        pending: Tensor | None = None,
+        first: int = 0,
     ) -> Tensor | None:
-        """All layers; returns what is still to be added to x."""
-        pending: Tensor | None = None
-        for i, layer in enumerate(layers):
-            if i in store.taps:
-                if pending is not None:
-                    add_and_norm(x, pending, None, 0.0, None)
-                    pending = None
-                store.keep_feature(i, x, batch.slots)
+        """All layers, which are numbered from `first` on; returns what is still to be added to x."""
+        for i, layer in enumerate(layers, first):
+            pending = self._keep_feature(i, x, pending, batch, store)
             pending = self._layer(layer, x, pending, batch, store.keys[i], store.values[i], attention)
-        return pending
+        return self._keep_feature(first + len(layers), x, pending, batch, store)
+
+    def _keep_feature(
+        self, layer: int, x: Tensor, pending: Tensor | None, batch: Batch, store: KeyValueStore
+    ) -> Tensor | None:
+        if layer not in store.taps:
+            return pending
+        if pending is not None:
+            add_and_norm(x, pending, None, 0.0, None)
+        store.keep_feature(layer, x, batch.slots)
+        return None
 
     def _layer(
         self,
