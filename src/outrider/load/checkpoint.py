@@ -6,7 +6,6 @@ Weights in pickle form are refused; building a model from the tensors is for mod
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import sys
@@ -22,13 +21,13 @@ from safetensors import SafetensorError, safe_open
 from outrider.errors import BadCheckpoint, ModelNotFound, UnsupportedModel
 from outrider.load.config import ModelConfig, config_from_gguf, config_from_json, end_ids, is_known_family
 from outrider.load.gguf import GgufFile
+from outrider.load.json_files import read_json, read_text
 from outrider.load.sampling import SamplingDefaults, from_generation_config, from_gguf
 from outrider.load.tokenizer import Tokenizer
 
 GENERATION = "generation_config.json"
 INDEX = "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-MAX_JSON = 64 << 20  # bytes; the largest shard indexes are a few megabytes
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
@@ -282,29 +281,6 @@ def open_safetensors(file: Path) -> Any:
         return safe_open(file, framework="pt", device="cpu")
     except (SafetensorError, OSError, ValueError) as problem:
         raise BadCheckpoint(f"{file} is not a sound safetensors file: {problem}") from None
-
-
-def read_text(file: Path) -> str:
-    try:
-        if file.stat().st_size > MAX_JSON:
-            raise BadCheckpoint(f"{file} is larger than {MAX_JSON} bytes")
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as problem:
-        raise BadCheckpoint(f"{file} cannot be read: {problem}") from None
-
-
-def read_json(file: Path, optional: bool = False) -> dict[str, Any]:
-    if not file.exists():
-        if optional:
-            return {}
-        raise BadCheckpoint(f"{file.parent} has no {file.name}")
-    try:
-        found = json.loads(read_text(file))
-    except (ValueError, RecursionError) as problem:
-        raise BadCheckpoint(f"{file} is not sound JSON: {problem}") from None
-    if not isinstance(found, dict):
-        raise BadCheckpoint(f"{file} should hold a JSON object")
-    return found
 
 
 # ----------------------------------------------------------------------------------------------------- GGUF

@@ -27,8 +27,9 @@ from torch import Tensor, nn
 
 from outrider.cache.store import KeyValueStore
 from outrider.errors import INSTALL, BadCheckpoint, InvalidRequest, OutriderError, UnsupportedModel
-from outrider.load.checkpoint import Checkpoint, read_json
+from outrider.load.checkpoint import Checkpoint
 from outrider.load.config import ModelConfig, Rope, end_ids
+from outrider.load.json_files import read_json
 from outrider.model.decoder import choose_kernels
 from outrider.model.hf_trial import Trial
 from outrider.types import MAX_NODES, Batch

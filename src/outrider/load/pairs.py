@@ -1,0 +1,150 @@
+"""The catalogue of pairs: drafts made for a target, each a folder of weights with a card (cards.py).
+
+They lie in folders that OUTRIDER_PAIRS names, in the user's cache (`outrider pairs add`), and in the package. Which fit
+a target is known by its fingerprint, the same for every quantisation of a model. No torch here, and no weights are
+read but the target's last norm.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import tempfile
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from outrider.errors import BadCheckpoint, InvalidRequest, ModelNotFound, OutriderError, suggest
+from outrider.load.cards import FILE, Card, read_card
+
+if TYPE_CHECKING:
+    from outrider.load.checkpoint import Checkpoint
+
+SHIPPED = Path(__file__).parent.parent / "pairs"
+VARIABLE = "OUTRIDER_PAIRS"
+NORM = "model.norm.weight"
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
+WEIGHTS = ("*.safetensors", "*.gguf")
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    name: str  # of its folder
+    folder: Path
+    card: Card
+    source: str  # named (by OUTRIDER_PAIRS), added or shipped
+
+
+def fingerprint(checkpoint: Checkpoint) -> str | None:
+    """Of a target; None of one whose family only transformers knows.
+
+    Norms are float32 in every GGUF file and exact from bfloat16, so that all quantisations of a model share one.
+    """
+    c = checkpoint.config
+    if c is None:
+        return None
+    shape = [c.vocab, c.hidden, c.layers, c.heads, c.kv_heads, c.head_dim, c.intermediate]
+    values = checkpoint.tensor(NORM).numpy().astype("<f4").tobytes()
+    return hashlib.sha256(json.dumps(shape).encode() + values).hexdigest()
+
+
+def list_pairs(cache: Path) -> tuple[list[Pair], list[str]]:
+    """All of them, and what is wrong with folders that should be pairs and are not."""
+    pairs, problems = [], []
+    for source, folder in _folders(cache):
+        try:
+            pairs.append(Pair(folder.name, folder, read_card(folder), source))
+        except OutriderError as problem:
+            problems.append(str(problem))
+    return pairs, problems
+
+
+def find_pair(checkpoint: Checkpoint, cache: Path) -> Pair | None:
+    """The pair of this target: one's own before one that was shipped, then the one with the most tokens per step."""
+    pairs, problems = list_pairs(cache)
+    for problem in problems:
+        warnings.warn(f"a pair is left out: {problem}", stacklevel=2)
+    if not pairs:
+        return None
+    own = fingerprint(checkpoint)
+    return min((pair for pair in pairs if pair.card.target.fingerprint == own), key=_rank, default=None)
+
+
+def _rank(pair: Pair) -> tuple[bool, float, str, str]:
+    score = pair.card.score
+    tokens = score.tokens_per_step if score is not None else None
+    return pair.source == "shipped", -(tokens or 0.0), pair.name, str(pair.folder)
+
+
+def pair_named(name: str, cache: Path) -> Pair:
+    for source, folder in _folders(cache):
+        if folder.name == name:
+            return Pair(name, folder, read_card(folder), source)
+    known = {folder.name for _, folder in _folders(cache)}
+    none = "" if known else "; there are none yet: outrider pairs add DIR"
+    raise ModelNotFound(f"there is no pair {name!r:.99}{suggest(name, known)}{none}")
+
+
+def add_pair(folder: Path, cache: Path, name: str | None = None) -> Pair:
+    """Copy a folder of weights with a card into the cache, whole or not at all."""
+    name = folder.resolve().name if name is None else name
+    if not NAME.fullmatch(name):
+        raise InvalidRequest(f"{name!r:.99} is no name for a pair: letters, digits and _ . - only", "name")
+    if not folder.is_dir():
+        raise ModelNotFound(f"{folder} is no folder; a pair is a folder with weights and {FILE}")
+    card = read_card(folder)
+    if not any(file for form in WEIGHTS for file in folder.glob(form)):
+        raise BadCheckpoint(f"{folder} holds no weights: no .safetensors and no .gguf file")
+    place = cache / "pairs" / name
+    if place.exists():
+        raise InvalidRequest(
+            f"there is a pair {name!r} already; outrider pairs remove {name}, or give this one another --name",
+            "name",
+        )
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".", dir=place.parent) as part:
+            made = shutil.copytree(folder, Path(part) / name, ignore=shutil.ignore_patterns(".*"))
+            made.rename(place)
+    except OSError as problem:
+        raise InvalidRequest(f"{place} cannot be written: {problem.strerror or problem}", "name") from None
+    return Pair(name, place, card, "added")
+
+
+def remove_pair(name: str, cache: Path) -> Path:
+    """Delete a pair that was added; also one whose card cannot be read."""
+    place = cache / "pairs" / name
+    if NAME.fullmatch(name) and place.is_dir():
+        gone = place.with_name(f".{name}.removed")
+        shutil.rmtree(gone, ignore_errors=True)
+        place.rename(gone)
+        shutil.rmtree(gone)
+        return place
+    pair = pair_named(name, cache)
+    if pair.source == "shipped":
+        raise InvalidRequest(f"{name} came with Outrider; --draft lookup runs without it", "name")
+    raise InvalidRequest(f"{name} is {pair.folder}, which {VARIABLE} names; take it out there", "name")
+
+
+def _folders(cache: Path) -> Iterator[tuple[str, Path]]:
+    """Folders that should be pairs, with where they are from: one's own first."""
+    for named in filter(None, os.environ.get(VARIABLE, "").split(os.pathsep)):
+        place = Path(named).expanduser()
+        one = (place / FILE).exists() or not place.is_dir()
+        yield from (("named", folder) for folder in ([place] if one else _within(place)))
+    yield from (("added", folder) for folder in _within(cache / "pairs"))
+    yield from (("shipped", folder) for folder in _within(SHIPPED))
+
+
+def _within(place: Path) -> list[Path]:
+    try:
+        return sorted(
+            folder for folder in place.iterdir() if folder.is_dir() and not folder.name.startswith(".")
+        )
+    except OSError:  # not there, or not for us to read
+        return []
