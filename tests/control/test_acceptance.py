@@ -83,3 +83,17 @@ def test_the_deviation_is_of_sequences_and_of_what_is_known_of_them():
     assert deviation([AcceptanceRate(0.5, 0.5, 0.0)] * 2, [1.0, 1.0]) == pytest.approx(1.0)
     never = [AcceptanceRate(rate, 0.5, 0.0) for rate in (0.0, MIN_RATE)]  # no division by nothing
     assert deviation(never[:1], [1.0]) == deviation(never[1:], [1.0])
+
+
+def test_a_drafter_with_other_weights_starts_anew():
+    rates = AcceptanceRates()
+    one, two = sequence([1, 2, 3]), sequence([4, 5, 6])
+    for _ in range(20):
+        for name in ("eagle", "lookup+eagle", "lookup"):
+            rates.observe(one, name, 4, 0)
+    assert rates.of(two, "eagle").first < 0.3
+    rates.forget_drafter("eagle")
+    fresh = AcceptanceRates()
+    for name in ("eagle", "lookup+eagle"):
+        assert rates.of(one, name) == fresh.of(one, name) and not rates.trials[name]
+    assert rates.of(one, "lookup").first < 0.3 and rates.trials["lookup"] == 20

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from math import sqrt
+from typing import Any
 
 from outrider.control.trees import TreeShape, choice_rate, node_ranks, tree_nodes
 from outrider.types import Sequence
@@ -87,6 +88,15 @@ class AcceptanceRates:
         self.prior(drafter, sequence.request.params.temperature).observe(drafted, accepted, DRAFTER_MEMORY)
         if not sequence.finish_reason:  # else already forgotten
             self.of(sequence, drafter).observe(drafted, accepted, SEQUENCE_MEMORY)
+
+    def forget_drafter(self, name: str) -> None:
+        """Alone or merged with others."""
+        for band in [band for band in self.priors if name in band[0].split("+")]:
+            del self.priors[band]
+        every: list[dict[str, Any]] = [self.trials, *self.by_sequence.values()]
+        for rates in every:
+            for drafter in [one for one in rates if name in one.split("+")]:
+                del rates[drafter]
 
     def forget(self, sequence: Sequence) -> None:
         self.by_sequence.pop(sequence, None)

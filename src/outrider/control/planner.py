@@ -78,6 +78,13 @@ class Planner:
         self.rates.forget(sequence)
         self.idle_steps.pop(sequence, None)
 
+    def forget_drafter(self, name: str) -> None:
+        """It drafts with other weights now, alone or merged with others: what it achieved says nothing any more."""
+        self.rates.forget_drafter(name)
+        for known in self.idle_time:
+            if name in known.split("+"):
+                self.idle_time[known] = inf  # so that one that did not pay is tried again
+
     def observe(self, record: StepRecord) -> None:
         if record.catch_up is not None:
             self.learn_reading(*record.catch_up)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
-from outrider.draft.drafter import Drafter, ResidentDrafter
+from outrider.draft.drafter import Drafter, NetworkDrafter, ResidentDrafter
 from outrider.types import NO_DRAFT, Bet, Draft, Sequence, Verdict
 
 if TYPE_CHECKING:
@@ -104,6 +104,14 @@ class Drafters:
 
     def catch_up(self, name: str, ops: StepOps, sequences: list[Sequence]) -> None:
         self._call(name, self._resident[name].catch_up, ops, sequences)
+
+    def replace_weights(self, name: str, weights: Mapping[str, Tensor]) -> None:
+        """Have a drafter draft with others. Faults that it had with the last ones are forgiven."""
+        drafter = self._drafters[name]
+        assert isinstance(drafter, NetworkDrafter)
+        drafter.replace_weights(weights)
+        for known in [one for one in self.faults if name in one.split("+")]:
+            del self.faults[known]
 
     def _call(self, name: str, verb: Callable[..., None], *given: object) -> None:
         try:

@@ -12,6 +12,7 @@ states, so accepted ones are made anew.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
@@ -27,6 +28,7 @@ from outrider.draft.eagle_head import EagleHead
 from outrider.draft.feed import grow_drafts, pieces, text_batch
 from outrider.draft.progress import PrefillProgress
 from outrider.draft.tree import Growth, Place
+from outrider.draft.weights import put_weights
 from outrider.types import NO_DRAFT, Batch, Bet, Draft, Sequence, Verdict
 
 READ_ROWS = 512  # known tokens that the head catches up on in one pass
@@ -91,6 +93,14 @@ class EagleDrafter(ResidentDrafter):
         assert features is not None
         slots = table[batch.table_rows.long(), batch.positions.long()].long()
         return self.head.fused(features[slots.to(features.device)])
+
+    @property
+    def network(self) -> EagleHead:
+        return self.head
+
+    def replace_weights(self, weights: Mapping[str, Tensor]) -> None:
+        put_weights(self.head, weights)
+        self.progress.clear()
 
     # ------------------------------------------------------------------------------------------ resident steps
 

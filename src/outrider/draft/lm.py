@@ -8,7 +8,7 @@ as read.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
@@ -23,6 +23,7 @@ from outrider.device.ops import Pass, StepOps, known_batch, run_levels
 from outrider.draft.drafter import MAX_PASSES, ResidentDrafter
 from outrider.draft.feed import grow_drafts, pieces, text_batch
 from outrider.draft.progress import PrefillProgress
+from outrider.draft.weights import put_weights
 from outrider.model.decoder import Layered, Model, make_store
 from outrider.types import NO_DRAFT, Batch, Bet, Draft, Sequence, Verdict
 
@@ -94,6 +95,14 @@ class LmDrafter(ResidentDrafter):
         logits = self.model.forward(batch, self.store)[:, : self.vocab].float().cpu()
         missing = self.vocab - logits.shape[1]
         return F.pad(logits, (0, missing), value=float("-inf")) if missing else logits.contiguous()
+
+    @property
+    def network(self) -> Model:
+        return self.model
+
+    def replace_weights(self, weights: Mapping[str, Tensor]) -> None:
+        put_weights(self.model, weights)
+        self.progress.clear()
 
     # ------------------------------------------------------------------------------------------ resident steps
 

@@ -26,6 +26,10 @@ class PrefillProgress:
     def note(self, sequence: Sequence, read: int) -> None:
         self._by_row[sequence.row] = sequence, sequence.released, read
 
+    def clear(self) -> None:
+        """Nothing counts as read any more: what reads has changed."""
+        self._by_row.clear()
+
     def accept(self, sequence: Sequence, draft: Draft, verdict: Verdict, fed: bool) -> None:
         """All that was known when the draft was made has been read; if draft nodes were `fed`, so have the accepted
         ones. A node without children was not: nobody needed what comes after it.

@@ -21,12 +21,13 @@ from outrider.draft.eagle import EagleDrafter
 from outrider.draft.eagle_head import EagleHead
 from outrider.draft.early_exit import EarlyExitDrafter
 from outrider.draft.exits import find_exit
-from outrider.draft.head_layouts import load_eagle
+from outrider.draft.head_layouts import load_eagle, read_head
 from outrider.draft.lm import LmDrafter
 from outrider.draft.lookup import LookupDrafter
 from outrider.draft.merged import MergedDrafter
 from outrider.draft.names import Part, read_rates
 from outrider.draft.synthetic import SyntheticDrafter
+from outrider.draft.weights import Weights, first_difference, weights_of
 from outrider.errors import BadCheckpoint, InvalidRequest, UnsupportedModel
 from outrider.load.checkpoint import Checkpoint, open_checkpoint
 from outrider.load.tokenizer import Tokenizer
@@ -87,6 +88,39 @@ def _make(part: Part, sources: DrafterSources) -> tuple[str, Drafter]:
         head = load_eagle(path, sources.target, sources.context, _head_network(sources.target))
         return "eagle", EagleDrafter(head, sources.store, sources.table)
     return "lm", _lm(path, sources)
+
+
+def prepare_weights(drafter: Drafter, path: Path, sources: DrafterSources) -> Callable[[], Weights]:
+    """Find, read and check a draft whose weights are to take the place of this drafter's. What is returned packs them,
+    where the model is run.
+    """
+    if isinstance(drafter, EagleDrafter):
+        if not is_eagle(path):
+            raise BadCheckpoint(f"{path} is no EAGLE head, and only one can take the place of an EAGLE head")
+        served = drafter.network
+        head, tensors = read_head(path, served.target.config)
+        read = lambda name: tensors[name].float()  # noqa: E731
+        pack = lambda: weights_of(type(served)(head, read, served.target, sources.context))  # noqa: E731
+        return _same_shape(path, served.config, head, pack)
+    if isinstance(drafter, LmDrafter):
+        if is_eagle(path):
+            raise BadCheckpoint(f"{path} is an EAGLE head, and the draft in use is a model of its own")
+        checkpoint = open_checkpoint(path)
+        same_tokens(sources.tokenizer, checkpoint.tokenizer, path)
+        config = drafter.network.config
+        return _same_shape(path, config, checkpoint.config, lambda: weights_of(sources.load(checkpoint)))
+    raise UnsupportedModel(f"{type(drafter).__name__} has no weights that others could take the place of")
+
+
+def _same_shape(
+    path: Path, served: object, other: object, weights: Callable[[], Weights]
+) -> Callable[[], Weights]:
+    if said := first_difference(other, served):
+        raise BadCheckpoint(
+            f"{path} has another shape than the draft in use, whose steps are measured and captured: {said}. "
+            "Start the server with it instead"
+        )
+    return weights
 
 
 def _lookup(sources: DrafterSources) -> Drafter:

@@ -18,7 +18,7 @@ from typing import TypeVar
 from outrider.engine.engine import Engine
 from outrider.engine.memory import in_words
 from outrider.errors import OutriderError
-from outrider.types import Event, Request, Sequence, StepRecord
+from outrider.types import Event, Request, Sequence, StepRecord, StepResult
 
 Listener = Callable[[Event | BaseException], None]
 
@@ -59,13 +59,15 @@ class Driver:
         self._thread.start()
         self.run(lambda: None)  # returns once the engine is built, or raises what building raised
 
-    def run(self, work: Callable[[], T]) -> T:
-        """Do something on the engine's thread, between steps, and wait for it."""
+    def run(self, work: Callable[[], T], settled: bool = False) -> T:
+        """Do something on the engine's thread, between steps, and wait for it. `settled`: nothing is in flight then."""
         done = threading.Event()
         result: list[T] = []
         failure: list[BaseException] = []
 
         def command() -> None:
+            if settled:
+                self._report(self.engine.drain())  # what fails here fails as a step does, for everyone
             try:
                 result.append(work())
             except BaseException as error:
@@ -151,10 +153,7 @@ class Driver:
         try:
             self.engine = self._build()
             while self._run_commands():
-                for result in self.engine.step():
-                    self._deliver(result.events)
-                    if self.observer:
-                        self.observer(result.record)
+                self._report(self.engine.step())
         except BaseException as problem:
             error = in_words(problem, "answering" if hasattr(self, "engine") else "loading the model")
             self._failure = error
@@ -180,6 +179,12 @@ class Driver:
                 return True
             if self.idle_work is not None and next(self.idle_work, DONE) is DONE:
                 self.idle_work = None
+
+    def _report(self, results: list[StepResult]) -> None:
+        for result in results:
+            self._deliver(result.events)
+            if self.observer:
+                self.observer(result.record)
 
     def _deliver(self, events: list[Event]) -> None:
         for event in events:

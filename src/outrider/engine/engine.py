@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from outrider.control.planner import Planner
 from outrider.draft.drafters import Drafters
@@ -36,6 +37,9 @@ from outrider.types import (
     Work,
 )
 from outrider.verify.noise import choice_seed
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Engine:
@@ -106,6 +110,18 @@ class Engine:
         while len(self.in_flight) > (self.runner.lag if work and self.live else 0):
             results.append(self._settle(self.in_flight.popleft()))
         return results
+
+    def drain(self) -> list[StepResult]:
+        """Settle everything that is in flight, and launch nothing."""
+        return [self._settle(self.in_flight.popleft()) for _ in range(len(self.in_flight))]
+
+    def replace_weights(self, drafter: str, weights: Mapping[str, Tensor]) -> None:
+        """Have a drafter draft with others from the next step on. Nothing may be in flight: what was drafted with the
+        last ones must not count as read by these.
+        """
+        assert not self.in_flight
+        self.drafters.replace_weights(drafter, weights)
+        self.planner.forget_drafter(drafter)
 
     def _plan(self, work: list[Work]) -> Plan:
         options = self.runner.options(work)

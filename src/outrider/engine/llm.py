@@ -28,6 +28,7 @@ from outrider.engine.driver import Driver
 from outrider.engine.engine import Engine
 from outrider.engine.graph_runner import make_graph_runner
 from outrider.engine.kv_cache import KvCache, make_kv_cache
+from outrider.engine.live_draft import LiveDraft
 from outrider.engine.memory import check_room
 from outrider.engine.output import Output, make_output
 from outrider.engine.runner import EagerRunner, Runner
@@ -304,7 +305,8 @@ class LLM:
         asked, self.settings = self.settings, self._placed(parts)
         cache = make_kv_cache(self.model, self.settings)
         free = _free_memory(self.settings)
-        by_name, self.drafter = make_drafters(parts, self._sources(cache))
+        sources = self._sources(cache)
+        by_name, self.drafter = make_drafters(parts, sources)
         if asked.draft_weights not in ("auto", "float32") and "lm" not in by_name:
             raise InvalidRequest(
                 f"draft_weights is for a model that drafts, and there is none (draft: {self.drafter})",
@@ -314,6 +316,7 @@ class LLM:
             # The kernels have threads of their own; torch's, woken by every large enough operation, spin beside them.
             torch.set_num_threads(1)
         drafters = Drafters(by_name, self.model.config.vocab)
+        self.live_draft = LiveDraft(parts, drafters, sources)
         if self.model.device.type == "cuda":
             runner: Runner = make_graph_runner(self.model, cache, drafters, self.drafter)
         else:

@@ -1,0 +1,94 @@
+"""The draft that an engine drafts with: which weights they are, others put in their place, and those put back.
+
+Requests go on: weights are exchanged between two steps, and the output does not depend on the draft. Files are read on
+the caller's thread, packing and copying is the engine's. The last weights are kept on the host, so rolling back reads
+nothing and cannot fail for want of a file.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+
+from outrider.draft.drafter import NetworkDrafter
+from outrider.draft.drafters import Drafters
+from outrider.draft.names import Part
+from outrider.draft.table import DrafterSources, is_eagle, prepare_weights
+from outrider.draft.weights import Weights, copy_of
+from outrider.engine.driver import Driver
+from outrider.errors import InvalidRequest
+
+
+@dataclass(frozen=True, slots=True)
+class DraftState:
+    """Which draft is in use. `previous` is what rolling back brings."""
+
+    drafter: str
+    path: Path
+    since: float  # seconds since 1970
+    previous: Path | None = None
+
+
+class LiveDraft:
+    def __init__(self, parts: Seq[Part], drafters: Drafters, sources: DrafterSources) -> None:
+        """For the thread that builds the engine."""
+        self.drafters, self.sources = drafters, sources
+        self.states: dict[str, DraftState] = {}  # by drafter
+        self._last: dict[str, Weights] = {}  # by drafter, of `previous`
+        self._lock = threading.Lock()  # one exchange after the other
+        for part in parts:
+            if part.kind == "model":
+                path = sources.find(part.text)
+                name = "eagle" if is_eagle(path) else "lm"
+                self.states[name] = DraftState(name, path, time.time())
+
+    def swap(self, driver: Driver, path: Path) -> DraftState:
+        """Draft with the weights in this folder from the next step on; or say why that cannot be."""
+        with self._lock:
+            state = self._state(path)
+            pack = prepare_weights(self.drafters[state.drafter], path, self.sources)
+            fresh = DraftState(state.drafter, path, time.time(), state.path)
+            return self._exchange(driver, fresh, pack)
+
+    def roll_back(self, driver: Driver) -> DraftState:
+        """Draft with the weights before the last swap again. Rolled back twice, the last swap's are there again."""
+        with self._lock:
+            latest = max(
+                (state for state in self.states.values() if state.previous is not None),
+                key=lambda state: state.since,
+                default=None,
+            )
+            if latest is None or latest.previous is None:
+                raise InvalidRequest("no draft was swapped, so there is nothing to roll back to", "draft")
+            name, last = latest.drafter, self._last[latest.drafter]
+            fresh = DraftState(name, latest.previous, time.time(), latest.path)
+            return self._exchange(driver, fresh, lambda: last)
+
+    def _exchange(self, driver: Driver, fresh: DraftState, pack: Callable[[], Weights]) -> DraftState:
+        name = fresh.drafter
+        drafter = self.drafters[name]
+        assert isinstance(drafter, NetworkDrafter)
+
+        def exchange() -> None:
+            weights, last = pack(), copy_of(drafter.network)
+            driver.engine.replace_weights(name, weights)
+            self._last[name], self.states[name] = last, fresh
+
+        driver.run(exchange, settled=True)
+        return fresh
+
+    def _state(self, path: Path) -> DraftState:
+        """Of the draft that this one may take the place of."""
+        name = "eagle" if is_eagle(path) else "lm"
+        if name not in self.states:
+            kind = {"eagle": "an EAGLE head", "lm": "a model"}[name]
+            here = " and ".join(self.drafters.names)
+            raise InvalidRequest(
+                f"{path} is {kind}, and none drafts here ({here} do); start with one to replace it later",
+                "path",
+            )
+        return self.states[name]

@@ -1,0 +1,210 @@
+"""Weights of the draft exchanged between two steps: no token changes, and drafts are at once those of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from outrider.draft.eagle import EagleDrafter
+from outrider.draft.head_layouts import load_eagle
+from outrider.draft.weights import Weights, copy_of, first_difference, put_weights, weights_of
+from outrider.engine.engine import Engine
+from outrider.engine.llm import LLM
+from outrider.errors import BadCheckpoint, InvalidRequest
+from outrider.load.checkpoint import open_checkpoint
+from outrider.types import Bet
+from tests.serve.conftest import write_tiny
+from tests.tiny import (
+    VOCAB,
+    Always,
+    eagle_tensors,
+    finish,
+    lm_drafter,
+    noised_model,
+    prompt_of,
+    request,
+    tiny_config,
+    tiny_engine,
+    tiny_model,
+    tokens_of,
+    write_eagle,
+)
+
+SHAPE = {"layers": 4, "windows": (0,) * 4}
+DEPTH = 3
+Drafts = dict[tuple[str, int], tuple[int, ...]]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(**SHAPE)
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory, model):
+    folder = tmp_path_factory.mktemp("heads")
+    return [
+        write_eagle(folder / f"{s}", model.config, eagle_tensors(model.config, VOCAB, seed=s)) for s in (3, 4)
+    ]
+
+
+def requests():
+    """Greedy and sampled, of several lengths."""
+    return [
+        request(f"r{i}", prompt_of(9 + 5 * i, i), max_tokens=21, temperature=0.8 * (i % 2)) for i in range(3)
+    ]
+
+
+def engine_of(model, make, lag, name) -> tuple[Engine, Drafts]:
+    """An engine, and every draft that it verifies, by request and how much was known."""
+    engine = tiny_engine(model, Always(Bet(name, DEPTH, DEPTH)), drafters=make, lag=lag)
+    seen: Drafts = {}
+    accept = engine.drafters.accept
+
+    def watch(drafter, sequence, draft, verdict) -> None:
+        if draft:
+            seen[sequence.request.id, len(sequence.tokens) - len(verdict.tokens)] = draft.tokens
+        accept(drafter, sequence, draft, verdict)
+
+    engine.drafters.accept = watch
+    for one in requests():
+        engine.add(one)
+    return engine, seen
+
+
+def drafter_of(kind: str, which: int, model, heads) -> Callable:
+    if kind == "lm":
+        return lambda cache: {"lm": lm_drafter(noised_model((0.7, 0.5)[which], **SHAPE), cache)}
+    return lambda cache: {
+        "eagle": EagleDrafter(load_eagle(heads[which], model, 256), cache.store, cache.table)
+    }
+
+
+def network_weights(make, model) -> Weights:
+    engine = tiny_engine(model, Always(Bet("none", 0, 0)), drafters=make)
+    (name,) = engine.drafters.names
+    return copy_of(engine.drafters[name].network)
+
+
+@pytest.mark.parametrize("lag", [None, 0, 1])
+@pytest.mark.parametrize("kind", ["eagle", "lm"])
+def test_drafts_after_a_swap_are_those_of_the_other_draft(model, heads, kind, lag):
+    first, second = (drafter_of(kind, which, model, heads) for which in (0, 1))
+    engine, seen = engine_of(model, first, lag, kind)
+    before = finish(engine)
+    expected = {key: tokens_of(events) for key, events in before.items()}
+    other, others = engine_of(model, second, lag, kind)
+    finish(other)
+
+    engine, swapped = engine_of(model, first, lag, kind)
+    weights = network_weights(second, model)
+    results = [result for _ in range(6) for result in engine.step()]
+    if lag:
+        assert engine.in_flight
+    results += engine.drain()
+    assert not engine.in_flight
+    early = dict(swapped)
+    kept = copy_of(engine.drafters[kind].network)
+    engine.replace_weights(kind, weights)
+    results += [result for _ in range(6) for result in engine.step()] + engine.drain()
+    late = {key: draft for key, draft in swapped.items() if key not in early}
+    engine.replace_weights(kind, kept)  # and back
+    at_last = len(swapped)
+    results += run_out(engine)
+
+    said = {}
+    for event in (event for result in results for event in result.events):
+        said.setdefault((event.request_id, event.choice), []).extend(event.token_ids)
+    assert said == expected  # not one token is another
+    shared = late.keys() & others.keys()
+    assert len(shared) > 5 and {k: late[k] for k in shared} == {k: others[k] for k in shared}
+    assert any(late[k] != seen[k] for k in late.keys() & seen.keys())
+    back = {key: swapped[key] for key in list(swapped)[at_last:] if key in seen}
+    assert len(back) > 5 and back == {key: seen[key] for key in back}
+    assert not engine.drafters.faults
+
+
+def run_out(engine: Engine) -> list:
+    results = []
+    while not engine.idle:
+        results += engine.step()
+    return results
+
+
+def test_only_its_own_weights_are_replaced(model, heads):
+    head = load_eagle(heads[0], model, 256)
+    own = {tensor.data_ptr() for tensor in weights_of(head).values()}
+    assert own and not own & {tensor.data_ptr() for tensor in weights_of(model).values()}
+    other = load_eagle(heads[1], model, 256)
+    assert own == {tensor.data_ptr() for tensor in weights_of(head).values()}
+    put_weights(head, weights_of(other))
+    assert own == {tensor.data_ptr() for tensor in weights_of(head).values()}  # in place: graphs point there
+    assert all(
+        bool((a == b).all())
+        for a, b in zip(weights_of(head).values(), weights_of(other).values(), strict=True)
+    )
+
+
+def test_weights_that_do_not_fit_change_nothing(model, heads):
+    head = load_eagle(heads[0], model, 256)
+    before, other = copy_of(head), copy_of(load_eagle(heads[1], model, 256))
+    [*names] = other
+    for wrong in ({**other, names[-1]: other[names[-1]][:-1]}, {n: other[n] for n in names[:-1]}):
+        with pytest.raises(BadCheckpoint, match=names[-1].replace(".", r"\.")):
+            put_weights(head, wrong)
+        assert all(
+            bool((a == b).all()) for a, b in zip(before.values(), weights_of(head).values(), strict=True)
+        )
+
+
+def test_the_first_difference_of_shapes_is_named():
+    assert first_difference(tiny_config(), tiny_config()) == ""
+    assert first_difference(tiny_config(intermediate=64), tiny_config()) == "intermediate is 64, not 48"
+
+
+# --------------------------------------------------------------------------------------------------- an LLM's
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> Path:
+    """A target and heads for it: two alike, one of another shape."""
+    folder = tmp_path_factory.mktemp("live")
+    write_tiny(folder / "target")
+    config = open_checkpoint(folder / "target").config
+    assert config is not None
+    for name, words, seed in (("one", config.vocab, 3), ("two", config.vocab, 4), ("narrow", 50, 3)):
+        write_eagle(folder / name, config, eagle_tensors(config, words, seed=seed))
+    return folder
+
+
+def test_a_draft_is_swapped_and_rolled_back(folders):
+    asked = {"temperature": 0.7, "seed": 5, "max_tokens": 30, "ignore_eos": True}
+    prompt = list(range(3, 12))
+    with LLM(
+        folders / "target", draft=str(folders / "one"), speculation={"depth": 3}, cache_bytes=1 << 20
+    ) as llm:
+        live, driver = llm.live_draft, llm.driver
+        with pytest.raises(InvalidRequest, match="nothing to roll back"):
+            live.roll_back(driver)
+        first = copy_of(llm.engine.drafters["eagle"].network)
+        [plain] = llm.generate(prompt, **asked, speculation="off")
+        [before] = llm.generate(prompt, **asked)
+        state = live.swap(driver, folders / "two")
+        assert (state.path, state.previous) == (folders / "two", folders / "one")
+        assert live.states["eagle"] == state
+        [after] = llm.generate(prompt, **asked)
+        with pytest.raises(BadCheckpoint, match=r"narrow has another shape.*draft_vocab is 50, not"):
+            live.swap(driver, folders / "narrow")
+        with pytest.raises(InvalidRequest, match="is a model, and none drafts here"):
+            live.swap(driver, folders / "target")
+        assert live.states["eagle"].path == folders / "two"
+        state = live.roll_back(driver)
+        assert (state.path, state.previous) == (folders / "one", folders / "two")
+        back = weights_of(llm.engine.drafters["eagle"].network)
+        assert all(bool((a == b).all()) for a, b in zip(first.values(), back.values(), strict=True))
+        [again] = llm.generate(prompt, **asked)
+        ids = [output.choices[0].token_ids for output in (plain, before, after, again)]
+        assert ids == [ids[0]] * 4
+        assert live.roll_back(driver).path == folders / "two"
