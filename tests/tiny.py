@@ -13,6 +13,8 @@ from outrider.control.planner import Planner
 from outrider.device.ops import StepOps
 from outrider.device.state import SequenceState
 from outrider.draft.drafters import Drafters
+from outrider.draft.eagle_head import HeadConfig
+from outrider.draft.head_layouts import head_shapes
 from outrider.draft.lm import LmDrafter
 from outrider.engine.engine import Engine
 from outrider.engine.graph_runner import GraphRunner
@@ -241,6 +243,21 @@ def write_eagle(folder: Path, config: ModelConfig, tensors: dict[str, torch.Tens
     (folder / "config.json").write_text(json.dumps({**raw, **changes}))
     save_file(tensors, folder / "model.safetensors")
     return folder
+
+
+def head_tensors(config: HeadConfig, seed: int = 5) -> dict[str, torch.Tensor]:
+    """A random EAGLE head of any kind, its norms far enough from one to be missed."""
+    g = torch.Generator().manual_seed(seed)
+    norms = [name for name, shape in head_shapes(config) if len(shape) == 1 or name == "tap_norms.weight"]
+    made = {
+        name: torch.randn(shape, generator=g) * (0.3 if name in norms else 1.5 / math.sqrt(shape[-1]))
+        + (name in norms)
+        for name, shape in head_shapes(config)
+    }
+    if "d2t" in made:
+        known = torch.randperm(config.layer.vocab, generator=g)[: config.draft_vocab].sort().values
+        made["d2t"] = known - torch.arange(config.draft_vocab)
+    return made
 
 
 def hash_seed(name: str) -> int:

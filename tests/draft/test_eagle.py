@@ -14,7 +14,7 @@ from outrider.draft import eagle
 from outrider.draft.eagle import EagleDrafter
 from outrider.draft.eagle_head import HeadConfig
 from outrider.draft.feed import text_batch
-from outrider.draft.head_layouts import eagle_taps, head_shapes, load_eagle, read_head, write_head
+from outrider.draft.head_layouts import eagle_taps, load_eagle, read_head, write_head
 from outrider.errors import BadCheckpoint
 from outrider.model.decoder import make_store
 from outrider.types import NO_DRAFT, Bet
@@ -25,6 +25,7 @@ from tests.tiny import (
     Watched,
     eagle_tensors,
     finish,
+    head_tensors,
     prompt_of,
     random_tensors,
     request,
@@ -198,18 +199,8 @@ KINDS = {
 
 
 def random_head(folder, config: HeadConfig) -> tuple[HeadConfig, dict[str, torch.Tensor]]:
-    """A head of that kind, written and read again. The target's last states are large: norms matter."""
-    g = torch.Generator().manual_seed(5)
-    tensors = {
-        name: torch.randn(shape, generator=g) * 1.5 / shape[-1] ** 0.5
-        if len(shape) > 1 and name != "tap_norms.weight"
-        else 1 + 0.3 * torch.randn(shape, generator=g)
-        for name, shape in head_shapes(config)
-    }
-    if "d2t" in tensors:
-        known = torch.randperm(config.layer.vocab, generator=g)[: config.draft_vocab].sort().values
-        tensors["d2t"] = known - torch.arange(config.draft_vocab)
-    write_head(folder, config, tensors)
+    """A head of that kind, written and read again."""
+    write_head(folder, config, head_tensors(config))
     found, read = read_head(folder, tiny_config(**SHAPE))
     return found, {name: tensor if name == "d2t" else tensor.float() for name, tensor in read.items()}
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -17,16 +18,30 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from outrider.draft.eagle_head import EagleHead, HeadConfig, layer_prefix
-from outrider.errors import BadCheckpoint, UnsupportedModel
+from outrider.errors import BadCheckpoint, InvalidRequest, UnsupportedModel
 from outrider.load.checkpoint import INDEX, PICKLES, open_safetensors, pickle_refused, read_json, weight_files
 from outrider.load.config import ModelConfig, config_from_json
 from outrider.model.decoder import Layered
 from outrider.types import MAX_NODES
 
 OWN, VERSION = "outrider_head", 1
+FLAGS = ("tap_norms", "norm_output", "shared_head", "joint_norm", "normed_residual")
+# The same in the other layouts; a shared head is one whose folder has none.
+PUBLISHED = {
+    "tap_norms": "fc_norm",
+    "norm_output": "norm_output",
+    "joint_norm": "norm_before_fc",
+    "normed_residual": "norm_before_residual",
+}
+TAPS = "eagle_aux_hidden_state_layer_ids"
+LAYOUTS = ("outrider", "eagle3", "speculators")
 SHARD_BYTES = 15 << 20
-# Beside a head's own tensors: maps that d2t says already, and copies of the target's.
-IGNORED = ("t2d", "embed_tokens.weight", "verifier_norm.weight", "verifier_lm_head.weight")
+ROWS_COMPARED = 256
+SPECULATIVE_TOKENS = 5  # that an exported head suggests to engines that ask it
+MAX_HEAD_LAYERS = 64  # checked before anything is made per layer
+EMBEDDING = "embed_tokens.weight"
+# Beside a head's own tensors: a map that d2t says already, and copies of the target's.
+IGNORED = ("t2d", EMBEDDING, "verifier_norm.weight", "verifier_lm_head.weight")
 
 
 def load_eagle(
@@ -34,47 +49,99 @@ def load_eagle(
 ) -> EagleHead:
     """A head from a folder in any of the layouts."""
     config, tensors = read_head(folder, target.config)
+    _check_embedding(folder, target)
     return network(config, lambda name: tensors[name].float(), target, context + MAX_NODES + 1)
 
 
 def read_head(folder: Path, target: ModelConfig) -> tuple[HeadConfig, dict[str, Tensor]]:
     """What the head is, and its tensors under our own names, as they are stored."""
     raw = read_json(folder / "config.json")
+    fields = _own_fields(folder, raw[OWN]) if OWN in raw else None
+    if "speculators_model_type" in raw:
+        raw = _unnested(folder, raw)
     layer = config_from_json({**raw, "model_type": "llama", "num_hidden_layers": 1})
     if layer.hidden != target.hidden or layer.vocab != target.vocab:
         raise BadCheckpoint(
             f"{folder} is a head for a target of hidden size {layer.hidden} and vocabulary {layer.vocab}; "
             f"this target has {target.hidden} and {target.vocab}"
         )
-    draft_vocab = int(raw.get("draft_vocab_size") or layer.vocab)
-    config = HeadConfig(layer, draft_vocab, **_own_fields(folder, raw, target))
+    if layer.qkv_bias or layer.mlp_bias:
+        raise UnsupportedModel(
+            f"{folder} is a head with biases (attention_bias, mlp_bias), which are not supported"
+        )
+    draft_vocab = raw.get("draft_vocab_size") or layer.vocab
     tensors = _tensors(folder)
+    if fields is None:
+        alone = draft_vocab == layer.vocab and "lm_head.weight" not in tensors
+        fields = {**_published_fields(folder, raw, target), "shared_head": alone}
+    _check_fields(folder, fields, target)
+    config = HeadConfig(layer, draft_vocab, **fields)
     _check(folder, tensors, config)
     return config, tensors
 
 
-def _own_fields(folder: Path, raw: dict[str, Any], target: ModelConfig) -> dict[str, Any]:
-    """The rest of a HeadConfig."""
-    own = raw.get(OWN)
-    if own is None:
-        return {"taps": eagle_taps(target.layers)}
-    known = {"taps": (), "layers": 1, **dict.fromkeys(FLAGS, False)}
+def _own_fields(folder: Path, own: Any) -> dict[str, Any]:
+    """Of a HeadConfig, what the layer's shape does not say."""
+    known = {"taps": [], "layers": 1, **dict.fromkeys(FLAGS, False)}
     if not isinstance(own, dict) or own.get("version") != VERSION or set(own) - set(known) - {"version"}:
-        raise BadCheckpoint(f"{folder}: {OWN} should be version {VERSION} with {', '.join(known)}")
+        raise BadCheckpoint(f"{folder}: {OWN} should be of version {VERSION} and have {', '.join(known)}")
     made = {name: own.get(name, default) for name, default in known.items()}
-    taps, layers = made["taps"], made["layers"]
-    if not taps or not all(type(t) is int and 0 <= t <= target.layers for t in taps):
+    return {**made, "taps": tuple(made["taps"]) if isinstance(made["taps"], list) else made["taps"]}
+
+
+def _unnested(folder: Path, raw: dict[str, Any]) -> dict[str, Any]:
+    """The config of `speculators` as if it were a published one."""
+    kind, layer = raw["speculators_model_type"], raw.get("transformer_layer_config")
+    if kind != "eagle3":
+        raise UnsupportedModel(
+            f"{folder} is a draft of the kind {kind!r:.40}; of speculators, only eagle3 is read"
+        )
+    if not isinstance(layer, dict):
+        raise BadCheckpoint(f"{folder}: config.json has no 'transformer_layer_config'")
+    if PUBLISHED["normed_residual"] not in raw:  # readers differ in what they take it for
+        raise BadCheckpoint(f"{folder}: config.json has no 'norm_before_residual'; write true or false there")
+    return {**layer, **{name: value for name, value in raw.items() if name != "transformer_layer_config"}}
+
+
+def _published_fields(folder: Path, raw: dict[str, Any], target: ModelConfig) -> dict[str, Any]:
+    nested = raw.get("eagle_config") or {}
+
+    def said(name: str, default: Any) -> Any:
+        found = nested.get(name, raw.get(name))
+        return default if found is None else found
+
+    if not said("use_aux_hidden_state", True):
+        raise UnsupportedModel(
+            f"{folder} is a head without fusion (use_aux_hidden_state is false), as EAGLE-3 has it"
+        )
+    if said("target_hidden_size", target.hidden) != target.hidden:
+        raise BadCheckpoint(
+            f"{folder} is a head for a target of hidden size {said('target_hidden_size', 0)}; this one has "
+            f"{target.hidden}"
+        )
+    taps = said(TAPS, None)
+    return {
+        "taps": tuple(sorted(set(taps))) if taps else eagle_taps(target.layers),
+        "layers": said("num_hidden_layers", 1),
+        **{name: said(theirs, False) for name, theirs in PUBLISHED.items()},
+    }
+
+
+def _check_fields(folder: Path, fields: dict[str, Any], target: ModelConfig) -> None:
+    taps, layers = fields["taps"], fields["layers"]
+    if not (
+        taps and isinstance(taps, tuple) and all(type(t) is int and 0 <= t <= target.layers for t in taps)
+    ):
         raise BadCheckpoint(
             f"{folder}: taps must name layers from 0 to {target.layers} of the target, not {taps!r:.80}"
         )
-    if type(layers) is not int or not 0 < layers <= target.layers:
-        raise BadCheckpoint(f"{folder}: {layers!r:.20} layers cannot be right")
-    if made["tap_norms"] and made["joint_norm"]:
-        raise BadCheckpoint(f"{folder}: tap_norms and joint_norm exclude each other")
-    return {**made, "taps": tuple(taps)}
-
-
-FLAGS = ("tap_norms", "norm_output", "shared_head", "joint_norm", "normed_residual")
+    if type(layers) is not int or not 0 < layers <= MAX_HEAD_LAYERS:
+        raise BadCheckpoint(f"{folder}: a head of {layers!r:.20} layers cannot be right")
+    for name in FLAGS:
+        if type(fields[name]) is not bool:
+            raise BadCheckpoint(f"{folder}: {name} should be true or false, not {fields[name]!r:.20}")
+    if fields["tap_norms"] and fields["joint_norm"]:
+        raise UnsupportedModel(f"{folder} norms its taps one by one and together; either is read, not both")
 
 
 def eagle_taps(layers: int) -> tuple[int, ...]:
@@ -110,6 +177,7 @@ def head_shapes(config: HeadConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _tensors(folder: Path) -> dict[str, Tensor]:
+    """By our own names, without what is not the head's."""
     if not any(folder.glob("*.safetensors")):
         for file in sorted(folder.iterdir()):
             if file.suffix in PICKLES:
@@ -121,7 +189,29 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
         for name in opened.keys():  # noqa: SIM118 - not a dict
             if name not in IGNORED:
                 tensors[name.replace("layers.0.", "midlayer.")] = opened.get_tensor(name)
+    norms = sorted(name for name in tensors if name.startswith("fc_norm."))
+    if norms:  # fc_norm.0.weight, fc_norm.1.weight, ...: one of each tap
+        ordered = [tensors.pop(name) for name in sorted(norms, key=lambda name: (len(name), name))]
+        if len({one.shape for one in ordered}) > 1:
+            raise BadCheckpoint(f"{folder}: the shapes of {', '.join(norms)} differ")
+        tensors["tap_norms.weight"] = torch.stack(ordered)
     return tensors
+
+
+def _check_embedding(folder: Path, target: Layered) -> None:
+    """Heads are often published with a copy of the target's embedding. One of its own would be another head."""
+    for shard in weight_files(folder):
+        opened = open_safetensors(folder / shard)
+        if EMBEDDING not in opened.keys():  # noqa: SIM118 - not a dict
+            continue
+        theirs = opened.get_slice(EMBEDDING)[:ROWS_COMPARED].float()
+        ours = target.embed(torch.arange(len(theirs))).float().cpu()
+        # As far apart as a target in few bits may be, not more.
+        if theirs.shape != ours.shape or float((theirs - ours).norm()) > 0.25 * float(ours.norm()):
+            raise UnsupportedModel(
+                f"{folder} has an embedding of its own, which is not this target's: it is a head for another "
+                "model, or of a kind that is not supported"
+            )
 
 
 def _check(folder: Path, tensors: dict[str, Tensor], config: HeadConfig) -> None:
@@ -153,11 +243,87 @@ def _check_map(folder: Path, d2t: Tensor, config: HeadConfig) -> None:
 # -------------------------------------------------------------------------------------------------- writing
 
 
-def write_head(folder: Path, config: HeadConfig, tensors: Mapping[str, Tensor]) -> None:
-    """Write a head in our own layout, its numbers rounded to bfloat16."""
-    own = {"version": VERSION, "taps": list(config.taps), "layers": config.layers}
-    raw = {**_layer_json(config), OWN: {**own, **{name: getattr(config, name) for name in FLAGS}}}
-    _write(folder, raw, {name: tensors[name] for name, _ in head_shapes(config)})
+def write_head(
+    folder: Path,
+    config: HeadConfig,
+    tensors: Mapping[str, Tensor],
+    layout: str = "outrider",
+    target: ModelConfig | None = None,
+    target_name: str = "",
+) -> None:
+    """Write a head, its numbers rounded to bfloat16. Layouts other than our own are for a `target` and have the head's
+    matrix, also where `config` shares the target's: then `tensors` must hold those rows as lm_head.weight.
+    """
+    if layout == "outrider":
+        own = {"version": VERSION, "taps": list(config.taps), "layers": config.layers}
+        raw = {**_layer_json(config), OWN: {**own, **{name: getattr(config, name) for name in FLAGS}}}
+        _write(folder, raw, {name: tensors[name] for name, _ in head_shapes(config)})
+        return
+    if layout not in LAYOUTS:
+        raise InvalidRequest(f"layout {layout!r} is not one of {', '.join(LAYOUTS)}", "layout")
+    if target is None:
+        raise ValueError("heads for other engines are written for a target")
+    raw, exported = _exported(replace(config, shared_head=False), tensors, target)
+    _write(folder, _nested(raw, target_name) if layout == "speculators" else raw, exported)
+
+
+def _exported(
+    config: HeadConfig, tensors: Mapping[str, Tensor], target: ModelConfig
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Config and tensors under their published names."""
+    if len(set(config.taps)) < len(config.taps):
+        raise UnsupportedModel(f"only our own layout can name a tap twice: {config.taps}")
+    order = sorted(
+        range(len(config.taps)), key=lambda j: config.taps[j]
+    )  # other engines hand them over like this
+    made = {name: tensors[name] for name, _ in head_shapes(config)}
+    wide = made["fc.weight"].unflatten(1, (len(order), -1))
+    made["fc.weight"] = wide[:, order].flatten(1)
+    if config.joint_norm:
+        made["input_norm.weight"] = made["input_norm.weight"].unflatten(0, (len(order), -1))[order].flatten()
+    if config.tap_norms:
+        norms = made.pop("tap_norms.weight")
+        made |= {f"fc_norm.{i}.weight": norms[j] for i, j in enumerate(order)}
+    if not config.whole:
+        ids = torch.arange(config.draft_vocab) + made["d2t"].long().cpu()
+        made["t2d"] = torch.zeros(config.layer.vocab, dtype=torch.bool).index_fill(0, ids, True)
+    raw = _layer_json(config)
+    if config.taps != eagle_taps(target.layers):
+        raw |= {TAPS: [config.taps[j] for j in order], "num_aux_hidden_states": len(order)}
+    return {**raw, **{theirs: getattr(config, name) for name, theirs in PUBLISHED.items()}}, made
+
+
+def _nested(raw: dict[str, Any], target_name: str) -> dict[str, Any]:
+    """A published config as `speculators` has it."""
+    outside = {name: raw.pop(name) for name in ("draft_vocab_size", *PUBLISHED.values())}
+    outside |= {TAPS: raw.pop(TAPS)} if TAPS in raw else {}
+    # The inner config is a model's own, which engines take for that of the head.
+    inner = {**raw, "architectures": ["LlamaForCausalLM"]}
+    method = {"proposal_type": "greedy", "speculative_tokens": SPECULATIVE_TOKENS, "verifier_accept_k": 1}
+    return {
+        "architectures": ["Eagle3DraftModel"],
+        "model_type": "speculators",
+        "speculators_model_type": "eagle3",
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{**method, "accept_tolerance": 0.0}],
+            "verifier": {"name_or_path": target_name, "architectures": ["LlamaForCausalLM"]},
+        },
+        "transformer_layer_config": inner,
+        **outside,
+        "torch_dtype": "bfloat16",
+    }
+
+
+def engines_that_load(config: HeadConfig, target: ModelConfig) -> tuple[str, ...]:
+    """Engines that can serve it, exported where need be."""
+    plain = not (config.tap_norms or config.norm_output or config.joint_norm or config.normed_residual)
+    if len(set(config.taps)) < len(config.taps):
+        return ("outrider",)
+    if plain and config.layers == 1 and config.taps == eagle_taps(target.layers):
+        return ("outrider", "vllm", "sglang")
+    return ("outrider", "vllm")
 
 
 def _layer_json(config: HeadConfig) -> dict[str, Any]:
