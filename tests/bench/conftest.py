@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from safetensors.torch import save_file
 from torch import Tensor
 
 from outrider import Settings
-from outrider.bench.as_if import AsIf, config_json
+from outrider.bench.as_if import AsIf
 from outrider.cache.store import KeyValueStore
-from outrider.load.checkpoint import expected_shapes
 from outrider.types import Batch
-from tests.load.tiny import byte_level_backend, vocabulary
-from tests.tiny import random_tensors, tiny_config
+from tests.targets import write_target
 
 SHAPE, DRAFT = "64:3:8:4:64:300", "64:2:8:4:48:300"
 SETTINGS = Settings(device="cpu", max_sequences=8, cache_bytes=1 << 22, check_integrity=True)
@@ -24,14 +20,7 @@ SETTINGS = Settings(device="cpu", max_sequences=8, cache_bytes=1 << 22, check_in
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small model whose heads are of a size that the C kernels take."""
-    made = tmp_path_factory.mktemp("small")
-    config = tiny_config(vocab=len(vocabulary()), eos_ids=(0,))
-    read = random_tensors(config)
-    save_file({name: read(name) for name, _ in expected_shapes(config)}, made / "model.safetensors")
-    (made / "config.json").write_text(json.dumps(config_json(config)))
-    byte_level_backend().save(str(made / "tokenizer.json"))
-    return made
+    return write_target(tmp_path_factory.mktemp("small"))
 
 
 @pytest.fixture(scope="module")

@@ -24,6 +24,7 @@ from typing import Any, Literal
 from outrider.errors import INSTALL, KernelUnavailable
 from outrider.load.find import list_models
 from outrider.load.hub import hub_cache
+from outrider.load.pairs import list_pairs
 from outrider.model.kernels.build import built, compiler
 from outrider.settings import cache_folder, free_memory, shown_size, usable_cores
 
@@ -247,6 +248,14 @@ def models() -> Iterator[Finding]:
 def drafts() -> Iterator[Finding]:
     text = "lookup needs nothing; --draft MODEL takes a smaller model with the target's tokens, too"
     yield Finding("drafts", "ok", text, "which fit: outrider models show MODEL")
+    pairs, problems = list_pairs(cache_folder())
+    if pairs:
+        names = ", ".join(f"{pair.name} (for {pair.card.target.name})" for pair in pairs)
+        facts = {"pairs": [{"name": pair.name, "target": pair.card.target.name} for pair in pairs]}
+        yield Finding("drafts", "ok", f"paired, taken by --draft auto: {names}", facts=facts)
+    for problem in problems:
+        mend = "mend its card.json, or: outrider pairs remove NAME"
+        yield Finding("drafts", "warning", f"a pair cannot be used: {problem}", mend)
 
 
 def folders() -> Iterator[Finding]:

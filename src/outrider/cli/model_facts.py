@@ -12,6 +12,7 @@ from outrider.draft.table import is_eagle, same_tokens
 from outrider.errors import OutriderError
 from outrider.load.checkpoint import Checkpoint, open_checkpoint
 from outrider.load.find import list_models, published_sampling
+from outrider.load.pairs import find_pair
 from outrider.load.template import ChatTemplate
 from outrider.settings import shown_size
 
@@ -29,6 +30,7 @@ class ModelFacts:
     sampling: dict[str, float]
     sampling_source: str
     drafts: tuple[str, ...]  # what --draft may be given with this model
+    pair: str | None  # that --draft auto takes
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -46,12 +48,14 @@ class ModelFacts:
             ("chat template", self.template),
             ("sampling", f"{sampling} (from {self.sampling_source})" if sampling else self.sampling_source),
             ("drafts that fit", ", ".join(self.drafts)),
+            ("draft by auto", "lookup" if self.pair is None else f"the pair {self.pair}"),
         ]
 
 
 def facts_of(path: Path, cache: Path) -> ModelFacts:
     checkpoint = open_checkpoint(path)
     config, tokenizer = checkpoint.config, checkpoint.tokenizer
+    pair = find_pair(checkpoint, cache)
     said = checkpoint.sampling
     sampling = said if said.values else published_sampling(path, cache)
     return ModelFacts(
@@ -68,6 +72,7 @@ def facts_of(path: Path, cache: Path) -> ModelFacts:
         sampling=dict(sampling.values),
         sampling_source=sampling.source,
         drafts=tuple(_drafts(checkpoint, cache)),
+        pair=None if pair is None else pair.name,
     )
 
 

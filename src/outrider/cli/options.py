@@ -391,7 +391,8 @@ Draft = Annotated[
         envvar=envvar("draft"),
         show_envvar=False,
         metavar="NAME",
-        help="The drafter: auto, none, lookup, early_exit, or a smaller model; a+b for both.",
+        help="The drafter: auto (paired with the model, else lookup), none, lookup, early_exit, or a smaller model; "
+        "a+b for both.",
     ),
 ]
 GenerationConfig = Annotated[

@@ -1,6 +1,6 @@
 """What `draft` may say, split into parts and checked before anything is loaded. No torch here.
 
-auto                      the best that needs nothing further: lookup
+auto                      the draft that is paired with the target (load/pairs.py), if there is one; else lookup
 none                      no drafts unless a request asks
 lookup, early_exit[:N]    no second model; N layers, or found by a short search
 synthetic:0.8,0.7         no model: right with these probabilities by depth, for trying things out
@@ -52,10 +52,11 @@ ELSEWHERE = {
 class Part:
     """One drafter to make."""
 
-    kind: str  # lookup, early_exit, synthetic, model or own
+    kind: str  # auto, lookup, early_exit, synthetic, model or own
     text: str  # as it was written
     source: Any = None  # of one's own: the drafter, or the class or function that makes it, or where that is
     name: str | None = None  # that a package offers it by
+    paired: bool = False  # nobody named it: where it cannot be used, lookup is
 
 
 def parse_draft(draft: Any) -> tuple[Part, ...]:
@@ -69,6 +70,12 @@ def parse_draft(draft: Any) -> tuple[Part, ...]:
     return tuple(_part(one.strip(), offered) for one in ([text] if text == "auto" else text.split("+")))
 
 
+def settle_auto(parts: Iterable[Part], paired: Path | None) -> tuple[Part, ...]:
+    """With `auto` as what it means where this folder holds the target's paired draft, or nothing does."""
+    meant = Part("lookup", "auto") if paired is None else Part("model", str(paired), paired=True)
+    return tuple(meant if part.kind == "auto" else part for part in parts)
+
+
 def offered_drafters() -> dict[str, EntryPoint]:
     """By installed packages."""
     from importlib.metadata import entry_points  # 25 ms that commands without such a name do not spend
@@ -78,7 +85,7 @@ def offered_drafters() -> dict[str, EntryPoint]:
 
 def _part(text: str, offered: Mapping[str, EntryPoint]) -> Part:
     if text in ("auto", "lookup"):
-        return Part("lookup", text)
+        return Part(text, text)
     if text.partition(":")[0] == "early_exit":
         return Part("early_exit", text)
     if text.partition(":")[0] == "synthetic":

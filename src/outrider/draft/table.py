@@ -28,7 +28,7 @@ from outrider.draft.merged import MergedDrafter
 from outrider.draft.names import Part, read_rates
 from outrider.draft.synthetic import SyntheticDrafter
 from outrider.draft.weights import Weights, first_difference, weights_of
-from outrider.errors import BadCheckpoint, InvalidRequest, UnsupportedModel
+from outrider.errors import BadCheckpoint, InvalidRequest, OutriderError, UnsupportedModel
 from outrider.load.checkpoint import Checkpoint, open_checkpoint
 from outrider.load.tokenizer import Tokenizer
 from outrider.model.decoder import Decoder, Layered, Model
@@ -59,7 +59,7 @@ def make_drafters(parts: Seq[Part], sources: DrafterSources) -> tuple[dict[str, 
     drafters: dict[str, Drafter] = {"lookup": _lookup(sources)}
     names: list[str] = []
     for part in parts:
-        name, drafter = ("lookup", drafters["lookup"]) if part.kind == "lookup" else _make(part, sources)
+        name, drafter = _make(part, sources, drafters["lookup"])
         if name in names:
             raise InvalidRequest(
                 f"draft {'+'.join(one.text for one in parts)!r} names the same drafter twice: {name}", "draft"
@@ -71,7 +71,22 @@ def make_drafters(parts: Seq[Part], sources: DrafterSources) -> tuple[dict[str, 
     return drafters, "+".join(names) or "none"
 
 
-def _make(part: Part, sources: DrafterSources) -> tuple[str, Drafter]:
+def _make(part: Part, sources: DrafterSources, lookup: Drafter) -> tuple[str, Drafter]:
+    if part.kind in ("auto", "lookup"):  # nobody found a pair
+        return "lookup", lookup
+    if not part.paired:
+        return _make_other(part, sources)
+    try:
+        return _make_other(part, sources)
+    except OutriderError as problem:
+        warnings.warn(
+            f"the draft paired with this model cannot be used, lookup drafts instead: {part.text}: {problem}",
+            stacklevel=2,
+        )
+        return "lookup", lookup
+
+
+def _make_other(part: Part, sources: DrafterSources) -> tuple[str, Drafter]:
     if part.kind == "early_exit":
         return part.kind, _early_exit(part.text.partition(":")[2], sources)
     if part.kind == "synthetic":

@@ -44,7 +44,8 @@ class LiveDraft:
             if part.kind == "model":
                 path = sources.find(part.text)
                 name = "eagle" if is_eagle(path) else "lm"
-                self.states[name] = DraftState(name, path, time.time())
+                if name in drafters:  # a pair that could not be used is not there
+                    self.states[name] = DraftState(name, path, time.time())
 
     def swap(self, driver: Driver, path: Path) -> DraftState:
         """Draft with the weights in this folder from the next step on; or say why that cannot be."""

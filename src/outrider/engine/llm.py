@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import math
 import queue
 import secrets
 import time
@@ -22,8 +21,9 @@ import torch
 from outrider.control.planner import Planner
 from outrider.draft.custom import load_source
 from outrider.draft.drafters import Drafters
-from outrider.draft.names import Part, check_parts, parse_draft
+from outrider.draft.names import Part, check_parts, parse_draft, settle_auto
 from outrider.draft.table import DrafterSources, make_drafters
+from outrider.engine.draft_room import draft_room
 from outrider.engine.driver import Driver
 from outrider.engine.engine import Engine
 from outrider.engine.graph_runner import make_graph_runner
@@ -31,12 +31,13 @@ from outrider.engine.kv_cache import KvCache, make_kv_cache
 from outrider.engine.live_draft import LiveDraft
 from outrider.engine.memory import check_room
 from outrider.engine.output import Output, make_output
+from outrider.engine.prompts import Message, Prompt, as_list, check_messages, plain_list
 from outrider.engine.runner import EagerRunner, Runner
-from outrider.errors import InvalidRequest, OutriderError, UnsupportedModel, stopped
+from outrider.errors import InvalidRequest, OutOfMemory, OutriderError, UnsupportedModel, stopped
 from outrider.load.checkpoint import Checkpoint, check_shapes, open_checkpoint
-from outrider.load.config import ModelConfig
 from outrider.load.find import find, published_sampling
 from outrider.load.literal import ChatEncoder
+from outrider.load.pairs import Pair, find_pair
 from outrider.load.sampling import GENERATION_CONFIGS, SamplingDefaults
 from outrider.load.template import ChatTemplate
 from outrider.model.decoder import Decoder, Model, kv_bytes, make_kernels
@@ -64,10 +65,6 @@ SAMPLES = (
 SMALL = 10**9  # numbers in a model that a GPU is done with before its kernels are started: it gets more rows
 SEED_BITS = 53  # of a drawn seed: every language's JSON can hold it
 
-Prompt = str | Seq[int]
-Message = Mapping[str, Any]
-
-BYTES = (bytes, bytearray, memoryview)
 PREPARED = 64  # sequences at once
 LOOK_SECONDS = 0.5  # between two looks at an engine that is silent
 
@@ -79,6 +76,8 @@ class LLM:
     `draft` is text as draft/names.py has it, or a drafter of one's own: an object with the four verbs of
     `outrider.Drafter`, or a class or function that makes one.
     """
+
+    pair: Pair | None = None  # that `auto` found and could use
 
     def __init__(
         self,
@@ -105,6 +104,9 @@ class LLM:
         parts = tuple(load_source(part) if part.kind == "own" else part for part in parts)
         path = find(str(model), cache_folder())
         self.checkpoint = open_checkpoint(path)
+        if any(part.kind == "auto" for part in parts):
+            self.pair = find_pair(self.checkpoint, cache_folder())
+        parts = settle_auto(parts, None if self.pair is None else self.pair.folder)
         self.sampling = SamplingDefaults()  # of the model; used where no params are given
         if generation_config == "auto":
             said = self.checkpoint.sampling
@@ -144,7 +146,7 @@ class LLM:
         `owner` says whose they are: cached prefixes and remembered answers are never shared between owners.
         """
         self.driver.check()
-        ids = [self._prompt_ids(p) for p in _as_list(prompts)]
+        ids = [self._prompt_ids(p) for p in as_list(prompts)]
         return self._collect(ids, self._params(params, options), owner)
 
     def chat(
@@ -156,7 +158,7 @@ class LLM:
     ) -> list[Output]:
         """Answer one conversation or many, through the model's own chat template."""
         self.driver.check()
-        _check_messages(messages)
+        check_messages(messages)
         many = messages if messages and not isinstance(messages[0], Mapping) else [messages]
         ids = [self.chat_ids(m) for m in many]  # type: ignore[arg-type]
         return self._collect(ids, self._params(params, options), owner)
@@ -258,7 +260,7 @@ class LLM:
             raise InvalidRequest(
                 "this model has no chat template; use generate with a plain prompt", "messages"
             )
-        _check_messages(messages)
+        check_messages(messages)
         return self._chats.encode(messages)
 
     def request(
@@ -300,13 +302,14 @@ class LLM:
     def _build(self, parts: Seq[Part]) -> Engine:
         """Load the model and set the engine up; on the engine's own thread."""
         torch.set_num_threads(self.settings.threads)
-        self._check_room()
+        parts = self._with_room(parts)
         self.model = load_model(self.checkpoint, self.settings)
         asked, self.settings = self.settings, self._placed(parts)
         cache = make_kv_cache(self.model, self.settings)
         free = _free_memory(self.settings)
         sources = self._sources(cache)
         by_name, self.drafter = make_drafters(parts, sources)
+        self.pair = self.pair if {"eagle", "lm"} & by_name.keys() else None
         if asked.draft_weights not in ("auto", "float32") and "lm" not in by_name:
             raise InvalidRequest(
                 f"draft_weights is for a model that drafts, and there is none (draft: {self.drafter})",
@@ -330,13 +333,27 @@ class LLM:
             self.memory = Memory(self.model.weight_bytes(), free - left, size, slots, left)
         return Engine(self.model, cache, drafters, planner, runner, self.settings, self.tokenizer.text_stream)
 
-    def _check_room(self) -> None:
+    def _with_room(self, parts: Seq[Part]) -> Seq[Part]:
+        """The parts, without a paired draft that there is no room for: nobody asked for it."""
+        try:
+            self._check_room(parts)
+        except OutOfMemory as full:
+            if self.pair is None:
+                raise
+            parts = tuple(Part("lookup", "auto") if part.paired else part for part in parts)
+            self._check_room(parts)
+            warnings.warn(
+                f"the draft {self.pair.folder} is left out, lookup drafts instead: {full}", stacklevel=2
+            )
+        return parts
+
+    def _check_room(self, parts: Seq[Part]) -> None:
         """What cannot be is said before anything is loaded."""
         on_gpu = _free_memory(self.settings)
         self.settings.placed(on_gpu, total=None if on_gpu is None else _gpu_memory()[1])
         free, config = free_memory(), self.checkpoint.config
         if on_gpu is None and free is not None and config is not None:
-            doubt = check_room(config, self.settings, free)
+            doubt = check_room(config, self.settings, free, draft_room(self._draft_checkpoints(parts)))
             if doubt is not None:
                 warnings.warn(doubt, stacklevel=2)
 
@@ -345,13 +362,11 @@ class LLM:
         free = _free_memory(self.settings) if self.model.device.type == "cuda" else None
         if free is None:
             return self.settings.placed(None)
-        drafts = self._draft_checkpoints(parts)
+        draft, own = draft_room(self._draft_checkpoints(parts)), self.model.config
         total = _gpu_memory()[1]
         kind = self.settings.placed(free, total=total).draft_weights
-        numbers = sum(math.prod(c.shape(name)) for c in drafts for name in c.names())
-        cached = sum(_cached_numbers(c.config) for c in drafts if c.config is not None)
-        beside = cached / _cached_numbers(self.model.config)
-        placed = self.settings.placed(free, int(numbers * WEIGHT_BYTES[kind]), beside, total)
+        beside = draft.cached / (2 * own.layers * own.kv_heads * own.head_dim)
+        placed = self.settings.placed(free, int(draft.weights * WEIGHT_BYTES[kind]), beside, total)
         if self.settings.step_rows or self.model.config.parameters > SMALL:
             return placed
         return replace(placed, step_rows=4 * placed.step_rows)
@@ -387,7 +402,7 @@ class LLM:
     def _prompt_ids(self, prompt: Prompt, name: str = "prompts") -> list[int]:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
-        ids = _plain_list(prompt)
+        ids = plain_list(prompt)
         if ids is None or not all(type(token) is int for token in ids):
             odd = "" if ids is None else " with " + next(type(t).__name__ for t in ids if type(t) is not int)
             raise InvalidRequest(
@@ -457,42 +472,3 @@ def _gpu_memory() -> tuple[int, int]:
     """Free and in all."""
     free, total = torch.cuda.mem_get_info()
     return int(free), int(total)
-
-
-def _cached_numbers(config: ModelConfig) -> int:
-    """Of a token, for each of keys and values."""
-    return config.layers * config.kv_heads * config.head_dim
-
-
-def _as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
-    """One prompt (a string or token ids) or many -> many."""
-    if isinstance(prompts, str):
-        return [prompts]
-    many = _plain_list(prompts)
-    if many is None:
-        raise InvalidRequest(
-            "prompts must be a text, a list of token ids, or a list of those, "
-            f"not {type(prompts).__name__}{' (decode it first)' if isinstance(prompts, BYTES) else ''}",
-            "prompts",
-        )
-    return [many] if many and isinstance(many[0], int) else many
-
-
-def _plain_list(value: Any) -> list[Any] | None:
-    """A list of a list, tuple, range, array or tensor; None for anything else, bytes included."""
-    if isinstance(value, (*BYTES, str, Mapping)):
-        return None
-    if hasattr(value, "tolist"):  # an array or tensor
-        value = value.tolist()
-    if not isinstance(value, Seq):
-        return None
-    return [item.tolist() if hasattr(item, "dtype") else item for item in value]
-
-
-def _check_messages(messages: Any) -> None:
-    if not isinstance(messages, (list, tuple)):
-        raise InvalidRequest(
-            'messages must be a list such as [{"role": "user", "content": "..."}], or a list of those, '
-            f"not {type(messages).__name__}",
-            "messages",
-        )

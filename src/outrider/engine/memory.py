@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from outrider.engine.draft_room import DraftRoom
 from outrider.errors import OutOfMemory
 from outrider.load.config import ModelConfig
 from outrider.settings import Settings, shown_size
@@ -15,6 +16,7 @@ LESS = (
 )
 # How torch's allocators say it; their errors are plain RuntimeErrors on a CPU.
 SIGNS = re.compile(r"out of memory|can't allocate memory|not enough memory", re.IGNORECASE)
+NO_DRAFT = DraftRoom()
 SIZE = re.compile(r"allocate (\d+) bytes|allocate ([\d.]+ [KMG]iB)")
 
 
@@ -36,19 +38,22 @@ def in_words(error: BaseException, doing: str) -> BaseException:
     return words
 
 
-def check_room(config: ModelConfig, settings: Settings, free: int) -> str | None:
-    """Before a CPU loads a model: raises if it cannot fit in `free` bytes; else what may not, for a warning.
+def check_room(config: ModelConfig, settings: Settings, free: int, draft: DraftRoom = NO_DRAFT) -> str | None:
+    """Before a CPU loads a model and its drafts: raises if they cannot fit in `free` bytes; else what may not, for a
+    warning.
 
     A system lends memory that it does not have and ends the process once it is used: better said before.
     """
-    weights = 4 * config.parameters
+    weights = 4 * (config.parameters + draft.weights)
     if weights > free:
+        whose = "the weights of model and draft" if draft.weights else "the model's weights"
         raise OutOfMemory(
-            f"the model's weights take {shown_size(weights)} as float32, and {shown_size(free)} is free; {LESS}"
+            f"{whose} take {shown_size(weights)} as float32, and {shown_size(free)} is free; {LESS}"
         )
     placed = settings.placed(None)
     tokens = ((settings.context or config.context) + MAX_NODES) * placed.max_sequences
-    cache = min(placed.cache_bytes, tokens * config.kv_bytes_per_token)
+    tokens = min(tokens, placed.cache_bytes // config.kv_bytes_per_token)
+    cache = tokens * (config.kv_bytes_per_token + 4 * draft.cached)
     if weights + cache <= free:
         return None
     text = (

@@ -256,6 +256,7 @@ class EngineProcess:
             drafter=llm.drafter,
             sampling=dict(llm.sampling.values),
             plan={
+                "pair": None if llm.pair is None else llm.pair.name,
                 "device": settings.device,
                 "weights": settings.weights,
                 "threads": settings.threads,

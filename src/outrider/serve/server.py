@@ -207,13 +207,14 @@ async def _greet(backend: Backend, serve: ServeSettings, sock: socket.socket) ->
 
 def _card(model: ServedModel, url: str, serve: ServeSettings) -> str:
     plan = model.plan
+    paired = f" (the pair {plan['pair']}: outrider pairs show {plan['pair']})" if plan.get("pair") else ""
     key = ' -H "Authorization: Bearer $KEY"' if serve.api_keys or serve.key_file else ""
     body = f'{{"model": "{model.name}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
     return (
         f"ready     {url}/v1 in {plan['seconds']} s\n"
         f"model     {model.name}: {plan['parameters'] / 1e6:.0f} million parameters, {plan['weights']} on "
         f"{plan['device']}, context {model.context}\n"
-        f"drafter   {model.drafter}\n"
+        f"drafter   {model.drafter}{paired}\n"
         f"memory    {_memory(plan)}, {plan['max_sequences']} sequences at once\n"
         f"try       curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'"
     )

@@ -1,0 +1,33 @@
+"""How much memory drafts will take, known from the shapes of their tensors before anything is loaded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from outrider.load.checkpoint import Checkpoint
+
+KEYS = "self_attn.k_proj.weight"
+FUSION = "fc.weight"  # of an EAGLE head: it reads the target's hidden states
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRoom:
+    weights: int = 0  # numbers
+    cached: int = 0  # numbers kept for a token: keys, values, and hidden states of the target for a head
+
+
+def draft_room(drafts: Iterable[Checkpoint]) -> DraftRoom:
+    """Of models and heads together."""
+    weights = cached = 0
+    for draft in drafts:
+        shapes = {name: draft.shape(name) for name in draft.names()}
+        weights += sum(map(math.prod, shapes.values()))
+        cached += 2 * sum(shape[0] for name, shape in shapes.items() if name.endswith(KEYS))
+        if FUSION in shapes:
+            hidden, read = shapes[FUSION]
+            cached += read
+            if "lm_head.weight" not in shapes and "d2t" in shapes:  # rows of the target's head, copied
+                weights += shapes["d2t"][0] * hidden
+    return DraftRoom(weights, cached)

@@ -1,0 +1,141 @@
+"""`draft="auto"`: the paired draft where there is one that can be used, else lookup; never a failed start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider import LLM
+from outrider.draft.names import parse_draft, settle_auto
+from outrider.engine import llm as llm_module
+from outrider.engine.draft_room import DraftRoom, draft_room
+from outrider.engine.memory import check_room
+from outrider.errors import BadCheckpoint, OutOfMemory
+from outrider.load import pairs
+from outrider.load.cards import write_card
+from outrider.load.checkpoint import open_checkpoint
+from outrider.load.pairs import fingerprint
+from outrider.settings import Settings
+from outrider.types import MAX_NODES
+from tests.load.pairs import some_card, write_pair
+from tests.targets import pair_head, target_config, write_target
+
+OPTIONS: dict[str, Any] = dict(device="cpu", max_sequences=2, cache_bytes=1 << 20, check_integrity=True)
+PROMPT = [5, 17, 30, 44, 17, 30]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture
+def catalogue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty one; kernels stay where they are built."""
+    monkeypatch.setattr(pairs, "SHIPPED", tmp_path / "shipped")
+    monkeypatch.setenv("OUTRIDER_PAIRS", str(tmp_path / "pairs"))
+    (tmp_path / "pairs").mkdir()
+    return tmp_path / "pairs"
+
+
+def test_auto_takes_the_pair_and_keeps_lookup(target: Path, catalogue: Path) -> None:
+    folder = pair_head(catalogue / "mine", target)
+    with LLM(target, **OPTIONS) as llm:
+        assert (llm.drafter, llm.pair and llm.pair.folder) == ("eagle", folder)
+        plain, drafted, copied = (
+            llm.generate(PROMPT, temperature=0, max_tokens=24, speculation=how)[0]
+            for how in (False, {"depth": 3}, {"drafter": "lookup", "depth": 3})
+        )
+        assert plain.token_ids == drafted.token_ids == copied.token_ids
+        assert plain.stats.drafted == 0 < drafted.stats.drafted
+
+
+def test_a_small_model_may_be_the_pair(target: Path, catalogue: Path) -> None:
+    folder = write_target(catalogue / "small", noise=0.1)
+    write_card(folder, some_card(fingerprint(open_checkpoint(target)) or ""))
+    with LLM(target, **OPTIONS) as llm:
+        assert (llm.drafter, llm.pair and llm.pair.name) == ("lm", "small")
+
+
+def test_a_card_of_another_target_is_not_for_this_one(target: Path, catalogue: Path) -> None:
+    write_pair(catalogue / "other", some_card("1" * 64))
+    with LLM(target, **OPTIONS) as llm:
+        assert (llm.drafter, llm.pair) == ("lookup", None)
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone", "config"])
+def test_a_damaged_pair_costs_a_warning_and_lookup_drafts(target: Path, catalogue: Path, damage: str) -> None:
+    folder = pair_head(catalogue / "mine", target)
+    weights = folder / "model.safetensors"
+    if damage == "cut":
+        weights.write_bytes(weights.read_bytes()[:-100])
+    elif damage == "gone":
+        weights.unlink()
+    else:
+        (folder / "config.json").write_text("{")
+    with pytest.warns(UserWarning, match=f"cannot be used, lookup drafts instead: {folder}: "):
+        llm = LLM(target, **OPTIONS)
+    with llm:
+        assert (llm.drafter, llm.pair, llm.live_draft.states) == ("lookup", None, {})
+    with pytest.raises(BadCheckpoint):  # named, it is an error
+        LLM(target, draft=str(folder), **OPTIONS)
+
+
+@pytest.mark.parametrize("draft", ["none", "lookup"])
+def test_other_words_do_not_look_for_pairs(
+    target: Path, catalogue: Path, draft: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair_head(catalogue / "mine", target)
+    monkeypatch.setattr(llm_module, "find_pair", lambda *_: pytest.fail("looked"))
+    with LLM(target, draft=draft, **OPTIONS) as llm:
+        assert (llm.drafter, llm.pair) == (draft, None)
+
+
+def test_auto_joins_others() -> None:
+    kinds = lambda parts: [(part.kind, part.paired) for part in parts]  # noqa: E731 - a name for a long name
+    both = parse_draft("auto+early_exit:1")
+    assert kinds(settle_auto(both, None)) == [("lookup", False), ("early_exit", False)]
+    assert kinds(settle_auto(both, Path("there"))) == [("model", True), ("early_exit", False)]
+
+
+# ------------------------------------------------------------------------------------------------------ memory
+
+
+def test_a_draft_takes_the_memory_that_was_counted(target: Path, catalogue: Path) -> None:
+    folder = pair_head(catalogue / "mine", target)
+    room = draft_room([open_checkpoint(folder)])
+    with LLM(target, **OPTIONS) as llm:
+        drafter, slots = llm.engine.drafters["eagle"], llm.engine.table.pool.total
+        features = llm.engine.cache.store.features
+        kept = sum(t.numel() for t in (*drafter.store.keys, *drafter.store.values)) + features.numel()
+        assert room.cached * slots == pytest.approx(kept, rel=0.1)
+    assert draft_room([open_checkpoint(target)]).cached == target_config().kv_bytes_per_token // 4
+    assert draft_room([]) == DraftRoom()
+
+
+def test_a_draft_counts_before_anything_is_loaded() -> None:
+    config, settings = target_config(), Settings(device="cpu", cache_bytes=1 << 20)
+    weights = 4 * config.parameters
+    assert check_room(config, settings, weights + (1 << 20)) is None
+    with pytest.raises(OutOfMemory, match="weights of model and draft"):
+        check_room(config, settings, weights, DraftRoom(1, 0))
+    with pytest.raises(OutOfMemory, match="cache"):
+        check_room(config, settings, weights + (1 << 20), DraftRoom(0, 1))
+
+
+def test_a_pair_without_room_is_left_out(
+    target: Path, catalogue: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = pair_head(catalogue / "mine", target)
+    config = target_config()
+    tokens = OPTIONS["max_sequences"] * (config.context + MAX_NODES)
+    free = 4 * config.parameters + tokens * config.kv_bytes_per_token
+    monkeypatch.setattr(llm_module, "free_memory", lambda: free)
+    with pytest.warns(UserWarning, match=f"{folder} is left out"):
+        llm = LLM(target, **OPTIONS)
+    with llm:
+        assert (llm.drafter, llm.pair) == ("lookup", None)
+    with pytest.raises(OutOfMemory):
+        LLM(target, draft=str(folder), **OPTIONS)
