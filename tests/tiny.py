@@ -145,6 +145,9 @@ class Always:
     def unmeasured(self, work, options) -> str:
         return "none"
 
+    def prompt_rows(self, decoding: int, waited: float) -> int:
+        return 1 << 20
+
     def one(self, sequence: Sequence) -> Bet:
         asked = sequence.request.params.speculation
         if asked.off or not self.on(sequence):

@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,8 @@ FAST = {"cpu": "float32", "cuda": "bfloat16"}
 WEIGHTS = {"cpu": ("float32",), "cuda": ("bfloat16", "fp8", "int8", "int4")}
 SEQUENCES = {"cpu": 64, "cuda": 512}
 ROWS = {"cpu": 128, "cuda": 2048}
+# A row costs a CPU nearly as much as a step of one, so a bound on prompt rows is what keeps other streams moving.
+PREFILL_STRETCH = {"cpu": 4.0, "cuda": inf}
 WEIGHT_BYTES = {"bfloat16": 2, "fp8": 1, "int8": 1, "int4": 0.52}  # a weight, with its part of a scale
 CACHE_SHARE = 0.6  # of what all weights leave of a GPU's memory; graphs and logits need the rest
 
@@ -123,6 +126,9 @@ class Settings:
     gpu_memory_utilization: float | None = None  # of a GPU's memory, for everything; None = what is free
     max_sequences: int = 0  # sequences that share a step; 0 = by device
     step_rows: int = 0  # rows of a step; a longer prompt is prefilled in chunks; 0 = by device
+    # What prompt chunks may add to a step beside decoding sequences, in times of what it takes without them; None = by
+    # device, inf = no bound.
+    prefill_stretch: float | None = None
     prefix_reuse: bool = True
     special_tokens_in_text: bool = False  # messages may hold control tokens by their strings, as templates do
     check_integrity: bool = False  # after every step; tests turn it on
@@ -144,6 +150,10 @@ class Settings:
             if getattr(self, name) < low:
                 raise InvalidRequest(f"{name} must be at least {low}, got {getattr(self, name)}", name)
         self._check_share()
+        if self.prefill_stretch is not None and not self.prefill_stretch > 0:
+            raise InvalidRequest(
+                f"prefill_stretch must be above 0, got {self.prefill_stretch}", "prefill_stretch"
+            )
         if self.step_rows < 0 or (self.step_rows and self.step_rows < self.max_sequences):
             raise InvalidRequest(
                 f"step_rows ({self.step_rows}) must be at least max_sequences ({self.max_sequences}), "
@@ -204,6 +214,7 @@ class Settings:
             draft_weights=weights if self.draft_weights == "auto" else self.draft_weights,
             max_sequences=sequences,
             step_rows=self.step_rows or max(ROWS[device], sequences),
+            prefill_stretch=self.prefill_stretch or PREFILL_STRETCH[device],
             cache_bytes=self.cache_bytes or room,
             gpu_memory_utilization=None,  # it is in cache_bytes now
         )

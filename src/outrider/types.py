@@ -218,6 +218,11 @@ class Work:
         return self.sequence.finish_reason is None and self.sequence.released == self.released
 
     @property
+    def prompt_rows(self) -> int:
+        """Rows of a prompt chunk; none where the sequence decodes."""
+        return self.known if self.start < self.sequence.prompt_len else 0
+
+    @property
     def scored(self) -> int:
         """How many of the known tokens predict a token of the prompt whose log-probability is wanted."""
         sequence = self.sequence
@@ -340,6 +345,7 @@ class StepRecord:
     # Resident rows: their drafter, their draft tree, and how many sequences the step has room for.
     captured: tuple[str, TreeShape, int] | None = None
     passes: int = 1  # plain ones, one after the other; rows are those of one
+    prompt_rows: int = 0  # of the rows, those of prompt chunks
     # A drafter that read on before it drafted, how many tokens, and the seconds it took.
     catch_up: tuple[str, int, float] | None = None
 

@@ -91,3 +91,34 @@ def test_what_it_takes_a_drafter_to_catch_up():
     costs.learn_reading("lm", 1000, 90.0)  # a graph was captured on the way
     assert costs.reading("lm", 2000) == pytest.approx(10.0) and costs.reading("lm", 0) == 0.0
     assert costs.reading("lm", 1) == costs.reading("lm", MIN_READ) > 0  # few take as long as some more
+
+
+def mixed(prompt_rows: int, total: float, key=None) -> StepRecord:
+    """A step of two decoding sequences and a prompt chunk."""
+    rows = 2 + prompt_rows
+    return StepRecord(rows, 3, rows, 0, 0, 2, 0, 0, 0, 0, total, captured=key, prompt_rows=prompt_rows)
+
+
+def test_prompt_rows_are_as_many_as_add_a_share_of_a_step():
+    costs = CostModel()
+    assert costs.prompt_rows(2, 0.5, most=99) == 99  # nothing is known
+    costs.by_rows = {2: 1.0}
+    costs.observe(mixed(16, total=1.0 + 16 * 0.1))
+    assert [costs.prompt_rows(2, share, most=99) for share in (0.1, 0.5, 2.0, 50.0)] == [1, 5, 20, 99]
+    assert costs.step(2) == 1.0  # a step's time without prompt rows is not learned from it
+
+
+def test_prompt_rows_of_a_device_that_hardly_feels_few_of_them():
+    costs = CostModel()
+    costs.learn("none", 4, [("none", (0, 0), 4.0)])
+    for rows, added in ((64, 0.3), (128, 0.6), (256, 2.6), (2048, 60.0)):
+        costs.observe(mixed(rows, 4.0 + added, key=("none", (0, 0), 4)))
+    assert 64 < costs.prompt_rows(3, 0.15, most=2048) <= 128
+    assert 128 < costs.prompt_rows(3, 0.7, most=2048) <= 300
+    assert 1500 < costs.prompt_rows(3, 14.0, most=2048) <= 2048
+
+
+def test_rows_of_a_prompt_alone_say_nothing_of_what_they_add():
+    costs = CostModel()
+    costs.observe(step(rows=50, total=9.0, known=50))
+    assert costs.per_prompt_row == {}

@@ -268,3 +268,12 @@ def test_what_plain_steps_would_have_cost():
     prompt = step([s], rows=50, total=9.0, known=50)
     made.observe(prompt)
     assert prompt.plain_s == 0.0
+
+
+def test_a_prompt_that_waits_gets_more_rows_beside_decoding_sequences():
+    made = planner(guards=Guards(prefill_stretch=2.0, prefill_wait=1.0, min_prompt_rows=3))
+    made.costs.by_rows, made.costs.per_prompt_row = {1: 1.0}, {8: 0.2}
+    assert [made.prompt_rows(1, waited) for waited in (0.0, 1.0, 2.0, 4.0)] == [10, 10, 20, 40]
+    made.costs.per_prompt_row = {8: 5.0}
+    assert made.prompt_rows(1, 0.0) == 3
+    assert planner().prompt_rows(1, 0.0) > 10**6  # no bound unless one is set

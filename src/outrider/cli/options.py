@@ -221,6 +221,12 @@ ENGINE = Flags(
             "Rows a step may carry, longer prompts are prefilled in chunks; 0 means by device.",
         ),
         Flag(
+            "prefill_stretch",
+            float | None,
+            "What prompt chunks may add to a step of others, in times of its length; inf: no bound. By device.",
+            metavar="F",
+        ),
+        Flag(
             "special_tokens_in_text",
             bool,
             "Let messages hold control tokens by their strings; by default they stay text.",

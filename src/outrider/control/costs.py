@@ -28,10 +28,14 @@ class CostModel:
         self.captured: dict[tuple[str, TreeShape, int], float] = {}  # plain: "none", NO_TREE
         self.per_level: dict[str, float] = {}  # of a draft in ragged steps, by drafter
         self.per_token: dict[str, float] = {}  # of catching up, by drafter
+        # What prompt rows add to a step of decoding sequences, by the power of two that has room for them: a row of so
+        # many.
+        self.per_prompt_row: dict[int, float] = {}
         self.measured: set[tuple[str, int]] = set()  # drafters and sizes of captured steps
 
     def observe(self, record: StepRecord) -> None:
         if record.known != record.sequences or record.catch_up is not None:
+            self._observe_prompt(record)
             return  # prompt rows made its time, or a drafter's: not what the same plan costs again
         if record.captured is not None:
             seconds = min(max(record.total_s, record.target_s), MAX_STALL * record.target_s)
@@ -42,6 +46,35 @@ class CostModel:
         names = {o.bet.drafter for o in record.outcomes if o.drafted}
         if levels and len(names) == 1:
             _learn(self.per_level, names.pop(), record.draft_s / levels)
+
+    def _observe_prompt(self, record: StepRecord) -> None:
+        without = self._seconds(record, record.rows - record.prompt_rows)
+        if record.prompt_rows and without and record.catch_up is None:
+            added = max(record.total_s - record.draft_s - without, 0.0)
+            _learn(self.per_prompt_row, _bucket(record.prompt_rows), added / record.prompt_rows)
+
+    def _seconds(self, record: StepRecord, rows: int) -> float | None:
+        """Of a step like this one with so many rows, if it is known."""
+        if record.captured is not None:
+            return self.captured.get(record.captured)
+        return self.step(rows) if rows and self.by_rows else None
+
+    def prompt_rows(self, decoding: int, share: float, most: int) -> int:
+        """Prompt rows that add such a share to the time of a step of so many decoding sequences. While nobody knows
+        what they add, as many as may be.
+        """
+        sizes = [size for name, _, size in self.captured if name == "none" and size >= decoding]
+        plain = self.plain(min(sizes)) if sizes else self.step(decoding) if self.by_rows else None
+        if not plain or not self.per_prompt_row:
+            return most
+        room = _bucket(most)
+        while room > 1:
+            near = min(self.per_prompt_row, key=lambda known: abs(known.bit_length() - room.bit_length()))
+            rows = min(int(share * plain / max(self.per_prompt_row[near], 1e-9)), room, most)
+            if rows > room // 2:
+                return rows
+            room //= 2
+        return 1
 
     def learn(self, drafter: str, size: int, costs: Iterable[tuple[str, TreeShape, float]]) -> None:
         """Captured steps of this size were measured, plain and with a drafter."""
@@ -107,6 +140,11 @@ class CostModel:
             return record.total_s
         plain = self.plain(record.captured[2]) if record.captured else self.step(record.sequences)
         return record.emitted / record.sequences * (plain or 0.0)
+
+
+def _bucket(rows: int) -> int:
+    """The power of two that has room."""
+    return 1 << (rows - 1).bit_length()
 
 
 def _learn(known: dict, key: object, value: float) -> None:

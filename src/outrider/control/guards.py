@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,12 @@ class Guards:
     probe_answer_share: float = 0.005
     min_trials: float = 46  # drafts of a drafter before sequences are taken to differ
     payback_steps: float = 32  # in which drafting must earn the time that a drafter needs to catch up
+
+    # What prompt rows may add to a step beside decoding sequences, in times of what it takes without them: a bound on
+    # the time between two tokens. It is raised in proportion once a prompt has waited `prefill_wait` seconds.
+    prefill_stretch: float = inf
+    prefill_wait: float = 1.0
+    min_prompt_rows: int = 8  # beside decoding sequences: fewer take a CPU as long as so many
 
     def depth_at(self, temperature: float) -> int:
         """Less depth as temperature rises: a deep draft is rarely accepted to its end."""

@@ -20,6 +20,8 @@ from outrider.control.guards import Guards
 from outrider.control.trees import NO_TREE, TreeShape
 from outrider.types import MAX_NODES, NO_BET, Bet, Options, Plan, Sequence, StepRecord, Work
 
+MAX_PROMPT_ROWS = 1 << 20  # more than any step has
+
 Choice = tuple[Bet, str]  # a bet and its reason; "auto": only the drafter is settled
 
 
@@ -73,6 +75,15 @@ class Planner:
                     if name in options.trees and (name, options.size) not in self.costs.measured:
                         return name
         return "none"
+
+    def prompt_rows(self, decoding: int, waited: float) -> int:
+        """Prompt rows that a step may have beside so many decoding sequences: more the longer a prompt has waited."""
+        guards = self.guards
+        if guards.prefill_stretch == inf:
+            return MAX_PROMPT_ROWS
+        share = guards.prefill_stretch * max(1.0, waited / guards.prefill_wait)
+        rows = self.costs.prompt_rows(decoding, share, MAX_PROMPT_ROWS)
+        return max(rows, guards.min_prompt_rows)
 
     def forget(self, sequence: Sequence) -> None:
         self.rates.forget(sequence)

@@ -100,7 +100,7 @@ class Engine:
     def step(self) -> list[StepResult]:
         """Launch a step for everything that can move, and settle those that are finished."""
         begun = time.perf_counter()
-        work = self.scheduler.schedule()
+        work = self.scheduler.schedule(self.planner.prompt_rows)
         if work:
             plan = self._plan(work)
             step = self.runner.launch(work, plan)
@@ -172,6 +172,7 @@ class Engine:
             rows=step.rows,
             sequences=len(alive),
             known=sum(step.work[i].known for i in alive),
+            prompt_rows=sum(step.work[i].prompt_rows for i in alive),
             drafted=sum(len(draft) for draft, _ in results),
             accepted=sum(len(verdict.accepted) for verdict in verdicts),
             emitted=0,

@@ -13,11 +13,13 @@ from collections.abc import AsyncIterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from functools import cached_property
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from outrider.control.guards import Guards
 from outrider.control.planner import Planner
 from outrider.draft.custom import load_source
 from outrider.draft.drafters import Drafters
@@ -326,7 +328,8 @@ class LLM:
             runner = EagerRunner(self.model, cache, drafters)
         # Lookup costs next to nothing, so that whoever names no drafter may get it, too, where rows are resident.
         choices = dict.fromkeys(name for name in (self.drafter, "lookup") if drafters.resident(name))
-        planner = Planner(self.drafter, choices=tuple(choices))
+        guards = Guards(prefill_stretch=self.settings.prefill_stretch or inf)
+        planner = Planner(self.drafter, choices=tuple(choices), guards=guards)
         if free is not None:
             left, slots = _free_memory(self.settings) or 0, cache.table.pool.total
             size = slots * kv_bytes(self.model)

@@ -1,7 +1,9 @@
 """Who moves this step, and how far: chunked prefill and decoding share every step.
 
 Sequences that run come first, oldest first; then those that wait, while there is room. There is no prefill phase and no
-decode phase: a sequence has known tokens that are not fed yet, and a step feeds it some of them. When the KV cache is
+decode phase: a sequence has known tokens that are not fed yet, and a step feeds it some of them. Beside decoding
+sequences a step has only so many prompt rows as the planner says. Short prompts may overtake a long one that takes
+several steps anyway; they get at most half of the prompt rows, so it is never held up for long. When the KV cache is
 full the youngest is preempted: it gives its slots back and waits; it loses nothing, as its tokens are a function of the
 request and are simply fed again. Since the oldest is never the one to go, everything ends.
 """
@@ -10,12 +12,18 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
+from itertools import islice
 
 import numpy as np
 
 from outrider.cache.pool import CacheFull
 from outrider.cache.table import SlotTable
 from outrider.types import Sequence, Work
+
+# Prompt rows that a step may have beside so many decoding sequences, when the oldest prompt has waited so many seconds.
+PromptRows = Callable[[int, float], int]
+LOOK_AHEAD = 16  # waiting prompts among which short ones are looked for
 
 
 class Scheduler:
@@ -33,21 +41,51 @@ class Scheduler:
         if choices[1:]:
             self.held[choices[0].request.id] = choices[1:]
 
-    def schedule(self) -> list[Work]:
+    def schedule(self, prompt_rows: PromptRows) -> list[Work]:
         """Whoever can move, with slots for the known tokens that are fed."""
         ready = [s for s in self.running if s.pending > 0 and s.remaining > s.coming]
-        work = self._decode(ready) if all(s.pending == 1 for s in ready) else None
+        prompts = [s for s in ready if s.pending > 1]
+        work = None if prompts else self._decode(ready)
+        budget = self._prompt_budget(prompts, len(ready) - len(prompts), prompt_rows)
         if work is None:
-            work = self._chunks(ready)
-        budget = self.step_rows - sum(one.known for one in work)
-        while budget > 0 and self.waiting and self._admit(self.waiting[0]):
-            sequence = self.waiting.popleft()
+            work = self._chunks(ready, budget)
+            budget -= sum(one.known for one in work if one.known > 1)
+        reading = not all(one.emits for one in work)
+        while budget > 0 and (sequence := self._next(budget if reading else None)) and self._admit(sequence):
+            self.waiting.remove(sequence)
             self.running.append(sequence)
-            known = min(sequence.pending, budget)
+            short = sum(len(s.tokens) for s in self._overtaking(sequence, budget))
+            known = min(sequence.pending, budget - short)
             self.table.extend(sequence.row, known)
             work.append(Work(sequence, known))
             budget -= known
+            reading = reading or not work[-1].emits
         return work
+
+    def _prompt_budget(self, prompts: list[Sequence], decoding: int, prompt_rows: PromptRows) -> int:
+        """Prompt rows of this step: as many as fit if nobody decodes."""
+        most = self.step_rows - decoding
+        waiting = [*prompts, *islice(self.waiting, 1)]
+        if not decoding or not waiting:
+            return most
+        waited = time.perf_counter() - min(s.arrived for s in waiting)
+        return min(most, max(prompt_rows(decoding, waited), 1))
+
+    def _overtaking(self, sequence: Sequence, budget: int) -> list[Sequence]:
+        """Waiting prompts that can be read whole in half of the budget, if this one takes more than all of it."""
+        room, short = budget // 2, []
+        if sequence.pending <= budget:
+            return []
+        for other in islice(self.waiting, LOOK_AHEAD):
+            if len(other.tokens) <= room:
+                short.append(other)
+                room -= len(other.tokens)
+        return short
+
+    def _next(self, room: int | None) -> Sequence | None:
+        """Whom to admit: the oldest; beside a prompt that is still being read, one that has room."""
+        some = islice(self.waiting, LOOK_AHEAD if room else 1)
+        return next((s for s in some if room is None or len(s.tokens) <= room), None)
 
     def _decode(self, ready: list[Sequence]) -> list[Work] | None:
         """One token each, all at once, if there is room for that."""
@@ -57,17 +95,19 @@ class Scheduler:
             self.table.extend_all(np.array([s.row for s in ready]), 1)
         return [Work(sequence, 1) for sequence in ready]
 
-    def _chunks(self, ready: list[Sequence]) -> list[Work]:
+    def _chunks(self, ready: list[Sequence], budget: int) -> list[Work]:
         """Chunked prefill: a chunk for who still reads its prompt, one token for others. The youngest are preempted."""
         work: list[Work] = []
-        budget = self.step_rows
         for sequence in ready:
             if sequence.row < 0:  # preempted while room was made for an older one
                 continue
-            known = min(sequence.pending, max(budget, 1))
-            if self._extend(sequence, known):
-                work.append(Work(sequence, known))
+            known = sequence.pending
+            if known > 1:
+                short = sum(len(s.tokens) for s in self._overtaking(sequence, budget))
+                known = min(known, budget - short)
                 budget -= known
+            if known and self._extend(sequence, known):
+                work.append(Work(sequence, known))
         return [one for one in work if one.sequence.row >= 0]
 
     def prompt_read(self, sequence: Sequence) -> None:
