@@ -17,7 +17,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from outrider.bench.as_if import config_json, shape_of, widen
+from outrider.bench.as_if import config_json
+from outrider.bench.widen import shape_of, widen
 from outrider.cache.store import KeyValueStore
 from outrider.load.checkpoint import open_checkpoint
 from outrider.model.decoder import Decoder

@@ -19,7 +19,7 @@ import check  # beside this file
 import torch
 from torch import Tensor
 
-from outrider.bench.as_if import shape_of
+from outrider.bench.widen import shape_of
 from outrider.cache.store import KeyValueStore
 from outrider.engine.certificate import certificate
 from outrider.load.config import ModelConfig, Rope

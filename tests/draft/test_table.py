@@ -74,7 +74,7 @@ def test_the_same_twice(sources):
     ("config", "says"),
     [
         ({"architectures": ["LlamaForCausalLMEagle3"]}, "pytorch_model.bin is in pickle form.*safetensors"),
-        ({"speculators_model_type": "eagle3"}, "layout of speculators .'eagle3'"),
+        ({"speculators_model_type": "dflash"}, "'dflash'; of speculators, only eagle3 is read"),
     ],
 )
 def test_heads_that_cannot_be_read_are_named(sources, tmp_path, config, says):

@@ -1,14 +1,4 @@
-"""A small model in the shape of a big one: the big one's cost, the small one's text.
-
-Every tensor is widened so that the function stays the same. The residual stream is padded with zeros that
-nothing writes to; norms are rescaled for the wider mean; each group of query heads is padded, and so are the
-groups; layers are added that write nothing. What is read by a matmul and may hold anything is random, drawn
-on the device, the same for the same name.
-
-The vocabulary is padded too, and the ids that do not exist must never be chosen, by any engine that loads
-these tensors. So the first pad of the stream holds a tiny constant, which only the last norm lets through:
-there it reads 1 / rms of the stream, and the head's rows of the padded ids turn that into a logit far below
-all others. The constant's square is lost in the rounding of every norm.
+"""A small model in the shape of a big one: the big one's cost, the small one's text. widen.py makes its tensors.
 
 It says what a big model costs to run. It says nothing of what a big model would write.
 """
@@ -16,259 +6,36 @@ It says what a big model costs to run. It says nothing of what a big model would
 from __future__ import annotations
 
 import math
-import zlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from outrider.bench.widen import Wide, named_layers, shape_of, widen
+from outrider.bench.widen_head import widen_head
+from outrider.draft.eagle_head import HeadConfig
+from outrider.draft.head_layouts import read_head
 from outrider.draft.names import Part
+from outrider.draft.table import DrafterSources
 from outrider.engine.engine import Engine
+from outrider.engine.kv_cache import KvCache
 from outrider.engine.llm import LLM
-from outrider.errors import InvalidRequest, UnsupportedModel, suggest
+from outrider.errors import InvalidRequest, UnsupportedModel
 from outrider.load.checkpoint import Checkpoint, expected_shapes
 from outrider.load.config import ModelConfig
 from outrider.load.sampling import SamplingDefaults
 from outrider.load.tokenizer import Tokenizer
 from outrider.settings import Settings
 
-Read = Callable[[str], Tensor]
-VOCAB = 128_256  # of Llama 3
-SPREAD = 0.02  # of the random parts: about what trained weights have
-# Powers of two, exact in every format. Their product with 1 / rms of the last stream (1/8 to 1/80 for SmolLM2) is
-# the logit of an id that does not exist: -13,000 or less.
-CONSTANT, LIFT, DROP = 2.0**-14, 2.0**14, 2.0**20
-
 MEANING = (
     "The model is {small}, its tensors widened to the shape {shape} without changing what it computes: times are "
     "what a model of that shape costs; text, acceptance and identity are the small model's. It says nothing of what "
     "a big model would write."
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Wide:
-    """The shape to look like. Heads keep the small model's size."""
-
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    intermediate: int
-    vocab: int = VOCAB
-    tied: bool = False
-
-
-SHAPES = {
-    "1b": Wide(2048, 16, 32, 8, 8192, tied=True),
-    "8b": Wide(4096, 32, 64, 16, 14_336),
-    "70b": Wide(8192, 80, 128, 16, 28_672),
-}
-
-
-def shape_of(name: str) -> Wide:
-    """A known shape, or numbers: hidden:layers:heads:kv_heads:intermediate, and the vocabulary if it is another than
-    Llama 3's; the head is then tied to the embedding.
-    """
-    if name in SHAPES:
-        return SHAPES[name]
-    numbers = [int(part) if part.isdecimal() else 0 for part in name.split(":")]
-    if len(numbers) not in (5, 6) or not all(numbers):
-        form = "hidden:layers:heads:kv_heads:intermediate[:vocab]"
-        raise InvalidRequest(f"unknown shape {name!r}{suggest(name, SHAPES)}; or write {form}", "as_if")
-    hidden, layers, heads, kv_heads, intermediate, *vocab = numbers
-    return Wide(hidden, layers, heads, kv_heads, intermediate, vocab[0] if vocab else VOCAB, tied=True)
-
-
-def spread_layers(count: int, wanted: int) -> tuple[int, ...]:
-    """Which `wanted` of `count` layers to keep: the first and the last, and evenly between."""
-    if wanted >= count:
-        return tuple(range(count))
-    if wanted < 2:
-        raise InvalidRequest(f"a draft needs at least 2 layers, not {wanted}", "draft_layers")
-    return tuple(round(i * (count - 1) / (wanted - 1)) for i in range(wanted))
-
-
-def named_layers(count: int, wanted: str) -> tuple[int, ...]:
-    """Layers by their number ("28": so many, evenly spread) or by name ("0-3,5-16,18-29")."""
-    if wanted.isdecimal():
-        return spread_layers(count, int(wanted))
-    kept: list[int] = []
-    for stretch in wanted.split(","):
-        first, dash, last = stretch.partition("-")
-        last = last if dash else first
-        if not (first.isdecimal() and last.isdecimal()):
-            raise InvalidRequest(
-                f"layers are a number or stretches like 0-3,5: not {wanted!r}", "draft_layers"
-            )
-        kept += range(int(first), int(last) + 1)
-    if len(kept) < 2 or kept != sorted(set(kept)) or kept[-1] >= count:
-        raise InvalidRequest(
-            f"{wanted!r} is not two or more of {count} layers, each once, in order", "draft_layers"
-        )
-    return tuple(kept)
-
-
-def widen(
-    config: ModelConfig,
-    read: Read,
-    wide: Wide,
-    device: str | torch.device = "cpu",
-    dtype: torch.dtype = torch.float32,
-    kept: Sequence[int] | None = None,
-) -> tuple[ModelConfig, Read]:
-    """The config and the tensors of `config`'s model in the shape `wide`.
-
-    `kept` names the layers of the model that are used, all of them by default; leaving some out makes a draft
-    whose drafts are often, not always, accepted.
-    """
-    made = Widened(config, read, wide, torch.device(device), dtype, kept)
-    return made.config, made.read
-
-
-class Widened:
-    def __init__(
-        self,
-        config: ModelConfig,
-        read: Read,
-        wide: Wide,
-        device: torch.device,
-        dtype: torch.dtype,
-        kept: Sequence[int] | None,
-    ) -> None:
-        self.kept = tuple(range(config.layers)) if kept is None else tuple(kept)
-        _check(config, wide, self.kept)
-        self.small, self.small_read, self.device, self.dtype = config, read, device, dtype
-        self.silences = wide.vocab > config.vocab  # the place of the constant is the first pad of the stream
-        windows = [config.windows[layer] for layer in self.kept]
-        self.config = replace(
-            config,
-            hidden=wide.hidden,
-            layers=wide.layers,
-            heads=wide.heads,
-            kv_heads=wide.kv_heads,
-            intermediate=wide.intermediate,
-            vocab=wide.vocab,
-            tied=wide.tied,
-            norm_eps=config.norm_eps * config.hidden / wide.hidden,
-            windows=tuple(windows + [0] * (wide.layers - len(windows))),
-        )
-
-    def read(self, name: str) -> Tensor:
-        if name == "model.embed_tokens.weight" or name == "lm_head.weight":
-            return self._embedding(name)
-        if name == "model.norm.weight":
-            return self._norm(name, name)
-        prefix, layer, part = _split(name)
-        source = f"{prefix}{self.kept[layer]}.{part}" if layer < len(self.kept) else None
-        if part.endswith("layernorm.weight"):
-            return self._norm(name, source)
-        if part in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
-            return self._writer(part, source)
-        return self._reader(name, part, source)
-
-    def _embedding(self, name: str) -> Tensor:
-        """Real ids fill the real part of the stream, and the constant. In a head of its own the pads are random."""
-        small = self.small_read("model.embed_tokens.weight" if self.small.tied else name)
-        shape = (self.config.vocab, self.config.hidden)
-        head = name == "lm_head.weight"
-        made = self._random(name, shape) if head else self._zeros(shape)
-        made[: len(small), : self.small.hidden] = small.to(made)
-        if self.silences:
-            made[: len(small), self.small.hidden] = (
-                0 if head else CONSTANT
-            )  # tied, it lifts all real ids alike
-            made[len(small) :, self.small.hidden] = -DROP if head or self.config.tied else 0
-        return made
-
-    def _norm(self, name: str, source: str | None) -> Tensor:
-        made = 1 + self._random(name, (self.config.hidden,))
-        if source is not None:
-            gain = math.sqrt(self.small.hidden / self.config.hidden)
-            made[: self.small.hidden] = self.small_read(source).to(made) * gain
-        if self.silences:
-            made[self.small.hidden] = LIFT if name == "model.norm.weight" else 0
-        return made
-
-    def _reader(self, name: str, part: str, source: str | None) -> Tensor:
-        """q, k, v, gate, up: they read the stream, whose pads are zero, so every pad may be random."""
-        outputs = _outputs(self.config)[part]
-        made = self._random(name, (outputs, self.config.hidden))
-        if source is not None:
-            small = self.small_read(source).to(made)
-            made[self._places(part), : self.small.hidden] = small
-        return made
-
-    def _writer(self, part: str, source: str | None) -> Tensor:
-        """o and down: they write the stream, so only what the small model writes may be there."""
-        inputs = self.config.heads * self.config.head_dim if "o_proj" in part else self.config.intermediate
-        made = self._zeros((self.config.hidden, inputs))
-        if source is not None:
-            small = self.small_read(source).to(made)
-            if "o_proj" in part:
-                made[: self.small.hidden, self._places("self_attn.q_proj.weight")] = small
-            else:
-                made[: self.small.hidden, : small.shape[1]] = small
-        return made
-
-    def _places(self, part: str) -> Tensor:
-        """Where the small model's outputs of a matrix go: query heads stay with their group."""
-        if "q_proj" not in part:
-            return torch.arange(_outputs(self.small)[part], device=self.device)
-        small, dim = self.small, self.small.head_dim
-        group, wide_group = small.heads // small.kv_heads, self.config.heads // self.config.kv_heads
-        heads = torch.arange(small.heads, device=self.device)
-        places = heads // group * wide_group + heads % group
-        return (places[:, None] * dim + torch.arange(dim, device=self.device)).flatten()
-
-    def _random(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        generator = torch.Generator(self.device).manual_seed(zlib.crc32(name.encode()))
-        made = torch.empty(shape, device=self.device, dtype=self.dtype)
-        return made.normal_(0.0, SPREAD, generator=generator)
-
-    def _zeros(self, shape: tuple[int, ...]) -> Tensor:
-        return torch.zeros(shape, device=self.device, dtype=self.dtype)
-
-
-def _outputs(config: ModelConfig) -> dict[str, int]:
-    q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    return {
-        "self_attn.q_proj.weight": q,
-        "self_attn.k_proj.weight": kv,
-        "self_attn.v_proj.weight": kv,
-        "mlp.gate_proj.weight": config.intermediate,
-        "mlp.up_proj.weight": config.intermediate,
-    }
-
-
-def _split(name: str) -> tuple[str, int, str]:
-    """`model.layers.7.mlp.up_proj.weight` -> its prefix, 7, and the rest."""
-    prefix = "model.layers."
-    number, _, part = name.removeprefix(prefix).partition(".")
-    return prefix, int(number), part
-
-
-def _check(config: ModelConfig, wide: Wide, kept: tuple[int, ...]) -> None:
-    if config.qkv_bias or config.out_bias or config.mlp_bias or config.qk_norm:
-        raise UnsupportedModel("only models without biases and head norms can be widened")
-    if wide.tied and not config.tied:
-        raise UnsupportedModel("the shape ties its head to its embedding; this model does not")
-    for name in ("hidden", "heads", "kv_heads", "intermediate", "vocab"):
-        if getattr(wide, name) < getattr(config, name):
-            raise InvalidRequest(
-                f"the shape's {name} is smaller than the model's {getattr(config, name)}", "as_if"
-            )
-    if wide.vocab > config.vocab and wide.hidden == config.hidden:
-        raise InvalidRequest(f"the shape's hidden must be larger than the model's {config.hidden}", "as_if")
-    if len(kept) > wide.layers:
-        raise InvalidRequest(f"{len(kept)} layers do not fit into {wide.layers}; keep fewer", "as_if")
-    if wide.heads % wide.kv_heads or wide.heads // wide.kv_heads < config.heads // config.kv_heads:
-        raise InvalidRequest(
-            "the shape's groups of query heads are narrower than the model's, or not whole", "as_if"
-        )
 
 
 class WideCheckpoint(Checkpoint):
@@ -387,6 +154,16 @@ class AsIf(LLM):
                 **({} if kind == "bfloat16" else {"weights": kind}),
             }  # fmt: skip
         return {**made, "meaning": MEANING.format(small=wide.path.name, shape=self.shape)}
+
+    def _sources(self, cache: KvCache) -> DrafterSources:
+        return replace(super()._sources(cache), read_head=self._read_head)
+
+    def _read_head(self, folder: Path, target: ModelConfig) -> tuple[HeadConfig, dict[str, Tensor]]:
+        """A head for the small model, as wide as the target is."""
+        wide = self.checkpoint
+        assert isinstance(wide, WideCheckpoint) and wide.small.config is not None
+        config, tensors = read_head(folder, wide.small.config)
+        return widen_head(config, lambda name: tensors[name].float(), self._wide, self.place, wide.dtype)
 
     def _build(self, parts: Sequence[Part]) -> Engine:
         self.checkpoint = WideCheckpoint(self.checkpoint, self._wide, self.place)

@@ -7,14 +7,14 @@ name some of them differently and cannot say everything. What a head is, is a `H
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from outrider.draft.eagle_head import EagleHead, HeadConfig, layer_prefix
@@ -23,6 +23,8 @@ from outrider.load.checkpoint import INDEX, PICKLES, open_safetensors, pickle_re
 from outrider.load.config import ModelConfig, config_from_json
 from outrider.model.decoder import Layered
 from outrider.types import MAX_NODES
+
+ReadHead = Callable[[Path, ModelConfig], tuple[HeadConfig, dict[str, Tensor]]]  # of a folder, for a target
 
 OWN, VERSION = "outrider_head", 1
 FLAGS = ("tap_norms", "norm_output", "shared_head", "joint_norm", "normed_residual")
@@ -45,10 +47,14 @@ IGNORED = ("t2d", EMBEDDING, "verifier_norm.weight", "verifier_lm_head.weight")
 
 
 def load_eagle(
-    folder: Path, target: Layered, context: int, network: type[EagleHead] = EagleHead
+    folder: Path,
+    target: Layered,
+    context: int,
+    network: type[EagleHead] = EagleHead,
+    read: ReadHead | None = None,
 ) -> EagleHead:
-    """A head from a folder in any of the layouts."""
-    config, tensors = read_head(folder, target.config)
+    """A head from a folder in any of the layouts, or as `read` makes it of them."""
+    config, tensors = (read or read_head)(folder, target.config)
     _check_embedding(folder, target)
     return network(config, lambda name: tensors[name].float(), target, context + MAX_NODES + 1)
 
@@ -205,7 +211,7 @@ def _check_embedding(folder: Path, target: Layered) -> None:
         if EMBEDDING not in opened.keys():  # noqa: SIM118 - not a dict
             continue
         theirs = opened.get_slice(EMBEDDING)[:ROWS_COMPARED].float()
-        ours = target.embed(torch.arange(len(theirs))).float().cpu()
+        ours = target.embed(torch.arange(len(theirs))).float().cpu()[:, : theirs.shape[1]]
         # As far apart as a target in few bits may be, not more.
         if theirs.shape != ours.shape or float((theirs - ours).norm()) > 0.25 * float(ours.norm()):
             raise UnsupportedModel(
@@ -354,7 +360,7 @@ def _write(folder: Path, raw: dict[str, Any], tensors: dict[str, Tensor]) -> Non
             shards.append({})
         shards[-1][name] = tensor
     if len(shards) == 1:
-        save_file(shards[0], folder / "model.safetensors", {"format": "pt"})
+        (folder / "model.safetensors").write_bytes(save(shards[0], {"format": "pt"}))
     else:
         _write_shards(folder, shards)
     (folder / "config.json").write_text(json.dumps(raw, indent=1) + "\n")
@@ -364,7 +370,7 @@ def _write_shards(folder: Path, shards: list[dict[str, Tensor]]) -> None:
     where: dict[str, str] = {}
     for i, shard in enumerate(shards, 1):
         name = f"model-{i:05}-of-{len(shards):05}.safetensors"
-        save_file(shard, folder / name, {"format": "pt"})
+        (folder / name).write_bytes(save(shard, {"format": "pt"}))
         where.update(dict.fromkeys(shard, name))
     total = sum(map(_nbytes, shards))
     index = {"metadata": {"total_size": total}, "weight_map": where}

@@ -21,7 +21,7 @@ from outrider.draft.eagle import EagleDrafter
 from outrider.draft.eagle_head import EagleHead
 from outrider.draft.early_exit import EarlyExitDrafter
 from outrider.draft.exits import find_exit
-from outrider.draft.head_layouts import load_eagle, read_head
+from outrider.draft.head_layouts import ReadHead, load_eagle, read_head
 from outrider.draft.lm import LmDrafter
 from outrider.draft.lookup import LookupDrafter
 from outrider.draft.merged import MergedDrafter
@@ -46,6 +46,7 @@ class DrafterSources:
     find: Callable[[str], Path]
     load: Callable[[Checkpoint], Model]
     samples: Callable[[], list[list[int]]]  # token ids to search a good exit on
+    read_head: ReadHead = read_head
 
     def drafter_context(self) -> DrafterContext:
         """For drafters that are not Outrider's own."""
@@ -100,7 +101,8 @@ def _make_other(part: Part, sources: DrafterSources) -> tuple[str, Drafter]:
             raise UnsupportedModel(
                 f"an EAGLE head needs hidden states, which {_family(sources)} does not offer"
             )
-        head = load_eagle(path, sources.target, sources.context, _head_network(sources.target))
+        network = _head_network(sources.target)
+        head = load_eagle(path, sources.target, sources.context, network, sources.read_head)
         return "eagle", EagleDrafter(head, sources.store, sources.table)
     return "lm", _lm(path, sources)
 
@@ -113,7 +115,7 @@ def prepare_weights(drafter: Drafter, path: Path, sources: DrafterSources) -> Ca
         if not is_eagle(path):
             raise BadCheckpoint(f"{path} is no EAGLE head, and only one can take the place of an EAGLE head")
         served = drafter.network
-        head, tensors = read_head(path, served.target.config)
+        head, tensors = sources.read_head(path, served.target.config)
         read = lambda name: tensors[name].float()  # noqa: E731
         pack = lambda: weights_of(type(served)(head, read, served.target, sources.context))  # noqa: E731
         return _same_shape(path, served.config, head, pack)

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from outrider.bench.as_if import Wide, WideCheckpoint, named_layers, shape_of, spread_layers, widen
+from outrider.bench.as_if import WideCheckpoint
+from outrider.bench.widen import Wide, named_layers, shape_of, spread_layers, widen
 from outrider.errors import InvalidRequest, UnsupportedModel
 from outrider.load.checkpoint import check_shapes, open_checkpoint
 from outrider.load.config import config_from_json
