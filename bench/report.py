@@ -19,6 +19,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from outrider.bench.page import document, number, table
+
 Result = dict[str, Any]
 ALL = (1, 4, 16, 32, 64)
 HELD = (0.7, 0.49, 0.343, 0.24)  # chances that the first draft token is accepted, the first two, ...
@@ -212,13 +214,6 @@ GOALS = (
 # ---------------------------------------------------------------------------------------------------------- pieces
 
 
-def number(value: float) -> str:
-    """As many digits as tell something."""
-    if value == int(value) or abs(value) >= 1000:
-        return f"{value:,.0f}"
-    return f"{value:,.1f}" if abs(value) >= 100 else f"{value:.2f}" if abs(value) >= 0.1 else f"{value:.3f}"
-
-
 def bar(value: float, most: float, mark: float | None = None, label: str = "") -> str:
     """A bar out of `most`, with a line at `mark` if there is one to reach."""
     width = 180
@@ -227,20 +222,6 @@ def bar(value: float, most: float, mark: float | None = None, label: str = "") -
         at = width * mark / most
         drawn += f'<line class="mark" x1="{at:.1f}" x2="{at:.1f}" y1="0" y2="18"/>'
     return f'<svg width="{width + 2}" height="18" role="img" aria-label="{escape(label)}">{drawn}</svg>'
-
-
-def table(heads: list[str], rows: Iterable[list[str]]) -> str:
-    """Cells are HTML already. A head that begins with ~ is of a column of numbers."""
-    right = [head.startswith("~") for head in heads]
-
-    def cells(kind: str, texts: list[str]) -> str:
-        return "".join(
-            f"<{kind}{' class=n' if r else ''}>{text}</{kind}>" for text, r in zip(texts, right, strict=True)
-        )
-
-    body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
-    head = cells("th", [escape(head.removeprefix("~")) for head in heads])
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def by(result: Result) -> str:
@@ -464,25 +445,6 @@ SECTIONS: dict[str, Callable[[Result], str]] = {
     "audit": audit,
 }
 
-STYLE = """
-:root { color-scheme: light dark; --ink: #1b1f24; --soft: #5b6570; --line: #d8dde3; --page: #fff; --panel: #f5f7f9;
-  --bar: #3b78c3; --mark: #b3541e; --good: #1a7f37; --bad: #b42318; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e4e8ec; --soft: #9aa5b1; --line: #333b44; --page: #14181c;
-  --panel: #1c2228; --bar: #5b9be6; --mark: #f0a060; --good: #4cc26b; --bad: #ff7b6e; } }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page); max-width: 76rem;
-  margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.6rem; } h2 { margin-top: 2.5rem; border-bottom: 1px solid var(--line); } h3 { margin-bottom: .3rem; }
-.wide { overflow-x: auto; } table { border-collapse: collapse; }
-th, td { padding: .3rem .7rem; text-align: left; vertical-align: middle; border-bottom: 1px solid var(--line); }
-th { color: var(--soft); font-weight: 600; } .n { text-align: right; font-variant-numeric: tabular-nums; }
-td code { font-size: .75rem; color: var(--soft); word-break: break-word; }
-pre { background: var(--panel); padding: .6rem .8rem; white-space: pre-wrap; word-break: break-word; font-size: .8rem; }
-.small { color: var(--soft); font-size: .8rem; } .as-if { border-left: 3px solid var(--mark); padding-left: .8rem; }
-.met { color: var(--good); white-space: nowrap; } .missed { color: var(--bad); font-weight: 600; white-space: nowrap; }
-.none { color: var(--soft); white-space: nowrap; } .bar { fill: var(--bar); }
-.mark { stroke: var(--mark); stroke-width: 2; }
-"""
-
 
 def page(results: list[Result]) -> str:
     parts = [SECTIONS[kind](result) for kind in SECTIONS for result in of_kind(results, kind)]
@@ -490,12 +452,7 @@ def page(results: list[Result]) -> str:
         "Each figure stands beside its goal and the command that made it. A line across a bar is the goal, or plain "
         "decoding where ratios are shown. A goal with several figures counts the worst of them."
     )
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Outrider on a GPU</title>'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<style>{STYLE}</style></head><body><h1>Outrider on a GPU</h1><p>{intro}</p>"
-        f"{goals(results)}{''.join(parts)}</body></html>\n"
-    )
+    return document("Outrider on a GPU", f"<p>{intro}</p>{goals(results)}{''.join(parts)}")
 
 
 def read(file: Path) -> Result:

@@ -383,6 +383,8 @@ def commands(document: Path) -> list[list[str]]:
 def check_outrider(words: list[str]) -> None:
     """Every subcommand and flag exists; raises what a user would see."""
     command = get_command(app)
+    if " ".join(words[:2]) in command.commands:  # a command of two words
+        words = [" ".join(words[:2]), *words[2:]]
     while words and words[0] in getattr(command, "commands", {}):
         command, words = command.commands[words[0]], words[1:]
     assert not getattr(command, "commands", None) or not words or words[0].startswith("-"), (

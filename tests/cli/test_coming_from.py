@@ -139,7 +139,7 @@ def test_config_files_get_the_same_answers(outrider: Outrider, served: Served, t
 
 def test_what_the_table_names_exists() -> None:
     commands = get_command(app).commands  # type: ignore[attr-defined]
-    known = {flag for name in ("serve", "chat", "generate") for p in commands[name].params
+    known = {flag for name in ("serve", "chat", "generate", "bench serve") for p in commands[name].params
              for flag in (*p.opts, *p.secondary_opts)}  # fmt: skip
     assert {entry.ours for entry in FLAGS.values() if entry.ours} <= known
     for word, answer in COMMANDS.items():

@@ -108,7 +108,7 @@ def bench(
     params: SamplingParams,
     settings: Settings,
 ) -> None:
-    """Measure speed on this machine: plain decoding, and what speculation brings.
+    """Measure speed on this machine: plain decoding, and what speculation brings. A server: outrider bench serve.
 
     outrider bench smollm2-135m --temperature 0 --max-tokens 128 --peer transformers
     """

@@ -37,6 +37,20 @@ MEASURING = {
     "threads",
     "config",
 }  # rarely wanted where speed or identity is measured
+LOADING = {
+    *(
+        "url",
+        "served_name",
+        "concurrency",
+        "rate",
+        "trace",
+        "prompts",
+        "input_tokens",
+        "output_tokens",
+        "ignore_eos",
+    ),
+    *("requests", "seconds", "goodput", "rounds", "clients", "api_key", "json_file", "html_file", "help"),
+}
 FEW = 14  # flags that need no choosing
 TYPES = {"<float>": "X", "<int>": "N", "<int range>": "N", "<str>": "TEXT"}
 
@@ -62,6 +76,7 @@ class Command(TyperCommand):
         many = len(self._options(ctx)) > FEW
         if many and not ctx.meta.get("outrider.help_all"):
             names = EVERYDAY - MEASURING if self.name in ("bench", "audit") else EVERYDAY
+            names = LOADING if self.name == "bench serve" else names
             rows = [_short(p, ctx) for p in self.get_params(ctx) if p.name in names]
             with formatter.section("Everyday flags"):
                 formatter.write_dl(rows, col_max=26)
@@ -83,7 +98,11 @@ class Command(TyperCommand):
 
 
 class Group(TyperGroup):
+    """Commands by one word, or by two: `bench serve` is one beside `bench`."""
+
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if " ".join(args[:2]) in self.commands and len(args) > 1:
+            args = [" ".join(args[:2]), *args[2:]]
         name = args[0] if args else ""
         if name and not name.startswith("-") and self.get_command(ctx, name) is None:
             known = self.list_commands(ctx)

@@ -18,6 +18,7 @@ import typer
 from outrider import __version__
 from outrider.cli.audit import audit
 from outrider.cli.bench import bench
+from outrider.cli.bench_serve import bench_serve
 from outrider.cli.chat import chat
 from outrider.cli.command import Command, Group
 from outrider.cli.demo import demo
@@ -43,6 +44,7 @@ app.command("chat", cls=Command)(chat)
 app.command("serve", cls=Command)(serve)
 app.command("audit", cls=Command)(audit)
 app.command("bench", cls=Command)(bench)
+app.command("bench serve", cls=Command)(bench_serve)
 app.add_typer(models, name="models")
 app.command("doctor", cls=Command)(doctor)
 app.add_typer(keys, name="keys")

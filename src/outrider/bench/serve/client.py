@@ -1,0 +1,163 @@
+"""The load itself, in one process: requests kept in flight (closed loop) or sent when they are due (open loop).
+
+Its own lag is measured beside everything else: how much later than asked for the event loop wakes up. Whoever reads the
+figures can then tell a slow server from a client that cannot keep up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import socket
+import ssl
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from outrider.bench.serve.answer import Sample, Stream
+from outrider.bench.serve.asked import Asked
+from outrider.bench.serve.http import NotHttp, Pool, Server
+
+PROBE = 0.01  # seconds between looks at the clock
+TELL = 0.25  # seconds between signs of progress
+
+Tell = Callable[[int], None]  # requests that have ended
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What one round asks of one server. With `arrivals` the loop is open, else `concurrency` are in flight."""
+
+    server: Server
+    asked: Asked
+    concurrency: int = 1
+    arrivals: Sequence[float] | None = None
+    requests: int | None = None
+    seconds: float | None = None  # after which no request is begun
+    first: int = 0  # number of the first request
+    timeout: float = 600.0
+
+    def share(self, index: int, count: int) -> tuple[int, Iterator[int]]:
+        """Of one of `count` processes: requests in flight, and the numbers it asks, from 0."""
+        numbers = (
+            itertools.count(index, count) if self.requests is None else range(index, self.requests, count)
+        )
+        return (self.concurrency - index + count - 1) // count, iter(numbers)
+
+
+@dataclass(slots=True)
+class Drove:
+    """What came of it."""
+
+    samples: list[Sample] = field(default_factory=list)
+    lags: list[float] = field(default_factory=list)  # seconds the event loop woke up too late
+    cpu: float = 0.0  # seconds of this process
+    seconds: float = 0.0
+    connections: int = 0
+
+
+def failure(problem: BaseException) -> tuple[str, str]:
+    """Kind of an error and its words."""
+    if isinstance(problem, TimeoutError):
+        return "timed out", str(problem) or "no answer in time"
+    if isinstance(problem, socket.gaierror):
+        return "no such host", str(problem.strerror)
+    if isinstance(problem, ConnectionRefusedError):
+        return "connection refused", "nobody listens there"
+    if isinstance(problem, ssl.SSLError):
+        return "TLS failed", str(problem)
+    if isinstance(problem, NotHttp):
+        return "no HTTP", str(problem)
+    if isinstance(problem, ConnectionError):
+        return "connection lost", str(problem) or type(problem).__name__
+    return "network error", str(problem)
+
+
+class Client:
+    """Asks one server, from one event loop."""
+
+    def __init__(self, server: Server, asked: Asked, timeout: float) -> None:
+        self.pool = Pool(server)
+        self.asked, self.timeout = asked, timeout
+        self.begin = time.perf_counter()  # of the round
+
+    async def ask(self, number: int, due: float | None = None) -> Sample:
+        request = self.pool.server.request("POST", self.asked.path, self.asked.body(number))
+        start = time.perf_counter()
+        since = start - self.begin
+        sample = Sample(number, since if due is None else due, since)
+        stream = Stream(sample, start)
+        try:
+            async with asyncio.timeout(self.timeout):
+                await self.pool.ask(request, stream)
+        except (OSError, ValueError) as problem:
+            sample.error, sample.said = failure(problem)
+        stream.finish(time.perf_counter())
+        return sample
+
+
+async def drive(load: Load, index: int, count: int, ready: Callable[[], float], tell: Tell) -> Drove:
+    """One process's share of a load. `ready` is called with connections open, and says when all begin, by the clock."""
+    drove, client = Drove(), Client(load.server, load.asked, load.timeout)
+    kept = Kept(drove, tell)
+    if load.arrivals is None:
+        await client.pool.fill(load.share(index, count)[0])
+    client.begin = begin = ready()
+    await asyncio.sleep(max(0.0, begin - time.perf_counter()))
+    spent = time.process_time()
+    probe = asyncio.create_task(_probe(drove.lags))
+    try:
+        await (_closed if load.arrivals is None else _open)(load, client, index, count, kept.add)
+    finally:
+        probe.cancel()
+        client.pool.close()
+    drove.cpu, drove.seconds = time.process_time() - spent, time.perf_counter() - begin
+    drove.connections = client.pool.opened
+    return drove
+
+
+class Kept:
+    """Keeps samples, and says how many there are now and then."""
+
+    def __init__(self, drove: Drove, tell: Tell) -> None:
+        self.drove, self.tell, self.last = drove, tell, 0.0
+
+    def add(self, sample: Sample) -> None:
+        self.drove.samples.append(sample)
+        if (now := time.perf_counter()) - self.last > TELL:
+            self.last = now
+            self.tell(len(self.drove.samples))
+
+
+async def _closed(load: Load, client: Client, index: int, count: int, keep: Callable[[Sample], None]) -> None:
+    slots, numbers = load.share(index, count)
+
+    async def slot() -> None:
+        for number in numbers:
+            if load.seconds is not None and time.perf_counter() - client.begin >= load.seconds:
+                return
+            keep(await client.ask(load.first + number))
+
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(slots):
+            tasks.create_task(slot())
+
+
+async def _open(load: Load, client: Client, index: int, count: int, keep: Callable[[Sample], None]) -> None:
+    assert load.arrivals is not None
+
+    async def one(number: int, due: float) -> None:
+        keep(await client.ask(load.first + number, due))
+
+    async with asyncio.TaskGroup() as tasks:
+        for number, due in list(enumerate(load.arrivals))[index::count]:
+            if (wait := client.begin + due - time.perf_counter()) > 0:
+                await asyncio.sleep(wait)
+            tasks.create_task(one(number, due))
+
+
+async def _probe(lags: list[float]) -> None:
+    while True:
+        asleep = time.perf_counter()
+        await asyncio.sleep(PROBE)
+        lags.append(time.perf_counter() - asleep - PROBE)

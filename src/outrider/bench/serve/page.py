@@ -1,0 +1,195 @@
+"""The results of `outrider bench serve` as one page: plots, and every figure in tables beside them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+from outrider.bench.page import Series, chart, document, number, table
+from outrider.bench.serve.figures import COMPARED, LATENCIES, PERCENTS, figure
+from outrider.bench.serve.show import COLUMNS, remarks
+
+Found = Mapping[str, Any]
+NINES = [(percent, f"p{percent:g}") for percent in (0, 50, 90, 99, 99.9)]
+
+
+def page(report: Found) -> str:
+    names = [server["url"] for server in report["servers"]]
+    loads = report["loads"]
+    title = f"Load on {' and '.join(dict.fromkeys(names))}"
+    parts = [_about(report)]
+    if len(loads) > 1:
+        parts += ["<h2>All loads</h2>", _across(loads, names), *(_summary(loads, names))]
+    parts += [_load(load, names) for load in loads]
+    return document(title, "".join(parts))
+
+
+def _about(report: Found) -> str:
+    certificate, settings = report["certificate"], report["settings"]
+    rows = [[escape(name.replace("_", " ")), escape(str(value))] for name, value in settings.items()]
+    for server in report["servers"]:
+        said = f"{server['url']}, model {server['model']}" + (
+            f", {server['version']}" if server["version"] else ""
+        )
+        if server["lengths_by"] == "words":
+            said += "; it has no /tokenize, so lengths of made-up prompts are in words"
+        rows.append(["server", escape(said)])
+    where = " · ".join(escape(str(certificate[part])) for part in ("machine", "versions", "commit"))
+    return (
+        f'<pre>{escape(certificate["command"])}</pre><p class="small">{where}</p>{table(["", ""], rows)}'
+        "<p>Times are the client's, taken where the socket is read. Inter-token latency is the time between two events "
+        "with tokens; time per output token is that from the first to the last of an answer, by its other tokens.</p>"
+    )
+
+
+# -------------------------------------------------------------------------------------------------------- all loads
+
+
+def _across(loads: Sequence[Found], names: Sequence[str]) -> str:
+    ticks = [(float(i), load["load"].rpartition(" ")[2]) for i, load in enumerate(loads)]
+    asked = loads[0]["kind"]
+
+    def lines(path: tuple[str, ...], suffix: str = "") -> list[Series]:
+        made = []
+        for index, name in enumerate(names):
+            points = [(i, load, figure(load["servers"][index], path)) for i, load in enumerate(loads)]
+            kept = [(i, load["load"], value) for i, load, value in points if value is not None]
+            made.append(
+                Series(
+                    name + suffix, [i for i, _, _ in kept], [v for _, _, v in kept], [s for _, s, _ in kept]
+                )
+            )
+        return made
+
+    charts = [chart("Output", lines(("output_tok_s",)), ticks, asked, "tok/s")]
+    for name, what in LATENCIES.items():
+        both = [*lines((f"{name}_ms", "p50"), " p50"), *lines((f"{name}_ms", "p99"), " p99")]
+        charts.append(chart(what.capitalize(), both, ticks, asked, "ms"))
+    return f'<div class="charts">{"".join(charts)}</div>'
+
+
+def _summary(loads: Sequence[Found], names: Sequence[str]) -> list[str]:
+    heads = [
+        "Load",
+        "~Requests/s",
+        "~Output, tok/s",
+        *(f"~{n.upper()} {at}, ms" for n in LATENCIES for at in ("p50", "p99")),
+    ]
+    made = []
+    for index, name in enumerate(names):
+        rows = []
+        for load in loads:
+            found = load["servers"][index]
+            cells = [_shown(found["requests_per_s"]), _shown(found["output_tok_s"])]
+            cells += [_shown(figure(found, (f"{n}_ms", at))) for n in LATENCIES for at in ("p50", "p99")]
+            rows.append([escape(load["load"]), *cells, str(found["failed"])])
+        made.append((f"<h3>{escape(name)}</h3>" if len(names) > 1 else "") + table([*heads, "~Failed"], rows))
+    return made
+
+
+# --------------------------------------------------------------------------------------------------------- one load
+
+
+def _load(load: Found, names: Sequence[str]) -> str:
+    parts = [f"<h2>{escape(load['load'].capitalize())}</h2>"]
+    for name, found in zip(names, load["servers"], strict=True):
+        parts.append((f"<h3>{escape(name)}</h3>" if len(names) > 1 else "") + _server(found))
+    for other, ratios in enumerate(load.get("ratios", ()), 1):
+        parts.append(_ratios(load, names, other, ratios))
+    parts.append(f'<div class="charts">{_latencies(load, names)}{_over_time(load, names)}</div>')
+    parts.append(_curves(load, names))
+    return "".join(parts)
+
+
+def _server(found: Found) -> str:
+    rows = []
+    for name, what in LATENCIES.items():
+        spread = found[f"{name}_ms"] or {}
+        rows.append([escape(what), *(_shown(spread.get(column)) for column in COLUMNS)])
+    rates = (
+        f"<p><b>{number(found['output_tok_s'])} tok/s</b> out, {number(found['total_tok_s'])} in and out; "
+        f"{number(found['requests_per_s'])} requests/s; {found['requests']:,} requests in {found['seconds']:.1f} s, "
+        f"{found['failed']:,} failed."
+    )
+    if goodput := found.get("goodput"):
+        bounds = ", ".join(f"{name} {most:g} ms" for name, most in goodput["bounds_ms"].items())
+        share = f"{goodput['share']:.1%} within {escape(bounds)}"
+        rates += f" Goodput {number(goodput['requests_per_s'])} requests/s, {share}."
+    lag, core = (found["client"]["lag_ms"] or {}).get("p99"), found["client"]["core_share"]
+    rates += f" The client's event loop lagged {_shown(lag)} ms at p99, on {core:.0%} of a core.</p>"
+    wrong = "".join(f'<p class="missed">{escape(line)}</p>' for line in remarks(found))
+    return table(["ms", *(f"~{column}" for column in COLUMNS)], rows) + rates + wrong
+
+
+def _ratios(load: Found, names: Sequence[str], other: int, ratios: Found) -> str:
+    rows = []
+    for name, (what, path) in COMPARED.items():
+        if ratio := ratios.get(name):
+            values = [_shown(figure(load["servers"][index], path)) for index in (0, other)]
+            rows.append(
+                [escape(what), *values, *(f"{ratio[part]:.3f}" for part in ("median", "low", "high"))]
+            )
+    heads = ["", "~A", "~B", "~B over A, median", "~lowest", "~highest"]
+    said = f"A is {names[0]}, B is {names[other]}; ratios are of rounds taken in turn."
+    return f"<p>{escape(said)}</p>{table(heads, rows)}"
+
+
+def _latencies(load: Found, names: Sequence[str]) -> str:
+    ticks = [(_nines(percent), text) for percent, text in NINES]
+    charts = []
+    for name, what in LATENCIES.items():
+        series = []
+        for server, found in zip(names, load["servers"], strict=True):
+            ys = found["curves"][name]
+            series.append(
+                Series(
+                    server,
+                    [_nines(p) for p in PERCENTS][: len(ys)],
+                    ys,
+                    [f"p{p:g}" for p in PERCENTS][: len(ys)],
+                )
+            )
+        charts.append(chart(what.capitalize(), series, ticks, "percentile", "ms"))
+    return "".join(charts)
+
+
+def _nines(percent: float) -> float:
+    """As far from p50 to p90 as from p90 to p99."""
+    return -math.log10(1 - min(percent, 99.95) / 100)
+
+
+def _over_time(load: Found, names: Sequence[str]) -> str:
+    end = max((found["over_time"]["at_s"] or [1.0])[-1] for found in load["servers"])
+    ticks = [(end * i / 4, f"{end * i / 4:.3g}") for i in range(5)]
+    charts = []
+    for name, title, unit in (
+        ("output_tok_s", "Output, first round", "tok/s"),
+        ("in_flight", "In flight, first round", "requests"),
+    ):
+        series = []
+        for server, found in zip(names, load["servers"], strict=True):
+            at = found["over_time"]["at_s"]
+            series.append(Series(server, at, found["over_time"][name], [f"at {second:g} s" for second in at]))
+        charts.append(chart(title, series, ticks, "seconds", unit))
+    return "".join(charts)
+
+
+def _curves(load: Found, names: Sequence[str]) -> str:
+    """What the plots show, in numbers."""
+    heads = ["~Percentile"]
+    columns: list[list[float]] = []
+    for server, found in zip(names, load["servers"], strict=True):
+        for name in LATENCIES:
+            heads.append(f"~{name.upper()}{f', {server}' if len(names) > 1 else ''}, ms")
+            columns.append(found["curves"][name])
+    rows = [
+        [f"p{percent:g}", *(_shown(column[i]) if column else "" for column in columns)]
+        for i, percent in enumerate(PERCENTS)
+    ]
+    return f"<details><summary>The curves in numbers</summary>{table(heads, rows)}</details>"
+
+
+def _shown(value: float | None) -> str:
+    return "" if value is None else number(value)

@@ -1,0 +1,106 @@
+"""A load by one process or by several: where one core cannot follow all streams, each of them takes a share.
+
+    python -m outrider.bench.serve.processes       one of them: a load on stdin; on stdout how far it is, then what came
+
+Both directions are this program's own objects, pickled, between a process and its own child.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import subprocess
+import sys
+import threading
+import time
+from typing import IO, Any
+
+from outrider.bench.serve.client import Drove, Load, Tell, drive
+from outrider.errors import OutriderError
+
+SOON = 0.05  # seconds until all of them begin
+
+
+def run(load: Load, count: int, tell: Tell) -> list[Drove]:
+    """What each process found; the requests are shared out among them."""
+    if count == 1:
+        return [asyncio.run(drive(load, 0, 1, time.perf_counter, tell))]
+    return Processes(load, count, tell).run()
+
+
+class Processes:
+    def __init__(self, load: Load, count: int, tell: Tell) -> None:
+        self.load, self.count, self.tell = load, count, tell
+        self.ended = [0] * count
+        self.found: list[Drove | None] = [None] * count
+
+    def run(self) -> list[Drove]:
+        command = [sys.executable, "-P", "-m", __name__]
+        children = [
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            for _ in range(self.count)
+        ]
+        try:
+            return self._led(children)
+        finally:
+            for child in children:
+                child.kill()
+                child.communicate()
+
+    def _led(self, children: list[subprocess.Popen[bytes]]) -> list[Drove]:
+        for index, child in enumerate(children):
+            _send(child.stdin, (self.load, index, self.count))
+        for child in children:
+            _receive(child)  # it is ready
+        begin = time.perf_counter() + SOON  # one clock for all processes of a machine
+        for child in children:
+            _send(child.stdin, begin)
+        readers = [
+            threading.Thread(target=self._read, args=(index, child), daemon=True)
+            for index, child in enumerate(children)
+        ]
+        for reader in readers:
+            reader.start()
+        for reader in readers:
+            reader.join()
+        found = [drove for drove in self.found if drove is not None]
+        if len(found) < self.count:
+            raise OutriderError("a client process ended early; try fewer of them: --clients")
+        return found
+
+    def _read(self, index: int, child: subprocess.Popen[bytes]) -> None:
+        while isinstance(said := _receive(child, lost=None), int):
+            self.ended[index] = said
+            self.tell(sum(self.ended))
+        self.found[index] = said
+
+
+def _send(pipe: IO[bytes] | None, what: Any) -> None:
+    assert pipe is not None
+    pickle.dump(what, pipe)
+    pipe.flush()
+
+
+def _receive(child: subprocess.Popen[bytes], **lost: Any) -> Any:
+    assert child.stdout is not None
+    try:
+        return pickle.load(child.stdout)
+    except EOFError:
+        if lost:
+            return lost["lost"]
+        raise OutriderError(f"a client process ended with {child.wait()} before it began") from None
+
+
+def main() -> None:
+    load, index, count = pickle.load(sys.stdin.buffer)
+
+    def ready() -> float:
+        _send(sys.stdout.buffer, "ready")
+        return float(pickle.load(sys.stdin.buffer))
+
+    found = asyncio.run(drive(load, index, count, ready, lambda ended: _send(sys.stdout.buffer, ended)))
+    _send(sys.stdout.buffer, found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,242 @@
+"""`outrider bench serve`: load for any server that speaks OpenAI's API, and what its clients then see."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from outrider.cli.generate import Limit, Prompts
+from outrider.cli.load_flags import (
+    HERE,
+    ROUNDS,
+    ApiKey,
+    Body,
+    Burst,
+    Burstiness,
+    Clients,
+    Concurrency,
+    Endpoint,
+    Goodput,
+    HtmlFile,
+    IgnoreEos,
+    InputTokens,
+    OutputTokens,
+    Rate,
+    Requests,
+    Rounds,
+    Seconds,
+    Seed,
+    ServedName,
+    Temperature,
+    Timeout,
+    Trace,
+    Url,
+    Warmup,
+)
+from outrider.cli.measure import JsonFile, Progress, Report
+from outrider.cli.output import note
+from outrider.cli.prompts import Row, make_row, read_rows
+from outrider.errors import InvalidRequest, OutriderError
+
+if TYPE_CHECKING:
+    from outrider.bench.serve.arrivals import Due
+    from outrider.bench.serve.run import Plan, Shape
+
+
+def bench_serve(
+    url: Url = (),
+    served_name: ServedName = None,
+    endpoint: Endpoint = None,
+    concurrency: Concurrency = None,
+    rate: Rate = None,
+    burstiness: Burstiness = 1.0,
+    burst: Burst = 1,
+    trace: Trace = None,
+    prompts: Prompts = None,
+    limit: Limit = None,
+    input_tokens: InputTokens = "256",
+    output_tokens: OutputTokens = "128",
+    ignore_eos: IgnoreEos = False,
+    temperature: Temperature = 0.0,
+    seed: Seed = 0,
+    api_key: ApiKey = None,
+    body: Body = (),
+    requests: Requests = None,
+    seconds: Seconds = None,
+    warmup: Warmup = 4,
+    rounds: Rounds = None,
+    goodput: Goodput = None,
+    clients: Clients = 1,
+    timeout: Timeout = 600.0,
+    json_file: JsonFile = None,
+    html_file: HtmlFile = None,
+) -> None:
+    """Put load on any OpenAI-compatible server and measure what clients see.
+
+    outrider bench serve --url http://127.0.0.1:8000 --concurrency 1,16 --ignore-eos
+    """
+    from outrider.bench.serve.arrivals import Lengths, read_trace
+    from outrider.bench.serve.figures import Bounds
+    from outrider.bench.serve.http import Server
+    from outrider.bench.serve.run import Plan
+
+    dues = read_trace(trace, requests) if trace else []
+    shapes = _shapes(concurrency, rate, dues, burstiness != 1 or burst != 1)
+    path, rows = _asked(endpoint, prompts, limit)
+    servers = [Server.of(one, api_key) for one in url or [HERE]]
+    fields: dict[str, Any] = {"temperature": temperature, **({"ignore_eos": True} if ignore_eos else {})}
+    plan = Plan(
+        servers, shapes, path, served_name, rows, Lengths.of(input_tokens, "input_tokens"),
+        Lengths.of(output_tokens, "output_tokens"), dues, {**fields, **_fields(body)}, seed, burstiness, burst,
+        requests, seconds, warmup, rounds or (ROUNDS if len(servers) > 1 else 1), clients, timeout, Bounds.of(goodput),
+    )  # fmt: skip
+    _run(plan, json_file, html_file, api_key)
+
+
+def _run(plan: Plan, json_file: str | None, html_file: str | None, secret: str | None) -> None:
+    from outrider.bench.serve.page import page
+    from outrider.bench.serve.run import check_plan, measure
+    from outrider.bench.serve.show import lines
+    from outrider.engine.certificate import certificate
+
+    check_plan(plan)
+    page_file = _writable(html_file)
+    report = Report("serve", json_file)
+    report["certificate"] = certificate()
+    if secret:  # which may stand in the command, in quotes
+        command = report["certificate"]["command"].replace(shlex.quote(secret), "***").replace(secret, "***")
+        report["certificate"]["command"] = command
+    report["settings"] = _described(plan)
+
+    def keep(found: dict[str, Any]) -> None:
+        report.update(found)
+        report.keep()
+
+    with Progress({"load": 1.0}) as progress:
+        report |= measure(plan, progress.of("load"), keep)
+    for line in lines(report):
+        note(line)
+    if page_file is not None:
+        page_file.write_text(page(report), encoding="utf-8")
+        note(f"written to {page_file}")
+    report.deliver()
+    if all(server["failed"] == server["requests"] for load in report["loads"] for server in load["servers"]):
+        raise OutriderError("no request was answered")
+
+
+def _described(plan: Plan) -> dict[str, Any]:
+    """What was asked, for readers of the results."""
+    prompts = f"{len(plan.rows)} rows of a file" if plan.rows else f"made up, {plan.input} tokens"
+    if plan.trace:
+        prompts = f"{prompts}; lengths by the trace where it has them"
+    return {
+        "endpoint": plan.path,
+        "prompts": prompts,
+        "output_tokens": str(plan.output),
+        "fields": dict(plan.fields),
+        "seed": plan.seed,
+        "warmup": plan.warmup,
+        "rounds": plan.rounds,
+        "clients": plan.clients,
+        "burstiness": plan.burstiness,
+        "burst": plan.burst,
+    }
+
+
+def _shapes(concurrency: str | None, rate: str | None, dues: Sequence[Due], bursts: bool) -> list[Shape]:
+    """The loads, of the one kind that was asked for."""
+    from outrider.bench.serve.run import Shape
+
+    given = [
+        flag for flag, value in (("--concurrency", concurrency), ("--rate", rate), ("--trace", dues)) if value
+    ]
+    if len(given) > 1:
+        raise InvalidRequest(f"give one of {' and '.join(given)}, not both", "rate")
+    if bursts and rate is None:
+        raise InvalidRequest("--burstiness and --burst go with --rate", "burstiness")
+    if dues:
+        return [Shape("trace")]
+    if rate is not None:
+        return [Shape("rate", value) for value in _numbers(rate, "rate")]
+    values = _numbers(concurrency or "16", "concurrency")
+    if not all(value == int(value) if math.isfinite(value) else False for value in values):
+        raise InvalidRequest(
+            f"--concurrency {concurrency!r:.40} is not a list of whole numbers", "concurrency"
+        )
+    return [Shape("concurrency", value) for value in values]
+
+
+def _numbers(text: str, flag: str) -> list[float]:
+    try:
+        values = [float(part) for part in text.split(",")]
+    except ValueError:
+        values = [0.0]
+    if not all(value > 0 for value in values):
+        raise InvalidRequest(f"--{flag} {text!r:.40} is not a list of numbers above 0, such as 1,4,16", flag)
+    return values
+
+
+def _asked(endpoint: str | None, prompts: str | None, limit: int | None) -> tuple[str, list[dict[str, Any]]]:
+    """The route, and what of a file's rows goes into a body."""
+    from outrider.bench.serve.asked import CHAT, COMPLETIONS
+
+    if endpoint not in (None, "chat", "completions"):
+        raise InvalidRequest(f"--endpoint {endpoint!r:.40} is not chat or completions", "endpoint")
+    if prompts is None:
+        return (CHAT if endpoint == "chat" else COMPLETIONS), []
+    chat = endpoint != "completions"
+    rows = [make_row(name, value, chat or None, chat) for name, value in read_rows(prompts, sys.stdin, limit)]
+    if not rows:
+        raise InvalidRequest(f"{prompts} holds no prompts", "prompts")
+    if not chat and any(row.prompt is None for row in rows):
+        raise InvalidRequest(
+            f"{prompts} has conversations, which --endpoint completions cannot ask", "endpoint"
+        )
+    if several := sum(len(row.turns) > 1 for row in rows):
+        note(f"{several} of {len(rows)} rows have several turns; the first of each is asked")
+    return (CHAT if chat else COMPLETIONS), [_part(row) for row in rows]
+
+
+def _part(row: Row) -> dict[str, Any]:
+    if row.prompt is not None:
+        return {"prompt": row.prompt}
+    return {"messages": [*row.messages] or [{"role": "user", "content": row.turns[0]}]}
+
+
+def _fields(pairs: Sequence[str]) -> dict[str, Any]:
+    """`top_p=0.9`, `stop=["x"]`, or a whole object in JSON."""
+    fields: dict[str, Any] = {}
+    for pair in pairs:
+        if pair.lstrip().startswith("{"):
+            try:
+                fields |= json.loads(pair)
+            except ValueError as problem:
+                raise InvalidRequest(f"--body {pair!r:.60} is not JSON: {problem}", "body") from None
+            continue
+        name, equals, value = pair.partition("=")
+        if not equals or not name.strip():
+            raise InvalidRequest(f"--body {pair!r:.60} is not NAME=VALUE or a JSON object", "body")
+        try:
+            fields[name.strip()] = json.loads(value)
+        except ValueError:  # a word
+            fields[name.strip()] = value
+    if "stream" in fields:
+        raise InvalidRequest("answers are always streamed; leave stream out of --body", "body")
+    return fields
+
+
+def _writable(file: str | None) -> Path | None:
+    """What cannot be written is said before anything is measured."""
+    if file is None:
+        return None
+    path = Path(file).expanduser()
+    try:
+        path.touch()
+    except OSError as problem:
+        raise InvalidRequest(f"{file} cannot be written: {problem.strerror}", "html") from None
+    return path
