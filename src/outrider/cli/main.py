@@ -26,6 +26,7 @@ from outrider.cli.doctor import doctor
 from outrider.cli.generate import generate
 from outrider.cli.keys import keys
 from outrider.cli.models import models
+from outrider.cli.pairs import pairs
 from outrider.cli.serve import serve
 from outrider.errors import InvalidRequest, OutriderError, show_cause
 
@@ -46,6 +47,7 @@ app.command("audit", cls=Command)(audit)
 app.command("bench", cls=Command)(bench)
 app.command("bench serve", cls=Command)(bench_serve)
 app.add_typer(models, name="models")
+app.add_typer(pairs, name="pairs")
 app.command("doctor", cls=Command)(doctor)
 app.add_typer(keys, name="keys")
 

@@ -40,12 +40,12 @@ class LiveDraft:
         self.states: dict[str, DraftState] = {}  # by drafter
         self._last: dict[str, Weights] = {}  # by drafter, of `previous`
         self._lock = threading.Lock()  # one exchange after the other
+        networks = {"eagle", "lm"} & set(drafters.names)
         for part in parts:
-            if part.kind == "model":
+            if part.kind == "model" and networks:  # a pair that could not be used is not there
                 path = sources.find(part.text)
                 name = "eagle" if is_eagle(path) else "lm"
-                if name in drafters:  # a pair that could not be used is not there
-                    self.states[name] = DraftState(name, path, time.time())
+                self.states[name] = DraftState(name, path, time.time())
 
     def swap(self, driver: Driver, path: Path) -> DraftState:
         """Draft with the weights in this folder from the next step on; or say why that cannot be."""

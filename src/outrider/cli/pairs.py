@@ -1,0 +1,88 @@
+"""`outrider pairs`: drafts made for a target, which are taken by themselves: list them, add one's own, score any."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from outrider.cli.card_words import described, in_columns, in_tabs, score_table
+from outrider.cli.options import envvar
+from outrider.cli.output import note, write
+from outrider.load.pairs import Pair, add_pair, list_pairs, pair_named, remove_pair
+from outrider.settings import cache_folder
+
+pairs = typer.Typer(help="List drafts that are paired with a model; add, remove and score them.")
+
+Json = Annotated[
+    bool,
+    typer.Option(
+        "--json", envvar=envvar("json"), show_envvar=False, help="One JSON object a pair, on stdout."
+    ),
+]
+Name = Annotated[str, typer.Argument(help="As outrider pairs lists it.")]
+Folder = Annotated[
+    str, typer.Argument(metavar="DIR", help="A folder with the draft's weights and its card.json.")
+]
+OwnName = Annotated[
+    str | None, typer.Option("--name", metavar="NAME", help="What to call it; by default as its folder.")
+]
+
+
+@pairs.callback(invoke_without_command=True)
+def list_all(context: typer.Context, as_json: Json = False) -> None:
+    """List pairs: target, draft, sizes, training, acceptance, speed-up. --draft auto takes the one that fits."""
+    if context.invoked_subcommand is not None:
+        return
+    found, problems = list_pairs(cache_folder())
+    if as_json:
+        for pair in found:
+            write(json.dumps(_as_json(pair)) + "\n")
+    else:
+        for line in in_columns(found) if sys.stdout.isatty() else in_tabs(found):
+            write(line + "\n")
+    if not found:
+        note("no pairs yet: outrider distill makes one, outrider pairs add DIR takes one in")
+    for problem in problems:
+        note(f"left out: {problem}")
+
+
+@pairs.command()
+def show(name: Name, as_json: Json = False) -> None:
+    """Tell everything its card says: by task and temperature, by depth, with and without trees."""
+    pair = pair_named(name, cache_folder())
+    if as_json:
+        write(json.dumps(_as_json(pair)) + "\n")
+        return
+    for label, words in described(pair):
+        write(f"{label:<14} {words}\n")
+    if pair.card.score is not None:
+        write("\n" + "".join(f"{line}\n" for line in score_table(pair.card.score)))
+
+
+@pairs.command()
+def add(folder: Folder, name: OwnName = None) -> None:
+    """Copy a draft into the catalogue and print where it is. From then on --draft auto takes it for its target."""
+    write(f"{add_pair(Path(folder).expanduser(), cache_folder(), name).folder}\n")
+
+
+@pairs.command()
+def remove(name: Name) -> None:
+    """Delete a pair that was added. The folder it was copied from stays."""
+    note(f"removed {remove_pair(name, cache_folder())}")
+
+
+def _as_json(pair: Pair) -> dict[str, Any]:
+    score = pair.card.score
+    figures = ("accept_rate", "effective_accept_rate", "tokens_per_step", "expected_speedup", "speedup")
+    return {
+        "name": pair.name,
+        "source": pair.source,
+        "folder": str(pair.folder),
+        "ratio": pair.card.ratio,
+        **{figure: None if score is None else getattr(score, figure) for figure in figures},
+        "card": pair.card.as_json(),
+    }
