@@ -10,8 +10,8 @@ import pytest
 
 from outrider import LLM, SamplingParams
 from outrider.cli.generate import Exchange, Show, exchange_all
-from outrider.cli.prompts import Row
 from outrider.engine.engine import Engine
+from outrider.load.prompts import Row
 from outrider.settings import Memory
 
 from .conftest import Outrider

@@ -28,9 +28,9 @@ from outrider.cli.options import (
     takes,
 )
 from outrider.cli.output import complain, explain_marks, marked, note, open_llm, write
-from outrider.cli.prompts import Row, make_row, read_rows
 from outrider.errors import InvalidRequest, ModelNotFound, suggest
 from outrider.load.find import ALIASES, could_be_model
+from outrider.load.prompts import Row, make_row, read_rows
 from outrider.settings import Settings, cache_folder
 from outrider.types import SamplingParams
 

@@ -17,8 +17,8 @@ import typer
 from outrider.bench.compare import cut
 from outrider.cli.options import envvar
 from outrider.cli.output import note, write
-from outrider.cli.prompts import read_rows
 from outrider.errors import InvalidRequest, suggest
+from outrider.load.prompts import read_rows
 from outrider.settings import usable_cores
 
 if TYPE_CHECKING:

@@ -26,6 +26,7 @@ from outrider.load.template import MARK, ChatTemplate
 from outrider.load.tokenizer import Tokenizer
 
 ASSISTANT = "assistant"
+STAND_IN = "qvxjzkw"  # for words that are still to be written; in no text and no template
 
 
 class ChatEncoder:
@@ -57,7 +58,26 @@ class ChatEncoder:
         """`ask` opens the answer's turn; `go_on` leaves the last message open instead; `check` may refuse the text
         before it is tokenized.
         """
-        extra = dict(variables or {})
+        text, sent, marked = self._rendered(messages, tools, dict(variables or {}), ask and not go_on)
+        if go_on:
+            text = _up_to_last(text, sent)
+        if check is not None:
+            check(text)
+        return self._encode_marked(text) if marked else self._encode_plain(text)
+
+    def open_turn(self, messages: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+        """The conversation up to where the words of the user's next turn begin: a model goes on with such a turn."""
+        stand_in = {"role": "user", "content": STAND_IN}
+        text, _, marked = self._rendered([*messages, stand_in], None, {}, False)
+        at = text.rfind(STAND_IN)
+        if at < 0:
+            raise InvalidRequest("the chat template does not show what users say as they say it", "messages")
+        return self._encode_marked(text[:at]) if marked else self._encode_plain(text[:at])
+
+    def _rendered(
+        self, messages: Sequence[Mapping[str, Any]], tools: Any, extra: Mapping[str, Any], ask: bool
+    ) -> tuple[str, Sequence[Mapping[str, Any]], bool]:
+        """The text, the messages that are in it, and whether those have marks."""
         marked = False
         if not self.special_in_text:
             shown = [self._broken_message(m) for m in messages] if _is_list(messages) else messages
@@ -66,14 +86,10 @@ class ChatEncoder:
             if marked:
                 messages, tools, extra = sent
         try:
-            text = self.template.render(messages, tools, add_generation_prompt=ask and not go_on, **extra)
+            text = self.template.render(messages, tools, add_generation_prompt=ask, **extra)
         except TemplateFailed as failed:
             raise TemplateFailed(str(failed).replace(MARK, ""), failed.param) from None
-        if go_on:
-            text = _up_to_last(text, messages)
-        if check is not None:
-            check(text)
-        return self._encode_marked(text) if marked else self._encode_plain(text)
+        return text, messages, marked
 
     def _encode_plain(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, special=False, parse_special=True)

@@ -1,4 +1,4 @@
-"""What to ask: prompts from the command line, a file or a pipe, as rows. Reads no model.
+"""What to ask: prompts from the command line, files or a pipe, as rows. Reads no model.
 
 A row is one of
     {"turns": ["...", "..."]}     user turns, asked one after the other, each answered before the next
@@ -41,6 +41,13 @@ def plain_row(text: str, chat: bool, row_id: str = "1") -> Row:
 
 def read_rows(name: str, stdin: TextIO, limit: int | None = None) -> list[tuple[str, str | dict[str, Any]]]:
     """The first `limit` rows of a file, or of stdin when it is `-`: an id, and text or an object."""
+    return [(row_id, value) for _, row_id, value in numbered_rows(name, stdin, limit)]
+
+
+def numbered_rows(
+    name: str, stdin: TextIO, limit: int | None = None
+) -> list[tuple[int, str, str | dict[str, Any]]]:
+    """The same, each with the number of its line."""
     try:
         if name == "-":
             return list(itertools.islice(_parse(stdin, "stdin"), limit))
@@ -52,7 +59,7 @@ def read_rows(name: str, stdin: TextIO, limit: int | None = None) -> list[tuple[
         raise InvalidRequest(f"{name} is not UTF-8 text", "prompts") from None
 
 
-def _parse(lines: Iterable[str], name: str) -> Iterator[tuple[str, str | dict[str, Any]]]:
+def _parse(lines: Iterable[str], name: str) -> Iterator[tuple[int, str, str | dict[str, Any]]]:
     count = 0
     for number, line in enumerate(lines, 1):
         text = line.strip()
@@ -60,16 +67,16 @@ def _parse(lines: Iterable[str], name: str) -> Iterator[tuple[str, str | dict[st
             continue
         count += 1
         if text[0] not in '{"':
-            yield str(count), text
+            yield number, str(count), text
             continue
         try:
             value = json.loads(text)
         except ValueError as problem:
             if text[0] == '"':  # text that begins with a quotation
-                yield str(count), text
+                yield number, str(count), text
                 continue
             raise InvalidRequest(f"{name}, line {number}: not JSON: {problem}", "prompts") from None
-        yield (str(value.get("id", count)), value) if isinstance(value, dict) else (str(count), value)
+        yield number, str(value.get("id", count) if isinstance(value, dict) else count), value
 
 
 def make_row(row_id: str, value: str | dict[str, Any], chat: bool | None, has_template: bool) -> Row:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from outrider.cli.prompts import Row, make_row, read_rows
 from outrider.errors import InvalidRequest
+from outrider.load.prompts import Row, make_row, read_rows
 
 FILE = """\
 {"id": "a", "turns": ["one", "two"]}

@@ -1,0 +1,363 @@
+"""The first stage: the target answers prompts, at serving's temperatures, and what it wrote is kept as shards.
+
+A conversation is a generator: it yields what to ask next and is sent what the target said. Many run side by side, as
+many as the engine takes and a few more, and each goes on when its own answer is there. Which conversation has which
+number, prompt, temperature and seed is a function of the recipe (prompts.py), and answers do not depend on what else
+runs, so that whoever is killed and starts again ends with the same bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+from array import array
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+
+from outrider.distill.prompts import Prompt, Schedule, drawn, is_prompt
+from outrider.distill.recipe import Recipe
+from outrider.distill.report import Report
+from outrider.engine.llm import LLM
+from outrider.errors import InvalidRequest, OutriderError, stopped
+from outrider.load.literal import ChatEncoder
+from outrider.load.token_shards import Conversation, read_shard, shard_path, shard_paths, write_shard
+from outrider.types import Event, Request, SamplingParams
+from outrider.types import Sequence as Running
+
+FIRST_SHARD, SHARDS_A_SIZE, DOUBLINGS = 16, 16, 5  # shards of 16 conversations, then of 32, at last of 512
+WAITING = 1 / 8  # requests handed in beyond those that run, so that the engine never looks for one
+TURN_TOKENS = 384  # of a user's turn that the target makes up
+LEAST_ROOM = 16  # tokens of the context left for an answer; below it is not asked
+IN_VAIN = 2000  # conversations without one answer, until it is given up
+PRIOR = 8  # talks that what is expected counts for
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    ids: Sequence[int]
+    temperature: float
+    max_tokens: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    tokens: list[int]
+    complete: bool  # it ended by itself
+
+
+Talk = Generator[Ask, Said, list[Conversation]]
+
+
+# ---------------------------------------------------------------------------------------------- conversations
+
+
+@dataclass(slots=True)
+class Transcript:
+    """The tokens of a conversation as they come. Where a later prompt does not begin with what was said before (the
+    template dropped some of it, or other tokens spell the same text), another row begins.
+    """
+
+    prompt: Prompt
+    temperature: float
+    ids: list[int] = field(default_factory=list)
+    answered: bytearray = field(default_factory=bytearray)
+    rows: list[Conversation] = field(default_factory=list)
+
+    def add(self, prompt_ids: Sequence[int], answer: Sequence[int]) -> None:
+        known = len(self.ids)
+        if list(prompt_ids[:known]) != self.ids:
+            self._end_row()
+            known = 0
+        self.ids += [*prompt_ids[known:], *answer]
+        self.answered += bytes(len(prompt_ids) - known) + b"\1" * len(answer)
+
+    def _end_row(self) -> None:
+        ids, answered = np.array(self.ids, np.int32), np.frombuffer(bytes(self.answered), np.bool_)
+        self.rows.append(Conversation(ids, answered, self.prompt.task, self.temperature, self.prompt.id))
+        self.ids, self.answered = [], bytearray()
+
+    def end(self) -> list[Conversation]:
+        if self.ids:
+            self._end_row()
+        return self.rows
+
+
+class Conversations:
+    """Conversations with a target by their numbers."""
+
+    def __init__(self, llm: LLM, recipe: Recipe, schedule: Schedule | None = None) -> None:
+        self.llm, self.recipe, self.schedule = llm, recipe, schedule
+        self.context = min(recipe.context, llm.engine.context)
+        self.chats = ChatEncoder.of(llm.template, llm.tokenizer, llm.settings.special_tokens_in_text)
+        self._first: dict[str, array[int]] = {}  # prompts are asked many times over
+
+    def answer(self, number: int) -> Talk:
+        """One prompt, all its turns, and perhaps one more that the target makes up."""
+        assert self.schedule is not None
+        prompt, temperature = self.schedule.prompt(number)
+        said = Transcript(prompt, temperature)
+        if prompt.row.prompt is not None:
+            ids = self.llm.tokenizer.encode(prompt.row.prompt)
+            yield from self._ask(said, ids, number, 0)
+            return said.end()
+        messages = [dict(message) for message in prompt.row.messages]
+        while messages and messages[-1].get("role") == "assistant":
+            messages.pop()  # that is for the target to say
+        turns = prompt.row.turns or ("",)
+        more = drawn(self.recipe.seed, number, "follow up") / 2**53 < self.recipe.follow_ups
+        for turn in range(len(turns) + more):
+            words = turns[turn] if turn < len(turns) else (yield from self._follow_up(messages, number))
+            if words:
+                messages.append({"role": "user", "content": words})
+            elif turn:
+                break
+            answer = yield from self._ask(said, self._chat_ids(prompt, messages, turn), number, turn)
+            if answer is None:
+                break
+            if turn + 1 < len(turns) + more:
+                messages.append({"role": "assistant", "content": self._text(answer)})
+        return said.end()
+
+    def make_up(self, number: int) -> Talk:
+        """A user's turn by the target itself: it goes on where the template begins one."""
+        assert self.chats is not None
+        ids = self.chats.open_turn()
+        seed = drawn(self.recipe.seed, number, "made up")
+        said = yield Ask(ids, 1.0, min(TURN_TOKENS, self.context - len(ids)), seed)
+        if not is_prompt(self._text(said), said.complete):
+            return []
+        answered = np.ones(len(said.tokens), np.bool_)
+        return [Conversation(np.array(said.tokens, np.int32), answered, "made-up", 1.0, str(number))]
+
+    def _ask(
+        self, said: Transcript, ids: Sequence[int], number: int, turn: int
+    ) -> Generator[Ask, Said, Said | None]:
+        """What the target says; None where there is no room for it."""
+        room = self.context - len(ids)
+        if room < min(LEAST_ROOM, self.recipe.max_tokens):
+            return None
+        seed = drawn(self.recipe.seed, number, f"turn {turn}")
+        answer = yield Ask(ids, said.temperature, min(room, self.recipe.max_tokens), seed)
+        said.add(ids, answer.tokens)
+        return answer
+
+    def _follow_up(self, messages: list[dict[str, str]], number: int) -> Generator[Ask, Said, str]:
+        """The user's next turn as the target makes it up; nothing if that is no good."""
+        assert self.chats is not None
+        ids = self.chats.open_turn(messages)
+        room = min(TURN_TOKENS, self.context - len(ids))
+        if room < LEAST_ROOM:
+            return ""
+        answer = yield Ask(ids, 1.0, room, drawn(self.recipe.seed, number, "next turn"))
+        text = self._text(answer)
+        return text.strip() if is_prompt(text, answer.complete) else ""
+
+    def _text(self, answer: Said) -> str:
+        return self.llm.tokenizer.decode(answer.tokens)
+
+    def _chat_ids(self, prompt: Prompt, messages: list[dict[str, str]], turn: int) -> Sequence[int]:
+        assert self.chats is not None
+        if turn:
+            return self.chats.encode(messages)
+        if prompt.id not in self._first:
+            try:
+                self._first[prompt.id] = array("i", self.chats.encode(messages))
+            except InvalidRequest as problem:
+                raise InvalidRequest(f"the prompt {prompt.id!r}: {problem}", "prompts") from None
+        return self._first[prompt.id]
+
+
+# ---------------------------------------------------------------------------------------------------- shards
+
+
+def shard_bounds(shard: int) -> tuple[int, int]:
+    """Numbers of the conversations in a shard. The first shards are small and later ones larger: whoever is killed
+    loses little of what was done, and many conversations are not very many files.
+    """
+    begin, doublings = 0, 0
+    while doublings < DOUBLINGS and shard >= SHARDS_A_SIZE:
+        begin += SHARDS_A_SIZE * (FIRST_SHARD << doublings)
+        shard, doublings = shard - SHARDS_A_SIZE, doublings + 1
+    size = FIRST_SHARD << doublings
+    return begin + shard * size, begin + (shard + 1) * size
+
+
+@dataclass(slots=True)
+class OpenShard:
+    """One that still waits for some of its conversations."""
+
+    left: int
+    rows: dict[int, list[Conversation]] = field(default_factory=dict)
+
+
+class Filling:
+    """Fills a folder with shards of talks until those from the first on without a gap are worth `goal`."""
+
+    def __init__(
+        self,
+        llm: LLM,
+        folder: Path,
+        talk: Callable[[int], Talk],
+        worth: Callable[[Conversation], int],
+        goal: int,
+        expected: float,
+        most: int | None = None,
+    ) -> None:
+        self.llm, self.folder, self.talk, self.worth, self.goal = llm, folder, talk, worth, goal
+        self.expected = expected  # what a talk is worth, before any has come to its end
+        self.most = most  # conversations, whatever they are worth
+        self.done: dict[int, int] = {}  # what each finished shard is worth
+        self.count = 0  # conversations that came to their end now
+        self.total_now = 0  # what those are worth
+        self.total = 0  # and with the shards before them
+        self._open: dict[int, OpenShard] = {}
+        self._shards = count()
+        self._waiting: deque[tuple[int, int]] = deque()  # shard and number of what is to be asked next
+        self._prefix = (0, 0)  # shards without a gap, and what they are worth
+        self._talks: dict[str, tuple[int, int, Talk]] = {}  # shard, number and talk by request
+        self._sequences: dict[str, Running] = {}  # of the engine's thread
+        self._heard: queue.SimpleQueue[Running | BaseException] = queue.SimpleQueue()
+        self._bases: dict[tuple[float, int], Request] = {}
+        self._names = count()
+        self._closed = False
+
+    def run(self, report: Report, stage: str, unit: str) -> int:
+        """The number of shards that were needed; others are taken away."""
+        for number, path in shard_paths(self.folder).items():
+            self.done[number] = sum(map(self.worth, read_shard(path)))
+        self.total = sum(self.done.values())
+        report.begin(stage, self.goal, unit, min(self.total, self.goal))
+        room = int(self.llm.settings.max_sequences * (1 + WAITING)) + 1
+        try:
+            while not self._enough():
+                self._start(room - len(self._talks))
+                if not self._talks:
+                    break  # there are no more
+                self._hear()
+                report.update(min(self.total, self.goal), f"{self.count} conversations")
+        finally:
+            self._stop()
+            report.end()
+        return self._cut()
+
+    def _enough(self) -> bool:
+        shards, worth = self._prefix
+        while worth < self.goal and shards in self.done:
+            worth += self.done[shards]
+            shards += 1
+        self._prefix = shards, worth
+        return worth >= self.goal
+
+    def _start(self, room: int) -> None:
+        requests: list[Request] = []
+        while len(requests) < room and (self._waiting or self._open_shard(len(requests))):
+            shard, number = self._waiting.popleft()
+            requests += self._go_on(shard, number, self.talk(number), None)
+        self._submit(requests)
+
+    def _open_shard(self, starting: int) -> bool:
+        """Take the next shard in hand, unless those that are will do, as talks went so far."""
+        if not self.total and self.count > IN_VAIN:
+            raise InvalidRequest(
+                f"{self.count} conversations came to nothing: the prompts leave no room for an answer "
+                "(--context), or the target says nothing",
+                "context",
+            )
+        mean = (self.total_now + PRIOR * self.expected) / (self.count + PRIOR)
+        if self.total + (len(self._talks) + starting) * mean >= self.goal:
+            return False
+        shard = next(shard for shard in self._shards if shard not in self.done)
+        begin, end = shard_bounds(shard)
+        if self.most is not None and begin >= self.most:
+            return False
+        self._open[shard] = OpenShard(end - begin)
+        self._waiting.extend((shard, number) for number in range(begin, end))
+        return True
+
+    def _go_on(self, shard: int, number: int, talk: Talk, said: Said | None) -> list[Request]:
+        """The next request of a talk; none if that was its end."""
+        try:
+            ask = next(talk) if said is None else talk.send(said)
+        except StopIteration as ended:
+            self._end(shard, number, ended.value)
+            return []
+        request = self._request(ask)
+        self._talks[request.id] = shard, number, talk
+        return [request]
+
+    def _request(self, ask: Ask) -> Request:
+        """What such requests have in common is settled once: a GPU answers a thousand a second."""
+        key = ask.temperature, ask.max_tokens
+        if key not in self._bases:
+            params = SamplingParams(temperature=ask.temperature, max_tokens=ask.max_tokens, seed=0)
+            self._bases[key] = self.llm.request([0], params)
+        name = f"distill{next(self._names)}"
+        return replace(self._bases[key], id=name, prompt_ids=tuple(ask.ids), seed=ask.seed)
+
+    def _end(self, shard: int, number: int, rows: list[Conversation]) -> None:
+        still = self._open[shard]
+        still.rows[number] = rows
+        still.left -= 1
+        self.count += 1
+        worth = sum(map(self.worth, rows))
+        self.total_now, self.total = self.total_now + worth, self.total + worth
+        if still.left == 0:
+            ordered = [row for number in sorted(still.rows) for row in still.rows[number]]
+            write_shard(self.folder, shard, ordered)
+            self.done[shard] = sum(map(self.worth, ordered))
+            del self._open[shard]
+
+    def _submit(self, requests: list[Request]) -> None:
+        def start() -> None:
+            try:
+                started = self.llm.driver.add(requests, self._listen)
+                self._sequences.update((r.id, own[0]) for r, own in zip(requests, started, strict=True))
+            except BaseException as refused:
+                self._heard.put(refused)
+
+        if requests:
+            self.llm.driver.post(start)
+
+    def _listen(self, event: Event | BaseException) -> None:
+        """On the engine's thread, for every token of every answer."""
+        if isinstance(event, BaseException):
+            self._heard.put(event)
+        elif event.finish_reason is not None and not self._closed:
+            self._heard.put(self._sequences.pop(event.request_id))
+
+    def _hear(self) -> None:
+        """Wait for an answer, and go on with all whose answers are there."""
+        requests: list[Request] = []
+        heard: Running | BaseException = self._heard.get()
+        while True:
+            if isinstance(heard, BaseException):
+                raise heard if isinstance(heard, InvalidRequest) else stopped(heard) from heard
+            if heard.finish_reason not in ("stop", "length"):
+                raise OutriderError(f"an answer ended with {heard.finish_reason}: {heard.problem}")
+            shard, number, talk = self._talks.pop(heard.request.id)
+            requests += self._go_on(shard, number, talk, Said(heard.output, heard.finish_reason == "stop"))
+            try:
+                heard = self._heard.get_nowait()
+            except queue.Empty:
+                break
+        self._submit(requests)
+
+    def _stop(self) -> None:
+        self._closed = True
+        for name in self._talks:
+            with contextlib.suppress(OutriderError):  # the engine is gone, and they with it
+                self.llm.driver.abort(name)
+
+    def _cut(self) -> int:
+        """Take away what came after the last shard that was needed."""
+        shards = self._prefix[0]
+        for number in shard_paths(self.folder):
+            if number >= shards:
+                shard_path(self.folder, number).unlink()
+        return shards
