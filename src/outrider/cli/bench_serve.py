@@ -40,8 +40,8 @@ from outrider.cli.load_flags import (
 )
 from outrider.cli.measure import JsonFile, Progress, Report
 from outrider.cli.output import note
-from outrider.cli.prompts import Row, make_row, read_rows
 from outrider.errors import InvalidRequest, OutriderError
+from outrider.load.prompts import Row, make_row, read_rows
 
 if TYPE_CHECKING:
     from outrider.bench.serve.arrivals import Due
