@@ -201,11 +201,13 @@ def _launch_head(ops: Any, store: Any) -> None:
     from outrider.draft.eagle import EagleDrafter
     from outrider.draft.eagle_head import HeadConfig
     from outrider.draft.eagle_head_gpu import GpuEagleHead
-    from tests.tiny import eagle_tensors
+    from tests.tiny import head_tensors
 
     c = ops.model.config
     layer = replace(c, heads=2, kv_heads=1, head_dim=16, intermediate=40)
-    head = GpuEagleHead(HeadConfig(layer, 90, (0, 0, 0)), eagle_tensors(c, 90).__getitem__, ops.model, 520)
+    norms = {"tap_norms": True, "norm_output": True, "shared_head": True}
+    config = HeadConfig(layer, 90, (0, c.layers), 2, **norms)
+    head = GpuEagleHead(config, head_tensors(config).__getitem__, ops.model, 520)
     rows, chain = torch.arange(4), TreeLayout(tree_nodes((1, 1)))
     for window in (9, 1):  # known tokens and single nodes; nothing runs, so what it draws cannot be fed
         drafter = EagleDrafter(head, store, SlotTable(store.slots, 4, 520), window)
