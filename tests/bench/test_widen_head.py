@@ -10,11 +10,12 @@ import torch
 from outrider import LLM, SamplingParams
 from outrider.bench.as_if import AsIf
 from outrider.bench.widen import Wide, widen
-from outrider.bench.widen_head import widen_head
+from outrider.bench.widen_head import WidenedHead
 from outrider.draft.eagle import EagleDrafter
 from outrider.draft.eagle_head import EagleHead, HeadConfig
 from outrider.draft.feed import text_batch
 from outrider.draft.head_layouts import head_shapes, write_head
+from outrider.engine.draft_room import draft_room
 from outrider.errors import InvalidRequest
 from outrider.load.checkpoint import open_checkpoint
 from outrider.model.decoder import Decoder, make_kernels, make_store
@@ -52,7 +53,8 @@ def test_logits_are_the_small_heads(kind: str, wide: Wide) -> None:
     config, tensors = KINDS[kind], head_tensors(KINDS[kind])
     read = random_tensors(SMALL)
     expected, small_draft = drafted(decoder(SMALL, read), config, tensors)
-    made_config, made = widen_head(config, tensors.__getitem__, wide)
+    widened = WidenedHead(config, tensors.__getitem__, wide)
+    made_config, made = widened.head, {name: widened.read(name) for name, _ in head_shapes(widened.head)}
     assert {name: tuple(tensor.shape) for name, tensor in made.items()} == dict(head_shapes(made_config))
     assert (made_config.layer.hidden, made_config.layer.heads, made_config.layer.intermediate) == (80, 12, 96)
     logits, draft = drafted(decoder(*widen(SMALL, read, wide)), made_config, made)
@@ -66,7 +68,7 @@ def test_logits_are_the_small_heads(kind: str, wide: Wide) -> None:
 def test_a_head_wider_than_the_shape_is_refused() -> None:
     config = KINDS["taps"]
     with pytest.raises(InvalidRequest, match="the shape's intermediate is smaller"):
-        widen_head(config, head_tensors(config).__getitem__, Wide(80, 8, 12, 3, 32, 130))
+        WidenedHead(config, head_tensors(config).__getitem__, Wide(80, 8, 12, 3, 32, 130))
 
 
 def test_an_as_if_model_takes_a_head_for_the_small_one(folder: Path, tmp_path: Path) -> None:
@@ -82,6 +84,9 @@ def test_an_as_if_model_takes_a_head_for_the_small_one(folder: Path, tmp_path: P
         with make() as llm:
             drafter = llm.engine.drafters["eagle"]
             (output,) = llm.generate(["abcabcabc"], params)
+            if isinstance(llm, AsIf):
+                room = draft_room([llm._draft_checkpoint(open_checkpoint(tmp_path))])
+                assert room.cached == 2 * 64 + 2 * 4 * 16  # two taps of the wide stream; keys and values
             seen.append((output.text, drafter.head.config.layer.hidden, drafter.head.config.draft_vocab))
     (text, small, words), (same, wide, as_many) = seen
     assert text == same and (small, wide) == (32, 64) and words == as_many == config.vocab

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from outrider.bench.widen import Wide, named_layers, shape_of, widen
-from outrider.bench.widen_head import widen_head
+from outrider.bench.widen_head import WidenedHead
 from outrider.draft.eagle_head import HeadConfig
-from outrider.draft.head_layouts import read_head
+from outrider.draft.head_layouts import head_shapes, read_head
 from outrider.draft.names import Part
-from outrider.draft.table import DrafterSources
+from outrider.draft.table import DrafterSources, is_eagle
 from outrider.engine.engine import Engine
 from outrider.engine.kv_cache import KvCache
 from outrider.engine.llm import LLM
@@ -84,6 +84,14 @@ class WideCheckpoint(Checkpoint):
     @property
     def total_bytes(self) -> int:
         return sum(math.prod(shape) for shape in self._shapes.values()) * self.dtype.itemsize
+
+
+class WideHead(WideCheckpoint):
+    """What the memory of a head in another shape is reckoned from; `AsIf` makes its tensors."""
+
+    def __init__(self, small: Checkpoint, head: HeadConfig, dtype: torch.dtype) -> None:
+        self.small, self.path, self.dtype, self.config = small, small.path, dtype, head.layer
+        self._shapes = dict(head_shapes(head))
 
 
 def config_json(config: ModelConfig) -> dict[str, Any]:
@@ -159,15 +167,22 @@ class AsIf(LLM):
         return replace(super()._sources(cache), read_head=self._read_head)
 
     def _read_head(self, folder: Path, target: ModelConfig) -> tuple[HeadConfig, dict[str, Tensor]]:
+        made = self.widened_head(folder)
+        return made.head, {name: made.read(name) for name, _ in head_shapes(made.head)}
+
+    def widened_head(self, folder: Path) -> WidenedHead:
         """A head for the small model, as wide as the target is."""
         wide = self.checkpoint
         assert isinstance(wide, WideCheckpoint) and wide.small.config is not None
         config, tensors = read_head(folder, wide.small.config)
-        return widen_head(config, lambda name: tensors[name].float(), self._wide, self.place, wide.dtype)
+        read = lambda name: tensors[name].float()  # noqa: E731 - a name for a reader
+        return WidenedHead(config, read, self._wide, torch.device(self.place), wide.dtype)
 
     def _build(self, parts: Sequence[Part]) -> Engine:
         self.checkpoint = WideCheckpoint(self.checkpoint, self._wide, self.place)
         return super()._build(parts)
 
     def _draft_checkpoint(self, checkpoint: Checkpoint) -> Checkpoint:
+        if is_eagle(checkpoint.path) and isinstance(self.checkpoint, WideCheckpoint):
+            return WideHead(checkpoint, self.widened_head(checkpoint.path).head, self.checkpoint.dtype)
         return checkpoint if self._draft_wide is None else self.widened_draft(checkpoint)

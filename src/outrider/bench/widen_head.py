@@ -15,26 +15,19 @@ from torch import Tensor
 
 from outrider.bench.widen import Read, Wide, Widened
 from outrider.draft.eagle_head import HeadConfig
-from outrider.draft.head_layouts import head_shapes
 
+CPU = torch.device("cpu")
 WRITERS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
-
-
-def widen_head(
-    config: HeadConfig,
-    read: Read,
-    wide: Wide,
-    device: str | torch.device = "cpu",
-    dtype: torch.dtype = torch.float32,
-) -> tuple[HeadConfig, dict[str, Tensor]]:
-    """Config and tensors of a head in the shape `wide`."""
-    made = WidenedHead(config, read, wide, torch.device(device), dtype)
-    return made.head, {name: made.read(name) for name, _ in head_shapes(made.head)}
 
 
 class WidenedHead(Widened):
     def __init__(
-        self, config: HeadConfig, read: Read, wide: Wide, device: torch.device, dtype: torch.dtype
+        self,
+        config: HeadConfig,
+        read: Read,
+        wide: Wide,
+        device: torch.device = CPU,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         layer = replace(config.layer, layers=1, windows=(0,), tied=wide.tied)
         super().__init__(layer, read, wide, device, dtype, kept=None)
