@@ -1,0 +1,125 @@
+"""The EAGLE head in torch with gradients: twin of draft/eagle_head.py, its parameters named as they lie on disk.
+
+Training unrolls it as serving runs it: step 0 joins the target's features with the token after them, step k feeds on
+its own output of step k - 1 one position before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from outrider.distill.layers import Layer, Past, RmsNorm, fresh_linear, rotary, shift
+from outrider.draft.eagle_head import HeadConfig
+from outrider.load.config import ModelConfig
+
+Read = Callable[[str], Tensor]  # a tensor of the target by its Hugging Face name
+
+FAINT = 0.1  # how much smaller fresh weights are beside those that come from the target
+
+
+class HeadNet(nn.Module):
+    """`words`: the target's ids of the head's vocabulary, rising; None where it is whole. `target_head`: the target's
+    own head matrix, for a head that shares it; it stays as it is.
+    """
+
+    d2t: Tensor
+    shared_rows: Tensor
+
+    def __init__(
+        self, config: HeadConfig, words: Tensor | None = None, target_head: Tensor | None = None
+    ) -> None:
+        super().__init__()
+        c = config.layer
+        self.config = config
+        self.fc = fresh_linear(len(config.taps) * c.hidden, c.hidden)
+        if config.tap_norms:
+            self.tap_norms = RmsNorm((len(config.taps), c.hidden), c.norm_eps)
+        if config.joint_norm:
+            self.input_norm = RmsNorm((len(config.taps) * c.hidden,), c.norm_eps)
+        self.midlayer = Layer(c, joined=True, normed_residual=config.normed_residual)
+        if config.layers > 1:
+            self.layers = nn.ModuleDict({str(i): Layer(c) for i in range(1, config.layers)})
+        self.norm = RmsNorm((c.hidden,), c.norm_eps)
+        if words is not None:
+            self.register_buffer("d2t", words - torch.arange(len(words)))
+        if config.shared_head:
+            assert target_head is not None
+            rows = target_head if words is None else target_head[words]
+            self.register_buffer("shared_rows", rows.clone(), persistent=False)
+        else:
+            self.lm_head = fresh_linear(c.hidden, config.draft_vocab)
+
+    @property
+    def words(self) -> Tensor | None:
+        """The target's ids of the head's words; None: all of them."""
+        return (
+            self.d2t + torch.arange(len(self.d2t), device=self.d2t.device) if hasattr(self, "d2t") else None
+        )
+
+    @property
+    def head(self) -> Tensor:
+        """The matrix from normed hidden states to logits."""
+        return self.shared_rows if self.config.shared_head else self.lm_head.weight
+
+    def fused(self, features: Tensor) -> Tensor:
+        """[B, T, taps, hidden] of the target -> [B, T, hidden]."""
+        if self.config.tap_norms:
+            features = self.tap_norms(features)
+        joined = features.flatten(2)
+        out: Tensor = self.fc(self.input_norm(joined) if self.config.joint_norm else joined.float())
+        return out.float()
+
+    def forward(self, features: Tensor, embedded: Tensor, steps: int) -> Iterator[Tensor]:
+        """The normed hidden states [B, T, hidden] of each unrolled step. At i, `features` are the target's at token i
+        and `embedded` is the embedding of token i + 1; the states at i speak of token i + 2.
+        """
+        turn = rotary(self.config.layer, features.shape[1], features.device)
+        hidden = self.fused(features)
+        pasts: list[Past] = [[] for _ in range(self.config.layers)]
+        for _ in range(steps):
+            hidden = self.midlayer(hidden, turn, pasts[0], embedded)
+            for i in range(1, self.config.layers):
+                hidden = self.layers[str(i)](hidden, turn, pasts[i])
+            normed = self.norm(hidden)
+            yield normed
+            hidden = shift(normed if self.config.norm_output else hidden, 1)
+
+
+@torch.no_grad()
+def start_from_target(net: HeadNet, read: Read, target: ModelConfig) -> None:
+    """Set a fresh head up from the target: the deepest tap passes through, the layers are the target's last ones as
+    far as their shapes agree, and the norm and an own head matrix are the target's.
+    """
+    c, taps = net.config.layer, net.config.taps
+    place = taps.index(max(taps))
+    net.fc.weight.mul_(FAINT)
+    net.fc.weight[:, place * c.hidden : (place + 1) * c.hidden] += torch.eye(c.hidden)
+    for i in range(net.config.layers):
+        layer = net.midlayer if i == 0 else net.layers[str(i)]
+        _copy_layer(layer, read, f"model.layers.{target.layers - net.config.layers + i}.", joined=i == 0)
+    net.norm.weight.copy_(read("model.norm.weight"))
+    if not net.config.shared_head:
+        rows = read(head_name(target))
+        net.lm_head.weight.copy_(rows if net.words is None else rows[net.words.cpu()])
+
+
+def _copy_layer(layer: nn.Module, read: Read, prefix: str, joined: bool) -> None:
+    for name, parameter in layer.named_parameters():
+        if name == "input_layernorm.weight" and joined:
+            continue  # of the embedding: the target's last layers know none
+        theirs = read(prefix + name.replace("hidden_norm", "input_layernorm"))
+        if joined and name.split(".")[1] in ("q_proj", "k_proj", "v_proj"):
+            width = parameter.shape[1] // 2
+            if theirs.shape == (len(parameter), width):
+                parameter[:, :width] *= FAINT
+                parameter[:, width:] = theirs
+        elif theirs.shape == parameter.shape:
+            parameter.copy_(theirs)
+
+
+def head_name(target: ModelConfig) -> str:
+    """Of the tensor that is the target's head."""
+    return "model.embed_tokens.weight" if target.tied else "lm_head.weight"

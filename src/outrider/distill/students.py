@@ -1,0 +1,186 @@
+"""The two kinds of draft while they learn: an EAGLE head and a small decoder, behind one face.
+
+A student makes hidden states, step by step where it is unrolled; `head` turns those into logits of its `words`. What
+a recipe leaves open is settled here from the target's shape and from the words of the answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from outrider.distill.answers import Answers, TrainBatch
+from outrider.distill.features import Features, TargetReader
+from outrider.distill.head_net import HeadNet, Read, head_name, start_from_target
+from outrider.distill.lm_net import LmNet, lm_shape, save_lm, start_lm
+from outrider.distill.recipe import Recipe
+from outrider.draft.eagle_head import HeadConfig
+from outrider.draft.head_layouts import eagle_taps, read_head, write_head
+from outrider.errors import BadCheckpoint, InvalidRequest
+from outrider.load.checkpoint import Checkpoint, open_checkpoint
+from outrider.load.config import ModelConfig
+
+WHOLE_VOCABULARY, REDUCED_VOCABULARY = 1 << 16, 1 << 15  # words kept up to, and if there are more
+
+
+class Student(Protocol):
+    ahead: int  # states at i speak of token i + ahead
+    taps: tuple[int, ...]  # of the target that it sees
+
+    @property
+    def net(self) -> nn.Module: ...
+
+    @property
+    def words(self) -> Tensor | None:
+        """The target's ids of its words; None: all."""
+        ...
+
+    @property
+    def head(self) -> Tensor: ...
+
+    def states(self, batch: TrainBatch, features: Features, reader: TargetReader, steps: int) -> list[Tensor]:
+        """Normed hidden states [B, T, hidden], of each step that is unrolled."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """In the form that serving loads."""
+        ...
+
+
+class HeadStudent:
+    ahead = 2
+
+    def __init__(self, net: HeadNet, target: ModelConfig, layout: str, target_name: str) -> None:
+        self.net, self.target, self.layout, self.target_name = net, target, layout, target_name
+        self.taps = net.config.taps
+
+    @property
+    def words(self) -> Tensor | None:
+        return self.net.words
+
+    @property
+    def head(self) -> Tensor:
+        return self.net.head
+
+    def states(self, batch: TrainBatch, features: Features, reader: TargetReader, steps: int) -> list[Tensor]:
+        after = batch.ids.roll(-1, 1)  # the last has none after it, and its states are never looked at
+        return list(self.net(features.taps, reader.embed(after), steps))
+
+    def save(self, folder: Path) -> None:
+        tensors = {name: tensor.detach().cpu() for name, tensor in self.net.state_dict().items()}
+        if self.net.config.shared_head and self.layout != "outrider":
+            tensors["lm_head.weight"] = self.head.cpu()
+        write_head(folder, self.net.config, tensors, self.layout, self.target, self.target_name)
+
+
+class LmStudent:
+    ahead = 1
+    taps: tuple[int, ...] = ()
+
+    def __init__(self, net: LmNet, checkpoint: Checkpoint) -> None:
+        self.net, self.checkpoint = net, checkpoint
+
+    @property
+    def words(self) -> Tensor | None:
+        return None
+
+    @property
+    def head(self) -> Tensor:
+        return self.net.head
+
+    def states(self, batch: TrainBatch, features: Features, reader: TargetReader, steps: int) -> list[Tensor]:
+        return [self.net(batch.ids.to(features.last.device))]
+
+    def save(self, folder: Path) -> None:
+        save_lm(folder, self.net, self.checkpoint.tokenizer, self.checkpoint.chat_template)
+
+
+def make_student(recipe: Recipe, checkpoint: Checkpoint, answers: Answers) -> HeadStudent | LmStudent:
+    """As the recipe says, fresh or from a draft that is there. The same recipe gives the same weights."""
+    torch.manual_seed(recipe.seed)
+    if checkpoint.config is None:
+        raise InvalidRequest(
+            "this target runs through transformers, and its hidden states cannot be read: only targets of Outrider's "
+            "own decoder can be distilled", "target",
+        )  # fmt: skip
+    if recipe.kind == "lm":
+        return LmStudent(_make_lm(recipe, checkpoint, checkpoint.config), checkpoint)
+    net = _make_head(recipe, checkpoint.tensor, checkpoint.config, answers)
+    return HeadStudent(net, checkpoint.config, recipe.layout, recipe.target)
+
+
+def _make_lm(recipe: Recipe, checkpoint: Checkpoint, target: ModelConfig) -> LmNet:
+    if recipe.continue_from:
+        before = open_checkpoint(Path(recipe.continue_from))
+        if before.config is None or before.config.vocab != target.vocab or not before.config.tied:
+            raise BadCheckpoint(
+                f"{recipe.continue_from} is no draft that `distill --kind lm` made for this target"
+            )
+        net = LmNet(before.config)
+        net.load_state_dict({name: before.tensor(name) for name in net.state_dict()})
+        return net
+    r = recipe
+    net = LmNet(lm_shape(target, r.size, r.hidden, r.layers, r.heads, r.kv_heads, r.intermediate))
+    start_lm(net, checkpoint.tensor)
+    return net
+
+
+def _make_head(recipe: Recipe, read: Read, target: ModelConfig, answers: Answers) -> HeadNet:
+    if recipe.continue_from:
+        config, tensors = read_head(Path(recipe.continue_from), target)
+    else:
+        config, tensors = head_shape(recipe, target), {}
+    words = None
+    if not config.whole:
+        places = torch.arange(config.draft_vocab)
+        words = (
+            tensors["d2t"].long() + places if tensors else frequent_words(answers, config.draft_vocab, target)
+        )
+    net = HeadNet(config, words, read(head_name(target)) if config.shared_head else None)
+    if tensors:
+        net.load_state_dict({name: t if name == "d2t" else t.float() for name, t in tensors.items()})
+    else:
+        start_from_target(net, read, target)
+    return net
+
+
+def head_shape(recipe: Recipe, target: ModelConfig) -> HeadConfig:
+    r, t = recipe, target
+    layer = replace(
+        t, family="llama", layers=1, heads=r.heads or t.heads, kv_heads=r.kv_heads or (r.heads or t.kv_heads),
+        intermediate=r.intermediate or t.intermediate, tied=False, qkv_bias=False, out_bias=False,
+        mlp_bias=False, qk_norm=False, windows=(0,), raw={},
+    )  # fmt: skip
+    most = t.vocab if t.vocab <= WHOLE_VOCABULARY else REDUCED_VOCABULARY
+    return HeadConfig(
+        layer,
+        min(r.vocabulary or most, t.vocab),
+        r.taps or default_taps(t.layers, r.layout),
+        layers=r.layers or 1,
+        tap_norms=r.tap_norms,
+        norm_output=r.norm_output,
+        shared_head=r.shared_head,
+    )
+
+
+def default_taps(layers: int, layout: str) -> tuple[int, ...]:
+    """Where published heads look; our own layout can have what leaves the last layer, too."""
+    taps = dict.fromkeys(eagle_taps(layers))  # a shallow target has some of them twice
+    return (*taps, layers) if layout == "outrider" else tuple(taps)
+
+
+def frequent_words(answers: Answers, count: int, target: ModelConfig) -> Tensor:
+    """The ids that the target writes most, and those that end a text, in order."""
+    counts = np.zeros(target.vocab, np.int64)
+    for row in answers.rows():
+        one = answers[row]
+        counts += np.bincount(one.ids[one.answered], minlength=target.vocab)
+    counts[list(target.eos_ids)] = counts.max() + 1
+    order: Sequence[int] = np.lexsort((np.arange(target.vocab), -counts))[:count].tolist()
+    return torch.tensor(sorted(order))

@@ -1,0 +1,236 @@
+"""Training: a draft learns the target's distribution on the target's own answers, one batch of them a step.
+
+Everything is a function of the recipe, the answers and the step: whoever is killed goes on from the last checkpoint
+and ends with the same weights. `curves.jsonl` says how it went, line by line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.distill.acceptance import Acceptance, held_out, measure_acceptance
+from outrider.distill.answers import Answers, TrainBatch
+from outrider.distill.checkpoints import Counters, load_checkpoint, save_checkpoint
+from outrider.distill.features import TargetReader
+from outrider.distill.losses import Losses, losses_and_gradients
+from outrider.distill.recipe import Recipe
+from outrider.distill.report import Report
+from outrider.distill.students import Student, make_student
+from outrider.engine.llm import LLM
+from outrider.errors import OutriderError, UnsupportedModel
+from outrider.load.token_shards import write_atomically
+from outrider.model.decoder import Layered
+
+DRAFT, CHECKPOINTS, CURVES = "draft", "checkpoints", "curves.jsonl"
+EPOCHS = 3  # where a recipe names no number of tokens
+FLOOR = 0.05  # of the learning rate, at the end
+BETAS = (0.9, 0.95)
+LOG_STEPS = 10  # between two lines of the curves
+
+
+class Diverged(OutriderError):
+    """The loss is no number any more."""
+
+
+def train(llm: LLM, recipe: Recipe, answers: Answers, out: Path, report: Report) -> Path:
+    """Train what the recipe asks for on the answers; the folder of the draft, as serving loads it."""
+    if not isinstance(llm.model, Layered):
+        raise UnsupportedModel(
+            "this target runs through transformers, and its hidden states cannot be read: only targets of Outrider's "
+            "own decoder can be distilled"
+        )
+    student = make_student(recipe, llm.checkpoint, answers)
+    if llm.model.device.type != "cpu":
+        return Training(llm.model, student, recipe, answers, out, report).run()
+    with on_the_cpu(llm.settings.threads):
+        return Training(llm.model, student, recipe, answers, out, report).run()
+
+
+@contextlib.contextmanager
+def on_the_cpu(threads: int) -> Iterator[None]:
+    """The engine leaves torch one thread, as its kernels have their own; gradients want all. And oneDNN takes fifty
+    times as long as torch's own matmul for small matrices on some machines, and is nowhere faster in float32.
+    """
+    before = torch.get_num_threads(), bool(torch.backends.mkldnn.enabled)
+    torch.set_num_threads(threads)
+    torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before[0])
+        torch.backends.mkldnn.enabled = before[1]  # type: ignore[assignment]
+
+
+class Training:
+    """One run: its student, its optimiser, its counters. Everything it writes is under `out`."""
+
+    def __init__(
+        self, model: Layered, student: Student, recipe: Recipe, answers: Answers, out: Path, report: Report
+    ) -> None:
+        self.student, self.recipe, self.answers, self.out, self.report = student, recipe, answers, out, report
+        self.reader = TargetReader(model, student.taps, recipe.batch_tokens)
+        self.device = model.device
+        fast = recipe.dtype == "bfloat16" or (recipe.dtype == "auto" and self.device.type == "cuda")
+        self.dtype = torch.bfloat16 if fast else torch.float32
+        student.net.to(self.device)
+        matrices = [p for p in student.net.parameters() if p.dim() > 1]
+        others = [p for p in student.net.parameters() if p.dim() <= 1]
+        groups = [
+            {"params": matrices, "weight_decay": recipe.weight_decay},
+            {"params": others, "weight_decay": 0.0},
+        ]
+        self.optimiser = torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=BETAS)
+        self.total = recipe.train_tokens or EPOCHS * answers.tokens
+        self.counters = Counters()
+
+    def run(self) -> Path:
+        self.counters = load_checkpoint(
+            self.out / CHECKPOINTS, self.student.net, self.optimiser, self.report.note
+        )
+        self._cut_curves()
+        self.report.begin("train", self.total, "tokens", self.counters.tokens)
+        started = time.perf_counter() - self.counters.seconds
+        if not self.counters.step:
+            self._save()  # what cannot be saved is said before it is trained
+            self._validate()
+        batches = self.answers.batches(self.recipe.batch_tokens, self.recipe.seed, self.counters.step)
+        while self.counters.tokens < self.total:
+            line = self._step(next(batches))
+            self.counters.seconds = time.perf_counter() - started
+            self._after_step(line, over=self.counters.tokens >= self.total)
+        self.report.end()
+        return self._save()
+
+    def _step(self, batch: TrainBatch) -> dict[str, Any]:
+        rate = self.recipe.learning_rate * schedule(self.counters.tokens / self.total, self.recipe.warm_up)
+        for group in self.optimiser.param_groups:
+            group["lr"] = rate
+        self.optimiser.zero_grad(set_to_none=True)
+        losses = self._backward(batch)
+        norm = torch.nn.utils.clip_grad_norm_(self.student.net.parameters(), self.recipe.clip or math.inf)
+        by_step, overlap = losses.means()
+        if not math.isfinite(sum(by_step)) or not math.isfinite(float(norm)):
+            raise Diverged(
+                f"the loss is no number any more in step {self.counters.step + 1}; the last checkpoint is of a step "
+                f"before it, in {self.out / CHECKPOINTS}. Take a lower learning rate than {self.recipe.learning_rate:g}"
+            )
+        self.optimiser.step()
+        self.counters.step += 1
+        self.counters.tokens += batch.tokens
+        return {"rate": rate, "norm": float(norm), "loss": by_step, "overlap": overlap}
+
+    def _backward(self, batch: TrainBatch) -> Losses:
+        """The gradients of a batch, through the hidden states: the logits' part is made in chunks."""
+        features = self.reader.read(batch)
+        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
+            states = self.student.states(batch, features, self.reader, self.recipe.unroll)
+        ahead, width = self.student.ahead, batch.ids.shape[1]
+        rows, columns = batch.answered[:, ahead:].nonzero(as_tuple=True)
+        flat = (rows * width + columns).to(self.device)
+        losses, gradients, of_head = losses_and_gradients(
+            self.recipe.loss,
+            [state.detach().flatten(0, 1)[flat] for state in states],
+            self._weights(columns, len(states)),
+            self.student.head,
+            self.reader.probabilities(features.last.flatten(0, 1)[flat + ahead - 1], self.student.words),
+            self.dtype,
+        )
+        whole = [torch.zeros_like(state) for state in states]
+        for to, gradient in zip(whole, gradients, strict=True):
+            to.flatten(0, 1)[flat] = gradient
+        torch.autograd.backward(states, whole)
+        if of_head is not None:
+            head = self.student.head
+            head.grad = of_head if head.grad is None else head.grad + of_head
+        return losses
+
+    def _weights(self, columns: Tensor, steps: int) -> Tensor:
+        """[steps, rows]: each step's mean counts `decay` times that of the one before. Step k has no place before k."""
+        shares = torch.tensor([self.recipe.decay**k for k in range(steps)])
+        there = columns >= torch.arange(steps)[:, None]
+        each = (shares / shares.sum())[:, None] / there.sum(1, keepdim=True).clamp(min=1)
+        return (each * there).float().to(self.device)
+
+    def _after_step(self, line: dict[str, Any], over: bool) -> None:
+        c, r = self.counters, self.recipe
+        self.report.update(min(c.tokens, self.total), f"loss {line['loss'][0]:.3f}")
+        if c.step % LOG_STEPS == 0 or over:
+            self._log(line)
+        if c.step % r.validate_steps == 0 or over:
+            self._validate()
+        if c.step % r.checkpoint_steps == 0 or over:
+            save_checkpoint(self.out / CHECKPOINTS, self.student.net, self.optimiser, c)
+
+    def _validate(self) -> None:
+        r = self.recipe
+        rows = held_out(self.answers, self.device)
+        found = measure_acceptance(
+            self.student, self.reader, self.answers, rows, r.batch_tokens, r.depth, r.seed
+        )
+        if found:
+            self._log({"held_out": {kind: one.to_json() for kind, one in found.items()}})
+            self.report.note(f"step {self.counters.step}: {_in_words(found)}")
+
+    def _log(self, line: Mapping[str, Any]) -> None:
+        c = self.counters
+        whole = {"step": c.step, "tokens": c.tokens, "seconds": round(c.seconds, 2), **line}
+        self.out.mkdir(parents=True, exist_ok=True)
+        with (self.out / CURVES).open("a") as file:
+            file.write(json.dumps(whole) + "\n")
+
+    def _cut_curves(self) -> None:
+        """Leave out what came after the checkpoint: it will come again."""
+        file = self.out / CURVES
+        if file.exists():
+            kept = [one for one in read_curves(file) if 0 < self.counters.step >= one["step"]]
+            write_atomically(file, "".join(json.dumps(one) + "\n" for one in kept).encode())
+
+    def _save(self) -> Path:
+        """Beside its place first: a draft that is there is whole."""
+        part, folder = self.out / f".{DRAFT}.part", self.out / DRAFT
+        shutil.rmtree(part, ignore_errors=True)
+        try:
+            self.student.save(part)
+        except OSError as problem:
+            shutil.rmtree(part, ignore_errors=True)
+            raise OutriderError(
+                f"{folder} cannot be written: {problem.strerror or problem} (the last checkpoint is kept: make room "
+                "and run the same command again)"
+            ) from None
+        shutil.rmtree(folder, ignore_errors=True)
+        part.rename(folder)
+        return folder
+
+
+def schedule(done: float, warm_up: float) -> float:
+    """The learning rate's factor: up in a line, then down a cosine to its floor."""
+    if done < warm_up:
+        return max(done / warm_up, FLOOR)
+    share = min((done - warm_up) / max(1 - warm_up, 1e-9), 1.0)
+    return FLOOR + (1 - FLOOR) * (1 + math.cos(math.pi * share)) / 2
+
+
+def read_curves(file: Path) -> list[dict[str, Any]]:
+    """Lines of the curves; one that was being written when somebody was killed is left out."""
+    found = []
+    for line in file.read_text().splitlines():
+        with contextlib.suppress(ValueError):
+            found.append(json.loads(line))
+    return found
+
+
+def _in_words(found: Mapping[str, Acceptance]) -> str:
+    return "; ".join(
+        f"{kind} accepts {' '.join(f'{rate:.2f}' for rate in one.rates)}, {one.tokens_per_step:.2f} tokens a step"
+        for kind, one in sorted(found.items())
+    )
