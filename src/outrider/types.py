@@ -348,6 +348,9 @@ class StepRecord:
     prompt_rows: int = 0  # of the rows, those of prompt chunks
     # A drafter that read on before it drafted, how many tokens, and the seconds it took.
     catch_up: tuple[str, int, float] | None = None
+    # Of one drafting sequence now and then: its drafter, tokens it emitted, and the sum of the probabilities that the
+    # target gave them.
+    predicted: list[tuple[str, int, float]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -170,7 +170,9 @@ def mentioned(text: str) -> set[str]:
     return set(re.findall(rf"{PREFIX}(\w+)", text))
 
 
-@pytest.mark.parametrize("file", [*sorted(DOCS.glob("*.md")), DEPLOY / "grafana.json"], ids=lambda f: f.name)
+@pytest.mark.parametrize(
+    "file", [*sorted(DOCS.glob("*.md")), DEPLOY / "grafana.json", DEPLOY / "alerts.yml"], ids=lambda f: f.name
+)
 def test_metrics_that_are_mentioned_exist(file: Path) -> None:
     assert mentioned(file.read_text()) <= set(series())
 

@@ -22,6 +22,7 @@ def test_defaults_are_valid_and_local() -> None:
 
 def test_every_field_is_checked() -> None:
     others = {"host", "allowed_hosts", "cors_origins", "api_keys", "served_name", "key_file"}
+    others |= {"draft_folders", "keep_traffic"}
     flags = {"stream_padding", "log_prompts"}
     assert {f.name for f in fields(ServeSettings)} == {*_WHOLE, *_SECONDS, *_CHOICES, *others, *flags}
 

@@ -18,7 +18,7 @@ import typer
 from outrider.cli.options import envvar
 from outrider.cli.output import note, write
 from outrider.errors import InvalidRequest, OutriderError, suggest
-from outrider.serve.keys import Key, KeyLimits, digest_of, parse_keys, read_key_file
+from outrider.serve.keys import MARKS, Key, KeyLimits, digest_of, parse_keys, read_key_file
 
 keys = typer.Typer(help="Make API keys for a server; list and revoke them.", no_args_is_help=True)
 
@@ -56,6 +56,29 @@ def _limit(name: str, what: str) -> Any:
 Requests = Annotated[int, _limit("requests_per_minute", "requests a minute")]
 Tokens = Annotated[int, _limit("tokens_per_minute", "tokens a minute, of prompts and answers")]
 Running = Annotated[int, _limit("max_running", "requests at once")]
+Admin = Annotated[
+    bool,
+    typer.Option("--admin", envvar=envvar("admin"), show_envvar=False, help="It may swap drafts, too."),
+]
+KeepTraffic = Annotated[
+    bool,
+    typer.Option(
+        "--keep-traffic",
+        envvar=envvar("key_keep_traffic"),
+        show_envvar=False,
+        help="Its tokens may be kept, where the server keeps any.",
+    ),
+]
+Folder = Annotated[
+    str,
+    typer.Option(
+        "--keep-traffic",
+        envvar=envvar("keep_traffic"),
+        show_envvar=False,
+        metavar="DIR",
+        help="The folder, as the server's --keep-traffic has it.",
+    ),
+]
 Json = Annotated[
     bool,
     typer.Option(
@@ -71,6 +94,8 @@ def add(
     requests_per_minute: Requests = 0,
     tokens_per_minute: Tokens = 0,
     max_running: Running = 0,
+    admin: Admin = False,
+    keep_traffic: KeepTraffic = False,
 ) -> None:
     """Make a key and print it, this once; the file keeps its hash. A running server reads the file again on SIGHUP.
 
@@ -83,7 +108,8 @@ def add(
     if name in [key.name for key in known]:
         raise InvalidRequest(f"{file} has a key named {name!r}; remove it first, or choose another", "name")
     secret = PREFIX + secrets.token_urlsafe(32)
-    made = Key(name, digest_of(secret), KeyLimits(requests_per_minute, tokens_per_minute, max_running))
+    limits = KeyLimits(requests_per_minute, tokens_per_minute, max_running)
+    made = Key(name, digest_of(secret), limits, admin, keep_traffic)
     _replace(path, _joined(text, _entry(made)), [*known, made])
     write(f"{secret}\n")
     note(f"its hash is in {file}; the key itself is kept nowhere, so keep it now")
@@ -93,11 +119,12 @@ def add(
 def list_all(file: File = "keys.toml", as_json: Json = False) -> None:
     """List the keys of a file: names and limits."""
     for key in read_key_file(Path(file).expanduser()):
-        limits = asdict(key.limits)
+        limits, marks = asdict(key.limits), {mark: getattr(key, mark) for mark in MARKS}
         if as_json:
-            write(json.dumps({"name": key.name, **limits}) + "\n")
+            write(json.dumps({"name": key.name, **limits, **marks}) + "\n")
         else:
             said = [f"{value} {SAID[limit]}" for limit, value in limits.items() if value]
+            said += [mark for mark, on in marks.items() if on]
             write(f"{key.name}\t{', '.join(said) or 'no limits'}\n")
 
 
@@ -112,6 +139,17 @@ def remove(name: Name, file: File = "keys.toml") -> None:
             f"{file} has no key named {name!r}{suggest(name, [key.name for key in known])}", "name"
         )
     _replace(path, _without(text, name), [key for key in known if key.name != name])
+
+
+@keys.command()
+def forget(name: Name, keep_traffic: Folder) -> None:
+    """Erase what a server kept of a key's traffic, also what it still holds in memory. The key stays as it is.
+
+    outrider keys forget team-a --keep-traffic traffic
+    """
+    from outrider.serve.traffic import forget as erase  # brings numpy
+
+    note(f"{erase(Path(keep_traffic).expanduser(), name)} shards erased")
 
 
 def _contents(path: Path) -> tuple[str, list[Key]]:
@@ -129,7 +167,8 @@ def _entry(key: Key) -> str:
         f'hash = "sha256:{key.digest.hex()}"',
     ]
     limits = [(field.name, getattr(key.limits, field.name)) for field in fields(key.limits)]
-    return "\n".join([*lines, *(f"{limit} = {value}" for limit, value in limits if value)]) + "\n"
+    lines += [f"{limit} = {value}" for limit, value in limits if value]
+    return "\n".join([*lines, *(f"{mark} = true" for mark in MARKS if getattr(key, mark))]) + "\n"
 
 
 def _joined(text: str, entry: str) -> str:

@@ -23,6 +23,7 @@ from outrider.cli.chat import chat
 from outrider.cli.command import Command, Group
 from outrider.cli.demo import demo
 from outrider.cli.doctor import doctor
+from outrider.cli.draft import draft
 from outrider.cli.generate import generate
 from outrider.cli.keys import keys
 from outrider.cli.models import models
@@ -50,6 +51,7 @@ app.add_typer(models, name="models")
 app.add_typer(pairs, name="pairs")
 app.command("doctor", cls=Command)(doctor)
 app.add_typer(keys, name="keys")
+app.add_typer(draft, name="draft")
 
 
 def _version(wanted: bool) -> None:

@@ -305,6 +305,21 @@ SERVE = Flags(
         Flag("log_format", str, "How log lines are written.", metavar="text|json"),
         Flag("log_level", str, "What to log: debug, info, warning or error, and worse.", metavar="LEVEL"),
         Flag("log_prompts", bool, "Log what users write, too.", spelled=_LOG_PROMPTS),
+        Flag(
+            "draft_folders",
+            list[str],
+            "A folder whose drafts may take the place of the one in use; see outrider draft. Repeatable.",
+            tuple,
+            "DIR",
+            ("--draft-folder",),
+        ),
+        Flag(
+            "keep_traffic",
+            str | None,
+            "Keep tokens of requests by keys that are marked for it here, to train drafts on.",
+            metavar="DIR",
+        ),
+        Flag("keep_traffic_bytes", str, "Most to keep; the oldest goes.", read_bytes, "SIZE", default="1G"),
     ),
 )
 

@@ -186,6 +186,7 @@ class Engine:
             captured=step.captured,
             passes=step.passes,
             catch_up=step.catch_up,
+            predicted=step.predicted + step.staged.predicted,
         )
 
     def _commit(self, one: Work, bet: Bet, draft: Draft, verdict: Verdict | None) -> Event | None:

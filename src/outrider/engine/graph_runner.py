@@ -38,7 +38,7 @@ from outrider.device.state import SequenceState
 from outrider.draft.drafters import DrafterFailed, Drafters
 from outrider.engine.kv_cache import KvCache
 from outrider.engine.residency import Residency
-from outrider.engine.runner import EagerRunner, InFlightStep, Result, StagedPart, pack
+from outrider.engine.runner import EagerRunner, InFlightStep, Result, StagedPart, exact_draft, pack
 from outrider.engine.shared_drafts import MAX_RESIDENT_DEPTH, SharedDrafts
 from outrider.model.decoder import Model
 from outrider.model.kernels.gpu.recording import context_for
@@ -55,7 +55,7 @@ from outrider.types import (
     Verdict,
     Work,
 )
-from outrider.verify.judge import judge, report
+from outrider.verify.judge import judge, predicted, report
 
 # Of resident sequences: rows of the state, draft nodes wanted, whether the device commits, slots, and whose drafts.
 Inputs = tuple[list[int], list[int], list[bool], np.ndarray, list[int]]
@@ -70,6 +70,7 @@ class GraphStep(InFlightStep):
     reported: frozenset[int] = frozenset()  # places in `resident` whose log-probabilities are wanted
     logits: dict[int, Tensor] = field(default_factory=dict)  # that the host needs, by place in `resident`
     reading: tuple[str, int, Timer] | None = None  # a drafter that caught up first
+    sampled: int | None = None  # place in `resident` of who is looked at more closely
 
     @property
     def staged_places(self) -> list[int]:
@@ -201,7 +202,8 @@ class GraphRunner(EagerRunner):
             return self._noted(super().launch(work, plan))
         step = GraphStep(work, list(plan.bets), plan.reasons, StagedPart([], []), resident=resident)
         step.staged.work = [work[i] for i in step.staged_places]
-        step.staged.drafts = self.propose(step.staged.work, [plan.bets[i] for i in step.staged_places])
+        step.staged.bets = [plan.bets[i] for i in step.staged_places]
+        step.staged.drafts = self.propose(step.staged.work, step.staged.bets)
         # Beside a prefill chunk everybody decodes plainly: such steps come in too many sizes to be captured, and
         # launching a drafter's passes one by one takes longer than its tokens are worth.
         prefills = not all(map(_decodes, step.staged.work))
@@ -371,7 +373,9 @@ class GraphRunner(EagerRunner):
         logits, each = step.launched.logits, step.shape.tree[1] + 1
         if logits is None:
             return
-        for i in step.host_verified | step.reported:
+        drafting = [i for i, place in enumerate(step.resident) if step.bets[place].nodes]
+        step.sampled = self.sample(drafting) if step.shape.tree != NO_TREE else None
+        for i in {*step.host_verified, *step.reported, *([] if step.sampled is None else [step.sampled])}:
             step.logits[i] = logits[i * each : (i + 1) * each].clone()
         if step.staged.work:
             first = step.shape.size * each
@@ -432,6 +436,11 @@ class GraphRunner(EagerRunner):
             assert said is not None and wanted is not None
             rows_of = [0, *(1 + node for node in said.accepted)]
             said.logprobs = report(step.logits[i][rows_of], said.tokens, wanted)
+        if step.sampled is not None:
+            draft, sampled = results[step.sampled]
+            if sampled is not None and exact_draft(work[step.sampled], draft):
+                drafter = step.bets[step.resident[step.sampled]].drafter
+                step.predicted.append((drafter, *predicted(step.logits[step.sampled], sampled)))
         return results
 
     def _read(self, step: GraphStep) -> Iterator[tuple[Draft, Verdict]]:

@@ -22,7 +22,10 @@ from outrider.draft.drafters import Drafters
 from outrider.engine.kv_cache import KvCache
 from outrider.model.decoder import Model
 from outrider.types import NO_DRAFT, Batch, Bet, Draft, Options, Plan, TreeShape, Verdict, Work
-from outrider.verify.judge import judge, score_prompts
+from outrider.verify.judge import judge, predicted, score_prompts
+
+# Drafting steps between two in which one sequence's logits are looked at: that takes the time of a few rows' softmax.
+SAMPLE_INTERVAL = 16
 
 # What was drafted for one piece of work, and what the target said, if it emits.
 Result = tuple[Draft, Verdict | None]
@@ -34,8 +37,10 @@ class StagedPart:
 
     work: list[Work]
     drafts: list[Draft]
+    bets: Seq[Bet] = ()
     logits: Tensor | None = None
     wanted: int = 0  # rows of those
+    predicted: list[tuple[str, int, float]] = field(default_factory=list)  # as StepRecord has it
 
 
 @dataclass(slots=True)
@@ -51,6 +56,7 @@ class InFlightStep:
     passes: int = 1
     captured: tuple[str, TreeShape, int] | None = None
     catch_up: tuple[str, int, float] | None = None
+    predicted: list[tuple[str, int, float]] = field(default_factory=list)  # of resident rows
     ready: Any = None  # where a device lags: an event after which its logits can be read
     plan_s: float = 0.0
     draft_s: float = 0.0
@@ -98,13 +104,15 @@ class EagerRunner:
 
     def __init__(self, model: Model, cache: KvCache, drafters: Drafters) -> None:
         self.model, self.store, self.table, self.drafters = model, cache.store, cache.table, drafters
+        self.sample_interval = SAMPLE_INTERVAL
+        self._drafting_steps = 0
 
     def options(self, work: Seq[Work]) -> Options:
         return Options()
 
     def launch(self, work: list[Work], plan: Plan) -> InFlightStep:
         begun = time.perf_counter()
-        staged = StagedPart(work, self.propose(work, plan.bets))
+        staged = StagedPart(work, self.propose(work, plan.bets), plan.bets)
         step = InFlightStep(work, list(plan.bets), plan.reasons, staged, begun)
         for one in work:
             one.launch(1, wait=True)
@@ -157,6 +165,16 @@ class EagerRunner:
         one.drafted = nodes
         return nodes > 0
 
+    def sample(self, drafting: list[int]) -> int | None:
+        """Which of a step's drafting sequences is looked at more closely: none in most steps, else each in its turn.
+        Every token is as likely to be among them as any other, whatever was drafted.
+        """
+        if not drafting:
+            return None
+        self._drafting_steps += 1
+        turn, rest = divmod(self._drafting_steps, self.sample_interval)
+        return None if rest else drafting[turn % len(drafting)]
+
     def verify(self, staged: StagedPart) -> list[Result]:
         """Verify the drafts of staged rows, on the host: what the target says of them."""
         assert staged.logits is not None
@@ -170,9 +188,21 @@ class EagerRunner:
             verdicts = judge(own, sequences, drafts, self.model.draw, self.model.filter_logits)
             for i, verdict in zip(emitting, verdicts, strict=True):
                 results[i] = staged.drafts[i], verdict
+            chosen = self.sample(
+                [n for n, i in enumerate(emitting) if exact_draft(staged.work[i], drafts[n])]
+            )
+            if chosen is not None:
+                first = sum(len(draft) + 1 for draft in drafts[:chosen])
+                drafter = staged.bets[emitting[chosen]].drafter
+                staged.predicted.append((drafter, *predicted(own[first:], verdicts[chosen])))
         if scored:
             _keep_prompt_scores(staged.logits[len(own) :], staged.work)
         return results
+
+
+def exact_draft(one: Work, draft: Draft) -> bool:
+    """Whether something was drafted for it, and it emits what the target says."""
+    return bool(draft) and one.alive and one.sequence.request.params.speculation.mode != "lossy"
 
 
 def _keep_prompt_scores(logits: Tensor, work: Seq[Work]) -> None:

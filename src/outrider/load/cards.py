@@ -120,6 +120,8 @@ class TaskScore:
     speedup: float | None = None  # measured at batch 1, the planner deciding: median over prompts
     compared: int = 0  # tokens, with plain decoding's
     differing: int = 0  # answers that are not plain decoding's
+    # Mean that the target gave the tokens of its answers: how predictable these texts are, whatever the draft.
+    target_probability: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +172,15 @@ class Score:
     @property
     def speedup(self) -> float | None:
         return self.mean(lambda one: one.speedup)
+
+    @property
+    def first_accept_rate(self) -> float | None:
+        """Of the first token of a chain."""
+        return self.mean(lambda one: one.chain.by_depth[0] if one.chain.by_depth else None)
+
+    @property
+    def target_probability(self) -> float | None:
+        return self.mean(lambda one: one.target_probability)
 
     def chain(self, temperature: float | None = None) -> Acceptance:
         """All tasks together, every position counting the same."""

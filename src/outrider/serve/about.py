@@ -67,6 +67,8 @@ async def version(request: Request) -> Response:
 
 async def metrics(request: Request) -> Response:
     service = request.service
+    if (traffic := service.traffic) is not None:
+        service.metrics.traffic(traffic.keeping, traffic.bytes, traffic.counts)
     prefixes = (PREFIX, "vllm:") if service.settings.metrics_compat == "vllm" else (PREFIX,)
     text = service.metrics.text(service.names[0], prefixes)
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -11,7 +11,7 @@ from starlette.middleware import Middleware
 from starlette.responses import Response
 
 from outrider.errors import InvalidRequest
-from outrider.serve import about, chat, completions, messages, responses, tokens
+from outrider.serve import about, chat, completions, draft, messages, responses, tokens
 from outrider.serve.door import Door, KeyCheck, Recorder
 from outrider.serve.errors import LONGEST_PATH, ApiError
 from outrider.serve.not_served import not_served
@@ -24,6 +24,7 @@ ROUTES = (
     *responses.ROUTES,
     *messages.ROUTES,
     *tokens.ROUTES,
+    *draft.ROUTES,
     *about.ROUTES,
 )
 PATHS = frozenset(route.path for route in ROUTES if not route.param_convertors)

@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator
 from collections.abc import Sequence as Seq
 
 from outrider.errors import InvalidRequest
+from outrider.serve.draft_swaps import DraftSwaps
 from outrider.serve.errors import ApiError, from_invalid
 from outrider.serve.grammars import Grammars
 from outrider.serve.link import (
@@ -31,6 +32,7 @@ from outrider.serve.link import (
     Refused,
     Start,
     Submit,
+    Swapped,
     ToEngine,
     hear,
     pack,
@@ -158,6 +160,7 @@ class Backend:
         self.launched = 0.0
         self.finished: deque[float] = deque(maxlen=32)  # when requests ended: how fast the queue moves
         self.grammars: Grammars | None = None  # from the first engine on
+        self.swaps = DraftSwaps(self._send, metrics)
         self._present: set[int] = set()  # what requests were there when an engine died, by what they ask for
         self._names = itertools.count()
         self._salt = os.urandom(6).hex()
@@ -274,6 +277,7 @@ class Backend:
         if self.state != "failed":
             self.state = "lost"
         self.ready.clear()
+        self.swaps.lost()
         blamed = self._blamed()
         for job in blamed:
             job.fail(
@@ -314,6 +318,8 @@ class Backend:
                 job.compiled.set()
         elif isinstance(message, Refused):
             self._refused(message)
+        elif isinstance(message, Swapped):
+            self.swaps.heard(message)
         elif isinstance(message, Ready):
             self.model = await asyncio.to_thread(ServedModel, self.start.model, message)
             self.model.plan["seconds"] = round(time.monotonic() - self.launched, 1)
@@ -324,6 +330,7 @@ class Backend:
             self.metrics.gauges["engine_up"] = 1
             if memory := message.plan.get("memory"):
                 log.info("memory", extra={"facts": memory})
+            self.swaps.started(message.drafts, self.settings.request_timeout)
             self.ready.set()
         elif isinstance(message, Failed):
             self.state, self.problem = "failed", message.message

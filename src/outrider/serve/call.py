@@ -7,6 +7,7 @@ whether the client streams or not.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -120,6 +121,14 @@ class Call:
         if not self.first:
             self.first = now
             self.metrics.observe("time_to_first_token_seconds", now - self.arrived)
+
+    def exact_answers(self) -> Iterator[tuple[list[int], list[int], float]]:
+        """Prompts and answers that ended by themselves, and their temperature. None that were not decoded exactly."""
+        for job, choices in zip(self.jobs, self.choices, strict=True):
+            for choice in choices:
+                ended = choice.finish_reason in ("stop", "length") and choice.token_ids
+                if ended and job.params.speculation.mode != "lossy":
+                    yield job.prompt, choice.token_ids, job.params.temperature
 
     # ------------------------------------------------------------------------------------------ reports
 

@@ -19,8 +19,10 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import NoReturn
 
+from outrider.engine.live_draft import DraftState
 from outrider.engine.llm import LLM
 from outrider.errors import InvalidRequest, OutriderError, show_cause
 from outrider.model.decoder import kv_bytes
@@ -29,6 +31,7 @@ from outrider.serve.link import (
     Abort,
     Accepted,
     Compiled,
+    Drafted,
     End,
     Failed,
     FromEngine,
@@ -38,9 +41,12 @@ from outrider.serve.link import (
     Ready,
     Refused,
     Score,
+    ServedDraft,
     Start,
     Step,
     Submit,
+    Swap,
+    Swapped,
     pack,
     receive,
 )
@@ -65,6 +71,7 @@ class EngineProcess:
         self.building: set[str] = set()  # requests whose grammar is being compiled, or their words tokenized
         self.given_up: set[str] = set()  # of those, the ones aborted meanwhile
         self.compilers = ThreadPoolExecutor(2, thread_name_prefix="grammar")
+        self.swaps = ThreadPoolExecutor(1, thread_name_prefix="draft")  # reads weights, beside the steps
         self.outbox: queue.SimpleQueue[FromEngine | None] = queue.SimpleQueue()
         self.writer = threading.Thread(target=self._write, name="writer", daemon=True)
         self.next_check = 0.0
@@ -81,6 +88,8 @@ class EngineProcess:
                 self._submit(message)
             elif isinstance(message, Abort):
                 self._abort(message.id)
+            elif isinstance(message, Swap):
+                self.swaps.submit(self._swap, message)
         self.over = True
         self.outbox.put(None)
 
@@ -140,6 +149,19 @@ class EngineProcess:
         with contextlib.suppress(OutriderError):  # a dead engine holds nothing
             self.llm.driver.abort(request_id)
             self.llm.driver.post(lambda: self._report([], None))
+
+    def _swap(self, message: Swap) -> None:
+        """Exchange the draft's weights. Requests go on meanwhile, and do not notice."""
+        live, driver = self.llm.live_draft, self.llm.driver
+        try:
+            state = live.roll_back(driver) if message.path is None else live.swap(driver, Path(message.path))
+            answer = Swapped(message.number, _served_draft(state))
+        except OutriderError as error:
+            answer = Swapped(message.number, None, str(error))
+        except Exception as error:
+            log.exception("the draft could not be swapped", exc_info=error)
+            answer = Swapped(message.number, None, "the draft could not be swapped", fault=True)
+        self.outbox.put(answer)
 
     def _was_given_up(self, request_id: str) -> bool:
         with self.lock:
@@ -219,6 +241,7 @@ class EngineProcess:
             passes=record.passes,
             plain_s=record.plain_s,
             reasons=dict(Counter(record.reasons)),
+            drafters=_by_drafter(record),
         )
 
     def _gauges(self) -> Gauges:
@@ -255,6 +278,7 @@ class EngineProcess:
             cache_tokens=slots,
             drafter=llm.drafter,
             sampling=dict(llm.sampling.values),
+            drafts=[_served_draft(state) for state in llm.live_draft.states.values()],
             plan={
                 "pair": None if llm.pair is None else llm.pair.name,
                 "device": settings.device,
@@ -274,6 +298,25 @@ def _die(why: BaseException) -> NoReturn:
     """The API process sees the socket close, tells its clients, and starts another."""
     log.critical("the engine stopped", exc_info=why)
     os._exit(1)
+
+
+def _by_drafter(record: StepRecord) -> dict[str, Drafted]:
+    found: dict[str, Drafted] = {}
+    for outcome in record.outcomes:
+        if outcome.drafted:
+            drafted = found.setdefault(outcome.bet.drafter, Drafted())
+            drafted.drafts += 1
+            drafted.first_accepted += outcome.straight > 0
+    for name, tokens, probability in record.predicted:
+        drafted = found.setdefault(name, Drafted())
+        drafted.predicted += tokens
+        drafted.probability += probability
+    return found
+
+
+def _served_draft(state: DraftState) -> ServedDraft:
+    previous = None if state.previous is None else str(state.previous)
+    return ServedDraft(state.drafter, str(state.path), state.since, previous)
 
 
 def _score(entry: TokenLogprob) -> Score:

@@ -9,6 +9,8 @@ hashed. A key file is TOML, one table a key, as `outrider keys add` writes it:
     requests_per_minute = 60        # these three may be left out: no limit
     tokens_per_minute = 100000
     max_running = 8
+    admin = true                    # may swap drafts (serve/draft.py)
+    keep_traffic = true             # what it is served may be kept (serve/traffic.py)
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from outrider.serve.settings import ServeSettings
 
 MINUTE = 60.0
 ROUNDING = 1e-6
+MARKS = ("admin", "keep_traffic")  # of a key, in its file
 RETRY_RUNNING = 1.0  # seconds; when a running request will end is not known
 
 
@@ -55,6 +58,8 @@ class Key:
     name: str
     digest: bytes
     limits: KeyLimits = KeyLimits()
+    admin: bool = False  # may change what is served
+    keep_traffic: bool = False  # its tokens may be kept, where the server keeps any
 
     @property
     def owner(self) -> str:
@@ -93,6 +98,11 @@ class Keyring:
     @property
     def open(self) -> bool:
         return not self._keys
+
+    @property
+    def keeps_traffic(self) -> bool:
+        """Whether what some key is served may be kept."""
+        return any(key.keep_traffic for key in self._keys)
 
     def check(self, authorization: str | None, own: str | None = None) -> Key | None:
         """Whose an `Authorization: Bearer ...` header is, or one of `x-api-key`; None: nobody's, or of two.
@@ -169,7 +179,7 @@ def _keys_that_must_be_there(file: Path) -> list[Key]:
 
 def _key_of(entry: Mapping[str, Any], source: str) -> Key:
     limits = [field.name for field in fields(KeyLimits)]
-    _check_names(entry, ("name", "hash", *limits), source)
+    _check_names(entry, ("name", "hash", *limits, *MARKS), source)
     name, digest = entry.get("name"), entry.get("hash")
     if not isinstance(name, str) or not name.strip():
         raise InvalidRequest(f"{source} needs a name", "key_file")
@@ -179,7 +189,11 @@ def _key_of(entry: Mapping[str, Any], source: str) -> Key:
         allowed = KeyLimits(**{name: entry[name] for name in limits if name in entry})
     except InvalidRequest as problem:
         raise InvalidRequest(f"{source}: {problem}", "key_file") from None
-    return Key(name, bytes.fromhex(digest.removeprefix("sha256:")), allowed)
+    for mark in MARKS:
+        if type(entry.get(mark, False)) is not bool:
+            raise InvalidRequest(f"{source}: {mark} must be true or false", "key_file")
+    marks = {mark: entry[mark] for mark in MARKS if mark in entry}
+    return Key(name, bytes.fromhex(digest.removeprefix("sha256:")), allowed, **marks)
 
 
 def _check_names(given: Iterable[str], known: Iterable[str], source: str) -> None:

@@ -3,8 +3,8 @@
 Two processes, so that reading JSON, rendering templates and writing streams never hold up a step. They share
 one socket pair; a message is a msgpack struct behind its length. No pickle: nothing that arrives can be code.
 
-    API process            ->  Start, Submit, Abort
-    engine process         ->  Ready | Failed, Compiled, Accepted | Refused, Progress
+    API process            ->  Start, Submit, Abort, Swap
+    engine process         ->  Ready | Failed, Compiled, Accepted | Refused, Progress, Swapped
 
 A third process tries new grammars before the engine sees them; the API process has a socket pair with it, too.
 
@@ -47,6 +47,31 @@ class Abort(msgspec.Struct, tag=True):
     id: str
 
 
+class Swap(msgspec.Struct, tag=True):
+    """Draft with the weights in this folder from the next step on; none: with those before the last swap."""
+
+    number: int
+    path: str | None
+
+
+class ServedDraft(msgspec.Struct):
+    """A draft with weights of its own, as it is in use."""
+
+    drafter: str
+    path: str
+    since: float  # seconds since 1970
+    previous: str | None  # what rolling back brings
+
+
+class Swapped(msgspec.Struct, tag=True):
+    """It is done, or why it is not."""
+
+    number: int
+    draft: ServedDraft | None
+    problem: str = ""
+    fault: bool = False  # ours, not the request's
+
+
 class Ready(msgspec.Struct, tag=True):
     """The engine is up. What the API process needs to know of the model, so that it loads nothing itself."""
 
@@ -63,6 +88,7 @@ class Ready(msgspec.Struct, tag=True):
     plan: dict[str, Any]  # memory and speed, for people
     sampling: dict[str, int | float] = {}  # the model's own defaults
     special_tokens_in_text: bool = False
+    drafts: list[ServedDraft] = []  # those with weights of their own
 
 
 class Failed(msgspec.Struct, tag=True):
@@ -128,6 +154,15 @@ class Piece(msgspec.Struct, array_like=True):
     prompt_scores: list[Score | None] | None = None  # with the first tokens, where asked for
 
 
+class Drafted(msgspec.Struct, array_like=True):
+    """What became of one drafter's drafts in a step."""
+
+    drafts: int = 0
+    first_accepted: int = 0  # drafts whose first choice for the first token was accepted
+    predicted: int = 0  # tokens that were looked at more closely
+    probability: float = 0.0  # the sum of what the target gave those
+
+
 class Step(msgspec.Struct):
     """What a step cost and bought; for the metrics."""
 
@@ -148,6 +183,7 @@ class Step(msgspec.Struct):
     passes: int  # of the target
     plain_s: float
     reasons: dict[str, int]
+    drafters: dict[str, Drafted] = {}
 
 
 class Gauges(msgspec.Struct):
@@ -191,9 +227,9 @@ class Tried(msgspec.Struct, tag=True):
     problem: str | None
 
 
-ToEngine = Start | Submit | Abort
+ToEngine = Start | Submit | Abort | Swap
 ToGrammars = Vocabulary | Grammar
-FromEngine = Ready | Failed | Compiled | Accepted | Refused | Progress
+FromEngine = Ready | Failed | Compiled | Accepted | Refused | Progress | Swapped
 
 _encoder = msgspec.msgpack.Encoder()
 to_engine = msgspec.msgpack.Decoder(ToEngine)

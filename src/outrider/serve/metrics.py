@@ -7,10 +7,10 @@ second time under that prefix. Only the event loop writes here, so there are no 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from outrider.serve.link import End, Gauges, Step
+from outrider.serve.link import Drafted, End, Gauges, Step
 
 PREFIX = "outrider:"
 MAX_DEPTH_LABEL = 64
@@ -38,6 +38,8 @@ COUNTERS = {
     "step_seconds": "Time spent in steps, by stage.",
     "decode_seconds": "Time of steps that only decoded.",
     "plain_decode_seconds": "What plain decoding is measured to take for the same tokens.",
+    "traffic_kept": "Answers to marked keys that were kept.",
+    "traffic_dropped": "Answers to marked keys that were not kept, by reason.",
 }
 GAUGES = {
     "num_requests_running": "Sequences that share steps now.",
@@ -45,6 +47,12 @@ GAUGES = {
     "kv_cache_usage_perc": "Share of the KV cache that running sequences hold, 0 to 1.",
     "spec_decode_speedup": "plain_decode_seconds over decode_seconds since the start.",
     "engine_up": "1 while the engine takes requests.",
+    "spec_decode_recent_acceptance": "Share of recent drafts whose first token was accepted, by drafter.",
+    "spec_decode_card_acceptance": "The same as the draft's card has it, by drafter.",
+    "spec_decode_recent_target_probability": "Mean probability that the target gave its own recent tokens, by drafter.",
+    "spec_decode_card_target_probability": "The same as the draft's card has it, by drafter.",
+    "traffic_keeping": "1 while tokens of marked keys are kept.",
+    "traffic_bytes": "Bytes of kept tokens.",
 }
 HISTOGRAMS = {
     "time_to_first_token_seconds": "From the request's arrival to its first token.",
@@ -60,9 +68,13 @@ HISTOGRAMS = {
 LABELLED = frozenset(
     (
         *("request_success", "admission_rejections", "http_requests", "planner_decisions", "step_seconds"),
-        "spec_decode_num_accepted_tokens_per_pos",
+        *("spec_decode_num_accepted_tokens_per_pos", "traffic_dropped"),
     )
 )
+BY_DRAFTER = tuple(name for name in GAUGES if name.startswith(("spec_decode_recent", "spec_decode_card")))
+TARGET_PROBABILITY = "spec_decode_recent_target_probability"
+RECENT_DRAFTS = 2000  # an average over about so many: long enough that one odd request does not show
+RECENT_TOKENS = 500  # of those that are looked at; one drafting step in some has a few
 
 Labels = tuple[tuple[str, str], ...]
 
@@ -77,10 +89,26 @@ class Histogram:
         self.total += value * times
 
 
+@dataclass(slots=True)
+class RecentMean:
+    """A mean that forgets: of about the last `memory`."""
+
+    memory: int
+    value: float = 0.0
+    weight: float = 0.0
+
+    def add(self, count: int, total: float) -> float:
+        self.weight = min(self.weight + count, max(self.memory, count))
+        self.value += (total - count * self.value) / self.weight
+        return self.value
+
+
 class Metrics:
     def __init__(self) -> None:
         self.counters: dict[str, dict[Labels, float]] = {name: {} for name in COUNTERS}
-        self.gauges: dict[str, float] = dict.fromkeys(GAUGES, 0.0)
+        self.gauges: dict[str, float] = dict.fromkeys((n for n in GAUGES if n not in BY_DRAFTER), 0.0)
+        self.by_drafter: dict[str, dict[str, float]] = {name: {} for name in BY_DRAFTER}
+        self._recent: dict[tuple[str, str], RecentMean] = {}
         self.histograms = {name: Histogram() for name in HISTOGRAMS}
         for name in COUNTERS:
             if name not in LABELLED:
@@ -104,6 +132,8 @@ class Metrics:
         self.count("spec_decode_num_lossy_tokens", step.lossy)
         for depth, held in enumerate(step.accepted_at[:MAX_DEPTH_LABEL]):
             self.count("spec_decode_num_accepted_tokens_per_pos", held, position=str(depth))
+        for name, drafted in step.drafters.items():
+            self.drafter(name, drafted)
         for reason, times in step.reasons.items():
             self.count("planner_decisions", times, reason=reason)
         staged = {
@@ -120,6 +150,36 @@ class Metrics:
             self.count("plain_decode_seconds", step.plain_s)
             spent = self.counters["decode_seconds"][()]
             self.gauges["spec_decode_speedup"] = self.counters["plain_decode_seconds"][()] / spent
+
+    def drafter(self, name: str, drafted: Drafted) -> None:
+        """What became of one drafter's drafts in a step."""
+        for gauge, memory, count, total in (
+            ("spec_decode_recent_acceptance", RECENT_DRAFTS, drafted.drafts, drafted.first_accepted),
+            (TARGET_PROBABILITY, RECENT_TOKENS, drafted.predicted, drafted.probability),
+        ):
+            if count:
+                recent = self._recent.setdefault((gauge, name), RecentMean(memory))
+                self.by_drafter[gauge][name] = recent.add(count, total)
+
+    def draft_in_use(self, name: str, acceptance: float | None, probability: float | None) -> None:
+        """Another draft is in use: what its card says, where it has one. What is recent begins anew."""
+        for key in [key for key in self._recent if name in key[1].split("+")]:
+            del self._recent[key], self.by_drafter[key[0]][key[1]]
+        for gauge, value in (
+            ("spec_decode_card_acceptance", acceptance),
+            ("spec_decode_card_target_probability", probability),
+        ):
+            self.by_drafter[gauge].pop(name, None)
+            if value is not None:
+                self.by_drafter[gauge][name] = value
+
+    def traffic(self, keeping: bool, size: int, counts: Mapping[str, int]) -> None:
+        self.gauges["traffic_keeping"], self.gauges["traffic_bytes"] = float(keeping), float(size)
+        for reason, count in counts.items():
+            if reason == "kept":
+                self.counters["traffic_kept"][()] = count
+            else:
+                self.counters["traffic_dropped"][("reason", reason),] = count
 
     def fill(self, gauges: Gauges) -> None:
         self.gauges["num_requests_running"] = gauges.running
@@ -159,6 +219,10 @@ class Metrics:
         for name, value in self.gauges.items():
             yield from _head(prefix + name, "gauge", GAUGES[name])
             yield f"{prefix}{name}{_braces(constant)} {_number(value)}"
+        for name, values in self.by_drafter.items():
+            yield from _head(prefix + name, "gauge", GAUGES[name])
+            for drafter, value in values.items():
+                yield f"{prefix}{name}{_braces((*constant, ('drafter', drafter)))} {_number(value)}"
         for name, histogram in self.histograms.items():
             yield from _head(prefix + name, "histogram", HISTOGRAMS[name])
             so_far = 0

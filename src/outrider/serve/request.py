@@ -174,6 +174,8 @@ class Request(BaseRequest):
             self.facts |= {name: usage[name] for name in ("prompt_tokens", "completion_tokens")}
             if self.service.settings.log_prompts:
                 self.facts |= self.call.said()
+            if self.key is not None:
+                self.service.keep_traffic(self.key, self.call)
         if self.key is not None and self.reserved is not None:
             self.service.limiter.done(self.key, max(0, self.reserved - used))
 

@@ -11,7 +11,8 @@ import signal
 import socket
 import sys
 from collections.abc import Collection
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
@@ -30,6 +31,9 @@ from outrider.serve.service import Service
 from outrider.serve.settings import ServeSettings
 from outrider.settings import Memory, Settings, shown_size
 from outrider.types import SamplingParams
+
+if TYPE_CHECKING:
+    from outrider.serve.traffic import TrafficKeeper
 
 log = logging.getLogger(__name__)
 
@@ -62,12 +66,30 @@ def run_server(
     keys = Keyring.of(serve)
     if keys.open and not serve.local:
         log.warning("anyone who can reach %s can use this server; set --api-key or --key-file", serve.host)
+    traffic = _traffic(serve, keys)
     sock = _bind(serve)
     with sock:
         start = Start(model, draft, dataclasses.asdict(settings), (serve.log_format, serve.log_level))
         metrics = Metrics()
         backend = Backend(start, serve, metrics)
-        return asyncio.run(_run(Service(backend, serve, params, keys, metrics, length, given), sock))
+        service = Service(backend, serve, params, keys, metrics, length, given)
+        service.traffic = traffic
+        try:
+            return asyncio.run(_run(service, sock))
+        finally:
+            if traffic is not None:
+                traffic.close()
+
+
+def _traffic(serve: ServeSettings, keys: Keyring) -> TrafficKeeper | None:
+    """What keeps tokens of marked keys, where that was asked for."""
+    if serve.keep_traffic is None:
+        return None
+    from outrider.serve.traffic import TrafficKeeper  # brings numpy
+
+    if not keys.keeps_traffic:
+        log.warning("no key is marked with keep_traffic, so nothing will be kept in %s", serve.keep_traffic)
+    return TrafficKeeper(Path(serve.keep_traffic).expanduser(), serve.keep_traffic_bytes)
 
 
 def _bind(serve: ServeSettings) -> socket.socket:

@@ -6,6 +6,8 @@ import hashlib
 import time
 from collections.abc import Collection
 from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from outrider.errors import InvalidRequest
 from outrider.serve.backend import Backend
@@ -17,6 +19,10 @@ from outrider.serve.model import ServedModel, shown_name
 from outrider.serve.settings import ServeSettings
 from outrider.serve.wire import ResponsesRequest, Sampling, sent_as
 from outrider.types import SamplingParams
+
+if TYPE_CHECKING:
+    from outrider.serve.call import Call
+    from outrider.serve.traffic import TrafficKeeper  # numpy comes with it, for servers that keep some
 
 
 class Service:
@@ -40,6 +46,7 @@ class Service:
         self.limiter = Limiter()
         self.intake = Intake()
         self.pool = Pool(settings.max_queued_requests, metrics)
+        self.traffic: TrafficKeeper | None = None  # where tokens are kept
         self.draining = False
         self.begun = time.time()
 
@@ -73,6 +80,17 @@ class Service:
             self.metrics.count("admission_rejections", reason="key_limit")
             status, after = (400, None) if refusal.final else (429, refusal.seconds)
             raise ApiError(status, refusal.reason, code="rate_limit_exceeded", after=after)
+
+    def keep_traffic(self, key: Key, call: Call) -> None:
+        """Hand over what a marked key was served, if the server keeps any of it."""
+        if self.traffic is not None and key.keep_traffic:
+            for answer in call.exact_answers():
+                self.traffic.keep(key.name, *answer)
+
+    async def swap_draft(self, path: Path | None) -> None:
+        """Draft with the weights in this folder from the next step on; None: with those before the last swap."""
+        assert self.model  # or it is still being loaded, which is an error of its own
+        await self.backend.swaps.swap(path, self.settings.request_timeout)
 
     def fitted(
         self,

@@ -67,6 +67,9 @@ class ServeSettings:
     log_format: str = "text"
     log_level: str = "info"
     log_prompts: bool = False
+    draft_folders: tuple[str, ...] = ()  # drafts beneath these may take the place of the one in use
+    keep_traffic: str | None = None  # a folder for tokens of keys that are marked for it
+    keep_traffic_bytes: int = 1 << 30  # of it, at most; the oldest go
 
     def __post_init__(self) -> None:
         for name, (low, high) in _WHOLE.items():
@@ -78,9 +81,9 @@ class ServeSettings:
         for name in ("stream_padding", "log_prompts"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequest(f"{name} must be true or false", name)
-        for name in ("served_name", "key_file"):
+        for name in ("served_name", "key_file", "keep_traffic"):
             _check_text(self, name)
-        for name in ("api_keys", "allowed_hosts", "cors_origins"):
+        for name in ("api_keys", "allowed_hosts", "cors_origins", "draft_folders"):
             _gather(self, name)
         _check_host(self.host, "host")
         object.__setattr__(self, "allowed_hosts", tuple(host.lower() for host in self.allowed_hosts))
@@ -142,6 +145,7 @@ _WHOLE: dict[str, tuple[int, int | None]] = {
     "max_connections": (1, None),
     "max_connections_per_peer": (0, None),
     "engine_restarts": (0, None),
+    "keep_traffic_bytes": (1 << 20, None),
 }
 # Whether 0 is allowed: it means "not at all" for these, and would break every request for the others.
 _SECONDS: dict[str, bool] = {

@@ -84,6 +84,15 @@ def mode_of(sequence: Sequence) -> str:
     return "coupled" if greedy else params.speculation.mode
 
 
+def predicted(logits: Tensor, verdict: Verdict) -> tuple[int, float]:
+    """How predictable a text is to the target itself: of the root and draft nodes of one sequence, the tokens that it
+    emits, and the sum of the probabilities that the target gave them.
+    """
+    rows, tokens = [0, *(1 + node for node in verdict.accepted)], torch.tensor(verdict.tokens)
+    chances = logits[rows].float().softmax(-1).gather(1, tokens.to(logits.device)[:, None])
+    return len(rows), float(chances.sum())
+
+
 def report(logits: Tensor, tokens: list[int], alternatives: int) -> list[TokenLogprob]:
     """The target's own log-probabilities, before any processing, of the tokens and their likeliest rivals."""
     logprobs = logits.float().log_softmax(-1)

@@ -1,0 +1,133 @@
+"""`/v1/draft`: which draft is in use, another one in its place, and the one before again. For those who run the server.
+
+Who that is: a key marked `admin`; where there are no keys, programs of this machine. Drafts come from beneath the
+folders that the server was started with, and from nowhere else.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+from outrider.errors import LONGEST_NAME
+from outrider.serve.errors import ApiError
+from outrider.serve.link import ServedDraft
+from outrider.serve.request import Reply, Request
+from outrider.serve.routes import get, post
+from outrider.serve.service import Service
+
+FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")  # whoever sends these speaks for somebody else
+
+
+class SwapRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    path: str
+
+
+class RollbackRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Nothing to say: an empty object."""
+
+
+async def show(request: Request) -> Response:
+    check_admin(request)
+    return Reply(_all(request.service))
+
+
+async def swap(request: Request) -> Response:
+    check_admin(request)
+    asked = await request.read(SwapRequest)
+    service = request.service
+    path = await request.in_pool(draft_beneath, asked.path, service.settings.draft_folders)
+    try:
+        await service.swap_draft(path)
+    except ApiError as error:
+        error.message, error.path = error.message.replace(str(path), "{path}"), asked.path
+        raise
+    return Reply(_all(service))
+
+
+async def rollback(request: Request) -> Response:
+    check_admin(request)
+    await request.read(RollbackRequest)
+    await request.service.swap_draft(None)
+    return Reply(_all(request.service))
+
+
+def check_admin(request: Request) -> None:
+    if request.key is not None and not request.key.admin:
+        raise ApiError(
+            403,
+            "this needs a key that is marked for it: outrider keys add NAME --admin, in the server's key file",
+            code="not_admin",
+        )
+    if request.key is None and not (_is_local(request) and not any(h in request.headers for h in FORWARDED)):
+        raise ApiError(
+            403,
+            "without keys only programs of the server's own machine may do this; give the server a key file",
+            code="not_admin",
+        )
+
+
+def _is_local(request: Request) -> bool:
+    try:
+        address = ipaddress.ip_address(request.client.host if request.client else "")
+    except ValueError:
+        return False
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback
+
+
+def draft_beneath(given: str, folders: tuple[str, ...]) -> Path:
+    """The folder that is meant, links followed: one of a folder of drafts, by its name there or by its whole path."""
+    if not folders:
+        raise ApiError(
+            403,
+            "no draft can be swapped: start the server with --draft-folder DIR, the folder that holds drafts",
+            code="not_allowed",
+        )
+    try:
+        for folder in folders:
+            within = Path(folder).expanduser().resolve()
+            path = (within / given).resolve()
+            if path != within and path.is_relative_to(within) and path.is_dir():
+                return path
+    except (OSError, ValueError, RuntimeError):  # a null byte, a circle of links
+        pass
+    raise ApiError(
+        404,
+        "there is no folder {path} beneath those that the server was started with (--draft-folder)",
+        param="path",
+        code="draft_not_found",
+        path=given[:LONGEST_NAME],
+    )
+
+
+def _all(service: Service) -> dict[str, Any]:
+    drafts = service.backend.swaps.drafts.values()
+    return {"object": "list", "data": [_one(service, draft) for draft in drafts]}
+
+
+def _one(service: Service, draft: ServedDraft) -> dict[str, Any]:
+    """What is in use, how it does, and what its card promised."""
+    swaps, by_drafter = service.backend.swaps, service.metrics.by_drafter
+    card = swaps.cards.get(draft.drafter)
+    recent = {}
+    for name in ("acceptance", "target_probability"):  # alone, or merged with others
+        known = by_drafter[f"spec_decode_recent_{name}"].items()
+        recent[name] = next((value for one, value in known if draft.drafter in one.split("+")), None)
+    return {
+        "object": "draft",
+        **msgspec.to_builtins(draft),
+        **recent,
+        "card": None if card is None else card.as_json(),
+    }
+
+
+ROUTES = (
+    get("/v1/draft", show, "The draft in use. For admin keys."),
+    post("/v1/draft/swap", swap, SwapRequest, "Use another draft, from the next step on. For admin keys."),
+    post("/v1/draft/rollback", rollback, RollbackRequest, "Use the draft before again. For admin keys."),
+)
