@@ -11,7 +11,7 @@ import typer
 
 from outrider.bench.arrivals import Traffic
 from outrider.bench.speculation import table
-from outrider.cli.bench import TOKENS, _sizes, _temperatures
+from outrider.cli.bench import TOKENS, batch_sizes, task_temperatures
 from outrider.cli.measure import Progress, Report, tasks_of
 from outrider.errors import InvalidRequest
 from outrider.types import SamplingParams
@@ -253,15 +253,15 @@ def test_results_are_kept_as_they_come(tmp_path: Path, capsys) -> None:
 
 
 def test_sizes_and_temperatures() -> None:
-    assert _sizes("1,16") == [1, 16]
-    assert _temperatures(None, SamplingParams()) == {}
-    assert _temperatures(None, SamplingParams(temperature=0)) == {"": 0.0}
-    assert _temperatures("chat=0.7,rewrite=0", SamplingParams()) == {"chat": 0.7, "rewrite": 0.0}
-    assert _temperatures("1", SamplingParams()) == {"": 1.0}
+    assert batch_sizes("1,16") == [1, 16]
+    assert task_temperatures(None, SamplingParams()) == {}
+    assert task_temperatures(None, SamplingParams(temperature=0)) == {"": 0.0}
+    assert task_temperatures("chat=0.7,rewrite=0", SamplingParams()) == {"chat": 0.7, "rewrite": 0.0}
+    assert task_temperatures("1", SamplingParams()) == {"": 1.0}
     with pytest.raises(InvalidRequest):
-        _temperatures("chat=-1", SamplingParams())
+        task_temperatures("chat=-1", SamplingParams())
     with pytest.raises(typer.BadParameter):
-        _sizes("")
+        batch_sizes("")
 
 
 def test_tasks_are_chosen_and_rewriting_is_made_of_long_texts(asked: Path) -> None:

@@ -53,6 +53,7 @@ class Meter:
 
     requests: int
     timed: list[TimedStep] = field(default_factory=list)
+    records: list[StepRecord] = field(default_factory=list)
     begun: set[str] = field(default_factory=set)
     tokens: int = 0
     done: threading.Event = field(default_factory=threading.Event)
@@ -70,6 +71,7 @@ class Meter:
     def stepped(self, record: StepRecord) -> None:
         now, r = time.perf_counter(), record
         seconds = r.total_s / r.passes
+        self.records.append(r)
         self.timed.append(TimedStep(now, self.tokens, len(self.begun), r.sequences, r.known, r.rows, seconds))
         self.tokens = 0
         if not self.requests:
@@ -93,6 +95,7 @@ class Answers:
     decoding: list[TimedStep]  # in which all of them only decoded
     longest: float  # seconds from one step's end to the next's
     making: float  # seconds in which graphs were made meanwhile
+    records: list[StepRecord]
 
     @property
     def tokens(self) -> int:
@@ -123,6 +126,7 @@ def answer(llm: LLM, prompts: Seq[list[int]], params: SamplingParams) -> Answers
         decoding=[r for r in meter.timed if r.sequences == r.known == len(prompts)],
         longest=max((b.ended - a.ended for a, b in pairwise(meter.timed)), default=0.0),
         making=Recorded.seconds - made,
+        records=meter.records,
     )
 
 

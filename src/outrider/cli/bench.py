@@ -22,7 +22,8 @@ from outrider.cli.measure import (
     Tasks,
     described,
     say_loading,
-    tasks_of,
+    task_ids,
+    task_texts,
     warn_if_busy,
 )
 from outrider.cli.options import DEFAULT_MODEL, ENGINE, SAMPLING, Draft, Model, envvar, takes
@@ -113,14 +114,14 @@ def bench(
     outrider bench smollm2-135m --temperature 0 --max-tokens 128 --peer transformers
     """
     _check(what, peer, as_if, params)
-    sizes, heat = _sizes(batches), _temperatures(temperatures, params)
-    report = Report("bench", json_file)
+    sizes, heat = batch_sizes(batches), task_temperatures(temperatures, params)
+    report, texts = Report("bench", json_file), task_texts(prompts, limit, tasks, EACH)
     warn_if_busy()
     say_loading(model)
     with open_llm(model, draft, settings, as_if, draft_as_if, draft_layers) as llm:
         from outrider.bench.speculation import compare, group_count, ways_of
 
-        asked = tasks_of(llm, prompts, limit, tasks, EACH)
+        asked = task_ids(llm, texts)
         report |= described(llm)
         chosen = ways_of(llm, params, ways.split(",") if ways else None)
         flat = [p for task in asked.values() for p in task]
@@ -170,14 +171,14 @@ def _stages(what: str, tokens: int, together: int, against: int, runs: int) -> M
     return stages | ({"speculation": runs * (tokens + 20)} if what != "plain" else {})
 
 
-def _sizes(text: str) -> list[int]:
+def batch_sizes(text: str) -> list[int]:
     sizes = [int(part) for part in text.split(",") if part.isdecimal()]
     if len(sizes) != len(text.split(",")) or not all(sizes):
         raise typer.BadParameter(f"{text!r} is not a list of numbers such as 1,4,16", param_hint="--batches")
     return sizes
 
 
-def _temperatures(text: str | None, params: SamplingParams) -> dict[str, float]:
+def task_temperatures(text: str | None, params: SamplingParams) -> dict[str, float]:
     """By task; "" is all of them. Nothing given: the tasks' own."""
     if text is None:
         return {} if params.temperature == SamplingParams().temperature else {"": params.temperature}

@@ -29,6 +29,7 @@ EVERYDAY = {
     *("temperature", "top_p", "seed", "max_tokens", "stop", "device", "threads", "context"),
     *("host", "port", "served_name", "api_keys", "key_file", "allowed_hosts"),
     *("limit", "tasks", "batches", "ways", "what", "peer", "json_file", "temperatures", "tokens", "help"),
+    *("seconds", "what_if", "price_per_hour"),
 }
 MEASURING = {
     "top_p",
@@ -75,7 +76,7 @@ class Command(TyperCommand):
         self.format_help_text(ctx, formatter)
         many = len(self._options(ctx)) > FEW
         if many and not ctx.meta.get("outrider.help_all"):
-            names = EVERYDAY - MEASURING if self.name in ("bench", "audit") else EVERYDAY
+            names = EVERYDAY - MEASURING if self.name in ("bench", "audit", "advise") else EVERYDAY
             names = LOADING if self.name == "bench serve" else names
             rows = [_short(p, ctx) for p in self.get_params(ctx) if p.name in names]
             with formatter.section("Everyday flags"):

@@ -16,6 +16,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from outrider import __version__
+from outrider.cli.advise import advise
 from outrider.cli.audit import audit
 from outrider.cli.bench import bench
 from outrider.cli.bench_serve import bench_serve
@@ -47,6 +48,7 @@ app.command("serve", cls=Command)(serve)
 app.command("audit", cls=Command)(audit)
 app.command("bench", cls=Command)(bench)
 app.command("bench serve", cls=Command)(bench_serve)
+app.command("advise", cls=Command)(advise)
 app.add_typer(models, name="models")
 app.add_typer(pairs, name="pairs")
 app.command("doctor", cls=Command)(doctor)

@@ -18,7 +18,7 @@ from outrider.bench.compare import cut
 from outrider.cli.options import envvar
 from outrider.cli.output import note, write
 from outrider.errors import InvalidRequest, suggest
-from outrider.load.prompts import read_rows
+from outrider.load.prompts import read_checked_rows
 from outrider.settings import usable_cores
 
 if TYPE_CHECKING:
@@ -70,21 +70,32 @@ def described(llm: LLM, program: str = "outrider") -> dict[str, Any]:
 def tasks_of(
     llm: LLM, prompts: str | None, limit: int | None, wanted: str | None = None, each: int | None = None
 ) -> dict[str, list[list[int]]]:
-    """Prompts as token ids by task, first turns only; built-in ones if there is no file, the first `each` of a task
-    unless there is a limit.
+    """Prompts as token ids by task."""
+    return task_ids(llm, task_texts(prompts, limit, wanted, each))
+
+
+def task_texts(
+    prompts: str | None, limit: int | None, wanted: str | None = None, each: int | None = None
+) -> dict[str, list[str]]:
+    """Prompts by task, first turns only; built-in ones if there is no file, the first `each` of a task unless there
+    is a limit.
     """
     from outrider.bench.prompts import KINDS, rewriting
 
     if prompts is None:
         rows = [(task, text) for task, texts in KINDS.items() for text in texts[: None if limit else each]]
     else:
-        rows = [_first_turn(value) for _, value in read_rows(prompts, sys.stdin, limit)]
+        rows = [_first_turn(value) for value in read_checked_rows(prompts, sys.stdin, limit)]
     texts: dict[str, list[str]] = {}
     for task, text in rows[:limit]:
         texts.setdefault(task, []).append(text)
     if wanted is not None:
         long = rewriting(text for _, text in rows[:limit])
         texts = _chosen({**({"rewrite": long} if long else {}), **texts}, wanted.split(","))
+    return texts
+
+
+def task_ids(llm: LLM, texts: Mapping[str, list[str]]) -> dict[str, list[list[int]]]:
     return {task: [_ids(llm, text) for text in some] for task, some in texts.items()}
 
 

@@ -1,0 +1,439 @@
+"""Measures what an advice on drafters is made of: acceptance by depth on the user's prompts, and costs on this machine.
+
+Acceptance comes from the real engine, one prompt at a time, at a few depths; a depth in between is read off the next
+deeper run. Passes over the rows of larger batches are timed alone and get the host's time by rows on top. What there
+was no time to measure is continued in a straight line and marked.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import asdict, dataclass, field, replace
+from itertools import zip_longest
+from typing import Any
+
+from outrider.bench.draft_facts import DraftFacts, facts_of_draft
+from outrider.bench.predict import (
+    CapturedCosts,
+    Drafts,
+    Outcome,
+    RaggedCosts,
+    StepCosts,
+    interval,
+    predict,
+    rate_for,
+)
+from outrider.bench.speculation import Answers, answer
+from outrider.bench.speed import pass_seconds
+from outrider.control.costs import CostModel
+from outrider.engine.llm import LLM
+from outrider.types import SamplingParams, Speculation, StepRecord
+
+DEPTHS = (2, 4, 8)
+ENOUGH = 3  # steps of a kind for a median
+REPEATS = 3  # passes of a kind over many rows
+LEVELS = (0, 1, 2, 4, 8)  # draft tokens a sequence whose rows are timed
+SURE, BEHIND = 2, 0.8  # prompts after which a depth is given up, and how far it is behind the best then
+CHEAP = 0.02  # of a plain step: drafting that takes no pass grows with the sequences
+SHORT, FEW = 16, 6  # prompt and answer where only drafting is timed
+HOT = 1.0  # temperature
+TRIAL_SHARE, ROWS_SHARE, DRAFT_SHARE, HEAT_SHARE = 0.55, 0.2, 0.1, 0.15  # of the time
+UNMEASURED = 0.1  # how well times are known that were not measured
+
+Tell = Callable[[str, float], None]
+Asked = Seq[tuple[str, list[int], SamplingParams]]  # task, prompt, how it is asked
+
+
+@dataclass(slots=True)
+class Trial:
+    """A drafter asked for drafts of one depth."""
+
+    outcomes: dict[str, list[list[Outcome]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )  # by task and prompt
+    draft_s: list[float] = field(default_factory=list)
+    ratios: dict[str, list[float]] = field(
+        default_factory=lambda: defaultdict(list)
+    )  # to plain, by task and prompt
+
+    def prompts(self, task: str | None = None) -> list[list[Outcome]]:
+        some = self.outcomes.values() if task is None else [self.outcomes[task]]
+        return [steps for own in some for steps in own if steps]
+
+
+@dataclass(slots=True)
+class Trials:
+    """Everything that was measured of one drafter, one sequence at a time."""
+
+    by_depth: dict[int, Trial]
+    rows: dict[int, list[float]]  # seconds of steps without drafting, by rows
+    host: dict[int, list[float]]  # of them, what is not the target's pass
+    plain: list[float]  # median seconds of plain steps, prompt by prompt
+    context: list[int]  # tokens, at the end of answers
+
+    def at(self, depth: int) -> Trial:
+        """The trial of this depth, or of the next deeper."""
+        return self.by_depth[min(d for d in self.by_depth if d >= depth)]
+
+    @property
+    def noise(self) -> float:
+        """Standard error of a plain step's time."""
+        if len(self.plain) < 2:
+            return 0.05
+        return max(0.01, statistics.stdev(self.plain) / statistics.mean(self.plain) / len(self.plain) ** 0.5)
+
+
+def in_turn(tasks: Mapping[str, Seq[list[int]]], how: Callable[[str], SamplingParams]) -> Asked:
+    """One prompt of each task, then the next of each: whenever time is up, all of them were measured."""
+    rounds = zip_longest(*([(task, ids, how(task)) for ids in some] for task, some in tasks.items()))
+    return [one for turn in rounds for one in turn if one is not None]
+
+
+def _drafting(params: SamplingParams, drafter: str, depth: int) -> SamplingParams:
+    return replace(params, speculation=replace(params.speculation, drafter=drafter, depth=depth, nodes=depth))
+
+
+def try_drafter(llm: LLM, drafter: str, asked: Asked, depths: Seq[int], until: float, tell: Tell) -> Trials:
+    """Plain decoding and every depth in turn, prompt by prompt, until the time is up; one prompt at least. A depth that
+    falls behind is given up, so that the time goes to those that matter.
+    """
+    found = Trials({d: Trial() for d in depths}, defaultdict(list), defaultdict(list), [], [])
+    began, total = time.monotonic(), len(asked)
+    _, ids, params = asked[0]
+    for depth in depths:  # the first answers pay for set-up
+        short = replace(params, max_tokens=min(FEW, params.max_tokens), min_tokens=0)
+        answer(llm, [ids], _drafting(short, drafter, depth))
+    for number, (task, ids, params) in enumerate(asked):
+        share = max(number / total, (time.monotonic() - began) / max(until - began, 1e-3))
+        tell(f"{drafter}: prompt {number + 1} of {total}, {task}", min(share, 1.0))
+        plain = answer(llm, [ids], replace(params, speculation=Speculation(drafter="none")))
+        _note_steps(found, plain)
+        found.plain.append(statistics.median(_decoding_times(plain.records) or [plain.run.total_s]))
+        found.context.append(len(ids) + plain.tokens)
+        for depth in depths:
+            _note_trial(found, depth, task, plain, answer(llm, [ids], _drafting(params, drafter, depth)))
+        if number + 1 >= SURE:
+            depths = _still_good(found, depths)
+        if time.monotonic() > until:
+            break
+    found.by_depth = {depth: found.by_depth[depth] for depth in depths}
+    return found
+
+
+def _still_good(found: Trials, depths: Seq[int]) -> list[int]:
+    means = {
+        d: statistics.mean(r for some in found.by_depth[d].ratios.values() for r in some) for d in depths
+    }
+    return [d for d in depths if means[d] >= BEHIND * max(means.values())]
+
+
+def _decoding(records: Seq[StepRecord]) -> list[StepRecord]:
+    return [r for r in records if r.known == r.sequences and r.catch_up is None]
+
+
+def _decoding_times(records: Seq[StepRecord]) -> list[float]:
+    return [r.total_s / r.passes for r in _decoding(records)]
+
+
+def _note_steps(found: Trials, done: Answers) -> None:
+    for record in _decoding(done.records):
+        seconds = (record.total_s - record.draft_s) / record.passes
+        found.rows[record.rows].append(seconds)
+        found.host[record.rows].append(seconds - record.target_s / record.passes)
+
+
+def _note_trial(found: Trials, depth: int, task: str, plain: Answers, done: Answers) -> None:
+    trial, outcomes = found.by_depth[depth], []
+    for record in _decoding(done.records):
+        trial.draft_s.append(record.draft_s)
+        outcomes += step_outcomes(record, last=record is done.records[-1])
+    trial.outcomes[task].append(outcomes)
+    trial.ratios[task].append(done.run.decode_rate / plain.run.decode_rate)
+    _note_steps(found, done)
+
+
+def step_outcomes(record: StepRecord, last: bool) -> list[Outcome]:
+    """Depth and accepted tokens of every draft that was asked for. What an answer's own end cut off does not count;
+    what the length allowed cut off does: a longer answer would have had it.
+    """
+    return [
+        (
+            o.deepest,
+            min(o.accepted, record.emitted - 1)
+            if last and o.sequence.finish_reason == "stop"
+            else o.accepted,
+        )
+        for o in record.outcomes
+        if o.bet.nodes > 0
+    ]
+
+
+# ---------------------------------------------------------------------------------------------------- costs
+
+
+@dataclass(slots=True)
+class RowCosts:
+    """The target's steps by rows, and which of them were only continued in a straight line."""
+
+    model: CostModel
+    unmeasured: set[int] = field(default_factory=set)
+
+
+def row_costs(
+    llm: LLM, trials: Trials, batches: Seq[int], deepest: int, until: float, tell: Tell
+) -> RowCosts:
+    """From the steps taken one sequence at a time, and from passes over the rows of larger batches."""
+    costs = RowCosts(CostModel())
+    known = costs.model.by_rows
+    for rows, times in trials.rows.items():
+        if len(times) >= ENOUGH or rows == 1:
+            known[rows] = statistics.median(times)
+    host = _host_by_rows(trials)
+    context = int(statistics.median(trials.context))
+    wanted = sorted(
+        {(b, b * (1 + d)) for b in batches for d in LEVELS if d <= deepest}, key=lambda one: one[1]
+    )
+    for number, (batch, rows) in enumerate(wanted):
+        if rows in known:
+            continue
+        tell(f"a pass over {rows} rows", number / len(wanted))
+        if time.monotonic() < until:
+            (alone,) = pass_seconds(llm, [(batch, rows)], context, REPEATS)
+            known[rows] = alone + host(rows)
+        else:
+            known[rows] = _continued(known, rows)
+            costs.unmeasured.add(rows)
+    return costs
+
+
+def _host_by_rows(trials: Trials) -> Callable[[int], float]:
+    """Seconds of a step beside the pass: a straight line through what was seen with few rows and with many."""
+    seen = {rows: statistics.median(times) for rows, times in trials.host.items() if len(times) >= ENOUGH}
+    if not seen:
+        return lambda rows: 0.0
+    few, many = min(seen), max(seen)
+    slope = max(0.0, (seen[many] - seen[few]) / (many - few)) if many > few else 0.0
+    return lambda rows: seen[few] + slope * (rows - few)
+
+
+def _continued(known: Mapping[int, float], rows: int) -> float:
+    a, b = sorted(known)[-2:] if len(known) > 1 else (0, max(known))
+    slope = (known[b] - known.get(a, 0.0)) / (b - a)
+    return known[b] + max(slope, 0.0) * (rows - b)
+
+
+def draft_seconds(
+    llm: LLM, drafter: str, trials: Trials, asked: Asked, batches: Seq[int], until: float
+) -> Callable[[int, int], float]:
+    """Seconds of drafting by batch and depth."""
+    alone = {
+        depth: statistics.mean(trial.draft_s) for depth, trial in trials.by_depth.items() if trial.draft_s
+    }
+    factors = {1: 1.0}
+    if alone and max(s / d for d, s in alone.items()) > CHEAP * statistics.median(trials.plain):
+        depth = min(alone)
+        for batch in batches:
+            if batch > 1 and time.monotonic() < until:
+                _, ids, params = asked[0]
+                one = replace(params, max_tokens=FEW * (depth + 1), min_tokens=0, ignore_eos=True)
+                done = _decoding(answer(llm, [ids[-SHORT:]] * batch, _drafting(one, drafter, depth)).records)
+                whole = [r.draft_s for r in done if r.sequences == batch and r.drafted == batch * depth]
+                if whole:
+                    factors[batch] = max(1.0, statistics.median(whole) / alone[depth])
+
+    def seconds(batch: int, depth: int) -> float:
+        if not alone:
+            return 0.0
+        near = min((d for d in alone if d >= depth), default=max(alone))
+        largest = max(b for b in factors if b <= batch)
+        return alone[near] * depth / near * factors[largest] * batch / largest
+
+    return seconds
+
+
+def captured_costs(llm: LLM, drafter: str, batches: Seq[int]) -> CapturedCosts | None:
+    """Where steps are captured, they are measured as a whole before anything is planned; None where not."""
+    if llm.model.device.type != "cuda" or llm.engine.drafters.resident(drafter) is None:
+        return None
+    llm.prepare(max(batches))
+    costs = llm.engine.planner.costs
+    if not any(name == drafter for name, *_ in costs.captured):
+        return None
+    return CapturedCosts(costs, drafter)
+
+
+# ----------------------------------------------------------------------------------------------- predictions
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What a drafter is expected to bring at one batch, at its best depth."""
+
+    batch: int
+    depth: int
+    speedup: float
+    low: float
+    high: float
+    tokens_per_step: float
+    acceptance: float  # equal at every depth, that would bring as many tokens
+    break_even: float | None
+    stretch: float  # p99 of steps against a plain one
+    tokens_per_second: float
+    plain_tokens_per_second: float
+    measured: bool  # or continued from smaller batches
+
+    @property
+    def pays(self) -> bool:
+        return self.low > 1.0
+
+
+def expected(trials: Trials, batch: int, costs: StepCosts, measured: bool) -> Expected:
+    """At the depth with the most tokens per second."""
+    deepest = max(trials.by_depth)
+    depths = list(range(1, deepest + 1))
+    if isinstance(costs, CapturedCosts):
+        depths = [d for d in costs.depths(batch) if d <= deepest] or [min(trials.by_depth)]
+    drafts = {}
+    for depth in depths:
+        steps = [one for prompt in trials.at(depth).prompts() for one in prompt]
+        drafts[depth] = Drafts.of_outcomes(steps or [(0, 0)], depth)
+    predictions = {d: predict(some, batch, costs) for d, some in drafts.items()}
+    best = max(predictions.values(), key=lambda one: one.speedup)
+    noise = trials.noise if measured else UNMEASURED
+    groups = trials.at(best.depth).prompts() or [[(0, 0)]]
+    low, high = interval(groups, best.depth, batch, costs, noise)
+    rate = rate_for(best.tokens, best.depth) or 0.0
+    return Expected(
+        batch, best.depth, best.speedup, low, high, best.tokens, rate, best.break_even, best.stretch,
+        best.tokens_per_second, batch / best.plain_seconds, measured,
+    )  # fmt: skip
+
+
+def by_task(trials: Trials, depth: int, costs: StepCosts) -> dict[str, dict[str, float]]:
+    """One sequence at a time, at this depth."""
+    found = {}
+    for task in trials.at(depth).outcomes:
+        steps = [one for prompt in trials.at(depth).prompts(task) for one in prompt]
+        if steps:
+            one = predict(Drafts.of_outcomes(steps, depth), 1, costs)
+            found[task] = {"tokens_per_step": one.tokens, "speedup": one.speedup, "steps": float(len(steps))}
+            if depth in trials.by_depth:
+                found[task]["seen"] = statistics.median(trials.by_depth[depth].ratios[task])
+    return found
+
+
+def acceptance_by_depth(trials: Trials) -> list[dict[str, float]]:
+    """Of tokens whose predecessors were accepted, from the deepest trial: how often, and of how many."""
+    steps = [one for prompt in trials.by_depth[max(trials.by_depth)].prompts() for one in prompt]
+    found = []
+    for depth in range(max(trials.by_depth)):
+        reached = [one for one in steps if one[0] > depth and one[1] >= depth]
+        if reached:
+            rate = sum(accepted > depth for _, accepted in reached) / len(reached)
+            found.append({"depth": depth + 1, "rate": rate, "of": len(reached)})
+    return found
+
+
+# -------------------------------------------------------------------------------------------------- drafters
+
+
+@dataclass(slots=True)
+class Measured:
+    """One candidate: what it is and what it is expected to bring."""
+
+    draft: str  # as the user wrote it
+    facts: DraftFacts
+    expected: list[Expected]
+    tasks: dict[str, dict[str, float]]
+    acceptance: list[dict[str, float]]
+    draft_ratio: float  # time of a draft token against a plain step
+    # One sequence at a time, by depth and task: speed-up as predicted, and as the same run saw it.
+    check: dict[int, dict[str, dict[str, float]]]
+    # At another temperature: tokens a step there and here.
+    heat: dict[str, float] | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        found = asdict(self)
+        found["expected"] = [{**asdict(one), "pays": one.pays} for one in self.expected]
+        return found
+
+
+@dataclass(slots=True)
+class Session:
+    """Candidates of one target, one after the other; its costs by rows are measured once."""
+
+    batches: Seq[int]
+    depths: Seq[int] = DEPTHS
+    seconds: float = 60.0
+    candidates: int = 1  # in all, to share the time among
+    rows: RowCosts | None = None
+
+    def measure(self, llm: LLM, draft: str, drafter: str, asked: Asked, tell: Tell) -> Measured:
+        share, begun = self.seconds / self.candidates, time.monotonic()
+        until = begun + TRIAL_SHARE * share
+        trials = try_drafter(llm, drafter, asked, self.depths, until, _part(tell, 0.0, TRIAL_SHARE))
+        costs: StepCosts | None = captured_costs(llm, drafter, self.batches)
+        unmeasured: set[int] = set()
+        if costs is None:
+            if self.rows is None:
+                limit = time.monotonic() + ROWS_SHARE * self.seconds
+                say = _part(tell, TRIAL_SHARE, ROWS_SHARE)
+                self.rows = row_costs(llm, trials, self.batches, max(self.depths), limit, say)
+            until = time.monotonic() + DRAFT_SHARE * share
+            draft_s = draft_seconds(llm, drafter, trials, asked, self.batches, until)
+            costs, unmeasured = RaggedCosts(self._rows_with(trials), draft_s), self.rows.unmeasured
+        known = [
+            expected(
+                trials, b, costs, not any(b <= rows <= b * (1 + max(self.depths)) for rows in unmeasured)
+            )
+            for b in self.batches
+        ]
+        first = known[0]
+        found = Measured(
+            draft,
+            facts_of_draft(llm, draft),
+            known,
+            by_task(trials, first.depth, costs),
+            acceptance_by_depth(trials),
+            _draft_ratio(trials, first.depth),
+            {depth: by_task(trials, depth, costs) for depth in trials.by_depth},
+        )
+        if any(one.pays for one in known):
+            say = _part(tell, 1 - HEAT_SHARE, HEAT_SHARE)
+            until = time.monotonic() + HEAT_SHARE * share
+            found.heat = self._other_heat(llm, drafter, asked, first, until, say)
+        return found
+
+    def _rows_with(self, trials: Trials) -> CostModel:
+        """The rows' costs, those of few rows as this candidate's own run saw them: machines are not always as fast."""
+        assert self.rows is not None
+        model = CostModel()
+        model.by_rows.update(self.rows.model.by_rows)
+        own = {rows: statistics.median(t) for rows, t in trials.rows.items() if len(t) >= ENOUGH}
+        model.by_rows.update(own)
+        return model
+
+    def _other_heat(
+        self, llm: LLM, drafter: str, asked: Asked, here: Expected, until: float, tell: Tell
+    ) -> dict[str, float]:
+        """The same drafts at a temperature far from the one asked for."""
+        usual = statistics.median(params.temperature for *_, params in asked)
+        other = HOT if usual < HOT / 2 else 0.0
+        again = [(task, ids, replace(params, temperature=other)) for task, ids, params in asked]
+        trial = try_drafter(llm, drafter, again, (here.depth,), until, tell).by_depth[here.depth]
+        steps = [one for prompt in trial.prompts() for one in prompt] or [(0, 0)]
+        there = Drafts.of_outcomes(steps, here.depth).tokens
+        return {"temperature": usual, "tokens_per_step": here.tokens_per_step, "other": other, "there": there}
+
+
+def _part(tell: Tell, begin: float, share: float) -> Tell:
+    return lambda what, done: tell(what, begin + share * done)
+
+
+def _draft_ratio(trials: Trials, depth: int) -> float:
+    near = min(d for d in trials.by_depth if d >= depth)
+    return statistics.mean(trials.by_depth[near].draft_s or [0.0]) / near / statistics.median(trials.plain)

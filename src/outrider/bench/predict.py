@@ -1,0 +1,183 @@
+"""What drafting would bring, from numbers: expected tokens of a step over its time. No torch, no model.
+
+The planner decides by the same law at every step (control/planner.py); here the rates and costs are settled beforehand.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from operator import mul
+from typing import Protocol
+
+from outrider.control.costs import CostModel
+
+Outcome = tuple[int, int]  # how deep a draft was, and how many of its tokens were accepted
+SAMPLES = 200  # drawn for an interval
+SHARE = 0.9  # of them inside it
+TAIL = 0.99
+NEVER = 1e-8  # a share of steps
+
+
+class StepCosts(Protocol):
+    def plain(self, batch: int) -> float:
+        """Seconds of a plain step."""
+        ...
+
+    def step(self, batch: int, depth: int, drafted: int) -> float:
+        """Seconds of a step in which drafts of up to `depth` were asked for, and so many rows came of it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedCosts:
+    """Steps that have as many rows as were drafted: `rows` knows their time, `draft` that of drafting."""
+
+    rows: CostModel
+    draft: Callable[[int, int], float]  # seconds by batch and depth
+
+    def plain(self, batch: int) -> float:
+        return self.rows.step(batch)
+
+    def step(self, batch: int, depth: int, drafted: int) -> float:
+        return self.rows.step(batch + drafted) + self.draft(batch, depth)
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedCosts:
+    """Captured steps: chains of a fixed depth for a fixed number of sequences, measured as a whole."""
+
+    costs: CostModel
+    drafter: str
+
+    def plain(self, batch: int) -> float:
+        return self.costs.captured["none", (0, 0), self._size(batch)]
+
+    def step(self, batch: int, depth: int, drafted: int) -> float:
+        return self.costs.captured[self.drafter, (depth, depth), self._size(batch)]
+
+    def depths(self, batch: int) -> list[int]:
+        """Of chains that were measured with so many sequences."""
+        size = self._size(batch)
+        mine = [tree for name, tree, s in self.costs.captured if (name, s) == (self.drafter, size)]
+        return sorted(depth for depth, nodes in mine if depth == nodes > 0)
+
+    def _size(self, batch: int) -> int:
+        sizes = sorted(size for name, _, size in self.costs.captured if name == "none")
+        return next((size for size in sizes if size >= batch), sizes[-1])
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """What the drafts of a step are like: how many tokens long, how often, and what comes of them."""
+
+    depth: int  # asked for
+    lengths: Mapping[int, float]  # share of steps by tokens drafted
+    tokens: float  # expected of a step and sequence, its own token included
+
+    @classmethod
+    def of_rates(cls, rates: Seq[float], depth: int) -> Drafts:
+        """Chains of this depth; deeper tokens than there are rates have the last."""
+        each = [rates[min(k, len(rates) - 1)] for k in range(depth)]
+        return cls(depth, {depth: 1.0}, 1 + sum(accumulate(each, mul)))
+
+    @classmethod
+    def of_outcomes(cls, outcomes: Seq[Outcome], depth: int) -> Drafts:
+        """As measured, cut to this depth."""
+        count = Counter(min(drafted, depth) for drafted, _ in outcomes)
+        lengths = {length: n / len(outcomes) for length, n in sorted(count.items())}
+        accepted = sum(min(one, depth) for _, one in outcomes) / len(outcomes)
+        return cls(depth, lengths, 1 + accepted)
+
+    @cached_property
+    def mean_length(self) -> float:
+        return sum(length * share for length, share in self.lengths.items())
+
+    def rows(self, batch: int) -> list[tuple[int, float]]:
+        """Draft rows of a step of so many sequences, each drafted for on its own, and how likely they are."""
+        total: Mapping[int, float] = {0: 1.0}
+        for bit in f"{batch:b}":
+            total = _sums(total, total)
+            total = _sums(total, self.lengths) if bit == "1" else total
+        return sorted(total.items())
+
+
+def _sums(a: Mapping[int, float], b: Mapping[int, float]) -> Mapping[int, float]:
+    """Of two independent numbers, with their shares; what hardly ever comes up is left out."""
+    found: dict[int, float] = defaultdict(float)
+    for x, p in a.items():
+        for y, q in b.items():
+            found[x + y] += p * q
+    return {n: share for n, share in found.items() if share > NEVER}
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    batch: int
+    depth: int
+    tokens: float  # of a step and sequence
+    seconds: float  # of a step, on average
+    plain_seconds: float
+    tail_seconds: float  # of the step that 99 % are not longer than
+
+    @property
+    def speedup(self) -> float:
+        return self.tokens * self.plain_seconds / self.seconds
+
+    @property
+    def stretch(self) -> float:
+        """The 99th percentile of steps against a plain one."""
+        return self.tail_seconds / self.plain_seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.batch * self.tokens / self.seconds
+
+    @property
+    def break_even(self) -> float | None:
+        """The acceptance rate, equal at every depth, at which a step earns what it costs; None: no rate does."""
+        return rate_for(self.seconds / self.plain_seconds, self.depth)
+
+
+def predict(drafts: Drafts, batch: int, costs: StepCosts) -> Prediction:
+    times = sorted((costs.step(batch, drafts.depth, rows), share) for rows, share in drafts.rows(batch))
+    seconds = sum(time * share for time, share in times)
+    shares = accumulate(share for _, share in times)
+    tail = next((time for (time, _), upto in zip(times, shares, strict=True) if upto >= TAIL), times[-1][0])
+    return Prediction(batch, drafts.depth, drafts.tokens, seconds, costs.plain(batch), tail)
+
+
+def rate_for(tokens: float, depth: int) -> float | None:
+    """The rate, equal at every depth, of chains that bring so many tokens a step; None: none brings so many."""
+    if tokens > depth + 1:
+        return None
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        if Drafts.of_rates([middle], depth).tokens < tokens:
+            low = middle
+        else:
+            high = middle
+    return high if high > 1e-6 else 0.0
+
+
+def interval(
+    groups: Seq[Seq[Outcome]], depth: int, batch: int, costs: StepCosts, noise: float
+) -> tuple[float, float]:
+    """Where the speed-up lies in 90 % of samples, drawn over from the prompts measured: another day's prompts are
+    others. From steps, where there is one prompt. `noise` is how well the ratio of times is known.
+    """
+    units = groups if len(groups) > 1 else [[one] for one in groups[0]]
+    chance, found = random.Random(0), []
+    for _ in range(SAMPLES):
+        drawn = [one for unit in chance.choices(units, k=len(units)) for one in unit]
+        speedup = predict(Drafts.of_outcomes(drawn, depth), batch, costs).speedup
+        found.append(speedup * max(0.1, chance.gauss(1.0, noise)))
+    found.sort()
+    outside = round(SAMPLES * (1 - SHARE) / 2)
+    return found[outside], found[-1 - outside]

@@ -1,0 +1,189 @@
+"""`outrider advise`: which draft to use, before deploying; measured on this machine, or from numbers alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from outrider.bench.what_if import WhatIf, what_if_table
+from outrider.cli.bench import TOKENS, TaskTemperatures, batch_sizes, task_temperatures
+from outrider.cli.generate import Limit, Prompts
+from outrider.cli.measure import (
+    JsonFile,
+    Progress,
+    Report,
+    Tasks,
+    described,
+    say_loading,
+    task_ids,
+    task_texts,
+    warn_if_busy,
+)
+from outrider.cli.options import DEFAULT_MODEL, ENGINE, SAMPLING, Model, envvar, takes
+from outrider.cli.output import note, open_llm
+from outrider.draft.names import check_parts, parse_draft
+from outrider.errors import InvalidRequest
+from outrider.settings import Settings, cache_folder
+from outrider.types import SamplingParams
+
+if TYPE_CHECKING:
+    from outrider.bench.advise import Measured
+
+EACH = 2  # built-in prompts of a task
+SECONDS = 60.0
+CANDIDATES = ("lookup", "early_exit")
+
+
+def _option(name: str, text: str, metavar: str | None = None, **more: Any) -> Any:
+    flag = f"--{name.replace('_', '-')}"
+    return typer.Option(flag, envvar=envvar(name), show_envvar=False, metavar=metavar, help=text, **more)
+
+
+Drafts = Annotated[
+    list[str] | None,
+    _option(
+        "draft",
+        "A candidate: lookup, early_exit, a smaller model, an EAGLE head, auto (the target's pair), a+b, none, "
+        "synthetic:0.8,0.7. Repeatable; "
+        "by default lookup and early_exit.",
+        "NAME",
+    ),
+]
+WhatIfText = Annotated[
+    str | None,
+    _option(
+        "what_if",
+        "No model, numbers alone: 'acceptance=0.7,0.6 depth=4 cost=0.1 batch=16', and rows=1:1,80:1.6 and tok_s=40 "
+        "where they are known.",
+        "TEXT",
+    ),
+]
+Price = Annotated[
+    str | None, _option("price_per_hour", "What an hour of this machine costs, for prices of tokens.", "X")
+]
+Seconds = Annotated[float, _option("seconds", "Time to measure in, about.", "SEC", min=1.0)]
+Batches = Annotated[str, _option("batches", "Batch sizes to advise on.", "N,N,...")]
+
+
+@takes(SAMPLING, ENGINE, max_tokens=TOKENS)
+def advise(
+    model: Model = DEFAULT_MODEL,
+    draft: Drafts = None,
+    prompts: Prompts = None,
+    limit: Limit = None,
+    tasks: Tasks = None,
+    temperatures: TaskTemperatures = None,
+    batches: Batches = "1,4,16,64",
+    seconds: Seconds = SECONDS,
+    price_per_hour: Price = None,
+    what_if: WhatIfText = None,
+    json_file: JsonFile = None,
+    *,
+    params: SamplingParams,
+    settings: Settings,
+) -> None:
+    """Say which draft to use and how deep, before deploying: measured here, on your prompts.
+
+    outrider advise smollm2-135m --draft lookup --prompts mine.jsonl
+    """
+    price = _price(price_per_hour)
+    report = Report("advise", json_file)
+    if what_if is not None:
+        _what_if(WhatIf.of(what_if), price, report)
+        return
+    sizes, heat = batch_sizes(batches), task_temperatures(temperatures, params)
+    drafts = list(dict.fromkeys(draft or CANDIDATES))
+    for one in drafts:
+        check_parts(parse_draft(one), cache_folder())
+    texts = task_texts(prompts, limit, tasks, EACH)
+    if params.n > 1:
+        raise InvalidRequest("an answer a prompt is measured; leave out --n", "n")
+    warn_if_busy()
+    say_loading(model)
+    if not settings.max_sequences:
+        settings = replace(settings, max_sequences=max(64, *sizes))
+    _measure(
+        model,
+        [one for one in drafts if one != "none"],
+        texts,
+        heat,
+        sizes,
+        seconds,
+        price,
+        report,
+        params,
+        settings,
+    )
+
+
+def _what_if(asked: WhatIf, price: float | None, report: Report) -> None:
+    rows = asked.answer(price)
+    for line in what_if_table(asked, rows):
+        note(line)
+    report["what_if"] = rows
+    report.deliver()
+
+
+def _measure(
+    model: str,
+    drafts: Sequence[str],
+    texts: dict[str, list[str]],
+    heat: dict[str, float],
+    sizes: list[int],
+    seconds: float,
+    price: float | None,
+    report: Report,
+    params: SamplingParams,
+    settings: Settings,
+) -> None:
+    from outrider.bench.advice import advise, said, table
+    from outrider.bench.advise import Session, in_turn
+    from outrider.bench.speculation import temperature_of
+
+    session = Session(sizes, seconds=seconds, candidates=max(1, len(drafts)))
+    found: list[Measured] = []
+    parameters = 0
+    with Progress(dict.fromkeys(drafts, 1.0)) as progress:
+        for opened in _together(drafts):
+            with open_llm(model, opened[-1], settings) as llm:
+                if not found:
+                    report |= described(llm)
+                parameters = llm.model.config.parameters
+                ids = task_ids(llm, texts)
+                asked = in_turn(ids, lambda task: replace(params, temperature=temperature_of(task, heat)))
+                for one in opened:
+                    name = "lookup" if one == "lookup" else llm.drafter
+                    found.append(session.measure(llm, one, name, asked, progress.of(one)))
+                    report["drafts"] = [each.as_json() for each in found]
+                    report.keep()
+    advice = advise(model, parameters, found)
+    report["advice"] = advice.as_json()
+    for line in (*(table(found, price) if found else ()), *said(advice)):
+        note(line)
+    report.deliver()
+
+
+def _together(drafts: Sequence[str]) -> list[list[str]]:
+    """Candidates that one opened model serves: lookup is there beside any other."""
+    free = [one for one in drafts if one == "lookup"]
+    others = [[one] for one in drafts if one != "lookup"]
+    if not others:
+        return [free] if free else []
+    return [[*free, *others[0]], *others[1:]]
+
+
+def _price(text: str | None) -> float | None:
+    if text is None:
+        return None
+    try:
+        price = float(text)
+    except ValueError:
+        price = -1.0
+    if not 0 < price < float("inf"):
+        raise InvalidRequest(
+            f"--price-per-hour is a number above 0, such as 2.5, not {text!r:.40}", "price_per_hour"
+        )
+    return price

@@ -1,0 +1,125 @@
+"""`outrider advise` as users call it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Outrider
+
+SMALL = (
+    "--max-tokens",
+    16,
+    "--cache-bytes",
+    "8M",
+    "--kernels",
+    "torch",
+    "--device",
+    "cpu",
+    "--batches",
+    "1,2",
+)
+
+
+@pytest.fixture
+def asked(tmp_path: Path) -> Path:
+    file = tmp_path / "asked.jsonl"
+    rows = [
+        {"task": "chat", "turns": ["hello 1"]},
+        {"task": "code", "messages": [{"role": "user", "content": "2"}]},
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows) + "plain text\n")
+    return file
+
+
+def test_advice_on_synthetic_acceptance(
+    outrider: Outrider, tiny_folder: Path, asked: Path, tmp_path: Path
+) -> None:
+    """Always right: sixteen tokens in few steps, whatever the machine."""
+    out = tmp_path / "out.json"
+    ran = outrider(
+        "advise", tiny_folder, "--draft", "lookup", "--draft", "synthetic:1.0", "--draft", "none", "--prompts", asked,
+        "--seconds", 1, "--price-per-hour", "2.5", "--json", out, "--temperature", 0.5, "--ignore-eos", *SMALL,
+    )  # fmt: skip
+    assert ran.code == 0, ran.err
+    assert ran.out == "" and "% synthetic: prompt 1 of 3" in ran.err
+    found = json.loads(out.read_text())
+    assert found["kind"] == "advise" and found["complete"] and found["certificate"]["commit"]
+    lookup, synthetic = found["drafts"]
+    assert (lookup["draft"], synthetic["draft"]) == ("lookup", "synthetic:1.0")
+    assert all(one["rate"] == 1.0 for one in synthetic["acceptance"])
+    assert set(synthetic["tasks"]) <= {"chat", "code", "text"}
+    assert [one["batch"] for one in synthetic["expected"]] == [1, 2]
+    assert synthetic["expected"][0]["tokens_per_step"] > 2
+    assert found["advice"]["draft"] in ("lookup", "synthetic:1.0", "none")
+    assert "$/M" in ran.err and f"outrider serve {tiny_folder}" in ran.err
+    for line in ran.err.splitlines():
+        assert (
+            len(line) <= 80 or str(tiny_folder) in line or "--speculative-config" in line or str(out) in line
+        )
+
+
+def test_numbers_alone_need_no_model(outrider: Outrider, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    ran = outrider(
+        "advise", "no-such-model", "--what-if", "acceptance=0.7,0.6 depth=2 cost=0.1", "--json", out
+    )
+    assert ran.code == 0, ran.err
+    (row,) = json.loads(out.read_text())["what_if"]
+    assert row["speedup"] == pytest.approx((1 + 0.7 + 0.42) / 1.2)
+    assert "1.77x" in ran.err
+
+
+def test_numbers_alone_need_no_torch() -> None:
+    code = (
+        "import sys; from outrider.cli.main import app\n"
+        "app(['advise', '--what-if', 'acceptance=0.7 batch=4'], standalone_mode=False)\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--price-per-hour", "cheap"), "--price-per-hour is a number above 0"),
+        (("--price-per-hour", "-1"), "--price-per-hour is a number above 0"),
+        (("--what-if", "acceptance=1.4"), "acceptance 1 is 1.4, not between 0 and 1"),
+        (("--draft", "synthetic:2"), "acceptance 1 is 2, not between 0 and 1"),
+        (("--draft", "lokup"), "did you mean 'lookup'"),
+        (("--batches", "1,x"), "not a list of numbers"),
+        (("--prompts", "/no/such/file"), "/no/such/file cannot be read"),
+    ],
+)
+def test_bad_flags_are_refused_before_anything_loads(outrider: Outrider, flags, said: str) -> None:
+    ran = outrider("advise", *flags)
+    assert ran.code in (1, 2) and said in ran.err and "loading" not in ran.err
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ("", "holds no prompts"),
+        ('fine\n{"turns": [}\n', "line 2: not JSON"),
+        ('fine\n\n{"turns": []}\n', 'line 3: "turns" must be a list'),
+        ('{"turns": [5]}\n', 'line 1: "turns" must hold texts'),
+        ('{"prompt": 7}\n', 'line 1: "prompt" must be a string'),
+        (
+            '{"messages": [{"role": "system", "content": "x"}]}\n',
+            'line 1: "messages" has nothing of the role',
+        ),
+        ('{"text": "x"}\n', 'line 1: a row needs one of "turns"'),
+    ],
+)
+def test_a_bad_prompt_is_named_by_line_and_field(
+    outrider: Outrider, tmp_path: Path, lines: str, said: str
+) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(lines)
+    for command in ("advise", "bench"):
+        ran = outrider(command, "--prompts", file, *SMALL)
+        assert ran.code == 2 and said in ran.err and str(file) in ran.err
