@@ -1,4 +1,4 @@
-"""Load: many streaming clients for minutes, of whom some hang up, some send nonsense and some read slowly.
+"""A crowd: many streaming clients for minutes, of whom some hang up, some send nonsense and some read slowly.
 
     python -m bench.serve_load smollm2-135m --minutes 5 [--prompts FILE.jsonl] [--json OUT.json] [-- SERVER FLAGS]
 
@@ -7,7 +7,7 @@ broken off by its client must be its beginning. The cache is small, so that sequ
 Checked at the end: nothing lost or mixed up, no queue entry left, every slot of the cache free (a request
 that needs them all is answered), memory flat after a warm-up, the queue never longer than configured. Then
 SIGTERM under load: every stream finishes or is told, the server leaves in time and no process stays behind.
-Leaves with 1 if any of this fails.
+Leaves with 1 if any of this fails. How fast a server is under load is for `outrider bench serve` to measure.
 """
 
 from __future__ import annotations
@@ -73,8 +73,7 @@ class Tally:
 
     outcomes: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
-    queued_ms: list[float] = field(default_factory=list)
-    first_ms: list[float] = field(default_factory=list)
+    queued: int = 0  # answers that had waited
     ids: set[str] = field(default_factory=set)
     memory: list[tuple[float, int, int]] = field(default_factory=list)  # seconds, API process, engine
     waiting: list[int] = field(default_factory=list)
@@ -112,7 +111,6 @@ class Reading:
         self.told = ""  # the code of the error it ended with
 
     async def start(self) -> None:
-        self.begin = time.perf_counter()
         self.connection.send("POST", CHAT, self.case.body)
         status = await self.connection.head()
         if status != 200:
@@ -136,13 +134,11 @@ class Reading:
             raise RuntimeError(f"a stream of {self.name} has an event of {event['id']}")
         for choice in event["choices"]:
             said = choice["delta"].get("content") or ""
-            if said and not self.text:
-                self.tally.first_ms.append(1000 * (time.perf_counter() - self.begin))
             self.text += said
             self.reason = choice["finish_reason"] or self.reason
         if usage := event.get("usage"):
             self.tokens = usage["completion_tokens"]
-            self.tally.queued_ms.append(event["metrics"]["queue_time_ms"])
+            self.tally.queued += event["metrics"]["queue_time_ms"] > 0
 
     def check_whole(self) -> None:
         if self.told:
@@ -350,13 +346,6 @@ def flat(samples: Sequence[tuple[float, int]], slack: float) -> tuple[bool, floa
     return late - early <= max(slack, 0.03 * early), early, late
 
 
-def quantiles(values: Sequence[float]) -> dict[str, float]:
-    if len(values) < 2:
-        return {"p50": 0.0, "p99": 0.0}
-    cuts = statistics.quantiles(values, n=100)
-    return {"p50": cuts[49], "p99": cuts[98]}
-
-
 async def measure(server: Server, given: argparse.Namespace, prompts: Sequence[str]) -> dict[str, Any]:
     cases = cases_of(prompts, given.tokens, given.seed)
     for case in cases:
@@ -394,8 +383,7 @@ async def measure(server: Server, given: argparse.Namespace, prompts: Sequence[s
         "seconds": seconds,
         "outcomes": during,
         "wrong": tally.wrong[:20],
-        "queue_ms": quantiles(tally.queued_ms),
-        "first_token_ms": quantiles(tally.first_ms),
+        "queued": tally.queued,
         "waiting_most": max(tally.waiting),
         "running_most": max(tally.running),
         "preemptions": totals["num_preemptions_total"],
@@ -412,9 +400,7 @@ def show(report: dict[str, Any]) -> None:
     print("| | |\n|---|---|")
     for kind, count in sorted(report["outcomes"].items()):
         print(f"| {kind} | {count} |")
-    for name in ("queue_ms", "first_token_ms"):
-        print(f"| {name} p50 / p99 | {report[name]['p50']:.1f} / {report[name]['p99']:.1f} |")
-    for name in ("waiting_most", "running_most", "preemptions", "disconnects", "tokens"):
+    for name in ("queued", "waiting_most", "running_most", "preemptions", "disconnects", "tokens"):
         print(f"| {name.replace('_', ' ')} | {report[name]:g} |")
     for who, (early, late) in report["memory_mb"].items():
         print(f"| memory of the {who}, early -> late | {early:.1f} -> {late:.1f} MB |")

@@ -5,7 +5,8 @@ called from Python in one process; same prompts, same settings, in turn.
 
 Both sides are loaded for the whole run and only one of them works at a time. A round asks both for the same
 answers, beginning with the other side every other round; figures are medians, ratios those of the rounds.
-Every prompt is used once and begins with a number of its own: neither side finds it in its cache.
+Every prompt is used once and begins with a number of its own: neither side finds it in its cache. The client is that of
+`outrider bench serve`; whether the texts are the same is for bench/serve_identity.py to say.
 """
 
 from __future__ import annotations
@@ -18,19 +19,27 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
-from bench.serving import Connection, Server, arguments, birth_certificate, read_prompts
+from bench.serving import Server, arguments, birth_certificate, read_prompts
 
 from outrider import LLM, SamplingParams, Settings
 from outrider.bench.prompts import BUILT_IN
+from outrider.bench.serve.arrivals import Lengths
+from outrider.bench.serve.asked import CHAT, Asked
+from outrider.bench.serve.client import Client
+from outrider.bench.serve.http import Pool
+from outrider.bench.serve.http import Server as Address
+from outrider.bench.serve.run import served_model
 
-CHAT = "/v1/chat/completions"
 SIDES = ("http", "inside")
 LONGEST = 400  # characters of a prompt: writing, not reading, is to take the time
+
+
+PATIENCE = 600.0  # seconds an answer may take
 
 
 @dataclass
@@ -39,18 +48,25 @@ class Sides:
 
     server: Server
     llm: LLM
-    connections: list[Connection] = field(default_factory=list)
+    model: str = ""  # as the server calls it
+    pool: Pool | None = None  # connections, which are kept
 
-    async def connect(self, count: int) -> None:
-        while len(self.connections) < count:
-            self.connections.append(await Connection.open(self.server.host, self.server.port))
+    async def asking(self, prompts: Sequence[str], tokens: int, speculate: bool) -> Client:
+        address = Address.of(f"{self.server.host}:{self.server.port}")
+        self.pool = self.pool or Pool(address)
+        self.model = self.model or await served_model(self.pool)
+        rows = tuple({"messages": [{"role": "user", "content": prompt}]} for prompt in prompts)
+        fields = {"temperature": 0, "ignore_eos": True, "speculative_decoding": speculate}
+        asked = Asked(CHAT, self.model, Lengths(tokens, tokens), rows=rows, fields=fields)
+        client = Client(address, asked, PATIENCE)
+        client.pool = self.pool
+        return client
 
 
 @dataclass
 class Run:
     """One side's answers to a few prompts at once."""
 
-    texts: list[str]
     tokens: int
     seconds: float
     first_s: float = 0.0
@@ -62,48 +78,21 @@ class Run:
         return self.tokens / self.seconds
 
 
-def body_of(prompt: str, tokens: int, speculate: bool) -> dict[str, Any]:
-    return {
-        "messages": [{"role": "user", "content": prompt}],
-        "temperature": 0,
-        "max_tokens": tokens,
-        "ignore_eos": True,
-        "speculative_decoding": speculate,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-
-
 def params_of(tokens: int, speculate: bool) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, speculation=speculate)  # type: ignore[arg-type]
 
 
 async def through_http(sides: Sides, prompts: Sequence[str], tokens: int, speculate: bool) -> Run:
-    await sides.connect(len(prompts))
+    client = await sides.asking(prompts, tokens, speculate)
     api = psutil.Process(sides.server.process.pid)
     before, own = _cpu(api), time.process_time()
     begin = time.perf_counter()
-
-    async def one(connection: Connection, prompt: str) -> tuple[str, int, float]:
-        text, written, first = "", 0, 0.0
-        connection.send("POST", CHAT, body_of(prompt, tokens, speculate))
-        if await connection.head() != 200:
-            raise SystemExit(f"status {connection.status}")
-        async for event in connection.events():
-            if "error" in event:
-                raise SystemExit(str(event))
-            for choice in event["choices"]:
-                text += choice["delta"].get("content") or ""
-                first = first or (time.perf_counter() - begin if text else 0.0)
-            if usage := event.get("usage"):
-                written = usage["completion_tokens"]
-        return text, written, first
-
-    pairs = zip(sides.connections, prompts, strict=False)
-    answers = await asyncio.gather(*(one(connection, prompt) for connection, prompt in pairs))
+    answers = await asyncio.gather(*(client.ask(number) for number in range(len(prompts))))
     seconds = time.perf_counter() - begin
-    texts, written, firsts = zip(*answers, strict=True)
-    return Run(list(texts), sum(written), seconds, min(firsts), _cpu(api) - before, time.process_time() - own)
+    if failed := [f"{answer.error}: {answer.said}" for answer in answers if answer.error]:
+        raise SystemExit(failed[0])
+    first, written = min(answer.first for answer in answers), sum(answer.tokens for answer in answers)
+    return Run(written, seconds, first, _cpu(api) - before, time.process_time() - own)
 
 
 def _cpu(process: psutil.Process) -> float:
@@ -117,7 +106,7 @@ async def inside(sides: Sides, prompts: Sequence[str], tokens: int, speculate: b
     begin = time.perf_counter()
     outs = await asyncio.to_thread(sides.llm.chat, chats, params_of(tokens, speculate))
     seconds = time.perf_counter() - begin
-    return Run([out.text for out in outs], sum(len(out.token_ids) for out in outs), seconds)
+    return Run(sum(len(out.token_ids) for out in outs), seconds)
 
 
 async def first_inside(sides: Sides, prompt: str) -> float:
@@ -139,7 +128,6 @@ async def rounds(
     sides: Sides, prompts: Iterator[str], together: int, tokens: int, speculate: bool, count: int
 ) -> dict[str, Any]:
     runs: dict[str, list[Run]] = {side: [] for side in SIDES}
-    differing = 0
     for number in range(-1, count):
         chosen = [next(prompts) for _ in range(together)]
         made: dict[str, Run] = {}
@@ -148,7 +136,6 @@ async def rounds(
             made[side] = await ask(sides, chosen, tokens, speculate)
         if made["http"].tokens != made["inside"].tokens:
             raise SystemExit("the two sides wrote different numbers of tokens")
-        differing += made["http"].texts != made["inside"].texts
         if number >= 0:  # the first round warms up
             for side in SIDES:
                 runs[side].append(made[side])
@@ -165,7 +152,6 @@ async def rounds(
         "ratios": [a.rate / b.rate for a, b in pairs],
         "api_cpu_ms_a_token": 1000 * sum(run.api_cpu_s for run in runs["http"]) / written,
         "client_cpu_ms_a_token": 1000 * sum(run.own_cpu_s for run in runs["http"]) / written,
-        "differing_rounds": differing,
     }
 
 
@@ -201,8 +187,8 @@ async def measure(sides: Sides, texts: Sequence[str], given: argparse.Namespace)
             rates.append(await rounds(sides, prompts, together, given.tokens, speculate, given.rounds))
             note(json.dumps({k: v for k, v in rates[-1].items() if k != "ratios"}))
     first = await first_tokens(sides, prompts, given.first)
-    for connection in sides.connections:
-        connection.close()
+    if sides.pool is not None:
+        sides.pool.close()
     return {"rates": rates, "first_token": first}
 
 
@@ -212,13 +198,13 @@ def _endless(texts: Sequence[str]) -> Iterator[str]:
 
 
 def show(report: dict[str, Any]) -> None:
-    print("| together | speculation | through HTTP | inside | ratio | API CPU | client CPU | texts differ |")
-    print("|---|---|---|---|---|---|---|---|")
+    print("| together | speculation | through HTTP | inside | ratio | API CPU | client CPU |")
+    print("|---|---|---|---|---|---|---|")
     for row in report["rates"]:
         print(
             f"| {row['together']} | {'on' if row['speculation'] else 'off'} | {row['http_tok_s']:.1f} tok/s "
             f"| {row['inside_tok_s']:.1f} tok/s | {row['ratio']:.3f} | {row['api_cpu_ms_a_token']:.2f} ms/token "
-            f"| {row['client_cpu_ms_a_token']:.2f} ms/token | {row['differing_rounds']} |"
+            f"| {row['client_cpu_ms_a_token']:.2f} ms/token |"
         )
     first = report["first_token"]
     print(

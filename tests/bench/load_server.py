@@ -1,9 +1,16 @@
-"""A server on loopback that says what it is asked to say, when it is asked to: for tests of the load generator."""
+"""A server on loopback that says what it is asked to say, when it is asked to: for tests of the load generator.
+
+    python -m tests.bench.load_server --port 8199 --first 0.1 --gap 0.02
+
+serves until it is stopped, with waits of half to one and a half times these seconds: for load generators to agree on.
+"""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
+import random
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -64,8 +71,8 @@ class LoadServer:
     def asked(self) -> list[Seen]:
         return [one for one in self.seen if one.path.endswith("completions")]
 
-    async def start(self) -> asyncio.Server:
-        server = await asyncio.start_server(self._connection, "127.0.0.1", 0)
+    async def start(self, port: int = 0) -> asyncio.Server:
+        server = await asyncio.start_server(self._connection, "127.0.0.1", port)
         self.port = server.sockets[0].getsockname()[1]
         return server
 
@@ -192,3 +199,25 @@ async def _stop(server: asyncio.Server) -> None:
     for task in mine:
         task.cancel()
     await asyncio.gather(*mine, return_exceptions=True)
+
+
+async def paced(port: int, first: float, gap: float) -> None:
+    chance = random.Random(0)
+
+    async def pause(number: int) -> None:
+        await asyncio.sleep((gap if number else first) * chance.uniform(0.5, 1.5))
+
+    server = LoadServer(Script(tokens=None, pause=pause))
+    async with await server.start(port) as started:
+        print(f"listening on {server.url}", flush=True)
+        await started.serve_forever()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--port", type=int, default=8199)
+    parser.add_argument("--first", type=float, default=0.1, help="seconds to the first event, on average")
+    parser.add_argument("--gap", type=float, default=0.02, help="seconds between events")
+    asyncio.run(paced(**vars(parser.parse_args())))

@@ -38,13 +38,12 @@ def test_the_crowd_was_one(report: dict[str, Any]) -> None:
     assert report["disconnects"] > 2
     assert report["preemptions"] > 0
     assert outcomes["refused: queue_full"] > 0
-    assert report["queue_ms"]["p99"] > 0
+    assert report["queued"] > 0
     assert sum(report["stop"]["outcomes"].values()) > 64
 
 
 def read(case: Case, *events: dict[str, Any], tally: Tally | None = None) -> Reading:
     reading = Reading(SimpleNamespace(), case, tally or Tally())  # type: ignore[arg-type]
-    reading.begin = 0.0
     for event in events:
         reading._take(event)
     return reading

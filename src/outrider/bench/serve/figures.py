@@ -23,10 +23,7 @@ LATENCIES = {
     "e2e": "end to end",
 }
 MOST_ROWS, MOST_GAPS = 5_000, 20_000  # that are written out
-SLOW_LOOP, SLOW_SHARE = (
-    5.0,
-    0.2,
-)  # ms the event loop may lag at p99; or this share of a gap between tokens, if more
+SLOW, SLOW_SHARE = 2.0, 0.25  # ms the client may lag at p99; or that share of the p99 it reports
 BUSY = 0.9  # of a core that a client may use
 BUCKETS = 120  # of a curve over time
 
@@ -145,16 +142,19 @@ def client(droves: Sequence[Drove], found: Mapping[str, Any]) -> dict[str, Any]:
     lags = spread([1000 * lag for drove in droves for lag in drove.lags])
     late = spread([1000 * (s.start - s.due) for drove in droves for s in drove.samples])
     share = max((drove.cpu / drove.seconds for drove in droves if drove.seconds), default=0.0)
-    gap = (found["itl_ms"] or {}).get("p50", 0.0)
     wrong = []
-    if lags and lags["p99"] > max(SLOW_LOOP, SLOW_SHARE * gap):
+    if lags and lags["p99"] > _slow(found["itl_ms"]):
         wrong.append(f"its event loop woke up {lags['p99']:.1f} ms late at p99")
     if share > BUSY:
         wrong.append(f"a process used {share:.0%} of a core")
-    if late and late["p99"] > max(SLOW_LOOP, SLOW_SHARE * ((found["ttft_ms"] or {}).get("p50") or 0.0)):
+    if late and late["p99"] > _slow(found["ttft_ms"]):
         wrong.append(f"requests went out {late['p99']:.1f} ms late at p99")
     return {"lag_ms": lags, "late_ms": late, "core_share": share, "kept_up": not wrong, "wrong": wrong,
             "connections": sum(drove.connections for drove in droves)}  # fmt: skip
+
+
+def _slow(latency: Mapping[str, float] | None) -> float:
+    return max(SLOW, SLOW_SHARE * latency["p99"]) if latency else SLOW
 
 
 # ------------------------------------------------------------------------------------------- between two servers

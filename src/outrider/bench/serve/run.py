@@ -128,7 +128,7 @@ async def check(server: Server, plan: Plan, offset: int) -> Checked:
     pool = Pool(server)
     try:
         async with asyncio.timeout(CHECK):
-            model = plan.model or await _model(pool)
+            model = plan.model or await served_model(pool)
             version = await _version(pool)
             vocabulary = Vocabulary() if plan.rows else await vocabulary_of(pool, model)
     except OSError as problem:
@@ -147,7 +147,8 @@ async def check(server: Server, plan: Plan, offset: int) -> Checked:
     return Checked(server, asked, offset, version)
 
 
-async def _model(pool: Pool) -> str:
+async def served_model(pool: Pool) -> str:
+    """The first that it serves."""
     reply = Reply()
     await pool.ask(pool.server.request("GET", "/v1/models"), reply)
     if reply.status != 200:
