@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from outrider.draft.head_layouts import IGNORED
 from outrider.load.checkpoint import Checkpoint
 
 KEYS = "self_attn.k_proj.weight"
@@ -22,7 +23,10 @@ def draft_room(drafts: Iterable[Checkpoint]) -> DraftRoom:
     """Of models and heads together."""
     weights = cached = 0
     for draft in drafts:
-        shapes = {name: draft.shape(name) for name in draft.names()}
+        names = draft.names()
+        if FUSION in names:
+            names = [name for name in names if name not in IGNORED]
+        shapes = {name: draft.shape(name) for name in names}
         weights += sum(map(math.prod, shapes.values()))
         cached += 2 * sum(shape[0] for name, shape in shapes.items() if name.endswith(KEYS))
         if FUSION in shapes:
