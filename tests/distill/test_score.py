@@ -161,12 +161,13 @@ def test_a_card_says_what_the_draft_is(target: Path, draft: Path, tmp_path: Path
     folder = pair_head(tmp_path / "head", target)
     head = make_card(opened, "tiny", folder, trained_tokens=9, recipe="r", licence="MIT")
     facts = head.draft
-    assert (facts.kind, facts.layout, facts.engines) == ("eagle", "eagle3", ("outrider", "vllm", "sglang"))
+    # Of so shallow a target it reads a layer twice, which others cannot.
+    assert (facts.kind, facts.layout, facts.engines) == ("eagle", "eagle3", ("outrider",))
     tensors = open_checkpoint(folder)
     assert facts.parameters == sum(
         tensors.tensor(name).numel() for name in tensors.names() if name not in ("d2t", "t2d")
     )
     write_card(folder, head)
     assert read_card(folder) == head and (head.trained_tokens, head.licence) == (9, "MIT")
-    assert draft_facts(folder) == facts
+    assert draft_facts(folder, opened) == facts
     assert scoring.BATCH["cpu"] > 1

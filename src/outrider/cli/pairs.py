@@ -10,8 +10,11 @@ from typing import Annotated, Any
 import typer
 
 from outrider.cli.card_words import described, in_columns, in_tabs, score_table
+from outrider.cli.command import Command
+from outrider.cli.export_head import export
 from outrider.cli.options import envvar
 from outrider.cli.output import note, write
+from outrider.cli.score_pair import score
 from outrider.load.pairs import Pair, add_pair, list_pairs, pair_named, remove_pair
 from outrider.settings import cache_folder
 
@@ -73,6 +76,10 @@ def add(folder: Folder, name: OwnName = None) -> None:
 def remove(name: Name) -> None:
     """Delete a pair that was added. The folder it was copied from stays."""
     note(f"removed {remove_pair(name, cache_folder())}")
+
+
+pairs.command("score", cls=Command)(score)
+pairs.command("export", cls=Command)(export)
 
 
 def _as_json(pair: Pair) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from typing import Any
 
 from outrider.control.costs import CostModel
 from outrider.distill.report import Report, Silent
-from outrider.draft.head_layouts import IGNORED, OWN
+from outrider.draft.head_layouts import IGNORED, OWN, engines_that_load, read_head
 from outrider.draft.table import is_eagle
 from outrider.engine.certificate import certificate
 from outrider.engine.llm import LLM
@@ -43,7 +43,7 @@ class ScoreOptions:
     depth: int = 5  # of chains
     tree_nodes: int = 24
     max_tokens: int = 128  # of an answer
-    timed: int = 2  # prompts of a task whose answers are timed; none: no speed-up is told
+    timed: int = 2  # prompts of a task whose answers are timed; none: no speed-up is measured
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -280,7 +280,7 @@ def make_card(
     return Card(
         VERSION,
         TargetFacts(target_name, own, _parameters(target)),
-        draft_facts(draft),
+        draft_facts(draft, target),
         licence=licence,
         trained_tokens=trained_tokens,
         recipe=recipe,
@@ -288,13 +288,17 @@ def make_card(
     )
 
 
-def draft_facts(draft: Path) -> DraftFacts:
-    opened, kind = open_checkpoint(draft), "eagle" if is_eagle(draft) else "lm"
-    layout = "gguf" if isinstance(opened, GgufCheckpoint) else "huggingface"
-    if kind == "eagle":
-        raw = opened.raw_config
-        layout = "outrider" if OWN in raw else "speculators" if "speculators_model_type" in raw else "eagle3"
-    return DraftFacts(kind, layout, _parameters(opened), ENGINES[layout])
+def draft_facts(draft: Path, target: Checkpoint) -> DraftFacts:
+    opened = open_checkpoint(draft)
+    if not is_eagle(draft):
+        layout = "gguf" if isinstance(opened, GgufCheckpoint) else "huggingface"
+        return DraftFacts("lm", layout, _parameters(opened), ENGINES[layout])
+    raw = opened.raw_config
+    layout = "outrider" if OWN in raw else "speculators" if "speculators_model_type" in raw else "eagle3"
+    assert target.config is not None
+    able = engines_that_load(read_head(draft, target.config)[0], target.config)
+    engines = tuple(name for name in ENGINES[layout] if name in able)
+    return DraftFacts("eagle", layout, _parameters(opened), engines)
 
 
 def _parameters(checkpoint: Checkpoint) -> int:
