@@ -54,7 +54,7 @@ def test_advice_on_synthetic_acceptance(
     assert all(one["rate"] == 1.0 for one in synthetic["acceptance"])
     assert set(synthetic["tasks"]) <= {"chat", "code", "text"}
     assert [one["batch"] for one in synthetic["expected"]] == [1, 2]
-    assert synthetic["expected"][0]["tokens_per_step"] > 2
+    assert synthetic["expected"][0]["tokens_per_step"] > 1.5  # at any depth
     assert found["advice"]["draft"] in ("lookup", "synthetic:1.0", "none")
     assert "$/M" in ran.err and f"outrider serve {tiny_folder}" in ran.err
     for line in ran.err.splitlines():
