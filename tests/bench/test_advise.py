@@ -53,7 +53,7 @@ def trials(steps: dict[int, dict[str, list[list[tuple[int, int]]]]], draft_s: fl
 
 def candidate(draft: str, *speedups: float, kind: str = "lookup", spread: float = 0.02, **more) -> Measured:
     known = [
-        Expected(b, 4, s, s - spread, s + spread, 1.5 * s, 0.6, 0.4, 1.3, 10 * s, 10.0, True)
+        Expected(b, 4, s, s - spread, s + spread, 1.5 * s, 0.6, 0.4, 1.3, 10 * s, 10.0, True, {4: s})
         for b, s in zip((1, 4, 16, 64), speedups, strict=False)
     ]
     facts = more.pop("facts", DraftFacts(kind))
@@ -81,16 +81,13 @@ def test_drafts_are_counted_as_the_engine_saw_them(wide: AsIf) -> None:
     assert found.at(1) is found.by_depth[min(found.by_depth)]
 
 
-def test_what_the_answer_s_own_end_cut_off_does_not_count() -> None:
-    def record(reason, emitted: int) -> StepRecord:
-        one = sequence([1, 2])
-        one.finish_reason = reason
-        outcome = Outcome(one, Bet("lookup", 4, 4), 4, 4, 3, 3)
+def test_of_the_last_step_counts_what_was_emitted() -> None:
+    def record(emitted: int) -> StepRecord:
+        outcome = Outcome(sequence([1, 2]), Bet("lookup", 4, 4), 4, 4, 3, 3)
         return StepRecord(5, 1, 1, 4, 3, emitted, 0, 0, 1, 0, 1, [outcome])
 
-    assert step_outcomes(record("length", 4), last=False) == [(4, 3)]
-    assert step_outcomes(record("stop", 2), last=True) == [(4, 1)]
-    assert step_outcomes(record("length", 2), last=True) == [(4, 3)]  # a longer answer would have had it
+    assert step_outcomes(record(4), last=False) == [(4, 3)]
+    assert step_outcomes(record(2), last=True) == [(4, 1)]
 
 
 def test_larger_batches_cost_a_pass_over_their_rows_and_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,6 +131,7 @@ def test_the_best_depth_is_taken_at_every_batch() -> None:
     assert (one.depth, four.depth) == (4, 1)
     assert one.speedup == pytest.approx(3.0) and one.tokens_per_step == pytest.approx(3.0)
     assert one.low < one.speedup < one.high and one.pays
+    assert list(one.by_depth) == [1, 2, 3, 4] and one.by_depth[4] == one.speedup
     assert four.speedup == pytest.approx(2.0) and four.break_even == 0.0
     assert expected(found, 4, costs, False).low < four.low  # less is known
 

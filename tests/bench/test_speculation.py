@@ -12,6 +12,7 @@ from outrider.bench.as_if import AsIf
 from outrider.bench.peers import Run
 from outrider.bench.speculation import answer, asked_of, compare, groups_of, table, temperature_of, ways_of
 from outrider.bench.speed import pass_seconds
+from outrider.draft.synthetic import SyntheticDrafter
 from outrider.errors import InvalidRequest
 from outrider.types import Speculation
 from tests.bench.conftest import prompts
@@ -133,3 +134,16 @@ def test_rates_count_what_came_after_the_first() -> None:
     assert Run([[1, 2, 3], [4, 5, 6]], 1.0, 3.0, there=2).decode_rate == 2.0
     assert Run([[1, 2, 3]], 1.0, 3.0, there=3).decode_rate == 1.0
     assert Run([[1, 2, 3]], 1.0, 3.0, 1).differing(Run([[1, 9, 3]], 1.0, 3.0, 1)) == 2
+
+
+def test_a_synthetic_draft_knows_every_answer_before_it_is_timed(wide: AsIf) -> None:
+    """Also that of a group which it is the first to answer."""
+    made = {"synthetic": SyntheticDrafter((1.0,), wide.model.config.vocab)}
+    wide.driver.run(lambda: wide.engine.drafters.add(made))
+    try:
+        ways = ways_of(wide, PARAMS, ["synthetic"])
+        found = compare(wide, {"chat": prompts(2)}, PARAMS, ways, {"": 0.8}, (1,))
+    finally:
+        wide.driver.run(lambda: wide.engine.drafters.remove(made))
+    way = found["chat"]["batches"]["1"]["ways"]["synthetic"]
+    assert way["held"] == 1.0 and way["tokens_per_step"] == pytest.approx(4.0)

@@ -157,16 +157,9 @@ def _note_trial(found: Trials, depth: int, task: str, plain: Answers, done: Answ
 
 
 def step_outcomes(record: StepRecord, last: bool) -> list[Outcome]:
-    """Depth and accepted tokens of every draft that was asked for. What an answer's own end cut off does not count;
-    what the length allowed cut off does: a longer answer would have had it.
-    """
+    """Depth and accepted tokens of every draft that was asked for; of an answer's last step, what was emitted."""
     return [
-        (
-            o.deepest,
-            min(o.accepted, record.emitted - 1)
-            if last and o.sequence.finish_reason == "stop"
-            else o.accepted,
-        )
+        (o.deepest, min(o.accepted, record.emitted - 1) if last else o.accepted)
         for o in record.outcomes
         if o.bet.nodes > 0
     ]
@@ -285,6 +278,7 @@ class Expected:
     tokens_per_second: float
     plain_tokens_per_second: float
     measured: bool  # or continued from smaller batches
+    by_depth: dict[int, float]  # speed-up
 
     @property
     def pays(self) -> bool:
@@ -310,6 +304,7 @@ def expected(trials: Trials, batch: int, costs: StepCosts, measured: bool) -> Ex
     return Expected(
         batch, best.depth, best.speedup, low, high, best.tokens, rate, best.break_even, best.stretch,
         best.tokens_per_second, batch / best.plain_seconds, measured,
+        {d: one.speedup for d, one in predictions.items()},
     )  # fmt: skip
 
 
