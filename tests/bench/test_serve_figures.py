@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from outrider.bench.page import _even, _orders
+from outrider.bench.page import _orders, even
 from outrider.bench.serve.answer import Sample
 from outrider.bench.serve.arrivals import Due, Lengths, poisson, read_trace
 from outrider.bench.serve.asked import CHAT, COMPLETIONS, WORDS, Asked, Vocabulary
@@ -318,7 +318,7 @@ def test_a_page_of_failures_alone_is_made() -> None:
 
 @pytest.mark.parametrize("most", [0, 0.003, 1, 3.7, 10, 99, 101, 12345])
 def test_scales_reach_what_they_show(most: float) -> None:
-    marks = _even(most)
+    marks = even(most)
     assert marks[0] == 0 and marks[-1] >= most and 2 <= len(marks) <= 7
     if most:
         orders = _orders(most / 100, most)

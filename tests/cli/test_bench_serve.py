@@ -138,6 +138,7 @@ def test_a_key_is_sent_and_never_written(
             (),
             "HTTP 400: what is ignore_eos?; fields other servers",
         ),
+        (dict(status=503, said="loading"), (), "HTTP 503: loading; is it still starting"),
         (dict(status=500, said="out of cheese"), (), "HTTP 500: out of cheese"),
         (dict(breaks=1), (), "connection lost"),
     ],

@@ -90,7 +90,7 @@ def chart(
         return ""
     values = [y for one in series for y in one.ys]
     log = min(values) > 0 and max(values) > MANY * min(values)
-    marks = _orders(min(values), max(values)) if log else _even(max(values))
+    marks = _orders(min(values), max(values)) if log else even(max(values))
     low, high = (math.log10(marks[0]), math.log10(marks[-1])) if log else (0.0, marks[-1])
     left = min(min(x for one in series for x in one.xs), min(x for x, _ in ticks))
     right = max(max(x for one in series for x in one.xs), max(x for x, _ in ticks))
@@ -146,7 +146,7 @@ def _key(name: str, style: int) -> str:
     )
 
 
-def _even(most: float) -> list[float]:
+def even(most: float) -> list[float]:
     """Round numbers from 0 to the first at or above `most`, about five of them."""
     if most <= 0:
         return [0.0, 1.0]

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from outrider.bench.page import Series, chart, document, number, table
+from outrider.bench.page import Series, chart, document, even, number, table
 from outrider.bench.serve.figures import COMPARED, LATENCIES, PERCENTS, figure
 from outrider.bench.serve.show import COLUMNS, remarks
 
@@ -162,7 +162,7 @@ def _nines(percent: float) -> float:
 
 def _over_time(load: Found, names: Sequence[str]) -> str:
     end = max((found["over_time"]["at_s"] or [1.0])[-1] for found in load["servers"])
-    ticks = [(end * i / 4, f"{end * i / 4:.3g}") for i in range(5)]
+    ticks = [(second, number(second)) for second in even(end) if second <= end]
     charts = []
     for name, title, unit in (
         ("output_tok_s", "Output, first round", "tok/s"),

@@ -189,6 +189,7 @@ def explained(server: Server, path: str, kind: str, said: str) -> OutriderError:
         "TLS failed": "check --url: is it plain http?",
         "no stream": "without a stream the times of tokens cannot be measured",
         "timed out": "is the server busy? --timeout is how long it may take",
+        "HTTP 503": "is it still starting, or full? try again when it is ready",
         "HTTP 400": "fields other servers do not know can be left out: --ignore-eos, --body",
     }
     return OutriderError(f"{where}: {kind}{more}" + (f"; {ways[kind]}" if kind in ways else ""))
