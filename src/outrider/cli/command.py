@@ -52,6 +52,20 @@ LOADING = {
     ),
     *("requests", "seconds", "goodput", "rounds", "clients", "api_key", "json_file", "html_file", "help"),
 }
+DISTILLING = {
+    *(
+        "model",
+        "out",
+        "prompts",
+        "made_up",
+        "shares",
+        "answer_tokens",
+        "temperatures",
+        "kind",
+        "continue_from",
+    ),
+    *("shards", "layers", "loss", "train_tokens", "batch_tokens", "score_prompts", "stage", "device", "help"),
+}
 FEW = 14  # flags that need no choosing
 TYPES = {"<float>": "X", "<int>": "N", "<int range>": "N", "<str>": "TEXT"}
 
@@ -77,7 +91,7 @@ class Command(TyperCommand):
         many = len(self._options(ctx)) > FEW
         if many and not ctx.meta.get("outrider.help_all"):
             names = EVERYDAY - MEASURING if self.name in ("bench", "audit", "advise") else EVERYDAY
-            names = LOADING if self.name == "bench serve" else names
+            names = {"bench serve": LOADING, "distill": DISTILLING}.get(self.name or "", names)
             rows = [_short(p, ctx) for p in self.get_params(ctx) if p.name in names]
             with formatter.section("Everyday flags"):
                 formatter.write_dl(rows, col_max=26)

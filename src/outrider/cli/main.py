@@ -23,6 +23,7 @@ from outrider.cli.bench_serve import bench_serve
 from outrider.cli.chat import chat
 from outrider.cli.command import Command, Group
 from outrider.cli.demo import demo
+from outrider.cli.distill import distill
 from outrider.cli.doctor import doctor
 from outrider.cli.draft import draft
 from outrider.cli.generate import generate
@@ -49,6 +50,7 @@ app.command("audit", cls=Command)(audit)
 app.command("bench", cls=Command)(bench)
 app.command("bench serve", cls=Command)(bench_serve)
 app.command("advise", cls=Command)(advise)
+app.command("distill", cls=Command)(distill)
 app.add_typer(models, name="models")
 app.add_typer(pairs, name="pairs")
 app.command("doctor", cls=Command)(doctor)
