@@ -66,6 +66,7 @@ DISTILLING = {
     ),
     *("shards", "layers", "loss", "train_tokens", "batch_tokens", "score_prompts", "stage", "device", "help"),
 }
+LINE = 200  # characters of a command's line in the list of commands
 FEW = 14  # flags that need no choosing
 TYPES = {"<float>": "X", "<int>": "N", "<int range>": "N", "<str>": "TEXT"}
 
@@ -113,6 +114,14 @@ class Command(TyperCommand):
 
 
 class Group(TyperGroup):
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Each with the whole first sentence of its help."""
+        found = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
+        with formatter.section("Commands"):
+            formatter.write_dl(
+                [(name, c.get_short_help_str(LINE)) for name, c in found.items() if c is not None]
+            )
+
     """Commands by one word, or by two: `bench serve` is one beside `bench`."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:

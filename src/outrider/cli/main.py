@@ -41,6 +41,7 @@ app = typer.Typer(
     help="Run large language models: same tokens, fewer passes.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
+    rich_markup_mode=None,  # plain, as every command's own help; and rich takes a third of a second to import
 )
 app.command("demo", cls=Command)(demo)
 app.command("generate", cls=Command)(generate)

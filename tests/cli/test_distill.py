@@ -1,0 +1,69 @@
+"""Every option of a recipe is a flag with its default; what cannot be is said before anything is loaded."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from outrider.cli.distill import ANSWER, SCORE, TRAIN, distill
+from outrider.distill.recipe import Recipe
+from tests.cli.conftest import Outrider
+
+
+def test_every_option_is_a_flag_of_its_stage_with_its_default() -> None:
+    typed = {name: p.default for name, p in inspect.signature(distill).parameters.items()}
+    built: dict[str, object] = {}
+    for group, stage in ((ANSWER, "answer"), (TRAIN, "train"), (SCORE, "score")):
+        names = {one.name for one in fields(Recipe) if one.metadata["stage"] == stage} - {"target"}
+        assert {flag.name for flag in group.flags} == names
+        built |= group.build(typed)
+    made = Recipe.of({**built, "prompts": ("p",)})
+    assert made == Recipe(prompts=("p",))
+
+
+@pytest.mark.parametrize(
+    ("flags", "what"),
+    [
+        ([], "nothing to learn from: give --prompts FILE"),
+        (["--prompts", "p", "--stage", "guess"], "'guess' is not answer, train, score"),
+        (["--prompts", "p", "--share", "code"], "'code' is not TASK=SHARE, such as code=0.3"),
+        (["--prompts", "p", "--share", "=0.5"], "'=0.5' is not TASK=SHARE"),
+        (["--prompts", "p", "--share", "code=2"], "share of 'code' must be between 0 and 1"),
+        (
+            ["--prompts", "p", "--answer-tokens", "lots"],
+            "'lots' is not a number of tokens; write 300000, 20M or 1.5G",
+        ),
+        (["--prompts", "p", "--temperatures", "0;1"], "'0;1' is not a list of numbers such as 0,0.7,1"),
+        (["--prompts", "p", "--taps", "2,x"], "'2,x' is not a list of numbers such as 2,14,27"),
+        (["--prompts", "p", "--kind", "head"], "kind must be eagle, lm"),
+        (["--prompts", "p", "--los", "kl"], "did you mean --loss?"),
+    ],
+)
+def test_what_cannot_be_is_refused(outrider: Outrider, tmp_path: Path, flags: list[str], what: str) -> None:
+    ran = outrider("distill", "smollm2-135m", "--out", tmp_path / "out", *flags)
+    assert ran.code == 2 and what in ran.err, ran.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_target_and_files_that_are_not_there(outrider: Outrider, tiny_folder: Path, tmp_path: Path) -> None:
+    ran = outrider("distill", "no-such-model", "--prompts", "p", "--out", tmp_path / "out")
+    assert ran.code == 1 and "no-such-model" in ran.err and not (tmp_path / "out").exists()
+    ran = outrider("distill", tiny_folder, "--prompts", tmp_path / "gone.jsonl", "--out", tmp_path / "out")
+    assert ran.code == 2 and "gone.jsonl cannot be read" in ran.err
+    (tmp_path / "wrong.jsonl").write_text('{"turns": ["fine"]}\n{"turn": "a"}\n')
+    ran = outrider("distill", tiny_folder, "--prompts", tmp_path / "wrong.jsonl", "--out", tmp_path / "out")
+    assert ran.code == 2 and 'wrong.jsonl, line 2: a row needs one of "turns"' in ran.err
+
+
+def test_ctrl_c_says_how_to_go_on(
+    outrider: Outrider, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("outrider.distill.run.distill", interrupted)
+    ran = outrider("distill", tiny_folder, "--made-up", 3, "--out", tmp_path / "out")
+    assert ran.code == 130 and "stopped; the same command goes on from here" in ran.err
