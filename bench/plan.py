@@ -21,8 +21,10 @@ from outrider.draft.drafter import MAX_PASSES
 from outrider.draft.drafters import Drafters
 from outrider.draft.lm import LmDrafter
 from outrider.draft.lookup import LookupDrafter
+from outrider.draft.scores import DEPTH as SCORED
+from outrider.engine.engine import MAX_SCORED
 from outrider.engine.shared_drafts import SharedDrafts
-from outrider.types import Bet, Options, Outcome, Request, SamplingParams, Sequence, StepRecord, Work
+from outrider.types import NO_BET, Bet, Options, Outcome, Request, SamplingParams, Sequence, StepRecord, Work
 
 PLAIN = {1: 3.86, 2: 3.9, 4: 4.0, 8: 4.1, 16: 4.18, 32: 4.55, 64: 5.03}  # ms of a round
 LOOKED_UP = {
@@ -116,33 +118,40 @@ def run(
     planner: Planner | None, live: list[Answer], task: Task, sizes: SizeChoice, rnd: random.Random
 ) -> float:
     """Tokens a second; without a planner, plain."""
-    spent, tokens = 0.0, sum(one.left for one in live)
+    spent, tokens, dice = 0.0, sum(one.left for one in live), random.Random(0)
     while live:
         size = sizes.choose(len(live))
-        drafter, form = ("none", NO_TREE) if planner is None else _planned(planner, live, size)
-        if planner is not None and drafter == "lm" and (unread := sum(one.unread for one in live)):
-            reading = max(1.2, unread * READING)
-            planner.learn_reading("lm", unread, reading / 1e3)
-            spent += reading
+        bets = [NO_BET] * len(live) if planner is None else _planned(planner, live, size)
+        drafter = min((bet.drafter for bet in bets if bet.nodes), default="none")
+        form = max((bet.depth, bet.nodes) for bet in bets)
+        reading = [one for one, bet in zip(live, bets, strict=True) if bet.drafter == "lm"]
+        if planner is not None and (unread := sum(one.unread for one in reading)):
+            took = max(1.2, unread * READING)
+            planner.learn_reading("lm", unread, took / 1e3)
+            spent += took
         took = milliseconds(drafter, form, size)
         spent += took
-        outcomes, emitted = [], 0
-        for one in live:
-            held, firsts = one.accepted(drafter, form, task, rnd) if form != NO_TREE else (0, 0)
+        outcomes, scored, emitted = [], [], 0
+        for one, bet in zip(live, bets, strict=True):
+            held, firsts = one.accepted(bet.drafter, form, task, rnd) if bet.nodes else (0, 0)
+            if bet.drafter != "lookup" and planner is not None and len(live) <= MAX_SCORED:
+                right, _ = one.accepted("lookup", (SCORED, SCORED), task, dice)
+                scored.append(Outcome(one.sequence, Bet("lookup"), SCORED, SCORED, right, right))
             count = min(held + 1, one.left)
             one.sequence.tokens.extend([1] * count)
             one.sequence.cached += count
             one.left, emitted = one.left - count, emitted + count
-            one.unread = 0 if drafter == "lm" else one.unread + count if one.unread or count > 3 else 0
+            one.unread = 0 if bet.drafter == "lm" else one.unread + count if one.unread or count > 3 else 0
             if form != NO_TREE:
-                bet = Bet(drafter, form[1], form[0])
                 outcomes.append(Outcome(one.sequence, bet, form[1], form[0], held, firsts))
         if planner is not None:
             n, seconds = len(live), took / 1e3
             captured = drafter, form, size
-            planner.observe(
-                StepRecord(n, n, n, 0, 0, emitted, 0, 0, seconds, 0, seconds, outcomes, captured=captured)
+            record = StepRecord(
+                n, n, n, 0, 0, emitted, 0, 0, seconds, 0, seconds, outcomes, captured=captured
             )
+            record.scored = scored
+            planner.observe(record)
             for one in live:
                 if one.left <= 0:
                     planner.forget(one.sequence)
@@ -150,18 +159,17 @@ def run(
     return tokens / spent * 1e3
 
 
-def _planned(planner: Planner, live: list[Answer], size: int) -> tuple[str, TreeShape]:
+def _planned(planner: Planner, live: list[Answer], size: int) -> list[Bet]:
     work = [Work(one.sequence, 1) for one in live]
     trees = {name: SHARED.trees(name, size) for name in DRAFTERS}
-    behind = {"lm": sum(one.unread for one in live), "lookup": 0}
-    options = Options(size, (True,) * len(live), trees, behind.__getitem__, CHAINS[-1][0])
+    unread = {one.sequence: one.unread for one in live}
+    behind = lambda name, sequence: unread[sequence] if name == "lm" else 0  # noqa: E731
+    options = Options(size, (True,) * len(live), trees, behind, CHAINS[-1][0], SHARED.drafters.riding)
     while (drafter := planner.unmeasured(work, options)) != "none":
         costs = [("none", NO_TREE, PLAIN[size] / 1e3)]
         costs += [(drafter, form, milliseconds(drafter, form, size) / 1e3) for form in trees[drafter]]
         planner.learn(drafter, size, costs)
-    plan = planner.plan(work, options)
-    bet = max(plan.bets, key=lambda bet: bet.nodes)
-    return (bet.drafter, (bet.depth, bet.nodes)) if bet.nodes else ("none", NO_TREE)
+    return SHARED.fitted(planner.plan(work, options).bets)
 
 
 def main() -> None:

@@ -240,12 +240,13 @@ class Options:
     # By work: it shares one drafter and one draft tree with the other resident ones.
     resident: tuple[bool, ...] = ()
     trees: Mapping[str, tuple[TreeShape, ...]] = field(default_factory=dict)  # of resident rows, by drafter
-    # Tokens that a drafter must read before it can draft for them.
-    behind: Callable[[str], int] = lambda drafter: 0
+    # Tokens that a drafter must read before it can draft for a sequence.
+    behind: Callable[[str, Sequence], int] = lambda drafter, sequence: 0
     max_depth: int = 0  # of a chain of the resident rows
-    riding: tuple[
-        str, ...
-    ] = ()  # drafters that take no pass, and so may serve chains of a step beside another
+    # Drafters that take no pass, and so may serve chains of a step beside another.
+    riding: tuple[str, ...] = ()
+    # Levels that one of those has to propose for a staged sequence, of so many.
+    found: Callable[[str, Sequence, int], int] = lambda drafter, sequence, depth: depth
 
     def is_resident(self, item: int) -> bool:
         return self.size > 0 and self.resident[item]
@@ -351,6 +352,8 @@ class StepRecord:
     # Of one drafting sequence now and then: its drafter, tokens it emitted, and the sum of the probabilities that the
     # target gave them.
     predicted: list[tuple[str, int, float]] = field(default_factory=list)
+    # What drafters that take no pass would have got where they were not asked.
+    scored: list[Outcome] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,3 +97,19 @@ def test_a_drafter_with_other_weights_starts_anew():
     for name in ("eagle", "lookup+eagle"):
         assert rates.of(one, name) == fresh.of(one, name) and not rates.trials[name]
     assert rates.of(one, "lookup").first < 0.3 and rates.trials["lookup"] == 20
+
+
+def test_a_drafter_of_which_every_step_tells_is_taken_by_its_last_draft():
+    """Eight drafts right, eight wrong, and so on: one right draft promises another."""
+    rates = AcceptanceRates()
+    rates.scored = ("lookup",)
+    copying, other = sequence([1]), sequence([2])
+    for i in range(160):
+        rates.observe(copying, "lookup", 1, int(i // 8 % 2 == 0))
+        rates.observe(other, "lm", 1, int(i // 8 % 2 == 0))
+        after = rates.of(copying, "lookup").first
+        if i > 80 and i % 8 in (0, 6):
+            assert after > 0.7 if i // 8 % 2 == 0 else after < 0.3
+    assert rates.of(other, "lm").other is None
+    new = rates.of(sequence([3]), "lookup")  # starts from what others taught
+    assert new.first > 0.7 and new.other is not None and new.other[0] < 0.3

@@ -122,3 +122,17 @@ def test_rows_of_a_prompt_alone_say_nothing_of_what_they_add():
     costs = CostModel()
     costs.observe(step(rows=50, total=9.0, known=50))
     assert costs.per_prompt_row == {}
+
+
+def test_of_two_drafters_the_costlier_is_charged_with_what_the_other_does_not_take():
+    made, s = CostModel(), sequence([1, 2])
+
+    def drafted(seconds: float, **levels: int) -> None:
+        outcomes = [Outcome(s, Bet(name, n, n), n, n, 0, 0) for name, n in levels.items()]
+        made.observe(StepRecord(9, 2, 2, 4, 0, 2, 0, seconds, 0, 0, 5.0, outcomes))
+
+    drafted(0.1, lookup=2)
+    drafted(0.8, lookup=4, lm=2)  # of the lm nothing is known yet
+    assert made.per_level == pytest.approx({"lookup": 0.05, "lm": 0.3})
+    drafted(0.0, lookup=4, lm=2)
+    assert made.per_level == pytest.approx({"lookup": 0.05, "lm": 0.27})

@@ -85,8 +85,18 @@ def test_no_draft_where_rows_cost_what_they_bring():
     assert only(made, sequence([1, 2])) == (NO_BET, "below break-even")
 
 
+def idle_steps(made: Planner, s) -> int:
+    """Plain steps until a probe."""
+    steps = 0
+    while only(made, s)[1] != "probe":
+        made.observe(step([s]))
+        steps += 1
+        assert steps < 10_000
+    return steps
+
+
 def test_measured_costs_turn_it_off_and_a_probe_turns_it_on_again():
-    made, s = planner({}), sequence([1, 2])
+    made, s = planner({}), sequence([1, 2], max_tokens=10_000)
     assert only(made, s)[0].nodes > 0  # nothing measured: try
     made.observe(step([s], rows=1, total=1.0))
     for _ in range(40):  # drafts that are always rejected, in steps twice as long
@@ -95,15 +105,7 @@ def test_measured_costs_turn_it_off_and_a_probe_turns_it_on_again():
             break
         made.observe(step([s], [bet], rows=1 + bet.nodes, total=2.0, drafted=bet.nodes))
     assert only(made, s) == (NO_BET, "below break-even")
-    idle = 0
-    while only(made, s)[1] == "below break-even":
-        made.observe(step([s]))
-        idle += 1
-        assert idle <= GUARDS.probe_interval
-    bet, reason = only(made, s)
-    assert (
-        reason == "probe" and bet.nodes == bet.depth == GUARDS.probe_depth and idle == GUARDS.probe_interval
-    )
+    idle_steps(made, s)
     for _ in range(30):  # now they are accepted, and their steps turn out cheap
         bet, _ = only(made, s)
         bet = bet if bet.nodes else Bet("lookup", 2, 2)
@@ -111,14 +113,29 @@ def test_measured_costs_turn_it_off_and_a_probe_turns_it_on_again():
     assert only(made, s)[1] == "pays"
 
 
-def test_a_rejected_probe_is_not_repeated_at_once():
-    made, s = planner({n: float(n) for n in range(1, 64)}), sequence([1, 2])
-    for _ in range(int(GUARDS.probe_interval)):
-        made.observe(step([s]))
-    bet, reason = only(made, s)
-    assert reason == "probe"
-    made.observe(step([s], [bet], rows=3, total=3.0, drafted=2))
-    assert only(made, s) == (NO_BET, "below break-even")
+@pytest.mark.parametrize("row, draft, depth", [(0.01, 0.0, 2), (0.1, 0.05, 2), (0.1, 0.2, 1)])
+def test_probes_take_a_small_share_of_the_time(row, draft, depth):
+    made, s = planner({n: 1 + row * (n - 1) for n in range(1, 64)}), sequence([1, 2], max_tokens=10_000)
+    made.costs.per_level["lookup"] = draft
+    made.rates.by_sequence[s] = {"lookup": AcceptanceRate(0.0, 0.0)}
+    waited = idle_steps(made, s)
+    bet, _ = only(made, s)
+    assert bet.nodes == bet.depth == depth  # where two levels cost much, one
+    lost = depth * (row + draft)
+    assert waited + 1 == pytest.approx(max(GUARDS.probe_interval, lost / GUARDS.probe_share), abs=1)
+    made.observe(step([s], [bet], rows=1 + depth, total=1 + lost, drafted=depth))
+    assert only(made, s) == (NO_BET, "below break-even")  # not again at once
+
+
+def test_a_sequence_among_many_is_probed_in_its_turn():
+    made, some = planner(dict.fromkeys(range(1, 64), 1.0)), [sequence([1, i]) for i in range(4)]
+    for s in some:
+        made.rates.by_sequence[s] = {"lookup": AcceptanceRate(0.0, 0.0)}
+    for _ in range(4 * int(GUARDS.probe_interval) - 2):
+        assert set(planned(made, some).reasons) == {"below break-even"}
+        made.observe(step(some))
+    made.observe(step(some))
+    assert set(planned(made, some).reasons) == {"probe"}
 
 
 def test_drafting_costs_count():
@@ -181,25 +198,22 @@ def test_rejection_never_gets_a_grown_tree(asked):
         s = sequence([1, 2], temperature=0.8, speculation={**asked, "mode": "rejection"})
         bet, _ = only(planner(), s, batch)
         assert bet.mode == "rejection" and bet.nodes == bet.depth > 0
-    made, s = (
-        planner({n: float(n) for n in range(1, 64)}),
-        sequence([1, 2], speculation={"mode": "rejection"}),
-    )
-    for _ in range(int(GUARDS.probe_interval)):
-        made.observe(step([s]))
-    bet, reason = only(made, s)
-    assert reason == "probe" and bet.nodes == bet.depth
+    made, s = planner({n: n**0.5 for n in range(1, 64)}), sequence([1, 2], speculation={"mode": "rejection"})
+    made.rates.by_sequence[s] = {"lookup": AcceptanceRate(0.0, 0.0)}
+    idle_steps(made, s)
+    bet, _ = only(made, s)
+    assert bet.nodes == bet.depth
 
 
 def test_nothing_is_kept_of_sequences_that_ended():
     made, s = planner(), sequence([1, 2])
     bet, _ = only(made, s)
     made.observe(step([s], [bet], rows=5, drafted=4, accepted=4))
-    assert s in made.rates.by_sequence and s in made.idle_steps
+    assert s in made.rates.by_sequence
     s.finish_reason = "stop"
     made.forget(s)  # the engine forgets while it commits, and observes after
     made.observe(step([s], [bet], rows=5, drafted=4, accepted=4))
-    assert not made.rates.by_sequence and not made.idle_steps
+    assert not made.rates.by_sequence
 
 
 def test_a_prompt_chunk_has_no_bet():
@@ -244,7 +258,7 @@ def test_nothing_drafted_teaches_nothing_of_staged_rows():
     made, s = planner(), sequence([1, 2])
     before = made.rates.of(s, "lookup").first
     made.observe(step([s], [Bet("lookup", 4, 4)]))
-    assert made.rates.of(s, "lookup").first == before and made.idle_steps[s] == 1
+    assert made.rates.of(s, "lookup").first == before and made.rates.of(s, "lookup").idle > 0
 
 
 def test_a_grown_tree_is_valued_by_the_depth_it_reached():

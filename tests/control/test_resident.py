@@ -27,7 +27,8 @@ def size_of(sequences) -> int:
 def resident(made: Planner, sequences, size: int | None = None, behind: int = 0, trees=TO_EIGHT) -> Plan:
     work, given = [Work(s, s.pending) for s in sequences], dict.fromkeys(("lm", "lookup"), trees)
     here = (True,) * len(work)
-    return made.plan(work, Options(size or size_of(sequences), here, given, lambda _: behind, 8))
+    each = behind / len(work)
+    return made.plan(work, Options(size or size_of(sequences), here, given, lambda *_: each, 8))
 
 
 def unmeasured(made: Planner, sequences, size: int) -> str:

@@ -13,6 +13,7 @@ from outrider.types import Sequence
 
 # Before a drafter was ever tried: high enough that it is tried, lower where sampling is hotter.
 FIRST, NEXT, PER_TEMPERATURE = 0.7, 0.8, 0.25
+AFTER_WRONG = 0.5  # of that, where the last draft was rejected
 PRIOR_WEIGHT = 4.0  # steps that a new estimate's starting point counts for
 SEQUENCE_MEMORY, DRAFTER_MEMORY = 12, 200  # steps: a text changes its nature, a drafter hardly does
 RECOVERY = 0.02  # share of the way back to NEXT after a draft that was accepted as far as it went
@@ -27,6 +28,11 @@ class AcceptanceRate:
     first: float
     next: float
     weight: float = PRIOR_WEIGHT  # in steps
+    idle: int = 1  # steps since the last one in which it drafted; 0: it drafts now
+    right: bool = True  # whether any of the last draft was accepted
+    # Copied text goes on being copied, and new text being new. So `first` and its weight hold after a draft as right as
+    # the last one, and these after one that was not. None: no difference is made.
+    other: tuple[float, float] | None = None
 
     def observe(self, drafted: int, accepted: int, memory: float) -> None:
         """A draft of this depth. None at all (0) where one was wanted counts as a rejected one."""
@@ -36,6 +42,9 @@ class AcceptanceRate:
         if accepted == drafted:  # a deeper draft might have been accepted as well
             self.next += RECOVERY * max(0.0, NEXT - self.next)
         self.weight = min(self.weight + 1, memory)
+        if self.other is not None and self.right != (accepted > 0):
+            (self.first, self.weight), self.other = self.other, (self.first, self.weight)
+            self.right = not self.right
 
     def survival(self, depth: int) -> float:
         """The chance that a chain is accepted down to this depth."""
@@ -44,7 +53,8 @@ class AcceptanceRate:
     def accepted(self, shape: TreeShape) -> float:
         """Expected accepted tokens of a draft of this shape."""
         if shape[0] == shape[1]:
-            return sum(self.first * self.next**k for k in range(shape[0]))
+            left = 1 - self.next
+            return self.first * ((1 - self.next ** shape[0]) / left if left else shape[0])
         reached: list[float] = []
         tree, ranks = tree_nodes(shape), node_ranks(shape)
         for depth, parent, rank in zip(tree.depths, tree.parents, ranks, strict=True):
@@ -68,35 +78,49 @@ class AcceptanceRates:
     def __init__(self) -> None:
         self.by_sequence: dict[Sequence, dict[str, AcceptanceRate]] = {}
         self.priors: dict[tuple[str, int], AcceptanceRate] = {}  # by drafter and band of temperature
+        self.wrong: dict[tuple[str, int], AcceptanceRate] = {}  # the same, where the last draft was rejected
+        self.scored: tuple[str, ...] = ()  # drafters of which every step tells, asked or not
         self.trials: Counter[str] = Counter()  # by drafter: drafts of single sequences
 
     def of(self, sequence: Sequence, drafter: str) -> AcceptanceRate:
         own = self.by_sequence.setdefault(sequence, {})
         if drafter not in own:
             prior = self.prior(drafter, sequence.request.params.temperature)
-            own[drafter] = AcceptanceRate(prior.first, prior.next)
+            wrong = self.prior(drafter, sequence.request.params.temperature, False)
+            other = (wrong.first, PRIOR_WEIGHT) if drafter in self.scored else None
+            own[drafter] = AcceptanceRate(prior.first, prior.next, other=other)
         return own[drafter]
 
-    def prior(self, drafter: str, temperature: float) -> AcceptanceRate:
-        band = drafter, round(BANDS_PER_DEGREE * temperature)
-        if band not in self.priors:
-            self.priors[band] = AcceptanceRate(FIRST / (1 + PER_TEMPERATURE * temperature), NEXT)
-        return self.priors[band]
+    def prior(self, drafter: str, temperature: float, right: bool = True) -> AcceptanceRate:
+        """After a draft that was `right`; of drafters for which that makes no difference, after any."""
+        band, priors = (drafter, round(BANDS_PER_DEGREE * temperature)), self.priors if right else self.wrong
+        if band not in priors:
+            first = FIRST / (1 + PER_TEMPERATURE * temperature)
+            priors[band] = AcceptanceRate(first if right else AFTER_WRONG * first, NEXT)
+        return priors[band]
 
     def observe(self, sequence: Sequence, drafter: str, drafted: int, accepted: int) -> None:
         self.trials[drafter] += 1
-        self.prior(drafter, sequence.request.params.temperature).observe(drafted, accepted, DRAFTER_MEMORY)
+        own = self.by_sequence.get(sequence, {}).get(drafter)
+        prior = self.prior(drafter, sequence.request.params.temperature, own is None or own.right)
+        prior.observe(drafted, accepted, DRAFTER_MEMORY)
         if not sequence.finish_reason:  # else already forgotten
             self.of(sequence, drafter).observe(drafted, accepted, SEQUENCE_MEMORY)
 
     def forget_drafter(self, name: str) -> None:
         """Alone or merged with others."""
-        for band in [band for band in self.priors if name in band[0].split("+")]:
-            del self.priors[band]
+        for priors in (self.priors, self.wrong):
+            for band in [band for band in priors if name in band[0].split("+")]:
+                del priors[band]
         every: list[dict[str, Any]] = [self.trials, *self.by_sequence.values()]
         for rates in every:
             for drafter in [one for one in rates if name in one.split("+")]:
                 del rates[drafter]
+
+    def note(self, sequence: Sequence, drafting: str) -> None:
+        """Who drafted for it in a step."""
+        for name, rate in self.by_sequence.get(sequence, {}).items():
+            rate.idle = 0 if name == drafting else rate.idle + 1
 
     def forget(self, sequence: Sequence) -> None:
         self.by_sequence.pop(sequence, None)

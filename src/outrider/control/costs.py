@@ -7,6 +7,7 @@ drafter that has to catch up by the tokens it reads.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from math import inf
 
 from outrider.control.trees import NO_TREE, TreeShape
 from outrider.types import StepRecord
@@ -42,10 +43,16 @@ class CostModel:
             _learn(self.captured, record.captured, seconds / record.passes)
             return
         _learn(self.by_rows, record.rows, record.total_s - record.draft_s)
-        levels = max((o.deepest for o in record.outcomes), default=0)
-        names = {o.bet.drafter for o in record.outcomes if o.drafted}
-        if levels and len(names) == 1:
-            _learn(self.per_level, names.pop(), record.draft_s / levels)
+        levels: dict[str, int] = {}
+        for o in record.outcomes:
+            if o.drafted:
+                levels[o.bet.drafter] = max(levels.get(o.bet.drafter, 0), o.deepest)
+        if (
+            levels
+        ):  # of several, the costliest, as far as is known, is charged with what the others do not take
+            name = max(levels, key=lambda one: self.per_level.get(one, inf))
+            depth = levels.pop(name)
+            _learn(self.per_level, name, max(0.0, record.draft_s - self.drafting(levels)) / depth)
 
     def _observe_prompt(self, record: StepRecord) -> None:
         without = self._seconds(record, record.rows - record.prompt_rows)
@@ -94,8 +101,8 @@ class CostModel:
         """While it is not measured, as long as it may take."""
         if drafter in self.per_token:
             return self.per_token[drafter]
-        plain = (seconds for (_, tree, _), seconds in self.captured.items() if tree == NO_TREE)
-        return SLOWEST_READ * min(plain, default=0.0) / MIN_READ
+        plain = [seconds for (_, tree, _), seconds in self.captured.items() if tree == NO_TREE]
+        return SLOWEST_READ * min(plain or self.by_rows.values(), default=0.0) / MIN_READ
 
     def step(self, rows: int) -> float:
         """Seconds of a ragged step, from the nearest measured numbers of rows."""

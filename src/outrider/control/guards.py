@@ -18,6 +18,8 @@ class Guards:
     break_even: float = (
         1.05  # speed-up to expect before a ragged step drafts: costs are known to a few percent
     )
+    # Of what another drafter promises, that a sequence leaves the one it has for: estimates are no better.
+    switch: float = 1.05
     probe_depth: int = 2  # of a chain: it shows both rates, of the first token and of the next
     costly_probe: float = 1.3  # plain steps' time above which a probe takes the smallest tree instead
     probe_interval: float = 24  # plain steps' time without a draft before one is tried

@@ -55,7 +55,8 @@ class ResidentDrafter(Drafter, Protocol):
 
     max_depth: int  # of its draft trees in such steps; 0: it takes no part in them
     trees: bool  # whether they may branch
-    rides_along: bool = False  # whether it takes no pass, and so may serve a step beside another drafter
+    # Whether it takes no pass: it may serve a step beside another drafter, and is scored when it is not asked.
+    rides_along: bool = False
 
     @abstractmethod
     def propose_resident(
@@ -73,6 +74,10 @@ class ResidentDrafter(Drafter, Protocol):
     def catch_up(self, ops: StepOps, sequences: list[Sequence]) -> None:
         """Read what it lacks of these. Nothing is in flight, and their rows of the state are up to date."""
         return
+
+    def foresee(self, sequence: Sequence, n: int) -> Seq[int]:
+        """If it rides along: up to n tokens that it would propose, more or less, in no time."""
+        return ()
 
     def warm_up(self, ops: StepOps) -> int:
         """Read padding as if catching up, to see what it takes: how many tokens, 0 if that cannot be."""

@@ -90,6 +90,18 @@ class Drafters:
         """The drafter, if it can take part in resident steps."""
         return None if self.left_alone(name) else self._resident.get(name)
 
+    @property
+    def riding(self) -> tuple[str, ...]:
+        """Those that take no pass."""
+        return tuple(n for n, one in self._resident.items() if one.rides_along and not self.left_alone(n))
+
+    def foresee(self, name: str, sequence: Sequence, n: int) -> Seq[int]:
+        try:
+            return self._resident[name].foresee(sequence, n)
+        except Exception as error:
+            self.note_fault(DrafterFailed(name, error))
+            return ()
+
     def propose_resident(self, name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
         """A drafter's verb of that name. What fails in it is known to be the drafter's fault, not the target's."""
         drafter = self._resident[name]

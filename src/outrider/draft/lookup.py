@@ -42,6 +42,9 @@ class State:
     own: OwnMatch
     prediction: Match | None
     read: int = 0  # tokens of the sequence already in
+    # What follows two tokens in a row, by where it was seen last: a tenth of the work, for scores alone.
+    after: dict[tuple[int, int], int] = field(default_factory=dict)
+    noted: int = SHORTEST  # tokens with an entry there
 
 
 @dataclass(slots=True)
@@ -159,6 +162,14 @@ class LookupDrafter(ResidentDrafter):
             self.past.move_to_end(owner)
             if len(self.past) > self.owners:
                 self.past.popitem(last=False)
+
+    def foresee(self, sequence: Sequence, n: int) -> Seq[int]:
+        state, tokens = self.states[sequence], sequence.tokens
+        for at in range(state.noted, len(tokens)):
+            state.after[tokens[at - 2], tokens[at - 1]] = at
+        state.noted = max(state.noted, len(tokens))
+        at = state.after.get((tokens[-2], tokens[-1]), len(tokens)) if len(tokens) > 1 else 1
+        return tokens[at : at + n]
 
     def propose_resident(
         self, ops: StepOps, rows: Tensor, lengths: Tensor, tree: TreeLayout, context: int

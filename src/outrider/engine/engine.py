@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from outrider.control.planner import Planner
 from outrider.draft.drafters import Drafters
+from outrider.draft.scores import Scores
 from outrider.engine.admission import check_request
 from outrider.engine.kv_cache import KvCache
 from outrider.engine.runner import InFlightStep, Result, Runner
@@ -41,6 +42,8 @@ from outrider.verify.noise import choice_seed
 if TYPE_CHECKING:
     from torch import Tensor
 
+MAX_SCORED = 16  # sequences of a step: beyond, what the host does for each of them is missing elsewhere
+
 
 class Engine:
     """Owns the sequences and the KV cache. Not for two threads at once; driver.py gives it one of its own."""
@@ -58,6 +61,7 @@ class Engine:
         self.model, self.settings, self.text = model, settings, text
         self.cache, self.table, self.context = cache, cache.table, cache.context
         self.drafters, self.planner, self.runner = drafters, planner, runner
+        self.scores = Scores(drafters)
         self.scheduler = Scheduler(cache.table, settings.step_rows)
         self.writers: dict[Sequence, Writer] = {}
         self.live: dict[str, list[Sequence]] = {}
@@ -152,6 +156,7 @@ class Engine:
         alive = [i for i, one in enumerate(step.work) if one.alive]
         record = self._record(step, [results[i] for i in alive], alive)
         record.total_s = self.settled_at - begun
+        record.scored = self._scored(step, results, alive)
         committed = [self._commit(step.work[i], step.bets[i], *results[i]) for i in alive]
         events = [event for event in committed if event is not None]
         record.emitted = sum(len(e.token_ids) for e in events)
@@ -188,6 +193,19 @@ class Engine:
             catch_up=step.catch_up,
             predicted=step.predicted + step.staged.predicted,
         )
+
+    def _scored(self, step: InFlightStep, results: list[Result], alive: list[int]) -> list[Outcome]:
+        """Before what was verified is known to the sequences: how drafters that take no pass would have done."""
+        found: list[Outcome | None] = []
+        for name in self.drafters.riding if len(alive) <= MAX_SCORED else ():
+            for i in alive:
+                (draft, verdict), sequence = results[i], step.work[i].sequence
+                asked = sequence.request.params.speculation
+                mine = asked.drafter == name or (asked.drafter is None and name in self.planner.choices)
+                ran = step.bets[i].drafter == name and (draft or (step.captured or ("",))[0] == name)
+                if verdict is not None and mine and not asked.off and not ran:
+                    found.append(self.scores.score(name, sequence, verdict.tokens))
+        return [one for one in found if one is not None]
 
     def _commit(self, one: Work, bet: Bet, draft: Draft, verdict: Verdict | None) -> Event | None:
         """Commit to the KV cache: keep the accepted path, drop the rest of the draft. Then emit."""
@@ -247,6 +265,7 @@ class Engine:
 
     def _end(self, sequence: Sequence) -> None:
         self.drafters.stop(sequence)
+        self.scores.stop(sequence)
         self.planner.forget(sequence)
         self.scheduler.finish(sequence)
         del self.writers[sequence]

@@ -123,8 +123,8 @@ class GraphRunner(EagerRunner):
             for name in self.drafters.names
             if self.drafters.resident(name)
         }
-        behind = lambda name: sum(self._behind(sequences, name).values())  # noqa: E731
-        return Options(size, resident, trees, behind, MAX_RESIDENT_DEPTH, tuple(self.shared.riding()))
+        depth, riding = MAX_RESIDENT_DEPTH, self.drafters.riding
+        return Options(size, resident, trees, self._unread, depth, riding, self._found)
 
     def _stays(self, sequence: Sequence) -> bool:
         """Whether its rows are resident. Whoever has a step in flight must stay; else not if the host drafts for it."""
@@ -141,13 +141,13 @@ class GraphRunner(EagerRunner):
         fits = depth <= MAX_RESIDENT_DEPTH and len(sequence.request.prediction_ids) <= room
         return not fits or (how.nodes is not None and how.nodes != depth)
 
+    def _unread(self, name: str, sequence: Sequence) -> int:
+        drafter = self.drafters.resident(name)
+        return drafter.tokens_behind(sequence, self._coming(sequence, name)) if drafter is not None else 0
+
     def _behind(self, sequences: Seq[Sequence], name: str) -> dict[Sequence, int]:
         """Tokens this drafter must read before it can draft, by whose they are."""
-        drafter = self.drafters.resident(name)
-        if drafter is None:
-            return {}
-        counts = {s: drafter.tokens_behind(s, self._coming(s, name)) for s in sequences}
-        return {s: count for s, count in counts.items() if count}
+        return {s: count for s in sequences if (count := self._unread(name, s))}
 
     def _coming(self, sequence: Sequence, drafter: str) -> int:
         """Tokens that steps in flight may bring without this drafter reading along."""

@@ -326,8 +326,8 @@ class LLM:
             runner: Runner = make_graph_runner(self.model, cache, drafters, self.drafter)
         else:
             runner = EagerRunner(self.model, cache, drafters)
-        # Lookup costs next to nothing, so that whoever names no drafter may get it, too, where rows are resident.
-        choices = dict.fromkeys(name for name in (self.drafter, "lookup") if drafters.resident(name))
+        # Lookup costs next to nothing, so that whoever names no drafter may get it, too.
+        choices = dict.fromkeys((self.drafter, "lookup") if self.drafter != "none" else ())
         guards = Guards(prefill_stretch=self.settings.prefill_stretch or inf)
         planner = Planner(self.drafter, choices=tuple(choices), guards=guards)
         if free is not None:

@@ -7,6 +7,7 @@ many steps as `lag` says may be launched.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -21,11 +22,12 @@ from outrider.cache.table import SlotTable
 from outrider.draft.drafters import Drafters
 from outrider.engine.kv_cache import KvCache
 from outrider.model.decoder import Model
-from outrider.types import NO_DRAFT, Batch, Bet, Draft, Options, Plan, TreeShape, Verdict, Work
+from outrider.types import NO_DRAFT, Batch, Bet, Draft, Options, Plan, Sequence, TreeShape, Verdict, Work
 from outrider.verify.judge import judge, predicted, score_prompts
 
 # Drafting steps between two in which one sequence's logits are looked at: that takes the time of a few rows' softmax.
 SAMPLE_INTERVAL = 16
+LONG_READ = 64  # tokens: a drafter that missed fewer drafts hardly later
 
 # What was drafted for one piece of work, and what the target said, if it emits.
 Result = tuple[Draft, Verdict | None]
@@ -108,10 +110,19 @@ class EagerRunner:
         self._drafting_steps = 0
 
     def options(self, work: Seq[Work]) -> Options:
-        return Options()
+        return Options(behind=self._unread, riding=self.drafters.riding, found=self._found)
+
+    def _unread(self, name: str, sequence: Sequence) -> int:
+        reader = self.drafters.resident(name)
+        return reader.tokens_behind(sequence) if reader is not None else 0
+
+    def _found(self, name: str, sequence: Sequence, depth: int) -> int:
+        (draft,) = self.drafters.propose(name, [sequence], [Bet(name, depth, depth)])
+        return len(draft)
 
     def launch(self, work: list[Work], plan: Plan) -> InFlightStep:
         begun = time.perf_counter()
+        unread = self._reads(work, plan.bets)
         staged = StagedPart(work, self.propose(work, plan.bets), plan.bets)
         step = InFlightStep(work, list(plan.bets), plan.reasons, staged, begun)
         for one in work:
@@ -120,6 +131,8 @@ class EagerRunner:
         batch = pack(work, staged.drafts, self.table)
         staged.logits, step.rows = self.model.forward(batch, self.store), batch.rows
         step.draft_s, step.target_s = drafted - begun, time.perf_counter() - drafted
+        if unread is not None:
+            step.catch_up = (*unread, step.draft_s)
         return step
 
     def finish(self, step: InFlightStep) -> list[Result]:
@@ -136,6 +149,15 @@ class EagerRunner:
 
     def warm_up(self, drafter: str) -> tuple[int, float]:
         return 0, 0.0
+
+    def _reads(self, work: Seq[Work], bets: Seq[Bet]) -> tuple[str, int] | None:
+        """A drafter that has much to read before it drafts, and how many tokens."""
+        unread = Counter[str]()
+        for one, bet in zip(work, bets, strict=True):
+            if bet.nodes > 0 and one.emits:
+                unread[bet.drafter] += self._unread(bet.drafter, one.sequence)
+        ((name, tokens),) = unread.most_common(1) or [("none", 0)]
+        return (name, tokens) if tokens >= LONG_READ else None
 
     def propose(self, work: Seq[Work], bets: Seq[Bet]) -> list[Draft]:
         """Drafts for the sequences that emit, with slots for every node at the end of their row."""

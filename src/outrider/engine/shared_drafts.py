@@ -31,10 +31,14 @@ class SharedDrafts:
 
     def fitted(self, bets: Seq[Bet]) -> list[Bet]:
         """The bets with one drafter, the one most asked for, and draft trees that steps are captured with. A drafter
-        that takes no pass may ride along, if the tree is a chain.
+        that takes no pass may ride along, if the tree is a chain; it does where its own would not be longer.
         """
         asked = Counter(bet.drafter for bet in bets if bet.nodes and self.drafters.resident(bet.drafter))
         ((chosen, _),) = asked.most_common(1) or [("none", 0)]
+        if chosen in self.drafters.riding:
+            longest = max(bet.depth for bet in bets if bet.drafter == chosen)
+            chains = {bet.drafter for bet in bets if bet.depth == bet.nodes >= longest and asked[bet.drafter]}
+            chosen = min(chains.difference(self.drafters.riding), default=chosen)
         drafter, trees = self.drafters.resident(chosen), self.trees(chosen, 1)
         fitted = [NO_BET] * len(bets)
         for i, bet in enumerate(bets):
@@ -55,14 +59,10 @@ class SharedDrafts:
     def serving(self, bets: Iterable[Bet]) -> list[str]:
         """Drafters of these: the one whose draft tree they share, then those that ride along."""
         names = {bet.drafter for bet in bets if bet.nodes}
-        return sorted(names, key=lambda name: (name in self.riding(), name)) or ["none"]
+        return sorted(names, key=lambda name: (name in self.drafters.riding, name)) or ["none"]
 
     def with_riding(self, serving: list[str], tree: TreeShape) -> list[str]:
         """With every drafter that may ride along, where steps are captured."""
         if not self.captures or tree == NO_TREE or tree[0] != tree[1]:
             return serving
-        return [*serving, *(name for name in self.riding() if name not in serving)]
-
-    def riding(self) -> list[str]:
-        drafters = {name: self.drafters.resident(name) for name in self.drafters.names}
-        return [name for name, drafter in drafters.items() if drafter is not None and drafter.rides_along]
+        return [*serving, *(name for name in self.drafters.riding if name not in serving)]
