@@ -103,7 +103,7 @@ def test_a_deleted_shard_is_answered_again(recipe: Recipe, tmp_path: Path) -> No
 
 
 def test_what_a_server_kept_and_a_draft_that_goes_on(recipe: Recipe, tmp_path: Path) -> None:
-    writer = ShardWriter(tmp_path / "kept")
+    writer = ShardWriter(tmp_path / "kept" / "key-a")
     for number in range(20):
         ids = [(number + 3 * i) % 90 for i in range(24)]
         writer.add(Conversation.of(ids, [i > 5 for i in range(24)], "traffic", 0.7, f"k{number}"))
@@ -125,7 +125,14 @@ def test_what_a_server_kept_and_a_draft_that_goes_on(recipe: Recipe, tmp_path: P
     with pytest.raises(InvalidRequest, match="is no draft to go on from"):
         distill(replace(learns, continue_from=str(tmp_path / "kept")), tmp_path / "x", SETTINGS, Silent())
     with pytest.raises(InvalidRequest, match="no shards in"):
-        distill(replace(learns, shards=(str(tmp_path),)), tmp_path / "y", SETTINGS, Silent(), ["train"])
+        distill(
+            replace(learns, shards=(str(tmp_path / "one"),)), tmp_path / "y", SETTINGS, Silent(), ["train"]
+        )
+    (tmp_path / "two" / "draft" / "train.json").unlink()  # as if it had been killed before its end
+    writer.add(Conversation.of(range(9), [True] * 9, "traffic", 0.7, "late"))
+    writer.flush()
+    with pytest.raises(InvalidRequest, match="shards have changed since training began"):
+        distill(again, tmp_path / "two", SETTINGS, Silent(), ["train"])
 
 
 def test_one_at_a_time_in_a_folder(recipe: Recipe, tmp_path: Path) -> None:

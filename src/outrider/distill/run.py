@@ -33,14 +33,14 @@ from outrider.distill.prompts import Prompt, Schedule, made_up_prompts, read_pro
 from outrider.distill.recipe import STAGES, Recipe
 from outrider.distill.report import Report, short
 from outrider.distill.score import ScoreOptions, make_card, score
-from outrider.distill.train import CURVES, read_curves, train
+from outrider.distill.train import CHECKPOINTS, CURVES, read_curves, train
 from outrider.engine.certificate import certificate
 from outrider.engine.llm import LLM
 from outrider.errors import InvalidRequest
 from outrider.load.cards import write_card
 from outrider.load.checkpoint import Checkpoint, open_checkpoint
 from outrider.load.find import find
-from outrider.load.token_shards import Conversation, read_shards, shard_paths
+from outrider.load.token_shards import Conversation, read_shards, shard_folders, shard_paths
 from outrider.settings import Settings, cache_folder
 
 TRIED = 6  # prompts tried for each made up one that is wanted, until those there are must do
@@ -153,6 +153,7 @@ class Run:
             self.report.note(f"draft: there ({self.folder.draft})")
             return
         answers = self._answers()
+        self._check_same_data(answers)
         cache = self.settings.cache_bytes or TRAINING_CACHE
         settings = replace(self.settings, cache_bytes=cache, gpu_memory_utilization=None)
         with _opened(self.recipe.target, "none", settings) as llm:
@@ -165,11 +166,25 @@ class Run:
             raise InvalidRequest(
                 f"the answers in {self.folder.path} are not complete; run the stage answer first", "stage"
             )
+        folders = [self.folder.answers] if self.recipe.answers else []
         for name in self.recipe.shards:
-            if not shard_paths(Path(name).expanduser()):
-                raise InvalidRequest(f"there are no shards in {name}", "shards")
-        own = [self.folder.answers] if self.recipe.answers else []
-        return Answers([*own, *(Path(name).expanduser() for name in self.recipe.shards)], self.context)
+            found = shard_folders(Path(name).expanduser())
+            if not found:
+                raise InvalidRequest(f"there are no shards in {name}, nor in folders of it", "shards")
+            folders += found
+        return Answers(folders, self.context)
+
+    def _check_same_data(self, answers: Answers) -> None:
+        """A training that goes on must see what it began with; a server may still write to where it learns from."""
+        data = {str(path.resolve()): path.stat().st_size for path in answers.shards}
+        kept = self.folder.path / "training-data.json"
+        if (self.folder.path / CHECKPOINTS).is_dir() and kept.exists() and read_json(kept) != data:
+            raise InvalidRequest(
+                f"shards have changed since training began in {self.folder.path}: take another --out, and let "
+                "--shards name a copy of what is still being written to",
+                "shards",
+            )
+        write_json(kept, data)
 
     def _how_it_was_made(self, answers: Answers) -> dict[str, Any]:
         curves = read_curves(self.folder.path / CURVES) if (self.folder.path / CURVES).exists() else []

@@ -18,7 +18,7 @@ from typing import Any
 from outrider.distill.answers import Answers
 from outrider.engine.llm import LLM
 from outrider.errors import InvalidRequest, OutriderError
-from outrider.load.token_shards import Conversation, shard_paths
+from outrider.load.token_shards import Conversation, shard_folders
 from outrider.types import SamplingParams, Speculation
 
 DEPTH = 4  # of chains, fixed for both: what the planner would choose is another question
@@ -54,8 +54,7 @@ class Comparison:
 
 def traffic_folders(folder: Path) -> list[Path]:
     """Folders of shards in what a server kept, one a key; or the folder itself, if it holds shards."""
-    found = [folder, *sorted(each for each in folder.iterdir() if each.is_dir())] if folder.is_dir() else []
-    folders = [each for each in found if shard_paths(each)]
+    folders = shard_folders(folder)
     if not folders:
         raise InvalidRequest(f"{folder} holds no kept traffic: no shards, nor folders of them", "traffic")
     return folders

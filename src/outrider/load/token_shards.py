@@ -67,6 +67,12 @@ def shard_paths(folder: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
+def shard_folders(folder: Path) -> list[Path]:
+    """The folder, if it holds shards, and those in it that do: a server keeps one a key."""
+    within = sorted(each for each in folder.iterdir() if each.is_dir()) if folder.is_dir() else []
+    return [each for each in (folder, *within) if shard_paths(each)]
+
+
 def write_shard(folder: Path, number: int, conversations: Sequence[Conversation]) -> Path:
     """All or nothing. The same conversations give the same bytes."""
     lengths = [len(one) for one in conversations]
