@@ -57,7 +57,7 @@ def candidate(draft: str, *speedups: float, kind: str = "lookup", spread: float 
         for b, s in zip((1, 4, 16, 64), speedups, strict=False)
     ]
     facts = more.pop("facts", DraftFacts(kind))
-    options = dict(tasks={}, acceptance=[], draft_ratio=0.1, check={})
+    options = dict(tasks={}, acceptance=[], draft_ratio=0.1, check={}, prompts=(2, 3))
     return Measured(draft, facts, known, **{**options, **more})
 
 
@@ -230,3 +230,4 @@ def test_everything_fits_80_columns() -> None:
     assert any("another family, llama" in line for line in lines)
     assert any(line.startswith("~") for line in lines)
     assert sum("never" in line for line in lines) == 1
+    assert any("time for 2 of 3 prompts" in line for line in lines)

@@ -92,6 +92,9 @@ def test_numbers_alone_need_no_torch() -> None:
         (("--draft", "synthetic:2"), "acceptance 1 is 2, not between 0 and 1"),
         (("--draft", "lokup"), "did you mean 'lookup'"),
         (("--batches", "1,x"), "not a list of numbers"),
+        (("--speculate", "4"), "leave out --speculate"),
+        (("--tree", "3x2"), "leave out --speculate"),
+        (("--n", "2"), "leave out --n"),
         (("--prompts", "/no/such/file"), "/no/such/file cannot be read"),
     ],
 )

@@ -202,6 +202,8 @@ def table(measured: Seq[Measured], price: float | None = None) -> Iterator[str]:
     if any(not e.measured for one in measured for e in one.expected):
         yield "~: times at this batch are continued in a straight line from smaller ones"
     for one in measured:
+        if one.prompts[0] < one.prompts[1]:
+            yield f"{cut(one.draft, 20)}: time for {one.prompts[0]} of {one.prompts[1]} prompts; --seconds gives more"
         yield from textwrap.wrap(f"{one.draft}: {_facts(one)}", WIDTH - 1, subsequent_indent="  ")
 
 

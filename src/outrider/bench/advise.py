@@ -41,7 +41,7 @@ SURE, BEHIND = 2, 0.8  # prompts after which a depth is given up, and how far it
 CHEAP = 0.02  # of a plain step: drafting that takes no pass grows with the sequences
 SHORT, FEW = 16, 6  # prompt and answer where only drafting is timed
 HOT = 1.0  # temperature
-TRIAL_SHARE, ROWS_SHARE, DRAFT_SHARE, HEAT_SHARE = 0.55, 0.2, 0.1, 0.15  # of the time
+TRIAL_SHARE, ROWS_SHARE, DRAFT_SHARE, HEAT_SHARE = 0.65, 0.15, 0.1, 0.1  # of the time
 UNMEASURED = 0.1  # how well times are known that were not measured
 
 Tell = Callable[[str, float], None]
@@ -348,6 +348,7 @@ class Measured:
     draft_ratio: float  # time of a draft token against a plain step
     # One sequence at a time, by depth and task: speed-up as predicted, and as the same run saw it.
     check: dict[int, dict[str, dict[str, float]]]
+    prompts: tuple[int, int]  # measured, and given
     # At another temperature: tokens a step there and here.
     heat: dict[str, float] | None = None
 
@@ -396,6 +397,7 @@ class Session:
             acceptance_by_depth(trials),
             _draft_ratio(trials, first.depth),
             {depth: by_task(trials, depth, costs) for depth in trials.by_depth},
+            (len(trials.plain), len(asked)),
         )
         if any(one.pays for one in known):
             say = _part(tell, 1 - HEAT_SHARE, HEAT_SHARE)

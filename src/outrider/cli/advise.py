@@ -99,8 +99,7 @@ def advise(
     for one in drafts:
         check_parts(parse_draft(one), cache_folder())
     texts = task_texts(prompts, limit, tasks, EACH)
-    if params.n > 1:
-        raise InvalidRequest("an answer a prompt is measured; leave out --n", "n")
+    _check(params)
     warn_if_busy()
     say_loading(model)
     if not settings.max_sequences:
@@ -117,6 +116,16 @@ def advise(
         params,
         settings,
     )
+
+
+def _check(params: SamplingParams) -> None:
+    asked = params.speculation
+    if params.n > 1:
+        raise InvalidRequest("one answer a prompt is measured; leave out --n", "n")
+    if asked.off or asked.depth or asked.nodes or asked.tree or asked.drafter:
+        raise InvalidRequest(
+            "advise tries drafts of several depths; leave out --speculate and --tree", "speculate"
+        )
 
 
 def _what_if(asked: WhatIf, price: float | None, report: Report) -> None:
