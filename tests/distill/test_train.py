@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import random
 from collections.abc import Iterator
@@ -12,27 +11,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from outrider import LLM, SamplingParams
-from outrider.bench.as_if import config_json
+from outrider import LLM
 from outrider.distill import train as training
-from outrider.distill.acceptance import measure_acceptance
 from outrider.distill.answers import Answers
 from outrider.distill.checkpoints import checkpoints
-from outrider.distill.features import TargetReader
 from outrider.distill.recipe import Recipe
 from outrider.distill.report import Silent
 from outrider.distill.students import make_student
 from outrider.distill.train import CHECKPOINTS, CURVES, Diverged, read_curves, schedule, train
 from outrider.errors import OutriderError
-from outrider.load.checkpoint import expected_shapes
-from outrider.load.token_shards import Conversation, ShardWriter
-from tests.load.tiny import byte_level_backend, vocabulary
-from tests.tiny import prompt_of, random_tensors, tiny_config
+from tests.distill.learnable import OPTIONS, answer, write_learnable
 
-DEPTH, PROMPT, ANSWER = 3, 6, 30
-OPTIONS = dict(threads=1, max_sequences=32, cache_bytes=1 << 22, device="cpu")
+DEPTH = 3
 SMALL = Recipe(
     shards=("here",), context=64, batch_tokens=256, train_tokens=2400, unroll=2, vocabulary=200, learning_rate=1e-2,
     checkpoint_steps=3, validate_steps=6, depth=DEPTH,
@@ -41,20 +33,7 @@ SMALL = Recipe(
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that can be learned: what it says next hangs mostly on the last token."""
-    folder = tmp_path_factory.mktemp("target")
-    config = tiny_config(vocab=len(vocabulary()), eos_ids=(0,), tied=False)
-    read = random_tensors(config)
-    tensors = {name: read(name) for name, _ in expected_shapes(config)}
-    for name in tensors:
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
-            tensors[name] *= 0.04
-    order = torch.randperm(config.vocab, generator=torch.Generator().manual_seed(1))
-    tensors["lm_head.weight"] = 2.5 * tensors["model.embed_tokens.weight"][order]
-    save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config_json(config)))
-    byte_level_backend().save(str(folder / "tokenizer.json"))
-    return folder
+    return write_learnable(tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture(scope="module")
@@ -63,52 +42,9 @@ def llm(target: Path) -> Iterator[LLM]:
         yield made
 
 
-def answer(llm: LLM, folder: Path, count: int, first: int) -> Answers:
-    """Half of them greedy, half at temperature 1."""
-    prompts, heat = [prompt_of(PROMPT, first + i) for i in range(count)], [float(i % 2) for i in range(count)]
-    params = [
-        SamplingParams(temperature=t, seed=first + i, max_tokens=ANSWER, ignore_eos=True)
-        for i, t in enumerate(heat)
-    ]
-    writer = ShardWriter(folder)
-    for i, out in enumerate(llm.generate(prompts, params)):
-        ids = [*prompts[i], *out.token_ids]
-        said = [at >= PROMPT for at in range(len(ids))]
-        writer.add(Conversation.of(ids, said, "chat", heat[i], f"p{first + i}"))
-    writer.flush()
-    return Answers(folder, 64)
-
-
 @pytest.fixture(scope="module")
 def answers(llm: LLM, tmp_path_factory: pytest.TempPathFactory) -> Answers:
     return answer(llm, tmp_path_factory.mktemp("answers"), 120, 0)
-
-
-def test_a_trained_head_is_accepted_by_the_engine_as_training_says(
-    llm: LLM, target: Path, answers: Answers, tmp_path: Path
-) -> None:
-    recipe = replace(SMALL, batch_tokens=512, train_tokens=20_000, checkpoint_steps=1000, validate_steps=1000)
-    folder = train(llm, recipe, answers, tmp_path / "out", Silent())
-    first, *_, last = [
-        line["held_out"] for line in read_curves(tmp_path / "out" / CURVES) if "held_out" in line
-    ]
-    assert first["greedy"]["rates"][0] < 0.1 and last["greedy"]["rates"][0] > 0.3
-
-    seen: list[tuple[bool, int]] = []
-    asked = {"depth": DEPTH, "nodes": DEPTH}
-    with LLM(target, draft=str(folder), speculation=asked, **OPTIONS) as served:
-        served.driver.observer = lambda record: seen.extend(
-            (o.sequence.request.params.temperature > 0, o.accepted) for o in record.outcomes if o.drafted
-        )
-        later = answer(served, tmp_path / "after", 80, 1000)
-    student = make_student(replace(recipe, continue_from=str(folder)), llm.checkpoint, answers)
-    reader = TargetReader(llm.model, student.taps, 1024)  # type: ignore[arg-type]
-    found = measure_acceptance(student, reader, later, range(len(later)), 1024, DEPTH, 0)
-    for sampled, kind, near in ((False, "greedy", 0.02), (True, "sampled", 0.05)):
-        accepted = [count for hot, count in seen if hot == sampled]
-        rates = [sum(c > k for c in accepted) / sum(c >= k for c in accepted) for k in range(2)]
-        assert rates[0] > 0.3
-        assert found[kind].rates[:2] == pytest.approx(rates, abs=near)
 
 
 class Stops(Silent):
