@@ -88,8 +88,9 @@ def network_weights(make, model) -> Weights:
     return copy_of(engine.drafters[name].network)
 
 
-@pytest.mark.parametrize("lag", [None, 0, 1])
-@pytest.mark.parametrize("kind", ["eagle", "lm"])
+@pytest.mark.parametrize(
+    ("kind", "lag"), [("eagle", None), ("eagle", 0), ("eagle", 1), ("lm", None), ("lm", 1)]
+)
 def test_drafts_after_a_swap_are_those_of_the_other_draft(model, heads, kind, lag):
     first, second = (drafter_of(kind, which, model, heads) for which in (0, 1))
     engine, seen = engine_of(model, first, lag, kind)

@@ -90,7 +90,7 @@ def swap(server: Served, path: str, key: str = "admin") -> httpx.Response:
 def body(i: int) -> dict[str, Any]:
     """Half greedy, half sampled; every fourth prompt is shared."""
     return {
-        "prompt": [3 + i % 4, *range(5, 9 + i % 7)], "max_tokens": 48, "seed": i, "temperature": 0.9 * (i % 2),
+        "prompt": [3 + i % 4, *range(5, 9 + i % 7)], "max_tokens": 36, "seed": i, "temperature": 0.9 * (i % 2),
         "ignore_eos": True, "stream": True, "return_token_ids": True, "speculative_decoding": {"depth": 2},
     }  # fmt: skip
 
@@ -110,7 +110,7 @@ def stream(url: str, i: int, begun: Semaphore) -> list[int]:
                 ids += choice.get("token_ids") or []
                 ended = ended or choice["finish_reason"] == "length"
                 begun.release()
-    assert ended and len(ids) == 48
+    assert ended and len(ids) == 36
     return ids
 
 

@@ -23,7 +23,7 @@ from outrider.engine.engine import Engine
 from outrider.model.decoder import Decoder
 from outrider.serve.backend import Backend, Stream
 from outrider.serve.engine_process import EngineProcess
-from outrider.serve.link import Compiled, End, Start, hear
+from outrider.serve.link import Compiled, Drafted, End, Start, hear
 from outrider.serve.metrics import Metrics
 from outrider.serve.settings import ServeSettings
 from outrider.types import Event, Request, SamplingParams, Speculation, StepRecord
@@ -241,3 +241,22 @@ def test_over_http_tokens_are_those_that_clients_got(served: Served) -> None:
     served.wait_idle()
     moved = [served.metric(name) - old for name, old in zip(names, before, strict=True)]
     assert moved == [sum(column) for column in zip(*answers, strict=True)]
+
+
+def test_recent_figures_of_a_draft_begin_anew_with_another() -> None:
+    metrics = Metrics()
+    metrics.draft_in_use("eagle", 0.8, 0.6)
+    for _ in range(50):
+        metrics.drafter("lookup+eagle", Drafted(100, 30, 4, 2.0))
+    recent = metrics.by_drafter["spec_decode_recent_acceptance"]
+    assert recent["lookup+eagle"] == pytest.approx(0.3)
+    for _ in range(200):  # far more than is remembered
+        metrics.drafter("lookup+eagle", Drafted(100, 90, 4, 3.0))
+    assert recent["lookup+eagle"] == pytest.approx(0.9, abs=0.01)
+    assert metrics.by_drafter["spec_decode_recent_target_probability"]["lookup+eagle"] == pytest.approx(
+        0.75, abs=0.05
+    )
+    metrics.drafter("lookup", Drafted(10, 1))
+    metrics.draft_in_use("eagle", None, None)  # no card
+    assert list(recent) == ["lookup"] and not metrics.by_drafter["spec_decode_card_acceptance"]
+    assert 'spec_decode_recent_acceptance{model_name="m",drafter="lookup"} 0.1' in metrics.text("m")
