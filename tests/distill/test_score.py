@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from math import exp
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -94,6 +96,11 @@ def test_a_score_counts_what_the_engine_saw(llm: LLM) -> None:
     assert found.tree().rate > found.chain().rate > 0.2
     assert sum(one.compared for one in found.tasks) == 2 * 8 * 12
     assert not any(one.differing for one in found.tasks)
+    task, some = next(iter(PROMPTS.items()))
+    outs = llm.generate(some, temperature=0.0, max_tokens=12, logprobs=0, speculation="off")
+    chances = [exp(entry.logprob) for out in outs for entry in out.logprobs or ()]
+    [first] = [one for one in found.tasks if (one.task, one.temperature) == (task, 0.0)]
+    assert first.target_probability == pytest.approx(fmean(chances)) and 0 < fmean(chances) < 1
     assert Counter(found.date)["-"] == 2 and found.machine and "torch" in found.versions
 
 

@@ -114,6 +114,24 @@ def test_the_probabilities_are_the_targets_own(model, drafts, lag):
         assert total == pytest.approx(sum(exp(entry.logprob) for entry in event.logprobs), rel=1e-4)
 
 
+def test_what_was_launched_past_an_end_is_not_looked_at(model, drafts):
+    engine = tiny_engine(
+        model,
+        Always(Bet("lm", DEPTH, DEPTH)),
+        drafters=lambda c: {"lm": lm_drafter(drafts["good"], c)},
+        lag=1,
+    )
+    engine.runner.sample_interval = 1
+    past = 0
+    for length in range(10, 18):
+        engine.add(request(f"{length}", prompt_of(7, 1), max_tokens=length))
+        while not engine.idle:
+            for result in engine.step():
+                past += not result.record.sequences
+                assert not result.record.predicted or result.events
+    assert past
+
+
 def test_most_steps_are_not_looked_at(model, drafts):
     engine = tiny_engine(
         model, Always(Bet("lm", 1, 1)), drafters=lambda cache: {"lm": lm_drafter(drafts["bad"], cache)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from outrider.draft.eagle import EagleDrafter
 from outrider.draft.head_layouts import load_eagle
 from outrider.draft.weights import Weights, copy_of, first_difference, put_weights, weights_of
+from outrider.engine.driver import Driver
 from outrider.engine.engine import Engine
 from outrider.engine.llm import LLM
 from outrider.errors import BadCheckpoint, InvalidRequest
@@ -25,6 +27,7 @@ from tests.tiny import (
     noised_model,
     prompt_of,
     request,
+    run_alone,
     tiny_config,
     tiny_engine,
     tiny_model,
@@ -132,6 +135,27 @@ def run_out(engine: Engine) -> list:
     while not engine.idle:
         results += engine.step()
     return results
+
+
+def test_work_that_wants_nothing_in_flight_finds_it_so(model, heads):
+    make = drafter_of("lm", 0, model, heads)
+    driver = Driver(lambda: tiny_engine(model, Always(Bet("lm", DEPTH, DEPTH)), drafters=make, lag=1))
+    one = request("a", prompt_of(9, 1), max_tokens=150)
+    heard: queue.SimpleQueue = queue.SimpleQueue()
+    try:
+        driver.submit([one], heard.put)
+        states = [(0, True)]
+        while states[-1][1]:
+            states.append(
+                driver.run(lambda: (len(driver.engine.in_flight), bool(driver.engine.live)), settled=True)
+            )
+        assert len(states) > 9 and not any(in_flight for in_flight, _ in states)
+        tokens = []
+        while not (event := heard.get(timeout=20)).finish_reason:
+            tokens += event.token_ids
+        assert [*tokens, *event.token_ids] == run_alone(model, one)
+    finally:
+        driver.close()
 
 
 def test_only_its_own_weights_are_replaced(model, heads):

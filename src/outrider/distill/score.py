@@ -14,7 +14,7 @@ import secrets
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +170,7 @@ class _Scoring:
     options: ScoreOptions
     temperature: float
     tell: Callable[[int], None]
+    chances: list[float] = field(default_factory=list)  # that the target gave the tokens of plain answers
 
     def of(self, task: str, prompts: list[list[int]]) -> TaskScore:
         o, name = self.options, self.llm.drafter
@@ -190,6 +191,7 @@ class _Scoring:
             speedup=statistics.median(ratios) if ratios else None,
             compared=2 * sum(map(len, plain)),
             differing=differing + same.count(False),
+            target_probability=statistics.fmean(self.chances),
         )
 
     def _answers(self, prompts: list[list[int]], how: Speculation) -> tuple[list[list[int]], Acceptance]:
@@ -197,9 +199,11 @@ class _Scoring:
         size = min(BATCH[self.llm.model.device.type], self.llm.settings.max_sequences)
         for start in range(0, len(prompts), size):
             some = prompts[start : start + size]
-            params = [self._params(start + i, how) for i in range(len(some))]
+            scored = 0 if how is PLAIN else None
+            params = [replace(self._params(start + i, how), logprobs=scored) for i in range(len(some))]
             for out in self.llm.generate(some, params, owner=secrets.token_hex(8)):
                 tokens.append(out.token_ids)
+                self.chances += [math.exp(entry.logprob) for entry in out.logprobs or ()]
                 counts += count_origins(out.stats.origins)
             self.tell(len(some))
         return tokens, counts
