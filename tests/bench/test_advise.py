@@ -46,7 +46,13 @@ def quiet(what: str, done: float) -> None:
 def trials(steps: dict[int, dict[str, list[list[tuple[int, int]]]]], draft_s: float = 0.0) -> Trials:
     """Of given outcomes, by depth and task."""
     made = {
-        depth: Trial(some, [draft_s * depth], {task: [1.0] for task in some}) for depth, some in steps.items()
+        depth: Trial(
+            some,
+            [draft_s * depth],
+            {task: [1.0] for task in some},
+            [o for own in some.values() for p in own for o in p],
+        )
+        for depth, some in steps.items()
     }
     return Trials(made, {1: [1.0] * 3}, {1: [0.1] * 3}, [1.0, 1.0], [40])
 

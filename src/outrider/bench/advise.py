@@ -59,6 +59,9 @@ class Trial:
     ratios: dict[str, list[float]] = field(
         default_factory=lambda: defaultdict(list)
     )  # to plain, by task and prompt
+    verdicts: list[Outcome] = field(
+        default_factory=list
+    )  # of all steps, also where an answer's end cut them off
 
     def prompts(self, task: str | None = None) -> list[list[Outcome]]:
         some = self.outcomes.values() if task is None else [self.outcomes[task]]
@@ -150,6 +153,7 @@ def _note_trial(found: Trials, depth: int, task: str, plain: Answers, done: Answ
     trial, outcomes = found.by_depth[depth], []
     for record in _decoding(done.records):
         trial.draft_s.append(record.draft_s)
+        trial.verdicts += step_outcomes(record, last=False)
         outcomes += step_outcomes(record, last=record is done.records[-1])
     trial.outcomes[task].append(outcomes)
     trial.ratios[task].append(done.run.decode_rate / plain.run.decode_rate)
@@ -323,8 +327,7 @@ def by_task(trials: Trials, depth: int, costs: StepCosts) -> dict[str, dict[str,
 
 def acceptance_by_depth(trials: Trials) -> list[dict[str, float]]:
     """Of tokens whose predecessors were accepted, from the deepest trial: how often, and of how many."""
-    steps = [one for prompt in trials.by_depth[max(trials.by_depth)].prompts() for one in prompt]
-    found = []
+    steps, found = trials.by_depth[max(trials.by_depth)].verdicts, []
     for depth in range(max(trials.by_depth)):
         reached = [one for one in steps if one[0] > depth and one[1] >= depth]
         if reached:
