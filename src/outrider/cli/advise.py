@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.bench.what_if import WhatIf, what_if_table
 from outrider.cli.bench import TOKENS, TaskTemperatures, batch_sizes, task_temperatures
 from outrider.cli.generate import Limit, Prompts
 from outrider.cli.measure import (
@@ -92,7 +91,7 @@ def advise(
     price = _price(price_per_hour)
     report = Report("advise", json_file)
     if what_if is not None:
-        _what_if(WhatIf.of(what_if), price, report)
+        _what_if(what_if, price, report)
         return
     sizes, heat = batch_sizes(batches), task_temperatures(temperatures, params)
     drafts = list(dict.fromkeys(draft or CANDIDATES))
@@ -128,7 +127,10 @@ def _check(params: SamplingParams) -> None:
         )
 
 
-def _what_if(asked: WhatIf, price: float | None, report: Report) -> None:
+def _what_if(numbers: str, price: float | None, report: Report) -> None:
+    from outrider.bench.what_if import WhatIf, what_if_table
+
+    asked = WhatIf.of(numbers)
     rows = asked.answer(price)
     for line in what_if_table(asked, rows):
         note(line)

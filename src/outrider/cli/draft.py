@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-import urllib.error
-import urllib.request
 from pathlib import Path
-from typing import Annotated, Any
+from typing import IO, Annotated, Any
 
 import typer
 
@@ -126,6 +124,9 @@ def promote(
 
 
 def _ask(url: str, route: str, key: str | None, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    import urllib.error  # with what they import, a tenth of a second that no other command should spend
+    import urllib.request
+
     if not url.startswith(("http://", "https://")):
         raise InvalidRequest(f"--url {url!r} does not begin with http:// or https://", "url")
     headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
@@ -135,17 +136,17 @@ def _ask(url: str, route: str, key: str | None, body: dict[str, Any] | None = No
         with urllib.request.urlopen(asked, timeout=TIMEOUT) as answer:
             return dict(json.load(answer))
     except urllib.error.HTTPError as refused:
-        raise OutriderError(f"the server at {url} refused: {_reason(refused)}") from None
+        raise OutriderError(f"the server at {url} refused: {_reason(refused, refused.code)}") from None
     except (OSError, ValueError) as problem:
         reason = getattr(problem, "reason", problem)
         raise OutriderError(f"no server of Outrider answers at {url}: {reason}") from None
 
 
-def _reason(refused: urllib.error.HTTPError) -> str:
+def _reason(refused: IO[bytes], status: int) -> str:
     try:
         return str(json.load(refused)["error"]["message"])
     except (ValueError, KeyError, TypeError):
-        return f"status {refused.code}"
+        return f"status {status}"
 
 
 def _rate(value: float | None) -> str:

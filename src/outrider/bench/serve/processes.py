@@ -2,20 +2,26 @@
 
     python -m outrider.bench.serve.processes       one of them: a load on stdin; on stdout how far it is, then what came
 
-Both directions are this program's own objects, pickled, between a process and its own child.
+Both directions are lines of JSON.
 """
 
 from __future__ import annotations
 
 import asyncio
-import pickle
+import json
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
+from dataclasses import asdict
 from typing import IO, Any
 
+from outrider.bench.serve.answer import Sample
+from outrider.bench.serve.arrivals import Due, Lengths
+from outrider.bench.serve.asked import Asked, Vocabulary
 from outrider.bench.serve.client import Drove, Load, Tell, drive
+from outrider.bench.serve.http import Server
 from outrider.errors import OutriderError
 
 SOON = 0.05  # seconds until all of them begin
@@ -49,7 +55,7 @@ class Processes:
 
     def _led(self, children: list[subprocess.Popen[bytes]]) -> list[Drove]:
         for index, child in enumerate(children):
-            _send(child.stdin, (self.load, index, self.count))
+            _send(child.stdin, [asdict(self.load), index, self.count])
         for child in children:
             _receive(child)  # it is ready
         begin = time.perf_counter() + SOON  # one clock for all processes of a machine
@@ -72,34 +78,45 @@ class Processes:
         while isinstance(said := _receive(child, lost=None), int):
             self.ended[index] = said
             self.tell(sum(self.ended))
-        self.found[index] = said
+        if said is not None:
+            self.found[index] = Drove(**{**said, "samples": [Sample(**one) for one in said["samples"]]})
 
 
 def _send(pipe: IO[bytes] | None, what: Any) -> None:
     assert pipe is not None
-    pickle.dump(what, pipe)
+    pipe.write(json.dumps(what).encode() + b"\n")
     pipe.flush()
 
 
 def _receive(child: subprocess.Popen[bytes], **lost: Any) -> Any:
     assert child.stdout is not None
-    try:
-        return pickle.load(child.stdout)
-    except EOFError:
-        if lost:
-            return lost["lost"]
-        raise OutriderError(f"a client process ended with {child.wait()} before it began") from None
+    if line := child.stdout.readline():
+        return json.loads(line)
+    if lost:
+        return lost["lost"]
+    raise OutriderError(f"a client process ended with {child.wait()} before it began")
+
+
+def _load(raw: Mapping[str, Any]) -> Load:
+    asked = dict(raw["asked"])
+    asked["input"], output = Lengths(**asked["input"]), asked["output"]
+    asked["output"] = None if output is None else Lengths(**output)
+    asked["rows"], asked["trace"] = tuple(asked["rows"]), tuple(Due(**one) for one in asked["trace"])
+    words = asked["vocabulary"]
+    asked["vocabulary"] = Vocabulary(tuple(words["words"]), tuple(words["sizes"]), words["measured"])
+    return Load(**{**raw, "server": Server(**raw["server"]), "asked": Asked(**asked)})
 
 
 def main() -> None:
-    load, index, count = pickle.load(sys.stdin.buffer)
+    raw, index, count = json.loads(sys.stdin.buffer.readline())
+    load = _load(raw)
 
     def ready() -> float:
         _send(sys.stdout.buffer, "ready")
-        return float(pickle.load(sys.stdin.buffer))
+        return float(json.loads(sys.stdin.buffer.readline()))
 
     found = asyncio.run(drive(load, index, count, ready, lambda ended: _send(sys.stdout.buffer, ended)))
-    _send(sys.stdout.buffer, found)
+    _send(sys.stdout.buffer, asdict(found))
 
 
 if __name__ == "__main__":
