@@ -119,6 +119,17 @@ def test_a_corrupt_shard_is_named_and_answered_again_once_deleted(
     assert contents(tmp_path) == contents(whole)
 
 
+def test_a_missing_first_shard_and_more_than_enough_after_it(
+    target: LLM, whole: Path, tmp_path: Path
+) -> None:
+    """What others are worth does not make up for it; and what is not needed goes."""
+    filling(target, tmp_path, goal=200).run(Silent(), "answer", "tokens")
+    assert len(contents(tmp_path)) > len(contents(whole)) + 1
+    (tmp_path / "shard-00000.safetensors").unlink()
+    filling(target, tmp_path).run(Silent(), "answer", "tokens")
+    assert contents(tmp_path) == contents(whole)
+
+
 def test_a_full_disk_loses_nothing_that_was_finished(
     target: LLM, whole: Path, tmp_path: Path, monkeypatch
 ) -> None:

@@ -217,7 +217,7 @@ class Filling:
         self.total_now = 0  # what those are worth
         self.total = 0  # and with the shards before them
         self._open: dict[int, OpenShard] = {}
-        self._shards = count()
+        self._following = 0  # shards before it are done or open
         self._waiting: deque[tuple[int, int]] = deque()  # shard and number of what is to be asked next
         self._prefix = (0, 0)  # shards without a gap, and what they are worth
         self._talks: dict[str, tuple[int, int, Talk]] = {}  # shard, number and talk by request
@@ -269,14 +269,19 @@ class Filling:
                 "(--context), or the target says nothing",
                 "context",
             )
+        shard = self._following
+        while shard in self.done:
+            shard += 1
         mean = (self.total_now + PRIOR * self.expected) / (self.count + PRIOR)
-        if self.total + (len(self._talks) + starting) * mean >= self.goal:
+        will_do = self.total + (len(self._talks) + starting) * mean >= self.goal
+        if will_do and shard > max(
+            self.done, default=-1
+        ):  # one that is missing before others is always needed
             return False
-        shard = next(shard for shard in self._shards if shard not in self.done)
         begin, end = shard_bounds(shard)
         if self.most is not None and begin >= self.most:
             return False
-        self._open[shard] = OpenShard(end - begin)
+        self._open[shard], self._following = OpenShard(end - begin), shard + 1
         self._waiting.extend((shard, number) for number in range(begin, end))
         return True
 
