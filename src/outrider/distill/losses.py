@@ -116,7 +116,7 @@ def losses_and_gradients(
             gradients[step][rows] = (slope @ matrix).to(state.dtype)
             if learns is not None:
                 learns += slope.T @ some
-            counted = counts > 0
-            loss[step] += made.loss.double()[counted].sum()
-            overlap[step] += made.overlap.double()[counted].sum()
+            counted = (counts > 0).double()  # a mask, as picking rows would have the host wait for a device
+            loss[step] += (made.loss * counted).sum()
+            overlap[step] += (made.overlap * counted).sum()
     return Losses(loss, overlap, (weights > 0).sum(1)), gradients, learns

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from outrider.distill.acceptance import Acceptance, held_out, measure_acceptance
@@ -101,7 +102,7 @@ class Training:
         self.report.begin("train", self.total, "tokens", self.counters.tokens)
         started = time.perf_counter() - self.counters.seconds
         if not self.counters.step:
-            self._save()  # what cannot be saved is said before it is trained
+            shutil.rmtree(self._written())  # what cannot be saved is said before it is trained
             self._validate()
         batches = self.answers.batches(self.recipe.batch_tokens, self.recipe.seed, self.counters.step)
         while self.counters.tokens < self.total:
@@ -196,20 +197,25 @@ class Training:
             write_atomically(file, "".join(json.dumps(one) + "\n" for one in kept).encode())
 
     def _save(self) -> Path:
-        """Beside its place first: a draft that is there is whole."""
-        part, folder = self.out / f".{DRAFT}.part", self.out / DRAFT
-        shutil.rmtree(part, ignore_errors=True)
-        try:
-            self.student.save(part)
-        except OSError as problem:
-            shutil.rmtree(part, ignore_errors=True)
-            raise OutriderError(
-                f"{folder} cannot be written: {problem.strerror or problem} (the last checkpoint is kept: make room "
-                "and run the same command again)"
-            ) from None
+        """A draft that is there is whole."""
+        part, folder = self._written(), self.out / DRAFT
         shutil.rmtree(folder, ignore_errors=True)
         part.rename(folder)
         return folder
+
+    def _written(self) -> Path:
+        """The draft, beside its place."""
+        part = self.out / f".{DRAFT}.part"
+        shutil.rmtree(part, ignore_errors=True)
+        try:
+            self.student.save(part)
+        except (OSError, SafetensorError) as problem:
+            shutil.rmtree(part, ignore_errors=True)
+            raise OutriderError(
+                f"the draft in {self.out} cannot be written: {problem} (the last checkpoint is kept: make room and run "
+                "the same command again)"
+            ) from None
+        return part
 
 
 def schedule(done: float, warm_up: float) -> float:
