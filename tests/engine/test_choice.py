@@ -17,7 +17,7 @@ from outrider.model.decoder import Decoder
 from outrider.types import Draft, StepResult
 from tests.tiny import VOCAB, random_tensors, request, tiny_config, tiny_engine, tiny_model
 
-PROMPT, PHASE = 80, 240  # tokens
+PROMPT, PHASE = 80, 180  # tokens
 FOLLOWS = 16  # steps, at most, until the choice is another
 DEPTH = 8
 LAGS = pytest.mark.parametrize("lag", [None, 0, 1])
