@@ -114,6 +114,8 @@ class Command(TyperCommand):
 
 
 class Group(TyperGroup):
+    """Commands by one word, or by two: `bench serve` is one beside `bench`."""
+
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Each with the whole first sentence of its help."""
         found = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
@@ -121,8 +123,6 @@ class Group(TyperGroup):
             formatter.write_dl(
                 [(name, c.get_short_help_str(LINE)) for name, c in found.items() if c is not None]
             )
-
-    """Commands by one word, or by two: `bench serve` is one beside `bench`."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if " ".join(args[:2]) in self.commands and len(args) > 1:
