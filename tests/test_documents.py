@@ -239,7 +239,11 @@ def test_flags_and_variables_that_are_named_exist() -> None:
     flags = known_flags()
     variables = {f"OUTRIDER_{flag.lstrip('-').upper().replace('-', '_')}" for flag in flags}
     plural = {f"{variable}S" for variable in variables}  # flags that can be repeated
-    known = variables | plural | {"OUTRIDER_CACHE", "OUTRIDER_CONFIG", "OUTRIDER_DEBUG", "OUTRIDER_KEY_FILE"}
+    known = (
+        variables
+        | plural
+        | {f"OUTRIDER_{name}" for name in ("CACHE", "CONFIG", "DEBUG", "KEY_FILE", "PAIRS")}
+    )
     for page in PAGES:
         text = page.read_text()
         if page.name == "coming-from.md":

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from outrider.cli.options import envvar
 from outrider.cli.output import note, write
 from outrider.errors import InvalidRequest, UnsupportedModel
 from outrider.load.cards import FILE, read_card
@@ -20,12 +21,29 @@ if TYPE_CHECKING:
     from outrider.load.checkpoint import Checkpoint
 
 Source = Annotated[str, typer.Argument(metavar="DIR", help="A folder with an EAGLE head.")]
-Layout = Annotated[str, typer.Option("--layout", help="eagle3, as heads are published, or speculators.")]
-Out = Annotated[str, typer.Option("--out", metavar="DIR", help="A new folder to write to.")]
+Layout = Annotated[
+    str,
+    typer.Option(
+        "--layout",
+        envvar=envvar("layout"),
+        show_envvar=False,
+        help="eagle3, as heads are published, or speculators.",
+    ),
+]
+Out = Annotated[
+    str,
+    typer.Option(
+        "--out", envvar=envvar("out"), show_envvar=False, metavar="DIR", help="A new folder to write to."
+    ),
+]
 Target = Annotated[
     str | None,
     typer.Option(
-        "--target", metavar="MODEL", help="The model it drafts for; by default the one its card names."
+        "--target",
+        envvar=envvar("target"),
+        show_envvar=False,
+        metavar="MODEL",
+        help="The model it drafts for; by default the one its card names.",
     ),
 ]
 

@@ -31,7 +31,14 @@ Folder = Annotated[
     str, typer.Argument(metavar="DIR", help="A folder with the draft's weights and its card.json.")
 ]
 OwnName = Annotated[
-    str | None, typer.Option("--name", metavar="NAME", help="What to call it; by default as its folder.")
+    str | None,
+    typer.Option(
+        "--name",
+        envvar=envvar("name"),
+        show_envvar=False,
+        metavar="NAME",
+        help="What to call it; by default as its folder.",
+    ),
 ]
 
 
