@@ -82,7 +82,6 @@ def models():
     from outrider.model.device import DeviceDecoder
     from outrider.model.kernels.gpu.kernels import GpuKernels
 
-    torch.set_grad_enabled(False)
     config = tiny_config(**SHAPE)
 
     def make(read) -> DeviceDecoder:

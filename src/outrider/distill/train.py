@@ -130,6 +130,7 @@ class Training:
         self.counters.tokens += batch.tokens
         return {"rate": rate, "norm": float(norm), "loss": by_step, "overlap": overlap}
 
+    @torch.enable_grad()  # whoever trains from a program of their own may have turned gradients off
     def _backward(self, batch: TrainBatch) -> Losses:
         """The gradients of a batch, through the hidden states: the logits' part is made in chunks."""
         features = self.reader.read(batch)
