@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -223,6 +224,14 @@ def test_what_installed_packages_offer_is_found(
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
     (about / "entry_points.txt").write_text(f"[{names.GROUP}]\nthree = trigram:Trigram\n")
     assert made("three")[0] == "three"
+
+
+def test_an_entry_point_may_be_of_another_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever imports the backport of importlib.metadata gets its entry points from then on."""
+    point = SimpleNamespace(name="mine", value="somewhere:Own", load=lambda: Own)
+    monkeypatch.setattr(names, "offered_drafters", lambda: {"mine": point})
+    name, drafter = made("mine")
+    assert name == "mine" and isinstance(drafter, Own)
 
 
 def test_the_door_is_exported() -> None:

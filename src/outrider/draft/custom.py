@@ -9,7 +9,6 @@ import importlib
 import inspect
 import re
 from dataclasses import replace
-from importlib.metadata import EntryPoint
 from typing import Any
 
 from outrider.draft.drafter import Drafter, DrafterContext
@@ -29,7 +28,9 @@ def load_source(part: Part) -> Part:
     source = part.source
     if source is None:
         source = _imported(part.text)
-    elif isinstance(source, EntryPoint):
+    elif (
+        part.name is not None
+    ):  # an entry point, of the standard library or of its backport, which takes its place
         try:
             source = source.load()
         except Exception as error:  # importing runs the package's own code
