@@ -192,9 +192,9 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+@torch.no_grad()
 def main(argv: list[str] | None = None) -> None:
     given = arguments(argv)
-    torch.set_grad_enabled(False)
     report = Report("peers", given.json)
     cache = int(given.cache_gib * 2**30)
     settings = Settings(
