@@ -70,3 +70,19 @@ def test_numbers_of_tokens(text: str, count: int) -> None:
 def test_what_is_no_number_of_tokens(text: str) -> None:
     with pytest.raises(ValueError, match="write 300000, 20M"):
         read_count(text)
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"hidden": 64}, "hidden"),
+        ({"size": 0.1}, "size"),
+        ({"kind": "lm", "taps": (1,)}, "taps"),
+        ({"kind": "lm", "unroll": 2}, "unroll"),
+        ({"kind": "lm", "layout": "eagle3"}, "layout"),
+    ],
+)
+def test_what_would_make_no_difference_is_refused(options: dict, name: str) -> None:
+    with pytest.raises(InvalidRequest, match=rf"^{name} is for a draft of kind") as refused:
+        Recipe(prompts=("a",), **options)
+    assert refused.value.param == name

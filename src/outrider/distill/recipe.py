@@ -20,6 +20,9 @@ KINDS = ("eagle", "lm")
 LAYOUTS = ("outrider", "eagle3", "speculators")
 LOSSES = ("hybrid", "overlap", "kl")
 DTYPES = ("auto", "float32", "bfloat16")
+# Options of one kind only.
+HEAD_ONLY = ("layout", "taps", "tap_norms", "norm_output", "shared_head", "vocabulary", "unroll", "decay")
+LM_ONLY = ("hidden", "size")
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9}
 
 
@@ -101,6 +104,7 @@ class Recipe:
             if not getattr(self, name):
                 raise InvalidRequest(f"{name} needs one temperature at least", name)
         self._check_shares()
+        self._check_used()
         if not (self.answers or self.shards):
             raise InvalidRequest(
                 "there is nothing to learn from: give --prompts FILE, --made-up N, or --shards DIR", "prompts"
@@ -110,6 +114,16 @@ class Recipe:
                 f"batch_tokens ({self.batch_tokens}) must hold one conversation of {self.context} (context)",
                 "batch_tokens",
             )
+
+    def _check_used(self) -> None:
+        """What would make no difference is refused, not ignored."""
+        other, names = ("lm", LM_ONLY) if self.kind == "eagle" else ("eagle", HEAD_ONLY)
+        for one in fields(self):
+            if one.name in names and getattr(self, one.name) != one.default:
+                raise InvalidRequest(
+                    f"{one.name} is for a draft of kind {other}, and this is one of kind {self.kind}",
+                    one.name,
+                )
 
     def _check_shares(self) -> None:
         for task, share in self.shares.items():
