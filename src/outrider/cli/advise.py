@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Annotated
 
 from outrider.cli.bench import TOKENS, TaskTemperatures, batch_sizes, task_temperatures
+from outrider.cli.flag import option
 from outrider.cli.generate import Limit, Prompts
 from outrider.cli.measure import (
     JsonFile,
@@ -21,7 +20,7 @@ from outrider.cli.measure import (
     task_texts,
     warn_if_busy,
 )
-from outrider.cli.options import DEFAULT_MODEL, ENGINE, SAMPLING, Model, envvar, takes
+from outrider.cli.options import DEFAULT_MODEL, ENGINE, SAMPLING, Model, takes
 from outrider.cli.output import note, open_llm
 from outrider.draft.names import check_parts, parse_draft
 from outrider.errors import InvalidRequest
@@ -36,14 +35,9 @@ SECONDS = 60.0
 CANDIDATES = ("lookup", "early_exit")
 
 
-def _option(name: str, text: str, metavar: str | None = None, **more: Any) -> Any:
-    flag = f"--{name.replace('_', '-')}"
-    return typer.Option(flag, envvar=envvar(name), show_envvar=False, metavar=metavar, help=text, **more)
-
-
 Drafts = Annotated[
     list[str] | None,
-    _option(
+    option(
         "draft",
         "A candidate: lookup, early_exit, a smaller model, an EAGLE head, auto (the target's pair), a+b, none, "
         "synthetic:0.8,0.7. Repeatable; "
@@ -53,7 +47,7 @@ Drafts = Annotated[
 ]
 WhatIfText = Annotated[
     str | None,
-    _option(
+    option(
         "what_if",
         "No model, numbers alone: 'acceptance=0.7,0.6 depth=4 cost=0.1 batch=16', and rows=1:1,80:1.6 and tok_s=40 "
         "where they are known.",
@@ -61,10 +55,10 @@ WhatIfText = Annotated[
     ),
 ]
 Price = Annotated[
-    str | None, _option("price_per_hour", "What an hour of this machine costs, for prices of tokens.", "X")
+    str | None, option("price_per_hour", "What an hour of this machine costs, for prices of tokens.", "X")
 ]
-Seconds = Annotated[float, _option("seconds", "Time to measure in, about.", "SEC", min=1.0)]
-Batches = Annotated[str, _option("batches", "Batch sizes to advise on.", "N,N,...")]
+Seconds = Annotated[float, option("seconds", "Time to measure in, about.", "SEC", min=1.0)]
+Batches = Annotated[str, option("batches", "Batch sizes to advise on.", "N,N,...")]
 
 
 @takes(SAMPLING, ENGINE, max_tokens=TOKENS)

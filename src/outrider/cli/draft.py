@@ -9,7 +9,7 @@ from typing import IO, Annotated, Any
 
 import typer
 
-from outrider.cli.options import envvar
+from outrider.cli.flag import option
 from outrider.cli.output import note, write
 from outrider.errors import InvalidRequest, OutriderError
 from outrider.load.cards import card_from_json
@@ -20,23 +20,17 @@ TIMEOUT = 600.0  # seconds; weights are read and packed meanwhile
 
 Url = Annotated[
     str,
-    typer.Option(
-        "--url", envvar=envvar("url"), show_envvar=False, metavar="URL", help="Where the server is."
-    ),
+    option("url", "Where the server is.", "URL"),
 ]
 ApiKey = Annotated[
     str | None,
-    typer.Option(
-        "--api-key",
-        envvar=envvar("api_key"),
-        show_envvar=False,
-        metavar="KEY",
-        help="An admin key, if the server has keys. Others may see flags: prefer its variable.",
+    option(
+        "api_key", "An admin key, if the server has keys. Others may see flags: prefer its variable.", "KEY"
     ),
 ]
 Json = Annotated[
     bool,
-    typer.Option("--json", envvar=envvar("json"), show_envvar=False, help="The server's answer as it is."),
+    option("json", "The server's answer as it is."),
 ]
 HERE = "http://127.0.0.1:8000"
 
@@ -78,23 +72,15 @@ def promote(
     candidate: Annotated[str, typer.Argument(help="A folder beneath one of the server's --draft-folder.")],
     target: Annotated[
         str,
-        typer.Option(
-            "--target", envvar=envvar("model"), show_envvar=False, metavar="MODEL", help="The model served."
-        ),
+        option("model", "The model served.", "MODEL", "--target"),
     ],
     traffic: Annotated[
         str,
-        typer.Option(
-            "--traffic",
-            envvar=envvar("keep_traffic"),
-            show_envvar=False,
-            metavar="DIR",
-            help="What the server kept, as its --keep-traffic has it.",
-        ),
+        option("keep_traffic", "What the server kept, as its --keep-traffic has it.", "DIR", "--traffic"),
     ],
     limit: Annotated[
         int,
-        typer.Option("--limit", envvar=envvar("limit"), show_envvar=False, min=4, help="Most conversations."),
+        option("limit", "Most conversations.", min=4),
     ] = 64,
     url: Url = HERE,
     api_key: ApiKey = None,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outrider.cli.options import envvar
+from outrider.cli.flag import option
 from outrider.cli.output import note, write
 from outrider.errors import InvalidRequest, UnsupportedModel
 from outrider.load.cards import FILE, read_card
@@ -23,28 +23,15 @@ if TYPE_CHECKING:
 Source = Annotated[str, typer.Argument(metavar="DIR", help="A folder with an EAGLE head.")]
 Layout = Annotated[
     str,
-    typer.Option(
-        "--layout",
-        envvar=envvar("layout"),
-        show_envvar=False,
-        help="eagle3, as heads are published, or speculators.",
-    ),
+    option("layout", "eagle3, as heads are published, or speculators."),
 ]
 Out = Annotated[
     str,
-    typer.Option(
-        "--out", envvar=envvar("out"), show_envvar=False, metavar="DIR", help="A new folder to write to."
-    ),
+    option("out", "A new folder to write to.", "DIR"),
 ]
 Target = Annotated[
     str | None,
-    typer.Option(
-        "--target",
-        envvar=envvar("target"),
-        show_envvar=False,
-        metavar="MODEL",
-        help="The model it drafts for; by default the one its card names.",
-    ),
+    option("target", "The model it drafts for; by default the one its card names.", "MODEL"),
 ]
 
 

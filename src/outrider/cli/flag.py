@@ -15,6 +15,12 @@ def envvar(name: str) -> str:
     return f"OUTRIDER_{name.upper().replace('-', '_')}"
 
 
+def option(name: str, text: str, metavar: str | None = None, flag: str = "", **limits: Any) -> Any:
+    """A flag of one command, by its name or spelled as `flag`, and its variable."""
+    spelled = flag or f"--{name.replace('_', '-')}"
+    return typer.Option(spelled, envvar=envvar(name), show_envvar=False, metavar=metavar, help=text, **limits)
+
+
 @dataclass(frozen=True, slots=True)
 class Flag:
     """One field as a flag. `read` turns what was typed into the field's value."""

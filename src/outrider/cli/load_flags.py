@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-import typer
-
-from outrider.cli.options import envvar
+from outrider.cli.flag import option
 
 HERE = "http://127.0.0.1:8000"
 ROUNDS = 3  # of two servers or more, unless said
@@ -15,10 +13,7 @@ ROUNDS = 3  # of two servers or more, unless said
 def _option(
     flag: str, kind: Any, text: str, metavar: str | None = None, name: str = "", **limits: Any
 ) -> Any:
-    variable = envvar(name or flag.partition("/")[0].lstrip("-"))
-    return Annotated[
-        kind, typer.Option(flag, envvar=variable, show_envvar=False, metavar=metavar, help=text, **limits)
-    ]
+    return Annotated[kind, option(name or flag.partition("/")[0].lstrip("-"), text, metavar, flag, **limits)]
 
 
 Url = _option("--url", list[str], f"The server, {HERE} by default; two are compared in turn. Repeatable.", "URL",

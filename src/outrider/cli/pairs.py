@@ -12,7 +12,7 @@ import typer
 from outrider.cli.card_words import described, in_columns, in_tabs, score_table
 from outrider.cli.command import Command
 from outrider.cli.export_head import export
-from outrider.cli.options import envvar
+from outrider.cli.flag import option
 from outrider.cli.output import note, write
 from outrider.cli.score_pair import score
 from outrider.load.pairs import Pair, add_pair, list_pairs, pair_named, remove_pair
@@ -22,9 +22,7 @@ pairs = typer.Typer(help="List drafts that are paired with a model; add, remove 
 
 Json = Annotated[
     bool,
-    typer.Option(
-        "--json", envvar=envvar("json"), show_envvar=False, help="One JSON object a pair, on stdout."
-    ),
+    option("json", "One JSON object a pair, on stdout."),
 ]
 Name = Annotated[str, typer.Argument(help="As outrider pairs lists it.")]
 Folder = Annotated[
@@ -32,13 +30,7 @@ Folder = Annotated[
 ]
 OwnName = Annotated[
     str | None,
-    typer.Option(
-        "--name",
-        envvar=envvar("name"),
-        show_envvar=False,
-        metavar="NAME",
-        help="What to call it; by default as its folder.",
-    ),
+    option("name", "What to call it; by default as its folder.", "NAME"),
 ]
 
 

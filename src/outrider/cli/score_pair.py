@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from outrider.cli.card_words import score_table
+from outrider.cli.flag import option
 from outrider.cli.generate import Prompts
 from outrider.cli.measure import Report, tasks_of, warn_if_busy
-from outrider.cli.options import ENGINE, envvar, takes
+from outrider.cli.options import ENGINE, takes
 from outrider.cli.output import note, open_llm, write
 from outrider.errors import InvalidRequest
 from outrider.load.cards import FILE, Card, read_card, write_card
@@ -23,25 +24,20 @@ if TYPE_CHECKING:
     from outrider.load.checkpoint import Checkpoint
 
 
-def _option(name: str, text: str, metavar: str | None = None, low: int | None = None) -> Any:
-    flag = f"--{name.replace('_', '-')}"
-    return typer.Option(flag, envvar=envvar(name), show_envvar=False, metavar=metavar, help=text, min=low)
-
-
 Target = Annotated[str, typer.Argument(metavar="TARGET", help="The model that is drafted for.")]
 ScoredDraft = Annotated[str, typer.Argument(metavar="DRAFT", help="An EAGLE head or a smaller model.")]
-Each = Annotated[int, _option("each", "Prompts of a task, at most.", low=1)]
-Temperatures = Annotated[str, _option("temperatures", "Temperatures, in turn.", "T,T,...")]
-Depth = Annotated[int, _option("depth", "Draft tokens of a chain.", low=1)]
-TreeNodes = Annotated[int, _option("tree_nodes", "Nodes of a tree, at most.", low=1)]
-MaxTokens = Annotated[int, _option("max_tokens", "Longest answer, in tokens.", low=2)]
-Timed = Annotated[int, _option("timed", "Prompts of a task to time, one by one; 0: no speed-up.", low=0)]
-Seed = Annotated[int, _option("seed", "Of the first prompt; the next has the next.")]
+Each = Annotated[int, option("each", "Prompts of a task, at most.", min=1)]
+Temperatures = Annotated[str, option("temperatures", "Temperatures, in turn.", "T,T,...")]
+Depth = Annotated[int, option("depth", "Draft tokens of a chain.", min=1)]
+TreeNodes = Annotated[int, option("tree_nodes", "Nodes of a tree, at most.", min=1)]
+MaxTokens = Annotated[int, option("max_tokens", "Longest answer, in tokens.", min=2)]
+Timed = Annotated[int, option("timed", "Prompts of a task to time, one by one; 0: no speed-up.", min=0)]
+Seed = Annotated[int, option("seed", "Of the first prompt; the next has the next.")]
 Out = Annotated[
-    str | None, _option("out", f"Where to write {FILE}; by default beside the draft's weights.", "DIR")
+    str | None, option("out", f"Where to write {FILE}; by default beside the draft's weights.", "DIR")
 ]
-Licence = Annotated[str | None, _option("licence", "Of the draft's weights, for the card.", "TEXT")]
-JsonFile = Annotated[str | None, _option("json", "Write the card as JSON here as well; - is stdout.", "FILE")]
+Licence = Annotated[str | None, option("licence", "Of the draft's weights, for the card.", "TEXT")]
+JsonFile = Annotated[str | None, option("json", "Write the card as JSON here as well; - is stdout.", "FILE")]
 
 
 @takes(ENGINE)

@@ -54,8 +54,7 @@ class Scheduler:
         while budget > 0 and (sequence := self._next(budget if reading else None)) and self._admit(sequence):
             self.waiting.remove(sequence)
             self.running.append(sequence)
-            short = sum(len(s.tokens) for s in self._overtaking(sequence, budget))
-            known = min(sequence.pending, budget - short)
+            known = min(sequence.pending, budget - self._overtaking(sequence, budget))
             self.table.extend(sequence.row, known)
             work.append(Work(sequence, known))
             budget -= known
@@ -71,16 +70,14 @@ class Scheduler:
         waited = time.perf_counter() - min(s.arrived for s in waiting)
         return min(most, max(prompt_rows(decoding, waited), 1))
 
-    def _overtaking(self, sequence: Sequence, budget: int) -> list[Sequence]:
-        """Waiting prompts that can be read whole in half of the budget, if this one takes more than all of it."""
-        room, short = budget // 2, []
+    def _overtaking(self, sequence: Sequence, budget: int) -> int:
+        """Rows of waiting prompts that fit whole into half of the budget, if this one takes more than all of it."""
+        half = room = budget // 2
         if sequence.pending <= budget:
-            return []
+            return 0
         for other in islice(self.waiting, LOOK_AHEAD):
-            if len(other.tokens) <= room:
-                short.append(other)
-                room -= len(other.tokens)
-        return short
+            room -= len(other.tokens) if len(other.tokens) <= room else 0
+        return half - room
 
     def _next(self, room: int | None) -> Sequence | None:
         """Whom to admit: the oldest; beside a prompt that is still being read, one that has room."""
@@ -103,8 +100,7 @@ class Scheduler:
                 continue
             known = sequence.pending
             if known > 1:
-                short = sum(len(s.tokens) for s in self._overtaking(sequence, budget))
-                known = min(known, budget - short)
+                known = min(known, budget - self._overtaking(sequence, budget))
                 budget -= known
             if known and self._extend(sequence, known):
                 work.append(Work(sequence, known))
