@@ -28,9 +28,9 @@ from outrider.bench.advise import (
 )
 from outrider.bench.as_if import AsIf
 from outrider.bench.draft_facts import DraftFacts
-from outrider.bench.predict import RaggedCosts
 from outrider.cli.coming_from import read_speculative_config
 from outrider.control.costs import CostModel
+from outrider.control.expected import RaggedCosts
 from outrider.types import Bet, Outcome, StepRecord
 from tests.bench.conftest import prompts
 from tests.tiny import sequence

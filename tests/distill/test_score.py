@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from outrider import LLM, Settings
-from outrider.control.costs import CostModel
 from outrider.distill import score as scoring
 from outrider.distill.report import Silent
 from outrider.distill.score import (
@@ -24,7 +23,6 @@ from outrider.distill.score import (
     prompt_ids,
     score,
     score_open,
-    speedups,
 )
 from outrider.errors import InvalidRequest
 from outrider.load.cards import Acceptance, read_card, write_card
@@ -150,15 +148,6 @@ def test_prompts_may_be_text_ids_or_messages(llm: LLM, monkeypatch: pytest.Monke
     assert prompt_ids(llm, [{"role": "user", "content": "x"}] * 3) == [3]
     monkeypatch.setattr(llm, "template", object())
     assert prompt_ids(llm, "hello") == [1]
-
-
-def test_the_expected_speedup_is_the_cost_models() -> None:
-    costs = CostModel()
-    costs.by_rows = {1: 1.0, 2: 1.0, 3: 1.5}
-    costs.per_level = {"eagle": 0.25}
-    assert list(speedups(costs, "eagle", [0.5, 0.5])) == pytest.approx([1, 1.5 / 1.25, 1.75 / 2])
-    costs.captured = {("none", (0, 0), 1): 2.0, ("eagle", (1, 1), 1): 2.5, ("eagle", (2, 2), 1): 3.0}
-    assert list(speedups(costs, "eagle", [0.5, 0.5])) == pytest.approx([1, 1.5 / 1.25, 1.75 / 1.5])
 
 
 def test_a_card_says_what_the_draft_is(target: Path, draft: Path, tmp_path: Path) -> None:

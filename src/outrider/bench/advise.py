@@ -17,7 +17,10 @@ from itertools import zip_longest
 from typing import Any
 
 from outrider.bench.draft_facts import DraftFacts, facts_of_draft
-from outrider.bench.predict import (
+from outrider.bench.speculation import Answers, answer
+from outrider.bench.speed import pass_seconds
+from outrider.control.costs import CostModel
+from outrider.control.expected import (
     CapturedCosts,
     Drafts,
     Outcome,
@@ -27,9 +30,6 @@ from outrider.bench.predict import (
     predict,
     rate_for,
 )
-from outrider.bench.speculation import Answers, answer
-from outrider.bench.speed import pass_seconds
-from outrider.control.costs import CostModel
 from outrider.engine.llm import LLM
 from outrider.types import SamplingParams, Speculation, StepRecord
 

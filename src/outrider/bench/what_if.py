@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from outrider.bench.predict import Drafts, Prediction, RaggedCosts, StepCosts, predict
 from outrider.control.costs import CostModel
+from outrider.control.expected import Drafts, Prediction, RaggedCosts, StepCosts, predict
 from outrider.draft.names import read_rates
 from outrider.errors import InvalidRequest, suggest
 from outrider.types import MAX_NODES

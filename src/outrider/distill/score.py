@@ -12,13 +12,13 @@ import math
 import queue
 import secrets
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from outrider.control.costs import CostModel
+from outrider.control.expected import best_speedup, step_costs
 from outrider.distill.report import Report, Silent
 from outrider.draft.head_layouts import IGNORED, OWN, engines_that_load, read_head
 from outrider.draft.table import is_eagle
@@ -248,19 +248,7 @@ class _Scoring:
 
     def _expected(self, counts: Acceptance) -> float:
         costs = self.llm.engine.planner.costs
-        return max(speedups(costs, self.llm.drafter, [rate or 0.0 for rate in counts.by_depth]), default=1.0)
-
-
-def speedups(costs: CostModel, drafter: str, rates: Seq[float]) -> Iterator[float]:
-    """What the engine's cost model expects of chains of every depth at batch 1, and of none at all."""
-    yield 1.0
-    sizes = [size for name, _, size in costs.captured if name == drafter]
-    for depth in range(1, len(rates) + 1):
-        tokens = 1 + math.fsum(math.prod(rates[:k]) for k in range(1, depth + 1))
-        if sizes:
-            yield tokens / costs.ratio(drafter, (depth, depth), min(sizes))
-        else:
-            yield tokens * costs.step(1) / (costs.step(1 + depth) + costs.drafting({drafter: depth}))
+        return best_speedup([rate or 0.0 for rate in counts.by_depth], 1, step_costs(costs, self.llm.drafter))
 
 
 # --------------------------------------------------------------------------------------------------- cards

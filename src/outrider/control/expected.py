@@ -1,6 +1,7 @@
 """What drafting would bring, from numbers: expected tokens of a step over its time. No torch, no model.
 
-The planner decides by the same law at every step (control/planner.py); here the rates and costs are settled beforehand.
+The planner decides by the same law at every step (planner.py); here the rates and costs are settled beforehand. Advice,
+what-if and the score of a draft all ask here.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from operator import mul
 from typing import Protocol
 
 from outrider.control.costs import CostModel
+from outrider.control.trees import NO_TREE
 
 Outcome = tuple[int, int]  # how deep a draft was, and how many of its tokens were accepted
 SAMPLES = 200  # drawn for an interval
@@ -56,10 +58,10 @@ class CapturedCosts:
     drafter: str
 
     def plain(self, batch: int) -> float:
-        return self.costs.captured["none", (0, 0), self._size(batch)]
+        return self.costs.captured["none", NO_TREE, self._size(batch)]
 
     def step(self, batch: int, depth: int, drafted: int) -> float:
-        return self.costs.captured[self.drafter, (depth, depth), self._size(batch)]
+        return self.plain(batch) * self.costs.ratio(self.drafter, (depth, depth), self._size(batch))
 
     def depths(self, batch: int) -> list[int]:
         """Of chains that were measured with so many sequences."""
@@ -68,8 +70,15 @@ class CapturedCosts:
         return sorted(depth for depth, nodes in mine if depth == nodes > 0)
 
     def _size(self, batch: int) -> int:
-        sizes = sorted(size for name, _, size in self.costs.captured if name == "none")
+        sizes = sorted({size for name, _, size in self.costs.captured if name == self.drafter})
         return next((size for size in sizes if size >= batch), sizes[-1])
+
+
+def step_costs(costs: CostModel, drafter: str) -> StepCosts:
+    """As the engine knows them by now: of captured steps where it has any of this drafter, else by rows."""
+    if any(name == drafter for name, *_ in costs.captured):
+        return CapturedCosts(costs, drafter)
+    return RaggedCosts(costs, lambda batch, depth: costs.drafting({drafter: depth}))
 
 
 @dataclass(frozen=True)
@@ -150,6 +159,12 @@ def predict(drafts: Drafts, batch: int, costs: StepCosts) -> Prediction:
     shares = accumulate(share for _, share in times)
     tail = next((time for (time, _), upto in zip(times, shares, strict=True) if upto >= TAIL), times[-1][0])
     return Prediction(batch, drafts.depth, drafts.tokens, seconds, costs.plain(batch), tail)
+
+
+def best_speedup(rates: Seq[float], batch: int, costs: StepCosts) -> float:
+    """Of chains as deep as there are rates at most, and of none at all."""
+    found = (predict(Drafts.of_rates(rates, 1 + d), batch, costs).speedup for d in range(len(rates)))
+    return max([1.0, *found])
 
 
 def rate_for(tokens: float, depth: int) -> float | None:

@@ -9,10 +9,19 @@ from math import prod
 
 import pytest
 
-from outrider.bench.predict import CapturedCosts, Drafts, RaggedCosts, interval, predict, rate_for
 from outrider.bench.what_if import WhatIf, what_if_table
 from outrider.control.acceptance import AcceptanceRate
 from outrider.control.costs import CostModel
+from outrider.control.expected import (
+    CapturedCosts,
+    Drafts,
+    RaggedCosts,
+    best_speedup,
+    interval,
+    predict,
+    rate_for,
+    step_costs,
+)
 from outrider.errors import InvalidRequest
 
 CURVE = {1: 1.0, 8: 1.2, 32: 1.9, 80: 4.0, 200: 9.0}
@@ -109,6 +118,21 @@ def test_captured_steps_are_taken_as_measured() -> None:
     one = predict(Drafts.of_outcomes([(2, 2), (2, 0)], 2), 4, costs)
     assert (one.plain_seconds, one.seconds, one.tail_seconds) == (3.0, 4.0, 4.0)
     assert one.speedup == pytest.approx(2.0 * 3 / 4)
+
+
+def test_the_best_depth_by_what_the_engine_knows_of_its_costs() -> None:
+    model = CostModel()
+    model.by_rows.update({1: 1.0, 2: 1.0, 3: 1.5})
+    model.per_level["eagle"] = 0.25
+    ragged = step_costs(model, "eagle")
+    assert best_speedup([0.5, 0.5], 1, ragged) == pytest.approx(1.5 / 1.25)  # two deep: 1.75 / 2
+    assert best_speedup([0.9, 0.9], 1, ragged) == pytest.approx(1.9 / 1.25)
+    assert best_speedup([0.1], 1, ragged) == best_speedup([], 1, ragged) == 1.0  # none at all
+    model.learn("eagle", 2, [("none", (0, 0), 2.0), ("eagle", (1, 1), 2.5), ("eagle", (2, 2), 2.6)])
+    model.captured["none", (0, 0), 1] = 0.1  # of a size that the drafter was not measured at
+    captured = step_costs(model, "eagle")
+    assert best_speedup([0.5, 0.5], 1, captured) == pytest.approx(1.75 / 1.3)
+    assert step_costs(model, "lookup").plain(1) == 1.0
 
 
 def test_an_interval_holds_what_it_should() -> None:
