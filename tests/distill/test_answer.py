@@ -97,6 +97,25 @@ def test_more_at_once_changes_nothing(target: LLM, whole: Path, tmp_path: Path, 
     assert contents(tmp_path) == contents(whole)
 
 
+def test_waves_change_nothing_but_when_requests_come(
+    target: LLM, whole: Path, tmp_path: Path, monkeypatch
+) -> None:
+    """As on a GPU: what has come to its end is replaced together, several turns and the last few included."""
+    monkeypatch.setitem(answering.WAVE, "cpu", 0.5)
+    made = filling(target, tmp_path)
+    together, sizes, submit = target.settings.max_sequences, [], Filling._submit
+
+    def submitted(self: Filling) -> None:
+        sizes.append((len(self._ready), len(self._talks)))
+        submit(self)
+
+    monkeypatch.setattr(Filling, "_submit", submitted)
+    made.run(Silent(), "answer", "tokens")
+    assert contents(tmp_path) == contents(whole)
+    assert len(sizes) > 2 and max(talks for _, talks in sizes) <= together
+    assert all(ready >= together // 2 or ready == talks for ready, talks in sizes)
+
+
 def test_a_larger_budget_goes_on(target: LLM, whole: Path, tmp_path: Path) -> None:
     for name, data in contents(whole).items():
         (tmp_path / name).write_bytes(data)

@@ -23,7 +23,7 @@ from outrider.draft.names import Part
 from outrider.draft.table import DrafterSources, is_eagle
 from outrider.engine.engine import Engine
 from outrider.engine.kv_cache import KvCache
-from outrider.engine.llm import LLM
+from outrider.engine.llm import LLM, runs_on_gpu
 from outrider.errors import InvalidRequest, UnsupportedModel
 from outrider.load.checkpoint import Checkpoint, expected_shapes
 from outrider.load.config import ModelConfig
@@ -133,10 +133,7 @@ class AsIf(LLM):
     @cached_property
     def place(self) -> str:
         """Where tensors are made: drawing them on a GPU takes a second, bringing them there minutes."""
-        on_gpu = (
-            self.settings.device != "cpu" and self.settings.dtype != "float32" and torch.cuda.is_available()
-        )
-        return "cuda" if on_gpu else "cpu"
+        return "cuda" if runs_on_gpu(self.settings) else "cpu"
 
     def widened_draft(self, small: Checkpoint) -> WideCheckpoint:
         """If layers were not chosen, with as many as the shape has room for."""

@@ -31,6 +31,9 @@ from outrider.types import Sequence as Running
 
 FIRST_SHARD, SHARDS_A_SIZE, DOUBLINGS = 16, 16, 5  # shards of 16 conversations, then of 32, at last of 512
 WAITING = 1 / 8  # requests handed in beyond those that run, so that the engine never looks for one
+# On a GPU a step without prompts is several times as quick as one with them, and two prompts in it cost what a
+# hundred do. So what comes to its end there is replaced together, once it is this share of what may run.
+WAVE = {"cpu": 0.0, "cuda": 0.25}
 TURN_TOKENS = 384  # of a user's turn that the target makes up
 LEAST_ROOM = 16  # tokens of the context left for an answer; below it is not asked
 IN_VAIN = 2000  # conversations without one answer, until it is given up
@@ -223,6 +226,10 @@ class Filling:
         self._talks: dict[str, tuple[int, int, Talk]] = {}  # shard, number and talk by request
         self._sequences: dict[str, Running] = {}  # of the engine's thread
         self._heard: queue.SimpleQueue[Running | BaseException] = queue.SimpleQueue()
+        self._ready: list[Request] = []  # to be handed in with the next wave
+        together = llm.settings.max_sequences
+        self._wave = max(1, int(together * WAVE[llm.model.device.type]))
+        self._room = int(together * (1 + WAITING)) + 1 if self._wave == 1 else together
         self._bases: dict[tuple[float, int], Request] = {}
         self._names = count()
         self._closed = False
@@ -233,12 +240,13 @@ class Filling:
             self.done[number] = sum(map(self.worth, read_shard(path)))
         self.total = sum(self.done.values())
         report.begin(stage, self.goal, unit, min(self.total, self.goal))
-        room = int(self.llm.settings.max_sequences * (1 + WAITING)) + 1
         try:
             while not self._enough():
-                self._start(room - len(self._talks))
+                self._start(self._room - len(self._talks))
                 if not self._talks:
                     break  # there are no more
+                if len(self._ready) >= min(self._wave, len(self._talks)):
+                    self._submit()  # a wave of them, or all there are left
                 self._hear()
                 report.update(min(self.total, self.goal), f"{self.count} conversations")
         finally:
@@ -255,11 +263,10 @@ class Filling:
         return worth >= self.goal
 
     def _start(self, room: int) -> None:
-        requests: list[Request] = []
-        while len(requests) < room and (self._waiting or self._open_shard(len(requests))):
+        started = 0
+        while started < room and (self._waiting or self._open_shard(started)):
             shard, number = self._waiting.popleft()
-            requests += self._go_on(shard, number, self.talk(number), None)
-        self._submit(requests)
+            started += self._go_on(shard, number, self.talk(number), None)
 
     def _open_shard(self, starting: int) -> bool:
         """Take the next shard in hand, unless those that are will do, as talks went so far."""
@@ -285,16 +292,17 @@ class Filling:
         self._waiting.extend((shard, number) for number in range(begin, end))
         return True
 
-    def _go_on(self, shard: int, number: int, talk: Talk, said: Said | None) -> list[Request]:
-        """The next request of a talk; none if that was its end."""
+    def _go_on(self, shard: int, number: int, talk: Talk, said: Said | None) -> bool:
+        """Make the next request of a talk ready; whether there is one."""
         try:
             ask = next(talk) if said is None else talk.send(said)
         except StopIteration as ended:
             self._end(shard, number, ended.value)
-            return []
+            return False
         request = self._request(ask)
         self._talks[request.id] = shard, number, talk
-        return [request]
+        self._ready.append(request)
+        return True
 
     def _request(self, ask: Ask) -> Request:
         """What such requests have in common is settled once: a GPU answers a thousand a second."""
@@ -318,7 +326,9 @@ class Filling:
             self.done[shard] = sum(map(self.worth, ordered))
             del self._open[shard]
 
-    def _submit(self, requests: list[Request]) -> None:
+    def _submit(self) -> None:
+        requests, self._ready = self._ready, []
+
         def start() -> None:
             try:
                 started = self.llm.driver.add(requests, self._listen)
@@ -326,8 +336,7 @@ class Filling:
             except BaseException as refused:
                 self._heard.put(refused)
 
-        if requests:
-            self.llm.driver.post(start)
+        self.llm.driver.post(start)
 
     def _listen(self, event: Event | BaseException) -> None:
         """On the engine's thread, for every token of every answer."""
@@ -338,7 +347,6 @@ class Filling:
 
     def _hear(self) -> None:
         """Wait for an answer, and go on with all whose answers are there."""
-        requests: list[Request] = []
         heard: Running | BaseException = self._heard.get()
         while True:
             if isinstance(heard, BaseException):
@@ -346,12 +354,11 @@ class Filling:
             if heard.finish_reason not in ("stop", "length"):
                 raise OutriderError(f"an answer ended with {heard.finish_reason}: {heard.problem}")
             shard, number, talk = self._talks.pop(heard.request.id)
-            requests += self._go_on(shard, number, talk, Said(heard.output, heard.finish_reason == "stop"))
+            self._go_on(shard, number, talk, Said(heard.output, heard.finish_reason == "stop"))
             try:
                 heard = self._heard.get_nowait()
             except queue.Empty:
                 break
-        self._submit(requests)
 
     def _stop(self) -> None:
         self._closed = True

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 LOSSES = ("hybrid", "overlap", "kl")
-CHUNK_NUMBERS = {"cpu": 1 << 23, "cuda": 1 << 26}  # logits at once
+CHUNK_NUMBERS = {"cpu": 1 << 23, "cuda": 1 << 27}  # logits at once
 LEAST = 1e-9  # overlap below which there is none to speak of
 
 
@@ -51,8 +51,8 @@ class Targets:
 
 
 def divergence(kind: str, logits: Tensor, targets: Targets, weights: Tensor) -> Divergence:
-    """Of logits [R, V], float32; `weights` [R] scale the gradient only."""
-    p, mass = targets.p, targets.mass
+    """Of logits [R, V]; `weights` [R] scale the gradient only."""
+    p, mass, logits = targets.p, targets.mass, logits.float()
     q = logits.softmax(-1)
     below = q < p
     overlap = torch.minimum(p, q).sum(-1)
@@ -70,6 +70,9 @@ def divergence(kind: str, logits: Tensor, targets: Targets, weights: Tensor) -> 
     of_kl, of_overlap = (of_kl * weights)[:, None], (of_overlap * weights)[:, None]
     slope = below.to(q.dtype).sub_(c[:, None]).mul_(of_overlap).add_(of_kl * mass[:, None])
     return Divergence(loss, overlap, q.mul_(slope).sub_(p * of_kl))
+
+
+Diverge = Callable[[str, Tensor, Targets, Tensor], Divergence]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +96,13 @@ def losses_and_gradients(
     head: Tensor,
     targets: Callable[[slice], Tensor],
     dtype: torch.dtype,
+    diverge: Diverge = divergence,
 ) -> tuple[Losses, list[Tensor], Tensor | None]:
     """Of normed hidden states [N, hidden], one tensor a step, whose N rows have the same targets in every step.
 
     `weights` [steps, N] say how much each row's loss counts; `targets` gives p of a slice of rows; `dtype` is what
-    matmuls run in. The gradients are of the weighted sum: of the states, and of the head if it learns.
+    matmuls run in; `diverge` is `divergence` or a twin of it. The gradients are of the weighted sum: of the states,
+    and of the head if it learns.
     """
     count, vocab = states[0].shape[0], head.shape[0]
     where = head.device
@@ -111,7 +116,7 @@ def losses_and_gradients(
         said = Targets.of(targets(rows))
         for step, state in enumerate(states):
             some, counts = state[rows].to(dtype), weights[step, rows]
-            made = divergence(kind, (some @ matrix.T).float(), said, counts)
+            made = diverge(kind, some @ matrix.T, said, counts)
             slope = made.gradient.to(dtype)
             gradients[step][rows] = (slope @ matrix).to(state.dtype)
             if learns is not None:

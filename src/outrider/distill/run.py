@@ -35,7 +35,7 @@ from outrider.distill.report import Report, short
 from outrider.distill.score import ScoreOptions, make_card, score
 from outrider.distill.train import CHECKPOINTS, CURVES, read_curves, train
 from outrider.engine.certificate import certificate
-from outrider.engine.llm import LLM
+from outrider.engine.llm import LLM, runs_on_gpu
 from outrider.errors import InvalidRequest
 from outrider.load.cards import write_card
 from outrider.load.checkpoint import Checkpoint, open_checkpoint
@@ -111,7 +111,10 @@ class Run:
                 "a target without a chat template makes up no prompts; give --prompts", "made_up"
             )
         settings = replace(self.settings, context=self.context)
-        with _opened(self.recipe.target, "auto", settings) as llm:
+        draft = (
+            "none" if runs_on_gpu(settings) else "auto"
+        )  # hundreds together leave nothing to speculate with
+        with _opened(self.recipe.target, draft, settings) as llm:
             if self.recipe.made_up:
                 prompts += self._made_up(llm)
             talks = Conversations(llm, self.recipe, Schedule(prompts, self.recipe))

@@ -23,7 +23,7 @@ from outrider.distill.acceptance import Acceptance, held_out, measure_acceptance
 from outrider.distill.answers import Answers, TrainBatch
 from outrider.distill.checkpoints import Counters, load_checkpoint, save_checkpoint
 from outrider.distill.features import TargetReader
-from outrider.distill.losses import Losses, losses_and_gradients
+from outrider.distill.losses import Diverge, Losses, divergence, losses_and_gradients
 from outrider.distill.recipe import Recipe
 from outrider.distill.report import Report
 from outrider.distill.students import Student, make_student
@@ -81,6 +81,7 @@ class Training:
         self.student, self.recipe, self.answers, self.out, self.report = student, recipe, answers, out, report
         self.reader = TargetReader(model, student.taps, recipe.batch_tokens)
         self.device = model.device
+        self.diverge = divergence if self.device.type == "cpu" else _fused_divergence()
         fast = recipe.dtype == "bfloat16" or (recipe.dtype == "auto" and self.device.type == "cuda")
         self.dtype = torch.bfloat16 if fast else torch.float32
         student.net.to(self.device)
@@ -146,6 +147,7 @@ class Training:
             self.student.head,
             self.reader.probabilities(features.last.flatten(0, 1)[flat + ahead - 1], self.student.words),
             self.dtype,
+            self.diverge,
         )
         whole = [torch.zeros_like(state) for state in states]
         for to, gradient in zip(whole, gradients, strict=True):
@@ -217,6 +219,12 @@ class Training:
                 "the same command again)"
             ) from None
         return part
+
+
+def _fused_divergence() -> Diverge:
+    from outrider.distill.losses_gpu import fused_divergence  # Triton comes with it
+
+    return fused_divergence
 
 
 def schedule(done: float, warm_up: float) -> float:

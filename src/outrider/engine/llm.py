@@ -463,9 +463,13 @@ def load_model(checkpoint: Checkpoint, settings: Settings, weights: str | None =
     return Decoder(config, checkpoint.tensor, kernels)
 
 
+def runs_on_gpu(settings: Settings) -> bool:
+    return settings.device != "cpu" and settings.dtype != "float32" and torch.cuda.is_available()
+
+
 def _free_memory(settings: Settings) -> int | None:
     """Of the GPU to be used; None where the CPU does the work."""
-    if settings.device == "cpu" or settings.dtype == "float32" or not torch.cuda.is_available():
+    if not runs_on_gpu(settings):
         return None
     torch.cuda.empty_cache()  # what torch keeps for later is free
     return _gpu_memory()[0]

@@ -90,6 +90,7 @@ def main() -> None:
         module.chained = launch.chained
     _launch_all(every)
     _launch_kinds(every)
+    _launch_losses()
     for kernel in kernels:
         registers, spilled = _registers(kernel.asm["cubin"])
         warps, shared = kernel.metadata.num_warps, kernel.metadata.shared
@@ -191,6 +192,16 @@ def _launch_step(ops: Any, store: Any, size: int, shape: tuple[int, int]) -> Non
     if nodes:
         parents = tree.shape.parents
         ops.commit(step, parents, tree.depth, drafted[:, 1:].contiguous(), None, drafted)
+
+
+def _launch_losses() -> None:
+    from outrider.distill.losses import LOSSES, Targets
+    from outrider.distill.losses_gpu import fused_divergence
+
+    rows = torch.ones(2)
+    for kind in LOSSES:
+        targets = Targets(torch.zeros(2, 16_384), rows, rows)
+        fused_divergence(kind, torch.zeros((2, 16_384), dtype=torch.bfloat16), targets, rows)
 
 
 def _launch_head(ops: Any, store: Any) -> None:
