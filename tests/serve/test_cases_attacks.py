@@ -407,9 +407,8 @@ def test_error_hygiene_of_a_fault_within_a_stream() -> None:
     class Stream:
         jobs = (SimpleNamespace(id="a", params=SamplingParams(), prompt=[1], seed=1),)
 
-        async def batches(self, *args: Any) -> Any:
+        async def follow(self, *args: Any) -> Any:
             raise Leaky(SECRET)
-            yield
 
         def close(self) -> None: ...
 
@@ -419,6 +418,7 @@ def test_error_hygiene_of_a_fault_within_a_stream() -> None:
     sent: list[Any] = []
     body = {"type": "http.request", "body": json.dumps({**GOOD[PLAIN], "stream": True}).encode()}
     scope = {"type": "http", "method": "POST", "path": PLAIN, "headers": [(b"host", b"localhost")]}
+    scope["state"] = {"connection": None}
 
     async def run() -> None:
         waiting = [body]

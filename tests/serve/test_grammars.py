@@ -13,12 +13,13 @@ from typing import Any
 import httpx
 import pytest
 
-from outrider.serve.backend import Backend, Job, Stream
+from outrider.serve.backend import Backend
 from outrider.serve.errors import ApiError
 from outrider.serve.grammars import Grammars
 from outrider.serve.link import Start
 from outrider.serve.metrics import Metrics
 from outrider.serve.settings import ServeSettings
+from outrider.serve.stream import Job, Stream
 from outrider.types import SamplingParams
 from tests.load.tiny import byte_level_backend, vocabulary
 from tests.serve.conftest import UNENCRYPTED, Served
@@ -153,7 +154,7 @@ def lost(*deaths: list[tuple[str, SamplingParams, bool]]) -> list[list[int]]:
         for number, present in enumerate(deaths):
             jobs = []
             for index, (prompt, params, compiled) in enumerate(present):
-                job = Job(Stream(backend), 0, f"{number}-{index}", [ord(c) for c in prompt], params)
+                job = Job(Stream(backend.drop), 0, f"{number}-{index}", [ord(c) for c in prompt], params)
                 job.sent = True
                 if compiled:
                     job.compiled.set()

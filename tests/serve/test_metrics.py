@@ -21,11 +21,12 @@ from outrider.draft.lookup import LookupDrafter
 from outrider.engine.driver import Driver
 from outrider.engine.engine import Engine
 from outrider.model.decoder import Decoder
-from outrider.serve.backend import Backend, Stream
+from outrider.serve.backend import Backend
 from outrider.serve.engine_process import EngineProcess
 from outrider.serve.link import Compiled, Drafted, End, Start, hear
 from outrider.serve.metrics import Metrics
 from outrider.serve.settings import ServeSettings
+from outrider.serve.stream import Pieces, Stream
 from outrider.types import Event, Request, SamplingParams, Speculation, StepRecord
 from tests.serve.conftest import Served
 from tests.tiny import prompt_of, tiny_engine, tiny_model
@@ -133,10 +134,13 @@ def _request(prompt: list[int], params: SamplingParams, owner: str, name: str) -
 
 async def _heard(stream: Stream, deadline: float) -> tuple[list[int], list[End]]:
     tokens, ends = [], []
-    async for batch in stream.batches(deadline, silence=0):
-        for _, piece in batch:
-            tokens += piece.token_ids
-            ends += [piece.end] if piece.end is not None else []
+
+    def hear(pieces: Pieces) -> None:
+        for _, piece in pieces:
+            tokens.extend(piece.token_ids)
+            ends.extend([piece.end] if piece.end is not None else [])
+
+    await stream.follow(hear, deadline)
     return tokens, ends
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -281,3 +282,18 @@ def test_an_error_in_the_middle_of_a_message_is_an_event(strict: Served) -> None
     }
     assert last == {"type": "error", "error": error}
     strict.wait_idle(5)
+
+
+def test_a_client_of_http_1_0_gets_the_same_events_without_chunks(served: Served) -> None:
+    body = json.dumps({"messages": user("hello"), "max_tokens": 6, "seed": 1, "stream": True}).encode()
+    lines = (f"POST {CHAT} HTTP/1.0", "host: localhost", "content-type: application/json")
+    head = "\r\n".join((*lines, f"content-length: {len(body)}", "", ""))
+    host, _, port = served.url.removeprefix("http://").rpartition(":")
+    with socket.create_connection((host, int(port)), 20) as sock:
+        sock.sendall(head.encode() + body)
+        answer = b"".join(iter(lambda: sock.recv(1 << 16), b""))
+    headers, _, text = answer.partition(b"\r\n\r\n")
+    assert b" 200 " in headers and b"chunked" not in headers.lower()
+    said = "".join(one["choices"][0]["delta"].get("content", "") for one in chunks_of(text.decode()))
+    again = chunks_of(chat(served, max_tokens=6))
+    assert said == "".join(one["choices"][0]["delta"].get("content", "") for one in again)

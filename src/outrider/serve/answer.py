@@ -10,12 +10,12 @@ from typing import Any
 from starlette.responses import Response
 
 from outrider.errors import InvalidRequest
-from outrider.serve.backend import Stream
 from outrider.serve.call import AnswerOptions, Call, Dialect
 from outrider.serve.errors import ApiError
 from outrider.serve.events import EventStream
 from outrider.serve.request import Reply, Request
 from outrider.serve.service import owner_of
+from outrider.serve.stream import Pieces, Stream
 from outrider.serve.wire import ResponsesRequest, Sampling, StreamOptions, sent_as, wants_stats
 from outrider.types import SamplingParams
 
@@ -56,9 +56,11 @@ async def answer(
 
 
 async def _whole(dialect: Dialect, stream: Stream, deadline: float) -> dict[str, Any]:
-    async for batch in stream.batches(deadline, 0.0):
-        for index, piece in batch:
+    def hear(pieces: Pieces) -> None:
+        for index, piece in pieces:
             dialect.feed(index, piece)
+
+    await stream.follow(hear, deadline)
     return dialect.body()
 
 

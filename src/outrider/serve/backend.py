@@ -14,7 +14,6 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import AsyncIterator
 from collections.abc import Sequence as Seq
 
 from outrider.errors import InvalidRequest
@@ -26,7 +25,6 @@ from outrider.serve.link import (
     Accepted,
     Compiled,
     Failed,
-    Piece,
     Progress,
     Ready,
     Refused,
@@ -40,6 +38,7 @@ from outrider.serve.link import (
 from outrider.serve.metrics import Metrics
 from outrider.serve.model import ServedModel
 from outrider.serve.settings import ServeSettings
+from outrider.serve.stream import Job, Stream, too_late
 from outrider.types import SamplingParams
 
 log = logging.getLogger(__name__)
@@ -51,102 +50,9 @@ START_DELAY = 1.0  # seconds between them
 KILL_AFTER = 5.0  # seconds an engine has to leave once asked to
 
 
-class Job:
-    """One request at the engine."""
-
-    __slots__ = (
-        *(
-            "accepted",
-            "began",
-            "compiled",
-            "id",
-            "index",
-            "left",
-            "params",
-            "prompt",
-            "seed",
-            "sent",
-            "stream",
-        ),
-    )
-
-    def __init__(
-        self, stream: Stream, index: int, name: str, prompt: list[int], params: SamplingParams
-    ) -> None:
-        self.stream, self.index, self.id, self.prompt, self.params = stream, index, name, prompt, params
-        self.seed = 0
-        self.left = params.n
-        self.sent = False  # the engine has heard of it
-        self.began = False  # left the engine's queue
-        self.compiled = asyncio.Event()  # its grammar, if it has one
-        if params.grammar is None:
-            self.compiled.set()
-        self.accepted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-
-    def hear(self, piece: Piece) -> None:
-        self.left -= piece.finish_reason is not None
-        self.stream.heard.put_nowait((self.index, piece))
-
-    def fail(self, error: ApiError) -> None:
-        if not self.accepted.done():
-            self.accepted.set_exception(error)
-            self.accepted.exception()  # seen: no warning if nobody waits any more
-        self.compiled.set()
-        self.stream.heard.put_nowait((self.index, error))
-
-
-class Stream:
-    """The jobs of one API call, and their pieces in the order they come. `close` in any case."""
-
-    def __init__(self, backend: Backend) -> None:
-        self.backend = backend
-        self.jobs: list[Job] = []
-        self.heard: asyncio.Queue[tuple[int, Piece | ApiError]] = asyncio.Queue()
-
-    async def batches(
-        self, deadline: float, silence: float, interval: float = 0.0
-    ) -> AsyncIterator[list[tuple[int, Piece]]]:
-        """Everything that has come, as soon as something has, or once gathered for `interval` seconds.
-        An empty list stands for `silence` seconds without news.
-        """
-        left = sum(job.params.n for job in self.jobs)
-        while left:
-            batch = await self._next(deadline, silence)
-            if batch and interval:
-                await asyncio.sleep(interval)
-            while not self.heard.empty():
-                batch.append(self.heard.get_nowait())
-            yield [(index, _checked(piece)) for index, piece in batch]
-            left -= sum(piece.finish_reason is not None for _, piece in batch if isinstance(piece, Piece))
-
-    async def _next(self, deadline: float, silence: float) -> list[tuple[int, Piece | ApiError]]:
-        if not self.heard.empty():
-            return [self.heard.get_nowait()]
-        now = asyncio.get_running_loop().time()
-        try:
-            async with asyncio.timeout_at(min(deadline, now + silence if silence else deadline)):
-                return [await self.heard.get()]
-        except TimeoutError:
-            if asyncio.get_running_loop().time() >= deadline:
-                raise _too_late() from None
-            return []
-
-    def close(self) -> None:
-        """Free whatever it holds. After the last piece there is nothing to free."""
-        self.backend.drop(self.jobs)
-
-
-def _too_late() -> ApiError:
-    return ApiError(504, "the request took too long", code="timeout", after=1)
-
-
-def _checked(piece: Piece | ApiError) -> Piece:
-    if isinstance(piece, ApiError):
-        raise piece
-    return piece
-
-
 class Backend:
+    engine_module = "outrider.serve.engine_process"  # what is run in the engine's process
+
     def __init__(self, start: Start, settings: ServeSettings, metrics: Metrics) -> None:
         self.start, self.settings, self.metrics = start, settings, metrics
         self.state = "loading"  # ready, lost (being started again), failed, stopped
@@ -234,7 +140,7 @@ class Backend:
         ours, theirs = socket.socketpair()
         try:
             # -P: what lies in the working directory, a downloaded model's torch.py say, is not ours to run.
-            command = [sys.executable, "-P", "-m", "outrider.serve.engine_process", str(theirs.fileno())]
+            command = [sys.executable, "-P", "-m", self.engine_module, str(theirs.fileno())]
             self._process = await asyncio.create_subprocess_exec(
                 *command, pass_fds=[theirs.fileno()], stdin=asyncio.subprocess.DEVNULL
             )
@@ -348,11 +254,15 @@ class Backend:
             if job := self.jobs.get(name):
                 self._began(job)
                 self.metrics.count("prompt_tokens", len(job.prompt))
+        moved: dict[Stream, None] = {}
         for piece in message.pieces:
             if job := self.jobs.get(piece.id):
                 job.hear(piece)
+                moved[job.stream] = None
                 if not job.left:
                     self._forget(job)
+        for stream in moved:  # once each: several of its choices may have moved
+            stream.deliver()
         if message.step is not None:
             self.metrics.step(message.step)
         self.metrics.fill(message.gauges)
@@ -370,7 +280,7 @@ class Backend:
         self.refuse_when_full(len(prompts), sum(len(prompt) for prompt, _ in prompts))
         if not self.jobs:
             self.last_heard = time.monotonic()  # there was nothing to hear of
-        stream = Stream(self)
+        stream = Stream(self.drop)
         try:
             for index, (prompt, params) in enumerate(prompts):
                 job = Job(stream, index, f"{self._salt}-{next(self._names)}", prompt, params)
@@ -400,7 +310,7 @@ class Backend:
                     if job.params.grammar is not None:
                         await self.grammars.check(job.params.grammar)
         except TimeoutError:
-            raise _too_late() from None
+            raise too_late() from None
 
     async def _taken(self, jobs: Seq[Job], deadline: float) -> None:
         """Wait until the engine has accepted them, which it does between steps."""
@@ -410,7 +320,7 @@ class Backend:
                 for job in jobs:
                     job.seed = await job.accepted
         except TimeoutError:
-            raise _too_late() from None
+            raise too_late() from None
 
     async def _compiled(self, jobs: Seq[Job]) -> None:
         limit = self.settings.grammar_timeout

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from outrider import __version__
-from outrider.serve.backend import Job
 from outrider.serve.errors import ApiError
 from outrider.serve.link import End, Piece, Score
 from outrider.serve.metrics import Metrics
 from outrider.serve.model import ServedModel
 from outrider.serve.prediction import PredictionOverlap
+from outrider.serve.stream import Job
 from outrider.serve.tool_text import Piece as Part
 from outrider.serve.tool_text import Text, ToolReader
 
@@ -115,8 +115,7 @@ class Call:
 
     def _clock(self, choice: Choice, now: float, tokens: int) -> None:
         if choice.last:
-            for _ in range(tokens):
-                self.metrics.observe("inter_token_latency_seconds", (now - choice.last) / tokens)
+            self.metrics.observe("inter_token_latency_seconds", (now - choice.last) / tokens, tokens)
         choice.last = now
         if not self.first:
             self.first = now

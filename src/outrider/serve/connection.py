@@ -136,6 +136,7 @@ class Connection(H11Protocol):
         self.logger = _errors
         self._own = transport
         super().connection_made(_Transport(transport, self))  # type: ignore[arg-type]
+        self.app_state["connection"] = self  # found in the scope of its requests
         self._peer = self.client[0] if self.client else ""
         self.crowd.enter(self._peer)
         self._unasked = self.loop.call_later(self.header_timeout, transport.abort)
@@ -155,6 +156,7 @@ class Connection(H11Protocol):
             if timer is not None:
                 timer.cancel()
         self.crowd.leave(self._peer)
+        self.app_state.clear()
         super().connection_lost(exc)
 
     def shutdown(self) -> None:
@@ -181,6 +183,17 @@ class Connection(H11Protocol):
         if pause := self.intake.take(len(data)):
             self._own.pause_reading()
             self.loop.call_later(pause, self._own.resume_reading)
+
+    # ------------------------------------------------------------------------------------- an answer in parts
+
+    def push(self, data: bytes) -> None:
+        """A part of the body of the answer that has begun, written at once. ASGI's way, through every layer to h11 and
+        a task of its own, costs more than the rest of a token. Who takes too long to read is cut off all the same.
+        """
+        if self.cycle.disconnected or self._own.is_closing():
+            return
+        chunked = self.conn.their_http_version != b"1.0"  # as h11 announced it
+        self._own.write(b"%x\r\n%b\r\n" % (len(data), data) if chunked else data)
 
     # ------------------------------------------------------------------------------------ an answer not read
 

@@ -9,11 +9,11 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from outrider.serve.backend import Stream
 from outrider.serve.call import Dialect
 from outrider.serve.errors import ApiError
 from outrider.serve.request import Request
 from outrider.serve.settings import ServeSettings
+from outrider.serve.stream import Pieces, Stream
 
 PADDED_TO = 256  # bytes; padded events have a multiple of this
 DONE = b"data: [DONE]\n\n"
@@ -37,29 +37,30 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request: Request = scope["request"]
+        self.connection = request.connection
         await request.while_there(self._write(send))
 
     async def _write(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        settings = self.settings
         try:
             await self._put(send, b"".join(map(self._event, self.dialect.begin())))
-            await self._follow(send)
+            await self.stream.follow(
+                self._hear, self.deadline, settings.ping_seconds, self._ping, settings.stream_interval
+            )
             ending = b"".join(map(self._event, self.dialect.finish()))
             await self._put(send, ending + (b"" if hasattr(self.dialect, "error") else DONE), last=True)
         except ApiError as error:
             await self._put(send, self._failure(error), last=True)
 
-    async def _follow(self, send: Send) -> None:
-        settings, ping = self.settings, getattr(self.dialect, "ping", None)
-        async for batch in self.stream.batches(
-            self.deadline, settings.ping_seconds, settings.stream_interval
-        ):
-            if not batch:
-                await self._put(send, self._event(ping) if ping else PING)
-                continue
-            lines = [self._event(e) for index, piece in batch for e in self.dialect.feed(index, piece)]
-            if lines:
-                await self._put(send, b"".join(lines))
+    def _hear(self, pieces: Pieces) -> None:
+        feed, event = self.dialect.feed, self._event
+        if data := b"".join([event(e) for index, piece in pieces for e in feed(index, piece)]):
+            self.connection.push(data)
+
+    def _ping(self) -> None:
+        own = getattr(self.dialect, "ping", None)
+        self.connection.push(self._event(own) if own else PING)
 
     def _failure(self, error: ApiError) -> bytes:
         """An error after the stream began, as the dialect's clients know it."""

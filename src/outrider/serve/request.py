@@ -8,7 +8,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import msgspec
 from starlette.requests import Request as BaseRequest
@@ -16,12 +16,13 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope
 
 from outrider.errors import LONGEST_NAME, InvalidRequest
-from outrider.serve.backend import Stream
 from outrider.serve.call import Call
+from outrider.serve.connection import Connection
 from outrider.serve.errors import ApiError, from_invalid
 from outrider.serve.keys import Key
 from outrider.serve.limits import read_json
 from outrider.serve.service import Service
+from outrider.serve.stream import Stream
 from outrider.serve.wire import T, read_request
 
 JSON = "application/json"
@@ -55,6 +56,11 @@ class Request(BaseRequest):
         self.call: Call | None = None
         self.facts: dict[str, Any] = {}  # for the log
         self._whole = False  # its body has been read
+
+    @property
+    def connection(self) -> Connection:
+        """That it came by."""
+        return cast(Connection, self.scope["state"]["connection"])
 
     @property
     def for_anthropic(self) -> bool:
