@@ -4,6 +4,7 @@ lie on the device already, as a captured step has them.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -26,8 +27,9 @@ from outrider.model.kernels.gpu.attention import (
     tile_for,
 )
 from outrider.model.kernels.gpu.graph import ROWS, GraphedDecoder
-from outrider.model.kernels.gpu.kernels import GpuKernels, check_device
+from outrider.model.kernels.gpu.kernels import GpuKernels, GpuLinear, check_device
 from outrider.model.kernels.gpu.recording import context_for, record
+from outrider.model.kernels.gpu.same_bits import Adopted, adopt_library
 from outrider.model.rope import rope_tables
 from outrider.model.staged import ROW_FIELDS, StagedRows
 from outrider.types import Batch
@@ -44,6 +46,7 @@ class DeviceDecoder:
         self.draw, self.filter_logits = decoder.draw, decoder.filter_logits
         self.device, self.dtype = decoder.kernels.device, decoder.kernels.dtype
         self.norm = decoder.norm.to(self.device)
+        self.library = Adopted(refused="not asked for")
         # By whose keys they read, by which table, and how many layers they run.
         self._graphs: dict[tuple[int, int, int], GraphedDecoder] = {}
 
@@ -64,8 +67,24 @@ class DeviceDecoder:
 
     def weight_bytes(self) -> int:
         d = self.decoder
-        linears = [one for w in d.layers for one in (w.qkv, w.out, w.gate_up, w.down)] + [d.embedding]
-        return sum(one.weight.nbytes for one in linears + ([] if d.head is d.embedding else [d.head]))
+        weights = [
+            one.weight for one in (*self._linears(), *([] if d.head is d.embedding else [d.embedding]))
+        ]
+        copies = [weight.library.rows for weight in weights if weight.library is not None]
+        return sum(weight.nbytes for weight in weights) + sum(copy.nbytes for copy in copies)
+
+    def use_library(self, free: int) -> None:
+        """From now on cuBLASLt multiplies where passes have many rows, it gives our kernels' bits, and `free` bytes
+        have room for weights as it reads them.
+        """
+        self.library = adopt_library([(one.weight, one.bias) for one in self._linears()], free)
+        if self.library.differing:
+            warnings.warn(f"matmuls of many rows: {self.library.describe()}", stacklevel=2)
+
+    def _linears(self) -> list[GpuLinear]:
+        """Whatever multiplies: all but the embedding, unless that is the head, too."""
+        d = self.decoder
+        return [one for w in d.layers for one in (w.qkv, w.out, w.gate_up, w.down)] + [d.head]
 
     def _run(self, batch: Batch, store: KeyValueStore, layers: int) -> Tensor:
         here = batch.ids.device.type == self.device.type  # a tensor's device has a number, ours may have none

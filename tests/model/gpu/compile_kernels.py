@@ -117,12 +117,13 @@ def _modules() -> list[Any]:
         edit,
         filter,
         kernels,
+        library,
         matmul,
         rows,
         step_ops,
     )
 
-    return [attention, copies, draw, edit, filter, kernels, matmul, rows, step_ops]
+    return [attention, copies, draw, edit, filter, kernels, library, matmul, rows, step_ops]
 
 
 def _launch_all(every: bool) -> None:
@@ -233,6 +234,7 @@ def _launch_kinds(every: bool) -> None:
     from outrider.model.decoder import Decoder, make_store
     from outrider.model.device import DeviceDecoder, DevicePass
     from outrider.model.kernels.gpu.kernels import GpuKernels
+    from outrider.model.kernels.gpu.library import Library
     from outrider.model.kernels.gpu.matmul import gated_linear, linear, room_for
     from outrider.model.kernels.gpu.quantise import KINDS
     from outrider.model.rope import rope_tables
@@ -246,6 +248,10 @@ def _launch_kinds(every: bool) -> None:
         model = DeviceDecoder(Decoder(config, random_tensors(config), kernels))
         batch = GpuStepOps(state, model).build_batch(one, one, layout)
         DevicePass(model, make_store(model, 600))(batch, 1, 512)
+    x = torch.empty((128, 64), dtype=torch.bfloat16)
+    Library(torch.empty((192, 64)), frozenset({128}), lambda *given: None).multiply_gated(
+        x, torch.zeros(192), x.new_empty((1, 128, 96))
+    )
     ways = ((1, linear, (1, 200, 300)), (2, gated_linear, (1, 64, 300)))
     for i, kind in enumerate(("bfloat16", *KINDS)):
         few = ((1, linear, (300,)), (2, gated_linear, (64,)))[i % 2]

@@ -30,6 +30,7 @@ from outrider.model.kernels.gpu.attention import (
 )
 from outrider.model.kernels.gpu.draw import draw_rows
 from outrider.model.kernels.gpu.filter import filter_rows
+from outrider.model.kernels.gpu.library import padded_rows
 from outrider.model.kernels.gpu.matmul import Packed, gated_linear, linear, multiply_parts, pack
 from outrider.model.kernels.gpu.rows import add_and_norm, embed
 from outrider.model.weights import LayerTensors
@@ -140,9 +141,10 @@ class GpuKernels:
         self, x: Tensor, pending: Tensor | None, rows: Tensor, norm: Tensor, linear_: GpuLinear
     ) -> Tensor:
         """Logits of the chosen rows, float32, once what is pending has been added."""
-        normed = torch.empty((len(rows), x.shape[1]), dtype=self.dtype, device=x.device)
-        add_and_norm(x, pending, norm.to(self.device), self.config.norm_eps, normed, rows)
-        return linear(normed, linear_.weight, linear_.bias)
+        count = len(rows)
+        normed = self._room(count, x.shape[1])
+        add_and_norm(x, pending, norm.to(self.device), self.config.norm_eps, normed[:count], rows)
+        return linear(normed, linear_.weight, linear_.bias, count)
 
     def draw(self, logits: Tensor, sampled: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
         there = logits.device
@@ -203,8 +205,8 @@ class GpuKernels:
         values: Tensor,
         attention: AttentionPlan | JointPlan,
     ) -> Tensor:
-        normed = torch.empty_like(x, dtype=self.dtype)
-        add_and_norm(x, pending, w.attn_norm, self.config.norm_eps, normed)
+        normed = self._room(*x.shape)
+        add_and_norm(x, pending, w.attn_norm, self.config.norm_eps, normed[: len(x)])
         return self.rest_of_layer(w, x, normed, batch, keys, values, attention)
 
     def rest_of_layer(
@@ -217,17 +219,23 @@ class GpuKernels:
         values: Tensor,
         attention: AttentionPlan | JointPlan,
     ) -> Tensor:
-        """A layer from its normed inputs on, which may be wider than the stream; returns what is to be added to x."""
+        """A layer from its normed inputs on, which may be wider than the stream, and more rows than x has; returns what
+        is to be added to x.
+        """
         c, rows = self.config, len(x)
-        qkv = multiply_parts(inputs, w.qkv.weight, w.qkv.bias)
-        mixed = torch.empty((rows, c.heads, c.head_dim), dtype=self.dtype, device=x.device)
-        fresh = Fresh(qkv, self.tables, w.norms)
-        attend_parts(fresh, batch, keys, values, w.window, self.scale, attention, mixed)
-        pending = multiply_parts(mixed.view(rows, -1), w.out.weight, w.out.bias)
-        normed = torch.empty_like(x, dtype=self.dtype)
-        add_and_norm(x, pending, w.mlp_norm, c.norm_eps, normed)
-        act = gated_linear(normed, w.gate_up.weight, w.gate_up.bias)
-        return multiply_parts(act, w.down.weight, w.down.bias)
+        qkv = multiply_parts(inputs, w.qkv.weight, w.qkv.bias, rows)
+        mixed = self._room(rows, c.heads * c.head_dim)
+        fresh, heads = Fresh(qkv, self.tables, w.norms), mixed[:rows].view(rows, c.heads, c.head_dim)
+        attend_parts(fresh, batch, keys, values, w.window, self.scale, attention, heads)
+        pending = multiply_parts(mixed, w.out.weight, w.out.bias, rows)
+        normed = self._room(*x.shape)
+        add_and_norm(x, pending, w.mlp_norm, c.norm_eps, normed[:rows])
+        act = gated_linear(normed, w.gate_up.weight, w.gate_up.bias, rows)
+        return multiply_parts(act, w.down.weight, w.down.bias, rows)
+
+    def _room(self, rows: int, width: int) -> Tensor:
+        """For what a matmul reads."""
+        return torch.empty((padded_rows(rows), width), dtype=self.dtype, device=self.device)
 
     def _reading(self, batch: Batch) -> AttentionPlan:
         if self._read is None or self._read[0] is not batch:

@@ -28,6 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from outrider.model.kernels.gpu.launch import await_previous, chained, let_next_start
+from outrider.model.kernels.gpu.library import Library, gated, padded_rows
 from outrider.model.kernels.gpu.quantise import KINDS, dequantised, quantised, widened
 
 GRAIN = 256  # a segment is a multiple of it, so that every tile depth fits
@@ -49,6 +50,7 @@ class Packed:
     inputs: int
     kind: str = "bfloat16"  # or one of quantise.KINDS; bfloat16 stands for whatever dtype is multiplied
     scales: Tensor | None = None  # [halves, blocks, deep blocks or 1, HIGH]
+    library: Library | None = None  # a second copy, for passes of many rows
 
     @property
     def gated(self) -> bool:
@@ -312,7 +314,7 @@ def _matmul_kernel(
                 if GATED:
                     up += more_up
     if GATED:
-        acc = acc / (1 + tl.exp(-acc)) * up
+        acc = gated(acc, up)
     at = out + (part * rows + m).to(tl.int64)[None, :] * outputs + n[:, None]
     tl.store(at, acc.to(out.dtype.element_ty), mask=(m < rows)[None, :] & (n < outputs)[:, None])
 
@@ -464,22 +466,37 @@ def kernel_arguments(
     return given, options
 
 
+def library_for(weight: Packed, rows: int, room: int) -> Library | None:
+    """Who multiplies `rows` rows instead of our kernels, if there is somebody and room for the rows that it adds."""
+    count, library = padded_rows(rows), weight.library
+    return library if library is not None and count <= room and count in library.counts else None
+
+
 def parts_of(weight: Packed, rows: int) -> int:
     """How many partial results `multiply` leaves to be added."""
     return segments(weight) if choose_tile(weight, rows).spread else 1
 
 
-def multiply_parts(x: Tensor, weight: Packed, bias: Tensor | None = None) -> Tensor:
-    """[parts, R, outputs] float32, not yet added."""
-    parts = x.new_empty((parts_of(weight, len(x)), len(x), weight.outputs), dtype=torch.float32)
-    if len(x):
-        multiply(x, weight, bias, parts)
+def multiply_parts(x: Tensor, weight: Packed, bias: Tensor | None = None, rows: int | None = None) -> Tensor:
+    """[parts, R, outputs] float32, not yet added. `rows`: how many of x are meant; whatever lies in those after them
+    may be computed with and is not part of the result.
+    """
+    rows = len(x) if rows is None else rows
+    library = library_for(weight, rows, len(x))
+    if library is not None:
+        count = padded_rows(rows)
+        parts = x.new_empty((segments(weight), count, weight.outputs), dtype=torch.float32)
+        library.multiply(x[:count], segment_length(weight.width, segments(weight)), bias, parts)
+        return parts[:, :rows]
+    parts = x.new_empty((parts_of(weight, rows), rows, weight.outputs), dtype=torch.float32)
+    if rows:
+        multiply(x[:rows], weight, bias, parts)
     return parts
 
 
-def linear(x: Tensor, weight: Packed, bias: Tensor | None = None) -> Tensor:
-    """x [R, inputs] by weight -> [R, outputs] float32."""
-    return add_parts(multiply_parts(x, weight, bias))
+def linear(x: Tensor, weight: Packed, bias: Tensor | None = None, rows: int | None = None) -> Tensor:
+    """x [R, inputs] by weight -> [R, outputs] float32; `rows` as in `multiply_parts`."""
+    return add_parts(multiply_parts(x, weight, bias, rows))
 
 
 def add_parts(parts: Tensor) -> Tensor:
@@ -490,11 +507,16 @@ def add_parts(parts: Tensor) -> Tensor:
     return total
 
 
-def gated_linear(x: Tensor, weight: Packed, bias: Tensor | None = None) -> Tensor:
-    """silu(gate) * up -> [R, outputs] in x's dtype."""
+def gated_linear(x: Tensor, weight: Packed, bias: Tensor | None = None, rows: int | None = None) -> Tensor:
+    """silu(gate) * up -> [R, outputs] in x's dtype, as long as x; `rows` as in `multiply_parts`."""
+    rows = len(x) if rows is None else rows
     out = x.new_empty((1, len(x), weight.outputs))
-    if len(x):
-        multiply(x, weight, bias, out)
+    library = library_for(weight, rows, len(x))
+    if library is not None:
+        count = padded_rows(rows)
+        library.multiply_gated(x[:count], bias, out[:, :count])
+    elif rows:
+        multiply(x[:rows], weight, bias, out[:, :rows])
     return out[0]
 
 

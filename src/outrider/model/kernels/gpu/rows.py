@@ -31,9 +31,9 @@ def sum_parts(parts, offsets, stride, mask, PARTS: tl.constexpr):
     return total
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["parts_stride"])
 def _norm_kernel(
-    x, parts, weight, out, picked, rows, width, eps,
+    x, parts, weight, out, picked, parts_stride, width, eps,
     PARTS: tl.constexpr, NORM: tl.constexpr, PICKED: tl.constexpr, BLOCK: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     let_next_start(CHAIN)
@@ -49,7 +49,7 @@ def _norm_kernel(
     at = row * width + cols
     h = tl.load(x + at, mask=mask, other=0.0)
     if PARTS > 0:
-        h += sum_parts(parts, at, rows.to(tl.int64) * width, mask, PARTS)
+        h += sum_parts(parts, at, parts_stride.to(tl.int64), mask, PARTS)
         if not PICKED:  # a row may be picked twice: what is picked is read, never written
             tl.store(x + at, h, mask=mask)
     if NORM:
@@ -75,7 +75,7 @@ def add_and_norm(
     if not count:
         return
     _norm_kernel[(count,)](
-        x, parts, weight, out, picked, rows, width, eps,
+        x, parts, weight, out, picked, 0 if parts is None else parts.stride(0), width, eps,
         PARTS=0 if parts is None else len(parts), NORM=weight is not None, PICKED=picked is not None,
         BLOCK=triton.next_power_of_2(width), num_warps=NORM_WARPS, **chained(),
     )  # fmt: skip

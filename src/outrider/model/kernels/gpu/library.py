@@ -1,0 +1,133 @@
+"""Matrix products of many rows by cuBLASLt, which multiplies faster than our kernels there and, kept from splitting the
+inputs, adds as they do: in order, in the tensor core. So a call for each segment of a weight gives what matmul.py
+gives, to the last bit. Nobody promises that; same_bits.py compares before anything is used.
+
+It reads weights row by row and not tile by tile: a second copy, where memory allows one. Which of its kernels it takes
+depends on how many rows there are, so passes are padded up to row counts that were compared.
+"""
+
+# mypy: disable-error-code="no-untyped-def, import-untyped, import-not-found"
+
+# ruff: noqa: N803 - a kernel's compile-time constants are upper case
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from outrider.model.kernels.gpu.launch import await_previous, chained, let_next_start
+
+FEWEST, MOST, STEP = 96, 2048, 64  # rows above which, up to which and in what steps it is asked
+COUNTS = tuple(range(128, MOST + 1, STEP))
+GATE_BLOCK = 1024
+
+# x [S, R, inputs] by weights [S, outputs, inputs] into float32 [S, R, outputs]: each of S by itself.
+Product = Callable[[Tensor, Tensor, Tensor], None]
+
+
+def padded_rows(rows: int) -> int:
+    """Room for a pass of so many rows: up to a count that the library is asked for, if there is one."""
+    return rows if rows <= FEWEST or rows > MOST else max(COUNTS[0], -(-rows // STEP) * STEP)
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """A weight as the library reads it, and where it gives the bits of our kernels."""
+
+    rows: Tensor  # [outputs, inputs]; gate over up
+    counts: frozenset[int]  # of rows
+    product: Product
+
+    def multiply(self, x: Tensor, segment: int, bias: Tensor | None, out: Tensor) -> None:
+        """As matmul.multiply with every segment in a part of its own; segments are `segment` inputs long."""
+        self._segments(x, segment, out)
+        if bias is not None:
+            out[0] += bias
+
+    def multiply_gated(self, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        """silu(gate) * up into out [1, R, outputs]; a gated weight has one segment."""
+        made = torch.empty((1, len(x), len(self.rows)), dtype=torch.float32, device=x.device)
+        self._segments(x, x.shape[1], made)
+        count, outputs = out.shape[1:]
+        _gate_kernel[(count, triton.cdiv(outputs, GATE_BLOCK))](
+            made, bias, out, outputs, BIASED=bias is not None, BLOCK=GATE_BLOCK, num_warps=4, **chained()
+        )
+
+    def _segments(self, x: Tensor, segment: int, out: Tensor) -> None:
+        inputs = x.shape[1]
+        if inputs % segment == 0:
+            self.product(_cut(x, segment), _cut(self.rows, segment), out)
+            return
+        for part, first in enumerate(range(0, inputs, segment)):
+            cut = slice(first, first + segment)
+            self.product(x[None, :, cut], self.rows[None, :, cut], out[part : part + 1])
+
+
+def _cut(matrix: Tensor, segment: int) -> Tensor:
+    """[rows, inputs] -> [segments, rows, segment], where it lies."""
+    return matrix.unflatten(1, (-1, segment)).transpose(0, 1)
+
+
+def one_by_one(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    with _unsplit():
+        for mine, theirs, to in zip(x, weight, out, strict=True):
+            torch.mm(mine, theirs.T, out_dtype=torch.float32, out=to)
+
+
+def batched(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    """All segments in one call."""
+    with _unsplit():
+        torch.bmm(x, weight.transpose(1, 2), out_dtype=torch.float32, out=out)
+
+
+WAYS: tuple[Product, ...] = (one_by_one, batched)
+
+
+@contextmanager
+def _unsplit() -> Iterator[None]:
+    """cuBLASLt, which may not split the inputs of a product, for this thread's calls; whoever multiplies at the same
+    time gets slower sums, not other ones.
+    """
+    cuda = torch.backends.cuda
+    before = cuda.preferred_blas_library()
+    reduced = cuda.matmul.allow_bf16_reduced_precision_reduction
+    split = cuda.matmul.allow_bf16_reduced_precision_reduction_split_k
+    cuda.preferred_blas_library("cublaslt")  # first, as cuBLAS itself cannot be kept from splitting
+    cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)
+    try:
+        yield
+    finally:
+        cuda.matmul.allow_bf16_reduced_precision_reduction = (reduced, split)
+        cuda.preferred_blas_library(before)
+
+
+def can_forbid_splits() -> bool:
+    """Whether this torch has what `_unsplit` sets."""
+    return hasattr(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction_split_k")
+
+
+@triton.jit
+def gated(gate, up):
+    return gate / (1 + tl.exp(-gate)) * up
+
+
+@triton.jit
+def _gate_kernel(made, bias, out, outputs, BIASED: tl.constexpr, BLOCK: tl.constexpr, CHAIN: tl.constexpr):
+    """made [R, 2 * outputs], gate before up -> out [R, outputs]."""
+    let_next_start(CHAIN)
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = n < outputs
+    await_previous(CHAIN)
+    gate = tl.load(made + row * (2 * outputs) + n, mask=mask, other=0.0)
+    up = tl.load(made + row * (2 * outputs) + outputs + n, mask=mask, other=0.0)
+    if BIASED:
+        gate += tl.load(bias + n, mask=mask, other=0.0)
+        up += tl.load(bias + outputs + n, mask=mask, other=0.0)
+    tl.store(out + row * outputs + n, gated(gate, up).to(out.dtype.element_ty), mask=mask)

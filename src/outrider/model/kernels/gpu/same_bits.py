@@ -1,0 +1,163 @@
+"""Where the library gives the bits of our kernels: compared when a model is loaded, for every shape of weights and
+every row count that it may be asked for. Where they differ our kernels go on, and a warning says so.
+
+The rows compared with are our kernels' for few rows, which every model needs anyway: no kernel is compiled for this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from outrider.model.kernels.gpu import library
+from outrider.model.kernels.gpu.library import COUNTS, Library, Product
+from outrider.model.kernels.gpu.matmul import Packed, multiply, segment_length, segments
+
+COPY_SHARE = 0.25  # of the memory that weights leave, at most, for second copies of them
+SHORTEST_SEGMENT = 2048  # inputs: with shorter ones the library's calls take longer than our one (LOG.md)
+TRIED = 16  # rows that our kernels multiply at a time
+WIDEST_OUT = 1 << 27  # numbers of a result that is compared; a head has many
+TURNS = 5  # of a way that is timed
+SEEDS = (0, 1, 2)
+
+Weight = tuple[Packed, Tensor | None]  # and its bias
+
+
+@dataclass(slots=True)
+class Adopted:
+    """What came of it."""
+
+    copied: int = 0  # bytes
+    refused: str = ""  # why there is no copy, if there is none
+    shapes: dict[str, tuple[int, int]] = field(default_factory=dict)  # row counts with our bits, of how many
+
+    @property
+    def differing(self) -> list[str]:
+        return [
+            f"{name} at {all_ - same} of {all_}" for name, (same, all_) in self.shapes.items() if same < all_
+        ]
+
+    def describe(self) -> str:
+        if self.refused:
+            return f"own kernels for every pass: {self.refused}"
+        odd = (
+            f"; other bits, so own kernels: {', '.join(self.differing)} row counts" if self.differing else ""
+        )
+        return f"cuBLASLt for passes of many rows, {self.copied / 2**30:.1f} GiB of copies{odd}"
+
+
+def worthwhile(weight: Packed) -> bool:
+    """Whether the library is quicker with such a weight at all."""
+    pieces = segments(weight)
+    short = pieces > 1 and segment_length(weight.width, pieces) < SHORTEST_SEGMENT
+    return weight.kind == "bfloat16" and not short
+
+
+def adopt_library(weights: Sequence[Weight], free: int, product: Product | None = None) -> Adopted:
+    """Give weights the library where it has our bits and `free` bytes have room for their copies."""
+    wanted = [(weight, bias) for weight, bias in weights if worthwhile(weight)]
+    needed = sum(weight.nbytes for weight, _ in wanted)
+    if product is None and not library.can_forbid_splits():
+        return Adopted(refused=f"torch {torch.__version__} cannot forbid split sums; 2.10 can")
+    if not wanted or needed > COPY_SHARE * free:
+        gib = f"{needed / 2**30:.1f} GiB of copies are more than {COPY_SHARE:.0%} of {free / 2**30:.1f} GiB free"
+        return Adopted(refused=gib if wanted else "no weight that cuBLASLt is quicker with")
+    made = Adopted()
+    by_shape: dict[str, list[Weight]] = {}
+    for weight, bias in wanted:
+        by_shape.setdefault(shape_name(weight, bias), []).append((weight, bias))
+    for name, alike in by_shape.items():
+        first, bias = alike[0]
+        found = compare(first, bias, product)
+        made.shapes[name] = len(found.counts), len(counts_for(first))
+        for weight, _ in alike if found.counts else ():
+            weight.library = replace(found, rows=row_major(weight))
+            made.copied += weight.library.rows.nbytes
+    return made
+
+
+def shape_name(weight: Packed, bias: Tensor | None) -> str:
+    halves = "2 x " if weight.gated else ""
+    return f"{halves}{weight.outputs} x {weight.inputs}{' with bias' if bias is not None else ''}"
+
+
+def row_major(weight: Packed) -> Tensor:
+    return weight.unpacked().contiguous()
+
+
+def counts_for(weight: Packed) -> tuple[int, ...]:
+    wide = len(weight.data) * weight.outputs * segments(weight)
+    return tuple(count for count in COUNTS if count * wide <= WIDEST_OUT)
+
+
+def compare(weight: Packed, bias: Tensor | None, product: Product | None = None) -> Library:
+    """The quickest way to ask the library for such a weight, and the row counts at which it has our bits."""
+    rows = row_major(weight)
+    ways = (product,) if product else library.WAYS[: segments(weight)]
+    found = [Library(rows, same_counts(weight, bias, Library(rows, frozenset(), way)), way) for way in ways]
+    most = max(len(one.counts) for one in found)
+    best = [one for one in found if len(one.counts) == most]
+    return best[0] if len(best) == 1 or not most else min(best, key=lambda one: seconds(weight, bias, one))
+
+
+def seconds(weight: Packed, bias: Tensor | None, theirs: Library) -> float:
+    """Of a product of as many rows as there may be."""
+    x = trial_rows(max(theirs.counts), weight, SEEDS[0])
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(TURNS):
+        library_result(weight, bias, theirs, x)
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3 / TURNS
+
+
+def same_counts(weight: Packed, bias: Tensor | None, theirs: Library) -> frozenset[int]:
+    counts = counts_for(weight)
+    same = set(counts)
+    for seed in SEEDS if counts else ():
+        x = trial_rows(max(counts), weight, seed)
+        ours = own_result(weight, bias, x)
+        for count in sorted(same):
+            made = library_result(weight, bias, theirs, x[:count])
+            if made is None or not torch.equal(made, ours[:, :count]):
+                same.discard(count)
+    return frozenset(same)
+
+
+def trial_rows(rows: int, weight: Packed, seed: int) -> Tensor:
+    """As they come out of a norm, with some numbers much larger than others."""
+    there = weight.data.device
+    random = torch.Generator(there).manual_seed(seed)
+    x = torch.randn((rows, weight.inputs), generator=random, device=there)
+    return (x * x * x if seed % 2 else x).to(weight.data.dtype)
+
+
+def own_result(weight: Packed, bias: Tensor | None, x: Tensor) -> Tensor:
+    """Of our kernels, some rows at a time: with every segment in a part of its own, or gated."""
+    pieces = []
+    for mine in x.split(TRIED):
+        parts = 1 if weight.gated else segments(weight)
+        out = mine.new_empty(
+            (parts, len(mine), weight.outputs), dtype=x.dtype if weight.gated else torch.float32
+        )
+        multiply(mine, weight, bias, out)
+        pieces.append(out)
+    return torch.cat(pieces, dim=1)
+
+
+def library_result(weight: Packed, bias: Tensor | None, theirs: Library, x: Tensor) -> Tensor | None:
+    """None if it cannot do it."""
+    dtype = x.dtype if weight.gated else torch.float32
+    out = x.new_empty((1 if weight.gated else segments(weight), len(x), weight.outputs), dtype=dtype)
+    try:
+        if weight.gated:
+            theirs.multiply_gated(x, bias, out)
+        else:
+            theirs.multiply(x, segment_length(weight.width, segments(weight)), bias, out)
+    except RuntimeError:
+        return None
+    return out
