@@ -70,6 +70,8 @@ SEQUENCES = {"cpu": 64, "cuda": 512}
 ROWS = {"cpu": 128, "cuda": 2048}
 # A row costs a CPU nearly as much as a step of one, so a bound on prompt rows is what keeps other streams moving.
 PREFILL_STRETCH = {"cpu": 4.0, "cuda": inf}
+# A head's logits over 49,000 words take a CPU four times as long as its layer, and hardly any of them is written.
+DRAFT_WORDS = {"cpu": 12_288, "cuda": 0}
 WEIGHT_BYTES = {"bfloat16": 2, "fp8": 1, "int8": 1, "int4": 0.52}  # a weight, with its part of a scale
 CACHE_SHARE = 0.6  # of what all weights leave of a GPU's memory; graphs and logits need the rest
 
@@ -120,6 +122,7 @@ class Settings:
     dtype: str = "auto"  # auto | float32 | bfloat16; auto: what the device is fast with
     weights: str = "auto"  # auto | float32 | bfloat16 | fp8 | int8 | int4; auto: as dtype
     draft_weights: str = "auto"  # the same for a model that drafts; auto: as weights
+    draft_vocabulary: int = 0  # frequent words that a head drafts with, if it names them; 0 = by device
     threads: int = 0  # 0 = the cores this process may use
     context: int = 0  # 0 = what the model was trained for
     cache_bytes: int = 0  # memory for the KV cache; 0 = by device
@@ -146,9 +149,9 @@ class Settings:
         self._check_weights("draft_weights")
         if self.kernels not in ("auto", "c", "torch"):
             raise InvalidRequest(f"kernels must be auto, c or torch, got {self.kernels!r}", "kernels")
-        for name, low in (("threads", 0), ("context", 0), ("cache_bytes", 0), ("max_sequences", 0)):
-            if getattr(self, name) < low:
-                raise InvalidRequest(f"{name} must be at least {low}, got {getattr(self, name)}", name)
+        for name in ("threads", "context", "cache_bytes", "max_sequences", "draft_vocabulary"):
+            if getattr(self, name) < 0:
+                raise InvalidRequest(f"{name} must be at least 0, got {getattr(self, name)}", name)
         self._check_share()
         if self.prefill_stretch is not None and not self.prefill_stretch > 0:
             raise InvalidRequest(
@@ -212,6 +215,7 @@ class Settings:
             dtype=FAST[device],
             weights=weights,
             draft_weights=weights if self.draft_weights == "auto" else self.draft_weights,
+            draft_vocabulary=self.draft_vocabulary or DRAFT_WORDS[device],
             max_sequences=sequences,
             step_rows=self.step_rows or max(ROWS[device], sequences),
             prefill_stretch=self.prefill_stretch or PREFILL_STRETCH[device],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from outrider.draft import head_layouts
 from outrider.draft.eagle_head import HeadConfig
 from outrider.draft.feed import text_batch
 from outrider.draft.head_layouts import (
+    FREQUENT,
     eagle_taps,
     engines_that_load,
     head_shapes,
@@ -51,9 +53,10 @@ def head_rows(model, config: HeadConfig, tensors: dict[str, torch.Tensor]) -> to
     return model.kernels.embed(model.head, ids)
 
 
-def some_logits(folder, model) -> torch.Tensor:
+def some_logits(folder, model, words: int = 0) -> torch.Tensor:
     """What a head says of a text, known and drafted, with hidden states that belong to their layers."""
-    head, rows, text = load_eagle(folder, model, 256), Rows(slots=40), prompt_of(7, 1)
+    head = load_eagle(folder, model, 256, read=partial(read_head, words=words))
+    rows, text = Rows(slots=40), prompt_of(7, 1)
     every = torch.randn(6, LAYERS + 1, 32, generator=torch.Generator().manual_seed(2))
     s = rows.add(text)
     store = head.make_store(40)
@@ -168,6 +171,36 @@ def test_a_small_vocabulary_makes_a_small_matmul(tmp_path, model):
     config = KINDS["shared head, some words"]
     write_head(tmp_path, config, head_tensors(config))
     assert load_eagle(tmp_path, model, 256).head.outputs == 40
+
+
+def test_a_whole_head_may_keep_its_frequent_words(tmp_path, model):
+    """Those that it names first, with the logits they had; a head without a list keeps all."""
+    config = HeadConfig(LAYER, TARGET.vocab, (0, 1, 2), shared_head=True)
+    tensors = head_tensors(config)
+    frequent = torch.randperm(TARGET.vocab)[:40]
+    write_head(tmp_path / "listed", config, {**tensors, FREQUENT: frequent.int()})
+    write_head(tmp_path / "plain", config, tensors)
+    whole, _ = read_head(tmp_path / "listed", TARGET)
+    fewer, some = read_head(tmp_path / "listed", TARGET, words=16)
+    assert (whole.whole, fewer.draft_vocab) == (True, 16) and FREQUENT not in some
+    kept = frequent[:16].sort().values
+    before, after = (some_logits(tmp_path / "listed", model, words) for words in (0, 16))
+    torch.testing.assert_close(after[:, kept], before[:, kept])
+    rest = torch.ones(TARGET.vocab, dtype=torch.bool).index_fill(0, kept, False)
+    assert bool((after[:, rest] == float("-inf")).all())
+    assert read_head(tmp_path / "plain", TARGET, words=16)[0].whole
+    assert read_head(tmp_path / "listed", TARGET, words=40)[0].whole  # as many as it names are no choice
+
+
+@pytest.mark.parametrize(
+    ("ids", "said"),
+    [([1, 1], "the same id"), ([1, TARGET.vocab], "outside"), ([0.5, 1.5], "no list of ids")],
+)
+def test_a_list_of_frequent_words_is_checked(tmp_path, ids, said):
+    config = HeadConfig(LAYER, TARGET.vocab, (0, 1, 2), shared_head=True)
+    write_head(tmp_path, config, {**head_tensors(config), FREQUENT: torch.tensor(ids)})
+    with pytest.raises(BadCheckpoint, match=f"frequent.*{said}"):
+        read_head(tmp_path, TARGET)
 
 
 def test_copies_of_the_embedding_are_fine_and_others_are_not(tmp_path, model):

@@ -171,7 +171,7 @@ class AsIf(LLM):
         """A head for the small model, as wide as the target is."""
         wide = self.checkpoint
         assert isinstance(wide, WideCheckpoint) and wide.small.config is not None
-        config, tensors = read_head(folder, wide.small.config)
+        config, tensors = read_head(folder, wide.small.config, self.settings.draft_vocabulary)
         read = lambda name: tensors[name].float()  # noqa: E731 - a name for a reader
         return WidenedHead(config, read, self._wide, torch.device(self.place), wide.dtype)
 

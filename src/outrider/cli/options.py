@@ -205,6 +205,11 @@ ENGINE = Flags(
             "The same for a model that drafts; auto: as --weights.",
             metavar="auto|float32|bfloat16|fp8|int8|int4",
         ),
+        Flag(
+            "draft_vocabulary",
+            int,
+            "Frequent words that an EAGLE head drafts with, if it names them; 0 means by device.",
+        ),
         Flag("threads", int, "Threads; 0 means the cores this process may use."),
         Flag("context", int, "Longest prompt and answer together; 0 means the model's own."),
         Flag("cache_bytes", str, "Memory for the KV cache.", _by_device, "auto|SIZE", default="auto"),

@@ -6,7 +6,6 @@ a recipe leaves open is settled here from the target's shape and from the words 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -21,12 +20,13 @@ from outrider.distill.head_net import HeadNet, Read, head_name, start_from_targe
 from outrider.distill.lm_net import LmNet, lm_shape, save_lm, start_lm
 from outrider.distill.recipe import Recipe
 from outrider.draft.eagle_head import HeadConfig
-from outrider.draft.head_layouts import eagle_taps, read_head, write_head
+from outrider.draft.head_layouts import FREQUENT, eagle_taps, read_head, write_head
 from outrider.errors import BadCheckpoint, InvalidRequest
 from outrider.load.checkpoint import Checkpoint, open_checkpoint
 from outrider.load.config import ModelConfig
 
 WHOLE_VOCABULARY, REDUCED_VOCABULARY = 1 << 16, 1 << 15  # words kept up to, and if there are more
+MOST_FREQUENT = 1 << 15  # that a head names, if it knows more
 
 
 class Student(Protocol):
@@ -56,9 +56,12 @@ class Student(Protocol):
 class HeadStudent:
     ahead = 2
 
-    def __init__(self, net: HeadNet, target: ModelConfig, layout: str, target_name: str) -> None:
+    def __init__(
+        self, net: HeadNet, target: ModelConfig, layout: str, target_name: str, frequent: Tensor | None = None
+    ) -> None:
+        """`frequent`: ids in falling order, for whoever drafts with fewer words than the head knows."""
         self.net, self.target, self.layout, self.target_name = net, target, layout, target_name
-        self.taps = net.config.taps
+        self.taps, self.frequent = net.config.taps, frequent
 
     @property
     def words(self) -> Tensor | None:
@@ -76,6 +79,8 @@ class HeadStudent:
         tensors = {name: tensor.detach().cpu() for name, tensor in self.net.state_dict().items()}
         if self.net.config.shared_head and self.layout != "outrider":
             tensors["lm_head.weight"] = self.head.cpu()
+        if self.frequent is not None:
+            tensors[FREQUENT] = self.frequent.int()
         write_head(folder, self.net.config, tensors, self.layout, self.target, self.target_name)
 
 
@@ -112,7 +117,9 @@ def make_student(recipe: Recipe, checkpoint: Checkpoint, answers: Answers) -> He
     if recipe.kind == "lm":
         return LmStudent(_make_lm(recipe, checkpoint, checkpoint.config), checkpoint)
     net = _make_head(recipe, checkpoint.tensor, checkpoint.config, answers)
-    return HeadStudent(net, checkpoint.config, recipe.layout, recipe.target)
+    able = net.config.shared_head and net.config.whole and recipe.layout == "outrider"
+    frequent = frequent_words(answers, MOST_FREQUENT, checkpoint.config) if able else None
+    return HeadStudent(net, checkpoint.config, recipe.layout, recipe.target, frequent)
 
 
 def _make_lm(recipe: Recipe, checkpoint: Checkpoint, target: ModelConfig) -> LmNet:
@@ -134,13 +141,16 @@ def _make_lm(recipe: Recipe, checkpoint: Checkpoint, target: ModelConfig) -> LmN
 def _make_head(recipe: Recipe, read: Read, target: ModelConfig, answers: Answers) -> HeadNet:
     if recipe.continue_from:
         config, tensors = read_head(Path(recipe.continue_from), target)
+        tensors.pop(FREQUENT, None)  # the answers of now say which
     else:
         config, tensors = head_shape(recipe, target), {}
     words = None
     if not config.whole:
         places = torch.arange(config.draft_vocab)
         words = (
-            tensors["d2t"].long() + places if tensors else frequent_words(answers, config.draft_vocab, target)
+            tensors["d2t"].long() + places
+            if tensors
+            else frequent_words(answers, config.draft_vocab, target).sort().values
         )
     net = HeadNet(config, words, read(head_name(target)) if config.shared_head else None)
     if tensors:
@@ -176,11 +186,10 @@ def default_taps(layers: int, layout: str) -> tuple[int, ...]:
 
 
 def frequent_words(answers: Answers, count: int, target: ModelConfig) -> Tensor:
-    """The ids that the target writes most, and those that end a text, in order."""
+    """The ids that the target writes most, those that end a text first."""
     counts = np.zeros(target.vocab, np.int64)
     for row in answers.rows():
         one = answers[row]
         counts += np.bincount(one.ids[one.answered], minlength=target.vocab)
     counts[list(target.eos_ids)] = counts.max() + 1
-    order: Sequence[int] = np.lexsort((np.arange(target.vocab), -counts))[:count].tolist()
-    return torch.tensor(sorted(order))
+    return torch.from_numpy(np.lexsort((np.arange(target.vocab), -counts))[:count].copy())

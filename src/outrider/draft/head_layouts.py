@@ -25,6 +25,7 @@ from outrider.model.decoder import Layered
 from outrider.types import MAX_NODES
 
 ReadHead = Callable[[Path, ModelConfig], tuple[HeadConfig, dict[str, Tensor]]]  # of a folder, for a target
+FREQUENT = "frequent"  # ids that the target writes most, in falling order: of a head that knows all of them
 
 OWN, VERSION = "outrider_head", 1
 FLAGS = ("tap_norms", "norm_output", "shared_head", "joint_norm", "normed_residual")
@@ -59,8 +60,10 @@ def load_eagle(
     return network(config, lambda name: tensors[name].float(), target, context + MAX_NODES + 1)
 
 
-def read_head(folder: Path, target: ModelConfig) -> tuple[HeadConfig, dict[str, Tensor]]:
-    """What the head is, and its tensors under our own names, as they are stored."""
+def read_head(folder: Path, target: ModelConfig, words: int = 0) -> tuple[HeadConfig, dict[str, Tensor]]:
+    """What the head is, and its tensors under our own names, as they are stored. With `words`, a head that shares its
+    target's matrix and says which words are frequent keeps so many of them.
+    """
     raw = read_json(folder / "config.json")
     fields = _own_fields(folder, raw[OWN]) if OWN in raw else None
     if "speculators_model_type" in raw:
@@ -83,6 +86,9 @@ def read_head(folder: Path, target: ModelConfig) -> tuple[HeadConfig, dict[str, 
     _check_fields(folder, fields, target)
     config = HeadConfig(layer, draft_vocab, **fields)
     _check(folder, tensors, config)
+    if FREQUENT in tensors and 0 < words < len(tensors[FREQUENT]):
+        ids = tensors.pop(FREQUENT)[:words].long().sort().values
+        return replace(config, draft_vocab=words), {**tensors, "d2t": ids - torch.arange(words)}
     return config, tensors
 
 
@@ -232,18 +238,31 @@ def _check(folder: Path, tensors: dict[str, Tensor], config: HeadConfig) -> None
             raise BadCheckpoint(f"{folder} has no tensor {name!r}: not an EAGLE-3 head, or of another shape")
         if tuple(tensors[name].shape) != shape:
             raise BadCheckpoint(f"{folder}: {name} has shape {tuple(tensors[name].shape)}, expected {shape}")
-    for name in sorted(set(tensors) - set(expected)):
+    if FREQUENT in tensors:
+        if not (config.whole and config.shared_head):
+            raise UnsupportedModel(
+                f"{folder}: {FREQUENT} is for a head that shares its target's whole matrix"
+            )
+        _check_ids(folder, tensors[FREQUENT], config, FREQUENT)
+    for name in sorted(set(tensors) - set(expected) - {FREQUENT}):
         raise UnsupportedModel(f"{folder} has a tensor {name!r}, which no head that its config describes has")
     if not config.whole:
         _check_map(folder, tensors["d2t"], config)
 
 
 def _check_map(folder: Path, d2t: Tensor, config: HeadConfig) -> None:
-    ids = torch.arange(len(d2t)) + d2t.long()
+    _check_ids(folder, torch.arange(len(d2t)) + d2t.long(), config, "d2t")
+
+
+def _check_ids(folder: Path, ids: Tensor, config: HeadConfig, name: str) -> None:
+    if ids.dim() != 1 or ids.is_floating_point():
+        raise BadCheckpoint(f"{folder}: {name} is no list of ids")
     if bool((ids < 0).any()) or bool((ids >= config.layer.vocab).any()):
-        raise BadCheckpoint(f"{folder}: d2t points outside the target's vocabulary of {config.layer.vocab}")
+        raise BadCheckpoint(
+            f"{folder}: {name} points outside the target's vocabulary of {config.layer.vocab}"
+        )
     if len(ids.unique()) != len(ids):
-        raise BadCheckpoint(f"{folder}: d2t gives two words of the head the same id")
+        raise BadCheckpoint(f"{folder}: {name} gives two words of the head the same id")
 
 
 # -------------------------------------------------------------------------------------------------- writing
@@ -263,7 +282,8 @@ def write_head(
     if layout == "outrider":
         own = {"version": VERSION, "taps": list(config.taps), "layers": config.layers}
         raw = {**_layer_json(config), OWN: {**own, **{name: getattr(config, name) for name in FLAGS}}}
-        _write(folder, raw, {name: tensors[name] for name, _ in head_shapes(config)})
+        names = [name for name, _ in head_shapes(config)] + [FREQUENT] * (FREQUENT in tensors)
+        _write(folder, raw, {name: tensors[name] for name in names})
         return
     if layout not in LAYOUTS:
         raise InvalidRequest(f"layout {layout!r} is not one of {', '.join(LAYOUTS)}", "layout")

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import AsyncIterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from outrider.control.guards import Guards
 from outrider.control.planner import Planner
 from outrider.draft.custom import load_source
 from outrider.draft.drafters import Drafters
+from outrider.draft.head_layouts import read_head
 from outrider.draft.names import Part, check_parts, parse_draft, settle_auto
 from outrider.draft.table import DrafterSources, make_drafters
 from outrider.engine.draft_room import draft_room
@@ -397,6 +398,7 @@ class LLM:
             find=lambda name: find(name, cache_folder()),
             load=self._load_draft,
             samples=lambda: [self.tokenizer.encode(text) for text in SAMPLES],
+            read_head=partial(read_head, words=self.settings.draft_vocabulary),
         )
 
     def _load_draft(self, checkpoint: Checkpoint) -> Model:
