@@ -38,6 +38,7 @@ from outrider.types import StepRecord
 
 PLACES = ("nowhere", "thread", "process")
 EVENTS = 64  # tokens of an answer
+TURNS = 11  # of the conversation
 
 
 class Counted:
@@ -51,7 +52,9 @@ def request_handler(model: str) -> Callable[[], None]:
     checkpoint = open_checkpoint(find(model, cache_folder()))
     tokenizer = checkpoint.tokenizer
     template = ChatTemplate.for_tokenizer(checkpoint.chat_template, tokenizer)
-    turns = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(BUILT_IN[:-1])]
+    turns = [
+        {"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(BUILT_IN[:TURNS])
+    ]
     body = msgspec.json.encode({"messages": turns, "max_tokens": EVENTS, "stream": True, "temperature": 0.7})
     encode = msgspec.json.Encoder().encode
 

@@ -24,8 +24,9 @@ from typing import Any
 
 from outrider.bench.compare import differing
 from outrider.bench.speculation import groups_of
-from outrider.cli.measure import Report, described, tasks_of
+from outrider.cli.measure import Report, described
 from outrider.cli.output import open_llm
+from outrider.cli.tasks import tasks_of
 from outrider.engine.llm import LLM
 from outrider.errors import InvalidRequest, OutriderError, stopped
 from outrider.settings import Settings

@@ -26,11 +26,13 @@ from typing import Any
 
 import torch
 
+from outrider.bench.answering import answer
 from outrider.bench.as_if import AsIf, WideCheckpoint
 from outrider.bench.compare import first_difference
 from outrider.bench.peers import Run, Transformers, Vllm
-from outrider.bench.speculation import answer, asked_of, groups_of
-from outrider.cli.measure import Report, described, tasks_of
+from outrider.bench.speculation import asked_of, groups_of
+from outrider.cli.measure import Report, described
+from outrider.cli.tasks import tasks_of
 from outrider.load.find import find
 from outrider.settings import Settings, cache_folder
 from outrider.types import SamplingParams, Speculation

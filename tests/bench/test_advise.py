@@ -17,7 +17,6 @@ from outrider.bench.advise import (
     Session,
     Trial,
     Trials,
-    acceptance_by_depth,
     by_task,
     draft_seconds,
     expected,
@@ -28,6 +27,7 @@ from outrider.bench.advise import (
 )
 from outrider.bench.as_if import AsIf
 from outrider.bench.draft_facts import DraftFacts
+from outrider.bench.tally import acceptance_by_depth
 from outrider.cli.coming_from import read_speculative_config
 from outrider.control.costs import CostModel
 from outrider.control.expected import RaggedCosts
@@ -144,7 +144,7 @@ def test_the_best_depth_is_taken_at_every_batch() -> None:
 
 def test_acceptance_by_depth_and_task() -> None:
     found = trials({2: {"code": [[(2, 2), (2, 1)]], "chat": [[(2, 0), (0, 0)]]}})
-    assert acceptance_by_depth(found) == [
+    assert acceptance_by_depth(found.by_depth[2].verdicts) == [
         {"depth": 1, "rate": pytest.approx(2 / 3), "of": 3},
         {"depth": 2, "rate": 0.5, "of": 2},
     ]

@@ -14,7 +14,7 @@ from bench.report import GOALS, main, page
 from outrider import SamplingParams
 from outrider.bench import arrivals
 from outrider.bench.as_if import AsIf
-from outrider.bench.speculation import compare, ways_of
+from outrider.bench.speculation import Comparison, compare, ways_of
 from outrider.bench.speed import concurrency
 from outrider.cli.measure import described
 from tests.bench.conftest import prompts
@@ -209,7 +209,7 @@ def test_a_draft_in_fewer_bits_says_so() -> None:
 def test_what_bench_writes_is_what_is_read(wide: AsIf) -> None:
     params = SamplingParams(max_tokens=12, ignore_eos=True, seed=3)
     ways = ways_of(wide, params, ["lookup", "lm", "lm:auto", "auto"])
-    found = compare(wide, {"chat": prompts(2)}, params, ways, {}, (1, 2), most=1)
+    found = compare(wide, Comparison({"chat": prompts(2)}, params, ways, batches=(1, 2), most=1))
     result = {"kind": "bench", **described(wide), "speculation": found, "plain": {}}
     result["plain"]["together"] = concurrency(wide, prompts(2), 4, 2, repeats=1)
     result["as_if"]["shape"] = "8b"

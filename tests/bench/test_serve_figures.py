@@ -18,10 +18,11 @@ from outrider.bench.serve.answer import Sample
 from outrider.bench.serve.arrivals import Due, Lengths, poisson, read_trace
 from outrider.bench.serve.asked import CHAT, COMPLETIONS, WORDS, Asked, Vocabulary
 from outrider.bench.serve.client import Drove
-from outrider.bench.serve.figures import Bounds, figures, over_time, ratios, raw, spread, thinned
+from outrider.bench.serve.figures import Bounds, figures, over_time, ratios, raw, thinned
 from outrider.bench.serve.page import page
 from outrider.bench.serve.run import Plan, Shape, _found
 from outrider.bench.serve.show import lines
+from outrider.bench.spread import spread
 from outrider.errors import InvalidRequest
 
 # -------------------------------------------------------------------------------------------------------- arrivals

@@ -8,9 +8,20 @@ from types import SimpleNamespace
 import pytest
 
 from outrider import SamplingParams
+from outrider.bench import speculation
+from outrider.bench.answering import Answers, answer
 from outrider.bench.as_if import AsIf
 from outrider.bench.peers import Run
-from outrider.bench.speculation import answer, asked_of, compare, groups_of, table, temperature_of, ways_of
+from outrider.bench.show import latencies, table, verdicts
+from outrider.bench.speculation import (
+    Comparison,
+    asked_of,
+    compare,
+    groups_of,
+    left_out,
+    temperatures_of,
+    ways_of,
+)
 from outrider.bench.speed import pass_seconds
 from outrider.draft.synthetic import SyntheticDrafter
 from outrider.errors import InvalidRequest
@@ -46,12 +57,7 @@ def test_every_way_is_compared_with_plain(wide: AsIf) -> None:
     ways = ways_of(wide, PARAMS, ["lm", "lookup", "lm:auto", "auto"])
     found = compare(
         wide,
-        tasks,
-        PARAMS,
-        ways,
-        {"chat": 0.9},
-        (1, 2),
-        most=2,
+        Comparison(tasks, PARAMS, ways, {"chat": [0.9]}, (1, 2), most=2),
         tell=lambda so_far: told.append([(task, *one["batches"]) for task, one in so_far.items()]),
     )
     assert {task: one["temperature"] for task, one in found.items()} == {"chat": 0.9, "rewrite": 0.0}
@@ -74,17 +80,18 @@ def test_every_way_is_compared_with_plain(wide: AsIf) -> None:
                 assert way["compared"] == 12 * size * batch["groups"]
                 assert way["outside_pass"] == 1 - way["pass_ms"] / way["round_ms"]
     assert told[0] == [("chat", "1")] and told[-1] == [("chat", "1", "2"), ("rewrite", "1", "2")]
-    said = list(table(found))
-    assert max(map(len, said)) <= 80 and said[-1].endswith("tokens compared with plain decoding's: identical")
+    said = [*table(found), *latencies(found), *verdicts(found)]
+    assert max(map(len, said)) < 80
+    assert any(line.endswith("tokens compared with plain decoding's: identical") for line in said)
 
 
 def test_a_model_that_feels_its_company_is_found_out(leaky: AsIf) -> None:
     ways = ways_of(leaky, PARAMS, ["lm"])
-    report = compare(leaky, {"chat": prompts(1)}, PARAMS, ways, {}, (1,))
+    report = compare(leaky, Comparison({"chat": prompts(1)}, PARAMS, ways))
     found = report["chat"]["batches"]["1"]
     assert found["ways"]["plain"]["differing"] == 0
     assert found["ways"]["lm"]["differing"] > 0
-    assert list(table(report))[-1].endswith(" DIFFER")
+    assert next(verdicts(report)).endswith(" DIFFER")
 
 
 def test_ways(wide: AsIf) -> None:
@@ -104,14 +111,85 @@ def test_prompts_are_grouped(wide: AsIf) -> None:
     assert groups_of([[1], [2], [3], [4]], 2, 1) == [[[1], [2]]]
     assert groups_of([[1], [2]], 5, None) == [[[1], [2], [1], [2], [1]]]
     with pytest.raises(InvalidRequest, match="max-sequences 9"):
-        compare(wide, {"chat": prompts(1)}, PARAMS, {}, {}, (1, 9))
+        compare(wide, Comparison({"chat": prompts(1)}, PARAMS, {}, batches=(1, 9)))
 
 
-def test_a_task_has_its_temperature() -> None:
-    assert temperature_of("rewrite", {}) == 0
-    assert temperature_of("chat", {}) == 0.7
-    assert temperature_of("chat", {"": 0.2, "rewrite": 1.0}) == 0.2
-    assert temperature_of("rewrite", {"": 0.2, "rewrite": 1.0}) == 1.0
+def test_a_task_has_its_temperatures() -> None:
+    assert temperatures_of("rewrite", {}) == [0]
+    assert temperatures_of("chat", {}) == [0.7]
+    assert temperatures_of("chat", {"": [0.2], "rewrite": [1.0]}) == [0.2]
+    assert temperatures_of("rewrite", {"": [0.2], "rewrite": [1.0, 0.5]}) == [1.0, 0.5]
+
+
+def test_a_curve_of_temperatures_and_lengths_of_answers() -> None:
+    asked = Comparison(
+        {"long": [[1]], "chat": [[2]]}, PARAMS, {}, {"chat": [0.0, 1.2]}, (1, 4), lengths={"long": 2.5}
+    )
+    cells = asked.cells()
+    labels = ["long", "long", "chat T=0", "chat T=0", "chat T=1.2", "chat T=1.2"]
+    assert [cell.label for cell in cells] == labels
+    assert [cell.batch for cell in cells] == [1, 4] * 3
+    assert [(cell.params.max_tokens, cell.params.temperature) for cell in cells[::2]] == [
+        (30, 0.7),
+        (12, 0.0),
+        (12, 1.2),
+    ]
+    assert left_out({"chat T=0": {"batches": {"4": {}}}}, asked) == [
+        "long, batch 1", "long, batch 4", "chat T=0, batch 1", "chat T=1.2, batch 1", "chat T=1.2, batch 4",
+    ]  # fmt: skip
+
+
+class Clock:
+    """Time passes with every answer alone."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.answers = 0.0, 0
+        monkeypatch.setattr(speculation, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(speculation, "pass_seconds", lambda *_: [1e-3])
+        monkeypatch.setattr(speculation, "answer", self.answer)
+
+    def answer(self, llm, group, params):
+        """So far every second one takes a little longer."""
+        self.now, self.answers = self.now + 1, self.answers + 1
+        plain = params.speculation.drafter == "none"
+        total = 1.0 + 10.0 * (1.0 if plain else 0.5) * (1.02 if self.answers % 2 else 0.98)
+        run = Run([[1] * 11 for _ in group], 1.0, total, len(group))
+        return Answers(run, 10, 0, 0, [], 0.1, 0.0, [], [1.0], [0.5])
+
+
+def test_it_is_repeated_until_the_ratio_is_known(wide: AsIf, monkeypatch: pytest.MonkeyPatch) -> None:
+    ways = ways_of(wide, PARAMS, ["lookup"])
+
+    def measured(seconds: float, within: float) -> tuple[int, float | None, float]:
+        clock = Clock(monkeypatch)
+        asked = Comparison({"chat": prompts(2)}, PARAMS, ways, seconds=seconds, within=within)
+        found = compare(wide, asked)["chat"]["batches"]["1"]
+        way = found["ways"]["lookup"]
+        assert clock.answers == 2 + 4 * found["rounds"]  # two short ones first
+        return found["rounds"], way["ratio_within"], way["ratio"]
+
+    assert measured(0.0, 0.02)[:2] == (1, None)  # one round says nothing of the noise
+    rounds, within, ratio = measured(1e9, 0.02)
+    assert rounds > 2 and within <= 0.02 and ratio == pytest.approx(2.0, rel=0.03)
+    assert measured(1e9, 0.5)[0] < rounds
+    assert measured(22.0, 0.0)[0] == 5  # no round is begun that the time does not allow
+
+
+def test_what_there_is_no_time_for_is_left_out_and_taken_up_again(
+    wide: AsIf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch)
+    asked = Comparison(
+        {"chat": prompts(1), "code": prompts(1)}, PARAMS, ways_of(wide, PARAMS, ["lookup"]), {"": [0.0, 1.0]},
+        seconds=4.0, bounded=True,
+    )  # fmt: skip
+    found = compare(wide, asked)
+    assert list(found) == ["chat T=0"] and clock.answers == 4
+    assert left_out(found, asked) == ["chat T=1, batch 1", "code T=0, batch 1", "code T=1, batch 1"]
+    first = found["chat T=0"]["batches"]["1"]
+    more = compare(wide, replace(asked, bounded=False), found)
+    assert more["chat T=0"]["batches"]["1"] is first and clock.answers == 16
+    assert left_out(more, asked) == []
 
 
 def test_timing_passes_leaves_no_trace(wide: AsIf) -> None:
@@ -142,7 +220,7 @@ def test_a_synthetic_draft_knows_every_answer_before_it_is_timed(wide: AsIf) -> 
     wide.driver.run(lambda: wide.engine.drafters.add(made))
     try:
         ways = ways_of(wide, PARAMS, ["synthetic"])
-        found = compare(wide, {"chat": prompts(2)}, PARAMS, ways, {"": 0.8}, (1,))
+        found = compare(wide, Comparison({"chat": prompts(2)}, PARAMS, ways, {"": [0.8]}))
     finally:
         wide.driver.run(lambda: wide.engine.drafters.remove(made))
     way = found["chat"]["batches"]["1"]["ways"]["synthetic"]

@@ -10,9 +10,10 @@ import pytest
 import typer
 
 from outrider.bench.arrivals import Traffic
-from outrider.bench.speculation import table
-from outrider.cli.bench import TOKENS, batch_sizes, task_temperatures
-from outrider.cli.measure import Progress, Report, tasks_of
+from outrider.bench.show import latencies, table
+from outrider.cli.bench import batch_sizes, task_temperatures
+from outrider.cli.measure import Progress, Report
+from outrider.cli.tasks import TOKENS
 from outrider.errors import InvalidRequest
 from outrider.types import SamplingParams
 from tests.cli.conftest import Outrider
@@ -70,7 +71,7 @@ def test_bench_measures_an_as_if_model(
         assert all(way["differing"] == 0 < way["compared"] for way in batch["ways"].values())
     lines = ran.err.splitlines()
     assert max(map(len, lines[:-1])) <= 80 and any(line.split()[:3] == ["chat", "2", "lm"] for line in lines)
-    assert "tokens compared with plain decoding's: identical" in ran.err and "% chat: " in ran.err
+    assert "tokens compared with plain decoding's: identical" in ran.err and "% chat, batch 1: " in ran.err
     assert "more thorough" not in ran.err  # the prompts are the user's
 
 
@@ -89,30 +90,79 @@ def test_bench_takes_few_prompts_and_short_answers_unless_told(
     assert ran.code == 0, ran.err
     found = json.loads((tmp_path / "o").read_text())
     prompts = {task: one["batches"]["1"]["prompts"] for task, one in found["speculation"].items()}
-    assert prompts == {"chat": 2, "code": 1}
+    assert prompts == {"chat": 1, "code": 1}
     assert {one["max_tokens"] for one in found["speculation"].values()} == {TOKENS}
     lines = ran.err.splitlines()
     assert max(len(line) for line in lines if not line.startswith("written to ")) <= 80
     assert any(line.startswith("loading ") for line in lines[:2])
     said = dict.fromkeys(line.partition(" % ")[2].partition(",")[0] for line in lines)
-    stages = [
-        "passes over several tokens",
-        "the machine's memory bandwidth",
-        "plain decoding",
-        "chat: getting ready",
-    ]
+    stages = ["passes over several tokens", "the machine's memory bandwidth", "plain decoding", "chat"]
     assert [one for one in said if one in stages] == stages
-    assert "more thorough: --limit 12 --max-tokens 256, or your own prompts: --prompts FILE" in lines
+    assert "more thorough: --limit 72 --max-tokens 256, or your own prompts: --prompts FILE" in lines
 
 
 def test_wide_figures_and_names_do_not_wrap() -> None:
-    way = {"tok_s": 12345.6, "ratio": 99.5, "worst": 98.25, "held": 1.0, "tokens_per_step": 16.5}
+    spread = {"p50": 12345.6, "p90": 99999.9, "p99": 99999.9}
+    way = {"tok_s": 12345.6, "ratio": 99.5, "ratio_within": 0.999, "worst": 98.25, "held": 1.0, "tokens_per_step": 16.5,
+           "ttft_ms": spread, "itl_ms": spread, "stages_ms": {"draft": 123.4}}  # fmt: skip
     ways = dict.fromkeys(("plain", "a_drafter_of_one_s_own:auto"), way | {"differing": 0, "compared": 10**9})
     named = {"a_task_of_20_letters": 0, "a_task_of_21_letters_": 0, "chat": 0}
-    lines = list(table({task: {"batches": {"128": {"ways": ways}}} for task in named}))
-    assert max(map(len, lines)) <= 80
-    assert lines[1].split()[:4] == ["a_task_of_2…", "128", "plain", "12345.6"]
-    assert len({line.index("128") for line in lines if " 128 " in line}) == 1
+    report = {task: {"batches": {"128": {"ways": ways}}} for task in named}
+    for lines in (list(table(report)), list(latencies(report))):
+        assert max(map(len, lines)) < 80
+        assert len({line.index(" 128 ") for line in lines if " 128 " in line}) == 1
+    assert next(line for line in table(report) if " 128 " in line).split()[:4] == [
+        "a_task_of_20_…", "128", "plain", "12345.6",
+    ]  # fmt: skip
+
+
+def test_a_run_that_was_cut_short_is_taken_up_again(
+    outrider: Outrider, tiny_folder: Path, asked: Path, tmp_path: Path
+) -> None:
+    out, html = tmp_path / "out.json", tmp_path / "out.html"
+    ask = ("bench", tiny_folder, "--prompts", asked, "--tasks", "chat,qa", "--ways", "lookup", "--what", "speculation",
+           "--groups", 1, "--temperatures", "0,1", "--json", out, *SMALL)  # fmt: skip
+    whole = outrider(*ask, "--html", html)
+    assert whole.code == 0, whole.err
+    found = json.loads(out.read_text())
+    assert (
+        list(found["speculation"]) == ["chat T=0", "chat T=1", "qa T=0", "qa T=1"] and not found["left_out"]
+    )
+    kept = found["speculation"]["chat T=0"]
+    found["speculation"] = {"chat T=0": kept | {"marked": True}}
+    out.write_text(json.dumps(found))
+    more = outrider(*ask, "--resume")
+    assert more.code == 0, more.err
+    again = json.loads(out.read_text())
+    assert list(again["speculation"]) == ["chat T=0", "chat T=1", "qa T=0", "qa T=1"]
+    assert again["speculation"]["chat T=0"]["marked"] and again["resumed"] == [found["certificate"]]
+    other = outrider(*ask, "--resume", "--max-tokens", 5)
+    assert other.code == 2 and "was measured with max_tokens 6, not 5" in other.err
+    assert json.loads(out.read_text()) == again  # nothing is lost
+
+
+@pytest.mark.parametrize(
+    ("flags", "content", "message"),
+    [
+        ((), None, "name it with --json FILE"),
+        (("--json", "FILE"), "{", "cannot be read"),
+        (("--json", "FILE"), '{"kind": "audit"}', "does not hold results of bench"),
+    ],
+)
+def test_what_cannot_be_resumed_is_said(
+    outrider: Outrider,
+    tiny_folder: Path,
+    tmp_path: Path,
+    flags: tuple[str, ...],
+    content: str | None,
+    message: str,
+) -> None:
+    file = tmp_path / "before.json"
+    if content is not None:
+        file.write_text(content)
+    given = [str(file) if flag == "FILE" else flag for flag in flags]
+    ran = outrider("bench", tiny_folder, "--resume", *given, *SMALL)
+    assert ran.code == 2 and message in ran.err and "loading" not in ran.err
 
 
 @pytest.mark.parametrize("live", [True, False])
@@ -225,6 +275,8 @@ def test_an_audit_without_drafts_proves_nothing(outrider: Outrider, tiny_folder:
         (("--batches", "0"), "--batches"),
         (("--temperatures", "chat=warm"), "--temperatures"),
         (("--json", "/nowhere/at/all.json"), "cannot be written"),
+        (("--html", "/nowhere/at/all.html"), "cannot be written"),
+        (("--html", "page.html", "--what", "plain"), "leave out --what plain"),
         (("-n", 2), "one answer a prompt"),
     ],
 )
@@ -255,29 +307,11 @@ def test_results_are_kept_as_they_come(tmp_path: Path, capsys) -> None:
 def test_sizes_and_temperatures() -> None:
     assert batch_sizes("1,16") == [1, 16]
     assert task_temperatures(None, SamplingParams()) == {}
-    assert task_temperatures(None, SamplingParams(temperature=0)) == {"": 0.0}
-    assert task_temperatures("chat=0.7,rewrite=0", SamplingParams()) == {"chat": 0.7, "rewrite": 0.0}
-    assert task_temperatures("1", SamplingParams()) == {"": 1.0}
+    assert task_temperatures(None, SamplingParams(temperature=0)) == {"": [0.0]}
+    assert task_temperatures("chat=0.7,rewrite=0", SamplingParams()) == {"chat": [0.7], "rewrite": [0.0]}
+    assert task_temperatures("1", SamplingParams()) == {"": [1.0]}
+    assert task_temperatures("0,0.7,1.2,chat=1,0", SamplingParams()) == {"": [0.0, 0.7, 1.2], "chat": [1.0]}
     with pytest.raises(InvalidRequest):
         task_temperatures("chat=-1", SamplingParams())
     with pytest.raises(typer.BadParameter):
         batch_sizes("")
-
-
-def test_tasks_are_chosen_and_rewriting_is_made_of_long_texts(asked: Path) -> None:
-    class Plain:
-        template = None
-
-        class tokenizer:  # noqa: N801 - stands where an object would
-            encode = staticmethod(lambda text: [text])
-
-    llm = Plain()
-    assert list(tasks_of(llm, str(asked), None)) == ["chat", "qa"]  # type: ignore[arg-type]
-    found = tasks_of(llm, str(asked), None, "rewrite,chat")  # type: ignore[arg-type]
-    assert list(found) == ["rewrite", "chat"]
-    [[copy]] = found["rewrite"]
-    assert copy.startswith("Rewrite this text word for word") and copy.endswith("hello " * 100)  # type: ignore[attr-defined]
-    with pytest.raises(InvalidRequest, match="no prompt is of the task 'chatt'"):
-        tasks_of(llm, str(asked), None, "chatt")  # type: ignore[arg-type]
-    with pytest.raises(InvalidRequest, match="rewrite"):
-        tasks_of(llm, str(asked), 3, "rewrite")  # type: ignore[arg-type]

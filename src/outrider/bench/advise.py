@@ -16,9 +16,10 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
 
+from outrider.bench.answering import Answers, answer
 from outrider.bench.draft_facts import DraftFacts, facts_of_draft
-from outrider.bench.speculation import Answers, answer
 from outrider.bench.speed import pass_seconds
+from outrider.bench.tally import acceptance_by_depth
 from outrider.control.costs import CostModel
 from outrider.control.expected import (
     CapturedCosts,
@@ -325,17 +326,6 @@ def by_task(trials: Trials, depth: int, costs: StepCosts) -> dict[str, dict[str,
     return found
 
 
-def acceptance_by_depth(trials: Trials) -> list[dict[str, float]]:
-    """Of tokens whose predecessors were accepted, from the deepest trial: how often, and of how many."""
-    steps, found = trials.by_depth[max(trials.by_depth)].verdicts, []
-    for depth in range(max(trials.by_depth)):
-        reached = [one for one in steps if one[0] > depth and one[1] >= depth]
-        if reached:
-            rate = sum(accepted > depth for _, accepted in reached) / len(reached)
-            found.append({"depth": depth + 1, "rate": rate, "of": len(reached)})
-    return found
-
-
 # -------------------------------------------------------------------------------------------------- drafters
 
 
@@ -397,7 +387,7 @@ class Session:
             facts_of_draft(llm, draft),
             known,
             by_task(trials, first.depth, costs),
-            acceptance_by_depth(trials),
+            acceptance_by_depth(trials.by_depth[max(trials.by_depth)].verdicts),
             _draft_ratio(trials, first.depth),
             {depth: by_task(trials, depth, costs) for depth in trials.by_depth},
             (len(trials.plain), len(asked)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -30,6 +30,8 @@ figure { margin: 0; } figcaption { font-weight: 600; } svg.chart { width: 100%; 
 .series { fill: none; stroke-width: 2; stroke-linejoin: round; } .dot { opacity: 0; } .dot:hover { opacity: 1; }
 .s0 { stroke: var(--bar); } .s1 { stroke: var(--mark); stroke-dasharray: 6 3; } .s2 { stroke: var(--good);
   stroke-dasharray: 2 3; } .s3 { stroke: var(--bad); stroke-dasharray: 8 3 2 3; }
+.b0 { fill: var(--bar); } .b1 { fill: var(--mark); } .b2 { fill: var(--good); } .b3 { fill: var(--bad); }
+.line { stroke: var(--ink); stroke-width: 1; stroke-dasharray: 4 3; }
 .key { color: var(--soft); font-size: .8rem; margin-right: 1rem; } .key svg { vertical-align: middle; }
 """
 
@@ -62,6 +64,12 @@ def document(title: str, body: str) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<style>{STYLE}</style></head><body><h1>{escape(title)}</h1>{body}</body></html>\n"
     )
+
+
+def certified(certificate: Mapping[str, str]) -> str:
+    """Where the numbers come from."""
+    where = " · ".join(escape(str(certificate[part])) for part in ("machine", "versions", "commit"))
+    return f'<pre>{escape(certificate["command"])}</pre><p class="small">{where}</p>'
 
 
 # ---------------------------------------------------------------------------------------------------------- charts
@@ -109,7 +117,54 @@ def chart(
     keys = (
         "".join(_key(one.name, index % STYLES) for index, one in enumerate(series)) if len(series) > 1 else ""
     )
-    label = escape(f"{title}: {', '.join(one.name for one in series)}")
+    return _figure(title, up, keys, [one.name for one in series], drawn)
+
+
+@dataclass(frozen=True, slots=True)
+class Bars:
+    """One bar a category; None: there is none."""
+
+    name: str
+    values: Sequence[float | None]
+
+
+def bars(
+    title: str, categories: Sequence[str], series: Sequence[Bars], up: str, mark: float | None = None
+) -> str:
+    """Bars side by side for every category, from 0 up. `mark` is a level to compare with."""
+    series = [one for one in series if any(value is not None for value in one.values)]
+    if not series:
+        return ""
+    values = [value for one in series for value in one.values if value is not None]
+    levels = even(max(*values, mark or 0.0))
+    room = (WIDE - LEFT) / len(categories)
+    thick = 0.8 * room / len(series)
+
+    def high(value: float) -> float:
+        return (HIGH - BELOW) * (1 - value / levels[-1])
+
+    drawn = [_level(high(level), number(level)) for level in levels]
+    for at, category in enumerate(categories):
+        left = LEFT + room * (at + 0.1)
+        drawn.append(_column(left + 0.4 * room, category))
+        for place, one in enumerate(series):
+            if (value := one.values[at]) is not None:
+                said = escape(f"{one.name}, {category}: {number(value)} {up}")
+                box = f'x="{left + place * thick:.1f}" y="{high(value):.1f}" width="{0.9 * thick:.1f}"'
+                tall = HIGH - BELOW - high(value)
+                drawn.append(
+                    f'<rect class="b{place % STYLES}" {box} height="{tall:.1f}"><title>{said}</title></rect>'
+                )
+    if mark is not None:
+        drawn.append(
+            f'<line class="line" x1="{LEFT}" x2="{WIDE}" y1="{high(mark):.1f}" y2="{high(mark):.1f}"/>'
+        )
+    keys = "".join(_key(one.name, i % STYLES, "b") for i, one in enumerate(series))
+    return _figure(title, up, keys if len(series) > 1 else "", [one.name for one in series], drawn)
+
+
+def _figure(title: str, up: str, keys: str, names: Sequence[str], drawn: Sequence[str]) -> str:
+    label = escape(f"{title}: {', '.join(names)}")
     box = f'viewBox="0 -8 {WIDE} {HIGH + 8}" role="img" aria-label="{label}"'
     return (
         f"<figure><figcaption>{escape(title)}, {escape(up)}</figcaption>{keys}"
@@ -139,8 +194,10 @@ def _column(x: float, text: str) -> str:
     return f'<text x="{x:.1f}" y="{HIGH - BELOW + 16}" text-anchor="middle">{escape(text)}</text>'
 
 
-def _key(name: str, style: int) -> str:
+def _key(name: str, style: int, kind: str = "s") -> str:
     line = f'<line class="series s{style}" x1="0" x2="24" y1="6" y2="6"/>'
+    if kind == "b":
+        line = f'<rect class="b{style}" x="6" width="12" height="12"/>'
     return (
         f'<span class="key"><svg width="26" height="12" aria-hidden="true">{line}</svg> {escape(name)}</span>'
     )

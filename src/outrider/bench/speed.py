@@ -20,7 +20,7 @@ import torch
 from outrider.bench.compare import first_difference
 from outrider.bench.peers import Run, Transformers
 from outrider.engine.llm import LLM
-from outrider.model.decoder import Layered
+from outrider.model.decoder import Layered, kv_bytes
 from outrider.model.kernels.gpu.recording import record
 from outrider.model.kernels.native import read_bandwidth
 from outrider.settings import cache_folder
@@ -211,6 +211,19 @@ def concurrency(
             rates[many].append(sum(len(o.token_ids) for o in outs) / (time.perf_counter() - begin))
     one, all_ = statistics.median(rates[1]), statistics.median(rates[together])
     return {"together": together, "one_tok_s": one, "all_tok_s": all_, "ratio": all_ / one}
+
+
+def memory_used(llm: LLM) -> dict[str, float]:
+    """Of this process and its device, at most so far, and of the cache, in GB."""
+    cached = llm.engine.table.pool.total * kv_bytes(llm.model)
+    found = {
+        "process_peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6,
+        "kv_cache_gb": cached / 1e9,
+        "kv_cache_tokens": float(llm.engine.table.pool.total),
+    }
+    if llm.model.device.type == "cuda":
+        found["gpu_peak_gb"] = torch.cuda.max_memory_allocated(llm.model.device) / 1e9
+    return found
 
 
 def memory_limit(llm: LLM, pass_s: float) -> dict[str, Any]:

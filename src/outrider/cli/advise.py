@@ -6,22 +6,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
-from outrider.cli.bench import TOKENS, TaskTemperatures, batch_sizes, task_temperatures
+from outrider.cli.bench import TaskTemperatures, batch_sizes, task_temperatures
 from outrider.cli.flag import option
 from outrider.cli.generate import Limit, Prompts
 from outrider.cli.measure import (
     JsonFile,
     Progress,
     Report,
-    Tasks,
     described,
     say_loading,
-    task_ids,
-    task_texts,
     warn_if_busy,
 )
 from outrider.cli.options import DEFAULT_MODEL, ENGINE, SAMPLING, Model, takes
 from outrider.cli.output import note, open_llm
+from outrider.cli.tasks import TOKENS, TaskRow, Tasks, task_ids, task_rows
 from outrider.draft.names import check_parts, parse_draft
 from outrider.errors import InvalidRequest
 from outrider.settings import Settings, cache_folder
@@ -88,10 +86,12 @@ def advise(
         _what_if(what_if, price, report)
         return
     sizes, heat = batch_sizes(batches), task_temperatures(temperatures, params)
+    if any(len(some) > 1 for some in heat.values()):
+        raise InvalidRequest("advise takes one temperature a task; run it once for each", "temperatures")
     drafts = list(dict.fromkeys(draft or CANDIDATES))
     for one in drafts:
         check_parts(parse_draft(one), cache_folder())
-    texts = task_texts(prompts, limit, tasks, EACH)
+    rows = task_rows(prompts, limit, tasks, EACH)
     _check(params)
     warn_if_busy()
     say_loading(model)
@@ -100,7 +100,7 @@ def advise(
     _measure(
         model,
         [one for one in drafts if one != "none"],
-        texts,
+        rows,
         heat,
         sizes,
         seconds,
@@ -135,8 +135,8 @@ def _what_if(numbers: str, price: float | None, report: Report) -> None:
 def _measure(
     model: str,
     drafts: Sequence[str],
-    texts: dict[str, list[str]],
-    heat: dict[str, float],
+    rows: dict[str, list[TaskRow]],
+    heat: dict[str, list[float]],
     sizes: list[int],
     seconds: float,
     price: float | None,
@@ -146,7 +146,7 @@ def _measure(
 ) -> None:
     from outrider.bench.advice import advise, said, table
     from outrider.bench.advise import Session, in_turn
-    from outrider.bench.speculation import temperature_of
+    from outrider.bench.speculation import temperatures_of
 
     session = Session(sizes, seconds=seconds, candidates=max(1, len(drafts)))
     found: list[Measured] = []
@@ -157,8 +157,8 @@ def _measure(
                 if not found:
                     report |= described(llm)
                 parameters = llm.model.config.parameters
-                ids = task_ids(llm, texts)
-                asked = in_turn(ids, lambda task: replace(params, temperature=temperature_of(task, heat)))
+                ids = task_ids(llm, rows, params.max_tokens)
+                asked = in_turn(ids, lambda task: replace(params, temperature=temperatures_of(task, heat)[0]))
                 for one in opened:
                     name = "lookup" if one == "lookup" else llm.drafter
                     found.append(session.measure(llm, one, name, asked, progress.of(one)))

@@ -16,13 +16,12 @@ from outrider.cli.measure import (
     JsonFile,
     Progress,
     Report,
-    Tasks,
     described,
     say_loading,
-    tasks_of,
 )
 from outrider.cli.options import DEFAULT_MODEL, ENGINE, SAMPLING, Draft, Model, envvar, takes
 from outrider.cli.output import note, open_llm
+from outrider.cli.tasks import Tasks, task_ids, task_rows
 from outrider.errors import InvalidRequest
 from outrider.settings import Settings
 from outrider.types import SamplingParams
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
 F = TypeVar("F", "Audit", "Traffic")
 
 TEMPERATURES = (0.0, 0.7, 1.2)
+EACH = 2  # built-in prompts of a task
 
 Temperatures = Annotated[
     str | None,
@@ -98,10 +98,10 @@ def audit(
     if arrivals and mode != "coupled":
         raise typer.BadParameter(f"arrivals are compared token by token, which {mode} does not promise; "
                                  "leave out one of the two", param_hint="--mode")  # fmt: skip
-    report = Report("audit", json_file)
+    report, rows = Report("audit", json_file), task_rows(prompts, limit, tasks, EACH)
     say_loading(model)
     with open_llm(model, draft, settings, as_if, draft_as_if, draft_layers) as llm:
-        asked = [ids for task in tasks_of(llm, prompts, limit, tasks).values() for ids in task]
+        asked = [ids for some in task_ids(llm, rows, params.max_tokens).values() for ids in some]
         report |= described(llm)
         if mode == "rejection":
             holds = _distribution(llm, asked, params, heat, report)

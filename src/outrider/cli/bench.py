@@ -4,13 +4,16 @@ ones, with the model as it is or in the shape of a bigger one.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.bench.prompts import KINDS
+from outrider.bench.prompts import KINDS, LENGTHS
+from outrider.cli.flag import option
 from outrider.cli.generate import Limit, Prompts
 from outrider.cli.measure import (
     AsIfShape,
@@ -19,25 +22,25 @@ from outrider.cli.measure import (
     JsonFile,
     Progress,
     Report,
-    Tasks,
     described,
     say_loading,
-    task_ids,
-    task_texts,
     warn_if_busy,
+    writable,
 )
 from outrider.cli.options import DEFAULT_MODEL, ENGINE, SAMPLING, Draft, Model, envvar, takes
 from outrider.cli.output import note, open_llm
+from outrider.cli.tasks import TOKENS, TaskRow, Tasks, task_ids, task_rows
 from outrider.errors import InvalidRequest
 from outrider.settings import Settings
 from outrider.types import SamplingParams
 
 if TYPE_CHECKING:
+    from outrider.bench.speculation import Comparison
     from outrider.engine.llm import LLM
 
-NOISY = 0.4  # the lowest speed-up this far below the median
-EACH = 2  # built-in prompts of a task; with so many tokens an answer, about a minute for the built-in model
-TOKENS = 64
+EACH = 1  # built-in prompts of a task, or as many as make the largest batch
+SECONDS = 60.0  # for repetitions, where no time is given
+WITHIN = 2.0  # percent
 
 Peer = Annotated[
     str | None,
@@ -81,10 +84,33 @@ Ways = Annotated[
 ]  # fmt: skip
 TaskTemperatures = Annotated[
     str | None,
-    typer.Option("--temperatures", envvar=envvar("temperatures"), show_envvar=False, metavar="T|TASK=T,...",
-                 help="Temperature of all tasks or of each. By default --temperature if that is given, else 0 for "
-                      "rewrite and 0.7 for the others."),
+    typer.Option("--temperatures", envvar=envvar("temperatures"), show_envvar=False, metavar="T,T|TASK=T,...",
+                 help="Temperatures of all tasks or of each; several are a curve. By default "
+                      "--temperature if that is given, else 0 for "
+                      "rewrite and json and 0.7 for the others."),
 ]  # fmt: skip
+
+
+Within = Annotated[
+    float,
+    option(
+        "within", "Repeat until each speed-up is known this well, in percent.", "PERCENT", min=0.1, max=100.0
+    ),
+]
+Seconds = Annotated[
+    float | None,
+    option(
+        "seconds",
+        "Time to measure in, about; what was not begun by then is left out. By default everything once, and "
+        "again within a minute.",
+        "SEC",
+        min=1.0,
+    ),
+]
+Resume = Annotated[
+    bool, option("resume", "Go on with the results that --json names, where an earlier run was cut short.")
+]
+HtmlFile = Annotated[str | None, option("html", "Write one page with plots and every figure, too.", "FILE")]
 
 
 @takes(SAMPLING, ENGINE, max_tokens=TOKENS)
@@ -104,7 +130,11 @@ def bench(
     peer: Peer = None,
     what: What = "all",
     together: Together = 8,
+    within: Within = WITHIN,
+    seconds: Seconds = None,
+    resume: Resume = False,
     json_file: JsonFile = None,
+    html_file: HtmlFile = None,
     *,
     params: SamplingParams,
     settings: Settings,
@@ -113,47 +143,109 @@ def bench(
 
     outrider bench smollm2-135m --temperature 0 --max-tokens 128 --peer transformers
     """
-    _check(what, peer, as_if, params)
+    _check(what, peer, as_if, html_file, params)
     sizes, heat = batch_sizes(batches), task_temperatures(temperatures, params)
-    report, texts = Report("bench", json_file), task_texts(prompts, limit, tasks, EACH)
+    asked = {
+        "model": model, "draft": draft, "as_if": as_if, "draft_as_if": draft_as_if, "draft_layers": draft_layers,
+        "prompts": prompts or "built-in", "limit": limit, "groups": groups, "max_tokens": params.max_tokens,
+        "seed": params.seed, "ways": ways,
+    }  # fmt: skip
+    earlier = _earlier(resume, json_file, asked)
+    rows = task_rows(prompts, limit, tasks, max(EACH, *sizes))
+    page_file = writable(html_file)
+    report = Report("bench", json_file, **earlier)
     warn_if_busy()
     say_loading(model)
     with open_llm(model, draft, settings, as_if, draft_as_if, draft_layers) as llm:
-        from outrider.bench.speculation import compare, group_count, ways_of
+        report |= described(llm) | {"asked": asked}
+        comparison = _comparison(
+            llm, rows, params, ways, lengths=LENGTHS if prompts is None else {}, temperatures=heat, batches=sizes,
+            most=groups, seconds=seconds or SECONDS, bounded=seconds is not None, within=within / 100,
+        )  # fmt: skip
+        _measure(llm, comparison, what, peer, together, report)
+    if page_file is not None:
+        from outrider.bench.speculation_page import page
 
-        asked = task_ids(llm, texts)
-        report |= described(llm)
-        chosen = ways_of(llm, params, ways.split(",") if ways else None)
-        flat = [p for task in asked.values() for p in task]
-        runs = len(chosen) * sum(
-            group_count(len(some), size, groups) for some in asked.values() for size in sizes
-        )
-        stages = _stages(what, params.max_tokens, together, len(flat) if peer else 0, runs)
-
-        def tell(found: dict[str, Any]) -> None:
-            report["speculation"] = found
-            report.keep()
-
-        with Progress(stages) as progress:
-            if what != "speculation":
-                report["plain"] = _plain(llm, flat, params, peer, together, progress)
-                report.keep()
-                progress.clear()
-                _say_plain(report["plain"])
-            if what != "plain":
-                say = progress.of("speculation")
-                found = compare(llm, asked, params, chosen, heat, sizes, groups, tell, say)
-        if what != "plain":
-            _say_speculation(found)
+        page_file.write_text(page(report), encoding="utf-8")
+        note(f"written to {page_file}")
     if prompts is None and limit is None:
         _say_more()
     report.deliver()
 
 
-def _check(what: str, peer: str | None, as_if: str | None, params: SamplingParams) -> None:
+def _comparison(
+    llm: LLM,
+    rows: Mapping[str, list[TaskRow]],
+    params: SamplingParams,
+    ways: str | None,
+    lengths: Mapping[str, float],
+    **how: Any,
+) -> Comparison:
+    from outrider.bench.speculation import Comparison, ways_of
+
+    chosen = ways_of(llm, params, ways.split(",") if ways else None)
+    tokens = params.max_tokens
+    room = max(round(tokens * lengths.get(task, 1.0)) for task in rows)
+    return Comparison(task_ids(llm, rows, tokens, room), params, chosen, lengths=lengths, **how)
+
+
+def _measure(llm: LLM, asked: Comparison, what: str, peer: str | None, together: int, report: Report) -> None:
+    from outrider.bench.speculation import compare, left_out
+    from outrider.bench.speed import memory_used
+
+    flat = [ids for some in asked.tasks.values() for ids in some]
+    stages = _stages(what, asked, together, len(flat) if peer else 0)
+
+    def tell(found: dict[str, Any]) -> None:
+        report["speculation"] = found
+        report.keep()
+
+    with Progress(stages) as progress:
+        if what != "speculation":
+            report["plain"] = _plain(llm, flat, asked.params, peer, together, progress)
+            report.keep()
+            progress.clear()
+            _say_plain(report["plain"])
+        if what != "plain":
+            found = compare(llm, asked, report.get("speculation"), tell, progress.of("speculation"))
+            report["left_out"] = left_out(found, asked)
+            report["speculation"], report["memory"] = found, memory_used(llm)
+    if what != "plain":
+        _say_speculation(report)
+
+
+def _earlier(resume: bool, json_file: str | None, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """What an earlier run found, if it asked the same."""
+    if not resume:
+        return {}
+    if json_file in (None, "-"):
+        raise InvalidRequest("--resume goes on with a file of results: name it with --json FILE", "resume")
+    try:
+        before = json.loads(Path(str(json_file)).expanduser().read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as problem:
+        raise InvalidRequest(f"--resume: {json_file} cannot be read: {problem}", "resume") from None
+    if not isinstance(before, dict) or before.get("kind") != "bench" or "asked" not in before:
+        raise InvalidRequest(f"--resume: {json_file} does not hold results of bench", "resume")
+    for name, value in asked.items():
+        if before["asked"].get(name) != value:
+            was = before["asked"].get(name)
+            raise InvalidRequest(
+                f"--resume: {json_file} was measured with {name} {was!r}, not {value!r}", name
+            )
+    certificates = [*before.get("resumed", ()), before["certificate"]]
+    return {"speculation": before.get("speculation", {}), "resumed": certificates}
+
+
+def _check(
+    what: str, peer: str | None, as_if: str | None, html_file: str | None, params: SamplingParams
+) -> None:
     """Refuse what cannot be measured, before anything is loaded."""
     if what not in ("all", "plain", "speculation"):
         raise typer.BadParameter("one of all, plain, speculation", param_hint="--what")
+    if what == "plain" and html_file is not None:
+        raise InvalidRequest("a page shows what speculation brings; leave out --what plain", "html")
     if peer not in (None, "transformers"):
         raise typer.BadParameter(f"unknown engine {peer!r}; known: transformers", param_hint="--peer")
     if peer is not None and as_if is not None:
@@ -162,13 +254,15 @@ def _check(what: str, peer: str | None, as_if: str | None, params: SamplingParam
         raise InvalidRequest("a benchmark gives one answer a prompt; leave out --n", "n")
 
 
-def _stages(what: str, tokens: int, together: int, against: int, runs: int) -> Mapping[str, float]:
+def _stages(what: str, asked: Comparison, together: int, against: int) -> Mapping[str, float]:
     """What each stage costs, in plain passes, roughly: for the time that is left."""
     stages: dict[str, float] = {}
+    tokens = asked.params.max_tokens
     if what != "speculation":
         stages = {"rows": 100, "memory": 50, "together": 3 * tokens * (1 + together / 3)}
         stages |= {"peer": 4.0 * tokens * against} if against else {}
-    return stages | ({"speculation": runs * (tokens + 20)} if what != "plain" else {})
+    runs = sum(len(cell.groups) * (cell.params.max_tokens + 20) for cell in asked.cells()) * len(asked.ways)
+    return stages | ({"speculation": runs} if what != "plain" else {})
 
 
 def batch_sizes(text: str) -> list[int]:
@@ -178,21 +272,21 @@ def batch_sizes(text: str) -> list[int]:
     return sizes
 
 
-def task_temperatures(text: str | None, params: SamplingParams) -> dict[str, float]:
+def task_temperatures(text: str | None, params: SamplingParams) -> dict[str, list[float]]:
     """By task; "" is all of them. Nothing given: the tasks' own."""
     if text is None:
-        return {} if params.temperature == SamplingParams().temperature else {"": params.temperature}
-    found = {}
+        return {} if params.temperature == SamplingParams().temperature else {"": [params.temperature]}
+    found: dict[str, list[float]] = {}
     for part in text.split(","):
         task, _, number = part.rpartition("=")
         try:
-            found[task] = replace(params, temperature=float(number)).temperature
+            found.setdefault(task, []).append(replace(params, temperature=float(number)).temperature)
         except ValueError:
             hint = "--temperatures"
             raise typer.BadParameter(
                 f"{part!r} is not T or TASK=T, such as chat=0.7", param_hint=hint
             ) from None
-    return found
+    return {task: list(dict.fromkeys(some)) for task, some in found.items()}
 
 
 def _plain(
@@ -226,13 +320,20 @@ def _plain(
     return report
 
 
-def _say_speculation(found: dict[str, Any]) -> None:
-    from outrider.bench.speculation import spread, table
+def _say_speculation(report: Mapping[str, Any]) -> None:
+    from outrider.bench.show import latencies, table, verdicts
 
-    for line in table(found):
+    found = report["speculation"]
+    if not found:
+        return
+    for line in (*table(found), "", *latencies(found), "", *verdicts(found)):
         note(line)
-    if spread(found) > NOISY:
-        note("warning: speed-ups vary much between groups: short answers, or a busy machine")
+    memory = report["memory"]
+    device = f", {memory['gpu_peak_gb']:.2f} GB of the GPU" if "gpu_peak_gb" in memory else ""
+    cache = f"room for {memory['kv_cache_tokens']:.0f} tokens in {memory['kv_cache_gb']:.2f} GB of cache"
+    note(f"memory: {memory['process_peak_gb']:.2f} GB at most{device}; {cache}")
+    if left := report["left_out"]:
+        note(f"time is up: {len(left)} not measured, {left[0]} first; --resume with --json goes on")
 
 
 def _say_more() -> None:

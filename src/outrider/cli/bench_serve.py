@@ -7,7 +7,6 @@ import math
 import shlex
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outrider.cli.generate import Limit, Prompts
@@ -38,7 +37,7 @@ from outrider.cli.load_flags import (
     Url,
     Warmup,
 )
-from outrider.cli.measure import JsonFile, Progress, Report
+from outrider.cli.measure import JsonFile, Progress, Report, writable
 from outrider.cli.output import note
 from outrider.errors import InvalidRequest, OutriderError
 from outrider.load.prompts import Row, make_row, read_rows
@@ -105,7 +104,7 @@ def _run(plan: Plan, json_file: str | None, html_file: str | None, secret: str |
     from outrider.engine.certificate import certificate
 
     check_plan(plan)
-    page_file = _writable(html_file)
+    page_file = writable(html_file)
     report = Report("serve", json_file)
     report["certificate"] = certificate()
     if secret:  # which may stand in the command, in quotes
@@ -228,15 +227,3 @@ def _fields(pairs: Sequence[str]) -> dict[str, Any]:
     if "stream" in fields:
         raise InvalidRequest("answers are always streamed; leave stream out of --body", "body")
     return fields
-
-
-def _writable(file: str | None) -> Path | None:
-    """What cannot be written is said before anything is measured."""
-    if file is None:
-        return None
-    path = Path(file).expanduser()
-    try:
-        path.touch()
-    except OSError as problem:
-        raise InvalidRequest(f"{file} cannot be written: {problem.strerror}", "html") from None
-    return path

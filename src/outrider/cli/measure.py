@@ -1,4 +1,4 @@
-"""What `bench` and `audit` share: as-if models, prompts by task, and where results go."""
+"""What `bench` and `audit` share: as-if models, progress, and where results go."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
@@ -17,8 +17,7 @@ import typer
 from outrider.bench.compare import cut
 from outrider.cli.options import envvar
 from outrider.cli.output import note, write
-from outrider.errors import InvalidRequest, suggest
-from outrider.load.prompts import read_checked_rows
+from outrider.errors import InvalidRequest
 from outrider.settings import usable_cores
 
 if TYPE_CHECKING:
@@ -49,10 +48,6 @@ DraftLayers = _option(
     "With --draft-as-if: keep N of its layers, or these; else all that fit.",
 )
 JsonFile = _option("json", str | None, "FILE", "Write the results as JSON, too; - is stdout.")
-Tasks = _option(
-    "tasks", str | None, "NAME,NAME",
-    "Only these tasks. Rewrite, where the prompts have none, is made of their longer texts.",
-)  # fmt: skip
 
 
 def described(llm: LLM, program: str = "outrider") -> dict[str, Any]:
@@ -67,62 +62,6 @@ def described(llm: LLM, program: str = "outrider") -> dict[str, Any]:
     return report
 
 
-def tasks_of(
-    llm: LLM, prompts: str | None, limit: int | None, wanted: str | None = None, each: int | None = None
-) -> dict[str, list[list[int]]]:
-    """Prompts as token ids by task."""
-    return task_ids(llm, task_texts(prompts, limit, wanted, each))
-
-
-def task_texts(
-    prompts: str | None, limit: int | None, wanted: str | None = None, each: int | None = None
-) -> dict[str, list[str]]:
-    """Prompts by task, first turns only; built-in ones if there is no file, the first `each` of a task unless there
-    is a limit.
-    """
-    from outrider.bench.prompts import KINDS, rewriting
-
-    if prompts is None:
-        rows = [(task, text) for task, texts in KINDS.items() for text in texts[: None if limit else each]]
-    else:
-        rows = [_first_turn(value) for value in read_checked_rows(prompts, sys.stdin, limit)]
-    texts: dict[str, list[str]] = {}
-    for task, text in rows[:limit]:
-        texts.setdefault(task, []).append(text)
-    if wanted is not None:
-        long = rewriting(text for _, text in rows[:limit])
-        texts = _chosen({**({"rewrite": long} if long else {}), **texts}, wanted.split(","))
-    return texts
-
-
-def task_ids(llm: LLM, texts: Mapping[str, list[str]]) -> dict[str, list[list[int]]]:
-    return {task: [_ids(llm, text) for text in some] for task, some in texts.items()}
-
-
-def _chosen(texts: dict[str, list[str]], wanted: Iterable[str]) -> dict[str, list[str]]:
-    for task in wanted:
-        if task not in texts:
-            raise InvalidRequest(f"no prompt is of the task {task!r}{suggest(task, texts)}", "tasks")
-    return {task: texts[task] for task in wanted}
-
-
-def _ids(llm: LLM, text: str) -> list[int]:
-    if llm.template is None:
-        return llm.tokenizer.encode(text)
-    return llm.chat_ids([{"role": "user", "content": text}])
-
-
-def _first_turn(value: str | dict[str, Any]) -> tuple[str, str]:
-    if isinstance(value, str):
-        return "text", value
-    task = str(value.get("task", "text"))
-    if "turns" in value:
-        return task, value["turns"][0]
-    if "messages" in value:
-        return task, next(m["content"] for m in value["messages"] if m.get("role") == "user")
-    return task, str(value.get("prompt", ""))
-
-
 def warn_if_busy() -> None:
     """Times taken while others compute say little."""
     load, cores = os.getloadavg()[0], usable_cores()
@@ -134,6 +73,18 @@ def say_loading(model: str) -> None:
     """In a pipe; on a terminal it is said anyway."""
     if not sys.stderr.isatty():
         note(cut(f"loading {model}", WIDTH))
+
+
+def writable(file: str | None) -> Path | None:
+    """What cannot be written is said before anything is measured."""
+    if file is None:
+        return None
+    path = Path(file).expanduser()
+    try:
+        path.touch()
+    except OSError as problem:
+        raise InvalidRequest(f"{file} cannot be written: {problem.strerror}", "html") from None
+    return path
 
 
 class Progress:
@@ -186,8 +137,8 @@ class Progress:
 class Report(dict[str, Any]):
     """Results, kept in a file as they come if one is named: measuring takes long, and may be cut short."""
 
-    def __init__(self, kind: str, file: str | None) -> None:
-        super().__init__(kind=kind, complete=False)
+    def __init__(self, kind: str, file: str | None, **found: Any) -> None:
+        super().__init__(kind=kind, complete=False, **found)
         self.file = None if file in (None, "-") else Path(str(file)).expanduser()
         self.aloud = file == "-"
         self.keep()  # what cannot be written is said before anything is measured

@@ -11,9 +11,10 @@ import typer
 from outrider.cli.card_words import score_table
 from outrider.cli.flag import option
 from outrider.cli.generate import Prompts
-from outrider.cli.measure import Report, tasks_of, warn_if_busy
+from outrider.cli.measure import Report, warn_if_busy
 from outrider.cli.options import ENGINE, takes
 from outrider.cli.output import note, open_llm, write
+from outrider.cli.tasks import task_ids, task_rows
 from outrider.errors import InvalidRequest
 from outrider.load.cards import FILE, Card, read_card, write_card
 from outrider.load.find import find
@@ -23,6 +24,7 @@ from outrider.settings import Settings, cache_folder
 if TYPE_CHECKING:
     from outrider.load.checkpoint import Checkpoint
 
+BUILT_IN = "chat,code,maths,rewrite"  # tasks, where no prompts are given
 
 Target = Annotated[str, typer.Argument(metavar="TARGET", help="The model that is drafted for.")]
 ScoredDraft = Annotated[str, typer.Argument(metavar="DRAFT", help="An EAGLE head or a smaller model.")]
@@ -72,7 +74,9 @@ def score(
         from outrider.distill.score import ScoreOptions, make_card, score_open
 
         before = _card_before(folder, llm.checkpoint)
-        asked = {task: some[:each] for task, some in tasks_of(llm, prompts, None).items()}
+        given = task_rows(prompts, None, None if prompts else BUILT_IN)
+        rows = {task: some[:each] for task, some in given.items()}
+        asked = task_ids(llm, rows, max_tokens, room=0)  # what is too long is left out
         options = ScoreOptions(heat, depth, tree_nodes, max_tokens, timed, seed)
         found = score_open(llm, asked, options, default_report())
         card = replace(make_card(llm.checkpoint, _name(target), folder), score=found)

@@ -44,19 +44,24 @@ def read_rows(name: str, stdin: TextIO, limit: int | None = None) -> list[tuple[
     return [(row_id, value) for _, row_id, value in numbered_rows(name, stdin, limit)]
 
 
-def read_checked_rows(name: str, stdin: TextIO, limit: int | None = None) -> list[str | dict[str, Any]]:
-    """The same, each of a form that can be asked; one that is not is an error that names its line and field."""
-    rows = numbered_rows(name, stdin, limit)
-    for line, row_id, value in rows:
+def read_checked_rows(
+    name: str, stdin: TextIO, limit: int | None = None
+) -> list[tuple[int, Row, str | dict[str, Any]]]:
+    """The number of its line, the row and what it was made of; one that cannot be asked is an error that names its line
+    and field.
+    """
+    found = []
+    for line, row_id, value in numbered_rows(name, stdin, limit):
         try:
             row = make_row(row_id, value, None, True)
             if row.messages and not any(m.get("role") == "user" for m in row.messages):
                 raise InvalidRequest('"messages" has nothing of the role "user"', "messages")
         except InvalidRequest as problem:
             raise InvalidRequest(f"{name}, line {line}: {problem}", problem.param or "prompts") from None
-    if not rows:
+        found.append((line, row, value))
+    if not found:
         raise InvalidRequest(f"{name} holds no prompts", "prompts")
-    return [value for *_, value in rows]
+    return found
 
 
 def numbered_rows(

@@ -1,6 +1,6 @@
 """What samples come to: latencies by percentile, throughput, goodput, errors by kind, and whether the client kept up.
 
-All latencies are milliseconds. A percentile is interpolated between neighbours, as numpy does.
+All latencies are milliseconds.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy as np
 
 from outrider.bench.serve.answer import Sample
 from outrider.bench.serve.client import Drove
+from outrider.bench.spread import spread
 from outrider.errors import InvalidRequest
 
 LATENCIES = {
@@ -67,15 +68,6 @@ def latencies(sample: Sample) -> dict[str, list[float]]:
         "tpot": [] if per_token is None else [1000 * per_token],
         "e2e": [1000 * sample.end],
     }
-
-
-def spread(values: Sequence[float] | np.ndarray) -> dict[str, float] | None:
-    """Mean and percentiles; None of nothing."""
-    if not len(values):
-        return None
-    p50, p90, p99 = np.percentile(values, [50, 90, 99])
-    return {"mean": float(np.mean(values)), "p50": float(p50), "p90": float(p90), "p99": float(p99),
-            "max": float(np.max(values))}  # fmt: skip
 
 
 def pooled(samples: Iterable[Sample]) -> dict[str, list[float]]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from outrider.bench.page import Series, chart, document, even, number, table
+from outrider.bench.page import Series, certified, chart, document, even, number, table
 from outrider.bench.serve.figures import COMPARED, LATENCIES, PERCENTS, figure
 from outrider.bench.serve.show import COLUMNS, remarks
 
@@ -36,9 +36,8 @@ def _about(report: Found) -> str:
         if server["lengths_by"] == "words":
             said += "; it has no /tokenize, so lengths of made-up prompts are in words"
         rows.append(["server", escape(said)])
-    where = " · ".join(escape(str(certificate[part])) for part in ("machine", "versions", "commit"))
     return (
-        f'<pre>{escape(certificate["command"])}</pre><p class="small">{where}</p>{table(["", ""], rows)}'
+        f"{certified(certificate)}{table(['', ''], rows)}"
         "<p>Times are the client's, taken where the socket is read. Inter-token latency is the time between two events "
         "with tokens; time per output token is that from the first to the last of an answer, by its other tokens.</p>"
     )

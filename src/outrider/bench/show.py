@@ -1,0 +1,81 @@
+"""What was measured, as lines of text that fit 80 columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from outrider.bench.compare import cut
+from outrider.bench.tally import STRETCH
+
+Found = Mapping[str, Any]
+LOSS = 0.98  # a speed-up below is a loss, above what a machine's noise explains
+WIDE, WAY = 14, 12  # columns for labels and for ways, at most: names are cut, numbers never
+
+
+def ways_in(report: Found) -> Iterator[tuple[str, str, str, Found]]:
+    """Label, batch, way and figures, of all that was measured."""
+    for label, found in report.items():
+        for size, batch in found["batches"].items():
+            for name, way in batch["ways"].items():
+                yield label, size, name, way
+
+
+def table(report: Found) -> Iterator[str]:
+    wide = _width(["task", *(label for label, *_ in ways_in(report))], WIDE)
+    way_wide = _width(["answered by", *(name for _, _, name, _ in ways_in(report))], WAY)
+    names = f"{'task':{wide}} {'batch':>5} {'answered by':{way_wide}} {'tok/s':>7} {'speed-up':>8}"
+    yield f"{names} {'+-':>5} {'lowest':>6} {'accept':>6} {'tok/step':>8}"
+    for label, size, name, way in ways_in(report):
+        rate = "" if way["held"] is None else f"{100 * way['held']:.0f}%"
+        known = "?" if way["ratio_within"] is None else f"{100 * way['ratio_within']:.1f}%"
+        speed = f"{way['ratio']:7.2f}x {known:>5} {way['worst']:5.2f}x" if name != "plain" else f"{'':21}"
+        whose = f"{cut(label, wide):{wide}} {size:>5} {cut(name, way_wide):{way_wide}}"
+        yield f"{whose} {way['tok_s']:7.1f} {speed} {rate:>6} {way['tokens_per_step']:8.2f}"
+    yield "speed-up: against plain decoding in the same run, in turn; the mean of prompts"
+    yield "+-: how far off it may be, 19 times in 20; lowest: of a single batch"
+    if any(way["ratio_within"] is None for *_, way in ways_in(report)):
+        yield "?: too few rounds to say; --seconds gives more"
+    yield "accept: the share of drafted tokens; tok/step: tokens a pass of the target"
+
+
+def latencies(report: Found) -> Iterator[str]:
+    wide = _width(["task", *(label for label, *_ in ways_in(report))], WIDE)
+    way_wide = _width(["answered by", *(name for _, _, name, _ in ways_in(report))], WAY)
+    yield f"{'ms':{wide}} {'':5} {'':{way_wide}} {'first token':>13} {'between two':>20}"
+    heads = "".join(f" {head:>6}" for head in ("p50", "p99", "p50", "p90", "p99", "draft"))
+    yield f"{'task':{wide}} {'batch':>5} {'answered by':{way_wide}}{heads}"
+    for label, size, name, way in ways_in(report):
+        first, gap = way["ttft_ms"] or {}, way["itl_ms"] or {}
+        values = [first.get("p50"), first.get("p99"), gap.get("p50"), gap.get("p90"), gap.get("p99")]
+        cells = "".join(f" {_number(value):>6}" for value in (*values, way["stages_ms"]["draft"]))
+        yield f"{cut(label, wide):{wide}} {size:>5} {cut(name, way_wide):{way_wide}}{cells}"
+    yield "draft: time of drafting, of a step"
+
+
+def verdicts(report: Found) -> Iterator[str]:
+    """Identity; where a way loses; where it leaves a gain that another one has; whether anybody disturbed."""
+    every = list(ways_in(report))
+    compared, differing = (sum(way[key] for *_, way in every) for key in ("compared", "differing"))
+    verdict = "identical" if not differing else f"{differing} DIFFER"
+    yield f"{compared} tokens compared with plain decoding's: {verdict}"
+    ways = dict.fromkeys(name for _, _, name, _ in every if name != "plain")
+    for name in ways:
+        own = [(way["ratio"], f"{label}, batch {size}") for label, size, one, way in every if one == name]
+        low = sorted(one for one in own if one[0] < LOSS)
+        least, where = min(own)
+        lost = f"below {LOSS}x in {len(low)} of {len(own)}" if low else f"nowhere below {LOSS}x"
+        yield cut(f"{name}: {lost}; lowest {least:.2f}x ({where})", 79)
+    noisy = max((batch["noise"] for one in report.values() for batch in one["batches"].values()), default=1.0)
+    if noisy > STRETCH:
+        yield f"warning: a noisy machine: one plain step in ten takes {noisy:.1f}x the median"
+
+
+def _width(names: list[str], most: int) -> int:
+    return min(most, max(map(len, names)))
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.0f}" if value >= 1000 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"

@@ -1,0 +1,191 @@
+"""The results of `outrider bench` as one page: plots, and every figure in tables beside them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from html import escape
+from typing import Any
+
+from outrider.bench.page import Bars, Series, bars, certified, chart, document, number, table
+from outrider.bench.show import verdicts, ways_in
+from outrider.bench.tally import STAGES
+
+Found = Mapping[str, Any]
+Cells = list[tuple[str, float, int, Found]]  # task, temperature, batch, ways
+PERCENTS = ("p50", "p90", "p99")
+
+
+def page(report: Found) -> str:
+    found = report["speculation"]
+    title = f"What speculation brings: {report['asked']['model']}"
+    cells = [
+        (one["task"], one["temperature"], int(size), batch["ways"])
+        for one in found.values()
+        for size, batch in one["batches"].items()
+    ]
+    if not cells:
+        return document(title, f"{_about(report)}<p>Nothing was measured.</p>")
+    main = _main_way(cells)
+    parts = [
+        _about(report),
+        "<h2>Speed-up by workload</h2>", _charts(_by_workload(cells)),
+        "<h2>By batch and by temperature</h2>", _charts(_by_number(cells, main)),
+        "<h2>Acceptance by depth</h2>", _charts(_acceptance(cells)),
+        "<h2>Latency</h2>", _charts(_latency(cells)),
+        "<h2>All figures</h2>", _speeds(found), _times(found), _memory(report),
+    ]  # fmt: skip
+    return document(title, "".join(parts))
+
+
+def _about(report: Found) -> str:
+    said = "".join(f"<p>{escape(line)}</p>" for line in verdicts(report["speculation"]))
+    if report.get("as_if"):
+        said = f'<p class="as-if">{escape(report["as_if"]["meaning"])}</p>{said}'
+    if left := report.get("left_out"):
+        said += f'<p class="missed">There was no time for {len(left)} of them: {escape("; ".join(left))}</p>'
+    rows = [[escape(name.replace("_", " ")), escape(str(value))] for name, value in report["asked"].items()]
+    return (
+        f"{certified(report['certificate'])}{said}{table(['', ''], rows)}"
+        "<p>All ways answer the same prompts in turn, within one run; a speed-up is against plain decoding there, its "
+        "tokens per second counted from when everyone has a first token. Of a group of prompts it is the median of its "
+        "rounds, over groups the geometric mean.</p>"
+    )
+
+
+def _charts(drawn: Iterator[str]) -> str:
+    return f'<div class="charts">{"".join(drawn)}</div>'
+
+
+def _main_way(cells: Cells) -> str:
+    names = dict.fromkeys(name for *_, ways in cells for name in ways)
+    return "auto" if "auto" in names else list(names)[-1]
+
+
+def _names(cells: Cells, plain: bool = False) -> list[str]:
+    return [n for n in dict.fromkeys(n for *_, ways in cells for n in ways) if plain or n != "plain"]
+
+
+# ------------------------------------------------------------------------------------------------------------ plots
+
+
+def _workloads(cells: Cells) -> Iterator[tuple[str, list[str], list[Found]]]:
+    """For every batch and temperature, the workloads that were measured there; each task's own where they differ."""
+    own = {task: {heat for t, heat, *_ in cells if t == task} for task, *_ in cells}
+    curve = any(len(heats) > 1 for heats in own.values())
+    heats = sorted({heat for _, heat, *_ in cells}) if curve else [None]
+    for batch in sorted({batch for *_, batch, _ in cells}):
+        for heat in heats:
+            some = [(t, ways) for t, h, b, ways in cells if b == batch and heat in (None, h)]
+            if some:
+                said = f"batch {batch}" + ("" if heat is None else f", temperature {heat:g}")
+                yield said, [task for task, _ in some], [ways for _, ways in some]
+
+
+def _by_workload(cells: Cells) -> Iterator[str]:
+    for said, tasks, found in _workloads(cells):
+        made = [Bars(n, [w[n]["ratio"] if n in w else None for w in found]) for n in _names(cells)]
+        yield bars(said[0].upper() + said[1:], tasks, made, "times plain", 1.0)
+
+
+def _by_number(cells: Cells, way: str) -> Iterator[str]:
+    """Of each task: speed-up over batch with a line a temperature, and over temperature with a line a batch."""
+    for task in dict.fromkeys(task for task, *_ in cells):
+        own = [
+            (heat, batch, ways[way]["ratio"]) for t, heat, batch, ways in cells if t == task and way in ways
+        ]
+        for across, places, lines in (("batch", 1, 0), ("temperature", 0, 1)):
+            at = sorted({one[places] for one in own})
+            if len(at) < 2:
+                continue
+            drawn = []
+            for fixed in sorted({one[lines] for one in own}):
+                points = sorted((one[places], one[2]) for one in own if one[lines] == fixed)
+                named = f"temperature {fixed:g}" if across == "batch" else f"batch {fixed}"
+                xs = [_place(x, across) for x, _ in points]
+                drawn.append(
+                    Series(named, xs, [y for _, y in points], [f"{across} {x:g}" for x, _ in points])
+                )
+            ticks = [(_place(x, across), f"{x:g}") for x in at]
+            yield chart(f"{task}: {way} by {across}", drawn, ticks, across, "times plain")
+
+
+def _place(x: float, across: str) -> float:
+    return math.log2(x) if across == "batch" else x
+
+
+def _acceptance(cells: Cells) -> Iterator[str]:
+    """Of each task, over all its temperatures and batches."""
+    for task in dict.fromkeys(task for task, *_ in cells):
+        lines = []
+        for name in _names(cells):
+            counts: dict[int, list[float]] = {}
+            for t, *_, ways in cells:
+                for one in ways[name]["acceptance"] if t == task and name in ways else ():
+                    right, of = counts.setdefault(int(one["depth"]), [0.0, 0.0])
+                    counts[int(one["depth"])] = [right + one["rate"] * one["of"], of + one["of"]]
+            known = sorted(counts.items())
+            said = [f"depth {depth}, of {of:.0f}" for depth, (_, of) in known]
+            lines.append(
+                Series(
+                    name, [float(d) for d, _ in known], [100 * right / of for _, (right, of) in known], said
+                )
+            )
+        deepest = max((x for line in lines for x in line.xs), default=1.0)
+        ticks = [(float(d), str(d)) for d in range(1, int(deepest) + 1)]
+        yield chart(task, lines, ticks, "depth", "% accepted")
+
+
+def _latency(cells: Cells) -> Iterator[str]:
+    for said, tasks, found in _workloads(cells):
+        names = _names(cells, plain=True)
+        for percent in ("p50", "p99"):
+            made = [
+                Bars(n, [(w[n]["itl_ms"] or {}).get(percent) if n in w else None for w in found])
+                for n in names
+            ]
+            yield bars(f"Between two tokens, {percent}, {said}", tasks, made, "ms")
+        made = [
+            Bars(n, [(w[n]["ttft_ms"] or {}).get("p50") if n in w else None for w in found]) for n in names
+        ]
+        yield bars(f"First token, p50, {said}", tasks, made, "ms")
+
+
+# ----------------------------------------------------------------------------------------------------------- tables
+
+
+def _speeds(found: Found) -> str:
+    rows = []
+    for label, size, name, way in ways_in(found):
+        known = "" if way["ratio_within"] is None else f"{100 * way['ratio_within']:.1f} %"
+        ratio = ["", "", ""] if name == "plain" else [f"{way['ratio']:.3f}", known, f"{way['worst']:.3f}"]
+        held = "" if way["held"] is None else f"{100 * way['held']:.0f} %"
+        depths = ", ".join(f"{100 * one['rate']:.0f}" for one in way["acceptance"])
+        last = [f"{way['tokens_per_step']:.2f}", held, depths, f"{way['differing']} of {way['compared']:,}"]
+        rows.append([escape(label), size, escape(name), number(way["tok_s"]), *ratio, *last])
+    heads = ["Workload", "~Batch", "Way", "~tok/s", "~Speed-up", "~Within", "~Lowest", "~Tokens per step", "~Accepted",
+             "By depth, %", "~Differ"]  # fmt: skip
+    return table(heads, rows)
+
+
+def _times(found: Found) -> str:
+    rows = []
+    for label, size, name, way in ways_in(found):
+        cells = [(way["ttft_ms"] or {}).get(p) for p in PERCENTS] + [
+            (way["itl_ms"] or {}).get(p) for p in PERCENTS
+        ]
+        cells += [way["stages_ms"][stage] for stage in (*STAGES, "other", "total")]
+        rows.append([escape(label), size, escape(name), *("" if c is None else f"{c:.2f}" for c in cells)])
+    heads = [f"~{what} {p}" for what in ("First token", "Between two") for p in PERCENTS]
+    stages = [f"~{stage.capitalize()}" for stage in (*STAGES, "other", "total")]
+    return (
+        "<h3>Latency, and time by stage of a decode step, ms</h3>"
+        f"{table(['Workload', '~Batch', 'Way', *heads, *stages], rows)}"
+    )
+
+
+def _memory(report: Found) -> str:
+    rows = [
+        [escape(name.replace("_", " ")), number(value)] for name, value in report.get("memory", {}).items()
+    ]
+    return f"<h3>Memory</h3>{table(['', '~'], rows)}" if rows else ""

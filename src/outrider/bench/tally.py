@@ -1,0 +1,148 @@
+"""Adds up what one way of answering did, run by run, and says what it comes to: speed against plain decoding and how
+well that is known, latency, acceptance by depth, time by stage, identity.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any
+
+from outrider.bench.answering import Answers
+from outrider.bench.peers import Run
+from outrider.bench.spread import spread
+from outrider.types import StepRecord
+
+STAGES = ("plan", "draft", "target", "verify")
+PAIRS = 5  # runs beside plain ones before a ratio is known at all
+MEDIAN_ERROR = math.sqrt(math.pi / 2)  # of a median against a mean's
+STRETCH = 1.35  # one in ten plain steps takes so many times the median: somebody else is at work
+
+Outcome = tuple[int, int]  # how deep a draft was, and how many of its tokens were accepted
+
+
+@dataclass(slots=True)
+class Tally:
+    """Of one way. A group is a batch of prompts; it is answered again in every round."""
+
+    rates: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))  # by group, a round each
+    tokens: int = 0
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    differing: int = 0
+    longest: float = 0.0
+    making: float = 0.0
+    firsts: list[float] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+    outcomes: Counter[Outcome] = field(default_factory=Counter)
+    decoding_steps: int = 0
+    stages: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # seconds of those steps
+    by_rows: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))  # of decode steps
+
+    def add(self, group: int, done: Answers, plain: Run) -> None:
+        self.rates[group].append(done.run.decode_rate)
+        self.tokens += done.tokens
+        self.steps += done.steps
+        self.drafted += done.drafted
+        self.accepted += done.accepted
+        self.differing += done.run.differing(plain)
+        self.longest, self.making = max(self.longest, done.longest), self.making + done.making
+        self.firsts += done.firsts
+        self.gaps += done.gaps
+        for step in done.decoding:
+            self.by_rows[step.rows].append(step.seconds)
+        for record in done.records:
+            self._add_step(record)
+
+    def _add_step(self, record: StepRecord) -> None:
+        self.outcomes.update((o.deepest, o.accepted) for o in record.outcomes if o.drafted)
+        if record.known == record.sequences:
+            self.decoding_steps += record.passes
+            self.stages["total"] += record.total_s
+            for stage in STAGES:
+                self.stages[stage] += getattr(record, f"{stage}_s")
+
+    @property
+    def usual_rows(self) -> int | None:
+        """Of the commonest decode step."""
+        if not self.by_rows:
+            return None
+        return max(self.by_rows, key=lambda rows: (len(self.by_rows[rows]), rows))
+
+    @property
+    def noise(self) -> float:
+        """How much longer one in ten of the commonest decode steps takes than the median."""
+        found = spread(self.by_rows[self.usual_rows]) if self.usual_rows else None
+        return found["p90"] / found["p50"] if found else 1.0
+
+    def ratios(self, plain: Tally) -> dict[int, list[float]]:
+        """To plain decoding, by group, a round each."""
+        return {
+            group: [a / b for a, b in zip(own, plain.rates[group], strict=True)]
+            for group, own in self.rates.items()
+        }
+
+    def within(self, plain: Tally) -> float | None:
+        return within(self.ratios(plain))
+
+    def figures(self, plain: Tally) -> dict[str, Any]:
+        ratios = self.ratios(plain)
+        steps = self.decoding_steps or 1
+        stages = {stage: 1e3 * self.stages[stage] / steps for stage in STAGES}
+        total = 1e3 * self.stages["total"] / steps
+        return {
+            "tok_s": statistics.median(rate for own in self.rates.values() for rate in own),
+            "ratio": speedup(ratios),
+            "ratio_within": within(ratios) if self is not plain else 0.0,
+            "worst": min(map(statistics.median, ratios.values())),
+            "tokens_per_step": self.tokens / max(1, self.steps),
+            "drafted": self.drafted,
+            "held": self.accepted / self.drafted if self.drafted else None,
+            "acceptance": acceptance_by_depth(self.outcomes),
+            "ttft_ms": spread([1e3 * first for first in self.firsts]),
+            "itl_ms": spread([1e3 * gap for gap in self.gaps]),
+            "stages_ms": {**stages, "other": total - sum(stages.values()), "total": total},
+            "compared": self.tokens,
+            "differing": self.differing,
+            "longest_step_ms": 1e3 * self.longest,
+            "making_graphs_s": self.making,
+        }
+
+
+def speedup(ratios: Mapping[int, Seq[float]]) -> float:
+    """Over groups, the geometric mean; of a group, the median of its rounds."""
+    return statistics.geometric_mean(map(statistics.median, ratios.values()))
+
+
+def within(ratios: Mapping[int, Seq[float]]) -> float | None:
+    """How far off the speed-up may be, as a share of it: 95 % of the time no further. From how much the rounds of a
+    group differ; None while they are too few to say.
+    """
+    pairs = sum(map(len, ratios.values()))
+    free = pairs - len(ratios)
+    if pairs < PAIRS or free < 1:
+        return None
+    squares = 0.0
+    for own in ratios.values():
+        middle = statistics.fmean(map(math.log, own))
+        squares += sum((math.log(one) - middle) ** 2 for one in own)
+    student = (
+        1.96 + 2.37 / free + 2.82 / free**2 + 2.6 / free**3
+    )  # its 97.5th percentile, from 2 on within 3 %
+    return student * MEDIAN_ERROR * math.sqrt(squares / free / pairs)
+
+
+def acceptance_by_depth(outcomes: Mapping[Outcome, int] | Iterable[Outcome]) -> list[dict[str, float]]:
+    """Of draft tokens whose predecessors were accepted: how often, and of how many."""
+    counted, found = Counter(outcomes), []
+    for depth in range(max((drafted for drafted, _ in counted), default=0)):
+        of = sum(n for (drafted, accepted), n in counted.items() if drafted > depth and accepted >= depth)
+        right = sum(n for (drafted, accepted), n in counted.items() if drafted > depth and accepted > depth)
+        if of:
+            found.append({"depth": depth + 1, "rate": right / of, "of": of})
+    return found

@@ -1,0 +1,101 @@
+"""The page of `outrider bench`: every plot and every figure, in one file that fetches nothing."""
+
+from __future__ import annotations
+
+import re
+from html import unescape
+from typing import Any
+
+import pytest
+
+from outrider.bench.page import Bars, bars
+from outrider.bench.speculation_page import page
+
+SPREAD = {"mean": 9.0, "p50": 8.0, "p90": 11.0, "p99": 15.0, "max": 20.0}
+CERTIFICATE = {
+    "command": "outrider bench <x> --html a&b",
+    "commit": "abc",
+    "versions": "v",
+    "python": "3",
+    "machine": "m",
+}
+
+
+def way(ratio: float, **more: Any) -> dict[str, Any]:
+    stages = {"plan": 0.1, "draft": 0.2, "target": 7.0, "verify": 0.3, "other": 0.4, "total": 8.0}
+    rates = [{"depth": 1, "rate": 0.5, "of": 10}, {"depth": 2, "rate": 0.25, "of": 4}]
+    made = {"tok_s": 50 * ratio, "ratio": ratio, "ratio_within": 0.011, "worst": ratio, "tokens_per_step": 1.5,
+            "drafted": 14, "held": 0.4, "acceptance": rates, "ttft_ms": SPREAD, "itl_ms": SPREAD, "stages_ms": stages,
+            "compared": 1000, "differing": 0}  # fmt: skip
+    return made | more
+
+
+def report(**speculation: Any) -> dict[str, Any]:
+    return {"kind": "bench", "certificate": CERTIFICATE, "asked": {"model": "a <model>", "max_tokens": 64},
+            "memory": {"process_peak_gb": 1.25}, "left_out": [], "speculation": speculation}  # fmt: skip
+
+
+def cell(task: str, heat: float, *batches: int, **ways: Any) -> dict[str, Any]:
+    plain = way(1.0, held=None, acceptance=[])
+    found = {
+        str(b): {"groups": 1, "rounds": 5, "prompts": 1, "noise": 1.1, "ways": {"plain": plain, **ways}}
+        for b in batches
+    }
+    return {"task": task, "temperature": heat, "max_tokens": 64, "batches": found}
+
+
+def figures(html: str) -> list[str]:
+    return [unescape(one) for one in re.findall("<figcaption>(.*?)</figcaption>", html)]
+
+
+def test_every_plot_is_there() -> None:
+    ways = {"lookup": way(0.8), "auto": way(1.4)}
+    cells = {
+        f"{task} T={heat:g}": cell(task, heat, 1, 4, **ways)
+        for task in ("chat", "<code>")
+        for heat in (0.0, 1.2)
+    }
+    html = page(report(**cells))
+    drawn = figures(html)
+    for said in (
+        "Batch 1, temperature 0, times plain", "Batch 4, temperature 1.2, times plain",
+        "chat: auto by batch, times plain", "<code>: auto by temperature, times plain", "chat, % accepted",
+        "Between two tokens, p99, batch 4, temperature 1.2, ms", "First token, p50, batch 1, temperature 0, ms",
+    ):  # fmt: skip
+        assert said in drawn, said
+    assert "auto, chat: 1.40 times plain" in html and "lookup, depth 2, of 16: 25 % accepted" in html
+    assert "temperature 1.2, batch 4: 1.40 times plain" in html
+    assert "lookup: below 0.98x in 8 of 8" in html and "process peak gb" in html
+    assert not re.search(r"<script|<link|https?://|@import|url\(|<model>|<code>|<x>", html)
+    assert "outrider bench &lt;x&gt; --html a&amp;b" in html and "1.1 %" in html
+
+
+def test_tasks_at_their_own_temperatures_share_a_plot() -> None:
+    html = page(
+        report(chat=cell("chat", 0.7, 1, auto=way(1.1)), rewrite=cell("rewrite", 0.0, 1, auto=way(2.0)))
+    )
+    drawn = figures(html)
+    assert "Batch 1, times plain" in drawn and not any(
+        "by batch" in one or "by temperature" in one for one in drawn
+    )
+
+
+def test_what_is_missing_is_said() -> None:
+    assert "Nothing was measured" in page(report())
+    cut = report(chat=cell("chat", 0.7, 1, auto=way(1.1))) | {"left_out": ["code, batch 1"]}
+    assert "no time for 1 of them: code, batch 1" in page(cut)
+    alone = page(
+        report(chat=cell("chat", 0.7, 1, auto=way(1.1, itl_ms=None, ratio_within=None, acceptance=[])))
+    )
+    assert "auto" in alone
+
+
+@pytest.mark.parametrize("mark", [None, 1.0])
+def test_bars_are_as_high_as_their_values(mark: float | None) -> None:
+    drawn = bars("t", ["a", "b"], [Bars("x", [1.0, 2.0]), Bars("y", [None, 4.0])], "u", mark)
+    heights = [
+        float(one) for one in re.findall('<rect class="b[01]" x=[^>]* height="([0-9.]+)"><title>', drawn)
+    ]
+    assert [height / heights[0] for height in heights] == pytest.approx([1, 2, 4], rel=0.01)
+    assert ('class="line"' in drawn) is (mark is not None)
+    assert bars("t", ["a"], [Bars("x", [None])], "u") == ""

@@ -1,0 +1,119 @@
+"""A speed-up is what the rounds come to, and known as well as they agree."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from outrider.bench.answering import Answers, Meter, TimedStep
+from outrider.bench.peers import Run
+from outrider.bench.show import verdicts
+from outrider.bench.tally import STRETCH, Tally, acceptance_by_depth, speedup, within
+from outrider.types import Bet, Event, Outcome, StepRecord
+from tests.tiny import sequence
+
+
+def test_a_speed_up_is_the_median_of_rounds_and_the_mean_of_groups() -> None:
+    assert speedup({0: [2.0, 2.0, 9.0], 1: [0.5, 0.5, 0.1]}) == pytest.approx(1.0)
+    assert speedup({0: [1.5]}) == pytest.approx(1.5)
+
+
+def test_it_is_known_as_well_as_it_says() -> None:
+    """In 19 of 20 cases the truth lies within, whether the noise is small or large."""
+    chance = random.Random(4)
+    for noise, groups, rounds in ((0.02, 1, 5), (0.1, 1, 8), (0.05, 4, 3)):
+        inside = 0
+        for _ in range(400):
+            true = {g: chance.uniform(0.7, 3.0) for g in range(groups)}
+            seen = {g: [t * chance.lognormvariate(0, noise) for _ in range(rounds)] for g, t in true.items()}
+            bound = within(seen)
+            assert bound is not None
+            inside += abs(speedup(seen) / speedup({g: [t] for g, t in true.items()}) - 1) < bound
+        assert 0.92 <= inside / 400 <= 0.995, (noise, groups, rounds, inside)
+
+
+def test_few_rounds_say_nothing() -> None:
+    assert within({0: [1.0, 1.1, 1.0, 0.9]}) is None  # four are too few
+    assert within({g: [1.0] for g in range(9)}) is None  # groups differ by what is in them, not by chance
+    assert within({0: [1.0] * 5}) == 0.0
+
+
+def test_acceptance_by_depth_counts_what_was_reached() -> None:
+    rates = acceptance_by_depth([(3, 3), (3, 1), (3, 0), (1, 1)])
+    assert [(one["depth"], one["of"]) for one in rates] == [(1, 4), (2, 2), (3, 1)]
+    assert [one["rate"] for one in rates] == pytest.approx([3 / 4, 1 / 2, 1.0])
+    assert acceptance_by_depth([]) == []
+
+
+def record(drafted: int = 0, **times: float) -> StepRecord:
+    outcome = Outcome(sequence([1, 2]), Bet("lookup", 4, 4), drafted, drafted, drafted - 1, drafted - 1)
+    stages = {"plan_s": 0.0, "draft_s": 0.0, "target_s": 0.0, "verify_s": 0.0, "total_s": 0.0} | times
+    return StepRecord(1, 1, 1, drafted, 0, 1, **stages, outcomes=[outcome])
+
+
+def answers(rate: float, *records: StepRecord, steps: list[float] | None = None) -> Answers:
+    run = Run([[1] * 11], 1.0, 1.0 + 10 / rate, 1)
+    timed = [TimedStep(0.0, 1, 1, 1, 1, 1, s) for s in steps or [0.01]]
+    return Answers(run, 10, 4, 3, timed, 0.2, 0.0, list(records), [0.1], [0.01, 0.03])
+
+
+def test_what_a_way_comes_to() -> None:
+    plain, way = Tally(), Tally()
+    base = answers(10.0)
+    for group, rate in ((0, 20.0), (1, 30.0)):
+        plain.add(group, base, base.run)
+        step = record(3, plan_s=0.001, draft_s=0.002, target_s=0.01, verify_s=0.003, total_s=0.02)
+        way.add(group, answers(rate, step, replace(step, known=7)), base.run)  # the other one reads a prompt
+    found = way.figures(plain)
+    assert found["ratio"] == pytest.approx((2.0 * 3.0) ** 0.5) and found["worst"] == pytest.approx(2.0)
+    assert (found["tok_s"], found["ratio_within"], found["tokens_per_step"]) == (
+        pytest.approx(25.0),
+        None,
+        1.1,
+    )
+    assert found["held"] == 0.75 and [one["of"] for one in found["acceptance"]] == [4, 4, 4]
+    assert found["itl_ms"]["p50"] == pytest.approx(20.0) and found["ttft_ms"]["p99"] == pytest.approx(100.0)
+    stages = {"plan": 1.0, "draft": 2.0, "target": 10.0, "verify": 3.0, "other": 4.0, "total": 20.0}
+    assert found["stages_ms"] == pytest.approx(stages)
+    assert plain.figures(plain)["ratio_within"] == 0.0
+
+
+def test_a_disturbed_machine_is_seen_in_plain_steps() -> None:
+    quiet, noisy = Tally(), Tally()
+    for tally, slow in ((quiet, 0.0105), (noisy, 0.02)):
+        done = answers(10.0, steps=[0.01] * 8 + [slow] * 2)
+        tally.add(0, done, done.run)
+    assert quiet.noise < STRETCH < noisy.noise
+    way = {"ratio": 1.0, "compared": 1, "differing": 0}
+
+    def said(noise: float) -> str:
+        cell = {"ways": {"plain": way, "auto": way}, "noise": noise}
+        return " ".join(verdicts({"chat": {"batches": {"1": cell}}}))
+
+    assert "noisy" in said(noisy.noise) and "noisy" not in said(quiet.noise)
+
+
+def test_where_a_way_loses_is_said() -> None:
+    def way(ratio: float) -> dict:
+        return {"ratio": ratio, "compared": 1, "differing": 0}
+
+    cells = {"1": {"noise": 1.0, "ways": {"plain": way(1), "lookup": way(0.7), "auto": way(0.99)}},
+             "4": {"noise": 1.0, "ways": {"plain": way(1), "lookup": way(1.4), "auto": way(1.3)}}}  # fmt: skip
+    said = list(verdicts({"chat": {"batches": cells}}))
+    assert "lookup: below 0.98x in 1 of 2; lowest 0.70x (chat, batch 1)" in said
+    assert "auto: nowhere below 0.98x; lowest 0.99x (chat, batch 1)" in said
+
+
+def test_time_between_tokens_counts_once_everyone_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one of a batch waits while the prompt of the second is read: that is not decoding."""
+    now = iter(range(100))
+    monkeypatch.setattr("outrider.bench.answering.time.perf_counter", lambda: float(next(now)))
+    meter = Meter(2)
+    for heard in (["a"], ["a", "b"], ["b"], ["a", "b"]):
+        for name in heard:
+            meter.heard(Event(name, 0, (1,), ""))
+        meter.stepped(record())
+    assert [(step, at) for step, at in meter.heard_at["a"]] == [(0, 0.0), (1, 2.0), (3, 7.0)]
+    assert meter.gaps() == [5.0, 2.0, 3.0]  # not from a's first token to its second
