@@ -71,6 +71,8 @@ def test_what_was_asked_for_stays() -> None:
         ({"weights": "float32"}, GIB, "weights"),
         ({"draft_weights": "float32"}, GIB, "draft_weights"),
         ({"kernels": "c"}, GIB, "kernels"),
+        ({"prompt_matmul": "own"}, None, "prompt_matmul"),
+        ({"prompt_matmul": "cublas"}, GIB, "prompt_matmul"),
     ],
 )
 def test_what_cannot_be_is_named(options, free, param) -> None:

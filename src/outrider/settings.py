@@ -134,6 +134,9 @@ class Settings:
     prefill_stretch: float | None = None
     prefix_reuse: bool = True
     special_tokens_in_text: bool = False  # messages may hold control tokens by their strings, as templates do
+    prompt_matmul: str = (
+        "auto"  # auto | own; on a GPU. auto: cuBLASLt for passes of many rows, where its bits are ours
+    )
     check_integrity: bool = False  # after every step; tests turn it on
     kernels: str = "auto"  # auto | c | torch
 
@@ -149,6 +152,7 @@ class Settings:
         self._check_weights("draft_weights")
         if self.kernels not in ("auto", "c", "torch"):
             raise InvalidRequest(f"kernels must be auto, c or torch, got {self.kernels!r}", "kernels")
+        self._check_prompt_matmul()
         for name in ("threads", "context", "cache_bytes", "max_sequences", "draft_vocabulary"):
             if getattr(self, name) < 0:
                 raise InvalidRequest(f"{name} must be at least 0, got {getattr(self, name)}", name)
@@ -165,6 +169,13 @@ class Settings:
             )
         if self.threads == 0:
             object.__setattr__(self, "threads", usable_cores())
+
+    def _check_prompt_matmul(self) -> None:
+        name, asked = "prompt_matmul", self.prompt_matmul
+        if asked not in ("auto", "own"):
+            raise InvalidRequest(f"{name} must be auto or own, got {asked!r}", name)
+        if self.device == "cpu" and asked != "auto":
+            raise InvalidRequest(f"{name} is for a GPU; on the CPU leave it out", name)
 
     def _check_share(self) -> None:
         share, name = self.gpu_memory_utilization, "gpu_memory_utilization"
@@ -205,7 +216,7 @@ class Settings:
         if device == "cpu":
             replace(self, device=device)  # refuses what is for a GPU alone
         elif free is not None and total is not None:
-            free = self._within_share(free, total)
+            free = self.within_share(free, total)
         sequences = self.max_sequences or SEQUENCES[device]
         weights = FAST[device] if self.weights == "auto" else self.weights
         room = 1 << 30 if device == "cpu" or free is None else cache_room(free, draft, beside)
@@ -223,7 +234,7 @@ class Settings:
             gpu_memory_utilization=None,  # it is in cache_bytes now
         )
 
-    def _within_share(self, free: int, total: int) -> int:
+    def within_share(self, free: int, total: int) -> int:
         """What may still be taken of `free` bytes: what others have taken counts, too."""
         if self.gpu_memory_utilization is None:
             return free

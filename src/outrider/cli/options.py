@@ -239,6 +239,12 @@ ENGINE = Flags(
         ),
         Flag("prefix_reuse", bool, "Reuse cached prompt prefixes.", spelled=_REUSE),
         Flag("kernels", str, "How the forward pass is computed.", metavar="auto|c|torch"),
+        Flag(
+            "prompt_matmul",
+            str,
+            "Who multiplies long prompts on a GPU: cuBLASLt where it gives the same bits, or own kernels alone.",
+            metavar="auto|own",
+        ),
     ),
 )
 

@@ -460,7 +460,10 @@ def load_model(checkpoint: Checkpoint, settings: Settings, weights: str | None =
         from outrider.model.device import load_on_device  # Triton comes with it
 
         kind = weights or settings.weights
-        return load_on_device(config, checkpoint.tensor, positions, "bfloat16" if kind == "auto" else kind)
+        model = load_on_device(config, checkpoint.tensor, positions, "bfloat16" if kind == "auto" else kind)
+        if weights is None and settings.prompt_matmul == "auto":
+            model.use_library(settings.within_share(*_gpu_memory()))
+        return model
     kernels = make_kernels(config, positions, settings.threads, cache_folder() / "kernels", settings.kernels)
     return Decoder(config, checkpoint.tensor, kernels)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -271,13 +272,21 @@ def test_a_model_is_loaded_as_the_settings_say(
     asked: str, loaded: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As far as can be seen without a device: with what the loader is called."""
-    seen = []
+    seen, asked_library = [], []
+
+    def load(*given):
+        seen.append(given[-1])
+        return SimpleNamespace(use_library=asked_library.append)
+
     monkeypatch.setattr(llm, "_free_memory", lambda settings: 1 << 30)
-    monkeypatch.setattr(device_module, "load_on_device", lambda *given: seen.append(given[-1]))
+    monkeypatch.setattr(llm, "_gpu_memory", lambda: (3 << 30, 8 << 30))
+    monkeypatch.setattr(device_module, "load_on_device", load)
     write_folder(tmp_path)
-    llm.load_model(open_checkpoint(tmp_path), Settings(weights=asked))
-    llm.load_model(open_checkpoint(tmp_path), Settings(weights=asked), "int8")
-    assert seen == [loaded, "int8"]
+    llm.load_model(open_checkpoint(tmp_path), Settings(weights=asked, gpu_memory_utilization=0.75))
+    llm.load_model(open_checkpoint(tmp_path), Settings(weights=asked, prompt_matmul="own"))
+    llm.load_model(open_checkpoint(tmp_path), Settings(weights=asked), "int8")  # a draft's
+    assert seen == [loaded, loaded, "int8"]
+    assert asked_library == [1 << 30]  # 3 GiB are free, and a quarter of 8 is to be left
 
 
 @pytest.mark.gpu
