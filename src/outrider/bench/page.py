@@ -24,7 +24,7 @@ pre { background: var(--panel); padding: .6rem .8rem; white-space: pre-wrap; wor
 .met { color: var(--good); white-space: nowrap; } .missed { color: var(--bad); font-weight: 600; white-space: nowrap; }
 .none { color: var(--soft); white-space: nowrap; } .bar { fill: var(--bar); }
 .mark { stroke: var(--mark); stroke-width: 2; }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(26rem, 1fr)); gap: 1rem 2rem; }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(26rem, 100%), 1fr)); gap: 1rem 2rem; }
 figure { margin: 0; } figcaption { font-weight: 600; } svg.chart { width: 100%; height: auto; overflow: visible; }
 .grid { stroke: var(--line); stroke-width: 1; } .chart text { fill: var(--soft); font-size: 11px; }
 .series { fill: none; stroke-width: 2; stroke-linejoin: round; } .dot { opacity: 0; } .dot:hover { opacity: 1; }
