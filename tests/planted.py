@@ -98,7 +98,7 @@ FAULTS = [
           "self.sequence.finish_reason is None or self.", "engine/test_identity.py engine/test_in_flight.py"),
     Fault("a drafter that takes a step with it", RUNNER, "self._without_drafts(step, inputs)", "inputs",
           "engine/test_in_flight.py"),
-    Fault("probes made twice", "control/planner.py", "self.idle_time[one.drafter] = 0.0  # at once", "pass  # at once",
+    Fault("probes made twice", "control/resident.py", "self.idle_time[one.drafter] = 0.0  # at once", "pass  # at once",
           "control/test_resident.py"),
     Fault("no risk among several", "control/acceptance.py", "return sqrt(squares / len(rates))", "return 0.0",
           "control/test_acceptance.py control/test_resident.py bench/test_plan.py"),

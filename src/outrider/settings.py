@@ -62,6 +62,20 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "outrider"
 
 
+OBJECTIVES = ("throughput", "latency")
+# Least and most of the settings that bound the planner.
+GUARD_BOUNDS: dict[str, tuple[float, float]] = {
+    "draft_max_batch": (0, inf),
+    "tree_max_batch": (0, inf),
+    "draft_max_depth": (1, 63),
+    "draft_max_temperature": (0, inf),
+    "draft_flat_temperature": (0, inf),
+    "draft_break_even": (1, inf),
+    "draft_patience": (1, inf),
+    "draft_max_stretch": (1, inf),
+    "draft_probe_share": (0, 1),
+    "draft_baseline_interval": (1, inf),
+}
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16")
 FAST = {"cpu": "float32", "cuda": "bfloat16"}
@@ -132,6 +146,20 @@ class Settings:
     # What prompt chunks may add to a step beside decoding sequences, in times of what it takes without them; None = by
     # device, inf = no bound.
     prefill_stretch: float | None = None
+    # Bounds on what the planner may decide; their reasons are in control/guards.py.
+    draft_max_batch: int | None = None  # sequences of a step that may draft; None: what is measured decides
+    tree_max_batch: int = 4  # the same for drafts that branch
+    draft_max_depth: int = 15
+    draft_max_temperature: float = 1.5
+    draft_flat_temperature: float = 1.3  # the same where sampling leaves out next to nothing
+    draft_break_even: float = 1.05  # speed-up to expect before drafting begins
+    draft_patience: int = 24  # drafts of a request after which one that does not gain is probed less often
+    draft_max_stretch: float = (
+        1.15  # of plain decoding's time per token, for a request that others' drafts hold up
+    )
+    draft_probe_share: float = 0.002  # of the time, for probes where nothing is drafted; 0: none
+    draft_baseline_interval: int = 100  # drafting steps after which a plain one is measured
+    objective: str = "throughput"  # throughput | latency
     prefix_reuse: bool = True
     special_tokens_in_text: bool = False  # messages may hold control tokens by their strings, as templates do
     prompt_matmul: str = (
@@ -157,6 +185,7 @@ class Settings:
             if getattr(self, name) < 0:
                 raise InvalidRequest(f"{name} must be at least 0, got {getattr(self, name)}", name)
         self._check_share()
+        self._check_guards()
         if self.prefill_stretch is not None and not self.prefill_stretch > 0:
             raise InvalidRequest(
                 f"prefill_stretch must be above 0, got {self.prefill_stretch}", "prefill_stretch"
@@ -189,6 +218,17 @@ class Settings:
             raise InvalidRequest(f"{name} and cache_bytes both size the cache; leave out one of them", name)
         if self.device == "cpu":
             raise InvalidRequest(f"{name} is for a GPU; on the CPU --cache-bytes bounds the cache", name)
+
+    def _check_guards(self) -> None:
+        if self.objective not in OBJECTIVES:
+            raise InvalidRequest(
+                f"unknown objective {self.objective!r}{suggest(str(self.objective), OBJECTIVES)}", "objective"
+            )
+        for name, (low, high) in GUARD_BOUNDS.items():
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:  # NaN is in none
+                most = "" if high == inf else f" and at most {high:g}"
+                raise InvalidRequest(f"{name} must be at least {low:g}{most}, got {value}", name)
 
     def _check_weights(self, name: str) -> None:
         kind, known = getattr(self, name), ("auto", *WEIGHTS["cpu"], *WEIGHTS["cuda"])

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from outrider.sampling_params import MAX_NODES as MAX_NODES
 from outrider.sampling_params import SamplingParams as SamplingParams
@@ -173,12 +173,39 @@ class Bet:
 NO_BET = Bet()
 
 
+class Reason(NamedTuple):
+    """Why a sequence has the bet it has, with the numbers that decided. Made in every step, so put into words only when
+    somebody reads it; sequences with the same reason share one.
+    """
+
+    kind: str
+    depth: int = 0  # of the draft; 0: none
+    facts: tuple[tuple[Any, ...], ...] = ()  # names and numbers; a third one is the bound that was crossed
+
+    def __str__(self) -> str:
+        shown = [
+            f"{name} {_shown(value)}" + "".join(f" > {_shown(bound)}" for bound in bounds)
+            for name, value, *bounds in self.facts
+        ]
+        words = shown if shown and self.kind in SAID_BY_FACTS else [self.kind, *shown]
+        return f"{f'depth {self.depth}' if self.depth else 'off'}: {', '.join(words)}"
+
+
+# Kinds whose facts say it all: "off: batch 23 > 16".
+SAID_BY_FACTS = frozenset(("pays", "below break-even", "batch", "temperature"))
+
+
+def _shown(value: Any) -> str:
+    """Rates to two places, counts whole, names as they are."""
+    return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """This step's bets, one a piece of work, and why. `NO_BET` is plain decoding."""
 
     bets: tuple[Bet, ...]
-    reasons: tuple[str, ...] = ()
+    reasons: tuple[Reason, ...] = ()
 
 
 @dataclass(slots=True)
@@ -341,7 +368,7 @@ class StepRecord:
     verify_s: float
     total_s: float
     outcomes: list[Outcome] = field(default_factory=list)  # none of a step in which nobody could draft
-    reasons: tuple[str, ...] = ()  # why the planner bet as it did, one a sequence
+    reasons: tuple[Reason, ...] = ()  # why the planner bet as it did, one a piece of work
     plain_s: float = 0.0  # what plain steps would have cost for the same tokens; 0 while a prompt is read
     # Resident rows: their drafter, their draft tree, and how many sequences the step has room for.
     captured: tuple[str, TreeShape, int] | None = None

@@ -28,8 +28,8 @@ def test_what_a_tree_brings():
 
 def test_a_chain_is_worth_the_survival_of_its_levels():
     rate = AcceptanceRate(0.5, 0.8)
-    assert [rate.survival(depth) for depth in (1, 2, 3)] == pytest.approx([0.5, 0.4, 0.32])
-    assert rate.accepted((3, 3)) == pytest.approx(sum(map(rate.survival, (1, 2, 3))))
+    assert rate.survivals(3, 0.0) == pytest.approx((0.5, 0.4, 0.32)) and rate.survivals(9, 0.39) == (0.5, 0.4)
+    assert rate.accepted((3, 3)) == pytest.approx(sum(rate.survivals(3, 0.0)))
 
 
 def test_the_first_token_is_told_from_the_next():

@@ -20,6 +20,10 @@ COSTLY = {n: 1.0 + n for n in range(9)}
 RISING = {n: 1 + 0.2 * n for n in range(9)}
 
 
+def kinds(plan: Plan) -> tuple[str, ...]:
+    return tuple(reason.kind for reason in plan.reasons)
+
+
 def size_of(sequences) -> int:
     return 1 << (len(sequences) - 1).bit_length()
 
@@ -56,7 +60,7 @@ def measured(costs: dict[int, float]) -> list[tuple[str, tuple[int, int], float]
 
 def chosen(made: Planner, sequences) -> tuple[set[int], set[str]]:
     plan = resident(made, sequences)
-    return {bet.nodes for bet in plan.bets}, set(plan.reasons)
+    return {bet.nodes for bet in plan.bets}, set(kinds(plan))
 
 
 def test_a_step_of_a_new_size_is_plain_first():
@@ -72,9 +76,14 @@ def test_depth_follows_what_is_accepted():
     made, some = Planner("lookup"), [sequence([1, i]) for i in range(3)]
     ran(made, some, [NO_BET] * 3, RISING)
     for held, expected in ((8, {8}), (1, {1}), (8, {8})):
+        taken = Counter()
         for _ in range(150):
-            ran(made, some, resident(made, some).bets, RISING, accepted=held)
-        assert chosen(made, some) == (expected, {"pays"})
+            bets = resident(made, some).bets
+            taken[frozenset(bet.nodes for bet in bets)] += 1
+            ran(made, some, bets, RISING, accepted=held)
+        assert (
+            taken.most_common(1)[0][0] == expected
+        )  # now and then a deeper one, as it might be accepted as well
 
 
 def test_a_step_that_costs_more_than_it_brings_is_plain():
@@ -101,8 +110,8 @@ def test_probes_take_a_small_share_of_the_time_and_find_what_changed():
         probes += bets[0].nodes > 0
         spent += half[bets[0].nodes]
         ran(made, some, bets, half)
-    assert probes > 10 and (spent - 3000) / spent <= GUARDS.probe_share * 1.1
-    for _ in range(200):
+    assert probes > 5 and (spent - 3000) / spent <= GUARDS.probe_share * 1.1
+    for _ in range(600):
         ran(made, some, resident(made, some).bets, half, accepted=8)
     assert chosen(made, some) == ({8}, {"pays"})  # a probe that paid is followed by another
 
@@ -115,8 +124,8 @@ def test_a_probe_is_not_repeated_before_it_is_known():
     reasons, probes = [], 0
     for _ in range(1000):
         bets = [resident(made, some, 1, trees=((2, 2),)) for _ in range(2)]
-        probes += [plan.reasons for plan in bets].count(("probe",))
-        reasons.append({plan.reasons for plan in bets})
+        probes += [kinds(plan) for plan in bets].count(("probe",))
+        reasons.append({kinds(plan) for plan in bets})
         for plan in bets:
             ran(made, some, plan.bets, {0: 1.0, 2: 1.5})
     assert ("probe",) in set().union(*reasons) and reasons.count({("probe",)}) == 0
@@ -202,7 +211,7 @@ def test_a_drafter_far_behind_is_probed_now_and_then():
     made.learn("lm", 1, measured(RISING))
     made.learn_reading("lm", 1000, 5.0)
     steps = 0
-    while (plan := resident(made, [one], 1, 9000)).reasons != ("probe",):
+    while kinds(plan := resident(made, [one], 1, 9000)) != ("probe",):
         ran(made, [one], plan.bets, RISING)
         steps += 1
         assert steps < 50 / GUARDS.probe_share
@@ -220,9 +229,9 @@ def test_what_a_request_fixed_is_done_and_others_go_along():
         ran(made, [free] * n, [Bet("lookup", 4, 4)] * n, COSTLY, accepted=1)
     assert resident(made, [free], 1).bets == (NO_BET,)
     plan = resident(made, [asked, free, off], 4)
-    assert plan.bets[0].nodes == 4 and plan.reasons[0] == "asked"
+    assert plan.bets[0].nodes == 4 and kinds(plan)[0] == "asked"
     assert plan.bets[1].nodes == 4  # the step is that deep already
-    assert plan.bets[2] == NO_BET and plan.reasons[2] == "off"
+    assert plan.bets[2] == NO_BET and kinds(plan)[2] == "off"
 
 
 def test_what_plain_captured_steps_would_have_cost():
@@ -375,7 +384,7 @@ def test_a_costly_probe_takes_the_smallest_tree():
         made, some = Planner("lm"), [sequence([1, 2], max_tokens=10_000)]
         made.learn("lm", 1, [("none", (0, 0), 1.0), ("lm", (1, 1), 1.2), ("lm", (2, 2), cost)])
         made.rates.priors["lm", 0] = AcceptanceRate(0.0, 0.0)
-        while (plan := resident(made, some, 1, trees=((1, 1), (2, 2)))).reasons != ("probe",):
+        while kinds(plan := resident(made, some, 1, trees=((1, 1), (2, 2)))) != ("probe",):
             ran(made, some, plan.bets, {0: 1.0})
         assert plan.bets[0].depth == depth
 
@@ -393,13 +402,18 @@ def test_drafting_must_repay_catching_up_in_few_steps():
 # --------------------------------------------------------------------------------------- staged rows beside them
 
 
-def test_the_batch_guard_is_for_staged_rows():
-    made, some = Planner("lm"), [sequence([1, i]) for i in range(GUARDS.max_batch + 1)]
-    made.learn("lm", 32, [("none", (0, 0), 1.0), ("lm", (4, 4), 1.1)])
-    work, trees = [Work(s, s.pending) for s in some], {"lm": ((4, 4),)}
-    here = (*[True] * GUARDS.max_batch, False)
-    plan = made.plan(work, Options(32, here, trees, max_depth=8))
-    assert set(plan.reasons[:-1]) == {"pays"} and plan.reasons[-1] == "batch"
+def test_the_batch_guard_is_for_all_rows():
+    some = [sequence([1, i]) for i in range(17)]
+    work, trees, here = [Work(s, s.pending) for s in some], {"lm": ((4, 4),)}, (*[True] * 16, False)
+    for most, kind in ((16, "batch"), (17, "pays"), (None, "pays")):
+        made = Planner("lm", guards=Guards(max_batch=most))
+        made.learn("lm", 32, [("none", (0, 0), 1.0), ("lm", (4, 4), 1.1)])
+        plan = made.plan(work, Options(32, here, trees, max_depth=8))
+        assert set(kinds(plan)) == {kind}
+    assert (
+        str(Planner("lm", guards=Guards(max_batch=16)).plan(work, Options()).reasons[0])
+        == "off: batch 17 > 16"
+    )
 
 
 def test_resident_and_staged_rows_share_a_step_and_an_estimate():
@@ -407,8 +421,8 @@ def test_resident_and_staged_rows_share_a_step_and_an_estimate():
     made.learn("lm", 2, [("none", (0, 0), 1.0), ("lm", (2, 2), 1.1)])
     work = [Work(some[0], 2), Work(some[1], 1), Work(some[2], 2)]  # the second reads its prompt
     plan = made.plan(work, Options(2, (True, False, False), {"lm": ((2, 2),)}, max_depth=8))
-    assert plan.reasons == ("pays", "prefill", "pays")
-    assert [(bet.depth, bet.nodes) for bet in plan.bets[:2]] == [(2, 2), (0, 0)] and plan.bets[2].depth == 4
+    assert kinds(plan) == ("pays", "prefill", "pays")
+    assert [(bet.depth, bet.nodes) for bet in plan.bets[:2]] == [(2, 2), (0, 0)] and plan.bets[2].depth > 2
     before = made.rates.of(some[2], "lm").first
     outcomes = [Outcome(s, Bet("lm", 2, 2), 2, 2, 0, 0) for s in (some[0], some[2])]
     record = StepRecord(7, 3, 3, 4, 0, 2, 0, 0, 1.0, 0, 1.0, outcomes, captured=("lm", (2, 2), 2))
@@ -418,4 +432,4 @@ def test_resident_and_staged_rows_share_a_step_and_an_estimate():
     fresh = [Work(sequence([2, 1]), 2), Work(sequence([2, 2]), 2)]
     made.costs.by_rows = {n: 1 + 0.2 * n for n in range(1, 64)}
     plan = made.plan(fresh, Options(2, (True, False), {"lm": ((2, 2),)}, max_depth=8))
-    assert plan.reasons[1] == "below break-even"  # what resident rows taught counts for staged ones
+    assert kinds(plan)[1] == "below break-even"  # what resident rows taught counts for staged ones

@@ -9,6 +9,7 @@ import random
 import pytest
 import torch
 
+from outrider.control.guards import Guards
 from outrider.control.planner import Planner
 from outrider.draft.drafter import ResidentDrafter
 from outrider.draft.lookup import LookupDrafter
@@ -92,7 +93,7 @@ def make_engine(
     lag: int | None, right: float, row: float = 0.02, level: float = 0.1, deepest: int = 15
 ) -> tuple[Engine, Head]:
     """A row costs so much of a plain step, and so does a level of the head's drafts. Deeper ones never pay."""
-    planner = Planner("head", choices=("head", "lookup"))
+    planner = Planner("head", choices=("head", "lookup"), guards=Guards(max_depth=deepest))
     costs = planner.costs
     costs.observe = lambda record: None
     costs.by_rows = {n: 1 + row * (n - 1) for n in range(1, 200)}
@@ -211,7 +212,7 @@ def test_reasons_say_when_there_is_nothing_to_propose() -> None:
     results = run(engine, {"a": [*prompt, *novel(PHASE, 6), *copied(prompt, PHASE)]})
     records = [result.record for result in results]
     for record in records[1:]:
-        (reason,), (outcome,) = record.reasons, record.outcomes
+        (reason,), (outcome,) = [one.kind for one in record.reasons], record.outcomes
         assert (reason == "pays") == (outcome.drafted > 0) == (outcome.bet.drafter == "lookup")
         assert reason in ("pays", "nothing found", "below break-even")
-    assert {"pays", "nothing found"} <= {record.reasons[0] for record in records}
+    assert {"pays", "nothing found"} <= {record.reasons[0].kind for record in records}

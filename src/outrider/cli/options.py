@@ -18,6 +18,7 @@ import typer
 
 from outrider.cli.config import Config, read_config
 from outrider.cli.flag import Flag, envvar
+from outrider.cli.planner_flags import PLANNER
 from outrider.errors import InvalidRequest
 from outrider.load.sampling import GENERATION_CONFIGS, NAMES
 from outrider.sampling_params import MAX_ALTERNATIVES, SamplingParams, Speculation
@@ -231,6 +232,7 @@ ENGINE = Flags(
             "What prompt chunks may add to a step of others, in times of its length; inf: no bound. By device.",
             metavar="F",
         ),
+        *PLANNER,
         Flag(
             "special_tokens_in_text",
             bool,

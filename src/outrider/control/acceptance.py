@@ -8,17 +8,20 @@ from dataclasses import dataclass
 from math import sqrt
 from typing import Any
 
+from outrider.control.guards import is_flat
 from outrider.control.trees import TreeShape, choice_rate, node_ranks, tree_nodes
-from outrider.types import Sequence
+from outrider.types import SamplingParams, Sequence
 
 # Before a drafter was ever tried: high enough that it is tried, lower where sampling is hotter.
-FIRST, NEXT, PER_TEMPERATURE = 0.7, 0.8, 0.25
+FIRST, NEXT = 0.7, 0.8
+FIRST_PER_DEGREE, NEXT_PER_DEGREE = 0.25, 0.1
+TRUNCATED = 0.7  # of its temperature, that sampling counts for which leaves unlikely tokens out
 AFTER_WRONG = 0.5  # of that, where the last draft was rejected
 PRIOR_WEIGHT = 4.0  # steps that a new estimate's starting point counts for
 SEQUENCE_MEMORY, DRAFTER_MEMORY = 12, 200  # steps: a text changes its nature, a drafter hardly does
 RECOVERY = 0.02  # share of the way back to NEXT after a draft that was accepted as far as it went
 MIN_RATE = 0.02  # below, it makes no difference how seldom a draft is accepted
-BANDS_PER_DEGREE = 2  # of temperature, each with a prior of its own
+BANDS_PER_DEGREE = 2  # of heat, each with a prior of its own
 
 
 @dataclass(slots=True)
@@ -29,6 +32,7 @@ class AcceptanceRate:
     next: float
     weight: float = PRIOR_WEIGHT  # in steps
     idle: int = 1  # steps since the last one in which it drafted; 0: it drafts now
+    drafts: int = 0  # that it was observed for
     right: bool = True  # whether any of the last draft was accepted
     # Copied text goes on being copied, and new text being new. So `first` and its weight hold after a draft as right as
     # the last one, and these after one that was not. None: no difference is made.
@@ -36,6 +40,7 @@ class AcceptanceRate:
 
     def observe(self, drafted: int, accepted: int, memory: float) -> None:
         """A draft of this depth. None at all (0) where one was wanted counts as a rejected one."""
+        self.drafts += 1
         self.first += ((accepted > 0) - self.first) / (self.weight + 1)
         for depth in range(1, min(accepted + 1, drafted)):
             self.next += ((accepted > depth) - self.next) / (self.weight + 1)
@@ -46,9 +51,15 @@ class AcceptanceRate:
             (self.first, self.weight), self.other = self.other, (self.first, self.weight)
             self.right = not self.right
 
-    def survival(self, depth: int) -> float:
-        """The chance that a chain is accepted down to this depth."""
-        return self.first * self.next ** (depth - 1)
+    def survivals(self, depth: int, least: float) -> tuple[float, ...]:
+        """The chance that a chain is accepted down to each level of this depth, the first and those of at least
+        `least`.
+        """
+        found, chance = [self.first], self.first * self.next
+        while chance >= least and len(found) < depth:
+            found.append(chance)
+            chance *= self.next
+        return tuple(found)
 
     def accepted(self, shape: TreeShape) -> float:
         """Expected accepted tokens of a draft of this shape."""
@@ -63,6 +74,11 @@ class AcceptanceRate:
         return sum(reached)
 
 
+def heat(params: SamplingParams) -> float:
+    """How hot sampling is: its temperature, and less where it leaves unlikely tokens out."""
+    return params.temperature * (1.0 if is_flat(params) else TRUNCATED)
+
+
 def deviation(rates: Seq[AcceptanceRate], accepted: Seq[float]) -> float:
     """Standard deviation over sequences of `accepted` tokens: as the rates differ, and as well as they are known."""
     mean, squares = sum(accepted) / len(accepted), 0.0
@@ -73,36 +89,43 @@ def deviation(rates: Seq[AcceptanceRate], accepted: Seq[float]) -> float:
 
 
 class AcceptanceRates:
-    """A new sequence starts from what its drafter achieved at such temperatures, over all sequences."""
+    """A new sequence starts from what its drafter achieved at such heat, over all sequences."""
 
     def __init__(self) -> None:
         self.by_sequence: dict[Sequence, dict[str, AcceptanceRate]] = {}
-        self.priors: dict[tuple[str, int], AcceptanceRate] = {}  # by drafter and band of temperature
+        self.priors: dict[tuple[str, int], AcceptanceRate] = {}  # by drafter and band of heat
         self.wrong: dict[tuple[str, int], AcceptanceRate] = {}  # the same, where the last draft was rejected
         self.scored: tuple[str, ...] = ()  # drafters of which every step tells, asked or not
         self.trials: Counter[str] = Counter()  # by drafter: drafts of single sequences
+        self.degrees: dict[Sequence, float] = {}  # its heat, as far as it was asked for
 
     def of(self, sequence: Sequence, drafter: str) -> AcceptanceRate:
         own = self.by_sequence.setdefault(sequence, {})
         if drafter not in own:
-            prior = self.prior(drafter, sequence.request.params.temperature)
-            wrong = self.prior(drafter, sequence.request.params.temperature, False)
+            degrees = self.degrees.setdefault(sequence, heat(sequence.request.params))
+            prior, wrong = self.prior(drafter, degrees), self.prior(drafter, degrees, False)
             other = (wrong.first, PRIOR_WEIGHT) if drafter in self.scored else None
             own[drafter] = AcceptanceRate(prior.first, prior.next, other=other)
         return own[drafter]
 
-    def prior(self, drafter: str, temperature: float, right: bool = True) -> AcceptanceRate:
+    def prior(self, drafter: str, degrees: float, right: bool = True) -> AcceptanceRate:
         """After a draft that was `right`; of drafters for which that makes no difference, after any."""
-        band, priors = (drafter, round(BANDS_PER_DEGREE * temperature)), self.priors if right else self.wrong
+        band, priors = (drafter, round(BANDS_PER_DEGREE * degrees)), self.priors if right else self.wrong
         if band not in priors:
-            first = FIRST / (1 + PER_TEMPERATURE * temperature)
-            priors[band] = AcceptanceRate(first if right else AFTER_WRONG * first, NEXT)
+            degrees = band[1] / BANDS_PER_DEGREE
+            first, following = (
+                FIRST / (1 + FIRST_PER_DEGREE * degrees),
+                NEXT / (1 + NEXT_PER_DEGREE * degrees),
+            )
+            priors[band] = AcceptanceRate(first if right else AFTER_WRONG * first, following)
         return priors[band]
 
     def observe(self, sequence: Sequence, drafter: str, drafted: int, accepted: int) -> None:
         self.trials[drafter] += 1
         own = self.by_sequence.get(sequence, {}).get(drafter)
-        prior = self.prior(drafter, sequence.request.params.temperature, own is None or own.right)
+        degrees = self.degrees.get(sequence)
+        degrees = heat(sequence.request.params) if degrees is None else degrees
+        prior = self.prior(drafter, degrees, own is None or own.right)
         prior.observe(drafted, accepted, DRAFTER_MEMORY)
         if not sequence.finish_reason:  # else already forgotten
             self.of(sequence, drafter).observe(drafted, accepted, SEQUENCE_MEMORY)
@@ -124,3 +147,4 @@ class AcceptanceRates:
 
     def forget(self, sequence: Sequence) -> None:
         self.by_sequence.pop(sequence, None)
+        self.degrees.pop(sequence, None)

@@ -14,6 +14,7 @@ from outrider.types import StepRecord
 
 KEEP = 0.9  # weight of what was known against the newest measurement
 UNMEASURED_ROW = 0.05  # share of a step that a row is taken to cost; low, so that it gets measured
+FIRST_BASELINE = 8  # drafting steps of a size after which a plain one is due, where there was none yet
 MAX_STALL = (
     1.5  # of its time on the device that a captured step counts for: no plan changes what holds up the host
 )
@@ -24,8 +25,11 @@ SLOWEST_READ = (
 
 
 class CostModel:
-    def __init__(self) -> None:
+    def __init__(self, baseline_interval: int = 100) -> None:
+        """`baseline_interval`: drafting steps after which a plain one is due."""
+        self.baseline_interval = baseline_interval
         self.by_rows: dict[int, float] = {}  # ragged steps
+        self.by_batch: dict[int, float] = {}  # plain ragged steps, by their sequences
         self.captured: dict[tuple[str, TreeShape, int], float] = {}  # plain: "none", NO_TREE
         self.per_level: dict[str, float] = {}  # of a draft in ragged steps, by drafter
         self.per_token: dict[str, float] = {}  # of catching up, by drafter
@@ -33,16 +37,25 @@ class CostModel:
         # many.
         self.per_prompt_row: dict[int, float] = {}
         self.measured: set[tuple[str, int]] = set()  # drafters and sizes of captured steps
+        self.served: set[int] = set()  # sizes of plain captured steps that answered somebody
+        # Drafting steps since the last plain one: by size of captured steps, by minus the batch of ragged ones.
+        self.since_plain: dict[int, int] = {}
 
     def observe(self, record: StepRecord) -> None:
         if record.known != record.sequences or record.catch_up is not None:
             self._observe_prompt(record)
             return  # prompt rows made its time, or a drafter's: not what the same plan costs again
+        plain = self._note_plain(record)
         if record.captured is not None:
-            seconds = min(max(record.total_s, record.target_s), MAX_STALL * record.target_s)
-            _learn(self.captured, record.captured, seconds / record.passes)
+            seconds = min(max(record.total_s, record.target_s), MAX_STALL * record.target_s) / record.passes
+            if plain and record.captured[2] not in self.served:  # measured over padding so far, if at all
+                self.served.add(record.captured[2])
+                self.captured[record.captured] = seconds
+            _learn(self.captured, record.captured, seconds)
             return
         _learn(self.by_rows, record.rows, record.total_s - record.draft_s)
+        if plain:
+            _learn(self.by_batch, record.sequences, record.total_s)
         levels: dict[str, int] = {}
         for o in record.outcomes:
             if o.drafted:
@@ -53,6 +66,19 @@ class CostModel:
             name = max(levels, key=lambda one: self.per_level.get(one, inf))
             depth = levels.pop(name)
             _learn(self.per_level, name, max(0.0, record.draft_s - self.drafting(levels)) / depth)
+
+    def _note_plain(self, record: StepRecord) -> bool:
+        """Whether nothing was drafted; how long ago that was is counted."""
+        plain = record.captured[1] == NO_TREE if record.captured else not record.drafted
+        size = record.captured[2] if record.captured else -record.sequences
+        known = self.plain(size) if size > 0 else self.by_batch.get(-size)
+        start = 0 if known else self.baseline_interval - FIRST_BASELINE
+        self.since_plain[size] = 0 if plain else self.since_plain.get(size, start) + 1
+        return plain
+
+    def baseline_due(self, size: int, batch: int) -> bool:
+        """Whether a plain step is to be measured: captured ones of this size, or ragged ones of this batch (size 0)."""
+        return self.since_plain.get(size or -batch, 0) >= self.baseline_interval
 
     def _observe_prompt(self, record: StepRecord) -> None:
         without = self._seconds(record, record.rows - record.prompt_rows)
@@ -113,8 +139,17 @@ class CostModel:
         if a and b:
             share = (rows - a) / (b - a)
             return self.by_rows[a] * (1 - share) + self.by_rows[b] * share
-        near = a or b
-        return self.by_rows.get(near, 1.0) * (1 + UNMEASURED_ROW * rows) / (1 + UNMEASURED_ROW * near)
+        near, least = a or b, min(self.by_rows, default=0)
+        assumed = self.by_rows.get(near, 1.0) * (1 + UNMEASURED_ROW * rows) / (1 + UNMEASURED_ROW * near)
+        if least < a:  # what rows cost up to there, they cost beyond
+            slope = (self.by_rows[a] - self.by_rows[least]) / (a - least)
+            return max(assumed, self.by_rows[a] + slope * (rows - a))
+        return assumed
+
+    def ragged_plain(self, batch: int) -> float:
+        """Seconds of a plain ragged step."""
+        known = self.by_batch.get(batch)
+        return self.step(batch) if known is None else known
 
     def drafting(self, levels: Mapping[str, int]) -> float:
         """Seconds of drafting so many levels, by drafter, in a ragged step."""
@@ -145,7 +180,7 @@ class CostModel:
             return 0.0
         if not (record.captured[1] != NO_TREE if record.captured else record.drafted):
             return record.total_s
-        plain = self.plain(record.captured[2]) if record.captured else self.step(record.sequences)
+        plain = self.plain(record.captured[2]) if record.captured else self.ragged_plain(record.sequences)
         return record.emitted / record.sequences * (plain or 0.0)
 
 

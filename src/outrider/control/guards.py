@@ -1,25 +1,48 @@
-"""Bounds on what the planner may decide: settings, each with its reason."""
+"""Bounds on what the planner may decide: settings, each with its reason. One set, whatever the device."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf
 
+from outrider.types import SamplingParams
+
+# Sampling that leaves out so little is as good as unfiltered.
+FLAT_TOP_K, FLAT_TOP_P, FLAT_MIN_P = 200, 0.98, 0.01
+
 
 @dataclass(frozen=True, slots=True)
 class Guards:
-    # A ragged step of more sequences is full of real work, and its cost by rows is hardly measured. Captured steps
-    # are measured for every size before anything is planned, so there measurement decides.
-    max_batch: int = 16
+    # Sequences of a step above which nothing is drafted: the step is full of real work. None: what is measured decides.
+    max_batch: int | None = None
+    tree_batch: int = 4  # sequences up to which a step has rows to spare for a tree
     max_temperature: float = 1.5  # above, hardly any draft is accepted
-    max_depth: int = 4  # of a ragged draft; an acceptance rate of 0.8 leaves a fifth level to 1 in 3
-    tree_batch: int = 4  # sequences up to which a ragged step has rows to spare for a tree
-    tree_cost: float = 1.1  # of a chain's step, at most, for a tree of twice its rows
-    break_even: float = (
-        1.05  # speed-up to expect before a ragged step drafts: costs are known to a few percent
+    # The same where sampling leaves out next to nothing: the tail of unlikely tokens grows with temperature, and no
+    # draft guesses which of them is drawn.
+    flat_temperature: float = 1.3
+    max_depth: int = 15  # of a draft; how deep pays is for expectation to say
+    # Drafts of a request, after which one that still gains less than it costs is probed less often: its text is not
+    # what the drafter knows.
+    patience: int = 24
+    patience_share: float = 0.5  # of the time for probes, that such a request has
+    # What a request's tokens may take, in times of what plain decoding takes, so that others draft: a bound on p99 time
+    # per token. A step that would stretch further is not made while somebody is beyond it.
+    max_stretch: float = 1.15
+    grace: int = (
+        16  # tokens of a request that count as written when its stretch is looked at: two steps are no tail
     )
+    # "throughput": most tokens per second of all sequences together. "latency": least time per token, on average over
+    # sequences, so that one with little acceptance counts more.
+    objective: str = "throughput"
+    # Speed-up to expect before drafting begins; it ends where none is left. Costs are known to a few percent.
+    break_even: float = 1.05
     # Of what another drafter promises, that a sequence leaves the one it has for: estimates are no better.
     switch: float = 1.05
+    # Steps after which one is plain although drafts pay: what plain decoding takes here and now is measured, never
+    # extrapolated.
+    baseline_interval: int = 100
+
+    tree_cost: float = 1.1  # of a chain's step, at most, for a ragged tree of twice its rows
     probe_depth: int = 2  # of a chain: it shows both rates, of the first token and of the next
     costly_probe: float = 1.3  # plain steps' time above which a probe takes the smallest tree instead
     probe_interval: float = 24  # plain steps' time without a draft before one is tried
@@ -36,6 +59,8 @@ class Guards:
     prefill_wait: float = 1.0
     min_prompt_rows: int = 8  # beside decoding sequences: fewer take a CPU as long as so many
 
-    def depth_at(self, temperature: float) -> int:
-        """Less depth as temperature rises: a deep draft is rarely accepted to its end."""
-        return self.max_depth - (temperature > 0.7) - (temperature > 1.0)
+
+def is_flat(params: SamplingParams) -> bool:
+    """Whether next to no token is left out before one is drawn."""
+    wide = params.top_k == 0 or params.top_k > FLAT_TOP_K
+    return wide and params.top_p > FLAT_TOP_P and params.min_p < FLAT_MIN_P

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from outrider.control.trees import NO_TREE, tree_nodes
 from outrider.device.buckets import (
+    TREE_SIZE,
     RunChoice,
     SizeChoice,
     sizes_up_to,
@@ -89,9 +90,10 @@ class GraphRunner(EagerRunner):
         record: Callable[[Callable[[], Any]], tuple[Any, Any]] | None = None,
         lag: int = 1,
         default: str = "none",
+        tree_size: int = TREE_SIZE,
     ) -> None:
         """`run` is the target's pass over rows on the device; `record` captures graphs, where there are any; `default`
-        is the drafter of sequences whose requests name none.
+        is the drafter of sequences whose requests name none; trees are for steps of up to `tree_size` sequences.
         """
         super().__init__(model, cache, drafters)
         self.default, self.finished_at = default, 0.0
@@ -102,7 +104,7 @@ class GraphRunner(EagerRunner):
         self.captures = record is not None
         if self.captures:
             self.state.edits.make()
-        self.shared = SharedDrafts(drafters, self.captures)
+        self.shared = SharedDrafts(drafters, self.captures, tree_size)
         self.sizes = SizeChoice()
         self.steps: dict[StepShape, CapturedStep] = {}
         self.runs = RunChoice()
@@ -461,7 +463,9 @@ def _decodes(one: Work) -> bool:
     return one.emits and one.known == 1 and one.sequence.launched == 0
 
 
-def make_graph_runner(model: Model, cache: KvCache, drafters: Drafters, default: str) -> GraphRunner:
+def make_graph_runner(
+    model: Model, cache: KvCache, drafters: Drafters, default: str, tree_size: int = TREE_SIZE
+) -> GraphRunner:
     """For a decoder on a CUDA device."""
     from outrider.device.ops_gpu import GpuStepOps  # Triton comes with these
     from outrider.model.device import DeviceDecoder
@@ -472,4 +476,6 @@ def make_graph_runner(model: Model, cache: KvCache, drafters: Drafters, default:
     ops = GpuStepOps(SequenceState(rows, width, model.device, model.config.vocab), model)
     pool = torch.cuda.graph_pool_handle()  # one for all graphs: they never run at the same time
     run = model.make_pass(cache.store)
-    return GraphRunner(model, cache, drafters, ops, run, lambda step: record(step, pool), default=default)
+    return GraphRunner(
+        model, cache, drafters, ops, run, lambda step: record(step, pool), 1, default, tree_size
+    )

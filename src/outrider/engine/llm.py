@@ -13,13 +13,11 @@ from collections.abc import AsyncIterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from functools import cached_property, partial
-from math import inf
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from outrider.control.guards import Guards
 from outrider.control.planner import Planner
 from outrider.draft.custom import load_source
 from outrider.draft.drafters import Drafters
@@ -34,6 +32,7 @@ from outrider.engine.kv_cache import KvCache, make_kv_cache
 from outrider.engine.live_draft import LiveDraft
 from outrider.engine.memory import check_room
 from outrider.engine.output import Output, make_output
+from outrider.engine.planning import guards_of
 from outrider.engine.prompts import Message, Prompt, as_list, check_messages, plain_list
 from outrider.engine.runner import EagerRunner, Runner
 from outrider.errors import InvalidRequest, OutOfMemory, OutriderError, UnsupportedModel, stopped
@@ -324,13 +323,14 @@ class LLM:
         drafters = Drafters(by_name, self.model.config.vocab)
         self.live_draft = LiveDraft(parts, drafters, sources)
         if self.model.device.type == "cuda":
-            runner: Runner = make_graph_runner(self.model, cache, drafters, self.drafter)
+            runner: Runner = make_graph_runner(
+                self.model, cache, drafters, self.drafter, self.settings.tree_max_batch
+            )
         else:
             runner = EagerRunner(self.model, cache, drafters)
         # Lookup costs next to nothing, so that whoever names no drafter may get it, too.
         choices = dict.fromkeys((self.drafter, "lookup") if self.drafter != "none" else ())
-        guards = Guards(prefill_stretch=self.settings.prefill_stretch or inf)
-        planner = Planner(self.drafter, choices=tuple(choices), guards=guards)
+        planner = Planner(self.drafter, choices=tuple(choices), guards=guards_of(self.settings))
         if free is not None:
             left, slots = _free_memory(self.settings) or 0, cache.table.pool.total
             size = slots * kv_bytes(self.model)

@@ -22,7 +22,19 @@ from outrider.cache.table import SlotTable
 from outrider.draft.drafters import Drafters
 from outrider.engine.kv_cache import KvCache
 from outrider.model.decoder import Model
-from outrider.types import NO_DRAFT, Batch, Bet, Draft, Options, Plan, Sequence, TreeShape, Verdict, Work
+from outrider.types import (
+    NO_DRAFT,
+    Batch,
+    Bet,
+    Draft,
+    Options,
+    Plan,
+    Reason,
+    Sequence,
+    TreeShape,
+    Verdict,
+    Work,
+)
 from outrider.verify.judge import judge, predicted, score_prompts
 
 # Drafting steps between two in which one sequence's logits are looked at: that takes the time of a few rows' softmax.
@@ -51,7 +63,7 @@ class InFlightStep:
 
     work: list[Work]
     bets: list[Bet]  # as run: a runner may have made less of them than was planned
-    reasons: tuple[str, ...]
+    reasons: tuple[Reason, ...]
     staged: StagedPart
     begun: float = field(default_factory=time.perf_counter)
     rows: int = 0  # of one pass

@@ -16,15 +16,15 @@ MAX_RESIDENT_DEPTH = CHAINS[-1][0]  # of resident drafts; longer chains are stag
 
 
 class SharedDrafts:
-    def __init__(self, drafters: Drafters, captures: bool) -> None:
-        self.drafters, self.captures = drafters, captures
+    def __init__(self, drafters: Drafters, captures: bool, tree_size: int = TREE_SIZE) -> None:
+        self.drafters, self.captures, self.tree_size = drafters, captures, tree_size
 
     def trees(self, name: str, size: int) -> tuple[TreeShape, ...]:
         """Draft trees that a drafter's resident rows may have in steps of this size."""
         drafter = self.drafters.resident(name)
         if drafter is None:
             return ()
-        trees = TREES if drafter.trees and size <= TREE_SIZE else ()
+        trees = TREES if drafter.trees and size <= self.tree_size else ()
         deepest = TREES[-1][0] if drafter.trees else drafter.max_depth  # a pass a node is rarely worth more
         chains = (tree for tree in CHAINS if tree[0] <= deepest)
         return tuple(tree for tree in (*chains, *trees) if size * (tree[1] + 1) <= MAX_ROWS)

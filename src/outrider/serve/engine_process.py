@@ -240,7 +240,7 @@ class EngineProcess:
             total_s=record.total_s,
             passes=record.passes,
             plain_s=record.plain_s,
-            reasons=dict(Counter(record.reasons)),
+            reasons=dict(Counter(reason.kind for reason in record.reasons)),
             drafters=_by_drafter(record),
         )
 

@@ -1,0 +1,222 @@
+"""Plans of resident rows. They are captured together and share one draft tree; beside a chain's drafter those that take
+no pass may serve. Sequences share the plan's reason, too: it is made for all of them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence as Seq
+from math import inf
+from typing import NamedTuple
+
+from outrider.control.acceptance import AcceptanceRate, AcceptanceRates, deviation
+from outrider.control.costs import CostModel
+from outrider.control.fairness import Fairness
+from outrider.control.guards import Guards
+from outrider.control.probes import probe_due, tokens_left
+from outrider.control.trees import NO_TREE, TreeShape
+from outrider.types import NO_BET, Bet, Options, Reason, Sequence, StepRecord
+
+Choice = tuple[Bet, Reason]
+Mine = Seq[tuple[Sequence, Seq[str]]]  # sequences, and drafters that each may get
+
+
+class Candidate(NamedTuple):
+    speedup: float  # over plain decoding
+    drafter: str
+    tree: TreeShape
+    delay: float  # plain steps' time until the drafter has caught up
+    promised: tuple[float, float]  # accepted tokens of a sequence by the best tree, and as many as pay for it
+    stretched: float = 0.0  # in times of a plain step: a better tree, left for whom it would hold up
+
+
+NONE = Candidate(1.0, "none", NO_TREE, 0.0, (0.0, 0.0))
+
+
+class ResidentPlans:
+    def __init__(self, guards: Guards, costs: CostModel, rates: AcceptanceRates, fairness: Fairness) -> None:
+        self.guards, self.costs, self.rates, self.fairness = guards, costs, rates, fairness
+        # Plain steps' time since the last probe.
+        self.idle_time: defaultdict[str, float] = defaultdict(float)
+        self.joined = "none"  # the drafter that takes passes, of the last plan
+        self.speedup = 1.0  # expected of the last plan: what a probe must beat
+
+    def plan(
+        self, sequences: Seq[Sequence], settled: Seq[Choice], allowed: Seq[Seq[str]], options: Options
+    ) -> list[Choice]:
+        """What is settled, and for the others the best drafter and tree."""
+        names = list(dict.fromkeys(name for some in allowed for name in some))
+        asked = Counter(bet.drafter for bet, why in settled if why.kind == "asked")
+        if asked and names:  # one drafter for all: the one most asked for, named or not
+            asked += Counter(bet.drafter for bet, why in settled if why.kind == "auto")
+            names = [asked.most_common(1)[0][0]]
+        depths = (bet.depth for bet, why in settled if why.kind == "asked" and bet.drafter in names)
+        fixed = min(max(depths, default=0), options.max_depth)
+        best, reason = NONE, Reason("unmeasured", 0, (("sequences", options.size),))
+        mine = list(zip(sequences, allowed, strict=True))
+        if names and (fixed or self.costs.plain(options.size) is not None):
+            candidates = [self._candidate(name, mine, fixed, options) for name in names]
+            switch = {self.joined: self.guards.switch}
+            best = max(candidates, key=lambda one: one.speedup * switch.get(one.drafter, 1.0))
+            if not fixed and self.joined == "none" and best.speedup < self.guards.break_even:
+                best = best._replace(speedup=1.0, tree=NO_TREE)
+            self.speedup, self.joined = best.speedup, best.drafter if best.tree[1] else "none"
+            reason = self._reason(best, mine, fixed)
+            if not fixed and (probe := self._probe(best, candidates, mine, options)):
+                best, idle = probe
+                reason = Reason("probe", best.tree[0], (("drafter", best.drafter), ("idle steps", idle)))
+        return self._bets(best, reason, mine, settled, options)
+
+    def _bets(
+        self, best: Candidate, reason: Reason, mine: Mine, settled: Seq[Choice], options: Options
+    ) -> list[Choice]:
+        (depth, nodes), found, probe = best.tree, list(settled), reason.kind == "probe"
+        for i, (bet, why) in enumerate(settled):
+            if why.kind == "auto":
+                first = best.drafter in mine[i][1] and probe
+                drafter = best.drafter if first else self._serving(*mine[i], best.drafter, best.tree, options)
+                found[i] = Bet(drafter, nodes, depth, None, bet.mode) if nodes and drafter else NO_BET, reason
+        return found
+
+    def _reason(self, best: Candidate, mine: Mine, fixed: int) -> Reason:
+        depth, (tokens, needed) = best.tree[0], best.promised
+        facts: tuple[tuple[object, ...], ...] = (
+            ("batch", len(mine)),
+            ("drafter", best.drafter),
+            ("expected tokens", 1 + tokens),
+            ("break-even", needed),
+        )
+        if best.delay and not depth:
+            facts = (*facts, ("catch-up steps", best.delay))
+        if len(mine) == 1:
+            facts = (("temperature", mine[0][0].request.params.temperature), *facts)
+        if best.stretched:
+            return Reason("stretch", depth, (("stretch", best.stretched, self.guards.max_stretch), *facts))
+        if depth or fixed:
+            return Reason("pays", depth or fixed, facts)
+        patience = self.guards.patience
+        own = (self.rates.of(s, best.drafter) for s, names in mine if best.drafter in names)
+        return Reason("low gain" if all(r.drafts >= patience for r in own) else "below break-even", 0, facts)
+
+    def _serving(
+        self, sequence: Sequence, allowed: Seq[str], drafter: str, tree: TreeShape, options: Options
+    ) -> str:
+        """Of a step's drafters the one that brings most: beside a chain's, those that take no pass may serve."""
+        names = [name for name in (drafter, *options.riding) if name in allowed]
+        if tree[0] != tree[1]:
+            names = names[: drafter in allowed]
+        if len(names) < 2:
+            return names[0] if names else ""
+        rates = {name: self.rates.of(sequence, name) for name in names}
+        switch = self.guards.switch
+        return max(names, key=lambda n: rates[n].accepted(tree) * (1.0 if rates[n].idle else switch))
+
+    def _candidate(self, name: str, mine: Mine, fixed: int, options: Options) -> Candidate:
+        """The best tree for these, in a step that is `fixed` levels deep for others."""
+        guards, sequences = self.guards, [sequence for sequence, allowed in mine if name in allowed]
+        trees = options.trees.get(name, ())
+        if fixed:
+            trees = tuple(tree for tree in trees if tree[0] == tree[1] <= fixed)
+        elif len(mine) > guards.tree_batch:
+            trees = tuple(tree for tree in trees if tree[0] == tree[1])
+        late = self.fairness.stretched(set(sequences)) if self.fairness.late and not fixed else set()
+        beside = self.costs.ratio(name, (fixed, fixed), options.size)
+        speedups, promised, stretched = {NO_TREE: 1 / beside}, {NO_TREE: (0.0, beside)}, 0.0
+        for tree in trees:
+            if tree[0] > guards.max_depth and not fixed:
+                continue
+            serving = [(s, self._serving(s, names, name, tree, options)) for s, names in mine]
+            rates = [self.rates.of(*one) for one in serving if one[1]]
+            accepted = [rate.accepted(tree) for rate in rates]
+            risk = 0.0 if fixed else len(rates) * self.risk(name, rates, accepted)
+            ratio = self.costs.ratio(name, max(tree, (fixed, fixed)), options.size)
+            tokens = 1 + (self._gain(accepted, len(mine)) - risk) / len(mine)
+            if late and ratio > guards.max_stretch * (1 + _least(late, serving, rates, tree)):
+                if tokens / ratio > max(speedups.values()):
+                    stretched = ratio
+                continue
+            speedups[tree], promised[tree] = tokens / ratio, (tokens - 1, ratio)
+        return self._worthwhile(name, sequences, speedups, promised, stretched, fixed, options)
+
+    def _worthwhile(
+        self,
+        name: str,
+        sequences: Seq[Sequence],
+        speedups: dict[TreeShape, float],
+        promised: dict[TreeShape, tuple[float, float]],
+        stretched: float,
+        fixed: int,
+        options: Options,
+    ) -> Candidate:
+        """The best tree, if it earns what its drafter has to read first; where none pays, the best says by how much."""
+        best = max(speedups, key=speedups.__getitem__)
+        shown = best if best != NO_TREE else max(speedups, key=lambda tree: (tree != NO_TREE, speedups[tree]))
+        delay = 0.0
+        if not fixed:
+            behind = sum(options.behind(name, sequence) for sequence in sequences)
+            delay = self.costs.reading(name, behind) / (self.costs.plain(options.size) or 1.0)
+            steps = min(self.guards.payback_steps, tokens_left(sequences) / speedups[best])
+            best = best if (1 - speedups[NO_TREE] / speedups[best]) * steps > delay else NO_TREE
+        return Candidate(speedups[best], name, best, delay, promised[shown], stretched)
+
+    def _gain(self, accepted: Seq[float], batch: int) -> float:
+        """Tokens beyond one a sequence; or what they bring the mean time per token, as so many tokens."""
+        if self.guards.objective == "throughput" or batch == 1:
+            return sum(accepted)
+        waits = sum(1 / (1 + tokens) for tokens in accepted) + batch - len(accepted)
+        return batch * batch / waits - batch
+
+    def risk(self, drafter: str, rates: Seq[AcceptanceRate], accepted: Seq[float]) -> float:
+        """What to subtract from the mean of accepted tokens, one standard deviation: sequences with low acceptance
+        finish last, in a batch that has shrunk. Of a drafter that was hardly tried nobody knows how sequences differ.
+        """
+        known = len(rates) > 1 and self.rates.trials[drafter] >= self.guards.min_trials
+        return deviation(rates, accepted) if known else 0.0
+
+    def _probe(
+        self, best: Candidate, candidates: Seq[Candidate], mine: Mine, options: Options
+    ) -> tuple[Candidate, int] | None:
+        """A drafter that is not in use and may be tried again, and how long it was not. None of its draft is expected
+        to be accepted.
+        """
+        guards, size, patience = self.guards, options.size, self.guards.patience
+        for one in candidates:
+            trees = options.trees.get(one.drafter, ())
+            if not trees or (best.tree != NO_TREE and one.drafter == best.drafter):
+                continue
+            idle = self.idle_time[one.drafter]
+            if idle < guards.probe_interval:
+                continue
+            tree = guards.probe_depth, guards.probe_depth
+            if tree not in trees or self.costs.ratio(one.drafter, tree, size) > guards.costly_probe:
+                tree = min(trees)
+            lost = self.costs.ratio(one.drafter, tree, size) - 1 / best.speedup + one.delay
+            sequences = [sequence for sequence, _ in mine]
+            spared = all(self.rates.of(s, one.drafter).drafts >= patience for s in sequences)
+            if probe_due(guards, idle, lost, best.speedup, sequences, spared):
+                self.idle_time[one.drafter] = 0.0  # at once: what comes of it is known a step later
+                return one._replace(tree=tree), int(min(idle, 1e6))
+        return None
+
+    def observe(self, record: StepRecord, choices: Seq[str], alive: Seq[AcceptanceRate]) -> None:
+        """A captured step was settled; `alive`: rates of its drafter, of sequences that go on."""
+        assert record.captured is not None
+        drafter, tree, size = record.captured
+        ratio = self.costs.ratio(drafter, tree, size)
+        for name in {*self.idle_time, *choices}:
+            self.idle_time[name] += ratio * record.passes
+        if tree != NO_TREE:  # a probe that paid is followed by another
+            risk = self.risk(drafter, alive, [rate.accepted(tree) for rate in alive])
+            paid = record.emitted / record.sequences - risk > ratio * self.speedup
+            self.idle_time[drafter] = inf if paid else 0.0
+
+
+def _least(
+    late: set[Sequence],
+    serving: Seq[tuple[Sequence, str]],
+    rates: Seq[AcceptanceRate],
+    tree: TreeShape,
+) -> float:
+    """What the one of the late that gains least may expect of this tree."""
+    mine = {s: rate for (s, _), rate in zip((one for one in serving if one[1]), rates, strict=True)}
+    return min(mine[s].accepted(tree) if s in mine else 0.0 for s in late)

@@ -1,0 +1,182 @@
+"""Plans of staged rows. They are ragged, so each sequence has a drafter and a depth of its own."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Seq
+from typing import NamedTuple
+
+from outrider.control.acceptance import AcceptanceRate, AcceptanceRates
+from outrider.control.costs import CostModel
+from outrider.control.fairness import Fairness
+from outrider.control.guards import Guards
+from outrider.control.probes import probe_due
+from outrider.control.reasons import NOTHING_FOUND
+from outrider.types import MAX_NODES, Options, Reason, Sequence
+
+UNLIKELY = 0.02  # survival below which no level is looked at: nobody's rows are that cheap
+
+# Who may get a draft, by place in the work: the sequence, and its drafters.
+Left = Mapping[int, tuple[Sequence, Seq[str]]]
+
+
+class Offer(NamedTuple):
+    """What a sequence may expect of a drafter, as far as that can draft."""
+
+    worth: float  # accepted tokens
+    drafter: str
+    survivals: tuple[float, ...]  # by level
+    spared: bool  # it has shown for a while that it does not pay here
+
+
+class Depths(NamedTuple):
+    """A depth for each, and what one more level would have to bring."""
+
+    speed: float  # expected tokens a second
+    tokens: float  # expected
+    by_item: Mapping[int, int]
+    row: float  # seconds that one more row takes
+    needed: float  # speed-up that one more must bring
+    stretched: float = 0.0  # in times of a plain step: a better plan, left for whom it would hold up
+
+    def break_even(self, level: float) -> float:
+        """The least chance of a next guess that pays, where drafting it takes so many seconds."""
+        return (self.needed - 1) * self.tokens + self.needed * self.speed * (self.row + level)
+
+
+class StagedPlans:
+    def __init__(self, guards: Guards, costs: CostModel, rates: AcceptanceRates, fairness: Fairness) -> None:
+        self.guards, self.costs, self.rates, self.fairness = guards, costs, rates, fairness
+        self.joined = "none"  # the drafter that takes passes, of the last plan
+        self.drafting = False  # whether the last plan had a draft that pays
+
+    def plan(
+        self, left: Left, batch: int, rows: int, options: Options
+    ) -> Iterator[tuple[int, str, int, Reason]]:
+        """Drafter, depth and reason for each. Of drafters that take passes one joins those that somebody has no choice
+        but to use, if that brings more tokens per second.
+        """
+        offers = {i: self._offers(*one, options) for i, one in left.items()}
+        serving = {*options.riding, *(names[0] for _, names in left.values() if len(names) == 1)}
+        further = {offer.drafter for some in offers.values() for offer in some} - serving
+        guards, before = self.guards, self.joined
+        seconds = self.costs.ragged_plain(batch) if rows == batch else self.costs.step(rows)
+        needed = guards.break_even if not self.drafting else 1.0
+        late = self.fairness.stretched({s for s, _ in left.values()})
+        row = max(self.costs.step(rows + 1) - seconds, 0.0)
+        best, speedup = Depths(batch / seconds, batch, {}, row, needed), 1.0
+        served: dict[int, Offer] = {}
+        self.joined = "none"
+        for name in ("none", *sorted(further)):
+            taken = {
+                i: max(mine)
+                for i, some in offers.items()
+                if (mine := [o for o in some if o.drafter == name or o.drafter in serving])
+            }
+            found = self._depths(taken, batch, rows, seconds, {i for i in left if left[i][0] in late})
+            switch = guards.switch ** ((self.joined == before) - (name == before))
+            if found.speed * seconds / batch > max(switch * speedup, needed):
+                self.joined, speedup, best = name, found.speed * seconds / batch, found
+                served = taken
+            elif found.stretched > best.stretched:
+                best = best._replace(stretched=found.stretched)
+        self.drafting = bool(best.by_item)
+        for i, (sequence, names) in left.items():
+            depth = best.by_item.get(i, 0)
+            offer = served[i] if depth else max(offers[i], default=None)
+            drafter = offer.drafter if offer and depth else "none"
+            costly = [name for name in names if name not in (drafter, *options.riding)]
+            if probe := self._probe(sequence, costly, batch, speedup, options):
+                yield i, *probe
+            else:
+                yield i, drafter, depth, self._reason(sequence, offer, depth, best)
+
+    def _reason(self, sequence: Sequence, offer: Offer | None, depth: int, best: Depths) -> Reason:
+        """A draft is as deep as the next guess is more likely than what it must bring."""
+        if offer is None:
+            return NOTHING_FOUND
+        likely = offer.survivals[depth] if depth < len(offer.survivals) else 0.0
+        facts = (
+            ("temperature", sequence.request.params.temperature),
+            ("next guess", likely),
+            ("break-even", best.break_even(self.costs.per_level.get(offer.drafter, 0.0))),
+        )
+        if best.stretched:
+            return Reason("stretch", depth, (("stretch", best.stretched, self.guards.max_stretch), *facts))
+        if depth:
+            return Reason("pays", depth, facts)
+        return Reason("low gain" if offer.spared else "below break-even", 0, facts)
+
+    def _offers(self, sequence: Sequence, names: Seq[str], options: Options) -> list[Offer]:
+        found = []
+        for name in names:
+            rate, deepest = self.rates.of(sequence, name), min(self.guards.max_depth, sequence.remaining)
+            survivals = rate.survivals(deepest, UNLIKELY)
+            if name in options.riding and survivals:
+                survivals = survivals[: options.found(name, sequence, len(survivals))]
+            if survivals:
+                spared = rate.drafts >= self.guards.patience
+                found.append(Offer(self.kept(rate, sum(survivals)), name, survivals, spared))
+        return found
+
+    def kept(self, rate: AcceptanceRate, tokens: float) -> float:
+        """What a drafter is worth to a sequence: more while it has it, so that it does not change for nothing."""
+        return tokens * (self.guards.switch if rate.idle == 0 else 1.0)
+
+    def _depths(
+        self, offers: Mapping[int, Offer], batch: int, rows: int, plain: float, late: set[int]
+    ) -> Depths:
+        """A depth for each: draft tokens by descending survival while expected tokens per second rise. Whoever is late
+        may not be held up by a step that takes longer than its own tokens are worth.
+        """
+        nodes = sorted(
+            ((s, -k, i) for i, o in offers.items() for k, s in enumerate(o.survivals, 1)), reverse=True
+        )
+        best, depths, taken = (0.0, float(batch), 0), dict[int, int](), dict[int, int]()
+        levels, tokens, gain = Counter[str](), float(batch), dict.fromkeys(late, 0.0)
+        expected, waits = (
+            dict.fromkeys(offers, 1.0),
+            float(batch),
+        )  # tokens of each; of all, the sum of 1 / tokens
+        stretched = 0.0
+        for n, (survival, minus_depth, i) in enumerate(nodes[:MAX_NODES], 1):
+            tokens, taken[i], name = tokens + survival, -minus_depth, offers[i].drafter
+            waits += 1 / (expected[i] + survival) - 1 / expected[i]
+            expected[i] += survival
+            levels[name] = max(levels[name], taken[i])
+            if i in gain:
+                gain[i] += survival
+            seconds = self.costs.step(rows + n) + self.costs.drafting(levels)
+            speed = self._speed(tokens, waits, batch, seconds)
+            if speed > best[0]:
+                if gain and seconds > self.guards.max_stretch * plain * (1 + min(gain.values())):
+                    stretched = max(stretched, seconds / plain)
+                    continue
+                best, depths = (speed, tokens, n), dict(taken)
+        speed, tokens, n = best
+        row = max(self.costs.step(rows + n + 1) - self.costs.step(rows + n), 0.0)
+        return Depths(speed, tokens, depths, row, 1.0, stretched)
+
+    def _speed(self, tokens: float, waits: float, batch: int, seconds: float) -> float:
+        """Tokens per second of all; or of one, by its mean time per token, as many times as there are."""
+        return (tokens if self.guards.objective == "throughput" else batch * batch / waits) / seconds
+
+    def _probe(
+        self, sequence: Sequence, names: Seq[str], batch: int, speedup: float, options: Options
+    ) -> tuple[str, int, Reason] | None:
+        """A drafter that takes passes and may be tried again for this sequence, among so many, and how deep."""
+        costs, guards = self.costs, self.guards
+        plain = costs.step(batch)
+        for name in names:
+            for depth in (guards.probe_depth, 1):
+                ratio = (costs.step(batch + depth) + costs.drafting({name: depth})) / plain
+                if ratio <= guards.costly_probe:
+                    break
+            delay = costs.reading(name, options.behind(name, sequence)) / plain
+            lost = ratio - 1 + delay + (1 - 1 / speedup) / batch
+            rate = self.rates.of(sequence, name)
+            spared = rate.drafts >= guards.patience
+            if probe_due(guards, rate.idle / batch, lost, speedup, [sequence], spared):
+                return name, depth, Reason("probe", depth, (("drafter", name), ("idle steps", rate.idle)))
+        return None
