@@ -167,7 +167,7 @@ class SlotTable:
                 f"slot {wrong[0]}: {held[wrong[0]]} holders, count {self.pool.refs[wrong[0]]}"
             )
         free = self.pool.free_slots()
-        if len(np.unique(free)) != len(free) or self.pool.refs[free].any():
+        if (np.bincount(free, minlength=1) > 1).any() or self.pool.refs[free].any():
             raise AssertionError("the free list holds a slot twice or one that is in use")
         if len(free) + np.count_nonzero(held) != self.pool.total:
             raise AssertionError("a slot is neither free nor held")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import itertools
 import logging
 import os
@@ -237,6 +238,7 @@ class Backend:
             if memory := message.plan.get("memory"):
                 log.info("memory", extra={"facts": memory})
             self.swaps.started(message.drafts, self.settings.request_timeout)
+            gc.freeze()  # what is there stays: a full look at it would hold up every stream for some ms
             self.ready.set()
         elif isinstance(message, Failed):
             self.state, self.problem = "failed", message.message

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import logging
 import os
 import queue
@@ -58,6 +59,7 @@ log = logging.getLogger(__name__)
 
 CHECK_SECONDS = 60  # between two counts of the cache, when idle
 LEAVE_SECONDS = 5  # for the step in hand, once nobody listens
+SWITCH_SECONDS = 0.0005  # until a thread gives the interpreter to another that waits for it; 5 ms by default
 
 
 class EngineProcess:
@@ -347,6 +349,18 @@ def _end(s: Sequence) -> End:
     )
 
 
+def keep_up() -> None:
+    """Let nothing hold up the thread that does the steps.
+
+    What is loaded stays, so the collector need not look at it again: a full look takes a tenth of a second, in which
+    nothing else runs. And a thread that has work to do beside the steps (requests coming in, a grammar) gives the
+    interpreter back soon after the engine's asks for it.
+    """
+    gc.collect()
+    gc.freeze()
+    sys.setswitchinterval(SWITCH_SECONDS)
+
+
 def main(descriptor: int) -> int:
     become_child()
     with socket.socket(fileno=descriptor) as sock:
@@ -361,6 +375,7 @@ def main(descriptor: int) -> int:
             show_cause(error)
             sock.sendall(pack(Failed(str(error))))
             return 1
+        keep_up()
         EngineProcess(sock, llm).run()
         signal.alarm(LEAVE_SECONDS)
         llm.close()
