@@ -1,4 +1,5 @@
-"""Passes of many rows, by our kernels and by cuBLASLt: bits, single shapes, segments, whole passes, first tokens.
+"""Passes of many rows, by our kernels and by cuBLASLt: bits, single shapes, segments, whole passes, first tokens;
+and attention over long prompts, in programs of several kinds.
 
     PYTHONPATH=src python bench/gpu/prefill_matmul.py --json prefill.json
     PYTHONPATH=src python bench/gpu/prefill_matmul.py --sections bits,passes
@@ -26,8 +27,10 @@ from torch import Tensor
 from outrider.cache.store import KeyValueStore
 from outrider.engine.certificate import certificate
 from outrider.load.config import ModelConfig, Rope
+from outrider.model import staged
 from outrider.model.decoder import Decoder, make_store
 from outrider.model.device import DeviceDecoder
+from outrider.model.kernels.gpu import attention as at
 from outrider.model.kernels.gpu import library, same_bits
 from outrider.model.kernels.gpu import matmul as mm
 from outrider.model.kernels.gpu.kernels import GpuKernels
@@ -224,7 +227,57 @@ def prompts(given: argparse.Namespace, report: dict[str, Any]) -> None:
         print(f"prompt of {length:6} tokens, ms:", _shown(row), flush=True)
 
 
-SECTIONS = {"bits": bits, "passes": passes, "prompts": prompts, "shapes": shapes, "segments": segments}
+TALL = [(64, 4, 2), (64, 4, 3), (128, 8, 2), (128, 8, 3), (128, 8, 4)]  # rows times heads, warps, stages
+SINGLE = [(16, 4, 2), (16, 4, 3), (16, 4, 4), (16, 4, 6)]
+
+
+def attention(given: argparse.Namespace, report: dict[str, Any]) -> None:
+    """Of a prompt's last 2,048 rows, and of one row, in programs of several kinds: microseconds a layer, and bits. The
+    first of each is how it was before there were tall programs.
+    """
+    config, keys, values = given.model.config, given.store.keys[0], given.store.values[0]
+    keys.normal_()
+    values.normal_()
+    kept = at._stages, at._warps, staged.PROMPT_PROGRAMS
+    for rows, ways, contexts in ((CHUNK, TALL, (2048, 8192, 32_768)), (1, SINGLE, (2048, 8192, 32_768))):
+        for context in contexts:
+            batch = prompt_batch(given.table, context - rows, rows).to(keys.device)
+            q = torch.randn(rows, config.heads, config.head_dim, device=keys.device).to(keys.dtype)
+            first = None
+            for tile, warps, stages in ways:
+                at._stages, at._warps = lambda *a, n=stages: n, lambda *a, n=warps: n
+                staged.PROMPT_PROGRAMS = 0 if tile == at.PROMPT_TILE else 1 << 30
+                name, out = (
+                    f"{rows} of {context}: {tile} by {warps} warps, {stages} stages",
+                    torch.empty_like(q),
+                )
+                try:
+                    took = _attention_us(q, batch, keys, values, out)
+                    first = out.clone() if first is None else first
+                    same = torch.equal(out, first)
+                    report[name] = {"us": took, "same_bits": same}
+                    print(f"attention {name}: {took:.1f} us, {'same' if same else 'OTHER'} bits", flush=True)
+                except Exception as error:
+                    report[name] = {"failed": f"{type(error).__name__} {error}"}
+                    print(f"attention {name} failed: {type(error).__name__} {str(error)[:150]}", flush=True)
+                finally:
+                    at._stages, at._warps, staged.PROMPT_PROGRAMS = kept
+
+
+def _attention_us(q: Tensor, batch: Batch, keys: Tensor, values: Tensor, out: Tensor) -> float:
+    _, heads, dim = q.shape
+    plan = at.plan_attention(batch, heads, keys.shape[1], dim)
+    return replayed(lambda: at.attend(q, batch, keys, values, 0, dim**-0.5, plan, out), 1)
+
+
+SECTIONS = {
+    "bits": bits,
+    "passes": passes,
+    "prompts": prompts,
+    "shapes": shapes,
+    "attention": attention,
+    "segments": segments,
+}
 
 
 def _field(name: str) -> str:

@@ -156,6 +156,7 @@ def _launch_all(every: bool) -> None:
     )
     if not every:
         return
+    _launch_tall()
     tree = Part(0, random_ids(VOCAB, 12), Draft((1, 2, 3), (-1, 0, 0)))
     model.forward(Reader(config).batch(tree), store)
     _launch_head(StepOps(state, model), store)  # whose batches are there
@@ -203,6 +204,21 @@ def _launch_losses() -> None:
     for kind in LOSSES:
         targets = Targets(torch.zeros(2, 16_384), rows, rows)
         fused_divergence(kind, torch.zeros((2, 16_384), dtype=torch.bfloat16), targets, rows)
+
+
+def _launch_tall() -> None:
+    """Attention of a long prompt, in heads of the size that takes most room."""
+    from outrider.model.kernels.gpu.attention import attend, plan_attention
+    from tests.model.batches import Part, Reader
+    from tests.tiny import tiny_config
+
+    reader = Reader(tiny_config(heads=128, kv_heads=32, head_dim=128, layers=1), longest=140)
+    batch = reader.batch(Part(0, [1] * 130))
+    q = torch.empty((batch.rows, 128, 128), dtype=torch.bfloat16)
+    keys = torch.empty((200, 32, 128), dtype=torch.bfloat16)
+    plan = plan_attention(batch, 128, 32, 128)
+    assert plan.tile == 128
+    attend(q, batch, keys, keys.clone(), 0, 0.1, plan, torch.empty_like(q))
 
 
 def _launch_head(ops: Any, store: Any) -> None:

@@ -12,7 +12,8 @@ with the first draft token on (two at most) are gathered for each node by its pa
 Where every row is the only one of its text, a program turns its queries and the row's own key itself, from what the
 matmul left: it loads known keys before that is there, and one launch less stands in between. As in rows.py, to the bit.
 
-Programs are 16, 32 or 64 query rows tall. Hopper's tensor core gives the same bits whichever of its two kinds of
+Programs are 16, 32 or 64 query rows tall, or 128 where a prompt is long: each reads all keys, so that what they read
+from the cache takes half the time then. Hopper's tensor core gives the same bits whichever of its two kinds of
 instruction that means (measured), and every sum over keys is left to it.
 """
 
@@ -31,14 +32,24 @@ from torch import Tensor
 
 from outrider.model.kernels.gpu.launch import INTERPRETED, await_previous, chained, let_next_start
 from outrider.model.kernels.gpu.rows import rope_and_write, sum_parts
-from outrider.model.staged import BLOCK, ROW_FIELDS, TALLEST, StagedPart, group_rows, padded_group
+from outrider.model.staged import (
+    BLOCK,
+    PROMPT_TILE,
+    ROW_FIELDS,
+    TALLEST,
+    StagedPart,
+    group_rows,
+    padded_group,
+    tile_of_prompts,
+)
 from outrider.types import Batch
 
 TILES = (16, 32, TALLEST)  # query rows times heads of a group in one program
 NODES = 64
 TAILS = 2  # blocks that a draft of 63 nodes can touch
 # Loads of slots, keys and values on their way: of these, keys get two buffers, of four one.
-STAGES = {16: 6, 32: 4, 64: 4}
+STAGES = {16: 6, 32: 4, 64: 4, PROMPT_TILE: 4}
+WIDE_STAGES = dict.fromkeys(STAGES, 2)  # for heads of more than 64
 SPANS = (1, 8)  # what a program reads: one split, or those that begin in so many blocks
 # Programs that turn by themselves: what it takes of registers leaves room for no more at a time.
 TURNING = 320
@@ -447,7 +458,7 @@ class JointPlan:
 
 
 def tile_for(longest: int, padded: int) -> int:
-    """The lowest program that holds the longest run of rows of one text, or the highest there is."""
+    """The lowest program that holds the longest run of rows of one text, or the highest for any rows."""
     return next((t for t in TILES if t >= longest * padded), TILES[-1])
 
 
@@ -464,9 +475,11 @@ def plan_attention(
     there = there or batch
     host = replace(batch, **{name: getattr(batch, name).cpu() for name in ROW_FIELDS})
     padded = padded_group(heads, kv_heads)
-    tile = tile_for(longest_run(host), padded)
+    tree, longest = bool((host.ancestors != 0).any()), longest_run(host)
+    tile = tile_for(longest, padded)
+    if not tree and longest * padded >= PROMPT_TILE:
+        tile = tile_of_prompts(batch.rows, heads, kv_heads, dim)
     groups = group_rows(host, tile // padded)
-    tree = bool((host.ancestors != 0).any())
     items = torch.tensor(groups, dtype=torch.int32).to(there.ids.device, non_blocking=True)
     splits = split_count(int(host.positions.max()) + 1)
     single = len(groups) == batch.rows
@@ -491,7 +504,8 @@ def make_attention_plan(
     """
     heads, kv_heads, dim = shape
     enough = ENOUGH // 2 if tile > TILES[0] or splits <= SHORT else ENOUGH
-    whole = not tree and (splits == 1 or (busy or len(items)) * kv_heads >= enough)
+    crowd = splits == 1 or tile == PROMPT_TILE or (busy or len(items)) * kv_heads >= enough
+    whole = not tree and crowd
     room = 0 if whole else rows * heads * (splits + TAILS)
     return AttentionPlan(
         items=items,
@@ -512,7 +526,9 @@ def plan_staged(
     """How a part of staged rows is read, in groups that the host staged with them."""
     heads, kv_heads, _ = shape
     rows, tree = part.batch.rows, part.branching
-    tile = tile_for(part.together, padded_group(heads, kv_heads))
+    padded = padded_group(heads, kv_heads)
+    tall = not tree and part.together * padded == PROMPT_TILE
+    tile = PROMPT_TILE if tall else tile_for(part.together, padded)
     busy = -(-rows // part.together)
     plan = make_attention_plan(part.groups, rows, shape, split_count(context), tree, tile, single, busy)
     if tree:
@@ -615,7 +631,7 @@ def attend(
         HEADS=heads, KV_HEADS=kv_heads, GROUP=heads // kv_heads, PADDED=padded_group(heads, kv_heads), DIM=dim,
         WIDE=_wide(dim), BLOCK=BLOCK, TILE=r.tile, LOW=TILES[0], NODES=NODES, SPAN=span, WINDOW=window > 0,
         WHOLE=r.whole, TAIL=r.tree, FRESH=turning, PARTS=0 if made is None else len(made),
-        num_warps=_warps(r, shared * kv_heads), num_stages=STAGES[r.tile] if dim <= 64 else 2, **chained(),
+        num_warps=_warps(r, shared * kv_heads), num_stages=_stages(r.tile, dim), **chained(),
     )  # fmt: skip
     if r.whole:
         return
@@ -632,8 +648,14 @@ def _turns_itself(fresh: Fresh, attention: AttentionPlan, kv_heads: int) -> bool
 
 
 def _warps(attention: AttentionPlan, programs: int) -> int:
+    if attention.tile == PROMPT_TILE:
+        return 2 * WARPS
     crowded = attention.whole and attention.tile == TILES[0] and programs >= CROWDED
     return WARPS // 2 if crowded else WARPS
+
+
+def _stages(tile: int, dim: int) -> int:
+    return (STAGES if dim <= 64 else WIDE_STAGES)[tile]
 
 
 def _at_once(attention: AttentionPlan, dim: int) -> int:
