@@ -63,7 +63,7 @@ def candidate(draft: str, *speedups: float, kind: str = "lookup", spread: float 
         for b, s in zip((1, 4, 16, 64), speedups, strict=False)
     ]
     facts = more.pop("facts", DraftFacts(kind))
-    options = dict(tasks={}, acceptance=[], draft_ratio=0.1, check={}, prompts=(2, 3))
+    options = dict(tasks={}, tasks_by_batch={}, acceptance=[], draft_ratio=0.1, check={}, prompts=(2, 3))
     return Measured(draft, facts, known, **{**options, **more})
 
 
@@ -107,13 +107,35 @@ def test_larger_batches_cost_a_pass_over_their_rows_and_the_host(monkeypatch: py
     one = trials({2: {"t": [[(2, 1)]]}})
     one.rows, one.host = {1: [1.0] * 3, 3: [2.0] * 3, 2: [9.0]}, {1: [0.2] * 3, 3: [0.6] * 3}
     costs = row_costs(SimpleNamespace(), one, (1, 4), 2, SOON, quiet)  # type: ignore[arg-type]
-    assert costs.model.by_rows[1] == 1.0 and costs.model.by_rows[3] == 2.0
-    assert costs.model.by_rows[2] == pytest.approx(20 + 0.4)  # one step is no median
-    assert costs.model.by_rows[12] == pytest.approx(120 + 0.2 + 0.2 * 11)
+    alone, four = (costs.by_batch[batch].by_rows for batch in (1, 4))
+    assert alone[1] == 1.0 and alone[3] == 2.0
+    assert alone[2] == pytest.approx(20 + 0.4)  # one step is no median
+    assert four[12] == pytest.approx(120 + 0.2 + 0.2 * 11) and 3 not in four
     assert seen == [(1, 2), (4, 4), (4, 8), (4, 12)] and not costs.unmeasured
     late = row_costs(SimpleNamespace(), one, (1, 4), 2, -1.0, quiet)  # type: ignore[arg-type]
-    assert late.unmeasured == {2, 4, 8, 12}
-    assert late.model.by_rows[8] == pytest.approx(2.0 + 0.5 * 5)  # in a straight line
+    assert late.unmeasured == {1, 4}
+    assert late.by_batch[4].by_rows[8] == pytest.approx(2.0 + 0.5 * 5)  # in a straight line
+
+
+def test_rows_of_several_sequences_are_not_taken_for_rows_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One sequence with three draft tokens took four rows; a plain step of four sequences is measured by itself."""
+    monkeypatch.setattr(measuring, "pass_seconds", lambda llm, shapes, *_: [5.0 for _ in shapes])
+    one = trials({2: {"t": [[(2, 1)]]}})
+    one.rows, one.host = {1: [1.0] * 3, 4: [2.0] * 3}, {1: [0.0] * 3}
+    costs = row_costs(SimpleNamespace(), one, (1, 4), 2, SOON, quiet)  # type: ignore[arg-type]
+    ragged = RaggedCosts(costs.by_batch[1], lambda batch, depth: 0.0, costs.by_batch)
+    assert (ragged.plain(4), ragged.step(1, 3, 3)) == (5.0, 2.0)
+    session = Session((1, 4), rows=costs)
+    one.rows[1] = [1.5] * 3  # the machine is slower now
+    own = session._rows_with(one)
+    assert own[4].step(4) == pytest.approx(7.5) and own[1].step(4) == 2.0
+
+
+def test_plain_decoding_is_given_up_once_its_steps_are_known(wide: AsIf) -> None:
+    asked = in_turn({"chat": prompts(4)}, lambda _: PARAMS)
+    found = try_drafter(wide, "lm", asked, (2,), SOON, quiet)
+    assert len(found.plain) == 2 and len(found.context) == 4
+    assert len(found.by_depth[2].prompts("chat")) == len(found.by_depth[2].ratios["chat"]) == 4
 
 
 def test_drafting_costs_more_for_more_sequences(wide: AsIf) -> None:

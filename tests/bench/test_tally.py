@@ -61,7 +61,7 @@ def answers(rate: float, *records: StepRecord, steps: list[float] | None = None)
 
 def test_what_a_way_comes_to() -> None:
     plain, way = Tally(), Tally()
-    base = answers(10.0)
+    base = answers(10.0, steps=[0.01, 0.03])  # two steps of one token
     for group, rate in ((0, 20.0), (1, 30.0)):
         plain.add(group, base, base.run)
         step = record(3, plan_s=0.001, draft_s=0.002, target_s=0.01, verify_s=0.003, total_s=0.02)
@@ -78,6 +78,7 @@ def test_what_a_way_comes_to() -> None:
     stages = {"plan": 1.0, "draft": 2.0, "target": 10.0, "verify": 3.0, "other": 4.0, "total": 20.0}
     assert found["stages_ms"] == pytest.approx(stages)
     assert plain.figures(plain)["ratio_within"] == 0.0
+    assert found["full_batch_ratio"] == pytest.approx(2.0)  # a step takes half as long while nobody has ended
 
 
 def test_a_disturbed_machine_is_seen_in_plain_steps() -> None:

@@ -103,7 +103,8 @@ def _drafting(params: SamplingParams, drafter: str, depth: int) -> SamplingParam
 
 def try_drafter(llm: LLM, drafter: str, asked: Asked, depths: Seq[int], until: float, tell: Tell) -> Trials:
     """Plain decoding and every depth in turn, prompt by prompt, until the time is up; one prompt at least. A depth that
-    falls behind is given up, so that the time goes to those that matter.
+    falls behind is given up, and so is plain decoding once its steps are known, so that the time goes to more prompts:
+    they differ more than steps do.
     """
     found = Trials({d: Trial() for d in depths}, defaultdict(list), defaultdict(list), [], [])
     began, total = time.monotonic(), len(asked)
@@ -114,12 +115,14 @@ def try_drafter(llm: LLM, drafter: str, asked: Asked, depths: Seq[int], until: f
     for number, (task, ids, params) in enumerate(asked):
         share = max(number / total, (time.monotonic() - began) / max(until - began, 1e-3))
         tell(f"{drafter}: prompt {number + 1} of {total}, {task}", min(share, 1.0))
-        plain = answer(llm, [ids], replace(params, speculation=Speculation(drafter="none")))
-        _note_steps(found, plain)
-        found.plain.append(statistics.median(_decoding_times(plain.records) or [plain.run.total_s]))
-        found.context.append(len(ids) + plain.tokens)
+        if number < SURE:
+            plain = answer(llm, [ids], replace(params, speculation=Speculation(drafter="none")))
+            _note_steps(found, plain)
+            found.plain.append(statistics.median(_decoding_times(plain.records) or [plain.run.total_s]))
         for depth in depths:
-            _note_trial(found, depth, task, plain, answer(llm, [ids], _drafting(params, drafter, depth)))
+            done = answer(llm, [ids], _drafting(params, drafter, depth))
+            _note_trial(found, depth, task, done)
+        found.context.append(len(ids) + done.tokens)
         if number + 1 >= SURE:
             depths = _still_good(found, depths)
         if time.monotonic() > until:
@@ -150,14 +153,14 @@ def _note_steps(found: Trials, done: Answers) -> None:
         found.host[record.rows].append(seconds - record.target_s / record.passes)
 
 
-def _note_trial(found: Trials, depth: int, task: str, plain: Answers, done: Answers) -> None:
+def _note_trial(found: Trials, depth: int, task: str, done: Answers) -> None:
     trial, outcomes = found.by_depth[depth], []
     for record in _decoding(done.records):
         trial.draft_s.append(record.draft_s)
         trial.verdicts += step_outcomes(record, last=False)
         outcomes += step_outcomes(record, last=record is done.records[-1])
     trial.outcomes[task].append(outcomes)
-    trial.ratios[task].append(done.run.decode_rate / plain.run.decode_rate)
+    trial.ratios[task].append(done.run.decode_rate * statistics.median(found.plain))
     _note_steps(found, done)
 
 
@@ -175,9 +178,9 @@ def step_outcomes(record: StepRecord, last: bool) -> list[Outcome]:
 
 @dataclass(slots=True)
 class RowCosts:
-    """The target's steps by rows, and which of them were only continued in a straight line."""
+    """The target's steps by batch and rows, and at which batches some were only continued in a straight line."""
 
-    model: CostModel
+    by_batch: dict[int, CostModel] = field(default_factory=dict)
     unmeasured: set[int] = field(default_factory=set)
 
 
@@ -185,26 +188,23 @@ def row_costs(
     llm: LLM, trials: Trials, batches: Seq[int], deepest: int, until: float, tell: Tell
 ) -> RowCosts:
     """From the steps taken one sequence at a time, and from passes over the rows of larger batches."""
-    costs = RowCosts(CostModel())
-    known = costs.model.by_rows
-    for rows, times in trials.rows.items():
-        if len(times) >= ENOUGH or rows == 1:
-            known[rows] = statistics.median(times)
-    host = _host_by_rows(trials)
-    context = int(statistics.median(trials.context))
-    wanted = sorted(
-        {(b, b * (1 + d)) for b in batches for d in LEVELS if d <= deepest}, key=lambda one: one[1]
-    )
-    for number, (batch, rows) in enumerate(wanted):
-        if rows in known:
-            continue
-        tell(f"a pass over {rows} rows", number / len(wanted))
-        if time.monotonic() < until:
-            (alone,) = pass_seconds(llm, [(batch, rows)], context, REPEATS)
-            known[rows] = alone + host(rows)
-        else:
-            known[rows] = _continued(known, rows)
-            costs.unmeasured.add(rows)
+    costs, host, context = RowCosts(), _host_by_rows(trials), int(statistics.median(trials.context))
+    seen = {rows: statistics.median(times) for rows, times in trials.rows.items() if len(times) >= ENOUGH}
+    every = {1: statistics.median(trials.rows[1] or trials.plain)} | seen  # of any batch
+    levels = [d for d in LEVELS if d <= deepest]
+    for number, batch in enumerate(sorted({1, *batches})):
+        known = costs.by_batch.setdefault(batch, CostModel()).by_rows
+        known.update(every if batch == 1 else {})
+        for rows in (batch * (1 + level) for level in levels):
+            if rows in known:
+                continue
+            tell(f"a pass over {rows} rows", number / (1 + len(batches)))
+            if time.monotonic() < until:
+                (alone,) = pass_seconds(llm, [(batch, rows)], context, REPEATS)
+                known[rows] = every[rows] = alone + host(rows)
+            else:
+                known[rows] = every[rows] if rows in every else _continued(every, rows)
+                costs.unmeasured.add(batch)
     return costs
 
 
@@ -313,15 +313,15 @@ def expected(trials: Trials, batch: int, costs: StepCosts, measured: bool) -> Ex
     )  # fmt: skip
 
 
-def by_task(trials: Trials, depth: int, costs: StepCosts) -> dict[str, dict[str, float]]:
-    """One sequence at a time, at this depth."""
+def by_task(trials: Trials, depth: int, costs: StepCosts, batch: int = 1) -> dict[str, dict[str, float]]:
+    """At this depth. What the same run saw is of one sequence at a time."""
     found = {}
     for task in trials.at(depth).outcomes:
         steps = [one for prompt in trials.at(depth).prompts(task) for one in prompt]
         if steps:
-            one = predict(Drafts.of_outcomes(steps, depth), 1, costs)
+            one = predict(Drafts.of_outcomes(steps, depth), batch, costs)
             found[task] = {"tokens_per_step": one.tokens, "speedup": one.speedup, "steps": float(len(steps))}
-            if depth in trials.by_depth:
+            if batch == 1 and depth in trials.by_depth:
                 found[task]["seen"] = statistics.median(trials.by_depth[depth].ratios[task])
     return found
 
@@ -337,6 +337,7 @@ class Measured:
     facts: DraftFacts
     expected: list[Expected]
     tasks: dict[str, dict[str, float]]
+    tasks_by_batch: dict[int, dict[str, dict[str, float]]]  # each at its best depth
     acceptance: list[dict[str, float]]
     draft_ratio: float  # time of a draft token against a plain step
     # One sequence at a time, by depth and task: speed-up as predicted, and as the same run saw it.
@@ -374,23 +375,20 @@ class Session:
                 self.rows = row_costs(llm, trials, self.batches, max(self.depths), limit, say)
             until = time.monotonic() + DRAFT_SHARE * share
             draft_s = draft_seconds(llm, drafter, trials, asked, self.batches, until)
-            costs, unmeasured = RaggedCosts(self._rows_with(trials), draft_s), self.rows.unmeasured
-        known = [
-            expected(
-                trials, b, costs, not any(b <= rows <= b * (1 + max(self.depths)) for rows in unmeasured)
-            )
-            for b in self.batches
-        ]
+            own = self._rows_with(trials)
+            costs, unmeasured = RaggedCosts(own[1], draft_s, own), self.rows.unmeasured
+        known = [expected(trials, b, costs, b not in unmeasured) for b in self.batches]
         first = known[0]
         found = Measured(
             draft,
             facts_of_draft(llm, draft),
             known,
             by_task(trials, first.depth, costs),
+            {one.batch: by_task(trials, one.depth, costs, one.batch) for one in known},
             acceptance_by_depth(trials.by_depth[max(trials.by_depth)].verdicts),
             _draft_ratio(trials, first.depth),
             {depth: by_task(trials, depth, costs) for depth in trials.by_depth},
-            (len(trials.plain), len(asked)),
+            (len(trials.context), len(asked)),
         )
         if any(one.pays for one in known):
             say = _part(tell, 1 - HEAT_SHARE, HEAT_SHARE)
@@ -398,14 +396,17 @@ class Session:
             found.heat = self._other_heat(llm, drafter, asked, first, until, say)
         return found
 
-    def _rows_with(self, trials: Trials) -> CostModel:
-        """The rows' costs, those of few rows as this candidate's own run saw them: machines are not always as fast."""
+    def _rows_with(self, trials: Trials) -> dict[int, CostModel]:
+        """Costs by batch, as this candidate's own run saw them: machines are not always as fast."""
         assert self.rows is not None
-        model = CostModel()
-        model.by_rows.update(self.rows.model.by_rows)
         own = {rows: statistics.median(t) for rows, t in trials.rows.items() if len(t) >= ENOUGH}
-        model.by_rows.update(own)
-        return model
+        pace = own[1] / self.rows.by_batch[1].by_rows[1] if 1 in own else 1.0
+        found = {}
+        for batch, model in self.rows.by_batch.items():
+            found[batch] = CostModel()
+            found[batch].by_rows.update({rows: pace * seconds for rows, seconds in model.by_rows.items()})
+        found[1].by_rows.update(own)
+        return found
 
     def _other_heat(
         self, llm: LLM, drafter: str, asked: Asked, here: Expected, until: float, tell: Tell

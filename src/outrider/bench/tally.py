@@ -42,6 +42,8 @@ class Tally:
     outcomes: Counter[Outcome] = field(default_factory=Counter)
     decoding_steps: int = 0
     stages: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # seconds of those steps
+    full_tokens: int = 0  # of decode steps in which nobody had ended
+    full_seconds: float = 0.0
     by_rows: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))  # of decode steps
 
     def add(self, group: int, done: Answers, plain: Run) -> None:
@@ -56,6 +58,10 @@ class Tally:
         self.gaps += done.gaps
         for step in done.decoding:
             self.by_rows[step.rows].append(step.seconds)
+            self.full_tokens, self.full_seconds = (
+                self.full_tokens + step.tokens,
+                self.full_seconds + step.seconds,
+            )
         for record in done.records:
             self._add_step(record)
 
@@ -90,6 +96,11 @@ class Tally:
     def within(self, plain: Tally) -> float | None:
         return within(self.ratios(plain))
 
+    @property
+    def full_rate(self) -> float:
+        """Tokens per second while nobody has ended, as where others take the place of those who do."""
+        return self.full_tokens / self.full_seconds if self.full_seconds else 0.0
+
     def figures(self, plain: Tally) -> dict[str, Any]:
         ratios = self.ratios(plain)
         steps = self.decoding_steps or 1
@@ -99,6 +110,7 @@ class Tally:
             "tok_s": statistics.median(rate for own in self.rates.values() for rate in own),
             "ratio": speedup(ratios),
             "ratio_within": within(ratios) if self is not plain else 0.0,
+            "full_batch_ratio": self.full_rate / plain.full_rate if plain.full_rate else None,
             "worst": min(map(statistics.median, ratios.values())),
             "tokens_per_step": self.tokens / max(1, self.steps),
             "drafted": self.drafted,

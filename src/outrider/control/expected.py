@@ -10,7 +10,7 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from operator import mul
@@ -42,12 +42,14 @@ class RaggedCosts:
 
     rows: CostModel
     draft: Callable[[int, int], float]  # seconds by batch and depth
+    # The same where it was measured for a batch by itself: rows of several sequences take longer than as many of one.
+    by_batch: Mapping[int, CostModel] = field(default_factory=dict)
 
     def plain(self, batch: int) -> float:
-        return self.rows.step(batch)
+        return self.by_batch.get(batch, self.rows).step(batch)
 
     def step(self, batch: int, depth: int, drafted: int) -> float:
-        return self.rows.step(batch + drafted) + self.draft(batch, depth)
+        return self.by_batch.get(batch, self.rows).step(batch + drafted) + self.draft(batch, depth)
 
 
 @dataclass(frozen=True, slots=True)
