@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from outrider import Settings
-from outrider.errors import InvalidRequest
+from outrider.errors import InvalidRequest, OutOfMemory
 from outrider.settings import Memory, cache_room, free_memory
 
 GIB = 1 << 30
@@ -23,7 +23,7 @@ def test_without_a_gpu_everything_is_for_the_cpu() -> None:
 def test_with_a_gpu_it_is_used_and_its_memory_shared_out() -> None:
     placed = Settings().placed(100 * GIB)
     assert (placed.device, placed.dtype, placed.max_sequences) == ("cuda", "bfloat16", 512)
-    assert placed.cache_bytes == 60 * GIB
+    assert placed.cache_bytes == 100 * GIB
     assert placed.weights == "bfloat16"
 
 
@@ -85,20 +85,17 @@ def test_what_cannot_be_is_named(options, free, param) -> None:
 
 
 def test_a_draft_gets_its_part_before_the_cache_is_sized() -> None:
-    assert cache_room(100 * GIB, 0, 0.0) == 60 * GIB
-    assert cache_room(100 * GIB, 20 * GIB, 0.0) == 48 * GIB
-    assert cache_room(100 * GIB, 20 * GIB, 0.25) == int(38.4 * GIB)
-    assert Settings().placed(100 * GIB, 20 * GIB, 0.25).cache_bytes == int(38.4 * GIB)
+    assert cache_room(100 * GIB, 0, 0.0) == 100 * GIB
+    assert cache_room(100 * GIB, 20 * GIB, 0.0) == 80 * GIB
+    assert cache_room(100 * GIB, 20 * GIB, 0.25) == 64 * GIB
+    assert Settings().placed(100 * GIB, 20 * GIB, 0.25).cache_bytes == 64 * GIB
 
 
-@pytest.mark.parametrize("weights", [0, 1, 7])
-@pytest.mark.parametrize("beside", [0.0, 0.25, 1.0, 3.0])
-def test_whatever_the_draft_a_quarter_of_what_the_weights_leave_is_left(weights: int, beside: float) -> None:
-    """A draft has keys and values of its own twice: as many tokens as the cache for rounds, and up to a quarter of
-    the cache's bytes for packed steps.
-    """
-    cache = cache_room(8 * GIB, weights * GIB, beside)
-    assert 8 * GIB - weights * GIB - cache * (1 + beside + 0.25) >= (8 - weights) * GIB / 4
+def test_so_do_the_steps_as_measured() -> None:
+    assert cache_room(100 * GIB, 20 * GIB, 0.25, 5 * GIB) == 60 * GIB
+    assert Settings().placed(100 * GIB, 20 * GIB, 0.25, working=5 * GIB).cache_bytes == 60 * GIB
+    with pytest.raises(OutOfMemory, match=r"steps take 5.0 GiB, and 4.0 GiB is left.*--max-sequences"):
+        cache_room(9 * GIB, 5 * GIB, 0.0, 5 * GIB)
 
 
 def test_a_draft_that_does_not_fit_is_refused() -> None:
@@ -117,18 +114,39 @@ def test_a_share_of_the_gpu_bounds_everything_on_it() -> None:
     """Of 100 GiB 70 are free: 30 are taken, by the weights or by others."""
     asked = Settings(gpu_memory_utilization=0.8)
     placed = asked.placed(70 * GIB, total=100 * GIB)
-    assert placed.cache_bytes == cache_room(50 * GIB, 0, 0.0) == 30 * GIB
+    assert placed.cache_bytes == cache_room(50 * GIB, 0, 0.0) == 50 * GIB
     assert asked.placed(70 * GIB, 10 * GIB, 0.25, 100 * GIB).cache_bytes == cache_room(
         50 * GIB, 10 * GIB, 0.25
     )
-    assert placed.placed(20 * GIB, total=100 * GIB).cache_bytes == 30 * GIB  # settled is settled
+    assert placed.placed(20 * GIB, total=100 * GIB).cache_bytes == 50 * GIB  # settled is settled
     whole = Settings(gpu_memory_utilization=1).placed(70 * GIB, total=100 * GIB)
     assert whole == Settings().placed(70 * GIB, total=100 * GIB)
+
+
+def shared(free: int, share: float | None = None, **options: int) -> float | None:
+    found = Settings(gpu_memory_utilization=share, **options).bounded(free * GIB, 100 * GIB)
+    return found.gpu_memory_utilization
+
+
+def test_what_is_asked_for_is_for_this_engine_alone() -> None:
+    assert shared(100, 0.5) == pytest.approx(0.5)
+    assert shared(60, 0.5) == pytest.approx(0.9)  # others have 0.4
+    assert shared(50, 0.5) == pytest.approx(1.0)
+    bound = Settings(gpu_memory_utilization=0.5).bounded(60 * GIB, 100 * GIB)
+    assert bound.placed(45 * GIB, total=100 * GIB).cache_bytes == pytest.approx(35 * GIB)  # weights have 15
+
+
+def test_unless_asked_nearly_all_that_is_free_is_taken() -> None:
+    assert shared(100) == pytest.approx(0.92)
+    assert shared(50) == pytest.approx(0.92)
+    assert shared(10) == pytest.approx(0.96)  # little is free: six tenths of it
+    assert shared(10, cache_bytes=GIB) is None
 
 
 @pytest.mark.parametrize(
     ("settle", "says"),
     [
+        (lambda: shared(60, 0.7), r"asks for 70.0 GiB of 100.0 GiB, and 60.0 GiB is free.*at most 0.6,"),
         (lambda: Settings(gpu_memory_utilization=0), "above 0, at most 1"),
         (lambda: Settings(gpu_memory_utilization=1.1), "above 0, at most 1"),
         (lambda: Settings(gpu_memory_utilization=0.5, cache_bytes=1), "leave out one of them"),

@@ -13,7 +13,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from outrider.errors import InvalidRequest, suggest, suggesting
+from outrider.errors import InvalidRequest, OutOfMemory, suggest, suggesting
 
 
 def usable_cores() -> int:
@@ -87,7 +87,8 @@ PREFILL_STRETCH = {"cpu": 4.0, "cuda": inf}
 # A head's logits over 49,000 words take a CPU four times as long as its layer, and hardly any of them is written.
 DRAFT_WORDS = {"cpu": 12_288, "cuda": 0}
 WEIGHT_BYTES = {"bfloat16": 2, "fp8": 1, "int8": 1, "int4": 0.52}  # a weight, with its part of a scale
-CACHE_SHARE = 0.6  # of what all weights leave of a GPU's memory; graphs and logits need the rest
+GPU_SHARE = 0.92  # of a GPU's memory, for everything, unless said otherwise
+MOST_LEFT = 0.4  # of what is free: no more is left alone, however much of a GPU others have taken
 
 
 def shown_size(count: float) -> str:
@@ -111,11 +112,11 @@ class Memory:
         )
 
 
-def cache_room(free: int, draft: int, beside: float) -> int:
+def cache_room(free: int, draft: int, beside: float, working: int = 0) -> int:
     """Bytes for the model's keys and values, of `free` beside its weights.
 
     A draft is loaded later and gets its part first: `draft` bytes of weights, and for every byte of the model's
-    cache `beside` bytes of its own.
+    cache `beside` bytes of its own. So do steps: the `working` bytes that were measured.
     """
     left = free - draft
     if left <= 0 < draft:
@@ -124,7 +125,13 @@ def cache_room(free: int, draft: int, beside: float) -> int:
             "take a smaller draft, or fewer bits with --weights and --draft-weights",
             "draft",
         )
-    return int(CACHE_SHARE * left / (1 + beside))
+    if left <= working:
+        raise OutOfMemory(
+            f"steps take {shown_size(working)}, and {shown_size(max(0, left))} is left for them beside all weights: "
+            "there is none for the cache; take a smaller model, fewer bits with --weights, fewer --max-sequences, a "
+            "shorter --context or a larger --gpu-memory-utilization"
+        )
+    return int((left - working) / (1 + beside))
 
 
 @suggesting
@@ -140,7 +147,9 @@ class Settings:
     threads: int = 0  # 0 = the cores this process may use
     context: int = 0  # 0 = what the model was trained for
     cache_bytes: int = 0  # memory for the KV cache; 0 = by device
-    gpu_memory_utilization: float | None = None  # of a GPU's memory, for everything; None = what is free
+    gpu_memory_utilization: float | None = (
+        None  # of a GPU's memory, for this engine; None = nearly all that is free
+    )
     max_sequences: int = 0  # sequences that share a step; 0 = by device
     step_rows: int = 0  # rows of a step; a longer prompt is prefilled in chunks; 0 = by device
     # What prompt chunks may add to a step beside decoding sequences, in times of what it takes without them; None = by
@@ -239,12 +248,17 @@ class Settings:
             raise InvalidRequest(f"{self.device} stores {name} as {kinds}, not as {kind}", name)
 
     def placed(
-        self, free: int | None, draft: int = 0, beside: float = 0.0, total: int | None = None
+        self,
+        free: int | None,
+        draft: int = 0,
+        beside: float = 0.0,
+        total: int | None = None,
+        working: int = 0,
     ) -> Settings:
         """With everything settled that was left to the device.
 
-        `free` is a GPU's free memory, None without one, of `total`; what a draft will need of it is as `cache_room`
-        has it.
+        `free` is a GPU's free memory, None without one, of `total`; what a draft and steps will need of it is as
+        `cache_room` has it.
         """
         if free is None and self.device == "cuda":
             raise InvalidRequest("no CUDA device is to be seen; use --device cpu", "device")
@@ -259,7 +273,7 @@ class Settings:
             free = self.within_share(free, total)
         sequences = self.max_sequences or SEQUENCES[device]
         weights = FAST[device] if self.weights == "auto" else self.weights
-        room = 1 << 30 if device == "cpu" or free is None else cache_room(free, draft, beside)
+        room = 1 << 30 if device == "cpu" or free is None else cache_room(free, draft, beside, working)
         return replace(
             self,
             device=device,
@@ -274,8 +288,27 @@ class Settings:
             gpu_memory_utilization=None,  # it is in cache_bytes now
         )
 
+    def bounded(self, free: int, total: int) -> Settings:
+        """With the share of the whole GPU that all on it may have together: what is asked for is for this engine alone.
+        Before anything is loaded.
+        """
+        share, others = self.gpu_memory_utilization, total - free
+        if self.cache_bytes:
+            return self
+        if share is None:
+            left = min((1 - GPU_SHARE) * total, MOST_LEFT * free)
+            return replace(self, gpu_memory_utilization=1 - left / total)
+        if share * total > free:
+            raise InvalidRequest(
+                f"gpu_memory_utilization {share:g} asks for {shown_size(share * total)} of {shown_size(total)}, and "
+                f"{shown_size(free)} is free, as others have {shown_size(others)}: ask for at most "
+                f"{int(100 * free / total) / 100:g}, or end what else runs there",
+                "gpu_memory_utilization",
+            )
+        return replace(self, gpu_memory_utilization=min(1.0, share + others / total))
+
     def within_share(self, free: int, total: int) -> int:
-        """What may still be taken of `free` bytes: what others have taken counts, too."""
+        """What may still be taken of `free` bytes, once `bounded`."""
         if self.gpu_memory_utilization is None:
             return free
         may = int(self.gpu_memory_utilization * total)

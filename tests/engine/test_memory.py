@@ -14,10 +14,12 @@ from outrider import LLM, Settings
 from outrider.bench.as_if import AsIf
 from outrider.draft.names import parse_draft
 from outrider.engine import llm
+from outrider.engine.memory import LOGITS_KEPT, working_memory
 from outrider.errors import InvalidRequest
 from outrider.load.checkpoint import open_checkpoint
 from outrider.settings import Memory, cache_room
 from tests.load.tiny import write_folder
+from tests.tiny import tiny_model
 
 GIB = 1 << 30
 
@@ -29,11 +31,14 @@ class Gpu:
         self.folder, self.patch = folder, monkeypatch
         self.free = [10 * GIB]  # the last one is for ever
         self.loaded: list[str | None] = []
+        self.working, self.measured = 0, list[tuple[int, int]]()
         self.drafters: dict[str, Any] = {"lookup": None}
         monkeypatch.setattr(
             llm, "_free_memory", lambda s: self.free.pop(0) if self.free[1:] else self.free[0]
         )
-        monkeypatch.setattr(llm, "_gpu_memory", lambda: (self.free[0], 80 * GIB))
+        monkeypatch.setattr(llm, "_gpu_memory", lambda: (self.free[0], 10 * GIB))
+        monkeypatch.setattr(llm, "runs_on_gpu", lambda s: True)
+        monkeypatch.setattr(llm, "working_memory", self.work)
         monkeypatch.setattr(llm, "load_model", self.load)
         monkeypatch.setattr(llm, "Engine", lambda *given: None)
         monkeypatch.setattr(llm, "make_kv_cache", self.cache)
@@ -47,6 +52,10 @@ class Gpu:
         self.loaded.append(weights)
         place, config = SimpleNamespace(type="cuda"), checkpoint.config
         return SimpleNamespace(device=place, config=config, weight_bytes=lambda: 3 * GIB)
+
+    def work(self, model: Any, settings: Settings, meter: Any) -> int:
+        self.measured.append((settings.step_rows, settings.max_sequences))
+        return self.working
 
     def cache(self, model: Any, settings: Settings) -> Any:
         table = SimpleNamespace(pool=SimpleNamespace(total=settings.cache_bytes >> 10))
@@ -95,9 +104,8 @@ def test_the_cache_leaves_room_for_a_draft_to_come(gpu: Gpu) -> None:
     gpu.drafters["lm"] = None
     made = gpu.llm(draft_weights="int8")
     made._build(parse_draft(f"lookup+{gpu.folder}+early_exit:1"))
-    assert made.settings.cache_bytes == cache_room(
-        GIB // 1024, numbers(gpu.folder), 1.0
-    )  # itself as its draft
+    room = cache_room(int(0.6 * gpu.free[0]), numbers(gpu.folder), 1.0)  # itself as its draft
+    assert made.settings.cache_bytes == pytest.approx(room, abs=8)
 
 
 def test_without_a_draft_model_nothing_is_set_aside_or_looked_for(gpu: Gpu) -> None:
@@ -108,21 +116,56 @@ def test_without_a_draft_model_nothing_is_set_aside_or_looked_for(gpu: Gpu) -> N
     for draft in ("auto", "none", "lookup+early_exit:2", "early_exit"):
         made = gpu.llm()
         made._build(parse_draft(draft))
-        assert made.settings.cache_bytes == 6 * GIB
+        assert made.settings.cache_bytes == int(0.92 * 10 * GIB)
 
 
 def test_what_is_wrong_with_a_draft_is_left_to_who_loads_it(gpu: Gpu) -> None:
     made = gpu.llm()
     made._build(parse_draft("/no/such/draft"))
-    assert made.settings.cache_bytes == 6 * GIB
+    assert made.settings.cache_bytes == int(0.92 * 10 * GIB)
 
 
 def test_memory_is_what_was_measured(gpu: Gpu) -> None:
-    """Before anything; beside the weights; beside the cache; beside the drafters and captured steps."""
-    gpu.free = [20 * GIB, 10 * GIB, 4 * GIB, GIB]
-    made = gpu.llm()
+    """Before anything; beside the weights; beside kernels; beside the cache; beside drafters and captured steps."""
+    gpu.free = [10 * GIB, 7 * GIB, 6 * GIB, 4 * GIB, GIB]
+    gpu.working = 2 * GIB
+    made = gpu.llm(gpu_memory_utilization=1)
     made._build(parse_draft("lookup"))
-    assert made.memory == Memory(3 * GIB, 3 * GIB, 6 * GIB, 6 * GIB >> 10, GIB)
+    assert made.memory == Memory(3 * GIB, 3 * GIB, 4 * GIB, 4 * GIB >> 10, GIB)
+
+
+def test_the_steps_that_will_run_are_measured_unless_the_cache_has_a_size(gpu: Gpu) -> None:
+    gpu.llm(max_sequences=64)._build(parse_draft("none"))
+    gpu.llm(max_sequences=32, step_rows=700)._build(parse_draft("none"))
+    gpu.llm(cache_bytes=GIB)._build(parse_draft("none"))
+    assert gpu.measured == [(8192, 64), (700, 32)]
+
+
+class Counted:
+    """A meter of two measurements."""
+
+    def __init__(self, *most: int) -> None:
+        self.found, self.started = list(most), 0
+
+    def start(self) -> None:
+        self.started += 1
+
+    def most(self) -> int:
+        return self.found.pop(0)
+
+
+@pytest.mark.parametrize(("context", "rows"), [(256, 40), (32, 100)])
+def test_the_largest_pass_is_run_and_all_that_sequences_hold_is_made(context: int, rows: int) -> None:
+    """With prompts longer than a step, and shorter."""
+    model, meter, passes = tiny_model(), Counted(1000, 200), []
+    forward = model.forward
+    model.forward = lambda batch, store: passes.append(batch) or forward(batch, store)  # type: ignore[method-assign]
+    settings = Settings(max_sequences=8, step_rows=rows, context=context)
+    logits = 8 * model.config.vocab * 4
+    assert working_memory(model, settings, meter) == 1000 + 200 + LOGITS_KEPT * logits
+    [batch] = passes
+    assert (batch.rows, len(batch.logit_rows), meter.started) == (rows, 8, 2)
+    assert int(batch.positions.max()) < context
 
 
 def test_a_draft_format_with_no_draft_model_is_refused(gpu: Gpu) -> None:

@@ -217,7 +217,7 @@ ENGINE = Flags(
         Flag(
             "gpu_memory_utilization",
             float | None,
-            "Share of a GPU's memory for weights, graphs and KV cache together.",
+            "Share of a GPU's memory for weights, graphs and KV cache together; 0.92 by default.",
             metavar="F",
         ),
         Flag("max_sequences", int, "Sequences that share a step; 0 means by device."),

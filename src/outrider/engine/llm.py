@@ -30,7 +30,7 @@ from outrider.engine.engine import Engine
 from outrider.engine.graph_runner import make_graph_runner
 from outrider.engine.kv_cache import KvCache, make_kv_cache
 from outrider.engine.live_draft import LiveDraft
-from outrider.engine.memory import check_room
+from outrider.engine.memory import GpuMeter, check_room, working_memory
 from outrider.engine.output import Output, make_output
 from outrider.engine.planning import guards_of
 from outrider.engine.prompts import Message, Prompt, as_list, check_messages, plain_list
@@ -339,6 +339,8 @@ class LLM:
 
     def _with_room(self, parts: Seq[Part]) -> Seq[Part]:
         """The parts, without a paired draft that there is no room for: nobody asked for it."""
+        if runs_on_gpu(self.settings):
+            self.settings = self.settings.bounded(*_gpu_memory())
         try:
             self._check_room(parts)
         except OutOfMemory as full:
@@ -366,14 +368,16 @@ class LLM:
         free = _free_memory(self.settings) if self.model.device.type == "cuda" else None
         if free is None:
             return self.settings.placed(None)
-        draft, own = draft_room(self._draft_checkpoints(parts)), self.model.config
-        total = _gpu_memory()[1]
-        kind = self.settings.placed(free, total=total).draft_weights
+        draft, own, total = draft_room(self._draft_checkpoints(parts)), self.model.config, _gpu_memory()[1]
+        settled = self.settings.placed(free, total=total)
+        if not self.settings.step_rows and own.parameters <= SMALL:
+            settled = replace(settled, step_rows=4 * settled.step_rows)
+        weights = int(draft.weights * WEIGHT_BYTES[settled.draft_weights])
         beside = draft.cached / (2 * own.layers * own.kv_heads * own.head_dim)
-        placed = self.settings.placed(free, int(draft.weights * WEIGHT_BYTES[kind]), beside, total)
-        if self.settings.step_rows or self.model.config.parameters > SMALL:
-            return placed
-        return replace(placed, step_rows=4 * placed.step_rows)
+        working = 0 if self.settings.cache_bytes else working_memory(self.model, settled, GpuMeter())
+        free = _free_memory(self.settings)  # less: kernels that were loaded for it stay
+        placed = self.settings.placed(free, weights, beside, total, working)
+        return replace(settled, cache_bytes=placed.cache_bytes)
 
     def _draft_checkpoints(self, parts: Seq[Part]) -> list[Checkpoint]:
         """The models that are to draft. What is wrong with one is for whoever loads it to say."""

@@ -1,14 +1,21 @@
-"""Running out of memory, in words: what needed it, and what to take less of."""
+"""What steps need of a GPU's memory, measured; and running out of memory, in words: what needed it, and what to take
+less of.
+"""
 
 from __future__ import annotations
 
 import re
+from typing import Protocol
 
+import torch
+
+from outrider.device.state import SequenceState
 from outrider.engine.draft_room import DraftRoom
 from outrider.errors import OutOfMemory
 from outrider.load.config import ModelConfig
+from outrider.model.decoder import Model, make_store
 from outrider.settings import Settings, shown_size
-from outrider.types import MAX_NODES
+from outrider.types import MAX_NODES, Batch
 
 LESS = (
     "take a smaller model, a shorter --context, a smaller --cache-bytes or fewer --max-sequences "
@@ -63,3 +70,66 @@ def check_room(config: ModelConfig, settings: Settings, free: int, draft: DraftR
     if settings.cache_bytes:
         raise OutOfMemory(text)
     return text
+
+
+# ------------------------------------------------------------------------------------------- what steps need
+
+# Captured steps keep their logits: those of all sizes together come to some three times the largest's, and half as many
+# again are for sampling.
+LOGITS_KEPT = 4
+
+
+class Meter(Protocol):
+    """Counts what is taken of a device's memory."""
+
+    def start(self) -> None: ...
+
+    def most(self) -> int:
+        """Bytes that were taken at once since the start, at most."""
+        ...
+
+
+class GpuMeter:
+    def start(self) -> None:
+        torch.cuda.reset_peak_memory_stats()
+        self.before = torch.cuda.memory_allocated()
+
+    def most(self) -> int:
+        torch.cuda.synchronize()
+        return int(torch.cuda.max_memory_allocated()) - self.before
+
+
+def working_memory(model: Model, settings: Settings, meter: Meter) -> int:
+    """Bytes that steps take beside weights and KV cache: the largest pass is run, over slots of its own, and what is
+    held for every sequence is made once.
+    """
+    context = settings.context or model.config.context
+    meter.start()
+    state = SequenceState(settings.max_sequences, context + MAX_NODES, model.device, model.config.vocab)
+    state.edits.make()
+    held = meter.most()
+    del state
+    batch = _largest_batch(settings, context, model.device)
+    store = make_store(model, batch.rows)
+    meter.start()
+    logits = model.forward(batch, store)
+    return held + meter.most() + LOGITS_KEPT * logits.nbytes
+
+
+def _largest_batch(settings: Settings, context: int, device: torch.device) -> Batch:
+    """A step's rows, all of prompts that begin, and logits of as many rows as sequences may want."""
+    rows, each = settings.step_rows, min(settings.step_rows, context)
+    at = torch.arange(rows, dtype=torch.int32, device=device)
+    positions, prompts = at % each, -(-rows // each)
+    table = torch.arange(prompts * each, dtype=torch.int32, device=device).view(prompts, each)
+    wanted = min(rows, settings.max_sequences)
+    return Batch(
+        ids=torch.zeros(rows, dtype=torch.int64, device=device),
+        positions=positions,
+        slots=at,
+        table_rows=at // each,
+        prefix=positions + 1,
+        ancestors=torch.zeros(rows, dtype=torch.int64, device=device),
+        table=table,
+        logit_rows=torch.arange(rows - wanted, rows, device=device),
+    )

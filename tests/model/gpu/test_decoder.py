@@ -9,12 +9,15 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from outrider.cache.store import KeyValueStore
+from outrider.engine.memory import LOGITS_KEPT, working_memory
 from outrider.model.decoder import Decoder
+from outrider.model.device import DeviceDecoder
 from outrider.model.kernels.gpu.attention import plan_attention
 from outrider.model.kernels.gpu.graph import GraphedDecoder
 from outrider.model.kernels.gpu.kernels import GpuKernels
 from outrider.model.kernels.reference import ReferenceKernels
 from outrider.model.rope import rope_tables
+from outrider.settings import Settings
 from outrider.types import Draft
 from tests.model.batches import Part, Reader, furthest, random_ids
 from tests.model.gpu.test_kernels import HALF, TREE, to_device
@@ -94,3 +97,20 @@ def test_graphs_have_the_bits_of_eager_passes(device: str) -> None:
     for parts in ([Part(0, [5])], [Part(t, [5]) for t in range(3)], [Part(1, [5], Draft.chain([1] * 63))]):
         expected: Tensor = model.forward(reader.batch(*parts), reader.store)
         assert torch.equal(graphed.forward(Reader.batch(reader, *parts)), expected)
+
+
+def test_what_steps_need_is_measured_by_a_pass(device: str) -> None:
+    """The pass that sizes the KV cache runs where the model does, and keeps nothing of it."""
+    model = DeviceDecoder(decoders(device)[0])
+    made: list[int] = []
+
+    class Meter:
+        def start(self) -> None: ...
+
+        def most(self) -> int:
+            made.append(1)
+            return 10
+
+    settings = Settings(max_sequences=4, step_rows=20, context=16)
+    found = working_memory(model, settings, Meter())
+    assert (found, len(made), len(model._graphs)) == (20 + LOGITS_KEPT * 4 * VOCAB * 4, 2, 0)
