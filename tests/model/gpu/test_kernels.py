@@ -141,6 +141,14 @@ def test_add_and_norm(device: str, parts: int, normed: bool) -> None:
         assert furthest(outs[0].float(), outs[1].float()) < 1e-2
 
 
+def test_parts_may_have_room_between_them(device: str) -> None:
+    x, padded = noise(5, 96).to(device), noise(3, 8, 96, seed=1).to(device)
+    ours, theirs = x.clone(), x.clone()
+    rows.add_and_norm(ours, padded[:, :5], None, 1e-5, None)
+    rows.add_and_norm(theirs, padded[:, :5].contiguous(), None, 1e-5, None)
+    assert torch.equal(ours, theirs)
+
+
 def test_norm_of_picked_rows_leaves_the_rest(device: str) -> None:
     x, pending = noise(5, 96).to(device), noise(2, 5, 96, seed=1).to(device)
     weight, picked = noise(96, seed=2).to(device), torch.tensor([4, 0, 0], device=device)

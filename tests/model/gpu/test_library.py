@@ -32,6 +32,8 @@ def few(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
         return
     monkeypatch.setattr(same_bits, "COUNTS", COUNTS)
     monkeypatch.setattr(same_bits, "SEEDS", (0,))
+    monkeypatch.setattr(same_bits, "GATED_FROM", 0)
+    monkeypatch.setattr(same_bits, "CUT_FROM", 0)
     monkeypatch.setattr(same_bits, "trial_rows", lambda rows, weight, seed: whole(rows, weight.inputs))
 
 
@@ -153,6 +155,21 @@ def test_short_segments_and_fewer_bits_stay_with_our_kernels(monkeypatch: pytest
     short, fewer = packed(64, 512), matmul.pack(noise(64, 512).to(DEVICE), kind="int8")
     made = same_bits.adopt_library([(short, None), (fewer, None)], 1 << 40, Product())
     assert made.refused.startswith("no weight") and short.library is None and fewer.library is None
+
+
+def test_the_library_is_asked_where_it_is_quicker(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("COUNTS", library.COUNTS), ("GATED_FROM", 192), ("CUT_FROM", 1024)):
+        monkeypatch.setattr(same_bits, name, value)
+    shapes = {
+        (1, 128_256, 4096): (128, 1024),
+        (2, 14_336, 4096): (192, 2048),
+        (1, 4096, 14_336): (1024, 2048),
+    }
+    for (halves, outputs, inputs), ends in shapes.items():
+        counts = same_bits.counts_for(
+            matmul.room_for(halves, outputs, inputs, "bfloat16", torch.bfloat16, "meta")
+        )
+        assert (min(counts), max(counts)) == ends
 
 
 def test_a_torch_that_cannot_forbid_splits_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
