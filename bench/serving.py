@@ -58,10 +58,10 @@ def read_prompts(file: Path, most: int, longest: int = 1500) -> list[str]:
 
 
 class Server:
-    """`outrider serve` on a free port, as a context. `log` is what it printed."""
+    """`outrider serve` on a free port, as a context. `log` is what it printed, `module` what is run as `outrider`."""
 
-    def __init__(self, model: str, *flags: str, seconds: float = 300) -> None:
-        command = [sys.executable, "-m", "outrider", "serve", model, "--port", "0", *flags]
+    def __init__(self, model: str, *flags: str, seconds: float = 300, module: str = "outrider") -> None:
+        command = [sys.executable, "-m", module, "serve", model, "--port", "0", *flags]
         self.log: list[str] = []
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ
