@@ -56,7 +56,7 @@ def make_runner(shape: str, draft: str, size: int, context: int) -> GraphRunner:
 
 
 def captured(runner: GraphRunner, size: int, drafter: str, tree: TreeShape, context: int) -> CapturedStep:
-    return runner._captured(StepShape(size, tree, drafter, context, False))
+    return runner.graphs.capture(StepShape(size, tree, drafter, context, False))
 
 
 def seconds(

@@ -82,8 +82,10 @@ FAST = {"cpu": "float32", "cuda": "bfloat16"}
 WEIGHTS = {"cpu": ("float32",), "cuda": ("bfloat16", "fp8", "int8", "int4")}
 SEQUENCES = {"cpu": 64, "cuda": 512}
 ROWS = {"cpu": 128, "cuda": 2048}
-# A row costs a CPU nearly as much as a step of one, so a bound on prompt rows is what keeps other streams moving.
-PREFILL_STRETCH = {"cpu": 4.0, "cuda": inf}
+# A row costs a CPU nearly as much as a step of one; a GPU reads its weights for a hundred of them as fast as for one,
+# so that a small part of a step's time is room for a bite of prompt rows.
+PREFILL_STRETCH = {"cpu": 4.0, "cuda": 0.4}
+PREFILL_WAIT = {"cpu": 1.0, "cuda": 0.05}  # some ten steps of one sequence
 # A head's logits over 49,000 words take a CPU four times as long as its layer, and hardly any of them is written.
 DRAFT_WORDS = {"cpu": 12_288, "cuda": 0}
 WEIGHT_BYTES = {"bfloat16": 2, "fp8": 1, "int8": 1, "int4": 0.52}  # a weight, with its part of a scale
@@ -169,6 +171,9 @@ class Settings:
     draft_probe_share: float = 0.002  # of the time, for probes where nothing is drafted; 0: none
     draft_baseline_interval: int = 100  # drafting steps after which a plain one is measured
     objective: str = "throughput"  # throughput | latency
+    prefill_wait: float | None = (
+        None  # seconds from which on a waiting prompt raises that bound; None = by device
+    )
     prefix_reuse: bool = True
     special_tokens_in_text: bool = False  # messages may hold control tokens by their strings, as templates do
     prompt_matmul: str = (
@@ -195,10 +200,9 @@ class Settings:
                 raise InvalidRequest(f"{name} must be at least 0, got {getattr(self, name)}", name)
         self._check_share()
         self._check_guards()
-        if self.prefill_stretch is not None and not self.prefill_stretch > 0:
-            raise InvalidRequest(
-                f"prefill_stretch must be above 0, got {self.prefill_stretch}", "prefill_stretch"
-            )
+        for name in ("prefill_stretch", "prefill_wait"):
+            if (bound := getattr(self, name)) is not None and not bound > 0:
+                raise InvalidRequest(f"{name} must be above 0, got {bound}", name)
         if self.step_rows < 0 or (self.step_rows and self.step_rows < self.max_sequences):
             raise InvalidRequest(
                 f"step_rows ({self.step_rows}) must be at least max_sequences ({self.max_sequences}), "
@@ -284,6 +288,7 @@ class Settings:
             max_sequences=sequences,
             step_rows=self.step_rows or max(ROWS[device], sequences),
             prefill_stretch=self.prefill_stretch or PREFILL_STRETCH[device],
+            prefill_wait=self.prefill_wait or PREFILL_WAIT[device],
             cache_bytes=self.cache_bytes or room,
             gpu_memory_utilization=None,  # it is in cache_bytes now
         )

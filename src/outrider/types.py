@@ -379,6 +379,9 @@ class StepRecord:
     # Of one drafting sequence now and then: its drafter, tokens it emitted, and the sum of the probabilities that the
     # target gave them.
     predicted: list[tuple[str, int, float]] = field(default_factory=list)
+    # Made since the last step was settled, while somebody waited.
+    graphs_captured: int = 0
+    kernels_compiled: int = 0
     # What drafters that take no pass would have got where they were not asked.
     scored: list[Outcome] = field(default_factory=list)
 

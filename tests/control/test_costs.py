@@ -136,3 +136,24 @@ def test_of_two_drafters_the_costlier_is_charged_with_what_the_other_does_not_ta
     assert made.per_level == pytest.approx({"lookup": 0.05, "lm": 0.3})
     drafted(0.0, lookup=4, lm=2)
     assert made.per_level == pytest.approx({"lookup": 0.05, "lm": 0.27})
+
+
+def test_captured_steps_have_room_for_certain_numbers_of_prompt_rows():
+    costs = CostModel()
+    costs.learn("none", 16, [("none", (0, 0), 4.0)])
+    for rows, seconds in ((64, 4.2), (128, 5.0), (256, 8.0), (512, 15.0)):
+        costs.learn_prompt_rows(16, rows, seconds)
+    assert [costs.prompt_rows(9, share, most=2048) for share in (0.01, 0.1, 0.4, 1.5, 50.0)] == [
+        64,
+        64,
+        128,
+        256,
+        512,
+    ]
+    assert costs.prompt_rows(9, 50.0, most=100) == 100
+    slow = mixed(100, 7.0, ("none", (0, 0), 16))
+    slow.target_s = 7.0
+    for _ in range(60):  # longer texts
+        costs.observe(slow)
+    assert costs.prompt_rows(9, 0.4, most=2048) == 64
+    assert costs.plain(16) == 4.0 and not costs.per_prompt_row

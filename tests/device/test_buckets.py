@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.device.buckets import MAX_LOGITS, STAGED, bucket, staged_bucket, staged_shape
+from outrider.device.buckets import FEW_LOGITS, MAX_LOGITS, STAGED, bucket, staged_bucket, staged_shape
 from outrider.model.staged import StagedRows
 from outrider.types import NO_DRAFT, Draft
 from tests.model.batches import Part, Reader
@@ -49,5 +49,6 @@ def test_few_buckets() -> None:
     assert staged_bucket([5], [], 1) == (STAGED[0], STAGED[0], 0)
     assert staged_bucket([], [9], 9) == (STAGED[0], STAGED[0], STAGED[0])
     rows, wanted, branching = staged_bucket([700], [9], 10)
-    assert branching == STAGED[0] and wanted == MAX_LOGITS and rows - branching >= 700
+    assert branching == STAGED[0] and wanted == FEW_LOGITS and rows - branching >= 700
+    assert staged_bucket([700], [9], FEW_LOGITS + 1)[1] == MAX_LOGITS
     assert bucket(3, (1, 4)) == 4 and bucket(5, (1, 4)) == 5

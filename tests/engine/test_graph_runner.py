@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from outrider.control.planner import Planner
 from outrider.control.trees import TREES
+from outrider.device.buckets import RUN_SECONDS
 from outrider.draft.lookup import LookupDrafter
 from outrider.draft.progress import PrefillProgress
 from outrider.engine.engine import Engine
@@ -98,7 +99,8 @@ def arriving(engine: Engine, requests: list[Request], comes, leaves=lambda step:
 
 
 def shapes(engine: Engine) -> list:
-    return list(engine.runner.steps)
+    """Of steps with resident rows."""
+    return [shape for shape in engine.runner.graphs.steps if shape.size]
 
 
 @pytest.mark.parametrize("default", ["lm", "lookup"])
@@ -277,13 +279,15 @@ def test_what_draft_trees_there_are(model, small) -> None:
 class Busy:
     """A device that is always done before the host looks, so that runs grow; or never, so that they shrink."""
 
+    device = 0.0  # seconds of a pass there
+
     def __init__(self, engine: Engine, waited: float) -> None:
         self.observe, self.passes, self.waited = engine.runner.runs.observe, [], waited
         engine.runner.runs.observe = self.watch
 
-    def watch(self, size: int, passes: int, waited: float, spent: float) -> None:
+    def watch(self, size: int, passes: int, waited: float, spent: float, device: float) -> None:
         self.passes.append(passes)
-        self.observe(size, passes, self.waited, 1.0)
+        self.observe(size, passes, self.waited, 1.0, self.device * passes)
 
 
 @pytest.mark.parametrize("lag", [0, 1])
@@ -325,6 +329,17 @@ def test_runs_grow_while_the_device_waits_for_the_host_and_shrink_again(model, s
     assert busy.passes[-1] == 1
 
 
+def test_runs_are_short_enough_for_a_stream(model, small) -> None:
+    """However far behind the host is: the tokens of a run reach a client all at once."""
+    engine = make_engine(model, small, 1)
+    busy = Busy(engine, waited=0.0)
+    busy.device = RUN_SECONDS / 2
+    engine.runner.runs.passes[1] = 8
+    engine.add(request("a", prompt_of(5), max_tokens=60, speculation=False))
+    finish(engine)
+    assert busy.passes[:2] == [8, 8] and set(busy.passes[2:]) == {1}
+
+
 def test_no_step_is_launched_for_what_is_known_to_be_over(model, small) -> None:
     """The length is known beforehand: neither a step too many nor a pass."""
     engine = make_engine(model, small, 1)
@@ -352,7 +367,7 @@ def test_steps_are_prepared(model, small) -> None:
         assert all((keys[:-1] == 7.0).all() for keys in (*store.keys, *store.values))
     assert engine.runner.sizes.made == {1, 2, 4, 8}
     costs = engine.planner.costs
-    assert costs.measured == {(name, size) for name in ("lm", "lookup") for size in (1, 2, 4, 8)}
+    assert costs.measured == {(name, size) for name in ("none", "lm", "lookup") for size in (1, 2, 4, 8)}
     assert costs.plain(8) is not None and costs.per_token.keys() == {"lm"}
     for key, value in state.items():  # the last row is padding's
         assert torch.equal(getattr(engine.runner.state, key)[:-1], value[:-1]), key

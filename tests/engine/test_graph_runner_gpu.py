@@ -187,7 +187,7 @@ def test_captured_steps_emit_what_eager_ones_do(models, alone, planner, seed) ->
     engine = make_engine(models, True, PLANNERS[planner]())
     heard = arriving(engine, some_requests(seed), seed)
     assert heard == {one: alone[seed, one] for one in heard}
-    assert any(step.graph is not None for step in engine.runner.steps.values())
+    assert any(step.graph is not None for step in engine.runner.graphs.steps.values())
 
 
 @pytest.mark.parametrize("default", ["lm", "lookup"])

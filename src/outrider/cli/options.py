@@ -234,6 +234,12 @@ ENGINE = Flags(
         ),
         *PLANNER,
         Flag(
+            "prefill_wait",
+            float | None,
+            "Seconds from which on a waiting prompt raises that bound, in proportion. By device.",
+            metavar="SECONDS",
+        ),
+        Flag(
             "special_tokens_in_text",
             bool,
             "Let messages hold control tokens by their strings; by default they stay text.",

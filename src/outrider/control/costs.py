@@ -36,6 +36,8 @@ class CostModel:
         # What prompt rows add to a step of decoding sequences, by the power of two that has room for them: a row of so
         # many.
         self.per_prompt_row: dict[int, float] = {}
+        # Captured plain steps with room for prompt rows, by size and that room.
+        self.beside: dict[tuple[int, int], float] = {}
         self.measured: set[tuple[str, int]] = set()  # drafters and sizes of captured steps
         self.served: set[int] = set()  # sizes of plain captured steps that answered somebody
         # Drafting steps since the last plain one: by size of captured steps, by minus the batch of ragged ones.
@@ -81,6 +83,12 @@ class CostModel:
         return self.since_plain.get(size or -batch, 0) >= self.baseline_interval
 
     def _observe_prompt(self, record: StepRecord) -> None:
+        drafter, _, size = record.captured or ("", NO_TREE, 0)
+        if drafter == "none" and (rooms := self._rooms(size)) and record.prompt_rows <= max(rooms):
+            room = min(rows for rows in rooms if rows >= record.prompt_rows)
+            seconds = min(max(record.total_s, record.target_s), MAX_STALL * record.target_s)
+            _learn(self.beside, (size, room), seconds)
+            return
         without = self._seconds(record, record.rows - record.prompt_rows)
         if record.prompt_rows and without and record.catch_up is None:
             added = max(record.total_s - record.draft_s - without, 0.0)
@@ -94,10 +102,13 @@ class CostModel:
 
     def prompt_rows(self, decoding: int, share: float, most: int) -> int:
         """Prompt rows that add such a share to the time of a step of so many decoding sequences. While nobody knows
-        what they add, as many as may be.
+        what they add, as many as may be. Captured steps have room for certain numbers of them: one of those.
         """
-        sizes = [size for name, _, size in self.captured if name == "none" and size >= decoding]
-        plain = self.plain(min(sizes)) if sizes else self.step(decoding) if self.by_rows else None
+        size = min((s for name, _, s in self.captured if name == "none" and s >= decoding), default=0)
+        plain = self.plain(size) if size else self.step(decoding) if self.by_rows else None
+        if plain and (rooms := self._rooms(size)):
+            within = [rows for rows, seconds in rooms.items() if seconds <= (1 + share) * plain]
+            return min(max(within, default=min(rooms)), most)
         if not plain or not self.per_prompt_row:
             return most
         room = _bucket(most)
@@ -108,6 +119,14 @@ class CostModel:
                 return rows
             room //= 2
         return 1
+
+    def _rooms(self, size: int) -> dict[int, float]:
+        """Room for prompt rows that captured steps of this size have, and their seconds."""
+        return {rows: seconds for (known, rows), seconds in self.beside.items() if known == size}
+
+    def learn_prompt_rows(self, size: int, rows: int, seconds: float) -> None:
+        """A captured plain step of this size, with room for so many prompt rows, was measured."""
+        _learn(self.beside, (size, rows), seconds)
 
     def learn(self, drafter: str, size: int, costs: Iterable[tuple[str, TreeShape, float]]) -> None:
         """Captured steps of this size were measured, plain and with a drafter."""

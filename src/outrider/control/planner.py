@@ -44,6 +44,7 @@ class Planner:
         self.staged, self.resident = StagedPlans(*known), ResidentPlans(*known)
         self.crowded = Reason("batch", 0, (("batch", 0),))  # one for all sequences of a step
         self.learn, self.learn_reading = self.costs.learn, self.costs.learn_reading
+        self.learn_prompt_rows = self.costs.learn_prompt_rows
 
     def plan(self, work: Seq[Work], options: Options) -> Plan:
         """One bet and one reason for each item of work."""

@@ -8,12 +8,20 @@ from collections.abc import Sequence as Seq
 from outrider.load.config import ModelConfig
 from outrider.model.staged import StagedShape, rows_together
 
-SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)  # resident sequences
+# Resident sequences. Weights are read once for up to 64 rows; from there on a step grows with its rows, and what is
+# padded is paid for.
+SIZES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
 RUNS = (1, 4, 8)  # plain passes in one step
-# Rows packed by the host that steps are captured for. Beyond, padding would cost more than launching operations one by
-# one, which so long a step hides: rows are rounded up to a multiple.
-STAGED, STAGED_MULTIPLE = (16, 32, 64, 128, 256), 64
-MAX_LOGITS = 64  # of staged rows; more are rounded up to a multiple
+RUN_SECONDS = 0.006  # of one step, at most, with several passes: their tokens reach a stream all at once
+# Rows packed by the host. Beyond, padding would cost more than launching operations one by one, which so long a step
+# hides: rows are rounded up to a multiple.
+STAGED, STAGED_MULTIPLE = (16, 32, 64, 128, 256, 512), 64
+# Prompt rows that steps are captured with ahead, and the logits that are wanted of them. Fewer rows than the least cost
+# no less; as many as the most are read as fast, row by row, as in steps of thousands, which streams would feel.
+BITES = ((64, 16), (128, 16), (256, 16), (512, 64))
+DRAFTED_BITES = BITES[1:3]  # beside drafts
+MAX_BESIDE = 4  # nodes of drafts beside prompt rows: chains that are captured with them
+FEW_LOGITS, MAX_LOGITS = 16, 64  # of staged rows: a few, or a multiple
 MAX_ROWS = 512  # of a step whose drafts nobody asked for: logits of many rows take much memory
 TREE_SIZE = 4  # up to so many sequences a step has rows to spare for trees that branch
 CAPTURE_AFTER = 48  # launches of a shape with staged rows: as many lose what it takes to capture one
@@ -37,7 +45,8 @@ def staged_bucket(chunks: Seq[int], drafts: Seq[int], logits: int) -> tuple[int,
     """
     rows, branching = (_room(sum(some), len(some)) if some else 0 for some in (chunks, drafts))
     total = rows + branching
-    return total, min(total, -(-logits // MAX_LOGITS) * MAX_LOGITS), branching
+    few = bucket(logits, (FEW_LOGITS, -(-logits // MAX_LOGITS) * MAX_LOGITS))
+    return total, min(total, few), branching
 
 
 def _room(rows: int, sequences: int) -> int:
@@ -73,15 +82,18 @@ class SizeChoice:
     def __init__(self) -> None:
         self.made: set[int] = set()
         self.oversized: Counter[int] = Counter()  # by size: steps for which a larger one had to do
+        self.on_demand = True  # whether a new one may be made now
 
     def choose(self, count: int) -> int:
         size = bucket(count, SIZES)
         nearest = min((one for one in self.made if one > size), default=0)
         if size not in self.made and nearest:
             self.oversized[size] += 1
-            if self.oversized[size] * SAVED * (nearest / size - 1) < CAPTURE_COST:
+            lost = self.oversized[size] * SAVED * (nearest / size - 1)
+            if lost < CAPTURE_COST or not self.on_demand:
                 return nearest
-        self.made.add(size)
+        if self.on_demand:
+            self.made.add(size)
         return size
 
     def room_for(self, count: int) -> int:
@@ -99,9 +111,13 @@ class RunChoice:
         """At most so many, as no sequence has more tokens left."""
         return max(run for run in RUNS if run <= min(self.passes.get(size, 1), max(most, 1)))
 
-    def observe(self, size: int, passes: int, waited: float, spent: float) -> None:
-        """A step of so many passes was settled: what of the time spent on it the host waited for the device."""
-        if waited < 0.1 * spent:
-            self.passes[size] = next((longer for longer in RUNS if longer > passes), RUNS[-1])
+    def observe(self, size: int, passes: int, waited: float, spent: float, device: float = 0.0) -> None:
+        """A step of so many passes was settled: what of the time spent on it the host waited for the device, which took
+        so long for it.
+        """
+        longest = max(run for run in RUNS if run == 1 or run * device <= RUN_SECONDS * passes)
+        if waited < 0.1 * spent or passes > longest:
+            longer = next((longer for longer in RUNS if longer > passes), RUNS[-1])
+            self.passes[size] = min(longer, longest)
         elif waited > 0.6 * spent:
             self.passes[size] = next((shorter for shorter in reversed(RUNS) if shorter < passes), RUNS[0])

@@ -53,6 +53,27 @@ class StepShape:
         """Slots of a sequence beside the one of its last known token."""
         return self.tree[1] + self.passes - 1
 
+    @property
+    def rows(self) -> int:
+        """Of the target's pass, padding among them."""
+        return self.size * (self.tree[1] + 1) + self.staged
+
+    def has_room_for(self, other: StepShape) -> bool:
+        """Whether a step of this shape can do what one of the other does: with padding, and reading no further than
+        there is text.
+        """
+        same = self.tree == other.tree and self.drafter == other.drafter and self.passes == other.passes
+        return (
+            same
+            and self.branching == other.branching
+            and self.size >= other.size
+            and self.staged >= other.staged
+            and self.wanted >= other.wanted
+            and self.context >= other.context
+            and self.filtered >= other.filtered
+            and self.edited >= other.edited
+        )
+
 
 class Timer:
     """How long something takes where it runs, however late the host looks."""
@@ -142,7 +163,8 @@ class CapturedStep:
             output, logits = self.output
         else:
             output, logits = self._step()
-        result.copy_(output, non_blocking=True)
+        if self.shape.size:
+            result.copy_(output, non_blocking=True)
         timer.stop()
         return Launched(result, logits, timer)
 
@@ -153,12 +175,16 @@ class CapturedStep:
             self.staged.clear()
         self.inputs[:, 0], self.inputs[:, 1:SLOTS] = self.ops.state.rows, 0
         self.inputs[:, SLOTS:] = self.padding
-        self.graph, self.output = record(self._step)
+        self.graph, (output, logits) = record(self._step)
+        self.output = output, None if logits is None else _not_kept(logits)
         self.inputs.copy_(given)
 
     def _step(self) -> tuple[Tensor, Tensor | None]:
         ops, shape, tree = self.ops, self.shape, self.tree
         ops.filtered, ops.edited = shape.filtered, shape.edited
+        if not shape.size:
+            assert self.staged is not None
+            return self.inputs, self.run(self.staged.placed(), 1, shape.context, False, self.staged)
         step = ops.begin_step(self.inputs)
         if shape.passes > 1:
             levels = chain_levels(shape.passes)
@@ -170,8 +196,7 @@ class CapturedStep:
         whole = batch if self.staged is None else self.staged.join(batch)
         logits = self.run(whole, len(tree) + 1, shape.context, tree.branches, self.staged)
         chosen = ops.state.draft_buffer(shape.size, len(tree) + 1)
-        if shape.size:
-            ops.draw(batch, logits[: batch.rows], tree.columns, chosen, drafted=drafted)
+        ops.draw(batch, logits[: batch.rows], tree.columns, chosen, drafted=drafted)
         if drafted is None:
             ops.append_tokens(step, chosen)
             return chosen, logits
@@ -193,3 +218,26 @@ class CapturedStep:
                 counts = torch.where(mine, proposed, counts)
         assert drafted is not None
         return drafted, counts
+
+
+class _Memory:
+    """Where a tensor lies, for whoever looks at it without keeping it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        assert tensor.dtype == torch.float32
+        self.__cuda_array_interface__ = {
+            "shape": tuple(tensor.shape),
+            "strides": tuple(4 * step for step in tensor.stride()),
+            "typestr": "<f4",
+            "data": (tensor.data_ptr(), False),
+            "version": 3,
+        }
+
+
+def _not_kept(logits: Tensor) -> Tensor:
+    """The same numbers, in memory that other graphs may use for theirs: whoever needs them copies them before the next
+    step. Logits of every shape, each in memory of its own, would take more than the weights.
+    """
+    if not logits.is_cuda:
+        return logits
+    return torch.as_tensor(_Memory(logits), device=logits.device)

@@ -67,6 +67,7 @@ class Engine:
         self.live: dict[str, list[Sequence]] = {}
         self.in_flight: deque[InFlightStep] = deque()
         self.settled_at = 0.0
+        self.made = runner.made
 
     def add(self, request: Request) -> list[Sequence]:
         """Take a request in, or refuse it by name. Its tokens come out of `step`."""
@@ -129,25 +130,39 @@ class Engine:
 
     def _plan(self, work: list[Work]) -> Plan:
         options = self.runner.options(work)
-        while (drafter := self.planner.unmeasured(work, options)) != "none":
+        while self.runner.on_demand and (drafter := self.planner.unmeasured(work, options)) != "none":
             self.planner.learn(drafter, options.size, self.runner.measure(options.size, drafter))
         return self.planner.plan(work, options)
 
     def prepare(self, sequences: int) -> Iterator[None]:
         """Captures and measures the steps of up to so many sequences, so that no answer has to wait for it: piece by
-        piece, while nobody is answered.
+        piece, while nobody is answered. From the first piece on, nothing of it is done while somebody is.
         """
-        for drafter, size in self.runner.unprepared(sequences, self.planner.choices):
+        self.runner.on_demand = False
+        for _ in self._prepare(sequences):
+            self.made = self.runner.made  # nobody waited for it
+            yield
+
+    def _prepare(self, sequences: int) -> Iterator[None]:
+        runner, planner = self.runner, self.planner
+        # Whoever asks for another drafter by name gets that.
+        drafters = dict.fromkeys((*planner.choices, *filter(self.drafters.resident, self.drafters.names)))
+        yield from runner.prepare_prompts()
+        for drafter, size in runner.unprepared(sequences, tuple(drafters)):
             costs = []
-            for cost in self.runner.measure(size, drafter):
+            for cost in runner.measure(size, drafter):
                 costs.append(cost)
                 yield
-            self.planner.learn(drafter, size, costs)
-        for drafter in self.planner.choices:
-            tokens, seconds = self.runner.warm_up(drafter)
+            planner.learn(drafter, size, costs)
+            for rows, seconds in runner.measure_prompts(size) if drafter == "none" else ():
+                planner.learn_prompt_rows(size, rows, seconds)
+                yield
+        for drafter in drafters:
+            tokens, seconds = runner.warm_up(drafter)
             if tokens:
-                self.planner.learn_reading(drafter, tokens, seconds)
-            yield
+                planner.learn_reading(drafter, tokens, seconds)
+                yield
+        yield from runner.prepare_rest(sequences, tuple(drafters), planner.costs.plain)
 
     def _settle(self, step: InFlightStep) -> StepResult:
         """Commit what the target said, emit it, and record what it cost."""
@@ -156,6 +171,8 @@ class Engine:
         alive = [i for i, one in enumerate(step.work) if one.alive]
         record = self._record(step, [results[i] for i in alive], alive)
         record.total_s = self.settled_at - begun
+        made, self.made = self.made, self.runner.made
+        record.graphs_captured, record.kernels_compiled = self.made[0] - made[0], self.made[1] - made[1]
         record.scored = self._scored(step, results, alive)
         committed = [self._commit(step.work[i], step.bets[i], *results[i]) for i in alive]
         events = [event for event in committed if event is not None]

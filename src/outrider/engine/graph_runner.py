@@ -25,15 +25,9 @@ import torch
 from torch import Tensor
 
 from outrider.control.trees import NO_TREE, tree_nodes
-from outrider.device.buckets import (
-    TREE_SIZE,
-    RunChoice,
-    SizeChoice,
-    sizes_up_to,
-    staged_bucket,
-    worth_capturing,
-)
+from outrider.device.buckets import TREE_SIZE, RunChoice, SizeChoice, sizes_up_to, staged_bucket
 from outrider.device.capture import CapturedStep, Launched, StepShape, Timer
+from outrider.device.graphs import StepGraphs
 from outrider.device.ops import StepOps
 from outrider.device.state import SequenceState
 from outrider.draft.drafters import DrafterFailed, Drafters
@@ -41,8 +35,9 @@ from outrider.engine.kv_cache import KvCache
 from outrider.engine.residency import Residency
 from outrider.engine.runner import EagerRunner, InFlightStep, Result, StagedPart, exact_draft, pack
 from outrider.engine.shared_drafts import MAX_RESIDENT_DEPTH, SharedDrafts
+from outrider.engine.warm_up import WarmUp
 from outrider.model.decoder import Model
-from outrider.model.kernels.gpu.recording import context_for
+from outrider.model.kernels.gpu.recording import Recorded, context_for
 from outrider.types import (
     NO_BET,
     NO_DRAFT,
@@ -97,7 +92,7 @@ class GraphRunner(EagerRunner):
         """
         super().__init__(model, cache, drafters)
         self.default, self.finished_at = default, 0.0
-        self.ops, self.state, self.run, self.record, self.lag = ops, ops.state, run, record, lag
+        self.ops, self.state, self.run, self.lag = ops, ops.state, run, lag
         self.padding = cache.store.slots
         self.state.table[-1] = self.padding  # its own row, which is also for drafters of who wants no draft
         # Captured steps have every part that a request may need, so that none must be captured when one comes.
@@ -106,7 +101,8 @@ class GraphRunner(EagerRunner):
             self.state.edits.make()
         self.shared = SharedDrafts(drafters, self.captures, tree_size)
         self.sizes = SizeChoice()
-        self.steps: dict[StepShape, CapturedStep] = {}
+        self.graphs = StepGraphs(self._make, record)
+        self.warm = WarmUp(self.graphs, self.shared, self.sizes, drafters, ops)
         self.runs = RunChoice()
         self.residency = Residency(self.state, self.table)
         # Of steps in flight: the drafter, the rows it drafts for, and the most tokens they bring.
@@ -114,14 +110,27 @@ class GraphRunner(EagerRunner):
         self.cuda = self.state.device.type == "cuda"
         self.beside = torch.cuda.Stream() if self.cuda else None
 
+    @property
+    def made(self) -> tuple[int, int]:
+        return Recorded.graphs, Recorded.kernels
+
+    @property
+    def on_demand(self) -> bool:
+        return self.graphs.on_demand
+
+    @on_demand.setter
+    def on_demand(self, now: bool) -> None:
+        self.graphs.on_demand = self.sizes.on_demand = now
+
     # ------------------------------------------------------------------------------------ what can be planned
 
     def options(self, work: Seq[Work]) -> Options:
         resident = tuple(_decodes(one) and self._stays(one.sequence) for one in work)
         sequences = [one.sequence for one, here in zip(work, resident, strict=True) if here]
         size = self.sizes.choose(len(sequences)) if sequences else 0
+        beside = any(one.known > 1 for one in work)
         trees = {
-            name: self.shared.trees(name, size)
+            name: self.shared.trees(name, size, beside)
             for name in self.drafters.names
             if self.drafters.resident(name)
         }
@@ -159,29 +168,24 @@ class GraphRunner(EagerRunner):
 
     # ------------------------------------------------------------------------------------ warm-up and measuring
 
-    def measure(self, size: int, drafter: str) -> Iterator[tuple[str, TreeShape, float]]:
-        """What steps of this size take, plain and with each draft tree, in seconds; over padding, which changes
-        nobody's state. It also captures their graphs, so that no answer waits for that later.
-        """
-        context = context_for(1, self.state.width)
-        try:
-            for tree in (NO_TREE, *self.shared.trees(drafter, size)):
-                name = "none" if tree == NO_TREE else drafter
-                serving = "+".join(self.shared.with_riding([name], tree))
-                step = self._captured(StepShape(size, tree, serving, context, False, edited=self.captures))
-                for _ in range(2):  # the first one only warms up
-                    step.fill([], [], [], np.zeros((0, tree[1] + 1), np.int32))
-                    timer = step.launch().timer
-                    timer.wait()
-                yield name, tree, timer.seconds()
-        except DrafterFailed as failed:
-            self.drafters.note_fault(failed)
-        self.sizes.made.add(size)
-
     def unprepared(self, sequences: int, drafters: Seq[str]) -> list[tuple[str, int]]:
-        """Drafters, and sizes of steps, that were not captured yet, for up to so many sequences."""
+        """Drafters, and sizes of steps, that were not captured yet, for up to so many sequences: plain ones first."""
         sizes = [size for size in sizes_up_to(sequences) if size not in self.sizes.made]
-        return [(name, size) for name in drafters or ("none",) for size in sizes]
+        return [(name, size) for name in ("none", *drafters) for size in sizes]
+
+    def measure(self, size: int, drafter: str) -> Iterator[tuple[str, TreeShape, float]]:
+        return self.warm.measure(size, drafter)
+
+    def measure_prompts(self, size: int) -> Iterator[tuple[int, float]]:
+        return self.warm.measure_prompts(size)
+
+    def prepare_prompts(self) -> Iterator[None]:
+        return self.warm.prompts()
+
+    def prepare_rest(
+        self, sequences: int, drafters: Seq[str], plain: Callable[[int], float | None]
+    ) -> Iterator[None]:
+        return self.warm.rest(sequences, drafters, plain)
 
     def warm_up(self, drafter: str) -> tuple[int, float]:
         """Tokens that a drafter can read in some seconds, if it has to read at all."""
@@ -198,19 +202,18 @@ class GraphRunner(EagerRunner):
 
     def launch(self, work: list[Work], plan: Plan) -> InFlightStep:
         resident = [i for i, one in enumerate(work) if self._is_resident(one, plan.bets[i])]
-        if not resident:
-            for one in work:
-                self.residency.leave(one.sequence)
-            return self._noted(super().launch(work, plan))
         step = GraphStep(work, list(plan.bets), plan.reasons, StagedPart([], []), resident=resident)
+        for i in step.staged_places:
+            if not _decodes(
+                work[i]
+            ):  # a prompt's last chunk: its drafts are made on the device, from the next step on
+                step.bets[i] = NO_BET
         step.staged.work = [work[i] for i in step.staged_places]
-        step.staged.bets = [plan.bets[i] for i in step.staged_places]
+        step.staged.bets = [step.bets[i] for i in step.staged_places]
         step.staged.drafts = self.propose(step.staged.work, step.staged.bets)
-        # Beside a prefill chunk everybody decodes plainly: such steps come in too many sizes to be captured, and
-        # launching a drafter's passes one by one takes longer than its tokens are worth.
-        prefills = not all(map(_decodes, step.staged.work))
-        bets = [NO_BET if prefills else plan.bets[i] for i in resident]
-        for i, bet in zip(resident, self.shared.fitted(bets), strict=True):
+        beside = any(one.known > 1 for one in step.staged.work)
+        bets = [plan.bets[i] for i in resident]
+        for i, bet in zip(resident, self.shared.fitted(bets, beside), strict=True):
             step.bets[i] = bet
         self._catch_up(step)
         inputs, batch = self._fill(step)
@@ -250,17 +253,16 @@ class GraphRunner(EagerRunner):
     def _fill(self, step: GraphStep) -> tuple[Inputs, Batch | None]:
         """Give everybody slots and choose the shape: what its resident rows are given, and its staged ones."""
         work = [step.work[i] for i in step.resident]
-        bets = [step.bets[i] for i in step.resident]
-        size, rows = self.sizes.room_for(len(work)), np.array([one.sequence.row for one in work])
+        rows = np.array([one.sequence.row for one in work], np.int32)
         for one in work:
             self.residency.sync(one.sequence)
         special = {i: work[i].sequence for i in np.flatnonzero(self.residency.special[rows]).tolist()}
         step.host_verified = frozenset(i for i, one in special.items() if self._host_verifies(one))
         step.reported = frozenset(i for i, one in special.items() if one.request.params.logprobs is not None)
-        tree, passes = self._shared(step, work, bets, size)
-        serving = self.shared.with_riding(self.shared.serving(step.bets[i] for i in step.resident), tree)
-        nodes = tree[1] + passes - 1
-        if nodes:
+        shape = step.shape = self._shape(step, rows)
+        bets, serving = [step.bets[i] for i in step.resident], shape.drafter.split("+")
+        nodes, passes = shape.nodes, shape.passes
+        if nodes and work:
             self.table.extend_all(rows, nodes)
         at = self.table.lengths[rows][:, None] - (nodes + 1) + np.arange(nodes + 1)
         for i, one in enumerate(work):
@@ -270,25 +272,54 @@ class GraphRunner(EagerRunner):
             self.residency.leave(work[i].sequence)
         for one in step.staged.work:
             one.launch(1, wait=True)
-        batch, room = None, (0, 0, 0)
-        if step.staged.work:
-            batch = pack(step.staged.work, step.staged.drafts, self.table)
-            room = self._room(step.staged, len(batch.logit_rows))
-        filtered, edited = bool(self.state.filters[rows].any()), self.captures or self.state.edits_any(rows)
-        drafter, context = "+".join(serving), self._context(step)
-        step.shape = StepShape(size, tree, drafter, context, filtered, passes, *room, edited)
+        batch = pack(step.staged.work, step.staged.drafts, self.table) if step.staged.work else None
         commits = [i not in step.host_verified for i in range(len(work))]
         numbers = [serving.index(bet.drafter) if bet.nodes else 0 for bet in bets]
         slots = self.table.entries[rows[:, None], at]
         drafting = {int(row) for row, bet in zip(rows, bets, strict=True) if bet.drafter == serving[0]}
-        self.latest.append((serving[0], drafting, passes + tree[0]))
-        step.rows = len(work) * (tree[1] + 1) + (0 if batch is None else batch.rows)
-        step.passes, step.captured = passes, (serving[0], tree, size)
+        self.latest.append((serving[0], drafting, passes + shape.tree[0]))
+        step.rows = len(work) * (shape.tree[1] + 1) + (0 if batch is None else batch.rows)
+        step.passes, step.captured = passes, (serving[0], shape.tree, shape.size) if work else None
         return (rows.tolist(), [bet.nodes for bet in bets], commits, slots, numbers), batch
+
+    def _shape(self, step: GraphStep, rows: np.ndarray) -> StepShape:
+        """The shape that serves: a captured one if there is, without drafts if there is none with them. A draft is
+        never worth another sequence's place.
+        """
+        size = self.sizes.room_for(len(rows)) if len(rows) else 0
+        room = self._room(step.staged) if step.staged.work else (0, 0, 0)
+        filtered, edited = bool(self.state.filters[rows].any()), self.captures or self.state.edits_any(rows)
+        plain = StepShape(size, NO_TREE, "none", self._context(step), filtered, 1, *room, edited)
+        for shape in (*self._drafted(step, plain, len(rows)), plain):
+            # What was asked for is done, captured or not; beside prompt rows everybody would wait for it.
+            launchable = shape is plain or self.graphs.on_demand or shape.staged == 0 == shape.passes - 1
+            found = self.graphs.find(shape) or (shape if launchable else None)
+            if found is not None and (not found.nodes or self.table.make_room(len(rows) * found.nodes)):
+                break
+        assert found is not None
+        if found.tree == NO_TREE:
+            for i in step.resident:
+                step.bets[i] = NO_BET
+        return found
+
+    def _drafted(self, step: GraphStep, plain: StepShape, count: int) -> Iterator[StepShape]:
+        """The same step with the draft tree that was planned, or with several plain passes."""
+        bets = [step.bets[i] for i in step.resident]
+        tree = max(((bet.depth, bet.nodes) for bet in bets), key=lambda one: one[1], default=NO_TREE)
+        if tree != NO_TREE:
+            serving = self.shared.serving(bets)
+            tree = self.shared.captured_tree(serving[0], tree)
+            serving = self.shared.with_riding(serving, tree)
+            yield replace(plain, tree=tree, drafter="+".join(serving))
+        elif count and not (step.staged.work or step.host_verified or step.reported):
+            sequences = (step.work[i].sequence for i in step.resident)
+            passes = self.runs.choose(plain.size, max(one.remaining - one.coming for one in sequences))
+            if passes > 1:
+                yield replace(plain, passes=passes)
 
     def _send(self, step: GraphStep, inputs: Inputs, batch: Batch | None) -> Launched:
         assert step.shape is not None
-        captured = self._captured(step.shape)
+        captured = self.graphs.step(step.shape)
         captured.fill(*inputs)
         if batch is not None:
             self._stage(captured, step.staged, batch)
@@ -299,26 +330,12 @@ class GraphRunner(EagerRunner):
         assert step.shape is not None
         rows, _, commits, slots, _ = inputs
         step.rows -= len(rows) * step.shape.tree[1]
-        step.shape = replace(step.shape, tree=NO_TREE, drafter="none")
+        plain = replace(step.shape, tree=NO_TREE, drafter="none")
+        step.shape = self.graphs.find(plain) or plain
         step.captured, self.latest[-1] = ("none", NO_TREE, step.shape.size), ("none", set(), 1)
         for i in step.resident:
             step.bets[i] = NO_BET
         return rows, [0] * len(rows), commits, slots[:, :1], [0] * len(rows)
-
-    def _shared(self, step: GraphStep, work: list[Work], bets: list[Bet], size: int) -> tuple[TreeShape, int]:
-        """The draft tree and number of plain passes of the resident rows."""
-        tree = max(((bet.depth, bet.nodes) for bet in bets), key=lambda one: one[1])
-        passes = 1
-        if tree == NO_TREE and not (step.staged.work or step.host_verified or step.reported):
-            longest = max(one.sequence.remaining - one.sequence.coming for one in work)
-            passes = self.runs.choose(size, longest)
-        wanted = tree[1] + passes - 1
-        if wanted and not self.table.make_room(len(work) * wanted):
-            for i in step.resident:
-                step.bets[i] = NO_BET
-            bets[:] = [NO_BET] * len(bets)
-            return NO_TREE, 1  # a draft is never worth another sequence's place
-        return tree, passes
 
     def _host_verifies(self, sequence: Sequence) -> bool:
         """Whether its sampling is more than the device does."""
@@ -332,11 +349,10 @@ class GraphRunner(EagerRunner):
             or not self.state.can_edit(sequence)
         )
 
-    def _room(self, staged: StagedPart, logits: int) -> tuple[int, int, int]:
-        rows = [
-            (one.known + len(draft), len(draft))
-            for one, draft in zip(staged.work, staged.drafts, strict=True)
-        ]
+    def _room(self, staged: StagedPart) -> tuple[int, int, int]:
+        pairs = list(zip(staged.work, staged.drafts, strict=True))
+        rows = [(one.known + len(draft), len(draft)) for one, draft in pairs]
+        logits = sum(one.scored + (1 + len(draft)) * one.emits for one, draft in pairs)
         chunks, drafts = ([count for count, nodes in rows if bool(nodes) is kind] for kind in (False, True))
         return staged_bucket(chunks, drafts, logits)
 
@@ -353,21 +369,15 @@ class GraphRunner(EagerRunner):
     def _context(self, step: GraphStep) -> int:
         """A length that no sequence of this step exceeds: what is in flight may have grown it."""
         ahead = (self.lag + 1) * (MAX_RESIDENT_DEPTH + 1)
-        resident = max(len(step.work[i].sequence.tokens) for i in step.resident) + ahead
+        resident = max((len(step.work[i].sequence.tokens) for i in step.resident), default=0) + ahead
         staged = max((one.start + one.known + one.drafted for one in step.staged.work), default=0)
         return context_for(max(resident, staged + 1), self.state.width)
 
-    def _captured(self, shape: StepShape) -> CapturedStep:
-        if shape not in self.steps:
-            names = [name for name in shape.drafter.split("+") if name != "none"]
-            propose = [self.drafters.propose_resident(name) for name in names]
-            self.steps[shape] = CapturedStep(
-                self.ops, self.run, shape, tree_nodes(shape.tree), propose, self.padding, self.lag + 1
-            )
-        step = self.steps[shape]
-        if self.record and step.graph is None and worth_capturing(shape.staged, step.launches):
-            step.capture(self.record)
-        return step
+    def _make(self, shape: StepShape) -> CapturedStep:
+        names = [name for name in shape.drafter.split("+") if name != "none"]
+        propose = [self.drafters.propose_resident(name) for name in names]
+        nodes = tree_nodes(shape.tree)
+        return CapturedStep(self.ops, self.run, shape, nodes, propose, self.padding, self.lag + 1)
 
     def _keep_logits(self, step: GraphStep) -> None:
         """Copies of the logits that the host needs: the next step overwrites them."""
@@ -394,10 +404,7 @@ class GraphRunner(EagerRunner):
 
     def finish(self, step: InFlightStep) -> list[Result]:
         begun = time.perf_counter()
-        if not isinstance(step, GraphStep):
-            with self._beside(step):
-                return super().finish(step)
-        assert step.launched is not None
+        assert isinstance(step, GraphStep) and step.launched is not None
         step.launched.timer.wait()
         waited, step.target_s = time.perf_counter() - begun, step.launched.timer.seconds()
         results: list[Result] = [(NO_DRAFT, None)] * len(step.work)
@@ -412,7 +419,8 @@ class GraphRunner(EagerRunner):
             step.catch_up = name, tokens, timer.seconds()
         now = time.perf_counter()
         if step.captured is not None and step.captured[0] == "none":
-            self.runs.observe(step.captured[2], step.passes, waited, now - max(step.begun, self.finished_at))
+            spent = now - max(step.begun, self.finished_at)
+            self.runs.observe(step.captured[2], step.passes, waited, spent, step.target_s)
         self.finished_at = now
         return results
 
@@ -469,9 +477,10 @@ def make_graph_runner(
     """For a decoder on a CUDA device."""
     from outrider.device.ops_gpu import GpuStepOps  # Triton comes with these
     from outrider.model.device import DeviceDecoder
-    from outrider.model.kernels.gpu.recording import record
+    from outrider.model.kernels.gpu.recording import count_kernels, record
 
     assert isinstance(model, DeviceDecoder)
+    count_kernels()
     rows, width = cache.table.tensor.shape
     ops = GpuStepOps(SequenceState(rows, width, model.device, model.config.vocab), model)
     pool = torch.cuda.graph_pool_handle()  # one for all graphs: they never run at the same time

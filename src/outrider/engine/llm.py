@@ -67,7 +67,6 @@ SAMPLES = (
 SMALL = 10**9  # numbers in a model that a GPU is done with before its kernels are started: it gets more rows
 SEED_BITS = 53  # of a drawn seed: every language's JSON can hold it
 
-PREPARED = 64  # sequences at once
 LOOK_SECONDS = 0.5  # between two looks at an engine that is silent
 
 
@@ -121,11 +120,11 @@ class LLM:
         self._numbers = itertools.count()
 
     def prepare(self, sequences: int | None = None, wait: bool = True) -> None:
-        """On a GPU: make and measure what up to so many sequences at once will need (by default as many as may run, 64
-        at most), which takes some seconds, and longer the first time, when kernels are compiled. Else it is done when
-        it is first needed, while answers wait. Without `wait` it is done as long as nobody is answered.
+        """On a GPU: make and measure what up to so many sequences at once will need (by default as many as may run),
+        which takes some seconds, and longer the first time, when kernels are compiled. Else it is done when it is first
+        needed, while answers wait. Without `wait` it is done as long as nobody is answered.
         """
-        most = min(sequences or PREPARED, self.settings.max_sequences)
+        most = min(sequences or self.settings.max_sequences, self.settings.max_sequences)
 
         def begin() -> None:
             self.driver.idle_work = self.engine.prepare(most)

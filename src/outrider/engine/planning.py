@@ -25,4 +25,5 @@ def guards_of(settings: Settings) -> Guards:
         baseline_interval=settings.draft_baseline_interval,
         objective=settings.objective,
         prefill_stretch=settings.prefill_stretch or inf,
+        prefill_wait=settings.prefill_wait or usual.prefill_wait,
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -85,6 +85,12 @@ class InFlightStep:
 
 class Runner(Protocol):
     lag: int  # steps that may be in flight while the next one is launched
+    on_demand: bool  # whether steps that were never run may be captured and measured while somebody waits
+
+    @property
+    def made(self) -> tuple[int, int]:
+        """Graphs captured and kernels compiled so far."""
+        ...
 
     def options(self, work: Seq[Work]) -> Options:
         """What the planner may choose from for this work."""
@@ -106,6 +112,20 @@ class Runner(Protocol):
         """Drafters and sizes whose resident rows were never run, for up to so many sequences."""
         ...
 
+    def measure_prompts(self, size: int) -> Iterable[tuple[int, float]]:
+        """Room for prompt rows beside so many decoding sequences, and the seconds of such a step."""
+        ...
+
+    def prepare_prompts(self) -> Iterator[None]:
+        """Run what prompts need that nobody decodes beside, piece by piece."""
+        ...
+
+    def prepare_rest(
+        self, sequences: int, drafters: Seq[str], plain: Callable[[int], float | None]
+    ) -> Iterator[None]:
+        """Capture what else up to so many sequences may need, piece by piece; `plain` are seconds of plain steps."""
+        ...
+
     def warm_up(self, drafter: str) -> tuple[int, float]:
         """Tokens that a drafter can catch up with in some seconds; none if there is nothing to measure."""
         ...
@@ -115,11 +135,16 @@ class EagerRunner:
     """All rows are packed by the host, each sequence with a draft tree of its own."""
 
     lag = 0
+    on_demand = False
 
     def __init__(self, model: Model, cache: KvCache, drafters: Drafters) -> None:
         self.model, self.store, self.table, self.drafters = model, cache.store, cache.table, drafters
         self.sample_interval = SAMPLE_INTERVAL
         self._drafting_steps = 0
+
+    @property
+    def made(self) -> tuple[int, int]:
+        return 0, 0
 
     def options(self, work: Seq[Work]) -> Options:
         return Options(behind=self._unread, riding=self.drafters.riding, found=self._found)
@@ -158,6 +183,17 @@ class EagerRunner:
 
     def unprepared(self, sequences: int, drafters: Seq[str]) -> list[tuple[str, int]]:
         return []
+
+    def measure_prompts(self, size: int) -> Iterable[tuple[int, float]]:
+        return ()
+
+    def prepare_prompts(self) -> Iterator[None]:
+        return iter(())
+
+    def prepare_rest(
+        self, sequences: int, drafters: Seq[str], plain: Callable[[int], float | None]
+    ) -> Iterator[None]:
+        return iter(())
 
     def warm_up(self, drafter: str) -> tuple[int, float]:
         return 0, 0.0

@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 from outrider.control.trees import CHAINS, NO_TREE, TREES
-from outrider.device.buckets import MAX_ROWS, TREE_SIZE
+from outrider.device.buckets import MAX_BESIDE, MAX_ROWS, TREE_SIZE
 from outrider.draft.drafters import Drafters
 from outrider.types import NO_BET, Bet, TreeShape
 
@@ -19,19 +19,22 @@ class SharedDrafts:
     def __init__(self, drafters: Drafters, captures: bool, tree_size: int = TREE_SIZE) -> None:
         self.drafters, self.captures, self.tree_size = drafters, captures, tree_size
 
-    def trees(self, name: str, size: int) -> tuple[TreeShape, ...]:
-        """Draft trees that a drafter's resident rows may have in steps of this size."""
+    def trees(self, name: str, size: int, beside: bool = False) -> tuple[TreeShape, ...]:
+        """Draft trees that a drafter's resident rows may have in steps of this size, or `beside` prompt rows."""
         drafter = self.drafters.resident(name)
         if drafter is None:
             return ()
-        trees = TREES if drafter.trees and size <= self.tree_size else ()
+        trees = TREES if drafter.trees and size <= self.tree_size and not beside else ()
         deepest = TREES[-1][0] if drafter.trees else drafter.max_depth  # a pass a node is rarely worth more
+        if beside:
+            deepest = min(deepest, MAX_BESIDE)
         chains = (tree for tree in CHAINS if tree[0] <= deepest)
         return tuple(tree for tree in (*chains, *trees) if size * (tree[1] + 1) <= MAX_ROWS)
 
-    def fitted(self, bets: Seq[Bet]) -> list[Bet]:
-        """The bets with one drafter, the one most asked for, and draft trees that steps are captured with. A drafter
-        that takes no pass may ride along, if the tree is a chain; it does where its own would not be longer.
+    def fitted(self, bets: Seq[Bet], beside: bool = False) -> list[Bet]:
+        """The bets with one drafter, the one most asked for, and draft trees that steps are captured with, `beside`
+        prompt rows if there are some. A drafter that takes no pass may ride along, if the tree is a chain; it does
+        where its own would not be longer.
         """
         asked = Counter(bet.drafter for bet in bets if bet.nodes and self.drafters.resident(bet.drafter))
         ((chosen, _),) = asked.most_common(1) or [("none", 0)]
@@ -39,11 +42,12 @@ class SharedDrafts:
             longest = max(bet.depth for bet in bets if bet.drafter == chosen)
             chains = {bet.drafter for bet in bets if bet.depth == bet.nodes >= longest and asked[bet.drafter]}
             chosen = min(chains.difference(self.drafters.riding), default=chosen)
-        drafter, trees = self.drafters.resident(chosen), self.trees(chosen, 1)
+        drafter, trees = self.drafters.resident(chosen), self.trees(chosen, 1, beside)
+        longest = MAX_BESIDE if beside else MAX_RESIDENT_DEPTH
         fitted = [NO_BET] * len(bets)
         for i, bet in enumerate(bets):
             if bet.nodes and bet.drafter == chosen and drafter is not None:
-                depth = min(bet.depth, MAX_RESIDENT_DEPTH, drafter.max_depth)
+                depth = min(bet.depth, longest, drafter.max_depth)
                 kept = (bet.depth, bet.nodes) in trees
                 fitted[i] = bet if kept else replace(bet, nodes=depth, depth=depth)
         depth, nodes = max(
@@ -60,6 +64,13 @@ class SharedDrafts:
         """Drafters of these: the one whose draft tree they share, then those that ride along."""
         names = {bet.drafter for bet in bets if bet.nodes}
         return sorted(names, key=lambda name: (name in self.drafters.riding, name)) or ["none"]
+
+    def captured_tree(self, name: str, tree: TreeShape) -> TreeShape:
+        """Where steps are captured, a chain that there is a step for: who wants less of it has its wish."""
+        drafter = self.drafters.resident(name)
+        if not self.captures or tree[0] != tree[1] or drafter is None:
+            return tree
+        return next((chain for chain in CHAINS if tree <= chain <= (drafter.max_depth,) * 2), tree)
 
     def with_riding(self, serving: list[str], tree: TreeShape) -> list[str]:
         """With every drafter that may ride along, where steps are captured."""

@@ -172,10 +172,15 @@ class StagedRows:
             )
         return np.where(branching, first + branching.cumsum(), (~branching).cumsum()) - 1
 
-    def join(self, resident: Batch) -> Batch:
-        """The resident rows, then these, whose slots are put into the table first."""
+    def placed(self) -> Batch:
+        """These rows, once their slots are put into the table."""
         mine = self.batch
         mine.table[mine.table_rows.long(), self.entries.long()] = mine.slots
+        return mine
+
+    def join(self, resident: Batch) -> Batch:
+        """The resident rows, then these."""
+        mine = self.placed()
         rows = {name: torch.cat([getattr(resident, name), getattr(mine, name)]) for name in ROW_FIELDS}
         wanted = torch.cat([resident.logit_rows, mine.logit_rows + resident.rows])
         return Batch(**rows, table=mine.table, logit_rows=wanted)

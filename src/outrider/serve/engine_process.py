@@ -243,6 +243,8 @@ class EngineProcess:
             passes=record.passes,
             plain_s=record.plain_s,
             reasons=dict(Counter(reason.kind for reason in record.reasons)),
+            graphs_captured=record.graphs_captured,
+            kernels_compiled=record.kernels_compiled,
             drafters=_by_drafter(record),
         )
 

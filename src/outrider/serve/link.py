@@ -183,6 +183,8 @@ class Step(msgspec.Struct):
     passes: int  # of the target
     plain_s: float
     reasons: dict[str, int]
+    graphs_captured: int = 0  # while somebody waited
+    kernels_compiled: int = 0
     drafters: dict[str, Drafted] = {}
 
 

@@ -35,6 +35,8 @@ COUNTERS = {
     "spec_decode_num_lossy_tokens": "Draft tokens accepted in a mode that is not exact.",
     "planner_decisions": "What the planner did with a sequence in a step, by reason.",
     "steps": "Passes of the target.",
+    "graphs_captured": "CUDA graphs captured while requests waited.",
+    "kernels_compiled": "Kernels compiled, or read from the cache of compiled ones, while requests waited.",
     "step_seconds": "Time spent in steps, by stage.",
     "decode_seconds": "Time of steps that only decoded.",
     "plain_decode_seconds": "What plain decoding is measured to take for the same tokens.",
@@ -125,6 +127,8 @@ class Metrics:
 
     def step(self, step: Step) -> None:
         self.count("steps", step.passes)
+        self.count("graphs_captured", step.graphs_captured)
+        self.count("kernels_compiled", step.kernels_compiled)
         self.count("generation_tokens", step.emitted)
         self.count("spec_decode_num_drafts", step.drafts)
         self.count("spec_decode_num_draft_tokens", step.drafted)

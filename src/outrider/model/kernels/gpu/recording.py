@@ -20,9 +20,25 @@ CONTEXTS = (
 
 
 class Recorded:
-    """What graphs took this process so far: what an answer had to wait for, if one did."""
+    """What was made in this process so far, and what graphs took: what an answer had to wait for, if one did."""
 
     seconds = 0.0
+    graphs = 0
+    kernels = 0  # compiled, or read from where compiled ones are kept
+
+
+def count_kernels() -> None:
+    """From now on, count kernels that are made ready for their first launch."""
+    from triton import knobs  # type: ignore[import-untyped, unused-ignore]  # not where there is no GPU
+
+    before = knobs.runtime.jit_post_compile_hook
+
+    def count(**given: Any) -> Any:
+        Recorded.kernels += 1
+        return before(**given) if before is not None else None
+
+    if getattr(before, "__name__", "") != count.__name__:
+        knobs.runtime.jit_post_compile_hook = count
 
 
 def context_for(longest: int, width: int) -> int:
@@ -53,4 +69,5 @@ def record(work: Callable[[], Tensor], pool: Any = None) -> tuple[torch.cuda.CUD
         if collecting:
             gc.enable()
     Recorded.seconds += time.perf_counter() - begun
+    Recorded.graphs += 1
     return graph, result
