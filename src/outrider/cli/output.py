@@ -93,12 +93,19 @@ def open_llm(
 
             llm: LLM = AsIf(path, shape, settings, draft, draft_shape, draft_layers)
         else:
-            from outrider.engine.llm import LLM  # torch takes seconds to import
+            from outrider.engine.llm import LLM, runs_on_gpu  # torch takes seconds to import
 
+            if runs_on_gpu(settings):
+                from outrider.model.kernels.gpu.compiling import watch_compiling  # Triton comes with it
+
+                watch_compiling(lambda: note(COMPILING))
             llm = LLM(path, draft=draft, settings=settings)
     if llm.memory is not None:
         note(f"memory: {llm.memory.describe()}")
     return llm
+
+
+COMPILING = "compiling kernels for this GPU, which takes some seconds: later starts find them on disk"
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from outrider.engine.live_draft import DraftState
-from outrider.engine.llm import LLM
+from outrider.engine.llm import LLM, runs_on_gpu
 from outrider.errors import InvalidRequest, OutriderError, show_cause
 from outrider.model.decoder import kv_bytes
 from outrider.serve.child import become_child
@@ -371,7 +371,14 @@ def main(descriptor: int) -> int:
             return 1
         set_up_logging(*start.logging)
         try:
-            llm = LLM(start.model, draft=start.draft, settings=Settings.of(start.settings))
+            settings = Settings.of(start.settings)
+            if runs_on_gpu(settings):
+                from outrider.model.kernels.gpu.compiling import watch_compiling  # Triton comes with it
+
+                watch_compiling(
+                    lambda: log.info("compiling kernels for this GPU: later starts find them on disk")
+                )
+            llm = LLM(start.model, draft=start.draft, settings=settings)
             llm.prepare(wait=False)
         except OutriderError as error:
             show_cause(error)
