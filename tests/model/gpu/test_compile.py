@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-import outrider.model.kernels.gpu as gpu
+import outrider
 from outrider.settings import cache_folder
 from tests.sweep import sweep
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[3]
 @pytest.mark.parametrize("sizes", sweep(["few", "every"], quick=["few"]))
 def test_every_kernel_compiles(sizes: str) -> None:
     """In one size each, others being read alone; and in every size that a decoder launches."""
-    sources = [file.read_text() for file in Path(gpu.__path__[0]).glob("*.py")]
+    sources = [file.read_text() for file in Path(outrider.__path__[0]).rglob("*.py")]
     kernels = {name for source in sources for name in re.findall(r"^def (_\w+_kernel)\(", source, re.M)}
     assert len(kernels) > 5
     command = [sys.executable, "-m", "tests.model.gpu.compile_kernels", sizes]
