@@ -10,7 +10,7 @@ import pytest
 from outrider.bench.answering import Answers, Meter, TimedStep
 from outrider.bench.peers import Run
 from outrider.bench.show import verdicts
-from outrider.bench.tally import STRETCH, Tally, acceptance_by_depth, speedup, within
+from outrider.bench.tally import STRETCH, Tally, acceptance_by_depth, noise, speedup, within
 from outrider.types import Bet, Event, Outcome, StepRecord
 from tests.tiny import sequence
 
@@ -23,15 +23,15 @@ def test_a_speed_up_is_the_median_of_rounds_and_the_mean_of_groups() -> None:
 def test_it_is_known_as_well_as_it_says() -> None:
     """In 19 of 20 cases the truth lies within, whether the noise is small or large."""
     chance = random.Random(4)
-    for noise, groups, rounds in ((0.02, 1, 5), (0.1, 1, 8), (0.05, 4, 3)):
+    for error, groups, rounds in ((0.02, 1, 5), (0.1, 1, 8), (0.05, 4, 3)):
         inside = 0
         for _ in range(400):
             true = {g: chance.uniform(0.7, 3.0) for g in range(groups)}
-            seen = {g: [t * chance.lognormvariate(0, noise) for _ in range(rounds)] for g, t in true.items()}
+            seen = {g: [t * chance.lognormvariate(0, error) for _ in range(rounds)] for g, t in true.items()}
             bound = within(seen)
             assert bound is not None
             inside += abs(speedup(seen) / speedup({g: [t] for g, t in true.items()}) - 1) < bound
-        assert 0.92 <= inside / 400 <= 0.995, (noise, groups, rounds, inside)
+        assert 0.92 <= inside / 400 <= 0.995, (error, groups, rounds, inside)
 
 
 def test_few_rounds_say_nothing() -> None:
@@ -81,29 +81,38 @@ def test_what_a_way_comes_to() -> None:
     assert found["full_batch_ratio"] == pytest.approx(2.0)  # a step takes half as long while nobody has ended
 
 
-def test_a_disturbed_machine_is_seen_in_plain_steps() -> None:
-    quiet, noisy = Tally(), Tally()
-    for tally, slow in ((quiet, 0.0105), (noisy, 0.02)):
-        done = answers(10.0, steps=[0.01] * 8 + [slow] * 2)
-        tally.add(0, done, done.run)
-    assert quiet.noise < STRETCH < noisy.noise
+def test_a_disturbed_machine_is_seen_in_steps_that_should_take_the_same() -> None:
+    """Also where one way was disturbed and the other was not."""
+    base = answers(10.0, steps=[0.01] * 20)
+
+    def found(*ways: list[float]) -> float:
+        tallies = []
+        for steps in ways:
+            tallies.append(Tally())
+            tallies[-1].add(0, answers(10.0, steps=steps), base.run)
+        return noise(tallies, 1)
+
+    quiet, loud = found([0.01] * 18 + [0.0105] * 2, [0.01] * 20), found([0.01] * 20, [0.024] * 20)
+    assert quiet < 1.06 and loud == pytest.approx(2.4) and quiet < STRETCH < loud
+    assert found([0.01] * 4, [0.03] * 4) == 1.0  # too few to say
     way = {"ratio": 1.0, "compared": 1, "differing": 0}
 
-    def said(noise: float) -> str:
-        cell = {"ways": {"plain": way, "auto": way}, "noise": noise}
+    def said(noisy: float) -> str:
+        cell = {"ways": {"plain": way, "auto": way}, "noise": noisy}
         return " ".join(verdicts({"chat": {"batches": {"1": cell}}}))
 
-    assert "noisy" in said(noisy.noise) and "noisy" not in said(quiet.noise)
+    assert "noisy" in said(loud) and "noisy" not in said(quiet)
 
 
 def test_where_a_way_loses_is_said() -> None:
     def way(ratio: float) -> dict:
-        return {"ratio": ratio, "compared": 1, "differing": 0}
+        return {"ratio": ratio, "compared": 1, "differing": 0, "itl_ms": {"p99": 10 / ratio}}
 
     cells = {"1": {"noise": 1.0, "ways": {"plain": way(1), "lookup": way(0.7), "auto": way(0.99)}},
              "4": {"noise": 1.0, "ways": {"plain": way(1), "lookup": way(1.4), "auto": way(1.3)}}}  # fmt: skip
     said = list(verdicts({"chat": {"batches": cells}}))
     assert "lookup: below 0.98x in 1 of 2; lowest 0.70x (chat, batch 1)" in said
+    assert "lookup: p99 between two tokens at most 1.43x plain's (chat, batch 1)" in said
     assert "auto: nowhere below 0.98x; lowest 0.99x (chat, batch 1)" in said
 
 

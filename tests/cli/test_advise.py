@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -87,6 +88,10 @@ def test_numbers_alone_need_no_torch() -> None:
     ("flags", "said"),
     [
         (("--price-per-hour", "cheap"), "--price-per-hour is a number above 0"),
+        (("--price-per-hour", "nan"), "--price-per-hour is a number above 0, such as 2.5, not 'nan'"),
+        (("--temperatures", "0,0.7"), "one temperature a task"),
+        (("--tasks", "chatt"), "no prompt is of the task 'chatt'; did you mean 'chat'"),
+        (("--tasks", ""), "no prompt is of the task ''"),
         (("--price-per-hour", "-1"), "--price-per-hour is a number above 0"),
         (("--what-if", "acceptance=1.4"), "acceptance 1 is 1.4, not between 0 and 1"),
         (("--draft", "synthetic:2"), "acceptance 1 is 2, not between 0 and 1"),
@@ -126,3 +131,19 @@ def test_a_bad_prompt_is_named_by_line_and_field(
     for command in ("advise", "bench"):
         ran = outrider(command, "--prompts", file, *SMALL)
         assert ran.code == 2 and said in ran.err and str(file) in ran.err
+
+
+@pytest.mark.parametrize("command", ["advise", "bench"])
+def test_a_draft_of_another_tokenizer_is_refused_with_the_token_that_differs(
+    outrider: Outrider, tiny_folder: Path, tmp_path: Path, command: str
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(tiny_folder, other)
+    file = other / "tokenizer.json"
+    made = json.loads(file.read_text())
+    a, b = sorted(made["model"]["vocab"], key=made["model"]["vocab"].__getitem__)[7:9]
+    made["model"]["vocab"] |= {a: 8, b: 7}
+    file.write_text(json.dumps(made))
+    ran = outrider(command, tiny_folder, "--draft", other, "--tasks", "short", *SMALL)
+    assert ran.code == 1 and "Traceback" not in ran.err
+    assert f"token 7 is {b!r} there and {a!r} here. A draft needs the target's own tokenizer" in ran.err

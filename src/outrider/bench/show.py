@@ -29,13 +29,17 @@ def table(report: Found) -> Iterator[str]:
     for label, size, name, way in ways_in(report):
         rate = "" if way["held"] is None else f"{100 * way['held']:.0f}%"
         known = "?" if way["ratio_within"] is None else f"{100 * way['ratio_within']:.1f}%"
-        speed = f"{way['ratio']:7.2f}x {known:>5} {way['worst']:5.2f}x" if name != "plain" else f"{'':21}"
+        noisy = report[label]["batches"][size]["noise"] > STRETCH
+        ratio = f"{'~' if noisy else ''}{way['ratio']:.2f}x"
+        speed = f"{ratio:>8} {known:>5} {way['worst']:5.2f}x" if name != "plain" else f"{'':21}"
         whose = f"{cut(label, wide):{wide}} {size:>5} {cut(name, way_wide):{way_wide}}"
         yield f"{whose} {way['tok_s']:7.1f} {speed} {rate:>6} {way['tokens_per_step']:8.2f}"
     yield "speed-up: against plain decoding in the same run, in turn; the mean of prompts"
     yield "+-: how far off it may be, 19 times in 20; lowest: of a single batch"
     if any(way["ratio_within"] is None for *_, way in ways_in(report)):
         yield "?: too few rounds to say; --seconds gives more"
+    if any(batch["noise"] > STRETCH for one in report.values() for batch in one["batches"].values()):
+        yield "~: the machine was busy with something else meanwhile"
     yield "accept: the share of drafted tokens; tok/step: tokens a pass of the target"
 
 
@@ -66,9 +70,21 @@ def verdicts(report: Found) -> Iterator[str]:
         least, where = min(own)
         lost = f"below {LOSS}x in {len(low)} of {len(own)}" if low else f"nowhere below {LOSS}x"
         yield cut(f"{name}: {lost}; lowest {least:.2f}x ({where})", 79)
+        if stretched := max(_stretches(report, name), default=None):
+            most, where = stretched
+            yield cut(f"{name}: p99 between two tokens at most {most:.2f}x plain's ({where})", 79)
     noisy = max((batch["noise"] for one in report.values() for batch in one["batches"].values()), default=1.0)
     if noisy > STRETCH:
-        yield f"warning: a noisy machine: one plain step in ten takes {noisy:.1f}x the median"
+        yield f"warning: a noisy machine: like steps differ by up to {noisy:.1f}x; see ~ in the table"
+
+
+def _stretches(report: Found, name: str) -> Iterator[tuple[float, str]]:
+    """The 99th percentile of the time between two tokens, against plain decoding's."""
+    for label, found in report.items():
+        for size, batch in found["batches"].items():
+            own, plain = (batch["ways"].get(one, {}).get("itl_ms") for one in (name, "plain"))
+            if own and plain:
+                yield own["p99"] / plain["p99"], f"{label}, batch {size}"
 
 
 def _width(names: list[str], most: int) -> int:

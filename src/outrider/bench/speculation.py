@@ -17,7 +17,7 @@ from typing import Any
 
 from outrider.bench.answering import answer
 from outrider.bench.speed import pass_seconds
-from outrider.bench.tally import Tally
+from outrider.bench.tally import Tally, noise
 from outrider.engine.llm import LLM
 from outrider.errors import InvalidRequest, suggest
 from outrider.types import SamplingParams, Speculation
@@ -170,9 +170,11 @@ class _Measuring:
     within: float
     tallies: dict[str, Tally] = field(default_factory=dict)
     rounds: int = 0
+    begun: float = 0.0
 
     def until(self, end: float, progress: Tell) -> dict[str, Any]:
         progress("getting ready", 0.0)
+        self.begun = time.monotonic()
         self._get_ready()
         self.tallies = {name: Tally() for name in self.ways}
         while True:
@@ -204,14 +206,14 @@ class _Measuring:
     def _round(self, end: float, progress: Tell) -> None:
         """Every group once, in every way in turn; nobody is always the first."""
         groups, names = self.cell.groups, list(self.ways)
-        said, begun = dict(self._said()), time.monotonic()
+        said = dict(self._said())
         for number, group in enumerate(groups):
             by = (number + self.rounds) % len(names)
             runs = {}
             for turn, name in enumerate(names[by:] + names[:by]):
                 done = (number + turn / len(names)) / len(groups)
-                if self.rounds:
-                    done = min(1.0, (time.monotonic() - begun) / max(end - begun, 1e-3))
+                if end > self.begun:  # there is time for more rounds than one
+                    done = min(1.0, (time.monotonic() - self.begun) / (end - self.begun))
                 what = f"{name}, group {number + 1} of {len(groups)}"
                 progress(what + (f", round {self.rounds + 1}" if self.rounds else ""), done)
                 runs[name] = answer(self.llm, group, said[name])
@@ -229,7 +231,7 @@ class _Measuring:
             "groups": len(groups),
             "rounds": self.rounds,
             "prompts": len({tuple(ids) for group in groups for ids in group}),
-            "noise": plain.noise,
+            "noise": noise(self.tallies.values(), self.cell.batch),
             "ways": {
                 name: {**tally.figures(plain), **self._decode_step(tally)}
                 for name, tally in self.tallies.items()

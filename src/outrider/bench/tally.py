@@ -12,6 +12,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from outrider.bench.answering import Answers
 from outrider.bench.peers import Run
 from outrider.bench.spread import spread
@@ -20,7 +22,9 @@ from outrider.types import StepRecord
 STAGES = ("plan", "draft", "target", "verify")
 PAIRS = 5  # runs beside plain ones before a ratio is known at all
 MEDIAN_ERROR = math.sqrt(math.pi / 2)  # of a median against a mean's
-STRETCH = 1.35  # one in ten plain steps takes so many times the median: somebody else is at work
+STRETCH = 1.35  # steps that should take the same differ by so much: somebody else is at work
+
+ALIKE = 10  # steps with no draft before they are compared
 
 Outcome = tuple[int, int]  # how deep a draft was, and how many of its tokens were accepted
 
@@ -80,12 +84,6 @@ class Tally:
             return None
         return max(self.by_rows, key=lambda rows: (len(self.by_rows[rows]), rows))
 
-    @property
-    def noise(self) -> float:
-        """How much longer one in ten of the commonest decode steps takes than the median."""
-        found = spread(self.by_rows[self.usual_rows]) if self.usual_rows else None
-        return found["p90"] / found["p50"] if found else 1.0
-
     def ratios(self, plain: Tally) -> dict[int, list[float]]:
         """To plain decoding, by group, a round each."""
         return {
@@ -124,6 +122,17 @@ class Tally:
             "longest_step_ms": 1e3 * self.longest,
             "making_graphs_s": self.making,
         }
+
+
+def noise(tallies: Iterable[Tally], batch: int) -> float:
+    """How much longer steps with no draft take that are slower than nine in ten, of all ways, than those that are
+    faster than nine in ten: the same work, so it should be next to nothing.
+    """
+    alike = [seconds for tally in tallies for seconds in tally.by_rows.get(batch, ())]
+    if len(alike) < ALIKE:
+        return 1.0
+    fast, slow = np.percentile(alike, [10, 90])
+    return float(slow / fast)
 
 
 def speedup(ratios: Mapping[int, Seq[float]]) -> float:

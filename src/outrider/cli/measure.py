@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 BUSY = 0.4  # load a core, before anything is measured
 EVERY = 10.0  # seconds between lines of progress in a pipe
+BAR = 12  # columns
 WIDTH = 80  # of lines, where there is no terminal
 
 
@@ -116,7 +117,8 @@ class Progress:
         self.last = stage, passed
         left = f", about {passed / done - passed:.0f} s left" if done > 0.02 else ""
         width = (shutil.get_terminal_size().columns if self.live else WIDTH) - 1
-        line = f"{100 * done:3.0f} % {cut(what, width - 6 - len(left))}{left}"
+        bar = f"{'#' * round(BAR * done):.<{BAR}} " if self.live else ""
+        line = f"{bar}{100 * done:3.0f} % {cut(what, width - len(bar) - 6 - len(left))}{left}"
         if self.live:
             print(f"\r\x1b[2K{line}", end="", file=sys.stderr, flush=True)
         else:
