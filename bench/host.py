@@ -76,6 +76,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--prompt", type=int, default=40)
     parser.add_argument("--speculation", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument(
+        "--single", action="store_true", help="one plain pass a step, however far behind the host is"
+    )
     parser.add_argument("--profile", action="store_true")
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -90,6 +93,8 @@ def main() -> None:
     runner = GraphRunner(
         model, cache, drafters, ops, lambda batch, *_: model.forward(batch, None), default="lookup"
     )
+    if given.single:
+        runner.runs.choose = lambda *_: 1
     text = checkpoint.tokenizer.text_stream
     engine = Engine(model, cache, drafters, Planner("lookup"), runner, settings, text)
     away = Clock(CapturedStep, "_step")

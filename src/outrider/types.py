@@ -135,14 +135,12 @@ class Sequence:
     first: float = 0.0
     ended: float = 0.0
 
+    prompt_len: int = field(init=False)
     limit: int = field(init=False)  # tokens, prompt and all, at which it ends
 
     def __post_init__(self) -> None:
-        self.limit = self.request.params.max_tokens + len(self.request.prompt_ids)
-
-    @property
-    def prompt_len(self) -> int:
-        return len(self.request.prompt_ids)
+        self.prompt_len = len(self.request.prompt_ids)
+        self.limit = self.request.params.max_tokens + self.prompt_len
 
     @property
     def output(self) -> list[int]:

@@ -16,6 +16,7 @@ from outrider.device.buckets import BITES, MAX_BESIDE
 from outrider.draft.lookup import LookupDrafter
 from outrider.engine.engine import Engine
 from outrider.engine.graph_runner import GraphRunner
+from outrider.engine.shared_drafts import first_to_read
 from outrider.types import Bet, Request, Speculation
 from tests.tiny import (
     Always,
@@ -259,3 +260,21 @@ def test_plain_passes_in_a_row_need_a_captured_step(model, small) -> None:
     engine.add(request("b", prompt_of(5), max_tokens=30))
     finish(engine)
     assert {shape.passes for shape, _ in steps} == {1} and all(shape.tree == NO_TREE for shape, _ in steps)
+
+
+def test_a_drafter_catches_up_with_a_bite_at_a_time() -> None:
+    """One sequence always, more as far as there is room beside the prompt rows."""
+    one, two, three = (object() for _ in range(3))
+    assert first_to_read({one: 900, two: 10, three: 500}, 512) == ({one: 900}, [two, three])
+    assert first_to_read({one: 300, two: 400, three: 200}, 512) == ({one: 300, three: 200}, [two])
+    assert first_to_read({}, 512) == ({}, [])
+
+
+def test_nobody_reads_all_at_once(model, small) -> None:
+    planner = Always(Bet("lm", 2, 2))
+    engine = make_engine(model, small, planner, captured=False, step_rows=2048)
+    requests = [request(f"r{i}", prompt_of(350, i), max_tokens=12, seed=i) for i in range(4)]
+    sequences = [engine.add(one)[0] for one in requests]
+    read = [result.record.catch_up[1] for result in all_steps(engine) if result.record.catch_up]
+    assert len(read) >= 4 and max(read) <= 512
+    assert [s.output for s in sequences] == [run_alone(model, one, step_rows=600) for one in requests]

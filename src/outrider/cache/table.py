@@ -82,9 +82,11 @@ class SlotTable:
 
         Entries further on belong to a pass that has begun meanwhile, and move up. By default there are none.
         """
+        if drafted is not None and len(path) == drafted:  # all of them stay where they are
+            return
         end = self.lengths[row]
         last = end if drafted is None else length + drafted
-        if len(path) == last - length:  # all of them stay where they are
+        if len(path) == last - length:
             return
         nodes = self.entries[row, length:last].copy()
         rest = self.entries[row, last:end].copy()

@@ -142,7 +142,12 @@ class CapturedStep:
         self.launches = 0
 
     def fill(
-        self, rows: Seq[int], wanted: Seq[int], commits: Seq[bool], fresh: np.ndarray, drafters: Seq[int] = ()
+        self,
+        rows: Seq[int] | np.ndarray,
+        wanted: Seq[int],
+        commits: Seq[bool] | np.ndarray,
+        fresh: np.ndarray,
+        drafters: Seq[int] = (),
     ) -> None:
         """Who takes part: rows of the state, draft nodes wanted, whether the device commits, slots [S, nodes + 1], and
         which of several drafters serves each.

@@ -68,6 +68,7 @@ class Engine:
         self.in_flight: deque[InFlightStep] = deque()
         self.settled_at = 0.0
         self.made = runner.made
+        self.answerable = False  # without drafts, from captured steps
 
     def add(self, request: Request) -> list[Sequence]:
         """Take a request in, or refuse it by name. Its tokens come out of `step`."""
@@ -149,6 +150,7 @@ class Engine:
         drafters = dict.fromkeys((*planner.choices, *filter(self.drafters.resident, self.drafters.names)))
         yield from runner.prepare_prompts()
         for drafter, size in runner.unprepared(sequences, tuple(drafters)):
+            self.answerable = drafter != "none"
             costs = []
             for cost in runner.measure(size, drafter):
                 costs.append(cost)
@@ -184,19 +186,20 @@ class Engine:
         return StepResult(events, record)
 
     def _record(self, step: InFlightStep, results: list[Result], alive: list[int]) -> StepRecord:
-        verdicts = [verdict for _, verdict in results if verdict is not None]
-        outcomes = [
-            _outcome(step.work[i].sequence, step.bets[i], draft, verdict)
-            for i, (draft, verdict) in zip(alive, results, strict=True)
-            if verdict is not None and step.can_draft
-        ]
+        outcomes = []
+        if step.can_draft:
+            outcomes = [
+                _outcome(step.work[i].sequence, step.bets[i], draft, verdict)
+                for i, (draft, verdict) in zip(alive, results, strict=True)
+                if verdict is not None
+            ]
         return StepRecord(
             rows=step.rows,
             sequences=len(alive),
-            known=sum(step.work[i].known for i in alive),
-            prompt_rows=sum(step.work[i].prompt_rows for i in alive),
-            drafted=sum(len(draft) for draft, _ in results),
-            accepted=sum(len(verdict.accepted) for verdict in verdicts),
+            known=sum([step.work[i].known for i in alive]),
+            prompt_rows=sum(one.prompt_rows for one in step.staged.work if one.alive),
+            drafted=sum([len(draft.tokens) for draft, _ in results]),
+            accepted=sum([len(verdict.accepted) for _, verdict in results if verdict is not None]),
             emitted=0,
             plan_s=step.plan_s,
             draft_s=step.draft_s,
@@ -243,14 +246,15 @@ class Engine:
         emitted, origins = verdict.tokens[:taken], _origins(draft, verdict)[:taken]
         sequence.tokens += emitted
         sequence.origins += origins
-        sequence.steps += 1 if draft else taken
-        sequence.ended = time.perf_counter()
+        drafted = len(draft.tokens)
+        sequence.steps += 1 if drafted else taken
+        sequence.ended = self.settled_at
         sequence.first = sequence.first or sequence.ended
-        if draft:
+        if drafted:
             held = origins.count("accepted")
-            sequence.drafted += len(draft)
+            sequence.drafted += drafted
             sequence.accepted += held
-            sequence.draft_counts.append((len(draft), held))
+            sequence.draft_counts.append((drafted, held))
             sequence.deepest = max(sequence.deepest, _deepest(draft))
         logprobs = None
         if verdict.logprobs is not None:
@@ -322,7 +326,7 @@ def _outcome(sequence: Sequence, bet: Bet, draft: Draft, verdict: Verdict) -> Ou
 
 def _origins(draft: Draft, verdict: Verdict) -> list[Origin]:
     """Where each token came from: an accepted draft token, one recovered from the target, or its bonus at the end."""
-    if not draft:
+    if not draft.tokens:
         return ["plain"] * len(verdict.tokens)
     last = verdict.accepted[-1] if verdict.accepted else -1
     ending: Origin = "recovered" if last in draft.parents else "bonus"

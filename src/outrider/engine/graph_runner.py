@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from outrider.control.trees import NO_TREE, tree_nodes
-from outrider.device.buckets import TREE_SIZE, RunChoice, SizeChoice, sizes_up_to, staged_bucket
+from outrider.device.buckets import BITES, TREE_SIZE, RunChoice, SizeChoice, sizes_up_to, staged_bucket
 from outrider.device.capture import CapturedStep, Launched, StepShape, Timer
 from outrider.device.graphs import StepGraphs
 from outrider.device.ops import StepOps
@@ -34,7 +34,7 @@ from outrider.draft.drafters import DrafterFailed, Drafters
 from outrider.engine.kv_cache import KvCache
 from outrider.engine.residency import Residency
 from outrider.engine.runner import EagerRunner, InFlightStep, Result, StagedPart, exact_draft, pack
-from outrider.engine.shared_drafts import MAX_RESIDENT_DEPTH, SharedDrafts
+from outrider.engine.shared_drafts import MAX_RESIDENT_DEPTH, SharedDrafts, first_to_read
 from outrider.engine.warm_up import WarmUp
 from outrider.model.decoder import Model
 from outrider.model.kernels.gpu.recording import Recorded, context_for
@@ -54,7 +54,7 @@ from outrider.types import (
 from outrider.verify.judge import judge, predicted, report
 
 # Of resident sequences: rows of the state, draft nodes wanted, whether the device commits, slots, and whose drafts.
-Inputs = tuple[list[int], list[int], list[bool], np.ndarray, list[int]]
+Inputs = tuple[np.ndarray, Seq[int], np.ndarray, np.ndarray, Seq[int]]
 
 
 @dataclass(slots=True)
@@ -67,11 +67,11 @@ class GraphStep(InFlightStep):
     logits: dict[int, Tensor] = field(default_factory=dict)  # that the host needs, by place in `resident`
     reading: tuple[str, int, Timer] | None = None  # a drafter that caught up first
     sampled: int | None = None  # place in `resident` of who is looked at more closely
+    staged_places: list[int] = field(init=False)
 
-    @property
-    def staged_places(self) -> list[int]:
+    def __post_init__(self) -> None:
         here = set(self.resident)
-        return [i for i in range(len(self.work)) if i not in here]
+        self.staged_places = [i for i in range(len(self.work)) if i not in here]
 
 
 class GraphRunner(EagerRunner):
@@ -238,7 +238,10 @@ class GraphRunner(EagerRunner):
         """
         name = self.shared.serving(step.bets[i] for i in step.resident)[0]
         drafting = {step.work[i].sequence: i for i in step.resident if step.bets[i].drafter == name != "none"}
-        behind = self._behind(list(drafting), name)
+        room = BITES[-1][0] - sum(one.known for one in step.staged.work)
+        behind, late = first_to_read(self._behind(list(drafting), name), room)
+        for sequence in late:
+            step.bets[drafting[sequence]] = NO_BET
         if not behind:
             return
         for sequence in behind:
@@ -273,14 +276,18 @@ class GraphRunner(EagerRunner):
         for one in step.staged.work:
             one.launch(1, wait=True)
         batch = pack(step.staged.work, step.staged.drafts, self.table) if step.staged.work else None
-        commits = [i not in step.host_verified for i in range(len(work))]
-        numbers = [serving.index(bet.drafter) if bet.nodes else 0 for bet in bets]
+        commits = np.ones(len(work), bool)
+        commits[list(step.host_verified)] = False
+        wanted, numbers, drafting = [0] * len(work), [0] * len(work), set[int]()
+        if shape.tree != NO_TREE:
+            wanted = [bet.nodes for bet in bets]
+            numbers = [serving.index(bet.drafter) if bet.nodes else 0 for bet in bets]
+            drafting = {int(row) for row, bet in zip(rows, bets, strict=True) if bet.drafter == serving[0]}
         slots = self.table.entries[rows[:, None], at]
-        drafting = {int(row) for row, bet in zip(rows, bets, strict=True) if bet.drafter == serving[0]}
         self.latest.append((serving[0], drafting, passes + shape.tree[0]))
         step.rows = len(work) * (shape.tree[1] + 1) + (0 if batch is None else batch.rows)
         step.passes, step.captured = passes, (serving[0], shape.tree, shape.size) if work else None
-        return (rows.tolist(), [bet.nodes for bet in bets], commits, slots, numbers), batch
+        return (rows, wanted, commits, slots, numbers), batch
 
     def _shape(self, step: GraphStep, rows: np.ndarray) -> StepShape:
         """The shape that serves: a captured one if there is, without drafts if there is none with them. A draft is
@@ -289,7 +296,7 @@ class GraphRunner(EagerRunner):
         size = self.sizes.room_for(len(rows)) if len(rows) else 0
         room = self._room(step.staged) if step.staged.work else (0, 0, 0)
         filtered, edited = bool(self.state.filters[rows].any()), self.captures or self.state.edits_any(rows)
-        plain = StepShape(size, NO_TREE, "none", self._context(step), filtered, 1, *room, edited)
+        plain = StepShape(size, NO_TREE, "none", self._context(step, rows), filtered, 1, *room, edited)
         for shape in (*self._drafted(step, plain, len(rows)), plain):
             # What was asked for is done, captured or not; beside prompt rows everybody would wait for it.
             launchable = shape is plain or self.graphs.on_demand or shape.staged == 0 == shape.passes - 1
@@ -366,10 +373,10 @@ class GraphRunner(EagerRunner):
         staged.wanted = len(batch.logit_rows)
         captured.staged.fill(batch, torch.from_numpy(np.concatenate(entries)))
 
-    def _context(self, step: GraphStep) -> int:
+    def _context(self, step: GraphStep, rows: np.ndarray) -> int:
         """A length that no sequence of this step exceeds: what is in flight may have grown it."""
         ahead = (self.lag + 1) * (MAX_RESIDENT_DEPTH + 1)
-        resident = max((len(step.work[i].sequence.tokens) for i in step.resident), default=0) + ahead
+        resident = int(self.table.lengths[rows].max(initial=0)) + ahead  # slots of steps in flight among them
         staged = max((one.start + one.known + one.drafted for one in step.staged.work), default=0)
         return context_for(max(resident, staged + 1), self.state.width)
 

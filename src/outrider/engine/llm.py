@@ -14,7 +14,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -119,10 +119,11 @@ class LLM:
         self.engine = self.driver.engine
         self._numbers = itertools.count()
 
-    def prepare(self, sequences: int | None = None, wait: bool = True) -> None:
+    def prepare(self, sequences: int | None = None, wait: bool | Literal["plain"] = True) -> None:
         """On a GPU: make and measure what up to so many sequences at once will need (by default as many as may run),
         which takes some seconds, and longer the first time, when kernels are compiled. Else it is done when it is first
-        needed, while answers wait. Without `wait` it is done as long as nobody is answered.
+        needed, while answers wait. Without `wait` it is done as long as nobody is answered; "plain" waits for what it
+        takes to answer without drafts.
         """
         most = min(sequences or self.settings.max_sequences, self.settings.max_sequences)
 
@@ -131,6 +132,8 @@ class LLM:
 
         self.driver.run(begin)
         while wait and self.driver.run(lambda: self.driver.idle_work is not None):
+            if wait == "plain" and self.engine.answerable:
+                break
             time.sleep(0.01)
 
     def generate(

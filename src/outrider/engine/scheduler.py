@@ -43,8 +43,13 @@ class Scheduler:
 
     def schedule(self, prompt_rows: PromptRows) -> list[Work]:
         """Whoever can move, with slots for the known tokens that are fed."""
-        ready = [s for s in self.running if s.pending > 0 and s.remaining > s.coming]
-        prompts = [s for s in ready if s.pending > 1]
+        # Written out, as it is done for every sequence in every step: what is pending, and what remains.
+        ready = [
+            s
+            for s in self.running
+            if len(s.tokens) > s.cached + s.launched and s.limit - len(s.tokens) > s.coming
+        ]
+        prompts = [s for s in ready if len(s.tokens) > s.cached + s.launched + 1]
         work = None if prompts else self._decode(ready)
         budget = self._prompt_budget(prompts, len(ready) - len(prompts), prompt_rows)
         if work is None:

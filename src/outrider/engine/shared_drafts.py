@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 from outrider.control.trees import CHAINS, NO_TREE, TREES
 from outrider.device.buckets import MAX_BESIDE, MAX_ROWS, TREE_SIZE
 from outrider.draft.drafters import Drafters
-from outrider.types import NO_BET, Bet, TreeShape
+from outrider.types import NO_BET, Bet, Sequence, TreeShape
 
 MAX_RESIDENT_DEPTH = CHAINS[-1][0]  # of resident drafts; longer chains are staged
 
@@ -77,3 +77,17 @@ class SharedDrafts:
         if not self.captures or tree == NO_TREE or tree[0] != tree[1]:
             return serving
         return [*serving, *(name for name in self.drafters.riding if name not in serving)]
+
+
+def first_to_read(behind: Mapping[Sequence, int], room: int) -> tuple[dict[Sequence, int], list[Sequence]]:
+    """Of sequences that a drafter is so many tokens behind with: those it reads in this step, and those that wait. What
+    it reads are prompt rows, too, and others wait for them; one sequence is read whatever it has.
+    """
+    taken, late = dict[Sequence, int](), list[Sequence]()
+    for sequence, tokens in behind.items():
+        if taken and tokens > room:
+            late.append(sequence)
+        else:
+            taken[sequence] = tokens
+            room -= tokens
+    return taken, late

@@ -33,6 +33,7 @@ from outrider.types import NO_DRAFT, Request, SamplingParams, Sequence, TreeShap
 from outrider.verify.judge import judge
 
 Plain = Callable[[int], float | None]  # seconds of plain steps, by size
+SPARE = 1 << 30  # bytes that are left alone
 LONGEST = CONTEXTS[2]  # tokens of texts whose steps are captured ahead
 EAGER_ROWS = (
     576,
@@ -79,7 +80,8 @@ class WarmUp:
     def _verify_nothing(self) -> None:
         """Start every kernel once that a sequence needs between its prompt and its first resident step."""
         state, model = self.ops.state, self.ops.model
-        for params in (SamplingParams(temperature=0), SamplingParams(temperature=0.7, top_p=0.9, top_k=40)):
+        # Padding's row has no filters in the end: it would pay for them in every step.
+        for params in (SamplingParams(temperature=0.7, top_p=0.9, top_k=40), SamplingParams(temperature=0)):
             one = Sequence(Request("", (0,), params, 0), 0, 0, [0], row=state.rows)
             state.upload(one, np.zeros(1, np.int32))
             for count in (1, 2, FEW_LOGITS):
@@ -91,6 +93,8 @@ class WarmUp:
         filter, drafts beside prompt rows, and all of it for longer texts.
         """
         for shape in self._rest(sequences, drafters, plain) if self.captures else ():
+            if self._crowded():
+                return
             try:
                 self._launched(self.graphs.capture(shape))
             except DrafterFailed as failed:
@@ -121,6 +125,11 @@ class WarmUp:
             if context > self._contexts()[0]:
                 for bite in BITES:
                     yield self.shape(0, "none", NO_TREE, bite, context=context)
+
+    def _crowded(self) -> bool:
+        """Whether steps need what memory is left more than graphs do."""
+        device = self.ops.state.device
+        return device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < SPARE
 
     def shape(
         self,

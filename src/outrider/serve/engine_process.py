@@ -379,7 +379,7 @@ def main(descriptor: int) -> int:
                     lambda: log.info("compiling kernels for this GPU: later starts find them on disk")
                 )
             llm = LLM(start.model, draft=start.draft, settings=settings)
-            llm.prepare(wait=False)
+            llm.prepare(wait="plain")
         except OutriderError as error:
             show_cause(error)
             sock.sendall(pack(Failed(str(error))))
