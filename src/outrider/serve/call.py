@@ -36,6 +36,11 @@ class AnswerOptions:
     stats: bool = False
     token_ids: bool = False
 
+    @property
+    def plain(self) -> bool:
+        """Whether events of a stream may differ in their text alone."""
+        return not (self.running_usage or self.padding)
+
 
 @dataclass(slots=True)
 class Choice:
@@ -57,7 +62,10 @@ class Dialect(Protocol):
     call: Call
 
     def begin(self) -> list[dict[str, Any]]: ...
-    def feed(self, prompt: int, piece: Piece) -> list[dict[str, Any]]: ...
+    def feed(self, prompt: int, piece: Piece) -> Seq[dict[str, Any] | bytes]:
+        """Events; those that are bytes are written as they are."""
+        ...
+
     def finish(self) -> list[dict[str, Any]]: ...
     def body(self) -> dict[str, Any]: ...
 

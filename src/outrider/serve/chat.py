@@ -16,6 +16,7 @@ from outrider.serve.model import ServedModel
 from outrider.serve.request import Request
 from outrider.serve.routes import post
 from outrider.serve.service import Service
+from outrider.serve.text_event import TextEvent
 from outrider.serve.tool_text import CallArguments, CallBegin, Text, ToolReader
 from outrider.serve.tools import ToolRequest, call_id, check_tools, with_tools
 from outrider.serve.tools import grammar_of as grammar_of_tools
@@ -89,6 +90,7 @@ class ChatChoice:
     text: list[str] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)
     unsent: list[Score] = field(default_factory=list)  # of tokens whose text is held back
+    plain: TextEvent | None = None  # of text alone, from the first on
 
 
 class Chat:
@@ -98,13 +100,22 @@ class Chat:
         self.call, self.scored = call, scored
         fmt = call.model.tool_format
         self.shown = [ChatChoice(ToolReader(fmt, tools) if tools.allowed else None) for _ in call.flat]
+        self.plain = call.options.plain and not (scored or tools.allowed)
 
     def begin(self) -> list[dict[str, Any]]:
         return [self._event(choice, {"role": "assistant", "content": ""}) for choice in self.call.flat]
 
-    def feed(self, prompt: int, piece: Piece) -> list[dict[str, Any]]:
+    def feed(self, prompt: int, piece: Piece) -> list[dict[str, Any] | bytes]:
         choice = self.call.take(prompt, piece)
         shown = self.shown[choice.index]
+        if self.plain and piece.text and not piece.finish_reason:
+            if shown.plain is None:
+                shown.plain = TextEvent(lambda text: self._event(choice, {"content": text}))
+            shown.text.append(piece.text)
+            return [shown.plain.of(piece.text)]
+        return [*self._events(choice, shown, piece)]
+
+    def _events(self, choice: Choice, shown: ChatChoice, piece: Piece) -> list[dict[str, Any]]:
         shown.unsent.extend(piece.scores or ())
         events = [self._event(choice, delta) for delta in self._deltas(choice, shown, piece)]
         if events and shown.unsent:

@@ -14,6 +14,7 @@ from outrider.serve.link import Piece, Score
 from outrider.serve.model import ServedModel
 from outrider.serve.request import Request
 from outrider.serve.routes import post
+from outrider.serve.text_event import TextEvent
 from outrider.serve.wire import CompletionRequest, sampling_params
 
 DEFAULT_LENGTH = 16  # what OpenAI writes here by default
@@ -67,12 +68,19 @@ class Completions:
         self.call, self.echo, self.scored, self.silent = call, echo, scored, silent
         self.echoed: set[int] = set()  # choices whose prompt has been sent
         self.offsets: dict[int, int] = {}
+        self.plain = call.options.plain and not (echo or scored or silent)
+        self.texts: dict[int, TextEvent] = {}  # of choices that have text
 
     def begin(self) -> list[dict[str, Any]]:
         return []
 
-    def feed(self, prompt: int, piece: Piece) -> list[dict[str, Any]]:
+    def feed(self, prompt: int, piece: Piece) -> list[dict[str, Any] | bytes]:
         choice = self.call.take(prompt, piece)
+        if self.plain and piece.text and not piece.finish_reason:
+            if (made := self.texts.get(choice.index)) is None:
+                made = TextEvent(lambda text: self._event(self._shown(choice, text, None, None)))
+                self.texts[choice.index] = made
+            return [made.of(piece.text)]
         if self.silent:
             piece.text, piece.scores, choice.text, choice.token_ids, choice.scores = "", None, [], [], []
         text, scores = piece.text, list[Score | None](piece.scores or ())

@@ -67,7 +67,9 @@ class EventStream(Response):
         own = getattr(self.dialect, "error", None)
         return self._event(own(error) if own else error.body())
 
-    def _event(self, event: dict[str, Any]) -> bytes:
+    def _event(self, event: dict[str, Any] | bytes) -> bytes:
+        if isinstance(event, bytes):
+            return event
         data = _json.encode(event)
         if self.dialect.call.options.padding:
             missing = -(len(data) + len(b',"obfuscation":""')) % PADDED_TO
