@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from outrider import Settings
+from outrider.control.guards import Guards
+from outrider.engine.planning import guards_of
 from outrider.errors import InvalidRequest, OutOfMemory
 from outrider.settings import Memory, cache_room, free_memory
 
@@ -183,3 +185,32 @@ def test_a_container_s_memory_limit_counts(tmp_path: Path) -> None:
     (tmp_path / "sys/fs/cgroup/memory.max").write_text("1001000\n")
     assert free_memory(tmp_path) == 1_000_000
     assert free_memory(tmp_path / "nowhere") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "low", "bad"),
+    [
+        ("draft_max_batch", 0, -1),
+        ("tree_max_batch", 0, -1),
+        ("draft_max_depth", 1, 64),
+        ("draft_max_temperature", 0, float("nan")),
+        ("draft_flat_temperature", 0, -0.1),
+        ("draft_break_even", 1, 0.9),
+        ("draft_patience", 1, 0),
+        ("draft_max_stretch", 1, 0.99),
+        ("draft_probe_share", 0, 1.5),
+        ("draft_baseline_interval", 1, 0),
+        ("objective", "latency", "speed"),
+    ],
+)
+def test_bounds_of_the_planner(name: str, low: object, bad: object) -> None:
+    guards = guards_of(Settings(**{name: low}))
+    field = {"tree_max_batch": "tree_batch"}.get(name, name.removeprefix("draft_"))
+    assert getattr(guards, field) == low and guards != guards_of(Settings())
+    with pytest.raises(InvalidRequest, match=name) as refused:
+        Settings(**{name: bad})
+    assert refused.value.param == name
+
+
+def test_usual_bounds_are_the_guards_own() -> None:
+    assert guards_of(Settings()) == Guards()

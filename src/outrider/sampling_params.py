@@ -39,6 +39,7 @@ class Speculation:
     rule: str = "typical"  # lossy: typical | threshold
     threshold: float = 0.3  # lossy: the least probability an accepted token must have, under either rule
     delta: float = 0.09  # lossy, typical: how far below the entropy's bound it may fall
+    explain: bool = False  # say of every step why it was done as it was
 
     def __post_init__(self) -> None:
         for name in ("depth", "nodes"):
@@ -53,6 +54,7 @@ class Speculation:
         if self.drafter is not None and not isinstance(self.drafter, str):
             raise InvalidRequest("drafter must be a name", "drafter")
         _flag(self, "block")
+        _flag(self, "explain")
         _number(self, "threshold", 0.0, 1.0)
         _number(self, "delta", 0.0, 1.0)
 

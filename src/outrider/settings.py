@@ -174,6 +174,7 @@ class Settings:
     prefill_wait: float | None = (
         None  # seconds from which on a waiting prompt raises that bound; None = by device
     )
+    release_draft: bool = False  # give up a draft that never paid, and its memory
     prefix_reuse: bool = True
     special_tokens_in_text: bool = False  # messages may hold control tokens by their strings, as templates do
     prompt_matmul: str = (

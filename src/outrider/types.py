@@ -128,6 +128,7 @@ class Sequence:
     # Nodes and accepted tokens of every step that drafted for it.
     draft_counts: list[tuple[int, int]] = field(default_factory=list)
     deepest: int = 0  # the longest path drafted
+    reasons: list[Reason] = field(default_factory=list)  # of every step that emitted, where asked for
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)  # the first token has none
     problem: str | None = None  # what went wrong, when the finish reason is an error
     arrived: float = 0.0  # times of the clock that counts up: handed in, first moved, first token, last token
@@ -182,7 +183,7 @@ class Reason(NamedTuple):
 
     def __str__(self) -> str:
         shown = [
-            f"{name} {_shown(value)}" + "".join(f" > {_shown(bound)}" for bound in bounds)
+            f"{name} {_shown(value)}".rstrip() + "".join(f" > {_shown(bound)}" for bound in bounds)
             for name, value, *bounds in self.facts
         ]
         words = shown if shown and self.kind in SAID_BY_FACTS else [self.kind, *shown]

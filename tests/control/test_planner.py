@@ -339,3 +339,47 @@ def test_a_prompt_that_waits_gets_more_rows_beside_decoding_sequences():
     made.costs.per_prompt_row = {8: 5.0}
     assert made.prompt_rows(1, 0.0) == 3
     assert planner().prompt_rows(1, 0.0) > 10**6  # no bound unless one is set
+
+
+def test_drafting_ends_later_than_it_begins():
+    """A gain of 3 % is too little to begin with, and enough to go on."""
+    made, s = planner({1: 1.0, 2: 1.5 / 1.03, 3: 9.0, 63: 99.0}), sequence([1, 2])
+    made.rates.by_sequence[s] = {"lookup": AcceptanceRate(0.5, 0.5)}
+    assert only(made, s) == (NO_BET, "below break-even")
+    made.rates.by_sequence[s] = {"lookup": AcceptanceRate(0.6, 0.5)}
+    assert only(made, s)[1] == "pays"
+    made.rates.by_sequence[s] = {"lookup": AcceptanceRate(0.5, 0.5)}
+    assert only(made, s)[1] == "pays"
+    made.rates.by_sequence[s] = {"lookup": AcceptanceRate(0.4, 0.5)}
+    assert only(made, s) == (NO_BET, "below break-even")
+    made.rates.by_sequence[s] = {"lookup": AcceptanceRate(0.5, 0.5)}
+    assert only(made, s) == (NO_BET, "below break-even")
+
+
+def test_the_objective():
+    """One of two is always right. For both together a deep draft of it is best; the other's tokens take longer."""
+    found = {}
+    for objective in ("throughput", "latency"):
+        made = planner({n: 1 + 0.15 * (n - 2) for n in range(2, 64)}, guards=Guards(objective=objective))
+        good, bad = sequence([1, 2]), sequence([1, 3])
+        made.rates.by_sequence = {
+            good: {"lookup": AcceptanceRate(0.97, 0.97)},
+            bad: {"lookup": AcceptanceRate(0.0, 0.0)},
+        }
+        found[objective] = planned(made, [good, bad]).bets[0].depth
+    assert found["throughput"] > found["latency"] >= 0
+
+
+def test_reasons_have_the_numbers_that_decided():
+    made, s = planner({n: 1 + 0.2 * n for n in range(1, 64)}), sequence([1, 2], temperature=0.7)
+    plan = planned(made, [s])
+    depth, facts = plan.bets[0].depth, dict(plan.reasons[0].facts)
+    assert plan.reasons[0].depth == depth > 0 and facts["temperature"] == 0.7
+    assert facts["next guess"] <= facts["break-even"] < made.rates.of(s, "lookup").survivals(depth, 0)[-1]
+    assert str(plan.reasons[0]).startswith(f"depth {depth}: temperature 0.7, next guess 0.")
+    made.rates.by_sequence[s] = {"lookup": AcceptanceRate(0.05, 0.05)}
+    off = planned(made, [s]).reasons[0]
+    assert (
+        off.kind == "below break-even"
+        and dict(off.facts)["next guess"] == 0.05 < dict(off.facts)["break-even"]
+    )

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,8 +23,8 @@ from outrider.engine.engine import Engine
 from outrider.model.decoder import Decoder
 from outrider.serve.backend import Backend
 from outrider.serve.engine_process import EngineProcess
-from outrider.serve.link import Compiled, Drafted, End, Start, hear
-from outrider.serve.metrics import Metrics
+from outrider.serve.link import Compiled, Drafted, End, Gauges, Start, Step, hear
+from outrider.serve.metrics import SECONDS, UNPAID, Metrics
 from outrider.serve.settings import ServeSettings
 from outrider.serve.stream import Pieces, Stream
 from outrider.types import Event, Request, SamplingParams, Speculation, StepRecord
@@ -149,6 +149,65 @@ def serving(runner: Runner) -> Iterator[Serving]:
     made = Serving(runner)
     yield made
     made.close()
+
+
+def test_latency_buckets_resolve_fifteen_percent() -> None:
+    fine = [bound for bound in SECONDS if 0.001 <= bound <= 1]
+    assert fine[0] == 0.001 and fine[-1] == 1.0 and list(SECONDS) == sorted(set(SECONDS))
+    assert all(1.1 < b / a < 1.2 for a, b in pairwise(fine))
+
+
+def step(**changes: Any) -> Step:
+    usual: dict[str, Any] = dict(
+        rows=5, sequences=1, known=1, drafts=1, drafted=8, positions=4, accepted=2, accepted_at=[1, 1], lossy=0,
+        emitted=3, plan_s=0.0, draft_s=0.1, target_s=1.4, verify_s=0.0, total_s=1.5, passes=1, plain_s=3.0, reasons={},
+    )  # fmt: skip
+    return Step(**{**usual, **changes})
+
+
+def test_speed_beside_plain_decoding() -> None:
+    metrics = Metrics()
+    for _ in range(20):
+        metrics.step(step())
+    plain = step(
+        drafts=0, drafted=0, positions=0, accepted=0, accepted_at=[], emitted=1, total_s=1.0, plain_s=1.0
+    )
+    metrics.step(plain)
+    gauges = metrics.gauges
+    assert gauges["plain_tokens_per_second"] == pytest.approx(1.0)
+    assert gauges["tokens_per_second"] == pytest.approx(2.0, rel=0.05)
+    assert gauges["spec_decode_recent_speedup"] == pytest.approx(gauges["spec_decode_speedup"], rel=0.02)
+    assert gauges["spec_decode_tokens_per_step"] == pytest.approx(3.0)
+    assert gauges["spec_decode_break_even_tokens"] == pytest.approx(1.5)
+    assert gauges["spec_decode_effective_acceptance"] == pytest.approx(0.5)
+    assert gauges["spec_decode_node_acceptance"] == pytest.approx(0.25)
+
+
+def test_acceptance_by_drafter_and_depth() -> None:
+    metrics = Metrics()
+    metrics.step(step(drafters={"lm": Drafted(3, 2, reached=[3, 2, 1], accepted=[2, 1])}))
+    text = metrics.text("tiny")
+    for line in (
+        'spec_decode_drafts_by_position_total{model_name="tiny",drafter="lm",position="2"} 1',
+        'spec_decode_accepted_by_position_total{model_name="tiny",drafter="lm",position="0"} 2',
+    ):
+        assert f"outrider:{line}\n" in text
+
+
+def test_what_a_million_tokens_cost() -> None:
+    free, priced = Metrics(), Metrics(price_per_hour=7.2)
+    for metrics in (free, priced):
+        metrics.step(step())
+    assert "cost_per_million" not in free.text("tiny")
+    assert priced.gauges["cost_per_million_tokens"] == pytest.approx(7.2 / 3600 * 1.5 / 3 * 1e6)
+    assert "outrider:price_per_hour" in priced.text("tiny")
+
+
+def test_a_draft_that_does_not_pay_is_shown_until_it_does() -> None:
+    metrics = Metrics()
+    for unpaid, shown in (({"lm": 1234}, True), ({}, False)):
+        metrics.fill(Gauges(0, 0.0, 0, 0, 0, unpaid))
+        assert (f'{UNPAID}{{model_name="tiny",drafter="lm"}} 1234' in metrics.text("tiny")) == shown
 
 
 def requests(number: int, tokens: int = 30, choices: int = 1) -> list[tuple[list[int], SamplingParams]]:

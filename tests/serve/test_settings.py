@@ -22,7 +22,7 @@ def test_defaults_are_valid_and_local() -> None:
 
 def test_every_field_is_checked() -> None:
     others = {"host", "allowed_hosts", "cors_origins", "api_keys", "served_name", "key_file"}
-    others |= {"draft_folders", "keep_traffic"}
+    others |= {"draft_folders", "keep_traffic", "price_per_hour"}
     flags = {"stream_padding", "log_prompts"}
     assert {f.name for f in fields(ServeSettings)} == {*_WHOLE, *_SECONDS, *_CHOICES, *others, *flags}
 
@@ -144,3 +144,11 @@ NAMED = ServeSettings(host="0.0.0.0", allowed_hosts=("LLM.example.org", "10.0.0.
 )
 def test_host_headers(settings: ServeSettings, header: str | None, accepted: bool) -> None:
     assert settings.accepts_host(header) is accepted
+
+
+@pytest.mark.parametrize("price", ["4", True, -1, float("nan"), float("inf")])
+def test_a_price_that_is_none(price: Any) -> None:
+    with pytest.raises(InvalidRequest, match="price_per_hour must be a number, 0 or more") as refused:
+        ServeSettings(price_per_hour=price)
+    assert refused.value.param == "price_per_hour"
+    assert ServeSettings(price_per_hour=4).price_per_hour == 4.0

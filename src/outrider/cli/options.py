@@ -318,6 +318,12 @@ SERVE = Flags(
         Flag("drain_seconds", float, "How long running requests may go on after Ctrl-C.", metavar="SEC"),
         Flag("engine_restarts", int, "Times in ten minutes a failed engine is started again."),
         Flag("metrics_compat", str, "Metrics under another server's names too.", metavar="none|vllm"),
+        Flag(
+            "price_per_hour",
+            float | None,
+            "What an hour of this machine costs: /metrics then has the cost of a million tokens.",
+            metavar="F",
+        ),
         Flag("stream_padding", bool, "Pad streamed events; their sizes then say nothing.", spelled=_PADDING),
         Flag("stream_interval", float, "Gather tokens this long before sending them.", metavar="SEC"),
         Flag("ping_seconds", float, "Time between signs of life on silent streams; 0: none.", metavar="SEC"),

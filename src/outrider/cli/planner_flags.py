@@ -57,6 +57,12 @@ PLANNER = (
         metavar="N",
     ),
     Flag(
+        "release_draft",
+        bool,
+        "Give up a draft that has not paid for some thousand steps, and free its memory.",
+        spelled=("--release-draft/--keep-draft",),
+    ),
+    Flag(
         "objective",
         str,
         "Most tokens per second of all, or least time per token of each.",

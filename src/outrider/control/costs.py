@@ -13,6 +13,7 @@ from outrider.control.trees import NO_TREE, TreeShape
 from outrider.types import StepRecord
 
 KEEP = 0.9  # weight of what was known against the newest measurement
+KEEP_SHARE = 0.7  # the same of what is measured once in a hundred steps
 UNMEASURED_ROW = 0.05  # share of a step that a row is taken to cost; low, so that it gets measured
 FIRST_BASELINE = 8  # drafting steps of a size after which a plain one is due, where there was none yet
 MAX_STALL = (
@@ -22,6 +23,10 @@ MIN_READ = 256  # tokens: fewer take a drafter as long to read
 SLOWEST_READ = (
     4  # plain steps' time to read MIN_READ tokens, at most: beyond, a graph was captured on the way
 )
+
+
+# What a drafting step's time depends on: drafter, draft tree and size of a captured one, rows of a ragged one.
+Shape = tuple[str, TreeShape, int] | int
 
 
 class CostModel:
@@ -42,6 +47,10 @@ class CostModel:
         self.served: set[int] = set()  # sizes of plain captured steps that answered somebody
         # Drafting steps since the last plain one: by size of captured steps, by minus the batch of ragged ones.
         self.since_plain: dict[int, int] = {}
+        # A plain step's time over that of the drafting steps before it, by size as above and shape: both grow with the
+        # context, so that what a plain step would take now follows from the drafting ones.
+        self.plain_share: dict[tuple[int, Shape], float] = {}
+        self.used: dict[int, set[Shape]] = {}
 
     def observe(self, record: StepRecord) -> None:
         if record.known != record.sequences or record.catch_up is not None:
@@ -54,10 +63,12 @@ class CostModel:
                 self.served.add(record.captured[2])
                 self.captured[record.captured] = seconds
             _learn(self.captured, record.captured, seconds)
+            self._relate(record.captured[2], record.captured, seconds if plain else None)
             return
         _learn(self.by_rows, record.rows, record.total_s - record.draft_s)
         if plain:
             _learn(self.by_batch, record.sequences, record.total_s)
+        self._relate(-record.sequences, record.rows, record.total_s if plain else None)
         levels: dict[str, int] = {}
         for o in record.outcomes:
             if o.drafted:
@@ -77,6 +88,19 @@ class CostModel:
         start = 0 if known else self.baseline_interval - FIRST_BASELINE
         self.since_plain[size] = 0 if plain else self.since_plain.get(size, start) + 1
         return plain
+
+    def _relate(self, size: int, shape: Shape, plain: float | None) -> None:
+        """A drafting step of this shape; or a plain one that took so long, to hold those since the last against."""
+        used = self.used.setdefault(size, set())
+        if plain is None:
+            used.add(shape)
+            return
+        for one in used:
+            _learn(self.plain_share, (size, one), plain / self._taken(one), KEEP_SHARE)
+        used.clear()
+
+    def _taken(self, shape: Shape) -> float:
+        return self.by_rows[shape] if isinstance(shape, int) else self.captured[shape]
 
     def baseline_due(self, size: int, batch: int) -> bool:
         """Whether a plain step is to be measured: captured ones of this size, or ragged ones of this batch (size 0)."""
@@ -199,7 +223,14 @@ class CostModel:
             return 0.0
         if not (record.captured[1] != NO_TREE if record.captured else record.drafted):
             return record.total_s
-        plain = self.plain(record.captured[2]) if record.captured else self.ragged_plain(record.sequences)
+        size, shape = (
+            (record.captured[2], record.captured) if record.captured else (-record.sequences, record.rows)
+        )
+        share = self.plain_share.get((size, shape))
+        if share is not None:
+            plain: float | None = share * self._taken(shape)
+        else:
+            plain = self.plain(size) if size > 0 else self.ragged_plain(-size)
         return record.emitted / record.sequences * (plain or 0.0)
 
 
@@ -208,5 +239,5 @@ def _bucket(rows: int) -> int:
     return 1 << (rows - 1).bit_length()
 
 
-def _learn(known: dict, key: object, value: float) -> None:
-    known[key] = KEEP * known[key] + (1 - KEEP) * value if key in known else value
+def _learn(known: dict, key: object, value: float, keep: float = KEEP) -> None:
+    known[key] = keep * known[key] + (1 - keep) * value if key in known else value

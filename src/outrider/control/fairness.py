@@ -25,7 +25,7 @@ class Fairness:
     def stretched(self, sequences: set[Sequence]) -> set[Sequence]:
         """Those of them whose tokens have taken longer than they may: no step may stretch further for others."""
         if not self.late:
-            return set()
+            return self.late
         share, grace = self.guards.max_stretch - 1, self.guards.grace
         written = {s: len(s.tokens) - s.prompt_len for s in self.late}
         self.late = {s for s in self.late if self.lag[s] > share * (written[s] + grace)}

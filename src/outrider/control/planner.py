@@ -18,6 +18,7 @@ from outrider.control.acceptance import AcceptanceRate, AcceptanceRates
 from outrider.control.costs import CostModel
 from outrider.control.fairness import Fairness
 from outrider.control.guards import Guards, is_flat
+from outrider.control.payoff import Payoff
 from outrider.control.reasons import AUTO, BASELINE, OFF, PREFILL
 from outrider.control.resident import Choice, ResidentPlans
 from outrider.control.staged import StagedPlans
@@ -39,7 +40,7 @@ class Planner:
         self.default, self.depth, self.nodes, self.choices = default, depth, nodes, choices
         self.guards = guards or Guards()
         self.costs, self.rates = CostModel(self.guards.baseline_interval), AcceptanceRates()
-        self.fairness = Fairness(self.guards)
+        self.fairness, self.payoff = Fairness(self.guards), Payoff()
         known = self.guards, self.costs, self.rates, self.fairness
         self.staged, self.resident = StagedPlans(*known), ResidentPlans(*known)
         self.crowded = Reason("batch", 0, (("batch", 0),))  # one for all sequences of a step
@@ -93,9 +94,17 @@ class Planner:
     def forget_drafter(self, name: str) -> None:
         """It drafts with other weights now, alone or merged with others: what it achieved says nothing any more."""
         self.rates.forget_drafter(name)
+        self.payoff.forget(name)
         for known in self.resident.idle_time:
             if name in known.split("+"):
                 self.resident.idle_time[known] = inf  # so that one that did not pay is tried again
+
+    def release(self, name: str) -> None:
+        """A drafter is there no longer: whoever named none gets what is left."""
+        self.forget_drafter(name)
+        self.payoff.held.pop(name, None)
+        self.choices = tuple(one for one in self.choices if one != name)
+        self.default = next(iter(self.choices), "none") if self.default == name else self.default
 
     def observe(self, record: StepRecord) -> None:
         if record.catch_up is not None:
@@ -120,6 +129,8 @@ class Planner:
             record.sequences > 1 and record.drafted and record.plain_s
         ):  # alone, nobody waits for others' drafts
             self.fairness.observe(record, record.total_s * record.emitted / record.sequences / record.plain_s)
+        if self.payoff.held and record.plain_s:
+            self.payoff.observe(record)
         if record.captured is not None:
             self.resident.observe(record, self.choices, alive)
 

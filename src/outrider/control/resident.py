@@ -62,9 +62,11 @@ class ResidentPlans:
                 best = best._replace(speedup=1.0, tree=NO_TREE)
             self.speedup, self.joined = best.speedup, best.drafter if best.tree[1] else "none"
             reason = self._reason(best, mine, fixed)
-            if not fixed and (probe := self._probe(best, candidates, mine, options)):
+            late = any(one.stretched for one in candidates)  # a probe would hold them up as well
+            if not fixed and not late and (probe := self._probe(best, candidates, mine, options)):
                 best, idle = probe
-                reason = Reason("probe", best.tree[0], (("drafter", best.drafter), ("idle steps", idle)))
+                waited = ("after one that paid", "") if idle == inf else ("idle steps", round(idle))
+                reason = Reason("probe", best.tree[0], (("drafter", best.drafter), waited))
         return self._bets(best, reason, mine, settled, options)
 
     def _bets(
@@ -94,9 +96,11 @@ class ResidentPlans:
             return Reason("stretch", depth, (("stretch", best.stretched, self.guards.max_stretch), *facts))
         if depth or fixed:
             return Reason("pays", depth or fixed, facts)
-        patience = self.guards.patience
-        own = (self.rates.of(s, best.drafter) for s, names in mine if best.drafter in names)
-        return Reason("low gain" if all(r.drafts >= patience for r in own) else "below break-even", 0, facts)
+        return Reason("low gain" if self._spared(best.drafter, mine) else "below break-even", 0, facts)
+
+    def _spared(self, drafter: str, mine: Mine) -> bool:
+        """Whether a request that is alone has shown for a while that this drafter does not pay."""
+        return len(mine) == 1 and self.rates.of(mine[0][0], drafter).drafts >= self.guards.patience
 
     def _serving(
         self, sequence: Sequence, allowed: Seq[str], drafter: str, tree: TreeShape, options: Options
@@ -119,7 +123,7 @@ class ResidentPlans:
             trees = tuple(tree for tree in trees if tree[0] == tree[1] <= fixed)
         elif len(mine) > guards.tree_batch:
             trees = tuple(tree for tree in trees if tree[0] == tree[1])
-        late = self.fairness.stretched(set(sequences)) if self.fairness.late and not fixed else set()
+        late = self.fairness.stretched(set(sequences)) if len(mine) > 1 and not fixed else set()
         beside = self.costs.ratio(name, (fixed, fixed), options.size)
         speedups, promised, stretched = {NO_TREE: 1 / beside}, {NO_TREE: (0.0, beside)}, 0.0
         for tree in trees:
@@ -175,11 +179,11 @@ class ResidentPlans:
 
     def _probe(
         self, best: Candidate, candidates: Seq[Candidate], mine: Mine, options: Options
-    ) -> tuple[Candidate, int] | None:
+    ) -> tuple[Candidate, float] | None:
         """A drafter that is not in use and may be tried again, and how long it was not. None of its draft is expected
         to be accepted.
         """
-        guards, size, patience = self.guards, options.size, self.guards.patience
+        guards, size = self.guards, options.size
         for one in candidates:
             trees = options.trees.get(one.drafter, ())
             if not trees or (best.tree != NO_TREE and one.drafter == best.drafter):
@@ -192,10 +196,10 @@ class ResidentPlans:
                 tree = min(trees)
             lost = self.costs.ratio(one.drafter, tree, size) - 1 / best.speedup + one.delay
             sequences = [sequence for sequence, _ in mine]
-            spared = all(self.rates.of(s, one.drafter).drafts >= patience for s in sequences)
+            spared = self._spared(one.drafter, mine)
             if probe_due(guards, idle, lost, best.speedup, sequences, spared):
                 self.idle_time[one.drafter] = 0.0  # at once: what comes of it is known a step later
-                return one._replace(tree=tree), int(min(idle, 1e6))
+                return one._replace(tree=tree), idle
         return None
 
     def observe(self, record: StepRecord, choices: Seq[str], alive: Seq[AcceptanceRate]) -> None:

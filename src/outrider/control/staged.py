@@ -63,7 +63,7 @@ class StagedPlans:
         guards, before = self.guards, self.joined
         seconds = self.costs.ragged_plain(batch) if rows == batch else self.costs.step(rows)
         needed = guards.break_even if not self.drafting else 1.0
-        late = self.fairness.stretched({s for s, _ in left.values()})
+        late = self.fairness.stretched({s for s, _ in left.values()}) if batch > 1 else set()
         row = max(self.costs.step(rows + 1) - seconds, 0.0)
         best, speedup = Depths(batch / seconds, batch, {}, row, needed), 1.0
         served: dict[int, Offer] = {}
@@ -87,7 +87,8 @@ class StagedPlans:
             offer = served[i] if depth else max(offers[i], default=None)
             drafter = offer.drafter if offer and depth else "none"
             costly = [name for name in names if name not in (drafter, *options.riding)]
-            if probe := self._probe(sequence, costly, batch, speedup, options):
+            probe = None if best.stretched else self._probe(sequence, costly, batch, speedup, options)
+            if probe is not None:
                 yield i, *probe
             else:
                 yield i, drafter, depth, self._reason(sequence, offer, depth, best)

@@ -59,6 +59,13 @@ class StepGraphs:
         """Shapes worth capturing when nobody waits for it."""
         return [shape for shape, count in self.missed.items() if count >= CAPTURE_AFTER]
 
+    def forget(self, drafter: str) -> None:
+        """Keep no step that it drafts in. Nothing is in flight."""
+        for known in (self.steps, self.missed):
+            for shape in [one for one in known if drafter in one.drafter.split("+")]:
+                del known[shape]
+        self._serving.clear()
+
     def _made(self, shape: StepShape) -> CapturedStep:
         if shape not in self.steps:
             self.steps[shape] = self.make(shape)

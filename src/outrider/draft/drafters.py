@@ -95,6 +95,10 @@ class Drafters:
         """Those that take no pass."""
         return tuple(n for n, one in self._resident.items() if one.rides_along and not self.left_alone(n))
 
+    def instead_of(self, name: str) -> str:
+        """The drafter itself; or, where it is there no longer, one that takes no pass."""
+        return name if name in self._drafters else next(iter(self.riding), "none")
+
     def foresee(self, name: str, sequence: Sequence, n: int) -> Seq[int]:
         try:
             return self._resident[name].foresee(sequence, n)

@@ -6,6 +6,7 @@ tokens and zero or more draft tokens. How a step runs is the runner's business.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -42,6 +43,8 @@ from outrider.verify.noise import choice_seed
 if TYPE_CHECKING:
     from torch import Tensor
 
+log = logging.getLogger(__name__)
+
 MAX_SCORED = 16  # sequences of a step: beyond, what the host does for each of them is missing elsewhere
 
 
@@ -69,6 +72,7 @@ class Engine:
         self.settled_at = 0.0
         self.made = runner.made
         self.answerable = False  # without drafts, from captured steps
+        self.explained: set[Sequence] = set()  # whose reasons were asked for
 
     def add(self, request: Request) -> list[Sequence]:
         """Take a request in, or refuse it by name. Its tokens come out of `step`."""
@@ -85,6 +89,8 @@ class Engine:
             sequence.arrived = time.perf_counter()
             self.writers[sequence] = Writer(self.text(), request.params.stop, request.params.include_stop)
             self.drafters.start(sequence)
+            if request.params.speculation.explain:
+                self.explained.add(sequence)
         self.live[request.id] = list(choices)
         self.scheduler.add(choices)
         return choices
@@ -105,6 +111,9 @@ class Engine:
 
     def step(self) -> list[StepResult]:
         """Launch a step for everything that can move, and settle those that are finished."""
+        released = (
+            self._release_unpaid() if self.settings.release_draft and self.planner.payoff.unpaid else []
+        )
         begun = time.perf_counter()
         work = self.scheduler.schedule(self.planner.prompt_rows)
         if work:
@@ -112,7 +121,7 @@ class Engine:
             step = self.runner.launch(work, plan)
             step.plan_s, step.begun = step.begun - begun, begun
             self.in_flight.append(step)
-        results = []
+        results = released
         while len(self.in_flight) > (self.runner.lag if work and self.live else 0):
             results.append(self._settle(self.in_flight.popleft()))
         return results
@@ -120,6 +129,22 @@ class Engine:
     def drain(self) -> list[StepResult]:
         """Settle everything that is in flight, and launch nothing."""
         return [self._settle(self.in_flight.popleft()) for _ in range(len(self.in_flight))]
+
+    def _release_unpaid(self) -> list[StepResult]:
+        """Give up drafts that never paid, once nobody who is answered has named them: what was in flight until then."""
+        live = [sequence for some in self.live.values() for sequence in some]
+        named = {sequence.request.params.speculation.drafter for sequence in live}
+        results: list[StepResult] = []
+        for name in self.planner.payoff.unpaid.keys() - named:
+            results += self.drain()
+            for sequence in live:
+                if sequence.finish_reason is None:  # else that was done when it ended
+                    self.drafters[name].stop(sequence)
+            self.drafters.remove([name])
+            self.planner.release(name)
+            self.runner.release(name)
+            log.warning("the draft %s was released", name)
+        return results
 
     def replace_weights(self, drafter: str, weights: Mapping[str, Tensor]) -> None:
         """Have a drafter draft with others from the next step on. Nothing may be in flight: what was drafted with the
@@ -176,6 +201,8 @@ class Engine:
         made, self.made = self.made, self.runner.made
         record.graphs_captured, record.kernels_compiled = self.made[0] - made[0], self.made[1] - made[1]
         record.scored = self._scored(step, results, alive)
+        if self.explained or log.isEnabledFor(logging.DEBUG):
+            self._explain(step, alive)
         committed = [self._commit(step.work[i], step.bets[i], *results[i]) for i in alive]
         events = [event for event in committed if event is not None]
         record.emitted = sum(len(e.token_ids) for e in events)
@@ -184,6 +211,14 @@ class Engine:
         if self.settings.check_integrity:
             self.table.check()
         return StepResult(events, record)
+
+    def _explain(self, step: InFlightStep, alive: list[int]) -> None:
+        """Keep the reasons of those that asked for them, and log everybody's where that is wanted."""
+        for i in alive:
+            one, reason = step.work[i], step.reasons[i]
+            if one.emits and one.sequence in self.explained:
+                one.sequence.reasons.append(reason)
+            log.debug("%s, choice %d: %s", one.sequence.request.id, one.sequence.choice, reason)
 
     def _record(self, step: InFlightStep, results: list[Result], alive: list[int]) -> StepRecord:
         outcomes = []
@@ -287,6 +322,7 @@ class Engine:
     def _end(self, sequence: Sequence) -> None:
         self.drafters.stop(sequence)
         self.scores.stop(sequence)
+        self.explained.discard(sequence)
         self.planner.forget(sequence)
         self.scheduler.finish(sequence)
         del self.writers[sequence]

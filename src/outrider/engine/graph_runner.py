@@ -84,12 +84,10 @@ class GraphRunner(EagerRunner):
         run: Callable[..., Tensor],
         record: Callable[[Callable[[], Any]], tuple[Any, Any]] | None = None,
         lag: int = 1,
-        default: str = "none",
-        tree_size: int = TREE_SIZE,
+        default: str = "none",  # the drafter of sequences whose requests name none
+        tree_size: int = TREE_SIZE,  # sequences of a step that may have trees
     ) -> None:
-        """`run` is the target's pass over rows on the device; `record` captures graphs, where there are any; `default`
-        is the drafter of sequences whose requests name none; trees are for steps of up to `tree_size` sequences.
-        """
+        """`run` is the target's pass over rows on the device; `record` captures graphs, where there are any."""
         super().__init__(model, cache, drafters)
         self.default, self.finished_at = default, 0.0
         self.ops, self.state, self.run, self.lag = ops, ops.state, run, lag
@@ -186,6 +184,10 @@ class GraphRunner(EagerRunner):
         self, sequences: int, drafters: Seq[str], plain: Callable[[int], float | None]
     ) -> Iterator[None]:
         return self.warm.rest(sequences, drafters, plain)
+
+    def release(self, drafter: str) -> None:
+        self.graphs.forget(drafter)
+        self.default = self.drafters.instead_of(self.default)
 
     def warm_up(self, drafter: str) -> tuple[int, float]:
         """Tokens that a drafter can read in some seconds, if it has to read at all."""

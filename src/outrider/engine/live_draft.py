@@ -59,7 +59,7 @@ class LiveDraft:
         """Draft with the weights before the last swap again. Rolled back twice, the last swap's are there again."""
         with self._lock:
             latest = max(
-                (state for state in self.states.values() if state.previous is not None),
+                (s for name, s in self.states.items() if s.previous is not None and name in self.drafters),
                 key=lambda state: state.since,
                 default=None,
             )
@@ -85,7 +85,7 @@ class LiveDraft:
     def _state(self, path: Path) -> DraftState:
         """Of the draft that this one may take the place of."""
         name = "eagle" if is_eagle(path) else "lm"
-        if name not in self.states:
+        if name not in self.states or name not in self.drafters:  # never there, or released
             kind = {"eagle": "an EAGLE head", "lm": "a model"}[name]
             here = " and ".join(self.drafters.names)
             raise InvalidRequest(

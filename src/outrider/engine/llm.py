@@ -32,7 +32,7 @@ from outrider.engine.kv_cache import KvCache, make_kv_cache
 from outrider.engine.live_draft import LiveDraft
 from outrider.engine.memory import GpuMeter, check_room, working_memory
 from outrider.engine.output import Output, make_output
-from outrider.engine.planning import guards_of
+from outrider.engine.planning import guards_of, watch_draft
 from outrider.engine.prompts import Message, Prompt, as_list, check_messages, plain_list
 from outrider.engine.runner import EagerRunner, Runner
 from outrider.errors import InvalidRequest, OutOfMemory, OutriderError, UnsupportedModel, stopped
@@ -293,7 +293,9 @@ class LLM:
 
     def _speculation(self, params: SamplingParams) -> Speculation:
         """As asked, else as this LLM was set up; a prediction is followed by whoever can."""
-        asked = self.speculation if params.speculation == Speculation() else params.speculation
+        asked = params.speculation
+        if replace(asked, explain=False) == Speculation():
+            asked = replace(self.speculation, explain=asked.explain or self.speculation.explain)
         if params.prediction and asked.drafter is None and "lookup" not in self.drafter.split("+"):
             return replace(asked, drafter="lookup")
         return asked
@@ -337,6 +339,8 @@ class LLM:
             left, slots = _free_memory(self.settings) or 0, cache.table.pool.total
             size = slots * kv_bytes(self.model)
             self.memory = Memory(self.model.weight_bytes(), free - left, size, slots, left)
+        room = draft_room(self._draft_checkpoints(parts))
+        watch_draft(planner, drafters, room, cache, self.model, self.memory)
         return Engine(self.model, cache, drafters, planner, runner, self.settings, self.tokenizer.text_stream)
 
     def _with_room(self, parts: Seq[Part]) -> Seq[Part]:

@@ -16,6 +16,7 @@ class Stats:
     drafted: int
     accepted: int
     origins: list[str]
+    reasons: list[str] = field(default_factory=list)  # why, step by step, where `explain` asked for it
 
     @property
     def tokens_per_step(self) -> float:
@@ -76,7 +77,7 @@ def make_output(
         assert s.finish_reason is not None  # every choice has had its last event
         output.cached_tokens = max(output.cached_tokens, s.reused if s.choice == 0 else 0)
         logprobs = s.logprobs if request.params.logprobs is not None else None
-        stats = Stats(s.steps, s.drafted, s.accepted, list(s.origins))
+        stats = Stats(s.steps, s.drafted, s.accepted, list(s.origins), list(map(str, s.reasons)))
         text = "".join(texts.get((request.id, s.choice), []))
         output.choices.append(Choice(text, s.output, s.finish_reason, logprobs, s.seed & (2**64 - 1), stats))
     return output

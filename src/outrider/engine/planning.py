@@ -1,11 +1,17 @@
-"""From settings to the planner's bounds."""
+"""What the planner is given: bounds from the settings, and drafts to watch with the memory they hold."""
 
 from __future__ import annotations
 
 from math import inf
 
 from outrider.control.guards import Guards
-from outrider.settings import Settings
+from outrider.control.planner import Planner
+from outrider.draft.drafter import NetworkDrafter
+from outrider.draft.drafters import Drafters
+from outrider.engine.draft_room import DraftRoom
+from outrider.engine.kv_cache import KvCache
+from outrider.model.decoder import Model, kv_bytes
+from outrider.settings import Memory, Settings
 
 
 def guards_of(settings: Settings) -> Guards:
@@ -27,3 +33,15 @@ def guards_of(settings: Settings) -> Guards:
         prefill_stretch=settings.prefill_stretch or inf,
         prefill_wait=settings.prefill_wait or usual.prefill_wait,
     )
+
+
+def watch_draft(
+    planner: Planner, drafters: Drafters, room: DraftRoom, cache: KvCache, model: Model, memory: Memory | None
+) -> None:
+    """Have the planner say if a draft with weights of its own never pays, and how many tokens of KV cache its memory
+    would hold: as measured on a GPU, else by its shapes.
+    """
+    size = 4 * (room.weights + room.cached * cache.table.pool.total) if memory is None else memory.draft
+    for name in planner.choices:
+        if isinstance(drafters[name], NetworkDrafter):
+            planner.payoff.watch(name, size // kv_bytes(model))

@@ -126,6 +126,10 @@ class Runner(Protocol):
         """Capture what else up to so many sequences may need, piece by piece; `plain` are seconds of plain steps."""
         ...
 
+    def release(self, drafter: str) -> None:
+        """Keep nothing of a drafter that is there no longer. Nothing is in flight."""
+        ...
+
     def warm_up(self, drafter: str) -> tuple[int, float]:
         """Tokens that a drafter can catch up with in some seconds; none if there is nothing to measure."""
         ...
@@ -194,6 +198,9 @@ class EagerRunner:
         self, sequences: int, drafters: Seq[str], plain: Callable[[int], float | None]
     ) -> Iterator[None]:
         return iter(())
+
+    def release(self, drafter: str) -> None:
+        return
 
     def warm_up(self, drafter: str) -> tuple[int, float]:
         return 0, 0.0

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from outrider import __version__
 from outrider.errors import LONGEST_NAME
 from outrider.serve.errors import ApiError
-from outrider.serve.metrics import PREFIX
+from outrider.serve.metrics import PREFIX, UNPAID
 from outrider.serve.openapi import document
 from outrider.serve.request import Reply, Request
 from outrider.serve.routes import Endpoint, get
@@ -53,7 +53,8 @@ async def health(request: Request) -> Response:
         return _unwell("draining")
     if not service.backend.well:
         return _unwell("stalled" if service.backend.state == "ready" else service.backend.state)
-    return Reply({"status": "ok"})
+    unpaid = service.metrics.by_drafter[UNPAID]
+    return Reply({"status": "ok", **({"drafts_that_do_not_pay": unpaid} if unpaid else {})})
 
 
 def _unwell(state: str) -> Reply:

@@ -244,6 +244,8 @@ class Call:
         if self.options.stats:
             report["per_step_accepted"] = accepted
             report["per_step_drafted"] = [nodes for nodes, _ in end.draft_counts]
+        if end.reasons:
+            report["per_step_reasons"] = end.reasons
         return report
 
     def said(self) -> dict[str, Any]:

@@ -231,6 +231,7 @@ class EngineProcess:
             known=record.known,
             drafts=len(drafting),
             drafted=record.drafted,
+            positions=sum(o.deepest for o in drafting),
             accepted=record.accepted,
             accepted_at=[sum(o.accepted > depth for o in drafting) for depth in range(deepest)],
             lossy=sum(o.accepted for o in lossy),
@@ -256,6 +257,7 @@ class EngineProcess:
             preemptions=engine.scheduler.preemptions,
             prefix_queried=self.prefix["queried"],
             prefix_found=self.prefix["found"],
+            unpaid=engine.planner.payoff.unpaid,
         )
 
     def _write(self) -> None:
@@ -310,12 +312,21 @@ def _by_drafter(record: StepRecord) -> dict[str, Drafted]:
         if outcome.drafted:
             drafted = found.setdefault(outcome.bet.drafter, Drafted())
             drafted.drafts += 1
+            _count_levels(drafted.reached, outcome.deepest)
+            _count_levels(drafted.accepted, outcome.accepted)
             drafted.first_accepted += outcome.straight > 0
     for name, tokens, probability in record.predicted:
         drafted = found.setdefault(name, Drafted())
         drafted.predicted += tokens
         drafted.probability += probability
     return found
+
+
+def _count_levels(levels: list[int], depth: int) -> None:
+    """One more at each level down to this depth."""
+    levels.extend([0] * (depth - len(levels)))
+    for level in range(depth):
+        levels[level] += 1
 
 
 def _served_draft(state: DraftState) -> ServedDraft:
@@ -348,6 +359,7 @@ def _end(s: Sequence) -> End:
         decode_s=max(0.0, s.ended - s.first),
         problem=s.problem,
         stop=s.stop,
+        reasons=list(map(str, s.reasons)),
     )
 
 

@@ -139,6 +139,7 @@ class End(msgspec.Struct):
     decode_s: float
     problem: str | None
     stop: str | None = None  # the stop string that ended it
+    reasons: list[str] = []  # the planner's, of every step, where asked for
 
 
 class Piece(msgspec.Struct, array_like=True):
@@ -161,6 +162,8 @@ class Drafted(msgspec.Struct, array_like=True):
     first_accepted: int = 0  # drafts whose first choice for the first token was accepted
     predicted: int = 0  # tokens that were looked at more closely
     probability: float = 0.0  # the sum of what the target gave those
+    reached: list[int] = []  # drafts with a token at depth 1, 2, ...
+    accepted: list[int] = []  # and those of them in which it was accepted
 
 
 class Step(msgspec.Struct):
@@ -171,6 +174,7 @@ class Step(msgspec.Struct):
     known: int
     drafts: int  # sequences that a draft was made for
     drafted: int
+    positions: int  # depths of the drafts, summed: a tree has several tokens for one position
     accepted: int
     accepted_at: list[int]  # sequences with an accepted draft token at depth 1, 2, ...
     lossy: int  # tokens accepted by sequences in a mode that is not exact
@@ -196,6 +200,9 @@ class Gauges(msgspec.Struct):
     preemptions: int
     prefix_queried: int
     prefix_found: int
+    unpaid: dict[
+        str, int
+    ] = {}  # drafts that never paid, and how many tokens of cache their memory would hold
 
 
 class Progress(msgspec.Struct, tag=True):

@@ -15,7 +15,9 @@ from outrider.serve.link import Drafted, End, Gauges, Step
 PREFIX = "outrider:"
 MAX_DEPTH_LABEL = 64
 
-SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+# Sixteen a decade from 1 ms to 1 s: neighbours differ by 15 %, so that a p99 that grew by so much is seen.
+FINE = tuple(float(f"{10 ** (k / 16 - 3):.3g}") for k in range(48))
+SECONDS = (*FINE, 1.0, 1.5, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
 COUNTERS = {
     "prompt_tokens": "Prompt tokens of requests that were started.",
@@ -32,6 +34,9 @@ COUNTERS = {
     "spec_decode_num_draft_tokens": "Draft tokens proposed.",
     "spec_decode_num_accepted_tokens": "Draft tokens accepted.",
     "spec_decode_num_accepted_tokens_per_pos": "Draft tokens accepted, by position in the draft.",
+    "spec_decode_num_draft_positions": "Positions drafted for: several tokens of a tree may stand for one.",
+    "spec_decode_drafts_by_position": "Drafts with a token at a position, by drafter.",
+    "spec_decode_accepted_by_position": "Those of them in which it was accepted, by drafter.",
     "spec_decode_num_lossy_tokens": "Draft tokens accepted in a mode that is not exact.",
     "planner_decisions": "What the planner did with a sequence in a step, by reason.",
     "steps": "Passes of the target.",
@@ -48,11 +53,21 @@ GAUGES = {
     "num_requests_waiting": "Requests that wait.",
     "kv_cache_usage_perc": "Share of the KV cache that running sequences hold, 0 to 1.",
     "spec_decode_speedup": "plain_decode_seconds over decode_seconds since the start.",
+    "spec_decode_recent_speedup": "The same of about the last 500 steps.",
+    "tokens_per_second": "Tokens per second of recent steps that only decoded.",
+    "plain_tokens_per_second": "What plain decoding is measured to make of the same steps: the number to beat.",
+    "spec_decode_tokens_per_step": "Tokens that recent drafting steps brought a sequence.",
+    "spec_decode_break_even_tokens": "Tokens that they had to bring it to be worth their time.",
+    "spec_decode_effective_acceptance": "Share of recently drafted positions that were right.",
+    "spec_decode_node_acceptance": "Share of recently drafted tokens that were accepted.",
+    "price_per_hour": "What an hour of this machine costs, as the operator says.",
+    "cost_per_million_tokens": "What a million tokens cost, by the time spent in steps.",
     "engine_up": "1 while the engine takes requests.",
     "spec_decode_recent_acceptance": "Share of recent drafts whose first token was accepted, by drafter.",
     "spec_decode_card_acceptance": "The same as the draft's card has it, by drafter.",
     "spec_decode_recent_target_probability": "Mean probability that the target gave its own recent tokens, by drafter.",
     "spec_decode_card_target_probability": "The same as the draft's card has it, by drafter.",
+    "spec_decode_unpaid_draft_cache_tokens": "Tokens of KV cache that a draft which never paid takes the memory of.",
     "traffic_keeping": "1 while tokens of marked keys are kept.",
     "traffic_bytes": "Bytes of kept tokens.",
 }
@@ -71,11 +86,21 @@ LABELLED = frozenset(
     (
         *("request_success", "admission_rejections", "http_requests", "planner_decisions", "step_seconds"),
         *("spec_decode_num_accepted_tokens_per_pos", "traffic_dropped"),
+        *("spec_decode_drafts_by_position", "spec_decode_accepted_by_position"),
     )
 )
-BY_DRAFTER = tuple(name for name in GAUGES if name.startswith(("spec_decode_recent", "spec_decode_card")))
+UNPAID = "spec_decode_unpaid_draft_cache_tokens"
+BY_DRAFTER = (
+    "spec_decode_recent_acceptance",
+    "spec_decode_card_acceptance",
+    "spec_decode_recent_target_probability",
+    "spec_decode_card_target_probability",
+    UNPAID,
+)
+PRICED = ("price_per_hour", "cost_per_million_tokens")
 TARGET_PROBABILITY = "spec_decode_recent_target_probability"
 RECENT_DRAFTS = 2000  # an average over about so many: long enough that one odd request does not show
+RECENT_STEPS = 500  # of those with something to say
 RECENT_TOKENS = 500  # of those that are looked at; one drafting step in some has a few
 
 Labels = tuple[tuple[str, str], ...]
@@ -105,10 +130,28 @@ class RecentMean:
         return self.value
 
 
+@dataclass(slots=True)
+class RecentRatio:
+    """Of two sums that forget: over about the last RECENT_STEPS steps."""
+
+    above: float = 0.0
+    below: float = 0.0
+
+    def add(self, above: float, below: float) -> float:
+        keep = 1 - 1 / RECENT_STEPS
+        self.above, self.below = keep * self.above + above, keep * self.below + below
+        return self.above / self.below if self.below else 0.0
+
+
 class Metrics:
-    def __init__(self) -> None:
+    def __init__(self, price_per_hour: float | None = None) -> None:
+        self.price = price_per_hour
         self.counters: dict[str, dict[Labels, float]] = {name: {} for name in COUNTERS}
-        self.gauges: dict[str, float] = dict.fromkeys((n for n in GAUGES if n not in BY_DRAFTER), 0.0)
+        left_out = (*BY_DRAFTER, *(() if price_per_hour is not None else PRICED))
+        self.gauges: dict[str, float] = dict.fromkeys((n for n in GAUGES if n not in left_out), 0.0)
+        if price_per_hour is not None:
+            self.gauges["price_per_hour"] = price_per_hour
+        self._ratios: dict[str, RecentRatio] = {}
         self.by_drafter: dict[str, dict[str, float]] = {name: {} for name in BY_DRAFTER}
         self._recent: dict[tuple[str, str], RecentMean] = {}
         self.histograms = {name: Histogram() for name in HISTOGRAMS}
@@ -132,6 +175,7 @@ class Metrics:
         self.count("generation_tokens", step.emitted)
         self.count("spec_decode_num_drafts", step.drafts)
         self.count("spec_decode_num_draft_tokens", step.drafted)
+        self.count("spec_decode_num_draft_positions", step.positions)
         self.count("spec_decode_num_accepted_tokens", step.accepted)
         self.count("spec_decode_num_lossy_tokens", step.lossy)
         for depth, held in enumerate(step.accepted_at[:MAX_DEPTH_LABEL]):
@@ -150,13 +194,36 @@ class Metrics:
             self.count("step_seconds", seconds, stage=stage)
         self.observe("step_duration_seconds", step.total_s / step.passes, step.passes)
         if step.plain_s:
-            self.count("decode_seconds", step.total_s)
-            self.count("plain_decode_seconds", step.plain_s)
-            spent = self.counters["decode_seconds"][()]
-            self.gauges["spec_decode_speedup"] = self.counters["plain_decode_seconds"][()] / spent
+            self._decoded(step)
+        if step.drafted:
+            self._ratio("spec_decode_effective_acceptance", step.accepted, step.positions)
+            self._ratio("spec_decode_node_acceptance", step.accepted, step.drafted)
+        if self.price is not None and (tokens := self.counters["generation_tokens"][()]):
+            spent = sum(self.counters["step_seconds"].values())
+            self.gauges["cost_per_million_tokens"] = self.price / 3600 * spent / tokens * 1e6
+
+    def _decoded(self, step: Step) -> None:
+        """A step that only decoded, beside what plain decoding takes for its tokens."""
+        self.count("decode_seconds", step.total_s)
+        self.count("plain_decode_seconds", step.plain_s)
+        spent = self.counters["decode_seconds"][()]
+        self.gauges["spec_decode_speedup"] = self.counters["plain_decode_seconds"][()] / spent
+        self._ratio("spec_decode_recent_speedup", step.plain_s, step.total_s)
+        self._ratio("tokens_per_second", step.emitted, step.total_s)
+        self._ratio("plain_tokens_per_second", step.emitted, step.plain_s)
+        if step.drafted:
+            each = step.emitted / step.sequences
+            self._ratio("spec_decode_tokens_per_step", each, 1)
+            self._ratio("spec_decode_break_even_tokens", each * step.total_s / step.plain_s, 1)
+
+    def _ratio(self, name: str, above: float, below: float) -> None:
+        self.gauges[name] = self._ratios.setdefault(name, RecentRatio()).add(above, below)
 
     def drafter(self, name: str, drafted: Drafted) -> None:
         """What became of one drafter's drafts in a step."""
+        for counter, levels in (("drafts", drafted.reached), ("accepted", drafted.accepted)):
+            for depth, times in enumerate(levels[:MAX_DEPTH_LABEL]):
+                self.count(f"spec_decode_{counter}_by_position", times, drafter=name, position=str(depth))
         for gauge, memory, count, total in (
             ("spec_decode_recent_acceptance", RECENT_DRAFTS, drafted.drafts, drafted.first_accepted),
             (TARGET_PROBABILITY, RECENT_TOKENS, drafted.predicted, drafted.probability),
@@ -188,6 +255,7 @@ class Metrics:
     def fill(self, gauges: Gauges) -> None:
         self.gauges["num_requests_running"] = gauges.running
         self.gauges["kv_cache_usage_perc"] = gauges.cache_used
+        self.by_drafter[UNPAID] = dict(gauges.unpaid)
         totals = {
             "num_preemptions": gauges.preemptions,
             "prefix_cache_queries": gauges.prefix_queried,

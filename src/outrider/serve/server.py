@@ -70,7 +70,7 @@ def run_server(
     sock = _bind(serve)
     with sock:
         start = Start(model, draft, dataclasses.asdict(settings), (serve.log_format, serve.log_level))
-        metrics = Metrics()
+        metrics = Metrics(serve.price_per_hour)
         backend = Backend(start, serve, metrics)
         service = Service(backend, serve, params, keys, metrics, length, given)
         service.traffic = traffic

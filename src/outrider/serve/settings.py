@@ -7,6 +7,7 @@ ask in a minute is in the key file. Reads no files and opens no sockets.
 from __future__ import annotations
 
 import ipaddress
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
@@ -61,6 +62,9 @@ class ServeSettings:
     drain_seconds: float = 30.0  # for running requests once asked to stop
     engine_restarts: int = 3  # in ten minutes; then the server leaves with an error
     metrics_compat: str = "none"
+    price_per_hour: float | None = (
+        None  # of the machine, in any currency: /metrics has the cost of a million tokens
+    )
     stream_padding: bool = False  # sizes of events say nothing of the text; a request can ask for it too
     stream_interval: float = 0.0  # tokens are gathered this long before they are sent
     ping_seconds: float = 15.0  # between comment lines on a silent stream; 0 = none
@@ -83,6 +87,8 @@ class ServeSettings:
                 raise InvalidRequest(f"{name} must be true or false", name)
         for name in ("served_name", "key_file", "keep_traffic"):
             _check_text(self, name)
+        if self.price_per_hour is not None:
+            _check_price(self)
         for name in ("api_keys", "allowed_hosts", "cors_origins", "draft_folders"):
             _gather(self, name)
         _check_host(self.host, "host")
@@ -183,6 +189,13 @@ def _check_seconds(settings: ServeSettings, name: str, zero: bool) -> None:
         bound = "[0" if zero else "(0"
         raise InvalidRequest(f"{name} must be in {bound}, {WEEK:g}] seconds, got {value}", name)
     object.__setattr__(settings, name, float(value))
+
+
+def _check_price(settings: ServeSettings) -> None:
+    value = settings.price_per_hour
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        raise InvalidRequest(f"price_per_hour must be a number, 0 or more, not {value!r}", "price_per_hour")
+    object.__setattr__(settings, "price_per_hour", float(value))
 
 
 def _check_choice(settings: ServeSettings, name: str, known: Iterable[str]) -> None:

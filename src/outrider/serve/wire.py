@@ -42,6 +42,7 @@ class SpeculativeDecoding(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tr
     rule: str = "typical"
     threshold: float = 0.3
     delta: float = 0.09
+    explain: bool = False
     stats: bool = False
 
 
@@ -367,6 +368,7 @@ def speculation_of(asked: bool | int | str | SpeculativeDecoding | None) -> Spec
     given: Any = asked
     if isinstance(asked, SpeculativeDecoding):
         given = {f: getattr(asked, f) for f in asked.__struct_fields__ if f != "stats"}
+        given["explain"] = asked.explain or asked.stats
     try:
         return Speculation.of(given)
     except InvalidRequest as problem:

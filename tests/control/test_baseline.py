@@ -1,0 +1,67 @@
+"""The speed-up that is measured is the one there is: against the same answers without speculation, within 3 %."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import pytest
+
+from outrider.control.guards import Guards
+from outrider.control.planner import Planner
+from outrider.types import Options, Outcome, StepRecord, Work
+from tests.tiny import sequence
+
+TOKENS = 6000
+
+
+def plain_seconds(length: int) -> float:
+    """It grows with the context, so that what was measured at the start is soon wrong."""
+    return 1.0 + 0.0002 * length
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("rate", [0.9, 0.7, 0.3])
+def test_the_gauge_is_right(captured: bool, rate: float) -> None:
+    planner, one, dice = Planner("lm"), sequence([1, 2], max_tokens=10**6), random.Random(1)
+    size = 1 if captured else 0
+    options = Options(size, (captured,), {"lm": ((2, 2), (4, 4))}, max_depth=8)
+    if captured:  # over padding, when the server began
+        planner.learn("lm", 1, [("none", (0, 0), 1.0), ("lm", (2, 2), 1.2), ("lm", (4, 4), 1.4)])
+    spent = alone = measured = counted = 0.0
+    drafting = 0
+    while len(one.tokens) < TOKENS:
+        bet = planner.plan([Work(one, 1)], options).bets[0]
+        depth, drafting = bet.depth, drafting + (bet.nodes > 0)
+        held = next((k for k in range(depth) if dice.random() >= rate), depth)
+        emitted, took = 1 + held, plain_seconds(len(one.tokens)) * (1 + 0.1 * depth)
+        took *= dice.uniform(0.9, 1.1)
+        outcomes = [Outcome(one, bet, depth, depth, held, held)] if depth else []
+        record = StepRecord(1 + depth, 1, 1, depth, held, emitted, 0, 0, took, 0, took, outcomes)
+        record.captured = ("lm" if depth else "none", (depth, depth), 1) if captured else None
+        alone += sum(plain_seconds(len(one.tokens) + k) for k in range(emitted))
+        one.tokens.extend([1] * emitted)
+        one.cached = len(one.tokens) - 1
+        planner.observe(record)
+        spent, measured, counted = spent + took, measured + record.plain_s, counted + record.total_s
+    assert measured / counted == pytest.approx(alone / spent, rel=0.03)
+    assert drafting > 100
+
+
+def test_how_often_a_plain_step_is_due() -> None:
+    planner = Planner("lm", guards=Guards(baseline_interval=50))
+    one = sequence([1, 2], max_tokens=10**6)
+    planner.costs.by_rows = {n: 1 + 0.01 * n for n in range(1, 64)}
+    kinds = []
+    for _ in range(500):
+        plan = planner.plan([Work(one, one.pending)], Options())
+        kinds.append(plan.reasons[0].kind)
+        depth = plan.bets[0].depth
+        outcomes = [Outcome(one, plan.bets[0], depth, depth, depth, depth)] if depth else []
+        took = 1 + 0.01 * depth
+        planner.observe(StepRecord(1 + depth, 1, 1, depth, depth, 1 + depth, 0, 0, 0, 0, took, outcomes))
+    due = [i for i, kind in enumerate(kinds) if kind == "baseline"]
+    assert due[0] <= 10 and {b - a for a, b in pairwise(due)} == {51}
+    asked = sequence([1, 3], speculation={"depth": 2})
+    planner.costs.since_plain[-1] = 10**6
+    assert planner.plan([Work(asked, 2)], Options()).reasons[0].kind == "asked"  # what is asked for is done
