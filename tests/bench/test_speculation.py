@@ -154,7 +154,7 @@ class Clock:
         plain = params.speculation.drafter == "none"
         total = 1.0 + 10.0 * (1.0 if plain else 0.5) * (1.02 if self.answers % 2 else 0.98)
         run = Run([[1] * 11 for _ in group], 1.0, total, len(group))
-        return Answers(run, 10, 0, 0, [], 0.1, 0.0, [], [1.0], [0.5])
+        return Answers(run, 10, 0, 0, [], 0.1, 0.0, [], [1.0], [(10, total - 1.0)] * len(group), [0.5])
 
 
 def test_it_is_repeated_until_the_ratio_is_known(wide: AsIf, monkeypatch: pytest.MonkeyPatch) -> None:

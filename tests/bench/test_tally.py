@@ -56,7 +56,7 @@ def record(drafted: int = 0, **times: float) -> StepRecord:
 def answers(rate: float, *records: StepRecord, steps: list[float] | None = None) -> Answers:
     run = Run([[1] * 11], 1.0, 1.0 + 10 / rate, 1)
     timed = [TimedStep(0.0, 1, 1, 1, 1, 1, s) for s in steps or [0.01]]
-    return Answers(run, 10, 4, 3, timed, 0.2, 0.0, list(records), [0.1], [0.01, 0.03])
+    return Answers(run, 10, 4, 3, timed, 0.2, 0.0, list(records), [0.1], [(10, 10 / rate)], [0.01, 0.03])
 
 
 def test_what_a_way_comes_to() -> None:
@@ -125,5 +125,17 @@ def test_time_between_tokens_counts_once_everyone_has_one(monkeypatch: pytest.Mo
         for name in heard:
             meter.heard(Event(name, 0, (1,), ""))
         meter.stepped(record())
-    assert [(step, at) for step, at in meter.heard_at["a"]] == [(0, 0.0), (1, 2.0), (3, 7.0)]
+    assert [(step, at) for step, at, _ in meter.heard_at["a"]] == [(0, 0.0), (1, 2.0), (3, 7.0)]
     assert meter.gaps() == [5.0, 2.0, 3.0]  # not from a's first token to its second
+    assert meter.own() == [(2, 7.0), (2, 5.0)]
+
+
+def test_an_answer_counts_from_its_own_first_token() -> None:
+    """One that had drafts accepted while another's prompt was read is the faster for it."""
+    run = Run([[1] * 11, [1] * 11], 9.0, 19.0, 12)  # the first one had ended before the second began
+    done = replace(answers(1.0), run=run, own=[(10, 5.0), (10, 10.0)])
+    assert done.rate == pytest.approx(2 * 20 / 15)
+    alone = replace(answers(1.0), own=[(10, 4.0)])
+    assert alone.rate == pytest.approx(2.5)
+    short = replace(answers(4.0), own=[(0, 0.0)])
+    assert short.rate == pytest.approx(4.0)  # over everything

@@ -30,7 +30,8 @@ class TimedStep:
     seconds: float  # a pass and what goes with it
 
 
-Heard = tuple[int, float]  # the step that brought a request tokens, and when they were heard
+Own = tuple[int, float]  # of one answer: tokens after the first ones, and seconds from those to the last
+Heard = tuple[int, float, int]  # the step that brought a request tokens, when they were heard, and how many
 
 
 @dataclass(slots=True)
@@ -51,7 +52,7 @@ class Meter:
             self.done.set()
             return
         self.tokens += len(event.token_ids)
-        self.heard_at[event.request_id].append((len(self.timed), time.perf_counter()))
+        self.heard_at[event.request_id].append((len(self.timed), time.perf_counter(), len(event.token_ids)))
         self.requests -= event.finish_reason is not None
 
     def stepped(self, record: StepRecord) -> None:
@@ -77,7 +78,13 @@ class Meter:
         """Between two events with tokens, once everyone has one: before, prompts were read."""
         first = self._first(len(self.heard_at))
         every = (pair for own in self.heard_at.values() for pair in pairwise(own))
-        return [after - before for (step, before), (_, after) in every if step >= first]
+        return [after - before for (step, before, _), (_, after, _) in every if step >= first]
+
+    def own(self) -> list[Own]:
+        return [
+            (sum(tokens for *_, tokens in heard[1:]), heard[-1][1] - heard[0][1])
+            for heard in self.heard_at.values()
+        ]
 
 
 @dataclass(slots=True)
@@ -93,11 +100,22 @@ class Answers:
     making: float  # seconds in which graphs were made meanwhile
     records: list[StepRecord]
     firsts: list[float]  # seconds to the first token, of each
+    own: list[Own]
     gaps: list[float]  # seconds between two events with tokens, of all, once everyone has one
 
     @property
     def tokens(self) -> int:
         return sum(map(len, self.run.answers))
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second of so many answers, each counted from its own first token to its own last.
+
+        A window for all of them would be unfair: while the last prompt is read, drafts bring those before it tokens
+        that it would not count, and the slow ones would be left.
+        """
+        tokens, seconds = (sum(column) for column in zip(*self.own, strict=True))
+        return len(self.own) * tokens / seconds if tokens and seconds > 0 else self.run.decode_rate
 
 
 def answer(llm: LLM, prompts: Seq[list[int]], params: SamplingParams) -> Answers:
@@ -126,6 +144,7 @@ def answer(llm: LLM, prompts: Seq[list[int]], params: SamplingParams) -> Answers
         making=Recorded.seconds - made,
         records=meter.records,
         firsts=[own[0][1] - began for own in meter.heard_at.values()],
+        own=meter.own(),
         gaps=meter.gaps(),
     )
 

@@ -2,8 +2,8 @@
 
 A way is plain decoding, a drafter asked for a fixed number of draft tokens, or what the planner makes of it (`auto`).
 All ways of a batch follow each other within one run, so that a noisy machine is equally noisy for all; what travels are
-their ratios. That is repeated until the ratios are known well enough, or the time is up. Rates count from the moment
-everyone has a first token. Every answer is compared, token by token, with the plain one.
+their ratios. That is repeated until the ratios are known well enough, or the time is up. Rates count from each
+answer's own first token to its last. Every answer is compared, token by token, with the plain one.
 """
 
 from __future__ import annotations

@@ -48,8 +48,8 @@ def _about(report: Found) -> str:
     return (
         f"{certified(report['certificate'])}{said}{table(['', ''], rows)}"
         "<p>All ways answer the same prompts in turn, within one run; a speed-up is against plain decoding there, its "
-        "tokens per second counted from when everyone has a first token. Of a group of prompts it is the median of its "
-        "rounds, over groups the geometric mean.</p>"
+        "tokens per second counted from each answer's own first token to its last. Of a group of prompts it is the "
+        "median of its rounds, over groups the geometric mean.</p>"
     )
 
 

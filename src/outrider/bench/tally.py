@@ -51,7 +51,7 @@ class Tally:
     by_rows: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))  # of decode steps
 
     def add(self, group: int, done: Answers, plain: Run) -> None:
-        self.rates[group].append(done.run.decode_rate)
+        self.rates[group].append(done.rate)
         self.tokens += done.tokens
         self.steps += done.steps
         self.drafted += done.drafted
