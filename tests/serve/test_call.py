@@ -135,6 +135,7 @@ def test_single_steps_are_told_when_asked() -> None:
     choice = call.take(0, piece("abc", reason="stop", **GUESSED))
     report = call.extras()["metrics"]["speculative_decoding"]
     assert (report["per_step_accepted"], report["per_step_drafted"]) == ([4, 1, 0], [4, 4, 1])
+    assert "per_step_reasons" not in report
     assert call.choice_extras(choice) == {"token_ids": [97, 98, 99], "token_origins": ["accepted"] * 3}
 
 
@@ -225,3 +226,10 @@ def test_parts_with_tools_are_text_and_calls() -> None:
     ]
     [rest] = parts_of(piece("", reason="length"), reader)  # what might have become a call was none
     assert rest == Text(" <tool")
+
+
+def test_reasons_where_they_were_asked_for() -> None:
+    call = call_of(3)
+    call.take(0, piece("ab", reason="stop", reasons=["off: prefill", "off: batch 23 > 16"]))
+    report = call.extras()["metrics"]["speculative_decoding"]
+    assert report["per_step_reasons"] == ["off: prefill", "off: batch 23 > 16"]

@@ -73,6 +73,8 @@ class ResidentPlans:
         self, best: Candidate, reason: Reason, mine: Mine, settled: Seq[Choice], options: Options
     ) -> list[Choice]:
         (depth, nodes), found, probe = best.tree, list(settled), reason.kind == "probe"
+        if not nodes:
+            return [(NO_BET, reason) if one[1].kind == "auto" else one for one in settled]
         for i, (bet, why) in enumerate(settled):
             if why.kind == "auto":
                 first = best.drafter in mine[i][1] and probe
@@ -106,7 +108,7 @@ class ResidentPlans:
         self, sequence: Sequence, allowed: Seq[str], drafter: str, tree: TreeShape, options: Options
     ) -> str:
         """Of a step's drafters the one that brings most: beside a chain's, those that take no pass may serve."""
-        names = [name for name in (drafter, *options.riding) if name in allowed]
+        names = [name for name in dict.fromkeys((drafter, *options.riding)) if name in allowed]
         if tree[0] != tree[1]:
             names = names[: drafter in allowed]
         if len(names) < 2:
