@@ -187,6 +187,21 @@ def test_until_steps_are_prepared_they_are_captured_when_first_needed(model, sma
     assert engine.captures and one.output == run_alone(model, one.request)
 
 
+@pytest.mark.parametrize("ready", [False, True])
+def test_prompt_rows_are_bounded_once_steps_are_prepared(model, small, ready) -> None:
+    engine = make_engine(model, small, bounded(prefill_stretch=0.01, prefill_wait=1e9))
+    if ready:
+        costs = prepared(engine, 2).planner.costs
+        costs.captured |= {("none", NO_TREE, size): 1.0 for size in (1, 2)}
+        costs.beside |= {(size, rows): float(rows) for size in (1, 2) for rows, _ in BITES}
+    engine.add(request("stream", prompt_of(9), max_tokens=40))
+    for _ in range(4):
+        engine.step()
+    engine.add(request("late", prompt_of(400, 1), max_tokens=3))
+    most = max(result.record.prompt_rows for result in all_steps(engine))
+    assert most == (BITES[0][0] if ready else 400)
+
+
 def test_a_step_counts_what_was_made_while_somebody_waited(model, small, monkeypatch) -> None:
     engine = make_engine(model, small, bounded())
     monkeypatch.setattr(GraphRunner, "made", property(lambda self: (len(engine.captures), 0)))

@@ -115,7 +115,7 @@ class Engine:
             self._release_unpaid() if self.settings.release_draft and self.planner.payoff.unpaid else []
         )
         begun = time.perf_counter()
-        work = self.scheduler.schedule(self.planner.prompt_rows)
+        work = self.scheduler.schedule(self._prompt_rows)
         if work:
             plan = self._plan(work)
             step = self.runner.launch(work, plan)
@@ -125,6 +125,14 @@ class Engine:
         while len(self.in_flight) > (self.runner.lag if work and self.live else 0):
             results.append(self._settle(self.in_flight.popleft()))
         return results
+
+    def _prompt_rows(self, decoding: int, waited: float) -> int:
+        """As the planner says, once steps with prompt rows are prepared. Until then they are launched one by one, and
+        few with many rows cost less than many with few.
+        """
+        return (
+            self.settings.step_rows if self.runner.on_demand else self.planner.prompt_rows(decoding, waited)
+        )
 
     def drain(self) -> list[StepResult]:
         """Settle everything that is in flight, and launch nothing."""
