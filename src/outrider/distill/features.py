@@ -15,7 +15,7 @@ from outrider.draft.feed import pieces
 from outrider.model.decoder import Layered, make_store
 from outrider.types import Batch
 
-PASS_ROWS = {"cpu": 512, "cuda": 4096}  # tokens of one pass
+PASS_ROWS = {"cpu": 512, "cuda": 16384}  # tokens of one pass
 
 
 @dataclass(frozen=True, slots=True)
