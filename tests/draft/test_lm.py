@@ -64,6 +64,7 @@ class Counted:
             model.dtype,
             0,
         )
+        self.draw = model.draw
 
     def forward(self, batch, store):
         self.rows += batch.rows

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from outrider.draft.tree import BEAM, BRANCH, CANDIDATES, Growth, grow
 from outrider.types import MAX_NODES, Bet
-from outrider.verify.noise import gumbel
+from outrider.verify.noise import draw, gumbel
 from tests.tiny import sequence
 
 WIDE = 200
@@ -202,3 +202,29 @@ def test_sequences_of_one_call_do_not_mix():
         assert (alone.log_q is None) == (together[i].log_q is None)
         if alone.log_q is not None:
             assert torch.allclose(alone.log_q, together[i].log_q)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_a_chain_is_drawn_by_the_law_over_all_words(temperature: float) -> None:
+    """With a kernel for it, also where the word that wins is none of the likeliest; a tree is drawn as ever."""
+    logits = torch.zeros(1, 4096)
+    some = [sequence([1, 2, 3], temperature=temperature, seed=seed) for seed in range(40)]
+    chosen: list[int] = []
+
+    def counted(*given: torch.Tensor) -> torch.Tensor:
+        tokens = draw(*given)
+        chosen.extend(tokens.tolist())
+        return tokens
+
+    grown = grow(some, [Bet("x", 1, 1)] * 40, logits.repeat(40, 1), lambda *_: logits, counted)
+    wanted = draw(
+        logits.repeat(40, 1) / (temperature or 1.0),
+        torch.full((40,), temperature > 0),
+        torch.tensor([s.seed for s in some]),
+        torch.tensor([3] * 40),
+    )
+    assert [growth.tokens for growth in grown] == [[token] for token in wanted.tolist()] and len(chosen) == 40
+    assert temperature == 0 or max(chosen) > 64  # equal logits: any word may win
+    chosen.clear()
+    grow(some[:1], [Bet("x", 4, 2)], logits, lambda growths, places: logits.repeat(len(places), 1), counted)
+    assert not chosen

@@ -20,7 +20,6 @@ from outrider.distill.answers import ROUND, Answers, TrainBatch
 from outrider.distill.features import TargetReader
 from outrider.distill.losses import CHUNK_NUMBERS
 from outrider.distill.students import Student
-from outrider.draft.tree import CANDIDATES
 
 MOST_TOKENS = {"cpu": 16_384, "cuda": 131_072}  # of held-out text that one validation reads
 Hits = NDArray[np.bool_]
@@ -132,14 +131,8 @@ def _hits(
 
 
 def _draw(scores: Tensor, noise: Tensor | None) -> Tensor:
-    """What a drafter draws of logits [R, V]. The host's takes only its likeliest into account, a device's all."""
-    if noise is None:
-        return scores.argmax(-1)
-    if scores.device.type != "cpu":
-        return (scores + noise).argmax(-1)
-    values, ids = scores.topk(min(CANDIDATES, scores.shape[1]))
-    best = (values + noise.gather(1, ids)).argmax(-1, keepdim=True)
-    return ids.gather(1, best)[:, 0]
+    """What a drafter draws of logits [R, V]."""
+    return (scores if noise is None else scores + noise).argmax(-1)
 
 
 def posterior_noise(log_p: Tensor, came: Tensor, generator: torch.Generator) -> Tensor:

@@ -25,7 +25,7 @@ from outrider.device.layout import Layout, TreeLayout, chain_levels, known_rows
 from outrider.device.ops import StepOps
 from outrider.draft.drafter import MAX_PASSES, ResidentDrafter
 from outrider.draft.eagle_head import EagleHead
-from outrider.draft.feed import grow_drafts, pieces, text_batch
+from outrider.draft.feed import grow_drafts, host_draw, pieces, text_batch
 from outrider.draft.progress import PrefillProgress
 from outrider.draft.tree import Growth, Place
 from outrider.draft.weights import put_weights
@@ -65,7 +65,8 @@ class EagleDrafter(ResidentDrafter):
             return self.head.logits(after).cpu()
 
         roots = self.head.logits(hidden).cpu()
-        for i, draft in zip(able, grow_drafts(self.table, some, asked, roots, run, behind=1), strict=True):
+        grown = grow_drafts(self.table, some, asked, roots, run, behind=1, draw=host_draw(self.head.target))
+        for i, draft in zip(able, grown, strict=True):
             drafts[i] = draft
         return drafts
 

@@ -17,7 +17,7 @@ from outrider.cache.table import SlotTable
 from outrider.device.layout import TreeLayout
 from outrider.device.ops import Pass, StepOps, run_levels
 from outrider.draft.drafter import MAX_PASSES, ResidentDrafter
-from outrider.draft.feed import grow_drafts, text_batch
+from outrider.draft.feed import grow_drafts, host_draw, text_batch
 from outrider.model.decoder import Layered
 from outrider.types import Batch, Bet, Draft, Sequence
 
@@ -32,7 +32,8 @@ class EarlyExitDrafter(ResidentDrafter):
     def propose(self, sequences: Seq[Sequence], bets: Seq[Bet]) -> list[Draft]:
         texts, starts = [s.tokens[s.cached :] for s in sequences], [s.cached for s in sequences]
         roots = self._logits(text_batch(self.table, [s.row for s in sequences], texts, starts))
-        return grow_drafts(self.table, sequences, bets, roots, lambda batch, *_: self._logits(batch))
+        run, law = lambda batch, *_: self._logits(batch), host_draw(self.model)
+        return grow_drafts(self.table, sequences, bets, roots, run, draw=law)
 
     def _logits(self, batch: Batch) -> Tensor:
         return self.model.exit_logits(batch, self.store, self.layers)

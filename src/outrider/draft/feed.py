@@ -16,8 +16,10 @@ from torch import Tensor
 from outrider.cache.pool import CacheFull
 from outrider.cache.table import SlotTable
 from outrider.draft.tree import Growth, Place, grow
+from outrider.model.decoder import Model
 from outrider.model.staged import ROW_FIELDS
 from outrider.types import NO_DRAFT, Batch, Bet, Draft, Sequence
+from outrider.verify.law import Draw
 
 Run = Callable[[Batch, list[Growth], list[Place]], Tensor]  # logits after each of these nodes
 
@@ -60,6 +62,7 @@ def grow_drafts(
     run: Run,
     behind: int = 0,
     keep: bool = False,
+    draw: Draw | None = None,
 ) -> list[Draft]:
     """Drafts from the logits [S, vocab] after the known tokens; none if there are too few slots to borrow.
 
@@ -90,7 +93,7 @@ def grow_drafts(
 
     kept, drafts = False, [NO_DRAFT] * len(sequences)
     try:
-        grown = [growth.harvest() for growth in grow(sequences, bets, roots, expand)]
+        grown = [growth.harvest() for growth in grow(sequences, bets, roots, expand, draw)]
         for i, (_, nodes) in enumerate(grown if keep else ()):
             fed = max((n + 1 for n, node in enumerate(nodes) if node in paths[i]), default=0)
             order = [_entry(paths[i][node]) if node in paths[i] else -1 for node in nodes[:fed]]
@@ -103,6 +106,11 @@ def grow_drafts(
             for sequence, length in zip(sequences, known, strict=True):
                 table.commit(sequence.row, length)
     return drafts
+
+
+def host_draw(model: Model) -> Draw | None:
+    """The kernel of the law, where it runs over what is on the host."""
+    return model.draw if model.device.type == "cpu" else None
 
 
 def _entry(path: int) -> int:

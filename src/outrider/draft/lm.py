@@ -21,7 +21,7 @@ from outrider.cache.table import SlotTable
 from outrider.device.layout import TreeLayout, known_rows
 from outrider.device.ops import Pass, StepOps, known_batch, run_levels
 from outrider.draft.drafter import MAX_PASSES, ResidentDrafter
-from outrider.draft.feed import grow_drafts, pieces, text_batch
+from outrider.draft.feed import grow_drafts, host_draw, pieces, text_batch
 from outrider.draft.progress import PrefillProgress
 from outrider.draft.weights import put_weights
 from outrider.model.decoder import Layered, Model, make_store
@@ -64,9 +64,8 @@ class LmDrafter(ResidentDrafter):
         if able:
             some, asked = [sequences[i] for i in able], [bets[i] for i in able]
             roots = self._read_known(some)
-            grown = grow_drafts(
-                self.table, some, asked, roots, lambda batch, *_: self._logits(batch), keep=True
-            )
+            run, law = lambda batch, *_: self._logits(batch), host_draw(self.model)
+            grown = grow_drafts(self.table, some, asked, roots, run, keep=True, draw=law)
             for i, draft in zip(able, grown, strict=True):
                 drafts[i] = draft
         return drafts

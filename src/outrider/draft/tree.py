@@ -22,13 +22,14 @@ import torch
 from torch import Tensor
 
 from outrider.types import MAX_NODES, Bet, Draft, Sequence
+from outrider.verify.law import Draw
 from outrider.verify.noise import DRAFT, gumbel, gumbel_at
 from outrider.verify.process import process
 from outrider.verify.rows import LogitRows
 
 BRANCH = 4  # children a node may get in a grown tree
 BEAM = 4  # nodes of a level that get children
-CANDIDATES = 64  # likeliest tokens that take part in a coupled draw
+CANDIDATES = 64  # likeliest tokens that take part in a draw without a kernel, or of several children
 
 Place = tuple[int, int]  # index of the sequence; node, -1 for the root
 
@@ -101,15 +102,17 @@ def grow(
     bets: Seq[Bet],
     roots: Tensor,
     expand: Callable[[list[Growth], list[Place]], Tensor],
+    draw: Draw | None = None,
 ) -> list[Growth]:
     """Trees for all sequences at once. `roots` [S, vocab] are the drafter's logits after the known text;
-    `expand` feeds the given nodes and returns the logits after each."""
+    `expand` feeds the given nodes and returns the logits after each; `draw` is the law's over a whole
+    vocabulary, where there is a kernel for it."""
     growths = [Growth(bet) for bet in bets]
     places: list[Place] = [(i, -1) for i in range(len(bets)) if growths[i].children(0)]
     logits = roots[[i for i, _ in places]] if places else roots[:0]
     log_q: list[Tensor] = []
     while places:
-        fresh = _branch(sequences, growths, places, logits, log_q)
+        fresh = _branch(sequences, growths, places, logits, log_q, draw)
         places = [(i, node) for i, nodes in fresh.items() for node in growths[i].open(nodes)]
         if places:
             logits = expand(growths, places)
@@ -122,7 +125,12 @@ def grow(
 
 
 def _branch(
-    sequences: Seq[Sequence], growths: list[Growth], places: list[Place], logits: Tensor, log_q: list[Tensor]
+    sequences: Seq[Sequence],
+    growths: list[Growth],
+    places: list[Place],
+    logits: Tensor,
+    log_q: list[Tensor],
+    draw: Draw | None,
 ) -> dict[int, list[int]]:
     """Give every open place its children; the new nodes of each sequence. What they were drawn from joins
     `log_q`.
@@ -130,7 +138,10 @@ def _branch(
     rows = _rows(sequences, growths, places)
     processed = process(logits, rows)
     counts = [growths[i].children(0 if node < 0 else growths[i].depths[node]) for i, node in places]
-    tokens, shares = _coupled(processed, rows, max(counts))
+    if draw is not None and max(counts) == 1:
+        tokens, shares = _only_child(processed, rows, draw)
+    else:
+        tokens, shares = _coupled(processed, rows, max(counts))
     drawn = [r for r, (i, _) in enumerate(places) if _is_drawn(sequences[i], growths[i].bet)]
     number: dict[int, int] = {}
     if drawn:
@@ -165,13 +176,26 @@ def _rows(sequences: Seq[Sequence], growths: list[Growth], places: list[Place]) 
     return LogitRows(sequences, growths, owner, node, depth)
 
 
+def _only_child(processed: Tensor, rows: LogitRows, draw: Draw) -> tuple[Tensor, Tensor]:
+    """The best by the law, [F, 1]. A chain is never cut, so that its shares do not matter."""
+    hot, seeds, positions = _law_of(rows)
+    tokens = draw(processed, hot, seeds, positions)[:, None]
+    return tokens, torch.ones_like(tokens, dtype=torch.float32)
+
+
+def _law_of(rows: LogitRows) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each row: whether it is sampled, its seed and its position."""
+    hot = torch.from_numpy(rows.spread([s.request.params.temperature > 0 for s in rows.sequences], bool))
+    seeds = torch.from_numpy(rows.spread([s.seed for s in rows.sequences], np.int64))
+    return hot, seeds, torch.from_numpy(rows.position)
+
+
 def _coupled(processed: Tensor, rows: LogitRows, count: int) -> tuple[Tensor, Tensor]:
     """The `count` best by the law, and each one's share: [F, count] tokens, [F, count] in (0, 1]."""
     values, ids = processed.topk(min(CANDIDATES, processed.shape[1]))
-    hot = torch.from_numpy(rows.spread([s.request.params.temperature > 0 for s in rows.sequences], bool))
+    hot, seeds, positions = _law_of(rows)
     if bool(hot.any()):
-        seeds = torch.from_numpy(rows.spread([s.seed for s in rows.sequences], np.int64))
-        noise = gumbel_at(seeds, torch.from_numpy(rows.position), ids)
+        noise = gumbel_at(seeds, positions, ids)
         values = torch.where(hot[:, None], values + noise, values)
     shares = values.softmax(-1)
     order = values.topk(min(count, values.shape[1])).indices
