@@ -17,6 +17,8 @@ from outrider.draft.drafters import Drafters
 from outrider.draft.scores import Scores
 from outrider.engine.admission import check_request
 from outrider.engine.kv_cache import KvCache
+from outrider.engine.outcomes import deepest, origins_of, outcome_of
+from outrider.engine.prepare import prepare_steps
 from outrider.engine.runner import InFlightStep, Result, Runner
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.text import TokenText, Writer
@@ -28,7 +30,6 @@ from outrider.types import (
     Draft,
     Event,
     FinishReason,
-    Origin,
     Outcome,
     Plan,
     Request,
@@ -173,31 +174,9 @@ class Engine:
         piece, while nobody is answered. From the first piece on, nothing of it is done while somebody is.
         """
         self.runner.on_demand = False
-        for _ in self._prepare(sequences):
-            self.made = self.runner.made  # nobody waited for it
+        for answerable in prepare_steps(self.runner, self.planner, self.drafters, sequences):
+            self.answerable, self.made = answerable, self.runner.made  # nobody waited for it
             yield
-
-    def _prepare(self, sequences: int) -> Iterator[None]:
-        runner, planner = self.runner, self.planner
-        # Whoever asks for another drafter by name gets that.
-        drafters = dict.fromkeys((*planner.choices, *filter(self.drafters.resident, self.drafters.names)))
-        yield from runner.prepare_prompts()
-        for drafter, size in runner.unprepared(sequences, tuple(drafters)):
-            self.answerable = drafter != "none"
-            costs = []
-            for cost in runner.measure(size, drafter):
-                costs.append(cost)
-                yield
-            planner.learn(drafter, size, costs)
-            for rows, seconds in runner.measure_prompts(size) if drafter == "none" else ():
-                planner.learn_prompt_rows(size, rows, seconds)
-                yield
-        for drafter in drafters:
-            tokens, seconds = runner.warm_up(drafter)
-            if tokens:
-                planner.learn_reading(drafter, tokens, seconds)
-                yield
-        yield from runner.prepare_rest(sequences, tuple(drafters), planner.costs.plain)
 
     def _settle(self, step: InFlightStep) -> StepResult:
         """Commit what the target said, emit it, and record what it cost."""
@@ -232,7 +211,7 @@ class Engine:
         outcomes = []
         if step.can_draft:
             outcomes = [
-                _outcome(step.work[i].sequence, step.bets[i], draft, verdict)
+                outcome_of(step.work[i].sequence, step.bets[i], draft, verdict)
                 for i, (draft, verdict) in zip(alive, results, strict=True)
                 if verdict is not None
             ]
@@ -286,7 +265,7 @@ class Engine:
     def _emit(self, sequence: Sequence, draft: Draft, bet: Bet, verdict: Verdict) -> Event:
         """Append the verdict's tokens, up to where the request ends, and make the event."""
         text, taken = self._write(sequence, verdict.tokens)
-        emitted, origins = verdict.tokens[:taken], _origins(draft, verdict)[:taken]
+        emitted, origins = verdict.tokens[:taken], origins_of(draft, verdict)[:taken]
         sequence.tokens += emitted
         sequence.origins += origins
         drafted = len(draft.tokens)
@@ -298,7 +277,7 @@ class Engine:
             sequence.drafted += drafted
             sequence.accepted += held
             sequence.draft_counts.append((drafted, held))
-            sequence.deepest = max(sequence.deepest, _deepest(draft))
+            sequence.deepest = max(sequence.deepest, deepest(draft))
         logprobs = None
         if verdict.logprobs is not None:
             logprobs = tuple(verdict.logprobs[:taken])
@@ -355,24 +334,3 @@ def _ending(sequence: Sequence, tokens: list[int]) -> tuple[int, int, FinishReas
         if grammar is not None and grammar.complete:
             return i + 1, i + 1, "stop"
     return len(tokens), len(tokens), None
-
-
-def _deepest(draft: Draft) -> int:
-    return max(draft.depths) if draft else 0
-
-
-def _outcome(sequence: Sequence, bet: Bet, draft: Draft, verdict: Verdict) -> Outcome:
-    accepted, straight = verdict.accepted, 0
-    while straight < len(accepted) and draft.rank(accepted[straight]) == 0:
-        straight += 1
-    return Outcome(sequence, bet, len(draft), _deepest(draft), len(accepted), straight)
-
-
-def _origins(draft: Draft, verdict: Verdict) -> list[Origin]:
-    """Where each token came from: an accepted draft token, one recovered from the target, or its bonus at the end."""
-    if not draft.tokens:
-        return ["plain"] * len(verdict.tokens)
-    last = verdict.accepted[-1] if verdict.accepted else -1
-    ending: Origin = "recovered" if last in draft.parents else "bonus"
-    accepted: list[Origin] = ["accepted"] * len(verdict.accepted)
-    return [*accepted, ending]
