@@ -42,11 +42,13 @@ class Gpu:
         monkeypatch.setattr(llm, "load_model", self.load)
         monkeypatch.setattr(llm, "Engine", lambda *given: None)
         monkeypatch.setattr(llm, "make_kv_cache", self.cache)
-        monkeypatch.setattr(
-            llm, "make_drafters", lambda parts, sources: (self.drafters, "+".join(self.drafters))
-        )
+        monkeypatch.setattr(llm, "make_drafters", self.draft)
         monkeypatch.setattr(llm, "kv_bytes", lambda model: 1 << 10)
         monkeypatch.setattr(llm, "make_graph_runner", lambda *given: None)
+
+    def draft(self, parts: Any, sources: Any) -> tuple[dict[str, Any], str]:
+        name = "+".join(self.drafters)
+        return {**self.drafters, name: None}, name
 
     def load(self, checkpoint: Any, settings: Settings, weights: str | None = None) -> Any:
         self.loaded.append(weights)
