@@ -6,7 +6,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.device.buckets import FEW_LOGITS, MAX_LOGITS, STAGED, bucket, staged_bucket, staged_shape
+from outrider.device.buckets import (
+    FEW_LOGITS,
+    MAX_LOGITS,
+    STAGED,
+    RunChoice,
+    bucket,
+    longest_run,
+    staged_bucket,
+    staged_shape,
+)
 from outrider.model.staged import StagedRows
 from outrider.types import NO_DRAFT, Draft
 from tests.model.batches import Part, Reader
@@ -52,3 +61,14 @@ def test_few_buckets() -> None:
     assert branching == STAGED[0] and wanted == FEW_LOGITS and rows - branching >= 700
     assert staged_bucket([700], [9], FEW_LOGITS + 1)[1] == MAX_LOGITS
     assert bucket(3, (1, 4)) == 4 and bucket(5, (1, 4)) == 5
+
+
+def test_several_passes_in_a_step_only_as_long_as_streams_can_wait() -> None:
+    """Many sequences wait longer: the host has more to do for each step of theirs."""
+    assert [longest_run(size, 0.0007) for size in (1, 512)] == [8, 8]
+    assert [longest_run(size, 0.004) for size in (1, 32, 64, 512)] == [1, 1, 4, 4]
+    assert longest_run(512, 0.011) == 1
+    runs = RunChoice()
+    for _ in range(3):
+        runs.observe(512, runs.choose(512, 100), waited=0.0, spent=1.0, device=0.004 * runs.choose(512, 100))
+    assert (runs.choose(512, 100), runs.choose(512, 3)) == (4, 1)

@@ -12,7 +12,9 @@ from outrider.model.staged import StagedShape, rows_together
 # padded is paid for.
 SIZES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
 RUNS = (1, 4, 8)  # plain passes in one step
-RUN_SECONDS = 0.006  # of one step, at most, with several passes: their tokens reach a stream all at once
+# Of one step, at most, with several passes: their tokens reach a stream all at once. Of many sequences the host is what
+# holds the device up, and with one pass a step a small model would answer a third slower.
+RUN_SECONDS, MANY, MANY_RUN_SECONDS = 0.006, 64, 0.02
 # Rows packed by the host. Beyond, padding would cost more than launching operations one by one, which so long a step
 # hides: rows are rounded up to a multiple.
 STAGED, STAGED_MULTIPLE = (16, 32, 64, 128, 256, 512), 64
@@ -32,6 +34,12 @@ SAVED = 0.03  # of a step's time, by one of half its size
 def bucket(count: int, buckets: tuple[int, ...]) -> int:
     """The smallest that has room; beyond them all, the count itself."""
     return next((size for size in buckets if size >= count), count)
+
+
+def longest_run(size: int, seconds: float) -> int:
+    """Plain passes that a step of this size may have, if one takes so long."""
+    most = MANY_RUN_SECONDS if size >= MANY else RUN_SECONDS
+    return max(run for run in RUNS if run == 1 or run * seconds <= most)
 
 
 def sizes_up_to(count: int) -> list[int]:
@@ -115,7 +123,7 @@ class RunChoice:
         """A step of so many passes was settled: what of the time spent on it the host waited for the device, which took
         so long for it.
         """
-        longest = max(run for run in RUNS if run == 1 or run * device <= RUN_SECONDS * passes)
+        longest = longest_run(size, device / passes)
         if waited < 0.1 * spent or passes > longest:
             longer = next((longer for longer in RUNS if longer > passes), RUNS[-1])
             self.passes[size] = min(longer, longest)

@@ -18,9 +18,9 @@ from outrider.device.buckets import (
     DRAFTED_BITES,
     FEW_LOGITS,
     MAX_BESIDE,
-    RUN_SECONDS,
     RUNS,
     SizeChoice,
+    longest_run,
     sizes_up_to,
 )
 from outrider.device.capture import CapturedStep, StepShape
@@ -107,7 +107,7 @@ class WarmUp:
         for size in sizes:
             yield self.shape(size, "none", NO_TREE, filtered=True)
             for passes in RUNS[1:]:
-                if passes * (plain(size) or 1.0) <= RUN_SECONDS:
+                if passes <= longest_run(size, plain(size) or 1.0):
                     yield self.shape(size, "none", NO_TREE, passes=passes, filtered=True)
         for context in self._contexts():
             for size in sizes:
