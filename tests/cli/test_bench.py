@@ -85,7 +85,17 @@ def test_bench_takes_few_prompts_and_short_answers_unless_told(
     measured = {"reached_gb_s": 1.0, "read_gb_s": 2.0}
     monkeypatch.setattr("outrider.bench.speed.memory_limit", lambda *_: measured)
     ran = outrider(
-        "bench", tiny_folder, "--json", tmp_path / "o", "--together", 2, "--ways", "lookup", *SMALL[2:]
+        "bench",
+        tiny_folder,
+        "--json",
+        tmp_path / "o",
+        "--together",
+        2,
+        "--ways",
+        "lookup",
+        "--within",
+        100,
+        *SMALL[2:],
     )
     assert ran.code == 0, ran.err
     found = json.loads((tmp_path / "o").read_text())
