@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from outrider.control.acceptance import AcceptanceRate
+from outrider.control.costs import CostModel
 from outrider.control.guards import Guards
 from outrider.control.planner import Planner
 from outrider.types import NO_BET, Bet, Options, Outcome, Plan, StepRecord, Work
@@ -383,3 +384,17 @@ def test_reasons_have_the_numbers_that_decided():
         off.kind == "below break-even"
         and dict(off.facts)["next guess"] == 0.05 < dict(off.facts)["break-even"]
     )
+
+
+def test_unseen_rows_cost_what_the_curve_says() -> None:
+    """Measured ahead, in proportion to what was taken since; what was taken is never overruled."""
+    costs = CostModel()
+    costs.curve = {1: 1.0, 4: 1.3, 5: 2.0, 8: 2.4}
+    assert costs.step(5) == pytest.approx(2.0)  # nothing was taken yet
+    costs.by_rows = {1: 10.0, 4: 15.0}
+    assert costs.step(4) == 15.0
+    assert costs.step(5) == pytest.approx(15 * 2.0 / 1.3)
+    assert costs.step(6) == pytest.approx(15 * (2.0 + 0.4 / 3) / 1.3)
+    assert costs.step(2) == pytest.approx(10 * 1.1)
+    costs.by_rows[5] = 16.0
+    assert costs.step(5) == 16.0

@@ -34,6 +34,9 @@ class CostModel:
         """`baseline_interval`: drafting steps after which a plain one is due."""
         self.baseline_interval = baseline_interval
         self.by_rows: dict[int, float] = {}  # ragged steps
+        self.curve: dict[
+            int, float
+        ] = {}  # passes over so many rows, as they were measured before anybody asked
         self.by_batch: dict[int, float] = {}  # plain ragged steps, by their sequences
         self.captured: dict[tuple[str, TreeShape, int], float] = {}  # plain: "none", NO_TREE
         self.per_level: dict[str, float] = {}  # of a draft in ragged steps, by drafter
@@ -174,20 +177,12 @@ class CostModel:
         return SLOWEST_READ * min(plain or self.by_rows.values(), default=0.0) / MIN_READ
 
     def step(self, rows: int) -> float:
-        """Seconds of a ragged step, from the nearest measured numbers of rows."""
-        if rows in self.by_rows:
-            return self.by_rows[rows]
-        a = max((r for r in self.by_rows if r < rows), default=0)
-        b = min((r for r in self.by_rows if r > rows), default=0)
-        if a and b:
-            share = (rows - a) / (b - a)
-            return self.by_rows[a] * (1 - share) + self.by_rows[b] * share
-        near, least = a or b, min(self.by_rows, default=0)
-        assumed = self.by_rows.get(near, 1.0) * (1 + UNMEASURED_ROW * rows) / (1 + UNMEASURED_ROW * near)
-        if least < a:  # what rows cost up to there, they cost beyond
-            slope = (self.by_rows[a] - self.by_rows[least]) / (a - least)
-            return max(assumed, self.by_rows[a] + slope * (rows - a))
-        return assumed
+        """Seconds of a ragged step: as taken, else by the curve from the nearest that was, else from the nearest."""
+        if rows in self.by_rows or not self.curve:
+            return _interpolated(self.by_rows, rows)
+        near = min(self.by_rows or self.curve, key=lambda known: abs(known - rows))
+        whole = _interpolated(self.curve, near)
+        return self.by_rows.get(near, whole) * _interpolated(self.curve, rows) / whole
 
     def ragged_plain(self, batch: int) -> float:
         """Seconds of a plain ragged step."""
@@ -232,6 +227,23 @@ class CostModel:
         else:
             plain = self.plain(size) if size > 0 else self.ragged_plain(-size)
         return record.emitted / record.sequences * (plain or 0.0)
+
+
+def _interpolated(known: Mapping[int, float], rows: int) -> float:
+    """Seconds by rows, between the nearest numbers of rows that are known, and beyond them."""
+    if rows in known:
+        return known[rows]
+    a = max((r for r in known if r < rows), default=0)
+    b = min((r for r in known if r > rows), default=0)
+    if a and b:
+        share = (rows - a) / (b - a)
+        return known[a] * (1 - share) + known[b] * share
+    near, least = a or b, min(known, default=0)
+    assumed = known.get(near, 1.0) * (1 + UNMEASURED_ROW * rows) / (1 + UNMEASURED_ROW * near)
+    if least < a:  # what rows cost up to there, they cost beyond
+        slope = (known[a] - known[least]) / (a - least)
+        return max(assumed, known[a] + slope * (rows - a))
+    return assumed
 
 
 def _bucket(rows: int) -> int:

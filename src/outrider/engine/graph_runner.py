@@ -174,6 +174,9 @@ class GraphRunner(EagerRunner):
     def measure(self, size: int, drafter: str) -> Iterator[tuple[str, TreeShape, float]]:
         return self.warm.measure(size, drafter)
 
+    def measure_rows(self, sequences: int) -> Iterator[tuple[int, float]]:
+        return iter(())  # steps are measured as they are captured
+
     def measure_prompts(self, size: int) -> Iterator[tuple[int, float]]:
         return self.warm.measure_prompts(size)
 
@@ -206,9 +209,7 @@ class GraphRunner(EagerRunner):
         resident = [i for i, one in enumerate(work) if self._is_resident(one, plan.bets[i])]
         step = GraphStep(work, list(plan.bets), plan.reasons, StagedPart([], []), resident=resident)
         for i in step.staged_places:
-            if not _decodes(
-                work[i]
-            ):  # a prompt's last chunk: its drafts are made on the device, from the next step on
+            if not _decodes(work[i]):  # a prompt's last chunk: the device drafts for it from the next step on
                 step.bets[i] = NO_BET
         step.staged.work = [work[i] for i in step.staged_places]
         step.staged.bets = [step.bets[i] for i in step.staged_places]

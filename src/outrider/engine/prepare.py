@@ -18,6 +18,9 @@ def prepare_steps(runner: Runner, planner: Planner, drafters: Drafters, sequence
     # Whoever asks for another drafter by name gets that.
     names = dict.fromkeys((*planner.choices, *filter(drafters.resident, drafters.names)))
     answerable = False
+    for rows, seconds in runner.measure_rows(sequences):
+        planner.costs.curve[rows] = seconds
+        yield True  # whoever asks can be answered meanwhile
     for _ in runner.prepare_prompts():
         yield answerable
     for drafter, size in runner.unprepared(sequences, tuple(names)):

@@ -40,6 +40,10 @@ from outrider.verify.judge import judge, predicted, score_prompts
 # Drafting steps between two in which one sequence's logits are looked at: that takes the time of a few rows' softmax.
 SAMPLE_INTERVAL = 16
 LONG_READ = 64  # tokens: a drafter that missed fewer drafts hardly later
+# Numbers of rows that passes are measured for before anybody asks, up to so many a sequence: kernels take rows in
+# blocks, so that a few more may cost nothing or half a step.
+LONGEST_MEASURED = 0.1  # seconds: whoever asks meanwhile waits for two such passes
+MEASURED_ROWS, MEASURED_ROWS_EACH = (1, 2, 3, 4, 5, 6, 8, 9, 12, 13, 16, 17, 24, 32, 48, 64, 96, 128), 5
 
 # What was drafted for one piece of work, and what the target said, if it emits.
 Result = tuple[Draft, Verdict | None]
@@ -110,6 +114,10 @@ class Runner(Protocol):
 
     def unprepared(self, sequences: int, drafters: Seq[str]) -> list[tuple[str, int]]:
         """Drafters and sizes whose resident rows were never run, for up to so many sequences."""
+        ...
+
+    def measure_rows(self, sequences: int) -> Iterator[tuple[int, float]]:
+        """Seconds of ragged passes by their rows, as far as so many sequences may have them; one piece at a time."""
         ...
 
     def measure_prompts(self, size: int) -> Iterable[tuple[int, float]]:
@@ -187,6 +195,18 @@ class EagerRunner:
 
     def unprepared(self, sequences: int, drafters: Seq[str]) -> list[tuple[str, int]]:
         return []
+
+    def measure_rows(self, sequences: int) -> Iterator[tuple[int, float]]:
+        seconds = 0.0
+        for rows in MEASURED_ROWS:
+            if rows > MEASURED_ROWS_EACH * sequences or seconds > LONGEST_MEASURED:
+                return
+            batch = _padding(rows, self.store.slots)
+            self.model.forward(batch, self.store)  # the first time only warms up
+            begun = time.perf_counter()
+            self.model.forward(batch, self.store)
+            seconds = time.perf_counter() - begun
+            yield rows, seconds
 
     def measure_prompts(self, size: int) -> Iterable[tuple[int, float]]:
         return ()
@@ -288,6 +308,21 @@ def _keep_prompt_scores(logits: Tensor, work: Seq[Work]) -> None:
         if one.alive:
             known = one.sequence.prompt_logprobs[: one.start + 1] or [None]
             one.sequence.prompt_logprobs = [*known, *scores]
+
+
+def _padding(rows: int, slot: int) -> Batch:
+    """Rows of nobody, all in the slot that is nobody's."""
+    nothing = torch.zeros(rows, dtype=torch.int32)
+    return Batch(
+        ids=torch.zeros(rows, dtype=torch.int64),
+        positions=nothing,
+        slots=torch.full((rows,), slot, dtype=torch.int32),
+        table_rows=nothing,
+        prefix=torch.ones(rows, dtype=torch.int32),
+        ancestors=torch.zeros(rows, dtype=torch.int64),
+        table=torch.full((1, 1), slot, dtype=torch.int32),
+        logit_rows=torch.arange(rows),
+    )
 
 
 def pack(work: Seq[Work], drafts: Seq[Draft], table: SlotTable) -> Batch:
