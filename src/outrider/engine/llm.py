@@ -122,8 +122,8 @@ class LLM:
     def prepare(self, sequences: int | None = None, wait: bool | Literal["plain"] = True) -> None:
         """On a GPU: make and measure what up to so many sequences at once will need (by default as many as may run),
         which takes some seconds, and longer the first time, when kernels are compiled. Else it is done when it is first
-        needed, while answers wait. Without `wait` it is done as long as nobody is answered; "plain" waits for what it
-        takes to answer without drafts.
+        needed, while answers wait. On a CPU: measure passes by their rows, in a second or so. Without `wait` it is done
+        as long as nobody is answered; "plain" waits for what it takes to answer without drafts.
         """
         most = min(sequences or self.settings.max_sequences, self.settings.max_sequences)
 
