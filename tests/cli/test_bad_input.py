@@ -43,6 +43,8 @@ AT_THE_COMMAND_LINE = [
     (["hi", "--weights", "int8", "--device", "cpu"], 2, "cpu stores weights as float32, not as int8", ""),
     (["hi", "--draft-weights", "int"], 2, "unknown draft_weights 'int'; did you mean 'int", ""),
     (["hi", "--draft-weights", "int8", "--device", "cpu"], 2, "cpu stores draft_weights as float32", "int8"),
+    (["hi", "--draft-vocabulary", "9"], 2, "draft_vocabulary is for an EAGLE head", "there is none"),
+    (["hi", "--draft-vocabulary", "-1"], 2, "draft_vocabulary must be at least 0", ""),
     (["hi", "--cache-bytes", "lots"], 2, "--cache-bytes", "is not a size"),
     (["hi", "--draft", "lokup"], 1, "no drafter 'lokup'", "did you mean 'lookup'?"),
     (["hi", "--speculate", "maybe"], 2, "--speculate", "auto, off, a number"),

@@ -313,7 +313,7 @@ class LLM:
         asked, self.settings = self.settings, self._placed(parts)
         cache = make_kv_cache(self.model, self.settings)
         free = _free_memory(self.settings)
-        sources = self._sources(cache)
+        sources = replace(self._sources(cache), words=asked.draft_vocabulary)
         by_name, self.drafter = make_drafters(parts, sources)
         self.pair = self.pair if {"eagle", "lm"} & by_name.keys() else None
         if asked.draft_weights not in ("auto", "float32") and "lm" not in by_name:
