@@ -34,9 +34,7 @@ class CostModel:
         """`baseline_interval`: drafting steps after which a plain one is due."""
         self.baseline_interval = baseline_interval
         self.by_rows: dict[int, float] = {}  # ragged steps
-        self.curve: dict[
-            int, float
-        ] = {}  # passes over so many rows, as they were measured before anybody asked
+        self.curve: dict[int, float] = {}  # passes by rows, measured before anybody asked
         self.by_batch: dict[int, float] = {}  # plain ragged steps, by their sequences
         self.captured: dict[tuple[str, TreeShape, int], float] = {}  # plain: "none", NO_TREE
         self.per_level: dict[str, float] = {}  # of a draft in ragged steps, by drafter
@@ -61,7 +59,7 @@ class CostModel:
             return  # prompt rows made its time, or a drafter's: not what the same plan costs again
         plain = self._note_plain(record)
         if record.captured is not None:
-            seconds = min(max(record.total_s, record.target_s), MAX_STALL * record.target_s) / record.passes
+            seconds = _captured_seconds(record) / record.passes
             if plain and record.captured[2] not in self.served:  # measured over padding so far, if at all
                 self.served.add(record.captured[2])
                 self.captured[record.captured] = seconds
@@ -113,8 +111,7 @@ class CostModel:
         drafter, _, size = record.captured or ("", NO_TREE, 0)
         if drafter == "none" and (rooms := self._rooms(size)) and record.prompt_rows <= max(rooms):
             room = min(rows for rows in rooms if rows >= record.prompt_rows)
-            seconds = min(max(record.total_s, record.target_s), MAX_STALL * record.target_s)
-            _learn(self.beside, (size, room), seconds)
+            _learn(self.beside, (size, room), _captured_seconds(record))
             return
         without = self._seconds(record, record.rows - record.prompt_rows)
         if record.prompt_rows and without and record.catch_up is None:
@@ -227,6 +224,11 @@ class CostModel:
         else:
             plain = self.plain(size) if size > 0 else self.ragged_plain(-size)
         return record.emitted / record.sequences * (plain or 0.0)
+
+
+def _captured_seconds(record: StepRecord) -> float:
+    """Of a captured step, without what held up the host."""
+    return min(max(record.total_s, record.target_s), MAX_STALL * record.target_s)
 
 
 def _interpolated(known: Mapping[int, float], rows: int) -> float:

@@ -74,8 +74,8 @@ def check_room(config: ModelConfig, settings: Settings, free: int, draft: DraftR
 
 # ------------------------------------------------------------------------------------------- what steps need
 
-# Captured steps keep their logits: those of all sizes together come to some three times the largest's, and half as many
-# again are for sampling.
+# What captured steps keep, in times of the largest logits: an allowance, as they are captured once the cache is made.
+# They share the memory of their logits, and sampling takes some beside them.
 LOGITS_KEPT = 4
 
 

@@ -21,20 +21,8 @@ class Job:
     """One request at the engine."""
 
     __slots__ = (
-        *(
-            "accepted",
-            "began",
-            "compiled",
-            "id",
-            "index",
-            "left",
-            "params",
-            "prompt",
-            "seed",
-            "sent",
-            "stream",
-        ),
-    )
+        "accepted", "began", "compiled", "id", "index", "left", "params", "prompt", "seed", "sent", "stream",
+    )  # fmt: skip
 
     def __init__(
         self, stream: Stream, index: int, name: str, prompt: list[int], params: SamplingParams
