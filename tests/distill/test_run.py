@@ -118,10 +118,13 @@ def test_what_a_server_kept_and_a_draft_that_goes_on(recipe: Recipe, tmp_path: P
     )
     first = distill(learns, tmp_path / "one", SETTINGS, Silent(), ["answer", "train"])
     assert not (tmp_path / "one" / "answers").exists()
-    again = replace(learns, continue_from=str(tmp_path / "one"))
+    again = replace(learns, continue_from=str(tmp_path / "one"), layers=2)
     second = distill(again, tmp_path / "two", SETTINGS, Silent(), ["train"])
     kept = json.loads((second / "train.json").read_text())
     assert kept["recipe"]["continue_from"] == str(first) and list(kept["data"]["tasks"]) == ["traffic"]
+    seen = json.loads((first / "train.json").read_text())["tokens_seen"]
+    begun = dict(draft=str(first), layers=1, layers_added=1, tokens_seen=seen)
+    assert seen >= 300 and kept["continued_from"] == begun
     with pytest.raises(InvalidRequest, match="is no draft to go on from"):
         distill(replace(learns, continue_from=str(tmp_path / "kept")), tmp_path / "x", SETTINGS, Silent())
     with pytest.raises(InvalidRequest, match="no shards in"):

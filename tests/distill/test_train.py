@@ -17,11 +17,13 @@ from outrider import LLM
 from outrider.distill import train as training
 from outrider.distill.answers import Answers
 from outrider.distill.checkpoints import checkpoints
+from outrider.distill.features import TargetReader
 from outrider.distill.recipe import Recipe
 from outrider.distill.report import Silent
 from outrider.distill.students import make_student
 from outrider.distill.train import CHECKPOINTS, CURVES, Diverged, read_curves, schedule, train
-from outrider.errors import OutriderError
+from outrider.draft.head_layouts import read_head
+from outrider.errors import InvalidRequest, OutriderError
 from tests.distill.learnable import OPTIONS, answer, write_learnable
 
 DEPTH = 3
@@ -126,12 +128,59 @@ def test_it_goes_on_from_a_draft(llm: LLM, answers: Answers, tmp_path: Path) -> 
     for layout in ("outrider", "speculators"):
         recipe = replace(SMALL, layout=layout, shared_head=True, taps=(0, 1), train_tokens=600)
         folder = train(llm, recipe, answers, tmp_path / layout, Silent())
-        net = make_student(replace(recipe, continue_from=str(folder)), llm.checkpoint, answers).net
+        further = replace(recipe, continue_from=str(folder), shared_head=layout == "outrider")
+        net = make_student(further, llm.checkpoint, answers).net
         assert net.config.shared_head == (layout == "outrider")  # others have no such heads
         ended = load_file(checkpoints(tmp_path / layout / CHECKPOINTS)[0])
         for name, parameter in net.named_parameters():
             if name != "lm_head.weight":
                 assert torch.equal(parameter.data, ended[f"net.{name}"].bfloat16().float())
+
+
+def test_a_head_grows_layers_that_change_nothing_until_they_learn(
+    llm: LLM, answers: Answers, tmp_path: Path
+) -> None:
+    small = replace(SMALL, taps=(0, 1), train_tokens=600)
+    folder = train(llm, small, answers, tmp_path / "small", Silent())
+    recipe = replace(small, continue_from=str(folder), layers=3)
+    reader, batch = TargetReader(llm.model, (0, 1), 256), next(answers.batches(256, 0))
+
+    def states(recipe: Recipe, weights: Path | None = None) -> torch.Tensor:
+        student = make_student(recipe, llm.checkpoint, answers)
+        if weights is not None:
+            ended = load_file(weights)
+            student.net.load_state_dict(
+                student.net.state_dict() | {n: ended[f"net.{n}"] for n, _ in student.net.named_parameters()}
+            )
+        with torch.no_grad():
+            return torch.stack(student.states(batch, reader.read(batch), reader, DEPTH))
+
+    before, grown = states(replace(recipe, layers=0)), states(recipe)
+    torch.testing.assert_close(grown, before, rtol=0, atol=1e-6)
+    one_step = replace(recipe, train_tokens=1, warm_up=0.0)
+    made = train(llm, one_step, answers, tmp_path / "grown", Silent())
+    assert read_head(made, llm.checkpoint.config)[0].layers == 3
+    (learnt,) = checkpoints(tmp_path / "grown" / CHECKPOINTS)
+    weights = load_file(learnt)
+    for layer in (1, 2):
+        assert all(
+            weights[f"net.layers.{layer}.{n}.weight"].any() for n in ("self_attn.o_proj", "mlp.down_proj")
+        )
+    assert not torch.allclose(states(recipe, learnt), before, atol=1e-3)
+
+
+def test_what_a_head_cannot_become_is_said(llm: LLM, answers: Answers, tmp_path: Path) -> None:
+    folder = train(llm, replace(SMALL, layers=2, train_tokens=1), answers, tmp_path / "two", Silent())
+    recipe = replace(SMALL, continue_from=str(folder))
+    for asked, words in (
+        (dict(layers=1), "has 2 layers, and training can add some but takes none away"),
+        (dict(taps=(0, 1)), r"has taps 1,0,2, which cannot become 0,1"),
+        (dict(vocabulary=100), "has vocabulary 200, which cannot become 100"),
+        (dict(tap_norms=False), "has tap_norms True"),
+        (dict(intermediate=8), "has intermediate"),
+    ):
+        with pytest.raises(InvalidRequest, match=words):
+            make_student(replace(recipe, **asked), llm.checkpoint, answers)
 
 
 def test_the_learning_rate_rises_and_falls() -> None:

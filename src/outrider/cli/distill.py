@@ -107,7 +107,7 @@ TRAIN = RecipeFlags(
         Flag(
             "continue_from",
             str,
-            "Go on from this draft, or from the one in this --out.",
+            "Go on from this draft, or from the one in this --out. With more --layers, a head grows.",
             metavar="DIR",
             spelled=("--continue",),
         ),

@@ -106,6 +106,19 @@ def start_from_target(net: HeadNet, read: Read, target: ModelConfig) -> None:
         net.lm_head.weight.copy_(rows if net.words is None else rows[net.words.cpu()])
 
 
+@torch.no_grad()
+def grow(net: HeadNet, known: int, read: Read, target: ModelConfig) -> None:
+    """Set up the layers behind the first `known` so that they change nothing yet: each reads what the target's last
+    layer reads, as far as shapes agree, and adds zeros to the hidden state.
+    """
+    for i in range(known, net.config.layers):
+        layer = net.layers[str(i)]
+        _copy_layer(layer, read, f"model.layers.{target.layers - 1}.", joined=False)
+        for name, parameter in layer.named_parameters():
+            if name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
+                parameter.zero_()
+
+
 def _copy_layer(layer: nn.Module, read: Read, prefix: str, joined: bool) -> None:
     for name, parameter in layer.named_parameters():
         if name == "input_layernorm.weight" and joined:

@@ -34,6 +34,7 @@ from outrider.distill.recipe import STAGES, Recipe
 from outrider.distill.report import Report, short
 from outrider.distill.score import ScoreOptions, make_card, score
 from outrider.distill.train import CHECKPOINTS, CURVES, read_curves, train
+from outrider.draft.head_layouts import OWN
 from outrider.engine.certificate import certificate
 from outrider.engine.llm import LLM, runs_on_gpu
 from outrider.errors import InvalidRequest
@@ -205,8 +206,26 @@ class Run:
                 **summarised(rows),
                 "shards": shards,
             },
+            **self._continued(),
             "recipe": self.recipe.to_json(),
             "curves": curves,
+        }
+
+    def _continued(self) -> dict[str, Any]:
+        """The draft that training went on from, and what it had seen."""
+        if not self.recipe.continue_from:
+            return {}
+        folder = Path(self.recipe.continue_from)
+        kept = folder / "train.json"
+        before = read_json(kept) if kept.exists() else {}
+        now, then = (read_json(each / "config.json").get(OWN, {}) for each in (self.folder.draft, folder))
+        return {
+            "continued_from": {
+                "draft": str(folder),
+                "layers": then.get("layers"),
+                "layers_added": now.get("layers", 0) - then.get("layers", 0),
+                "tokens_seen": before.get("tokens_seen", 0) + _tokens_before(before),
+            }
         }
 
     # ------------------------------------------------------------------------------------------------- score
@@ -224,7 +243,8 @@ class Run:
             return
         asked = self._asked()
         found = score(r.target, self.folder.draft, asked, options, self.report, self.settings)
-        card = make_card(self.checkpoint, r.target, self.folder.draft, found, made["tokens_seen"], how)
+        tokens = made["tokens_seen"] + _tokens_before(made)
+        card = make_card(self.checkpoint, r.target, self.folder.draft, found, tokens, how)
         write_card(self.folder.draft, card)
         self.report.note(f"score: {self.folder.card}")
 
@@ -270,6 +290,11 @@ def _opened(target: str, draft: str, settings: Settings) -> Iterator[LLM]:
 
 def _answered_tokens(row: Conversation) -> int:
     return int(row.answered.sum())
+
+
+def _tokens_before(made: Mapping[str, Any]) -> int:
+    """That the draft had seen which a training went on from."""
+    return int(made.get("continued_from", {}).get("tokens_seen", 0))
 
 
 def summarised(rows: Iterable[Conversation]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ a recipe leaves open is settled here from the target's shape and from the words 
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from outrider.distill.answers import Answers, TrainBatch
 from outrider.distill.features import Features, TargetReader
-from outrider.distill.head_net import HeadNet, Read, head_name, start_from_target
+from outrider.distill.head_net import HeadNet, Read, grow, head_name, start_from_target
 from outrider.distill.lm_net import LmNet, lm_shape, save_lm, start_lm
 from outrider.distill.recipe import Recipe
 from outrider.draft.eagle_head import HeadConfig
@@ -129,6 +129,12 @@ def _make_lm(recipe: Recipe, checkpoint: Checkpoint, target: ModelConfig) -> LmN
             raise BadCheckpoint(
                 f"{recipe.continue_from} is no draft that `distill --kind lm` made for this target"
             )
+        if recipe.layers not in (0, before.config.layers):
+            raise InvalidRequest(
+                f"the draft in {recipe.continue_from} has {before.config.layers} layers, and only heads grow: leave "
+                "out --layers, or train a fresh one",
+                "layers",
+            )
         net = LmNet(before.config)
         net.load_state_dict({name: before.tensor(name) for name in net.state_dict()})
         return net
@@ -139,9 +145,12 @@ def _make_lm(recipe: Recipe, checkpoint: Checkpoint, target: ModelConfig) -> LmN
 
 
 def _make_head(recipe: Recipe, read: Read, target: ModelConfig, answers: Answers) -> HeadNet:
+    known = 0  # layers that a draft to go on from has
     if recipe.continue_from:
         config, tensors = read_head(Path(recipe.continue_from), target)
         tensors.pop(FREQUENT, None)  # the answers of now say which
+        known = config.layers
+        config = _continued(recipe, config)
     else:
         config, tensors = head_shape(recipe, target), {}
     words = None
@@ -154,10 +163,42 @@ def _make_head(recipe: Recipe, read: Read, target: ModelConfig, answers: Answers
         )
     net = HeadNet(config, words, read(head_name(target)) if config.shared_head else None)
     if tensors:
-        net.load_state_dict({name: t if name == "d2t" else t.float() for name, t in tensors.items()})
+        grow(net, known, read, target)
+        net.load_state_dict(
+            net.state_dict() | {name: t if name == "d2t" else t.float() for name, t in tensors.items()}
+        )
     else:
         start_from_target(net, read, target)
     return net
+
+
+def _continued(recipe: Recipe, head: HeadConfig) -> HeadConfig:
+    """A head as it will be when training goes on from it. It can have more layers; everything else stays."""
+    fixed = {
+        "taps": head.taps, "tap_norms": head.tap_norms, "norm_output": head.norm_output,
+        "shared_head": head.shared_head, "vocabulary": head.draft_vocab, "heads": head.layer.heads,
+        "kv_heads": head.layer.kv_heads, "intermediate": head.layer.intermediate,
+    }  # fmt: skip
+    usual = {one.name: one.default for one in fields(recipe)}
+    for name, has in fixed.items():
+        asked = getattr(recipe, name)
+        if asked not in (usual[name], has):
+            raise InvalidRequest(
+                f"the head in {recipe.continue_from} has {name} {_shown(has)}, which cannot become {_shown(asked)}: "
+                "leave that option out, or train a fresh head",
+                name,
+            )
+    if 0 < recipe.layers < head.layers:
+        raise InvalidRequest(
+            f"the head in {recipe.continue_from} has {head.layers} layers, and training can add some but takes none "
+            f"away: ask for {head.layers} or more, or train a fresh head",
+            "layers",
+        )
+    return replace(head, layers=recipe.layers or head.layers)
+
+
+def _shown(value: object) -> str:
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def head_shape(recipe: Recipe, target: ModelConfig) -> HeadConfig:
