@@ -157,3 +157,10 @@ def test_captured_steps_have_room_for_certain_numbers_of_prompt_rows():
         costs.observe(slow)
     assert costs.prompt_rows(9, 0.4, most=2048) == 64
     assert costs.plain(16) == 4.0 and not costs.per_prompt_row
+
+
+def test_a_pass_that_was_held_up_is_not_taken_for_its_rows() -> None:
+    costs = CostModel()
+    for rows, seconds in ((1, 0.06), (2, 0.04), (4, 0.05)):
+        costs.learn_pass(rows, seconds)
+    assert costs.curve == {1: 0.04, 2: 0.04, 4: 0.05}

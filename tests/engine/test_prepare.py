@@ -33,4 +33,10 @@ def test_passes_are_measured_by_rows_and_nothing_is_changed(model) -> None:
 def test_slow_passes_are_not_measured_any_further(model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "LONGEST_MEASURED", 0.0)
     engine = tiny_engine(model, Always(Bet("none", 0, 0)))
-    assert len(list(engine.runner.measure_rows(64))) == 1
+    assert len(list(engine.runner.measure_rows(64, {}))) == 1
+
+
+def test_what_is_known_is_not_measured_again(model) -> None:
+    own = tiny_engine(model).runner
+    assert [rows for rows, _ in own.measure_rows(1, {1: 0.01, 2: 0.01, 4: 0.01})] == [3, 5]
+    assert not list(own.measure_rows(1, {1: 1.0}))  # nor anything beyond a slow one

@@ -6,6 +6,7 @@ drafter that has to catch up by the tokens it reads.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from math import inf
 
@@ -13,6 +14,7 @@ from outrider.control.trees import NO_TREE, TreeShape
 from outrider.types import StepRecord
 
 KEEP = 0.9  # weight of what was known against the newest measurement
+KNOWN_AFTER = 8  # steps of so many rows: before, chance may have made their time
 KEEP_SHARE = 0.7  # the same of what is measured once in a hundred steps
 UNMEASURED_ROW = 0.05  # share of a step that a row is taken to cost; low, so that it gets measured
 FIRST_BASELINE = 8  # drafting steps of a size after which a plain one is due, where there was none yet
@@ -35,6 +37,7 @@ class CostModel:
         self.baseline_interval = baseline_interval
         self.by_rows: dict[int, float] = {}  # ragged steps
         self.curve: dict[int, float] = {}  # passes by rows, measured before anybody asked
+        self.times: Counter[int] = Counter()  # ragged steps that were taken, by rows
         self.by_batch: dict[int, float] = {}  # plain ragged steps, by their sequences
         self.captured: dict[tuple[str, TreeShape, int], float] = {}  # plain: "none", NO_TREE
         self.per_level: dict[str, float] = {}  # of a draft in ragged steps, by drafter
@@ -67,6 +70,7 @@ class CostModel:
             self._relate(record.captured[2], record.captured, seconds if plain else None)
             return
         _learn(self.by_rows, record.rows, record.total_s - record.draft_s)
+        self.times[record.rows] += 1
         if plain:
             _learn(self.by_batch, record.sequences, record.total_s)
         self._relate(-record.sequences, record.rows, record.total_s if plain else None)
@@ -158,6 +162,12 @@ class CostModel:
         for name, tree, seconds in costs:
             _learn(self.captured, (name, tree, size), seconds)
 
+    def learn_pass(self, rows: int, seconds: float) -> None:
+        """A ragged pass was measured before anybody asked. One of fewer rows that took longer was held up."""
+        self.curve[rows] = seconds
+        for fewer in [known for known in self.curve if known < rows]:
+            self.curve[fewer] = min(self.curve[fewer], seconds)
+
     def learn_reading(self, drafter: str, tokens: int, seconds: float) -> None:
         """A drafter caught up. The least counts, as a graph may have been captured on the way."""
         self.per_token[drafter] = min(self._per_token(drafter), seconds / max(tokens, MIN_READ))
@@ -175,11 +185,24 @@ class CostModel:
 
     def step(self, rows: int) -> float:
         """Seconds of a ragged step: as taken, else by the curve from the nearest that was, else from the nearest."""
-        if rows in self.by_rows or not self.curve:
-            return _interpolated(self.by_rows, rows)
-        near = min(self.by_rows or self.curve, key=lambda known: abs(known - rows))
+        return self._step(rows, self.by_rows)
+
+    def _step(self, rows: int, taken: Mapping[int, float]) -> float:
+        if rows in taken or not self.curve:
+            return _interpolated(taken, rows)
+        near = min(taken or self.curve, key=lambda known: abs(known - rows))
         whole = _interpolated(self.curve, near)
-        return self.by_rows.get(near, whole) * _interpolated(self.curve, rows) / whole
+        return taken.get(near, whole) * _interpolated(self.curve, rows) / whole
+
+    @property
+    def steps(self) -> int:
+        """Ragged ones that were learned from."""
+        return self.times.total()
+
+    def known_curve(self) -> dict[int, float]:
+        """Ragged steps by rows as they are known by now, for whoever starts next."""
+        taken = {rows: s for rows, s in self.by_rows.items() if self.times[rows] >= KNOWN_AFTER}
+        return {rows: self._step(rows, taken) for rows in sorted(taken.keys() | self.curve.keys())}
 
     def ragged_plain(self, batch: int) -> float:
         """Seconds of a plain ragged step."""

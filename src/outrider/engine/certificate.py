@@ -19,9 +19,9 @@ def certificate(program: str = "outrider") -> dict[str, str]:
     return {
         "command": f"{program} {shlex.join(sys.argv[1:])}",
         "commit": _commit(),
-        "versions": ", ".join(filter(None, map(_version, PACKAGES))),
+        "versions": ", ".join(filter(None, map(package_version, PACKAGES))),
         "python": platform.python_version(),
-        "machine": ", ".join([_processor(), f"{usable_cores()} cores", *_gpu()]),
+        "machine": ", ".join([processor(), f"{usable_cores()} cores", *_gpu()]),
     }
 
 
@@ -31,7 +31,7 @@ def _gpu() -> list[str]:
     return [torch.cuda.get_device_name()] if torch is not None and torch.cuda.is_available() else []
 
 
-def _version(package: str) -> str:
+def package_version(package: str) -> str:
     try:
         return f"{package} {version(package)}"
     except PackageNotFoundError:
@@ -48,7 +48,7 @@ def _commit() -> str:
         return "unknown"
 
 
-def _processor() -> str:
+def processor() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -154,6 +154,8 @@ class Driver:
             self.engine = self._build()
             while self._run_commands():
                 self._report(self.engine.step())
+                if self.engine.idle:
+                    self.engine.keep_costs()
         except BaseException as problem:
             error = in_words(problem, "answering" if hasattr(self, "engine") else "loading the model")
             self._failure = error

@@ -16,6 +16,7 @@ from outrider.control.planner import Planner
 from outrider.draft.drafters import Drafters
 from outrider.draft.scores import Scores
 from outrider.engine.admission import check_request
+from outrider.engine.kept_costs import KeptCosts
 from outrider.engine.kv_cache import KvCache
 from outrider.engine.outcomes import deepest, origins_of, outcome_of
 from outrider.engine.prepare import prepare_steps
@@ -74,6 +75,7 @@ class Engine:
         self.made = runner.made
         self.answerable = False  # without drafts, from captured steps
         self.explained: set[Sequence] = set()  # whose reasons were asked for
+        self.kept_costs: KeptCosts | None = None  # where costs outlive this engine
 
     def add(self, request: Request) -> list[Sequence]:
         """Take a request in, or refuse it by name. Its tokens come out of `step`."""
@@ -177,6 +179,12 @@ class Engine:
         for answerable in prepare_steps(self.runner, self.planner, self.drafters, sequences):
             self.answerable, self.made = answerable, self.runner.made  # nobody waited for it
             yield
+        self.keep_costs(always=True)
+
+    def keep_costs(self, always: bool = False) -> None:
+        """Write down what steps cost, if that is wanted and there is something new. Nobody must be answered."""
+        if self.kept_costs is not None:
+            self.kept_costs.keep(always)
 
     def _settle(self, step: InFlightStep) -> StepResult:
         """Commit what the target said, emit it, and record what it cost."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -174,7 +174,7 @@ class GraphRunner(EagerRunner):
     def measure(self, size: int, drafter: str) -> Iterator[tuple[str, TreeShape, float]]:
         return self.warm.measure(size, drafter)
 
-    def measure_rows(self, sequences: int) -> Iterator[tuple[int, float]]:
+    def measure_rows(self, sequences: int, known: Mapping[int, float]) -> Iterator[tuple[int, float]]:
         return iter(())  # steps are measured as they are captured
 
     def measure_prompts(self, size: int) -> Iterator[tuple[int, float]]:

@@ -28,6 +28,7 @@ from outrider.engine.draft_room import draft_room
 from outrider.engine.driver import Driver
 from outrider.engine.engine import Engine
 from outrider.engine.graph_runner import make_graph_runner
+from outrider.engine.kept_costs import recall_costs
 from outrider.engine.kv_cache import KvCache, make_kv_cache
 from outrider.engine.live_draft import LiveDraft
 from outrider.engine.memory import GpuMeter, check_room, working_memory
@@ -341,7 +342,9 @@ class LLM:
             self.memory = Memory(self.model.weight_bytes(), free - left, size, slots, left)
         room = draft_room(self._draft_checkpoints(parts))
         watch_draft(planner, drafters, room, cache, self.model, self.memory)
-        return Engine(self.model, cache, drafters, planner, runner, self.settings, self.tokenizer.text_stream)
+        made = Engine(self.model, cache, drafters, planner, runner, self.settings, self.tokenizer.text_stream)
+        made.kept_costs = recall_costs(self.model, self.settings, parts, planner, runner)
+        return made
 
     def _with_room(self, parts: Seq[Part]) -> Seq[Part]:
         """The parts, without a paired draft that there is no room for: nobody asked for it."""

@@ -18,8 +18,8 @@ def prepare_steps(runner: Runner, planner: Planner, drafters: Drafters, sequence
     # Whoever asks for another drafter by name gets that.
     names = dict.fromkeys((*planner.choices, *filter(drafters.resident, drafters.names)))
     answerable = False
-    for rows, seconds in runner.measure_rows(sequences):
-        planner.costs.curve[rows] = seconds
+    for rows, seconds in runner.measure_rows(sequences, planner.costs.curve):
+        planner.costs.learn_pass(rows, seconds)
         yield True  # whoever asks can be answered meanwhile
     for _ in runner.prepare_prompts():
         yield answerable

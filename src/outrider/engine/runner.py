@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, Protocol
 
 import numpy as np
@@ -42,7 +43,8 @@ SAMPLE_INTERVAL = 16
 LONG_READ = 64  # tokens: a drafter that missed fewer drafts hardly later
 # Numbers of rows that passes are measured for before anybody asks, up to so many a sequence: kernels take rows in
 # blocks, so that a few more may cost nothing or half a step.
-LONGEST_MEASURED = 0.1  # seconds: whoever asks meanwhile waits for two such passes
+LONGEST_MEASURED = 0.1  # seconds: whoever asks meanwhile waits for three such passes
+MEASURED_TIMES = 2
 MEASURED_ROWS, MEASURED_ROWS_EACH = (1, 2, 3, 4, 5, 6, 8, 9, 12, 13, 16, 17, 24, 32, 48, 64, 96, 128), 5
 
 # What was drafted for one piece of work, and what the target said, if it emits.
@@ -116,8 +118,10 @@ class Runner(Protocol):
         """Drafters and sizes whose resident rows were never run, for up to so many sequences."""
         ...
 
-    def measure_rows(self, sequences: int) -> Iterator[tuple[int, float]]:
-        """Seconds of ragged passes by their rows, as far as so many sequences may have them; one piece at a time."""
+    def measure_rows(self, sequences: int, known: Mapping[int, float]) -> Iterator[tuple[int, float]]:
+        """Seconds of ragged passes by their rows, as far as so many sequences may have them and they are not known; one
+        piece at a time.
+        """
         ...
 
     def measure_prompts(self, size: int) -> Iterable[tuple[int, float]]:
@@ -196,17 +200,24 @@ class EagerRunner:
     def unprepared(self, sequences: int, drafters: Seq[str]) -> list[tuple[str, int]]:
         return []
 
-    def measure_rows(self, sequences: int) -> Iterator[tuple[int, float]]:
+    def measure_rows(self, sequences: int, known: Mapping[int, float]) -> Iterator[tuple[int, float]]:
         seconds = 0.0
         for rows in MEASURED_ROWS:
             if rows > MEASURED_ROWS_EACH * sequences or seconds > LONGEST_MEASURED:
                 return
-            batch = _padding(rows, self.store.slots)
-            self.model.forward(batch, self.store)  # the first time only warms up
+            seconds = known[rows] if rows in known else self.measure_pass(rows)
+            if rows not in known:
+                yield rows, seconds
+
+    def measure_pass(self, rows: int) -> float:
+        """Seconds of a pass over so many rows of nobody, the least of a few."""
+        batch, seconds = _padding(rows, self.store.slots), inf
+        self.model.forward(batch, self.store)  # the first time only warms up
+        for _ in range(MEASURED_TIMES):
             begun = time.perf_counter()
             self.model.forward(batch, self.store)
-            seconds = time.perf_counter() - begun
-            yield rows, seconds
+            seconds = min(seconds, time.perf_counter() - begun)
+        return seconds
 
     def measure_prompts(self, size: int) -> Iterable[tuple[int, float]]:
         return ()

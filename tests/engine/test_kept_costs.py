@@ -1,0 +1,164 @@
+"""What passes cost outlives the process that measured it, where it still fits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from outrider import LLM, Settings
+from outrider.control.costs import CostModel
+from outrider.draft.names import Part
+from outrider.engine import kept_costs
+from outrider.engine.kept_costs import KeptCosts
+from outrider.types import StepRecord
+from tests.targets import write_target
+from tests.tiny import tiny_model
+
+CURVE = {1: 0.01, 2: 0.011, 4: 0.012, 8: 0.03, 16: 0.05}
+DRAFTS = (Part("lookup", "lookup"),)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(kept_costs.FOLDER, str(tmp_path / "costs"))
+    return tmp_path / "costs"
+
+
+def made(costs: CostModel | None = None, drafts: tuple[Part, ...] = DRAFTS, **settings) -> KeptCosts:
+    return KeptCosts.of(tiny_model(), Settings(**settings), drafts, costs or CostModel())
+
+
+def learned(curve: dict[int, float]) -> CostModel:
+    costs = CostModel()
+    costs.curve, costs.per_level = dict(curve), {"lookup": 0.0001}
+    return costs
+
+
+def step(rows: int, seconds: float) -> StepRecord:
+    return StepRecord(rows, 1, 1, rows - 1, 0, 1, 0, 0, seconds, 0, seconds, [])
+
+
+def test_it_is_taken_up_at_the_pace_of_now(folder: Path) -> None:
+    made(learned(CURVE)).keep(always=True)
+    again = made()
+    assert again.recall(lambda rows: 2 * CURVE[rows])  # somebody else is at work
+    assert again.costs.curve == pytest.approx({rows: 2 * seconds for rows, seconds in CURVE.items()})
+    assert again.costs.per_level == pytest.approx({"lookup": 0.0002})
+    assert again.costs.step(6) == pytest.approx(2 * (CURVE[4] + CURVE[8]) / 2)
+
+
+def test_what_does_not_fit_is_left(folder: Path) -> None:
+    made(learned(CURVE)).keep(always=True)
+    for factor in (0.7, 1.4):
+        again = made()
+        assert not again.recall(lambda rows, by=factor: CURVE[rows] * (by if rows > 1 else 1))
+        assert not again.costs.curve and not again.costs.per_level
+
+
+def test_steps_refine_it(folder: Path) -> None:
+    """Rows that were taken often enough are kept as they were taken; others follow the nearest of them."""
+    kept = made(learned(CURVE))
+    for _ in range(kept_costs.STEPS - 1):
+        kept.costs.observe(step(4, 0.024))
+    kept.costs.observe(step(3, 9.0))  # once: chance
+    kept.keep()
+    again = made()
+    assert again.recall(lambda rows: 2 * CURVE[rows])
+    assert again.costs.curve[4] == pytest.approx(0.024)
+    assert again.costs.curve[8] == pytest.approx(0.06)
+    assert set(again.costs.curve) == set(CURVE)
+
+
+def test_it_is_written_now_and_then(folder: Path) -> None:
+    kept = made(learned(CURVE))
+    kept.keep()
+    assert not folder.exists()  # nothing is new
+    for _ in range(kept_costs.STEPS):
+        kept.costs.observe(step(1, 0.01))
+    kept.keep()
+    (file,) = folder.iterdir()
+    file.unlink()
+    kept.keep()
+    assert not list(folder.iterdir())
+
+
+def test_each_has_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By threads, draft, processor and version; a file that was renamed says what it is for."""
+    made(learned(CURVE)).keep(always=True)
+    other = [made(threads=7), made(drafts=(Part("model", "some/draft"),))]
+    for name, value in (("processor", lambda: "another"), ("package_version", lambda _: "outrider 99")):
+        with monkeypatch.context() as patch:
+            patch.setattr(kept_costs, name, value)
+            other.append(made())
+    for one in other:
+        assert not one.recall(lambda rows: CURVE[rows])
+    (file,) = folder.iterdir()
+    assert other[0].file is not None
+    file.rename(other[0].file)
+    assert not other[0].recall(lambda rows: CURVE[rows])
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda kept: "not json",
+        lambda kept: "[]",
+        lambda kept: json.dumps({"about": kept["about"]}),
+        lambda kept: json.dumps({**kept, "curve": {"2": 1.0}}),  # no pass of one row
+        lambda kept: json.dumps({**kept, "curve": {"1": -1.0}}),
+        lambda kept: json.dumps({**kept, "curve": {"1": float("nan")}}),
+        lambda kept: json.dumps({**kept, "curve": {"1": 1.0, "99999999": 1.0}}),
+        lambda kept: json.dumps({**kept, "curve": [1, 2]}),
+        lambda kept: json.dumps({**kept, "per_level": {"lm": "soon"}}),
+    ],
+)
+def test_a_damaged_file_is_as_none(folder: Path, damage) -> None:
+    made(learned(CURVE)).keep(always=True)
+    (file,) = folder.iterdir()
+    file.write_text(damage(json.loads(file.read_text())))
+    assert not made().recall(lambda rows: CURVE[rows])
+
+
+def test_where_nothing_can_be_written_nothing_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(kept_costs.FOLDER, str(tmp_path / "file" / "costs"))
+    made(learned(CURVE)).keep(always=True)
+    monkeypatch.setenv(kept_costs.FOLDER, "")
+    made(learned(CURVE)).keep(always=True)
+    assert [one.name for one in tmp_path.iterdir()] == ["file"]
+
+
+def test_an_engine_keeps_and_recalls(folder: Path, tmp_path: Path) -> None:
+    """What `prepare` measured and what steps taught is there at the next start, before anything is prepared."""
+    target = write_target(tmp_path / "model")
+    first = LLM(target, draft="lookup")
+    try:
+        first.prepare(2)
+        (file,) = folder.iterdir()
+        curve = json.loads(file.read_text())["curve"]
+        assert {"1", "2", "4", "8"} <= curve.keys()
+        file.unlink()
+        first.generate([[5, 6, 7]], max_tokens=2 * kept_costs.STEPS, ignore_eos=True, speculation=False)
+        first.driver.run(lambda: None)  # it is written once the answer was given
+        assert file.exists()
+    finally:
+        first.driver.close()
+    file.write_text(
+        json.dumps({**json.loads(file.read_text()), "curve": {"1": 1.0}})
+    )  # it fits whatever is so
+    second = LLM(target, draft="lookup")
+    try:
+        assert set(second.engine.planner.costs.curve) == {1}
+        second.prepare(2)
+        assert {1, 2, 4, 8} <= set(second.engine.planner.costs.curve)
+    finally:
+        second.driver.close()
+    third = LLM(target, draft="none")
+    try:
+        assert third.engine.kept_costs is None
+    finally:
+        third.driver.close()
