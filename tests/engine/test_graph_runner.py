@@ -392,6 +392,19 @@ def test_answers_may_come_in_between_while_steps_are_prepared(model, small) -> N
     assert {("lm", 1), ("lm", 2), ("lookup", 1), ("lookup", 2)} <= engine.planner.costs.measured
 
 
+def test_steps_that_somebody_needed_first_are_prepared_like_any_other(model, small) -> None:
+    """An answer before preparing makes its size; what is captured and measured for that must not be less."""
+    engine = make_engine(model, small, 1, Planner("lm", choices=("lm", "lookup")))
+    run(engine, some_requests(2)[:2])
+    assert engine.runner.sizes.made
+    assert engine.runner.unprepared(2, ("lm",))[:2] == [("none", 1), ("none", 2)]
+    for _ in engine.prepare(5):
+        pass
+    expected = {(name, size) for name in ("none", "lm", "lookup") for size in (1, 2, 4, 8)}
+    assert engine.planner.costs.measured == expected == engine.runner.warm.prepared
+    assert not engine.runner.unprepared(5, ("lm", "lookup"))  # once is enough
+
+
 def test_plain_steps_are_prepared_where_nobody_drafts(model, small) -> None:
     engine = make_engine(model, small, 1, "none")
     for _ in engine.prepare(2):

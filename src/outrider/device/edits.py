@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from outrider.types import Sequence
+from outrider.verify.rows import to_device
 
 MOST = 64  # sequences: nine bytes a token of the vocabulary each
 NOBODY = -1
@@ -80,11 +81,6 @@ class EditRows:
             self.prompt = torch.zeros(shape, dtype=torch.uint8, device=self.device)
             self.bias = torch.zeros(shape, dtype=torch.float32, device=self.device)
             self.penalties = torch.zeros((len(self.free), 3), dtype=torch.float32, device=self.device)
-
-
-def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """A copy on the device that the host does not wait for, as it would for one from pageable memory."""
-    return (values.pin_memory() if device.type == "cuda" else values).to(device, non_blocking=True)
 
 
 def _edited(sequence: Sequence) -> bool:

@@ -8,10 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.device.edits import EditRows, to_device
+from outrider.device.edits import EditRows
 from outrider.types import SamplingParams, Sequence
 from outrider.verify.filters import BANNED, OFF, wanted
 from outrider.verify.process import clamp_temperature
+from outrider.verify.rows import to_device
 
 MAX_PREDICTION = 4096  # tokens of a user's prediction that the device holds
 
@@ -41,18 +42,25 @@ class SequenceState:
 
     def upload(self, sequence: Sequence, entries: np.ndarray) -> None:
         """Bring a row up to what the host knows of its sequence."""
-        row, known, cached = sequence.row, len(sequence.tokens), sequence.cached
-        self.tokens[row, :known] = self._sent(torch.tensor(sequence.tokens))
-        self.table[row, :cached] = self._sent(torch.from_numpy(entries[:cached].copy()))
-        self.lengths[row] = cached
+        row = sequence.row
+        self.advance(sequence, entries, 0, 0)
         self.seeds[row] = sequence.seed
         self._upload_sampling(row, sequence.request.params)
-        self.edits.upload(sequence, self.tokens[row])
         expected = sequence.request.prediction_ids[: self.predictions.shape[1]]
         if expected or self._has_prediction[row]:
             self.predictions[row, : len(expected)] = self._sent(torch.tensor(expected, dtype=torch.int64))
             self.predicted[row] = len(expected)
             self._has_prediction[row] = bool(expected)
+
+    def advance(self, sequence: Sequence, entries: np.ndarray, known: int, cached: int) -> None:
+        """The same for a row that holds so many of its tokens, and slots of so many of them, already."""
+        row = sequence.row
+        further = torch.tensor(sequence.tokens[known:], dtype=torch.int64)
+        self.tokens[row, known : len(sequence.tokens)] = self._sent(further)
+        slots = torch.from_numpy(entries[cached : sequence.cached].copy())
+        self.table[row, cached : sequence.cached] = self._sent(slots)
+        self.lengths[row] = sequence.cached
+        self.edits.upload(sequence, self.tokens[row])
 
     def can_edit(self, sequence: Sequence) -> bool:
         """Whether the device heeds the penalties and logit_bias of a sequence that was uploaded, if it has any."""

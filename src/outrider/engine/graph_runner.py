@@ -51,7 +51,7 @@ from outrider.types import (
     Verdict,
     Work,
 )
-from outrider.verify.judge import judge, predicted, report
+from outrider.verify.judge import emitting_rows, judge, predicted, report
 
 # Of resident sequences: rows of the state, draft nodes wanted, whether the device commits, slots, and whose drafts.
 Inputs = tuple[np.ndarray, Seq[int], np.ndarray, np.ndarray, Seq[int]]
@@ -106,7 +106,8 @@ class GraphRunner(EagerRunner):
         # Of steps in flight: the drafter, the rows it drafts for, and the most tokens they bring.
         self.latest: deque[tuple[str, set[int], int]] = deque(maxlen=max(lag, 1))
         self.cuda = self.state.device.type == "cuda"
-        self.beside = torch.cuda.Stream() if self.cuda else None
+        # What is verified there is short and awaited, so it goes first: behind the step in flight it would wait for it.
+        self.beside = torch.cuda.Stream(priority=-1) if self.cuda else None
 
     @property
     def made(self) -> tuple[int, int]:
@@ -168,8 +169,8 @@ class GraphRunner(EagerRunner):
 
     def unprepared(self, sequences: int, drafters: Seq[str]) -> list[tuple[str, int]]:
         """Drafters, and sizes of steps, that were not captured yet, for up to so many sequences: plain ones first."""
-        sizes = [size for size in sizes_up_to(sequences) if size not in self.sizes.made]
-        return [(name, size) for name in ("none", *drafters) for size in sizes]
+        pairs = [(name, size) for name in ("none", *drafters) for size in sizes_up_to(sequences)]
+        return [pair for pair in pairs if pair not in self.warm.prepared]
 
     def measure(self, size: int, drafter: str) -> Iterator[tuple[str, TreeShape, float]]:
         return self.warm.measure(size, drafter)
@@ -454,8 +455,7 @@ class GraphRunner(EagerRunner):
         for i in step.reported - step.host_verified:
             said, wanted = results[i][1], work[i].sequence.request.params.logprobs
             assert said is not None and wanted is not None
-            rows_of = [0, *(1 + node for node in said.accepted)]
-            said.logprobs = report(step.logits[i][rows_of], said.tokens, wanted)
+            said.logprobs = report(step.logits[i][emitting_rows(said.accepted)], said.tokens, wanted)
         if step.sampled is not None:
             draft, sampled = results[step.sampled]
             if sampled is not None and exact_draft(work[step.sampled], draft):

@@ -49,6 +49,7 @@ class WarmUp:
         self.graphs, self.shared, self.sizes = graphs, shared, sizes
         self.drafters, self.ops, self.width = drafters, ops, ops.state.width
         self.captures = graphs.record is not None
+        self.prepared: set[tuple[str, int]] = set()  # drafters and sizes; plain steps with their prompt rows
 
     def measure(self, size: int, drafter: str) -> Iterator[tuple[str, TreeShape, float]]:
         """What steps of this size take, plain and with each draft tree, in seconds."""
@@ -59,11 +60,14 @@ class WarmUp:
         except DrafterFailed as failed:
             self.drafters.note_fault(failed)
         self.sizes.made.add(size)
+        if drafter != "none":
+            self.prepared.add((drafter, size))
 
     def measure_prompts(self, size: int) -> Iterator[tuple[int, float]]:
         """Room for prompt rows beside plain decoding sequences, and the seconds of such a step."""
         for bite in BITES if self.captures else ():
             yield bite[0], self._seconds(self.shape(size, "none", NO_TREE, bite))
+        self.prepared.add(("none", size))
 
     def prompts(self) -> Iterator[None]:
         """Steps of prompts alone: few rows are captured, many are launched one by one."""

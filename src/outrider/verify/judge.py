@@ -16,7 +16,7 @@ from outrider.verify.lossy import lossy
 from outrider.verify.noise import draw as draw_in_torch
 from outrider.verify.process import process
 from outrider.verify.rejection import rejection
-from outrider.verify.rows import TreeRows, lay_out
+from outrider.verify.rows import TreeRows, lay_out, to_device
 
 VERIFY: dict[str, Callable[[Tensor, TreeRows, Draw], list[Result]]] = {
     "coupled": coupled,
@@ -39,8 +39,7 @@ def judge(
     for index, (path, tokens) in enumerate(_by_mode(processed, rows, draw)):
         start = int(rows.starts[index])
         wanted = sequences[index].request.params.logprobs
-        emitting = [start, *(start + 1 + node for node in path)]
-        logprobs = None if wanted is None else report(logits[emitting], tokens, wanted)
+        logprobs = None if wanted is None else report(logits[start:][emitting_rows(path)], tokens, wanted)
         verdicts.append(Verdict(tokens, path, logprobs))
     return verdicts
 
@@ -88,15 +87,31 @@ def predicted(logits: Tensor, verdict: Verdict) -> tuple[int, float]:
     """How predictable a text is to the target itself: of the root and draft nodes of one sequence, the tokens that it
     emits, and the sum of the probabilities that the target gave them.
     """
-    rows, tokens = [0, *(1 + node for node in verdict.accepted)], torch.tensor(verdict.tokens)
-    chances = logits[rows].float().softmax(-1).gather(1, tokens.to(logits.device)[:, None])
+    rows = logits[emitting_rows(verdict.accepted)]
+    tokens = to_device(torch.tensor(verdict.tokens), logits.device)
+    chances = rows.float().softmax(-1).gather(1, tokens[:, None])
     return len(rows), float(chances.sum())
+
+
+def emitting_rows(path: Seq[int]) -> slice | list[int]:
+    """Of a sequence's rows those that emit: the root and the accepted nodes. Those of a chain are a slice, for which a
+    device need not be sent anything.
+    """
+    rows = [0, *(1 + node for node in path)]
+    return slice(len(rows)) if rows[-1] == len(path) else rows
 
 
 def report(logits: Tensor, tokens: list[int], alternatives: int) -> list[TokenLogprob]:
     """The target's own log-probabilities, before any processing, of the tokens and their likeliest rivals."""
     logprobs = logits.float().log_softmax(-1)
-    chosen = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
-    values, ids = logprobs.topk(alternatives) if alternatives else (logprobs[:, :0], logprobs[:, :0].long())
-    rivals = [list(zip(i, v, strict=True)) for i, v in zip(ids.tolist(), values.tolist(), strict=True)]
-    return [TokenLogprob(t, p, r) for t, p, r in zip(tokens, chosen, rivals, strict=True)]
+    parts = [logprobs.gather(1, to_device(torch.tensor(tokens), logits.device)[:, None])]
+    if alternatives:
+        parts += logprobs.topk(alternatives)
+    # As doubles, which hold both kinds of numbers: what comes from a device at once is waited for once.
+    numbers = torch.cat([part.double() for part in parts], 1).tolist()
+    return [
+        TokenLogprob(
+            token, chosen, list(zip(map(int, rest[alternatives:]), rest[:alternatives], strict=True))
+        )
+        for token, (chosen, *rest) in zip(tokens, numbers, strict=True)
+    ]

@@ -16,7 +16,7 @@ from torch import Tensor
 from outrider.types import Sequence
 from outrider.verify.filters import BANNED, OFF, filter_logits, wanted
 from outrider.verify.law import Filter
-from outrider.verify.rows import LogitRows
+from outrider.verify.rows import LogitRows, to_device
 
 MIN_TEMPERATURE = 1e-5  # below this logits would overflow; the likeliest token is chosen long before
 
@@ -33,7 +33,7 @@ def process(logits: Tensor, rows: LogitRows, filter_logits: Filter = filter_logi
         _edit(logits, rows, index)
     if sampled:
         heat = [clamp_temperature(p.temperature) or 1.0 for p in params]
-        logits.div_(torch.from_numpy(rows.spread(heat, np.float32))[:, None].to(logits))
+        logits.div_(to_device(torch.from_numpy(rows.spread(heat, np.float32)), logits.device)[:, None])
         _filter(logits, rows, filter_logits)
     return logits
 
@@ -49,7 +49,7 @@ def _edit(logits: Tensor, rows: LogitRows, index: int) -> None:
     p = sequence.request.params
     at = np.flatnonzero(rows.owner == index)
     paths = [rows.path(int(row)) for row in at]
-    mine = logits[at]
+    mine = logits if len(at) == len(logits) else logits[at]
     if p.penalised:
         _penalise(mine, sequence, paths)
     if p.logit_bias:
@@ -60,7 +60,8 @@ def _edit(logits: Tensor, rows: LogitRows, index: int) -> None:
     if sequence.request.bad_word_ids or p.min_tokens:
         for row, path in zip(mine, paths, strict=True):
             _ban(row, sequence, path)
-    logits[at] = mine
+    if mine is not logits:
+        logits[at] = mine
 
 
 def _penalise(mine: Tensor, sequence: Sequence, paths: list[list[int]]) -> None:
@@ -93,7 +94,7 @@ def _mask(mine: Tensor, sequence: Sequence, paths: list[list[int]]) -> None:
     ends = sequence.request.stop_ids
     masks = [None if ends.intersection(path) else sequence.grammar.mask(path) for path in paths]
     allowed = torch.stack([free if mask is None else mask for mask in masks])
-    mine.masked_fill_(~allowed.to(mine.device), BANNED)
+    mine.masked_fill_(to_device(~allowed, mine.device), BANNED)
 
 
 def _ban(row: Tensor, sequence: Sequence, path: list[int]) -> None:
@@ -122,7 +123,7 @@ def _filter(logits: Tensor, rows: LogitRows, filter_logits: Filter) -> None:
     if not len(at):
         return
     top_k, top_p, log_min_p = (
-        torch.from_numpy(rows.spread(column, kind)[at])
+        to_device(torch.from_numpy(rows.spread(column, kind)[at]), logits.device)
         for column, kind in zip(zip(*asked, strict=True), (np.int64, np.float32, np.float32), strict=True)
     )
     mine = logits if len(at) == len(logits) else logits[torch.from_numpy(at)]

@@ -12,7 +12,9 @@ from itertools import chain
 from typing import Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from outrider.types import Draft, Sequence
 
@@ -86,3 +88,8 @@ def lay_out(sequences: Seq[Sequence], drafts: Seq[Draft]) -> TreeRows:
         depth += further
         above = parent[above]
     return TreeRows(sequences, drafts, owner, node, depth, starts, token, parent)
+
+
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """A copy on the device that the host does not wait for, as it would for one from pageable memory."""
+    return (values.pin_memory() if device.type == "cuda" else values).to(device, non_blocking=True)
