@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from outrider import LLM
+from outrider.distill.recipe import Recipe
 from outrider.load import pairs
 from outrider.load.cards import read_card, write_card
 from tests.load.pairs import some_card
@@ -77,7 +79,12 @@ def doctor_findings(outrider: Outrider) -> list[dict]:
 def test_what_a_card_says_of_training_stays(
     outrider: Outrider, target: Path, draft: Path, prompts: Path, tmp_path: Path
 ) -> None:
+    recipe = Recipe(target=str(target), prompts=(str(prompts),), shares={"chat": 0.25})
+    made = json.dumps({"tokens_seen": 55, "recipe": recipe.to_json()}, indent=1)
+    (draft / "train.json").write_text(made)
     assert outrider("pairs", "score", target, draft, "--prompts", prompts, "--timed", 0, *FLAGS).code == 0
+    card = read_card(draft)
+    assert (card.trained_tokens, card.recipe) == (55, hashlib.sha256(recipe.text().encode()).hexdigest())
     write_card(draft, replace(read_card(draft), trained_tokens=77, recipe="r", licence="MIT"))
     place = tmp_path / "elsewhere"
     ran = outrider(

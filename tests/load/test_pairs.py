@@ -14,7 +14,7 @@ import torch
 
 from outrider.errors import BadCheckpoint, InvalidRequest, ModelNotFound
 from outrider.load import pairs
-from outrider.load.cards import Acceptance, Card, card_from_json, read_card
+from outrider.load.cards import Acceptance, card_from_json, read_card
 from outrider.load.checkpoint import open_checkpoint
 from outrider.load.pairs import add_pair, find_pair, fingerprint, list_pairs, pair_named, remove_pair
 from tests.load.pairs import CHAIN, TREE, some_card, some_score, task_score, write_pair
@@ -193,17 +193,48 @@ def test_a_broken_card_costs_a_warning_and_nothing_else(tmp_path: Path, target, 
 
 def test_adding_copies_all_and_removing_deletes_it(tmp_path: Path) -> None:
     cache, folder = tmp_path / "cache", write_pair(tmp_path / "made", some_card())
-    pair = add_pair(folder, cache)
+    into = cache / "pairs"
+    pair = add_pair(folder, into)
     assert (pair.folder, pair.name) == (cache / "pairs" / "made", "made")
     assert sorted(f.name for f in pair.folder.iterdir()) == sorted(f.name for f in folder.iterdir())
     with pytest.raises(InvalidRequest, match="outrider pairs remove made"):
-        add_pair(folder, cache)
-    add_pair(folder, cache, "again")
+        add_pair(folder, into)
+    add_pair(folder, into, "again")
     assert [pair.name for pair in list_pairs(cache)[0]] == ["again", "made"]
     (cache / "pairs" / "made" / "card.json").write_text("{")  # one that is broken can be removed, too
     remove_pair("made", cache)
     assert [file.name for file in (cache / "pairs").iterdir()] == ["again"]
     assert folder.exists()
+
+
+def test_a_distillation_is_added_by_its_own_name_without_its_folders(tmp_path: Path) -> None:
+    draft = write_pair(tmp_path / "smollm2" / "draft", some_card(licence=None))
+    (draft / "config.json").write_text("{}")
+    made = {
+        "command": "outrider distill ../models/a --prompts /home/me/p.jsonl --share code=0.1 --out=/tmp/x y",
+        "machine": "A CPU, 2 cores",
+        "data": {
+            "files": {"/home/me/p.jsonl": "ab"},
+            "shards": {"/a/s-0": "1", "/b/s-0": "2", "/b/s-1": "3"},
+        },
+        "recipe": {
+            "target": "org/model",
+            "prompts": ["/home/me/p.jsonl"],
+            "continue_from": "~/it's",
+            "seed": 0,
+        },
+    }
+    (draft / "train.json").write_text(json.dumps(made))
+    pair = add_pair(tmp_path / "smollm2", tmp_path / "given", licence="MIT")
+    assert pair.folder == tmp_path / "given" / "smollm2" and pair.card == some_card(licence="MIT")
+    assert read_card(pair.folder) == pair.card and read_card(draft).licence is None
+    assert json.loads((pair.folder / "train.json").read_text()) == {
+        "command": "outrider distill a --prompts p.jsonl --share code=0.1 --out=x y",
+        "machine": "A CPU, 2 cores",
+        "data": {"files": {"p.jsonl": "ab"}, "shards": {"s-0": "1", "s-0 (2)": "2", "s-1": "3"}},
+        "recipe": {"target": "org/model", "prompts": ["p.jsonl"], "continue_from": "it's", "seed": 0},
+    }
+    assert json.loads((draft / "train.json").read_text()) == made
 
 
 @pytest.mark.parametrize("broken", ["card", "weights", "folder", "name"])
@@ -220,7 +251,7 @@ def test_what_is_no_pair_is_not_added(tmp_path: Path, broken: str) -> None:
         name = "../up"
     said = {"card": "no card.json", "weights": "no weights", "folder": "no folder", "name": "no name"}[broken]
     with pytest.raises((BadCheckpoint, ModelNotFound, InvalidRequest), match=said):
-        add_pair(folder, tmp_path / "cache", name)
+        add_pair(folder, tmp_path / "cache" / "pairs", name)
     assert not (tmp_path / "cache").exists()
 
 
@@ -240,12 +271,3 @@ def test_only_ones_own_can_be_removed(tmp_path: Path, monkeypatch) -> None:
 def test_listing_does_not_wait_for_torch() -> None:
     code = "import sys, outrider.load.pairs; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_the_package_carries_its_pairs() -> None:
-    root = Path(__file__).parent.parent.parent
-    import tomllib
-
-    data = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
-    assert "pairs/*/*" in data["outrider"]
-    assert isinstance(some_card(), Card)

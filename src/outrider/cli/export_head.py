@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Source = Annotated[str, typer.Argument(metavar="DIR", help="A folder with an EAGLE head.")]
 Layout = Annotated[
     str,
-    option("layout", "eagle3, as heads are published, or speculators."),
+    option("layout", "eagle3, as heads are published, speculators, or outrider, our own."),
 ]
 Out = Annotated[
     str,

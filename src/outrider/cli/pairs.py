@@ -26,11 +26,22 @@ Json = Annotated[
 ]
 Name = Annotated[str, typer.Argument(help="As outrider pairs lists it.")]
 Folder = Annotated[
-    str, typer.Argument(metavar="DIR", help="A folder with the draft's weights and its card.json.")
+    str,
+    typer.Argument(
+        metavar="DIR", help="A folder with the draft's weights and its card.json, or distill's --out."
+    ),
 ]
 OwnName = Annotated[
     str | None,
     option("name", "What to call it; by default as its folder.", "NAME"),
+]
+To = Annotated[
+    str | None,
+    option("to", "A folder of pairs to copy it to; by default the cache's.", "DIR"),
+]
+Licence = Annotated[
+    str | None,
+    option("licence", "Of the draft's weights; by default as its card says.", "TEXT"),
 ]
 
 
@@ -66,9 +77,10 @@ def show(name: Name, as_json: Json = False) -> None:
 
 
 @pairs.command()
-def add(folder: Folder, name: OwnName = None) -> None:
+def add(folder: Folder, name: OwnName = None, to: To = None, licence: Licence = None) -> None:
     """Copy a draft into the catalogue and print where it is. From then on --draft auto takes it for its target."""
-    write(f"{add_pair(Path(folder).expanduser(), cache_folder(), name).folder}\n")
+    into = cache_folder() / "pairs" if to is None else Path(to).expanduser()
+    write(f"{add_pair(Path(folder).expanduser(), into, name, licence).folder}\n")
 
 
 @pairs.command()

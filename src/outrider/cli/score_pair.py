@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,7 +20,8 @@ from outrider.cli.tasks import task_ids, task_rows
 from outrider.errors import InvalidRequest
 from outrider.load.cards import FILE, Card, read_card, write_card
 from outrider.load.find import find
-from outrider.load.pairs import fingerprint
+from outrider.load.json_files import read_json
+from outrider.load.pairs import HOW_IT_WAS_MADE, fingerprint
 from outrider.settings import Settings, cache_folder
 
 if TYPE_CHECKING:
@@ -73,15 +76,16 @@ def score(
         from outrider.distill.report import default_report
         from outrider.distill.score import ScoreOptions, make_card, score_open
 
-        before = _card_before(folder, llm.checkpoint)
+        before, training = _card_before(folder, llm.checkpoint), _training(folder)
         given = task_rows(prompts, None, None if prompts else BUILT_IN)
         rows = {task: some[:each] for task, some in given.items()}
         asked = task_ids(llm, rows, max_tokens, room=0)  # what is too long is left out
         options = ScoreOptions(heat, depth, tree_nodes, max_tokens, timed, seed)
         found = score_open(llm, asked, options, default_report())
-        card = replace(make_card(llm.checkpoint, _name(target), folder), score=found)
+        card = make_card(llm.checkpoint, _name(target), folder, found, **training)
     if before is not None:
-        kept = {name: getattr(before, name) for name in ("licence", "trained_tokens", "recipe")}
+        said = {name: getattr(before, name) for name in ("licence", "trained_tokens", "recipe")}
+        kept = {name: value for name, value in said.items() if value is not None}
         card = replace(card, target=replace(card.target, name=before.target.name), **kept)
     card = replace(card, licence=licence or card.licence)
     for line in score_table(found):
@@ -126,6 +130,14 @@ def _card_before(folder: Path, target: Checkpoint) -> Card | None:
             "draft",
         )
     return card
+
+
+def _training(folder: Path) -> dict[str, Any]:
+    """What a card says of the training, where `distill` left how the draft was made beside it."""
+    made = read_json(folder / HOW_IT_WAS_MADE, optional=True) if folder.is_dir() else {}
+    recipe = json.dumps(made["recipe"], indent=2) + "\n" if "recipe" in made else None  # Recipe.text
+    digest = None if recipe is None else hashlib.sha256(recipe.encode()).hexdigest()
+    return {"trained_tokens": made.get("tokens_seen"), "recipe": digest}
 
 
 def _name(target: str) -> str:

@@ -11,16 +11,18 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
 import tempfile
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from outrider.errors import BadCheckpoint, InvalidRequest, ModelNotFound, OutriderError, suggest
-from outrider.load.cards import FILE, Card, read_card
+from outrider.load.cards import FILE, Card, read_card, write_card
+from outrider.load.json_files import read_json
 
 if TYPE_CHECKING:
     from outrider.load.checkpoint import Checkpoint
@@ -30,6 +32,8 @@ VARIABLE = "OUTRIDER_PAIRS"
 NORM = "model.norm.weight"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 WEIGHTS = ("*.safetensors", "*.gguf")
+HOW_IT_WAS_MADE = "train.json"
+PATH_STARTS = ("/", "./", "../", "~")  # of words that are paths; a hub id has none of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,30 +94,71 @@ def pair_named(name: str, cache: Path) -> Pair:
     raise ModelNotFound(f"there is no pair {name!r:.99}{suggest(name, known)}{none}")
 
 
-def add_pair(folder: Path, cache: Path, name: str | None = None) -> Pair:
-    """Copy a folder of weights with a card into the cache, whole or not at all."""
+def add_pair(folder: Path, into: Path, name: str | None = None, licence: str | None = None) -> Pair:
+    """Copy a draft with its card, or a distillation's draft, to a folder of pairs: whole or not at all."""
     name = folder.resolve().name if name is None else name
     if not NAME.fullmatch(name):
         raise InvalidRequest(f"{name!r:.99} is no name for a pair: letters, digits and _ . - only", "name")
-    if not folder.is_dir():
-        raise ModelNotFound(f"{folder} is no folder; a pair is a folder with weights and {FILE}")
-    card = read_card(folder)
-    if not any(file for form in WEIGHTS for file in folder.glob(form)):
-        raise BadCheckpoint(f"{folder} holds no weights: no .safetensors and no .gguf file")
-    place = cache / "pairs" / name
+    draft = _draft_within(folder)
+    card = read_card(draft)
+    card = replace(card, licence=licence or card.licence)
+    place = into / name
     if place.exists():
         raise InvalidRequest(
-            f"there is a pair {name!r} already; outrider pairs remove {name}, or give this one another --name",
+            f"there is a pair {name!r} already, {place}: outrider pairs remove {name}, or give this one another --name",
             "name",
         )
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".", dir=place.parent) as part:
-            made = shutil.copytree(folder, Path(part) / name, ignore=shutil.ignore_patterns(".*"))
+        into.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".", dir=into) as part:
+            made = shutil.copytree(draft, Path(part) / name, ignore=shutil.ignore_patterns(".*"))
+            write_card(made, card)
+            _forget_folders(made / HOW_IT_WAS_MADE)
             made.rename(place)
     except OSError as problem:
         raise InvalidRequest(f"{place} cannot be written: {problem.strerror or problem}", "name") from None
     return Pair(name, place, card, "added")
+
+
+def _draft_within(folder: Path) -> Path:
+    """The folder of a draft itself, or of the distillation that made it."""
+    if not folder.is_dir():
+        raise ModelNotFound(f"{folder} is no folder; a pair is a folder with weights and {FILE}")
+    draft = folder / "draft" if (folder / "draft" / "config.json").exists() else folder
+    if not (draft / FILE).exists():
+        raise BadCheckpoint(f"{draft} has no {FILE}; outrider pairs score TARGET {draft} writes it")
+    if not any(file for form in WEIGHTS for file in draft.glob(form)):
+        raise BadCheckpoint(f"{draft} holds no weights: no .safetensors and no .gguf file")
+    return draft
+
+
+def _forget_folders(file: Path) -> None:
+    """Cut paths in it to their last part: a pair may be given away, and where its maker kept things is nobody's."""
+    if not file.exists():
+        return
+    made = _cut(read_json(file))
+    if isinstance(made.get("command"), str):
+        made["command"] = shlex.join(map(_last_part, shlex.split(made["command"])))
+    file.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+
+
+def _cut(value: Any) -> Any:
+    if isinstance(value, dict):
+        made: dict[str, Any] = {}
+        for key, held in value.items():
+            short, again = _cut(key), 2
+            while short in made:  # two folders had files of one name
+                short, again = f"{_cut(key)} ({again})", again + 1
+            made[short] = _cut(held)
+        return made
+    if isinstance(value, list):
+        return [_cut(one) for one in value]
+    return _last_part(value) if isinstance(value, str) else value
+
+
+def _last_part(word: str) -> str:
+    option, equals, path = ("", "", word) if word.startswith(PATH_STARTS) else word.rpartition("=")
+    return option + equals + Path(path).name if path.startswith(PATH_STARTS) else word
 
 
 def remove_pair(name: str, cache: Path) -> Path:
