@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
+import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,18 +14,20 @@ import pytest
 from outrider.draft.eagle import EagleDrafter
 from outrider.draft.head_layouts import load_eagle
 from outrider.draft.weights import Weights, copy_of, first_difference, put_weights, weights_of
+from outrider.engine import llm as llm_module
 from outrider.engine.driver import Driver
 from outrider.engine.engine import Engine
 from outrider.engine.llm import LLM
 from outrider.errors import BadCheckpoint, InvalidRequest
 from outrider.load.checkpoint import open_checkpoint
-from outrider.types import Bet
+from outrider.types import Bet, SamplingParams
 from tests.serve.conftest import write_tiny
 from tests.tiny import (
     VOCAB,
     Always,
     eagle_tensors,
     finish,
+    lagging_runner,
     lm_drafter,
     noised_model,
     prompt_of,
@@ -233,3 +238,54 @@ def test_a_draft_is_swapped_and_rolled_back(folders):
         ids = [output.choices[0].token_ids for output in (plain, before, after, again)]
         assert ids == [ids[0]] * 4
         assert live.roll_back(driver).path == folders / "two"
+
+
+STREAMS = 32
+
+
+def exchange_at(llm: LLM, steps: set[int], running: Callable[[], int]) -> list[int]:
+    """Have the engine wait at these steps for the next exchange of weights; how many run at each."""
+    asked, count, seen = threading.Semaphore(0), itertools.count(), []
+    step, run = llm.engine.step, llm.driver.run
+
+    def waiting_step():
+        assert next(count) not in steps or asked.acquire(timeout=60)
+        return step()
+
+    def noted_run(work, settled=False):
+        if not settled:  # no exchange
+            return run(work)
+        asked.release()
+        return run(lambda: (seen.append(running()), work())[1], settled)
+
+    llm.engine.step, llm.driver.run = waiting_step, noted_run
+    return seen
+
+
+@pytest.mark.parametrize("lag", [None, 1])
+def test_swaps_and_roll_backs_under_32_streams(folders, monkeypatch, lag):
+    if lag is not None:  # steps as they are captured on a GPU, the host behind them
+        monkeypatch.setattr(llm_module, "EagerRunner", partial(lagging_runner, lag=lag, default="eagle"))
+    options = {"speculation": {"depth": 3}, "cache_bytes": 1 << 22, "max_sequences": STREAMS}
+    asked = [
+        SamplingParams(temperature=0.9 * (i % 2), seed=i, max_tokens=56 + i % 5, ignore_eos=True)
+        for i in range(STREAMS)
+    ]
+    prompts = [list(range(3, 8 + i % 7)) for i in range(STREAMS)]
+    with LLM(folders / "target", draft=str(folders / "one"), check_integrity=True, **options) as llm:
+        plain = llm.generate(prompts, asked, speculation="off")
+        heard: queue.SimpleQueue = queue.SimpleQueue()
+        requests = [llm.request(ids, one) for ids, one in zip(prompts, asked, strict=True)]
+        live: list = []
+        running = exchange_at(llm, {3, 5, 7, 9}, lambda: sum(one.finish_reason is None for [one] in live))
+        live += llm.driver.submit(requests, heard.put)
+        llm.live_draft.swap(llm.driver, folders / "two")
+        for _ in range(3):
+            llm.live_draft.roll_back(llm.driver)
+        ends: dict[str, str] = {}
+        while len(ends) < STREAMS:
+            event = heard.get(timeout=60)
+            ends |= {event.request_id: event.finish_reason} if event.finish_reason else {}
+        assert set(ends.values()) == {"length"} and running == [STREAMS] * 4
+        assert [one.output for [one] in live] == [output.token_ids for output in plain]
+        assert min(one.drafted for [one] in live) > 0 and not llm.engine.drafters.faults
