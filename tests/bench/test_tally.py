@@ -11,7 +11,7 @@ from outrider.bench.answering import Answers, Meter, TimedStep
 from outrider.bench.peers import Run
 from outrider.bench.show import verdicts
 from outrider.bench.tally import STRETCH, Tally, acceptance_by_depth, noise, speedup, within
-from outrider.types import Bet, Event, Outcome, StepRecord
+from outrider.types import Bet, Event, Outcome, Reason, StepRecord
 from tests.tiny import sequence
 
 
@@ -65,7 +65,10 @@ def test_what_a_way_comes_to() -> None:
     for group, rate in ((0, 20.0), (1, 30.0)):
         plain.add(group, base, base.run)
         step = record(3, plan_s=0.001, draft_s=0.002, target_s=0.01, verify_s=0.003, total_s=0.02)
-        way.add(group, answers(rate, step, replace(step, known=7)), base.run)  # the other one reads a prompt
+        step.plain_s, step.reasons = 0.03, (Reason("pays", 3), Reason("probe", 2))
+        way.add(
+            group, answers(rate, step, replace(step, known=7, plain_s=0.0)), base.run
+        )  # the other one reads a prompt
     found = way.figures(plain)
     assert found["ratio"] == pytest.approx((2.0 * 3.0) ** 0.5) and found["worst"] == pytest.approx(2.0)
     assert (found["tok_s"], found["ratio_within"], found["tokens_per_step"]) == (
@@ -73,6 +76,9 @@ def test_what_a_way_comes_to() -> None:
         None,
         1.1,
     )
+    assert found["gauge"] == pytest.approx(1.5) and plain.figures(plain)["gauge"] is None
+    assert found["reasons"] == {"pays": 4, "probe": 4}
+    assert found["tpot_ms"]["max"] == pytest.approx(50.0)
     assert found["held"] == 0.75 and [one["of"] for one in found["acceptance"]] == [4, 4, 4]
     assert found["itl_ms"]["p50"] == pytest.approx(20.0) and found["ttft_ms"]["p99"] == pytest.approx(100.0)
     stages = {"plan": 1.0, "draft": 2.0, "target": 10.0, "verify": 3.0, "other": 4.0, "total": 20.0}
@@ -106,13 +112,20 @@ def test_a_disturbed_machine_is_seen_in_steps_that_should_take_the_same() -> Non
 
 def test_where_a_way_loses_is_said() -> None:
     def way(ratio: float) -> dict:
-        return {"ratio": ratio, "compared": 1, "differing": 0, "itl_ms": {"p99": 10 / ratio}}
+        return {
+            "ratio": ratio,
+            "compared": 1,
+            "differing": 0,
+            "itl_ms": {"p99": 10 / ratio},
+            "tpot_ms": {"p99": 20 / ratio**0.5},
+        }
 
     cells = {"1": {"noise": 1.0, "ways": {"plain": way(1), "lookup": way(0.7), "auto": way(0.99)}},
              "4": {"noise": 1.0, "ways": {"plain": way(1), "lookup": way(1.4), "auto": way(1.3)}}}  # fmt: skip
     said = list(verdicts({"chat": {"batches": cells}}))
     assert "lookup: below 0.98x in 1 of 2; lowest 0.70x (chat, batch 1)" in said
-    assert "lookup: p99 between two tokens at most 1.43x plain's (chat, batch 1)" in said
+    assert "lookup: p99 between two events at most 1.43x plain's (chat, batch 1)" in said
+    assert "lookup: p99 time per token at most 1.20x plain's (chat, batch 1)" in said
     assert "auto: nowhere below 0.98x; lowest 0.99x (chat, batch 1)" in said
 
 

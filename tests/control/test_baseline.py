@@ -48,20 +48,27 @@ def test_the_gauge_is_right(captured: bool, rate: float) -> None:
     assert drafting > 100
 
 
-def test_how_often_a_plain_step_is_due() -> None:
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_plain_step_is_due_now_and_then_although_drafts_always_pay(captured: bool) -> None:
     planner = Planner("lm", guards=Guards(baseline_interval=50))
-    one = sequence([1, 2], max_tokens=10**6)
-    planner.costs.by_rows = {n: 1 + 0.01 * n for n in range(1, 64)}
+    one, size = sequence([1, 2], max_tokens=10**6), int(captured)
+    options = Options(size, (captured,), {"lm": ((4, 4),)}, max_depth=8)
+    planner.learn("lm", 1, [("none", (0, 0), 1.0), ("lm", (4, 4), 1.04)])
+    if not captured:
+        planner.costs.by_rows = {n: 1 + 0.01 * n for n in range(1, 64)}
     kinds = []
     for _ in range(500):
-        plan = planner.plan([Work(one, one.pending)], Options())
+        plan = planner.plan([Work(one, one.pending)], options)
         kinds.append(plan.reasons[0].kind)
         depth = plan.bets[0].depth
         outcomes = [Outcome(one, plan.bets[0], depth, depth, depth, depth)] if depth else []
         took = 1 + 0.01 * depth
-        planner.observe(StepRecord(1 + depth, 1, 1, depth, depth, 1 + depth, 0, 0, 0, 0, took, outcomes))
+        record = StepRecord(1 + depth, 1, 1, depth, depth, 1 + depth, 0, 0, took, 0, took, outcomes)
+        record.captured = ("lm" if depth else "none", (depth, depth), 1) if captured else None
+        planner.observe(record)
     due = [i for i, kind in enumerate(kinds) if kind == "baseline"]
-    assert due[0] <= 10 and {b - a for a, b in pairwise(due)} == {51}
+    assert {b - a for a, b in pairwise(due)} == {51} and set(kinds) == {"baseline", "pays"}
+    assert due[0] == 50 if captured else due[0] <= 10  # nobody has measured a ragged one before
     asked = sequence([1, 3], speculation={"depth": 2})
-    planner.costs.since_plain[-1] = 10**6
-    assert planner.plan([Work(asked, 2)], Options()).reasons[0].kind == "asked"  # what is asked for is done
+    planner.costs.since_plain[size or -1] = 10**6
+    assert planner.plan([Work(asked, 2)], options).reasons[0].kind == "asked"  # what is asked for is done

@@ -70,19 +70,20 @@ def verdicts(report: Found) -> Iterator[str]:
         least, where = min(own)
         lost = f"below {LOSS}x in {len(low)} of {len(own)}" if low else f"nowhere below {LOSS}x"
         yield cut(f"{name}: {lost}; lowest {least:.2f}x ({where})", 79)
-        if stretched := max(_stretches(report, name), default=None):
-            most, where = stretched
-            yield cut(f"{name}: p99 between two tokens at most {most:.2f}x plain's ({where})", 79)
+        for what, key in (("time per token", "tpot_ms"), ("between two events", "itl_ms")):
+            if stretched := max(_stretches(report, name, key), default=None):
+                most, where = stretched
+                yield cut(f"{name}: p99 {what} at most {most:.2f}x plain's ({where})", 79)
     noisy = max((batch["noise"] for one in report.values() for batch in one["batches"].values()), default=1.0)
     if noisy > STRETCH:
         yield f"warning: a noisy machine: like steps differ by up to {noisy:.1f}x; see ~ in the table"
 
 
-def _stretches(report: Found, name: str) -> Iterator[tuple[float, str]]:
-    """The 99th percentile of the time between two tokens, against plain decoding's."""
+def _stretches(report: Found, name: str, key: str) -> Iterator[tuple[float, str]]:
+    """The 99th percentile of answers' time per token, or of the time between two events, against plain decoding's."""
     for label, found in report.items():
         for size, batch in found["batches"].items():
-            own, plain = (batch["ways"].get(one, {}).get("itl_ms") for one in (name, "plain"))
+            own, plain = (batch["ways"].get(one, {}).get(key) for one in (name, "plain"))
             if own and plain:
                 yield own["p99"] / plain["p99"], f"{label}, batch {size}"
 

@@ -158,25 +158,25 @@ def _speeds(found: Found) -> str:
     rows = []
     for label, size, name, way in ways_in(found):
         known = "" if way["ratio_within"] is None else f"{100 * way['ratio_within']:.1f} %"
-        ratio = ["", "", ""] if name == "plain" else [f"{way['ratio']:.3f}", known, f"{way['worst']:.3f}"]
+        gauge = f"{way['gauge']:.3f}" if way.get("gauge") else ""
+        ratio = [f"{way['ratio']:.3f}", known, f"{way['worst']:.3f}", gauge]
+        ratio = [""] * len(ratio) if name == "plain" else ratio
         held = "" if way["held"] is None else f"{100 * way['held']:.0f} %"
         depths = ", ".join(f"{100 * one['rate']:.0f}" for one in way["acceptance"])
         last = [f"{way['tokens_per_step']:.2f}", held, depths, f"{way['differing']} of {way['compared']:,}"]
         rows.append([escape(label), size, escape(name), number(way["tok_s"]), *ratio, *last])
-    heads = ["Workload", "~Batch", "Way", "~tok/s", "~Speed-up", "~Within", "~Lowest", "~Tokens per step", "~Accepted",
-             "By depth, %", "~Differ"]  # fmt: skip
+    heads = ["Workload", "~Batch", "Way", "~tok/s", "~Speed-up", "~Within", "~Lowest", "~By the gauge",
+             "~Tokens per step", "~Accepted", "By depth, %", "~Differ"]  # fmt: skip
     return table(heads, rows)
 
 
 def _times(found: Found) -> str:
     rows = []
     for label, size, name, way in ways_in(found):
-        cells = [(way["ttft_ms"] or {}).get(p) for p in PERCENTS] + [
-            (way["itl_ms"] or {}).get(p) for p in PERCENTS
-        ]
+        cells = [(way.get(key) or {}).get(p) for key in ("ttft_ms", "itl_ms", "tpot_ms") for p in PERCENTS]
         cells += [way["stages_ms"][stage] for stage in (*STAGES, "other", "total")]
         rows.append([escape(label), size, escape(name), *("" if c is None else f"{c:.2f}" for c in cells)])
-    heads = [f"~{what} {p}" for what in ("First token", "Between two") for p in PERCENTS]
+    heads = [f"~{what} {p}" for what in ("First token", "Between two", "A token") for p in PERCENTS]
     stages = [f"~{stage.capitalize()}" for stage in (*STAGES, "other", "total")]
     return (
         "<h3>Latency, and time by stage of a decode step, ms</h3>"

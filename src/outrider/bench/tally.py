@@ -43,6 +43,11 @@ class Tally:
     making: float = 0.0
     firsts: list[float] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
+    paces: list[float] = field(default_factory=list)  # seconds a token, of each answer
+    reasons: Counter[str] = field(default_factory=Counter)  # of the planner's decisions, by kind
+    gauged: list[float] = field(
+        default_factory=lambda: [0.0, 0.0]
+    )  # seconds, plain as the engine has it, and taken
     outcomes: Counter[Outcome] = field(default_factory=Counter)
     decoding_steps: int = 0
     stages: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # seconds of those steps
@@ -60,6 +65,7 @@ class Tally:
         self.longest, self.making = max(self.longest, done.longest), self.making + done.making
         self.firsts += done.firsts
         self.gaps += done.gaps
+        self.paces += [seconds / tokens for tokens, seconds in done.own if tokens]
         for step in done.decoding:
             self.by_rows[step.rows].append(step.seconds)
             self.full_tokens, self.full_seconds = (
@@ -71,6 +77,9 @@ class Tally:
 
     def _add_step(self, record: StepRecord) -> None:
         self.outcomes.update((o.deepest, o.accepted) for o in record.outcomes if o.drafted)
+        self.reasons.update(reason.kind for reason in record.reasons)
+        if record.plain_s:
+            self.gauged = [self.gauged[0] + record.plain_s, self.gauged[1] + record.total_s]
         if record.known == record.sequences:
             self.decoding_steps += record.passes
             self.stages["total"] += record.total_s
@@ -109,6 +118,7 @@ class Tally:
             "ratio": speedup(ratios),
             "ratio_within": within(ratios) if self is not plain else 0.0,
             "full_batch_ratio": self.full_rate / plain.full_rate if plain.full_rate else None,
+            "gauge": self.gauged[0] / self.gauged[1] if self.gauged[1] else None,
             "worst": min(map(statistics.median, ratios.values())),
             "tokens_per_step": self.tokens / max(1, self.steps),
             "drafted": self.drafted,
@@ -116,6 +126,8 @@ class Tally:
             "acceptance": acceptance_by_depth(self.outcomes),
             "ttft_ms": spread([1e3 * first for first in self.firsts]),
             "itl_ms": spread([1e3 * gap for gap in self.gaps]),
+            "tpot_ms": spread([1e3 * pace for pace in self.paces]),
+            "reasons": dict(self.reasons.most_common()),
             "stages_ms": {**stages, "other": total - sum(stages.values()), "total": total},
             "compared": self.tokens,
             "differing": self.differing,
