@@ -71,6 +71,9 @@ def outcome(out: Path) -> tuple[dict[str, bytes], list[dict]]:
 def test_whatever_interrupts_it_the_result_is_the_same(
     llm: LLM, answers: Answers, tmp_path: Path, monkeypatch
 ) -> None:
+    monkeypatch.setitem(
+        globals(), "SMALL", replace(SMALL, deep_share=0.5)
+    )  # whose places are drawn in each step
     with torch.no_grad():  # which may be what the caller's program does
         train(llm, SMALL, answers, tmp_path / "whole", Silent())
     files, lines = outcome(tmp_path / "whole")
@@ -121,6 +124,40 @@ def test_a_loss_that_is_no_number_ends_it_with_what_was_good(
     (kept,) = checkpoints(tmp_path / CHECKPOINTS)
     assert kept.name == "checkpoint-00000003.safetensors"
     assert all(tensor.isfinite().all() for tensor in load_file(kept).values())
+
+
+def test_later_steps_learn_the_same_from_a_share_of_the_places(
+    llm: LLM, answers: Answers, tmp_path: Path, monkeypatch
+) -> None:
+    """Places are drawn anew in every step, and those drawn count for all."""
+    sound, seen = training.losses_and_gradients, []
+
+    def watched(kind, states, weights, *rest):
+        seen.append(([len(state) for state in states], [float(one.sum()) for one in weights]))
+        return sound(kind, states, weights, *rest)
+
+    monkeypatch.setattr(training, "losses_and_gradients", watched)
+    student = make_student(SMALL, llm.checkpoint, answers)
+    batch = next(answers.batches(256, 0))
+
+    def gradient(share: float, step: int) -> torch.Tensor:
+        recipe = replace(SMALL, deep_share=share, unroll=3)
+        run = training.Training(llm.model, student, recipe, answers, tmp_path, Silent())
+        run.counters.step = step
+        student.net.zero_grad()
+        run._backward(batch)
+        return torch.cat([p.grad.flatten() for p in student.net.parameters() if p.grad is not None])
+
+    whole = gradient(1.0, 0)
+    drawn = [gradient(0.5, step) for step in range(24)]
+    (every, first, *_), shares = seen[0][0], seen[0][1]
+    assert every == first
+    for counts, weights in seen[1:]:
+        assert counts == [every, -(-every // 2), -(-every // 2)]
+        assert weights == pytest.approx(shares, rel=1e-4)
+    assert not torch.equal(drawn[0], drawn[1])
+    one, mean = (float((made - whole).norm() / whole.norm()) for made in (drawn[0], sum(drawn) / len(drawn)))
+    assert mean < one / 3
 
 
 def test_it_goes_on_from_a_draft(llm: LLM, answers: Answers, tmp_path: Path) -> None:

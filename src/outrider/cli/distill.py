@@ -155,6 +155,12 @@ TRAIN = RecipeFlags(
         Flag("loss", str, "What is made small.", metavar="|".join(LOSSES)),
         Flag("unroll", int, "Steps that a head is trained to go on its own output."),
         Flag("decay", float, "Weight of such a step by that of the one before."),
+        Flag(
+            "deep_share",
+            float,
+            "Share of places, drawn anew in each step, that such steps learn from after the first; less is quicker.",
+            metavar="SHARE",
+        ),
         Flag("learning_rate", float, "Highest learning rate."),
         Flag("weight_decay", float, "Weight decay of matrices."),
         Flag("clip", float, "Largest norm of the gradients; 0: any."),

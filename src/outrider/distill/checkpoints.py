@@ -80,4 +80,5 @@ def _restore(net: nn.Module, optimiser: torch.optim.Optimizer, tensors: dict[str
         parameter.copy_(tensors[f"net.{name}"])
         if f"{MOMENTS[0]}.{name}" in tensors:
             moments = {moment: tensors[f"{moment}.{name}"].to(parameter.device) for moment in MOMENTS}
-            optimiser.state[parameter] = {"step": torch.tensor(float(step)), **moments}
+            where = parameter.device if optimiser.defaults.get("fused") else None  # it counts there
+            optimiser.state[parameter] = {"step": torch.tensor(float(step), device=where), **moments}

@@ -5,7 +5,7 @@ that serves, over the tokens of a whole batch.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch import Tensor
 from outrider.distill.answers import TrainBatch
 from outrider.draft.feed import pieces
 from outrider.model.decoder import Layered, make_store
+from outrider.model.staged import ROW_FIELDS
 from outrider.types import Batch
 
 PASS_ROWS = {"cpu": 512, "cuda": 16384}  # tokens of one pass
@@ -39,20 +40,24 @@ class TargetReader:
 
     @torch.no_grad()
     def read(self, batch: TrainBatch) -> Features:
-        """The batch's tokens, one text after the other, as a prompt is prefilled."""
+        """The batch's tokens, one text after the other, as a prompt is prefilled. What attention is planned by stays on
+        the host, which waits for nothing.
+        """
         where = self.model.device
         slots = slots_of(batch)
+        table = send(slots, where)
         for piece in pieces(_prefill(batch, slots), PASS_ROWS[where.type]):
-            piece.logit_rows = torch.tensor([piece.rows - 1])  # a pass has logits; these are of no interest
-            self.model.forward(piece.to(where), self.store)
+            last = torch.tensor([piece.rows - 1])  # a pass has logits; these are of no interest
+            there = replace(_pinned(piece, where), ids=send(piece.ids, where), table=table, logit_rows=last)
+            self.model.forward(there, self.store)
         assert self.store.features is not None
-        made = self.store.features[slots.to(where).long()]
+        made = self.store.features[table.long()]
         return Features(made[:, :, : self.count], made[:, :, self.place])
 
     @torch.no_grad()
     def embed(self, ids: Tensor) -> Tensor:
         """[B, T] -> [B, T, hidden] float32."""
-        return self.model.embed(ids.flatten().to(self.model.device)).view(*ids.shape, -1).float()
+        return self.model.embed(send(ids.flatten(), self.model.device)).view(*ids.shape, -1).float()
 
     def probabilities(self, states: Tensor, words: Tensor | None) -> Callable[[slice], Tensor]:
         """What the target says after last hidden states [N, hidden]: float32, of these words or of all."""
@@ -68,6 +73,20 @@ class TargetReader:
     def logits(self, states: Tensor) -> Tensor:
         every = torch.arange(len(states), device=states.device)
         return self.model.logits(states.float().contiguous(), every).float()
+
+
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """There, without waiting for what the device has to do first."""
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def _pinned(batch: Batch, device: torch.device) -> Batch:
+    """The rows on the host, from where they travel by themselves."""
+    if device.type != "cuda":
+        return batch
+    return replace(batch, **{name: getattr(batch, name).pin_memory() for name in ROW_FIELDS})
 
 
 def slots_of(batch: TrainBatch) -> Tensor:

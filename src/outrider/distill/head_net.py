@@ -6,12 +6,14 @@ its own output of step k - 1 one position before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from outrider.distill.layers import Layer, Past, RmsNorm, fresh_linear, rotary, shift
+from outrider.distill.layers import Layer, Past, RmsNorm, Turns, fresh_linear, shift
 from outrider.draft.eagle_head import HeadConfig
 from outrider.load.config import ModelConfig
 
@@ -33,7 +35,7 @@ class HeadNet(nn.Module):
     ) -> None:
         super().__init__()
         c = config.layer
-        self.config = config
+        self.config, self.turns = config, Turns(c)
         self.fc = fresh_linear(len(config.taps) * c.hidden, c.hidden)
         if config.tap_norms:
             self.tap_norms = RmsNorm((len(config.taps), c.hidden), c.norm_eps)
@@ -64,25 +66,31 @@ class HeadNet(nn.Module):
         """The matrix from normed hidden states to logits."""
         return self.shared_rows if self.config.shared_head else self.lm_head.weight
 
-    def fused(self, features: Tensor) -> Tensor:
+    def fused(self, features: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """[B, T, taps, hidden] of the target -> [B, T, hidden]."""
         if self.config.tap_norms:
             features = self.tap_norms(features)
-        joined = features.flatten(2)
-        out: Tensor = self.fc(self.input_norm(joined) if self.config.joint_norm else joined.float())
-        return out.float()
+        seen = features.flatten(2)
+        if self.config.joint_norm:
+            seen = self.input_norm(seen)
+        return F.linear(seen.to(dtype), self.fc.weight.to(dtype)).float()
 
-    def forward(self, features: Tensor, embedded: Tensor, steps: int) -> Iterator[Tensor]:
-        """The normed hidden states [B, T, hidden] of each unrolled step. At i, `features` are the target's at token i
-        and `embedded` is the embedding of token i + 1; the states at i speak of token i + 2.
+    def forward(
+        self, features: Tensor, embedded: Tensor, steps: int, dtype: torch.dtype = torch.float32
+    ) -> Iterator[Tensor]:
+        """The normed hidden states [B, T, hidden] of each unrolled step, with matmuls in `dtype`. At i, `features` are
+        the target's at token i and `embedded` is the embedding of token i + 1; the states at i speak of token i + 2.
         """
-        turn = rotary(self.config.layer, features.shape[1], features.device)
-        hidden = self.fused(features)
-        pasts: list[Past] = [[] for _ in range(self.config.layers)]
+        turn = self.turns.of(features.shape[1], features.device)
+        hidden = self.fused(features, dtype)
+        further = cast(Mapping[str, Layer], self.layers) if self.config.layers > 1 else {}
+        layers = [self.midlayer, *(further[str(i)] for i in range(1, self.config.layers))]
+        packed = [layer.packed(dtype) for layer in layers]
+        beside = [self.midlayer.input_layernorm(embedded).to(dtype), *[None] * (self.config.layers - 1)]
+        pasts: list[Past] = [[] for _ in layers]
         for _ in range(steps):
-            hidden = self.midlayer(hidden, turn, pasts[0], embedded)
-            for i in range(1, self.config.layers):
-                hidden = self.layers[str(i)](hidden, turn, pasts[i])
+            for layer, matrices, past, seen in zip(layers, packed, pasts, beside, strict=True):
+                hidden = layer(hidden, matrices, turn, past, seen)
             normed = self.norm(hidden)
             yield normed
             hidden = shift(normed if self.config.norm_output else hidden, 1)

@@ -5,18 +5,21 @@ Serving has its own packed twins (model/kernels, draft/eagle_head.py); parity te
 
 from __future__ import annotations
 
+import functools
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from outrider.distill.attention import Attend, Rotary
 from outrider.load.config import ModelConfig
-from outrider.model.kernels.reference import rotate
 from outrider.model.rope import rope_tables
 
 SPREAD = 0.02  # standard deviation of fresh weights
 
-Rotary = tuple[Tensor, Tensor]  # cos and sin, [T, head_dim / 2]
-Past = list[tuple[Tensor, Tensor]]  # keys and values [B, kv_heads, T, head_dim] of every unrolled step so far
+Past = list[Tensor]  # keys and values of every unrolled step so far, in turn: [B, kv_heads, T, head_dim]
 
 
 class RmsNorm(nn.Module):
@@ -25,8 +28,9 @@ class RmsNorm(nn.Module):
         self.weight, self.eps = nn.Parameter(torch.ones(shape)), eps
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x.float()
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight
+        if self.weight.dim() > 1:
+            return F.rms_norm(x.float(), self.weight.shape[-1:], None, self.eps) * self.weight
+        return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps)
 
 
 def fresh_linear(inputs: int, outputs: int, bias: bool = False) -> nn.Linear:
@@ -50,42 +54,16 @@ class Attention(nn.Module):
             self.q_norm = RmsNorm((c.head_dim,), c.norm_eps)
             self.k_norm = RmsNorm((c.head_dim,), c.norm_eps)
 
-    def forward(self, x: Tensor, rotary: Rotary, past: Past) -> Tensor:
+    def forward(self, x: Tensor, packed: Packed, rotary: Rotary, past: Past) -> Tensor:
         """x [B, T, inputs] of the step after those in `past`, which gets its keys and values."""
         c = self.config
-        q, k, v = (self._heads(linear(x)) for linear in (self.q_proj, self.k_proj, self.v_proj))
+        qkv = packed.qkv(x).unflatten(-1, (-1, c.head_dim))
         if c.qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        past.append((rotate(k, *rotary).to(v.dtype), v))
-        mixed = attend(rotate(q, *rotary).to(v.dtype), past, self.window)
-        out: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
-        return out
-
-    def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
-
-
-def attend(q: Tensor, past: Past, window: int = 0) -> Tensor:
-    """What serving would see in the last unrolled step: q [B, heads, T, head_dim] -> the same shape.
-
-    In step k, position i is the end of a draft of k tokens behind the known entries up to i - k. It sees these as
-    step 0 made them, and of its own draft the entry of step m at i - k + m.
-    """
-    k, (keys, values) = len(past) - 1, past[0]
-    length = q.shape[2]
-    grouped = q.unflatten(1, (keys.shape[1], -1)) * q.shape[-1] ** -0.5  # [B, kv_heads, group, T, head_dim]
-    known = (grouped.flatten(2, 3) @ keys.transpose(-1, -2)).unflatten(2, (-1, length))
-    at = torch.arange(length, device=q.device)
-    behind = at[:, None] - at
-    hidden = behind < k if not window else (behind < k) | (behind >= window)
-    scores = [known.masked_fill(hidden, float("-inf"))]
-    own = [(shift(a, k - m)[:, :, None], shift(b, k - m)[:, :, None]) for m, (a, b) in enumerate(past) if m]
-    scores += [(grouped * key).sum(-1, keepdim=True) for key, _ in own]
-    weights = torch.cat(scores, -1).float().softmax(-1).to(values.dtype)
-    mixed = (weights[..., :length].flatten(2, 3) @ values).unflatten(2, (-1, length))
-    for column, (_, value) in enumerate(own, length):
-        mixed = mixed + weights[..., column, None] * value
-    return mixed.flatten(1, 2)
+            q, k, v = qkv.split([c.heads, c.kv_heads, c.kv_heads], 2)
+            qkv = torch.cat([self.q_norm(q).to(x.dtype), self.k_norm(k).to(x.dtype), v], 2)
+        mixed, keys, values = Attend.apply(qkv, rotary, c.heads, self.window, *past)
+        past += [keys, values]
+        return packed.out(mixed)
 
 
 def shift(x: Tensor, places: int) -> Tensor:
@@ -100,9 +78,48 @@ class Mlp(nn.Module):
         self.up_proj = fresh_linear(c.hidden, c.intermediate, c.mlp_bias)
         self.down_proj = fresh_linear(c.intermediate, c.hidden, c.mlp_bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return out
+
+class Gated(torch.autograd.Function):
+    """silu(gate) * up, of both side by side [..., 2 n] -> [..., n]."""
+
+    @staticmethod
+    def forward(ctx: Any, both: Tensor) -> Tensor:
+        ctx.save_for_backward(both)
+        gate, up = both.chunk(2, -1)
+        return F.silu(gate) * up
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> Tensor:
+        (both,) = ctx.saved_tensors
+        gate, up = both.chunk(2, -1)
+        made = torch.empty_like(both)
+        of_gate, of_up = made.chunk(2, -1)
+        torch.mul(slope, F.silu(gate), out=of_up)
+        of_gate.copy_(torch.ops.aten.silu_backward(slope * up, gate))
+        return made
+
+
+Multiply = functools.partial[Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A layer's matrices as its steps multiply by them: those that read the same together, in the dtype of matmuls."""
+
+    dtype: torch.dtype
+    qkv: Multiply
+    out: Multiply
+    gate_up: Multiply
+    down: Multiply
+
+
+def together(dtype: torch.dtype, *linears: nn.Linear) -> Multiply:
+    """Several matrices as one. Made once for all steps of a pass."""
+    weight = linears[0].weight if len(linears) == 1 else torch.cat([one.weight for one in linears])
+    biases: list[Tensor] = [one.bias for one in linears if one.bias is not None]
+    return functools.partial(
+        F.linear, weight=weight.to(dtype), bias=torch.cat(biases).to(dtype) if biases else None
+    )
 
 
 class Layer(nn.Module):
@@ -122,18 +139,43 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RmsNorm((c.hidden,), c.norm_eps)
         self.mlp = Mlp(c)
 
-    def forward(self, hidden: Tensor, rotary: Rotary, past: Past, embedded: Tensor | None = None) -> Tensor:
+    def packed(self, dtype: torch.dtype) -> Packed:
+        a, m = self.self_attn, self.mlp
+        return Packed(
+            dtype,
+            together(dtype, a.q_proj, a.k_proj, a.v_proj),
+            together(dtype, a.o_proj),
+            together(dtype, m.gate_proj, m.up_proj),
+            together(dtype, m.down_proj),
+        )
+
+    def forward(
+        self, hidden: Tensor, packed: Packed, rotary: Rotary, past: Past, embedded: Tensor | None = None
+    ) -> Tensor:
+        """`embedded`: the embedding through input_layernorm, in the dtype of matmuls, for a layer that is joined."""
+        dtype = packed.dtype
         if embedded is None:
-            seen = self.input_layernorm(hidden)
+            seen = self.input_layernorm(hidden).to(dtype)
         else:
             normed = self.hidden_norm(hidden)
-            seen = torch.cat([self.input_layernorm(embedded), normed], -1)
+            seen = torch.cat([embedded, normed.to(dtype)], -1)
             hidden = normed if self.normed_residual else hidden
-        hidden = hidden + self.self_attn(seen, rotary, past).float()
-        out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden)).float()
-        return out
+        hidden = hidden + self.self_attn(seen, packed, rotary, past)
+        inner = packed.gate_up(self.post_attention_layernorm(hidden).to(dtype))
+        return hidden + packed.down(Gated.apply(inner))
 
 
-def rotary(config: ModelConfig, length: int, device: torch.device) -> Rotary:
-    cos, sin = rope_tables(config, length)
-    return cos.to(device), sin.to(device)
+class Turns:
+    """Rotary tables where training is, made once."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
+        self._kept: dict[torch.device, Rotary] = {}
+
+    def of(self, length: int, device: torch.device) -> Rotary:
+        if device not in self._kept or len(self._kept[device][0]) < length:
+            cos, sin = rope_tables(self.config, 1 << (length - 1).bit_length())
+            wide = (torch.cat(pair, -1)[:, None] for pair in ((cos, cos), (-sin, sin)))
+            self._kept[device] = next(wide).to(device), next(wide).to(device)
+        cos, sin = self._kept[device]
+        return cos[:length], sin[:length]

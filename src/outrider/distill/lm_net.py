@@ -7,16 +7,17 @@ is given, `lm_shape` finds one.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from outrider.distill.head_net import Read
-from outrider.distill.layers import SPREAD, Layer, RmsNorm, rotary
+from outrider.distill.layers import SPREAD, Layer, RmsNorm, Turns
 from outrider.errors import InvalidRequest
 from outrider.load.config import FAMILIES, ModelConfig
 from outrider.load.tokenizer import Tokenizer
@@ -41,18 +42,18 @@ class _Stack(nn.Module):
 class LmNet(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.config, self.model = config, _Stack(config)
+        self.config, self.model, self.turns = config, _Stack(config), Turns(config)
 
     @property
     def head(self) -> Tensor:
         return self.model.embed_tokens.weight
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """[B, T] -> normed hidden states [B, T, hidden]; those at i speak of token i + 1."""
-        turn = rotary(self.config, ids.shape[1], ids.device)
+    def forward(self, ids: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """[B, T] -> normed hidden states [B, T, hidden], with matmuls in `dtype`; those at i speak of token i + 1."""
+        turn = self.turns.of(ids.shape[1], ids.device)
         hidden = self.model.embed_tokens(ids)
-        for layer in self.model.layers:
-            hidden = layer(hidden, turn, [])
+        for layer in cast(Sequence[Layer], self.model.layers):
+            hidden = layer(hidden, layer.packed(dtype), turn, [])
         out: Tensor = self.model.norm(hidden)
         return out
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 LOSSES = ("hybrid", "overlap", "kl")
 CHUNK_NUMBERS = {"cpu": 1 << 23, "cuda": 1 << 27}  # logits at once
+CHUNK_BYTES = 192  # of a device's memory to each of them, where it has more
 LEAST = 1e-9  # overlap below which there is none to speak of
 
 
@@ -48,6 +49,9 @@ class Targets:
     @classmethod
     def of(cls, p: Tensor) -> Targets:
         return cls(p, p.sum(-1), torch.xlogy(p, p).sum(-1))
+
+    def first(self, rows: int) -> Targets:
+        return Targets(self.p[:rows], self.mass[:rows], self.information[:rows])
 
 
 def divergence(kind: str, logits: Tensor, targets: Targets, weights: Tensor) -> Divergence:
@@ -83,45 +87,58 @@ class Losses:
     overlap: Tensor
     rows: Tensor
 
-    def means(self) -> tuple[list[float], list[float]]:
-        counts = self.rows.clamp(min=1)
-        return (self.loss / counts).tolist(), (self.overlap / counts).tolist()
+    def means(self) -> Tensor:
+        """[2, steps] where they were made: of the loss and of the overlap."""
+        return torch.stack([self.loss, self.overlap]) / self.rows.clamp(min=1)
 
 
 @torch.no_grad()
 def losses_and_gradients(
     kind: str,
     states: Sequence[Tensor],
-    weights: Tensor,
+    weights: Sequence[Tensor],
     head: Tensor,
     targets: Callable[[slice], Tensor],
     dtype: torch.dtype,
     diverge: Diverge = divergence,
 ) -> tuple[Losses, list[Tensor], Tensor | None]:
-    """Of normed hidden states [N, hidden], one tensor a step, whose N rows have the same targets in every step.
+    """Of normed hidden states [N, hidden], one tensor a step. Their rows have the same targets in every step, and later
+    steps may have only the first of them.
 
-    `weights` [steps, N] say how much each row's loss counts; `targets` gives p of a slice of rows; `dtype` is what
-    matmuls run in; `diverge` is `divergence` or a twin of it. The gradients are of the weighted sum: of the states,
-    and of the head if it learns.
+    `weights` [N], one a step, say how much each row's loss counts; `targets` gives p of a slice of rows; `dtype` is
+    what matmuls run in; `diverge` is `divergence` or a twin of it. The gradients are of the weighted sum: of the
+    states, and of the head if it learns.
     """
-    count, vocab = states[0].shape[0], head.shape[0]
-    where = head.device
     matrix = head.to(dtype)
     learns = torch.zeros_like(head) if head.requires_grad else None
-    loss, overlap = (torch.zeros(len(states), dtype=torch.float64, device=where) for _ in range(2))
+    loss, overlap = ([torch.zeros_like(one) for one in weights] for _ in range(2))
     gradients = [torch.empty_like(state) for state in states]
-    chunk = max(1, CHUNK_NUMBERS[where.type] // vocab)
-    for begin in range(0, count, chunk):
-        rows = slice(begin, min(begin + chunk, count))
-        said = Targets.of(targets(rows))
+    chunk = max(1, chunk_numbers(head.device) // len(head))
+    for begin in range(0, len(states[0]), chunk):
+        said = Targets.of(targets(slice(begin, min(begin + chunk, len(states[0])))))
         for step, state in enumerate(states):
-            some, counts = state[rows].to(dtype), weights[step, rows]
-            made = diverge(kind, some @ matrix.T, said, counts)
+            some = state[begin : begin + chunk].to(dtype)
+            if not len(some):
+                continue
+            rows = slice(begin, begin + len(some))
+            made = diverge(kind, some @ matrix.T, said.first(len(some)), weights[step][rows])
             slope = made.gradient.to(dtype)
-            gradients[step][rows] = (slope @ matrix).to(state.dtype)
+            gradients[step][rows] = slope @ matrix
             if learns is not None:
                 learns += slope.T @ some
-            counted = (counts > 0).double()  # a mask, as picking rows would have the host wait for a device
-            loss[step] += (made.loss * counted).sum()
-            overlap[step] += (made.overlap * counted).sum()
-    return Losses(loss, overlap, (weights > 0).sum(1)), gradients, learns
+            loss[step][rows], overlap[step][rows] = made.loss, made.overlap
+    counted = [one > 0 for one in weights]  # masks, as picking rows would have the host wait for a device
+    sums = [
+        torch.stack([(v * c).sum(dtype=torch.float64) for v, c in zip(values, counted, strict=True)])
+        for values in (loss, overlap)
+    ]
+    return Losses(sums[0], sums[1], torch.stack([c.sum() for c in counted])), gradients, learns
+
+
+def chunk_numbers(device: torch.device) -> int:
+    """Logits to be made at once there: a function of the device alone, as sums depend on it."""
+    least = CHUNK_NUMBERS[device.type]
+    if device.type != "cuda":
+        return least
+    room = torch.cuda.get_device_properties(device).total_memory // CHUNK_BYTES
+    return max(least, 1 << room.bit_length() - 1)

@@ -21,7 +21,17 @@ LAYOUTS = ("outrider", "eagle3", "speculators")
 LOSSES = ("hybrid", "overlap", "kl")
 DTYPES = ("auto", "float32", "bfloat16")
 # Options of one kind only.
-HEAD_ONLY = ("layout", "taps", "tap_norms", "norm_output", "shared_head", "vocabulary", "unroll", "decay")
+HEAD_ONLY = (
+    "layout",
+    "taps",
+    "tap_norms",
+    "norm_output",
+    "shared_head",
+    "vocabulary",
+    "unroll",
+    "decay",
+    "deep_share",
+)
 LM_ONLY = ("hidden", "size")
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9}
 
@@ -77,6 +87,7 @@ class Recipe:
     loss: str = _for("train", "hybrid")
     unroll: int = _for("train", 5, 1, 16)  # steps of a head on its own output
     decay: float = _for("train", 0.8, 0, 1)  # weight of a step by that of the one before
+    deep_share: float = _for("train", 1.0, 0.01, 1)  # of the places that steps after the first learn from
     learning_rate: float = _for("train", 5e-4, 1e-8, 1)
     weight_decay: float = _for("train", 0.01, 0, 1)
     clip: float = _for("train", 1.0, 0)  # largest norm of the gradients

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from outrider.distill.answers import Answers, TrainBatch
-from outrider.distill.features import Features, TargetReader
+from outrider.distill.features import Features, TargetReader, send
 from outrider.distill.head_net import HeadNet, Read, grow, head_name, start_from_target
 from outrider.distill.lm_net import LmNet, lm_shape, save_lm, start_lm
 from outrider.distill.recipe import Recipe
@@ -44,8 +44,15 @@ class Student(Protocol):
     @property
     def head(self) -> Tensor: ...
 
-    def states(self, batch: TrainBatch, features: Features, reader: TargetReader, steps: int) -> list[Tensor]:
-        """Normed hidden states [B, T, hidden], of each step that is unrolled."""
+    def states(
+        self,
+        batch: TrainBatch,
+        features: Features,
+        reader: TargetReader,
+        steps: int,
+        dtype: torch.dtype = torch.float32,
+    ) -> list[Tensor]:
+        """Normed hidden states [B, T, hidden], of each step that is unrolled, with matmuls in `dtype`."""
         ...
 
     def save(self, folder: Path) -> None:
@@ -71,9 +78,16 @@ class HeadStudent:
     def head(self) -> Tensor:
         return self.net.head
 
-    def states(self, batch: TrainBatch, features: Features, reader: TargetReader, steps: int) -> list[Tensor]:
+    def states(
+        self,
+        batch: TrainBatch,
+        features: Features,
+        reader: TargetReader,
+        steps: int,
+        dtype: torch.dtype = torch.float32,
+    ) -> list[Tensor]:
         after = batch.ids.roll(-1, 1)  # the last has none after it, and its states are never looked at
-        return list(self.net(features.taps, reader.embed(after), steps))
+        return list(self.net(features.taps, reader.embed(after), steps, dtype))
 
     def save(self, folder: Path) -> None:
         tensors = {name: tensor.detach().cpu() for name, tensor in self.net.state_dict().items()}
@@ -99,8 +113,15 @@ class LmStudent:
     def head(self) -> Tensor:
         return self.net.head
 
-    def states(self, batch: TrainBatch, features: Features, reader: TargetReader, steps: int) -> list[Tensor]:
-        return [self.net(batch.ids.to(features.last.device))]
+    def states(
+        self,
+        batch: TrainBatch,
+        features: Features,
+        reader: TargetReader,
+        steps: int,
+        dtype: torch.dtype = torch.float32,
+    ) -> list[Tensor]:
+        return [self.net(send(batch.ids, features.last.device), dtype)]
 
     def save(self, folder: Path) -> None:
         save_lm(folder, self.net, self.checkpoint.tokenizer, self.checkpoint.chat_template)

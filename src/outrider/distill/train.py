@@ -11,10 +11,12 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
@@ -22,7 +24,7 @@ from torch import Tensor
 from outrider.distill.acceptance import Acceptance, held_out, measure_acceptance
 from outrider.distill.answers import Answers, TrainBatch
 from outrider.distill.checkpoints import Counters, load_checkpoint, save_checkpoint
-from outrider.distill.features import TargetReader
+from outrider.distill.features import TargetReader, send
 from outrider.distill.losses import Diverge, Losses, divergence, losses_and_gradients
 from outrider.distill.recipe import Recipe
 from outrider.distill.report import Report
@@ -72,6 +74,15 @@ def on_the_cpu(threads: int) -> Iterator[None]:
         torch.backends.mkldnn.enabled = before[1]  # type: ignore[assignment]
 
 
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """What a step came to, still where it was made: the norm of the gradients, losses and overlaps."""
+
+    step: int
+    rate: float
+    numbers: Tensor
+
+
 class Training:
     """One run: its student, its optimiser, its counters. Everything it writes is under `out`."""
 
@@ -91,9 +102,12 @@ class Training:
             {"params": matrices, "weight_decay": recipe.weight_decay},
             {"params": others, "weight_decay": 0.0},
         ]
-        self.optimiser = torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=BETAS)
+        fused = self.device.type == "cuda" or None
+        self.optimiser = torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=BETAS, fused=fused)
         self.total = recipe.train_tokens or EPOCHS * answers.tokens
         self.counters = Counters()
+        self._unread: list[Unread] = []
+        self._loss = math.nan  # as last read
 
     def run(self) -> Path:
         self.counters = load_checkpoint(
@@ -107,72 +121,101 @@ class Training:
             self._validate()
         batches = self.answers.batches(self.recipe.batch_tokens, self.recipe.seed, self.counters.step)
         while self.counters.tokens < self.total:
-            line = self._step(next(batches))
+            self._step(next(batches))
             self.counters.seconds = time.perf_counter() - started
-            self._after_step(line, over=self.counters.tokens >= self.total)
+            self._after_step(over=self.counters.tokens >= self.total)
         self.report.end()
         return self._save()
 
-    def _step(self, batch: TrainBatch) -> dict[str, Any]:
+    def _step(self, batch: TrainBatch) -> None:
+        """The host waits for nothing, so that a device always has something to do; `_read` says what came of it."""
         rate = self.recipe.learning_rate * schedule(self.counters.tokens / self.total, self.recipe.warm_up)
         for group in self.optimiser.param_groups:
             group["lr"] = rate
         self.optimiser.zero_grad(set_to_none=True)
         losses = self._backward(batch)
         norm = torch.nn.utils.clip_grad_norm_(self.student.net.parameters(), self.recipe.clip or math.inf)
-        by_step, overlap = losses.means()
-        if not math.isfinite(sum(by_step)) or not math.isfinite(float(norm)):
-            raise Diverged(
-                f"the loss is no number any more in step {self.counters.step + 1}; the last checkpoint is of a step "
-                f"before it, in {self.out / CHECKPOINTS}. Take a lower learning rate than {self.recipe.learning_rate:g}"
-            )
         self.optimiser.step()
         self.counters.step += 1
         self.counters.tokens += batch.tokens
-        return {"rate": rate, "norm": float(norm), "loss": by_step, "overlap": overlap}
+        self._unread.append(Unread(self.counters.step, rate, torch.cat([norm[None], *losses.means()])))
+
+    def _read(self) -> dict[str, Any]:
+        """What the last step came to. Raises if any since the last reading came to no number: whatever is kept or said
+        of the weights is read before.
+        """
+        found = torch.stack([one.numbers for one in self._unread]).tolist()
+        for one, numbers in zip(self._unread, found, strict=True):
+            if not math.isfinite(sum(numbers)):
+                raise Diverged(
+                    f"the loss is no number any more in step {one.step}; the last checkpoint is of a step before it, "
+                    f"in {self.out / CHECKPOINTS}. Take a lower learning rate than {self.recipe.learning_rate:g}"
+                )
+        rate, (norm, *rest) = self._unread[-1].rate, found[-1]
+        self._unread, half = [], len(rest) // 2
+        self._loss = rest[0]
+        return {"rate": rate, "norm": norm, "loss": rest[:half], "overlap": rest[half:]}
 
     @torch.enable_grad()  # whoever trains from a program of their own may have turned gradients off
     def _backward(self, batch: TrainBatch) -> Losses:
         """The gradients of a batch, through the hidden states: the logits' part is made in chunks."""
         features = self.reader.read(batch)
-        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
-            states = self.student.states(batch, features, self.reader, self.recipe.unroll)
+        states = self.student.states(batch, features, self.reader, self.recipe.unroll, self.dtype)
         ahead, width = self.student.ahead, batch.ids.shape[1]
-        rows, columns = batch.answered[:, ahead:].nonzero(as_tuple=True)
-        flat = (rows * width + columns).to(self.device)
+        rows, columns = self._places(batch)
+        flat = send(rows * width + columns, self.device)
+        deep = math.ceil(self.recipe.deep_share * len(rows))
+        places = [flat, *[flat[:deep]] * (len(states) - 1)]
         losses, gradients, of_head = losses_and_gradients(
             self.recipe.loss,
-            [state.detach().flatten(0, 1)[flat] for state in states],
-            self._weights(columns, len(states)),
+            [state.detach().flatten(0, 1)[at] for state, at in zip(states, places, strict=True)],
+            [send(one, self.device) for one in self._weights(columns, [len(at) for at in places])],
             self.student.head,
             self.reader.probabilities(features.last.flatten(0, 1)[flat + ahead - 1], self.student.words),
             self.dtype,
             self.diverge,
         )
         whole = [torch.zeros_like(state) for state in states]
-        for to, gradient in zip(whole, gradients, strict=True):
-            to.flatten(0, 1)[flat] = gradient
+        for to, gradient, at in zip(whole, gradients, places, strict=True):
+            to.flatten(0, 1)[at] = gradient
         torch.autograd.backward(states, whole)
         if of_head is not None:
             head = self.student.head
             head.grad = of_head if head.grad is None else head.grad + of_head
         return losses
 
-    def _weights(self, columns: Tensor, steps: int) -> Tensor:
-        """[steps, rows]: each step's mean counts `decay` times that of the one before. Step k has no place before k."""
-        shares = torch.tensor([self.recipe.decay**k for k in range(steps)])
-        there = columns >= torch.arange(steps)[:, None]
-        each = (shares / shares.sum())[:, None] / there.sum(1, keepdim=True).clamp(min=1)
-        return (each * there).float().to(self.device)
+    def _places(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
+        """Rows and columns of the states that learn; in random order, if later steps learn from the first of them."""
+        rows, columns = batch.answered[:, self.student.ahead :].nonzero(as_tuple=True)
+        if self.recipe.deep_share < 1:
+            random = np.random.Generator(np.random.Philox(key=[self.recipe.seed, self.counters.step]))
+            order = torch.from_numpy(random.permutation(len(rows)))
+            rows, columns = rows[order], columns[order]
+        return rows, columns
 
-    def _after_step(self, line: dict[str, Any], over: bool) -> None:
+    def _weights(self, columns: Tensor, counts: Sequence[int]) -> list[Tensor]:
+        """Of the first so many places of each step: its mean counts `decay` times that of the one before. Step k has no
+        place before k.
+        """
+        shares = [self.recipe.decay**k for k in range(len(counts))]
+        found = []
+        for k, (share, count) in enumerate(zip(shares, counts, strict=True)):
+            there = (columns[:count] >= k).float()
+            found.append(there * (share / sum(shares) / max(1.0, float(there.sum()))))
+        return found
+
+    def _after_step(self, over: bool) -> None:
         c, r = self.counters, self.recipe
-        self.report.update(min(c.tokens, self.total), f"loss {line['loss'][0]:.3f}")
-        if c.step % LOG_STEPS == 0 or over:
+        due = {
+            every: c.step % every == 0 or over for every in (LOG_STEPS, r.validate_steps, r.checkpoint_steps)
+        }
+        line = self._read() if any(due.values()) else {}
+        self.report.update(min(c.tokens, self.total), f"loss {self._loss:.3f}")
+        if due[LOG_STEPS]:
             self._log(line)
-        if c.step % r.validate_steps == 0 or over:
+        if due[r.validate_steps]:
             self._validate()
-        if c.step % r.checkpoint_steps == 0 or over:
+        if due[r.checkpoint_steps]:
             save_checkpoint(self.out / CHECKPOINTS, self.student.net, self.optimiser, c)
 
     def _validate(self) -> None:

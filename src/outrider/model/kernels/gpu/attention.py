@@ -35,7 +35,6 @@ from outrider.model.kernels.gpu.rows import rope_and_write, sum_parts
 from outrider.model.staged import (
     BLOCK,
     PROMPT_TILE,
-    ROW_FIELDS,
     TALLEST,
     StagedPart,
     group_rows,
@@ -462,6 +461,9 @@ def tile_for(longest: int, padded: int) -> int:
     return next((t for t in TILES if t >= longest * padded), TILES[-1])
 
 
+PLANNED_BY = ("positions", "table_rows", "prefix", "ancestors")  # of a batch's rows
+
+
 def longest_run(batch: Batch) -> int:
     """Rows of the sequence with the most of them, of a batch on the host."""
     _, counts = torch.unique_consecutive(batch.table_rows, return_counts=True)
@@ -473,7 +475,7 @@ def plan_attention(
 ) -> AttentionPlan:
     """The reading of a batch: `there` is its twin on the device, if it lies on the host itself; else the host waits."""
     there = there or batch
-    host = replace(batch, **{name: getattr(batch, name).cpu() for name in ROW_FIELDS})
+    host = replace(batch, **{name: getattr(batch, name).cpu() for name in PLANNED_BY})
     padded = padded_group(heads, kv_heads)
     tree, longest = bool((host.ancestors != 0).any()), longest_run(host)
     tile = tile_for(longest, padded)
