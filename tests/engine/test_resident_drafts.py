@@ -102,7 +102,7 @@ class Noted(Watched):
         super().__init__(inner)
         self.max_depth, self.trees, self.rides_along = inner.max_depth, inner.trees, inner.rides_along
         self.tokens_behind, self.catch_up, self.warm_up = inner.tokens_behind, inner.catch_up, inner.warm_up
-        self.foresee = inner.foresee
+        self.foresee, self.usual_depth = inner.foresee, inner.usual_depth
         self.answers, self.random = answers, random.Random(seed)
         self.running: list = []  # sequences of the engine
         self.resident: dict[tuple[str, int], tuple[int, ...]] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from outrider.types import Draft
 
@@ -14,17 +14,21 @@ NOWHERE = -1  # a choice that is no draft node
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Rows relative to the last known token, whose position is the sequence's cached length."""
+    """Rows relative to the last known token, whose entry is the sequence's cached length."""
 
     entries: tuple[int, ...]  # of the table, whose slot each has
     depths: tuple[int, ...]  # positions
     nodes: tuple[int, ...]  # which draft node each is; -1: a known token
     masks: tuple[int, ...] = ()  # draft nodes each sees, where they branch
     last: bool = False  # only the last row's logits are wanted
-    least: int = 0  # the first entry there is: what would lie before it repeats it
+    # Entries that positions lie behind, where a drafter's first is of a later token. What would lie before repeats it.
+    behind: int = 0
 
     def __len__(self) -> int:
         return len(self.entries)
+
+    def put_behind(self, behind: int) -> Layout:
+        return replace(self, depths=tuple(depth - behind for depth in self.depths), behind=behind)
 
     def logit_rows(self, sequences: int) -> range:
         """Rows of a batch of so many sequences whose logits are wanted."""
@@ -69,17 +73,19 @@ class TreeLayout:
         most = max(map(len, children))
         return self._rows(rows), tuple((*own, *[NOWHERE] * (most - len(own))) for own in children)
 
+    def parent_rows(self, depth: int) -> tuple[int, ...]:
+        """By row of the pass of this depth: the one of the pass before that is its parent."""
+        (above, _), (here, _) = self.levels[depth - 1], self.levels[depth]
+        return tuple(above.nodes.index(self.shape.parents[node]) for node in here.nodes)
 
-def chain_levels(n: int, behind: int = 0) -> Iterator[Level]:
-    """The passes of a chain: of the last known token, then of every node but the last. Where positions count from a
-    later token of the text, they lie `behind`.
-    """
+
+def chain_levels(n: int) -> Iterator[Level]:
+    """The passes of a chain: of the last known token, then of every node but the last."""
     for ahead in range(n):
-        yield Layout((ahead,), (ahead - behind,), (ahead - 1,)), ((ahead,),)
+        yield Layout((ahead,), (ahead,), (ahead - 1,)), ((ahead,),)
 
 
 def known_rows(window: int, behind: int = 0) -> Layout:
     """The last known tokens, of which only the very last's logits are wanted; as many, however short a text is."""
-    back = range(1 - window, 1)
-    depths = tuple(i - behind for i in back)
-    return Layout(tuple(back), depths, (NOWHERE,) * window, last=True, least=behind)
+    back = tuple(range(1 - window, 1))
+    return Layout(back, back, (NOWHERE,) * window, last=True).put_behind(behind)

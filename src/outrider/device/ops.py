@@ -80,7 +80,7 @@ class StepOps:
     ) -> Batch:
         """The batch of a pass over sequences [S] of such lengths; where rows are draft nodes, of these [S, n]."""
         state, sequences, each = self.state, len(rows), len(layout)
-        entries = (lengths[:, None] + state.constant(layout.entries)).clamp(min=layout.least)
+        entries = (lengths[:, None] + state.constant(layout.entries)).clamp(min=layout.behind)
         positions = (lengths[:, None] + state.constant(layout.depths)).clamp(min=0).flatten().int()
         ids = state.tokens[rows[:, None], entries]
         if drafted is not None:
@@ -90,7 +90,7 @@ class StepOps:
         ancestors, prefix = torch.zeros_like(owners), positions + 1
         if layout.masks:
             ancestors = state.constant(layout.masks, torch.int64).repeat(sequences)
-            prefix = (lengths.int() + 1).repeat_interleave(each)
+            prefix = (lengths.int() + 1 - layout.behind).repeat_interleave(each)
         return Batch(
             ids=ids.flatten(),
             positions=positions,

@@ -23,7 +23,7 @@ class GpuStepOps(StepOps):
         state = self.state
         entries, depths, nodes = map(state.constant, (layout.entries, layout.depths, layout.nodes))
         masks = state.constant(layout.masks, torch.int64) if layout.masks else None
-        how = entries, depths, nodes, masks, layout.least
+        how = entries, depths, nodes, masks, layout.behind
         wanted = state.constant(layout.logit_rows(len(rows)), torch.int64)
         fields = step_ops.build_batch(state.tokens, state.table, rows, lengths, how, drafted)
         return Batch(**fields, table=state.table, logit_rows=wanted)

@@ -55,6 +55,7 @@ class ResidentDrafter(Drafter, Protocol):
 
     max_depth: int  # of its draft trees in such steps; 0: it takes no part in them
     trees: bool  # whether they may branch
+    usual_depth: int = 0  # of chains, if less than the deepest: beyond, its passes rarely pay
     # Whether it takes no pass: it may serve a step beside another drafter, and is scored when it is not asked.
     rides_along: bool = False
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from outrider.cache.store import KeyValueStore
 from outrider.cache.table import SlotTable
-from outrider.device.layout import Layout, TreeLayout, chain_levels, known_rows
+from outrider.device.layout import Layout, TreeLayout, known_rows
 from outrider.device.ops import StepOps
 from outrider.draft.drafter import MAX_PASSES, ResidentDrafter
 from outrider.draft.eagle_head import EagleHead
@@ -35,7 +35,7 @@ READ_ROWS = 512  # known tokens that the head catches up on in one pass
 
 
 class EagleDrafter(ResidentDrafter):
-    max_depth, trees = MAX_PASSES, False
+    max_depth, trees = MAX_PASSES, True
 
     def __init__(
         self, head: EagleHead, target_store: KeyValueStore, table: SlotTable, window: int = MAX_PASSES + 1
@@ -110,12 +110,13 @@ class EagleDrafter(ResidentDrafter):
     ) -> tuple[Tensor, None]:
         sampled = ops.state.draft_buffer(len(rows), len(tree))
         batch = self._batch(ops, rows, lengths, known_rows(self.window, behind=1))
-        hidden = self.run(self._before(ops.state.table, batch), batch, self.window, context)
+        hidden = self.run(self._before(ops.state.table, batch), batch, self.window, context, False)
         hidden = hidden[batch.logit_rows]  # of the last known token
-        for ahead, (layout, columns) in enumerate(chain_levels(len(tree), behind=1)):
-            if ahead:
-                batch = self._batch(ops, rows, lengths, layout, sampled)
-                hidden = self.run(hidden, batch, 1, context)
+        for depth, (layout, columns) in enumerate(tree.levels):
+            if depth:
+                hidden = _of_parents(ops, hidden, tree, depth)
+                batch = self._batch(ops, rows, lengths, layout.put_behind(1), sampled)
+                hidden = self.run(hidden, batch, len(layout), context, bool(layout.masks))
             ops.draw(batch, self.head.logits(hidden), columns, sampled, ahead=2)
         return sampled, None
 
@@ -133,3 +134,12 @@ class EagleDrafter(ResidentDrafter):
     ) -> Batch:
         """A layout whose positions lie one behind: the head's entries begin with the second token."""
         return replace(ops.build_batch(rows, lengths, layout, sampled), table=ops.state.table[:, 1:])
+
+
+def _of_parents(ops: StepOps, hidden: Tensor, tree: TreeLayout, depth: int) -> Tensor:
+    """Hidden states [R, hidden] of the pass before, for the rows of this depth: each its parent's."""
+    (above, _), parents = tree.levels[depth - 1], tree.parent_rows(depth)
+    if parents == tuple(range(len(above))):
+        return hidden
+    at = ops.state.constant(parents, torch.int64)
+    return hidden.view(-1, len(above), hidden.shape[1])[:, at].flatten(0, 1)

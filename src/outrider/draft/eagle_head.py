@@ -22,8 +22,9 @@ from outrider.model.rope import rope_tables
 from outrider.model.weights import LayerTensors
 from outrider.types import Batch
 
-# Hidden states and rows where the head is, how many rows belong to one sequence, and how long sequences may be.
-HeadPass = Callable[[Tensor, Batch, int, int], Tensor]
+# Hidden states and rows where the head is, how many rows belong to one sequence, how long sequences may be, and whether
+# rows branch.
+HeadPass = Callable[[Tensor, Batch, int, int, bool], Tensor]
 Read = Callable[[str], Tensor]
 
 

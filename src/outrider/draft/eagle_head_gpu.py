@@ -55,8 +55,8 @@ class GpuEagleHead(EagleHead):
         """Nothing in it is for the host to look at. Rows of one sequence are at rising positions."""
         plans = AttentionPlans(self.config.layer, self.target.device)
 
-        def run(hidden: Tensor, batch: Batch, together: int, context: int) -> Tensor:
-            return self.run(hidden, batch, store, plans.of(batch, together, context))
+        def run(hidden: Tensor, batch: Batch, together: int, context: int, branching: bool = False) -> Tensor:
+            return self.run(hidden, batch, store, plans.of(batch, together, context, branching))
 
         return run
 

@@ -36,7 +36,7 @@ WINDOW = 4
 
 
 class LmDrafter(ResidentDrafter):
-    trees = True
+    trees, usual_depth = True, 4
 
     def __init__(
         self,

@@ -25,7 +25,7 @@ class SharedDrafts:
         if drafter is None:
             return ()
         trees = TREES if drafter.trees and size <= self.tree_size and not beside else ()
-        deepest = TREES[-1][0] if drafter.trees else drafter.max_depth  # a pass a node is rarely worth more
+        deepest = drafter.usual_depth or drafter.max_depth
         if beside:
             deepest = min(deepest, MAX_BESIDE)
         chains = (tree for tree in CHAINS if tree[0] <= deepest)

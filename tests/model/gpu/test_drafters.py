@@ -29,7 +29,7 @@ from outrider.model.kernels.gpu.kernels import GpuKernels
 from outrider.model.kernels.reference import ReferenceKernels
 from outrider.model.rope import rope_tables
 from outrider.settings import Settings
-from outrider.types import Bet
+from outrider.types import Batch, Bet
 from tests.engine.test_resident_drafts import Noted, Silent
 from tests.model.batches import Part, Reader, furthest, random_ids
 from tests.model.gpu.test_kernels import HALF, to_device
@@ -146,6 +146,39 @@ def test_first_layers(target, device: str) -> None:
     assert torch.equal(DevicePass(target, make_store(target, 500), 1)(batch, 5, 64), expected)
     assert torch.equal(target.exit_logits(batch, make_store(target, 500), 1), expected.cpu())
     assert not torch.equal(target.forward(batch, make_store(target, 500)), expected)
+
+
+def test_a_level_of_a_tree_has_the_bits_of_its_nodes_alone(target, heads, device) -> None:
+    """Two siblings after five known tokens, and a child of the second: each sees its own path only, in a table that
+    begins one column later.
+    """
+    head = heads[0]
+    features = torch.randn(5, 3, CONFIG.hidden, generator=torch.Generator().manual_seed(1)).to(device)
+    ids, slots = random_ids(VOCAB, 8), torch.arange(8, dtype=torch.int32)
+    table = torch.cat([torch.zeros(1, dtype=torch.int32), slots])[None]
+
+    def rows(nodes: list[int], prefix: int, masks: list[int], positions: list[int]) -> Batch:
+        """Of entries of the text or, past the first five, of draft nodes."""
+        at = torch.tensor(nodes)
+        made = Batch(
+            ids=torch.tensor(ids)[at], positions=torch.tensor(positions, dtype=torch.int32), slots=slots[at],
+            table_rows=torch.zeros(len(at), dtype=torch.int32),
+            prefix=torch.full((len(at),), prefix, dtype=torch.int32), ancestors=torch.tensor(masks),
+            table=table[:, 1:], logit_rows=torch.arange(len(at)),
+        )  # fmt: skip
+        return replace(to_device(made, device), table=table.to(device)[:, 1:])
+
+    known = rows([0, 1, 2, 3, 4], 0, [0] * 5, [0, 1, 2, 3, 4])
+    known = replace(known, prefix=known.positions + 1)
+    found = []
+    for chosen in ((0, 1), (1,)):  # both of the first level, then the second alone
+        run = head.make_pass(head.make_store(8))
+        last = run(head.fused(features), known, 5, 64)[-1:]
+        level = rows([5 + i for i in chosen], 5, [1 << i for i in chosen], [5] * len(chosen))
+        first = run(last.repeat(len(chosen), 1), level, len(chosen), 64, True)
+        child = rows([7], 5, [0b110], [6])
+        found.append((first[-1], run(first[-1:].clone(), child, 1, 64, True)[0]))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def _cut(whole: Decoder, layers: int) -> Decoder:

@@ -34,6 +34,7 @@ LAYOUTS = [
     TreeLayout(tree_nodes((4, 4))).layout,
     *(layout for layout, _ in TREE.levels),
     *(layout for layout, _ in chain_levels(3)),
+    TREE.levels[-1][0].put_behind(1),
 ]
 
 

@@ -49,7 +49,7 @@ def begin_step(inputs: Tensor, table: Tensor, known: Tensor) -> tuple[Tensor, ..
 @triton.jit
 def _build_batch_kernel(
     tokens, table, rows, lengths, entries, depths, nodes, masks, drafts,
-    ids, positions, slots, owners, prefix, ancestors, tokens_stride, table_stride, drafts_stride, least,
+    ids, positions, slots, owners, prefix, ancestors, tokens_stride, table_stride, drafts_stride, behind,
     EACH: tl.constexpr, WIDE: tl.constexpr, DRAFTED: tl.constexpr, BRANCHED: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     let_next_start(CHAIN)
@@ -65,7 +65,7 @@ def _build_batch_kernel(
     await_previous(CHAIN)
     row = tl.load(rows + seq)
     length = tl.load(lengths + seq)
-    entry = tl.maximum(length + entry, least)
+    entry = tl.maximum(length + entry, behind)
     position = tl.maximum(length + depth, 0).to(tl.int32)
     token = tl.load(tokens + row * tokens_stride + entry, mask=valid & (node_of < 0), other=0)
     if DRAFTED:
@@ -73,7 +73,7 @@ def _build_batch_kernel(
     slot = tl.load(table + row * table_stride + entry, mask=valid, other=0)
     seen = position + 1
     if BRANCHED:
-        seen = tl.zeros_like(seen) + (length + 1).to(tl.int32)
+        seen = tl.zeros_like(seen) + (length + 1 - behind).to(tl.int32)
     to = seq * EACH + i
     tl.store(ids + to, token, mask=valid)
     tl.store(positions + to, position, mask=valid)
@@ -91,8 +91,10 @@ def build_batch(
     layout: tuple[Tensor, Tensor, Tensor, Tensor | None, int],
     drafts: Tensor | None,
 ) -> dict[str, Tensor]:
-    """Fields of a batch. `layout`: entries, depths, nodes [k] int32, masks [k] int64 where they branch, least entry."""
-    entries, depths, nodes, masks, least = layout
+    """Fields of a batch. `layout`: entries, depths, nodes [k] int32, masks [k] int64 where they branch, and how many
+    entries positions lie behind.
+    """
+    entries, depths, nodes, masks, behind = layout
     seqs, each = len(rows), len(entries)
     wide, narrow = (
         torch.empty((n, seqs * each), dtype=kind, device=rows.device).unbind()
@@ -102,7 +104,7 @@ def build_batch(
     _build_batch_kernel[(seqs,)](
         tokens, table, rows, lengths, entries, depths, nodes, masks, drafts,
         ids, positions, slots, owners, prefix, ancestors,
-        tokens.stride(0), table.stride(0), 0 if drafts is None else drafts.stride(0), least,
+        tokens.stride(0), table.stride(0), 0 if drafts is None else drafts.stride(0), behind,
         EACH=each, WIDE=triton.next_power_of_2(each), DRAFTED=drafts is not None, BRANCHED=masks is not None,
         num_warps=1, **chained(),
     )  # fmt: skip
