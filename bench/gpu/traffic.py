@@ -2,11 +2,13 @@
 
     PYTHONPATH=src python bench/gpu/traffic.py --json traffic.json
     PYTHONPATH=src python bench/gpu/traffic.py --sections closed --concurrency 16,64 --stretch 0.25
+    PYTHONPATH=src python bench/gpu/traffic.py --sections prepare,first --sequences 1 --context 33000
     PYTHONPATH=src python bench/gpu/traffic.py --device cpu --tiny      (to see that it runs)
 
-Sections: what preparing takes, the steps that were measured, closed loops (prompts of 256 tokens, 192 tokens out,
-greedy), plain decoding, 256 long requests at once, and an open loop. Each says how many graphs were captured and
-kernels compiled meanwhile. Output is worth nothing: a step takes as long whatever the weights say.
+Sections: what preparing takes, the steps that were measured, first tokens alone by length of the prompt, closed loops
+(prompts of 256 tokens, 192 tokens out, greedy), plain decoding, 256 long requests at once, and an open loop. Each says
+how many graphs were captured and kernels compiled meanwhile. Output is worth nothing: a step takes as long whatever the
+weights say.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ from outrider.types import MAX_NODES, Request, SamplingParams
 
 LLAMA = dict(hidden=4096, layers=32, heads=32, kv_heads=8, head_dim=128, intermediate=14_336, vocab=128_256)
 TINY = dict(hidden=32, layers=2, heads=4, kv_heads=2, head_dim=16, intermediate=48, vocab=96)
-SECTIONS = ("prepare", "steps", "closed", "plain", "long", "open")
+SECTIONS = ("prepare", "steps", "first", "closed", "plain", "long", "open")
+
+ALONE = 4  # tokens of an answer whose first one is what matters
 
 
 class Numbers:
@@ -264,6 +268,7 @@ def main() -> None:
     )
     parser.add_argument("--sections", default=",".join(SECTIONS))
     parser.add_argument("--concurrency", default="1,16,64,128")
+    parser.add_argument("--lengths", default="128,512,2048,8192,32768", help="of prompts that come alone")
     parser.add_argument("--plain", default="64,256")
     parser.add_argument("--sequences", type=int, default=256)
     parser.add_argument("--context", type=int, default=8192)
@@ -289,6 +294,10 @@ def main() -> None:
         report["prepare"] = prepare(engine, given)
     if "steps" in asked:
         report["steps"] = steps(engine)
+    lengths = [one for one in map(int, given.lengths.split(",")) if one + ALONE <= given.context]
+    for length in lengths if "first" in asked else ():
+        report[f"first {length}"] = found = closed(engine, 1, 5, length, ALONE, given.seconds).report()
+        show(f"alone, {length} tokens", found)
     for concurrency in map(int, given.concurrency.split(",")) if "closed" in asked else ():
         total = concurrency * (6 if concurrency == 1 else 3)
         report[f"closed {concurrency}"] = found = closed(
