@@ -94,6 +94,28 @@ def test_stages_one_by_one_and_what_may_change(recipe: Recipe, tmp_path: Path, p
         prompts.write_text(kept)
 
 
+def test_several_processes_answer_the_same(recipe: Recipe, tmp_path: Path) -> None:
+    """Also where one process has begun, and where a shard in the middle is missing."""
+    recipe = replace(recipe, answer_tokens=900)
+    distill(recipe, tmp_path / "one", SETTINGS, Silent(), ["answer"])
+    known = contents(tmp_path / "one" / "answers")
+    assert len(known) >= 6
+    distill(replace(recipe, answer_tokens=300), tmp_path / "two", SETTINGS, Silent(), ["answer"])
+    shard_paths(tmp_path / "two" / "answers")[1].unlink()
+    distill(recipe, tmp_path / "two", SETTINGS, Silent(), ["answer"], processes=2)
+    assert contents(tmp_path / "two" / "answers") == known
+    summaries = [json.loads((tmp_path / out / "answers.json").read_text()) for out in ("one", "two")]
+    assert summaries[0] == summaries[1]
+
+
+def test_what_goes_wrong_in_one_of_several_processes_is_said(recipe: Recipe, tmp_path: Path) -> None:
+    narrow = replace(
+        recipe, context=16, batch_tokens=256, max_tokens=16
+    )  # no prompt leaves room for an answer
+    with pytest.raises(InvalidRequest, match="came to nothing"):
+        distill(narrow, tmp_path, SETTINGS, Silent(), ["answer"], processes=2)
+
+
 def test_a_deleted_shard_is_answered_again(recipe: Recipe, tmp_path: Path) -> None:
     distill(recipe, tmp_path, SETTINGS, Silent(), ["answer"])
     before = contents(tmp_path / "answers")

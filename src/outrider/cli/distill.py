@@ -230,6 +230,18 @@ Stage = Annotated[
     ),
 ]
 
+Processes = Annotated[
+    int,
+    typer.Option(
+        "--processes",
+        envvar=envvar("processes"),
+        show_envvar=False,
+        metavar="N",
+        min=1,
+        help="Processes that answer at once, each with a target of its own. The answers are the same.",
+    ),
+]
+
 
 @takes(ANSWER, TRAIN, SCORE, PLACE)
 def distill(
@@ -237,6 +249,7 @@ def distill(
     *,
     out: Out,
     stage: Stage = None,
+    processes: Processes = 1,
     answer: dict[str, Any],
     train: dict[str, Any],
     score: dict[str, Any],
@@ -256,7 +269,8 @@ def distill(
 
     folder = Path(out).expanduser()
     try:
-        draft = run(recipe, folder, settings, default_report(), STAGES if stage is None else (stage,))
+        stages = STAGES if stage is None else (stage,)
+        draft = run(recipe, folder, settings, default_report(), stages, processes)
     except KeyboardInterrupt:
         note(f"stopped; the same command goes on from here. What was finished is in {folder}")
         raise

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
@@ -37,6 +38,7 @@ WAVE = {"cpu": 0.0, "cuda": 0.25}
 TURN_TOKENS = 384  # of a user's turn that the target makes up
 LEAST_ROOM = 16  # tokens of the context left for an answer; below it is not asked
 IN_VAIN = 2000  # conversations without one answer, until it is given up
+LOOK_SECONDS = 0.5  # between two looks at what others brought
 PRIOR = 8  # talks that what is expected counts for
 
 
@@ -199,8 +201,21 @@ class OpenShard:
     rows: dict[int, list[Conversation]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Which shards a process fills, where several fill one folder: every so many-th."""
+
+    index: int = 0
+    of: int = 1
+
+
+ALONE = Part()
+
+
 class Filling:
-    """Fills a folder with shards of talks until those from the first on without a gap are worth `goal`."""
+    """Fills a folder with shards of talks until those from the first on without a gap are worth `goal`. Others may fill
+    it, too: each has its part, and all of them look now and then at what is there.
+    """
 
     def __init__(
         self,
@@ -211,7 +226,9 @@ class Filling:
         goal: int,
         expected: float,
         most: int | None = None,
+        part: Part = ALONE,
     ) -> None:
+        self.part, self._looked = part, 0.0
         self.llm, self.folder, self.talk, self.worth, self.goal = llm, folder, talk, worth, goal
         self.expected = expected  # what a talk is worth, before any has come to its end
         self.most = most  # conversations, whatever they are worth
@@ -235,32 +252,46 @@ class Filling:
         self._closed = False
 
     def run(self, report: Report, stage: str, unit: str) -> int:
-        """The number of shards that were needed; others are taken away."""
-        for number, path in shard_paths(self.folder).items():
-            self.done[number] = sum(map(self.worth, read_shard(path)))
-        self.total = sum(self.done.values())
+        """The number of shards that were needed; others are taken away, unless somebody else may still write."""
+        self._look()
         report.begin(stage, self.goal, unit, min(self.total, self.goal))
         try:
             while not self._enough():
                 self._start(self._room - len(self._talks))
-                if not self._talks:
+                if not self._talks and not self._await_others():
                     break  # there are no more
-                if len(self._ready) >= min(self._wave, len(self._talks)):
-                    self._submit()  # a wave of them, or all there are left
-                self._hear()
+                if self._talks:
+                    if len(self._ready) >= min(self._wave, len(self._talks)):
+                        self._submit()  # a wave of them, or all there are left
+                    self._hear()
                 report.update(min(self.total, self.goal), f"{self.count} conversations")
         finally:
             self._stop()
             report.end()
-        return self._cut()
+        if self.part.of == 1:
+            cut_shards(self.folder, self._prefix[0])
+        return self._prefix[0]
+
+    def _look(self) -> None:
+        """Count the shards that are there and not yet counted."""
+        self._looked = time.monotonic()
+        for number, path in shard_paths(self.folder).items():
+            if number not in self.done:
+                self.done[number] = sum(map(self.worth, read_shard(path)))
+                self.total += self.done[number]
+
+    def _await_others(self) -> bool:
+        """Whether somebody else may still bring what is missing."""
+        if self.part.of == 1 or (self.most is not None and shard_bounds(self._prefix[0])[0] >= self.most):
+            return False
+        time.sleep(LOOK_SECONDS)
+        return True
 
     def _enough(self) -> bool:
-        shards, worth = self._prefix
-        while worth < self.goal and shards in self.done:
-            worth += self.done[shards]
-            shards += 1
-        self._prefix = shards, worth
-        return worth >= self.goal
+        if self.part.of > 1 and time.monotonic() - self._looked > LOOK_SECONDS:
+            self._look()
+        self._prefix = whole_shards(self.done, self.goal, self._prefix)
+        return self._prefix[1] >= self.goal
 
     def _start(self, room: int) -> None:
         started = 0
@@ -276,11 +307,15 @@ class Filling:
                 "(--context), or the target says nothing",
                 "context",
             )
-        shard = self._following
-        while shard in self.done:
+        shard, others = self._following, self.part.of - 1
+        while shard in self.done or shard % self.part.of != self.part.index:
             shard += 1
         mean = (self.total_now + PRIOR * self.expected) / (self.count + PRIOR)
-        will_do = self.total + (len(self._talks) + starting) * mean >= self.goal
+        coming = (len(self._talks) + starting) * mean
+        begun = self.total - sum(
+            self.done.values()
+        )  # of open shards; others have as much in hand as this one
+        will_do = self.total + coming + others * (begun + coming) >= self.goal
         if will_do and shard > max(
             self.done, default=-1
         ):  # one that is missing before others is always needed
@@ -366,10 +401,28 @@ class Filling:
             with contextlib.suppress(OutriderError):  # the engine is gone, and they with it
                 self.llm.driver.abort(name)
 
-    def _cut(self) -> int:
-        """Take away what came after the last shard that was needed."""
-        shards = self._prefix[0]
-        for number in shard_paths(self.folder):
-            if number >= shards:
-                shard_path(self.folder, number).unlink()
-        return shards
+
+def whole_shards(done: Mapping[int, int], goal: int, begin: tuple[int, int] = (0, 0)) -> tuple[int, int]:
+    """How many shards from the first on without a gap are worth `goal`, or how many there are, and what they are worth;
+    `begin` is as much of it as is known.
+    """
+    shards, worth = begin
+    while worth < goal and shards in done:
+        worth += done[shards]
+        shards += 1
+    return shards, worth
+
+
+def cut_shards(folder: Path, count: int) -> None:
+    """Take away what came after the last shard that was needed."""
+    for number in shard_paths(folder):
+        if number >= count:
+            shard_path(folder, number).unlink()
+
+
+def answered_tokens(row: Conversation) -> int:
+    return int(row.answered.sum())
+
+
+def one_each(row: Conversation) -> int:
+    return 1

@@ -26,12 +26,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from outrider.distill.answer import Conversations, Filling
+from outrider.distill.answer import ALONE, Conversations, Filling, Part, answered_tokens, one_each
+from outrider.distill.answer_together import answer_together
 from outrider.distill.answers import Answers
 from outrider.distill.folder import Folder, read_json, write_json
 from outrider.distill.prompts import Prompt, Schedule, made_up_prompts, read_prompts
 from outrider.distill.recipe import STAGES, Recipe
-from outrider.distill.report import Report, short
+from outrider.distill.report import Report, Silent, short
 from outrider.distill.score import ScoreOptions, make_card, score
 from outrider.distill.train import CHECKPOINTS, CURVES, read_curves, train
 from outrider.draft.head_layouts import OWN
@@ -41,7 +42,14 @@ from outrider.errors import InvalidRequest
 from outrider.load.cards import write_card
 from outrider.load.checkpoint import Checkpoint, open_checkpoint
 from outrider.load.find import find
-from outrider.load.token_shards import Conversation, read_shards, shard_folders, shard_paths
+from outrider.load.token_shards import (
+    Conversation,
+    read_shard,
+    read_shards,
+    shard_folders,
+    shard_path,
+    shard_paths,
+)
 from outrider.settings import Settings, cache_folder
 
 TRIED = 6  # prompts tried for each made up one that is wanted, until those there are must do
@@ -49,14 +57,19 @@ TRAINING_CACHE = 1 << 28  # bytes: training has a cache of its own
 
 
 def distill(
-    recipe: Recipe, out: Path, settings: Settings, report: Report, stages: Iterable[str] = STAGES
+    recipe: Recipe,
+    out: Path,
+    settings: Settings,
+    report: Report,
+    stages: Iterable[str] = STAGES,
+    processes: int = 1,
 ) -> Path:
-    """All stages, or some, each skipped if its result is there. The folder of the draft."""
+    """All stages, or some, each skipped if its result is there. The folder of the draft. So many processes answer."""
     if recipe.continue_from:
         recipe = replace(recipe, continue_from=str(_draft_folder(Path(recipe.continue_from))))
     folder = Folder(out)
     with folder.held():
-        run = Run(recipe, folder, settings, report, folder.begin(recipe))
+        run = Run(recipe, folder, settings, report, folder.begin(recipe), processes)
         for stage in (stage for stage in STAGES if stage in set(stages)):
             {"answer": run.answer, "train": run.train, "score": run.score}[stage]()
     return folder.draft
@@ -81,6 +94,7 @@ class Run:
     settings: Settings
     report: Report
     files: Mapping[str, str]
+    processes: int = 1
 
     @cached_property
     def checkpoint(self) -> Checkpoint:
@@ -103,28 +117,47 @@ class Run:
         if self._answered():
             self.report.note(f"answers: there ({_in_words(read_json(self.folder.summary))})")
             return
+        self._prompts()  # what is wrong with them is said before all else
+        count = self.answer_part(ALONE) if self.processes == 1 else self._answer_together()
+        goal = self.recipe.answer_tokens
+        summary = {"shards": count, "answer_tokens": goal, **summarised(read_shards(self.folder.answers))}
+        write_json(self.folder.summary, summary)
+        self.report.note(f"answers: {_in_words(summary)}")
+
+    def _answer_together(self) -> int:
+        count, settings = self.processes, self.settings
+        if runs_on_gpu(settings) and not settings.cache_bytes:
+            raise InvalidRequest(
+                f"{count} processes share a GPU: say how many bytes of keys and values each may take (--cache-bytes)",
+                "cache_bytes",
+            )
+        settings = replace(settings, threads=max(1, settings.threads // count))
+        return answer_together(replace(self, settings=settings, report=Silent()), count, self.report)
+
+    def _prompts(self) -> list[Prompt]:
         has_template = self.checkpoint.chat_template is not None
-        prompts = read_prompts(
-            self.recipe.prompts, has_template
-        )  # what is wrong with them is said before all else
+        prompts = read_prompts(self.recipe.prompts, has_template)
         if self.recipe.made_up and not has_template:
             raise InvalidRequest(
                 "a target without a chat template makes up no prompts; give --prompts", "made_up"
             )
-        settings = replace(self.settings, context=self.context)
+        return prompts
+
+    def answer_part(self, part: Part) -> int:
+        """Answer with an engine of its own, all or what is one process's part. The number of shards needed."""
+        prompts, settings = self._prompts(), replace(self.settings, context=self.context)
         draft = (
             "none" if runs_on_gpu(settings) else "auto"
         )  # hundreds together leave nothing to speculate with
         with _opened(self.recipe.target, draft, settings) as llm:
             if self.recipe.made_up:
-                prompts += self._made_up(llm)
+                prompts += self._made_up(llm, part)
             talks = Conversations(llm, self.recipe, Schedule(prompts, self.recipe))
             goal, most = self.recipe.answer_tokens, self.recipe.max_tokens
-            shards = Filling(llm, self.folder.answers, talks.answer, _answered_tokens, goal, most / 2)
-            count = shards.run(self.report, "answer", "tokens")
-        summary = {"shards": count, "answer_tokens": goal, **summarised(read_shards(self.folder.answers))}
-        write_json(self.folder.summary, summary)
-        self.report.note(f"answers: {_in_words(summary)}")
+            shards = Filling(
+                llm, self.folder.answers, talks.answer, answered_tokens, goal, most / 2, part=part
+            )
+            return shards.run(self.report, "answer", "tokens")
 
     def _answered(self) -> bool:
         """Whether all answers are there: a shard may have been deleted since, or more be wanted now."""
@@ -134,13 +167,16 @@ class Run:
         there = list(shard_paths(self.folder.answers)) == list(range(summary["shards"]))
         return there and summary["answer_tokens"] == self.recipe.answer_tokens
 
-    def _made_up(self, llm: LLM) -> list[Prompt]:
+    def _made_up(self, llm: LLM, part: Part) -> list[Prompt]:
         """Prompts by the target, as many as are wanted; fewer if it mostly makes up what is none."""
         wanted = self.recipe.made_up
         talks = Conversations(llm, self.recipe)
-        filling = Filling(llm, self.folder.made_up, talks.make_up, lambda _: 1, wanted, 1.0, TRIED * wanted)
-        filling.run(self.report, "make up", "prompts")
-        texts = (llm.tokenizer.decode(row.ids.tolist()).strip() for row in read_shards(self.folder.made_up))
+        filling = Filling(
+            llm, self.folder.made_up, talks.make_up, one_each, wanted, 1.0, TRIED * wanted, part
+        )
+        count = filling.run(self.report, "make up", "prompts")
+        rows = (row for number in range(count) for row in read_shard(shard_path(self.folder.made_up, number)))
+        texts = (llm.tokenizer.decode(row.ids.tolist()).strip() for row in rows)
         made = made_up_prompts(list(texts))[:wanted]
         if not made:
             raise InvalidRequest("the target made up no prompt that can be asked; give --prompts", "made_up")
@@ -288,10 +324,6 @@ def _opened(target: str, draft: str, settings: Settings) -> Iterator[LLM]:
             torch.cuda.empty_cache()
 
 
-def _answered_tokens(row: Conversation) -> int:
-    return int(row.answered.sum())
-
-
 def _tokens_before(made: Mapping[str, Any]) -> int:
     """That the draft had seen which a training went on from."""
     return int(made.get("continued_from", {}).get("tokens_seen", 0))
@@ -303,7 +335,7 @@ def summarised(rows: Iterable[Conversation]) -> dict[str, Any]:
     temperatures: Counter[str] = Counter()
     for row in rows:
         count = tasks.setdefault(row.task or "text", Counter())
-        count.update(conversations=1, tokens=len(row), answered=_answered_tokens(row))
+        count.update(conversations=1, tokens=len(row), answered=answered_tokens(row))
         temperatures[f"{row.temperature:g}"] += 1
     whole: Counter[str] = sum(tasks.values(), Counter())
     for count in tasks.values():
