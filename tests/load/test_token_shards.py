@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import save
 
 from outrider.errors import OutriderError
 from outrider.load import token_shards
@@ -16,6 +18,7 @@ from outrider.load.token_shards import (
     ShardWriter,
     read_shard,
     read_shards,
+    shard_path,
     shard_paths,
     write_shard,
 )
@@ -101,3 +104,23 @@ def test_half_a_shard_is_none(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     assert list(shard_paths(tmp_path)) == [0]
     assert not shard_paths(tmp_path / "nowhere")
+
+
+def test_ids_take_two_bytes_where_they_fit_and_older_shards_are_read(tmp_path: Path) -> None:
+    short, long = conversation(40, first=65_000), conversation(40, first=70_000)
+    sizes = [
+        write_shard(tmp_path, number, [one] * 100).stat().st_size for number, one in enumerate((short, long))
+    ]
+    assert sizes[1] - sizes[0] == pytest.approx(2 * 4000, abs=16)
+    for number, one in enumerate((short, long)):
+        assert [row.ids.tolist() for row in read_shard(shard_path(tmp_path, number))] == [
+            one.ids.tolist()
+        ] * 100
+    tensors = {
+        "tokens": short.ids, "answered": short.answered.astype(np.uint8), "offsets": np.array([0, 40]),
+    }  # fmt: skip
+    about = {"version": 1, "tasks": ["code"], "temperatures": [0.7], "prompts": ["p"]}
+    about["sha256"] = token_shards._digest(tensors, about)
+    shard_path(tmp_path, 2).write_bytes(save(tensors, {"outrider": json.dumps(about)}))
+    (old,) = read_shard(shard_path(tmp_path, 2))
+    assert old.ids.tolist() == short.ids.tolist() and old.answered.tolist() == short.answered.tolist()

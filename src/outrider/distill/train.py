@@ -23,6 +23,7 @@ from torch import Tensor
 
 from outrider.distill.acceptance import Acceptance, held_out, measure_acceptance
 from outrider.distill.answers import Answers, TrainBatch
+from outrider.distill.attention import flash_works
 from outrider.distill.checkpoints import Counters, load_checkpoint, save_checkpoint
 from outrider.distill.features import TargetReader, send
 from outrider.distill.losses import Diverge, Losses, divergence, losses_and_gradients
@@ -114,6 +115,10 @@ class Training:
             self.out / CHECKPOINTS, self.student.net, self.optimiser, self.report.note
         )
         self._cut_curves()
+        if self.device.type == "cuda" and self.dtype != torch.float32 and not flash_works(self.device):
+            self.report.note(
+                "torch's attention kernel for this device is not there or differs: training goes without"
+            )
         self.report.begin("train", self.total, "tokens", self.counters.tokens)
         started = time.perf_counter() - self.counters.seconds
         if not self.counters.step:

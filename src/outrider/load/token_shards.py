@@ -1,9 +1,9 @@
 """Conversations as tokens on disk: shards of safetensors that are whole or not there, each with its digest.
 
-`shard-00012.safetensors` holds `tokens` (int32) and `answered` (uint8) of all its conversations one after the other,
-`offsets` (int64) where each begins, and beside them, as JSON, their tasks, temperatures and prompts and a sha256 over
-all of it. A shard is written beside its name, synced and renamed: whoever is killed, or runs out of disk, leaves only
-shards that were finished. No torch here.
+`shard-00012.safetensors` holds `tokens` (uint16 where all of them fit, else int32) and `answered` (bits, eight to a
+byte, the first the highest) of all its conversations one after the other, `offsets` (int64) where each begins, and
+beside them, as JSON, their tasks, temperatures and prompts and a sha256 over all of it. A shard is written beside its
+name, synced and renamed: whoever is killed, or runs out of disk, leaves only shards that were finished. No torch here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from outrider.errors import OutriderError
 
 NAME = re.compile(r"shard-(\d{5,})\.safetensors")
 KEY = "outrider"  # of the metadata; one alone, so that equal shards are equal bytes
-VERSION = 1
+VERSION = 2
+WHOLE_BYTES = 1  # the version before it: int32, and a byte for every mark
 SHARD_TOKENS = 1 << 18  # a writer's own measure: a megabyte or so
 
 
@@ -77,9 +78,13 @@ def write_shard(folder: Path, number: int, conversations: Sequence[Conversation]
     """All or nothing. The same conversations give the same bytes."""
     lengths = [len(one) for one in conversations]
     none = np.zeros(0, np.int32)
+    tokens = np.concatenate([none, *(one.ids for one in conversations)]).astype(np.int32)
+    short = not len(tokens) or 0 <= tokens.min() <= tokens.max() < 1 << 16
     tensors: dict[str, NDArray[Any]] = {
-        "tokens": np.concatenate([none, *(one.ids for one in conversations)]).astype(np.int32),
-        "answered": np.concatenate([none, *(one.answered for one in conversations)]).astype(np.uint8),
+        "tokens": tokens.astype(np.uint16) if short else tokens,
+        "answered": np.packbits(
+            np.concatenate([none, *(one.answered for one in conversations)]).astype(np.bool_)
+        ),
         "offsets": np.cumsum([0, *lengths], dtype=np.int64),
     }
     about: dict[str, Any] = {
@@ -104,16 +109,19 @@ def read_shard(path: Path) -> list[Conversation]:
         tensors = load(data)
         about = _metadata(data)
         offsets = tensors["offsets"]
-        if about.get("version") != VERSION:
+        if about.get("version") not in (WHOLE_BYTES, VERSION):
             raise BadShard(
                 f"{path} is of version {about.get('version')!r:.20}; this Outrider reads version {VERSION}"
             )
         if about.pop("sha256") != _digest(tensors, about):
             raise _corrupt(path, "its digest differs")
-        answered = tensors["answered"].astype(np.bool_)
+        tokens, answered = tensors["tokens"].astype(np.int32), tensors["answered"]
+        if about["version"] == VERSION:
+            answered = np.unpackbits(answered, count=len(tokens))
+        answered = answered.astype(np.bool_)
         rows = zip(about["tasks"], about["temperatures"], about["prompts"], strict=True)
         return [
-            Conversation(tensors["tokens"][begin:end], answered[begin:end], *row)
+            Conversation(tokens[begin:end], answered[begin:end], *row)
             for begin, end, row in zip(offsets[:-1].tolist(), offsets[1:].tolist(), rows, strict=True)
         ]
     except (SafetensorError, KeyError, TypeError, ValueError, AttributeError) as problem:
