@@ -398,3 +398,58 @@ def test_unseen_rows_cost_what_the_curve_says() -> None:
     assert costs.step(2) == pytest.approx(10 * 1.1)
     costs.by_rows[5] = 16.0
     assert costs.step(5) == 16.0
+
+
+def head_and_lookup(plain: float = 1.0) -> tuple[Planner, dict[str, int]]:
+    """A head that pays where lookup finds nothing; how many levels lookup finds and the head must read first."""
+    made = Planner("eagle", choices=("eagle", "lookup"))
+    made.costs.by_rows = {n: plain * (1 + 0.05 * (n - 1)) for n in range(1, 64)}
+    made.costs.per_level["eagle"] = 0.1 * plain
+    return made, {"found": 0, "behind": 300}
+
+
+def drafted(made: Planner, s, state: dict[str, int]) -> str:
+    options = Options(
+        behind=lambda name, _: state["behind"] if name == "eagle" else 0,
+        riding=("lookup",),
+        found=lambda name, _, depth: min(state["found"], depth),
+    )
+    bet = made.plan([Work(s, s.pending)], options).bets[0]
+    drafter = bet.drafter if bet.nodes else "none"
+    made.rates.note(s, drafter)
+    s.steps += 1
+    return drafter
+
+
+def read(tokens: int, seconds: float) -> StepRecord:
+    record = step([], rows=2, total=2.0)
+    record.catch_up = ("eagle", tokens, seconds)
+    return record
+
+
+def test_a_head_reads_a_prompt_where_it_will_draft_often_enough():
+    made, state = head_and_lookup()
+    assert drafted(made, sequence([1, 2], max_tokens=200), state) == "eagle"  # nobody knows yet what it takes
+    made.observe(read(300, 3.0))
+    made.observe(read(5, 0.3))  # mostly the draft that follows
+    assert made.costs.ragged_reading("eagle", 100) == pytest.approx(1.0)
+    assert drafted(made, sequence([1, 2], max_tokens=200), state) == "eagle"
+    assert drafted(made, sequence([1, 2], max_tokens=4), state) == "none"  # it would not earn that any more
+    state["behind"] = 3000
+    assert drafted(made, sequence([1, 2], max_tokens=200), state) == "none"
+
+
+def test_a_head_does_not_read_for_the_gaps_that_lookup_leaves():
+    made, state = head_and_lookup()
+    made.observe(read(300, 3.0))
+    s = sequence([1, 2], max_tokens=200)
+    state["found"] = 6
+    assert [drafted(made, s, state) for _ in range(8)] == ["lookup"] * 8
+    state["found"] = 0
+    assert drafted(made, s, state) == "none"
+    later = [drafted(made, s, state) for _ in range(8)]
+    assert "eagle" in later and later == sorted(later, reverse=True)  # it is new text by now
+    state.update(behind=7)
+    assert drafted(made, s, state) == "eagle"
+    state["found"] = 6
+    assert drafted(made, s, state) == "lookup"

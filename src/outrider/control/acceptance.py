@@ -33,6 +33,7 @@ class AcceptanceRate:
     weight: float = PRIOR_WEIGHT  # in steps
     idle: int = 1  # steps since the last one in which it drafted; 0: it drafts now
     drafts: int = 0  # that it was observed for
+    used: int = 0  # steps in which it drafted
     right: bool = True  # whether any of the last draft was accepted
     # Copied text goes on being copied, and new text being new. So `first` and its weight hold after a draft as right as
     # the last one, and these after one that was not. None: no difference is made.
@@ -144,6 +145,12 @@ class AcceptanceRates:
         """Who drafted for it in a step."""
         for name, rate in self.by_sequence.get(sequence, {}).items():
             rate.idle = 0 if name == drafting else rate.idle + 1
+            rate.used += name == drafting
+
+    def left_to(self, sequence: Sequence, drafter: str) -> float:
+        """The share of a sequence's steps so far in which no other drafter drafted."""
+        others = (rate.used for name, rate in self.by_sequence.get(sequence, {}).items() if name != drafter)
+        return 1 - min(sum(others) / max(sequence.steps, 1), 1.0)
 
     def forget(self, sequence: Sequence) -> None:
         self.by_sequence.pop(sequence, None)

@@ -21,6 +21,7 @@ FIRST_BASELINE = 8  # drafting steps of a size after which a plain one is due, w
 MAX_STALL = (
     1.5  # of its time on the device that a captured step counts for: no plan changes what holds up the host
 )
+READ_TOKENS = 64  # read beside a ragged step, from which on reading takes longer than the draft that follows
 MIN_READ = 256  # tokens: fewer take a drafter as long to read
 SLOWEST_READ = (
     4  # plain steps' time to read MIN_READ tokens, at most: beyond, a graph was captured on the way
@@ -42,6 +43,7 @@ class CostModel:
         self.captured: dict[tuple[str, TreeShape, int], float] = {}  # plain: "none", NO_TREE
         self.per_level: dict[str, float] = {}  # of a draft in ragged steps, by drafter
         self.per_token: dict[str, float] = {}  # of catching up, by drafter
+        self.per_ragged_token: dict[str, float] = {}  # the same, beside ragged steps
         # What prompt rows add to a step of decoding sequences, by the power of two that has room for them: a row of so
         # many.
         self.per_prompt_row: dict[int, float] = {}
@@ -175,6 +177,15 @@ class CostModel:
     def reading(self, drafter: str, tokens: int) -> float:
         """Seconds for a drafter to read so many tokens."""
         return self._per_token(drafter) * max(tokens, MIN_READ) if tokens else 0.0
+
+    def learn_ragged_reading(self, drafter: str, tokens: int, seconds: float) -> None:
+        """A drafter caught up before it drafted for a ragged step."""
+        if tokens >= READ_TOKENS:
+            _learn(self.per_ragged_token, drafter, seconds / tokens)
+
+    def ragged_reading(self, drafter: str, tokens: int) -> float:
+        """Seconds for a drafter to read so many tokens before a ragged step; nothing until it has read once."""
+        return self.per_ragged_token.get(drafter, 0.0) * tokens
 
     def _per_token(self, drafter: str) -> float:
         """While it is not measured, as long as it may take."""

@@ -108,7 +108,8 @@ class Planner:
 
     def observe(self, record: StepRecord) -> None:
         if record.catch_up is not None:
-            self.learn_reading(*record.catch_up)
+            learn = self.learn_reading if record.captured else self.costs.learn_ragged_reading
+            learn(*record.catch_up)
         self.costs.observe(record)
         record.plain_s = self.costs.plain_seconds(record)
         drafter = record.captured[0] if record.captured else "none"

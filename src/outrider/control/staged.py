@@ -11,7 +11,7 @@ from outrider.control.acceptance import AcceptanceRate, AcceptanceRates
 from outrider.control.costs import CostModel
 from outrider.control.fairness import Fairness
 from outrider.control.guards import Guards
-from outrider.control.probes import probe_due
+from outrider.control.probes import probe_due, tokens_left
 from outrider.control.reasons import NOTHING_FOUND
 from outrider.types import MAX_NODES, Options, Reason, Sequence
 
@@ -76,7 +76,8 @@ class StagedPlans:
             }
             found = self._depths(taken, batch, rows, seconds, {i for i in left if left[i][0] in late})
             switch = guards.switch ** ((self.joined == before) - (name == before))
-            if found.speed * seconds / batch > max(switch * speedup, needed):
+            pays = found.speed * seconds / batch > max(switch * speedup, needed)
+            if pays and self._earns(name, found, speedup * batch / seconds, taken, left, options):
                 self.joined, speedup, best = name, found.speed * seconds / batch, found
                 served = taken
             elif found.stretched > best.stretched:
@@ -92,6 +93,21 @@ class StagedPlans:
                 yield i, *probe
             else:
                 yield i, drafter, depth, self._reason(sequence, offer, depth, best)
+
+    def _earns(
+        self, name: str, found: Depths, speed: float, taken: Mapping[int, Offer], left: Left, options: Options
+    ) -> bool:
+        """Whether these depths earn what a drafter has to read first, over the best without it. It drafts in no more
+        steps than others have left it so far: text that is copied goes on being copied.
+        """
+        some = [left[i][0] for i in found.by_item if taken[i].drafter == name]
+        reading = sum(self.costs.ragged_reading(name, options.behind(name, s)) for s in some)
+        if not reading:
+            return True
+        step = found.tokens / found.speed
+        free = sum(self.rates.left_to(s, name) for s in some) / len(some)
+        steps = free * min(self.guards.payback_steps, tokens_left(some) * len(left) / found.tokens)
+        return (1 - speed / found.speed) * steps * step > reading
 
     def _reason(self, sequence: Sequence, offer: Offer | None, depth: int, best: Depths) -> Reason:
         """A draft is as deep as the next guess is more likely than what it must bring."""
@@ -174,7 +190,7 @@ class StagedPlans:
                 ratio = (costs.step(batch + depth) + costs.drafting({name: depth})) / plain
                 if ratio <= guards.costly_probe:
                     break
-            delay = costs.reading(name, options.behind(name, sequence)) / plain
+            delay = costs.ragged_reading(name, options.behind(name, sequence)) / plain
             lost = ratio - 1 + delay + (1 - 1 / speedup) / batch
             rate = self.rates.of(sequence, name)
             spared = rate.drafts >= guards.patience
