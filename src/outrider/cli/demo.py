@@ -76,7 +76,7 @@ def demo(model: Model = DEFAULT_MODEL, draft: Draft = "auto", *, settings: Setti
         raise InvalidRequest("--draft none leaves nothing to show; leave it out", "draft")
     console = Console(highlight=False)
     with open_llm(model, draft, settings) as llm:
-        head = f"{model} on {_place(llm)}, drafts by {llm.drafter}, temperature 0"
+        head = f"{model} on {_place(llm)}, drafts by {_drafters(llm)}, temperature 0"
         console.print(head, style="bold", markup=False, soft_wrap=True)
         _warm_up(llm, console)
         duels = [show_duel(llm, scene, console) for scene in SCENES]
@@ -291,6 +291,11 @@ class Lines:
         write("".join(text for text, _ in pane.answer.fresh))
         if pane.answer.done:
             write(f"\n[{pane.summary()}]\n")
+
+
+def _drafters(llm: LLM) -> str:
+    """Those that a request may get which names none."""
+    return " and ".join(llm.engine.planner.choices) or "nobody"
 
 
 def _place(llm: LLM) -> str:

@@ -156,7 +156,8 @@ class StagedPlans:
             dict.fromkeys(offers, 1.0),
             float(batch),
         )  # tokens of each; of all, the sum of 1 / tokens
-        stretched = 0.0
+        stretched, rest = 0.0, sum(survival for survival, _, _ in nodes)
+        by_tokens = self.guards.objective == "throughput"
         for n, (survival, minus_depth, i) in enumerate(nodes[:MAX_NODES], 1):
             tokens, taken[i], name = tokens + survival, -minus_depth, offers[i].drafter
             waits += 1 / (expected[i] + survival) - 1 / expected[i]
@@ -166,6 +167,9 @@ class StagedPlans:
                 gain[i] += survival
             seconds = self.costs.step(rows + n) + self.costs.drafting(levels)
             speed = self._speed(tokens, waits, batch, seconds)
+            rest -= survival
+            if by_tokens and tokens + rest <= best[0] * seconds:
+                break  # all that is left, accepted for nothing, would not make up for it
             if speed > best[0]:
                 if gain and seconds > self.guards.max_stretch * plain * (1 + min(gain.values())):
                     stretched = max(stretched, seconds / plain)
