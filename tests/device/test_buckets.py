@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outrider.device import buckets
 from outrider.device.buckets import (
     FEW_LOGITS,
     MAX_LOGITS,
@@ -16,6 +18,7 @@ from outrider.device.buckets import (
     staged_bucket,
     staged_shape,
 )
+from outrider.model.kernels.gpu.recording import context_for, contexts_for
 from outrider.model.staged import StagedRows
 from outrider.types import NO_DRAFT, Draft
 from tests.model.batches import Part, Reader
@@ -72,3 +75,28 @@ def test_several_passes_in_a_step_only_as_long_as_streams_can_wait() -> None:
     for _ in range(3):
         runs.observe(512, runs.choose(512, 100), waited=0.0, spent=1.0, device=0.004 * runs.choose(512, 100))
     assert (runs.choose(512, 100), runs.choose(512, 3)) == (4, 1)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 16, 40, 64, 200, 512])
+def test_fewer_sizes_have_room_for_everybody(count: int) -> None:
+    sizes = buckets.sizes_up_to(count)
+    for each in (1, 2, 5, 16, 64):
+        kept = buckets.roomy_sizes(sizes, each)
+        assert kept[0] == 1 and kept[-1] == sizes[-1] and set(kept) <= set(sizes)
+        for size in sizes:  # nobody pays for more rows than weights are read once for
+            larger = next(one for one in kept if one >= size)
+            assert larger == size or larger * each <= buckets.READ_ONCE
+    beside = buckets.sizes_beside(count)
+    assert bool(beside) == (count > 1)
+    for size in sizes if beside else ():
+        assert size <= buckets.size_beside(size, count) in beside and len(beside) <= len(sizes)
+
+
+def test_contexts_that_are_close_are_one() -> None:
+    assert contexts_for(2111, 16_384) == [2111]
+    assert contexts_for(8255, 16_384) == [1024, 8255]
+    assert contexts_for(32_831, 16_384) == [1024, 4096, 16_384]
+    assert contexts_for(800, 16_384) == [800]
+    for width in (300, 1024, 2111, 4159, 8255, 32_831, 131_135):
+        for longest in range(1, width, 97):
+            assert longest <= context_for(longest, width) <= width

@@ -22,6 +22,8 @@ STAGED, STAGED_MULTIPLE = (16, 32, 64, 128, 256, 512), 64
 # no less; as many as the most are read as fast, row by row, as in steps of thousands, which streams would feel.
 BITES = ((64, 16), (128, 16), (256, 16), (512, 64))
 DRAFTED_BITES = BITES[1:3]  # beside drafts
+BESIDE = (4, 16, 64, 128, 256, 512)  # decoding sequences beside prompt rows, which are many more than those
+READ_ONCE = 64  # rows that a pass reads its weights once for
 MAX_BESIDE = 4  # nodes of drafts beside prompt rows: chains that are captured with them
 FEW_LOGITS, MAX_LOGITS = 16, 64  # of staged rows: a few, or a multiple
 MAX_ROWS = 512  # of a step whose drafts nobody asked for: logits of many rows take much memory
@@ -45,6 +47,22 @@ def longest_run(size: int, seconds: float) -> int:
 def sizes_up_to(count: int) -> list[int]:
     """Of steps for any number of sequences up to this one."""
     return [size for size in SIZES if size <= bucket(count, SIZES)]
+
+
+def roomy_sizes(sizes: Seq[int], each: int) -> list[int]:
+    """Of these, with so many rows a sequence: one, and each that the next has no room for at the same cost."""
+    larger = [*sizes[1:], READ_ONCE + 1]
+    return [size for size, more in zip(sizes, larger, strict=True) if size == 1 or more * each > READ_ONCE]
+
+
+def size_beside(size: int, count: int) -> int:
+    """Of a step beside prompt rows that has room for so many decoding sequences, where there are `count` at most."""
+    return min(bucket(size, BESIDE), sizes_up_to(count)[-1])
+
+
+def sizes_beside(count: int) -> list[int]:
+    """Of steps beside prompt rows for any number of decoding sequences up to this one; alone nobody has any beside."""
+    return sorted({size_beside(size, count) for size in sizes_up_to(count)}) if count > 1 else []
 
 
 def staged_bucket(chunks: Seq[int], drafts: Seq[int], logits: int) -> tuple[int, int, int]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from outrider.device.buckets import staged_shape
 from outrider.device.layout import TreeLayout, chain_levels
-from outrider.device.ops import SLOTS, StepInputs, StepOps, run_levels
+from outrider.device.ops import SLOTS, Ahead, StepInputs, StepOps, run_levels
 from outrider.model.staged import StagedRows
 from outrider.types import Batch, Draft, TreeShape
 
@@ -176,13 +176,23 @@ class CapturedStep:
     def capture(self, record: Record) -> None:
         """Capture the CUDA graph, after a warm-up on padding alone, which changes nobody's state."""
         given = self.inputs.clone()
+        self._clear()
+        self.graph, (output, logits) = record(self._step)
+        self.output = output, None if logits is None else _not_kept(logits)
+        self.inputs.copy_(given)
+
+    def compile(self, ahead: Ahead) -> None:
+        """Have the kernels of its operations compiled some time, before anybody fills it. None is launched."""
+        self._clear()
+        with ahead.collecting():
+            self._step()
+
+    def _clear(self) -> None:
+        """Nothing but padding."""
         if self.staged is not None:
             self.staged.clear()
         self.inputs[:, 0], self.inputs[:, 1:SLOTS] = self.ops.state.rows, 0
         self.inputs[:, SLOTS:] = self.padding
-        self.graph, (output, logits) = record(self._step)
-        self.output = output, None if logits is None else _not_kept(logits)
-        self.inputs.copy_(given)
 
     def _step(self) -> tuple[Tensor, Tensor | None]:
         ops, shape, tree = self.ops, self.shape, self.tree

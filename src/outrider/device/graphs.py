@@ -39,7 +39,7 @@ class StepGraphs:
 
     def step(self, shape: StepShape) -> CapturedStep:
         """The step to launch: captured if it may be done now, or was."""
-        step = self._made(shape)
+        step = self.made(shape)
         if step.graph is None and self.record is not None:
             if self.on_demand and worth_capturing(shape.staged, step.launches):
                 return self.capture(shape)
@@ -48,7 +48,7 @@ class StepGraphs:
 
     def capture(self, shape: StepShape) -> CapturedStep:
         """Now, whoever waits. On a CPU there is nothing to capture."""
-        step = self._made(shape)
+        step = self.made(shape)
         if self.record is not None and step.graph is None:
             step.capture(self.record)
             self._serving.clear()
@@ -66,7 +66,8 @@ class StepGraphs:
                 del known[shape]
         self._serving.clear()
 
-    def _made(self, shape: StepShape) -> CapturedStep:
+    def made(self, shape: StepShape) -> CapturedStep:
+        """A step of this shape, captured or not."""
         if shape not in self.steps:
             self.steps[shape] = self.make(shape)
         return self.steps[shape]

@@ -7,7 +7,9 @@ the same (ops_gpu.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -56,8 +58,24 @@ class StepInputs:
 SLOTS = 3  # columns of the inputs before the fresh slots
 
 
+class Ahead(Protocol):
+    """Who compiles kernels before they are launched."""
+
+    def collecting(self) -> AbstractContextManager[None]:
+        """While it lasts, launches have their kernels compiled some time, and launch nothing."""
+        ...
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+    def drop(self) -> None: ...
+
+
 class StepOps:
     """As torch operations, over one state. `model` samples: its `draw` and `filter_logits` are the law's."""
+
+    ahead: Ahead | None = None  # here nothing is compiled
 
     def __init__(self, state: SequenceState, model: Model) -> None:
         self.state, self.model = state, model

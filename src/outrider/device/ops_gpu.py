@@ -8,14 +8,21 @@ from torch import Tensor
 from outrider.device.layout import Columns, Layout
 from outrider.device.ops import StepInputs, StepOps
 from outrider.model.kernels.gpu import step_ops
+from outrider.model.kernels.gpu.ahead import AHEAD, is_collecting
 from outrider.model.kernels.gpu.draw import draw_owned
 from outrider.model.kernels.gpu.edit import Edits, count_tokens, edit_rows
+from outrider.model.kernels.gpu.launch import INTERPRETED
 from outrider.types import Batch
 
 
 class GpuStepOps(StepOps):
+    ahead = None if INTERPRETED else AHEAD
+
     def begin_step(self, inputs: Tensor) -> StepInputs:
-        return StepInputs(inputs, *step_ops.begin_step(inputs, self.state.table, self.state.lengths))
+        made = step_ops.begin_step(inputs, self.state.table, self.state.lengths)
+        if is_collecting():  # torch operations must find rows and slots that are there
+            return super().begin_step(inputs)
+        return StepInputs(inputs, *made)
 
     def build_batch(
         self, rows: Tensor, lengths: Tensor, layout: Layout, drafted: Tensor | None = None
@@ -26,6 +33,8 @@ class GpuStepOps(StepOps):
         how = entries, depths, nodes, masks, layout.behind
         wanted = state.constant(layout.logit_rows(len(rows)), torch.int64)
         fields = step_ops.build_batch(state.tokens, state.table, rows, lengths, how, drafted)
+        if is_collecting():
+            return super().build_batch(rows, lengths, layout, drafted)
         return Batch(**fields, table=state.table, logit_rows=wanted)
 
     def edit(self, batch: Batch, logits: Tensor, drafted: Tensor, ahead: int) -> Tensor:

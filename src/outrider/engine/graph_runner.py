@@ -181,6 +181,9 @@ class GraphRunner(EagerRunner):
     def measure_prompts(self, size: int) -> Iterator[tuple[int, float]]:
         return self.warm.measure_prompts(size)
 
+    def compile(self, sequences: int, drafters: Seq[str] | None = None) -> Iterator[None]:
+        return self.warm.compile(sequences, drafters)
+
     def prepare_prompts(self) -> Iterator[None]:
         return self.warm.prompts()
 
@@ -194,15 +197,7 @@ class GraphRunner(EagerRunner):
         self.default = self.drafters.instead_of(self.default)
 
     def warm_up(self, drafter: str) -> tuple[int, float]:
-        """Tokens that a drafter can read in some seconds, if it has to read at all."""
-        tokens, seconds, reader = 0, 0.0, self.drafters.resident(drafter)
-        for _ in range(2 if reader else 0):  # the first time only warms up
-            timer = Timer(self.cuda)
-            tokens = reader.warm_up(self.ops) if reader else 0
-            timer.stop()
-            timer.wait()
-            seconds = timer.seconds()
-        return tokens, seconds
+        return self.warm.read(drafter)
 
     # ------------------------------------------------------------------------------------ launching
 
@@ -319,7 +314,7 @@ class GraphRunner(EagerRunner):
         tree = max(((bet.depth, bet.nodes) for bet in bets), key=lambda one: one[1], default=NO_TREE)
         if tree != NO_TREE:
             serving = self.shared.serving(bets)
-            tree = self.shared.captured_tree(serving[0], tree)
+            tree = self.shared.captured_tree(serving[0], tree, bool(plain.staged))
             serving = self.shared.with_riding(serving, tree)
             yield replace(plain, tree=tree, drafter="+".join(serving))
         elif count and not (step.staged.work or step.host_verified or step.reported):
@@ -330,6 +325,7 @@ class GraphRunner(EagerRunner):
 
     def _send(self, step: GraphStep, inputs: Inputs, batch: Batch | None) -> Launched:
         assert step.shape is not None
+        self.warm.before(step.shape, len(step.work))
         captured = self.graphs.step(step.shape)
         captured.fill(*inputs)
         if batch is not None:

@@ -128,6 +128,12 @@ class Runner(Protocol):
         """Room for prompt rows beside so many decoding sequences, and the seconds of such a step."""
         ...
 
+    def compile(self, sequences: int, drafters: Seq[str] | None = None) -> Iterator[None]:
+        """Have the kernels compiled that up to so many sequences need to be answered without drafts, or those of all
+        other steps, with these drafters. Nothing is waited for.
+        """
+        ...
+
     def prepare_prompts(self) -> Iterator[None]:
         """Run what prompts need that nobody decodes beside, piece by piece."""
         ...
@@ -221,6 +227,9 @@ class EagerRunner:
 
     def measure_prompts(self, size: int) -> Iterable[tuple[int, float]]:
         return ()
+
+    def compile(self, sequences: int, drafters: Seq[str] | None = None) -> Iterator[None]:
+        return iter(())
 
     def prepare_prompts(self) -> Iterator[None]:
         return iter(())

@@ -28,7 +28,9 @@ class SharedDrafts:
         deepest = drafter.usual_depth or drafter.max_depth
         if beside:
             deepest = min(deepest, MAX_BESIDE)
-        chains = (tree for tree in CHAINS if tree[0] <= deepest)
+        chains = [tree for tree in CHAINS if tree[0] <= deepest]
+        if beside and self.captures:  # one level more is little there, and nothing for who takes no pass
+            chains = chains[-1:] if drafter.rides_along else chains[1:] or chains
         return tuple(tree for tree in (*chains, *trees) if size * (tree[1] + 1) <= MAX_ROWS)
 
     def fitted(self, bets: Seq[Bet], beside: bool = False) -> list[Bet]:
@@ -65,12 +67,13 @@ class SharedDrafts:
         names = {bet.drafter for bet in bets if bet.nodes}
         return sorted(names, key=lambda name: (name in self.drafters.riding, name)) or ["none"]
 
-    def captured_tree(self, name: str, tree: TreeShape) -> TreeShape:
+    def captured_tree(self, name: str, tree: TreeShape, beside: bool = False) -> TreeShape:
         """Where steps are captured, a chain that there is a step for: who wants less of it has its wish."""
         drafter = self.drafters.resident(name)
         if not self.captures or tree[0] != tree[1] or drafter is None:
             return tree
-        return next((chain for chain in CHAINS if tree <= chain <= (drafter.max_depth,) * 2), tree)
+        chains = self.trees(name, 1, beside) if beside else CHAINS
+        return next((chain for chain in chains if tree <= chain <= (drafter.max_depth,) * 2), tree)
 
     def with_riding(self, serving: list[str], tree: TreeShape) -> list[str]:
         """With every drafter that may ride along, where steps are captured."""

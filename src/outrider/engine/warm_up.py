@@ -2,12 +2,16 @@
 
 Everything runs over padding, which changes nobody's state. Steps without drafts come first, for every number of
 sequences, alone and beside prompt rows: whoever asks can be answered with those. Then come drafts, then longer texts.
+What others with room can do at a few percent more is not captured (device/buckets.py).
+
+Kernels that they need are compiled ahead of them, in threads, in the same order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -17,18 +21,23 @@ from outrider.device.buckets import (
     BITES,
     DRAFTED_BITES,
     FEW_LOGITS,
-    MAX_BESIDE,
     RUNS,
+    SIZES,
+    STAGED,
     SizeChoice,
+    bucket,
     longest_run,
+    roomy_sizes,
+    size_beside,
+    sizes_beside,
     sizes_up_to,
 )
-from outrider.device.capture import CapturedStep, StepShape
+from outrider.device.capture import CapturedStep, StepShape, Timer
 from outrider.device.graphs import StepGraphs
 from outrider.device.ops import StepOps
 from outrider.draft.drafters import DrafterFailed, Drafters
 from outrider.engine.shared_drafts import SharedDrafts
-from outrider.model.kernels.gpu.recording import CONTEXTS, context_for
+from outrider.model.kernels.gpu.recording import CONTEXTS, context_for, contexts_for
 from outrider.types import NO_DRAFT, Request, SamplingParams, Sequence, TreeShape
 from outrider.verify.judge import judge
 
@@ -50,13 +59,84 @@ class WarmUp:
         self.drafters, self.ops, self.width = drafters, ops, ops.state.width
         self.captures = graphs.record is not None
         self.prepared: set[tuple[str, int]] = set()  # drafters and sizes; plain steps with their prompt rows
+        self._compiled: set[StepShape] = set()  # or on their way there
+        self.sequences = 1  # at once, at most, of those that steps are prepared for
+
+    def compile(self, sequences: int, drafters: Seq[str] | None = None) -> Iterator[None]:
+        """Have the kernels compiled, in threads, that steps of up to so many sequences need: those that answer without
+        drafts, or all others, with these drafters. Nothing is waited for.
+        """
+        self.sequences = sequences
+        shapes = self._plain(sequences) if drafters is None else self._drafted(sequences, drafters)
+        ahead = self.ops.ahead
+        if ahead is None:
+            return
+        for shape in shapes:
+            self._compile(shape)
+            yield
+        for drafter in filter(None, map(self.drafters.resident, drafters or ())):
+            with ahead.collecting(), suppress(Exception):  # who warms it up for good will hear of it
+                drafter.warm_up(self.ops)
+            yield
+
+    def before(self, shape: StepShape, sequences: int) -> None:
+        """A step of this shape is about to be launched, for so many sequences. When nothing was prepared, its kernels
+        are compiled together, and beside them those of the steps that will follow. Else nothing is compiled now.
+        """
+        ahead = self.ops.ahead
+        if ahead is None or not self.graphs.on_demand:
+            if ahead is not None:
+                ahead.pause()
+            return
+        follow = self._following(bucket(sequences, SIZES)) if shape.staged else ()
+        for one in (shape, *follow):
+            self._compile(one)
+
+    def _following(self, size: int) -> Iterator[StepShape]:
+        yield self.shape(size, "none", NO_TREE)
+        for name in filter(self.drafters.resident, self.drafters.names):
+            for tree in self.shared.trees(name, size):
+                yield self.shape(size, name, tree)
+
+    def _compile(self, shape: StepShape) -> None:
+        if self.ops.ahead is None or shape in self._compiled or self.graphs.captured(shape):
+            return
+        self._compiled.add(shape)
+        with suppress(DrafterFailed):  # whoever launches it will hear of it
+            self.graphs.made(shape).compile(self.ops.ahead)
+
+    def _plain(self, sequences: int) -> Iterator[StepShape]:
+        """Steps that answer without drafts."""
+        yield from self._prompts()
+        for size in sizes_up_to(sequences):
+            yield self.shape(size, "none", NO_TREE)
+            yield from (self._beside(size, bite) for bite in BITES if sequences > 1)
+
+    def _drafted(self, sequences: int, drafters: Seq[str]) -> Iterator[StepShape]:
+        """What is captured after those."""
+        for name in drafters:
+            for size in sizes_up_to(sequences):
+                yield from (self.shape(size, name, tree) for tree in self.shared.trees(name, size))
+        yield from self._rest(sequences, drafters, lambda size: None)
+
+    def _prompts(self) -> Iterator[StepShape]:
+        """Of prompts alone."""
+        for bite in (*BITES, *((rows, BITES[-1][1]) for rows in EAGER_ROWS)):
+            yield self.shape(0, "none", NO_TREE, bite)
+
+    def _beside(self, size: int, bite: tuple[int, int]) -> StepShape:
+        """Plain decoding sequences beside prompt rows."""
+        return self.shape(size_beside(size, self.sequences), "none", NO_TREE, bite)
 
     def measure(self, size: int, drafter: str) -> Iterator[tuple[str, TreeShape, float]]:
         """What steps of this size take, plain and with each draft tree, in seconds."""
+        trees = (NO_TREE, *self.shared.trees(drafter, size))
+        shapes = [self.shape(size, "none" if tree == NO_TREE else drafter, tree) for tree in trees]
+        for shape in shapes:
+            self._compile(shape)
         try:
-            for tree in (NO_TREE, *self.shared.trees(drafter, size)):
-                name = "none" if tree == NO_TREE else drafter
-                yield name, tree, self._seconds(self.shape(size, name, tree))
+            for tree, shape in zip(trees, shapes, strict=True):
+                yield "none" if tree == NO_TREE else drafter, tree, self._seconds(shape)
         except DrafterFailed as failed:
             self.drafters.note_fault(failed)
         self.sizes.made.add(size)
@@ -65,17 +145,17 @@ class WarmUp:
 
     def measure_prompts(self, size: int) -> Iterator[tuple[int, float]]:
         """Room for prompt rows beside plain decoding sequences, and the seconds of such a step."""
-        for bite in BITES if self.captures else ():
-            yield bite[0], self._seconds(self.shape(size, "none", NO_TREE, bite))
+        for bite in BITES if self.captures and self.sequences > 1 else ():
+            yield bite[0], self._seconds(self._beside(size, bite))
         self.prepared.add(("none", size))
 
     def prompts(self) -> Iterator[None]:
         """Steps of prompts alone: few rows are captured, many are launched one by one."""
-        for bite in BITES if self.captures else ():
-            self._seconds(self.shape(0, "none", NO_TREE, bite))
-            yield
-        for rows in EAGER_ROWS if self.captures else ():
-            self._launched(self.graphs.make(self.shape(0, "none", NO_TREE, (rows, BITES[-1][1]))))
+        for shape in self._prompts() if self.captures else ():
+            if shape.staged <= STAGED[-1]:
+                self._seconds(shape)
+            else:
+                self._launched(self.graphs.made(shape))
             yield
         if self.captures:
             self._verify_nothing()
@@ -91,6 +171,17 @@ class WarmUp:
             for count in (1, 2, FEW_LOGITS):
                 logits = torch.zeros((count, model.config.vocab), device=state.device)
                 judge(logits, [one] * count, [NO_DRAFT] * count, model.draw, model.filter_logits)
+
+    def read(self, drafter: str) -> tuple[int, float]:
+        """Tokens that a drafter can read in some seconds, if it has to read at all."""
+        tokens, seconds, reader = 0, 0.0, self.drafters.resident(drafter)
+        for _ in range(2 if reader else 0):  # the first time only warms up
+            timer = Timer(self.ops.state.device.type == "cuda")
+            tokens = reader.warm_up(self.ops) if reader else 0
+            timer.stop()
+            timer.wait()
+            seconds = timer.seconds()
+        return tokens, seconds
 
     def rest(self, sequences: int, drafters: Seq[str], plain: Plain) -> Iterator[None]:
         """What else is captured: several passes where they are short (by the seconds of `plain` steps), steps that
@@ -108,27 +199,33 @@ class WarmUp:
     def _rest(self, sequences: int, drafters: Seq[str], plain: Plain) -> Iterator[StepShape]:
         yield from self.graphs.often_missed()
         sizes = sizes_up_to(sequences)
-        for size in sizes:
+        for size in roomy_sizes(sizes, 1):
             yield self.shape(size, "none", NO_TREE, filtered=True)
             for passes in RUNS[1:]:
                 if passes <= longest_run(size, plain(size) or 1.0):
                     yield self.shape(size, "none", NO_TREE, passes=passes, filtered=True)
-        for context in self._contexts():
-            for size in sizes:
-                if context > self._contexts()[0]:
-                    yield self.shape(size, "none", NO_TREE, context=context, filtered=True)
-                    for bite in BITES:
-                        yield self.shape(size, "none", NO_TREE, bite, context=context)
-                for name in drafters:
-                    for tree in self.shared.trees(name, size):
-                        if context > self._contexts()[0]:
-                            yield self.shape(size, name, tree, context=context)
-                        if tree[0] == tree[1] <= MAX_BESIDE:
-                            for bite in DRAFTED_BITES:
-                                yield self.shape(size, name, tree, bite, context=context)
-            if context > self._contexts()[0]:
-                for bite in BITES:
-                    yield self.shape(0, "none", NO_TREE, bite, context=context)
+        shortest, *longer = contexts_for(self.width, LONGEST)
+        yield from self._drafts_beside(sequences, drafters, shortest)
+        for context in longer:
+            for size in roomy_sizes(sizes, 1):
+                yield self.shape(size, "none", NO_TREE, context=context, filtered=True)
+            for bite in BITES:
+                for size in (0, *sizes_beside(sequences)):
+                    yield self.shape(size, "none", NO_TREE, bite, context=context)
+            for name in drafters:
+                for tree in self.shared.trees(name, 1):
+                    having = [size for size in sizes if tree in self.shared.trees(name, size)]
+                    for size in roomy_sizes(having, tree[1] + 1):
+                        yield self.shape(size, name, tree, context=context)
+            yield from self._drafts_beside(sequences, drafters, context)
+
+    def _drafts_beside(self, sequences: int, drafters: Seq[str], context: int) -> Iterator[StepShape]:
+        """Drafts beside prompt rows."""
+        for size in sizes_beside(sequences):
+            for name in drafters:
+                for tree in self.shared.trees(name, size, beside=True):
+                    for bite in DRAFTED_BITES:
+                        yield self.shape(size, name, tree, bite, context=context)
 
     def _crowded(self) -> bool:
         """Whether steps need what memory is left more than graphs do."""
@@ -156,16 +253,14 @@ class WarmUp:
             passes, *staged, edited=self.captures,
         )  # fmt: skip
 
-    def _contexts(self) -> list[int]:
-        """Lengths that steps are captured for."""
-        return sorted({context_for(one, self.width) for one in CONTEXTS if one <= LONGEST})
-
     def _seconds(self, shape: StepShape) -> float:
         step = self.graphs.capture(shape)
         self._launched(step)  # the first one only warms up
         return self._launched(step)
 
     def _launched(self, step: CapturedStep) -> float:
+        if self.ops.ahead is not None:
+            self.ops.ahead.resume()
         step.fill([], [], [], np.zeros((0, step.shape.nodes + 1), np.int32))
         if step.staged is not None:
             step.staged.clear()

@@ -30,6 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from outrider.model.kernels.gpu.ahead import kernel
 from outrider.model.kernels.gpu.launch import INTERPRETED, await_previous, chained, let_next_start
 from outrider.model.kernels.gpu.rows import rope_and_write, sum_parts
 from outrider.model.staged import (
@@ -231,7 +232,7 @@ def _take_block(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["made_stride", "shared", "parts", "window", "splits"])
+@kernel(do_not_specialize=["made_stride", "shared", "parts", "window", "splits"])
 def _attend_kernel(
     q, keys, values, table, items, positions, table_rows, prefix, ancestors, paths, sums, stats, out,
     made, cos, sin, slots, made_stride,
@@ -348,7 +349,7 @@ def _attend_kernel(
         tl.store(out + at_q[:, None] + d, result.to(out.dtype.element_ty), mask=valid[:, None] & (d < DIM))
 
 
-@triton.jit(do_not_specialize=["window", "splits"])
+@kernel(do_not_specialize=["window", "splits"])
 def _combine_kernel(
     sums, stats, out, prefix, positions, ancestors, window, splits,
     HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
@@ -403,7 +404,7 @@ def _combine_kernel(
     tl.store(to, result.to(out.dtype.element_ty), mask=d < DIM)
 
 
-@triton.jit
+@kernel
 def _read_kernel(
     table, table_rows, prefix, ancestors, paths, items, table_stride, shared,
     NODES: tl.constexpr, BLOCK: tl.constexpr, TREE: tl.constexpr, SHARE: tl.constexpr, CHAIN: tl.constexpr,

@@ -4,17 +4,20 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import triton
+
+_counting = threading.Lock()  # kernels are compiled in several threads
 
 
 class Compiled:
     """So far, in this process."""
 
     kernels = 0
-    seconds = 0.0
+    seconds = 0.0  # of all threads together
 
 
 def watch_compiling(begun: Callable[[], None] = lambda: None) -> None:
@@ -25,9 +28,11 @@ def watch_compiling(begun: Callable[[], None] = lambda: None) -> None:
     def heard(*, times: Any, cache_hit: bool, **_: Any) -> None:
         if cache_hit:
             return
-        Compiled.kernels += 1
-        Compiled.seconds += times.total / 1e6
-        if Compiled.kernels == 1:
+        with _counting:
+            Compiled.kernels += 1
+            Compiled.seconds += times.total / 1e6
+            first = Compiled.kernels == 1
+        if first:
             begun()
 
     triton.knobs.compilation.listener = heard

@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from outrider.model.kernels.gpu.launch import await_previous, chained, let_next_start
+from outrider.model.kernels.gpu.ahead import kernel
+from outrider.model.kernels.gpu.launch import await_previous, chained, lanes, let_next_start
 
 PLACES = 1024  # looked at by one program
 BONUS = 4  # tokens that a place in a prediction counts for beside those that are the same
@@ -25,7 +26,7 @@ def _token(text, prediction, before, wide, at):
     return tl.where(at < before, expected, own)
 
 
-@triton.jit
+@kernel(do_not_specialize=["places"])
 def _scan_kernel(
     tokens, predictions, predicted, rows, lengths, best, stride, wide, places,
     REACH: tl.constexpr, SHORTEST: tl.constexpr, BONUS: tl.constexpr, PLACES: tl.constexpr, CHAIN: tl.constexpr,
@@ -52,10 +53,10 @@ def _scan_kernel(
     tl.store(best + one * tl.num_programs(1) + tl.program_id(1), tl.max(found, 0))
 
 
-@triton.jit
+@kernel(do_not_specialize=["places", "many", "furthest", "n"])
 def _copy_kernel(
-    tokens, predictions, predicted, rows, lengths, best, drafted, counts, stride, wide, places, many, furthest,
-    N: tl.constexpr, WIDE: tl.constexpr, MANY: tl.constexpr, CHAIN: tl.constexpr,
+    tokens, predictions, predicted, rows, lengths, best, drafted, counts, stride, wide, places, many, furthest, n,
+    WIDE: tl.constexpr, MANY: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     let_next_start(CHAIN)
     one = tl.program_id(0)
@@ -68,9 +69,9 @@ def _copy_kernel(
     start = tl.where(top >= 0, top % places + 1, 0)
     at = tl.minimum(start + i, before + furthest)
     token = _token(tokens + row * stride, predictions + row * wide, before, wide, at)
-    tl.store(drafted + one * N + i, token, mask=i < N)
+    tl.store(drafted + one * n + i, token, mask=i < n)
     ends = tl.where(start <= before, before, tl.load(lengths + one) + before + 1)
-    tl.store(counts + one, tl.where(top >= 0, tl.minimum(ends - start, N), 0))
+    tl.store(counts + one, tl.where(top >= 0, tl.minimum(ends - start, n), 0))
 
 
 def find_copies(
@@ -99,7 +100,7 @@ def find_copies(
         REACH=reach, SHORTEST=shortest, BONUS=BONUS, PLACES=PLACES, num_warps=4, **chained(),
     )  # fmt: skip
     _copy_kernel[(len(rows),)](
-        *texts, best, drafted, counts, *strides, places, many, tokens.shape[1] - 1,
-        N=n, WIDE=triton.next_power_of_2(n), MANY=triton.next_power_of_2(many), num_warps=1, **chained(),
+        *texts, best, drafted, counts, *strides, places, many, tokens.shape[1] - 1, n,
+        WIDE=lanes(n), MANY=triton.next_power_of_2(many), num_warps=1, **chained(),
     )  # fmt: skip
     return drafted, counts

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
+from outrider.model.kernels.gpu.ahead import kernel
 from outrider.model.kernels.gpu.launch import INTERPRETED, await_previous, chained, let_next_start
 from outrider.types import Batch
 from outrider.verify.noise import LAW, ROUNDS, draw
@@ -70,7 +71,7 @@ def _better(score, token, other, at):
     return tl.where(better, other, score), tl.where(better, at, token)
 
 
-@triton.jit
+@kernel
 def _chunk_kernel(
     logits, sampled, picked, owners, temperature, seeds, positions, of_row, edited, scores, tokens,
     vocab, stride, chunks, ahead,
@@ -127,9 +128,9 @@ def _chunk_kernel(
             d = tl.where(group * 4 + 3 == winner, float("-inf"), d)
 
 
-@triton.jit
+@kernel(do_not_specialize=["stride", "each"])
 def _final_kernel(
-    scores, tokens, columns, out, count, stride, EACH: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr,
+    scores, tokens, columns, out, count, stride, each, MOST: tl.constexpr, BLOCK: tl.constexpr,
     CHAIN: tl.constexpr,
 ):  # fmt: skip
     """The best `MOST` of what the chunks of a row found, each to its column; -1: to none."""
@@ -142,8 +143,8 @@ def _final_kernel(
     for place in tl.static_range(MOST):
         top = tl.max(score, 0)
         winner = tl.min(tl.where(score == top, token, 2147483647), 0)
-        column = tl.load(columns + row % EACH * MOST + place)
-        tl.store(out + row // EACH * stride + column, winner.to(tl.int64), mask=column >= 0)
+        column = tl.load(columns + row % each * MOST + place)
+        tl.store(out + row // each * stride + column, winner.to(tl.int64), mask=column >= 0)
         score = tl.where(token == winner, float("-inf"), score)
 
 
@@ -198,7 +199,7 @@ def _draw(
         INTERPRETED=INTERPRETED, num_warps=8, **chained(),
     )  # fmt: skip
     _final_kernel[(rows,)](
-        scores, winners, columns, out, chunks * most, out.stride(0), EACH=each, MOST=most,
+        scores, winners, columns, out, chunks * most, out.stride(0), each, MOST=most,
         BLOCK=triton.next_power_of_2(chunks * most), num_warps=1, **chained(),
     )  # fmt: skip
 

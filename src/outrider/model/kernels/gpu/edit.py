@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from outrider.model.kernels.gpu.launch import await_previous, chained, let_next_start
+from outrider.model.kernels.gpu.ahead import kernel
+from outrider.model.kernels.gpu.launch import await_previous, chained, lanes, let_next_start
 from outrider.types import Batch
 
 CHUNK = 2048  # tokens a program looks at
@@ -24,11 +25,11 @@ CHUNK = 2048  # tokens a program looks at
 Edits = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-@triton.jit
+@kernel(do_not_specialize=["each", "drafts_stride", "ahead", "nodes"])
 def _edit_kernel(
     logits, out, picked, owners, positions, ancestors, lengths, drafts,
-    of_row, counts, prompt, bias, penalties, vocab, width, stride, each, drafts_stride, ahead,
-    NODES: tl.constexpr, CHUNK: tl.constexpr, COPY: tl.constexpr, CHAIN: tl.constexpr,
+    of_row, counts, prompt, bias, penalties, vocab, width, stride, each, drafts_stride, ahead, nodes,
+    CHUNK: tl.constexpr, COPY: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     let_next_start(CHAIN)
     row = tl.program_id(0).to(tl.int64)
@@ -47,7 +48,7 @@ def _edit_kernel(
         depth = tl.load(positions + at).to(tl.int64) + ahead - tl.load(lengths + owner) - 1
         mask = tl.load(ancestors + at)
         count = tl.load(counts + edits * width + token, mask=held, other=0)
-        for node in range(NODES):
+        for node in range(nodes):
             bit = tl.where(mask != 0, (mask >> node) & 1, tl.where(node < depth, 1, 0))
             drafted = tl.load(drafts + row // each * drafts_stride + node)
             count += tl.where((token == drafted) & (bit > 0), 1, 0)
@@ -80,15 +81,15 @@ def edit_rows(
         _edit_kernel[(rows, triton.cdiv(vocab, CHUNK))](
             logits, out, batch.logit_rows, batch.table_rows, batch.positions, batch.ancestors, lengths, drafted,
             *edits, vocab, edits[1].stride(0), logits.stride(0), rows // len(drafted), drafted.stride(0), ahead,
-            NODES=drafted.shape[1], CHUNK=CHUNK, COPY=copy, num_warps=4, enable_fp_fusion=False, **chained(),
+            drafted.shape[1], CHUNK=CHUNK, COPY=copy, num_warps=4, enable_fp_fusion=False, **chained(),
         )  # fmt: skip
     return out
 
 
-@triton.jit
+@kernel(do_not_specialize=["inputs_stride", "emitted_stride", "spare", "most"])
 def _count_kernel(
-    inputs, emitted, accepted, of_row, counts, inputs_stride, emitted_stride, width, spare,
-    MOST: tl.constexpr, WIDE: tl.constexpr, COUNTED: tl.constexpr, CHAIN: tl.constexpr,
+    inputs, emitted, accepted, of_row, counts, inputs_stride, emitted_stride, width, spare, most,
+    WIDE: tl.constexpr, COUNTED: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     let_next_start(CHAIN)
     seq = tl.program_id(0)
@@ -98,7 +99,7 @@ def _count_kernel(
     commits = tl.load(inputs + seq * inputs_stride + 2) & 1
     edits = tl.load(of_row + row).to(tl.int64)
     if (commits > 0) & (edits >= 0) & (row != spare):
-        number = tl.full((), MOST, tl.int64)
+        number = most.to(tl.int64)
         if COUNTED:
             number = tl.load(accepted + seq * emitted_stride) + 1
         token = tl.load(emitted + seq * emitted_stride + i, mask=i < number, other=0)
@@ -113,6 +114,6 @@ def count_tokens(inputs: Tensor, emitted: Tensor, accepted: Tensor | None, edits
     seqs, most = emitted.shape
     _count_kernel[(seqs,)](
         inputs, emitted, accepted, of_row, counts, inputs.stride(0), emitted.stride(0), counts.stride(0),
-        len(of_row) - 1,
-        MOST=most, WIDE=triton.next_power_of_2(most), COUNTED=accepted is not None, num_warps=1, **chained(),
+        len(of_row) - 1, most,
+        WIDE=lanes(most), COUNTED=accepted is not None, num_warps=1, **chained(),
     )  # fmt: skip

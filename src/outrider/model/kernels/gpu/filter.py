@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from outrider.model.kernels.gpu.ahead import kernel
 from outrider.model.kernels.gpu.launch import await_previous, chained, let_next_start
 
 CHUNK = 4096  # tokens a program looks at
@@ -128,7 +129,7 @@ def _range_after_first(peaks, sums, row, chunks, k, p, CHUNKS: tl.constexpr, LEV
     return top, high, low, whole
 
 
-@triton.jit
+@kernel
 def _peak_kernel(
     logits, top_k, top_p, log_min_p, peaks, counts, vocab, stride, chunks,
     CHUNK: tl.constexpr, CHAIN: tl.constexpr,
@@ -146,7 +147,7 @@ def _peak_kernel(
         tl.store(counts + row, 0)
 
 
-@triton.jit
+@kernel
 def _level_kernel(
     logits, top_k, top_p, log_min_p, peaks, before, sums, vocab, stride, chunks,
     FIRST: tl.constexpr, CHUNKS: tl.constexpr, LEVELS: tl.constexpr, CHUNK: tl.constexpr, CHAIN: tl.constexpr,
@@ -176,7 +177,7 @@ def _level_kernel(
         tl.store(sums + (row * chunks + chunk) * LEVELS + i, above)
 
 
-@triton.jit
+@kernel
 def _gather_kernel(
     logits, top_k, top_p, log_min_p, peaks, first, second, counts, edges, exact, found, vocab, stride, chunks,
     CHUNKS: tl.constexpr, LEVELS: tl.constexpr, CHUNK: tl.constexpr, FOUND: tl.constexpr, CHAIN: tl.constexpr,
@@ -243,7 +244,7 @@ def _share(total, p):
     return tl.maximum((total.to(tl.float64) * p.to(tl.float64)).to(tl.int64), 1)
 
 
-@triton.jit
+@kernel
 def _bound_kernel(
     logits, top_k, top_p, log_min_p, peaks, counts, edges, exact, found, bounds, vocab, stride, chunks,
     CHUNKS: tl.constexpr, FOUND: tl.constexpr, BLOCK: tl.constexpr, CHAIN: tl.constexpr,
@@ -287,7 +288,7 @@ def _bound_kernel(
     tl.store(bounds + row, bound)
 
 
-@triton.jit
+@kernel
 def _cut_kernel(
     logits, top_k, top_p, log_min_p, bounds, vocab, stride, CHUNK: tl.constexpr, CHAIN: tl.constexpr
 ):  # fmt: skip

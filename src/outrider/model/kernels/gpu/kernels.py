@@ -20,6 +20,7 @@ from torch import Tensor
 from outrider.cache.store import KeyValueStore
 from outrider.errors import KernelUnavailable
 from outrider.load.config import ModelConfig
+from outrider.model.kernels.gpu.ahead import is_collecting
 from outrider.model.kernels.gpu.attention import (
     AttentionPlan,
     Fresh,
@@ -192,7 +193,8 @@ class GpuKernels:
             return pending
         if pending is not None:
             add_and_norm(x, pending, None, 0.0, None)
-        store.keep_feature(layer, x, batch.slots)
+        if not is_collecting():
+            store.keep_feature(layer, x, batch.slots)
         return None
 
     def _layer(

@@ -21,6 +21,20 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
+LANES = (
+    16  # of kernels over a sequence's few rows: as many do for most of them, so that few kernels are compiled
+)
+
+
+def lanes(count: int) -> int:
+    return max(LANES, triton.next_power_of_2(count))
+
+
+def aligned(rows: int, count: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Uninitialised rows, each beginning where kernels expect it: for one that does not they are compiled anew."""
+    step = 16 // dtype.itemsize
+    return torch.empty((rows, -(-count // step) * step), dtype=dtype, device=device)[:, :count].unbind()
+
 
 @cache
 def chained() -> dict[str, Any]:

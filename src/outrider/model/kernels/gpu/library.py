@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from outrider.model.kernels.gpu.ahead import kernel
 from outrider.model.kernels.gpu.launch import await_previous, chained, let_next_start
 
 FEWEST, MOST, STEP = 96, 2048, 64  # rows above which, up to which and in what steps it is asked
@@ -117,7 +118,7 @@ def gated(gate, up):
     return gate / (1 + tl.exp(-gate)) * up
 
 
-@triton.jit
+@kernel
 def _gate_kernel(made, bias, out, outputs, BIASED: tl.constexpr, BLOCK: tl.constexpr, CHAIN: tl.constexpr):
     """made [R, 2 * outputs], gate before up -> out [R, outputs]."""
     let_next_start(CHAIN)

@@ -27,6 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from outrider.model.kernels.gpu.ahead import kernel
 from outrider.model.kernels.gpu.launch import await_previous, chained, let_next_start
 from outrider.model.kernels.gpu.library import Library, gated, padded_rows
 from outrider.model.kernels.gpu.quantise import KINDS, dequantised, quantised, widened
@@ -249,7 +250,7 @@ def _stored(start, INPUTS: tl.constexpr, HIGH: tl.constexpr, DEPTH: tl.constexpr
     return at
 
 
-@triton.jit(do_not_specialize=["rows"])
+@kernel(do_not_specialize=["rows"])
 def _matmul_kernel(
     x, weight, scales, bias, out, rows, outputs, inputs, width, half, scales_half,
     SEGMENT: tl.constexpr, SEGMENTS: tl.constexpr, SPREAD: tl.constexpr, FOLDED: tl.constexpr,

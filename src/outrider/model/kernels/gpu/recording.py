@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,13 +19,16 @@ CONTEXTS = (
     262_144,
 )  # tokens of the longest sequence; few, as capturing takes time
 
+CLOSE, LONG = 2.5, 16_384
+THREAD = "outrider-compile"  # the name of those that compile ahead
+
 
 class Recorded:
     """What was made in this process so far, and what graphs took: what an answer had to wait for, if one did."""
 
     seconds = 0.0
     graphs = 0
-    kernels = 0  # compiled, or read from where compiled ones are kept
+    kernels = 0  # compiled, or read from where compiled ones are kept; not those ahead of who launches them
 
 
 def count_kernels() -> None:
@@ -34,7 +38,7 @@ def count_kernels() -> None:
     before = knobs.runtime.jit_post_compile_hook
 
     def count(**given: Any) -> Any:
-        Recorded.kernels += 1
+        Recorded.kernels += threading.current_thread().name != THREAD
         return before(**given) if before is not None else None
 
     if getattr(before, "__name__", "") != count.__name__:
@@ -45,7 +49,19 @@ def context_for(longest: int, width: int) -> int:
     """The context that graphs are captured for if sequences are up to `longest` tokens long, in a table of some width.
     Shorter ones cost time there, in empty programs.
     """
-    return min(next((context for context in CONTEXTS if context >= longest), width), width)
+    return next((context for context in CONTEXTS if context >= longest and _apart(context, width)), width)
+
+
+def contexts_for(width: int, longest: int) -> list[int]:
+    """Those that texts of up to `longest` tokens need in such a table, shortest first."""
+    return sorted({context_for(one, width) for one in CONTEXTS if one <= longest})
+
+
+def _apart(context: int, width: int) -> bool:
+    """Whether a table is so much wider that graphs for this context are worth having. Parts of long texts take memory:
+    those have them sooner.
+    """
+    return context < width and (width > CLOSE * context or context >= LONG)
 
 
 def record(work: Callable[[], Tensor], pool: Any = None) -> tuple[torch.cuda.CUDAGraph, Tensor]:

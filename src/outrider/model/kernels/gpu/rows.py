@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from outrider.model.kernels.gpu.ahead import kernel
 from outrider.model.kernels.gpu.launch import await_previous, chained, let_next_start
 from outrider.model.kernels.gpu.matmul import HIGH, Packed, add_parts
 from outrider.model.kernels.reference import rms_norm, rotate
@@ -31,7 +32,7 @@ def sum_parts(parts, offsets, stride, mask, PARTS: tl.constexpr):
     return total
 
 
-@triton.jit(do_not_specialize=["parts_stride"])
+@kernel(do_not_specialize=["parts_stride"])
 def _norm_kernel(
     x, parts, weight, out, picked, parts_stride, width, eps,
     PARTS: tl.constexpr, NORM: tl.constexpr, PICKED: tl.constexpr, BLOCK: tl.constexpr, CHAIN: tl.constexpr,
@@ -101,7 +102,7 @@ def add_and_norm_twin(
 # ------------------------------------------------------------------------------------------------ embedding
 
 
-@triton.jit
+@kernel
 def _embed_kernel(
     ids, weight, out, width, padded,
     HIGH: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr, CHAIN: tl.constexpr,
@@ -138,7 +139,7 @@ def embed_twin(ids: Tensor, weight: Packed) -> Tensor:
 # ------------------------------------------------------------------------------------- rotation, cache write
 
 
-@triton.jit(do_not_specialize=["parts_stride"])
+@kernel(do_not_specialize=["parts_stride"])
 def _rope_kernel(
     parts, cos, sin, positions, slots, q_norm, k_norm, q, keys, values, parts_stride, eps,
     PARTS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, NORMED: tl.constexpr,

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from outrider.model.kernels.gpu import library
+from outrider.model.kernels.gpu.ahead import AHEAD
+from outrider.model.kernels.gpu.launch import INTERPRETED
 from outrider.model.kernels.gpu.library import COUNTS, Library, Product
 from outrider.model.kernels.gpu.matmul import Packed, multiply, segment_length, segments
 
@@ -72,6 +74,7 @@ def adopt_library(weights: Sequence[Weight], free: int, product: Product | None 
     by_shape: dict[str, list[Weight]] = {}
     for weight, bias in wanted:
         by_shape.setdefault(shape_name(weight, bias), []).append((weight, bias))
+    _compile([alike[0] for alike in by_shape.values()])
     for name, alike in by_shape.items():
         first, bias = alike[0]
         found = compare(first, bias, product)
@@ -80,6 +83,15 @@ def adopt_library(weights: Sequence[Weight], free: int, product: Product | None 
             weight.library = replace(found, rows=row_major(weight))
             made.copied += weight.library.rows.nbytes
     return made
+
+
+def _compile(weights: Sequence[Weight]) -> None:
+    """Our kernels for the rows compared with, all of them at the same time."""
+    if INTERPRETED:
+        return
+    for weight, bias in weights:
+        with AHEAD.collecting():
+            own_result(weight, bias, trial_rows(TRIED, weight, SEEDS[0]))
 
 
 def shape_name(weight: Packed, bias: Tensor | None) -> str:
