@@ -728,7 +728,7 @@ def walk(speller, grammar, dice, limit=400):
     closing = [token for c in '"}]' for token in speller.encode(c)]
     while len(ids) < limit:
         mask = state.mask([])
-        may = mask.nonzero().flatten().tolist()
+        may = mask.nonzero()[0].tolist()
         if speller.end in may and (len(may) == 1 or dice.random() < 0.3):
             return speller.decode(ids)
         may = [token for token in may if token != speller.end]

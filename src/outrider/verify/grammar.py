@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from outrider.verify.grammar_source import Matchers, first_line
+
+Mask = NDArray[np.bool_]
 
 
 class GrammarState:
@@ -26,7 +28,7 @@ class GrammarState:
     def copy(self) -> GrammarState:
         return GrammarState(self._matcher.deep_copy(), self._vocab)
 
-    def mask(self, path: Sequence[int]) -> Tensor | None:
+    def mask(self, path: Sequence[int]) -> Mask | None:
         """[vocab] True where a token may follow the text and `path`; None if the path itself may not."""
         try:
             return self._mask(path)
@@ -34,16 +36,15 @@ class GrammarState:
             self._failure = f"{type(error).__name__}: {error}"
             return None
 
-    def _mask(self, path: Sequence[int]) -> Tensor | None:
+    def _mask(self, path: Sequence[int]) -> Mask | None:
         if path and self._matcher.validate_tokens(list(path)) < len(path):
             return None
         if path:
             self._matcher.consume_tokens(list(path))
-        bits = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.uint8)
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if path:
             self._matcher.rollback(len(path))
-        spread = bits[:, None] >> torch.arange(8, dtype=torch.uint8) & 1
-        return spread.flatten()[: self._vocab].bool()
+        return np.unpackbits(bits, count=self._vocab, bitorder="little").view(bool)
 
     def advance(self, token: int) -> None:
         if not self._failure and not self._matcher.is_stopped():

@@ -90,11 +90,11 @@ def penalise(logits: Tensor, counts: Tensor, prompt: Tensor, penalties: Tensor) 
 
 def _mask(mine: Tensor, sequence: Sequence, paths: list[list[int]]) -> None:
     """Rule out what the grammar forbids, at all rows in one copy: they may be on a GPU."""
-    free = torch.ones(mine.shape[1], dtype=torch.bool)
-    ends = sequence.request.stop_ids
-    masks = [None if ends.intersection(path) else sequence.grammar.mask(path) for path in paths]
-    allowed = torch.stack([free if mask is None else mask for mask in masks])
-    mine.masked_fill_(to_device(~allowed, mine.device), BANNED)
+    ends, banned = sequence.request.stop_ids, np.zeros(mine.shape, bool)
+    for row, path in enumerate(paths):
+        if not ends.intersection(path) and (mask := sequence.grammar.mask(path)) is not None:
+            np.logical_not(mask, out=banned[row])
+    mine.masked_fill_(to_device(torch.from_numpy(banned), mine.device), BANNED)
 
 
 def _ban(row: Tensor, sequence: Sequence, path: list[int]) -> None:
