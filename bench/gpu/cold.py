@@ -3,8 +3,9 @@
     PYTHONPATH=src python bench/gpu/cold.py MODEL [--draft auto] [--tokens 80] [--seconds 60]
 
 Every run is a process of its own, as `outrider generate` is: import, load, answer one prompt. The first finds an empty
-cache of compiled kernels, the others what it left there. Printed are seconds since the process began: loaded, first
-token, last token; and what it compiled and recorded as graphs meanwhile.
+cache of compiled kernels, the others what it left there. Printed are seconds by stage: import, load, to the first token
+and to the last; when kernels were compiled, counted since the process began, how many and in how many seconds of all
+threads together; and the seconds in which steps were captured as graphs, and how many.
 """
 
 from __future__ import annotations
@@ -75,13 +76,23 @@ def answer(given: argparse.Namespace) -> dict[str, Any]:
             moments["last token"] = time.time()
 
         asyncio.run(follow())
-    report: dict[str, Any] = {name: round(moment - given.began, 2) for name, moment in moments.items()}
+    stages = {"began": given.began, **moments}
+    report: dict[str, Any] = {
+        f"to {name}": round(moment - before, 2)
+        for before, (name, moment) in zip(stages.values(), moments.items(), strict=False)
+    }
+    report["first token after"] = round(moments["first token"] - given.began, 2)
+    report["last token after"] = round(moments["last token"] - given.began, 2)
     if on_gpu:
         from outrider.model.kernels.gpu.compiling import Compiled
         from outrider.model.kernels.gpu.recording import Recorded
 
-        report["kernels compiled"], report["in seconds"] = Compiled.kernels, round(Compiled.seconds, 2)
-        report["graphs, in seconds"] = round(Recorded.seconds, 2)
+        report["kernels compiled"] = Compiled.kernels
+        if Compiled.kernels:
+            moments = {"compiling began": Compiled.began, "compiling ended": Compiled.ended}
+            report |= {name: round(moment - given.began, 2) for name, moment in moments.items()}
+        report["compiling, all threads"] = round(Compiled.seconds, 2)
+        report["graphs captured"], report["capturing"] = Recorded.graphs, round(Recorded.seconds, 2)
     return report
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import pytest
 
 from outrider.engine import runner
@@ -40,3 +42,41 @@ def test_what_is_known_is_not_measured_again(model) -> None:
     own = tiny_engine(model).runner
     assert [rows for rows, _ in own.measure_rows(1, {1: 0.01, 2: 0.01, 4: 0.01})] == [3, 5]
     assert not list(own.measure_rows(1, {1: 1.0}))  # nor anything beyond a slow one
+
+
+class Noted:
+    """In the place of who compiles kernels ahead: what was asked of it."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    @contextmanager
+    def collecting(self):
+        self.asked.append("collect")
+        yield
+
+    def pause(self) -> None:
+        self.asked.append("pause")
+
+    def resume(self) -> None: ...
+
+    def drop(self) -> None: ...
+
+
+def test_kernels_are_compiled_before_their_steps_and_never_beside_answers(model) -> None:
+    ahead, engine = Noted(), tiny_engine(model, lag=1)
+    engine.runner.ops.ahead = ahead
+    engine.add(request("a", prompt_of(9), max_tokens=6))
+    engine.step()
+    first = len(ahead.asked)
+    assert first > 1 and set(ahead.asked) == {"collect"}  # the prompt's step, and those that follow
+    finish(engine)
+    engine.add(request("b", prompt_of(9), max_tokens=6))
+    finish(engine)
+    assert ahead.asked.count("collect") <= first + 2  # each step's once
+    for _ in engine.prepare(2):
+        pass
+    ahead.asked.clear()
+    engine.add(request("c", prompt_of(9), max_tokens=6))
+    finish(engine)
+    assert set(ahead.asked) == {"pause"}

@@ -5,7 +5,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
+from math import inf
 from typing import Any
 
 import triton
@@ -18,6 +20,7 @@ class Compiled:
 
     kernels = 0
     seconds = 0.0  # of all threads together
+    began, ended = inf, 0.0  # moments of the clock, of the first and the last
 
 
 def watch_compiling(begun: Callable[[], None] = lambda: None) -> None:
@@ -31,6 +34,8 @@ def watch_compiling(begun: Callable[[], None] = lambda: None) -> None:
         with _counting:
             Compiled.kernels += 1
             Compiled.seconds += times.total / 1e6
+            Compiled.ended = time.time()
+            Compiled.began = min(Compiled.began, Compiled.ended - times.total / 1e6)
             first = Compiled.kernels == 1
         if first:
             begun()
