@@ -72,6 +72,8 @@ class WarmUp:
         if ahead is None:
             return
         for shape in shapes:
+            if self._crowded():
+                return
             self._compile(shape)
             yield
         for drafter in filter(None, map(self.drafters.resident, drafters or ())):
@@ -102,7 +104,7 @@ class WarmUp:
         if self.ops.ahead is None or shape in self._compiled or self.graphs.captured(shape):
             return
         self._compiled.add(shape)
-        with suppress(DrafterFailed):  # whoever launches it will hear of it
+        with suppress(Exception):  # whoever launches it will hear of it
             self.graphs.made(shape).compile(self.ops.ahead)
 
     def _plain(self, sequences: int) -> Iterator[StepShape]:
