@@ -242,7 +242,7 @@ def test_flags_and_variables_that_are_named_exist() -> None:
     known = (
         variables
         | plural
-        | {f"OUTRIDER_{name}" for name in ("CACHE", "CONFIG", "DEBUG", "KEY_FILE", "PAIRS")}
+        | {f"OUTRIDER_{name}" for name in ("CACHE", "CONFIG", "COSTS", "DEBUG", "KEY_FILE", "PAIRS")}
     )
     for page in PAGES:
         text = page.read_text()
