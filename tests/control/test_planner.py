@@ -34,8 +34,10 @@ def step(sequences, bets=None, rows=1, total=1.0, draft=0.0, drafted=0, accepted
 
 
 def planned(made: Planner, sequences, batch: int | None = None) -> Plan:
-    """A plan for sequences that emit, in a batch whose others read their prompts."""
-    work = [Work(s, s.pending) for s in sequences]
+    """A plan for sequences that decode, in a batch whose others read their prompts."""
+    for s in sequences:
+        s.cached = len(s.tokens) - 1
+    work = [Work(s, 1) for s in sequences]
     others = [Work(sequence([1, 2, 3]), 1) for _ in range((batch or len(work)) - len(work))]
     plan = made.plan([*work, *others], Options())
     assert plan.bets[len(work) :] == (NO_BET,) * len(others) and set(kinds(plan)[len(work) :]) <= {"prefill"}
@@ -67,7 +69,8 @@ def test_off_in_large_batches_where_a_number_is_set():
     assert only(planner(guards=bounded), s, 17) == (NO_BET, "batch")
     assert only(planner(), s, 17)[1] == "pays"  # else what is measured decides
     assert only(planner({n: 1.0 + (n > 16) for n in range(1, 64)}), s, 17)[1] == "pays"
-    assert only(planner({n: 0.1 * n for n in range(1, 64)}), s, 17) == (NO_BET, "below break-even")
+    some = [sequence([1, i]) for i in range(17)]
+    assert set(kinds(planned(planner({n: 0.1 * n for n in range(1, 64)}), some))) == {"below break-even"}
 
 
 def test_off_at_high_temperature():
@@ -453,3 +456,76 @@ def test_a_head_does_not_read_for_the_gaps_that_lookup_leaves():
     assert drafted(made, s, state) == "eagle"
     state["found"] = 6
     assert drafted(made, s, state) == "lookup"
+
+
+# ------------------------------------------------------------------------------------------ drafters scored for nothing
+
+
+def riding(found: int = 15, asked: list | None = None) -> Options:
+    """Lookup, which finds so many tokens whenever it is asked."""
+
+    def look(name, s, depth):
+        if asked is not None:
+            asked.append(s)
+        return min(found, depth)
+
+    return Options(riding=("lookup",), found=look)
+
+
+def decoding(*sequences) -> list[Work]:
+    for s in sequences:
+        s.cached = len(s.tokens) - 1
+    return [Work(s, 1) for s in sequences]
+
+
+@pytest.mark.parametrize(("row", "tried"), [(0.03, 3), (0.09, 1), (0.2, 0)])
+def test_nobody_tries_deep_what_was_never_right(row, tried):
+    """What is scored without being asked shows by itself that it is right; then it may go as deep as it pays."""
+    made, s = planner({n: 1 + row * (n - 1) for n in range(1, 64)}), sequence([1, 2])
+    plan = made.plan(decoding(s), riding())
+    assert plan.bets[0].depth == tried and kinds(plan) == (("pays",) if tried else ("unproven",))
+    made.observe(step([s], drafted=0))
+    scored = step([s])
+    scored.scored = [Outcome(s, Bet("lookup"), 8, 8, 8, 8)]
+    made.observe(scored)
+    assert made.plan(decoding(s), riding()).bets[0].depth > tried
+
+
+def test_all_that_were_never_right_share_what_a_step_may_take():
+    made, some = planner({n: 1 + 0.04 * (n - 1) for n in range(1, 64)}), [sequence([1, i]) for i in range(3)]
+    rows = [bet.nodes for bet in made.plan(decoding(*some), riding()).bets]
+    assert max(rows) <= 1 and made.plan(decoding(some[0]), riding()).bets[0].depth == 2
+
+
+def test_nothing_is_looked_for_that_could_not_pay():
+    asked: list = []
+    some = [sequence([1, i]) for i in range(4)]
+    made = planner({n: 0.25 * n for n in range(1, 64)})  # a row costs as much as a token brings, at best
+    assert set(kinds(made.plan(decoding(*some), riding(asked=asked)))) == {"below break-even"} and not asked
+    made = planner({n: 1 + 0.01 * n for n in range(1, 64)})
+    assert made.plan(decoding(*some), riding(asked=asked)).bets[0].nodes and set(asked) == set(some)
+
+
+def test_a_draft_beside_prompt_rows_pays_for_its_own_rows():
+    """They are few among those, where a step of one would double with them."""
+    costs = {1: 1.0, 2: 2.0, 40: 20.0, 41: 20.2, 44: 20.8, 63: 24.6}
+    made, s, reader = planner(costs), sequence([1, 2]), sequence([1] * 99)
+    assert made.plan(decoding(s), riding()).bets[0].nodes == 0
+    assert made.plan([*decoding(s), Work(reader, 39)], riding()).bets[0].depth == 3
+    costly = planner(
+        {n: 0.5 * n for n in range(1, 64)}
+    )  # there is nothing to gain where they cost as much there
+    costly.rates.by_sequence[s] = {"lookup": AcceptanceRate(0.2, 0.2, proven=True)}
+    assert costly.plan([*decoding(s), Work(reader, 39)], riding()).bets[0].nodes == 0
+
+
+def test_whose_prompt_is_read_gets_no_token_and_counts_for_none():
+    """One that decodes beside one that reads: a draft that is right in 3 of 10 cases pays for one, not for two."""
+    costs = {n: 1 + 0.2 * (n - 1) for n in range(1, 64)}
+    made, s, reader = (
+        planner(costs, guards=Guards(worth_beside_prompts=1.0)),
+        sequence([1, 2]),
+        sequence([1] * 9),
+    )
+    made.rates.by_sequence[s] = {"lookup": AcceptanceRate(0.3, 0.0, proven=True)}
+    assert made.plan([*decoding(s), Work(reader, 1)], riding()).bets[0].depth == 1

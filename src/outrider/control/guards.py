@@ -31,6 +31,12 @@ class Guards:
     grace: int = (
         16  # tokens of a request that count as written when its stretch is looked at: two steps are no tail
     )
+    # What a step may take, in times of a plain one, to draft for a request of which no draft was right so far. That is
+    # for drafters that are scored on what is verified anyway: nothing is learned by trying deeper.
+    unproven_stretch: float = 1.1
+    # A draft token beside prompt rows, in times of what one is worth elsewhere: whoever is answered meanwhile waits for
+    # those rows at every step.
+    worth_beside_prompts: float = 2.0
     # "throughput": most tokens per second of all sequences together. "latency": least time per token, on average over
     # sequences, so that one with little acceptance counts more.
     objective: str = "throughput"

@@ -21,7 +21,7 @@ from outrider.control.guards import Guards, is_flat
 from outrider.control.payoff import Payoff
 from outrider.control.reasons import AUTO, BASELINE, OFF, PREFILL
 from outrider.control.resident import Choice, ResidentPlans
-from outrider.control.staged import StagedPlans
+from outrider.control.staged import StagedPlans, StepRows
 from outrider.types import MAX_NODES, NO_BET, Bet, Options, Plan, Reason, Sequence, StepRecord, Work
 
 MAX_PROMPT_ROWS = 1 << 20  # more than any step has
@@ -59,8 +59,11 @@ class Planner:
                 found[i] = choice
         left = {i: (sequences[i], allowed[i]) for i, one in enumerate(found) if one[1] is AUTO}
         if left:
-            rows = batch + sum(bet.nodes for bet, _ in found)
-            for i, drafter, depth, reason in self.staged.plan(left, batch, rows, options):
+            emitting = sum(item.emits for item in work)
+            step = StepRows(
+                emitting, sum(bet.nodes for bet, _ in found), sum(item.known for item in work) - emitting
+            )
+            for i, drafter, depth, reason in self.staged.plan(left, step, options):
                 found[i] = self._shaped(found[i][0], drafter, depth, reason, batch), reason
         if self.costs.baseline_due(options.size, batch) and all(why.kind != "asked" for _, why in found):
             found = [(NO_BET, BASELINE if bet.nodes else why) for bet, why in found]

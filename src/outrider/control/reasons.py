@@ -17,6 +17,7 @@ KINDS = {
     "asked": "the request fixed it",
     "below break-even": "a draft would cost more than it brings",
     "low gain": "the same, and this request's own drafts have shown it for a while",
+    "unproven": "none of this request's drafts was right so far, and trying one would cost much",
     "stretch": "somebody's tokens have taken too long already for a step as long as drafts would make it",
     "nothing found": "lookup has nothing to propose",
     "batch": "more sequences share the step than may draft",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
@@ -17,6 +17,8 @@ from outrider.types import MAX_NODES, Options, Reason, Sequence
 
 UNLIKELY = 0.02  # survival below which no level is looked at: nobody's rows are that cheap
 
+SHALLOW = 3  # levels, at most, of a draft for whom none was right so far
+
 # Who may get a draft, by place in the work: the sequence, and its drafters.
 Left = Mapping[int, tuple[Sequence, Seq[str]]]
 
@@ -28,6 +30,8 @@ class Offer(NamedTuple):
     drafter: str
     survivals: tuple[float, ...]  # by level
     spared: bool  # it has shown for a while that it does not pay here
+    deepest: int  # level that may be drafted
+    unproven: bool  # which is not as deep as it could: nothing of it was right so far
 
 
 class Depths(NamedTuple):
@@ -45,27 +49,32 @@ class Depths(NamedTuple):
         return (self.needed - 1) * self.tokens + self.needed * self.speed * (self.row + level)
 
 
+class StepRows(NamedTuple):
+    """What a step has before anybody's draft is chosen."""
+
+    batch: int  # sequences that get a token
+    asked: int = 0  # nodes of drafts that requests fixed
+    prompt: int = 0  # rows of prompt chunks beyond one each of those sequences
+
+
 class StagedPlans:
     def __init__(self, guards: Guards, costs: CostModel, rates: AcceptanceRates, fairness: Fairness) -> None:
         self.guards, self.costs, self.rates, self.fairness = guards, costs, rates, fairness
         self.joined = "none"  # the drafter that takes passes, of the last plan
         self.drafting = False  # whether the last plan had a draft that pays
 
-    def plan(
-        self, left: Left, batch: int, rows: int, options: Options
-    ) -> Iterator[tuple[int, str, int, Reason]]:
+    def plan(self, left: Left, step: StepRows, options: Options) -> Iterator[tuple[int, str, int, Reason]]:
         """Drafter, depth and reason for each. Of drafters that take passes one joins those that somebody has no choice
         but to use, if that brings more tokens per second.
         """
-        offers = {i: self._offers(*one, options) for i, one in left.items()}
+        guards, before, batch = self.guards, self.joined, step.batch
+        took = self._times(step)
+        seconds, needed = took(0), guards.break_even if not self.drafting else 1.0
+        offers, hopeless = self._all_offers(left, step, took, needed, options)
         serving = {*options.riding, *(names[0] for _, names in left.values() if len(names) == 1)}
         further = {offer.drafter for some in offers.values() for offer in some} - serving
-        guards, before = self.guards, self.joined
-        seconds = self.costs.ragged_plain(batch) if rows == batch else self.costs.step(rows)
-        needed = guards.break_even if not self.drafting else 1.0
         late = self.fairness.stretched({s for s, _ in left.values()}) if batch > 1 else set()
-        row = max(self.costs.step(rows + 1) - seconds, 0.0)
-        best, speedup = Depths(batch / seconds, batch, {}, row, needed), 1.0
+        best, speedup = Depths(batch / seconds, batch, {}, max(took(1) - seconds, 0.0), needed), 1.0
         served: dict[int, Offer] = {}
         self.joined = "none"
         for name in ("none", *sorted(further)):
@@ -74,7 +83,9 @@ class StagedPlans:
                 for i, some in offers.items()
                 if (mine := [o for o in some if o.drafter == name or o.drafter in serving])
             }
-            found = self._depths(taken, batch, rows, seconds, {i for i in left if left[i][0] in late})
+            if not taken:
+                continue
+            found = self._depths(taken, batch, took, {i for i in left if left[i][0] in late})
             switch = guards.switch ** ((self.joined == before) - (name == before))
             pays = found.speed * seconds / batch > max(switch * speedup, needed)
             if pays and self._earns(name, found, speedup * batch / seconds, taken, left, options):
@@ -85,7 +96,7 @@ class StagedPlans:
         self.drafting = bool(best.by_item)
         for i, (sequence, names) in left.items():
             depth = best.by_item.get(i, 0)
-            offer = served[i] if depth else max(offers[i], default=None)
+            offer = served[i] if depth else max(offers[i], default=hopeless.get(i))
             drafter = offer.drafter if offer and depth else "none"
             costly = [name for name in names if name not in (drafter, *options.riding)]
             probe = None if best.stretched else self._probe(sequence, costly, batch, speedup, options)
@@ -109,6 +120,62 @@ class StagedPlans:
         steps = free * min(self.guards.payback_steps, tokens_left(some) * len(left) / found.tokens)
         return (1 - speed / found.speed) * steps * step > reading
 
+    def _times(self, step: StepRows) -> Callable[[int], float]:
+        """Seconds that a step counts for, by the draft rows that it gets. What prompt rows take is spent in any case,
+        so that it is left out. Draft rows beside them count for less than they take: a token that comes with them saves
+        its request a step that is much longer than others.
+        """
+        costs, (batch, asked, prompt) = self.costs, step
+        plain, rows = costs.ragged_plain(batch), batch + asked
+        if not prompt:
+            return lambda n: costs.step(rows + n) if asked or n else plain
+        beside = costs.step(batch + prompt)
+        share = 1 / self.guards.worth_beside_prompts
+        return lambda n: plain + share * max(costs.step(rows + prompt + n) - beside, 0.0)
+
+    def _all_offers(
+        self, left: Left, step: StepRows, took: Callable[[int], float], needed: float, options: Options
+    ) -> tuple[dict[int, list[Offer]], dict[int, Offer]]:
+        """What each may expect; and of drafters that nobody needs to ask, as no draft of theirs would pay."""
+        found: dict[int, list[Offer]] = {}
+        hopeless: dict[int, Offer] = {}
+        rates = [
+            self.rates.of(s, name) for s, names in left.values() for name in names if name in options.riding
+        ]
+        asking = bool(rates) and self._might_pay(rates, step.batch, took, needed)
+        shallow = self._shallow(step, sum(not rate.proven for rate in rates)) if asking else 0
+        for i, (sequence, names) in left.items():
+            found[i] = []
+            for name in names:
+                offer = self._offer(sequence, name, shallow, asking, options)
+                if offer is not None and (asking or name not in options.riding):
+                    found[i].append(offer)
+                elif offer is not None:
+                    hopeless[i] = offer
+        return found, hopeless
+
+    def _shallow(self, step: StepRows, sequences: int) -> int:
+        """How deep so many may be tried of which no draft was right so far."""
+        rows, most = sum(step), self.guards.unproven_stretch
+        longest = most * self.costs.step(rows)
+        return next((n for n in range(SHALLOW, 0, -1) if self.costs.step(rows + n * sequences) <= longest), 0)
+
+    def _might_pay(
+        self, rates: Seq[AcceptanceRate], batch: int, took: Callable[[int], float], needed: float
+    ) -> bool:
+        """Whether a draft for one or for all would, were everybody's as good as the best: else there is nothing to look
+        for, which takes longer than to know this.
+        """
+        first, further = max(rate.first for rate in rates), max(rate.next for rate in rates)
+        limit = needed * batch / took(0)  # tokens a second
+        for each in {1, batch}:
+            rows, tokens, chance = 0, float(batch), first
+            while chance >= UNLIKELY and rows < MAX_NODES:
+                rows, tokens, chance = rows + each, tokens + each * chance, chance * further
+                if tokens > limit * took(rows):
+                    return True
+        return False
+
     def _reason(self, sequence: Sequence, offer: Offer | None, depth: int, best: Depths) -> Reason:
         """A draft is as deep as the next guess is more likely than what it must bring."""
         if offer is None:
@@ -119,36 +186,44 @@ class StagedPlans:
             ("next guess", likely),
             ("break-even", best.break_even(self.costs.per_level.get(offer.drafter, 0.0))),
         )
+        if offer.unproven and not depth:
+            return Reason("unproven", 0, facts)
         if best.stretched:
             return Reason("stretch", depth, (("stretch", best.stretched, self.guards.max_stretch), *facts))
         if depth:
             return Reason("pays", depth, facts)
         return Reason("low gain" if offer.spared else "below break-even", 0, facts)
 
-    def _offers(self, sequence: Sequence, names: Seq[str], options: Options) -> list[Offer]:
-        found = []
-        for name in names:
-            rate, deepest = self.rates.of(sequence, name), min(self.guards.max_depth, sequence.remaining)
-            survivals = rate.survivals(deepest, UNLIKELY)
-            if name in options.riding and survivals:
-                survivals = survivals[: options.found(name, sequence, len(survivals))]
-            if survivals:
-                spared = rate.drafts >= self.guards.patience
-                found.append(Offer(self.kept(rate, sum(survivals)), name, survivals, spared))
-        return found
+    def _offer(
+        self, sequence: Sequence, name: str, shallow: int, asking: bool, options: Options
+    ) -> Offer | None:
+        """None where there is nothing to propose. Those that are scored anyway are tried no deeper than `shallow`
+        before anything of theirs was right.
+        """
+        rate, deepest = self.rates.of(sequence, name), min(self.guards.max_depth, sequence.remaining)
+        survivals, unproven = rate.survivals(deepest, UNLIKELY), False
+        if name in options.riding and survivals and asking:
+            survivals = survivals[: options.found(name, sequence, len(survivals))]
+            unproven = not rate.proven and len(survivals) > shallow
+        if not survivals:
+            return None
+        spared = rate.drafts >= self.guards.patience
+        usable = survivals[:shallow] if unproven else survivals
+        return Offer(self.kept(rate, sum(usable)), name, survivals, spared, len(usable), unproven)
 
     def kept(self, rate: AcceptanceRate, tokens: float) -> float:
         """What a drafter is worth to a sequence: more while it has it, so that it does not change for nothing."""
         return tokens * (self.guards.switch if rate.idle == 0 else 1.0)
 
     def _depths(
-        self, offers: Mapping[int, Offer], batch: int, rows: int, plain: float, late: set[int]
+        self, offers: Mapping[int, Offer], batch: int, took: Callable[[int], float], late: set[int]
     ) -> Depths:
         """A depth for each: draft tokens by descending survival while expected tokens per second rise. Whoever is late
         may not be held up by a step that takes longer than its own tokens are worth.
         """
         nodes = sorted(
-            ((s, -k, i) for i, o in offers.items() for k, s in enumerate(o.survivals, 1)), reverse=True
+            ((s, -k, i) for i, o in offers.items() for k, s in enumerate(o.survivals[: o.deepest], 1)),
+            reverse=True,
         )
         best, depths, taken = (0.0, float(batch), 0), dict[int, int](), dict[int, int]()
         levels, tokens, gain = Counter[str](), float(batch), dict.fromkeys(late, 0.0)
@@ -158,6 +233,8 @@ class StagedPlans:
         )  # tokens of each; of all, the sum of 1 / tokens
         stretched, rest = 0.0, sum(survival for survival, _, _ in nodes)
         by_tokens = self.guards.objective == "throughput"
+
+        stretched, plain = 0.0, took(0)
         for n, (survival, minus_depth, i) in enumerate(nodes[:MAX_NODES], 1):
             tokens, taken[i], name = tokens + survival, -minus_depth, offers[i].drafter
             waits += 1 / (expected[i] + survival) - 1 / expected[i]
@@ -165,7 +242,7 @@ class StagedPlans:
             levels[name] = max(levels[name], taken[i])
             if i in gain:
                 gain[i] += survival
-            seconds = self.costs.step(rows + n) + self.costs.drafting(levels)
+            seconds = took(n) + self.costs.drafting(levels)
             speed = self._speed(tokens, waits, batch, seconds)
             rest -= survival
             if by_tokens and tokens + rest <= best[0] * seconds:
@@ -176,7 +253,7 @@ class StagedPlans:
                     continue
                 best, depths = (speed, tokens, n), dict(taken)
         speed, tokens, n = best
-        row = max(self.costs.step(rows + n + 1) - self.costs.step(rows + n), 0.0)
+        row = max(took(n + 1) - took(n), 0.0)
         return Depths(speed, tokens, depths, row, 1.0, stretched)
 
     def _speed(self, tokens: float, waits: float, batch: int, seconds: float) -> float:

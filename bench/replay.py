@@ -1,0 +1,281 @@
+"""What the planner makes of answers that a real model gave, at given costs of a CPU: decisions, without a clock.
+
+    python -m bench.replay --record answers.json --tasks chat,code,rewrite --temperatures 0,0.7 --max-tokens 48
+    python -m bench.replay answers.json --batches 1,4,16 [--why "summary T=0.7, batch 1"]
+
+Recording answers every prompt plainly, once. Replaying gives the same tokens to the real planner and the real lookup,
+step by step, prompts included, and adds up what each step costs by its rows. So a loss has its steps and their reasons,
+a change to the planner is seen in seconds, and a noisy machine changes nothing. One planner serves all places in turn,
+as a server's would.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from outrider import LLM
+from outrider.bench.answering import answer
+from outrider.bench.prompts import LENGTHS
+from outrider.bench.speculation import groups_of
+from outrider.cli.tasks import task_ids, task_rows
+from outrider.control.costs import CostModel
+from outrider.control.guards import Guards
+from outrider.control.planner import Planner
+from outrider.draft.drafters import Drafters
+from outrider.draft.lookup import LookupDrafter
+from outrider.draft.scores import Scores
+from outrider.engine.runner import LONGEST_MEASURED
+from outrider.settings import PREFILL_STRETCH, PREFILL_WAIT
+from outrider.types import (
+    NO_DRAFT,
+    Bet,
+    Draft,
+    Options,
+    Outcome,
+    Request,
+    SamplingParams,
+    Sequence,
+    StepRecord,
+    Work,
+)
+
+# ms of a pass of SmolLM2-135M by rows, on two quiet Neoverse-N1 cores
+PASS = {
+    1: 15.99, 2: 16.44, 3: 17.84, 4: 20.78, 5: 28.85, 6: 31.99, 8: 39.44, 9: 46.56, 12: 57.9, 13: 64.56, 16: 75.39,
+    17: 82.57, 24: 112.85, 32: 147.22, 48: 218.47, 64: 291.21, 96: 435.95,
+}  # fmt: skip
+HOST = 1.0  # ms of a step outside its pass
+PLANNING = 0.06  # ms more of a step, a sequence, where a planner looks for drafts
+ROWS = 128  # of a step
+GUARDS = Guards(prefill_stretch=PREFILL_STRETCH["cpu"], prefill_wait=PREFILL_WAIT["cpu"])
+EVERY = "chat,code,json,rewrite,summary,creative,short,long"
+
+
+def record(model: str, tasks: str, temperatures: list[float], tokens: int, each: int) -> dict[str, Any]:
+    llm = LLM(model)
+    found: dict[str, Any] = {}
+    try:
+        ids = task_ids(llm, task_rows(None, None, tasks, each), tokens, 2 * tokens)
+        for task, prompts in ids.items():
+            for heat in temperatures:
+                most = max(1, round(tokens * LENGTHS.get(task, 1.0)))
+                params = SamplingParams(temperature=heat, max_tokens=most, seed=0, speculation=False)
+                answers = answer(llm, prompts[:each], params).run.answers
+                found[f"{task} T={heat:g}"] = [
+                    {"temperature": heat, "prompt": p, "answer": a}
+                    for p, a in zip(prompts, answers, strict=False)
+                ]
+                print(f"{task} T={heat:g}: {len(answers)} answers", flush=True)
+    finally:
+        llm.driver.close()
+    return found
+
+
+@dataclass
+class Replay:
+    """One planner and one lookup, and the steps that they made of the answers."""
+
+    way: Any  # speculation, as requests ask for it
+    costs: CostModel = field(default_factory=CostModel)  # as they are; the planner learns its own
+    planner: Planner = field(default_factory=lambda: Planner("lookup", choices=("lookup",), guards=GUARDS))
+    drafters: Drafters = field(default_factory=lambda: Drafters({"lookup": LookupDrafter()}, vocab=1 << 30))
+    number: int = 0
+
+    def __post_init__(self) -> None:
+        self.costs.curve = {rows: ms / 1e3 for rows, ms in PASS.items()}
+        self.planner.costs.curve = {rows: s for rows, s in self.costs.curve.items() if s <= LONGEST_MEASURED}
+        self.scores = Scores(self.drafters)
+
+    def batch(self, group: list[dict[str, Any]]) -> Run:
+        """All prompts of a group at once, until the last answer has ended."""
+        scripts, run = {}, Run()
+        for one in group:
+            self.number += 1
+            asked = SamplingParams(
+                temperature=one["temperature"], max_tokens=len(one["answer"]), speculation=self.way
+            )
+            request = Request(f"r{self.number}", tuple(one["prompt"]), asked, 0, owner=str(self.number))
+            sequence = Sequence(request, 0, 0, list(one["prompt"]))
+            scripts[sequence] = [*one["prompt"], *one["answer"]]
+            self.drafters.start(sequence)
+        while scripts:
+            run.add(self._step(scripts, run.now))
+            for sequence in [s for s in scripts if s.finish_reason]:
+                self.drafters.stop(sequence)
+                self.scores.stop(sequence)
+                self.planner.forget(sequence)
+                del scripts[sequence]
+        return run
+
+    def _work(self, sequences: Iterable[Sequence], waited: float) -> list[Work]:
+        """Every decoding sequence, and prompt rows in the order of arrival, as the scheduler has them."""
+        work = [Work(s, 1) for s in sequences if s.pending == 1]
+        room = ROWS - len(work)
+        if work:
+            room = min(room, self.planner.prompt_rows(len(work), waited))
+        for sequence in sequences:
+            if sequence.pending > 1 and room > 0:
+                work.append(Work(sequence, min(sequence.pending, room)))
+                room -= work[-1].known
+        return work
+
+    def _step(self, scripts: dict[Sequence, list[int]], now: float) -> StepRecord:
+        work = self._work(scripts, now)
+        plan = self.planner.plan(work, Options(riding=self.drafters.riding, found=self._found))
+        known, drafted, outcomes, scored, verified = 0, 0, [], [], []
+        for one, bet in zip(work, plan.bets, strict=True):
+            sequence, known = one.sequence, known + one.known
+            if not one.emits:
+                continue
+            draft, left = self._draft(sequence, bet), scripts[sequence][len(sequence.tokens) :]
+            right, straight = _accepted(draft, left)
+            verified.append((sequence, left[: right + 1]))
+            outcomes.append(Outcome(sequence, bet, len(draft), _deepest(draft), right, straight))
+            drafted += len(draft)
+            if self.way is not False and not draft:
+                scored.append(self.scores.score("lookup", sequence, left[: right + 1]))
+        rows = known + drafted
+        took = self.costs.step(rows) + (HOST + PLANNING * len(outcomes) * (self.way is not False)) / 1e3
+        held, emitted = sum(o.accepted for o in outcomes), sum(len(path) for _, path in verified)
+        made = StepRecord(
+            rows, len(work), known, drafted, held, emitted, 0, 0, took, 0, took, outcomes, plan.reasons
+        )
+        made.scored = [one for one in scored if one is not None]
+        made.prompt_rows = sum(one.prompt_rows for one in work)
+        for one in work:
+            one.sequence.cached += one.known
+        for sequence, path in verified:
+            sequence.tokens += path
+            sequence.cached += len(path) - 1
+            sequence.finish_reason = "length" if len(sequence.tokens) == len(scripts[sequence]) else None
+        self.planner.observe(made)
+        return made
+
+    def _found(self, name: str, sequence: Sequence, depth: int) -> int:
+        return len(self._draft(sequence, Bet(name, depth, depth)))
+
+    def _draft(self, sequence: Sequence, bet: Bet) -> Draft:
+        return self.drafters.propose(bet.drafter, [sequence], [bet])[0] if bet.nodes else NO_DRAFT
+
+
+@dataclass
+class Run:
+    """A batch of answers by a clock that is only counted."""
+
+    steps: list[StepRecord] = field(default_factory=list)
+    now: float = 0.0
+    heard: dict[Sequence, list[float]] = field(
+        default_factory=dict
+    )  # first and last token, tokens after the first
+
+    def add(self, step: StepRecord) -> None:
+        self.steps.append(step)
+        self.now += step.total_s
+        for o in step.outcomes:
+            mine = self.heard.setdefault(o.sequence, [self.now, self.now, -1 - o.accepted])
+            mine[1], mine[2] = self.now, mine[2] + 1 + o.accepted
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second of an answer, as `outrider bench` counts them: each from its first token to its last."""
+        spent = sum(last - first for first, last, _ in self.heard.values())
+        return sum(tokens for *_, tokens in self.heard.values()) / spent
+
+    @property
+    def slowest(self) -> float:
+        """Seconds a token."""
+        return max((last - first) / tokens for first, last, tokens in self.heard.values() if tokens)
+
+
+def _accepted(draft: Draft, left: list[int]) -> tuple[int, int]:
+    """How many of a draft's tokens come true, and how many of those were first choices."""
+    node, straight, on, right = -1, 0, True, 0
+    while right < len(left) - 1:
+        children = [i for i, parent in enumerate(draft.parents) if parent == node]
+        hit = next((i for i in children if draft.tokens[i] == left[right]), None)
+        if hit is None:
+            break
+        on = on and hit == children[0]
+        node, right, straight = hit, right + 1, straight + on
+    return right, straight
+
+
+def _deepest(draft: Draft) -> int:
+    depths: list[int] = []
+    for parent in draft.parents:
+        depths.append(1 + (depths[parent] if parent >= 0 else 0))
+    return max(depths, default=0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("file", type=Path, nargs="?")
+    parser.add_argument("--record", type=Path)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--tasks", default=EVERY)
+    parser.add_argument("--temperatures", default="0,0.7,1.2")
+    parser.add_argument("--batches", default="1,4,16")
+    parser.add_argument("--max-tokens", type=int, default=48)
+    parser.add_argument("--each", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--why", default="")
+    given = parser.parse_args()
+    if given.record:
+        heats = [float(one) for one in given.temperatures.split(",")]
+        found = record(given.model, given.tasks, heats, given.max_tokens, given.each)
+        given.record.write_text(json.dumps(found))
+        return
+    show(
+        json.loads(given.file.read_text()),
+        [int(b) for b in given.batches.split(",")],
+        given.rounds,
+        given.why,
+    )
+
+
+def show(answers: dict[str, Any], batches: list[int], rounds: int, why: str) -> None:
+    for batch in batches:
+        auto, fixed, plain = (
+            Replay("auto"),
+            Replay({"drafter": "lookup", "depth": 4, "nodes": 4}),
+            Replay(False),
+        )
+        for label, some in answers.items():
+            ratios, others, tails, kinds = [], [], [], Counter[str]()
+            for number in range(rounds):
+                for place, group in enumerate(groups_of(some, batch, None)):
+                    own, other, base = (way.batch(group) for way in (auto, fixed, plain))
+                    ratios.append(own.rate / base.rate)
+                    others.append(other.rate / base.rate)
+                    tails.append(own.slowest / base.slowest)
+                    kinds.update(reason.kind for step in own.steps for reason in step.reasons)
+                    if why == f"{label}, batch {batch}":
+                        explain(number, place, own, base)
+            said = ", ".join(f"{kind} {times}" for kind, times in kinds.most_common(4))
+            print(
+                f"{label:14} batch {batch:2} {statistics.median(ratios):5.3f}x first {ratios[0]:5.3f} lowest "
+                f"{min(ratios):5.3f}, 4 deep {statistics.median(others):5.3f}x; slowest {max(tails):4.2f}  {said}",
+                flush=True,
+            )
+
+
+def explain(number: int, place: int, own: Run, base: Run) -> None:
+    print(f"  round {number}, group {place}: {own.rate / base.rate:.3f}x")
+    for at, step in enumerate(own.steps):
+        if step.drafted:
+            said = "; ".join(str(reason) for reason in step.reasons if reason.depth)
+            counts = f"{step.sequences} sequences, {step.known} rows, {step.drafted} drafted, {step.accepted} accepted"
+            print(f"    step {at}: {counts}, {1e3 * step.total_s:.1f} ms: {said}")
+
+
+if __name__ == "__main__":
+    main()
