@@ -434,7 +434,6 @@ def test_a_head_reads_a_prompt_where_it_will_draft_often_enough():
     made, state = head_and_lookup()
     assert drafted(made, sequence([1, 2], max_tokens=200), state) == "eagle"  # nobody knows yet what it takes
     made.observe(read(300, 3.0))
-    made.observe(read(5, 0.3))  # mostly the draft that follows
     assert made.costs.ragged_reading("eagle", 100) == pytest.approx(1.0)
     assert drafted(made, sequence([1, 2], max_tokens=200), state) == "eagle"
     assert drafted(made, sequence([1, 2], max_tokens=4), state) == "none"  # it would not earn that any more
@@ -450,6 +449,9 @@ def test_a_head_does_not_read_for_the_gaps_that_lookup_leaves():
     assert [drafted(made, s, state) for _ in range(8)] == ["lookup"] * 8
     state["found"] = 0
     assert drafted(made, s, state) == "none"
+    fast = sequence([1, 2], max_tokens=200)
+    fast.tokens, fast.steps = fast.tokens + [3] * 160, 8  # what is left of its answer takes two steps
+    assert drafted(made, fast, state) == "none"
     later = [drafted(made, s, state) for _ in range(8)]
     assert "eagle" in later and later == sorted(later, reverse=True)  # it is new text by now
     state.update(behind=7)

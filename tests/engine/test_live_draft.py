@@ -163,6 +163,19 @@ def test_work_that_wants_nothing_in_flight_finds_it_so(model, heads):
         driver.close()
 
 
+def test_a_head_has_read_where_it_could_draft(model, heads):
+    """Not in the step that reads the prompt, which hands the hidden states over."""
+    engine = tiny_engine(
+        model,
+        Always(Bet("eagle", DEPTH, DEPTH)),
+        drafters=drafter_of("eagle", 0, model, heads),
+        step_rows=128,
+    )
+    engine.add(request("a", prompt_of(80, 1), max_tokens=6))
+    records = [result.record for result in run_out(engine)]
+    assert [record.catch_up and record.catch_up[:2] for record in records[:3]] == [None, ("eagle", 80), None]
+
+
 def test_only_its_own_weights_are_replaced(model, heads):
     head = load_eagle(heads[0], model, 256)
     own = {tensor.data_ptr() for tensor in weights_of(head).values()}

@@ -21,7 +21,6 @@ FIRST_BASELINE = 8  # drafting steps of a size after which a plain one is due, w
 MAX_STALL = (
     1.5  # of its time on the device that a captured step counts for: no plan changes what holds up the host
 )
-READ_TOKENS = 64  # read beside a ragged step, from which on reading takes longer than the draft that follows
 MIN_READ = 256  # tokens: fewer take a drafter as long to read
 SLOWEST_READ = (
     4  # plain steps' time to read MIN_READ tokens, at most: beyond, a graph was captured on the way
@@ -180,8 +179,7 @@ class CostModel:
 
     def learn_ragged_reading(self, drafter: str, tokens: int, seconds: float) -> None:
         """A drafter caught up before it drafted for a ragged step."""
-        if tokens >= READ_TOKENS:
-            _learn(self.per_ragged_token, drafter, seconds / tokens)
+        _learn(self.per_ragged_token, drafter, seconds / tokens)
 
     def ragged_reading(self, drafter: str, tokens: int) -> float:
         """Seconds for a drafter to read so many tokens before a ragged step; nothing until it has read once."""

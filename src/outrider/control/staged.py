@@ -108,8 +108,8 @@ class StagedPlans:
     def _earns(
         self, name: str, found: Depths, speed: float, taken: Mapping[int, Offer], left: Left, options: Options
     ) -> bool:
-        """Whether these depths earn what a drafter has to read first, over the best without it. It drafts in no more
-        steps than others have left it so far: text that is copied goes on being copied.
+        """Whether these depths earn what a drafter has to read first, over the best without it. It drafts in as many of
+        the steps to come as others have left it so far: text that is copied goes on being copied.
         """
         some = [left[i][0] for i in found.by_item if taken[i].drafter == name]
         reading = sum(self.costs.ragged_reading(name, options.behind(name, s)) for s in some)
@@ -117,7 +117,9 @@ class StagedPlans:
             return True
         step = found.tokens / found.speed
         free = sum(self.rates.left_to(s, name) for s in some) / len(some)
-        steps = free * min(self.guards.payback_steps, tokens_left(some) * len(left) / found.tokens)
+        so_far = max((len(s.tokens) - s.prompt_len) / max(s.steps, 1) for s in some)  # tokens of a step
+        pace = max(found.tokens / len(left), so_far)
+        steps = free * min(self.guards.payback_steps, tokens_left(some) / pace)
         return (1 - speed / found.speed) * steps * step > reading
 
     def _times(self, step: StepRows) -> Callable[[int], float]:

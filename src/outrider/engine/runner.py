@@ -190,7 +190,9 @@ class EagerRunner:
         batch = pack(work, staged.drafts, self.table)
         staged.logits, step.rows = self.model.forward(batch, self.store), batch.rows
         step.draft_s, step.target_s = drafted - begun, time.perf_counter() - drafted
-        if unread is not None:
+        if unread is not None and any(
+            draft and bet.drafter == unread[0] for draft, bet in zip(staged.drafts, plan.bets, strict=True)
+        ):  # else it could not draft yet, and has read nothing
             step.catch_up = (*unread, step.draft_s)
         return step
 
