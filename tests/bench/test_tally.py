@@ -101,6 +101,12 @@ def test_a_disturbed_machine_is_seen_in_steps_that_should_take_the_same() -> Non
     quiet, loud = found([0.01] * 18 + [0.0105] * 2, [0.01] * 20), found([0.01] * 20, [0.024] * 20)
     assert quiet < 1.06 and loud == pytest.approx(2.4) and quiet < STRETCH < loud
     assert found([0.01] * 4, [0.03] * 4) == 1.0  # too few to say
+    plain, drafting = Tally(), Tally()
+    for tally, first, drafted in ((plain, 3.0, 0), (drafting, 1.5, 8)):
+        tally.add(0, replace(base, firsts=[first] * 4, drafted=drafted), base.run)
+    assert noise([plain, drafting], 1) == pytest.approx(2.0)  # prompts were read in half the time
+    plain.firsts = [1.0] * 4
+    assert noise([plain, drafting], 1) == pytest.approx(1.0)  # drafts for others may have held them up
     way = {"ratio": 1.0, "compared": 1, "differing": 0}
 
     def said(noisy: float) -> str:
