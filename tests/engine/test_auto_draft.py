@@ -22,7 +22,7 @@ from outrider.load.checkpoint import open_checkpoint
 from outrider.load.pairs import fingerprint
 from outrider.settings import Settings
 from outrider.types import MAX_NODES
-from tests.load.pairs import some_card, write_pair
+from tests.load.pairs import CHAIN, some_card, write_pair
 from tests.targets import pair_head, target_config, write_target
 from tests.tiny import head_tensors
 
@@ -48,6 +48,9 @@ def test_auto_takes_the_pair_and_keeps_lookup(target: Path, catalogue: Path) -> 
     folder = pair_head(catalogue / "mine", target)
     with LLM(target, **OPTIONS) as llm:
         assert (llm.drafter, llm.pair and llm.pair.folder) == ("eagle", folder)
+        assert llm.engine.planner.choices == ("eagle", "lookup")
+        prior = llm.engine.planner.rates.prior("eagle", 0.0)  # as scored, not as of a drafter nobody knows
+        assert (prior.first, prior.next) == (CHAIN.by_depth[0], pytest.approx(70 / 115))
         plain, drafted, copied = (
             llm.generate(PROMPT, temperature=0, max_tokens=24, speculation=how)[0]
             for how in (False, {"depth": 3}, {"drafter": "lookup", "depth": 3})

@@ -12,7 +12,7 @@ from outrider.draft.head_layouts import read_head
 from outrider.load.cards import read_card
 from outrider.load.checkpoint import open_checkpoint, open_safetensors
 from outrider.load.find import find
-from outrider.load.pairs import SHIPPED, fingerprint
+from outrider.load.pairs import SHIPPED, find_pair, fingerprint
 from outrider.settings import cache_folder
 
 PAIR_BYTES = 30_000_000
@@ -52,11 +52,12 @@ def test_a_shipped_pair_is_small_and_says_how_it_was_made(folder: Path) -> None:
 
 @shipped
 @pytest.mark.model
-def test_a_shipped_pair_is_its_targets(folder: Path) -> None:
+def test_a_shipped_pair_is_its_targets(folder: Path, tmp_path: Path) -> None:
     card = read_card(folder)
     if card.target.name != "smollm2-135m":
         pytest.skip("its target is not built in")
     target = open_checkpoint(find(card.target.name, cache_folder()))
     assert card.target.fingerprint == fingerprint(target) and target.config is not None
+    assert find_pair(target, tmp_path).source == "shipped"  # where there is nothing else
     config, _ = read_head(folder, target.config)
     assert (card.draft.kind, card.draft.layout, config.layer.vocab) == ("eagle", "outrider", 49152)

@@ -18,6 +18,7 @@ FIRST_PER_DEGREE, NEXT_PER_DEGREE = 0.25, 0.1
 TRUNCATED = 0.7  # of its temperature, that sampling counts for which leaves unlikely tokens out
 AFTER_WRONG = 0.5  # of that, where the last draft was rejected
 PRIOR_WEIGHT = 4.0  # steps that a new estimate's starting point counts for
+SCORED_WEIGHT = 24.0  # the same, where the drafter was scored before: on other prompts, but on many
 SEQUENCE_MEMORY, DRAFTER_MEMORY = 12, 200  # steps: a text changes its nature, a drafter hardly does
 RECOVERY = 0.02  # share of the way back to NEXT after a draft that was accepted as far as it went
 MIN_RATE = 0.02  # below, it makes no difference how seldom a draft is accepted
@@ -122,6 +123,11 @@ class AcceptanceRates:
             )
             priors[band] = AcceptanceRate(first if right else AFTER_WRONG * first, following)
         return priors[band]
+
+    def expect(self, drafter: str, degrees: float, first: float, following: float) -> None:
+        """A drafter was scored at this heat: the first token of its drafts, and each next one after an accepted one."""
+        band = drafter, round(BANDS_PER_DEGREE * degrees)
+        self.priors[band] = AcceptanceRate(first, following, SCORED_WEIGHT)
 
     def observe(self, sequence: Sequence, drafter: str, drafted: int, accepted: int) -> None:
         self.trials[drafter] += 1

@@ -33,7 +33,7 @@ from outrider.engine.kv_cache import KvCache, make_kv_cache
 from outrider.engine.live_draft import LiveDraft
 from outrider.engine.memory import GpuMeter, check_room, working_memory
 from outrider.engine.output import Output, make_output
-from outrider.engine.planning import guards_of, watch_draft
+from outrider.engine.planning import expect_score, guards_of, watch_draft
 from outrider.engine.prompts import Message, Prompt, as_list, check_messages, plain_list
 from outrider.engine.runner import EagerRunner, Runner
 from outrider.errors import InvalidRequest, OutOfMemory, OutriderError, UnsupportedModel, stopped
@@ -336,6 +336,7 @@ class LLM:
         # Lookup costs next to nothing, so that whoever names no drafter may get it, too.
         choices = dict.fromkeys((self.drafter, "lookup") if self.drafter != "none" else ())
         planner = Planner(self.drafter, choices=tuple(choices), guards=guards_of(self.settings))
+        expect_score(planner, self.pair)
         if free is not None:
             left, slots = _free_memory(self.settings) or 0, cache.table.pool.total
             size = slots * kv_bytes(self.model)

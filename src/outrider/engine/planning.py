@@ -1,4 +1,4 @@
-"""What the planner is given: bounds from the settings, and drafts to watch with the memory they hold."""
+"""What the planner is given: bounds from the settings, rates from a card, and drafts to watch with their memory."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from outrider.draft.drafter import NetworkDrafter
 from outrider.draft.drafters import Drafters
 from outrider.engine.draft_room import DraftRoom
 from outrider.engine.kv_cache import KvCache
+from outrider.load.pairs import Pair
 from outrider.model.decoder import Model, kv_bytes
 from outrider.settings import Memory, Settings
 
@@ -45,3 +46,17 @@ def watch_draft(
     for name in planner.choices:
         if isinstance(drafters[name], NetworkDrafter):
             planner.payoff.watch(name, size // kv_bytes(model))
+
+
+def expect_score(planner: Planner, pair: Pair | None) -> None:
+    """Start from what a paired draft was scored with, at each temperature: not every start need find it out anew."""
+    score = None if pair is None else pair.card.score
+    if score is None:
+        return
+    for temperature in {one.temperature for one in score.tasks}:
+        chain = score.chain(temperature)
+        reached, accepted = sum(chain.reached[1:]), sum(chain.accepted[1:])
+        if reached:
+            planner.rates.expect(
+                planner.default, temperature, chain.accepted[0] / chain.reached[0], accepted / reached
+            )
