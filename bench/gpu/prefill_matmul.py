@@ -27,7 +27,6 @@ from torch import Tensor
 from outrider.cache.store import KeyValueStore
 from outrider.engine.certificate import certificate
 from outrider.load.config import ModelConfig, Rope
-from outrider.model import staged
 from outrider.model.decoder import Decoder, make_store
 from outrider.model.device import DeviceDecoder
 from outrider.model.kernels.gpu import attention as at
@@ -45,7 +44,7 @@ SHAPES = {
     "down": (4096, 14_336, 1),
     "head": (128_256, 4096, 1),
 }
-COUNTS = (128, 256, 512, 1024, 2048)
+COUNTS = (128, 192, 256, 384, 512, 1024, 2048)
 FEW = (1, 16, 64)  # rows of decoding, which segments are there for
 
 
@@ -227,26 +226,23 @@ def prompts(given: argparse.Namespace, report: dict[str, Any]) -> None:
         print(f"prompt of {length:6} tokens, ms:", _shown(row), flush=True)
 
 
-TALL = [(64, 4, 2), (64, 4, 3), (128, 8, 2), (128, 8, 3), (128, 8, 4)]  # rows times heads, warps, stages
+MANY = [(64, 4, 2), (64, 4, 3), (64, 4, 4)]  # rows times heads, warps, stages
 SINGLE = [(16, 4, 2), (16, 4, 3), (16, 4, 4), (16, 4, 6)]
 
 
 def attention(given: argparse.Namespace, report: dict[str, Any]) -> None:
-    """Of a prompt's last 2,048 rows, and of one row, in programs of several kinds: microseconds a layer, and bits. The
-    first of each is how it was before there were tall programs.
-    """
+    """Of a prompt's last 2,048 rows, and of one row, in programs of several kinds: microseconds a layer, and bits."""
     config, keys, values = given.model.config, given.store.keys[0], given.store.values[0]
     keys.normal_()
     values.normal_()
-    kept = at._stages, at._warps, staged.PROMPT_PROGRAMS
-    for rows, ways, contexts in ((CHUNK, TALL, (2048, 8192, 32_768)), (1, SINGLE, (2048, 8192, 32_768))):
+    kept = at._stages, at._warps
+    for rows, ways, contexts in ((CHUNK, MANY, (2048, 8192, 32_768)), (1, SINGLE, (2048, 8192, 32_768))):
         for context in contexts:
             batch = prompt_batch(given.table, context - rows, rows).to(keys.device)
             q = torch.randn(rows, config.heads, config.head_dim, device=keys.device).to(keys.dtype)
             first = None
             for tile, warps, stages in ways:
                 at._stages, at._warps = lambda *a, n=stages: n, lambda *a, n=warps: n
-                staged.PROMPT_PROGRAMS = 0 if tile == at.PROMPT_TILE else 1 << 30
                 name, out = (
                     f"{rows} of {context}: {tile} by {warps} warps, {stages} stages",
                     torch.empty_like(q),
@@ -261,7 +257,7 @@ def attention(given: argparse.Namespace, report: dict[str, Any]) -> None:
                     report[name] = {"failed": f"{type(error).__name__} {error}"}
                     print(f"attention {name} failed: {type(error).__name__} {str(error)[:150]}", flush=True)
                 finally:
-                    at._stages, at._warps, staged.PROMPT_PROGRAMS = kept
+                    at._stages, at._warps = kept
 
 
 def _attention_us(q: Tensor, batch: Batch, keys: Tensor, values: Tensor, out: Tensor) -> float:

@@ -88,7 +88,7 @@ def worth_capturing(staged: int, launches: int) -> bool:
 
 def staged_shape(rows: int, logits: int, branching: int, config: ModelConfig) -> StagedShape:
     """How attention reads a bucket: in groups of rows of one sequence."""
-    together = rows_together(config, 0 if branching else rows)
+    together = rows_together(config)
     plain, drafted = (
         min(some, some // together + _partial_groups(some)) for some in (rows - branching, branching)
     )

@@ -20,9 +20,6 @@ from outrider.types import Batch
 
 BLOCK = 64  # keys that attention reads together
 TALLEST = 64  # query rows times heads of a group that one program of attention takes
-PROMPT_TILE = 128  # the same where prompts are long: half as many programs read all of their keys
-PROMPT_PROGRAMS = 128  # of those that keep a device busy
-PROMPT_DIM = 128  # the largest head that they have registers for
 ROW_FIELDS = ("ids", "positions", "slots", "table_rows", "prefix", "ancestors")
 
 Group = tuple[int, int, int]  # first row, count, and how many entries of their table the rows share
@@ -34,16 +31,9 @@ def padded_group(heads: int, kv_heads: int) -> int:
     return 1 << (heads // kv_heads - 1).bit_length()
 
 
-def tile_of_prompts(rows: int, heads: int, kv_heads: int, dim: int) -> int:
-    """Of a program of attention over so many rows of prompts."""
-    programs = rows * padded_group(heads, kv_heads) // PROMPT_TILE * kv_heads
-    return PROMPT_TILE if programs >= PROMPT_PROGRAMS and dim <= PROMPT_DIM else TALLEST
-
-
-def rows_together(config: ModelConfig, prompt_rows: int = 0) -> int:
-    """Rows of one sequence that a program of attention takes, at most, where so many are of prompts alone."""
-    tile = tile_of_prompts(prompt_rows, config.heads, config.kv_heads, config.head_dim)
-    return tile // padded_group(config.heads, config.kv_heads)
+def rows_together(config: ModelConfig) -> int:
+    """Rows of one sequence that a program of attention takes, at most."""
+    return TALLEST // padded_group(config.heads, config.kv_heads)
 
 
 def group_rows(batch: Batch, together: int) -> list[Group]:

@@ -16,12 +16,10 @@ import triton
 import triton.language as tl
 
 from outrider.draft.lookup import find_copies
-from outrider.model import staged
 from outrider.model.kernels.gpu import attention as at
 from outrider.model.kernels.gpu import copies, matmul, rows
 from outrider.model.kernels.gpu import draw as law
 from outrider.model.kernels.gpu import filter as filters
-from outrider.model.staged import tile_of_prompts
 from outrider.types import MAX_NODES, Batch, Draft
 from outrider.verify.filters import bounds, filter_logits, masses
 from tests.model.batches import Part, Reader, furthest, random_ids
@@ -319,31 +317,6 @@ def test_programs_of_any_height_give_the_same_bits(device: str) -> None:
     q = past.queries(batch)
     low, middle, high = (past.attend(q, batch, tile=tile) for tile in at.TILES)
     assert torch.equal(low, middle) and torch.equal(low, high)
-
-
-@pytest.mark.parametrize("window", [0, 30])
-def test_tall_programs_give_the_same_bits(device: str, window: int) -> None:
-    past = Past(device, 4, 1, 16, [70], room=160)
-    batch = past.batch(Part(0, [1] * 33))
-    q = past.queries(batch)
-    tall = past.attend(q, batch, window, whole=True, tile=at.PROMPT_TILE)
-    assert torch.equal(past.attend(q, batch, window, whole=True, tile=64), tall)
-    assert torch.equal(past.attend(q, batch, window, whole=False, tile=64), tall)
-
-
-def test_long_prompts_are_read_by_tall_programs(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert tile_of_prompts(2048, 32, 8, 128) == at.PROMPT_TILE
-    assert tile_of_prompts(2048, 32, 8, 256) == tile_of_prompts(256, 32, 8, 128) == 64
-    past = Past(device, 4, 1, 16, [70, 9], room=160)
-    prompt, tree = [1] * 32, Part(1, [3], TREE)
-    for programs, tile in ((1, at.PROMPT_TILE), (2, 64)):
-        monkeypatch.setattr(staged, "PROMPT_PROGRAMS", programs)
-        plan = at.plan_attention(past.batch(Part(0, prompt)), 4, 1, 16)
-        assert plan.tile == tile and plan.whole == (tile == at.PROMPT_TILE)
-        assert len(plan.items) == 128 // tile
-    monkeypatch.setattr(staged, "PROMPT_PROGRAMS", 0)
-    assert at.plan_attention(past.batch(Part(0, prompt), tree), 4, 1, 16).tile == 64
-    assert at.plan_attention(past.batch(Part(0, prompt[:-1])), 4, 1, 16).tile == 64
 
 
 @pytest.mark.gpu

@@ -10,7 +10,6 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-import outrider.model.staged as staged_module
 from outrider.control.trees import tree_nodes
 from outrider.device.buckets import staged_shape
 from outrider.device.layout import TreeLayout
@@ -20,7 +19,7 @@ from outrider.model.decoder import Decoder, make_store
 from outrider.model.device import DeviceDecoder, DevicePass
 from outrider.model.kernels.gpu.kernels import GpuKernels
 from outrider.model.rope import rope_tables
-from outrider.model.staged import StagedRows, padded_group
+from outrider.model.staged import StagedRows
 from outrider.types import Batch, Draft
 from tests.model.batches import Part, Reader, random_ids
 from tests.model.gpu.test_kernels import HALF
@@ -108,23 +107,6 @@ def test_a_joint_pass_has_the_bits_of_two(device: str, shape, parts: list[Part],
     # Padding's slot is written by several at once.
     assert all(torch.equal(a[:-1], b[:-1]) for a, b in zip(kept, expected, strict=True))
     assert all(bool(torch.isfinite(a).all()) for a in kept)
-
-
-def test_staged_prompts_have_the_same_bits_in_tall_programs(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    results = []
-    for programs in (0, 1000):
-        monkeypatch.setattr(staged_module, "PROMPT_PROGRAMS", programs)
-        world = World(device, [40, 66, 0, 63, 50])
-        staged = world.stage(*CHUNKS, wanted=[0, 3, 20])
-        assert staged.shape.together == (64 if programs else 128) // padded_group(4, 2)
-        nothing = replace(staged.batch, **{name: getattr(staged.batch, name)[:0] for name in NAMES})
-        logits = DevicePass(world.model, world.store)(staged.join(nothing), 1, 192, False, staged)
-        results.append((logits[:3], copied(world)))
-    (ours, kept), (theirs, expected) = results
-    assert torch.equal(ours, theirs)
-    assert all(torch.equal(a[:-1], b[:-1]) for a, b in zip(kept, expected, strict=True))
 
 
 NAMES = ("ids", "positions", "slots", "table_rows", "prefix", "ancestors", "logit_rows")

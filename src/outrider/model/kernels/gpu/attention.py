@@ -33,23 +33,15 @@ from torch import Tensor
 from outrider.model.kernels.gpu.ahead import kernel
 from outrider.model.kernels.gpu.launch import INTERPRETED, await_previous, chained, let_next_start
 from outrider.model.kernels.gpu.rows import rope_and_write, sum_parts
-from outrider.model.staged import (
-    BLOCK,
-    PROMPT_TILE,
-    TALLEST,
-    StagedPart,
-    group_rows,
-    padded_group,
-    tile_of_prompts,
-)
+from outrider.model.staged import BLOCK, TALLEST, StagedPart, group_rows, padded_group
 from outrider.types import Batch
 
 TILES = (16, 32, TALLEST)  # query rows times heads of a group in one program
 NODES = 64
 TAILS = 2  # blocks that a draft of 63 nodes can touch
 # Loads of slots, keys and values on their way: of these, keys get two buffers, of four one.
-STAGES = {16: 6, 32: 4, 64: 4, PROMPT_TILE: 4}
-WIDE_STAGES = dict.fromkeys(STAGES, 2)  # for heads of more than 64
+STAGES = {16: 6, 32: 4, 64: 4}
+WIDE_STAGES = {16: 3, 32: 2, 64: 3}  # for heads of more than 64
 SPANS = (1, 8)  # what a program reads: one split, or those that begin in so many blocks
 # Programs that turn by themselves: what it takes of registers leaves room for no more at a time.
 TURNING = 320
@@ -480,8 +472,6 @@ def plan_attention(
     padded = padded_group(heads, kv_heads)
     tree, longest = bool((host.ancestors != 0).any()), longest_run(host)
     tile = tile_for(longest, padded)
-    if not tree and longest * padded >= PROMPT_TILE:
-        tile = tile_of_prompts(batch.rows, heads, kv_heads, dim)
     groups = group_rows(host, tile // padded)
     items = torch.tensor(groups, dtype=torch.int32).to(there.ids.device, non_blocking=True)
     splits = split_count(int(host.positions.max()) + 1)
@@ -507,7 +497,7 @@ def make_attention_plan(
     """
     heads, kv_heads, dim = shape
     enough = ENOUGH // 2 if tile > TILES[0] or splits <= SHORT else ENOUGH
-    crowd = splits == 1 or tile == PROMPT_TILE or (busy or len(items)) * kv_heads >= enough
+    crowd = splits == 1 or (busy or len(items)) * kv_heads >= enough
     whole = not tree and crowd
     room = 0 if whole else rows * heads * (splits + TAILS)
     return AttentionPlan(
@@ -530,8 +520,7 @@ def plan_staged(
     heads, kv_heads, _ = shape
     rows, tree = part.batch.rows, part.branching
     padded = padded_group(heads, kv_heads)
-    tall = not tree and part.together * padded == PROMPT_TILE
-    tile = PROMPT_TILE if tall else tile_for(part.together, padded)
+    tile = tile_for(part.together, padded)
     busy = -(-rows // part.together)
     plan = make_attention_plan(part.groups, rows, shape, split_count(context), tree, tile, single, busy)
     if tree:
@@ -651,8 +640,6 @@ def _turns_itself(fresh: Fresh, attention: AttentionPlan, kv_heads: int) -> bool
 
 
 def _warps(attention: AttentionPlan, programs: int) -> int:
-    if attention.tile == PROMPT_TILE:
-        return 2 * WARPS
     crowded = attention.whole and attention.tile == TILES[0] and programs >= CROWDED
     return WARPS // 2 if crowded else WARPS
 

@@ -19,10 +19,8 @@ from outrider.model.kernels.gpu.library import COUNTS, Library, Product
 from outrider.model.kernels.gpu.matmul import Packed, multiply, segment_length, segments
 
 COPY_SHARE = 0.25  # of the memory that weights leave, at most, for second copies of them
-SHORTEST_SEGMENT = 2048  # inputs: with shorter ones the library's calls take longer than our one (LOG.md)
-# Rows from which the library is quicker: a gated weight's activation is a launch of its own then, and segments are
-# products that must keep the device busy one by one.
-GATED_FROM, CUT_FROM = 192, 1024
+SHORTEST_SEGMENT = 1024  # inputs: with shorter ones nobody measured it
+GATED_FROM = 192  # rows from which the library is quicker, though the activation is a launch of its own then
 TRIED = 16  # rows that our kernels multiply at a time
 WIDEST_OUT = 1 << 27  # numbers of a result that is compared; a head has many
 TURNS = 5  # of a way that is timed
@@ -106,7 +104,7 @@ def row_major(weight: Packed) -> Tensor:
 def counts_for(weight: Packed) -> tuple[int, ...]:
     """Row counts that the library may be asked for with such a weight."""
     wide = len(weight.data) * weight.outputs * segments(weight)
-    least = GATED_FROM if weight.gated else CUT_FROM if segments(weight) > 1 else 0
+    least = GATED_FROM if weight.gated else 0
     return tuple(count for count in COUNTS if count >= least and count * wide <= WIDEST_OUT)
 
 
