@@ -52,7 +52,7 @@ PASS = {
     17: 82.57, 24: 112.85, 32: 147.22, 48: 218.47, 64: 291.21, 96: 435.95,
 }  # fmt: skip
 HOST = 1.0  # ms of a step outside its pass
-PLANNING = 0.06  # ms more of a step, a sequence, where a planner looks for drafts
+PLANNING = 0.04  # ms more of a step, a sequence, where a planner looks for drafts
 ROWS = 128  # of a step
 GUARDS = Guards(prefill_stretch=PREFILL_STRETCH["cpu"], prefill_wait=PREFILL_WAIT["cpu"])
 EVERY = "chat,code,json,rewrite,summary,creative,short,long"

@@ -37,6 +37,7 @@ class CostModel:
         self.baseline_interval = baseline_interval
         self.by_rows: dict[int, float] = {}  # ragged steps
         self.curve: dict[int, float] = {}  # passes by rows, measured before anybody asked
+        self._drawn: tuple[dict[int, float], int] = ({}, 0)  # points of it, and how many it had then
         self.times: Counter[int] = Counter()  # ragged steps that were taken, by rows
         self.by_batch: dict[int, float] = {}  # plain ragged steps, by their sequences
         self.captured: dict[tuple[str, TreeShape, int], float] = {}  # plain: "none", NO_TREE
@@ -200,8 +201,17 @@ class CostModel:
         if rows in taken or not self.curve:
             return _interpolated(taken, rows)
         near = min(taken or self.curve, key=lambda known: abs(known - rows))
-        whole = _interpolated(self.curve, near)
-        return taken.get(near, whole) * _interpolated(self.curve, rows) / whole
+        whole = self._on_curve(near)
+        return taken.get(near, whole) * self._on_curve(rows) / whole
+
+    def _on_curve(self, rows: int) -> float:
+        """It is measured once and asked many times a step."""
+        if len(self.curve) != self._drawn[1]:
+            self._drawn = {}, len(self.curve)
+        points = self._drawn[0]
+        if rows not in points:
+            points[rows] = _interpolated(self.curve, rows)
+        return points[rows]
 
     @property
     def steps(self) -> int:

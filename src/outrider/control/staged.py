@@ -70,7 +70,7 @@ class StagedPlans:
         guards, before, batch = self.guards, self.joined, step.batch
         took = self._times(step)
         seconds, needed = took(0), guards.break_even if not self.drafting else 1.0
-        offers, hopeless = self._all_offers(left, step, took, needed, options)
+        offers, nothing = self._all_offers(left, step, took, needed, options)
         serving = {*options.riding, *(names[0] for _, names in left.values() if len(names) == 1)}
         further = {offer.drafter for some in offers.values() for offer in some} - serving
         late = self.fairness.stretched({s for s, _ in left.values()}) if batch > 1 else set()
@@ -96,14 +96,19 @@ class StagedPlans:
         self.drafting = bool(best.by_item)
         for i, (sequence, names) in left.items():
             depth = best.by_item.get(i, 0)
-            offer = served[i] if depth else max(offers[i], default=hopeless.get(i))
+            offer = served[i] if depth else max(offers[i], default=None)
             drafter = offer.drafter if offer and depth else "none"
             costly = [name for name in names if name not in (drafter, *options.riding)]
             probe = None if best.stretched else self._probe(sequence, costly, batch, speedup, options)
             if probe is not None:
                 yield i, *probe
             else:
-                yield i, drafter, depth, self._reason(sequence, offer, depth, best)
+                yield (
+                    i,
+                    drafter,
+                    depth,
+                    nothing if offer is None else self._reason(sequence, offer, depth, best),
+                )
 
     def _earns(
         self, name: str, found: Depths, speed: float, taken: Mapping[int, Offer], left: Left, options: Options
@@ -137,24 +142,28 @@ class StagedPlans:
 
     def _all_offers(
         self, left: Left, step: StepRows, took: Callable[[int], float], needed: float, options: Options
-    ) -> tuple[dict[int, list[Offer]], dict[int, Offer]]:
-        """What each may expect; and of drafters that nobody needs to ask, as no draft of theirs would pay."""
-        found: dict[int, list[Offer]] = {}
-        hopeless: dict[int, Offer] = {}
+    ) -> tuple[dict[int, list[Offer]], Reason]:
+        """What each may expect, and why others may expect nothing: there is nothing to propose, or nobody needs to
+        look, as no draft would pay.
+        """
         rates = [
             self.rates.of(s, name) for s, names in left.values() for name in names if name in options.riding
         ]
-        asking = bool(rates) and self._might_pay(rates, step.batch, took, needed)
-        shallow = self._shallow(step, sum(not rate.proven for rate in rates)) if asking else 0
+        asking = not rates or self._might_pay(rates, step.batch, took, needed)
+        found: dict[int, list[Offer]] = {i: [] for i in left}
+        nothing = NOTHING_FOUND
+        if not asking:
+            row = max(took(1) - took(0), 0.0)
+            even = Depths(step.batch / took(0), step.batch, {}, row, needed).break_even(0.0)
+            facts = (("next guess", max(rate.first for rate in rates)), ("break-even", even))
+            spared = all(rate.drafts >= self.guards.patience for rate in rates)
+            nothing = Reason("low gain" if spared else "below break-even", 0, facts)
+            left = {i: (s, [n for n in names if n not in options.riding]) for i, (s, names) in left.items()}
+        shallow = self._shallow(step, sum(not rate.proven for rate in rates)) if asking and rates else 0
         for i, (sequence, names) in left.items():
-            found[i] = []
-            for name in names:
-                offer = self._offer(sequence, name, shallow, asking, options)
-                if offer is not None and (asking or name not in options.riding):
-                    found[i].append(offer)
-                elif offer is not None:
-                    hopeless[i] = offer
-        return found, hopeless
+            offers = (self._offer(sequence, name, shallow, options) for name in names)
+            found[i] = [offer for offer in offers if offer is not None]
+        return found, nothing
 
     def _shallow(self, step: StepRows, sequences: int) -> int:
         """How deep so many may be tried of which no draft was right so far."""
@@ -178,10 +187,8 @@ class StagedPlans:
                     return True
         return False
 
-    def _reason(self, sequence: Sequence, offer: Offer | None, depth: int, best: Depths) -> Reason:
+    def _reason(self, sequence: Sequence, offer: Offer, depth: int, best: Depths) -> Reason:
         """A draft is as deep as the next guess is more likely than what it must bring."""
-        if offer is None:
-            return NOTHING_FOUND
         likely = offer.survivals[depth] if depth < len(offer.survivals) else 0.0
         facts = (
             ("temperature", sequence.request.params.temperature),
@@ -196,15 +203,13 @@ class StagedPlans:
             return Reason("pays", depth, facts)
         return Reason("low gain" if offer.spared else "below break-even", 0, facts)
 
-    def _offer(
-        self, sequence: Sequence, name: str, shallow: int, asking: bool, options: Options
-    ) -> Offer | None:
+    def _offer(self, sequence: Sequence, name: str, shallow: int, options: Options) -> Offer | None:
         """None where there is nothing to propose. Those that are scored anyway are tried no deeper than `shallow`
         before anything of theirs was right.
         """
         rate, deepest = self.rates.of(sequence, name), min(self.guards.max_depth, sequence.remaining)
         survivals, unproven = rate.survivals(deepest, UNLIKELY), False
-        if name in options.riding and survivals and asking:
+        if name in options.riding and survivals:
             survivals = survivals[: options.found(name, sequence, len(survivals))]
             unproven = not rate.proven and len(survivals) > shallow
         if not survivals:
