@@ -9,9 +9,12 @@ from hypothesis import strategies as st
 
 from outrider.device import buckets
 from outrider.device.buckets import (
+    ALONE,
     FEW_LOGITS,
     MAX_LOGITS,
+    MOST_CAPTURED,
     STAGED,
+    STAGED_MULTIPLE,
     RunChoice,
     bucket,
     longest_run,
@@ -100,3 +103,12 @@ def test_contexts_that_are_close_are_one() -> None:
     for width in (300, 1024, 2111, 4159, 8255, 32_831, 131_135):
         for longest in range(1, width, 97):
             assert longest <= context_for(longest, width) <= width
+
+
+def test_prompts_alone_find_a_captured_step_of_nearly_their_rows() -> None:
+    """A prompt of 300 tokens must not pay for 512."""
+    captured = {rows for rows, _ in ALONE}
+    for rows in range(33, MOST_CAPTURED + 1):
+        room, wanted, _ = staged_bucket([rows], [], 1)
+        assert room in captured and rows <= room < rows + STAGED_MULTIPLE
+        assert wanted <= dict(ALONE)[room]

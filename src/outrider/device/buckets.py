@@ -15,13 +15,17 @@ RUNS = (1, 4, 8)  # plain passes in one step
 # Of one step, at most, with several passes: their tokens reach a stream all at once. Of many sequences the host is what
 # holds the device up, and with one pass a step a small model would answer a third slower.
 RUN_SECONDS, MANY, MANY_RUN_SECONDS = 0.006, 64, 0.02
-# Rows packed by the host. Beyond, padding would cost more than launching operations one by one, which so long a step
-# hides: rows are rounded up to a multiple.
-STAGED, STAGED_MULTIPLE = (16, 32, 64, 128, 256, 512), 64
+# Rows packed by the host: few, or a multiple of what matmuls are padded to. Beyond the most that are captured, a step
+# hides what it takes to launch its operations one by one.
+STAGED, STAGED_MULTIPLE, MOST_CAPTURED = (16, 32), 64, 512
 # Prompt rows that steps are captured with ahead, and the logits that are wanted of them. Fewer rows than the least cost
 # no less; as many as the most are read as fast, row by row, as in steps of thousands, which streams would feel.
 BITES = ((64, 16), (128, 16), (256, 16), (512, 64))
 DRAFTED_BITES = BITES[1:3]  # beside drafts
+# Prompts that nobody decodes beside come as they are.
+ALONE = tuple(
+    (rows, 16 if rows <= 256 else 64) for rows in range(STAGED_MULTIPLE, MOST_CAPTURED + 1, STAGED_MULTIPLE)
+)
 BESIDE = (4, 16, 64, 128, 256, 512)  # decoding sequences beside prompt rows, which are many more than those
 READ_ONCE = 64  # rows that a pass reads its weights once for
 MAX_BESIDE = 4  # nodes of drafts beside prompt rows: chains that are captured with them
@@ -83,7 +87,7 @@ def _room(rows: int, sequences: int) -> int:
 
 def worth_capturing(staged: int, launches: int) -> bool:
     """Of a step with so many staged rows that was launched so often: prompt chunks come in too many sizes."""
-    return staged == 0 or (staged <= STAGED[-1] and launches >= CAPTURE_AFTER)
+    return staged == 0 or (staged <= MOST_CAPTURED and launches >= CAPTURE_AFTER)
 
 
 def staged_shape(rows: int, logits: int, branching: int, config: ModelConfig) -> StagedShape:

@@ -18,12 +18,13 @@ import torch
 
 from outrider.control.trees import NO_TREE
 from outrider.device.buckets import (
+    ALONE,
     BITES,
     DRAFTED_BITES,
     FEW_LOGITS,
+    MOST_CAPTURED,
     RUNS,
     SIZES,
-    STAGED,
     SizeChoice,
     bucket,
     longest_run,
@@ -123,7 +124,7 @@ class WarmUp:
 
     def _prompts(self) -> Iterator[StepShape]:
         """Of prompts alone."""
-        for bite in (*BITES, *((rows, BITES[-1][1]) for rows in EAGER_ROWS)):
+        for bite in (*ALONE, *((rows, ALONE[-1][1]) for rows in EAGER_ROWS)):
             yield self.shape(0, "none", NO_TREE, bite)
 
     def _beside(self, size: int, bite: tuple[int, int]) -> StepShape:
@@ -154,7 +155,7 @@ class WarmUp:
     def prompts(self) -> Iterator[None]:
         """Steps of prompts alone: few rows are captured, many are launched one by one."""
         for shape in self._prompts() if self.captures else ():
-            if shape.staged <= STAGED[-1]:
+            if shape.staged <= MOST_CAPTURED:
                 self._seconds(shape)
             else:
                 self._launched(self.graphs.made(shape))
