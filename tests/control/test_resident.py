@@ -8,6 +8,7 @@ import pytest
 
 from outrider.control.acceptance import AcceptanceRate
 from outrider.control.guards import Guards
+from outrider.control.lengths import ENOUGH, AnswerLengths
 from outrider.control.planner import Planner
 from outrider.control.trees import CHAINS, TREES
 from outrider.types import NO_BET, Bet, Options, Outcome, Plan, StepRecord, Work
@@ -397,6 +398,34 @@ def test_drafting_must_repay_catching_up_in_few_steps():
         made.rates.by_sequence[some[0]] = {"lm": AcceptanceRate(1.0, 1.0)}
         made.costs.per_token["lm"] = share * GUARDS.payback_steps / 1000
         assert (resident(made, some, 1, 1000, trees=((1, 1),)).bets[0].nodes > 0) == drafted
+
+
+def test_what_catching_up_costs_is_earned_in_as_many_steps_as_answers_have_left():
+    """Twice the speed of plain decoding earns half of every step's time: of 200 tokens, two a step, 50 plain steps'."""
+    for length, costs, drafted in ((200, 45, True), (200, 55, False), (20, 4, True), (20, 6, False)):
+        made, some = Planner("lm"), [sequence([1, 2], max_tokens=10_000)]
+        made.learn("lm", 1, [("none", (0, 0), 1.0), ("lm", (1, 1), 1.0)])
+        made.rates.by_sequence[some[0]] = {"lm": AcceptanceRate(1.0, 1.0)}
+        for reason in ("stop", "length", "abort"):
+            for _ in range(ENOUGH):
+                ended = sequence([1, 2])
+                ended.tokens += [3] * (1 if reason == "abort" else length)
+                ended.finish_reason = reason
+                made.forget(ended)
+        made.costs.per_token["lm"] = costs / 1000
+        assert (resident(made, some, 1, 1000, trees=((1, 1),)).bets[0].nodes > 0) == drafted, (length, costs)
+
+
+def test_who_writes_longer_than_anybody_has_is_not_about_to_end():
+    lengths, one = AnswerLengths(GUARDS), sequence([1, 2], max_tokens=10_000)
+    lengths.recent.extend([100] * ENOUGH)
+    assert lengths.steps_left([one], 2.0) == 50
+    one.tokens += [3] * 60
+    assert lengths.steps_left([one], 2.0) == 20
+    one.tokens += [3] * 60
+    assert lengths.steps_left([one], 2.0) == GUARDS.payback_steps / 2
+    short = sequence([1, 2], max_tokens=10)
+    assert lengths.steps_left([short], 2.0) == 5  # no more than it may write
 
 
 # --------------------------------------------------------------------------------------- staged rows beside them

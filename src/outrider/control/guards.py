@@ -57,7 +57,8 @@ class Guards:
     # Of what is left of the answers, for one probe longer than a plain step.
     probe_answer_share: float = 0.005
     min_trials: float = 46  # drafts of a drafter before sequences are taken to differ
-    payback_steps: float = 32  # in which drafting must earn the time that a drafter needs to catch up
+    # In which drafting must earn the time that a drafter needs to catch up, until it is known how long answers are.
+    payback_steps: float = 32
 
     # What prompt rows may add to a step beside decoding sequences, in times of what it takes without them: a bound on
     # the time between two tokens. It is raised in proportion once a prompt has waited `prefill_wait` seconds.

@@ -18,6 +18,7 @@ from outrider.control.acceptance import AcceptanceRate, AcceptanceRates
 from outrider.control.costs import CostModel
 from outrider.control.fairness import Fairness
 from outrider.control.guards import Guards, is_flat
+from outrider.control.lengths import AnswerLengths
 from outrider.control.payoff import Payoff
 from outrider.control.reasons import AUTO, BASELINE, OFF, PREFILL
 from outrider.control.resident import Choice, ResidentPlans
@@ -41,7 +42,8 @@ class Planner:
         self.guards = guards or Guards()
         self.costs, self.rates = CostModel(self.guards.baseline_interval), AcceptanceRates()
         self.fairness, self.payoff = Fairness(self.guards), Payoff()
-        known = self.guards, self.costs, self.rates, self.fairness
+        self.lengths = AnswerLengths(self.guards)
+        known = self.guards, self.costs, self.rates, self.fairness, self.lengths
         self.staged, self.resident = StagedPlans(*known), ResidentPlans(*known)
         self.crowded = Reason("batch", 0, (("batch", 0),))  # one for all sequences of a step
         self.learn, self.learn_reading = self.costs.learn, self.costs.learn_reading
@@ -91,6 +93,7 @@ class Planner:
         return max(rows, guards.min_prompt_rows)
 
     def forget(self, sequence: Sequence) -> None:
+        self.lengths.observe(sequence)
         self.rates.forget(sequence)
         self.fairness.forget(sequence)
 

@@ -13,7 +13,8 @@ from outrider.control.acceptance import AcceptanceRate, AcceptanceRates, deviati
 from outrider.control.costs import CostModel
 from outrider.control.fairness import Fairness
 from outrider.control.guards import Guards
-from outrider.control.probes import probe_due, tokens_left
+from outrider.control.lengths import AnswerLengths
+from outrider.control.probes import probe_due
 from outrider.control.trees import NO_TREE, TreeShape
 from outrider.types import NO_BET, Bet, Options, Reason, Sequence, StepRecord
 
@@ -34,8 +35,16 @@ NONE = Candidate(1.0, "none", NO_TREE, 0.0, (0.0, 0.0))
 
 
 class ResidentPlans:
-    def __init__(self, guards: Guards, costs: CostModel, rates: AcceptanceRates, fairness: Fairness) -> None:
+    def __init__(
+        self,
+        guards: Guards,
+        costs: CostModel,
+        rates: AcceptanceRates,
+        fairness: Fairness,
+        lengths: AnswerLengths,
+    ) -> None:
         self.guards, self.costs, self.rates, self.fairness = guards, costs, rates, fairness
+        self.lengths = lengths
         # Plain steps' time since the last probe.
         self.idle_time: defaultdict[str, float] = defaultdict(float)
         self.joined = "none"  # the drafter that takes passes, of the last plan
@@ -161,7 +170,7 @@ class ResidentPlans:
         if not fixed:
             behind = sum(options.behind(name, sequence) for sequence in sequences)
             delay = self.costs.reading(name, behind) / (self.costs.plain(options.size) or 1.0)
-            steps = min(self.guards.payback_steps, tokens_left(sequences) / speedups[best])
+            steps = self.lengths.steps_left(sequences, speedups[best]) if delay else 1.0
             best = best if (1 - speedups[NO_TREE] / speedups[best]) * steps > delay else NO_TREE
         return Candidate(speedups[best], name, best, delay, promised[shown], stretched)
 

@@ -11,7 +11,8 @@ from outrider.control.acceptance import AcceptanceRate, AcceptanceRates
 from outrider.control.costs import CostModel
 from outrider.control.fairness import Fairness
 from outrider.control.guards import Guards
-from outrider.control.probes import probe_due, tokens_left
+from outrider.control.lengths import AnswerLengths
+from outrider.control.probes import probe_due
 from outrider.control.reasons import NOTHING_FOUND
 from outrider.types import MAX_NODES, Options, Reason, Sequence
 
@@ -58,8 +59,16 @@ class StepRows(NamedTuple):
 
 
 class StagedPlans:
-    def __init__(self, guards: Guards, costs: CostModel, rates: AcceptanceRates, fairness: Fairness) -> None:
+    def __init__(
+        self,
+        guards: Guards,
+        costs: CostModel,
+        rates: AcceptanceRates,
+        fairness: Fairness,
+        lengths: AnswerLengths,
+    ) -> None:
         self.guards, self.costs, self.rates, self.fairness = guards, costs, rates, fairness
+        self.lengths = lengths
         self.joined = "none"  # the drafter that takes passes, of the last plan
         self.drafting = False  # whether the last plan had a draft that pays
 
@@ -124,7 +133,7 @@ class StagedPlans:
         free = sum(self.rates.left_to(s, name) for s in some) / len(some)
         so_far = max((len(s.tokens) - s.prompt_len) / max(s.steps, 1) for s in some)  # tokens of a step
         pace = max(found.tokens / len(left), so_far)
-        steps = free * min(self.guards.payback_steps, tokens_left(some) / pace)
+        steps = free * self.lengths.steps_left(some, pace)
         return (1 - speed / found.speed) * steps * step > reading
 
     def _times(self, step: StepRows) -> Callable[[int], float]:
