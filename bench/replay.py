@@ -189,6 +189,11 @@ class Run:
         return sum(tokens for *_, tokens in self.heard.values()) / spent
 
     @property
+    def waited(self) -> float:
+        """For first tokens, all together."""
+        return sum(first for first, *_ in self.heard.values())
+
+    @property
     def slowest(self) -> float:
         """Seconds a token."""
         return max((last - first) / tokens for first, last, tokens in self.heard.values() if tokens)
@@ -250,20 +255,23 @@ def show(answers: dict[str, Any], batches: list[int], rounds: int, why: str) -> 
             Replay(False),
         )
         for label, some in answers.items():
-            ratios, others, tails, kinds = [], [], [], Counter[str]()
+            ratios, others, tails, waits, kinds = [], [], [], [], Counter[str]()
             for number in range(rounds):
                 for place, group in enumerate(groups_of(some, batch, None)):
                     own, other, base = (way.batch(group) for way in (auto, fixed, plain))
                     ratios.append(own.rate / base.rate)
                     others.append(other.rate / base.rate)
                     tails.append(own.slowest / base.slowest)
+                    waits.append(own.waited / base.waited)
                     kinds.update(reason.kind for step in own.steps for reason in step.reasons)
                     if why == f"{label}, batch {batch}":
                         explain(number, place, own, base)
+            late = statistics.median(waits)
             said = ", ".join(f"{kind} {times}" for kind, times in kinds.most_common(4))
             print(
                 f"{label:14} batch {batch:2} {statistics.median(ratios):5.3f}x first {ratios[0]:5.3f} lowest "
-                f"{min(ratios):5.3f}, 4 deep {statistics.median(others):5.3f}x; slowest {max(tails):4.2f}  {said}",
+                f"{min(ratios):5.3f}, 4 deep {statistics.median(others):5.3f}x; slowest {max(tails):4.2f}, "
+                f"first token {late:4.2f}  {said}",
                 flush=True,
             )
 

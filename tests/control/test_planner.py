@@ -531,3 +531,14 @@ def test_whose_prompt_is_read_gets_no_token_and_counts_for_none():
     )
     made.rates.by_sequence[s] = {"lookup": AcceptanceRate(0.3, 0.0, proven=True)}
     assert made.plan([*decoding(s), Work(reader, 1)], riding()).bets[0].depth == 1
+
+
+def test_drafts_beside_prompts_hold_up_first_tokens_by_so_much():
+    """Rows cost little there, and drafts are always right: as many as the bound has room for."""
+    guards, s, reader = Guards(hold_up=1.1), sequence([1, 2]), sequence([1] * 99)
+    made = planner({n: 1 + 0.02 * n for n in range(1, 128)}, guards=guards)
+    made.rates.by_sequence[s] = {"lookup": AcceptanceRate(0.99, 0.99, proven=True)}
+    plain = made.costs.step(40)
+    depth = made.plan([*decoding(s), Work(reader, 39)], riding()).bets[0].depth
+    assert depth == int((guards.hold_up - 1) * plain / 0.02) < GUARDS.max_depth
+    assert made.plan(decoding(s), riding()).bets[0].depth == GUARDS.max_depth

@@ -37,6 +37,9 @@ class Guards:
     # A draft token beside prompt rows, in times of what one is worth elsewhere: whoever is answered meanwhile waits for
     # those rows at every step.
     worth_beside_prompts: float = 2.0
+    hold_up: float = (
+        1.3  # what such a step may take, in times of one without drafts: first tokens wait for it
+    )
     # "throughput": most tokens per second of all sequences together. "latency": least time per token, on average over
     # sequences, so that one with little acceptance counts more.
     objective: str = "throughput"

@@ -77,7 +77,7 @@ class StagedPlans:
         but to use, if that brings more tokens per second.
         """
         guards, before, batch = self.guards, self.joined, step.batch
-        took = self._times(step)
+        took, room = self._times(step), self._room(step)
         seconds, needed = took(0), guards.break_even if not self.drafting else 1.0
         offers, nothing = self._all_offers(left, step, took, needed, options)
         serving = {*options.riding, *(names[0] for _, names in left.values() if len(names) == 1)}
@@ -94,7 +94,7 @@ class StagedPlans:
             }
             if not taken:
                 continue
-            found = self._depths(taken, batch, took, {i for i in left if left[i][0] in late})
+            found = self._depths(taken, batch, room, took, {i for i in left if left[i][0] in late})
             switch = guards.switch ** ((self.joined == before) - (name == before))
             pays = found.speed * seconds / batch > max(switch * speedup, needed)
             if pays and self._earns(name, found, speedup * batch / seconds, taken, left, options):
@@ -174,6 +174,15 @@ class StagedPlans:
             found[i] = [offer for offer in offers if offer is not None]
         return found, nothing
 
+    def _room(self, step: StepRows) -> int:
+        """Draft rows that a step may have. Beside prompts as many as may hold up their first tokens."""
+        if not step.prompt:
+            return MAX_NODES
+        rows = sum(step)
+        plain = self.costs.step(rows)
+        row = max(self.costs.step(rows + 1) - plain, 1e-9)
+        return min(MAX_NODES, int((self.guards.hold_up - 1) * plain / row))
+
     def _shallow(self, step: StepRows, sequences: int) -> int:
         """How deep so many may be tried of which no draft was right so far."""
         rows, most = sum(step), self.guards.unproven_stretch
@@ -232,7 +241,12 @@ class StagedPlans:
         return tokens * (self.guards.switch if rate.idle == 0 else 1.0)
 
     def _depths(
-        self, offers: Mapping[int, Offer], batch: int, took: Callable[[int], float], late: set[int]
+        self,
+        offers: Mapping[int, Offer],
+        batch: int,
+        room: int,
+        took: Callable[[int], float],
+        late: set[int],
     ) -> Depths:
         """A depth for each: draft tokens by descending survival while expected tokens per second rise. Whoever is late
         may not be held up by a step that takes longer than its own tokens are worth.
@@ -251,7 +265,7 @@ class StagedPlans:
         by_tokens = self.guards.objective == "throughput"
 
         stretched, plain = 0.0, took(0)
-        for n, (survival, minus_depth, i) in enumerate(nodes[:MAX_NODES], 1):
+        for n, (survival, minus_depth, i) in enumerate(nodes[:room], 1):
             tokens, taken[i], name = tokens + survival, -minus_depth, offers[i].drafter
             waits += 1 / (expected[i] + survival) - 1 / expected[i]
             expected[i] += survival
