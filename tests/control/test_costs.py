@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.control.costs import KEEP, MAX_STALL, MIN_READ, SLOWEST_READ, UNMEASURED_ROW, CostModel
+from outrider.control.costs import (
+    KEEP,
+    KNOWN_AFTER,
+    MAX_STALL,
+    MIN_READ,
+    SLOWEST_READ,
+    UNMEASURED_ROW,
+    CostModel,
+)
 from outrider.types import NO_BET, Bet, Outcome, StepRecord
 from tests.tiny import sequence
 
@@ -164,3 +172,20 @@ def test_a_pass_that_was_held_up_is_not_taken_for_its_rows() -> None:
     for rows, seconds in ((1, 0.06), (2, 0.04), (4, 0.05)):
         costs.learn_pass(rows, seconds)
     assert costs.curve == {1: 0.04, 2: 0.04, 4: 0.05}
+
+
+def test_one_quiet_step_says_less_than_the_curve() -> None:
+    """Sixteen rows were taken often, by a busy machine; seventeen once, when it was not."""
+    costs, one = CostModel(), sequence([1, 2])
+    costs.curve = {16: 0.075, 17: 0.083}
+
+    def take(rows: int, seconds: float, times: int) -> None:
+        for _ in range(times):
+            drafted = Outcome(one, Bet("lookup", 1, 1), rows - 16, rows - 16, 0, 0)
+            costs.observe(StepRecord(rows, 16, 16, rows - 16, 0, 16, 0, 0, seconds, 0, seconds, [drafted]))
+
+    take(16, 0.2, KNOWN_AFTER)
+    take(17, 0.083, 1)
+    assert costs.step(17) == pytest.approx(0.2 * 83 / 75)
+    take(17, 0.19, 50)
+    assert costs.step(17) == pytest.approx(0.19, rel=0.02)  # until it is known better

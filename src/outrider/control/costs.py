@@ -38,6 +38,7 @@ class CostModel:
         self.by_rows: dict[int, float] = {}  # ragged steps
         self.curve: dict[int, float] = {}  # passes by rows, measured before anybody asked
         self._drawn: tuple[dict[int, float], int] = ({}, 0)  # points of it, and how many it had then
+        self.believed: dict[int, float] = {}  # of `by_rows`, those taken often enough
         self.times: Counter[int] = Counter()  # ragged steps that were taken, by rows
         self.by_batch: dict[int, float] = {}  # plain ragged steps, by their sequences
         self.captured: dict[tuple[str, TreeShape, int], float] = {}  # plain: "none", NO_TREE
@@ -73,6 +74,8 @@ class CostModel:
             return
         _learn(self.by_rows, record.rows, record.total_s - record.draft_s)
         self.times[record.rows] += 1
+        if self.times[record.rows] >= KNOWN_AFTER:
+            self.believed[record.rows] = self.by_rows[record.rows]
         if plain:
             _learn(self.by_batch, record.sequences, record.total_s)
         self._relate(-record.sequences, record.rows, record.total_s if plain else None)
@@ -194,8 +197,10 @@ class CostModel:
         return SLOWEST_READ * min(plain or self.by_rows.values(), default=0.0) / MIN_READ
 
     def step(self, rows: int) -> float:
-        """Seconds of a ragged step: as taken, else by the curve from the nearest that was, else from the nearest."""
-        return self._step(rows, self.by_rows)
+        """Seconds of a ragged step: as taken, else by the curve from the nearest that was, else from the nearest. Where
+        there is a curve, it is believed more than steps that were taken a few times, while others were busy or not.
+        """
+        return self._step(rows, (self.curve and self.believed) or self.by_rows)
 
     def _step(self, rows: int, taken: Mapping[int, float]) -> float:
         if rows in taken or not self.curve:
@@ -220,8 +225,8 @@ class CostModel:
 
     def known_curve(self) -> dict[int, float]:
         """Ragged steps by rows as they are known by now, for whoever starts next."""
-        taken = {rows: s for rows, s in self.by_rows.items() if self.times[rows] >= KNOWN_AFTER}
-        return {rows: self._step(rows, taken) for rows in sorted(taken.keys() | self.curve.keys())}
+        known = sorted(self.believed.keys() | self.curve.keys())
+        return {rows: self._step(rows, self.believed) for rows in known}
 
     def ragged_plain(self, batch: int) -> float:
         """Seconds of a plain ragged step."""
