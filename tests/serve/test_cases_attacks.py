@@ -994,7 +994,8 @@ def test_stream_padding_of_every_dialect(keyed: httpx.Client) -> None:
         asked = {**GOOD[path], "stream": True}
         with keyed.stream("POST", path, json=asked, headers=bearer(KEYS[0])) as reply:
             found = [line[6:] for line in reply.iter_lines() if line.startswith("data: {")]
-        assert len(found) > 2 and all(len(data.encode()) % 256 == 0 for data in found)
+        # Tokens that came together are one event.
+        assert len(found) > 1 and all(len(data.encode()) % 256 == 0 for data in found)
         paddings = [json.loads(data)["obfuscation"] for data in found]
         assert len(set(paddings)) == len(paddings)
 

@@ -62,6 +62,7 @@ class Engine:
         runner: Runner,
         settings: Settings,
         text: Callable[[], TokenText],
+        kept_costs: KeptCosts | None = None,  # where what steps take outlives this engine
     ) -> None:
         self.model, self.settings, self.text = model, settings, text
         self.cache, self.table, self.context = cache, cache.table, cache.context
@@ -75,7 +76,7 @@ class Engine:
         self.made = runner.made
         self.answerable = False  # without drafts, from captured steps
         self.explained: set[Sequence] = set()  # whose reasons were asked for
-        self.kept_costs: KeptCosts | None = None  # where costs outlive this engine
+        self.kept_costs = kept_costs
 
     def add(self, request: Request) -> list[Sequence]:
         """Take a request in, or refuse it by name. Its tokens come out of `step`."""

@@ -343,9 +343,9 @@ class LLM:
             self.memory = Memory(self.model.weight_bytes(), free - left, size, slots, left)
         room = draft_room(self._draft_checkpoints(parts))
         watch_draft(planner, drafters, room, cache, self.model, self.memory)
-        made = Engine(self.model, cache, drafters, planner, runner, self.settings, self.tokenizer.text_stream)
-        made.kept_costs = recall_costs(self.model, self.settings, parts, planner, runner)
-        return made
+        costs = recall_costs(self.model, self.settings, parts, planner, runner)
+        text = self.tokenizer.text_stream
+        return Engine(self.model, cache, drafters, planner, runner, self.settings, text, costs)
 
     def _with_room(self, parts: Seq[Part]) -> Seq[Part]:
         """The parts, without a paired draft that there is no room for: nobody asked for it."""
