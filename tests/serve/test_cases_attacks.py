@@ -991,11 +991,11 @@ def test_stream_padding_hides_how_long_tokens_are(client: httpx.Client, keyed: h
 
 def test_stream_padding_of_every_dialect(keyed: httpx.Client) -> None:
     for path in (CHAT, RESPONSES):
-        asked = {**GOOD[path], "stream": True}
+        # Greedy: an end token drawn by chance has no text to show.
+        asked = {**GOOD[path], "temperature": 0, "stream": True}
         with keyed.stream("POST", path, json=asked, headers=bearer(KEYS[0])) as reply:
             found = [line[6:] for line in reply.iter_lines() if line.startswith("data: {")]
-        # Tokens that came together are one event.
-        assert len(found) > 1 and all(len(data.encode()) % 256 == 0 for data in found)
+        assert len(found) > 2 and all(len(data.encode()) % 256 == 0 for data in found)
         paddings = [json.loads(data)["obfuscation"] for data in found]
         assert len(set(paddings)) == len(paddings)
 

@@ -18,6 +18,7 @@ from outrider.control.acceptance import AcceptanceRate, AcceptanceRates
 from outrider.control.costs import CostModel
 from outrider.control.fairness import Fairness
 from outrider.control.guards import Guards, is_flat
+from outrider.control.known import Known
 from outrider.control.lengths import AnswerLengths
 from outrider.control.payoff import Payoff
 from outrider.control.reasons import AUTO, BASELINE, OFF, PREFILL
@@ -43,8 +44,8 @@ class Planner:
         self.costs, self.rates = CostModel(self.guards.baseline_interval), AcceptanceRates()
         self.fairness, self.payoff = Fairness(self.guards), Payoff()
         self.lengths = AnswerLengths(self.guards)
-        known = self.guards, self.costs, self.rates, self.fairness, self.lengths
-        self.staged, self.resident = StagedPlans(*known), ResidentPlans(*known)
+        known = Known(self.guards, self.costs, self.rates, self.fairness, self.lengths)
+        self.staged, self.resident = StagedPlans(known), ResidentPlans(known)
         self.crowded = Reason("batch", 0, (("batch", 0),))  # one for all sequences of a step
         self.learn, self.learn_reading = self.costs.learn, self.costs.learn_reading
         self.learn_prompt_rows = self.costs.learn_prompt_rows

@@ -9,11 +9,8 @@ from collections.abc import Sequence as Seq
 from math import inf
 from typing import NamedTuple
 
-from outrider.control.acceptance import AcceptanceRate, AcceptanceRates, deviation
-from outrider.control.costs import CostModel
-from outrider.control.fairness import Fairness
-from outrider.control.guards import Guards
-from outrider.control.lengths import AnswerLengths
+from outrider.control.acceptance import AcceptanceRate, deviation
+from outrider.control.known import Known
 from outrider.control.probes import probe_due
 from outrider.control.trees import NO_TREE, TreeShape
 from outrider.types import NO_BET, Bet, Options, Reason, Sequence, StepRecord
@@ -35,16 +32,8 @@ NONE = Candidate(1.0, "none", NO_TREE, 0.0, (0.0, 0.0))
 
 
 class ResidentPlans:
-    def __init__(
-        self,
-        guards: Guards,
-        costs: CostModel,
-        rates: AcceptanceRates,
-        fairness: Fairness,
-        lengths: AnswerLengths,
-    ) -> None:
-        self.guards, self.costs, self.rates, self.fairness = guards, costs, rates, fairness
-        self.lengths = lengths
+    def __init__(self, known: Known) -> None:
+        self.guards, self.costs, self.rates, self.fairness, self.lengths = known
         # Plain steps' time since the last probe.
         self.idle_time: defaultdict[str, float] = defaultdict(float)
         self.joined = "none"  # the drafter that takes passes, of the last plan

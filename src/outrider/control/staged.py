@@ -7,11 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
-from outrider.control.acceptance import AcceptanceRate, AcceptanceRates
-from outrider.control.costs import CostModel
-from outrider.control.fairness import Fairness
-from outrider.control.guards import Guards
-from outrider.control.lengths import AnswerLengths
+from outrider.control.acceptance import AcceptanceRate
+from outrider.control.known import Known
 from outrider.control.probes import probe_due
 from outrider.control.reasons import NOTHING_FOUND
 from outrider.types import MAX_NODES, Options, Reason, Sequence
@@ -59,16 +56,8 @@ class StepRows(NamedTuple):
 
 
 class StagedPlans:
-    def __init__(
-        self,
-        guards: Guards,
-        costs: CostModel,
-        rates: AcceptanceRates,
-        fairness: Fairness,
-        lengths: AnswerLengths,
-    ) -> None:
-        self.guards, self.costs, self.rates, self.fairness = guards, costs, rates, fairness
-        self.lengths = lengths
+    def __init__(self, known: Known) -> None:
+        self.guards, self.costs, self.rates, self.fairness, self.lengths = known
         self.joined = "none"  # the drafter that takes passes, of the last plan
         self.drafting = False  # whether the last plan had a draft that pays
 

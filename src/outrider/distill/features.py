@@ -15,6 +15,7 @@ from outrider.draft.feed import pieces
 from outrider.model.decoder import Layered, make_store
 from outrider.model.staged import ROW_FIELDS
 from outrider.types import Batch
+from outrider.verify.rows import to_device
 
 PASS_ROWS = {"cpu": 512, "cuda": 16384}  # tokens of one pass
 
@@ -45,10 +46,12 @@ class TargetReader:
         """
         where = self.model.device
         slots = slots_of(batch)
-        table = send(slots, where)
+        table = to_device(slots, where)
         for piece in pieces(_prefill(batch, slots), PASS_ROWS[where.type]):
             last = torch.tensor([piece.rows - 1])  # a pass has logits; these are of no interest
-            there = replace(_pinned(piece, where), ids=send(piece.ids, where), table=table, logit_rows=last)
+            there = replace(
+                _pinned(piece, where), ids=to_device(piece.ids, where), table=table, logit_rows=last
+            )
             self.model.forward(there, self.store)
         assert self.store.features is not None
         made = self.store.features[table.long()]
@@ -57,7 +60,7 @@ class TargetReader:
     @torch.no_grad()
     def embed(self, ids: Tensor) -> Tensor:
         """[B, T] -> [B, T, hidden] float32."""
-        return self.model.embed(send(ids.flatten(), self.model.device)).view(*ids.shape, -1).float()
+        return self.model.embed(to_device(ids.flatten(), self.model.device)).view(*ids.shape, -1).float()
 
     def probabilities(self, states: Tensor, words: Tensor | None) -> Callable[[slice], Tensor]:
         """What the target says after last hidden states [N, hidden]: float32, of these words or of all."""
@@ -73,13 +76,6 @@ class TargetReader:
     def logits(self, states: Tensor) -> Tensor:
         every = torch.arange(len(states), device=states.device)
         return self.model.logits(states.float().contiguous(), every).float()
-
-
-def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """There, without waiting for what the device has to do first."""
-    if device.type != "cuda":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def _pinned(batch: Batch, device: torch.device) -> Batch:

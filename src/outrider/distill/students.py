@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from outrider.distill.answers import Answers, TrainBatch
-from outrider.distill.features import Features, TargetReader, send
+from outrider.distill.features import Features, TargetReader
 from outrider.distill.head_net import HeadNet, Read, grow, head_name, start_from_target
 from outrider.distill.lm_net import LmNet, lm_shape, save_lm, start_lm
 from outrider.distill.recipe import Recipe
@@ -24,6 +24,7 @@ from outrider.draft.head_layouts import FREQUENT, eagle_taps, read_head, write_h
 from outrider.errors import BadCheckpoint, InvalidRequest
 from outrider.load.checkpoint import Checkpoint, open_checkpoint
 from outrider.load.config import ModelConfig
+from outrider.verify.rows import to_device
 
 WHOLE_VOCABULARY, REDUCED_VOCABULARY = 1 << 16, 1 << 15  # words kept up to, and if there are more
 MOST_FREQUENT = 1 << 15  # that a head names, if it knows more
@@ -121,7 +122,7 @@ class LmStudent:
         steps: int,
         dtype: torch.dtype = torch.float32,
     ) -> list[Tensor]:
-        return [self.net(send(batch.ids, features.last.device), dtype)]
+        return [self.net(to_device(batch.ids, features.last.device), dtype)]
 
     def save(self, folder: Path) -> None:
         save_lm(folder, self.net, self.checkpoint.tokenizer, self.checkpoint.chat_template)

@@ -25,7 +25,7 @@ from outrider.distill.acceptance import Acceptance, held_out, measure_acceptance
 from outrider.distill.answers import Answers, TrainBatch
 from outrider.distill.attention import flash_works
 from outrider.distill.checkpoints import Counters, load_checkpoint, save_checkpoint
-from outrider.distill.features import TargetReader, send
+from outrider.distill.features import TargetReader
 from outrider.distill.losses import Diverge, Losses, divergence, losses_and_gradients
 from outrider.distill.recipe import Recipe
 from outrider.distill.report import Report
@@ -34,6 +34,7 @@ from outrider.engine.llm import LLM
 from outrider.errors import OutriderError, UnsupportedModel
 from outrider.load.token_shards import write_atomically
 from outrider.model.decoder import Layered
+from outrider.verify.rows import to_device
 
 DRAFT, CHECKPOINTS, CURVES = "draft", "checkpoints", "curves.jsonl"
 EPOCHS = 3  # where a recipe names no number of tokens
@@ -168,13 +169,13 @@ class Training:
         states = self.student.states(batch, features, self.reader, self.recipe.unroll, self.dtype)
         ahead, width = self.student.ahead, batch.ids.shape[1]
         rows, columns = self._places(batch)
-        flat = send(rows * width + columns, self.device)
+        flat = to_device(rows * width + columns, self.device)
         deep = math.ceil(self.recipe.deep_share * len(rows))
         places = [flat, *[flat[:deep]] * (len(states) - 1)]
         losses, gradients, of_head = losses_and_gradients(
             self.recipe.loss,
             [state.detach().flatten(0, 1)[at] for state, at in zip(states, places, strict=True)],
-            [send(one, self.device) for one in self._weights(columns, [len(at) for at in places])],
+            [to_device(one, self.device) for one in self._weights(columns, [len(at) for at in places])],
             self.student.head,
             self.reader.probabilities(features.last.flatten(0, 1)[flat + ahead - 1], self.student.words),
             self.dtype,

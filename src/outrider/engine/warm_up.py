@@ -87,9 +87,10 @@ class WarmUp:
         are compiled together, and beside them those of the steps that will follow. Else nothing is compiled now.
         """
         ahead = self.ops.ahead
-        if ahead is None or not self.graphs.on_demand:
-            if ahead is not None:
-                ahead.pause()
+        if ahead is None:
+            return
+        if not self.graphs.on_demand:
+            ahead.pause()
             return
         follow = self._following(bucket(sequences, SIZES)) if shape.staged else ()
         for one in (shape, *follow):
