@@ -6,6 +6,7 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 
@@ -103,6 +104,11 @@ def lagging_runner(
     rows, width = cache.table.tensor.shape
     ops = StepOps(SequenceState(rows, width, torch.device("cpu"), model.config.vocab), model)
     return GraphRunner(model, cache, drafters, ops, model.make_pass(cache.store), lag=lag, default=default)
+
+
+def packed(allowed: torch.Tensor) -> np.ndarray:
+    """Which tokens a grammar allows, as its matcher says it."""
+    return np.packbits(allowed.numpy(), bitorder="little")
 
 
 def request(

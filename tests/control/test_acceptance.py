@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from outrider.control.acceptance import (
@@ -77,12 +78,18 @@ def test_a_sequence_that_ended_still_teaches_the_next():
 
 
 def test_the_deviation_is_of_sequences_and_of_what_is_known_of_them():
-    known = [AcceptanceRate(0.5, 0.5, 1e9)] * 2
-    assert deviation(known, [1.0, 1.0]) == pytest.approx(0.0, abs=1e-4)
-    assert deviation(known, [0.0, 2.0]) == pytest.approx(1.0, abs=1e-4)
-    assert deviation([AcceptanceRate(0.5, 0.5, 0.0)] * 2, [1.0, 1.0]) == pytest.approx(1.0)
-    never = [AcceptanceRate(rate, 0.5, 0.0) for rate in (0.0, MIN_RATE)]  # no division by nothing
-    assert deviation(never[:1], [1.0]) == deviation(never[1:], [1.0])
+    def of(accepted, first=(0.5, 0.5), weight=1e9, counted=True):
+        numbers = np.array(accepted), np.array(first), np.full(len(accepted), weight)
+        return float(deviation(*numbers, np.array(counted)))
+
+    assert of([1.0, 1.0]) == pytest.approx(0.0, abs=1e-4)
+    assert of([0.0, 2.0]) == pytest.approx(1.0, abs=1e-4)
+    assert of([1.0, 1.0], weight=0.0) == pytest.approx(1.0)
+    assert of([1.0, 1.0], (0.0, 0.0), 0.0) == of(
+        [1.0, 1.0], (MIN_RATE, MIN_RATE), 0.0
+    )  # no division by nothing
+    assert of([0.0, 2.0, 9.0], (0.5,) * 3, counted=[True, True, False]) == pytest.approx(1.0, abs=1e-4)
+    assert of([1.0, 9.0], counted=[True, False]) == 0.0  # of one alone nobody knows
 
 
 def test_a_drafter_with_other_weights_starts_anew():

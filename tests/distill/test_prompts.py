@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from outrider.distill.prompts import Prompt, Schedule, is_prompt, made_up_prompts, read_prompts
+from outrider.distill.prompts import (
+    LONG,
+    Prompt,
+    Schedule,
+    is_prompt,
+    joined_prompts,
+    made_up_prompts,
+    read_prompts,
+)
 from outrider.distill.recipe import Recipe
 from outrider.errors import InvalidRequest
 from outrider.load.prompts import Row
@@ -127,3 +135,22 @@ def test_made_up_prompts_come_once() -> None:
     made = made_up_prompts(["a question", "another", "a question"])
     assert [p.row.turns[0] for p in made] == ["a question", "another"]
     assert {p.task for p in made} == {"made-up"} and made[0].id != made[1].id
+
+
+def test_joined_prompts_are_long_and_the_same_for_a_seed() -> None:
+    texts = [f"passage {i} " * 30 for i in range(6)] + [f"what is {i}?" for i in range(6)]
+    rows = [Prompt(str(i), "web", Row(str(i), turns=(text,))) for i, text in enumerate(texts)]
+    made = joined_prompts(rows, 40, seed=3)
+    asked = [p.row.turns[0] for p in made]
+    assert asked == [p.row.turns[0] for p in joined_prompts(rows, 40, seed=3)]
+    assert asked != [p.row.turns[0] for p in joined_prompts(rows, 40, seed=4)]
+    assert {p.task for p in made} == {"joined"} and len({p.id for p in made}) == len(set(asked))
+    assert all(LONG[0] <= len(text) <= LONG[1] + 200 for text in asked)
+    assert any("ummar" in text[:60] for text in asked) and any(text.endswith("?") for text in asked)
+
+
+def test_joined_prompts_need_texts_and_questions() -> None:
+    short = [Prompt("1", "web", Row("1", turns=("what is it?",)))]
+    with pytest.raises(InvalidRequest, match="texts of 200 characters or more"):
+        joined_prompts(short, 1, 0)
+    assert joined_prompts(short, 0, 0) == []

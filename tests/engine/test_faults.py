@@ -7,6 +7,7 @@ import queue
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,6 +22,7 @@ from tests.tiny import (
     Always,
     finish,
     lm_drafter,
+    packed,
     prompt_of,
     request,
     run_alone,
@@ -206,11 +208,11 @@ class Fragile:
     def copy(self) -> Fragile:
         return Fragile(self.how, self.left)
 
-    def mask(self, path) -> torch.Tensor | None:
+    def bits(self, path) -> np.ndarray | None:
         if self.how == "mask" and self.left <= 0:
             self.problem = "too many items"
-            return torch.zeros(VOCAB, dtype=torch.bool)
-        return torch.ones(VOCAB, dtype=torch.bool)
+            return packed(torch.zeros(VOCAB, dtype=torch.bool))
+        return packed(torch.ones(VOCAB, dtype=torch.bool))
 
     def advance(self, token: int) -> None:
         self.left -= 1

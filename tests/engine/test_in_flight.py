@@ -6,6 +6,7 @@ import random
 from collections import defaultdict
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -22,6 +23,7 @@ from tests.tiny import (
     finish,
     lm_drafter,
     noised_model,
+    packed,
     prompt_of,
     request,
     run_alone,
@@ -50,8 +52,8 @@ class Even:
     def copy(self) -> Even:
         return self
 
-    def mask(self, path) -> torch.Tensor:
-        return torch.arange(VOCAB) % 2 == 0
+    def bits(self, path) -> np.ndarray:
+        return packed(torch.arange(VOCAB) % 2 == 0)
 
     def advance(self, token: int) -> None:
         assert token % 2 == 0

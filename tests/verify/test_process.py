@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from outrider.types import NO_DRAFT, Draft, Request, SamplingParams, Sequence
-from outrider.verify.process import process
+from outrider.verify.process import process, unset_bits
 from outrider.verify.rows import lay_out
+from tests.tiny import packed
 
 V = 1000
 
@@ -147,10 +148,17 @@ class Only:
     def __init__(self, token: int) -> None:
         self.token = token
 
-    def mask(self, path):
+    def bits(self, path):
         allowed = torch.zeros(V, dtype=torch.bool)
         allowed[self.token] = True
-        return allowed
+        return packed(allowed)
+
+
+@pytest.mark.parametrize("vocab", [1, 8, 49, 96])
+def test_bits_are_the_same_wherever_they_are_spread(vocab):
+    bits = np.random.default_rng(vocab).integers(0, 256, (3, -(-vocab // 8)), np.uint8)
+    there = unset_bits(torch.from_numpy(bits), vocab)
+    assert there.tolist() == (np.unpackbits(bits, 1, vocab, "little") == 0).tolist()
 
 
 def test_a_grammar_masks_everything_else(logits):

@@ -70,6 +70,12 @@ ANSWER = RecipeFlags(
         ),
         Flag("made_up", int, "Prompts that the target makes up itself, beside those.", metavar="N"),
         Flag(
+            "joined",
+            int,
+            "Long prompts: several texts of the files, to be summarized or asked about.",
+            metavar="N",
+        ),
+        Flag(
             "shares",
             list[str],
             "Share of conversations of a task, made-up included; the rest as they come. Repeatable.",

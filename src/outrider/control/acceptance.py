@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from math import sqrt
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from outrider.control.guards import is_flat
 from outrider.control.trees import TreeShape, choice_rate, node_ranks, tree_nodes
 from outrider.types import SamplingParams, Sequence
+
+Floats = NDArray[np.float64]
 
 # Before a drafter was ever tried: high enough that it is tried, lower where sampling is hotter.
 FIRST, NEXT = 0.7, 0.8
@@ -83,13 +86,15 @@ def heat(params: SamplingParams) -> float:
     return params.temperature * (1.0 if is_flat(params) else TRUNCATED)
 
 
-def deviation(rates: Seq[AcceptanceRate], accepted: Seq[float]) -> float:
-    """Standard deviation over sequences of `accepted` tokens: as the rates differ, and as well as they are known."""
-    mean, squares = sum(accepted) / len(accepted), 0.0
-    for rate, tokens in zip(rates, accepted, strict=True):
-        first = max(rate.first, MIN_RATE)
-        squares += (tokens - mean) ** 2 + tokens**2 * (1 - first) / (first * (rate.weight + 1))
-    return sqrt(squares / len(rates))
+def deviation(accepted: Floats, first: Floats, weight: Floats, counted: Floats | bool = True) -> Floats:
+    """Standard deviation over sequences, the first axis, of `accepted` tokens: as their rates differ, and as well as
+    they are known. Of one sequence nobody knows how others are.
+    """
+    counted = np.broadcast_to(counted, accepted.shape)
+    counts, first = counted.sum(0), np.maximum(first, MIN_RATE)
+    mean = (accepted * counted).sum(0) / np.maximum(counts, 1)
+    squares = (accepted - mean) ** 2 + accepted**2 * (1 - first) / (first * (weight + 1))
+    return np.where(counts > 1, np.sqrt((squares * counted).sum(0) / np.maximum(counts, 1)), 0.0)
 
 
 class AcceptanceRates:

@@ -9,14 +9,16 @@ from collections.abc import Sequence as Seq
 from math import inf
 from typing import NamedTuple
 
+import numpy as np
+
 from outrider.control.acceptance import AcceptanceRate, deviation
 from outrider.control.known import Known
 from outrider.control.probes import probe_due
+from outrider.control.serving import Mine, Serving
 from outrider.control.trees import NO_TREE, TreeShape
 from outrider.types import NO_BET, Bet, Options, Reason, Sequence, StepRecord
 
 Choice = tuple[Bet, Reason]
-Mine = Seq[tuple[Sequence, Seq[str]]]  # sequences, and drafters that each may get
 
 
 class Candidate(NamedTuple):
@@ -73,10 +75,10 @@ class ResidentPlans:
         (depth, nodes), found, probe = best.tree, list(settled), reason.kind == "probe"
         if not nodes:
             return [(NO_BET, reason) if one[1].kind == "auto" else one for one in settled]
+        servers = self._serving(best.drafter, mine, options, [best.tree]).servers(best.tree)
         for i, (bet, why) in enumerate(settled):
             if why.kind == "auto":
-                first = best.drafter in mine[i][1] and probe
-                drafter = best.drafter if first else self._serving(*mine[i], best.drafter, best.tree, options)
+                drafter = best.drafter if best.drafter in mine[i][1] and probe else servers[i]
                 found[i] = Bet(drafter, nodes, depth, None, bet.mode) if nodes and drafter else NO_BET, reason
         return found
 
@@ -102,40 +104,29 @@ class ResidentPlans:
         """Whether a request that is alone has shown for a while that this drafter does not pay."""
         return len(mine) == 1 and self.rates.of(mine[0][0], drafter).drafts >= self.guards.patience
 
-    def _serving(
-        self, sequence: Sequence, allowed: Seq[str], drafter: str, tree: TreeShape, options: Options
-    ) -> str:
-        """Of a step's drafters the one that brings most: beside a chain's, those that take no pass may serve."""
-        names = [name for name in dict.fromkeys((drafter, *options.riding)) if name in allowed]
-        if tree[0] != tree[1]:
-            names = names[: drafter in allowed]
-        if len(names) < 2:
-            return names[0] if names else ""
-        rates = {name: self.rates.of(sequence, name) for name in names}
-        switch = self.guards.switch
-        return max(names, key=lambda n: rates[n].accepted(tree) * (1.0 if rates[n].idle else switch))
+    def _serving(self, drafter: str, mine: Mine, options: Options, trees: Seq[TreeShape]) -> Serving:
+        return Serving(self.rates, mine, drafter, options.riding, self.guards.switch, trees)
 
     def _candidate(self, name: str, mine: Mine, fixed: int, options: Options) -> Candidate:
         """The best tree for these, in a step that is `fixed` levels deep for others."""
         guards, sequences = self.guards, [sequence for sequence, allowed in mine if name in allowed]
-        trees = options.trees.get(name, ())
+        trees = [tree for tree in options.trees.get(name, ()) if tree[0] <= guards.max_depth or fixed]
         if fixed:
-            trees = tuple(tree for tree in trees if tree[0] == tree[1] <= fixed)
+            trees = [tree for tree in trees if tree[0] == tree[1] <= fixed]
         elif len(mine) > guards.tree_batch:
-            trees = tuple(tree for tree in trees if tree[0] == tree[1])
+            trees = [tree for tree in trees if tree[0] == tree[1]]
         late = self.fairness.stretched(set(sequences)) if len(mine) > 1 and not fixed else set()
         beside = self.costs.ratio(name, (fixed, fixed), options.size)
         speedups, promised, stretched = {NO_TREE: 1 / beside}, {NO_TREE: (0.0, beside)}, 0.0
-        for tree in trees:
-            if tree[0] > guards.max_depth and not fixed:
-                continue
-            serving = [(s, self._serving(s, names, name, tree, options)) for s, names in mine]
-            rates = [self.rates.of(*one) for one in serving if one[1]]
-            accepted = [rate.accepted(tree) for rate in rates]
-            risk = 0.0 if fixed else len(rates) * self.risk(name, rates, accepted)
+        serving = self._serving(name, mine, options, trees)
+        gains = serving.gains(guards.objective == "latency")
+        if not fixed and self._is_known(name):
+            gains = gains - serving.counts * serving.deviations()
+        least = serving.least(late).tolist() if late else [inf] * len(trees)
+        for tree, gain, lowest in zip(trees, gains.tolist(), least, strict=True):
             ratio = self.costs.ratio(name, max(tree, (fixed, fixed)), options.size)
-            tokens = 1 + (self._gain(accepted, len(mine)) - risk) / len(mine)
-            if late and ratio > guards.max_stretch * (1 + _least(late, serving, rates, tree)):
+            tokens = 1 + gain / len(mine)
+            if ratio > guards.max_stretch * (1 + lowest):
                 if tokens / ratio > max(speedups.values()):
                     stretched = ratio
                 continue
@@ -156,26 +147,18 @@ class ResidentPlans:
         best = max(speedups, key=speedups.__getitem__)
         shown = best if best != NO_TREE else max(speedups, key=lambda tree: (tree != NO_TREE, speedups[tree]))
         delay = 0.0
-        if not fixed:
+        if not fixed and name not in options.riding:  # who takes no pass reads nothing
             behind = sum(options.behind(name, sequence) for sequence in sequences)
             delay = self.costs.reading(name, behind) / (self.costs.plain(options.size) or 1.0)
             steps = self.lengths.steps_left(sequences, speedups[best]) if delay else 1.0
             best = best if (1 - speedups[NO_TREE] / speedups[best]) * steps > delay else NO_TREE
         return Candidate(speedups[best], name, best, delay, promised[shown], stretched)
 
-    def _gain(self, accepted: Seq[float], batch: int) -> float:
-        """Tokens beyond one a sequence; or what they bring the mean time per token, as so many tokens."""
-        if self.guards.objective == "throughput" or batch == 1:
-            return sum(accepted)
-        waits = sum(1 / (1 + tokens) for tokens in accepted) + batch - len(accepted)
-        return batch * batch / waits - batch
-
-    def risk(self, drafter: str, rates: Seq[AcceptanceRate], accepted: Seq[float]) -> float:
-        """What to subtract from the mean of accepted tokens, one standard deviation: sequences with low acceptance
-        finish last, in a batch that has shrunk. Of a drafter that was hardly tried nobody knows how sequences differ.
+    def _is_known(self, drafter: str) -> bool:
+        """Whether it was tried enough to tell how sequences differ. Then one standard deviation is subtracted from the mean
+        of accepted tokens: sequences with low acceptance finish last, in a batch that has shrunk.
         """
-        known = len(rates) > 1 and self.rates.trials[drafter] >= self.guards.min_trials
-        return deviation(rates, accepted) if known else 0.0
+        return self.rates.trials[drafter] >= self.guards.min_trials
 
     def _probe(
         self, best: Candidate, candidates: Seq[Candidate], mine: Mine, options: Options
@@ -210,17 +193,9 @@ class ResidentPlans:
         for name in {*self.idle_time, *choices}:
             self.idle_time[name] += ratio * record.passes
         if tree != NO_TREE:  # a probe that paid is followed by another
-            risk = self.risk(drafter, alive, [rate.accepted(tree) for rate in alive])
+            risk = 0.0
+            if alive and self._is_known(drafter):
+                numbers = np.array([(rate.accepted(tree), rate.first, rate.weight) for rate in alive])
+                risk = float(deviation(*numbers.T))
             paid = record.emitted / record.sequences - risk > ratio * self.speedup
             self.idle_time[drafter] = inf if paid else 0.0
-
-
-def _least(
-    late: set[Sequence],
-    serving: Seq[tuple[Sequence, str]],
-    rates: Seq[AcceptanceRate],
-    tree: TreeShape,
-) -> float:
-    """What the one of the late that gains least may expect of this tree."""
-    mine = {s: rate for (s, _), rate in zip((one for one in serving if one[1]), rates, strict=True)}
-    return min(mine[s].accepted(tree) if s in mine else 0.0 for s in late)

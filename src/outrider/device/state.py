@@ -11,8 +11,7 @@ from torch import Tensor
 from outrider.device.edits import EditRows
 from outrider.types import SamplingParams, Sequence
 from outrider.verify.filters import BANNED, OFF, wanted
-from outrider.verify.process import clamp_temperature
-from outrider.verify.rows import to_device
+from outrider.verify.rows import clamp_temperature, to_device, to_device_together
 
 MAX_PREDICTION = 4096  # tokens of a user's prediction that the device holds
 
@@ -55,10 +54,10 @@ class SequenceState:
     def advance(self, sequence: Sequence, entries: np.ndarray, known: int, cached: int) -> None:
         """The same for a row that holds so many of its tokens, and slots of so many of them, already."""
         row = sequence.row
-        further = torch.tensor(sequence.tokens[known:], dtype=torch.int64)
-        self.tokens[row, known : len(sequence.tokens)] = self._sent(further)
-        slots = torch.from_numpy(entries[cached : sequence.cached].copy())
-        self.table[row, cached : sequence.cached] = self._sent(slots)
+        further = np.array(sequence.tokens[known:], np.int64)
+        tokens, slots = to_device_together((further, entries[cached : sequence.cached]), self.device)
+        self.tokens[row, known : len(sequence.tokens)] = tokens
+        self.table[row, cached : sequence.cached] = slots
         self.lengths[row] = sequence.cached
         self.edits.upload(sequence, self.tokens[row])
 

@@ -21,9 +21,18 @@ from outrider.load.prompts import Row, make_row, numbered_rows
 from outrider.load.template import checked_messages
 
 NO_TASK = "text"  # of rows that name none
-MADE_UP = "made-up"
+MADE_UP, JOINED = "made-up", "joined"
 BLOCK = 1 << 14  # numbers whose prompts are settled together
 SHORTEST = 4  # characters of a prompt that was made up
+# Of prompts that are joined: characters of a text that is worth reading and of a question, and of all texts together.
+PASSAGE, QUESTION, LONG = 200, 160, (1200, 5200)
+ASKED_OF_TEXTS = (
+    "Summarize:",
+    "Summarize the following text.",
+    "Write a short summary of this:",
+    "What are the main points of the text below?",
+    "Explain in your own words what this says.",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +102,34 @@ def made_up_prompts(texts: Sequence[str]) -> list[Prompt]:
         Prompt(f"{MADE_UP}-{_text_id(text)}", MADE_UP, Row(str(i), turns=(text,)))
         for i, text in enumerate(dict.fromkeys(texts))
     ]
+
+
+def joined_prompts(prompts: Sequence[Prompt], count: int, seed: int) -> list[Prompt]:
+    """Long ones, of texts among the prompts that are joined: to be summarized, or to answer a short one of the prompts
+    from. A draft that never saw a long text drafts badly after one.
+    """
+    texts = [(p.row.turns or (p.row.prompt or "",))[0].strip() for p in prompts]
+    passages, questions = (
+        [t for t in texts if len(t) >= PASSAGE],
+        [t for t in texts if 0 < len(t) <= QUESTION],
+    )
+    if count and not (passages and questions):
+        raise InvalidRequest(
+            f"joined prompts need texts of {PASSAGE} characters or more and of {QUESTION} or fewer among the prompts",
+            "joined",
+        )
+    random, made = np.random.Generator(np.random.Philox(key=[seed, 1 << 41])), []
+    for i in range(count):
+        room, some = int(random.integers(*LONG)), list[str]()
+        while not some or sum(map(len, some)) < room:
+            some.append(passages[random.integers(len(passages))])
+        text = "\n".join(some)[: LONG[1]]
+        if random.random() < 0.5:
+            asked = f"{ASKED_OF_TEXTS[random.integers(len(ASKED_OF_TEXTS))]} {text}"
+        else:
+            asked = f"{text}\n\n{questions[random.integers(len(questions))]}"
+        made.append(Prompt(f"{JOINED}-{_text_id(asked)}", JOINED, Row(str(i), turns=(asked,))))
+    return made
 
 
 class Schedule:

@@ -60,6 +60,7 @@ class Recipe:
     prompts: tuple[str, ...] = _for("answer", ())  # files of rows
     shares: Mapping[str, float] = field(default_factory=dict, metadata={"stage": "answer"})  # by task
     made_up: int = _for("answer", 0, 0)  # prompts that the target makes up itself
+    joined: int = _for("answer", 0, 0)  # long prompts, of several texts of the files
     follow_ups: float = _for("answer", 0.0, 0, 1)  # share of conversations that get one more turn, made up
     temperatures: tuple[float, ...] = _for("answer", (0.0, 0.7, 1.0), 0, 2)
     max_tokens: int = _for("answer", 512, 1)  # of an answer

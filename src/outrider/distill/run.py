@@ -30,7 +30,7 @@ from outrider.distill.answer import ALONE, Conversations, Filling, Part, answere
 from outrider.distill.answer_together import answer_together
 from outrider.distill.answers import Answers
 from outrider.distill.folder import Folder, read_json, write_json
-from outrider.distill.prompts import Prompt, Schedule, made_up_prompts, read_prompts
+from outrider.distill.prompts import Prompt, Schedule, joined_prompts, made_up_prompts, read_prompts
 from outrider.distill.recipe import STAGES, Recipe
 from outrider.distill.report import Report, Silent, short
 from outrider.distill.score import ScoreOptions, make_card, score
@@ -141,7 +141,9 @@ class Run:
             raise InvalidRequest(
                 "a target without a chat template makes up no prompts; give --prompts", "made_up"
             )
-        return prompts
+        if self.recipe.joined and not has_template:
+            raise InvalidRequest("prompts are joined for a chat template, and this target has none", "joined")
+        return prompts + joined_prompts(prompts, self.recipe.joined, self.recipe.seed)
 
     def answer_part(self, part: Part) -> int:
         """Answer with an engine of its own, all or what is one process's part. The number of shards needed."""

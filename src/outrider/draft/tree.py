@@ -178,22 +178,15 @@ def _rows(sequences: Seq[Sequence], growths: list[Growth], places: list[Place]) 
 
 def _only_child(processed: Tensor, rows: LogitRows, draw: Draw) -> tuple[Tensor, Tensor]:
     """The best by the law, [F, 1]. A chain is never cut, so that its shares do not matter."""
-    hot, seeds, positions = _law_of(rows)
+    _, hot, seeds, positions = rows.keys(processed.device)
     tokens = draw(processed, hot, seeds, positions)[:, None]
     return tokens, torch.ones_like(tokens, dtype=torch.float32)
-
-
-def _law_of(rows: LogitRows) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each row: whether it is sampled, its seed and its position."""
-    hot = torch.from_numpy(rows.spread([s.request.params.temperature > 0 for s in rows.sequences], bool))
-    seeds = torch.from_numpy(rows.spread([s.seed for s in rows.sequences], np.int64))
-    return hot, seeds, torch.from_numpy(rows.position)
 
 
 def _coupled(processed: Tensor, rows: LogitRows, count: int) -> tuple[Tensor, Tensor]:
     """The `count` best by the law, and each one's share: [F, count] tokens, [F, count] in (0, 1]."""
     values, ids = processed.topk(min(CANDIDATES, processed.shape[1]))
-    hot, seeds, positions = _law_of(rows)
+    _, hot, seeds, positions = rows.keys(processed.device)
     if bool(hot.any()):
         noise = gumbel_at(seeds, positions, ids)
         values = torch.where(hot[:, None], values + noise, values)

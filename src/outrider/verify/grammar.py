@@ -30,13 +30,18 @@ class GrammarState:
 
     def mask(self, path: Sequence[int]) -> Mask | None:
         """[vocab] True where a token may follow the text and `path`; None if the path itself may not."""
+        bits = self.bits(path)
+        return None if bits is None else np.unpackbits(bits, count=self._vocab, bitorder="little").view(bool)
+
+    def bits(self, path: Sequence[int]) -> NDArray[np.uint8] | None:
+        """The same as it comes from the matcher: a bit a token, the lowest first."""
         try:
-            return self._mask(path)
+            return self._bits(path)
         except Exception as error:  # one answer is lost, not every answer of the step
             self._failure = f"{type(error).__name__}: {error}"
             return None
 
-    def _mask(self, path: Sequence[int]) -> Mask | None:
+    def _bits(self, path: Sequence[int]) -> NDArray[np.uint8] | None:
         if path and self._matcher.validate_tokens(list(path)) < len(path):
             return None
         if path:
@@ -44,7 +49,7 @@ class GrammarState:
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if path:
             self._matcher.rollback(len(path))
-        return np.unpackbits(bits, count=self._vocab, bitorder="little").view(bool)
+        return bits
 
     def advance(self, token: int) -> None:
         if not self._failure and not self._matcher.is_stopped():

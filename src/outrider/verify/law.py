@@ -18,11 +18,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.verify.rows import Ints, LogitRows, TreeRows, to_device
+from outrider.verify.rows import Ints, LogitRows, TreeRows
 
 Draw = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Filter = Callable[[Tensor, Tensor, Tensor, Tensor], None]
@@ -36,11 +35,8 @@ def coupled(processed: Tensor, rows: TreeRows, draw: Draw) -> list[Result]:
 
 def choose(processed: Tensor, rows: LogitRows, draw: Draw) -> Ints:
     """The law at every row: [R, vocab] -> the token each row would emit."""
-    params = [s.request.params for s in rows.sequences]
-    sampled = rows.spread([p.temperature > 0 for p in params], bool)
-    seeds = rows.spread([s.seed for s in rows.sequences], np.int64)
-    keys = (to_device(torch.from_numpy(one), processed.device) for one in (sampled, seeds, rows.position))
-    return draw(processed, *keys).cpu().numpy()
+    keys = rows.keys(processed.device)
+    return draw(processed, keys.sampled, keys.seeds, keys.positions).cpu().numpy()
 
 
 def follow(matches: NDArray[np.bool_], chosen: Ints, rows: TreeRows) -> list[Result]:

@@ -9,6 +9,8 @@ would: it splits a lone row over threads.)
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -17,8 +19,6 @@ from outrider.types import Sequence
 from outrider.verify.filters import BANNED, OFF, filter_logits, wanted
 from outrider.verify.law import Filter
 from outrider.verify.rows import LogitRows, to_device
-
-MIN_TEMPERATURE = 1e-5  # below this logits would overflow; the likeliest token is chosen long before
 
 
 def process(logits: Tensor, rows: LogitRows, filter_logits: Filter = filter_logits) -> Tensor:
@@ -32,15 +32,9 @@ def process(logits: Tensor, rows: LogitRows, filter_logits: Filter = filter_logi
     for index in edited:
         _edit(logits, rows, index)
     if sampled:
-        heat = [clamp_temperature(p.temperature) or 1.0 for p in params]
-        logits.div_(to_device(torch.from_numpy(rows.spread(heat, np.float32)), logits.device)[:, None])
+        logits.div_(rows.keys(logits.device).heat[:, None])
         _filter(logits, rows, filter_logits)
     return logits
-
-
-def clamp_temperature(temperature: float) -> float:
-    """What logits are divided by where a temperature above 0 is asked for."""
-    return max(temperature, MIN_TEMPERATURE) if temperature else 0.0
 
 
 def _edit(logits: Tensor, rows: LogitRows, index: int) -> None:
@@ -90,11 +84,26 @@ def penalise(logits: Tensor, counts: Tensor, prompt: Tensor, penalties: Tensor) 
 
 def _mask(mine: Tensor, sequence: Sequence, paths: list[list[int]]) -> None:
     """Rule out what the grammar forbids, at all rows in one copy: they may be on a GPU."""
-    ends, banned = sequence.request.stop_ids, np.zeros(mine.shape, bool)
+    ends, vocab = sequence.request.stop_ids, mine.shape[1]
+    allowed = np.full((len(paths), -(-vocab // 8)), 255, np.uint8)  # a bit a token
     for row, path in enumerate(paths):
-        if not ends.intersection(path) and (mask := sequence.grammar.mask(path)) is not None:
-            np.logical_not(mask, out=banned[row])
-    mine.masked_fill_(to_device(torch.from_numpy(banned), mine.device), BANNED)
+        if not ends.intersection(path) and (bits := sequence.grammar.bits(path)) is not None:
+            allowed[row] = bits[: allowed.shape[1]]
+    if mine.is_cuda:
+        banned = unset_bits(to_device(torch.from_numpy(allowed), mine.device), vocab)
+    else:
+        banned = torch.from_numpy(np.unpackbits(allowed, 1, vocab, "little") == 0)
+    mine.masked_fill_(banned, BANNED)
+
+
+def unset_bits(bits: Tensor, count: int) -> Tensor:
+    """[R, bytes] -> [R, count], where they are: a GPU is sent an eighth of it."""
+    return ((bits[:, :, None] & _powers(bits.device)) == 0).flatten(1)[:, :count]
+
+
+@functools.cache
+def _powers(device: torch.device) -> Tensor:
+    return torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=device)
 
 
 def _ban(row: Tensor, sequence: Sequence, path: list[int]) -> None:

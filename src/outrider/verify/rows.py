@@ -7,9 +7,9 @@ flat numpy array over the rows of all sequences, so that what follows has no loo
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -19,6 +19,9 @@ from torch import Tensor
 from outrider.types import Draft, Sequence
 
 Ints = NDArray[np.int64]
+
+MIN_TEMPERATURE = 1e-5  # below this logits would overflow; the likeliest token is chosen long before
+ALIGNED = 16  # bytes: whatever its type, a tensor may begin there
 
 
 class Tree(Protocol):
@@ -30,6 +33,15 @@ class Tree(Protocol):
     def path(self, node: int) -> list[int]: ...
 
 
+class Keys(NamedTuple):
+    """Of every row, where its logits are."""
+
+    heat: Tensor  # what logits are divided by; 1 where nothing is sampled
+    sampled: Tensor
+    seeds: Tensor
+    positions: Tensor
+
+
 @dataclass(slots=True)
 class LogitRows:
     """Any rows of any sequences, in any order."""
@@ -39,6 +51,7 @@ class LogitRows:
     owner: Ints  # [R] index of the sequence
     node: Ints  # [R] index in its draft; -1 at the root
     depth: Ints  # [R] 0 at the root
+    sent: Keys | None = field(default=None, init=False)
 
     @property
     def position(self) -> Ints:
@@ -49,6 +62,20 @@ class LogitRows:
     def spread(self, values: Seq[float] | Seq[int], dtype: type) -> NDArray:
         """One value a sequence -> one value a row."""
         return np.array(values, dtype)[self.owner]
+
+    def keys(self, device: torch.device) -> Keys:
+        """What the law goes by, on a device; sent once."""
+        if self.sent is None or self.sent.heat.device != device:
+            temperatures = [s.request.params.temperature for s in self.sequences]
+            heat = [clamp_temperature(one) or 1.0 for one in temperatures]
+            made = (
+                self.spread(heat, np.float32),
+                self.spread([one > 0 for one in temperatures], bool),
+                self.spread([s.seed for s in self.sequences], np.int64),
+                self.position,
+            )
+            self.sent = Keys(*to_device_together(made, device))
+        return self.sent
 
     def path(self, row: int) -> list[int]:
         """The draft tokens that lead to a row's node."""
@@ -90,6 +117,27 @@ def lay_out(sequences: Seq[Sequence], drafts: Seq[Draft]) -> TreeRows:
     return TreeRows(sequences, drafts, owner, node, depth, starts, token, parent)
 
 
+def clamp_temperature(temperature: float) -> float:
+    """What logits are divided by where a temperature above 0 is asked for."""
+    return max(temperature, MIN_TEMPERATURE) if temperature else 0.0
+
+
 def to_device(values: Tensor, device: torch.device) -> Tensor:
     """A copy on the device that the host does not wait for, as it would for one from pageable memory."""
     return (values.pin_memory() if device.type == "cuda" else values).to(device, non_blocking=True)
+
+
+def to_device_together(values: Seq[NDArray], device: torch.device) -> list[Tensor]:
+    """The same of several, in one copy: for a GPU each takes the host as long as all of them together."""
+    if device.type != "cuda":
+        return [torch.from_numpy(one) for one in values]
+    ends = np.cumsum([-(-one.nbytes // ALIGNED) * ALIGNED for one in values]).tolist()
+    host = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=True)
+    filled, begins = host.numpy(), [0, *ends]
+    for begin, one in zip(begins, values, strict=False):
+        filled[begin : begin + one.nbytes] = np.ascontiguousarray(one).reshape(-1).view(np.uint8)
+    there = host.to(device, non_blocking=True)
+    return [
+        there[begin : begin + one.nbytes].view(torch.from_numpy(one[:0]).dtype).view(one.shape)
+        for begin, one in zip(begins, values, strict=False)
+    ]

@@ -67,7 +67,7 @@ def _apart(context: int, width: int) -> bool:
 def record(work: Callable[[], Tensor], pool: Any = None) -> tuple[torch.cuda.CUDAGraph, Tensor]:
     """The graph of what `work` launches, and what it returned; run once before, which compiles what is not yet. No
     garbage is collected while it is recorded: the graphs of an engine that is gone may be part of it, and freeing one
-    then spoils the recording.
+    then spoils the recording. What other threads do does not: one that compiles may be collecting since before.
     """
     begun = time.perf_counter()
     stream = torch.cuda.Stream()
@@ -79,7 +79,7 @@ def record(work: Callable[[], Tensor], pool: Any = None) -> tuple[torch.cuda.CUD
     collecting = gc.isenabled()
     gc.disable()
     try:
-        with torch.cuda.graph(graph, pool=pool):
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             result = work()
     finally:
         if collecting:
