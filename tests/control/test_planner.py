@@ -7,7 +7,7 @@ import pytest
 from outrider.control.acceptance import AcceptanceRate
 from outrider.control.costs import CostModel
 from outrider.control.guards import Guards
-from outrider.control.planner import Planner
+from outrider.control.planner import LATE, USUAL_PROMPT_ROWS, Planner
 from outrider.types import NO_BET, Bet, Options, Outcome, Plan, StepRecord, Work
 from tests.tiny import sequence
 
@@ -340,6 +340,10 @@ def test_a_prompt_that_waits_gets_more_rows_beside_decoding_sequences():
     made = planner(guards=Guards(prefill_stretch=2.0, prefill_wait=1.0, min_prompt_rows=3))
     made.costs.by_rows, made.costs.per_prompt_row = {1: 1.0}, {8: 0.2}
     assert [made.prompt_rows(1, waited) for waited in (0.0, 1.0, 2.0, 4.0)] == [10, 10, 20, 40]
+    made.costs.per_prompt_row = {8: 0.01}
+    assert (
+        made.prompt_rows(1, LATE - 1) == USUAL_PROMPT_ROWS < made.prompt_rows(1, LATE + 1)
+    )  # everybody feels those
     made.costs.per_prompt_row = {8: 5.0}
     assert made.prompt_rows(1, 0.0) == 3
     assert planner().prompt_rows(1, 0.0) > 10**6  # no bound unless one is set

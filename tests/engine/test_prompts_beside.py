@@ -280,9 +280,10 @@ def test_plain_passes_in_a_row_need_a_captured_step(model, small) -> None:
 def test_a_drafter_catches_up_with_a_bite_at_a_time() -> None:
     """One sequence always, more as far as there is room beside the prompt rows."""
     one, two, three = (object() for _ in range(3))
-    assert first_to_read({one: 900, two: 10, three: 500}, 512) == ({one: 900}, [two, three])
-    assert first_to_read({one: 300, two: 400, three: 200}, 512) == ({one: 300, three: 200}, [two])
-    assert first_to_read({}, 512) == ({}, [])
+    assert first_to_read({one: 900, two: 10, three: 500}, 0) == ({one: 900}, [two, three])
+    assert first_to_read({one: 300, two: 400, three: 200}, 0) == ({one: 300, three: 200}, [two])
+    assert first_to_read({one: 300, three: 200}, 100) == ({one: 300}, [three])
+    assert first_to_read({}, 0) == ({}, [])
 
 
 def test_nobody_reads_all_at_once(model, small) -> None:

@@ -27,6 +27,9 @@ from outrider.control.staged import StagedPlans, StepRows
 from outrider.types import MAX_NODES, NO_BET, Bet, Options, Plan, Reason, Sequence, StepRecord, Work
 
 MAX_PROMPT_ROWS = 1 << 20  # more than any step has
+# Prompt rows of a step that others decode in, unless a prompt has waited so many times as long as it should: more save
+# reading what those have cached, and are felt by everybody.
+USUAL_PROMPT_ROWS, LATE = 512, 40
 ASKED_DEPTH = 4  # of a draft whose nodes alone a request fixed
 
 
@@ -90,7 +93,8 @@ class Planner:
         if guards.prefill_stretch == inf:
             return MAX_PROMPT_ROWS
         share = guards.prefill_stretch * max(1.0, waited / guards.prefill_wait)
-        rows = self.costs.prompt_rows(decoding, share, MAX_PROMPT_ROWS)
+        most = MAX_PROMPT_ROWS if waited > LATE * guards.prefill_wait else USUAL_PROMPT_ROWS
+        rows = self.costs.prompt_rows(decoding, share, most)
         return max(rows, guards.min_prompt_rows)
 
     def forget(self, sequence: Sequence) -> None:

@@ -155,8 +155,8 @@ class ResidentPlans:
         return Candidate(speedups[best], name, best, delay, promised[shown], stretched)
 
     def _is_known(self, drafter: str) -> bool:
-        """Whether it was tried enough to tell how sequences differ. Then one standard deviation is subtracted from the mean
-        of accepted tokens: sequences with low acceptance finish last, in a batch that has shrunk.
+        """Whether it was tried enough to tell how sequences differ. Then one standard deviation is subtracted from
+        the mean of accepted tokens: sequences with low acceptance finish last, in a batch that has shrunk.
         """
         return self.rates.trials[drafter] >= self.guards.min_trials
 

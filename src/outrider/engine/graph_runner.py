@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from outrider.control.trees import NO_TREE, tree_nodes
-from outrider.device.buckets import BITES, TREE_SIZE, RunChoice, SizeChoice, sizes_up_to, staged_bucket
+from outrider.device.buckets import TREE_SIZE, RunChoice, SizeChoice, sizes_up_to, staged_bucket
 from outrider.device.capture import CapturedStep, Launched, StepShape, Timer
 from outrider.device.graphs import StepGraphs
 from outrider.device.ops import StepOps
@@ -237,8 +237,8 @@ class GraphRunner(EagerRunner):
         """
         name = self.shared.serving(step.bets[i] for i in step.resident)[0]
         drafting = {step.work[i].sequence: i for i in step.resident if step.bets[i].drafter == name != "none"}
-        room = BITES[-1][0] - sum(one.known for one in step.staged.work)
-        behind, late = first_to_read(self._behind(list(drafting), name), room)
+        beside = sum(one.known for one in step.staged.work)
+        behind, late = first_to_read(self._behind(list(drafting), name), beside)
         for sequence in late:
             step.bets[drafting[sequence]] = NO_BET
         if not behind:

@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 from outrider.control.trees import CHAINS, NO_TREE, TREES
-from outrider.device.buckets import MAX_BESIDE, MAX_ROWS, TREE_SIZE
+from outrider.device.buckets import MAX_BESIDE, MAX_ROWS, MOST_CAPTURED, TREE_SIZE
 from outrider.draft.drafters import Drafters
 from outrider.types import NO_BET, Bet, Sequence, TreeShape
 
@@ -82,11 +82,11 @@ class SharedDrafts:
         return [*serving, *(name for name in self.drafters.riding if name not in serving)]
 
 
-def first_to_read(behind: Mapping[Sequence, int], room: int) -> tuple[dict[Sequence, int], list[Sequence]]:
+def first_to_read(behind: Mapping[Sequence, int], beside: int) -> tuple[dict[Sequence, int], list[Sequence]]:
     """Of sequences that a drafter is so many tokens behind with: those it reads in this step, and those that wait. What
-    it reads are prompt rows, too, and others wait for them; one sequence is read whatever it has.
+    it reads are prompt rows, too, `beside` others, and everybody waits for them; one sequence is read whatever it has.
     """
-    taken, late = dict[Sequence, int](), list[Sequence]()
+    taken, late, room = dict[Sequence, int](), list[Sequence](), MOST_CAPTURED - beside
     for sequence, tokens in behind.items():
         if taken and tokens > room:
             late.append(sequence)
