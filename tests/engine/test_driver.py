@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from outrider.engine import driver as driver_module
 from outrider.engine.driver import Driver
 from outrider.errors import InvalidRequest, OutriderError, UnsupportedModel
 from tests.tiny import prompt_of, request, tiny_engine, tiny_model
@@ -125,6 +126,29 @@ def test_spare_work_is_done_while_nobody_is_answered_and_gives_way(driver) -> No
         driver.run(lambda: None)
     assert all(pieces)
     driver.close()  # it does not wait for the end of it
+
+
+def test_spare_work_waits_until_it_has_been_quiet_for_a_while(driver, monkeypatch) -> None:
+    """Who asks right after an answer does not wait for a piece of it; before the first answer it begins at once."""
+    pieces: list[int] = []
+
+    def work():
+        while True:
+            pieces.append(1)
+            yield
+
+    monkeypatch.setattr(driver_module, "QUIET", 1e6)
+    driver.run(lambda: setattr(driver, "idle_work", work()))
+    while not pieces:
+        driver.run(lambda: None)
+    answers(driver, request("a", prompt_of(9), max_tokens=4))
+    done = len(pieces)
+    for _ in range(50):
+        driver.run(lambda: None)
+    assert len(pieces) == done
+    monkeypatch.setattr(driver_module, "QUIET", 0.0)
+    while len(pieces) == done:
+        driver.run(lambda: None)
 
 
 def test_spare_work_ends(driver) -> None:

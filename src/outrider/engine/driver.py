@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ Listener = Callable[[Event | BaseException], None]
 T = TypeVar("T")
 DONE = object()
 LEAVE_SECONDS = 10.0  # for the step in hand, when the interpreter leaves
+QUIET = 0.25  # seconds without an answer after which something else may be done: clients ask again at once
 
 
 def _leave_in_time(driver: Driver) -> None:
@@ -50,6 +52,7 @@ class Driver:
         self._build = build
         self._commands: deque[Callable[[], None]] = deque()  # run by the engine's thread between steps
         self._listeners: dict[str, Listener] = {}
+        self._answered_at = float("-inf")  # when the last step ended; nobody was answered yet
         self._wake = threading.Condition()
         self._closed = False
         self._failure: BaseException | None = None
@@ -154,6 +157,7 @@ class Driver:
             self.engine = self._build()
             while self._run_commands():
                 self._report(self.engine.step())
+                self._answered_at = time.monotonic()
                 if self.engine.idle:
                     self.engine.keep_costs()
         except BaseException as problem:
@@ -168,8 +172,8 @@ class Driver:
         """
         while True:
             with self._wake:
-                while not (self._commands or self._closed or self.idle_work) and self.engine.idle:
-                    self._wake.wait()
+                while not (self._commands or self._closed) and self.engine.idle and (wait := self._rest()):
+                    self._wake.wait(wait)
                 commands, self._commands = self._commands, deque()
             for command in commands:
                 command()
@@ -179,8 +183,16 @@ class Driver:
                 return False
             if not self.engine.idle:
                 return True
-            if self.idle_work is not None and next(self.idle_work, DONE) is DONE:
+            if self.idle_work is not None and not self._rest() and next(self.idle_work, DONE) is DONE:
                 self.idle_work = None
+
+    def _rest(self) -> float:
+        """Seconds to sleep while nobody asks anything: none if there is something to do meanwhile. That is begun only
+        when nobody was answered for a while, as whoever asks next would wait for the piece in hand.
+        """
+        if self.idle_work is None:
+            return threading.TIMEOUT_MAX
+        return max(0.0, self._answered_at + QUIET - time.monotonic())
 
     def _report(self, results: list[StepResult]) -> None:
         for result in results:

@@ -340,7 +340,7 @@ class LLM:
         if free is not None:
             left, slots = _free_memory(self.settings) or 0, cache.table.pool.total
             size = slots * kv_bytes(self.model)
-            self.memory = Memory(self.model.weight_bytes(), free - left, size, slots, left)
+            self.memory = Memory(self.model.weight_bytes(), max(free - left, 0), size, slots, left)
         room = draft_room(self._draft_checkpoints(parts))
         watch_draft(planner, drafters, room, cache, self.model, self.memory)
         costs = recall_costs(self.model, self.settings, parts, planner, runner)

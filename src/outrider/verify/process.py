@@ -13,12 +13,13 @@ import functools
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.types import Sequence
 from outrider.verify.filters import BANNED, OFF, filter_logits, wanted
 from outrider.verify.law import Filter
-from outrider.verify.rows import LogitRows, to_device
+from outrider.verify.rows import LogitRows, to_device, to_device_together
 
 
 def process(logits: Tensor, rows: LogitRows, filter_logits: Filter = filter_logits) -> Tensor:
@@ -47,13 +48,11 @@ def _edit(logits: Tensor, rows: LogitRows, index: int) -> None:
     if p.penalised:
         _penalise(mine, sequence, paths)
     if p.logit_bias:
-        ids = torch.tensor(list(p.logit_bias), device=mine.device)
-        mine[:, ids] += torch.tensor(list(p.logit_bias.values()), device=mine.device)
-    if sequence.grammar is not None:
-        _mask(mine, sequence, paths)
-    if sequence.request.bad_word_ids or p.min_tokens:
-        for row, path in zip(mine, paths, strict=True):
-            _ban(row, sequence, path)
+        pairs = np.array(list(p.logit_bias)), np.array(list(p.logit_bias.values()), np.float32)
+        ids, values = to_device_together(pairs, mine.device)
+        mine[:, ids] += values
+    if sequence.grammar is not None or sequence.request.bad_word_ids or p.min_tokens:
+        _ban(mine, sequence, paths)
     if mine is not logits:
         logits[at] = mine
 
@@ -82,18 +81,44 @@ def penalise(logits: Tensor, counts: Tensor, prompt: Tensor, penalties: Tensor) 
     return logits - (frequency * counts + presence * seen)
 
 
-def _mask(mine: Tensor, sequence: Sequence, paths: list[list[int]]) -> None:
-    """Rule out what the grammar forbids, at all rows in one copy: they may be on a GPU."""
-    ends, vocab = sequence.request.stop_ids, mine.shape[1]
+def _ban(mine: Tensor, sequence: Sequence, paths: list[list[int]]) -> None:
+    """Rule out what may not come next, at all rows in one copy: they may be on a GPU."""
+    vocab = mine.shape[1]
     allowed = np.full((len(paths), -(-vocab // 8)), 255, np.uint8)  # a bit a token
-    for row, path in enumerate(paths):
-        if not ends.intersection(path) and (bits := sequence.grammar.bits(path)) is not None:
-            allowed[row] = bits[: allowed.shape[1]]
+    for row, path in zip(allowed, paths, strict=True):
+        if not sequence.request.stop_ids.intersection(path):  # past an end id nothing is ever emitted
+            _allow(row, vocab, sequence, path)
+    if (allowed == 255).all():
+        return
     if mine.is_cuda:
         banned = unset_bits(to_device(torch.from_numpy(allowed), mine.device), vocab)
     else:
         banned = torch.from_numpy(np.unpackbits(allowed, 1, vocab, "little") == 0)
     mine.masked_fill_(banned, BANNED)
+
+
+def _allow(row: NDArray[np.uint8], vocab: int, sequence: Sequence, path: list[int]) -> None:
+    """Leave a bit set for each token that may come after a path: what the grammar allows, without words to avoid, and
+    without end ids too early.
+    """
+    request = sequence.request
+    if sequence.grammar is not None and (bits := sequence.grammar.bits(path)) is not None:
+        row[:] = bits[: len(row)]
+    for *before, last in request.bad_word_ids:
+        history = [*sequence.tokens[-len(before) :], *path] if before else []
+        if not before or history[-len(before) :] == before:
+            _unset(row, last)
+    written = len(sequence.tokens) - sequence.prompt_len + len(path)
+    if written < request.params.min_tokens and request.stop_ids:
+        kept = row.copy()
+        for end in request.stop_ids:
+            _unset(row, end)
+        if not np.unpackbits(row, count=vocab, bitorder="little").any():
+            row[:] = kept  # a grammar that is complete leaves nothing but the end
+
+
+def _unset(row: NDArray[np.uint8], token: int) -> None:
+    row[token >> 3] &= 255 ^ (1 << (token & 7))
 
 
 def unset_bits(bits: Tensor, count: int) -> Tensor:
@@ -104,25 +129,6 @@ def unset_bits(bits: Tensor, count: int) -> Tensor:
 @functools.cache
 def _powers(device: torch.device) -> Tensor:
     return torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=device)
-
-
-def _ban(row: Tensor, sequence: Sequence, path: list[int]) -> None:
-    """Rule out what else may not come next: words to avoid, and end ids too early."""
-    request = sequence.request
-    if request.stop_ids.intersection(path):
-        return  # past an end id nothing is ever emitted
-    for word in request.bad_word_ids:
-        before = list(word[:-1])
-        history = [*sequence.tokens[-len(before) :], *path] if before else []
-        if not before or history[-len(before) :] == before:
-            row[word[-1]] = BANNED
-    written = len(sequence.tokens) - sequence.prompt_len + len(path)
-    if written < request.params.min_tokens and request.stop_ids:
-        ends = list(request.stop_ids)
-        kept = row[ends].clone()
-        row[ends] = BANNED
-        if bool(torch.isinf(row).all()):  # a grammar that is complete leaves nothing but the end
-            row[ends] = kept
 
 
 def _filter(logits: Tensor, rows: LogitRows, filter_logits: Filter) -> None:
