@@ -15,7 +15,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Any
@@ -30,12 +30,12 @@ from outrider.control.trees import NO_TREE
 from outrider.draft.drafters import Drafters
 from outrider.draft.names import Part
 from outrider.engine.engine import Engine
-from outrider.engine.kv_cache import make_kv_cache
+from outrider.engine.kv_cache import KvCache, make_kv_cache
 from outrider.engine.live_draft import LiveDraft
-from outrider.engine.runner import InFlightStep, Result, StagedPart
+from outrider.engine.runner import EagerRunner, InFlightStep, Result, StagedPart
 from outrider.serve import engine_process
 from outrider.serve.backend import Backend
-from outrider.types import NO_DRAFT, Batch, Options, Plan, TreeShape, Verdict, Work
+from outrider.types import NO_DRAFT, Batch, Options, Plan, Verdict, Work
 
 LAST = 4000  # token ids that are made up: up to here they are words and parts of words in most vocabularies
 
@@ -55,12 +55,15 @@ class NoModel:
         return 0
 
 
-class TimedRunner:
+class TimedRunner(EagerRunner):
     """Steps take `seconds` each, one after the other, whatever is in them."""
 
     lag = 1
 
-    def __init__(self, seconds: float, tokens: Seq[int]) -> None:
+    def __init__(
+        self, model: Any, cache: KvCache, drafters: Drafters, seconds: float, tokens: Seq[int]
+    ) -> None:
+        super().__init__(model, cache, drafters)
         self.seconds, self.free_at = seconds, 0.0
         self.tokens = itertools.cycle(tokens)
 
@@ -83,14 +86,8 @@ class TimedRunner:
         step.target_s = self.seconds
         return [(NO_DRAFT, Verdict([next(self.tokens)], []) if one.emits else None) for one in step.work]
 
-    def measure(self, size: int, drafter: str) -> Iterable[tuple[str, TreeShape, float]]:
-        return ()
-
-    def unprepared(self, sequences: int, drafters: Seq[str]) -> list[tuple[str, int]]:
-        return []
-
-    def warm_up(self, drafter: str) -> tuple[int, float]:
-        return 0, 0.0
+    def measure_rows(self, sequences: int, known: Mapping[int, float]) -> Iterator[tuple[int, float]]:
+        return iter(())
 
 
 class StandIn(LLM):
@@ -105,9 +102,9 @@ class StandIn(LLM):
         self.live_draft = LiveDraft((), drafters, self._sources(cache))
         # Whole characters: a token without text is an event less, and would look like one that came late.
         shown = [token for token in range(LAST) if self.tokenizer.decode([token]).isascii()]
-        runner = TimedRunner(
-            float(os.environ.get("STEP_MS", "5")) / 1000, random.Random(1).sample(shown, len(shown))
-        )
+        seconds = float(os.environ.get("STEP_MS", "5")) / 1000
+        shuffled = random.Random(1).sample(shown, len(shown))
+        runner = TimedRunner(self.model, cache, drafters, seconds, shuffled)
         text = self.tokenizer.text_stream
         return Engine(self.model, cache, drafters, Planner("none"), runner, self.settings, text)
 
