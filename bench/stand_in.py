@@ -101,7 +101,8 @@ class StandIn(LLM):
         self.drafter, drafters = "none", Drafters({}, self.model.config.vocab)
         self.live_draft = LiveDraft((), drafters, self._sources(cache))
         # Whole characters: a token without text is an event less, and would look like one that came late.
-        shown = [token for token in range(LAST) if self.tokenizer.decode([token]).isascii()]
+        known = range(min(LAST, self.model.config.vocab))
+        shown = [token for token in known if self.tokenizer.decode([token]).isascii()]
         seconds = float(os.environ.get("STEP_MS", "5")) / 1000
         shuffled = random.Random(1).sample(shown, len(shown))
         runner = TimedRunner(self.model, cache, drafters, seconds, shuffled)
