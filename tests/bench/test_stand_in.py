@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
 from bench.stand_in import StandIn
+
 from outrider import Settings
 
 
-def test_steps_take_the_time_they_are_given_and_answers_come(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_take_the_time_they_are_given_and_answers_come(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("STEP_MS", "1")
     steps = []
     with StandIn(folder, draft="none", settings=Settings(device="cpu", cache_bytes=1 << 22)) as llm:

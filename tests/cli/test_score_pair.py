@@ -80,7 +80,8 @@ def test_what_a_card_says_of_training_stays(
     outrider: Outrider, target: Path, draft: Path, prompts: Path, tmp_path: Path
 ) -> None:
     recipe = Recipe(target=str(target), prompts=(str(prompts),), shares={"chat": 0.25})
-    made = json.dumps({"tokens_seen": 55, "recipe": recipe.to_json()}, indent=1)
+    before = {"tokens_seen": 45}
+    made = json.dumps({"tokens_seen": 10, "continued_from": before, "recipe": recipe.to_json()}, indent=1)
     (draft / "train.json").write_text(made)
     assert outrider("pairs", "score", target, draft, "--prompts", prompts, "--timed", 0, *FLAGS).code == 0
     card = read_card(draft)

@@ -18,7 +18,7 @@ from outrider.cli.options import ENGINE, takes
 from outrider.cli.output import note, open_llm, write
 from outrider.cli.tasks import task_ids, task_rows
 from outrider.errors import InvalidRequest
-from outrider.load.cards import FILE, Card, read_card, write_card
+from outrider.load.cards import FILE, Card, read_card, tokens_trained, write_card
 from outrider.load.find import find
 from outrider.load.json_files import read_json
 from outrider.load.pairs import HOW_IT_WAS_MADE, fingerprint
@@ -137,7 +137,7 @@ def _training(folder: Path) -> dict[str, Any]:
     made = read_json(folder / HOW_IT_WAS_MADE, optional=True) if folder.is_dir() else {}
     recipe = json.dumps(made["recipe"], indent=2) + "\n" if "recipe" in made else None  # Recipe.text
     digest = None if recipe is None else hashlib.sha256(recipe.encode()).hexdigest()
-    return {"trained_tokens": made.get("tokens_seen"), "recipe": digest}
+    return {"trained_tokens": tokens_trained(made), "recipe": digest}
 
 
 def _name(target: str) -> str:

@@ -19,8 +19,8 @@ RUN_SECONDS, MANY, MANY_RUN_SECONDS = 0.006, 64, 0.02
 # hides what it takes to launch its operations one by one.
 STAGED, STAGED_MULTIPLE, MOST_CAPTURED = (16, 32), 64, 512
 # Prompt rows that steps are captured with ahead, and the logits that are wanted of them. Fewer rows than the least cost
-# no less, and 512 are read as fast, row by row, as thousands. The most are for prompts that have waited long: every step
-# beside them reads the keys and values of all who decode. With 512 sequences they are as many as a library multiplies.
+# no less, and 512 are read as fast, row by row, as thousands. The most are for prompts that have waited long: steps
+# beside them read the keys and values of all who decode. With 512 sequences they are as many as a library multiplies.
 BITES = ((64, 16), (128, 16), (256, 16), (512, 64), (1536, 64))
 DRAFTED_BITES = BITES[1:3]  # beside drafts
 # Prompts that nobody decodes beside come as they are.

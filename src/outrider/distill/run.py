@@ -39,7 +39,7 @@ from outrider.draft.head_layouts import OWN
 from outrider.engine.certificate import certificate
 from outrider.engine.llm import LLM, runs_on_gpu
 from outrider.errors import InvalidRequest
-from outrider.load.cards import write_card
+from outrider.load.cards import tokens_trained, write_card
 from outrider.load.checkpoint import Checkpoint, open_checkpoint
 from outrider.load.find import find
 from outrider.load.token_shards import (
@@ -262,7 +262,7 @@ class Run:
                 "draft": str(folder),
                 "layers": then.get("layers"),
                 "layers_added": now.get("layers", 0) - then.get("layers", 0),
-                "tokens_seen": before.get("tokens_seen", 0) + _tokens_before(before),
+                "tokens_seen": tokens_trained(before) or 0,
             }
         }
 
@@ -281,8 +281,7 @@ class Run:
             return
         asked = self._asked()
         found = score(r.target, self.folder.draft, asked, options, self.report, self.settings)
-        tokens = made["tokens_seen"] + _tokens_before(made)
-        card = make_card(self.checkpoint, r.target, self.folder.draft, found, tokens, how)
+        card = make_card(self.checkpoint, r.target, self.folder.draft, found, tokens_trained(made), how)
         write_card(self.folder.draft, card)
         self.report.note(f"score: {self.folder.card}")
 
@@ -324,11 +323,6 @@ def _opened(target: str, draft: str, settings: Settings) -> Iterator[LLM]:
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-
-
-def _tokens_before(made: Mapping[str, Any]) -> int:
-    """That the draft had seen which a training went on from."""
-    return int(made.get("continued_from", {}).get("tokens_seen", 0))
 
 
 def summarised(rows: Iterable[Conversation]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import json
 import math
 import re
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -210,6 +210,13 @@ class Card:
 
     def as_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
+
+
+def tokens_trained(made: Mapping[str, Any]) -> int | None:
+    """That a draft has seen, by its train.json: also in the trainings that this one went on from."""
+    if "tokens_seen" not in made:
+        return None
+    return int(made["tokens_seen"]) + int(made.get("continued_from", {}).get("tokens_seen", 0))
 
 
 def card_from_json(raw: Any) -> Card:
