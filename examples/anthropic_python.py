@@ -7,6 +7,7 @@ ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY say where else to go.
 import os
 
 from anthropic import Anthropic
+from anthropic.types import Message
 
 URL = os.environ.get("ANTHROPIC_BASE_URL", "http://127.0.0.1:8000")
 KEY = os.environ.get("ANTHROPIC_API_KEY", "none")
@@ -27,13 +28,16 @@ def ask(text: str) -> list[dict]:
     return [{"role": "user", "content": text}]
 
 
+def text_of(answer: Message) -> str:
+    """Of all its blocks of text; an answer that ends at once has none."""
+    return "".join(block.text for block in answer.content if block.type == "text")
+
+
 def message(client: Anthropic) -> None:
     answer = client.messages.create(
         model=MODEL, max_tokens=32, system="You answer in one sentence.", messages=ask("What is a comet?")
     )
-    print(
-        f"message: {answer.content[0].text}\n         {answer.stop_reason}, {answer.usage.output_tokens} tokens\n"
-    )
+    print(f"message: {text_of(answer)}\n         {answer.stop_reason}, {answer.usage.output_tokens} tokens\n")
 
 
 def stream(client: Anthropic) -> None:
@@ -58,7 +62,7 @@ def use_a_tool(client: Anthropic) -> None:
     result = {"type": "tool_result", "tool_use_id": use.id, "content": "Rain, 9 degrees."}
     messages += [{"role": "assistant", "content": answer.content}, {"role": "user", "content": [result]}]
     answer = client.messages.create(model=MODEL, max_tokens=32, messages=messages)
-    print(f"      {answer.content[0].text if answer.content else ''}\n")
+    print(f"      {text_of(answer)}\n")
 
 
 def speculate(client: Anthropic) -> None:
@@ -71,7 +75,7 @@ def speculate(client: Anthropic) -> None:
             messages=ask("Say 'one two three' ten times."),
             extra_body={"temperature": 0, "speculative_decoding": how},
         )
-        texts.append([block.text for block in answer.content])
+        texts.append(text_of(answer))
         report = answer.metrics["speculative_decoding"]
         print(f"speculation {'on' if how else 'off'}: {report['steps']} steps")
     print(f"      the same text: {texts[0] == texts[1]}")
