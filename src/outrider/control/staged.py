@@ -284,15 +284,17 @@ class StagedPlans:
     ) -> tuple[str, int, Reason] | None:
         """A drafter that takes passes and may be tried again for this sequence, among so many, and how deep."""
         costs, guards = self.costs, self.guards
-        plain = costs.step(batch)
         for name in names:
+            rate = self.rates.of(sequence, name)
+            if rate.idle / batch < guards.probe_interval:  # most steps: what follows takes the host longer
+                continue
+            plain = costs.step(batch)
             for depth in (guards.probe_depth, 1):
                 ratio = (costs.step(batch + depth) + costs.drafting({name: depth})) / plain
                 if ratio <= guards.costly_probe:
                     break
             delay = costs.ragged_reading(name, options.behind(name, sequence)) / plain
             lost = ratio - 1 + delay + (1 - 1 / speedup) / batch
-            rate = self.rates.of(sequence, name)
             spared = rate.drafts >= guards.patience
             if probe_due(guards, rate.idle / batch, lost, speedup, [sequence], spared):
                 return name, depth, Reason("probe", depth, (("drafter", name), ("idle steps", rate.idle)))
