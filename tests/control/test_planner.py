@@ -445,6 +445,21 @@ def test_a_head_reads_a_prompt_where_it_will_draft_often_enough():
     assert drafted(made, sequence([1, 2], max_tokens=200), state) == "none"
 
 
+def test_what_a_head_reads_for_a_text_it_has_not_drafted_for_must_be_earned_twice():
+    def most(used: int) -> int:
+        """Tokens that it would still read."""
+        for behind in range(40, 4000, 40):
+            made, state = head_and_lookup()
+            made.observe(read(300, 3.0))
+            s, state["behind"] = sequence([1, 2], max_tokens=200), behind
+            made.rates.of(s, "eagle").used = used
+            if drafted(made, s, state) != "eagle":
+                return behind - 40
+        raise AssertionError("it reads whatever there is")
+
+    assert most(used=0) > 0 and most(used=3) == pytest.approx(2 * most(used=0), rel=0.15)
+
+
 def test_a_head_does_not_read_for_the_gaps_that_lookup_leaves():
     made, state = head_and_lookup()
     made.observe(read(300, 3.0))

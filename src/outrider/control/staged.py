@@ -15,6 +15,9 @@ from outrider.types import MAX_NODES, Options, Reason, Sequence
 
 UNLIKELY = 0.02  # survival below which no level is looked at: nobody's rows are that cheap
 
+# Times what a drafter has to read first that it must earn for a text it has not drafted for: how often it will be right
+# there, and how long the answer becomes, are guesses.
+UNTRIED = 2.0
 SHALLOW = 3  # levels, at most, of a draft for whom none was right so far
 
 # Who may get a draft, by place in the work: the sequence, and its drafters.
@@ -123,7 +126,8 @@ class StagedPlans:
         so_far = max((len(s.tokens) - s.prompt_len) / max(s.steps, 1) for s in some)  # tokens of a step
         pace = max(found.tokens / len(left), so_far)
         steps = free * self.lengths.steps_left(some, pace)
-        return (1 - speed / found.speed) * steps * step > reading
+        tried = all(self.rates.of(s, name).used for s in some)
+        return (1 - speed / found.speed) * steps * step > reading * (1.0 if tried else UNTRIED)
 
     def _times(self, step: StepRows) -> Callable[[int], float]:
         """Seconds that a step counts for, by the draft rows that it gets. What prompt rows take is spent in any case,
