@@ -48,6 +48,7 @@ def test_what_changed_and_whom_it_concerns() -> None:
         ({"shares": {"code": 2}}, "share of 'code' must be between 0 and 1"),
         ({"shares": {"code": 0.6, "web": 0.6}}, r"add up to 1\.2"),
         ({"shares": {"made-up": 0.5}}, "needs some: --made-up N"),
+        ({"prompts": (), "made_up": 3, "joined": 3}, "joined of the texts in files: give --prompts FILE"),
         ({"batch_tokens": 100}, r"batch_tokens \(100\) must hold one conversation of 2048"),
         ({"prompts": ()}, "nothing to learn from: give --prompts FILE, --made-up N, or --shards DIR"),
         ({"learnin_rate": 1}, "did you mean 'learning_rate'"),

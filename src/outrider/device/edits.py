@@ -6,11 +6,12 @@ What is done with them is verify/process.py's `penalise`.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from outrider.types import Sequence
-from outrider.verify.rows import to_device
+from outrider.verify.rows import to_device, to_device_together
 
 MOST = 64  # sequences: nine bytes a token of the vocabulary each
 NOBODY = -1
@@ -43,11 +44,8 @@ class EditRows:
         self.prompt[at].zero_().index_fill_(0, tokens[:start], 1)
         self.bias[at].zero_()
         if params.logit_bias:
-            ids, values = (
-                to_device(torch.tensor(list(x)), self.device)
-                for x in (params.logit_bias.keys(), params.logit_bias.values())
-            )
-            self.bias[at].index_copy_(0, ids, values.float())
+            pairs = np.array(list(params.logit_bias)), np.array(list(params.logit_bias.values()), np.float32)
+            self.bias[at].index_copy_(0, *to_device_together(pairs, self.device))
         numbers = [params.repetition_penalty, params.frequency_penalty, params.presence_penalty]
         self.penalties[at] = to_device(torch.tensor(numbers), self.device)
 

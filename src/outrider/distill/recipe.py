@@ -121,6 +121,8 @@ class Recipe:
             raise InvalidRequest(
                 "there is nothing to learn from: give --prompts FILE, --made-up N, or --shards DIR", "prompts"
             )
+        if self.joined and not self.prompts:
+            raise InvalidRequest("prompts are joined of the texts in files: give --prompts FILE", "joined")
         if self.batch_tokens < self.context:
             raise InvalidRequest(
                 f"batch_tokens ({self.batch_tokens}) must hold one conversation of {self.context} (context)",

@@ -137,10 +137,9 @@ def _filter(logits: Tensor, rows: LogitRows, filter_logits: Filter) -> None:
     at = np.flatnonzero(rows.spread([filters != OFF for filters in asked], bool))
     if not len(at):
         return
-    top_k, top_p, log_min_p = (
-        to_device(torch.from_numpy(rows.spread(column, kind)[at]), logits.device)
-        for column, kind in zip(zip(*asked, strict=True), (np.int64, np.float32, np.float32), strict=True)
-    )
+    kinds = zip(zip(*asked, strict=True), (np.int64, np.float32, np.float32), strict=True)
+    columns = [rows.spread(column, kind)[at] for column, kind in kinds]
+    top_k, top_p, log_min_p = to_device_together(columns, logits.device)
     mine = logits if len(at) == len(logits) else logits[torch.from_numpy(at)]
     filter_logits(mine, top_k, top_p, log_min_p)
     if mine is not logits:
