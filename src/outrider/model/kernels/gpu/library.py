@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -24,11 +25,11 @@ from torch import Tensor
 from outrider.model.kernels.gpu.ahead import kernel
 from outrider.model.kernels.gpu.launch import await_previous, chained, let_next_start
 
-FEWEST, MOST, STEP = 96, 2048, 64  # rows above which, up to which and in what steps it is asked
+FEWEST, MOST, STEP = 64, 2048, 64  # rows above which, up to which and in what steps it is asked
 COUNTS = tuple(range(128, MOST + 1, STEP))
 GATE_BLOCK = 1024
 
-# x [S, R, inputs] by weights [S, outputs, inputs] into float32 [S, R, outputs]: each of S by itself.
+# x [S, R, inputs] by weights [S, outputs, inputs] into [S, R, outputs], as exact as that is: each of S by itself.
 Product = Callable[[Tensor, Tensor, Tensor], None]
 
 
@@ -53,7 +54,7 @@ class Library:
 
     def multiply_gated(self, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
         """silu(gate) * up into out [1, R, outputs]; a gated weight has one segment."""
-        made = torch.empty((1, len(x), len(self.rows)), dtype=torch.float32, device=x.device)
+        made = x.new_empty((1, len(x), len(self.rows)), dtype=out.dtype if bias is None else torch.float32)
         self._segments(x, x.shape[1], made)
         count, outputs = out.shape[1:]
         _gate_kernel[(count, triton.cdiv(outputs, GATE_BLOCK))](
@@ -78,13 +79,17 @@ def _cut(matrix: Tensor, segment: int) -> Tensor:
 def one_by_one(x: Tensor, weight: Tensor, out: Tensor) -> None:
     with _unsplit():
         for mine, theirs, to in zip(x, weight, out, strict=True):
-            torch.mm(mine, theirs.T, out_dtype=torch.float32, out=to)
+            torch.mm(mine, theirs.T, **_into(mine, to))
 
 
 def batched(x: Tensor, weight: Tensor, out: Tensor) -> None:
     """All segments in one call."""
     with _unsplit():
-        torch.bmm(x, weight.transpose(1, 2), out_dtype=torch.float32, out=out)
+        torch.bmm(x, weight.transpose(1, 2), **_into(x, out))
+
+
+def _into(x: Tensor, out: Tensor) -> dict[str, Any]:
+    return {"out": out} if x.dtype == out.dtype else {"out": out, "out_dtype": out.dtype}
 
 
 WAYS: tuple[Product, ...] = (one_by_one, batched)
@@ -114,7 +119,10 @@ def can_forbid_splits() -> bool:
 
 
 @triton.jit
-def gated(gate, up):
+def gated(gate, up, DTYPE: tl.constexpr):
+    """Of sums rounded to what is stored: those of many rows are written and read again before they come here."""
+    gate = gate.to(DTYPE).to(tl.float32)
+    up = up.to(DTYPE).to(tl.float32)
     return gate / (1 + tl.exp(-gate)) * up
 
 
@@ -126,9 +134,10 @@ def _gate_kernel(made, bias, out, outputs, BIASED: tl.constexpr, BLOCK: tl.const
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = n < outputs
     await_previous(CHAIN)
-    gate = tl.load(made + row * (2 * outputs) + n, mask=mask, other=0.0)
-    up = tl.load(made + row * (2 * outputs) + outputs + n, mask=mask, other=0.0)
+    gate = tl.load(made + row * (2 * outputs) + n, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(made + row * (2 * outputs) + outputs + n, mask=mask, other=0.0).to(tl.float32)
     if BIASED:
         gate += tl.load(bias + n, mask=mask, other=0.0)
         up += tl.load(bias + outputs + n, mask=mask, other=0.0)
-    tl.store(out + row * outputs + n, gated(gate, up).to(out.dtype.element_ty), mask=mask)
+    stored = out.dtype.element_ty
+    tl.store(out + row * outputs + n, gated(gate, up, stored).to(stored), mask=mask)

@@ -36,9 +36,10 @@ GRAIN = 256  # a segment is a multiple of it, so that every tile depth fits
 HIGH = 64  # outputs of a stored tile: the height of Hopper's tensor core
 ENOUGH_BLOCKS = 128  # that keep every multiprocessor reading
 SHORTEST_SEGMENT = 512
+WIDEST_CUT = 8192  # outputs of a weight that has segments at all
 ENOUGH_UNSPREAD = 96  # blocks of a tile of up to 64 rows that do as well alone
+LARGE = 64  # blocks of a plain weight: few rows lose nothing by fewer segments, and sums of many rows are read sooner
 SPREAD_ROWS = 2048  # up to which partial sums are worth their memory
-FOLDED_ROWS = 64  # of a tile, up to which segments are distinguished in one loop
 AT_ONCE = 64  # blocks of HIGH outputs that are packed together; more would only take more memory
 
 
@@ -222,26 +223,6 @@ def _plain_segment(
 
 
 @triton.jit
-def _folded_segments(
-    total, x_rows, there, w_rows, width, inputs, SEGMENT: tl.constexpr,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, HIGH: tl.constexpr, DEPTH: tl.constexpr,
-    EVEN: tl.constexpr,
-):  # fmt: skip
-    """All segments of a plain weight in one loop: where one ends, its sums go to the total. Quicker than a loop for
-    each, unless the sums are so many that telling the ends takes long.
-    """
-    acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
-    c = tl.arange(0, INPUTS)[None, :]
-    for start in range(0, width, INPUTS):
-        x = tl.load(x_rows + start + c, mask=there if EVEN else there & (start + c < inputs), other=0.0)
-        acc = tl.dot(tl.load(w_rows + _stored(start, INPUTS, HIGH, DEPTH) + c), tl.trans(x), acc)
-        ended = (start + INPUTS) % SEGMENT == 0
-        total = tl.where(ended, total + acc, total)
-        acc = tl.where(ended, 0.0, acc)
-    return total + acc
-
-
-@triton.jit
 def _stored(start, INPUTS: tl.constexpr, HIGH: tl.constexpr, DEPTH: tl.constexpr):
     """Where in a row of stored tiles an input lies."""
     at = start * HIGH
@@ -253,7 +234,7 @@ def _stored(start, INPUTS: tl.constexpr, HIGH: tl.constexpr, DEPTH: tl.constexpr
 @kernel(do_not_specialize=["rows"])
 def _matmul_kernel(
     x, weight, scales, bias, out, rows, outputs, inputs, width, half, scales_half,
-    SEGMENT: tl.constexpr, SEGMENTS: tl.constexpr, SPREAD: tl.constexpr, FOLDED: tl.constexpr,
+    SEGMENT: tl.constexpr, SEGMENTS: tl.constexpr, SPREAD: tl.constexpr,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, HIGH: tl.constexpr, DEPTH: tl.constexpr,
     KIND: tl.constexpr, IN_ONE: tl.constexpr, GROUPED: tl.constexpr,
     GATED: tl.constexpr, BIASED: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr, CHAIN: tl.constexpr,
@@ -285,37 +266,29 @@ def _matmul_kernel(
     await_previous(CHAIN)
     if AHEAD > 0:
         ahead_x = tl.load(x_rows + last + tl.arange(0, AHEAD)[None, :], mask=there, other=0.0)
-    if FOLDED:
-        total = tl.zeros((OUTPUTS, ROWS), tl.float32)
-        if BIASED:
-            total += tl.load(bias + n, mask=n < outputs, other=0.0)[:, None]
-        acc = _folded_segments(
-            total, x_rows, there, w_rows, width, inputs, SEGMENT, ROWS, OUTPUTS, INPUTS, HIGH, DEPTH, EVEN
-        )
-    else:
-        acc, up = _segment(
-            x_rows, there, w_rows, u_rows, s_rows, t_rows, first, last, inputs,
-            ROWS, OUTPUTS, INPUTS, HIGH, DEPTH, KIND, IN_ONE, GROUPED, GATED, EVEN,
-        )  # fmt: skip
-        if AHEAD > 0:
-            acc = tl.dot(ahead, tl.trans(ahead_x), acc)
-        if BIASED:
-            biased = tl.where(part == 0, outputs, 0)  # once, by the first part
-            acc += tl.load(bias + n, mask=n < biased, other=0.0)[:, None]
+    acc, up = _segment(
+        x_rows, there, w_rows, u_rows, s_rows, t_rows, first, last, inputs,
+        ROWS, OUTPUTS, INPUTS, HIGH, DEPTH, KIND, IN_ONE, GROUPED, GATED, EVEN,
+    )  # fmt: skip
+    if AHEAD > 0:
+        acc = tl.dot(ahead, tl.trans(ahead_x), acc)
+    if BIASED:
+        biased = tl.where(part == 0, outputs, 0)  # once, by the first part
+        acc += tl.load(bias + n, mask=n < biased, other=0.0)[:, None]
+        if GATED:
+            up += tl.load(bias + outputs + n, mask=n < biased, other=0.0)[:, None]
+    if not SPREAD:
+        for s in tl.static_range(1, SEGMENTS):
+            last = tl.minimum((s + 1) * SEGMENT, width)
+            more, more_up = _segment(
+                x_rows, there, w_rows, u_rows, s_rows, t_rows, s * SEGMENT, last, inputs,
+                ROWS, OUTPUTS, INPUTS, HIGH, DEPTH, KIND, IN_ONE, GROUPED, GATED, EVEN,
+            )  # fmt: skip
+            acc += more
             if GATED:
-                up += tl.load(bias + outputs + n, mask=n < biased, other=0.0)[:, None]
-        if not SPREAD:
-            for s in tl.static_range(1, SEGMENTS):
-                last = tl.minimum((s + 1) * SEGMENT, width)
-                more, more_up = _segment(
-                    x_rows, there, w_rows, u_rows, s_rows, t_rows, s * SEGMENT, last, inputs,
-                    ROWS, OUTPUTS, INPUTS, HIGH, DEPTH, KIND, IN_ONE, GROUPED, GATED, EVEN,
-                )  # fmt: skip
-                acc += more
-                if GATED:
-                    up += more_up
+                up += more_up
     if GATED:
-        acc = gated(acc, up)
+        acc = gated(acc, up, out.dtype.element_ty)
     at = out + (part * rows + m).to(tl.int64)[None, :] * outputs + n[:, None]
     tl.store(at, acc.to(out.dtype.element_ty), mask=(m < rows)[None, :] & (n < outputs)[:, None])
 
@@ -323,12 +296,14 @@ def _matmul_kernel(
 def segments(weight: Packed) -> int:
     """Into how many pieces the sums along the inputs are cut. Part of the arithmetic: rows play no role."""
     blocks = -(-weight.outputs // HIGH)
-    if weight.gated or weight.outputs > 8192:
+    if weight.gated or weight.outputs > WIDEST_CUT:
         return 1
-    if weight.outputs <= weight.inputs:
-        wanted = ENOUGH_BLOCKS if weight.inputs <= 2 * weight.outputs else 2 * ENOUGH_BLOCKS
-    else:
+    if weight.kind not in KINDS and blocks >= LARGE:
+        wanted = ENOUGH_UNSPREAD
+    elif weight.outputs > weight.inputs:
         wanted = 3 * ENOUGH_BLOCKS
+    else:
+        wanted = ENOUGH_BLOCKS if weight.inputs <= 2 * weight.outputs else 2 * ENOUGH_BLOCKS
     pieces = max(1, min(-(-wanted // blocks), weight.inputs // SHORTEST_SEGMENT))
     return -(-weight.width // segment_length(weight.width, pieces))  # none of them empty
 
@@ -345,11 +320,7 @@ def choose_tile(weight: Packed, rows: int) -> Tile:
     if rows <= 16:
         return _waiting_tile(weight)
     if rows <= 64:
-        high = 32 if rows <= 32 else 64
-        if few and weight.outputs > weight.inputs and weight.outputs >= HIGH * ENOUGH_UNSPREAD:
-            return Tile(high, 64, deep, 4, 6)
-        ahead = 256 if few and weight.inputs <= 2 * weight.outputs and _fits(weight, 256) else 0
-        return Tile(high, 64, deep, 4, 4 if gated or high == 32 else 3, few, ahead)
+        return _reading_tile(weight, 32 if rows <= 32 else 64)
     spread = few and rows <= SPREAD_ROWS
     pieces = segments(weight) if spread else 1
     if pieces * -(-weight.outputs // 128) * -(-rows // 128) < ENOUGH_BLOCKS * 3 // 4:
@@ -365,11 +336,13 @@ def _waiting_tile(weight: Packed) -> Tile:
     """For few rows. Blocks that wait for the kernel before them read their last weights meanwhile: where that kernel
     reads little itself, memory would be idle else. How many inputs' weights fit beside the stages was measured.
     """
-    pieces = segments(weight)
-    if weight.gated or weight.outputs > 8192:
+    pieces, large = segments(weight), weight.outputs >= HIGH * LARGE
+    if weight.gated or weight.outputs > WIDEST_CUT:
         stages, ahead = 4, 0
+    elif pieces == 1 and large:
+        stages, ahead = 5, 256
     elif weight.inputs > 2 * weight.outputs:
-        stages, ahead = 3, 256
+        stages, ahead = (4 if large else 3), 256
     elif segment_length(weight.width, pieces) < 1024:
         stages, ahead = 2, 512
     elif weight.outputs > weight.inputs:
@@ -380,6 +353,18 @@ def _waiting_tile(weight: Packed) -> Tile:
     if not _fits(weight, ahead):
         stages, ahead = 4, 0
     return Tile(16, 64, weight.depth, 4, stages, pieces > 1, ahead)
+
+
+def _reading_tile(weight: Packed, rows: int) -> Tile:
+    """For up to 64 rows, which take little longer than their weights."""
+    pieces = segments(weight)
+    if not weight.gated and HIGH * LARGE <= weight.outputs <= WIDEST_CUT:
+        if pieces == 1:
+            return Tile(rows, 64, weight.depth, 4, 6)
+        if rows == 64:  # a block to a multiprocessor: it has room for one stage more than two have
+            return Tile(rows, 64, weight.depth, 4, 4, True)
+    ahead = 256 if pieces > 1 and weight.inputs <= 2 * weight.outputs and _fits(weight, 256) else 0
+    return Tile(rows, 64, weight.depth, 4, 4 if weight.gated or rows == 32 else 3, pieces > 1, ahead)
 
 
 def _fits(weight: Packed, ahead: int) -> bool:
@@ -441,11 +426,6 @@ def launch_multiply(
     _matmul_kernel[grid](*given, **options)
 
 
-def _folded(weight: Packed, pieces: int, tile: Tile) -> bool:
-    plain = not weight.gated and weight.kind not in KINDS
-    return pieces > 1 and not tile.spread and plain and tile.rows <= FOLDED_ROWS
-
-
 def kernel_arguments(
     x: Tensor, weight: Packed, bias: Tensor | None, out: Tensor, pieces: int, tile: Tile
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -458,7 +438,6 @@ def kernel_arguments(
     )  # fmt: skip
     options = dict(
         SEGMENT=segment_length(weight.width, pieces), SEGMENTS=pieces, SPREAD=tile.spread,
-        FOLDED=_folded(weight, pieces, tile),
         ROWS=tile.rows, OUTPUTS=tile.outputs, INPUTS=tile.inputs, HIGH=HIGH, DEPTH=weight.depth,
         KIND=weight.kind, IN_ONE=_inputs_in_one(weight.kind), GROUPED=scales is not None and scales.shape[2] > 1,
         GATED=weight.gated, BIASED=bias is not None, EVEN=inputs == weight.width, AHEAD=tile.ahead,
