@@ -48,6 +48,7 @@ TINY = dict(hidden=32, layers=2, heads=4, kv_heads=2, head_dim=16, intermediate=
 SECTIONS = ("prepare", "steps", "first", "closed", "plain", "long", "open")
 
 SPARE = 8 << 30  # bytes for graphs and what steps need
+KINDS = 8  # of steps that are shown
 ALONE = 4  # tokens of an answer whose first one is what matters
 
 
@@ -127,7 +128,23 @@ class Seen:
     kernels: int = 0
     steps: int = 0
     rows: int = 0
-    host: float = 0.0  # seconds of steps in which the host did not wait for the device
+    kinds: dict[tuple[int, int], list[tuple[float, float]]] = field(default_factory=dict)
+
+    def note(self, rows: int, prompt_rows: int, device: float, whole: float) -> None:
+        """A step: by how many decoding rows, up to a power of two, and prompt rows, up to a multiple of 64, it had."""
+        size = 0 if not rows else 1 << (rows - 1).bit_length()
+        self.kinds.setdefault((size, -(-prompt_rows // 64) * 64), []).append((device, whole))
+
+    def by_kind(self) -> list[dict[str, float]]:
+        """Steps, those first that took longest together: seconds of the device, and from step to step."""
+        found = [
+            {"rows": size, "prompt_rows": rows, "steps": len(seen)}
+            | {"device_ms": 1e3 * statistics.median(device for device, _ in seen)}
+            | {"whole_ms": 1e3 * statistics.median(whole for _, whole in seen)}
+            | {"share": sum(whole for _, whole in seen) / self.seconds}
+            for (size, rows), seen in self.kinds.items()
+        ]
+        return sorted(found, key=lambda one: -one["share"])
 
     def report(self) -> dict[str, Any]:
         ordered = sorted(self.between)
@@ -140,7 +157,7 @@ class Seen:
             "ttft_ms": 1e3 * statistics.mean(self.first), "ttft_p50_ms": 1e3 * statistics.median(self.first),
             "ttft_max_ms": 1e3 * max(self.first), "itl_p50_ms": share(0.5), "itl_p99_ms": share(0.99),
             "itl_max_ms": share(1.0), "steps": self.steps, "rows_a_step": self.rows / max(self.steps, 1),
-            "graphs": self.graphs, "kernels": self.kernels,
+            "graphs": self.graphs, "kernels": self.kernels, "kinds": self.by_kind(),
         }  # fmt: skip
 
 
@@ -153,7 +170,7 @@ def run(
     seen, begun = Seen(), time.perf_counter()
     asked: dict[str, float] = {}
     last: dict[str, float] = {}
-    before = Recorded.graphs, Recorded.kernels
+    before, ended = (Recorded.graphs, Recorded.kernels), begun
     while time.perf_counter() - begun < most:
         for one in arrivals(time.perf_counter() - begun, len(engine.live)):
             asked[one.id] = time.perf_counter()
@@ -164,7 +181,10 @@ def run(
             continue
         for result in engine.step():
             now = time.perf_counter()
-            seen.steps, seen.rows = seen.steps + result.record.passes, seen.rows + result.record.rows
+            record = result.record
+            seen.steps, seen.rows = seen.steps + record.passes, seen.rows + record.rows
+            seen.note(record.rows - record.prompt_rows, record.prompt_rows, record.target_s, now - ended)
+            ended = now
             for event in result.events:
                 if event.request_id in last:
                     seen.between.append(now - last[event.request_id])
@@ -227,6 +247,12 @@ def show(name: str, found: dict[str, Any]) -> None:
         f"{found['graphs']} graphs, compiled {found['kernels']} kernels  ({found['seconds']:.1f} s)",
         flush=True,
     )
+    for one in found["kinds"][:KINDS]:
+        print(
+            "    up to {rows:3.0f} rows, {prompt_rows:4.0f} of prompts: {steps:5.0f} steps of {device_ms:6.2f} ms on "
+            "the device, {whole_ms:6.2f} from step to step, {share:4.0%} of the time".format(**one),
+            flush=True,
+        )
 
 
 def prepare(engine: Engine, given: argparse.Namespace) -> dict[str, Any]:
