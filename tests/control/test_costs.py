@@ -167,6 +167,15 @@ def test_captured_steps_have_room_for_certain_numbers_of_prompt_rows():
     assert costs.plain(16) == 4.0 and not costs.per_prompt_row
 
 
+def test_more_prompt_rows_come_beside_more_sequences_where_those_take_no_longer():
+    costs = CostModel()
+    for size, plain in ((1, 4.0), (16, 4.2), (64, 4.6), (128, 5.2)):
+        costs.learn("none", size, [("none", (0, 0), plain)])
+        for rows, seconds in ((64, 1.2), (128, 2.4), (256, 4.2), (512, 9.2)):
+            costs.learn_prompt_rows(size, rows, plain + seconds)
+    assert [costs.prompt_rows(n, 0.4, most=2048) for n in (1, 16, 64, 128)] == [64, 64, 256, 512]
+
+
 def test_a_pass_that_was_held_up_is_not_taken_for_its_rows() -> None:
     costs = CostModel()
     for rows, seconds in ((1, 0.06), (2, 0.04), (4, 0.05)):
