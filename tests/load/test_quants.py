@@ -32,6 +32,19 @@ def test_equals_gguf_bit_for_bit(number: int, blocks: int, monkeypatch: pytest.M
     assert same.all()
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("number", FORMATS, ids=[form.name for form in FORMATS.values()])
+def test_a_device_unpacks_the_same_bits(number: int) -> None:
+    form = FORMATS[number]
+    raw = torch.from_numpy(np.random.default_rng(number).integers(0, 256, 70 * form.bytes, dtype=np.uint8))
+    here, there = dequantize(raw, form), dequantize(raw.cuda(), form)
+    assert there.is_cuda
+    assert torch.equal(here.view(torch.int32), there.cpu().view(torch.int32)) or torch.equal(
+        here.nan_to_num(), there.cpu().nan_to_num()
+    )
+
+
 def test_names_are_ggufs_names() -> None:
     for number, name in {**{n: f.name for n, f in FORMATS.items()}, **OTHER_FORMATS}.items():
         assert gguf.GGMLQuantizationType(number).name == name

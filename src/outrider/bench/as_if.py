@@ -66,8 +66,9 @@ class WideCheckpoint(Checkpoint):
     def shape(self, name: str) -> tuple[int, ...]:
         return self._shapes[name]
 
-    def tensor(self, name: str) -> Tensor:
-        return self._read(name)
+    def tensor(self, name: str, device: torch.device | str | None = None) -> Tensor:
+        """Where it was made, unless said otherwise."""
+        return self._read(name) if device is None else self._read(name).to(device)
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -30,7 +30,7 @@ from outrider.settings import cache_folder, free_memory, shown_size, usable_core
 
 State = Literal["ok", "note", "warning", "error"]
 
-NEEDED = ("torch", "numpy", "safetensors", "tokenizers", "gguf", "huggingface_hub", "jinja2", "rich", "typer")
+NEEDED = ("torch", "numpy", "safetensors", "tokenizers", "huggingface_hub", "jinja2", "rich", "typer")
 EXTRAS = {
     "serve": ("starlette", "uvicorn", "h11", "msgspec", "llguidance"),
     "hf": ("transformers", "accelerate"),

@@ -45,8 +45,8 @@ class Checkpoint(ABC):
     def shape(self, name: str) -> tuple[int, ...]: ...
 
     @abstractmethod
-    def tensor(self, name: str) -> torch.Tensor:
-        """The tensor as float32 on the CPU. It may be a view of the file: do not write to it."""
+    def tensor(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
+        """The tensor as float32. On the CPU it may be a view of the file: do not write to it."""
 
     @property
     @abstractmethod
@@ -195,7 +195,7 @@ class FolderCheckpoint(Checkpoint):
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._handle(name).get_slice(name).get_shape())
 
-    def tensor(self, name: str) -> torch.Tensor:
+    def tensor(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
         try:
             tensor: torch.Tensor = self._handle(name).get_tensor(name)
         except (SafetensorError, RuntimeError) as problem:
@@ -204,7 +204,7 @@ class FolderCheckpoint(Checkpoint):
             raise UnsupportedModel(
                 f"tensor {name!r} of {self.path} is stored as {tensor.dtype}; not supported"
             )
-        return tensor.float()
+        return tensor.to(device).float()
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -331,8 +331,8 @@ class GgufCheckpoint(Checkpoint):
     def shape(self, name: str) -> tuple[int, ...]:
         return self._file.tensors[self._stored_name(name)].shape
 
-    def tensor(self, name: str) -> torch.Tensor:
-        tensor = self._file.read(self._stored_name(name))
+    def tensor(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
+        tensor = self._file.read(self._stored_name(name), device)
         if self.config.family != "llama":
             return tensor
         if ".q_proj." in name:

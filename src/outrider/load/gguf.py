@@ -54,13 +54,13 @@ class GgufFile:
     def nbytes(self) -> int:
         return len(self._map)
 
-    def read(self, name: str) -> torch.Tensor:
-        """The tensor `name` as float32, in memory of its own."""
+    def read(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
+        """The tensor `name` as float32, in memory of its own on a device, which unpacks it."""
         tensor = self.tensors.get(name)
         if tensor is None:
             raise BadCheckpoint(f"{self.path.name} has no tensor {name!r}")
         raw = torch.frombuffer(self._map, dtype=torch.uint8, count=tensor.nbytes, offset=tensor.offset)
-        return dequantize(raw, tensor.form).view(tensor.shape)
+        return dequantize(raw.to(device), tensor.form).view(tensor.shape)
 
 
 def _map_file(path: Path) -> mmap.mmap:

@@ -1,8 +1,10 @@
 """GGML's number formats: how many bytes a block takes, and how it becomes float32. No files here.
 
-A format is one row of `FORMATS`. The common ones unpack with torch, in chunks that bound the working
-memory; the K-quants use the gguf package. It also defines the right answer for all of them: the results are
-equal bit for bit.
+A format is one row of `FORMATS`. All unpack with torch, where the blocks lie, in chunks that bound the working memory.
+The gguf package defines the right answer: the results are equal bit for bit.
+
+K-quants have 256 values a block, in sub-blocks of 16 or 32 with a scale of their own, some with a least value: small whole
+numbers, to be multiplied by one or two of the block's.
 """
 
 from __future__ import annotations
@@ -10,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,9 +29,9 @@ class Format:
 
 
 def dequantize(raw: Tensor, form: Format) -> Tensor:
-    """`raw` is a flat uint8 tensor of whole blocks; returns a flat float32 tensor that owns its memory."""
+    """`raw` is a flat uint8 tensor of whole blocks; returns a flat float32 tensor beside it that owns its memory."""
     blocks = raw.view(-1, form.bytes)
-    out = torch.empty(len(blocks), form.values)
+    out = torch.empty(len(blocks), form.values, device=raw.device)
     step = max(1, CHUNK_BLOCKS * 32 // form.values)
     for start in range(0, len(blocks), step):
         form.unpack(blocks[start : start + step], out[start : start + step])
@@ -53,7 +54,7 @@ def _fifth_bits(raw: Tensor, at: int, out: Tensor) -> None:
     """Add 16 to every value whose bit is set in the 32-bit little-endian word at byte `at`."""
     # Copied: as a view the four bytes would not be aligned, and `contiguous` makes no copy of a single row.
     word = raw[:, at : at + 4].clone(memory_format=torch.contiguous_format).view(torch.int32)
-    bits = (word >> torch.arange(32, dtype=torch.int32)) & 1
+    bits = (word >> torch.arange(32, dtype=torch.int32, device=raw.device)) & 1
     out.add_(bits, alpha=16)
 
 
@@ -90,16 +91,61 @@ def _q8_0(raw: Tensor, out: Tensor) -> None:
     out.copy_(raw[:, 2:].contiguous().view(torch.int8)).mul_(_half(raw, 0))
 
 
-def _by_gguf(name: str) -> Unpack:
-    def unpack(raw: Tensor, out: Tensor) -> None:
-        # Importing gguf takes a third of a second: only files that hold K-quants pay for it.
-        import gguf
+def _spread(raw: Tensor, width: int, bits: int) -> Tensor:
+    """Fields of so many bits, `width` bytes at a time: the lowest field of each, then the next: [n, G, width]."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=raw.device)[:, None]
+    fields = raw.reshape(len(raw), -1, 1, width) >> shifts
+    return (fields & ((1 << bits) - 1)).view(len(raw), -1, width)
 
-        with np.errstate(all="ignore"):  # damaged scales may be infinite or no number at all
-            values = gguf.quants.dequantize(raw.numpy(), gguf.GGMLQuantizationType[name])
-        out.copy_(torch.from_numpy(values))
 
-    return unpack
+def _scales_and_least(raw: Tensor) -> tuple[Tensor, Tensor]:
+    """Twelve bytes of Q4_K and Q5_K: eight scales and eight least values of six bits. The first four of either are the
+    low bits of a byte each; of the others four bits come together, and two lie above the first four.
+    """
+    first, second, both = raw.reshape(len(raw), 3, 4).unbind(1)
+    scales = torch.cat([first & 63, (both & 15) | (first >> 6 << 4)], 1)
+    least = torch.cat([second & 63, (both >> 4) | (second >> 6 << 4)], 1)
+    return scales.float(), least.float()
+
+
+def _scale(out: Tensor, scales: Tensor, least: Tensor | None = None) -> None:
+    """Sub-block by sub-block, in place."""
+    by_sub_block = out.view(len(out), scales.shape[1], -1)
+    by_sub_block.mul_(scales[:, :, None])
+    if least is not None:
+        by_sub_block.sub_(least[:, :, None])
+
+
+def _q2_k(raw: Tensor, out: Tensor) -> None:
+    out.copy_(_spread(raw[:, 16:80], 32, 2).flatten(1))
+    both = raw[:, :16]
+    _scale(out, _half(raw, 80) * (both & 15).float(), _half(raw, 82) * (both >> 4).float())
+
+
+def _q3_k(raw: Tensor, out: Tensor) -> None:
+    out.copy_(_spread(raw[:, 32:96], 32, 2).flatten(1))
+    out.add_(_spread(raw[:, :32], 32, 1).flatten(1), alpha=4).sub_(4)
+    scales = _spread(raw[:, 96:104], 8, 4).flatten(1) | (_spread(raw[:, 104:108], 4, 2).flatten(1) << 4)
+    _scale(out, _half(raw, 108) * (scales.float() - 32))
+
+
+def _q4_k(raw: Tensor, out: Tensor) -> None:
+    out.copy_(_spread(raw[:, 16:], 32, 4).flatten(1))
+    scales, least = _scales_and_least(raw[:, 4:16])
+    _scale(out, _half(raw, 0) * scales, _half(raw, 2) * least)
+
+
+def _q5_k(raw: Tensor, out: Tensor) -> None:
+    out.copy_(_spread(raw[:, 48:], 32, 4).flatten(1))
+    out.add_(_spread(raw[:, 16:48], 32, 1).flatten(1), alpha=16)
+    scales, least = _scales_and_least(raw[:, 4:16])
+    _scale(out, _half(raw, 0) * scales, _half(raw, 2) * least)
+
+
+def _q6_k(raw: Tensor, out: Tensor) -> None:
+    out.copy_(_spread(raw[:, :128], 64, 4).flatten(1))
+    out.add_(_spread(raw[:, 128:192], 32, 2).flatten(1), alpha=16).sub_(32)
+    _scale(out, _half(raw, 208) * raw[:, 192:208].contiguous().view(torch.int8).float())
 
 
 FORMATS: dict[int, Format] = {
@@ -110,11 +156,11 @@ FORMATS: dict[int, Format] = {
     6: Format("Q5_0", 32, 22, _q5_0),
     7: Format("Q5_1", 32, 24, _q5_1),
     8: Format("Q8_0", 32, 34, _q8_0),
-    10: Format("Q2_K", 256, 84, _by_gguf("Q2_K")),
-    11: Format("Q3_K", 256, 110, _by_gguf("Q3_K")),
-    12: Format("Q4_K", 256, 144, _by_gguf("Q4_K")),
-    13: Format("Q5_K", 256, 176, _by_gguf("Q5_K")),
-    14: Format("Q6_K", 256, 210, _by_gguf("Q6_K")),
+    10: Format("Q2_K", 256, 84, _q2_k),
+    11: Format("Q3_K", 256, 110, _q3_k),
+    12: Format("Q4_K", 256, 144, _q4_k),
+    13: Format("Q5_K", 256, 176, _q5_k),
+    14: Format("Q6_K", 256, 210, _q6_k),
     30: Format("BF16", 1, 2, _as(torch.bfloat16)),
 }
 

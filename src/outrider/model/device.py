@@ -222,11 +222,21 @@ def run_pass(
 
 
 def load_on_device(
-    config: ModelConfig, read: Callable[[str], Tensor], positions: int, weights: str
+    config: ModelConfig, read: Callable[[str, torch.device], Tensor], positions: int, weights: str
 ) -> DeviceDecoder:
-    """Tensors go there one at a time, and are rounded there if `weights` says so."""
+    """Tensors go there one at a time as they are stored, and are unpacked there, which takes a CPU many times as long,
+    and rounded if `weights` says so. Those that find no room beside the others are unpacked by the CPU.
+    """
     check_device(weights)
     kernels = GpuKernels(config, *rope_tables(config, positions), weights=weights)
-    model = DeviceDecoder(Decoder(config, read, kernels))
+
+    def unpacked(name: str) -> Tensor:
+        try:
+            return read(name, kernels.device)
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            return read(name, torch.device("cpu"))
+
+    model = DeviceDecoder(Decoder(config, unpacked, kernels))
     torch.cuda.empty_cache()  # what rounding took: the memory that is left is about to be measured
     return model
