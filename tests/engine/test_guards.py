@@ -232,6 +232,15 @@ def test_a_draft_that_pays_is_not_reported(monkeypatch, caplog) -> None:
     assert engine.planner.payoff.unpaid == {} and not caplog.messages
 
 
+@LAGS
+def test_a_draft_that_nobody_wanted_is_not_reported(lag, monkeypatch, caplog) -> None:
+    monkeypatch.setattr("outrider.control.payoff.STEPS", 50)
+    engine, head = make_engine(lag, 0.0)
+    engine.planner.payoff.watch("head", 1234)
+    run(engine, {"a": [*novel(PROMPT, 3), *novel(4 * PHASE, 4)]}, speculation=False)
+    assert not head.asked and engine.planner.payoff.unpaid == {} and not caplog.messages
+
+
 def test_one_that_begins_to_pay_is_taken_back() -> None:
     payoff = Payoff()
     payoff.watch("lm", 5)

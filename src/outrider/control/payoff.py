@@ -34,7 +34,9 @@ class Payoff:
         self.steps, self.seconds = 0, 0.0
 
     def observe(self, record: StepRecord) -> None:
-        """A step that only decoded."""
+        """A step that only decoded. Where nobody wanted drafts, none is missed."""
+        if record.reasons and all(reason.kind == "off" for reason in record.reasons):
+            return
         self.steps += record.passes
         self.seconds += record.total_s
         if record.drafted:

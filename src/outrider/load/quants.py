@@ -3,8 +3,8 @@
 A format is one row of `FORMATS`. All unpack with torch, where the blocks lie, in chunks that bound the working memory.
 The gguf package defines the right answer: the results are equal bit for bit.
 
-K-quants have 256 values a block, in sub-blocks of 16 or 32 with a scale of their own, some with a least value: small whole
-numbers, to be multiplied by one or two of the block's.
+K-quants have 256 values a block, in sub-blocks of 16 or 32 with a scale of their own, some with a least value: small
+whole numbers, to be multiplied by one or two of the block's.
 """
 
 from __future__ import annotations
