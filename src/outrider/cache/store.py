@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ctypes import memmove
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ class KeyValueStore:
         self.values: list[Tensor] = [make(shape, **where) for _ in range(layers)]
         self.taps: tuple[int, ...] = ()
         self.features: Tensor | None = None
+        self._host: tuple[int, int] | None = None  # a CPU's: where features begin, and bytes of one
 
     def tap(self, layers: tuple[int, ...], hidden: int) -> None:
         """From now on keep, slot by slot, the hidden states that enter these layers, and those that leave the last one
@@ -42,10 +44,19 @@ class KeyValueStore:
         like = self.keys[0]
         make = torch.empty if like.dtype == torch.float32 else torch.zeros
         self.features = make(len(like), len(layers), hidden, dtype=like.dtype, device=like.device)
+        on_host = like.dtype == torch.float32 and not like.is_cuda
+        self._host = (self.features.data_ptr(), 4 * hidden) if on_host else None
 
     def keep_feature(self, layer: int, x: Tensor, slots: Tensor) -> None:
         if self.features is None:
             return
         for place, tapped in enumerate(self.taps):  # a shallow model may have one layer tapped twice
-            if tapped == layer:
+            if tapped == layer and self._host is not None:
+                base, size = self._host
+                # A row is a few kilobytes: to index a tensor takes a hundred times as long as to copy them.
+                x = x.contiguous()
+                source = x.data_ptr()
+                for row, slot in enumerate(slots.tolist()):
+                    memmove(base + (slot * len(self.taps) + place) * size, source + row * size, size)
+            elif tapped == layer:
                 self.features[slots, place] = x.to(self.features.dtype)
