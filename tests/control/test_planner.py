@@ -8,6 +8,7 @@ from outrider.control.acceptance import AcceptanceRate
 from outrider.control.costs import CostModel
 from outrider.control.guards import Guards
 from outrider.control.planner import LATE, USUAL_PROMPT_ROWS, Planner
+from outrider.control.rest import EVERY, MOST
 from outrider.types import NO_BET, Bet, Options, Outcome, Plan, StepRecord, Work
 from tests.tiny import sequence
 
@@ -151,8 +152,14 @@ def test_measured_costs_turn_it_off_and_a_probe_turns_it_on_again():
     assert only(made, s)[1] == "pays"
 
 
+@pytest.fixture
+def tireless(monkeypatch):
+    """Every step is planned anew."""
+    monkeypatch.setattr("outrider.control.rest.MOST", 0)
+
+
 @pytest.mark.parametrize("row, draft, depth", [(0.01, 0.0, 2), (0.1, 0.05, 2), (0.1, 0.2, 1)])
-def test_probes_take_a_small_share_of_the_time(row, draft, depth):
+def test_probes_take_a_small_share_of_the_time(row, draft, depth, tireless):
     made, s = planner({n: 1 + row * (n - 1) for n in range(1, 64)}), sequence([1, 2], max_tokens=10_000)
     made.costs.per_level["lookup"] = draft
     made.rates.by_sequence[s] = {"lookup": AcceptanceRate(0.0, 0.0)}
@@ -165,7 +172,7 @@ def test_probes_take_a_small_share_of_the_time(row, draft, depth):
     assert only(made, s) == (NO_BET, "below break-even")  # not again at once
 
 
-def test_a_sequence_among_many_is_probed_in_its_turn():
+def test_a_sequence_among_many_is_probed_in_its_turn(tireless):
     made, some = planner(dict.fromkeys(range(1, 64), 1.0)), [sequence([1, i]) for i in range(4)]
     for s in some:
         made.rates.by_sequence[s] = {"lookup": AcceptanceRate(0.0, 0.0)}
@@ -174,6 +181,29 @@ def test_a_sequence_among_many_is_probed_in_its_turn():
         made.observe(step(some))
     made.observe(step(some))
     assert set(kinds(planned(made, some))) == {"probe"}
+
+
+def test_plans_without_drafts_hold_for_some_steps_of_the_same_sequences():
+    made, s, other = planner({n: float(n) for n in range(1, 64)}), sequence([1, 2]), sequence([1, 3])
+    looked: list[int] = []
+    made.staged.plan, plan = lambda *given: looked.append(1) or plan(*given), made.staged.plan
+    for _ in range(4 * EVERY):
+        assert only(made, s) == (NO_BET, "below break-even")
+    most = len(looked)
+    assert 2 * EVERY < most < 3 * EVERY
+    for _ in range(10 * (MOST + 1)):
+        only(made, s)
+    assert len(looked) - most == 10
+    only(made, other)  # a plan for others, and then anew for these
+    only(made, s)
+    only(made, s)
+    assert len(looked) - most == 13
+
+
+def test_a_plan_with_a_draft_holds_for_its_step_alone():
+    made, s = planner(), sequence([1, 2])
+    plans = [only(made, s) for _ in range(5 * EVERY)]
+    assert all(bet.nodes for bet, _ in plans) and not made.rest.left
 
 
 def test_drafting_costs_count():

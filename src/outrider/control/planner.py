@@ -23,6 +23,7 @@ from outrider.control.lengths import AnswerLengths
 from outrider.control.payoff import Payoff
 from outrider.control.reasons import AUTO, BASELINE, OFF, PREFILL
 from outrider.control.resident import Choice, ResidentPlans
+from outrider.control.rest import Rest
 from outrider.control.staged import StagedPlans, StepRows
 from outrider.types import MAX_NODES, NO_BET, Bet, Options, Plan, Reason, Sequence, StepRecord, Work
 
@@ -49,12 +50,17 @@ class Planner:
         self.lengths = AnswerLengths(self.guards)
         known = Known(self.guards, self.costs, self.rates, self.fairness, self.lengths)
         self.staged, self.resident = StagedPlans(known), ResidentPlans(known)
+        self.rest = Rest()
         self.crowded = Reason("batch", 0, (("batch", 0),))  # one for all sequences of a step
         self.learn, self.learn_reading = self.costs.learn, self.costs.learn_reading
         self.learn_prompt_rows = self.costs.learn_prompt_rows
 
     def plan(self, work: Seq[Work], options: Options) -> Plan:
         """One bet and one reason for each item of work."""
+        again = self.rest.plan_again(work)
+        return again if again is not None else self.rest.note(work, self._plan(work, options), options)
+
+    def _plan(self, work: Seq[Work], options: Options) -> Plan:
         sequences, batch, self.rates.scored = [item.sequence for item in work], len(work), options.riding
         found = [self._settled(item, batch) for item in work]
         allowed = {i: self._allowed(sequences[i], bet) for i, (bet, why) in enumerate(found) if why is AUTO}

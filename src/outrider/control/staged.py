@@ -148,24 +148,45 @@ class StagedPlans:
         """What each may expect, and why others may expect nothing: there is nothing to propose, or nobody needs to
         look, as no draft would pay.
         """
-        rates = [
-            self.rates.of(s, name) for s, names in left.values() for name in names if name in options.riding
-        ]
-        asking = not rates or self._might_pay(rates, step.batch, took, needed)
+        rates: dict[str, list[AcceptanceRate]] = {}
+        for sequence, names in left.values():
+            for name in names:
+                rates.setdefault(name, []).append(self.rates.of(sequence, name))
+        levels = self.costs.per_level
+        hopeless = {
+            name
+            for name, some in rates.items()
+            if not self._might_pay(some, step.batch, took, needed, levels.get(name, 0.0))
+        }
         found: dict[int, list[Offer]] = {i: [] for i in left}
         nothing = NOTHING_FOUND
-        if not asking:
-            row = max(took(1) - took(0), 0.0)
-            even = Depths(step.batch / took(0), step.batch, {}, row, needed).break_even(0.0)
-            facts = (("next guess", max(rate.first for rate in rates)), ("break-even", even))
-            spared = all(rate.drafts >= self.guards.patience for rate in rates)
-            nothing = Reason("low gain" if spared else "below break-even", 0, facts)
-            left = {i: (s, [n for n in names if n not in options.riding]) for i, (s, names) in left.items()}
-        shallow = self._shallow(step, sum(not rate.proven for rate in rates)) if asking and rates else 0
+        if hopeless:
+            nothing = self._hopeless({name: rates[name] for name in hopeless}, step.batch, took, needed)
+        if len(hopeless) == len(rates):
+            return found, nothing
+        riding = [rate for name in options.riding if name not in hopeless for rate in rates.get(name, ())]
+        shallow = self._shallow(step, sum(not rate.proven for rate in riding)) if riding else 0
         for i, (sequence, names) in left.items():
-            offers = (self._offer(sequence, name, shallow, options) for name in names)
-            found[i] = [offer for offer in offers if offer is not None]
+            some = (self._offer(sequence, name, shallow, options) for name in names if name not in hopeless)
+            found[i] = [offer for offer in some if offer is not None]
         return found, nothing
+
+    def _hopeless(
+        self,
+        rates: Mapping[str, list[AcceptanceRate]],
+        batch: int,
+        took: Callable[[int], float],
+        needed: float,
+    ) -> Reason:
+        """Why nobody's draft would pay: by the drafter that is right most often."""
+        name = max(rates, key=lambda one: max(rate.first for rate in rates[one]))
+        plain = Depths(batch / took(0), batch, {}, max(took(1) - took(0), 0.0), needed)
+        facts = (
+            ("next guess", max(rate.first for rate in rates[name])),
+            ("break-even", plain.break_even(self.costs.per_level.get(name, 0.0))),
+        )
+        spared = all(rate.drafts >= self.guards.patience for rate in rates[name])
+        return Reason("low gain" if spared else "below break-even", 0, facts)
 
     def _room(self, step: StepRows) -> int:
         """Draft rows that a step may have. Beside prompts as many as may hold up their first tokens."""
@@ -183,18 +204,24 @@ class StagedPlans:
         return next((n for n in range(SHALLOW, 0, -1) if self.costs.step(rows + n * sequences) <= longest), 0)
 
     def _might_pay(
-        self, rates: Seq[AcceptanceRate], batch: int, took: Callable[[int], float], needed: float
+        self,
+        rates: Seq[AcceptanceRate],
+        batch: int,
+        took: Callable[[int], float],
+        needed: float,
+        level: float,
     ) -> bool:
-        """Whether a draft for one or for all would, were everybody's as good as the best: else there is nothing to look
-        for, which takes longer than to know this.
+        """Whether a draft for one or for all would, were everybody's as good as the best and did drafting a level take
+        so many seconds: else there is nothing to look for, which takes longer than to know this.
         """
         first, further = max(rate.first for rate in rates), max(rate.next for rate in rates)
         limit = needed * batch / took(0)  # tokens a second
         for each in {1, batch}:
-            rows, tokens, chance = 0, float(batch), first
+            rows, tokens, chance, drafting = 0, float(batch), first, 0.0
             while chance >= UNLIKELY and rows < MAX_NODES:
                 rows, tokens, chance = rows + each, tokens + each * chance, chance * further
-                if tokens > limit * took(rows):
+                drafting += level
+                if tokens > limit * (took(rows) + drafting):
                     return True
         return False
 
