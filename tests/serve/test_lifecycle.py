@@ -27,7 +27,7 @@ import pytest
 from outrider.engine.driver import Driver
 from outrider.errors import OutriderError
 from outrider.serve.backend import Backend
-from outrider.serve.engine_process import EngineProcess
+from outrider.serve.engine_process import EngineProcess, prepare
 from outrider.serve.errors import ApiError
 from outrider.serve.keys import digest_of
 from outrider.serve.link import Accepted, Compiled, Start, Submit
@@ -587,3 +587,21 @@ def running(server: Served) -> float:
     text = server.get("/metrics", headers=headers).text
     [line] = [line for line in text.splitlines() if line.startswith("outrider:num_requests_waiting{")]
     return float(line.rpartition(" ")[2])
+
+
+@pytest.mark.parametrize(("rest", "pieces", "left"), [(60.0, 5, 0), (0.0, 5, 5), (0.05, 10**9, 1)])
+def test_what_answers_can_do_without_is_prepared_for_a_while(rest: float, pieces: int, left: int) -> None:
+    waits, work = [], iter(range(pieces))
+
+    class Idle:
+        idle_work: object | None = work
+
+        def run(self, ask: Callable[[], bool]) -> bool:
+            if next(work, None) is None:
+                self.idle_work = None
+            return ask()
+
+    driver = Idle()
+    prepare(SimpleNamespace(prepare=lambda wait: waits.append(wait), driver=driver), rest)  # type: ignore[arg-type]
+    assert waits == ["plain"]
+    assert (driver.idle_work is None) == (left == 0)

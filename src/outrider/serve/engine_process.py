@@ -59,6 +59,7 @@ log = logging.getLogger(__name__)
 
 CHECK_SECONDS = 60  # between two counts of the cache, when idle
 LEAVE_SECONDS = 5  # for the step in hand, once nobody listens
+REST_SECONDS = 30.0  # for steps that the first answers may do without: with compiled kernels on disk they take less
 SWITCH_SECONDS = 0.0005  # until a thread gives the interpreter to another that waits for it; 5 ms by default
 
 
@@ -375,6 +376,16 @@ def keep_up() -> None:
     sys.setswitchinterval(SWITCH_SECONDS)
 
 
+def prepare(llm: LLM, rest: float) -> None:
+    """What it takes to answer, and then as much of the rest as can be had in so many seconds: whoever comes while more
+    is made waits for the piece in hand.
+    """
+    llm.prepare(wait="plain")
+    until = time.monotonic() + rest
+    while time.monotonic() < until and llm.driver.run(lambda: llm.driver.idle_work is not None):
+        time.sleep(0.01)
+
+
 def main(descriptor: int) -> int:
     become_child()
     with socket.socket(fileno=descriptor) as sock:
@@ -391,7 +402,7 @@ def main(descriptor: int) -> int:
                     lambda: log.info("compiling kernels for this GPU: later starts find them on disk")
                 )
             llm = LLM(start.model, draft=start.draft, settings=settings)
-            llm.prepare(wait="plain")
+            prepare(llm, REST_SECONDS if runs_on_gpu(settings) else 0.0)
         except OutriderError as error:
             show_cause(error)
             sock.sendall(pack(Failed(str(error))))
