@@ -29,11 +29,12 @@ def process(logits: Tensor, rows: LogitRows, filter_logits: Filter = filter_logi
     sampled = any(p.temperature > 0 for p in params)
     if not edited and not sampled:
         return logits
-    logits = logits.clone()
+    if edited:
+        logits = logits.clone()
     for index in edited:
         _edit(logits, rows, index)
     if sampled:
-        logits.div_(rows.keys(logits.device).heat[:, None])
+        logits = logits / rows.keys(logits.device).heat[:, None]
         _filter(logits, rows, filter_logits)
     return logits
 
