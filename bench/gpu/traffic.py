@@ -49,6 +49,7 @@ SECTIONS = ("prepare", "steps", "first", "closed", "plain", "long", "open")
 
 SPARE = 8 << 30  # bytes for graphs and what steps need
 KINDS = 8  # of steps that are shown
+TIMES = ("device_ms", "whole_ms", "waited_ms")
 ALONE = 4  # tokens of an answer whose first one is what matters
 
 
@@ -128,20 +129,22 @@ class Seen:
     kernels: int = 0
     steps: int = 0
     rows: int = 0
-    kinds: dict[tuple[int, int], list[tuple[float, float]]] = field(default_factory=dict)
+    kinds: dict[tuple[int, int], list[tuple[float, ...]]] = field(default_factory=dict)
 
-    def note(self, rows: int, prompt_rows: int, device: float, whole: float) -> None:
+    def note(self, rows: int, prompt_rows: int, *seconds: float) -> None:
         """A step: by how many decoding rows, up to a power of two, and prompt rows, up to a multiple of 64, it had."""
         size = 0 if not rows else 1 << (rows - 1).bit_length()
-        self.kinds.setdefault((size, -(-prompt_rows // 64) * 64), []).append((device, whole))
+        self.kinds.setdefault((size, -(-prompt_rows // 64) * 64), []).append(seconds)
 
     def by_kind(self) -> list[dict[str, float]]:
-        """Steps, those first that took longest together: seconds of the device, and from step to step."""
+        """Steps, those first that took longest together: of the device, from step to step, and what the host waited."""
         found = [
             {"rows": size, "prompt_rows": rows, "steps": len(seen)}
-            | {"device_ms": 1e3 * statistics.median(device for device, _ in seen)}
-            | {"whole_ms": 1e3 * statistics.median(whole for _, whole in seen)}
-            | {"share": sum(whole for _, whole in seen) / self.seconds}
+            | {
+                name: 1e3 * statistics.median(some)
+                for name, some in zip(TIMES, zip(*seen, strict=True), strict=True)
+            }
+            | {"share": sum(whole for _, whole, _ in seen) / self.seconds}
             for (size, rows), seen in self.kinds.items()
         ]
         return sorted(found, key=lambda one: -one["share"])
@@ -183,7 +186,8 @@ def run(
             now = time.perf_counter()
             record = result.record
             seen.steps, seen.rows = seen.steps + record.passes, seen.rows + record.rows
-            seen.note(record.rows - record.prompt_rows, record.prompt_rows, record.target_s, now - ended)
+            times = record.target_s, now - ended, record.waited_s
+            seen.note(record.rows - record.prompt_rows, record.prompt_rows, *times)
             ended = now
             for event in result.events:
                 if event.request_id in last:
@@ -250,7 +254,9 @@ def show(name: str, found: dict[str, Any]) -> None:
     for one in found["kinds"][:KINDS]:
         print(
             "    up to {rows:3.0f} rows, {prompt_rows:4.0f} of prompts: {steps:5.0f} steps of {device_ms:6.2f} ms on "
-            "the device, {whole_ms:6.2f} from step to step, {share:4.0%} of the time".format(**one),
+            "the device, {whole_ms:6.2f} from step to step, {waited_ms:5.2f} waited for, {share:4.0%}".format(
+                **one
+            ),
             flush=True,
         )
 

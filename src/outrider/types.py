@@ -366,6 +366,9 @@ class StepRecord:
     target_s: float
     verify_s: float
     total_s: float
+    waited_s: float = (
+        0.0  # of that the host waited for a device: none where it is the host that is waited for
+    )
     outcomes: list[Outcome] = field(default_factory=list)  # none of a step in which nobody could draft
     reasons: tuple[Reason, ...] = ()  # why the planner bet as it did, one a piece of work
     plain_s: float = 0.0  # what plain steps would have cost for the same tokens; 0 while a prompt is read

@@ -236,6 +236,7 @@ class Engine:
             draft_s=step.draft_s,
             target_s=step.target_s,
             verify_s=step.verify_s,
+            waited_s=step.waited_s,
             total_s=0.0,
             outcomes=outcomes,
             reasons=step.reasons,

@@ -413,7 +413,7 @@ class GraphRunner(EagerRunner):
         begun = time.perf_counter()
         assert isinstance(step, GraphStep) and step.launched is not None
         step.launched.timer.wait()
-        waited, step.target_s = time.perf_counter() - begun, step.launched.timer.seconds()
+        step.waited_s, step.target_s = time.perf_counter() - begun, step.launched.timer.seconds()
         results: list[Result] = [(NO_DRAFT, None)] * len(step.work)
         with self._beside(step):
             for i, result in zip(step.resident, self._results(step), strict=True):
@@ -427,8 +427,8 @@ class GraphRunner(EagerRunner):
         now = time.perf_counter()
         if step.captured is not None and step.captured[0] == "none":
             spent = now - max(step.begun, self.finished_at)
-            self.runs.observe(step.captured[2], step.passes, waited, spent, step.target_s)
-        self.finished_at = now
+            self.runs.observe(step.captured[2], step.passes, step.waited_s, spent, step.target_s)
+        step.verify_s, self.finished_at = now - begun - step.waited_s, now
         return results
 
     def _beside(self, step: InFlightStep) -> AbstractContextManager[Any]:

@@ -82,6 +82,7 @@ class InFlightStep:
     draft_s: float = 0.0
     target_s: float = 0.0
     verify_s: float = 0.0
+    waited_s: float = 0.0
 
     @property
     def can_draft(self) -> bool:
