@@ -366,9 +366,6 @@ class StepRecord:
     target_s: float
     verify_s: float
     total_s: float
-    waited_s: float = (
-        0.0  # of that the host waited for a device: none where it is the host that is waited for
-    )
     outcomes: list[Outcome] = field(default_factory=list)  # none of a step in which nobody could draft
     reasons: tuple[Reason, ...] = ()  # why the planner bet as it did, one a piece of work
     plain_s: float = 0.0  # what plain steps would have cost for the same tokens; 0 while a prompt is read
@@ -386,6 +383,8 @@ class StepRecord:
     kernels_compiled: int = 0
     # What drafters that take no pass would have got where they were not asked.
     scored: list[Outcome] = field(default_factory=list)
+    # Of the total, by the host for a device: none where it is the host that is waited for.
+    waited_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
