@@ -198,6 +198,8 @@ def test_plans_without_drafts_hold_for_some_steps_of_the_same_sequences():
     only(made, s)
     only(made, s)
     assert len(looked) - most == 13
+    made.forget(s)
+    assert made.rest.sequences == [] and made.rest.plan is None
 
 
 def test_a_plan_with_a_draft_holds_for_its_step_alone():

@@ -107,6 +107,7 @@ class Planner:
         self.lengths.observe(sequence)
         self.rates.forget(sequence)
         self.fairness.forget(sequence)
+        self.rest.forget(sequence)
 
     def forget_drafter(self, name: str) -> None:
         """It drafts with other weights now, alone or merged with others: what it achieved says nothing any more."""

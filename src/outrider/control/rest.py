@@ -16,9 +16,7 @@ UNPAID = frozenset(("below break-even", "low gain", NOTHING_FOUND.kind))
 
 class Rest:
     def __init__(self) -> None:
-        self.plan: Plan | None = (
-            None  # the last one, if it had no draft and nobody's choice was settled otherwise
-        )
+        self.plan: Plan | None = None  # the last one, if it had no draft as none would have paid
         self.sequences: list[Sequence] = []  # whose it was
         self.idle = 0  # plans like it, in a row
         self.left = 0  # steps for which it holds
@@ -44,3 +42,8 @@ class Rest:
         self.idle = self.idle + 1 if same else 0
         self.left = min(self.idle // EVERY, MOST)
         return plan
+
+    def forget(self, sequence: Sequence) -> None:
+        """It has ended: nothing of it is kept."""
+        if sequence in self.sequences:
+            self.plan, self.sequences, self.idle, self.left = None, [], 0, 0

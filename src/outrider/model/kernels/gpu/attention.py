@@ -12,8 +12,7 @@ with the first draft token on (two at most) are gathered for each node by its pa
 Where every row is the only one of its text, a program turns its queries and the row's own key itself, from what the
 matmul left: it loads known keys before that is there, and one launch less stands in between. As in rows.py, to the bit.
 
-Programs are 16, 32 or 64 query rows tall, or 128 where a prompt is long: each reads all keys, so that what they read
-from the cache takes half the time then. Hopper's tensor core gives the same bits whichever of its two kinds of
+Programs are 16, 32 or 64 query rows tall. Hopper's tensor core gives the same bits whichever of its two kinds of
 instruction that means (measured), and every sum over keys is left to it.
 """
 
