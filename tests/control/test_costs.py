@@ -64,6 +64,19 @@ def test_a_captured_step_costs_the_hosts_time_where_that_is_longer_but_no_stall(
     assert costs.plain(1) == 4.0 * MAX_STALL
 
 
+def test_a_plain_step_among_drafting_ones_costs_the_devices_time():
+    """The host was busy with drafts: plain steps after plain ones do not wait for that."""
+    costs = CostModel()
+    drafting = captured(8.0, target=6.0)
+    drafting.captured = "lm", (4, 4), 1
+    costs.observe(drafting)
+    assert costs.captured["lm", (4, 4), 1] == 8.0
+    costs.observe(captured(5.5))
+    assert costs.plain(1) == 4.0 and costs.plain_share[1, drafting.captured] == 0.5
+    costs.observe(captured(5.5))
+    assert costs.plain(1) == pytest.approx(KEEP * 4.0 + (1 - KEEP) * 5.5)
+
+
 def test_plain_passes_in_one_captured_step_share_its_time():
     costs = CostModel()
     costs.observe(captured(5.0, passes=8))

@@ -8,7 +8,7 @@ from outrider.control.acceptance import AcceptanceRate
 from outrider.control.costs import CostModel
 from outrider.control.guards import Guards
 from outrider.control.planner import LATE, USUAL_PROMPT_ROWS, Planner
-from outrider.control.rest import EVERY, MOST
+from outrider.control.rest import EVERY, MOST, MOST_CAPTURED
 from outrider.types import NO_BET, Bet, Options, Outcome, Plan, StepRecord, Work
 from tests.tiny import sequence
 
@@ -183,10 +183,16 @@ def test_a_sequence_among_many_is_probed_in_its_turn(tireless):
     assert set(kinds(planned(made, some))) == {"probe"}
 
 
-def test_plans_without_drafts_hold_for_some_steps_of_the_same_sequences():
-    made, s, other = planner({n: float(n) for n in range(1, 64)}), sequence([1, 2]), sequence([1, 3])
+def counted(plans) -> list[int]:
+    """One entry for every plan that is made from now on."""
     looked: list[int] = []
-    made.staged.plan, plan = lambda *given: looked.append(1) or plan(*given), made.staged.plan
+    plans.plan, plan = lambda *given: looked.append(1) or plan(*given), plans.plan
+    return looked
+
+
+def test_plans_without_drafts_hold_for_some_steps():
+    made, s, other = planner({n: float(n) for n in range(1, 64)}), sequence([1, 2]), sequence([1, 3])
+    looked = counted(made.staged)
     for _ in range(4 * EVERY):
         assert only(made, s) == (NO_BET, "below break-even")
     most = len(looked)
@@ -194,12 +200,44 @@ def test_plans_without_drafts_hold_for_some_steps_of_the_same_sequences():
     for _ in range(10 * (MOST + 1)):
         only(made, s)
     assert len(looked) - most == 10
-    only(made, other)  # a plan for others, and then anew for these
-    only(made, s)
+    planned(made, [s, other])  # one more is planned for, and that holds for both
+    planned(made, [other, s])
+    assert len(looked) - most == 11
+    only(made, s)  # rows of one cost another share than rows of two
+    assert len(looked) - most == 12
+    made.forget(s)
+    assert made.rest.reasons == {}
     only(made, s)
     assert len(looked) - most == 13
-    made.forget(s)
-    assert made.rest.sequences == [] and made.rest.plan is None
+
+
+def test_captured_plans_without_drafts_hold_for_those_that_are_left():
+    made, some = Planner("lookup", choices=("lookup",)), [sequence([1, i]) for i in range(8)]
+    trees = {"lookup": ((1, 1), (4, 4))}
+    made.learn("lookup", 8, [("none", (0, 0), 1.0), ("lookup", (1, 1), 3.0), ("lookup", (4, 4), 9.0)])
+    looked = counted(made.resident)
+
+    def plan(sequences, reading=(), size=8):
+        for one in sequences:
+            one.cached = len(one.tokens) - 1
+        work = [Work(one, 1) for one in sequences] + [Work(one, 40) for one in reading]
+        options = Options(size, (True,) * len(sequences) + (False,) * len(reading), trees, riding=("lookup",))
+        return made.plan(work, options)
+
+    for _ in range(EVERY * (MOST_CAPTURED + 8) * MOST_CAPTURED):
+        assert {why.kind for why in plan(some).reasons} == {"below break-even"}
+    made.rest.left, before = MOST_CAPTURED, len(looked)
+    left = plan(some[:5])
+    assert len(left.bets) == len(left.reasons) == 5 and len(looked) == before
+    prompt = sequence([1] * 50)
+    assert plan(some[:5], [prompt]).reasons[-1].kind == "prefill" and len(looked) == before + 1
+    plan(some[:5])  # prompts beside them changed nothing
+    assert len(looked) == before + 1
+    plan([*some[:5], prompt])  # it was not planned for yet
+    assert len(looked) == before + 2
+    made.learn("lookup", 4, [("none", (0, 0), 1.0), ("lookup", (1, 1), 3.0), ("lookup", (4, 4), 9.0)])
+    plan(some[:3], size=4)  # other steps, which have another price
+    assert len(looked) == before + 3
 
 
 def test_a_plan_with_a_draft_holds_for_its_step_alone():

@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import random
 
+import numpy as np
 import pytest
 import torch
 
 from outrider.control.planner import Planner
 from outrider.control.trees import TREES
+from outrider.device.state import SequenceState
 from outrider.draft.drafters import Drafters
 from outrider.draft.eagle import EagleDrafter
 from outrider.draft.early_exit import EarlyExitDrafter
@@ -34,6 +36,7 @@ from tests.tiny import (
     prompt_of,
     random_tensors,
     request,
+    sequence,
     tiny_config,
     tokens_of,
     write_eagle,
@@ -43,6 +46,25 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+
+
+def test_uploading_a_sequence_waits_for_nothing() -> None:
+    """A step is in flight meanwhile: the host would stand still until it is through."""
+    state, entries = SequenceState(4, 64, torch.device("cuda"), VOCAB), np.arange(64, dtype=np.int32)
+    asked = dict(temperature=0.7, top_k=5, top_p=0.9, min_p=0.05, repetition_penalty=1.2, logit_bias={3: 1.0})
+    for turn in range(2):  # the first time, memory is taken
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error" if turn else "default")
+        try:
+            for row, options in ((0, asked), (1, dict(prediction=(4, 5))), (2, {}), (0, {}), (1, {})):
+                one = sequence(prompt_of(20), row=row, cached=12, prompt=15, **options)
+                state.upload(one, entries)
+                one.cached = 18
+                state.advance(one, entries, 20, 12)
+                state.upload_slots(row, 3, entries[3:9])
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert state.lengths.tolist() == [18, 18, 18, 0, 0]
 
 
 def test_graphs_of_a_dead_engine_do_not_spoil_a_recording() -> None:

@@ -66,7 +66,8 @@ class CostModel:
             return  # prompt rows made its time, or a drafter's: not what the same plan costs again
         plain = self._note_plain(record)
         if record.captured is not None:
-            seconds = _captured_seconds(record) / record.passes
+            alone = plain and bool(self.used.get(record.captured[2]))  # among drafting ones
+            seconds = (record.target_s if alone else _captured_seconds(record)) / record.passes
             if plain and record.captured[2] not in self.served:  # measured over padding so far, if at all
                 self.served.add(record.captured[2])
                 self.captured[record.captured] = seconds
@@ -280,7 +281,10 @@ class CostModel:
 
 
 def _captured_seconds(record: StepRecord) -> float:
-    """Of a captured step, without what held up the host."""
+    """Of a captured step, without what held up the host. A plain one among drafting ones counts for its time on the
+    device: it waits for a host that plans drafts, and where there are none, the host plans less and takes several
+    passes at once.
+    """
     return min(max(record.total_s, record.target_s), MAX_STALL * record.target_s)
 
 

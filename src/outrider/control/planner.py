@@ -57,7 +57,7 @@ class Planner:
 
     def plan(self, work: Seq[Work], options: Options) -> Plan:
         """One bet and one reason for each item of work."""
-        again = self.rest.plan_again(work)
+        again = self.rest.plan_again(work, options)
         return again if again is not None else self.rest.note(work, self._plan(work, options), options)
 
     def _plan(self, work: Seq[Work], options: Options) -> Plan:

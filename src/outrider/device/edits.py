@@ -59,7 +59,7 @@ class EditRows:
         if row not in self.held and self.free:
             self.make()
             self.held[row] = sequence, self.free.pop()
-            self.of_row[row] = self.held[row][1]
+            put(self.of_row, row, self.held[row][1])
         if row not in self.held:
             return NOBODY
         self.held[row] = sequence, self.held[row][1]
@@ -68,7 +68,7 @@ class EditRows:
     def _release(self, row: int) -> int:
         if row in self.held:
             self.free.append(self.held.pop(row)[1])
-            self.of_row[row] = NOBODY
+            put(self.of_row, row, NOBODY)
         return NOBODY
 
     def make(self) -> None:
@@ -79,6 +79,11 @@ class EditRows:
             self.prompt = torch.zeros(shape, dtype=torch.uint8, device=self.device)
             self.bias = torch.zeros(shape, dtype=torch.float32, device=self.device)
             self.penalties = torch.zeros((len(self.free), 3), dtype=torch.float32, device=self.device)
+
+
+def put(column: Tensor, row: int, value: float) -> None:
+    """Write a number to a row. Assigning it would copy it from the host, and wait for the step in flight."""
+    column[row].fill_(value)
 
 
 def _edited(sequence: Sequence) -> bool:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.device.edits import EditRows
+from outrider.device.edits import EditRows, put
 from outrider.types import SamplingParams, Sequence
 from outrider.verify.filters import BANNED, OFF, wanted
 from outrider.verify.rows import clamp_temperature, to_device, to_device_together
@@ -43,12 +43,12 @@ class SequenceState:
         """Bring a row up to what the host knows of its sequence."""
         row = sequence.row
         self.advance(sequence, entries, 0, 0)
-        self.seeds[row] = sequence.seed
+        put(self.seeds, row, sequence.seed)
         self._upload_sampling(row, sequence.request.params)
         expected = sequence.request.prediction_ids[: self.predictions.shape[1]]
         if expected or self._has_prediction[row]:
             self.predictions[row, : len(expected)] = self._sent(torch.tensor(expected, dtype=torch.int64))
-            self.predicted[row] = len(expected)
+            put(self.predicted, row, len(expected))
             self._has_prediction[row] = bool(expected)
 
     def advance(self, sequence: Sequence, entries: np.ndarray, known: int, cached: int) -> None:
@@ -58,7 +58,7 @@ class SequenceState:
         tokens, slots = to_device_together((further, entries[cached : sequence.cached]), self.device)
         self.tokens[row, known : len(sequence.tokens)] = tokens
         self.table[row, cached : sequence.cached] = slots
-        self.lengths[row] = sequence.cached
+        put(self.lengths, row, sequence.cached)
         self.edits.upload(sequence, self.tokens[row])
 
     def can_edit(self, sequence: Sequence) -> bool:
@@ -74,10 +74,11 @@ class SequenceState:
         self.table[row, start : start + len(slots)] = self._sent(torch.from_numpy(slots.copy()))
 
     def _upload_sampling(self, row: int, params: SamplingParams) -> None:
-        self.temperature[row] = clamp_temperature(params.temperature)
+        put(self.temperature, row, clamp_temperature(params.temperature))
         filters = wanted(params)
         if filters != OFF or self.filters[row]:
-            self.top_k[row], self.top_p[row], self.log_min_p[row] = filters
+            for column, value in zip((self.top_k, self.top_p, self.log_min_p), filters, strict=True):
+                put(column, row, value)
         self.filters[row] = filters != OFF
 
     def _sent(self, values: Tensor) -> Tensor:
