@@ -31,7 +31,7 @@ from outrider.engine.graph_runner import make_graph_runner
 from outrider.engine.kept_costs import recall_costs
 from outrider.engine.kv_cache import KvCache, make_kv_cache
 from outrider.engine.live_draft import LiveDraft
-from outrider.engine.memory import GpuMeter, check_room, working_memory
+from outrider.engine.memory import GpuMeter, check_room, wake_gpu, working_memory
 from outrider.engine.output import Output, make_output
 from outrider.engine.planning import expect_score, guards_of, watch_draft
 from outrider.engine.prompts import Message, Prompt, as_list, check_messages, plain_list
@@ -45,14 +45,7 @@ from outrider.load.sampling import GENERATION_CONFIGS, SamplingDefaults
 from outrider.load.template import ChatTemplate
 from outrider.model.decoder import Decoder, Model, kv_bytes, make_kernels
 from outrider.settings import WEIGHT_BYTES, Memory, Settings, cache_folder, free_memory
-from outrider.types import (
-    MAX_NODES,
-    Event,
-    Request,
-    SamplingParams,
-    Sequence,
-    Speculation,
-)
+from outrider.types import MAX_NODES, Event, Request, SamplingParams, Sequence, Speculation
 from outrider.verify.grammar import GrammarCompiler
 
 # What a drafter may be tried on before the first request, to choose its depth in the target.
@@ -101,6 +94,8 @@ class LLM:
             raise InvalidRequest("give settings or single options, not both", "settings")
         self.settings = settings or Settings.of(options)
         self.memory: Memory | None = None  # of the GPU, where there is one
+        if runs_on_gpu(self.settings):
+            wake_gpu()
         parts = parse_draft(draft)
         check_parts(parts, cache_folder())
         parts = tuple(load_source(part) if part.kind == "own" else part for part in parts)

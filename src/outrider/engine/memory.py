@@ -4,7 +4,10 @@ less of.
 
 from __future__ import annotations
 
+import contextlib
 import re
+import threading
+from importlib import import_module
 from typing import Protocol
 
 import torch
@@ -25,6 +28,19 @@ LESS = (
 SIGNS = re.compile(r"out of memory|can't allocate memory|not enough memory", re.IGNORECASE)
 NO_DRAFT = DraftRoom()
 SIZE = re.compile(r"allocate (\d+) bytes|allocate ([\d.]+ [KMG]iB)")
+
+
+def wake_gpu() -> None:
+    """Have the GPU started and what runs there imported, each of which takes half a second, while the checkpoint is
+    opened. What goes wrong there goes wrong again for whoever needs it, who says so.
+    """
+
+    def wake() -> None:
+        with contextlib.suppress(Exception):
+            torch.zeros(1, device="cuda")
+            import_module("outrider.model.device")
+
+    threading.Thread(target=wake, name="outrider-wake", daemon=True).start()
 
 
 def in_words(error: BaseException, doing: str) -> BaseException:
