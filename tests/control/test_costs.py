@@ -187,6 +187,7 @@ def test_more_prompt_rows_come_beside_more_sequences_where_those_take_no_longer(
         for rows, seconds in ((64, 1.2), (128, 2.4), (256, 4.2), (512, 9.2)):
             costs.learn_prompt_rows(size, rows, plain + seconds)
     assert [costs.prompt_rows(n, 0.4, most=2048) for n in (1, 16, 64, 128)] == [64, 64, 256, 512]
+    assert [costs.prompt_rows(16, 0.4, most=2048, waiting=n) for n in (8, 16, 24, 64)] == [64, 128, 256, 512]
 
 
 def test_a_pass_that_was_held_up_is_not_taken_for_its_rows() -> None:

@@ -19,6 +19,7 @@ class Room:
         self.scheduler = Scheduler(SlotTable(4096, 32, 1024), step_rows)
         self.allowed = allowed
         self.asked: list[tuple[int, float]] = []
+        self.waiting: list[int] = []
 
     def add(self, name: str, prompt: int) -> Sequence:
         one = request(name, range(1, prompt + 1), max_tokens=100)
@@ -26,8 +27,9 @@ class Room:
         self.scheduler.add([sequence])
         return sequence
 
-    def rows(self, decoding: int, waited: float) -> int:
+    def rows(self, decoding: int, waited: float, waiting: int) -> int:
         self.asked.append((decoding, waited))
+        self.waiting.append(waiting)
         return self.allowed
 
     def step(self) -> dict[str, int]:
@@ -69,6 +71,9 @@ def test_several_short_prompts_share_the_rows_in_the_order_they_came():
     for name in "bcd":
         room.add(name, 4)
     assert room.step() == {"a": 1, "b": 4, "c": 4, "d": 2}
+    assert room.waiting == [3]
+    assert room.step() == {"a": 1, "b": 1, "c": 1, "d": 2}
+    assert room.waiting == [3, 1]  # half of a prompt is left
 
 
 def test_the_planner_knows_how_long_the_oldest_prompt_has_waited(monkeypatch: pytest.MonkeyPatch):

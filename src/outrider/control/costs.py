@@ -22,6 +22,7 @@ MAX_STALL = (
     1.5  # of its time on the device that a captured step counts for: no plan changes what holds up the host
 )
 FEW_DECODING = 16  # sequences whose prompts come one at a time as a rule
+CROWDED = 0.5  # prompts that wait for each decoding sequence: where there are more, it may wait longer, too
 MIN_READ = 256  # tokens: fewer take a drafter as long to read
 SLOWEST_READ = (
     4  # plain steps' time to read MIN_READ tokens, at most: beyond, a graph was captured on the way
@@ -135,18 +136,20 @@ class CostModel:
             return self.captured.get(record.captured)
         return self.step(rows) if rows and self.by_rows else None
 
-    def prompt_rows(self, decoding: int, share: float, most: int) -> int:
+    def prompt_rows(self, decoding: int, share: float, most: int, waiting: int = 0) -> int:
         """Prompt rows that add such a share to the time of a step of so many decoding sequences. While nobody knows
         what they add, as many as may be. Captured steps have room for certain numbers of them: one of those.
 
         A captured step takes hardly longer for many sequences, among which more prompts come, each of them missing from
-        every step until it is read: there the share is of as many steps of one as `FEW_DECODING` go into them.
+        every step until it is read: there the share is of as many steps of one as `FEW_DECODING` go into them. It is
+        larger, too, the more prompts wait for each that decodes: few are held up then, and many helped.
         """
         size = min((s for name, _, s in self.captured if name == "none" and s >= decoding), default=0)
         plain = self.plain(size) if size else self.step(decoding) if self.by_rows else None
         few = (self.plain(1) or 0.0) * decoding / FEW_DECODING
         added = share * max(plain or 0.0, few)
         if plain and (rooms := self._rooms(size)):
+            added *= max(1.0, waiting / decoding / CROWDED)
             within = [rows for rows, seconds in rooms.items() if seconds <= plain + added]
             return min(max(within, default=min(rooms)), most)
         if not plain or not self.per_prompt_row:

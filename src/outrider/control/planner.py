@@ -93,14 +93,16 @@ class Planner:
                         return name
         return "none"
 
-    def prompt_rows(self, decoding: int, waited: float) -> int:
-        """Prompt rows that a step may have beside so many decoding sequences: more the longer a prompt has waited."""
+    def prompt_rows(self, decoding: int, waited: float, waiting: int = 1) -> int:
+        """Prompt rows that a step may have beside so many decoding sequences: more the longer a prompt has waited, and
+        the more of them do.
+        """
         guards = self.guards
         if guards.prefill_stretch == inf:
             return MAX_PROMPT_ROWS
         share = guards.prefill_stretch * max(1.0, waited / guards.prefill_wait)
         most = MAX_PROMPT_ROWS if waited > LATE * guards.prefill_wait else USUAL_PROMPT_ROWS
-        rows = self.costs.prompt_rows(decoding, share, most)
+        rows = self.costs.prompt_rows(decoding, share, most, waiting)
         return max(rows, guards.min_prompt_rows)
 
     def forget(self, sequence: Sequence) -> None:

@@ -130,13 +130,13 @@ class Engine:
             results.append(self._settle(self.in_flight.popleft()))
         return results
 
-    def _prompt_rows(self, decoding: int, waited: float) -> int:
+    def _prompt_rows(self, decoding: int, waited: float, waiting: int) -> int:
         """As the planner says, once steps with prompt rows are prepared. Until then they are launched one by one, and
         few with many rows cost less than many with few.
         """
-        return (
-            self.settings.step_rows if self.runner.on_demand else self.planner.prompt_rows(decoding, waited)
-        )
+        if self.runner.on_demand:
+            return self.settings.step_rows
+        return self.planner.prompt_rows(decoding, waited, waiting)
 
     def drain(self) -> list[StepResult]:
         """Settle everything that is in flight, and launch nothing."""

@@ -21,8 +21,9 @@ from outrider.cache.pool import CacheFull
 from outrider.cache.table import SlotTable
 from outrider.types import Sequence, Work
 
-# Prompt rows that a step may have beside so many decoding sequences, when the oldest prompt has waited so many seconds.
-PromptRows = Callable[[int, float], int]
+# Prompt rows that a step may have beside so many decoding sequences, when the oldest prompt has waited so many seconds,
+# and so many wait.
+PromptRows = Callable[[int, float, int], int]
 LOOK_AHEAD = 16  # waiting prompts among which short ones are looked for
 
 
@@ -73,7 +74,8 @@ class Scheduler:
         if not decoding or not waiting:
             return most
         waited = time.perf_counter() - min(s.arrived for s in waiting)
-        return min(most, max(prompt_rows(decoding, waited), 1))
+        count = len(prompts) + len(self.waiting)
+        return min(most, max(prompt_rows(decoding, waited, count), 1))
 
     def _overtaking(self, sequence: Sequence, budget: int) -> int:
         """Rows of waiting prompts that fit whole into half of the budget, if this one takes more than all of it."""
