@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ SCORED_WEIGHT = 24.0  # the same, where the drafter was scored before: on other 
 SEQUENCE_MEMORY, DRAFTER_MEMORY = 12, 200  # steps: a text changes its nature, a drafter hardly does
 RECOVERY = 0.02  # share of the way back to NEXT after a draft that was accepted as far as it went
 MIN_RATE = 0.02  # below, it makes no difference how seldom a draft is accepted
+ROUNDED = 3  # digits of rates that a draft tree is valued by
 BANDS_PER_DEGREE = 2  # of heat, each with a prior of its own
 
 
@@ -73,12 +75,18 @@ class AcceptanceRate:
         if shape[0] == shape[1]:
             left = 1 - self.next
             return self.first * ((1 - self.next ** shape[0]) / left if left else shape[0])
-        reached: list[float] = []
-        tree, ranks = tree_nodes(shape), node_ranks(shape)
-        for depth, parent, rank in zip(tree.depths, tree.parents, ranks, strict=True):
-            rate = choice_rate(rank, self.first if depth == 1 else self.next)
-            reached.append(rate * (reached[parent] if parent >= 0 else 1.0))
-        return sum(reached)
+        return _accepted_of_tree(shape, round(self.first, ROUNDED), round(self.next, ROUNDED))
+
+
+@lru_cache(maxsize=1 << 14)
+def _accepted_of_tree(shape: TreeShape, first: float, following: float) -> float:
+    """Kept, as it is asked for in every step, of rates that hardly change."""
+    reached: list[float] = []
+    tree, ranks = tree_nodes(shape), node_ranks(shape)
+    for depth, parent, rank in zip(tree.depths, tree.parents, ranks, strict=True):
+        rate = choice_rate(rank, first if depth == 1 else following)
+        reached.append(rate * (reached[parent] if parent >= 0 else 1.0))
+    return sum(reached)
 
 
 def heat(params: SamplingParams) -> float:

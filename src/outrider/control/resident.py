@@ -28,6 +28,7 @@ class Candidate(NamedTuple):
     delay: float  # plain steps' time until the drafter has caught up
     promised: tuple[float, float]  # accepted tokens of a sequence by the best tree, and as many as pay for it
     stretched: float = 0.0  # in times of a plain step: a better tree, left for whom it would hold up
+    serving: Serving | None = None  # who drafts for whom in its trees
 
 
 NONE = Candidate(1.0, "none", NO_TREE, 0.0, (0.0, 0.0))
@@ -75,7 +76,10 @@ class ResidentPlans:
         (depth, nodes), found, probe = best.tree, list(settled), reason.kind == "probe"
         if not nodes:
             return [(NO_BET, reason) if one[1].kind == "auto" else one for one in settled]
-        servers = self._serving(best.drafter, mine, options, [best.tree]).servers(best.tree)
+        serving = best.serving
+        if serving is None or best.tree not in serving.trees:
+            serving = self._serving(best.drafter, mine, options, [best.tree])
+        servers = serving.servers(best.tree)
         for i, (bet, why) in enumerate(settled):
             if why.kind == "auto":
                 drafter = best.drafter if best.drafter in mine[i][1] and probe else servers[i]
@@ -120,7 +124,7 @@ class ResidentPlans:
         speedups, promised, stretched = {NO_TREE: 1 / beside}, {NO_TREE: (0.0, beside)}, 0.0
         serving = self._serving(name, mine, options, trees)
         gains = serving.gains(guards.objective == "latency")
-        if not fixed and self._is_known(name):
+        if not fixed and len(mine) > 1 and self._is_known(name):
             gains = gains - serving.counts * serving.deviations()
         least = serving.least(late).tolist() if late else [inf] * len(trees)
         for tree, gain, lowest in zip(trees, gains.tolist(), least, strict=True):
@@ -131,7 +135,8 @@ class ResidentPlans:
                     stretched = ratio
                 continue
             speedups[tree], promised[tree] = tokens / ratio, (tokens - 1, ratio)
-        return self._worthwhile(name, sequences, speedups, promised, stretched, fixed, options)
+        found = self._worthwhile(name, sequences, speedups, promised, stretched, fixed, options)
+        return found._replace(serving=serving)
 
     def _worthwhile(
         self,
