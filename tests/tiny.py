@@ -151,7 +151,7 @@ class Always:
     def unmeasured(self, work, options) -> str:
         return "none"
 
-    def prompt_rows(self, decoding: int, waited: float) -> int:
+    def prompt_rows(self, decoding: int, waited: float, waiting: int = 1) -> int:
         return 1 << 20
 
     def one(self, sequence: Sequence) -> Bet:

@@ -39,6 +39,7 @@ def test_the_gauge_is_right(captured: bool, rate: float) -> None:
         outcomes = [Outcome(one, bet, depth, depth, held, held)] if depth else []
         record = StepRecord(1 + depth, 1, 1, depth, held, emitted, 0, 0, took, 0, took, outcomes)
         record.captured = ("lm" if depth else "none", (depth, depth), 1) if captured else None
+        record.waited_s = took / 2
         alone += sum(plain_seconds(len(one.tokens) + k) for k in range(emitted))
         one.tokens.extend([1] * emitted)
         one.cached = len(one.tokens) - 1

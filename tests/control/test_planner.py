@@ -8,7 +8,7 @@ from outrider.control.acceptance import AcceptanceRate
 from outrider.control.costs import CostModel
 from outrider.control.guards import Guards
 from outrider.control.planner import LATE, USUAL_PROMPT_ROWS, Planner
-from outrider.control.rest import EVERY, MOST, MOST_CAPTURED
+from outrider.control.rest import EVERY, HELD, MOST, MOST_CAPTURED
 from outrider.types import NO_BET, Bet, Options, Outcome, Plan, StepRecord, Work
 from tests.tiny import sequence
 
@@ -206,7 +206,7 @@ def test_plans_without_drafts_hold_for_some_steps():
     only(made, s)  # rows of one cost another share than rows of two
     assert len(looked) - most == 12
     made.forget(s)
-    assert made.rest.reasons == {}
+    assert made.rest.bets == {}
     only(made, s)
     assert len(looked) - most == 13
 
@@ -231,13 +231,46 @@ def test_captured_plans_without_drafts_hold_for_those_that_are_left():
     assert len(left.bets) == len(left.reasons) == 5 and len(looked) == before
     prompt = sequence([1] * 50)
     assert plan(some[:5], [prompt]).reasons[-1].kind == "prefill" and len(looked) == before + 1
-    plan(some[:5])  # prompts beside them changed nothing
-    assert len(looked) == before + 1
-    plan([*some[:5], prompt])  # it was not planned for yet
+    plan(some[:5])  # beside prompts it was another
+    plan(some[:5])
     assert len(looked) == before + 2
+    plan([*some[:5], prompt])  # it was not planned for yet
+    assert len(looked) == before + 3
     made.learn("lookup", 4, [("none", (0, 0), 1.0), ("lookup", (1, 1), 3.0), ("lookup", (4, 4), 9.0)])
     plan(some[:3], size=4)  # other steps, which have another price
-    assert len(looked) == before + 3
+    assert len(looked) == before + 4
+
+
+def test_drafts_hold_for_some_captured_steps_where_the_device_waits_for_the_host():
+    made, one, other = Planner("lookup", choices=("lookup",)), sequence([1, 2]), sequence([1, 3])
+    one.cached = other.cached = 1
+    trees = {"lookup": ((4, 4),)}
+    made.learn("lookup", 2, [("none", (0, 0), 1.0), ("lookup", (4, 4), 1.01)])
+    looked = counted(made.resident)
+
+    def steps(waited: float, *sequences) -> int:
+        """Plans that were made for twelve steps."""
+        before = len(looked)
+        for _ in range(12):
+            options = Options(2, (True,) * len(sequences), trees, riding=("lookup",))
+            plan = made.plan([Work(s, 1) for s in sequences], options)
+            assert [(bet.depth, why.kind) for bet, why in zip(plan.bets, plan.reasons, strict=True)] == [
+                (4, "pays")
+            ] * len(sequences)
+            outcomes = [Outcome(s, bet, 4, 4, 4, 4) for s, bet in zip(sequences, plan.bets, strict=True)]
+            n = len(sequences)
+            record = StepRecord(5 * n, n, n, 4 * n, 4 * n, 5 * n, 0, 0, 1.0, 0, 1.01, outcomes)
+            record.captured, record.waited_s = ("lookup", (4, 4), 2), waited
+            made.observe(record)
+        return len(looked) - before
+
+    assert steps(0.5, one) == 12
+    assert steps(0.05, one) == 12 / (HELD + 1) + 1  # the first was made before anybody knew
+    made.rest.left = HELD
+    assert steps(0.05, one, other) == 12 / (HELD + 1)  # somebody came: anew
+    made.rest.left = HELD
+    assert steps(0.05, one) == -(-(12 - HELD) // (HELD + 1))  # somebody went: what was planned holds
+    assert steps(0.5, one, other) == 12 - HELD  # the first was made in a hurry
 
 
 def test_a_plan_with_a_draft_holds_for_its_step_alone():

@@ -152,7 +152,7 @@ def test_drafts_go_on_beside_prompts(model, small) -> None:
     planner.choices = ("lm",)
     planner.learn = planner.learn_prompt_rows = planner.learn_reading = lambda *_: None
     planner.costs = Planner().costs
-    planner.prompt_rows = lambda decoding, waited: 100
+    planner.prompt_rows = lambda decoding, waited, waiting: 100
     engine = prepared(make_engine(model, small, planner))
     steps = step_shapes(engine)
     [stream] = engine.add(request("stream", prompt_of(9), max_tokens=80, temperature=0.7))

@@ -152,6 +152,7 @@ class Planner:
             self.fairness.observe(record, record.total_s * record.emitted / record.sequences / record.plain_s)
         if self.payoff.held and record.plain_s:
             self.payoff.observe(record)
+        self.rest.observe(record)
         if record.captured is not None:
             self.resident.observe(record, self.choices, alive)
 
