@@ -33,6 +33,7 @@ def few(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(same_bits, "COUNTS", COUNTS)
     monkeypatch.setattr(same_bits, "SEEDS", (0,))
     monkeypatch.setattr(same_bits, "GATED_FROM", 0)
+    monkeypatch.setattr(same_bits, "ONE_BY_ONE", 0)
     monkeypatch.setattr(same_bits, "trial_rows", lambda rows, weight, seed: whole(rows, weight.inputs))
 
 
@@ -157,12 +158,13 @@ def test_short_segments_and_fewer_bits_stay_with_our_kernels(monkeypatch: pytest
 
 
 def test_the_library_is_asked_where_it_is_quicker(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("COUNTS", library.COUNTS), ("GATED_FROM", 192)):
+    for name, value in (("COUNTS", library.COUNTS), ("GATED_FROM", 192), ("ONE_BY_ONE", 64)):
         monkeypatch.setattr(same_bits, name, value)
     shapes = {
         (1, 128_256, 4096): (128, 1024),
         (2, 14_336, 4096): (192, 2048),
         (1, 4096, 14_336): (128, 2048),
+        (1, 1536, 8960): (576, 2048),  # nine segments, the last of them shorter
     }
     for (halves, outputs, inputs), ends in shapes.items():
         counts = same_bits.counts_for(

@@ -21,6 +21,8 @@ from outrider.model.kernels.gpu.matmul import Packed, multiply, segment_length, 
 COPY_SHARE = 0.25  # of the memory that weights leave, at most, for second copies of them
 SHORTEST_SEGMENT = 1024  # inputs: with shorter ones nobody measured it
 GATED_FROM = 192  # rows from which the library is quicker, though the activation is a launch of its own then
+# Rows for each segment from which it is quicker, where segments differ in length, so that each is a call of its own.
+ONE_BY_ONE = 64
 TRIED = 16  # rows that our kernels multiply at a time
 WIDEST_OUT = 1 << 27  # numbers of a result that is compared; a head has many
 TURNS = 5  # of a way that is timed
@@ -103,8 +105,10 @@ def row_major(weight: Packed) -> Tensor:
 
 def counts_for(weight: Packed) -> tuple[int, ...]:
     """Row counts that the library may be asked for with such a weight."""
-    wide = len(weight.data) * weight.outputs * segments(weight)
-    least = GATED_FROM if weight.gated else 0
+    pieces = segments(weight)
+    wide = len(weight.data) * weight.outputs * pieces
+    uneven = weight.inputs % segment_length(weight.width, pieces) if pieces > 1 else 0
+    least = GATED_FROM if weight.gated else ONE_BY_ONE * pieces if uneven else 0
     return tuple(count for count in COUNTS if count >= least and count * wide <= WIDEST_OUT)
 
 
