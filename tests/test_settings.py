@@ -41,6 +41,25 @@ def test_weights_in_fewer_bits_need_a_gpu(whose: str, kind: str) -> None:
         assert refused.value.param == whose
 
 
+@pytest.mark.parametrize(
+    "name, value, words",
+    [
+        ("cache_bytes", "1G", "a whole number"),
+        ("threads", 2.5, "a whole number"),
+        ("context", True, "a whole number"),
+        ("context", None, "a whole number"),
+        ("prefill_wait", "soon", "a number"),
+        ("prefix_reuse", 1, "True or False"),
+        ("device", None, "a string"),
+    ],
+)
+def test_values_of_another_kind_are_named(name: str, value: object, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"{name} must be {words}, got {value!r}") as refused:
+        Settings(**{name: value})  # type: ignore[arg-type]
+    assert refused.value.param == name
+    assert Settings(draft_max_batch=None, prefill_wait=1).prefill_wait == 1
+
+
 @pytest.mark.parametrize("whose", ["weights", "draft_weights"])
 def test_weights_that_are_misspelt_are_named(whose: str) -> None:
     with pytest.raises(InvalidRequest, match=f"unknown {whose} 'int9'; did you mean 'int8'") as refused:

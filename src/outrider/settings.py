@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from math import inf
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,15 @@ DRAFT_WORDS = {"cpu": 12_288, "cuda": 0}
 WEIGHT_BYTES = {"bfloat16": 2, "fp8": 1, "int8": 1, "int4": 0.52}  # a weight, with its part of a scale
 GPU_SHARE = 0.92  # of a GPU's memory, for everything, unless said otherwise
 MOST_LEFT = 0.4  # of what is free: no more is left alone, however much of a GPU others have taken
+
+
+# What a setting's value may be, by its type, and in words.
+KINDS: dict[str, tuple[type, str]] = {
+    "int": (Integral, "a whole number"),
+    "float": (Real, "a number"),
+    "bool": (bool, "True or False"),
+    "str": (str, "a string"),
+}
 
 
 def shown_size(count: float) -> str:
@@ -184,6 +194,7 @@ class Settings:
     kernels: str = "auto"  # auto | c | torch
 
     def __post_init__(self) -> None:
+        self._check_kinds()
         for name, known in (("device", DEVICES), ("dtype", DTYPES)):
             if getattr(self, name) not in known:
                 raise InvalidRequest(f"{name} must be {', '.join(known)}, got {getattr(self, name)!r}", name)
@@ -212,6 +223,15 @@ class Settings:
             )
         if self.threads == 0:
             object.__setattr__(self, "threads", usable_cores())
+
+    def _check_kinds(self) -> None:
+        """That numbers are numbers, and so on: whatever is compared below can be."""
+        for one in fields(self):
+            value, (kind, *optional) = getattr(self, one.name), str(one.type).split(" | ")
+            wanted, words = KINDS[kind]
+            fits = isinstance(value, wanted) and (kind == "bool" or not isinstance(value, bool))
+            if not fits and not (value is None and optional):
+                raise InvalidRequest(f"{one.name} must be {words}, got {value!r}", one.name)
 
     def _check_prompt_matmul(self) -> None:
         name, asked = "prompt_matmul", self.prompt_matmul

@@ -79,17 +79,10 @@ def test_a_heads_score_is_what_training_said(
     llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = answer(llm, tmp_path / "answers", 120, 0)
-    import time
-
-    t = time.perf_counter()
     folder = train(llm, RECIPE, answers, tmp_path / "out", Silent())
-    print("train", time.perf_counter() - t)
-    t = time.perf_counter()
     curve = [line["held_out"] for line in read_curves(tmp_path / "out" / CURVES) if "held_out" in line]
     assert curve[0]["greedy"]["rates"][0] < 0.1 and curve[-1]["greedy"]["rates"][0] > 0.3
     ours = trained(llm, replace(RECIPE, continue_from=str(folder)), answers, tmp_path / "said")
-    print("ours", time.perf_counter() - t)
-    t = time.perf_counter()
     check(scored(llm, folder, monkeypatch), ours)
 
 
@@ -101,4 +94,3 @@ def check(served: dict[str, Acceptance], ours: dict[str, list[float]]) -> None:
             rate, count = counts.by_depth[depth], counts.reached[depth]
             chance = 0.0 if kind == "greedy" else 3 * (rate * (1 - rate) / count) ** 0.5
             assert ours[kind][depth] == pytest.approx(rate, abs=POINTS + chance)
-    print("t")
