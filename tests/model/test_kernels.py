@@ -122,6 +122,34 @@ def test_layer(case: str, kernel_folder: Path) -> None:
         assert furthest(native, twin) < TOLERANCE
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_layer_from_inputs_of_another_width(case: str, kernel_folder: Path) -> None:
+    """As a head's first layer has them; and of its own normed input it is the layer."""
+    results = []
+    for kernels in ("c", "torch"):
+        model, tensors = ours(case, kernels, kernel_folder), theirs(case).state_dict()
+        hidden, found = model.config.hidden, []
+        for wide in (False, True):
+            layer = layer_tensors(lambda name, t=tensors: t[name], model.config, 2)
+            reader, x = Reader(model.config, longest=16), noise(6 + len(TREE), hidden)
+            batch = reader.batch(Part(0, [1] * 6, TREE))
+            inputs = model.kernels.norm(x, layer.attn_norm.float())
+            if wide:
+                layer = replace(layer, qkv=noise(len(layer.qkv), 2 * hidden, seed=3) * 0.1)
+                inputs = torch.cat([noise(len(x), hidden, seed=4), inputs], dim=1)
+            keys, values = reader.store.keys[2].zero_(), reader.store.values[2].zero_()
+            packed = model.kernels.pack_layer(layer)
+            model.kernels.layer_from(packed, inputs, x, batch, keys, values)
+            found += [x, keys, values]
+            if not wide:
+                whole = noise(len(x), hidden)
+                model.kernels.layer(packed, whole, batch, keys, values)
+                assert torch.equal(whole, x)
+        results.append(found)
+    for native, twin in zip(*results, strict=True):
+        assert furthest(native, twin) < TOLERANCE
+
+
 def test_layer_weights_may_be_half_precision(kernel_folder: Path) -> None:
     model = ours("llama-biases", "c", kernel_folder)
     tensors = theirs("llama-biases").state_dict()

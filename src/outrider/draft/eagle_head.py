@@ -16,8 +16,7 @@ from torch import Tensor
 
 from outrider.cache.store import KeyValueStore
 from outrider.load.config import ModelConfig
-from outrider.model.decoder import Decoder, Layered
-from outrider.model.kernels.reference import rotate
+from outrider.model.decoder import Decoder, Layered, kernels_like
 from outrider.model.rope import rope_tables
 from outrider.model.weights import LayerTensors
 from outrider.types import Batch
@@ -60,9 +59,11 @@ class EagleHead:
 
     def _pack(self, read: Read, tables: tuple[Tensor, Tensor]) -> None:
         assert isinstance(self.target, Decoder)
-        self.kernels = kernels = self.target.kernels
-        self.cos, self.sin = tables
-        self.layers: list[Any] = [_PackedLayer(kernels, layer_of(read, i)) for i in range(self.config.layers)]
+        self.kernels = self.target.kernels
+        self.layer_kernels = kernels_like(self.kernels, self.config.layer, tables)
+        made = [layer_of(read, i) for i in range(self.config.layers)]
+        self.attn_norms = [layer.attn_norm.contiguous() for layer in made]
+        self.layers: list[Any] = [self.layer_kernels.pack_layer(layer) for layer in made]
         self._pack_ends(read, self.target)
 
     def _pack_ends(self, read: Read, target: Decoder) -> None:
@@ -102,26 +103,13 @@ class EagleHead:
         It may overwrite what it is given.
         """
         embedded = self._normed(self.target.embed(batch.ids), self.embed_norm)
-        normed = self._normed(hidden, self.layers[0].attn_norm)
-        x = normed if self.config.normed_residual else hidden
+        normed = self._normed(hidden, self.attn_norms[0])
         inputs = torch.cat([embedded, normed], dim=1)
+        x = (normed if self.config.normed_residual else hidden).clone()
         for i, layer in enumerate(self.layers):
-            x = self._layer(layer, x, inputs if i == 0 else self._normed(x, layer.attn_norm), batch, store, i)
+            inputs = self._normed(x, self.attn_norms[i]) if i else inputs
+            self.layer_kernels.layer_from(layer, inputs, x, batch, store.keys[i], store.values[i])
         return self._normed(x, self.norm) if self.config.norm_output else x
-
-    def _layer(
-        self, w: _PackedLayer, x: Tensor, inputs: Tensor, batch: Batch, store: KeyValueStore, number: int
-    ) -> Tensor:
-        """A layer from its normed inputs on."""
-        c, k, keys, values = self.config.layer, self.kernels, store.keys[number], store.values[number]
-        qkv = k.linear(w.qkv, inputs).view(len(x), -1, c.head_dim)
-        q, key, value = qkv.split([c.heads, c.kv_heads, c.kv_heads], dim=1)
-        cos, sin = self.cos[batch.positions][:, None], self.sin[batch.positions][:, None]
-        keys[batch.slots], values[batch.slots] = rotate(key, cos, sin), value
-        mixed = k.attention(rotate(q, cos, sin).contiguous(), batch, keys, values, 0, c.head_dim**-0.5)
-        x = x + k.linear(w.out, mixed.flatten(1))
-        gate, up = k.linear(w.gate_up, self._normed(x, w.mlp_norm)).chunk(2, dim=1)
-        return x + k.linear(w.down, torch.nn.functional.silu(gate) * up)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, hidden] as `forward` returns them -> [R, target vocab], minus infinity for tokens the head does not
@@ -132,20 +120,11 @@ class EagleHead:
         if self.to_target is None:
             return known
         out = known.new_full((len(hidden), self.config.layer.vocab), float("-inf"))
-        out[:, self.to_target] = known
-        return out
+        return out.scatter_(1, self.to_target.expand(len(hidden), -1), known)
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
         normed: Tensor = self.kernels.norm(x, weight, self.config.layer.norm_eps)
         return normed
-
-
-class _PackedLayer:
-    def __init__(self, kernels: Any, w: LayerTensors) -> None:
-        pack = kernels.pack_linear
-        self.attn_norm, self.mlp_norm = w.attn_norm.contiguous(), w.mlp_norm.contiguous()
-        self.qkv, self.out, self.down = pack(w.qkv), pack(w.out), pack(w.down)
-        self.gate_up = pack(torch.cat([w.gate, w.up]))
 
 
 def folded_fusion(config: HeadConfig, read: Read) -> Tensor:

@@ -129,6 +129,13 @@ def make_kernels(config: ModelConfig, context: int, threads: int, folder: Path, 
     return choose_kernels(config, rope_tables(config, context), threads, folder, choice)
 
 
+def kernels_like(kernels: Any, config: ModelConfig, rope: tuple[Tensor, Tensor]) -> Any:
+    """The same kernels for layers of another shape."""
+    if isinstance(kernels, ReferenceKernels):
+        return ReferenceKernels(config, *rope)
+    return choose_kernels(config, rope, kernels.threads, kernels.folder, "auto")
+
+
 def choose_kernels(
     config: ModelConfig, rope: tuple[Tensor, Tensor], threads: int, folder: Path, choice: str
 ) -> Any:

@@ -545,17 +545,23 @@ static void norm_rows(void *job, int member, int begin, int end) {
 
 static void norm(int threads, int rows, Norm job) { team_run(rows > FEW ? threads : 1, rows, norm_rows, &job); }
 
-void outrider_layer(const Layer *layer, const Shape *s, const Rows *b, const Work *w, float *keys, float *values) {
+/* A layer from its normed inputs [rows][K] on. */
+void outrider_layer_from(const Layer *layer, const Shape *s, const Rows *b, const Work *w, const float *inputs, int K,
+                         float *keys, float *values) {
     int M = b->rows, H = s->hidden, D = s->head_dim, I = s->intermediate, threads = s->threads;
     int qkv = (s->heads + 2 * s->kv_heads) * D;
-    norm(threads, M, (Norm){w->x, 0, layer->attn_norm, H, s->eps, w->normed});
-    linear(threads, (Linear){layer->qkv, layer->qkv_bias, w->normed, M, qkv, H, w->qkv, 0});
+    linear(threads, (Linear){layer->qkv, layer->qkv_bias, inputs, M, qkv, K, w->qkv, 0});
     place((Placing){layer, s, b, w->qkv, keys, values});
     attention((Attention){s, b, layer->window, w->qkv, qkv, keys, values, w->scores, w->score_stride, w->mixed});
     linear(threads, (Linear){layer->out, layer->out_bias, w->mixed, M, H, s->heads * D, w->x, 1});
     norm(threads, M, (Norm){w->x, 0, layer->mlp_norm, H, s->eps, w->normed});
     gated(threads, (Gated){layer, w->normed, M, I, H, w->act});
     linear(threads, (Linear){layer->down, layer->down_bias, w->act, M, H, I, w->x, 1});
+}
+
+void outrider_layer(const Layer *layer, const Shape *s, const Rows *b, const Work *w, float *keys, float *values) {
+    norm(s->threads, b->rows, (Norm){w->x, 0, layer->attn_norm, s->hidden, s->eps, w->normed});
+    outrider_layer_from(layer, s, b, w, w->normed, s->hidden, keys, values);
 }
 
 void outrider_norm(const float *x, const float *weight, int rows, int n, float eps, int threads, float *y) {

@@ -74,10 +74,11 @@ class NativeKernels:
     def __init__(self, config: ModelConfig, cos: Tensor, sin: Tensor, threads: int, folder: Path) -> None:
         if config.head_dim % LANES_MAX:
             raise KernelUnavailable(f"head size {config.head_dim} is not a multiple of {LANES_MAX}")
-        self.config, self.threads = config, threads
+        self.config, self.threads, self.folder = config, threads, folder
         self.lib = library(folder)
         pointers = POINTER(_Layer), POINTER(_Shape), POINTER(_Rows), POINTER(_Work)
         self.lib.outrider_layer.argtypes = [*pointers, c_void_p, c_void_p]
+        self.lib.outrider_layer_from.argtypes = [*pointers, c_void_p, c_int32, c_void_p, c_void_p]
         self.tables = (cos, sin)
         self.shape = self._shape(config.heads, config.kv_heads, config.head_dim, config.head_dim**-0.5)
         width = -(-(len(cos) + MAX_NODES + 1) // PANEL) * PANEL
@@ -151,6 +152,17 @@ class NativeKernels:
         self._work.x = x.data_ptr()
         self.lib.outrider_layer(
             layer.struct, self.shape, rows, self._work, keys.data_ptr(), values.data_ptr()
+        )
+
+    def layer_from(
+        self, layer: NativeLayer, inputs: Tensor, x: Tensor, batch: Batch, keys: Tensor, values: Tensor
+    ) -> None:
+        rows = self._rows(batch)
+        self._reserve(rows.rows)
+        self._work.x = x.data_ptr()
+        there = keys.data_ptr(), values.data_ptr()
+        self.lib.outrider_layer_from(
+            layer.struct, self.shape, rows, self._work, _ptr(inputs), inputs.shape[1], *there
         )
 
     def attention(

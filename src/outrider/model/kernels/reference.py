@@ -59,8 +59,14 @@ class ReferenceKernels:
 
     def layer(self, w: LayerTensors, x: Tensor, batch: Batch, keys: Tensor, values: Tensor) -> None:
         """x [R, hidden] becomes the layer's output, in place; its keys and values go to their slots."""
+        self.layer_from(w, self.norm(x, w.attn_norm), x, batch, keys, values)
+
+    def layer_from(
+        self, w: LayerTensors, inputs: Tensor, x: Tensor, batch: Batch, keys: Tensor, values: Tensor
+    ) -> None:
+        """The same from its normed inputs on, which may be wider than x."""
         c, rows = self.config, len(x)
-        qkv = rowwise_linear(self.norm(x, w.attn_norm), w.qkv, w.qkv_bias)
+        qkv = rowwise_linear(inputs, w.qkv, w.qkv_bias)
         q, k, v = qkv.view(rows, -1, c.head_dim).split([c.heads, c.kv_heads, c.kv_heads], dim=1)
         if w.q_norm is not None and w.k_norm is not None:
             q, k = rms_norm(q, w.q_norm, c.norm_eps), rms_norm(k, w.k_norm, c.norm_eps)
