@@ -24,7 +24,8 @@
 #define PANEL 16                /* outputs a panel */
 #define REGS (PANEL / LANES)    /* vector registers a panel row takes */
 #define FEW 8                   /* rows whose norms and rotations are too little to share out */
-#define BLOCK 4                 /* rows a panel meets at a time: 16 NEON accumulators; 5 spill */
+#define BLOCK 4                 /* rows a panel meets at a time: 16 NEON accumulators */
+#define MOST 5                  /* the same, where one row would be left: 20 just fit; 6 rows spill */
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
@@ -124,17 +125,22 @@ DEFINE_PANEL(1)
 DEFINE_PANEL(2)
 DEFINE_PANEL(3)
 DEFINE_PANEL(4)
+DEFINE_PANEL(5)
 
 static inline void panel(int rows, const float *w, const float *x, int ldx, int K, float y[][PANEL]) {
     switch (rows) {
     case 1: panel_1(w, x, ldx, K, y); break;
     case 2: panel_2(w, x, ldx, K, y); break;
     case 3: panel_3(w, x, ldx, K, y); break;
-    default: panel_4(w, x, ldx, K, y); break;
+    case 4: panel_4(w, x, ldx, K, y); break;
+    default: panel_5(w, x, ldx, K, y); break;
     }
 }
 
 static inline int least(int a, int b) { return a < b ? a : b; }
+
+/* Rows to take next of so many. A row by itself takes as long as two. */
+static inline int next_rows(int left) { return left == MOST ? MOST : least(BLOCK, left); }
 
 /* y = x W^T + bias, or y += that. */
 typedef struct {
@@ -152,9 +158,9 @@ static void linear_panels(void *job, int member, int begin, int end) {
     for (int n = begin; n < end; n++) {
         const float *wp = l->w + (size_t)n * K * PANEL;
         int width = least(PANEL, N - n * PANEL);
-        float out[BLOCK][PANEL];
-        for (int m = 0; m < M; m += BLOCK) {
-            int rows = least(BLOCK, M - m);
+        float out[MOST][PANEL];
+        for (int m = 0, rows; m < M; m += rows) {
+            rows = next_rows(M - m);
             panel(rows, wp, x + (size_t)m * K, K, K, out);
             for (int r = 0; r < rows; r++) {
                 float *to = l->y + (size_t)(m + r) * N + (size_t)n * PANEL;
@@ -188,9 +194,9 @@ static void gated_panels(void *job, int member, int begin, int end) {
     for (int n = begin; n < end; n++) {
         size_t at = (size_t)n * K * PANEL;
         int width = least(PANEL, N - n * PANEL);
-        float g[BLOCK][PANEL], u[BLOCK][PANEL];
-        for (int m = 0; m < M; m += BLOCK) {
-            int rows = least(BLOCK, M - m);
+        float g[MOST][PANEL], u[MOST][PANEL];
+        for (int m = 0, rows; m < M; m += rows) {
+            rows = next_rows(M - m);
             panel(rows, layer->gate + at, x + (size_t)m * K, K, K, g);
             panel(rows, layer->up + at, x + (size_t)m * K, K, K, u);
             for (int r = 0; r < rows; r++) {
