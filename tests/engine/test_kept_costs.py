@@ -57,17 +57,27 @@ def test_what_does_not_fit_is_left(folder: Path) -> None:
         assert not again.costs.curve and not again.costs.per_level
 
 
+def test_one_point_that_does_not_fit_is_enough(folder: Path) -> None:
+    """Rows of two are the commonest drafts, and eight may fit by chance."""
+    wrong = CURVE | {2: 1.7 * CURVE[1], 8: CURVE[8]}
+    made(learned(wrong)).keep(always=True)
+    assert not made().recall(lambda rows: (CURVE | {2: 1.1 * CURVE[1]})[rows])
+
+
 def test_steps_refine_it(folder: Path) -> None:
-    """Rows that were taken often enough are kept as they were taken; others follow the nearest of them."""
+    """Rows that were taken often enough are kept by how much longer they took than plain steps of the same time."""
     kept = made(learned(CURVE))
     for _ in range(kept_costs.STEPS - 1):
-        kept.costs.observe(step(4, 0.024))
+        kept.costs.observe(step(4, 3 * 1.5 * CURVE[4]))
     kept.costs.observe(step(3, 9.0))  # once: chance
+    assert kept.costs.known_curve() == CURVE  # at what pace? there was no plain step
+    for _ in range(kept_costs.STEPS):
+        kept.costs.observe(step(1, 3 * CURVE[1]))  # somebody else was at work
     kept.keep()
     again = made()
     assert again.recall(lambda rows: 2 * CURVE[rows])
-    assert again.costs.curve[4] == pytest.approx(0.024)
-    assert again.costs.curve[8] == pytest.approx(0.06)
+    assert again.costs.curve[4] == pytest.approx(2 * 1.5 * CURVE[4])
+    assert again.costs.curve[8] == pytest.approx(2 * CURVE[8])
     assert set(again.costs.curve) == set(CURVE)
 
 

@@ -234,9 +234,14 @@ class CostModel:
         return self.times.total()
 
     def known_curve(self) -> dict[int, float]:
-        """Ragged steps by rows as they are known by now, for whoever starts next."""
-        known = sorted(self.believed.keys() | self.curve.keys())
-        return {rows: self._step(rows, self.believed) for rows in known}
+        """Ragged steps by rows as they are known by now, for whoever starts next: as measured, and those that were
+        taken by how much longer they took than a plain one. Without plain ones nobody knows at what pace they went.
+        """
+        known, plain = dict(self.curve), self.believed.get(1)
+        if plain is not None:
+            pace = known.get(1, plain) / plain
+            known |= {rows: pace * seconds for rows, seconds in self.believed.items()}
+        return dict(sorted(known.items()))
 
     def ragged_plain(self, batch: int) -> float:
         """Seconds of a plain ragged step."""

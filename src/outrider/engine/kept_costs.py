@@ -59,19 +59,21 @@ class KeptCosts:
         return cls(Path(folder).expanduser() / f"{name}.json" if folder else None, json.loads(text), costs)
 
     def recall(self, measure: Callable[[int], float]) -> bool:
-        """Take up what was kept, if it fits: a pass of a few rows takes as many times one of a single row as it did
-        then. Whatever else the machine does slows both down, so all is taken at the pace of now.
+        """Take up what was kept, if it fits: passes of two and of a few rows take as many times one of a single row as
+        they did then. Whatever else the machine does slows all down, so all is taken at the pace of now.
         """
         kept = self._read()
         if kept is None:
             return False
         curve, per_level = kept
-        rows = max(n for n in curve if n <= CHECKED)
-        alone = measure(1)
-        grown = measure(rows) / alone / (curve[rows] / curve[1])
-        if not 1 / FITS <= grown <= FITS:
-            log.info("costs kept in %s do not fit: %d rows take %.2f times as long", self.file, rows, grown)
-            return False
+        few, alone = sorted(n for n in curve if 1 < n <= CHECKED), measure(1)
+        for rows in dict.fromkeys((*few[:1], *few[-1:])):
+            grown = measure(rows) / alone / (curve[rows] / curve[1])
+            if not 1 / FITS <= grown <= FITS:
+                log.info(
+                    "costs kept in %s do not fit: %d rows take %.2f times as long", self.file, rows, grown
+                )
+                return False
         pace = alone / curve[1]
         self.costs.curve.update((n, pace * seconds) for n, seconds in curve.items())
         self.costs.per_level.update((name, pace * seconds) for name, seconds in per_level.items())
