@@ -11,7 +11,7 @@ from typing import NamedTuple
 from outrider.draft.drafters import Drafters
 from outrider.types import Bet, Outcome, Sequence
 
-DEPTH = 8  # tokens of a proposal
+DEPTH = 4  # tokens of a proposal: of more, nobody would know for longer whether any was right
 
 
 class Proposal(NamedTuple):
