@@ -271,6 +271,10 @@ def test_drafts_hold_for_some_captured_steps_where_the_device_waits_for_the_host
     made.rest.left = HELD
     assert steps(0.05, one) == -(-(12 - HELD) // (HELD + 1))  # somebody went: what was planned holds
     assert steps(0.5, one, other) == 12 - HELD  # the first was made in a hurry
+    made.rest.left = HELD
+    made.release("lookup")
+    options = Options(2, (True, True), {}, riding=())
+    assert {bet.nodes for bet in made.plan([Work(one, 1), Work(other, 1)], options).bets} == {0}
 
 
 def test_a_plan_with_a_draft_holds_for_its_step_alone():

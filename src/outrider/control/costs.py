@@ -67,8 +67,10 @@ class CostModel:
             return  # prompt rows made its time, or a drafter's: not what the same plan costs again
         plain = self._note_plain(record)
         if record.captured is not None:
-            alone = plain and bool(self.used.get(record.captured[2]))  # among drafting ones
-            seconds = (record.target_s if alone else _captured_seconds(record)) / record.passes
+            # A plain step among drafting ones waits for a host that plans drafts: it counts for its time on the device.
+            # Where there are no others, the host plans less and takes several passes at once.
+            among = plain and bool(self.used.get(record.captured[2]))
+            seconds = (record.target_s if among else _captured_seconds(record)) / record.passes
             if plain and record.captured[2] not in self.served:  # measured over padding so far, if at all
                 self.served.add(record.captured[2])
                 self.captured[record.captured] = seconds
@@ -289,10 +291,7 @@ class CostModel:
 
 
 def _captured_seconds(record: StepRecord) -> float:
-    """Of a captured step, without what held up the host. A plain one among drafting ones counts for its time on the
-    device: it waits for a host that plans drafts, and where there are none, the host plans less and takes several
-    passes at once.
-    """
+    """Of a captured step, without what held up the host."""
     return min(max(record.total_s, record.target_s), MAX_STALL * record.target_s)
 
 

@@ -115,6 +115,7 @@ class Planner:
         """It drafts with other weights now, alone or merged with others: what it achieved says nothing any more."""
         self.rates.forget_drafter(name)
         self.payoff.forget(name)
+        self.rest = Rest()  # no plan with it may hold
         for known in self.resident.idle_time:
             if name in known.split("+"):
                 self.resident.idle_time[known] = inf  # so that one that did not pay is tried again

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from outrider.types import Sequence
-from outrider.verify.rows import to_device, to_device_together
+from outrider.verify.rows import put, to_device, to_device_together
 
 MOST = 64  # sequences: nine bytes a token of the vocabulary each
 NOBODY = -1
@@ -79,11 +79,6 @@ class EditRows:
             self.prompt = torch.zeros(shape, dtype=torch.uint8, device=self.device)
             self.bias = torch.zeros(shape, dtype=torch.float32, device=self.device)
             self.penalties = torch.zeros((len(self.free), 3), dtype=torch.float32, device=self.device)
-
-
-def put(column: Tensor, row: int, value: float) -> None:
-    """Write a number to a row. Assigning it would copy it from the host, and wait for the step in flight."""
-    column[row].fill_(value)
 
 
 def _edited(sequence: Sequence) -> bool:

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.device.edits import EditRows, put
+from outrider.device.edits import EditRows
 from outrider.types import SamplingParams, Sequence
 from outrider.verify.filters import BANNED, OFF, wanted
-from outrider.verify.rows import clamp_temperature, to_device, to_device_together
+from outrider.verify.rows import clamp_temperature, put, to_device, to_device_together
 
 MAX_PREDICTION = 4096  # tokens of a user's prediction that the device holds
 

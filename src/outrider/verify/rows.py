@@ -127,6 +127,11 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
     return (values.pin_memory() if device.type == "cuda" else values).to(device, non_blocking=True)
 
 
+def put(column: Tensor, row: int, value: float) -> None:
+    """Write a number to a row. Assigning it would copy it from the host, and wait for the step in flight."""
+    column[row].fill_(value)
+
+
 def to_device_together(values: Seq[NDArray], device: torch.device) -> list[Tensor]:
     """The same of several, in one copy: for a GPU each takes the host as long as all of them together."""
     if device.type != "cuda":

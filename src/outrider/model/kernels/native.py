@@ -147,23 +147,22 @@ class NativeKernels:
         return out
 
     def layer(self, layer: NativeLayer, x: Tensor, batch: Batch, keys: Tensor, values: Tensor) -> None:
-        rows = self._rows(batch)
-        self._reserve(rows.rows)
-        self._work.x = x.data_ptr()
-        self.lib.outrider_layer(
-            layer.struct, self.shape, rows, self._work, keys.data_ptr(), values.data_ptr()
-        )
+        given = self._given(layer, x, batch)
+        self.lib.outrider_layer(*given, keys.data_ptr(), values.data_ptr())
 
     def layer_from(
         self, layer: NativeLayer, inputs: Tensor, x: Tensor, batch: Batch, keys: Tensor, values: Tensor
     ) -> None:
+        given = self._given(layer, x, batch)
+        self.lib.outrider_layer_from(
+            *given, _ptr(inputs), inputs.shape[1], keys.data_ptr(), values.data_ptr()
+        )
+
+    def _given(self, layer: NativeLayer, x: Tensor, batch: Batch) -> tuple[_Layer, _Shape, _Rows, _Work]:
         rows = self._rows(batch)
         self._reserve(rows.rows)
         self._work.x = x.data_ptr()
-        there = keys.data_ptr(), values.data_ptr()
-        self.lib.outrider_layer_from(
-            layer.struct, self.shape, rows, self._work, _ptr(inputs), inputs.shape[1], *there
-        )
+        return layer.struct, self.shape, rows, self._work
 
     def attention(
         self, q: Tensor, batch: Batch, keys: Tensor, values: Tensor, window: int, scale: float
