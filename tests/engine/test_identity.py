@@ -88,7 +88,7 @@ def test_any_prefill_chunk(model, requests, alone, step_rows, lag):
 
 
 def test_preempted_and_resumed(model, requests, alone, lag):
-    engine = tiny_engine(model, cache_bytes=260 * model.config.kv_bytes_per_token, lag=lag)
+    engine = tiny_engine(model, cache_bytes=230 * model.config.kv_bytes_per_token, lag=lag)
     assert answers(engine, requests) == alone
     assert engine.scheduler.preemptions > 2
 
