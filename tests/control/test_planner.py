@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from outrider.control.acceptance import AcceptanceRate
@@ -14,11 +16,12 @@ from tests.tiny import sequence
 
 FREE = dict.fromkeys(range(1, 64), 1.0)  # rows cost nothing: every draft pays
 GUARDS = Guards()
+KNOWN = Guards(start_depth=GUARDS.max_depth)  # as if tokens had been right for every text before
 HOT = (0, 0.4, 0.8, 1.2)
 
 
-def planner(costs: dict[int, float] | None = FREE, **options) -> Planner:
-    made = Planner("lookup", **options)
+def planner(costs: dict[int, float] | None = FREE, guards: Guards = KNOWN, **options) -> Planner:
+    made = Planner("lookup", guards=guards, **options)
     made.costs.by_rows = dict(costs or {})
     return made
 
@@ -378,7 +381,7 @@ def test_a_small_gain_is_not_worth_a_draft():
 
 def test_a_tree_where_its_rows_cost_little():
     for row, nodes in ((0.01, 8), (0.04, 4)):
-        made = planner({n: 1 + row * n for n in range(1, 64)}, guards=Guards(max_depth=4))
+        made = planner({n: 1 + row * n for n in range(1, 64)}, guards=replace(KNOWN, max_depth=4))
         bet, _ = only(made, sequence([1, 2]))
         assert (bet.depth, bet.nodes) == (4, nodes)
 
@@ -396,7 +399,7 @@ def test_depth_is_what_expectation_says():
 
 
 def test_guards_are_settings():
-    made = planner(guards=Guards(max_batch=2, max_temperature=0.5, max_depth=3, tree_batch=0))
+    made = planner(guards=replace(KNOWN, max_batch=2, max_temperature=0.5, max_depth=3, tree_batch=0))
     assert only(made, sequence([1, 2]), 2)[0] == Bet("lookup", 3, 3)
     assert only(made, sequence([1, 2]), 3) == (NO_BET, "batch")
     assert only(made, sequence([1, 2], temperature=0.6)) == (NO_BET, "temperature")
@@ -475,7 +478,7 @@ def test_the_objective():
     """One of two is always right. For both together a deep draft of it is best; the other's tokens take longer."""
     found = {}
     for objective in ("throughput", "latency"):
-        made = planner({n: 1 + 0.15 * (n - 2) for n in range(2, 64)}, guards=Guards(objective=objective))
+        made = planner({n: 1 + 0.15 * (n - 2) for n in range(2, 64)}, guards=replace(KNOWN, objective=objective))
         good, bad = sequence([1, 2]), sequence([1, 3])
         made.rates.by_sequence = {
             good: {"lookup": AcceptanceRate(0.97, 0.97)},
@@ -606,6 +609,19 @@ def decoding(*sequences) -> list[Work]:
     return [Work(s, 1) for s in sequences]
 
 
+def test_drafts_for_a_text_begin_shallow():
+    """Every token that was right allows one level more; how deep pays is the same for a text that is known."""
+    made, s = planner(guards=Guards(max_depth=8)), sequence([1, 2])
+    depths = []
+    for accepted in (0, 1, 0, 1, 2, 4):
+        bet, _ = only(made, s)
+        depths.append(bet.depth)
+        made.observe(step([s], [bet], 1 + bet.depth, drafted=bet.depth, accepted=accepted))
+    assert depths == [1, 1, 2, 2, 3, 5] and only(made, s)[0].depth == 8
+    assert only(made, sequence([1, 3]))[0].depth == 1
+    assert only(planner(guards=Guards(start_depth=4, max_depth=8)), sequence([1, 3]))[0].depth == 4
+
+
 @pytest.mark.parametrize(("row", "tried"), [(0.03, 3), (0.09, 1), (0.2, 0)])
 def test_nobody_tries_deep_what_was_never_right(row, tried):
     """What is scored without being asked shows by itself that it is right; then it may go as deep as it pays."""
@@ -643,7 +659,7 @@ def test_a_draft_beside_prompt_rows_pays_for_its_own_rows():
     costly = planner(
         {n: 0.5 * n for n in range(1, 64)}
     )  # there is nothing to gain where they cost as much there
-    costly.rates.by_sequence[s] = {"lookup": AcceptanceRate(0.2, 0.2, proven=True)}
+    costly.rates.by_sequence[s] = {"lookup": AcceptanceRate(0.2, 0.2, correct=1)}
     assert costly.plan([*decoding(s), Work(reader, 39)], riding()).bets[0].nodes == 0
 
 
@@ -655,7 +671,7 @@ def test_whose_prompt_is_read_gets_no_token_and_counts_for_none():
         sequence([1, 2]),
         sequence([1] * 9),
     )
-    made.rates.by_sequence[s] = {"lookup": AcceptanceRate(0.3, 0.0, proven=True)}
+    made.rates.by_sequence[s] = {"lookup": AcceptanceRate(0.3, 0.0, correct=1)}
     assert made.plan([*decoding(s), Work(reader, 1)], riding()).bets[0].depth == 1
 
 
@@ -663,7 +679,7 @@ def test_drafts_beside_prompts_hold_up_first_tokens_by_so_much():
     """Rows cost little there, and drafts are always right: as many as the bound has room for."""
     guards, s, reader = Guards(hold_up=1.1), sequence([1, 2]), sequence([1] * 99)
     made = planner({n: 1 + 0.02 * n for n in range(1, 128)}, guards=guards)
-    made.rates.by_sequence[s] = {"lookup": AcceptanceRate(0.99, 0.99, proven=True)}
+    made.rates.by_sequence[s] = {"lookup": AcceptanceRate(0.99, 0.99, correct=1)}
     plain = made.costs.step(40)
     depth = made.plan([*decoding(s), Work(reader, 39)], riding()).bets[0].depth
     assert depth == int((guards.hold_up - 1) * plain / 0.02) < GUARDS.max_depth

@@ -435,7 +435,7 @@ def test_the_batch_guard_is_for_all_rows():
     some = [sequence([1, i]) for i in range(17)]
     work, trees, here = [Work(s, s.pending) for s in some], {"lm": ((4, 4),)}, (*[True] * 16, False)
     for most, kind in ((16, "batch"), (17, "pays"), (None, "pays")):
-        made = Planner("lm", guards=Guards(max_batch=most))
+        made = Planner("lm", guards=Guards(max_batch=most, start_depth=4))
         made.learn("lm", 32, [("none", (0, 0), 1.0), ("lm", (4, 4), 1.1)])
         plan = made.plan(work, Options(32, here, trees, max_depth=8))
         assert set(kinds(plan)) == {kind}
@@ -446,7 +446,7 @@ def test_the_batch_guard_is_for_all_rows():
 
 
 def test_resident_and_staged_rows_share_a_step_and_an_estimate():
-    made, some = Planner("lm"), [sequence([1, i]) for i in range(3)]
+    made, some = Planner("lm", guards=Guards(start_depth=8)), [sequence([1, i]) for i in range(3)]
     made.learn("lm", 2, [("none", (0, 0), 1.0), ("lm", (2, 2), 1.1)])
     work = [Work(some[0], 2), Work(some[1], 1), Work(some[2], 2)]  # the second reads its prompt
     plan = made.plan(work, Options(2, (True, False, False), {"lm": ((2, 2),)}, max_depth=8))

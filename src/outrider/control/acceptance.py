@@ -41,7 +41,7 @@ class AcceptanceRate:
     drafts: int = 0  # that it was observed for
     used: int = 0  # steps in which it drafted
     right: bool = True  # whether any of the last draft was accepted
-    proven: bool = False  # whether any of any draft was
+    correct: int = 0  # tokens of its drafts that were accepted
     # Copied text goes on being copied, and new text being new. So `first` and its weight hold after a draft as right as
     # the last one, and these after one that was not. None: no difference is made.
     other: tuple[float, float] | None = None
@@ -49,7 +49,7 @@ class AcceptanceRate:
     def observe(self, drafted: int, accepted: int, memory: float) -> None:
         """A draft of this depth. None at all (0) where one was wanted counts as a rejected one."""
         self.drafts += 1
-        self.proven = self.proven or accepted > 0
+        self.correct += accepted
         self.first += ((accepted > 0) - self.first) / (self.weight + 1)
         for depth in range(1, min(accepted + 1, drafted)):
             self.next += ((accepted > depth) - self.next) / (self.weight + 1)

@@ -39,11 +39,8 @@ class Payoff:
             return
         self.steps += record.passes
         self.seconds += record.total_s
-        if record.drafted:
-            captured = record.captured[0] if record.captured else "none"
-            for name in self.held:
-                if name == captured or any(o.drafted and o.bet.drafter == name for o in record.outcomes):
-                    self.gained[name] += record.plain_s - record.total_s
+        for name in self.held if record.drafted else ():
+            self.gained[name] += _gain(record, name)
         if self.steps >= STEPS:
             self._report()
 
@@ -61,3 +58,18 @@ class Payoff:
                 )
         self.gained.clear()
         self.steps, self.seconds = 0, 0.0
+
+
+def _gain(record: StepRecord, drafter: str) -> float:
+    """Seconds that a drafter's part of a step saved: its accepted tokens would have taken plain steps, and what the
+    step took longer than one is shared among drafters by their tokens.
+    """
+    if record.captured is not None and record.captured[0] == drafter:
+        return record.plain_s - record.total_s
+    mine = [o for o in record.outcomes if o.drafted and o.bet.drafter == drafter]
+    if not mine or not record.emitted:
+        return 0.0
+    token = record.plain_s / record.emitted
+    longer = record.total_s - token * record.sequences
+    drafted = sum(o.drafted for o in mine)
+    return token * sum(o.accepted for o in mine) - longer * drafted / record.drafted

@@ -165,7 +165,7 @@ class StagedPlans:
         if len(hopeless) == len(rates):
             return found, nothing
         riding = [rate for name in options.riding if name not in hopeless for rate in rates.get(name, ())]
-        shallow = self._shallow(step, sum(not rate.proven for rate in riding)) if riding else 0
+        shallow = self._shallow(step, sum(not rate.correct for rate in riding)) if riding else 0
         for i, (sequence, names) in left.items():
             some = (self._offer(sequence, name, shallow, options) for name in names if name not in hopeless)
             found[i] = [offer for offer in some if offer is not None]
@@ -242,18 +242,20 @@ class StagedPlans:
         return Reason("low gain" if offer.spared else "below break-even", 0, facts)
 
     def _offer(self, sequence: Sequence, name: str, shallow: int, options: Options) -> Offer | None:
-        """None where there is nothing to propose. Those that are scored anyway are tried no deeper than `shallow`
-        before anything of theirs was right.
+        """None where there is nothing to propose. Before anything of theirs was right, those that are scored anyway are
+        tried no deeper than `shallow`, and others as deep as a guard says; those go one deeper with every token that was.
         """
         rate, deepest = self.rates.of(sequence, name), min(self.guards.max_depth, sequence.remaining)
-        survivals, unproven = rate.survivals(deepest, UNLIKELY), False
-        if name in options.riding and survivals:
+        survivals, most = rate.survivals(deepest, UNLIKELY), self.guards.start_depth + rate.correct
+        riding = name in options.riding
+        if riding and survivals:
             survivals = survivals[: options.found(name, sequence, len(survivals))]
-            unproven = not rate.proven and len(survivals) > shallow
+            most = deepest if rate.correct else shallow
         if not survivals:
             return None
         spared = rate.drafts >= self.guards.patience
-        usable = survivals[:shallow] if unproven else survivals
+        usable = survivals[:most]
+        unproven = riding and len(usable) < len(survivals)
         return Offer(self.kept(rate, sum(usable)), name, survivals, spared, len(usable), unproven)
 
     def kept(self, rate: AcceptanceRate, tokens: float) -> float:
