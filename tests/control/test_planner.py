@@ -609,6 +609,20 @@ def decoding(*sequences) -> list[Work]:
     return [Work(s, 1) for s in sequences]
 
 
+@pytest.mark.parametrize("after_prompts", [True, False])
+def test_nobody_looks_for_what_a_runner_would_not_draft(after_prompts):
+    """Looking through a long prompt takes a host as long as half of a GPU's step."""
+    made, asked, s = planner(), [], sequence([1, 2, 3])
+    options = Options(
+        riding=("lookup",), found=lambda *one: asked.append(one) or 3, after_prompts=after_prompts
+    )
+    plan = made.plan([Work(s, 3)], options)
+    assert (kinds(plan) == ("prefill",)) != after_prompts and bool(asked) == after_prompts
+    s.cached = 2
+    made.plan([Work(s, 1)], options)
+    assert asked
+
+
 def test_drafts_for_a_text_begin_shallow():
     """Every token that was right allows one level more; how deep pays is the same for a text that is known."""
     made, s = planner(guards=Guards(max_depth=8)), sequence([1, 2])

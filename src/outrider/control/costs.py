@@ -84,13 +84,8 @@ class CostModel:
         if plain:
             _learn(self.by_batch, record.sequences, record.total_s)
         self._relate(-record.sequences, record.rows, record.total_s if plain else None)
-        levels: dict[str, int] = {}
-        for o in record.outcomes:
-            if o.drafted:
-                levels[o.bet.drafter] = max(levels.get(o.bet.drafter, 0), o.deepest)
-        if (
-            levels
-        ):  # of several, the costliest, as far as is known, is charged with what the others do not take
+        if levels := _levels(record):
+            # Of several, the costliest, as far as is known, is charged with what the others do not take.
             name = max(levels, key=lambda one: self.per_level.get(one, inf))
             depth = levels.pop(name)
             _learn(self.per_level, name, max(0.0, record.draft_s - self.drafting(levels)) / depth)
@@ -193,9 +188,13 @@ class CostModel:
         """Seconds for a drafter to read so many tokens."""
         return self._per_token(drafter) * max(tokens, MIN_READ) if tokens else 0.0
 
-    def learn_ragged_reading(self, drafter: str, tokens: int, seconds: float) -> None:
-        """A drafter caught up before it drafted for a ragged step."""
-        _learn(self.per_ragged_token, drafter, seconds / tokens)
+    def learn_ragged_reading(self, record: StepRecord) -> None:
+        """A drafter caught up before it drafted for a ragged step: what drafting took longer than it takes else."""
+        assert record.catch_up is not None
+        name, tokens, seconds = record.catch_up
+        _learn(
+            self.per_ragged_token, name, max(0.0, seconds - self.drafting(_levels(record))) / tokens
+        )
 
     def ragged_reading(self, drafter: str, tokens: int) -> float:
         """Seconds for a drafter to read so many tokens before a ragged step; nothing until it has read once."""
@@ -315,6 +314,15 @@ def _interpolated(known: Mapping[int, float], rows: int) -> float:
 def _bucket(rows: int) -> int:
     """The power of two that has room."""
     return 1 << (rows - 1).bit_length()
+
+
+def _levels(record: StepRecord) -> dict[str, int]:
+    """How deep each drafter drafted in a ragged step."""
+    found: dict[str, int] = {}
+    for o in record.outcomes:
+        if o.drafted:
+            found[o.bet.drafter] = max(found.get(o.bet.drafter, 0), o.deepest)
+    return found
 
 
 def _learn(known: dict, key: object, value: float, keep: float = KEEP) -> None:

@@ -62,7 +62,10 @@ class Planner:
 
     def _plan(self, work: Seq[Work], options: Options) -> Plan:
         sequences, batch, self.rates.scored = [item.sequence for item in work], len(work), options.riding
-        found = [self._settled(item, batch) for item in work]
+        found = [
+            self._settled(item, batch) if options.after_prompts or item.known == 1 else (NO_BET, PREFILL)
+            for item in work
+        ]
         allowed = {i: self._allowed(sequences[i], bet) for i, (bet, why) in enumerate(found) if why is AUTO}
         here = [i for i, item in enumerate(work) if item.emits and options.is_resident(i)]
         if here:
@@ -129,8 +132,10 @@ class Planner:
 
     def observe(self, record: StepRecord) -> None:
         if record.catch_up is not None:
-            learn = self.learn_reading if record.captured else self.costs.learn_ragged_reading
-            learn(*record.catch_up)
+            if record.captured:
+                self.learn_reading(*record.catch_up)
+            else:
+                self.costs.learn_ragged_reading(record)
         self.costs.observe(record)
         record.plain_s = self.costs.plain_seconds(record)
         drafter = record.captured[0] if record.captured else "none"

@@ -100,6 +100,8 @@ class StagedPlans:
             offer = served[i] if depth else max(offers[i], default=None)
             drafter = offer.drafter if offer and depth else "none"
             costly = [name for name in names if name not in (drafter, *options.riding)]
+            if depth and drafter not in options.riding:
+                depth = min(depth, self.guards.start_depth + self.rates.of(sequence, drafter).correct)
             probe = None if best.stretched else self._probe(sequence, costly, batch, speedup, options)
             if probe is not None:
                 yield i, *probe
@@ -242,20 +244,18 @@ class StagedPlans:
         return Reason("low gain" if offer.spared else "below break-even", 0, facts)
 
     def _offer(self, sequence: Sequence, name: str, shallow: int, options: Options) -> Offer | None:
-        """None where there is nothing to propose. Before anything of theirs was right, those that are scored anyway are
-        tried no deeper than `shallow`, and others as deep as a guard says; those go one deeper with every token that was.
+        """None where there is nothing to propose. Those that are scored anyway are tried no deeper than `shallow`
+        before anything of theirs was right.
         """
         rate, deepest = self.rates.of(sequence, name), min(self.guards.max_depth, sequence.remaining)
-        survivals, most = rate.survivals(deepest, UNLIKELY), self.guards.start_depth + rate.correct
-        riding = name in options.riding
-        if riding and survivals:
+        survivals, unproven = rate.survivals(deepest, UNLIKELY), False
+        if name in options.riding and survivals:
             survivals = survivals[: options.found(name, sequence, len(survivals))]
-            most = deepest if rate.correct else shallow
+            unproven = not rate.correct and len(survivals) > shallow
         if not survivals:
             return None
         spared = rate.drafts >= self.guards.patience
-        usable = survivals[:most]
-        unproven = riding and len(usable) < len(survivals)
+        usable = survivals[:shallow] if unproven else survivals
         return Offer(self.kept(rate, sum(usable)), name, survivals, spared, len(usable), unproven)
 
     def kept(self, rate: AcceptanceRate, tokens: float) -> float:

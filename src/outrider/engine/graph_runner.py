@@ -134,7 +134,7 @@ class GraphRunner(EagerRunner):
             if self.drafters.resident(name)
         }
         depth, riding = MAX_RESIDENT_DEPTH, self.drafters.riding
-        return Options(size, resident, trees, self._unread, depth, riding, self._found)
+        return Options(size, resident, trees, self._unread, depth, riding, self._found, after_prompts=False)
 
     def _stays(self, sequence: Sequence) -> bool:
         """Whether its rows are resident. Whoever has a step in flight must stay; else not if the host drafts for it."""

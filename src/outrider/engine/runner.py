@@ -40,7 +40,7 @@ from outrider.verify.judge import judge, predicted, score_prompts
 
 # Drafting steps between two in which one sequence's logits are looked at: that takes the time of a few rows' softmax.
 SAMPLE_INTERVAL = 16
-LONG_READ = 64  # tokens: a drafter that missed fewer drafts hardly later
+LONG_READ = 8  # tokens: a drafter that missed fewer drafts hardly later
 # Numbers of rows that passes are measured for before anybody asks, up to so many a sequence: kernels take rows in
 # blocks, so that a few more may cost nothing or half a step.
 LONGEST_MEASURED = 0.1  # seconds: whoever asks meanwhile waits for three such passes
