@@ -33,6 +33,30 @@ def test_a_chain_is_worth_the_survival_of_its_levels():
     assert rate.accepted((3, 3)) == pytest.approx(sum(rate.survivals(3, 0.0)))
 
 
+def test_what_follows_is_doubted_with_the_first_token_until_it_is_known():
+    new, known, copied = (AcceptanceRate(0.6, 0.7) for _ in range(3))
+    for _ in range(6):
+        known.observe(3, 3, SEQUENCE_MEMORY)
+    before = known.next
+    copied.other = 0.1, PRIOR_WEIGHT  # it differs by what the last draft was, and is told apart by that
+    for rate in (new, known, copied):
+        for _ in range(4):
+            rate.observe(2, 0, SEQUENCE_MEMORY)
+    assert new.next == pytest.approx(0.7 * new.first / 0.6)
+    assert known.next > 0.9 * before and copied.next == 0.7
+    low = new.next
+    new.observe(1, 1, SEQUENCE_MEMORY)
+    assert low < new.next <= NEXT
+
+
+def test_levels_are_earned_by_right_tokens_and_lost_by_halves():
+    rate, earned = AcceptanceRate(0.5, 0.5), []
+    for accepted in (1, 2, 0, 0, 0, 3):
+        rate.observe(3, accepted, SEQUENCE_MEMORY)
+        earned.append(rate.earned)
+    assert earned == [1, 3, 1, 0, 0, 3] and rate.correct == 6
+
+
 def test_the_first_token_is_told_from_the_next():
     rate = AcceptanceRate(0.5, 0.5)
     for i in range(400):

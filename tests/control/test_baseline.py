@@ -1,4 +1,4 @@
-"""The speed-up that is measured is the one there is: against the same answers without speculation, within 3 %."""
+"""The speed-up that is measured is the one there is: against the same answers without speculation, within 2 %."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from outrider.control.planner import Planner
 from outrider.types import Options, Outcome, StepRecord, Work
 from tests.tiny import sequence
 
-TOKENS = 6000
+TOKENS = 6000  # of a run: some fifteen plain steps among drafting ones
 
 
 def plain_seconds(length: int) -> float:
@@ -23,7 +23,13 @@ def plain_seconds(length: int) -> float:
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("rate", [0.9, 0.7, 0.3])
 def test_the_gauge_is_right(captured: bool, rate: float) -> None:
-    planner, one, dice = Planner("lm"), sequence([1, 2], max_tokens=10**6), random.Random(1)
+    """On average over some runs: in one, each of the few plain steps is off by up to a tenth, as steps are."""
+    errors = [gauge_error(captured, rate, seed) for seed in range(1, 9)]
+    assert abs(sum(errors) / len(errors)) < 0.02 and max(map(abs, errors)) < 0.06
+
+
+def gauge_error(captured: bool, rate: float, seed: int) -> float:
+    planner, one, dice = Planner("lm"), sequence([1, 2], max_tokens=10**6), random.Random(seed)
     size = 1 if captured else 0
     options = Options(size, (captured,), {"lm": ((2, 2), (4, 4))}, max_depth=8)
     if captured:  # over padding, when the server began
@@ -45,8 +51,8 @@ def test_the_gauge_is_right(captured: bool, rate: float) -> None:
         one.cached = len(one.tokens) - 1
         planner.observe(record)
         spent, measured, counted = spent + took, measured + record.plain_s, counted + record.total_s
-    assert measured / counted == pytest.approx(alone / spent, rel=0.03)
     assert drafting > 100
+    return measured / counted / (alone / spent) - 1
 
 
 @pytest.mark.parametrize("captured", [False, True])

@@ -22,6 +22,7 @@ FIRST_PER_DEGREE, NEXT_PER_DEGREE = 0.25, 0.1
 TRUNCATED = 0.7  # of its temperature, that sampling counts for which leaves unlikely tokens out
 AFTER_WRONG = 0.5  # of that, where the last draft was rejected
 PRIOR_WEIGHT = 4.0  # steps that a new estimate's starting point counts for
+COSTLY_PRIOR_WEIGHT = 2.0  # the same of a drafter that takes passes: to find out takes time
 SCORED_WEIGHT = 24.0  # the same, where the drafter was scored before: on other prompts, but on many
 SEQUENCE_MEMORY, DRAFTER_MEMORY = 12, 200  # steps: a text changes its nature, a drafter hardly does
 RECOVERY = 0.02  # share of the way back to NEXT after a draft that was accepted as far as it went
@@ -42,6 +43,8 @@ class AcceptanceRate:
     used: int = 0  # steps in which it drafted
     right: bool = True  # whether any of the last draft was accepted
     correct: int = 0  # tokens of its drafts that were accepted
+    earned: int = 0  # levels beyond the first that they have earned it: half of them are lost with a rejected draft
+    followed: int = 0  # tokens after an accepted one that were observed
     # Copied text goes on being copied, and new text being new. So `first` and its weight hold after a draft as right as
     # the last one, and these after one that was not. None: no difference is made.
     other: tuple[float, float] | None = None
@@ -50,8 +53,16 @@ class AcceptanceRate:
         """A draft of this depth. None at all (0) where one was wanted counts as a rejected one."""
         self.drafts += 1
         self.correct += accepted
+        self.earned = self.earned + accepted if accepted else self.earned // 2
+        before = max(self.first, MIN_RATE)
         self.first += ((accepted > 0) - self.first) / (self.weight + 1)
+        if self.other is None:
+            # Where the first token is right less often than was expected, the next ones are, too, until they are known
+            # by themselves.
+            alike = (self.first / before) ** (1 / (1 + self.followed))
+            self.next = min(self.next * alike, max(self.next, NEXT))
         for depth in range(1, min(accepted + 1, drafted)):
+            self.followed += 1
             self.next += ((accepted > depth) - self.next) / (self.weight + 1)
         if accepted == drafted:  # a deeper draft might have been accepted as well
             self.next += RECOVERY * max(0.0, NEXT - self.next)
@@ -122,7 +133,8 @@ class AcceptanceRates:
             degrees = self.degrees.setdefault(sequence, heat(sequence.request.params))
             prior, wrong = self.prior(drafter, degrees), self.prior(drafter, degrees, False)
             other = (wrong.first, PRIOR_WEIGHT) if drafter in self.scored else None
-            own[drafter] = AcceptanceRate(prior.first, prior.next, other=other)
+            weight = PRIOR_WEIGHT if drafter in self.scored else COSTLY_PRIOR_WEIGHT
+            own[drafter] = AcceptanceRate(prior.first, prior.next, weight, other=other)
         return own[drafter]
 
     def prior(self, drafter: str, degrees: float, right: bool = True) -> AcceptanceRate:

@@ -101,7 +101,7 @@ class StagedPlans:
             drafter = offer.drafter if offer and depth else "none"
             costly = [name for name in names if name not in (drafter, *options.riding)]
             if depth and drafter not in options.riding:
-                depth = min(depth, self.guards.start_depth + self.rates.of(sequence, drafter).correct)
+                depth = min(depth, self.guards.start_depth + self.rates.of(sequence, drafter).earned)
             probe = None if best.stretched else self._probe(sequence, costly, batch, speedup, options)
             if probe is not None:
                 yield i, *probe
