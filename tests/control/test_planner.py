@@ -478,7 +478,9 @@ def test_the_objective():
     """One of two is always right. For both together a deep draft of it is best; the other's tokens take longer."""
     found = {}
     for objective in ("throughput", "latency"):
-        made = planner({n: 1 + 0.15 * (n - 2) for n in range(2, 64)}, guards=replace(KNOWN, objective=objective))
+        made = planner(
+            {n: 1 + 0.15 * (n - 2) for n in range(2, 64)}, guards=replace(KNOWN, objective=objective)
+        )
         good, bad = sequence([1, 2]), sequence([1, 3])
         made.rates.by_sequence = {
             good: {"lookup": AcceptanceRate(0.97, 0.97)},

@@ -43,7 +43,9 @@ class AcceptanceRate:
     used: int = 0  # steps in which it drafted
     right: bool = True  # whether any of the last draft was accepted
     correct: int = 0  # tokens of its drafts that were accepted
-    earned: int = 0  # levels beyond the first that they have earned it: half of them are lost with a rejected draft
+    earned: int = (
+        0  # levels beyond the first that they have earned it: half of them are lost with a rejected draft
+    )
     followed: int = 0  # tokens after an accepted one that were observed
     # Copied text goes on being copied, and new text being new. So `first` and its weight hold after a draft as right as
     # the last one, and these after one that was not. None: no difference is made.

@@ -192,9 +192,7 @@ class CostModel:
         """A drafter caught up before it drafted for a ragged step: what drafting took longer than it takes else."""
         assert record.catch_up is not None
         name, tokens, seconds = record.catch_up
-        _learn(
-            self.per_ragged_token, name, max(0.0, seconds - self.drafting(_levels(record))) / tokens
-        )
+        _learn(self.per_ragged_token, name, max(0.0, seconds - self.drafting(_levels(record))) / tokens)
 
     def ragged_reading(self, drafter: str, tokens: int) -> float:
         """Seconds for a drafter to read so many tokens before a ragged step; nothing until it has read once."""
