@@ -84,7 +84,7 @@ def test_guessing_by_adversaries(llm: LLM, plain):
 
 def test_small_cache_chunks_and_reuse(llm: LLM, plain):
     prompts, params = requests(llm)
-    room = 200 * llm.model.config.kv_bytes_per_token
+    room = 140 * llm.model.config.kv_bytes_per_token
     with LLM("smollm2-135m", cache_bytes=room, max_sequences=8, step_rows=16, check_integrity=True) as small:
         outs = small.generate(prompts, params)
         assert [o.token_ids for o in outs] == plain

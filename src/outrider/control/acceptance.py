@@ -135,8 +135,7 @@ class AcceptanceRates:
             degrees = self.degrees.setdefault(sequence, heat(sequence.request.params))
             prior, wrong = self.prior(drafter, degrees), self.prior(drafter, degrees, False)
             other = (wrong.first, PRIOR_WEIGHT) if drafter in self.scored else None
-            weight = PRIOR_WEIGHT if drafter in self.scored else COSTLY_PRIOR_WEIGHT
-            own[drafter] = AcceptanceRate(prior.first, prior.next, weight, other=other)
+            own[drafter] = AcceptanceRate(prior.first, prior.next, self._weight(drafter), other=other)
         return own[drafter]
 
     def prior(self, drafter: str, degrees: float, right: bool = True) -> AcceptanceRate:
@@ -148,8 +147,12 @@ class AcceptanceRates:
                 FIRST / (1 + FIRST_PER_DEGREE * degrees),
                 NEXT / (1 + NEXT_PER_DEGREE * degrees),
             )
-            priors[band] = AcceptanceRate(first if right else AFTER_WRONG * first, following)
+            first = first if right else AFTER_WRONG * first
+            priors[band] = AcceptanceRate(first, following, self._weight(drafter))
         return priors[band]
+
+    def _weight(self, drafter: str) -> float:
+        return PRIOR_WEIGHT if drafter in self.scored else COSTLY_PRIOR_WEIGHT
 
     def expect(self, drafter: str, degrees: float, first: float, following: float) -> None:
         """A drafter was scored at this heat: the first token of its drafts, and each next one after an accepted one."""
