@@ -267,7 +267,8 @@ def test_how_deep_drafts_begin(right: float) -> None:
     """A text that the drafter knows is soon drafted for as deep as pays, another never deeper than at first."""
     engine, _ = make_engine(None, right, row=0.001, level=0.001, names=("head",), guards=Guards(max_depth=6))
     script = [*novel(PROMPT, 1), *novel(PHASE, 2)]
-    for _ in range(2):  # the second answer begins as the first did
+    for first in (True, False):  # the second answer begins as the first did, if it is drafted for at all
         reasons = [reason for result in run(engine, {"a": script}) for reason in result.record.reasons]
         depths = [reason.depth for reason in reasons if reason.kind == "pays"]
-        assert depths[0] == 1 and max(depths) == (6 if right else 1)
+        assert depths or not (first or right)
+        assert depths[:1] in ([1], []) and max(depths, default=1) == (6 if right else 1)
