@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from outrider.bench import advise
 from tests.cli.conftest import Outrider
 
 SMALL = (
@@ -35,6 +36,25 @@ def asked(tmp_path: Path) -> Path:
     ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows) + "plain text\n")
     return file
+
+
+def test_synthetic_drafts_have_an_answer_to_copy(
+    outrider: Outrider, tiny_folder: Path, asked: Path, monkeypatch
+) -> None:
+    """Also for prompts after those that are answered plainly in any case, and where all depths but one are given up."""
+    drafted = []
+
+    def note(found, depth, task, done, inner=advise._note_trial) -> None:
+        drafted.append(sum(record.drafted for record in done.records))
+        inner(found, depth, task, done)
+
+    monkeypatch.setattr(advise, "_note_trial", note)
+    monkeypatch.setattr(advise, "_still_good", lambda found, depths: list(depths)[:1])
+    ran = outrider(
+        "advise", tiny_folder, "--draft", "synthetic:1.0", "--prompts", asked, "--seconds", 30, "--ignore-eos", *SMALL
+    )  # fmt: skip
+    assert ran.code == 0, ran.err
+    assert len(drafted) > 3 and all(drafted)
 
 
 def test_advice_on_synthetic_acceptance(
