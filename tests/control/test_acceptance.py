@@ -54,7 +54,7 @@ def test_levels_are_earned_by_right_tokens_and_lost_by_halves():
     for accepted in (1, 2, 0, 0, 0, 3):
         rate.observe(3, accepted, SEQUENCE_MEMORY)
         earned.append(rate.earned)
-    assert earned == [1, 3, 1, 0, 0, 3] and rate.correct == 6
+    assert earned == [1, 3, 1, 0, 0, 3] and rate.proven
 
 
 def test_the_first_token_is_told_from_the_next():

@@ -1,4 +1,4 @@
-"""The speed-up that is measured is the one there is: against the same answers without speculation, within 2 %."""
+"""The speed-up that is measured is the one there is, against the same answers without speculation (2 % on average)."""
 
 from __future__ import annotations
 

@@ -675,7 +675,7 @@ def test_a_draft_beside_prompt_rows_pays_for_its_own_rows():
     costly = planner(
         {n: 0.5 * n for n in range(1, 64)}
     )  # there is nothing to gain where they cost as much there
-    costly.rates.by_sequence[s] = {"lookup": AcceptanceRate(0.2, 0.2, correct=1)}
+    costly.rates.by_sequence[s] = {"lookup": AcceptanceRate(0.2, 0.2, proven=True)}
     assert costly.plan([*decoding(s), Work(reader, 39)], riding()).bets[0].nodes == 0
 
 
@@ -687,7 +687,7 @@ def test_whose_prompt_is_read_gets_no_token_and_counts_for_none():
         sequence([1, 2]),
         sequence([1] * 9),
     )
-    made.rates.by_sequence[s] = {"lookup": AcceptanceRate(0.3, 0.0, correct=1)}
+    made.rates.by_sequence[s] = {"lookup": AcceptanceRate(0.3, 0.0, proven=True)}
     assert made.plan([*decoding(s), Work(reader, 1)], riding()).bets[0].depth == 1
 
 
@@ -695,7 +695,7 @@ def test_drafts_beside_prompts_hold_up_first_tokens_by_so_much():
     """Rows cost little there, and drafts are always right: as many as the bound has room for."""
     guards, s, reader = Guards(hold_up=1.1), sequence([1, 2]), sequence([1] * 99)
     made = planner({n: 1 + 0.02 * n for n in range(1, 128)}, guards=guards)
-    made.rates.by_sequence[s] = {"lookup": AcceptanceRate(0.99, 0.99, correct=1)}
+    made.rates.by_sequence[s] = {"lookup": AcceptanceRate(0.99, 0.99, proven=True)}
     plain = made.costs.step(40)
     depth = made.plan([*decoding(s), Work(reader, 39)], riding()).bets[0].depth
     assert depth == int((guards.hold_up - 1) * plain / 0.02) < GUARDS.max_depth

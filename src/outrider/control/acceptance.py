@@ -42,10 +42,8 @@ class AcceptanceRate:
     drafts: int = 0  # that it was observed for
     used: int = 0  # steps in which it drafted
     right: bool = True  # whether any of the last draft was accepted
-    correct: int = 0  # tokens of its drafts that were accepted
-    earned: int = (
-        0  # levels beyond the first that they have earned it: half of them are lost with a rejected draft
-    )
+    proven: bool = False  # whether any of any draft was
+    earned: int = 0  # levels beyond the first: one an accepted token, and a rejected draft halves them
     followed: int = 0  # tokens after an accepted one that were observed
     # Copied text goes on being copied, and new text being new. So `first` and its weight hold after a draft as right as
     # the last one, and these after one that was not. None: no difference is made.
@@ -54,7 +52,7 @@ class AcceptanceRate:
     def observe(self, drafted: int, accepted: int, memory: float) -> None:
         """A draft of this depth. None at all (0) where one was wanted counts as a rejected one."""
         self.drafts += 1
-        self.correct += accepted
+        self.proven = self.proven or accepted > 0
         self.earned = self.earned + accepted if accepted else self.earned // 2
         before = max(self.first, MIN_RATE)
         self.first += ((accepted > 0) - self.first) / (self.weight + 1)

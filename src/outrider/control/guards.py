@@ -34,8 +34,8 @@ class Guards:
     # What a step may take, in times of a plain one, to draft for a request of which no draft was right so far. That is
     # for drafters that are scored on what is verified anyway: nothing is learned by trying deeper.
     unproven_stretch: float = 1.1
-    # Levels of the first draft for a text by a drafter that takes passes; every token that was right allows one more. A
-    # text that is not what the drafter knows is found out at the least cost.
+    # Levels of the first draft for a text by a drafter that takes passes. Every accepted token allows one more, and a
+    # rejected draft halves those. A text that is not what the drafter knows is found out at the least cost.
     start_depth: int = 1
     # A draft token beside prompt rows, in times of what one is worth elsewhere: whoever is answered meanwhile waits for
     # those rows at every step.

@@ -62,10 +62,7 @@ class Planner:
 
     def _plan(self, work: Seq[Work], options: Options) -> Plan:
         sequences, batch, self.rates.scored = [item.sequence for item in work], len(work), options.riding
-        found = [
-            self._settled(item, batch) if options.after_prompts or item.known == 1 else (NO_BET, PREFILL)
-            for item in work
-        ]
+        found = [self._settled(item, batch, options) for item in work]
         allowed = {i: self._allowed(sequences[i], bet) for i, (bet, why) in enumerate(found) if why is AUTO}
         here = [i for i, item in enumerate(work) if item.emits and options.is_resident(i)]
         if here:
@@ -89,7 +86,7 @@ class Planner:
         if all((name, options.size) in self.costs.measured for name in options.trees):
             return "none"
         for i, item in enumerate(work):
-            bet, why = self._settled(item, len(work))
+            bet, why = self._settled(item, len(work), options)
             if options.is_resident(i) and why is AUTO:
                 for name in self._allowed(item.sequence, bet):
                     if name in options.trees and (name, options.size) not in self.costs.measured:
@@ -162,12 +159,12 @@ class Planner:
         if record.captured is not None:
             self.resident.observe(record, self.choices, alive)
 
-    def _settled(self, item: Work, batch: int) -> Choice:
+    def _settled(self, item: Work, batch: int, options: Options) -> Choice:
         """What the request or a guard settles at once; AUTO leaves depth and tree to measurement."""
         params, guards = item.sequence.request.params, self.guards
         asked, temperature = params.speculation, params.temperature
         name = asked.drafter or self.default
-        if not item.emits:
+        if not item.emits or (item.known > 1 and not options.after_prompts):
             return NO_BET, PREFILL
         if name == "none" or asked.off:
             return NO_BET, OFF

@@ -167,7 +167,7 @@ class StagedPlans:
         if len(hopeless) == len(rates):
             return found, nothing
         riding = [rate for name in options.riding if name not in hopeless for rate in rates.get(name, ())]
-        shallow = self._shallow(step, sum(not rate.correct for rate in riding)) if riding else 0
+        shallow = self._shallow(step, sum(not rate.proven for rate in riding)) if riding else 0
         for i, (sequence, names) in left.items():
             some = (self._offer(sequence, name, shallow, options) for name in names if name not in hopeless)
             found[i] = [offer for offer in some if offer is not None]
@@ -251,7 +251,7 @@ class StagedPlans:
         survivals, unproven = rate.survivals(deepest, UNLIKELY), False
         if name in options.riding and survivals:
             survivals = survivals[: options.found(name, sequence, len(survivals))]
-            unproven = not rate.correct and len(survivals) > shallow
+            unproven = not rate.proven and len(survivals) > shallow
         if not survivals:
             return None
         spared = rate.drafts >= self.guards.patience
