@@ -64,6 +64,11 @@ class Served:
             seconds,
         )
 
+    def printed(self, text: str) -> str:
+        """All it printed, once `text` is part of it: what a process prints may arrive after its answer."""
+        wait_for(lambda: text in "".join(self.lines))
+        return "".join(self.lines)
+
     def engine(self) -> psutil.Process:
         [child] = [
             p

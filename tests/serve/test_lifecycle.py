@@ -286,7 +286,7 @@ def test_an_engine_that_keeps_dying_ends_the_server(serve_endless: Callable[...,
     server.engine().kill()
     assert talk.end().error["code"] == "engine_lost"
     assert server.process.wait(LEAVES) == 1
-    wait_for(lambda: any("the engine died" in line for line in server.lines))
+    assert server.printed("the engine died")
 
 
 def test_choices_that_end_in_the_same_step_all_arrive(served: Served) -> None:
