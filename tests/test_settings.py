@@ -29,14 +29,20 @@ def test_with_a_gpu_it_is_used_and_its_memory_shared_out() -> None:
     assert placed.weights == "bfloat16"
 
 
+def test_a_cpu_keeps_a_model_as_float32_and_its_draft_as_bfloat16() -> None:
+    placed = Settings().placed(None)
+    assert (placed.weights, placed.draft_weights) == ("float32", "bfloat16")
+    assert Settings(weights="bfloat16").placed(None).weights == "bfloat16"
+
+
 @pytest.mark.parametrize("whose", ["weights", "draft_weights"])
-@pytest.mark.parametrize("kind", ["bfloat16", "fp8", "int8", "int4"])
+@pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
 def test_weights_in_fewer_bits_need_a_gpu(whose: str, kind: str) -> None:
     asked = {whose: kind}
     assert getattr(Settings(**asked).placed(GIB), whose) == kind
     assert Settings(**asked, device="cuda").placed(GIB).dtype == "bfloat16"
     for settle in (lambda: Settings(**asked, device="cpu"), lambda: Settings(**asked).placed(None)):
-        with pytest.raises(InvalidRequest, match=f"cpu stores {whose} as float32, not as {kind}") as refused:
+        with pytest.raises(InvalidRequest, match=f"cpu stores {whose} as float32, bfloat16, not") as refused:
             settle()
         assert refused.value.param == whose
 
@@ -73,8 +79,8 @@ def test_a_draft_is_stored_as_its_target_unless_it_is_said_how() -> None:
     assert (both.weights, both.draft_weights) == ("int8", "bfloat16")
     one = Settings(draft_weights="int4").placed(GIB)
     assert (one.weights, one.draft_weights) == ("bfloat16", "int4")
-    for asked in ("auto", "float32"):
-        assert Settings(draft_weights=asked).placed(None).draft_weights == "float32"
+    for asked, kept in (("auto", "bfloat16"), ("bfloat16", "bfloat16"), ("float32", "float32")):
+        assert Settings(draft_weights=asked).placed(None).draft_weights == kept
 
 
 def test_what_was_asked_for_stays() -> None:

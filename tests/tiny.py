@@ -64,10 +64,12 @@ def random_tensors(config: ModelConfig, seed: int = 0):
     return read
 
 
-def tiny_model(kernels: str = "auto", seed: int = 0, threads: int = 1, **changes) -> Decoder:
+def tiny_model(
+    kernels: str = "auto", seed: int = 0, threads: int = 1, bfloat16: bool = False, **changes
+) -> Decoder:
     config = tiny_config(**changes)
     folder: Path = cache_folder() / "kernels"
-    made = make_kernels(config, config.context + 64, threads, folder, kernels)
+    made = make_kernels(config, config.context + 64, threads, folder, kernels, bfloat16)
     return Decoder(config, random_tensors(config, seed), made)
 
 

@@ -80,7 +80,7 @@ GUARD_BOUNDS: dict[str, tuple[float, float]] = {
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16")
 FAST = {"cpu": "float32", "cuda": "bfloat16"}
-WEIGHTS = {"cpu": ("float32",), "cuda": ("bfloat16", "fp8", "int8", "int4")}
+WEIGHTS = {"cpu": ("float32", "bfloat16"), "cuda": ("bfloat16", "fp8", "int8", "int4")}
 SEQUENCES = {"cpu": 64, "cuda": 512}
 ROWS = {"cpu": 128, "cuda": 2048}
 # A row costs a CPU nearly as much as a step of one; a GPU reads its weights for a hundred of them as fast as for one,
@@ -89,7 +89,13 @@ PREFILL_STRETCH = {"cpu": 4.0, "cuda": 0.4}
 PREFILL_WAIT = {"cpu": 1.0, "cuda": 0.05}  # some ten steps of one sequence
 # A head's logits over 49,000 words take a CPU four times as long as its layer, and hardly any of them is written.
 DRAFT_WORDS = {"cpu": 12_288, "cuda": 0}
-WEIGHT_BYTES = {"bfloat16": 2, "fp8": 1, "int8": 1, "int4": 0.52}  # a weight, with its part of a scale
+WEIGHT_BYTES = {
+    "float32": 4,
+    "bfloat16": 2,
+    "fp8": 1,
+    "int8": 1,
+    "int4": 0.52,
+}  # a weight, with its part of a scale
 GPU_SHARE = 0.92  # of a GPU's memory, for everything, unless said otherwise
 MOST_LEFT = 0.4  # of what is free: no more is left alone, however much of a GPU others have taken
 
@@ -154,7 +160,7 @@ class Settings:
     device: str = "auto"  # auto | cpu | cuda
     dtype: str = "auto"  # auto | float32 | bfloat16; auto: what the device is fast with
     weights: str = "auto"  # auto | float32 | bfloat16 | fp8 | int8 | int4; auto: as dtype
-    draft_weights: str = "auto"  # the same for a model that drafts; auto: as weights
+    draft_weights: str = "auto"  # the same for a model that drafts; auto: as weights, on a CPU bfloat16
     draft_vocabulary: int = 0  # frequent words that a head drafts with, if it names them; 0 = by device
     threads: int = 0  # 0 = the cores this process may use
     context: int = 0  # 0 = what the model was trained for
@@ -298,13 +304,14 @@ class Settings:
             free = self.within_share(free, total)
         sequences = self.max_sequences or SEQUENCES[device]
         weights = FAST[device] if self.weights == "auto" else self.weights
+        draft_weights = "bfloat16" if device == "cpu" else weights
         room = 1 << 30 if device == "cpu" or free is None else cache_room(free, draft, beside, working)
         return replace(
             self,
             device=device,
             dtype=FAST[device],
             weights=weights,
-            draft_weights=weights if self.draft_weights == "auto" else self.draft_weights,
+            draft_weights=draft_weights if self.draft_weights == "auto" else self.draft_weights,
             draft_vocabulary=self.draft_vocabulary or DRAFT_WORDS[device],
             max_sequences=sequences,
             step_rows=self.step_rows or max(ROWS[device], sequences),

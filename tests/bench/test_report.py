@@ -213,8 +213,9 @@ def test_what_bench_writes_is_what_is_read(wide: AsIf) -> None:
     result = {"kind": "bench", **described(wide), "speculation": found, "plain": {}}
     result["plain"]["together"] = concurrency(wide, prompts(2), 4, 2, repeats=1)
     result["as_if"]["shape"] = "8b"
+    result["as_if"]["draft"]["weights"] = "int4"
     html = page([json.loads(json.dumps(result))])
-    assert "2 requests at once" in html and "draft as if 64:2:8:4:48:300 in float32 with" in html
+    assert "2 requests at once" in html and "draft as if 64:2:8:4:48:300 in int4 with" in html
     # A lookup on the host has as many guesses as it finds, so there is no round of 5 rows to count on.
     for goal in ("Step outside", "Chat at T", "auto against", "Tokens that differ"):
         assert "not measured" not in verdict(html, goal), goal

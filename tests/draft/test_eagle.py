@@ -139,7 +139,10 @@ def reference_logits(
         normed = norm(x, t["norm.weight"])
         hidden = normed if c.norm_output else x
     ids = torch.arange(c.draft_vocab) + t.get("d2t", torch.zeros(c.draft_vocab, dtype=torch.int64))
-    head = embedding[ids] if c.shared_head else t["lm_head.weight"]
+    rows = (
+        embedding[ids] if c.whole else embedding[ids].bfloat16().float()
+    )  # copied, where it is not all of them
+    head = rows if c.shared_head else t["lm_head.weight"]
     out = torch.full((VOCAB,), float("-inf"))
     out[ids] = F.linear(normed[-1:], head)[0]
     return out

@@ -180,7 +180,7 @@ def test_a_cpu_has_no_such_plan(gpu: Gpu) -> None:
     gpu.patch.undo()
     with LLM(gpu.folder, draft=str(gpu.folder), device="cpu") as made:
         assert made.memory is None
-        assert (made.settings.draft_weights, made.drafter) == ("float32", "lm")
+        assert (made.settings.draft_weights, made.drafter) == ("bfloat16", "lm")
 
 
 def test_a_small_model_reads_more_rows_a_step_unless_told_otherwise(gpu: Gpu) -> None:

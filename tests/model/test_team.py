@@ -115,7 +115,7 @@ def test_a_busy_core_does_not_change_a_bit(kernel_folder: Path) -> None:
                 out = torch.empty_like(result)
                 for _ in range(10):
                     kernels.lib.outrider_linear(
-                        _ptr(packed.packed), None, _ptr(rows), count, 3000, 257, threads, _ptr(out.fill_(9.0))
+                        packed.matrix, None, _ptr(rows), count, 3000, 257, threads, _ptr(out.fill_(9.0))
                     )
                     assert torch.equal(out, result), (threads, count)
 

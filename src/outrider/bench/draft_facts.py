@@ -44,9 +44,7 @@ def facts_of_draft(llm: LLM, draft: str) -> DraftFacts:
             family = own or llm.model.config.family  # a head is made for its target
             tokenizer = True  # else it would not have been loaded
     target, itemsize = llm.model.config, llm.model.dtype.itemsize
-    placed = llm.settings.draft_weights
-    each = WEIGHT_BYTES.get(placed, itemsize) if llm.model.device.type == "cuda" else itemsize
-    weights = int(numbers * each)
+    weights = int(numbers * WEIGHT_BYTES[llm.settings.draft_weights])
     slots = llm.engine.table.pool.total
     return DraftFacts(
         "+".join(kinds) or "none",

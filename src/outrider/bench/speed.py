@@ -23,7 +23,7 @@ from outrider.engine.llm import LLM
 from outrider.model.decoder import Layered, kv_bytes
 from outrider.model.kernels.gpu.recording import record
 from outrider.model.kernels.native import read_bandwidth
-from outrider.settings import cache_folder
+from outrider.settings import WEIGHT_BYTES, cache_folder
 from outrider.types import Batch, SamplingParams, Speculation
 
 ROWS = (1, 2, 4, 8)
@@ -231,7 +231,8 @@ def memory_limit(llm: LLM, pass_s: float) -> dict[str, Any]:
     config = llm.model.config
     layer = config.hidden * (config.heads * 2 + config.kv_heads * 2) * config.head_dim
     layer += 3 * config.hidden * config.intermediate
-    weights = 4 * (config.layers * layer + config.vocab * config.hidden)
+    each = WEIGHT_BYTES[llm.settings.weights]
+    weights = int(each * (config.layers * layer + config.vocab * config.hidden))
     limit = read_bandwidth(llm.settings.threads, cache_folder() / "kernels")
     return {
         "weight_bytes": weights,

@@ -197,13 +197,13 @@ ENGINE = Flags(
         Flag(
             "weights",
             str,
-            "Number format of weights; fewer bits need a GPU.",
+            "Number format of weights; fewer than 16 bits need a GPU.",
             metavar="auto|float32|bfloat16|fp8|int8|int4",
         ),
         Flag(
             "draft_weights",
             str,
-            "The same for a model that drafts; auto: as --weights.",
+            "The same for a model that drafts; auto: as --weights, on a CPU bfloat16.",
             metavar="auto|float32|bfloat16|fp8|int8|int4",
         ),
         Flag(

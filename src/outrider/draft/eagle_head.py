@@ -59,17 +59,18 @@ class EagleHead:
 
     def _pack(self, read: Read, tables: tuple[Tensor, Tensor]) -> None:
         assert isinstance(self.target, Decoder)
-        self.kernels = self.target.kernels
-        self.layer_kernels = kernels_like(self.kernels, self.config.layer, tables)
+        self.kernels = kernels_like(self.target.kernels, self.config.layer, tables, bfloat16=True)
         made = [layer_of(read, i) for i in range(self.config.layers)]
         self.attn_norms = [layer.attn_norm.contiguous() for layer in made]
-        self.layers: list[Any] = [self.layer_kernels.pack_layer(layer) for layer in made]
+        self.layers: list[Any] = [self.kernels.pack_layer(layer) for layer in made]
         self._pack_ends(read, self.target)
 
     def _pack_ends(self, read: Read, target: Decoder) -> None:
         """What is before the layers and after them."""
         pack, c, there = self.kernels.pack_linear, self.config, self.target.device
-        self.fuse = pack(folded_fusion(c, read))
+        self.fuse = target.kernels.pack_linear(
+            folded_fusion(c, read)
+        )  # a product, which bfloat16 would round again
         self.ones = torch.ones(c.layer.hidden * (len(c.taps) if c.joint_norm else 1), device=there)
         names = ("midlayer.input_layernorm.weight", "norm.weight")
         self.embed_norm, self.norm = (read(name).to(there).contiguous() for name in names)
@@ -108,7 +109,7 @@ class EagleHead:
         x = (normed if self.config.normed_residual else hidden).clone()
         for i, layer in enumerate(self.layers):
             inputs = self._normed(x, self.attn_norms[i]) if i else inputs
-            self.layer_kernels.layer_from(layer, inputs, x, batch, store.keys[i], store.values[i])
+            self.kernels.layer_from(layer, inputs, x, batch, store.keys[i], store.values[i])
         return self._normed(x, self.norm) if self.config.norm_output else x
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -48,6 +48,9 @@ def text_batch(
 
 def pieces(batch: Batch, rows: int) -> Iterator[Batch]:
     """The same rows in batches of so many."""
+    if batch.rows <= rows:
+        yield batch
+        return
     for first in range(0, batch.rows, rows):
         fields = {name: getattr(batch, name)[first : first + rows] for name in ROW_FIELDS}
         inside = (batch.logit_rows >= first) & (batch.logit_rows < first + rows)

@@ -17,7 +17,7 @@ Weights = dict[str, Tensor]
 BESIDE = frozenset({"raw", "eos_ids", "bos_id"})  # in a config, no part of a network's shape
 
 # What a network refers to and does not own, or what follows from its shape alone.
-OTHERS = frozenset({"target", "kernels", "layer_kernels", "config", "cos", "sin"})
+OTHERS = frozenset({"target", "kernels", "config", "cos", "sin"})
 
 
 def weights_of(network: object) -> Weights:

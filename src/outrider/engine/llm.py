@@ -454,26 +454,30 @@ class LLM:
 def load_model(checkpoint: Checkpoint, settings: Settings, weights: str | None = None) -> Model:
     """The decoder for the families it knows; any other causal model through transformers.
 
-    `weights`: what they are stored as on a GPU, if not as the settings say.
+    `weights`: what they are stored as, if not as the settings say.
     """
-    config = checkpoint.config
+    config, kind = checkpoint.config, weights or settings.weights
     if config is None:
         if settings.device == "cuda":
             raise UnsupportedModel("a model run through transformers runs on the CPU; use --device cpu")
         from outrider.model.hf import load_hf  # transformers is an extra and slow to import
 
+        if kind == "bfloat16" and weights is None:
+            raise UnsupportedModel("a model run through transformers is held as float32; leave --weights out")
         return load_hf(checkpoint, settings.threads, cache_folder() / "kernels", settings.kernels)
     check_shapes(checkpoint)
     positions = (settings.context or config.context) + MAX_NODES + 1
     if _free_memory(settings) is not None:
         from outrider.model.device import load_on_device  # Triton comes with it
 
-        kind = weights or settings.weights
         model = load_on_device(config, checkpoint.tensor, positions, "bfloat16" if kind == "auto" else kind)
         if weights is None and settings.prompt_matmul == "auto":
             model.use_library(settings.within_share(*_gpu_memory()))
         return model
-    kernels = make_kernels(config, positions, settings.threads, cache_folder() / "kernels", settings.kernels)
+    folder = cache_folder() / "kernels"
+    kernels = make_kernels(
+        config, positions, settings.threads, folder, settings.kernels, bfloat16=kind == "bfloat16"
+    )
     return Decoder(config, checkpoint.tensor, kernels)
 
 

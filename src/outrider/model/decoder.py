@@ -121,31 +121,42 @@ class Decoder:
         return self.kernels.head(x, rows, self.norm, self.head)
 
     def weight_bytes(self) -> int:
-        return self.dtype.itemsize * self.config.parameters
+        return (2 if self.kernels.bfloat16 else self.dtype.itemsize) * self.config.parameters
 
 
-def make_kernels(config: ModelConfig, context: int, threads: int, folder: Path, choice: str) -> Any:
+def make_kernels(
+    config: ModelConfig, context: int, threads: int, folder: Path, choice: str, bfloat16: bool = False
+) -> Any:
     """Kernels for the decoder, with rotary tables for `context` positions."""
-    return choose_kernels(config, rope_tables(config, context), threads, folder, choice)
+    return choose_kernels(config, rope_tables(config, context), threads, folder, choice, bfloat16)
 
 
-def kernels_like(kernels: Any, config: ModelConfig, rope: tuple[Tensor, Tensor]) -> Any:
+def kernels_like(
+    kernels: Any, config: ModelConfig, rope: tuple[Tensor, Tensor], bfloat16: bool = False
+) -> Any:
     """The same kernels for layers of another shape."""
     if isinstance(kernels, ReferenceKernels):
-        return ReferenceKernels(config, *rope)
-    return choose_kernels(config, rope, kernels.threads, kernels.folder, "auto")
+        return ReferenceKernels(config, *rope, bfloat16)
+    return choose_kernels(config, rope, kernels.threads, kernels.folder, "auto", bfloat16)
 
 
 def choose_kernels(
-    config: ModelConfig, rope: tuple[Tensor, Tensor], threads: int, folder: Path, choice: str
+    config: ModelConfig,
+    rope: tuple[Tensor, Tensor],
+    threads: int,
+    folder: Path,
+    choice: str,
+    bfloat16: bool = False,
 ) -> Any:
-    """The C kernels, or with `auto` their torch twins and a warning where they cannot be built."""
+    """The C kernels, or with `auto` their torch twins and a warning where they cannot be built. Matrices are kept as
+    float32 or rounded to `bfloat16`.
+    """
     if choice == "torch":
-        return ReferenceKernels(config, *rope)
+        return ReferenceKernels(config, *rope, bfloat16)
     try:
-        return NativeKernels(config, *rope, threads, folder)
+        return NativeKernels(config, *rope, threads, folder, bfloat16)
     except KernelUnavailable as reason:
         if choice == "c":
             raise
         warnings.warn(f"decoding with plain torch, several times slower: {reason}", stacklevel=2)
-        return ReferenceKernels(config, *rope)
+        return ReferenceKernels(config, *rope, bfloat16)

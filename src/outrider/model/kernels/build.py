@@ -26,6 +26,7 @@ FLAGS = [
     "-march=native",
     "-ffp-contract=fast",
     "-fno-math-errno",
+    "-fno-schedule-insns",  # before registers are given out: it spills what the C keeps in them
     "-fopenmp-simd",  # for what may be added in any order; threads are team.c's own
     "-pthread",
     "-fPIC",

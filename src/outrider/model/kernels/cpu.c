@@ -4,6 +4,7 @@
  * does not depend on which other rows share the step, to the last bit. Both follow from one choice: weights
  * are packed in panels of 16 outputs, [N/16][K][16], and output n of row m is always the same chain of fused
  * multiply-adds over k = 0..K-1, whatever M is. There is no horizontal sum whose order could change.
+ * Weights that are bfloat16 stay so, and are widened in registers: half the memory, the same bits.
  *
  * The torch twin of everything here is reference.py; parity and row invariance are tests.
  * Vectors are GCC/Clang vector extensions: the compiler lowers them to NEON, AVX2 or AVX-512.
@@ -24,15 +25,20 @@
 #define PANEL 16                /* outputs a panel */
 #define REGS (PANEL / LANES)    /* vector registers a panel row takes */
 #define FEW 8                   /* rows whose norms and rotations are too little to share out */
-#define BLOCK 4                 /* rows a panel meets at a time: 16 NEON accumulators */
-#define MOST 5                  /* the same, where one row would be left: 20 just fit; 6 rows spill */
+#define MOST 6                  /* rows a panel meets at a time: 24 NEON accumulators, 6 rows and a weight just fit */
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
+/* A packed matrix: float32, [N/16][K][16], or bfloat16 in pairs, [N/16][K/2][16], k in the lower half of a word. */
 typedef struct {
-    const float *attn_norm, *qkv, *qkv_bias, *q_norm, *k_norm, *out, *out_bias;
-    const float *mlp_norm, *gate, *up, *gate_bias, *up_bias, *down, *down_bias;
+    const void *data;
+    int32_t half;
+} Matrix;
+
+typedef struct {
+    const float *attn_norm, *qkv_bias, *q_norm, *k_norm, *out_bias, *mlp_norm, *gate_bias, *up_bias, *down_bias;
+    Matrix qkv, out, gate, up, down;
     int32_t window;
 } Layer;
 
@@ -60,6 +66,11 @@ typedef struct {
 } Work;
 
 /* ---- small pieces ------------------------------------------------------------------------------------- */
+
+typedef union {
+    float number;
+    uint32_t word;
+} Bits;
 
 /* yes where the mask is set, else no (C has no vector ?: before GCC 14). */
 static inline vec pick(ivec mask, vec yes, vec no) { return (vec)((mask & (ivec)yes) | (~mask & (ivec)no)); }
@@ -103,48 +114,89 @@ static inline void rotate(float *x, const float *cos, const float *sin, int half
 
 /* ---- the skinny matmul -------------------------------------------------------------------------------- */
 
-/* R rows against one panel. The accumulators stay in registers; k runs once over the panel. */
-#define DEFINE_PANEL(R)                                                                              \
-    static void panel_##R(const float *w, const float *x, int ldx, int K, float y[][PANEL]) {        \
-        vec acc[R][REGS];                                                                            \
-        for (int r = 0; r < R; r++)                                                                  \
-            for (int j = 0; j < REGS; j++) acc[r][j] = (vec){0};                                     \
-        for (int k = 0; k < K; k++) {                                                                \
-            const vec *p = (const vec *)(w + (size_t)k * PANEL);                                     \
-            vec q[REGS];                                                                             \
-            _Pragma("GCC unroll 4") for (int j = 0; j < REGS; j++) q[j] = p[j];                      \
-            _Pragma("GCC unroll 4") for (int r = 0; r < R; r++) {                                    \
-                float s = x[(size_t)r * ldx + k];                                                    \
-                _Pragma("GCC unroll 4") for (int j = 0; j < REGS; j++) acc[r][j] += q[j] * s;        \
-            }                                                                                        \
-        }                                                                                            \
-        for (int r = 0; r < R; r++)                                                                  \
-            for (int j = 0; j < REGS; j++) *(vec *)(y[r] + j * LANES) = acc[r][j];                   \
-    }
-DEFINE_PANEL(1)
-DEFINE_PANEL(2)
-DEFINE_PANEL(3)
-DEFINE_PANEL(4)
-DEFINE_PANEL(5)
+#if LANES == 4 /* NEON multiplies by one lane of a register: a row's next four values are loaded at once */
+#define STEP 4
+#define LOAD_ROWS(R)  \
+    vec s[R];         \
+    _Pragma("GCC unroll 8") for (int r = 0; r < R; r++) s[r] = *(const vec *)(x + (size_t)r * ldx + k);
+#define VALUE(r, i) s[r][i]
+#else /* AVX broadcasts one value as it loads it */
+#define STEP 2
+#define LOAD_ROWS(R)
+#define VALUE(r, i) x[(size_t)(r)*ldx + k + (i)]
+#endif
 
-static inline void panel(int rows, const float *w, const float *x, int ldx, int K, float y[][PANEL]) {
-    switch (rows) {
-    case 1: panel_1(w, x, ldx, K, y); break;
-    case 2: panel_2(w, x, ldx, K, y); break;
-    case 3: panel_3(w, x, ldx, K, y); break;
-    case 4: panel_4(w, x, ldx, K, y); break;
-    default: panel_5(w, x, ldx, K, y); break;
+static inline vec weight_whole(const void *w, int k, int i, int j) {
+    return *(const vec *)((const float *)w + (size_t)(k + i) * PANEL + j * LANES);
+}
+
+static inline vec weight_half(const void *w, int k, int i, int j) {
+    ivec pair = *(const ivec *)((const int32_t *)w + (size_t)(k / 2 + i / 2) * PANEL + j * LANES);
+    return i % 2 ? (vec)(pair & -65536) : (vec)(pair << 16);
+}
+
+#define AHEAD (128 * PANEL * 4) /* bytes: what takes long is fetched while the weights before it are multiplied */
+
+/* R rows against one panel. The accumulators stay in registers; k runs once over the panel. From four rows on the
+ * processor is too busy to look ahead by itself. */
+#define DEFINE_PANEL(KIND, R)                                                                                    \
+    static void panel_##KIND##_##R(const void *w, const char *next, const float *x, int ldx, int K,              \
+                                   float y[][PANEL]) {                                                           \
+        vec acc[R][REGS];                                                                                        \
+        for (int r = 0; r < R; r++)                                                                              \
+            for (int j = 0; j < REGS; j++) acc[r][j] = (vec){0};                                                 \
+        int k = 0;                                                                                               \
+        for (; k + STEP <= K; k += STEP) {                                                                       \
+            LOAD_ROWS(R)                                                                                         \
+            _Pragma("GCC unroll 4") for (int i = 0; i < STEP; i++) {                                             \
+                if (R > 3) __builtin_prefetch(next + (size_t)(k + i) * PANEL * WIDTH_##KIND);                    \
+                _Pragma("GCC unroll 4") for (int j = 0; j < REGS; j++) {                                         \
+                    vec q = weight_##KIND(w, k, i, j);                                                           \
+                    _Pragma("GCC unroll 8") for (int r = 0; r < R; r++) acc[r][j] += q * VALUE(r, i);            \
+                }                                                                                                \
+            }                                                                                                    \
+        }                                                                                                        \
+        for (; k < K; k++)                                                                                       \
+            for (int j = 0; j < REGS; j++) {                                                                     \
+                vec q = weight_##KIND(w, k & ~1, k & 1, j);                                                      \
+                for (int r = 0; r < R; r++) acc[r][j] += q * x[(size_t)r * ldx + k];                             \
+            }                                                                                                    \
+        for (int r = 0; r < R; r++)                                                                              \
+            for (int j = 0; j < REGS; j++) *(vec *)(y[r] + j * LANES) = acc[r][j];                               \
     }
+#define WIDTH_whole 4
+#define WIDTH_half 2
+#define DEFINE_PANELS(KIND)                                                                              \
+    DEFINE_PANEL(KIND, 1)                                                                                \
+    DEFINE_PANEL(KIND, 2)                                                                                \
+    DEFINE_PANEL(KIND, 3)                                                                                \
+    DEFINE_PANEL(KIND, 4)                                                                                \
+    DEFINE_PANEL(KIND, 5)                                                                                \
+    DEFINE_PANEL(KIND, 6)                                                                                \
+    static void (*const panels_##KIND[MOST])(const void *, const char *, const float *, int, int, float[][PANEL]) = { \
+        panel_##KIND##_1, panel_##KIND##_2, panel_##KIND##_3, panel_##KIND##_4, panel_##KIND##_5, panel_##KIND##_6};
+DEFINE_PANELS(whole)
+DEFINE_PANELS(half)
+
+/* Panel n against `rows` rows from row m on. Rows after the first few find it in the cache, and fetch the next one. */
+static inline void panel(Matrix w, int n, int rows, int m, const float *x, int K, float y[][PANEL]) {
+    size_t bytes = (size_t)K * PANEL * (w.half ? WIDTH_half : WIDTH_whole);
+    const char *own = (const char *)w.data + n * bytes;
+    (w.half ? panels_half : panels_whole)[rows - 1](own, own + AHEAD + (m ? bytes : 0), x + (size_t)m * K, K, K, y);
 }
 
 static inline int least(int a, int b) { return a < b ? a : b; }
 
-/* Rows to take next of so many. A row by itself takes as long as two. */
-static inline int next_rows(int left) { return left == MOST ? MOST : least(BLOCK, left); }
+/* Rows to take next of so many: as few times as can be, about as many each time. */
+static inline int next_rows(int left) {
+    int times = (left + MOST - 1) / MOST;
+    return (left + times - 1) / times;
+}
 
 /* y = x W^T + bias, or y += that. */
 typedef struct {
-    const float *w, *bias, *x;
+    Matrix w;
+    const float *bias, *x;
     int M, N, K;
     float *y;
     int add;
@@ -156,12 +208,11 @@ static void linear_panels(void *job, int member, int begin, int end) {
     int M = l->M, N = l->N, K = l->K, add = l->add;
     (void)member;
     for (int n = begin; n < end; n++) {
-        const float *wp = l->w + (size_t)n * K * PANEL;
         int width = least(PANEL, N - n * PANEL);
         float out[MOST][PANEL];
         for (int m = 0, rows; m < M; m += rows) {
             rows = next_rows(M - m);
-            panel(rows, wp, x + (size_t)m * K, K, K, out);
+            panel(l->w, n, rows, m, x, K, out);
             for (int r = 0; r < rows; r++) {
                 float *to = l->y + (size_t)(m + r) * N + (size_t)n * PANEL;
                 for (int i = 0; i < width; i++) {
@@ -192,13 +243,12 @@ static void gated_panels(void *job, int member, int begin, int end) {
     int M = given->M, N = given->N, K = given->K;
     (void)member;
     for (int n = begin; n < end; n++) {
-        size_t at = (size_t)n * K * PANEL;
         int width = least(PANEL, N - n * PANEL);
         float g[MOST][PANEL], u[MOST][PANEL];
         for (int m = 0, rows; m < M; m += rows) {
             rows = next_rows(M - m);
-            panel(rows, layer->gate + at, x + (size_t)m * K, K, K, g);
-            panel(rows, layer->up + at, x + (size_t)m * K, K, K, u);
+            panel(layer->gate, n, rows, m, x, K, g);
+            panel(layer->up, n, rows, m, x, K, u);
             for (int r = 0; r < rows; r++) {
                 for (int i = 0; i < width && layer->gate_bias; i++) g[r][i] += layer->gate_bias[n * PANEL + i];
                 for (int i = 0; i < width && layer->up_bias; i++) u[r][i] += layer->up_bias[n * PANEL + i];
@@ -237,7 +287,8 @@ static float soften(float *scores, int n) {
     return 1.0f / total;
 }
 
-#define GROUP 4 /* query heads that share a key head are served together, up to this many */
+#define LATER 12 /* slots: they lie apart, so the processor does not look ahead by itself */
+#define GROUP 4  /* query heads that share a key head are served together, up to this many */
 
 /* G heads against R slots. A score is one chain over the head, then its lanes in order, whatever G and R are. */
 #define DEFINE_SCORE(G, R)                                                                                   \
@@ -273,6 +324,7 @@ static float soften(float *scores, int n) {
             for (int j = 0; j < REGS; j++) acc[g][j] = (vec){0};                                          \
         for (int i = 0; i < n; i++) {                                                                     \
             const vec *v = (const vec *)(values + slots[i] * stride);                                     \
+            if (i + LATER < n) __builtin_prefetch(values + slots[i + LATER] * stride);                    \
             vec q[REGS];                                                                                  \
             _Pragma("GCC unroll 4") for (int j = 0; j < REGS; j++) q[j] = v[j];                           \
             _Pragma("GCC unroll 4") for (int g = 0; g < G; g++) {                                         \
@@ -294,7 +346,11 @@ static float soften(float *scores, int n) {
                            size_t stride, int head_dim, float scale, float *scores, size_t width, float *out) { \
         int i = 0;                                                                                           \
         float inverse[G];                                                                                    \
-        for (; i + 4 <= n; i += 4) score_##G##_4(q, slots + i, keys, stride, head_dim, scale, scores + i, width); \
+        for (; i + 4 <= n; i += 4) {                                                                         \
+            for (int r = i + LATER; r < i + LATER + 4 && r < n; r++)                                         \
+                for (int d = 0; d < head_dim; d += 16) __builtin_prefetch(keys + slots[r] * stride + d);     \
+            score_##G##_4(q, slots + i, keys, stride, head_dim, scale, scores + i, width);                   \
+        }                                                                                                    \
         for (; i < n; i++) score_##G##_1(q, slots + i, keys, stride, head_dim, scale, scores + i, width);    \
         for (int g = 0; g < G; g++) inverse[g] = soften(scores + g * width, n);                              \
         for (int d = 0; d < head_dim; d += PANEL)                                                            \
@@ -487,13 +543,13 @@ static inline int64_t mass_of(float logit, float top) {
 
 /* Unsigned numbers in the order of the floats they stand for. */
 static inline uint32_t key_of(float x) {
-    union { float f; uint32_t u; } bits = {x};
-    return bits.u >> 31 ? ~bits.u : bits.u | 0x80000000u;
+    Bits bits = {x};
+    return bits.word >> 31 ? ~bits.word : bits.word | 0x80000000u;
 }
 
 static inline float float_of(uint32_t key) {
-    union { uint32_t u; float f; } bits = {key >> 31 ? key & 0x7FFFFFFFu : ~key};
-    return bits.f;
+    Bits bits = {.word = key >> 31 ? key & 0x7FFFFFFFu : ~key};
+    return bits.number;
 }
 
 /* What every bin holds of the logits from `least` on whose key begins with the `known` bits of `prefix`: tokens, or
@@ -575,22 +631,28 @@ void outrider_norm(const float *x, const float *weight, int rows, int n, float e
 }
 
 /* Logits of the chosen rows of x: norm, then the head. `normed` is scratch, [count][n]. */
-void outrider_head(const float *x, const int64_t *chosen, int count, const float *weight, float eps, const float *w,
-                   int N, int K, int threads, float *normed, float *y) {
+void outrider_head(const float *x, const int64_t *chosen, int count, const float *weight, float eps,
+                   const Matrix *w, int N, int K, int threads, float *normed, float *y) {
     norm(threads, count, (Norm){x, chosen, weight, K, eps, normed});
-    linear(threads, (Linear){w, 0, normed, count, N, K, y, 0});
+    linear(threads, (Linear){*w, 0, normed, count, N, K, y, 0});
 }
 
 /* Rows of a packed matrix: the embedding, when it is the head too. */
-void outrider_embed(const float *w, const int64_t *ids, int rows, int K, float *x) {
+void outrider_embed(const Matrix *w, const int64_t *ids, int rows, int K, float *x) {
     for (int r = 0; r < rows; r++) {
-        const float *from = w + (size_t)(ids[r] / PANEL) * K * PANEL + ids[r] % PANEL;
-        for (int k = 0; k < K; k++) x[(size_t)r * K + k] = from[(size_t)k * PANEL];
+        size_t panel = (size_t)(ids[r] / PANEL) * K * PANEL, i = ids[r] % PANEL;
+        const float *whole = (const float *)w->data + panel + i;
+        const uint32_t *pairs = (const uint32_t *)w->data + panel / 2 + i;
+        for (int k = 0; k < K; k++) {
+            uint32_t pair = w->half ? pairs[(size_t)(k / 2) * PANEL] : 0;
+            Bits wide = {.word = k % 2 ? pair & 0xffff0000u : pair << 16};
+            x[(size_t)r * K + k] = w->half ? wide.number : whole[(size_t)k * PANEL];
+        }
     }
 }
 
-void outrider_linear(const float *w, const float *bias, const float *x, int M, int N, int K, int threads, float *y) {
-    linear(threads, (Linear){w, bias, x, M, N, K, y, 0});
+void outrider_linear(const Matrix *w, const float *bias, const float *x, int M, int N, int K, int threads, float *y) {
+    linear(threads, (Linear){*w, bias, x, M, N, K, y, 0});
 }
 
 void outrider_attention(const Shape *s, const Rows *b, int window, const float *q, const float *keys,
@@ -600,24 +662,30 @@ void outrider_attention(const Shape *s, const Rows *b, int window, const float *
 
 typedef struct {
     const float *w;
-    int N, K;
-    float *packed;
+    int N, K, half;
+    void *packed;
 } Packing;
+
+/* Word k of output `row`: a float, or the pair of bfloat16 that it and its neighbour are. */
+static inline uint32_t word_of(const Packing *p, int row, int k) {
+    if (row >= p->N) return 0;
+    const Bits *from = (const Bits *)p->w + (size_t)row * p->K;
+    return p->half ? from[2 * k].word >> 16 | (from[2 * k + 1].word & 0xffff0000u) : from[k].word;
+}
 
 static void pack_panels(void *job, int member, int begin, int end) {
     const Packing *p = job;
+    int words = p->half ? p->K / 2 : p->K;
     (void)member;
     for (int n = begin; n < end; n++)
-        for (int k = 0; k < p->K; k++)
-            for (int i = 0; i < PANEL; i++) {
-                int row = n * PANEL + i;
-                p->packed[((size_t)n * p->K + k) * PANEL + i] = row < p->N ? p->w[(size_t)row * p->K + k] : 0.0f;
-            }
+        for (int k = 0; k < words; k++)
+            for (int i = 0; i < PANEL; i++)
+                ((uint32_t *)p->packed)[((size_t)n * words + k) * PANEL + i] = word_of(p, n * PANEL + i, k);
 }
 
-/* [N][K] -> [ceil(N/16)][K][16], missing outputs zero. */
-void outrider_pack(const float *w, int N, int K, int threads, float *packed) {
-    team_run(threads, (N + PANEL - 1) / PANEL, pack_panels, &(Packing){w, N, K, packed});
+/* [N][K] -> a Matrix's data, missing outputs zero. For halves K is even, and every weight a bfloat16. */
+void outrider_pack(const float *w, int N, int K, int half, int threads, void *packed) {
+    team_run(threads, (N + PANEL - 1) / PANEL, pack_panels, &(Packing){w, N, K, half, packed});
 }
 
 #define STRIDE 4096 /* floats that are read at a time */

@@ -21,10 +21,15 @@ PANEL, CHUNKS, GROUP = 16, 16, 4  # as in cpu.c
 LANES_MAX = 16  # the widest vector cpu.c is built for; heads must fill it
 
 
+class _Matrix(Structure):
+    _fields_ = [("data", c_void_p), ("half", c_int32)]
+
+
 class _Layer(Structure):
     _fields_ = [
-        *((n, c_void_p) for n in ("attn_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "out", "out_bias")),
-        *((n, c_void_p) for n in ("mlp_norm", "gate", "up", "gate_bias", "up_bias", "down", "down_bias")),
+        *((n, c_void_p) for n in ("attn_norm", "qkv_bias", "q_norm", "k_norm", "out_bias")),
+        *((n, c_void_p) for n in ("mlp_norm", "gate_bias", "up_bias", "down_bias")),
+        *((n, _Matrix) for n in ("qkv", "out", "gate", "up", "down")),
         ("window", c_int32),
     ]
 
@@ -56,10 +61,14 @@ class _Work(Structure):
 
 @dataclass(slots=True)
 class NativeLinear:
-    packed: Tensor  # [N / 16, K, 16]
+    packed: Tensor  # [N / 16, K, 16], or pairs of bfloat16 in words: [N / 16, K / 2, 16]
     bias: Tensor | None
     outputs: int
     inputs: int
+
+    @property
+    def matrix(self) -> Any:
+        return byref(_matrix(self.packed))
 
 
 @dataclass(slots=True)
@@ -71,10 +80,20 @@ class NativeLayer:
 class NativeKernels:
     name = "c"
 
-    def __init__(self, config: ModelConfig, cos: Tensor, sin: Tensor, threads: int, folder: Path) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        cos: Tensor,
+        sin: Tensor,
+        threads: int,
+        folder: Path,
+        bfloat16: bool = False,
+    ) -> None:
+        """With `bfloat16` matrices are rounded to it: half the memory, and half the time where reading it is all."""
         if config.head_dim % LANES_MAX:
             raise KernelUnavailable(f"head size {config.head_dim} is not a multiple of {LANES_MAX}")
         self.config, self.threads, self.folder = config, threads, folder
+        self.bfloat16 = bfloat16
         self.lib = library(folder)
         pointers = POINTER(_Layer), POINTER(_Shape), POINTER(_Rows), POINTER(_Work)
         self.lib.outrider_layer.argtypes = [*pointers, c_void_p, c_void_p]
@@ -94,8 +113,9 @@ class NativeKernels:
             value = getattr(tensors, f.name)
             if not isinstance(value, Tensor):
                 continue
-            value = self._pack(value) if value.dim() == 2 else value.float().contiguous()
-            setattr(struct, f.name, value.data_ptr())
+            is_matrix = value.dim() == 2
+            value = self._pack(value) if is_matrix else value.float().contiguous()
+            setattr(struct, f.name, _matrix(value) if is_matrix else value.data_ptr())
             kept.append(value)
         return NativeLayer(struct, kept)
 
@@ -110,16 +130,18 @@ class NativeKernels:
         return first, first if head is embedding else self.pack_linear(head)
 
     def _pack(self, weight: Tensor) -> Tensor:
-        weight = weight.float().contiguous()
         outputs, inputs = weight.shape
-        packed = torch.empty(-(-outputs // PANEL), inputs, PANEL)
-        self.lib.outrider_pack(_ptr(weight), outputs, inputs, self.threads, _ptr(packed))
+        weight = (weight.bfloat16() if self.bfloat16 else weight).float().contiguous()
+        half = self.bfloat16 and inputs % 2 == 0  # else there is one without a neighbour
+        words, kind = (inputs // 2, torch.int32) if half else (inputs, torch.float32)
+        packed = torch.empty(-(-outputs // PANEL), words, PANEL, dtype=kind)
+        self.lib.outrider_pack(_ptr(weight), outputs, inputs, half, self.threads, _ptr(packed))
         return packed
 
     def embed(self, table: NativeLinear, ids: Tensor) -> Tensor:
         """Rows of a packed matrix: a tied embedding needs no second copy."""
         x = torch.empty(ids.shape[0], table.inputs)
-        self.lib.outrider_embed(_ptr(table.packed), _ptr(ids), ids.shape[0], table.inputs, _ptr(x))
+        self.lib.outrider_embed(table.matrix, _ptr(ids), ids.shape[0], table.inputs, _ptr(x))
         return x
 
     def head(self, x: Tensor, rows: Tensor, norm: Tensor, linear: NativeLinear) -> Tensor:
@@ -127,7 +149,7 @@ class NativeKernels:
         scratch, out = torch.empty(count, linear.inputs), torch.empty(count, linear.outputs)
         eps = c_float(self.config.norm_eps)
         self.lib.outrider_head(
-            _ptr(x), _ptr(rows), count, _ptr(norm), eps, _ptr(linear.packed),
+            _ptr(x), _ptr(rows), count, _ptr(norm), eps, linear.matrix,
             linear.outputs, linear.inputs, self.threads, _ptr(scratch), _ptr(out),
         )  # fmt: skip
         return out
@@ -136,7 +158,7 @@ class NativeKernels:
         out = torch.empty(len(x), linear.outputs)
         bias = None if linear.bias is None else _ptr(linear.bias)
         self.lib.outrider_linear(
-            _ptr(linear.packed), bias, _ptr(x), len(x), linear.outputs, linear.inputs, self.threads, _ptr(out)
+            linear.matrix, bias, _ptr(x), len(x), linear.outputs, linear.inputs, self.threads, _ptr(out)
         )
         return out
 
@@ -218,6 +240,10 @@ class NativeKernels:
             setattr(self._work, name, buffer.data_ptr())
         self._work.scores, self._work.score_stride = self.scores.data_ptr(), self.scores.shape[1]
         self._capacity = rows
+
+
+def _matrix(packed: Tensor) -> _Matrix:
+    return _Matrix(packed.data_ptr(), packed.dtype is torch.int32)
 
 
 def _ptr(tensor: Tensor) -> c_void_p:

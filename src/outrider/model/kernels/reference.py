@@ -6,7 +6,7 @@ Every function works on one row at a time where torch's own result would depend 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -28,16 +28,21 @@ class ReferenceLinear:
 class ReferenceKernels:
     name = "torch"
 
-    def __init__(self, config: ModelConfig, cos: Tensor, sin: Tensor) -> None:
-        self.config = config
+    def __init__(self, config: ModelConfig, cos: Tensor, sin: Tensor, bfloat16: bool = False) -> None:
+        self.config, self.bfloat16 = config, bfloat16
         self.cos, self.sin = cos, sin
         self.scale = config.head_dim**-0.5
 
     def pack_layer(self, tensors: LayerTensors) -> LayerTensors:
-        return tensors
+        matrices = (tensors.qkv, tensors.out, tensors.gate, tensors.up, tensors.down)
+        qkv, out, gate, up, down = map(self._rounded, matrices)
+        return replace(tensors, qkv=qkv, out=out, gate=gate, up=up, down=down)
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> ReferenceLinear:
-        return ReferenceLinear(weight, bias)
+        return ReferenceLinear(self._rounded(weight), bias)
+
+    def _rounded(self, matrix: Tensor) -> Tensor:
+        return matrix.bfloat16().to(matrix.dtype) if self.bfloat16 else matrix
 
     def pack_ends(self, embedding: Tensor, head: Tensor) -> tuple[ReferenceLinear, ReferenceLinear]:
         """A model's first and last matrix, which may be the same."""
