@@ -178,11 +178,29 @@ static inline vec weight_half(const void *w, int k, int i, int j) {
 DEFINE_PANELS(whole)
 DEFINE_PANELS(half)
 
-/* Panel n against `rows` rows from row m on. Rows after the first few find it in the cache, and fetch the next one. */
-static inline void panel(Matrix w, int n, int rows, int m, const float *x, int K, float y[][PANEL]) {
+typedef struct {
+    const void *data;
+    const char *next[2]; /* what to fetch meanwhile: beside the first rows, and beside those that find it in the cache */
+    int half;
+} Panel;
+
+static inline int is_widened(Matrix w, int rows) { return w.half && rows > MOST; }
+
+/* Panel n, for so many rows. Where they would widen it several times, that is done once, into `room`. */
+static inline Panel panel_of(Matrix w, int n, int K, int rows, float *room) {
     size_t bytes = (size_t)K * PANEL * (w.half ? WIDTH_half : WIDTH_whole);
     const char *own = (const char *)w.data + n * bytes;
-    (w.half ? panels_half : panels_whole)[rows - 1](own, own + AHEAD + (m ? bytes : 0), x + (size_t)m * K, K, K, y);
+    if (!is_widened(w, rows)) return (Panel){own, {own + AHEAD, own + bytes + AHEAD}, w.half};
+    for (int k = 0; k < K; k += 2)
+        for (int i = 0; i < 2; i++)
+            for (int j = 0; j < REGS; j++)
+                *(vec *)(room + (size_t)(k + i) * PANEL + j * LANES) = weight_half(own, k, i, j);
+    return (Panel){room, {own + bytes, own + bytes}, 0};
+}
+
+/* A panel against `rows` rows from row m on. */
+static inline void multiply(Panel w, int rows, int m, const float *x, int K, float y[][PANEL]) {
+    (w.half ? panels_half : panels_whole)[rows - 1](w.data, w.next[m > 0], x + (size_t)m * K, K, K, y);
 }
 
 static inline int least(int a, int b) { return a < b ? a : b; }
@@ -206,13 +224,15 @@ static void linear_panels(void *job, int member, int begin, int end) {
     const Linear *l = job;
     const float *bias = l->bias, *x = l->x;
     int M = l->M, N = l->N, K = l->K, add = l->add;
+    float room[is_widened(l->w, M) ? K * PANEL : 1];
     (void)member;
     for (int n = begin; n < end; n++) {
         int width = least(PANEL, N - n * PANEL);
+        Panel w = panel_of(l->w, n, K, M, room);
         float out[MOST][PANEL];
         for (int m = 0, rows; m < M; m += rows) {
             rows = next_rows(M - m);
-            panel(l->w, n, rows, m, x, K, out);
+            multiply(w, rows, m, x, K, out);
             for (int r = 0; r < rows; r++) {
                 float *to = l->y + (size_t)(m + r) * N + (size_t)n * PANEL;
                 for (int i = 0; i < width; i++) {
@@ -240,15 +260,18 @@ static void gated_panels(void *job, int member, int begin, int end) {
     const Gated *given = job;
     const Layer *layer = given->layer;
     const float *x = given->x;
-    int M = given->M, N = given->N, K = given->K;
+    int M = given->M, N = given->N, K = given->K, wide = is_widened(layer->gate, M);
+    float room[wide ? 2 * K * PANEL : 1];
     (void)member;
     for (int n = begin; n < end; n++) {
         int width = least(PANEL, N - n * PANEL);
+        Panel gate = panel_of(layer->gate, n, K, M, room);
+        Panel up = panel_of(layer->up, n, K, M, room + (wide ? K * PANEL : 0));
         float g[MOST][PANEL], u[MOST][PANEL];
         for (int m = 0, rows; m < M; m += rows) {
             rows = next_rows(M - m);
-            panel(layer->gate, n, rows, m, x, K, g);
-            panel(layer->up, n, rows, m, x, K, u);
+            multiply(gate, rows, m, x, K, g);
+            multiply(up, rows, m, x, K, u);
             for (int r = 0; r < rows; r++) {
                 for (int i = 0; i < width && layer->gate_bias; i++) g[r][i] += layer->gate_bias[n * PANEL + i];
                 for (int i = 0; i < width && layer->up_bias; i++) u[r][i] += layer->up_bias[n * PANEL + i];
