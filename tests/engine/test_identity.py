@@ -82,6 +82,14 @@ def test_sixteen_mixed_requests_share_their_steps(model, requests, alone, lag):
     assert answers(tiny_engine(model, lag=lag), requests) == alone
 
 
+def test_a_model_in_bfloat16_does_too(requests):
+    """In batches its weights are widened once for many rows, alone for every row."""
+    model = tiny_model(bfloat16=True)
+    plain = {r.id: run_alone(model, r, prefix_reuse=False) for r in requests}
+    engine = tiny_engine(model, Always(Bet("test", 4, 4)), LookupDrafter())
+    assert answers(engine, requests) == plain
+
+
 @pytest.mark.parametrize("step_rows", sweep([32, 33, 47, 500], quick=[33, 500]))
 def test_any_prefill_chunk(model, requests, alone, step_rows, lag):
     assert answers(tiny_engine(model, step_rows=step_rows, lag=lag), requests) == alone
