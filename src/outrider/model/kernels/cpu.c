@@ -114,16 +114,26 @@ static inline void rotate(float *x, const float *cos, const float *sin, int half
 
 /* ---- the skinny matmul -------------------------------------------------------------------------------- */
 
-#if LANES == 4 /* NEON multiplies by one lane of a register: a row's next four values are loaded at once */
+#ifdef __ARM_NEON /* it multiplies by one lane of a register: a row's next four values are loaded at once */
 #define STEP 4
 #define LOAD_ROWS(R)  \
     vec s[R];         \
     _Pragma("GCC unroll 8") for (int r = 0; r < R; r++) s[r] = *(const vec *)(x + (size_t)r * ldx + k);
-#define VALUE(r, i) s[r][i]
-#else /* AVX broadcasts one value as it loads it */
+#define ADD_PRODUCTS(KIND, R)                                                                          \
+    _Pragma("GCC unroll 4") for (int j = 0; j < REGS; j++) {                                           \
+        vec q = weight_##KIND(w, k, i, j);                                                             \
+        _Pragma("GCC unroll 8") for (int r = 0; r < R; r++) acc[r][j] += q * s[r][i];                  \
+    }
+#else /* AVX broadcasts one value as it loads it, and has registers for no more than one */
 #define STEP 2
 #define LOAD_ROWS(R)
-#define VALUE(r, i) x[(size_t)(r)*ldx + k + (i)]
+#define ADD_PRODUCTS(KIND, R)                                                                          \
+    vec q[REGS];                                                                                       \
+    _Pragma("GCC unroll 4") for (int j = 0; j < REGS; j++) q[j] = weight_##KIND(w, k, i, j);           \
+    _Pragma("GCC unroll 8") for (int r = 0; r < R; r++) {                                              \
+        float s = x[(size_t)r * ldx + k + i];                                                          \
+        _Pragma("GCC unroll 4") for (int j = 0; j < REGS; j++) acc[r][j] += q[j] * s;                  \
+    }
 #endif
 
 static inline vec weight_whole(const void *w, int k, int i, int j) {
@@ -150,10 +160,7 @@ static inline vec weight_half(const void *w, int k, int i, int j) {
             LOAD_ROWS(R)                                                                                         \
             _Pragma("GCC unroll 4") for (int i = 0; i < STEP; i++) {                                             \
                 if (R > 3) __builtin_prefetch(next + (size_t)(k + i) * PANEL * WIDTH_##KIND);                    \
-                _Pragma("GCC unroll 4") for (int j = 0; j < REGS; j++) {                                         \
-                    vec q = weight_##KIND(w, k, i, j);                                                           \
-                    _Pragma("GCC unroll 8") for (int r = 0; r < R; r++) acc[r][j] += q * VALUE(r, i);            \
-                }                                                                                                \
+                ADD_PRODUCTS(KIND, R)                                                                            \
             }                                                                                                    \
         }                                                                                                        \
         for (; k < K; k++)                                                                                       \
