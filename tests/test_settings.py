@@ -42,7 +42,9 @@ def test_weights_in_fewer_bits_need_a_gpu(whose: str, kind: str) -> None:
     assert getattr(Settings(**asked).placed(GIB), whose) == kind
     assert Settings(**asked, device="cuda").placed(GIB).dtype == "bfloat16"
     for settle in (lambda: Settings(**asked, device="cpu"), lambda: Settings(**asked).placed(None)):
-        with pytest.raises(InvalidRequest, match=f"cpu stores {whose} as float32, bfloat16, not") as refused:
+        with pytest.raises(
+            InvalidRequest, match=f"cpu stores {whose} as float32, bfloat16, not as {kind}"
+        ) as refused:
             settle()
         assert refused.value.param == whose
 

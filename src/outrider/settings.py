@@ -89,13 +89,8 @@ PREFILL_STRETCH = {"cpu": 4.0, "cuda": 0.4}
 PREFILL_WAIT = {"cpu": 1.0, "cuda": 0.05}  # some ten steps of one sequence
 # A head's logits over 49,000 words take a CPU four times as long as its layer, and hardly any of them is written.
 DRAFT_WORDS = {"cpu": 12_288, "cuda": 0}
-WEIGHT_BYTES = {
-    "float32": 4,
-    "bfloat16": 2,
-    "fp8": 1,
-    "int8": 1,
-    "int4": 0.52,
-}  # a weight, with its part of a scale
+# A weight, with its part of a scale.
+WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "fp8": 1, "int8": 1, "int4": 0.52}
 GPU_SHARE = 0.92  # of a GPU's memory, for everything, unless said otherwise
 MOST_LEFT = 0.4  # of what is free: no more is left alone, however much of a GPU others have taken
 

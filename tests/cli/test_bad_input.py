@@ -39,6 +39,7 @@ AT_THE_COMMAND_LINE = [
     (["hi", "--prompt", "ho"], 2, "give one of PROMPT and --prompt", ""),
     (["hi", "--raw", "--system", "S"], 2, "a system prompt needs the chat template", ""),
     (["hi", "--device", "tpu"], 2, "device", "tpu"),
+    (["hi", "--draft-weights", "float32"], 2, "draft_weights is for a model that drafts", "there is none"),
     (["hi", "--weights", "int"], 2, "unknown weights 'int'; did you mean 'int", ""),
     (
         ["hi", "--weights", "int8", "--device", "cpu"],

@@ -86,9 +86,8 @@ def test_it_says_what_the_served_head_says(tmp_path: Path, options, draft_vocab:
     batch = batch_of(text, text[:7])  # and a shorter one, for the padding
     states = net(reader.read(batch).taps, reader.embed(batch.ids.roll(-1, 1)), DEPTH)
     words = torch.arange(VOCAB) if net.words is None else net.words
-    rows = (
-        net.head if net.words is None else net.head.bfloat16().float()
-    )  # as copies of the target's are kept
+    # Copies of the target's rows are kept as bfloat16.
+    rows = net.head if net.words is None else net.head.bfloat16().float()
     for step, state in enumerate(states):
         ours = state[0, len(one.tokens) - 2 + step] @ rows.T
         torch.testing.assert_close(ours, said[step][0, words], rtol=1e-3, atol=1e-3)

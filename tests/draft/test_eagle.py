@@ -139,9 +139,8 @@ def reference_logits(
         normed = norm(x, t["norm.weight"])
         hidden = normed if c.norm_output else x
     ids = torch.arange(c.draft_vocab) + t.get("d2t", torch.zeros(c.draft_vocab, dtype=torch.int64))
-    rows = (
-        embedding[ids] if c.whole else embedding[ids].bfloat16().float()
-    )  # copied, where it is not all of them
+    # Copies of the target's rows are kept as bfloat16; where it is all of them, none are made.
+    rows = embedding[ids] if c.whole else embedding[ids].bfloat16().float()
     head = rows if c.shared_head else t["lm_head.weight"]
     out = torch.full((VOCAB,), float("-inf"))
     out[ids] = F.linear(normed[-1:], head)[0]

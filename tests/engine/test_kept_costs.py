@@ -49,6 +49,11 @@ def test_it_is_taken_up_at_the_pace_of_now(folder: Path) -> None:
     assert again.costs.step(6) == pytest.approx(2 * (CURVE[4] + CURVE[8]) / 2)
 
 
+def test_each_format_of_weights_has_a_file_of_its_own(folder: Path) -> None:
+    asked = ({}, {"weights": "bfloat16"}, {"draft_weights": "float32"})
+    assert len({made(**settings).file for settings in asked}) == 3
+
+
 def test_what_does_not_fit_is_left(folder: Path) -> None:
     made(learned(CURVE)).keep(always=True)
     for factor in (0.7, 1.4):

@@ -16,10 +16,12 @@ from torch import Tensor
 from transformers.utils import logging
 
 from outrider import LLM, SamplingParams
+from outrider.engine.llm import load_model
 from outrider.errors import BadCheckpoint, InvalidRequest, UnsupportedModel
 from outrider.load.checkpoint import Checkpoint, open_checkpoint
 from outrider.model import hf
 from outrider.model.hf import HfModel, load_hf
+from outrider.settings import Settings
 from outrider.types import Draft
 from tests.model.batches import Part, Reader, furthest, random_ids, stir
 from tests.model.families import logits_of
@@ -206,6 +208,11 @@ def test_text_from_a_folder(saved: Callable[[str], Saved], kernel_folder: Path, 
 
 
 # -------------------------------------------------------------------------------------------------- refusals
+
+
+def test_weights_in_fewer_bits_are_refused(saved: Callable[[str], Saved]) -> None:
+    with pytest.raises(UnsupportedModel, match="held as float32; leave --weights out"):
+        load_model(saved("gpt2")[1], Settings(weights="bfloat16", device="cpu"))
 
 
 def refusal(folder: Path, family: str, options: dict[str, Any], kernel_folder: Path) -> str:

@@ -30,7 +30,7 @@ class DraftFacts:
 
 def facts_of_draft(llm: LLM, draft: str) -> DraftFacts:
     """Of all models that `draft` names together."""
-    kinds, numbers, cached = [], 0, 0
+    kinds, numbers, cached, weights = [], 0, 0, 0
     family: str | None = None
     tokenizer: bool | None = None
     model: str | None = None
@@ -39,12 +39,12 @@ def facts_of_draft(llm: LLM, draft: str) -> DraftFacts:
         if part.kind == "model":
             path = find(part.text, cache_folder())
             kinds[-1] = "eagle" if is_eagle(path) else "model"
-            size, kept, own = _sizes(path, llm)
+            size, kept, own, stored = _sizes(path, llm)
             numbers, cached, model = numbers + size, cached + kept, part.text
+            weights += int(size * WEIGHT_BYTES[stored])
             family = own or llm.model.config.family  # a head is made for its target
             tokenizer = True  # else it would not have been loaded
     target, itemsize = llm.model.config, llm.model.dtype.itemsize
-    weights = int(numbers * WEIGHT_BYTES[llm.settings.draft_weights])
     slots = llm.engine.table.pool.total
     return DraftFacts(
         "+".join(kinds) or "none",
@@ -59,14 +59,15 @@ def facts_of_draft(llm: LLM, draft: str) -> DraftFacts:
     )
 
 
-def _sizes(path: Path, llm: LLM) -> tuple[int, int, str | None]:
-    """Numbers in its weights, numbers it caches a token, and its family."""
+def _sizes(path: Path, llm: LLM) -> tuple[int, int, str | None, str]:
+    """Numbers in its weights, numbers it caches a token, its family, and what its weights are stored as."""
     checkpoint: Checkpoint = open_checkpoint(path)
     numbers = sum(math.prod(checkpoint.shape(name)) for name in checkpoint.names())
     if is_eagle(path):
         c = llm.model.config
-        return numbers, 2 * c.kv_heads * c.head_dim, None
+        return numbers, 2 * c.kv_heads * c.head_dim, None, "bfloat16"
     config = checkpoint.config
     if config is None:
-        return numbers, 0, str(checkpoint.raw_config.get("model_type"))
-    return numbers, 2 * config.layers * config.kv_heads * config.head_dim, config.family
+        return numbers, 0, str(checkpoint.raw_config.get("model_type")), "float32"
+    cached = 2 * config.layers * config.kv_heads * config.head_dim
+    return numbers, cached, config.family, llm.settings.draft_weights

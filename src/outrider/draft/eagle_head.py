@@ -68,9 +68,8 @@ class EagleHead:
     def _pack_ends(self, read: Read, target: Decoder) -> None:
         """What is before the layers and after them."""
         pack, c, there = self.kernels.pack_linear, self.config, self.target.device
-        self.fuse = target.kernels.pack_linear(
-            folded_fusion(c, read)
-        )  # a product, which bfloat16 would round again
+        # A product of weights, which bfloat16 would round again.
+        self.fuse = target.kernels.pack_linear(folded_fusion(c, read))
         self.ones = torch.ones(c.layer.hidden * (len(c.taps) if c.joint_norm else 1), device=there)
         names = ("midlayer.input_layernorm.weight", "norm.weight")
         self.embed_norm, self.norm = (read(name).to(there).contiguous() for name in names)

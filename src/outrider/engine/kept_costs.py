@@ -51,6 +51,7 @@ class KeptCosts:
             "kernels": model.kernels.name,
             "weights": settings.weights,
             "draft": [[f"{part.kind} {part.text}" for part in drafts], settings.draft_vocabulary],
+            "draft_weights": settings.draft_weights,
             "model": shape,
         }
         folder = os.environ.get(FOLDER, str(cache_folder() / "costs"))

@@ -312,7 +312,7 @@ class LLM:
         sources = replace(self._sources(cache), words=asked.draft_vocabulary)
         by_name, self.drafter = make_drafters(parts, sources)
         self.pair = self.pair if {"eagle", "lm"} & by_name.keys() else None
-        if asked.draft_weights not in ("auto", "float32") and "lm" not in by_name:
+        if asked.draft_weights != "auto" and "lm" not in by_name:
             raise InvalidRequest(
                 f"draft_weights is for a model that drafts, and there is none (draft: {self.drafter})",
                 "draft_weights",

@@ -12,6 +12,7 @@
 #include <math.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <stdlib.h>
 
 #include "team.h"
 
@@ -191,13 +192,17 @@ typedef struct {
     int half;
 } Panel;
 
-static inline int is_widened(Matrix w, int rows) { return w.half && rows > MOST; }
+/* Room for so many panels in float32, where rows would widen them several times; else, or where there is none, null.
+ * On the heap: a panel of a large model is more than a thread's stack has on some systems. */
+static float *room_for(int panels, Matrix w, int K, int rows) {
+    return w.half && rows > MOST ? malloc((size_t)panels * K * PANEL * sizeof(float)) : 0;
+}
 
-/* Panel n, for so many rows. Where they would widen it several times, that is done once, into `room`. */
-static inline Panel panel_of(Matrix w, int n, int K, int rows, float *room) {
+/* Panel n, widened into `room` if there is one. */
+static inline Panel panel_of(Matrix w, int n, int K, float *room) {
     size_t bytes = (size_t)K * PANEL * (w.half ? WIDTH_half : WIDTH_whole);
     const char *own = (const char *)w.data + n * bytes;
-    if (!is_widened(w, rows)) return (Panel){own, {own + AHEAD, own + bytes + AHEAD}, w.half};
+    if (!room) return (Panel){own, {own + AHEAD, own + bytes + AHEAD}, w.half};
     for (int k = 0; k < K; k += 2)
         for (int i = 0; i < 2; i++)
             for (int j = 0; j < REGS; j++)
@@ -231,11 +236,11 @@ static void linear_panels(void *job, int member, int begin, int end) {
     const Linear *l = job;
     const float *bias = l->bias, *x = l->x;
     int M = l->M, N = l->N, K = l->K, add = l->add;
-    float room[is_widened(l->w, M) ? K * PANEL : 1];
+    float *room = room_for(1, l->w, K, M);
     (void)member;
     for (int n = begin; n < end; n++) {
         int width = least(PANEL, N - n * PANEL);
-        Panel w = panel_of(l->w, n, K, M, room);
+        Panel w = panel_of(l->w, n, K, room);
         float out[MOST][PANEL];
         for (int m = 0, rows; m < M; m += rows) {
             rows = next_rows(M - m);
@@ -249,6 +254,7 @@ static void linear_panels(void *job, int member, int begin, int end) {
             }
         }
     }
+    free(room);
 }
 
 static void linear(int threads, Linear job) {
@@ -267,13 +273,13 @@ static void gated_panels(void *job, int member, int begin, int end) {
     const Gated *given = job;
     const Layer *layer = given->layer;
     const float *x = given->x;
-    int M = given->M, N = given->N, K = given->K, wide = is_widened(layer->gate, M);
-    float room[wide ? 2 * K * PANEL : 1];
+    int M = given->M, N = given->N, K = given->K;
+    float *room = room_for(2, layer->gate, K, M);
     (void)member;
     for (int n = begin; n < end; n++) {
         int width = least(PANEL, N - n * PANEL);
-        Panel gate = panel_of(layer->gate, n, K, M, room);
-        Panel up = panel_of(layer->up, n, K, M, room + (wide ? K * PANEL : 0));
+        Panel gate = panel_of(layer->gate, n, K, room);
+        Panel up = panel_of(layer->up, n, K, room ? room + (size_t)K * PANEL : 0);
         float g[MOST][PANEL], u[MOST][PANEL];
         for (int m = 0, rows; m < M; m += rows) {
             rows = next_rows(M - m);
@@ -291,6 +297,7 @@ static void gated_panels(void *job, int member, int begin, int end) {
             }
         }
     }
+    free(room);
 }
 
 static void gated(int threads, Gated job) { team_run(threads, (job.N + PANEL - 1) / PANEL, gated_panels, &job); }
