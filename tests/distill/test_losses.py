@@ -54,15 +54,18 @@ def test_what_the_draft_has_no_word_for_counts_as_not_overlapped() -> None:
 
 
 @pytest.mark.parametrize("kind", LOSSES)
-@pytest.mark.parametrize("frozen", [True, False])
-def test_chunks_give_the_gradients_of_the_whole(monkeypatch, kind: str, frozen: bool) -> None:
+@pytest.mark.parametrize(("frozen", "temperature"), [(True, 1.0), (False, 1.0), (True, 0.7), (False, 0.7)])
+def test_chunks_give_the_gradients_of_the_whole(
+    monkeypatch, kind: str, frozen: bool, temperature: float
+) -> None:
     states = [torch.randn(23, 8, requires_grad=True) for _ in range(3)]
     head = torch.randn(12, 8, requires_grad=not frozen)
     weights = torch.rand(3, 23)
     weights[2, :4] = 0
     p = torch.randn(23, 12).softmax(-1)
     sum(
-        (by_definition(kind, state @ head.T, p) * w).sum() for state, w in zip(states, weights, strict=True)
+        (by_definition(kind, state @ head.T / temperature, p) * w).sum()
+        for state, w in zip(states, weights, strict=True)
     ).backward()
     monkeypatch.setitem(losses.CHUNK_NUMBERS, "cpu", 12 * 5)
     asked: list[slice] = []
@@ -71,7 +74,9 @@ def test_chunks_give_the_gradients_of_the_whole(monkeypatch, kind: str, frozen: 
         asked.append(rows)
         return p[rows]
 
-    found, gradients, of_head = losses_and_gradients(kind, states, weights, head, targets, torch.float32)
+    found, gradients, of_head = losses_and_gradients(
+        kind, states, weights, head, targets, torch.float32, temperature=temperature
+    )
     assert len(asked) == 5  # once for all steps, five rows at a time
     for state, gradient in zip(states, gradients, strict=True):
         torch.testing.assert_close(gradient, state.grad, rtol=1e-3, atol=1e-5)
@@ -79,5 +84,5 @@ def test_chunks_give_the_gradients_of_the_whole(monkeypatch, kind: str, frozen: 
     if of_head is not None:
         torch.testing.assert_close(of_head, head.grad, rtol=1e-3, atol=1e-5)
     assert found.rows.tolist() == [23, 23, 19]
-    mean = by_definition(kind, (states[2] @ head.T)[4:], p[4:]).mean().item()
+    mean = by_definition(kind, (states[2] @ head.T / temperature)[4:], p[4:]).mean().item()
     assert found.means()[0][2] == pytest.approx(mean, rel=1e-4)

@@ -174,12 +174,13 @@ def test_it_goes_on_from_a_draft(llm: LLM, answers: Answers, tmp_path: Path) -> 
                 assert torch.equal(parameter.data, ended[f"net.{name}"].bfloat16().float())
 
 
-def test_a_head_grows_layers_that_change_nothing_until_they_learn(
+def test_a_head_grows_by_what_changes_nothing_until_it_learns(
     llm: LLM, answers: Answers, tmp_path: Path
 ) -> None:
     small = replace(SMALL, taps=(0, 1), train_tokens=600)
     folder = train(llm, small, answers, tmp_path / "small", Silent())
-    recipe = replace(small, continue_from=str(folder), layers=3)
+    had = read_head(folder, llm.checkpoint.config)[0].layer.intermediate
+    recipe = replace(small, continue_from=str(folder), layers=3, intermediate=had + 24)
     reader, batch = TargetReader(llm.model, (0, 1), 256), next(answers.batches(256, 0))
 
     def states(recipe: Recipe, weights: Path | None = None) -> torch.Tensor:
@@ -192,29 +193,51 @@ def test_a_head_grows_layers_that_change_nothing_until_they_learn(
         with torch.no_grad():
             return torch.stack(student.states(batch, reader.read(batch), reader, DEPTH))
 
-    before, grown = states(replace(recipe, layers=0)), states(recipe)
+    before, grown = states(replace(recipe, layers=0, intermediate=0)), states(recipe)
     torch.testing.assert_close(grown, before, rtol=0, atol=1e-6)
     one_step = replace(recipe, train_tokens=1, warm_up=0.0)
     made = train(llm, one_step, answers, tmp_path / "grown", Silent())
-    assert read_head(made, llm.checkpoint.config)[0].layers == 3
+    config = read_head(made, llm.checkpoint.config)[0]
+    assert (config.layers, config.layer.intermediate) == (3, had + 24)
     (learnt,) = checkpoints(tmp_path / "grown" / CHECKPOINTS)
     weights = load_file(learnt)
     for layer in (1, 2):
         assert all(
             weights[f"net.layers.{layer}.{n}.weight"].any() for n in ("self_attn.o_proj", "mlp.down_proj")
         )
+    assert weights["net.midlayer.mlp.down_proj.weight"][:, had:].any()
+    assert weights["net.midlayer.mlp.gate_proj.weight"][had:].any()
     assert not torch.allclose(states(recipe, learnt), before, atol=1e-3)
+
+
+def test_the_loss_compares_both_distributions_at_its_temperature(
+    llm: LLM, answers: Answers, tmp_path: Path, monkeypatch
+) -> None:
+    sound, seen = training.losses_and_gradients, []
+
+    def watched(kind, states, weights, head, targets, dtype, diverge, temperature):
+        seen.append((targets(slice(0, 8)), temperature))
+        return sound(kind, states, weights, head, targets, dtype, diverge, temperature)
+
+    monkeypatch.setattr(training, "losses_and_gradients", watched)
+    for temperature in (1.0, 0.5):
+        recipe = replace(SMALL, train_tokens=1, loss_temperature=temperature)
+        train(llm, recipe, answers, tmp_path / str(temperature), Silent())
+    (plain, one), (sharp, half) = seen
+    assert (one, half) == (1.0, 0.5)
+    plain, sharp = (p / p[:, :1] for p in (plain, sharp))  # a head may know a part of the words
+    torch.testing.assert_close(sharp, plain**2, rtol=1e-3, atol=1e-6)
 
 
 def test_what_a_head_cannot_become_is_said(llm: LLM, answers: Answers, tmp_path: Path) -> None:
     folder = train(llm, replace(SMALL, layers=2, train_tokens=1), answers, tmp_path / "two", Silent())
     recipe = replace(SMALL, continue_from=str(folder))
     for asked, words in (
-        (dict(layers=1), "has 2 layers, and training can add some but takes none away"),
+        (dict(layers=1), "has layers 2, and training can add some but takes none away"),
         (dict(taps=(0, 1)), r"has taps 1,0,2, which cannot become 0,1"),
         (dict(vocabulary=100), "has vocabulary 200, which cannot become 100"),
         (dict(tap_norms=False), "has tap_norms True"),
-        (dict(intermediate=8), "has intermediate"),
+        (dict(intermediate=8), r"has intermediate \d+, and training can add some but takes none away"),
     ):
         with pytest.raises(InvalidRequest, match=words):
             make_student(replace(recipe, **asked), llm.checkpoint, answers)

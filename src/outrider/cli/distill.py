@@ -159,6 +159,7 @@ TRAIN = RecipeFlags(
         Flag("intermediate", int, "Width of the MLP; 0: as the target's shape says."),
         Flag("size", float, "Size of an lm as a share of the target's.", metavar="SHARE"),
         Flag("loss", str, "What is made small.", metavar="|".join(LOSSES)),
+        Flag("loss_temperature", float, "Temperature of the two distributions that the loss compares."),
         Flag("unroll", int, "Steps that a head is trained to go on its own output."),
         Flag("decay", float, "Weight of such a step by that of the one before."),
         Flag(

@@ -62,12 +62,14 @@ class TargetReader:
         """[B, T] -> [B, T, hidden] float32."""
         return self.model.embed(to_device(ids.flatten(), self.model.device)).view(*ids.shape, -1).float()
 
-    def probabilities(self, states: Tensor, words: Tensor | None) -> Callable[[slice], Tensor]:
+    def probabilities(
+        self, states: Tensor, words: Tensor | None, temperature: float = 1.0
+    ) -> Callable[[slice], Tensor]:
         """What the target says after last hidden states [N, hidden]: float32, of these words or of all."""
 
         @torch.no_grad()
         def some(rows: slice) -> Tensor:
-            p = self.logits(states[rows]).softmax(-1)
+            p = (self.logits(states[rows]) / temperature).softmax(-1)
             return p if words is None else p[:, words]
 
         return some

@@ -127,6 +127,17 @@ def grow(net: HeadNet, known: int, read: Read, target: ModelConfig) -> None:
                 parameter.zero_()
 
 
+def wider(known: Tensor, fresh: Tensor, name: str) -> Tensor:
+    """A matrix of a head to go on from, in the shape of a fresh one: an MLP may have got more places inside. Those read
+    as fresh ones do and add zeros to the hidden state, so that they change nothing yet.
+    """
+    if not known.is_floating_point() or known.shape == fresh.shape:
+        return known.to(fresh.dtype)
+    made = fresh.new_zeros(fresh.shape) if name.endswith("down_proj.weight") else fresh.clone()
+    made[: known.shape[0], : known.shape[1]] = known
+    return made
+
+
 def _copy_layer(layer: nn.Module, read: Read, prefix: str, joined: bool) -> None:
     for name, parameter in layer.named_parameters():
         if name == "input_layernorm.weight" and joined:

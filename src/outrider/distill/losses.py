@@ -101,13 +101,15 @@ def losses_and_gradients(
     targets: Callable[[slice], Tensor],
     dtype: torch.dtype,
     diverge: Diverge = divergence,
+    temperature: float = 1.0,
 ) -> tuple[Losses, list[Tensor], Tensor | None]:
     """Of normed hidden states [N, hidden], one tensor a step. Their rows have the same targets in every step, and later
     steps may have only the first of them.
 
     `weights` [N], one a step, say how much each row's loss counts; `targets` gives p of a slice of rows; `dtype` is
-    what matmuls run in; `diverge` is `divergence` or a twin of it. The gradients are of the weighted sum: of the
-    states, and of the head if it learns.
+    what matmuls run in; `diverge` is `divergence` or a twin of it; `temperature` is what the draft's logits are
+    divided by, as `targets` has done with the target's. The gradients are of the weighted sum: of the states, and of
+    the head if it learns.
     """
     matrix = head.to(dtype)
     learns = torch.zeros_like(head) if head.requires_grad else None
@@ -117,13 +119,13 @@ def losses_and_gradients(
     for begin in range(0, len(states[0]), chunk):
         said = Targets.of(targets(slice(begin, min(begin + chunk, len(states[0])))))
         for step, state in enumerate(states):
-            some = state[begin : begin + chunk].to(dtype)
+            some = (state[begin : begin + chunk] / temperature).to(dtype)
             if not len(some):
                 continue
             rows = slice(begin, begin + len(some))
             made = diverge(kind, some @ matrix.T, said.first(len(some)), weights[step][rows])
             slope = made.gradient.to(dtype)
-            gradients[step][rows] = slope @ matrix
+            gradients[step][rows] = slope @ matrix / temperature
             if learns is not None:
                 learns += slope.T @ some
             loss[step][rows], overlap[step][rows] = made.loss, made.overlap

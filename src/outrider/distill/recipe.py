@@ -86,6 +86,7 @@ class Recipe:
     intermediate: int = _for("train", 0, 0)
     size: float = _for("train", 0.03, 0.001, 1)  # of an lm, as a share of the target, where no shape is given
     loss: str = _for("train", "hybrid")
+    loss_temperature: float = _for("train", 1.0, 0.1, 2)  # of both distributions that it compares
     unroll: int = _for("train", 5, 1, 16)  # steps of a head on its own output
     decay: float = _for("train", 0.8, 0, 1)  # weight of a step by that of the one before
     deep_share: float = _for("train", 1.0, 0.01, 1)  # of the places that steps after the first learn from

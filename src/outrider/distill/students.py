@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from outrider.distill.answers import Answers, TrainBatch
 from outrider.distill.features import Features, TargetReader
-from outrider.distill.head_net import HeadNet, Read, grow, head_name, start_from_target
+from outrider.distill.head_net import HeadNet, Read, grow, head_name, start_from_target, wider
 from outrider.distill.lm_net import LmNet, lm_shape, save_lm, start_lm
 from outrider.distill.recipe import Recipe
 from outrider.draft.eagle_head import HeadConfig
@@ -186,20 +186,21 @@ def _make_head(recipe: Recipe, read: Read, target: ModelConfig, answers: Answers
     net = HeadNet(config, words, read(head_name(target)) if config.shared_head else None)
     if tensors:
         grow(net, known, read, target)
-        net.load_state_dict(
-            net.state_dict() | {name: t if name == "d2t" else t.float() for name, t in tensors.items()}
-        )
+        fresh = net.state_dict()
+        net.load_state_dict(fresh | {name: wider(t, fresh[name], name) for name, t in tensors.items()})
     else:
         start_from_target(net, read, target)
     return net
 
 
 def _continued(recipe: Recipe, head: HeadConfig) -> HeadConfig:
-    """A head as it will be when training goes on from it. It can have more layers; everything else stays."""
+    """A head as it will be when training goes on from it. It can have more layers and wider MLPs; everything else
+    stays.
+    """
     fixed = {
         "taps": head.taps, "tap_norms": head.tap_norms, "norm_output": head.norm_output,
         "shared_head": head.shared_head, "vocabulary": head.draft_vocab, "heads": head.layer.heads,
-        "kv_heads": head.layer.kv_heads, "intermediate": head.layer.intermediate,
+        "kv_heads": head.layer.kv_heads,
     }  # fmt: skip
     usual = {one.name: one.default for one in fields(recipe)}
     for name, has in fixed.items():
@@ -210,13 +211,18 @@ def _continued(recipe: Recipe, head: HeadConfig) -> HeadConfig:
                 "leave that option out, or train a fresh head",
                 name,
             )
-    if 0 < recipe.layers < head.layers:
-        raise InvalidRequest(
-            f"the head in {recipe.continue_from} has {head.layers} layers, and training can add some but takes none "
-            f"away: ask for {head.layers} or more, or train a fresh head",
-            "layers",
-        )
-    return replace(head, layers=recipe.layers or head.layers)
+    grown = {"layers": head.layers, "intermediate": head.layer.intermediate}
+    for name, has in grown.items():
+        if 0 < getattr(recipe, name) < has:
+            raise InvalidRequest(
+                f"the head in {recipe.continue_from} has {name} {has}, and training can add some but takes none away: "
+                f"ask for {has} or more, or train a fresh head",
+                name,
+            )
+        grown[name] = getattr(recipe, name) or has
+    return replace(
+        head, layers=grown["layers"], layer=replace(head.layer, intermediate=grown["intermediate"])
+    )
 
 
 def _shown(value: object) -> str:

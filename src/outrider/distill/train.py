@@ -172,14 +172,16 @@ class Training:
         flat = to_device(rows * width + columns, self.device)
         deep = math.ceil(self.recipe.deep_share * len(rows))
         places = [flat, *[flat[:deep]] * (len(states) - 1)]
+        last = features.last.flatten(0, 1)[flat + ahead - 1]
         losses, gradients, of_head = losses_and_gradients(
             self.recipe.loss,
             [state.detach().flatten(0, 1)[at] for state, at in zip(states, places, strict=True)],
             [to_device(one, self.device) for one in self._weights(columns, [len(at) for at in places])],
             self.student.head,
-            self.reader.probabilities(features.last.flatten(0, 1)[flat + ahead - 1], self.student.words),
+            self.reader.probabilities(last, self.student.words, self.recipe.loss_temperature),
             self.dtype,
             self.diverge,
+            self.recipe.loss_temperature,
         )
         whole = [torch.zeros_like(state) for state in states]
         for to, gradient, at in zip(whole, gradients, places, strict=True):
