@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from outrider.control.acceptance import (
+    ANSWER_MEMORY,
     DRAFTER_MEMORY,
     FIRST,
     MIN_RATE,
@@ -102,9 +103,9 @@ def test_a_sequence_that_ended_still_teaches_the_next():
 
 
 def test_the_deviation_is_of_sequences_and_of_what_is_known_of_them():
-    def of(accepted, first=(0.5, 0.5), weight=1e9, counted=True):
-        numbers = np.array(accepted), np.array(first), np.full(len(accepted), weight)
-        return float(deviation(*numbers, np.array(counted)))
+    def of(accepted, first=(0.5, 0.5), weight=1e9, counted=True, whole=None):
+        numbers = np.array(accepted), np.array(first), np.array(first if whole is None else whole)
+        return float(deviation(*numbers, np.full(len(accepted), weight), np.array(counted)))
 
     assert of([1.0, 1.0]) == pytest.approx(0.0, abs=1e-4)
     assert of([0.0, 2.0]) == pytest.approx(1.0, abs=1e-4)
@@ -114,6 +115,21 @@ def test_the_deviation_is_of_sequences_and_of_what_is_known_of_them():
     )  # no division by nothing
     assert of([0.0, 2.0, 9.0], (0.5,) * 3, counted=[True, True, False]) == pytest.approx(1.0, abs=1e-4)
     assert of([1.0, 9.0], counted=[True, False]) == 0.0  # of one alone nobody knows
+    # One copies now and the other will: their answers are alike.
+    assert of([0.5, 1.5], (0.25, 0.75), whole=(0.5, 0.5)) == pytest.approx(0.0, abs=1e-4)
+    assert of([1.0, 1.0], (0.5, 0.5), whole=(0.25, 0.75)) == pytest.approx(0.5, abs=1e-4)
+
+
+def test_a_whole_answer_is_known_by_all_its_drafts() -> None:
+    """A stretch of new text changes what is expected next, and hardly what the answer was like."""
+    rate = AcceptanceRate(0.5, 0.5)
+    for _ in range(100):
+        rate.observe(4, 2, 12)
+    copied = rate.first, rate.whole
+    assert min(copied) > 0.95 and rate.whole_weight == ANSWER_MEMORY
+    for _ in range(12):
+        rate.observe(4, 0, 12)
+    assert rate.first < 0.4 and 0.7 < rate.whole < copied[1]
 
 
 def test_a_drafter_with_other_weights_starts_anew():

@@ -161,7 +161,7 @@ class ResidentPlans:
 
     def _is_known(self, drafter: str) -> bool:
         """Whether it was tried enough to tell how sequences differ. Then one standard deviation is subtracted from
-        the mean of accepted tokens: sequences with low acceptance finish last, in a batch that has shrunk.
+        the mean of accepted tokens: answers with low acceptance finish last, in a batch that has shrunk.
         """
         return self.rates.trials[drafter] >= self.guards.min_trials
 
@@ -200,7 +200,9 @@ class ResidentPlans:
         if tree != NO_TREE:  # a probe that paid is followed by another
             risk = 0.0
             if alive and self._is_known(drafter):
-                numbers = np.array([(rate.accepted(tree), rate.first, rate.weight) for rate in alive])
+                numbers = np.array(
+                    [(rate.accepted(tree), rate.first, rate.whole, rate.whole_weight) for rate in alive]
+                )
                 risk = float(deviation(*numbers.T))
             paid = record.emitted / record.sequences - risk > ratio * self.speedup
             self.idle_time[drafter] = inf if paid else 0.0

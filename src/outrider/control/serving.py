@@ -15,7 +15,7 @@ from outrider.control.trees import TreeShape
 from outrider.types import Sequence
 
 Mine = Seq[tuple[Sequence, Seq[str]]]  # sequences, and drafters that each may get
-NOBODY = (0.0, 0.0, 1.0, -1.0)  # for who may not serve a sequence
+NOBODY = (0.0, 0.0, -1.0, 0.0, 1.0)  # for who may not serve a sequence
 
 
 class Serving:
@@ -41,11 +41,13 @@ class Serving:
             for name in self.names
         ]
         numbers = [
-            NOBODY if rate is None else (rate.first, rate.next, rate.weight, 1.0 if rate.idle else switch)
+            NOBODY
+            if rate is None
+            else (rate.first, rate.next, 1.0 if rate.idle else switch, rate.whole, rate.whole_weight)
             for rate in every
         ]
-        table = np.array(numbers).reshape(len(mine), len(self.names), 4)
-        first, following, preferred = (table[:, :, i, None] for i in (0, 1, 3))
+        table = np.array(numbers).reshape(len(mine), len(self.names), len(NOBODY))
+        first, following, preferred = (table[:, :, i, None] for i in range(3))
         depths, left = np.array([depth for depth, _ in trees], np.float64), 1 - following
         reached = np.where(left > 0, (1 - following**depths) / np.where(left > 0, left, 1.0), depths)
         accepted = first * reached  # of chains: [sequences, drafters, trees]
@@ -61,7 +63,7 @@ class Serving:
         rows, columns = np.arange(len(mine))[:, None], np.arange(len(trees))
         self.served = preference[rows, self.chosen, columns] >= 0
         self.accepted = accepted[rows, self.chosen, columns] * self.served
-        self.first, self.weight = (table[:, :, i][rows, self.chosen] for i in (0, 2))
+        self.first, self.whole, self.weight = (table[:, :, i][rows, self.chosen] for i in (0, 3, 4))
 
     @property
     def counts(self) -> NDArray[np.int64]:
@@ -77,7 +79,7 @@ class Serving:
 
     def deviations(self) -> NDArray[np.float64]:
         """Of accepted tokens over those that get a draft."""
-        return deviation(self.accepted, self.first, self.weight, self.served)
+        return deviation(self.accepted, self.first, self.whole, self.weight, self.served)
 
     def least(self, sequences: Collection[Sequence]) -> NDArray[np.float64]:
         """What the one of these may expect that gains least."""
