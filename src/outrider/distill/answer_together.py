@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
@@ -128,12 +130,24 @@ def _check(started: Sequence[BaseProcess], problems: Any) -> None:
 
 
 def _answer(each: Answering, part: Part, problems: Any) -> None:
-    """In a process of its own, which ends with the one that started it, however that ends."""
+    """In a process of its own, which ends with the one that started it, however that ends. What was answered is on
+    disk by then, so it ends at once: a thread that still compiles something would abort an orderly end.
+    """
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         each.answer_part(part)
     except OutriderError as problem:
         problems.put(problem)
+    except BaseException:
+        traceback.print_exc()
+        _end(1)
+    _end(0)
+
+
+def _end(status: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _end_with_parent() -> None:
