@@ -1,9 +1,14 @@
 """What the host does for every token when many sequences run at once: a model that costs nothing answers at random.
 
     python -m bench.host --sequences 512 --tokens 128
+    python -m bench.host --sequences 32 --pass-ms 1.58 --rounds 7        a drafter that never pays, against none
 
-The engine, its steps and the tokenizer are the real ones; only the device's part of a step is replaced, and the
-time it takes is not counted. Times are the processor's, so that other work on the machine does not count either.
+The engine, its steps and the tokenizer are the real ones; only the device's part of a step is replaced. Without
+`--pass-ms` it takes no time, and the host's is counted, by the processor's clock, so that other work on the machine
+does not count either. With `--pass-ms` it takes that for each pass, beside the host as a device does, on a clock that
+is reckoned from the processor's: what the host does counts `--slower` times, and waiting takes no time at all. Then
+plain decoding is compared with an engine that has a lookup and a model for drafters, of which no draft would pay: what
+it costs to be able to speculate.
 """
 
 from __future__ import annotations
@@ -11,7 +16,11 @@ from __future__ import annotations
 import argparse
 import cProfile
 import pstats
+import random
+import statistics
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -19,18 +28,27 @@ import torch
 from torch import Tensor
 
 from outrider.control.planner import Planner
+from outrider.control.trees import NO_TREE
+from outrider.device.buckets import sizes_up_to
 from outrider.device.capture import CapturedStep
 from outrider.device.ops import StepOps
 from outrider.device.state import SequenceState
+from outrider.draft.drafter import Drafter
 from outrider.draft.drafters import Drafters
+from outrider.draft.lm import LmDrafter
 from outrider.draft.lookup import LookupDrafter
+from outrider.engine import engine as engine_module
+from outrider.engine import graph_runner as runner_module
 from outrider.engine.engine import Engine
 from outrider.engine.graph_runner import GraphRunner
 from outrider.engine.kv_cache import make_kv_cache
-from outrider.load.checkpoint import open_checkpoint
+from outrider.load.checkpoint import Checkpoint, open_checkpoint
 from outrider.load.find import find
 from outrider.settings import Settings, cache_folder
-from outrider.types import Batch, Request, SamplingParams
+from outrider.types import Batch, Request, SamplingParams, Sequence
+
+PROMPT_MS, STAGED_MS = 0.01, 1.2  # a prompt's token, and a step that has some
+DEAR = 4.0  # times a pass, that the model's draft takes beside the passes of its tree
 
 
 class Free:
@@ -52,21 +70,204 @@ class Free:
         return torch.randint(100, 4000, (len(logits),), generator=self.generator)
 
 
+class Unread(LmDrafter):
+    """A draft model that is never asked: the planner sees what it would have to read and what it costs."""
+
+    trees = False
+
+    def __init__(self) -> None:
+        self.max_depth = 4
+
+    def start(self, sequence: Sequence) -> None: ...
+
+    def stop(self, sequence: Sequence) -> None: ...
+
+    def tokens_behind(self, sequence: Sequence, coming: int = 0) -> int:
+        return len(sequence.tokens)
+
+
 class Clock:
     """Seconds spent in one function, which is replaced by one that counts."""
 
     def __init__(self, owner: type, name: str) -> None:
-        self.spent = 0.0
-        inner = getattr(owner, name)
+        self.spent, self.owner, self.name, self.inner = 0.0, owner, name, getattr(owner, name)
 
         def counted(*args: Any, **options: Any) -> Any:
             begin = time.process_time()
             try:
-                return inner(*args, **options)
+                return self.inner(*args, **options)
             finally:
                 self.spent += time.process_time() - begin
 
         setattr(owner, name, counted)
+
+    def stop(self) -> None:
+        setattr(self.owner, self.name, self.inner)
+
+
+class Reckoned:
+    """A clock that the host and a device share: the processor's, without what the device's part took here and with
+    what the host waits.
+    """
+
+    def __init__(self, away: Clock, slower: float) -> None:
+        self.away, self.slower = away, slower
+        self.waited, self.free_at = 0.0, 0.0
+
+    def perf_counter(self) -> float:
+        return (time.process_time() - self.away.spent) * self.slower + self.waited
+
+    monotonic = perf_counter
+
+
+class Running:
+    """A step on its way on such a device, in place of a timer."""
+
+    def __init__(self, clock: Reckoned, seconds: float) -> None:
+        self.clock, self.took = clock, seconds
+        self.ready = clock.free_at = max(clock.free_at, clock.perf_counter()) + seconds
+
+    def wait(self) -> None:
+        self.clock.waited += max(0.0, self.ready - self.clock.perf_counter())
+
+    def seconds(self) -> float:
+        return self.took
+
+
+def build(given: argparse.Namespace, checkpoint: Checkpoint, drafting: dict[str, Drafter]) -> Engine:
+    """An engine of captured steps without a device; its first drafter is the default."""
+    assert checkpoint.config is not None
+    model: Any = Free(
+        replace(checkpoint.config, layers=1)
+    )  # one layer's keys: room for all, in little memory
+    settings = Settings(context=1024, max_sequences=given.sequences, step_rows=2048, cache_bytes=1 << 30)
+    cache, drafters = make_kv_cache(model, settings), Drafters(drafting, model.config.vocab)
+    default = next(iter(drafting), "none")
+    ops = StepOps(SequenceState(*cache.table.tensor.shape, model.device), model)
+    runner = GraphRunner(
+        model, cache, drafters, ops, lambda batch, *_: model.forward(batch, None), default=default
+    )
+    if given.single:
+        runner.runs.choose = lambda *_: 1  # type: ignore[method-assign]
+    planner = Planner(default, choices=tuple(drafting))
+    return Engine(model, cache, drafters, planner, runner, settings, checkpoint.tokenizer.text_stream)
+
+
+def requests(given: argparse.Namespace, label: str, seed: int) -> Iterator[Request]:
+    params = SamplingParams(
+        temperature=0.7, max_tokens=given.tokens, ignore_eos=True, speculation=given.speculation
+    )
+    dice = random.Random(seed)
+    for i in range(given.sequences):
+        yield Request(f"{label}.{i}", tuple(dice.choices(range(100, 4000), k=given.prompt)), params, i)
+
+
+# ------------------------------------------------------------------------------------ the host alone
+
+
+def host_alone(given: argparse.Namespace, checkpoint: Checkpoint) -> None:
+    engine = build(given, checkpoint, {"lookup": LookupDrafter()})
+    away = Clock(CapturedStep, "_step")
+    begin = time.process_time()
+    for one in requests(given, "r", 1):
+        engine.add(one)
+    added = time.process_time()
+    profile = cProfile.Profile()
+    if given.profile:
+        profile.enable()
+    prompts = 0.0
+    while not engine.idle:
+        engine.step()
+        if not prompts and any(step.captured for step in engine.in_flight):
+            prompts, away.spent = time.process_time(), 0.0
+    done = time.process_time()
+    profile.disable()
+    if given.profile:
+        pstats.Stats(profile).sort_stats("tottime").print_stats(28)
+    tokens = given.sequences * given.tokens
+    print(f"{given.sequences} sequences, {given.tokens} tokens each")
+    print(f"taking requests in: {(added - begin) / given.sequences * 1e6:.1f} us a request")
+    print(f"reading prompts: {prompts - added:.3f} s")
+    print(f"steps: {(done - prompts - away.spent) / tokens * 1e6:.2f} us a token on the host")
+
+
+# ------------------------------------------------------------------------------------ beside a device
+
+
+def beside_a_device(given: argparse.Namespace, checkpoint: Checkpoint) -> None:
+    drafting: dict[str, dict[str, Drafter]] = {
+        "plain": {},
+        "auto": {"lm": Unread(), "lookup": LookupDrafter()},
+    }
+    away = Clock(CapturedStep, "_step")
+    clock = Reckoned(away, given.slower)
+    engines = {way: build(given, checkpoint, some) for way, some in drafting.items()}
+    for engine in engines.values():
+        prepare(engine, given, clock)
+    took: dict[str, list[float]] = {way: [] for way in engines}
+    passes: dict[str, list[int]] = {way: [] for way in engines}
+    with timed_by(clock):
+        for number in range(given.rounds + 2):  # two to get to know the host
+            for way, engine in engines.items():
+                begin = clock.perf_counter()
+                for one in requests(given, f"{way}{number}", number):
+                    engine.add(one)
+                while not engine.idle:
+                    passes[way] += [result.record.passes for result in engine.step()]
+                took[way].append(clock.perf_counter() - begin)
+    away.stop()
+    rounds = [plain / auto for plain, auto in zip(*(took[way][2:] for way in ("plain", "auto")), strict=True)]
+    print(
+        f"{given.sequences} sequences of {given.tokens} tokens, {given.pass_ms:g} ms a pass, host x{given.slower:g}"
+    )
+    for way, all_rounds in took.items():
+        seconds = statistics.median(all_rounds[2:])
+        rate, each = given.sequences * given.tokens / seconds, statistics.mean(passes[way])
+        print(f"{way:6} {rate:9.0f} tok/s, {each:.1f} passes a step")
+    print(
+        f"auto, of which nothing pays: {statistics.median(rounds):.3f}x plain (lowest round {min(rounds):.3f}x)"
+    )
+
+
+def prepare(engine: Engine, given: argparse.Namespace, clock: Reckoned) -> None:
+    """As after preparing: all sizes are there and measured. No draft is worth what it costs."""
+    runner, second = engine.runner, given.pass_ms / 1e3
+    assert isinstance(runner, GraphRunner)
+    runner.on_demand = False
+    for size in sizes_up_to(given.sequences):
+        runner.sizes.made.add(size)
+        for name in engine.drafters.names:
+            dear = DEAR * (name == "lm")
+            costs = [
+                (name, tree, second * (1.1 + 0.2 * tree[1] + dear))
+                for tree in runner.shared.trees(name, size)
+            ]
+            engine.planner.learn(name, size, [("none", NO_TREE, second), *costs])
+    engine.planner.resident._probe = lambda *_: None  # type: ignore[method-assign] - there is nothing to ask
+    send = runner._send
+
+    def sent(step: Any, *rest: Any) -> Any:
+        launched, known = send(step, *rest), sum(one.known for one in step.staged.work)
+        seconds = (
+            second * step.passes * bool(step.resident) + (PROMPT_MS * known + STAGED_MS * bool(known)) / 1e3
+        )
+        launched.timer = Running(clock, seconds)
+        return launched
+
+    runner._send = sent  # type: ignore[method-assign]
+
+
+@contextmanager
+def timed_by(clock: Reckoned) -> Iterator[None]:
+    """The engine and its steps read this clock."""
+    modules: tuple[Any, ...] = (engine_module, runner_module)
+    try:
+        for module in modules:
+            module.time = clock
+        yield
+    finally:
+        for module in modules:
+            module.time = time
 
 
 def main() -> None:
@@ -80,48 +281,15 @@ def main() -> None:
         "--single", action="store_true", help="one plain pass a step, however far behind the host is"
     )
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument(
+        "--pass-ms", type=float, default=0.0, help="a device beside the host that takes so long"
+    )
+    parser.add_argument("--slower", type=float, default=1.0, help="times as slow a host as this one")
+    parser.add_argument("--rounds", type=int, default=7)
     given = parser.parse_args()
     torch.set_num_threads(1)
     checkpoint = open_checkpoint(find(given.model, cache_folder()))
-    assert checkpoint.config is not None
-    model = Free(replace(checkpoint.config, layers=1))  # one layer's keys: room for all, in little memory
-    settings = Settings(context=1024, max_sequences=given.sequences, step_rows=2048, cache_bytes=1 << 30)
-    cache = make_kv_cache(model, settings)
-    drafters = Drafters({"lookup": LookupDrafter()}, model.config.vocab)
-    rows, width = cache.table.tensor.shape
-    ops = StepOps(SequenceState(rows, width, model.device), model)
-    runner = GraphRunner(
-        model, cache, drafters, ops, lambda batch, *_: model.forward(batch, None), default="lookup"
-    )
-    if given.single:
-        runner.runs.choose = lambda *_: 1
-    text = checkpoint.tokenizer.text_stream
-    engine = Engine(model, cache, drafters, Planner("lookup"), runner, settings, text)
-    away = Clock(CapturedStep, "_step")
-    params = SamplingParams(
-        temperature=0.7, max_tokens=given.tokens, ignore_eos=True, speculation=given.speculation
-    )
-    begin = time.process_time()
-    for i in range(given.sequences):
-        engine.add(Request(f"r{i}", tuple(range(1 + i, 1 + i + given.prompt)), params, i))
-    added = time.process_time()
-    profile = cProfile.Profile()
-    if given.profile:
-        profile.enable()
-    prompts = 0.0
-    while not engine.idle:
-        engine.step()
-        if not prompts and any(step.captured for step in engine.in_flight):
-            prompts = time.process_time()
-    done = time.process_time()
-    profile.disable()
-    if given.profile:
-        pstats.Stats(profile).sort_stats("tottime").print_stats(28)
-    tokens = given.sequences * given.tokens
-    print(f"{given.sequences} sequences, {given.tokens} tokens each")
-    print(f"taking requests in: {(added - begin) / given.sequences * 1e6:.1f} us a request")
-    print(f"reading prompts: {prompts - added:.3f} s")
-    print(f"steps: {(done - prompts - away.spent) / tokens * 1e6:.2f} us a token on the host")
+    (beside_a_device if given.pass_ms else host_alone)(given, checkpoint)
 
 
 if __name__ == "__main__":

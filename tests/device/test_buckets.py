@@ -72,12 +72,24 @@ def test_few_buckets() -> None:
 def test_several_passes_in_a_step_only_as_long_as_streams_can_wait() -> None:
     """Many sequences wait longer: the host has more to do for each step of theirs."""
     assert [longest_run(size, 0.0007) for size in (1, 512)] == [8, 8]
-    assert [longest_run(size, 0.004) for size in (1, 32, 64, 512)] == [1, 1, 4, 4]
+    assert [longest_run(size, 0.004) for size in (1, 16, 32, 512)] == [1, 1, 4, 4]
     assert longest_run(512, 0.011) == 1
     runs = RunChoice()
     for _ in range(3):
         runs.observe(512, runs.choose(512, 100), waited=0.0, spent=1.0, device=0.004 * runs.choose(512, 100))
-    assert (runs.choose(512, 100), runs.choose(512, 3)) == (4, 1)
+    assert (runs.choose(512, 100), runs.choose(512, 3)) == (4, 2)
+
+
+def test_the_length_of_steps_settles_where_the_host_is_late_now_and_then() -> None:
+    """It takes two thirds of a pass for a step, and twice as long when it makes a plan. A length that changed back
+    after each of those would be late for the next one."""
+    runs, device, chosen = RunChoice(), 0.0013, []
+    for step in range(80):
+        passes = runs.choose(4, 100)
+        host, spent = 0.0009 + 0.0009 * (step % 8 == 0), device * passes
+        runs.observe(4, passes, max(spent - host, 0.0), max(spent, host), spent)
+        chosen.append(passes)
+    assert set(chosen[10:]) == {2}
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 16, 40, 64, 200, 512])

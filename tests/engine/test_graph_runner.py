@@ -322,7 +322,7 @@ def test_runs_grow_while_the_device_waits_for_the_host_and_shrink_again(model, s
     busy = Busy(engine, waited=0.0)
     engine.add(request("a", prompt_of(5), max_tokens=100, speculation=False))
     finish(engine)
-    assert busy.passes[:5] == [1, 1, 4, 4, 8] and max(busy.passes) == 8
+    assert busy.passes[:7] == [1, 1, 2, 2, 4, 4, 8] and max(busy.passes) == 8
     busy.waited = 1.0
     engine.add(request("b", prompt_of(5), max_tokens=100, speculation=False))
     finish(engine)
@@ -333,7 +333,7 @@ def test_runs_are_short_enough_for_a_stream(model, small) -> None:
     """However far behind the host is: the tokens of a run reach a client all at once."""
     engine = make_engine(model, small, 1)
     busy = Busy(engine, waited=0.0)
-    busy.device = RUN_SECONDS / 2
+    busy.device = RUN_SECONDS / 1.5
     engine.runner.runs.passes[1] = 8
     engine.add(request("a", prompt_of(5), max_tokens=60, speculation=False))
     finish(engine)
@@ -347,7 +347,7 @@ def test_no_step_is_launched_for_what_is_known_to_be_over(model, small) -> None:
     engine.runner.runs.passes[1] = 4
     engine.add(request("a", prompt_of(5), max_tokens=12, speculation=False))
     finish(engine)
-    assert busy.passes == [4, 4, 1, 1, 1]  # the first token came with the prompt
+    assert busy.passes == [4, 4, 2, 1]  # the first token came with the prompt
     assert not engine.in_flight
 
 

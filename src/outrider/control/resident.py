@@ -155,8 +155,9 @@ class ResidentPlans:
         if not fixed and name not in options.riding:  # who takes no pass reads nothing
             behind = sum(options.behind(name, sequence) for sequence in sequences)
             delay = self.costs.reading(name, behind) / (self.costs.plain(options.size) or 1.0)
-            steps = self.lengths.steps_left(sequences, speedups[best]) if delay else 1.0
-            best = best if (1 - speedups[NO_TREE] / speedups[best]) * steps > delay else NO_TREE
+            if delay and best != NO_TREE:
+                steps = self.lengths.steps_left(sequences, speedups[best])
+                best = best if (1 - speedups[NO_TREE] / speedups[best]) * steps > delay else NO_TREE
         return Candidate(speedups[best], name, best, delay, promised[shown], stretched)
 
     def _is_known(self, drafter: str) -> bool:

@@ -11,10 +11,13 @@ from outrider.model.staged import StagedShape, rows_together
 # Resident sequences. Weights are read once for up to 64 rows; from there on a step grows with its rows, and what is
 # padded is paid for.
 SIZES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
-RUNS = (1, 4, 8)  # plain passes in one step
+RUNS = (1, 2, 4, 8)  # plain passes in one step
 # Of one step, at most, with several passes: their tokens reach a stream all at once. Of many sequences the host is what
 # holds the device up, and with one pass a step a small model would answer a third slower.
-RUN_SECONDS, MANY, MANY_RUN_SECONDS = 0.006, 64, 0.02
+RUN_SECONDS, MANY, MANY_RUN_SECONDS = 0.006, 32, 0.02
+# Shares of a step that the host waits for the device, below and above which the next one has more passes or fewer. They
+# are far apart: now and then the host makes a plan, and is late by the time that takes if it had none to spare.
+HURRIED, LEISURELY = 0.1, 0.7
 # Rows packed by the host: few, or a multiple of what matmuls are padded to. Beyond the most that are captured, a step
 # hides what it takes to launch its operations one by one.
 STAGED, STAGED_MULTIPLE, MOST_CAPTURED = (16, 32), 64, 512
@@ -147,8 +150,8 @@ class RunChoice:
         so long for it.
         """
         longest = longest_run(size, device / passes)
-        if waited < 0.1 * spent or passes > longest:
+        if waited < HURRIED * spent or passes > longest:
             longer = next((longer for longer in RUNS if longer > passes), RUNS[-1])
             self.passes[size] = min(longer, longest)
-        elif waited > 0.6 * spent:
+        elif waited > LEISURELY * spent:
             self.passes[size] = next((shorter for shorter in reversed(RUNS) if shorter < passes), RUNS[0])
