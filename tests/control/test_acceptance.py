@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from outrider.control.acceptance import (
-    ANSWER_MEMORY,
     DRAFTER_MEMORY,
     FIRST,
     MIN_RATE,
@@ -120,16 +119,16 @@ def test_the_deviation_is_of_sequences_and_of_what_is_known_of_them():
     assert of([1.0, 1.0], (0.5, 0.5), whole=(0.25, 0.75)) == pytest.approx(0.5, abs=1e-4)
 
 
-def test_a_whole_answer_is_known_by_all_its_drafts() -> None:
-    """A stretch of new text changes what is expected next, and hardly what the answer was like."""
-    rate = AcceptanceRate(0.5, 0.5)
-    for _ in range(100):
-        rate.observe(4, 2, 12)
-    copied = rate.first, rate.whole
-    assert min(copied) > 0.95 and rate.whole_weight == ANSWER_MEMORY
-    for _ in range(12):
-        rate.observe(4, 0, 12)
-    assert rate.first < 0.4 and 0.7 < rate.whole < copied[1]
+def test_an_answer_is_known_by_all_its_drafts() -> None:
+    """What is expected next follows its stretches of copied and of new text, and what it is like does not."""
+    rate, copied, new = AcceptanceRate(0.5, 0.5, other=(0.5, 4.0)), [], []
+    for _ in range(10):
+        for accepted, seen in ((2, copied), (0, new)):
+            for _ in range(4):
+                rate.observe(4, accepted, 12)
+            seen.append((rate.first, rate.whole))
+    assert copied[-1][0] > 0.7 and new[-1][0] < 0.3
+    assert 0.35 < new[-1][1] < copied[-1][1] < 0.65 and rate.whole_weight == 12
 
 
 def test_a_drafter_with_other_weights_starts_anew():

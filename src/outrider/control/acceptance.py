@@ -25,7 +25,6 @@ PRIOR_WEIGHT = 4.0  # steps that a new estimate's starting point counts for
 COSTLY_PRIOR_WEIGHT = 2.0  # the same of a drafter that takes passes: to find out takes time
 SCORED_WEIGHT = 24.0  # the same, where the drafter was scored before: on other prompts, but on many
 SEQUENCE_MEMORY, DRAFTER_MEMORY = 12, 200  # steps: a text changes its nature, a drafter hardly does
-ANSWER_MEMORY = 48  # the same, where what counts is how a whole answer differs from others
 RECOVERY = 0.02  # share of the way back to NEXT after a draft that was accepted as far as it went
 MIN_RATE = 0.02  # below, it makes no difference how seldom a draft is accepted
 ROUNDED = 3  # digits of rates that a draft tree is valued by
@@ -49,7 +48,7 @@ class AcceptanceRate:
     # Copied text goes on being copied, and new text being new. So `first` and its weight hold after a draft as right as
     # the last one, and these after one that was not. None: no difference is made.
     other: tuple[float, float] | None = None
-    # The same of all drafts for an answer.
+    # `first` and its weight after any draft, right or not: what the answer is like, wherever in it this is.
     whole: float = field(init=False)
     whole_weight: float = field(init=False)
 
@@ -59,7 +58,7 @@ class AcceptanceRate:
     def observe(self, drafted: int, accepted: int, memory: float) -> None:
         """A draft of this depth. None at all (0) where one was wanted counts as a rejected one."""
         self.whole += ((accepted > 0) - self.whole) / (self.whole_weight + 1)
-        self.whole_weight = min(self.whole_weight + 1, ANSWER_MEMORY)
+        self.whole_weight = min(self.whole_weight + 1, memory)
         self.drafts += 1
         self.proven = self.proven or accepted > 0
         self.earned = self.earned + accepted if accepted else self.earned // 2
@@ -117,7 +116,7 @@ def heat(params: SamplingParams) -> float:
 def deviation(
     accepted: Floats, first: Floats, whole: Floats, weight: Floats, counted: Floats | bool = True
 ) -> Floats:
-    """Standard deviation over sequences, the first axis, of `accepted` tokens: as the rates of their whole answers
+    """Standard deviation over sequences, the first axis, of `accepted` tokens: as the rates of their answers
     differ, and as well as those are known. Each has its stretches of copied text and of new text, and that one is in
     the one now and another in the other makes no difference in the end. Of one sequence nobody knows how others are.
     """
