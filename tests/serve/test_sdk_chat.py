@@ -223,7 +223,9 @@ def test_logprobs_are_those_that_scoring_the_text_gives(served: Served, api: Ope
 
 def test_only_the_chosen_token_is_scored_unless_more_is_asked(api: OpenAI) -> None:
     answer = chat(api, logprobs=True, max_tokens=3)
-    assert [entry.top_logprobs for entry in answer.choices[0].logprobs.content] == [[], [], []]
+    scored = answer.choices[0].logprobs.content
+    assert 0 < len(scored) == answer.usage.completion_tokens  # a random model may end earlier
+    assert not any(entry.top_logprobs for entry in scored)
 
 
 # ----------------------------------------------------------------------------------------------- its form
