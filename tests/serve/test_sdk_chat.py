@@ -326,7 +326,9 @@ def test_streamed_logprobs_are_all_there(served: Served, api: OpenAI) -> None:
 
 
 def test_usage_comes_last_and_only_there(api: OpenAI) -> None:
-    chunks = list(chat(api, max_tokens=8, stream=True, stream_options={"include_usage": True}))
+    endless = {"ignore_eos": True}
+    asked = {"stream": True, "stream_options": {"include_usage": True}, "extra_body": endless}
+    chunks = list(chat(api, max_tokens=8, **asked))
     assert [chunk.usage for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
     assert chunks[-1].choices == []
     assert chunks[-1].usage.completion_tokens == 8

@@ -176,7 +176,9 @@ def test_an_answer_with_calls_can_be_sent_back_as_it_is(api: OpenAI) -> None:
     message = chat(api, seed=1, **FORCED).choices[0].message
     results = [{"role": "tool", "tool_call_id": call.id, "content": "ok"} for call in message.tool_calls]
     messages = [*user("hello there"), message, *results]
-    answer = api.chat.completions.create(model=MODEL, messages=messages, tools=[WEATHER, CLOCK], max_tokens=3)
+    answer = api.chat.completions.create(
+        model=MODEL, messages=messages, tools=[WEATHER, CLOCK], max_tokens=3, extra_body={"ignore_eos": True}
+    )
     assert answer.usage.completion_tokens == 3
 
 
