@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from outrider.control.acceptance import (
+    CAUTION,
     DRAFTER_MEMORY,
     FIRST,
     MIN_RATE,
@@ -14,7 +15,7 @@ from outrider.control.acceptance import (
     SEQUENCE_MEMORY,
     AcceptanceRate,
     AcceptanceRates,
-    deviation,
+    risk,
 )
 from outrider.control.trees import LATER, SECOND
 from tests.tiny import sequence
@@ -101,10 +102,10 @@ def test_a_sequence_that_ended_still_teaches_the_next():
     assert not rates.by_sequence and rates.prior("lm", 0).first < FIRST
 
 
-def test_the_deviation_is_of_sequences_and_of_what_is_known_of_them():
+def test_the_risk_is_of_sequences_and_of_what_is_known_of_them():
     def of(accepted, first=(0.5, 0.5), weight=1e9, counted=True, whole=None):
         numbers = np.array(accepted), np.array(first), np.array(first if whole is None else whole)
-        return float(deviation(*numbers, np.full(len(accepted), weight), np.array(counted)))
+        return float(risk(*numbers, np.full(len(accepted), weight), np.array(counted))) / CAUTION
 
     assert of([1.0, 1.0]) == pytest.approx(0.0, abs=1e-4)
     assert of([0.0, 2.0]) == pytest.approx(1.0, abs=1e-4)

@@ -249,7 +249,7 @@ def test_what_plain_captured_steps_would_have_cost():
 def test_sequences_with_low_acceptance_must_gain_as_well():
     """The same on average: alike, they draft; half of them always rejected, they do not; one alone does as it likes."""
     made, some = Planner("lookup"), [sequence([1, i]) for i in range(16)]
-    made.learn("lookup", 16, [("none", (0, 0), 1.0), ("lookup", (1, 1), 1.2)])
+    made.learn("lookup", 16, [("none", (0, 0), 1.0), ("lookup", (1, 1), 1.3)])
     made.learn("lookup", 1, [("none", (0, 0), 1.0), ("lookup", (1, 1), 1.2)])
 
     def asked(rates: list[float], weight: float) -> set[int]:

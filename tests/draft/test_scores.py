@@ -2,84 +2,114 @@
 
 from __future__ import annotations
 
+import random
+
+import pytest
+import torch
+
 from outrider.draft.drafter import ResidentDrafter
 from outrider.draft.drafters import MAX_FAULTS, Drafters
-from outrider.draft.lookup import LookupDrafter
+from outrider.draft.lookup import REACH, SHORTEST_RESIDENT, LookupDrafter, find_copies
 from outrider.draft.scores import DEPTH, Scores
 from tests.tiny import VOCAB, sequence
 
 
 class Foresees(ResidentDrafter):
+    """A drafter that has a proposal for each place of a text."""
+
     max_depth, trees, rides_along = 4, False, True
 
-    def __init__(self, *proposals: list[int]) -> None:
-        self.proposals = list(proposals)
+    def __init__(self, proposals: dict[int, list[int]]) -> None:
+        self.proposals, self.asked = proposals, list[int]()
 
     def propose(self, sequences, bets): ...
     def propose_resident(self, ops, rows, lengths, tree, context): ...
-    def foresee(self, sequence, n):
-        return self.proposals.pop(0)[:n]
+    def foresee(self, sequence, end, n, resident):
+        assert not self.asked or end >= self.asked[-1]
+        self.asked.append(end)
+        return self.proposals[end][:n]
 
 
-def scored(proposals: list[list[int]], steps: list[list[int]]) -> list[tuple[int, int] | None]:
-    """Drafted and accepted, step by step."""
-    scores, s = Scores(Drafters({"test": Foresees(*proposals)}, VOCAB)), sequence([1, 2])
+def scored(proposals: dict[int, list[int]], steps: list[list[int]]) -> list[tuple[int, int] | None]:
+    """Drafted and accepted, step by step, of a prompt of two tokens."""
+    scores, s = Scores(Drafters({"test": Foresees(proposals)}, VOCAB)), sequence([1, 2])
     found = []
     for tokens in steps:
-        outcome = scores.score("test", s, tokens)
         s.tokens += tokens
+        outcome = scores.score("test", s)
         found.append(outcome and (outcome.deepest, outcome.accepted))
     scores.stop(s)
-    assert not scores.open
+    assert not scores.due
     return found
 
 
 def test_a_proposal_is_followed_until_it_fails_or_ends():
-    assert scored([[5, 6, 7]], [[5, 6, 7, 8]]) == [(3, 3)]  # all of it, and a bonus token
-    assert scored([[5, 6, 7]], [[5, 6, 9]]) == [(3, 2)]
-    assert scored([[5, 6, 7]], [[9]]) == [(3, 0)]
-    assert scored([[5, 6, 7], [1]], [[5], [6], [7], [1]]) == [None, None, (3, 3), (1, 1)]  # plain steps
-    assert scored([[5, 6, 7], [1]], [[5], [9, 9], [2]]) == [None, (3, 1), (1, 0)]
-    assert scored([[], []], [[5], [6]]) == [(0, 0), (0, 0)]
+    assert scored({2: [5, 6, 7]}, [[5, 6, 7, 8]]) == [(3, 3)]  # all of it, and a bonus token
+    assert scored({2: [5, 6, 7]}, [[5, 6, 9]]) == [(3, 2)]
+    assert scored({2: [5, 6, 7]}, [[9]]) == [(3, 0)]
+    assert scored({2: [5, 6, 7], 6: [1]}, [[5], [6], [7], [1], [1]]) == [None, None, (3, 3), None, (1, 1)]
+    assert scored({2: [5, 6, 7], 4: [9], 5: [1]}, [[5], [9], [9], [2]]) == [None, (3, 1), (1, 1), None]
+    assert scored({2: [], 3: []}, [[5], [6]]) == [(0, 0), (0, 0)]
 
 
-def test_a_proposal_is_dropped_where_nobody_looked():
-    scores, s = Scores(Drafters({"test": Foresees([5, 6, 7], [9, 9])}, VOCAB)), sequence([1, 2])
-    assert scores.score("test", s, [5]) is None
-    s.tokens += [5, 6]
-    found = scores.score("test", s, [7])
-    assert found is not None and (found.deepest, found.accepted) == (2, 0)
+def test_what_nobody_looked_at_is_left_out():
+    """After a step of many passes, or where it was others' turn: one near the end is judged at once, right or wrong, or
+    only those that fail would be known.
+    """
+    right = {2: [5], 10: [3, 4, 5, 6]}
+    assert scored(right, [[5], [0] * 7 + [3, 4, 5, 6]]) == [(1, 1), (4, 4)]
+    assert scored({2: [5], 10: [3, 4, 9, 6]}, [[5], [0] * 7 + [3, 4, 5, 6]]) == [(1, 1), (4, 2)]
 
 
-def test_lookup_foresees_what_followed_the_last_two_tokens():
-    lookup, text = LookupDrafter(), [1, 2, 3, 4, 5, 1, 2]
-    for n in range(1, len(text) + 1):
-        s = sequence(text[:n])
+@pytest.mark.parametrize("resident", [False, True])
+def test_lookup_foresees_what_followed_the_same_ending(resident):
+    def foreseen(text: list[int], end: int) -> list[int]:
+        lookup, s = LookupDrafter(), sequence(text)
         lookup.start(s)
-        assert list(lookup.foresee(s, 3)) == ([3, 4, 5] if n == 7 else [])
-    s = sequence([1, 2, 3])
-    lookup.start(s)
-    for token, expected in ((1, []), (2, [3, 1, 2]), (4, []), (1, []), (2, [4, 1, 2])):  # the latest place
-        s.tokens.append(token)
-        assert list(lookup.foresee(s, 3)) == expected == list(lookup.foresee(s, 3))
+        return list(lookup.foresee(s, end, 3, resident))
+
+    text = [1, 2, 3, 4, 5, 1, 2]
+    assert foreseen(text, 7) == [3, 4, 5]
+    assert foreseen(text, 6) == ([2, 3, 4] if resident else [])  # after one token
+    assert foreseen(text, 5) == foreseen(text, 1) == []
+    assert foreseen([1, 2, 3, 1, 2, 4, 1, 2], 8) == [4, 1, 2]  # the latest place
+    assert foreseen([9, 1, 2, 3, 8, 1, 2, 4, 9, 1, 2], 11) == [3, 8, 1]  # the longer ending
+    assert foreseen([1, 2, 3, 1, 2, 7, 7], 5) == [3, 1, 2]  # what comes later is not known yet
 
 
-def test_it_finds_where_lookup_itself_would():
-    lookup, s = LookupDrafter(), sequence([n * n % 23 for n in range(200)])
+def test_it_scores_lookup_as_often_right_as_it_is():
+    """Of texts that copy now and then, with the search of resident steps beside it."""
+    dice, text = random.Random(5), [3, 1, 4, 1, 5, 9, 2, 6] * 2
+    while len(text) < 900:
+        at = dice.randrange(len(text) - 9)
+        copied = text[at : at + dice.randrange(2, 9)] if dice.random() < 0.5 else dice.choices(range(60), k=4)
+        text += copied
+    s = sequence(text[:100])
+    lookup = LookupDrafter()
     lookup.start(s)
-    scores, right = Scores(Drafters({"lookup": lookup}, VOCAB)), 0
-    for n in range(200, 260):
-        outcome = scores.score("lookup", s, [n * n % 23])
-        s.tokens.append(n * n % 23)
-        right += outcome is not None and outcome.accepted == outcome.deepest == DEPTH
-    assert right == 60 // DEPTH
+    scores, found, right, due = Scores(Drafters({"lookup": lookup}, VOCAB)), [], [], 100
+    tokens, none, row = torch.tensor([text]), torch.zeros(1, 1, dtype=torch.long), torch.tensor([0])
+    for end in range(100, 896):
+        s.tokens.append(text[end])
+        outcome = scores.score("lookup", s, resident=True)
+        found += [] if outcome is None else [outcome.accepted]
+        if end == due:
+            numbers = torch.tensor([end - 1]), DEPTH, 1024, REACH, SHORTEST_RESIDENT
+            drafted, count = find_copies(tokens, none, torch.zeros(1, dtype=torch.long), row, *numbers)
+            drafts = drafted[0, : int(count)].tolist()
+            right.append(next((n for n, token in enumerate(drafts) if token != text[end + n]), len(drafts)))
+            due += right[-1] + 1
+    for least in (1, 2):
+        share = [sum(n >= least for n in some) / len(some) for some in (found, right)]
+        assert share[1] > 0.1 and abs(share[0] - share[1]) < 0.05
 
 
 def test_one_that_fails_is_left_alone():
-    drafters, s = Drafters({"test": Foresees()}, VOCAB), sequence([1, 2])
+    drafters, s = Drafters({"test": Foresees({})}, VOCAB), sequence([1, 2])
     scores = Scores(drafters)
     assert drafters.riding == ("test",)
     for _ in range(MAX_FAULTS):
-        assert scores.score("test", s, [3]).deepest == 0
         s.tokens.append(3)
+        outcome = scores.score("test", s)
+        assert outcome is not None and outcome.deepest == 0
     assert drafters.riding == ()

@@ -4,6 +4,7 @@ fixed beforehand, and costs are given, so that nothing depends on the clock.
 
 from __future__ import annotations
 
+from outrider.engine.engine import MAX_SCORED
 from tests.engine.scripted import LAGS, PHASE, PROMPT, choices, copied, make_engine, novel, run
 
 FOLLOWS = 16  # steps, at most, until the choice is another
@@ -59,6 +60,16 @@ def test_scores_bring_lookup_back_without_a_draft_of_its_own(lag) -> None:
     assert plain.count("none") > 0.6 * len(plain)  # one step may be eight plain passes
     after = [who for written, who in chosen if written >= PHASE]
     assert "lookup" in after[:FOLLOWS] and after[-4:] == ["lookup"] * 4
+
+
+@LAGS
+def test_everybody_is_scored_by_turns_where_there_are_many(lag) -> None:
+    engine, _ = make_engine(lag, right=0.0)
+    many = 2 * MAX_SCORED + 3
+    scripts = {f"{n}": [*novel(20, n), *novel(40, n + 500)] for n in range(many)}
+    scored = [[o.sequence for o in result.record.scored] for result in run(engine, scripts)]
+    assert max(map(len, scored)) <= MAX_SCORED
+    assert len({sequence for some in scored for sequence in some}) == many
 
 
 @LAGS

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from outrider.control.acceptance import AcceptanceRate, deviation
+from outrider.control.acceptance import AcceptanceRate, risk
 from outrider.control.known import Known
 from outrider.control.probes import probe_due
 from outrider.control.serving import Mine, Serving
@@ -125,7 +125,7 @@ class ResidentPlans:
         serving = self._serving(name, mine, options, trees)
         gains = serving.gains(guards.objective == "latency")
         if not fixed and len(mine) > 1 and self._is_known(name):
-            gains = gains - serving.counts * serving.deviations()
+            gains = gains - serving.counts * serving.risks()
         least = serving.least(late).tolist() if late else [inf] * len(trees)
         for tree, gain, lowest in zip(trees, gains.tolist(), least, strict=True):
             ratio = self.costs.ratio(name, max(tree, (fixed, fixed)), options.size)
@@ -161,9 +161,7 @@ class ResidentPlans:
         return Candidate(speedups[best], name, best, delay, promised[shown], stretched)
 
     def _is_known(self, drafter: str) -> bool:
-        """Whether it was tried enough to tell how sequences differ. Then one standard deviation is subtracted from
-        the mean of accepted tokens: answers with low acceptance finish last, in a batch that has shrunk.
-        """
+        """Whether it was tried enough to tell how sequences differ, and so what the mean of them risks."""
         return self.rates.trials[drafter] >= self.guards.min_trials
 
     def _probe(
@@ -199,11 +197,11 @@ class ResidentPlans:
         for name in {*self.idle_time, *choices}:
             self.idle_time[name] += ratio * record.passes
         if tree != NO_TREE:  # a probe that paid is followed by another
-            risk = 0.0
+            short = 0.0
             if alive and self._is_known(drafter):
                 numbers = np.array(
                     [(rate.accepted(tree), rate.first, rate.whole, rate.whole_weight) for rate in alive]
                 )
-                risk = float(deviation(*numbers.T))
-            paid = record.emitted / record.sequences - risk > ratio * self.speedup
+                short = float(risk(*numbers.T))
+            paid = record.emitted / record.sequences - short > ratio * self.speedup
             self.idle_time[drafter] = inf if paid else 0.0

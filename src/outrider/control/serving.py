@@ -10,7 +10,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.control.acceptance import AcceptanceRates, deviation
+from outrider.control.acceptance import AcceptanceRates, risk
 from outrider.control.trees import TreeShape
 from outrider.types import Sequence
 
@@ -77,9 +77,9 @@ class Serving:
             return self.accepted.sum(0)
         return batch * batch / (1 / (1 + self.accepted)).sum(0) - batch
 
-    def deviations(self) -> NDArray[np.float64]:
-        """Of accepted tokens over those that get a draft."""
-        return deviation(self.accepted, self.first, self.whole, self.weight, self.served)
+    def risks(self) -> NDArray[np.float64]:
+        """Tokens that one of those that get a draft may fall short by."""
+        return risk(self.accepted, self.first, self.whole, self.weight, self.served)
 
     def least(self, sequences: Collection[Sequence]) -> NDArray[np.float64]:
         """What the one of these may expect that gains least."""

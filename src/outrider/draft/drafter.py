@@ -76,8 +76,10 @@ class ResidentDrafter(Drafter, Protocol):
         """Read what it lacks of these. Nothing is in flight, and their rows of the state are up to date."""
         return
 
-    def foresee(self, sequence: Sequence, n: int) -> Seq[int]:
-        """If it rides along: up to n tokens that it would propose, more or less, in no time."""
+    def foresee(self, sequence: Sequence, end: int, n: int, resident: bool) -> Seq[int]:
+        """If it rides along: up to n tokens that it would propose after the first `end` ones, more or less, in no time.
+        `end` never falls from call to call. `resident`: as `propose_resident` would, else as `propose`.
+        """
         return ()
 
     def warm_up(self, ops: StepOps) -> int:

@@ -99,9 +99,9 @@ class Drafters:
         """The drafter itself; or, where it is there no longer, one that takes no pass."""
         return name if name in self._drafters else next(iter(self.riding), "none")
 
-    def foresee(self, name: str, sequence: Sequence, n: int) -> Seq[int]:
+    def foresee(self, name: str, sequence: Sequence, end: int, n: int, resident: bool) -> Seq[int]:
         try:
-            return self._resident[name].foresee(sequence, n)
+            return self._resident[name].foresee(sequence, end, n, resident)
         except Exception as error:
             self.note_fault(DrafterFailed(name, error))
             return ()

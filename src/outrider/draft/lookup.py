@@ -31,6 +31,7 @@ READ = 4  # past answers read in one go
 # In resident steps: how many tokens of an ending are compared, and how many must be the same. One is enough there, as
 # the step's rows are paid for whether there is a draft or not.
 REACH, SHORTEST_RESIDENT = 8, 1
+LONG = 3  # tokens of an ending that stands for all longer ones, where the longest is only reckoned
 
 # Tokens and predictions of all sequences, how long the predictions are, some rows, the sequences' lengths, how many to
 # draft, how long sequences may be, and what counts as the same.
@@ -42,9 +43,23 @@ class State:
     own: OwnMatch
     prediction: Match | None
     read: int = 0  # tokens of the sequence already in
-    # What follows two tokens in a row, by where it was seen last: a tenth of the work, for scores alone.
-    after: dict[tuple[int, int], int] = field(default_factory=dict)
-    noted: int = SHORTEST  # tokens with an entry there
+    endings: dict[int, Endings] = field(default_factory=dict)  # by length, for scores alone
+
+
+class Endings:
+    """Where so many tokens in a row were seen last: a tenth of the work of finding the longest that were."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.read = size, size
+        self.places: dict[tuple[int, ...], int] = {}
+
+    def find(self, tokens: list[int], end: int) -> int:
+        """Where what followed the last tokens before `end` begins; 0: nowhere. `end` never falls."""
+        size, places = self.size, self.places
+        for at in range(self.read, end):
+            places[tuple(tokens[at - size : at])] = at
+        self.read = max(self.read, end)
+        return places.get(tuple(tokens[end - size : end]), 0)
 
 
 @dataclass(slots=True)
@@ -163,13 +178,12 @@ class LookupDrafter(ResidentDrafter):
             if len(self.past) > self.owners:
                 self.past.popitem(last=False)
 
-    def foresee(self, sequence: Sequence, n: int) -> Seq[int]:
-        state, tokens = self.states[sequence], sequence.tokens
-        for at in range(state.noted, len(tokens)):
-            state.after[tokens[at - 2], tokens[at - 1]] = at
-        state.noted = max(state.noted, len(tokens))
-        at = state.after.get((tokens[-2], tokens[-1]), len(tokens)) if len(tokens) > 1 else 1
-        return tokens[at : at + n]
+    def foresee(self, sequence: Sequence, end: int, n: int, resident: bool) -> Seq[int]:
+        endings, tokens = self.states[sequence].endings, sequence.tokens
+        for size in (LONG, SHORTEST_RESIDENT if resident else SHORTEST):
+            if at := endings.setdefault(size, Endings(size)).find(tokens, end):
+                return tokens[at : min(at + n, end)]
+        return ()
 
     def propose_resident(
         self, ops: StepOps, rows: Tensor, lengths: Tensor, tree: TreeLayout, context: int

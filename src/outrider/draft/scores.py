@@ -1,12 +1,10 @@
 """What drafters that take no pass would have got, had they been asked: they are scored on what was verified.
 
-A proposal is followed until it fails or ends, over several steps if need be, as a plain step brings one token.
+The text is gone through as drafts would have: each proposal begins behind the one before it, as far as that was right,
+and behind the token that the target adds. One that may still turn out right further on waits for more tokens.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence as Seq
-from typing import NamedTuple
 
 from outrider.draft.drafters import Drafters
 from outrider.types import Bet, Outcome, Sequence
@@ -14,31 +12,27 @@ from outrider.types import Bet, Outcome, Sequence
 DEPTH = 4  # tokens of a proposal: of more, nobody would know for longer whether any was right
 
 
-class Proposal(NamedTuple):
-    end: int  # tokens that the sequence has when the next of it is due
-    tokens: Seq[int]
-    right: int  # of those, so far
-
-
 class Scores:
     def __init__(self, drafters: Drafters) -> None:
         self.drafters = drafters
-        self.open: dict[Sequence, dict[str, Proposal]] = {}
+        self.due: dict[Sequence, dict[str, int]] = {}  # by drafter: tokens before its next proposal
 
-    def score(self, name: str, sequence: Sequence, verified: Seq[int]) -> Outcome | None:
-        """What became of its proposal once these tokens follow what is known; None: that is still open."""
-        mine, known = self.open.setdefault(sequence, {}), len(sequence.tokens)
-        end, tokens, right = mine.pop(name, Proposal(0, (), 0))
-        if end != known:  # there is none, or nobody looked in between
-            tokens, right = self.drafters.foresee(name, sequence, DEPTH), 0
-        for i, token in enumerate(verified):
-            if right == len(tokens) or tokens[right] != token:
-                break
+    def score(self, name: str, sequence: Sequence, resident: bool = False) -> Outcome | None:
+        """What became of its next proposal, or of one so near the end that all of it can be judged, where nobody looked
+        for a while; None: that is still open. `resident`: as it would propose for sequences on the device.
+        """
+        tokens, known, due = sequence.tokens, len(sequence.tokens), self.due.setdefault(sequence, {})
+        at = max(due.get(name, 0), known - DEPTH, sequence.prompt_len)
+        if at >= known:
+            return None
+        proposed, right = self.drafters.foresee(name, sequence, at, DEPTH, resident), 0
+        while right < min(len(proposed), known - at) and proposed[right] == tokens[at + right]:
             right += 1
-            if i + 1 == len(verified) and right < len(tokens):
-                mine[name] = Proposal(known + len(verified), tokens, right)
-                return None
-        return Outcome(sequence, Bet(name), len(tokens), len(tokens), right, right)
+        if right < len(proposed) and at + right == known:
+            due[name] = at
+            return None
+        due[name] = at + right + 1
+        return Outcome(sequence, Bet(name), len(proposed), len(proposed), right, right)
 
     def stop(self, sequence: Sequence) -> None:
-        self.open.pop(sequence, None)
+        self.due.pop(sequence, None)

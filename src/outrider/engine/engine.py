@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MAX_SCORED = 16  # sequences of a step: beyond, what the host does for each of them is missing elsewhere
+MAX_SCORED = 8  # sequences of a step: what the host does for each of them is missing elsewhere
 
 
 class Engine:
@@ -67,7 +67,7 @@ class Engine:
         self.model, self.settings, self.text = model, settings, text
         self.cache, self.table, self.context = cache, cache.table, cache.context
         self.drafters, self.planner, self.runner = drafters, planner, runner
-        self.scores = Scores(drafters)
+        self.scores, self.turn = Scores(drafters), 0
         self.scheduler = Scheduler(cache.table, settings.step_rows)
         self.writers: dict[Sequence, Writer] = {}
         self.live: dict[str, list[Sequence]] = {}
@@ -196,10 +196,10 @@ class Engine:
         record.total_s = self.settled_at - begun
         made, self.made = self.made, self.runner.made
         record.graphs_captured, record.kernels_compiled = self.made[0] - made[0], self.made[1] - made[1]
-        record.scored = self._scored(step, results, alive)
         if self.explained or log.isEnabledFor(logging.DEBUG):
             self._explain(step, alive)
         committed = [self._commit(step.work[i], step.bets[i], *results[i]) for i in alive]
+        record.scored = self._scored(step, results, alive)
         events = [event for event in committed if event is not None]
         record.emitted = sum(len(e.token_ids) for e in events)
         if alive:
@@ -247,16 +247,18 @@ class Engine:
         )
 
     def _scored(self, step: InFlightStep, results: list[Result], alive: list[int]) -> list[Outcome]:
-        """Before what was verified is known to the sequences: how drafters that take no pass would have done."""
+        """How drafters that take no pass would have done, for some sequences after the others where there are many."""
         found: list[Outcome | None] = []
-        for name in self.drafters.riding if len(alive) <= MAX_SCORED else ():
-            for i in alive:
+        turns = max(-(-len(alive) // MAX_SCORED), 1)
+        self.turn += 1
+        for name in self.drafters.riding:
+            for i in alive[self.turn % turns :: turns]:
                 (draft, verdict), sequence = results[i], step.work[i].sequence
                 asked = sequence.request.params.speculation
                 mine = asked.drafter == name or (asked.drafter is None and name in self.planner.choices)
                 ran = step.bets[i].drafter == name and (draft or (step.captured or ("",))[0] == name)
-                if verdict is not None and mine and not asked.off and not ran:
-                    found.append(self.scores.score(name, sequence, verdict.tokens))
+                if verdict is not None and mine and not (asked.off or ran or sequence.finish_reason):
+                    found.append(self.scores.score(name, sequence, step.captured is not None))
         return [one for one in found if one is not None]
 
     def _commit(self, one: Work, bet: Bet, draft: Draft, verdict: Verdict | None) -> Event | None:
