@@ -274,6 +274,7 @@ class Options:
     # Levels that one of those has to propose for a staged sequence, of so many.
     found: Callable[[str, Sequence, int], int] = lambda drafter, sequence, depth: depth
     after_prompts: bool = True  # whether the last chunk of a prompt may have a draft behind it
+    waiting: int = 0  # prompts of which nothing is read yet
 
     def is_resident(self, item: int) -> bool:
         return self.size > 0 and self.resident[item]

@@ -55,19 +55,23 @@ class Planner:
         self.learn, self.learn_reading = self.costs.learn, self.costs.learn_reading
         self.learn_prompt_rows = self.costs.learn_prompt_rows
 
-    def plan(self, work: Seq[Work], options: Options) -> Plan:
-        """One bet and one reason for each item of work."""
+    def plan(self, work: Seq[Work], options: Options, waiting: int = 0) -> Plan:
+        """One bet and one reason for each item of work; so many other prompts wait."""
         again = self.rest.plan_again(work, options)
-        return again if again is not None else self.rest.note(work, self._plan(work, options), options)
+        return (
+            again if again is not None else self.rest.note(work, self._plan(work, options, waiting), options)
+        )
 
-    def _plan(self, work: Seq[Work], options: Options) -> Plan:
+    def _plan(self, work: Seq[Work], options: Options, waiting: int) -> Plan:
         sequences, batch, self.rates.scored = [item.sequence for item in work], len(work), options.riding
         found = [self._settled(item, batch, options) for item in work]
         allowed = {i: self._allowed(sequences[i], bet) for i, (bet, why) in enumerate(found) if why is AUTO}
         here = [i for i, item in enumerate(work) if item.emits and options.is_resident(i)]
         if here:
             mine = [sequences[i] for i in here], [found[i] for i in here], [allowed.get(i, ()) for i in here]
-            for i, choice in zip(here, self.resident.plan(*mine, options), strict=True):
+            reading = sum(why is PREFILL for _, why in found)
+            held_up = reading + options.waiting if reading else 0
+            for i, choice in zip(here, self.resident.plan(*mine, options, held_up), strict=True):
                 found[i] = choice
         left = {i: (sequences[i], allowed[i]) for i, one in enumerate(found) if one[1] is AUTO}
         if left:

@@ -43,9 +43,16 @@ class ResidentPlans:
         self.speedup = 1.0  # expected of the last plan: what a probe must beat
 
     def plan(
-        self, sequences: Seq[Sequence], settled: Seq[Choice], allowed: Seq[Seq[str]], options: Options
+        self,
+        sequences: Seq[Sequence],
+        settled: Seq[Choice],
+        allowed: Seq[Seq[str]],
+        options: Options,
+        held_up: int = 0,
     ) -> list[Choice]:
-        """What is settled, and for the others the best drafter and tree."""
+        """What is settled, and for the others the best drafter and tree. A longer step is one for those as well whose
+        prompts are read in it or wait, and they gain nothing: so many are `held_up`.
+        """
         names = list(dict.fromkeys(name for some in allowed for name in some))
         asked = Counter(bet.drafter for bet, why in settled if why.kind == "asked")
         if asked and names:  # one drafter for all: the one most asked for, named or not
@@ -56,14 +63,15 @@ class ResidentPlans:
         best, reason = NONE, Reason("unmeasured", 0, (("sequences", options.size),))
         mine = list(zip(sequences, allowed, strict=True))
         if names and (fixed or self.costs.plain(options.size) is not None):
-            candidates = [self._candidate(name, mine, fixed, options) for name in names]
+            candidates = [self._candidate(name, mine, fixed, options, held_up) for name in names]
             switch = {self.joined: self.guards.switch}
             best = max(candidates, key=lambda one: one.speedup * switch.get(one.drafter, 1.0))
             if not fixed and self.joined == "none" and best.speedup < self.guards.break_even:
                 best = best._replace(speedup=1.0, tree=NO_TREE)
             self.speedup, self.joined = best.speedup, best.drafter if best.tree[1] else "none"
             reason = self._reason(best, mine, fixed)
-            late = any(one.stretched for one in candidates)  # a probe would hold them up as well
+            # A probe would hold others up as well.
+            late = any(one.stretched for one in candidates) or held_up > len(mine)
             if not fixed and not late and (probe := self._probe(best, candidates, mine, options)):
                 best, idle = probe
                 waited = ("after one that paid", "") if idle == inf else ("idle steps", round(idle))
@@ -111,7 +119,7 @@ class ResidentPlans:
     def _serving(self, drafter: str, mine: Mine, options: Options, trees: Seq[TreeShape]) -> Serving:
         return Serving(self.rates, mine, drafter, options.riding, self.guards.switch, trees)
 
-    def _candidate(self, name: str, mine: Mine, fixed: int, options: Options) -> Candidate:
+    def _candidate(self, name: str, mine: Mine, fixed: int, options: Options, held_up: int) -> Candidate:
         """The best tree for these, in a step that is `fixed` levels deep for others."""
         guards, sequences = self.guards, [sequence for sequence, allowed in mine if name in allowed]
         trees = [tree for tree in options.trees.get(name, ()) if tree[0] <= guards.max_depth or fixed]
@@ -129,7 +137,7 @@ class ResidentPlans:
         least = serving.least(late).tolist() if late else [inf] * len(trees)
         for tree, gain, lowest in zip(trees, gains.tolist(), least, strict=True):
             ratio = self.costs.ratio(name, max(tree, (fixed, fixed)), options.size)
-            tokens = 1 + gain / len(mine)
+            tokens = 1 + gain / (len(mine) + held_up)
             if ratio > guards.max_stretch * (1 + lowest):
                 if tokens / ratio > max(speedups.values()):
                     stretched = ratio

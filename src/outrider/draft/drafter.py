@@ -78,7 +78,7 @@ class ResidentDrafter(Drafter, Protocol):
 
     def foresee(self, sequence: Sequence, end: int, n: int, resident: bool) -> Seq[int]:
         """If it rides along: up to n tokens that it would propose after the first `end` ones, more or less, in no time.
-        `end` never falls from call to call. `resident`: as `propose_resident` would, else as `propose`.
+        `resident`: as `propose_resident` would, else as `propose`.
         """
         return ()
 

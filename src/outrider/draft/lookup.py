@@ -14,6 +14,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,7 +32,6 @@ READ = 4  # past answers read in one go
 # In resident steps: how many tokens of an ending are compared, and how many must be the same. One is enough there, as
 # the step's rows are paid for whether there is a draft or not.
 REACH, SHORTEST_RESIDENT = 8, 1
-LONG = 3  # tokens of an ending that stands for all longer ones, where the longest is only reckoned
 
 # Tokens and predictions of all sequences, how long the predictions are, some rows, the sequences' lengths, how many to
 # draft, how long sequences may be, and what counts as the same.
@@ -43,23 +43,32 @@ class State:
     own: OwnMatch
     prediction: Match | None
     read: int = 0  # tokens of the sequence already in
-    endings: dict[int, Endings] = field(default_factory=dict)  # by length, for scores alone
+    text: Text = field(default_factory=lambda: Text())  # for scores alone
 
 
-class Endings:
-    """Where so many tokens in a row were seen last: a tenth of the work of finding the longest that were."""
+class Text:
+    """A sequence's tokens as an array, in which the longest ending is found in a few comparisons of all of it."""
 
-    def __init__(self, size: int) -> None:
-        self.size, self.read = size, size
-        self.places: dict[tuple[int, ...], int] = {}
+    def __init__(self) -> None:
+        self.tokens, self.read = np.empty(0, np.int64), 0
 
-    def find(self, tokens: list[int], end: int) -> int:
-        """Where what followed the last tokens before `end` begins; 0: nowhere. `end` never falls."""
-        size, places = self.size, self.places
-        for at in range(self.read, end):
-            places[tuple(tokens[at - size : at])] = at
-        self.read = max(self.read, end)
-        return places.get(tuple(tokens[end - size : end]), 0)
+    def place(self, tokens: list[int], end: int, shortest: int) -> int:
+        """Where what followed the longest ending of the first `end` tokens begins, up to REACH of them and the latest
+        such place; 0: nowhere are as many as `shortest` the same.
+        """
+        if end > len(self.tokens):
+            self.tokens = np.resize(self.tokens, 2 * end)
+        if end > self.read:
+            self.tokens[self.read : end] = tokens[self.read : end]
+            self.read = end
+        text, size = self.tokens, 1
+        places = np.flatnonzero(text[: end - 1] == tokens[end - 1]) + 1
+        while len(places) and size < min(REACH, end):
+            longer = places[(places > size) & (text[places - size - 1] == tokens[end - size - 1])]
+            if not len(longer):
+                break
+            places, size = longer, size + 1
+        return int(places[-1]) if len(places) and size >= shortest else 0
 
 
 @dataclass(slots=True)
@@ -179,11 +188,9 @@ class LookupDrafter(ResidentDrafter):
                 self.past.popitem(last=False)
 
     def foresee(self, sequence: Sequence, end: int, n: int, resident: bool) -> Seq[int]:
-        endings, tokens = self.states[sequence].endings, sequence.tokens
-        for size in (LONG, SHORTEST_RESIDENT if resident else SHORTEST):
-            if at := endings.setdefault(size, Endings(size)).find(tokens, end):
-                return tokens[at : min(at + n, end)]
-        return ()
+        shortest, tokens = SHORTEST_RESIDENT if resident else SHORTEST, sequence.tokens
+        at = self.states[sequence].text.place(tokens, end, shortest)
+        return tokens[at : min(at + n, end)] if at else ()
 
     def propose_resident(
         self, ops: StepOps, rows: Tensor, lengths: Tensor, tree: TreeLayout, context: int

@@ -167,7 +167,7 @@ class Engine:
         self.planner.forget_drafter(drafter)
 
     def _plan(self, work: list[Work]) -> Plan:
-        options = self.runner.options(work)
+        options = self.runner.options(work, len(self.scheduler.waiting))
         while self.runner.on_demand and (drafter := self.planner.unmeasured(work, options)) != "none":
             self.planner.learn(drafter, options.size, self.runner.measure(options.size, drafter))
         return self.planner.plan(work, options)

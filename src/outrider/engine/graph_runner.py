@@ -123,7 +123,7 @@ class GraphRunner(EagerRunner):
 
     # ------------------------------------------------------------------------------------ what can be planned
 
-    def options(self, work: Seq[Work]) -> Options:
+    def options(self, work: Seq[Work], waiting: int = 0) -> Options:
         resident = tuple(_decodes(one) and self._stays(one.sequence) for one in work)
         sequences = [one.sequence for one, here in zip(work, resident, strict=True) if here]
         size = self.sizes.choose(len(sequences)) if sequences else 0
@@ -134,7 +134,7 @@ class GraphRunner(EagerRunner):
             if self.drafters.resident(name)
         }
         depth, riding = MAX_RESIDENT_DEPTH, self.drafters.riding
-        return Options(size, resident, trees, self._unread, depth, riding, self._found, after_prompts=False)
+        return Options(size, resident, trees, self._unread, depth, riding, self._found, False, waiting)
 
     def _stays(self, sequence: Sequence) -> bool:
         """Whether its rows are resident. Whoever has a step in flight must stay; else not if the host drafts for it."""

@@ -99,7 +99,7 @@ class Runner(Protocol):
         """Graphs captured and kernels compiled so far."""
         ...
 
-    def options(self, work: Seq[Work]) -> Options:
+    def options(self, work: Seq[Work], waiting: int = 0) -> Options:
         """What the planner may choose from for this work."""
         ...
 
@@ -169,8 +169,8 @@ class EagerRunner:
     def made(self) -> tuple[int, int]:
         return 0, 0
 
-    def options(self, work: Seq[Work]) -> Options:
-        return Options(behind=self._unread, riding=self.drafters.riding, found=self._found)
+    def options(self, work: Seq[Work], waiting: int = 0) -> Options:
+        return Options(behind=self._unread, riding=self.drafters.riding, found=self._found, waiting=waiting)
 
     def _unread(self, name: str, sequence: Sequence) -> int:
         reader = self.drafters.resident(name)
