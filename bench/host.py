@@ -19,7 +19,7 @@ import pstats
 import random
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -134,10 +134,12 @@ class Running:
         return self.took
 
 
-def build(given: argparse.Namespace, checkpoint: Checkpoint, drafting: dict[str, Drafter]) -> Engine:
+def build(
+    given: argparse.Namespace, checkpoint: Checkpoint, drafting: dict[str, Drafter], target: type[Free] = Free
+) -> Engine:
     """An engine of captured steps without a device; its first drafter is the default."""
     assert checkpoint.config is not None
-    model: Any = Free(
+    model: Any = target(
         replace(checkpoint.config, layers=1)
     )  # one layer's keys: room for all, in little memory
     settings = Settings(context=1024, max_sequences=given.sequences, step_rows=2048, cache_bytes=1 << 30)
@@ -244,14 +246,23 @@ def prepare(engine: Engine, given: argparse.Namespace, clock: Reckoned) -> None:
             ]
             engine.planner.learn(name, size, [("none", NO_TREE, second), *costs])
     engine.planner.resident._probe = lambda *_: None  # type: ignore[method-assign] - there is nothing to ask
+
+    def took(step: Any) -> float:
+        known = sum(one.known for one in step.staged.work)
+        return (
+            second * step.passes * bool(step.resident) + (PROMPT_MS * known + STAGED_MS * bool(known)) / 1e3
+        )
+
+    time_steps(runner, clock, took)
+
+
+def time_steps(runner: GraphRunner, clock: Reckoned, took: Callable[[Any], float]) -> None:
+    """Have each step take so long on the device."""
     send = runner._send
 
     def sent(step: Any, *rest: Any) -> Any:
-        launched, known = send(step, *rest), sum(one.known for one in step.staged.work)
-        seconds = (
-            second * step.passes * bool(step.resident) + (PROMPT_MS * known + STAGED_MS * bool(known)) / 1e3
-        )
-        launched.timer = Running(clock, seconds)
+        launched = send(step, *rest)
+        launched.timer = Running(clock, took(step))
         return launched
 
     runner._send = sent  # type: ignore[method-assign]

@@ -58,19 +58,21 @@ GUARDS = Guards(prefill_stretch=PREFILL_STRETCH["cpu"], prefill_wait=PREFILL_WAI
 EVERY = "chat,code,json,rewrite,summary,creative,short,long"
 
 
-def record(model: str, tasks: str, temperatures: list[float], tokens: int, each: int) -> dict[str, Any]:
+def record(
+    model: str, prompts: str | None, tasks: str, temperatures: list[float], tokens: int, each: int
+) -> dict[str, Any]:
     llm = LLM(model)
     found: dict[str, Any] = {}
     try:
-        ids = task_ids(llm, task_rows(None, None, tasks, each), tokens, 2 * tokens)
-        for task, prompts in ids.items():
+        ids = task_ids(llm, task_rows(prompts, None, tasks, each), tokens, 2 * tokens)
+        for task, some in ids.items():
             for heat in temperatures:
                 most = max(1, round(tokens * LENGTHS.get(task, 1.0)))
                 params = SamplingParams(temperature=heat, max_tokens=most, seed=0, speculation=False)
-                answers = answer(llm, prompts[:each], params).run.answers
+                answers = answer(llm, some[:each], params).run.answers
                 found[f"{task} T={heat:g}"] = [
                     {"temperature": heat, "prompt": p, "answer": a}
-                    for p, a in zip(prompts, answers, strict=False)
+                    for p, a in zip(some, answers, strict=False)
                 ]
                 print(f"{task} T={heat:g}: {len(answers)} answers", flush=True)
     finally:
@@ -129,7 +131,7 @@ class Replay:
     def _step(self, scripts: dict[Sequence, list[int]], now: float) -> StepRecord:
         work = self._work(scripts, now)
         plan = self.planner.plan(work, Options(riding=self.drafters.riding, found=self._found))
-        known, drafted, outcomes, scored, verified = 0, 0, [], [], []
+        known, drafted, outcomes, verified = 0, 0, [], []
         for one, bet in zip(work, plan.bets, strict=True):
             sequence, known = one.sequence, known + one.known
             if not one.emits:
@@ -139,15 +141,12 @@ class Replay:
             verified.append((sequence, left[: right + 1]))
             outcomes.append(Outcome(sequence, bet, len(draft), _deepest(draft), right, straight))
             drafted += len(draft)
-            if self.way is not False and not draft:
-                scored.append(self.scores.score("lookup", sequence, left[: right + 1]))
         rows = known + drafted
         took = self.costs.step(rows) + (HOST + PLANNING * len(outcomes) * (self.way is not False)) / 1e3
         held, emitted = sum(o.accepted for o in outcomes), sum(len(path) for _, path in verified)
         made = StepRecord(
             rows, len(work), known, drafted, held, emitted, 0, 0, took, 0, took, outcomes, plan.reasons
         )
-        made.scored = [one for one in scored if one is not None]
         made.prompt_rows = sum(one.prompt_rows for one in work)
         for one in work:
             one.sequence.cached += one.known
@@ -155,6 +154,9 @@ class Replay:
             sequence.tokens += path
             sequence.cached += len(path) - 1
             sequence.finish_reason = "length" if len(sequence.tokens) == len(scripts[sequence]) else None
+        asked = [o.sequence for o in outcomes if self.way is not False and not o.drafted]
+        scored = [self.scores.score("lookup", one) for one in asked if not one.finish_reason]
+        made.scored = [one for one in scored if one is not None]
         self.planner.observe(made)
         return made
 
@@ -226,6 +228,7 @@ def main() -> None:
     parser.add_argument("file", type=Path, nargs="?")
     parser.add_argument("--record", type=Path)
     parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--prompts", help="a file of them, instead of those that are built in")
     parser.add_argument("--tasks", default=EVERY)
     parser.add_argument("--temperatures", default="0,0.7,1.2")
     parser.add_argument("--batches", default="1,4,16")
@@ -236,7 +239,7 @@ def main() -> None:
     given = parser.parse_args()
     if given.record:
         heats = [float(one) for one in given.temperatures.split(",")]
-        found = record(given.model, given.tasks, heats, given.max_tokens, given.each)
+        found = record(given.model, given.prompts, given.tasks, heats, given.max_tokens, given.each)
         given.record.write_text(json.dumps(found))
         return
     show(

@@ -1,0 +1,175 @@
+"""The whole engine beside a card that is reckoned, over answers that were recorded: what the planner makes of them.
+
+    python -m bench.replay --record answers.json --model MODEL --prompts FILE --temperatures 0.7 --max-tokens 112
+    python -m bench.replay_gpu answers.json --batches 1,4,16,64 --rounds 4
+
+Engine, planner, scheduler and lookup are the real ones; the target says what was recorded, and a step takes what a
+table says it takes on a card (`PASS_MS`, `ROWS_MS`, `PROMPT_MS`: a 1.5B model on an H200). The clock is that of
+bench/host.py: the host's own work counts `--slower` times, and other work on the machine does not count. Compared are
+plain decoding, what the planner chooses with lookup for a drafter, and lookup asked for four tokens in every step. Of
+the first round of each cell nothing counts: there the planner gets to know what a text is like.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench import host
+from outrider.control.trees import NO_TREE
+from outrider.device.buckets import BITES, bucket, sizes_up_to
+from outrider.device.capture import CapturedStep
+from outrider.draft.drafter import Drafter
+from outrider.draft.lookup import LookupDrafter
+from outrider.engine.engine import Engine
+from outrider.engine.graph_runner import GraphRunner
+from outrider.load.checkpoint import open_checkpoint
+from outrider.load.find import find
+from outrider.settings import cache_folder
+from outrider.types import Batch, Request, SamplingParams, TreeShape
+
+TEMPERATURE = 0.7
+DEPTH = 4  # of the fixed way
+# Milliseconds of a pass by sequences, what more rows add to it, and a prompt's token: measured on a card.
+PASS_MS = {1: 1.24, 2: 1.26, 4: 1.29, 8: 1.31, 16: 1.35, 32: 1.60, 64: 1.90}
+ROWS_MS = {2: 0.05, 5: 0.09, 9: 0.12, 17: 0.2, 24: 0.24, 40: 0.45, 80: 0.75, 160: 1.1, 320: 2.4, 1024: 7.7}
+PROMPT_MS, BESIDE_MS, ALONE_MS = 0.008, 0.3, 1.3  # the same of steps that have prompt rows at all
+WORDS = 40000  # recorded tokens are taken modulo this, and prompts begin with one of their own beyond
+
+Text = dict[str, list[int]]  # a prompt and its answer
+
+
+def seconds(tree: TreeShape, size: int, prompt_rows: int = 0) -> float:
+    """Of a step of a device like that."""
+    rows = size * (tree[1] + 1)
+    ms = PASS_MS[bucket(size, tuple(PASS_MS))] if size else 0.0
+    ms += ROWS_MS[bucket(rows, tuple(ROWS_MS))] if tree != NO_TREE else 0.0
+    ms += PROMPT_MS * prompt_rows + (BESIDE_MS if size else ALONE_MS) * bool(prompt_rows)
+    return ms / 1e3
+
+
+class Recorded(host.Free):
+    """A target that says what was recorded, whatever a draft says."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.engine: Engine | None = None
+        self.texts: dict[str, list[int]] = {}
+
+    def forward(self, batch: Batch, store: Any) -> Tensor:
+        assert self.engine is not None
+        mine = {s.row: self.texts[s.request.id] for s in self.engine.scheduler.running}
+        rows, places = batch.table_rows[batch.logit_rows], batch.positions[batch.logit_rows] + 1
+        pairs = zip(rows.tolist(), places.tolist(), strict=True)
+        said = [mine[row][at] if row in mine and at < len(mine[row]) else 0 for row, at in pairs]
+        return torch.tensor(said, dtype=torch.float64)[:, None]
+
+    def draw(self, logits: Tensor, *_: Tensor) -> Tensor:
+        return (logits[:, 0].double() * TEMPERATURE).round().long()  # logits come divided by it
+
+
+def make_engine(way: str, given: argparse.Namespace, clock: host.Reckoned) -> Engine:
+    drafting: dict[str, Drafter] = {} if way == "plain" else {"lookup": LookupDrafter()}
+    checkpoint = open_checkpoint(find("smollm2-135m", cache_folder()))
+    engine = host.build(given, checkpoint, drafting, Recorded)
+    assert isinstance(engine.model, Recorded) and isinstance(engine.runner, GraphRunner)
+    engine.model.engine, runner, planner = engine, engine.runner, engine.planner
+    planner.depth = DEPTH if way == "lookup" else None
+    runner.on_demand, runner.sample = False, lambda *_: None  # type: ignore[method-assign] - no logits to look at
+    for size in sizes_up_to(given.sequences):
+        runner.sizes.made.add(size)
+        for name in drafting:
+            costs = [(name, tree, seconds(tree, size)) for tree in runner.shared.trees(name, size)]
+            planner.learn(name, size, [("none", NO_TREE, seconds(NO_TREE, size)), *costs])
+        for rows, _ in BITES:
+            planner.learn_prompt_rows(size, rows, seconds(NO_TREE, size, rows))
+
+    def took(step: Any) -> float:
+        size, tree = (step.shape.size, step.shape.tree) if step.resident else (0, NO_TREE)
+        return seconds(tree, size) * step.passes + seconds(NO_TREE, 0, sum(w.known for w in step.staged.work))
+
+    host.time_steps(runner, clock, took)
+    return engine
+
+
+def requests(texts: list[Text], model: Recorded, batch: int, label: str, number: int) -> Iterator[Request]:
+    for i in range(number * batch, number * batch + batch):
+        one = texts[i % len(texts)]
+        prompt, answer = ([token % WORDS for token in one[part]] for part in ("prompt", "answer"))
+        prompt = [WORDS + i % 8000, *prompt]  # nobody's is cached
+        model.texts[f"{label}.{i}"] = [*prompt, *answer]
+        params = SamplingParams(temperature=TEMPERATURE, max_tokens=len(answer), ignore_eos=True)
+        yield Request(f"{label}.{i}", tuple(prompt), params, i)
+
+
+def answer(engine: Engine, asked: Iterator[Request], clock: host.Reckoned) -> tuple[float, float]:
+    """Seconds, and tokens a step of a sequence."""
+    begin, tokens, steps = clock.perf_counter(), 0, 0
+    for one in asked:
+        engine.add(one)
+    while not engine.idle:
+        for result in engine.step():
+            tokens += result.record.emitted
+            steps += result.record.sequences * result.record.passes
+    return clock.perf_counter() - begin, tokens / steps
+
+
+def run(given: argparse.Namespace) -> None:
+    texts: dict[str, list[Text]] = json.loads(given.answers.read_text())
+    print("task           batch     auto   lookup  tokens a step of each")
+    for batch in given.batches:
+        given.sequences = batch
+        away = host.Clock(CapturedStep, "_step")
+        clock = host.Reckoned(away, given.slower)
+        engines = {way: make_engine(way, given, clock) for way in ("plain", "auto", "lookup")}
+        for task in given.tasks or texts:
+            took, per_step = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
+            gc.collect()
+            gc.freeze()
+            with host.timed_by(clock):
+                for number in range(given.rounds + 1):
+                    for way, engine in engines.items():
+                        assert isinstance(engine.model, Recorded)
+                        asked = requests(texts[task], engine.model, batch, f"{task}.{number}", number)
+                        spent, rate = answer(engine, asked, clock)
+                        took[way].append(spent)
+                        per_step[way].append(rate)
+            gc.unfreeze()
+            ratios = [
+                statistics.mean(p / o for p, o in zip(took["plain"][1:], took[way][1:], strict=True))
+                for way in ("auto", "lookup")
+            ]
+            rates = [statistics.mean(per_step[way][1:]) for way in ("auto", "lookup")]
+            print(
+                f"{task:15}{batch:5}{ratios[0]:8.2f}x{ratios[1]:8.2f}x{rates[0]:6.2f}{rates[1]:6.2f}",
+                flush=True,
+            )
+        away.stop()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("answers", type=Path)
+    parser.add_argument("--batches", type=lambda s: [int(n) for n in s.split(",")], default=[1, 4, 16, 64])
+    parser.add_argument("--tasks", type=lambda s: s.split(","))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--slower", type=float, default=0.7, help="times as slow a host as this one")
+    parser.set_defaults(single=False)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    run(given)
+
+
+if __name__ == "__main__":
+    main()
