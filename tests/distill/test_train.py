@@ -243,6 +243,17 @@ def test_what_a_head_cannot_become_is_said(llm: LLM, answers: Answers, tmp_path:
             make_student(replace(recipe, **asked), llm.checkpoint, answers)
 
 
+def test_a_small_decoder_goes_on_in_the_shape_it_has(llm: LLM, answers: Answers, tmp_path: Path) -> None:
+    shape = dict(layers=1, hidden=32, heads=2, kv_heads=1, intermediate=48)
+    small = Recipe(kind="lm", shards=("here",), context=64, batch_tokens=256, train_tokens=1, **shape)
+    folder = train(llm, small, answers, tmp_path / "lm", Silent())
+    make_student(replace(small, continue_from=str(folder)), llm.checkpoint, answers)
+    for name, has in shape.items():
+        other = replace(small, continue_from=str(folder), **{name: 2 * has})
+        with pytest.raises(InvalidRequest, match=f"has {name} {has}, and only heads grow"):
+            make_student(other, llm.checkpoint, answers)
+
+
 def test_the_learning_rate_rises_and_falls() -> None:
     assert schedule(0, 0.1) == schedule(1, 0.1) == training.FLOOR
     assert schedule(0.05, 0.1) == pytest.approx(0.5) and schedule(0.1, 0.1) == pytest.approx(1)

@@ -151,12 +151,14 @@ def _make_lm(recipe: Recipe, checkpoint: Checkpoint, target: ModelConfig) -> LmN
             raise BadCheckpoint(
                 f"{recipe.continue_from} is no draft that `distill --kind lm` made for this target"
             )
-        if recipe.layers not in (0, before.config.layers):
-            raise InvalidRequest(
-                f"the draft in {recipe.continue_from} has {before.config.layers} layers, and only heads grow: leave "
-                "out --layers, or train a fresh one",
-                "layers",
-            )
+        for name in ("layers", "hidden", "heads", "kv_heads", "intermediate"):
+            asked, has = getattr(recipe, name), getattr(before.config, name)
+            if asked not in (0, has):
+                raise InvalidRequest(
+                    f"the draft in {recipe.continue_from} has {name} {has}, and only heads grow: leave that option "
+                    "out, or train a fresh one",
+                    name,
+                )
         net = LmNet(before.config)
         net.load_state_dict({name: before.tensor(name) for name in net.state_dict()})
         return net
