@@ -387,6 +387,7 @@ class StepRecord:
     scored: list[Outcome] = field(default_factory=list)
     # Of the total, by the host for a device: none where it is the host that is waited for.
     waited_s: float = 0.0
+    after_end: bool = False  # answers had ended just before, and the host was finishing them
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,6 +64,17 @@ def test_a_captured_step_costs_the_hosts_time_where_that_is_longer_but_no_stall(
     assert costs.plain(1) == 4.0 * MAX_STALL
 
 
+def test_answers_that_ended_before_a_step_are_none_of_its_cost():
+    costs, late = CostModel(), captured(7.0)
+    costs.observe(captured(4.2))
+    late.after_end = True
+    for _ in range(40):
+        costs.observe(late)
+    assert costs.plain(1) == pytest.approx(4.0, abs=0.01)
+    costs.observe(captured(7.0))
+    assert costs.plain(1) > 4.1  # else the host's time counts
+
+
 def test_a_plain_step_among_drafting_ones_costs_the_devices_time():
     """The host was busy with drafts: plain steps after plain ones do not wait for that."""
     costs = CostModel()

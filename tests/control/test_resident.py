@@ -267,6 +267,27 @@ def test_sequences_with_low_acceptance_must_gain_as_well():
     assert [bet.nodes for bet in resident(made, some[:1], 1, trees=((1, 1),)).bets] == [1]
 
 
+def test_whose_prompts_are_read_or_wait_is_held_up():
+    """A draft that pays for two is none where six others wait for the step to end; where none of their prompts is in
+    it, they wait for something else.
+    """
+    trees = {"lookup": ((2, 2),)}
+
+    def drafted(reading: int, waiting: int) -> bool:
+        made, some = Planner("lookup"), [sequence([1, i]) for i in range(2)]
+        for s in some:
+            s.cached = 1
+        made.learn("lookup", 2, [("none", (0, 0), 1.0), ("lookup", (2, 2), 1.3)])
+        made.rates.priors["lookup", 0] = AcceptanceRate(0.6, 0.6)
+        work = [*(Work(s, 1) for s in some), *(Work(sequence([1] * 9), 9) for _ in range(reading))]
+        here = (True, True, *(False for _ in range(reading)))
+        plan = made.plan(work, Options(2, here, trees, max_depth=8, after_prompts=False, waiting=waiting))
+        return plan.bets[0].nodes > 0
+
+    assert drafted(0, 0) and drafted(0, 6) and drafted(1, 0)
+    assert not drafted(1, 6) and not drafted(7, 0)
+
+
 def test_a_costly_probe_waits_for_long_answers():
     """Reading a hundred prompts to see what would be accepted is not for answers of a few words."""
     for left, probed in ((100, False), (4000, True)):

@@ -68,9 +68,11 @@ class CostModel:
         plain = self._note_plain(record)
         if record.captured is not None:
             # A plain step among drafting ones waits for a host that plans drafts: it counts for its time on the device.
-            # Where there are no others, the host plans less and takes several passes at once.
+            # Where there are no others, the host plans less and takes several passes at once. Nor is it a step's cost
+            # what the host has to do for answers that ended before it.
             among = plain and bool(self.used.get(record.captured[2]))
-            seconds = (record.target_s if among else _captured_seconds(record)) / record.passes
+            apart = among or record.after_end
+            seconds = (record.target_s if apart else _captured_seconds(record)) / record.passes
             if plain and record.captured[2] not in self.served:  # measured over padding so far, if at all
                 self.served.add(record.captured[2])
                 self.captured[record.captured] = seconds

@@ -55,14 +55,12 @@ class Planner:
         self.learn, self.learn_reading = self.costs.learn, self.costs.learn_reading
         self.learn_prompt_rows = self.costs.learn_prompt_rows
 
-    def plan(self, work: Seq[Work], options: Options, waiting: int = 0) -> Plan:
-        """One bet and one reason for each item of work; so many other prompts wait."""
+    def plan(self, work: Seq[Work], options: Options) -> Plan:
+        """One bet and one reason for each item of work."""
         again = self.rest.plan_again(work, options)
-        return (
-            again if again is not None else self.rest.note(work, self._plan(work, options, waiting), options)
-        )
+        return again if again is not None else self.rest.note(work, self._plan(work, options), options)
 
-    def _plan(self, work: Seq[Work], options: Options, waiting: int) -> Plan:
+    def _plan(self, work: Seq[Work], options: Options) -> Plan:
         sequences, batch, self.rates.scored = [item.sequence for item in work], len(work), options.riding
         found = [self._settled(item, batch, options) for item in work]
         allowed = {i: self._allowed(sequences[i], bet) for i, (bet, why) in enumerate(found) if why is AUTO}

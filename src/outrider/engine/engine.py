@@ -72,7 +72,7 @@ class Engine:
         self.writers: dict[Sequence, Writer] = {}
         self.live: dict[str, list[Sequence]] = {}
         self.in_flight: deque[InFlightStep] = deque()
-        self.settled_at = 0.0
+        self.settled_at, self.ended = 0.0, False  # the last step: when, and whether an answer ended in it
         self.made = runner.made
         self.answerable = False  # without drafts, from captured steps
         self.explained: set[Sequence] = set()  # whose reasons were asked for
@@ -193,7 +193,7 @@ class Engine:
         begun, self.settled_at = max(step.begun, self.settled_at), time.perf_counter()
         alive = [i for i, one in enumerate(step.work) if one.alive]
         record = self._record(step, [results[i] for i in alive], alive)
-        record.total_s = self.settled_at - begun
+        record.total_s, record.after_end = self.settled_at - begun, self.ended
         made, self.made = self.made, self.runner.made
         record.graphs_captured, record.kernels_compiled = self.made[0] - made[0], self.made[1] - made[1]
         if self.explained or log.isEnabledFor(logging.DEBUG):
@@ -202,6 +202,7 @@ class Engine:
         record.scored = self._scored(step, results, alive)
         events = [event for event in committed if event is not None]
         record.emitted = sum(len(e.token_ids) for e in events)
+        self.ended = any(e.finish_reason for e in events)
         if alive:
             self.planner.observe(record)
         if self.settings.check_integrity:
