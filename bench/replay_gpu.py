@@ -112,15 +112,21 @@ def requests(texts: list[Text], model: Recorded, batch: int, label: str, number:
 
 
 def answer(engine: Engine, asked: Iterator[Request], clock: host.Reckoned) -> tuple[float, float]:
-    """Seconds, and tokens a step of a sequence."""
-    begin, tokens, steps = clock.perf_counter(), 0, 0
+    """Seconds, and tokens a step of a sequence. What is said is what was recorded."""
+    begin, tokens, steps, said = clock.perf_counter(), 0, 0, defaultdict[str, list[int]](list)
     for one in asked:
         engine.add(one)
     while not engine.idle:
         for result in engine.step():
             tokens += result.record.emitted
             steps += result.record.sequences * result.record.passes
-    return clock.perf_counter() - begin, tokens / steps
+            for event in result.events:
+                said[event.request_id] += event.token_ids
+    spent = clock.perf_counter() - begin
+    assert isinstance(engine.model, Recorded)
+    for name, answered in said.items():
+        assert engine.model.texts.pop(name)[-len(answered) :] == answered
+    return spent, tokens / steps
 
 
 def run(given: argparse.Namespace) -> None:
