@@ -13,7 +13,6 @@ the first round of each cell nothing counts: there the planner gets to know what
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import statistics
 from collections import defaultdict
@@ -25,6 +24,7 @@ import torch
 from torch import Tensor
 
 from bench import host
+from outrider.bench.answering import out_of_the_collectors_sight
 from outrider.control.trees import NO_TREE
 from outrider.device.buckets import BITES, bucket, sizes_up_to
 from outrider.device.capture import CapturedStep
@@ -139,9 +139,7 @@ def run(given: argparse.Namespace) -> None:
         engines = {way: make_engine(way, given, clock) for way in ("plain", "auto", "lookup")}
         for task in given.tasks or texts:
             took, per_step = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
-            gc.collect()
-            gc.freeze()
-            with host.timed_by(clock):
+            with out_of_the_collectors_sight(), host.timed_by(clock):
                 for number in range(given.rounds + 1):
                     for way, engine in engines.items():
                         assert isinstance(engine.model, Recorded)
@@ -149,7 +147,6 @@ def run(given: argparse.Namespace) -> None:
                         spent, rate = answer(engine, asked, clock)
                         took[way].append(spent)
                         per_step[way].append(rate)
-            gc.unfreeze()
             ratios = [
                 statistics.mean(p / o for p, o in zip(took["plain"][1:], took[way][1:], strict=True))
                 for way in ("auto", "lookup")

@@ -67,7 +67,7 @@ class TimedRunner(EagerRunner):
         self.seconds, self.free_at = seconds, 0.0
         self.tokens = itertools.cycle(tokens)
 
-    def options(self, work: Seq[Work], waiting: int = 0) -> Options:
+    def options(self, work: Seq[Work], waiting: int) -> Options:
         return Options()
 
     def launch(self, work: list[Work], plan: Plan) -> InFlightStep:

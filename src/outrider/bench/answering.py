@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import secrets
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -116,6 +119,19 @@ class Answers:
         """
         tokens, seconds = (sum(column) for column in zip(*self.own, strict=True))
         return len(self.own) * tokens / seconds if tokens and seconds > 0 else self.run.decode_rate
+
+
+@contextmanager
+def out_of_the_collectors_sight() -> Iterator[None]:
+    """Python's collector does not look at what is there already: it would hold up one run of many for a tenth of a
+    second.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def answer(llm: LLM, prompts: Seq[list[int]], params: SamplingParams) -> Answers:

@@ -8,7 +8,6 @@ answer's own first token to its last. Every answer is compared, token by token, 
 
 from __future__ import annotations
 
-import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +15,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from outrider.bench.answering import answer
+from outrider.bench.answering import answer, out_of_the_collectors_sight
 from outrider.bench.speed import pass_seconds
 from outrider.bench.tally import Tally, noise
 from outrider.engine.llm import LLM
@@ -178,9 +177,7 @@ class _Measuring:
         self.begun = time.monotonic()
         self._get_ready()
         self.tallies = {name: Tally() for name in self.ways}
-        gc.collect()
-        gc.freeze()  # a full look at what is there would hold up one run of many for a tenth of a second
-        try:
+        with out_of_the_collectors_sight():
             while True:
                 began = time.monotonic()
                 self._round(end, progress)
@@ -188,8 +185,6 @@ class _Measuring:
                 now = time.monotonic()
                 if self._known() or now + (now - began) > end:
                     return self._found()
-        finally:
-            gc.unfreeze()
 
     def _said(self) -> Iterator[tuple[str, SamplingParams]]:
         for name, way in self.ways.items():

@@ -48,7 +48,7 @@ class ResidentPlans:
         settled: Seq[Choice],
         allowed: Seq[Seq[str]],
         options: Options,
-        held_up: int = 0,
+        held_up: int,
     ) -> list[Choice]:
         """What is settled, and for the others the best drafter and tree. A longer step is one for those as well whose
         prompts are read in it or wait, and they gain nothing: so many are `held_up`.

@@ -38,14 +38,6 @@ REACH, SHORTEST_RESIDENT = 8, 1
 Find = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, int, int, int], tuple[Tensor, Tensor]]
 
 
-@dataclass(slots=True)
-class State:
-    own: OwnMatch
-    prediction: Match | None
-    read: int = 0  # tokens of the sequence already in
-    text: Text = field(default_factory=lambda: Text())  # for scores alone
-
-
 class Text:
     """A sequence's tokens as an array, in which the longest ending is found in a few comparisons of all of it."""
 
@@ -69,6 +61,14 @@ class Text:
                 break
             places, size = longer, size + 1
         return int(places[-1]) if len(places) and size >= shortest else 0
+
+
+@dataclass(slots=True)
+class State:
+    own: OwnMatch
+    prediction: Match | None
+    read: int = 0  # tokens of the sequence already in
+    text: Text = field(default_factory=Text)  # for scores alone
 
 
 @dataclass(slots=True)

@@ -123,7 +123,7 @@ class GraphRunner(EagerRunner):
 
     # ------------------------------------------------------------------------------------ what can be planned
 
-    def options(self, work: Seq[Work], waiting: int = 0) -> Options:
+    def options(self, work: Seq[Work], waiting: int) -> Options:
         resident = tuple(_decodes(one) and self._stays(one.sequence) for one in work)
         sequences = [one.sequence for one, here in zip(work, resident, strict=True) if here]
         size = self.sizes.choose(len(sequences)) if sequences else 0
@@ -133,8 +133,8 @@ class GraphRunner(EagerRunner):
             for name in self.drafters.names
             if self.drafters.resident(name)
         }
-        depth, riding = MAX_RESIDENT_DEPTH, self.drafters.riding
-        return Options(size, resident, trees, self._unread, depth, riding, self._found, False, waiting)
+        given = size, resident, trees, self._unread, MAX_RESIDENT_DEPTH, self.drafters.riding, self._found
+        return Options(*given, after_prompts=False, waiting=waiting)
 
     def _stays(self, sequence: Sequence) -> bool:
         """Whether its rows are resident. Whoever has a step in flight must stay; else not if the host drafts for it."""

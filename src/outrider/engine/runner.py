@@ -99,8 +99,8 @@ class Runner(Protocol):
         """Graphs captured and kernels compiled so far."""
         ...
 
-    def options(self, work: Seq[Work], waiting: int = 0) -> Options:
-        """What the planner may choose from for this work."""
+    def options(self, work: Seq[Work], waiting: int) -> Options:
+        """What the planner may choose from for this work, while so many other prompts wait."""
         ...
 
     def launch(self, work: list[Work], plan: Plan) -> InFlightStep:
@@ -169,7 +169,7 @@ class EagerRunner:
     def made(self) -> tuple[int, int]:
         return 0, 0
 
-    def options(self, work: Seq[Work], waiting: int = 0) -> Options:
+    def options(self, work: Seq[Work], waiting: int) -> Options:
         return Options(behind=self._unread, riding=self.drafters.riding, found=self._found, waiting=waiting)
 
     def _unread(self, name: str, sequence: Sequence) -> int:
