@@ -76,6 +76,24 @@ def test_everybody_is_scored_by_turns_where_there_are_many(lag) -> None:
 
 
 @LAGS
+def test_the_planner_hears_of_answers_that_ended_and_of_prompts_that_wait(lag) -> None:
+    engine, _ = make_engine(lag, right=0.0)
+    waiting, plan = [], engine.planner.plan
+
+    def noted(work, options):
+        waiting.append((options.waiting, len(engine.scheduler.waiting)))
+        return plan(work, options)
+
+    engine.planner.plan = noted
+    lengths = {f"{n}": 4 + 3 * n for n in range(24)}
+    results = run(engine, {name: [*novel(PROMPT, n), *novel(n, 900)] for name, n in lengths.items()})
+    assert all(said == there for said, there in waiting) and max(waiting)[0] > 0
+    ended = [any(event.finish_reason for event in result.events) for result in results]
+    assert [result.record.after_end for result in results] == [False, *ended[:-1]]
+    assert 0 < sum(ended) < len(ended)
+
+
+@LAGS
 def test_who_names_a_drafter_or_none_gets_that(lag) -> None:
     script = script_of(7)[: PROMPT + PHASE + 40]
     for asked, names in (
