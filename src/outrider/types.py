@@ -370,7 +370,8 @@ class StepRecord:
     total_s: float
     outcomes: list[Outcome] = field(default_factory=list)  # none of a step in which nobody could draft
     reasons: tuple[Reason, ...] = ()  # why the planner bet as it did, one a piece of work
-    plain_s: float = 0.0  # what plain steps would have cost for the same tokens; 0 while a prompt is read
+    # What it would have taken without drafts, and plain steps for the tokens they brought; 0: nobody decoded.
+    plain_s: float = 0.0
     # Resident rows: their drafter, their draft tree, and how many sequences the step has room for.
     captured: tuple[str, TreeShape, int] | None = None
     passes: int = 1  # plain ones, one after the other; rows are those of one
@@ -388,6 +389,15 @@ class StepRecord:
     # Of the total, by the host for a device: none where it is the host that is waited for.
     waited_s: float = 0.0
     after_end: bool = False  # answers had ended just before, and the host was finishing them
+
+    @property
+    def decoding(self) -> int:
+        """Sequences whose prompt is read."""
+        return self.known - self.prompt_rows
+
+    @property
+    def decodes_only(self) -> bool:
+        return self.known == self.sequences
 
 
 @dataclass(frozen=True, slots=True)

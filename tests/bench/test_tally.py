@@ -67,7 +67,7 @@ def test_what_a_way_comes_to() -> None:
         step = record(3, plan_s=0.001, draft_s=0.002, target_s=0.01, verify_s=0.003, total_s=0.02)
         step.plain_s, step.reasons = 0.03, (Reason("pays", 3), Reason("probe", 2))
         way.add(
-            group, answers(rate, step, replace(step, known=7, plain_s=0.0)), base.run
+            group, answers(rate, step, replace(step, known=7, prompt_rows=7, plain_s=0.0)), base.run
         )  # the other one reads a prompt
     found = way.figures(plain)
     assert found["ratio"] == pytest.approx((2.0 * 3.0) ** 0.5) and found["worst"] == pytest.approx(2.0)
@@ -85,6 +85,14 @@ def test_what_a_way_comes_to() -> None:
     assert found["stages_ms"] == pytest.approx(stages)
     assert plain.figures(plain)["ratio_within"] == 0.0
     assert found["full_batch_ratio"] == pytest.approx(2.0)  # a step takes half as long while nobody has ended
+
+
+def test_the_gauge_counts_a_step_for_everyone_who_waits_for_it() -> None:
+    way, base = Tally(), answers(10.0)
+    full, alone = record(total_s=1.0), record(total_s=1.0)
+    full.sequences, full.known, full.prompt_rows, full.plain_s, alone.plain_s = 5, 24, 20, 3.0, 1.0
+    way.add(0, answers(10.0, full, alone), base.run)
+    assert way.figures(way)["gauge"] == pytest.approx((4 * 3.0 + 1.0) / 5)
 
 
 def test_a_disturbed_machine_is_seen_in_steps_that_should_take_the_same() -> None:

@@ -442,8 +442,24 @@ def test_what_plain_steps_would_have_cost():
     made.observe(drafted)
     assert drafted.plain_s == pytest.approx(4 * 2.0)
     prompt = step([s], rows=50, total=9.0, known=50)
+    prompt.prompt_rows = 50
     made.observe(prompt)
     assert prompt.plain_s == 0.0
+
+
+def test_what_plain_steps_would_have_cost_beside_a_prompt():
+    """As much for the prompt, which is read in the one as in the other."""
+    made, s = planner({1: 2.0, 5: 3.0}), sequence([1, 2])
+    beside = step(
+        [s, sequence([3, 4])], [Bet("lookup", 4, 4), NO_BET], 55, total=9.0, drafted=4, accepted=3, known=51
+    )
+    beside.prompt_rows = 50
+    made.observe(beside)
+    assert beside.decoding == 1 and beside.plain_s == pytest.approx(4 * 2.0 + 9.0 - 3.0)
+    undrafted = step([s, sequence([3, 4])], rows=51, total=8.0, known=51)
+    undrafted.prompt_rows = 50
+    made.observe(undrafted)
+    assert undrafted.plain_s == 8.0
 
 
 def test_a_prompt_that_waits_gets_more_rows_beside_decoding_sequences():

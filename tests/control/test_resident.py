@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -244,6 +245,42 @@ def test_what_plain_captured_steps_would_have_cost():
     record = StepRecord(5, 1, 1, 4, 3, 4, 0, 0, 0.75, 0, 0.7, [outcome], captured=("lookup", (4, 4), 1))
     made.observe(record)
     assert record.plain_s == 4 * 5 / 8 and made.costs.ratio("lookup", (4, 4), 1) == 0.75 / (5 / 8)
+
+
+def test_what_plain_captured_steps_would_have_cost_beside_a_prompt():
+    made, s = Planner("lookup"), sequence([1, 2])
+    made.learn("lookup", 4, [("none", (0, 0), 1.0), ("lookup", (4, 4), 1.5)])
+    outcomes = [Outcome(s, Bet("lookup", 4, 4), 4, 4, 3, 3)]
+    # Three sequences decode and get six draft tokens, another reads 20 rows of its prompt and gets its first.
+    record = StepRecord(35, 4, 23, 12, 6, 10, 0, 0, 2.0, 0, 2.5, outcomes, captured=("lookup", (4, 4), 4))
+    record.prompt_rows = 20
+    made.observe(record)
+    assert record.decoding == 3 and record.plain_s == pytest.approx((1 + 6 / 3) * 1.0 + 2.5 - 1.5)
+    read_on = replace(record, catch_up=("lm", 100, 0.4))  # for the drafter alone
+    made.observe(read_on)
+    assert read_on.plain_s == pytest.approx(record.plain_s - 0.4)
+
+
+def test_the_first_plain_step_after_a_prompt_is_no_baseline():
+    """The device waited for the host before it, and that time would be held against the next drafts."""
+    made, s = Planner("lookup"), sequence([1, 2])
+
+    def steps(*seconds: float, prompt_rows: int = 0, drafted: int = 0) -> float:
+        for took in seconds:
+            shape = ("lookup", (4, 4), 1) if drafted else ("none", (0, 0), 1)
+            outcomes = [Outcome(s, Bet("lookup", 4, 4), drafted, drafted, 1, 1)] if drafted else []
+            rows = max(1, prompt_rows)
+            record = StepRecord(rows, 1, rows, drafted, 1, 2, 0, 0, took, 0, took, outcomes, captured=shape)
+            record.prompt_rows = prompt_rows
+            made.observe(record)
+        return record.plain_s
+
+    steps(1.0, 1.0)
+    steps(1.5, 1.5, drafted=4)
+    steps(9.0, prompt_rows=50)
+    steps(1.4, 1.0, 1.0)  # the first of them is late
+    steps(9.0, prompt_rows=50)
+    assert steps(1.5, 1.5, drafted=4) == pytest.approx(2 * 1.0)
 
 
 def test_sequences_with_low_acceptance_must_gain_as_well():

@@ -295,3 +295,17 @@ def test_a_failing_drafter_is_measured_no_further(model, small) -> None:
     costs = list(engine.runner.measure(2, "lm"))
     assert [name for name, _, _ in costs] == ["none"] and engine.drafters.faults == {"lm": 1}
     assert 2 in engine.runner.sizes.made
+
+
+def test_the_last_tokens_do_not_wait_for_what_is_in_flight(model, small) -> None:
+    """A step was launched before anybody knew that the answer had ended: it is settled after its events were told."""
+    engine, prompt = make_engine(model, small, 1, Bet("none")), prompt_of(3, 9)
+    answer = run_alone(model, request("a", prompt, max_tokens=6))
+    engine.add(request("b", prompt, stop_ids=frozenset(answer[3:4])))
+    ended = None
+    while ended is None:
+        ended = next((e for result in engine.step() for e in result.events if e.finish_reason), None)
+    assert engine.in_flight and not engine.live and not engine.idle
+    [left] = engine.step()
+    assert engine.idle and not left.events and not left.record.sequences
+    engine.table.check()

@@ -45,9 +45,8 @@ class Tally:
     gaps: list[float] = field(default_factory=list)
     paces: list[float] = field(default_factory=list)  # seconds a token, of each answer
     reasons: Counter[str] = field(default_factory=Counter)  # of the planner's decisions, by kind
-    gauged: list[float] = field(
-        default_factory=lambda: [0.0, 0.0]
-    )  # seconds, plain as the engine has it, and taken
+    # Seconds of decoding sequences: plain as the engine has it, and taken.
+    gauged: list[float] = field(default_factory=lambda: [0.0, 0.0])
     outcomes: Counter[Outcome] = field(default_factory=Counter)
     decoding_steps: int = 0
     stages: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # seconds of those steps
@@ -79,8 +78,11 @@ class Tally:
         self.outcomes.update((o.deepest, o.accepted) for o in record.outcomes if o.drafted)
         self.reasons.update(reason.kind for reason in record.reasons)
         if record.plain_s:
-            self.gauged = [self.gauged[0] + record.plain_s, self.gauged[1] + record.total_s]
-        if record.known == record.sequences:
+            self.gauged = [
+                a + record.decoding * b
+                for a, b in zip(self.gauged, (record.plain_s, record.total_s), strict=True)
+            ]
+        if record.decodes_only and record.sequences:
             self.decoding_steps += record.passes
             self.stages["total"] += record.total_s
             for stage in STAGES:

@@ -60,9 +60,11 @@ class CostModel:
         # context, so that what a plain step would take now follows from the drafting ones.
         self.plain_share: dict[tuple[int, Shape], float] = {}
         self.used: dict[int, set[Shape]] = {}
+        self.after_prompt = False  # the last step read one: a device waits for the host after it
 
     def observe(self, record: StepRecord) -> None:
-        if record.known != record.sequences or record.catch_up is not None:
+        after_prompt, self.after_prompt = self.after_prompt, record.prompt_rows > 0
+        if not record.decodes_only or record.catch_up is not None:
             self._observe_prompt(record)
             return  # prompt rows made its time, or a drafter's: not what the same plan costs again
         plain = self._note_plain(record)
@@ -77,7 +79,8 @@ class CostModel:
                 self.served.add(record.captured[2])
                 self.captured[record.captured] = seconds
             _learn(self.captured, record.captured, seconds)
-            self._relate(record.captured[2], record.captured, seconds if plain else None)
+            if not (plain and after_prompt):  # the next one is a better baseline
+                self._relate(record.captured[2], record.captured, seconds if plain else None)
             return
         _learn(self.by_rows, record.rows, record.total_s - record.draft_s)
         self.times[record.rows] += 1
@@ -273,20 +276,26 @@ class CostModel:
         return 1 + (self.captured[drafter, near, size] / plain - 1) * tree[1] / near[1]
 
     def plain_seconds(self, record: StepRecord) -> float:
-        """What plain steps over the same sequences would have taken for the tokens of this one; 0: nobody knows."""
-        if record.known != record.sequences or not record.emitted:
+        """What plain steps over the same sequences would have taken for the tokens of this one, prompt rows read as in
+        this one; 0: nobody knows, or nobody decoded.
+        """
+        if not record.emitted or not record.decoding:
             return 0.0
         if not (record.captured[1] != NO_TREE if record.captured else record.drafted):
             return record.total_s
-        size, shape = (
-            (record.captured[2], record.captured) if record.captured else (-record.sequences, record.rows)
-        )
+        rows = record.rows - record.prompt_rows
+        size, shape = (record.captured[2], record.captured) if record.captured else (-record.decoding, rows)
         share = self.plain_share.get((size, shape))
         if share is not None:
             plain: float | None = share * self._taken(shape)
         else:
             plain = self.plain(size) if size > 0 else self.ragged_plain(-size)
-        return record.emitted / record.sequences * (plain or 0.0)
+        if not plain or not record.prompt_rows:
+            return record.emitted / record.decoding * (plain or 0.0)
+        without = self._seconds(record, rows)
+        caught_up = record.catch_up[2] if record.catch_up and record.captured else 0.0
+        reading = max(record.total_s - record.draft_s - caught_up - without, 0.0) if without else 0.0
+        return (1 + record.accepted / record.decoding) * plain + reading
 
 
 def _captured_seconds(record: StepRecord) -> float:

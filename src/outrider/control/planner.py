@@ -151,11 +151,10 @@ class Planner:
         for o in record.scored:
             if o.drafted or record.captured is not None:  # a captured step has rows for it, drafted or not
                 self.rates.observe(o.sequence, o.bet.drafter, o.deepest, o.accepted)
-        if (
-            record.sequences > 1 and record.drafted and record.plain_s
-        ):  # alone, nobody waits for others' drafts
+        decoded = record.decodes_only and record.plain_s > 0
+        if record.sequences > 1 and record.drafted and decoded:  # alone, nobody waits for others' drafts
             self.fairness.observe(record, record.total_s * record.emitted / record.sequences / record.plain_s)
-        if self.payoff.held and record.plain_s:
+        if self.payoff.held and decoded:
             self.payoff.observe(record)
         self.rest.observe(record)
         if record.captured is not None:

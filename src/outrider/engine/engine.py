@@ -115,9 +115,8 @@ class Engine:
 
     def step(self) -> list[StepResult]:
         """Launch a step for everything that can move, and settle those that are finished."""
-        released = (
-            self._release_unpaid() if self.settings.release_draft and self.planner.payoff.unpaid else []
-        )
+        unpaid = self.settings.release_draft and self.planner.payoff.unpaid
+        results = self._release_unpaid() if unpaid else []
         begun = time.perf_counter()
         work = self.scheduler.schedule(self._prompt_rows)
         if work:
@@ -125,9 +124,10 @@ class Engine:
             step = self.runner.launch(work, plan)
             step.plan_s, step.begun = step.begun - begun, begun
             self.in_flight.append(step)
-        results = released
-        while len(self.in_flight) > (self.runner.lag if work and self.live else 0):
+        while len(self.in_flight) > (self.runner.lag if work else 0):
             results.append(self._settle(self.in_flight.popleft()))
+            if not self.live:
+                break  # what is still in flight is nobody's, and the last tokens must not wait for it
         return results
 
     def _prompt_rows(self, decoding: int, waited: float, waiting: int) -> int:

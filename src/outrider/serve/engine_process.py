@@ -232,6 +232,7 @@ class EngineProcess:
             rows=record.rows,
             sequences=record.sequences,
             known=record.known,
+            decoding=record.decoding,
             drafts=len(drafting),
             drafted=record.drafted,
             positions=sum(o.deepest for o in drafting),

@@ -172,6 +172,7 @@ class Step(msgspec.Struct):
     rows: int
     sequences: int
     known: int
+    decoding: int  # sequences whose prompt is read
     drafts: int  # sequences that a draft was made for
     drafted: int
     positions: int  # depths of the drafts, summed: a tree has several tokens for one position

@@ -43,7 +43,7 @@ COUNTERS = {
     "graphs_captured": "CUDA graphs captured while requests waited.",
     "kernels_compiled": "Kernels compiled, or read from the cache of compiled ones, while requests waited.",
     "step_seconds": "Time spent in steps, by stage.",
-    "decode_seconds": "Time of steps that only decoded.",
+    "decode_seconds": "Time of decoding: a step counts once for each sequence that decodes in it.",
     "plain_decode_seconds": "What plain decoding is measured to take for the same tokens.",
     "traffic_kept": "Answers to marked keys that were kept.",
     "traffic_dropped": "Answers to marked keys that were not kept, by reason.",
@@ -203,12 +203,17 @@ class Metrics:
             self.gauges["cost_per_million_tokens"] = self.price / 3600 * spent / tokens * 1e6
 
     def _decoded(self, step: Step) -> None:
-        """A step that only decoded, beside what plain decoding takes for its tokens."""
-        self.count("decode_seconds", step.total_s)
-        self.count("plain_decode_seconds", step.plain_s)
-        spent = self.counters["decode_seconds"][()]
-        self.gauges["spec_decode_speedup"] = self.counters["plain_decode_seconds"][()] / spent
-        self._ratio("spec_decode_recent_speedup", step.plain_s, step.total_s)
+        """A step beside what plain decoding takes for its tokens. It counts once for everyone who waits for them, so
+        that the speed-up is that of a request's tokens: when others have ended, a step serves few.
+        """
+        spent, plain = step.decoding * step.total_s, step.decoding * step.plain_s
+        self.count("decode_seconds", spent)
+        self.count("plain_decode_seconds", plain)
+        total = self.counters["decode_seconds"][()]
+        self.gauges["spec_decode_speedup"] = self.counters["plain_decode_seconds"][()] / total
+        self._ratio("spec_decode_recent_speedup", plain, spent)
+        if step.known != step.sequences:
+            return
         self._ratio("tokens_per_second", step.emitted, step.total_s)
         self._ratio("plain_tokens_per_second", step.emitted, step.plain_s)
         if step.drafted:
