@@ -232,16 +232,42 @@ def test_captured_plans_without_drafts_hold_for_those_that_are_left():
     made.rest.left, before = MOST_CAPTURED, len(looked)
     left = plan(some[:5])
     assert len(left.bets) == len(left.reasons) == 5 and len(looked) == before
-    prompt = sequence([1] * 50)
-    assert plan(some[:5], [prompt]).reasons[-1].kind == "prefill" and len(looked) == before + 1
-    plan(some[:5])  # beside prompts it was another
-    plan(some[:5])
-    assert len(looked) == before + 2
-    plan([*some[:5], prompt])  # it was not planned for yet
-    assert len(looked) == before + 3
-    made.learn("lookup", 4, [("none", (0, 0), 1.0), ("lookup", (1, 1), 3.0), ("lookup", (4, 4), 9.0)])
-    plan(some[:3], size=4)  # other steps, which have another price
-    assert len(looked) == before + 4
+    assert plan(some[:4], size=4).bets == (NO_BET,) * 4  # other steps, which have another price
+    assert len(looked) == before + 1
+
+
+def test_where_nothing_pays_it_does_not_beside_prompts_nor_for_one_more():
+    made, some, prompt = (
+        Planner("lookup", choices=("lookup",)),
+        [sequence([1, i]) for i in range(5)],
+        sequence([1] * 50),
+    )
+    trees = {"lookup": ((1, 1), (4, 4))}
+    made.learn("lookup", 8, [("none", (0, 0), 1.0), ("lookup", (1, 1), 3.0), ("lookup", (4, 4), 9.0)])
+    looked = counted(made.resident)
+
+    def kinds_of(sequences, reading=(), rests: bool = False) -> list[str]:
+        """Of a plan that is made anew, or not."""
+        before, made.rest.left = len(looked), MOST_CAPTURED
+        for one in sequences:
+            one.cached = len(one.tokens) - 1
+        work = [Work(one, 1) for one in sequences] + [Work(one, 40) for one in reading]
+        staged = (True,) * len(sequences) + (False,) * len(reading)
+        plan = made.plan(work, Options(8, staged, trees, riding=("lookup",), after_prompts=False))
+        assert len(looked) == before + (not rests) and all(bet == NO_BET for bet in plan.bets)
+        return [why.kind for why in plan.reasons]
+
+    unpaid = ["below break-even"] * 5
+    assert kinds_of(some) == unpaid
+    assert kinds_of(some, [prompt], rests=True) == [*unpaid, "prefill"]
+    assert kinds_of([*some, prompt], rests=True) == [*unpaid, "below break-even"]  # its prompt is read
+    off = sequence([1, 7], speculation=False)
+    assert kinds_of([*some, off]) == [*unpaid, "off"]  # whoever asks for something gets that
+    assert kinds_of([*some, off, prompt], rests=True) == [*unpaid, "off", "below break-even"]
+    assert kinds_of(some, [sequence([2] * 50)], rests=True) == [*unpaid, "prefill"]
+    made.rest.size = 0
+    assert kinds_of(some, [sequence([2] * 50)]) == [*unpaid, "prefill"]
+    assert kinds_of(some) == unpaid  # what did not pay beside a prompt may pay without
 
 
 def test_drafts_hold_for_some_captured_steps_where_the_device_waits_for_the_host():

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from outrider.engine.engine import MAX_SCORED
+from outrider.engine.engine import MAX_SCORED, SCORED_BESIDE
 from tests.engine.scripted import LAGS, PHASE, PROMPT, choices, copied, make_engine, novel, run
 
 FOLLOWS = 16  # steps, at most, until the choice is another
@@ -68,8 +68,11 @@ def test_scores_bring_lookup_back_without_a_draft_of_its_own(lag) -> None:
 def test_everybody_is_scored_by_turns_where_there_are_many(lag) -> None:
     engine, _ = make_engine(lag, right=0.0)
     many = 2 * MAX_SCORED + 3
-    scripts = {f"{n}": [*novel(PROMPT, n), *novel(40, n + 500)] for n in range(many)}
-    scored = [[o.sequence for o in result.record.scored] for result in run(engine, scripts)]
+    scripts = {f"{n}": [*novel(PROMPT, n), *novel(90, n + 500)] for n in range(many)}
+    records = [result.record for result in run(engine, scripts)]
+    beside = [len(r.scored) for r in records if r.captured and r.prompt_rows]
+    assert all(number <= SCORED_BESIDE for number in beside) and (not beside or sum(beside))
+    scored = [[o.sequence for o in r.scored] for r in records]
     assert max(map(len, scored)) <= MAX_SCORED
     counts = Counter(sequence for some in scored for sequence in some)
     assert len(counts) == many and max(counts.values()) <= 3 * min(counts.values())

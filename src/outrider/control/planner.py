@@ -57,7 +57,9 @@ class Planner:
 
     def plan(self, work: Seq[Work], options: Options) -> Plan:
         """One bet and one reason for each item of work."""
-        again = self.rest.plan_again(work, options)
+        again = self.rest.plan_again(
+            work, options, lambda one: self._settled(one, len(work), options)[1] is AUTO
+        )
         return again if again is not None else self.rest.note(work, self._plan(work, options), options)
 
     def _plan(self, work: Seq[Work], options: Options) -> Plan:

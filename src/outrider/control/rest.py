@@ -5,16 +5,19 @@ what everybody waits for, a captured step's drafts hold for some steps, too.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
-from outrider.control.reasons import NOTHING_FOUND, OFF
-from outrider.types import Bet, Options, Plan, Reason, Sequence, StepRecord, Work
+from outrider.control.reasons import NOTHING_FOUND, OFF, PREFILL
+from outrider.types import NO_BET, Bet, Options, Plan, Reason, Sequence, StepRecord, Work
 
 EVERY = 4  # plans in a row without a draft, for each step that goes by before the next plan
 MOST = 3  # steps that go by: text that begins to repeat itself must not be missed for longer
 MOST_CAPTURED = 7  # the same of captured steps, which are much shorter
+HELD_BESIDE = 3  # the same at least beside prompts: there the host has most to do, and a draft holds up most
 HELD = 2  # steps for which drafts hold: texts change between copying and not
 WAITED = 0.1  # of a step's time: where the host waits less for the device, it is what takes the time
+READING = NO_BET, PREFILL
 UNPAID = frozenset(("below break-even", "low gain", NOTHING_FOUND.kind, OFF.kind))
 
 
@@ -22,36 +25,55 @@ class Rest:
     def __init__(self) -> None:
         self.bets: dict[Sequence, tuple[Bet, Reason]] = {}  # of the last plan
         self.size = 0  # of the captured step it was for
+        self.beside = False  # whether prompts were read in it
         self.idle = 0  # plans in a row of which no draft would have paid
         self.left = 0  # steps for which the last one holds
         self.hurried = False  # whether the device waits for the host
+        self.unpaid: Reason | None = None  # why nobody drafts, for whoever joins those of a captured step
 
-    def plan_again(self, work: Seq[Work], options: Options) -> Plan | None:
-        """The last plan, while it holds for these: nobody came since, and of captured steps some may have gone, as that
-        changes nothing in what they take.
+    def plan_again(self, work: Seq[Work], options: Options, is_free: Callable[[Work], bool]) -> Plan | None:
+        """The last plan, while it holds for these. Ragged steps: nobody came or went. Captured ones: some may have
+        gone, as that changes nothing in what they take; and where nothing pays, it does not for one more who `is_free`
+        to draft, nor beside prompts, where others wait for it as well.
         """
         if not self.left or self.size != options.size:
             return None
-        found = [self.bets.get(one.sequence) if one.known == 1 else None for one in work]
+        found = [self._bet(one, options, is_free) for one in work]
         again = [one for one in found if one is not None]
         if len(again) < len(work) or (not options.size and len(work) != len(self.bets)):
             return None
+        if self.beside and all(why is not PREFILL for _, why in again):
+            return None  # what did not pay beside prompts may pay without
         self.left -= 1
         return Plan(tuple(bet for bet, _ in again), tuple(reason for _, reason in again))
 
+    def _bet(self, one: Work, options: Options, is_free: Callable[[Work], bool]) -> tuple[Bet, Reason] | None:
+        if _reads(one):
+            return READING if options.size and self.unpaid and not options.after_prompts else None
+        found = self.bets.get(one.sequence)
+        if found is None and options.size and self.unpaid and is_free(one):
+            found = self.bets[one.sequence] = NO_BET, self.unpaid
+        return found
+
     def note(self, work: Seq[Work], plan: Plan, options: Options) -> Plan:
-        """A plan that was made just now. Beside staged rows, such as prompts', drafts are others: it says nothing."""
-        self.size, self.left = options.size, 0
-        if any(one.known > 1 or (options.size and not options.is_resident(i)) for i, one in enumerate(work)):
+        """A plan that was made just now. Beside staged rows that decode drafts are others: it says nothing."""
+        self.size, self.left, self.unpaid = options.size, 0, None
+        made = list(zip(work, plan.bets, plan.reasons, strict=True))
+        decoding = [one for one in made if not _reads(one[0])]
+        self.beside = len(decoding) < len(made)
+        if not decoding or (self.beside and not options.size):
             return plan
-        made = zip(work, plan.bets, plan.reasons, strict=True)
-        self.bets = {one.sequence: (bet, why) for one, bet, why in made}
-        kinds = {why.kind for why in plan.reasons}
-        if kinds <= UNPAID:
+        if options.size and any(not _reads(one) and not options.is_resident(i) for i, one in enumerate(work)):
+            return plan
+        self.bets = {one.sequence: (bet, why) for one, bet, why in decoding}
+        kinds = {why.kind: why for _, _, why in decoding}
+        if kinds.keys() <= UNPAID:
             self.left = min(self.idle // EVERY, MOST_CAPTURED if options.size else MOST)
-        elif self.hurried and options.size and kinds <= UNPAID | {"pays"}:
+            self.left = max(self.left, HELD_BESIDE) if self.beside else self.left
+            self.unpaid = next((why for kind, why in kinds.items() if kind != OFF.kind), None)
+        elif self.hurried and options.size and not self.beside and kinds.keys() <= UNPAID | {"pays"}:
             self.left = HELD
-        self.idle = self.idle + 1 if kinds <= UNPAID else 0
+        self.idle = self.idle + 1 if kinds.keys() <= UNPAID else 0
         return plan
 
     def observe(self, record: StepRecord) -> None:
@@ -60,3 +82,8 @@ class Rest:
     def forget(self, sequence: Sequence) -> None:
         """It has ended: nothing of it is kept."""
         self.bets.pop(sequence, None)
+
+
+def _reads(one: Work) -> bool:
+    """Its prompt."""
+    return one.known > 1 or not one.emits

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MAX_SCORED = 8  # sequences of a step: what the host does for each of them is missing elsewhere
+MAX_SCORED, SCORED_BESIDE = 8, 2  # sequences of a step, and beside prompts, when the host has most to do
 
 
 class Engine:
@@ -250,8 +250,8 @@ class Engine:
     def _scored(self, step: InFlightStep, results: list[Result], alive: list[int]) -> list[Outcome]:
         """How drafters that take no pass would have done, for some sequences after the others where there are many."""
         found: list[Outcome | None] = []
-        turns = max(-(-len(alive) // MAX_SCORED), 1)
-        self.turn += 1
+        most = SCORED_BESIDE if step.captured and step.staged.work else MAX_SCORED
+        turns, self.turn = max(-(-len(alive) // most), 1), self.turn + 1
         for name in self.drafters.riding:
             for i in alive[self.turn % turns :: turns]:
                 (draft, verdict), sequence = results[i], step.work[i].sequence
