@@ -238,13 +238,13 @@ def test_what_a_request_fixed_is_done_and_others_go_along():
 
 def test_what_plain_captured_steps_would_have_cost():
     made, s = Planner("lookup"), sequence([1, 2])
-    plain = StepRecord(1, 1, 1, 0, 0, 8, 0, 0, 4.0, 0, 5.0, captured=("none", (0, 0), 1), passes=8)
+    plain = StepRecord(1, 1, 1, 0, 0, 8, 0, 0, 4.0, 0, 4.5, captured=("none", (0, 0), 1), passes=8)
     made.observe(plain)
-    assert made.costs.plain(1) == 5.0 / 8 and plain.plain_s == 5.0
+    assert made.costs.plain(1) == 4.5 / 8 and plain.plain_s == 4.5
     outcome = Outcome(s, Bet("lookup", 4, 4), 4, 4, 3, 3)
     record = StepRecord(5, 1, 1, 4, 3, 4, 0, 0, 0.75, 0, 0.7, [outcome], captured=("lookup", (4, 4), 1))
     made.observe(record)
-    assert record.plain_s == 4 * 5 / 8 and made.costs.ratio("lookup", (4, 4), 1) == 0.75 / (5 / 8)
+    assert record.plain_s == 4 * 4.5 / 8 and made.costs.ratio("lookup", (4, 4), 1) == 0.75 / (4.5 / 8)
 
 
 def test_what_plain_captured_steps_would_have_cost_beside_a_prompt():

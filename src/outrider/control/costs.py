@@ -21,6 +21,9 @@ FIRST_BASELINE = 8  # drafting steps of a size after which a plain one is due, w
 MAX_STALL = (
     1.5  # of its time on the device that a captured step counts for: no plan changes what holds up the host
 )
+PLAIN_STALL = (
+    1.15  # the same of a plain one: several passes at once keep the device busy where the host is late
+)
 FEW_DECODING = 16  # sequences whose prompts come one at a time as a rule
 CROWDED = 0.5  # prompts that wait for each decoding sequence: where there are more, it may wait longer, too
 MIN_READ = 256  # tokens: fewer take a drafter as long to read
@@ -74,7 +77,8 @@ class CostModel:
             # what the host has to do for answers that ended before it.
             among = plain and bool(self.used.get(record.captured[2]))
             apart = among or record.after_end
-            seconds = (record.target_s if apart else _captured_seconds(record)) / record.passes
+            stall = PLAIN_STALL if plain else MAX_STALL
+            seconds = (record.target_s if apart else _captured_seconds(record, stall)) / record.passes
             if plain and record.captured[2] not in self.served:  # measured over padding so far, if at all
                 self.served.add(record.captured[2])
                 self.captured[record.captured] = seconds
@@ -298,9 +302,9 @@ class CostModel:
         return (1 + record.accepted / record.decoding) * plain + reading
 
 
-def _captured_seconds(record: StepRecord) -> float:
+def _captured_seconds(record: StepRecord, stall: float = MAX_STALL) -> float:
     """Of a captured step, without what held up the host."""
-    return min(max(record.total_s, record.target_s), MAX_STALL * record.target_s)
+    return min(max(record.total_s, record.target_s), stall * record.target_s)
 
 
 def _interpolated(known: Mapping[int, float], rows: int) -> float:
