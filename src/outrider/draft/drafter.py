@@ -82,8 +82,10 @@ class ResidentDrafter(Drafter, Protocol):
         """
         return ()
 
-    def warm_up(self, ops: StepOps) -> int:
-        """Read padding as if catching up, to see what it takes: how many tokens, 0 if that cannot be."""
+    def warm_up(self, ops: StepOps, longest: int = 1) -> int:
+        """Read padding as if catching up with texts of up to so many tokens, to see what it takes: how many tokens, 0
+        if that cannot be.
+        """
         return 0
 
 

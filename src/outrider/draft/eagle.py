@@ -12,7 +12,7 @@ states, so accepted ones are made anew.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
@@ -22,32 +22,43 @@ from torch import Tensor
 from outrider.cache.store import KeyValueStore
 from outrider.cache.table import SlotTable
 from outrider.device.layout import Layout, TreeLayout, known_rows
-from outrider.device.ops import StepOps
+from outrider.device.ops import Pass, StepOps
 from outrider.draft.drafter import MAX_PASSES, ResidentDrafter
 from outrider.draft.eagle_head import EagleHead
 from outrider.draft.feed import grow_drafts, host_draw, pieces, text_batch
 from outrider.draft.progress import PrefillProgress
+from outrider.draft.reading import Reader
 from outrider.draft.tree import Growth, Place
 from outrider.draft.weights import put_weights
 from outrider.types import NO_DRAFT, Batch, Bet, Draft, Sequence, Verdict
 
-READ_ROWS = 512  # known tokens that the head catches up on in one pass
+READ_ROWS = (
+    128,
+    512,
+)  # known tokens that the head catches up on in one pass, on a device filled up to one of these
 
 
 class EagleDrafter(ResidentDrafter):
     max_depth, trees = MAX_PASSES, True
 
     def __init__(
-        self, head: EagleHead, target_store: KeyValueStore, table: SlotTable, window: int = MAX_PASSES + 1
+        self,
+        head: EagleHead,
+        target_store: KeyValueStore,
+        table: SlotTable,
+        window: int = MAX_PASSES + 1,
+        graphed: Callable[[Pass], Pass] | None = None,
     ) -> None:
         """A resident step may bring up to `window` tokens whose hidden states are known only when it is over. The
         next one begins with the entries of so many last tokens, those that are there already with the same numbers.
+        `graphed` replays passes from graphs, for reading on a GPU.
         """
         self.head, self.target_store, self.table, self.window = head, target_store, table, window
         target_store.tap(head.config.taps, head.config.layer.hidden)
         self.store = head.make_store(table.pool.total)
         self.run = head.make_pass(self.store)
-        self.progress = PrefillProgress()
+        self.progress, self.graphed = PrefillProgress(), graphed
+        self.reader: Reader | None = None  # once there is a state to read
 
     def propose(self, sequences: Seq[Sequence], bets: Seq[Bet]) -> list[Draft]:
         drafts = [NO_DRAFT] * len(sequences)
@@ -82,7 +93,7 @@ class EagleDrafter(ResidentDrafter):
         batch = text_batch(self.table, [s.row for s in sequences], texts, starts, behind=1)
         made = [
             self.head.forward(self._before(self.table.tensor, piece), piece, self.store)
-            for piece in pieces(batch, READ_ROWS)
+            for piece in pieces(batch, READ_ROWS[-1])
         ]
         for sequence, end in zip(sequences, ends, strict=True):
             self.progress.note(sequence, end)
@@ -124,10 +135,22 @@ class EagleDrafter(ResidentDrafter):
         return self.progress.behind(sequence, coming, self.window)
 
     def catch_up(self, ops: StepOps, sequences: list[Sequence]) -> None:
-        # Not the last token: what comes before it is all that surely has a slot.
-        behind = [s for s in sequences if self.progress.of(s) < len(s.tokens) - 1 > 1]
-        if behind:
-            self._read(behind, [len(s.tokens) - 1 for s in behind])
+        self._reader(ops).catch_up(ops, sequences)
+
+    def warm_up(self, ops: StepOps, longest: int = 1) -> int:
+        return self._reader(ops).warm_up(ops, longest)
+
+    def _reader(self, ops: StepOps) -> Reader:
+        if self.reader is None:
+            table = ops.state.table  # as long as there are graphs that read it
+
+            def run(batch: Batch, together: int, context: int, branching: bool) -> Tensor:
+                return self.run(self._before(table, batch), batch, together, context, branching)
+
+            self.reader = Reader(
+                self.graphed(run) if self.graphed else run, self.progress, READ_ROWS, behind=1
+            )
+        return self.reader
 
     def _batch(
         self, ops: StepOps, rows: Tensor, lengths: Tensor, layout: Layout, sampled: Tensor | None = None

@@ -12,24 +12,22 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.cache.table import SlotTable
 from outrider.device.layout import TreeLayout, known_rows
-from outrider.device.ops import Pass, StepOps, known_batch, run_levels
+from outrider.device.ops import Pass, StepOps, run_levels
 from outrider.draft.drafter import MAX_PASSES, ResidentDrafter
 from outrider.draft.feed import grow_drafts, host_draw, pieces, text_batch
 from outrider.draft.progress import PrefillProgress
+from outrider.draft.reading import Reader
 from outrider.draft.weights import put_weights
 from outrider.model.decoder import Layered, Model, make_store
 from outrider.types import NO_DRAFT, Batch, Bet, Draft, Sequence, Verdict
 
-# Rows of known tokens read at once on a device, filled up to one of these: each has a graph. So many neighbours are
-# one sequence's.
-READ_ROWS, TOGETHER = (128, 512, 2048), 16
+READ_ROWS = (128, 512, 2048)  # of known tokens read at once on a device, filled up to one of these
 # Tokens read again in a resident step: two are lacking after one in which all of its draft was accepted, some more
 # after one of another drafter's.
 WINDOW = 4
@@ -56,7 +54,8 @@ class LmDrafter(ResidentDrafter):
         if isinstance(model, Layered):
             run: Pass = model.make_pass(self.store)
             self.max_depth, self.run = MAX_PASSES, self._bounded(run, context)
-            self.read = self._bounded(graphed(run), context) if graphed else self.run
+            read = self._bounded(graphed(run), context) if graphed else self.run
+            self.reader = Reader(read, self.progress, READ_ROWS)
 
     def propose(self, sequences: Seq[Sequence], bets: Seq[Bet]) -> list[Draft]:
         drafts = [NO_DRAFT] * len(sequences)
@@ -116,30 +115,10 @@ class LmDrafter(ResidentDrafter):
         return self.progress.behind(sequence, coming, WINDOW)
 
     def catch_up(self, ops: StepOps, sequences: list[Sequence]) -> None:
-        rows, at = [], []
-        for sequence in sequences:
-            start, end = self.progress.of(sequence), len(sequence.tokens) - 1
-            if start < end:
-                lacking = (start - end) % TOGETHER  # the last token is read several times over
-                at.append(np.pad(np.arange(start, end), (0, lacking), mode="edge"))
-                rows.append(np.full(len(at[-1]), sequence.row))
-            self.progress.note(sequence, max(start, end))
-        if not at:
-            return
-        every, where = np.concatenate(rows), np.concatenate(at)
-        for first in range(0, len(where), READ_ROWS[-1]):
-            some = slice(first, first + READ_ROWS[-1])
-            self._read_rows(ops, every[some], where[some])
+        self.reader.catch_up(ops, sequences)
 
-    def warm_up(self, ops: StepOps) -> int:
-        for count in READ_ROWS:
-            self._read_rows(ops, np.full(count, ops.state.rows), np.arange(count) % TOGETHER)
-        return sum(READ_ROWS)
-
-    def _read_rows(self, ops: StepOps, rows: np.ndarray, at: np.ndarray) -> None:
-        lacking = next(count for count in READ_ROWS if count >= len(rows)) - len(rows)
-        rows, at = np.pad(rows, (0, lacking), constant_values=ops.state.rows), np.pad(at, (0, lacking))
-        self.read(known_batch(ops.state, rows, at), TOGETHER, int(at.max()) + 1, False)
+    def warm_up(self, ops: StepOps, longest: int = 1) -> int:
+        return self.reader.warm_up(ops, longest)
 
     def _bounded(self, run: Pass, context: int) -> Pass:
         """Keeps a pass inside this model's vocabulary and context, where the target's are larger: a draft beyond them

@@ -105,7 +105,7 @@ def _make_other(part: Part, sources: DrafterSources) -> tuple[str, Drafter]:
             )
         network = _head_network(sources.target)
         head = load_eagle(path, sources.target, sources.context, network, sources.read_head)
-        return "eagle", EagleDrafter(head, sources.store, sources.table)
+        return "eagle", EagleDrafter(head, sources.store, sources.table, graphed=_graphed(sources.target))
     return "lm", _lm(path, sources)
 
 
@@ -191,12 +191,17 @@ def _lm(path: Path, sources: DrafterSources) -> Drafter:
             "drafting will cost more than it can save",
             stacklevel=2,
         )
-    graphed: Callable[[Pass], Pass] | None = None
-    if model.device.type == "cuda":
-        from outrider.model.device import GraphedPass  # Triton comes with it
+    vocab = sources.target.config.vocab
+    return LmDrafter(model, sources.table, vocab, sources.context, _graphed(model))
 
-        graphed = GraphedPass
-    return LmDrafter(model, sources.table, sources.target.config.vocab, sources.context, graphed)
+
+def _graphed(model: Model) -> Callable[[Pass], Pass] | None:
+    """What replays passes from graphs, where there are any."""
+    if model.device.type != "cuda":
+        return None
+    from outrider.model.device import GraphedPass  # Triton comes with it
+
+    return GraphedPass
 
 
 def same_tokens(target: Tokenizer, draft: Tokenizer, path: Path) -> None:

@@ -199,6 +199,10 @@ class WarmUp:
             except DrafterFailed as failed:
                 self.drafters.note_fault(failed)
             yield
+        for context in contexts_for(self.width, LONGEST)[1:] if self.captures else ():
+            for drafter in filter(None, map(self.drafters.resident, drafters)):
+                drafter.warm_up(self.ops, context)
+                yield
 
     def _rest(self, sequences: int, drafters: Seq[str], plain: Plain) -> Iterator[StepShape]:
         yield from self.graphs.often_missed()
