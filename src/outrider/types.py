@@ -370,7 +370,7 @@ class StepRecord:
     total_s: float
     outcomes: list[Outcome] = field(default_factory=list)  # none of a step in which nobody could draft
     reasons: tuple[Reason, ...] = ()  # why the planner bet as it did, one a piece of work
-    # What it would have taken without drafts, and plain steps for the tokens they brought; 0: nobody decoded.
+    # What it would have taken without drafts, and plain steps for the tokens they brought; 0: nobody was answered.
     plain_s: float = 0.0
     # Resident rows: their drafter, their draft tree, and how many sequences the step has room for.
     captured: tuple[str, TreeShape, int] | None = None
@@ -389,11 +389,19 @@ class StepRecord:
     # Of the total, by the host for a device: none where it is the host that is waited for.
     waited_s: float = 0.0
     after_end: bool = False  # answers had ended just before, and the host was finishing them
+    waiting: int = (
+        0  # sequences with tokens that are not in it, as their first were on their way when it was launched
+    )
 
     @property
     def decoding(self) -> int:
-        """Sequences whose prompt is read."""
-        return self.known - self.prompt_rows
+        """Sequences in it whose prompt is read."""
+        return min(self.known - self.prompt_rows, self.sequences)
+
+    @property
+    def answering(self) -> int:
+        """Sequences that wait for their next token; where some draft, of those alone it is known what for."""
+        return self.decoding + (0 if self.drafted else self.waiting)
 
     @property
     def decodes_only(self) -> bool:

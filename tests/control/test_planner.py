@@ -482,6 +482,10 @@ def test_what_plain_steps_would_have_cost_beside_a_prompt():
     beside.prompt_rows = 50
     made.observe(beside)
     assert beside.decoding == 1 and beside.plain_s == pytest.approx(4 * 2.0 + 9.0 - 3.0)
+    nobodys = step([sequence([3, 4])], rows=50, total=7.0, known=50)
+    nobodys.prompt_rows, nobodys.waiting = 50, 2  # two have their first token, and are not in it
+    made.observe(nobodys)
+    assert nobodys.answering == 2 and nobodys.plain_s == 7.0
     undrafted = step([s, sequence([3, 4])], rows=51, total=8.0, known=51)
     undrafted.prompt_rows = 50
     made.observe(undrafted)

@@ -136,7 +136,7 @@ def make_engine(models, captured: bool, planner=None, folder=None) -> Engine:
     }
     if folder is not None:
         head = load_eagle(folder, target, cache.context, GpuEagleHead)
-        by_name["eagle"] = EagleDrafter(head, cache.store, cache.table)
+        by_name["eagle"] = EagleDrafter(head, cache.store, cache.table, graphed=GraphedPass)
     drafters = Drafters(by_name, VOCAB)
     runner = (
         make_graph_runner(target, cache, drafters, "lm") if captured else EagerRunner(target, cache, drafters)

@@ -309,3 +309,24 @@ def test_the_last_tokens_do_not_wait_for_what_is_in_flight(model, small) -> None
     [left] = engine.step()
     assert engine.idle and not left.events and not left.record.sequences
     engine.table.check()
+
+
+def test_who_waits_for_the_prompts_of_others_is_counted(model, small) -> None:
+    """Somebody with a first token takes no part in the step that was launched before it was known."""
+    engine = make_engine(model, small, 1, Bet("none"), step_rows=64)
+    for name in "ab":
+        engine.add(request(name, prompt_of(60, ord(name)), max_tokens=8))
+    waited, firsts = [], set()
+    while not engine.idle:
+        for result in engine.step():
+            alive = {s.request.id for s in engine.scheduler.running}
+            waited.append(
+                (
+                    result.record.waiting,
+                    len(firsts & alive) - result.record.decoding,
+                    result.record.prompt_rows,
+                )
+            )
+            firsts |= {event.request_id for event in result.events}
+    assert all(said == there for said, there, _ in waited if there >= 0)
+    assert any(said and rows for said, _, rows in waited)

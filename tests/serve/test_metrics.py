@@ -159,7 +159,7 @@ def test_latency_buckets_resolve_fifteen_percent() -> None:
 
 def step(**changes: Any) -> Step:
     usual: dict[str, Any] = dict(
-        rows=5, sequences=1, known=1, decoding=1, drafts=1, drafted=8, positions=4, accepted=2, accepted_at=[1, 1],
+        rows=5, sequences=1, known=1, answering=1, drafts=1, drafted=8, positions=4, accepted=2, accepted_at=[1, 1],
         lossy=0, emitted=3, plan_s=0.0, draft_s=0.1, target_s=1.4, verify_s=0.0, total_s=1.5, passes=1, plain_s=3.0,
         reasons={},
     )  # fmt: skip
@@ -169,14 +169,14 @@ def step(**changes: Any) -> Step:
 def test_speed_is_that_of_a_requests_tokens() -> None:
     """A step counts for everyone in it, also beside prompts: few that draft badly at the end are few."""
     metrics = Metrics()
-    metrics.step(step(sequences=8, known=8, decoding=8, emitted=24, total_s=1.0, plain_s=3.0))
+    metrics.step(step(sequences=8, known=8, answering=8, emitted=24, total_s=1.0, plain_s=3.0))
     assert metrics.gauges["plain_tokens_per_second"] == pytest.approx(8.0)
-    metrics.step(step(sequences=8, known=100, decoding=6, emitted=7, total_s=2.0, plain_s=2.0))
+    metrics.step(step(sequences=8, known=100, answering=6, emitted=7, total_s=2.0, plain_s=2.0))
     metrics.step(step(total_s=1.0, plain_s=0.5, emitted=1))
     assert metrics.gauges["spec_decode_speedup"] == pytest.approx((8 * 3 + 6 * 2 + 0.5) / (8 + 6 * 2 + 1))
     assert metrics.gauges["plain_tokens_per_second"] < 8.0  # of the steps that only decoded
     seconds = metrics.counters["decode_seconds"][()]
-    metrics.step(step(known=100, decoding=0, total_s=1.0, plain_s=0.0))
+    metrics.step(step(known=100, answering=0, total_s=1.0, plain_s=0.0))
     assert metrics.counters["decode_seconds"][()] == seconds
 
 

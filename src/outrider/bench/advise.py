@@ -386,7 +386,7 @@ class Session:
             by_task(trials, first.depth, costs),
             {one.batch: by_task(trials, one.depth, costs, one.batch) for one in known},
             acceptance_by_depth(trials.by_depth[max(trials.by_depth)].verdicts),
-            _draft_ratio(trials, first.depth),
+            _draft_ratio(trials, first.depth, costs),
             {depth: by_task(trials, depth, costs) for depth in trials.by_depth},
             (len(trials.context), len(asked)),
         )
@@ -425,6 +425,11 @@ def _part(tell: Tell, begin: float, share: float) -> Tell:
     return lambda what, done: tell(what, begin + share * done)
 
 
-def _draft_ratio(trials: Trials, depth: int) -> float:
+def _draft_ratio(trials: Trials, depth: int, costs: StepCosts) -> float:
+    """A draft token's time against a plain step. Captured steps tell no drafting apart: there it is what each token
+    makes them longer, verified as well.
+    """
+    if isinstance(costs, CapturedCosts):
+        return (costs.step(1, depth, depth) / costs.plain(1) - 1) / depth
     near = min(d for d in trials.by_depth if d >= depth)
     return statistics.mean(trials.by_depth[near].draft_s or [0.0]) / near / statistics.median(trials.plain)

@@ -79,7 +79,7 @@ class Tally:
         self.reasons.update(reason.kind for reason in record.reasons)
         if record.plain_s:
             self.gauged = [
-                a + record.decoding * b
+                a + record.answering * b
                 for a, b in zip(self.gauged, (record.plain_s, record.total_s), strict=True)
             ]
         if record.decodes_only and record.sequences:

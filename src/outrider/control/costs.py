@@ -281,9 +281,9 @@ class CostModel:
 
     def plain_seconds(self, record: StepRecord) -> float:
         """What plain steps over the same sequences would have taken for the tokens of this one, prompt rows read as in
-        this one; 0: nobody knows, or nobody decoded.
+        this one; 0: nobody knows, or nobody waited for a token.
         """
-        if not record.emitted or not record.decoding:
+        if not record.answering or not (record.emitted or record.prompt_rows):
             return 0.0
         if not (record.captured[1] != NO_TREE if record.captured else record.drafted):
             return record.total_s

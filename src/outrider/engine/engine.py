@@ -194,6 +194,7 @@ class Engine:
         alive = [i for i, one in enumerate(step.work) if one.alive]
         record = self._record(step, [results[i] for i in alive], alive)
         record.total_s, record.after_end = self.settled_at - begun, self.ended
+        record.waiting = max(sum(s.first > 0 for s in self.scheduler.running) - record.decoding, 0)
         made, self.made = self.made, self.runner.made
         record.graphs_captured, record.kernels_compiled = self.made[0] - made[0], self.made[1] - made[1]
         if self.explained or log.isEnabledFor(logging.DEBUG):

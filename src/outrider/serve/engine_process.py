@@ -232,7 +232,7 @@ class EngineProcess:
             rows=record.rows,
             sequences=record.sequences,
             known=record.known,
-            decoding=record.decoding,
+            answering=record.answering,
             drafts=len(drafting),
             drafted=record.drafted,
             positions=sum(o.deepest for o in drafting),

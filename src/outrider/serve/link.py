@@ -172,7 +172,7 @@ class Step(msgspec.Struct):
     rows: int
     sequences: int
     known: int
-    decoding: int  # sequences whose prompt is read
+    answering: int  # sequences that wait for their next token
     drafts: int  # sequences that a draft was made for
     drafted: int
     positions: int  # depths of the drafts, summed: a tree has several tokens for one position

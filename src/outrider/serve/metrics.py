@@ -43,7 +43,7 @@ COUNTERS = {
     "graphs_captured": "CUDA graphs captured while requests waited.",
     "kernels_compiled": "Kernels compiled, or read from the cache of compiled ones, while requests waited.",
     "step_seconds": "Time spent in steps, by stage.",
-    "decode_seconds": "Time of decoding: a step counts once for each sequence that decodes in it.",
+    "decode_seconds": "Time of decoding: a step counts once for each sequence that waits for its next token.",
     "plain_decode_seconds": "What plain decoding is measured to take for the same tokens.",
     "traffic_kept": "Answers to marked keys that were kept.",
     "traffic_dropped": "Answers to marked keys that were not kept, by reason.",
@@ -206,7 +206,7 @@ class Metrics:
         """A step beside what plain decoding takes for its tokens. It counts once for everyone who waits for them, so
         that the speed-up is that of a request's tokens: when others have ended, a step serves few.
         """
-        spent, plain = step.decoding * step.total_s, step.decoding * step.plain_s
+        spent, plain = step.answering * step.total_s, step.answering * step.plain_s
         self.count("decode_seconds", spent)
         self.count("plain_decode_seconds", plain)
         total = self.counters["decode_seconds"][()]
