@@ -14,7 +14,6 @@ from outrider.control.planner import Planner
 from outrider.control.trees import TREES
 from outrider.device.buckets import RUN_SECONDS
 from outrider.draft.lookup import LookupDrafter
-from outrider.draft.progress import PrefillProgress
 from outrider.engine.engine import Engine
 from outrider.types import NO_BET, Bet, Plan, Request
 from tests.sweep import sweep
@@ -464,6 +463,6 @@ def test_a_draft_knows_what_it_has_read_of_a_tree(model, small, monkeypatch, pla
         while not engine.idle:
             engine.step()
             if forgets:
-                lm.progress = PrefillProgress()
+                lm.progress.clear()
         seen.append(drafts)
     assert seen[0] == seen[1] and len(seen[0]) > 5
