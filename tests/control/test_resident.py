@@ -520,3 +520,31 @@ def test_resident_and_staged_rows_share_a_step_and_an_estimate():
     made.costs.by_rows = {n: 1 + 0.2 * n for n in range(1, 64)}
     plan = made.plan(fresh, Options(2, (True, False), {"lm": ((2, 2),)}, max_depth=8))
     assert kinds(plan)[1] == "below break-even"  # what resident rows taught counts for staged ones
+
+
+@pytest.mark.parametrize("count, held", [(16, True), (64, False)])
+def test_among_many_one_may_fall_further_behind(count: int, held: bool) -> None:
+    """One copies nothing and the others do: among sixteen it stops their drafts at once, among four times as many not
+    yet.
+    """
+    made, some = Planner("lookup"), [sequence([1, i], max_tokens=1000) for i in range(count)]
+    made.learn("lookup", count, [("none", (0, 0), 1.0), ("lookup", (4, 4), 1.8)])
+    made.rates.trials["lookup"] = GUARDS.min_trials
+    for s in some:
+        accepts = 0.02 if s is some[0] else 0.95
+        made.rates.by_sequence[s] = {"lookup": AcceptanceRate(accepts, accepts, 10)}
+    bet = Bet("lookup", 4, 4)
+    for _ in range(4):  # 0.8 of a plain step each
+        outcomes = [Outcome(s, bet, 4, 4, *[0 if s is some[0] else 4] * 2) for s in some]
+        accepted = 4 * (count - 1)
+        shape = ("lookup", (4, 4), count)
+        record = StepRecord(
+            5 * count, count, count, 4 * count, accepted, count + accepted, 0, 0, 1.8, 0, 1.8, outcomes
+        )
+        record.captured = shape
+        made.observe(record)
+    plan = resident(made, some, count, trees=((4, 4),))
+    assert kinds(plan)[0] == ("stretch" if held else "pays")
+    assert {bet.nodes for bet in plan.bets} == ({0} if held else {4})
+    assert (GUARDS.stretch(1), GUARDS.stretch(16)) == (GUARDS.max_stretch, GUARDS.max_stretch)
+    assert GUARDS.stretch(64) == pytest.approx(1 + 4 * (GUARDS.max_stretch - 1))

@@ -14,7 +14,7 @@ class Fairness:
 
     def observe(self, record: StepRecord, ratio: float) -> None:
         """A step that took so many plain steps' time, and brought each sequence some tokens."""
-        lag, share, grace = self.lag, self.guards.max_stretch - 1, self.guards.grace
+        lag, share, grace = self.lag, self.guards.stretch(record.sequences) - 1, self.guards.grace
         for o in record.outcomes:
             sequence = o.sequence
             if sequence.finish_reason is None:
@@ -26,7 +26,7 @@ class Fairness:
         """Those of them whose tokens have taken longer than they may: no step may stretch further for others."""
         if not self.late:
             return self.late
-        share, grace = self.guards.max_stretch - 1, self.guards.grace
+        share, grace = self.guards.stretch(len(sequences)) - 1, self.guards.grace
         written = {s: len(s.tokens) - s.prompt_len for s in self.late}
         self.late = {s for s in self.late if self.lag[s] > share * (written[s] + grace)}
         return self.late & sequences

@@ -9,6 +9,7 @@ from outrider.types import SamplingParams
 
 # Sampling that leaves out so little is as good as unfiltered.
 FLAT_TOP_K, FLAT_TOP_P, FLAT_MIN_P = 200, 0.98, 0.01
+FEW = 16  # sequences
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,8 @@ class Guards:
     patience: int = 24
     patience_share: float = 0.5  # of the time for probes, that such a request has
     # What a request's tokens may take, in times of what plain decoding takes, so that others draft: a bound on p99 time
-    # per token. A step that would stretch further is not made while somebody is beyond it.
+    # per token. A step that would stretch further is not made while somebody is beyond it. Among more sequences than
+    # FEW it is larger in proportion: what one loses, as many more gain.
     max_stretch: float = 1.15
     grace: int = (
         16  # tokens of a request that count as written when its stretch is looked at: two steps are no tail
@@ -71,6 +73,10 @@ class Guards:
     prefill_stretch: float = inf
     prefill_wait: float = 1.0
     min_prompt_rows: int = 8  # beside decoding sequences: fewer take a CPU as long as so many
+
+    def stretch(self, sequences: int) -> float:
+        """The bound of `max_stretch` among so many."""
+        return 1 + (self.max_stretch - 1) * max(1.0, sequences / FEW)
 
 
 def is_flat(params: SamplingParams) -> bool:

@@ -107,7 +107,8 @@ class ResidentPlans:
         if len(mine) == 1:
             facts = (("temperature", mine[0][0].request.params.temperature), *facts)
         if best.stretched:
-            return Reason("stretch", depth, (("stretch", best.stretched, self.guards.max_stretch), *facts))
+            bound = round(self.guards.stretch(len(mine)), 2)
+            return Reason("stretch", depth, (("stretch", best.stretched, bound), *facts))
         if depth or fixed:
             return Reason("pays", depth or fixed, facts)
         return Reason("low gain" if self._spared(best.drafter, mine) else "below break-even", 0, facts)
@@ -138,7 +139,7 @@ class ResidentPlans:
         for tree, gain, lowest in zip(trees, gains.tolist(), least, strict=True):
             ratio = self.costs.ratio(name, max(tree, (fixed, fixed)), options.size)
             tokens = 1 + gain / (len(mine) + held_up)
-            if ratio > guards.max_stretch * (1 + lowest):
+            if ratio > guards.stretch(len(mine)) * (1 + lowest):
                 if tokens / ratio > max(speedups.values()):
                     stretched = ratio
                 continue
