@@ -230,3 +230,14 @@ def test_one_quiet_step_says_less_than_the_curve() -> None:
     assert costs.step(17) == pytest.approx(0.2 * 83 / 75)
     take(17, 0.19, 50)
     assert costs.step(17) == pytest.approx(0.19, rel=0.02)  # until it is known better
+
+
+def test_the_first_plain_step_after_a_prompt_is_no_baseline_of_ragged_steps():
+    costs = CostModel()
+    drafting, prompt = step(rows=5, total=3.0, drafted=4), step(rows=50, total=9.0, known=50)
+    prompt.prompt_rows = 50
+    for record in (drafting, prompt, step(total=2.0)):
+        costs.observe(record)
+    assert not costs.plain_share
+    costs.observe(step(total=1.5))
+    assert costs.plain_share[-1, 5] == pytest.approx(0.5)

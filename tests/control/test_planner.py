@@ -578,6 +578,7 @@ def drafted(made: Planner, s, state: dict[str, int]) -> str:
         behind=lambda name, _: state["behind"] if name == "eagle" else 0,
         riding=("lookup",),
         found=lambda name, _, depth: min(state["found"], depth),
+        waiting=state.get("waiting", 0),
     )
     bet = made.plan([Work(s, s.pending)], options).bets[0]
     drafter = bet.drafter if bet.nodes else "none"
@@ -601,6 +602,17 @@ def test_a_head_reads_a_prompt_where_it_will_draft_often_enough():
     assert drafted(made, sequence([1, 2], max_tokens=4), state) == "none"  # it would not earn that any more
     state["behind"] = 3000
     assert drafted(made, sequence([1, 2], max_tokens=200), state) == "none"
+
+
+def test_a_head_does_not_read_while_others_are_about_to_join():
+    made, state = head_and_lookup()
+    made.observe(read(300, 3.0))
+    s, state["waiting"] = sequence([1, 2], max_tokens=200), 3
+    assert drafted(made, s, state) == "none"
+    state["behind"] = 0
+    assert drafted(made, s, state) == "eagle"  # what it has read, it drafts for
+    state.update(behind=300, waiting=0)
+    assert drafted(made, sequence([1, 2], max_tokens=200), state) == "eagle"
 
 
 def test_what_a_head_reads_for_a_text_it_has_not_drafted_for_must_be_earned_twice():

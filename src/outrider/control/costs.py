@@ -63,7 +63,9 @@ class CostModel:
         # context, so that what a plain step would take now follows from the drafting ones.
         self.plain_share: dict[tuple[int, Shape], float] = {}
         self.used: dict[int, set[Shape]] = {}
-        self.after_prompt = False  # the last step read one: a device waits for the host after it
+        # The last step read one: a device waits for the host after it, a CPU for weights that are not in its cache. The
+        # next plain step is a better baseline.
+        self.after_prompt = False
 
     def observe(self, record: StepRecord) -> None:
         after_prompt, self.after_prompt = self.after_prompt, record.prompt_rows > 0
@@ -83,7 +85,7 @@ class CostModel:
                 self.served.add(record.captured[2])
                 self.captured[record.captured] = seconds
             _learn(self.captured, record.captured, seconds)
-            if not (plain and after_prompt):  # the next one is a better baseline
+            if not (plain and after_prompt):
                 self._relate(record.captured[2], record.captured, seconds if plain else None)
             return
         _learn(self.by_rows, record.rows, record.total_s - record.draft_s)
@@ -92,7 +94,8 @@ class CostModel:
             self.believed[record.rows] = self.by_rows[record.rows]
         if plain:
             _learn(self.by_batch, record.sequences, record.total_s)
-        self._relate(-record.sequences, record.rows, record.total_s if plain else None)
+        if not (plain and after_prompt):
+            self._relate(-record.sequences, record.rows, record.total_s if plain else None)
         if levels := _levels(record):
             # Of several, the costliest, as far as is known, is charged with what the others do not take.
             name = max(levels, key=lambda one: self.per_level.get(one, inf))

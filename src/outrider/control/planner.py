@@ -76,9 +76,8 @@ class Planner:
         left = {i: (sequences[i], allowed[i]) for i, one in enumerate(found) if one[1] is AUTO}
         if left:
             emitting = sum(item.emits for item in work)
-            step = StepRows(
-                emitting, sum(bet.nodes for bet, _ in found), sum(item.known for item in work) - emitting
-            )
+            asked, rows = sum(bet.nodes for bet, _ in found), sum(item.known for item in work)
+            step = StepRows(emitting, asked, rows - emitting, batch - emitting + options.waiting)
             for i, drafter, depth, reason in self.staged.plan(left, step, options):
                 found[i] = self._shaped(found[i][0], drafter, depth, reason, batch), reason
         if self.costs.baseline_due(options.size, batch) and all(why.kind != "asked" for _, why in found):

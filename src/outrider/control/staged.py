@@ -56,6 +56,7 @@ class StepRows(NamedTuple):
     batch: int  # sequences that get a token
     asked: int = 0  # nodes of drafts that requests fixed
     prompt: int = 0  # rows of prompt chunks beyond one each of those sequences
+    joining: int = 0  # sequences whose prompts are read in it or wait
 
 
 class StagedPlans:
@@ -89,7 +90,8 @@ class StagedPlans:
             found = self._depths(taken, batch, room, took, {i for i in left if left[i][0] in late})
             switch = guards.switch ** ((self.joined == before) - (name == before))
             pays = found.speed * seconds / batch > max(switch * speedup, needed)
-            if pays and self._earns(name, found, speedup * batch / seconds, taken, left, options):
+            alone = speedup * batch / seconds
+            if pays and self._earns(name, found, alone, taken, left, options, step.joining):
                 self.joined, speedup, best = name, found.speed * seconds / batch, found
                 served = taken
             elif found.stretched > best.stretched:
@@ -114,15 +116,23 @@ class StagedPlans:
                 )
 
     def _earns(
-        self, name: str, found: Depths, speed: float, taken: Mapping[int, Offer], left: Left, options: Options
+        self,
+        name: str,
+        found: Depths,
+        speed: float,
+        taken: Mapping[int, Offer],
+        left: Left,
+        options: Options,
+        joining: int,
     ) -> bool:
         """Whether these depths earn what a drafter has to read first, over the best without it. It drafts in as many of
-        the steps to come as others have left it so far: text that is copied goes on being copied.
+        the steps to come as others have left it so far: text that is copied goes on being copied. While others are
+        `joining`, nobody knows whether drafts will pay in the steps that they share.
         """
         some = [left[i][0] for i in found.by_item if taken[i].drafter == name]
         reading = sum(self.costs.ragged_reading(name, options.behind(name, s)) for s in some)
-        if not reading:
-            return True
+        if not reading or joining:
+            return not reading
         step = found.tokens / found.speed
         free = sum(self.rates.left_to(s, name) for s in some) / len(some)
         so_far = max((len(s.tokens) - s.prompt_len) / max(s.steps, 1) for s in some)  # tokens of a step
@@ -136,7 +146,7 @@ class StagedPlans:
         so that it is left out. Draft rows beside them count for less than they take: a token that comes with them saves
         its request a step that is much longer than others.
         """
-        costs, (batch, asked, prompt) = self.costs, step
+        costs, (batch, asked, prompt, _) = self.costs, step
         plain, rows = costs.ragged_plain(batch), batch + asked
         if not prompt:
             return lambda n: costs.step(rows + n) if asked or n else plain
