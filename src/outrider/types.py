@@ -389,13 +389,12 @@ class StepRecord:
     # Of the total, by the host for a device: none where it is the host that is waited for.
     waited_s: float = 0.0
     after_end: bool = False  # answers had ended just before, and the host was finishing them
-    waiting: int = (
-        0  # sequences with tokens that are not in it, as their first were on their way when it was launched
-    )
+    # Sequences with tokens that are not in it: their first were on their way when it was launched.
+    waiting: int = 0
 
     @property
     def decoding(self) -> int:
-        """Sequences in it whose prompt is read."""
+        """Sequences in it that decode."""
         return min(self.known - self.prompt_rows, self.sequences)
 
     @property

@@ -30,7 +30,7 @@ from outrider.bench.draft_facts import DraftFacts
 from outrider.bench.tally import acceptance_by_depth
 from outrider.cli.coming_from import read_speculative_config
 from outrider.control.costs import CostModel
-from outrider.control.expected import RaggedCosts
+from outrider.control.expected import CapturedCosts, RaggedCosts
 from outrider.types import Bet, Outcome, StepRecord
 from tests.bench.conftest import prompts
 from tests.tiny import sequence
@@ -259,3 +259,9 @@ def test_everything_fits_80_columns() -> None:
     assert any(line.startswith("~") for line in lines)
     assert sum("never" in line for line in lines) == 1
     assert any("time for 2 of 3 prompts" in line for line in lines)
+
+
+def test_a_draft_tokens_share_of_captured_steps_is_what_it_makes_them_longer() -> None:
+    costs = CostModel()
+    costs.learn("lm", 1, [("none", (0, 0), 2.0), ("lm", (4, 4), 6.0)])
+    assert measuring._draft_ratio(trials({}), 4, CapturedCosts(costs, "lm")) == pytest.approx(0.5)

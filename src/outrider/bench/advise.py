@@ -139,7 +139,7 @@ def _still_good(found: Trials, depths: Seq[int]) -> list[int]:
 
 
 def _decoding(records: Seq[StepRecord]) -> list[StepRecord]:
-    return [r for r in records if r.known == r.sequences and r.catch_up is None]
+    return [r for r in records if r.decodes_only and r.catch_up is None]
 
 
 def _decoding_times(records: Seq[StepRecord]) -> list[float]:

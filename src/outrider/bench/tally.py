@@ -45,7 +45,7 @@ class Tally:
     gaps: list[float] = field(default_factory=list)
     paces: list[float] = field(default_factory=list)  # seconds a token, of each answer
     reasons: Counter[str] = field(default_factory=Counter)  # of the planner's decisions, by kind
-    # Seconds of decoding sequences: plain as the engine has it, and taken.
+    # Seconds, summed over sequences that waited for a token: plain as the engine has it, and taken.
     gauged: list[float] = field(default_factory=lambda: [0.0, 0.0])
     outcomes: Counter[Outcome] = field(default_factory=Counter)
     decoding_steps: int = 0
@@ -78,10 +78,8 @@ class Tally:
         self.outcomes.update((o.deepest, o.accepted) for o in record.outcomes if o.drafted)
         self.reasons.update(reason.kind for reason in record.reasons)
         if record.plain_s:
-            self.gauged = [
-                a + record.answering * b
-                for a, b in zip(self.gauged, (record.plain_s, record.total_s), strict=True)
-            ]
+            self.gauged[0] += record.answering * record.plain_s
+            self.gauged[1] += record.answering * record.total_s
         if record.decodes_only and record.sequences:
             self.decoding_steps += record.passes
             self.stages["total"] += record.total_s

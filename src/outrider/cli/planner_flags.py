@@ -46,7 +46,7 @@ PLANNER = (
     Flag(
         "draft_max_stretch",
         float,
-        "Most that a request's tokens may take for others' drafts, in times of plain decoding.",
+        "Most that a request's tokens may take for others' drafts, in times of plain decoding; beyond 16 of them more.",
         metavar="F",
     ),
     Flag("draft_probe_share", float, "Share of the time for probes while nothing is drafted.", metavar="F"),

@@ -63,8 +63,8 @@ class CostModel:
         # context, so that what a plain step would take now follows from the drafting ones.
         self.plain_share: dict[tuple[int, Shape], float] = {}
         self.used: dict[int, set[Shape]] = {}
-        # The last step read one: a device waits for the host after it, a CPU for weights that are not in its cache. The
-        # next plain step is a better baseline.
+        # Whether the last step read a prompt. A plain step right after one is no baseline: a device waits for the host
+        # before it, and a CPU for weights that left its cache.
         self.after_prompt = False
 
     def observe(self, record: StepRecord) -> None:
@@ -134,10 +134,18 @@ class CostModel:
             room = min(rows for rows in rooms if rows >= record.prompt_rows)
             _learn(self.beside, (size, room), _captured_seconds(record))
             return
-        without = self._seconds(record, record.rows - record.prompt_rows)
-        if record.prompt_rows and without and record.catch_up is None:
-            added = max(record.total_s - record.draft_s - without, 0.0)
+        added = self._added_by_prompt(record)
+        if added is not None and record.catch_up is None:
             _learn(self.per_prompt_row, _bucket(record.prompt_rows), added / record.prompt_rows)
+
+    def _added_by_prompt(self, record: StepRecord) -> float | None:
+        """Seconds that prompt rows added to a step; None: it has none, or nobody knows what it takes without."""
+        without = self._seconds(record, record.rows - record.prompt_rows)
+        if not record.prompt_rows or not without:
+            return None
+        # A ragged step has it in its drafting.
+        caught_up = record.catch_up[2] if record.catch_up and record.captured else 0.0
+        return max(record.total_s - record.draft_s - caught_up - without, 0.0)
 
     def _seconds(self, record: StepRecord, rows: int) -> float | None:
         """Of a step like this one with so many rows, if it is known."""
@@ -299,10 +307,7 @@ class CostModel:
             plain = self.plain(size) if size > 0 else self.ragged_plain(-size)
         if not plain or not record.prompt_rows:
             return record.emitted / record.decoding * (plain or 0.0)
-        without = self._seconds(record, rows)
-        caught_up = record.catch_up[2] if record.catch_up and record.captured else 0.0
-        reading = max(record.total_s - record.draft_s - caught_up - without, 0.0) if without else 0.0
-        return (1 + record.accepted / record.decoding) * plain + reading
+        return (1 + record.accepted / record.decoding) * plain + (self._added_by_prompt(record) or 0.0)
 
 
 def _captured_seconds(record: StepRecord, stall: float = MAX_STALL) -> float:

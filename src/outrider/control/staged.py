@@ -112,7 +112,7 @@ class StagedPlans:
                     i,
                     drafter,
                     depth,
-                    nothing if offer is None else self._reason(sequence, offer, depth, best),
+                    nothing if offer is None else self._reason(sequence, offer, depth, best, batch),
                 )
 
     def _earns(
@@ -131,8 +131,10 @@ class StagedPlans:
         """
         some = [left[i][0] for i in found.by_item if taken[i].drafter == name]
         reading = sum(self.costs.ragged_reading(name, options.behind(name, s)) for s in some)
-        if not reading or joining:
-            return not reading
+        if not reading:
+            return True
+        if joining:
+            return False
         step = found.tokens / found.speed
         free = sum(self.rates.left_to(s, name) for s in some) / len(some)
         so_far = max((len(s.tokens) - s.prompt_len) / max(s.steps, 1) for s in some)  # tokens of a step
@@ -237,7 +239,7 @@ class StagedPlans:
                     return True
         return False
 
-    def _reason(self, sequence: Sequence, offer: Offer, depth: int, best: Depths) -> Reason:
+    def _reason(self, sequence: Sequence, offer: Offer, depth: int, best: Depths, batch: int) -> Reason:
         """A draft is as deep as the next guess is more likely than what it must bring."""
         likely = offer.survivals[depth] if depth < len(offer.survivals) else 0.0
         facts = (
@@ -248,7 +250,8 @@ class StagedPlans:
         if offer.unproven and not depth:
             return Reason("unproven", 0, facts)
         if best.stretched:
-            return Reason("stretch", depth, (("stretch", best.stretched, self.guards.max_stretch), *facts))
+            bound = round(self.guards.stretch(batch), 2)
+            return Reason("stretch", depth, (("stretch", best.stretched, bound), *facts))
         if depth:
             return Reason("pays", depth, facts)
         return Reason("low gain" if offer.spared else "below break-even", 0, facts)
@@ -297,6 +300,7 @@ class StagedPlans:
         by_tokens = self.guards.objective == "throughput"
 
         stretched, plain = 0.0, took(0)
+        bound = self.guards.stretch(batch) * plain
         for n, (survival, minus_depth, i) in enumerate(nodes[:room], 1):
             tokens, taken[i], name = tokens + survival, -minus_depth, offers[i].drafter
             waits += 1 / (expected[i] + survival) - 1 / expected[i]
@@ -310,7 +314,7 @@ class StagedPlans:
             if by_tokens and tokens + rest <= best[0] * seconds:
                 break  # all that is left, accepted for nothing, would not make up for it
             if speed > best[0]:
-                if gain and seconds > self.guards.max_stretch * plain * (1 + min(gain.values())):
+                if gain and seconds > bound * (1 + min(gain.values())):
                     stretched = max(stretched, seconds / plain)
                     continue
                 best, depths = (speed, tokens, n), dict(taken)

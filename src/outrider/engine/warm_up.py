@@ -201,6 +201,8 @@ class WarmUp:
             yield
         for context in contexts_for(self.width, LONGEST)[1:] if self.captures else ():
             for drafter in filter(None, map(self.drafters.resident, drafters)):
+                if self._crowded():
+                    return
                 drafter.warm_up(self.ops, context)
                 yield
 
