@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -206,6 +207,35 @@ def test_filters_hold_whoever_comes_and_goes(model, small, data) -> None:
     found = arriving(engine, requests, lambda step: data.draw(st.integers(0, 3)) == 0)
     for one in requests:
         assert found[one.id] == run(make_engine(model, small, None), [one])[one.id, 0]
+
+
+def test_measuring_leaves_what_is_in_flight_alone(model, small) -> None:
+    """Steps over padding are launched while others of the same shape are on their way to the host."""
+    requests = [request(f"r{i}", prompt_of(12, i), max_tokens=20, speculation={"depth": 2}) for i in range(2)]
+    engine, found = make_engine(model, small, 1), {one.id: [] for one in requests}
+    for one in requests:
+        engine.add(one)
+    while not engine.idle:
+        for event in (event for result in engine.step() for event in result.events):
+            found[event.request_id] += event.token_ids
+        list(engine.runner.measure(2, "lm"))
+    eager = run(make_engine(model, small, None), requests)
+    assert found == {key: tokens for (key, _), tokens in eager.items()}
+
+
+def test_a_larger_shape_that_serves_counts_for_the_size_that_was_planned(model, small) -> None:
+    """So that a plain step is a baseline for those it was taken for, whatever it ran in."""
+    engine = make_engine(model, small, 0)
+    find = engine.runner.graphs.find
+    engine.runner.graphs.find = lambda shape: replace(find(shape), size=8) if shape.size else find(shape)
+    engine.planner.costs.since_plain[2] = 1000
+    for i in range(2):
+        engine.add(request(f"r{i}", prompt_of(9, i), max_tokens=20))
+    records = [result.record for _ in range(6) for result in engine.step()]
+    sizes = [record.captured[2] for record in records if record.captured]
+    assert sizes and set(sizes) <= {1, 2} and 2 in sizes
+    assert all(step.shape.size in (0, 8) for step in engine.runner.graphs.steps.values() if step.launches)
+    assert engine.planner.costs.since_plain[2] < 1000
 
 
 def test_a_full_cache_preempts_resident_sequences(model, small) -> None:

@@ -271,9 +271,6 @@ class WarmUp:
     def _launched(self, step: CapturedStep) -> float:
         if self.ops.ahead is not None:
             self.ops.ahead.resume()
-        step.fill([], [], [], np.zeros((0, step.shape.nodes + 1), np.int32))
-        if step.staged is not None:
-            step.staged.clear()
-        timer = step.launch().timer
+        timer = step.launch_padding()
         timer.wait()
         return timer.seconds()
