@@ -372,7 +372,7 @@ class StepRecord:
     reasons: tuple[Reason, ...] = ()  # why the planner bet as it did, one a piece of work
     # What it would have taken without drafts, and plain steps for the tokens they brought; 0: nobody was answered.
     plain_s: float = 0.0
-    # Resident rows: their drafter, their draft tree, and how many sequences the step has room for.
+    # Resident rows: their drafter, their draft tree, and the number of sequences it was planned for, rounded up.
     captured: tuple[str, TreeShape, int] | None = None
     passes: int = 1  # plain ones, one after the other; rows are those of one
     prompt_rows: int = 0  # of the rows, those of prompt chunks

@@ -98,9 +98,9 @@ def test_fewer_sizes_have_room_for_everybody(count: int) -> None:
     for each in (1, 2, 5, 16, 64):
         kept = buckets.roomy_sizes(sizes, each)
         assert kept[0] == 1 and kept[-1] == sizes[-1] and set(kept) <= set(sizes)
-        for size in sizes:  # nobody pays for more rows than weights are read once for
+        for size in sizes:  # nobody pays for more rows than a pass takes as long for
             larger = next(one for one in kept if one >= size)
-            assert larger == size or larger * each <= buckets.READ_ONCE
+            assert larger == size or larger * each <= buckets.ALIKE
     beside = buckets.sizes_beside(count)
     assert bool(beside) == (count > 1)
     for size in sizes if beside else ():

@@ -61,6 +61,7 @@ Inputs = tuple[np.ndarray, Seq[int], np.ndarray, np.ndarray, Seq[int]]
 class GraphStep(InFlightStep):
     resident: list[int] = field(default_factory=list)  # places in the work; the others are staged
     shape: StepShape | None = None  # of the resident rows
+    size: int = 0  # that they were planned for; a larger shape may serve
     launched: Launched | None = None
     host_verified: frozenset[int] = frozenset()  # places in `resident`
     reported: frozenset[int] = frozenset()  # places in `resident` whose log-probabilities are wanted
@@ -285,14 +286,14 @@ class GraphRunner(EagerRunner):
         slots = self.table.entries[rows[:, None], at]
         self.latest.append((serving[0], drafting, passes + shape.tree[0]))
         step.rows = len(work) * (shape.tree[1] + 1) + (0 if batch is None else batch.rows)
-        step.passes, step.captured = passes, (serving[0], shape.tree, shape.size) if work else None
+        step.passes, step.captured = passes, (serving[0], shape.tree, step.size) if work else None
         return (rows, wanted, commits, slots, numbers), batch
 
     def _shape(self, step: GraphStep, rows: np.ndarray) -> StepShape:
         """The shape that serves: a captured one if there is, without drafts if there is none with them. A draft is
         never worth another sequence's place.
         """
-        size = self.sizes.room_for(len(rows)) if len(rows) else 0
+        size = step.size = self.sizes.room_for(len(rows)) if len(rows) else 0
         room = self._room(step.staged) if step.staged.work else (0, 0, 0)
         filtered, edited = bool(self.state.filters[rows].any()), self.captures or self.state.edits_any(rows)
         plain = StepShape(size, NO_TREE, "none", self._context(step, rows), filtered, 1, *room, edited)
@@ -339,7 +340,7 @@ class GraphRunner(EagerRunner):
         step.rows -= len(rows) * step.shape.tree[1]
         plain = replace(step.shape, tree=NO_TREE, drafter="none")
         step.shape = self.graphs.find(plain) or plain
-        step.captured, self.latest[-1] = ("none", NO_TREE, step.shape.size), ("none", set(), 1)
+        step.captured, self.latest[-1] = ("none", NO_TREE, step.size), ("none", set(), 1)
         for i in step.resident:
             step.bets[i] = NO_BET
         return rows, [0] * len(rows), commits, slots[:, :1], [0] * len(rows)
@@ -401,10 +402,13 @@ class GraphRunner(EagerRunner):
             step.staged.logits = logits[first : first + step.staged.wanted].clone()
 
     def _noted(self, step: InFlightStep) -> InFlightStep:
-        """With an event after which the step's logits can be read."""
+        """With an event after which its logits can be read. What staged rows emit is asked for behind it, at once."""
         if self.cuda:
             step.ready = torch.cuda.Event()
             step.ready.record()
+        if any(one.emits for one in step.staged.work):
+            with self._beside(step):
+                step.staged.judging = self.judging(step.staged)
         return step
 
     # ------------------------------------------------------------------------------------ finishing
@@ -440,8 +444,7 @@ class GraphRunner(EagerRunner):
 
     def _results(self, step: GraphStep) -> list[Result]:
         """What the device said of resident rows, and the host of those that it verifies."""
-        results: list[Result] = list(self._read(step))
-        work = [step.work[i] for i in step.resident]
+        results, work = list[Result](self._read(step)), [step.work[i] for i in step.resident]
         if verified := sorted(step.host_verified):
             sequences, drafts = [work[i].sequence for i in verified], [results[i][0] for i in verified]
             rows = [step.logits[i][: len(draft) + 1] for i, draft in zip(verified, drafts, strict=True)]
