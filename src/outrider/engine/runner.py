@@ -36,7 +36,7 @@ from outrider.types import (
     Verdict,
     Work,
 )
-from outrider.verify.judge import judge, predicted, score_prompts
+from outrider.verify.judge import Judging, predicted, score_prompts
 
 # Drafting steps between two in which one sequence's logits are looked at: that takes the time of a few rows' softmax.
 SAMPLE_INTERVAL = 16
@@ -60,6 +60,7 @@ class StagedPart:
     bets: Seq[Bet] = ()
     logits: Tensor | None = None
     wanted: int = 0  # rows of those
+    judging: Judging | None = None  # of the sequences that emit, once it has begun
     predicted: list[tuple[str, int, float]] = field(default_factory=list)  # as StepRecord has it
 
 
@@ -295,17 +296,26 @@ class EagerRunner:
         turn, rest = divmod(self._drafting_steps, self.sample_interval)
         return None if rest else drafting[turn % len(drafting)]
 
+    def _own_logits(self, staged: StagedPart) -> Tensor:
+        """Those that sequences emit by; after them are those of prompt tokens that were asked for."""
+        assert staged.logits is not None
+        return staged.logits[: len(staged.logits) - sum(one.scored for one in staged.work)]
+
+    def judging(self, staged: StagedPart) -> Judging:
+        """Begin to verify the drafts of staged rows. Nothing that it goes by changes before the step is settled."""
+        emitting = [i for i, one in enumerate(staged.work) if one.emits]
+        sequences, drafts = [staged.work[i].sequence for i in emitting], [staged.drafts[i] for i in emitting]
+        model = self.model
+        return Judging(self._own_logits(staged), sequences, drafts, model.draw, model.filter_logits)
+
     def verify(self, staged: StagedPart) -> list[Result]:
         """Verify the drafts of staged rows, on the host: what the target says of them."""
         assert staged.logits is not None
-        scored = sum(one.scored for one in staged.work)
-        own = staged.logits[: len(staged.logits) - scored]
-        emitting = [i for i, one in enumerate(staged.work) if one.emits]
+        own, emitting = self._own_logits(staged), [i for i, one in enumerate(staged.work) if one.emits]
         results: list[Result] = [(draft, None) for draft in staged.drafts]
         if emitting:
             drafts = [staged.drafts[i] for i in emitting]
-            sequences = [staged.work[i].sequence for i in emitting]
-            verdicts = judge(own, sequences, drafts, self.model.draw, self.model.filter_logits)
+            verdicts = (staged.judging or self.judging(staged)).verdicts()
             for i, verdict in zip(emitting, verdicts, strict=True):
                 results[i] = staged.drafts[i], verdict
             chosen = self.sample(
@@ -315,7 +325,7 @@ class EagerRunner:
                 first = sum(len(draft) + 1 for draft in drafts[:chosen])
                 drafter = staged.bets[emitting[chosen]].drafter
                 staged.predicted.append((drafter, *predicted(own[first:], verdicts[chosen])))
-        if scored:
+        if len(own) < len(staged.logits):
             _keep_prompt_scores(staged.logits[len(own) :], staged.work)
         return results
 

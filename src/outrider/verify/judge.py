@@ -11,18 +11,58 @@ from torch import Tensor
 
 from outrider.types import Draft, Sequence, TokenLogprob, Verdict, Work
 from outrider.verify.filters import filter_logits as filter_in_torch
-from outrider.verify.law import Draw, Filter, Result, coupled
+from outrider.verify.law import Draw, Filter, Result, choose, coupled
 from outrider.verify.lossy import lossy
 from outrider.verify.noise import draw as draw_in_torch
 from outrider.verify.process import process
 from outrider.verify.rejection import rejection
 from outrider.verify.rows import TreeRows, lay_out, to_device
 
-VERIFY: dict[str, Callable[[Tensor, TreeRows, Draw], list[Result]]] = {
-    "coupled": coupled,
-    "rejection": rejection,
-    "lossy": lossy,
-}
+VERIFY: dict[str, Callable[[Tensor, TreeRows, Draw], list[Result]]] = {"rejection": rejection, "lossy": lossy}
+
+
+class Judging:
+    """Drafts that are being verified: logits of every sequence's root and draft nodes, in order. A device is asked at
+    once for what the law says of them; the host waits for it when it wants the verdicts.
+    """
+
+    def __init__(
+        self,
+        logits: Tensor,
+        sequences: Seq[Sequence],
+        drafts: Seq[Draft],
+        draw: Draw = draw_in_torch,
+        filter_logits: Filter = filter_in_torch,
+    ) -> None:
+        self.logits, self.draw = logits, draw
+        self.rows = lay_out(sequences, drafts)
+        self.processed = process(logits, self.rows, filter_logits)
+        self.modes = [mode_of(sequence) for sequence in sequences]
+        self.chosen = choose(self.processed, self.rows, draw) if set(self.modes) == {"coupled"} else None
+
+    def verdicts(self) -> list[Verdict]:
+        """What each sequence emits."""
+        found = []
+        for index, (path, tokens) in enumerate(self._results()):
+            start, wanted = int(self.rows.starts[index]), self.rows.sequences[index].request.params.logprobs
+            rows = self.logits[start:][emitting_rows(path)] if wanted is not None else None
+            found.append(Verdict(tokens, path, None if rows is None else report(rows, tokens, wanted or 0)))
+        return found
+
+    def _results(self) -> list[Result]:
+        rows, modes = self.rows, self.modes
+        if self.chosen is not None:
+            return coupled(self.chosen.numpy(), rows)
+        if len(set(modes)) == 1:
+            return _verify(modes[0], self.processed, rows, self.draw)
+        results: list[Result] = [([], [])] * len(modes)
+        for mode in sorted(set(modes)):
+            group = [i for i, m in enumerate(modes) if m == mode]
+            some = lay_out([rows.sequences[i] for i in group], [rows.drafts[i] for i in group])
+            at = torch.from_numpy(np.flatnonzero(np.isin(rows.owner, group)))
+            for index, result in zip(group, _verify(mode, self.processed[at], some, self.draw), strict=True):
+                results[index] = result
+        return results
 
 
 def judge(
@@ -32,16 +72,8 @@ def judge(
     draw: Draw = draw_in_torch,
     filter_logits: Filter = filter_in_torch,
 ) -> list[Verdict]:
-    """Verify: logits of every sequence's root and draft nodes, in order -> what each sequence emits."""
-    rows = lay_out(sequences, drafts)
-    processed = process(logits, rows, filter_logits)
-    verdicts = []
-    for index, (path, tokens) in enumerate(_by_mode(processed, rows, draw)):
-        start = int(rows.starts[index])
-        wanted = sequences[index].request.params.logprobs
-        logprobs = None if wanted is None else report(logits[start:][emitting_rows(path)], tokens, wanted)
-        verdicts.append(Verdict(tokens, path, logprobs))
-    return verdicts
+    """Verify, and wait for it."""
+    return Judging(logits, sequences, drafts, draw, filter_logits).verdicts()
 
 
 def score_prompts(logits: Tensor, work: Seq[Work]) -> Iterator[tuple[Work, list[TokenLogprob]]]:
@@ -55,25 +87,13 @@ def score_prompts(logits: Tensor, work: Seq[Work]) -> Iterator[tuple[Work, list[
         at += count
 
 
-def _by_mode(processed: Tensor, rows: TreeRows, draw: Draw) -> list[Result]:
-    modes = [mode_of(s) for s in rows.sequences]
-    if len(set(modes)) == 1:
-        return _verify(modes[0], processed, rows, draw)
-    results: list[Result] = [([], [])] * len(modes)
-    for mode in sorted(set(modes)):
-        group = [i for i, m in enumerate(modes) if m == mode]
-        some = lay_out([rows.sequences[i] for i in group], [rows.drafts[i] for i in group])
-        at = torch.from_numpy(np.flatnonzero(np.isin(rows.owner, group)))
-        for index, result in zip(group, _verify(mode, processed[at], some, draw), strict=True):
-            results[index] = result
-    return results
-
-
 def _verify(mode: str, processed: Tensor, rows: TreeRows, draw: Draw) -> list[Result]:
     """The law runs where the logits are; the other modes are small loops, best run by the host."""
-    if mode == "coupled" or not processed.is_cuda:
-        return VERIFY[mode](processed, rows, draw)
-    return VERIFY[mode](processed.cpu(), rows, draw_in_torch)
+    if mode == "coupled":
+        return coupled(choose(processed, rows, draw).numpy(), rows)
+    if processed.is_cuda:
+        return VERIFY[mode](processed.cpu(), rows, draw_in_torch)
+    return VERIFY[mode](processed, rows, draw)
 
 
 def mode_of(sequence: Sequence) -> str:

@@ -21,22 +21,22 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.verify.rows import Ints, LogitRows, TreeRows
+from outrider.verify.rows import Fetched, Ints, LogitRows, TreeRows
 
 Draw = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Filter = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 Result = tuple[list[int], list[int]]  # accepted nodes in path order; tokens emitted
 
 
-def coupled(processed: Tensor, rows: TreeRows, draw: Draw) -> list[Result]:
-    chosen = choose(processed, rows, draw)
+def coupled(chosen: Ints, rows: TreeRows) -> list[Result]:
+    """`chosen`: what the law says at every row."""
     return follow(chosen[rows.parent] == rows.token, chosen, rows)
 
 
-def choose(processed: Tensor, rows: LogitRows, draw: Draw) -> Ints:
+def choose(processed: Tensor, rows: LogitRows, draw: Draw) -> Fetched:
     """The law at every row: [R, vocab] -> the token each row would emit."""
     keys = rows.keys(processed.device)
-    return draw(processed, keys.sampled, keys.seeds, keys.positions).cpu().numpy()
+    return Fetched(draw(processed, keys.sampled, keys.seeds, keys.positions))
 
 
 def follow(matches: NDArray[np.bool_], chosen: Ints, rows: TreeRows) -> list[Result]:

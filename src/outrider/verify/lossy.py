@@ -17,7 +17,7 @@ from outrider.verify.rows import TreeRows
 
 
 def lossy(processed: Tensor, rows: TreeRows, draw: Draw) -> list[Result]:
-    chosen = choose(processed, rows, draw)
+    chosen = choose(processed, rows, draw).numpy()
     log_p = processed.float().log_softmax(-1)
     token = torch.from_numpy(rows.token).clamp(min=0)
     p = log_p[torch.from_numpy(rows.parent)].gather(1, token[:, None])[:, 0].exp().numpy()

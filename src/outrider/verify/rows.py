@@ -127,6 +127,23 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
     return (values.pin_memory() if device.type == "cuda" else values).to(device, non_blocking=True)
 
 
+class Fetched:
+    """Numbers that a device is asked for. The host waits for them when it reads them, not before."""
+
+    def __init__(self, there: Tensor) -> None:
+        self._here, self._ready = there, None
+        if there.is_cuda:
+            self._here = torch.empty(there.shape, dtype=there.dtype, pin_memory=True)
+            self._here.copy_(there, non_blocking=True)
+            self._ready = torch.cuda.Event()
+            self._ready.record()
+
+    def numpy(self) -> Ints:
+        if self._ready is not None:
+            self._ready.synchronize()
+        return self._here.numpy()
+
+
 def put(column: Tensor, row: int, value: float) -> None:
     """Write a number to a row. Assigning it would copy it from the host, and wait for the step in flight."""
     column[row].fill_(value)
