@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from outrider.device.edits import EditRows
-from outrider.types import SamplingParams, Sequence
+from outrider.types import Sequence
 from outrider.verify.filters import BANNED, OFF, wanted
 from outrider.verify.rows import clamp_temperature, put, to_device, to_device_together
 
 MAX_PREDICTION = 4096  # tokens of a user's prediction that the device holds
+
+
+class Change(NamedTuple):
+    """A row to be brought up to date: its sequence, the entries of its slot table, and what of both it has."""
+
+    sequence: Sequence
+    entries: np.ndarray
+    known: int = 0  # tokens
+    cached: int = 0
 
 
 class SequenceState:
@@ -41,25 +51,61 @@ class SequenceState:
 
     def upload(self, sequence: Sequence, entries: np.ndarray) -> None:
         """Bring a row up to what the host knows of its sequence."""
-        row = sequence.row
-        self.advance(sequence, entries, 0, 0)
-        put(self.seeds, row, sequence.seed)
-        self._upload_sampling(row, sequence.request.params)
+        self.bring([Change(sequence, entries)])
+
+    def advance(self, sequence: Sequence, entries: np.ndarray, known: int, cached: int) -> None:
+        """The same for a row that holds so many of its tokens, and slots of so many of them, already."""
+        self.bring([Change(sequence, entries, known, cached)])
+
+    def bring(self, changes: Seq[Change]) -> None:
+        """The same for several rows, in one copy and a few kernels: a step that many join waits for them."""
+        if not changes:
+            return
+        sequences = [one.sequence for one in changes]
+        rows = np.array([sequence.row for sequence in sequences], np.int64)
+        tokens = [np.array(one.sequence.tokens[one.known :], np.int64) for one in changes]
+        slots = [one.entries[one.cached : one.sequence.cached] for one in changes]
+        heat = [clamp_temperature(sequence.request.params.temperature) for sequence in sequences]
+        made = (
+            rows,
+            np.array([sequence.cached for sequence in sequences], np.int64),
+            np.array([sequence.seed for sequence in sequences], np.int64),
+            np.array(heat, np.float32),
+            self._places(rows, [one.known for one in changes], tokens),
+            np.concatenate(tokens),
+            self._places(rows, [one.cached for one in changes], slots),
+            np.concatenate(slots).astype(np.int32),
+        )
+        at, lengths, seeds, temperature, token_at, token, slot_at, slot = to_device_together(
+            made, self.device
+        )
+        self.lengths.index_copy_(0, at, lengths)
+        self.seeds.index_copy_(0, at, seeds)
+        self.temperature.index_copy_(0, at, temperature)
+        self.tokens.view(-1).index_copy_(0, token_at, token)
+        self.table.view(-1).index_copy_(0, slot_at, slot)
+        for one in changes:
+            self.edits.upload(one.sequence, self.tokens[one.sequence.row])
+            if not one.known:
+                self._upload_rest(one.sequence)
+
+    def _places(self, rows: np.ndarray, starts: Seq[int], values: Seq[np.ndarray]) -> np.ndarray:
+        """Of values that follow one another in each row, in a table of them all."""
+        first = rows * self.width + starts
+        return np.concatenate([np.arange(at, at + len(some)) for at, some in zip(first, values, strict=True)])
+
+    def _upload_rest(self, sequence: Sequence) -> None:
+        """What few requests have: filters, and a prediction."""
+        row, filters = sequence.row, wanted(sequence.request.params)
+        if filters != OFF or self.filters[row]:
+            for column, value in zip((self.top_k, self.top_p, self.log_min_p), filters, strict=True):
+                put(column, row, value)
+        self.filters[row] = filters != OFF
         expected = sequence.request.prediction_ids[: self.predictions.shape[1]]
         if expected or self._has_prediction[row]:
             self.predictions[row, : len(expected)] = self._sent(torch.tensor(expected, dtype=torch.int64))
             put(self.predicted, row, len(expected))
             self._has_prediction[row] = bool(expected)
-
-    def advance(self, sequence: Sequence, entries: np.ndarray, known: int, cached: int) -> None:
-        """The same for a row that holds so many of its tokens, and slots of so many of them, already."""
-        row = sequence.row
-        further = np.array(sequence.tokens[known:], np.int64)
-        tokens, slots = to_device_together((further, entries[cached : sequence.cached]), self.device)
-        self.tokens[row, known : len(sequence.tokens)] = tokens
-        self.table[row, cached : sequence.cached] = slots
-        put(self.lengths, row, sequence.cached)
-        self.edits.upload(sequence, self.tokens[row])
 
     def can_edit(self, sequence: Sequence) -> bool:
         """Whether the device heeds the penalties and logit_bias of a sequence that was uploaded, if it has any."""
@@ -72,14 +118,6 @@ class SequenceState:
     def upload_slots(self, row: int, start: int, slots: np.ndarray) -> None:
         """Entries of a row's slot table, from `start` on."""
         self.table[row, start : start + len(slots)] = self._sent(torch.from_numpy(slots.copy()))
-
-    def _upload_sampling(self, row: int, params: SamplingParams) -> None:
-        put(self.temperature, row, clamp_temperature(params.temperature))
-        filters = wanted(params)
-        if filters != OFF or self.filters[row]:
-            for column, value in zip((self.top_k, self.top_p, self.log_min_p), filters, strict=True):
-                put(column, row, value)
-        self.filters[row] = filters != OFF
 
     def _sent(self, values: Tensor) -> Tensor:
         return to_device(values, self.device)

@@ -244,8 +244,7 @@ class GraphRunner(EagerRunner):
             step.bets[drafting[sequence]] = NO_BET
         if not behind:
             return
-        for sequence in behind:
-            self.residency.sync(sequence)
+        self.residency.sync(behind)
         timer = Timer(self.cuda)
         self.drafters.catch_up(name, self.ops, list(behind))
         timer.stop()
@@ -257,8 +256,7 @@ class GraphRunner(EagerRunner):
         """Give everybody slots and choose the shape: what its resident rows are given, and its staged ones."""
         work = [step.work[i] for i in step.resident]
         rows = np.array([one.sequence.row for one in work], np.int32)
-        for one in work:
-            self.residency.sync(one.sequence)
+        self.residency.sync(one.sequence for one in work)
         special = {i: work[i].sequence for i in np.flatnonzero(self.residency.special[rows]).tolist()}
         step.host_verified = frozenset(i for i, one in special.items() if self._host_verifies(one))
         step.reported = frozenset(i for i, one in special.items() if one.request.params.logprobs is not None)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from outrider.cache.table import SlotTable
-from outrider.device.state import SequenceState
+from outrider.device.state import Change, SequenceState
 from outrider.types import Sequence, Work
 
 
@@ -20,23 +22,25 @@ class Residency:
         self.tabled: dict[int, tuple[Sequence, int, int]] = {}
         self.special = np.zeros(state.rows, bool)  # rows of requests that may need the host's eye in a step
 
-    def sync(self, sequence: Sequence) -> None:
-        """Upload a sequence, unless it has been resident since the host last changed it."""
-        known, row = (sequence, sequence.released), sequence.row
-        if self.synced.get(row) != known:
-            *owner, tokens, cached = self.left.pop(row, (None, 0, 0, 0))
-            if tuple(owner) == known:
-                self.state.advance(sequence, self.table.entries[row], tokens, cached)
-            else:
-                self.state.upload(sequence, self.table.entries[row])
-            self.synced[row] = known
-            self.tabled.pop(row, None)
-            params = sequence.request.params
-            self.special[row] = (
-                sequence.request.edits_logits
+    def sync(self, sequences: Iterable[Sequence]) -> None:
+        """Upload those that have not been resident since the host last changed them."""
+        stale = [one for one in sequences if self.synced.get(one.row) != (one, one.released)]
+        self.state.bring([self._change(one) for one in stale])
+        for one in stale:
+            params = one.request.params
+            self.synced[one.row] = one, one.released
+            self.tabled.pop(one.row, None)
+            self.special[one.row] = (
+                one.request.edits_logits
                 or params.logprobs is not None
                 or params.speculation.mode != "coupled"
             )
+
+    def _change(self, sequence: Sequence) -> Change:
+        row, entries = sequence.row, self.table.entries[sequence.row]
+        *owner, tokens, cached = self.left.pop(row, (None, 0, 0, 0))
+        held = (tokens, cached) if owner == [sequence, sequence.released] else (0, 0)
+        return Change(sequence, entries, *held)
 
     def leave(self, sequence: Sequence) -> None:
         """The host will say how the sequence goes on: what the device holds is then out of date."""
