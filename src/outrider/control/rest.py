@@ -18,6 +18,7 @@ HELD_BESIDE = 3  # the same at least beside prompts: there the host has most to 
 HELD = 4  # steps for which drafts hold: texts change between copying and not
 WAITED = 0.1  # of a step's time: where the host waits less for the device, it is what takes the time
 READING = NO_BET, PREFILL
+PAID = frozenset(("pays", "stretch"))
 UNPAID = frozenset(("below break-even", "low gain", NOTHING_FOUND.kind, OFF.kind))
 
 
@@ -71,7 +72,7 @@ class Rest:
             self.left = min(self.idle // EVERY, MOST_CAPTURED if options.size else MOST)
             self.left = max(self.left, HELD_BESIDE) if self.beside else self.left
             self.unpaid = next((why for kind, why in kinds.items() if kind != OFF.kind), None)
-        elif self.hurried and options.size and not self.beside and kinds.keys() <= UNPAID | {"pays"}:
+        elif self.hurried and options.size and not self.beside and kinds.keys() <= UNPAID | PAID:
             self.left = HELD
         self.idle = self.idle + 1 if kinds.keys() <= UNPAID else 0
         return plan
