@@ -275,12 +275,12 @@ def test_drafts_hold_for_some_captured_steps_where_the_device_waits_for_the_host
     one.cached = other.cached = 1
     trees = {"lookup": ((4, 4),)}
     made.learn("lookup", 2, [("none", (0, 0), 1.0), ("lookup", (4, 4), 1.01)])
-    looked = counted(made.resident)
+    looked, many = counted(made.resident), 4 * (HELD + 1)
 
     def steps(waited: float, *sequences) -> int:
-        """Plans that were made for twelve steps."""
+        """Plans that were made for so many steps."""
         before = len(looked)
-        for _ in range(12):
+        for _ in range(many):
             options = Options(2, (True,) * len(sequences), trees, riding=("lookup",))
             plan = made.plan([Work(s, 1) for s in sequences], options)
             assert [(bet.depth, why.kind) for bet, why in zip(plan.bets, plan.reasons, strict=True)] == [
@@ -293,13 +293,13 @@ def test_drafts_hold_for_some_captured_steps_where_the_device_waits_for_the_host
             made.observe(record)
         return len(looked) - before
 
-    assert steps(0.5, one) == 12
-    assert steps(0.05, one) == 12 / (HELD + 1) + 1  # the first was made before anybody knew
+    assert steps(0.5, one) == many
+    assert steps(0.05, one) == 4 + 1  # the first was made before anybody knew
     made.rest.left = HELD
-    assert steps(0.05, one, other) == 12 / (HELD + 1)  # somebody came: anew
+    assert steps(0.05, one, other) == 4  # somebody came: anew
     made.rest.left = HELD
-    assert steps(0.05, one) == -(-(12 - HELD) // (HELD + 1))  # somebody went: what was planned holds
-    assert steps(0.5, one, other) == 12 - HELD  # the first was made in a hurry
+    assert steps(0.05, one) == -(-(many - HELD) // (HELD + 1))  # somebody went: what was planned holds
+    assert steps(0.5, one, other) == many - HELD  # the first was made in a hurry
     made.rest.left = HELD
     made.release("lookup")
     options = Options(2, (True, True), {}, riding=())
