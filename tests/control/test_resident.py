@@ -30,11 +30,13 @@ def size_of(sequences) -> int:
     return 1 << (len(sequences) - 1).bit_length()
 
 
-def resident(made: Planner, sequences, size: int | None = None, behind: int = 0, trees=TO_EIGHT) -> Plan:
+def resident(
+    made: Planner, sequences, size: int | None = None, behind: int = 0, trees=TO_EIGHT, riding=()
+) -> Plan:
     work, given = [Work(s, s.pending) for s in sequences], dict.fromkeys(("lm", "lookup"), trees)
     here = (True,) * len(work)
     each = behind / len(work)
-    return made.plan(work, Options(size or size_of(sequences), here, given, lambda *_: each, 8))
+    return made.plan(work, Options(size or size_of(sequences), here, given, lambda *_: each, 8, riding))
 
 
 def unmeasured(made: Planner, sequences, size: int) -> str:
@@ -375,11 +377,11 @@ def named(name: str, costs: dict[int, float]) -> list[tuple[str, tuple[int, int]
     return [(name if who == "lm" else who, shape, cost) for who, shape, cost in measured(costs)]
 
 
-def drafters(made: Planner, some, accepted: dict[str, int], steps: int) -> list[str]:
+def drafters(made: Planner, some, accepted: dict[str, int], steps: int, riding=()) -> list[str]:
     """Who drafted in each step, where so many tokens of each drafter are accepted."""
     names = []
     for _ in range(steps):
-        bets = resident(made, some, 1).bets
+        bets = resident(made, some, 1, riding=riding).bets
         names.append(bets[0].drafter if bets[0].nodes else "none")
         costs = RISING if names[-1] == "lm" else CHEAP
         ran(made, some, bets, costs, accepted=accepted.get(names[-1], 0))
@@ -548,3 +550,12 @@ def test_among_many_one_may_fall_further_behind(count: int, held: bool) -> None:
     assert {bet.nodes for bet in plan.bets} == ({0} if held else {4})
     assert (GUARDS.stretch(1), GUARDS.stretch(16)) == (GUARDS.max_stretch, GUARDS.max_stretch)
     assert GUARDS.stretch(64) == pytest.approx(1 + 4 * (GUARDS.max_stretch - 1))
+
+
+def test_who_is_scored_anyway_is_not_probed_while_another_pays():
+    """It takes no pass, and serves beside the other where it has something to say."""
+    for riding in ((), ("lookup",)):
+        made, some = two_drafters()
+        made.rates.priors["lookup", 0] = AcceptanceRate(0.02, 0.02)
+        drafters(made, some, {"lm": 2}, 100, riding)
+        assert ("lookup" in drafters(made, some, {"lm": 2}, 1500, riding)) == (not riding)

@@ -182,7 +182,9 @@ class ResidentPlans:
         guards, size = self.guards, options.size
         for one in candidates:
             trees = options.trees.get(one.drafter, ())
-            if not trees or (best.tree != NO_TREE and one.drafter == best.drafter):
+            # Who takes no pass is scored anyway, and may serve beside the one that is in use.
+            spare = one.drafter == best.drafter or one.drafter in options.riding
+            if not trees or (spare and best.tree != NO_TREE):
                 continue
             idle = self.idle_time[one.drafter]
             if idle < guards.probe_interval:

@@ -17,6 +17,7 @@ MOST_CAPTURED = 7  # the same of captured steps, which are much shorter
 HELD_BESIDE = 3  # the same at least beside prompts: there the host has most to do, and a draft holds up most
 HELD = 4  # steps for which drafts hold: texts change between copying and not
 WAITED = 0.1  # of a step's time: where the host waits less for the device, it is what takes the time
+FORGOTTEN = 0.99  # of how long a plan took, that is left a step later
 READING = NO_BET, PREFILL
 PAID = frozenset(("pays", "stretch"))
 UNPAID = frozenset(("below break-even", "low gain", NOTHING_FOUND.kind, OFF.kind))
@@ -29,7 +30,8 @@ class Rest:
         self.beside = False  # whether prompts were read in it
         self.idle = 0  # plans in a row of which no draft would have paid
         self.left = 0  # steps for which the last one holds
-        self.hurried = False  # whether the device waits for the host
+        self.planning = 0.0  # seconds that a plan takes: the longest lately
+        self.hurried = False  # whether the device would wait for the host if it made one
         self.unpaid: Reason | None = None  # why nobody drafts, for whoever joins those of a captured step
 
     def plan_again(self, work: Seq[Work], options: Options, is_free: Callable[[Work], bool]) -> Plan | None:
@@ -78,7 +80,9 @@ class Rest:
         return plan
 
     def observe(self, record: StepRecord) -> None:
-        self.hurried = record.captured is not None and record.waited_s < WAITED * record.total_s
+        self.planning = max(FORGOTTEN * self.planning, record.plan_s)
+        waited = record.waited_s - (self.planning - record.plan_s)  # had it been planned
+        self.hurried = record.captured is not None and waited < WAITED * record.total_s
 
     def forget(self, sequence: Sequence) -> None:
         """It has ended: nothing of it is kept."""
