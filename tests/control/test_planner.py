@@ -10,7 +10,7 @@ from outrider.control.acceptance import AcceptanceRate
 from outrider.control.costs import CostModel
 from outrider.control.guards import Guards
 from outrider.control.planner import LATE, USUAL_PROMPT_ROWS, Planner
-from outrider.control.rest import EVERY, HELD, MOST, MOST_CAPTURED
+from outrider.control.rest import EVERY, HELD, MOST, MOST_CAPTURED, Rest
 from outrider.types import NO_BET, Bet, Options, Outcome, Plan, StepRecord, Work
 from tests.tiny import sequence
 
@@ -758,3 +758,18 @@ def test_drafts_beside_prompts_hold_up_first_tokens_by_so_much():
     depth = made.plan([*decoding(s), Work(reader, 39)], riding()).bets[0].depth
     assert depth == int((guards.hold_up - 1) * plain / 0.02) < GUARDS.max_depth
     assert made.plan(decoding(s), riding()).bets[0].depth == GUARDS.max_depth
+
+
+def test_a_step_that_was_not_planned_says_what_a_plan_would_have_done():
+    """It had time to wait for the device because nothing was planned for it."""
+    rest = Rest()
+    for plan_s, waited, hurried in (
+        (0.3, 0.0, True),
+        (0.01, 0.25, True),
+        (0.01, 0.6, False),
+        (0.3, 0.2, False),
+    ):
+        record = StepRecord(1, 1, 1, 0, 0, 1, plan_s, 0, 1.0, 0, 1.0, captured=("none", (0, 0), 1))
+        record.waited_s = waited
+        rest.observe(record)
+        assert rest.hurried == hurried

@@ -11,6 +11,7 @@ from outrider.device import buckets
 from outrider.device.buckets import (
     ALONE,
     FEW_LOGITS,
+    LONG_ALONE,
     MAX_LOGITS,
     MOST_CAPTURED,
     STAGED,
@@ -124,3 +125,5 @@ def test_prompts_alone_find_a_captured_step_of_nearly_their_rows() -> None:
         room, wanted, _ = staged_bucket([rows], [], 1)
         assert room in captured and rows <= room < rows + STAGED_MULTIPLE
         assert wanted <= dict(ALONE)[room]
+    for rows in range(MOST_CAPTURED + 1, LONG_ALONE[-1] + 1):
+        assert rows <= bucket(rows, LONG_ALONE) < 4 / 3 * (rows + STAGED_MULTIPLE)

@@ -28,6 +28,7 @@ from tests.tiny import (
     run_alone,
     tiny_engine,
     tiny_model,
+    tokens_of,
 )
 
 
@@ -130,6 +131,17 @@ def some_requests(count: int, seed: int = 0, **asked) -> list[Request]:
         )
         for i in range(count)
     ]  # fmt: skip
+
+
+def test_long_prompts_alone_are_read_in_captured_steps(model, small) -> None:
+    """With little padding."""
+    engine = prepared(make_engine(model, small, bounded(), step_rows=2048), 2)
+    for length in (520, 700, 1000, 1200, 1500):
+        shapes, one = step_shapes(engine), request("r", prompt_of(length, length), max_tokens=2)
+        engine.add(one)
+        assert tokens_of(finish(engine)["r", 0]) == run_alone(model, one, step_rows=2048)
+        shape, captured = shapes[0]
+        assert captured and length <= shape.staged <= 4 / 3 * length + 64, shape
 
 
 @pytest.mark.parametrize("default", ["none", "lm", "lookup"])

@@ -18,8 +18,8 @@ RUN_SECONDS, MANY, MANY_RUN_SECONDS = 0.006, 32, 0.02
 # Shares of a step that the host waits for the device, below and above which the next one has more passes or fewer. They
 # are far apart: now and then the host makes a plan, and is late by the time that takes if it had none to spare.
 HURRIED, LEISURELY = 0.1, 0.7
-# Rows packed by the host: few, or a multiple of what matmuls are padded to. Beyond the most that are captured, a step
-# hides what it takes to launch its operations one by one.
+# Rows packed by the host: few, or a multiple of what matmuls are padded to; and the most that a step is captured for
+# where it turns out to be needed.
 STAGED, STAGED_MULTIPLE, MOST_CAPTURED = (16, 32), 64, 512
 # Prompt rows that steps are captured with ahead, and the logits that are wanted of them. Fewer rows than the least cost
 # no less, and 512 are read as fast, row by row, as thousands. The most are for prompts that have waited long: steps
@@ -30,6 +30,8 @@ DRAFTED_BITES = BITES[1:3]  # beside drafts
 ALONE = tuple(
     (rows, 16 if rows <= 256 else 64) for rows in range(STAGED_MULTIPLE, MOST_CAPTURED + 1, STAGED_MULTIPLE)
 )
+# Longer ones: launched one by one, a pass of 32 layers takes the host as long as 2,048 rows take a GPU.
+LONG_ALONE = (640, 768, 1024, 1280, 1536, 2048)
 BESIDE = (4, 16, 64, 128, 256, 512)  # decoding sequences beside prompt rows, which are many more than those
 # Rows that a pass takes about as long for. Weights are read once for 64, but sequences are attended to and sampled each
 # by itself: on an H200 64 take a 1.5B model 1.5 times as long as one, and an 8B model 1.3 times.

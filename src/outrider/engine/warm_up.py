@@ -22,6 +22,8 @@ from outrider.device.buckets import (
     BITES,
     DRAFTED_BITES,
     FEW_LOGITS,
+    LONG_ALONE,
+    MAX_LOGITS,
     MOST_CAPTURED,
     RUNS,
     SIZES,
@@ -154,7 +156,7 @@ class WarmUp:
         self.prepared.add(("none", size))
 
     def prompts(self) -> Iterator[None]:
-        """Steps of prompts alone: few rows are captured, many are launched one by one."""
+        """Steps of prompts alone: few rows are captured, many are launched one by one until they are."""
         for shape in self._prompts() if self.captures else ():
             if shape.staged <= MOST_CAPTURED:
                 self._seconds(shape)
@@ -188,8 +190,8 @@ class WarmUp:
         return tokens, seconds
 
     def rest(self, sequences: int, drafters: Seq[str], plain: Plain) -> Iterator[None]:
-        """What else is captured: several passes where they are short (by the seconds of `plain` steps), steps that
-        filter, drafts beside prompt rows, and all of it for longer texts.
+        """What else is captured: long prompts alone, several passes where they are short (by the seconds of `plain`
+        steps), steps that filter, drafts beside prompt rows, and all of it for longer texts.
         """
         for shape in self._rest(sequences, drafters, plain) if self.captures else ():
             if self._crowded():
@@ -209,6 +211,8 @@ class WarmUp:
     def _rest(self, sequences: int, drafters: Seq[str], plain: Plain) -> Iterator[StepShape]:
         yield from self.graphs.often_missed()
         sizes = sizes_up_to(sequences)
+        for rows in LONG_ALONE:
+            yield self.shape(0, "none", NO_TREE, (rows, MAX_LOGITS), context=rows + 1)
         for size in roomy_sizes(sizes, 1):
             yield self.shape(size, "none", NO_TREE, filtered=True)
             for passes in RUNS[1:]:
@@ -222,6 +226,7 @@ class WarmUp:
             for bite in BITES:
                 for size in (0, *sizes_beside(sequences)):
                     yield self.shape(size, "none", NO_TREE, bite, context=context)
+            yield self.shape(0, "none", NO_TREE, (LONG_ALONE[-1], MAX_LOGITS), context=context)
             for name in drafters:
                 for tree in self.shared.trees(name, 1):
                     having = [size for size in sizes if tree in self.shared.trees(name, size)]
