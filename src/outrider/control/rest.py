@@ -80,7 +80,8 @@ class Rest:
         return plan
 
     def observe(self, record: StepRecord) -> None:
-        self.planning = max(FORGOTTEN * self.planning, record.plan_s)
+        if record.decodes_only:
+            self.planning = max(FORGOTTEN * self.planning, record.plan_s)
         waited = record.waited_s - (self.planning - record.plan_s)  # had it been planned
         self.hurried = record.captured is not None and waited < WAITED * record.total_s
 
