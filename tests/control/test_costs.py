@@ -241,3 +241,15 @@ def test_the_first_plain_step_after_a_prompt_is_no_baseline_of_ragged_steps():
     assert not costs.plain_share
     costs.observe(step(total=1.5))
     assert costs.plain_share[-1, 5] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_step_whose_drafting_sequences_have_all_gone_is_no_trouble(known: bool):
+    """They were aborted while it ran, and a prompt is read in it; somebody who is not in it waits for a token."""
+    costs = CostModel()
+    if known:
+        costs.learn("lookup", 4, [("none", (0, 0), 1.0), ("lookup", (2, 2), 1.5)])
+    record = StepRecord(28, 1, 16, 0, 0, 1, 0, 0, 2.0, 0, 2.0, captured=("lookup", (2, 2), 4), prompt_rows=16)
+    record.waiting = 1
+    assert record.decoding == 0 < record.answering
+    assert costs.plain_seconds(record) == (1.5 if known else 0.0)

@@ -305,9 +305,10 @@ class CostModel:
             plain: float | None = share * self._taken(shape)
         else:
             plain = self.plain(size) if size > 0 else self.ragged_plain(-size)
+        decoding = max(record.decoding, 1)  # all that drafted may have gone meanwhile
         if not plain or not record.prompt_rows:
-            return record.emitted / record.decoding * (plain or 0.0)
-        return (1 + record.accepted / record.decoding) * plain + (self._added_by_prompt(record) or 0.0)
+            return record.emitted / decoding * (plain or 0.0)
+        return (1 + record.accepted / decoding) * plain + (self._added_by_prompt(record) or 0.0)
 
 
 def _captured_seconds(record: StepRecord, stall: float = MAX_STALL) -> float:
