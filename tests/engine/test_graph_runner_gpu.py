@@ -11,7 +11,7 @@ import torch
 
 from outrider.control.planner import Planner
 from outrider.control.trees import TREES
-from outrider.device.state import SequenceState
+from outrider.device.state import Change, SequenceState
 from outrider.draft.drafters import Drafters
 from outrider.draft.eagle import EagleDrafter
 from outrider.draft.early_exit import EarlyExitDrafter
@@ -60,7 +60,7 @@ def test_uploading_a_sequence_waits_for_nothing() -> None:
                 one = sequence(prompt_of(20), row=row, cached=12, prompt=15, **options)
                 state.upload(one, entries)
                 one.cached = 18
-                state.advance(one, entries, 20, 12)
+                state.bring([Change(one, entries, 20, 12)])
                 state.upload_slots(row, 3, entries[3:9])
         finally:
             torch.cuda.set_sync_debug_mode("default")

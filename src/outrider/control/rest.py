@@ -19,8 +19,8 @@ HELD = 4  # steps for which drafts hold: texts change between copying and not
 WAITED = 0.1  # of a step's time: where the host waits less for the device, it is what takes the time
 FORGOTTEN = 0.99  # of how long a plan took, that is left a step later
 READING = NO_BET, PREFILL
-PAID = frozenset(("pays", "stretch"))
 UNPAID = frozenset(("below break-even", "low gain", NOTHING_FOUND.kind, OFF.kind))
+HELD_KINDS = UNPAID | {"pays", "stretch"}  # of plans that hold where the host is late
 
 
 class Rest:
@@ -74,7 +74,7 @@ class Rest:
             self.left = min(self.idle // EVERY, MOST_CAPTURED if options.size else MOST)
             self.left = max(self.left, HELD_BESIDE) if self.beside else self.left
             self.unpaid = next((why for kind, why in kinds.items() if kind != OFF.kind), None)
-        elif self.hurried and options.size and not self.beside and kinds.keys() <= UNPAID | PAID:
+        elif self.hurried and options.size and not self.beside and kinds.keys() <= HELD_KINDS:
             self.left = HELD
         self.idle = self.idle + 1 if kinds.keys() <= UNPAID else 0
         return plan

@@ -53,10 +53,6 @@ class SequenceState:
         """Bring a row up to what the host knows of its sequence."""
         self.bring([Change(sequence, entries)])
 
-    def advance(self, sequence: Sequence, entries: np.ndarray, known: int, cached: int) -> None:
-        """The same for a row that holds so many of its tokens, and slots of so many of them, already."""
-        self.bring([Change(sequence, entries, known, cached)])
-
     def bring(self, changes: Seq[Change]) -> None:
         """The same for several rows, in one copy and a few kernels: a step that many join waits for them."""
         if not changes:

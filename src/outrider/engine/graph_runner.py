@@ -404,7 +404,7 @@ class GraphRunner(EagerRunner):
         if self.cuda:
             step.ready = torch.cuda.Event()
             step.ready.record()
-        if any(one.emits for one in step.staged.work):
+        if step.staged.emitting:
             with self._beside(step):
                 step.staged.judging = self.judging(step.staged)
         return step
@@ -442,7 +442,8 @@ class GraphRunner(EagerRunner):
 
     def _results(self, step: GraphStep) -> list[Result]:
         """What the device said of resident rows, and the host of those that it verifies."""
-        results, work = list[Result](self._read(step)), [step.work[i] for i in step.resident]
+        results: list[Result] = list(self._read(step))
+        work = [step.work[i] for i in step.resident]
         if verified := sorted(step.host_verified):
             sequences, drafts = [work[i].sequence for i in verified], [results[i][0] for i in verified]
             rows = [step.logits[i][: len(draft) + 1] for i, draft in zip(verified, drafts, strict=True)]

@@ -63,6 +63,17 @@ class StagedPart:
     judging: Judging | None = None  # of the sequences that emit, once it has begun
     predicted: list[tuple[str, int, float]] = field(default_factory=list)  # as StepRecord has it
 
+    @property
+    def emitting(self) -> list[int]:
+        """Places of the work that emits."""
+        return [i for i, one in enumerate(self.work) if one.emits]
+
+    @property
+    def own_logits(self) -> Tensor:
+        """Those that sequences emit by; after them are those of prompt tokens that were asked for."""
+        assert self.logits is not None
+        return self.logits[: len(self.logits) - sum(one.scored for one in self.work)]
+
 
 @dataclass(slots=True)
 class InFlightStep:
@@ -296,22 +307,16 @@ class EagerRunner:
         turn, rest = divmod(self._drafting_steps, self.sample_interval)
         return None if rest else drafting[turn % len(drafting)]
 
-    def _own_logits(self, staged: StagedPart) -> Tensor:
-        """Those that sequences emit by; after them are those of prompt tokens that were asked for."""
-        assert staged.logits is not None
-        return staged.logits[: len(staged.logits) - sum(one.scored for one in staged.work)]
-
     def judging(self, staged: StagedPart) -> Judging:
         """Begin to verify the drafts of staged rows. Nothing that it goes by changes before the step is settled."""
-        emitting = [i for i, one in enumerate(staged.work) if one.emits]
-        sequences, drafts = [staged.work[i].sequence for i in emitting], [staged.drafts[i] for i in emitting]
-        model = self.model
-        return Judging(self._own_logits(staged), sequences, drafts, model.draw, model.filter_logits)
+        sequences = [staged.work[i].sequence for i in staged.emitting]
+        drafts = [staged.drafts[i] for i in staged.emitting]
+        return Judging(staged.own_logits, sequences, drafts, self.model.draw, self.model.filter_logits)
 
     def verify(self, staged: StagedPart) -> list[Result]:
         """Verify the drafts of staged rows, on the host: what the target says of them."""
         assert staged.logits is not None
-        own, emitting = self._own_logits(staged), [i for i, one in enumerate(staged.work) if one.emits]
+        own, emitting = staged.own_logits, staged.emitting
         results: list[Result] = [(draft, None) for draft in staged.drafts]
         if emitting:
             drafts = [staged.drafts[i] for i in emitting]

@@ -45,8 +45,9 @@ class Judging:
         found = []
         for index, (path, tokens) in enumerate(self._results()):
             start, wanted = int(self.rows.starts[index]), self.rows.sequences[index].request.params.logprobs
-            rows = self.logits[start:][emitting_rows(path)] if wanted is not None else None
-            found.append(Verdict(tokens, path, None if rows is None else report(rows, tokens, wanted or 0)))
+            mine = self.logits[start:]
+            logprobs = None if wanted is None else report(mine[emitting_rows(path)], tokens, wanted)
+            found.append(Verdict(tokens, path, logprobs))
         return found
 
     def _results(self) -> list[Result]:
