@@ -246,10 +246,13 @@ def _attend_kernel(
                 HEADS, KV_HEADS, GROUP, LOW, DIM, WIDE, BLOCK, NODES, WINDOW, CHAIN,
             )  # fmt: skip
             return
-    item = tl.program_id(0) // parts
+    item = shared - 1 - tl.program_id(0) // parts  # the last rows of a text, which read the most of it, first
     start = tl.load(items + 3 * item)
     count = tl.load(items + 3 * item + 1)
     highest = tl.load(items + 3 * item + 2)
+    if WHOLE:  # noqa: SIM102 - decided when compiling
+        if count == 0:  # room for a text that is not there
+            return
     begin = 0
     stop = highest
     if not WHOLE:
