@@ -191,6 +191,20 @@ def test_a_session_measures_drafters_of_a_model(wide: AsIf) -> None:
     assert session.rows is not None
 
 
+def test_steps_are_captured_before_answers_are_timed(wide: AsIf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the first answers of every depth wait for that, and a good depth is given up."""
+    calls: list[str] = []
+
+    def noted(name: str, work):
+        return lambda *given: calls.append(name) or work(*given)
+
+    for name in ("captured_costs", "try_drafter"):
+        monkeypatch.setattr(measuring, name, noted(name, getattr(measuring, name)))
+    asked = in_turn({"chat": prompts(1)}, lambda _: PARAMS)
+    Session((1,), (2,), seconds=0.1).measure(wide, "lookup", "lookup", asked, quiet)
+    assert calls[:2] == ["captured_costs", "try_drafter"]
+
+
 def test_what_brings_most_over_all_batches_is_advised() -> None:
     deep, steady = candidate("deep", 2.0, 0.9, 0.7, 0.5), candidate("steady", 1.6, 1.5, 1.2, 1.1)
     advice = advise("model", 135_000_000, [deep, steady])

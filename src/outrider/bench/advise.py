@@ -363,10 +363,11 @@ class Session:
     rows: RowCosts | None = None
 
     def measure(self, llm: LLM, draft: str, drafter: str, asked: Asked, tell: Tell) -> Measured:
+        # First: where steps are captured, none must be while answers are timed.
+        costs: StepCosts | None = captured_costs(llm, drafter, self.batches)
         share, begun = self.seconds / self.candidates, time.monotonic()
         until = begun + TRIAL_SHARE * share
         trials = try_drafter(llm, drafter, asked, self.depths, until, _part(tell, 0.0, TRIAL_SHARE))
-        costs: StepCosts | None = captured_costs(llm, drafter, self.batches)
         unmeasured: set[int] = set()
         if costs is None:
             if self.rows is None:
