@@ -559,3 +559,14 @@ def test_who_is_scored_anyway_is_not_probed_while_another_pays():
         made.rates.priors["lookup", 0] = AcceptanceRate(0.02, 0.02)
         drafters(made, some, {"lm": 2}, 100, riding)
         assert ("lookup" in drafters(made, some, {"lm": 2}, 1500, riding)) == (not riding)
+
+
+def test_who_is_scored_anyway_is_not_probed_where_nothing_pays():
+    """Once enough of it is known; its scores say when it pays again."""
+    for riding in ((), ("lookup",)):
+        made, some = two_drafters()
+        drafters(made, some, {}, 400, riding)  # nothing is ever accepted
+        made.rates.trials["lookup"] = GUARDS.min_trials
+        assert ("lookup" in drafters(made, some, {}, 1500, riding)) == (not riding)
+        made.rates.by_sequence[some[0]]["lookup"] = AcceptanceRate(0.95, 0.95, 10)
+        assert "lookup" in drafters(made, some, {"lookup": 4}, 20, riding)

@@ -182,9 +182,11 @@ class ResidentPlans:
         guards, size = self.guards, options.size
         for one in candidates:
             trees = options.trees.get(one.drafter, ())
-            # Who takes no pass is scored anyway, and may serve beside the one that is in use.
-            spare = one.drafter == best.drafter or one.drafter in options.riding
-            if not trees or (spare and best.tree != NO_TREE):
+            # Who takes no pass is scored anyway, drafted or not, and serves beside the one that is in use.
+            scored, pays = one.drafter in options.riding, best.tree != NO_TREE
+            if not trees or (scored and self._is_known(one.drafter)):
+                continue
+            if pays and (scored or one.drafter == best.drafter):
                 continue
             idle = self.idle_time[one.drafter]
             if idle < guards.probe_interval:
