@@ -233,11 +233,12 @@ def test_a_draft_that_pays_is_not_reported(monkeypatch, caplog) -> None:
 
 
 @LAGS
-def test_a_draft_that_nobody_wanted_is_not_reported(lag, monkeypatch, caplog) -> None:
+@pytest.mark.parametrize("asked", [False, {"drafter": "lookup", "depth": 2}])
+def test_a_draft_that_nobody_wanted_is_not_reported(lag, asked, monkeypatch, caplog) -> None:
     monkeypatch.setattr("outrider.control.payoff.STEPS", 50)
     engine, head = make_engine(lag, 0.0)
     engine.planner.payoff.watch("head", 1234)
-    run(engine, {"a": [*novel(PROMPT, 3), *novel(4 * PHASE, 4)]}, speculation=False)
+    run(engine, {"a": [*novel(PROMPT, 3), *novel(4 * PHASE, 4)]}, speculation=asked)
     assert not head.asked and engine.planner.payoff.unpaid == {} and not caplog.messages
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 
-from outrider.types import StepRecord
+from outrider.types import Reason, StepRecord
 
 log = logging.getLogger(__name__)
 
@@ -34,8 +34,8 @@ class Payoff:
         self.steps, self.seconds = 0, 0.0
 
     def observe(self, record: StepRecord) -> None:
-        """A step that only decoded. Where nobody wanted drafts, none is missed."""
-        if record.reasons and all(reason.kind == "off" for reason in record.reasons):
+        """A step that only decoded. Where nobody wanted drafts, or they asked for another's, none is missed."""
+        if record.reasons and not any(self._missed(reason) for reason in record.reasons):
             return
         self.steps += record.passes
         self.seconds += record.total_s
@@ -43,6 +43,12 @@ class Payoff:
             self.gained[name] += _gain(record, name)
         if self.steps >= STEPS:
             self._report()
+
+    def _missed(self, reason: Reason) -> bool:
+        """Whether whoever got this bet might have got one of `held`."""
+        if reason.kind == "asked":
+            return any(("drafter", name) in reason.facts for name in self.held)
+        return reason.kind != "off"
 
     def _report(self) -> None:
         for name, tokens in self.held.items():
