@@ -210,7 +210,7 @@ def main() -> None:
             )
             if given.profile and rows in (1, 64):
                 breakdown(captured.graph, config.layers)
-            for name in filter(None, given.without.split(",")):
+            for name in (one for one in given.without.split(",") if one):
                 print(f"    without {name:16} {ms - left_out(graphed, batch, name):+.3f} ms", flush=True)
         for many in (int(b) for b in given.batches.split(",") if b):
             seen.append(captured_for(graphed, plain_batch(table, many, context)))
