@@ -26,7 +26,7 @@ from torch import Tensor
 from bench import host
 from outrider.bench.answering import out_of_the_collectors_sight
 from outrider.control.trees import NO_TREE
-from outrider.device.buckets import BITES, bucket, sizes_up_to
+from outrider.device.buckets import bites, bucket, sizes_up_to
 from outrider.device.capture import CapturedStep
 from outrider.draft.drafter import Drafter
 from outrider.draft.lookup import LookupDrafter
@@ -90,7 +90,7 @@ def make_engine(way: str, given: argparse.Namespace, clock: host.Reckoned) -> En
         for name in drafting:
             costs = [(name, tree, seconds(tree, size)) for tree in runner.shared.trees(name, size)]
             planner.learn(name, size, [("none", NO_TREE, seconds(NO_TREE, size)), *costs])
-        for rows, _ in BITES:
+        for rows, _ in bites(size):
             planner.learn_prompt_rows(size, rows, seconds(NO_TREE, size, rows))
 
     def took(step: Any) -> float:

@@ -68,6 +68,14 @@ def test_values_of_another_kind_are_named(name: str, value: object, words: str) 
     assert Settings(draft_max_batch=None, prefill_wait=1).prefill_wait == 1
 
 
+@pytest.mark.parametrize("name", ["threads", "draft_vocabulary", "prefill_at_once"])
+def test_numbers_below_nothing_are_named(name: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"{name} must be at least 0, got -1") as refused:
+        Settings(**{name: -1})  # type: ignore[arg-type]
+    assert refused.value.param == name
+    assert getattr(Settings(**{name: 0}), name) >= 0
+
+
 @pytest.mark.parametrize("whose", ["weights", "draft_weights"])
 def test_weights_that_are_misspelt_are_named(whose: str) -> None:
     with pytest.raises(InvalidRequest, match=f"unknown {whose} 'int9'; did you mean 'int8'") as refused:

@@ -153,7 +153,7 @@ class Always:
     def unmeasured(self, work, options) -> str:
         return "none"
 
-    def prompt_rows(self, decoding: int, waited: float, waiting: int = 1) -> int:
+    def prompt_rows(self, decoding: int, waited: float, waiting: int = 1, pending: int = 0) -> int:
         return 1 << 20
 
     def one(self, sequence: Sequence) -> Bet:

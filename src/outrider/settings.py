@@ -185,6 +185,9 @@ class Settings:
     prefill_wait: float | None = (
         None  # seconds from which on a waiting prompt raises that bound; None = by device
     )
+    prefill_at_once: int = (
+        2  # long steps that may read a burst of prompts on a GPU, whatever that bound; 0: none
+    )
     release_draft: bool = False  # give up a draft that never paid, and its memory
     prefix_reuse: bool = True
     special_tokens_in_text: bool = False  # messages may hold control tokens by their strings, as templates do
@@ -208,7 +211,9 @@ class Settings:
         if self.kernels not in ("auto", "c", "torch"):
             raise InvalidRequest(f"kernels must be auto, c or torch, got {self.kernels!r}", "kernels")
         self._check_prompt_matmul()
-        for name in ("threads", "context", "cache_bytes", "max_sequences", "draft_vocabulary"):
+        for name in (
+            "threads", "context", "cache_bytes", "max_sequences", "draft_vocabulary", "prefill_at_once",
+        ):  # fmt: skip
             if getattr(self, name) < 0:
                 raise InvalidRequest(f"{name} must be at least 0, got {getattr(self, name)}", name)
         self._check_share()

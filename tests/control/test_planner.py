@@ -11,6 +11,7 @@ from outrider.control.costs import CostModel
 from outrider.control.guards import Guards
 from outrider.control.planner import LATE, USUAL_PROMPT_ROWS, Planner
 from outrider.control.rest import EVERY, HELD, MOST, MOST_CAPTURED, Rest
+from outrider.control.trees import NO_TREE
 from outrider.types import NO_BET, Bet, Options, Outcome, Plan, StepRecord, Work
 from tests.tiny import sequence
 
@@ -503,6 +504,26 @@ def test_a_prompt_that_waits_gets_more_rows_beside_decoding_sequences():
     made.costs.per_prompt_row = {8: 5.0}
     assert made.prompt_rows(1, 0.0) == 3
     assert planner().prompt_rows(1, 0.0) > 10**6  # no bound unless one is set
+
+
+def test_prompts_that_come_together_are_read_in_few_long_steps():
+    made = planner(guards=Guards(prefill_stretch=0.4, prefill_wait=1.0))
+    made.costs.learn("none", 16, [("none", NO_TREE, 4.0)])
+    for rows, seconds in ((64, 5.5), (512, 14.0), (1984, 45.0)):
+        made.costs.learn_prompt_rows(16, rows, seconds)
+
+    def rows(decoding: int, waiting: int, pending: int) -> int:
+        return made.prompt_rows(decoding, 0.0, waiting, pending)
+
+    assert rows(8, waiting=4, pending=3968) == 1984  # two steps read them all
+    assert rows(8, waiting=4, pending=992) == 1984  # half of one
+    assert rows(8, waiting=4, pending=991) == 512
+    assert rows(8, waiting=4, pending=3969) == 64  # more than two
+    assert rows(8, waiting=3, pending=3968) == 64  # for fewer the many that decode are not held up
+    assert rows(1, waiting=1, pending=1984) == 64  # nor for one
+    assert rows(8, waiting=4, pending=20) == 64
+    made.guards = replace(made.guards, prefill_at_once=0)
+    assert rows(8, waiting=4, pending=1984) == 64
 
 
 def test_drafting_ends_later_than_it_begins():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from outrider.control.guards import Guards
 from outrider.control.planner import Planner
 from outrider.control.trees import NO_TREE
-from outrider.device.buckets import BITES, MAX_BESIDE
+from outrider.device.buckets import BITES, MAX_BESIDE, bites
 from outrider.draft.lookup import LookupDrafter
 from outrider.engine.engine import Engine
 from outrider.engine.graph_runner import GraphRunner
@@ -155,7 +155,7 @@ def test_prompts_that_arrive_are_read_in_captured_steps(model, small, default) -
     assert len(engine.captures) == captures > 0
     beside = [(shape, captured) for shape, captured in steps if shape.staged and shape.size]
     assert beside and not [shape for shape, captured in steps if not captured]
-    assert {(shape.staged, shape.wanted) for shape, _ in beside} <= set(BITES)
+    assert {(shape.staged, shape.wanted) for shape, _ in beside} <= set(bites(2))
 
 
 def test_drafts_go_on_beside_prompts(model, small) -> None:
@@ -164,7 +164,7 @@ def test_drafts_go_on_beside_prompts(model, small) -> None:
     planner.choices = ("lm",)
     planner.learn = planner.learn_prompt_rows = planner.learn_reading = lambda *_: None
     planner.costs = Planner().costs
-    planner.prompt_rows = lambda decoding, waited, waiting: 100
+    planner.prompt_rows = lambda decoding, waited, waiting, pending: 100
     engine = prepared(make_engine(model, small, planner))
     steps = step_shapes(engine)
     [stream] = engine.add(request("stream", prompt_of(9), max_tokens=80, temperature=0.7))
@@ -199,13 +199,36 @@ def test_until_steps_are_prepared_they_are_captured_when_first_needed(model, sma
     assert engine.captures and one.output == run_alone(model, one.request)
 
 
+@pytest.mark.parametrize("steps", [0, 2])
+def test_prompts_that_come_together_are_read_in_one_captured_step(model, small, steps) -> None:
+    """Beside an answer, which pauses once; without that they take a bite each."""
+    guards = dict(prefill_stretch=0.01, prefill_wait=1e9, prefill_at_once=steps)
+    engine = prepared(make_engine(model, small, bounded(**guards), step_rows=2048))
+    engine.planner.costs.beside = {
+        (size, rows): float(rows) for size in (1, 2, 4, 8) for rows, _ in bites(size)
+    }
+    requests = [request(f"r{i}", prompt_of(300, i), max_tokens=6, seed=i, temperature=0.8) for i in range(4)]
+    engine.add(request("stream", prompt_of(9), max_tokens=40))
+    for _ in range(4):
+        engine.step()
+    captures, shapes = len(engine.captures), step_shapes(engine)
+    for one in requests:
+        engine.add(one)
+    found = finish(engine)
+    for one in requests:
+        assert tokens_of(found[one.id, 0]) == run_alone(model, one, step_rows=2048)
+    assert len(engine.captures) == captures and all(captured for _, captured in shapes)
+    beside = [shape.staged for shape, _ in shapes if shape.staged and shape.size]
+    assert beside[0] == (bites(1)[-1][0] if steps else BITES[0][0])
+
+
 @pytest.mark.parametrize("ready", [False, True])
 def test_prompt_rows_are_bounded_once_steps_are_prepared(model, small, ready) -> None:
     engine = make_engine(model, small, bounded(prefill_stretch=0.01, prefill_wait=1e9))
     if ready:
         costs = prepared(engine, 2).planner.costs
         costs.captured |= {("none", NO_TREE, size): 1.0 for size in (1, 2)}
-        costs.beside |= {(size, rows): float(rows) for size in (1, 2) for rows, _ in BITES}
+        costs.beside |= {(size, rows): float(rows) for size in (1, 2) for rows, _ in bites(size)}
     engine.add(request("stream", prompt_of(9), max_tokens=40))
     for _ in range(4):
         engine.step()

@@ -20,6 +20,7 @@ class Room:
         self.allowed = allowed
         self.asked: list[tuple[int, float]] = []
         self.waiting: list[int] = []
+        self.pending: list[int] = []
 
     def add(self, name: str, prompt: int) -> Sequence:
         one = request(name, range(1, prompt + 1), max_tokens=100)
@@ -27,9 +28,10 @@ class Room:
         self.scheduler.add([sequence])
         return sequence
 
-    def rows(self, decoding: int, waited: float, waiting: int) -> int:
+    def rows(self, decoding: int, waited: float, waiting: int, pending: int) -> int:
         self.asked.append((decoding, waited))
         self.waiting.append(waiting)
+        self.pending.append(pending)
         return self.allowed
 
     def step(self) -> dict[str, int]:
@@ -74,6 +76,7 @@ def test_several_short_prompts_share_the_rows_in_the_order_they_came():
     assert room.waiting == [3]
     assert room.step() == {"a": 1, "b": 1, "c": 1, "d": 2}
     assert room.waiting == [3, 1]  # half of a prompt is left
+    assert room.pending == [12, 2]
 
 
 def test_the_planner_knows_how_long_the_oldest_prompt_has_waited(monkeypatch: pytest.MonkeyPatch):

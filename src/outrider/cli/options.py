@@ -240,6 +240,11 @@ ENGINE = Flags(
             metavar="SECONDS",
         ),
         Flag(
+            "prefill_at_once",
+            int,
+            "Long steps that may read a burst of prompts on a GPU, whatever that bound; 0: none.",
+        ),
+        Flag(
             "special_tokens_in_text",
             bool,
             "Let messages hold control tokens by their strings; by default they stay text.",

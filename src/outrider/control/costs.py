@@ -161,7 +161,7 @@ class CostModel:
         every step until it is read: there the share is of as many steps of one as `FEW_DECODING` go into them. It is
         larger, too, the more prompts wait for each that decodes: few are held up then, and many helped.
         """
-        size = min((s for name, _, s in self.captured if name == "none" and s >= decoding), default=0)
+        size = self._size(decoding)
         plain = self.plain(size) if size else self.step(decoding) if self.by_rows else None
         few = (self.plain(1) or 0.0) * decoding / FEW_DECODING
         added = share * max(plain or 0.0, few)
@@ -179,6 +179,17 @@ class CostModel:
                 return rows
             room //= 2
         return 1
+
+    def read_at_once(self, decoding: int, waiting: int, pending: int, steps: int) -> int:
+        """Prompt rows of a captured step where several prompts wait, half as many as decode or more, and so many of the
+        longest steps can read all their rows; else 0.
+        """
+        if waiting < max(2, CROWDED * decoding):
+            return 0
+        rooms = self._rooms(self._size(decoding))
+        if pending > steps * max(rooms, default=0):
+            return 0
+        return max((rows for rows in rooms if rows <= 2 * pending), default=0)  # half of it filled, at least
 
     def _rooms(self, size: int) -> dict[int, float]:
         """Room for prompt rows that captured steps of this size have, and their seconds."""
@@ -237,6 +248,10 @@ class CostModel:
         near = min(taken or self.curve, key=lambda known: abs(known - rows))
         whole = self._on_curve(near)
         return taken.get(near, whole) * self._on_curve(rows) / whole
+
+    def _size(self, decoding: int) -> int:
+        """Of captured plain steps for so many sequences; 0: there are none."""
+        return min((s for name, _, s in self.captured if name == "none" and s >= decoding), default=0)
 
     def _on_curve(self, rows: int) -> float:
         """It is measured once and asked many times a step."""

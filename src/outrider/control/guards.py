@@ -72,6 +72,9 @@ class Guards:
     # the time between two tokens. It is raised in proportion once a prompt has waited `prefill_wait` seconds.
     prefill_stretch: float = inf
     prefill_wait: float = 1.0
+    # Captured steps, as long as may be, in which a burst of prompts is read whatever that bound: who decodes pauses so
+    # often, not in every step of many, and soon everybody decodes.
+    prefill_at_once: int = 2
     min_prompt_rows: int = 8  # beside decoding sequences: fewer take a CPU as long as so many
 
     def stretch(self, sequences: int) -> float:

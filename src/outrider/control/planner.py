@@ -96,9 +96,9 @@ class Planner:
                         return name
         return "none"
 
-    def prompt_rows(self, decoding: int, waited: float, waiting: int = 1) -> int:
+    def prompt_rows(self, decoding: int, waited: float, waiting: int = 1, pending: int = 0) -> int:
         """Prompt rows that a step may have beside so many decoding sequences: more the longer a prompt has waited, and
-        the more of them do.
+        the more of them do. `pending` are all rows that wait.
         """
         guards = self.guards
         if guards.prefill_stretch == inf:
@@ -106,7 +106,8 @@ class Planner:
         share = guards.prefill_stretch * max(1.0, waited / guards.prefill_wait)
         most = MAX_PROMPT_ROWS if waited > LATE * guards.prefill_wait else USUAL_PROMPT_ROWS
         rows = self.costs.prompt_rows(decoding, share, most, waiting)
-        return max(rows, guards.min_prompt_rows)
+        at_once = self.costs.read_at_once(decoding, waiting, pending, guards.prefill_at_once)
+        return max(rows, at_once, guards.min_prompt_rows)
 
     def forget(self, sequence: Sequence) -> None:
         self.lengths.observe(sequence)

@@ -22,16 +22,17 @@ HURRIED, LEISURELY = 0.1, 0.7
 # where it turns out to be needed.
 STAGED, STAGED_MULTIPLE, MOST_CAPTURED = (16, 32), 64, 512
 # Prompt rows that steps are captured with ahead, and the logits that are wanted of them. Fewer rows than the least cost
-# no less, and 512 are read as fast, row by row, as thousands. The most are for prompts that have waited long: steps
-# beside them read the keys and values of all who decode. With 512 sequences they are as many as a library multiplies.
-BITES = ((64, 16), (128, 16), (256, 16), (512, 64), (1536, 64))
+# no less, and 512 are read as fast, row by row, as thousands. The most (`bites`) are for many prompts that come at once
+# and for those that have waited long: steps beside them read the keys and values of all who decode.
+BITES = ((64, 16), (128, 16), (256, 16), (512, 64))
+MOST_TOGETHER = 2048  # rows that a library multiplies
 DRAFTED_BITES = BITES[1:3]  # beside drafts
 # Prompts that nobody decodes beside come as they are.
 ALONE = tuple(
     (rows, 16 if rows <= 256 else 64) for rows in range(STAGED_MULTIPLE, MOST_CAPTURED + 1, STAGED_MULTIPLE)
 )
 # Longer ones: launched one by one, a pass of 32 layers takes the host as long as 2,048 rows take a GPU.
-LONG_ALONE = (640, 768, 1024, 1280, 1536, 2048)
+LONG_ALONE = (640, 768, 1024, 1280, 1536, MOST_TOGETHER)
 BESIDE = (4, 16, 64, 128, 256, 512)  # decoding sequences beside prompt rows, which are many more than those
 # Rows that a pass takes about as long for. Weights are read once for 64, but sequences are attended to and sampled each
 # by itself: on an H200 64 take a 1.5B model 1.5 times as long as one, and an 8B model 1.3 times.
@@ -65,6 +66,11 @@ def roomy_sizes(sizes: Seq[int], each: int) -> list[int]:
     """Of these, with so many rows a sequence: one, and each that the next has no room for at the same cost."""
     larger = [*sizes[1:], ALIKE + 1]
     return [size for size, more in zip(sizes, larger, strict=True) if size == 1 or more * each > ALIKE]
+
+
+def bites(size: int) -> list[tuple[int, int]]:
+    """Prompt rows beside so many decoding sequences."""
+    return [*BITES, (MOST_TOGETHER - max(size, STAGED_MULTIPLE), BITES[-1][1])]
 
 
 def size_beside(size: int, count: int) -> int:

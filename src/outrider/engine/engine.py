@@ -130,13 +130,13 @@ class Engine:
                 break  # what is still in flight is nobody's, and the last tokens must not wait for it
         return results
 
-    def _prompt_rows(self, decoding: int, waited: float, waiting: int) -> int:
+    def _prompt_rows(self, decoding: int, waited: float, waiting: int, pending: int) -> int:
         """As the planner says, once steps with prompt rows are prepared. Until then they are launched one by one, and
         few with many rows cost less than many with few.
         """
         if self.runner.on_demand:
             return self.settings.step_rows
-        return self.planner.prompt_rows(decoding, waited, waiting)
+        return self.planner.prompt_rows(decoding, waited, waiting, pending)
 
     def drain(self) -> list[StepResult]:
         """Settle everything that is in flight, and launch nothing."""

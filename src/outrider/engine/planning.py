@@ -33,6 +33,7 @@ def guards_of(settings: Settings) -> Guards:
         objective=settings.objective,
         prefill_stretch=settings.prefill_stretch or inf,
         prefill_wait=settings.prefill_wait or usual.prefill_wait,
+        prefill_at_once=settings.prefill_at_once,
     )
 
 

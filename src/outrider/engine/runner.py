@@ -309,8 +309,8 @@ class EagerRunner:
 
     def judging(self, staged: StagedPart) -> Judging:
         """Begin to verify the drafts of staged rows. Nothing that it goes by changes before the step is settled."""
-        sequences = [staged.work[i].sequence for i in staged.emitting]
-        drafts = [staged.drafts[i] for i in staged.emitting]
+        emitting = staged.emitting
+        sequences, drafts = [staged.work[i].sequence for i in emitting], [staged.drafts[i] for i in emitting]
         return Judging(staged.own_logits, sequences, drafts, self.model.draw, self.model.filter_logits)
 
     def verify(self, staged: StagedPart) -> list[Result]:

@@ -22,9 +22,10 @@ from outrider.cache.table import SlotTable
 from outrider.types import Sequence, Work
 
 # Prompt rows that a step may have beside so many decoding sequences, when the oldest prompt has waited so many seconds,
-# and so many wait.
-PromptRows = Callable[[int, float, int], int]
+# and so many wait with so many tokens.
+PromptRows = Callable[[int, float, int, int], int]
 LOOK_AHEAD = 16  # waiting prompts among which short ones are looked for
+COUNTED = 256  # waiting prompts whose tokens are counted: more than a few steps read, as a rule
 
 
 class Scheduler:
@@ -75,7 +76,8 @@ class Scheduler:
             return most
         waited = time.perf_counter() - min(s.arrived for s in waiting)
         count = len(prompts) + len(self.waiting)
-        return min(most, max(prompt_rows(decoding, waited, count), 1))
+        pending = sum(s.pending for s in (*prompts, *islice(self.waiting, COUNTED)))
+        return min(most, max(prompt_rows(decoding, waited, count, pending), 1))
 
     def _overtaking(self, sequence: Sequence, budget: int) -> int:
         """Rows of waiting prompts that fit whole into half of the budget, if this one takes more than all of it."""

@@ -19,7 +19,6 @@ import torch
 from outrider.control.trees import NO_TREE
 from outrider.device.buckets import (
     ALONE,
-    BITES,
     DRAFTED_BITES,
     FEW_LOGITS,
     LONG_ALONE,
@@ -28,6 +27,7 @@ from outrider.device.buckets import (
     RUNS,
     SIZES,
     SizeChoice,
+    bites,
     bucket,
     longest_run,
     roomy_sizes,
@@ -116,7 +116,7 @@ class WarmUp:
         yield from self._prompts()
         for size in sizes_up_to(sequences):
             yield self.shape(size, "none", NO_TREE)
-            yield from (self._beside(size, bite) for bite in BITES if sequences > 1)
+            yield from self._beside(size) if sequences > 1 else ()
 
     def _drafted(self, sequences: int, drafters: Seq[str]) -> Iterator[StepShape]:
         """What is captured after those."""
@@ -130,9 +130,10 @@ class WarmUp:
         for bite in (*ALONE, *((rows, ALONE[-1][1]) for rows in EAGER_ROWS)):
             yield self.shape(0, "none", NO_TREE, bite)
 
-    def _beside(self, size: int, bite: tuple[int, int]) -> StepShape:
+    def _beside(self, size: int) -> Iterator[StepShape]:
         """Plain decoding sequences beside prompt rows."""
-        return self.shape(size_beside(size, self.sequences), "none", NO_TREE, bite)
+        size = size_beside(size, self.sequences)
+        return (self.shape(size, "none", NO_TREE, bite) for bite in bites(size))
 
     def measure(self, size: int, drafter: str) -> Iterator[tuple[str, TreeShape, float]]:
         """What steps of this size take, plain and with each draft tree, in seconds."""
@@ -151,8 +152,8 @@ class WarmUp:
 
     def measure_prompts(self, size: int) -> Iterator[tuple[int, float]]:
         """Room for prompt rows beside plain decoding sequences, and the seconds of such a step."""
-        for bite in BITES if self.captures and self.sequences > 1 else ():
-            yield bite[0], self._seconds(self._beside(size, bite))
+        for shape in self._beside(size) if self.captures and self.sequences > 1 else ():
+            yield shape.staged, self._seconds(shape)
         self.prepared.add(("none", size))
 
     def prompts(self) -> Iterator[None]:
@@ -223,8 +224,8 @@ class WarmUp:
         for context in longer:
             for size in roomy_sizes(sizes, 1):
                 yield self.shape(size, "none", NO_TREE, context=context, filtered=True)
-            for bite in BITES:
-                for size in (0, *sizes_beside(sequences)):
+            for size in (0, *sizes_beside(sequences)):
+                for bite in bites(size):
                     yield self.shape(size, "none", NO_TREE, bite, context=context)
             yield self.shape(0, "none", NO_TREE, (LONG_ALONE[-1], MAX_LOGITS), context=context)
             for name in drafters:
