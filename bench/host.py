@@ -139,9 +139,8 @@ def build(
 ) -> Engine:
     """An engine of captured steps without a device; its first drafter is the default."""
     assert checkpoint.config is not None
-    model: Any = target(
-        replace(checkpoint.config, layers=1)
-    )  # one layer's keys: room for all, in little memory
+    # With one layer's keys: room for all, in little memory.
+    model: Any = target(replace(checkpoint.config, layers=1))
     settings = Settings(context=1024, max_sequences=given.sequences, step_rows=2048, cache_bytes=1 << 30)
     cache, drafters = make_kv_cache(model, settings), Drafters(drafting, model.config.vocab)
     default = next(iter(drafting), "none")

@@ -59,9 +59,8 @@ class Batch:
     llm: LLM
     requests: list[Request]
     answers: dict[str, list[int]] = field(default_factory=dict)
-    before: dict[str, int] = field(
-        default_factory=dict
-    )  # tokens that each had when the last one got its first
+    # Tokens that each had when the last one got its first.
+    before: dict[str, int] = field(default_factory=dict)
     within: dict[str, int] = field(default_factory=dict)  # and when the first one had all
     begin: float = 0.0
     end: float = 0.0

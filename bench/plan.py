@@ -27,17 +27,8 @@ from outrider.engine.shared_drafts import SharedDrafts
 from outrider.types import NO_BET, Bet, Options, Outcome, Request, SamplingParams, Sequence, StepRecord, Work
 
 PLAIN = {1: 3.86, 2: 3.9, 4: 4.0, 8: 4.1, 16: 4.18, 32: 4.55, 64: 5.03}  # ms of a round
-LOOKED_UP = {
-    16: 0.25,
-    32: 0.3,
-    48: 0.45,
-    64: 0.5,
-    80: 0.85,
-    96: 1.0,
-    128: 1.15,
-    192: 3.6,
-    256: 4.0,
-}  # ms more, by rows
+# Milliseconds more, by rows.
+LOOKED_UP = {16: 0.25, 32: 0.3, 48: 0.45, 64: 0.5, 80: 0.85, 96: 1.0, 128: 1.15, 192: 3.6, 256: 4.0}
 DRAFT = {4: 0.95, 8: 1.15, 16: 1.3, 32: 1.75, 64: 2.2}  # ms of a level, up to so many sequences
 READING = 0.009  # ms a prompt's token
 MOST_TOKENS = 128
@@ -52,9 +43,8 @@ SHARED = SharedDrafts(Drafters({"lm": LM, "lookup": LookupDrafter()}, vocab=0), 
 class Task:
     prompt: int  # tokens
     whole: float  # the share of answers that go on to the end
-    copies: tuple[
-        float, float
-    ]  # how often the first token of a lookup holds: on average, and how answers differ
+    # How often the first token of a lookup holds: on average, and how answers differ.
+    copies: tuple[float, float]
     further: float  # and each one after another that did
 
 

@@ -173,9 +173,8 @@ class Run:
 
     steps: list[StepRecord] = field(default_factory=list)
     now: float = 0.0
-    heard: dict[Sequence, list[float]] = field(
-        default_factory=dict
-    )  # first and last token, tokens after the first
+    # First and last token, tokens after the first.
+    heard: dict[Sequence, list[float]] = field(default_factory=dict)
 
     def add(self, step: StepRecord) -> None:
         self.steps.append(step)

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -111,9 +112,14 @@ def requests(texts: list[Text], model: Recorded, batch: int, label: str, number:
         yield Request(f"{label}.{i}", tuple(prompt), params, i)
 
 
-def answer(engine: Engine, asked: Iterator[Request], clock: host.Reckoned) -> tuple[float, float]:
-    """Seconds, and tokens a step of a sequence. What is said is what was recorded."""
+def answer(
+    engine: Engine, asked: Iterator[Request], clock: host.Reckoned
+) -> tuple[float, float, list[float]]:
+    """Seconds, tokens a step of a sequence, and each answer's seconds per token from its first on. What is said is what
+    was recorded.
+    """
     begin, tokens, steps, said = clock.perf_counter(), 0, 0, defaultdict[str, list[int]](list)
+    first, last = dict[str, float](), dict[str, tuple[float, int]]()
     for one in asked:
         engine.add(one)
     while not engine.idle:
@@ -121,39 +127,46 @@ def answer(engine: Engine, asked: Iterator[Request], clock: host.Reckoned) -> tu
             tokens += result.record.emitted
             steps += result.record.sequences * result.record.passes
             for event in result.events:
-                said[event.request_id] += event.token_ids
+                name, now = event.request_id, clock.perf_counter()
+                said[name] += event.token_ids
+                first.setdefault(name, now)
+                last[name] = now, len(said[name])
     spent = clock.perf_counter() - begin
     assert isinstance(engine.model, Recorded)
     for name, answered in said.items():
         assert engine.model.texts.pop(name)[-len(answered) :] == answered
-    return spent, tokens / steps
+    each = [(end - first[name]) / (many - 1) for name, (end, many) in last.items() if many > 1]
+    return spent, tokens / steps, each
 
 
 def run(given: argparse.Namespace) -> None:
     texts: dict[str, list[Text]] = json.loads(given.answers.read_text())
-    print("task           batch     auto   lookup  tokens a step of each")
+    print("task           batch     auto   lookup  tokens a step of each  p99 time per token, times plain's")
     for batch in given.batches:
         given.sequences = batch
         away = host.Clock(CapturedStep, "_step")
         clock = host.Reckoned(away, given.slower)
         engines = {way: make_engine(way, given, clock) for way in ("plain", "auto", "lookup")}
         for task in given.tasks or texts:
-            took, per_step = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
+            took, per_step, each = (defaultdict[str, list[float]](list) for _ in range(3))
             with out_of_the_collectors_sight(), host.timed_by(clock):
                 for number in range(given.rounds + 1):
                     for way, engine in engines.items():
                         assert isinstance(engine.model, Recorded)
                         asked = requests(texts[task], engine.model, batch, f"{task}.{number}", number)
-                        spent, rate = answer(engine, asked, clock)
+                        spent, rate, times = answer(engine, asked, clock)
                         took[way].append(spent)
                         per_step[way].append(rate)
+                        each[way] += times if number else []
             ratios = [
                 statistics.mean(p / o for p, o in zip(took["plain"][1:], took[way][1:], strict=True))
                 for way in ("auto", "lookup")
             ]
             rates = [statistics.mean(per_step[way][1:]) for way in ("auto", "lookup")]
+            p99 = {way: np.percentile(times, 99) for way, times in each.items()}
             print(
-                f"{task:15}{batch:5}{ratios[0]:8.2f}x{ratios[1]:8.2f}x{rates[0]:6.2f}{rates[1]:6.2f}",
+                f"{task:15}{batch:5}{ratios[0]:8.2f}x{ratios[1]:8.2f}x{rates[0]:6.2f}{rates[1]:6.2f}"
+                f"{p99['auto'] / p99['plain']:12.2f}x{p99['lookup'] / p99['plain']:8.2f}x",
                 flush=True,
             )
         away.stop()

@@ -160,9 +160,8 @@ class Settings:
     threads: int = 0  # 0 = the cores this process may use
     context: int = 0  # 0 = what the model was trained for
     cache_bytes: int = 0  # memory for the KV cache; 0 = by device
-    gpu_memory_utilization: float | None = (
-        None  # of a GPU's memory, for this engine; None = nearly all that is free
-    )
+    # Share of a GPU's memory, for this engine; None = nearly all that is free.
+    gpu_memory_utilization: float | None = None
     max_sequences: int = 0  # sequences that share a step; 0 = by device
     step_rows: int = 0  # rows of a step; a longer prompt is prefilled in chunks; 0 = by device
     # What prompt chunks may add to a step beside decoding sequences, in times of what it takes without them; None = by
@@ -176,24 +175,20 @@ class Settings:
     draft_flat_temperature: float = 1.3  # the same where sampling leaves out next to nothing
     draft_break_even: float = 1.05  # speed-up to expect before drafting begins
     draft_patience: int = 24  # drafts of a request after which one that does not gain is probed less often
-    draft_max_stretch: float = (
-        1.15  # of plain decoding's time per token, for a request that others' drafts hold up
-    )
+    # Times plain decoding's time per token, for a request that others' drafts hold up.
+    draft_max_stretch: float = 1.15
     draft_probe_share: float = 0.002  # of the time, for probes where nothing is drafted; 0: none
     draft_baseline_interval: int = 100  # drafting steps after which a plain one is measured
     objective: str = "throughput"  # throughput | latency
-    prefill_wait: float | None = (
-        None  # seconds from which on a waiting prompt raises that bound; None = by device
-    )
-    prefill_at_once: int = (
-        2  # long steps that may read a burst of prompts on a GPU, whatever that bound; 0: none
-    )
+    # Seconds from which on a waiting prompt raises that bound; None = by device.
+    prefill_wait: float | None = None
+    # Long steps that may read a burst of prompts on a GPU, whatever that bound; 0: none.
+    prefill_at_once: int = 2
     release_draft: bool = False  # give up a draft that never paid, and its memory
     prefix_reuse: bool = True
     special_tokens_in_text: bool = False  # messages may hold control tokens by their strings, as templates do
-    prompt_matmul: str = (
-        "auto"  # auto | own; on a GPU. auto: cuBLASLt for passes of many rows, where its bits are ours
-    )
+    # auto | own; on a GPU. auto: cuBLASLt for passes of many rows, where its bits are ours.
+    prompt_matmul: str = "auto"
     check_integrity: bool = False  # after every step; tests turn it on
     kernels: str = "auto"  # auto | c | torch
 

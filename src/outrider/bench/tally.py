@@ -168,9 +168,8 @@ def within(ratios: Mapping[int, Seq[float]]) -> float | None:
     for own in ratios.values():
         middle = statistics.fmean(map(math.log, own))
         squares += sum((math.log(one) - middle) ** 2 for one in own)
-    student = (
-        1.96 + 2.37 / free + 2.82 / free**2 + 2.6 / free**3
-    )  # its 97.5th percentile, from 2 on within 3 %
+    # The 97.5th percentile of Student's t, from 2 on within 3 %.
+    student = 1.96 + 2.37 / free + 2.82 / free**2 + 2.6 / free**3
     return student * MEDIAN_ERROR * math.sqrt(squares / free / pairs)
 
 

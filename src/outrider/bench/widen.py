@@ -161,9 +161,8 @@ class Widened:
         made = self._random(name, shape) if head else self._zeros(shape)
         made[: len(small), : self.small.hidden] = small.to(made)
         if self.silences:
-            made[: len(small), self.small.hidden] = (
-                0 if head else CONSTANT
-            )  # tied, it lifts all real ids alike
+            # Tied, it lifts all real ids alike.
+            made[: len(small), self.small.hidden] = 0 if head else CONSTANT
             made[len(small) :, self.small.hidden] = -DROP if head or self.config.tied else 0
         return made
 

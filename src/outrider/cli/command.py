@@ -31,13 +31,8 @@ EVERYDAY = {
     *("limit", "tasks", "batches", "ways", "what", "peer", "json_file", "temperatures", "tokens", "help"),
     *("seconds", "what_if", "price_per_hour"),
 }
-MEASURING = {
-    "top_p",
-    "stop",
-    "context",
-    "threads",
-    "config",
-}  # rarely wanted where speed or identity is measured
+# Rarely wanted where speed or identity is measured.
+MEASURING = {"top_p", "stop", "context", "threads", "config"}
 LOADING = {
     *(
         "url",

@@ -76,9 +76,8 @@ def _outrider(
 
 def run(argv: Sequence[str] | None = None) -> NoReturn:
     """The entry point. Errors are one clear message on stderr and an exit code, never a traceback."""
-    warnings.formatwarning = lambda message, *_, **__: (
-        f"warning: {message}\n"
-    )  # not where in the code it arose
+    # A warning says what, not where in the code it arose.
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     try:
         code = app(argv, prog_name="outrider", standalone_mode=False) or 0
     except OutriderError as error:

@@ -18,18 +18,15 @@ KNOWN_AFTER = 8  # steps of so many rows: before, chance may have made their tim
 KEEP_SHARE = 0.7  # the same of what is measured once in a hundred steps
 UNMEASURED_ROW = 0.05  # share of a step that a row is taken to cost; low, so that it gets measured
 FIRST_BASELINE = 8  # drafting steps of a size after which a plain one is due, where there was none yet
-MAX_STALL = (
-    1.5  # of its time on the device that a captured step counts for: no plan changes what holds up the host
-)
-PLAIN_STALL = (
-    1.15  # the same of a plain one: several passes at once keep the device busy where the host is late
-)
+# Times its time on the device, that a captured step counts for: no plan changes what holds up the host.
+MAX_STALL = 1.5
+# The same of a plain one: several passes at once keep the device busy where the host is late.
+PLAIN_STALL = 1.15
 FEW_DECODING = 16  # sequences whose prompts come one at a time as a rule
 CROWDED = 0.5  # prompts that wait for each decoding sequence: where there are more, it may wait longer, too
 MIN_READ = 256  # tokens: fewer take a drafter as long to read
-SLOWEST_READ = (
-    4  # plain steps' time to read MIN_READ tokens, at most: beyond, a graph was captured on the way
-)
+# Plain steps' time to read MIN_READ tokens, at most: beyond, a graph was captured on the way.
+SLOWEST_READ = 4
 
 
 # What a drafting step's time depends on: drafter, draft tree and size of a captured one, rows of a ragged one.

@@ -30,9 +30,8 @@ class Guards:
     # per token. A step that would stretch further is not made while somebody is beyond it. Among more sequences than
     # FEW it is larger in proportion: what one loses, as many more gain.
     max_stretch: float = 1.15
-    grace: int = (
-        16  # tokens of a request that count as written when its stretch is looked at: two steps are no tail
-    )
+    # Tokens of a request that count as written when its stretch is looked at: two steps are no tail.
+    grace: int = 16
     # What a step may take, in times of a plain one, to draft for a request of which no draft was right so far. That is
     # for drafters that are scored on what is verified anyway: nothing is learned by trying deeper.
     unproven_stretch: float = 1.1
@@ -42,9 +41,8 @@ class Guards:
     # A draft token beside prompt rows, in times of what one is worth elsewhere: whoever is answered meanwhile waits for
     # those rows at every step.
     worth_beside_prompts: float = 2.0
-    hold_up: float = (
-        1.3  # what such a step may take, in times of one without drafts: first tokens wait for it
-    )
+    # What such a step may take, in times of one without drafts: first tokens wait for it.
+    hold_up: float = 1.3
     # "throughput": most tokens per second of all sequences together. "latency": least time per token, on average over
     # sequences, so that one with little acceptance counts more.
     objective: str = "throughput"

@@ -9,18 +9,16 @@ from outrider.types import Reason, StepRecord
 
 log = logging.getLogger(__name__)
 
-STEPS = (
-    2000  # that only decoded: after so many a drafter had its probes, and most of what users write was seen
-)
+# Steps that only decoded: after so many a drafter had its probes, and most of what users write was seen.
+STEPS = 2000
 LEAST_GAIN = 0.005  # of the time of those steps
 
 
 class Payoff:
     def __init__(self) -> None:
         self.held: dict[str, int] = {}  # tokens of KV cache that a drafter's memory would hold
-        self.gained: defaultdict[str, float] = defaultdict(
-            float
-        )  # seconds, by drafter, since the last report
+        # Seconds, by drafter, since the last report.
+        self.gained: defaultdict[str, float] = defaultdict(float)
         self.steps, self.seconds = 0, 0.0
         self.unpaid: dict[str, int] = {}  # those of `held` that do not pay
 

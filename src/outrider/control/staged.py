@@ -292,10 +292,8 @@ class StagedPlans:
         )
         best, depths, taken = (0.0, float(batch), 0), dict[int, int](), dict[int, int]()
         levels, tokens, gain = Counter[str](), float(batch), dict.fromkeys(late, 0.0)
-        expected, waits = (
-            dict.fromkeys(offers, 1.0),
-            float(batch),
-        )  # tokens of each; of all, the sum of 1 / tokens
+        # Tokens of each; of all, the sum of 1 / tokens.
+        expected, waits = dict.fromkeys(offers, 1.0), float(batch)
         stretched, rest = 0.0, sum(survival for survival, _, _ in nodes)
         by_tokens = self.guards.objective == "throughput"
 

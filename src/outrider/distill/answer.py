@@ -312,9 +312,8 @@ class Filling:
             shard += 1
         mean = (self.total_now + PRIOR * self.expected) / (self.count + PRIOR)
         coming = (len(self._talks) + starting) * mean
-        begun = self.total - sum(
-            self.done.values()
-        )  # of open shards; others have as much in hand as this one
+        # Answers of open shards; others have as much in hand as this one.
+        begun = self.total - sum(self.done.values())
         will_do = self.total + coming + others * (begun + coming) >= self.goal
         if will_do and shard > max(
             self.done, default=-1

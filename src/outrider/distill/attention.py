@@ -91,9 +91,8 @@ class Flash:
         wide = (one.repeat_interleave(group, 1) for one in (k, v))
         before = torch.are_deterministic_algorithms_enabled()
         warned = torch.is_deterministic_algorithms_warn_only_enabled()
-        torch.use_deterministic_algorithms(
-            True
-        )  # else its sums come in any order, and no run is like another
+        # Else its sums come in any order, and no run is like another.
+        torch.use_deterministic_algorithms(True)
         try:
             of_q, of_k, of_v = run(
                 slope, q, *wide, out, logs, of_queries, of_keys, longest, most, 0.0, True, seed, offset,

@@ -70,15 +70,13 @@ class Recipe:
     layout: str = _for("train", "outrider")  # how a head is saved
     continue_from: str = _for("train", "")  # a draft to go on from
     shards: tuple[str, ...] = _for("train", ())  # folders of conversations to train on beside the answers
-    taps: tuple[int, ...] = _for(
-        "train", (), 0
-    )  # i: what enters layer i; the number of layers: what leaves the last
+    # Number i: what enters layer i; the number of layers: what leaves the last.
+    taps: tuple[int, ...] = _for("train", (), 0)
     tap_norms: bool = _for("train", True)  # a norm per tap before the fusion
     norm_output: bool = _for("train", True)  # the normed hidden state is fed back
     shared_head: bool = _for("train", False)  # logits by rows of the target's own head
-    vocabulary: int = _for(
-        "train", 0, 0
-    )  # tokens a head knows; 0: all up to 64k, the most frequent 32k above
+    # Tokens a head knows; 0: all up to 64k, the most frequent 32k above.
+    vocabulary: int = _for("train", 0, 0)
     layers: int = _for("train", 0, 0)  # 0: one of a head; of an lm as `size` says
     hidden: int = _for("train", 0, 0)  # of an lm; a head has the target's
     heads: int = _for("train", 0, 0)

@@ -148,9 +148,8 @@ class Run:
     def answer_part(self, part: Part) -> int:
         """Answer with an engine of its own, all or what is one process's part. The number of shards needed."""
         prompts, settings = self._prompts(), replace(self.settings, context=self.context)
-        draft = (
-            "none" if runs_on_gpu(settings) else "auto"
-        )  # hundreds together leave nothing to speculate with
+        # Hundreds together leave nothing to speculate with.
+        draft = "none" if runs_on_gpu(settings) else "auto"
         with _opened(self.recipe.target, draft, settings) as llm:
             if self.recipe.made_up:
                 prompts += self._made_up(llm, part)

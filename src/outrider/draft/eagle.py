@@ -32,10 +32,8 @@ from outrider.draft.tree import Growth, Place
 from outrider.draft.weights import put_weights
 from outrider.types import NO_DRAFT, Batch, Bet, Draft, Sequence, Verdict
 
-READ_ROWS = (
-    128,
-    512,
-)  # known tokens that the head catches up on in one pass, on a device filled up to one of these
+# Known tokens that the head catches up on in one pass, on a device filled up to one of these.
+READ_ROWS = (128, 512)
 
 
 class EagleDrafter(ResidentDrafter):

@@ -299,9 +299,8 @@ def _exported(
     """Config and tensors under their published names."""
     if len(set(config.taps)) < len(config.taps):
         raise UnsupportedModel(f"only our own layout can name a tap twice: {config.taps}")
-    order = sorted(
-        range(len(config.taps)), key=lambda j: config.taps[j]
-    )  # other engines hand them over like this
+    # Other engines hand them over like this.
+    order = sorted(range(len(config.taps)), key=lambda j: config.taps[j])
     made = {name: tensors[name] for name, _ in head_shapes(config)}
     wide = made["fc.weight"].unflatten(1, (len(order), -1))
     made["fc.weight"] = wide[:, order].flatten(1)

@@ -47,11 +47,8 @@ from outrider.verify.judge import judge
 Plain = Callable[[int], float | None]  # seconds of plain steps, by size
 SPARE = 1 << 30  # bytes that are left alone
 LONGEST = CONTEXTS[2]  # tokens of texts whose steps are captured ahead
-EAGER_ROWS = (
-    576,
-    1024,
-    2048,
-)  # of prompts that nobody decodes beside: launched one by one, and compiled first
+# Rows of prompts that nobody decodes beside: launched one by one, and compiled first.
+EAGER_ROWS = (576, 1024, 2048)
 
 
 class WarmUp:

@@ -167,9 +167,8 @@ class Tokenizer:
         """
         if not isinstance(text, str):
             raise InvalidRequest(f"a prompt must be a string, not {type(text).__name__}", "prompt")
-        text = text.encode("utf-16", "surrogatepass").decode(
-            "utf-16", "replace"
-        )  # lone surrogates have no bytes
+        # Lone surrogates have no bytes.
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         backend = self._backend
         if not parse_special and self._special_pattern.search(text):
             backend = self._literal_backend

@@ -59,9 +59,8 @@ log = logging.getLogger(__name__)
 
 CHECK_SECONDS = 60  # between two counts of the cache, when idle
 LEAVE_SECONDS = 5  # for the step in hand, once nobody listens
-REST_SECONDS = (
-    30.0  # for steps that the first answers may do without: with compiled kernels on disk they take less
-)
+# For steps that the first answers may do without: with compiled kernels on disk they take less.
+REST_SECONDS = 30.0
 SWITCH_SECONDS = 0.0005  # until a thread gives the interpreter to another that waits for it; 5 ms by default
 
 

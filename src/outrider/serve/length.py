@@ -10,9 +10,8 @@ from outrider.errors import InvalidRequest
 from outrider.load.tokenizer import Tokenizer
 
 SLICE = 8192  # characters that are counted at once
-MARGIN = (
-    2  # times the limit; slices are cut where the tokenizer would not cut, which changes a count a little
-)
+# Times the limit; slices are cut where the tokenizer would not cut, which changes a count a little.
+MARGIN = 2
 COMPOSED = 4  # times fewer bytes, at most, once characters are composed (NFC and its like)
 EXACT = frozenset({"ByteLevel", "Digits", "Split", "Metaspace", "Punctuation"})
 COMPOSING = frozenset({"NFC", "NFKC", "NFD", "NFKD", "Prepend", "Replace", "Lowercase", "ByteLevel"})

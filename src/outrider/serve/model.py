@@ -32,9 +32,8 @@ class ServedModel:
         self.tool_format = choose_format(ready.template, ready.family)
         self.vocab, self.context = ready.vocab, ready.context
         self.longest = min(ready.context, ready.cache_tokens)  # prompt and answer together
-        self.most_bytes = bytes_of_tokens(
-            self.tokenizer, ready.tokenizer, self.longest
-        )  # of a text that fits
+        # No text of more fits.
+        self.most_bytes = bytes_of_tokens(self.tokenizer, ready.tokenizer, self.longest)
         self.drafter, self.plan = ready.drafter, ready.plan
         self.sampling = SamplingDefaults(ready.sampling)
 

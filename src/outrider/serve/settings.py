@@ -35,9 +35,8 @@ class ServeSettings:
     served_name: str | None = None  # shown in /v1/models besides the model's own
     api_keys: tuple[str, ...] = field(default=(), repr=False)  # as typed; the server keeps only their hashes
     key_file: str | None = None
-    min_key_length: int = (
-        16  # of keys given as they are; random ones of so many characters cannot be found by trying
-    )
+    # Characters of keys given as they are; random ones of so many characters cannot be found by trying.
+    min_key_length: int = 16
     allowed_hosts: tuple[
         str, ...
     ] = ()  # of the Host header; empty: local names on a loopback address, else any
@@ -62,9 +61,8 @@ class ServeSettings:
     drain_seconds: float = 30.0  # for running requests once asked to stop
     engine_restarts: int = 3  # in ten minutes; then the server leaves with an error
     metrics_compat: str = "none"
-    price_per_hour: float | None = (
-        None  # of the machine, in any currency: /metrics has the cost of a million tokens
-    )
+    # What the machine costs, in any currency: /metrics has the cost of a million tokens.
+    price_per_hour: float | None = None
     stream_padding: bool = False  # sizes of events say nothing of the text; a request can ask for it too
     stream_interval: float = 0.0  # tokens are gathered this long before they are sent
     ping_seconds: float = 15.0  # between comment lines on a silent stream; 0 = none

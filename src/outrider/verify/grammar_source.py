@@ -23,9 +23,8 @@ from outrider.verify.grammar_depth import lark_depth, schema_depth
 # Remainders the numbers of a grammar may have to be distinguished by, all `multipleOf` together: as many states
 # are made while compiling, and llguidance has no limit of its own (ten million take a minute and gigabytes).
 MOST_REMAINDERS = 100_000
-DEEPEST = (
-    800  # levels of schemas or rules within each other, references followed; one takes 2 to 5 KB of stack
-)
+# Levels of schemas or rules within each other, references followed; one takes 2 to 5 KB of stack.
+DEEPEST = 800
 STACK = 64 << 20  # bytes for compiling; touched only as far as needed
 
 T = TypeVar("T")

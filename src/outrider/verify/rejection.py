@@ -101,9 +101,8 @@ def _one_by_one(
     left = p[here]  # the target, less what rejected children have used up
     tried = torch.zeros_like(left, dtype=torch.bool)
     for node in range(int(sizes.max(initial=0))):
-        at = starts + np.minimum(
-            node + 1, sizes
-        )  # past its end a draft repeats its last node, and is not live
+        # Past its end a draft repeats its last node, and is not live.
+        at = starts + np.minimum(node + 1, sizes)
         live = torch.from_numpy((node < sizes) & (rows.parent[at] == here))
         if not bool(live.any()):
             continue

@@ -240,11 +240,8 @@ def over_time(samples: Sequence[Sample]) -> dict[str, list[float]]:
     }
 
 
-PERCENTS = (
-    *range(0, 90, 5),
-    *range(90, 99),
-    *(99 + i / 10 for i in range(10)),
-)  # of a curve, more where it is steep
+# Points of a curve, more where it is steep.
+PERCENTS = (*range(0, 90, 5), *range(90, 99), *(99 + i / 10 for i in range(10)))
 
 
 def curve(values: Sequence[float]) -> list[float]:

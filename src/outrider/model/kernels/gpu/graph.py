@@ -27,9 +27,8 @@ from outrider.model.staged import StagedRows, StagedShape
 from outrider.types import Batch
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-WORTH = (
-    16  # passes of a shape before it is captured, which takes the time of many: prompts come in many shapes
-)
+# Passes of a shape before it is captured, which takes the time of many: prompts come in many shapes.
+WORTH = 16
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,9 +21,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
-LANES = (
-    16  # of kernels over a sequence's few rows: as many do for most of them, so that few kernels are compiled
-)
+# Lanes of kernels over a sequence's few rows: as many do for most of them, so that few kernels are compiled.
+LANES = 16
 
 
 def lanes(count: int) -> int:

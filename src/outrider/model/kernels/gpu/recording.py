@@ -11,13 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CONTEXTS = (
-    1024,
-    4096,
-    16_384,
-    65_536,
-    262_144,
-)  # tokens of the longest sequence; few, as capturing takes time
+# Tokens of the longest sequence; few, as capturing takes time.
+CONTEXTS = (1024, 4096, 16_384, 65_536, 262_144)
 
 CLOSE, LONG = 2.5, 16_384
 THREAD = "outrider-compile"  # the name of those that compile ahead
