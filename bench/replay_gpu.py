@@ -119,7 +119,7 @@ def answer(
     was recorded.
     """
     begin, tokens, steps, said = clock.perf_counter(), 0, 0, defaultdict[str, list[int]](list)
-    first, last = dict[str, float](), dict[str, tuple[float, int]]()
+    first, last = dict[str, float](), dict[str, float]()
     for one in asked:
         engine.add(one)
     while not engine.idle:
@@ -127,15 +127,15 @@ def answer(
             tokens += result.record.emitted
             steps += result.record.sequences * result.record.passes
             for event in result.events:
-                name, now = event.request_id, clock.perf_counter()
+                name = event.request_id
                 said[name] += event.token_ids
-                first.setdefault(name, now)
-                last[name] = now, len(said[name])
+                last[name] = clock.perf_counter()
+                first.setdefault(name, last[name])
     spent = clock.perf_counter() - begin
     assert isinstance(engine.model, Recorded)
     for name, answered in said.items():
         assert engine.model.texts.pop(name)[-len(answered) :] == answered
-    each = [(end - first[name]) / (many - 1) for name, (end, many) in last.items() if many > 1]
+    each = [(last[name] - first[name]) / (len(got) - 1) for name, got in said.items() if len(got) > 1]
     return spent, tokens / steps, each
 
 

@@ -22,6 +22,7 @@ from outrider.device.buckets import (
     staged_bucket,
     staged_shape,
 )
+from outrider.model.kernels.gpu import library
 from outrider.model.kernels.gpu.recording import context_for, contexts_for
 from outrider.model.staged import StagedRows
 from outrider.types import NO_DRAFT, Draft
@@ -127,3 +128,10 @@ def test_prompts_alone_find_a_captured_step_of_nearly_their_rows() -> None:
         assert wanted <= dict(ALONE)[room]
     for rows in range(MOST_CAPTURED + 1, LONG_ALONE[-1] + 1):
         assert rows <= bucket(rows, LONG_ALONE) < 4 / 3 * (rows + STAGED_MULTIPLE)
+
+
+def test_the_longest_step_beside_others_is_one_that_a_library_multiplies() -> None:
+    for size in (0, 1, *buckets.BESIDE):
+        rows, wanted = buckets.bites(size)[-1]
+        whole = rows + -(-size // STAGED_MULTIPLE) * STAGED_MULTIPLE
+        assert whole == LONG_ALONE[-1] == library.MOST and wanted == MAX_LOGITS

@@ -53,12 +53,12 @@ Asked = Seq[tuple[str, list[int], SamplingParams]]  # task, prompt, how it is as
 class Trial:
     """A drafter asked for drafts of one depth."""
 
-    # Of each step, by task and prompt.
+    # One a step, by task and prompt.
     outcomes: dict[str, list[list[Outcome]]] = field(default_factory=lambda: defaultdict(list))
     draft_s: list[float] = field(default_factory=list)
     # Speed-ups over plain, by task and prompt.
     ratios: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    # Those of all steps, also where an answer's end cut them off.
+    # Outcomes of all steps, also where an answer's end cut them off.
     verdicts: list[Outcome] = field(default_factory=list)
 
     def prompts(self, task: str | None = None) -> list[list[Outcome]]:

@@ -69,8 +69,9 @@ def roomy_sizes(sizes: Seq[int], each: int) -> list[int]:
 
 
 def bites(size: int) -> list[tuple[int, int]]:
-    """Prompt rows beside so many decoding sequences."""
-    return [*BITES, (MOST_TOGETHER - max(size, STAGED_MULTIPLE), BITES[-1][1])]
+    """Prompt rows beside so many decoding sequences, the most last: what those leave, by `STAGED_MULTIPLE`."""
+    taken = -(-size // STAGED_MULTIPLE) * STAGED_MULTIPLE
+    return [*BITES, (MOST_TOGETHER - taken, BITES[-1][1])]
 
 
 def size_beside(size: int, count: int) -> int:

@@ -224,7 +224,6 @@ class WarmUp:
             for size in (0, *sizes_beside(sequences)):
                 for bite in bites(size):
                     yield self.shape(size, "none", NO_TREE, bite, context=context)
-            yield self.shape(0, "none", NO_TREE, (LONG_ALONE[-1], MAX_LOGITS), context=context)
             for name in drafters:
                 for tree in self.shared.trees(name, 1):
                     having = [size for size in sizes if tree in self.shared.trees(name, size)]
