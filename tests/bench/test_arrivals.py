@@ -13,6 +13,7 @@ from outrider import SamplingParams
 from outrider.bench import arrivals as module
 from outrider.bench.arrivals import GRAMMARS, KINDS, USUAL, _cases, _kinds, _nearly, _traffic, audit_arrivals
 from outrider.bench.as_if import AsIf
+from outrider.bench.audit import Extent
 from outrider.errors import InvalidRequest, OutriderError
 from tests.bench.conftest import prompts
 
@@ -65,7 +66,7 @@ def test_a_wrong_token_is_reported_with_its_place(wide: AsIf, monkeypatch: pytes
         return add(requests, listen)
 
     def alone_then_tampered(*given):
-        made = _cases(*given)
+        made = list(_cases(*given))
         monkeypatch.setattr(wide.driver, "add", tampered)  # what is answered alone goes there, too
         return made
 
@@ -80,7 +81,7 @@ def test_a_wrong_token_is_reported_with_its_place(wide: AsIf, monkeypatch: pytes
 
 def test_wrong_logprobs_are_reported(wide: AsIf, monkeypatch: pytest.MonkeyPatch) -> None:
     def shifted(*given):
-        made = _cases(*given)
+        made = list(_cases(*given))
         for case in made:
             for entry in (case.alone.logprobs or [])[:1]:
                 entry.logprob += 0.01
@@ -100,10 +101,35 @@ def test_it_goes_on_until_enough_was_compared(wide: AsIf, monkeypatch: pytest.Mo
     monkeypatch.setattr(module, "SET", 10)
     shares: list[float] = []
     found = audit_arrivals(
-        wide, prompts(2), False, [0.7], PARAMS, target=500, tell=lambda _, share: shares.append(share)
+        wide,
+        prompts(2),
+        False,
+        [0.7],
+        PARAMS,
+        Extent(tokens=500),
+        lambda _, share, what: shares.append(share),
     )
     assert found.compared >= 500 and found.differing == 0
     assert shares == sorted(shares) and shares[-1] == 1.0 and len(shares) > 2
+
+
+def test_each_answer_counts_when_it_ends(wide: AsIf) -> None:
+    """One is enough here, so that the others are aborted and nothing of them is left."""
+    heard: list[tuple[int, str]] = []
+
+    def tell(found: module.Traffic, share: float, what: str) -> None:
+        heard.append((found.requests.total(), what))
+
+    found = audit_arrivals(wide, prompts(3), False, [0.0], PARAMS, Extent(tokens=1), tell)
+    alone = [what for _, what in heard if what]
+    assert alone[0].startswith("1 of ") and len(alone) == len(heard) - heard[-1][0] > 1
+    assert heard[-1][0] == found.requests.total() <= 2 and found.compared > 0
+    assert wide.driver.run(lambda: wide.engine.idle)
+
+
+def test_it_ends_in_time(wide: AsIf) -> None:
+    found = audit_arrivals(wide, prompts(3), False, [0.0], PARAMS, Extent(seconds=1e-9))
+    assert found.compared == 0 < found.seconds
 
 
 def test_kinds_that_cannot_be_had_are_left_out_and_named(wide: AsIf, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +147,7 @@ def test_kinds_that_cannot_be_had_are_left_out_and_named(wide: AsIf, monkeypatch
 def test_a_seed_gives_the_same_traffic(wide: AsIf) -> None:
     def traffic(seed: int) -> list[tuple]:
         rnd = random.Random(seed)
-        cases = _cases(wide, prompts(4), range(16), [USUAL, "penalties"], [0.0], PARAMS, rnd)
+        cases = list(_cases(wide, prompts(4), range(16), [USUAL, "penalties"], [0.0], PARAMS, rnd))
         made = _traffic(wide, cases, ["auto", "lm"], 4, rnd)
         return [(a.case.prompt, a.case.kind, a.case.params.seed, a.way, a.at, a.until) for a in made]
 

@@ -7,7 +7,7 @@ from collections import Counter
 from outrider import SamplingParams
 from outrider.bench import audit as module
 from outrider.bench.as_if import AsIf
-from outrider.bench.audit import BATCHES, SPELL, Toggling, audit, how
+from outrider.bench.audit import BATCHES, SPELL, Extent, Toggling, audit, how
 from outrider.types import NO_BET, Bet, Options, Plan, Speculation, Work
 from tests.bench.conftest import prompts
 from tests.tiny import sequence
@@ -50,7 +50,7 @@ def test_it_goes_on_until_enough_was_compared(wide: AsIf, monkeypatch) -> None:
         False,
         [0.7],
         PARAMS,
-        target=400,
+        extent=Extent(tokens=400),
         tell=lambda f, done: told.append((f.compared, done)),
     )
     compared, done = zip(*told, strict=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -250,6 +251,25 @@ def test_what_arrivals_find_and_leave_out_is_said(
     assert ran.code == 1
     assert "left out: regex: no llguidance" in ran.err
     assert "9 log-probabilities compared, 2 DIFFER" in ran.err
+
+
+def test_what_was_compared_is_said_after_an_interruption(
+    outrider: Outrider, tiny_folder: Path, asked: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def run(*given: Any) -> Traffic:
+        found = Traffic()
+        given[-1](found, 0.0, "1 of 30 requests answered alone")
+        found.tokens["usual", 0.0], found.drafted["lm"], found.requests["usual"] = 50, 5, 1
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("outrider.bench.arrivals.audit_arrivals", run)
+    file = tmp_path / "audit.json"
+    ran = outrider("audit", tiny_folder, "--prompts", asked, *ARRIVALS, "--json", file)
+    assert ran.code == 130
+    assert "stopped before the end" in ran.err
+    assert "50 tokens of 1 requests (0 aborted) compared, 5 drafted: identical" in ran.err
+    kept = json.loads(file.read_text())
+    assert kept["arrivals"]["compared"] == 50 and not kept["complete"]
 
 
 @pytest.mark.parametrize("mode", ["rejection", "lossy"])

@@ -11,18 +11,18 @@ seconds: a seed gives the same traffic on every machine.
 from __future__ import annotations
 
 import contextlib
+import queue
 import random
-import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, field, replace
 from itertools import count
 from typing import Any
 
 from outrider.bench.adversaries import adversaries
-from outrider.bench.audit import TREE, Divergence, borrowed, how, margin
+from outrider.bench.audit import TREE, Divergence, Extent, borrowed, how, margin
 from outrider.bench.compare import differing, first_difference
 from outrider.engine.llm import LLM
 from outrider.engine.output import Output
@@ -127,44 +127,55 @@ class Arrival:
     ended: str | None = None
 
 
+Tell = Callable[
+    [Traffic, float, str], None
+]  # what was found so far, the share that is done, what is going on
+
+
 def audit_arrivals(
     llm: LLM,
     prompts: list[list[int]],
     hostile: bool,
     temperatures: list[float],
     params: SamplingParams,
-    target: int | None = None,
-    tell: Callable[[Traffic, float], None] = lambda *_: None,
+    extent: Extent = Extent(),  # noqa: B008 (frozen)
+    tell: Tell = lambda *_: None,
 ) -> Traffic:
-    """Compare until every prompt has come or, with `target`, until that many tokens were compared."""
+    """Compares as much as `extent` says, each answer when it ends."""
     found, begin, rnd = Traffic(), time.perf_counter(), random.Random(params.seed or 0)
     kinds = _kinds(llm, found)
     answers: dict[tuple[int, ...], list[int]] = {}
     enemies = adversaries(llm.model.config.vocab, llm.model.config.eos_ids, answers) if hostile else {}
     drafters = [name for name in llm.engine.drafters.names if name != "none"]
     ours = ["auto"] * 4 + ["plain", *drafters, *(TREE + name for name in drafters)]
-    scale = 1 if target is None else min(max(llm.settings.max_sequences // SHARE, 1), WIDEST)
-    size = SET * scale if target is not None else min(SET, max(len(prompts), len(kinds)))
-    sets, runs = -(-len(prompts) // size), RUNS if target is not None else RUNS_ONCE
+    scale = min(max(llm.settings.max_sequences // SHARE, 1), WIDEST) if extent.repeats else 1
+    size = SET * scale if extent.repeats else min(SET, max(len(prompts), len(kinds)))
+    sets, runs = -(-len(prompts) // size), RUNS if extent.repeats else RUNS_ONCE
+
+    def reached(once: float, what: str) -> bool:
+        """Whether to stop; says how far it is."""
+        found.seconds = time.perf_counter() - begin
+        tell(found, extent.share(found.compared, found.seconds, once), what)
+        return extent.reached(found.compared, found.seconds)
+
     with borrowed(llm.engine, enemies, llm.engine.planner):
         for number in count():
-            places = range(number * size, (number + 1) * size)
-            cases = _cases(llm, prompts, places, kinds, temperatures, params, rnd)
-            answers.update((tuple(case.ids), case.alone.token_ids) for case in cases)
-            for run in range(runs):
-                ways, together = (
-                    ours + (list(enemies) if run % 2 else []),
-                    TOGETHER[run % len(TOGETHER)] * scale,
-                )
-                for arrival in _run(llm, _traffic(llm, cases, ways, together, rnd), found):
-                    _judge(llm, found, arrival)
-                found.seconds = time.perf_counter() - begin
-                once = (number + (run + 1) / runs) / sets
-                tell(found, once if target is None else min(1.0, found.compared / target))
-                if target is not None and found.compared >= target:
+            cases, places = list[Case](), range(number * size, (number + 1) * size)
+            for case in _cases(llm, prompts, places, kinds, temperatures, params, rnd):
+                cases.append(case)
+                answers[tuple(case.ids)] = case.alone.token_ids
+                if reached(number / sets, f"{len(cases)} of {size} requests answered alone"):
                     return found
+            for run in range(runs):
+                ways = ours + (list(enemies) if run % 2 else [])
+                arrivals = _traffic(llm, cases, ways, TOGETHER[run % len(TOGETHER)] * scale, rnd)
+                with contextlib.closing(_run(llm, arrivals, found)) as ended:
+                    for place, arrival in enumerate(ended, 1):
+                        _compare(llm, found, arrival)
+                        if reached((number + (run + place / size) / runs) / sets, ""):
+                            return found
             answers.clear()
-            if target is None and number + 1 >= sets:
+            if not extent.repeats and number + 1 >= sets:
                 return found
     raise AssertionError("sets come without end")
 
@@ -186,9 +197,8 @@ def _kinds(llm: LLM, found: Traffic) -> list[str]:
 def _cases(
     llm: LLM, prompts: list[list[int]], places: Seq[int], kinds: list[str], temperatures: list[float],
     params: SamplingParams, rnd: random.Random,
-) -> list[Case]:  # fmt: skip
+) -> Iterator[Case]:  # fmt: skip
     """A set, each answered alone and plainly."""
-    cases = []
     for place in places:
         number = place % len(prompts)
         ids, kind = prompts[number], kinds[place % len(kinds)]
@@ -201,8 +211,7 @@ def _cases(
         alone = llm.generate([ids], replace(asked, speculation=False))[0]  # type: ignore[arg-type]
         if kind == "prediction":
             asked = replace(asked, prediction=_nearly(alone.text))
-        cases.append(Case(number, ids, kind, asked, alone))
-    return cases
+        yield Case(number, ids, kind, asked, alone)
 
 
 def _asked(llm: LLM, kind: str, ids: list[int], params: SamplingParams, rnd: random.Random) -> dict[str, Any]:
@@ -258,8 +267,7 @@ class Admission:
     def __init__(self, llm: LLM, arrivals: Seq[Arrival]) -> None:
         self.llm, self.waiting = llm, deque(arrivals)
         self.emitted = self.inside = self.together = 0
-        self.failure: BaseException | None = None
-        self.done = threading.Event()
+        self.ended: queue.SimpleQueue[Arrival | BaseException] = queue.SimpleQueue()
 
     def let_in(self) -> None:
         """Whoever is due; the next one, if nobody else is there."""
@@ -267,19 +275,19 @@ class Admission:
             while self.waiting and (self.waiting[0].at <= self.emitted or not self.inside):
                 self._begin(self.waiting.popleft())
         except BaseException as problem:
-            self._fail(problem)
+            self.ended.put(problem)
 
     def _begin(self, arrival: Arrival) -> None:
         request = arrival.request
-        [[arrival.sequence]] = self.llm.driver.add([request], lambda event: self._heard(arrival, event))
+        [[arrival.sequence]] = self.llm.driver.add([request], lambda event: self._on_event(arrival, event))
         self.inside += 1
         self.together = max(self.together, self.inside)
         if arrival.until == 0:
             self.llm.driver.abort(request.id)
 
-    def _heard(self, arrival: Arrival, event: Event | BaseException) -> None:
+    def _on_event(self, arrival: Arrival, event: Event | BaseException) -> None:
         if isinstance(event, BaseException):
-            self._fail(event)
+            self.ended.put(event)
             return
         before = len(arrival.tokens)
         arrival.tokens += event.token_ids
@@ -288,36 +296,43 @@ class Admission:
         if event.finish_reason:
             arrival.ended = event.finish_reason
             self.inside -= 1
+            self.ended.put(arrival)
         elif arrival.until is not None and before < arrival.until <= len(arrival.tokens):
             self.llm.driver.abort(event.request_id)
         if self.waiting:
             self.llm.driver.post(self.let_in)
-        elif not self.inside:
-            self.done.set()
-
-    def _fail(self, problem: BaseException) -> None:
-        self.failure = problem
-        self.done.set()
 
 
-def _run(llm: LLM, arrivals: list[Arrival], found: Traffic) -> Iterator[Arrival]:
+def _run(llm: LLM, arrivals: list[Arrival], found: Traffic) -> Generator[Arrival]:
+    """Arrivals as they end. Whoever closes this early has the others aborted."""
     admission = Admission(llm, arrivals)
     llm.driver.post(admission.let_in)
-    while not admission.done.wait(0.5):
-        llm.driver.check()
-    if admission.failure is not None:
-        for arrival in arrivals:
+    left = len(arrivals)
+    try:
+        while left:
+            try:
+                one = admission.ended.get(timeout=0.5)
+            except queue.Empty:
+                llm.driver.check()
+                continue
+            if isinstance(one, BaseException):
+                raise stopped(one) from one
+            left -= 1
+            found.together = max(found.together, admission.together)
+            yield one
+    finally:
+        if left:
             with contextlib.suppress(OutriderError):  # an engine that is gone runs nothing
-                llm.driver.abort(arrival.request.id)
-        raise stopped(admission.failure) from admission.failure
-    found.together = max(found.together, admission.together)
-    yield from arrivals
+                llm.driver.run(admission.waiting.clear)
+                for arrival in arrivals:
+                    llm.driver.abort(arrival.request.id)
+                llm.driver.run(lambda: None)  # they are gone
 
 
-# -------------------------------------------------------------------------------------------------- judging
+# -------------------------------------------------------------------------------------------------- comparing
 
 
-def _judge(llm: LLM, found: Traffic, arrival: Arrival) -> None:
+def _compare(llm: LLM, found: Traffic, arrival: Arrival) -> None:
     case, got, sequence = arrival.case, arrival.tokens, arrival.sequence
     assert sequence is not None and arrival.ended is not None
     cut_short = arrival.ended == "abort"

@@ -17,6 +17,7 @@ from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import count
+from math import inf
 from typing import Any, cast
 
 import torch
@@ -76,6 +77,27 @@ class Audit:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """How much is compared: every prompt once, or prompts again and again until one of these is reached."""
+
+    tokens: int | None = None
+    seconds: float | None = None
+
+    @property
+    def repeats(self) -> bool:
+        return self.tokens is not None or self.seconds is not None
+
+    def share(self, compared: int, seconds: float, once: float) -> float:
+        """Of the audit that is done; `once` is the share of prompts."""
+        if not self.repeats:
+            return once
+        return min(1.0, max(compared / (self.tokens or inf), seconds / (self.seconds or inf)))
+
+    def reached(self, compared: int, seconds: float) -> bool:
+        return self.repeats and self.share(compared, seconds, 0.0) >= 1.0
+
+
 class Toggling:
     """The engine's planner, but requests with some seeds speculate for a few tokens, then do not, and so on."""
 
@@ -101,12 +123,10 @@ def audit(
     hostile: bool,
     temperatures: list[float],
     params: SamplingParams,
-    target: int | None = None,
+    extent: Extent = Extent(),
     tell: Callable[[Audit, float], None] = lambda *_: None,
 ) -> Audit:
-    """Compare until every prompt was run once or, with `target`, until that many tokens were compared. `tell` hears
-    what was found so far and the share that is done.
-    """
+    """Compares as much as `extent` says. `tell` is called with what was found so far and the share that is done."""
     found, begin = Audit(), time.perf_counter()
     answers: dict[tuple[int, ...], list[int]] = {}
     config, engine = llm.model.config, llm.engine
@@ -114,17 +134,17 @@ def audit(
     drafters = [name for name in engine.drafters.names if name != "none"]
     toggling, asked = Toggling(engine.planner), 0
     with borrowed(engine, enemies, cast(Planner, toggling)):
-        for numbers, temperature, seed in _batches(len(prompts), temperatures, repeat=target is not None):
+        for numbers, temperature, seed in _batches(len(prompts), temperatures, extent.repeats):
             each = [replace(params, temperature=temperature, seed=(params.seed or 0) + seed + i)
                     for i in range(len(numbers))]  # fmt: skip
             group = Group(llm, found, toggling, numbers, [prompts[n] for n in numbers], each)
             for part in group.audit(drafters, enemies, answers):
                 found.seconds = time.perf_counter() - begin
                 once = (asked + part * len(numbers)) / (len(prompts) * len(temperatures))
-                tell(found, once if target is None else min(1.0, found.compared / target))
+                tell(found, extent.share(found.compared, found.seconds, once))
+                if extent.reached(found.compared, found.seconds):
+                    return found
             asked += len(numbers)
-            if target is not None and found.compared >= target:
-                break
     return found
 
 

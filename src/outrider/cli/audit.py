@@ -28,13 +28,14 @@ from outrider.types import SamplingParams
 
 if TYPE_CHECKING:
     from outrider.bench.arrivals import Traffic
-    from outrider.bench.audit import Audit
+    from outrider.bench.audit import Audit, Extent
     from outrider.engine.llm import LLM
 
 F = TypeVar("F", "Audit", "Traffic")
 
 TEMPERATURES = (0.0, 0.7, 1.2)
 EACH = 2  # built-in prompts of a task
+INTERRUPTED = 130  # exit status after Ctrl-C
 
 Temperatures = Annotated[
     str | None,
@@ -50,6 +51,11 @@ Tokens = Annotated[
     int | None,
     typer.Option("--tokens", min=1, envvar=envvar("tokens"), show_envvar=False,
                  help="Go on with fresh seeds until this many tokens were compared."),
+]  # fmt: skip
+Seconds = Annotated[
+    float | None,
+    typer.Option("--seconds", min=1, envvar=envvar("seconds"), show_envvar=False,
+                 help="Go on with fresh seeds for this long."),
 ]  # fmt: skip
 Million = Annotated[
     bool,
@@ -80,6 +86,7 @@ def audit(
     arrivals: Arrivals = False,
     tokens: Tokens = None,
     million: Million = False,
+    seconds: Seconds = None,
     json_file: JsonFile = None,
     *,
     params: SamplingParams,
@@ -92,12 +99,15 @@ def audit(
     heat = _temperatures(temperatures, params)
     if params.n > 1:
         raise InvalidRequest("an audit compares one answer a prompt; leave out --n", "n")
-    mode, target = params.speculation.mode, 1_000_000 if million else tokens
+    mode = params.speculation.mode
     if mode == "lossy":
         raise typer.BadParameter("lossy promises nothing that could be audited", param_hint="--mode")
     if arrivals and mode != "coupled":
         raise typer.BadParameter(f"arrivals are compared token by token, which {mode} does not promise; "
                                  "leave out one of the two", param_hint="--mode")  # fmt: skip
+    if mode == "rejection" and (tokens or million or seconds):
+        raise typer.BadParameter("the number of samples that rejection is tested with is fixed; leave out --tokens, "
+                                 "--million and --seconds", param_hint="--mode")  # fmt: skip
     report, rows = Report("audit", json_file), task_rows(prompts, limit, tasks, EACH)
     say_loading(model)
     with open_llm(model, draft, settings, as_if, draft_as_if, draft_layers) as llm:
@@ -105,10 +115,15 @@ def audit(
         report |= described(llm)
         if mode == "rejection":
             holds = _distribution(llm, asked, params, heat, report)
-        elif arrivals:
-            holds = _arrivals(llm, asked, params, heat, adversaries, target, report)
         else:
-            holds = _identity(llm, asked, params, heat, adversaries, target, report)
+            from outrider.bench.audit import Extent
+
+            extent = Extent(1_000_000 if million else tokens, seconds)
+            check = _arrivals if arrivals else _identity
+            holds = check(llm, asked, params, heat, adversaries, extent, report)
+    if "interrupted" in report:
+        report.keep()
+        raise typer.Exit(INTERRUPTED)
     report.deliver()
     if not holds:
         raise typer.Exit(1)
@@ -132,13 +147,13 @@ def _identity(
     params: SamplingParams,
     temperatures: list[float],
     hostile: bool,
-    target: int | None,
+    extent: Extent,
     report: Report,
 ) -> bool:
     from outrider.bench.audit import audit as run
 
     found = _watched(
-        "identity", report, lambda tell: run(llm, prompts, hostile, temperatures, params, target, tell)
+        "identity", report, lambda tell: run(llm, prompts, hostile, temperatures, params, extent, tell)
     )
     return _verdict(found, "")
 
@@ -149,13 +164,13 @@ def _arrivals(
     params: SamplingParams,
     temperatures: list[float],
     hostile: bool,
-    target: int | None,
+    extent: Extent,
     report: Report,
 ) -> bool:
     from outrider.bench.arrivals import audit_arrivals as run
 
     found = _watched(
-        "arrivals", report, lambda tell: run(llm, prompts, hostile, temperatures, params, target, tell)
+        "arrivals", report, lambda tell: run(llm, prompts, hostile, temperatures, params, extent, tell)
     )
     for kind, why in found.left_out.items():
         note(f"left out: {kind}: {why}")
@@ -166,14 +181,16 @@ def _arrivals(
     return _verdict(found, amount) and not found.differing_logprobs
 
 
-def _watched(stage: str, report: Report, run: Callable[[Callable[[F, float], None]], F]) -> F:
-    """What `run` finds; it is shown and kept as it comes."""
-    kept_at = 0.0
+def _watched(stage: str, report: Report, run: Callable[[Callable[..., None]], F]) -> F:
+    """What `run` finds; it is shown and kept as it comes. After Ctrl-C it is what was found until then."""
+    kept_at, latest = 0.0, list[F]()
 
-    def note_progress(found: F, done: float) -> None:
+    def note_progress(found: F, done: float, what: str = "") -> None:
         nonlocal kept_at
+        latest[:] = [found]
         differing = f", {found.differing} DIFFER" if found.differing else ""
-        say(f"{found.compared} tokens compared, {found.drafted.total()} drafted{differing}", done)
+        compared = f"{found.compared} tokens compared, {found.drafted.total()} drafted{differing}"
+        say(f"{what}, {compared}" if what else compared, done)
         if found.seconds - kept_at > 10:
             kept_at = found.seconds
             report[stage] = found.as_json()
@@ -182,7 +199,15 @@ def _watched(stage: str, report: Report, run: Callable[[Callable[[F, float], Non
     with Progress({stage: 1}) as progress:
         say: Callable[[str, float], None] = progress.of(stage)
         say("nothing compared yet", 0.0)
-        found = run(note_progress)
+        try:
+            found = run(note_progress)
+        except KeyboardInterrupt:
+            if not latest:
+                raise
+            [found] = latest
+            report["interrupted"] = True
+    if "interrupted" in report:
+        note("stopped before the end")
     report[stage] = found.as_json()
     return found
 
