@@ -78,6 +78,20 @@ def test_what_fails_while_building_is_raised():
         Driver(build)
 
 
+def test_building_may_be_waited_for_later():
+    go, engine = threading.Event(), tiny_engine(tiny_model())
+
+    def build():
+        go.wait(30)
+        return engine
+
+    made = Driver(build, wait=False)
+    assert not hasattr(made, "engine")
+    go.set()
+    assert made.wait_until_built() is engine is made.engine
+    made.close()
+
+
 def test_a_step_that_fails_ends_every_request_with_the_reason(driver):
     heard: queue.SimpleQueue = queue.SimpleQueue()
 

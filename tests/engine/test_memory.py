@@ -30,12 +30,14 @@ class Gpu:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self.patch = folder, monkeypatch
         self.free = [10 * GIB]  # the last one is for ever
+        self.held = [0]  # bytes of tensors; the last one is for ever
         self.loaded: list[str | None] = []
         self.working, self.measured = 0, list[tuple[int, int]]()
         self.drafters: dict[str, Any] = {"lookup": None}
         monkeypatch.setattr(
             llm, "_free_memory", lambda s: self.free.pop(0) if self.free[1:] else self.free[0]
         )
+        monkeypatch.setattr(llm.GpuMeter, "held", lambda: self.held.pop(0) if self.held[1:] else self.held[0])
         monkeypatch.setattr(llm, "_gpu_memory", lambda: (self.free[0], 10 * GIB))
         monkeypatch.setattr(llm, "runs_on_gpu", lambda s: True)
         monkeypatch.setattr(llm, "working_memory", self.work)
@@ -128,12 +130,15 @@ def test_what_is_wrong_with_a_draft_is_left_to_who_loads_it(gpu: Gpu) -> None:
 
 
 def test_memory_is_what_was_measured(gpu: Gpu) -> None:
-    """Before anything; beside the weights; beside kernels; beside the cache; beside drafters and captured steps."""
-    gpu.free = [10 * GIB, 7 * GIB, 6 * GIB, 4 * GIB, GIB]
+    """Free before anything, beside the weights, beside kernels, and in the end, when another process took 2 GiB.
+    A draft takes what this process's tensors grew by.
+    """
+    gpu.free = [10 * GIB, 7 * GIB, 6 * GIB, GIB]
+    gpu.held = [7 * GIB, 8 * GIB]
     gpu.working = 2 * GIB
     made = gpu.llm(gpu_memory_utilization=1)
     made._build(parse_draft("lookup"))
-    assert made.memory == Memory(3 * GIB, 3 * GIB, 4 * GIB, 4 * GIB >> 10, GIB)
+    assert made.memory == Memory(3 * GIB, GIB, 4 * GIB, 4 * GIB >> 10, GIB)
 
 
 def test_the_steps_that_will_run_are_measured_unless_the_cache_has_a_size(gpu: Gpu) -> None:

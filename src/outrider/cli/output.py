@@ -13,6 +13,7 @@ import typer
 from outrider.draft.names import check_parts, parse_draft
 from outrider.errors import InvalidRequest
 from outrider.load.find import find
+from outrider.model.torch_import import import_torch_quickly
 from outrider.settings import Settings, cache_folder
 
 if TYPE_CHECKING:
@@ -84,7 +85,8 @@ def open_llm(
     With a `shape` it is loaded as if it had that shape; so is the draft, with one of its own.
     """
     path = find(model, cache_folder())
-    check_parts(parse_draft(draft), cache_folder())
+    parts = parse_draft(draft)
+    check_parts(parts, cache_folder())
     if shape is None and (draft_shape is not None or draft_layers is not None):
         raise InvalidRequest("--draft-as-if and --draft-layers go with --as-if", "as_if")
     with _loading(model):
@@ -93,6 +95,8 @@ def open_llm(
 
             llm: LLM = AsIf(path, shape, settings, draft, draft_shape, draft_layers)
         else:
+            if not any(part.kind == "own" for part in parts):  # a user's own drafter may compile
+                import_torch_quickly()
             from outrider.engine.llm import LLM, runs_on_gpu  # torch takes seconds to import
 
             if runs_on_gpu(settings):

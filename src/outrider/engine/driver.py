@@ -45,7 +45,8 @@ def _leave_in_time(driver: Driver) -> None:
 
 
 class Driver:
-    def __init__(self, build: Callable[[], Engine]) -> None:
+    def __init__(self, build: Callable[[], Engine], wait: bool = True) -> None:
+        """Builds the engine on its thread. Without `wait` the caller goes on meanwhile and calls `wait_until_built`."""
         self.engine: Engine
         self.observer: Callable[[StepRecord], None] | None = None  # hears of every step, after its events
         self.idle_work: Iterator[None] | None = None  # what is done, piece by piece, while nobody is answered
@@ -60,7 +61,13 @@ class Driver:
         _leave_in_time(self)
         self._thread = threading.Thread(target=self._run, name="outrider-engine", daemon=True)
         self._thread.start()
-        self.run(lambda: None)  # returns once the engine is built, or raises what building raised
+        if wait:
+            self.wait_until_built()
+
+    def wait_until_built(self) -> Engine:
+        """Raises what building raised."""
+        self.run(lambda: None)
+        return self.engine
 
     def run(self, work: Callable[[], T], settled: bool = False) -> T:
         """Do something on the engine's thread, between steps, and wait for it. `settled`: nothing is in flight then."""

@@ -108,11 +108,16 @@ class LLM:
         if generation_config == "auto":
             said = self.checkpoint.sampling
             self.sampling = said if said.values else published_sampling(path, cache_folder())
-        self.tokenizer = self.checkpoint.tokenizer
-        self.template = ChatTemplate.for_tokenizer(self.checkpoint.chat_template, self.tokenizer)
-        self._chats = ChatEncoder.of(self.template, self.tokenizer, self.settings.special_tokens_in_text)
-        self.driver = Driver(lambda: self._build(parts))
-        self.engine = self.driver.engine
+        # The engine's thread loads the weights while this one makes the tokenizer.
+        self.driver = Driver(lambda: self._build(parts), wait=False)
+        try:
+            self.tokenizer = self.checkpoint.tokenizer
+            self.template = ChatTemplate.for_tokenizer(self.checkpoint.chat_template, self.tokenizer)
+            self._chats = ChatEncoder.of(self.template, self.tokenizer, self.settings.special_tokens_in_text)
+            self.engine = self.driver.wait_until_built()
+        except BaseException:
+            self.driver.stop()
+            raise
         self._numbers = itertools.count()
 
     def prepare(self, sequences: int | None = None, wait: bool | Literal["plain"] = True) -> None:
@@ -308,7 +313,7 @@ class LLM:
         self.model = load_model(self.checkpoint, self.settings)
         asked, self.settings = self.settings, self._placed(parts)
         cache = make_kv_cache(self.model, self.settings)
-        free = _free_memory(self.settings)
+        held = GpuMeter.held() if self.model.device.type == "cuda" else None
         sources = replace(self._sources(cache), words=asked.draft_vocabulary)
         by_name, self.drafter = make_drafters(parts, sources)
         self.pair = self.pair if {"eagle", "lm"} & by_name.keys() else None
@@ -332,14 +337,14 @@ class LLM:
         choices = dict.fromkeys((self.drafter, "lookup") if self.drafter != "none" else ())
         planner = Planner(self.drafter, choices=tuple(choices), guards=guards_of(self.settings))
         expect_score(planner, self.pair)
-        if free is not None:
-            left, slots = _free_memory(self.settings) or 0, cache.table.pool.total
-            size = slots * kv_bytes(self.model)
-            self.memory = Memory(self.model.weight_bytes(), max(free - left, 0), size, slots, left)
+        if held is not None:
+            slots, draft = cache.table.pool.total, GpuMeter.held() - held
+            size, left = slots * kv_bytes(self.model), _free_memory(self.settings) or 0
+            self.memory = Memory(self.model.weight_bytes(), draft, size, slots, left)
         room = draft_room(self._draft_checkpoints(parts))
         watch_draft(planner, drafters, room, cache, self.model, self.memory)
         costs = recall_costs(self.model, self.settings, parts, planner, runner)
-        text = self.tokenizer.text_stream
+        text = self.checkpoint.tokenizer.text_stream
         return Engine(self.model, cache, drafters, planner, runner, self.settings, text, costs)
 
     def _with_room(self, parts: Seq[Part]) -> Seq[Part]:
@@ -400,13 +405,13 @@ class LLM:
     def _sources(self, cache: KvCache) -> DrafterSources:
         return DrafterSources(
             target=self.model,
-            tokenizer=self.tokenizer,
+            tokenizer=self.checkpoint.tokenizer,
             store=cache.store,
             table=cache.table,
             context=cache.context,
             find=lambda name: find(name, cache_folder()),
             load=self._load_draft,
-            samples=lambda: [self.tokenizer.encode(text) for text in SAMPLES],
+            samples=lambda: [self.checkpoint.tokenizer.encode(text) for text in SAMPLES],
             read_head=partial(read_head, words=self.settings.draft_vocabulary),
         )
 

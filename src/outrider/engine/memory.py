@@ -106,9 +106,16 @@ class Meter(Protocol):
 
 
 class GpuMeter:
+    """Counts this process's own tensors: free memory also changes with what other processes take."""
+
+    @staticmethod
+    def held() -> int:
+        """Bytes of tensors that exist now."""
+        return int(torch.cuda.memory_allocated())
+
     def start(self) -> None:
         torch.cuda.reset_peak_memory_stats()
-        self.before = torch.cuda.memory_allocated()
+        self.before = self.held()
 
     def most(self) -> int:
         torch.cuda.synchronize()

@@ -280,7 +280,8 @@ def _object(kind: Any, value: Any, where: str) -> Any:
     hints, known = get_type_hints(kind), {field.name: field for field in dataclasses.fields(kind)}
     within = f"{where}." if where else ""
     for name in value:
-        _require(name in known, f"unknown field {within + str(name)!r:.80}{suggest(str(name), known)}")
+        if name not in known:
+            raise ValueError(f"unknown field {within + str(name)!r:.80}{suggest(str(name), known)}")
     for name, field in known.items():
         _require(name in value or field.default is not dataclasses.MISSING, f"{within}{name} is missing")
     given = {name: _decode(hints[name], value[name], within + name) for name in known if name in value}

@@ -20,7 +20,7 @@ from outrider.load.config import ModelConfig
 from outrider.model.kernels.native import NativeKernels
 from outrider.model.kernels.reference import ReferenceKernels
 from outrider.model.rope import rope_tables
-from outrider.model.weights import layer_tensors
+from outrider.model.weights import read_ahead
 from outrider.types import Batch
 
 
@@ -86,7 +86,7 @@ class Decoder:
         self.config = config
         self.kernels = kernels
         self.draw, self.filter_logits = kernels.draw, kernels.filter_logits
-        self.layers = [kernels.pack_layer(layer_tensors(read, config, i)) for i in range(config.layers)]
+        self.layers = [kernels.pack_layer(tensors) for tensors in read_ahead(read, config)]
         self.norm = read("model.norm.weight").float().contiguous()
         table = read("model.embed_tokens.weight")
         self.embedding, self.head = kernels.pack_ends(table, table if config.tied else read("lm_head.weight"))

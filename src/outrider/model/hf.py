@@ -32,8 +32,10 @@ from outrider.load.config import ModelConfig, Rope, end_ids
 from outrider.load.json_files import read_json
 from outrider.model.decoder import choose_kernels
 from outrider.model.hf_trial import Trial
+from outrider.model.torch_import import import_all_of_torch
 from outrider.types import MAX_NODES, Batch
 
+import_all_of_torch()
 try:
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING

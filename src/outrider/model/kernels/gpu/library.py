@@ -12,6 +12,7 @@ depends on how many rows there are, so passes are padded up to row counts that w
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -93,6 +94,9 @@ def _into(x: Tensor, out: Tensor) -> dict[str, Any]:
 
 
 WAYS: tuple[Product, ...] = (one_by_one, batched)
+
+# torch says so once, when `_unsplit` first chooses a library. same_bits.py compares every result that is used.
+warnings.filterwarnings("ignore", message=r"torch\.backends\.cuda\.preferred_blas_library is an experimental")
 
 
 @contextmanager
