@@ -4,35 +4,43 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+LOWEST := .venv-lowest
+READY := $(VENV)/.ready
 INSTALLED := $(VENV)/.installed
+PIP = $(BIN)/python -m pip install --disable-pip-version-check --no-compile
 TORCH ?= torch==2.13.0
 MODEL ?= smollm2-135m
 ARGS ?=
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-planted lint format bench clean
+.PHONY: help install demo test test-all test-lowest test-planted lint format bench clean
 
 help: ## list these commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "make %-13s %s\n", $$1, $$2}'
 
-install: $(INSTALLED) ## make .venv, install Outrider into it, build the C kernels
+install: $(INSTALLED) ## make .venv, install Outrider into it and what tests and linters need, build the C kernels
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"Python 3.11 or newer is needed; this is {v[0]}.{v[1]}. Try: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
 
+# What users need: the library, the command line, the server. What contributors need comes on top, in the same .venv.
 # torch is named with its version: a plain `torch` may bring several gigabytes of CUDA packages with it.
 # Modules are compiled when they are first imported, which must then be allowed: most of them never are.
 # The pip that comes with Python may be years old, and twice as slow as today's.
-$(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
-	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt '$(TORCH)' -e '.[dev]'
+$(READY): pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) --quiet --upgrade pip
+	$(PIP) -c constraints.txt '$(TORCH)' -e '.[serve]'
 	@$(BIN)/python -c "from outrider.model.kernels.build import library; from outrider.settings import cache_folder; library(cache_folder() / 'kernels')" 2>/dev/null \
 		|| echo "The C kernels cannot be built here (is there a C compiler?); torch's own will be used, which is slower."
 	@touch $@
 
-demo: install ## fetch the built-in model and see it answer plainly and speculatively
+$(INSTALLED): $(READY)
+	$(PIP) -c constraints.txt '$(TORCH)' -e '.[dev]'
+	@touch $@
+
+demo: $(READY) ## install Outrider, fetch the built-in model and see it answer plainly and speculatively
 	$(BIN)/outrider models pull $(MODEL)
 	$(BIN)/outrider demo $(MODEL) $(ARGS)
 
@@ -42,6 +50,17 @@ test: install ## run the tests: a few minutes
 
 test-all: install ## run the tests and the long sweeps too: before work on kernels is done
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "" $(ARGS)
+
+# torch is not the oldest that pyproject.toml allows: 2.11 has no small build for CPUs on every index, and is what runs
+# on the GPUs of log/.
+test-lowest: $(LOWEST)/.installed ## run the tests with the oldest versions that pyproject.toml allows, in .venv-lowest
+	$(LOWEST)/bin/python -m pytest -n auto --dist worksteal $(ARGS)
+
+$(LOWEST)/.installed: pyproject.toml constraints.txt tests/lowest.py
+	$(PYTHON) -m venv --clear --upgrade-deps $(LOWEST)
+	$(PYTHON) tests/lowest.py > $(LOWEST)/constraints.txt
+	$(LOWEST)/bin/python -m pip install --no-compile -c $(LOWEST)/constraints.txt -c constraints.txt '$(TORCH)' -e '.[dev]'
+	@touch $@
 
 test-planted: install ## plant known faults into a copy, one at a time: do the tests notice?
 	$(BIN)/python -m tests.planted $(ARGS)
@@ -61,4 +80,4 @@ bench: install ## measure speed on this machine
 clean: ## remove what builds and tests leave behind, but not .venv
 	rm -rf build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find src tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
-	rm -f $(INSTALLED)
+	rm -f $(READY) $(INSTALLED)

@@ -113,7 +113,7 @@ async def first_inside(sides: Sides, prompt: str) -> float:
     """Seconds to the first text of a stream."""
     begin, first = time.perf_counter(), 0.0
     stream = sides.llm.stream([{"role": "user", "content": prompt}], params_of(FIRST_TOKENS, False))
-    async with contextlib.aclosing(stream):  # type: ignore[type-var]
+    async with contextlib.aclosing(stream):
         async for event in stream:
             if event.text and not first:
                 first = time.perf_counter() - begin

@@ -24,6 +24,11 @@ WEATHER = {
 }
 
 
+MISSPELT = """\
+The outridder rode ahead of the cariage. He watched the road, and he watched the trees beside the road. When the road
+was clear he waved, and the cariage went on."""
+
+
 def ask(text: str) -> list[dict]:
     return [{"role": "user", "content": text}]
 
@@ -68,16 +73,17 @@ def use_a_tool(client: Anthropic) -> None:
 def speculate(client: Anthropic) -> None:
     """What Anthropic does not have goes in `extra_body`; the text is the same with speculation on and off."""
     texts = []
-    for how in (False, {"drafter": "lookup", "depth": 4}):
+    for how in ({"drafter": "lookup", "depth": 4}, False):
         answer = client.messages.create(
             model=MODEL,
             max_tokens=64,
-            messages=ask("Say 'one two three' ten times."),
+            messages=ask(f"Correct the spelling and change nothing else: {MISSPELT}"),
             extra_body={"temperature": 0, "speculative_decoding": how},
         )
         texts.append(text_of(answer))
         report = answer.metrics["speculative_decoding"]
-        print(f"speculation {'on' if how else 'off'}: {report['steps']} steps")
+        print(f"speculation {'on' if how else 'off'}: {answer.usage.output_tokens} tokens ", end="")
+        print(f"in {report['steps']} steps")
     print(f"      the same text: {texts[0] == texts[1]}")
 
 

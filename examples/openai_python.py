@@ -39,6 +39,11 @@ def area(radius):
 """
 
 
+MISSPELT = """\
+The outridder rode ahead of the cariage. He watched the road, and he watched the trees beside the road. When the road
+was clear he waved, and the cariage went on."""
+
+
 def ask(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
 
@@ -90,21 +95,21 @@ def call_a_tool(client: OpenAI, model: str) -> None:
 
 
 def speculate(client: OpenAI, model: str) -> None:
-    """On, off or by hand, for each request; the text is the same."""
+    """On, off or by hand, for each request; the text is the same. It pays most where answers repeat their prompts."""
     texts = []
-    for how in (False, {"drafter": "lookup", "depth": 4, "stats": True}):
+    for how in ({"drafter": "lookup", "depth": 4, "stats": True}, False):
         answer = client.chat.completions.create(
             model=model,
-            messages=ask("Say 'one two three' ten times."),
-            temperature=0.3,
-            seed=7,
+            messages=ask(f"Correct the spelling and change nothing else: {MISSPELT}"),
+            temperature=0,
             max_tokens=64,
             extra_body={"speculative_decoding": how},
         )
         texts.append(answer.choices[0].message.content)
         report = answer.metrics["speculative_decoding"]
-        print(f"speculation {'on' if how else 'off'}: {report['steps']} steps, ", end="")
-        print(f"{report['num_accepted_draft_tokens']} of {report['num_draft_tokens']} guesses held")
+        print(f"speculation {'on' if how else 'off'}: {answer.usage.completion_tokens} tokens ", end="")
+        print(f"in {report['steps']} steps, ", end="")
+        print(f"{report['num_accepted_draft_tokens']} of {report['num_draft_tokens']} draft tokens accepted")
     print(f"      the same text: {texts[0] == texts[1]}\n")
 
 

@@ -8,8 +8,11 @@ the extras, packages and targets it names must exist. A command nobody answers e
 
 from __future__ import annotations
 
+import ast
+import asyncio
 import contextlib
 import importlib
+import inspect
 import io
 import json
 import os
@@ -163,6 +166,22 @@ class Shell:
             self._warm(),
         ):
             exec(compile(block, "<block>", "exec"), self.spaces)
+        return out.getvalue()
+
+    def notebook(self, file: Path) -> str:
+        """Runs the cells of a notebook one after the other, in an event loop as notebooks do; says what they printed."""
+        cells = [cell for cell in json.loads(file.read_text())["cells"] if cell["cell_type"] == "code"]
+
+        async def run() -> None:
+            for number, cell in enumerate(cells, 1):
+                flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+                made = eval(compile("".join(cell["source"]), f"<cell {number}>", "exec", flags), self.spaces)
+                if inspect.isawaitable(made):
+                    await made
+
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out), self._warm():
+            asyncio.run(run())
         return out.getvalue()
 
     def _python(self, words: list[str], _: str) -> int:

@@ -111,6 +111,24 @@ def test_examples_without_a_server_run(script: str, shell: Shell) -> None:
 
 
 @pytest.mark.model
+def test_the_notebook_runs(shell: Shell) -> None:
+    printed = shell.notebook(ROOT / "examples" / "outrider.ipynb")
+    assert "the same tokens: True" in printed
+    drafted, plain = map(int, re.findall(r"steps: (\d+) with speculation, (\d+) without", printed)[0])
+    assert drafted < plain
+
+
+@pytest.mark.model
+def test_the_drafter_of_the_page_is_right_often_enough(shell: Shell) -> None:
+    """Its figures are of an LLM of its own, so that no text of other tests is in its table."""
+    drafter, used = (b for b in blocks_of((ROOT / "docs" / "drafters.md").read_text()) if b.language == "python")
+    (shell.folder / drafter.file).write_text(drafter.text)
+    printed = shell.python(used.text)
+    (fewer, tokens, _), (steps, same, _) = re.findall(r"(\d+) steps for (\d+) tokens; (\d+) draft", printed)
+    assert int(fewer) < int(steps) == int(tokens) == int(same)
+
+
+@pytest.mark.model
 def test_the_curl_example_runs_where_there_is_no_curl(shell: Shell, server: Served) -> None:
     ended = shell.sh(f"sh examples/curl.sh {server.url}")
     assert ended.code == 0, ended.out + ended.err

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from outrider import LLM, OutriderError, SamplingParams, Settings
+from outrider import LLM, Event, OutriderError, SamplingParams, Settings
 from outrider.errors import InvalidRequest
 from outrider.types import Speculation
 from tests.serve.conftest import write_tiny
@@ -116,10 +117,73 @@ def test_a_stream_that_is_left_is_aborted(tiny: LLM) -> None:
         stream = tiny.stream("a", **ENDLESS)
         async for _ in stream:
             break
-        await stream.aclose()  # type: ignore[attr-defined]
+        await stream.aclose()
 
     asyncio.run(main())
     assert not tiny.driver.run(lambda: dict(tiny.engine.live))
+
+
+def test_a_stream_is_read_by_for_as_by_async_for(tiny: LLM) -> None:
+    """In a thread, in the main one, and in a program whose event loop runs, such as a notebook."""
+    expected = tiny.generate("a", SHORT)[0]
+
+    async def read() -> list[Event]:
+        return [event async for event in tiny.stream("a", SHORT)]
+
+    async def in_a_notebook() -> list[Event]:
+        return list(tiny.stream("a", SHORT))
+
+    with ThreadPoolExecutor(1) as threads:
+        in_thread = threads.submit(lambda: list(tiny.stream("a", SHORT))).result()
+    for events in (list(tiny.stream("a", SHORT)), in_thread, asyncio.run(read()), asyncio.run(in_a_notebook())):
+        assert [token for event in events for token in event.token_ids] == expected.token_ids
+        assert "".join(event.text for event in events) == expected.text
+        assert events[-1].finish_reason == expected.finish_reason
+    ended = tiny.stream("a", SHORT)
+    assert list(ended) and list(ended) == []
+
+
+def test_breaking_out_of_a_for_loop_aborts(tiny: LLM) -> None:
+    for _ in tiny.stream("a", **ENDLESS):
+        break
+    assert not tiny.driver.run(lambda: dict(tiny.engine.live))
+
+    async def main() -> None:
+        async for _ in tiny.stream("a", **ENDLESS):
+            break
+
+    asyncio.run(main())
+    assert not tiny.driver.run(lambda: dict(tiny.engine.live))
+    kept = tiny.stream("a", **ENDLESS)
+    next(kept)
+    kept.close()
+    assert list(kept) == [] and not tiny.driver.run(lambda: dict(tiny.engine.live))
+
+
+def test_a_stream_that_is_never_read_starts_nothing(tiny: LLM) -> None:
+    stream = tiny.stream("a", **ENDLESS)
+    assert not tiny.driver.run(lambda: dict(tiny.engine.live))
+    assert stream.request_id
+
+
+# -------------------------------------------------------------------------------------------- what it looks like
+
+
+def test_repr_says_what_it_is(tiny: LLM, folder: Path) -> None:
+    assert repr(tiny) == f"LLM({str(folder)!r}, device='cpu', dtype='float32', draft='none')"
+
+
+def test_a_text_is_one_message_of_a_user(tiny: LLM) -> None:
+    said = tiny.chat([{"role": "user", "content": "hi"}], SHORT)[0]
+    assert tiny.chat("hi", SHORT)[0].token_ids == said.token_ids
+    assert tiny.chat("hi", SHORT)[0].prompt_ids == said.prompt_ids
+
+
+def test_the_other_engines_outputs_name_the_text(tiny: LLM) -> None:
+    said = tiny.generate("a", SHORT)[0]
+    with pytest.raises(AttributeError, match=r"\.text is the first choice's, \.choices has all"):
+        said.outputs[0].text  # noqa: B018
+    assert not hasattr(said, "outputs")
 
 
 # --------------------------------------------------------------------------------------------------- the end
@@ -191,7 +255,7 @@ def test_arrays_and_tensors_of_ids(tiny: LLM) -> None:
     assert [one.token_ids for one in both] == [expected, expected]
 
 
-@pytest.mark.parametrize("messages", ["text", None, 1, {"role": "user", "content": "a"}, b"x"])
+@pytest.mark.parametrize("messages", [None, 1, {"role": "user", "content": "a"}, b"x"])
 def test_messages_of_the_wrong_kind(tiny: LLM, messages: Any) -> None:
     with pytest.raises(InvalidRequest, match="messages must be a list") as refused:
         tiny.chat(messages, SHORT)

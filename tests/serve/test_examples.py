@@ -5,6 +5,7 @@ run in test_clients.py.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -41,6 +42,7 @@ def test_the_python_sdk(served: Served) -> None:
     assert "tool: get_weather({'city': " in printed
     assert "the same text: True" in printed
     assert "tokens of it came true" in printed
+    assert re.search(r"speculation on: \d+ tokens in \d+ steps, \d+ of \d+ draft tokens accepted", printed)
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import itertools
 import queue
 import secrets
 import time
 import warnings
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from functools import cached_property, partial
@@ -36,6 +35,7 @@ from outrider.engine.output import Output, make_output
 from outrider.engine.planning import expect_score, guards_of, watch_draft
 from outrider.engine.prompts import Message, Prompt, as_list, check_messages, plain_list
 from outrider.engine.runner import EagerRunner, Runner
+from outrider.engine.stream import Stream
 from outrider.errors import InvalidRequest, OutOfMemory, OutriderError, UnsupportedModel, stopped
 from outrider.load.checkpoint import Checkpoint, check_shapes, open_checkpoint
 from outrider.load.find import find, published_sampling
@@ -60,8 +60,6 @@ SAMPLES = (
 
 SMALL = 10**9  # numbers in a model that a GPU is done with before its kernels are started: it gets more rows
 SEED_BITS = 53  # of a drawn seed: every language's JSON can hold it
-
-LOOK_SECONDS = 0.5  # between two looks at an engine that is silent
 
 
 class LLM:
@@ -96,6 +94,7 @@ class LLM:
         self.memory: Memory | None = None  # of the GPU, where there is one
         if runs_on_gpu(self.settings):
             wake_gpu()
+        self.name = str(model)
         parts = parse_draft(draft)
         check_parts(parts, cache_folder())
         parts = tuple(load_source(part) if part.kind == "own" else part for part in parts)
@@ -156,69 +155,31 @@ class LLM:
 
     def chat(
         self,
-        messages: Seq[Message] | Seq[Seq[Message]],
+        messages: str | Seq[Message] | Seq[Seq[Message]],
         params: SamplingParams | Seq[SamplingParams] | None = None,
         owner: str = "",
         **options: Any,
     ) -> list[Output]:
-        """Answer one conversation or many, through the model's own chat template."""
+        """Answer one conversation or many, through the model's own chat template. A text is one message of a user."""
         self.driver.check()
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
         check_messages(messages)
         many = messages if messages and not isinstance(messages[0], Mapping) else [messages]
         ids = [self.chat_ids(m) for m in many]  # type: ignore[arg-type]
         return self._collect(ids, self._params(params, options), owner)
 
-    async def stream(
+    def stream(
         self, prompt: Prompt | Seq[Message], params: SamplingParams | None = None, **options: Any
-    ) -> AsyncIterator[Event]:
-        """Events as they come, for a prompt or a conversation. Leaving the loop aborts the request."""
+    ) -> Stream:
+        """Events as they come, for a prompt or a conversation: with `for` or with `async for`. Leaving the loop aborts
+        the request.
+        """
         self.driver.check()
         is_chat = isinstance(prompt, (list, tuple)) and bool(prompt) and isinstance(prompt[0], Mapping)
         ids = self.chat_ids(prompt) if is_chat else self._prompt_ids(prompt, "prompt")  # type: ignore[arg-type]
         one = self._params(params, options)
-        loop = asyncio.get_running_loop()
-        heard: asyncio.Queue[Event | BaseException] = asyncio.Queue()
-        request = self.request(ids, one if isinstance(one, SamplingParams) else one[0])
-
-        def listen(event: Event | BaseException) -> None:
-            loop.call_soon_threadsafe(heard.put_nowait, event)
-
-        def start() -> None:
-            try:
-                self.driver.add([request], listen)
-            except BaseException as refused:
-                with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
-                    listen(refused)
-
-        left = request.params.n
-        self.driver.post(start)  # from here on an abort comes after it, also if nobody waits any more
-        try:
-            while left:
-                event = await self._heard(heard)
-                left -= event.finish_reason is not None
-                yield event
-        finally:
-            if left:
-                with contextlib.suppress(
-                    OutriderError
-                ):  # closed, or a forked child: there is nothing to abort
-                    self.driver.abort(request.id)
-
-    async def _heard(self, heard: asyncio.Queue[Event | BaseException]) -> Event:
-        """The next event. Looks now and then whether the engine is there at all to send one."""
-        while True:
-            try:
-                async with asyncio.timeout(LOOK_SECONDS):
-                    event = await heard.get()
-            except TimeoutError:
-                if heard.empty():
-                    self.driver.check()
-                continue
-            if isinstance(event, InvalidRequest):
-                raise event
-            if isinstance(event, BaseException):
-                raise stopped(event) from event
-            return event
+        return Stream(self.driver, self.request(ids, one if isinstance(one, SamplingParams) else one[0]))
 
     def abort(self, request_id: str) -> None:
         """End a running request; what it has written so far is delivered with finish_reason 'abort'."""
@@ -226,6 +187,13 @@ class LLM:
 
     def close(self) -> None:
         self.driver.close()
+
+    def __repr__(self) -> str:
+        facts = {"device": self.model.device.type, "dtype": str(self.model.dtype).removeprefix("torch.")}
+        if self.settings.weights not in ("auto", facts["dtype"]):
+            facts["weights"] = self.settings.weights
+        said = ", ".join(f"{name}={value!r}" for name, value in {**facts, "draft": self.drafter}.items())
+        return f"LLM({self.name!r}, {said})"
 
     def __enter__(self) -> LLM:
         return self

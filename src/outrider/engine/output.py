@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 from outrider.types import FinishReason, Request, Sequence, TokenLogprob
 
@@ -65,6 +66,12 @@ class Output:
     @property
     def stats(self) -> Stats:
         return self.choices[0].stats
+
+    @property
+    def outputs(self) -> NoReturn:
+        raise AttributeError(
+            "an Output has no .outputs: .text is the first choice's, .choices has all (.choices[0].text)"
+        )
 
 
 def make_output(

@@ -58,7 +58,7 @@ async def _unrouted(request: Any, error: Any) -> Response:
             return refusal(ApiError(404, why, code="not_supported"), own)
         wrong = ApiError(404, f"there is no {{path}}{_near(path)}", code="not_found", path=path)
         return refusal(wrong, own)
-    takes = request.scope["route"].method
+    takes = next(route.method for route in ROUTES if route.path_regex.match(path))
     response = refusal(ApiError(405, f"{{path}} takes {takes}", code="method_not_allowed", path=path), own)
     response.headers["allow"] = takes
     return response
