@@ -3,9 +3,11 @@
     python -m bench.serve_load smollm2-135m --minutes 5 [--prompts FILE.jsonl] [--json OUT.json] [-- SERVER FLAGS]
 
 Every request is seeded and was asked once alone, before the load: an answer must be that answer, an answer
-broken off by its client must be its beginning. The cache is small, so that sequences are preempted as well.
+broken off by its client must be its beginning. Some answers follow a grammar, and some a grammar that no request
+had before. The cache is small, so that sequences are preempted as well.
 Checked at the end: nothing lost or mixed up, no queue entry left, every slot of the cache free (a request
-that needs them all is answered), memory flat after a warm-up, the queue never longer than configured. Then
+that needs them all is answered), the queue never longer than configured, and memory, descriptors and threads of all
+the server's processes flat after a warm-up of a fifth of the time. Then
 SIGTERM under load: every stream finishes or is told, the server leaves in time and no process stays behind.
 Leaves with 1 if any of this fails. How fast a server is under load is for `outrider bench serve` to measure.
 """
@@ -38,11 +40,12 @@ from outrider.load.find import find
 from outrider.settings import cache_folder
 
 CHAT = "/v1/chat/completions"
-KINDS = {"abort": 0.30, "bad": 0.10, "slow": 0.10}  # shares; the rest are ordinary
+KINDS = {"abort": 0.30, "bad": 0.10, "slow": 0.10, "grammar": 0.05}  # shares; the rest are ordinary
 PATIENCE = 600.0  # seconds after which an answer counts as lost: the server's own limit for a request
 DRAIN = 20.0
 LEAVE = 8.0  # seconds after the drain: the engine's five and the last connections' two, and one
 
+GRAMMAR = "[A-Z][a-z]{2,9}(,? [a-z]{2,9}){4,20}[.]"
 HELLO = [{"role": "user", "content": "hello"}]
 NONSENSE: list[tuple[str, Any, int]] = [
     (CHAT, b'{"messages": [', 400),
@@ -75,7 +78,9 @@ class Tally:
     wrong: list[str] = field(default_factory=list)
     queued: int = 0  # answers that had waited
     ids: set[str] = field(default_factory=set)
-    memory: list[tuple[float, int, int]] = field(default_factory=list)  # seconds, API process, engine
+    held: list[dict[str, float]] = field(
+        default_factory=list
+    )  # what the server's processes hold, once a second
     waiting: list[int] = field(default_factory=list)
     running: list[int] = field(default_factory=list)
 
@@ -216,6 +221,9 @@ class Crowd:
         if kind == "bad":
             await self._nonsense(connection, *chance.choice(NONSENSE))
             return
+        if kind == "grammar":
+            await self._new_grammar(connection, case, next(self._numbers))
+            return
         reading = Reading(connection, case, self.tally)
         if kind == "abort":
             await self._leave_early(reading, chance)
@@ -240,6 +248,18 @@ class Crowd:
                 break
         reading.check_beginning()
 
+    async def _new_grammar(self, connection: Connection, case: Case, number: int) -> None:
+        """An answer to a grammar that is compiled for it alone."""
+        body = {**case.body, "structured_outputs": {"regex": f"{number}: [a-z]{{3,9}}( [a-z]{{2,8}}){{1,3}}"}}
+        reading = Reading(connection, Case({**body, "max_tokens": 64}), self.tally)
+        await reading.start()
+        async for _ in reading.steps():
+            pass
+        if reading.told:
+            raise Told(reading.told)
+        if not reading.text.startswith(f"{number}: "):
+            raise RuntimeError(f"the answer to grammar {number} is {reading.text!r}")
+
     async def _nonsense(self, connection: Connection, path: str, body: Any, expected: int) -> None:
         reply = await connection.ask("POST", path, body)
         if reply.status == 503 and "retry-after" in reply.headers:
@@ -248,13 +268,13 @@ class Crowd:
             raise RuntimeError(f"{body!r} had {reply.status} {reply.body[:200]!r}, not {expected}")
 
     async def watch(self) -> None:
-        """Memory and queue, once a second, until cancelled."""
+        """What the processes hold, and the queue, once a second, until cancelled."""
         begin = time.monotonic()
         while True:
             gauges = await self.server.metrics()
             self.tally.waiting.append(int(gauges["num_requests_waiting"]))
             self.tally.running.append(int(gauges["num_requests_running"]))
-            self.tally.memory.append((time.monotonic() - begin, *self.server.memory()))
+            self.tally.held.append({"seconds": time.monotonic() - begin, **self.server.held()})
             await asyncio.sleep(1)
 
 
@@ -274,7 +294,7 @@ async def asked_alone(server: Server, case: Case) -> tuple[str, str | None, int]
 
 
 def cases_of(prompts: Sequence[str], tokens: int, seed: int) -> list[Case]:
-    """Long and short answers, greedy and drawn, guessed and plain."""
+    """Long and short answers, greedy and drawn, guessed and plain, some of them after a grammar."""
     chance = random.Random(seed)
     return [
         Case(
@@ -286,6 +306,7 @@ def cases_of(prompts: Sequence[str], tokens: int, seed: int) -> list[Case]:
                 "speculative_decoding": (True, {"depth": 4}, False)[number % 3],
                 "stream": True,
                 "stream_options": {"include_usage": True},
+                **({"structured_outputs": {"regex": GRAMMAR}} if number % 4 == 3 else {}),
             }
         )
         for number, prompt in enumerate(prompts)
@@ -338,11 +359,11 @@ async def stopped_under_load(server: Server, crowd: Crowd, clients: int, busy: f
     }
 
 
-def flat(samples: Sequence[tuple[float, int]], slack: float) -> tuple[bool, float, float]:
-    """Whether memory stays level: megabytes in the second fifth of the time and in the last, by medians."""
+def flat(samples: Sequence[float], slack: float) -> tuple[bool, float, float]:
+    """Whether something stays level, and what it is in the second fifth of the time and in the last, by medians."""
     fifth = max(1, len(samples) // 5)
-    early = statistics.median(value for _, value in samples[fifth : 2 * fifth] or samples) / 2**20
-    late = statistics.median(value for _, value in samples[-fifth:]) / 2**20
+    early = statistics.median(samples[fifth : 2 * fifth] or samples)
+    late = statistics.median(samples[-fifth:])
     return late - early <= max(slack, 0.03 * early), early, late
 
 
@@ -369,11 +390,10 @@ async def measure(server: Server, given: argparse.Namespace, prompts: Sequence[s
     checks["the engine never died"] = totals.get("engine_restarts_total", 0) == 0
     checks["the queue kept its limit"] = max(tally.waiting) <= given.queue
     checks["sequences kept their limit"] = max(tally.running) <= given.sequences
-    memory: dict[str, list[float]] = {}
-    for place, who in ((1, "API process"), (2, "engine")):
-        level, early, late = flat([(row[0], row[place]) for row in tally.memory], given.slack)
-        checks[f"memory of the {who} is flat"] = level
-        memory[who] = [early, late]
+    held: dict[str, list[float]] = {}
+    for name in tally.held[0].keys() - {"seconds"}:
+        level, *held[name] = flat([row[name] for row in tally.held], given.slack)
+        checks[f"{name} is flat"] = level
     during = dict(tally.outcomes)
     stop = await stopped_under_load(server, crowd, given.clients, min(5.0, 20 * given.minutes))
     checks["nothing lost or mixed up"] = not tally.wrong
@@ -389,8 +409,8 @@ async def measure(server: Server, given: argparse.Namespace, prompts: Sequence[s
         "preemptions": totals["num_preemptions_total"],
         "tokens": totals["generation_tokens_total"],
         "disconnects": totals.get("client_disconnects_total", 0),
-        "memory_mb": memory,
-        "memory_over_time": tally.memory,
+        "held": held,
+        "held_over_time": tally.held,
         "stop": stop,
         "checks": checks,
     }
@@ -402,8 +422,8 @@ def show(report: dict[str, Any]) -> None:
         print(f"| {kind} | {count} |")
     for name in ("queued", "waiting_most", "running_most", "preemptions", "disconnects", "tokens"):
         print(f"| {name.replace('_', ' ')} | {report[name]:g} |")
-    for who, (early, late) in report["memory_mb"].items():
-        print(f"| memory of the {who}, early -> late | {early:.1f} -> {late:.1f} MB |")
+    for name, (early, late) in sorted(report["held"].items()):
+        print(f"| {name}, early -> late | {early:.1f} -> {late:.1f} |")
     stop = report["stop"]
     print(f"| after SIGTERM | code {stop['code']} in {stop['seconds']:.1f} s; {stop['outcomes']} |")
     for name, good in report["checks"].items():
@@ -429,7 +449,7 @@ def main() -> int:
     parser.add_argument("--sequences", type=int, default=16)
     parser.add_argument("--queue", type=int, default=40, help="requests that may wait; others are refused")
     parser.add_argument("--cache-tokens", type=int, default=1024)
-    parser.add_argument("--slack", type=float, default=8.0, help="megabytes by which flat memory may grow")
+    parser.add_argument("--slack", type=float, default=8.0, help="what is flat may grow by: MB, or a number")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     given = arguments(parser)

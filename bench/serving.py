@@ -102,9 +102,18 @@ class Server:
         children = psutil.Process(self.process.pid).children()
         return next(child for child in children if "engine_process" in " ".join(child.cmdline()))
 
-    def memory(self) -> tuple[int, int]:
-        """Bytes resident: of the API process, of the engine."""
-        return psutil.Process(self.process.pid).memory_info().rss, self.engine().memory_info().rss
+    def held(self) -> dict[str, float]:
+        """What the server's processes hold: resident memory in MB by process, descriptors and threads of all."""
+        own, engine = psutil.Process(self.process.pid), self.engine()
+        family = [own, *own.children(recursive=True)]
+        sizes = {process.pid: process.memory_info().rss / 2**20 for process in family}
+        return {
+            "memory of the API process": sizes.pop(own.pid),
+            "memory of the engine": sizes.pop(engine.pid),
+            "memory of other processes": sum(sizes.values()),
+            "number of descriptors": sum(process.num_fds() for process in family),
+            "number of threads": sum(process.num_threads() for process in family),
+        }
 
     async def metrics(self) -> dict[str, float]:
         """Every series by name, labels summed over."""

@@ -89,6 +89,6 @@ def test_a_foreign_event_a_foreign_beginning_and_an_error_are_seen() -> None:
 
 
 def test_growing_memory_is_seen() -> None:
-    level = [(float(i), 2**28 + i % 3) for i in range(50)]
-    assert flat(level, 8)[0]
-    assert not flat([(t, value + int(t) * 2**20) for t, value in level], 8)[0]
+    level = [256.0 + i % 3 for i in range(50)]
+    assert flat(level, 8) == (True, 257, 257)
+    assert not flat([value + i for i, value in enumerate(level)], 8)[0]
