@@ -101,7 +101,7 @@ FAULTS = [
     Fault("probes made twice", "control/resident.py", "self.idle_time[one.drafter] = 0.0  # at once", "pass  # at once",
           "control/test_resident.py"),
     Fault("no risk among several", "control/acceptance.py", "return sqrt(squares / len(rates))", "return 0.0",
-          "control/test_acceptance.py control/test_resident.py bench/test_plan.py"),
+          "control/test_acceptance.py control/test_resident.py"),
     Fault("bytes of tokens lost", "load/tokenizer.py", "self[token] = found = self._tokenizer",
           "self[token] = b''\n        found = self._tokenizer", "load/test_tokenizer.py engine/test_text.py"),
     # The law, and what is drawn and accepted by it.
