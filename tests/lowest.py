@@ -15,7 +15,10 @@ BOUND = re.compile(r"([\w-]+)>=([\w.]+)")
 
 def lowest(project: dict) -> dict[str, str]:
     extras = project["optional-dependencies"]
-    asked = [*project["dependencies"], *(one for name, some in extras.items() if name != "gpu" for one in some)]
+    asked = [
+        *project["dependencies"],
+        *(one for name, some in extras.items() if name != "gpu" for one in some),
+    ]
     found = (BOUND.match(one) for one in asked)
     return {match[1]: match[2] for match in found if match and match[1] not in LEFT_OUT}
 

@@ -38,8 +38,8 @@ class Fault:
 
 
 STEP, DRAW, ROWS = (f"model/kernels/gpu/{name}.py" for name in ("step_ops", "draw", "rows"))
-ATTENTION, NEW_ROW = "model/kernels/gpu/attention.py", "rows.append(np.full(len(at[-1]), sequence.row))"
-RUNNER, PASSES = "engine/graph_runner.py", "(row == spare) | (commits == 0), length, length + PASSES"
+ATTENTION = "model/kernels/gpu/attention.py"
+RUNNER, PASSES = "engine/graph_runner.py", "(row == spare) | (commits == 0), length, length + passes"
 
 FAULTS = [
     # Steps on a device.
@@ -47,9 +47,9 @@ FAULTS = [
           "model/gpu/test_step_ops.py::test_commit"),
     Fault("a slot of the path one off", STEP, "inputs_stride + 3 + held", "inputs_stride + 2 + held",
           "model/gpu/test_step_ops.py::test_commit"),
-    Fault("the walk down the tree", STEP, "tl.where(held > 0, held - 1, NODES)", "tl.where(held > 0, held, NODES)",
+    Fault("the walk down the tree", STEP, "tl.where(held > 0, held - 1, nodes)", "tl.where(held > 0, held, nodes)",
           "model/gpu/test_step_ops.py::test_commit"),
-    Fault("entries before a text's first", STEP, "entry = tl.maximum(length + entry, least)",
+    Fault("entries before a text's first", STEP, "entry = tl.maximum(length + entry, behind)",
           "entry = tl.maximum(length + entry, 0)", "model/gpu/test_step_ops.py::test_build_batch"),
     Fault("padding that grows", STEP, PASSES, PASSES.replace("(row == spare) | (commits == 0)", "commits < 0"),
           "model/gpu/test_step_ops.py::test_append_tokens"),
@@ -63,7 +63,7 @@ FAULTS = [
           "model/gpu/test_step_ops.py::test_the_position_sampled_for_counts"),
     Fault("temperatures left out", DRAW, "            divisor = heat\n",
           "            divisor = 1.0\n", "model/gpu/test_step_ops.py::test_draw"),
-    Fault("choices in the wrong columns", DRAW, "columns + row % EACH * MOST + place", "columns + place",
+    Fault("choices in the wrong columns", DRAW, "columns + row % each * MOST + place", "columns + place",
           "model/gpu/test_step_ops.py::test_draw"),
     Fault("a tie that goes to the higher id", DRAW, "better = other > score", "better = other >= score",
           "model/gpu/test_kernels.py::test_ties_go_to_the_lowest_id"),
@@ -77,8 +77,8 @@ FAULTS = [
           "tl.maximum(position - window, 0)", "model/gpu/test_kernels.py::test_attention"),
     Fault("a row of the embedding", ROWS, "token % HIGH * DEPTH", "(token + 1) % HIGH * DEPTH",
           "model/gpu/test_kernels.py::test_embedding_is_the_rows_as_they_were"),
-    Fault("a draft that reads another's text", "draft/lm.py", NEW_ROW,
-          NEW_ROW.replace("sequence.row", "sequences[0].row"), "engine/test_resident_drafts.py"),
+    Fault("a draft that reads another's text", "draft/lm.py", "[s.row for s in sequences]",
+          "[sequences[0].row for s in sequences]", "draft/test_lm.py"),
     Fault("a draft node that nobody fed counted as read", "draft/progress.py", "len(path) - leaf)", "len(path))",
           "draft/test_lm.py draft/test_resident.py"),
     Fault("a node in another's slot", "draft/merged.py", "order[merged] = int(first) + node", "order[merged] = node",
@@ -92,15 +92,15 @@ FAULTS = [
           "engine/test_identity.py"),
     Fault("a default drafter on the host that is never asked", RUNNER, "drafter = how.drafter or self.default",
           "drafter = how.drafter or 'none'", "engine/test_graph_runner.py engine/test_matrix.py"),
-    Fault("steps in flight that a prompt waits for", "engine/engine.py", "self.runner.lag if work and self.live else 0",
-          "self.runner.lag if self.live and work and all(o.emits for o in work) else 0", "engine/test_in_flight.py"),
+    Fault("steps in flight that a prompt waits for", "engine/engine.py", "self.runner.lag if work else 0",
+          "self.runner.lag if work and all(o.emits for o in work) else 0", "engine/test_in_flight.py"),
     Fault("tokens of who was preempted, emitted twice", "types.py", "self.sequence.finish_reason is None and self.",
           "self.sequence.finish_reason is None or self.", "engine/test_identity.py engine/test_in_flight.py"),
     Fault("a drafter that takes a step with it", RUNNER, "self._without_drafts(step, inputs)", "inputs",
           "engine/test_in_flight.py"),
     Fault("probes made twice", "control/resident.py", "self.idle_time[one.drafter] = 0.0  # at once", "pass  # at once",
           "control/test_resident.py"),
-    Fault("no risk among several", "control/acceptance.py", "return sqrt(squares / len(rates))", "return 0.0",
+    Fault("no risk among several", "control/acceptance.py", "CAUTION * np.sqrt(", "0.0 * np.sqrt(",
           "control/test_acceptance.py control/test_resident.py"),
     Fault("bytes of tokens lost", "load/tokenizer.py", "self[token] = found = self._tokenizer",
           "self[token] = b''\n        found = self._tokenizer", "load/test_tokenizer.py engine/test_text.py"),
@@ -146,7 +146,8 @@ FAULTS = [
           "draft/test_lookup.py"),
     Fault("nodes by another's numbers", "draft/merged.py", "{merged: own for own", "{own: own for own",
           "draft/test_merged.py"),
-    Fault("rows that others asked for", "control/planner.py", "rows = batch + sum(", "rows = batch - sum(",
+    Fault("rows that others asked for", "control/staged.py", "rows = costs.ragged_plain(batch), batch + asked",
+          "rows = costs.ragged_plain(batch), batch - asked",
           "control/test_planner.py"),
     # Text, and the server.
     Fault("a stop string shown in part", "engine/text.py", "    return longest\n", "    return 0\n",

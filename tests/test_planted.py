@@ -1,0 +1,16 @@
+"""The table of planted faults: each still has its place in the source, and tests that exist."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.planted import FAULTS, ROOT, Fault
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.what)
+def test_a_fault_has_one_place_and_its_tests(fault: Fault) -> None:
+    assert (ROOT / "src" / "outrider" / fault.file).read_text().count(fault.old) == 1
+    assert fault.old != fault.new
+    for test in fault.tests.split():
+        file, _, name = test.partition("::")
+        assert f"def {name}" in (ROOT / "tests" / file).read_text()
