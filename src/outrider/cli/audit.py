@@ -190,7 +190,7 @@ def _watched(stage: str, report: Report, run: Callable[[Callable[..., None]], F]
         latest[:] = [found]
         differing = f", {found.differing} DIFFER" if found.differing else ""
         compared = f"{found.compared} tokens compared, {found.drafted.total()} drafted{differing}"
-        say(f"{what}, {compared}" if what else compared, done)
+        say(f"{compared}; {what}" if what else compared, done)
         if found.seconds - kept_at > 10:
             kept_at = found.seconds
             report[stage] = found.as_json()

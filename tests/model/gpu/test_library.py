@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 
 import pytest
@@ -52,6 +53,26 @@ class Product:
         out.copy_(x.float() @ weight.float().transpose(1, 2))
         if x.shape[1] in self.off:
             out[-1, -1, -1] += 0.5
+
+
+def test_only_the_note_that_the_choice_is_experimental_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    asked = []
+
+    def choose(name: str) -> None:
+        asked.append(name)
+        os.write(
+            2, b"[W Context.cpp:541] " + library.EXPERIMENTAL + b". If you see any error\nanother line\n"
+        )
+
+    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", choose)
+    library._choose_quietly.cache_clear()
+    library._choose_quietly()
+    library._choose_quietly()
+    os.write(2, b"and more\n")
+    assert capfd.readouterr().err == "another line\nand more\n" and asked == ["cublaslt"]
+    library._choose_quietly.cache_clear()
 
 
 def packed(outputs: int, inputs: int, halves: int = 1) -> matmul.Packed:

@@ -12,7 +12,9 @@ depends on how many rows there are, so passes are padded up to row counts that w
 
 from __future__ import annotations
 
-import warnings
+import functools
+import os
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +31,7 @@ from outrider.model.kernels.gpu.launch import await_previous, chained, let_next_
 FEWEST, MOST, STEP = 64, 2048, 64  # rows above which, up to which and in what steps it is asked
 COUNTS = tuple(range(128, MOST + 1, STEP))
 GATE_BLOCK = 1024
+EXPERIMENTAL = b"preferred_blas_library is an experimental feature"
 
 # x [S, R, inputs] by weights [S, outputs, inputs] into [S, R, outputs], as exact as that is: each of S by itself.
 Product = Callable[[Tensor, Tensor, Tensor], None]
@@ -95,9 +98,6 @@ def _into(x: Tensor, out: Tensor) -> dict[str, Any]:
 
 WAYS: tuple[Product, ...] = (one_by_one, batched)
 
-# torch says so once, when `_unsplit` first chooses a library. same_bits.py compares every result that is used.
-warnings.filterwarnings("ignore", message=r"torch\.backends\.cuda\.preferred_blas_library is an experimental")
-
 
 @contextmanager
 def _unsplit() -> Iterator[None]:
@@ -108,6 +108,7 @@ def _unsplit() -> Iterator[None]:
     before = cuda.preferred_blas_library()
     reduced = cuda.matmul.allow_bf16_reduced_precision_reduction
     split = cuda.matmul.allow_bf16_reduced_precision_reduction_split_k
+    _choose_quietly()
     cuda.preferred_blas_library("cublaslt")  # first, as cuBLAS itself cannot be kept from splitting
     cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)
     try:
@@ -115,6 +116,25 @@ def _unsplit() -> Iterator[None]:
     finally:
         cuda.matmul.allow_bf16_reduced_precision_reduction = (reduced, split)
         cuda.preferred_blas_library(before)
+
+
+@functools.cache
+def _choose_quietly() -> None:
+    """Chooses cublaslt for the first time in this process, which makes torch write to the file of stderr that the choice
+    is experimental. Results are compared before they are used (same_bits.py), so that line is left out.
+    """
+    own = os.dup(2)
+    with tempfile.TemporaryFile() as written:
+        os.dup2(written.fileno(), 2)
+        try:
+            torch.backends.cuda.preferred_blas_library("cublaslt")
+        finally:
+            os.dup2(own, 2)
+            os.close(own)
+        written.seek(0)
+        for line in written:
+            if EXPERIMENTAL not in line:
+                os.write(2, line)
 
 
 def can_forbid_splits() -> bool:
