@@ -1,7 +1,7 @@
 """Faults planted one at a time into a copy of the source, and whether the tests that every run takes notice them.
 
     make test-planted
-    python -m tests.planted [--only WORDS] [--jobs N]
+    python -m tests.planted [--only WORDS] [--sample N] [--jobs N]
 
 A fault that is not noticed, or whose place in the source is gone, fails the run: mend the test, or this table. Each was
 a real mistake once, was planted by hand while its code was written, or was found not to be noticed.
@@ -212,14 +212,24 @@ def noticed(fault: Fault, root: Path) -> tuple[str, float]:
     return verdict, time.monotonic() - begin
 
 
+def sample(faults: list[Fault], size: int | None) -> list[Fault]:
+    """The next `size` faults, by the number of commits: a run for every commit plants each of them in turn."""
+    if size is None or size >= len(faults):
+        return faults
+    counted = subprocess.run(["git", "rev-list", "--count", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    first = size * int(counted.stdout or 0)
+    return [faults[(first + i) % len(faults)] for i in range(size)]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", default="", help="faults with these words in their names")
+    parser.add_argument("--sample", type=int, help="so many of them, others with every commit")
     parser.add_argument("--jobs", type=int, default=usable_cores())
     given = parser.parse_args()
-    faults = [fault for fault in FAULTS if given.only in fault.what]
+    faults = sample([fault for fault in FAULTS if given.only in fault.what], given.sample)
     with tempfile.TemporaryDirectory(prefix="planted-") as folder, ThreadPoolExecutor(given.jobs) as pool:
         roots: queue.SimpleQueue[Path] = queue.SimpleQueue()
         for number in range(given.jobs):

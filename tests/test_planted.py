@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.planted import FAULTS, ROOT, Fault
+from tests.planted import FAULTS, ROOT, Fault, sample
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.what)
@@ -14,3 +14,9 @@ def test_a_fault_has_one_place_and_its_tests(fault: Fault) -> None:
     for test in fault.tests.split():
         file, _, name = test.partition("::")
         assert f"def {name}" in (ROOT / "tests" / file).read_text()
+
+
+def test_a_sample_is_some_of_them() -> None:
+    assert sample(FAULTS, None) == sample(FAULTS, len(FAULTS)) == FAULTS
+    some = sample(FAULTS, 3)
+    assert len(some) == 3 and all(fault in FAULTS for fault in some)

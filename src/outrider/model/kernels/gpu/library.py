@@ -120,8 +120,8 @@ def _unsplit() -> Iterator[None]:
 
 @functools.cache
 def _choose_quietly() -> None:
-    """Chooses cublaslt for the first time in this process, which makes torch write to the file of stderr that the choice
-    is experimental. Results are compared before they are used (same_bits.py), so that line is left out.
+    """Chooses cublaslt for the first time in this process. torch then writes to the file of stderr that the choice is
+    experimental. Results are compared before they are used (same_bits.py), so that line is left out.
     """
     own = os.dup(2)
     with tempfile.TemporaryFile() as written:
