@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from outrider.errors import InvalidRequest, suggest, suggesting
+from outrider.errors import LONGEST_NAME, InvalidRequest, brief, suggest, suggesting
 
 MODES: tuple[str, ...] = ("coupled", "rejection", "lossy")
 RULES: tuple[str, ...] = ("typical", "threshold")
@@ -50,7 +50,7 @@ class Speculation:
         for name, known in (("mode", MODES), ("rule", RULES)):
             value = getattr(self, name)
             if value not in known:
-                raise InvalidRequest(f"unknown {name} {value!r}{suggest(str(value), known)}", name)
+                raise InvalidRequest(f"unknown {name} {brief(value)}{suggest(value, known)}", name)
         if self.drafter is not None and not isinstance(self.drafter, str):
             raise InvalidRequest("drafter must be a name", "drafter")
         _flag(self, "block")
@@ -134,7 +134,9 @@ def _known(cls: type, options: Mapping[str, Any], what: str) -> dict[str, Any]:
     known = [f.name for f in fields(cls)]
     for name in options:
         if name not in known:
-            raise InvalidRequest(f"unknown {what} {name!r}{suggest(str(name), known)}", str(name))
+            raise InvalidRequest(
+                f"unknown {what} {brief(name)}{suggest(str(name), known)}", str(name)[:LONGEST_NAME]
+            )
     return dict(options)
 
 
@@ -254,7 +256,7 @@ def _one_grammar(value: Any) -> None:
         raise InvalidRequest(f"grammar must be a mapping with one of {', '.join(GRAMMARS)}", "grammar")
     ((kind, body),) = value.items()
     if kind not in GRAMMARS:
-        raise InvalidRequest(f"unknown grammar {kind!r}{suggest(str(kind), GRAMMARS)}", "grammar")
+        raise InvalidRequest(f"unknown grammar {brief(kind)}{suggest(kind, GRAMMARS)}", "grammar")
     if kind == "choice":
         _strings_of(body, "grammar choice")
     elif kind in ("regex", "lark") and not isinstance(body, str):
