@@ -81,8 +81,9 @@ def brief(value: Any) -> str:
     """A value as an error shows it: a long text cut short, of anything larger only what it is."""
     if isinstance(value, str):
         return repr(value[:LONGEST_NAME])
-    known = {list: "a list", tuple: "a list", dict: "an object"}
-    return known.get(type(value)) or f"{value!r:.100}"
+    if isinstance(value, (list, tuple)):
+        return "a list"
+    return "an object" if isinstance(value, dict) else f"{value!r:.100}"
 
 
 def suggest(name: Any, known: Iterable[str]) -> str:
