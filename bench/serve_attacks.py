@@ -50,20 +50,18 @@ def single_requests() -> dict[str, bytes]:
         return chat(b',"user":' + unit * (SIZE // len(unit)))
 
     blocks = b"[" + BLOCK * (SIZE // len(BLOCK)) + BLOCK[:-1] + b"]"
-    call = b'"","tool_calls":[{"function":{"name":"f","arguments":"[%b{}]"}}]' % (b"{}," * (SIZE // 3))
     small = b'{"prompt":"hi","max_tokens":1}' + b" " * 100_000
     chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in small) + b"0\r\n\r\n"
     chunked = head(0, "/v1/completions").replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
     return {
         "a tree of 10,000 levels": chat(b',"speculative_decoding":{"tree":[%b2]}' % (b"2," * 9_999)),
-        "blocks of 24 letters, /v1/messages": chat(b"", "/v1/messages", blocks),
-        "the same, count_tokens": chat(b"", "/v1/messages/count_tokens", blocks),
-        "arguments of a past call, a text of objects": chat(b"", content=call),
         "names": chat(b',"metadata":{%b}' % b",".join(b'"%d":0' % i for i in range(SIZE // 11))),
         "quotes": long(b'"'),
         "spaces": long(b" "),
         "closing brackets": long(b"]"),
         "100 KB in chunks of one byte": chunked + chunks,
+        "blocks of 24 letters, /v1/messages": chat(b"", "/v1/messages", blocks),
+        "the same, count_tokens": chat(b"", "/v1/messages/count_tokens", blocks),
     }
 
 

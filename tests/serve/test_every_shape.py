@@ -311,9 +311,12 @@ def test_a_prediction_is_not_copied_for_many_prompts_without_end() -> None:
     params = SamplingParams(prediction="x" * 400)
     for most, refused in ((1200, False), (1199, True)):
         settings = ServeSettings(max_body_bytes=most)
-        service: Any = SimpleNamespace(settings=settings, model=model, params_of=lambda asked: params)
+        service: Any = SimpleNamespace(
+            settings=settings, model=model, params_of=lambda asked: params, length=None
+        )
+        service.fitted = lambda asked, prompt, params, length: (prompt, params)
         with pytest.raises(InvalidRequest, match="3 prompts") if refused else contextlib.nullcontext():
-            assert len(prepared_completion(service, asked)[0]) == 3
+            assert len(prepared_completion(service, asked)) == 3
 
 
 def test_each_byte_of_a_body_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

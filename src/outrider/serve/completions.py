@@ -26,19 +26,18 @@ MOST_ANSWERS = 1024  # of one call; each is looked at whenever another ends
 async def answer_completion(request: Request) -> Response:
     service = request.service
     asked = await request.read(CompletionRequest, prompts=service.settings.max_prompts)
-    prompts, params = await request.in_pool(_prepared, service, asked)
-    echo, scored = bool(asked.echo), asked.logprobs is not None
-    if scored:
-        params = replace(params, logprobs=asked.logprobs, prompt_logprobs=asked.logprobs if echo else None)
-    length = service.length or DEFAULT_LENGTH if asked.max_tokens is None else asked.max_tokens
-    fitted = [service.fitted(asked, prompt, params, length) for prompt in prompts]
-    return await answer(
-        request, asked, fitted, "cmpl-", lambda call: Completions(call, echo, scored, silent=length == 0)
-    )
+    fitted = await request.in_pool(_prepared, service, asked)
+    echo, scored, silent = bool(asked.echo), asked.logprobs is not None, asked.max_tokens == 0
+    return await answer(request, asked, fitted, "cmpl-", lambda call: Completions(call, echo, scored, silent))
 
 
-def _prepared(service: Service, asked: CompletionRequest) -> tuple[list[list[int]], SamplingParams]:
+def _prepared(service: Service, asked: CompletionRequest) -> list[tuple[list[int], SamplingParams]]:
+    """Parameters are checked once for each prompt, with the length that it leaves."""
     params, settings = service.params_of(asked), service.settings
+    if asked.logprobs is not None:
+        params = replace(
+            params, logprobs=asked.logprobs, prompt_logprobs=asked.logprobs if asked.echo else None
+        )
     cut = asked.truncate_prompt_tokens is not None
     prompts = read_prompts(asked.prompt, service.model, settings.max_prompts, cut)
     if len(prompts) * params.n > MOST_ANSWERS:
@@ -47,7 +46,8 @@ def _prepared(service: Service, asked: CompletionRequest) -> tuple[list[list[int
         len(prompts) * len(params.prediction or "") > settings.max_body_bytes
     ):  # each takes a copy to the engine
         raise InvalidRequest(f"the prediction is too long for {len(prompts)} prompts at once", "prediction")
-    return prompts, params
+    length = service.length or DEFAULT_LENGTH if asked.max_tokens is None else asked.max_tokens
+    return [service.fitted(asked, prompt, params, length) for prompt in prompts]
 
 
 def read_prompts(prompt: Any, model: ServedModel, most: int, cut: bool = False) -> list[list[int]]:
