@@ -1,9 +1,10 @@
 """What one hostile client costs everyone else: first tokens and `/health` while the server is attacked, against quiet.
 
-    python -m bench.serve_attacks smollm2-135m [--rounds 5] [--json OUT.json] [-- SERVER FLAGS]
+    python -m bench.serve_attacks smollm2-135m [--only TEXT] [--rounds 5] [--json OUT.json] [-- SERVER FLAGS]
 
 Attackers run in a process of their own, at low priority: in earnest they would be on another machine. The rounds of
-chats take turns, one without attackers and one with them. It ends within about three minutes.
+chats take turns, one without attackers and one with them. It ends within about three minutes. `--only "one request"`:
+what a single request of up to 8 MB costs.
 """
 
 from __future__ import annotations
@@ -31,15 +32,45 @@ DIGITS = json.dumps({"messages": [{"role": "user", "content": "7" * 7_900_000}]}
 CLIENTS, TRICKLING, SENDING = 8, 500, 20
 TIMEOUT = 3.0  # seconds the server gives headers and bodies here
 LONGEST = 60.0  # seconds any one attack may take
-TARGETS = {"digits_ms": 100, "later_ms": 20, "health_p99_ms": 300}
+TARGETS = {"digits_ms": 100, "later_ms": 20, "health_p99_ms": 300, "health_worst_ms": 250}
+BLOCK = b'{"type":"text","text":"%b"},' % (b"a" * 24)
+SIZE = 8_200_000  # bytes of one request
 
 _numbers = itertools.count()
+
+
+def single_requests() -> dict[str, bytes]:
+    """Attacks of one request, by name, as they are sent."""
+
+    def chat(fields: bytes, path: str = CHAT, content: bytes = b'"hi"') -> bytes:
+        body = b'{"messages":[{"role":"user","content":%b}],"max_tokens":1%b}' % (content, fields)
+        return head(len(body), path) + body
+
+    def long(unit: bytes) -> bytes:
+        return chat(b',"user":' + unit * (SIZE // len(unit)))
+
+    blocks = b"[" + BLOCK * (SIZE // len(BLOCK)) + BLOCK[:-1] + b"]"
+    small = b'{"prompt":"hi","max_tokens":1}' + b" " * 100_000
+    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in small) + b"0\r\n\r\n"
+    chunked = head(0, "/v1/completions").replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
+    return {
+        "a tree of 10,000 levels": chat(b',"speculative_decoding":{"tree":[%b2]}' % (b"2," * 9_999)),
+        "names": chat(b',"metadata":{%b}' % b",".join(b'"%d":0' % i for i in range(SIZE // 11))),
+        "quotes": long(b'"'),
+        "spaces": long(b" "),
+        "closing brackets": long(b"]"),
+        "100 KB in chunks of one byte": chunked + chunks,
+        "blocks of 24 letters, /v1/messages": chat(b"", "/v1/messages", blocks),
+        "the same, count_tokens": chat(b"", "/v1/messages/count_tokens", blocks),
+    }
 
 
 def head(length: int, path: str = CHAT) -> bytes:
     lines = (f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json")
     return "\r\n".join([*lines, f"Content-Length: {length}", "", ""]).encode()
 
+
+OPEN_TEXT = head(6_000_000) + b'{"messages":[{"role":"user","content":"' + b"\\n" * 1_500_000
 
 # ----------------------------------------------------------------------------------------------- attackers
 
@@ -137,6 +168,18 @@ async def first_token(server: Server) -> float:
         return seconds or time.perf_counter() - began
 
 
+async def alone(server: Server, raw: bytes) -> dict[str, float]:
+    async with health(server) as watched:
+        connection = await Connection.open(server.host, server.port)
+        with contextlib.closing(connection):
+            began = time.perf_counter()
+            connection.writer.write(raw)
+            status = await connection.head()
+            seconds = time.perf_counter() - began
+        await asyncio.sleep(0.2)  # for what waited to be counted
+    return {"status": status, "answered_ms": 1000 * seconds, "health_worst_ms": 1000 * max(watched)}
+
+
 async def digits_alone(server: Server, times: int) -> dict[str, float]:
     taken = []
     async with health(server) as watched:
@@ -193,10 +236,11 @@ async def held(server: Server, count: int, begin: bytes, more: bytes, pause: flo
         attackers.start()
         while attackers.is_alive():
             await asyncio.sleep(0.05)
-    return {"closed_after_s": result.value, "health_p99_ms": 1000 * p99(watched)}
+    worst = 1000 * max(watched)
+    return {"closed_after_s": result.value, "health_p99_ms": 1000 * p99(watched), "health_worst_ms": worst}
 
 
-async def measure(server: Server, rounds: int, chats: int) -> dict[str, dict[str, float]]:
+async def measure(server: Server, rounds: int, chats: int, only: str) -> dict[str, dict[str, float]]:
     for _ in range(3):
         await first_token(server)
     attacks: dict[str, Callable[[], Any]] = {
@@ -207,13 +251,16 @@ async def measure(server: Server, rounds: int, chats: int) -> dict[str, dict[str
         "20 refused connections that keep sending": lambda: held(
             server, SENDING, head(1 << 30), b"x" * 65536, 0.0
         ),
+        "40 connections whose texts trickle": lambda: held(server, 40, OPEN_TEXT, b"x", 0.005),
     }
+    for name, raw in single_requests().items():
+        attacks[f"one request: {name}"] = lambda raw=raw: alone(server, raw)
     found = {}
-    for name, attack in attacks.items():
+    for name, attack in [item for item in attacks.items() if only in item[0]]:
         found[name] = await attack()
         shown = ", ".join(f"{key} {value:.1f}" for key, value in found[name].items())
         missed = [key for key, most in TARGETS.items() if found[name].get(key, 0) > most]
-        print(f"{name:42} {shown}{'   over: ' + ', '.join(missed) if missed else ''}", flush=True)
+        print(f"{name:56} {shown}{'   over: ' + ', '.join(missed) if missed else ''}", flush=True)
     return found
 
 
@@ -222,6 +269,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", help="the model to serve")
+    parser.add_argument("--only", default="", help="attacks whose name has this text")
     parser.add_argument("--rounds", type=int, default=5, help="turns of chats without and with attackers")
     parser.add_argument("--chats", type=int, default=8, help="chats a turn")
     parser.add_argument(
@@ -230,7 +278,7 @@ def main() -> None:
     given = arguments(parser)
     times = ("--header-timeout", str(TIMEOUT), "--body-timeout", str(TIMEOUT))
     with Server(given.model, *times, *given.flags) as server:
-        found = asyncio.run(measure(server, given.rounds, given.chats))
+        found = asyncio.run(measure(server, given.rounds, given.chats, given.only))
     if given.json:
         given.json.write_text(
             json.dumps({**birth_certificate("bench.serve_attacks"), "figures": found}, indent=1)

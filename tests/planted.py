@@ -152,6 +152,12 @@ FAULTS = [
     # Text, and the server.
     Fault("a stop string shown in part", "engine/text.py", "    return longest\n", "    return 0\n",
           "engine/test_text.py"),
+    Fault("a body counted anew", "serve/request.py", "scan.feed(chunk)", "scan.feed(bytes(parts))",
+          "serve/test_every_shape.py::test_each_byte_of_a_body_is_looked_at_once"),
+    Fault("a pair of backslashes cut", "serve/limits.py", "piece = self._escape + piece", "piece = piece",
+          "serve/test_limits.py::test_a_body_in_pieces_has_the_strings_of_the_whole"),
+    Fault("a tree multiplied to its end", "sampling_params.py", "if nodes > MAX_NODES:", "if False:",
+          "test_speculation_words.py::test_a_tree_that_fits_no_step_is_refused_in_few_words"),
     Fault("small writes held back", "serve/server.py", "socket.SOCK_STREAM, socket.IPPROTO_TCP)",
           "socket.SOCK_STREAM, 0)", "serve/test_streams.py::test_small_writes_are_not_held_back"),
     Fault("remainders without end", "verify/grammar_source.py", "MOST_REMAINDERS = 100_000", "MOST_REMAINDERS = 10**18",

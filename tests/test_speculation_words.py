@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+import typer
 
 from outrider.cli.options import SAMPLING
 from outrider.errors import InvalidRequest
@@ -68,3 +69,25 @@ def test_reasons_come_with_stats_and_alone() -> None:
         body = msgspec.json.decode(msgspec.json.encode({"speculative_decoding": asked}), type=Sampling)
         meant = speculation_of(body.speculative_decoding)
         assert meant is not None and meant.explain is explained
+
+
+@pytest.mark.parametrize(
+    ("tree", "says"),
+    [
+        ([1] * 64, "more than 63 levels"), ([2] * 3000, "more than 63 levels"), ("x".join("1" * 3000), "63 levels"),
+        ([9] * 40, "more than 63 nodes"), ([10**4000], "more than 63 nodes"), ("8x8", "more than 63 nodes"),
+        ("1x" * 20 + "a", "must be a list"), ("1" * 3000, "must be a list"), ([1, 2.5], "must be a list"),
+    ],
+)  # fmt: skip
+def test_a_tree_that_fits_no_step_is_refused_in_few_words(tree: object, says: str) -> None:
+    """Neither the list nor the number of its nodes is made or printed: both may have megabytes."""
+    for build in (lambda: Speculation.of({"tree": tree}), lambda: SamplingParams(speculation={"tree": tree})):  # type: ignore[arg-type]
+        with pytest.raises(InvalidRequest, match=says) as refused:
+            build()
+        assert refused.value.param == "tree" and len(str(refused.value)) < 100
+    if isinstance(tree, str) and "a" not in tree:
+        typed = {p.name: p.default for p in SAMPLING.parameters()} | {"tree": tree}
+        with pytest.raises((InvalidRequest, typer.BadParameter)) as typed_wrong:
+            SAMPLING.build(typed)
+        assert len(str(typed_wrong.value)) < 200
+    assert Speculation.of({"tree": [1] * 63}).tree == (1,) * 63

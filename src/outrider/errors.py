@@ -77,10 +77,19 @@ def stopped(error: BaseException) -> OutriderError:
     return error if isinstance(error, OutriderError) else OutriderError(f"the engine stopped: {error!r}")
 
 
-def suggest(name: str, known: Iterable[str]) -> str:
+def brief(value: Any) -> str:
+    """A value as an error shows it: a long text cut short, of anything larger only what it is."""
+    if isinstance(value, str):
+        return repr(value[:LONGEST_NAME])
+    if isinstance(value, (list, tuple)):
+        return "a list"
+    return "an object" if isinstance(value, dict) else f"{value!r:.100}"
+
+
+def suggest(name: Any, known: Iterable[str]) -> str:
     """`; did you mean 'x'?` when something known is close, else the list of what is known."""
     known = sorted(known)
-    if near := closest(name, known):
+    if near := closest(name if isinstance(name, str) else "", known):
         return f"; did you mean {near!r}?"
     return f"; known: {', '.join(known)}" if known else ""
 

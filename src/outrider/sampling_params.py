@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from outrider.errors import InvalidRequest, suggest, suggesting
+from outrider.errors import LONGEST_NAME, InvalidRequest, brief, suggest, suggesting
 
 MODES: tuple[str, ...] = ("coupled", "rejection", "lossy")
 RULES: tuple[str, ...] = ("typical", "threshold")
@@ -50,7 +50,7 @@ class Speculation:
         for name, known in (("mode", MODES), ("rule", RULES)):
             value = getattr(self, name)
             if value not in known:
-                raise InvalidRequest(f"unknown {name} {value!r}{suggest(str(value), known)}", name)
+                raise InvalidRequest(f"unknown {name} {brief(value)}{suggest(value, known)}", name)
         if self.drafter is not None and not isinstance(self.drafter, str):
             raise InvalidRequest("drafter must be a name", "drafter")
         _flag(self, "block")
@@ -108,15 +108,24 @@ def _from_text(text: str) -> bool | int | dict[str, Any]:
 
 def _shape(value: Any) -> tuple[int, ...]:
     """A tree's branching by depth, a list or "3x2x1", small enough for one mask a row."""
-    if isinstance(value, str) and re.fullmatch(r"\d{1,3}(x\d{1,3})*", value):
-        value = [int(children) for children in value.split("x")]
+    if isinstance(value, str):
+        value = [int(k) if re.fullmatch(r"\d{1,3}", k) else 0 for k in value.split("x", MAX_NODES)]
+    if isinstance(value, (list, tuple)) and len(value) > MAX_NODES:
+        raise InvalidRequest(
+            f"tree has more than {MAX_NODES} levels; at most {MAX_NODES} nodes fit a step", "tree"
+        )
     if not isinstance(value, (list, tuple)) or not value or not all(type(k) is int and k > 0 for k in value):
         raise InvalidRequest(
             "tree must be a list of whole numbers, children by depth, such as [3, 2, 1]", "tree"
         )
-    nodes = sum(math.prod(value[: i + 1]) for i in range(len(value)))
-    if nodes > MAX_NODES:
-        raise InvalidRequest(f"tree {list(value)} has {nodes} nodes; at most {MAX_NODES} fit a step", "tree")
+    nodes, level = 0, 1
+    for children in value:
+        level *= children
+        nodes += level
+        if nodes > MAX_NODES:  # stop here: the product of many large numbers takes hours
+            raise InvalidRequest(
+                f"tree has more than {MAX_NODES} nodes; at most {MAX_NODES} fit a step", "tree"
+            )
     return tuple(value)
 
 
@@ -125,7 +134,9 @@ def _known(cls: type, options: Mapping[str, Any], what: str) -> dict[str, Any]:
     known = [f.name for f in fields(cls)]
     for name in options:
         if name not in known:
-            raise InvalidRequest(f"unknown {what} {name!r}{suggest(str(name), known)}", str(name))
+            raise InvalidRequest(
+                f"unknown {what} {brief(name)}{suggest(str(name), known)}", str(name)[:LONGEST_NAME]
+            )
     return dict(options)
 
 
@@ -228,7 +239,7 @@ def _strings(p: Any, name: str) -> None:
     if isinstance(value, str):
         value = (value,)
     if not isinstance(value, (list, tuple)) or not all(isinstance(s, str) for s in value):
-        raise InvalidRequest(f"{name} must be a string or a list of strings, not {value!r}", name)
+        raise InvalidRequest(f"{name} must be a string or a list of strings", name)
     if not all(value):
         raise InvalidRequest(f"{name} must not hold an empty string", name)
     object.__setattr__(p, name, tuple(value))
@@ -245,7 +256,7 @@ def _one_grammar(value: Any) -> None:
         raise InvalidRequest(f"grammar must be a mapping with one of {', '.join(GRAMMARS)}", "grammar")
     ((kind, body),) = value.items()
     if kind not in GRAMMARS:
-        raise InvalidRequest(f"unknown grammar {kind!r}{suggest(str(kind), GRAMMARS)}", "grammar")
+        raise InvalidRequest(f"unknown grammar {brief(kind)}{suggest(kind, GRAMMARS)}", "grammar")
     if kind == "choice":
         _strings_of(body, "grammar choice")
     elif kind in ("regex", "lark") and not isinstance(body, str):

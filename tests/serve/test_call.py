@@ -11,14 +11,12 @@ from outrider.serve.call import AnswerOptions, Call, parts_of
 from outrider.serve.errors import ApiError
 from outrider.serve.link import End, Piece, Score
 from outrider.serve.metrics import Metrics
+from outrider.serve.prediction import PredictionOverlap
 from outrider.serve.tool_text import CallArguments, CallBegin, CallEnd, Text, ToolReader
 from outrider.serve.tools import HERMES, check_tools
 from outrider.types import SamplingParams
 
-MODEL: Any = SimpleNamespace(
-    tokenizer=SimpleNamespace(encode=lambda text, special: [ord(c) for c in text]),
-    token_text=lambda token: (chr(token), [token]),
-)
+MODEL: Any = SimpleNamespace(token_text=lambda token: (chr(token), [token]))
 
 
 def end_of(**facts: Any) -> End:
@@ -43,7 +41,10 @@ def call_of(
         SimpleNamespace(prompt=[1] * size, params=SamplingParams(**params), seed=7 + i)
         for i, size in enumerate(prompts)
     ]
-    return Call("id", MODEL, "shown", jobs, options or AnswerOptions(), metrics or Metrics(), 0.0)
+    call = Call("id", MODEL, "shown", jobs, options or AnswerOptions(), metrics or Metrics(), 0.0)
+    if text := jobs[0].params.prediction:
+        call.compare_with(PredictionOverlap([ord(c) for c in text]))
+    return call
 
 
 def test_pieces_add_up_to_choices() -> None:

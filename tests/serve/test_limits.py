@@ -11,7 +11,16 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from outrider.errors import InvalidRequest
-from outrider.serve.limits import MAX_DIGITS, MAX_MESSAGE, check_schema, clean_error, read_json
+from outrider.serve.limits import (
+    MAX_DIGITS,
+    MAX_FIELDS,
+    MAX_MESSAGE,
+    SLICE,
+    StringScan,
+    check_schema,
+    clean_error,
+    read_json,
+)
 
 DEPTH = 64
 
@@ -42,6 +51,41 @@ def test_agrees_with_json_on_what_is_valid(value: Any, ascii_only: bool, indent:
     text = json.dumps(value, ensure_ascii=ascii_only, indent=indent)
     read = read_json(text.encode(), 100)
     assert read == value and json.dumps(read) == json.dumps(value)
+
+
+@given(VALUES, st.lists(st.integers(1, 7), min_size=1))
+def test_a_body_in_pieces_has_the_strings_of_the_whole(value: Any, sizes: list[int]) -> None:
+    """Piece by piece or at once: the same quotes, the same open string, and nothing is read twice."""
+    body = json.dumps(value).encode()[:-1]
+    whole, pieces, plain = StringScan(), StringScan(), []
+    for size in sizes * len(body):
+        if not body:
+            break
+        plain.append(pieces.feed(body[:size]))
+        body = body[size:]
+    body = json.dumps(value).encode()[:-1]
+    assert b"".join(plain) == whole.feed(body)
+    assert (pieces.inside, pieces.open_bytes) == (whole.inside, whole.open_bytes)
+
+
+@pytest.mark.parametrize("before", range(SLICE - 45, SLICE + 3, 4))
+def test_what_lies_across_two_slices_is_found(before: int) -> None:
+    """Bodies are looked at in slices; what is refused may begin in one and end in the next."""
+    padding = b" " * (before - 5)
+    refused(b'{"a":' + padding + b"7" * (MAX_DIGITS + 1) + b"}", "digits")
+    refused(b'{"a":' + padding + b'"\\ud83d' + b" " * 99 + b'"}', "surrogate pair")
+    refused(b'{"a":' + padding + b"[" * 70 + b"]" * 70 + b"}", "nested")
+    long = b"7" * MAX_DIGITS
+    for fine in (long, long + b"7.5", b'"' + b"[" * 70 + b'"', b'"\\\\"', b'"\\""', b'"\\ud83d\\ude00"'):
+        assert read_json(b'{"a":' + padding + fine + b"}", DEPTH) == json.loads(b'{"a":' + fine + b"}")
+
+
+@pytest.mark.parametrize("item", [b"[]", b"{}", b'{"a":0}'])
+def test_many_lists_objects_and_fields_are_refused_before_they_are_made(item: bytes) -> None:
+    refused(b"[" + b",".join([item] * MAX_FIELDS) + b"]", "lists, objects and fields")
+    assert len(read_json(b"[" + b",".join([item] * (MAX_FIELDS // 3)) + b"]", DEPTH)) == MAX_FIELDS // 3
+    text = b",".join([item] * MAX_FIELDS).replace(b'"', b"'")
+    assert read_json(b'{"a":"' + text + b'"}', DEPTH) == {"a": text.decode()}
 
 
 PIECES = rb'" \ [ ] { } , : 1 - e9 . NaN true "a": \ud83d \ude00'.split()

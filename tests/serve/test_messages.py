@@ -53,6 +53,24 @@ def test_turns_of_one_role_in_a_row_are_one() -> None:
     assert turns(hello, there) == [{"role": "user", "content": "hello\nthere"}]
 
 
+def test_blocks_are_lines_of_their_turn() -> None:
+    blocks = [{"type": "text", "text": text} for text in ("", "a", "", "b")]
+    assert turns({"role": "user", "content": blocks}, ASKED)[0]["content"] == "a\n\nb\nWhat time is it?"
+
+
+@pytest.mark.parametrize("role", ["user", "assistant"])
+def test_a_list_without_blocks_is_an_empty_text(role: str) -> None:
+    assert turns({"role": role, "content": []}) == [{"role": role, "content": ""}]
+    assert turns(ASKED, {"role": "user", "content": []}) == [ASKED]
+
+
+@pytest.mark.parametrize("kind", [[], {}, ["auto"], {"type": "auto"}, 5, None, "x" * 10_000])
+def test_a_tool_choice_of_no_known_type_is_refused_in_short(kind: Any) -> None:
+    with pytest.raises(InvalidRequest, match=r"tool_choice\.type must be") as refused:
+        chat(tools=[CLOCK], tool_choice={"type": kind})
+    assert len(str(refused.value)) < 250
+
+
 def test_a_tool_and_its_result_are_told_as_chat_tells_them() -> None:
     said = {"role": "assistant", "content": [{"type": "text", "text": "I shall look."}, USED]}
     asked, used, answered = turns(ASKED, said, result([{"type": "text", "text": "10:30"}]))

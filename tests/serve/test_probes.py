@@ -500,11 +500,12 @@ def test_what_is_no_http(served: Served, what: str) -> None:
 
 
 def test_length_and_chunks_at_once_cannot_smuggle_a_request(served: Served) -> None:
-    """Chunks count, the length does not; what follows is no second request, for the connection is closed."""
+    """They are refused, and what follows is no second request, for the connection is closed."""
     hidden = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
     framed = f"{len(BODY):x}\r\n".encode() + BODY + b"\r\n0\r\n\r\n"
-    heard = exchange(served, post(framed + hidden, "Content-Length: 4", "Transfer-Encoding: chunked", CLOSE))
-    assert heard.count(b"HTTP/1.1 ") == 1
+    heard = exchange(served, post(framed + hidden, "Content-Length: 4", "Transfer-Encoding: chunked"))
+    assert heard.startswith(b"HTTP/1.1 400 ") and heard.count(b"HTTP/1.1 ") == 1
+    assert b"connection: close" in heard and b"content-length and transfer-encoding" in heard
 
 
 @pytest.mark.parametrize(

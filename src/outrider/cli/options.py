@@ -64,8 +64,8 @@ def read_tree(text: str) -> dict[str, Any]:
     """`auto`, a number of nodes to grow, or children by depth: `3x2x1`."""
     if text == "auto":
         return {}
-    if not re.fullmatch(r"\d+(x\d+)*", text):
-        raise ValueError(f"{text!r} is not auto, a number of nodes, or children by depth such as 3x2x1")
+    if not re.fullmatch(r"\d{1,9}(x\d{1,9})*", text):
+        raise ValueError(f"{text!r:.60} is not auto, a number of nodes, or children by depth such as 3x2x1")
     return {"tree": [int(k) for k in text.split("x")]} if "x" in text else {"nodes": int(text)}
 
 

@@ -13,6 +13,8 @@ from outrider.errors import InvalidRequest
 from outrider.serve.call import AnswerOptions, Call, Dialect
 from outrider.serve.errors import ApiError
 from outrider.serve.events import EventStream
+from outrider.serve.model import ServedModel
+from outrider.serve.prediction import PredictionOverlap
 from outrider.serve.request import Reply, Request
 from outrider.serve.service import owner_of
 from outrider.serve.stream import Pieces, Stream
@@ -49,10 +51,16 @@ async def answer(
     request.call = Call(
         name, service.model, service.names[0], stream.jobs, options, service.metrics, request.arrived
     )
+    if text := stream.jobs[0].params.prediction:
+        request.call.compare_with(await request.in_pool(_overlap, service.model, text))
     dialect = make(request.call)
     if asked.stream:
         return EventStream(dialect, stream, settings, deadline)
     return Reply(await request.while_there(_whole(dialect, stream, deadline)))
+
+
+def _overlap(model: ServedModel, prediction: str) -> PredictionOverlap:
+    return PredictionOverlap(model.tokenizer.encode(prediction, special=False))
 
 
 async def _whole(dialect: Dialect, stream: Stream, deadline: float) -> dict[str, Any]:

@@ -89,10 +89,11 @@ class Call:
         self.choices = [[Choice(p * n + i) for i in range(n)] for p in range(len(jobs))]
         self.flat = [choice for choices in self.choices for choice in choices]
         self.prompt_scores: list[list[Score | None]] = [[] for _ in jobs]
-        if text := jobs[0].params.prediction:
-            overlap = PredictionOverlap(model.tokenizer.encode(text, special=False))
-            for choice in self.flat:
-                choice.overlap = overlap.again()
+
+    def compare_with(self, prediction: PredictionOverlap) -> None:
+        """Count in each choice how much of the prediction comes true. Call before the first piece."""
+        for choice in self.flat:
+            choice.overlap = prediction.again()
 
     def take(self, prompt: int, piece: Piece) -> Choice:
         """Add a piece to its choice. One that ended badly is an error."""

@@ -20,27 +20,34 @@ from outrider.serve.text_event import TextEvent
 from outrider.serve.tool_text import CallArguments, CallBegin, Text, ToolReader
 from outrider.serve.tools import ToolRequest, call_id, check_tools, with_tools
 from outrider.serve.tools import grammar_of as grammar_of_tools
-from outrider.serve.wire import ChatRequest, grammar_of, sampling_params
+from outrider.serve.wire import ChatRequest, check_messages, grammar_of
+from outrider.types import SamplingParams
 
 
 async def answer_chat(request: Request) -> Response:
     asked = await request.read(ChatRequest)
-    service = request.service
-    if len(asked.messages) > service.settings.max_messages:
-        raise InvalidRequest(f"at most {service.settings.max_messages} messages are allowed", "messages")
-    tools = check_tools(asked.tools, asked.tool_choice, asked.parallel_tool_calls)
-    grammar = tool_grammar(service, asked, tools)
-    params = sampling_params(asked, service.defaults, service.settings, grammar)
+    prompt, params, tools = await request.in_pool(_prepared, request.service, asked)
+    length = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
+    fitted = request.service.fitted(asked, prompt, params, length)
+    return await answer(
+        request, asked, [fitted], "chatcmpl-", lambda call: Chat(call, tools, bool(asked.logprobs))
+    )
+
+
+def _prepared(service: Service, asked: ChatRequest) -> tuple[list[int], SamplingParams, ToolRequest]:
+    check_messages(asked.messages, service.settings.max_messages, "messages")
+    tools, params = chat_terms(service, asked)
     if asked.logprobs:
         params = replace(params, logprobs=asked.top_logprobs or 0)
     elif asked.top_logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
-    prompt = await request.in_pool(chat_ids, service.model, asked, tools)
-    length = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
-    fitted = service.fitted(asked, prompt, params, length)
-    return await answer(
-        request, asked, [fitted], "chatcmpl-", lambda call: Chat(call, tools, bool(asked.logprobs))
-    )
+    return chat_ids(service.model, asked, tools), params, tools
+
+
+def chat_terms(service: Service, asked: ChatRequest) -> tuple[ToolRequest, SamplingParams]:
+    """What the model may call, and the engine's parameters. Takes time that grows with the request."""
+    tools = check_tools(asked.tools, asked.tool_choice, asked.parallel_tool_calls)
+    return tools, service.params_of(asked, tool_grammar(service, asked, tools))
 
 
 def chat_ids(model: ServedModel, asked: ChatRequest, tools: ToolRequest) -> list[int]:

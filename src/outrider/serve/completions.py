@@ -14,8 +14,10 @@ from outrider.serve.link import Piece, Score
 from outrider.serve.model import ServedModel
 from outrider.serve.request import Request
 from outrider.serve.routes import post
+from outrider.serve.service import Service
 from outrider.serve.text_event import TextEvent
-from outrider.serve.wire import CompletionRequest, sampling_params
+from outrider.serve.wire import CompletionRequest
+from outrider.types import SamplingParams
 
 DEFAULT_LENGTH = 16  # what OpenAI writes here by default
 MOST_ANSWERS = 1024  # of one call; each is looked at whenever another ends
@@ -24,19 +26,28 @@ MOST_ANSWERS = 1024  # of one call; each is looked at whenever another ends
 async def answer_completion(request: Request) -> Response:
     service = request.service
     asked = await request.read(CompletionRequest, prompts=service.settings.max_prompts)
-    params = sampling_params(asked, service.defaults, service.settings, None)
-    echo, scored = bool(asked.echo), asked.logprobs is not None
-    if scored:
-        params = replace(params, logprobs=asked.logprobs, prompt_logprobs=asked.logprobs if echo else None)
-    cut, most = asked.truncate_prompt_tokens is not None, service.settings.max_prompts
-    prompts = await request.in_pool(read_prompts, asked.prompt, service.model, most, cut)
+    fitted = await request.in_pool(_prepared, service, asked)
+    echo, scored, silent = bool(asked.echo), asked.logprobs is not None, asked.max_tokens == 0
+    return await answer(request, asked, fitted, "cmpl-", lambda call: Completions(call, echo, scored, silent))
+
+
+def _prepared(service: Service, asked: CompletionRequest) -> list[tuple[list[int], SamplingParams]]:
+    """Parameters are checked once for each prompt, with the length that it leaves."""
+    params, settings = service.params_of(asked), service.settings
+    if asked.logprobs is not None:
+        params = replace(
+            params, logprobs=asked.logprobs, prompt_logprobs=asked.logprobs if asked.echo else None
+        )
+    cut = asked.truncate_prompt_tokens is not None
+    prompts = read_prompts(asked.prompt, service.model, settings.max_prompts, cut)
     if len(prompts) * params.n > MOST_ANSWERS:
         raise InvalidRequest(f"n times the number of prompts may be at most {MOST_ANSWERS}", "n")
+    if (
+        len(prompts) * len(params.prediction or "") > settings.max_body_bytes
+    ):  # each takes a copy to the engine
+        raise InvalidRequest(f"the prediction is too long for {len(prompts)} prompts at once", "prediction")
     length = service.length or DEFAULT_LENGTH if asked.max_tokens is None else asked.max_tokens
-    fitted = [service.fitted(asked, prompt, params, length) for prompt in prompts]
-    return await answer(
-        request, asked, fitted, "cmpl-", lambda call: Completions(call, echo, scored, silent=length == 0)
-    )
+    return [service.fitted(asked, prompt, params, length) for prompt in prompts]
 
 
 def read_prompts(prompt: Any, model: ServedModel, most: int, cut: bool = False) -> list[list[int]]:

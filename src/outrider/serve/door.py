@@ -138,6 +138,10 @@ def _wrong_headers(headers: list[tuple[bytes, bytes]]) -> ApiError | None:
                     400, f"two {name.decode()} headers were sent; send one", code="duplicate_header"
                 )
             seen.add(name)
+    if b"content-length" in seen and any(name == b"transfer-encoding" for name, _ in headers):
+        return ApiError(
+            400, "content-length and transfer-encoding were sent; send one of them", code="duplicate_header"
+        )  # a proxy may go by the other one, and take part of this body for a request
     return None
 
 

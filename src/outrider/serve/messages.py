@@ -6,24 +6,26 @@ A request becomes the chat request that asks for the same; an answer becomes blo
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 from starlette.responses import Response
 
-from outrider.errors import InvalidRequest
+from outrider.errors import InvalidRequest, brief
 from outrider.serve.answer import answer
 from outrider.serve.call import Call, parts_of
-from outrider.serve.chat import chat_ids, tool_grammar
+from outrider.serve.chat import chat_ids, chat_terms
 from outrider.serve.errors import ApiError
 from outrider.serve.link import Piece
 from outrider.serve.request import Reply, Request
 from outrider.serve.routes import post
+from outrider.serve.service import Service
 from outrider.serve.tool_text import CallArguments, CallBegin, CallEnd, Text, ToolReader
 from outrider.serve.tools import ToolRequest, call_id, check_tools
-from outrider.serve.wire import ChatRequest, Count, Sampling, sampling_params
+from outrider.serve.wire import ChatRequest, Count, Sampling, check_messages
+from outrider.types import SamplingParams
 
 Json = dict[str, Any]
 
@@ -48,11 +50,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
 async def create(request: Request) -> Response:
     asked = await request.read(MessagesRequest)
     service = request.service
-    chat, tools = _as_checked_chat(asked, service.settings.max_messages)
-    with _own_words():
-        grammar = tool_grammar(service, chat, tools)
-        params = sampling_params(chat, service.defaults, service.settings, grammar)
-    prompt = await request.in_pool(chat_ids, service.model, chat, tools)
+    prompt, params, tools = await request.in_pool(_prepared, service, asked)
     room = service.model.longest - min(len(prompt), asked.truncate_prompt_tokens or len(prompt))
     narrowed = 1 <= room < asked.max_tokens
     fitted = service.fitted(asked, prompt, params, room if narrowed else asked.max_tokens)
@@ -61,9 +59,7 @@ async def create(request: Request) -> Response:
 
 async def count_tokens(request: Request) -> Response:
     asked = await request.read(CountTokensRequest)
-    chat, tools = _as_checked_chat(asked, request.service.settings.max_messages)
-    prompt = await request.in_pool(chat_ids, request.service.model, chat, tools)
-    return Reply({"input_tokens": len(prompt)})
+    return Reply({"input_tokens": await request.in_pool(_counted, request.service, asked)})
 
 
 ROUTES = (
@@ -74,12 +70,24 @@ ROUTES = (
 # ------------------------------------------------------------------------------------------- to a chat request
 
 
-def _as_checked_chat(asked: CountTokensRequest, most: int) -> tuple[ChatRequest, ToolRequest]:
-    if len(asked.messages) > most:
-        raise InvalidRequest(f"at most {most} messages are allowed", "messages")
-    chat = as_chat(asked)
+def _bounded_chat(asked: CountTokensRequest, most: int) -> ChatRequest:
+    check_messages(asked.messages, most, "messages")
+    check_messages([{"content": asked.system}], most, "system")
+    return as_chat(asked)
+
+
+def _prepared(service: Service, asked: MessagesRequest) -> tuple[list[int], SamplingParams, ToolRequest]:
+    chat = _bounded_chat(asked, service.settings.max_messages)
     with _own_words():
-        return chat, check_tools(chat.tools, chat.tool_choice, chat.parallel_tool_calls)
+        tools, params = chat_terms(service, chat)
+    return chat_ids(service.model, chat, tools), params, tools
+
+
+def _counted(service: Service, asked: CountTokensRequest) -> int:
+    chat = _bounded_chat(asked, service.settings.max_messages)
+    with _own_words():
+        tools = check_tools(chat.tools, chat.tool_choice, chat.parallel_tool_calls)
+    return len(chat_ids(service.model, chat, tools))
 
 
 # What chat says of its fields, and what those are called here.
@@ -140,7 +148,7 @@ def _check_thinking(thinking: Json | None) -> None:
     kind = None if thinking is None else thinking.get("type")
     if kind not in (None, "disabled", "adaptive"):
         raise InvalidRequest(
-            f"thinking of type {kind!r:.40} is not supported: leave it out, or send type 'disabled'",
+            f"thinking of type {brief(kind)} is not supported: leave it out, or send type 'disabled'",
             "thinking",
         )
 
@@ -152,7 +160,7 @@ def _check_context(management: Json | None) -> None:
         if not str(kind).startswith("clear_thinking"):
             where = f"context_management.edits[{i}]"
             raise InvalidRequest(
-                f"{where} of type {kind!r:.40} is not supported: shorten the conversation yourself", where
+                f"{where} of type {brief(kind)} is not supported: shorten the conversation yourself", where
             )
 
 
@@ -168,6 +176,9 @@ class _Conversation:
             raise InvalidRequest("messages must have at least one message", "messages")
         for i, message in enumerate(asked.messages):
             self._turn(message, f"messages[{i}]")
+        for turn in self.messages:
+            if isinstance(turn["content"], list):
+                turn["content"] = "\n".join(turn["content"])
         if self.messages[-1].get("tool_calls"):
             raise InvalidRequest("the last message uses a tool: send its tool_result after it", "messages")
 
@@ -175,12 +186,15 @@ class _Conversation:
         role, content = message.get("role"), message.get("content")
         if role not in ("user", "assistant", "system"):
             raise InvalidRequest(
-                f"{where}.role must be 'user', 'assistant' or 'system', not {role!r:.40}", f"{where}.role"
+                f"{where}.role must be 'user', 'assistant' or 'system', not {brief(role)}", f"{where}.role"
             )
         if isinstance(content, str):
             self._add(role, content)
             return
-        for k, block in enumerate(_list(content, f"{where}.content", "a text or a list of blocks")):
+        blocks = _list(content, f"{where}.content", "a text or a list of blocks")
+        if not blocks:
+            self._add(role)
+        for k, block in enumerate(blocks):
             self._block(role, block, f"{where}.content[{k}]")
 
     def _block(self, role: str, block: Json, where: str) -> None:
@@ -193,7 +207,7 @@ class _Conversation:
             self._result(block, where)
         else:
             raise InvalidRequest(
-                f"{where} of type {kind!r:.40} is not supported in a turn of the {role}: this server reads text, "
+                f"{where} of type {brief(kind)} is not supported in a turn of the {role}: this server reads text, "
                 "tool_use (of the assistant) and tool_result (of the user)",
                 where,
             )
@@ -209,7 +223,8 @@ class _Conversation:
         name = _field(block, "tool_use_id", str, where)
         if name not in self.calls:
             raise InvalidRequest(
-                f"{where}.tool_use_id {name!r:.80} names no tool_use that came before", f"{where}.tool_use_id"
+                f"{where}.tool_use_id {brief(name)} names no tool_use that came before",
+                f"{where}.tool_use_id",
             )
         text = _text(block.get("content") or "", f"{where}.content")
         if block.get("is_error"):
@@ -217,12 +232,12 @@ class _Conversation:
         self.messages.append({"role": "tool", "tool_call_id": name, "content": text})
 
     def _add(self, role: str, text: str | None = None) -> Json:
-        """The turn of this role, which the last one is if it can be; with the text, if there is one."""
+        """The turn of this role, which the last one is if it can be. Its texts are gathered as a list."""
         if not self.messages or self.messages[-1]["role"] != role:
-            self.messages.append({"role": role, "content": text or ""})
-        elif text is not None:
-            said = self.messages[-1]["content"]
-            self.messages[-1]["content"] = f"{said}\n{text}" if said else text
+            self.messages.append({"role": role, "content": []})
+        lines = self.messages[-1]["content"]
+        if text or (lines and text is not None):
+            lines.append(text)
         return self.messages[-1]
 
 
@@ -235,13 +250,14 @@ def _text(content: Any, where: str) -> str:
         if block.get("type") != "text":
             kind = block.get("type")
             raise InvalidRequest(
-                f"{where}[{i}] of type {kind!r:.40} is not supported: only text is read here", f"{where}[{i}]"
+                f"{where}[{i}] of type {brief(kind)} is not supported: only text is read here",
+                f"{where}[{i}]",
             )
         lines.append(_field(block, "text", str, f"{where}[{i}]"))
     return "\n".join(lines)
 
 
-def _list(value: Any, where: str, what: str = "a list of objects") -> Iterable[Json]:
+def _list(value: Any, where: str, what: str = "a list of objects") -> list[Json]:
     if value is None and what == "a list of objects":
         return []
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
@@ -266,7 +282,7 @@ def _chat_tool(tool: Json, where: str) -> Json:
     kind = tool.get("type")
     if kind not in (None, "custom"):
         raise InvalidRequest(
-            f"{where} of type {kind!r:.40} is not supported: this server runs no tools itself, so send those that "
+            f"{where} of type {brief(kind)} is not supported: this server runs no tools itself, so send those that "
             "you run, with a name and an input_schema",
             f"{where}.type",
         )
@@ -292,12 +308,12 @@ def _chat_choice(choice: Json | None) -> tuple[Any, bool | None]:
     if kind == "tool":
         name = _field(choice, "name", str, "tool_choice")
         return {"type": "function", "function": {"name": name}}, parallel
-    modes = {"auto": "auto", "any": "required", "none": "none"}
-    if kind not in modes:
+    mode = {"auto": "auto", "any": "required", "none": "none"}.get(kind if isinstance(kind, str) else "")
+    if mode is None:
         raise InvalidRequest(
-            f"tool_choice.type must be 'auto', 'any', 'tool' or 'none', not {kind!r:.40}", "tool_choice.type"
+            f"tool_choice.type must be 'auto', 'any', 'tool' or 'none', not {brief(kind)}", "tool_choice.type"
         )
-    return modes[kind], parallel
+    return mode, parallel
 
 
 # ------------------------------------------------------------------------------------------------- the answer

@@ -20,7 +20,7 @@ from outrider.serve.call import Call
 from outrider.serve.connection import Connection
 from outrider.serve.errors import ApiError, from_invalid
 from outrider.serve.keys import Key
-from outrider.serve.limits import read_json
+from outrider.serve.limits import ESCAPED_BYTE, StringScan, read_json
 from outrider.serve.service import Service
 from outrider.serve.stream import Stream
 from outrider.serve.wire import T, read_request
@@ -30,7 +30,6 @@ ANTHROPIC = "/v1/messages"
 FORM = "application/x-www-form-urlencoded"
 BROWSERS_SEND = ("origin", "sec-fetch-site", "sec-fetch-mode", "referer", "cookie")
 LONG_BODY = 256 << 10  # bytes; reading more than this would hold up other requests
-ESCAPED_BYTE = 6  # bytes of a body that may stand for one of a text: \\u00xx
 ESCAPED = 2 * ESCAPED_BYTE  # a prompt, and a prediction of the answer
 OTHER_FIELDS = 1 << 20  # bytes of a body that are neither
 
@@ -78,10 +77,9 @@ class Request(BaseRequest):
         self._check_media()
         body = await self._read_body(prompts)
         if len(body) > LONG_BODY:
-            value = await self.in_pool(read_json, body, settings.max_depth)
+            asked = await self.in_pool(_parsed, body, settings.max_depth, kind)
         else:
-            value = read_json(body, settings.max_depth)
-        asked = read_request(value, kind)
+            asked = _parsed(body, settings.max_depth, kind)
         name = getattr(asked, "model", None)
         if name is not None and name not in service.names:
             raise ApiError(
@@ -122,7 +120,7 @@ class Request(BaseRequest):
         announced = self.headers.get("content-length", "0")
         if announced.isdigit() and int(announced) > most:
             raise _too_large(most, settings.max_body_bytes)
-        parts, quote, looked = bytearray(), 0, -1
+        parts, scan = bytearray(), StringScan()
         try:
             async with asyncio.timeout(settings.body_timeout):
                 while True:
@@ -130,13 +128,13 @@ class Request(BaseRequest):
                     if message["type"] == "http.disconnect":
                         raise ClientGone
                     chunk = message.get("body", b"")
-                    if (found := chunk.rfind(b'"')) >= 0:
-                        quote = len(parts) + found
                     parts += chunk
                     if len(parts) > most:
                         raise _too_large(most, settings.max_body_bytes)
-                    if longest and len(parts) - quote > longest and quote != looked:
-                        looked = quote if _check_run(parts, quote, longest) else looked
+                    if longest:
+                        scan.feed(chunk)
+                        if scan.inside and scan.open_bytes > longest:
+                            raise _text_too_long(longest)
                     if not message.get("more_body"):
                         self._whole = True
                         return bytes(parts)
@@ -191,20 +189,15 @@ def _too_large(most: int, allowed: int) -> ApiError:
     return ApiError(413, f"the body is larger than {most} bytes{why}", code="body_too_large")
 
 
-def _check_run(parts: bytearray, begin: int, longest: int) -> bool:
-    """Refuse a text while it still arrives, once it is longer than any that fits, whatever its escapes stand for.
-    True: what follows the last quote is no text.
-    """
-    before = parts[: begin + 1].replace(b"\\\\", b"").replace(b'\\"', b"")
-    if before.count(b'"') % 2 == 0:
-        return True
-    run = parts[begin:]
-    if len(run) - (ESCAPED_BYTE - 1) * run.count(b"\\") > longest:
-        raise ApiError(
-            400, f"a text of the request is longer than {longest} bytes, and no longer one fits the model's context",
-            code="context_length_exceeded",
-        )  # fmt: skip
-    return False
+def _text_too_long(longest: int) -> ApiError:
+    return ApiError(
+        400, f"a text of the request is longer than {longest} bytes, and no longer one fits the model's context",
+        code="context_length_exceeded",
+    )  # fmt: skip
+
+
+def _parsed(body: bytes, max_depth: int, kind: type[T]) -> T:
+    return read_request(read_json(body, max_depth), kind)
 
 
 def _request_id(given: str | None) -> str:

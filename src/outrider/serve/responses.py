@@ -10,35 +10,39 @@ from typing import Any
 
 from starlette.responses import Response
 
-from outrider.errors import InvalidRequest
+from outrider.errors import InvalidRequest, brief
 from outrider.serve.answer import answer
 from outrider.serve.call import Call, parts_of
-from outrider.serve.chat import chat_ids, tool_grammar
+from outrider.serve.chat import chat_ids, chat_terms
 from outrider.serve.errors import ApiError
 from outrider.serve.link import Piece
 from outrider.serve.request import Request
 from outrider.serve.routes import post
+from outrider.serve.service import Service
 from outrider.serve.tool_text import CallArguments, CallBegin, CallEnd, Text, ToolReader
-from outrider.serve.tools import ToolRequest, call_id, check_tools
-from outrider.serve.wire import ChatRequest, ResponsesRequest, Sampling, sampling_params, text_of
+from outrider.serve.tools import ToolRequest, call_id
+from outrider.serve.wire import ChatRequest, ResponsesRequest, Sampling, check_messages, text_of
+from outrider.types import SamplingParams
 
 
 async def answer_response(request: Request) -> Response:
     asked = await request.read(ResponsesRequest)
-    service, chat = request.service, as_chat(asked)
-    if len(chat.messages) > service.settings.max_messages:
-        raise InvalidRequest(f"at most {service.settings.max_messages} input items are allowed", "input")
-    wanted = check_tools(chat.tools, chat.tool_choice, chat.parallel_tool_calls)
-    grammar = tool_grammar(service, chat, wanted)
-    params = sampling_params(chat, service.defaults, service.settings, grammar)
+    prompt, params, wanted = await request.in_pool(_prepared, request.service, asked)
     scored = "message.output_text.logprobs" in (asked.include or ()) or bool(asked.top_logprobs)
     if scored:
         params = replace(params, logprobs=asked.top_logprobs or 0)
-    prompt = await request.in_pool(chat_ids, service.model, chat, wanted)
-    fitted = service.fitted(asked, prompt, params, asked.max_output_tokens)
+    fitted = request.service.fitted(asked, prompt, params, asked.max_output_tokens)
     return await answer(
         request, asked, [fitted], "resp_", lambda call: Responses(call, asked, wanted, scored)
     )
+
+
+def _prepared(service: Service, asked: ResponsesRequest) -> tuple[list[int], SamplingParams, ToolRequest]:
+    if isinstance(asked.input, list):
+        check_messages(asked.input, service.settings.max_messages, "input")
+    chat = as_chat(asked)
+    tools, params = chat_terms(service, chat)
+    return chat_ids(service.model, chat, tools), params, tools
 
 
 def as_chat(asked: ResponsesRequest) -> ChatRequest:
@@ -87,7 +91,7 @@ def _message(item: dict[str, Any], where: str) -> dict[str, Any]:
         text = output if isinstance(output, str) else text_of(output, f"{where}.output")
         return {"role": "tool", "tool_call_id": item.get("call_id"), "content": text}
     raise InvalidRequest(
-        f"{where} is of type {kind!r}; messages and function calls are known", f"{where}.type"
+        f"{where} is of type {brief(kind)}; messages and function calls are known", f"{where}.type"
     )
 
 

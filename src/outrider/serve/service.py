@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from outrider.errors import InvalidRequest
 from outrider.serve.backend import Backend
@@ -17,7 +17,7 @@ from outrider.serve.keys import Key, Keyring, Limiter, Refusal
 from outrider.serve.metrics import Metrics
 from outrider.serve.model import ServedModel, shown_name
 from outrider.serve.settings import ServeSettings
-from outrider.serve.wire import ResponsesRequest, Sampling, sent_as
+from outrider.serve.wire import ResponsesRequest, Sampling, sampling_params, sent_as
 from outrider.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -66,6 +66,13 @@ class Service:
     def defaults(self) -> SamplingParams:
         """Of requests that leave something open."""
         return self.model.sampling.under(self._defaults, self._given)
+
+    def params_of(self, asked: Sampling, grammar: Mapping[str, Any] | None = None) -> SamplingParams:
+        """The engine's parameters, once they are valid. Takes time that grows with the request."""
+        params = sampling_params(asked, self.defaults, self.settings, grammar)
+        if params.prediction:
+            self.model.check_length(params.prediction, False, "prediction")
+        return params
 
     def count(self, key: Key) -> None:
         """Count a request against its key, before anything is done for it; or refuse it."""

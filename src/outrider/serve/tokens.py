@@ -8,10 +8,11 @@ from starlette.responses import Response
 
 from outrider.errors import InvalidRequest
 from outrider.serve.chat import chat_ids
+from outrider.serve.model import CUT
 from outrider.serve.request import Reply, Request
 from outrider.serve.routes import post
 from outrider.serve.tools import ToolRequest
-from outrider.serve.wire import ChatRequest, DetokenizeRequest, TokenizeRequest
+from outrider.serve.wire import ChatRequest, DetokenizeRequest, TokenizeRequest, check_messages
 
 
 async def tokenize(request: Request) -> Response:
@@ -22,6 +23,7 @@ async def tokenize(request: Request) -> Response:
     if asked.prompt is not None:
         ids = await request.in_pool(model.text_ids, asked.prompt, cut=True, special=asked.add_special_tokens)
     else:
+        check_messages(asked.messages or (), request.service.settings.max_messages, "messages")
         chat = ChatRequest(
             messages=asked.messages or [],
             add_generation_prompt=asked.add_generation_prompt,
@@ -36,9 +38,15 @@ async def tokenize(request: Request) -> Response:
 
 async def detokenize(request: Request) -> Response:
     asked = await request.read(DetokenizeRequest)
+    model = request.service.model
+    if len(asked.tokens) > CUT * model.longest:
+        raise InvalidRequest(
+            f"tokens: {len(asked.tokens)} given, at most {CUT * model.longest} are read", "tokens"
+        )
     try:
-        decode = request.service.model.tokenizer.decode
-        return Reply({"prompt": await request.in_pool(decode, asked.tokens, skip_special=False)})
+        return Reply(
+            {"prompt": await request.in_pool(model.tokenizer.decode, asked.tokens, skip_special=False)}
+        )
     except InvalidRequest as error:
         raise InvalidRequest(str(error), "tokens") from None
 

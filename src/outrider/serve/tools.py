@@ -11,17 +11,20 @@ from __future__ import annotations
 import base64
 import functools
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from outrider.errors import InvalidRequest, suggest
+from outrider.errors import InvalidRequest, brief, suggest
 from outrider.load.template import checked_messages
 from outrider.sampling_params import JSON_SPELLING
+from outrider.serve.limits import read_json
 
 MAX_TOOLS = 128
+MAX_DEPTH = 64  # of a past call's arguments, where they are a text
 
 ToolMode = Literal["none", "auto", "required"]
 
@@ -134,7 +137,7 @@ def _function(tool: Any, where: str) -> Function:
     inside = f"{where}.function"
     if not re.fullmatch(r"[a-zA-Z0-9_-]{1,64}", body["name"]):
         raise InvalidRequest(
-            f"{inside}.name must be 1 to 64 letters, digits, _ or -, got {body['name']!r:.99}",
+            f"{inside}.name must be 1 to 64 letters, digits, _ or -, got {brief(body['name'])}",
             f"{inside}.name",
         )
     for key, kind, what in (
@@ -160,7 +163,7 @@ def _named_body(tool: Any, where: str) -> Mapping[str, Any]:
         raise InvalidRequest(f'{where} must be an object such as {{"type": "function", ...}}', where)
     if tool.get("type") != "function":
         raise InvalidRequest(
-            f"{where}.type must be 'function', got {tool.get('type')!r:.99}", f"{where}.type"
+            f"{where}.type must be 'function', got {brief(tool.get('type'))}", f"{where}.type"
         )
     body = tool.get("function")
     if not isinstance(body, Mapping):
@@ -193,7 +196,7 @@ def _choice(choice: Any, functions: dict[str, Function]) -> tuple[ToolMode, tupl
         return *_allowed(choice.get("allowed_tools"), functions), False
     if choice.get("type") != "function":
         raise InvalidRequest(
-            f"tool_choice.type must be 'function' or 'allowed_tools', got {choice.get('type')!r:.99}",
+            f"tool_choice.type must be 'function' or 'allowed_tools', got {brief(choice.get('type'))}",
             "tool_choice.type",
         )
     return "required", (_chosen(choice, functions, "tool_choice"),), True
@@ -215,14 +218,14 @@ def _mode(value: Any, known: tuple[ToolMode, ...], where: str) -> ToolMode:
     for mode in known:
         if value == mode:
             return mode
-    raise InvalidRequest(f"unknown {where} {value!r:.99}{suggest(str(value)[:99], known)}", where)
+    raise InvalidRequest(f"unknown {where} {brief(value)}{suggest(value, known)}", where)
 
 
 def _chosen(choice: Any, functions: dict[str, Function], where: str) -> Function:
     name = _named_body(choice, where)["name"]
     if name not in functions:
         raise InvalidRequest(
-            f"{name!r:.99} is not the name of a tool{suggest(name[:99], functions)}", f"{where}.function.name"
+            f"{brief(name)} is not the name of a tool{suggest(name, functions)}", f"{where}.function.name"
         )
     return functions[name]
 
@@ -297,8 +300,8 @@ def _object_of(arguments: str | Mapping[str, Any]) -> Any:
     if not isinstance(arguments, str):
         return arguments
     try:
-        value = json.loads(arguments.strip() or "{}")
-    except (ValueError, RecursionError):
+        value = read_json(arguments.strip().encode() or b"{}", MAX_DEPTH)
+    except (InvalidRequest, UnicodeEncodeError):
         return arguments
     return value if isinstance(value, dict) else arguments
 
@@ -306,18 +309,12 @@ def _object_of(arguments: str | Mapping[str, Any]) -> Any:
 def _as_text(messages: list[dict[str, Any]], fmt: ToolFormat) -> list[dict[str, Any]]:
     """Calls as the model would have written them; results, those in a row together, as a turn of the user."""
     shown: list[dict[str, Any]] = []
-    after_result = False
-    for message in messages:
-        is_result = message["role"] == "tool"
-        if not is_result:
-            shown.append(_with_calls(message, fmt))
+    for are_results, turns in itertools.groupby(messages, lambda message: message["role"] == "tool"):
+        if are_results:
+            texts = [f"<tool_response>\n{turn['content']}\n</tool_response>" for turn in turns]
+            shown.append({"role": "user", "content": "\n".join(texts)})
         else:
-            text = f"<tool_response>\n{message['content']}\n</tool_response>"
-            if after_result:
-                shown[-1]["content"] += f"\n{text}"
-            else:
-                shown.append({"role": "user", "content": text})
-        after_result = is_result
+            shown += [_with_calls(turn, fmt) for turn in turns]
     return shown
 
 

@@ -7,13 +7,14 @@ nobody knows are refused, and so are those that mean something elsewhere, with t
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
 
-from outrider.errors import LONGEST_NAME, InvalidRequest, suggest
+from outrider.errors import LONGEST_NAME, InvalidRequest, brief, suggest
 from outrider.sampling_params import MAX_ALTERNATIVES, SamplingParams, Speculation
 from outrider.serve.limits import check_schema, read_json
 from outrider.serve.settings import ServeSettings
@@ -22,6 +23,7 @@ Number = Annotated[float, Meta(ge=-1e6, le=1e6)]
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+PARTS = 4  # of a message's content, on average
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -294,6 +296,13 @@ def _near(what: str, param: str | None) -> str:
 # ----------------------------------------------------------------------------------------- to SamplingParams
 
 
+def check_messages(messages: Seq[Mapping[str, Any]], most: int, name: str) -> None:
+    """Refuse more messages than `most`, or more than PARTS times as many parts of contents."""
+    _within(name, len(messages), most)
+    contents = (message.get("content") for message in messages)
+    _within(f"{name}.content", sum(len(c) for c in contents if isinstance(c, list)), PARTS * most)
+
+
 def sampling_params(
     asked: Sampling, defaults: SamplingParams, limits: ServeSettings, grammar: Mapping[str, Any] | None
 ) -> SamplingParams:
@@ -357,7 +366,7 @@ def _biases(asked: Mapping[str, float] | None) -> dict[int, float] | None:
     """Token ids are written as texts there; whether the model has them is for the engine to say."""
     for name in asked or ():
         if not (name.isascii() and name.isdigit() and len(name) <= 10):
-            raise InvalidRequest(f"logit_bias: {name!r:.40} is not a token id", "logit_bias")
+            raise InvalidRequest(f"logit_bias: {brief(name)} is not a token id", "logit_bias")
     return None if asked is None else {int(name): weight for name, weight in asked.items()}
 
 
@@ -384,7 +393,7 @@ def predicted_text(asked: Prediction | None) -> str | None:
     if asked is None:
         return None
     if asked.type != "content":
-        raise InvalidRequest(f"prediction.type must be 'content', not {asked.type!r}", "prediction.type")
+        raise InvalidRequest(f"prediction.type must be 'content', not {brief(asked.type)}", "prediction.type")
     return text_of(asked.content, "prediction.content")
 
 
@@ -440,7 +449,8 @@ def format_grammar(asked: Any, limits: ServeSettings) -> dict[str, Any] | None:
         schema = holder.get("schema") if isinstance(holder, Mapping) else None
         return {"json_schema": _schema(schema, limits, "response_format.json_schema.schema")}
     raise InvalidRequest(
-        f"response_format.type must be text, json_object or json_schema, not {kind!r}", "response_format.type"
+        f"response_format.type must be text, json_object or json_schema, not {brief(kind)}",
+        "response_format.type",
     )
 
 
