@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import logging
 import math
-import signal
 import socket
 import sys
 from collections import OrderedDict
@@ -20,6 +19,7 @@ from typing import Any
 import msgspec
 
 from outrider.errors import InvalidRequest
+from outrider.load.child import ITS_OWN_DOING
 from outrider.serve.errors import ApiError, from_invalid
 from outrider.serve.link import Grammar, Ready, Tried, Vocabulary, from_grammars, hear_as, pack
 from outrider.verify.grammar_source import DEEPEST, STACK
@@ -30,9 +30,6 @@ TRIERS = 2  # processes at most, the second only when the first is busy: a slow 
 REMEMBERED = 4096
 MEMORY = 1 << 30
 START_SECONDS = 60.0  # to read the vocabulary
-ITS_OWN_DOING = frozenset(  # of signals that end the process: others may have sent any other
-    -number for number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGXCPU, signal.SIGILL)
-)
 LARGE = 1 << 16  # bytes of a grammar that are not hashed on the event loop
 
 
