@@ -36,10 +36,10 @@ def main(descriptor: int) -> int:
 
 def _problem(matchers: Matchers, asked: Grammar) -> str | None:
     try:
-        matchers.make(asked.grammar)
+        failure = matchers.failure_in_use(matchers.make(asked.grammar))
+        return failure and f"grammar: no answer in its form can be written: {failure}"
     except (OutriderError, MemoryError) as error:
         return str(error) or "grammar: it takes too much memory"
-    return None
 
 
 if __name__ == "__main__":
