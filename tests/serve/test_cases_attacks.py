@@ -754,7 +754,7 @@ def test_what_cannot_be_sent_to_the_engine_leaves_nothing_behind() -> None:
         backend.state, backend._writer = "ready", writer
         odd = SamplingParams(grammar={"json_schema": {"maximum": 10**30}})
         with pytest.raises(OverflowError):
-            await backend.open([([1], odd)], "", asyncio.get_running_loop().time() + 5)
+            await backend.open([([1], odd)], "", "", asyncio.get_running_loop().time() + 5)
         return backend
 
     backend = asyncio.run(run())

@@ -30,7 +30,7 @@ from outrider.serve.backend import Backend
 from outrider.serve.engine_process import EngineProcess, prepare
 from outrider.serve.errors import ApiError
 from outrider.serve.keys import digest_of
-from outrider.serve.link import Accepted, Compiled, Start, Submit
+from outrider.serve.link import Accepted, Compiled, Refused, Start, Submit
 from outrider.serve.metrics import Metrics
 from outrider.serve.settings import ServeSettings
 from outrider.types import SamplingParams
@@ -414,6 +414,27 @@ def test_a_request_given_up_while_its_grammar_is_compiled_never_starts() -> None
     assert not driver.engine.live
 
 
+def test_a_grammar_given_up_before_its_turn_is_not_compiled() -> None:
+    asked, compiled = threading.Semaphore(0), threading.Event()
+    begun = []
+
+    def slowly() -> None:
+        begun.append(1)
+        asked.release()
+        assert compiled.wait(20)
+
+    with engine_in_hand(slowly) as (process, _):
+        for name in ("one", "two", "left"):
+            process._submit(Submit(name, prompt_of(9), REGEX, ""))
+        for _ in range(2):
+            assert asked.acquire(timeout=20)
+        process._abort("left")
+        compiled.set()
+        process.compilers.shutdown()
+    assert len(begun) == 2
+    assert not process.building and not process.given_up
+
+
 def test_a_compiled_grammar_is_told_before_the_step_in_hand_ends() -> None:
     stepping, stepped = threading.Event(), threading.Event()
     with engine_in_hand() as (process, driver):
@@ -432,7 +453,7 @@ def test_only_compiling_counts_against_the_time_for_grammars() -> None:
         backend = Backend(Start("tiny", "none", {}, ("text", "info")), settings, Metrics())
         backend.state = "ready"
         loop = asyncio.get_running_loop()
-        task = asyncio.create_task(backend.open([([1], REGEX)], "", loop.time() + 20))
+        task = asyncio.create_task(backend.open([([1], REGEX)], "", "", loop.time() + 20))
         await asyncio.sleep(0)
         [name] = backend.jobs
         for message in messages:
@@ -446,12 +467,45 @@ def test_only_compiling_counts_against_the_time_for_grammars() -> None:
         asyncio.run(opened())
 
 
+def test_the_engine_compiles_grammars_client_by_client() -> None:
+    """What one client has compiled again and again waits here, not in the engine's queue before others'."""
+
+    async def main() -> None:
+        backend = Backend(Start("tiny", "none", {}, ("text", "info")), ServeSettings(), Metrics())
+        backend.state = "ready"
+        deadline = asyncio.get_running_loop().time() + 20
+        several = [([1], REGEX), ([2], REGEX)]
+        tasks = [
+            asyncio.create_task(backend.open(several, "", client, deadline)) for client in ("a", "a", "b")
+        ]
+
+        async def sent() -> list[int]:
+            for _ in range(9):
+                await asyncio.sleep(0)
+            return [number for number, job in enumerate(backend.jobs.values()) if job.sent]
+
+        assert await sent() == [0, 4]  # the first of each client
+        names = list(backend.jobs)
+        await backend._handle(Compiled(names[0]))
+        assert await sent() == [0, 2, 4]
+        await backend._handle(Compiled(names[4]))
+        assert await sent() == [0, 2, 4, 5]
+        await backend._handle(Refused(names[2], "no", "grammar"))
+        await sent()
+        assert isinstance(tasks[1].exception(), ApiError)
+        assert names[1] in backend.jobs and backend.jobs[names[1]].sent
+        for task in tasks:
+            task.cancel()
+
+    asyncio.run(main())
+
+
 def test_the_first_request_after_a_long_silence_is_no_stall() -> None:
     async def health() -> tuple[bool, bool]:
         backend = Backend(Start("tiny", "none", {}, ("text", "info")), ServeSettings(), Metrics())
         backend.state, backend.last_heard = "ready", time.monotonic() - 3600
         deadline = asyncio.get_running_loop().time() + 20
-        task = asyncio.create_task(backend.open([([1], SamplingParams())], "", deadline))
+        task = asyncio.create_task(backend.open([([1], SamplingParams())], "", "", deadline))
         await asyncio.sleep(0)
         early = backend.well
         backend.last_heard -= 3600

@@ -92,7 +92,7 @@ class Serving:
 
         async def client(one: tuple[list[int], SamplingParams]) -> tuple[list[int], list[End]]:
             deadline = asyncio.get_running_loop().time() + 60
-            return await _heard(await backend.open([one], "", deadline), deadline)
+            return await _heard(await backend.open([one], "", "", deadline), deadline)
 
         self.thread.start()
         listening = asyncio.create_task(listen())

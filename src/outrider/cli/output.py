@@ -89,6 +89,9 @@ def open_llm(
     check_parts(parts, cache_folder())
     if shape is None and (draft_shape is not None or draft_layers is not None):
         raise InvalidRequest("--draft-as-if and --draft-layers go with --as-if", "as_if")
+    from outrider.load.template import renderers  # tokenizers take a while to import
+
+    renderers.prepare()  # starts while the model loads
     with _loading(model):
         if shape is not None:
             from outrider.bench.as_if import AsIf

@@ -41,7 +41,8 @@ async def answer(
     deadline = asyncio.get_running_loop().time() + settings.request_timeout
     try:
         owner = owner_of(request.key, getattr(asked, "cache_salt", None))
-        stream = await request.while_there(service.backend.open(prompts, owner, deadline))
+        client = owner_of(request.key, None) or (request.client.host if request.client else "")
+        stream = await request.while_there(service.backend.open(prompts, owner, client, deadline))
     except ApiError as error:
         error.param = sent_as(error.param, asked)
         raise

@@ -22,6 +22,7 @@ from outrider.serve.draft_swaps import DraftSwaps
 from outrider.serve.errors import ApiError, from_invalid
 from outrider.serve.grammars import Grammars
 from outrider.serve.link import (
+    COMPILERS,
     Abort,
     Accepted,
     Compiled,
@@ -40,6 +41,7 @@ from outrider.serve.metrics import Metrics
 from outrider.serve.model import ServedModel
 from outrider.serve.settings import ServeSettings
 from outrider.serve.stream import Job, Stream, too_late
+from outrider.serve.turns import Turns
 from outrider.types import SamplingParams
 
 log = logging.getLogger(__name__)
@@ -67,6 +69,7 @@ class Backend:
         self.launched = 0.0
         self.finished: deque[float] = deque(maxlen=32)  # when requests ended: how fast the queue moves
         self.grammars: Grammars | None = None  # from the first engine on
+        self.compiling = Turns(COMPILERS)  # of clients whose grammars the engine compiles
         self.swaps = DraftSwaps(self._send, metrics)
         self._present: set[int] = set()  # what requests were there when an engine died, by what they ask for
         self._names = itertools.count()
@@ -231,7 +234,7 @@ class Backend:
             self.model = await asyncio.to_thread(ServedModel, self.start.model, message)
             self.model.plan["seconds"] = round(time.monotonic() - self.launched, 1)
             if self.grammars is None:
-                self.grammars = Grammars(message, self.settings.grammar_timeout)
+                self.grammars = Grammars(message, self.settings.grammar_timeout, self.metrics)
                 self.grammars.warm_up()
             self.state = "ready"
             self.metrics.gauges["engine_up"] = 1
@@ -276,9 +279,11 @@ class Backend:
     # ------------------------------------------------------------------------------------------- requests
 
     async def open(
-        self, prompts: Seq[tuple[list[int], SamplingParams]], owner: str, deadline: float
+        self, prompts: Seq[tuple[list[int], SamplingParams]], owner: str, client: str, deadline: float
     ) -> Stream:
-        """Start one job a prompt. Returns once the engine has taken them all, or raises why not."""
+        """Start one job a prompt. Returns once the engine has taken them all, or raises why not. Grammars are compiled
+        `client` by client.
+        """
         self.refuse_when_full(len(prompts), sum(len(prompt) for prompt, _ in prompts))
         if not self.jobs:
             self.last_heard = time.monotonic()  # there was nothing to hear of
@@ -291,45 +296,46 @@ class Backend:
                 self.queued += 1
                 self.queued_tokens += len(prompt)
             self.metrics.gauges["num_requests_waiting"] = self.queued
-            await self._tried(stream.jobs, deadline)
-            for job in stream.jobs:
-                if job.id in self.jobs:  # else the engine died meanwhile
-                    self._send(Submit(job.id, job.prompt, job.params, owner))
-                    job.sent = True
-            await self._taken(stream.jobs, deadline)
+            async with asyncio.timeout_at(deadline):
+                await self._submit(stream.jobs, owner, client)
+                for job in stream.jobs:
+                    job.seed = await job.accepted  # which happens between steps
+        except TimeoutError:
+            stream.close()
+            raise too_late() from None
         except BaseException:
             stream.close()
             raise
         return stream
 
-    async def _tried(self, jobs: Seq[Job], deadline: float) -> None:
-        """Let nothing reach the engine that its compiler may die of."""
-        if self.grammars is None:
-            return
-        try:
-            async with asyncio.timeout_at(deadline):
-                for job in jobs:
-                    if job.params.grammar is not None:
-                        await self.grammars.check(job.params.grammar)
-        except TimeoutError:
-            raise too_late() from None
+    async def _submit(self, jobs: Seq[Job], owner: str, client: str) -> None:
+        """Let nothing reach the engine that its compiler may die of, nor more grammars than it compiles at once."""
+        for job in jobs:
+            if job.params.grammar is not None and self.grammars is not None:
+                await self.grammars.check(job.params.grammar, client)
+        for job in jobs:
+            if job.params.grammar is None:
+                self._hand_over(job, owner)
+                continue
+            await self.compiling.begin(client, 0)
+            try:
+                self._hand_over(job, owner)
+                await self._compiled(job)
+            finally:
+                self.compiling.end(client)
+            if job.accepted.done():
+                job.accepted.result()  # one that was refused has no need of the others
 
-    async def _taken(self, jobs: Seq[Job], deadline: float) -> None:
-        """Wait until the engine has accepted them, which it does between steps."""
-        try:
-            async with asyncio.timeout_at(deadline):
-                await self._compiled(jobs)
-                for job in jobs:
-                    job.seed = await job.accepted
-        except TimeoutError:
-            raise too_late() from None
+    def _hand_over(self, job: Job, owner: str) -> None:
+        if job.id in self.jobs:  # else the engine died meanwhile
+            self._send(Submit(job.id, job.prompt, job.params, owner))
+            job.sent = True
 
-    async def _compiled(self, jobs: Seq[Job]) -> None:
+    async def _compiled(self, job: Job) -> None:
         limit = self.settings.grammar_timeout
         try:
             async with asyncio.timeout(limit):
-                for job in jobs:
-                    await job.compiled.wait()
+                await job.compiled.wait()
         except TimeoutError:
             raise ApiError(
                 400, f"the grammar took longer than {limit:g} s to compile", param="grammar"

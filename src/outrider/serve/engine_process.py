@@ -26,9 +26,10 @@ from typing import NoReturn
 from outrider.engine.live_draft import DraftState
 from outrider.engine.llm import LLM, runs_on_gpu
 from outrider.errors import InvalidRequest, OutriderError, show_cause
+from outrider.load.child import become_child
 from outrider.model.decoder import kv_bytes
-from outrider.serve.child import become_child
 from outrider.serve.link import (
+    COMPILERS,
     Abort,
     Accepted,
     Compiled,
@@ -74,7 +75,7 @@ class EngineProcess:
         self.lock = threading.Lock()  # of the next two
         self.building: set[str] = set()  # requests whose grammar is being compiled, or their words tokenized
         self.given_up: set[str] = set()  # of those, the ones aborted meanwhile
-        self.compilers = ThreadPoolExecutor(2, thread_name_prefix="grammar")
+        self.compilers = ThreadPoolExecutor(COMPILERS, thread_name_prefix="grammar")
         self.swaps = ThreadPoolExecutor(1, thread_name_prefix="draft")  # reads weights, beside the steps
         self.outbox: queue.SimpleQueue[FromEngine | None] = queue.SimpleQueue()
         self.writer = threading.Thread(target=self._write, name="writer", daemon=True)
@@ -110,6 +111,9 @@ class EngineProcess:
 
     def _build(self, message: Submit) -> None:
         """Make the request and hand it to the engine. Whatever goes wrong is this request's problem alone."""
+        if message.id in self.given_up:  # its grammar must not take time from others
+            self._was_given_up(message.id)
+            return
         try:
             request = self.llm.request(message.prompt, message.params, message.owner, message.id)
         except BaseException as error:

@@ -1,6 +1,7 @@
 """Which grammars the engine may be given: new ones are tried in a process of their own first (grammar_process.py).
 
-Everything runs on the event loop. What was tried is remembered by hash, so that repeats cost nothing.
+Everything runs on the event loop. What was tried is remembered by hash, so that repeats cost nothing. Clients take
+turns, so that one with many costly grammars holds up no other.
 """
 
 from __future__ import annotations
@@ -10,79 +11,129 @@ import contextlib
 import hashlib
 import logging
 import math
-import signal
 import socket
 import sys
 from collections import OrderedDict
 from collections.abc import Coroutine, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import msgspec
 
 from outrider.errors import InvalidRequest
+from outrider.load.child import ITS_OWN_DOING
 from outrider.serve.errors import ApiError, from_invalid
 from outrider.serve.link import Grammar, Ready, Tried, Vocabulary, from_grammars, hear_as, pack
+from outrider.serve.metrics import Metrics
+from outrider.serve.turns import Turns
 from outrider.verify.grammar_source import DEEPEST, STACK
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
-TRIERS = 2  # processes at most, the second only when the first is busy: a slow grammar holds up one of them
+TRIERS = (
+    2  # processes at most, the second only when the first is busy. One client keeps one of them busy at most.
+)
+MOST_WAITING = 64  # different grammars of one client
 REMEMBERED = 4096
 MEMORY = 1 << 30
 START_SECONDS = 60.0  # to read the vocabulary
-ITS_OWN_DOING = frozenset(  # of signals that end the process: others may have sent any other
-    -number for number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGXCPU, signal.SIGILL)
-)
 LARGE = 1 << 16  # bytes of a grammar that are not hashed on the event loop
 
 
+@dataclass(eq=False, slots=True)
+class _Trial:
+    task: asyncio.Task[str | None]
+    waiters: int = 0
+    begun: bool = False
+
+
 class Grammars:
-    def __init__(self, ready: Ready, seconds: float, deepest: int = DEEPEST, memory: int = MEMORY) -> None:
+    def __init__(
+        self, ready: Ready, seconds: float, metrics: Metrics, deepest: int = DEEPEST, memory: int = MEMORY
+    ) -> None:
         self.vocabulary = Vocabulary(
             ready.tokenizer, ready.vocab, ready.eos_ids, deepest, stack=STACK // 4, memory=memory
         )
-        self.seconds = seconds
+        self.seconds, self._metrics = seconds, metrics
         self.crashes = 0
         self._idle: list[Trier] = []
-        self._free = asyncio.Semaphore(TRIERS)
+        self._turns = Turns(TRIERS)
+        self._trials: dict[tuple[str, bytes], _Trial] = {}  # that wait or run, by client and grammar
         self._known: OrderedDict[bytes, str | None] = OrderedDict()
         self._closed = False
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     def warm_up(self) -> None:
         """Have one ready before it is needed."""
         self._begin(self.warm())
 
-    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _begin(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
     async def warm(self) -> None:
-        with contextlib.suppress(OSError, ApiError):
-            async with self._free:
+        await self._turns.begin("", 0)
+        try:
+            with contextlib.suppress(OSError):
                 await self._keep(await self._start())
+        finally:
+            self._turns.end("")
 
-    async def check(self, grammar: Mapping[str, Any]) -> None:
-        """Raise what is wrong with a grammar, if anything is."""
+    async def check(self, grammar: Mapping[str, Any], client: str) -> None:
+        """Raise what is wrong with a grammar, if anything is. `client`: who takes turns with others."""
         body = msgspec.msgpack.encode(grammar)
         key = await asyncio.to_thread(_digest, body) if len(body) > LARGE else _digest(body)
-        if key not in self._known:
-            await self._free.acquire()
-            trial = self._begin(self._try(key, dict(grammar)))
-            trial.add_done_callback(self._tried)
-            await asyncio.shield(trial)  # who hangs up leaves it to its end: no process is lost by that
-        self._known.move_to_end(key)
-        if problem := self._known[key]:
+        if key in self._known:
+            self._known.move_to_end(key)
+            problem = self._known[key]
+        else:
+            problem = await self._tried(client, key, grammar, len(body))
+        if problem:
             raise from_invalid(InvalidRequest(problem, "grammar"))
 
-    def _tried(self, trial: asyncio.Task[None]) -> None:
-        self._free.release()
-        if not trial.cancelled():
-            trial.exception()  # seen: no warning if nobody waits any more
+    async def _tried(self, client: str, key: bytes, grammar: Mapping[str, Any], size: int) -> str | None:
+        """Wait for the trial of a grammar. Requests of one client with the same grammar share one."""
+        trial = self._trials.get((client, key))
+        if trial is None:
+            self._check_room(client)
+            trial = _Trial(self._begin(self._in_turn(client, key, dict(grammar), size)))
+            self._trials[client, key] = trial
+            trial.task.add_done_callback(lambda task: self._ended(client, key, task))
+        trial.waiters += 1
+        try:
+            return await asyncio.shield(trial.task)
+        finally:
+            trial.waiters -= 1
+            if not trial.waiters and not trial.begun:
+                trial.task.cancel()  # one that has begun goes on to its end: no process is lost by that
 
-    async def _try(self, key: bytes, grammar: dict[str, Any]) -> None:
+    def _check_room(self, client: str) -> None:
+        waiting = sum(one == client and not trial.begun for (one, _), trial in self._trials.items())
+        if waiting >= MOST_WAITING:
+            self._metrics.count("admission_rejections", reason="grammars")
+            raise ApiError(
+                503, f"{waiting} new grammars of yours wait to be tried, at most {MOST_WAITING} may",
+                code="queue_full", after=self.seconds,
+            )  # fmt: skip
+
+    def _ended(self, client: str, key: bytes, task: asyncio.Task[str | None]) -> None:
+        del self._trials[client, key]
+        if not task.cancelled():
+            task.exception()  # seen: no warning if nobody waits any more
+
+    async def _in_turn(self, client: str, key: bytes, grammar: dict[str, Any], size: int) -> str | None:
+        await self._turns.begin(client, size)
+        try:
+            self._trials[client, key].begun = True
+            return self._known[key] if key in self._known else await self._try(key, grammar)
+        finally:
+            self._turns.end(client)
+
+    async def _try(self, key: bytes, grammar: dict[str, Any]) -> str | None:
+        """What is wrong with it. Remembered, unless something else may have been the cause."""
         try:
             trier = self._idle.pop() if self._idle else await self._start()
         except OSError as error:
@@ -90,20 +141,17 @@ class Grammars:
             raise ApiError(503, "the grammar cannot be tried now", code="overloaded", after=1) from None
         try:
             async with asyncio.timeout(self.seconds):
-                heard = await trier.ask(Grammar(grammar, math.ceil(self.seconds)))
+                answer = await trier.ask(Grammar(grammar, math.ceil(self.seconds)))
         except TimeoutError:  # not remembered: the machine may have been busy
             await trier.end()
-            raise from_invalid(
-                InvalidRequest(f"the grammar took longer than {self.seconds:g} s to compile", "grammar")
-            ) from None
+            return f"the grammar took longer than {self.seconds:g} s to compile"
         except BaseException:
             await trier.end()
             raise
-        if heard is None:
-            self._died(key, await trier.end())
-        else:
-            await self._keep(trier)
-            self._remember(key, heard.problem)
+        if answer is None:
+            return self._died(key, await trier.end())
+        await self._keep(trier)
+        return self._remember(key, answer.problem)
 
     async def _keep(self, trier: Trier) -> None:
         if self._closed:
@@ -111,18 +159,19 @@ class Grammars:
         else:
             self._idle.append(trier)
 
-    def _died(self, key: bytes, code: int) -> None:
+    def _died(self, key: bytes, code: int) -> str:
         self.crashes += 1
         log.warning("a grammar ended the process that tried it", extra={"facts": {"exit": code}})
         problem = "grammar: it does not compile: it is too deep, or takes too much time or memory"
-        if code not in ITS_OWN_DOING:
-            raise from_invalid(InvalidRequest(problem, "grammar"))
-        self._remember(key, problem)
+        if code in ITS_OWN_DOING:
+            self._remember(key, problem)
+        return problem
 
-    def _remember(self, key: bytes, problem: str | None) -> None:
+    def _remember(self, key: bytes, problem: str | None) -> str | None:
         self._known[key] = problem
         if len(self._known) > REMEMBERED:
             self._known.popitem(last=False)
+        return problem
 
     async def _start(self) -> Trier:
         ours, theirs = socket.socketpair()

@@ -25,6 +25,7 @@ from outrider.types import SamplingParams
 
 _LENGTH = struct.Struct("!I")
 MAX_MESSAGE = 1 << 30
+COMPILERS = 2  # grammars that the engine compiles at once
 
 
 class Start(msgspec.Struct, tag=True):

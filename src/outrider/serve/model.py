@@ -9,7 +9,7 @@ from typing import Any
 from outrider.errors import InvalidRequest
 from outrider.load.literal import ChatEncoder
 from outrider.load.sampling import SamplingDefaults
-from outrider.load.template import ChatTemplate
+from outrider.load.template import ChatTemplate, renderers
 from outrider.load.tokenizer import Tokenizer
 from outrider.serve.length import bytes_of_tokens, check_length
 from outrider.serve.link import Ready
@@ -27,6 +27,8 @@ class ServedModel:
         self.name = shown_name(source)
         self.tokenizer = Tokenizer.from_json(ready.tokenizer, ready.bos_id, ready.eos_ids, ready.add_bos)
         self.template = ChatTemplate.for_tokenizer(ready.template, self.tokenizer)
+        if self.template is not None:
+            renderers.prepare()  # the first conversation must not wait for it
         self._chats = ChatEncoder.of(self.template, self.tokenizer, ready.special_tokens_in_text)
         self.tokens = frozenset(self.tokenizer.strings())
         self.tool_format = choose_format(ready.template, ready.family)

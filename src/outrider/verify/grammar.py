@@ -23,6 +23,10 @@ class GrammarState:
 
     def __init__(self, matcher: Any, vocab: int) -> None:
         self._matcher, self._vocab = matcher, vocab
+        self._start, self._text = (
+            matcher.deep_copy(),
+            list[int](),
+        )  # to come back from a path that broke the matcher
         self._failure: str | None = None
 
     def copy(self) -> GrammarState:
@@ -35,11 +39,19 @@ class GrammarState:
 
     def bits(self, path: Sequence[int]) -> NDArray[np.uint8] | None:
         """The same as it comes from the matcher: a bit a token, the lowest first."""
-        try:
-            return self._bits(path)
-        except Exception as error:  # one answer is lost, not every answer of the step
-            self._failure = f"{type(error).__name__}: {error}"
+        if path and self.problem:
             return None
+        bits, failure = None, None
+        try:
+            bits = self._bits(path)
+        except Exception as error:  # one answer is lost, not every answer of the step
+            failure = f"{type(error).__name__}: {error}"
+        if path and (failure or self._matcher.is_error()):  # the text may never go there
+            self._matcher, bits = self._start.deep_copy(), None
+            self._matcher.consume_tokens(self._text)
+        elif failure:
+            self._failure = failure
+        return bits
 
     def _bits(self, path: Sequence[int]) -> NDArray[np.uint8] | None:
         if path and self._matcher.validate_tokens(list(path)) < len(path):
@@ -54,6 +66,7 @@ class GrammarState:
     def advance(self, token: int) -> None:
         if not self._failure and not self._matcher.is_stopped():
             self._matcher.consume_token(token)
+            self._text.append(token)
 
     @property
     def problem(self) -> str | None:

@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import random
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from typing import Any, TypeVar
@@ -25,6 +27,10 @@ from outrider.verify.grammar_depth import lark_depth, schema_depth
 MOST_REMAINDERS = 100_000
 # Levels of schemas or rules within each other, references followed; one takes 2 to 5 KB of stack.
 DEEPEST = 800
+# Random texts on which a grammar is tried: how many, and how long each and all together may be.
+WALKS = 3
+WALK_TOKENS = 64
+WALK_SECONDS = 1.0
 STACK = 64 << 20  # bytes for compiling; touched only as far as needed
 
 T = TypeVar("T")
@@ -44,7 +50,7 @@ class Matchers:
             raise OutriderError(f"structured output needs llguidance; {INSTALL.format('grammar')}") from None
         self._matcher, self._to_lark = llguidance.LLMatcher, any_to_lark
         self._tokenizer = llguidance.LLTokenizer(tokenizer_json, n_vocab=vocab, eos_token=list(ends))
-        self._deepest, self._stack = deepest, stack
+        self._deepest, self._stack, self._ends = deepest, stack, frozenset(ends)
 
     def make(self, grammar: Mapping[str, Any]) -> Any:
         """From `{"json_schema": ...}`, `{"json_object": true}`, `{"regex": ...}`, `{"choice": [...]}` or
@@ -68,6 +74,33 @@ class Matchers:
             except Exception as error:
                 return matcher, first_line(f"{type(error).__name__}: {error}")
         return matcher, first_line(matcher.get_error())
+
+    def failure_in_use(self, matcher: Any) -> str | None:
+        """What breaks the matcher on each of a few random texts that its grammar allows; None if one goes well. Some
+        limits of llguidance are met only while a text is written.
+        """
+        failure, until = None, time.monotonic() + WALK_SECONDS
+        for seed in range(WALKS):
+            walker, draw = matcher.deep_copy(), random.Random(seed)
+            for _ in range(WALK_TOKENS):
+                token = self._some_token(walker.compute_bitmask(), draw)
+                if walker.is_error() or token is None or time.monotonic() > until:
+                    break
+                walker.consume_token(token)
+            if not walker.is_error():
+                return None
+            failure = first_line(walker.get_error())
+        return failure
+
+    def _some_token(self, bits: bytes, draw: random.Random) -> int | None:
+        """The first that is allowed from a random place on; none if that is an end."""
+        at = draw.randrange(len(bits))
+        turned = bits[at:] + bits[:at]
+        if not (found := turned.lstrip(b"\0")):
+            return None
+        place = (len(turned) - len(found) + at) % len(bits)
+        token = 8 * place + draw.choice([bit for bit in range(8) if found[0] >> bit & 1])
+        return None if token in self._ends else token
 
     def _source(self, kind: str, value: Any) -> str:
         if kind == "json_schema":
