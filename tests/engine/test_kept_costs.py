@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
-import resource
-import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +15,7 @@ from outrider.draft.names import Part
 from outrider.engine import kept_costs
 from outrider.engine.kept_costs import KeptCosts
 from outrider.types import StepRecord
+from tests.full_disk import file_size_limit
 from tests.targets import write_target
 from tests.tiny import tiny_model
 
@@ -224,19 +221,6 @@ def test_a_full_disk_leaves_nothing_and_is_named_once(
     assert list(folder.iterdir()) == [file] and made().recall(lambda rows: CURVE[rows])
     kept.keep(always=True)  # there is room again
     assert made().recall(lambda rows: 5.0)
-
-
-@contextlib.contextmanager
-def file_size_limit(most: int) -> Iterator[None]:
-    """Writes beyond it fail, as they do on a full disk: in the kernel, after some bytes."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
 
 
 def test_where_nothing_can_be_written_nothing_is_kept(
