@@ -10,7 +10,6 @@ import hashlib
 import json
 import logging
 import os
-import stat
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import asdict
@@ -22,6 +21,7 @@ from outrider.control.planner import Planner
 from outrider.draft.names import Part
 from outrider.engine.certificate import package_version, processor
 from outrider.engine.runner import EagerRunner, Runner
+from outrider.load.json_files import plain_bytes
 from outrider.model.decoder import Decoder, Model
 from outrider.settings import Settings, cache_folder
 
@@ -132,16 +132,10 @@ class KeptCosts:
 
 
 def _own_text(file: Path) -> str:
-    """The text of a plain file that this user or root wrote. A pipe is not waited for, nor an endless file read."""
-    with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as opened:
-        about = os.fstat(opened.fileno())
-        if not stat.S_ISREG(about.st_mode):
-            raise ValueError("it is no plain file")
-        if about.st_uid not in (os.geteuid(), ROOT):
-            raise ValueError("another user wrote it")
-        if len(data := opened.read(MAX_BYTES + 1)) > MAX_BYTES:
-            raise ValueError(f"it is larger than {MAX_BYTES} bytes")
-    return data.decode()
+    """The text of a plain file that this user or root wrote."""
+    if file.stat().st_uid not in (os.geteuid(), ROOT):
+        raise ValueError("another user wrote it")
+    return plain_bytes(file, MAX_BYTES).decode()
 
 
 def recall_costs(
