@@ -203,7 +203,7 @@ def test_running_answers_are_finished_before_it_leaves(serve_endless: Callable[.
         assert server.get("/health").status_code == 503
         late = server.post("/v1/completions", SHORT)
         assert (late.status_code, late.json()["error"]["code"]) == (503, "draining")
-        assert late.headers["retry-after"]
+        assert late.headers["retry-after"] and late.headers["connection"] == "close"
     streamed, whole = talks[0].end(), talks[1].end()
     assert streamed.done
     assert streamed.text == alone.text
@@ -278,6 +278,45 @@ def test_a_killed_engine_is_told_and_started_again(serve_endless: Callable[..., 
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(LEAVES) == 0
     assert gone(engine)
+
+
+def test_a_stopped_engine_goes_on_where_it_was_and_can_be_killed(
+    serve_endless: Callable[..., Served],
+) -> None:
+    server = serve_endless(*CALM)
+    alone = Talk(server, max_tokens=300).end()
+    engine = server.engine()
+    talks = [Talk(server, max_tokens=300).begun(), Talk(server, max_tokens=300, stream=False)]
+    with frozen(engine):
+        late = Talk(server, max_tokens=300)  # waits for the engine, not for a refusal
+        assert server.get("/metrics").status_code == 200 and server.get("/v1/models").status_code == 200
+    assert talks[0].end().text == late.end().text == alone.text
+    assert talks[1].end().reply["choices"][0]["text"] == alone.text
+    talk = Talk(server).begun()
+    engine.suspend()
+    engine.kill()
+    assert talk.end().error["code"] == "engine_lost"
+    server.wait_ready()
+    assert Talk(server, max_tokens=300).end().text == alone.text
+
+
+def test_while_it_drains_kept_connections_are_closed_with_the_next_answer(
+    serve_endless: Callable[..., Served],
+) -> None:
+    server = serve_endless(*CALM, "--drain-seconds", "300")
+    talk = Talk(server).begun()
+    with httpx.Client(base_url=server.url, verify=UNENCRYPTED) as client:
+        assert "connection" not in client.get("/health").headers
+        server.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: server.get("/health").json().get("status") == "draining")
+        refused = client.post("/v1/completions", json=SHORT)  # by the connection that was there before
+        assert (refused.status_code, refused.headers["connection"]) == (503, "close")
+        assert int(refused.headers["retry-after"]) > 0
+    count = len(talk.events)
+    wait_for(lambda: len(talk.events) > count)  # what runs goes on
+    server.process.send_signal(signal.SIGTERM)
+    assert talk.end().error["code"] == "draining"
+    assert server.process.wait(LEAVES) == 0
 
 
 def test_an_engine_that_keeps_dying_ends_the_server(serve_endless: Callable[..., Served]) -> None:
@@ -460,6 +499,39 @@ def test_the_first_request_after_a_long_silence_is_no_stall() -> None:
         return early, late
 
     assert asyncio.run(health()) == (True, False)
+
+
+def test_an_engine_that_gives_no_sign_of_life_is_not_well(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A real engine process, stopped while nobody asks anything, and let go on."""
+    monkeypatch.setattr("outrider.serve.backend.SILENT", 0.4)
+    monkeypatch.setattr("outrider.serve.backend.PING_SECONDS", 0.05)
+
+    async def life() -> None:
+        start = Start(str(tiny_folder), "none", {"threads": 1}, ("text", "warning"))
+        backend = Backend(start, ServeSettings(), Metrics())
+        running = asyncio.create_task(backend.run())
+        try:
+            await asyncio.wait_for(backend.ready.wait(), 60)
+            assert backend._process is not None
+            await turns(lambda: backend.well)
+            with frozen(psutil.Process(backend._process.pid)):
+                await turns(lambda: not backend.well)
+                assert backend.state == "ready" and not running.done()  # it is waited for, not replaced
+            await turns(lambda: backend.well)
+        finally:
+            backend.stop()
+            assert await asyncio.wait_for(running, 30)
+
+    asyncio.run(life())
+
+
+async def turns(condition: Callable[[], bool]) -> None:
+    """Wait until it holds."""
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.01)
 
 
 def test_an_engine_whose_thread_is_dead_does_not_live_on(monkeypatch: pytest.MonkeyPatch) -> None:

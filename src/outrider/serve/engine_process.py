@@ -38,6 +38,8 @@ from outrider.serve.link import (
     FromEngine,
     Gauges,
     Piece,
+    Ping,
+    Pong,
     Progress,
     Ready,
     Refused,
@@ -94,6 +96,8 @@ class EngineProcess:
                 self._abort(message.id)
             elif isinstance(message, Swap):
                 self.swaps.submit(self._swap, message)
+            elif isinstance(message, Ping):
+                self.outbox.put(Pong())
         self.over = True
         self.outbox.put(None)
 
