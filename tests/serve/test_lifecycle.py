@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -34,7 +35,7 @@ from outrider.serve.link import Accepted, Compiled, Start, Submit
 from outrider.serve.metrics import Metrics
 from outrider.serve.settings import ServeSettings
 from outrider.types import SamplingParams
-from tests.serve.conftest import UNENCRYPTED, Served, start_server, wait_for, write_tiny
+from tests.serve.conftest import COMMAND, UNENCRYPTED, Served, start_server, wait_for, write_tiny
 from tests.tiny import prompt_of, request, tiny_engine, tiny_model
 
 CALM = ("--threads", "1")  # a step of the tiny model is not worth a second thread
@@ -173,6 +174,31 @@ def test_a_model_that_cannot_be_loaded_ends_the_server_with_a_message(tmp_path: 
     assert ended.returncode == 1
     assert f"error: {tmp_path} holds no weights" in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+def test_a_log_that_nobody_reads_stops_nothing(tiny_folder: Path) -> None:
+    """stderr is a pipe that is full from the start; later its reader is gone, and writing to it fails."""
+    ours, theirs = os.pipe()
+    os.set_blocking(theirs, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(theirs, bytes(4096))
+    os.set_blocking(theirs, True)
+    command = [*COMMAND, "serve", str(tiny_folder), "--port", "0", *CALM]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs, text=True) as process:
+        os.close(theirs)
+        assert process.stdout is not None
+        try:
+            server = Served(process, process.stdout.readline().split("listening on ")[1].split(",")[0])
+            server.wait_ready()
+            for _ in range(3):  # each writes a line
+                assert server.get("/v1/nothing").status_code == 404
+            os.close(ours)
+            assert server.post("/v1/completions", SHORT).status_code == 200
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(LEAVES) == 0
+        finally:
+            process.kill()
 
 
 def test_a_taken_port_is_known_at_once(tiny_folder: Path) -> None:

@@ -288,10 +288,9 @@ def _strings_by_id(backend: tokenizers.Tokenizer) -> list[str]:
 def _id_of(backend: tokenizers.Tokenizer, token: Any) -> int | None:
     """Id of a special token as tokenizer_config.json names it: a string, or an object with `content`."""
     content = token.get("content") if isinstance(token, dict) else token
-    sound = isinstance(content, str) and not re.search(
-        "[\ud800-\udfff]", content
-    )  # half characters have no bytes
-    return backend.token_to_id(content) if sound else None
+    if not isinstance(content, str) or re.search("[\ud800-\udfff]", content):  # half characters have no bytes
+        return None
+    return backend.token_to_id(content)
 
 
 def _is_id(value: Any, strings: Sequence[str]) -> bool:

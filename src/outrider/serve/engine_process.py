@@ -310,6 +310,7 @@ class EngineProcess:
 def _die(why: BaseException) -> NoReturn:
     """The API process sees the socket close, tells its clients, and starts another."""
     log.critical("the engine stopped", exc_info=why)
+    logging.shutdown()  # writes the line
     os._exit(1)
 
 

@@ -186,8 +186,7 @@ def _keys_that_must_be_there(file: Path) -> list[Key]:
 def _key_of(entry: Mapping[str, Any], source: str) -> Key:
     limits = [field.name for field in fields(KeyLimits)]
     _check_names(entry, ("name", "hash", *limits, *MARKS), source)
-    name, digest = entry.get("name"), entry.get("hash")
-    check_name(name, source, "key_file")
+    name, digest = check_name(entry.get("name"), source, "key_file"), entry.get("hash")
     if not isinstance(digest, str) or not re.fullmatch(r"sha256:[0-9a-fA-F]{64}", digest):
         raise InvalidRequest(f"{source} needs a hash: sha256: and 64 hex digits", "key_file")
     try:
@@ -201,15 +200,20 @@ def _key_of(entry: Mapping[str, Any], source: str) -> Key:
     return Key(name, bytes.fromhex(digest.removeprefix("sha256:")), allowed, **marks)
 
 
-def check_name(name: object, source: str, param: str) -> None:
+def check_name(name: object, source: str, param: str) -> str:
     """Names stand in logs, in lists and in names of folders: two must not look alike, and none may break a line."""
-    sound = isinstance(name, str) and name == unicodedata.normalize("NFC", name).strip()
-    if not sound or not str(name).isprintable() or not 0 < len(str(name)) <= LONGEST_NAME:
-        raise InvalidRequest(
-            f"{source} needs a name of 1 to {LONGEST_NAME} printable characters, without spaces around it"
-            f"{'' if name is None else f', not {str(name)[:40]!a}'}",
-            param,
-        )
+    if (
+        isinstance(name, str)
+        and 0 < len(name) <= LONGEST_NAME
+        and name.isprintable()
+        and name == unicodedata.normalize("NFC", name).strip()
+    ):
+        return name
+    given = "" if name is None else f", not {str(name)[:40]!a}"
+    raise InvalidRequest(
+        f"{source} needs a name of 1 to {LONGEST_NAME} printable characters, without spaces around it{given}",
+        param,
+    )
 
 
 def _check_names(given: Iterable[str], known: Iterable[str], source: str) -> None:
