@@ -14,12 +14,13 @@ This file is in the lowest row: it imports nothing of Outrider.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import functools
 import os
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -70,6 +71,15 @@ class OutOfMemory(OutriderError):
 
 class KernelUnavailable(OutriderError):
     pass
+
+
+@contextlib.contextmanager
+def naming(place: object) -> Iterator[None]:
+    """Errors from within begin with the file or folder at fault."""
+    try:
+        yield
+    except OutriderError as problem:
+        raise type(problem)(f"{place}: {problem}") from None
 
 
 def stopped(error: BaseException) -> OutriderError:

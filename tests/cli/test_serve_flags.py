@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import sys
+import threading
 import types
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from outrider.cli import keys
 from outrider.cli.options import SERVE
 from outrider.serve.keys import Keyring, read_key_file
 from outrider.serve.settings import ServeSettings
 from outrider.settings import Settings
 from outrider.types import SamplingParams
+from tests.full_disk import file_size_limit
 
 from .conftest import Outrider
 
@@ -51,10 +55,10 @@ def test_flags_left_alone_build_the_defaults() -> None:
 
 
 def test_the_server_gets_what_was_typed(outrider: Outrider, served: Served) -> None:
-    keys = ("or-0123456789abcdef", "or-fedcba9876543210")
+    given = ("or-0123456789abcdef", "or-fedcba9876543210")
     ran = outrider(
         *("serve", "some-model", "--draft", "none", "--temperature", 0.5, "--threads", 1, "--port", 0),
-        *("--api-key", keys[0], "--api-key", keys[1], "--max-body-bytes", "1M", "--cors-origin", "*"),
+        *("--api-key", given[0], "--api-key", given[1], "--max-body-bytes", "1M", "--cors-origin", "*"),
         *("--allowed-host", "a.example", "--stream-padding", "--request-timeout", 5, "--log-level", "debug"),
     )
     assert (ran.code, ran.out, ran.err) == (0, "", "")
@@ -63,7 +67,7 @@ def test_the_server_gets_what_was_typed(outrider: Outrider, served: Served) -> N
     assert served.params == SamplingParams(temperature=0.5) and served.settings == Settings(threads=1)
     assert served.serve == ServeSettings(
         port=0,
-        api_keys=keys,
+        api_keys=given,
         max_body_bytes=1 << 20,
         cors_origins=("*",),
         allowed_hosts=("a.example",),
@@ -210,6 +214,9 @@ def test_a_file_that_cannot_be_edited_safely_is_left_alone(outrider: Outrider, f
         (["add", "a"], 2, "has a key named 'a'"),
         (["add", " "], 2, "needs a name"),
         (["add", "x\ny"], 2, "needs a name"),
+        (["add", "x\u202ey"], 2, "needs a name"),
+        (["add", "x" * 101], 2, "needs a name"),
+        (["add", "b\udcff"], 2, "needs a name"),
         (["add", "b", "--max-running", "-1"], 2, "--max-running"),
         (["remove", "team"], 2, "has no key named 'team'"),
         (["list", "--file", "/no/such.toml"], 2, "/no/such.toml cannot be read"),
@@ -222,6 +229,30 @@ def test_bad_commands(outrider: Outrider, file: Path, args: list[str], code: int
     ran = outrider("keys", *args, *([] if "--file" in args else ["--file", file]))
     assert (ran.code, ran.out) == (code, "") and ran.err.startswith("error: ") and says in ran.err
     assert file.read_text() == before
+
+
+def test_a_full_disk_changes_nothing(outrider: Outrider, file: Path) -> None:
+    before = f"# {'x' * 100_000}\n"  # longer than what this test writes elsewhere
+    file.write_text(before)
+    with file_size_limit(len(before)):
+        ran = outrider("keys", "add", "b", "--file", file)
+    assert (ran.code, ran.out) == (1, "") and "cannot be written: File too large" in ran.err
+    assert file.read_text() == before and list(file.parent.iterdir()) == [file]
+
+
+def test_keys_added_at_once_are_all_there(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each command reads the file and replaces it: without a lock the last one would drop the others' keys."""
+    swap, names = keys._swap, [f"k{i}" for i in range(6)]
+
+    def slow(path: Path, text: str) -> None:
+        threading.Event().wait(0.02)  # long enough for another one to read
+        swap(path, text)
+
+    monkeypatch.setattr(keys, "_swap", slow)
+    with ThreadPoolExecutor(len(names)) as pool:
+        list(pool.map(lambda name: keys.add(name, str(file)), names))
+    assert sorted(key.name for key in read_key_file(file)) == names
+    assert list(file.parent.iterdir()) == [file]
 
 
 def test_a_broken_file_is_not_added_to(outrider: Outrider, file: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from outrider.draft.names import Part
 from outrider.engine import kept_costs
 from outrider.engine.kept_costs import KeptCosts
 from outrider.types import StepRecord
+from tests.full_disk import file_size_limit
 from tests.targets import write_target
 from tests.tiny import tiny_model
 
@@ -127,13 +130,97 @@ def test_each_has_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None
         lambda kept: json.dumps({**kept, "curve": {"1": 1.0, "99999999": 1.0}}),
         lambda kept: json.dumps({**kept, "curve": [1, 2]}),
         lambda kept: json.dumps({**kept, "per_level": {"lm": "soon"}}),
+        lambda kept: json.dumps(kept)[:-9],  # cut off
+        lambda kept: "[" * 100_000,
+        lambda kept: json.dumps(kept).replace("0.01,", "1" * 400 + ","),  # no float is as large
+        lambda kept: json.dumps({**kept, "curve": {"1": 1e300, "2": 1e-300}}),
+        lambda kept: json.dumps({**kept, "curve": {"1": 5e-324}}),
+        lambda kept: json.dumps({**kept, "curve": CURVE | {16: 1e9}}),
+        lambda kept: json.dumps({**kept, "per_level": {"lookup": 1e9}}),
+        lambda kept: json.dumps({**kept, "padding": "x" * kept_costs.MAX_BYTES}),
+        lambda kept: "\ud800".encode("utf-8", "surrogatepass").decode("latin-1"),
     ],
 )
-def test_a_damaged_file_is_as_none(folder: Path, damage) -> None:
+def test_a_damaged_file_is_as_none(folder: Path, damage, caplog: pytest.LogCaptureFixture) -> None:
     made(learned(CURVE)).keep(always=True)
     (file,) = folder.iterdir()
-    file.write_text(damage(json.loads(file.read_text())))
-    assert not made().recall(lambda rows: CURVE[rows])
+    file.write_text(damage(json.loads(file.read_text())), encoding="latin-1")
+    replaced_with_one_line(file, caplog)
+
+
+def replaced_with_one_line(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What is there is ignored, the log names it once, and a sound file takes its place."""
+    again = made(learned(CURVE))
+    with caplog.at_level(logging.INFO):
+        assert not again.recall(lambda rows: CURVE[rows])
+    [line] = caplog.records
+    assert line.getMessage().startswith(f"costs kept in {file} are ignored: ")
+    again.keep(always=True)
+    assert made().recall(lambda rows: CURVE[rows])
+    assert list(file.parent.iterdir()) == [file]
+
+
+def test_a_pipe_in_its_place_is_not_waited_for(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = made().file
+    assert file is not None
+    folder.mkdir()
+    os.mkfifo(file)
+    replaced_with_one_line(file, caplog)
+
+
+def test_a_link_to_an_endless_file_is_replaced(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = made().file
+    assert file is not None
+    folder.mkdir()
+    file.symlink_to("/dev/zero")
+    replaced_with_one_line(file, caplog)
+    assert not file.is_symlink()
+
+
+def test_what_another_user_wrote_is_ignored(
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made(learned(CURVE)).keep(always=True)
+    (file,) = folder.iterdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(kept_costs.os, "geteuid", lambda: os.stat(file).st_uid + 1)
+        patch.setattr(kept_costs, "ROOT", -1)  # the tests may run as root
+        with caplog.at_level(logging.INFO):
+            assert not made().recall(lambda rows: CURVE[rows])
+    assert "another user" in caplog.text
+    assert made().recall(lambda rows: CURVE[rows])
+
+
+def test_a_folder_in_its_place_stays_and_is_named_once(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept = made(learned(CURVE))
+    assert kept.file is not None
+    kept.file.mkdir(parents=True)
+    (kept.file / "somebody's").write_text("")
+    with caplog.at_level(logging.INFO):
+        assert not kept.recall(lambda rows: CURVE[rows])
+        for _ in range(3):
+            kept.keep(always=True)
+    ignored, unwritten = [line.getMessage() for line in caplog.records]
+    assert "are ignored: " in ignored and unwritten.startswith("costs are not kept: ")
+    assert list(folder.iterdir()) == [kept.file] and list(kept.file.iterdir())
+
+
+def test_a_full_disk_leaves_nothing_and_is_named_once(
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made(learned(CURVE)).keep(always=True)
+    (file,) = folder.iterdir()
+    kept = made(learned({1: 5.0}))
+    with caplog.at_level(logging.INFO), file_size_limit(64):
+        for _ in range(3):
+            kept.keep(always=True)
+    [line] = caplog.records
+    assert line.getMessage().startswith("costs are not kept: ")
+    assert list(folder.iterdir()) == [file] and made().recall(lambda rows: CURVE[rows])
+    kept.keep(always=True)  # there is room again
+    assert made().recall(lambda rows: 5.0)
 
 
 def test_where_nothing_can_be_written_nothing_is_kept(

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import json
+import os
 import queue
+import shutil
 import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from outrider.draft.eagle import EagleDrafter
 from outrider.draft.head_layouts import load_eagle
@@ -18,7 +24,7 @@ from outrider.engine import llm as llm_module
 from outrider.engine.driver import Driver
 from outrider.engine.engine import Engine
 from outrider.engine.llm import LLM
-from outrider.errors import BadCheckpoint, InvalidRequest
+from outrider.errors import BadCheckpoint, InvalidRequest, OutriderError
 from outrider.load.checkpoint import open_checkpoint
 from outrider.types import Bet, SamplingParams
 from tests.serve.conftest import write_tiny
@@ -251,6 +257,112 @@ def test_a_draft_is_swapped_and_rolled_back(folders):
         ids = [output.choices[0].token_ids for output in (plain, before, after, again)]
         assert ids == [ids[0]] * 4
         assert live.roll_back(driver).path == folders / "two"
+
+
+def changed(change: Callable[[Tensor], Tensor]) -> Callable[[Path], None]:
+    """Every weight of a draft, changed."""
+
+    def write(folder: Path) -> None:
+        file = folder / "model.safetensors"
+        tensors = load_file(file)
+        save_file(
+            {n: change(t).contiguous() if t.is_floating_point() else t for n, t in tensors.items()}, file
+        )
+
+    return write
+
+
+def set_config(**fields: object) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        file = folder / "config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+
+    return write
+
+
+def replaced_by(name: str, make: Callable[[Path], object]) -> Callable[[Path], None]:
+    return lambda folder: ((folder / name).unlink(), make(folder / name))[0]
+
+
+REFUSED: dict[str, Callable[[Path], object]] = {
+    "no numbers": changed(lambda t: torch.full_like(t, torch.nan)),
+    "one infinite number": changed(lambda t: t.clone().index_fill_(0, torch.tensor([1]), torch.inf)),
+    "whole numbers": changed(lambda t: t.to(torch.int8)),
+    "complex numbers": changed(lambda t: t.to(torch.complex64)),
+    "scalars": changed(lambda t: t.flatten()[0] if t.dim() == 1 else t),
+    "other shapes": changed(lambda t: t.flatten()),
+    "nothing in them": changed(lambda t: t[:0]),
+    "a huge config": set_config(num_hidden_layers=10**6, hidden_size=1 << 27),
+    "a config of text": set_config(hidden_size="32"),
+    "architectures of a number": set_config(architectures=5, draft_vocab_size="x"),
+    "odd taps": set_config(
+        eagle_config=[1],
+        eagle_aux_hidden_state_layer_ids=["x"],
+        outrider_head={"taps": 3},
+        draft_vocab_size=7,
+    ),
+    "a deep config": replaced_by("config.json", lambda file: file.write_text("[" * 200_000)),
+    "a config that is a list": replaced_by("config.json", lambda file: file.write_text("[]")),
+    "a pipe for a config": replaced_by("config.json", os.mkfifo),
+    "a pipe for weights": replaced_by("model.safetensors", os.mkfifo),
+    "an endless file": replaced_by("model.safetensors", lambda file: file.symlink_to("/dev/zero")),
+    "weights that are another file": replaced_by("model.safetensors", lambda file: file.symlink_to(__file__)),
+    "cut weights": lambda folder: os.truncate(folder / "model.safetensors", 3000),
+    "no weights": lambda folder: (folder / "model.safetensors").unlink(),
+}
+HARMLESS: dict[str, Callable[[Path], object]] = {
+    "huge numbers": changed(lambda t: torch.full_like(t, 3e38)),
+    "zeros": changed(torch.zeros_like),
+    "doubles": changed(Tensor.double),
+}
+
+
+@pytest.mark.parametrize("kind", ["eagle", "lm"])
+def test_hostile_weights_are_refused_or_change_no_token(folders, tmp_path, kind):
+    sound = folders / {"eagle": "one", "lm": "target"}[kind]
+    asked = {"temperature": 0.7, "seed": 5, "max_tokens": 24, "ignore_eos": True}
+    prompts = [list(range(3, 12)), [5, 6, 7] * 5]
+    with LLM(folders / "target", draft=str(sound), speculation={"depth": 3}, cache_bytes=1 << 20) as llm:
+        live, driver = llm.live_draft, llm.driver
+        plain = [output.token_ids for output in llm.generate(prompts, **asked, speculation="off")]
+        first = copy_of(llm.engine.drafters[kind].network)
+        for number, (name, spoil) in enumerate({**REFUSED, **HARMLESS}.items()):
+            folder = shutil.copytree(sound, tmp_path / f"d{number}")
+            spoil(folder)
+            if name in HARMLESS:
+                live.swap(driver, folder)
+                assert [output.token_ids for output in llm.generate(prompts, **asked)] == plain, name
+                live.roll_back(driver)
+                continue
+            with pytest.raises(OutriderError, match=f"{folder}") as refusal:
+                live.swap(driver, folder)
+            assert "outrider-draft-" not in str(refusal.value), name
+        kept = weights_of(llm.engine.drafters[kind].network)
+        assert all(bool((a == b).all()) for a, b in zip(first.values(), kept.values(), strict=True))
+        broken = {n: torch.full_like(t, torch.nan) if t.is_floating_point() else t for n, t in first.items()}
+        driver.run(lambda: llm.engine.replace_weights(kind, broken), settled=True)  # as if nobody had looked
+        assert [output.token_ids for output in llm.generate(prompts, **asked)] == plain
+
+
+@pytest.mark.parametrize("kind", ["eagle", "lm"])
+def test_files_that_are_cut_while_they_are_read_do_no_harm(folders, tmp_path, kind):
+    """Weights are mapped, and reading beyond the end of a mapped file ends the process: nobody else may reach it."""
+    sound = folders / {"eagle": "two", "lm": "target"}[kind]
+    draft = shutil.copytree(sound, tmp_path / "draft")
+    with LLM(
+        folders / "target", draft=str(folders / {"eagle": "one", "lm": "target"}[kind]), cache_bytes=1 << 20
+    ) as llm:
+        run = llm.driver.run
+
+        def late(work, settled=False):
+            assert str(draft) not in Path("/proc/self/maps").read_text()
+            os.truncate(draft / "model.safetensors", 100)
+            return run(work, settled)
+
+        llm.driver.run = late
+        assert llm.live_draft.swap(llm.driver, draft).path == draft
+        with pytest.raises(BadCheckpoint, match=f"{draft}"):
+            llm.live_draft.swap(llm.driver, draft)
 
 
 STREAMS = 32

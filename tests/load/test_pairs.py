@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,12 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.errors import BadCheckpoint, InvalidRequest, ModelNotFound
+from outrider.errors import BadCheckpoint, InvalidRequest, ModelNotFound, OutriderError
 from outrider.load import pairs
-from outrider.load.cards import Acceptance, card_from_json, read_card
+from outrider.load.cards import Acceptance, Card, card_from_json, read_card
 from outrider.load.checkpoint import open_checkpoint
 from outrider.load.pairs import add_pair, find_pair, fingerprint, list_pairs, pair_named, remove_pair
+from tests.full_disk import file_size_limit
 from tests.load.pairs import CHAIN, TREE, some_card, some_score, task_score, write_pair
 from tests.load.tiny import gguf_tensors, hf_weights, write_folder, write_gguf
 
@@ -205,6 +208,59 @@ def test_adding_copies_all_and_removing_deletes_it(tmp_path: Path) -> None:
     remove_pair("made", cache)
     assert [file.name for file in (cache / "pairs").iterdir()] == ["again"]
     assert folder.exists()
+
+
+def test_a_full_disk_is_named_once_and_leaves_nothing(tmp_path: Path) -> None:
+    folder = write_pair(tmp_path / "made", some_card())
+    for name in ("a.safetensors", "b.safetensors"):
+        (folder / name).write_bytes(b"weights" * 10_000)
+    into = tmp_path / "cache" / "pairs"
+    with file_size_limit(4096), pytest.raises(InvalidRequest) as caught:
+        add_pair(folder, into)
+    assert str(caught.value) == f"{into / 'made'} cannot be written: File too large"
+    assert list(into.iterdir()) == []
+    assert add_pair(folder, into).folder == into / "made"
+
+
+def test_of_two_that_add_one_name_at_once_one_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one is complete by the time this one's copy is."""
+    folder, into = write_pair(tmp_path / "made", some_card()), tmp_path / "cache" / "pairs"
+    write, others = pairs.write_card, []
+
+    def slow(made: Path, card: Card) -> Path:
+        if not others:
+            others.append("begun")
+            add_pair(folder, into, licence="the other's")
+        return write(made, card)
+
+    monkeypatch.setattr(pairs, "write_card", slow)
+    with pytest.raises(InvalidRequest, match=r"there is a pair 'made' already.*outrider pairs remove made"):
+        add_pair(folder, into, licence="mine")
+    assert [one.name for one in into.iterdir()] == ["made"]
+    assert read_card(into / "made").licence == "the other's"
+
+
+def test_many_at_once_add_and_remove(tmp_path: Path) -> None:
+    """Each ends with success or a refusal that names the pair."""
+    cache, folder = tmp_path / "cache", write_pair(tmp_path / "made", some_card())
+    ended: list[object] = []
+
+    def often(act: Callable[[], object]) -> None:
+        for _ in range(20):
+            try:
+                ended.append(bool(act()))
+            except OutriderError as refusal:
+                ended.append(str(refusal))
+
+    acts: list[Callable[[], object]] = [lambda: add_pair(folder, cache / "pairs")] * 3
+    acts += [lambda: remove_pair("made", cache)] * 3 + [lambda: list_pairs(cache)]
+    with ThreadPoolExecutor(len(acts)) as pool:
+        list(pool.map(often, acts))
+    assert len(ended) == 20 * len(acts) and False not in ended
+    assert all(one is True or "made" in str(one) for one in ended)
+    assert [one.name for one in (cache / "pairs").iterdir()] in ([], ["made"])
 
 
 def test_a_distillation_is_added_by_its_own_name_without_its_folders(tmp_path: Path) -> None:

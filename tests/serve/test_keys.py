@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import json
+import logging
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 from outrider.errors import InvalidRequest
 from outrider.serve import keys as module
 from outrider.serve.keys import ANYONE, Key, KeyLimits, Keyring, Limiter, digest_of, parse_keys, read_key_file
+from outrider.serve.log import TextLines
 from outrider.serve.settings import ServeSettings
 
 SECRET, OTHER = "or-0123456789abcdef", "or-fedcba9876543210"
@@ -149,6 +152,65 @@ def test_bad_key_files(text: str, says: str) -> None:
     with pytest.raises(InvalidRequest, match=re.escape(says)) as told:
         parse_keys(text, "f")
     assert told.value.param == "key_file" and SECRET not in str(told.value)
+
+
+ODD_NAMES = {
+    "a line": "a\nb",
+    "a control character": "a\x1b[31m",
+    "a delete": "a\x7f",
+    "writing direction": "a\u202etxt",
+    "no width": "a\u200bb",
+    "a separator": "a\u2028b",
+    "a private character": "\ue000",
+    "too long": "x" * 101,
+    "spaces around it": " a",
+    "spelt in pieces": "e\u0301",
+}
+
+
+@pytest.mark.parametrize("name", ODD_NAMES.values(), ids=ODD_NAMES)
+def test_names_that_cannot_be_told_apart_or_shown(name: str) -> None:
+    with pytest.raises(InvalidRequest, match="f, key 1 needs a name of 1 to 100 printable") as refusal:
+        parse_keys(entry(f"name = {json.dumps(name)}", f'hash = "{HASH}"'), "f")
+    assert str(refusal.value).isprintable() and len(str(refusal.value)) < 200
+
+
+FINE_NAMES = [
+    "../../etc/passwd",
+    "__proto__",
+    'a"b\\',
+    "a'b",
+    '{key="x"} 1',
+    "é 中",
+    "=",
+    ".",
+    "%41",
+    "a" * 100,
+]
+
+
+@pytest.mark.parametrize("name", FINE_NAMES)
+def test_names_that_only_look_odd(name: str) -> None:
+    text = entry(f"name = {json.dumps(name)}", f'hash = "{HASH}"')
+    assert [key.name for key in parse_keys(text, "f")] == [name]
+    shown = TextLines().format(logging.makeLogRecord({"msg": "request", "facts": {"key": name, "id": "x"}}))
+    assert shown.count("\n") == 0 and shown.endswith(" id=x")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("key = " + "[" * 100_000, "f is not TOML: it is nested too deeply"),
+        (f"{GOOD}\nmax_running = " + "9" * 5000, "f is not TOML: "),
+        (f"{GOOD}\ntokens_per_minute = " + "9" * 400, "tokens_per_minute must be a whole number up to"),
+        (entry('name = ["a"]', f'hash = "{HASH}"'), "f, key 1 needs a name"),
+        (entry('name = "\\ud800"', f'hash = "{HASH}"'), "f is not TOML: "),
+    ],
+)
+def test_hostile_key_files(text: str, says: str) -> None:
+    with pytest.raises(InvalidRequest, match=re.escape(says)) as refusal:
+        parse_keys(text, "f")
+    assert len(str(refusal.value)) < 300
 
 
 def test_a_file_without_keys_does_not_open_the_server(tmp_path: Path) -> None:

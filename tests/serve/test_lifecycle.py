@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -34,7 +35,7 @@ from outrider.serve.link import Accepted, Compiled, Refused, Start, Submit
 from outrider.serve.metrics import Metrics
 from outrider.serve.settings import ServeSettings
 from outrider.types import SamplingParams
-from tests.serve.conftest import UNENCRYPTED, Served, start_server, wait_for, write_tiny
+from tests.serve.conftest import COMMAND, UNENCRYPTED, Served, start_server, wait_for, write_tiny
 from tests.tiny import prompt_of, request, tiny_engine, tiny_model
 
 CALM = ("--threads", "1")  # a step of the tiny model is not worth a second thread
@@ -175,6 +176,31 @@ def test_a_model_that_cannot_be_loaded_ends_the_server_with_a_message(tmp_path: 
     assert "Traceback" not in ended.stderr
 
 
+def test_a_log_that_nobody_reads_stops_nothing(tiny_folder: Path) -> None:
+    """stderr is a pipe that is full from the start; later its reader is gone, and writing to it fails."""
+    ours, theirs = os.pipe()
+    os.set_blocking(theirs, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(theirs, bytes(4096))
+    os.set_blocking(theirs, True)
+    command = [*COMMAND, "serve", str(tiny_folder), "--port", "0", *CALM]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs, text=True) as process:
+        os.close(theirs)
+        assert process.stdout is not None
+        try:
+            server = Served(process, process.stdout.readline().split("listening on ")[1].split(",")[0])
+            server.wait_ready()
+            for _ in range(3):  # each writes a line
+                assert server.get("/v1/nothing").status_code == 404
+            os.close(ours)
+            assert server.post("/v1/completions", SHORT).status_code == 200
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(LEAVES) == 0
+        finally:
+            process.kill()
+
+
 def test_a_taken_port_is_known_at_once(tiny_folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -203,7 +229,7 @@ def test_running_answers_are_finished_before_it_leaves(serve_endless: Callable[.
         assert server.get("/health").status_code == 503
         late = server.post("/v1/completions", SHORT)
         assert (late.status_code, late.json()["error"]["code"]) == (503, "draining")
-        assert late.headers["retry-after"]
+        assert late.headers["retry-after"] and late.headers["connection"] == "close"
     streamed, whole = talks[0].end(), talks[1].end()
     assert streamed.done
     assert streamed.text == alone.text
@@ -278,6 +304,45 @@ def test_a_killed_engine_is_told_and_started_again(serve_endless: Callable[..., 
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(LEAVES) == 0
     assert gone(engine)
+
+
+def test_a_stopped_engine_goes_on_where_it_was_and_can_be_killed(
+    serve_endless: Callable[..., Served],
+) -> None:
+    server = serve_endless(*CALM)
+    alone = Talk(server, max_tokens=300).end()
+    engine = server.engine()
+    talks = [Talk(server, max_tokens=300).begun(), Talk(server, max_tokens=300, stream=False)]
+    with frozen(engine):
+        late = Talk(server, max_tokens=300)  # waits for the engine, not for a refusal
+        assert server.get("/metrics").status_code == 200 and server.get("/v1/models").status_code == 200
+    assert talks[0].end().text == late.end().text == alone.text
+    assert talks[1].end().reply["choices"][0]["text"] == alone.text
+    talk = Talk(server).begun()
+    engine.suspend()
+    engine.kill()
+    assert talk.end().error["code"] == "engine_lost"
+    server.wait_ready()
+    assert Talk(server, max_tokens=300).end().text == alone.text
+
+
+def test_while_it_drains_kept_connections_are_closed_with_the_next_answer(
+    serve_endless: Callable[..., Served],
+) -> None:
+    server = serve_endless(*CALM, "--drain-seconds", "300")
+    talk = Talk(server).begun()
+    with httpx.Client(base_url=server.url, verify=UNENCRYPTED) as client:
+        assert "connection" not in client.get("/health").headers
+        server.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: server.get("/health").json().get("status") == "draining")
+        refused = client.post("/v1/completions", json=SHORT)  # by the connection that was there before
+        assert (refused.status_code, refused.headers["connection"]) == (503, "close")
+        assert int(refused.headers["retry-after"]) > 0
+    count = len(talk.events)
+    wait_for(lambda: len(talk.events) > count)  # what runs goes on
+    server.process.send_signal(signal.SIGTERM)
+    assert talk.end().error["code"] == "draining"
+    assert server.process.wait(LEAVES) == 0
 
 
 def test_an_engine_that_keeps_dying_ends_the_server(serve_endless: Callable[..., Served]) -> None:
@@ -514,6 +579,39 @@ def test_the_first_request_after_a_long_silence_is_no_stall() -> None:
         return early, late
 
     assert asyncio.run(health()) == (True, False)
+
+
+def test_an_engine_that_gives_no_sign_of_life_is_not_well(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A real engine process, stopped while nobody asks anything, and let go on."""
+    monkeypatch.setattr("outrider.serve.backend.SILENT", 0.4)
+    monkeypatch.setattr("outrider.serve.backend.PING_SECONDS", 0.05)
+
+    async def life() -> None:
+        start = Start(str(tiny_folder), "none", {"threads": 1}, ("text", "warning"))
+        backend = Backend(start, ServeSettings(), Metrics())
+        running = asyncio.create_task(backend.run())
+        try:
+            await asyncio.wait_for(backend.ready.wait(), 60)
+            assert backend._process is not None
+            await turns(lambda: backend.well)
+            with frozen(psutil.Process(backend._process.pid)):
+                await turns(lambda: not backend.well)
+                assert backend.state == "ready" and not running.done()  # it is waited for, not replaced
+            await turns(lambda: backend.well)
+        finally:
+            backend.stop()
+            assert await asyncio.wait_for(running, 30)
+
+    asyncio.run(life())
+
+
+async def turns(condition: Callable[[], bool]) -> None:
+    """Wait until it holds."""
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.01)
 
 
 def test_an_engine_whose_thread_is_dead_does_not_live_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from outrider.load import token_shards
 from outrider.load.token_shards import read_shards, shard_paths
 from outrider.serve import traffic
 from outrider.serve.traffic import TrafficKeeper, folder_name, forget
+from tests.full_disk import file_size_limit
 
 MIB = 1 << 20
 
@@ -140,6 +141,26 @@ def test_a_full_disk_ends_it_with_a_warning(
     assert keeper.counts["off"] == 1 and not list((folder / "key-a").iterdir())
 
 
+def test_a_full_disk_does_not_keep_what_is_to_be_erased(folder: Path) -> None:
+    """The shards go first, which makes room; where the mark cannot be written even then, that is said."""
+    keeper = TrafficKeeper(folder, MIB, write_seconds=1000)
+    keeper.keep("a", [1], [2], 0.0)
+    keeper.close()
+    (folder / "key-b").write_text("no folder")
+    with file_size_limit(0), pytest.raises(OutriderError, match=r"shards are erased.*cannot be written"):
+        forget(folder, "a")
+    assert kept(folder) == []
+    with pytest.raises(OutriderError, match=r"key-b cannot be written: File exists"):
+        forget(folder, "b")
+
+
+def test_a_folder_in_place_of_a_shard_is_named_at_the_start(folder: Path) -> None:
+    folder.mkdir(mode=0o700)
+    (folder / "key-a" / "shard-00000.safetensors" / "x").mkdir(parents=True)
+    with pytest.raises(OutriderError, match=r"traffic cannot be kept in .*: Is a directory"):
+        TrafficKeeper(folder, 0)
+
+
 def test_what_the_thread_cannot_keep_up_with_is_dropped(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,3 +192,10 @@ def test_a_folder_that_others_can_read_is_refused(folder: Path) -> None:
 def test_long_names_of_keys_have_short_folders() -> None:
     assert len(folder_name("x" * 5000)) < 80 and folder_name("x" * 5000) != folder_name("x" * 5001)
     assert folder_name("..") == "key-.." and "/" not in folder_name("a/b")
+    assert folder_name("b\udcff") not in (folder_name("b\udcfe"), folder_name("b"))  # of a shell's bytes
+
+
+def test_no_key_has_the_folder_of_another_one() -> None:
+    long = "x" * 5000
+    hashed = folder_name(long).removeprefix("key-")
+    assert folder_name(hashed) != folder_name(long)

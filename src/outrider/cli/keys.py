@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import re
 import secrets
 import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict, fields
 from itertools import pairwise
 from pathlib import Path
@@ -18,7 +20,7 @@ import typer
 from outrider.cli.options import envvar
 from outrider.cli.output import note, write
 from outrider.errors import InvalidRequest, OutriderError, suggest
-from outrider.serve.keys import MARKS, Key, KeyLimits, digest_of, parse_keys, read_key_file
+from outrider.serve.keys import MARKS, Key, KeyLimits, check_name, digest_of, parse_keys, read_key_file
 
 keys = typer.Typer(help="Make API keys for a server; list and revoke them.", no_args_is_help=True)
 
@@ -102,15 +104,17 @@ def add(
     outrider keys add team-a --file keys.toml --requests-per-minute 60
     """
     path = Path(file).expanduser()
-    text, known = _contents(path)
-    if not name.strip() or not name.isprintable():
-        raise InvalidRequest("a key needs a name that can be printed", "name")
-    if name in [key.name for key in known]:
-        raise InvalidRequest(f"{file} has a key named {name!r}; remove it first, or choose another", "name")
+    check_name(name, "a key", "name")
     secret = PREFIX + secrets.token_urlsafe(32)
     limits = KeyLimits(requests_per_minute, tokens_per_minute, max_running)
     made = Key(name, digest_of(secret), limits, admin, keep_traffic)
-    _replace(path, _joined(text, _entry(made)), [*known, made])
+    with _locked(path):
+        text, known = _contents(path)
+        if name in [key.name for key in known]:
+            raise InvalidRequest(
+                f"{file} has a key named {name!r}; remove it first, or choose another", "name"
+            )
+        _replace(path, _joined(text, _entry(made)), [*known, made])
     write(f"{secret}\n")
     note(f"its hash is in {file}; the key itself is kept nowhere, so keep it now")
 
@@ -132,13 +136,14 @@ def list_all(file: File = "keys.toml", as_json: Json = False) -> None:
 def remove(name: Name, file: File = "keys.toml") -> None:
     """Revoke a key. A running server knows once it has read the file again: send it SIGHUP."""
     path = Path(file).expanduser()
-    known = read_key_file(path)
-    text = path.read_text(encoding="utf-8")
-    if name not in [key.name for key in known]:
-        raise InvalidRequest(
-            f"{file} has no key named {name!r}{suggest(name, [key.name for key in known])}", "name"
-        )
-    _replace(path, _without(text, name), [key for key in known if key.name != name])
+    with _locked(path):
+        known = read_key_file(path)
+        text = path.read_text(encoding="utf-8")
+        if name not in [key.name for key in known]:
+            raise InvalidRequest(
+                f"{file} has no key named {name!r}{suggest(name, [key.name for key in known])}", "name"
+            )
+        _replace(path, _without(text, name), [key for key in known if key.name != name])
 
 
 @keys.command()
@@ -150,6 +155,20 @@ def forget(name: Name, keep_traffic: Folder) -> None:
     from outrider.serve.traffic import forget as erase  # brings numpy
 
     note(f"{erase(Path(keep_traffic).expanduser(), name)} shards erased")
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """One command at a time changes the files of a folder. The lock is the folder's own: no file for it stays."""
+    try:
+        descriptor = os.open(path.resolve().parent, os.O_RDONLY)
+    except OSError as problem:
+        raise OutriderError(f"{path} cannot be written: {problem.strerror}") from None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _contents(path: Path) -> tuple[str, list[Key]]:

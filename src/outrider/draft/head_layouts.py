@@ -18,8 +18,17 @@ from safetensors.torch import save
 from torch import Tensor
 
 from outrider.draft.eagle_head import EagleHead, HeadConfig, layer_prefix
-from outrider.errors import BadCheckpoint, InvalidRequest, UnsupportedModel
-from outrider.load.checkpoint import INDEX, PICKLES, open_safetensors, pickle_refused, read_json, weight_files
+from outrider.errors import BadCheckpoint, InvalidRequest, UnsupportedModel, naming
+from outrider.load.checkpoint import (
+    INDEX,
+    PICKLES,
+    check_float,
+    open_safetensors,
+    pickle_refused,
+    read_json,
+    tensor_of,
+    weight_files,
+)
 from outrider.load.config import ModelConfig, config_from_json
 from outrider.model.decoder import Layered
 from outrider.types import MAX_NODES
@@ -68,7 +77,8 @@ def read_head(folder: Path, target: ModelConfig, words: int = 0) -> tuple[HeadCo
     fields = _own_fields(folder, raw[OWN]) if OWN in raw else None
     if "speculators_model_type" in raw:
         raw = _unnested(folder, raw)
-    layer = config_from_json({**raw, "model_type": "llama", "num_hidden_layers": 1})
+    with naming(folder / "config.json"):
+        layer = config_from_json({**raw, "model_type": "llama", "num_hidden_layers": 1})
     if layer.hidden != target.hidden or layer.vocab != target.vocab:
         raise BadCheckpoint(
             f"{folder} is a head for a target of hidden size {layer.hidden} and vocabulary {layer.vocab}; "
@@ -117,6 +127,8 @@ def _unnested(folder: Path, raw: dict[str, Any]) -> dict[str, Any]:
 
 def _published_fields(folder: Path, raw: dict[str, Any], target: ModelConfig) -> dict[str, Any]:
     nested = raw.get("eagle_config") or {}
+    if not isinstance(nested, dict):
+        raise BadCheckpoint(f"{folder}: eagle_config should be an object, not {nested!r:.60}")
 
     def said(name: str, default: Any) -> Any:
         found = nested.get(name, raw.get(name))
@@ -131,9 +143,11 @@ def _published_fields(folder: Path, raw: dict[str, Any], target: ModelConfig) ->
             f"{folder} is a head for a target of hidden size {said('target_hidden_size', 0)}; this one has "
             f"{target.hidden}"
         )
-    taps = said(TAPS, None)
+    taps = said(TAPS, None) or eagle_taps(target.layers)
+    if isinstance(taps, list) and all(type(tap) is int for tap in taps):
+        taps = tuple(sorted(set(taps)))
     return {
-        "taps": tuple(sorted(set(taps))) if taps else eagle_taps(target.layers),
+        "taps": taps,
         "layers": said("num_hidden_layers", 1),
         **{name: said(theirs, False) for name, theirs in PUBLISHED.items()},
     }
@@ -200,7 +214,7 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
         opened = open_safetensors(folder / shard)
         for name in opened.keys():  # noqa: SIM118 - not a dict
             if name not in IGNORED:
-                tensors[name.replace("layers.0.", "midlayer.")] = opened.get_tensor(name)
+                tensors[name.replace("layers.0.", "midlayer.")] = tensor_of(opened, name, folder / shard)
     norms = sorted(name for name in tensors if name.startswith("fc_norm."))
     if norms:  # fc_norm.0.weight, fc_norm.1.weight, ...: one of each tap
         ordered = [tensors.pop(name) for name in sorted(norms, key=lambda name: (len(name), name))]
@@ -238,6 +252,8 @@ def _check(folder: Path, tensors: dict[str, Tensor], config: HeadConfig) -> None
             raise BadCheckpoint(f"{folder} has no tensor {name!r}: not an EAGLE-3 head, or of another shape")
         if tuple(tensors[name].shape) != shape:
             raise BadCheckpoint(f"{folder}: {name} has shape {tuple(tensors[name].shape)}, expected {shape}")
+        if name != "d2t":
+            check_float(tensors[name], name, folder)
     if FREQUENT in tensors:
         if not (config.whole and config.shared_head):
             raise UnsupportedModel(
@@ -251,6 +267,8 @@ def _check(folder: Path, tensors: dict[str, Tensor], config: HeadConfig) -> None
 
 
 def _check_map(folder: Path, d2t: Tensor, config: HeadConfig) -> None:
+    if d2t.dim() != 1 or d2t.is_floating_point():
+        raise BadCheckpoint(f"{folder}: d2t is no list of ids")
     _check_ids(folder, torch.arange(len(d2t)) + d2t.long(), config, "d2t")
 
 

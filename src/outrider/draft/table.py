@@ -5,12 +5,13 @@ The only place that knows them all.
 
 from __future__ import annotations
 
-import json
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
+
+from torch import Tensor
 
 from outrider.cache.store import KeyValueStore
 from outrider.cache.table import SlotTable
@@ -29,7 +30,8 @@ from outrider.draft.names import Part, read_rates
 from outrider.draft.synthetic import SyntheticDrafter
 from outrider.draft.weights import Weights, first_difference, weights_of
 from outrider.errors import BadCheckpoint, InvalidRequest, OutriderError, UnsupportedModel
-from outrider.load.checkpoint import Checkpoint, open_checkpoint
+from outrider.load.checkpoint import Checkpoint, check_shapes, expected_shapes, open_checkpoint
+from outrider.load.json_files import read_json
 from outrider.load.tokenizer import Tokenizer
 from outrider.model.decoder import Decoder, Layered, Model
 
@@ -128,6 +130,7 @@ def prepare_weights(drafter: Drafter, path: Path, sources: DrafterSources) -> Ca
             raise BadCheckpoint(f"{path} is no EAGLE head, and only one can take the place of an EAGLE head")
         served = drafter.network
         head, tensors = sources.read_head(path, served.target.config)
+        check_finite(path, tensors.items())
         read = lambda name: tensors[name].float()  # noqa: E731
         pack = lambda: weights_of(type(served)(head, read, served.target, sources.context))  # noqa: E731
         return _same_shape(path, served.config, head, pack)
@@ -137,8 +140,20 @@ def prepare_weights(drafter: Drafter, path: Path, sources: DrafterSources) -> Ca
         checkpoint = open_checkpoint(path)
         same_tokens(sources.tokenizer, checkpoint.tokenizer, path)
         config = drafter.network.config
+        if checkpoint.config is None:
+            raise BadCheckpoint(f"{path} is of another family than the draft in use")
+        check_shapes(checkpoint)
+        names = (name for name, _ in expected_shapes(checkpoint.config))
+        check_finite(path, ((name, checkpoint.tensor(name)) for name in names))
         return _same_shape(path, config, checkpoint.config, lambda: weights_of(sources.load(checkpoint)))
     raise UnsupportedModel(f"{type(drafter).__name__} has no weights that others could take the place of")
+
+
+def check_finite(path: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Weights that are not numbers draft nothing that could be accepted: a training run that diverged, most likely."""
+    for name, tensor in tensors:
+        if not bool(tensor.isfinite().all()):
+            raise BadCheckpoint(f"{path}: {name} holds numbers that are not finite")
 
 
 def _same_shape(
@@ -217,10 +232,10 @@ def same_tokens(target: Tokenizer, draft: Tokenizer, path: Path) -> None:
 
 def is_eagle(path: Path) -> bool:
     try:
-        raw = json.loads((path / "config.json").read_text()) if path.is_dir() else {}
-    except (OSError, ValueError):
+        raw = read_json(path / "config.json", optional=True) if path.is_dir() else {}
+    except BadCheckpoint:
         return False
-    kinds = " ".join(map(str, raw.get("architectures") or [])).lower()
+    kinds = str(raw.get("architectures")).lower()
     return "eagle" in kinds or "draft_vocab_size" in raw or "speculators_model_type" in raw
 
 

@@ -5,6 +5,7 @@ Only a CPU's passes are: captured steps are measured while they are captured, wh
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -12,7 +13,6 @@ import os
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import asdict
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from outrider.control.planner import Planner
 from outrider.draft.names import Part
 from outrider.engine.certificate import package_version, processor
 from outrider.engine.runner import EagerRunner, Runner
+from outrider.load.json_files import plain_bytes
 from outrider.model.decoder import Decoder, Model
 from outrider.settings import Settings, cache_folder
 
@@ -31,6 +32,9 @@ STEPS = 64  # after which what they taught is written down
 CHECKED = 8  # rows, at most, of the pass that is held against what is kept
 FITS = 1.25  # times as long or as short, against a pass of one row, that the checked one may be
 MOST_ROWS = 1 << 12  # of a pass that anybody may have written down
+MAX_BYTES = 1 << 20  # of a file; a sound one has a few thousand
+SECONDS = (1e-8, 1e4)  # that a pass can take
+ROOT = 0  # the user id whose files may be trusted besides one's own
 
 
 class KeptCosts:
@@ -39,6 +43,7 @@ class KeptCosts:
     def __init__(self, file: Path | None, about: Mapping[str, Any], costs: CostModel) -> None:
         self.file, self.about, self.costs = file, dict(about), costs
         self.written = 0  # steps that had been learned from by then
+        self.unwritten = False  # the last attempt failed
 
     @classmethod
     def of(cls, model: Decoder, settings: Settings, drafts: Seq[Part], costs: CostModel) -> KeptCosts:
@@ -94,24 +99,43 @@ class KeptCosts:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             own.write_text(json.dumps(kept, indent=1))
             own.replace(self.file)
+            self.unwritten = False
         except OSError as error:
-            log.info("costs are not kept: %s", error)
+            with contextlib.suppress(OSError):
+                own.unlink()
+            if not self.unwritten:  # every later attempt would log the same
+                log.info("costs are not kept: %s", error)
+            self.unwritten = True
 
     def _read(self) -> tuple[dict[int, float], dict[str, float]] | None:
         """Seconds of passes by rows, one row among them, and of drafts' levels by drafter."""
         if self.file is None:
             return None
         try:
-            kept = json.loads(self.file.read_text())
+            kept = json.loads(_own_text(self.file))
             if kept["about"] != self.about:
-                return None
+                raise ValueError("it is of another model, machine or version")
             curve = {int(rows): float(seconds) for rows, seconds in kept["curve"].items()}
             per_level = {str(name): float(seconds) for name, seconds in kept["per_level"].items()}
-        except (OSError, ValueError, TypeError, KeyError, AttributeError):  # none yet, or a damaged one
+            least, most = SECONDS
+            if not all(0 < rows <= MOST_ROWS and least <= s <= most for rows, s in curve.items()):
+                raise ValueError("no pass has these rows or takes this long")
+            if not all(0 <= s <= most for s in per_level.values()):
+                raise ValueError("no draft takes this long")
+            curve[1]  # what the others are compared with
+        except FileNotFoundError:
             return None
-        sound = all(0 < rows <= MOST_ROWS and isfinite(s) and s > 0 for rows, s in curve.items())
-        sound = sound and all(isfinite(s) and s >= 0 for s in per_level.values())
-        return (curve, per_level) if sound and 1 in curve else None
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as e:
+            log.info("costs kept in %s are ignored: %s: %.200s", self.file, type(e).__name__, e)
+            return None
+        return curve, per_level
+
+
+def _own_text(file: Path) -> str:
+    """The text of a plain file that this user or root wrote."""
+    if file.stat().st_uid not in (os.geteuid(), ROOT):
+        raise ValueError("another user wrote it")
+    return plain_bytes(file, MAX_BYTES).decode()
 
 
 def recall_costs(

@@ -3,13 +3,19 @@
 Requests go on: weights are exchanged between two steps, and the output does not depend on the draft. Files are read on
 the caller's thread, packing and copying is the engine's. The last weights are kept on the host, so rolling back reads
 nothing and cannot fail for want of a file.
+
+Weights are mapped into memory, and a mapped file that somebody cuts short ends the process. A swap therefore reads a
+copy of the draft's files that only this process knows.
 """
 
 from __future__ import annotations
 
+import contextlib
+import shutil
+import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +26,9 @@ from outrider.draft.names import Part
 from outrider.draft.table import DrafterSources, is_eagle, prepare_weights
 from outrider.draft.weights import Weights, copy_of
 from outrider.engine.driver import Driver
-from outrider.errors import InvalidRequest
+from outrider.errors import InvalidRequest, OutriderError
+
+READ = (".safetensors", ".gguf", ".json", ".jinja")  # files of a draft
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +57,9 @@ class LiveDraft:
 
     def swap(self, driver: Driver, path: Path) -> DraftState:
         """Draft with the weights in this folder from the next step on; or say why that cannot be."""
-        with self._lock:
-            state = self._state(path)
-            pack = prepare_weights(self.drafters[state.drafter], path, self.sources)
+        with self._lock, _private_copy(path) as copy:
+            state = self._state(copy)
+            pack = prepare_weights(self.drafters[state.drafter], copy, self.sources)
             fresh = DraftState(state.drafter, path, time.time(), state.path)
             return self._exchange(driver, fresh, pack)
 
@@ -93,3 +101,25 @@ class LiveDraft:
                 "path",
             )
         return self.states[name]
+
+
+@contextlib.contextmanager
+def _private_copy(draft: Path) -> Iterator[Path]:
+    """A draft's files in a temporary folder. Errors from within name the draft itself."""
+    with tempfile.TemporaryDirectory(prefix="outrider-draft-") as place:
+        copy = Path(place) / draft.name
+        try:
+            if draft.is_file():
+                shutil.copyfile(draft, copy)
+            else:
+                copy.mkdir()
+                for file in draft.iterdir():
+                    if file.suffix in READ and file.is_file():  # no pipe, no device
+                        shutil.copyfile(file, copy / file.name)
+        except OSError as problem:
+            raise OutriderError(f"{draft} cannot be copied to {place}: {problem.strerror}") from None
+        try:
+            yield copy
+        except OutriderError as problem:
+            problem.args = (str(problem).replace(str(copy), str(draft)),)
+            raise

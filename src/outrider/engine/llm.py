@@ -36,7 +36,7 @@ from outrider.engine.planning import expect_score, guards_of, watch_draft
 from outrider.engine.prompts import Message, Prompt, as_list, check_messages, plain_list
 from outrider.engine.runner import EagerRunner, Runner
 from outrider.engine.stream import Stream
-from outrider.errors import InvalidRequest, OutOfMemory, OutriderError, UnsupportedModel, stopped
+from outrider.errors import InvalidRequest, OutOfMemory, OutriderError, UnsupportedModel, naming, stopped
 from outrider.load.checkpoint import Checkpoint, check_shapes, open_checkpoint
 from outrider.load.find import find, published_sampling
 from outrider.load.literal import ChatEncoder
@@ -448,9 +448,10 @@ def load_model(checkpoint: Checkpoint, settings: Settings, weights: str | None =
             model.use_library(settings.within_share(*_gpu_memory()))
         return model
     folder = cache_folder() / "kernels"
-    kernels = make_kernels(
-        config, positions, settings.threads, folder, settings.kernels, bfloat16=kind == "bfloat16"
-    )
+    with naming(checkpoint.path):
+        kernels = make_kernels(
+            config, positions, settings.threads, folder, settings.kernels, bfloat16=kind == "bfloat16"
+        )
     return Decoder(config, checkpoint.tensor, kernels)
 
 

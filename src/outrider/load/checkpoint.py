@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from outrider.errors import BadCheckpoint, ModelNotFound, UnsupportedModel
+from outrider.errors import BadCheckpoint, ModelNotFound, UnsupportedModel, naming
 from outrider.load.config import ModelConfig, config_from_gguf, config_from_json, end_ids, is_known_family
 from outrider.load.gguf import GgufFile
 from outrider.load.json_files import read_json, read_text
@@ -119,7 +119,7 @@ def check_shapes(checkpoint: Checkpoint) -> None:
             raise BadCheckpoint(f"{checkpoint.path} has no tensor {name!r}, which its config calls for")
         if (found := checkpoint.shape(name)) != shape:
             raise BadCheckpoint(
-                f"tensor {name!r} of {checkpoint.path} has shape {list(found)}; its config says {list(shape)}"
+                f"tensor {name!r} of {checkpoint.path} has shape {list(found)!s:.200}; its config says {list(shape)}"
             )
 
 
@@ -166,7 +166,8 @@ class FolderCheckpoint(Checkpoint):
         self.config = None
         if is_known_family(self.raw_config):
             _refuse_quantised(self.raw_config, path)
-            self.config = config_from_json(self.raw_config, self._generation)
+            with naming(path / "config.json"):
+                self.config = config_from_json(self.raw_config, self._generation)
         self._files = {file: open_safetensors(path / file) for file in weight_files(path)}
         self._where = self._locate()
 
@@ -196,14 +197,8 @@ class FolderCheckpoint(Checkpoint):
         return tuple(self._handle(name).get_slice(name).get_shape())
 
     def tensor(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
-        try:
-            tensor: torch.Tensor = self._handle(name).get_tensor(name)
-        except (SafetensorError, RuntimeError) as problem:
-            raise BadCheckpoint(f"tensor {name!r} of {self.path} cannot be read: {problem}") from None
-        if tensor.dtype not in FLOATS:
-            raise UnsupportedModel(
-                f"tensor {name!r} of {self.path} is stored as {tensor.dtype}; not supported"
-            )
+        tensor = tensor_of(self._handle(name), name, self.path)
+        check_float(tensor, name, self.path)
         return tensor.to(device).float()
 
     @cached_property
@@ -276,11 +271,26 @@ def _weight_map(path: Path) -> dict[str, str]:
     return found
 
 
+def tensor_of(opened: Any, name: str, place: Path) -> torch.Tensor:
+    try:
+        found: torch.Tensor = opened.get_tensor(name)
+        return found
+    except (SafetensorError, RuntimeError, ValueError) as problem:
+        raise BadCheckpoint(f"tensor {name!r} of {place} cannot be read: {problem!s:.300}") from None
+
+
+def check_float(tensor: torch.Tensor, name: str, place: Path) -> None:
+    if tensor.dtype not in FLOATS:
+        raise UnsupportedModel(f"tensor {name!r} of {place} is stored as {tensor.dtype}; not supported")
+
+
 def open_safetensors(file: Path) -> Any:
     try:
+        if not file.is_file():  # the library would wait for a pipe
+            raise ValueError("it is no plain file")
         return safe_open(file, framework="pt", device="cpu")
     except (SafetensorError, OSError, ValueError) as problem:
-        raise BadCheckpoint(f"{file} is not a sound safetensors file: {problem}") from None
+        raise BadCheckpoint(f"{file} is not a sound safetensors file: {problem!s:.300}") from None
 
 
 # ----------------------------------------------------------------------------------------------------- GGUF

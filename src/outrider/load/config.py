@@ -73,7 +73,12 @@ class ModelConfig:
         for name in ("vocab", "hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate", "context"):
             value = getattr(self, name)
             if not isinstance(value, int) or not 0 < value <= 1 << 28:
-                raise BadCheckpoint(f"the model's config gives {name} = {value!r}, which cannot be right")
+                raise BadCheckpoint(f"the model's config gives {name} = {value!r:.60}, which cannot be right")
+        if len(self.windows) != self.layers or not all(type(w) is int and w >= 0 for w in self.windows):
+            raise BadCheckpoint(f"the model's config does not give each of {self.layers} layers a window")
+        for name, number in (("norm_eps", self.norm_eps), ("the rotary base", self.rope.theta)):
+            if not 0 < number < math.inf:
+                raise BadCheckpoint(f"the model's config gives {name} = {number}, which cannot be right")
         if self.heads % self.kv_heads:
             raise BadCheckpoint(f"{self.heads} heads do not divide over {self.kv_heads} key-value heads")
         if self.head_dim % 2:
@@ -129,13 +134,13 @@ def config_from_json(raw: Mapping[str, Any], generation: Mapping[str, Any] | Non
         )
     except KeyError as missing:
         raise BadCheckpoint(f"config.json has no {missing.args[0]!r}") from None
-    except (TypeError, ValueError, ZeroDivisionError) as wrong:
-        raise BadCheckpoint(f"config.json cannot be read: {wrong}") from None
+    except (TypeError, ValueError, ZeroDivisionError, OverflowError, AttributeError) as wrong:
+        raise BadCheckpoint(f"config.json cannot be read: {wrong!s:.300}") from None
 
 
 def _check_layers(layers: int) -> None:
     if not 0 < layers <= MAX_LAYERS:
-        raise BadCheckpoint(f"the model's config gives layers = {layers!r}, which cannot be right")
+        raise BadCheckpoint(f"the model's config gives layers = {layers!r:.60}, which cannot be right")
 
 
 def end_ids(raw: Mapping[str, Any], generation: Mapping[str, Any] | None) -> tuple[int, ...]:
@@ -164,7 +169,7 @@ def _rope_from_json(raw: Mapping[str, Any]) -> Rope:
     kind = parameters.pop("rope_type", None) or parameters.pop("type", None) or "default"
     theta = parameters.pop("rope_theta", None) or raw.get("rope_theta") or 10000.0
     if kind not in ROPE_KINDS:
-        raise UnsupportedModel(f"rope scaling {kind!r} is not one of {', '.join(ROPE_KINDS)}")
+        raise UnsupportedModel(f"rope scaling {kind!r:.60} is not one of {', '.join(ROPE_KINDS)}")
     if raw.get("original_max_position_embeddings"):
         parameters.setdefault("original_max_position_embeddings", raw["original_max_position_embeddings"])
     return Rope(float(theta), kind, parameters)

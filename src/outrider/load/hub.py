@@ -7,6 +7,7 @@ models must not wait for it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from outrider.errors import ModelNotFound
 
 # Pickle weights can run code when they are read: no pattern matches them.
 WANTED = ("*.safetensors", "*.json", "*.jinja")
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG)
 UNWANTED = ("*/*", "consolidated*")  # other formats of the same weights
 
 
@@ -56,7 +58,20 @@ def fetch(model: HubId) -> Path:
     except ModelNotFound:
         raise
     except Exception as problem:  # offline mode, or one of many kinds of network failure
+        if reason := _not_stored(problem):
+            raise ModelNotFound(
+                f"{model.repo} cannot be stored in {hub_cache()}: {reason}; make room there, or set HF_HOME to "
+                "another folder"
+            ) from None
         return _cached(model, problem)
+
+
+def _not_stored(problem: Exception) -> str | None:
+    """What the disk refused; of a library that is not Python's, by its words. A network's errors are OSErrors, too."""
+    if isinstance(problem, OSError) and problem.errno in UNWRITABLE:
+        return problem.strerror
+    words = (os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT))
+    return next((said for said in words if said in str(problem)), None)
 
 
 def _online(model: HubId) -> Path:

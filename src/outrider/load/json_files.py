@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +13,21 @@ from outrider.errors import BadCheckpoint
 MAX_JSON = 64 << 20  # bytes; the largest shard indexes are a few megabytes
 
 
-def read_text(file: Path) -> str:
+def plain_bytes(file: Path, most: int) -> bytes:
+    """The bytes of a plain file, `most` at most. A pipe is not waited for, and no device is read: ValueError."""
+    with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as opened:
+        if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
+            raise ValueError("it is no plain file")
+        if len(data := opened.read(most + 1)) > most:
+            raise ValueError(f"it is larger than {most} bytes")
+    return data
+
+
+def read_text(file: Path, most: int = MAX_JSON) -> str:
     try:
-        if file.stat().st_size > MAX_JSON:
-            raise BadCheckpoint(f"{file} is larger than {MAX_JSON} bytes")
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as problem:
-        raise BadCheckpoint(f"{file} cannot be read: {problem}") from None
+        return plain_bytes(file, most).decode()
+    except (OSError, ValueError) as problem:
+        raise BadCheckpoint(f"{file} cannot be read: {problem!s:.300}") from None
 
 
 def read_json(file: Path, optional: bool = False) -> dict[str, Any]:
@@ -28,7 +38,7 @@ def read_json(file: Path, optional: bool = False) -> dict[str, Any]:
     try:
         found = json.loads(read_text(file))
     except (ValueError, RecursionError) as problem:
-        raise BadCheckpoint(f"{file} is not sound JSON: {problem}") from None
+        raise BadCheckpoint(f"{file} is not sound JSON: {problem!s:.300}") from None
     if not isinstance(found, dict):
         raise BadCheckpoint(f"{file} should hold a JSON object")
     return found

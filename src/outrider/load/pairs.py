@@ -7,10 +7,12 @@ read but the target's last norm.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import re
+import secrets
 import shlex
 import shutil
 import tempfile
@@ -103,11 +105,12 @@ def add_pair(folder: Path, into: Path, name: str | None = None, licence: str | N
     card = read_card(draft)
     card = replace(card, licence=licence or card.licence)
     place = into / name
+    taken = InvalidRequest(
+        f"there is a pair {name!r} already, {place}: outrider pairs remove {name}, or give this one another --name",
+        "name",
+    )
     if place.exists():
-        raise InvalidRequest(
-            f"there is a pair {name!r} already, {place}: outrider pairs remove {name}, or give this one another --name",
-            "name",
-        )
+        raise taken
     try:
         into.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".", dir=into) as part:
@@ -116,8 +119,16 @@ def add_pair(folder: Path, into: Path, name: str | None = None, licence: str | N
             _forget_folders(made / HOW_IT_WAS_MADE)
             made.rename(place)
     except OSError as problem:
-        raise InvalidRequest(f"{place} cannot be written: {problem.strerror or problem}", "name") from None
+        if problem.errno in (errno.ENOTEMPTY, errno.EEXIST):  # another process was first
+            raise taken from None
+        raise InvalidRequest(f"{place} cannot be written: {_reason(problem)}", "name") from None
     return Pair(name, place, card, "added")
+
+
+def _reason(problem: OSError) -> str:
+    """Of the files that could not be copied, the first one's."""
+    said = problem.args[0][0][2] if isinstance(problem, shutil.Error) else problem.strerror or str(problem)
+    return re.sub(r"^\[Errno \d+\] |: '.*", "", str(said))
 
 
 def _draft_within(folder: Path) -> Path:
@@ -165,10 +176,14 @@ def remove_pair(name: str, cache: Path) -> Path:
     """Delete a pair that was added; also one whose card cannot be read."""
     place = cache / "pairs" / name
     if NAME.fullmatch(name) and place.is_dir():
-        gone = place.with_name(f".{name}.removed")
-        shutil.rmtree(gone, ignore_errors=True)
-        place.rename(gone)
-        shutil.rmtree(gone)
+        try:
+            place.rename(place.with_name(f".{name}.{secrets.token_hex(8)}.removed"))
+        except FileNotFoundError:
+            raise ModelNotFound(f"there is no pair {name!r}: another process has removed it") from None
+        except OSError as problem:
+            raise OutriderError(f"{place} cannot be removed: {problem.strerror}") from None
+        for gone in place.parent.glob(f".{name}.*.removed"):  # also of a process that was killed
+            shutil.rmtree(gone, ignore_errors=True)
         return place
     pair = pair_named(name, cache)
     if pair.source == "shipped":

@@ -18,11 +18,14 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 
-from outrider.errors import BadCheckpoint, InvalidRequest, UnsupportedModel
+from outrider.errors import BadCheckpoint, InvalidRequest, UnsupportedModel, naming
 from outrider.load.config import gguf_end_ids
+from outrider.load.json_files import read_text
 
 MAX_VOCAB = 1 << 22
 MAX_FILE = 256 << 20
+MAX_GROWTH = 64  # characters that a normaliser may make of one
+PROBE = "Hello, wörld 12\n"  # that every tokenizer must be able to encode
 SPACE = "▁"  # what Metaspace writes for a space
 
 # GGUF's token types
@@ -77,6 +80,7 @@ class Tokenizer:
     ) -> None:
         """`add_bos` None leaves it to the backend's own post-processor."""
         self._backend = backend
+        _check_growth(backend)
         self._strings = _strings_by_id(backend)
         added = backend.get_added_tokens_decoder()
         self._added = {i: token.content for i, token in added.items()}
@@ -94,19 +98,17 @@ class Tokenizer:
         cls, file: Path, tokenizer_config: Mapping[str, Any] | None = None, eos_ids: Sequence[int] = ()
     ) -> Tokenizer:
         """From tokenizer.json. `tokenizer_config` names special tokens; `eos_ids` are the config's own."""
-        config = tokenizer_config or {}
-        try:
-            if file.stat().st_size > MAX_FILE:
-                raise BadCheckpoint(f"{file} is larger than {MAX_FILE} bytes")
-        except OSError as problem:
-            raise BadCheckpoint(f"{file} cannot be read: {problem.strerror}") from None
-        backend = _native(lambda: tokenizers.Tokenizer.from_file(str(file)), str(file))
+        config, text = tokenizer_config or {}, read_text(file, MAX_FILE)
+        backend = _native(lambda: tokenizers.Tokenizer.from_str(text), str(file))
         backend.no_truncation()  # a saved tokenizer may carry training's limits
         backend.no_padding()
         bos, eos = (_id_of(backend, config.get(name)) for name in ("bos_token", "eos_token"))
         ends = [*eos_ids, *([eos] if eos is not None else [])]
         add_bos = config.get("add_bos_token")
-        return cls(backend, bos, ends, add_bos if isinstance(add_bos, bool) else None)
+        with naming(file):
+            made = cls(backend, bos, ends, add_bos if isinstance(add_bos, bool) else None)
+            made.encode(PROBE)
+        return made
 
     @classmethod
     def from_json(
@@ -174,7 +176,10 @@ class Tokenizer:
             backend = self._literal_backend
         # As a batch of one: only for batches does the library let other threads run meanwhile.
         special_too = special and self._backend_special
-        ids: list[int] = backend.encode_batch_fast([text], add_special_tokens=special_too)[0].ids
+        ids: list[int] = _native(
+            lambda: backend.encode_batch_fast([text], add_special_tokens=special_too)[0].ids,
+            "a text with this model's tokenizer",
+        )
         return [self.bos_id, *ids] if special and self._add_bos and self.bos_id is not None else ids
 
     @cached_property
@@ -252,10 +257,24 @@ def _native(build: Callable[[], Any], what: str) -> Any:
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as problem:
-        raise BadCheckpoint(f"{what} cannot be read: {problem}") from None
+        raise BadCheckpoint(f"{what} cannot be read: {problem!s:.300}") from None
+
+
+def _check_growth(backend: tokenizers.Tokenizer) -> None:
+    """Replacements one after the other multiply: a few of them would make gigabytes of a sentence."""
+    growth = 1
+    for part in _parts(backend.normalizer, "normalizers"):
+        growth *= max(1, len(part.get("content", "")))
+    if growth > MAX_GROWTH:
+        raise UnsupportedModel(
+            f"the tokenizer's normaliser makes up to {growth} characters of one; at most {MAX_GROWTH} are read"
+        )
 
 
 def _strings_by_id(backend: tokenizers.Tokenizer) -> list[str]:
+    own = backend.get_vocab(with_added_tokens=False)
+    if len(set(own.values())) < len(own):
+        raise BadCheckpoint("two tokens of the tokenizer have one id")
     vocab = backend.get_vocab(with_added_tokens=True)
     size = max(vocab.values(), default=-1) + 1
     if not 0 < size <= MAX_VOCAB:
@@ -269,7 +288,9 @@ def _strings_by_id(backend: tokenizers.Tokenizer) -> list[str]:
 def _id_of(backend: tokenizers.Tokenizer, token: Any) -> int | None:
     """Id of a special token as tokenizer_config.json names it: a string, or an object with `content`."""
     content = token.get("content") if isinstance(token, dict) else token
-    return backend.token_to_id(content) if isinstance(content, str) else None
+    if not isinstance(content, str) or re.search("[\ud800-\udfff]", content):  # half characters have no bytes
+        return None
+    return backend.token_to_id(content)
 
 
 def _is_id(value: Any, strings: Sequence[str]) -> bool:
@@ -323,7 +344,7 @@ def _build_bpe(
 
 def _byte_rule(backend: tokenizers.Tokenizer) -> tuple[Callable[[str], bytes], bool]:
     """How a token's string becomes bytes, and whether a text's first space is an artefact to drop."""
-    decoder = _decoder(backend)
+    decoder = _parts(backend.decoder, "decoders")
     kinds = [part["type"] for part in decoder]
     if kinds == ["ByteLevel"]:
         return _byte_level, False
@@ -344,13 +365,19 @@ def _byte_rule(backend: tokenizers.Tokenizer) -> tuple[Callable[[str], bytes], b
     return _metaspace_rule("ByteFallback" in kinds), strips
 
 
-def _decoder(backend: tokenizers.Tokenizer) -> list[dict[str, Any]]:
-    """The decoder's parts in order."""
-    if backend.decoder is None:
+def _parts(component: Any, inside: str) -> list[dict[str, Any]]:
+    """Parts of a tokenizer's component in order; `inside` is what a sequence calls those within it."""
+    if component is None:
         return []
-    # A decoder has no readable fields, but its pickled state is the JSON of tokenizer.json.
-    state = json.loads(backend.decoder.__getstate__())
-    return state["decoders"] if state["type"] == "Sequence" else [state]
+    # A component has no readable fields, but its pickled state is the JSON of tokenizer.json.
+    waiting, found = [json.loads(component.__getstate__())], []
+    while waiting:
+        state = waiting.pop(0)
+        if state["type"] == "Sequence":
+            waiting[:0] = state[inside]
+        else:
+            found.append(state)
+    return found
 
 
 def _alphabet() -> dict[str, int]:

@@ -14,10 +14,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outrider.errors import BadCheckpoint, OutOfMemory
 from outrider.load.config import ModelConfig
+
+MAX_TABLE = 4 << 30  # bytes of both tables
 
 
 def rope_tables(config: ModelConfig, context: int) -> tuple[Tensor, Tensor]:
+    size = 4 * context * config.head_dim
+    if size > MAX_TABLE:
+        raise OutOfMemory(
+            f"the rotary tables of a context of {context} tokens take {size / (1 << 30):.1f} GiB: say --context "
+            "with fewer"
+        )
+    try:
+        cos, sin = _tables(config, context)
+    except (KeyError, TypeError, ValueError, ArithmeticError, RuntimeError) as problem:
+        raise BadCheckpoint(
+            f"the config's rope scaling {config.rope.kind!r} cannot be read: {problem!s:.200}"
+        ) from None
+    if not (cos[-1].isfinite().all() and sin[-1].isfinite().all()):
+        raise BadCheckpoint(f"the config's rope scaling {config.rope.kind!r} gives no finite positions")
+    return cos, sin
+
+
+def _tables(config: ModelConfig, context: int) -> tuple[Tensor, Tensor]:
     dim, rope = config.head_dim, config.rope
     positions = torch.arange(context, dtype=torch.float32)[:, None]
     scaling, gain = rope.scaling, 1.0

@@ -27,6 +27,8 @@ from outrider.serve.link import (
     Accepted,
     Compiled,
     Failed,
+    Ping,
+    Pong,
     Progress,
     Ready,
     Refused,
@@ -48,6 +50,8 @@ log = logging.getLogger(__name__)
 
 RESTART_WINDOW = 600.0  # seconds in which restarts are counted
 STALLED = 60.0  # seconds without a step, while there is work, after which the engine is not well
+SILENT = 10.0  # seconds without an answer to a ping, after which the engine is not well
+PING_SECONDS = 2.0  # between two pings
 START_TRIES = 60  # where the system has nothing left to start an engine with
 START_DELAY = 1.0  # seconds between them
 KILL_AFTER = 5.0  # seconds an engine has to leave once asked to
@@ -77,6 +81,7 @@ class Backend:
         self._writer: asyncio.StreamWriter | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._stopping = False
+        self._pinged: float | None = None  # when a ping was sent that has no answer yet
         self.last_life = False  # an engine that dies is not to be started again
 
     # ---------------------------------------------------------------------------------------- the process
@@ -130,10 +135,12 @@ class Backend:
         if self._stopping:
             self.stop()  # there was nothing to stop before
         self._send(self.start)
+        self._pinged, pings = None, asyncio.create_task(self._ping())
         try:
             while (message := await hear(reader)) is not None:
                 await self._handle(message)
         finally:
+            pings.cancel()
             self._lost()
             self._writer.close()
         return await self._leave(self._process)
@@ -179,9 +186,19 @@ class Backend:
 
     @property
     def well(self) -> bool:
-        """Takes requests, and moves while it has some."""
-        moving = not self.jobs or time.monotonic() - self.last_heard < STALLED
-        return self.state == "ready" and moving
+        """Takes requests, answers pings, and moves while it has requests."""
+        now = time.monotonic()
+        moving = not self.jobs or now - self.last_heard < STALLED
+        answering = self._pinged is None or now - self._pinged < SILENT
+        return self.state == "ready" and moving and answering
+
+    async def _ping(self) -> None:
+        """Ask for signs of life. A process that is stopped, or that waits for its disk, cannot give one."""
+        while True:
+            await asyncio.sleep(PING_SECONDS)
+            if self.state == "ready" and self._pinged is None:
+                self._pinged = time.monotonic()
+                self._send(Ping())
 
     def _lost(self) -> None:
         if self.state != "failed":
@@ -217,6 +234,9 @@ class Backend:
             self.drop([job])
 
     async def _handle(self, message: object) -> None:
+        if isinstance(message, Pong):
+            self._pinged = None
+            return
         self.last_heard = time.monotonic()
         if isinstance(message, Progress):
             self._progress(message)

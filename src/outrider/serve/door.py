@@ -49,7 +49,8 @@ class Recorder:
                 if request.for_anthropic:
                     own.append((b"request-id", request.id.encode()))
                 message["headers"] = [*message["headers"], *own]
-                if request.unread:  # what is left of the body would be taken for a request
+                # What is left of an unread body would be taken for a request; a server that leaves wants no more.
+                if request.unread or self.service.draining:
                     message["headers"].append((b"connection", b"close"))
             await send(message)
 

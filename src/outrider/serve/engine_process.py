@@ -39,6 +39,8 @@ from outrider.serve.link import (
     FromEngine,
     Gauges,
     Piece,
+    Ping,
+    Pong,
     Progress,
     Ready,
     Refused,
@@ -95,6 +97,8 @@ class EngineProcess:
                 self._abort(message.id)
             elif isinstance(message, Swap):
                 self.swaps.submit(self._swap, message)
+            elif isinstance(message, Ping):
+                self.outbox.put(Pong())
         self.over = True
         self.outbox.put(None)
 
@@ -310,6 +314,7 @@ class EngineProcess:
 def _die(why: BaseException) -> NoReturn:
     """The API process sees the socket close, tells its clients, and starts another."""
     log.critical("the engine stopped", exc_info=why)
+    logging.shutdown()  # writes the line
     os._exit(1)
 
 

@@ -20,6 +20,7 @@ import hmac
 import re
 import time
 import tomllib
+import unicodedata
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -31,6 +32,8 @@ from outrider.serve.settings import ServeSettings
 MINUTE = 60.0
 ROUNDING = 1e-6
 MARKS = ("admin", "keep_traffic")  # of a key, in its file
+LONGEST_NAME = 100  # characters
+MOST = 10**12  # of any limit: arithmetic with floats stays exact
 RETRY_RUNNING = 1.0  # seconds; when a running request will end is not known
 
 
@@ -45,9 +48,10 @@ class KeyLimits:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if type(value) is not int or value < 0:
+            if type(value) is not int or not 0 <= value <= MOST:
                 raise InvalidRequest(
-                    f"{field.name} must be a whole number, 0 for no limit, not {value!r}", field.name
+                    f"{field.name} must be a whole number up to 10^12, 0 for no limit, not {value!r:.30}",
+                    field.name,
                 )
 
 
@@ -155,8 +159,10 @@ def parse_keys(text: str, source: str) -> list[Key]:
     """The keys in the text of a key file; `source` is what messages call it."""
     try:
         document = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as problem:
+    except ValueError as problem:  # not TOML, or an integer of thousands of digits
         raise InvalidRequest(f"{source} is not TOML: {problem}", "key_file") from None
+    except RecursionError:
+        raise InvalidRequest(f"{source} is not TOML: it is nested too deeply", "key_file") from None
     _check_names(document, ("key",), source)
     entries = document.get("key", [])
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
@@ -180,9 +186,7 @@ def _keys_that_must_be_there(file: Path) -> list[Key]:
 def _key_of(entry: Mapping[str, Any], source: str) -> Key:
     limits = [field.name for field in fields(KeyLimits)]
     _check_names(entry, ("name", "hash", *limits, *MARKS), source)
-    name, digest = entry.get("name"), entry.get("hash")
-    if not isinstance(name, str) or not name.strip():
-        raise InvalidRequest(f"{source} needs a name", "key_file")
+    name, digest = check_name(entry.get("name"), source, "key_file"), entry.get("hash")
     if not isinstance(digest, str) or not re.fullmatch(r"sha256:[0-9a-fA-F]{64}", digest):
         raise InvalidRequest(f"{source} needs a hash: sha256: and 64 hex digits", "key_file")
     try:
@@ -196,10 +200,26 @@ def _key_of(entry: Mapping[str, Any], source: str) -> Key:
     return Key(name, bytes.fromhex(digest.removeprefix("sha256:")), allowed, **marks)
 
 
+def check_name(name: object, source: str, param: str) -> str:
+    """Names stand in logs, in lists and in names of folders: two must not look alike, and none may break a line."""
+    if (
+        isinstance(name, str)
+        and 0 < len(name) <= LONGEST_NAME
+        and name.isprintable()
+        and name == unicodedata.normalize("NFC", name).strip()
+    ):
+        return name
+    given = "" if name is None else f", not {str(name)[:40]!a}"
+    raise InvalidRequest(
+        f"{source} needs a name of 1 to {LONGEST_NAME} printable characters, without spaces around it{given}",
+        param,
+    )
+
+
 def _check_names(given: Iterable[str], known: Iterable[str], source: str) -> None:
     for name in given:
         if name not in known:
-            raise InvalidRequest(f"{source}: unknown entry {name!r}{suggest(name, known)}", "key_file")
+            raise InvalidRequest(f"{source}: unknown entry {name!r:.60}{suggest(name, known)}", "key_file")
 
 
 def _check_unique(keys: Iterable[Key], source: str) -> None:

@@ -238,9 +238,17 @@ class Tried(msgspec.Struct, tag=True):
     problem: str | None
 
 
-ToEngine = Start | Submit | Abort | Swap
+class Ping(msgspec.Struct, tag=True):
+    """Asks for a sign of life."""
+
+
+class Pong(msgspec.Struct, tag=True):
+    """The answer to it."""
+
+
+ToEngine = Start | Submit | Abort | Swap | Ping
 ToGrammars = Vocabulary | Grammar
-FromEngine = Ready | Failed | Compiled | Accepted | Refused | Progress | Swapped
+FromEngine = Ready | Failed | Compiled | Accepted | Refused | Progress | Swapped | Pong
 
 _encoder = msgspec.msgpack.Encoder()
 to_engine = msgspec.msgpack.Decoder(ToEngine)

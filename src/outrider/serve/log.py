@@ -2,15 +2,25 @@
 
 A record's own facts are given as `extra={"facts": {...}}`; both forms show them. Never a key, never a prompt
 unless the operator asked for prompts.
+
+A thread writes. A reader of stderr that takes nothing, a terminal that is held or a pipe into a stopped program, would
+otherwise stop the event loop, and with it every stream and every signal.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import os
+import queue
 import sys
+import threading
 import time
 from typing import Any
+
+QUEUED = 4096  # lines that may wait to be written
+CLOSE_SECONDS = 1.0  # for the last of them
 
 
 class JsonLines(logging.Formatter):
@@ -45,9 +55,51 @@ def _stamp(record: logging.LogRecord) -> str:
     return f"{whole}.{int(record.msecs):03d}Z"
 
 
+class StderrLines(logging.Handler):
+    """Never waits: where stderr takes nothing, lines wait in a bounded queue and then are dropped and counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lines: queue.Queue[str | None] = queue.Queue(QUEUED)
+        self._dropped = 0
+        self._thread = threading.Thread(target=self._run, name="log", daemon=True)
+        self._thread.start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._lines.put_nowait(self.format(record))
+        except queue.Full:
+            self._dropped += 1
+        except Exception:
+            self.handleError(record)
+
+    def close(self) -> None:
+        """Write what is held, within a moment."""
+        with contextlib.suppress(queue.Full):
+            self._lines.put_nowait(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(CLOSE_SECONDS)
+        super().close()
+
+    def _run(self) -> None:
+        while (line := self._lines.get()) is not None:
+            _write(line)
+            if self._dropped and self._lines.empty():
+                dropped, self._dropped = self._dropped, 0
+                _write(f"{dropped} lines of the log were dropped: stderr took none")
+
+
+def _write(line: str) -> None:
+    """By its descriptor: a thread that holds the lock of `sys.stderr` would end the interpreter with an abort."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # full, gone or closed
+        data = f"{line}\n".encode("utf-8", "backslashreplace")
+        while data:
+            data = data[os.write(sys.stderr.fileno(), data) :]
+
+
 def set_up_logging(form: str, level: str) -> None:
     """Everything to stderr in one form; other libraries only when something is wrong."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = StderrLines()
     handler.setFormatter(JsonLines() if form == "json" else TextLines())
     root = logging.getLogger()
     root.handlers = [handler]

@@ -90,10 +90,14 @@ class TrafficKeeper:
         self.counts = Counter(kept=0, queue=0, off=0, unwritten=0, erased=0)  # what was kept, and why not
         self.bytes = 0
         _make_private(folder)
+        try:
+            with _locked(folder):
+                self._prune(0)
+        except OSError as problem:
+            raise OutriderError(f"traffic cannot be kept in {folder}: {problem.strerror}") from None
         self._open: dict[str, OpenShard] = {}
         self._queue: queue.Queue[Answer | None] = queue.Queue(QUEUED)
         self._made: set[Path] = set()
-        self._prune(0)
         self._thread = threading.Thread(target=self._run, name="traffic", daemon=True)
         self._thread.start()
 
@@ -205,20 +209,30 @@ def forget(folder: Path, key: str) -> int:
     """Erase what was kept of a key, also what a running server still holds of it. How many shards that were."""
     if not folder.is_dir():
         raise OutriderError(f"{folder} is no folder; name the one that the server's --keep-traffic has")
-    own = folder / folder_name(key)
-    with _locked(folder):
-        own.mkdir(mode=0o700, exist_ok=True)
-        (own / ERASED).write_text(str(time.time_ns()))
-        shards = list(shard_paths(own).values())
-        for path in [*shards, *own.glob(".*.part")]:
-            path.unlink()
-    return len(shards)
+    own, erased = folder / folder_name(key), 0
+    try:
+        with _locked(folder):
+            shards = list(shard_paths(own).values())
+            for path in [*shards, *own.glob(".*.part")]:  # first: it makes room for the mark
+                path.unlink()
+            erased = len(shards)
+            own.mkdir(mode=0o700, exist_ok=True)
+            (own / ERASED).write_text(str(time.time_ns()))
+    except OSError as problem:
+        raise OutriderError(
+            f"{erased} shards are erased, but {problem.filename or own / ERASED} cannot be written: "
+            f"{problem.strerror}; a running server may still write what it holds of this key: try again"
+        ) from None
+    return erased
 
 
 def folder_name(key: str) -> str:
     """Of a key's name, whatever stands in it."""
-    plain = quote(key, safe=" ")
-    return f"key-{plain if len(plain) <= LONGEST_NAME else hashlib.sha256(key.encode()).hexdigest()}"
+    data = key.encode("utf-8", "surrogatepass")
+    plain = quote(data, safe=" ")
+    if len(plain) <= LONGEST_NAME:
+        return f"key-{plain}"
+    return f"key-={hashlib.sha256(data).hexdigest()}"  # no quoted name holds the sign
 
 
 def _conversation(answer: Answer) -> Conversation:
