@@ -45,7 +45,7 @@ ROWS = [
     {"load", "cache", "verify", "control", "settings"},
     {"types"},
     {"sampling_params"},
-    {"errors"},
+    {"errors", "wrap"},
 ]
 HEIGHT = {part: -i for i, row in enumerate(ROWS) for part in row}
 

@@ -102,6 +102,10 @@ class Flags:
     flags: tuple[Flag, ...]
     join: Callable[[dict[str, Any]], dict[str, Any]] = dict  # from flags to fields, where they differ
 
+    def without(self, name: str) -> Flags:
+        """For a command whose own flag has that name."""
+        return replace(self, flags=tuple(flag for flag in self.flags if flag.name != name))
+
     def parameters(self, by_model: Container[str] = ()) -> list[inspect.Parameter]:
         defaults = {field.name: _default(field) for field in fields(self.builds)}
         return [
@@ -298,6 +302,11 @@ SERVE = Flags(
             tuple,
             "ORIGIN",
             ("--cors-origin",),
+        ),
+        Flag(
+            "max_tokens",
+            int | None,
+            "Longest answer of requests that set no length; by default a quarter of the context.",
         ),
         Flag("max_body_bytes", str, "Largest request.", read_bytes, "SIZE", default="8M"),
         Flag("max_depth", int, "Deepest nesting of a request's JSON."),

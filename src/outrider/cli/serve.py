@@ -21,9 +21,8 @@ from outrider.settings import Settings, cache_folder
 from outrider.types import SamplingParams
 
 
-@takes(SAMPLING, ENGINE, SERVE)
+@takes(SERVE, SAMPLING.without("max_tokens"), ENGINE)
 def serve(
-    ctx: typer.Context,
     model: Model = DEFAULT_MODEL,
     draft: Draft = "auto",
     generation_config: GenerationConfig = "auto",
@@ -46,6 +45,4 @@ def serve(
         raise OutriderError(
             f"a server needs {missing.name}, which is not installed; {INSTALL.format('serve')}"
         ) from None
-    source = ctx.get_parameter_source("max_tokens")  # answers are not cut short unless somebody said so
-    length = params.max_tokens if source is not None and source.name != "DEFAULT" else None
-    raise typer.Exit(run_server(model, draft, params, settings, serve, length, given))
+    raise typer.Exit(run_server(model, draft, params, settings, serve, given))

@@ -32,7 +32,7 @@ async def answer_completion(request: Request) -> Response:
     prompts = await request.in_pool(read_prompts, asked.prompt, service.model, most, cut)
     if len(prompts) * params.n > MOST_ANSWERS:
         raise InvalidRequest(f"n times the number of prompts may be at most {MOST_ANSWERS}", "n")
-    length = service.length or DEFAULT_LENGTH if asked.max_tokens is None else asked.max_tokens
+    length = service.settings.max_tokens or DEFAULT_LENGTH if asked.max_tokens is None else asked.max_tokens
     fitted = [service.fitted(asked, prompt, params, length) for prompt in prompts]
     return await answer(
         request, asked, fitted, "cmpl-", lambda call: Completions(call, echo, scored, silent=length == 0)
