@@ -41,7 +41,7 @@ Prompt = Annotated[
     str | None, typer.Option("--prompt", "-p", envvar=envvar("prompt"), show_envvar=False, help="The prompt.")
 ]
 PromptArgument = Annotated[
-    str | None, typer.Argument(metavar="[PROMPT]", help="The prompt; else stdin is read.")
+    str | None, typer.Argument(metavar="PROMPT", help="The prompt; else stdin is read.")
 ]
 Prompts = Annotated[
     str | None,

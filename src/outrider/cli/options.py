@@ -201,14 +201,14 @@ ENGINE = Flags(
         Flag(
             "weights",
             str,
-            "Number format of weights; fewer than 16 bits need a GPU.",
-            metavar="auto|float32|bfloat16|fp8|int8|int4",
+            "Number format of weights: auto, float32, bfloat16; on a GPU fp8, int8, int4, too.",
+            metavar="FORMAT",
         ),
         Flag(
             "draft_weights",
             str,
             "The same for a model that drafts; auto: as --weights, on a CPU bfloat16.",
-            metavar="auto|float32|bfloat16|fp8|int8|int4",
+            metavar="FORMAT",
         ),
         Flag(
             "draft_vocabulary",
@@ -438,7 +438,7 @@ def _known_generation_config(text: str) -> str:
 Model = Annotated[
     str,
     typer.Argument(
-        metavar="[MODEL]",
+        metavar="MODEL",
         envvar=envvar("model"),
         show_envvar=False,
         help="A folder, a .gguf file, an alias, or a hub id such as org/name.",

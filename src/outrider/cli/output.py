@@ -14,6 +14,7 @@ from outrider.draft.names import check_parts, parse_draft
 from outrider.errors import InvalidRequest
 from outrider.load.find import find
 from outrider.settings import Settings, cache_folder
+from outrider.wrap import fitted
 
 if TYPE_CHECKING:
     from outrider.engine.llm import LLM
@@ -34,6 +35,7 @@ def write(text: str) -> None:
 
 def note(text: str) -> None:
     """A line about the answer, on stderr; dim where colours are wanted."""
+    text = fitted(text, sys.stderr)
     print(f"\x1b[2m{text}\x1b[0m" if in_colour(sys.stderr) else text, file=sys.stderr, flush=True)
 
 
@@ -68,7 +70,7 @@ def explain_marks() -> None:
 
 
 def complain(text: str) -> None:
-    print(f"error: {text}", file=sys.stderr, flush=True)
+    print(fitted(f"error: {text}", sys.stderr), file=sys.stderr, flush=True)
 
 
 def open_llm(

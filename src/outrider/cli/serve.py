@@ -15,7 +15,7 @@ from outrider.cli.options import (
     takes,
 )
 from outrider.draft.names import check_parts, parse_draft
-from outrider.errors import INSTALL, OutriderError
+from outrider.errors import OutriderError, install
 from outrider.serve.settings import ServeSettings
 from outrider.settings import Settings, cache_folder
 from outrider.types import SamplingParams
@@ -43,6 +43,6 @@ def serve(
         if (missing.name or "").split(".")[0] == "outrider":
             raise
         raise OutriderError(
-            f"a server needs {missing.name}, which is not installed; {INSTALL.format('serve')}"
+            f"a server needs {missing.name}, which is not installed; {install('serve')}"
         ) from None
     raise typer.Exit(run_server(model, draft, params, settings, serve, given))

@@ -251,7 +251,7 @@ def _trial(model: ServedModel, url: str, serve: ServeSettings) -> str:
     return (
         f"try       curl {url}/v1/chat/completions \\\n{key}"
         f"            -H 'Content-Type: application/json' \\\n"
-        f"            -d '{{\"model\": \"{model.name}\",\n"
+        f'            -d \'{{"model": "{model.name}",\n'
         '                 "messages": [{"role": "user", "content": "Hello!"}]}\''
     )
 

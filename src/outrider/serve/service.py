@@ -24,7 +24,10 @@ if TYPE_CHECKING:
     from outrider.serve.call import Call
     from outrider.serve.traffic import TrafficKeeper  # numpy comes with it, for servers that keep some
 
-LEAST_ANSWER, ANSWER_SHARE = 256, 4  # tokens, and the part of the context: answers whose request sets no length
+LEAST_ANSWER, ANSWER_SHARE = (
+    256,
+    4,
+)  # tokens, and the part of the context: answers whose request sets no length
 
 
 class Service:
