@@ -26,6 +26,7 @@ class WordWrap:
         self._column = 0
         self._spaces, self._word, self._size = "", "", 0  # not written yet
         self._breaks_after = False  # the word is a wide character, after which a line may end
+        self._longer = False  # a word longer than a line is written as it comes
         self._first, self._code = True, False
 
     def feed(self, text: str) -> str:
@@ -39,16 +40,23 @@ class WordWrap:
     def _take(self, part: str) -> str:
         if part == "\n":
             placed = self._place() + "\n"
-            self._column, self._spaces, self._first = 0, "", True
+            self._column, self._spaces, self._first, self._longer = 0, "", True, False
         elif part in " \t":
             placed = self._place()
             self._spaces += part
+            self._longer = False
+        elif self._longer:
+            self._column += _columns(part)
+            placed = part
         else:
             columns = _columns(part)
             placed = self._place() if columns == 2 or (columns and self._breaks_after) else ""
             self._word += part
             self._size += columns
             self._breaks_after = columns == 2 or (self._breaks_after and not columns)
+            if self._size > self.width:
+                placed += self._place()
+                self._longer = True
         return placed
 
     def _place(self) -> str:

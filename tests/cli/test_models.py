@@ -71,8 +71,11 @@ def full_cache(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize(
     ("name", "size", "gone"),
-    [("smollm2-135m", "98 MB", "models/SmolLM2-135M-Instruct.Q4_1.gguf"), ("org/name", "3 MB", "hub/models--org--name")],
-)  # fmt: skip
+    [
+        ("smollm2-135m", "98 MB", "models/SmolLM2-135M-Instruct.Q4_1.gguf"),
+        ("org/name", "3 MB", "hub/models--org--name"),
+    ],
+)
 def test_a_fetched_model_is_deleted(
     outrider: Outrider, full_cache: Path, name: str, size: str, gone: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

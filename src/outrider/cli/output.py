@@ -14,7 +14,7 @@ from outrider.draft.names import check_parts, parse_draft
 from outrider.errors import InvalidRequest
 from outrider.load.find import find
 from outrider.settings import Settings, cache_folder
-from outrider.wrap import fitted
+from outrider.wrap import WordWrap, fitted, terminal_width
 
 if TYPE_CHECKING:
     from outrider.engine.llm import LLM
@@ -31,6 +31,20 @@ def write(text: str) -> None:
         # The interpreter flushes stdout once more as it leaves; give it somewhere to go.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(PIPE_CLOSED) from None
+
+
+class Screen:
+    """An answer on stdout as it is written: on a terminal, lines break between words."""
+
+    def __init__(self) -> None:
+        width = terminal_width(sys.stdout)
+        self._wrap = WordWrap(width) if width else None
+
+    def write(self, text: str) -> None:
+        write(text if self._wrap is None else self._wrap.feed(text))
+
+    def end(self) -> None:
+        self.write("\n")
 
 
 def note(text: str) -> None:

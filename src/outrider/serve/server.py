@@ -112,8 +112,7 @@ def _bind(serve: ServeSettings) -> socket.socket:
 
 
 async def _run(service: Service, sock: socket.socket) -> int:
-    backend, serve = service.backend, service.settings
-    server = _http(App(service))
+    backend, server = service.backend, _http(App(service))
     engine = asyncio.create_task(backend.run())
     web = asyncio.create_task(server.serve(sockets=[]))
     door = asyncio.create_task(_accept(server, service, sock))
