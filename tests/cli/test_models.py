@@ -83,7 +83,8 @@ def test_a_fetched_model_is_deleted(
     assert ran.code == 2 and "--yes" in ran.err and (full_cache / gone).exists()
     asked: list[str] = []
     monkeypatch.setattr("outrider.cli.models._agreed", lambda question: bool(asked.append(question)))
-    assert outrider("models", "rm", name).code == 2 and (full_cache / gone).exists()
+    ran = outrider("models", "rm", name)
+    assert (ran.code, ran.err) == (1, "nothing was deleted\n") and (full_cache / gone).exists()
     assert asked == [f"Delete {name} ({size}) in {full_cache / gone}?"]
     ran = outrider("models", "rm", name, "--yes")
     assert (ran.code, ran.out, ran.err) == (0, "", f"deleted {name}: {size} freed\n")

@@ -102,7 +102,7 @@ def score_table(score: Score) -> Iterator[str]:
     heads = ("T", "accept", "depth 1", "tok/step", "tree", "tok/step", "expected", "measured")
     widths = (5, 7, 8, 9, 7, 9, 9, 9)
 
-    rows = [("task", heads)]
+    rows: list[tuple[str, tuple[str, ...]]] = [("task", heads)]
     rows += [(one.task, (f"{one.temperature:g}", *_row(one))) for one in score.tasks]
     for temperature in sorted({one.temperature for one in score.tasks}):
         rows.append(("mean of tasks", (f"{temperature:g}", *_means(score, temperature))))

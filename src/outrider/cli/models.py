@@ -87,7 +87,8 @@ def rm(name: Name, yes: Yes = False) -> None:
         )
     size = size_of(place)
     if not yes and not _agreed(f"Delete {name} ({file_size(size)}) in {place}?"):
-        raise InvalidRequest(f"nothing was deleted; outrider models rm {name} --yes does not ask", "yes")
+        note("nothing was deleted")
+        raise typer.Exit(1)
     delete(place)
     note(f"deleted {name}: {file_size(size)} freed")
 
@@ -96,10 +97,13 @@ models.command("remove", hidden=True)(rm)  # as for pairs and keys
 
 
 def _agreed(question: str) -> bool:
-    """What a person answers; no where nobody can."""
+    """What a person answers."""
     if not sys.stdin.isatty():
+        raise InvalidRequest("nobody is here to be asked: --yes deletes without asking", "yes")
+    try:
+        return input(f"{fitted(question, sys.stdout)} [y/N] ").strip().lower() in ("y", "yes")
+    except EOFError:
         return False
-    return input(f"{fitted(question, sys.stdout)} [y/N] ").strip().lower() in ("y", "yes")
 
 
 def _here(name: str) -> Path:
