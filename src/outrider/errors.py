@@ -19,14 +19,31 @@ import dataclasses
 import difflib
 import functools
 import os
+import re
 import traceback
 from collections.abc import Iterable, Iterator
+from importlib import metadata
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-INSTALL = "from a clone of Outrider: pip install -e '.[{}]'"  # an extra; nothing is published yet
 LONGEST_NAME = 100  # letters that are compared: difflib takes seconds for a megabyte
+
+
+def install(extra: str) -> str:
+    """The command that installs what an extra needs. The installed package knows, be it a clone or a wheel."""
+    try:
+        return f"pip install {' '.join(_needs(extra))}"
+    except metadata.PackageNotFoundError:  # run from its folder
+        return f"install Outrider with its extra {extra!r}"
+
+
+def _needs(extra: str) -> Iterator[str]:
+    for line in metadata.requires("outrider") or ():
+        what, _, marker = line.partition(";")
+        if re.search(rf"extra == ['\"]{extra}['\"]", marker):
+            own = re.match(r"outrider\[(\w+)\]", what)
+            yield from _needs(own[1]) if own else [f"'{what.strip()}'"]
 
 
 class OutriderError(Exception):

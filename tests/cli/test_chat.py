@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from outrider import LLM
+from outrider.cli.chat import HELP, Talk
 from outrider.cli.terminal import _line_editing
+from tests.load.tiny import vocabulary
 
 from .conftest import Outrider
 
@@ -33,7 +35,7 @@ def test_lines_are_turns(outrider: Outrider, tiny_folder: Path) -> None:
     assert ran.out == "".join(f"{text}\n" for text in turns(tiny_folder, "hello", "12", system="S"))
 
 
-@pytest.mark.parametrize(("clear", "leave"), [("/clear", "/exit"), ("/reset", "/quit")])
+@pytest.mark.parametrize(("clear", "leave"), [("/clear", "/exit"), ("/reset", "/quit"), ("/clear", "/bye")])
 def test_clear_forgets_and_exit_leaves(outrider: Outrider, tiny_folder: Path, clear: str, leave: str) -> None:
     ran = outrider("chat", tiny_folder, *GREEDY, stdin=f"hello\n{clear}\nhello\n{leave}\nhello\n")
     assert ran.out == 2 * (turns(tiny_folder, "hello")[0] + "\n")
@@ -68,6 +70,43 @@ def test_set_changes_sampling_by_name(outrider: Outrider, tiny_folder: Path) -> 
     assert ran.out == f"{greedy}\n"
     assert "temperature=0.0" in ran.err and "did you mean 'temperature'?" in ran.err
     assert "top_p must be in" in ran.err and "/set seed needs a value" in ran.err and ran.code == 2
+
+
+def test_commands_say_what_they_did(outrider: Outrider, tiny_folder: Path) -> None:
+    ran = outrider("chat", tiny_folder, *GREEDY, stdin="/set top-p 0.5\n/system S\n/clear\n/?\n")
+    assert (ran.code, ran.out) == (0, "")
+    said = [
+        "top_p = 0.5",
+        "system prompt set",
+        "conversation forgotten; the system prompt stays",
+        *HELP.split("\n"),
+    ]
+    assert ran.err.splitlines()[-len(said) :] == said
+
+
+def test_commands_pasted_together_are_commands(tiny_folder: Path) -> None:
+    with LLM(tiny_folder) as llm:
+        talk = Talk(llm, llm.default_params(), None, False)
+        assert talk.parts("/show\n/stats\n\n /set seed 1") == ["/show", "/stats", "/set seed 1"]
+        assert talk.parts("/stats\n/bye") == ["/stats", "/bye"]
+        for text in ("/etc/hosts\n/usr/bin", "/stats\nand then?", "why?\n/stats", "one", "/etc"):
+            assert talk.parts(text) == [text]
+
+
+def test_answers_break_between_words_on_a_terminal(
+    outrider: Outrider, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    letters = [f"--logit-bias={vocabulary().index(letter)}=100" for letter in ("x", "Ġ")]
+    asked = (tiny_folder, "--temperature", 1, "--seed", 3, "--max-tokens", 80, *letters)
+    whole = outrider("chat", *asked, stdin="hello\n").out
+    assert whole.count("\n") == 1 and whole.count(" ") > 10 and set(whole) == set("x \n")
+    monkeypatch.setattr("outrider.cli.output.terminal_width", lambda _: 12)
+    for out in (
+        outrider("chat", *asked, stdin="hello\n").out,
+        outrider("generate", *asked, "--prompt", "hello").out,
+    ):
+        assert out.split() == whole.split() and out.count("\n") > 4
+        assert all(len(line) <= 12 for line in out.split("\n"))
 
 
 def test_show_marks_where_tokens_came_from(outrider: Outrider, tiny_folder: Path) -> None:

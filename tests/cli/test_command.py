@@ -14,6 +14,7 @@ import select
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -89,8 +90,9 @@ def test_a_closed_pipe_ends_it_quietly(endless: Path) -> None:
 class Terminal:
     """A command with a terminal of its own."""
 
-    def __init__(self, *args: object) -> None:
+    def __init__(self, *args: object, columns: int = 0) -> None:
         self.fd, theirs = pty.openpty()
+        termios.tcsetwinsize(theirs, (24, columns))
         env = os.environ | {"TERM": "dumb", "NO_COLOR": "1"}
         streams = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
         self.command = subprocess.Popen(
@@ -122,6 +124,25 @@ def terminal(endless: Path) -> Iterator[Terminal]:
     opened.command.kill()
     opened.command.wait()
     os.close(opened.fd)
+
+
+def test_what_a_person_reads_fits_the_terminal(endless: Path) -> None:
+    opened = Terminal("chat", endless, "--no-history", *LONG, columns=40)
+    try:
+        assert f"{endless}" in opened.wait_for("> ").replace("\r\n", "")  # what is talked to
+        time.sleep(0.3)  # as above
+        opened.type("/show\n/stats\n")  # pasted together: two commands, no question
+        opened.wait_for("figures after each answer")
+        opened.type("/?\n")
+        told = opened.wait_for("line's end")
+        lines = told.partition("/clear ")[2].replace("\r", "").split("\n")[1:]
+        assert lines and all(len(line) <= 40 for line in lines)
+        opened.type("/bye\n")
+        assert opened.command.wait(timeout=60) == 0
+    finally:
+        opened.command.kill()
+        opened.command.wait()
+        os.close(opened.fd)
 
 
 def test_ctrl_c_stops_the_turn_and_not_the_chat(terminal: Terminal) -> None:

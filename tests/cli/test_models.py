@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from outrider.load.find import ALIASES
+from outrider.load.progress import file_size
+from tests.test_structure import ROOT
 
 from .conftest import Outrider
 
@@ -44,3 +47,73 @@ def test_pull_of_an_unknown_name_suggests(outrider: Outrider, empty_cache: Path)
 def test_bad_usage(outrider: Outrider, args: tuple[str, ...]) -> None:
     ran = outrider(*args)
     assert ran.code == 2 and ran.err.startswith("error: ")
+
+
+# ------------------------------------------------------------------------------------------------ deleting
+
+
+@pytest.fixture
+def full_cache(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The built-in model by its size, a file of the user's own, and a repository of the hub."""
+    place = ALIASES["smollm2-135m"].place(empty_cache)
+    place.parent.mkdir(parents=True)
+    with place.open("wb") as file:
+        file.truncate(ALIASES["smollm2-135m"].bytes)
+    (place.parent / "mine.gguf").write_bytes(b"GGUF")
+    monkeypatch.setenv("HF_HUB_CACHE", str(empty_cache / "hub"))
+    repo = empty_cache / "hub" / "models--org--name"
+    (repo / "blobs").mkdir(parents=True)
+    (repo / "blobs" / "0f").write_bytes(b"0" * 3_000_000)
+    (repo / "snapshots" / "1").mkdir(parents=True)
+    (repo / "snapshots" / "1" / "model.safetensors").symlink_to(repo / "blobs" / "0f")
+    return empty_cache
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "gone"),
+    [
+        ("smollm2-135m", "98 MB", "models/SmolLM2-135M-Instruct.Q4_1.gguf"),
+        ("org/name", "3 MB", "hub/models--org--name"),
+    ],
+)
+def test_a_fetched_model_is_deleted(
+    outrider: Outrider, full_cache: Path, name: str, size: str, gone: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = outrider("models", "rm", name)
+    assert ran.code == 2 and "--yes" in ran.err and (full_cache / gone).exists()
+    asked: list[str] = []
+    monkeypatch.setattr("outrider.cli.models._agreed", lambda question: bool(asked.append(question)))
+    ran = outrider("models", "rm", name)
+    assert (ran.code, ran.err) == (1, "nothing was deleted\n") and (full_cache / gone).exists()
+    assert asked == [f"Delete {name} ({size}) in {full_cache / gone}?"]
+    ran = outrider("models", "rm", name, "--yes")
+    assert (ran.code, ran.out, ran.err) == (0, "", f"deleted {name}: {size} freed\n")
+    assert not (full_cache / gone).exists() and (full_cache / "models" / "mine.gguf").exists()
+    assert "is not on this machine" in outrider("models", "rm", name, "--yes").err
+
+
+def test_what_the_user_put_there_is_not_deleted(
+    outrider: Outrider, full_cache: Path, tiny_folder: Path
+) -> None:
+    for name in ("mine", tiny_folder, full_cache / "models" / "mine.gguf"):
+        ran = outrider("models", "remove", name, "--yes")
+        assert ran.code == 2 and "was not fetched by Outrider" in ran.err
+    assert (full_cache / "models" / "mine.gguf").exists() and any(tiny_folder.iterdir())
+
+
+def test_a_list_by_its_name_and_json_in_its_place(outrider: Outrider, empty_cache: Path) -> None:
+    for group in ("models", "pairs"):
+        assert outrider(group, "list").out == outrider(group).out
+        assert outrider(group, "list", "--json").out == outrider(group, "--json").out
+        ran = outrider(group, "--json", "show", "x")
+        assert ran.code == 2 and f"write outrider {group} show --json" in ran.err
+
+
+@pytest.mark.model
+def test_the_built_in_model_has_one_size(outrider: Outrider) -> None:
+    size = file_size(ALIASES["smollm2-135m"].bytes)
+    assert size == "98 MB"
+    for words in (("models",), ("models", "show"), ("doctor",)):
+        assert size in outrider(*words).out
+    for page in ("README.md", "docs/start.md", "docs/models.md"):
+        assert {*re.findall(r"\b9\d(?:\.\d)? Mi?B\b", (ROOT / page).read_text())} <= {size}

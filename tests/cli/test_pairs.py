@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from outrider.cli.card_words import described, in_columns, score_table, short
 from outrider.load import pairs
-from outrider.load.cards import Acceptance
+from outrider.load.cards import Acceptance, Measured, read_card
 from outrider.load.pairs import list_pairs
 from tests.load.pairs import some_card, some_score, task_score, write_pair
 
@@ -74,7 +75,7 @@ def test_everything_fits_80_columns(empty_cache: Path) -> None:
     found, _ = list_pairs(empty_cache)
     lines = [*in_columns(found), *score_table(some_score(*tasks))]
     assert max(map(len, lines)) <= 80
-    assert len(list(in_columns(found))) == 7
+    assert f"{long}-eagle-head-of-the-year" in lines and "…" not in "".join(in_columns(found))
     [bare] = [pair for pair in found if pair.name == "bare"]
     assert dict(described(bare))["score"].startswith("none yet: outrider pairs score a-target ")
 
@@ -89,3 +90,24 @@ def test_counts_are_short(count: int, said: str) -> None:
 
 def test_a_difference_is_said_loudly() -> None:
     assert list(score_table(some_score(task_score(differing=2))))[-1].endswith("2 answers DIFFER")
+
+
+def test_a_speed_up_from_elsewhere_is_shown_with_where_it_comes_from(
+    outrider: Outrider, empty_cache: Path
+) -> None:
+    unmeasured = some_score(task_score(speedup=None))
+    one = Measured("chat", 0.0, 1.5, "a laptop", "2026-01-31", "abc1234", "outrider bench x")
+    card = some_card(score=unmeasured, measured=(one, replace(one, temperature=0.7, speedup=1.3)))
+    pair = write_pair(empty_cache / "pairs" / "a-head", card)
+    assert read_card(pair) == card and card.speedup == pytest.approx(1.4)
+    assert some_card(measured=(one,)).speedup == some_score().speedup  # what the score measured goes first
+    [found] = [pair for pair in list_pairs(empty_cache)[0] if pair.name == "a-head"]
+    lines = [*in_columns([found])]
+    assert lines[1].split()[0] == "a-head" and lines[1].endswith("1.40x")
+    assert "  speed-up: chat 1.50x (T=0), chat 1.30x (T=0.7); 2026-01-31 on a laptop" in lines
+    told = outrider("pairs", "show", "a-head").out
+    assert (
+        "1.50x, chat at T = 0, one sequence; 2026-01-31 on a laptop, commit abc1234: outrider bench x" in told
+    )
+    assert "measured" not in told  # a column that would be empty
+    assert outrider("pairs", "show", "a-head", "--json").rows[0]["speedup"] == pytest.approx(1.4)

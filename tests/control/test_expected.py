@@ -190,4 +190,19 @@ def test_the_best_depth_is_found_and_none_is_a_choice() -> None:
     rows = asked.answer()
     assert [row["best_depth"] for row in rows] == [0, 0]
     lines = list(what_if_table(asked, rows))
-    assert "none" in lines[1] and max(map(len, lines)) <= 80
+    assert "no draft" in lines[1] and max(map(len, lines)) <= 80
+
+
+def test_what_is_assumed_is_said_and_a_draft_is_not_free() -> None:
+    asked = WhatIf.of("acceptance=0.7")
+    assert asked == WhatIf.of("acceptance=0.7 cost=0.1")
+    (row,) = asked.answer()
+    assert row["best_depth"] == 4 and row["best_speedup"] == pytest.approx(1.98, abs=0.01)
+    lines = list(what_if_table(asked, [row]))
+    assert "4 deep: 1.98x" in lines[1] and max(map(len, lines)) <= 80
+    assert "Drafting a token is taken to cost 0.1 plain steps; cost=0: nothing, as lookup." in lines
+    free = WhatIf.of("acceptance=0.7 cost=0")
+    lines = list(what_if_table(free, free.answer()))
+    assert (
+        any("taken to cost nothing, as lookup does" in line for line in lines) and max(map(len, lines)) <= 80
+    )

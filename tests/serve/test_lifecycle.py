@@ -230,6 +230,7 @@ def test_running_answers_are_finished_before_it_leaves(serve_endless: Callable[.
         late = server.post("/v1/completions", SHORT)
         assert (late.status_code, late.json()["error"]["code"]) == (503, "draining")
         assert late.headers["retry-after"] and late.headers["connection"] == "close"
+        assert server.printed("finishing 2 requests, at most 50 s; press Ctrl-C again to stop now\n")
     streamed, whole = talks[0].end(), talks[1].end()
     assert streamed.done
     assert streamed.text == alone.text

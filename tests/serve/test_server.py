@@ -69,11 +69,9 @@ def test_where_memory_goes_is_shown_and_on_a_gpu_logged(
         asyncio.run(obey())
     assert [(r.message, r.facts) for r in caplog.records] == ([] if memory is None else [("memory", shown)])
     assert backend.model is not None
-    [line] = [line for line in _card(backend.model, "", ServeSettings()).splitlines() if "memory" in line]
+    [line] = [line for line in _card(backend.model, "", 64).splitlines() if "memory" in line]
     plain = "5 MiB weights, 1.0 GiB cache for 1000 tokens"
     told = plain if memory is None else memory.describe()
     assert line == f"memory    {told}, 9 sequences at once"
     backend.model.plan["pair"] = "mine"
-    assert "drafter   lm (the pair mine: outrider pairs show mine)" in _card(
-        backend.model, "", ServeSettings()
-    )
+    assert "drafter   lm (the pair mine: outrider pairs show mine)" in _card(backend.model, "", 64)

@@ -22,7 +22,7 @@ def test_defaults_are_valid_and_local() -> None:
 
 def test_every_field_is_checked() -> None:
     others = {"host", "allowed_hosts", "cors_origins", "api_keys", "served_name", "key_file"}
-    others |= {"draft_folders", "keep_traffic", "price_per_hour"}
+    others |= {"draft_folders", "keep_traffic", "price_per_hour", "max_tokens"}
     flags = {"stream_padding", "log_prompts"}
     assert {f.name for f in fields(ServeSettings)} == {*_WHOLE, *_SECONDS, *_CHOICES, *others, *flags}
 
@@ -67,6 +67,8 @@ def test_numbers_of_seconds_become_floats() -> None:
         ({"port": 65536}, "port must be between 0 and 65535"),
         ({"max_choices": MAX_CHOICES + 1}, f"between 1 and {MAX_CHOICES}"),
         ({"max_depth": 501}, "between 1 and 500"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1"),
+        ({"max_tokens": "9"}, "max_tokens must be a whole number"),
         ({"metrics_compat": "vlm"}, "unknown metrics_compat 'vlm'; did you mean 'vllm'"),
         ({"log_level": "INFO"}, "unknown log_level 'INFO'"),
         ({"log_format": 3}, "unknown log_format 3"),

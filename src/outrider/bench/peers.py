@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from outrider.bench.compare import differing
-from outrider.errors import INSTALL, OutriderError
+from outrider.errors import OutriderError, install
 from outrider.load.checkpoint import Checkpoint
 
 
@@ -132,7 +132,7 @@ def _transformers() -> Any:
     try:
         import transformers  # an extra, and slow to import
     except ImportError:
-        raise OutriderError(f"this comparison needs transformers; {INSTALL.format('hf')}") from None
+        raise OutriderError(f"this comparison needs transformers; {install('hf')}") from None
     transformers.logging.set_verbosity_error()
     return transformers
 

@@ -2,7 +2,7 @@
 
 acceptance=0.7,0.65,0.6   by depth, of a token whose predecessors were accepted; deeper ones have the last
 depth=4                   of the draft; else the best one is found
-cost=0.1                  of drafting one token, in plain steps of the target
+cost=0.1                  of drafting one token, in plain steps of the target; 0.1 unless given
 batch=16                  sequences, one or several: 1,4,16
 rows=1:1,16:1.1,80:1.6    time of a pass over so many rows; without it rows cost nothing, as on a large GPU with few
 tok_s=40                  plain decoding's tokens a second at that batch, for a price
@@ -22,6 +22,7 @@ from outrider.types import MAX_NODES
 
 FIELDS = ("acceptance", "depth", "cost", "batch", "rows", "tok_s")
 DEEPEST = 16  # that the best depth is looked for among
+USUAL_COST = 0.1  # a draft is rarely free: with cost 0 the deepest one would always look best
 
 
 class _FreeRows:
@@ -41,7 +42,7 @@ class _FreeRows:
 class WhatIf:
     acceptance: tuple[float, ...]
     depth: int | None = None
-    cost: float = 0.0
+    cost: float = USUAL_COST
     batches: tuple[int, ...] = (1,)
     rows: dict[int, float] = field(default_factory=dict)
     tok_s: float | None = None
@@ -54,7 +55,7 @@ class WhatIf:
         return cls(
             read_rates(given["acceptance"], "acceptance"),
             _whole(given["depth"], "depth", MAX_NODES) if "depth" in given else None,
-            _number(given.get("cost", "0"), "cost"),
+            _number(given["cost"], "cost") if "cost" in given else USUAL_COST,
             tuple(_whole(one, "batch", 4096) for one in given.get("batch", "1").split(",")),
             _curve(given["rows"]) if "rows" in given else {},
             _number(given["tok_s"], "tok_s") if "tok_s" in given else None,
@@ -108,17 +109,21 @@ def per_million(price: float, tokens_per_second: float) -> float:
 
 def what_if_table(asked: WhatIf, rows: list[dict[str, Any]]) -> Iterator[str]:
     priced = "per_million" in rows[0]
-    titles = f"{'batch':>5} {'depth':>5} {'speed-up':>8} {'tok/step':>8} {'step':>6} {'breaks even':>11} {'best':>12}"
+    titles = f"{'batch':>5} {'depth':>5} {'speed-up':>8} {'tok/step':>8} {'step':>6} {'breaks even':>11} {'best':>14}"
     yield titles + (f" {'$/M tok':>8}" if priced else "")
     for row in rows:
         even = "never" if row["break_even"] is None else f"{row['break_even']:.2f}"
-        best = f"{row['best_depth']}: {row['best_speedup']:.2f}x" if row["best_depth"] else "none"
+        best = f"{row['best_depth']} deep: {row['best_speedup']:.2f}x" if row["best_depth"] else "no draft"
         line = f"{row['batch']:5} {row['depth']:5} {row['speedup']:7.2f}x {row['tokens_per_step']:8.2f}"
-        line += f" {row['step']:5.2f}x {even:>11} {best:>12}"
+        line += f" {row['step']:5.2f}x {even:>11} {best:>14}"
         yield line + (f" {row['per_million']:8.3f}" if priced else "")
     yield "step: against a plain one; breaks even: at this acceptance, equal at every depth"
+    if asked.cost:
+        yield f"Drafting a token is taken to cost {asked.cost:g} plain steps; cost=0: nothing, as lookup."
+    else:
+        yield "Drafting is taken to cost nothing, as lookup does; for a head say cost=0.1."
     if not asked.rows:
-        yield "rows are taken to cost nothing; rows=1:1,80:1.6 says what a pass over 80 takes"
+        yield "Rows are taken to cost nothing; rows=1:1,80:1.6 says what a pass over 80 takes."
 
 
 def _fields(text: str) -> dict[str, str]:

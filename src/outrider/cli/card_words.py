@@ -5,33 +5,49 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from outrider.bench.compare import cut
-from outrider.load.cards import Acceptance, Score, TaskScore
+from outrider.load.cards import Acceptance, Card, Score, TaskScore
 from outrider.load.pairs import Pair
+from outrider.wrap import wrapped
 
 WIDTH = 80
-HEADINGS = ("target", "draft", "params", "ratio", "tokens", "accept", "tree", "speed-up")
+HEADINGS = ("params", "ratio", "tokens", "accept", "tree", "speed-up")
+WIDTHS = (8, 8, 8, 8, 7, 10)
+LEGEND = (
+    "tokens: trained on; accept and tree: accepted over reached positions of chains and of trees, mean of tasks; "
+    "speed-up: wall clock, over plain decoding, one sequence, mean of what was measured"
+)
 
 
 def in_columns(pairs: Sequence[Pair]) -> Iterator[str]:
-    """For people: a line a pair, and under it where the speed-up was measured."""
+    """For people: the figures of a pair, and under them its target and where they were measured. Names are whole."""
     if not pairs:
         return
-    names = [(pair.card.target.name, pair.name) for pair in pairs]
-    target = min(15, max(len(one) for one, _ in (*names, HEADINGS[:2])))
-    draft = min(20, max(len(one) for _, one in (*names, HEADINGS[:2])))
+    wide = max(len("pair"), *(len(pair.name) for pair in pairs))
+    if wide > WIDTH - sum(WIDTHS):  # then it has a line of its own
+        wide = 0
 
     def line(values: Sequence[str]) -> str:
-        ends = "".join(f"{value:>{wide}}" for value, wide in zip(values[2:], (7, 7, 7, 7, 6, 9), strict=True))
-        return f"{cut(values[0], target):{target}} {cut(values[1], draft):{draft}}{ends}"
+        return "".join(f"{value:>{width}}" for value, width in zip(values, WIDTHS, strict=True))
 
-    yield line(HEADINGS)
+    yield f"{'pair':{wide}}{line(HEADINGS)}" if wide else f"{'':4}{line(HEADINGS)}"
     for pair in pairs:
-        yield line(_figures(pair))
-        if pair.card.score is not None:
-            yield cut(f"  measured {pair.card.score.date} on {pair.card.score.machine}", WIDTH)
+        figures = line(_figures(pair)[2:])
+        yield from (f"{pair.name:{wide}}{figures}",) if wide else (pair.name, f"{'':4}{figures}")
+        about = [f"for {pair.card.target.name}"]
+        if (score := pair.card.score) is not None:
+            about.append(f"accepted: {score.date} on {score.machine}")
+        about += [f"speed-up: {text}" for text in _measured_on(pair.card)]
+        yield from (part for text in about for part in wrapped(f"  {text}", WIDTH).split("\n"))
     yield ""
-    yield "tokens: trained on; accept and tree: accepted over reached positions of chains"
-    yield "and of trees, mean of tasks; speed-up: wall clock, over plain, at batch 1"
+    yield from wrapped(LEGEND, WIDTH).split("\n")
+
+
+def _measured_on(card: Card) -> Iterator[str]:
+    """What a speed-up outside the score was measured of, a text a machine."""
+    for machine in dict.fromkeys(one.machine for one in card.measured):
+        some = [one for one in card.measured if one.machine == machine]
+        what = ", ".join(f"{one.task} {one.speedup:.2f}x (T={one.temperature:g})" for one in some)
+        yield f"{what}; {some[0].date} on {machine}"
 
 
 def in_tabs(pairs: Sequence[Pair]) -> Iterator[str]:
@@ -52,7 +68,7 @@ def _figures(pair: Pair) -> tuple[str, ...]:
         "" if card.trained_tokens is None else short(card.trained_tokens),
         rate(None if score is None else score.accept_rate),
         rate(None if score is None else score.effective_accept_rate),
-        times(None if score is None else score.speedup),
+        times(card.speedup),
     )
 
 
@@ -75,6 +91,9 @@ def described(pair: Pair) -> Iterator[tuple[str, str]]:
         return
     yield "scored", f"{score.date} on {score.machine}"
     yield "with", f"{score.versions}, commit {score.commit}"
+    for one in card.measured:
+        what = f"{one.speedup:.2f}x, {one.task} at T = {one.temperature:g}, one sequence"
+        yield "speed-up", f"{what}; {one.date} on {one.machine}, commit {one.commit}: {one.command}"
 
 
 def score_table(score: Score) -> Iterator[str]:
@@ -83,20 +102,19 @@ def score_table(score: Score) -> Iterator[str]:
     heads = ("T", "accept", "depth 1", "tok/step", "tree", "tok/step", "expected", "measured")
     widths = (5, 7, 8, 9, 7, 9, 9, 9)
 
-    def line(name: str, values: Sequence[str]) -> str:
-        ends = "".join(f"{value:>{w}}" for value, w in zip(values, widths, strict=True))
-        return f"{cut(name, wide):{wide}}{ends}"
-
-    yield line("task", heads)
-    for one in score.tasks:
-        yield line(one.task, (f"{one.temperature:g}", *_row(one)))
-    temperatures = sorted({one.temperature for one in score.tasks})
-    for temperature in temperatures:
-        yield line("mean of tasks", (f"{temperature:g}", *_means(score, temperature)))
+    rows: list[tuple[str, tuple[str, ...]]] = [("task", heads)]
+    rows += [(one.task, (f"{one.temperature:g}", *_row(one))) for one in score.tasks]
+    for temperature in sorted({one.temperature for one in score.tasks}):
+        rows.append(("mean of tasks", (f"{temperature:g}", *_means(score, temperature))))
+    filled = [i for i in range(len(heads)) if any(values[i] for _, values in rows[1:])]
+    for name, values in rows:
+        ends = "".join(f"{values[i]:>{widths[i]}}" for i in filled)
+        yield f"{cut(name, wide):{wide}}{ends}"
     yield ""
     yield from _depths("chain", score.chain(), f"of {score.depth}")
     yield from _depths("tree", score.tree(), f"of at most {score.tree_nodes} nodes")
-    yield "accepted over reached positions of all tasks together (docs/pairs.md)"
+    yield "accepted over reached positions of all tasks together"
+    yield "(what that is: outrider help reached position)"
     compared, differing = sum(t.compared for t in score.tasks), sum(t.differing for t in score.tasks)
     verdict = "identical" if not differing else f"{differing} answers DIFFER"
     yield f"{compared} tokens compared with plain decoding's: {verdict}"

@@ -27,7 +27,7 @@ from outrider.cli.options import (
     envvar,
     takes,
 )
-from outrider.cli.output import complain, explain_marks, marked, note, open_llm, write
+from outrider.cli.output import Screen, complain, explain_marks, marked, note, open_llm
 from outrider.cli.terminal import keys_held, piped_turns, typed_turns
 from outrider.errors import InvalidRequest, suggest
 from outrider.settings import Settings, cache_folder
@@ -37,18 +37,18 @@ if TYPE_CHECKING:
     from outrider.engine.llm import LLM
 
 HELP = '''\
-/clear          forget the conversation so far (also /reset)
-/retry          answer the last turn anew
-/system TEXT    set the system prompt; without TEXT, show it
-/set NAME VALUE set a sampling parameter, such as /set temperature 0.2; alone, show them
-/show           colour tokens by where they came from, or no longer
-/stats          tell tokens, times and rates after each answer, or no longer
-/save FILE      write the conversation as JSON, for outrider generate --prompts FILE
-/help           show this
-/exit           leave (also /quit, Ctrl-D, or Ctrl-C twice)
-Ctrl-C          stop the answer being written
-"""             begin and end a turn of several lines; so does \\ at a line's end'''
-LEAVE = ("/exit", "/quit")
+/clear           forget the conversation so far (also /reset)
+/retry           answer the last turn anew
+/system TEXT     set the system prompt; without TEXT, show it
+/set NAME VALUE  set a sampling parameter, such as /set temperature 0.2; alone, show them
+/show            colour tokens by where they came from, or no longer
+/stats           tell tokens, times and rates after each answer, or no longer
+/save FILE       write the conversation as JSON, for outrider generate --prompts FILE
+/help            show this (also /?)
+/exit            leave (also /bye, /quit, Ctrl-D, or Ctrl-C twice)
+Ctrl-C           stop the answer being written
+"""              begin and end a turn of several lines; so does \\ at a line's end'''
+LEAVE = ("/exit", "/quit", "/bye")
 SETTABLE = (
     *(
         "temperature",
@@ -98,10 +98,10 @@ def chat(
         talk = Talk(llm, llm.sampling.under(params, given), system, stats, show_origins)
         interactive = sys.stdin.isatty()
         if interactive:
-            note("/help for help, /exit to leave")
+            note(f"{model}, drafter {llm.drafter}. /help lists commands, /bye leaves.")
         kept = cache_folder() / "chat-history" if history else None
         with contextlib.closing(typed_turns(kept) if interactive else piped_turns()) as turns:
-            for turn in turns:
+            for turn in (part for typed in turns for part in talk.parts(typed)):
                 if turn in LEAVE:
                     break
                 talk.take(turn)
@@ -129,9 +129,16 @@ class Talk:
             "/stats": self._stats,
             "/save": self._save,
             "/help": lambda _: note(HELP),
+            "/?": lambda _: note(HELP),
         }
         if show:
             explain_marks()
+
+    def parts(self, turn: str) -> list[str]:
+        """Commands that were pasted together, one by one; anything else is one turn, also a list of paths."""
+        lines = [line.strip() for line in turn.split("\n") if line.strip()]
+        known = any(line.partition(" ")[0] in (*self.commands, *LEAVE) for line in lines)
+        return lines if known and all(line.startswith("/") for line in lines) else [turn]
 
     def take(self, turn: str) -> None:
         """What the user wrote: a command or words. A refused turn is left out of the conversation."""
@@ -165,16 +172,16 @@ class Talk:
         heard: Heard = queue.SimpleQueue()
         answer = Answer(self.llm, prompt_ids, self.params, heard)
         running = {answer.request.id: answer}
-        interactive = sys.stdin.isatty()
+        interactive, screen = sys.stdin.isatty(), Screen()
         with keys_held():
             try:
                 with contextlib.closing(listen(running, heard)) as events:  # closing it aborts the answer
                     for _, event in events:
-                        write(marked(answer.fresh) if self.show else event.text)
+                        screen.write(marked(answer.fresh) if self.show else event.text)
             except KeyboardInterrupt:
                 if not interactive:
                     raise
-            write("\n")
+            screen.end()
         if answer.reasons[0] == "length":
             note(f"[cut at {self.params.max_tokens} tokens; /set max_tokens N or --max-tokens sets this]")
         if self.stats:
@@ -185,6 +192,7 @@ class Talk:
 
     def _clear(self, _: str) -> None:
         self.messages = []
+        note("conversation forgotten; the system prompt stays" if self.system else "conversation forgotten")
 
     def _retry(self, _: str) -> None:
         if not self.messages:
@@ -194,6 +202,7 @@ class Talk:
     def _system(self, text: str) -> None:
         if text:
             self.system = text
+            note("system prompt set")
         else:
             note("no system prompt" if self.system is None else self.system)
 
@@ -208,6 +217,7 @@ class Talk:
         if not value.strip():
             raise InvalidRequest(f"/set {name} needs a value, such as /set temperature 0.2", name)
         self.params = replace(self.params, **{name: _read(value.strip())})
+        note(f"{name} = {value.strip()}")
 
     def _show(self, _: str) -> None:
         self.show = not self.show

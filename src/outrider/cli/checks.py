@@ -21,10 +21,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
-from outrider.errors import INSTALL, KernelUnavailable
+from outrider.errors import KernelUnavailable, install
 from outrider.load.find import list_models
 from outrider.load.hub import hub_cache
 from outrider.load.pairs import list_pairs
+from outrider.load.progress import file_size
 from outrider.model.kernels.build import built, compiler
 from outrider.settings import cache_folder, free_memory, shown_size, usable_cores
 
@@ -79,7 +80,7 @@ def versions() -> Iterator[Finding]:
         if lacking := [name for name in names if facts[name] is None]:
             what = f"outrider {extra}" if extra == "serve" else "other families of models"
             text = f"{what} needs {', '.join(lacking)}, not installed"
-            yield Finding("versions", "note", text, INSTALL.format(extra))
+            yield Finding("versions", "note", text, install(extra))
 
 
 def _processor() -> str:
@@ -187,9 +188,8 @@ def gpu() -> Iterator[Finding]:
         text = "this torch has no CUDA, so the GPU is not used"
         yield Finding("gpu", "warning", text, "install a torch with CUDA (pytorch.org has the line)")
     elif installed("triton") is None:
-        yield Finding(
-            "gpu", "error", "triton is not installed; the GPU's kernels need it", INSTALL.format("gpu")
-        )
+        text = "triton is not installed; the GPU's kernels need it"
+        yield Finding("gpu", "error", text, install("gpu"))
 
 
 def _cards() -> tuple[str, list[tuple[str, int, int]]] | None:
@@ -240,7 +240,7 @@ def models() -> Iterator[Finding]:
         mend = "outrider models pull smollm2-135m"
         yield Finding("models", "note", "none fetched yet", mend, facts)
         return
-    names = ", ".join(f"{entry.name} ({shown_size(entry.bytes)})" for entry in here[:6])
+    names = ", ".join(f"{entry.name} ({file_size(entry.bytes)})" for entry in here[:6])
     more = f" and {len(here) - 6} more" if len(here) > 6 else ""
     yield Finding("models", "ok", f"fetched: {names}{more}", facts=facts)
 

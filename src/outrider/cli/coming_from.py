@@ -198,7 +198,7 @@ COMMANDS = {
     "list": "outrider models",
     "ls": "outrider models",
     "show": "outrider models show MODEL",
-    "rm": "outrider models path MODEL says what to delete",
+    "rm": "outrider models rm MODEL",
     "server": "outrider serve",
     "benchmark": "outrider bench",
     "ps": "a server has one model; /health says whether it runs",

@@ -5,6 +5,7 @@ answered with the nearest, and help shows the everyday flags on one screen (`--h
 from __future__ import annotations
 
 import re
+import sys
 from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
@@ -12,55 +13,30 @@ from typer.core import TyperCommand, TyperGroup
 from outrider.cli.coming_from import COMMANDS, translated
 from outrider.errors import InvalidRequest, closest
 
-# What help shows at once, where a command has many flags.
+# What help shows of a command with many flags, in this order.
+_SAMPLING = "speculation max_tokens temperature top_p seed stop"
+_MACHINE = "weights device threads context config help"
+_MEASURED = "model draft prompts limit tasks temperatures batches ways peer what seconds tokens"
+_MEASURED += " price_per_hour what_if json_file temperature seed max_tokens speculation device help"
 EVERYDAY = {
-    *(
-        "model",
-        "prompt",
-        "prompts",
-        "system",
-        "chat",
-        "draft",
-        "speculation",
-        "stats",
-        "as_json",
-        "config",
-    ),
-    *("temperature", "top_p", "seed", "max_tokens", "stop", "device", "threads", "context"),
-    *("host", "port", "served_name", "api_keys", "key_file", "allowed_hosts"),
-    *("limit", "tasks", "batches", "ways", "what", "peer", "json_file", "temperatures", "tokens", "help"),
-    *("seconds", "what_if", "price_per_hour"),
+    "generate": f"model text prompts chat system draft show_origins stats as_json {_SAMPLING} {_MACHINE}",
+    "chat": f"model system draft show_origins stats {_SAMPLING} {_MACHINE}",
+    "serve": "model host port api_keys key_file allowed_hosts cors_origins served_name max_sequences cache_bytes"
+    " weights device threads context draft speculation max_tokens temperature top_p log_format config help",
+    "bench": _MEASURED,
+    "audit": _MEASURED,
+    "advise": _MEASURED,
+    "bench serve": "url served_name concurrency rate trace prompts input_tokens output_tokens ignore_eos api_key"
+    " requests seconds rounds goodput clients json_file html_file help",
+    "distill": "model out stage prompts made_up shares temperatures answer_tokens kind continue_from shards layers"
+    " loss batch_tokens train_tokens score_prompts device help",
 }
-# Rarely wanted where speed or identity is measured.
-MEASURING = {"top_p", "stop", "context", "threads", "config"}
-LOADING = {
-    *(
-        "url",
-        "served_name",
-        "concurrency",
-        "rate",
-        "trace",
-        "prompts",
-        "input_tokens",
-        "output_tokens",
-        "ignore_eos",
-    ),
-    *("requests", "seconds", "goodput", "rounds", "clients", "api_key", "json_file", "html_file", "help"),
-}
-DISTILLING = {
-    *(
-        "model",
-        "out",
-        "prompts",
-        "made_up",
-        "shares",
-        "answer_tokens",
-        "temperatures",
-        "kind",
-        "continue_from",
-    ),
-    *("shards", "layers", "loss", "train_tokens", "batch_tokens", "score_prompts", "stage", "device", "help"),
-}
+# The commands, in the order in which people meet them.
+ORDER = (
+    *("demo", "generate", "chat", "serve", "models", "pairs", "audit", "bench", "bench serve", "advise"),
+    *("distill", "doctor", "keys", "draft", "help"),
+)
+OTHERWISE = f"model draft {_SAMPLING} {_MACHINE} json_file"
 LINE = 200  # characters of a command's line in the list of commands
 FEW = 14  # flags that need no choosing
 TYPES = {"<float>": "X", "<int>": "N", "<int range>": "N", "<str>": "TEXT"}
@@ -86,14 +62,13 @@ class Command(TyperCommand):
         self.format_help_text(ctx, formatter)
         many = len(self._options(ctx)) > FEW
         if many and not ctx.meta.get("outrider.help_all"):
-            names = EVERYDAY - MEASURING if self.name in ("bench", "audit", "advise") else EVERYDAY
-            names = {"bench serve": LOADING, "distill": DISTILLING}.get(self.name or "", names)
-            rows = [_short(p, ctx) for p in self.get_params(ctx) if p.name in names]
+            by_name = {p.name: p for p in self.get_params(ctx)}
+            names = EVERYDAY.get(self.name or "", OTHERWISE).split()
             with formatter.section("Everyday flags"):
-                formatter.write_dl(rows, col_max=26)
+                formatter.write_dl([_short(by_name[n], ctx) for n in names if n in by_name], col_max=26)
             formatter.write_paragraph()
             formatter.write_text(f"All {len(self._options(ctx))} flags: {ctx.command_path} --help-all")
-            formatter.write_text("Words such as draft, acceptance rate or coupled: docs/glossary.md")
+            formatter.write_text("What a word means, such as draft or coupled: outrider help WORD")
             return
         for panel, some in self._panels(ctx).items():
             with formatter.section(panel):
@@ -101,22 +76,34 @@ class Command(TyperCommand):
                 formatter.write_dl([row for row in rows if row is not None], col_max=28)
 
     def _panels(self, ctx: Any) -> dict[str, list[Any]]:
-        panels: dict[str, list[Any]] = {}
+        panels: dict[str, list[Any]] = {"Arguments": [], "Options": [], "Server": []}  # these come first
         for p in self.get_params(ctx):
             usual = "Arguments" if p.param_type_name == "argument" else "Options"
             panels.setdefault(getattr(p, "rich_help_panel", None) or usual, []).append(p)
-        return panels
+        return {name: some for name, some in panels.items() if some}
 
 
 class Group(TyperGroup):
     """Commands by one word, or by two: `bench serve` is one beside `bench`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if (
+            not args and self.no_args_is_help
+        ):  # as other tools made with click: help, and the status of wrong usage
+            print(ctx.get_help(), file=sys.stderr)
+            ctx.exit(2)
+        return super().parse_args(ctx, args)
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        places = {name: i for i, name in enumerate(ORDER)} if ctx.parent is None else {}
+        return sorted(super().list_commands(ctx), key=lambda name: places.get(name, len(places)))
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Each with the whole first sentence of its help."""
         found = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
         with formatter.section("Commands"):
             formatter.write_dl(
-                [(name, c.get_short_help_str(LINE)) for name, c in found.items() if c is not None]
+                [(name, c.get_short_help_str(LINE)) for name, c in found.items() if c and not c.hidden]
             )
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -136,9 +123,11 @@ class Group(TyperGroup):
 def _short(param: Any, ctx: Any) -> tuple[str, str]:
     """A flag and the first sentence of its help."""
     flags, text = param.get_help_record(ctx) or (param.make_metavar(ctx), param.help or "")
+    if param.param_type_name == "argument":
+        flags = flags.split()[0]
     for kind, letter in TYPES.items():
         flags = flags.replace(kind, letter)
-    sentence = re.split(r"\.(?= [A-Z]| +\[|$)|  \[", text)[0]
+    sentence = re.split(r"(?<!\.)\.(?= [A-Z]| +\[|$)|  \[", text)[0]
     default = re.search(r"\[default: ([^][]*?)[\])]", text)
     plain = default is None or default[1].startswith("(") or default[1] in ("0", "auto")
     return flags, sentence if plain or default is None else f"{sentence} [{default[1]}]"

@@ -21,6 +21,12 @@ def option(name: str, text: str, metavar: str | None = None, flag: str = "", **l
     return typer.Option(spelled, envvar=envvar(name), show_envvar=False, metavar=metavar, help=text, **limits)
 
 
+def typed(context: typer.Context, name: str) -> bool:
+    """Whether a parameter was given on the command line, not by a variable."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
 @dataclass(frozen=True, slots=True)
 class Flag:
     """One field as a flag. `read` turns what was typed into the field's value."""

@@ -27,7 +27,7 @@ from outrider.cli.options import (
     envvar,
     takes,
 )
-from outrider.cli.output import complain, explain_marks, marked, note, open_llm, write
+from outrider.cli.output import Screen, complain, explain_marks, marked, note, open_llm, write
 from outrider.errors import InvalidRequest, ModelNotFound, suggest
 from outrider.load.find import ALIASES, could_be_model
 from outrider.load.prompts import Row, make_row, read_rows
@@ -41,7 +41,7 @@ Prompt = Annotated[
     str | None, typer.Option("--prompt", "-p", envvar=envvar("prompt"), show_envvar=False, help="The prompt.")
 ]
 PromptArgument = Annotated[
-    str | None, typer.Argument(metavar="[PROMPT]", help="The prompt; else stdin is read.")
+    str | None, typer.Argument(metavar="PROMPT", help="The prompt; else stdin is read.")
 ]
 Prompts = Annotated[
     str | None,
@@ -268,13 +268,13 @@ class Show:
         self, as_json: bool, stats: bool, streams: bool, headed: bool, origins: bool = False
     ) -> None:
         self.as_json, self.stats, self.headed, self.origins = as_json, stats, headed, origins
-        self.streams = streams and not as_json
+        self.streams, self.screen = streams and not as_json, Screen()
 
     def fresh(self, answer: Answer) -> None:
         """What an answer's last event brought."""
         text = self._text(answer.fresh)
         if self.streams and (text or answer.done):
-            write(f"{text}\n" if answer.done else text)
+            self.screen.write(f"{text}\n" if answer.done else text)
 
     def _text(self, pieces: Pieces) -> str:
         return marked(pieces) if self.origins else "".join(text for text, _ in pieces)
@@ -297,4 +297,4 @@ class Show:
                 head = [exchange.id] if self.headed else []
                 head += [f"turn {turn}"] if len(exchange.answers) > 1 else []
                 head += [f"choice {choice}"] if len(answer.texts) > 1 else []
-                write(f"[{', '.join(head)}]\n{text}\n\n" if head else f"{text}\n")
+                self.screen.write(f"[{', '.join(head)}]\n{text}\n\n" if head else f"{text}\n")

@@ -30,8 +30,10 @@ from outrider.cli.distill import distill
 from outrider.cli.doctor import doctor
 from outrider.cli.draft import draft
 from outrider.cli.generate import generate
+from outrider.cli.help import explain
 from outrider.cli.keys import keys
 from outrider.cli.models import models
+from outrider.cli.output import complain
 from outrider.cli.pairs import pairs
 from outrider.cli.serve import serve
 from outrider.errors import InvalidRequest, OutriderError, show_cause
@@ -55,11 +57,12 @@ app.command("bench", cls=Command)(bench)
 app.command("bench serve", cls=Command)(bench_serve)
 app.command("advise", cls=Command)(advise)
 app.command("distill", cls=Command)(distill)
-app.add_typer(models, name="models")
-app.add_typer(pairs, name="pairs")
+app.add_typer(models, name="models", cls=Group)
+app.add_typer(pairs, name="pairs", cls=Group)
 app.command("doctor", cls=Command)(doctor)
-app.add_typer(keys, name="keys")
-app.add_typer(draft, name="draft")
+app.add_typer(keys, name="keys", cls=Group)
+app.add_typer(draft, name="draft", cls=Group)
+app.command("help", cls=Command)(explain)
 
 
 def _version(wanted: bool) -> None:
@@ -85,7 +88,7 @@ def run(argv: Sequence[str] | None = None) -> NoReturn:
         code = app(argv, prog_name="outrider", standalone_mode=False) or 0
     except OutriderError as error:
         show_cause(error)
-        print(f"error: {error}", file=sys.stderr)
+        complain(str(error))
         code = USAGE if isinstance(error, InvalidRequest) else FAILED
     except KeyboardInterrupt:
         code = INTERRUPTED
@@ -120,11 +123,11 @@ def _unexpected(error: Exception) -> int:
         message = error.format_message().strip()
         command = getattr(getattr(error, "ctx", None), "command_path", "outrider")
         if message:  # without one, help has been shown already
-            print(f"error: {message[0].lower()}{message[1:]}\nsee: {command} --help", file=sys.stderr)
+            complain(f"{message[0].lower()}{message[1:]}\nsee: {command} --help")
         return USAGE
     if os.environ.get("OUTRIDER_DEBUG"):
         traceback.print_exception(error)
     else:
         what = f"{type(error).__name__}: {error}".splitlines()[0]
-        print(f"error: {what} (OUTRIDER_DEBUG=1 shows where)", file=sys.stderr)
+        complain(f"{what} (OUTRIDER_DEBUG=1 shows where)")
     return FAILED

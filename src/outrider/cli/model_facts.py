@@ -13,8 +13,8 @@ from outrider.errors import OutriderError
 from outrider.load.checkpoint import Checkpoint, open_checkpoint
 from outrider.load.find import list_models, published_sampling
 from outrider.load.pairs import find_pair
+from outrider.load.progress import file_size
 from outrider.load.template import ChatTemplate
-from outrider.settings import shown_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class ModelFacts:
         sampling = ", ".join(f"{name} {value:g}" for name, value in self.sampling.items())
         return [
             ("path", self.path),
-            ("size", shown_size(self.bytes)),
+            ("size", file_size(self.bytes)),
             ("family", self.family),
             ("parameters", f"{self.parameters / 1e6:.0f} million"),
             ("context", "as transformers has it" if self.context is None else f"{self.context} tokens"),

@@ -9,28 +9,36 @@ from typing import Annotated
 
 import typer
 
-from outrider.cli.options import DEFAULT_MODEL, envvar
-from outrider.cli.output import write
-from outrider.errors import ModelNotFound, suggest
-from outrider.load.find import ModelEntry, find, list_models
+from outrider.cli.flag import option, typed
+from outrider.cli.options import DEFAULT_MODEL
+from outrider.cli.output import note, write
+from outrider.errors import InvalidRequest, ModelNotFound, suggest
+from outrider.load.find import ModelEntry, delete, fetched, find, list_models, size_of
+from outrider.load.progress import file_size
 from outrider.settings import cache_folder
+from outrider.wrap import fitted
 
-models = typer.Typer(help="List models; fetch them; say what and where they are.", no_args_is_help=False)
+models = typer.Typer(no_args_is_help=False)
 
-Json = Annotated[
-    bool,
-    typer.Option(
-        "--json", envvar=envvar("json"), show_envvar=False, help="One JSON object a model, on stdout."
-    ),
+Json = Annotated[bool, option("json", "One JSON object a model, on stdout.")]
+Name = Annotated[
+    str, typer.Argument(metavar="NAME", help="An alias, or a hub id such as org/name or org/name:file.gguf.")
 ]
-Name = Annotated[str, typer.Argument(help="An alias, or a hub id such as org/name or org/name:file.gguf.")]
+Yes = Annotated[bool, option("yes", "Do not ask.")]
 
 
 @models.callback(invoke_without_command=True)
-def list_all(context: typer.Context, as_json: Json = False) -> None:
+def alone(context: typer.Context, as_json: Json = False) -> None:
+    """List aliases and cached models; fetch and delete them; say what and where they are."""
+    if context.invoked_subcommand is None:
+        list_all(as_json)
+    elif typed(context, "as_json"):
+        raise InvalidRequest(f"write outrider models {context.invoked_subcommand} --json", "json")
+
+
+@models.command("list")
+def list_all(as_json: Json = False) -> None:
     """List aliases and cached models. Any folder or .gguf file can be given by its path as well."""
-    if context.invoked_subcommand is not None:
-        return
     entries = list_models(cache_folder())
     if as_json:
         for entry in entries:
@@ -39,7 +47,7 @@ def list_all(context: typer.Context, as_json: Json = False) -> None:
         _table(entries)
     else:
         for entry in entries:
-            write(f"{entry.name}\t{_size(entry.bytes)}\t{_state(entry)}\t{entry.about}\n")
+            write(f"{entry.name}\t{file_size(entry.bytes)}\t{_state(entry)}\t{entry.about}\n")
 
 
 @models.command()
@@ -68,6 +76,36 @@ def show(name: Name = DEFAULT_MODEL, as_json: Json = False) -> None:
         write(f"{label:<16} {words}\n")
 
 
+@models.command()
+def rm(name: Name, yes: Yes = False) -> None:
+    """Delete a model that was fetched, and say how much room that makes. Asks first."""
+    place = fetched(name, cache_folder())
+    if place is None:
+        raise InvalidRequest(
+            f"{name} was not fetched by Outrider; delete it yourself, if nobody needs it: {_here(name)}",
+            "name",
+        )
+    size = size_of(place)
+    if not yes and not _agreed(f"Delete {name} ({file_size(size)}) in {place}?"):
+        note("nothing was deleted")
+        raise typer.Exit(1)
+    delete(place)
+    note(f"deleted {name}: {file_size(size)} freed")
+
+
+models.command("remove", hidden=True)(rm)  # as for pairs and keys
+
+
+def _agreed(question: str) -> bool:
+    """What a person answers."""
+    if not sys.stdin.isatty():
+        raise InvalidRequest("nobody is here to be asked: --yes deletes without asking", "yes")
+    try:
+        return input(f"{fitted(question, sys.stdout)} [y/N] ").strip().lower() in ("y", "yes")
+    except EOFError:
+        return False
+
+
 def _here(name: str) -> Path:
     here = {entry.name: entry.path for entry in list_models(cache_folder()) if entry.path is not None}
     if name in here:
@@ -93,10 +131,6 @@ def _state(entry: ModelEntry) -> str:
     return "here" if entry.present else "not fetched"
 
 
-def _size(count: int) -> str:
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
-
-
 def _table(entries: list[ModelEntry]) -> None:
     from rich.console import Console  # only where a person looks
     from rich.table import Table
@@ -104,5 +138,5 @@ def _table(entries: list[ModelEntry]) -> None:
     table = Table("name", "size", "state", "about", box=None, pad_edge=False, header_style="bold")
     for entry in entries:
         style = None if entry.present else "dim"
-        table.add_row(entry.name, _size(entry.bytes), _state(entry), entry.about, style=style)
+        table.add_row(entry.name, file_size(entry.bytes), _state(entry), entry.about, style=style)
     Console().print(table)

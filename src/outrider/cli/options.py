@@ -102,6 +102,10 @@ class Flags:
     flags: tuple[Flag, ...]
     join: Callable[[dict[str, Any]], dict[str, Any]] = dict  # from flags to fields, where they differ
 
+    def without(self, name: str) -> Flags:
+        """For a command whose own flag has that name."""
+        return replace(self, flags=tuple(flag for flag in self.flags if flag.name != name))
+
     def parameters(self, by_model: Container[str] = ()) -> list[inspect.Parameter]:
         defaults = {field.name: _default(field) for field in fields(self.builds)}
         return [
@@ -197,14 +201,14 @@ ENGINE = Flags(
         Flag(
             "weights",
             str,
-            "Number format of weights; fewer than 16 bits need a GPU.",
-            metavar="auto|float32|bfloat16|fp8|int8|int4",
+            "Number format of weights: auto, float32, bfloat16; on a GPU fp8, int8, int4, too.",
+            metavar="FORMAT",
         ),
         Flag(
             "draft_weights",
             str,
             "The same for a model that drafts; auto: as --weights, on a CPU bfloat16.",
-            metavar="auto|float32|bfloat16|fp8|int8|int4",
+            metavar="FORMAT",
         ),
         Flag(
             "draft_vocabulary",
@@ -298,6 +302,11 @@ SERVE = Flags(
             tuple,
             "ORIGIN",
             ("--cors-origin",),
+        ),
+        Flag(
+            "max_tokens",
+            int | None,
+            "Longest answer of requests that set no length; by default a quarter of the context.",
         ),
         Flag("max_body_bytes", str, "Largest request.", read_bytes, "SIZE", default="8M"),
         Flag("max_depth", int, "Deepest nesting of a request's JSON."),
@@ -429,7 +438,7 @@ def _known_generation_config(text: str) -> str:
 Model = Annotated[
     str,
     typer.Argument(
-        metavar="[MODEL]",
+        metavar="MODEL",
         envvar=envvar("model"),
         show_envvar=False,
         help="A folder, a .gguf file, an alias, or a hub id such as org/name.",

@@ -15,6 +15,7 @@ from outrider.errors import InvalidRequest
 from outrider.load.find import find
 from outrider.model.torch_import import import_torch_quickly
 from outrider.settings import Settings, cache_folder
+from outrider.wrap import WordWrap, fitted, terminal_width
 
 if TYPE_CHECKING:
     from outrider.engine.llm import LLM
@@ -33,8 +34,23 @@ def write(text: str) -> None:
         raise typer.Exit(PIPE_CLOSED) from None
 
 
+class Screen:
+    """An answer on stdout as it is written: on a terminal, lines break between words."""
+
+    def __init__(self) -> None:
+        width = terminal_width(sys.stdout)
+        self._wrap = WordWrap(width) if width else None
+
+    def write(self, text: str) -> None:
+        write(text if self._wrap is None else self._wrap.feed(text))
+
+    def end(self) -> None:
+        self.write("\n")
+
+
 def note(text: str) -> None:
     """A line about the answer, on stderr; dim where colours are wanted."""
+    text = fitted(text, sys.stderr)
     print(f"\x1b[2m{text}\x1b[0m" if in_colour(sys.stderr) else text, file=sys.stderr, flush=True)
 
 
@@ -69,7 +85,7 @@ def explain_marks() -> None:
 
 
 def complain(text: str) -> None:
-    print(f"error: {text}", file=sys.stderr, flush=True)
+    print(fitted(f"error: {text}", sys.stderr), file=sys.stderr, flush=True)
 
 
 def open_llm(

@@ -12,19 +12,21 @@ import typer
 from outrider.cli.card_words import described, in_columns, in_tabs, score_table
 from outrider.cli.command import Command
 from outrider.cli.export_head import export
-from outrider.cli.flag import option
+from outrider.cli.flag import option, typed
 from outrider.cli.output import note, write
 from outrider.cli.score_pair import score
+from outrider.errors import InvalidRequest
 from outrider.load.pairs import Pair, add_pair, list_pairs, pair_named, remove_pair
 from outrider.settings import cache_folder
+from outrider.wrap import fitted
 
-pairs = typer.Typer(help="List drafts that are paired with a model; add, remove and score them.")
+pairs = typer.Typer()
 
 Json = Annotated[
     bool,
     option("json", "One JSON object a pair, on stdout."),
 ]
-Name = Annotated[str, typer.Argument(help="As outrider pairs lists it.")]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="As outrider pairs lists it.")]
 Folder = Annotated[
     str,
     typer.Argument(
@@ -46,10 +48,17 @@ Licence = Annotated[
 
 
 @pairs.callback(invoke_without_command=True)
-def list_all(context: typer.Context, as_json: Json = False) -> None:
+def alone(context: typer.Context, as_json: Json = False) -> None:
+    """List drafts that are paired with a model; add, remove and score them."""
+    if context.invoked_subcommand is None:
+        list_all(as_json)
+    elif typed(context, "as_json"):
+        raise InvalidRequest(f"write outrider pairs {context.invoked_subcommand} --json", "json")
+
+
+@pairs.command("list")
+def list_all(as_json: Json = False) -> None:
     """List pairs: target, draft, sizes, training, acceptance, speed-up. --draft auto takes the one that fits."""
-    if context.invoked_subcommand is not None:
-        return
     found, problems = list_pairs(cache_folder())
     if as_json:
         for pair in found:
@@ -71,9 +80,9 @@ def show(name: Name, as_json: Json = False) -> None:
         write(json.dumps(_as_json(pair)) + "\n")
         return
     for label, words in described(pair):
-        write(f"{label:<14} {words}\n")
+        write(fitted(f"{label:<14} {words}", sys.stdout) + "\n")
     if pair.card.score is not None:
-        write("\n" + "".join(f"{line}\n" for line in score_table(pair.card.score)))
+        write("\n" + "".join(f"{fitted(line, sys.stdout)}\n" for line in score_table(pair.card.score)))
 
 
 @pairs.command()
@@ -95,12 +104,13 @@ pairs.command("export", cls=Command)(export)
 
 def _as_json(pair: Pair) -> dict[str, Any]:
     score = pair.card.score
-    figures = ("accept_rate", "effective_accept_rate", "tokens_per_step", "expected_speedup", "speedup")
+    figures = ("accept_rate", "effective_accept_rate", "tokens_per_step", "expected_speedup")
     return {
         "name": pair.name,
         "source": pair.source,
         "folder": str(pair.folder),
         "ratio": pair.card.ratio,
         **{figure: None if score is None else getattr(score, figure) for figure in figures},
+        "speedup": pair.card.speedup,
         "card": pair.card.as_json(),
     }

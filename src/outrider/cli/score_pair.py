@@ -65,7 +65,7 @@ def score(
 ) -> None:
     """Score a draft on prompts, by task and temperature, and write its card. Exit status 1 if a token differs.
 
-    outrider pairs score smollm2-135m my-head --prompts examples/questions.jsonl --max-tokens 64
+    outrider pairs score smollm2-135m my-head --prompts mine.jsonl --max-tokens 64
     """
     heat = _temperatures(temperatures)
     report = Report("pairs score", json_file)

@@ -15,15 +15,14 @@ from outrider.cli.options import (
     takes,
 )
 from outrider.draft.names import check_parts, parse_draft
-from outrider.errors import INSTALL, OutriderError
+from outrider.errors import OutriderError, install
 from outrider.serve.settings import ServeSettings
 from outrider.settings import Settings, cache_folder
 from outrider.types import SamplingParams
 
 
-@takes(SAMPLING, ENGINE, SERVE)
+@takes(SERVE, SAMPLING.without("max_tokens"), ENGINE)
 def serve(
-    ctx: typer.Context,
     model: Model = DEFAULT_MODEL,
     draft: Draft = "auto",
     generation_config: GenerationConfig = "auto",
@@ -44,8 +43,6 @@ def serve(
         if (missing.name or "").split(".")[0] == "outrider":
             raise
         raise OutriderError(
-            f"a server needs {missing.name}, which is not installed; {INSTALL.format('serve')}"
+            f"a server needs {missing.name}, which is not installed; {install('serve')}"
         ) from None
-    source = ctx.get_parameter_source("max_tokens")  # answers are not cut short unless somebody said so
-    length = params.max_tokens if source is not None and source.name != "DEFAULT" else None
-    raise typer.Exit(run_server(model, draft, params, settings, serve, length, given))
+    raise typer.Exit(run_server(model, draft, params, settings, serve, given))

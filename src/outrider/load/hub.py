@@ -38,6 +38,11 @@ def hub_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "huggingface" / "hub"
 
 
+def folder_of(repo: str) -> Path:
+    """Where the hub's library keeps one repository."""
+    return hub_cache() / f"models--{repo.replace('/', '--')}"
+
+
 def fetch(model: HubId) -> Path:
     """The snapshot folder or `.gguf` file of `model`, downloaded if need be, else from the cache."""
     from huggingface_hub import errors
@@ -104,7 +109,7 @@ def _cached(model: HubId, problem: Exception) -> Path:
         return Path(snapshot_download(model.repo, local_files_only=True))
     except Exception:
         what = f"--include {model.file!r}" if model.file else "--include '*.safetensors' '*.json' '*.jinja'"
-        folder = hub_cache() / f"models--{model.repo.replace('/', '--')}"
+        folder = folder_of(model.repo)
         first = str(problem).strip().split("\n")[0][:200]
         raise ModelNotFound(
             f"{model.repo} is not in the cache and the hub cannot be reached: {first}\n"

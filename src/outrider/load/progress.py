@@ -7,6 +7,11 @@ from types import TracebackType
 from typing import Any, Protocol, Self, TextIO
 
 
+def file_size(count: float) -> str:
+    """How large a file is, as package indexes and file managers show it."""
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
+
+
 class Progress(Protocol):
     """One download at a time: `start` it, say how many bytes there are so far, `stop`."""
 
@@ -35,7 +40,7 @@ class PlainLine:
         self._out = out
 
     def start(self, what: str, total: int) -> None:
-        print(f"fetching {what} ({total / 1e6:.0f} MB)", file=self._out, flush=True)
+        print(f"fetching {what} ({file_size(total)})", file=self._out, flush=True)
 
     def update(self, done: int) -> None:
         pass

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from outrider.cache.store import KeyValueStore
-from outrider.errors import INSTALL, BadCheckpoint, InvalidRequest, OutriderError, UnsupportedModel
+from outrider.errors import BadCheckpoint, InvalidRequest, OutriderError, UnsupportedModel, install
 from outrider.load.checkpoint import Checkpoint
 from outrider.load.config import ModelConfig, Rope, end_ids
 from outrider.load.json_files import read_json
@@ -67,7 +67,7 @@ def load_hf(checkpoint: Checkpoint, threads: int, kernel_folder: Path, kernels: 
     """Build, convert and try out the model of a checkpoint whose family the decoder does not know."""
     if transformers is None:
         kind = checkpoint.raw_config.get("model_type")
-        raise UnsupportedModel(f"model_type {kind!r} needs transformers; {INSTALL.format('hf')}")
+        raise UnsupportedModel(f"model_type {kind!r} needs transformers; {install('hf')}")
     transformers.AttentionInterface.register(NAME, slot_attention)
     module = _build(checkpoint)
     config = _model_config(module, checkpoint)

@@ -43,6 +43,7 @@ def _model_card(service: Service, name: str) -> dict[str, Any]:
         "created": int(service.begun),
         "owned_by": "outrider",
         "max_model_len": model.longest if model else None,
+        "default_max_tokens": service.answer_tokens if model else None,
         "drafter": model.drafter if model else None,
     }
 

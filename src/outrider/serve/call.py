@@ -249,6 +249,21 @@ class Call:
             report["per_step_reasons"] = end.reasons
         return report
 
+    def facts(self) -> dict[str, Any]:
+        """The line of the log: sizes, speed and what speculation brought. Times are the server's, of all choices."""
+        usage, ends = self.usage(), [choice.end for choice in self.flat if choice.end]
+        facts = {name: usage[name] for name in ("prompt_tokens", "completion_tokens")}
+        facts |= {"choices": len(self.flat)}
+        if self.first:
+            facts["first_token_ms"] = round(1000 * (self.first - self.arrived), 1)
+        spent = max(choice.last for choice in self.flat) - self.first
+        if self.first and spent > 0:
+            facts["tokens_per_s"] = round((facts["completion_tokens"] - len(self.flat)) / spent, 1)
+        if ends:
+            facts |= {"accepted": sum(e.accepted for e in ends), "drafted": sum(e.drafted for e in ends)}
+            facts["finish"] = ",".join(sorted({c.finish_reason for c in self.flat if c.finish_reason}))
+        return facts
+
     def said(self) -> dict[str, Any]:
         """The words themselves, for a log that is to have them."""
         return {

@@ -46,7 +46,7 @@ def _prepared(service: Service, asked: CompletionRequest) -> list[tuple[list[int
         len(prompts) * len(params.prediction or "") > settings.max_body_bytes
     ):  # each takes a copy to the engine
         raise InvalidRequest(f"the prediction is too long for {len(prompts)} prompts at once", "prediction")
-    length = service.length or DEFAULT_LENGTH if asked.max_tokens is None else asked.max_tokens
+    length = settings.max_tokens or DEFAULT_LENGTH if asked.max_tokens is None else asked.max_tokens
     return [service.fitted(asked, prompt, params, length) for prompt in prompts]
 
 

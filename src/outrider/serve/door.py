@@ -58,6 +58,7 @@ class Recorder:
             await self.app(scope, receive, mark)
         except ClientGone:
             self.service.metrics.count("client_disconnects")
+            request.facts["error"] = "the client hung up"
         except Exception:
             log.exception("a request failed", extra={"facts": {"id": request.id, "path": request.path}})
             begun, status = status != 499, 500
@@ -109,11 +110,20 @@ class Door:
         elif not self.settings.accepts_host(host):
             await refusal(_other_host(host or ""), request)(scope, receive, send)
         elif origin is not None and self.shared.is_allowed_origin(origin):
-            await self.shared(scope, receive, send)
+            await self._share(request, scope, receive, send)
         elif not self._accepts_origin(request, origin):
             await refusal(_other_origin(origin or ""), request)(scope, receive, send)
         else:
             await self.app(scope, receive, send)
+
+    async def _share(self, request: Request, scope: Scope, receive: Receive, send: Send) -> None:
+        if request.method == "OPTIONS" and "access-control-request-method" in request.headers:
+            response = self.shared.preflight_response(request.headers)
+            if response.status_code >= 400:
+                request.facts["error"] = bytes(response.body).decode()
+            await response(scope, receive, send)
+        else:
+            await self.shared(scope, receive, send)
 
     def _accepts_origin(self, request: Request, origin: str | None) -> bool:
         """A browser says which page asks. Another site's page could not read the answer, but it could have a

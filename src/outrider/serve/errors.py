@@ -31,6 +31,7 @@ ANTHROPIC_TYPES = {
     504: "timeout_error",
 }
 LONGEST_PATH = 120  # characters of one that are repeated
+LONGEST_LOGGED = 300  # characters of a reason in the log
 RETRY = frozenset({408, 409, 429, 503, 504})  # what may go better next time
 
 
@@ -58,6 +59,11 @@ class ApiError(Exception):
         if self.path is not None:
             message = message.replace("{path}", clean_line(self.path)[:LONGEST_PATH])
         return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
+
+    def facts(self) -> dict[str, str]:
+        """The reason for the log: as the client gets it, and no longer than a line should be."""
+        said = {"error": self.body()["error"]["message"], "code": self.code, "param": self.param}
+        return {name: clean_line(text)[:LONGEST_LOGGED] for name, text in said.items() if text}
 
     def anthropic_body(self, request_id: str | None = None) -> dict[str, Any]:
         inner = self.body()["error"]

@@ -37,7 +37,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request: Request = scope["request"]
-        self.connection = request.connection
+        self.connection, self.facts = request.connection, request.facts
         await request.while_there(self._write(send))
 
     async def _write(self, send: Send) -> None:
@@ -51,6 +51,7 @@ class EventStream(Response):
             ending = b"".join(map(self._event, self.dialect.finish()))
             await self._put(send, ending + (b"" if hasattr(self.dialect, "error") else DONE), last=True)
         except ApiError as error:
+            self.facts |= error.facts()
             await self._put(send, self._failure(error), last=True)
 
     def _hear(self, pieces: Pieces) -> None:

@@ -173,9 +173,8 @@ class Request(BaseRequest):
             self.running.close()
         used = 0
         if self.call is not None:
-            usage = self.call.usage()
-            used = usage["total_tokens"]
-            self.facts |= {name: usage[name] for name in ("prompt_tokens", "completion_tokens")}
+            used = self.call.usage()["total_tokens"]
+            self.facts |= self.call.facts()
             if self.service.settings.log_prompts:
                 self.facts |= self.call.said()
             if self.key is not None:
@@ -219,5 +218,6 @@ class Reply(Response):
 def refusal(error: ApiError | InvalidRequest, request: Request) -> Reply:
     """An error in the shape that the route's clients know."""
     known = from_invalid(error) if isinstance(error, InvalidRequest) else error
+    request.facts |= known.facts()
     body = known.anthropic_body(request.id) if request.for_anthropic else known.body()
     return Reply(body, known.status, known.headers())

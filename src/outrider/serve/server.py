@@ -31,6 +31,7 @@ from outrider.serve.service import Service
 from outrider.serve.settings import ServeSettings
 from outrider.settings import Memory, Settings, shown_size
 from outrider.types import SamplingParams
+from outrider.wrap import fitted
 
 if TYPE_CHECKING:
     from outrider.serve.traffic import TrafficKeeper
@@ -56,11 +57,10 @@ def run_server(
     params: SamplingParams,
     settings: Settings,
     serve: ServeSettings,
-    length: int | None = None,
     given: Collection[str] = (),
 ) -> int:
-    """Serve until asked to stop. The exit code. `length`: of answers whose request names none; `given`: the
-    parameters that were set for this server, and do not yield to the model's own.
+    """Serve until asked to stop. The exit code. `given`: the parameters that were set for this server, and do not
+    yield to the model's own.
     """
     set_up_logging(serve.log_format, serve.log_level)
     keys = Keyring.of(serve)
@@ -72,7 +72,7 @@ def run_server(
         start = Start(model, draft, dataclasses.asdict(settings), (serve.log_format, serve.log_level))
         metrics = Metrics(serve.price_per_hour)
         backend = Backend(start, serve, metrics)
-        service = Service(backend, serve, params, keys, metrics, length, given)
+        service = Service(backend, serve, params, keys, metrics, given)
         service.traffic = traffic
         try:
             return asyncio.run(_run(service, sock))
@@ -112,8 +112,7 @@ def _bind(serve: ServeSettings) -> socket.socket:
 
 
 async def _run(service: Service, sock: socket.socket) -> int:
-    backend, serve = service.backend, service.settings
-    server = _http(App(service))
+    backend, server = service.backend, _http(App(service))
     engine = asyncio.create_task(backend.run())
     web = asyncio.create_task(server.serve(sockets=[]))
     door = asyncio.create_task(_accept(server, service, sock))
@@ -123,7 +122,7 @@ async def _run(service: Service, sock: socket.socket) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, lambda: (hurry if stopping.is_set() else stopping).set())
     loop.add_signal_handler(signal.SIGHUP, _reload_keys, service)
-    greeting = asyncio.create_task(_greet(backend, serve, sock))
+    greeting = asyncio.create_task(_greet(service, sock))
     stop = asyncio.create_task(stopping.wait())
     await asyncio.wait((engine, web, door, stop), return_when=asyncio.FIRST_COMPLETED)
     code = 0
@@ -205,7 +204,10 @@ async def _drain(service: Service, hurry: asyncio.Event) -> None:
     """Take nothing new; let what runs end, as long as that may take; tell the rest."""
     backend, seconds = service.backend, service.settings.drain_seconds
     service.draining = backend.last_life = True
-    log.info("draining", extra={"facts": {"running": len(backend.jobs), "seconds": seconds}})
+    running = len(backend.jobs)
+    some = "1 request" if running == 1 else f"{running} requests"
+    todo = f"finishing {some}, at most {seconds:g} s; press Ctrl-C again to stop now"
+    log.info(todo if running else "stopping")
     idle = asyncio.create_task(backend.wait_idle(seconds))
     impatient = asyncio.create_task(hurry.wait())
     await asyncio.wait((idle, impatient), return_when=asyncio.FIRST_COMPLETED)
@@ -216,29 +218,40 @@ async def _drain(service: Service, hurry: asyncio.Event) -> None:
     await asyncio.sleep(0.1)  # for the last events to be written
 
 
-async def _greet(backend: Backend, serve: ServeSettings, sock: socket.socket) -> None:
+async def _greet(service: Service, sock: socket.socket) -> None:
     """Say where and what, first that it is loading, then that it is ready."""
+    backend = service.backend
     host, port = sock.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     url = f"http://{shown}:{port}"
     _say(f"outrider: listening on {url}, loading {backend.start.model}")
     await backend.ready.wait()
     if backend.model is not None:
-        _say(_card(backend.model, url, serve))
+        _say(_card(backend.model, url, service.answer_tokens))
+        print(_trial(backend.model, url, service.settings), flush=True)
 
 
-def _card(model: ServedModel, url: str, serve: ServeSettings) -> str:
+def _card(model: ServedModel, url: str, answer_tokens: int) -> str:
     plan = model.plan
     paired = f" (the pair {plan['pair']}: outrider pairs show {plan['pair']})" if plan.get("pair") else ""
-    key = ' -H "Authorization: Bearer $KEY"' if serve.api_keys or serve.key_file else ""
-    body = f'{{"model": "{model.name}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
     return (
         f"ready     {url}/v1 in {plan['seconds']} s\n"
         f"model     {model.name}: {plan['parameters'] / 1e6:.0f} million parameters, {plan['weights']} on "
         f"{plan['device']}, context {model.context}\n"
         f"drafter   {model.drafter}{paired}\n"
         f"memory    {_memory(plan)}, {plan['max_sequences']} sequences at once\n"
-        f"try       curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'"
+        f"answers   up to {answer_tokens} tokens where a request sets no max_tokens"
+    )
+
+
+def _trial(model: ServedModel, url: str, serve: ServeSettings) -> str:
+    """A request to copy: no line of it is left to the terminal to break."""
+    key = '            -H "Authorization: Bearer $KEY" \\\n' if serve.api_keys or serve.key_file else ""
+    return (
+        f"try       curl {url}/v1/chat/completions \\\n{key}"
+        f"            -H 'Content-Type: application/json' \\\n"
+        f'            -d \'{{"model": "{model.name}",\n'
+        '                 "messages": [{"role": "user", "content": "Hello!"}]}\''
     )
 
 
@@ -250,4 +263,4 @@ def _memory(plan: dict[str, Any]) -> str:
 
 
 def _say(text: str) -> None:
-    print(text, flush=True)
+    print(fitted(text, sys.stdout), flush=True)

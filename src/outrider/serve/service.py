@@ -24,6 +24,11 @@ if TYPE_CHECKING:
     from outrider.serve.call import Call
     from outrider.serve.traffic import TrafficKeeper  # numpy comes with it, for servers that keep some
 
+LEAST_ANSWER, ANSWER_SHARE = (
+    256,
+    4,
+)  # tokens, and the part of the context: answers whose request sets no length
+
 
 class Service:
     def __init__(
@@ -33,14 +38,10 @@ class Service:
         defaults: SamplingParams,
         keys: Keyring,
         metrics: Metrics,
-        length: int | None = None,
         given: Collection[str] = (),
     ) -> None:
-        """`length`: how long an answer may become that no length was asked for; None: as long as there is room.
-
-        `given`: which of `defaults` the operator set; the others yield to the model's own.
-        """
-        self.backend, self.settings, self.length = backend, settings, length
+        """`given`: which of `defaults` the operator set; the others yield to the model's own."""
+        self.backend, self.settings = backend, settings
         self._defaults, self._given = defaults, given
         self.keys, self.metrics = keys, metrics
         self.limiter = Limiter()
@@ -74,6 +75,14 @@ class Service:
             self.model.check_length(params.prediction, False, "prediction")
         return params
 
+    @property
+    def answer_tokens(self) -> int:
+        """Longest answer of a request that sets no length. Small models loop: without a bound below the context, one
+        forgotten field costs minutes.
+        """
+        longest = (self.backend.model or self.model).longest
+        return min(longest, self.settings.max_tokens or max(LEAST_ANSWER, longest // ANSWER_SHARE))
+
     def count(self, key: Key) -> None:
         """Count a request against its key, before anything is done for it; or refuse it."""
         self._refuse(self.limiter.count(key))
@@ -106,12 +115,13 @@ class Service:
         params: SamplingParams,
         length: int | None,
     ) -> tuple[list[int], SamplingParams]:
-        """A prompt and its parameters, once both fit the model: `length` tokens, or as many as there is room for."""
+        """A prompt and its parameters, once both fit the model: `length` tokens, or as many as the
+        server allows where that is None."""
         cut, least = getattr(asked, "truncate_prompt_tokens", None), getattr(asked, "min_tokens", None)
         prompt = prompt[-cut:] if cut else prompt
         longest = self.model.longest
         room = longest - len(prompt)
-        wanted = length if length is not None else max(1, min(room, self.length or room))
+        wanted = length if length is not None else max(1, min(room, self.answer_tokens))
         if room < 1 or wanted > room:
             raise ApiError(
                 400,

@@ -41,6 +41,7 @@ class ServeSettings:
         str, ...
     ] = ()  # of the Host header; empty: local names on a loopback address, else any
     cors_origins: tuple[str, ...] = ()
+    max_tokens: int | None = None  # of an answer whose request sets none; None: a quarter of the context
     max_body_bytes: int = 8 << 20
     max_depth: int = 64  # nesting of JSON
     max_choices: int = 32  # n
@@ -76,6 +77,8 @@ class ServeSettings:
     def __post_init__(self) -> None:
         for name, (low, high) in _WHOLE.items():
             _check_whole(self, name, low, high)
+        if self.max_tokens is not None:
+            _check_whole(self, "max_tokens", 1, None)
         for name, zero in _SECONDS.items():
             _check_seconds(self, name, zero)
         for name, known in _CHOICES.items():

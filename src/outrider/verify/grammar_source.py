@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from typing import Any, TypeVar
 
-from outrider.errors import INSTALL, InvalidRequest, OutriderError
+from outrider.errors import InvalidRequest, OutriderError, install
 from outrider.sampling_params import JSON_SPELLING
 from outrider.verify.grammar_depth import lark_depth, schema_depth
 
@@ -47,7 +47,7 @@ class Matchers:
             import llguidance  # an extra: only structured output needs it
             from llguidance.gbnf_to_lark import any_to_lark
         except ImportError:
-            raise OutriderError(f"structured output needs llguidance; {INSTALL.format('grammar')}") from None
+            raise OutriderError(f"structured output needs llguidance; {install('grammar')}") from None
         self._matcher, self._to_lark = llguidance.LLMatcher, any_to_lark
         self._tokenizer = llguidance.LLTokenizer(tokenizer_json, n_vocab=vocab, eos_token=list(ends))
         self._deepest, self._stack, self._ends = deepest, stack, frozenset(ends)

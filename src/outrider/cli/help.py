@@ -1,0 +1,59 @@
+"""`outrider help`: what a command does, or what a word of the output means. The words are in `glossary.md`."""
+
+from __future__ import annotations
+
+import re
+import sys
+from importlib import resources
+from typing import Annotated, Any
+
+import typer
+
+from outrider.cli.output import write
+from outrider.errors import InvalidRequest, closest
+from outrider.wrap import fitted
+
+Words = Annotated[
+    list[str] | None, typer.Argument(metavar="WORD...", help="A command, or a word such as acceptance rate.")
+]
+
+
+def explain(ctx: typer.Context, words: Words = None) -> None:
+    """Explain a command, or a word of the output such as accepted or tokens per step."""
+    asked, top = " ".join(words or ()), ctx.find_root()
+    known = glossary()
+    meaning, command = known.get(asked.lower()), _command(top, asked.split())
+    if meaning is not None:
+        also = f"\nThe command: outrider {asked} --help" if command is not None else ""
+        write(fitted(f"{asked}: {meaning}{also}", sys.stdout) + "\n")
+    elif command is not None:
+        write(command.get_help() + "\n")
+    else:
+        near = closest(asked.lower(), known)
+        hint = f"; did you mean {near!r}?" if near else ""
+        raise InvalidRequest(f"no command and no word {asked!r:.60}{hint}\nsee: outrider --help", "word")
+
+
+def glossary() -> dict[str, str]:
+    """Meanings by word, in small letters."""
+    text = resources.files("outrider").joinpath("glossary.md").read_text(encoding="utf-8")
+    found: dict[str, str] = {}
+    for words, meaning in re.findall(r"^\| (.+?) \| (.+) \|$", text, re.MULTILINE):
+        plain = re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", meaning)
+        for word in re.split(r", | \((?=[A-Z])", words):
+            found[word.strip("`)").lower()] = plain
+    found.pop("word")  # the tables' heading
+    return found
+
+
+def _command(top: Any, path: list[str]) -> Any:
+    """The context of the command that these words name; the top one for none."""
+    context = top
+    while path:
+        commands = getattr(context.command, "commands", {})
+        name = " ".join(path[:2]) if " ".join(path[:2]) in commands else path[0]
+        if name not in commands:
+            return None
+        context = typer.Context(commands[name], info_name=name, parent=context)
+        path = path[len(name.split()) :]
+    return context
