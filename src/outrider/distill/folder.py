@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from outrider.distill.open_shards import open_shards
 from outrider.distill.prompts import digest
 from outrider.distill.recipe import STAGES, Recipe
 from outrider.errors import InvalidRequest, OutriderError
@@ -70,7 +71,7 @@ class Folder:
     def begun(self) -> set[str]:
         """Stages with something in the folder that another recipe would have made otherwise."""
         found = {
-            "answer": bool(shard_paths(self.made_up) or shard_paths(self.answers)),
+            "answer": any(shard_paths(each) or open_shards(each) for each in (self.made_up, self.answers)),
             "train": self.draft.is_dir() or (self.path / "checkpoints").is_dir(),
         }
         return {stage for stage, there in found.items() if there}
