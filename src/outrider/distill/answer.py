@@ -300,7 +300,8 @@ class Filling:
         """Tokens are counted as they are written. Shards are filled, so that more may be written than the goal."""
         mean = (self.total_now + PRIOR * self.expected) / (self.count + PRIOR)
         partial = max(0, self._written - self.total_now) if in_tokens else 0
-        coming = max(partial, (len(self._talks) + len(self._waiting)) * mean)
+        left = (len(self._talks) + len(self._waiting)) * mean
+        coming = max(left, partial + left / 4)  # long answers end last: some of them is always left
         whole = max(self.goal, self.total + coming)
         report.update(self.total + partial, f"{self.count} conversations finished", whole)
 
