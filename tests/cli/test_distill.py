@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 from outrider.cli.distill import ANSWER, SCORE, TRAIN, distill
+from outrider.distill.folder import Folder
+from outrider.distill.open_shards import write_open
 from outrider.distill.recipe import Recipe
+from outrider.load.token_shards import Conversation
 from tests.cli.conftest import Outrider
 
 
@@ -58,12 +61,34 @@ def test_a_target_and_files_that_are_not_there(outrider: Outrider, tiny_folder: 
     assert ran.code == 2 and 'wrong.jsonl, line 2: a row needs one of "turns"' in ran.err
 
 
-def test_ctrl_c_says_how_to_go_on(
-    outrider: Outrider, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("there", "said"),
+    [
+        ((), "stopped. Nothing is finished yet: the same command begins again"),
+        (("open",), "1 conversations with 1 tokens of answers. The same command goes on from there"),
+        (("open", "answers.json"), "all answers; no step of training was finished, so that training begins again."),
+        (("answers.json", "checkpoints/checkpoint-00000012.safetensors"), "all answers, and training up to step 12."),
+        (("answers.json", "draft/train.json"), "the trained draft. The same"),
+    ],
+)
+def test_ctrl_c_says_what_is_kept(
+    outrider: Outrider,
+    tiny_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    there: tuple[str, ...],
+    said: str,
 ) -> None:
     def interrupted(*_: object) -> None:
+        for name in there:
+            if name == "open":
+                row = Conversation.of([1, 2], [False, True], "chat", 0.0, "p")
+                write_open(Folder(tmp_path).answers, 0, {0: [row]})
+            else:
+                (tmp_path / name).parent.mkdir(exist_ok=True)
+                (tmp_path / name).touch()
         raise KeyboardInterrupt
 
     monkeypatch.setattr("outrider.distill.run.distill", interrupted)
-    ran = outrider("distill", tiny_folder, "--made-up", 3, "--out", tmp_path / "out")
-    assert ran.code == 130 and "stopped; the same command goes on from here" in ran.err
+    ran = outrider("distill", tiny_folder, "--made-up", 3, "--out", tmp_path)
+    assert ran.code == 130 and said in ran.err

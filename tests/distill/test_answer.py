@@ -14,6 +14,8 @@ import pytest
 from outrider import LLM, SamplingParams
 from outrider.distill import answer as answering
 from outrider.distill.answer import Ask, Conversations, Filling, Said, Talk, shard_bounds
+from outrider.distill.folder import Folder
+from outrider.distill.open_shards import open_shards, read_open, write_open
 from outrider.distill.prompts import Prompt, Schedule, drawn
 from outrider.distill.recipe import Recipe
 from outrider.distill.report import Silent
@@ -89,6 +91,43 @@ def test_who_starts_again_ends_with_the_same_bytes(target: LLM, whole: Path, tmp
     (tmp_path / ".shard-00001.safetensors.part").write_bytes(b"half")
     filling(target, tmp_path).run(Silent(), "answer", "tokens")
     assert contents(tmp_path) == contents(whole)
+
+
+@pytest.mark.parametrize("ended", [1, 2, 4])
+def test_single_conversations_are_kept(
+    target: LLM, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: int
+) -> None:
+    """Ctrl-C after some have ended, none or one of three to a shard: the next run asks for the others alone."""
+    first, again = filling(target, tmp_path), filling(target, tmp_path)
+    were: set[int] = set()
+
+    def end(shard: int, number: int, rows: list[Conversation], inner=first._end) -> None:
+        inner(shard, number, rows)
+        were.add(number)
+        if first.count == ended:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(first, "_end", end)
+    with pytest.raises(KeyboardInterrupt):
+        first.run(Silent(), "answer", "tokens")
+    there = sum(map(worth, read_shards(tmp_path)))
+    kept = [row for path in open_shards(tmp_path).values() for rows in read_open(path).values() for row in rows]
+    assert there + sum(map(worth, kept)) == first.total
+    asked, shown = [], []
+    monkeypatch.setattr(again, "talk", lambda number, inner=again.talk: asked.append(number) or inner(number))
+    report = Silent()
+    monkeypatch.setattr(report, "begin", lambda stage, total, unit, done: shown.append(done))
+    again.run(report, "answer", "tokens")
+    assert shown == [first.total] and contents(tmp_path) == contents(whole)
+    assert len(were) == ended and asked and not were & set(asked)
+
+
+def test_another_recipe_is_refused_where_single_conversations_are_kept(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    write_open(folder.answers, 0, {3: [Conversation.of([1, 2], [False, True], "chat", 0.0, "a prompt")]})
+    [row] = read_open(open_shards(folder.answers)[0])[3]
+    assert (row.prompt, row.ids.tolist(), row.answered.tolist()) == ("a prompt", [1, 2], [False, True])
+    assert folder.begun() == {"answer"} and folder.kept() == "1 conversations with 1 tokens of answers"
 
 
 def test_more_at_once_changes_nothing(target: LLM, whole: Path, tmp_path: Path, monkeypatch) -> None:

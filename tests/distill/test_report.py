@@ -42,6 +42,19 @@ def test_lines_for_a_pipe(timer: Clock) -> None:
     assert lines[-1].endswith("11.0M of 20.0M tokens, 100.0K/s, 1 min 30 s left, 1 min 00 s taken")
 
 
+def test_the_time_left_is_of_recent_progress(timer: Clock) -> None:
+    """Half a minute of reading prompts, then a hundred tokens a second: no estimate of hours comes first."""
+    out = io.StringIO()
+    report = Lines(out)
+    report.begin("answer", 2000, "tokens")
+    for second in range(61):
+        timer.now += 1
+        report.update(max(0, second - 30) * 100, total=4000)
+    shown = out.getvalue().splitlines()
+    assert [line.partition("tokens")[2] for line in shown] == ["", "", "", ", 100/s, 26 s left", ", 100/s, 11 s left"]
+    assert shown[-1].startswith("answer:  72 %  2900 of 4000 tokens")
+
+
 def test_a_bar_for_a_person(timer: Clock) -> None:
     out = io.StringIO()
     report = Bar(out)

@@ -13,6 +13,7 @@ from outrider.cli.flag import Flag
 from outrider.cli.measure import say_loading
 from outrider.cli.options import DEFAULT_MODEL, ENGINE, Flags, Model, envvar, takes
 from outrider.cli.output import note
+from outrider.distill.folder import Folder
 from outrider.distill.recipe import KINDS, LAYOUTS, LOSSES, STAGES, Recipe, read_count
 from outrider.load.find import find
 from outrider.settings import Settings, cache_folder
@@ -279,7 +280,12 @@ def distill(
         stages = STAGES if stage is None else (stage,)
         draft = run(recipe, folder, settings, default_report(), stages, processes)
     except KeyboardInterrupt:
-        note(f"stopped; the same command goes on from here. What was finished is in {folder}")
+        kept = Folder(folder).kept()
+        note(
+            f"stopped. Kept in {folder}: {kept}. The same command goes on from there"
+            if kept
+            else "stopped. Nothing is finished yet: the same command begins again"
+        )
         raise
     if (draft / "card.json").exists():
         note(f"try it: outrider bench {model} --draft {draft}")

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
+from outrider.distill.open_shards import OpenShard, Rows, drop_open, open_shards, read_open, write_open
 from outrider.distill.prompts import Prompt, Schedule, drawn, is_prompt
 from outrider.distill.recipe import Recipe
 from outrider.distill.report import Report
@@ -38,7 +39,8 @@ WAVE = {"cpu": 0.0, "cuda": 0.25}
 TURN_TOKENS = 384  # of a user's turn that the target makes up
 LEAST_ROOM = 16  # tokens of the context left for an answer; below it is not asked
 IN_VAIN = 2000  # conversations without one answer, until it is given up
-LOOK_SECONDS = 0.5  # between two looks at what others brought
+LOOK_SECONDS = 0.5  # between two looks at what others brought, and at how many tokens are written
+KEEP_SECONDS = 5.0  # until the conversations of an incomplete shard are written again
 PRIOR = 8  # talks that what is expected counts for
 
 
@@ -193,14 +195,6 @@ def shard_bounds(shard: int) -> tuple[int, int]:
     return begin + shard * size, begin + (shard + 1) * size
 
 
-@dataclass(slots=True)
-class OpenShard:
-    """One that still waits for some of its conversations."""
-
-    left: int
-    rows: dict[int, list[Conversation]] = field(default_factory=dict)
-
-
 @dataclass(frozen=True, slots=True)
 class Part:
     """Which shards a process fills, where several fill one folder: every so many-th."""
@@ -237,6 +231,9 @@ class Filling:
         self.total_now = 0  # what those are worth
         self.total = 0  # and with the shards before them
         self._open: dict[int, OpenShard] = {}
+        self._kept: dict[int, Rows] = {}  # conversations of shards that an earlier run left open
+        self._kept_at = time.monotonic()
+        self._written = 0  # tokens of all answers, those that are not complete included; by the engine's thread
         self._following = 0  # shards before it are done or open
         self._waiting: deque[tuple[int, int]] = deque()  # shard and number of what is to be asked next
         self._prefix = (0, 0)  # shards without a gap, and what they are worth
@@ -254,7 +251,8 @@ class Filling:
     def run(self, report: Report, stage: str, unit: str) -> int:
         """The number of shards that were needed; others are taken away, unless somebody else may still write."""
         self._look()
-        report.begin(stage, self.goal, unit, min(self.total, self.goal))
+        self._take_kept()
+        report.begin(stage, max(self.goal, self.total), unit, self.total)
         try:
             while not self._enough():
                 self._start(self._room - len(self._talks))
@@ -264,7 +262,8 @@ class Filling:
                     if len(self._ready) >= min(self._wave, len(self._talks)):
                         self._submit()  # a wave of them, or all there are left
                     self._hear()
-                report.update(min(self.total, self.goal), f"{self.count} conversations")
+                self._keep()
+                self._report(report, in_tokens=unit == "tokens")
         finally:
             self._stop()
             report.end()
@@ -279,6 +278,32 @@ class Filling:
             if number not in self.done:
                 self.done[number] = sum(map(self.worth, read_shard(path)))
                 self.total += self.done[number]
+
+    def _take_kept(self) -> None:
+        """Count the conversations that an earlier run left in shards of this process's part."""
+        for shard, path in open_shards(self.folder).items():
+            if shard not in self.done and shard % self.part.of == self.part.index:
+                self._kept[shard] = read_open(path)
+                self.total += sum(self.worth(row) for rows in self._kept[shard].values() for row in rows)
+
+    def _keep(self, now: bool = False) -> None:
+        """Write the conversations of open shards, now and then: one file each is synced to the disk."""
+        if not now and time.monotonic() - self._kept_at < KEEP_SECONDS:
+            return
+        self._kept_at = time.monotonic()
+        for shard, still in self._open.items():
+            if len(still.rows) > still.kept:
+                write_open(self.folder, shard, still.rows)
+                still.kept = len(still.rows)
+
+    def _report(self, report: Report, in_tokens: bool) -> None:
+        """Tokens are counted as they are written. Shards are filled, so that more may be written than the goal."""
+        mean = (self.total_now + PRIOR * self.expected) / (self.count + PRIOR)
+        partial = max(0, self._written - self.total_now) if in_tokens else 0
+        left = (len(self._talks) + len(self._waiting)) * mean
+        coming = max(left, partial + left / 4)  # long answers end last: some of them is always left
+        whole = max(self.goal, self.total + coming)
+        report.update(self.total + partial, f"{self.count} conversations finished", whole)
 
     def _await_others(self) -> bool:
         """Whether somebody else may still bring what is missing."""
@@ -296,6 +321,8 @@ class Filling:
     def _start(self, room: int) -> None:
         started = 0
         while started < room and (self._waiting or self._open_shard(started)):
+            if not self._waiting:
+                continue  # all conversations of that shard were there
             shard, number = self._waiting.popleft()
             started += self._go_on(shard, number, self.talk(number), None)
 
@@ -315,15 +342,17 @@ class Filling:
         # Answers of open shards; others have as much in hand as this one.
         begun = self.total - sum(self.done.values())
         will_do = self.total + coming + others * (begun + coming) >= self.goal
-        if will_do and shard > max(
-            self.done, default=-1
-        ):  # one that is missing before others is always needed
+        begun_before = max((*self.done, *self._kept), default=-1)
+        if will_do and shard > begun_before:  # one that is missing before others is always needed
             return False
         begin, end = shard_bounds(shard)
         if self.most is not None and begin >= self.most:
             return False
-        self._open[shard], self._following = OpenShard(end - begin), shard + 1
-        self._waiting.extend((shard, number) for number in range(begin, end))
+        rows = self._kept.pop(shard, {})
+        self._open[shard] = OpenShard(end - begin - len(rows), rows, len(rows))
+        self._following = shard + 1
+        self._waiting.extend((shard, number) for number in range(begin, end) if number not in rows)
+        self._complete(shard)
         return True
 
     def _go_on(self, shard: int, number: int, talk: Talk, said: Said | None) -> bool:
@@ -354,11 +383,17 @@ class Filling:
         self.count += 1
         worth = sum(map(self.worth, rows))
         self.total_now, self.total = self.total_now + worth, self.total + worth
-        if still.left == 0:
-            ordered = [row for number in sorted(still.rows) for row in still.rows[number]]
-            write_shard(self.folder, shard, ordered)
-            self.done[shard] = sum(map(self.worth, ordered))
-            del self._open[shard]
+        self._complete(shard)
+
+    def _complete(self, shard: int) -> None:
+        """Write a shard that waits for nothing any more."""
+        if self._open[shard].left:
+            return
+        rows = self._open.pop(shard).rows
+        ordered = [row for number in sorted(rows) for row in rows[number]]
+        write_shard(self.folder, shard, ordered)
+        drop_open(self.folder, shard)
+        self.done[shard] = sum(map(self.worth, ordered))
 
     def _submit(self) -> None:
         requests, self._ready = self._ready, []
@@ -376,12 +411,17 @@ class Filling:
         """On the engine's thread, for every token of every answer."""
         if isinstance(event, BaseException):
             self._heard.put(event)
-        elif event.finish_reason is not None and not self._closed:
+            return
+        self._written += len(event.token_ids)
+        if event.finish_reason is not None and not self._closed:
             self._heard.put(self._sequences.pop(event.request_id))
 
     def _hear(self) -> None:
-        """Wait for an answer, and go on with all whose answers are there."""
-        heard: Running | BaseException = self._heard.get()
+        """Wait a moment for an answer, and go on with all whose answers are there."""
+        try:
+            heard: Running | BaseException = self._heard.get(timeout=LOOK_SECONDS)
+        except queue.Empty:
+            return
         while True:
             if isinstance(heard, BaseException):
                 raise heard if isinstance(heard, InvalidRequest) else stopped(heard) from heard
@@ -399,6 +439,8 @@ class Filling:
         for name in self._talks:
             with contextlib.suppress(OutriderError):  # the engine is gone, and they with it
                 self.llm.driver.abort(name)
+        with contextlib.suppress(OutriderError):  # a full disk has been reported by then
+            self._keep(now=True)
 
 
 def whole_shards(done: Mapping[int, int], goal: int, begin: tuple[int, int] = (0, 0)) -> tuple[int, int]:
@@ -417,6 +459,8 @@ def cut_shards(folder: Path, count: int) -> None:
     for number in shard_paths(folder):
         if number >= count:
             shard_path(folder, number).unlink()
+    for number in open_shards(folder):
+        drop_open(folder, number)
 
 
 def answered_tokens(row: Conversation) -> int:

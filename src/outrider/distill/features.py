@@ -40,19 +40,21 @@ class TargetReader:
         self.store.tap(tapped, model.config.hidden)
 
     @torch.no_grad()
-    def read(self, batch: TrainBatch) -> Features:
+    def read(self, batch: TrainBatch, tell: Callable[[float], None] = lambda share: None) -> Features:
         """The batch's tokens, one text after the other, as a prompt is prefilled. What attention is planned by stays on
-        the host, which waits for nothing.
+        the host, which waits for nothing. `tell` is called with the share that is read.
         """
         where = self.model.device
         slots = slots_of(batch)
-        table = to_device(slots, where)
+        table, read = to_device(slots, where), 0
         for piece in pieces(_prefill(batch, slots), PASS_ROWS[where.type]):
             last = torch.tensor([piece.rows - 1])  # a pass has logits; these are of no interest
             there = replace(
                 _pinned(piece, where), ids=to_device(piece.ids, where), table=table, logit_rows=last
             )
             self.model.forward(there, self.store)
+            read += piece.rows
+            tell(read / batch.tokens)
         assert self.store.features is not None
         made = self.store.features[table.long()]
         return Features(made[:, :, : self.count], made[:, :, self.place])

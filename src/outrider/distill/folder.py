@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from outrider.distill.open_shards import open_shards
 from outrider.distill.prompts import digest
 from outrider.distill.recipe import STAGES, Recipe
 from outrider.errors import InvalidRequest, OutriderError
-from outrider.load.token_shards import shard_paths, write_atomically
+from outrider.load.token_shards import read_shard, read_shards, shard_paths, write_atomically
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +71,25 @@ class Folder:
     def begun(self) -> set[str]:
         """Stages with something in the folder that another recipe would have made otherwise."""
         found = {
-            "answer": bool(shard_paths(self.made_up) or shard_paths(self.answers)),
+            "answer": any(shard_paths(each) or open_shards(each) for each in (self.made_up, self.answers)),
             "train": self.draft.is_dir() or (self.path / "checkpoints").is_dir(),
         }
         return {stage for stage, there in found.items() if there}
+
+    def kept(self) -> str:
+        """What an interrupted run goes on with; empty if nothing was finished."""
+        if self.train.exists():
+            return "the trained draft"
+        steps = sorted((self.path / "checkpoints").glob("checkpoint-*.safetensors"))
+        if steps:
+            return f"all answers, and training up to step {int(steps[-1].stem.partition('-')[2])}"
+        if self.summary.exists():
+            return "all answers; no step of training was finished, so that training begins again"
+        rows = [row for each in (self.made_up, self.answers) for row in read_shards(each)]
+        for each in (self.made_up, self.answers):
+            rows += [row for path in open_shards(each).values() for row in read_shard(path)]
+        tokens = sum(int(row.answered.sum()) for row in rows)
+        return f"{len(rows)} conversations with {tokens} tokens of answers" if rows else ""
 
     def begin(self, recipe: Recipe) -> dict[str, str]:
         """Refuse a recipe that what is here was not made by; keep it. The digests of its files."""

@@ -8,19 +8,24 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections import deque
 from typing import Any, Protocol, TextIO
 
 BAR_SECONDS, LINE_SECONDS = 0.2, 15.0  # between two updates that are shown
 SETTLED = 2.0  # seconds until a rate means something
+SAMPLE_SECONDS, WINDOW = 1.0, 20.0  # seconds between two samples, and that a rate is the mean of
+SURE = 0.05  # of the work: from then on the mean since the beginning will do
 NARROW = 100  # columns of a terminal that have no room for notes
 
 
 class Report(Protocol):
-    """A stage at a time: `begin` it, `update` how much of it is done, `end`. `note` is a line of its own."""
+    """A stage at a time: `begin` it, `update` how much of it is done, and of how much if more is known now, `end`.
+    `note` is a line of its own.
+    """
 
     def begin(self, stage: str, total: float, unit: str, done: float = 0.0) -> None: ...
 
-    def update(self, done: float, note: str = "") -> None: ...
+    def update(self, done: float, note: str = "", total: float | None = None) -> None: ...
 
     def end(self) -> None: ...
 
@@ -36,7 +41,7 @@ class Silent:
     def begin(self, stage: str, total: float, unit: str, done: float = 0.0) -> None:
         pass
 
-    def update(self, done: float, note: str = "") -> None:
+    def update(self, done: float, note: str = "", total: float | None = None) -> None:
         pass
 
     def end(self) -> None:
@@ -58,22 +63,32 @@ class _Timed:
     def begin(self, stage: str, total: float, unit: str, done: float = 0.0) -> None:
         self.stage, self.total, self.unit, self.first, self.done = stage, total, unit, done, done
         self.begun = time.monotonic()
+        self._samples: deque[tuple[float, float]] = deque()  # times and what was done then, from the first progress on
         self._next = self.begun + self.every
         self.show(done, "")
 
-    def update(self, done: float, note: str = "") -> None:
-        self.done = done
-        if time.monotonic() >= self._next:
-            self._next = time.monotonic() + self.every
+    def update(self, done: float, note: str = "", total: float | None = None) -> None:
+        self.done, self.total = done, total or self.total
+        now = time.monotonic()
+        if done > self.first and (not self._samples or now - self._samples[-1][0] >= SAMPLE_SECONDS):
+            self._samples.append((now, done))
+            while now - self._samples[0][0] > WINDOW:
+                self._samples.popleft()
+        if now >= self._next:
+            self._next = now + self.every
             self.show(done, note)
 
     def show(self, done: float, note: str) -> None:
         raise NotImplementedError
 
     def rate(self) -> float:
-        """A second, of what was done now; 0 while nobody can know."""
-        passed = time.monotonic() - self.begun
-        return (self.done - self.first) / passed if passed > SETTLED else 0.0
+        """What is done in a second; 0 while nobody can know. What precedes the first progress, such as reading prompts,
+        does not count, unless much was done by then.
+        """
+        (at, before), now = self._samples[0] if self._samples else (self.begun, self.first), time.monotonic()
+        if now - at <= SETTLED and self.done - self.first >= SURE * (self.total - self.first):
+            at, before = self.begun, self.first
+        return (self.done - before) / (now - at) if now - at > SETTLED else 0.0
 
     def progress(self) -> str:
         rate = self.rate()
@@ -130,7 +145,7 @@ class Bar(_Timed):
     def show(self, done: float, note: str) -> None:
         wide = self._bar.console.width > NARROW
         text = self.progress() + (f"  {note}" if note and wide else "")
-        self._bar.update(self._task, completed=done, text=text, refresh=True)
+        self._bar.update(self._task, completed=done, total=self.total, text=text, refresh=True)
 
     def end(self) -> None:
         if self._bar is not None:

@@ -11,7 +11,7 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,9 @@ EPOCHS = 3  # where a recipe names no number of tokens
 FLOOR = 0.05  # of the learning rate, at the end
 BETAS = (0.9, 0.95)
 LOG_STEPS = 10  # between two lines of the curves
+# Where in a step the target has read the batch, the draft has its states, and the losses are known; the gradients' way
+# back ends it. Shares of the time of a head's step on two cores: for the bar alone.
+READ, STATES, LOSSES = 0.1, 0.25, 0.55
 
 
 class Diverged(OutriderError):
@@ -110,28 +113,47 @@ class Training:
         self.counters = Counters()
         self._unread: list[Unread] = []
         self._loss = math.nan  # as last read
+        self._whole = True  # weights, moments and counters are of the same step
+        self._saved = 0  # step of the last checkpoint
 
     def run(self) -> Path:
         self.counters = load_checkpoint(
             self.out / CHECKPOINTS, self.student.net, self.optimiser, self.report.note
         )
+        self._saved = self.counters.step
         self._cut_curves()
         if self.device.type == "cuda" and self.dtype != torch.float32 and not flash_works(self.device):
             self.report.note(
                 "torch's attention kernel for this device is not there or differs: training goes without"
             )
-        self.report.begin("train", self.total, "tokens", self.counters.tokens)
         started = time.perf_counter() - self.counters.seconds
         if not self.counters.step:
             shutil.rmtree(self._written())  # what cannot be saved is said before it is trained
             self._validate()
+        self.report.begin("train", self.total, "tokens", self.counters.tokens)
         batches = self.answers.batches(self.recipe.batch_tokens, self.recipe.seed, self.counters.step)
-        while self.counters.tokens < self.total:
-            self._step(next(batches))
-            self.counters.seconds = time.perf_counter() - started
-            self._after_step(over=self.counters.tokens >= self.total)
-        self.report.end()
+        try:
+            while self.counters.tokens < self.total:
+                self._step(next(batches))
+                self.counters.seconds = time.perf_counter() - started
+                self._after_step(over=self.counters.tokens >= self.total)
+        except KeyboardInterrupt:
+            self._keep()
+            raise
+        finally:
+            self.report.end()
         return self._save()
+
+    def _keep(self) -> None:
+        """Save the steps since the last checkpoint, unless the interruption fell into a change of the weights."""
+        if self._whole and self.counters.step > self._saved:
+            if self._unread:
+                self._read()
+            self._checkpoint()
+
+    def _checkpoint(self) -> None:
+        save_checkpoint(self.out / CHECKPOINTS, self.student.net, self.optimiser, self.counters)
+        self._saved = self.counters.step
 
     def _step(self, batch: TrainBatch) -> None:
         """The host waits for nothing, so that a device always has something to do; `_read` says what came of it."""
@@ -141,10 +163,24 @@ class Training:
         self.optimiser.zero_grad(set_to_none=True)
         losses = self._backward(batch)
         norm = torch.nn.utils.clip_grad_norm_(self.student.net.parameters(), self.recipe.clip or math.inf)
+        self._whole = False
         self.optimiser.step()
         self.counters.step += 1
         self.counters.tokens += batch.tokens
         self._unread.append(Unread(self.counters.step, rate, torch.cat([norm[None], *losses.means()])))
+        self._whole = True
+
+    def _within(self, batch: TrainBatch, begin: float, end: float) -> Callable[[float], None]:
+        """Reports how far a part of a step is, by the share of that part; the part is from `begin` to `end`."""
+
+        def report(share: float) -> None:
+            done = self.counters.tokens + (begin + (end - begin) * share) * batch.tokens
+            self._update(done)
+
+        return report
+
+    def _update(self, done: float) -> None:
+        self.report.update(min(done, self.total), "" if math.isnan(self._loss) else f"loss {self._loss:.3f}")
 
     def _read(self) -> dict[str, Any]:
         """What the last step came to. Raises if any since the last reading came to no number: whatever is kept or said
@@ -165,20 +201,27 @@ class Training:
     @torch.enable_grad()  # whoever trains from a program of their own may have turned gradients off
     def _backward(self, batch: TrainBatch) -> Losses:
         """The gradients of a batch, through the hidden states: the logits' part is made in chunks."""
-        features = self.reader.read(batch)
+        features = self.reader.read(batch, self._within(batch, 0, READ))
         states = self.student.states(batch, features, self.reader, self.recipe.unroll, self.dtype)
+        told, back = self._within(batch, STATES, LOSSES), self._within(batch, LOSSES, 1)
         ahead, width = self.student.ahead, batch.ids.shape[1]
         rows, columns = self._places(batch)
         flat = to_device(rows * width + columns, self.device)
         deep = math.ceil(self.recipe.deep_share * len(rows))
         places = [flat, *[flat[:deep]] * (len(states) - 1)]
         last = features.last.flatten(0, 1)[flat + ahead - 1]
+        targets = self.reader.probabilities(last, self.student.words, self.recipe.loss_temperature)
+
+        def some(which: slice) -> Tensor:
+            told(which.start / len(last))
+            return targets(which)
+
         losses, gradients, of_head = losses_and_gradients(
             self.recipe.loss,
             [state.detach().flatten(0, 1)[at] for state, at in zip(states, places, strict=True)],
             [to_device(one, self.device) for one in self._weights(columns, [len(at) for at in places])],
             self.student.head,
-            self.reader.probabilities(last, self.student.words, self.recipe.loss_temperature),
+            some,
             self.dtype,
             self.diverge,
             self.recipe.loss_temperature,
@@ -186,6 +229,8 @@ class Training:
         whole = [torch.zeros_like(state) for state in states]
         for to, gradient, at in zip(whole, gradients, places, strict=True):
             to.flatten(0, 1)[at] = gradient
+        for number, state in enumerate(states):  # the last one's gradient is known first
+            state.register_hook(lambda _, share=1 - (number + 1) / (len(states) + 1): back(share))
         torch.autograd.backward(states, whole)
         if of_head is not None:
             head = self.student.head
@@ -218,13 +263,13 @@ class Training:
             every: c.step % every == 0 or over for every in (LOG_STEPS, r.validate_steps, r.checkpoint_steps)
         }
         line = self._read() if any(due.values()) else {}
-        self.report.update(min(c.tokens, self.total), f"loss {self._loss:.3f}")
+        self._update(c.tokens)
         if due[LOG_STEPS]:
             self._log(line)
         if due[r.validate_steps]:
             self._validate()
         if due[r.checkpoint_steps]:
-            save_checkpoint(self.out / CHECKPOINTS, self.student.net, self.optimiser, c)
+            self._checkpoint()
 
     def _validate(self) -> None:
         r = self.recipe

@@ -75,7 +75,14 @@ def shard_folders(folder: Path) -> list[Path]:
 
 
 def write_shard(folder: Path, number: int, conversations: Sequence[Conversation]) -> Path:
-    """All or nothing. The same conversations give the same bytes."""
+    """All or nothing."""
+    path = shard_path(folder, number)
+    write_atomically(path, shard_bytes(conversations))
+    return path
+
+
+def shard_bytes(conversations: Sequence[Conversation]) -> bytes:
+    """The same conversations give the same bytes."""
     lengths = [len(one) for one in conversations]
     none = np.zeros(0, np.int32)
     tokens = np.concatenate([none, *(one.ids for one in conversations)]).astype(np.int32)
@@ -94,9 +101,7 @@ def write_shard(folder: Path, number: int, conversations: Sequence[Conversation]
         "prompts": [one.prompt for one in conversations],
     }
     about["sha256"] = _digest(tensors, about)
-    path = shard_path(folder, number)
-    write_atomically(path, save(tensors, {KEY: json.dumps(about, ensure_ascii=False)}))
-    return path
+    return save(tensors, {KEY: json.dumps(about, ensure_ascii=False)})
 
 
 def read_shard(path: Path) -> list[Conversation]:
