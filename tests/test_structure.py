@@ -31,6 +31,7 @@ DOCUMENTS = [
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 LOG = sorted((ROOT / "log").glob("*.md"))
+FOLDED = range(18, 41)  # numbers of log entries that became part of 016 and 017
 
 # From the top down. The face is outrider/__init__.py, which shows users what the rows beneath it hold.
 ROWS = [
@@ -303,7 +304,7 @@ def test_c_speaks_the_words_of_the_field(file: Path) -> None:
     ids=lambda d: d.name,
 )
 def test_documents_speak_the_words_of_the_field(document: Path) -> None:
-    """The log is history and stays as it was written."""
+    """The log is history: its figures belong to the words of their time."""
     text = document.read_text()
     if document.suffix == ".html":
         text = html.unescape(re.sub(r"<style>.*?</style>|<[^>]*>", " ", text, flags=re.DOTALL))
@@ -364,7 +365,7 @@ def test_a_tree_is_read_right() -> None:
 
 def test_log_entries_are_numbered_and_indexed() -> None:
     numbers = [int(file.name[:3]) for file in LOG]
-    assert numbers == list(range(1, len(LOG) + 1))
+    assert numbers == [n for n in range(1, numbers[-1] + 1) if n not in FOLDED]
     index = (ROOT / "LOG.md").read_text()
     for file in LOG:
         text = file.read_text()
