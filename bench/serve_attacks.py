@@ -70,8 +70,6 @@ def head(length: int, path: str = CHAT) -> bytes:
     return "\r\n".join([*lines, f"Content-Length: {length}", "", ""]).encode()
 
 
-OPEN_TEXT = head(6_000_000) + b'{"messages":[{"role":"user","content":"' + b"\\n" * 1_500_000
-
 # ----------------------------------------------------------------------------------------------- attackers
 
 
@@ -251,7 +249,6 @@ async def measure(server: Server, rounds: int, chats: int, only: str) -> dict[st
         "20 refused connections that keep sending": lambda: held(
             server, SENDING, head(1 << 30), b"x" * 65536, 0.0
         ),
-        "40 connections whose texts trickle": lambda: held(server, 40, OPEN_TEXT, b"x", 0.005),
     }
     for name, raw in single_requests().items():
         attacks[f"one request: {name}"] = lambda raw=raw: alone(server, raw)
