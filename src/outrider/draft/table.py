@@ -5,7 +5,6 @@ The only place that knows them all.
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -30,6 +29,7 @@ from outrider.draft.synthetic import SyntheticDrafter
 from outrider.draft.weights import Weights, first_difference, weights_of
 from outrider.errors import BadCheckpoint, InvalidRequest, OutriderError, UnsupportedModel
 from outrider.load.checkpoint import Checkpoint, open_checkpoint
+from outrider.load.json_files import read_json
 from outrider.load.tokenizer import Tokenizer
 from outrider.model.decoder import Decoder, Layered, Model
 
@@ -217,8 +217,8 @@ def same_tokens(target: Tokenizer, draft: Tokenizer, path: Path) -> None:
 
 def is_eagle(path: Path) -> bool:
     try:
-        raw = json.loads((path / "config.json").read_text()) if path.is_dir() else {}
-    except (OSError, ValueError):
+        raw = read_json(path / "config.json", optional=True) if path.is_dir() else {}
+    except BadCheckpoint:
         return False
     kinds = " ".join(map(str, raw.get("architectures") or [])).lower()
     return "eagle" in kinds or "draft_vocab_size" in raw or "speculators_model_type" in raw
