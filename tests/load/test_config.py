@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from outrider.errors import BadCheckpoint, OutriderError, UnsupportedModel
-from outrider.load.config import ModelConfig, config_from_gguf, config_from_json
+from outrider.load.checkpoint import open_checkpoint
+from outrider.load.config import ROPE_KINDS, TRAINED, ModelConfig, config_from_gguf, config_from_json
+from outrider.model.rope import rope_tables
 
 from . import tiny
 
@@ -127,6 +130,38 @@ def test_nonsense_metadata(key: str, value: Any) -> None:
         assert str(problem)
     else:
         assert "epsilon" in key or "rope" in key  # the only entries that may be any finite number
+
+
+@pytest.mark.parametrize("kind", ROPE_KINDS)
+@pytest.mark.parametrize("value", [0, -1, 10**39, 1e300, 1e-300, "x", [1], True, float("nan"), float("inf")])
+def test_nonsense_in_rotary_positions_is_named_before_it_is_used(kind: str, value: Any) -> None:
+    sound: dict[str, Any] = {
+        "rope_type": kind,
+        "rope_theta": 1e4,
+        TRAINED: 64,
+        "beta_fast": 32,
+        "beta_slow": 1,
+    }
+    sound |= {"factor": 4.0, "low_freq_factor": 1, "high_freq_factor": 4, "attention_factor": 1.0}
+    rope_tables(config_from_json(tiny.hf_config() | {"rope_parameters": sound}), 16)
+    for name in sound.keys() - {"rope_type"}:
+        raw = tiny.hf_config() | {"rope_parameters": sound | {name: value}}
+        try:
+            rope_tables(config_from_json(raw), 16)
+        except BadCheckpoint as problem:
+            assert "cannot be right" in str(problem) or "cannot be read" in str(problem)
+    for name in ROPE_KINDS[kind]:
+        with pytest.raises(BadCheckpoint, match=f"{name} = "):
+            config_from_json(tiny.hf_config() | {"rope_parameters": sound | {name: value}})
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json"])
+def test_a_number_of_many_digits_is_named(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    (tmp_path / name).write_text('{"rope_theta": 1' + "0" * 400 + "}")
+    with pytest.raises(BadCheckpoint, match=rf"{name} is not sound JSON: an integer has 401 digits"):
+        open_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("key", list(tiny.hf_config()))

@@ -115,7 +115,12 @@ def test_a_wrong_card_names_its_file_and_field(tmp_path: Path, path: str, value:
 
 @pytest.mark.parametrize(
     ("text", "says"),
-    [("{", "not sound JSON"), ("[]", "should hold a JSON object"), ("{}", "version is missing")],
+    [
+        ("{", "not sound JSON"),
+        ('{"version": 1' + "0" * 400 + "}", "an integer has 401 digits"),
+        ("[]", "should hold a JSON object"),
+        ("{}", "version is missing"),
+    ],
 )
 def test_a_card_that_is_none_is_named(tmp_path: Path, text: str, says: str) -> None:
     (tmp_path / "card.json").write_text(text)

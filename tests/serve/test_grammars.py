@@ -177,13 +177,29 @@ def test_the_queue_of_one_client_is_bounded(monkeypatch: pytest.MonkeyPatch) -> 
             await asyncio.sleep(0)
         many += [asyncio.create_task(grammars.check({"regex": f"a{{{i}}}"}, "me")) for i in range(3)]
         await asyncio.sleep(0)
-        with pytest.raises(ApiError, match="at most 3 may") as refused:
-            await grammars.check({"regex": "b"}, "me")
+        with pytest.raises(ApiError, match="3 new grammars of yours wait") as refused:
+            await grammars.check({"regex": "b" * 99}, "me")
         assert (refused.value.status, refused.value.headers()["retry-after"]) == (503, "60")
-        await asyncio.gather(
-            *many, grammars.check({"regex": "a{2}"}, "me"), grammars.check({"regex": "b"}, "another")
-        )
-        await grammars.check({"regex": "b"}, "me")
+        larger = asyncio.create_task(grammars.check({"regex": "a{2}"}, "me"))  # waits already
+        await grammars.check({"regex": "b" * 99}, "another")
+        await asyncio.gather(*many, larger)
+        await grammars.check({"regex": "b" * 99}, "me")
+
+    run(work)
+
+
+def test_a_small_grammar_takes_the_place_of_a_large_one_where_there_are_too_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(grammars_module, "MOST_WAITING", 2)
+
+    async def work(grammars: Grammars) -> None:
+        many = [asyncio.create_task(grammars.check(costly(i), "me")) for i in range(2)]
+        await asyncio.sleep(0)
+        await grammars.check(GOOD, "me")
+        refused = [task.exception() for task in many if task.done() and task.exception()]
+        assert [error.status for error in refused if isinstance(error, ApiError)] == [503]
+        await asyncio.wait(many)
 
     run(work)
 

@@ -33,17 +33,36 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+MAX_LAYERS = 10_000  # checked before anything is made per layer; the deepest models have a few hundred
+TRAINED = "original_max_position_embeddings"
+# Kinds of rotary positions, and the numbers that each needs.
+ROPE_KINDS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", TRAINED),
+    "yarn": ("factor",),
+}
+ROPE_OPTIONS = (TRAINED, "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
+
+
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary positions. `kind` is default, linear, dynamic, llama3 or yarn; `scaling` holds its numbers."""
+    """Rotary positions. `kind` is one of ROPE_KINDS; `scaling` holds its numbers."""
 
     theta: float = 10000.0
     kind: str = "default"
     scaling: Mapping[str, Any] = field(default_factory=dict)
 
-
-MAX_LAYERS = 10_000  # checked before anything is made per layer; the deepest models have a few hundred
-ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+    def __post_init__(self) -> None:
+        given = {name: self.scaling[name] for name in ROPE_OPTIONS if self.scaling.get(name) is not None}
+        needed = {name: self.scaling.get(name) for name in ROPE_KINDS[self.kind]}
+        for name, value in {"theta": self.theta, **given, **needed}.items():
+            sound = type(value) in (int, float) and (value == 0 or 1e-9 <= value <= 1e12)
+            if not sound or (value == 0 and name in needed) or (name == "theta" and value <= 1):
+                raise BadCheckpoint(
+                    f"the model's rotary positions have {name} = {value!r:.60}, which cannot be right"
+                )
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from typing import Any
 from outrider.errors import BadCheckpoint
 
 MAX_JSON = 64 << 20  # bytes; the largest shard indexes are a few megabytes
+MAX_DIGITS = 40  # of an integer; beyond 308 arithmetic with floats raises
 
 
 def plain_bytes(file: Path, most: int) -> bytes:
@@ -36,9 +37,15 @@ def read_json(file: Path, optional: bool = False) -> dict[str, Any]:
             return {}
         raise BadCheckpoint(f"{file.parent} has no {file.name}")
     try:
-        found = json.loads(read_text(file))
+        found = json.loads(read_text(file), parse_int=_whole)
     except (ValueError, RecursionError) as problem:
         raise BadCheckpoint(f"{file} is not sound JSON: {problem!s:.300}") from None
     if not isinstance(found, dict):
         raise BadCheckpoint(f"{file} should hold a JSON object")
     return found
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise ValueError(f"an integer has {len(digits)} digits, at most {MAX_DIGITS} are allowed")
+    return int(digits)

@@ -44,6 +44,7 @@ LARGE = 1 << 16  # bytes of a grammar that are not hashed on the event loop
 @dataclass(eq=False, slots=True)
 class _Trial:
     task: asyncio.Task[str | None]
+    size: int
     waiters: int = 0
     begun: bool = False
 
@@ -98,26 +99,38 @@ class Grammars:
         """Wait for the trial of a grammar. Requests of one client with the same grammar share one."""
         trial = self._trials.get((client, key))
         if trial is None:
-            self._check_room(client)
-            trial = _Trial(self._begin(self._in_turn(client, key, dict(grammar), size)))
+            self._make_room(client, size)
+            trial = _Trial(self._begin(self._in_turn(client, key, dict(grammar), size)), size)
             self._trials[client, key] = trial
             trial.task.add_done_callback(lambda task: self._ended(client, key, task))
         trial.waiters += 1
         try:
-            return await asyncio.shield(trial.task)
+            await asyncio.wait([trial.task])
+            if trial.task.cancelled():
+                raise self._full()
+            return trial.task.result()
         finally:
             trial.waiters -= 1
             if not trial.waiters and not trial.begun:
                 trial.task.cancel()  # one that has begun goes on to its end: no process is lost by that
 
-    def _check_room(self, client: str) -> None:
-        waiting = sum(one == client and not trial.begun for (one, _), trial in self._trials.items())
-        if waiting >= MOST_WAITING:
-            self._metrics.count("admission_rejections", reason="grammars")
-            raise ApiError(
-                503, f"{waiting} new grammars of yours wait to be tried, at most {MOST_WAITING} may",
-                code="queue_full", after=self.seconds,
-            )  # fmt: skip
+    def _make_room(self, client: str, size: int) -> None:
+        """Of too many grammars of one client, the largest one is refused."""
+        mine = (trial for (one, _), trial in self._trials.items() if one == client)
+        waiting = [trial for trial in mine if not trial.begun and not trial.task.cancelling()]
+        if len(waiting) < MOST_WAITING:
+            return
+        largest = max(waiting, key=lambda trial: trial.size)
+        if largest.size <= size:
+            raise self._full()
+        largest.task.cancel()
+
+    def _full(self) -> ApiError:
+        self._metrics.count("admission_rejections", reason="grammars")
+        return ApiError(
+            503, f"{MOST_WAITING} new grammars of yours wait to be tried, and no more may",
+            code="queue_full", after=self.seconds,
+        )  # fmt: skip
 
     def _ended(self, client: str, key: bytes, task: asyncio.Task[str | None]) -> None:
         del self._trials[client, key]
