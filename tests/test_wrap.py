@@ -27,7 +27,7 @@ def streamed(text: str, width: int, piece: int = 1) -> str:
         ("at https://example.org/x", "at\nhttps://example.org/x"),
         ("日本語のテキスト", "日本語のテ\nキスト"),
         ("é" * 10 + " x", "é" * 10 + "\nx"),
-        ("e\u0301" * 10 + " x", "e\u0301" * 10 + "\nx"),
+        ("e\u0301" * 8 + " x", "e\u0301" * 8 + " x"),
         ("a\tb cdefg", "a\tb\ncdefg"),
         ("```\nx = 1 + 2 + 3 + 4\n```\none two three", "```\nx = 1 + 2 + 3 + 4\n```\none two\nthree"),
     ],
