@@ -63,7 +63,7 @@ def candidate(draft: str, *speedups: float, kind: str = "lookup", spread: float 
         for b, s in zip((1, 4, 16, 64), speedups, strict=False)
     ]
     facts = more.pop("facts", DraftFacts(kind))
-    options = dict(tasks={}, tasks_by_batch={}, acceptance=[], draft_ratio=0.1, check={}, prompts=(2, 3))
+    options = dict(tasks={}, tasks_by_batch={}, acceptance=[], draft_ratio=0.1, check={}, prompts=(8, 9))
     return Measured(draft, facts, known, **{**options, **more})
 
 
@@ -219,8 +219,34 @@ def test_none_is_advised_where_nothing_is_sure_to_pay() -> None:
     advice = advise("a model", 1, [candidate("lookup", 1.01, 0.9), candidate("early_exit", 0.6, 0.4)])
     assert (advice.draft, advice.depth, advice.vllm) == ("none", 0, None)
     assert advice.command == "outrider serve 'a model' --draft none"
-    assert len(advice.why) == 2 and "lookup does not pay: 1.52 tokens a step" in advice.why[0]
+    assert advice.why[0] == "lookup is not sure to pay: 1.01x, 0.99 to 1.03 at best (batch 1, depth 4)"
+    assert advice.why[1].startswith("early_exit does not pay: a step brings 0.90 tokens and takes 1.50 times as long")
     assert advise("m", 1, []).draft == "none"
+
+
+def test_nothing_is_advised_from_too_few_prompts_or_on_a_guess() -> None:
+    few = [candidate("auto", 1.5, prompts=(1, 18)), candidate("lookup", 0.9, prompts=(6, 18))]
+    advice = advise("a model", 1, few, seconds=20)
+    assert (advice.draft, advice.command, advice.vllm) == ("", "", None)
+    assert advice.why == ["1 of 18 prompts were measured, and 4 are needed at least: measure for longer"]
+    lines = list(said(advice))
+    assert lines[0] == "no advice yet:" and "  measure more: outrider advise 'a model' --seconds 60" in lines
+    assert advise("m", 1, [candidate("x", 1.5, prompts=(2, 2))]).why[0].endswith("give more prompts")
+    likely = advise("m", 1, [candidate("auto", 1.2, 0.9, spread=0.3)])
+    assert likely.draft == "" and likely.why[0].startswith("auto may pay: 1.20x at batch 1, between 0.90 and 1.50;")
+
+
+def test_little_time_goes_to_more_prompts_with_shorter_answers(wide: AsIf, monkeypatch) -> None:
+    """A second a token: two of three depths are left out, and answers are as short as they may be."""
+    clock = iter(range(10**6))
+    monkeypatch.setattr(measuring.time, "monotonic", lambda: float(next(clock)))
+    asked = in_turn({"chat": prompts(6)}, lambda _: replace(PARAMS, max_tokens=40))
+    depths, longest = measuring._affordable(wide, "lookup", asked, (2, 4, 8), 20.0)
+    assert (list(depths), longest) == ([4], 16)
+    depths, longest = measuring._affordable(wide, "lookup", asked, (2, 4, 8), 1e5)
+    assert depths == (2, 4, 8) and longest > 40
+    found = try_drafter(wide, "lookup", asked, (2, 4, 8), -1.0, quiet)
+    assert len(found.context) == 1  # even the fewest would take too long
 
 
 @pytest.mark.parametrize(
@@ -272,7 +298,7 @@ def test_everything_fits_80_columns() -> None:
     assert any("another family, llama" in line for line in lines)
     assert any(line.startswith("~") for line in lines)
     assert sum("never" in line for line in lines) == 1
-    assert any("time for 2 of 3 prompts" in line for line in lines)
+    assert any("time for 8 of 9 prompts" in line for line in lines)
 
 
 def test_a_draft_tokens_share_of_captured_steps_is_what_it_makes_them_longer() -> None:

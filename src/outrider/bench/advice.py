@@ -11,11 +11,12 @@ from dataclasses import asdict, dataclass, field
 from math import prod
 from typing import Any
 
-from outrider.bench.advise import Expected, Measured
+from outrider.bench.advise import FEWEST, Expected, Measured
 from outrider.bench.compare import cut
 from outrider.bench.what_if import per_million
 
 WIDTH = 80
+MORE = 3  # times the seconds, where they were too few
 CLEAR = 0.05  # of a speed-up or of tokens a step: less is no difference
 GAIN, SMALL_GAIN = 1.5, 1.2  # speed-ups that are much and little
 LARGE_TARGET = 30e9
@@ -34,31 +35,53 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    draft: str  # "none": plain decoding
+    draft: str  # "none": plain decoding; "": nothing can be advised yet
     depth: int
     why: list[str]
     command: str
     vllm: dict[str, Any] | None  # speculative_config
     vllm_note: str
     rules: list[Rule] = field(default_factory=list)
+    more: str = ""  # the command to run where nothing can be advised yet
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def advise(target: str, parameters: int, measured: Seq[Measured]) -> Advice:
-    """The candidate that brings most over all batches asked for; none, if no speed-up is certain at any."""
+def advise(target: str, parameters: int, measured: Seq[Measured], seconds: float = 60.0) -> Advice:
+    """The candidate that brings most over all batches asked for; none, if no speed-up is to be expected at any. Nothing
+    is advised from too few prompts, nor where a speed-up is likely and not certain.
+    """
     best = max(measured, key=_score, default=None)
+    rules = rules_of_thumb(parameters, best)
+    if best is not None and (unsure := _unsure(best, measured)):
+        more = shlex.join(["outrider", "advise", target, "--seconds", f"{MORE * seconds:g}"])
+        return Advice("", 0, unsure, "", None, "", rules, more)
     if best is None or not any(one.pays for one in best.expected):
         why = [_why_not(one) for one in measured] or ["no candidate was given"]
         command = shlex.join(["outrider", "serve", target, "--draft", "none"])
-        note = "leave out --speculative-config"
-        return Advice("none", 0, why, command, None, note, rules_of_thumb(parameters, best))
+        return Advice("none", 0, why, command, None, "leave out --speculative-config", rules)
     first = next(one for one in best.expected if one.pays)
     command = shlex.join(["outrider", "serve", target, "--draft", best.draft])
     config, note = speculative_config(best, first.depth)
     why = [*_why(best), *_others(best, measured)]
-    return Advice(best.draft, first.depth, why, command, config, note, rules_of_thumb(parameters, best))
+    return Advice(best.draft, first.depth, why, command, config, note, rules)
+
+
+def _unsure(best: Measured, measured: Seq[Measured]) -> list[str]:
+    """Why nothing can be advised; empty if something can."""
+    fewest = min(one.prompts[0] for one in measured)
+    if fewest < FEWEST:
+        given = best.prompts[1]
+        way = "measure for longer" if given >= FEWEST else "give more prompts"
+        return [f"{fewest} of {given} prompts were measured, and {FEWEST} are needed at least: {way}"]
+    likely = max(best.expected, key=lambda one: one.speedup)
+    if any(one.pays for one in best.expected) or likely.speedup < 1 + CLEAR:
+        return []
+    return [
+        f"{best.draft} may pay: {likely.speedup:.2f}x at batch {likely.batch}, between {likely.low:.2f} and "
+        f"{likely.high:.2f}; {fewest} prompts are too few to be sure"
+    ]
 
 
 def _score(one: Measured) -> float:
@@ -93,10 +116,13 @@ def _why(best: Measured) -> list[str]:
 
 def _why_not(one: Measured) -> str:
     best = max(one.expected, key=lambda e: e.speedup)
-    needed = best.tokens_per_step / best.speedup
+    range_ = f"{best.speedup:.2f}x, {best.low:.2f} to {best.high:.2f}"
+    if best.speedup > 1:
+        return f"{one.draft} is not sure to pay: {range_} at best (batch {best.batch}, depth {best.depth})"
+    cost = best.tokens_per_step / best.speedup
     return (
-        f"{one.draft} does not pay: {best.tokens_per_step:.2f} tokens a step at best, where {needed:.2f} are needed "
-        f"(batch {best.batch}, depth {best.depth}: {best.speedup:.2f}x, {best.low:.2f} to {best.high:.2f})"
+        f"{one.draft} does not pay: a step brings {best.tokens_per_step:.2f} tokens and takes {cost:.2f} times as long "
+        f"as a plain one (batch {best.batch}, depth {best.depth}: {range_})"
     )
 
 
@@ -233,9 +259,13 @@ def _facts(one: Measured) -> str:
 def said(advice: Advice) -> Iterator[str]:
     """For people, within 80 columns where lines can be broken."""
     deep = f", drafts of {advice.depth}" if advice.depth else ""
-    yield f"advice: {advice.draft}{deep}"
+    yield f"advice: {advice.draft}{deep}" if advice.draft else "no advice yet:"
     for reason in advice.why:
         yield from textwrap.wrap(f"- {reason}", WIDTH - 1, initial_indent="  ", subsequent_indent="    ")
+    if advice.more:
+        yield f"  measure more: {advice.more}"
+        yield "  until then: --draft auto, the default, drafts only where it pays"
+        return
     yield f"  Outrider: {advice.command}"
     shown = "none" if advice.vllm is None else f"--speculative-config '{json.dumps(advice.vllm)}'"
     yield f"  vLLM: {shown} ({advice.vllm_note})"

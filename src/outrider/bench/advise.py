@@ -38,6 +38,9 @@ DEPTHS = (2, 4, 8)
 ENOUGH = 3  # steps of a kind for a median
 REPEATS = 3  # passes of a kind over many rows
 LEVELS = (0, 1, 2, 4, 8)  # draft tokens a sequence whose rows are timed
+FEWEST, WANTED = 4, 8  # prompts: with fewer nothing is advised, and the time is shared among as many
+SHORTEST, USUAL = 16, 4  # tokens of an answer, and the one depth, where there is little time
+LATE = 2.0  # times the time, until it is given up to come to the fewest
 SURE, BEHIND = 2, 0.8  # prompts after which a depth is given up, and how far it is behind the best then
 CHEAP = 0.02  # of a plain step: drafting that takes no pass grows with the sequences
 SHORT, FEW = 16, 6  # prompt and answer where only drafting is timed
@@ -99,17 +102,15 @@ def _drafting(params: SamplingParams, drafter: str, depth: int) -> SamplingParam
 
 
 def try_drafter(llm: LLM, drafter: str, asked: Asked, depths: Seq[int], until: float, tell: Tell) -> Trials:
-    """Plain decoding and every depth in turn, prompt by prompt, until the time is up; one prompt at least. A depth that
-    falls behind is given up, and so is plain decoding once its steps are known, so that the time goes to more prompts:
-    they differ more than steps do.
+    """Plain decoding and every depth in turn, prompt by prompt, until the time is up, and a little longer for the fewest
+    prompts that an advice needs. A depth that falls behind is given up, and so is plain decoding once its steps are
+    known, so that the time goes to more prompts: they differ more than steps do.
     """
-    found = Trials({d: Trial() for d in depths}, defaultdict(list), defaultdict(list), [], [])
     began, total = time.monotonic(), len(asked)
-    _, ids, params = asked[0]
-    for depth in depths:  # the first answers pay for set-up
-        short = replace(params, max_tokens=min(FEW, params.max_tokens), min_tokens=0)
-        answer(llm, [ids], _drafting(short, drafter, depth))
-    for number, (task, ids, params) in enumerate(asked):
+    depths, longest = _affordable(llm, drafter, asked, depths, until)
+    found = Trials({d: Trial() for d in depths}, defaultdict(list), defaultdict(list), [], [])
+    for number, (task, ids, whole) in enumerate(asked):
+        params = replace(whole, max_tokens=min(longest, whole.max_tokens), min_tokens=0)
         share = max(number / total, (time.monotonic() - began) / max(until - began, 1e-3))
         tell(f"{drafter}: prompt {number + 1} of {total}, {task}", min(share, 1.0))
         if number < SURE or drafter == "synthetic":  # which copies answers that were given before
@@ -122,10 +123,35 @@ def try_drafter(llm: LLM, drafter: str, asked: Asked, depths: Seq[int], until: f
         found.context.append(len(ids) + done.tokens)
         if number + 1 >= SURE:
             depths = _still_good(found, depths)
-        if time.monotonic() > until:
+        late = until if number + 1 >= FEWEST else began + LATE * (until - began)
+        if time.monotonic() > late:
             break
     found.by_depth = {depth: found.by_depth[depth] for depth in depths}
     return found
+
+
+def _affordable(
+    llm: LLM, drafter: str, asked: Asked, depths: Seq[int], until: float
+) -> tuple[Seq[int], int]:
+    """Depths to try and the longest answer, so that there is time for as many prompts as are wanted. The first answers,
+    which pay for set-up, say how fast it goes.
+    """
+    _, ids, params = asked[0]
+    short = replace(params, max_tokens=min(FEW, params.max_tokens), min_tokens=0)
+    for depth in depths:
+        answer(llm, [ids], _drafting(short, drafter, depth))
+    begin = time.monotonic()
+    done = answer(llm, [ids], replace(short, speculation=Speculation(drafter="none")))
+    seconds = (time.monotonic() - begin) / max(1, done.tokens)  # a token
+    prompts = min(WANTED, len(asked))
+
+    def length(tried: int) -> float:
+        """Tokens of an answer that there is time for, with so many depths."""
+        return (until - time.monotonic()) / seconds / (prompts * tried + min(SURE, prompts))
+
+    if length(len(depths)) < 2 * SHORTEST and USUAL in depths:
+        depths = [USUAL]
+    return depths, max(SHORTEST, int(length(len(depths))))
 
 
 def _still_good(found: Trials, depths: Seq[int]) -> list[int]:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 EACH = 2  # built-in prompts of a task
 SECONDS = 60.0
-CANDIDATES = ("lookup", "early_exit")
+CANDIDATES = ("auto", "lookup", "early_exit")
 
 
 Drafts = Annotated[
@@ -39,7 +39,7 @@ Drafts = Annotated[
         "draft",
         "A candidate: lookup, early_exit, a smaller model, an EAGLE head, auto (the target's pair), a+b, none, "
         "synthetic:0.8,0.7. Repeatable; "
-        "by default lookup and early_exit.",
+        "by default the pair, where there is one, lookup and early_exit.",
         "NAME",
     ),
 ]
@@ -152,32 +152,32 @@ def _measure(
     found: list[Measured] = []
     parameters = 0
     with Progress(dict.fromkeys(drafts, 1.0)) as progress:
-        for opened in _together(drafts):
-            with open_llm(model, opened[-1], settings) as llm:
+        for opened, candidates in _together(drafts):
+            with open_llm(model, opened, settings) as llm:
                 if not found:
                     report |= described(llm)
                 parameters = llm.model.config.parameters
                 ids = task_ids(llm, rows, params.max_tokens)
                 asked = in_turn(ids, lambda task: replace(params, temperature=temperatures_of(task, heat)[0]))
-                for one in opened:
+                for one in candidates:
                     name = "lookup" if one == "lookup" else llm.drafter
+                    if one == "auto" and llm.pair is None and "lookup" in drafts:
+                        session.candidates -= 1  # without a pair it is lookup
+                        continue
                     found.append(session.measure(llm, one, name, asked, progress.of(one)))
                     report["drafts"] = [each.as_json() for each in found]
                     report.keep()
-    advice = advise(model, parameters, found)
+    advice = advise(model, parameters, found, seconds)
     report["advice"] = advice.as_json()
     for line in (*(table(found, price) if found else ()), *said(advice)):
         note(line)
     report.deliver()
 
 
-def _together(drafts: Sequence[str]) -> list[list[str]]:
-    """Candidates that one opened model serves: lookup is there beside any other."""
-    free = [one for one in drafts if one == "lookup"]
-    others = [[one] for one in drafts if one != "lookup"]
-    if not others:
-        return [free] if free else []
-    return [[*free, *others[0]], *others[1:]]
+def _together(drafts: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """What to open a model with, and the candidates that it serves: lookup is there beside any other."""
+    opened = [one for one in drafts if one != "lookup"] or list(drafts)
+    return [(one, [d for d in drafts if d == one or (d == "lookup" and one == opened[0])]) for one in opened]
 
 
 def _price(text: str | None) -> float | None:
