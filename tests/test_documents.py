@@ -121,7 +121,9 @@ def test_the_notebook_runs(shell: Shell) -> None:
 @pytest.mark.model
 def test_the_drafter_of_the_page_is_right_often_enough(shell: Shell) -> None:
     """Its figures are of an LLM of its own, so that no text of other tests is in its table."""
-    drafter, used = (b for b in blocks_of((ROOT / "docs" / "drafters.md").read_text()) if b.language == "python")
+    drafter, used = (
+        b for b in blocks_of((ROOT / "docs" / "drafters.md").read_text()) if b.language == "python"
+    )
     (shell.folder / drafter.file).write_text(drafter.text)
     printed = shell.python(used.text)
     (fewer, tokens, _), (steps, same, _) = re.findall(r"(\d+) steps for (\d+) tokens; (\d+) draft", printed)

@@ -135,7 +135,12 @@ def test_a_stream_is_read_by_for_as_by_async_for(tiny: LLM) -> None:
 
     with ThreadPoolExecutor(1) as threads:
         in_thread = threads.submit(lambda: list(tiny.stream("a", SHORT))).result()
-    for events in (list(tiny.stream("a", SHORT)), in_thread, asyncio.run(read()), asyncio.run(in_a_notebook())):
+    for events in (
+        list(tiny.stream("a", SHORT)),
+        in_thread,
+        asyncio.run(read()),
+        asyncio.run(in_a_notebook()),
+    ):
         assert [token for event in events for token in event.token_ids] == expected.token_ids
         assert "".join(event.text for event in events) == expected.text
         assert events[-1].finish_reason == expected.finish_reason
