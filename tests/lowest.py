@@ -1,7 +1,7 @@
 """Prints the oldest versions that pyproject.toml allows, as constraints for pip: what `make test-lowest` installs.
 
-Every `name>=version` becomes `name==version`. torch is left out, as its oldest versions come without a build for CPUs on
-some indexes; the Makefile names the one to take. So is the extra `gpu`: it needs a GPU, and `dev` has a triton of its own.
+Every `name>=version` becomes `name==version`. torch is left out, as its oldest versions have no build for CPUs on
+some indexes; the Makefile names the one to take. So is the extra `gpu`: `dev` has a triton of its own.
 """
 
 import re

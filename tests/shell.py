@@ -169,7 +169,7 @@ class Shell:
         return out.getvalue()
 
     def notebook(self, file: Path) -> str:
-        """Runs the cells of a notebook one after the other, in an event loop as notebooks do; says what they printed."""
+        """Runs the cells of a notebook in an event loop, as notebooks do; says what they printed."""
         cells = [cell for cell in json.loads(file.read_text())["cells"] if cell["cell_type"] == "code"]
 
         async def run() -> None:

@@ -220,7 +220,9 @@ def test_none_is_advised_where_nothing_is_sure_to_pay() -> None:
     assert (advice.draft, advice.depth, advice.vllm) == ("none", 0, None)
     assert advice.command == "outrider serve 'a model' --draft none"
     assert advice.why[0] == "lookup is not sure to pay: 1.01x, 0.99 to 1.03 at best (batch 1, depth 4)"
-    assert advice.why[1].startswith("early_exit does not pay: a step brings 0.90 tokens and takes 1.50 times as long")
+    assert advice.why[1].startswith(
+        "early_exit does not pay: a step brings 0.90 tokens and takes 1.50 times as long"
+    )
     assert advise("m", 1, []).draft == "none"
 
 
@@ -233,7 +235,9 @@ def test_nothing_is_advised_from_too_few_prompts_or_on_a_guess() -> None:
     assert lines[0] == "no advice yet:" and "  measure more: outrider advise 'a model' --seconds 60" in lines
     assert advise("m", 1, [candidate("x", 1.5, prompts=(2, 2))]).why[0].endswith("give more prompts")
     likely = advise("m", 1, [candidate("auto", 1.2, 0.9, spread=0.3)])
-    assert likely.draft == "" and likely.why[0].startswith("auto may pay: 1.20x at batch 1, between 0.90 and 1.50;")
+    assert likely.draft == "" and likely.why[0].startswith(
+        "auto may pay: 1.20x at batch 1, between 0.90 and 1.50;"
+    )
 
 
 def test_little_time_goes_to_more_prompts_with_shorter_answers(wide: AsIf, monkeypatch) -> None:

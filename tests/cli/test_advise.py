@@ -99,9 +99,9 @@ def test_the_pair_is_the_first_candidate(
         return candidate(draft, 1.5)
 
     monkeypatch.setattr(advise.Session, "measure", measure)
-    ran = outrider("advise", tiny_folder, "--prompts", asked, *SMALL)
+    ran = outrider("advise", tiny_folder, "--draft", "auto", "--draft", "lookup", "--prompts", asked, *SMALL)
     assert ran.code == 0, ran.err
-    assert measured == ["lookup False 2", "early_exit False 2"]
+    assert measured == ["lookup False 1"]
     assert CANDIDATES[0] == "auto"
     assert _together(CANDIDATES) == [("auto", ["auto", "lookup"]), ("early_exit", ["early_exit"])]
 

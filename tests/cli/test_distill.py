@@ -66,8 +66,14 @@ def test_a_target_and_files_that_are_not_there(outrider: Outrider, tiny_folder: 
     [
         ((), "stopped. Nothing is finished yet: the same command begins again"),
         (("open",), "1 conversations with 1 tokens of answers. The same command goes on from there"),
-        (("open", "answers.json"), "all answers; no step of training was finished, so that training begins again."),
-        (("answers.json", "checkpoints/checkpoint-00000012.safetensors"), "all answers, and training up to step 12."),
+        (
+            ("open", "answers.json"),
+            "all answers; no step of training was finished, so that training begins again.",
+        ),
+        (
+            ("answers.json", "checkpoints/checkpoint-00000012.safetensors"),
+            "all answers, and training up to step 12.",
+        ),
         (("answers.json", "draft/train.json"), "the trained draft. The same"),
     ],
 )

@@ -111,7 +111,9 @@ def test_single_conversations_are_kept(
     with pytest.raises(KeyboardInterrupt):
         first.run(Silent(), "answer", "tokens")
     there = sum(map(worth, read_shards(tmp_path)))
-    kept = [row for path in open_shards(tmp_path).values() for rows in read_open(path).values() for row in rows]
+    kept = [
+        row for path in open_shards(tmp_path).values() for rows in read_open(path).values() for row in rows
+    ]
     assert there + sum(map(worth, kept)) == first.total
     asked, shown = [], []
     monkeypatch.setattr(again, "talk", lambda number, inner=again.talk: asked.append(number) or inner(number))

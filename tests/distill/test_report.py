@@ -51,7 +51,13 @@ def test_the_time_left_is_of_recent_progress(timer: Clock) -> None:
         timer.now += 1
         report.update(max(0, second - 30) * 100, total=4000)
     shown = out.getvalue().splitlines()
-    assert [line.partition("tokens")[2] for line in shown] == ["", "", "", ", 100/s, 26 s left", ", 100/s, 11 s left"]
+    assert [line.partition("tokens")[2] for line in shown] == [
+        "",
+        "",
+        "",
+        ", 100/s, 26 s left",
+        ", 100/s, 11 s left",
+    ]
     assert shown[-1].startswith("answer:  72 %  2900 of 4000 tokens")
 
 

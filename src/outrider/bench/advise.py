@@ -102,7 +102,7 @@ def _drafting(params: SamplingParams, drafter: str, depth: int) -> SamplingParam
 
 
 def try_drafter(llm: LLM, drafter: str, asked: Asked, depths: Seq[int], until: float, tell: Tell) -> Trials:
-    """Plain decoding and every depth in turn, prompt by prompt, until the time is up, and a little longer for the fewest
+    """Plain decoding and every depth in turn, prompt by prompt, until the time is up; a little longer for the fewest
     prompts that an advice needs. A depth that falls behind is given up, and so is plain decoding once its steps are
     known, so that the time goes to more prompts: they differ more than steps do.
     """
@@ -130,9 +130,7 @@ def try_drafter(llm: LLM, drafter: str, asked: Asked, depths: Seq[int], until: f
     return found
 
 
-def _affordable(
-    llm: LLM, drafter: str, asked: Asked, depths: Seq[int], until: float
-) -> tuple[Seq[int], int]:
+def _affordable(llm: LLM, drafter: str, asked: Asked, depths: Seq[int], until: float) -> tuple[Seq[int], int]:
     """Depths to try and the longest answer, so that there is time for as many prompts as are wanted. The first answers,
     which pay for set-up, say how fast it goes.
     """

@@ -233,7 +233,9 @@ class Filling:
         self._open: dict[int, OpenShard] = {}
         self._kept: dict[int, Rows] = {}  # conversations of shards that an earlier run left open
         self._kept_at = time.monotonic()
-        self._written = 0  # tokens of all answers, those that are not complete included; by the engine's thread
+        self._written = (
+            0  # tokens of all answers, those that are not complete included; by the engine's thread
+        )
         self._following = 0  # shards before it are done or open
         self._waiting: deque[tuple[int, int]] = deque()  # shard and number of what is to be asked next
         self._prefix = (0, 0)  # shards without a gap, and what they are worth

@@ -63,7 +63,9 @@ class _Timed:
     def begin(self, stage: str, total: float, unit: str, done: float = 0.0) -> None:
         self.stage, self.total, self.unit, self.first, self.done = stage, total, unit, done, done
         self.begun = time.monotonic()
-        self._samples: deque[tuple[float, float]] = deque()  # times and what was done then, from the first progress on
+        self._samples: deque[tuple[float, float]] = (
+            deque()
+        )  # times and what was done then, from the first progress on
         self._next = self.begun + self.every
         self.show(done, "")
 

@@ -13,6 +13,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -203,7 +204,7 @@ class Training:
         """The gradients of a batch, through the hidden states: the logits' part is made in chunks."""
         features = self.reader.read(batch, self._within(batch, 0, READ))
         states = self.student.states(batch, features, self.reader, self.recipe.unroll, self.dtype)
-        told, back = self._within(batch, STATES, LOSSES), self._within(batch, LOSSES, 1)
+        of_losses, back = self._within(batch, STATES, LOSSES), self._within(batch, LOSSES, 1)
         ahead, width = self.student.ahead, batch.ids.shape[1]
         rows, columns = self._places(batch)
         flat = to_device(rows * width + columns, self.device)
@@ -213,7 +214,7 @@ class Training:
         targets = self.reader.probabilities(last, self.student.words, self.recipe.loss_temperature)
 
         def some(which: slice) -> Tensor:
-            told(which.start / len(last))
+            of_losses(which.start / len(last))
             return targets(which)
 
         losses, gradients, of_head = losses_and_gradients(
@@ -229,8 +230,8 @@ class Training:
         whole = [torch.zeros_like(state) for state in states]
         for to, gradient, at in zip(whole, gradients, places, strict=True):
             to.flatten(0, 1)[at] = gradient
-        for number, state in enumerate(states):  # the last one's gradient is known first
-            state.register_hook(lambda _, share=1 - (number + 1) / (len(states) + 1): back(share))
+        for number, state in enumerate(reversed(states)):  # the last one's gradient is known first
+            state.register_hook(partial(lambda share, _: back(share), number / len(states)))
         torch.autograd.backward(states, whole)
         if of_head is not None:
             head = self.student.head
