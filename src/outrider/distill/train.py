@@ -43,7 +43,7 @@ FLOOR = 0.05  # of the learning rate, at the end
 BETAS = (0.9, 0.95)
 LOG_STEPS = 10  # between two lines of the curves
 # Where in a step the target has read the batch, the draft has its states, and the losses are known; the gradients' way
-# back ends it. Shares of the time of a head's step on two cores: for the bar alone.
+# back ends it. Rough shares of a head's step on a CPU, for the bar alone; nothing else depends on them.
 READ, STATES, LOSSES = 0.1, 0.25, 0.55
 
 
