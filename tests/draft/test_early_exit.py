@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from outrider import LLM
 from outrider.draft.early_exit import EarlyExitDrafter
 from outrider.draft.exits import exit_agreement, find_exit
-from outrider.types import Bet
+from outrider.engine.llm import SAMPLES
+from outrider.types import MAX_NODES, Bet
 from tests.draft.test_lm import logits_after
+from tests.load.tiny import write_folder
 from tests.tiny import (
     Always,
     Watched,
@@ -130,3 +135,10 @@ def test_layers_that_do_nothing_are_left_out():
     model = Decoder(config, silent, make_kernels(config, 320, 2, cache_folder() / "kernels", "auto"))
     assert exit_agreement(model, [prompt_of(30, 1)])[1] == 1.0
     assert find_exit(model, [prompt_of(30, 1)]) == 1
+
+
+def test_what_the_exit_is_searched_on_is_cut_to_the_context(tmp_path: Path) -> None:
+    write_folder(tmp_path)
+    with LLM(tmp_path, draft="early_exit", device="cpu", context=32) as llm:
+        assert len(llm.tokenizer.encode(SAMPLES[0])) > 32 + MAX_NODES
+        assert len(llm.generate("ab", temperature=0, max_tokens=4)[0].token_ids) == 4

@@ -379,7 +379,7 @@ class LLM:
             context=cache.context,
             find=lambda name: find(name, cache_folder()),
             load=self._load_draft,
-            samples=lambda: [self.checkpoint.tokenizer.encode(text) for text in SAMPLES],
+            samples=lambda: [self.checkpoint.tokenizer.encode(text)[: cache.context] for text in SAMPLES],
             read_head=partial(read_head, words=self.settings.draft_vocabulary),
         )
 
