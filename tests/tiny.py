@@ -33,7 +33,7 @@ def tiny_config(**changes) -> ModelConfig:
     shape = dict(
         family="llama", vocab=VOCAB, hidden=32, layers=2, heads=4, kv_heads=2, head_dim=16, intermediate=48,
         context=256, norm_eps=1e-5, rope=Rope(), tied=True, qkv_bias=False, out_bias=False, mlp_bias=False,
-        qk_norm=False, windows=(0, 0),
+        qk_norm=False, windows=(0,) * changes.get("layers", 2),
     )  # fmt: skip
     return ModelConfig(**{**shape, **changes})
 

@@ -123,7 +123,7 @@ def test_norm(pair: Any, width: int) -> None:
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 272])
 @pytest.mark.parametrize("window", [0, 1, 3, 9])
 def test_attention(pair: Any, heads: int, kv_heads: int, head_dim: int, window: int) -> None:
-    config = replace(pair[0].config, layers=1, kv_heads=kv_heads, head_dim=head_dim)
+    config = replace(pair[0].config, layers=1, windows=(0,), kv_heads=kv_heads, head_dim=head_dim)
     reader = Reader(config, texts=2, longest=32)
     keys = reader.store.keys[0].copy_(noise(*reader.store.keys[0].shape, seed=1))
     values = reader.store.values[0].copy_(noise(*keys.shape, seed=2))

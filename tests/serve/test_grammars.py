@@ -250,7 +250,8 @@ def test_chains_of_references_end_no_engine(serve_tiny: Callable[..., Served]) -
                 )
                 reply = server.post("/v1/completions", {"prompt": "a", "max_tokens": 3, **extra})
                 assert reply.status_code == 400, reply.text
-                assert reply.json()["error"]["param"] == next(iter(extra))
+                too_many = name == "json_schema" and links == 100_000  # fields, for any body
+                assert reply.json()["error"]["param"] == (None if too_many else next(iter(extra)))
                 assert reply.headers["x-should-retry"] == "false"
         events = [line for line in lines if line.startswith("data: {")]
     assert json.loads(events[-1][6:])["choices"][0]["finish_reason"] == "length"

@@ -307,7 +307,7 @@ def test_no_prediction_counts_nothing(api: OpenAI) -> None:
         ({"dpeth": 3}, "speculative_decoding", "did you mean 'depth'"),
         ({"depth": 64}, "speculative_decoding.depth", "between 0 and 63"),
         ({"depth": -1}, "speculative_decoding.depth", ">= 0"),
-        ({"tree": [9, 9]}, "speculative_decoding.tree", "90 nodes"),
+        ({"tree": [9, 9]}, "speculative_decoding.tree", "more than 63 nodes"),
         ({"threshold": 2}, "speculative_decoding.threshold", "threshold must be in"),
         ("yes", "speculative_decoding", "auto, off, a number"),
     ],

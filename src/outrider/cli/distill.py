@@ -13,7 +13,6 @@ from outrider.cli.flag import Flag
 from outrider.cli.measure import say_loading
 from outrider.cli.options import DEFAULT_MODEL, ENGINE, Flags, Model, envvar, takes
 from outrider.cli.output import note
-from outrider.distill.folder import Folder
 from outrider.distill.recipe import KINDS, LAYOUTS, LOSSES, STAGES, Recipe, read_count
 from outrider.load.find import find
 from outrider.settings import Settings, cache_folder
@@ -272,6 +271,7 @@ def distill(
     recipe = Recipe.of({"target": model, **answer, **train, **score})
     find(model, cache_folder())  # an unknown name fails before torch loads
     say_loading(model)
+    from outrider.distill.folder import Folder
     from outrider.distill.report import default_report
     from outrider.distill.run import distill as run
 

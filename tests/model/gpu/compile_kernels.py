@@ -139,7 +139,9 @@ def _launch_all(every: bool) -> None:
     from tests.model.batches import Part, Reader, random_ids
     from tests.tiny import VOCAB, random_tensors, tiny_config
 
-    config = tiny_config(heads=8, kv_heads=2, head_dim=64, hidden=512, intermediate=1024, layers=1)
+    config = tiny_config(
+        heads=8, kv_heads=2, head_dim=64, hidden=512, intermediate=1024, layers=1, windows=(0,)
+    )
     kernels = GpuKernels(config, *rope_tables(config, 8192), device="cpu")
     model = DeviceDecoder(Decoder(config, random_tensors(config), kernels))
     store = make_store(model, 600)
@@ -212,7 +214,7 @@ def _launch_tall() -> None:
     from tests.model.batches import Part, Reader
     from tests.tiny import tiny_config
 
-    reader = Reader(tiny_config(heads=128, kv_heads=32, head_dim=128, layers=1), longest=140)
+    reader = Reader(tiny_config(heads=128, kv_heads=32, head_dim=128, layers=1, windows=(0,)), longest=140)
     batch = reader.batch(Part(0, [1] * 130))
     q = torch.empty((batch.rows, 128, 128), dtype=torch.bfloat16)
     keys = torch.empty((200, 32, 128), dtype=torch.bfloat16)
@@ -256,7 +258,7 @@ def _launch_kinds(every: bool) -> None:
     from outrider.model.rope import rope_tables
     from tests.tiny import random_tensors, tiny_config
 
-    config = tiny_config(layers=1, heads=4, head_dim=64, hidden=192)
+    config = tiny_config(layers=1, windows=(0,), heads=4, head_dim=64, hidden=192)
     state, one = SequenceState(4, 520, torch.device("cpu")), torch.zeros(1, dtype=torch.int64)
     layout, _ = next(chain_levels(1))
     for kind in KINDS if every else ():

@@ -187,7 +187,7 @@ class Past:
     def __init__(
         self, device: str, heads: int, kv_heads: int, dim: int, lengths: list[int], room: int
     ) -> None:
-        config = tiny_config(heads=heads, kv_heads=kv_heads, head_dim=dim, layers=1)
+        config = tiny_config(heads=heads, kv_heads=kv_heads, head_dim=dim, layers=1, windows=(0,))
         self.reader = Reader(config, texts=len(lengths), longest=room)
         self.reader.lengths = list(lengths)
         shape = self.reader.store.keys[0].shape
