@@ -239,9 +239,9 @@ def known_flags() -> set[str]:
     from typer.main import get_command
 
     from outrider.cli.coming_from import FLAGS
-    from outrider.cli.main import app
+    from outrider.cli.main import make_app
 
-    found, commands = set(FLAGS), [get_command(app)]
+    found, commands = set(FLAGS), [get_command(make_app())]
     while commands:
         command = commands.pop()
         commands += getattr(command, "commands", {}).values()

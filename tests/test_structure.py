@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
-from outrider.cli.main import app
+from outrider.cli.main import make_app
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "outrider"
@@ -383,7 +383,7 @@ def commands(document: Path) -> list[list[str]]:
 
 def check_outrider(words: list[str]) -> None:
     """Every subcommand and flag exists; raises what a user would see."""
-    command = get_command(app)
+    command = get_command(make_app())
     if " ".join(words[:2]) in command.commands:  # a command of two words
         words = [" ".join(words[:2]), *words[2:]]
     while words and words[0] in getattr(command, "commands", {}):

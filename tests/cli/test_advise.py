@@ -119,8 +119,8 @@ def test_numbers_alone_need_no_model(outrider: Outrider, tmp_path: Path) -> None
 
 def test_numbers_alone_need_no_torch() -> None:
     code = (
-        "import sys; from outrider.cli.main import app\n"
-        "app(['advise', '--what-if', 'acceptance=0.7 batch=4'], standalone_mode=False)\n"
+        "import sys; from outrider.cli.main import make_app\n"
+        "make_app()(['advise', '--what-if', 'acceptance=0.7 batch=4'], standalone_mode=False)\n"
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

@@ -11,7 +11,7 @@ from typer.main import get_command
 from outrider.cli import coming_from
 from outrider.cli.coming_from import COMMANDS, FLAGS, read_speculative_config, translated
 from outrider.cli.command import EVERYDAY, ORDER
-from outrider.cli.main import app
+from outrider.cli.main import make_app
 from outrider.errors import InvalidRequest, closest, suggest
 from outrider.settings import Settings
 from outrider.types import SamplingParams
@@ -138,7 +138,7 @@ def test_config_files_get_the_same_answers(outrider: Outrider, served: Served, t
 
 
 def test_what_the_table_names_exists() -> None:
-    commands = get_command(app).commands  # type: ignore[attr-defined]
+    commands = get_command(make_app()).commands  # type: ignore[attr-defined]
     known = {flag for name in ("serve", "chat", "generate", "bench serve") for p in commands[name].params
              for flag in (*p.opts, *p.secondary_opts)}  # fmt: skip
     assert {entry.ours for entry in FLAGS.values() if entry.ours} <= known
@@ -151,7 +151,7 @@ def test_what_the_table_names_exists() -> None:
 def test_flags_of_the_docs_page_are_in_the_table() -> None:
     for row in re.findall(r"^\| (.*?) \|", PAGE.read_text(), re.MULTILINE):
         for flag in re.findall(r"(?<=[` ])(--?[a-z][a-z-]+)", row):
-            commands = get_command(app).commands  # type: ignore[attr-defined]
+            commands = get_command(make_app()).commands  # type: ignore[attr-defined]
             own = {name for p in commands["serve"].params for name in p.opts}
             assert flag in FLAGS or flag in own or flag in ("-n", "-s", "-p"), flag
 
@@ -166,18 +166,18 @@ def test_help_fits_a_screen_and_help_all_has_everything(
     lines = short.out.splitlines()
     assert len(lines) <= 44 and max(map(len, lines)) <= 80 and "--help-all" in short.out
     assert "--draft NAME" in short.out and "outrider help WORD" in short.out and "[[" not in short.out
-    for param in get_command(app).commands[command].params:  # type: ignore[attr-defined]
+    for param in get_command(make_app()).commands[command].params:  # type: ignore[attr-defined]
         if param.param_type_name == "option" and not param.hidden:
             assert param.opts[-1] in long.out, param.name
 
 
 def test_every_everyday_name_is_a_flag() -> None:
-    commands = get_command(app).commands.values()  # type: ignore[attr-defined]
+    commands = get_command(make_app()).commands.values()  # type: ignore[attr-defined]
     for name, text in EVERYDAY.items():
         measured = text == EVERYDAY["bench"]  # three commands share one list
         own = {p.name for c in commands if measured or c.name == name for p in c.params}
         assert {*text.split()} - {"help"} <= own, name
-    assert {*ORDER} == {*get_command(app).commands}  # type: ignore[attr-defined]
+    assert {*ORDER} == {*get_command(make_app()).commands}  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

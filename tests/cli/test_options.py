@@ -8,7 +8,7 @@ import pytest
 import typer
 from typer.main import get_command
 
-from outrider.cli.main import app
+from outrider.cli.main import make_app
 from outrider.cli.options import ENGINE, SAMPLING, Flags, read_bias, read_bytes
 from outrider.settings import Settings
 from outrider.types import SamplingParams
@@ -37,7 +37,7 @@ def leaf_commands():
             yield f"{path} {name}", sub
             yield from walk(sub, f"{path} {name}")
 
-    return list(walk(get_command(app), "outrider"))
+    return list(walk(get_command(make_app()), "outrider"))
 
 
 @pytest.mark.parametrize(("path", "command"), leaf_commands())

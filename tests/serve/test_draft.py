@@ -18,7 +18,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from outrider.cli.main import app
+from outrider.cli.main import make_app
 from outrider.load.cards import Acceptance, Card, DraftFacts, Score, TargetFacts, TaskScore, write_card
 from outrider.load.token_shards import read_shards
 from outrider.serve.draft import check_admin, draft_beneath
@@ -205,7 +205,7 @@ def only_those_who_run_it_may(server: Served) -> None:
 def the_command_shows_swaps_and_rolls_back(server: Served) -> None:
     def run(*words: str) -> str:
         key = {"OUTRIDER_API_KEY": KEYS["admin"], "OUTRIDER_URL": server.url}
-        ended = CliRunner().invoke(app, ["draft", *words], env=key)
+        ended = CliRunner().invoke(make_app(), ["draft", *words], env=key)
         assert ended.exit_code == 0, (ended.output, ended.exception)
         return ended.output
 
@@ -215,7 +215,7 @@ def the_command_shows_swaps_and_rolls_back(server: Served) -> None:
     assert "wrong" in run("rollback").splitlines()[0]
     assert json.loads(run("show", "--json"))["data"][0]["path"].endswith("wrong")
     asked = ["draft", "swap", "no", "--url", server.url, "--api-key", KEYS["admin"]]
-    assert "refused: there is no folder no" in str(CliRunner().invoke(app, asked).exception)
+    assert "refused: there is no folder no" in str(CliRunner().invoke(make_app(), asked).exception)
 
 
 def other_requests(server: Served) -> list[tuple[list[int], list[int]]]:

@@ -1,13 +1,14 @@
 """The command `outrider`: its subcommands, and how anything that goes wrong is reported.
 
 Nothing here or in the command files imports torch at the top: `outrider --help` must answer at once.
-One file per command; to add one, write its function and add it to `app` below.
+One file per command; to add one, write its function and add its name to `ORDER` in command.py.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import importlib
 import os
 import sys
 import threading
@@ -19,50 +20,35 @@ from typing import Annotated, NoReturn
 import typer
 
 from outrider import __version__
-from outrider.cli.advise import advise
-from outrider.cli.audit import audit
-from outrider.cli.bench import bench
-from outrider.cli.bench_serve import bench_serve
-from outrider.cli.chat import chat
-from outrider.cli.command import Command, Group
-from outrider.cli.demo import demo
-from outrider.cli.distill import distill
-from outrider.cli.doctor import doctor
-from outrider.cli.draft import draft
-from outrider.cli.generate import generate
-from outrider.cli.help import explain
-from outrider.cli.keys import keys
-from outrider.cli.models import models
+from outrider.cli.command import ORDER, Command, Group
 from outrider.cli.output import complain
-from outrider.cli.pairs import pairs
-from outrider.cli.serve import serve
 from outrider.errors import InvalidRequest, OutriderError, show_cause
 
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
 
-app = typer.Typer(
-    name="outrider",
-    cls=Group,
-    help="Run large language models: same tokens, fewer passes.",
-    no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
-    rich_markup_mode=None,  # plain, as every command's own help; and rich takes a third of a second to import
-)
-app.command("demo", cls=Command)(demo)
-app.command("generate", cls=Command)(generate)
-app.command("chat", cls=Command)(chat)
-app.command("serve", cls=Command)(serve)
-app.command("audit", cls=Command)(audit)
-app.command("bench", cls=Command)(bench)
-app.command("bench serve", cls=Command)(bench_serve)
-app.command("advise", cls=Command)(advise)
-app.command("distill", cls=Command)(distill)
-app.add_typer(models, name="models", cls=Group)
-app.add_typer(pairs, name="pairs", cls=Group)
-app.command("doctor", cls=Command)(doctor)
-app.add_typer(keys, name="keys", cls=Group)
-app.add_typer(draft, name="draft", cls=Group)
-app.command("help", cls=Command)(explain)
+
+def make_app(names: Sequence[str] = ORDER) -> typer.Typer:
+    """The command line with these commands. Each is in a file of its name. Importing and describing all of them takes a
+    fifth of a second, so that a call gets those it names.
+    """
+    made = typer.Typer(
+        name="outrider",
+        cls=Group,
+        help="Run large language models: same tokens, fewer passes.",
+        no_args_is_help=True,
+        context_settings={"help_option_names": ["-h", "--help"]},
+        rich_markup_mode=None,  # plain, as every command's own help; and rich takes a third of a second to import
+    )
+    made.callback()(_outrider)
+    for name in names:
+        word = name.replace(" ", "_")
+        module = importlib.import_module(f"outrider.cli.{word}")
+        command = module.explain if name == "help" else getattr(module, word)
+        if isinstance(command, typer.Typer):
+            made.add_typer(command, name=name, cls=Group)
+        else:
+            made.command(name, cls=Command)(command)
+    return made
 
 
 def _version(wanted: bool) -> None:
@@ -71,7 +57,6 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _outrider(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
@@ -84,8 +69,10 @@ def run(argv: Sequence[str] | None = None) -> NoReturn:
     """Errors are one clear message on stderr and an exit code, never a traceback."""
     # A warning says what, not where in the code it arose.
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
+    first = next(iter(sys.argv[1:] if argv is None else argv), None)
+    named = [name for name in ORDER if name.split()[0] == first]
     try:
-        code = app(argv, prog_name="outrider", standalone_mode=False) or 0
+        code = make_app(named or ORDER)(argv, prog_name="outrider", standalone_mode=False) or 0
     except OutriderError as error:
         show_cause(error)
         complain(str(error))
