@@ -45,7 +45,7 @@ demo: $(READY) ## install Outrider, fetch the built-in model and see it answer p
 	$(BIN)/outrider demo $(MODEL) $(ARGS)
 
 # A worker a core; `ARGS="tests/cli -x"`, `ARGS=--pdb` and single files run as pytest alone would run them.
-test: install ## run the tests: a few minutes
+test: install ## run the tests: 15 minutes on two cores
 	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
 
 test-all: install ## run the tests and the long sweeps too: before work on kernels is done

@@ -35,7 +35,6 @@ F = TypeVar("F", "Audit", "Traffic")
 
 TEMPERATURES = (0.0, 0.7, 1.2)
 EACH = 2  # built-in prompts of a task
-INTERRUPTED = 130  # exit status after Ctrl-C
 
 Temperatures = Annotated[
     str | None,
@@ -123,7 +122,7 @@ def audit(
             holds = check(llm, asked, params, heat, adversaries, extent, report)
     if "interrupted" in report:
         report.keep()
-        raise typer.Exit(INTERRUPTED)
+        raise KeyboardInterrupt  # what was found has been said
     report.deliver()
     if not holds:
         raise typer.Exit(1)

@@ -70,7 +70,8 @@ def run(argv: Sequence[str] | None = None) -> NoReturn:
     # A warning says what, not where in the code it arose.
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     first = next(iter(sys.argv[1:] if argv is None else argv), None)
-    named = [name for name in ORDER if name.split()[0] == first != "help"]  # which describes others
+    # `help` describes the other commands, so it needs all of them.
+    named = [name for name in ORDER if name.split()[0] == first != "help"]
     try:
         code = make_app(named or ORDER)(argv, prog_name="outrider", standalone_mode=False) or 0
     except OutriderError as error:
