@@ -202,29 +202,31 @@ def beside_a_device(given: argparse.Namespace, checkpoint: Checkpoint) -> None:
     }
     away = Clock(CapturedStep, "_step")
     clock = Reckoned(away, given.slower)
-    engines = {way: build(given, checkpoint, some) for way, some in drafting.items()}
+    engines = {method: build(given, checkpoint, some) for method, some in drafting.items()}
     for engine in engines.values():
         prepare(engine, given, clock)
-    took: dict[str, list[float]] = {way: [] for way in engines}
-    passes: dict[str, list[int]] = {way: [] for way in engines}
+    took: dict[str, list[float]] = {method: [] for method in engines}
+    passes: dict[str, list[int]] = {method: [] for method in engines}
     with timed_by(clock):
         for number in range(given.rounds + 2):  # two to get to know the host
-            for way, engine in engines.items():
+            for method, engine in engines.items():
                 begin = clock.perf_counter()
-                for one in requests(given, f"{way}{number}", number):
+                for one in requests(given, f"{method}{number}", number):
                     engine.add(one)
                 while not engine.idle:
-                    passes[way] += [result.record.passes for result in engine.step()]
-                took[way].append(clock.perf_counter() - begin)
+                    passes[method] += [result.record.passes for result in engine.step()]
+                took[method].append(clock.perf_counter() - begin)
     away.stop()
-    rounds = [plain / auto for plain, auto in zip(*(took[way][2:] for way in ("plain", "auto")), strict=True)]
+    rounds = [
+        plain / auto for plain, auto in zip(*(took[method][2:] for method in ("plain", "auto")), strict=True)
+    ]
     print(
         f"{given.sequences} sequences of {given.tokens} tokens, {given.pass_ms:g} ms a pass, host x{given.slower:g}"
     )
-    for way, all_rounds in took.items():
+    for method, all_rounds in took.items():
         seconds = statistics.median(all_rounds[2:])
-        rate, each = given.sequences * given.tokens / seconds, statistics.mean(passes[way])
-        print(f"{way:6} {rate:9.0f} tok/s, {each:.1f} passes a step")
+        rate, each = given.sequences * given.tokens / seconds, statistics.mean(passes[method])
+        print(f"{method:6} {rate:9.0f} tok/s, {each:.1f} passes a step")
     print(
         f"auto, of which nothing pays: {statistics.median(rounds):.3f}x plain (lowest round {min(rounds):.3f}x)"
     )

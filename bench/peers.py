@@ -50,9 +50,9 @@ class Engine:
 
 
 def outrider_engines(llm: AsIf, depth: int, most: int) -> list[Engine]:
-    def engine(name: str, way: Speculation) -> Engine:
+    def engine(name: str, method: Speculation) -> Engine:
         def greedy(prompts: list[list[int]], tokens: int) -> Run:
-            params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, speculation=way)
+            params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, speculation=method)
             return answer(llm, prompts, params).run
 
         return Engine(name, greedy, most)
@@ -89,12 +89,12 @@ def vllm_engines(target: Path, draft: Path | None, given: argparse.Namespace) ->
     """As many as this version of vLLM can make; what it refuses is said and left out."""
     guesses = {"num_speculative_tokens": given.depth}
     ngram = {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2, **guesses}
-    ways: dict[str, dict[str, Any] | None] = {"plain": None, "n-gram": ngram}
+    methods: dict[str, dict[str, Any] | None] = {"plain": None, "n-gram": ngram}
     if draft is not None:
-        ways["draft"] = {"method": "draft_model", "model": str(draft), **guesses}
+        methods["draft"] = {"method": "draft_model", "model": str(draft), **guesses}
     made = []
     most = max(given.batches)
-    for name, speculative in ways.items():
+    for name, speculative in methods.items():
         try:
             peer = Vllm(target, given.vllm_share, given.context, most, speculative)
         except Exception as problem:  # any version may refuse any of them in its own way

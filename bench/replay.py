@@ -35,8 +35,8 @@ from outrider.engine.runner import LONGEST_MEASURED
 from outrider.settings import PREFILL_STRETCH, PREFILL_WAIT
 from outrider.types import (
     NO_DRAFT,
-    Bet,
     Draft,
+    DraftPlan,
     Options,
     Outcome,
     Request,
@@ -84,7 +84,7 @@ def record(
 class Replay:
     """One planner and one lookup, and the steps that they made of the answers."""
 
-    way: Any  # speculation, as requests ask for it
+    method: Any  # speculation, as requests ask for it
     costs: CostModel = field(default_factory=CostModel)  # as they are; the planner learns its own
     planner: Planner = field(default_factory=lambda: Planner("lookup", choices=("lookup",), guards=GUARDS))
     drafters: Drafters = field(default_factory=lambda: Drafters({"lookup": LookupDrafter()}, vocab=1 << 30))
@@ -101,7 +101,7 @@ class Replay:
         for one in group:
             self.number += 1
             asked = SamplingParams(
-                temperature=one["temperature"], max_tokens=len(one["answer"]), speculation=self.way
+                temperature=one["temperature"], max_tokens=len(one["answer"]), speculation=self.method
             )
             request = Request(f"r{self.number}", tuple(one["prompt"]), asked, 0, owner=str(self.number))
             sequence = Sequence(request, 0, 0, list(one["prompt"]))
@@ -130,19 +130,19 @@ class Replay:
 
     def _step(self, scripts: dict[Sequence, list[int]], now: float) -> StepRecord:
         work = self._work(scripts, now)
-        plan = self.planner.plan(work, Options(riding=self.drafters.riding, found=self._found))
+        plan = self.planner.plan(work, Options(model_free=self.drafters.model_free, found=self._found))
         known, drafted, outcomes, verified = 0, 0, [], []
-        for one, bet in zip(work, plan.bets, strict=True):
+        for one, draft_plan in zip(work, plan.draft_plans, strict=True):
             sequence, known = one.sequence, known + one.known
             if not one.emits:
                 continue
-            draft, left = self._draft(sequence, bet), scripts[sequence][len(sequence.tokens) :]
-            right, straight = _accepted(draft, left)
+            draft, left = self._draft(sequence, draft_plan), scripts[sequence][len(sequence.tokens) :]
+            right, top1_accepted = _accepted(draft, left)
             verified.append((sequence, left[: right + 1]))
-            outcomes.append(Outcome(sequence, bet, len(draft), _deepest(draft), right, straight))
+            outcomes.append(Outcome(sequence, draft_plan, len(draft), _deepest(draft), right, top1_accepted))
             drafted += len(draft)
         rows = known + drafted
-        took = self.costs.step(rows) + (HOST + PLANNING * len(outcomes) * (self.way is not False)) / 1e3
+        took = self.costs.step(rows) + (HOST + PLANNING * len(outcomes) * (self.method is not False)) / 1e3
         held, emitted = sum(o.accepted for o in outcomes), sum(len(path) for _, path in verified)
         made = StepRecord(
             rows, len(work), known, drafted, held, emitted, 0, 0, took, 0, took, outcomes, plan.reasons
@@ -154,17 +154,21 @@ class Replay:
             sequence.tokens += path
             sequence.cached += len(path) - 1
             sequence.finish_reason = "length" if len(sequence.tokens) == len(scripts[sequence]) else None
-        asked = [o.sequence for o in outcomes if self.way is not False and not o.drafted]
+        asked = [o.sequence for o in outcomes if self.method is not False and not o.drafted]
         scored = [self.scores.score("lookup", one) for one in asked if not one.finish_reason]
         made.scored = [one for one in scored if one is not None]
         self.planner.observe(made)
         return made
 
     def _found(self, name: str, sequence: Sequence, depth: int) -> int:
-        return len(self._draft(sequence, Bet(name, depth, depth)))
+        return len(self._draft(sequence, DraftPlan(name, depth, depth)))
 
-    def _draft(self, sequence: Sequence, bet: Bet) -> Draft:
-        return self.drafters.propose(bet.drafter, [sequence], [bet])[0] if bet.nodes else NO_DRAFT
+    def _draft(self, sequence: Sequence, draft_plan: DraftPlan) -> Draft:
+        return (
+            self.drafters.propose(draft_plan.drafter, [sequence], [draft_plan])[0]
+            if draft_plan.nodes
+            else NO_DRAFT
+        )
 
 
 @dataclass
@@ -174,43 +178,43 @@ class Run:
     steps: list[StepRecord] = field(default_factory=list)
     now: float = 0.0
     # First and last token, tokens after the first.
-    heard: dict[Sequence, list[float]] = field(default_factory=dict)
+    received: dict[Sequence, list[float]] = field(default_factory=dict)
 
     def add(self, step: StepRecord) -> None:
         self.steps.append(step)
         self.now += step.total_s
         for o in step.outcomes:
-            mine = self.heard.setdefault(o.sequence, [self.now, self.now, -1 - o.accepted])
+            mine = self.received.setdefault(o.sequence, [self.now, self.now, -1 - o.accepted])
             mine[1], mine[2] = self.now, mine[2] + 1 + o.accepted
 
     @property
     def rate(self) -> float:
         """Tokens a second of an answer, as `outrider bench` counts them: each from its first token to its last."""
-        spent = sum(last - first for first, last, _ in self.heard.values())
-        return sum(tokens for *_, tokens in self.heard.values()) / spent
+        spent = sum(last - first for first, last, _ in self.received.values())
+        return sum(tokens for *_, tokens in self.received.values()) / spent
 
     @property
     def waited(self) -> float:
         """For first tokens, all together."""
-        return sum(first for first, *_ in self.heard.values())
+        return sum(first for first, *_ in self.received.values())
 
     @property
     def slowest(self) -> float:
         """Seconds a token."""
-        return max((last - first) / tokens for first, last, tokens in self.heard.values() if tokens)
+        return max((last - first) / tokens for first, last, tokens in self.received.values() if tokens)
 
 
 def _accepted(draft: Draft, left: list[int]) -> tuple[int, int]:
     """How many of a draft's tokens come true, and how many of those were first choices."""
-    node, straight, on, right = -1, 0, True, 0
+    node, top1_accepted, on, right = -1, 0, True, 0
     while right < len(left) - 1:
         children = [i for i, parent in enumerate(draft.parents) if parent == node]
         hit = next((i for i in children if draft.tokens[i] == left[right]), None)
         if hit is None:
             break
         on = on and hit == children[0]
-        node, right, straight = hit, right + 1, straight + on
-    return right, straight
+        node, right, top1_accepted = hit, right + 1, top1_accepted + on
+    return right, top1_accepted
 
 
 def _deepest(draft: Draft) -> int:
@@ -260,7 +264,7 @@ def show(answers: dict[str, Any], batches: list[int], rounds: int, why: str) -> 
             ratios, others, tails, waits, kinds = [], [], [], [], Counter[str]()
             for number in range(rounds):
                 for place, group in enumerate(groups_of(some, batch, None)):
-                    own, other, base = (way.batch(group) for way in (auto, fixed, plain))
+                    own, other, base = (method.batch(group) for method in (auto, fixed, plain))
                     ratios.append(own.rate / base.rate)
                     others.append(other.rate / base.rate)
                     tails.append(own.slowest / base.slowest)

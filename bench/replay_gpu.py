@@ -78,13 +78,13 @@ class Recorded(host.Free):
         return (logits[:, 0].double() * TEMPERATURE).round().long()  # logits come divided by it
 
 
-def make_engine(way: str, given: argparse.Namespace, clock: host.Reckoned) -> Engine:
-    drafting: dict[str, Drafter] = {} if way == "plain" else {"lookup": LookupDrafter()}
+def make_engine(method: str, given: argparse.Namespace, clock: host.Reckoned) -> Engine:
+    drafting: dict[str, Drafter] = {} if method == "plain" else {"lookup": LookupDrafter()}
     checkpoint = open_checkpoint(find("smollm2-135m", cache_folder()))
     engine = host.build(given, checkpoint, drafting, Recorded)
     assert isinstance(engine.model, Recorded) and isinstance(engine.runner, GraphRunner)
     engine.model.engine, runner, planner = engine, engine.runner, engine.planner
-    planner.depth = DEPTH if way == "lookup" else None
+    planner.depth = DEPTH if method == "lookup" else None
     runner.on_demand, runner.sample = False, lambda *_: None  # type: ignore[method-assign] - no logits to look at
     for size in sizes_up_to(given.sequences):
         runner.sizes.made.add(size)
@@ -146,24 +146,24 @@ def run(given: argparse.Namespace) -> None:
         given.sequences = batch
         away = host.Clock(CapturedStep, "_step")
         clock = host.Reckoned(away, given.slower)
-        engines = {way: make_engine(way, given, clock) for way in ("plain", "auto", "lookup")}
+        engines = {method: make_engine(method, given, clock) for method in ("plain", "auto", "lookup")}
         for task in given.tasks or texts:
             took, per_step, each = (defaultdict[str, list[float]](list) for _ in range(3))
             with out_of_the_collectors_sight(), host.timed_by(clock):
                 for number in range(given.rounds + 1):
-                    for way, engine in engines.items():
+                    for method, engine in engines.items():
                         assert isinstance(engine.model, Recorded)
                         asked = requests(texts[task], engine.model, batch, f"{task}.{number}", number)
                         spent, rate, times = answer(engine, asked, clock)
-                        took[way].append(spent)
-                        per_step[way].append(rate)
-                        each[way] += times if number else []
+                        took[method].append(spent)
+                        per_step[method].append(rate)
+                        each[method] += times if number else []
             ratios = [
-                statistics.mean(p / o for p, o in zip(took["plain"][1:], took[way][1:], strict=True))
-                for way in ("auto", "lookup")
+                statistics.mean(p / o for p, o in zip(took["plain"][1:], took[method][1:], strict=True))
+                for method in ("auto", "lookup")
             ]
-            rates = [statistics.mean(per_step[way][1:]) for way in ("auto", "lookup")]
-            p99 = {way: np.percentile(times, 99) for way, times in each.items()}
+            rates = [statistics.mean(per_step[method][1:]) for method in ("auto", "lookup")]
+            p99 = {method: np.percentile(times, 99) for method, times in each.items()}
             print(
                 f"{task:15}{batch:5}{ratios[0]:8.2f}x{ratios[1]:8.2f}x{rates[0]:6.2f}{rates[1]:6.2f}"
                 f"{p99['auto'] / p99['plain']:12.2f}x{p99['lookup'] / p99['plain']:8.2f}x",

@@ -25,7 +25,7 @@ from bench.serving import Connection, Server, arguments, birth_certificate, read
 
 CHAT = "/v1/chat/completions"
 TOLERANCE = 1e-5  # of a log-probability
-WAYS = ("off", "on", "toggled")  # everything is compared with the first
+METHODS = ("off", "on", "toggled")  # everything is compared with the first
 
 COLOURS = {"type": "string", "enum": ["red", "green", "blue", "yellow"]}
 SIZE = {"type": "integer", "minimum": 0, "maximum": 99}
@@ -71,9 +71,9 @@ def body_of(number: int, prompt: str, tokens: int) -> dict[str, Any]:
     return body
 
 
-def speculation_of(number: int, way: str) -> Any:
+def speculation_of(number: int, method: str) -> Any:
     """Off, or on: left to the planner, or as deep as asked even where it does not pay."""
-    if way == "off" or (way == "toggled" and number % 3 == 0):
+    if method == "off" or (method == "toggled" and number % 3 == 0):
         return False
     return True if number % 2 else {"depth": 4, "nodes": 6}
 
@@ -211,29 +211,31 @@ async def measure(
     """Each way in turn, each compared with the first."""
     bodies = [body_of(number, prompt, tokens) for number, prompt in enumerate(prompts)]
     runs: dict[str, list[Answer]] = {}
-    for way in WAYS:
+    for method in METHODS:
         asked = [
-            {**body, "speculative_decoding": speculation_of(number, way)}
+            {**body, "speculative_decoding": speculation_of(number, method)}
             for number, body in enumerate(bodies)
         ]
         begin = time.perf_counter()
-        runs[way] = await answers_to(host, port, asked, together)
+        runs[method] = await answers_to(host, port, asked, together)
         print(
-            f"{way}: {len(asked)} requests in {time.perf_counter() - begin:.1f} s",
+            f"{method}: {len(asked)} requests in {time.perf_counter() - begin:.1f} s",
             file=sys.stderr,
             flush=True,
         )
-    return {way: compare(runs[WAYS[0]], runs[way]) for way in WAYS}
+    return {method: compare(runs[METHODS[0]], runs[method]) for method in METHODS}
 
 
 def show(verdicts: dict[str, Verdict]) -> None:
     names = [name for name in asdict(Verdict()) if name != "examples"]
     print(f"| way | {' | '.join(name.replace('_', ' ') for name in names)} |")
     print("|---" * (1 + len(names)) + "|")
-    for way, verdict in verdicts.items():
+    for method, verdict in verdicts.items():
         values = (getattr(verdict, name) for name in names)
         print(
-            f"| {way} | " + " | ".join(f"{v:.2g}" if isinstance(v, float) else str(v) for v in values) + " |"
+            f"| {method} | "
+            + " | ".join(f"{v:.2g}" if isinstance(v, float) else str(v) for v in values)
+            + " |"
         )
     for example in itertools.islice((e for v in verdicts.values() for e in v.examples), 10):
         print(example)
@@ -255,9 +257,11 @@ def main() -> int:
         verdicts = asyncio.run(measure(server.host, server.port, prompts, given.tokens, given.together))
     show(verdicts)
     if given.json:
-        ways = {way: {**asdict(verdict), "equal": verdict.equal} for way, verdict in verdicts.items()}
+        methods = {
+            method: {**asdict(verdict), "equal": verdict.equal} for method, verdict in verdicts.items()
+        }
         given.json.write_text(
-            json.dumps({"certificate": birth_certificate("bench.serve_identity"), "ways": ways})
+            json.dumps({"certificate": birth_certificate("bench.serve_identity"), "methods": methods})
         )
     return 0 if all(verdict.equal for verdict in verdicts.values()) else 1
 

@@ -160,7 +160,7 @@ class Reading:
             raise RuntimeError(f"another beginning than alone: {self.text!r} for {self.case}")
 
 
-class Crowd:
+class ConnectionLimiter:
     """The clients. `stopping` is set once the server was told to leave."""
 
     def __init__(self, server: Server, cases: Sequence[Case], seed: int) -> None:
@@ -334,7 +334,9 @@ async def whole_cache_is_free(server: Server, slots: int) -> bool:
     return reply.status == 200 and reply.json()["usage"]["completion_tokens"] == 8
 
 
-async def stopped_under_load(server: Server, crowd: Crowd, clients: int, busy: float) -> dict[str, Any]:
+async def stopped_under_load(
+    server: Server, crowd: ConnectionLimiter, clients: int, busy: float
+) -> dict[str, Any]:
     """SIGTERM in the middle of it. Seconds to leave, the exit code, processes left behind."""
     family = [psutil.Process(server.process.pid), server.engine()]
     before = dict(crowd.tally.outcomes)
@@ -372,7 +374,7 @@ async def measure(server: Server, given: argparse.Namespace, prompts: Sequence[s
     for case in cases:
         case.text, case.reason, case.tokens = await asked_alone(server, case)
     note(f"{len(cases)} answers known; {given.clients} clients for {given.minutes:g} minutes")
-    crowd = Crowd(server, cases, given.seed)
+    crowd = ConnectionLimiter(server, cases, given.seed)
     tally = crowd.tally
     watch = asyncio.create_task(crowd.watch())
     begin = time.monotonic()

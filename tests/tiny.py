@@ -24,7 +24,7 @@ from outrider.engine.runner import EagerRunner
 from outrider.load.config import ModelConfig, Rope
 from outrider.model.decoder import Decoder, make_kernels
 from outrider.settings import Settings, cache_folder
-from outrider.types import NO_BET, Bet, Event, Plan, Request, SamplingParams, Sequence
+from outrider.types import NO_DRAFT_PLAN, DraftPlan, Event, Plan, Request, SamplingParams, Sequence
 
 VOCAB = 96
 
@@ -138,17 +138,17 @@ def sequence(tokens, row: int = -1, cached: int = 0, prompt: int | None = None, 
 
 
 class Always:
-    """A planner that bets the same for everyone, as `bet` says, with the drafter and mode each request asks
+    """A planner with the same `draft_plan` for everyone, with the drafter and mode each request asks
     for.
     """
 
-    def __init__(self, bet: Bet, on=lambda sequence: True) -> None:
-        self.bet, self.on, self.default = bet, on, bet.drafter
+    def __init__(self, draft_plan: DraftPlan, on=lambda sequence: True) -> None:
+        self.draft_plan, self.on, self.default = draft_plan, on, draft_plan.drafter
 
     choices: tuple[str, ...] = ()
 
     def plan(self, work, options) -> Plan:
-        return Plan(tuple(self.one(item.sequence) if item.emits else NO_BET for item in work))
+        return Plan(tuple(self.one(item.sequence) if item.emits else NO_DRAFT_PLAN for item in work))
 
     def unmeasured(self, work, options) -> str:
         return "none"
@@ -156,12 +156,18 @@ class Always:
     def prompt_rows(self, decoding: int, waited: float, waiting: int = 1, pending: int = 0) -> int:
         return 1 << 20
 
-    def one(self, sequence: Sequence) -> Bet:
+    def one(self, sequence: Sequence) -> DraftPlan:
         asked = sequence.request.params.speculation
         if asked.off or not self.on(sequence):
-            return NO_BET
-        bet = self.bet
-        return Bet(asked.drafter or bet.drafter, bet.nodes, bet.depth, bet.tree, asked.mode)
+            return NO_DRAFT_PLAN
+        draft_plan = self.draft_plan
+        return DraftPlan(
+            asked.drafter or draft_plan.drafter,
+            draft_plan.nodes,
+            draft_plan.depth,
+            draft_plan.tree,
+            asked.mode,
+        )
 
     def observe(self, record) -> None: ...
     def forget(self, sequence) -> None: ...
@@ -178,8 +184,8 @@ class Watched:
     def start(self, sequence) -> None:
         self.inner.start(sequence)
 
-    def propose(self, sequences, bets):
-        drafts = self.inner.propose(sequences, bets)
+    def propose(self, sequences, draft_plans):
+        drafts = self.inner.propose(sequences, draft_plans)
         for s, draft in zip(sequences, drafts, strict=True):
             self.seen[s.request.id, len(s.tokens)] = (draft.tokens, draft.parents)
         return drafts

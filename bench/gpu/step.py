@@ -248,7 +248,7 @@ def law(vocab: int) -> None:
         work = torch.empty_like(logits)
         seeds = torch.arange(rows, device="cuda")
         sampled = torch.ones(rows, dtype=torch.bool, device="cuda")
-        ways = {
+        methods = {
             "law, sampled": lambda a=logits, b=sampled, s=seeds: draw_rows(a, b, s, s),
             "law, greedy": lambda a=logits, b=~sampled, s=seeds: draw_rows(a, b, s, s),
             "the copy alone": lambda a=logits, w=work: w.copy_(a),
@@ -262,13 +262,13 @@ def law(vocab: int) -> None:
             ("min-p 0.05", 1.0, 0, 1.0, math.log(0.05)),
         ):
             columns = [torch.tensor([value] * rows, device="cuda") for value in filters]
-            ways[name] = lambda a=logits / heat, w=work, c=columns: filter.filter_rows(w.copy_(a), *c)
-        for name, way in ways.items():
-            way()
+            methods[name] = lambda a=logits / heat, w=work, c=columns: filter.filter_rows(w.copy_(a), *c)
+        for name, method in methods.items():
+            method()
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                way()
+                method()
             print(f"{name:32} rows {rows:3}: {replayed(graph) * 1e3:7.1f} us", flush=True)
 
 

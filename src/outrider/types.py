@@ -159,7 +159,7 @@ class Sequence:
 
 
 @dataclass(frozen=True, slots=True)
-class Bet:
+class DraftPlan:
     """What may be drafted for one sequence this step: with which drafter, how many nodes, how deep, in which shape."""
 
     drafter: str = "none"
@@ -169,12 +169,12 @@ class Bet:
     mode: str = "coupled"
 
 
-NO_BET = Bet()
+NO_DRAFT_PLAN = DraftPlan()
 
 
 class Reason(NamedTuple):
-    """Why a sequence has the bet it has, with the numbers that decided. Made in every step, so put into words only when
-    somebody reads it; sequences with the same reason share one.
+    """Why a sequence has its draft plan, with the numbers that decided. Reasons are made every step and formatted only
+    when read; sequences with the same reason share one.
     """
 
     kind: str
@@ -201,9 +201,9 @@ def _shown(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """This step's bets, one a piece of work, and why. `NO_BET` is plain decoding."""
+    """This step's draft plans, one a piece of work, and why. `NO_DRAFT_PLAN` is plain decoding."""
 
-    bets: tuple[Bet, ...]
+    draft_plans: tuple[DraftPlan, ...]
     reasons: tuple[Reason, ...] = ()
 
 
@@ -270,7 +270,7 @@ class Options:
     behind: Callable[[str, Sequence], int] = lambda drafter, sequence: 0
     max_depth: int = 0  # of a chain of the resident rows
     # Drafters that take no pass, and so may serve chains of a step beside another.
-    riding: tuple[str, ...] = ()
+    model_free: tuple[str, ...] = ()
     # Levels that one of those has to propose for a staged sequence, of so many.
     found: Callable[[str, Sequence, int], int] = lambda drafter, sequence, depth: depth
     after_prompts: bool = True  # whether the last chunk of a prompt may have a draft behind it
@@ -343,14 +343,14 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one sequence's bet in one step."""
+    """What became of one sequence's draft plan in one step."""
 
     sequence: Sequence
-    bet: Bet
+    draft_plan: DraftPlan
     drafted: int  # nodes
     deepest: int  # the longest path drafted
     accepted: int
-    straight: int  # of the accepted, those before the first that was not the drafter's first choice
+    top1_accepted: int  # of the accepted, those before the first that was not the drafter's first choice
 
 
 @dataclass(slots=True)
@@ -369,7 +369,7 @@ class StepRecord:
     verify_s: float
     total_s: float
     outcomes: list[Outcome] = field(default_factory=list)  # none of a step in which nobody could draft
-    reasons: tuple[Reason, ...] = ()  # why the planner bet as it did, one a piece of work
+    reasons: tuple[Reason, ...] = ()  # why the planner draft plan as it did, one a piece of work
     # What it would have taken without drafts, and plain steps for the tokens they brought; 0: nobody was answered.
     plain_s: float = 0.0
     # Resident rows: their drafter, their draft tree, and the number of sequences it was planned for, rounded up.

@@ -30,8 +30,8 @@ from outrider.bench.draft_facts import DraftFacts
 from outrider.bench.tally import acceptance_by_depth
 from outrider.cli.coming_from import read_speculative_config
 from outrider.control.costs import CostModel
-from outrider.control.expected import CapturedCosts, RaggedCosts
-from outrider.types import Bet, Outcome, StepRecord
+from outrider.control.expected import CapturedCosts, EagerCosts
+from outrider.types import DraftPlan, Outcome, StepRecord
 from tests.bench.conftest import prompts
 from tests.tiny import sequence
 
@@ -89,7 +89,7 @@ def test_drafts_are_counted_as_the_engine_saw_them(wide: AsIf) -> None:
 
 def test_of_the_last_step_counts_what_was_emitted() -> None:
     def record(emitted: int) -> StepRecord:
-        outcome = Outcome(sequence([1, 2]), Bet("lookup", 4, 4), 4, 4, 3, 3)
+        outcome = Outcome(sequence([1, 2]), DraftPlan("lookup", 4, 4), 4, 4, 3, 3)
         return StepRecord(5, 1, 1, 4, 3, emitted, 0, 0, 1, 0, 1, [outcome])
 
     assert step_outcomes(record(4), last=False) == [(4, 3)]
@@ -123,8 +123,8 @@ def test_rows_of_several_sequences_are_not_taken_for_rows_of_one(monkeypatch: py
     one = trials({2: {"t": [[(2, 1)]]}})
     one.rows, one.host = {1: [1.0] * 3, 4: [2.0] * 3}, {1: [0.0] * 3}
     costs = row_costs(SimpleNamespace(), one, (1, 4), 2, SOON, quiet)  # type: ignore[arg-type]
-    ragged = RaggedCosts(costs.by_batch[1], lambda batch, depth: 0.0, costs.by_batch)
-    assert (ragged.plain(4), ragged.step(1, 3, 3)) == (5.0, 2.0)
+    eager = EagerCosts(costs.by_batch[1], lambda batch, depth: 0.0, costs.by_batch)
+    assert (eager.plain(4), eager.step(1, 3, 3)) == (5.0, 2.0)
     session = Session((1, 4), rows=costs)
     one.rows[1] = [1.5] * 3  # the machine is slower now
     own = session._rows_with(one)
@@ -152,7 +152,7 @@ def test_the_best_depth_is_taken_at_every_batch() -> None:
     """Rows are free up to eight and dear from there on: deep for one sequence, shallow for four."""
     model = CostModel()
     model.by_rows.update({1: 1.0, 8: 1.0, 16: 2.0, 36: 4.5})
-    costs = RaggedCosts(model, lambda batch, depth: 0.0)
+    costs = EagerCosts(model, lambda batch, depth: 0.0)
     steps = [(4, 4), (4, 1), (4, 1), (4, 2)] * 10
     found = trials({2: {"t": [[(2, min(a, 2)) for _, a in steps]]}, 4: {"t": [steps]}})
     one, four = (expected(found, batch, costs, True) for batch in (1, 4))
@@ -172,7 +172,7 @@ def test_acceptance_by_depth_and_task() -> None:
     ]
     model = CostModel()
     model.by_rows.update({1: 1.0, 3: 1.0})
-    tasks = by_task(found, 2, RaggedCosts(model, lambda batch, depth: 0.0))
+    tasks = by_task(found, 2, EagerCosts(model, lambda batch, depth: 0.0))
     assert {name: one["tokens_per_step"] for name, one in tasks.items()} == {"code": 2.5, "chat": 1.0}
 
 

@@ -39,8 +39,8 @@ def test_requests_of_every_kind_come_among_others_and_agree(wide: AsIf) -> None:
     assert 0 < found.aborted < found.requests.total() / 2
     assert found.together > 4
     assert found.logprobs > 0 < found.drafted.total() > found.accepted.total() > 0
-    assert "auto" in found.ways and len(found.ways) > 5
-    assert set(found.ways) & {"random", "wrong", "oracle", "ends", "duplicates"}
+    assert "auto" in found.methods and len(found.methods) > 5
+    assert set(found.methods) & {"random", "wrong", "oracle", "ends", "duplicates"}
     assert found.as_json()["compared"] == found.compared == sum(found.tokens.values())
 
 
@@ -50,12 +50,12 @@ def test_a_wrong_token_is_reported_with_its_place(wide: AsIf, monkeypatch: pytes
 
     def tampered(requests, listener):
         """The third token of one request, on its way to whoever asked."""
-        heard: list[int] = []
+        received: list[int] = []
 
         def listen(event):
-            begin = len(heard)
-            heard.extend(event.token_ids)
-            if begin <= 2 < len(heard) and not spoilt and event.finish_reason is None:
+            begin = len(received)
+            received.extend(event.token_ids)
+            if begin <= 2 < len(received) and not spoilt and event.finish_reason is None:
                 tokens = list(event.token_ids)
                 right = tokens[2 - begin]
                 tokens[2 - begin] = (right + 1) % 90
@@ -115,15 +115,15 @@ def test_it_goes_on_until_enough_was_compared(wide: AsIf, monkeypatch: pytest.Mo
 
 def test_each_answer_counts_when_it_ends(wide: AsIf) -> None:
     """One is enough here, so that the others are aborted and nothing of them is left."""
-    heard: list[tuple[int, str]] = []
+    received: list[tuple[int, str]] = []
 
     def tell(found: module.Traffic, share: float, what: str) -> None:
-        heard.append((found.requests.total(), what))
+        received.append((found.requests.total(), what))
 
     found = audit_arrivals(wide, prompts(3), False, [0.0], PARAMS, Extent(tokens=1), tell)
-    alone = [what for _, what in heard if what]
-    assert alone[0].startswith("1 of ") and len(alone) == len(heard) - heard[-1][0] > 1
-    assert heard[-1][0] == found.requests.total() <= 2 and found.compared > 0
+    alone = [what for _, what in received if what]
+    assert alone[0].startswith("1 of ") and len(alone) == len(received) - received[-1][0] > 1
+    assert received[-1][0] == found.requests.total() <= 2 and found.compared > 0
     assert wide.driver.run(lambda: wide.engine.idle)
 
 
@@ -149,7 +149,7 @@ def test_a_seed_gives_the_same_traffic(wide: AsIf) -> None:
         rnd = random.Random(seed)
         cases = list(_cases(wide, prompts(4), range(16), [USUAL, "penalties"], [0.0], PARAMS, rnd))
         made = _traffic(wide, cases, ["auto", "lm"], 4, rnd)
-        return [(a.case.prompt, a.case.kind, a.case.params.seed, a.way, a.at, a.until) for a in made]
+        return [(a.case.prompt, a.case.kind, a.case.params.seed, a.method, a.at, a.until) for a in made]
 
     first = traffic(1)
     assert first == traffic(1) != traffic(2)

@@ -8,7 +8,7 @@ from outrider import SamplingParams
 from outrider.bench import audit as module
 from outrider.bench.as_if import AsIf
 from outrider.bench.audit import BATCHES, SPELL, Extent, Toggling, audit, how
-from outrider.types import NO_BET, Bet, Options, Plan, Speculation, Work
+from outrider.types import NO_DRAFT_PLAN, DraftPlan, Options, Plan, Speculation, Work
 from tests.bench.conftest import prompts
 from tests.tiny import sequence
 
@@ -22,11 +22,11 @@ def test_every_way_is_compared_and_guesses(wide: AsIf) -> None:
     found = audit(wide, prompts(3), True, [0.0, 0.8], PARAMS)
     assert (wide.engine.drafters.names, wide.engine.planner) == before
     assert found.differing == 0 and not found.divergences
-    assert {way for way, _ in found.tokens} == OWN | ENEMIES
+    assert {method for method, _ in found.tokens} == OWN | ENEMIES
     assert {heat for _, heat in found.tokens} == {0.0, 0.8}
     assert found.by_batch == {3: found.compared}
-    for way in (OWN | ENEMIES) - {"plain", "auto"}:
-        assert found.drafted[way] > 0, way
+    for method in (OWN | ENEMIES) - {"plain", "auto"}:
+        assert found.drafted[method] > 0, method
     assert found.drafted["plain"] == 0
     assert found.accepted["wrong"] == 0 < found.accepted["oracle"]
     assert 0 < found.drafted["toggled lm"] < found.drafted["lm"]
@@ -38,7 +38,7 @@ def test_a_model_that_feels_its_company_is_found_out(leaky: AsIf) -> None:
     assert found.differing > 0
     worst = found.divergences[0]
     assert worst.plain != worst.speculative
-    assert {d.way for d in found.divergences} >= {"lm", "tree lm"}
+    assert {d.method for d in found.divergences} >= {"lm", "tree lm"}
 
 
 def test_it_goes_on_until_enough_was_compared(wide: AsIf, monkeypatch) -> None:
@@ -78,13 +78,13 @@ def test_batches_are_of_every_size_and_mostly_large() -> None:
 def test_toggling_switches_only_whom_it_should() -> None:
     class Always:
         def plan(self, work, options) -> Plan:
-            return Plan(tuple(Bet("lm", 2, 2) for _ in work))
+            return Plan(tuple(DraftPlan("lm", 2, 2) for _ in work))
 
     toggling = Toggling(Always())  # type: ignore[arg-type]
     for length in range(4 * SPELL):
         one = sequence([1] * (3 + length), prompt=3, seed=7)
         other = sequence([1] * (3 + length), prompt=3, seed=8)
         toggling.seeds = {7}
-        first, second = toggling.plan([Work(one, 1), Work(other, 1)], Options()).bets
-        assert (first == NO_BET) == (length // SPELL % 2 == 1)
+        first, second = toggling.plan([Work(one, 1), Work(other, 1)], Options()).draft_plans
+        assert (first == NO_DRAFT_PLAN) == (length // SPELL % 2 == 1)
         assert second.nodes == 2

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from outrider.bench.speculation_page import page
-from tests.bench.test_speculation_page import cell, report, way
+from tests.bench.test_speculation_page import cell, method, report
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
@@ -48,9 +48,11 @@ document.body.append(said);
 
 
 def whole_matrix() -> str:
-    ways = {"lookup": way(0.86), "auto": way(1.42)}
+    methods = {"lookup": method(0.86), "auto": method(1.42)}
     cells = {
-        f"{task} T={heat:g}": cell(task, heat, 1, 4, 16, **ways) for task in TASKS for heat in (0.0, 0.7, 1.2)
+        f"{task} T={heat:g}": cell(task, heat, 1, 4, 16, **methods)
+        for task in TASKS
+        for heat in (0.0, 0.7, 1.2)
     }
     return page(report(**cells))
 

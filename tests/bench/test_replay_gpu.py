@@ -35,15 +35,15 @@ def clock():
 
 def test_what_was_recorded_is_said_and_copies_take_less_time(clock) -> None:
     given = Namespace(sequences=SEQUENCES, single=False)
-    engines = {way: replay_gpu.make_engine(way, given, clock) for way in ("plain", "auto")}
+    engines = {method: replay_gpu.make_engine(method, given, clock) for method in ("plain", "auto")}
     for copied in (False, True):
         took = {}
-        for way, engine in engines.items():
+        for method, engine in engines.items():
             asked = replay_gpu.requests(texts(copied), engine.model, SEQUENCES, f"{copied}", 0)
             with host.timed_by(clock):
-                took[way], rate, paces = replay_gpu.answer(engine, asked, clock)
-            assert not engine.model.texts and (rate > 1.5) == (copied and way == "auto")
-            assert len(paces) == SEQUENCES and all(0 < pace * 39 <= took[way] for pace in paces)
+                took[method], rate, paces = replay_gpu.answer(engine, asked, clock)
+            assert not engine.model.texts and (rate > 1.5) == (copied and method == "auto")
+            assert len(paces) == SEQUENCES and all(0 < pace * 39 <= took[method] for pace in paces)
         assert took["auto"] < (0.8 if copied else 1.2) * took["plain"]
 
 

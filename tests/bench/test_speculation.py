@@ -19,8 +19,8 @@ from outrider.bench.speculation import (
     compare,
     groups_of,
     left_out,
+    methods_of,
     temperatures_of,
-    ways_of,
 )
 from outrider.bench.speed import pass_seconds
 from outrider.draft.synthetic import SyntheticDrafter
@@ -54,10 +54,10 @@ def test_the_same_prompt_twice_gets_two_seeds(wide: AsIf) -> None:
 def test_every_way_is_compared_with_plain(wide: AsIf) -> None:
     tasks = {"chat": prompts(4), "rewrite": prompts(2)}
     told: list[tuple[str, int, int]] = []
-    ways = ways_of(wide, PARAMS, ["lm", "lookup", "lm:auto", "auto"])
+    methods = methods_of(wide, PARAMS, ["lm", "lookup", "lm:auto", "auto"])
     found = compare(
         wide,
-        Comparison(tasks, PARAMS, ways, {"chat": [0.9]}, (1, 2), most=2),
+        Comparison(tasks, PARAMS, methods, {"chat": [0.9]}, (1, 2), most=2),
         tell=lambda so_far: told.append([(task, *one["batches"]) for task, one in so_far.items()]),
     )
     assert {task: one["temperature"] for task, one in found.items()} == {"chat": 0.9, "rewrite": 0.0}
@@ -67,18 +67,18 @@ def test_every_way_is_compared_with_plain(wide: AsIf) -> None:
     }
     for one in found.values():
         for batch, size in zip(one["batches"].values(), (1, 2), strict=True):
-            assert list(batch["ways"]) == ["plain", "lm", "lookup", "lm:auto", "auto"]
-            plain, lm = batch["ways"]["plain"], batch["ways"]["lm"]
+            assert list(batch["methods"]) == ["plain", "lm", "lookup", "lm:auto", "auto"]
+            plain, lm = batch["methods"]["plain"], batch["methods"]["lm"]
             assert (plain["ratio"], plain["worst"], plain["held"]) == (1, 1, None)
             assert plain["tokens_per_step"] == 1
             assert plain["round_rows"] == size
             assert plain["pass_ms"] > 0
             assert lm["tokens_per_step"] > 1
             assert 0 < lm["held"] <= 1
-            for way in batch["ways"].values():
-                assert way["differing"] == 0
-                assert way["compared"] == 12 * size * batch["groups"]
-                assert way["outside_pass"] == 1 - way["pass_ms"] / way["round_ms"]
+            for method in batch["methods"].values():
+                assert method["differing"] == 0
+                assert method["compared"] == 12 * size * batch["groups"]
+                assert method["outside_pass"] == 1 - method["pass_ms"] / method["round_ms"]
     assert told[0] == [("chat", "1")] and told[-1] == [("chat", "1", "2"), ("rewrite", "1", "2")]
     said = [*table(found), *latencies(found), *verdicts(found)]
     assert max(map(len, said)) < 80
@@ -86,24 +86,24 @@ def test_every_way_is_compared_with_plain(wide: AsIf) -> None:
 
 
 def test_a_model_that_feels_its_company_is_found_out(leaky: AsIf) -> None:
-    ways = ways_of(leaky, PARAMS, ["lm"])
-    report = compare(leaky, Comparison({"chat": prompts(1)}, PARAMS, ways))
+    methods = methods_of(leaky, PARAMS, ["lm"])
+    report = compare(leaky, Comparison({"chat": prompts(1)}, PARAMS, methods))
     found = report["chat"]["batches"]["1"]
-    assert found["ways"]["plain"]["differing"] == 0
-    assert found["ways"]["lm"]["differing"] > 0
+    assert found["methods"]["plain"]["differing"] == 0
+    assert found["methods"]["lm"]["differing"] > 0
     assert next(verdicts(report)).endswith(" DIFFER")
 
 
 def test_ways(wide: AsIf) -> None:
-    assert list(ways_of(wide, PARAMS)) == ["plain", "lookup", "lm", "auto"]
-    assert ways_of(wide, PARAMS)["lm"] == Speculation(drafter="lm", depth=4, nodes=4)
-    assert ways_of(wide, PARAMS, ["lookup:auto"])["lookup:auto"] == Speculation(drafter="lookup")
+    assert list(methods_of(wide, PARAMS)) == ["plain", "lookup", "lm", "auto"]
+    assert methods_of(wide, PARAMS)["lm"] == Speculation(drafter="lm", depth=4, nodes=4)
+    assert methods_of(wide, PARAMS, ["lookup:auto"])["lookup:auto"] == Speculation(drafter="lookup")
     deep = replace(PARAMS, speculation={"depth": 2})
-    assert ways_of(wide, deep)["lookup"] == Speculation(drafter="lookup", depth=2)
-    assert ways_of(wide, deep)["auto"] == Speculation()
+    assert methods_of(wide, deep)["lookup"] == Speculation(drafter="lookup", depth=2)
+    assert methods_of(wide, deep)["auto"] == Speculation()
     assert asked_of("lm", Speculation(tree=(2, 1))) == Speculation(drafter="lm", tree=(2, 1))
     with pytest.raises(InvalidRequest, match="unknown way 'eagle'"):
-        ways_of(wide, PARAMS, ["eagle"])
+        methods_of(wide, PARAMS, ["eagle"])
 
 
 def test_prompts_are_grouped(wide: AsIf) -> None:
@@ -158,15 +158,15 @@ class Clock:
 
 
 def test_it_is_repeated_until_the_ratio_is_known(wide: AsIf, monkeypatch: pytest.MonkeyPatch) -> None:
-    ways = ways_of(wide, PARAMS, ["lookup"])
+    methods = methods_of(wide, PARAMS, ["lookup"])
 
     def measured(seconds: float, within: float) -> tuple[int, float | None, float]:
         clock = Clock(monkeypatch)
-        asked = Comparison({"chat": prompts(2)}, PARAMS, ways, seconds=seconds, within=within)
+        asked = Comparison({"chat": prompts(2)}, PARAMS, methods, seconds=seconds, within=within)
         found = compare(wide, asked)["chat"]["batches"]["1"]
-        way = found["ways"]["lookup"]
+        method = found["methods"]["lookup"]
         assert clock.answers == 2 + 4 * found["rounds"]  # two short ones first
-        return found["rounds"], way["ratio_within"], way["ratio"]
+        return found["rounds"], method["ratio_within"], method["ratio"]
 
     assert measured(0.0, 0.02)[:2] == (1, None)  # one round says nothing of the noise
     rounds, within, ratio = measured(1e9, 0.02)
@@ -180,7 +180,7 @@ def test_what_there_is_no_time_for_is_left_out_and_taken_up_again(
 ) -> None:
     clock = Clock(monkeypatch)
     asked = Comparison(
-        {"chat": prompts(1), "code": prompts(1)}, PARAMS, ways_of(wide, PARAMS, ["lookup"]), {"": [0.0, 1.0]},
+        {"chat": prompts(1), "code": prompts(1)}, PARAMS, methods_of(wide, PARAMS, ["lookup"]), {"": [0.0, 1.0]},
         seconds=4.0, bounded=True,
     )  # fmt: skip
     found = compare(wide, asked)
@@ -219,9 +219,9 @@ def test_a_synthetic_draft_knows_every_answer_before_it_is_timed(wide: AsIf) -> 
     made = {"synthetic": SyntheticDrafter((1.0,), wide.model.config.vocab)}
     wide.driver.run(lambda: wide.engine.drafters.add(made))
     try:
-        ways = ways_of(wide, PARAMS, ["synthetic"])
-        found = compare(wide, Comparison({"chat": prompts(2)}, PARAMS, ways, {"": [0.8]}))
+        methods = methods_of(wide, PARAMS, ["synthetic"])
+        found = compare(wide, Comparison({"chat": prompts(2)}, PARAMS, methods, {"": [0.8]}))
     finally:
         wide.driver.run(lambda: wide.engine.drafters.remove(made))
-    way = found["chat"]["batches"]["1"]["ways"]["synthetic"]
-    assert way["held"] == 1.0 and way["tokens_per_step"] == pytest.approx(4.0)
+    method = found["chat"]["batches"]["1"]["methods"]["synthetic"]
+    assert method["held"] == 1.0 and method["tokens_per_step"] == pytest.approx(4.0)

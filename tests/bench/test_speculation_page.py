@@ -21,7 +21,7 @@ CERTIFICATE = {
 }
 
 
-def way(ratio: float, **more: Any) -> dict[str, Any]:
+def method(ratio: float, **more: Any) -> dict[str, Any]:
     stages = {"plan": 0.1, "draft": 0.2, "target": 7.0, "verify": 0.3, "other": 0.4, "total": 8.0}
     rates = [{"depth": 1, "rate": 0.5, "of": 10}, {"depth": 2, "rate": 0.25, "of": 4}]
     made = {"tok_s": 50 * ratio, "ratio": ratio, "ratio_within": 0.011, "worst": ratio, "tokens_per_step": 1.5,
@@ -35,10 +35,10 @@ def report(**speculation: Any) -> dict[str, Any]:
             "memory": {"process_peak_gb": 1.25}, "left_out": [], "speculation": speculation}  # fmt: skip
 
 
-def cell(task: str, heat: float, *batches: int, **ways: Any) -> dict[str, Any]:
-    plain = way(1.0, held=None, acceptance=[])
+def cell(task: str, heat: float, *batches: int, **methods: Any) -> dict[str, Any]:
+    plain = method(1.0, held=None, acceptance=[])
     found = {
-        str(b): {"groups": 1, "rounds": 5, "prompts": 1, "noise": 1.1, "ways": {"plain": plain, **ways}}
+        str(b): {"groups": 1, "rounds": 5, "prompts": 1, "noise": 1.1, "methods": {"plain": plain, **methods}}
         for b in batches
     }
     return {"task": task, "temperature": heat, "max_tokens": 64, "batches": found}
@@ -49,9 +49,9 @@ def figures(html: str) -> list[str]:
 
 
 def test_every_plot_is_there() -> None:
-    ways = {"lookup": way(0.8), "auto": way(1.4)}
+    methods = {"lookup": method(0.8), "auto": method(1.4)}
     cells = {
-        f"{task} T={heat:g}": cell(task, heat, 1, 4, **ways)
+        f"{task} T={heat:g}": cell(task, heat, 1, 4, **methods)
         for task in ("chat", "<code>")
         for heat in (0.0, 1.2)
     }
@@ -72,7 +72,7 @@ def test_every_plot_is_there() -> None:
 
 def test_tasks_at_their_own_temperatures_share_a_plot() -> None:
     html = page(
-        report(chat=cell("chat", 0.7, 1, auto=way(1.1)), rewrite=cell("rewrite", 0.0, 1, auto=way(2.0)))
+        report(chat=cell("chat", 0.7, 1, auto=method(1.1)), rewrite=cell("rewrite", 0.0, 1, auto=method(2.0)))
     )
     drawn = figures(html)
     assert "Batch 1, times plain" in drawn and not any(
@@ -82,10 +82,10 @@ def test_tasks_at_their_own_temperatures_share_a_plot() -> None:
 
 def test_what_is_missing_is_said() -> None:
     assert "Nothing was measured" in page(report())
-    cut = report(chat=cell("chat", 0.7, 1, auto=way(1.1))) | {"left_out": ["code, batch 1"]}
+    cut = report(chat=cell("chat", 0.7, 1, auto=method(1.1))) | {"left_out": ["code, batch 1"]}
     assert "no time for 1 of them: code, batch 1" in page(cut)
     alone = page(
-        report(chat=cell("chat", 0.7, 1, auto=way(1.1, itl_ms=None, ratio_within=None, acceptance=[])))
+        report(chat=cell("chat", 0.7, 1, auto=method(1.1, itl_ms=None, ratio_within=None, acceptance=[])))
     )
     assert "auto" in alone
 

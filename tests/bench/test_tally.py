@@ -11,7 +11,7 @@ from outrider.bench.answering import Answers, Meter, TimedStep
 from outrider.bench.peers import Run
 from outrider.bench.show import verdicts
 from outrider.bench.tally import STRETCH, Tally, acceptance_by_depth, noise, speedup, within
-from outrider.types import Bet, Event, Outcome, Reason, StepRecord
+from outrider.types import DraftPlan, Event, Outcome, Reason, StepRecord
 from tests.tiny import sequence
 
 
@@ -48,7 +48,7 @@ def test_acceptance_by_depth_counts_what_was_reached() -> None:
 
 
 def record(drafted: int = 0, **times: float) -> StepRecord:
-    outcome = Outcome(sequence([1, 2]), Bet("lookup", 4, 4), drafted, drafted, drafted - 1, drafted - 1)
+    outcome = Outcome(sequence([1, 2]), DraftPlan("lookup", 4, 4), drafted, drafted, drafted - 1, drafted - 1)
     stages = {"plan_s": 0.0, "draft_s": 0.0, "target_s": 0.0, "verify_s": 0.0, "total_s": 0.0} | times
     return StepRecord(1, 1, 1, drafted, 0, 1, **stages, outcomes=[outcome])
 
@@ -60,16 +60,16 @@ def answers(rate: float, *records: StepRecord, steps: list[float] | None = None)
 
 
 def test_what_a_way_comes_to() -> None:
-    plain, way = Tally(), Tally()
+    plain, method = Tally(), Tally()
     base = answers(10.0, steps=[0.01, 0.03])  # two steps of one token
     for group, rate in ((0, 20.0), (1, 30.0)):
         plain.add(group, base, base.run)
         step = record(3, plan_s=0.001, draft_s=0.002, target_s=0.01, verify_s=0.003, total_s=0.02)
         step.plain_s, step.reasons = 0.03, (Reason("pays", 3), Reason("probe", 2))
-        way.add(
+        method.add(
             group, answers(rate, step, replace(step, known=7, prompt_rows=7, plain_s=0.0)), base.run
         )  # the other one reads a prompt
-    found = way.figures(plain)
+    found = method.figures(plain)
     assert found["ratio"] == pytest.approx((2.0 * 3.0) ** 0.5) and found["worst"] == pytest.approx(2.0)
     assert (found["tok_s"], found["ratio_within"], found["tokens_per_step"]) == (
         pytest.approx(25.0),
@@ -88,20 +88,20 @@ def test_what_a_way_comes_to() -> None:
 
 
 def test_the_gauge_counts_a_step_for_everyone_who_waits_for_it() -> None:
-    way, base = Tally(), answers(10.0)
+    method, base = Tally(), answers(10.0)
     full, alone = record(total_s=1.0), record(total_s=1.0)
     full.sequences, full.known, full.prompt_rows, full.plain_s, alone.plain_s = 5, 24, 20, 3.0, 1.0
-    way.add(0, answers(10.0, full, alone), base.run)
-    assert way.figures(way)["gauge"] == pytest.approx((4 * 3.0 + 1.0) / 5)
+    method.add(0, answers(10.0, full, alone), base.run)
+    assert method.figures(method)["gauge"] == pytest.approx((4 * 3.0 + 1.0) / 5)
 
 
 def test_a_disturbed_machine_is_seen_in_steps_that_should_take_the_same() -> None:
     """Also where one way was disturbed and the other was not."""
     base = answers(10.0, steps=[0.01] * 20)
 
-    def found(*ways: list[float]) -> float:
+    def found(*methods: list[float]) -> float:
         tallies = []
-        for steps in ways:
+        for steps in methods:
             tallies.append(Tally())
             tallies[-1].add(0, answers(10.0, steps=steps), base.run)
         return noise(tallies, 1)
@@ -115,17 +115,17 @@ def test_a_disturbed_machine_is_seen_in_steps_that_should_take_the_same() -> Non
     assert noise([plain, drafting], 1) == pytest.approx(2.0)  # prompts were read in half the time
     plain.firsts = [1.0] * 4
     assert noise([plain, drafting], 1) == pytest.approx(1.0)  # drafts for others may have held them up
-    way = {"ratio": 1.0, "compared": 1, "differing": 0}
+    method = {"ratio": 1.0, "compared": 1, "differing": 0}
 
     def said(noisy: float) -> str:
-        cell = {"ways": {"plain": way, "auto": way}, "noise": noisy}
+        cell = {"methods": {"plain": method, "auto": method}, "noise": noisy}
         return " ".join(verdicts({"chat": {"batches": {"1": cell}}}))
 
     assert "noisy" in said(loud) and "noisy" not in said(quiet)
 
 
 def test_where_a_way_loses_is_said() -> None:
-    def way(ratio: float) -> dict:
+    def method(ratio: float) -> dict:
         return {
             "ratio": ratio,
             "compared": 1,
@@ -134,8 +134,9 @@ def test_where_a_way_loses_is_said() -> None:
             "tpot_ms": {"p99": 20 / ratio**0.5},
         }
 
-    cells = {"1": {"noise": 1.0, "ways": {"plain": way(1), "lookup": way(0.7), "auto": way(0.99)}},
-             "4": {"noise": 1.0, "ways": {"plain": way(1), "lookup": way(1.4), "auto": way(1.3)}}}  # fmt: skip
+    cells = {"1": {"noise": 1.0, "methods": {"plain": method(1), "lookup": method(0.7), "auto": method(0.99)}},
+             "4": {"noise": 1.0, "methods": {"plain": method(1), "lookup": method(1.4), "auto": method(1.3)}},
+             }  # fmt: skip
     said = list(verdicts({"chat": {"batches": cells}}))
     assert "lookup: below 0.98x in 1 of 2; lowest 0.70x (chat, batch 1)" in said
     assert "lookup: p99 between two events at most 1.43x plain's (chat, batch 1)" in said
@@ -148,9 +149,9 @@ def test_time_between_tokens_counts_once_everyone_has_one(monkeypatch: pytest.Mo
     now = iter(range(100))
     monkeypatch.setattr("outrider.bench.answering.time.perf_counter", lambda: float(next(now)))
     meter = Meter(2)
-    for heard in (["a"], ["a", "b"], ["b"], ["a", "b"]):
-        for name in heard:
-            meter.heard(Event(name, 0, (1,), ""))
+    for received in (["a"], ["a", "b"], ["b"], ["a", "b"]):
+        for name in received:
+            meter.received(Event(name, 0, (1,), ""))
         meter.stepped(record())
     assert [(step, at) for step, at, _ in meter.heard_at["a"]] == [(0, 0.0), (1, 2.0), (3, 7.0)]
     assert meter.gaps() == [5.0, 2.0, 3.0]  # not from a's first token to its second

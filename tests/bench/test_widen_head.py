@@ -19,7 +19,7 @@ from outrider.engine.draft_room import draft_room
 from outrider.errors import InvalidRequest
 from outrider.load.checkpoint import open_checkpoint
 from outrider.model.decoder import Decoder, make_kernels, make_store
-from outrider.types import Bet
+from outrider.types import DraftPlan
 from tests.bench.conftest import SETTINGS, SHAPE
 from tests.draft.rows import Rows
 from tests.draft.test_eagle import KINDS
@@ -42,7 +42,7 @@ def drafted(model: Decoder, config: HeadConfig, tensors) -> tuple[torch.Tensor, 
     drafter, s = EagleDrafter(head, store, rows.table), rows.add(text)
     model.forward(text_batch(rows.table, [s.row], [text[:-1]], [0]), store)
     hidden = drafter._read([s], [len(text)])
-    (draft,) = rows.propose(drafter, [s], [Bet("eagle", 4, 4)])
+    (draft,) = rows.propose(drafter, [s], [DraftPlan("eagle", 4, 4)])
     after = head.forward(hidden.clone(), text_batch(rows.table, [s.row], [[5]], [9], behind=1), drafter.store)
     return torch.cat([head.logits(hidden), head.logits(after)]), draft.tokens
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from outrider import LLM, SamplingParams
-from outrider.cli.answer import Answer, Heard, Origins, listen
+from outrider.cli.answer import Answer, Origins, Received, listen
 from outrider.errors import OutriderError
 
 
@@ -20,15 +20,15 @@ def tiny(tiny_folder: Path) -> Iterator[LLM]:
         yield llm
 
 
-def ask(llm: LLM, heard: Heard, **params) -> Answer:
+def ask(llm: LLM, received: Received, **params) -> Answer:
     options = {"temperature": 0, "ignore_eos": True, "max_tokens": 8}
-    return Answer(llm, [5, 6, 7], SamplingParams(**{**options, **params}), heard)
+    return Answer(llm, [5, 6, 7], SamplingParams(**{**options, **params}), received)
 
 
 def test_answers_are_heard_to_their_end(tiny: LLM) -> None:
-    heard: Heard = queue.SimpleQueue()
-    answers = [ask(tiny, heard), ask(tiny, heard, n=2, temperature=1, seed=3, max_tokens=5)]
-    events = list(listen({answer.request.id: answer for answer in answers}, heard))
+    received: Received = queue.SimpleQueue()
+    answers = [ask(tiny, received), ask(tiny, received, n=2, temperature=1, seed=3, max_tokens=5)]
+    events = list(listen({answer.request.id: answer for answer in answers}, received))
     assert all(answer.done for answer in answers)
     assert [answer.tokens for answer in answers] == [8, 10]
     assert [len(events_of) for events_of in ([e for a, e in events if a is x] for x in answers)] == [8, 10]
@@ -40,9 +40,9 @@ def test_answers_are_heard_to_their_end(tiny: LLM) -> None:
 
 
 def test_leaving_early_aborts(tiny: LLM) -> None:
-    heard: Heard = queue.SimpleQueue()
-    answer = ask(tiny, heard, max_tokens=120)
-    events = listen({answer.request.id: answer}, heard)
+    received: Received = queue.SimpleQueue()
+    answer = ask(tiny, received, max_tokens=120)
+    events = listen({answer.request.id: answer}, received)
     next(events)
     events.close()
     deadline = time.monotonic() + 5
@@ -53,11 +53,11 @@ def test_leaving_early_aborts(tiny: LLM) -> None:
 
 
 def test_an_engine_that_dies_is_told(tiny: LLM) -> None:
-    heard: Heard = queue.SimpleQueue()
-    answer = ask(tiny, heard)
-    heard.put(RuntimeError("out of paper"))
+    received: Received = queue.SimpleQueue()
+    answer = ask(tiny, received)
+    received.put(RuntimeError("out of paper"))
     with pytest.raises(OutriderError, match="out of paper"):
-        list(listen({answer.request.id: answer}, heard))
+        list(listen({answer.request.id: answer}, received))
 
 
 class Words:
@@ -82,9 +82,9 @@ def test_what_belongs_to_a_stop_text_is_not_shown(tiny_folder: Path) -> None:
     with LLM(tiny_folder) as llm:
         whole = llm.generate("hello", temperature=0, max_tokens=8)[0].text
         params = SamplingParams(temperature=0, max_tokens=8, stop=whole[3:5])
-        heard: Heard = queue.SimpleQueue()
-        answer = Answer(llm, llm.tokenizer.encode("hello"), params, heard)
-        for _ in listen({answer.request.id: answer}, heard):
+        received: Received = queue.SimpleQueue()
+        answer = Answer(llm, llm.tokenizer.encode("hello"), params, received)
+        for _ in listen({answer.request.id: answer}, received):
             pass
     assert (
         "".join(text for text, _ in answer.origins[0].pieces)

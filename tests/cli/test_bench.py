@@ -50,7 +50,7 @@ def test_bench_measures_an_as_if_model(
     out = tmp_path / "out.json"
     ran = outrider(
         "bench", tiny_folder, "--as-if", SHAPE, "--draft-as-if", DRAFT, "--draft-layers", 2, "--prompts", asked,
-        "--tasks", "chat", "--batches", "1,2", "--groups", 1, "--ways", "lm,auto", "--what", "speculation",
+        "--tasks", "chat", "--batches", "1,2", "--groups", 1, "--methods", "lm,auto", "--what", "speculation",
         "--temperatures", "chat=0.3", "--json", out, *SMALL,
     )  # fmt: skip
     assert ran.code == 0, ran.err
@@ -68,8 +68,8 @@ def test_bench_measures_an_as_if_model(
     assert chat["temperature"] == 0.3
     assert list(chat["batches"]) == ["1", "2"]
     for batch in chat["batches"].values():
-        assert list(batch["ways"]) == ["plain", "lm", "auto"]
-        assert all(way["differing"] == 0 < way["compared"] for way in batch["ways"].values())
+        assert list(batch["methods"]) == ["plain", "lm", "auto"]
+        assert all(method["differing"] == 0 < method["compared"] for method in batch["methods"].values())
     lines = ran.err.splitlines()
     assert max(map(len, lines[:-1])) <= 80 and any(line.split()[:3] == ["chat", "2", "lm"] for line in lines)
     assert "tokens compared with plain decoding's: identical" in ran.err and "% chat, batch 1: " in ran.err
@@ -92,7 +92,7 @@ def test_bench_takes_few_prompts_and_short_answers_unless_told(
         tmp_path / "o",
         "--together",
         2,
-        "--ways",
+        "--methods",
         "lookup",
         "--within",
         100,
@@ -114,11 +114,13 @@ def test_bench_takes_few_prompts_and_short_answers_unless_told(
 
 def test_wide_figures_and_names_do_not_wrap() -> None:
     spread = {"p50": 12345.6, "p90": 99999.9, "p99": 99999.9}
-    way = {"tok_s": 12345.6, "ratio": 99.5, "ratio_within": 0.999, "worst": 98.25, "held": 1.0, "tokens_per_step": 16.5,
-           "ttft_ms": spread, "itl_ms": spread, "stages_ms": {"draft": 123.4}}  # fmt: skip
-    ways = dict.fromkeys(("plain", "a_drafter_of_one_s_own:auto"), way | {"differing": 0, "compared": 10**9})
+    method = {"tok_s": 12345.6, "ratio": 99.5, "ratio_within": 0.999, "worst": 98.25, "held": 1.0,
+           "tokens_per_step": 16.5, "ttft_ms": spread, "itl_ms": spread, "stages_ms": {"draft": 123.4}}  # fmt: skip
+    methods = dict.fromkeys(
+        ("plain", "a_drafter_of_one_s_own:auto"), method | {"differing": 0, "compared": 10**9}
+    )
     named = {"a_task_of_20_letters": 0, "a_task_of_21_letters_": 0, "chat": 0}
-    report = {task: {"batches": {"128": {"ways": ways, "noise": 3.0}}} for task in named}
+    report = {task: {"batches": {"128": {"methods": methods, "noise": 3.0}}} for task in named}
     for lines in (list(table(report)), list(latencies(report))):
         assert max(map(len, lines)) < 80
         assert len({line.index(" 128 ") for line in lines if " 128 " in line}) == 1
@@ -131,8 +133,8 @@ def test_a_run_that_was_cut_short_is_taken_up_again(
     outrider: Outrider, tiny_folder: Path, asked: Path, tmp_path: Path
 ) -> None:
     out, html = tmp_path / "out.json", tmp_path / "out.html"
-    ask = ("bench", tiny_folder, "--prompts", asked, "--tasks", "chat,qa", "--ways", "lookup", "--what", "speculation",
-           "--groups", 1, "--temperatures", "0,1", "--json", out, *SMALL)  # fmt: skip
+    ask = ("bench", tiny_folder, "--prompts", asked, "--tasks", "chat,qa", "--methods", "lookup",
+           "--what", "speculation", "--groups", 1, "--temperatures", "0,1", "--json", out, *SMALL)  # fmt: skip
     whole = outrider(*ask, "--html", html)
     assert whole.code == 0, whole.err
     found = json.loads(out.read_text())

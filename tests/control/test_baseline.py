@@ -37,12 +37,12 @@ def gauge_error(captured: bool, rate: float, seed: int) -> float:
     spent = alone = measured = counted = 0.0
     drafting = 0
     while len(one.tokens) < TOKENS:
-        bet = planner.plan([Work(one, 1)], options).bets[0]
-        depth, drafting = bet.depth, drafting + (bet.nodes > 0)
+        draft_plan = planner.plan([Work(one, 1)], options).draft_plans[0]
+        depth, drafting = draft_plan.depth, drafting + (draft_plan.nodes > 0)
         held = next((k for k in range(depth) if dice.random() >= rate), depth)
         emitted, took = 1 + held, plain_seconds(len(one.tokens)) * (1 + 0.1 * depth)
         took *= dice.uniform(0.9, 1.1)
-        outcomes = [Outcome(one, bet, depth, depth, held, held)] if depth else []
+        outcomes = [Outcome(one, draft_plan, depth, depth, held, held)] if depth else []
         record = StepRecord(1 + depth, 1, 1, depth, held, emitted, 0, 0, took, 0, took, outcomes)
         record.captured = ("lm" if depth else "none", (depth, depth), 1) if captured else None
         record.waited_s = took / 2
@@ -67,15 +67,15 @@ def test_a_plain_step_is_due_now_and_then_although_drafts_always_pay(captured: b
     for _ in range(500):
         plan = planner.plan([Work(one, one.pending)], options)
         kinds.append(plan.reasons[0].kind)
-        depth = plan.bets[0].depth
-        outcomes = [Outcome(one, plan.bets[0], depth, depth, depth, depth)] if depth else []
+        depth = plan.draft_plans[0].depth
+        outcomes = [Outcome(one, plan.draft_plans[0], depth, depth, depth, depth)] if depth else []
         took = 1 + 0.01 * depth
         record = StepRecord(1 + depth, 1, 1, depth, depth, 1 + depth, 0, 0, took, 0, took, outcomes)
         record.captured = ("lm" if depth else "none", (depth, depth), 1) if captured else None
         planner.observe(record)
     due = [i for i, kind in enumerate(kinds) if kind == "baseline"]
     assert {b - a for a, b in pairwise(due)} == {51} and set(kinds) == {"baseline", "pays"}
-    assert due[0] == 50 if captured else due[0] <= 10  # nobody has measured a ragged one before
+    assert due[0] == 50 if captured else due[0] <= 10  # nobody has measured a eager one before
     asked = sequence([1, 3], speculation={"depth": 2})
     planner.costs.since_plain[size or -1] = 10**6
     assert planner.plan([Work(asked, 2)], options).reasons[0].kind == "asked"  # what is asked for is done

@@ -14,13 +14,13 @@ from outrider.control.costs import (
     UNMEASURED_ROW,
     CostModel,
 )
-from outrider.types import NO_BET, Bet, Outcome, StepRecord
+from outrider.types import NO_DRAFT_PLAN, DraftPlan, Outcome, StepRecord
 from tests.tiny import sequence
 
 
 def step(rows=1, total=1.0, draft=0.0, drafted=0, known=1) -> StepRecord:
-    bet = Bet("lm", drafted, drafted) if drafted else NO_BET
-    outcome = Outcome(sequence([1, 2]), bet, drafted, drafted, 0, 0)
+    draft_plan = DraftPlan("lm", drafted, drafted) if drafted else NO_DRAFT_PLAN
+    outcome = Outcome(sequence([1, 2]), draft_plan, drafted, drafted, 0, 0)
     return StepRecord(rows, 1, known, drafted, 0, 1, 0, draft, 0, 0, total, [outcome])
 
 
@@ -167,7 +167,7 @@ def test_of_two_drafters_the_costlier_is_charged_with_what_the_other_does_not_ta
     made, s = CostModel(), sequence([1, 2])
 
     def drafted(seconds: float, **levels: int) -> None:
-        outcomes = [Outcome(s, Bet(name, n, n), n, n, 0, 0) for name, n in levels.items()]
+        outcomes = [Outcome(s, DraftPlan(name, n, n), n, n, 0, 0) for name, n in levels.items()]
         made.observe(StepRecord(9, 2, 2, 4, 0, 2, 0, seconds, 0, 0, 5.0, outcomes))
 
     drafted(0.1, lookup=2)
@@ -222,7 +222,7 @@ def test_one_quiet_step_says_less_than_the_curve() -> None:
 
     def take(rows: int, seconds: float, times: int) -> None:
         for _ in range(times):
-            drafted = Outcome(one, Bet("lookup", 1, 1), rows - 16, rows - 16, 0, 0)
+            drafted = Outcome(one, DraftPlan("lookup", 1, 1), rows - 16, rows - 16, 0, 0)
             costs.observe(StepRecord(rows, 16, 16, rows - 16, 0, 16, 0, 0, seconds, 0, seconds, [drafted]))
 
     take(16, 0.2, KNOWN_AFTER)

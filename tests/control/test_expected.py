@@ -15,7 +15,7 @@ from outrider.control.costs import CostModel
 from outrider.control.expected import (
     CapturedCosts,
     Drafts,
-    RaggedCosts,
+    EagerCosts,
     best_speedup,
     interval,
     predict,
@@ -81,7 +81,7 @@ def test_ragged_drafts_cost_the_rows_they_have() -> None:
     """Drafts of different lengths, every sequence on its own: against all combinations."""
     model = CostModel()
     model.by_rows.update(CURVE)
-    costs = RaggedCosts(model, lambda batch, depth: 0.01 * batch * depth)
+    costs = EagerCosts(model, lambda batch, depth: 0.01 * batch * depth)
     outcomes = [(0, 0), (0, 0), (3, 3), (3, 1), (5, 4)]
     drafts = Drafts.of_outcomes(outcomes, 4)
     assert drafts.lengths == {0: 0.4, 3: 0.4, 4: 0.2}
@@ -124,10 +124,10 @@ def test_the_best_depth_by_what_the_engine_knows_of_its_costs() -> None:
     model = CostModel()
     model.by_rows.update({1: 1.0, 2: 1.0, 3: 1.5})
     model.per_level["eagle"] = 0.25
-    ragged = step_costs(model, "eagle")
-    assert best_speedup([0.5, 0.5], 1, ragged) == pytest.approx(1.5 / 1.25)  # two deep: 1.75 / 2
-    assert best_speedup([0.9, 0.9], 1, ragged) == pytest.approx(1.9 / 1.25)
-    assert best_speedup([0.1], 1, ragged) == best_speedup([], 1, ragged) == 1.0  # none at all
+    eager = step_costs(model, "eagle")
+    assert best_speedup([0.5, 0.5], 1, eager) == pytest.approx(1.5 / 1.25)  # two deep: 1.75 / 2
+    assert best_speedup([0.9, 0.9], 1, eager) == pytest.approx(1.9 / 1.25)
+    assert best_speedup([0.1], 1, eager) == best_speedup([], 1, eager) == 1.0  # none at all
     model.learn("eagle", 2, [("none", (0, 0), 2.0), ("eagle", (1, 1), 2.5), ("eagle", (2, 2), 2.6)])
     model.captured["none", (0, 0), 1] = 0.1  # of a size that the drafter was not measured at
     captured = step_costs(model, "eagle")

@@ -12,7 +12,7 @@ from outrider.control.guards import Guards
 from outrider.control.planner import LATE, USUAL_PROMPT_ROWS, Planner
 from outrider.control.rest import EVERY, HELD, MOST, MOST_CAPTURED, Rest
 from outrider.control.trees import NO_TREE
-from outrider.types import NO_BET, Bet, Options, Outcome, Plan, StepRecord, Work
+from outrider.types import NO_DRAFT_PLAN, DraftPlan, Options, Outcome, Plan, StepRecord, Work
 from tests.tiny import sequence
 
 FREE = dict.fromkeys(range(1, 64), 1.0)  # rows cost nothing: every draft pays
@@ -27,10 +27,13 @@ def planner(costs: dict[int, float] | None = FREE, guards: Guards = KNOWN, **opt
     return made
 
 
-def step(sequences, bets=None, rows=1, total=1.0, draft=0.0, drafted=0, accepted=0, known=None) -> StepRecord:
-    bets = bets or [NO_BET] * len(sequences)
+def step(
+    sequences, draft_plans=None, rows=1, total=1.0, draft=0.0, drafted=0, accepted=0, known=None
+) -> StepRecord:
+    draft_plans = draft_plans or [NO_DRAFT_PLAN] * len(sequences)
     outcomes = [
-        Outcome(s, b, drafted, drafted, accepted, accepted) for s, b in zip(sequences, bets, strict=True)
+        Outcome(s, b, drafted, drafted, accepted, accepted)
+        for s, b in zip(sequences, draft_plans, strict=True)
     ]
     n = len(sequences)
     return StepRecord(
@@ -45,33 +48,35 @@ def planned(made: Planner, sequences, batch: int | None = None) -> Plan:
     work = [Work(s, 1) for s in sequences]
     others = [Work(sequence([1, 2, 3]), 1) for _ in range((batch or len(work)) - len(work))]
     plan = made.plan([*work, *others], Options())
-    assert plan.bets[len(work) :] == (NO_BET,) * len(others) and set(kinds(plan)[len(work) :]) <= {"prefill"}
-    return Plan(plan.bets[: len(work)], plan.reasons[: len(work)])
+    assert plan.draft_plans[len(work) :] == (NO_DRAFT_PLAN,) * len(others) and set(
+        kinds(plan)[len(work) :]
+    ) <= {"prefill"}
+    return Plan(plan.draft_plans[: len(work)], plan.reasons[: len(work)])
 
 
 def kinds(plan: Plan) -> tuple[str, ...]:
     return tuple(reason.kind for reason in plan.reasons)
 
 
-def only(made: Planner, s, batch: int = 1) -> tuple[Bet, str]:
+def only(made: Planner, s, batch: int = 1) -> tuple[DraftPlan, str]:
     plan = planned(made, [s], batch)
-    return plan.bets[0], plan.reasons[0].kind
+    return plan.draft_plans[0], plan.reasons[0].kind
 
 
 def test_drafts_by_default():
-    bet, reason = only(planner(), sequence([1, 2]))
+    draft_plan, reason = only(planner(), sequence([1, 2]))
     assert (
         reason == "pays"
-        and bet.drafter == "lookup"
-        and bet.depth == GUARDS.max_depth
-        and bet.nodes >= bet.depth
+        and draft_plan.drafter == "lookup"
+        and draft_plan.depth == GUARDS.max_depth
+        and draft_plan.nodes >= draft_plan.depth
     )
 
 
 def test_off_in_large_batches_where_a_number_is_set():
     s, bounded = sequence([1, 2]), Guards(max_batch=16)
     assert only(planner(guards=bounded), s, 16)[1] == "pays"
-    assert only(planner(guards=bounded), s, 17) == (NO_BET, "batch")
+    assert only(planner(guards=bounded), s, 17) == (NO_DRAFT_PLAN, "batch")
     assert only(planner(), s, 17)[1] == "pays"  # else what is measured decides
     assert only(planner({n: 1.0 + (n > 16) for n in range(1, 64)}), s, 17)[1] == "pays"
     some = [sequence([1, i]) for i in range(17)]
@@ -81,7 +86,10 @@ def test_off_in_large_batches_where_a_number_is_set():
 def test_off_at_high_temperature():
     edge = GUARDS.max_temperature
     assert only(planner(), sequence([1, 2], temperature=edge, top_k=40))[1] == "pays"
-    assert only(planner(), sequence([1, 2], temperature=edge + 0.01, top_k=40)) == (NO_BET, "temperature")
+    assert only(planner(), sequence([1, 2], temperature=edge + 0.01, top_k=40)) == (
+        NO_DRAFT_PLAN,
+        "temperature",
+    )
 
 
 @pytest.mark.parametrize(
@@ -100,7 +108,7 @@ def test_off_sooner_where_sampling_is_nearly_flat(sampling, flat):
     edge = GUARDS.flat_temperature
     assert only(planner(), sequence([1, 2], temperature=edge, **sampling))[1] == "pays"
     beyond = only(planner(), sequence([1, 2], temperature=edge + 0.01, **sampling))
-    assert beyond == (NO_BET, "flat") if flat else beyond[1] == "pays"
+    assert beyond == (NO_DRAFT_PLAN, "flat") if flat else beyond[1] == "pays"
 
 
 def test_depth_falls_with_temperature():
@@ -120,12 +128,14 @@ def test_depth_falls_with_temperature():
 def test_trees_only_in_small_batches():
     s = [sequence([1, i]) for i in range(6)]
     few, many = planned(planner(), s[:2]), planned(planner(), s)
-    assert all(bet.nodes > bet.depth for bet in few.bets) and all(bet.nodes == bet.depth for bet in many.bets)
+    assert all(draft_plan.nodes > draft_plan.depth for draft_plan in few.draft_plans) and all(
+        draft_plan.nodes == draft_plan.depth for draft_plan in many.draft_plans
+    )
 
 
 def test_no_draft_where_rows_cost_what_they_bring():
     made = planner({n: float(n) for n in range(1, 64)})
-    assert only(made, sequence([1, 2])) == (NO_BET, "below break-even")
+    assert only(made, sequence([1, 2])) == (NO_DRAFT_PLAN, "below break-even")
 
 
 def idle_steps(made: Planner, s) -> int:
@@ -143,16 +153,25 @@ def test_measured_costs_turn_it_off_and_a_probe_turns_it_on_again():
     assert only(made, s)[0].nodes > 0  # nothing measured: try
     made.observe(step([s], rows=1, total=1.0))
     for _ in range(40):  # drafts that are always rejected, in steps twice as long
-        bet, _ = only(made, s)
-        if bet is NO_BET:
+        draft_plan, _ = only(made, s)
+        if draft_plan is NO_DRAFT_PLAN:
             break
-        made.observe(step([s], [bet], rows=1 + bet.nodes, total=2.0, drafted=bet.nodes))
-    assert only(made, s) == (NO_BET, "below break-even")
+        made.observe(step([s], [draft_plan], rows=1 + draft_plan.nodes, total=2.0, drafted=draft_plan.nodes))
+    assert only(made, s) == (NO_DRAFT_PLAN, "below break-even")
     idle_steps(made, s)
     for _ in range(30):  # now they are accepted, and their steps turn out cheap
-        bet, _ = only(made, s)
-        bet = bet if bet.nodes else Bet("lookup", 2, 2)
-        made.observe(step([s], [bet], rows=1 + bet.nodes, total=1.1, drafted=bet.depth, accepted=bet.depth))
+        draft_plan, _ = only(made, s)
+        draft_plan = draft_plan if draft_plan.nodes else DraftPlan("lookup", 2, 2)
+        made.observe(
+            step(
+                [s],
+                [draft_plan],
+                rows=1 + draft_plan.nodes,
+                total=1.1,
+                drafted=draft_plan.depth,
+                accepted=draft_plan.depth,
+            )
+        )
     assert only(made, s)[1] == "pays"
 
 
@@ -168,12 +187,12 @@ def test_probes_take_a_small_share_of_the_time(row, draft, depth, tireless):
     made.costs.per_level["lookup"] = draft
     made.rates.by_sequence[s] = {"lookup": AcceptanceRate(0.0, 0.0)}
     waited = idle_steps(made, s)
-    bet, _ = only(made, s)
-    assert bet.nodes == bet.depth == depth  # where two levels cost much, one
+    draft_plan, _ = only(made, s)
+    assert draft_plan.nodes == draft_plan.depth == depth  # where two levels cost much, one
     lost = depth * (row + draft)
     assert waited + 1 == pytest.approx(max(GUARDS.probe_interval, lost / GUARDS.probe_share), abs=1)
-    made.observe(step([s], [bet], rows=1 + depth, total=1 + lost, drafted=depth))
-    assert only(made, s) == (NO_BET, "below break-even")  # not again at once
+    made.observe(step([s], [draft_plan], rows=1 + depth, total=1 + lost, drafted=depth))
+    assert only(made, s) == (NO_DRAFT_PLAN, "below break-even")  # not again at once
 
 
 def test_a_sequence_among_many_is_probed_in_its_turn(tireless):
@@ -198,7 +217,7 @@ def test_plans_without_drafts_hold_for_some_steps():
     made, s, other = planner({n: float(n) for n in range(1, 64)}), sequence([1, 2]), sequence([1, 3])
     looked = counted(made.staged)
     for _ in range(4 * EVERY):
-        assert only(made, s) == (NO_BET, "below break-even")
+        assert only(made, s) == (NO_DRAFT_PLAN, "below break-even")
     most = len(looked)
     assert 2 * EVERY < most < 3 * EVERY
     for _ in range(10 * (MOST + 1)):
@@ -210,7 +229,7 @@ def test_plans_without_drafts_hold_for_some_steps():
     only(made, s)  # rows of one cost another share than rows of two
     assert len(looked) - most == 12
     made.forget(s)
-    assert made.rest.bets == {}
+    assert made.rest.draft_plans == {}
     only(made, s)
     assert len(looked) - most == 13
 
@@ -225,15 +244,17 @@ def test_captured_plans_without_drafts_hold_for_those_that_are_left():
         for one in sequences:
             one.cached = len(one.tokens) - 1
         work = [Work(one, 1) for one in sequences] + [Work(one, 40) for one in reading]
-        options = Options(size, (True,) * len(sequences) + (False,) * len(reading), trees, riding=("lookup",))
+        options = Options(
+            size, (True,) * len(sequences) + (False,) * len(reading), trees, model_free=("lookup",)
+        )
         return made.plan(work, options)
 
     for _ in range(EVERY * (MOST_CAPTURED + 8) * MOST_CAPTURED):
         assert {why.kind for why in plan(some).reasons} == {"below break-even"}
     made.rest.left, before = MOST_CAPTURED, len(looked)
     left = plan(some[:5])
-    assert len(left.bets) == len(left.reasons) == 5 and len(looked) == before
-    assert plan(some[:4], size=4).bets == (NO_BET,) * 4  # other steps, which have another price
+    assert len(left.draft_plans) == len(left.reasons) == 5 and len(looked) == before
+    assert plan(some[:4], size=4).draft_plans == (NO_DRAFT_PLAN,) * 4  # other steps, which have another price
     assert len(looked) == before + 1
 
 
@@ -254,8 +275,10 @@ def test_where_nothing_pays_it_does_not_beside_prompts_nor_for_one_more():
             one.cached = len(one.tokens) - 1
         work = [Work(one, 1) for one in sequences] + [Work(one, 40) for one in reading]
         staged = (True,) * len(sequences) + (False,) * len(reading)
-        plan = made.plan(work, Options(8, staged, trees, riding=("lookup",), after_prompts=False))
-        assert len(looked) == before + (not rests) and all(bet == NO_BET for bet in plan.bets)
+        plan = made.plan(work, Options(8, staged, trees, model_free=("lookup",), after_prompts=False))
+        assert len(looked) == before + (not rests) and all(
+            draft_plan == NO_DRAFT_PLAN for draft_plan in plan.draft_plans
+        )
         return [why.kind for why in plan.reasons]
 
     unpaid = ["below break-even"] * 5
@@ -282,12 +305,16 @@ def test_drafts_hold_for_some_captured_steps_where_the_device_waits_for_the_host
         """Plans that were made for so many steps."""
         before = len(looked)
         for _ in range(many):
-            options = Options(2, (True,) * len(sequences), trees, riding=("lookup",))
+            options = Options(2, (True,) * len(sequences), trees, model_free=("lookup",))
             plan = made.plan([Work(s, 1) for s in sequences], options)
-            assert [(bet.depth, why.kind) for bet, why in zip(plan.bets, plan.reasons, strict=True)] == [
-                (4, "pays")
-            ] * len(sequences)
-            outcomes = [Outcome(s, bet, 4, 4, 4, 4) for s, bet in zip(sequences, plan.bets, strict=True)]
+            assert [
+                (draft_plan.depth, why.kind)
+                for draft_plan, why in zip(plan.draft_plans, plan.reasons, strict=True)
+            ] == [(4, "pays")] * len(sequences)
+            outcomes = [
+                Outcome(s, draft_plan, 4, 4, 4, 4)
+                for s, draft_plan in zip(sequences, plan.draft_plans, strict=True)
+            ]
             n = len(sequences)
             record = StepRecord(5 * n, n, n, 4 * n, 4 * n, 5 * n, 0, 0, 1.0, 0, 1.01, outcomes)
             record.captured, record.waited_s = ("lookup", (4, 4), 2), waited
@@ -303,29 +330,31 @@ def test_drafts_hold_for_some_captured_steps_where_the_device_waits_for_the_host
     assert steps(0.5, one, other) == many - HELD  # the first was made in a hurry
     made.rest.left = HELD
     made.release("lookup")
-    options = Options(2, (True, True), {}, riding=())
-    assert {bet.nodes for bet in made.plan([Work(one, 1), Work(other, 1)], options).bets} == {0}
+    options = Options(2, (True, True), {}, model_free=())
+    assert {
+        draft_plan.nodes for draft_plan in made.plan([Work(one, 1), Work(other, 1)], options).draft_plans
+    } == {0}
 
 
 def test_a_plan_with_a_draft_holds_for_its_step_alone():
     made, s = planner(), sequence([1, 2])
     plans = [only(made, s) for _ in range(5 * EVERY)]
-    assert all(bet.nodes for bet, _ in plans) and not made.rest.left
+    assert all(draft_plan.nodes for draft_plan, _ in plans) and not made.rest.left
 
 
 def test_drafting_costs_count():
     made, s = planner(), sequence([1, 2])
     made.costs.per_level["lookup"] = 5.0
-    assert only(made, s) == (NO_BET, "below break-even")
+    assert only(made, s) == (NO_DRAFT_PLAN, "below break-even")
 
 
 def test_the_likelier_sequence_gets_the_rows():
     made, good, bad = planner({n: 1 + 0.3 * n for n in range(1, 64)}), sequence([1, 2]), sequence([1, 3])
     for _ in range(20):
-        made.observe(step([good], [Bet("lookup", 4, 4)], rows=5, total=2.5, drafted=4, accepted=4))
-        made.observe(step([bad], [Bet("lookup", 4, 4)], rows=5, total=2.5, drafted=4, accepted=0))
+        made.observe(step([good], [DraftPlan("lookup", 4, 4)], rows=5, total=2.5, drafted=4, accepted=4))
+        made.observe(step([bad], [DraftPlan("lookup", 4, 4)], rows=5, total=2.5, drafted=4, accepted=0))
     plan = planned(made, [good, bad])
-    assert plan.bets[0].depth > plan.bets[1].depth
+    assert plan.draft_plans[0].depth > plan.draft_plans[1].depth
 
 
 def test_rows_that_others_asked_for_count():
@@ -353,17 +382,17 @@ def test_rows_that_others_asked_for_count():
 def test_what_a_request_asks_is_done(batch, temperature, asked, nodes, depth, tree):
     costs = {n: float(n) for n in range(1, 64)}
     s = sequence([1, 2], temperature=temperature, speculation={**asked, "drafter": "lm"})
-    assert only(planner(costs), s, batch) == (Bet("lm", nodes, depth, tree, "coupled"), "asked")
+    assert only(planner(costs), s, batch) == (DraftPlan("lm", nodes, depth, tree, "coupled"), "asked")
 
 
 @pytest.mark.parametrize("asked", [False, {"drafter": "none"}, {"nodes": 0}, {"depth": 0}])
 def test_off_is_off(asked):
-    assert only(planner(), sequence([1, 2], speculation=asked)) == (NO_BET, "off")
-    assert only(Planner("none"), sequence([1, 2])) == (NO_BET, "off")
+    assert only(planner(), sequence([1, 2], speculation=asked)) == (NO_DRAFT_PLAN, "off")
+    assert only(Planner("none"), sequence([1, 2])) == (NO_DRAFT_PLAN, "off")
 
 
 def test_depth_for_everyone():
-    assert only(planner(depth=2, nodes=5), sequence([1, 2]))[0] == Bet("lookup", 5, 2)
+    assert only(planner(depth=2, nodes=5), sequence([1, 2]))[0] == DraftPlan("lookup", 5, 2)
     assert only(planner(depth=2), sequence([1, 2], speculation={"depth": 7}))[0].depth == 7
 
 
@@ -371,30 +400,34 @@ def test_depth_for_everyone():
 def test_rejection_never_gets_a_grown_tree(asked):
     for batch in (1, 8):
         s = sequence([1, 2], temperature=0.8, speculation={**asked, "mode": "rejection"})
-        bet, _ = only(planner(), s, batch)
-        assert bet.mode == "rejection" and bet.nodes == bet.depth > 0
+        draft_plan, _ = only(planner(), s, batch)
+        assert draft_plan.mode == "rejection" and draft_plan.nodes == draft_plan.depth > 0
     made, s = planner({n: n**0.5 for n in range(1, 64)}), sequence([1, 2], speculation={"mode": "rejection"})
     made.rates.by_sequence[s] = {"lookup": AcceptanceRate(0.0, 0.0)}
     idle_steps(made, s)
-    bet, _ = only(made, s)
-    assert bet.nodes == bet.depth
+    draft_plan, _ = only(made, s)
+    assert draft_plan.nodes == draft_plan.depth
 
 
 def test_nothing_is_kept_of_sequences_that_ended():
     made, s = planner(), sequence([1, 2])
-    bet, _ = only(made, s)
-    made.observe(step([s], [bet], rows=5, drafted=4, accepted=4))
+    draft_plan, _ = only(made, s)
+    made.observe(step([s], [draft_plan], rows=5, drafted=4, accepted=4))
     assert s in made.rates.by_sequence
     s.finish_reason = "stop"
     made.forget(s)  # the engine forgets while it commits, and observes after
-    made.observe(step([s], [bet], rows=5, drafted=4, accepted=4))
+    made.observe(step([s], [draft_plan], rows=5, drafted=4, accepted=4))
     assert not made.rates.by_sequence
 
 
 def test_a_prompt_chunk_has_no_bet():
     asked = sequence([1, 2, 3], speculation={"depth": 4})
     plan = planner().plan([Work(asked, 2), Work(asked, 3)], Options())
-    assert kinds(plan) == ("prefill", "asked") and plan.bets[0] == NO_BET and plan.bets[1].depth == 4
+    assert (
+        kinds(plan) == ("prefill", "asked")
+        and plan.draft_plans[0] == NO_DRAFT_PLAN
+        and plan.draft_plans[1].depth == 4
+    )
 
 
 def test_a_small_gain_is_not_worth_a_draft():
@@ -409,8 +442,8 @@ def test_a_small_gain_is_not_worth_a_draft():
 def test_a_tree_where_its_rows_cost_little():
     for row, nodes in ((0.01, 8), (0.04, 4)):
         made = planner({n: 1 + row * n for n in range(1, 64)}, guards=replace(KNOWN, max_depth=4))
-        bet, _ = only(made, sequence([1, 2]))
-        assert (bet.depth, bet.nodes) == (4, nodes)
+        draft_plan, _ = only(made, sequence([1, 2]))
+        assert (draft_plan.depth, draft_plan.nodes) == (4, nodes)
 
 
 def test_depth_is_what_expectation_says():
@@ -427,9 +460,9 @@ def test_depth_is_what_expectation_says():
 
 def test_guards_are_settings():
     made = planner(guards=replace(KNOWN, max_batch=2, max_temperature=0.5, max_depth=3, tree_batch=0))
-    assert only(made, sequence([1, 2]), 2)[0] == Bet("lookup", 3, 3)
-    assert only(made, sequence([1, 2]), 3) == (NO_BET, "batch")
-    assert only(made, sequence([1, 2], temperature=0.6)) == (NO_BET, "temperature")
+    assert only(made, sequence([1, 2]), 2)[0] == DraftPlan("lookup", 3, 3)
+    assert only(made, sequence([1, 2]), 3) == (NO_DRAFT_PLAN, "batch")
+    assert only(made, sequence([1, 2], temperature=0.6)) == (NO_DRAFT_PLAN, "temperature")
 
 
 def test_what_one_sequence_teaches_the_next_starts_from():
@@ -437,23 +470,23 @@ def test_what_one_sequence_teaches_the_next_starts_from():
     made.observe(step([old], total=1.2))
     assert only(made, sequence([1, 3]))[1] == "pays"
     for _ in range(60):
-        made.observe(step([old], [Bet("lookup", 2, 2)], rows=3, total=1.6, drafted=2))
-    assert only(made, sequence([1, 3])) == (NO_BET, "below break-even")
+        made.observe(step([old], [DraftPlan("lookup", 2, 2)], rows=3, total=1.6, drafted=2))
+    assert only(made, sequence([1, 3])) == (NO_DRAFT_PLAN, "below break-even")
     assert only(made, sequence([1, 3], temperature=1.0))[1] == "pays"  # nothing is known of hotter ones
 
 
 def test_nothing_drafted_teaches_nothing_of_staged_rows():
-    """A ragged step has no rows for a draft that is not there: it cost nothing, so it is no rejection."""
+    """A eager step has no rows for a draft that is not there: it cost nothing, so it is no rejection."""
     made, s = planner(), sequence([1, 2])
     before = made.rates.of(s, "lookup").first
-    made.observe(step([s], [Bet("lookup", 4, 4)]))
+    made.observe(step([s], [DraftPlan("lookup", 4, 4)]))
     assert made.rates.of(s, "lookup").first == before and made.rates.of(s, "lookup").idle > 0
 
 
 def test_a_grown_tree_is_valued_by_the_depth_it_reached():
     made, s = planner(), sequence([1, 2])
-    record = step([s], [Bet("lookup", 8, 4)], rows=9)
-    record.outcomes = [Outcome(s, Bet("lookup", 8, 4), 8, 4, accepted=4, straight=0)]
+    record = step([s], [DraftPlan("lookup", 8, 4)], rows=9)
+    record.outcomes = [Outcome(s, DraftPlan("lookup", 8, 4), 8, 4, accepted=4, top1_accepted=0)]
     before = made.rates.of(s, "lookup").first
     made.observe(record)
     assert made.rates.of(s, "lookup").first > before
@@ -464,7 +497,7 @@ def test_what_plain_steps_would_have_cost():
     plain = step([s], total=2.0)
     made.observe(plain)
     assert plain.plain_s == 2.0
-    drafted = step([s], [Bet("lookup", 4, 4)], rows=5, total=3.0, drafted=4, accepted=3)
+    drafted = step([s], [DraftPlan("lookup", 4, 4)], rows=5, total=3.0, drafted=4, accepted=3)
     drafted.emitted = 4
     made.observe(drafted)
     assert drafted.plain_s == pytest.approx(4 * 2.0)
@@ -478,7 +511,13 @@ def test_what_plain_steps_would_have_cost_beside_a_prompt():
     """As much for the prompt, which is read in the one as in the other."""
     made, s = planner({1: 2.0, 5: 3.0}), sequence([1, 2])
     beside = step(
-        [s, sequence([3, 4])], [Bet("lookup", 4, 4), NO_BET], 55, total=9.0, drafted=4, accepted=3, known=51
+        [s, sequence([3, 4])],
+        [DraftPlan("lookup", 4, 4), NO_DRAFT_PLAN],
+        55,
+        total=9.0,
+        drafted=4,
+        accepted=3,
+        known=51,
     )
     beside.prompt_rows = 50
     made.observe(beside)
@@ -530,15 +569,15 @@ def test_drafting_ends_later_than_it_begins():
     """A gain of 3 % is too little to begin with, and enough to go on."""
     made, s = planner({1: 1.0, 2: 1.5 / 1.03, 3: 9.0, 63: 99.0}), sequence([1, 2])
     made.rates.by_sequence[s] = {"lookup": AcceptanceRate(0.5, 0.5)}
-    assert only(made, s) == (NO_BET, "below break-even")
+    assert only(made, s) == (NO_DRAFT_PLAN, "below break-even")
     made.rates.by_sequence[s] = {"lookup": AcceptanceRate(0.6, 0.5)}
     assert only(made, s)[1] == "pays"
     made.rates.by_sequence[s] = {"lookup": AcceptanceRate(0.5, 0.5)}
     assert only(made, s)[1] == "pays"
     made.rates.by_sequence[s] = {"lookup": AcceptanceRate(0.4, 0.5)}
-    assert only(made, s) == (NO_BET, "below break-even")
+    assert only(made, s) == (NO_DRAFT_PLAN, "below break-even")
     made.rates.by_sequence[s] = {"lookup": AcceptanceRate(0.5, 0.5)}
-    assert only(made, s) == (NO_BET, "below break-even")
+    assert only(made, s) == (NO_DRAFT_PLAN, "below break-even")
 
 
 def test_the_objective():
@@ -553,14 +592,14 @@ def test_the_objective():
             good: {"lookup": AcceptanceRate(0.97, 0.97)},
             bad: {"lookup": AcceptanceRate(0.0, 0.0)},
         }
-        found[objective] = planned(made, [good, bad]).bets[0].depth
+        found[objective] = planned(made, [good, bad]).draft_plans[0].depth
     assert found["throughput"] > found["latency"] >= 0
 
 
 def test_reasons_have_the_numbers_that_decided():
     made, s = planner({n: 1 + 0.2 * n for n in range(1, 64)}), sequence([1, 2], temperature=0.7)
     plan = planned(made, [s])
-    depth, facts = plan.bets[0].depth, dict(plan.reasons[0].facts)
+    depth, facts = plan.draft_plans[0].depth, dict(plan.reasons[0].facts)
     assert plan.reasons[0].depth == depth > 0 and facts["temperature"] == 0.7
     assert facts["next guess"] <= facts["break-even"] < made.rates.of(s, "lookup").survivals(depth, 0)[-1]
     assert str(plan.reasons[0]).startswith(f"depth {depth}: temperature 0.7, next guess 0.")
@@ -597,12 +636,12 @@ def head_and_lookup(plain: float = 1.0) -> tuple[Planner, dict[str, int]]:
 def drafted(made: Planner, s, state: dict[str, int]) -> str:
     options = Options(
         behind=lambda name, _: state["behind"] if name == "eagle" else 0,
-        riding=("lookup",),
+        model_free=("lookup",),
         found=lambda name, _, depth: min(state["found"], depth),
         waiting=state.get("waiting", 0),
     )
-    bet = made.plan([Work(s, s.pending)], options).bets[0]
-    drafter = bet.drafter if bet.nodes else "none"
+    draft_plan = made.plan([Work(s, s.pending)], options).draft_plans[0]
+    drafter = draft_plan.drafter if draft_plan.nodes else "none"
     made.rates.note(s, drafter)
     s.steps += 1
     return drafter
@@ -618,7 +657,7 @@ def test_a_head_reads_a_prompt_where_it_will_draft_often_enough():
     made, state = head_and_lookup()
     assert drafted(made, sequence([1, 2], max_tokens=200), state) == "eagle"  # nobody knows yet what it takes
     made.observe(read(300, 3.0))
-    assert made.costs.ragged_reading("eagle", 100) == pytest.approx(1.0)
+    assert made.costs.eager_reading("eagle", 100) == pytest.approx(1.0)
     assert drafted(made, sequence([1, 2], max_tokens=200), state) == "eagle"
     assert drafted(made, sequence([1, 2], max_tokens=4), state) == "none"  # it would not earn that any more
     state["behind"] = 3000
@@ -673,7 +712,7 @@ def test_a_head_does_not_read_for_the_gaps_that_lookup_leaves():
 # ------------------------------------------------------------------------------------------ drafters scored for nothing
 
 
-def riding(found: int = 15, asked: list | None = None) -> Options:
+def model_free(found: int = 15, asked: list | None = None) -> Options:
     """Lookup, which finds so many tokens whenever it is asked."""
 
     def look(name, s, depth):
@@ -681,7 +720,7 @@ def riding(found: int = 15, asked: list | None = None) -> Options:
             asked.append(s)
         return min(found, depth)
 
-    return Options(riding=("lookup",), found=look)
+    return Options(model_free=("lookup",), found=look)
 
 
 def decoding(*sequences) -> list[Work]:
@@ -695,7 +734,7 @@ def test_nobody_looks_for_what_a_runner_would_not_draft(after_prompts):
     """Looking through a long prompt takes a host as long as half of a GPU's step."""
     made, asked, s = planner(), [], sequence([1, 2, 3])
     options = Options(
-        riding=("lookup",), found=lambda *one: asked.append(one) or 3, after_prompts=after_prompts
+        model_free=("lookup",), found=lambda *one: asked.append(one) or 3, after_prompts=after_prompts
     )
     plan = made.plan([Work(s, 3)], options)
     assert (kinds(plan) == ("prefill",)) != after_prompts and bool(asked) == after_prompts
@@ -709,9 +748,11 @@ def test_drafts_for_a_text_begin_shallow():
     made, s = planner(guards=Guards(max_depth=8)), sequence([1, 2])
     depths = []
     for accepted in (0, 1, 0, 1, 2, 4):
-        bet, _ = only(made, s)
-        depths.append(bet.depth)
-        made.observe(step([s], [bet], 1 + bet.depth, drafted=bet.depth, accepted=accepted))
+        draft_plan, _ = only(made, s)
+        depths.append(draft_plan.depth)
+        made.observe(
+            step([s], [draft_plan], 1 + draft_plan.depth, drafted=draft_plan.depth, accepted=accepted)
+        )
     assert depths == [1, 1, 2, 1, 2, 4] and only(made, s)[0].depth == 8
     assert only(made, sequence([1, 3]))[0].depth == 1
     assert only(planner(guards=Guards(start_depth=4, max_depth=8)), sequence([1, 3]))[0].depth == 4
@@ -721,41 +762,45 @@ def test_drafts_for_a_text_begin_shallow():
 def test_nobody_tries_deep_what_was_never_right(row, tried):
     """What is scored without being asked shows by itself that it is right; then it may go as deep as it pays."""
     made, s = planner({n: 1 + row * (n - 1) for n in range(1, 64)}), sequence([1, 2])
-    plan = made.plan(decoding(s), riding())
-    assert plan.bets[0].depth == tried and kinds(plan) == (("pays",) if tried else ("unproven",))
+    plan = made.plan(decoding(s), model_free())
+    assert plan.draft_plans[0].depth == tried and kinds(plan) == (("pays",) if tried else ("unproven",))
     made.observe(step([s], drafted=0))
     scored = step([s])
-    scored.scored = [Outcome(s, Bet("lookup"), 8, 8, 8, 8)]
+    scored.scored = [Outcome(s, DraftPlan("lookup"), 8, 8, 8, 8)]
     made.observe(scored)
-    assert made.plan(decoding(s), riding()).bets[0].depth > tried
+    assert made.plan(decoding(s), model_free()).draft_plans[0].depth > tried
 
 
 def test_all_that_were_never_right_share_what_a_step_may_take():
     made, some = planner({n: 1 + 0.04 * (n - 1) for n in range(1, 64)}), [sequence([1, i]) for i in range(3)]
-    rows = [bet.nodes for bet in made.plan(decoding(*some), riding()).bets]
-    assert max(rows) <= 1 and made.plan(decoding(some[0]), riding()).bets[0].depth == 2
+    rows = [draft_plan.nodes for draft_plan in made.plan(decoding(*some), model_free()).draft_plans]
+    assert max(rows) <= 1 and made.plan(decoding(some[0]), model_free()).draft_plans[0].depth == 2
 
 
 def test_nothing_is_looked_for_that_could_not_pay():
     asked: list = []
     some = [sequence([1, i]) for i in range(4)]
     made = planner({n: 0.25 * n for n in range(1, 64)})  # a row costs as much as a token brings, at best
-    assert set(kinds(made.plan(decoding(*some), riding(asked=asked)))) == {"below break-even"} and not asked
+    assert (
+        set(kinds(made.plan(decoding(*some), model_free(asked=asked)))) == {"below break-even"} and not asked
+    )
     made = planner({n: 1 + 0.01 * n for n in range(1, 64)})
-    assert made.plan(decoding(*some), riding(asked=asked)).bets[0].nodes and set(asked) == set(some)
+    assert made.plan(decoding(*some), model_free(asked=asked)).draft_plans[0].nodes and set(asked) == set(
+        some
+    )
 
 
 def test_a_draft_beside_prompt_rows_pays_for_its_own_rows():
     """They are few among those, where a step of one would double with them."""
     costs = {1: 1.0, 2: 2.0, 40: 20.0, 41: 20.2, 44: 20.8, 63: 24.6}
     made, s, reader = planner(costs), sequence([1, 2]), sequence([1] * 99)
-    assert made.plan(decoding(s), riding()).bets[0].nodes == 0
-    assert made.plan([*decoding(s), Work(reader, 39)], riding()).bets[0].depth == 3
+    assert made.plan(decoding(s), model_free()).draft_plans[0].nodes == 0
+    assert made.plan([*decoding(s), Work(reader, 39)], model_free()).draft_plans[0].depth == 3
     costly = planner(
         {n: 0.5 * n for n in range(1, 64)}
     )  # there is nothing to gain where they cost as much there
     costly.rates.by_sequence[s] = {"lookup": AcceptanceRate(0.2, 0.2, proven=True)}
-    assert costly.plan([*decoding(s), Work(reader, 39)], riding()).bets[0].nodes == 0
+    assert costly.plan([*decoding(s), Work(reader, 39)], model_free()).draft_plans[0].nodes == 0
 
 
 def test_whose_prompt_is_read_gets_no_token_and_counts_for_none():
@@ -767,7 +812,7 @@ def test_whose_prompt_is_read_gets_no_token_and_counts_for_none():
         sequence([1] * 9),
     )
     made.rates.by_sequence[s] = {"lookup": AcceptanceRate(0.3, 0.0, proven=True)}
-    assert made.plan([*decoding(s), Work(reader, 1)], riding()).bets[0].depth == 1
+    assert made.plan([*decoding(s), Work(reader, 1)], model_free()).draft_plans[0].depth == 1
 
 
 def test_drafts_beside_prompts_hold_up_first_tokens_by_so_much():
@@ -776,9 +821,9 @@ def test_drafts_beside_prompts_hold_up_first_tokens_by_so_much():
     made = planner({n: 1 + 0.02 * n for n in range(1, 128)}, guards=guards)
     made.rates.by_sequence[s] = {"lookup": AcceptanceRate(0.99, 0.99, proven=True)}
     plain = made.costs.step(40)
-    depth = made.plan([*decoding(s), Work(reader, 39)], riding()).bets[0].depth
+    depth = made.plan([*decoding(s), Work(reader, 39)], model_free()).draft_plans[0].depth
     assert depth == int((guards.hold_up - 1) * plain / 0.02) < GUARDS.max_depth
-    assert made.plan(decoding(s), riding()).bets[0].depth == GUARDS.max_depth
+    assert made.plan(decoding(s), model_free()).draft_plans[0].depth == GUARDS.max_depth
 
 
 def test_a_step_that_was_not_planned_says_what_a_plan_would_have_done():

@@ -12,7 +12,7 @@ from outrider.control.guards import Guards
 from outrider.control.lengths import ENOUGH, AnswerLengths
 from outrider.control.planner import Planner
 from outrider.control.trees import CHAINS, TREES
-from outrider.types import NO_BET, Bet, Options, Outcome, Plan, StepRecord, Work
+from outrider.types import NO_DRAFT_PLAN, DraftPlan, Options, Outcome, Plan, StepRecord, Work
 from tests.tiny import sequence
 
 GUARDS = Guards()
@@ -31,12 +31,12 @@ def size_of(sequences) -> int:
 
 
 def resident(
-    made: Planner, sequences, size: int | None = None, behind: int = 0, trees=TO_EIGHT, riding=()
+    made: Planner, sequences, size: int | None = None, behind: int = 0, trees=TO_EIGHT, model_free=()
 ) -> Plan:
     work, given = [Work(s, s.pending) for s in sequences], dict.fromkeys(("lm", "lookup"), trees)
     here = (True,) * len(work)
     each = behind / len(work)
-    return made.plan(work, Options(size or size_of(sequences), here, given, lambda *_: each, 8, riding))
+    return made.plan(work, Options(size or size_of(sequences), here, given, lambda *_: each, 8, model_free))
 
 
 def unmeasured(made: Planner, sequences, size: int) -> str:
@@ -44,14 +44,14 @@ def unmeasured(made: Planner, sequences, size: int) -> str:
     return made.unmeasured(work, Options(size, (True,) * len(work), given))
 
 
-def ran(made: Planner, sequences, bets, costs: dict[int, float], accepted=0, drafted=None) -> None:
+def ran(made: Planner, sequences, draft_plans, costs: dict[int, float], accepted=0, drafted=None) -> None:
     """A captured step as the engine would record it."""
-    nodes = max(bet.nodes for bet in bets)
-    name = next((bet.drafter for bet in bets if bet.nodes), "none")
+    nodes = max(draft_plan.nodes for draft_plan in draft_plans)
+    name = next((draft_plan.drafter for draft_plan in draft_plans if draft_plan.nodes), "none")
     outcomes = []
-    for s, bet in zip(sequences, bets, strict=True):
-        own = bet.nodes if drafted is None else drafted
-        outcomes.append(Outcome(s, bet, own, own, min(accepted, own), min(accepted, own)))
+    for s, draft_plan in zip(sequences, draft_plans, strict=True):
+        own = draft_plan.nodes if drafted is None else drafted
+        outcomes.append(Outcome(s, draft_plan, own, own, min(accepted, own), min(accepted, own)))
     n, took = len(sequences), costs[nodes]
     emitted = n + sum(o.accepted for o in outcomes)
     key = name, (nodes, nodes), size_of(sequences)
@@ -64,13 +64,13 @@ def measured(costs: dict[int, float]) -> list[tuple[str, tuple[int, int], float]
 
 def chosen(made: Planner, sequences) -> tuple[set[int], set[str]]:
     plan = resident(made, sequences)
-    return {bet.nodes for bet in plan.bets}, set(kinds(plan))
+    return {draft_plan.nodes for draft_plan in plan.draft_plans}, set(kinds(plan))
 
 
 def test_a_step_of_a_new_size_is_plain_first():
     made, some = Planner("lookup"), [sequence([1, i]) for i in range(4)]
     assert chosen(made, some) == ({0}, {"unmeasured"})
-    ran(made, some, [NO_BET] * 4, CHEAP)
+    ran(made, some, [NO_DRAFT_PLAN] * 4, CHEAP)
     depths, reasons = chosen(made, some)
     assert reasons == {"pays"} and depths <= {1, 2, 4, 8}
     assert chosen(made, some[:2]) == ({0}, {"unmeasured"})  # another size
@@ -78,13 +78,13 @@ def test_a_step_of_a_new_size_is_plain_first():
 
 def test_depth_follows_what_is_accepted():
     made, some = Planner("lookup"), [sequence([1, i]) for i in range(3)]
-    ran(made, some, [NO_BET] * 3, RISING)
+    ran(made, some, [NO_DRAFT_PLAN] * 3, RISING)
     for held, expected in ((8, {8}), (1, {1}), (8, {8})):
         taken = Counter()
         for _ in range(150):
-            bets = resident(made, some).bets
-            taken[frozenset(bet.nodes for bet in bets)] += 1
-            ran(made, some, bets, RISING, accepted=held)
+            draft_plans = resident(made, some).draft_plans
+            taken[frozenset(draft_plan.nodes for draft_plan in draft_plans)] += 1
+            ran(made, some, draft_plans, RISING, accepted=held)
         assert (
             taken.most_common(1)[0][0] == expected
         )  # now and then a deeper one, as it might be accepted as well
@@ -92,12 +92,12 @@ def test_depth_follows_what_is_accepted():
 
 def test_a_step_that_costs_more_than_it_brings_is_plain():
     made, some = Planner("lm"), [sequence([1, i]) for i in range(16)]
-    ran(made, some, [NO_BET] * 16, COSTLY)
+    ran(made, some, [NO_DRAFT_PLAN] * 16, COSTLY)
     drafted = 0
     for _ in range(100):
-        bets = resident(made, some).bets
-        drafted += bets[0].nodes > 0
-        ran(made, some, bets, COSTLY, accepted=1)
+        draft_plans = resident(made, some).draft_plans
+        drafted += draft_plans[0].nodes > 0
+        ran(made, some, draft_plans, COSTLY, accepted=1)
     assert drafted <= 3  # until it was measured
     assert chosen(made, some) == ({0}, {"below break-even"})
 
@@ -105,18 +105,18 @@ def test_a_step_that_costs_more_than_it_brings_is_plain():
 def test_probes_take_a_small_share_of_the_time_and_find_what_changed():
     made, some = Planner("lm"), [sequence([1, 2])]
     half = {n: 1 + 0.5 * (n > 0) for n in range(9)}
-    ran(made, some, [NO_BET], half)
+    ran(made, some, [NO_DRAFT_PLAN], half)
     while chosen(made, some)[0] != {0}:
-        ran(made, some, resident(made, some).bets, half)
+        ran(made, some, resident(made, some).draft_plans, half)
     spent = probes = 0.0
     for _ in range(3000):
-        bets = resident(made, some).bets
-        probes += bets[0].nodes > 0
-        spent += half[bets[0].nodes]
-        ran(made, some, bets, half)
+        draft_plans = resident(made, some).draft_plans
+        probes += draft_plans[0].nodes > 0
+        spent += half[draft_plans[0].nodes]
+        ran(made, some, draft_plans, half)
     assert probes > 5 and (spent - 3000) / spent <= GUARDS.probe_share * 1.1
     for _ in range(600):
-        ran(made, some, resident(made, some).bets, half, accepted=8)
+        ran(made, some, resident(made, some).draft_plans, half, accepted=8)
     assert chosen(made, some) == ({8}, {"pays"})  # a probe that paid is followed by another
 
 
@@ -127,42 +127,42 @@ def test_a_probe_is_not_repeated_before_it_is_known():
     made.rates.priors["lm", 0] = AcceptanceRate(0.1, 0.1)
     reasons, probes = [], 0
     for _ in range(1000):
-        bets = [resident(made, some, 1, trees=((2, 2),)) for _ in range(2)]
-        probes += [kinds(plan) for plan in bets].count(("probe",))
-        reasons.append({kinds(plan) for plan in bets})
-        for plan in bets:
-            ran(made, some, plan.bets, {0: 1.0, 2: 1.5})
+        draft_plans = [resident(made, some, 1, trees=((2, 2),)) for _ in range(2)]
+        probes += [kinds(plan) for plan in draft_plans].count(("probe",))
+        reasons.append({kinds(plan) for plan in draft_plans})
+        for plan in draft_plans:
+            ran(made, some, plan.draft_plans, {0: 1.0, 2: 1.5})
     assert ("probe",) in set().union(*reasons) and reasons.count({("probe",)}) == 0
     assert 0.5 * probes <= 2000 * GUARDS.probe_share * 1.1
 
 
 def test_nothing_is_kept_of_sequences_that_ended():
     made, some = Planner("lm"), [sequence([1, i]) for i in range(3)]
-    ran(made, some, [NO_BET] * 3, CHEAP)
-    ran(made, some, [Bet("lm", 2, 2)] * 3, CHEAP, accepted=1)
+    ran(made, some, [NO_DRAFT_PLAN] * 3, CHEAP)
+    ran(made, some, [DraftPlan("lm", 2, 2)] * 3, CHEAP, accepted=1)
     assert set(made.rates.by_sequence) == set(some)
     for s in some[:2]:  # the engine ends answers before it records the step
         s.finish_reason = "stop"
         made.forget(s)
-    ran(made, some, [Bet("lm", 2, 2)] * 3, CHEAP, accepted=1)
+    ran(made, some, [DraftPlan("lm", 2, 2)] * 3, CHEAP, accepted=1)
     assert set(made.rates.by_sequence) == {some[2]}
 
 
 def test_no_draft_counts_as_rejected():
     made, some = Planner("lookup"), [sequence([1, 2])]
-    ran(made, some, [NO_BET], RISING)
+    ran(made, some, [NO_DRAFT_PLAN], RISING)
     for _ in range(20):
-        ran(made, some, resident(made, some).bets, RISING, drafted=0)
+        ran(made, some, resident(made, some).draft_plans, RISING, drafted=0)
     assert chosen(made, some) == ({0}, {"below break-even"})
 
 
 def test_a_new_sequence_starts_from_what_others_taught():
     made = Planner("lookup")
     old, new = [sequence([1, i]) for i in range(2)], [sequence([2, i]) for i in range(2)]
-    ran(made, old, [NO_BET] * 2, RISING)
+    ran(made, old, [NO_DRAFT_PLAN] * 2, RISING)
     assert chosen(made, [sequence([3, i]) for i in range(2)])[1] == {"pays"}
     for _ in range(60):
-        ran(made, old, [Bet("lookup", 2, 2)] * 2, RISING)
+        ran(made, old, [DraftPlan("lookup", 2, 2)] * 2, RISING)
     assert chosen(made, new) == ({0}, {"below break-even"})
     for s in list(made.rates.by_sequence):
         made.forget(s)
@@ -182,7 +182,7 @@ def test_a_size_is_measured_before_it_is_planned_for():
 
 def test_catching_up_has_to_be_earned():
     def drafted(sequences, behind: int) -> int:
-        return resident(made, sequences, 4, behind).bets[0].nodes
+        return resident(made, sequences, 4, behind).draft_plans[0].nodes
 
     made, some = Planner("lm"), [sequence([1, i], max_tokens=100) for i in range(4)]
     made.learn("lm", 4, measured(RISING))
@@ -206,8 +206,8 @@ def test_costly_drafts_must_promise_more_to_several():
         made.learn("lm", size, measured(costs))
     made.rates.priors["lm", 0] = AcceptanceRate(0.6, 0.8)
     made.rates.trials["lm"] = GUARDS.min_trials
-    assert resident(made, two[:1], 1).bets[0].nodes == 1
-    assert resident(made, two, 2).bets[0].nodes == 0
+    assert resident(made, two[:1], 1).draft_plans[0].nodes == 1
+    assert resident(made, two, 2).draft_plans[0].nodes == 0
 
 
 def test_a_drafter_far_behind_is_probed_now_and_then():
@@ -216,7 +216,7 @@ def test_a_drafter_far_behind_is_probed_now_and_then():
     made.learn_reading("lm", 1000, 5.0)
     steps = 0
     while kinds(plan := resident(made, [one], 1, 9000)) != ("probe",):
-        ran(made, [one], plan.bets, RISING)
+        ran(made, [one], plan.draft_plans, RISING)
         steps += 1
         assert steps < 50 / GUARDS.probe_share
     lost = 45 + RISING[2] - 1
@@ -228,14 +228,14 @@ def test_what_a_request_fixed_is_done_and_others_go_along():
     asked = sequence([1, 2], speculation={"depth": 4, "nodes": 4})
     free, off = sequence([1, 3]), sequence([1, 4], speculation=False)
     for n in (3, 1):
-        ran(made, [free] * n, [NO_BET] * n, COSTLY)
-        assert resident(made, [free] * n).bets[0].nodes > 0  # not measured yet
-        ran(made, [free] * n, [Bet("lookup", 4, 4)] * n, COSTLY, accepted=1)
-    assert resident(made, [free], 1).bets == (NO_BET,)
+        ran(made, [free] * n, [NO_DRAFT_PLAN] * n, COSTLY)
+        assert resident(made, [free] * n).draft_plans[0].nodes > 0  # not measured yet
+        ran(made, [free] * n, [DraftPlan("lookup", 4, 4)] * n, COSTLY, accepted=1)
+    assert resident(made, [free], 1).draft_plans == (NO_DRAFT_PLAN,)
     plan = resident(made, [asked, free, off], 4)
-    assert plan.bets[0].nodes == 4 and kinds(plan)[0] == "asked"
-    assert plan.bets[1].nodes == 4  # the step is that deep already
-    assert plan.bets[2] == NO_BET and kinds(plan)[2] == "off"
+    assert plan.draft_plans[0].nodes == 4 and kinds(plan)[0] == "asked"
+    assert plan.draft_plans[1].nodes == 4  # the step is that deep already
+    assert plan.draft_plans[2] == NO_DRAFT_PLAN and kinds(plan)[2] == "off"
 
 
 def test_what_plain_captured_steps_would_have_cost():
@@ -243,7 +243,7 @@ def test_what_plain_captured_steps_would_have_cost():
     plain = StepRecord(1, 1, 1, 0, 0, 8, 0, 0, 4.0, 0, 4.5, captured=("none", (0, 0), 1), passes=8)
     made.observe(plain)
     assert made.costs.plain(1) == 4.5 / 8 and plain.plain_s == 4.5
-    outcome = Outcome(s, Bet("lookup", 4, 4), 4, 4, 3, 3)
+    outcome = Outcome(s, DraftPlan("lookup", 4, 4), 4, 4, 3, 3)
     record = StepRecord(5, 1, 1, 4, 3, 4, 0, 0, 0.75, 0, 0.7, [outcome], captured=("lookup", (4, 4), 1))
     made.observe(record)
     assert record.plain_s == 4 * 4.5 / 8 and made.costs.ratio("lookup", (4, 4), 1) == 0.75 / (4.5 / 8)
@@ -252,7 +252,7 @@ def test_what_plain_captured_steps_would_have_cost():
 def test_what_plain_captured_steps_would_have_cost_beside_a_prompt():
     made, s = Planner("lookup"), sequence([1, 2])
     made.learn("lookup", 4, [("none", (0, 0), 1.0), ("lookup", (4, 4), 1.5)])
-    outcomes = [Outcome(s, Bet("lookup", 4, 4), 4, 4, 3, 3)]
+    outcomes = [Outcome(s, DraftPlan("lookup", 4, 4), 4, 4, 3, 3)]
     # Three sequences decode and get six draft tokens, another reads 20 rows of its prompt and gets its first.
     record = StepRecord(35, 4, 23, 12, 6, 10, 0, 0, 2.0, 0, 2.5, outcomes, captured=("lookup", (4, 4), 4))
     record.prompt_rows = 20
@@ -270,7 +270,7 @@ def test_the_first_plain_step_after_a_prompt_is_no_baseline():
     def steps(*seconds: float, prompt_rows: int = 0, drafted: int = 0) -> float:
         for took in seconds:
             shape = ("lookup", (4, 4), 1) if drafted else ("none", (0, 0), 1)
-            outcomes = [Outcome(s, Bet("lookup", 4, 4), drafted, drafted, 1, 1)] if drafted else []
+            outcomes = [Outcome(s, DraftPlan("lookup", 4, 4), drafted, drafted, 1, 1)] if drafted else []
             rows = max(1, prompt_rows)
             record = StepRecord(rows, 1, rows, drafted, 1, 2, 0, 0, took, 0, took, outcomes, captured=shape)
             record.prompt_rows = prompt_rows
@@ -294,7 +294,7 @@ def test_sequences_with_low_acceptance_must_gain_as_well():
     def asked(rates: list[float], weight: float) -> set[int]:
         for s, rate in zip(some, rates, strict=True):
             made.rates.by_sequence[s] = {"lookup": AcceptanceRate(rate, rate, weight)}
-        return {bet.nodes for bet in resident(made, some, 16, trees=((1, 1),)).bets}
+        return {draft_plan.nodes for draft_plan in resident(made, some, 16, trees=((1, 1),)).draft_plans}
 
     assert asked([0.5] * 16, 0) == {1}  # nobody knows how they differ
     made.rates.priors["lookup", 0] = AcceptanceRate(0.5, 0.5)
@@ -303,7 +303,9 @@ def test_sequences_with_low_acceptance_must_gain_as_well():
     assert asked([0.5] * 16, 0) == {0}  # known of none of them
     assert asked([0.0, 1.0] * 8, 12) == {0}
     made.rates.by_sequence[some[0]] = {"lookup": AcceptanceRate(0.3, 0.3)}
-    assert [bet.nodes for bet in resident(made, some[:1], 1, trees=((1, 1),)).bets] == [1]
+    assert [draft_plan.nodes for draft_plan in resident(made, some[:1], 1, trees=((1, 1),)).draft_plans] == [
+        1
+    ]
 
 
 def test_whose_prompts_are_read_or_wait_is_held_up():
@@ -321,7 +323,7 @@ def test_whose_prompts_are_read_or_wait_is_held_up():
         work = [*(Work(s, 1) for s in some), *(Work(sequence([1] * 9), 9) for _ in range(reading))]
         here = (True, True, *(False for _ in range(reading)))
         plan = made.plan(work, Options(2, here, trees, max_depth=8, after_prompts=False, waiting=waiting))
-        return plan.bets[0].nodes > 0
+        return plan.draft_plans[0].nodes > 0
 
     assert drafted(0, 0) and drafted(0, 6) and drafted(1, 0)
     assert not drafted(1, 6) and not drafted(7, 0)
@@ -336,9 +338,9 @@ def test_a_costly_probe_waits_for_long_answers():
         made.rates.priors["lm", 0] = AcceptanceRate(0.05, 0.05)
         named = set()
         for _ in range(6000):
-            bets = resident(made, some, 4, 256, trees=((2, 2),)).bets
-            named.add(bets[0].drafter)
-            ran(made, some, bets, {0: 1.0, 2: 3.0})
+            draft_plans = resident(made, some, 4, 256, trees=((2, 2),)).draft_plans
+            named.add(draft_plans[0].drafter)
+            ran(made, some, draft_plans, {0: 1.0, 2: 3.0})
         assert ("lm" in named) == probed
 
 
@@ -347,17 +349,20 @@ def test_a_tree_is_taken_where_it_brings_more_than_it_costs():
     chains = [("none", (0, 0), 1.0), *(("lm", shape, 1 + 0.2 * shape[0]) for shape in CHAINS)]
     made.learn("lm", 1, chains)
     made.rates.priors["lm", 0] = AcceptanceRate(0.5, 0.5)
-    bet = resident(made, some, 1, trees=CHAINS).bets[0]
-    assert bet.nodes == bet.depth > 0
+    draft_plan = resident(made, some, 1, trees=CHAINS).draft_plans[0]
+    assert draft_plan.nodes == draft_plan.depth > 0
     made.learn("lm", 1, [("lm", shape, 1 + 0.2 * shape[0] + 0.01 * shape[1]) for shape in TREES])
-    bet = resident(made, some, 1, trees=CHAINS + TREES).bets[0]
-    assert (bet.depth, bet.nodes) in TREES
+    draft_plan = resident(made, some, 1, trees=CHAINS + TREES).draft_plans[0]
+    assert (draft_plan.depth, draft_plan.nodes) in TREES
     asked = sequence([1, 3], speculation={"depth": 3, "nodes": 3})
-    both = resident(made, [*some, asked], 1, trees=CHAINS + TREES).bets
-    assert [bet.nodes <= bet.depth <= 3 for bet in both] == [True, True]  # one tree for all
+    both = resident(made, [*some, asked], 1, trees=CHAINS + TREES).draft_plans
+    assert [draft_plan.nodes <= draft_plan.depth <= 3 for draft_plan in both] == [
+        True,
+        True,
+    ]  # one tree for all
     made.learn("lm", 1, [("lm", shape, 9.0) for shape in TREES] * 40)
-    bet = resident(made, some, 1, trees=CHAINS + TREES).bets[0]
-    assert bet.nodes == bet.depth
+    draft_plan = resident(made, some, 1, trees=CHAINS + TREES).draft_plans[0]
+    assert draft_plan.nodes == draft_plan.depth
 
 
 # ------------------------------------------------------------------------------------------------ two drafters
@@ -377,14 +382,14 @@ def named(name: str, costs: dict[int, float]) -> list[tuple[str, tuple[int, int]
     return [(name if who == "lm" else who, shape, cost) for who, shape, cost in measured(costs)]
 
 
-def drafters(made: Planner, some, accepted: dict[str, int], steps: int, riding=()) -> list[str]:
+def drafters(made: Planner, some, accepted: dict[str, int], steps: int, model_free=()) -> list[str]:
     """Who drafted in each step, where so many tokens of each drafter are accepted."""
     names = []
     for _ in range(steps):
-        bets = resident(made, some, 1, riding=riding).bets
-        names.append(bets[0].drafter if bets[0].nodes else "none")
+        draft_plans = resident(made, some, 1, model_free=model_free).draft_plans
+        names.append(draft_plans[0].drafter if draft_plans[0].nodes else "none")
         costs = RISING if names[-1] == "lm" else CHEAP
-        ran(made, some, bets, costs, accepted=accepted.get(names[-1], 0))
+        ran(made, some, draft_plans, costs, accepted=accepted.get(names[-1], 0))
     return names
 
 
@@ -406,11 +411,11 @@ def test_a_drafter_not_in_use_is_probed_in_a_small_share_of_the_time():
     drafters(made, some, {"lm": 2}, 200)
     spent, tokens = Counter(), Counter()
     for _ in range(2000):
-        bet = resident(made, some, 1).bets[0]
-        costs, held = (RISING, min(bet.nodes, 2)) if bet.drafter == "lm" else (CHEAP, 0)
-        spent[bet.drafter] += costs[bet.nodes]
-        tokens[bet.drafter] += 1 + held
-        ran(made, some, [bet], costs, accepted=held)
+        draft_plan = resident(made, some, 1).draft_plans[0]
+        costs, held = (RISING, min(draft_plan.nodes, 2)) if draft_plan.drafter == "lm" else (CHEAP, 0)
+        spent[draft_plan.drafter] += costs[draft_plan.nodes]
+        tokens[draft_plan.drafter] += 1 + held
+        ran(made, some, [draft_plan], costs, accepted=held)
     lost = spent["lookup"] - tokens["lookup"] * spent["lm"] / tokens["lm"]
     assert tokens["lookup"] > 10 and lost <= GUARDS.spare_probe_share * 1.1 * spent.total()
 
@@ -419,24 +424,24 @@ def test_who_names_a_drafter_gets_no_other():
     made, some = two_drafters()
     asked = [sequence([1, 2], speculation={"drafter": "lm"})]
     drafters(made, some, {"lm": 0, "lookup": 8}, 60)
-    assert resident(made, some, 1).bets[0].drafter == "lookup"
-    assert {resident(made, asked, 1).bets[0].drafter for _ in range(60)} <= {"lm", "none"}
-    both = resident(made, [*some, *asked], 1).bets
-    assert len({bet.drafter for bet in both if bet.nodes}) == 1  # one drafter a step
+    assert resident(made, some, 1).draft_plans[0].drafter == "lookup"
+    assert {resident(made, asked, 1).draft_plans[0].drafter for _ in range(60)} <= {"lm", "none"}
+    both = resident(made, [*some, *asked], 1).draft_plans
+    assert len({draft_plan.drafter for draft_plan in both if draft_plan.nodes}) == 1  # one drafter a step
 
 
 def test_a_size_that_has_no_room_for_drafts_is_never_probed():
     made, some = Planner("lm"), [sequence([1, i]) for i in range(3)]
     made.learn("lm", 4, [("none", (0, 0), 1.0)])
     for _ in range(200):
-        assert resident(made, some, 4, trees=()).bets == (NO_BET,) * 3
-        ran(made, some, [NO_BET] * 3, CHEAP)
+        assert resident(made, some, 4, trees=()).draft_plans == (NO_DRAFT_PLAN,) * 3
+        ran(made, some, [NO_DRAFT_PLAN] * 3, CHEAP)
     made.learn("lm", 4, [("lm", (1, 1), 1.9)])
     probed = set()
     for _ in range(4000):
-        bets = resident(made, some, 4, trees=((1, 1),)).bets
-        probed.add((bets[0].depth, bets[0].nodes))
-        ran(made, some, bets, {0: 1.0, 1: 1.9})
+        draft_plans = resident(made, some, 4, trees=((1, 1),)).draft_plans
+        probed.add((draft_plans[0].depth, draft_plans[0].nodes))
+        ran(made, some, draft_plans, {0: 1.0, 1: 1.9})
     assert probed == {(0, 0), (1, 1)}
 
 
@@ -446,8 +451,8 @@ def test_a_costly_probe_takes_the_smallest_tree():
         made.learn("lm", 1, [("none", (0, 0), 1.0), ("lm", (1, 1), 1.2), ("lm", (2, 2), cost)])
         made.rates.priors["lm", 0] = AcceptanceRate(0.0, 0.0)
         while kinds(plan := resident(made, some, 1, trees=((1, 1), (2, 2)))) != ("probe",):
-            ran(made, some, plan.bets, {0: 1.0})
-        assert plan.bets[0].depth == depth
+            ran(made, some, plan.draft_plans, {0: 1.0})
+        assert plan.draft_plans[0].depth == depth
 
 
 def test_drafting_must_repay_catching_up_in_few_steps():
@@ -457,7 +462,7 @@ def test_drafting_must_repay_catching_up_in_few_steps():
         made.learn("lm", 1, [("none", (0, 0), 1.0), ("lm", (1, 1), 1.0)])
         made.rates.by_sequence[some[0]] = {"lm": AcceptanceRate(1.0, 1.0)}
         made.costs.per_token["lm"] = share * GUARDS.payback_steps / 1000
-        assert (resident(made, some, 1, 1000, trees=((1, 1),)).bets[0].nodes > 0) == drafted
+        assert (resident(made, some, 1, 1000, trees=((1, 1),)).draft_plans[0].nodes > 0) == drafted
 
 
 def test_what_catching_up_costs_is_earned_in_as_many_steps_as_answers_have_left():
@@ -473,7 +478,10 @@ def test_what_catching_up_costs_is_earned_in_as_many_steps_as_answers_have_left(
                 ended.finish_reason = reason
                 made.forget(ended)
         made.costs.per_token["lm"] = costs / 1000
-        assert (resident(made, some, 1, 1000, trees=((1, 1),)).bets[0].nodes > 0) == drafted, (length, costs)
+        assert (resident(made, some, 1, 1000, trees=((1, 1),)).draft_plans[0].nodes > 0) == drafted, (
+            length,
+            costs,
+        )
 
 
 def test_who_writes_longer_than_anybody_has_is_not_about_to_end():
@@ -511,9 +519,12 @@ def test_resident_and_staged_rows_share_a_step_and_an_estimate():
     work = [Work(some[0], 2), Work(some[1], 1), Work(some[2], 2)]  # the second reads its prompt
     plan = made.plan(work, Options(2, (True, False, False), {"lm": ((2, 2),)}, max_depth=8))
     assert kinds(plan) == ("pays", "prefill", "pays")
-    assert [(bet.depth, bet.nodes) for bet in plan.bets[:2]] == [(2, 2), (0, 0)] and plan.bets[2].depth > 2
+    assert [(draft_plan.depth, draft_plan.nodes) for draft_plan in plan.draft_plans[:2]] == [
+        (2, 2),
+        (0, 0),
+    ] and plan.draft_plans[2].depth > 2
     before = made.rates.of(some[2], "lm").first
-    outcomes = [Outcome(s, Bet("lm", 2, 2), 2, 2, 0, 0) for s in (some[0], some[2])]
+    outcomes = [Outcome(s, DraftPlan("lm", 2, 2), 2, 2, 0, 0) for s in (some[0], some[2])]
     record = StepRecord(7, 3, 3, 4, 0, 2, 0, 0, 1.0, 0, 1.0, outcomes, captured=("lm", (2, 2), 2))
     for _ in range(80):
         made.observe(record)
@@ -535,9 +546,9 @@ def test_among_many_one_may_fall_further_behind(count: int, held: bool) -> None:
     for s in some:
         accepts = 0.02 if s is some[0] else 0.95
         made.rates.by_sequence[s] = {"lookup": AcceptanceRate(accepts, accepts, 10)}
-    bet = Bet("lookup", 4, 4)
+    draft_plan = DraftPlan("lookup", 4, 4)
     for _ in range(4):  # 0.8 of a plain step each
-        outcomes = [Outcome(s, bet, 4, 4, *[0 if s is some[0] else 4] * 2) for s in some]
+        outcomes = [Outcome(s, draft_plan, 4, 4, *[0 if s is some[0] else 4] * 2) for s in some]
         accepted = 4 * (count - 1)
         shape = ("lookup", (4, 4), count)
         record = StepRecord(
@@ -547,26 +558,26 @@ def test_among_many_one_may_fall_further_behind(count: int, held: bool) -> None:
         made.observe(record)
     plan = resident(made, some, count, trees=((4, 4),))
     assert kinds(plan)[0] == ("stretch" if held else "pays")
-    assert {bet.nodes for bet in plan.bets} == ({0} if held else {4})
+    assert {draft_plan.nodes for draft_plan in plan.draft_plans} == ({0} if held else {4})
     assert (GUARDS.stretch(1), GUARDS.stretch(16)) == (GUARDS.max_stretch, GUARDS.max_stretch)
     assert GUARDS.stretch(64) == pytest.approx(1 + 4 * (GUARDS.max_stretch - 1))
 
 
 def test_who_is_scored_anyway_is_not_probed_while_another_pays():
     """It takes no pass, and serves beside the other where it has something to say."""
-    for riding in ((), ("lookup",)):
+    for model_free in ((), ("lookup",)):
         made, some = two_drafters()
         made.rates.priors["lookup", 0] = AcceptanceRate(0.02, 0.02)
-        drafters(made, some, {"lm": 2}, 100, riding)
-        assert ("lookup" in drafters(made, some, {"lm": 2}, 1500, riding)) == (not riding)
+        drafters(made, some, {"lm": 2}, 100, model_free)
+        assert ("lookup" in drafters(made, some, {"lm": 2}, 1500, model_free)) == (not model_free)
 
 
 def test_who_is_scored_anyway_is_not_probed_where_nothing_pays():
     """Once enough of it is known; its scores say when it pays again."""
-    for riding in ((), ("lookup",)):
+    for model_free in ((), ("lookup",)):
         made, some = two_drafters()
-        drafters(made, some, {}, 400, riding)  # nothing is ever accepted
+        drafters(made, some, {}, 400, model_free)  # nothing is ever accepted
         made.rates.trials["lookup"] = GUARDS.min_trials
-        assert ("lookup" in drafters(made, some, {}, 1500, riding)) == (not riding)
+        assert ("lookup" in drafters(made, some, {}, 1500, model_free)) == (not model_free)
         made.rates.by_sequence[some[0]]["lookup"] = AcceptanceRate(0.95, 0.95, 10)
-        assert "lookup" in drafters(made, some, {"lookup": 4}, 20, riding)
+        assert "lookup" in drafters(made, some, {"lookup": 4}, 20, model_free)

@@ -16,7 +16,7 @@ from outrider.device.layout import TreeLayout
 from outrider.device.ops import StepOps, run_levels
 from outrider.model.kernels.reference import ReferenceKernels
 from outrider.types import NO_DRAFT, Batch, Sequence
-from outrider.verify.judge import judge
+from outrider.verify.batch import verify_rows
 from tests.device.sequences import padding_slot, sequence, state_of
 from tests.tiny import tiny_config
 
@@ -50,7 +50,7 @@ def plain(model: Bigrams, count: int) -> list[list[int]]:
     sequences = some_sequences()
     for _ in range(count):
         logits = torch.stack([model.table[one.tokens[-1]] for one in sequences])
-        verdicts = judge(logits, sequences, [NO_DRAFT] * len(sequences))
+        verdicts = verify_rows(logits, sequences, [NO_DRAFT] * len(sequences))
         for one, verdict in zip(sequences, verdicts, strict=True):
             one.tokens.extend(verdict.tokens)
     return [one.output[1:] for one in sequences]

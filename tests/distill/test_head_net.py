@@ -18,7 +18,7 @@ from outrider.draft.eagle_head import EagleHead, HeadConfig
 from outrider.draft.feed import text_batch
 from outrider.draft.head_layouts import load_eagle, write_head
 from outrider.model.decoder import Decoder, make_store
-from outrider.types import Bet
+from outrider.types import DraftPlan
 from tests.draft.rows import Rows
 from tests.tiny import VOCAB, prompt_of, random_tensors, tiny_config, tiny_model
 
@@ -51,7 +51,7 @@ def random_net(config: HeadConfig, model: Decoder) -> HeadNet:
 
 
 @contextmanager
-def heard(head: EagleHead) -> Iterator[list[torch.Tensor]]:
+def received(head: EagleHead) -> Iterator[list[torch.Tensor]]:
     """What a head says while it drafts."""
     said: list[torch.Tensor] = []
     logits = head.logits
@@ -77,8 +77,8 @@ def test_it_says_what_the_served_head_says(tmp_path: Path, options, draft_vocab:
     drafter = EagleDrafter(head, store, rows.table)
     one = rows.add(prompt_of(11, seed=4))
     model.forward(text_batch(rows.table, [one.row], [one.tokens[:-1]], [0]), store)
-    with heard(head) as said:
-        (draft,) = drafter.propose([one], [Bet("eagle", DEPTH, DEPTH)])
+    with received(head) as said:
+        (draft,) = drafter.propose([one], [DraftPlan("eagle", DEPTH, DEPTH)])
     assert len(draft) == len(said) == DEPTH
     text = [*one.tokens, *draft.tokens]
 

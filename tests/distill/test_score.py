@@ -85,7 +85,7 @@ def test_a_score_counts_what_the_engine_saw(llm: LLM) -> None:
     ]
     assert all((one.speedup, one.expected_speedup) == (None, None) for one in found.tasks)
     for counts, nodes in ((found.chain(), 3), (found.tree(), 8)):
-        drafting = [o for o in seen if o.drafted and o.bet.nodes == nodes]
+        drafting = [o for o in seen if o.drafted and o.draft_plan.nodes == nodes]
         past = sum(o.sequence.finish_reason is not None for o in drafting)  # some of these were cut short
         assert 0 <= sum(o.accepted for o in drafting) - sum(counts.accepted) <= nodes * past
         assert counts.steps == counts.reached[0] == len(drafting)

@@ -34,9 +34,9 @@ class Rows:
         self.table.extend(twin.row, 1)
         return twin
 
-    def propose(self, drafter, sequences, bets) -> list[Draft]:
+    def propose(self, drafter, sequences, draft_plans) -> list[Draft]:
         """Drafts, with slots for all their nodes; those that the drafter left stay where they are."""
-        drafts = drafter.propose(sequences, bets)
+        drafts = drafter.propose(sequences, draft_plans)
         for one, draft in zip(sequences, drafts, strict=True):
             left = int(self.table.lengths[one.row]) - len(one.tokens)
             assert 0 <= left <= len(draft)

@@ -42,7 +42,7 @@ def trigram(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 class Own(Drafter):
-    def propose(self, sequences, bets):
+    def propose(self, sequences, draft_plans):
         return [Draft()] * len(sequences)
 
 
@@ -120,7 +120,7 @@ class Plus(Own):
 
 class NoStop:
     def start(self, sequence): ...
-    def propose(self, sequences, bets): ...
+    def propose(self, sequences, draft_plans): ...
     def accept(self, sequence, draft, verdict): ...
 
 
@@ -143,8 +143,8 @@ class Fails(Own):
         (NoStop(), "NoStop is not a drafter: it has no stop"),
         (lambda: NoStop(), "NoStop is not a drafter: it has no stop"),
         (object(), "object is not a drafter: it has no start and no propose and no accept and no stop"),
-        (OneBet, r"propose of OneBet must take \(sequences, bets\)"),
-        (OneBet(), r"propose of OneBet must take \(sequences, bets\)"),
+        (OneBet, r"propose of OneBet must take \(sequences, draft_plans\)"),
+        (OneBet(), r"propose of OneBet must take \(sequences, draft_plans\)"),
         (Fails, "Fails could not be made: RuntimeError: no table of words"),
         ("no_such_module:Class", "there is no module 'no_such_module'.*PYTHONPATH"),
         ("outrider.nowhere:Class", "there is no module 'outrider.nowhere'"),

@@ -11,7 +11,7 @@ from outrider.draft.lm import LmDrafter
 from outrider.draft.lookup import LookupDrafter
 from outrider.draft.merged import MergedDrafter
 from outrider.model.decoder import make_store
-from outrider.types import NO_DRAFT, Bet, Draft, Verdict
+from outrider.types import NO_DRAFT, Draft, DraftPlan, Verdict
 from tests.draft.rows import Rows
 from tests.draft.test_lm import Counted
 from tests.tiny import VOCAB, sequence, tiny_model
@@ -24,7 +24,7 @@ class Failing(Drafter):
     def start(self, sequence) -> None:
         self._call("start")
 
-    def propose(self, sequences, bets):
+    def propose(self, sequences, draft_plans):
         self._call("propose")
         return [Draft.chain([1])] * len(sequences)
 
@@ -46,14 +46,14 @@ def test_one_that_fails_is_left_alone_and_the_others_are_not(verb):
     drafters, s = Drafters({"failing": failing, "sound": sound}, VOCAB), sequence([1])
     for _ in range(MAX_FAULTS):
         drafters.start(s)
-        drafters.propose("failing", [s], [Bet("failing", 1, 1)])
+        drafters.propose("failing", [s], [DraftPlan("failing", 1, 1)])
         drafters.accept("failing", s, NO_DRAFT, Verdict([1], []))
         drafters.stop(s)
     assert drafters.faults == {"failing": MAX_FAULTS}
     before = failing.called
-    assert drafters.propose("failing", [s], [Bet("failing", 1, 1)]) == [NO_DRAFT]
+    assert drafters.propose("failing", [s], [DraftPlan("failing", 1, 1)]) == [NO_DRAFT]
     assert failing.called == before
-    assert drafters.propose("sound", [s], [Bet("sound", 1, 1)]) == [Draft.chain([1])]
+    assert drafters.propose("sound", [s], [DraftPlan("sound", 1, 1)]) == [Draft.chain([1])]
 
 
 def test_names():

@@ -17,7 +17,7 @@ from outrider.draft.feed import text_batch
 from outrider.draft.head_layouts import eagle_taps, load_eagle, read_head, write_head
 from outrider.errors import BadCheckpoint
 from outrider.model.decoder import make_store
-from outrider.types import NO_DRAFT, Bet
+from outrider.types import NO_DRAFT, DraftPlan
 from tests.draft.rows import Rows
 from tests.tiny import (
     VOCAB,
@@ -168,7 +168,7 @@ def eagle_engine(model, folder, planner, **settings):
 
 
 def test_chains_are_the_references(model, folder, tensors):
-    engine, _, watched = eagle_engine(model, folder, Always(Bet("eagle", 4, 4)))
+    engine, _, watched = eagle_engine(model, folder, Always(DraftPlan("eagle", 4, 4)))
     prompt = prompt_of(11, 1)
     engine.add(request("a", prompt, max_tokens=9))
     text = prompt + tokens_of(finish(engine)["a", 0])
@@ -233,7 +233,7 @@ def test_every_kind_of_head_is_the_references(tmp_path, model, kind):
 
 
 def test_trees_are_the_references(model, folder, tensors):
-    engine, _, watched = eagle_engine(model, folder, Always(Bet("eagle", 14, 3, (2, 2, 2))))
+    engine, _, watched = eagle_engine(model, folder, Always(DraftPlan("eagle", 14, 3, (2, 2, 2))))
     prompt = prompt_of(8, 2)
     engine.add(request("a", prompt, max_tokens=3))
     text = prompt + tokens_of(finish(engine)["a", 0])
@@ -250,7 +250,7 @@ def test_trees_are_the_references(model, folder, tensors):
 
 def test_only_tokens_of_the_draft_vocabulary(model, folder, tensors):
     known = set((torch.arange(50) + tensors["d2t"]).tolist())
-    engine, _, watched = eagle_engine(model, folder, Always(Bet("eagle", 12, 4)))
+    engine, _, watched = eagle_engine(model, folder, Always(DraftPlan("eagle", 12, 4)))
     engine.add(request("a", prompt_of(9, 1), max_tokens=40, temperature=1.2))
     finish(engine)
     drafted = {t for tokens, _ in watched.seen.values() for t in tokens}
@@ -268,7 +268,7 @@ def test_a_shallow_target_taps_one_layer_twice(tmp_path):
     head = write_eagle(tmp_path, model.config, eagle_tensors(model.config, 50))
     runs = []
     for filling in (0.0, 9.0):  # what memory happened to hold must not matter
-        engine, drafter, watched = eagle_engine(model, head, Always(Bet("eagle", 4, 4)))
+        engine, drafter, watched = eagle_engine(model, head, Always(DraftPlan("eagle", 4, 4)))
         drafter.target_store.features.fill_(filling)
         engine.add(request("a", prompt_of(9, 1), max_tokens=12))
         finish(engine)
@@ -282,7 +282,7 @@ def test_rows_given_back_change_no_draft(model, folder, how):
     requests = [request(f"r{i}", prompt_of(9 + i, i), max_tokens=25, temperature=0.8) for i in range(6)]
     expected = {}
     for one in requests:
-        engine, _, watched = eagle_engine(model, folder, Always(Bet("eagle", 3, 3)))
+        engine, _, watched = eagle_engine(model, folder, Always(DraftPlan("eagle", 3, 3)))
         engine.add(one)
         finish(engine)
         expected |= watched.seen
@@ -291,7 +291,7 @@ def test_rows_given_back_change_no_draft(model, folder, how):
     engine, drafter, watched = eagle_engine(
         model,
         folder,
-        Always(Bet("eagle", 3, 3)),
+        Always(DraftPlan("eagle", 3, 3)),
         cache_bytes=slots * model.config.kv_bytes_per_token,
         **settings,
     )
@@ -313,9 +313,9 @@ def test_too_few_slots_to_borrow_are_no_draft(model, folder):
     drafter = EagleDrafter(load_eagle(folder, model, 256), store, rows.table)
     s = rows.add(prompt_of(20, 1))
     model.forward(text_batch(rows.table, [s.row], [s.tokens[:-1]], [0]), store)
-    assert drafter.propose([s], [Bet("eagle", 6, 6)]) == [NO_DRAFT]
+    assert drafter.propose([s], [DraftPlan("eagle", 6, 6)]) == [NO_DRAFT]
     assert rows.table.lengths[s.row] == 20
-    (draft,) = rows.propose(drafter, [s], [Bet("eagle", 3, 3)])
+    (draft,) = rows.propose(drafter, [s], [DraftPlan("eagle", 3, 3)])
     assert len(draft) == 3
 
 
@@ -326,7 +326,7 @@ def test_drafts_after_a_pause_are_those_without_one(tmp_path):
 
     def run(paused: bool):
         on = (lambda s: not 60 <= len(s.output) < 260) if paused else (lambda s: True)
-        engine, _, watched = eagle_engine(model, folder, Always(Bet("eagle", 4, 4), on))
+        engine, _, watched = eagle_engine(model, folder, Always(DraftPlan("eagle", 4, 4), on))
         engine.add(request("a", prompt_of(9, 1), temperature=0.8, max_tokens=460))
         return tokens_of(finish(engine)["a", 0]), watched.seen
 
@@ -341,7 +341,7 @@ def test_reading_in_pieces_changes_no_draft(model, folder, monkeypatch):
     seen = []
     for rows in (512, 7):
         monkeypatch.setattr(eagle, "READ_ROWS", rows)
-        engine, _, watched = eagle_engine(model, folder, Always(Bet("eagle", 4, 4)))
+        engine, _, watched = eagle_engine(model, folder, Always(DraftPlan("eagle", 4, 4)))
         for i in range(2):
             engine.add(request(f"r{i}", prompt_of(20 + i, i), max_tokens=6))
         finish(engine)
@@ -358,7 +358,7 @@ def test_other_names_and_no_map(tmp_path, model):
     save_file(renamed, tmp_path / "b" / "model.safetensors")
     seen = []
     for name in "ab":
-        engine, _, watched = eagle_engine(model, tmp_path / name, Always(Bet("eagle", 4, 4)))
+        engine, _, watched = eagle_engine(model, tmp_path / name, Always(DraftPlan("eagle", 4, 4)))
         engine.add(request("a", prompt_of(9, 1), max_tokens=10))
         finish(engine)
         seen.append(watched.seen)

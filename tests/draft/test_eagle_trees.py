@@ -9,7 +9,7 @@ from outrider.control.trees import TREES, tree_nodes
 from outrider.device.layout import TreeLayout
 from outrider.draft.eagle import EagleDrafter
 from outrider.draft.head_layouts import load_eagle
-from outrider.types import NO_BET, Bet, Draft
+from outrider.types import NO_DRAFT_PLAN, Draft, DraftPlan
 from tests.tiny import (
     VOCAB,
     Always,
@@ -52,7 +52,10 @@ ASKED = [
 @pytest.mark.parametrize("tree", TREES)
 def test_trees_change_no_answer(model, folder, lag, tree) -> None:
     answers = []
-    for planner, behind in ((Always(Bet("eagle", tree[1], tree[0])), lag), (Always(NO_BET), None)):
+    for planner, behind in (
+        (Always(DraftPlan("eagle", tree[1], tree[0])), lag),
+        (Always(NO_DRAFT_PLAN), None),
+    ):
         engine = make_engine(model, folder, planner, behind)
         sequences = [engine.add(one)[0] for one in ASKED]
         found = finish(engine)
@@ -83,7 +86,7 @@ class Recorded:
 @pytest.mark.parametrize("shape", TREES)
 def test_every_node_is_drafted_as_the_end_of_a_chain_of_its_own(model, folder, monkeypatch, shape) -> None:
     """A node's children come of the head's hidden states along its own path, whatever lies beside it."""
-    engine = make_engine(model, folder, Always(Bet("eagle", 2, 2)), 0)
+    engine = make_engine(model, folder, Always(DraftPlan("eagle", 2, 2)), 0)
     for one in ASKED:
         engine.add(one)
     for _ in range(12):

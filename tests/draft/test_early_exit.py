@@ -11,7 +11,7 @@ from outrider import LLM
 from outrider.draft.early_exit import EarlyExitDrafter
 from outrider.draft.exits import exit_agreement, find_exit
 from outrider.engine.llm import SAMPLES
-from outrider.types import MAX_NODES, Bet
+from outrider.types import MAX_NODES, DraftPlan
 from tests.draft.test_lm import logits_after
 from tests.load.tiny import write_folder
 from tests.tiny import (
@@ -50,17 +50,17 @@ def first_layers(layers: int):
     return Decoder(tiny_config(layers=layers, windows=(0,) * layers), read, kernels)
 
 
-def exit_engine(model, layers: int, bet: Bet, **settings):
+def exit_engine(model, layers: int, draft_plan: DraftPlan, **settings):
     def make(cache):
         return {"x": Watched(EarlyExitDrafter(model, cache.store, cache.table, layers))}
 
-    engine = tiny_engine(model, Always(bet), drafters=make, **settings)
+    engine = tiny_engine(model, Always(draft_plan), drafters=make, **settings)
     return engine, engine.drafters["x"]
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3])
 def test_drafts_are_the_first_layers(model, layers):
-    engine, watched = exit_engine(model, layers, Bet("x", 3, 3), step_rows=32)
+    engine, watched = exit_engine(model, layers, DraftPlan("x", 3, 3), step_rows=32)
     prompt = prompt_of(70, 1)
     engine.add(request("a", prompt, max_tokens=14))
     text = prompt + tokens_of(finish(engine)["a", 0])
@@ -74,18 +74,18 @@ def test_drafts_are_the_first_layers(model, layers):
         assert list(tokens) == expected and parents == (-1, 0, 1)
 
 
-@pytest.mark.parametrize("bet", [Bet("x", 12, 4), Bet("x", 40, 20)])
-def test_borrowed_slots_are_given_back(model, bet):
+@pytest.mark.parametrize("draft_plan", [DraftPlan("x", 12, 4), DraftPlan("x", 40, 20)])
+def test_borrowed_slots_are_given_back(model, draft_plan):
     class Checked(EarlyExitDrafter):
-        def propose(self, sequences, bets):
+        def propose(self, sequences, draft_plans):
             before = self.table.lengths.copy()
-            drafts = super().propose(sequences, bets)
+            drafts = super().propose(sequences, draft_plans)
             assert (self.table.lengths == before).all()
             self.table.check()
             return drafts
 
     engine = tiny_engine(
-        model, Always(bet), drafters=lambda cache: {"x": Checked(model, cache.store, cache.table, 2)}
+        model, Always(draft_plan), drafters=lambda cache: {"x": Checked(model, cache.store, cache.table, 2)}
     )
     for i in range(5):
         engine.add(request(f"r{i}", prompt_of(10 + i, i), max_tokens=30, temperature=0.8))
@@ -97,7 +97,7 @@ def test_borrowed_slots_are_given_back(model, bet):
 
 def test_no_room_to_borrow_is_no_draft(model):
     one = request("a", prompt_of(9, 1), max_tokens=50)
-    engine, _ = exit_engine(model, 2, Bet("x", 12, 4), cache_bytes=60 * model.config.kv_bytes_per_token)
+    engine, _ = exit_engine(model, 2, DraftPlan("x", 12, 4), cache_bytes=60 * model.config.kv_bytes_per_token)
     (s,) = engine.add(one)
     assert tokens_of(finish(engine)["a", 0]) == run_alone(model, one)
     assert s.drafted > 0

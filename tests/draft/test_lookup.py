@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from outrider.draft.lookup import GRAM, LookupDrafter
-from outrider.types import NO_DRAFT, Bet, Draft
+from outrider.types import NO_DRAFT, Draft, DraftPlan
 from tests.tiny import sequence
 
-BET = Bet("lookup", 8, 4)
+BET = DraftPlan("lookup", 8, 4)
 
 
-def guess(drafter: LookupDrafter, s, bet: Bet = BET) -> Draft:
-    (draft,) = drafter.propose([s], [bet])
+def guess(drafter: LookupDrafter, s, draft_plan: DraftPlan = BET) -> Draft:
+    (draft,) = drafter.propose([s], [draft_plan])
     return draft
 
 
@@ -166,7 +166,7 @@ def test_bets_bound_depth_and_nodes():
     s = started(drafter, [1, 2, 3, 4, 50, 51, 52, 53, 1, 2, 3, 4], owner="a", prediction=[1, 2, 3, 4, 40, 41])
     for nodes in range(1, 9):
         for depth in range(1, 5):
-            draft = guess(drafter, s, Bet("lookup", nodes, depth))
+            draft = guess(drafter, s, DraftPlan("lookup", nodes, depth))
             assert 0 < len(draft) <= nodes and max(draft.depths) <= depth
             assert len({(p, t) for p, t in zip(draft.parents, draft.tokens, strict=True)}) == len(draft)
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from outrider.draft.lookup import LookupDrafter
 from outrider.draft.merged import MergedDrafter, merge_drafts
-from outrider.types import Bet, Draft, Verdict
+from outrider.types import Draft, DraftPlan, Verdict
 from tests.draft.rows import Rows
 from tests.draft.test_lm import lm, naive_chain
 from tests.tiny import prompt_of, sequence, tiny_model
@@ -46,29 +46,29 @@ def test_the_union_of_paths_each_once(several, nodes):
 class Scripted:
     def __init__(self, draft: Draft) -> None:
         self.draft = draft
-        self.heard: list[tuple[Draft, list[int]]] = []
+        self.received: list[tuple[Draft, list[int]]] = []
 
     def start(self, sequence) -> None: ...
     def stop(self, sequence) -> None: ...
 
-    def propose(self, sequences, bets):
+    def propose(self, sequences, draft_plans):
         return [self.draft for _ in sequences]
 
     def accept(self, sequence, draft, verdict) -> None:
-        self.heard.append((draft, verdict.accepted))
+        self.received.append((draft, verdict.accepted))
 
 
 def test_each_hears_of_its_own_nodes():
     a, b = Scripted(Draft.chain([1, 2, 3])), Scripted(Draft((9, 1, 2, 5), (-1, -1, 1, 2)))
     both, s = MergedDrafter([a, b], Rows().table), sequence([0, 0])
-    (draft,) = both.propose([s], [Bet("x", 10, 4)])
+    (draft,) = both.propose([s], [DraftPlan("x", 10, 4)])
     assert draft == Draft((1, 2, 3, 9, 5), (-1, 0, 1, -1, 1))
     both.accept(s, draft, Verdict([1, 2, 5, 7], [0, 1, 4]))
-    assert a.heard == [(a.draft, [0, 1])] and b.heard == [(b.draft, [1, 2, 3])]
-    both.propose([s], [Bet("x", 2, 4)])
+    assert a.received == [(a.draft, [0, 1])] and b.received == [(b.draft, [1, 2, 3])]
+    both.propose([s], [DraftPlan("x", 2, 4)])
     both.accept(s, Draft(), Verdict([1], []))  # the engine found no room for it
-    assert a.heard[1] == (a.draft, []) and b.heard[1] == (b.draft, [])
-    both.propose([s], [Bet("x", 2, 4)])
+    assert a.received[1] == (a.draft, []) and b.received[1] == (b.draft, [])
+    both.propose([s], [DraftPlan("x", 2, 4)])
     both.stop(s)
     assert not both._given
 
@@ -83,14 +83,14 @@ def test_the_model_inside_stays_right(first):
     s = rows.add(prompt_of(6, 1) * 3)
     lookup.start(s)
     for accepted in (0, 3, 1, 2, 3, 0):
-        (draft,) = rows.propose(both, [s], [Bet("x", 9, 3)])
+        (draft,) = rows.propose(both, [s], [DraftPlan("x", 9, 3)])
         chain = naive_chain(small, s.tokens, 1)
         assert chain[0] in [draft.tokens[n] for n in range(len(draft)) if draft.parents[n] < 0]
         deepest = max(range(len(draft)), key=lambda n: (draft.depths[n], n))
         known = len(s.tokens)
         rows.settle(both, s, draft, draft.path(deepest)[:accepted], accepted)
         assert known <= model.progress.of(s) <= known + accepted
-    (alone,) = rows.propose(model, [s], [Bet("x", 3, 3)])
+    (alone,) = rows.propose(model, [s], [DraftPlan("x", 3, 3)])
     assert list(alone.tokens) == naive_chain(small, s.tokens, 3)
 
 
@@ -98,12 +98,12 @@ def test_accepted_nodes_of_the_model_are_not_read_again():
     model, rows = lm(tiny_model(seed=5))
     both = MergedDrafter([Scripted(Draft((9, 8), (-1, -1))), model], rows.table)
     s = rows.add(prompt_of(20, 1))
-    (draft,) = rows.propose(both, [s], [Bet("x", 9, 3, (1, 1, 1))])
+    (draft,) = rows.propose(both, [s], [DraftPlan("x", 9, 3, (1, 1, 1))])
     chain = draft.path(len(draft) - 1)
     assert len(chain) == 3 and chain[0] >= 0
     rows.settle(both, s, draft, chain, 1)
     assert model.progress.of(s) == 20 + 2
-    (after,) = rows.propose(model, [s], [Bet("x", 3, 3)])
+    (after,) = rows.propose(model, [s], [DraftPlan("x", 3, 3)])
     assert list(after.tokens) == naive_chain(model.model, s.tokens, 3)
 
 
@@ -114,29 +114,29 @@ class Leaving(Scripted):
         super().__init__(draft)
         self.table = table
 
-    def propose(self, sequences, bets):
+    def propose(self, sequences, draft_plans):
         (self.slots,) = [self.table.extend(s.row, len(self.draft)) for s in sequences]
-        return super().propose(sequences, bets)
+        return super().propose(sequences, draft_plans)
 
 
 def test_slots_that_several_leave_stay_with_their_nodes():
     rows = Rows()
     s = rows.add([0, 0])
     a, b = Leaving(Draft.chain([1, 2]), rows.table), Leaving(Draft((9, 1, 5), (-1, -1, 1)), rows.table)
-    (draft,) = rows.propose(MergedDrafter([a, b], rows.table), [s], [Bet("x", 10, 4)])
+    (draft,) = rows.propose(MergedDrafter([a, b], rows.table), [s], [DraftPlan("x", 10, 4)])
     assert draft == Draft((1, 2, 9, 5), (-1, 0, -1, 0))
     assert rows.table.entries[s.row, 2:6].tolist() == [*a.slots, b.slots[0], b.slots[2]]
 
 
 def test_one_that_fails_takes_no_slots_with_it():
     class Failing(Scripted):
-        def propose(self, sequences, bets):
+        def propose(self, sequences, draft_plans):
             raise RuntimeError
 
     model, rows = lm(tiny_model(seed=5))
     s = rows.add(prompt_of(20, 1))
     with pytest.raises(RuntimeError):
-        MergedDrafter([model, Failing(Draft())], rows.table).propose([s], [Bet("x", 9, 3)])
+        MergedDrafter([model, Failing(Draft())], rows.table).propose([s], [DraftPlan("x", 9, 3)])
     rows.table.check()
     assert rows.table.lengths[s.row] == 20
 
@@ -145,6 +145,6 @@ def test_no_room_for_the_whole_tree_is_no_draft():
     model, rows = lm(tiny_model(seed=5), slots=23)
     both = MergedDrafter([Scripted(Draft((9, 8), (-1, 0))), model], rows.table)
     s = rows.add(prompt_of(20, 1))
-    (draft,) = both.propose([s], [Bet("x", 9, 3, (1, 1, 1))])
+    (draft,) = both.propose([s], [DraftPlan("x", 9, 3, (1, 1, 1))])
     assert len(draft) == 0 and rows.table.lengths[s.row] == 20
     rows.settle(both, s, draft, [], 1)

@@ -14,7 +14,7 @@ from outrider.device.layout import TreeLayout
 from outrider.device.ops import StepOps
 from outrider.device.state import SequenceState
 from outrider.draft.lookup import LookupDrafter
-from outrider.types import MAX_NODES, Bet, Draft
+from outrider.types import MAX_NODES, Draft, DraftPlan
 from tests.draft.rows import Rows
 from tests.draft.test_lm import lm, logits_after, naive_chain
 from tests.tiny import VOCAB, prompt_of, tiny_model
@@ -71,7 +71,7 @@ def test_a_model_that_drafts_eagerly_and_resident_by_turns(small, seed):
         if dice.random() < 0.5:
             drafts = resident.propose(drafter, moving, (depth, depth))
         else:
-            drafts = rows.propose(drafter, moving, [Bet("lm", depth, depth)] * len(moving))
+            drafts = rows.propose(drafter, moving, [DraftPlan("lm", depth, depth)] * len(moving))
         for s, draft in zip(moving, drafts, strict=True):
             assert list(draft.tokens) == naive_chain(small, s.tokens, depth)
             rows.settle(drafter, s, draft, list(range(dice.randint(0, depth))), turn)
@@ -117,7 +117,7 @@ def test_warming_up_leaves_no_trace(small):
     drafter, rows = lm(small)
     resident = Resident(rows, small)
     s = rows.add(prompt_of(30, 1))
-    rows.propose(drafter, [s], [Bet("lm", 3, 3)])
+    rows.propose(drafter, [s], [DraftPlan("lm", 3, 3)])
     rows.settle(drafter, s, Draft(), [], 1)
     held = [numbers[:-1].clone() for numbers in (*drafter.store.keys, *drafter.store.values)]
     assert drafter.warm_up(resident.ops) > 0

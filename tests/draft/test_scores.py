@@ -17,14 +17,14 @@ from tests.tiny import VOCAB, sequence
 class Foresees(ResidentDrafter):
     """A drafter that has a proposal for each place of a text."""
 
-    max_depth, trees, rides_along = 4, False, True
+    max_depth, trees, model_free = 4, False, True
 
     def __init__(self, proposals: dict[int, list[int]]) -> None:
         self.proposals, self.asked = proposals, list[int]()
 
-    def propose(self, sequences, bets): ...
+    def propose(self, sequences, draft_plans): ...
     def propose_resident(self, ops, rows, lengths, tree, context): ...
-    def foresee(self, sequence, end, n, resident):
+    def shadow_propose(self, sequence, end, n, resident):
         assert not self.asked or end >= self.asked[-1]
         self.asked.append(end)
         return self.proposals[end][:n]
@@ -66,7 +66,7 @@ def test_lookup_foresees_what_followed_the_same_ending(resident):
     def foreseen(text: list[int], end: int) -> list[int]:
         lookup, s = LookupDrafter(), sequence(text)
         lookup.start(s)
-        return list(lookup.foresee(s, end, 3, resident))
+        return list(lookup.shadow_propose(s, end, 3, resident))
 
     text = [1, 2, 3, 4, 5, 1, 2]
     assert foreseen(text, 7) == [3, 4, 5]
@@ -104,9 +104,9 @@ def test_it_scores_lookup_as_resident_steps_search():
 def test_one_that_fails_is_left_alone():
     drafters, s = Drafters({"test": Foresees({})}, VOCAB), sequence([1, 2])
     scores = Scores(drafters)
-    assert drafters.riding == ("test",)
+    assert drafters.model_free == ("test",)
     for _ in range(MAX_FAULTS):
         s.tokens.append(3)
         outcome = scores.score("test", s)
         assert outcome is not None and outcome.deepest == 0
-    assert drafters.riding == ()
+    assert drafters.model_free == ()

@@ -11,7 +11,7 @@ from outrider.draft.names import check_parts, parse_draft
 from outrider.draft.synthetic import SyntheticDrafter
 from outrider.errors import InvalidRequest
 from outrider.settings import cache_folder
-from outrider.types import NO_DRAFT, Bet, Speculation
+from outrider.types import NO_DRAFT, DraftPlan, Speculation
 from tests.tiny import VOCAB, finish, request, sequence, tiny_engine, tiny_model, tokens_of
 
 RATES = (0.8, 0.6, 0.3)
@@ -50,12 +50,12 @@ def test_acceptance_is_what_was_asked_for(temperature: float) -> None:
 
 
 def test_a_question_that_was_never_answered_gets_no_draft() -> None:
-    drafter, bet = SyntheticDrafter((1.0,), VOCAB), Bet("synthetic", 4, 4)
+    drafter, draft_plan = SyntheticDrafter((1.0,), VOCAB), DraftPlan("synthetic", 4, 4)
 
     def draft(tokens, **options):
         one = sequence(tokens, prompt=2, **options)
         drafter.start(one)
-        (made,) = drafter.propose([one], [bet])
+        (made,) = drafter.propose([one], [draft_plan])
         drafter.stop(one)
         return made
 

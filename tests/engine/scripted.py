@@ -60,10 +60,12 @@ class Head(ResidentDrafter):
         tokens = [*script[known : known + depth], *[0] * depth][:depth]
         return [t if self.dice.random() < self.right else (t + 1) % VOCAB for t in tokens]
 
-    def propose(self, sequences, bets):
+    def propose(self, sequences, draft_plans):
         scripts = [self.model.scripts[s.request.id] for s in sequences]
-        each = zip(scripts, sequences, bets, strict=True)
-        return [Draft.chain(self.chain(script, len(s.tokens), bet.depth)) for script, s, bet in each]
+        each = zip(scripts, sequences, draft_plans, strict=True)
+        return [
+            Draft.chain(self.chain(script, len(s.tokens), draft_plan.depth)) for script, s, draft_plan in each
+        ]
 
     def propose_resident(self, ops, rows, lengths, tree, context):
         scripts = {s.row: self.model.scripts[s.request.id] for s in running(self.model.engine)}
@@ -127,7 +129,7 @@ def pretend(costs: CostModel, record: StepRecord) -> None:
     if record.captured is not None:
         record.total_s = costs.captured.get(record.captured, 1.0) * record.passes
     else:
-        deepest = {o.bet.drafter: o.deepest for o in record.outcomes if o.drafted}
+        deepest = {o.draft_plan.drafter: o.deepest for o in record.outcomes if o.drafted}
         record.total_s = costs.step(record.rows) + costs.drafting(deepest)
     if record.known == record.sequences:
         costs._note_plain(record)
@@ -153,7 +155,7 @@ def choices(results: list[StepResult], name: str) -> list[tuple[int, str]]:
     for result in results:
         for event in result.events:
             if event.request_id == name:
-                bets = [o.bet for o in result.record.outcomes if o.sequence.request.id == name]
-                found.append((written, bets[0].drafter if bets else "none"))
+                draft_plans = [o.draft_plan for o in result.record.outcomes if o.sequence.request.id == name]
+                found.append((written, draft_plans[0].drafter if draft_plans else "none"))
                 written += len(event.token_ids)
     return found

@@ -36,7 +36,7 @@ def test_two_requests_of_a_step_have_a_drafter_each(lag) -> None:
     copies, new = [*prompt, *copied(prompt, PHASE)], [*novel(PROMPT, 10), *novel(PHASE, 11)]
     outcomes = [result.record.outcomes for result in run(engine, {"copies": copies, "new": new})]
     pairs = [{o.sequence.request.id: o for o in some} for some in outcomes if len(some) == 2]
-    names = [(pair["copies"].bet.drafter, pair["new"].bet.drafter) for pair in pairs]
+    names = [(pair["copies"].draft_plan.drafter, pair["new"].draft_plan.drafter) for pair in pairs]
     assert names[FOLLOWS:].count(("lookup", "head")) >= 0.8 * len(names[FOLLOWS:]) > 10
     accepted = {name: sum(pair[name].accepted for pair in pairs[FOLLOWS:]) for name in ("copies", "new")}
     assert accepted["copies"] > 1.2 * accepted["new"] > 0  # each with its own
@@ -106,8 +106,8 @@ def test_who_names_a_drafter_or_none_gets_that(lag) -> None:
     ):
         engine, _ = make_engine(lag, right=0.8)
         records = [result.record for result in run(engine, {"a": script}, speculation=asked)]
-        assert {o.bet.drafter for r in records for o in r.outcomes if o.drafted} == names
-        assert all(o.bet.drafter in names for r in records for o in r.scored)
+        assert {o.draft_plan.drafter for r in records for o in r.outcomes if o.drafted} == names
+        assert all(o.draft_plan.drafter in names for r in records for o in r.scored)
 
 
 def test_reasons_say_when_there_is_nothing_to_propose() -> None:
@@ -119,6 +119,6 @@ def test_reasons_say_when_there_is_nothing_to_propose() -> None:
     records = [result.record for result in results]
     for record in records[1:]:
         (reason,), (outcome,) = [one.kind for one in record.reasons], record.outcomes
-        assert (reason == "pays") == (outcome.drafted > 0) == (outcome.bet.drafter == "lookup")
+        assert (reason == "pays") == (outcome.drafted > 0) == (outcome.draft_plan.drafter == "lookup")
         assert reason in ("pays", "nothing found", "below break-even")
     assert {"pays", "nothing found"} <= {record.reasons[0].kind for record in records}

@@ -8,7 +8,7 @@ import pytest
 
 from outrider.model.decoder import Decoder, make_kernels
 from outrider.settings import cache_folder
-from outrider.types import Bet
+from outrider.types import DraftPlan
 from tests.tiny import (
     Always,
     finish,
@@ -58,7 +58,7 @@ def contents(model):
 def measured(model, draft, prompts: list[int]) -> tuple[float, float]:
     """First draft tokens accepted, and the mean probability of the tokens that were looked at."""
     engine = tiny_engine(
-        model, Always(Bet("lm", DEPTH, DEPTH)), drafters=lambda cache: {"lm": lm_drafter(draft, cache)}
+        model, Always(DraftPlan("lm", DEPTH, DEPTH)), drafters=lambda cache: {"lm": lm_drafter(draft, cache)}
     )
     engine.runner.sample_interval = 1
     drafts = accepted = tokens = 0
@@ -70,7 +70,7 @@ def measured(model, draft, prompts: list[int]) -> tuple[float, float]:
             for result in engine.step():
                 for outcome in result.record.outcomes:
                     drafts += outcome.drafted > 0
-                    accepted += outcome.straight > 0
+                    accepted += outcome.top1_accepted > 0
                 for drafter, count, total in result.record.predicted:
                     assert drafter == "lm"
                     tokens, probability = tokens + count, probability + total
@@ -90,7 +90,7 @@ def test_a_worse_draft_is_distinguished_from_other_content(model, drafts, conten
 def test_the_probabilities_are_the_targets_own(model, drafts, lag):
     engine = tiny_engine(
         model,
-        Always(Bet("lm", DEPTH, DEPTH)),
+        Always(DraftPlan("lm", DEPTH, DEPTH)),
         drafters=lambda c: {"lm": lm_drafter(drafts["good"], c)},
         lag=lag,
     )
@@ -117,7 +117,7 @@ def test_the_probabilities_are_the_targets_own(model, drafts, lag):
 def test_what_was_launched_past_an_end_is_not_looked_at(model, drafts):
     engine = tiny_engine(
         model,
-        Always(Bet("lm", DEPTH, DEPTH)),
+        Always(DraftPlan("lm", DEPTH, DEPTH)),
         drafters=lambda c: {"lm": lm_drafter(drafts["good"], c)},
         lag=1,
     )
@@ -134,7 +134,7 @@ def test_what_was_launched_past_an_end_is_not_looked_at(model, drafts):
 
 def test_most_steps_are_not_looked_at(model, drafts):
     engine = tiny_engine(
-        model, Always(Bet("lm", 1, 1)), drafters=lambda cache: {"lm": lm_drafter(drafts["bad"], cache)}
+        model, Always(DraftPlan("lm", 1, 1)), drafters=lambda cache: {"lm": lm_drafter(drafts["bad"], cache)}
     )
     chosen = [engine.runner.sample([4, 7]) for _ in range(64)]
     assert [one for one in chosen if one is not None] == [7, 4, 7, 4]

@@ -21,13 +21,13 @@ def driver(lag):
 
 
 def answers(driver: Driver, *requests) -> dict[str, list[int]]:
-    heard: queue.SimpleQueue = queue.SimpleQueue()
+    received: queue.SimpleQueue = queue.SimpleQueue()
     for one in requests:
-        driver.submit([one], heard.put)
+        driver.submit([one], received.put)
     tokens: dict[str, list[int]] = {one.id: [] for one in requests}
     left = len(requests)
     while left:
-        event = heard.get(timeout=30)
+        event = received.get(timeout=30)
         assert not isinstance(event, BaseException), event
         tokens[event.request_id] += event.token_ids
         left -= event.finish_reason is not None
@@ -54,12 +54,12 @@ def test_a_refused_request_is_told_to_who_asked(driver):
 
 
 def test_an_abort_is_heard(driver):
-    heard: queue.SimpleQueue = queue.SimpleQueue()
-    driver.submit([request("long", prompt_of(9), max_tokens=200)], heard.put)
+    received: queue.SimpleQueue = queue.SimpleQueue()
+    driver.submit([request("long", prompt_of(9), max_tokens=200)], received.put)
     driver.abort("long")
     reasons = [None]
     while reasons[-1] is None:
-        reasons.append(heard.get(timeout=30).finish_reason)
+        reasons.append(received.get(timeout=30).finish_reason)
     assert reasons[-1] == "abort"
 
 
@@ -93,16 +93,16 @@ def test_building_may_be_waited_for_later():
 
 
 def test_a_step_that_fails_ends_every_request_with_the_reason(driver):
-    heard: queue.SimpleQueue = queue.SimpleQueue()
+    received: queue.SimpleQueue = queue.SimpleQueue()
 
     def broken():
         raise FloatingPointError("broken")
 
     driver.engine.step = broken
-    driver.submit([request("r", prompt_of(5))], heard.put)
-    assert isinstance(heard.get(timeout=30), FloatingPointError)
+    driver.submit([request("r", prompt_of(5))], received.put)
+    assert isinstance(received.get(timeout=30), FloatingPointError)
     with pytest.raises(OutriderError, match="the engine stopped"):
-        driver.submit([request("s", prompt_of(5))], heard.put)
+        driver.submit([request("s", prompt_of(5))], received.put)
 
 
 def test_nothing_is_taken_after_closing():
@@ -113,13 +113,13 @@ def test_nothing_is_taken_after_closing():
 
 
 def test_requests_start_together_or_not_at_all(driver) -> None:
-    heard: queue.SimpleQueue = queue.SimpleQueue()
+    received: queue.SimpleQueue = queue.SimpleQueue()
     good, bad = request("good", prompt_of(9), max_tokens=4), request("bad", [])
     with pytest.raises(InvalidRequest):
-        driver.submit([good, bad], heard.put)
+        driver.submit([good, bad], received.put)
     assert driver.run(lambda: driver.engine.idle)
-    [choices] = driver.submit([good], heard.put)  # its name is free again
-    while heard.get().finish_reason is None:
+    [choices] = driver.submit([good], received.put)  # its name is free again
+    while received.get().finish_reason is None:
         pass
     assert len(choices[0].output) == 4
 

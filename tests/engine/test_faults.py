@@ -15,7 +15,7 @@ from outrider.draft.drafters import MAX_FAULTS
 from outrider.draft.lookup import LookupDrafter
 from outrider.engine.driver import Driver
 from outrider.engine.engine import Engine
-from outrider.types import Bet, Draft, Request
+from outrider.types import Draft, DraftPlan, Request
 from outrider.verify.grammar import GrammarState
 from tests.tiny import (
     VOCAB,
@@ -31,7 +31,7 @@ from tests.tiny import (
     tokens_of,
 )
 
-BET = Bet("test", 4, 4)
+BET = DraftPlan("test", 4, 4)
 LAWS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
     "warm": {"temperature": 0.8, "logprobs": 1},
@@ -84,9 +84,12 @@ class Broken:
         if self.fault == verb:
             raise RuntimeError(f"broken in {verb}")
 
-    def propose(self, sequences, bets) -> Any:
+    def propose(self, sequences, draft_plans) -> Any:
         self.asked += 1
-        drafts = [Draft.chain([self.dice.randrange(VOCAB) for _ in range(bet.nodes)]) for bet in bets]
+        drafts = [
+            Draft.chain([self.dice.randrange(VOCAB) for _ in range(draft_plan.nodes)])
+            for draft_plan in draft_plans
+        ]
         if self.asked > self.until:
             return drafts
         self._trip("propose")
@@ -144,9 +147,9 @@ def test_under_the_ratio_test_a_broken_drafter_is_no_drafter(model, fault, block
     """Its guesses are worth nothing, so that what is drawn is what would be drawn without any."""
     how = {"mode": "rejection", "block": block}
     one = request("r", prompt_of(12), {1}, temperature=0.8, max_tokens=30, speculation=how)
-    alone = tiny_engine(model, Always(Bet()))
+    alone = tiny_engine(model, Always(DraftPlan()))
     alone.add(one)
-    engine = tiny_engine(model, Always(Bet("test", 4, 4, None, "rejection")), Broken(fault))
+    engine = tiny_engine(model, Always(DraftPlan("test", 4, 4, None, "rejection")), Broken(fault))
     engine.add(one)
     assert tokens_of(finish(engine)["r", 0]) == tokens_of(finish(alone)["r", 0])
 
@@ -227,7 +230,7 @@ class Fragile:
 @pytest.mark.parametrize("how", ["mask", "advance"])
 @pytest.mark.parametrize("guessing", [True, False])
 def test_a_grammar_that_breaks_in_use_ends_its_own_request_only(model, requests, plain, how, guessing, lag):
-    engine = tiny_engine(model, Always(BET if guessing else Bet()), Broken(), lag=lag)
+    engine = tiny_engine(model, Always(BET if guessing else DraftPlan()), Broken(), lag=lag)
     for one in requests:
         engine.add(one)
     [sequence] = engine.add(request("fragile", prompt_of(11), grammar=Fragile(how, 5)))
@@ -287,7 +290,7 @@ def test_a_matcher_that_raises_ends_its_own_request_only(model, requests, plain,
 def test_a_listener_that_raises_loses_its_own_request_only(model, error, when, lag):
     driver = Driver(lambda: tiny_engine(tiny_model(), lag=lag))
     try:
-        heard: queue.SimpleQueue = queue.SimpleQueue()
+        received: queue.SimpleQueue = queue.SimpleQueue()
         calls: list[Any] = []
 
         def gone(event) -> None:
@@ -297,10 +300,10 @@ def test_a_listener_that_raises_loses_its_own_request_only(model, error, when, l
 
         good = request("good", prompt_of(9), max_tokens=40)
         driver.submit([request("bad", prompt_of(12), max_tokens=200)], gone)
-        driver.submit([good], heard.put)
+        driver.submit([good], received.put)
         tokens: list[int] = []
         while True:
-            event = heard.get(timeout=30)
+            event = received.get(timeout=30)
             tokens += event.token_ids
             if event.finish_reason:
                 break

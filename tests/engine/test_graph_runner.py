@@ -16,7 +16,7 @@ from outrider.control.trees import TREES
 from outrider.device.buckets import RUN_SECONDS
 from outrider.draft.lookup import LookupDrafter
 from outrider.engine.engine import Engine
-from outrider.types import NO_BET, Bet, Plan, Request
+from outrider.types import NO_DRAFT_PLAN, DraftPlan, Plan, Request
 from tests.sweep import sweep
 from tests.tiny import (
     VOCAB,
@@ -251,7 +251,7 @@ def test_a_prediction_is_followed_wherever_it_fits(model, small) -> None:
     answer = run(make_engine(model, small, None), [request("a", prompt_of(12), max_tokens=40)])["a", 0]
     staged = {}
     for long in (False, True):
-        engine = make_engine(model, small, 1, Always(Bet("lookup", 4, 4)))
+        engine = make_engine(model, small, 1, Always(DraftPlan("lookup", 4, 4)))
         if long:
             engine.runner.state.predictions = engine.runner.state.predictions[:, : len(answer) - 1]
         [one] = engine.add(request("a", prompt_of(12), max_tokens=40, prediction=answer))
@@ -269,12 +269,12 @@ def test_a_default_drafter_that_cannot_be_resident_drafts_on_the_host(model, sma
         def accept(self, sequence, draft, verdict) -> None: ...
         def stop(self, sequence) -> None: ...
 
-        def propose(self, sequences, bets):
-            return LookupDrafter.propose(lookup, sequences, bets)
+        def propose(self, sequences, draft_plans):
+            return LookupDrafter.propose(lookup, sequences, draft_plans)
 
     lookup = LookupDrafter()
     asked = request("a", prompt_of(5) * 3, max_tokens=60)
-    engine = tiny_engine(model, Always(Bet("test", 3, 3)), Repeats(), lag=1)
+    engine = tiny_engine(model, Always(DraftPlan("test", 3, 3)), Repeats(), lag=1)
     [one] = engine.add(asked)
     lookup.start(one)
     finish(engine)
@@ -284,12 +284,20 @@ def test_a_default_drafter_that_cannot_be_resident_drafts_on_the_host(model, sma
 def test_resident_rows_share_a_draft_tree(model, small) -> None:
     """The drafter most asked for has a tree; one that takes no pass may ride along a chain of its."""
     fitted = make_engine(model, small, 1).runner.shared.fitted
-    bets = [Bet("lm", 6, 3), Bet("lookup", 9, 9), NO_BET, Bet("lm", 20, 20)]
-    assert fitted(bets) == [Bet("lm", 3, 3), Bet("lookup", 8, 8), NO_BET, Bet("lm", 8, 8)]
-    assert fitted([Bet("lm", 15, 3), Bet("lm", 15, 3), Bet("lookup", 4, 4)])[2] == NO_BET  # it branches
-    assert fitted([NO_BET, NO_BET]) == [NO_BET, NO_BET]
-    branching = Bet("lm", *TREES[-1][::-1])
-    assert fitted([branching, Bet("lm", 12, 12)]) == [branching, Bet("lm", 8, 8)]
+    draft_plans = [DraftPlan("lm", 6, 3), DraftPlan("lookup", 9, 9), NO_DRAFT_PLAN, DraftPlan("lm", 20, 20)]
+    assert fitted(draft_plans) == [
+        DraftPlan("lm", 3, 3),
+        DraftPlan("lookup", 8, 8),
+        NO_DRAFT_PLAN,
+        DraftPlan("lm", 8, 8),
+    ]
+    assert (
+        fitted([DraftPlan("lm", 15, 3), DraftPlan("lm", 15, 3), DraftPlan("lookup", 4, 4)])[2]
+        == NO_DRAFT_PLAN
+    )  # it branches
+    assert fitted([NO_DRAFT_PLAN, NO_DRAFT_PLAN]) == [NO_DRAFT_PLAN, NO_DRAFT_PLAN]
+    branching = DraftPlan("lm", *TREES[-1][::-1])
+    assert fitted([branching, DraftPlan("lm", 12, 12)]) == [branching, DraftPlan("lm", 8, 8)]
 
 
 def test_what_draft_trees_there_are(model, small) -> None:
@@ -453,7 +461,7 @@ def test_trees_change_nothing_and_more_of_them_is_accepted(model, small, lag, tr
     plain = run(make_engine(model, small, None, "none"), asked)
     accepted = {}
     for depth, nodes in (tree, (tree[0], tree[0])):
-        engine = make_engine(model, small, lag, Always(Bet("lm", nodes, depth)))
+        engine = make_engine(model, small, lag, Always(DraftPlan("lm", nodes, depth)))
         sequences = [engine.add(one)[0] for one in asked]
         finish(engine)
         assert {(s.request.id, 0): s.output for s in sequences} == plain
@@ -469,7 +477,7 @@ class Pausing(Always):
 
     def plan(self, work, options) -> Plan:
         self.rests = not self.rests
-        return Plan((NO_BET,) * len(work)) if self.rests else super().plan(work, options)
+        return Plan((NO_DRAFT_PLAN,) * len(work)) if self.rests else super().plan(work, options)
 
 
 @pytest.mark.parametrize("planner", [Always, Pausing])
@@ -478,7 +486,7 @@ def test_a_draft_knows_what_it_has_read_of_a_tree(model, small, monkeypatch, pla
     asked = request("r", prompt_of(9, 3), max_tokens=120, temperature=0.7, seed=3)
     seen = []
     for forgets in (False, True):
-        engine = make_engine(model, small, 0, planner(Bet("lm", 15, 3)))
+        engine = make_engine(model, small, 0, planner(DraftPlan("lm", 15, 3)))
         engine.runner.runs.observe = lambda *_: None  # plain passes go by the clock otherwise
         lm, drafts = engine.drafters["lm"], []
         propose = lm.propose_resident

@@ -25,7 +25,7 @@ from outrider.model.decoder import Decoder
 from outrider.model.kernels.gpu.recording import record
 from outrider.model.rope import rope_tables
 from outrider.settings import Settings
-from outrider.types import MAX_NODES, Bet, Request
+from outrider.types import MAX_NODES, DraftPlan, Request
 from tests.tiny import (
     VOCAB,
     Always,
@@ -171,15 +171,15 @@ def some_requests(seed: int, count: int = 14) -> list[Request]:
 
 def arriving(engine: Engine, requests: list[Request], seed: int) -> dict[str, list[int]]:
     """Answers to requests that arrive while others decode."""
-    rnd, waiting, heard = random.Random(seed), list(requests), {one.id: [] for one in requests}
+    rnd, waiting, received = random.Random(seed), list(requests), {one.id: [] for one in requests}
     while waiting or not engine.idle:
         if waiting and (engine.idle or rnd.random() < 0.4):
             engine.add(waiting.pop(0))
         for result in engine.step():
             for event in result.events:
-                heard[event.request_id] += event.token_ids
+                received[event.request_id] += event.token_ids
     engine.table.check()
-    return heard
+    return received
 
 
 @pytest.fixture(scope="module")
@@ -196,10 +196,10 @@ def alone(models):
 
 PLANNERS = {
     "plain": lambda: Planner("none"),
-    "lm": lambda: Always(Bet("lm", 4, 4)),
-    "lookup": lambda: Always(Bet("lookup", 4, 4)),
+    "lm": lambda: Always(DraftPlan("lm", 4, 4)),
+    "lookup": lambda: Always(DraftPlan("lookup", 4, 4)),
     "auto": lambda: Planner("lm", choices=("lm", "lookup")),
-    **{f"tree of {tree[1]}": lambda tree=tree: Always(Bet("lm", tree[1], tree[0])) for tree in TREES},
+    **{f"tree of {tree[1]}": lambda tree=tree: Always(DraftPlan("lm", tree[1], tree[0])) for tree in TREES},
 }
 
 
@@ -207,8 +207,8 @@ PLANNERS = {
 @pytest.mark.parametrize("seed", range(2))
 def test_captured_steps_emit_what_eager_ones_do(models, alone, planner, seed) -> None:
     engine = make_engine(models, True, PLANNERS[planner]())
-    heard = arriving(engine, some_requests(seed), seed)
-    assert heard == {one: alone[seed, one] for one in heard}
+    received = arriving(engine, some_requests(seed), seed)
+    assert received == {one: alone[seed, one] for one in received}
     assert any(step.graph is not None for step in engine.runner.graphs.steps.values())
 
 
@@ -219,8 +219,8 @@ def test_prepared_steps_emit_the_same(models, alone, default) -> None:
         pass
     assert engine.runner.sizes.made == {1, 2, 4}
     assert {size for _, size in engine.planner.costs.measured} == {1, 2, 4}
-    heard = arriving(engine, some_requests(1), 1)
-    assert heard == {one: alone[1, one] for one in heard}
+    received = arriving(engine, some_requests(1), 1)
+    assert received == {one: alone[1, one] for one in received}
 
 
 @pytest.mark.parametrize("name", ["early_exit", "eagle", "lm"])
@@ -231,7 +231,7 @@ def test_drafts_of_captured_steps_are_accepted(models, folder, name) -> None:
     ]
     rates = []
     for captured in (False, True):
-        engine = make_engine(models, captured, Always(Bet(name, 4, 4)), folder)
+        engine = make_engine(models, captured, Always(DraftPlan(name, 4, 4)), folder)
         sequences = [engine.add(one)[0] for one in asked]
         finish(engine)
         rates.append(sum(s.accepted for s in sequences) / sum(s.steps for s in sequences))

@@ -72,7 +72,7 @@ def test_trees_by_batch() -> None:
     wide = dict.fromkeys(range(4), False)
     for result in in_turn(engine, ["a", "b"], "c"):
         for o in result.record.outcomes:
-            wide[result.record.sequences] |= o.bet.nodes > o.bet.depth
+            wide[result.record.sequences] |= o.draft_plan.nodes > o.draft_plan.depth
     assert wide[2] and not wide[3]
 
 

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from outrider.draft.lookup import LookupDrafter
-from outrider.types import Bet, Draft
+from outrider.types import Draft, DraftPlan
 from outrider.verify.noise import choice_seed
 from tests.sweep import sweep
 from tests.tiny import (
@@ -86,7 +86,7 @@ def test_a_model_in_bfloat16_does_too(requests):
     """In batches its weights are widened once for many rows, alone for every row."""
     model = tiny_model(bfloat16=True)
     plain = {r.id: run_alone(model, r, prefix_reuse=False) for r in requests}
-    engine = tiny_engine(model, Always(Bet("test", 4, 4)), LookupDrafter())
+    engine = tiny_engine(model, Always(DraftPlan("test", 4, 4)), LookupDrafter())
     assert answers(engine, requests) == plain
 
 
@@ -130,7 +130,7 @@ class Fixed(Always):
 
     def __init__(self, nodes: int, toggle: bool = False) -> None:
         dice = random.Random(1)
-        super().__init__(Bet("test", nodes, nodes), lambda sequence: not toggle or dice.random() < 0.5)
+        super().__init__(DraftPlan("test", nodes, nodes), lambda sequence: not toggle or dice.random() < 0.5)
 
 
 class Oracle:
@@ -145,8 +145,8 @@ class Oracle:
     def accept(self, sequence, draft, verdict) -> None: ...
     def stop(self, sequence) -> None: ...
 
-    def propose(self, sequences, bets):
-        return [self.guess(s, bet.nodes) for s, bet in zip(sequences, bets, strict=True)]
+    def propose(self, sequences, draft_plans):
+        return [self.guess(s, draft_plan.nodes) for s, draft_plan in zip(sequences, draft_plans, strict=True)]
 
     def guess(self, s, nodes) -> Draft:
         done = len(s.output)
@@ -212,19 +212,19 @@ def test_anything_may_be_aborted_at_any_time(model, lag, data):
     """By custom drafters or by lookup, whose sequences are resident where there is a lag."""
     cache_bytes = 300 * model.config.kv_bytes_per_token
     drafters = {"test": Oracle({f"r{i}": [] for i in range(8)}, 1.0, True), "lookup": LookupDrafter()}
-    planner = Always(Bet(data.draw(st.sampled_from(list(drafters))), 5, 5))
+    planner = Always(DraftPlan(data.draw(st.sampled_from(list(drafters))), 5, 5))
     engine = tiny_engine(model, planner, drafters=lambda _: drafters, lag=lag, cache_bytes=cache_bytes)
     keep = make("r0", "warm", length=9, max_tokens=40)
     expected = run_alone(model, keep)
-    heard: list[int] = []
+    received: list[int] = []
     for i in range(8):
         engine.add(keep if i == 0 else make(f"r{i}", "warm", length=9 + 20 * i, max_tokens=40, n=1 + i % 3))
     while not engine.idle:
         for event in (event for result in engine.step() for event in result.events):
-            heard += event.token_ids if event.request_id == "r0" else ()
+            received += event.token_ids if event.request_id == "r0" else ()
         if data.draw(st.booleans()):
             engine.abort(f"r{data.draw(st.integers(1, 7))}")
             engine.table.check()
-    assert heard == expected
+    assert received == expected
     engine.table.prefix.clear()
     assert engine.table.pool.free == engine.table.pool.total

@@ -16,7 +16,7 @@ from outrider.draft.drafters import MAX_FAULTS
 from outrider.draft.early_exit import EarlyExitDrafter
 from outrider.draft.lookup import LookupDrafter
 from outrider.engine.engine import Engine
-from outrider.types import Bet, Draft, Request, Speculation
+from outrider.types import Draft, DraftPlan, Request, Speculation
 from tests.tiny import (
     VOCAB,
     Always,
@@ -40,8 +40,8 @@ class Guessing:
     def accept(self, sequence, draft, verdict) -> None: ...
     def stop(self, sequence) -> None: ...
 
-    def propose(self, sequences, bets):
-        return [Draft.chain([7, 8, 9, 10][: bet.nodes]) for bet in bets]
+    def propose(self, sequences, draft_plans):
+        return [Draft.chain([7, 8, 9, 10][: draft_plan.nodes]) for draft_plan in draft_plans]
 
 
 class Even:
@@ -69,7 +69,7 @@ def small():
     return noised_model()
 
 
-def make_engine(model, small, lag: int | None, bet: Bet, **settings) -> Engine:
+def make_engine(model, small, lag: int | None, draft_plan: DraftPlan, **settings) -> Engine:
     def drafters(cache):
         return {
             "lookup": LookupDrafter(),
@@ -78,7 +78,7 @@ def make_engine(model, small, lag: int | None, bet: Bet, **settings) -> Engine:
             "own": Guessing(),
         }
 
-    engine = tiny_engine(model, Always(bet), drafters=drafters, lag=lag, **settings)
+    engine = tiny_engine(model, Always(draft_plan), drafters=drafters, lag=lag, **settings)
     if lag is not None:
         engine.runner.runs.observe = lambda *_: None  # several plain passes a step go by the clock
     return engine
@@ -106,12 +106,16 @@ class Watched:
         return results
 
 
-@pytest.mark.parametrize("bet", [Bet(), Bet("lm", 3, 3), Bet("lookup", 4, 4)], ids=lambda bet: bet.drafter)
-def test_nothing_waits_for_a_prompt_that_arrives(model, small, bet) -> None:
+@pytest.mark.parametrize(
+    "draft_plan",
+    [DraftPlan(), DraftPlan("lm", 3, 3), DraftPlan("lookup", 4, 4)],
+    ids=lambda draft_plan: draft_plan.drafter,
+)
+def test_nothing_waits_for_a_prompt_that_arrives(model, small, draft_plan) -> None:
     """While a long prompt is read chunk by chunk, whoever decodes moves in every step, and there is always one in
     flight.
     """
-    watched = Watched(make_engine(model, small, 1, bet, step_rows=32))
+    watched = Watched(make_engine(model, small, 1, draft_plan, step_rows=32))
     engine = watched.engine
     decoding = [engine.add(request(f"d{i}", prompt_of(5, i), max_tokens=150))[0] for i in range(4)]
     for _ in range(4):
@@ -182,19 +186,19 @@ def steps_of_others(engine: Engine, special: Request) -> tuple[dict, dict]:
 
 @pytest.fixture(scope="module")
 def undisturbed(model, small):
-    return steps_of_others(make_engine(model, small, 1, Bet("lm", 3, 3)), ask("plain"))
+    return steps_of_others(make_engine(model, small, 1, DraftPlan("lm", 3, 3)), ask("plain"))
 
 
 @pytest.mark.parametrize("kind", ASKED)
 def test_what_a_request_asks_for_changes_its_own_rows_only(model, small, undisturbed, kind) -> None:
     """Step by step the others have the tokens and drafts that they have beside a plain one."""
     special = ask("special", **ASKED[kind])
-    engine = make_engine(model, small, 1, Bet("lm", 3, 3))
+    engine = make_engine(model, small, 1, DraftPlan("lm", 3, 3))
     assert steps_of_others(engine, special) == undisturbed
     assert all(tokens for tokens in undisturbed[0].values())
     assert sum(size for counts, _ in undisturbed[1].values() for size, _ in counts) > 30
     if kind not in ("rejection", "lossy"):
-        engine = make_engine(model, small, 1, Bet("lm", 3, 3))
+        engine = make_engine(model, small, 1, DraftPlan("lm", 3, 3))
         engine.add(special)
         assert tokens_of(finish(engine)["special", 0]) == run_alone(model, undrafted(special))
 
@@ -214,9 +218,14 @@ def test_every_step_is_counted_once(model, small, data) -> None:
     lag = data.draw(st.sampled_from([None, 0, 1, 2]), "lag")
     dice = random.Random(data.draw(st.integers(0, 10**6), "seed"))
     room = data.draw(st.sampled_from([120, 4000]), "slots")
-    bet = data.draw(st.sampled_from([Bet(), Bet("lm", 3, 3), Bet("lookup", 4, 4), Bet("own", 2, 2)]), "bet")
+    draft_plan = data.draw(
+        st.sampled_from(
+            [DraftPlan(), DraftPlan("lm", 3, 3), DraftPlan("lookup", 4, 4), DraftPlan("own", 2, 2)]
+        ),
+        "draft_plan",
+    )
     cache_bytes, size = room * model.config.kv_bytes_per_token, {"step_rows": 24, "max_sequences": 8}
-    watched = Watched(make_engine(model, small, lag, bet, cache_bytes=cache_bytes, **size))
+    watched = Watched(make_engine(model, small, lag, draft_plan, cache_bytes=cache_bytes, **size))
     engine, sequences, aborted = watched.engine, [], set()
     waiting = [
         request(f"r{i}", prompt_of(dice.randint(1, 40), i), {1}, max_tokens=dice.randint(1, 25), temperature=0.8,
@@ -264,7 +273,7 @@ def test_a_drafter_that_fails_in_a_resident_step_costs_its_drafts(model, small, 
         request(f"r{i}", prompt_of(6, i) * 3, max_tokens=40, temperature=0.7, seed=i) for i in range(3)
     ]
     plain = {one.id: run_alone(model, one) for one in requests}
-    engine = make_engine(model, small, 1, Bet("lm", 3, 3))
+    engine = make_engine(model, small, 1, DraftPlan("lm", 3, 3))
     engine.planner.on = lambda sequence: len(sequence.output) > 5  # so that it has something to catch up on
     lm, calls = engine.drafters["lm"], []
     works = getattr(lm, verb)
@@ -290,7 +299,7 @@ def test_a_drafter_that_fails_in_a_resident_step_costs_its_drafts(model, small, 
 
 
 def test_a_failing_drafter_is_measured_no_further(model, small) -> None:
-    engine = make_engine(model, small, 1, Bet("lm", 3, 3))
+    engine = make_engine(model, small, 1, DraftPlan("lm", 3, 3))
     engine.drafters["lm"].propose_resident = lambda *given: 1 / 0
     costs = list(engine.runner.measure(2, "lm"))
     assert [name for name, _, _ in costs] == ["none"] and engine.drafters.faults == {"lm": 1}
@@ -299,7 +308,7 @@ def test_a_failing_drafter_is_measured_no_further(model, small) -> None:
 
 def test_the_last_tokens_do_not_wait_for_what_is_in_flight(model, small) -> None:
     """A step was launched before anybody knew that the answer had ended: it is settled after its events were told."""
-    engine, prompt = make_engine(model, small, 1, Bet("none")), prompt_of(3, 9)
+    engine, prompt = make_engine(model, small, 1, DraftPlan("none")), prompt_of(3, 9)
     answer = run_alone(model, request("a", prompt, max_tokens=6))
     engine.add(request("b", prompt, stop_ids=frozenset(answer[3:4])))
     ended = None
@@ -313,7 +322,7 @@ def test_the_last_tokens_do_not_wait_for_what_is_in_flight(model, small) -> None
 
 def test_who_waits_for_the_prompts_of_others_is_counted(model, small) -> None:
     """Somebody with a first token takes no part in the step that was launched before it was known."""
-    engine = make_engine(model, small, 1, Bet("none"), step_rows=64)
+    engine = make_engine(model, small, 1, DraftPlan("none"), step_rows=64)
     for name in "ab":
         engine.add(request(name, prompt_of(60, ord(name)), max_tokens=8))
     waited, firsts = [], set()

@@ -26,7 +26,7 @@ from outrider.engine.engine import Engine
 from outrider.engine.llm import LLM
 from outrider.errors import BadCheckpoint, InvalidRequest, OutriderError
 from outrider.load.checkpoint import open_checkpoint
-from outrider.types import Bet, SamplingParams
+from outrider.types import DraftPlan, SamplingParams
 from tests.serve.conftest import write_tiny
 from tests.tiny import (
     VOCAB,
@@ -73,7 +73,7 @@ def requests():
 
 def engine_of(model, make, lag, name) -> tuple[Engine, Drafts]:
     """An engine, and every draft that it verifies, by request and how much was known."""
-    engine = tiny_engine(model, Always(Bet(name, DEPTH, DEPTH)), drafters=make, lag=lag)
+    engine = tiny_engine(model, Always(DraftPlan(name, DEPTH, DEPTH)), drafters=make, lag=lag)
     seen: Drafts = {}
     accept = engine.drafters.accept
 
@@ -97,7 +97,7 @@ def drafter_of(kind: str, which: int, model, heads) -> Callable:
 
 
 def network_weights(make, model) -> Weights:
-    engine = tiny_engine(model, Always(Bet("none", 0, 0)), drafters=make)
+    engine = tiny_engine(model, Always(DraftPlan("none", 0, 0)), drafters=make)
     (name,) = engine.drafters.names
     return copy_of(engine.drafters[name].network)
 
@@ -150,11 +150,11 @@ def run_out(engine: Engine) -> list:
 
 def test_work_that_wants_nothing_in_flight_finds_it_so(model, heads):
     make = drafter_of("lm", 0, model, heads)
-    driver = Driver(lambda: tiny_engine(model, Always(Bet("lm", DEPTH, DEPTH)), drafters=make, lag=1))
+    driver = Driver(lambda: tiny_engine(model, Always(DraftPlan("lm", DEPTH, DEPTH)), drafters=make, lag=1))
     one = request("a", prompt_of(9, 1), max_tokens=150)
-    heard: queue.SimpleQueue = queue.SimpleQueue()
+    received: queue.SimpleQueue = queue.SimpleQueue()
     try:
-        driver.submit([one], heard.put)
+        driver.submit([one], received.put)
         states = [(0, True)]
         while states[-1][1]:
             states.append(
@@ -162,7 +162,7 @@ def test_work_that_wants_nothing_in_flight_finds_it_so(model, heads):
             )
         assert len(states) > 9 and not any(in_flight for in_flight, _ in states)
         tokens = []
-        while not (event := heard.get(timeout=20)).finish_reason:
+        while not (event := received.get(timeout=20)).finish_reason:
             tokens += event.token_ids
         assert [*tokens, *event.token_ids] == run_alone(model, one)
     finally:
@@ -173,7 +173,7 @@ def test_a_head_has_read_where_it_could_draft(model, heads):
     """Not in the step that reads the prompt, which hands the hidden states over."""
     engine = tiny_engine(
         model,
-        Always(Bet("eagle", DEPTH, DEPTH)),
+        Always(DraftPlan("eagle", DEPTH, DEPTH)),
         drafters=drafter_of("eagle", 0, model, heads),
         step_rows=128,
     )
@@ -399,18 +399,18 @@ def test_swaps_and_roll_backs_under_32_streams(folders, monkeypatch, lag):
     prompts = [list(range(3, 8 + i % 7)) for i in range(STREAMS)]
     with LLM(folders / "target", draft=str(folders / "one"), check_integrity=True, **options) as llm:
         plain = llm.generate(prompts, asked, speculation="off")
-        heard: queue.SimpleQueue = queue.SimpleQueue()
+        received: queue.SimpleQueue = queue.SimpleQueue()
         requests = [llm.request(ids, one) for ids, one in zip(prompts, asked, strict=True)]
         live: list = []
         running = exchange_at(llm, {3, 5, 7, 9}, lambda: sum(one.finish_reason is None for [one] in live))
-        live += llm.driver.submit(requests, heard.put)
+        live += llm.driver.submit(requests, received.put)
         llm.live_draft.swap(llm.driver, folders / "two")
         for _ in range(3):
             llm.live_draft.roll_back(llm.driver)
         said: dict[str, list[int]] = {}
         ends: dict[str, str] = {}
         while len(ends) < STREAMS:
-            event = heard.get(timeout=20)
+            event = received.get(timeout=20)
             said.setdefault(event.request_id, []).extend(event.token_ids)
             ends |= {event.request_id: event.finish_reason} if event.finish_reason else {}
         assert set(ends.values()) == {"length"} and running == [STREAMS] * 4

@@ -16,7 +16,7 @@ from outrider.draft.head_layouts import load_eagle
 from outrider.draft.lm import LmDrafter
 from outrider.draft.lookup import LookupDrafter
 from outrider.draft.merged import MergedDrafter
-from outrider.types import NO_BET, Bet, Draft, Request
+from outrider.types import NO_DRAFT_PLAN, Draft, DraftPlan, Request
 from outrider.verify.grammar import GrammarCompiler
 from tests.load.tiny import byte_level_backend
 from tests.tiny import (
@@ -68,11 +68,11 @@ class Wild:
     def accept(self, sequence, draft, verdict) -> None: ...
     def stop(self, sequence) -> None: ...
 
-    def propose(self, sequences, bets):
-        return [self.guess(s, bet) for s, bet in zip(sequences, bets, strict=True)]
+    def propose(self, sequences, draft_plans):
+        return [self.guess(s, draft_plan) for s, draft_plan in zip(sequences, draft_plans, strict=True)]
 
-    def guess(self, s, bet) -> Draft:
-        n, done = bet.nodes, len(s.output)
+    def guess(self, s, draft_plan) -> Draft:
+        n, done = draft_plan.nodes, len(s.output)
         right = self.answers[s.request.id, s.choice][done : done + n]
         right = [*right, *(self.dice.randrange(VOCAB) for _ in range(n - len(right)))]
         if self.kind == "oracle":
@@ -193,32 +193,34 @@ def clean(engine) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_drafter_for_every_law(model, draft_model, head, plain, kind, lag):
-    for i, bet in enumerate((Bet(kind, 4, 4), Bet(kind, 9, 3)) if lag is None else (Bet(kind, 15, 3),)):
-        engine = armed(model, draft_model, head, plain, Always(bet), lag)
+    for i, draft_plan in enumerate(
+        (DraftPlan(kind, 4, 4), DraftPlan(kind, 9, 3)) if lag is None else (DraftPlan(kind, 15, 3),)
+    ):
+        engine = armed(model, draft_model, head, plain, Always(draft_plan), lag)
         same(run(engine, every_law(predicted=i), every=lag or 0), plain)
         clean(engine)
 
 
 def test_alone(model, draft_model, head, plain, lag):
     for i, law in list(enumerate(LAWS))[:: 1 if lag is None else 2]:
-        engine = armed(model, draft_model, head, plain, Always(Bet(KINDS[i % len(KINDS)], 6, 4)), lag)
+        engine = armed(model, draft_model, head, plain, Always(DraftPlan(KINDS[i % len(KINDS)], 6, 4)), lag)
         found = run(engine, [make(law, i, predicted=i % 3 == 0)])
         same(found, {key: value for key, value in plain.items() if key in found})
         clean(engine)
 
 
 class Restless(Always):
-    """Every sequence, every step: another drafter, another bet, or none."""
+    """Every sequence, every step: another drafter, another draft plan, or none."""
 
     def __init__(self) -> None:
-        super().__init__(NO_BET)
+        super().__init__(NO_DRAFT_PLAN)
         self.dice = random.Random(5)
 
-    def one(self, sequence) -> Bet:
+    def one(self, sequence) -> DraftPlan:
         if self.dice.random() < 0.3:
-            return NO_BET
+            return NO_DRAFT_PLAN
         depth = self.dice.randrange(1, 5)
-        return Bet(self.dice.choice(KINDS), self.dice.choice((depth, 2 * depth)), depth)
+        return DraftPlan(self.dice.choice(KINDS), self.dice.choice((depth, 2 * depth)), depth)
 
 
 @pytest.mark.parametrize("room", [4000, 330])
@@ -232,7 +234,7 @@ def test_another_drafter_every_step_and_preempted(model, draft_model, head, plai
 
 
 def test_other_modes_in_the_batch_disturb_nobody(model, draft_model, head, plain, lag):
-    engine = armed(model, draft_model, head, plain, Always(Bet("lm", 3, 3)), lag)
+    engine = armed(model, draft_model, head, plain, Always(DraftPlan("lm", 3, 3)), lag)
     others = [
         make(law, 40 + 2 * i + (mode == "lossy"), ("lm", "lookup", "lookup+lm")[i % 3], mode)
         for i, law in enumerate(["warm", "hot", "top_k", "penalties", "greedy"])
@@ -248,7 +250,7 @@ def test_other_modes_in_the_batch_disturb_nobody(model, draft_model, head, plain
 
 
 def test_rejection_at_temperature_zero_is_plain(model, draft_model, head, plain, lag):
-    engine = armed(model, draft_model, head, plain, Always(Bet("lm", 3, 3)), lag)
+    engine = armed(model, draft_model, head, plain, Always(DraftPlan("lm", 3, 3)), lag)
     found = run(engine, [make("greedy", 0, "lm", "rejection")])
     same(found, {key: plain[key] for key in found})
 
@@ -286,7 +288,7 @@ def test_grammars(kind, lag):
         wild = Wild("ends", {k: v[0] for k, v in plain.items()})
         return {kind: LookupDrafter() if kind == "lookup" else wild}
 
-    engine = tiny_engine(model, Always(Bet(kind, 8, 4)), drafters=drafters, lag=lag)
+    engine = tiny_engine(model, Always(DraftPlan(kind, 8, 4)), drafters=drafters, lag=lag)
     found = run(engine, list(requests()), every=1)
     same(found, plain)
     for (name, _), (tokens, _, reason, _) in found.items():

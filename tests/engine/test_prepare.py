@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 
 from outrider.engine import runner
-from outrider.types import Bet
+from outrider.types import DraftPlan
 from tests.tiny import Always, finish, prompt_of, request, tiny_engine, tiny_model, tokens_of
 
 
@@ -34,7 +34,7 @@ def test_passes_are_measured_by_rows_and_nothing_is_changed(model) -> None:
 
 def test_slow_passes_are_not_measured_any_further(model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "LONGEST_MEASURED", 0.0)
-    engine = tiny_engine(model, Always(Bet("none", 0, 0)))
+    engine = tiny_engine(model, Always(DraftPlan("none", 0, 0)))
     assert len(list(engine.runner.measure_rows(64, {}))) == 1
 
 

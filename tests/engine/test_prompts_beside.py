@@ -17,7 +17,7 @@ from outrider.draft.lookup import LookupDrafter
 from outrider.engine.engine import Engine
 from outrider.engine.graph_runner import GraphRunner
 from outrider.engine.shared_drafts import first_to_read
-from outrider.types import Bet, Request, Speculation
+from outrider.types import DraftPlan, Request, Speculation
 from tests.tiny import (
     Always,
     finish,
@@ -160,7 +160,7 @@ def test_prompts_that_arrive_are_read_in_captured_steps(model, small, default) -
 
 def test_drafts_go_on_beside_prompts(model, small) -> None:
     """Chains that there are captured steps for, whatever is drafted otherwise."""
-    planner = Always(Bet("lm", 15, 4))
+    planner = Always(DraftPlan("lm", 15, 4))
     planner.choices = ("lm",)
     planner.learn = planner.learn_prompt_rows = planner.learn_reading = lambda *_: None
     planner.costs = Planner().costs
@@ -322,7 +322,7 @@ def test_a_drafter_catches_up_with_a_bite_at_a_time() -> None:
 
 
 def test_nobody_reads_all_at_once(model, small) -> None:
-    planner = Always(Bet("lm", 2, 2))
+    planner = Always(DraftPlan("lm", 2, 2))
     engine = make_engine(model, small, planner, captured=False, step_rows=2048)
     requests = [request(f"r{i}", prompt_of(350, i), max_tokens=12, seed=i) for i in range(4)]
     sequences = [engine.add(one)[0] for one in requests]

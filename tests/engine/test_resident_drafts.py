@@ -18,7 +18,7 @@ from outrider.draft.head_layouts import load_eagle
 from outrider.draft.lookup import LookupDrafter
 from outrider.engine.engine import Engine
 from outrider.engine.kv_cache import KvCache
-from outrider.types import NO_BET, NO_DRAFT, Bet, Plan, Request
+from outrider.types import NO_DRAFT, NO_DRAFT_PLAN, DraftPlan, Plan, Request
 from tests.tiny import (
     VOCAB,
     Always,
@@ -68,8 +68,8 @@ def folder(tmp_path_factory, model):
 class Silent(Watched):
     """Remembers what it would have proposed and proposes nothing: asked after every token."""
 
-    def propose(self, sequences, bets):
-        super().propose(sequences, bets)
+    def propose(self, sequences, draft_plans):
+        super().propose(sequences, draft_plans)
         return [NO_DRAFT] * len(sequences)
 
 
@@ -86,10 +86,12 @@ class Erratic(Always):
             self.chosen = self.random.choice(self.names)
         return super().plan(work, options)
 
-    def one(self, sequence) -> Bet:
+    def one(self, sequence) -> DraftPlan:
         depth = self.random.randint(1, DEPTH)
         return (
-            NO_BET if self.chosen == "none" or self.random.random() < 0.2 else Bet(self.chosen, depth, depth)
+            NO_DRAFT_PLAN
+            if self.chosen == "none" or self.random.random() < 0.2
+            else DraftPlan(self.chosen, depth, depth)
         )
 
 
@@ -100,9 +102,9 @@ class Noted(Watched):
 
     def __init__(self, inner: ResidentDrafter, answers: dict | None = None, seed: int = 0) -> None:
         super().__init__(inner)
-        self.max_depth, self.trees, self.rides_along = inner.max_depth, inner.trees, inner.rides_along
+        self.max_depth, self.trees, self.model_free = inner.max_depth, inner.trees, inner.model_free
         self.tokens_behind, self.catch_up, self.warm_up = inner.tokens_behind, inner.catch_up, inner.warm_up
-        self.foresee, self.usual_depth = inner.foresee, inner.usual_depth
+        self.shadow_propose, self.usual_depth = inner.shadow_propose, inner.usual_depth
         self.answers, self.random = answers, random.Random(seed)
         self.running: list = []  # sequences of the engine
         self.resident: dict[tuple[str, int], tuple[int, ...]] = {}
@@ -181,7 +183,7 @@ def eager_drafts(
     for name in names:
         engine = tiny_engine(
             model,
-            Always(Bet(name, DEPTH, DEPTH)),
+            Always(DraftPlan(name, DEPTH, DEPTH)),
             drafters=lambda cache, name=name: {
                 name: Silent(make_drafters(cache, model, small, folder)[name])
             },
@@ -258,7 +260,9 @@ def test_the_same_row_again_has_other_slots(model, small, folder, name) -> None:
     asked = request("a", prompt_of(25), max_tokens=60, temperature=0.7)
     drafts, answers = eager_drafts(model, small, folder, [asked], (name,))
     settings = {"prefix_reuse": False, "check_integrity": False}
-    engine, noted = noted_engine(model, small, folder, Always(Bet(name, 3, 3)), 1, answers, None, **settings)
+    engine, noted = noted_engine(
+        model, small, folder, Always(DraftPlan(name, 3, 3)), 1, answers, None, **settings
+    )
     [one] = engine.add(asked)
     for _ in range(8):
         engine.step()
@@ -285,7 +289,7 @@ def test_who_wants_no_draft_loses_nothing(model, small, folder, name) -> None:
         request("c", prompt, seed=6, speculation=True, **ask),
     ]
     drafts, answers = eager_drafts(model, small, folder, [requests[0], requests[2]], (name,))
-    engine, noted = noted_engine(model, small, folder, Always(Bet(name, 4, 4)), 1, answers, 3)
+    engine, noted = noted_engine(model, small, folder, Always(DraftPlan(name, 4, 4)), 1, answers, 3)
     emitted: dict[str, list[int]] = {one.id: [] for one in requests}
     for one in requests:
         engine.add(one)

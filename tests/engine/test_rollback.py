@@ -15,7 +15,7 @@ from outrider.draft.early_exit import EarlyExitDrafter
 from outrider.draft.head_layouts import load_eagle
 from outrider.draft.lookup import LookupDrafter
 from outrider.draft.merged import MergedDrafter
-from outrider.types import NO_BET, Bet, Draft
+from outrider.types import NO_DRAFT_PLAN, Draft, DraftPlan
 from tests.sweep import sweep
 from tests.tiny import (
     VOCAB,
@@ -53,8 +53,8 @@ class Part:
     def accept(self, sequence, draft, verdict) -> None: ...
     def stop(self, sequence) -> None: ...
 
-    def propose(self, sequences, bets):
-        return [self.guess(s, bet.nodes) for s, bet in zip(sequences, bets, strict=True)]
+    def propose(self, sequences, draft_plans):
+        return [self.guess(s, draft_plan.nodes) for s, draft_plan in zip(sequences, draft_plans, strict=True)]
 
     def guess(self, s, nodes: int) -> Draft:
         right = self.answers.get(s.request.id, [])[len(s.output) :][: self.dice.randrange(nodes + 1)]
@@ -67,16 +67,16 @@ class Part:
 
 class Dice(Always):
     def __init__(self, dice, plain: float = 0.2, deepest: int = 5) -> None:
-        super().__init__(NO_BET)
+        super().__init__(NO_DRAFT_PLAN)
         self.dice, self.plain, self.deepest = dice, plain, deepest
 
-    def one(self, sequence) -> Bet:
+    def one(self, sequence) -> DraftPlan:
         if self.dice.random() < self.plain:
-            return NO_BET
+            return NO_DRAFT_PLAN
         depth = self.dice.randint(1, self.deepest)
         mode = sequence.request.params.speculation.mode
         nodes = depth if mode == "rejection" else self.dice.choice((depth, 3 * depth))
-        return Bet(self.dice.choice(KINDS), nodes, depth, None, mode)
+        return DraftPlan(self.dice.choice(KINDS), nodes, depth, None, mode)
 
 
 def make_engine(parts, planner, answers, lag, room: int, sequences: int = 8, **settings):
@@ -141,13 +141,13 @@ def test_any_course_of_events(parts, lag, data):
     ]  # fmt: skip
     answers = {r.id: run_alone(parts[0], r) for r in requests[:3]}
     engine = make_engine(parts, Dice(dice), answers, lag, data.draw(st.sampled_from([160, 300, 2000])))
-    waiting, heard = list(requests), {r.id: [] for r in requests}
+    waiting, received = list(requests), {r.id: [] for r in requests}
     while waiting or not engine.idle:
         if waiting and (engine.idle or data.draw(st.booleans())):  # never wait for nothing
             engine.add(waiting.pop())
         for event in (event for result in engine.step() for event in result.events):
             if event.choice == 0:
-                heard[event.request_id] += event.token_ids
+                received[event.request_id] += event.token_ids
         whole(engine)
         if dice.random() < 0.05:
             gone = f"r{dice.randrange(3, 6)}"
@@ -158,7 +158,7 @@ def test_any_course_of_events(parts, lag, data):
         if r.params.speculation.mode == "coupled" or (
             r.params.temperature == 0 and r.params.speculation.mode == "rejection"
         ):
-            assert heard[r.id] == answers[r.id]
+            assert received[r.id] == answers[r.id]
     empty(engine)
 
 

@@ -43,7 +43,7 @@ from outrider.serve.metrics import Metrics
 from outrider.serve.model import ServedModel
 from outrider.serve.service import Service
 from outrider.serve.settings import ServeSettings
-from outrider.types import Bet, SamplingParams
+from outrider.types import DraftPlan, SamplingParams
 from tests.load.tiny import byte_level_backend, hf_config, hf_weights, vocabulary, write_folder
 from tests.serve.conftest import TEMPLATE, Served, start_server
 from tests.serve.test_probes import BODY, CHAT, CLOSE, GOOD, PLAIN, RESPONSES, exchange, post, told
@@ -656,14 +656,14 @@ def memory(served: Served) -> int:
 def test_resource_limits_header_of_20_mb(guarded: Served) -> None:
     before = memory(guarded)
     line = b"X-Long: " + b"a" * (20 * MIB) + b"\r\n"
-    heard = exchange(guarded, b"GET /health HTTP/1.1\r\nHost: localhost\r\n", line, b"\r\n")
-    assert b" 200 " not in heard and memory(guarded) - before < 16 * MIB
+    received = exchange(guarded, b"GET /health HTTP/1.1\r\nHost: localhost\r\n", line, b"\r\n")
+    assert b" 200 " not in received and memory(guarded) - before < 16 * MIB
 
 
 def test_resource_limits_20000_headers(guarded: Served) -> None:
     lines = b"".join(b"X-%d: a\r\n" % i for i in range(20_000))
-    heard = exchange(guarded, b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + lines + b"\r\n")
-    assert heard == b"" or heard.startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 431 "))
+    received = exchange(guarded, b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + lines + b"\r\n")
+    assert received == b"" or received.startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 431 "))
 
 
 @pytest.mark.parametrize("announced", [True, False])
@@ -671,8 +671,8 @@ def test_resource_limits_body_of_100_mb(guarded: Served, announced: bool) -> Non
     before, size = memory(guarded), 100 * MIB
     piece = b"[" * MIB if announced else b"%x\r\n" % MIB + b"[" * MIB + b"\r\n"
     how = f"Content-Length: {size}" if announced else "Transfer-Encoding: chunked"
-    heard = exchange(guarded, post(b"", how, f"Authorization: Bearer {KEYS[0]}", CLOSE), *[piece] * 100)
-    assert heard == b"" or heard.startswith(b"HTTP/1.1 413 ")
+    received = exchange(guarded, post(b"", how, f"Authorization: Bearer {KEYS[0]}", CLOSE), *[piece] * 100)
+    assert received == b"" or received.startswith(b"HTTP/1.1 413 ")
     assert memory(guarded) - before < 40 * MIB
 
 
@@ -686,9 +686,9 @@ def test_resource_limits_slow_header_of_a_second_request(guarded: Served, drip: 
     where = urlsplit(guarded.url)
     with socket.create_connection((where.hostname or "", where.port or 0), timeout=5) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        heard = b""
-        while not heard.endswith(b'{"status":"ok"}'):
-            heard += connection.recv(65536)
+        received = b""
+        while not received.endswith(b'{"status":"ok"}'):
+            received += connection.recv(65536)
         connection.sendall(drip)
         with contextlib.suppress(ConnectionResetError):
             while connection.recv(65536):  # until it is closed, before we lose patience
@@ -697,8 +697,8 @@ def test_resource_limits_slow_header_of_a_second_request(guarded: Served, drip: 
 
 def test_resource_limits_slow_body(guarded: Served) -> None:
     long = ("Content-Length: 5000", f"Authorization: Bearer {KEYS[0]}")
-    heard = exchange(guarded, post(b'{"prompt": ', *long), seconds=5)
-    assert heard.startswith(b"HTTP/1.1 408 ") and b'"code":"body_timeout"' in heard
+    received = exchange(guarded, post(b'{"prompt": ', *long), seconds=5)
+    assert received.startswith(b"HTTP/1.1 408 ") and b'"code":"body_timeout"' in received
 
 
 # ------------------------------------------------------------------------------------------------- token ids
@@ -964,7 +964,7 @@ def test_lookup_isolation_in_the_drafter() -> None:
     for owner, found in (("a", 8), ("b", 0), ("", 0), ("a:", 0)):
         asker = sequence([*prompt_of(4, 6), *answer[:10]], prompt=4, owner=owner)
         drafter.start(asker)
-        [draft] = drafter.propose([asker], [Bet("lookup", 8, 8)])
+        [draft] = drafter.propose([asker], [DraftPlan("lookup", 8, 8)])
         assert len(draft) == found
 
 

@@ -25,7 +25,7 @@ from outrider.errors import UnsupportedModel
 from outrider.load.checkpoint import open_checkpoint
 from outrider.load.tokenizer import Tokenizer
 from outrider.settings import Settings
-from outrider.types import MAX_NODES, NO_BET, Bet, Draft, Request
+from outrider.types import MAX_NODES, NO_DRAFT_PLAN, Draft, DraftPlan, Request
 from outrider.verify.grammar import GrammarCompiler
 from tests.load.tiny import byte_level_backend
 from tests.serve.conftest import Served
@@ -44,7 +44,7 @@ from tests.tiny import (
     tokens_of,
 )
 
-CHAIN = Bet("test", 5, 5)
+CHAIN = DraftPlan("test", 5, 5)
 ON, OFF = {"depth": 5}, False
 
 
@@ -60,12 +60,12 @@ class Oracle:
     def accept(self, sequence, draft, verdict) -> None: ...
     def stop(self, sequence) -> None: ...
 
-    def propose(self, sequences, bets) -> list[Draft]:
-        return [self.guess(s, bet) for s, bet in zip(sequences, bets, strict=True)]
+    def propose(self, sequences, draft_plans) -> list[Draft]:
+        return [self.guess(s, draft_plan) for s, draft_plan in zip(sequences, draft_plans, strict=True)]
 
-    def guess(self, s, bet: Bet) -> Draft:
+    def guess(self, s, draft_plan: DraftPlan) -> Draft:
         written = len(s.output)
-        true = [*self.answers[s.request.id][written:], *[0] * bet.nodes][: bet.nodes]
+        true = [*self.answers[s.request.id][written:], *[0] * draft_plan.nodes][: draft_plan.nodes]
         good = self.right(written)
         return Draft.chain([t if i < good else (t + 1) % VOCAB for i, t in enumerate(true)])
 
@@ -108,7 +108,7 @@ def drafted_by(
 def test_recovered_token_id_past_the_vocabulary(kernels: str, vocab: int, mode: str) -> None:
     """A kernel works in tiles, and a vocabulary need not fill the last: what lies beyond is nobody's token."""
     odd = tiny_model(kernels, vocab=vocab)
-    engine = tiny_engine(odd, Always(Bet("test", 4, 4, None, mode)), Wrong(vocab))
+    engine = tiny_engine(odd, Always(DraftPlan("test", 4, 4, None, mode)), Wrong(vocab))
     for i in range(4):
         how = {"mode": mode}
         law = {"temperature": 1.5, "logprobs": 2, "speculation": how, "max_tokens": 16}
@@ -126,8 +126,8 @@ class Wrong(Oracle):
     def __init__(self, vocab: int) -> None:
         self.vocab = vocab
 
-    def guess(self, s, bet: Bet) -> Draft:
-        return Draft.chain([(7 * len(s.tokens) + i) % self.vocab for i in range(bet.nodes)])
+    def guess(self, s, draft_plan: DraftPlan) -> Draft:
+        return Draft.chain([(7 * len(s.tokens) + i) % self.vocab for i in range(draft_plan.nodes)])
 
 
 @pytest.mark.parametrize("nodes", [1, 16, MAX_NODES])
@@ -138,7 +138,7 @@ def test_unbounded_accepted_token_index(model, nodes: int) -> None:
     for left in (1, 2, 40):
         one = request(f"r{left}", prompt_of(room - left, 3), max_tokens=left)
         plain = run_alone(model, one)
-        engine = tiny_engine(model, Always(Bet("test", nodes, nodes)), Oracle({one.id: plain}))
+        engine = tiny_engine(model, Always(DraftPlan("test", nodes, nodes)), Oracle({one.id: plain}))
         guard = engine.table.entries[1:].copy()
         assert run(engine, one)[one.id] == plain and len(plain) == left
         assert (engine.table.entries[1:] == guard).all()  # the rows of others
@@ -149,7 +149,7 @@ def test_ngram_map_read_out_of_bounds_when_the_prompt_shrinks(model) -> None:
     """One owner's long text, then a short one with the same words: what was learnt of the first is used for the
     second only as far as that goes."""
     engine = tiny_engine(
-        model, Always(Bet("lookup", 8, 8)), drafters=lambda cache: {"lookup": LookupDrafter()}
+        model, Always(DraftPlan("lookup", 8, 8)), drafters=lambda cache: {"lookup": LookupDrafter()}
     )
     words = prompt_of(6, 2)
     for i, times in enumerate((30, 3, 1, 12, 1)):
@@ -158,7 +158,7 @@ def test_ngram_map_read_out_of_bounds_when_the_prompt_shrinks(model) -> None:
     short = sequence([*words, *words[:3]])
     drafter = engine.drafters["lookup"]
     drafter.start(short)
-    [draft] = drafter.propose([short], [Bet("lookup", 60, 60)])
+    [draft] = drafter.propose([short], [DraftPlan("lookup", 60, 60)])
     assert len(draft) <= 60 and all(0 <= token < VOCAB for token in draft.tokens)
 
 
@@ -166,7 +166,7 @@ def test_slots_of_drafts_are_freed_and_committed_is_what_is_held(model) -> None:
     """After every step a row holds as many slots as tokens are cached, whatever was guessed; in the end none."""
     requests = [request(f"r{i}", prompt_of(10 + i, i), max_tokens=30) for i in range(5)]
     answers = {one.id: run_alone(model, one) for one in requests}
-    engine = tiny_engine(model, Always(Bet("test", 7, 7)), Oracle(answers, lambda written: written % 4))
+    engine = tiny_engine(model, Always(DraftPlan("test", 7, 7)), Oracle(answers, lambda written: written % 4))
     sequences = [s for one in requests for s in engine.add(one)]
     while not engine.idle:
         engine.step()
@@ -221,9 +221,9 @@ def test_drafts_do_not_push_the_prefix_cache_out(model) -> None:
     without."""
     shared = prompt_of(48, 6)
 
-    def reused(bet: Bet) -> int:
+    def reused(draft_plan: DraftPlan) -> int:
         engine = tiny_engine(
-            model, Always(bet), Wrong(VOCAB), cache_bytes=160 * model.config.kv_bytes_per_token
+            model, Always(draft_plan), Wrong(VOCAB), cache_bytes=160 * model.config.kv_bytes_per_token
         )
         found = 0
         for i in range(12):
@@ -232,7 +232,7 @@ def test_drafts_do_not_push_the_prefix_cache_out(model) -> None:
             found += s.reused
         return found
 
-    assert reused(Bet("test", 30, 30)) == reused(NO_BET) == 11 * 48
+    assert reused(DraftPlan("test", 30, 30)) == reused(NO_DRAFT_PLAN) == 11 * 48
 
 
 @pytest.mark.parametrize("slots", [270, 1000])
@@ -265,7 +265,7 @@ def test_target_that_cannot_be_rewound_is_refused(tmp_path: Path) -> None:
 def test_probabilistic_drafting_with_many_sequences(model, mode: str) -> None:
     """More than two sequences, drawn guesses, temperature above zero: each is answered as it is alone, though the
     guesses of all are drawn, run and judged together."""
-    bet = Bet("test", 3, 3, None, mode)
+    draft_plan = DraftPlan("test", 3, 3, None, mode)
     how = {"mode": mode}
     laws = [{"temperature": 0.7}, {"temperature": 1.0, "top_p": 0.9}, {"temperature": 1.2, "top_k": 20}]
     requests = [
@@ -274,18 +274,24 @@ def test_probabilistic_drafting_with_many_sequences(model, mode: str) -> None:
     ]
 
     def engine() -> Engine:
-        return tiny_engine(model, Always(bet), drafters=drafted_by(noised_model()))
+        return tiny_engine(model, Always(draft_plan), drafters=drafted_by(noised_model()))
 
     together = run(engine(), *requests)
     assert together == {one.id: run(engine(), one)[one.id] for one in requests}
 
 
 def test_seed_counts_under_speculation(model) -> None:
-    def answer(seed: int, bet: Bet) -> list[int]:
-        engine = tiny_engine(model, Always(bet), drafters=drafted_by(noised_model()))
+    def answer(seed: int, draft_plan: DraftPlan) -> list[int]:
+        engine = tiny_engine(model, Always(draft_plan), drafters=drafted_by(noised_model()))
         return run(engine, request("r", prompt_of(9), temperature=1.0, seed=seed, max_tokens=30))["r"]
 
-    assert answer(1, CHAIN) == answer(1, CHAIN) == answer(1, NO_BET) != answer(2, CHAIN) == answer(2, NO_BET)
+    assert (
+        answer(1, CHAIN)
+        == answer(1, CHAIN)
+        == answer(1, NO_DRAFT_PLAN)
+        != answer(2, CHAIN)
+        == answer(2, NO_DRAFT_PLAN)
+    )
 
 
 def test_logprobs_are_the_targets_and_not_zero(model) -> None:
@@ -336,8 +342,11 @@ def test_penalties_grammar_and_speculation_together() -> None:
         ]
 
     plain = run(tiny_engine(target), *requests())
-    for bet in (CHAIN, Bet("test", 12, 3)):
-        assert run(tiny_engine(target, Always(bet), drafters=drafted_by(draft, vocab)), *requests()) == plain
+    for draft_plan in (CHAIN, DraftPlan("test", 12, 3)):
+        assert (
+            run(tiny_engine(target, Always(draft_plan), drafters=drafted_by(draft, vocab)), *requests())
+            == plain
+        )
 
 
 def test_acceptance_does_not_collapse() -> None:

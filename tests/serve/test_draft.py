@@ -252,7 +252,7 @@ def test_an_engine_started_again_is_asked_for_the_swapped_draft(tmp_path: Path) 
         swapping = asyncio.create_task(swaps.swap(tmp_path / "two", 60))
         await asyncio.sleep(0)
         two = ServedDraft("lm", str(tmp_path / "two"), 2.0, at_first.path)
-        swaps.heard(Swapped(asked[-1].number, two))
+        swaps.received(Swapped(asked[-1].number, two))
         assert await swapping == two == swaps.drafts["lm"]
         lost = asyncio.create_task(swaps.swap(None, 60))
         await asyncio.sleep(0)
@@ -262,7 +262,7 @@ def test_an_engine_started_again_is_asked_for_the_swapped_draft(tmp_path: Path) 
         swaps.started([at_first], 60)  # another engine
         await asyncio.sleep(0)
         assert asked[-1].path == str(tmp_path / "two") and len(asked) == 3
-        swaps.heard(Swapped(asked[-1].number, None, "it is gone"))  # a warning, and the first draft stays
+        swaps.received(Swapped(asked[-1].number, None, "it is gone"))  # a warning, and the first draft stays
         await asyncio.sleep(0)
         assert swaps.drafts["lm"] == at_first
 

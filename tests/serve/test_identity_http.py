@@ -6,7 +6,7 @@ import asyncio
 import random
 
 import pytest
-from bench.serve_identity import WAYS, Answer, Said, Verdict, compare, measure
+from bench.serve_identity import METHODS, Answer, Said, Verdict, compare, measure
 
 from tests.serve.conftest import Served
 
@@ -27,9 +27,11 @@ def verdicts(served: Served) -> dict[str, Verdict]:
     return asyncio.run(measure(host, int(port), prompts(100), tokens=24, together=16))
 
 
-@pytest.mark.parametrize("way", WAYS[1:])
-def test_speculation_changes_no_text_no_call_and_no_logprob(verdicts: dict[str, Verdict], way: str) -> None:
-    found = verdicts[way]
+@pytest.mark.parametrize("way", METHODS[1:])
+def test_speculation_changes_no_text_no_call_and_no_logprob(
+    verdicts: dict[str, Verdict], method: str
+) -> None:
+    found = verdicts[method]
     assert found.equal, found.examples[:5]
     assert found.requests == 100
 

@@ -447,10 +447,10 @@ def engine_in_hand(compile: Callable[[], None] = lambda: None) -> Iterator[tuple
 
 def heard_until(process: EngineProcess, kind: type) -> list[Any]:
     """Messages for the API process, up to the first of that kind."""
-    heard: list[Any] = []
-    while not heard or not isinstance(heard[-1], kind):
-        heard.append(process.outbox.get(timeout=20))
-    return heard
+    received: list[Any] = []
+    while not received or not isinstance(received[-1], kind):
+        received.append(process.outbox.get(timeout=20))
+    return received
 
 
 REGEX = SamplingParams(grammar={"regex": "[a-z]+"})
@@ -473,8 +473,8 @@ def test_a_request_given_up_while_its_grammar_is_compiled_never_starts() -> None
         process.compilers.shutdown()
         driver.run(lambda: None)  # whatever was to be added by then is
         process.outbox.put(None)
-        heard = heard_until(process, type(None))
-    assert not [message for message in heard if isinstance(message, Accepted)]
+        received = heard_until(process, type(None))
+    assert not [message for message in received if isinstance(message, Accepted)]
     assert not process.building
     assert not process.given_up
     assert not driver.engine.live

@@ -23,7 +23,7 @@ from outrider.engine.engine import Engine
 from outrider.model.decoder import Decoder
 from outrider.serve.backend import Backend
 from outrider.serve.engine_process import EngineProcess
-from outrider.serve.link import Compiled, Drafted, End, Gauges, Start, Step, hear
+from outrider.serve.link import Compiled, Drafted, End, Gauges, Start, Step, receive
 from outrider.serve.metrics import SECONDS, UNPAID, Metrics
 from outrider.serve.settings import ServeSettings
 from outrider.serve.stream import Pieces, Stream
@@ -87,7 +87,7 @@ class Serving:
         reader, backend._writer = await asyncio.open_connection(sock=self.ours)
 
         async def listen() -> None:
-            while (message := await hear(reader)) is not None:
+            while (message := await receive(reader)) is not None:
                 await backend._handle(message)
 
         async def client(one: tuple[list[int], SamplingParams]) -> tuple[list[int], list[End]]:
@@ -108,15 +108,15 @@ class Serving:
 
     def abort(self, ends: dict[tuple[int, int], int]) -> None:
         """End requests at a certain moment: `{(who, tokens): whom}`, by the order in which they were sent."""
-        inner, heard, pending = self.process._hear, Counter[int](), dict(ends)
+        inner, received, pending = self.process._hear, Counter[int](), dict(ends)
 
         def listening(event: Event | BaseException) -> None:
             inner(event)
             assert isinstance(event, Event)
             salt, _, number = event.request_id.rpartition("-")
-            heard[int(number)] += len(event.token_ids)
+            received[int(number)] += len(event.token_ids)
             for who, tokens in list(pending):
-                if heard[who] >= tokens:
+                if received[who] >= tokens:
                     self.process._abort(f"{salt}-{pending.pop((who, tokens))}")
 
         self.process._hear = listening  # type: ignore[method-assign]
@@ -135,12 +135,12 @@ def _request(prompt: list[int], params: SamplingParams, owner: str, name: str) -
 async def _heard(stream: Stream, deadline: float) -> tuple[list[int], list[End]]:
     tokens, ends = [], []
 
-    def hear(pieces: Pieces) -> None:
+    def receive(pieces: Pieces) -> None:
         for _, piece in pieces:
             tokens.extend(piece.token_ids)
             ends.extend([piece.end] if piece.end is not None else [])
 
-    await stream.follow(hear, deadline)
+    await stream.follow(receive, deadline)
     return tokens, ends
 
 

@@ -13,8 +13,8 @@ DRAFTER = """
 from outrider import Draft, Drafter
 
 class Again(Drafter):
-    def propose(self, sequences, bets):
-        return [Draft.chain([s.output[-1] if s.output else 5] * bet.depth) for s, bet in zip(sequences, bets)]
+    def propose(self, sequences, draft_plans):
+        return [Draft.chain([s.output[-1] if s.output else 5] * plan.depth) for s, plan in zip(sequences, draft_plans)]
 
 def fails():
     return 1 / 0

@@ -403,22 +403,22 @@ def exchange(served: Served, *pieces: bytes, seconds: float = 20) -> bytes:
     """Everything a server says to some bytes before it closes the connection."""
     where = urlsplit(served.url)
     with socket.create_connection((where.hostname or "", where.port or 0), timeout=seconds) as connection:
-        heard = b""
+        received = b""
         try:
             for piece in pieces:
                 connection.sendall(piece)
             while part := connection.recv(65536):
-                heard += part
+                received += part
         except ConnectionError:
             pass
-        return heard
+        return received
 
 
 def said(served: Served, *pieces: str | bytes) -> tuple[int, bytes]:
     """The status and the body of a single answer."""
-    heard = exchange(served, *(p.encode("latin-1") if isinstance(p, str) else p for p in pieces))
-    head, _, body = heard.partition(b"\r\n\r\n")
-    assert head.startswith(b"HTTP/1.1 "), heard[:200]
+    received = exchange(served, *(p.encode("latin-1") if isinstance(p, str) else p for p in pieces))
+    head, _, body = received.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 "), received[:200]
     return int(head.split()[1]), body
 
 
@@ -449,22 +449,22 @@ def test_a_body_in_chunks(served: Served, sizes: tuple[int, ...]) -> None:
 
 
 def test_a_client_that_asks_before_it_sends(served: Served) -> None:
-    heard = exchange(served, post(b"", LENGTH, CLOSE, "Expect: 100-continue"), BODY)
-    assert heard.startswith(b"HTTP/1.1 100") and b"HTTP/1.1 200" in heard
+    received = exchange(served, post(b"", LENGTH, CLOSE, "Expect: 100-continue"), BODY)
+    assert received.startswith(b"HTTP/1.1 100") and b"HTTP/1.1 200" in received
 
 
 def test_requests_sent_without_waiting_are_answered_in_order(served: Served) -> None:
     asked = [json.dumps({"prompt": "hi", "max_tokens": n, "ignore_eos": True}).encode() for n in (3, 1, 2)]
     first, second, third = (f"Content-Length: {len(body)}" for body in asked)
-    heard = exchange(
+    received = exchange(
         served,
         post(asked[0], first)
         + post(asked[1], second)
         + post(b"{", "Content-Length: 1")
         + post(asked[2], third, CLOSE),
     )
-    assert [int(part.split()[0]) for part in heard.split(b"HTTP/1.1 ")[1:]] == [200, 200, 400, 200]
-    written = [int(part.split(b",")[0]) for part in heard.split(b'"completion_tokens":')[1:]]
+    assert [int(part.split()[0]) for part in received.split(b"HTTP/1.1 ")[1:]] == [200, 200, 400, 200]
+    written = [int(part.split(b",")[0]) for part in received.split(b'"completion_tokens":')[1:]]
     assert written == [3, 1, 2]
 
 
@@ -503,9 +503,9 @@ def test_length_and_chunks_at_once_cannot_smuggle_a_request(served: Served) -> N
     """They are refused, and what follows is no second request, for the connection is closed."""
     hidden = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
     framed = f"{len(BODY):x}\r\n".encode() + BODY + b"\r\n0\r\n\r\n"
-    heard = exchange(served, post(framed + hidden, "Content-Length: 4", "Transfer-Encoding: chunked"))
-    assert heard.startswith(b"HTTP/1.1 400 ") and heard.count(b"HTTP/1.1 ") == 1
-    assert b"connection: close" in heard and b"content-length and transfer-encoding" in heard
+    received = exchange(served, post(framed + hidden, "Content-Length: 4", "Transfer-Encoding: chunked"))
+    assert received.startswith(b"HTTP/1.1 400 ") and received.count(b"HTTP/1.1 ") == 1
+    assert b"connection: close" in received and b"content-length and transfer-encoding" in received
 
 
 @pytest.mark.parametrize(

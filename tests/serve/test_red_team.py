@@ -22,7 +22,7 @@ from outrider.load.tokenizer import Tokenizer
 from outrider.serve import backend as backends
 from outrider.serve import connection
 from outrider.serve.backend import Backend
-from outrider.serve.connection import Crowd, Throttle
+from outrider.serve.connection import ConnectionLimiter, LogRateLimiter
 from outrider.serve.errors import ApiError
 from outrider.serve.intake import BURST, RATE, Intake, Pool
 from outrider.serve.length import bytes_of_tokens, check_length
@@ -69,9 +69,11 @@ def connect(served: Served) -> socket.socket:
 
 def test_red_team_3_a_length_that_cannot_fit_is_refused_at_the_headers(served: Served) -> None:
     """Nothing of the body was sent, and the answer is there."""
-    heard = exchange(served, post(b"", "Content-Length: 8000000", path=CHAT))
+    received = exchange(served, post(b"", "Content-Length: 8000000", path=CHAT))
     assert (
-        heard.startswith(b"HTTP/1.1 413") and b"no text that fits" in heard and b"connection: close" in heard
+        received.startswith(b"HTTP/1.1 413")
+        and b"no text that fits" in received
+        and b"connection: close" in received
     )
 
 
@@ -80,9 +82,9 @@ def test_red_team_3_a_text_that_cannot_fit_is_refused_while_it_arrives(served: S
     backend = byte_level_backend()
     model_bytes = bytes_of_tokens(Tokenizer(backend), backend.to_str(), 2048) or 0
     text = b'{"prompt": "' + b"7" * (model_bytes + 70_000)
-    heard = exchange(served, post(text, "Content-Length: 900000"))
-    assert heard.startswith(b"HTTP/1.1 400") and b"context_length_exceeded" in heard
-    told(400, heard.partition(b"\r\n\r\n")[2])
+    received = exchange(served, post(text, "Content-Length: 900000"))
+    assert received.startswith(b"HTTP/1.1 400") and b"context_length_exceeded" in received
+    told(400, received.partition(b"\r\n\r\n")[2])
 
 
 def test_red_team_3_many_token_ids_are_no_text(served: Served) -> None:
@@ -202,10 +204,10 @@ def test_red_team_5_a_refused_connection_does_not_live_on(served: Served) -> Non
     held = [connect(served) for _ in UNREAD]
     for each, (path, headers, status) in zip(held, UNREAD, strict=True):
         each.sendall(post(b"{", *headers, path=path))
-        heard = b""
+        received = b""
         while part := each.recv(65536):  # until nothing more will be said
-            heard += part
-        assert heard.startswith(f"HTTP/1.1 {status}".encode()) and b"connection: close" in heard
+            received += part
+        assert received.startswith(f"HTTP/1.1 {status}".encode()) and b"connection: close" in received
     deadline = time.monotonic() + 60
     while held:
         assert time.monotonic() < deadline
@@ -261,8 +263,8 @@ def test_red_team_5_a_connection_too_many_is_told_so(tiny_folder: Path) -> None:
     for each in held:
         each.sendall(b"GET")  # so that it has been taken
     deadline = time.monotonic() + 20
-    while not (heard := _first_line(server)).startswith(b"HTTP/1.1 503"):
-        assert time.monotonic() < deadline, heard
+    while not (received := _first_line(server)).startswith(b"HTTP/1.1 503"):
+        assert time.monotonic() < deadline, received
     for each in held:
         each.close()
     server.wait_ready()
@@ -277,7 +279,7 @@ def _first_line(server: Served) -> bytes:
 
 
 def test_red_team_5_connections_are_counted_by_peer() -> None:
-    crowd = Crowd(most=5, most_per_peer=2)
+    crowd = ConnectionLimiter(most=5, most_per_peer=2)
     for _ in range(2):
         crowd.enter("203.0.113.5")
     assert (
@@ -311,7 +313,7 @@ def test_red_team_5_accepting_waits_when_descriptors_are_gone(
         monkeypatch.setattr(asyncio.get_running_loop(), "sock_accept", exhausted, raising=False)
         monkeypatch.setattr(connection.asyncio, "sleep", sleep)
         with contextlib.suppress(asyncio.CancelledError):
-            await connection.accept(None, None, Crowd(1, 0), Throttle())  # type: ignore[arg-type]
+            await connection.accept(None, None, ConnectionLimiter(1, 0), LogRateLimiter())  # type: ignore[arg-type]
 
     asyncio.run(run())
     assert waits == [connection.RETRY_ACCEPT] * 5
@@ -320,7 +322,7 @@ def test_red_team_5_accepting_waits_when_descriptors_are_gone(
 
 def test_red_team_5_log_lines_are_throttled(caplog: pytest.LogCaptureFixture) -> None:
     now = [0.0]
-    throttle = Throttle(lambda: now[0])
+    throttle = LogRateLimiter(lambda: now[0])
     for _ in range(1000):
         throttle.warn("again")
     now[0] += connection.QUIET
@@ -375,22 +377,24 @@ def test_red_team_6_names_of_megabytes_are_refused_in_short(served: Served, name
 def test_red_team_8_headers_have_64_kib(served: Served) -> None:
     for size, status in ((60_000, 200), (100_000, 431)):
         lines = f"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nX: {'y' * size}\r\n\r\n"
-        heard = exchange(served, lines.encode())
-        assert heard.startswith((f"HTTP/1.1 {status}".encode(), b"HTTP/1.1 400" if status == 431 else b"-"))
+        received = exchange(served, lines.encode())
+        assert received.startswith(
+            (f"HTTP/1.1 {status}".encode(), b"HTTP/1.1 400" if status == 431 else b"-")
+        )
 
 
 @pytest.mark.parametrize("name", ["Authorization", "Content-Type", "X-Api-Key"])
 def test_red_team_8_two_of_a_header_are_refused_by_name(served: Served, name: str) -> None:
     lines = f"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n{name}: a\r\n{name}: b\r\n\r\n"
-    heard = exchange(served, lines.encode())
-    assert heard.startswith(b"HTTP/1.1 400") and f"two {name.lower()} headers".encode() in heard
+    received = exchange(served, lines.encode())
+    assert received.startswith(b"HTTP/1.1 400") and f"two {name.lower()} headers".encode() in received
 
 
 def test_red_team_8_what_is_no_http_is_logged_with_id_and_peer(hurried: Served) -> None:
     upgrade = "GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close, Upgrade\r\nUpgrade: h2c\r\n\r\n"
     assert exchange(hurried, upgrade.encode()).startswith(b"HTTP/1.1 200")
-    heard = exchange(hurried, b"hello there\r\n\r\n")
-    [name] = [line.split()[1].decode() for line in heard.splitlines() if line.startswith(b"x-request-id")]
+    received = exchange(hurried, b"hello there\r\n\r\n")
+    [name] = [line.split()[1].decode() for line in received.splitlines() if line.startswith(b"x-request-id")]
     log = hurried.printed(f"id={name} peer=127.0.0.1")
     assert "websockets" not in log and "Unsupported upgrade" not in log
 

@@ -24,7 +24,7 @@ def piece(name: str, choice: int = 0, text: str = "a", reason: str | None = None
     return Piece(name, choice, [1], text, reason, None, None)
 
 
-class Heard:
+class Received:
     """Everything that was handed over, one list a call."""
 
     def __init__(self) -> None:
@@ -55,8 +55,8 @@ def step(backend: Backend, *pieces: Piece) -> None:
     backend._progress(Progress(list(pieces), [], None, Gauges(0, 0, 0, 0, 0)))
 
 
-async def following(stream: Stream, hear: Any, *args: Any) -> asyncio.Task[None]:
-    task = asyncio.create_task(stream.follow(hear, FAR, *args))
+async def following(stream: Stream, receive: Any, *args: Any) -> asyncio.Task[None]:
+    task = asyncio.create_task(stream.follow(receive, FAR, *args))
     await asyncio.sleep(0)
     return task
 
@@ -65,57 +65,57 @@ def test_a_step_is_handed_over_at_once_and_in_one_call() -> None:
     async def work(backend: Backend) -> None:
         one, two = job_of(backend, "a", n=2), job_of(backend, "b")
         job_of(backend, "c", one.stream)
-        heard, other = Heard(), Heard()
-        tasks = [await following(one.stream, heard), await following(two.stream, other)]
+        received, other = Received(), Received()
+        tasks = [await following(one.stream, received), await following(two.stream, other)]
         step(backend, piece("a", 0, "1"), piece("b", 0, "x"), piece("a", 1, "2"), piece("c", 0, "3"))
-        assert (heard.calls, other.calls) == ([["1", "2", "3"]], [["x"]])  # before any task has run
+        assert (received.calls, other.calls) == ([["1", "2", "3"]], [["x"]])  # before any task has run
         step(backend, piece("a", 0, "4", "stop"), piece("c", 0, "5", "stop"), piece("b", 0, "y", "stop"))
         await tasks[1]
         assert not tasks[0].done()
         step(backend, piece("a", 1, "6", "length"))
         await tasks[0]
-        assert heard.calls[1:] == [["4", "5"], ["6"]]
+        assert received.calls[1:] == [["4", "5"], ["6"]]
 
     run(work)
 
 
 def test_what_came_before_anybody_followed_is_kept() -> None:
     async def work(backend: Backend) -> None:
-        job, heard = job_of(backend, "a"), Heard()
+        job, received = job_of(backend, "a"), Received()
         step(backend, piece("a", text="1"))
         step(backend, piece("a", text="2", reason="stop"))
-        await job.stream.follow(heard, FAR)
-        assert heard.calls == [["1", "2"]]
+        await job.stream.follow(received, FAR)
+        assert received.calls == [["1", "2"]]
 
     run(work)
 
 
 def test_pieces_are_gathered_where_an_interval_is_set() -> None:
     async def work(backend: Backend) -> None:
-        job, heard = job_of(backend, "a"), Heard()
-        task = await following(job.stream, heard, 0.0, None, 0.05)
+        job, received = job_of(backend, "a"), Received()
+        task = await following(job.stream, received, 0.0, None, 0.05)
         for text in "123":
             step(backend, piece("a", text=text))
-        assert heard.calls == []
+        assert received.calls == []
         step(backend, piece("a", text="4", reason="stop"))
         await task
-        assert heard.calls == [["1", "2", "3", "4"]]
+        assert received.calls == [["1", "2", "3", "4"]]
 
     run(work)
 
 
 def test_a_fault_of_one_answer_is_its_own() -> None:
     async def work(backend: Backend) -> None:
-        bad, good, heard = job_of(backend, "a"), job_of(backend, "b"), Heard()
+        bad, good, received = job_of(backend, "a"), job_of(backend, "b"), Received()
 
         def broken(pieces: Pieces) -> None:
             raise ZeroDivisionError
 
-        tasks = [await following(bad.stream, broken), await following(good.stream, heard)]
+        tasks = [await following(bad.stream, broken), await following(good.stream, received)]
         step(backend, piece("a"), piece("b", text="x"))
         step(backend, piece("a"), piece("b", text="y", reason="stop"))
         await tasks[1]
-        assert heard.calls == [["x"], ["y"]]
+        assert received.calls == [["x"], ["y"]]
         with pytest.raises(ZeroDivisionError):
             await tasks[0]
 
@@ -127,7 +127,7 @@ def test_an_engine_that_dies_ends_it_with_what_it_says() -> None:
         jobs = [job_of(backend, name) for name in "ab"]
         for job in jobs:
             job.sent = True
-        tasks = [await following(job.stream, Heard()) for job in jobs]
+        tasks = [await following(job.stream, Received()) for job in jobs]
         backend._lost()
         for task in tasks:
             with pytest.raises(ApiError) as lost:
@@ -142,7 +142,7 @@ def test_silence_is_told_again_and_again_and_the_deadline_once() -> None:
         job, quiet = job_of(backend, "a"), []
         deadline = asyncio.get_running_loop().time() + 0.2
         with pytest.raises(ApiError) as late:
-            await job.stream.follow(Heard(), deadline, 0.01, lambda: quiet.append(1))
+            await job.stream.follow(Received(), deadline, 0.01, lambda: quiet.append(1))
         assert late.value.code == "timeout" and len(quiet) >= 2
 
     run(work)
@@ -150,14 +150,14 @@ def test_silence_is_told_again_and_again_and_the_deadline_once() -> None:
 
 def test_after_whoever_followed_is_gone_nothing_is_handed_over() -> None:
     async def work(backend: Backend) -> None:
-        job, heard, aborted = job_of(backend, "a"), Heard(), []
+        job, received, aborted = job_of(backend, "a"), Received(), []
         backend._send = aborted.append  # type: ignore[method-assign]
-        task = await following(job.stream, heard)
+        task = await following(job.stream, received)
         task.cancel()
         await asyncio.wait((task,))
         step(backend, piece("a"))
         job.stream.close()
-        assert heard.calls == [] and [message.id for message in aborted] == ["a"]
+        assert received.calls == [] and [message.id for message in aborted] == ["a"]
 
     run(work)
 

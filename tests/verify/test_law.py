@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.types import NO_DRAFT, Draft, Request, SamplingParams, Sequence
-from outrider.verify.judge import judge
+from outrider.verify.batch import verify_rows
 from outrider.verify.noise import choice_seed, draw, gumbel, gumbel_at, philox
 
 ALPHA_QUANTILE = 3.719  # normal quantile of 1 - 1e-4, for the chi-square approximation below
@@ -89,7 +89,7 @@ def test_choice_zero_is_the_request_itself():
 
 def test_ties_go_to_the_lowest_id_at_temperature_zero():
     logits = torch.tensor([[0.0, 5.0, 5.0, 1.0]])
-    assert judge(logits, [sequence(temperature=0)], [NO_DRAFT])[0].tokens == [1]
+    assert verify_rows(logits, [sequence(temperature=0)], [NO_DRAFT])[0].tokens == [1]
 
 
 @st.composite
@@ -130,12 +130,12 @@ def test_verification_emits_what_plain_decoding_would(drafts, picks):
         rows.append(table_logits(s.tokens))
         paths = ([draft.tokens[i] for i in draft.path(node)] for node in range(len(draft)))
         rows += [table_logits(s.tokens + path) for path in paths]
-    verdicts = judge(torch.stack(rows), sequences, drafts)
+    verdicts = verify_rows(torch.stack(rows), sequences, drafts)
     for s, draft, verdict in zip(sequences, drafts, verdicts, strict=True):
         text = list(s.tokens)
         for token in verdict.tokens:
             s.tokens = list(text)
-            assert judge(table_logits(text)[None], [s], [NO_DRAFT])[0].tokens == [token]
+            assert verify_rows(table_logits(text)[None], [s], [NO_DRAFT])[0].tokens == [token]
             text.append(token)
         s.tokens = text[: -len(verdict.tokens)]
         assert [draft.tokens[i] for i in verdict.accepted] == verdict.tokens[:-1]
@@ -148,7 +148,7 @@ def test_verification_emits_what_plain_decoding_would(drafts, picks):
 def test_logprobs_are_the_targets_own():
     logits = torch.tensor([[1.0, 2.0, 3.0], [0.0, 5.0, 1.0]])
     s = sequence(temperature=0.5, top_k=1, logit_bias={2: -50.0}, logprobs=2)
-    verdict = judge(logits, [s], [Draft.chain([1])])[0]
+    verdict = verify_rows(logits, [s], [Draft.chain([1])])[0]
     assert verdict.tokens == [1, 1]
     assert verdict.logprobs is not None
     for row, entry in zip(logits, verdict.logprobs, strict=True):

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.types import Draft, SamplingParams
-from outrider.verify import judge as module
-from outrider.verify.judge import judge
+from outrider.verify import batch as module
+from outrider.verify.batch import verify_rows
 from tests.verify.test_law import sequence
 
 V = 6
@@ -41,15 +41,15 @@ def test_the_longest_path_that_stands(seed, rule, threshold, delta, temperature)
     how = {"mode": "lossy", "rule": rule, "threshold": threshold, "delta": delta}
     lossy = sequence(seed=seed, temperature=temperature, speculation=how)
     exact = sequence(seed=seed, temperature=temperature)
-    (verdict,) = judge(logits, [lossy], [draft])
-    (coupled,) = judge(logits, [exact], [draft])
+    (verdict,) = verify_rows(logits, [lossy], [draft])
+    (coupled,) = verify_rows(logits, [exact], [draft])
     assert len(verdict.accepted) >= len(coupled.accepted)
 
     # At every node: by the rule, or because the law itself chose it.
     def law(node: int) -> int:
         path = [draft.tokens[n] for n in draft.path(node)]
         alone = sequence((0, 1, 2, *path), seed=seed, temperature=temperature)
-        return judge(logits[[node + 1]], [alone], [Draft()])[0].tokens[0]
+        return verify_rows(logits[[node + 1]], [alone], [Draft()])[0].tokens[0]
 
     p = (logits / (temperature or 1)).softmax(-1)
     good = []
@@ -69,8 +69,8 @@ def test_what_is_banned_never_stands(rule):
     how = {"mode": "lossy", "rule": rule, "threshold": 0.0, "delta": 0.0}
     s = sequence(temperature=1.0, speculation=how, top_k=2)
     logits = torch.tensor([[5.0, 4.0, 0.0, 0.0, 0.0, 0.0]]).repeat(2, 1)
-    assert judge(logits, [s], [Draft.chain([3])])[0].accepted == []
-    assert judge(logits, [s], [Draft.chain([1])])[0].accepted == [0]
+    assert verify_rows(logits, [s], [Draft.chain([3])])[0].accepted == []
+    assert verify_rows(logits, [s], [Draft.chain([1])])[0].accepted == [0]
 
 
 def test_never_unless_asked(monkeypatch):
@@ -81,6 +81,6 @@ def test_never_unless_asked(monkeypatch):
     assert SamplingParams().speculation.mode == "coupled"
     logits = torch.randn(3, V)
     for mode in ("coupled", "rejection"):
-        judge(logits, [sequence(speculation={"mode": mode})], [Draft.chain([1, 2])])
+        verify_rows(logits, [sequence(speculation={"mode": mode})], [Draft.chain([1, 2])])
     with pytest.raises(AssertionError, match="lossy was used"):
-        judge(logits, [sequence(speculation={"mode": "lossy"})], [Draft.chain([1, 2])])
+        verify_rows(logits, [sequence(speculation={"mode": "lossy"})], [Draft.chain([1, 2])])

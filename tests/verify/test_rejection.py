@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from outrider.draft.tree import grow
-from outrider.types import NO_DRAFT, Bet, Draft, Request, SamplingParams, Sequence, Speculation
+from outrider.types import NO_DRAFT, Draft, DraftPlan, Request, SamplingParams, Sequence, Speculation
 from outrider.verify import rejection as module
-from outrider.verify.judge import judge
+from outrider.verify.batch import verify_rows
 from outrider.verify.noise import DRAFT
 from tests.sweep import sweep
 from tests.verify.test_law import chi_square_holds
@@ -93,9 +93,9 @@ def sampled_tree(sequences: list[Sequence], shape: tuple[int, ...]) -> list[Draf
         return rows_after(DRAFTER, [all_endings(*trees[i])[1 + n] for i, n in places])
 
     nodes = sum(int(np.prod(shape[: i + 1])) for i in range(len(shape)))
-    bet = Bet("x", nodes, len(shape), shape, "rejection")
+    draft_plan = DraftPlan("x", nodes, len(shape), shape, "rejection")
     roots = rows_after(DRAFTER, [all_endings(tuple(s.tokens), (), ())[0] for s in sequences])
-    return [growth.harvest()[0] for growth in grow(sequences, [bet] * len(sequences), roots, expand)]
+    return [growth.harvest()[0] for growth in grow(sequences, [draft_plan] * len(sequences), roots, expand)]
 
 
 def fixed(draft: Draft):
@@ -130,7 +130,7 @@ def joint_counts(propose, seed: int, draws: int = DRAWS, **speculation) -> np.nd
                 for s, d in zip(live, drafts, strict=True)
                 for row in all_endings(tuple(s.tokens), d.tokens, d.parents)
             ]
-            for s, verdict in zip(live, judge(rows_after(TARGET, endings), live, drafts), strict=True):
+            for s, verdict in zip(live, verify_rows(rows_after(TARGET, endings), live, drafts), strict=True):
                 s.tokens += verdict.tokens
                 s.steps += 1
         texts = np.array([s.tokens[1 : 1 + LENGTH] for s in sequences])
@@ -160,7 +160,7 @@ def test_blocks_accept_no_less_than_tokens():
         sequences = fresh(20_000, 5, block=block)
         drafts = sampled_tree(sequences, (1, 1, 1))
         endings = [row for d in drafts for row in all_endings((0,), d.tokens, d.parents)]
-        verdicts = judge(rows_after(TARGET, endings), sequences, drafts)
+        verdicts = verify_rows(rows_after(TARGET, endings), sequences, drafts)
         return float(np.mean([len(v.accepted) for v in verdicts]))
 
     assert accepted(block=True) > accepted(block=False) > 0.5

@@ -15,9 +15,9 @@ import random
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
-from outrider.types import Bet, Draft, Sequence, Verdict
+from outrider.types import Draft, DraftPlan, Sequence, Verdict
 
-Propose = Callable[[Sequence, Bet], Draft]
+Propose = Callable[[Sequence, DraftPlan], Draft]
 
 
 class Adversary:
@@ -27,8 +27,8 @@ class Adversary:
     def start(self, sequence: Sequence) -> None:
         pass
 
-    def propose(self, sequences: Seq[Sequence], bets: Seq[Bet]) -> list[Draft]:
-        return [self._propose(s, bet) for s, bet in zip(sequences, bets, strict=True)]
+    def propose(self, sequences: Seq[Sequence], draft_plans: Seq[DraftPlan]) -> list[Draft]:
+        return [self._propose(s, draft_plan) for s, draft_plan in zip(sequences, draft_plans, strict=True)]
 
     def accept(self, sequence: Sequence, draft: Draft, verdict: Verdict) -> None:
         pass
@@ -50,23 +50,27 @@ def adversaries(
         known = answer[done : done + n]
         return known + [dice.randrange(vocab) for _ in range(n - len(known))]
 
-    def at_random(_: Sequence, bet: Bet) -> Draft:
-        parents = tuple(dice.randrange(-1, i) for i in range(bet.nodes))
+    def at_random(_: Sequence, draft_plan: DraftPlan) -> Draft:
+        parents = tuple(dice.randrange(-1, i) for i in range(draft_plan.nodes))
         return Draft(tuple(dice.randrange(vocab) for _ in parents), parents)
 
-    def with_ends(s: Sequence, bet: Bet) -> Draft:
-        tokens = right(s, bet.depth)
+    def with_ends(s: Sequence, draft_plan: DraftPlan) -> Draft:
+        tokens = right(s, draft_plan.depth)
         tokens[dice.randrange(len(tokens))] = end
         return Draft.chain(tokens)
 
-    def doubled(s: Sequence, bet: Bet) -> Draft:
+    def doubled(s: Sequence, draft_plan: DraftPlan) -> Draft:
         token = right(s, 1)[0]
-        return Draft((token,) * bet.nodes, tuple((i - 1) // 2 if i else -1 for i in range(bet.nodes)))
+        return Draft(
+            (token,) * draft_plan.nodes, tuple((i - 1) // 2 if i else -1 for i in range(draft_plan.nodes))
+        )
 
     return {
         "random": Adversary(at_random),
-        "wrong": Adversary(lambda s, bet: Draft.chain([(t + 1) % vocab for t in right(s, bet.depth)])),
-        "oracle": Adversary(lambda s, bet: Draft.chain(right(s, bet.depth))),
+        "wrong": Adversary(
+            lambda s, draft_plan: Draft.chain([(t + 1) % vocab for t in right(s, draft_plan.depth)])
+        ),
+        "oracle": Adversary(lambda s, draft_plan: Draft.chain(right(s, draft_plan.depth))),
         "ends": Adversary(with_ends),
         "duplicates": Adversary(doubled),
     }

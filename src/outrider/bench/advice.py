@@ -73,8 +73,8 @@ def _unsure(best: Measured, measured: Seq[Measured]) -> list[str]:
     fewest = min(one.prompts[0] for one in measured)
     if fewest < FEWEST:
         given = best.prompts[1]
-        way = "measure for longer" if given >= FEWEST else "give more prompts"
-        return [f"{fewest} of {given} prompts were measured, and {FEWEST} are needed at least: {way}"]
+        method = "measure for longer" if given >= FEWEST else "give more prompts"
+        return [f"{fewest} of {given} prompts were measured, and {FEWEST} are needed at least: {method}"]
     likely = max(best.expected, key=lambda one: one.speedup)
     if any(one.pays for one in best.expected) or likely.speedup < 1 + CLEAR:
         return []

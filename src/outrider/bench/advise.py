@@ -24,8 +24,8 @@ from outrider.control.costs import CostModel
 from outrider.control.expected import (
     CapturedCosts,
     Drafts,
+    EagerCosts,
     Outcome,
-    RaggedCosts,
     StepCosts,
     interval,
     predict,
@@ -190,7 +190,7 @@ def step_outcomes(record: StepRecord, last: bool) -> list[Outcome]:
     return [
         (o.deepest, min(o.accepted, record.emitted - 1) if last else o.accepted)
         for o in record.outcomes
-        if o.bet.nodes > 0
+        if o.draft_plan.nodes > 0
     ]
 
 
@@ -398,7 +398,7 @@ class Session:
             until = time.monotonic() + DRAFT_SHARE * share
             draft_s = draft_seconds(llm, drafter, trials, asked, self.batches, until)
             own = self._rows_with(trials)
-            costs, unmeasured = RaggedCosts(own[1], draft_s, own), self.rows.unmeasured
+            costs, unmeasured = EagerCosts(own[1], draft_s, own), self.rows.unmeasured
         known = [expected(trials, b, costs, b not in unmeasured) for b in self.batches]
         first = known[0]
         found = Measured(

@@ -34,7 +34,9 @@ class TimedStep:
 
 
 Own = tuple[int, float]  # of one answer: tokens after the first ones, and seconds from those to the last
-Heard = tuple[int, float, int]  # the step that brought a request tokens, when they were heard, and how many
+Received = tuple[
+    int, float, int
+]  # the step that brought a request tokens, when they were heard, and how many
 
 
 @dataclass(slots=True)
@@ -44,12 +46,12 @@ class Meter:
     requests: int
     timed: list[TimedStep] = field(default_factory=list)
     records: list[StepRecord] = field(default_factory=list)
-    heard_at: dict[str, list[Heard]] = field(default_factory=lambda: defaultdict(list))  # by request
+    heard_at: dict[str, list[Received]] = field(default_factory=lambda: defaultdict(list))  # by request
     tokens: int = 0
     done: threading.Event = field(default_factory=threading.Event)
     failure: BaseException | None = None
 
-    def heard(self, event: Event | BaseException) -> None:
+    def received(self, event: Event | BaseException) -> None:
         if isinstance(event, BaseException):
             self.failure = event
             self.done.set()
@@ -85,8 +87,8 @@ class Meter:
 
     def own(self) -> list[Own]:
         return [
-            (sum(tokens for *_, tokens in heard[1:]), heard[-1][1] - heard[0][1])
-            for heard in self.heard_at.values()
+            (sum(tokens for *_, tokens in received[1:]), received[-1][1] - received[0][1])
+            for received in self.heard_at.values()
         ]
 
 
@@ -144,7 +146,7 @@ def answer(llm: LLM, prompts: Seq[list[int]], params: SamplingParams) -> Answers
     made = Recorded.seconds
     try:
         began = time.perf_counter()
-        sequences = [s for own in llm.driver.submit(requests, meter.heard) for s in own]
+        sequences = [s for own in llm.driver.submit(requests, meter.received) for s in own]
         meter.done.wait()
     finally:
         llm.driver.observer = before

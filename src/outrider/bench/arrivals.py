@@ -66,7 +66,7 @@ class Traffic:
 
     tokens: Counter[tuple[str, float]] = field(default_factory=Counter)  # compared, by kind and temperature
     requests: Counter[str] = field(default_factory=Counter)  # by kind
-    ways: Counter[str] = field(default_factory=Counter)  # requests, by who drafted
+    methods: Counter[str] = field(default_factory=Counter)  # requests, by who drafted
     aborted: int = 0  # requests
     together: int = 0  # requests that ran at once, at most
     left_out: dict[str, str] = field(default_factory=dict)  # kinds that cannot be had here, and why
@@ -93,7 +93,7 @@ class Traffic:
             "left_out": self.left_out,
             "logprobs": self.logprobs,
             "differing_logprobs": self.differing_logprobs,
-            "ways": dict(self.ways),
+            "methods": dict(self.methods),
             "drafted": dict(self.drafted),
             "accepted": dict(self.accepted),
             "divergences": [asdict(d) for d in self.divergences],
@@ -117,7 +117,7 @@ class Arrival:
     """A case on its way through the engine among others."""
 
     case: Case
-    way: str
+    method: str
     request: Request
     at: int  # tokens that everyone has been given before it arrives
     until: int | None  # own tokens after which it is aborted
@@ -167,8 +167,8 @@ def audit_arrivals(
                 if reached(number / sets, f"{len(cases)} of {size} requests answered alone"):
                     return found
             for run in range(runs):
-                ways = ours + (list(enemies) if run % 2 else [])
-                arrivals = _traffic(llm, cases, ways, TOGETHER[run % len(TOGETHER)] * scale, rnd)
+                methods = ours + (list(enemies) if run % 2 else [])
+                arrivals = _traffic(llm, cases, methods, TOGETHER[run % len(TOGETHER)] * scale, rnd)
                 with contextlib.closing(_run(llm, arrivals, found)) as ended:
                     for place, arrival in enumerate(ended, 1):
                         _compare(llm, found, arrival)
@@ -242,7 +242,9 @@ def _nearly(text: str) -> str:
     return f"{text[:middle]}, or so,{text[middle + 3 :]}"
 
 
-def _traffic(llm: LLM, cases: Seq[Case], ways: Seq[str], together: int, rnd: random.Random) -> list[Arrival]:
+def _traffic(
+    llm: LLM, cases: Seq[Case], methods: Seq[str], together: int, rnd: random.Random
+) -> list[Arrival]:
     """The set in some order: so many at first that about `together` run at once, the others among their decodes."""
     order = rnd.sample(list(cases), len(cases))
     each = max(1, sum(len(case.alone.token_ids) for case in cases) // len(cases))
@@ -251,10 +253,10 @@ def _traffic(llm: LLM, cases: Seq[Case], ways: Seq[str], together: int, rnd: ran
         if place >= max(1, together // 2) and rnd.random() >= BURST:
             at += rnd.expovariate(1 / each) / (1 - BURST)
         owner = "shared" if rnd.random() < SHARED else f"alone {rnd.random()}"
-        way = "auto" if case.kind == "prediction" else rnd.choice(ways)
-        asked = replace(case.params, speculation=how(case.params, way))
+        method = "auto" if case.kind == "prediction" else rnd.choice(methods)
+        asked = replace(case.params, speculation=how(case.params, method))
         until = rnd.randrange(max(1, len(case.alone.token_ids))) if rnd.random() < ABORTED else None
-        arrivals.append(Arrival(case, way, llm.request(case.ids, asked, owner), int(at), until))
+        arrivals.append(Arrival(case, method, llm.request(case.ids, asked, owner), int(at), until))
     return arrivals
 
 
@@ -338,18 +340,18 @@ def _compare(llm: LLM, found: Traffic, arrival: Arrival) -> None:
     cut_short = arrival.ended == "abort"
     expected = case.alone.token_ids[: len(got)] if cut_short else case.alone.token_ids
     found.requests[case.kind] += 1
-    found.ways[arrival.way] += 1
+    found.methods[arrival.method] += 1
     found.aborted += cut_short
     found.tokens[case.kind, case.params.temperature] += max(len(expected), len(got))
-    found.drafted[arrival.way] += sequence.drafted
-    found.accepted[arrival.way] += sequence.accepted
+    found.drafted[arrival.method] += sequence.drafted
+    found.accepted[arrival.method] += sequence.accepted
     if (at := first_difference(expected, got)) is not None:
         found.differing += differing(expected, got)
         plain, other = ((tokens[at] if at < len(tokens) else -1) for tokens in (expected, got))
         apart = margin(llm, case.ids + expected[:at])
-        way = f"{case.kind}, {arrival.way}"
+        method = f"{case.kind}, {arrival.method}"
         found.divergences.append(
-            Divergence(way, case.params.temperature, case.prompt, at, plain, other, apart)
+            Divergence(method, case.params.temperature, case.prompt, at, plain, other, apart)
         )
         return
     pairs: list[tuple[TokenLogprob | None, TokenLogprob | None]] = []

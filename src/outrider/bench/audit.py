@@ -30,7 +30,7 @@ from outrider.draft.drafter import Drafter
 from outrider.engine.engine import Engine
 from outrider.engine.llm import LLM
 from outrider.engine.output import Output
-from outrider.types import NO_BET, Options, Plan, SamplingParams, Sequence, Speculation, Work
+from outrider.types import NO_DRAFT_PLAN, Options, Plan, SamplingParams, Sequence, Speculation, Work
 
 ALPHA = 1e-4  # a distribution is called different below this p-value
 BATCHES = (32, 8, 32, 1, 32, 16, 32, 4, 32, 2)  # in turn; large ones more often, they have the tokens
@@ -41,7 +41,7 @@ SPELL = 5  # tokens for which a toggled request speculates, and then does not
 
 @dataclass(slots=True)
 class Divergence:
-    way: str
+    method: str
     temperature: float
     prompt: int
     position: int
@@ -107,8 +107,11 @@ class Toggling:
 
     def plan(self, work: Seq[Work], options: Options) -> Plan:
         plan = self.inner.plan(work, options)
-        bets = [NO_BET if self._rests(w.sequence) else bet for w, bet in zip(work, plan.bets, strict=True)]
-        return Plan(tuple(bets), plan.reasons)
+        draft_plans = [
+            NO_DRAFT_PLAN if self._rests(w.sequence) else draft_plan
+            for w, draft_plan in zip(work, plan.draft_plans, strict=True)
+        ]
+        return Plan(tuple(draft_plans), plan.reasons)
 
     def _rests(self, sequence: Sequence) -> bool:
         return sequence.request.seed in self.seeds and bool(len(sequence.output) // SPELL % 2)
@@ -193,57 +196,66 @@ class Group:
         """Gives the share that is done after every comparison."""
         chains = ["auto", *(kind + name for kind in ("", TOGGLED) for name in drafters)]
         trees = [TREE + name for name in drafters]
-        among_us = [[way] * len(self.numbers) for way in (*chains, *trees)] + self._mixed(["plain", *chains])
+        among_us = [[method] * len(self.numbers) for method in (*chains, *trees)] + self._mixed(
+            ["plain", *chains]
+        )
         with_enemies = self._mixed(["plain", *enemies, *trees, *chains])
         count = len(among_us) + len(with_enemies)
-        for number, ways in enumerate(among_us + with_enemies):
+        for number, methods in enumerate(among_us + with_enemies):
             if number == len(among_us):
                 answers.update((tuple(o.prompt_ids), o.token_ids) for o in self.plain)
-            self._compare(ways)
+            self._compare(methods)
             yield (number + 1) / count
         answers.clear()
 
-    def _mixed(self, ways: list[str]) -> list[list[str]]:
+    def _mixed(self, methods: list[str]) -> list[list[str]]:
         """Everyone another way; in small batches so many times that each way had its turn."""
         size = len(self.numbers)
-        return [[ways[(start + i) % len(ways)] for i in range(size)] for start in range(0, len(ways), size)]
+        return [
+            [methods[(start + i) % len(methods)] for i in range(size)]
+            for start in range(0, len(methods), size)
+        ]
 
-    def _compare(self, ways: list[str]) -> None:
-        for i, (way, other) in enumerate(zip(ways, self._run(ways), strict=True)):
-            self._judge(way, i, self.plain[i], other)
+    def _compare(self, methods: list[str]) -> None:
+        for i, (method, other) in enumerate(zip(methods, self._run(methods), strict=True)):
+            self._judge(method, i, self.plain[i], other)
 
-    def _run(self, ways: list[str]) -> list[Output]:
-        asked = [replace(p, speculation=how(p, way)) for p, way in zip(self.params, ways, strict=True)]
-        toggled = [p.seed for p, way in zip(asked, ways, strict=True) if way.startswith(TOGGLED)]
+    def _run(self, methods: list[str]) -> list[Output]:
+        asked = [
+            replace(p, speculation=how(p, method)) for p, method in zip(self.params, methods, strict=True)
+        ]
+        toggled = [p.seed for p, method in zip(asked, methods, strict=True) if method.startswith(TOGGLED)]
         self.toggling.seeds = {seed for seed in toggled if seed is not None}
         return self.llm.generate(self.prompts, asked)
 
-    def _judge(self, way: str, i: int, plain: Output, other: Output) -> None:
+    def _judge(self, method: str, i: int, plain: Output, other: Output) -> None:
         a, b = plain.token_ids, other.token_ids
         found, temperature = self.found, self.params[i].temperature
-        found.tokens[way, temperature] += max(len(a), len(b))
+        found.tokens[method, temperature] += max(len(a), len(b))
         found.by_batch[len(self.numbers)] += max(len(a), len(b))
-        found.drafted[way] += other.stats.drafted
-        found.accepted[way] += other.stats.accepted
+        found.drafted[method] += other.stats.drafted
+        found.accepted[method] += other.stats.accepted
         at = first_difference(a, b)
         if at is None:
             return
         found.differing += differing(a, b)
         said = [(tokens[at] if at < len(tokens) else -1) for tokens in (a, b)]
         apart = margin(self.llm, plain.prompt_ids + a[:at])
-        found.divergences.append(Divergence(way, temperature, self.numbers[i], at, said[0], said[1], apart))
+        found.divergences.append(
+            Divergence(method, temperature, self.numbers[i], at, said[0], said[1], apart)
+        )
 
 
-def how(params: SamplingParams, way: str) -> Speculation:
+def how(params: SamplingParams, method: str) -> Speculation:
     """What a way asks of the planner and the drafters."""
     asked = params.speculation
-    if way == "plain":
+    if method == "plain":
         return Speculation(drafter="none")
-    if way == "auto":
+    if method == "auto":
         return asked
-    if way.startswith(TREE):
-        return replace(asked, drafter=way.removeprefix(TREE), depth=DEPTH, nodes=TREE_NODES, tree=None)
-    return asked_of(way.removeprefix(TOGGLED), asked)
+    if method.startswith(TREE):
+        return replace(asked, drafter=method.removeprefix(TREE), depth=DEPTH, nodes=TREE_NODES, tree=None)
+    return asked_of(method.removeprefix(TOGGLED), asked)
 
 
 def margin(llm: LLM, text: list[int]) -> float:
@@ -261,7 +273,7 @@ def same_distribution(
     """Chi-square of two samples of the first tokens: plain decoding's, and rejection's with this drafter."""
     samples: list[Counter[tuple[int, ...]]] = []
     for seed, how in ((1, Speculation(drafter="none")), (2, replace(params.speculation, drafter=drafter))):
-        heard: Counter[tuple[int, ...]] = Counter()
+        received: Counter[tuple[int, ...]] = Counter()
         for start in range(0, draws, 64):
             one = replace(
                 params,
@@ -271,8 +283,8 @@ def same_distribution(
                 max_tokens=tokens + 2,
             )
             for choice in llm.generate([prompt], one)[0].choices:
-                heard[tuple(choice.token_ids[:tokens])] += 1
-        samples.append(heard)
+                received[tuple(choice.token_ids[:tokens])] += 1
+        samples.append(received)
     statistic, freedom = _two_samples(samples[0], samples[1])
     p = float(
         torch.special.gammaincc(torch.tensor(freedom / 2.0).double(), torch.tensor(statistic / 2.0).double())

@@ -17,8 +17,8 @@ def ways_in(report: Found) -> Iterator[tuple[str, str, str, Found]]:
     """Label, batch, way and figures, of all that was measured."""
     for label, found in report.items():
         for size, batch in found["batches"].items():
-            for name, way in batch["ways"].items():
-                yield label, size, name, way
+            for name, method in batch["methods"].items():
+                yield label, size, name, method
 
 
 def table(report: Found) -> Iterator[str]:
@@ -26,17 +26,17 @@ def table(report: Found) -> Iterator[str]:
     way_wide = _width(["answered by", *(name for _, _, name, _ in ways_in(report))], WAY)
     names = f"{'task':{wide}} {'batch':>5} {'answered by':{way_wide}} {'tok/s':>7} {'speed-up':>8}"
     yield f"{names} {'+-':>5} {'lowest':>6} {'accept':>6} {'tok/step':>8}"
-    for label, size, name, way in ways_in(report):
-        rate = "" if way["held"] is None else f"{100 * way['held']:.0f}%"
-        known = "?" if way["ratio_within"] is None else f"{100 * way['ratio_within']:.1f}%"
+    for label, size, name, method in ways_in(report):
+        rate = "" if method["held"] is None else f"{100 * method['held']:.0f}%"
+        known = "?" if method["ratio_within"] is None else f"{100 * method['ratio_within']:.1f}%"
         noisy = report[label]["batches"][size]["noise"] > STRETCH
-        ratio = f"{'~' if noisy else ''}{way['ratio']:.2f}x"
-        speed = f"{ratio:>8} {known:>5} {way['worst']:5.2f}x" if name != "plain" else f"{'':21}"
+        ratio = f"{'~' if noisy else ''}{method['ratio']:.2f}x"
+        speed = f"{ratio:>8} {known:>5} {method['worst']:5.2f}x" if name != "plain" else f"{'':21}"
         whose = f"{cut(label, wide):{wide}} {size:>5} {cut(name, way_wide):{way_wide}}"
-        yield f"{whose} {way['tok_s']:7.1f} {speed} {rate:>6} {way['tokens_per_step']:8.2f}"
+        yield f"{whose} {method['tok_s']:7.1f} {speed} {rate:>6} {method['tokens_per_step']:8.2f}"
     yield "speed-up: against plain decoding in the same run, in turn; the mean of prompts"
     yield "+-: how far off it may be, 19 times in 20; lowest: of a single batch"
-    if any(way["ratio_within"] is None for *_, way in ways_in(report)):
+    if any(method["ratio_within"] is None for *_, method in ways_in(report)):
         yield "?: too few rounds to say; --seconds gives more"
     if any(batch["noise"] > STRETCH for one in report.values() for batch in one["batches"].values()):
         yield "~: the machine was busy with something else meanwhile"
@@ -49,10 +49,10 @@ def latencies(report: Found) -> Iterator[str]:
     yield f"{'ms':{wide}} {'':5} {'':{way_wide}} {'first token':>13} {'between two':>20}"
     heads = "".join(f" {head:>6}" for head in ("p50", "p99", "p50", "p90", "p99", "draft"))
     yield f"{'task':{wide}} {'batch':>5} {'answered by':{way_wide}}{heads}"
-    for label, size, name, way in ways_in(report):
-        first, gap = way["ttft_ms"] or {}, way["itl_ms"] or {}
+    for label, size, name, method in ways_in(report):
+        first, gap = method["ttft_ms"] or {}, method["itl_ms"] or {}
         values = [first.get("p50"), first.get("p99"), gap.get("p50"), gap.get("p90"), gap.get("p99")]
-        cells = "".join(f" {_number(value):>6}" for value in (*values, way["stages_ms"]["draft"]))
+        cells = "".join(f" {_number(value):>6}" for value in (*values, method["stages_ms"]["draft"]))
         yield f"{cut(label, wide):{wide}} {size:>5} {cut(name, way_wide):{way_wide}}{cells}"
     yield "draft: time of drafting, of a step"
 
@@ -60,12 +60,14 @@ def latencies(report: Found) -> Iterator[str]:
 def verdicts(report: Found) -> Iterator[str]:
     """Identity; where a way loses; where it leaves a gain that another one has; whether anybody disturbed."""
     every = list(ways_in(report))
-    compared, differing = (sum(way[key] for *_, way in every) for key in ("compared", "differing"))
+    compared, differing = (sum(method[key] for *_, method in every) for key in ("compared", "differing"))
     verdict = "identical" if not differing else f"{differing} DIFFER"
     yield f"{compared} tokens compared with plain decoding's: {verdict}"
-    ways = dict.fromkeys(name for _, _, name, _ in every if name != "plain")
-    for name in ways:
-        own = [(way["ratio"], f"{label}, batch {size}") for label, size, one, way in every if one == name]
+    methods = dict.fromkeys(name for _, _, name, _ in every if name != "plain")
+    for name in methods:
+        own = [
+            (method["ratio"], f"{label}, batch {size}") for label, size, one, method in every if one == name
+        ]
         low = sorted(one for one in own if one[0] < LOSS)
         least, where = min(own)
         lost = f"below {LOSS}x in {len(low)} of {len(own)}" if low else f"nowhere below {LOSS}x"
@@ -83,7 +85,7 @@ def _stretches(report: Found, name: str, key: str) -> Iterator[tuple[float, str]
     """The 99th percentile of answers' time per token, or of the time between two events, against plain decoding's."""
     for label, found in report.items():
         for size, batch in found["batches"].items():
-            own, plain = (batch["ways"].get(one, {}).get(key) for one in (name, "plain"))
+            own, plain = (batch["methods"].get(one, {}).get(key) for one in (name, "plain"))
             if own and plain:
                 yield own["p99"] / plain["p99"], f"{label}, batch {size}"
 

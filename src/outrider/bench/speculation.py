@@ -33,7 +33,7 @@ Tell = Callable[[str, float], None]  # what runs next, and the share that is don
 # ----------------------------------------------------------------------------------------------------- ways
 
 
-def ways_of(llm: LLM, params: SamplingParams, names: Seq[str] | None = None) -> dict[str, Way]:
+def methods_of(llm: LLM, params: SamplingParams, names: Seq[str] | None = None) -> dict[str, Way]:
     """`plain`; a drafter by name, with as many draft tokens as asked for; a drafter and `:auto`, as the planner finds
     best; `auto`, the same with the drafter the model was opened with. By default plain, every drafter, and auto.
     """
@@ -46,7 +46,7 @@ def ways_of(llm: LLM, params: SamplingParams, names: Seq[str] | None = None) -> 
         known[f"{name}:auto"] = replace(opened, drafter=name)
     for name in names or ():
         if name not in known:
-            raise InvalidRequest(f"unknown way {name!r}{suggest(name, known)}", "ways")
+            raise InvalidRequest(f"unknown way {name!r}{suggest(name, known)}", "methods")
     chosen = names or ["plain", *drafters, "auto"]
     return {name: known[name] for name in ("plain", *(n for n in chosen if n != "plain"))}
 
@@ -83,7 +83,7 @@ class Comparison:
 
     tasks: Mapping[str, list[list[int]]]
     params: SamplingParams
-    ways: Mapping[str, Way]
+    methods: Mapping[str, Way]
     temperatures: Mapping[str, Seq[float]] = field(default_factory=dict)  # by task; "" is all of them
     batches: Seq[int] = (1,)
     most: int | None = None  # groups of prompts of a cell
@@ -143,7 +143,7 @@ def compare(
         def said(what: str, done: float, cell: Cell = cell, before: int = number) -> None:
             progress(f"{cell.label}, batch {cell.batch}: {what}", (before + done) / len(left))
 
-        measured = _Measuring(llm, cell, asked.ways, asked.within).until(until, said)
+        measured = _Measuring(llm, cell, asked.methods, asked.within).until(until, said)
         p = cell.params
         about = {"task": cell.task, "temperature": p.temperature, "max_tokens": p.max_tokens, "batches": {}}
         report.setdefault(cell.label, about)["batches"][str(cell.batch)] = measured
@@ -166,7 +166,7 @@ class _Measuring:
 
     llm: LLM
     cell: Cell
-    ways: Mapping[str, Way]
+    methods: Mapping[str, Way]
     within: float
     tallies: dict[str, Tally] = field(default_factory=dict)
     rounds: int = 0
@@ -176,7 +176,7 @@ class _Measuring:
         progress("getting ready", 0.0)
         self.begun = time.monotonic()
         self._get_ready()
-        self.tallies = {name: Tally() for name in self.ways}
+        self.tallies = {name: Tally() for name in self.methods}
         with out_of_the_collectors_sight():
             while True:
                 began = time.monotonic()
@@ -187,8 +187,8 @@ class _Measuring:
                     return self._found()
 
     def _said(self) -> Iterator[tuple[str, SamplingParams]]:
-        for name, way in self.ways.items():
-            yield name, replace(self.cell.params, speculation=way)
+        for name, method in self.methods.items():
+            yield name, replace(self.cell.params, speculation=method)
 
     def _get_ready(self) -> None:
         """The first answers pay for set-up: on a GPU for graphs, of which every number and length of texts has its
@@ -206,7 +206,7 @@ class _Measuring:
 
     def _round(self, end: float, progress: Tell) -> None:
         """Every group once, in every way in turn; nobody is always the first."""
-        groups, names = self.cell.groups, list(self.ways)
+        groups, names = self.cell.groups, list(self.methods)
         said = dict(self._said())
         for number, group in enumerate(groups):
             by = (number + self.rounds) % len(names)
@@ -233,7 +233,7 @@ class _Measuring:
             "rounds": self.rounds,
             "prompts": len({tuple(ids) for group in groups for ids in group}),
             "noise": noise(self.tallies.values(), self.cell.batch),
-            "ways": {
+            "methods": {
                 name: {**tally.figures(plain), **self._decode_step(tally)}
                 for name, tally in self.tallies.items()
             },

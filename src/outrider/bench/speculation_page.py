@@ -20,7 +20,7 @@ def page(report: Found) -> str:
     found = report["speculation"]
     title = f"What speculation brings: {report['asked']['model']}"
     cells = [
-        (one["task"], one["temperature"], int(size), batch["ways"])
+        (one["task"], one["temperature"], int(size), batch["methods"])
         for one in found.values()
         for size, batch in one["batches"].items()
     ]
@@ -58,12 +58,12 @@ def _charts(drawn: Iterator[str]) -> str:
 
 
 def _main_way(cells: Cells) -> str:
-    names = dict.fromkeys(name for *_, ways in cells for name in ways)
+    names = dict.fromkeys(name for *_, methods in cells for name in methods)
     return "auto" if "auto" in names else list(names)[-1]
 
 
 def _names(cells: Cells, plain: bool = False) -> list[str]:
-    return [n for n in dict.fromkeys(n for *_, ways in cells for n in ways) if plain or n != "plain"]
+    return [n for n in dict.fromkeys(n for *_, methods in cells for n in methods) if plain or n != "plain"]
 
 
 # ------------------------------------------------------------------------------------------------------------ plots
@@ -76,10 +76,10 @@ def _workloads(cells: Cells) -> Iterator[tuple[str, list[str], list[Found]]]:
     heats = sorted({heat for _, heat, *_ in cells}) if curve else [None]
     for batch in sorted({batch for *_, batch, _ in cells}):
         for heat in heats:
-            some = [(t, ways) for t, h, b, ways in cells if b == batch and heat in (None, h)]
+            some = [(t, methods) for t, h, b, methods in cells if b == batch and heat in (None, h)]
             if some:
                 said = f"batch {batch}" + ("" if heat is None else f", temperature {heat:g}")
-                yield said, [task for task, _ in some], [ways for _, ways in some]
+                yield said, [task for task, _ in some], [methods for _, methods in some]
 
 
 def _by_workload(cells: Cells) -> Iterator[str]:
@@ -88,11 +88,13 @@ def _by_workload(cells: Cells) -> Iterator[str]:
         yield bars(said[0].upper() + said[1:], tasks, made, "times plain", 1.0)
 
 
-def _by_number(cells: Cells, way: str) -> Iterator[str]:
+def _by_number(cells: Cells, method: str) -> Iterator[str]:
     """Of each task: speed-up over batch with a line a temperature, and over temperature with a line a batch."""
     for task in dict.fromkeys(task for task, *_ in cells):
         own = [
-            (heat, batch, ways[way]["ratio"]) for t, heat, batch, ways in cells if t == task and way in ways
+            (heat, batch, methods[method]["ratio"])
+            for t, heat, batch, methods in cells
+            if t == task and method in methods
         ]
         for across, places, lines in (("batch", 1, 0), ("temperature", 0, 1)):
             at = sorted({one[places] for one in own})
@@ -107,7 +109,7 @@ def _by_number(cells: Cells, way: str) -> Iterator[str]:
                     Series(named, xs, [y for _, y in points], [f"{across} {x:g}" for x, _ in points])
                 )
             ticks = [(_place(x, across), f"{x:g}") for x in at]
-            yield chart(f"{task}: {way} by {across}", drawn, ticks, across, "times plain")
+            yield chart(f"{task}: {method} by {across}", drawn, ticks, across, "times plain")
 
 
 def _place(x: float, across: str) -> float:
@@ -120,8 +122,8 @@ def _acceptance(cells: Cells) -> Iterator[str]:
         lines = []
         for name in _names(cells):
             counts: dict[int, list[float]] = {}
-            for t, *_, ways in cells:
-                for one in ways[name]["acceptance"] if t == task and name in ways else ():
+            for t, *_, methods in cells:
+                for one in methods[name]["acceptance"] if t == task and name in methods else ():
                     right, of = counts.setdefault(int(one["depth"]), [0.0, 0.0])
                     counts[int(one["depth"])] = [right + one["rate"] * one["of"], of + one["of"]]
             known = sorted(counts.items())
@@ -156,15 +158,20 @@ def _latency(cells: Cells) -> Iterator[str]:
 
 def _speeds(found: Found) -> str:
     rows = []
-    for label, size, name, way in ways_in(found):
-        known = "" if way["ratio_within"] is None else f"{100 * way['ratio_within']:.1f} %"
-        gauge = f"{way['gauge']:.3f}" if way.get("gauge") else ""
-        ratio = [f"{way['ratio']:.3f}", known, f"{way['worst']:.3f}", gauge]
+    for label, size, name, method in ways_in(found):
+        known = "" if method["ratio_within"] is None else f"{100 * method['ratio_within']:.1f} %"
+        gauge = f"{method['gauge']:.3f}" if method.get("gauge") else ""
+        ratio = [f"{method['ratio']:.3f}", known, f"{method['worst']:.3f}", gauge]
         ratio = [""] * len(ratio) if name == "plain" else ratio
-        held = "" if way["held"] is None else f"{100 * way['held']:.0f} %"
-        depths = ", ".join(f"{100 * one['rate']:.0f}" for one in way["acceptance"])
-        last = [f"{way['tokens_per_step']:.2f}", held, depths, f"{way['differing']} of {way['compared']:,}"]
-        rows.append([escape(label), size, escape(name), number(way["tok_s"]), *ratio, *last])
+        held = "" if method["held"] is None else f"{100 * method['held']:.0f} %"
+        depths = ", ".join(f"{100 * one['rate']:.0f}" for one in method["acceptance"])
+        last = [
+            f"{method['tokens_per_step']:.2f}",
+            held,
+            depths,
+            f"{method['differing']} of {method['compared']:,}",
+        ]
+        rows.append([escape(label), size, escape(name), number(method["tok_s"]), *ratio, *last])
     heads = ["Workload", "~Batch", "Way", "~tok/s", "~Speed-up", "~Within", "~Lowest", "~By the gauge",
              "~Tokens per step", "~Accepted", "By depth, %", "~Differ"]  # fmt: skip
     return table(heads, rows)
@@ -172,9 +179,9 @@ def _speeds(found: Found) -> str:
 
 def _times(found: Found) -> str:
     rows = []
-    for label, size, name, way in ways_in(found):
-        cells = [(way.get(key) or {}).get(p) for key in ("ttft_ms", "itl_ms", "tpot_ms") for p in PERCENTS]
-        cells += [way["stages_ms"][stage] for stage in (*STAGES, "other", "total")]
+    for label, size, name, method in ways_in(found):
+        cells = [(method.get(key) or {}).get(p) for key in ("ttft_ms", "itl_ms", "tpot_ms") for p in PERCENTS]
+        cells += [method["stages_ms"][stage] for stage in (*STAGES, "other", "total")]
         rows.append([escape(label), size, escape(name), *("" if c is None else f"{c:.2f}" for c in cells)])
     heads = [f"~{what} {p}" for what in ("First token", "Between two", "A token") for p in PERCENTS]
     stages = [f"~{stage.capitalize()}" for stage in (*STAGES, "other", "total")]

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from outrider.control.costs import CostModel
-from outrider.control.expected import Drafts, Prediction, RaggedCosts, StepCosts, predict
+from outrider.control.expected import Drafts, EagerCosts, Prediction, StepCosts, predict
 from outrider.draft.names import read_rates
 from outrider.errors import InvalidRequest, suggest
 from outrider.types import MAX_NODES
@@ -67,7 +67,7 @@ class WhatIf:
             return _FreeRows(self.cost)
         model = CostModel()
         model.by_rows.update(self.rows)
-        return RaggedCosts(model, lambda batch, depth: self.cost * depth * model.step(batch))
+        return EagerCosts(model, lambda batch, depth: self.cost * depth * model.step(batch))
 
     def predictions(self, batch: int) -> dict[int, Prediction]:
         """By depth, as far as the rows' times are known."""

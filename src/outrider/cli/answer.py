@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from outrider.engine.llm import LLM
     from outrider.load.tokenizer import TextStream
 
-Heard = queue.SimpleQueue[Event | BaseException]
+Received = queue.SimpleQueue[Event | BaseException]
 Pieces = list[tuple[str, Origin]]  # text token by token, each with where it came from
 
 
@@ -52,7 +52,7 @@ class Answer:
     """A running or finished request. Raises what the engine refuses it for."""
 
     def __init__(
-        self, llm: LLM, prompt_ids: Sequence[int], params: SamplingParams, heard: Heard, owner: str = ""
+        self, llm: LLM, prompt_ids: Sequence[int], params: SamplingParams, received: Received, owner: str = ""
     ) -> None:
         self.llm = llm
         self.request = llm.request(prompt_ids, params, owner)
@@ -64,9 +64,9 @@ class Answer:
         self.begun = time.perf_counter()
         self.first: float | None = None
         self.ended = self.begun
-        self.sequences = tuple(llm.driver.submit([self.request], heard.put)[0])
+        self.sequences = tuple(llm.driver.submit([self.request], received.put)[0])
 
-    def hear(self, event: Event) -> None:
+    def receive(self, event: Event) -> None:
         self.ended = time.perf_counter()
         if event.token_ids and self.first is None:
             self.first = self.ended
@@ -162,20 +162,20 @@ class Answer:
         return {"token": token, "text": text, "logprob": round(logprob, 6)}
 
 
-def listen(running: dict[str, Answer], heard: Heard) -> Generator[tuple[Answer, Event]]:
+def listen(running: dict[str, Answer], received: Received) -> Generator[tuple[Answer, Event]]:
     """Events as they come, until no answer in `running` is left; finished ones are taken out of it.
 
     The caller may add answers while it listens. Leaving early, by an error or Ctrl-C, aborts what still runs.
     """
     try:
         while running:
-            event = heard.get()
+            event = received.get()
             if isinstance(event, BaseException):
                 raise stopped(event) from event
             answer = running.get(event.request_id)
             if answer is None:
                 continue  # its abort came too late to matter
-            answer.hear(event)
+            answer.receive(event)
             if answer.done:
                 del running[event.request_id]
             yield answer, event

@@ -214,7 +214,7 @@ def _watched(stage: str, report: Report, run: Callable[[Callable[..., None]], F]
 def _verdict(found: Audit | Traffic, of_what: str) -> bool:
     for d in found.divergences[:5]:
         note(
-            f"prompt {d.prompt} at T={d.temperature:g}: {d.way} differs at position {d.position}: "
+            f"prompt {d.prompt} at T={d.temperature:g}: {d.method} differs at position {d.position}: "
             f"{d.speculative} for {d.plain}, margin {d.margin:.2e}"
         )
     drafted = found.drafted.total()

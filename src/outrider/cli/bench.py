@@ -76,9 +76,9 @@ Groups = Annotated[
     typer.Option("--groups", min=1, envvar=envvar("groups"), show_envvar=False,
                  help="Batches to measure of each task and size, at most; by default all prompts once."),
 ]  # fmt: skip
-Ways = Annotated[
+Methods = Annotated[
     str | None,
-    typer.Option("--ways", envvar=envvar("ways"), show_envvar=False, metavar="NAME,NAME",
+    typer.Option("--methods", envvar=envvar("methods"), show_envvar=False, metavar="NAME,NAME",
                  help="What to compare with plain decoding: auto, a drafter, DRAFTER:auto. A drafter drafts as deep as "
                       "--speculate says, else 4; auto as deep as pays. By default every drafter, and auto."),
 ]  # fmt: skip
@@ -126,7 +126,7 @@ def bench(
     temperatures: TaskTemperatures = None,
     batches: Batches = "1",
     groups: Groups = None,
-    ways: Ways = None,
+    methods: Methods = None,
     peer: Peer = None,
     what: What = "all",
     together: Together = 8,
@@ -148,7 +148,7 @@ def bench(
     asked = {
         "model": model, "draft": draft, "as_if": as_if, "draft_as_if": draft_as_if, "draft_layers": draft_layers,
         "prompts": prompts or "built-in", "limit": limit, "groups": groups, "max_tokens": params.max_tokens,
-        "seed": params.seed, "ways": ways,
+        "seed": params.seed, "methods": methods,
     }  # fmt: skip
     earlier = _earlier(resume, json_file, asked)
     rows = task_rows(prompts, limit, tasks, max(EACH, *sizes))
@@ -159,7 +159,7 @@ def bench(
     with open_llm(model, draft, settings, as_if, draft_as_if, draft_layers) as llm:
         report |= described(llm) | {"asked": asked}
         comparison = _comparison(
-            llm, rows, params, ways, lengths=LENGTHS if prompts is None else {}, temperatures=heat, batches=sizes,
+            llm, rows, params, methods, lengths=LENGTHS if prompts is None else {}, temperatures=heat, batches=sizes,
             most=groups, seconds=seconds or SECONDS, bounded=seconds is not None, within=within / 100,
         )  # fmt: skip
         _measure(llm, comparison, what, peer, together, report)
@@ -177,13 +177,13 @@ def _comparison(
     llm: LLM,
     rows: Mapping[str, list[TaskRow]],
     params: SamplingParams,
-    ways: str | None,
+    methods: str | None,
     lengths: Mapping[str, float],
     **how: Any,
 ) -> Comparison:
-    from outrider.bench.speculation import Comparison, ways_of
+    from outrider.bench.speculation import Comparison, methods_of
 
-    chosen = ways_of(llm, params, ways.split(",") if ways else None)
+    chosen = methods_of(llm, params, methods.split(",") if methods else None)
     tokens = params.max_tokens
     room = max(round(tokens * lengths.get(task, 1.0)) for task in rows)
     return Comparison(task_ids(llm, rows, tokens, room), params, chosen, lengths=lengths, **how)
@@ -261,7 +261,9 @@ def _stages(what: str, asked: Comparison, together: int, against: int) -> Mappin
     if what != "speculation":
         stages = {"rows": 100, "memory": 50, "together": 3 * tokens * (1 + together / 3)}
         stages |= {"peer": 4.0 * tokens * against} if against else {}
-    runs = sum(len(cell.groups) * (cell.params.max_tokens + 20) for cell in asked.cells()) * len(asked.ways)
+    runs = sum(len(cell.groups) * (cell.params.max_tokens + 20) for cell in asked.cells()) * len(
+        asked.methods
+    )
     return stages | ({"speculation": runs} if what != "plain" else {})
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.answer import Answer, Heard, listen
+from outrider.cli.answer import Answer, Received, listen
 from outrider.cli.options import (
     DEFAULT_MODEL,
     ENGINE,
@@ -169,13 +169,13 @@ class Talk:
         self.messages = [*messages, {"role": "assistant", "content": answer.text}]
 
     def _answer(self, prompt_ids: list[int]) -> Answer:
-        heard: Heard = queue.SimpleQueue()
-        answer = Answer(self.llm, prompt_ids, self.params, heard)
+        received: Received = queue.SimpleQueue()
+        answer = Answer(self.llm, prompt_ids, self.params, received)
         running = {answer.request.id: answer}
         interactive, screen = sys.stdin.isatty(), Screen()
         with keys_held():
             try:
-                with contextlib.closing(listen(running, heard)) as events:  # closing it aborts the answer
+                with contextlib.closing(listen(running, received)) as events:  # closing it aborts the answer
                     for _, event in events:
                         screen.write(marked(answer.fresh) if self.show else event.text)
             except KeyboardInterrupt:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from outrider.cli.answer import Answer, Heard, Pieces, listen
+from outrider.cli.answer import Answer, Pieces, Received, listen
 from outrider.cli.options import DEFAULT_MODEL, ENGINE, Draft, Model, takes
 from outrider.cli.output import open_llm, write
 from outrider.errors import InvalidRequest
@@ -174,11 +174,11 @@ def _answer(llm: LLM, prompt: str, pane: Pane, speculate: bool, show: Panes | Li
     params = SamplingParams(temperature=0, max_tokens=TOKENS)
     if not speculate:
         params = replace(params, speculation=False)  # type: ignore[arg-type] # SamplingParams reads it
-    heard: Heard = queue.SimpleQueue()
+    received: Received = queue.SimpleQueue()
     ids = _prompt_ids(llm, prompt)
     before, pane.begun = _others_seconds(), time.perf_counter()
-    pane.answer = answer = Answer(llm, ids, params, heard, owner=f"demo {pane.title}")
-    with contextlib.closing(listen({answer.request.id: answer}, heard)) as events:
+    pane.answer = answer = Answer(llm, ids, params, received, owner=f"demo {pane.title}")
+    with contextlib.closing(listen({answer.request.id: answer}, received)) as events:
         for _ in events:
             pane.pieces += answer.fresh
             show.update(pane)

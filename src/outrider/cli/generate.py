@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.answer import Answer, Heard, Pieces, listen
+from outrider.cli.answer import Answer, Pieces, Received, listen
 from outrider.cli.options import (
     DEFAULT_MODEL,
     ENGINE,
@@ -185,7 +185,7 @@ class Exchange:
             self.messages.append({"role": "system", "content": system})
         self.messages.extend(row.messages)
 
-    def ask(self, heard: Heard) -> Answer:
+    def ask(self, received: Received) -> Answer:
         """Submit the next turn."""
         if self.prompt is not None:
             ids = self.llm.tokenizer.encode(self.prompt)
@@ -195,7 +195,7 @@ class Exchange:
             if self.turns:
                 self.messages.append({"role": "user", "content": self.turns.pop(0)})
             ids = self.llm.chat_ids(self.messages)
-        self.answers.append(Answer(self.llm, ids, self.params, heard))
+        self.answers.append(Answer(self.llm, ids, self.params, received))
         return self.answers[-1]
 
     def as_json(self) -> dict[str, Any]:
@@ -229,14 +229,14 @@ def _exchanges(
 
 def exchange_all(exchanges: Sequence[Exchange], show: Show) -> Iterator[Exchange]:
     """Ask everything together; give exchanges back finished, in the order they were given."""
-    heard: Heard = queue.SimpleQueue()
+    received: Received = queue.SimpleQueue()
     running: dict[str, Answer] = {}
     owner: dict[str, Exchange] = {}
     waiting = list(exchanges)
 
     def ask(exchange: Exchange) -> None:
         try:
-            answer = exchange.ask(heard)
+            answer = exchange.ask(received)
         except InvalidRequest as problem:
             if len(exchanges) == 1:
                 raise
@@ -247,7 +247,7 @@ def exchange_all(exchanges: Sequence[Exchange], show: Show) -> Iterator[Exchange
     for exchange in exchanges:
         if exchange.error is None:
             ask(exchange)
-    with contextlib.closing(listen(running, heard)) as events:  # closing it aborts what still runs
+    with contextlib.closing(listen(running, received)) as events:  # closing it aborts what still runs
         for answer, _ in events:
             show.fresh(answer)
             if not answer.done:

@@ -1,6 +1,6 @@
 """The cost model: seconds of steps, learned from those measured and those taken.
 
-Ragged steps are known by their rows, captured steps by drafter, draft tree and size, drafting by its levels, and a
+Eager steps are known by their rows, captured steps by drafter, draft tree and size, drafting by its levels, and a
 drafter that has to catch up by the tokens it reads.
 """
 
@@ -29,7 +29,7 @@ MIN_READ = 256  # tokens: fewer take a drafter as long to read
 SLOWEST_READ = 4
 
 
-# What a drafting step's time depends on: drafter, draft tree and size of a captured one, rows of a ragged one.
+# What a drafting step's time depends on: drafter, draft tree and size of a captured one, rows of a eager one.
 Shape = tuple[str, TreeShape, int] | int
 
 
@@ -37,16 +37,16 @@ class CostModel:
     def __init__(self, baseline_interval: int = 100) -> None:
         """`baseline_interval`: drafting steps after which a plain one is due."""
         self.baseline_interval = baseline_interval
-        self.by_rows: dict[int, float] = {}  # ragged steps
+        self.by_rows: dict[int, float] = {}  # eager steps
         self.curve: dict[int, float] = {}  # passes by rows, measured before anybody asked
         self._drawn: tuple[dict[int, float], int] = ({}, 0)  # points of it, and how many it had then
         self.believed: dict[int, float] = {}  # of `by_rows`, those taken often enough
-        self.times: Counter[int] = Counter()  # ragged steps that were taken, by rows
-        self.by_batch: dict[int, float] = {}  # plain ragged steps, by their sequences
+        self.times: Counter[int] = Counter()  # eager steps that were taken, by rows
+        self.by_batch: dict[int, float] = {}  # plain eager steps, by their sequences
         self.captured: dict[tuple[str, TreeShape, int], float] = {}  # plain: "none", NO_TREE
-        self.per_level: dict[str, float] = {}  # of a draft in ragged steps, by drafter
+        self.per_level: dict[str, float] = {}  # of a draft in eager steps, by drafter
         self.per_token: dict[str, float] = {}  # of catching up, by drafter
-        self.per_ragged_token: dict[str, float] = {}  # the same, beside ragged steps
+        self.per_eager_token: dict[str, float] = {}  # the same, beside eager steps
         # What prompt rows add to a step of decoding sequences, by the power of two that has room for them: a row of so
         # many.
         self.per_prompt_row: dict[int, float] = {}
@@ -54,7 +54,7 @@ class CostModel:
         self.beside: dict[tuple[int, int], float] = {}
         self.measured: set[tuple[str, int]] = set()  # drafters and sizes of captured steps
         self.served: set[int] = set()  # sizes of plain captured steps that answered somebody
-        # Drafting steps since the last plain one: by size of captured steps, by minus the batch of ragged ones.
+        # Drafting steps since the last plain one: by size of captured steps, by minus the batch of eager ones.
         self.since_plain: dict[int, int] = {}
         # A plain step's time over that of the drafting steps before it, by size as above and shape: both grow with the
         # context, so that what a plain step would take now follows from the drafting ones.
@@ -122,7 +122,7 @@ class CostModel:
         return self.by_rows[shape] if isinstance(shape, int) else self.captured[shape]
 
     def baseline_due(self, size: int, batch: int) -> bool:
-        """Whether a plain step is to be measured: captured ones of this size, or ragged ones of this batch (size 0)."""
+        """Whether a plain step is to be measured: captured ones of this size, or eager ones of this batch (size 0)."""
         return self.since_plain.get(size or -batch, 0) >= self.baseline_interval
 
     def _observe_prompt(self, record: StepRecord) -> None:
@@ -140,7 +140,7 @@ class CostModel:
         without = self._seconds(record, record.rows - record.prompt_rows)
         if not record.prompt_rows or not without:
             return None
-        # A ragged step has it in its drafting.
+        # A eager step has it in its drafting.
         caught_up = record.catch_up[2] if record.catch_up and record.captured else 0.0
         return max(record.total_s - record.draft_s - caught_up - without, 0.0)
 
@@ -203,7 +203,7 @@ class CostModel:
             _learn(self.captured, (name, tree, size), seconds)
 
     def learn_pass(self, rows: int, seconds: float) -> None:
-        """A ragged pass was measured before anybody asked. One of fewer rows that took longer was held up."""
+        """A eager pass was measured before anybody asked. One of fewer rows that took longer was held up."""
         self.curve[rows] = seconds
         for fewer in [known for known in self.curve if known < rows]:
             self.curve[fewer] = min(self.curve[fewer], seconds)
@@ -216,15 +216,15 @@ class CostModel:
         """Seconds for a drafter to read so many tokens."""
         return self._per_token(drafter) * max(tokens, MIN_READ) if tokens else 0.0
 
-    def learn_ragged_reading(self, record: StepRecord) -> None:
-        """A drafter caught up before it drafted for a ragged step: what drafting took longer than it takes else."""
+    def learn_eager_reading(self, record: StepRecord) -> None:
+        """A drafter caught up before it drafted for a eager step: what drafting took longer than it takes else."""
         assert record.catch_up is not None
         name, tokens, seconds = record.catch_up
-        _learn(self.per_ragged_token, name, max(0.0, seconds - self.drafting(_levels(record))) / tokens)
+        _learn(self.per_eager_token, name, max(0.0, seconds - self.drafting(_levels(record))) / tokens)
 
-    def ragged_reading(self, drafter: str, tokens: int) -> float:
-        """Seconds for a drafter to read so many tokens before a ragged step; nothing until it has read once."""
-        return self.per_ragged_token.get(drafter, 0.0) * tokens
+    def eager_reading(self, drafter: str, tokens: int) -> float:
+        """Seconds for a drafter to read so many tokens before a eager step; nothing until it has read once."""
+        return self.per_eager_token.get(drafter, 0.0) * tokens
 
     def _per_token(self, drafter: str) -> float:
         """While it is not measured, as long as it may take."""
@@ -234,7 +234,7 @@ class CostModel:
         return SLOWEST_READ * min(plain or self.by_rows.values(), default=0.0) / MIN_READ
 
     def step(self, rows: int) -> float:
-        """Seconds of a ragged step: as taken, else by the curve from the nearest that was, else from the nearest. Where
+        """Seconds of a eager step: as taken, else by the curve from the nearest that was, else from the nearest. Where
         there is a curve, it is believed more than steps that were taken a few times, while others were busy or not.
         """
         return self._step(rows, (self.curve and self.believed) or self.by_rows)
@@ -261,11 +261,11 @@ class CostModel:
 
     @property
     def steps(self) -> int:
-        """Ragged ones that were learned from."""
+        """Eager ones that were learned from."""
         return self.times.total()
 
     def known_curve(self) -> dict[int, float]:
-        """Ragged steps by rows as they are known by now, for whoever starts next: as measured, and those that were
+        """Eager steps by rows as they are known by now, for whoever starts next: as measured, and those that were
         taken by how much longer they took than a plain one. Without plain ones nobody knows at what pace they went.
         """
         known, plain = dict(self.curve), self.believed.get(1)
@@ -275,12 +275,12 @@ class CostModel:
         return dict(sorted(known.items()))
 
     def ragged_plain(self, batch: int) -> float:
-        """Seconds of a plain ragged step."""
+        """Seconds of a plain eager step."""
         known = self.by_batch.get(batch)
         return self.step(batch) if known is None else known
 
     def drafting(self, levels: Mapping[str, int]) -> float:
-        """Seconds of drafting so many levels, by drafter, in a ragged step."""
+        """Seconds of drafting so many levels, by drafter, in a eager step."""
         return sum(self.per_level.get(name, 0.0) * depth for name, depth in levels.items())
 
     def plain(self, size: int) -> float | None:
@@ -351,11 +351,11 @@ def _bucket(rows: int) -> int:
 
 
 def _levels(record: StepRecord) -> dict[str, int]:
-    """How deep each drafter drafted in a ragged step."""
+    """How deep each drafter drafted in a eager step."""
     found: dict[str, int] = {}
     for o in record.outcomes:
         if o.drafted:
-            found[o.bet.drafter] = max(found.get(o.bet.drafter, 0), o.deepest)
+            found[o.draft_plan.drafter] = max(found.get(o.draft_plan.drafter, 0), o.deepest)
     return found
 
 

@@ -37,7 +37,7 @@ class StepCosts(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class RaggedCosts:
+class EagerCosts:
     """Steps that have as many rows as were drafted: `rows` knows their time, `draft` that of drafting."""
 
     rows: CostModel
@@ -80,7 +80,7 @@ def step_costs(costs: CostModel, drafter: str) -> StepCosts:
     """As the engine knows them by now: of captured steps where it has any of this drafter, else by rows."""
     if any(name == drafter for name, *_ in costs.captured):
         return CapturedCosts(costs, drafter)
-    return RaggedCosts(costs, lambda batch, depth: costs.drafting({drafter: depth}))
+    return EagerCosts(costs, lambda batch, depth: costs.drafting({drafter: depth}))
 
 
 @dataclass(frozen=True)

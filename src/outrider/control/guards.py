@@ -54,7 +54,7 @@ class Guards:
     # extrapolated.
     baseline_interval: int = 100
 
-    tree_cost: float = 1.1  # of a chain's step, at most, for a ragged tree of twice its rows
+    tree_cost: float = 1.1  # of a chain's step, at most, for a eager tree of twice its rows
     probe_depth: int = 2  # of a chain: it shows both rates, of the first token and of the next
     costly_probe: float = 1.3  # plain steps' time above which a probe takes the smallest tree instead
     probe_interval: float = 24  # plain steps' time without a draft before one is tried

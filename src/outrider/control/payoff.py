@@ -43,7 +43,7 @@ class Payoff:
             self._report()
 
     def _missed(self, reason: Reason) -> bool:
-        """Whether whoever got this bet might have got one of `held`."""
+        """Whether whoever got this draft plan might have got one of `held`."""
         if reason.kind == "asked":
             return any(("drafter", name) in reason.facts for name in self.held)
         return reason.kind != "off"
@@ -70,7 +70,7 @@ def _gain(record: StepRecord, drafter: str) -> float:
     """
     if record.captured is not None and record.captured[0] == drafter:
         return record.plain_s - record.total_s
-    mine = [o for o in record.outcomes if o.drafted and o.bet.drafter == drafter]
+    mine = [o for o in record.outcomes if o.drafted and o.draft_plan.drafter == drafter]
     if not mine or not record.emitted:
         return 0.0
     token = record.plain_s / record.emitted

@@ -25,7 +25,17 @@ from outrider.control.reasons import AUTO, BASELINE, OFF, PREFILL
 from outrider.control.resident import Choice, ResidentPlans
 from outrider.control.rest import Rest
 from outrider.control.staged import StagedPlans, StepRows
-from outrider.types import MAX_NODES, NO_BET, Bet, Options, Plan, Reason, Sequence, StepRecord, Work
+from outrider.types import (
+    MAX_NODES,
+    NO_DRAFT_PLAN,
+    DraftPlan,
+    Options,
+    Plan,
+    Reason,
+    Sequence,
+    StepRecord,
+    Work,
+)
 
 MAX_PROMPT_ROWS = 1 << 20  # more than any step has
 # Prompt rows of a step that others decode in, unless a prompt has waited so many times as long as it should: more save
@@ -56,16 +66,20 @@ class Planner:
         self.learn_prompt_rows = self.costs.learn_prompt_rows
 
     def plan(self, work: Seq[Work], options: Options) -> Plan:
-        """One bet and one reason for each item of work."""
+        """One draft plan and one reason for each item of work."""
         again = self.rest.plan_again(
             work, options, lambda one: self._settled(one, len(work), options)[1] is AUTO
         )
         return again if again is not None else self.rest.note(work, self._plan(work, options), options)
 
     def _plan(self, work: Seq[Work], options: Options) -> Plan:
-        sequences, batch, self.rates.scored = [item.sequence for item in work], len(work), options.riding
+        sequences, batch, self.rates.scored = [item.sequence for item in work], len(work), options.model_free
         found = [self._settled(item, batch, options) for item in work]
-        allowed = {i: self._allowed(sequences[i], bet) for i, (bet, why) in enumerate(found) if why is AUTO}
+        allowed = {
+            i: self._allowed(sequences[i], draft_plan)
+            for i, (draft_plan, why) in enumerate(found)
+            if why is AUTO
+        }
         here = [i for i, item in enumerate(work) if item.emits and options.is_resident(i)]
         if here:
             mine = [sequences[i] for i in here], [found[i] for i in here], [allowed.get(i, ()) for i in here]
@@ -76,22 +90,22 @@ class Planner:
         left = {i: (sequences[i], allowed[i]) for i, one in enumerate(found) if one[1] is AUTO}
         if left:
             emitting = sum(item.emits for item in work)
-            asked, rows = sum(bet.nodes for bet, _ in found), sum(item.known for item in work)
+            asked, rows = sum(draft_plan.nodes for draft_plan, _ in found), sum(item.known for item in work)
             step = StepRows(emitting, asked, rows - emitting, batch - emitting + options.waiting)
             for i, drafter, depth, reason in self.staged.plan(left, step, options):
                 found[i] = self._shaped(found[i][0], drafter, depth, reason, batch), reason
         if self.costs.baseline_due(options.size, batch) and all(why.kind != "asked" for _, why in found):
-            found = [(NO_BET, BASELINE if bet.nodes else why) for bet, why in found]
-        return Plan(tuple(bet for bet, _ in found), tuple(reason for _, reason in found))
+            found = [(NO_DRAFT_PLAN, BASELINE if draft_plan.nodes else why) for draft_plan, why in found]
+        return Plan(tuple(draft_plan for draft_plan, _ in found), tuple(reason for _, reason in found))
 
     def unmeasured(self, work: Seq[Work], options: Options) -> str:
         """A drafter whose captured steps of this size must be measured before a plan is made, or "none"."""
         if all((name, options.size) in self.costs.measured for name in options.trees):
             return "none"
         for i, item in enumerate(work):
-            bet, why = self._settled(item, len(work), options)
+            draft_plan, why = self._settled(item, len(work), options)
             if options.is_resident(i) and why is AUTO:
-                for name in self._allowed(item.sequence, bet):
+                for name in self._allowed(item.sequence, draft_plan):
                     if name in options.trees and (name, options.size) not in self.costs.measured:
                         return name
         return "none"
@@ -136,23 +150,25 @@ class Planner:
             if record.captured:
                 self.learn_reading(*record.catch_up)
             else:
-                self.costs.learn_ragged_reading(record)
+                self.costs.learn_eager_reading(record)
         self.costs.observe(record)
         record.plain_s = self.costs.plain_seconds(record)
         drafter = record.captured[0] if record.captured else "none"
         alive: list[AcceptanceRate] = []
         for o in record.outcomes:
-            resident = o.bet.nodes > 0 and o.bet.drafter == drafter  # its rows ran, drafted or not
+            resident = (
+                o.draft_plan.nodes > 0 and o.draft_plan.drafter == drafter
+            )  # its rows ran, drafted or not
             if resident or o.drafted:
                 # A captured tree is valued by the rate of first choices, a grown one by the depth it reached.
-                accepted = o.straight if resident else o.accepted
-                self.rates.observe(o.sequence, o.bet.drafter, o.deepest, accepted)
+                accepted = o.top1_accepted if resident else o.accepted
+                self.rates.observe(o.sequence, o.draft_plan.drafter, o.deepest, accepted)
             if not o.sequence.finish_reason:  # else already forgotten
                 alive += [self.rates.of(o.sequence, drafter)] if resident else []
-                self.rates.note(o.sequence, o.bet.drafter if o.drafted else "none")
+                self.rates.note(o.sequence, o.draft_plan.drafter if o.drafted else "none")
         for o in record.scored:
             if o.drafted or record.captured is not None:  # a captured step has rows for it, drafted or not
-                self.rates.observe(o.sequence, o.bet.drafter, o.deepest, o.accepted)
+                self.rates.observe(o.sequence, o.draft_plan.drafter, o.deepest, o.accepted)
         decoded = record.decodes_only and record.plain_s > 0
         if record.sequences > 1 and record.drafted and decoded:  # alone, nobody waits for others' drafts
             self.fairness.observe(record, record.total_s * record.emitted / record.sequences / record.plain_s)
@@ -168,43 +184,51 @@ class Planner:
         asked, temperature = params.speculation, params.temperature
         name = asked.drafter or self.default
         if not item.emits or (item.known > 1 and not options.after_prompts):
-            return NO_BET, PREFILL
+            return NO_DRAFT_PLAN, PREFILL
         if name == "none" or asked.off:
-            return NO_BET, OFF
+            return NO_DRAFT_PLAN, OFF
         if asked.tree or asked.depth or asked.nodes or self.depth or self.nodes:
-            bet = self._asked(name, item)
-            return bet, Reason("asked", bet.depth, (("drafter", name), ("nodes", bet.nodes)))
+            draft_plan = self._asked(name, item)
+            return draft_plan, Reason(
+                "asked", draft_plan.depth, (("drafter", name), ("nodes", draft_plan.nodes))
+            )
         if guards.max_batch is not None and batch > guards.max_batch:
             if self.crowded.facts[0][1] != batch:
                 self.crowded = Reason("batch", 0, (("batch", batch, guards.max_batch),))
-            return NO_BET, self.crowded
+            return NO_DRAFT_PLAN, self.crowded
         if temperature > guards.max_temperature:
-            return NO_BET, Reason("temperature", 0, (("temperature", temperature, guards.max_temperature),))
+            return NO_DRAFT_PLAN, Reason(
+                "temperature", 0, (("temperature", temperature, guards.max_temperature),)
+            )
         if temperature > guards.flat_temperature and is_flat(params):
-            return NO_BET, Reason("flat", 0, (("temperature", temperature, guards.flat_temperature),))
-        return Bet(name, mode=asked.mode), AUTO
+            return NO_DRAFT_PLAN, Reason("flat", 0, (("temperature", temperature, guards.flat_temperature),))
+        return DraftPlan(name, mode=asked.mode), AUTO
 
-    def _asked(self, name: str, item: Work) -> Bet:
+    def _asked(self, name: str, item: Work) -> DraftPlan:
         """As the request fixed it, or whoever made this planner."""
         asked = item.sequence.request.params.speculation
         if asked.tree is not None:
             nodes = sum(prod(asked.tree[: k + 1]) for k in range(len(asked.tree)))
-            return Bet(name, nodes, len(asked.tree), asked.tree, asked.mode)
+            return DraftPlan(name, nodes, len(asked.tree), asked.tree, asked.mode)
         depth, nodes = asked.depth or self.depth, asked.nodes or self.nodes or 0
         depth = min(depth or ASKED_DEPTH, nodes or MAX_NODES)
         free = asked.mode != "rejection"  # the ratio test must not choose nodes by looking at them
-        return Bet(name, (nodes or depth) if free else depth, depth, None, asked.mode)
+        return DraftPlan(name, (nodes or depth) if free else depth, depth, None, asked.mode)
 
-    def _allowed(self, sequence: Sequence, bet: Bet) -> tuple[str, ...]:
+    def _allowed(self, sequence: Sequence, draft_plan: DraftPlan) -> tuple[str, ...]:
         """Drafters that a sequence may get."""
-        named = sequence.request.params.speculation.drafter is not None or bet.drafter not in self.choices
-        return (bet.drafter,) if named else self.choices
+        named = (
+            sequence.request.params.speculation.drafter is not None or draft_plan.drafter not in self.choices
+        )
+        return (draft_plan.drafter,) if named else self.choices
 
-    def _shaped(self, bet: Bet, drafter: str, depth: int, reason: Reason, batch: int) -> Bet:
+    def _shaped(
+        self, draft_plan: DraftPlan, drafter: str, depth: int, reason: Reason, batch: int
+    ) -> DraftPlan:
         """A chain, or a tree where its rows cost little."""
         if not depth:
-            return NO_BET
+            return NO_DRAFT_PLAN
         guards, step, nodes = self.guards, self.costs.step, min(2 * depth, MAX_NODES)
-        tree = reason.kind == "pays" and batch <= guards.tree_batch and bet.mode != "rejection"
+        tree = reason.kind == "pays" and batch <= guards.tree_batch and draft_plan.mode != "rejection"
         cheap = tree and step(batch + nodes) <= guards.tree_cost * step(batch + depth)
-        return replace(bet, drafter=drafter, nodes=nodes if cheap else depth, depth=depth)
+        return replace(draft_plan, drafter=drafter, nodes=nodes if cheap else depth, depth=depth)

@@ -16,9 +16,9 @@ from outrider.control.known import Known
 from outrider.control.probes import probe_due
 from outrider.control.serving import Mine, Serving
 from outrider.control.trees import NO_TREE, TreeShape
-from outrider.types import NO_BET, Bet, Options, Reason, Sequence, StepRecord
+from outrider.types import NO_DRAFT_PLAN, DraftPlan, Options, Reason, Sequence, StepRecord
 
-Choice = tuple[Bet, Reason]
+Choice = tuple[DraftPlan, Reason]
 
 
 class Candidate(NamedTuple):
@@ -54,11 +54,15 @@ class ResidentPlans:
         prompts are read in it or wait, and they gain nothing: so many are `held_up`.
         """
         names = list(dict.fromkeys(name for some in allowed for name in some))
-        asked = Counter(bet.drafter for bet, why in settled if why.kind == "asked")
+        asked = Counter(draft_plan.drafter for draft_plan, why in settled if why.kind == "asked")
         if asked and names:  # one drafter for all: the one most asked for, named or not
-            asked += Counter(bet.drafter for bet, why in settled if why.kind == "auto")
+            asked += Counter(draft_plan.drafter for draft_plan, why in settled if why.kind == "auto")
             names = [asked.most_common(1)[0][0]]
-        depths = (bet.depth for bet, why in settled if why.kind == "asked" and bet.drafter in names)
+        depths = (
+            draft_plan.depth
+            for draft_plan, why in settled
+            if why.kind == "asked" and draft_plan.drafter in names
+        )
         fixed = min(max(depths, default=0), options.max_depth)
         best, reason = NONE, Reason("unmeasured", 0, (("sequences", options.size),))
         mine = list(zip(sequences, allowed, strict=True))
@@ -83,15 +87,20 @@ class ResidentPlans:
     ) -> list[Choice]:
         (depth, nodes), found, probe = best.tree, list(settled), reason.kind == "probe"
         if not nodes:
-            return [(NO_BET, reason) if one[1].kind == "auto" else one for one in settled]
+            return [(NO_DRAFT_PLAN, reason) if one[1].kind == "auto" else one for one in settled]
         serving = best.serving
         if serving is None or best.tree not in serving.trees:
             serving = self._serving(best.drafter, mine, options, [best.tree])
         servers = serving.servers(best.tree)
-        for i, (bet, why) in enumerate(settled):
+        for i, (draft_plan, why) in enumerate(settled):
             if why.kind == "auto":
                 drafter = best.drafter if best.drafter in mine[i][1] and probe else servers[i]
-                found[i] = Bet(drafter, nodes, depth, None, bet.mode) if nodes and drafter else NO_BET, reason
+                found[i] = (
+                    DraftPlan(drafter, nodes, depth, None, draft_plan.mode)
+                    if nodes and drafter
+                    else NO_DRAFT_PLAN,
+                    reason,
+                )
         return found
 
     def _reason(self, best: Candidate, mine: Mine, fixed: int) -> Reason:
@@ -118,7 +127,7 @@ class ResidentPlans:
         return len(mine) == 1 and self.rates.of(mine[0][0], drafter).drafts >= self.guards.patience
 
     def _serving(self, drafter: str, mine: Mine, options: Options, trees: Seq[TreeShape]) -> Serving:
-        return Serving(self.rates, mine, drafter, options.riding, self.guards.switch, trees)
+        return Serving(self.rates, mine, drafter, options.model_free, self.guards.switch, trees)
 
     def _candidate(self, name: str, mine: Mine, fixed: int, options: Options, held_up: int) -> Candidate:
         """The best tree for these, in a step that is `fixed` levels deep for others."""
@@ -161,7 +170,7 @@ class ResidentPlans:
         best = max(speedups, key=speedups.__getitem__)
         shown = best if best != NO_TREE else max(speedups, key=lambda tree: (tree != NO_TREE, speedups[tree]))
         delay = 0.0
-        if not fixed and name not in options.riding:  # who takes no pass reads nothing
+        if not fixed and name not in options.model_free:  # who takes no pass reads nothing
             behind = sum(options.behind(name, sequence) for sequence in sequences)
             delay = self.costs.reading(name, behind) / (self.costs.plain(options.size) or 1.0)
             if delay and best != NO_TREE:
@@ -183,7 +192,7 @@ class ResidentPlans:
         for one in candidates:
             trees = options.trees.get(one.drafter, ())
             # Who takes no pass is scored anyway, drafted or not, and serves beside the one that is in use.
-            scored, pays = one.drafter in options.riding, best.tree != NO_TREE
+            scored, pays = one.drafter in options.model_free, best.tree != NO_TREE
             if not trees or (scored and self._is_known(one.drafter)):
                 continue
             if pays and (scored or one.drafter == best.drafter):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 from outrider.control.reasons import NOTHING_FOUND, OFF, PREFILL
-from outrider.types import NO_BET, Bet, Options, Plan, Reason, Sequence, StepRecord, Work
+from outrider.types import NO_DRAFT_PLAN, DraftPlan, Options, Plan, Reason, Sequence, StepRecord, Work
 
 EVERY = 4  # plans in a row without a draft, for each step that goes by before the next plan
 MOST = 3  # steps that go by: text that begins to repeat itself must not be missed for longer
@@ -18,14 +18,14 @@ HELD_BESIDE = 3  # the same at least beside prompts: there the host has most to 
 HELD = 4  # steps for which drafts hold: texts change between copying and not
 WAITED = 0.1  # of a step's time: where the host waits less for the device, it is what takes the time
 FORGOTTEN = 0.99  # of how long a plan took, that is left a step later
-READING = NO_BET, PREFILL
+READING = NO_DRAFT_PLAN, PREFILL
 UNPAID = frozenset(("below break-even", "low gain", NOTHING_FOUND.kind, OFF.kind))
 HELD_KINDS = UNPAID | {"pays", "stretch"}  # of plans that hold where the host is late
 
 
 class Rest:
     def __init__(self) -> None:
-        self.bets: dict[Sequence, tuple[Bet, Reason]] = {}  # of the last plan
+        self.draft_plans: dict[Sequence, tuple[DraftPlan, Reason]] = {}  # of the last plan
         self.size = 0  # of the captured step it was for
         self.beside = False  # whether prompts were read in it
         self.idle = 0  # plans in a row of which no draft would have paid
@@ -35,40 +35,42 @@ class Rest:
         self.unpaid: Reason | None = None  # why nobody drafts, for whoever joins those of a captured step
 
     def plan_again(self, work: Seq[Work], options: Options, is_free: Callable[[Work], bool]) -> Plan | None:
-        """The last plan, while it holds for these. Ragged steps: nobody came or went. Captured ones: some may have
+        """The last plan, while it holds for these. Eager steps: nobody came or went. Captured ones: some may have
         gone, as that changes nothing in what they take; and where nothing pays, it does not for one more who `is_free`
         to draft, nor beside prompts, where others wait for it as well.
         """
         if not self.left or self.size != options.size:
             return None
-        found = [self._bet(one, options, is_free) for one in work]
+        found = [self._draft_plan(one, options, is_free) for one in work]
         again = [one for one in found if one is not None]
-        if len(again) < len(work) or (not options.size and len(work) != len(self.bets)):
+        if len(again) < len(work) or (not options.size and len(work) != len(self.draft_plans)):
             return None
         if self.beside and all(why is not PREFILL for _, why in again):
             return None  # what did not pay beside prompts may pay without
         self.left -= 1
-        return Plan(tuple(bet for bet, _ in again), tuple(reason for _, reason in again))
+        return Plan(tuple(draft_plan for draft_plan, _ in again), tuple(reason for _, reason in again))
 
-    def _bet(self, one: Work, options: Options, is_free: Callable[[Work], bool]) -> tuple[Bet, Reason] | None:
+    def _draft_plan(
+        self, one: Work, options: Options, is_free: Callable[[Work], bool]
+    ) -> tuple[DraftPlan, Reason] | None:
         if _reads(one):
             return READING if options.size and self.unpaid and not options.after_prompts else None
-        found = self.bets.get(one.sequence)
+        found = self.draft_plans.get(one.sequence)
         if found is None and options.size and self.unpaid and is_free(one):
-            found = self.bets[one.sequence] = NO_BET, self.unpaid
+            found = self.draft_plans[one.sequence] = NO_DRAFT_PLAN, self.unpaid
         return found
 
     def note(self, work: Seq[Work], plan: Plan, options: Options) -> Plan:
         """A plan that was made just now. Beside staged rows that decode drafts are others: it says nothing."""
         self.size, self.left, self.unpaid = options.size, 0, None
-        made = list(zip(work, plan.bets, plan.reasons, strict=True))
+        made = list(zip(work, plan.draft_plans, plan.reasons, strict=True))
         decoding = [one for one in made if not _reads(one[0])]
         self.beside = len(decoding) < len(made)
         if not decoding or (self.beside and not options.size):
             return plan
         if options.size and any(not _reads(one) and not options.is_resident(i) for i, one in enumerate(work)):
             return plan
-        self.bets = {one.sequence: (bet, why) for one, bet, why in decoding}
+        self.draft_plans = {one.sequence: (draft_plan, why) for one, draft_plan, why in decoding}
         kinds = {why.kind: why for _, _, why in decoding}
         if kinds.keys() <= UNPAID:
             self.left = min(self.idle // EVERY, MOST_CAPTURED if options.size else MOST)
@@ -87,7 +89,7 @@ class Rest:
 
     def forget(self, sequence: Sequence) -> None:
         """It has ended: nothing of it is kept."""
-        self.bets.pop(sequence, None)
+        self.draft_plans.pop(sequence, None)
 
 
 def _reads(one: Work) -> bool:

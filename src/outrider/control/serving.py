@@ -28,13 +28,13 @@ class Serving:
         rates: AcceptanceRates,
         mine: Mine,
         drafter: str,
-        riding: Seq[str],
+        model_free: Seq[str],
         switch: float,
         trees: Seq[TreeShape],
     ) -> None:
         """`switch`: by how much whoever serves already is preferred."""
         self.mine, self.trees = mine, trees
-        self.names = (drafter, *(name for name in riding if name != drafter))
+        self.names = (drafter, *(name for name in model_free if name != drafter))
         every = [
             rates.of(sequence, name) if name in allowed else None
             for sequence, allowed in mine

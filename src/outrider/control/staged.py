@@ -1,4 +1,4 @@
-"""Plans of staged rows. They are ragged, so each sequence has a drafter and a depth of its own."""
+"""Plans of staged rows. They are eager, so each sequence has a drafter and a depth of its own."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class StagedPlans:
         took, room = self._times(step), self._room(step)
         seconds, needed = took(0), guards.break_even if not self.drafting else 1.0
         offers, nothing = self._all_offers(left, step, took, needed, options)
-        serving = {*options.riding, *(names[0] for _, names in left.values() if len(names) == 1)}
+        serving = {*options.model_free, *(names[0] for _, names in left.values() if len(names) == 1)}
         further = {offer.drafter for some in offers.values() for offer in some} - serving
         late = self.fairness.stretched({s for s, _ in left.values()}) if batch > 1 else set()
         best, speedup = Depths(batch / seconds, batch, {}, max(took(1) - seconds, 0.0), needed), 1.0
@@ -101,8 +101,8 @@ class StagedPlans:
             depth = best.by_item.get(i, 0)
             offer = served[i] if depth else max(offers[i], default=None)
             drafter = offer.drafter if offer and depth else "none"
-            costly = [name for name in names if name not in (drafter, *options.riding)]
-            if depth and drafter not in options.riding:
+            costly = [name for name in names if name not in (drafter, *options.model_free)]
+            if depth and drafter not in options.model_free:
                 depth = min(depth, self.guards.start_depth + self.rates.of(sequence, drafter).earned)
             probe = None if best.stretched else self._probe(sequence, costly, batch, speedup, options)
             if probe is not None:
@@ -130,7 +130,7 @@ class StagedPlans:
         `joining`, nobody knows whether drafts will pay in the steps that they share.
         """
         some = [left[i][0] for i in found.by_item if taken[i].drafter == name]
-        reading = sum(self.costs.ragged_reading(name, options.behind(name, s)) for s in some)
+        reading = sum(self.costs.eager_reading(name, options.behind(name, s)) for s in some)
         if not reading:
             return True
         if joining:
@@ -178,8 +178,10 @@ class StagedPlans:
             nothing = self._hopeless({name: rates[name] for name in hopeless}, step.batch, took, needed)
         if len(hopeless) == len(rates):
             return found, nothing
-        riding = [rate for name in options.riding if name not in hopeless for rate in rates.get(name, ())]
-        shallow = self._shallow(step, sum(not rate.proven for rate in riding)) if riding else 0
+        model_free = [
+            rate for name in options.model_free if name not in hopeless for rate in rates.get(name, ())
+        ]
+        shallow = self._shallow(step, sum(not rate.proven for rate in model_free)) if model_free else 0
         for i, (sequence, names) in left.items():
             some = (self._offer(sequence, name, shallow, options) for name in names if name not in hopeless)
             found[i] = [offer for offer in some if offer is not None]
@@ -262,7 +264,7 @@ class StagedPlans:
         """
         rate, deepest = self.rates.of(sequence, name), min(self.guards.max_depth, sequence.remaining)
         survivals, unproven = rate.survivals(deepest, UNLIKELY), False
-        if name in options.riding and survivals:
+        if name in options.model_free and survivals:
             survivals = survivals[: options.found(name, sequence, len(survivals))]
             unproven = not rate.proven and len(survivals) > shallow
         if not survivals:
@@ -338,7 +340,7 @@ class StagedPlans:
                 ratio = (costs.step(batch + depth) + costs.drafting({name: depth})) / plain
                 if ratio <= guards.costly_probe:
                     break
-            delay = costs.ragged_reading(name, options.behind(name, sequence)) / plain
+            delay = costs.eager_reading(name, options.behind(name, sequence)) / plain
             lost = ratio - 1 + delay + (1 - 1 / speedup) / batch
             spared = rate.drafts >= guards.patience
             if probe_due(guards, rate.idle / batch, lost, speedup, [sequence], spared):

@@ -421,18 +421,18 @@ class Filling:
     def _hear(self) -> None:
         """Wait a moment for an answer, and go on with all whose answers are there."""
         try:
-            heard: Running | BaseException = self._heard.get(timeout=LOOK_SECONDS)
+            received: Running | BaseException = self._heard.get(timeout=LOOK_SECONDS)
         except queue.Empty:
             return
         while True:
-            if isinstance(heard, BaseException):
-                raise heard if isinstance(heard, InvalidRequest) else stopped(heard) from heard
-            if heard.finish_reason not in ("stop", "length"):
-                raise OutriderError(f"an answer ended with {heard.finish_reason}: {heard.problem}")
-            shard, number, talk = self._talks.pop(heard.request.id)
-            self._go_on(shard, number, talk, Said(heard.output, heard.finish_reason == "stop"))
+            if isinstance(received, BaseException):
+                raise received if isinstance(received, InvalidRequest) else stopped(received) from received
+            if received.finish_reason not in ("stop", "length"):
+                raise OutriderError(f"an answer ended with {received.finish_reason}: {received.problem}")
+            shard, number, talk = self._talks.pop(received.request.id)
+            self._go_on(shard, number, talk, Said(received.output, received.finish_reason == "stop"))
             try:
-                heard = self._heard.get_nowait()
+                received = self._heard.get_nowait()
             except queue.Empty:
                 break
 

@@ -220,9 +220,9 @@ class _Scoring:
         """
         ratios, same = [], []
         for number, ids in enumerate(prompts):
-            ways = [PLAIN, Speculation(), chains]
-            ways = ways[number % 3 :] + ways[: number % 3]  # so that nobody is always the first
-            found = {how: self._alone(ids, self._params(number, how)) for how in ways}
+            methods = [PLAIN, Speculation(), chains]
+            methods = methods[number % 3 :] + methods[: number % 3]  # so that nobody is always the first
+            found = {how: self._alone(ids, self._params(number, how)) for how in methods}
             (tokens, plain), (others, auto) = found[PLAIN], found[Speculation()]
             same.append(tokens == others == found[chains][0])
             if plain and auto:
@@ -233,12 +233,12 @@ class _Scoring:
     def _alone(self, ids: list[int], params: SamplingParams) -> tuple[list[int], float]:
         """An answer at batch 1, and its tokens per second after the first."""
         llm = self.llm
-        heard: queue.SimpleQueue[Event | BaseException] = queue.SimpleQueue()
+        received: queue.SimpleQueue[Event | BaseException] = queue.SimpleQueue()
         # What one run wrote must not be there for the next to look up.
         request = llm.request(ids, params, owner=secrets.token_hex(8))
-        [[sequence]] = llm.driver.submit([request], heard.put)
+        [[sequence]] = llm.driver.submit([request], received.put)
         while True:
-            event = heard.get()
+            event = received.get()
             if isinstance(event, BaseException):
                 raise stopped(event) from event
             if event.finish_reason is not None:

@@ -17,7 +17,7 @@ from outrider.errors import InvalidRequest, OutriderError, suggest
 
 VERBS = {
     "start": ("sequence",),
-    "propose": ("sequences", "bets"),
+    "propose": ("sequences", "draft_plans"),
     "accept": ("sequence", "draft", "verdict"),
     "stop": ("sequence",),
 }

@@ -12,7 +12,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from outrider.types import Bet, Draft, Sequence, Verdict
+from outrider.types import Draft, DraftPlan, Sequence, Verdict
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,8 +30,8 @@ class Drafter(Protocol):
         return
 
     @abstractmethod
-    def propose(self, sequences: Seq[Sequence], bets: Seq[Bet]) -> list[Draft]:
-        """A draft for each sequence, within its bet. Everything it knows of is in `sequence.tokens`.
+    def propose(self, sequences: Seq[Sequence], draft_plans: Seq[DraftPlan]) -> list[Draft]:
+        """A draft for each sequence, within its draft plan. Everything it knows of is in `sequence.tokens`.
 
         A drafter that works in the target's slot table may leave slots for its first draft nodes behind the known
         tokens, in node order: the target then writes to those.
@@ -57,7 +57,7 @@ class ResidentDrafter(Drafter, Protocol):
     trees: bool  # whether they may branch
     usual_depth: int = 0  # of chains, if less than the deepest: beyond, its passes rarely pay
     # Whether it takes no pass: it may serve a step beside another drafter, and is scored when it is not asked.
-    rides_along: bool = False
+    model_free: bool = False
 
     @abstractmethod
     def propose_resident(
@@ -76,7 +76,7 @@ class ResidentDrafter(Drafter, Protocol):
         """Read what it lacks of these. Nothing is in flight, and their rows of the state are up to date."""
         return
 
-    def foresee(self, sequence: Sequence, end: int, n: int, resident: bool) -> Seq[int]:
+    def shadow_propose(self, sequence: Sequence, end: int, n: int, resident: bool) -> Seq[int]:
         """If it rides along: up to n tokens that it would propose after the first `end` ones, more or less, in no time.
         `resident`: as `propose_resident` would, else as `propose`.
         """

@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
 from outrider.draft.drafter import Drafter, NetworkDrafter, ResidentDrafter
-from outrider.types import NO_DRAFT, Bet, Draft, Sequence, Verdict
+from outrider.types import NO_DRAFT, Draft, DraftPlan, Sequence, Verdict
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,13 +64,15 @@ class Drafters:
         for name, drafter in self._drafters.items():
             self._call(name, drafter.start, sequence)
 
-    def propose(self, name: str, sequences: Seq[Sequence], bets: Seq[Bet]) -> list[Draft]:
+    def propose(self, name: str, sequences: Seq[Sequence], draft_plans: Seq[DraftPlan]) -> list[Draft]:
         nothing = [NO_DRAFT] * len(sequences)
         if self.left_alone(name):
             return nothing
         try:
-            drafts = self._drafters[name].propose(sequences, bets)
-            if len(drafts) != len(bets) or any(not 0 <= t < self.vocab for d in drafts for t in d.tokens):
+            drafts = self._drafters[name].propose(sequences, draft_plans)
+            if len(drafts) != len(draft_plans) or any(
+                not 0 <= t < self.vocab for d in drafts for t in d.tokens
+            ):
                 raise ValueError("it gave a wrong number of drafts, or a token outside the vocabulary")
             if any(_wrong_probabilities(draft, self.vocab) for draft in drafts):
                 raise ValueError("it gave draft probabilities that are none")
@@ -91,17 +93,17 @@ class Drafters:
         return None if self.left_alone(name) else self._resident.get(name)
 
     @property
-    def riding(self) -> tuple[str, ...]:
+    def model_free(self) -> tuple[str, ...]:
         """Those that take no pass."""
-        return tuple(n for n, one in self._resident.items() if one.rides_along and not self.left_alone(n))
+        return tuple(n for n, one in self._resident.items() if one.model_free and not self.left_alone(n))
 
     def instead_of(self, name: str) -> str:
         """The drafter itself; or, where it is there no longer, one that takes no pass."""
-        return name if name in self._drafters else next(iter(self.riding), "none")
+        return name if name in self._drafters else next(iter(self.model_free), "none")
 
-    def foresee(self, name: str, sequence: Sequence, end: int, n: int, resident: bool) -> Seq[int]:
+    def shadow_propose(self, name: str, sequence: Sequence, end: int, n: int, resident: bool) -> Seq[int]:
         try:
-            return self._resident[name].foresee(sequence, end, n, resident)
+            return self._resident[name].shadow_propose(sequence, end, n, resident)
         except Exception as error:
             self.note_fault(DrafterFailed(name, error))
             return ()

@@ -30,7 +30,7 @@ from outrider.draft.progress import PrefillProgress
 from outrider.draft.reading import Reader
 from outrider.draft.tree import Growth, Place
 from outrider.draft.weights import put_weights
-from outrider.types import NO_DRAFT, Batch, Bet, Draft, Sequence, Verdict
+from outrider.types import NO_DRAFT, Batch, Draft, DraftPlan, Sequence, Verdict
 
 # Known tokens that the head catches up on in one pass, on a device filled up to one of these.
 READ_ROWS = (128, 512)
@@ -58,12 +58,12 @@ class EagleDrafter(ResidentDrafter):
         self.progress, self.graphed = PrefillProgress(), graphed
         self.reader: Reader | None = None  # once there is a state to read
 
-    def propose(self, sequences: Seq[Sequence], bets: Seq[Bet]) -> list[Draft]:
+    def propose(self, sequences: Seq[Sequence], draft_plans: Seq[DraftPlan]) -> list[Draft]:
         drafts = [NO_DRAFT] * len(sequences)
         able = [i for i, s in enumerate(sequences) if len(s.tokens) > 1 and s.pending == 1]
         if not able:
             return drafts
-        some, asked = [sequences[i] for i in able], [bets[i] for i in able]
+        some, asked = [sequences[i] for i in able], [draft_plans[i] for i in able]
         hidden = self._read(some, [len(s.tokens) for s in some])
         made: dict[Place, Tensor] = {(i, -1): row for i, row in enumerate(hidden)}
 

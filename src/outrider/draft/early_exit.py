@@ -19,7 +19,7 @@ from outrider.device.ops import Pass, StepOps, run_levels
 from outrider.draft.drafter import MAX_PASSES, ResidentDrafter
 from outrider.draft.feed import grow_drafts, host_draw, text_batch
 from outrider.model.decoder import Layered
-from outrider.types import Batch, Bet, Draft, Sequence
+from outrider.types import Batch, Draft, DraftPlan, Sequence
 
 
 class EarlyExitDrafter(ResidentDrafter):
@@ -29,11 +29,11 @@ class EarlyExitDrafter(ResidentDrafter):
         self.model, self.store, self.table, self.layers = model, store, table, layers
         self.run: Pass = model.make_pass(store, layers)
 
-    def propose(self, sequences: Seq[Sequence], bets: Seq[Bet]) -> list[Draft]:
+    def propose(self, sequences: Seq[Sequence], draft_plans: Seq[DraftPlan]) -> list[Draft]:
         texts, starts = [s.tokens[s.cached :] for s in sequences], [s.cached for s in sequences]
         roots = self._logits(text_batch(self.table, [s.row for s in sequences], texts, starts))
         run, law = lambda batch, *_: self._logits(batch), host_draw(self.model)
-        return grow_drafts(self.table, sequences, bets, roots, run, draw=law)
+        return grow_drafts(self.table, sequences, draft_plans, roots, run, draw=law)
 
     def _logits(self, batch: Batch) -> Tensor:
         return self.model.exit_logits(batch, self.store, self.layers)

@@ -18,7 +18,7 @@ from outrider.cache.table import SlotTable
 from outrider.draft.tree import Growth, Place, grow
 from outrider.model.decoder import Model
 from outrider.model.staged import ROW_FIELDS
-from outrider.types import NO_DRAFT, Batch, Bet, Draft, Sequence
+from outrider.types import NO_DRAFT, Batch, Draft, DraftPlan, Sequence
 from outrider.verify.law import Draw
 
 Run = Callable[[Batch, list[Growth], list[Place]], Tensor]  # logits after each of these nodes
@@ -60,7 +60,7 @@ def pieces(batch: Batch, rows: int) -> Iterator[Batch]:
 def grow_drafts(
     table: SlotTable,
     sequences: Seq[Sequence],
-    bets: Seq[Bet],
+    draft_plans: Seq[DraftPlan],
     roots: Tensor,
     run: Run,
     behind: int = 0,
@@ -96,7 +96,7 @@ def grow_drafts(
 
     kept, drafts = False, [NO_DRAFT] * len(sequences)
     try:
-        grown = [growth.harvest() for growth in grow(sequences, bets, roots, expand, draw)]
+        grown = [growth.harvest() for growth in grow(sequences, draft_plans, roots, expand, draw)]
         for i, (_, nodes) in enumerate(grown if keep else ()):
             fed = max((n + 1 for n, node in enumerate(nodes) if node in paths[i]), default=0)
             order = [_entry(paths[i][node]) if node in paths[i] else -1 for node in nodes[:fed]]

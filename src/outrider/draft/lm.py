@@ -25,7 +25,7 @@ from outrider.draft.progress import PrefillProgress
 from outrider.draft.reading import Reader
 from outrider.draft.weights import put_weights
 from outrider.model.decoder import Layered, Model, make_store
-from outrider.types import NO_DRAFT, Batch, Bet, Draft, Sequence, Verdict
+from outrider.types import NO_DRAFT, Batch, Draft, DraftPlan, Sequence, Verdict
 
 READ_ROWS = (128, 512, 2048)  # of known tokens read at once on a device, filled up to one of these
 # Tokens read again in a resident step: two are lacking after one in which all of its draft was accepted, some more
@@ -57,11 +57,11 @@ class LmDrafter(ResidentDrafter):
             read = self._bounded(graphed(run), context) if graphed else self.run
             self.reader = Reader(read, self.progress, READ_ROWS)
 
-    def propose(self, sequences: Seq[Sequence], bets: Seq[Bet]) -> list[Draft]:
+    def propose(self, sequences: Seq[Sequence], draft_plans: Seq[DraftPlan]) -> list[Draft]:
         drafts = [NO_DRAFT] * len(sequences)
-        able = [i for i, s in enumerate(sequences) if self._can_read(s, bets[i])]
+        able = [i for i, s in enumerate(sequences) if self._can_read(s, draft_plans[i])]
         if able:
-            some, asked = [sequences[i] for i in able], [bets[i] for i in able]
+            some, asked = [sequences[i] for i in able], [draft_plans[i] for i in able]
             roots = self._read_known(some)
             run, law = lambda batch, *_: self._logits(batch), host_draw(self.model)
             grown = grow_drafts(self.table, some, asked, roots, run, keep=True, draw=law)
@@ -72,9 +72,9 @@ class LmDrafter(ResidentDrafter):
     def accept(self, sequence: Sequence, draft: Draft, verdict: Verdict) -> None:
         self.progress.accept(sequence, draft, verdict, fed=True)
 
-    def _can_read(self, sequence: Sequence, bet: Bet) -> bool:
+    def _can_read(self, sequence: Sequence, draft_plan: DraftPlan) -> bool:
         """Short enough, and free of tokens beyond this model's vocabulary."""
-        fits = len(sequence.tokens) + bet.depth < self.context
+        fits = len(sequence.tokens) + draft_plan.depth < self.context
         unread = sequence.tokens[self.progress.of(sequence) :]
         return fits and max(unread, default=0) < self.model.config.vocab
 

@@ -23,7 +23,7 @@ from outrider.device.ops import StepOps
 from outrider.draft.drafter import ResidentDrafter
 from outrider.draft.merged import merge_drafts
 from outrider.draft.suffix import Automaton, Match, OwnMatch
-from outrider.types import Bet, Draft, Sequence
+from outrider.types import Draft, DraftPlan, Sequence
 
 SHORTEST = 2  # tokens that must match before a continuation is believed
 GRAM = 4  # past answers are found by this many tokens
@@ -154,7 +154,7 @@ def find_copies(
 
 
 class LookupDrafter(ResidentDrafter):
-    max_depth, trees, rides_along = 15, False, True  # deep, as its draft tokens take no passes
+    max_depth, trees, model_free = 15, False, True  # deep, as its draft tokens take no passes
 
     def __init__(self, owners: int = 256, tokens_per_owner: int = 65536, find: Find = find_copies) -> None:
         """`find` is how resident sequences are searched: `find_copies`, or a GPU's kernel for it."""
@@ -175,8 +175,8 @@ class LookupDrafter(ResidentDrafter):
             automaton = self.predictions[key] = Automaton(sequence.request.prediction_ids)
         return automaton
 
-    def propose(self, sequences: Seq[Sequence], bets: Seq[Bet]) -> list[Draft]:
-        return [self._draft(s, bet) for s, bet in zip(sequences, bets, strict=True)]
+    def propose(self, sequences: Seq[Sequence], draft_plans: Seq[DraftPlan]) -> list[Draft]:
+        return [self._draft(s, draft_plan) for s, draft_plan in zip(sequences, draft_plans, strict=True)]
 
     def stop(self, sequence: Sequence) -> None:
         self.states.pop(sequence, None)
@@ -187,7 +187,7 @@ class LookupDrafter(ResidentDrafter):
             if len(self.past) > self.owners:
                 self.past.popitem(last=False)
 
-    def foresee(self, sequence: Sequence, end: int, n: int, resident: bool) -> Seq[int]:
+    def shadow_propose(self, sequence: Sequence, end: int, n: int, resident: bool) -> Seq[int]:
         shortest, tokens = SHORTEST_RESIDENT if resident else SHORTEST, sequence.tokens
         at = self.states[sequence].text.place(tokens, end, shortest)
         return tokens[at : min(at + n, end)] if at else ()
@@ -200,15 +200,15 @@ class LookupDrafter(ResidentDrafter):
         context = min(context, state.width)
         return self.find(*texts, rows, lengths, len(tree), context, REACH, SHORTEST_RESIDENT)
 
-    def _draft(self, sequence: Sequence, bet: Bet) -> Draft:
+    def _draft(self, sequence: Sequence, draft_plan: DraftPlan) -> Draft:
         state = self.states[sequence]
         for token in sequence.tokens[state.read :]:
             state.own.advance(token)
             if state.prediction and state.read >= sequence.prompt_len:
                 state.prediction.advance(token)
             state.read += 1
-        chains = [Draft.chain(tokens) for tokens in self._found(sequence, state, bet.depth)]
-        return merge_drafts(chains, bet.nodes)[0]
+        chains = [Draft.chain(tokens) for tokens in self._found(sequence, state, draft_plan.depth)]
+        return merge_drafts(chains, draft_plan.nodes)[0]
 
     def _found(self, sequence: Sequence, state: State, depth: int) -> list[list[int]]:
         """Continuations, longest match first."""

@@ -10,12 +10,12 @@ import numpy as np
 from outrider.cache.pool import CacheFull, Slots
 from outrider.cache.table import SlotTable
 from outrider.draft.drafter import Drafter
-from outrider.types import MAX_NODES, NO_DRAFT, Bet, Draft, Sequence, Verdict
+from outrider.types import MAX_NODES, NO_DRAFT, Draft, DraftPlan, Sequence, Verdict
 
 
 class MergedDrafter(Drafter):
-    """The first drafter's nodes come first; the others fill what the bet has left. Each is started and stopped on its
-    own.
+    """The first drafter's nodes come first; the others fill what is left of the plan. Each is started and stopped by
+    itself.
 
     Draft probabilities are not kept: a node may come from two distributions. Under `rejection` its tokens
     count as given, which is exact, if less often accepted.
@@ -25,11 +25,13 @@ class MergedDrafter(Drafter):
         self.drafters, self.table = drafters, table
         self._given: dict[Sequence, list[tuple[Draft, dict[int, int]]]] = {}
 
-    def propose(self, sequences: Seq[Sequence], bets: Seq[Bet]) -> list[Draft]:
-        each, slots = self._ask(sequences, bets)
+    def propose(self, sequences: Seq[Sequence], draft_plans: Seq[DraftPlan]) -> list[Draft]:
+        each, slots = self._ask(sequences, draft_plans)
         merged = []
         for i, sequence in enumerate(sequences):
-            draft, numbers = merge_drafts([drafts[i] for drafts in each], min(bets[i].nodes, MAX_NODES))
+            draft, numbers = merge_drafts(
+                [drafts[i] for drafts in each], min(draft_plans[i].nodes, MAX_NODES)
+            )
             self._given[sequence] = list(zip([drafts[i] for drafts in each], numbers, strict=True))
             try:
                 self._attach(sequence, len(draft), numbers, [left[i] for left in slots])
@@ -38,14 +40,16 @@ class MergedDrafter(Drafter):
             merged.append(draft)
         return merged
 
-    def _ask(self, sequences: Seq[Sequence], bets: Seq[Bet]) -> tuple[list[list[Draft]], list[list[Slots]]]:
+    def _ask(
+        self, sequences: Seq[Sequence], draft_plans: Seq[DraftPlan]
+    ) -> tuple[list[list[Draft]], list[list[Slots]]]:
         """What each drafter proposes for each sequence, and the slots that it leaves; the next one finds none."""
         known = [int(self.table.lengths[sequence.row]) for sequence in sequences]
         each: list[list[Draft]] = []
         slots: list[list[Slots]] = []
         try:
             for drafter in self.drafters:
-                each.append(drafter.propose(sequences, bets))
+                each.append(drafter.propose(sequences, draft_plans))
                 slots.append([self.table.detach(s.row, n) for s, n in zip(sequences, known, strict=True)])
         except Exception:
             for one in (one for left in slots for one in left):

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 GROUP = "outrider.drafters"
 WORDS = ("auto", "none", "lookup", "early_exit")
-# Names of drafters in requests, in `--ways` and in reports; nobody else's may be called so.
+# Names of drafters in requests, in `--methods` and in reports; nobody else's may be called so.
 TAKEN = (*WORDS, "lm", "eagle", "plain", "synthetic")
 IMPORT = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 

@@ -7,7 +7,7 @@ and behind the token that the target adds. One that may still turn out right fur
 from __future__ import annotations
 
 from outrider.draft.drafters import Drafters
-from outrider.types import Bet, Outcome, Sequence
+from outrider.types import DraftPlan, Outcome, Sequence
 
 DEPTH = 4  # tokens of a proposal: of more, nobody would know for longer whether any was right
 
@@ -25,14 +25,14 @@ class Scores:
         at = max(due.get(name, 0), known - DEPTH, sequence.prompt_len)
         if at >= known:
             return None
-        proposed, right = self.drafters.foresee(name, sequence, at, DEPTH, resident), 0
+        proposed, right = self.drafters.shadow_propose(name, sequence, at, DEPTH, resident), 0
         while right < min(len(proposed), known - at) and proposed[right] == tokens[at + right]:
             right += 1
         if right < len(proposed) and at + right == known:
             due[name] = at
             return None
         due[name] = at + right + 1
-        return Outcome(sequence, Bet(name), len(proposed), len(proposed), right, right)
+        return Outcome(sequence, DraftPlan(name), len(proposed), len(proposed), right, right)
 
     def stop(self, sequence: Sequence) -> None:
         self.due.pop(sequence, None)

@@ -13,7 +13,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 from outrider.draft.drafter import Drafter
-from outrider.types import NO_DRAFT, Bet, Draft, Sequence, Speculation
+from outrider.types import NO_DRAFT, Draft, DraftPlan, Sequence, Speculation
 
 MAX_ANSWERS = 4096  # remembered, the oldest forgotten first
 
@@ -30,8 +30,11 @@ class SyntheticDrafter(Drafter):
     def start(self, sequence: Sequence) -> None:
         self.asked[sequence] = _question(sequence)
 
-    def propose(self, sequences: Seq[Sequence], bets: Seq[Bet]) -> list[Draft]:
-        return [self._draft(sequence, bet) for sequence, bet in zip(sequences, bets, strict=True)]
+    def propose(self, sequences: Seq[Sequence], draft_plans: Seq[DraftPlan]) -> list[Draft]:
+        return [
+            self._draft(sequence, draft_plan)
+            for sequence, draft_plan in zip(sequences, draft_plans, strict=True)
+        ]
 
     def stop(self, sequence: Sequence) -> None:
         question, answer = self.asked.pop(sequence), sequence.output
@@ -40,14 +43,14 @@ class SyntheticDrafter(Drafter):
             if len(self.answers) > MAX_ANSWERS:
                 self.answers.popitem(last=False)
 
-    def _draft(self, sequence: Sequence, bet: Bet) -> Draft:
+    def _draft(self, sequence: Sequence, draft_plan: DraftPlan) -> Draft:
         answer = self.answers.get(self.asked[sequence])
         if answer is None:
             return NO_DRAFT
         written = len(sequence.output)
         chance = random.Random(f"{sequence.seed} {written}")
         tokens = []
-        for depth, token in enumerate(answer[written : written + min(bet.depth, bet.nodes)]):
+        for depth, token in enumerate(answer[written : written + min(draft_plan.depth, draft_plan.nodes)]):
             right = chance.random() < self.rates[min(depth, len(self.rates) - 1)]
             tokens.append(token if right else (token + chance.randrange(1, self.vocab)) % self.vocab)
         return Draft.chain(tokens)

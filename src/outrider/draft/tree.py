@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.types import MAX_NODES, Bet, Draft, Sequence
+from outrider.types import MAX_NODES, Draft, DraftPlan, Sequence
 from outrider.verify.law import Draw
 from outrider.verify.noise import DRAFT, gumbel, gumbel_at
 from outrider.verify.process import process
@@ -38,7 +38,7 @@ Place = tuple[int, int]  # index of the sequence; node, -1 for the root
 class Growth:
     """One sequence's tree in the making."""
 
-    bet: Bet
+    draft_plan: DraftPlan
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     survival: list[float] = field(default_factory=list)
@@ -66,28 +66,30 @@ class Growth:
 
     def children(self, depth: int) -> int:
         """How many children a node at `depth` gets."""
-        bet = self.bet
-        if bet.tree is not None:
-            return bet.tree[depth] if depth < len(bet.tree) else 0
-        if depth >= bet.depth:
+        draft_plan = self.draft_plan
+        if draft_plan.tree is not None:
+            return draft_plan.tree[depth] if depth < len(draft_plan.tree) else 0
+        if depth >= draft_plan.depth:
             return 0
-        return BRANCH if bet.nodes > bet.depth else 1
+        return BRANCH if draft_plan.nodes > draft_plan.depth else 1
 
     def open(self, fresh: list[int]) -> list[int]:
         """Which of the newest nodes get children in turn."""
         fresh = [node for node in fresh if self.children(self.depths[node])]
-        if self.bet.tree is not None or len(fresh) <= 1:
+        if self.draft_plan.tree is not None or len(fresh) <= 1:
             return fresh
-        beam = min(BEAM, MAX_NODES // self.bet.depth)  # a drafter's own mask has room for so many fed nodes
+        beam = min(
+            BEAM, MAX_NODES // self.draft_plan.depth
+        )  # a drafter's own mask has room for so many fed nodes
         return sorted(sorted(fresh, key=lambda n: -self.survival[n])[:beam])
 
     def harvest(self) -> tuple[Draft, list[int]]:
         """The draft, at most `nodes` of the likeliest, and for each of its nodes the number it had here."""
         kept = list(range(len(self.tokens)))
-        if len(kept) > self.bet.nodes:
-            if self.bet.tree is None:
+        if len(kept) > self.draft_plan.nodes:
+            if self.draft_plan.tree is None:
                 kept.sort(key=lambda n: (-self.survival[n], n))
-            kept = sorted(kept[: self.bet.nodes])
+            kept = sorted(kept[: self.draft_plan.nodes])
         number = {node: i for i, node in enumerate(kept)} | {-1: -1}
         draft = Draft(
             tuple(self.tokens[n] for n in kept),
@@ -99,7 +101,7 @@ class Growth:
 
 def grow(
     sequences: Seq[Sequence],
-    bets: Seq[Bet],
+    draft_plans: Seq[DraftPlan],
     roots: Tensor,
     expand: Callable[[list[Growth], list[Place]], Tensor],
     draw: Draw | None = None,
@@ -107,8 +109,8 @@ def grow(
     """Trees for all sequences at once. `roots` [S, vocab] are the drafter's logits after the known text;
     `expand` feeds the given nodes and returns the logits after each; `draw` is the law's over a whole
     vocabulary, where there is a kernel for it."""
-    growths = [Growth(bet) for bet in bets]
-    places: list[Place] = [(i, -1) for i in range(len(bets)) if growths[i].children(0)]
+    growths = [Growth(draft_plan) for draft_plan in draft_plans]
+    places: list[Place] = [(i, -1) for i in range(len(draft_plans)) if growths[i].children(0)]
     logits = roots[[i for i, _ in places]] if places else roots[:0]
     log_q: list[Tensor] = []
     while places:
@@ -142,7 +144,7 @@ def _branch(
         tokens, shares = _only_child(processed, rows, draw)
     else:
         tokens, shares = _coupled(processed, rows, max(counts))
-    drawn = [r for r, (i, _) in enumerate(places) if _is_drawn(sequences[i], growths[i].bet)]
+    drawn = [r for r, (i, _) in enumerate(places) if _is_drawn(sequences[i], growths[i].draft_plan)]
     number: dict[int, int] = {}
     if drawn:
         at = torch.tensor(drawn)
@@ -162,11 +164,11 @@ def _branch(
     return fresh
 
 
-def _is_drawn(sequence: Sequence, bet: Bet) -> bool:
+def _is_drawn(sequence: Sequence, draft_plan: DraftPlan) -> bool:
     """Whether children are drawn for the ratio test; at temperature 0 it is not used and the likeliest is
     better.
     """
-    return bet.mode == "rejection" and sequence.request.params.temperature > 0
+    return draft_plan.mode == "rejection" and sequence.request.params.temperature > 0
 
 
 def _rows(sequences: Seq[Sequence], growths: list[Growth], places: list[Place]) -> LogitRows:

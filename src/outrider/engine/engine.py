@@ -27,8 +27,8 @@ from outrider.errors import InvalidRequest
 from outrider.model.decoder import Model
 from outrider.settings import Settings
 from outrider.types import (
-    Bet,
     Draft,
+    DraftPlan,
     Event,
     FinishReason,
     Outcome,
@@ -199,7 +199,7 @@ class Engine:
         record.graphs_captured, record.kernels_compiled = self.made[0] - made[0], self.made[1] - made[1]
         if self.explained or log.isEnabledFor(logging.DEBUG):
             self._explain(step, alive)
-        committed = [self._commit(step.work[i], step.bets[i], *results[i]) for i in alive]
+        committed = [self._commit(step.work[i], step.draft_plans[i], *results[i]) for i in alive]
         record.scored = self._scored(step, results, alive)
         events = [event for event in committed if event is not None]
         record.emitted = sum(len(e.token_ids) for e in events)
@@ -222,7 +222,7 @@ class Engine:
         outcomes = []
         if step.can_draft:
             outcomes = [
-                outcome_of(step.work[i].sequence, step.bets[i], draft, verdict)
+                outcome_of(step.work[i].sequence, step.draft_plans[i], draft, verdict)
                 for i, (draft, verdict) in zip(alive, results, strict=True)
                 if verdict is not None
             ]
@@ -253,17 +253,19 @@ class Engine:
         found: list[Outcome | None] = []
         most = SCORED_BESIDE if step.captured and step.staged.work else MAX_SCORED
         turns, self.turn = max(-(-len(alive) // most), 1), self.turn + 1
-        for name in self.drafters.riding:
+        for name in self.drafters.model_free:
             for i in alive[self.turn % turns :: turns]:
                 (draft, verdict), sequence = results[i], step.work[i].sequence
                 asked = sequence.request.params.speculation
                 mine = asked.drafter == name or (asked.drafter is None and name in self.planner.choices)
-                ran = step.bets[i].drafter == name and (draft or (step.captured or ("",))[0] == name)
+                ran = step.draft_plans[i].drafter == name and (draft or (step.captured or ("",))[0] == name)
                 if verdict is not None and mine and not (asked.off or ran or sequence.finish_reason):
                     found.append(self.scores.score(name, sequence, step.captured is not None))
         return [one for one in found if one is not None]
 
-    def _commit(self, one: Work, bet: Bet, draft: Draft, verdict: Verdict | None) -> Event | None:
+    def _commit(
+        self, one: Work, draft_plan: DraftPlan, draft: Draft, verdict: Verdict | None
+    ) -> Event | None:
         """Commit to the KV cache: keep the accepted path, drop the rest of the draft. Then emit."""
         one.settle()
         sequence, before = one.sequence, one.sequence.cached
@@ -274,9 +276,9 @@ class Engine:
         sequence.cached = before + one.known + fed
         if before < sequence.prompt_len <= sequence.cached:
             self.scheduler.prompt_read(sequence)
-        return self._emit(sequence, draft, bet, verdict) if verdict else None
+        return self._emit(sequence, draft, draft_plan, verdict) if verdict else None
 
-    def _emit(self, sequence: Sequence, draft: Draft, bet: Bet, verdict: Verdict) -> Event:
+    def _emit(self, sequence: Sequence, draft: Draft, draft_plan: DraftPlan, verdict: Verdict) -> Event:
         """Append the verdict's tokens, up to where the request ends, and make the event."""
         text, taken = self._write(sequence, verdict.tokens)
         emitted, origins = verdict.tokens[:taken], origins_of(draft, verdict)[:taken]
@@ -296,8 +298,8 @@ class Engine:
         if verdict.logprobs is not None:
             logprobs = tuple(verdict.logprobs[:taken])
             sequence.logprobs.extend(logprobs)
-        if bet.nodes > 0:
-            self.drafters.accept(bet.drafter, sequence, draft, verdict)
+        if draft_plan.nodes > 0:
+            self.drafters.accept(draft_plan.drafter, sequence, draft, verdict)
         if sequence.finish_reason:
             sequence.cached = min(sequence.cached, len(sequence.tokens))
             self._end(sequence)

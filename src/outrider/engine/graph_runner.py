@@ -39,11 +39,11 @@ from outrider.engine.warm_up import WarmUp
 from outrider.model.decoder import Model
 from outrider.model.kernels.gpu.recording import Recorded, context_for
 from outrider.types import (
-    NO_BET,
     NO_DRAFT,
+    NO_DRAFT_PLAN,
     Batch,
-    Bet,
     Draft,
+    DraftPlan,
     Options,
     Plan,
     Sequence,
@@ -51,7 +51,7 @@ from outrider.types import (
     Verdict,
     Work,
 )
-from outrider.verify.judge import emitting_rows, judge, predicted, report
+from outrider.verify.batch import emitting_rows, predicted, report, verify_rows
 
 # Of resident sequences: rows of the state, draft nodes wanted, whether the device commits, slots, and whose drafts.
 Inputs = tuple[np.ndarray, Seq[int], np.ndarray, np.ndarray, Seq[int]]
@@ -134,7 +134,7 @@ class GraphRunner(EagerRunner):
             for name in self.drafters.names
             if self.drafters.resident(name)
         }
-        given = size, resident, trees, self._unread, MAX_RESIDENT_DEPTH, self.drafters.riding, self._found
+        given = size, resident, trees, self._unread, MAX_RESIDENT_DEPTH, self.drafters.model_free, self._found
         return Options(*given, after_prompts=False, waiting=waiting)
 
     def _stays(self, sequence: Sequence) -> bool:
@@ -203,18 +203,18 @@ class GraphRunner(EagerRunner):
     # ------------------------------------------------------------------------------------ launching
 
     def launch(self, work: list[Work], plan: Plan) -> InFlightStep:
-        resident = [i for i, one in enumerate(work) if self._is_resident(one, plan.bets[i])]
-        step = GraphStep(work, list(plan.bets), plan.reasons, StagedPart([], []), resident=resident)
+        resident = [i for i, one in enumerate(work) if self._is_resident(one, plan.draft_plans[i])]
+        step = GraphStep(work, list(plan.draft_plans), plan.reasons, StagedPart([], []), resident=resident)
         for i in step.staged_places:
             if not _decodes(work[i]):  # a prompt's last chunk: the device drafts for it from the next step on
-                step.bets[i] = NO_BET
+                step.draft_plans[i] = NO_DRAFT_PLAN
         step.staged.work = [work[i] for i in step.staged_places]
-        step.staged.bets = [step.bets[i] for i in step.staged_places]
-        step.staged.drafts = self.propose(step.staged.work, step.staged.bets)
+        step.staged.draft_plans = [step.draft_plans[i] for i in step.staged_places]
+        step.staged.drafts = self.propose(step.staged.work, step.staged.draft_plans)
         beside = any(one.known > 1 for one in step.staged.work)
-        bets = [plan.bets[i] for i in resident]
-        for i, bet in zip(resident, self.shared.fitted(bets, beside), strict=True):
-            step.bets[i] = bet
+        draft_plans = [plan.draft_plans[i] for i in resident]
+        for i, draft_plan in zip(resident, self.shared.fitted(draft_plans, beside), strict=True):
+            step.draft_plans[i] = draft_plan
         self._catch_up(step)
         inputs, batch = self._fill(step)
         try:
@@ -225,23 +225,25 @@ class GraphRunner(EagerRunner):
         self._keep_logits(step)
         return self._noted(step)
 
-    def _is_resident(self, one: Work, bet: Bet) -> bool:
+    def _is_resident(self, one: Work, draft_plan: DraftPlan) -> bool:
         if not _decodes(one):
             return False
-        if one.sequence.coming > 0 or not bet.nodes or self.drafters.left_alone(bet.drafter):
+        if one.sequence.coming > 0 or not draft_plan.nodes or self.drafters.left_alone(draft_plan.drafter):
             return True
-        return self.drafters.resident(bet.drafter) is not None and not self._host_drafts(one.sequence)
+        return self.drafters.resident(draft_plan.drafter) is not None and not self._host_drafts(one.sequence)
 
     def _catch_up(self, step: GraphStep) -> None:
         """Let the drafter read what the host knows of sequences that it is behind with. Whose tokens in flight it would
         still lack gets no draft this time.
         """
-        name = self.shared.serving(step.bets[i] for i in step.resident)[0]
-        drafting = {step.work[i].sequence: i for i in step.resident if step.bets[i].drafter == name != "none"}
+        name = self.shared.serving(step.draft_plans[i] for i in step.resident)[0]
+        drafting = {
+            step.work[i].sequence: i for i in step.resident if step.draft_plans[i].drafter == name != "none"
+        }
         beside = sum(one.known for one in step.staged.work)
         behind, late = first_to_read(self._behind(list(drafting), name), beside)
         for sequence in late:
-            step.bets[drafting[sequence]] = NO_BET
+            step.draft_plans[drafting[sequence]] = NO_DRAFT_PLAN
         if not behind:
             return
         self.residency.sync(behind)
@@ -250,7 +252,7 @@ class GraphRunner(EagerRunner):
         timer.stop()
         step.reading = name, sum(behind.values()), timer
         for sequence in behind if self.drafters.left_alone(name) else self._behind(list(behind), name):
-            step.bets[drafting[sequence]] = NO_BET
+            step.draft_plans[drafting[sequence]] = NO_DRAFT_PLAN
 
     def _fill(self, step: GraphStep) -> tuple[Inputs, Batch | None]:
         """Give everybody slots and choose the shape: what its resident rows are given, and its staged ones."""
@@ -261,7 +263,7 @@ class GraphRunner(EagerRunner):
         step.host_verified = frozenset(i for i, one in special.items() if self._host_verifies(one))
         step.reported = frozenset(i for i, one in special.items() if one.request.params.logprobs is not None)
         shape = step.shape = self._shape(step, rows)
-        bets, serving = [step.bets[i] for i in step.resident], shape.drafter.split("+")
+        draft_plans, serving = [step.draft_plans[i] for i in step.resident], shape.drafter.split("+")
         nodes, passes = shape.nodes, shape.passes
         if nodes and work:
             self.table.extend_all(rows, nodes)
@@ -278,9 +280,15 @@ class GraphRunner(EagerRunner):
         commits[list(step.host_verified)] = False
         wanted, numbers, drafting = [0] * len(work), [0] * len(work), set[int]()
         if shape.tree != NO_TREE:
-            wanted = [bet.nodes for bet in bets]
-            numbers = [serving.index(bet.drafter) if bet.nodes else 0 for bet in bets]
-            drafting = {int(row) for row, bet in zip(rows, bets, strict=True) if bet.drafter == serving[0]}
+            wanted = [draft_plan.nodes for draft_plan in draft_plans]
+            numbers = [
+                serving.index(draft_plan.drafter) if draft_plan.nodes else 0 for draft_plan in draft_plans
+            ]
+            drafting = {
+                int(row)
+                for row, draft_plan in zip(rows, draft_plans, strict=True)
+                if draft_plan.drafter == serving[0]
+            }
         slots = self.table.entries[rows[:, None], at]
         self.latest.append((serving[0], drafting, passes + shape.tree[0]))
         step.rows = len(work) * (shape.tree[1] + 1) + (0 if batch is None else batch.rows)
@@ -304,17 +312,21 @@ class GraphRunner(EagerRunner):
         assert found is not None
         if found.tree == NO_TREE:
             for i in step.resident:
-                step.bets[i] = NO_BET
+                step.draft_plans[i] = NO_DRAFT_PLAN
         return found
 
     def _drafted(self, step: GraphStep, plain: StepShape, count: int) -> Iterator[StepShape]:
         """The same step with the draft tree that was planned, or with several plain passes."""
-        bets = [step.bets[i] for i in step.resident]
-        tree = max(((bet.depth, bet.nodes) for bet in bets), key=lambda one: one[1], default=NO_TREE)
+        draft_plans = [step.draft_plans[i] for i in step.resident]
+        tree = max(
+            ((draft_plan.depth, draft_plan.nodes) for draft_plan in draft_plans),
+            key=lambda one: one[1],
+            default=NO_TREE,
+        )
         if tree != NO_TREE:
-            serving = self.shared.serving(bets)
+            serving = self.shared.serving(draft_plans)
             tree = self.shared.captured_tree(serving[0], tree, bool(plain.staged))
-            serving = self.shared.with_riding(serving, tree)
+            serving = self.shared.with_model_free(serving, tree)
             yield replace(plain, tree=tree, drafter="+".join(serving))
         elif count and not (step.staged.work or step.host_verified or step.reported):
             sequences = (step.work[i].sequence for i in step.resident)
@@ -340,7 +352,7 @@ class GraphRunner(EagerRunner):
         step.shape = self.graphs.find(plain) or plain
         step.captured, self.latest[-1] = ("none", NO_TREE, step.size), ("none", set(), 1)
         for i in step.resident:
-            step.bets[i] = NO_BET
+            step.draft_plans[i] = NO_DRAFT_PLAN
         return rows, [0] * len(rows), commits, slots[:, :1], [0] * len(rows)
 
     def _host_verifies(self, sequence: Sequence) -> bool:
@@ -391,7 +403,7 @@ class GraphRunner(EagerRunner):
         logits, each = step.launched.logits, step.shape.tree[1] + 1
         if logits is None:
             return
-        drafting = [i for i, place in enumerate(step.resident) if step.bets[place].nodes]
+        drafting = [i for i, place in enumerate(step.resident) if step.draft_plans[place].nodes]
         step.sampled = self.sample(drafting) if step.shape.tree != NO_TREE else None
         for i in {*step.host_verified, *step.reported, *([] if step.sampled is None else [step.sampled])}:
             step.logits[i] = logits[i * each : (i + 1) * each].clone()
@@ -406,7 +418,7 @@ class GraphRunner(EagerRunner):
             step.ready.record()
         if step.staged.emitting:
             with self._beside(step):
-                step.staged.judging = self.judging(step.staged)
+                step.staged.verifying = self.verifying(step.staged)
         return step
 
     # ------------------------------------------------------------------------------------ finishing
@@ -447,7 +459,9 @@ class GraphRunner(EagerRunner):
         if verified := sorted(step.host_verified):
             sequences, drafts = [work[i].sequence for i in verified], [results[i][0] for i in verified]
             rows = [step.logits[i][: len(draft) + 1] for i, draft in zip(verified, drafts, strict=True)]
-            verdicts = judge(torch.cat(rows), sequences, drafts, self.model.draw, self.model.filter_logits)
+            verdicts = verify_rows(
+                torch.cat(rows), sequences, drafts, self.model.draw, self.model.filter_logits
+            )
             for i, verdict in zip(verified, verdicts, strict=True):
                 results[i] = results[i][0], verdict
         for i in step.reported - step.host_verified:
@@ -457,7 +471,7 @@ class GraphRunner(EagerRunner):
         if step.sampled is not None:
             draft, sampled = results[step.sampled]
             if sampled is not None and exact_draft(work[step.sampled], draft):
-                drafter = step.bets[step.resident[step.sampled]].drafter
+                drafter = step.draft_plans[step.resident[step.sampled]].drafter
                 step.predicted.append((drafter, *predicted(step.logits[step.sampled], sampled)))
         return results
 

@@ -403,16 +403,16 @@ class LLM:
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
         if len(each) != len(prompts):
             raise InvalidRequest(f"{len(prompts)} prompts but {len(each)} sets of parameters", "params")
-        heard: queue.SimpleQueue[Event | BaseException] = queue.SimpleQueue()
+        received: queue.SimpleQueue[Event | BaseException] = queue.SimpleQueue()
         running: dict[str, tuple[Request, list[Sequence]]] = {}
         texts: dict[tuple[str, int], list[str]] = {}
         try:
             requests = [self.request(ids, one, owner) for ids, one in zip(prompts, each, strict=True)]
-            started = self.driver.submit(requests, heard.put)
+            started = self.driver.submit(requests, received.put)
             running = {request.id: (request, own) for request, own in zip(requests, started, strict=True)}
             left = sum(p.n for p in each)
             while left:
-                event = heard.get()
+                event = received.get()
                 if isinstance(event, BaseException):
                     raise stopped(event) from event
                 texts.setdefault((event.request_id, event.choice), []).append(event.text)

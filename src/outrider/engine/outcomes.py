@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from outrider.types import Bet, Draft, Origin, Outcome, Sequence, Verdict
+from outrider.types import Draft, DraftPlan, Origin, Outcome, Sequence, Verdict
 
 
 def deepest(draft: Draft) -> int:
     return max(draft.depths) if draft else 0
 
 
-def outcome_of(sequence: Sequence, bet: Bet, draft: Draft, verdict: Verdict) -> Outcome:
-    accepted, straight = verdict.accepted, 0
-    while straight < len(accepted) and draft.rank(accepted[straight]) == 0:
-        straight += 1
-    return Outcome(sequence, bet, len(draft), deepest(draft), len(accepted), straight)
+def outcome_of(sequence: Sequence, draft_plan: DraftPlan, draft: Draft, verdict: Verdict) -> Outcome:
+    accepted, top1_accepted = verdict.accepted, 0
+    while top1_accepted < len(accepted) and draft.rank(accepted[top1_accepted]) == 0:
+        top1_accepted += 1
+    return Outcome(sequence, draft_plan, len(draft), deepest(draft), len(accepted), top1_accepted)
 
 
 def origins_of(draft: Draft, verdict: Verdict) -> list[Origin]:

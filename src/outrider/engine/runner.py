@@ -26,8 +26,8 @@ from outrider.model.decoder import Model
 from outrider.types import (
     NO_DRAFT,
     Batch,
-    Bet,
     Draft,
+    DraftPlan,
     Options,
     Plan,
     Reason,
@@ -36,7 +36,7 @@ from outrider.types import (
     Verdict,
     Work,
 )
-from outrider.verify.judge import Judging, predicted, score_prompts
+from outrider.verify.batch import VerifyBatch, predicted, score_prompts
 
 # Drafting steps between two in which one sequence's logits are looked at: that takes the time of a few rows' softmax.
 SAMPLE_INTERVAL = 16
@@ -57,10 +57,10 @@ class StagedPart:
 
     work: list[Work]
     drafts: list[Draft]
-    bets: Seq[Bet] = ()
+    draft_plans: Seq[DraftPlan] = ()
     logits: Tensor | None = None
     wanted: int = 0  # rows of those
-    judging: Judging | None = None  # of the sequences that emit, once it has begun
+    verifying: VerifyBatch | None = None  # of the sequences that emit, once it has begun
     predicted: list[tuple[str, int, float]] = field(default_factory=list)  # as StepRecord has it
 
     @property
@@ -80,7 +80,7 @@ class InFlightStep:
     """A step that was launched and whose results the engine does not have yet."""
 
     work: list[Work]
-    bets: list[Bet]  # as run: a runner may have made less of them than was planned
+    draft_plans: list[DraftPlan]  # as run: a runner may have made less of them than was planned
     reasons: tuple[Reason, ...]
     staged: StagedPart
     begun: float = field(default_factory=time.perf_counter)
@@ -132,7 +132,7 @@ class Runner(Protocol):
         ...
 
     def measure_rows(self, sequences: int, known: Mapping[int, float]) -> Iterator[tuple[int, float]]:
-        """Seconds of ragged passes by their rows, as far as so many sequences may have them and they are not known; one
+        """Seconds of eager passes by their rows, as far as so many sequences may have them and they are not known; one
         piece at a time.
         """
         ...
@@ -182,21 +182,23 @@ class EagerRunner:
         return 0, 0
 
     def options(self, work: Seq[Work], waiting: int) -> Options:
-        return Options(behind=self._unread, riding=self.drafters.riding, found=self._found, waiting=waiting)
+        return Options(
+            behind=self._unread, model_free=self.drafters.model_free, found=self._found, waiting=waiting
+        )
 
     def _unread(self, name: str, sequence: Sequence) -> int:
         reader = self.drafters.resident(name)
         return reader.tokens_behind(sequence) if reader is not None else 0
 
     def _found(self, name: str, sequence: Sequence, depth: int) -> int:
-        (draft,) = self.drafters.propose(name, [sequence], [Bet(name, depth, depth)])
+        (draft,) = self.drafters.propose(name, [sequence], [DraftPlan(name, depth, depth)])
         return len(draft)
 
     def launch(self, work: list[Work], plan: Plan) -> InFlightStep:
         begun = time.perf_counter()
-        unread = self._reads(work, plan.bets)
-        staged = StagedPart(work, self.propose(work, plan.bets), plan.bets)
-        step = InFlightStep(work, list(plan.bets), plan.reasons, staged, begun)
+        unread = self._reads(work, plan.draft_plans)
+        staged = StagedPart(work, self.propose(work, plan.draft_plans), plan.draft_plans)
+        step = InFlightStep(work, list(plan.draft_plans), plan.reasons, staged, begun)
         for one in work:
             one.launch(1, wait=True)
         drafted = time.perf_counter()
@@ -204,7 +206,8 @@ class EagerRunner:
         staged.logits, step.rows = self.model.forward(batch, self.store), batch.rows
         step.draft_s, step.target_s = drafted - begun, time.perf_counter() - drafted
         if unread is not None and any(
-            draft and bet.drafter == unread[0] for draft, bet in zip(staged.drafts, plan.bets, strict=True)
+            draft and draft_plan.drafter == unread[0]
+            for draft, draft_plan in zip(staged.drafts, plan.draft_plans, strict=True)
         ):  # else it could not draft yet, and has read nothing
             step.catch_up = (*unread, step.draft_s)
         return step
@@ -260,25 +263,25 @@ class EagerRunner:
     def warm_up(self, drafter: str) -> tuple[int, float]:
         return 0, 0.0
 
-    def _reads(self, work: Seq[Work], bets: Seq[Bet]) -> tuple[str, int] | None:
+    def _reads(self, work: Seq[Work], draft_plans: Seq[DraftPlan]) -> tuple[str, int] | None:
         """A drafter that has much to read before it drafts, and how many tokens."""
         unread = Counter[str]()
-        for one, bet in zip(work, bets, strict=True):
-            if bet.nodes > 0 and one.emits:
-                unread[bet.drafter] += self._unread(bet.drafter, one.sequence)
+        for one, draft_plan in zip(work, draft_plans, strict=True):
+            if draft_plan.nodes > 0 and one.emits:
+                unread[draft_plan.drafter] += self._unread(draft_plan.drafter, one.sequence)
         ((name, tokens),) = unread.most_common(1) or [("none", 0)]
         return (name, tokens) if tokens >= LONG_READ else None
 
-    def propose(self, work: Seq[Work], bets: Seq[Bet]) -> list[Draft]:
+    def propose(self, work: Seq[Work], draft_plans: Seq[DraftPlan]) -> list[Draft]:
         """Drafts for the sequences that emit, with slots for every node at the end of their row."""
         drafts = [NO_DRAFT] * len(work)
         by_drafter: dict[str, list[int]] = {}
-        for i, (one, bet) in enumerate(zip(work, bets, strict=True)):
-            if bet.nodes > 0 and one.emits:
-                by_drafter.setdefault(bet.drafter, []).append(i)
+        for i, (one, draft_plan) in enumerate(zip(work, draft_plans, strict=True)):
+            if draft_plan.nodes > 0 and one.emits:
+                by_drafter.setdefault(draft_plan.drafter, []).append(i)
         for name, asked in by_drafter.items():
             proposed = self.drafters.propose(
-                name, [work[i].sequence for i in asked], [bets[i] for i in asked]
+                name, [work[i].sequence for i in asked], [draft_plans[i] for i in asked]
             )
             for i, draft in zip(asked, proposed, strict=True):
                 if self._take_slots(work[i], len(draft)):
@@ -307,11 +310,11 @@ class EagerRunner:
         turn, rest = divmod(self._drafting_steps, self.sample_interval)
         return None if rest else drafting[turn % len(drafting)]
 
-    def judging(self, staged: StagedPart) -> Judging:
+    def verifying(self, staged: StagedPart) -> VerifyBatch:
         """Begin to verify the drafts of staged rows. Nothing that it goes by changes before the step is settled."""
         emitting = staged.emitting
         sequences, drafts = [staged.work[i].sequence for i in emitting], [staged.drafts[i] for i in emitting]
-        return Judging(staged.own_logits, sequences, drafts, self.model.draw, self.model.filter_logits)
+        return VerifyBatch(staged.own_logits, sequences, drafts, self.model.draw, self.model.filter_logits)
 
     def verify(self, staged: StagedPart) -> list[Result]:
         """Verify the drafts of staged rows, on the host: what the target says of them."""
@@ -320,7 +323,7 @@ class EagerRunner:
         results: list[Result] = [(draft, None) for draft in staged.drafts]
         if emitting:
             drafts = [staged.drafts[i] for i in emitting]
-            verdicts = (staged.judging or self.judging(staged)).verdicts()
+            verdicts = (staged.verifying or self.verifying(staged)).verdicts()
             for i, verdict in zip(emitting, verdicts, strict=True):
                 results[i] = staged.drafts[i], verdict
             chosen = self.sample(
@@ -328,7 +331,7 @@ class EagerRunner:
             )
             if chosen is not None:
                 first = sum(len(draft) + 1 for draft in drafts[:chosen])
-                drafter = staged.bets[emitting[chosen]].drafter
+                drafter = staged.draft_plans[emitting[chosen]].drafter
                 staged.predicted.append((drafter, *predicted(own[first:], verdicts[chosen])))
         if len(own) < len(staged.logits):
             _keep_prompt_scores(staged.logits[len(own) :], staged.work)

@@ -42,7 +42,7 @@ from outrider.draft.drafters import DrafterFailed, Drafters
 from outrider.engine.shared_drafts import SharedDrafts
 from outrider.model.kernels.gpu.recording import CONTEXTS, context_for, contexts_for
 from outrider.types import NO_DRAFT, Request, SamplingParams, Sequence, TreeShape
-from outrider.verify.judge import judge
+from outrider.verify.batch import verify_rows
 
 Plain = Callable[[int], float | None]  # seconds of plain steps, by size
 SPARE = 1 << 30  # bytes that are left alone
@@ -174,7 +174,7 @@ class WarmUp:
             state.upload(one, np.zeros(1, np.int32))
             for count in (1, 2, FEW_LOGITS):
                 logits = torch.zeros((count, model.config.vocab), device=state.device)
-                judge(logits, [one] * count, [NO_DRAFT] * count, model.draw, model.filter_logits)
+                verify_rows(logits, [one] * count, [NO_DRAFT] * count, model.draw, model.filter_logits)
 
     def read(self, drafter: str) -> tuple[int, float]:
         """Tokens that a drafter can read in some seconds, if it has to read at all."""
@@ -258,7 +258,7 @@ class WarmUp:
         what few need.
         """
         plain = tree == NO_TREE and not staged[0]
-        serving = "+".join(self.shared.with_riding([drafter], tree))
+        serving = "+".join(self.shared.with_model_free([drafter], tree))
         return StepShape(
             size, tree, serving, context_for(context, self.width),
             self.captures and not plain if filtered is None else filtered,

@@ -65,11 +65,11 @@ def _overlap(model: ServedModel, prediction: str) -> PredictionOverlap:
 
 
 async def _whole(dialect: Dialect, stream: Stream, deadline: float) -> dict[str, Any]:
-    def hear(pieces: Pieces) -> None:
+    def receive(pieces: Pieces) -> None:
         for index, piece in pieces:
             dialect.feed(index, piece)
 
-    await stream.follow(hear, deadline)
+    await stream.follow(receive, deadline)
     return dialect.body()
 
 

@@ -12,8 +12,8 @@ from starlette.responses import Response
 
 from outrider.errors import InvalidRequest
 from outrider.serve import about, chat, completions, draft, messages, responses, tokens
-from outrider.serve.door import Door, KeyCheck, Recorder
 from outrider.serve.errors import LONGEST_PATH, ApiError
+from outrider.serve.host_check import HostCheck, KeyCheck, Recorder
 from outrider.serve.not_served import not_served
 from outrider.serve.request import refusal
 from outrider.serve.service import Service
@@ -36,7 +36,7 @@ class App(Starlette):
             routes=ROUTES,
             middleware=[
                 Middleware(Recorder, service=service, paths=PATHS),
-                Middleware(Door, service=service),
+                Middleware(HostCheck, service=service),
                 Middleware(KeyCheck, service=service),
             ],
             exception_handlers={ApiError: _refused, InvalidRequest: _refused, HTTPException: _unrouted},

@@ -36,8 +36,8 @@ from outrider.serve.link import (
     Submit,
     Swapped,
     ToEngine,
-    hear,
     pack,
+    receive_event,
 )
 from outrider.serve.metrics import Metrics
 from outrider.serve.model import ServedModel
@@ -137,7 +137,7 @@ class Backend:
         self._send(self.start)
         self._pinged, pings = None, asyncio.create_task(self._ping())
         try:
-            while (message := await hear(reader)) is not None:
+            while (message := await receive_event(reader)) is not None:
                 await self._handle(message)
         finally:
             pings.cancel()
@@ -249,7 +249,7 @@ class Backend:
         elif isinstance(message, Refused):
             self._refused(message)
         elif isinstance(message, Swapped):
-            self.swaps.heard(message)
+            self.swaps.received(message)
         elif isinstance(message, Ready):
             self.model = await asyncio.to_thread(ServedModel, self.start.model, message)
             self.model.plan["seconds"] = round(time.monotonic() - self.launched, 1)
@@ -282,7 +282,7 @@ class Backend:
         moved: dict[Stream, None] = {}
         for piece in message.pieces:
             if job := self.jobs.get(piece.id):
-                job.hear(piece)
+                job.receive(piece)
                 moved[job.stream] = None
                 if not job.left:
                     self._forget(job)

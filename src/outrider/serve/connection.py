@@ -34,7 +34,7 @@ QUIET = 10.0  # seconds between log lines of one kind
 EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
-class Throttle:
+class LogRateLimiter:
     """A log line of one kind now and then, with how many were left out."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -52,7 +52,7 @@ class Throttle:
         log.warning(message, extra={"facts": {**facts, **more}})
 
 
-class Crowd:
+class ConnectionLimiter:
     """Who is connected, and whether another may be. Programs of this machine are not counted apart: one of them may
     be a proxy, and stand for everyone.
     """
@@ -126,9 +126,9 @@ class Connection(H11Protocol):
 
     header_timeout = 10.0
     write_timeout = 60.0
-    crowd: Crowd
+    crowd: ConnectionLimiter
     intake: Intake
-    throttle: Throttle
+    throttle: LogRateLimiter
     lingering = False
     _peer = ""
     _unread: asyncio.TimerHandle | None = None
@@ -275,7 +275,7 @@ class Turned(asyncio.Protocol):
 
 
 async def accept(
-    sock: socket.socket, make: Callable[[], Connection], crowd: Crowd, throttle: Throttle
+    sock: socket.socket, make: Callable[[], Connection], crowd: ConnectionLimiter, throttle: LogRateLimiter
 ) -> None:
     """Take connections until cancelled. Where there is nothing to take them with, wait instead of trying at once."""
     loop = asyncio.get_running_loop()

@@ -43,7 +43,7 @@ class DraftSwaps:
         finally:
             del self._asked[number]
 
-    def heard(self, message: Swapped) -> None:
+    def received(self, message: Swapped) -> None:
         if (draft := message.draft) is not None:  # also if nobody waits for it any more
             self._in_use(draft)
             self._last[draft.drafter] = draft.path

@@ -322,11 +322,11 @@ def _by_drafter(record: StepRecord) -> dict[str, Drafted]:
     found: dict[str, Drafted] = {}
     for outcome in record.outcomes:
         if outcome.drafted:
-            drafted = found.setdefault(outcome.bet.drafter, Drafted())
+            drafted = found.setdefault(outcome.draft_plan.drafter, Drafted())
             drafted.drafts += 1
             _count_levels(drafted.reached, outcome.deepest)
             _count_levels(drafted.accepted, outcome.accepted)
-            drafted.first_accepted += outcome.straight > 0
+            drafted.first_accepted += outcome.top1_accepted > 0
     for name, tokens, probability in record.predicted:
         drafted = found.setdefault(name, Drafted())
         drafted.predicted += tokens

@@ -23,7 +23,7 @@ import msgspec
 from outrider.errors import InvalidRequest
 from outrider.load.child import ITS_OWN_DOING
 from outrider.serve.errors import ApiError, from_invalid
-from outrider.serve.link import Grammar, Ready, Tried, Vocabulary, from_grammars, hear_as, pack
+from outrider.serve.link import Grammar, Ready, Tried, Vocabulary, from_grammars, pack, receive_event_as
 from outrider.serve.metrics import Metrics
 from outrider.serve.turns import Turns
 from outrider.verify.grammar_source import DEEPEST, STACK
@@ -203,10 +203,10 @@ class Grammars:
         trier = Trier(process, *await asyncio.open_connection(sock=ours))
         try:
             async with asyncio.timeout(START_SECONDS):
-                heard = await trier.ask(self.vocabulary)
+                received = await trier.ask(self.vocabulary)
         except TimeoutError:
-            heard = None
-        if heard is None:
+            received = None
+        if received is None:
             raise OSError(f"it left with {await trier.end()}")
         return trier
 
@@ -236,7 +236,7 @@ class Trier:
         """Its answer; None if it died of the question."""
         with contextlib.suppress(ConnectionError):
             self.writer.write(pack(message))
-            return await hear_as(from_grammars, self.reader)
+            return await receive_event_as(from_grammars, self.reader)
         return None
 
     async def end(self) -> int:

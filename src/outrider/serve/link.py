@@ -277,12 +277,12 @@ def receive_as(decoder: msgspec.msgpack.Decoder[T], sock: socket.socket) -> T | 
     return None if body is None else decoder.decode(body)
 
 
-async def hear(reader: asyncio.StreamReader) -> FromEngine | None:
+async def receive_event(reader: asyncio.StreamReader) -> FromEngine | None:
     """The next message from the engine; None once it is gone."""
-    return await hear_as(from_engine, reader)
+    return await receive_event_as(from_engine, reader)
 
 
-async def hear_as(decoder: msgspec.msgpack.Decoder[T], reader: asyncio.StreamReader) -> T | None:
+async def receive_event_as(decoder: msgspec.msgpack.Decoder[T], reader: asyncio.StreamReader) -> T | None:
     try:
         body = await reader.readexactly(_size(await reader.readexactly(_LENGTH.size)))
     except (asyncio.IncompleteReadError, ConnectionError):

@@ -19,9 +19,9 @@ import uvicorn
 from outrider.errors import OutriderError
 from outrider.serve.app import App
 from outrider.serve.backend import Backend
-from outrider.serve.connection import Connection, Crowd, Throttle, accept
-from outrider.serve.door import MAX_HEADER_BYTES
+from outrider.serve.connection import Connection, ConnectionLimiter, LogRateLimiter, accept
 from outrider.serve.errors import ApiError
+from outrider.serve.host_check import MAX_HEADER_BYTES
 from outrider.serve.keys import Keyring
 from outrider.serve.link import Start
 from outrider.serve.log import set_up_logging
@@ -162,10 +162,10 @@ def _http(app: App) -> Server:
 async def _accept(server: Server, service: Service, sock: socket.socket) -> None:
     """Connections, as many as the settings and the descriptors allow."""
     serve = service.settings
-    crowd = Crowd(
+    crowd = ConnectionLimiter(
         min(serve.max_connections, max(RESERVED, _descriptors() - RESERVED)), serve.max_connections_per_peer
     )
-    throttle = Throttle()
+    throttle = LogRateLimiter()
     shared = {
         "header_timeout": serve.header_timeout,
         "write_timeout": serve.write_timeout,

@@ -37,7 +37,7 @@ class Job:
             self.compiled.set()
         self.accepted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
-    def hear(self, piece: Piece) -> None:
+    def receive(self, piece: Piece) -> None:
         self.left -= piece.finish_reason is not None
         self.stream.news.append((self.index, piece))
 
@@ -66,7 +66,7 @@ class Stream:
 
     async def follow(
         self,
-        hear: Callable[[Pieces], None],
+        receive: Callable[[Pieces], None],
         deadline: float,
         silence: float = 0.0,
         quiet: Callable[[], None] | None = None,
@@ -75,7 +75,7 @@ class Stream:
         """Have `hear` called with everything that has come, after every step that brought something, or once gathered
         for `interval` seconds; until all has come. `quiet` is called for every `silence` seconds without news.
         """
-        self._hear, self._interval, self._heard_at = hear, interval, self._loop.time()
+        self._hear, self._interval, self._heard_at = receive, interval, self._loop.time()
         try:
             self.deliver()
             for wait in self._waits(deadline, silence, quiet):

@@ -270,10 +270,10 @@ def _launch_kinds(every: bool) -> None:
     Library(torch.empty((192, 64)), frozenset({128}), lambda *given: None).multiply_gated(
         x, torch.zeros(192), x.new_empty((1, 128, 96))
     )
-    ways = ((1, linear, (1, 200, 300)), (2, gated_linear, (1, 64, 300)))
+    methods = ((1, linear, (1, 200, 300)), (2, gated_linear, (1, 64, 300)))
     for i, kind in enumerate(("bfloat16", *KINDS)):
         few = ((1, linear, (300,)), (2, gated_linear, (64,)))[i % 2]
-        for halves, multiply, counts in ways if every else [few]:
+        for halves, multiply, counts in methods if every else [few]:
             weight = room_for(halves, 4096, 4096, kind, torch.bfloat16, "cpu")
             for rows in counts:
                 multiply(torch.empty((rows, 4096), dtype=torch.bfloat16), weight)

@@ -41,14 +41,14 @@ def test_a_command_says_what_it_waits_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_folder(tmp_path)
-    heard: list[Callable[[], None]] = []
+    received: list[Callable[[], None]] = []
 
     def loaded(*given: Any, **options: Any) -> Any:
-        heard[0]()  # its first kernel had to be compiled
+        received[0]()  # its first kernel had to be compiled
         return SimpleNamespace(memory=None)
 
     monkeypatch.setattr(llm, "runs_on_gpu", lambda settings: True)
-    monkeypatch.setattr(compiling, "watch_compiling", heard.append)
+    monkeypatch.setattr(compiling, "watch_compiling", received.append)
     monkeypatch.setattr(llm, "LLM", loaded)
     open_llm(str(tmp_path), "none", Settings())
     assert "compiling kernels for this GPU" in capsys.readouterr().err

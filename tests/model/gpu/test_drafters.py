@@ -29,7 +29,7 @@ from outrider.model.kernels.gpu.kernels import GpuKernels
 from outrider.model.kernels.reference import ReferenceKernels
 from outrider.model.rope import rope_tables
 from outrider.settings import Settings
-from outrider.types import Batch, Bet
+from outrider.types import Batch, DraftPlan
 from tests.engine.test_resident_drafts import Noted, Silent
 from tests.model.batches import Part, Reader, furthest, random_ids
 from tests.model.gpu.test_kernels import HALF, to_device
@@ -212,7 +212,7 @@ def make_engine(target: DeviceDecoder, folder, name: str, device: str, answers: 
         ops = GpuStepOps(SequenceState(rows, width, torch.device(device)), target)
         # Nothing is captured: what is noted must be looked at.
         runner = GraphRunner(target, cache, drafters, ops, target.make_pass(cache.store))
-    return Engine(target, cache, drafters, Always(Bet(name, 2, 2)), runner, settings, Letters)
+    return Engine(target, cache, drafters, Always(DraftPlan(name, 2, 2)), runner, settings, Letters)
 
 
 @pytest.mark.parametrize("name", sweep(["eagle", "early_exit"], quick=["eagle"]))

@@ -126,7 +126,11 @@ def _due(line: str) -> Due:
         raise ValueError('a request needs "at" (seconds) or "timestamp" (milliseconds)')
     at = _moment(row["at"], 1) if "at" in row else _moment(row["timestamp"], 1000)
     return Due(
-        at, *(_length(row.get(f"{way}_tokens", row.get(f"{way}_length"))) for way in ("input", "output"))
+        at,
+        *(
+            _length(row.get(f"{method}_tokens", row.get(f"{method}_length")))
+            for method in ("input", "output")
+        ),
     )
 
 

@@ -182,7 +182,7 @@ def explained(server: Server, path: str, kind: str, said: str) -> OutriderError:
             f"{where}: no such route or model (404{more}); --url is the server's address, with or without /v1, "
             "--model the name it serves"
         )
-    ways = {
+    methods = {
         "connection refused": "is the server up, and is the port right?",
         "no such host": "check the name in --url",
         "no HTTP": "check --url: is it https, or another port?",
@@ -192,7 +192,7 @@ def explained(server: Server, path: str, kind: str, said: str) -> OutriderError:
         "HTTP 503": "is it still starting, or full? try again when it is ready",
         "HTTP 400": "fields other servers do not know can be left out: --ignore-eos, --body",
     }
-    return OutriderError(f"{where}: {kind}{more}" + (f"; {ways[kind]}" if kind in ways else ""))
+    return OutriderError(f"{where}: {kind}{more}" + (f"; {methods[kind]}" if kind in methods else ""))
 
 
 # ------------------------------------------------------------------------------------------------------ the rounds

@@ -28,7 +28,7 @@ def watch_compiling(begun: Callable[[], None] = lambda: None) -> None:
     of them.
     """
 
-    def heard(*, times: Any, cache_hit: bool, **_: Any) -> None:
+    def received(*, times: Any, cache_hit: bool, **_: Any) -> None:
         if cache_hit:
             return
         with _counting:
@@ -40,4 +40,4 @@ def watch_compiling(begun: Callable[[], None] = lambda: None) -> None:
         if first:
             begun()
 
-    triton.knobs.compilation.listener = heard
+    triton.knobs.compilation.listener = received

@@ -96,7 +96,7 @@ def _into(x: Tensor, out: Tensor) -> dict[str, Any]:
     return {"out": out} if x.dtype == out.dtype else {"out": out, "out_dtype": out.dtype}
 
 
-WAYS: tuple[Product, ...] = (one_by_one, batched)
+METHODS: tuple[Product, ...] = (one_by_one, batched)
 
 
 @contextmanager

@@ -115,8 +115,11 @@ def counts_for(weight: Packed) -> tuple[int, ...]:
 def compare(weight: Packed, bias: Tensor | None, product: Product | None = None) -> Library:
     """The quickest way to ask the library for such a weight, and the row counts at which it has our bits."""
     rows = row_major(weight)
-    ways = (product,) if product else library.WAYS[: segments(weight)]
-    found = [Library(rows, same_counts(weight, bias, Library(rows, frozenset(), way)), way) for way in ways]
+    methods = (product,) if product else library.METHODS[: segments(weight)]
+    found = [
+        Library(rows, same_counts(weight, bias, Library(rows, frozenset(), method)), method)
+        for method in methods
+    ]
     most = max(len(one.counts) for one in found)
     best = [one for one in found if len(one.counts) == most]
     return best[0] if len(best) == 1 or not most else min(best, key=lambda one: seconds(weight, bias, one))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from outrider.types import Work
-from outrider.verify.judge import score_prompts
+from outrider.verify.batch import score_prompts
 from tests.tiny import sequence
 
 V = 50

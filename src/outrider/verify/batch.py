@@ -21,7 +21,7 @@ from outrider.verify.rows import TreeRows, lay_out, to_device
 VERIFY: dict[str, Callable[[Tensor, TreeRows, Draw], list[Result]]] = {"rejection": rejection, "lossy": lossy}
 
 
-class Judging:
+class VerifyBatch:
     """Drafts that are being verified: logits of every sequence's root and draft nodes, in order. A device is asked at
     once for what the law says of them; the host waits for it when it wants the verdicts.
     """
@@ -66,7 +66,7 @@ class Judging:
         return results
 
 
-def judge(
+def verify_rows(
     logits: Tensor,
     sequences: Seq[Sequence],
     drafts: Seq[Draft],
@@ -74,7 +74,7 @@ def judge(
     filter_logits: Filter = filter_in_torch,
 ) -> list[Verdict]:
     """Verify, and wait for it."""
-    return Judging(logits, sequences, drafts, draw, filter_logits).verdicts()
+    return VerifyBatch(logits, sequences, drafts, draw, filter_logits).verdicts()
 
 
 def score_prompts(logits: Tensor, work: Seq[Work]) -> Iterator[tuple[Work, list[TokenLogprob]]]:

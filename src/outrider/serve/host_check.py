@@ -89,7 +89,7 @@ def _unexpected() -> ApiError:
     return ApiError(500, "something went wrong here; the server's log has more", code="internal_error")
 
 
-class Door:
+class HostCheck:
     """Refuses other hosts and pages of other origins. Where the operator allows an origin, its pages may also read."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
@@ -158,8 +158,10 @@ def _wrong_headers(headers: list[tuple[bytes, bytes]]) -> ApiError | None:
 
 def _other_host(host: str) -> ApiError:
     name = host[:LONGEST_NAME].rpartition(":")[0] or host[:LONGEST_NAME]
-    way = f"start the server with --allowed-host {name}" if name else "send a Host header"
-    return ApiError(403, f"the host {name!r} is not served here; to serve it, {way}", code="host_not_allowed")
+    method = f"start the server with --allowed-host {name}" if name else "send a Host header"
+    return ApiError(
+        403, f"the host {name!r} is not served here; to serve it, {method}", code="host_not_allowed"
+    )
 
 
 def _other_origin(origin: str) -> ApiError:
