@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 
 from outrider.control.planner import Planner
-from outrider.control.trees import NO_TREE
 from outrider.device.buckets import sizes_up_to
 from outrider.device.capture import CapturedStep
 from outrider.device.ops import StepOps
@@ -45,7 +44,7 @@ from outrider.engine.kv_cache import make_kv_cache
 from outrider.load.checkpoint import Checkpoint, open_checkpoint
 from outrider.load.find import find
 from outrider.settings import Settings, cache_folder
-from outrider.types import Batch, Request, SamplingParams, Sequence
+from outrider.types import NO_TREE, Batch, Request, SamplingParams, Sequence
 
 PROMPT_MS, STAGED_MS = 0.01, 1.2  # a prompt's token, and a step that has some
 DEAR = 4.0  # times a pass, that the model's draft takes beside the passes of its tree
@@ -236,20 +235,20 @@ def prepare(engine: Engine, given: argparse.Namespace, clock: Reckoned) -> None:
     """As after preparing: all sizes are there and measured. No draft is worth what it costs."""
     runner, second = engine.runner, given.pass_ms / 1e3
     assert isinstance(runner, GraphRunner)
-    runner.on_demand = False
+    runner.preparation.on_demand = False
     for size in sizes_up_to(given.sequences):
         runner.sizes.made.add(size)
         for name in engine.drafters.names:
             dear = DEAR * (name == "lm")
             costs = [
                 (name, tree, second * (1.1 + 0.2 * tree[1] + dear))
-                for tree in runner.shared.trees(name, size)
+                for tree in runner.shapes.trees(name, size)
             ]
-            engine.planner.learn(name, size, [("none", NO_TREE, second), *costs])
-    engine.planner.resident._probe = lambda *_: None  # type: ignore[method-assign] - there is nothing to ask
+            engine.planner.costs.captured.learn(name, size, [("none", NO_TREE, second), *costs])
+    engine.planner._probe = lambda *_: None  # type: ignore[method-assign] - there is nothing to ask
 
     def took(step: Any) -> float:
-        known = sum(one.known for one in step.staged.work)
+        known = sum(one.known for one in step.packed.work)
         return (
             second * step.passes * bool(step.resident) + (PROMPT_MS * known + STAGED_MS * bool(known)) / 1e3
         )

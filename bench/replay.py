@@ -25,13 +25,13 @@ from outrider.bench.answering import answer
 from outrider.bench.prompts import LENGTHS
 from outrider.bench.speculation import groups_of
 from outrider.cli.tasks import task_ids, task_rows
-from outrider.control.costs import CostModel
+from outrider.control.costs import EagerCosts
 from outrider.control.guards import Guards
 from outrider.control.planner import Planner
 from outrider.draft.drafters import Drafters
 from outrider.draft.lookup import LookupDrafter
 from outrider.draft.scores import Scores
-from outrider.engine.runner import LONGEST_MEASURED
+from outrider.engine.eager_runner import LONGEST_MEASURED, packed_options
 from outrider.settings import PREFILL_STRETCH, PREFILL_WAIT
 from outrider.types import (
     NO_DRAFT,
@@ -54,7 +54,7 @@ PASS = {
 HOST = 1.0  # ms of a step outside its pass
 PLANNING = 0.04  # ms more of a step, a sequence, where a planner looks for drafts
 ROWS = 128  # of a step
-GUARDS = Guards(prefill_stretch=PREFILL_STRETCH["cpu"], prefill_wait=PREFILL_WAIT["cpu"])
+GUARDS = Guards(prefill_slowdown=PREFILL_STRETCH["cpu"], prefill_wait=PREFILL_WAIT["cpu"])
 EVERY = "chat,code,json,rewrite,summary,creative,short,long"
 
 
@@ -85,14 +85,16 @@ class Replay:
     """One planner and one lookup, and the steps that they made of the answers."""
 
     method: Any  # speculation, as requests ask for it
-    costs: CostModel = field(default_factory=CostModel)  # as they are; the planner learns its own
+    costs: EagerCosts = field(default_factory=EagerCosts)  # as they are; the planner learns its own
     planner: Planner = field(default_factory=lambda: Planner("lookup", choices=("lookup",), guards=GUARDS))
     drafters: Drafters = field(default_factory=lambda: Drafters({"lookup": LookupDrafter()}, vocab=1 << 30))
     number: int = 0
 
     def __post_init__(self) -> None:
         self.costs.curve = {rows: ms / 1e3 for rows, ms in PASS.items()}
-        self.planner.costs.curve = {rows: s for rows, s in self.costs.curve.items() if s <= LONGEST_MEASURED}
+        for rows, seconds in self.costs.curve.items():
+            if seconds <= LONGEST_MEASURED:
+                self.planner.costs.eager.learn_pass(rows, seconds)
         self.scores = Scores(self.drafters)
 
     def batch(self, group: list[dict[str, Any]]) -> Run:
@@ -130,7 +132,7 @@ class Replay:
 
     def _step(self, scripts: dict[Sequence, list[int]], now: float) -> StepRecord:
         work = self._work(scripts, now)
-        plan = self.planner.plan(work, Options(model_free=self.drafters.model_free, found=self._found))
+        plan = self.planner.plan(work, Options(**packed_options(self.drafters, work)))
         known, drafted, outcomes, verified = 0, 0, [], []
         for one, draft_plan in zip(work, plan.draft_plans, strict=True):
             sequence, known = one.sequence, known + one.known
@@ -147,6 +149,7 @@ class Replay:
         made = StepRecord(
             rows, len(work), known, drafted, held, emitted, 0, 0, took, 0, took, outcomes, plan.reasons
         )
+        made.plan_cached = plan.cached
         made.prompt_rows = sum(one.prompt_rows for one in work)
         for one in work:
             one.sequence.cached += one.known
@@ -156,12 +159,9 @@ class Replay:
             sequence.finish_reason = "length" if len(sequence.tokens) == len(scripts[sequence]) else None
         asked = [o.sequence for o in outcomes if self.method is not False and not o.drafted]
         scored = [self.scores.score("lookup", one) for one in asked if not one.finish_reason]
-        made.scored = [one for one in scored if one is not None]
+        made.shadow = [one for one in scored if one is not None]
         self.planner.observe(made)
         return made
-
-    def _found(self, name: str, sequence: Sequence, depth: int) -> int:
-        return len(self._draft(sequence, DraftPlan(name, depth, depth)))
 
     def _draft(self, sequence: Sequence, draft_plan: DraftPlan) -> Draft:
         return (

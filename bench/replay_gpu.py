@@ -26,7 +26,6 @@ from torch import Tensor
 
 from bench import host
 from outrider.bench.answering import out_of_the_collectors_sight
-from outrider.control.trees import NO_TREE
 from outrider.device.buckets import bites, bucket, sizes_up_to
 from outrider.device.capture import CapturedStep
 from outrider.draft.drafter import Drafter
@@ -36,7 +35,7 @@ from outrider.engine.graph_runner import GraphRunner
 from outrider.load.checkpoint import open_checkpoint
 from outrider.load.find import find
 from outrider.settings import cache_folder
-from outrider.types import Batch, Request, SamplingParams, TreeShape
+from outrider.types import NO_TREE, Batch, Request, SamplingParams, TreeShape
 
 TEMPERATURE = 0.7
 DEPTH = 4  # of the fixed way
@@ -51,7 +50,7 @@ Text = dict[str, list[int]]  # a prompt and its answer
 
 def seconds(tree: TreeShape, size: int, prompt_rows: int = 0) -> float:
     """Of a step of a device like that."""
-    rows = size * (tree[1] + 1)
+    rows = size * (tree.nodes + 1)
     ms = PASS_MS[bucket(size, tuple(PASS_MS))] if size else 0.0
     ms += ROWS_MS[bucket(rows, tuple(ROWS_MS))] if tree != NO_TREE else 0.0
     ms += PROMPT_MS * prompt_rows + (BESIDE_MS if size else ALONE_MS) * bool(prompt_rows)
@@ -85,18 +84,20 @@ def make_engine(method: str, given: argparse.Namespace, clock: host.Reckoned) ->
     assert isinstance(engine.model, Recorded) and isinstance(engine.runner, GraphRunner)
     engine.model.engine, runner, planner = engine, engine.runner, engine.planner
     planner.depth = DEPTH if method == "lookup" else None
-    runner.on_demand, runner.sample = False, lambda *_: None  # type: ignore[method-assign] - no logits to look at
+    runner.preparation.on_demand = False
+    runner.packer.sample = lambda *_: None  # type: ignore[method-assign] - no logits to look at
+    captured = planner.costs.captured
     for size in sizes_up_to(given.sequences):
         runner.sizes.made.add(size)
         for name in drafting:
-            costs = [(name, tree, seconds(tree, size)) for tree in runner.shared.trees(name, size)]
-            planner.learn(name, size, [("none", NO_TREE, seconds(NO_TREE, size)), *costs])
+            costs = [(name, tree, seconds(tree, size)) for tree in runner.shapes.trees(name, size)]
+            captured.learn(name, size, [("none", NO_TREE, seconds(NO_TREE, size)), *costs])
         for rows, _ in bites(size):
-            planner.learn_prompt_rows(size, rows, seconds(NO_TREE, size, rows))
+            captured.with_prompts[size, rows] = seconds(NO_TREE, size, rows)
 
     def took(step: Any) -> float:
         size, tree = (step.shape.size, step.shape.tree) if step.resident else (0, NO_TREE)
-        return seconds(tree, size) * step.passes + seconds(NO_TREE, 0, sum(w.known for w in step.staged.work))
+        return seconds(tree, size) * step.passes + seconds(NO_TREE, 0, sum(w.known for w in step.packed.work))
 
     host.time_steps(runner, clock, took)
     return engine

@@ -11,20 +11,21 @@ import torch
 from safetensors.torch import save_file
 
 from outrider.control.planner import Planner
+from outrider.control.reasons import OFF, PREFILL
 from outrider.device.ops import StepOps
 from outrider.device.state import SequenceState
 from outrider.draft.drafters import Drafters
 from outrider.draft.eagle_head import HeadConfig
 from outrider.draft.head_layouts import head_shapes
 from outrider.draft.lm import LmDrafter
+from outrider.engine.eager_runner import EagerRunner
 from outrider.engine.engine import Engine
 from outrider.engine.graph_runner import GraphRunner
 from outrider.engine.kv_cache import KvCache, make_kv_cache
-from outrider.engine.runner import EagerRunner
 from outrider.load.config import ModelConfig, Rope
 from outrider.model.decoder import Decoder, make_kernels
 from outrider.settings import Settings, cache_folder
-from outrider.types import NO_DRAFT_PLAN, DraftPlan, Event, Plan, Request, SamplingParams, Sequence
+from outrider.types import NO_DRAFT_PLAN, DraftPlan, Event, Reason, Request, SamplingParams, Sequence
 
 VOCAB = 96
 
@@ -137,41 +138,29 @@ def sequence(tokens, row: int = -1, cached: int = 0, prompt: int | None = None, 
     return Sequence(one, 0, one.seed, list(tokens), row, cached)
 
 
-class Always:
-    """A planner with the same `draft_plan` for everyone, with the drafter and mode each request asks
-    for.
-    """
+class Always(Planner):
+    """A planner with the same `draft_plan` for everyone, with the drafter and mode each request asks for."""
 
     def __init__(self, draft_plan: DraftPlan, on=lambda sequence: True) -> None:
-        self.draft_plan, self.on, self.default = draft_plan, on, draft_plan.drafter
+        super().__init__(draft_plan.drafter)
+        self.draft_plan, self.on = draft_plan, on
 
-    choices: tuple[str, ...] = ()
-
-    def plan(self, work, options) -> Plan:
-        return Plan(tuple(self.one(item.sequence) if item.emits else NO_DRAFT_PLAN for item in work))
-
-    def unmeasured(self, work, options) -> str:
-        return "none"
-
-    def prompt_rows(self, decoding: int, waited: float, waiting: int = 1, pending: int = 0) -> int:
-        return 1 << 20
+    def _settled(self, item, batch, options):
+        if not item.emits or (item.known > 1 and not options.after_prompts):
+            return NO_DRAFT_PLAN, PREFILL
+        plan = self.one(item.sequence)
+        return plan, Reason("asked", plan.depth, (("drafter", plan.drafter),)) if plan.nodes else OFF
 
     def one(self, sequence: Sequence) -> DraftPlan:
         asked = sequence.request.params.speculation
         if asked.off or not self.on(sequence):
             return NO_DRAFT_PLAN
-        draft_plan = self.draft_plan
-        return DraftPlan(
-            asked.drafter or draft_plan.drafter,
-            draft_plan.nodes,
-            draft_plan.depth,
-            draft_plan.tree,
-            asked.mode,
-        )
+        plan = self.draft_plan
+        return DraftPlan(asked.drafter or plan.drafter, plan.nodes, plan.depth, plan.tree, asked.mode)
 
     def observe(self, record) -> None: ...
     def forget(self, sequence) -> None: ...
-    def forget_drafter(self, name) -> None: ...
+    def forget_drafters(self, names) -> None: ...
 
 
 class Watched:

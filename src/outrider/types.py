@@ -9,7 +9,8 @@ No torch here: a `Batch` holds tensors but only the model and verify look inside
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -21,7 +22,19 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-TreeShape = tuple[int, int]  # depth and nodes of a draft tree; as many nodes as levels are a chain
+
+class TreeShape(NamedTuple):
+    """Of a draft tree. As many nodes as levels are a chain; a wider tree has the nodes most likely to be accepted."""
+
+    depth: int
+    nodes: int
+
+    @property
+    def is_chain(self) -> bool:
+        return self.depth == self.nodes
+
+
+NO_TREE = TreeShape(0, 0)
 FinishReason = Literal["stop", "length", "abort", "error"]
 Origin = Literal["plain", "accepted", "recovered", "bonus"]
 
@@ -201,10 +214,15 @@ def _shown(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """This step's draft plans, one a piece of work, and why. `NO_DRAFT_PLAN` is plain decoding."""
+    """What a step drafts, and why. The runner executes it as it is."""
 
-    draft_plans: tuple[DraftPlan, ...]
+    draft_plans: tuple[DraftPlan, ...]  # one for each piece of work; `NO_DRAFT_PLAN` is plain decoding
     reasons: tuple[Reason, ...] = ()
+    tree: TreeShape = NO_TREE  # of the persistent batch: each of its sequences has rows for it
+    drafters: tuple[str, ...] = ()  # that propose there: the lead first, then model-free ones
+    prefills: tuple[int, ...] = ()  # work whose tokens the lead prefills before it drafts
+    resident: tuple[bool, ...] = ()  # for each piece of work, whether it runs in the persistent batch
+    cached: bool = False  # kept from an earlier step
 
 
 @dataclass(slots=True)
@@ -259,25 +277,31 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the runner can do with the work of a step: what the planner chooses from. Staged rows may have any draft."""
+    """What the runner can do with the work of a step: what the planner chooses from.
 
-    # Sequences that the resident rows have room for, padding counted; 0 where nothing is resident.
-    size: int = 0
-    # By work: it shares one drafter and one draft tree with the other resident ones.
-    resident: tuple[bool, ...] = ()
-    trees: Mapping[str, tuple[TreeShape, ...]] = field(default_factory=dict)  # of resident rows, by drafter
-    # Tokens that a drafter must read before it can draft for a sequence.
-    behind: Callable[[str, Sequence], int] = lambda drafter, sequence: 0
-    max_depth: int = 0  # of a chain of the resident rows
-    # Drafters that take no pass, and so may serve chains of a step beside another.
-    model_free: tuple[str, ...] = ()
-    # Levels that one of those has to propose for a staged sequence, of so many.
-    found: Callable[[str, Sequence, int], int] = lambda drafter, sequence, depth: depth
-    after_prompts: bool = True  # whether the last chunk of a prompt may have a draft behind it
-    waiting: int = 0  # prompts of which nothing is read yet
+    Sequences of the persistent batch share one draft tree. Host-packed rows may have any draft.
+    """
 
-    def is_resident(self, item: int) -> bool:
-        return self.size > 0 and self.resident[item]
+    size: int = 0  # sequences that the persistent batch has rows for, padding included; 0: there is none
+    resident: tuple[bool, ...] = ()  # for each piece of work, whether it is in the persistent batch
+    decodes: tuple[bool, ...] = ()  # whether it could be, if the host drafts nothing for it
+    trees: Mapping[str, tuple[TreeShape, ...]] = field(default_factory=dict)  # of that batch, by lead drafter
+    chains: Mapping[str, tuple[TreeShape, ...]] = field(
+        default_factory=dict
+    )  # that requests may ask for there
+    model_free: tuple[
+        str, ...
+    ] = ()  # drafters without passes; in a chain step they may draft beside the lead
+    branching: frozenset[str] = frozenset()  # drafters whose host-packed drafts may branch
+    # By drafter and work: tokens that the drafter must prefill before it can draft, and whether steps in flight keep
+    # it from drafting now.
+    lag: Mapping[str, Seq[int]] = field(default_factory=dict)
+    blocked: Mapping[str, Seq[bool]] = field(default_factory=dict)
+    max_prefill: int = 1 << 20  # tokens that drafters may prefill in this step
+    # By model-free drafter and work: draft tokens it has for a host-packed sequence.
+    available: Mapping[str, Seq[int]] = field(default_factory=dict)
+    after_prompts: bool = True  # whether the last chunk of a prompt may be followed by a draft
+    waiting: int = 0  # prompts of which nothing was prefilled yet
 
 
 @dataclass(slots=True)
@@ -353,6 +377,22 @@ class Outcome:
     top1_accepted: int  # of the accepted, those before the first that was not the drafter's first choice
 
 
+class CapturedShape(NamedTuple):
+    """What the time of a captured step depends on."""
+
+    drafter: str  # the lead; "none": a plain step
+    tree: TreeShape
+    size: int  # sequences that it was planned for, rounded up
+
+
+class DrafterPrefill(NamedTuple):
+    """A drafter prefilled tokens of sequences before it drafted for them."""
+
+    drafter: str
+    tokens: int
+    seconds: float
+
+
 @dataclass(slots=True)
 class StepRecord:
     """What a step cost and bought. The only source for planner, metrics, dashboard and bench."""
@@ -372,20 +412,18 @@ class StepRecord:
     reasons: tuple[Reason, ...] = ()  # why the planner draft plan as it did, one a piece of work
     # What it would have taken without drafts, and plain steps for the tokens they brought; 0: nobody was answered.
     plain_s: float = 0.0
-    # Resident rows: their drafter, their draft tree, and the number of sequences it was planned for, rounded up.
-    captured: tuple[str, TreeShape, int] | None = None
+    captured: CapturedShape | None = None  # of the persistent batch, if there was one
     passes: int = 1  # plain ones, one after the other; rows are those of one
     prompt_rows: int = 0  # of the rows, those of prompt chunks
-    # A drafter that read on before it drafted, how many tokens, and the seconds it took.
-    catch_up: tuple[str, int, float] | None = None
+    drafter_prefill: DrafterPrefill | None = None
     # Of one drafting sequence now and then: its drafter, tokens it emitted, and the sum of the probabilities that the
     # target gave them.
     predicted: list[tuple[str, int, float]] = field(default_factory=list)
     # Made since the last step was settled, while somebody waited.
     graphs_captured: int = 0
     kernels_compiled: int = 0
-    # What drafters that take no pass would have got where they were not asked.
-    scored: list[Outcome] = field(default_factory=list)
+    shadow: list[Outcome] = field(default_factory=list)  # of model-free drafters where they did not draft
+    plan_cached: bool = False  # the plan was kept from an earlier step
     # Of the total, by the host for a device: none where it is the host that is waited for.
     waited_s: float = 0.0
     after_end: bool = False  # answers had ended just before, and the host was finishing them

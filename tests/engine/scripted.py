@@ -15,7 +15,7 @@ from outrider.draft.drafter import ResidentDrafter
 from outrider.draft.lookup import LookupDrafter
 from outrider.engine.engine import Engine
 from outrider.model.decoder import Decoder
-from outrider.types import Draft, StepRecord, StepResult
+from outrider.types import NO_TREE, Draft, StepRecord, StepResult, TreeShape
 from tests.tiny import VOCAB, random_tensors, request, tiny_config, tiny_engine, tiny_model
 
 PROMPT, PHASE = 80, 180  # tokens
@@ -106,15 +106,15 @@ def make_engine(
     planner = Planner(names[0], choices=names, guards=guards or Guards(max_depth=deepest))
     costs = planner.costs
     costs.observe = partial(pretend, costs)
-    costs.by_rows = {n: 1 + row * (n - 1) for n in range(1, 200)}
-    costs.per_level = {"head": level, "lookup": 0.0}
+    costs.eager.by_rows = {n: 1 + row * (n - 1) for n in range(1, 200)}
+    costs.eager.per_level = {"head": level, "lookup": 0.0}
     for size in (1, 2, 4):
         for name, each in (("head", row + level), ("lookup", row)):
             known = (
-                (name, (depth, depth), 1 + each * depth if depth <= deepest else 99.0)
+                (name, TreeShape(depth, depth), 1 + each * depth if depth <= deepest else 99.0)
                 for depth in (1, 2, 4, 8, 15)
             )
-            planner.learn(name, size, [("none", (0, 0), 1.0), *known])
+            costs.captured.learn(name, size, [("none", NO_TREE, 1.0), *known])
     model = Scripted()
     head = Head(model, right)
     drafters = {"head": head, "lookup": LookupDrafter()}
@@ -127,12 +127,15 @@ def make_engine(
 def pretend(costs: CostModel, record: StepRecord) -> None:
     """The step took what steps like it are given to cost, and nothing is learned from it."""
     if record.captured is not None:
-        record.total_s = costs.captured.get(record.captured, 1.0) * record.passes
+        record.total_s = (costs.captured.seconds(record.captured) or 1.0) * record.passes
     else:
         deepest = {o.draft_plan.drafter: o.deepest for o in record.outcomes if o.drafted}
-        record.total_s = costs.step(record.rows) + costs.drafting(deepest)
-    if record.known == record.sequences:
-        costs._note_plain(record)
+        record.total_s = costs.eager.step(record.rows) + costs.eager.drafting(deepest)
+    if record.decodes_only:
+        own = costs.eager if record.captured is None else costs.captured
+        group = record.sequences if record.captured is None else record.captured.size
+        plain = not record.drafted if record.captured is None else record.captured.tree == NO_TREE
+        own.baselines.since[group] = 0 if plain else own.baselines.since.get(group, 0) + 1
 
 
 def run(engine: Engine, scripts: dict[str, list[int]], **options) -> list[StepResult]:

@@ -17,10 +17,10 @@ from outrider.draft.eagle import EagleDrafter
 from outrider.draft.early_exit import EarlyExitDrafter
 from outrider.draft.lm import LmDrafter
 from outrider.draft.lookup import LookupDrafter
+from outrider.engine.eager_runner import EagerRunner
 from outrider.engine.engine import Engine
 from outrider.engine.graph_runner import make_graph_runner
 from outrider.engine.kv_cache import make_kv_cache
-from outrider.engine.runner import EagerRunner
 from outrider.model.decoder import Decoder
 from outrider.model.kernels.gpu.recording import record
 from outrider.model.rope import rope_tables

@@ -301,7 +301,7 @@ def test_a_drafter_that_fails_in_a_resident_step_costs_its_drafts(model, small, 
 def test_a_failing_drafter_is_measured_no_further(model, small) -> None:
     engine = make_engine(model, small, 1, DraftPlan("lm", 3, 3))
     engine.drafters["lm"].propose_resident = lambda *given: 1 / 0
-    costs = list(engine.runner.measure(2, "lm"))
+    costs = list(engine.runner.preparation.steps(2, "lm"))
     assert [name for name, _, _ in costs] == ["none"] and engine.drafters.faults == {"lm": 1}
     assert 2 in engine.runner.sizes.made
 

@@ -20,11 +20,11 @@ from outrider.bench.answering import Answers, answer
 from outrider.bench.draft_facts import DraftFacts, facts_of_draft
 from outrider.bench.speed import pass_seconds
 from outrider.bench.tally import acceptance_by_depth
-from outrider.control.costs import CostModel
+from outrider.control.costs import EagerCosts
 from outrider.control.expected import (
-    CapturedCosts,
+    CapturedChains,
     Drafts,
-    EagerCosts,
+    EagerChains,
     Outcome,
     StepCosts,
     interval,
@@ -160,7 +160,7 @@ def _still_good(found: Trials, depths: Seq[int]) -> list[int]:
 
 
 def _decoding(records: Seq[StepRecord]) -> list[StepRecord]:
-    return [r for r in records if r.decodes_only and r.catch_up is None]
+    return [r for r in records if r.decodes_only and r.drafter_prefill is None]
 
 
 def _decoding_times(records: Seq[StepRecord]) -> list[float]:
@@ -201,7 +201,7 @@ def step_outcomes(record: StepRecord, last: bool) -> list[Outcome]:
 class RowCosts:
     """The target's steps by batch and rows, and at which batches some were only continued in a straight line."""
 
-    by_batch: dict[int, CostModel] = field(default_factory=dict)
+    by_batch: dict[int, EagerCosts] = field(default_factory=dict)
     unmeasured: set[int] = field(default_factory=set)
 
 
@@ -214,7 +214,7 @@ def row_costs(
     every = {1: statistics.median(trials.rows[1] or trials.plain)} | seen  # of any batch
     levels = [d for d in LEVELS if d <= deepest]
     for number, batch in enumerate(sorted({1, *batches})):
-        known = costs.by_batch.setdefault(batch, CostModel()).by_rows
+        known = costs.by_batch.setdefault(batch, EagerCosts()).by_rows
         known.update(every if batch == 1 else {})
         for rows in (batch * (1 + level) for level in levels):
             if rows in known:
@@ -274,15 +274,15 @@ def draft_seconds(
     return seconds
 
 
-def captured_costs(llm: LLM, drafter: str, batches: Seq[int]) -> CapturedCosts | None:
+def captured_costs(llm: LLM, drafter: str, batches: Seq[int]) -> CapturedChains | None:
     """Where steps are captured, they are measured as a whole before anything is planned; None where not."""
     if llm.model.device.type != "cuda" or llm.engine.drafters.resident(drafter) is None:
         return None
     llm.prepare(max(batches))
     costs = llm.engine.planner.costs
-    if not any(name == drafter for name, *_ in costs.captured):
+    if not costs.captured.sizes(drafter):
         return None
-    return CapturedCosts(costs, drafter)
+    return CapturedChains(costs.captured, drafter)
 
 
 # ----------------------------------------------------------------------------------------------- predictions
@@ -315,7 +315,7 @@ def expected(trials: Trials, batch: int, costs: StepCosts, measured: bool) -> Ex
     """At the depth with the most tokens per second."""
     deepest = max(trials.by_depth)
     depths = list(range(1, deepest + 1))
-    if isinstance(costs, CapturedCosts):
+    if isinstance(costs, CapturedChains):
         depths = [d for d in costs.depths(batch) if d <= deepest] or [min(trials.by_depth)]
     drafts = {}
     for depth in depths:
@@ -398,7 +398,7 @@ class Session:
             until = time.monotonic() + DRAFT_SHARE * share
             draft_s = draft_seconds(llm, drafter, trials, asked, self.batches, until)
             own = self._rows_with(trials)
-            costs, unmeasured = EagerCosts(own[1], draft_s, own), self.rows.unmeasured
+            costs, unmeasured = EagerChains(own[1], draft_s, own), self.rows.unmeasured
         known = [expected(trials, b, costs, b not in unmeasured) for b in self.batches]
         first = known[0]
         found = Measured(
@@ -418,14 +418,14 @@ class Session:
             found.heat = self._other_heat(llm, drafter, asked, first, until, say)
         return found
 
-    def _rows_with(self, trials: Trials) -> dict[int, CostModel]:
+    def _rows_with(self, trials: Trials) -> dict[int, EagerCosts]:
         """Costs by batch, as this candidate's own run saw them: machines are not always as fast."""
         assert self.rows is not None
         own = {rows: statistics.median(t) for rows, t in trials.rows.items() if len(t) >= ENOUGH}
         pace = own[1] / self.rows.by_batch[1].by_rows[1] if 1 in own else 1.0
         found = {}
         for batch, model in self.rows.by_batch.items():
-            found[batch] = CostModel()
+            found[batch] = EagerCosts()
             found[batch].by_rows.update({rows: pace * seconds for rows, seconds in model.by_rows.items()})
         found[1].by_rows.update(own)
         return found
@@ -451,7 +451,7 @@ def _draft_ratio(trials: Trials, depth: int, costs: StepCosts) -> float:
     """A draft token's time against a plain step. Captured steps tell no drafting apart: there it is what each token
     makes them longer, verified as well.
     """
-    if isinstance(costs, CapturedCosts):
+    if isinstance(costs, CapturedChains):
         return (costs.step(1, depth, depth) / costs.plain(1) - 1) / depth
     near = min(d for d in trials.by_depth if d >= depth)
     return statistics.mean(trials.by_depth[near].draft_s or [0.0]) / near / statistics.median(trials.plain)

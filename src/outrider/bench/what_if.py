@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from outrider.control.costs import CostModel
-from outrider.control.expected import Drafts, EagerCosts, Prediction, StepCosts, predict
+from outrider.control.costs import EagerCosts
+from outrider.control.expected import Drafts, EagerChains, Prediction, StepCosts, predict
 from outrider.draft.names import read_rates
 from outrider.errors import InvalidRequest, suggest
 from outrider.types import MAX_NODES
@@ -65,9 +65,9 @@ class WhatIf:
     def costs(self) -> StepCosts:
         if not self.rows:
             return _FreeRows(self.cost)
-        model = CostModel()
+        model = EagerCosts()
         model.by_rows.update(self.rows)
-        return EagerCosts(model, lambda batch, depth: self.cost * depth * model.step(batch))
+        return EagerChains(model, lambda batch, depth: self.cost * depth * model.step(batch))
 
     def predictions(self, batch: int) -> dict[int, Prediction]:
         """By depth, as far as the rows' times are known."""

@@ -1,357 +1,341 @@
-"""The cost model: seconds of steps, learned from those measured and those taken.
+"""The cost model: seconds of steps, measured ahead of requests and refined by every step record.
 
-Eager steps are known by their rows, captured steps by drafter, draft tree and size, drafting by its levels, and a
-drafter that has to catch up by the tokens it reads.
+`EagerCosts` knows host-packed steps by their rows, `CapturedCosts` knows captured steps by lead drafter, draft tree and
+size. Both say what a plain step takes (`plain`), what a drafter's prefill takes (`prefill`) and when a plain step is
+due to be measured (`baselines`).
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
+import statistics
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from functools import partial
 from math import inf
+from typing import Any
 
-from outrider.control.trees import NO_TREE, TreeShape
-from outrider.types import StepRecord
+import numpy as np
+from numpy.typing import NDArray
 
-KEEP = 0.9  # weight of what was known against the newest measurement
-KNOWN_AFTER = 8  # steps of so many rows: before, chance may have made their time
-KEEP_SHARE = 0.7  # the same of what is measured once in a hundred steps
-UNMEASURED_ROW = 0.05  # share of a step that a row is taken to cost; low, so that it gets measured
-FIRST_BASELINE = 8  # drafting steps of a size after which a plain one is due, where there was none yet
-# Times its time on the device, that a captured step counts for: no plan changes what holds up the host.
-MAX_STALL = 1.5
-# The same of a plain one: several passes at once keep the device busy where the host is late.
-PLAIN_STALL = 1.15
-FEW_DECODING = 16  # sequences whose prompts come one at a time as a rule
-CROWDED = 0.5  # prompts that wait for each decoding sequence: where there are more, it may wait longer, too
-MIN_READ = 256  # tokens: fewer take a drafter as long to read
-# Plain steps' time to read MIN_READ tokens, at most: beyond, a graph was captured on the way.
-SLOWEST_READ = 4
+from outrider.control.guards import BASELINE_INTERVAL, KEEP, KNOWN_AFTER, UNMEASURED_ROW
+from outrider.types import NO_TREE, CapturedShape, StepRecord, TreeShape
+
+Floats = NDArray[np.float64]
 
 
-# What a drafting step's time depends on: drafter, draft tree and size of a captured one, rows of a eager one.
-Shape = tuple[str, TreeShape, int] | int
+class Baselines:
+    """Plain steps among drafting ones. Both grow with the context, so a plain step's time now follows from drafting
+    steps by the ratio between the two when a plain step was last measured. `group`: the batch of a step.
+    """
+
+    def __init__(self) -> None:
+        self.since: dict[int, int] = {}  # drafting steps since the last plain one, by group
+        self.shapes: defaultdict[int, set[Hashable]] = defaultdict(set)  # of those
+        self.shares: defaultdict[tuple[int, Hashable], deque[float]] = defaultdict(partial(deque, maxlen=3))
+
+    def due(self, group: int) -> bool:
+        return self.since.get(group, 0) >= BASELINE_INTERVAL
+
+    def drafted(self, group: int, shape: Hashable, known: bool) -> None:
+        """Where no plain step is `known`, one is due soon."""
+        self.since[group] = self.since.get(group, 0 if known else BASELINE_INTERVAL - KNOWN_AFTER) + 1
+        self.shapes[group].add(shape)
+
+    def plain(self, group: int, seconds: float, taken: Callable[[Any], float], reliable: bool) -> None:
+        """A plain step. It is no reliable baseline right after a prompt: a device waited for the host, and a CPU's
+        cache lost the weights.
+        """
+        self.since[group] = 0
+        if reliable:
+            for shape in self.shapes[group]:
+                self.shares[group, shape].append(seconds / taken(shape))
+            self.shapes[group].clear()
+
+    def share(self, group: int, shape: Hashable) -> float | None:
+        """A plain step's time relative to one of this shape."""
+        shares = self.shares.get((group, shape))
+        return statistics.median(shares) if shares else None
 
 
-class CostModel:
-    def __init__(self, baseline_interval: int = 100) -> None:
-        """`baseline_interval`: drafting steps after which a plain one is due."""
-        self.baseline_interval = baseline_interval
-        self.by_rows: dict[int, float] = {}  # eager steps
-        self.curve: dict[int, float] = {}  # passes by rows, measured before anybody asked
-        self._drawn: tuple[dict[int, float], int] = ({}, 0)  # points of it, and how many it had then
-        self.believed: dict[int, float] = {}  # of `by_rows`, those taken often enough
-        self.times: Counter[int] = Counter()  # eager steps that were taken, by rows
-        self.by_batch: dict[int, float] = {}  # plain eager steps, by their sequences
-        self.captured: dict[tuple[str, TreeShape, int], float] = {}  # plain: "none", NO_TREE
-        self.per_level: dict[str, float] = {}  # of a draft in eager steps, by drafter
-        self.per_token: dict[str, float] = {}  # of catching up, by drafter
-        self.per_eager_token: dict[str, float] = {}  # the same, beside eager steps
-        # What prompt rows add to a step of decoding sequences, by the power of two that has room for them: a row of so
-        # many.
-        self.per_prompt_row: dict[int, float] = {}
-        # Captured plain steps with room for prompt rows, by size and that room.
-        self.beside: dict[tuple[int, int], float] = {}
-        self.measured: set[tuple[str, int]] = set()  # drafters and sizes of captured steps
-        self.served: set[int] = set()  # sizes of plain captured steps that answered somebody
-        # Drafting steps since the last plain one: by size of captured steps, by minus the batch of eager ones.
-        self.since_plain: dict[int, int] = {}
-        # A plain step's time over that of the drafting steps before it, by size as above and shape: both grow with the
-        # context, so that what a plain step would take now follows from the drafting ones.
-        self.plain_share: dict[tuple[int, Shape], float] = {}
-        self.used: dict[int, set[Shape]] = {}
-        # Whether the last step read a prompt. A plain step right after one is no baseline: a device waits for the host
-        # before it, and a CPU for weights that left its cache.
-        self.after_prompt = False
+class EagerCosts:
+    def __init__(self) -> None:
+        self.curve: dict[int, float] = {}  # passes by rows, measured ahead
+        self.by_rows: dict[int, float] = {}  # steps that were taken
+        self.times: Counter[int] = Counter()  # how often, by rows
+        self.by_batch: dict[int, float] = {}  # plain steps, by sequences
+        self.per_level: dict[str, float] = {}  # of drafting, by drafter
+        self.per_token: dict[str, float] = {}  # of a drafter's prefill
+        self.per_prompt_row: dict[int, float] = {}  # by prompt rows, rounded up to a power of two
+        self.baselines = Baselines()
+        self._points: tuple[Floats, Floats] | None = None
 
-    def observe(self, record: StepRecord) -> None:
-        after_prompt, self.after_prompt = self.after_prompt, record.prompt_rows > 0
-        if not record.decodes_only or record.catch_up is not None:
-            self._observe_prompt(record)
-            return  # prompt rows made its time, or a drafter's: not what the same plan costs again
-        plain = self._note_plain(record)
-        if record.captured is not None:
-            # A plain step among drafting ones waits for a host that plans drafts: it counts for its time on the device.
-            # Where there are no others, the host plans less and takes several passes at once. Nor is it a step's cost
-            # what the host has to do for answers that ended before it.
-            among = plain and bool(self.used.get(record.captured[2]))
-            apart = among or record.after_end
-            stall = PLAIN_STALL if plain else MAX_STALL
-            seconds = (record.target_s if apart else _captured_seconds(record, stall)) / record.passes
-            if plain and record.captured[2] not in self.served:  # measured over padding so far, if at all
-                self.served.add(record.captured[2])
-                self.captured[record.captured] = seconds
-            _learn(self.captured, record.captured, seconds)
-            if not (plain and after_prompt):
-                self._relate(record.captured[2], record.captured, seconds if plain else None)
-            return
-        _learn(self.by_rows, record.rows, record.total_s - record.draft_s)
-        self.times[record.rows] += 1
-        if self.times[record.rows] >= KNOWN_AFTER:
-            self.believed[record.rows] = self.by_rows[record.rows]
-        if plain:
-            _learn(self.by_batch, record.sequences, record.total_s)
-        if not (plain and after_prompt):
-            self._relate(-record.sequences, record.rows, record.total_s if plain else None)
+    def plain(self, batch: int) -> float:
+        known = self.by_batch.get(batch)
+        return self.step(batch) if known is None else known
+
+    def step(self, rows: int) -> float:
+        known = self.by_rows.get(rows)
+        if known is not None and (not self.curve or self.times[rows] >= KNOWN_AFTER):
+            return known
+        return float(self.steps(np.array([rows]))[0])
+
+    def steps(self, rows: Floats) -> Floats:
+        """Seconds of steps by rows: interpolated between the known ones, and continued beyond them."""
+        xs, ys = self._points or self._known_points()
+        if not len(xs):
+            return 1.0 + UNMEASURED_ROW * rows
+        last, longest = xs[-1], ys[-1]
+        beyond = longest * (1 + UNMEASURED_ROW * rows) / (1 + UNMEASURED_ROW * last)
+        if len(xs) > 1:
+            slope = (longest - ys[0]) / (last - xs[0])
+            beyond = np.maximum(beyond, longest + slope * (rows - last))
+        before = ys[0] * (1 + UNMEASURED_ROW * rows) / (1 + UNMEASURED_ROW * xs[0])
+        inside = np.interp(rows, xs, ys)
+        return np.where(rows > last, beyond, np.where(rows < xs[0], before, inside))
+
+    def _known_points(self) -> tuple[Floats, Floats]:
+        """Steps taken often enough, and the measured curve at the pace of the nearest of them."""
+        known = dict(self.by_rows)
+        if self.curve:
+            known = {rows: s for rows, s in known.items() if self.times[rows] >= KNOWN_AFTER}
+            on_curve = sorted(self.curve.items())
+            xs, ys = np.array(on_curve).T
+            taken = list(known)
+            for rows, seconds in on_curve:
+                near = min(taken, key=lambda one: abs(one - rows), default=None)
+                pace = 1.0 if near is None else known[near] / float(np.interp(near, xs, ys))
+                known.setdefault(rows, seconds * pace)
+        points = np.array(sorted(known.items()), np.float64).reshape(-1, 2)
+        self._points = points[:, 0], points[:, 1]
+        return self._points
+
+    def drafting(self, levels: Mapping[str, int]) -> float:
+        """Seconds of drafting to these depths, by drafter."""
+        return sum(self.per_level.get(name, 0.0) * depth for name, depth in levels.items())
+
+    def prefill(self, drafter: str, tokens: float) -> float:
+        """Seconds of a drafter's prefill; 0 until one was measured, so that one is."""
+        return self.per_token.get(drafter, 0.0) * tokens
+
+    def learn_pass(self, rows: int, seconds: float) -> None:
+        """A pass was measured ahead. A pass of fewer rows that took longer was disturbed."""
+        self.curve[rows] = seconds
+        for fewer in [known for known in self.curve if known < rows]:
+            self.curve[fewer] = min(self.curve[fewer], seconds)
+        self._points = None
+
+    def observe(self, record: StepRecord, after_prompt: bool) -> None:
+        rows, batch = record.rows, record.sequences
+        _learn(self.by_rows, rows, record.total_s - record.draft_s)
+        self.times[rows] += 1
+        self._points = None
+        if record.drafted:
+            self.baselines.drafted(batch, rows, batch in self.by_batch)
+        else:
+            _learn(self.by_batch, batch, record.total_s)
+            self.baselines.plain(batch, record.total_s, self.by_rows.__getitem__, not after_prompt)
         if levels := _levels(record):
-            # Of several, the costliest, as far as is known, is charged with what the others do not take.
+            # The costliest drafter is charged with what the others do not take.
             name = max(levels, key=lambda one: self.per_level.get(one, inf))
             depth = levels.pop(name)
             _learn(self.per_level, name, max(0.0, record.draft_s - self.drafting(levels)) / depth)
 
-    def _note_plain(self, record: StepRecord) -> bool:
-        """Whether nothing was drafted; how long ago that was is counted."""
-        plain = record.captured[1] == NO_TREE if record.captured else not record.drafted
-        size = record.captured[2] if record.captured else -record.sequences
-        known = self.plain(size) if size > 0 else self.by_batch.get(-size)
-        start = 0 if known else self.baseline_interval - FIRST_BASELINE
-        self.since_plain[size] = 0 if plain else self.since_plain.get(size, start) + 1
-        return plain
-
-    def _relate(self, size: int, shape: Shape, plain: float | None) -> None:
-        """A drafting step of this shape; or a plain one that took so long, to hold those since the last against."""
-        used = self.used.setdefault(size, set())
-        if plain is None:
-            used.add(shape)
-            return
-        for one in used:
-            _learn(self.plain_share, (size, one), plain / self._taken(one), KEEP_SHARE)
-        used.clear()
-
-    def _taken(self, shape: Shape) -> float:
-        return self.by_rows[shape] if isinstance(shape, int) else self.captured[shape]
-
-    def baseline_due(self, size: int, batch: int) -> bool:
-        """Whether a plain step is to be measured: captured ones of this size, or eager ones of this batch (size 0)."""
-        return self.since_plain.get(size or -batch, 0) >= self.baseline_interval
-
-    def _observe_prompt(self, record: StepRecord) -> None:
-        drafter, _, size = record.captured or ("", NO_TREE, 0)
-        if drafter == "none" and (rooms := self._rooms(size)) and record.prompt_rows <= max(rooms):
-            room = min(rows for rows in rooms if rows >= record.prompt_rows)
-            _learn(self.beside, (size, room), _captured_seconds(record))
-            return
-        added = self._added_by_prompt(record)
-        if added is not None and record.catch_up is None:
-            _learn(self.per_prompt_row, _bucket(record.prompt_rows), added / record.prompt_rows)
-
-    def _added_by_prompt(self, record: StepRecord) -> float | None:
-        """Seconds that prompt rows added to a step; None: it has none, or nobody knows what it takes without."""
-        without = self._seconds(record, record.rows - record.prompt_rows)
-        if not record.prompt_rows or not without:
-            return None
-        # A eager step has it in its drafting.
-        caught_up = record.catch_up[2] if record.catch_up and record.captured else 0.0
-        return max(record.total_s - record.draft_s - caught_up - without, 0.0)
-
-    def _seconds(self, record: StepRecord, rows: int) -> float | None:
-        """Of a step like this one with so many rows, if it is known."""
-        if record.captured is not None:
-            return self.captured.get(record.captured)
-        return self.step(rows) if rows and self.by_rows else None
-
-    def prompt_rows(self, decoding: int, share: float, most: int, waiting: int = 0) -> int:
-        """Prompt rows that add such a share to the time of a step of so many decoding sequences. While nobody knows
-        what they add, as many as may be. Captured steps have room for certain numbers of them: one of those.
-
-        A captured step takes hardly longer for many sequences, among which more prompts come, each of them missing from
-        every step until it is read: there the share is of as many steps of one as `FEW_DECODING` go into them. It is
-        larger, too, the more prompts wait for each that decodes: few are held up then, and many helped.
-        """
-        size = self._size(decoding)
-        plain = self.plain(size) if size else self.step(decoding) if self.by_rows else None
-        few = (self.plain(1) or 0.0) * decoding / FEW_DECODING
-        added = share * max(plain or 0.0, few)
-        if plain and (rooms := self._rooms(size)):
-            added *= max(1.0, waiting / decoding / CROWDED)
-            within = [rows for rows, seconds in rooms.items() if seconds <= plain + added]
-            return min(max(within, default=min(rooms)), most)
-        if not plain or not self.per_prompt_row:
-            return most
-        room = _bucket(most)
-        while room > 1:
-            near = min(self.per_prompt_row, key=lambda known: abs(known.bit_length() - room.bit_length()))
-            rows = min(int(added / max(self.per_prompt_row[near], 1e-9)), room, most)
-            if rows > room // 2:
-                return rows
-            room //= 2
-        return 1
-
-    def read_at_once(self, decoding: int, waiting: int, pending: int, steps: int) -> int:
-        """Prompt rows of a captured step where several prompts wait, half as many as decode or more, and so many of the
-        longest steps can read all their rows; else 0.
-        """
-        if waiting < max(2, CROWDED * decoding):
-            return 0
-        rooms = self._rooms(self._size(decoding))
-        if pending > steps * max(rooms, default=0):
-            return 0
-        return max((rows for rows in rooms if rows <= 2 * pending), default=0)  # half of it filled, at least
-
-    def _rooms(self, size: int) -> dict[int, float]:
-        """Room for prompt rows that captured steps of this size have, and their seconds."""
-        return {rows: seconds for (known, rows), seconds in self.beside.items() if known == size}
-
-    def learn_prompt_rows(self, size: int, rows: int, seconds: float) -> None:
-        """A captured plain step of this size, with room for so many prompt rows, was measured."""
-        _learn(self.beside, (size, rows), seconds)
-
-    def learn(self, drafter: str, size: int, costs: Iterable[tuple[str, TreeShape, float]]) -> None:
-        """Captured steps of this size were measured, plain and with a drafter."""
-        self.measured.add((drafter, size))
-        for name, tree, seconds in costs:
-            _learn(self.captured, (name, tree, size), seconds)
-
-    def learn_pass(self, rows: int, seconds: float) -> None:
-        """A eager pass was measured before anybody asked. One of fewer rows that took longer was held up."""
-        self.curve[rows] = seconds
-        for fewer in [known for known in self.curve if known < rows]:
-            self.curve[fewer] = min(self.curve[fewer], seconds)
-
-    def learn_reading(self, drafter: str, tokens: int, seconds: float) -> None:
-        """A drafter caught up. The least counts, as a graph may have been captured on the way."""
-        self.per_token[drafter] = min(self._per_token(drafter), seconds / max(tokens, MIN_READ))
-
-    def reading(self, drafter: str, tokens: int) -> float:
-        """Seconds for a drafter to read so many tokens."""
-        return self._per_token(drafter) * max(tokens, MIN_READ) if tokens else 0.0
-
-    def learn_eager_reading(self, record: StepRecord) -> None:
-        """A drafter caught up before it drafted for a eager step: what drafting took longer than it takes else."""
-        assert record.catch_up is not None
-        name, tokens, seconds = record.catch_up
-        _learn(self.per_eager_token, name, max(0.0, seconds - self.drafting(_levels(record))) / tokens)
-
-    def eager_reading(self, drafter: str, tokens: int) -> float:
-        """Seconds for a drafter to read so many tokens before a eager step; nothing until it has read once."""
-        return self.per_eager_token.get(drafter, 0.0) * tokens
-
-    def _per_token(self, drafter: str) -> float:
-        """While it is not measured, as long as it may take."""
-        if drafter in self.per_token:
-            return self.per_token[drafter]
-        plain = [seconds for (_, tree, _), seconds in self.captured.items() if tree == NO_TREE]
-        return SLOWEST_READ * min(plain or self.by_rows.values(), default=0.0) / MIN_READ
-
-    def step(self, rows: int) -> float:
-        """Seconds of a eager step: as taken, else by the curve from the nearest that was, else from the nearest. Where
-        there is a curve, it is believed more than steps that were taken a few times, while others were busy or not.
-        """
-        return self._step(rows, (self.curve and self.believed) or self.by_rows)
-
-    def _step(self, rows: int, taken: Mapping[int, float]) -> float:
-        if rows in taken or not self.curve:
-            return _interpolated(taken, rows)
-        near = min(taken or self.curve, key=lambda known: abs(known - rows))
-        whole = self._on_curve(near)
-        return taken.get(near, whole) * self._on_curve(rows) / whole
-
-    def _size(self, decoding: int) -> int:
-        """Of captured plain steps for so many sequences; 0: there are none."""
-        return min((s for name, _, s in self.captured if name == "none" and s >= decoding), default=0)
-
-    def _on_curve(self, rows: int) -> float:
-        """It is measured once and asked many times a step."""
-        if len(self.curve) != self._drawn[1]:
-            self._drawn = {}, len(self.curve)
-        points = self._drawn[0]
-        if rows not in points:
-            points[rows] = _interpolated(self.curve, rows)
-        return points[rows]
+    def observe_prefill(self, record: StepRecord) -> None:
+        """A drafter's prefill is what drafting took longer than usual."""
+        assert record.drafter_prefill is not None
+        name, tokens, seconds = record.drafter_prefill
+        _learn(self.per_token, name, max(0.0, seconds - self.drafting(_levels(record))) / tokens)
 
     @property
-    def steps(self) -> int:
-        """Eager ones that were learned from."""
+    def learned(self) -> int:
+        """Steps that were learned from."""
         return self.times.total()
 
     def known_curve(self) -> dict[int, float]:
-        """Eager steps by rows as they are known by now, for whoever starts next: as measured, and those that were
-        taken by how much longer they took than a plain one. Without plain ones nobody knows at what pace they went.
-        """
-        known, plain = dict(self.curve), self.believed.get(1)
-        if plain is not None:
-            pace = known.get(1, plain) / plain
-            known |= {rows: pace * seconds for rows, seconds in self.believed.items()}
+        """Passes by rows for the next start: as measured, and as taken relative to a plain step of one row."""
+        known, alone = dict(self.curve), self.by_rows.get(1)
+        if alone is not None and self.times[1] >= KNOWN_AFTER:
+            pace = known.get(1, alone) / alone
+            known |= {n: pace * s for n, s in self.by_rows.items() if self.times[n] >= KNOWN_AFTER}
         return dict(sorted(known.items()))
 
-    def ragged_plain(self, batch: int) -> float:
-        """Seconds of a plain eager step."""
-        known = self.by_batch.get(batch)
-        return self.step(batch) if known is None else known
 
-    def drafting(self, levels: Mapping[str, int]) -> float:
-        """Seconds of drafting so many levels, by drafter, in a eager step."""
-        return sum(self.per_level.get(name, 0.0) * depth for name, depth in levels.items())
+class CapturedCosts:
+    """A step takes the device's time for its shape, and the host's time that the device cannot hide."""
+
+    def __init__(self) -> None:
+        self.ahead: dict[CapturedShape, float] = {}  # measured over padding
+        self.device: dict[CapturedShape, float] = {}  # steps that were taken, a pass
+        self.exposed: dict[tuple[bool, int], float] = {}  # host time a pass, by whether steps draft, and size
+        self.with_prompts: dict[tuple[int, int], float] = {}  # plain steps by size and rows for prompts
+        self.per_token: dict[str, float] = {}  # of a drafter's prefill
+        self.measured: set[tuple[str, int]] = set()  # drafters and sizes
+        self.baselines = Baselines()
+        self._drafting: bool | None = None  # whether the last step drafted
 
     def plain(self, size: int) -> float | None:
-        """Seconds of a plain captured step."""
-        return self.captured.get(("none", NO_TREE, size))
+        return self.seconds(CapturedShape("none", NO_TREE, size))
 
-    def ratio(self, drafter: str, tree: TreeShape, size: int) -> float:
-        """A captured step's cost against a plain one's. Where it is not measured: from the tree with the nearest number
-        of rows.
-        """
-        plain = self.plain(size)
-        if tree == NO_TREE:
-            return 1.0
-        if plain and (drafter, tree, size) in self.captured:
-            return self.captured[drafter, tree, size] / plain
-        known = [t for name, t, s in self.captured if (name, s) == (drafter, size)]
-        if not plain or not known:
-            return 1 + UNMEASURED_ROW * tree[1]
-        near = min(known, key=lambda one: (abs(one[1] - tree[1]), one))
-        return 1 + (self.captured[drafter, near, size] / plain - 1) * tree[1] / near[1]
+    def seconds(self, shape: CapturedShape) -> float | None:
+        """None: neither measured nor taken."""
+        device = self._device(shape)
+        exposed = self.exposed.get((shape.tree != NO_TREE, shape.size), 0.0)
+        return None if device is None else device + exposed
+
+    def _device(self, shape: CapturedShape) -> float | None:
+        if shape in self.device:
+            return self.device[shape]
+        plain = CapturedShape("none", NO_TREE, shape.size)
+        if shape in self.ahead and plain in self.device and plain in self.ahead:
+            return self.ahead[shape] * self.device[plain] / self.ahead[plain]  # at the pace of now
+        return self.ahead.get(shape)
+
+    def ratio(self, shape: CapturedShape) -> float:
+        """Relative to a plain step. A shape that was not measured is judged by the one with the nearest rows."""
+        plain, own = self.plain(shape.size), self.seconds(shape)
+        if shape.tree == NO_TREE or not plain:
+            return 1 + UNMEASURED_ROW * shape.tree.nodes
+        if own is not None:
+            return own / plain
+        known = [one.tree for one in {**self.ahead, **self.device} if self._alike(one, shape)]
+        if not known:
+            return 1 + UNMEASURED_ROW * shape.tree.nodes
+        near = min(known, key=lambda tree: (abs(tree.nodes - shape.tree.nodes), tree))
+        return 1 + (self.ratio(shape._replace(tree=near)) - 1) * shape.tree.nodes / near.nodes
+
+    def _alike(self, one: CapturedShape, shape: CapturedShape) -> bool:
+        return one.tree != NO_TREE and (one.drafter, one.size) == (shape.drafter, shape.size)
+
+    def depths(self, drafter: str, size: int) -> list[int]:
+        """Of chains that were measured."""
+        mine = [one.tree for one in self.ahead if (one.drafter, one.size) == (drafter, size)]
+        return sorted(tree.depth for tree in mine if tree.is_chain and tree.nodes)
+
+    def sizes(self, drafter: str) -> list[int]:
+        return sorted({one.size for one in {**self.ahead, **self.device} if one.drafter == drafter})
+
+    def prefill(self, drafter: str, tokens: float) -> float:
+        return self.per_token.get(drafter, 0.0) * tokens
+
+    def learn(self, drafter: str, size: int, costs: Iterable[tuple[str, TreeShape, float]]) -> None:
+        """Steps of this size were measured ahead, plain and with a drafter."""
+        self.measured.add((drafter, size))
+        for name, tree, seconds in costs:
+            self.ahead[CapturedShape(name, tree, size)] = seconds
+
+    def learn_prefill(self, drafter: str, tokens: int, seconds: float) -> None:
+        """The least counts: a graph may have been captured in between."""
+        self.per_token[drafter] = min(self.per_token.get(drafter, inf), seconds / tokens)
+
+    def observe(self, record: StepRecord, after_prompt: bool) -> None:
+        assert record.captured is not None
+        shape, group = record.captured, record.captured.size
+        drafting, before = shape.tree != NO_TREE, self._drafting
+        device, self._drafting = record.target_s / record.passes, drafting
+        _learn(self.device, shape, device)
+        if drafting == before and not record.after_end:
+            # Longer than the device's own time is a stall of the host that no plan changes.
+            exposed = max(record.total_s - record.target_s, 0.0) / record.passes
+            _learn(self.exposed, (drafting, group), min(exposed, device), 0.0)
+        if drafting:
+            self.baselines.drafted(group, shape, CapturedShape("none", NO_TREE, group) in self.device)
+        else:
+            self.baselines.plain(group, device, self.device.__getitem__, not after_prompt)
+
+
+class CostModel:
+    def __init__(self) -> None:
+        self.eager, self.captured = EagerCosts(), CapturedCosts()
+        self.after_prompt = False  # whether the last step had prompt rows
+
+    def observe(self, record: StepRecord) -> None:
+        after_prompt, self.after_prompt = self.after_prompt, record.prompt_rows > 0
+        costs = self.eager if record.captured is None else self.captured
+        if record.drafter_prefill is not None:
+            if record.captured is None:
+                self.eager.observe_prefill(record)
+            else:
+                self.captured.learn_prefill(*record.drafter_prefill)
+        if record.decodes_only and record.drafter_prefill is None:
+            costs.observe(record, after_prompt)
+        elif record.prompt_rows:
+            self._observe_prompt(record)
+
+    def baseline_due(self, size: int, batch: int) -> bool:
+        """Whether a plain step of the persistent batch of this size, or of this eager batch, is to be measured."""
+        return self.captured.baselines.due(size) if size else self.eager.baselines.due(batch)
+
+    def _observe_prompt(self, record: StepRecord) -> None:
+        captured = record.captured
+        if captured is not None and captured.drafter == "none":
+            fitting = [rows for rows in self.prompt_sizes(captured.size) if rows >= record.prompt_rows]
+            if fitting:
+                key = captured.size, min(fitting)
+                _learn(self.captured.with_prompts, key, max(record.total_s, record.target_s))
+                return
+        added = self._added_by_prompt(record)
+        if added is not None and record.drafter_prefill is None:
+            _learn(self.eager.per_prompt_row, round_up(record.prompt_rows), added / record.prompt_rows)
+
+    def prompt_sizes(self, size: int) -> dict[int, float]:
+        """Prompt rows that captured plain steps of this size have, and their seconds."""
+        return {rows: s for (known, rows), s in self.captured.with_prompts.items() if known == size}
+
+    def added_by_prompts(self, size: int, rows: int) -> float:
+        """Seconds that this many prompt rows add to a captured plain step."""
+        sizes, plain = self.prompt_sizes(size), self.captured.plain(size) or 0.0
+        fitting = [one for one in sizes if one >= rows]
+        if not rows or not sizes:
+            return 0.0
+        return max(sizes[min(fitting)] if fitting else sizes[max(sizes)], plain) - plain
+
+    def _added_by_prompt(self, record: StepRecord) -> float | None:
+        """Seconds that prompt rows added to a step; None: unknown."""
+        if record.captured is not None:
+            without = self.captured.seconds(record.captured)
+            prefilled = record.drafter_prefill.seconds if record.drafter_prefill else 0.0
+        else:
+            rows, prefilled = record.rows - record.prompt_rows, record.draft_s
+            without = self.eager.step(rows) if rows and self.eager.by_rows else None
+        if not record.prompt_rows or not without:
+            return None
+        return max(record.total_s - prefilled - without, 0.0)
 
     def plain_seconds(self, record: StepRecord) -> float:
-        """What plain steps over the same sequences would have taken for the tokens of this one, prompt rows read as in
-        this one; 0: nobody knows, or nobody waited for a token.
+        """What plain steps of the same sequences would have taken for the tokens of this step, prompt rows included;
+        0: unknown, or no sequence waited for a token.
         """
         if not record.answering or not (record.emitted or record.prompt_rows):
             return 0.0
-        if not (record.captured[1] != NO_TREE if record.captured else record.drafted):
+        captured = record.captured
+        if not (record.drafted if captured is None else captured.tree != NO_TREE):
             return record.total_s
-        rows = record.rows - record.prompt_rows
-        size, shape = (record.captured[2], record.captured) if record.captured else (-record.decoding, rows)
-        share = self.plain_share.get((size, shape))
-        if share is not None:
-            plain: float | None = share * self._taken(shape)
-        else:
-            plain = self.plain(size) if size > 0 else self.ragged_plain(-size)
-        decoding = max(record.decoding, 1)  # all that drafted may have gone meanwhile
+        plain = self._plain_now(record)
+        decoding = max(record.decoding, 1)  # all that drafted may have ended meanwhile
         if not plain or not record.prompt_rows:
             return record.emitted / decoding * (plain or 0.0)
         return (1 + record.accepted / decoding) * plain + (self._added_by_prompt(record) or 0.0)
 
-
-def _captured_seconds(record: StepRecord, stall: float = MAX_STALL) -> float:
-    """Of a captured step, without what held up the host."""
-    return min(max(record.total_s, record.target_s), stall * record.target_s)
-
-
-def _interpolated(known: Mapping[int, float], rows: int) -> float:
-    """Seconds by rows, between the nearest numbers of rows that are known, and beyond them."""
-    if rows in known:
-        return known[rows]
-    a = max((r for r in known if r < rows), default=0)
-    b = min((r for r in known if r > rows), default=0)
-    if a and b:
-        share = (rows - a) / (b - a)
-        return known[a] * (1 - share) + known[b] * share
-    near, least = a or b, min(known, default=0)
-    assumed = known.get(near, 1.0) * (1 + UNMEASURED_ROW * rows) / (1 + UNMEASURED_ROW * near)
-    if least < a:  # what rows cost up to there, they cost beyond
-        slope = (known[a] - known[least]) / (a - least)
-        return max(assumed, known[a] + slope * (rows - a))
-    return assumed
+    def _plain_now(self, record: StepRecord) -> float | None:
+        """A plain step in place of this one: by the last baselines, as contexts grow."""
+        captured = record.captured
+        if captured is None:
+            rows, batch = record.rows - record.prompt_rows, record.decoding
+            share = self.eager.baselines.share(batch, rows)
+            return self.eager.plain(batch) if share is None else share * self.eager.by_rows[rows]
+        share = self.captured.baselines.share(captured.size, captured)
+        if share is None:
+            return self.captured.plain(captured.size)
+        return share * self.captured.device[captured] + self.captured.exposed.get((False, captured.size), 0.0)
 
 
-def _bucket(rows: int) -> int:
-    """The power of two that has room."""
+def round_up(rows: int) -> int:
+    """To a power of two."""
     return 1 << (rows - 1).bit_length()
 
 
 def _levels(record: StepRecord) -> dict[str, int]:
-    """How deep each drafter drafted in a eager step."""
+    """How deep each drafter drafted in an eager step."""
     found: dict[str, int] = {}
     for o in record.outcomes:
         if o.drafted:
@@ -359,5 +343,6 @@ def _levels(record: StepRecord) -> dict[str, int]:
     return found
 
 
-def _learn(known: dict, key: object, value: float, keep: float = KEEP) -> None:
-    known[key] = keep * known[key] + (1 - keep) * value if key in known else value
+def _learn(known: dict, key: object, value: float, start: float | None = None) -> None:
+    before = known.get(key, start)
+    known[key] = value if before is None else KEEP * before + (1 - KEEP) * value

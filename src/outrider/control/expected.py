@@ -16,8 +16,8 @@ from itertools import accumulate
 from operator import mul
 from typing import Protocol
 
-from outrider.control.costs import CostModel
-from outrider.control.trees import NO_TREE
+from outrider.control.costs import CapturedCosts, CostModel, EagerCosts
+from outrider.types import CapturedShape, TreeShape
 
 Outcome = tuple[int, int]  # how deep a draft was, and how many of its tokens were accepted
 SAMPLES = 200  # drawn for an interval
@@ -37,13 +37,13 @@ class StepCosts(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class EagerCosts:
+class EagerChains:
     """Steps that have as many rows as were drafted: `rows` knows their time, `draft` that of drafting."""
 
-    rows: CostModel
+    rows: EagerCosts
     draft: Callable[[int, int], float]  # seconds by batch and depth
     # The same where it was measured for a batch by itself: rows of several sequences take longer than as many of one.
-    by_batch: Mapping[int, CostModel] = field(default_factory=dict)
+    by_batch: Mapping[int, EagerCosts] = field(default_factory=dict)
 
     def plain(self, batch: int) -> float:
         return self.by_batch.get(batch, self.rows).step(batch)
@@ -53,34 +53,35 @@ class EagerCosts:
 
 
 @dataclass(frozen=True, slots=True)
-class CapturedCosts:
+class CapturedChains:
     """Captured steps: chains of a fixed depth for a fixed number of sequences, measured as a whole."""
 
-    costs: CostModel
+    costs: CapturedCosts
     drafter: str
 
     def plain(self, batch: int) -> float:
-        return self.costs.captured["none", NO_TREE, self._size(batch)]
+        seconds = self.costs.plain(self._size(batch))
+        assert seconds is not None
+        return seconds
 
     def step(self, batch: int, depth: int, drafted: int) -> float:
-        return self.plain(batch) * self.costs.ratio(self.drafter, (depth, depth), self._size(batch))
+        shape = CapturedShape(self.drafter, TreeShape(depth, depth), self._size(batch))
+        return self.plain(batch) * self.costs.ratio(shape)
 
     def depths(self, batch: int) -> list[int]:
         """Of chains that were measured with so many sequences."""
-        size = self._size(batch)
-        mine = [tree for name, tree, s in self.costs.captured if (name, s) == (self.drafter, size)]
-        return sorted(depth for depth, nodes in mine if depth == nodes > 0)
+        return self.costs.depths(self.drafter, self._size(batch))
 
     def _size(self, batch: int) -> int:
-        sizes = sorted({size for name, _, size in self.costs.captured if name == self.drafter})
+        sizes = self.costs.sizes(self.drafter)
         return next((size for size in sizes if size >= batch), sizes[-1])
 
 
 def step_costs(costs: CostModel, drafter: str) -> StepCosts:
     """As the engine knows them by now: of captured steps where it has any of this drafter, else by rows."""
-    if any(name == drafter for name, *_ in costs.captured):
-        return CapturedCosts(costs, drafter)
-    return EagerCosts(costs, lambda batch, depth: costs.drafting({drafter: depth}))
+    if costs.captured.sizes(drafter):
+        return CapturedChains(costs.captured, drafter)
+    return EagerChains(costs.eager, lambda batch, depth: costs.eager.drafting({drafter: depth}))
 
 
 @dataclass(frozen=True)

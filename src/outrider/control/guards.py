@@ -1,86 +1,82 @@
-"""Bounds on what the planner may decide: settings, each with its reason. One set, whatever the device."""
+"""Every tuned number of the planner, each with the measurement that set it. tests/control/test_guards.py counts them.
+
+Numbers that a user may set are fields of `Guards`. Log entries (log/NNN) hold commands and figures.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf
 
-from outrider.types import SamplingParams
+# ------------------------------------------------------------------------------------------ acceptance.py
 
-# Sampling that leaves out so little is as good as unfiltered.
-FLAT_TOP_K, FLAT_TOP_P, FLAT_MIN_P = 200, 0.98, 0.01
-FEW = 16  # sequences
+# Acceptance rate of a draft's first token and of each further one, before a drafter was tried. Slightly above what
+# shipped heads reach (.54 to .81, log/077), so that a drafter is tried.
+FIRST, NEXT = 0.7, 0.8
+COOLING = 0.25  # a degree of temperature divides FIRST by 1 + COOLING: .68 at 0 against .57 at 0.7 (log/077)
+PRIOR_WEIGHT = (
+    2.0  # steps that the starting point of an estimate counts for: 4 costs new texts 2 to 4 % (log/072)
+)
+SEQUENCE_MEMORY = (
+    12  # steps that a sequence's estimate averages over: texts alternate within 10 to 20 (log/049)
+)
+DRAFTER_MEMORY = 200  # the same of the prior over all sequences: requests change slowly (log/049)
+RECOVERY = 0.02  # share of the way back to NEXT after a draft accepted as far as it went (log/053)
+# Part of the standard deviation between sequences that a shared tree must earn as well: sequences with low acceptance
+# finish last, in a batch that has shrunk. Without it, 4 to 16 sequences lose 2 to 5 % (log/069).
+CAUTION = 0.5
+
+# ------------------------------------------------------------------------------------------ trees.py
+
+# Acceptance of the second choice where the first was rejected, and of each later one where those before it were: .55
+# and .4 were measured (log/060).
+SECOND = 0.5
+TYPICAL = 0.73  # acceptance of first choices that the captured trees are shaped for (log/060)
+
+# ------------------------------------------------------------------------------------------ planner.py
+
+# Expected gain before drafting begins or the drafter changes; it ends where no gain is left. Costs are known to 3 to
+# 5 % (log/065).
+MARGIN = 0.05
+GRACE = (
+    16  # tokens that count as written when a request's slowdown is computed: two steps are no tail (log/079)
+)
+PROBE_INTERVAL = 24  # plain steps without a draft before one is tried again (log/053)
+PROBE_SHARE = 0.005  # of the time, at most, for probes: half of the hundredth that "never slower" leaves
+BASELINE_INTERVAL = (
+    100  # drafting steps between two plain ones that are measured: costs 0.3 % at 1.5x (log/077)
+)
+HOLD = 4  # steps that a plan is kept at most, where planning would hold up the device (log/067, log/077)
+
+# ------------------------------------------------------------------------------------------ costs.py
+
+KEEP = 0.9  # weight of the known time against a new measurement: single steps vary by 5 to 20 % (log/065)
+KNOWN_AFTER = 8  # steps of one size before their time outweighs the measured curve (log/070)
+UNMEASURED_ROW = 0.05  # of a step, for a row whose cost is unknown; low, so that it gets measured (log/006)
+
+# ------------------------------------------------------------------------------------------ prefill.py
+
+CROWDED = 0.5  # waiting prompts per decoding sequence, above which prefill gets more of a step (log/078)
+BURST_STEPS = 2  # longest steps in which a burst of prompts is prefilled at once (log/078)
+FEW_DECODING = 16  # sequences up to which prompts arrive one at a time (log/078)
 
 
 @dataclass(frozen=True, slots=True)
 class Guards:
-    # Sequences of a step above which nothing is drafted: the step is full of real work. None: what is measured decides.
-    max_batch: int | None = None
-    tree_batch: int = 4  # sequences up to which a step has rows to spare for a tree
-    max_temperature: float = 1.5  # above, hardly any draft is accepted
-    # The same where sampling leaves out next to nothing: the tail of unlikely tokens grows with temperature, and no
-    # draft guesses which of them is drawn.
-    flat_temperature: float = 1.3
-    max_depth: int = 15  # of a draft; how deep pays is for expectation to say
-    # Drafts of a request, after which one that still gains less than it costs is probed less often: its text is not
-    # what the drafter knows.
-    patience: int = 24
-    patience_share: float = 0.5  # of the time for probes, that such a request has
-    # What a request's tokens may take, in times of what plain decoding takes, so that others draft: a bound on p99 time
-    # per token. A step that would stretch further is not made while somebody is beyond it. Among more sequences than
-    # FEW it is larger in proportion: what one loses, as many more gain.
-    max_stretch: float = 1.15
-    # Tokens of a request that count as written when its stretch is looked at: two steps are no tail.
-    grace: int = 16
-    # What a step may take, in times of a plain one, to draft for a request of which no draft was right so far. That is
-    # for drafters that are scored on what is verified anyway: nothing is learned by trying deeper.
-    unproven_stretch: float = 1.1
-    # Levels of the first draft for a text by a drafter that takes passes. Every accepted token allows one more, and a
-    # rejected draft halves those. A text that is not what the drafter knows is found out at the least cost.
-    start_depth: int = 1
-    # A draft token beside prompt rows, in times of what one is worth elsewhere: whoever is answered meanwhile waits for
-    # those rows at every step.
-    worth_beside_prompts: float = 2.0
-    # What such a step may take, in times of one without drafts: first tokens wait for it.
-    hold_up: float = 1.3
-    # "throughput": most tokens per second of all sequences together. "latency": least time per token, on average over
-    # sequences, so that one with little acceptance counts more.
+    """Bounds on what the planner may decide. The first four are settings of the same name."""
+
+    max_batch: int | None = (
+        None  # sequences of a step above which nothing is drafted; None: measured costs decide
+    )
+    max_depth: int = 15  # of a draft: the longest captured chain
+    max_temperature: float = 1.5  # above, fewer than 1 in 5 draft tokens is accepted (log/052)
+    # "throughput": most tokens per second of all sequences together. "latency": least mean time per token, so that a
+    # sequence with little acceptance counts more.
     objective: str = "throughput"
-    # Speed-up to expect before drafting begins; it ends where none is left. Costs are known to a few percent.
-    break_even: float = 1.05
-    # Of what another drafter promises, that a sequence leaves the one it has for: estimates are no better.
-    switch: float = 1.05
-    # Steps after which one is plain although drafts pay: what plain decoding takes here and now is measured, never
-    # extrapolated.
-    baseline_interval: int = 100
-
-    tree_cost: float = 1.1  # of a chain's step, at most, for a eager tree of twice its rows
-    probe_depth: int = 2  # of a chain: it shows both rates, of the first token and of the next
-    costly_probe: float = 1.3  # plain steps' time above which a probe takes the smallest tree instead
-    probe_interval: float = 24  # plain steps' time without a draft before one is tried
-    probe_share: float = 0.002  # of the time, at most, for probes where nothing is drafted
-    spare_probe_share: float = 0.01  # the same where another drafter pays
-    # Of what is left of the answers, for one probe longer than a plain step.
-    probe_answer_share: float = 0.005
-    min_trials: float = 46  # drafts of a drafter before sequences are taken to differ
-    # In which drafting must earn the time that a drafter needs to catch up, until it is known how long answers are.
-    payback_steps: float = 32
-
-    # What prompt rows may add to a step beside decoding sequences, in times of what it takes without them: a bound on
-    # the time between two tokens. It is raised in proportion once a prompt has waited `prefill_wait` seconds.
-    prefill_stretch: float = inf
+    # Time per token of a request, relative to plain decoding, up to which other requests' drafts may slow it down: a
+    # bound on p99 (goal 1.15x).
+    max_slowdown: float = 1.15
+    # Time that prefill may add to a step with decoding sequences, relative to the step without it, and the seconds a
+    # prompt may wait before this bound grows in proportion. Set per device (settings.py).
+    prefill_slowdown: float = inf
     prefill_wait: float = 1.0
-    # Captured steps, as long as may be, in which a burst of prompts is read whatever that bound: who decodes pauses so
-    # often, not in every step of many, and soon everybody decodes.
-    prefill_at_once: int = 2
-    min_prompt_rows: int = 8  # beside decoding sequences: fewer take a CPU as long as so many
-
-    def stretch(self, sequences: int) -> float:
-        """The bound of `max_stretch` among so many."""
-        return 1 + (self.max_stretch - 1) * max(1.0, sequences / FEW)
-
-
-def is_flat(params: SamplingParams) -> bool:
-    """Whether next to no token is left out before one is drawn."""
-    wide = params.top_k == 0 or params.top_k > FLAT_TOP_K
-    return wide and params.top_p > FLAT_TOP_P and params.min_p < FLAT_MIN_P

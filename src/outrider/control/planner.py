@@ -1,47 +1,61 @@
 """The planner: which drafter, how deep and how wide, for every sequence of a step. No torch.
 
-It takes the drafts with the most expected tokens per second: tokens by acceptance rates (acceptance.py), seconds by the
-cost model (costs.py), within bounds (guards.py). No draft at all is one of the choices; a probe now and then keeps it
-from being for ever (probes.py). A request that names no drafter gets any of the engine's. Those that take no pass are
-scored on what was verified, asked or not, so they need no probes; of the others one serves a step. Staged rows have a
-draft each (staged.py), resident rows share a tree (resident.py). What a request fixes itself (drafter, depth, nodes,
-tree) is done as asked. Every decision has its reason (reasons.py).
+In order: guards settle what a request or a bound decides; candidates are the drafts that the runner could make
+(candidates.py); their value is expected tokens per second over those of plain decoding, by acceptance rates
+(acceptance.py) and measured costs (costs.py); the best one is chosen, or none; now and then a drafter that is not in
+use is probed; each decision has its reason (reasons.py). The runner executes the plan as it is.
+
+The persistent batch and host-packed sequences are planned by the same steps. They differ in their candidates alone.
 """
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from math import inf, prod
 
-from outrider.control.acceptance import AcceptanceRate, AcceptanceRates
+import numpy as np
+
+from outrider.control import prefill
+from outrider.control.acceptance import AcceptanceRates
+from outrider.control.candidates import Candidates, Group, own_chains, shared_trees
 from outrider.control.costs import CostModel
-from outrider.control.fairness import Fairness
-from outrider.control.guards import Guards, is_flat
-from outrider.control.known import Known
-from outrider.control.lengths import AnswerLengths
-from outrider.control.payoff import Payoff
-from outrider.control.reasons import AUTO, BASELINE, OFF, PREFILL
-from outrider.control.resident import Choice, ResidentPlans
-from outrider.control.rest import Rest
-from outrider.control.staged import StagedPlans, StepRows
+from outrider.control.guards import MARGIN, PROBE_INTERVAL, PROBE_SHARE, Guards
+from outrider.control.history import AnswerLengths, DraftReturn, Fairness
+from outrider.control.plan_cache import PlanCache, resident_of
+from outrider.control.reasons import AUTO, BASELINE, NOTHING_FOUND, OFF, PREFILL
 from outrider.types import (
     MAX_NODES,
     NO_DRAFT_PLAN,
+    NO_TREE,
+    CapturedShape,
     DraftPlan,
     Options,
     Plan,
     Reason,
     Sequence,
     StepRecord,
+    TreeShape,
     Work,
 )
 
-MAX_PROMPT_ROWS = 1 << 20  # more than any step has
-# Prompt rows of a step that others decode in, unless a prompt has waited so many times as long as it should: more save
-# reading what those have cached, and are felt by everybody.
-USUAL_PROMPT_ROWS, LATE = 512, 40
-ASKED_DEPTH = 4  # of a draft whose nodes alone a request fixed
+Choice = tuple[DraftPlan, Reason]
+ASKED_DEPTH = 4  # of a draft for which a request fixed the number of nodes alone
+PROBE_TREE = TreeShape(2, 2)  # the smallest that shows both acceptance rates
+
+
+@dataclass(slots=True)
+class Current:
+    """What the last plan of one kind (persistent batch, host-packed) decided."""
+
+    lead: str = "none"
+    drafts: bool = False
+    speedup: float = 1.0  # expected
+    idle: defaultdict[str, float] = field(
+        default_factory=lambda: defaultdict(float)
+    )  # plain steps since a draft
 
 
 class Planner:
@@ -50,162 +64,59 @@ class Planner:
         default: str = "none",
         depth: int | None = None,
         nodes: int | None = None,
-        choices: tuple[str, ...] = (),  # drafters that sequences may get whose requests name none
+        choices: tuple[str, ...] = (),  # drafters for requests that name none
         guards: Guards | None = None,
     ) -> None:
         self.default, self.depth, self.nodes, self.choices = default, depth, nodes, choices
         self.guards = guards or Guards()
-        self.costs, self.rates = CostModel(self.guards.baseline_interval), AcceptanceRates()
-        self.fairness, self.payoff = Fairness(self.guards), Payoff()
-        self.lengths = AnswerLengths(self.guards)
-        known = Known(self.guards, self.costs, self.rates, self.fairness, self.lengths)
-        self.staged, self.resident = StagedPlans(known), ResidentPlans(known)
-        self.rest = Rest()
-        self.crowded = Reason("batch", 0, (("batch", 0),))  # one for all sequences of a step
-        self.learn, self.learn_reading = self.costs.learn, self.costs.learn_reading
-        self.learn_prompt_rows = self.costs.learn_prompt_rows
+        self.costs, self.rates, self.lengths = CostModel(), AcceptanceRates(), AnswerLengths()
+        self.fairness, self.returns = Fairness(self.guards.max_slowdown), DraftReturn()
+        self.cache = PlanCache()
+        self.persistent, self.packed = Current(), Current()
 
     def plan(self, work: Seq[Work], options: Options) -> Plan:
-        """One draft plan and one reason for each item of work."""
-        again = self.rest.plan_again(
-            work, options, lambda one: self._settled(one, len(work), options)[1] is AUTO
-        )
-        return again if again is not None else self.rest.note(work, self._plan(work, options), options)
+        batch = len(work)
+        kept = self.cache.get(work, options, lambda one: self._settled(one, batch, options)[1] is AUTO)
+        if kept is not None:
+            return kept
+        return self.cache.put(work, self._plan(work, options), options)
 
     def _plan(self, work: Seq[Work], options: Options) -> Plan:
-        sequences, batch, self.rates.scored = [item.sequence for item in work], len(work), options.model_free
-        found = [self._settled(item, batch, options) for item in work]
-        allowed = {
-            i: self._allowed(sequences[i], draft_plan)
-            for i, (draft_plan, why) in enumerate(found)
-            if why is AUTO
-        }
-        here = [i for i, item in enumerate(work) if item.emits and options.is_resident(i)]
-        if here:
-            mine = [sequences[i] for i in here], [found[i] for i in here], [allowed.get(i, ()) for i in here]
-            reading = sum(why is PREFILL for _, why in found)
-            held_up = reading + options.waiting if reading else 0
-            for i, choice in zip(here, self.resident.plan(*mine, options, held_up), strict=True):
-                found[i] = choice
-        left = {i: (sequences[i], allowed[i]) for i, one in enumerate(found) if one[1] is AUTO}
+        self.rates.model_free = options.model_free
+        found = [self._settled(one, len(work), options) for one in work]
+        places = [i for i, one in enumerate(work) if one.emits and options.size and options.resident[i]]
+        shared = self._plan_persistent(work, found, places, options) if places else Plan(())
+        left = [i for i, (_, why) in enumerate(found) if why is AUTO]
         if left:
-            emitting = sum(item.emits for item in work)
-            asked, rows = sum(draft_plan.nodes for draft_plan, _ in found), sum(item.known for item in work)
-            step = StepRows(emitting, asked, rows - emitting, batch - emitting + options.waiting)
-            for i, drafter, depth, reason in self.staged.plan(left, step, options):
-                found[i] = self._shaped(found[i][0], drafter, depth, reason, batch), reason
-        if self.costs.baseline_due(options.size, batch) and all(why.kind != "asked" for _, why in found):
-            found = [(NO_DRAFT_PLAN, BASELINE if draft_plan.nodes else why) for draft_plan, why in found]
-        return Plan(tuple(draft_plan for draft_plan, _ in found), tuple(reason for _, reason in found))
+            self._plan_packed(work, found, left, options)
+        if self.costs.baseline_due(options.size, len(work)) and all(why.kind != "asked" for _, why in found):
+            found = [(NO_DRAFT_PLAN, BASELINE if plan.nodes else why) for plan, why in found]
+            shared = Plan(())
+        plans, reasons = zip(*found, strict=True)
+        return replace(shared, draft_plans=plans, reasons=reasons, resident=resident_of(plans, options))
 
-    def unmeasured(self, work: Seq[Work], options: Options) -> str:
-        """A drafter whose captured steps of this size must be measured before a plan is made, or "none"."""
-        if all((name, options.size) in self.costs.measured for name in options.trees):
-            return "none"
-        for i, item in enumerate(work):
-            draft_plan, why = self._settled(item, len(work), options)
-            if options.is_resident(i) and why is AUTO:
-                for name in self._allowed(item.sequence, draft_plan):
-                    if name in options.trees and (name, options.size) not in self.costs.measured:
-                        return name
-        return "none"
-
-    def prompt_rows(self, decoding: int, waited: float, waiting: int = 1, pending: int = 0) -> int:
-        """Prompt rows that a step may have beside so many decoding sequences: more the longer a prompt has waited, and
-        the more of them do. `pending` are all rows that wait.
-        """
-        guards = self.guards
-        if guards.prefill_stretch == inf:
-            return MAX_PROMPT_ROWS
-        share = guards.prefill_stretch * max(1.0, waited / guards.prefill_wait)
-        most = MAX_PROMPT_ROWS if waited > LATE * guards.prefill_wait else USUAL_PROMPT_ROWS
-        rows = self.costs.prompt_rows(decoding, share, most, waiting)
-        at_once = self.costs.read_at_once(decoding, waiting, pending, guards.prefill_at_once)
-        return max(rows, at_once, guards.min_prompt_rows)
-
-    def forget(self, sequence: Sequence) -> None:
-        self.lengths.observe(sequence)
-        self.rates.forget(sequence)
-        self.fairness.forget(sequence)
-        self.rest.forget(sequence)
-
-    def forget_drafter(self, name: str) -> None:
-        """It drafts with other weights now, alone or merged with others: what it achieved says nothing any more."""
-        self.rates.forget_drafter(name)
-        self.payoff.forget(name)
-        self.rest = Rest()  # no plan with it may hold
-        for known in self.resident.idle_time:
-            if name in known.split("+"):
-                self.resident.idle_time[known] = inf  # so that one that did not pay is tried again
-
-    def release(self, name: str) -> None:
-        """A drafter is there no longer: whoever named none gets what is left."""
-        self.forget_drafter(name)
-        self.payoff.held.pop(name, None)
-        self.choices = tuple(one for one in self.choices if one != name)
-        self.default = next(iter(self.choices), "none") if self.default == name else self.default
-
-    def observe(self, record: StepRecord) -> None:
-        if record.catch_up is not None:
-            if record.captured:
-                self.learn_reading(*record.catch_up)
-            else:
-                self.costs.learn_eager_reading(record)
-        self.costs.observe(record)
-        record.plain_s = self.costs.plain_seconds(record)
-        drafter = record.captured[0] if record.captured else "none"
-        alive: list[AcceptanceRate] = []
-        for o in record.outcomes:
-            resident = (
-                o.draft_plan.nodes > 0 and o.draft_plan.drafter == drafter
-            )  # its rows ran, drafted or not
-            if resident or o.drafted:
-                # A captured tree is valued by the rate of first choices, a grown one by the depth it reached.
-                accepted = o.top1_accepted if resident else o.accepted
-                self.rates.observe(o.sequence, o.draft_plan.drafter, o.deepest, accepted)
-            if not o.sequence.finish_reason:  # else already forgotten
-                alive += [self.rates.of(o.sequence, drafter)] if resident else []
-                self.rates.note(o.sequence, o.draft_plan.drafter if o.drafted else "none")
-        for o in record.scored:
-            if o.drafted or record.captured is not None:  # a captured step has rows for it, drafted or not
-                self.rates.observe(o.sequence, o.draft_plan.drafter, o.deepest, o.accepted)
-        decoded = record.decodes_only and record.plain_s > 0
-        if record.sequences > 1 and record.drafted and decoded:  # alone, nobody waits for others' drafts
-            self.fairness.observe(record, record.total_s * record.emitted / record.sequences / record.plain_s)
-        if self.payoff.held and decoded:
-            self.payoff.observe(record)
-        self.rest.observe(record)
-        if record.captured is not None:
-            self.resident.observe(record, self.choices, alive)
+    # ------------------------------------------------------------------------------------------ guards
 
     def _settled(self, item: Work, batch: int, options: Options) -> Choice:
-        """What the request or a guard settles at once; AUTO leaves depth and tree to measurement."""
+        """What the request or a guard settles; AUTO leaves the draft to measurement."""
         params, guards = item.sequence.request.params, self.guards
-        asked, temperature = params.speculation, params.temperature
-        name = asked.drafter or self.default
+        asked, name = params.speculation, params.speculation.drafter or self.default
         if not item.emits or (item.known > 1 and not options.after_prompts):
             return NO_DRAFT_PLAN, PREFILL
         if name == "none" or asked.off:
             return NO_DRAFT_PLAN, OFF
         if asked.tree or asked.depth or asked.nodes or self.depth or self.nodes:
-            draft_plan = self._asked(name, item)
-            return draft_plan, Reason(
-                "asked", draft_plan.depth, (("drafter", name), ("nodes", draft_plan.nodes))
-            )
+            plan = self._asked(name, item)
+            return plan, Reason("asked", plan.depth, (("drafter", name), ("nodes", plan.nodes)))
         if guards.max_batch is not None and batch > guards.max_batch:
-            if self.crowded.facts[0][1] != batch:
-                self.crowded = Reason("batch", 0, (("batch", batch, guards.max_batch),))
-            return NO_DRAFT_PLAN, self.crowded
-        if temperature > guards.max_temperature:
-            return NO_DRAFT_PLAN, Reason(
-                "temperature", 0, (("temperature", temperature, guards.max_temperature),)
-            )
-        if temperature > guards.flat_temperature and is_flat(params):
-            return NO_DRAFT_PLAN, Reason("flat", 0, (("temperature", temperature, guards.flat_temperature),))
+            return NO_DRAFT_PLAN, Reason("batch", 0, (("batch", batch, guards.max_batch),))
+        if params.temperature > guards.max_temperature:
+            facts = (("temperature", params.temperature, guards.max_temperature),)
+            return NO_DRAFT_PLAN, Reason("temperature", 0, facts)
         return DraftPlan(name, mode=asked.mode), AUTO
 
     def _asked(self, name: str, item: Work) -> DraftPlan:
-        """As the request fixed it, or whoever made this planner."""
+        """As the request fixed it, or the planner's own `depth` and `nodes`."""
         asked = item.sequence.request.params.speculation
         if asked.tree is not None:
             nodes = sum(prod(asked.tree[: k + 1]) for k in range(len(asked.tree)))
@@ -215,20 +126,358 @@ class Planner:
         free = asked.mode != "rejection"  # the ratio test must not choose nodes by looking at them
         return DraftPlan(name, (nodes or depth) if free else depth, depth, None, asked.mode)
 
-    def _allowed(self, sequence: Sequence, draft_plan: DraftPlan) -> tuple[str, ...]:
-        """Drafters that a sequence may get."""
-        named = (
-            sequence.request.params.speculation.drafter is not None or draft_plan.drafter not in self.choices
-        )
-        return (draft_plan.drafter,) if named else self.choices
+    def _allowed(self, sequence: Sequence, plan: DraftPlan) -> tuple[str, ...]:
+        named = sequence.request.params.speculation.drafter is not None or plan.drafter not in self.choices
+        return (plan.drafter,) if named else self.choices
 
-    def _shaped(
-        self, draft_plan: DraftPlan, drafter: str, depth: int, reason: Reason, batch: int
-    ) -> DraftPlan:
-        """A chain, or a tree where its rows cost little."""
-        if not depth:
-            return NO_DRAFT_PLAN
-        guards, step, nodes = self.guards, self.costs.step, min(2 * depth, MAX_NODES)
-        tree = reason.kind == "pays" and batch <= guards.tree_batch and draft_plan.mode != "rejection"
-        cheap = tree and step(batch + nodes) <= guards.tree_cost * step(batch + depth)
-        return replace(draft_plan, drafter=drafter, nodes=nodes if cheap else depth, depth=depth)
+    # ------------------------------------------------------------------------------------------ candidates
+
+    def _group(
+        self,
+        work: Seq[Work],
+        found: Seq[Choice],
+        places: list[int],
+        delayed: int,
+        plain: float,
+        rows: int = 0,
+    ) -> Group:
+        sequences = [work[i].sequence for i in places]
+        allowed = [self._allowed(work[i].sequence, found[i][0]) for i in places]
+        late = self.fairness.late_ones(sequences) if len(work) > 1 else ()
+        return Group(
+            places,
+            sequences,
+            allowed,
+            self.lengths.tokens_left(sequences),
+            np.array([s in late for s in sequences]),
+            delayed,
+            plain,
+            rows,
+        )
+
+    def _plan_persistent(
+        self, work: Seq[Work], found: list[Choice], places: list[int], options: Options
+    ) -> Plan:
+        """Settles what `found` leaves to measurement in the persistent batch: its tree and drafters."""
+        if any(found[i][1].kind == "asked" for i in places):
+            return self._plan_asked(work, found, places, options)
+        free = [i for i in places if found[i][1] is AUTO]
+        plain = self.costs.captured.plain(options.size)
+        if not free or plain is None:
+            self._settle(found, free, Reason("unmeasured", 0, (("sequences", options.size),)))
+            return Plan(())
+        reading = [one.known for one, (_, why) in zip(work, found, strict=True) if why is PREFILL]
+        plain += self.costs.added_by_prompts(options.size, sum(reading))
+        group = self._group(work, found, free, len(reading) + options.waiting if reading else 0, plain)
+        leads = dict.fromkeys(name for names in group.allowed for name in names)
+        every = []
+        for lead in leads:
+            trees = [t for t in options.trees.get(lead, ()) if t.depth <= self.guards.max_depth]
+            if trees:
+                every.append(shared_trees(lead, trees, group, self.rates, self.costs.captured, options))
+        plans, reason = self._choose(self.persistent, every, group, options)
+        if not any(plan.nodes for plan in plans):
+            self._settle(found, free, reason)
+            return Plan(())
+        tree = max((TreeShape(p.depth, p.nodes) for p in plans), key=lambda one: one.nodes)
+        lead = self.persistent.lead if reason.kind != "probe" else str(reason.facts[0][1])
+        return self._shared_plan(found, dict(zip(free, plans, strict=True)), reason, lead, tree, options)
+
+    def _plan_asked(self, work: Seq[Work], found: list[Choice], places: list[int], options: Options) -> Plan:
+        """Requests fixed drafts in the persistent batch. One drafter with passes leads, the one most asked for; the
+        tree is as deep as the deepest draft. Other sequences of the batch draft as well: its rows are there anyway.
+        """
+        asked = Counter(found[i][0].drafter for i in places if found[i][1].kind == "asked")
+        leads = [name for name, _ in asked.most_common() if name not in options.model_free]
+        lead = leads[0] if leads else asked.most_common(1)[0][0]
+        tree = self._asked_tree([found[i][0] for i in places if found[i][1].kind == "asked"], lead, options)
+        serving = (lead, *options.model_free) if tree.is_chain else (lead,)
+        lag = options.lag.get(lead, ())
+        plans: dict[int, DraftPlan] = {}
+        for i in places:
+            plan, why = found[i]
+            allowed = self._allowed(work[i].sequence, plan) if why is AUTO else (plan.drafter,)
+            name = next((one for one in serving if one in allowed), None)
+            if why is AUTO and name == lead and lag and lag[i]:
+                name = None  # its prefill is not worth a draft that was made for others
+            if name is None or why.kind not in ("auto", "asked") or tree == NO_TREE:
+                plans[i] = NO_DRAFT_PLAN
+            elif why is AUTO or not tree.is_chain:
+                plans[i] = DraftPlan(name, tree.nodes, tree.depth, None, plan.mode)
+            else:
+                depth = min(plan.depth, tree.depth)
+                plans[i] = DraftPlan(name, depth, depth, None, plan.mode)
+        plans = {i: plan for i, plan in plans.items() if found[i][1].kind in ("auto", "asked")}
+        return self._shared_plan(
+            found, plans, Reason("pays", tree.depth, (("drafter", lead),)), lead, tree, options
+        )
+
+    def _asked_tree(self, plans: Seq[DraftPlan], lead: str, options: Options) -> TreeShape:
+        """The smallest tree of the persistent batch that holds these drafts, or the largest there is."""
+        shapes = [TreeShape(plan.depth, plan.nodes) for plan in plans if plan.drafter == lead]
+        widest = max(shapes, key=lambda shape: shape.nodes, default=NO_TREE)
+        if not widest.is_chain and widest in options.trees.get(lead, ()):
+            return widest
+        serving = {lead, *options.model_free}
+        depth = max((plan.depth for plan in plans if plan.drafter in serving), default=0)
+        chains = options.chains.get(lead, ())
+        return next((one for one in chains if one.depth >= depth), chains[-1] if chains else NO_TREE)
+
+    def _shared_plan(
+        self,
+        found: list[Choice],
+        plans: dict[int, DraftPlan],
+        reason: Reason,
+        lead: str,
+        tree: TreeShape,
+        options: Options,
+    ) -> Plan:
+        """The tree with its drafters. The lead prefills sequences it lags behind with, as far as a step has rows for
+        that; those whose tokens are still in flight draft from the next step on.
+        """
+        lag, blocked = options.lag.get(lead, ()), options.blocked.get(lead, ())
+        prefills, left = list[int](), options.max_prefill
+        for i, plan in plans.items():
+            mine = plan.nodes and plan.drafter == lead
+            if mine and lag and lag[i]:
+                if prefills and lag[i] > left:
+                    plan = NO_DRAFT_PLAN
+                else:
+                    prefills.append(i)
+                    left -= lag[i]
+            if mine and blocked and blocked[i]:
+                plan = NO_DRAFT_PLAN
+            mode = found[i][0].mode
+            found[i] = (
+                replace(plan, mode=mode) if plan.nodes else plan,
+                found[i][1] if found[i][1].kind == "asked" else reason,
+            )
+        names = (lead, *(n for n in options.model_free if n != lead)) if tree.is_chain else (lead,)
+        tree = tree if any(found[i][0].nodes for i in plans) else NO_TREE
+        return Plan((), tree=tree, drafters=names, prefills=tuple(prefills))
+
+    def _plan_packed(self, work: Seq[Work], found: list[Choice], places: list[int], options: Options) -> None:
+        """Settles what `found` leaves to measurement among host-packed sequences."""
+        batch = sum(one.emits for one in work)
+        asked = sum(plan.nodes for plan, _ in found)
+        rows = sum(one.known for one in work) + asked
+        costs = self.costs.eager
+        plain = costs.plain(batch) if rows == batch else costs.step(rows)
+        group = self._group(work, found, places, len(work) - batch + options.waiting, plain, rows)
+        serving = {*options.model_free, *(names[0] for names in group.allowed if len(names) == 1)}
+        further = {name for names in group.allowed for name in names} - serving
+        every = [
+            own_chains(lead, sorted(serving), group, self.rates, costs, options, self.guards.max_depth)
+            for lead in ("none", *sorted(further))
+        ]
+        known = [one for one in every if one is not None]
+        plans, reason = self._choose(self.packed, known, group, options)
+        for i, plan in zip(places, plans, strict=True):
+            mode = found[i][0].mode
+            own = reason._replace(depth=plan.depth) if reason.kind in ("pays", "slowdown") else reason
+            if reason.kind in ("pays", "probe") and not plan.nodes:
+                own = Reason("below break-even", 0, reason.facts)
+            found[i] = replace(plan, mode=mode) if plan.nodes else plan, own
+
+    def _settle(self, found: list[Choice], places: Iterable[int], reason: Reason) -> None:
+        for i in places:
+            found[i] = NO_DRAFT_PLAN, reason
+
+    # ------------------------------------------------------------------------------------------ value and choice
+
+    def _choose(
+        self, current: Current, every: Seq[Candidates], group: Group, options: Options
+    ) -> tuple[list[DraftPlan], Reason]:
+        """The candidate with the highest expected speed-up over plain decoding, or none; or a probe. A drafter that is
+        in use is left only for a clear gain.
+        """
+        none = [NO_DRAFT_PLAN] * len(group.sequences)
+        if not every:
+            current.drafts, current.speedup, current.lead = False, 1.0, "none"
+            return none, NOTHING_FOUND
+        best, at, speedup, slowed, shown = None, 0, 1.0, 0.0, (0.0, 0.0, 0.0, every[0].lead)
+        needed = 1.0 if current.drafts else 1 + MARGIN
+        for one in every:
+            values, ratios, too_slow = self._values(one, group)
+            top = int(values.argmax())
+            kept = values[top] * (1 + MARGIN if one.lead == current.lead and current.drafts else 1.0)
+            gain = float(one.gains[top].sum() / len(group.sequences))
+            shown = max(shown, (float(values[top]), gain, float(ratios[top]), one.lead))
+            if too_slow.max(initial=0.0) > max(values[top], speedup):
+                slowed = max(slowed, float(ratios[int(too_slow.argmax())]))
+            held = speedup * (1 + MARGIN if best and best.lead == current.lead and current.drafts else 1.0)
+            if values[top] > needed and kept > held and one.gains[top].any():
+                best, at, speedup = one, top, float(values[top])
+        current.speedup, current.drafts = speedup, best is not None
+        if best is not None:
+            current.lead = best.lead
+        if not slowed and group.delayed <= len(group.sequences):
+            probe = self._probe(current, every, group, options)
+            if probe is not None:
+                return probe
+        facts = self._facts(shown, group)
+        if slowed:
+            facts = (("slowdown", slowed, self.guards.max_slowdown), *facts)
+        if best is None:
+            return none, Reason("slowdown" if slowed else "below break-even", 0, facts)
+        plans = best.chosen(at)
+        depth = max(plan.depth for plan in plans)
+        return plans, Reason("slowdown" if slowed else "pays", depth, facts)
+
+    def _facts(self, shown: tuple[float, float, float, str], group: Group) -> tuple[tuple[object, ...], ...]:
+        """The best candidate's expected accepted tokens, and as many as pay for its step."""
+        _, gain, ratio, lead = shown
+        return (
+            ("batch", len(group.sequences)),
+            ("drafter", lead),
+            ("expected", gain),
+            ("needed", max(ratio - 1, 0.0) * (1 + group.delayed / len(group.sequences))),
+        )
+
+    def _values(self, one: Candidates, group: Group) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """By candidate: speed-up over plain decoding (0 where it would slow down a request beyond its bound), the
+        step's time relative to a plain one, and the speed-up of those that were ruled out.
+        """
+        count, ratios = len(group.sequences), one.seconds / group.plain
+        if self.guards.objective == "throughput":
+            gained = one.gains.sum(1) - one.caution
+        else:  # mean time per token, as the number of tokens that would bring it
+            gained = count * count / (1 / (1 + one.gains)).sum(1) - count - one.caution
+        values = (1 + gained / (count + group.delayed)) / ratios
+        if not group.late.any():
+            return values, ratios, np.zeros(1)
+        least = one.gains[:, group.late].min(1)
+        late = ratios > self.guards.max_slowdown * (1 + least)
+        return np.where(late, 0.0, values), ratios, np.where(late, values, 0.0)
+
+    # ------------------------------------------------------------------------------------------ probe
+
+    def _probe(
+        self, current: Current, every: Seq[Candidates], group: Group, options: Options
+    ) -> tuple[list[DraftPlan], Reason] | None:
+        """A drafter that is not in use is tried again when what the probe loses is a small share of the time since.
+        Model-free drafters are scored in every step, so that they need a probe only before the first score.
+        """
+        for lead in dict.fromkeys(name for names in group.allowed for name in names):
+            scored = lead in options.model_free and (lead in self.rates.tried or current.drafts)
+            idle = current.idle[lead]
+            if scored or (current.drafts and lead == current.lead) or idle < PROBE_INTERVAL:
+                continue
+            found = self._probe_plans(current, lead, group, options)
+            if found is None:
+                continue
+            plans, ratio = found
+            if idle >= (ratio - 1 / current.speedup) / PROBE_SHARE:
+                current.idle[lead] = 0.0  # now: what comes of it is known a step later
+                waited = ("after one that paid", "") if idle == inf else ("idle steps", round(idle))
+                depth = max(plan.depth for plan in plans)
+                return plans, Reason("probe", depth, (("drafter", lead), waited))
+        return None
+
+    def _probe_plans(
+        self, current: Current, lead: str, group: Group, options: Options
+    ) -> tuple[list[DraftPlan], float] | None:
+        """A small draft by this drafter, and its step's time relative to a plain one, prefill included. Sequences
+        without lag are tried; if all lag, the one that lags least.
+        """
+        free = [i for i, names in enumerate(group.allowed) if lead in names]
+        lag = group.by_place(options.lag.get(lead))
+        plans = [NO_DRAFT_PLAN] * len(group.sequences)
+        if current is self.packed:
+            at = max(free, key=lambda i: (-lag[i], self.rates.of(group.sequences[i], lead).idle))
+            plans[at] = DraftPlan(lead, *PROBE_TREE)
+            costs = self.costs.eager
+            drafting = costs.drafting({lead: PROBE_TREE.depth}) + costs.prefill(lead, lag[at])
+            added = costs.step(group.rows + PROBE_TREE.nodes) - costs.step(group.rows)
+            return plans, 1 + (added + drafting) / group.plain
+        trees = options.trees.get(lead, ())
+        if not trees:
+            return None
+        tree = PROBE_TREE if PROBE_TREE in trees else min(trees)
+        ready = [i for i in free if not lag[i]] or [min(free, key=lambda i: lag[i])]
+        for i in ready:
+            plans[i] = DraftPlan(lead, tree.nodes, tree.depth)
+        prefill = self.costs.captured.prefill(lead, float(sum(lag[i] for i in ready)))
+        return plans, self.costs.captured.ratio(
+            CapturedShape(lead, tree, options.size)
+        ) + prefill / group.plain
+
+    # ------------------------------------------------------------------------------------------ learning
+
+    def observe(self, record: StepRecord) -> None:
+        self.costs.observe(record)
+        record.plain_s = self.costs.plain_seconds(record)
+        captured = record.captured
+        lead = captured.drafter if captured else "none"
+        for o in record.outcomes:
+            shared = o.draft_plan.nodes > 0 and o.draft_plan.drafter == lead  # its rows ran, drafted or not
+            if shared or o.drafted:
+                # A captured tree is valued by the rate of first choices, a grown one by the depth it reached.
+                accepted = o.top1_accepted if shared else o.accepted
+                self.rates.observe(o.sequence, o.draft_plan.drafter, o.deepest, accepted)
+            if not o.sequence.finish_reason:  # else already forgotten
+                self.rates.note(o.sequence, o.draft_plan.drafter if o.drafted else "none")
+        for o in record.shadow:
+            if o.drafted or captured is not None:  # a captured step has rows for it, drafted or not
+                self.rates.observe(o.sequence, o.draft_plan.drafter, o.deepest, o.accepted)
+        decoded = record.decodes_only and record.plain_s > 0
+        if record.sequences > 1 and record.drafted and decoded:
+            self.fairness.observe(record, record.total_s * record.emitted / record.sequences / record.plain_s)
+        if self.returns.held and decoded:
+            self.returns.observe(record)
+        self.cache.observe(record)
+        self._count_idle(record)
+
+    def _count_idle(self, record: StepRecord) -> None:
+        """Plain steps' time since each drafter drafted. A probe that paid is followed by another."""
+        captured = record.captured
+        current = self.packed if captured is None else self.persistent
+        drafting = {o.draft_plan.drafter for o in record.outcomes if o.drafted}
+        token = record.emitted / max(record.sequences, 1)
+        plain = record.plain_s / token if token else 0.0
+        ratio = record.total_s / plain if plain else float(record.passes)
+        for name in {*current.idle, *self.choices, self.default}:
+            current.idle[name] += ratio if captured is None else max(ratio, 1.0)
+        for name in drafting:
+            paid = token > ratio * current.speedup and not current.drafts
+            current.idle[name] = inf if paid else 0.0
+
+    def unmeasured(self, work: Seq[Work], options: Options) -> str:
+        """A drafter whose captured steps of this size must be measured before a plan is made, or "none"."""
+        lacking = {name for name in options.trees if (name, options.size) not in self.costs.captured.measured}
+        for i, one in enumerate(work) if lacking else ():
+            plan, why = self._settled(one, len(work), options)
+            if options.resident[i] and why is AUTO:
+                for name in self._allowed(one.sequence, plan):
+                    if name in lacking:
+                        return name
+        return "none"
+
+    def prompt_rows(self, decoding: int, waited: float, waiting: int = 1, pending: int = 0) -> int:
+        """Prompt rows that a step with decoding sequences may have; see prefill.py."""
+        return prefill.prompt_rows(self.costs, self.guards, decoding, waited, waiting, pending)
+
+    def forget(self, sequence: Sequence) -> None:
+        self.lengths.observe(sequence)
+        for known in (self.rates, self.fairness, self.cache):
+            known.forget(sequence)
+
+    def forget_drafters(self, names: Seq[str]) -> None:
+        """These drafters, a swapped one and merged ones with it, have other weights now: what they achieved says
+        nothing any more.
+        """
+        self.rates.forget_drafters(names)
+        self.cache.clear()
+        for name in names:
+            self.returns.forget(name)
+            for current in (self.persistent, self.packed):
+                if name in current.idle:
+                    current.idle[name] = inf  # so that a drafter that did not pay is tried again
+
+    def release(self, names: Seq[str]) -> None:
+        """These drafters are gone. Requests that name none get what is left."""
+        self.forget_drafters(names)
+        self.choices = tuple(one for one in self.choices if one not in names)
+        for name in names:
+            self.returns.held.pop(name, None)
+        self.default = next(iter(self.choices), "none") if self.default in names else self.default

@@ -8,25 +8,17 @@ from __future__ import annotations
 from functools import cache
 from heapq import heappop, heappush
 
-from outrider.types import Draft
+from outrider.control.guards import SECOND, TYPICAL
+from outrider.types import Draft, TreeShape
 
-TreeShape = tuple[int, int]  # depth, nodes
-
-NO_TREE: TreeShape = (0, 0)
 # 16 rows, the last known token's among them, cost a pass hardly more than one.
-CHAINS: tuple[TreeShape, ...] = ((1, 1), (2, 2), (4, 4), (8, 8), (15, 15))
-TREES: tuple[TreeShape, ...] = ((2, 6), (3, 15), (4, 15))
-# Measured: where the first choice is rejected, how often the second is accepted; and each later one in turn.
-SECOND, LATER = 0.55, 0.4
-TYPICAL = 0.73  # acceptance rate of first choices that the trees are made for
+CHAINS = tuple(TreeShape(depth, depth) for depth in (1, 2, 4, 8, 15))
+TREES = TreeShape(2, 6), TreeShape(3, 15), TreeShape(4, 15)
 
 
 def choice_rate(rank: int, first: float) -> float:
     """Acceptance rate of a drafter's choice of this rank, if that of its first choice is `first`."""
-    if rank == 0:
-        return first
-    rejected = 1 - first
-    return rejected * SECOND if rank == 1 else rejected * (1 - SECOND) * LATER * (1 - LATER) ** (rank - 2)
+    return first if rank == 0 else (1 - first) * SECOND * (1 - SECOND) ** (rank - 1)
 
 
 RATES = tuple(choice_rate(rank, TYPICAL) for rank in range(6))

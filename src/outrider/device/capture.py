@@ -39,7 +39,7 @@ class TargetPass(Protocol):
 class StepShape:
     size: int  # resident sequences there is room for
     tree: TreeShape  # depth and nodes of their drafts
-    drafter: str  # several are joined by a plus sign: the first, and those that ride along
+    drafters: tuple[str, ...]  # that propose: the lead, then model-free ones
     context: int  # that no sequence exceeds
     filtered: bool  # whether top-k, top-p and min-p are heeded
     passes: int = 1  # plain ones, one after the other
@@ -51,18 +51,18 @@ class StepShape:
     @property
     def nodes(self) -> int:
         """Slots of a sequence beside the one of its last known token."""
-        return self.tree[1] + self.passes - 1
+        return self.tree.nodes + self.passes - 1
 
     @property
     def rows(self) -> int:
         """Of the target's pass, padding among them."""
-        return self.size * (self.tree[1] + 1) + self.staged
+        return self.size * (self.tree.nodes + 1) + self.staged
 
     def has_room_for(self, other: StepShape) -> bool:
         """Whether a step of this shape can do what one of the other does: with padding, and reading no further than
         there is text.
         """
-        same = self.tree == other.tree and self.drafter == other.drafter and self.passes == other.passes
+        same = self.tree == other.tree and self.drafters == other.drafters and self.passes == other.passes
         return (
             same
             and self.branching == other.branching
@@ -135,7 +135,7 @@ class CapturedStep:
         if shape.staged:
             room = staged_shape(shape.staged, shape.wanted, shape.branching, ops.model.config)
             self.staged = StagedRows(room, state.table, padding, state.rows, buffers)
-        emitted = shape.passes if not propose else 2 + 2 * shape.tree[0] + 1 + shape.tree[1]
+        emitted = shape.passes if not propose else 2 + 2 * shape.tree.depth + 1 + shape.tree.nodes
         self.results = torch.zeros(buffers, size, emitted, dtype=torch.int64, pin_memory=self.cuda)
         self.graph: Any = None
         self.output: tuple[Tensor, Tensor | None] | None = None

@@ -22,6 +22,7 @@ class StepGraphs:
         self.steps: dict[StepShape, CapturedStep] = {}
         self.missed: Counter[StepShape] = Counter()  # launches, of shapes that nothing captured had room for
         self._serving: dict[StepShape, StepShape] = {}  # the captured shape that has room, by shape
+        self.changed = False  # whether shapes were captured or dropped since the last look
 
     def captured(self, shape: StepShape) -> bool:
         return shape in self.steps and self.steps[shape].graph is not None
@@ -53,6 +54,7 @@ class StepGraphs:
             step.capture(self.record)
             self._serving.clear()
             self.missed.pop(shape, None)
+            self.changed = True
         return step
 
     def often_missed(self) -> list[StepShape]:
@@ -62,9 +64,10 @@ class StepGraphs:
     def forget(self, drafter: str) -> None:
         """Keep no step that it drafts in. Nothing is in flight."""
         for known in (self.steps, self.missed):
-            for shape in [one for one in known if drafter in one.drafter.split("+")]:
+            for shape in [one for one in known if drafter in one.drafters]:
                 del known[shape]
         self._serving.clear()
+        self.changed = True
 
     def made(self, shape: StepShape) -> CapturedStep:
         """A step of this shape, captured or not."""

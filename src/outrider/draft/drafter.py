@@ -68,6 +68,8 @@ class ResidentDrafter(Drafter, Protocol):
         """
         ...
 
+    window: int = 1  # last known tokens that it reads itself in a captured step
+
     def tokens_behind(self, sequence: Sequence, coming: int = 0) -> int:
         """Tokens it must read before it can draft, once `coming` more are there that other drafters' steps bring."""
         return 0

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_FAULTS = 3  # of a drafter, before it is left alone
+AVAILABLE = 15  # tokens that are looked for: the longest chain
 
 
 class DrafterFailed(Exception):
@@ -101,6 +102,11 @@ class Drafters:
         """The drafter itself; or, where it is there no longer, one that takes no pass."""
         return name if name in self._drafters else next(iter(self.model_free), "none")
 
+    def available(self, name: str, sequence: Sequence) -> int:
+        """Draft tokens that a model-free drafter has for a sequence."""
+        plan = DraftPlan(name, AVAILABLE, AVAILABLE)
+        return len(self.propose(name, [sequence], [plan])[0])
+
     def shadow_propose(self, name: str, sequence: Sequence, end: int, n: int, resident: bool) -> Seq[int]:
         try:
             return self._resident[name].shadow_propose(sequence, end, n, resident)
@@ -128,8 +134,12 @@ class Drafters:
         drafter = self._drafters[name]
         assert isinstance(drafter, NetworkDrafter)
         drafter.replace_weights(weights)
-        for known in [one for one in self.faults if name in one.split("+")]:
-            del self.faults[known]
+        for known in self.including(name):
+            self.faults.pop(known, None)
+
+    def including(self, name: str) -> list[str]:
+        """This drafter and the merged ones that it is part of."""
+        return [one for one in self._drafters if name in one.split("+")]
 
     def _call(self, name: str, verb: Callable[..., None], *given: object) -> None:
         try:

@@ -19,8 +19,8 @@ from outrider.engine.admission import check_request
 from outrider.engine.kept_costs import KeptCosts
 from outrider.engine.kv_cache import KvCache
 from outrider.engine.outcomes import deepest, origins_of, outcome_of
-from outrider.engine.prepare import prepare_steps
-from outrider.engine.runner import InFlightStep, Result, Runner
+from outrider.engine.rows import Result
+from outrider.engine.runner import InFlightStep, Runner
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.text import TokenText, Writer
 from outrider.errors import InvalidRequest
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MAX_SCORED, SCORED_BESIDE = 8, 2  # sequences of a step, and beside prompts, when the host has most to do
+MAX_SCORED = 8  # sequences of a step with a shadow score
 
 
 class Engine:
@@ -73,7 +73,7 @@ class Engine:
         self.live: dict[str, list[Sequence]] = {}
         self.in_flight: deque[InFlightStep] = deque()
         self.settled_at, self.ended = 0.0, False  # the last step: when, and whether an answer ended in it
-        self.made = runner.made
+        self.counts = runner.preparation.counts  # graphs captured and kernels compiled
         self.answerable = False  # without drafts, from captured steps
         self.explained: set[Sequence] = set()  # whose reasons were asked for
         self.kept_costs = kept_costs
@@ -115,14 +115,14 @@ class Engine:
 
     def step(self) -> list[StepResult]:
         """Launch a step for everything that can move, and settle those that are finished."""
-        unpaid = self.settings.release_draft and self.planner.payoff.unpaid
-        results = self._release_unpaid() if unpaid else []
+        unprofitable = self.settings.release_draft and self.planner.returns.unprofitable
+        results = self._release_unprofitable() if unprofitable else []
         begun = time.perf_counter()
         work = self.scheduler.schedule(self._prompt_rows)
         if work:
             plan = self._plan(work)
             step = self.runner.launch(work, plan)
-            step.plan_s, step.begun = step.begun - begun, begun
+            step.plan_s, step.begun, step.plan_cached = step.begun - begun, begun, plan.cached
             self.in_flight.append(step)
         while len(self.in_flight) > (self.runner.lag if work else 0):
             results.append(self._settle(self.in_flight.popleft()))
@@ -131,10 +131,10 @@ class Engine:
         return results
 
     def _prompt_rows(self, decoding: int, waited: float, waiting: int, pending: int) -> int:
-        """As the planner says, once steps with prompt rows are prepared. Until then they are launched one by one, and
-        few with many rows cost less than many with few.
+        """Before warm-up, steps are launched kernel by kernel, so a few large prefill steps cost less than many small
+        ones.
         """
-        if self.runner.on_demand:
+        if self.runner.preparation.on_demand:
             return self.settings.step_rows
         return self.planner.prompt_rows(decoding, waited, waiting, pending)
 
@@ -142,48 +142,50 @@ class Engine:
         """Settle everything that is in flight, and launch nothing."""
         return [self._settle(self.in_flight.popleft()) for _ in range(len(self.in_flight))]
 
-    def _release_unpaid(self) -> list[StepResult]:
-        """Give up drafts that never paid, once nobody who is answered has named them: what was in flight until then."""
+    def _release_unprofitable(self) -> list[StepResult]:
+        """Releases drafters that never paid for themselves and that no running request selects by name."""
         live = [sequence for some in self.live.values() for sequence in some]
         named = {sequence.request.params.speculation.drafter for sequence in live}
         results: list[StepResult] = []
-        for name in self.planner.payoff.unpaid.keys() - named:
+        for name in self.planner.returns.unprofitable.keys() - named:
             results += self.drain()
             for sequence in live:
                 if sequence.finish_reason is None:  # else that was done when it ended
                     self.drafters[name].stop(sequence)
             self.drafters.remove([name])
-            self.planner.release(name)
-            self.runner.release(name)
+            self.planner.release([name])
+            self.runner.release([name])
             log.warning("the draft %s was released", name)
         return results
 
     def replace_weights(self, drafter: str, weights: Mapping[str, Tensor]) -> None:
-        """Have a drafter draft with others from the next step on. Nothing may be in flight: what was drafted with the
-        last ones must not count as read by these.
+        """Has a drafter draft with other weights from the next step on. Requires that no step is in flight: otherwise
+        drafts of the old weights would be counted as the new ones' progress.
         """
         assert not self.in_flight
         self.drafters.replace_weights(drafter, weights)
-        self.planner.forget_drafter(drafter)
+        self.planner.forget_drafters(self.drafters.including(drafter))
 
     def _plan(self, work: list[Work]) -> Plan:
         options = self.runner.options(work, len(self.scheduler.waiting))
-        while self.runner.on_demand and (drafter := self.planner.unmeasured(work, options)) != "none":
-            self.planner.learn(drafter, options.size, self.runner.measure(options.size, drafter))
+        preparation = self.runner.preparation
+        while preparation.on_demand and (drafter := self.planner.unmeasured(work, options)) != "none":
+            preparation.measure(self.planner, drafter, options.size)
         return self.planner.plan(work, options)
 
     def prepare(self, sequences: int) -> Iterator[None]:
-        """Captures and measures the steps of up to so many sequences, so that no answer has to wait for it: piece by
-        piece, while nobody is answered. From the first piece on, nothing of it is done while somebody is.
+        """Captures and measures the steps of up to this many sequences, piece by piece, while the engine is idle. From
+        the first piece on, nothing is captured while a request runs.
         """
-        self.runner.on_demand = False
-        for answerable in prepare_steps(self.runner, self.planner, self.drafters, sequences):
-            self.answerable, self.made = answerable, self.runner.made  # nobody waited for it
+        preparation = self.runner.preparation
+        preparation.on_demand = False
+        for answerable in preparation.run(self.planner, sequences):
+            self.answerable, self.counts = answerable, preparation.counts  # no request waited for it
             yield
         self.keep_costs(always=True)
 
     def keep_costs(self, always: bool = False) -> None:
-        """Write down what steps cost, if that is wanted and there is something new. Nobody must be answered."""
+        """Saves the measured step costs if they changed. Call only while the engine is idle."""
         if self.kept_costs is not None:
             self.kept_costs.keep(always)
 
@@ -195,12 +197,12 @@ class Engine:
         record = self._record(step, [results[i] for i in alive], alive)
         record.total_s, record.after_end = self.settled_at - begun, self.ended
         record.waiting = max(sum(s.first > 0 for s in self.scheduler.running) - record.decoding, 0)
-        made, self.made = self.made, self.runner.made
-        record.graphs_captured, record.kernels_compiled = self.made[0] - made[0], self.made[1] - made[1]
+        (graphs, kernels), self.counts = self.counts, self.runner.preparation.counts
+        record.graphs_captured, record.kernels_compiled = self.counts[0] - graphs, self.counts[1] - kernels
         if self.explained or log.isEnabledFor(logging.DEBUG):
             self._explain(step, alive)
         committed = [self._commit(step.work[i], step.draft_plans[i], *results[i]) for i in alive]
-        record.scored = self._scored(step, results, alive)
+        record.shadow = self._shadow_scores(step, results, alive)
         events = [event for event in committed if event is not None]
         record.emitted = sum(len(e.token_ids) for e in events)
         self.ended = any(e.finish_reason for e in events)
@@ -230,7 +232,7 @@ class Engine:
             rows=step.rows,
             sequences=len(alive),
             known=sum([step.work[i].known for i in alive]),
-            prompt_rows=sum(one.prompt_rows for one in step.staged.work if one.alive),
+            prompt_rows=sum(one.prompt_rows for one in step.packed.work if one.alive),
             drafted=sum([len(draft.tokens) for draft, _ in results]),
             accepted=sum([len(verdict.accepted) for _, verdict in results if verdict is not None]),
             emitted=0,
@@ -244,21 +246,26 @@ class Engine:
             reasons=step.reasons,
             captured=step.captured,
             passes=step.passes,
-            catch_up=step.catch_up,
-            predicted=step.predicted + step.staged.predicted,
+            drafter_prefill=step.drafter_prefill,
+            predicted=step.predicted + step.packed.predicted,
+            plan_cached=step.plan_cached,
         )
 
-    def _scored(self, step: InFlightStep, results: list[Result], alive: list[int]) -> list[Outcome]:
-        """How drafters that take no pass would have done, for some sequences after the others where there are many."""
+    def _shadow_scores(self, step: InFlightStep, results: list[Result], alive: list[int]) -> list[Outcome]:
+        """How model-free drafters would have done where they did not draft, for a few sequences in turn. Where the
+        device waits for the host, nothing is scored.
+        """
+        if self.planner.cache.host_bound:
+            return []
         found: list[Outcome | None] = []
-        most = SCORED_BESIDE if step.captured and step.staged.work else MAX_SCORED
-        turns, self.turn = max(-(-len(alive) // most), 1), self.turn + 1
+        turns, self.turn = max(-(-len(alive) // MAX_SCORED), 1), self.turn + 1
         for name in self.drafters.model_free:
             for i in alive[self.turn % turns :: turns]:
                 (draft, verdict), sequence = results[i], step.work[i].sequence
                 asked = sequence.request.params.speculation
                 mine = asked.drafter == name or (asked.drafter is None and name in self.planner.choices)
-                ran = step.draft_plans[i].drafter == name and (draft or (step.captured or ("",))[0] == name)
+                lead = step.captured.drafter if step.captured else ""
+                ran = step.draft_plans[i].drafter == name and (draft or lead == name)
                 if verdict is not None and mine and not (asked.off or ran or sequence.finish_reason):
                     found.append(self.scores.score(name, sequence, step.captured is not None))
         return [one for one in found if one is not None]

@@ -1,49 +1,52 @@
 """Steps over device-resident state, captured as CUDA graphs, with the host one step behind.
 
 Tokens, lengths, slots and sampling parameters of decoding sequences live where the model does. A step is a fixed list
-of operations over them, so on a GPU it is captured once a shape and replayed. The host says who takes part, gives each
-a few fresh slots, and processes step N while the device runs step N + 1.
+of operations over them, so on a GPU it is captured once per shape and replayed. The host says which sequences take
+part, gives each a few fresh slots, and processes step N while the device runs step N + 1.
 
-Resident rows share one drafter and one draft tree, and the device verifies them. Prefill chunks, and sequences whose
-drafts only the host can make, are staged: packed by the host as `EagerRunner` packs them, and run in the same pass.
-What the host must verify (a grammar, words to avoid) is drafted and run with the resident rows, and its sequence waits
-for the host. Whoever waits moves every second step; nobody else's step changes.
+Sequences of the persistent batch share one draft tree, and the device verifies them. Prefill chunks, and sequences
+whose drafts only the host can make, are host-packed (rows.py) and run in the same pass. Where the host must verify (a
+grammar, words to avoid), the sequence runs in the persistent batch and waits for the host: it moves every second step.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.control.trees import NO_TREE, tree_nodes
-from outrider.device.buckets import TREE_SIZE, RunChoice, SizeChoice, sizes_up_to, staged_bucket
+from outrider.control.trees import tree_nodes
+from outrider.device.buckets import MOST_CAPTURED, TREE_SIZE, RunChoice, SizeChoice, staged_bucket
 from outrider.device.capture import CapturedStep, Launched, StepShape, Timer
 from outrider.device.graphs import StepGraphs
 from outrider.device.ops import StepOps
 from outrider.device.state import SequenceState
 from outrider.draft.drafters import DrafterFailed, Drafters
+from outrider.engine.eager_runner import packed_options
+from outrider.engine.graph_shapes import MAX_RESIDENT_DEPTH, GraphShapes
 from outrider.engine.kv_cache import KvCache
 from outrider.engine.residency import Residency
-from outrider.engine.runner import EagerRunner, InFlightStep, Result, StagedPart, exact_draft, pack
-from outrider.engine.shared_drafts import MAX_RESIDENT_DEPTH, SharedDrafts, first_to_read
-from outrider.engine.warm_up import WarmUp
+from outrider.engine.rows import PackedRows, Packer, Result, exact_draft, pack
+from outrider.engine.runner import InFlightStep
+from outrider.engine.warm_up import GraphPreparation
 from outrider.model.decoder import Model
-from outrider.model.kernels.gpu.recording import Recorded, context_for
+from outrider.model.kernels.gpu.recording import context_for
 from outrider.types import (
     NO_DRAFT,
     NO_DRAFT_PLAN,
+    NO_TREE,
     Batch,
+    CapturedShape,
     Draft,
-    DraftPlan,
+    DrafterPrefill,
     Options,
     Plan,
     Sequence,
@@ -53,29 +56,44 @@ from outrider.types import (
 )
 from outrider.verify.batch import emitting_rows, predicted, report, verify_rows
 
-# Of resident sequences: rows of the state, draft nodes wanted, whether the device commits, slots, and whose drafts.
-Inputs = tuple[np.ndarray, Seq[int], np.ndarray, np.ndarray, Seq[int]]
+
+class Inputs(NamedTuple):
+    """What the sequences of the persistent batch are given."""
+
+    rows: np.ndarray  # of the state
+    wanted: Seq[int]  # draft nodes
+    commits: np.ndarray  # whether the device commits
+    slots: np.ndarray
+    drafters: Seq[int]  # which of the step's drafters proposes for each
 
 
 @dataclass(slots=True)
 class GraphStep(InFlightStep):
-    resident: list[int] = field(default_factory=list)  # places in the work; the others are staged
-    shape: StepShape | None = None  # of the resident rows
-    size: int = 0  # that they were planned for; a larger shape may serve
+    resident: list[int] = field(default_factory=list)  # places in the work; the others are host-packed
+    shape: StepShape | None = None
+    size: int = 0  # that the persistent batch was planned for; a larger shape may serve
     launched: Launched | None = None
     host_verified: frozenset[int] = frozenset()  # places in `resident`
     reported: frozenset[int] = frozenset()  # places in `resident` whose log-probabilities are wanted
     logits: dict[int, Tensor] = field(default_factory=dict)  # that the host needs, by place in `resident`
-    reading: tuple[str, int, Timer] | None = None  # a drafter that caught up first
-    sampled: int | None = None  # place in `resident` of who is looked at more closely
-    staged_places: list[int] = field(init=False)
+    prefill: tuple[str, int, Timer] | None = None  # of a drafter
+    sampled: int | None = None  # place in `resident` of the sequence whose logits are looked at
+    packed_places: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
         here = set(self.resident)
-        self.staged_places = [i for i in range(len(self.work)) if i not in here]
+        self.packed_places = [i for i in range(len(self.work)) if i not in here]
 
 
-class GraphRunner(EagerRunner):
+class InFlightDrafts(NamedTuple):
+    """Of a step in flight: the lead drafter, the rows it drafts for, and the most tokens they bring."""
+
+    lead: str
+    rows: set[int]
+    tokens: int
+
+
+class GraphRunner:
     def __init__(
         self,
         model: Model,
@@ -89,56 +107,61 @@ class GraphRunner(EagerRunner):
         tree_size: int = TREE_SIZE,  # sequences of a step that may have trees
     ) -> None:
         """`run` is the target's pass over rows on the device; `record` captures graphs, where there are any."""
-        super().__init__(model, cache, drafters)
+        self.model, self.table, self.drafters = model, cache.table, drafters
+        self.packer = Packer(model, cache.table, drafters)
         self.default, self.finished_at = default, 0.0
         self.ops, self.state, self.run, self.lag = ops, ops.state, run, lag
         self.padding = cache.store.slots
-        self.state.table[-1] = self.padding  # its own row, which is also for drafters of who wants no draft
+        self.state.table[-1] = self.padding
         # Captured steps have every part that a request may need, so that none must be captured when one comes.
         self.captures = record is not None
         if self.captures:
             self.state.edits.make()
-        self.shared = SharedDrafts(drafters, self.captures, tree_size)
-        self.sizes = SizeChoice()
+        self.shapes = GraphShapes(drafters, self.captures, tree_size)
+        self.sizes, self.runs = SizeChoice(), RunChoice()
         self.graphs = StepGraphs(self._make, record)
-        self.warm = WarmUp(self.graphs, self.shared, self.sizes, drafters, ops)
-        self.runs = RunChoice()
+        self.preparation = GraphPreparation(self.graphs, self.shapes, self.sizes, drafters, ops)
         self.residency = Residency(self.state, self.table)
-        # Of steps in flight: the drafter, the rows it drafts for, and the most tokens they bring.
-        self.latest: deque[tuple[str, set[int], int]] = deque(maxlen=max(lag, 1))
+        self.latest: deque[InFlightDrafts] = deque(maxlen=max(lag, 1))
+        self.feasible: dict[tuple[StepShape, int], dict[str, tuple[TreeShape, ...]]] = {}
         self.cuda = self.state.device.type == "cuda"
-        # What is verified there is short and awaited, so it goes first: behind the step in flight it would wait for it.
-        self.beside = torch.cuda.Stream(priority=-1) if self.cuda else None
-
-    @property
-    def made(self) -> tuple[int, int]:
-        return Recorded.graphs, Recorded.kernels
-
-    @property
-    def on_demand(self) -> bool:
-        return self.graphs.on_demand
-
-    @on_demand.setter
-    def on_demand(self, now: bool) -> None:
-        self.graphs.on_demand = self.sizes.on_demand = now
+        # Verifying is short and awaited, so it has priority over the step in flight.
+        self.side_stream = torch.cuda.Stream(priority=-1) if self.cuda else None
 
     # ------------------------------------------------------------------------------------ what can be planned
 
     def options(self, work: Seq[Work], waiting: int) -> Options:
-        resident = tuple(_decodes(one) and self._stays(one.sequence) for one in work)
+        decodes = tuple(map(_decodes, work))
+        resident = tuple(d and self._stays(one.sequence) for d, one in zip(decodes, work, strict=True))
         sequences = [one.sequence for one, here in zip(work, resident, strict=True) if here]
-        size = self.sizes.choose(len(sequences)) if sequences else 0
-        beside = any(one.known > 1 for one in work)
-        trees = {
-            name: self.shared.trees(name, size, beside)
-            for name in self.drafters.names
-            if self.drafters.resident(name)
-        }
-        given = size, resident, trees, self._unread, MAX_RESIDENT_DEPTH, self.drafters.model_free, self._found
-        return Options(*given, after_prompts=False, waiting=waiting)
+        if not sequences:
+            packed = packed_options(self.drafters, work)
+            return Options(resident=resident, decodes=decodes, after_prompts=False, waiting=waiting, **packed)
+        size = self.sizes.choose(len(sequences))
+        prompts = [one for one in work if one.known > 1]
+        packing = any(d and not here for d, here in zip(decodes, resident, strict=True))
+        packed = packed_options(self.drafters, work) if packing else {}
+        packed_work = [one for one, here in zip(work, resident, strict=True) if not here]
+        trees = self._trees(size, sequences, packed_work)
+        lag, blocked = self._lag(work, resident, list(trees))
+        return Options(
+            size=size,
+            resident=resident,
+            decodes=decodes,
+            trees=trees,
+            chains=self._chains(trees, bool(packed_work), bool(prompts)),
+            model_free=self.drafters.model_free,
+            branching=packed.get("branching", frozenset()),
+            lag=lag,
+            blocked=blocked,
+            max_prefill=MOST_CAPTURED - sum(one.known for one in prompts),
+            available=packed.get("available", {}),
+            after_prompts=False,
+            waiting=waiting,
+        )
 
     def _stays(self, sequence: Sequence) -> bool:
-        """Whether its rows are resident. Whoever has a step in flight must stay; else not if the host drafts for it."""
+        """Whether it is in the persistent batch: always with a step in flight, else unless the host drafts for it."""
         return sequence.coming > 0 or not self._host_drafts(sequence)
 
     def _host_drafts(self, sequence: Sequence) -> bool:
@@ -148,75 +171,95 @@ class GraphRunner(EagerRunner):
             return False
         if how.mode != "coupled" or how.tree is not None or self.drafters.resident(drafter) is None:
             return True
-        depth, room = how.depth or 0, self.state.predictions.shape[1]
-        fits = depth <= MAX_RESIDENT_DEPTH and len(sequence.request.prediction_ids) <= room
+        depth, most = how.depth or 0, self.state.predictions.shape[1]
+        fits = depth <= MAX_RESIDENT_DEPTH and len(sequence.request.prediction_ids) <= most
         return not fits or (how.nodes is not None and how.nodes != depth)
 
-    def _unread(self, name: str, sequence: Sequence) -> int:
-        drafter = self.drafters.resident(name)
-        return drafter.tokens_behind(sequence, self._coming(sequence, name)) if drafter is not None else 0
+    def _trees(
+        self, size: int, sequences: Seq[Sequence], packed: Seq[Work]
+    ) -> dict[str, tuple[TreeShape, ...]]:
+        """Trees by lead drafter that are captured for this step, or may be captured now, and have slots."""
+        rows = np.array([one.row for one in sequences], np.int32)
+        nothing = [NO_DRAFT] * len(packed)
+        plain = self._plain_shape(size, rows, packed, nothing)
+        each = self.table.pool.free // len(rows)
+        if each < MAX_RESIDENT_DEPTH and self.table.make_room(len(rows)):
+            each = self.table.pool.free // len(rows)
+        key = plain, min(each, MAX_RESIDENT_DEPTH)
+        if key not in self.feasible or self.graphs.changed:
+            if self.graphs.changed:
+                self.feasible.clear()
+                self.graphs.changed = False
+            prompts = any(one.known > 1 for one in packed)
+            self.feasible[key] = {
+                name: tuple(
+                    tree
+                    for tree in self.shapes.trees(name, size, prompts)
+                    if tree.nodes <= each and self._is_ready(self._drafting_shape(plain, name, tree))
+                )
+                for name in self.drafters.names
+                if self.drafters.resident(name)
+            }
+        return self.feasible[key]
 
-    def _behind(self, sequences: Seq[Sequence], name: str) -> dict[Sequence, int]:
-        """Tokens this drafter must read before it can draft, by whose they are."""
-        return {s: count for s in sequences if (count := self._unread(name, s))}
+    def _chains(
+        self, trees: dict[str, tuple[TreeShape, ...]], packed: bool, prompts: bool
+    ) -> dict[str, tuple[TreeShape, ...]]:
+        """Chains that requests may ask for. A chain that is not captured is launched operation by operation, but not
+        with host-packed rows: other sequences would wait for it.
+        """
+        if packed and self.captures:
+            return {name: tuple(tree for tree in some if tree.is_chain) for name, some in trees.items()}
+        return {name: self.shapes.chains(name, prompts) for name in trees}
+
+    def _is_ready(self, shape: StepShape) -> bool:
+        return self.graphs.on_demand or self.graphs.find(shape) is not None
+
+    def _drafting_shape(self, plain: StepShape, lead: str, tree: TreeShape) -> StepShape:
+        return replace(plain, tree=tree, drafters=self.shapes.proposing(lead, tree))
+
+    def _lag(
+        self, work: Seq[Work], resident: Seq[bool], names: Seq[str]
+    ) -> tuple[dict[str, list[int]], dict[str, list[bool]]]:
+        """By drafter with passes: tokens that it must prefill, and whether tokens in flight keep it from drafting."""
+        lag, blocked = {}, {}
+        for name in names:
+            drafter = self.drafters.resident(name)
+            if drafter is None or drafter.model_free:
+                continue
+            coming = [self._coming(one.sequence, name) for one in work]
+            lag[name] = [
+                drafter.tokens_behind(one.sequence, tokens) if here else 0
+                for one, here, tokens in zip(work, resident, coming, strict=True)
+            ]
+            blocked[name] = [
+                bool(n) and tokens >= drafter.window for n, tokens in zip(lag[name], coming, strict=True)
+            ]
+        return lag, blocked
 
     def _coming(self, sequence: Sequence, drafter: str) -> int:
-        """Tokens that steps in flight may bring without this drafter reading along."""
+        """Tokens that steps in flight may bring without this drafter reading them."""
         if not sequence.coming:
             return 0
-        return sum(most for name, rows, most in self.latest if name != drafter or sequence.row not in rows)
+        return sum(one.tokens for one in self.latest if one.lead != drafter or sequence.row not in one.rows)
 
-    # ------------------------------------------------------------------------------------ warm-up and measuring
-
-    def unprepared(self, sequences: int, drafters: Seq[str]) -> list[tuple[str, int]]:
-        """Drafters, and sizes of steps, that were not captured yet, for up to so many sequences: plain ones first."""
-        pairs = [(name, size) for name in ("none", *drafters) for size in sizes_up_to(sequences)]
-        return [pair for pair in pairs if pair not in self.warm.prepared]
-
-    def measure(self, size: int, drafter: str) -> Iterator[tuple[str, TreeShape, float]]:
-        return self.warm.measure(size, drafter)
-
-    def measure_rows(self, sequences: int, known: Mapping[int, float]) -> Iterator[tuple[int, float]]:
-        return iter(())  # steps are measured as they are captured
-
-    def measure_prompts(self, size: int) -> Iterator[tuple[int, float]]:
-        return self.warm.measure_prompts(size)
-
-    def compile(self, sequences: int, drafters: Seq[str] | None = None) -> Iterator[None]:
-        return self.warm.compile(sequences, drafters)
-
-    def prepare_prompts(self) -> Iterator[None]:
-        return self.warm.prompts()
-
-    def prepare_rest(
-        self, sequences: int, drafters: Seq[str], plain: Callable[[int], float | None]
-    ) -> Iterator[None]:
-        return self.warm.rest(sequences, drafters, plain)
-
-    def release(self, drafter: str) -> None:
-        self.graphs.forget(drafter)
+    def release(self, drafters: Seq[str]) -> None:
+        for name in drafters:
+            self.graphs.forget(name)
         self.default = self.drafters.instead_of(self.default)
-
-    def warm_up(self, drafter: str) -> tuple[int, float]:
-        return self.warm.read(drafter)
 
     # ------------------------------------------------------------------------------------ launching
 
     def launch(self, work: list[Work], plan: Plan) -> InFlightStep:
-        resident = [i for i, one in enumerate(work) if self._is_resident(one, plan.draft_plans[i])]
-        step = GraphStep(work, list(plan.draft_plans), plan.reasons, StagedPart([], []), resident=resident)
-        for i in step.staged_places:
-            if not _decodes(work[i]):  # a prompt's last chunk: the device drafts for it from the next step on
-                step.draft_plans[i] = NO_DRAFT_PLAN
-        step.staged.work = [work[i] for i in step.staged_places]
-        step.staged.draft_plans = [step.draft_plans[i] for i in step.staged_places]
-        step.staged.drafts = self.propose(step.staged.work, step.staged.draft_plans)
-        beside = any(one.known > 1 for one in step.staged.work)
-        draft_plans = [plan.draft_plans[i] for i in resident]
-        for i, draft_plan in zip(resident, self.shared.fitted(draft_plans, beside), strict=True):
-            step.draft_plans[i] = draft_plan
-        self._catch_up(step)
-        inputs, batch = self._fill(step)
+        resident = [i for i, here in enumerate(plan.resident) if here]
+        step = GraphStep(work, list(plan.draft_plans), plan.reasons, PackedRows([], []), resident=resident)
+        packed = step.packed
+        packed.work = [work[i] for i in step.packed_places]
+        packed.draft_plans = [plan.draft_plans[i] for i in step.packed_places]
+        packed.drafts = self.packer.propose(packed.work, packed.draft_plans)
+        if plan.prefills:
+            self._prefill(step, plan)
+        inputs, batch = self._fill(step, plan)
         try:
             step.launched = self._send(step, inputs, batch)
         except DrafterFailed as failed:
@@ -225,45 +268,30 @@ class GraphRunner(EagerRunner):
         self._keep_logits(step)
         return self._noted(step)
 
-    def _is_resident(self, one: Work, draft_plan: DraftPlan) -> bool:
-        if not _decodes(one):
-            return False
-        if one.sequence.coming > 0 or not draft_plan.nodes or self.drafters.left_alone(draft_plan.drafter):
-            return True
-        return self.drafters.resident(draft_plan.drafter) is not None and not self._host_drafts(one.sequence)
-
-    def _catch_up(self, step: GraphStep) -> None:
-        """Let the drafter read what the host knows of sequences that it is behind with. Whose tokens in flight it would
-        still lack gets no draft this time.
-        """
-        name = self.shared.serving(step.draft_plans[i] for i in step.resident)[0]
-        drafting = {
-            step.work[i].sequence: i for i in step.resident if step.draft_plans[i].drafter == name != "none"
-        }
-        beside = sum(one.known for one in step.staged.work)
-        behind, late = first_to_read(self._behind(list(drafting), name), beside)
-        for sequence in late:
-            step.draft_plans[drafting[sequence]] = NO_DRAFT_PLAN
-        if not behind:
-            return
-        self.residency.sync(behind)
+    def _prefill(self, step: GraphStep, plan: Plan) -> None:
+        """Lets the lead drafter read what the host knows of the sequences that it lags behind with."""
+        lead, sequences = plan.drafters[0], [step.work[i].sequence for i in plan.prefills]
+        drafter = self.drafters.resident(lead)
+        tokens = sum(drafter.tokens_behind(one) for one in sequences) if drafter else 0
+        self.residency.sync(sequences)
         timer = Timer(self.cuda)
-        self.drafters.catch_up(name, self.ops, list(behind))
+        self.drafters.catch_up(lead, self.ops, sequences)
         timer.stop()
-        step.reading = name, sum(behind.values()), timer
-        for sequence in behind if self.drafters.left_alone(name) else self._behind(list(behind), name):
-            step.draft_plans[drafting[sequence]] = NO_DRAFT_PLAN
+        if tokens:
+            step.prefill = lead, tokens, timer
+        if self.drafters.left_alone(lead):  # it failed
+            for i in plan.prefills:
+                step.draft_plans[i] = NO_DRAFT_PLAN
 
-    def _fill(self, step: GraphStep) -> tuple[Inputs, Batch | None]:
-        """Give everybody slots and choose the shape: what its resident rows are given, and its staged ones."""
+    def _fill(self, step: GraphStep, plan: Plan) -> tuple[Inputs, Batch | None]:
+        """Gives every sequence slots, and chooses the graph."""
         work = [step.work[i] for i in step.resident]
         rows = np.array([one.sequence.row for one in work], np.int32)
         self.residency.sync(one.sequence for one in work)
         special = {i: work[i].sequence for i in np.flatnonzero(self.residency.special[rows]).tolist()}
         step.host_verified = frozenset(i for i, one in special.items() if self._host_verifies(one))
         step.reported = frozenset(i for i, one in special.items() if one.request.params.logprobs is not None)
-        shape = step.shape = self._shape(step, rows)
-        draft_plans, serving = [step.draft_plans[i] for i in step.resident], shape.drafter.split("+")
+        shape = step.shape = self._shape(step, plan, rows)
         nodes, passes = shape.nodes, shape.passes
         if nodes and work:
             self.table.extend_all(rows, nodes)
@@ -273,87 +301,73 @@ class GraphRunner(EagerRunner):
             one.launch(passes, wait=i in step.host_verified)
         for i in step.host_verified:
             self.residency.leave(work[i].sequence)
-        for one in step.staged.work:
+        for one in step.packed.work:
             one.launch(1, wait=True)
-        batch = pack(step.staged.work, step.staged.drafts, self.table) if step.staged.work else None
+        batch = pack(step.packed.work, step.packed.drafts, self.table) if step.packed.work else None
         commits = np.ones(len(work), bool)
         commits[list(step.host_verified)] = False
         wanted, numbers, drafting = [0] * len(work), [0] * len(work), set[int]()
+        lead = shape.drafters[0] if shape.tree != NO_TREE else "none"
         if shape.tree != NO_TREE:
-            wanted = [draft_plan.nodes for draft_plan in draft_plans]
-            numbers = [
-                serving.index(draft_plan.drafter) if draft_plan.nodes else 0 for draft_plan in draft_plans
-            ]
-            drafting = {
-                int(row)
-                for row, draft_plan in zip(rows, draft_plans, strict=True)
-                if draft_plan.drafter == serving[0]
-            }
+            plans = [step.draft_plans[i] for i in step.resident]
+            wanted = [one.nodes for one in plans]
+            numbers = [shape.drafters.index(one.drafter) if one.nodes else 0 for one in plans]
+            drafting = {int(row) for row, one in zip(rows, plans, strict=True) if one.drafter == lead}
         slots = self.table.entries[rows[:, None], at]
-        self.latest.append((serving[0], drafting, passes + shape.tree[0]))
-        step.rows = len(work) * (shape.tree[1] + 1) + (0 if batch is None else batch.rows)
-        step.passes, step.captured = passes, (serving[0], shape.tree, step.size) if work else None
-        return (rows, wanted, commits, slots, numbers), batch
+        self.latest.append(InFlightDrafts(lead, drafting, passes + shape.tree.depth))
+        step.rows = len(work) * (shape.tree.nodes + 1) + (0 if batch is None else batch.rows)
+        step.passes, step.captured = passes, CapturedShape(lead, shape.tree, step.size) if work else None
+        return Inputs(rows, wanted, commits, slots, numbers), batch
 
-    def _shape(self, step: GraphStep, rows: np.ndarray) -> StepShape:
-        """The shape that serves: a captured one if there is, without drafts if there is none with them. A draft is
-        never worth another sequence's place.
+    def _plain_shape(self, size: int, rows: np.ndarray, packed: Seq[Work], drafts: Seq[Draft]) -> StepShape:
+        filtered, edited = bool(self.state.filters[rows].any()), self.captures or self.state.edits_any(rows)
+        room = _packed_bucket(packed, drafts) if packed else (0, 0, 0)
+        return StepShape(size, NO_TREE, (), self._context(rows, packed), filtered, 1, *room, edited)
+
+    def _shape(self, step: GraphStep, plan: Plan, rows: np.ndarray) -> StepShape:
+        """The captured shape that serves the plan; where none has room for it, the operations are launched one by
+        one.
         """
         size = step.size = self.sizes.room_for(len(rows)) if len(rows) else 0
-        room = self._room(step.staged) if step.staged.work else (0, 0, 0)
-        filtered, edited = bool(self.state.filters[rows].any()), self.captures or self.state.edits_any(rows)
-        plain = StepShape(size, NO_TREE, "none", self._context(step, rows), filtered, 1, *room, edited)
-        for shape in (*self._drafted(step, plain, len(rows)), plain):
-            # What was asked for is done, captured or not; beside prompt rows everybody would wait for it.
-            launchable = shape is plain or self.graphs.on_demand or shape.staged == 0 == shape.passes - 1
-            found = self.graphs.find(shape) or (shape if launchable else None)
-            if found is not None and (not found.nodes or self.table.make_room(len(rows) * found.nodes)):
-                break
-        assert found is not None
-        if found.tree == NO_TREE:
-            for i in step.resident:
+        plain = self._plain_shape(size, rows, step.packed.work, step.packed.drafts)
+        if plan.tree != NO_TREE and len(rows):
+            if self.table.make_room(len(rows) * plan.tree.nodes):
+                shape = self._drafting_shape(plain, plan.drafters[0], plan.tree)
+                return self.graphs.find(shape) or shape
+            for (
+                i
+            ) in step.resident:  # host-packed drafts took the slots: none is worth another sequence's place
                 step.draft_plans[i] = NO_DRAFT_PLAN
-        return found
-
-    def _drafted(self, step: GraphStep, plain: StepShape, count: int) -> Iterator[StepShape]:
-        """The same step with the draft tree that was planned, or with several plain passes."""
-        draft_plans = [step.draft_plans[i] for i in step.resident]
-        tree = max(
-            ((draft_plan.depth, draft_plan.nodes) for draft_plan in draft_plans),
-            key=lambda one: one[1],
-            default=NO_TREE,
-        )
-        if tree != NO_TREE:
-            serving = self.shared.serving(draft_plans)
-            tree = self.shared.captured_tree(serving[0], tree, bool(plain.staged))
-            serving = self.shared.with_model_free(serving, tree)
-            yield replace(plain, tree=tree, drafter="+".join(serving))
-        elif count and not (step.staged.work or step.host_verified or step.reported):
+        if len(rows) and not (step.packed.work or step.host_verified or step.reported):
             sequences = (step.work[i].sequence for i in step.resident)
             passes = self.runs.choose(plain.size, max(one.remaining - one.coming for one in sequences))
-            if passes > 1:
-                yield replace(plain, passes=passes)
+            shape = replace(plain, passes=passes)
+            found = self.graphs.find(shape) or (shape if self.graphs.on_demand else None)
+            if passes > 1 and found is not None and self.table.make_room(len(rows) * found.nodes):
+                return found
+        return self.graphs.find(plain) or plain
 
     def _send(self, step: GraphStep, inputs: Inputs, batch: Batch | None) -> Launched:
         assert step.shape is not None
-        self.warm.before(step.shape, len(step.work))
+        self.preparation.before(step.shape, len(step.work))
         captured = self.graphs.step(step.shape)
         captured.fill(*inputs)
         if batch is not None:
-            self._stage(captured, step.staged, batch)
+            self._stage(captured, step.packed, batch)
         return captured.launch()
 
     def _without_drafts(self, step: GraphStep, inputs: Inputs) -> Inputs:
-        """The same step for the same sequences, plain. Slots of draft nodes are given back when it is settled."""
+        """The same step, plain, after a drafter failed. Slots of draft nodes are given back when it is settled."""
         assert step.shape is not None
-        rows, _, commits, slots, _ = inputs
-        step.rows -= len(rows) * step.shape.tree[1]
-        plain = replace(step.shape, tree=NO_TREE, drafter="none")
+        count = len(inputs.rows)
+        step.rows -= count * step.shape.tree.nodes
+        plain = replace(step.shape, tree=NO_TREE, drafters=())
         step.shape = self.graphs.find(plain) or plain
-        step.captured, self.latest[-1] = ("none", NO_TREE, step.size), ("none", set(), 1)
+        step.captured = CapturedShape("none", NO_TREE, step.size)
+        self.latest[-1] = InFlightDrafts("none", set(), 1)
         for i in step.resident:
             step.draft_plans[i] = NO_DRAFT_PLAN
-        return rows, [0] * len(rows), commits, slots[:, :1], [0] * len(rows)
+        return inputs._replace(wanted=[0] * count, slots=inputs.slots[:, :1], drafters=[0] * count)
 
     def _host_verifies(self, sequence: Sequence) -> bool:
         """Whether its sampling is more than the device does."""
@@ -367,58 +381,50 @@ class GraphRunner(EagerRunner):
             or not self.state.can_edit(sequence)
         )
 
-    def _room(self, staged: StagedPart) -> tuple[int, int, int]:
-        pairs = list(zip(staged.work, staged.drafts, strict=True))
-        rows = [(one.known + len(draft), len(draft)) for one, draft in pairs]
-        logits = sum(one.scored + (1 + len(draft)) * one.emits for one, draft in pairs)
-        chunks, drafts = ([count for count, nodes in rows if bool(nodes) is kind] for kind in (False, True))
-        return staged_bucket(chunks, drafts, logits)
-
-    def _stage(self, captured: CapturedStep, staged: StagedPart, batch: Batch) -> None:
+    def _stage(self, captured: CapturedStep, packed: PackedRows, batch: Batch) -> None:
         assert captured.staged is not None
         entries = []
-        for one, draft in zip(staged.work, staged.drafts, strict=True):
+        for one, draft in zip(packed.work, packed.drafts, strict=True):
             entries.append(np.arange(one.start, one.start + one.known + len(draft), dtype=np.int32))
             self.residency.leave(one.sequence)
             self.residency.upload_slots(one)
-        staged.wanted = len(batch.logit_rows)
+        packed.wanted = len(batch.logit_rows)
         captured.staged.fill(batch, torch.from_numpy(np.concatenate(entries)))
 
-    def _context(self, step: GraphStep, rows: np.ndarray) -> int:
-        """A length that no sequence of this step exceeds: what is in flight may have grown it."""
+    def _context(self, rows: np.ndarray, packed: Seq[Work]) -> int:
+        """A length that no sequence of this step exceeds: steps in flight may have made them longer."""
         ahead = (self.lag + 1) * (MAX_RESIDENT_DEPTH + 1)
         resident = int(self.table.lengths[rows].max(initial=0)) + ahead  # slots of steps in flight among them
-        staged = max((one.start + one.known + one.drafted for one in step.staged.work), default=0)
-        return context_for(max(resident, staged + 1), self.state.width)
+        longest = max((one.start + one.known + one.drafted for one in packed), default=0)
+        return context_for(max(resident, longest + 1), self.state.width)
 
     def _make(self, shape: StepShape) -> CapturedStep:
-        names = [name for name in shape.drafter.split("+") if name != "none"]
-        propose = [self.drafters.propose_resident(name) for name in names]
+        propose = [self.drafters.propose_resident(name) for name in shape.drafters]
         nodes = tree_nodes(shape.tree)
         return CapturedStep(self.ops, self.run, shape, nodes, propose, self.padding, self.lag + 1)
 
     def _keep_logits(self, step: GraphStep) -> None:
-        """Copies of the logits that the host needs: the next step overwrites them."""
+        """Copies the logits that the host needs: the next step overwrites them."""
         assert step.launched is not None and step.shape is not None
-        logits, each = step.launched.logits, step.shape.tree[1] + 1
+        logits, each = step.launched.logits, step.shape.tree.nodes + 1
         if logits is None:
             return
         drafting = [i for i, place in enumerate(step.resident) if step.draft_plans[place].nodes]
-        step.sampled = self.sample(drafting) if step.shape.tree != NO_TREE else None
+        step.sampled = self.packer.sample(drafting) if step.shape.tree != NO_TREE else None
         for i in {*step.host_verified, *step.reported, *([] if step.sampled is None else [step.sampled])}:
             step.logits[i] = logits[i * each : (i + 1) * each].clone()
-        if step.staged.work:
+        if step.packed.work:
             first = step.shape.size * each
-            step.staged.logits = logits[first : first + step.staged.wanted].clone()
+            step.packed.logits = logits[first : first + step.packed.wanted].clone()
 
     def _noted(self, step: InFlightStep) -> InFlightStep:
-        """With an event after which its logits can be read. What staged rows emit is asked for behind it, at once."""
+        """Records an event after which the logits can be read, and queues the verification of host-packed rows."""
         if self.cuda:
             step.ready = torch.cuda.Event()
             step.ready.record()
-        if step.staged.emitting:
-            with self._beside(step):
-                step.staged.verifying = self.verifying(step.staged)
+        if step.packed.emitting:
+            with self._on_side_stream(step):
+                step.packed.verifying = self.packer.begin_verify(step.packed)
         return step
 
     # ------------------------------------------------------------------------------------ finishing
@@ -429,31 +435,31 @@ class GraphRunner(EagerRunner):
         step.launched.timer.wait()
         step.waited_s, step.target_s = time.perf_counter() - begun, step.launched.timer.seconds()
         results: list[Result] = [(NO_DRAFT, None)] * len(step.work)
-        with self._beside(step):
+        with self._on_side_stream(step):
             for i, result in zip(step.resident, self._results(step), strict=True):
                 results[i] = result
-            if step.staged.work:
-                for i, result in zip(step.staged_places, self.verify(step.staged), strict=True):
+            if step.packed.work:
+                for i, result in zip(step.packed_places, self.packer.verify(step.packed), strict=True):
                     results[i] = result
-        if step.reading is not None:
-            name, tokens, timer = step.reading
-            step.catch_up = name, tokens, timer.seconds()
+        if step.prefill is not None:
+            name, tokens, timer = step.prefill
+            step.drafter_prefill = DrafterPrefill(name, tokens, timer.seconds())
         now = time.perf_counter()
-        if step.captured is not None and step.captured[0] == "none":
+        if step.captured is not None and step.captured.drafter == "none":
             spent = now - max(step.begun, self.finished_at)
-            self.runs.observe(step.captured[2], step.passes, step.waited_s, spent, step.target_s)
+            self.runs.observe(step.captured.size, step.passes, step.waited_s, spent, step.target_s)
         step.verify_s, self.finished_at = now - begun - step.waited_s, now
         return results
 
-    def _beside(self, step: InFlightStep) -> AbstractContextManager[Any]:
-        """A stream of its own: on the main one, verifying would queue behind the step that runs meanwhile."""
-        if self.beside is None:
+    def _on_side_stream(self, step: InFlightStep) -> AbstractContextManager[Any]:
+        """On the main stream, verifying would queue behind the step in flight."""
+        if self.side_stream is None:
             return nullcontext()
-        self.beside.wait_event(step.ready)
-        return torch.cuda.stream(self.beside)
+        self.side_stream.wait_event(step.ready)
+        return torch.cuda.stream(self.side_stream)
 
     def _results(self, step: GraphStep) -> list[Result]:
-        """What the device said of resident rows, and the host of those that it verifies."""
+        """What the device said of the persistent batch, and the host of the sequences that it verifies."""
         results: list[Result] = list(self._read(step))
         work = [step.work[i] for i in step.resident]
         if verified := sorted(step.host_verified):
@@ -478,19 +484,27 @@ class GraphRunner(EagerRunner):
     def _read(self, step: GraphStep) -> Iterator[tuple[Draft, Verdict]]:
         assert step.launched is not None and step.shape is not None
         said = step.launched.result[: len(step.resident)].tolist()
-        if step.shape.drafter == "none":
+        if not step.shape.drafters:
             yield from ((NO_DRAFT, Verdict(tokens, [])) for tokens in said)
             return
         (depth, n), parents = step.shape.tree, tree_nodes(step.shape.tree).parents
-        for accepted, proposed, *rest in said:
-            tokens, path, drafted = rest[: accepted + 1], rest[depth + 1 : depth + 1 + accepted], rest[-n:]
-            draft = Draft(tuple(drafted[:proposed]), parents[:proposed]) if proposed else NO_DRAFT
+        for accepted, proposed, *said_of in said:
+            tokens, path = said_of[: accepted + 1], said_of[depth + 1 : depth + 1 + accepted]
+            draft = Draft(tuple(said_of[-n:][:proposed]), parents[:proposed]) if proposed else NO_DRAFT
             yield draft, Verdict(tokens, path)
 
 
 def _decodes(one: Work) -> bool:
     """Not the last chunk of a prompt, which may be one token, too, with the chunk before it in flight."""
     return one.emits and one.known == 1 and one.sequence.launched == 0
+
+
+def _packed_bucket(work: Seq[Work], drafts: Seq[Draft]) -> tuple[int, int, int]:
+    pairs = list(zip(work, drafts, strict=True))
+    rows = [(one.known + len(draft), len(draft)) for one, draft in pairs]
+    logits = sum(one.scored + (1 + len(draft)) * one.emits for one, draft in pairs)
+    chunks, drafted = ([count for count, nodes in rows if bool(nodes) is kind] for kind in (False, True))
+    return staged_bucket(chunks, drafted, logits)
 
 
 def make_graph_runner(

@@ -16,11 +16,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from outrider.control.costs import CostModel
+from outrider.control.costs import EagerCosts
 from outrider.control.planner import Planner
 from outrider.draft.names import Part
 from outrider.engine.certificate import package_version, processor
-from outrider.engine.runner import EagerRunner, Runner
+from outrider.engine.eager_runner import EagerRunner
+from outrider.engine.runner import Runner
 from outrider.load.json_files import plain_bytes
 from outrider.model.decoder import Decoder, Model
 from outrider.settings import Settings, cache_folder
@@ -40,13 +41,13 @@ ROOT = 0  # the user id whose files may be trusted besides one's own
 class KeptCosts:
     """The file of one engine, and the cost model that it is for."""
 
-    def __init__(self, file: Path | None, about: Mapping[str, Any], costs: CostModel) -> None:
+    def __init__(self, file: Path | None, about: Mapping[str, Any], costs: EagerCosts) -> None:
         self.file, self.about, self.costs = file, dict(about), costs
         self.written = 0  # steps that had been learned from by then
         self.unwritten = False  # the last attempt failed
 
     @classmethod
-    def of(cls, model: Decoder, settings: Settings, drafts: Seq[Part], costs: CostModel) -> KeptCosts:
+    def of(cls, model: Decoder, settings: Settings, drafts: Seq[Part], costs: EagerCosts) -> KeptCosts:
         config = model.config
         shape = {name: value for name, value in asdict(config).items() if name not in ("raw", "eos_ids")}
         about = {
@@ -82,18 +83,19 @@ class KeptCosts:
                 )
                 return False
         pace = alone / curve[1]
-        self.costs.curve.update((n, pace * seconds) for n, seconds in curve.items())
+        for rows, seconds in curve.items():
+            self.costs.learn_pass(rows, pace * seconds)
         self.costs.per_level.update((name, pace * seconds) for name, seconds in per_level.items())
         return True
 
     def keep(self, always: bool = False) -> None:
         """Write down what is known by now, if there is something new. Nobody is answered meanwhile."""
-        if self.file is None or not (always or self.costs.steps >= self.written + STEPS):
+        if self.file is None or not (always or self.costs.learned >= self.written + STEPS):
             return
         curve = self.costs.known_curve()
         if 1 not in curve:  # nothing to hold a check against
             return
-        self.written = self.costs.steps
+        self.written = self.costs.learned
         kept = {"about": self.about, "curve": curve, "per_level": self.costs.per_level}
         own = self.file.with_name(f"{self.file.name}.{os.getpid()}")  # another process may write, too
         try:
@@ -145,6 +147,6 @@ def recall_costs(
     """Take up what was kept; None where steps are captured, or nothing is drafted."""
     if type(runner) is not EagerRunner or not isinstance(model, Decoder) or planner.default == "none":
         return None
-    kept = KeptCosts.of(model, settings, drafts, planner.costs)
-    kept.recall(runner.measure_pass)
+    kept = KeptCosts.of(model, settings, drafts, planner.costs.eager)
+    kept.recall(runner.preparation.measure_pass)
     return kept

@@ -25,6 +25,7 @@ from outrider.draft.names import Part, check_parts, parse_draft, settle_auto
 from outrider.draft.table import DrafterSources, make_drafters
 from outrider.engine.draft_room import draft_room
 from outrider.engine.driver import Driver
+from outrider.engine.eager_runner import EagerRunner
 from outrider.engine.engine import Engine
 from outrider.engine.graph_runner import make_graph_runner
 from outrider.engine.kept_costs import recall_costs
@@ -34,7 +35,7 @@ from outrider.engine.memory import GpuMeter, check_room, wake_gpu, working_memor
 from outrider.engine.output import Output, make_output
 from outrider.engine.planning import expect_score, guards_of, watch_draft
 from outrider.engine.prompts import Message, Prompt, as_list, check_messages, plain_list
-from outrider.engine.runner import EagerRunner, Runner
+from outrider.engine.runner import Runner
 from outrider.engine.stream import Stream
 from outrider.errors import InvalidRequest, OutOfMemory, OutriderError, UnsupportedModel, naming, stopped
 from outrider.load.checkpoint import Checkpoint, check_shapes, open_checkpoint

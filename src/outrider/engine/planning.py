@@ -17,23 +17,13 @@ from outrider.settings import Memory, Settings
 
 def guards_of(settings: Settings) -> Guards:
     """As the user set them; one set for every device."""
-    share, usual = settings.draft_probe_share, Guards()
     return Guards(
         max_batch=settings.draft_max_batch,
-        tree_batch=settings.tree_max_batch,
         max_depth=settings.draft_max_depth,
         max_temperature=settings.draft_max_temperature,
-        flat_temperature=settings.draft_flat_temperature,
-        break_even=settings.draft_break_even,
-        patience=settings.draft_patience,
-        max_stretch=settings.draft_max_stretch,
-        probe_share=share,
-        spare_probe_share=share / usual.probe_share * usual.spare_probe_share,
-        baseline_interval=settings.draft_baseline_interval,
         objective=settings.objective,
-        prefill_stretch=settings.prefill_stretch or inf,
-        prefill_wait=settings.prefill_wait or usual.prefill_wait,
-        prefill_at_once=settings.prefill_at_once,
+        prefill_slowdown=settings.prefill_stretch or inf,
+        prefill_wait=settings.prefill_wait or Guards().prefill_wait,
     )
 
 
@@ -46,7 +36,7 @@ def watch_draft(
     size = 4 * (room.weights + room.cached * cache.table.pool.total) if memory is None else memory.draft
     for name in planner.choices:
         if isinstance(drafters[name], NetworkDrafter):
-            planner.payoff.watch(name, size // kv_bytes(model))
+            planner.returns.watch(name, size // kv_bytes(model))
 
 
 def expect_score(planner: Planner, pair: Pair | None) -> None:

@@ -12,11 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import suppress
+from itertools import chain
 
 import numpy as np
 import torch
 
-from outrider.control.trees import NO_TREE
+from outrider.control.planner import Planner
 from outrider.device.buckets import (
     ALONE,
     DRAFTED_BITES,
@@ -39,9 +40,9 @@ from outrider.device.capture import CapturedStep, StepShape, Timer
 from outrider.device.graphs import StepGraphs
 from outrider.device.ops import StepOps
 from outrider.draft.drafters import DrafterFailed, Drafters
-from outrider.engine.shared_drafts import SharedDrafts
-from outrider.model.kernels.gpu.recording import CONTEXTS, context_for, contexts_for
-from outrider.types import NO_DRAFT, Request, SamplingParams, Sequence, TreeShape
+from outrider.engine.graph_shapes import GraphShapes
+from outrider.model.kernels.gpu.recording import CONTEXTS, Recorded, context_for, contexts_for
+from outrider.types import NO_DRAFT, NO_TREE, Request, SamplingParams, Sequence, TreeShape
 from outrider.verify.batch import verify_rows
 
 Plain = Callable[[int], float | None]  # seconds of plain steps, by size
@@ -51,16 +52,68 @@ LONGEST = CONTEXTS[2]  # tokens of texts whose steps are captured ahead
 EAGER_ROWS = (576, 1024, 2048)
 
 
-class WarmUp:
+class GraphPreparation:
     def __init__(
-        self, graphs: StepGraphs, shared: SharedDrafts, sizes: SizeChoice, drafters: Drafters, ops: StepOps
+        self, graphs: StepGraphs, shapes: GraphShapes, sizes: SizeChoice, drafters: Drafters, ops: StepOps
     ) -> None:
-        self.graphs, self.shared, self.sizes = graphs, shared, sizes
+        self.graphs, self.shapes, self.sizes = graphs, shapes, sizes
         self.drafters, self.ops, self.width = drafters, ops, ops.state.width
         self.captures = graphs.record is not None
         self.prepared: set[tuple[str, int]] = set()  # drafters and sizes; plain steps with their prompt rows
         self._compiled: set[StepShape] = set()  # or on their way there
         self.sequences = 1  # at once, at most, of those that steps are prepared for
+
+    @property
+    def on_demand(self) -> bool:
+        return self.graphs.on_demand
+
+    @on_demand.setter
+    def on_demand(self, now: bool) -> None:
+        self.graphs.on_demand = self.sizes.on_demand = now
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        return Recorded.graphs, Recorded.kernels
+
+    def run(self, planner: Planner, sequences: int) -> Iterator[bool]:
+        """Steps without drafts come first; from then on requests can be answered. Kernels are compiled ahead."""
+        names = tuple(dict.fromkeys((*planner.choices, *filter(self.drafters.resident, self.drafters.names))))
+        sizes = sizes_up_to(sequences)
+        plain = [("none", size) for size in sizes if ("none", size) not in self.prepared]
+        drafted = [(n, size) for n in names for size in sizes if (n, size) not in self.prepared]
+        for _ in chain(self.compile(sequences), self.prompts(), self._measured(planner, plain)):
+            yield False
+        for _ in chain(
+            self.compile(sequences, names),
+            self._measured(planner, drafted),
+            self._prefills(planner, names),
+            self.further(sequences, names, planner.costs.captured.plain),
+        ):
+            yield True
+
+    def _measured(self, planner: Planner, pairs: Seq[tuple[str, int]]) -> Iterator[None]:
+        """Steps by drafter and size."""
+        costs = planner.costs.captured
+        for drafter, size in pairs:
+            found = []
+            for one in self.steps(size, drafter):
+                found.append(one)
+                yield
+            costs.learn(drafter, size, found)
+            for rows, seconds in self.measure_prompts(size) if drafter == "none" else ():
+                costs.with_prompts[size, rows] = seconds
+                yield
+
+    def _prefills(self, planner: Planner, drafters: Seq[str]) -> Iterator[None]:
+        """How fast drafters prefill."""
+        for drafter in drafters:
+            tokens, seconds = self.prefill(drafter)
+            if tokens:
+                planner.costs.captured.learn_prefill(drafter, tokens, seconds)
+                yield
+
+    def measure(self, planner: Planner, drafter: str, size: int) -> None:
+        planner.costs.captured.learn(drafter, size, list(self.steps(size, drafter)))
 
     def compile(self, sequences: int, drafters: Seq[str] | None = None) -> Iterator[None]:
         """Have the kernels compiled, in threads, that steps of up to so many sequences need: those that answer without
@@ -98,7 +151,7 @@ class WarmUp:
     def _following(self, size: int) -> Iterator[StepShape]:
         yield self.shape(size, "none", NO_TREE)
         for name in filter(self.drafters.resident, self.drafters.names):
-            for tree in self.shared.trees(name, size):
+            for tree in self.shapes.trees(name, size):
                 yield self.shape(size, name, tree)
 
     def _compile(self, shape: StepShape) -> None:
@@ -119,8 +172,8 @@ class WarmUp:
         """What is captured after those."""
         for name in drafters:
             for size in sizes_up_to(sequences):
-                yield from (self.shape(size, name, tree) for tree in self.shared.trees(name, size))
-        yield from self._rest(sequences, drafters, lambda size: None)
+                yield from (self.shape(size, name, tree) for tree in self.shapes.trees(name, size))
+        yield from self._further(sequences, drafters, lambda size: None)
 
     def _prompts(self) -> Iterator[StepShape]:
         """Of prompts alone."""
@@ -132,9 +185,9 @@ class WarmUp:
         size = size_beside(size, self.sequences)
         return (self.shape(size, "none", NO_TREE, bite) for bite in bites(size))
 
-    def measure(self, size: int, drafter: str) -> Iterator[tuple[str, TreeShape, float]]:
+    def steps(self, size: int, drafter: str) -> Iterator[tuple[str, TreeShape, float]]:
         """What steps of this size take, plain and with each draft tree, in seconds."""
-        trees = (NO_TREE, *self.shared.trees(drafter, size))
+        trees = (NO_TREE, *self.shapes.trees(drafter, size))
         shapes = [self.shape(size, "none" if tree == NO_TREE else drafter, tree) for tree in trees]
         for shape in shapes:
             self._compile(shape)
@@ -176,8 +229,8 @@ class WarmUp:
                 logits = torch.zeros((count, model.config.vocab), device=state.device)
                 verify_rows(logits, [one] * count, [NO_DRAFT] * count, model.draw, model.filter_logits)
 
-    def read(self, drafter: str) -> tuple[int, float]:
-        """Tokens that a drafter can read in some seconds, if it has to read at all."""
+    def prefill(self, drafter: str) -> tuple[int, float]:
+        """Tokens that a drafter can prefill, and the seconds it takes; none for a model-free one."""
         tokens, seconds, reader = 0, 0.0, self.drafters.resident(drafter)
         for _ in range(2 if reader else 0):  # the first time only warms up
             timer = Timer(self.ops.state.device.type == "cuda")
@@ -187,11 +240,11 @@ class WarmUp:
             seconds = timer.seconds()
         return tokens, seconds
 
-    def rest(self, sequences: int, drafters: Seq[str], plain: Plain) -> Iterator[None]:
+    def further(self, sequences: int, drafters: Seq[str], plain: Plain) -> Iterator[None]:
         """What else is captured: long prompts alone, several passes where they are short (by the seconds of `plain`
         steps), steps that filter, drafts beside prompt rows, and all of it for longer texts.
         """
-        for shape in self._rest(sequences, drafters, plain) if self.captures else ():
+        for shape in self._further(sequences, drafters, plain) if self.captures else ():
             if self._crowded():
                 return
             try:
@@ -206,7 +259,7 @@ class WarmUp:
                 drafter.warm_up(self.ops, context)
                 yield
 
-    def _rest(self, sequences: int, drafters: Seq[str], plain: Plain) -> Iterator[StepShape]:
+    def _further(self, sequences: int, drafters: Seq[str], plain: Plain) -> Iterator[StepShape]:
         yield from self.graphs.often_missed()
         sizes = sizes_up_to(sequences)
         for rows in LONG_ALONE:
@@ -225,9 +278,9 @@ class WarmUp:
                 for bite in bites(size):
                     yield self.shape(size, "none", NO_TREE, bite, context=context)
             for name in drafters:
-                for tree in self.shared.trees(name, 1):
-                    having = [size for size in sizes if tree in self.shared.trees(name, size)]
-                    for size in roomy_sizes(having, tree[1] + 1):
+                for tree in self.shapes.trees(name, 1):
+                    having = [size for size in sizes if tree in self.shapes.trees(name, size)]
+                    for size in roomy_sizes(having, tree.nodes + 1):
                         yield self.shape(size, name, tree, context=context)
             yield from self._drafts_beside(sequences, drafters, context)
 
@@ -235,7 +288,7 @@ class WarmUp:
         """Drafts beside prompt rows."""
         for size in sizes_beside(sequences):
             for name in drafters:
-                for tree in self.shared.trees(name, size, beside=True):
+                for tree in self.shapes.trees(name, size, prompts=True):
                     for bite in DRAFTED_BITES:
                         yield self.shape(size, name, tree, bite, context=context)
 
@@ -258,9 +311,9 @@ class WarmUp:
         what few need.
         """
         plain = tree == NO_TREE and not staged[0]
-        serving = "+".join(self.shared.with_model_free([drafter], tree))
+        proposing = self.shapes.proposing(drafter, tree)
         return StepShape(
-            size, tree, serving, context_for(context, self.width),
+            size, tree, proposing, context_for(context, self.width),
             self.captures and not plain if filtered is None else filtered,
             passes, *staged, edited=self.captures,
         )  # fmt: skip

@@ -268,7 +268,7 @@ class EngineProcess:
             preemptions=engine.scheduler.preemptions,
             prefix_queried=self.prefix["queried"],
             prefix_found=self.prefix["found"],
-            unpaid=engine.planner.payoff.unpaid,
+            unpaid=engine.planner.returns.unprofitable,
         )
 
     def _write(self) -> None:

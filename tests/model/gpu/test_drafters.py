@@ -19,10 +19,10 @@ from outrider.draft.eagle_head_gpu import GpuEagleHead
 from outrider.draft.early_exit import EarlyExitDrafter
 from outrider.draft.exits import exit_agreement
 from outrider.draft.head_layouts import load_eagle, write_head
+from outrider.engine.eager_runner import EagerRunner
 from outrider.engine.engine import Engine
 from outrider.engine.graph_runner import GraphRunner
 from outrider.engine.kv_cache import make_kv_cache
-from outrider.engine.runner import EagerRunner
 from outrider.model.decoder import Decoder, make_store
 from outrider.model.device import DeviceDecoder, DevicePass
 from outrider.model.kernels.gpu.kernels import GpuKernels

@@ -1,0 +1,230 @@
+"""Candidates: the drafts that a group of sequences could have in a step, with their expected tokens and seconds.
+
+The persistent batch shares one draft tree, so its candidates are the captured trees (`shared_trees`). Host-packed
+sequences have a depth each, so theirs are the draft nodes by descending survival, one more at a time (`own_chains`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.control.acceptance import AcceptanceRate, AcceptanceRates, caution
+from outrider.control.costs import CapturedCosts, EagerCosts
+from outrider.control.guards import MARGIN, SECOND
+from outrider.types import MAX_NODES, NO_DRAFT_PLAN, CapturedShape, DraftPlan, Options, Sequence, TreeShape
+
+Floats = NDArray[np.float64]
+NOT_ALLOWED = AcceptanceRate(0.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Sequences that are planned together. `delayed` others wait for the step and gain nothing: prompts."""
+
+    places: list[int]  # in the work of the step
+    sequences: list[Sequence]
+    allowed: list[tuple[str, ...]]  # drafters that each may get
+    tokens_left: Floats  # expected of each answer
+    late: NDArray[np.bool_]  # its time per token is at its bound
+    delayed: int
+    plain: float  # seconds of the step without drafts, prompt rows included
+    rows: int = 0  # of a host-packed step without these drafts
+
+    def by_place(self, values: Seq[int] | None) -> Floats:
+        return np.array([values[i] for i in self.places] if values else [0] * len(self.places), np.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Arrays are by candidate; `gains` [candidates, sequences] are expected accepted tokens."""
+
+    lead: str
+    gains: Floats
+    seconds: Floats
+    caution: Floats  # tokens of a sequence to subtract: sequences differ
+    plans: list[list[DraftPlan]] = field(default_factory=list)  # of a shared tree, by candidate and sequence
+    nodes: list[tuple[int, int]] = field(
+        default_factory=list
+    )  # of own chains: sequence and level, by candidate
+    drafters: list[str] = field(default_factory=list)  # of own chains, by sequence
+
+    def chosen(self, at: int) -> list[DraftPlan]:
+        """A draft plan for each sequence of the group."""
+        if self.plans:
+            return self.plans[at]
+        depth, count = [0] * len(self.drafters), [0] * len(self.drafters)
+        for item, level in self.nodes[:at]:
+            depth[item], count[item] = max(depth[item], level), count[item] + 1
+        return [
+            DraftPlan(name, n, d) if n else NO_DRAFT_PLAN
+            for name, n, d in zip(self.drafters, count, depth, strict=True)
+        ]
+
+
+class Estimates:
+    """Acceptance of each sequence (first axis) with each drafter (second axis)."""
+
+    def __init__(self, rates: AcceptanceRates, group: Group, names: Seq[str]) -> None:
+        self.names = names
+        self.rates = [
+            [rates.of(sequence, name) if name in allowed else NOT_ALLOWED for name in names]
+            for sequence, allowed in zip(group.sequences, group.allowed, strict=True)
+        ]
+        table = np.array(
+            [[(r.first, r.next, r.whole, r.whole_weight, r.idle) for r in own] for own in self.rates]
+        )
+        self.first, self.next, self.whole, self.weight, idle = np.moveaxis(table, 2, 0)
+        self.allowed = np.array([[rate is not NOT_ALLOWED for rate in own] for own in self.rates])
+        # A sequence keeps its drafter unless another one is clearly better.
+        self.preference = np.where(idle == 0, 1 + MARGIN, 1.0)
+
+    def of_chains(self, depths: Floats) -> Floats:
+        """Expected accepted tokens of chains; `depths` has one more axis than `first`, or broadcasts to that."""
+        first, following = self.first[:, :, None], np.minimum(self.next, 1 - 1e-9)[:, :, None]
+        return first * (1 - following**depths) / (1 - following)
+
+
+def shared_trees(
+    lead: str,
+    trees: Seq[TreeShape],
+    group: Group,
+    rates: AcceptanceRates,
+    costs: CapturedCosts,
+    options: Options,
+) -> Candidates:
+    """One tree for all. In a chain model-free drafters may draft for some sequences; a wider tree is the lead's."""
+    estimates = Estimates(rates, group, (lead, *(n for n in options.model_free if n != lead)))
+    accepted = estimates.of_chains(np.array([tree.depth for tree in trees], np.float64))
+    usable = np.broadcast_to(estimates.allowed[:, :, None], accepted.shape).copy()
+    for column, tree in enumerate(trees):
+        if not tree.is_chain:
+            accepted[:, 0, column] = [own[0].accepted(tree) for own in estimates.rates]
+            usable[:, 1:, column] = False
+    # A lead that must prefill a sequence first has to earn that by this sequence's own tokens.
+    lag = group.by_place(options.lag.get(lead))
+    steps = group.tokens_left[:, None] / (1 + accepted[:, 0])
+    if lag.any():
+        steps = steps * np.fromiter(rates.left_to(group.sequences, lead), np.float64)[:, None]
+    prefill = np.array([costs.prefill(lead, tokens) for tokens in lag])[:, None]
+    per_token = group.plain / len(group.sequences)
+    usable[:, 0] &= (prefill == 0) | (accepted[:, 0] * steps * per_token > prefill)
+    worth = np.where(usable, accepted * estimates.preference[:, :, None], -1.0)
+    chosen = worth.argmax(1)  # [sequences, trees]
+    rows, columns = np.arange(len(group.sequences))[:, None], np.arange(len(trees))
+    served = usable[rows, chosen, columns]
+    gains = np.where(served, accepted[rows, chosen, columns], 0.0)
+    first, whole, weight = (one[rows, chosen] for one in (estimates.first, estimates.whole, estimates.weight))
+    spread = caution(gains, first, whole, weight, served) * served.sum(0)
+    shapes = [CapturedShape(lead, tree, options.size) for tree in trees]
+    longer = np.array([costs.ratio(shape) for shape in shapes]) - 1
+    seconds = group.plain + longer * (costs.plain(options.size) or group.plain)
+    seconds += np.where(served & (chosen == 0), prefill / np.maximum(steps, 1.0), 0.0).sum(0)
+    plans = [
+        [
+            DraftPlan(estimates.names[name], tree.nodes, tree.depth) if here else NO_DRAFT_PLAN
+            for name, here in zip(chosen[:, c].tolist(), served[:, c].tolist(), strict=True)
+        ]
+        for c, tree in enumerate(trees)
+    ]
+    return Candidates(lead, gains.T, seconds, spread, plans)
+
+
+def own_chains(
+    lead: str,
+    others: Seq[str],
+    group: Group,
+    rates: AcceptanceRates,
+    costs: EagerCosts,
+    options: Options,
+    max_depth: int,
+) -> Candidates | None:
+    """A draft for each, of `lead` or of `others`; None where there is nothing to draft. Nodes are added by descending
+    survival: the next level of a chain, or the second choice beside it.
+    """
+    names = tuple(dict.fromkeys((lead, *others) if lead != "none" else others))
+    estimates = Estimates(rates, group, names)
+    limits = _limits(estimates, group, options, max_depth)
+    worth = estimates.of_chains(limits[:, :, None])[:, :, 0]
+    lag = np.stack([group.by_place(options.lag.get(name)) for name in names], axis=1)
+    prefill = np.array([[costs.prefill(n, t) for n, t in zip(names, own, strict=True)] for own in lag])
+    steps = group.tokens_left[:, None] / (1 + worth)
+    if prefill.any():
+        steps = steps * np.stack(
+            [np.fromiter(rates.left_to(group.sequences, n), np.float64) for n in names], axis=1
+        )
+    per_token = group.plain / len(group.sequences)
+    usable = estimates.allowed & (limits > 0)
+    usable &= (prefill == 0) | (worth * steps * per_token > prefill)
+    chosen = np.where(usable, worth * estimates.preference, -1.0).argmax(1)
+    rows = np.arange(len(chosen))
+    deepest = np.where(usable[rows, chosen], limits[rows, chosen], 0.0)
+    if not deepest.any():
+        return None
+    first, following = estimates.first[rows, chosen], estimates.next[rows, chosen]
+    branches = np.array([names[i] in options.branching for i in chosen]) & _may_branch(group)
+    survival, item, level = _nodes(first, following, deepest, branches)
+    count = len(survival)
+    gains = np.zeros((count + 1, len(rows)))
+    gains[np.arange(1, count + 1), item] = survival
+    added = np.arange(count + 1)
+    seconds = _row_seconds(group, costs, added)
+    for column, name in enumerate(names):
+        if costs.per_level.get(name):
+            own = np.where(chosen[item] == column, level, 0)
+            seconds[1:] += costs.per_level[name] * np.maximum.accumulate(own)
+    delay = prefill[rows, chosen] / np.maximum(steps[rows, chosen], 1.0)
+    if delay.any():
+        begun = np.zeros((count + 1, len(rows)))
+        begun[np.arange(1, count + 1), item] = 1.0
+        seconds += (np.minimum(begun.cumsum(0), 1.0) * delay).sum(1)
+    nodes = list(zip(item.tolist(), level.tolist(), strict=True))
+    drafters = [names[i] for i in chosen]
+    return Candidates(lead, gains.cumsum(0), seconds, np.zeros(count + 1), nodes=nodes, drafters=drafters)
+
+
+def _limits(estimates: Estimates, group: Group, options: Options, max_depth: int) -> Floats:
+    """The deepest draft of each sequence with each drafter. A drafter with passes tries a text at one level first:
+    every accepted token allows one more, a rejected draft halves them. A model-free one, which every step scores, has
+    what it found once a token of it was right.
+    """
+    most = np.array([min(max_depth, s.remaining) for s in group.sequences], np.float64)
+    limits = np.array([[1 + rate.earned for rate in own] for own in estimates.rates], np.float64)
+    for column, name in enumerate(estimates.names):
+        if name in options.available:
+            proven = np.array([own[column].proven for own in estimates.rates])
+            found = group.by_place(options.available[name])
+            limits[:, column] = np.where(proven, found, np.minimum(found, 1))
+    return np.minimum(limits, most[:, None])
+
+
+def _may_branch(group: Group) -> NDArray[np.bool_]:
+    """The ratio test of `rejection` must not choose nodes by looking at them."""
+    return np.array([s.request.params.speculation.mode != "rejection" for s in group.sequences])
+
+
+def _nodes(
+    first: Floats, following: Floats, deepest: Floats, branches: NDArray[np.bool_]
+) -> tuple[Floats, NDArray[np.int64], NDArray[np.int64]]:
+    """Survival, sequence and level of draft nodes, the likeliest first: each chain's levels and, where drafts may
+    branch, the second choice at each level.
+    """
+    levels = np.arange(int(deepest.max()))
+    chain = first[:, None] * following[:, None] ** levels
+    above = np.concatenate([np.ones((len(first), 1)), chain[:, :-1]], axis=1)
+    second = (above - chain) * SECOND * branches[:, None]
+    inside = levels < deepest[:, None]
+    values = np.concatenate([chain * inside, second * inside], axis=1).ravel()
+    order = np.argsort(-values, kind="stable")[:MAX_NODES]
+    order = order[values[order] > 0]
+    item, column = np.divmod(order, 2 * len(levels))
+    return values[order], item, column % len(levels) + 1
+
+
+def _row_seconds(group: Group, costs: EagerCosts, added: NDArray[np.int64]) -> Floats:
+    """Seconds of the step with these draft rows."""
+    times = costs.steps((group.rows + added).astype(np.float64))
+    return group.plain + np.maximum(times - times[0], 0.0)

@@ -1,0 +1,116 @@
+"""Keeps a plan for a few steps where planning again would hold up the device or find the same.
+
+A plan without drafts is kept for more steps the longer nothing paid. A plan with drafts is kept only where the host is
+what the device waits for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+
+from outrider.control.guards import HOLD
+from outrider.control.reasons import NOTHING_FOUND, OFF, PREFILL
+from outrider.types import NO_DRAFT_PLAN, DraftPlan, Options, Plan, Reason, Sequence, StepRecord, Work
+
+UNPROFITABLE = frozenset(("below break-even", NOTHING_FOUND.kind, OFF.kind))
+
+
+class PlanCache:
+    def __init__(self) -> None:
+        self.plan = Plan(())
+        self.by_sequence: dict[Sequence, tuple[DraftPlan, Reason]] = {}
+        self.size = 0  # of the persistent batch that the plan is for
+        self.reading = False  # whether prompts were prefilled in its step
+        self.without = 0  # plans in a row without a draft
+        self.left = 0  # steps that the plan may still be used for
+        self.reason: Reason | None = (
+            None  # why nothing is drafted, for sequences that join the persistent batch
+        )
+        self.plan_s = 0.0  # seconds that the last plan took
+        self.host_bound = (
+            False  # with a plan in every step the host would have less than a plan's time to spare
+        )
+
+    def get(self, work: Seq[Work], options: Options, is_auto: Callable[[Work], bool]) -> Plan | None:
+        """The kept plan, if it holds for this work. Host-packed rows: the same sequences. The persistent batch:
+        sequences may have left; where nothing pays, sequences that are free to draft (`is_auto`) may have joined.
+        """
+        if not self.left or self.size != options.size:
+            return None
+        found = []
+        for one in work:
+            known = self._of(one, options, is_auto)
+            if known is None:
+                return None
+            found.append(known)
+        reading = any(reason is PREFILL for _, reason in found)
+        if (not options.size and len(work) != len(self.by_sequence)) or (self.reading and not reading):
+            return None  # what does not pay beside prefill may pay without
+        self.left -= 1
+        plans, reasons = zip(*found, strict=True)
+        resident = resident_of(plans, options)
+        return replace(
+            self.plan, draft_plans=plans, reasons=reasons, resident=resident, prefills=(), cached=True
+        )
+
+    def _of(
+        self, one: Work, options: Options, is_auto: Callable[[Work], bool]
+    ) -> tuple[DraftPlan, Reason] | None:
+        if _prefills(one):
+            free = options.size and self.reason is not None and not options.after_prompts
+            return (NO_DRAFT_PLAN, PREFILL) if free else None
+        found = self.by_sequence.get(one.sequence)
+        if found is None and options.size and self.reason is not None and is_auto(one):
+            found = self.by_sequence[one.sequence] = NO_DRAFT_PLAN, self.reason
+        return found
+
+    def put(self, work: Seq[Work], plan: Plan, options: Options) -> Plan:
+        self.plan, self.size, self.left, self.reason = plan, options.size, 0, None
+        pairs = list(zip(plan.draft_plans, plan.reasons, strict=True))
+        decoding = {one.sequence: pair for one, pair in zip(work, pairs, strict=True) if not _prefills(one)}
+        self.reading = len(decoding) < len(work)
+        mixed = options.size and any(
+            not _prefills(one) and not here for one, here in zip(work, options.resident, strict=True)
+        )
+        if not decoding or mixed or (self.reading and not options.size):
+            return plan
+        self.by_sequence = decoding
+        kinds = {why.kind: why for _, why in decoding.values()}
+        if kinds.keys() <= UNPROFITABLE:
+            found_out = (
+                options.size or NOTHING_FOUND.kind not in kinds
+            )  # the host knows for free what lookup finds
+            self.left = min(self.without // HOLD, HOLD) if found_out else 0
+            self.reason = next((why for kind, why in kinds.items() if kind != OFF.kind), None)
+            self.without += 1
+        else:
+            self.without = 0
+            steady = kinds.keys() <= UNPROFITABLE | {"pays", "slowdown"} and not plan.prefills
+            self.left = HOLD if self.host_bound and options.size and steady and not self.reading else 0
+        return plan
+
+    def observe(self, record: StepRecord) -> None:
+        if not record.plan_cached and record.decodes_only:
+            self.plan_s = record.plan_s
+        spare = record.waited_s - (self.plan_s if record.plan_cached else 0.0)
+        self.host_bound = record.captured is not None and spare < self.plan_s
+
+    def forget(self, sequence: Sequence) -> None:
+        self.by_sequence.pop(sequence, None)
+
+    def clear(self) -> None:
+        self.left = self.without = 0
+
+
+def resident_of(plans: Seq[DraftPlan], options: Options) -> tuple[bool, ...]:
+    """Which work runs in the persistent batch: also what the host could draft for, where it drafts nothing."""
+    if not options.decodes:
+        return options.resident
+    each = zip(plans, options.resident, options.decodes, strict=True)
+    return tuple(here or (decodes and not plan.nodes) for plan, here, decodes in each)
+
+
+def _prefills(one: Work) -> bool:
+    return one.known > 1 or not one.emits

@@ -1,0 +1,120 @@
+"""Runs steps at once: the host packs all rows, and each sequence has a draft tree of its own."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from math import inf
+
+from outrider.control.planner import Planner
+from outrider.draft.drafters import Drafters
+from outrider.engine.kv_cache import KvCache
+from outrider.engine.rows import PackedRows, Packer, Result, pack, padding
+from outrider.engine.runner import InFlightStep
+from outrider.model.decoder import Model
+from outrider.types import DrafterPrefill, DraftPlan, Options, Plan, Work
+
+LONG_PREFILL = 8  # tokens: a drafter that lacks fewer drafts hardly later
+# Passes are measured by rows up to five rows a sequence: kernels take rows in blocks, so that a few more may cost
+# nothing or half a step. A pass beyond LONGEST_MEASURED seconds would keep a request waiting.
+MEASURED_ROWS, ROWS_EACH = (1, 2, 3, 4, 5, 6, 8, 9, 12, 13, 16, 17, 24, 32, 48, 64, 96, 128), 5
+MEASURED_TIMES, LONGEST_MEASURED = 2, 0.1
+
+
+class EagerRunner:
+    lag = 0
+
+    def __init__(self, model: Model, cache: KvCache, drafters: Drafters) -> None:
+        self.model, self.store, self.table, self.drafters = model, cache.store, cache.table, drafters
+        self.packer = Packer(model, cache.table, drafters)
+        self.preparation = EagerPreparation(model, cache)
+
+    def options(self, work: Seq[Work], waiting: int) -> Options:
+        return Options(waiting=waiting, **packed_options(self.drafters, work))
+
+    def launch(self, work: list[Work], plan: Plan) -> InFlightStep:
+        begun = time.perf_counter()
+        lag = self._lag(work, plan.draft_plans)
+        rows = PackedRows(work, self.packer.propose(work, plan.draft_plans), plan.draft_plans)
+        step = InFlightStep(work, list(plan.draft_plans), plan.reasons, rows, begun)
+        for one in work:
+            one.launch(1, wait=True)
+        drafted = time.perf_counter()
+        batch = pack(work, rows.drafts, self.table)
+        rows.logits, step.rows = self.model.forward(batch, self.store), batch.rows
+        step.draft_s, step.target_s = drafted - begun, time.perf_counter() - drafted
+        for name, tokens in lag.most_common(1):
+            pairs = zip(rows.drafts, plan.draft_plans, strict=True)
+            if tokens >= LONG_PREFILL and any(draft and one.drafter == name for draft, one in pairs):
+                step.drafter_prefill = DrafterPrefill(name, tokens, step.draft_s)
+        return step
+
+    def _lag(self, work: Seq[Work], draft_plans: Seq[DraftPlan]) -> Counter[str]:
+        """Tokens that drafters prefill before they draft."""
+        lag = Counter[str]()
+        for one, plan in zip(work, draft_plans, strict=True):
+            if plan.nodes > 0 and one.emits and (drafter := self.drafters.resident(plan.drafter)):
+                lag[plan.drafter] += drafter.tokens_behind(one.sequence)
+        return lag
+
+    def finish(self, step: InFlightStep) -> list[Result]:
+        begun = time.perf_counter()
+        results = self.packer.verify(step.packed)
+        step.verify_s = time.perf_counter() - begun
+        return results
+
+    def release(self, drafters: Seq[str]) -> None:
+        return
+
+
+def packed_options(drafters: Drafters, work: Seq[Work]) -> dict:
+    """What `Options` says of host-packed rows."""
+    free = drafters.model_free
+    sequences = [one.sequence for one in work]
+    lag, branching = {}, set()
+    for name in drafters.names:
+        drafter = drafters.resident(name)
+        if drafter is not None and name not in free:
+            lag[name] = [drafter.tokens_behind(s) if s.row >= 0 else 0 for s in sequences]
+            branching |= {name} if drafter.trees else set()
+    available = {
+        name: [drafters.available(name, one.sequence) if one.emits else 0 for one in work] for name in free
+    }
+    return {"model_free": free, "lag": lag, "branching": frozenset(branching), "available": available}
+
+
+class EagerPreparation:
+    """Measures passes by rows."""
+
+    on_demand = False
+    counts = 0, 0  # nothing is captured or compiled
+
+    def __init__(self, model: Model, cache: KvCache) -> None:
+        self.model, self.store = model, cache.store
+
+    def run(self, planner: Planner, sequences: int) -> Iterator[bool]:
+        known, seconds = planner.costs.eager.curve, 0.0
+        for rows in MEASURED_ROWS:
+            if rows > ROWS_EACH * sequences or seconds > LONGEST_MEASURED:
+                return
+            if rows in known:
+                seconds = known[rows]
+                continue
+            seconds = self.measure_pass(rows)
+            planner.costs.eager.learn_pass(rows, seconds)
+            yield True
+
+    def measure(self, planner: Planner, drafter: str, size: int) -> None:
+        return
+
+    def measure_pass(self, rows: int) -> float:
+        """Seconds of a pass over padding, the least of a few."""
+        batch, seconds = padding(rows, self.store.slots), inf
+        self.model.forward(batch, self.store)  # warm-up
+        for _ in range(MEASURED_TIMES):
+            begun = time.perf_counter()
+            self.model.forward(batch, self.store)
+            seconds = min(seconds, time.perf_counter() - begun)
+        return seconds
