@@ -132,7 +132,9 @@ class Replay:
 
     def _step(self, scripts: dict[Sequence, list[int]], now: float) -> StepRecord:
         work = self._work(scripts, now)
-        plan = self.planner.plan(work, Options(**packed_options(self.drafters, work)))
+        plan = self.planner.kept(work, Options()) or self.planner.plan(
+            work, Options(**packed_options(self.drafters, work, [one.emits for one in work]))
+        )
         known, drafted, outcomes, verified = 0, 0, [], []
         for one, draft_plan in zip(work, plan.draft_plans, strict=True):
             sequence, known = one.sequence, known + one.known

@@ -7,7 +7,8 @@ sequences have a depth each, so theirs are the draft nodes by descending surviva
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,16 +47,18 @@ class Candidates:
     gains: Floats
     seconds: Floats
     caution: Floats  # tokens of a sequence to subtract: sequences differ
-    plans: list[list[DraftPlan]] = field(default_factory=list)  # of a shared tree, by candidate and sequence
-    nodes: list[tuple[int, int]] = field(
-        default_factory=list
-    )  # of own chains: sequence and level, by candidate
-    drafters: list[str] = field(default_factory=list)  # of own chains, by sequence
+    trees: Seq[TreeShape] = ()  # of a shared tree, by candidate
+    names: Seq[str] = ()  # of its drafters
+    assigned: NDArray[np.int64] | None = None  # [sequences, candidates]: which of those drafts; -1: none
+    nodes: Seq[tuple[int, int]] = ()  # of own chains: sequence and level, by candidate
+    drafters: Seq[str] = ()  # of own chains, by sequence
 
     def chosen(self, at: int) -> list[DraftPlan]:
         """A draft plan for each sequence of the group."""
-        if self.plans:
-            return self.plans[at]
+        if self.assigned is not None:
+            tree = self.trees[at]
+            plans = [*(DraftPlan(name, tree.nodes, tree.depth) for name in self.names), NO_DRAFT_PLAN]
+            return [plans[drafter] for drafter in self.assigned[:, at].tolist()]
         depth, count = [0] * len(self.drafters), [0] * len(self.drafters)
         for item, level in self.nodes[:at]:
             depth[item], count[item] = max(depth[item], level), count[item] + 1
@@ -87,17 +90,28 @@ class Estimates:
         first, following = self.first[:, :, None], np.minimum(self.next, 1 - 1e-9)[:, :, None]
         return first * (1 - following**depths) / (1 - following)
 
+    def only(self, names: Seq[str]) -> Estimates:
+        """Of these drafters alone."""
+        some = copy(self)
+        at = [self.names.index(name) for name in names]
+        some.names, some.rates = names, [[own[i] for i in at] for own in self.rates]
+        for part in ("first", "next", "whole", "weight", "allowed", "preference"):
+            setattr(some, part, getattr(self, part)[:, at])
+        return some
+
 
 def shared_trees(
     lead: str,
     trees: Seq[TreeShape],
     group: Group,
     rates: AcceptanceRates,
+    every: Estimates,
     costs: CapturedCosts,
     options: Options,
 ) -> Candidates:
     """One tree for all. In a chain model-free drafters may draft for some sequences; a wider tree is the lead's."""
-    estimates = Estimates(rates, group, (lead, *(n for n in options.model_free if n != lead)))
+    others = [name for name in options.model_free if name != lead and name in every.names]
+    estimates = every.only((lead, *others))
     accepted = estimates.of_chains(np.array([tree.depth for tree in trees], np.float64))
     usable = np.broadcast_to(estimates.allowed[:, :, None], accepted.shape).copy()
     for column, tree in enumerate(trees):
@@ -109,7 +123,7 @@ def shared_trees(
     steps = group.tokens_left[:, None] / (1 + accepted[:, 0])
     if lag.any():
         steps = steps * np.fromiter(rates.left_to(group.sequences, lead), np.float64)[:, None]
-    prefill = np.array([costs.prefill(lead, tokens) for tokens in lag])[:, None]
+    prefill = costs.prefill(lead, 1) * lag[:, None]
     per_token = group.plain / len(group.sequences)
     usable[:, 0] &= (prefill == 0) | (accepted[:, 0] * steps * per_token > prefill)
     worth = np.where(usable, accepted * estimates.preference[:, :, None], -1.0)
@@ -123,14 +137,8 @@ def shared_trees(
     longer = np.array([costs.ratio(shape) for shape in shapes]) - 1
     seconds = group.plain + longer * (costs.plain(options.size) or group.plain)
     seconds += np.where(served & (chosen == 0), prefill / np.maximum(steps, 1.0), 0.0).sum(0)
-    plans = [
-        [
-            DraftPlan(estimates.names[name], tree.nodes, tree.depth) if here else NO_DRAFT_PLAN
-            for name, here in zip(chosen[:, c].tolist(), served[:, c].tolist(), strict=True)
-        ]
-        for c, tree in enumerate(trees)
-    ]
-    return Candidates(lead, gains.T, seconds, spread, plans)
+    assigned = np.where(served, chosen, -1)
+    return Candidates(lead, gains.T, seconds, spread, trees, estimates.names, assigned)
 
 
 def own_chains(
@@ -150,7 +158,7 @@ def own_chains(
     limits = _limits(estimates, group, options, max_depth)
     worth = estimates.of_chains(limits[:, :, None])[:, :, 0]
     lag = np.stack([group.by_place(options.lag.get(name)) for name in names], axis=1)
-    prefill = np.array([[costs.prefill(n, t) for n, t in zip(names, own, strict=True)] for own in lag])
+    prefill = lag * [costs.prefill(name, 1) for name in names]
     steps = group.tokens_left[:, None] / (1 + worth)
     if prefill.any():
         steps = steps * np.stack(

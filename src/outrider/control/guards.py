@@ -46,7 +46,9 @@ PROBE_SHARE = 0.005  # of the time, at most, for probes: half of the hundredth t
 BASELINE_INTERVAL = (
     100  # drafting steps between two plain ones that are measured: costs 0.3 % at 1.5x (log/077)
 )
-HOLD = 4  # steps that a plan is kept at most, where planning would hold up the device (log/067, log/077)
+# Steps that a plan without drafts is kept at most, and half of it one with drafts where planning would hold up the
+# device: a plan for 32 sequences takes as long as half a step of a 1.5B model (log/067, log/077).
+HOLD = 8
 
 # ------------------------------------------------------------------------------------------ costs.py
 

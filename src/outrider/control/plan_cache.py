@@ -79,16 +79,15 @@ class PlanCache:
         self.by_sequence = decoding
         kinds = {why.kind: why for _, why in decoding.values()}
         if kinds.keys() <= UNPROFITABLE:
-            found_out = (
-                options.size or NOTHING_FOUND.kind not in kinds
-            )  # the host knows for free what lookup finds
-            self.left = min(self.without // HOLD, HOLD) if found_out else 0
+            # Beside no device a plan costs little, and what lookup finds is known for free.
+            slowly = 0 if NOTHING_FOUND.kind in kinds else self.without // HOLD
+            self.left = min(self.without if options.size else slowly, HOLD)
             self.reason = next((why for kind, why in kinds.items() if kind != OFF.kind), None)
             self.without += 1
         else:
             self.without = 0
             steady = kinds.keys() <= UNPROFITABLE | {"pays", "slowdown"} and not plan.prefills
-            self.left = HOLD if self.host_bound and options.size and steady and not self.reading else 0
+            self.left = HOLD // 2 if self.host_bound and options.size and steady and not self.reading else 0
         return plan
 
     def observe(self, record: StepRecord) -> None:

@@ -14,13 +14,14 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from math import inf, prod
 
 import numpy as np
 
 from outrider.control import prefill
 from outrider.control.acceptance import AcceptanceRates
-from outrider.control.candidates import Candidates, Group, own_chains, shared_trees
+from outrider.control.candidates import Candidates, Estimates, Group, own_chains, shared_trees
 from outrider.control.costs import CostModel
 from outrider.control.guards import MARGIN, PROBE_INTERVAL, PROBE_SHARE, Guards
 from outrider.control.history import AnswerLengths, DraftReturn, Fairness
@@ -44,6 +45,9 @@ from outrider.types import (
 Choice = tuple[DraftPlan, Reason]
 ASKED_DEPTH = 4  # of a draft for which a request fixed the number of nodes alone
 PROBE_TREE = TreeShape(2, 2)  # the smallest that shows both acceptance rates
+
+
+_auto_plan = lru_cache(maxsize=64)(lambda name, mode: DraftPlan(name, mode=mode))
 
 
 @dataclass(slots=True)
@@ -74,11 +78,12 @@ class Planner:
         self.cache = PlanCache()
         self.persistent, self.packed = Current(), Current()
 
-    def plan(self, work: Seq[Work], options: Options) -> Plan:
+    def kept(self, work: Seq[Work], members: Options) -> Plan | None:
+        """The plan of an earlier step, if it holds for this work."""
         batch = len(work)
-        kept = self.cache.get(work, options, lambda one: self._settled(one, batch, options)[1] is AUTO)
-        if kept is not None:
-            return kept
+        return self.cache.get(work, members, lambda one: self._settled(one, batch, members)[1] is AUTO)
+
+    def plan(self, work: Seq[Work], options: Options) -> Plan:
         return self.cache.put(work, self._plan(work, options), options)
 
     def _plan(self, work: Seq[Work], options: Options) -> Plan:
@@ -113,7 +118,7 @@ class Planner:
         if params.temperature > guards.max_temperature:
             facts = (("temperature", params.temperature, guards.max_temperature),)
             return NO_DRAFT_PLAN, Reason("temperature", 0, facts)
-        return DraftPlan(name, mode=asked.mode), AUTO
+        return _auto_plan(name, asked.mode), AUTO
 
     def _asked(self, name: str, item: Work) -> DraftPlan:
         """As the request fixed it, or the planner's own `depth` and `nodes`."""
@@ -170,11 +175,13 @@ class Planner:
         plain += self.costs.added_by_prompts(options.size, sum(reading))
         group = self._group(work, found, free, len(reading) + options.waiting if reading else 0, plain)
         leads = dict.fromkeys(name for names in group.allowed for name in names)
-        every = []
+        every, estimates = [], Estimates(self.rates, group, tuple(leads))
         for lead in leads:
             trees = [t for t in options.trees.get(lead, ()) if t.depth <= self.guards.max_depth]
             if trees:
-                every.append(shared_trees(lead, trees, group, self.rates, self.costs.captured, options))
+                every.append(
+                    shared_trees(lead, trees, group, self.rates, estimates, self.costs.captured, options)
+                )
         plans, reason = self._choose(self.persistent, every, group, options)
         if not any(plan.nodes for plan in plans):
             self._settle(found, free, reason)

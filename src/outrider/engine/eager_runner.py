@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from math import inf
+from typing import Any
 
 from outrider.control.planner import Planner
 from outrider.draft.drafters import Drafters
@@ -31,8 +32,11 @@ class EagerRunner:
         self.packer = Packer(model, cache.table, drafters)
         self.preparation = EagerPreparation(model, cache)
 
-    def options(self, work: Seq[Work], waiting: int) -> Options:
-        return Options(waiting=waiting, **packed_options(self.drafters, work))
+    def members(self, work: Seq[Work]) -> Options:
+        return Options()
+
+    def options(self, work: Seq[Work], members: Options, waiting: int) -> Options:
+        return Options(waiting=waiting, **packed_options(self.drafters, work, [one.emits for one in work]))
 
     def launch(self, work: list[Work], plan: Plan) -> InFlightStep:
         begun = time.perf_counter()
@@ -69,18 +73,21 @@ class EagerRunner:
         return
 
 
-def packed_options(drafters: Drafters, work: Seq[Work]) -> dict:
-    """What `Options` says of host-packed rows."""
-    free = drafters.model_free
-    sequences = [one.sequence for one in work]
-    lag, branching = {}, set()
+def packed_options(drafters: Drafters, work: Seq[Work], drafting: Seq[bool]) -> dict[str, Any]:
+    """What `Options` says of host-packed rows. `drafting`: which of the work may have a draft."""
+    free, lag, branching = drafters.model_free, {}, set()
     for name in drafters.names:
         drafter = drafters.resident(name)
         if drafter is not None and name not in free:
-            lag[name] = [drafter.tokens_behind(s) if s.row >= 0 else 0 for s in sequences]
+            pairs = zip(work, drafting, strict=True)
+            lag[name] = [drafter.tokens_behind(one.sequence) if here else 0 for one, here in pairs]
             branching |= {name} if drafter.trees else set()
     available = {
-        name: [drafters.available(name, one.sequence) if one.emits else 0 for one in work] for name in free
+        name: [
+            drafters.available(name, one.sequence) if here else 0
+            for one, here in zip(work, drafting, strict=True)
+        ]
+        for name in free
     }
     return {"model_free": free, "lag": lag, "branching": frozenset(branching), "available": available}
 

@@ -67,7 +67,7 @@ class Engine:
         self.model, self.settings, self.text = model, settings, text
         self.cache, self.table, self.context = cache, cache.table, cache.context
         self.drafters, self.planner, self.runner = drafters, planner, runner
-        self.scores, self.turn = Scores(drafters), 0
+        self.scores, self.turn, self.score_s = Scores(drafters), 0, 0.0
         self.scheduler = Scheduler(cache.table, settings.step_rows)
         self.writers: dict[Sequence, Writer] = {}
         self.live: dict[str, list[Sequence]] = {}
@@ -167,7 +167,10 @@ class Engine:
         self.planner.forget_drafters(self.drafters.including(drafter))
 
     def _plan(self, work: list[Work]) -> Plan:
-        options = self.runner.options(work, len(self.scheduler.waiting))
+        members = self.runner.members(work)
+        if (kept := self.planner.kept(work, members)) is not None:
+            return kept
+        options = self.runner.options(work, members, len(self.scheduler.waiting))
         preparation = self.runner.preparation
         while preparation.on_demand and (drafter := self.planner.unmeasured(work, options)) != "none":
             preparation.measure(self.planner, drafter, options.size)
@@ -255,9 +258,9 @@ class Engine:
         """How model-free drafters would have done where they did not draft, for a few sequences in turn. Where the
         device waits for the host, nothing is scored.
         """
-        if self.planner.cache.host_bound:
+        if step.captured is not None and step.waited_s < self.score_s:
             return []
-        found: list[Outcome | None] = []
+        begun, found = time.perf_counter(), list[Outcome | None]()
         turns, self.turn = max(-(-len(alive) // MAX_SCORED), 1), self.turn + 1
         for name in self.drafters.model_free:
             for i in alive[self.turn % turns :: turns]:
@@ -268,6 +271,7 @@ class Engine:
                 ran = step.draft_plans[i].drafter == name and (draft or lead == name)
                 if verdict is not None and mine and not (asked.off or ran or sequence.finish_reason):
                     found.append(self.scores.score(name, sequence, step.captured is not None))
+        self.score_s = time.perf_counter() - begun
         return [one for one in found if one is not None]
 
     def _commit(

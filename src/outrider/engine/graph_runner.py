@@ -130,24 +130,26 @@ class GraphRunner:
 
     # ------------------------------------------------------------------------------------ what can be planned
 
-    def options(self, work: Seq[Work], waiting: int) -> Options:
+    def members(self, work: Seq[Work]) -> Options:
         decodes = tuple(map(_decodes, work))
         resident = tuple(d and self._stays(one.sequence) for d, one in zip(decodes, work, strict=True))
+        count = sum(resident)
+        size = self.sizes.choose(count) if count else 0
+        return Options(size, resident, decodes, after_prompts=False)
+
+    def options(self, work: Seq[Work], members: Options, waiting: int) -> Options:
+        size, resident, decodes = members.size, members.resident, members.decodes
         sequences = [one.sequence for one, here in zip(work, resident, strict=True) if here]
+        drafting = [d and not here for d, here in zip(decodes, resident, strict=True)]
+        packed = packed_options(self.drafters, work, drafting) if any(drafting) else {}
         if not sequences:
-            packed = packed_options(self.drafters, work)
-            return Options(resident=resident, decodes=decodes, after_prompts=False, waiting=waiting, **packed)
-        size = self.sizes.choose(len(sequences))
+            return replace(members, waiting=waiting, **packed)
         prompts = [one for one in work if one.known > 1]
-        packing = any(d and not here for d, here in zip(decodes, resident, strict=True))
-        packed = packed_options(self.drafters, work) if packing else {}
         packed_work = [one for one, here in zip(work, resident, strict=True) if not here]
         trees = self._trees(size, sequences, packed_work)
         lag, blocked = self._lag(work, resident, list(trees))
-        return Options(
-            size=size,
-            resident=resident,
-            decodes=decodes,
+        return replace(
+            members,
             trees=trees,
             chains=self._chains(trees, bool(packed_work), bool(prompts)),
             model_free=self.drafters.model_free,
@@ -156,7 +158,6 @@ class GraphRunner:
             blocked=blocked,
             max_prefill=MOST_CAPTURED - sum(one.known for one in prompts),
             available=packed.get("available", {}),
-            after_prompts=False,
             waiting=waiting,
         )
 

@@ -72,7 +72,11 @@ class Runner(Protocol):
     @property
     def preparation(self) -> Preparation: ...
 
-    def options(self, work: Seq[Work], waiting: int) -> Options:
+    def members(self, work: Seq[Work]) -> Options:
+        """Which work is in the persistent batch: all that a plan of an earlier step is checked against."""
+        ...
+
+    def options(self, work: Seq[Work], members: Options, waiting: int) -> Options:
         """What the planner may choose from for this work, while this many other prompts wait."""
         ...
 
