@@ -101,9 +101,9 @@ class Drafters:
         """The drafter itself; or, where it is there no longer, one that takes no pass."""
         return name if name in self._drafters else next(iter(self.model_free), "none")
 
-    def shadow_propose(self, name: str, sequence: Sequence, end: int, n: int, resident: bool) -> Seq[int]:
+    def shadow_propose(self, name: str, sequence: Sequence, end: int, n: int) -> Seq[int]:
         try:
-            return self._resident[name].shadow_propose(sequence, end, n, resident)
+            return self._resident[name].shadow_propose(sequence, end, n)
         except Exception as error:
             self.note_fault(DrafterFailed(name, error))
             return ()

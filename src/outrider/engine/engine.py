@@ -260,7 +260,7 @@ class Engine:
                 mine = asked.drafter == name or (asked.drafter is None and name in self.planner.choices)
                 ran = step.draft_plans[i].drafter == name and (draft or (step.captured or ("",))[0] == name)
                 if verdict is not None and mine and not (asked.off or ran or sequence.finish_reason):
-                    found.append(self.scores.score(name, sequence, step.captured is not None))
+                    found.append(self.scores.score(name, sequence))
         return [one for one in found if one is not None]
 
     def _commit(
