@@ -1,5 +1,5 @@
-"""`lookup` searches the text itself, the prediction, and past answers of the same owner and of nobody else. The host and
-the device find the same.
+"""`lookup` searches the text itself, the prediction, and past answers of the same owner and of nobody else. The host
+and the device find the same.
 """
 
 from __future__ import annotations

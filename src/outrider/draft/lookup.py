@@ -33,7 +33,7 @@ from outrider.device.state import MAX_REFERENCES
 from outrider.draft.drafter import ResidentDrafter
 from outrider.types import Draft, DraftPlan, References, Sequence
 
-REACH, SHORTEST, GRAM = 8, 2, 4
+REACH, SHORTEST, GRAM = 8, 1, 4
 SEPARATOR = -1
 
 # Tokens, references and spans of all sequences, some rows, the sequences' lengths, how many tokens to draft, how long
@@ -74,12 +74,13 @@ class Text:
     def _search(self, last: int) -> int:
         """Where the draft begins, if the own tokens end at `last`; 0, where a separator is, if it is empty."""
         text, end = self.array, last + 1 - self.own
-        same = text[:last] == text[last]
-        if self.prediction == self.own:  # a single token counts in predictions alone
-            same[1:] &= text[: last - 1] == text[last - 1]
-        places = same.nonzero()[0]
+        places = (text[:last] == text[last]).nonzero()[0]
         if not len(places):
             return 0
+        if self.prediction == self.own:  # else every place in the prediction counts
+            two = text[places - 1] == text[last - 1]
+            two[-1] = True  # of places where a single token matches, the latest
+            places = places[two]
         other = self.endings[places + (1 - REACH)] != self.endings[last + 1 - REACH]
         size = other.argmax(1)  # how many tokens back the first one that differs is; 0: none does
         size[size == 0] = REACH
@@ -107,19 +108,20 @@ def find_copies(
     """The search for rows [S] of the device's state, whose last known tokens are at `lengths`. Returns n tokens each
     [S, n], and how many of them are drafted [S].
     """
-    (reach, shortest, gram), wide = limits, references.shape[1]
-    answers, before, prompt = (
-        span[:, None] for span in spans[rows].unbind(1)
-    )  # the references lie before the text
+    reach, shortest, gram = limits
+    # A graph's shapes are fixed. On a CPU the search is as wide as the longest references of these rows.
+    wide = references.shape[1] if tokens.is_cuda else max(1, int(spans[rows, 1].max()))
+    answers, before, prompt = (span[:, None] for span in spans[rows].unbind(1))
     place = torch.arange(wide + context, device=tokens.device)
     own = tokens[rows].gather(1, (place - before).clamp(min=0, max=tokens.shape[1] - 1))
     texts = torch.where(place < before, references[rows][:, place.clamp(max=wide - 1)], own)
     known, last = lengths[:, None], lengths[:, None] + before
-    size = torch.zeros_like(texts)
-    same = (place < last) & (torch.roll(texts, -1, dims=1) >= 0)
+    padded = torch.nn.functional.pad(texts, (reach, 1), value=SEPARATOR)
+    size = torch.zeros_like(texts, dtype=torch.int32)
+    same = (place < last) & (padded[:, reach + 1 :] >= 0)
     for back in range(reach):
-        ending = texts.gather(1, (last - back).clamp(min=0))
-        same = same & (torch.roll(texts, back, dims=1) == ending) & (place >= back) & (known >= back)
+        ending = texts.gather(1, (last - back).clamp(min=0)).masked_fill(known < back, SEPARATOR - 1)
+        same &= padded[:, reach - back : reach - back + len(place)] == ending
         size += same
     predicted = (place >= answers) & (place < before)
     needed = torch.where(place < before, torch.where(predicted, 1, gram), shortest)

@@ -18,8 +18,8 @@ class Scores:
         self.due: dict[Sequence, dict[str, int]] = {}  # by drafter: tokens before its next proposal
 
     def score(self, name: str, sequence: Sequence) -> Outcome | None:
-        """The outcome of the drafter's next proposal; None while it is open. After a pause in scoring, that is a proposal
-        whose tokens are all known.
+        """The outcome of the drafter's next proposal; None while it is open. After a pause, that is a proposal whose
+        tokens are all known.
         """
         tokens, known, due = sequence.tokens, len(sequence.tokens), self.due.setdefault(sequence, {})
         at = max(due.get(name, 0), known - DEPTH, sequence.prompt_len)
