@@ -51,18 +51,18 @@ class Text:
         self.prompt_len, self.read = sequence.prompt_len, 0  # own tokens in the array
         self.prediction = REACH + given.answers  # where it begins
         self.own = REACH + len(given.tokens)
-        self._hold(np.array((*[SEPARATOR] * REACH, *given.tokens), np.int32), 2 * len(sequence.tokens))
+        self._hold(np.full(self.own + 2 * len(sequence.tokens), SEPARATOR, np.int32))
+        self.array[REACH : self.own] = given.tokens
 
-    def _hold(self, tokens: np.ndarray, room: int) -> None:
-        """Make an array that begins with some tokens and has room for others."""
-        self.array = np.concatenate((tokens, np.empty(room, np.int32)))
-        self.endings = sliding_window_view(self.array, REACH)[:, ::-1]  # by the place where they begin
+    def _hold(self, array: np.ndarray) -> None:
+        self.array = array
+        self.endings = sliding_window_view(array, REACH)[:, ::-1]  # by the place of their first token
 
     def continuation(self, tokens: list[int], end: int, n: int) -> list[int]:
         """Up to n tokens to draft after the first `end` of the sequence's tokens."""
         if end > self.read:
             if self.own + end > len(self.array):
-                self._hold(self.array, end)
+                self._hold(np.resize(self.array, self.own + 2 * end))
             self.array[self.own + self.read : self.own + end] = tokens[self.read : end]
             self.read = end
         last = self.own + end - 1
