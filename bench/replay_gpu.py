@@ -110,7 +110,7 @@ def requests(texts: list[Text], model: Recorded, batch: int, label: str, number:
         prompt = [WORDS + i % 8000, *prompt]  # nobody's is cached
         model.texts[f"{label}.{i}"] = [*prompt, *answer]
         params = SamplingParams(temperature=TEMPERATURE, max_tokens=len(answer), ignore_eos=True)
-        yield Request(f"{label}.{i}", tuple(prompt), params, i)
+        yield Request(f"{label}.{i}", tuple(prompt), params, i, owner=f"{label}.{i}")
 
 
 def answer(

@@ -20,6 +20,7 @@ from outrider.sampling_params import Speculation as Speculation
 
 if TYPE_CHECKING:
     import torch
+    from numpy.typing import NDArray
     from torch import Tensor
 
 
@@ -116,6 +117,16 @@ class Draft:
 NO_DRAFT = Draft()
 
 
+class References(NamedTuple):
+    """What lookup searches beside a sequence's own tokens: past answers, then the user's prediction."""
+
+    tokens: NDArray[Any] | tuple[()] = ()  # each text is followed by -1
+    answers: int = 0  # tokens of past answers
+
+
+NO_REFERENCES = References()
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """A request while it lives: one of its choices, the tokens so far, and how many of them are cached."""
@@ -138,6 +149,7 @@ class Sequence:
     drafted: int = 0
     accepted: int = 0
     grammar: Any = None  # where this choice stands in its grammar
+    references: References = NO_REFERENCES
     # Nodes and accepted tokens of every step that drafted for it.
     draft_counts: list[tuple[int, int]] = field(default_factory=list)
     deepest: int = 0  # the longest path drafted

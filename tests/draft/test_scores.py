@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import random
 
-import pytest
-import torch
-
 from outrider.draft.drafter import ResidentDrafter
 from outrider.draft.drafters import MAX_FAULTS, Drafters
-from outrider.draft.lookup import REACH, SHORTEST_RESIDENT, LookupDrafter, find_copies
+from outrider.draft.lookup import LookupDrafter
 from outrider.draft.scores import DEPTH, Scores
+from outrider.types import DraftPlan
 from tests.tiny import VOCAB, sequence
 
 
@@ -24,7 +22,7 @@ class Foresees(ResidentDrafter):
 
     def propose(self, sequences, draft_plans): ...
     def propose_resident(self, ops, rows, lengths, tree, context): ...
-    def shadow_propose(self, sequence, end, n, resident):
+    def shadow_propose(self, sequence, end, n):
         assert not self.asked or end >= self.asked[-1]
         self.asked.append(end)
         return self.proposals[end][:n]
@@ -61,42 +59,24 @@ def test_what_nobody_looked_at_is_left_out():
     assert scored({2: [5], 10: [3, 4, 9, 6]}, [[5], [0] * 7 + [3, 4, 5, 6]]) == [(1, 1), (4, 2)]
 
 
-@pytest.mark.parametrize("resident", [False, True])
-def test_lookup_foresees_what_followed_the_same_ending(resident):
-    def foreseen(text: list[int], end: int) -> list[int]:
-        lookup, s = LookupDrafter(), sequence(text)
-        lookup.start(s)
-        return list(lookup.shadow_propose(s, end, 3, resident))
-
-    text = [1, 2, 3, 4, 5, 1, 2]
-    assert foreseen(text, 7) == [3, 4, 5]
-    assert foreseen(text, 6) == ([2, 3, 4] if resident else [])  # after one token
-    assert foreseen(text, 5) == foreseen(text, 1) == []
-    assert foreseen([1, 2, 3, 1, 2, 4, 1, 2], 8) == [4, 1, 2]  # the latest place
-    assert foreseen([9, 1, 2, 3, 8, 1, 2, 4, 9, 1, 2], 11) == [3, 8, 1]  # the longer ending
-    assert foreseen([1, 2, 3, 1, 2, 7, 7], 5) == [3, 1, 2]  # what comes later is not known yet
-
-
-def test_it_scores_lookup_as_resident_steps_search():
+def test_it_scores_lookup_as_steps_propose():
     """Of a text that copies now and then, proposal by proposal."""
     dice, text = random.Random(5), [3, 1, 4, 1, 5, 9, 2, 6] * 2
     while len(text) < 900:
-        at = dice.randrange(len(text) - 9)
-        text += text[at : at + dice.randrange(2, 9)] if dice.random() < 0.5 else dice.choices(range(60), k=4)
+        at = dice.randrange(len(text) - 12)
+        text += text[at : at + dice.randrange(4, 12)] if dice.random() < 0.5 else dice.choices(range(60), k=4)
     s, lookup = sequence(text[:100]), LookupDrafter()
     lookup.start(s)
     scores, found, right, due = Scores(Drafters({"lookup": lookup}, VOCAB)), [], [], 100
-    tokens, nothing = torch.tensor([text]), torch.zeros(1, dtype=torch.long)
     for end in range(100, 890):
-        s.tokens.append(text[end])
-        outcome = scores.score("lookup", s, resident=True)
-        found += [] if outcome is None else [outcome.accepted]
         if end == due:
-            numbers = torch.tensor([end - 1]), DEPTH, 1024, REACH, SHORTEST_RESIDENT
-            drafted, count = find_copies(tokens, nothing[None], nothing, nothing, *numbers)
-            drafts = drafted[0, : int(count)].tolist()
-            right.append(next((n for n, token in enumerate(drafts) if token != text[end + n]), len(drafts)))
+            [draft] = lookup.propose([s], [DraftPlan("lookup", DEPTH, DEPTH)])
+            wrong = (n for n, token in enumerate(draft.tokens) if token != text[end + n])
+            right.append(next(wrong, len(draft)))
             due += right[-1] + 1
+        s.tokens.append(text[end])
+        outcome = scores.score("lookup", s)
+        found += [] if outcome is None else [outcome.accepted]
     assert found == right[: len(found)] and len(right) - len(found) <= 1
     assert 0.1 * len(right) < sum(n > 1 for n in right) < 0.9 * len(right)
 

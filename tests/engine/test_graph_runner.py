@@ -246,21 +246,38 @@ def test_a_full_cache_preempts_resident_sequences(model, small) -> None:
     assert tight.scheduler.preemptions
 
 
-def test_a_prediction_is_followed_wherever_it_fits(model, small) -> None:
-    """On the device, and where it is longer than there is room for it, on the host."""
-    answer = run(make_engine(model, small, None), [request("a", prompt_of(12), max_tokens=40)])["a", 0]
-    staged = {}
-    for long in (False, True):
-        engine = make_engine(model, small, 1, Always(DraftPlan("lookup", 4, 4)))
-        if long:
-            engine.runner.state.predictions = engine.runner.state.predictions[:, : len(answer) - 1]
-        [one] = engine.add(request("a", prompt_of(12), max_tokens=40, prediction=answer))
-        records = []
-        while not engine.idle:
-            records += [result.record for result in engine.step()]
-        assert one.output == answer and one.accepted > 10
-        staged[long] = [record.captured is None for record in records].count(True)
-    assert staged[False] == 1 < staged[True]  # the one that read the prompt
+def records_of(engine: Engine, asked: Request) -> tuple[list, list[int]]:
+    """Of all steps of a request, and its answer."""
+    [one], records = engine.add(asked), []
+    while not engine.idle:
+        records += [result.record for result in engine.step()]
+    return records, one.output
+
+
+def test_a_prediction_is_followed_on_the_device(model, small) -> None:
+    """Where the prompt is in the cache, from its beginning: then the first step is a resident one."""
+    [answer] = run(make_engine(model, small, None), [request("a", prompt_of(17), max_tokens=40)]).values()
+    engine = make_engine(model, small, 1, Always(DraftPlan("lookup", 4, 4)))
+    for name, staged in (("a", 1), ("b", 0)):
+        asked = request(name, prompt_of(17), max_tokens=40, prediction=answer, owner="mine")
+        records, said = records_of(engine, asked)
+        assert said == answer and [record.captured is None for record in records].count(True) == staged
+        assert records[0].accepted == (0 if staged else 4)
+        assert sum(record.accepted for record in records) >= 30
+        engine.drafters["lookup"].past.clear()
+
+
+def test_past_answers_draft_in_resident_steps(model, small) -> None:
+    """For the owner whose answer it was, and for nobody else."""
+    engine = make_engine(model, small, 1, Always(DraftPlan("lookup", 4, 4)))
+    accepted, answers = [], []
+    for name, owner in (("a", "mine"), ("b", "mine"), ("c", "theirs")):
+        asked = request(name, prompt_of(12), max_tokens=60, temperature=1.0, seed=3, owner=owner)
+        records, said = records_of(engine, asked)
+        accepted.append(sum(record.accepted for record in records if record.captured))
+        answers.append(said)
+    assert answers[0] == answers[1] == answers[2]
+    assert accepted[1] > accepted[0] + 30 and accepted[2] == accepted[0]
 
 
 def test_a_default_drafter_that_cannot_be_resident_drafts_on_the_host(model, small) -> None:

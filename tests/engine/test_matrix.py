@@ -188,7 +188,7 @@ def clean(engine) -> None:
     engine.table.prefix.clear()
     engine.table.check()
     assert engine.table.used == 0 and not engine.in_flight and not engine.drafters.faults
-    assert not engine.drafters["lookup"].states and not engine.drafters["lookup+lm"]._given
+    assert not engine.drafters["lookup"].texts and not engine.drafters["lookup+lm"]._given
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -113,6 +113,6 @@ def test_many_are_sent_at_once_as_each_would_be() -> None:
             apart.sync([one])
         for one in everybody:
             assert held(together, one) == held(apart, one)
-        for name in ("top_k", "top_p", "log_min_p", "predictions", "predicted", "tokens", "table"):
+        for name in ("top_k", "top_p", "log_min_p", "references", "spans", "tokens", "table"):
             assert torch.equal(getattr(together.state, name), getattr(apart.state, name)), name
     assert sent == [[(0, 0)] * 4, [(4, 2), (5, 4)]]

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from outrider.device.state import MAX_REFERENCES
 from outrider.draft.eagle import EagleDrafter
 from outrider.draft.early_exit import EarlyExitDrafter
 from outrider.draft.head_layouts import load_eagle
@@ -83,7 +84,7 @@ def make_engine(parts, planner, answers, lag, room: int, sequences: int = 8, **s
     model, draft_model, head = parts
 
     def drafters(cache):
-        lookup, lm = LookupDrafter(owners=3, tokens_per_owner=200), lm_drafter(draft_model, cache)
+        lookup, lm = LookupDrafter(owners=3), lm_drafter(draft_model, cache)
         eagle = EagleDrafter(load_eagle(head, model, cache.context), cache.store, cache.table)
         return {
             "lookup": lookup, "lm": lm, "eagle": eagle, "lookup+lm": MergedDrafter([lookup, lm], cache.table),
@@ -112,14 +113,14 @@ def whole(engine) -> None:
         assert s.row < 0 or engine.table.lengths[s.row] == s.cached + ahead
         for name in ("lm", "eagle"):
             assert engine.drafters[name].progress.of(s) <= len(s.tokens)
-    assert set(engine.drafters["lookup"].states) <= live
+    assert set(engine.drafters["lookup"].texts) <= live
     assert set(engine.drafters["lookup+lm"]._given) <= live
 
 
 def empty(engine) -> None:
     engine.table.prefix.clear()
     assert engine.table.used == 0 and engine.table.rows_left == len(engine.table.lengths)
-    assert not engine.drafters["lookup"].states and not engine.drafters["lookup+lm"]._given
+    assert not engine.drafters["lookup"].texts and not engine.drafters["lookup+lm"]._given
     assert not engine.writers and not engine.live and engine.scheduler.idle and not engine.drafters.faults
 
 
@@ -189,4 +190,4 @@ def test_thousands_of_steps_leak_nothing(parts, lag, most):
     whole(engine)
     empty(engine)
     past = engine.drafters["lookup"].past
-    assert len(past) <= 3 and all(one.size <= 200 for one in past.values())
+    assert len(past) <= 3 and all(one.size <= MAX_REFERENCES for one in past.values())

@@ -635,20 +635,6 @@ def test_resource_limits_of_a_request(client: httpx.Client, what: str) -> None:
     assert time.perf_counter() - begun < 20
 
 
-def test_many_choices_share_one_prediction() -> None:
-    """What a prediction is searched by is made once, not for each of a hundred choices; others make their own."""
-    drafter = LookupDrafter()
-    mine = [sequence(prompt_of(5), prediction=prompt_of(9), owner="a") for _ in range(3)]
-    other = sequence(prompt_of(5), prediction=prompt_of(9), owner="b")
-    for one in (*mine, other):
-        drafter.start(one)
-    first, second, third, theirs = (id(drafter.states[s].prediction.automaton) for s in (*mine, other))  # type: ignore[union-attr]
-    assert first == second == third != theirs
-    for one in (*mine, other):
-        drafter.stop(one)
-    assert not drafter.predictions
-
-
 def memory(served: Served) -> int:
     return psutil.Process(served.process.pid).memory_info().rss
 

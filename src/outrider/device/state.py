@@ -14,7 +14,7 @@ from outrider.types import Sequence
 from outrider.verify.filters import BANNED, OFF, wanted
 from outrider.verify.rows import clamp_temperature, put, to_device, to_device_together
 
-MAX_PREDICTION = 4096  # tokens of a user's prediction that the device holds
+MAX_REFERENCES = 4096  # tokens that lookup searches beside a sequence's own
 
 
 class Change(NamedTuple):
@@ -40,11 +40,10 @@ class SequenceState:
         self.top_k = torch.zeros(rows + 1, dtype=torch.int64, device=device)
         self.top_p = torch.ones(rows + 1, dtype=torch.float32, device=device)
         self.log_min_p = torch.full((rows + 1,), BANNED, dtype=torch.float32, device=device)
-        # What users expect their answers to be, and how many tokens of it there are.
-        wide = min(width, MAX_PREDICTION)
-        self.predictions = torch.zeros(rows + 1, wide, dtype=torch.int64, device=device)
-        self.predicted = torch.zeros(rows + 1, dtype=torch.int64, device=device)
-        self._has_prediction = np.zeros(rows + 1, bool)
+        # Past answers, then the prediction. Spans: tokens of the answers, of both, and of the prompt.
+        self.references = torch.zeros(rows + 1, MAX_REFERENCES, dtype=torch.int32, device=device)
+        self.spans = torch.zeros(rows + 1, 3, dtype=torch.int64, device=device)
+        self._referenced = np.zeros(rows + 1, bool)
         self.filters = np.zeros(rows + 1, bool)  # for the host: whose sampling has any
         self.edits = EditRows(rows, vocab, device)
         self._constants: dict[tuple[torch.dtype, tuple[int, ...]], Tensor] = {}
@@ -83,25 +82,37 @@ class SequenceState:
         for one in changes:
             self.edits.upload(one.sequence, self.tokens[one.sequence.row])
             if not one.known:
-                self._upload_rest(one.sequence)
+                self._upload_filters(one.sequence)
+        self._upload_references([one.sequence for one in changes if not one.known])
 
     def _places(self, rows: np.ndarray, starts: Seq[int], values: Seq[np.ndarray]) -> np.ndarray:
         """Of values that follow one another in each row, in a table of them all."""
         first = rows * self.width + starts
         return np.concatenate([np.arange(at, at + len(some)) for at, some in zip(first, values, strict=True)])
 
-    def _upload_rest(self, sequence: Sequence) -> None:
-        """What few requests have: filters, and a prediction."""
+    def _upload_filters(self, sequence: Sequence) -> None:
         row, filters = sequence.row, wanted(sequence.request.params)
         if filters != OFF or self.filters[row]:
             for column, value in zip((self.top_k, self.top_p, self.log_min_p), filters, strict=True):
                 put(column, row, value)
         self.filters[row] = filters != OFF
-        expected = sequence.request.prediction_ids[: self.predictions.shape[1]]
-        if expected or self._has_prediction[row]:
-            self.predictions[row, : len(expected)] = self._sent(torch.tensor(expected, dtype=torch.int64))
-            put(self.predicted, row, len(expected))
-            self._has_prediction[row] = bool(expected)
+
+    def _upload_references(self, sequences: Seq[Sequence]) -> None:
+        """In one copy, for the sequences that have references and for rows whose last sequence had."""
+        some = [one for one in sequences if len(one.references.tokens) or self._referenced[one.row]]
+        if not some:
+            return
+        rows = np.array([one.row for one in some], np.int64)
+        sizes = np.array([len(one.references.tokens) for one in some], np.int64)
+        answers = [one.references.answers for one in some]
+        spans = np.stack((answers, sizes, [one.prompt_len for one in some]), 1)
+        tokens = np.zeros((len(some), max(1, *sizes)), np.int32)
+        for held, one in zip(tokens, some, strict=True):
+            held[: len(one.references.tokens)] = one.references.tokens
+        at, span, token = to_device_together((rows, spans, tokens), self.device)
+        self.spans.index_copy_(0, at, span)
+        self.references[:, : token.shape[1]].index_copy_(0, at, token)
+        self._referenced[rows] = sizes > 0
 
     def can_edit(self, sequence: Sequence) -> bool:
         """Whether the device heeds the penalties and logit_bias of a sequence that was uploaded, if it has any."""

@@ -78,10 +78,8 @@ class ResidentDrafter(Drafter, Protocol):
         """Read what it lacks of these. Nothing is in flight, and their rows of the state are up to date."""
         return
 
-    def shadow_propose(self, sequence: Sequence, end: int, n: int, resident: bool) -> Seq[int]:
-        """If it rides along: up to n tokens that it would propose after the first `end` ones, more or less, in no time.
-        `resident`: as `propose_resident` would, else as `propose`.
-        """
+    def shadow_propose(self, sequence: Sequence, end: int, n: int) -> Seq[int]:
+        """If it is model-free: up to n tokens that it would propose after the first `end` tokens."""
         return ()
 
     def warm_up(self, ops: StepOps, longest: int = 1) -> int:

@@ -107,9 +107,9 @@ class Drafters:
         plan = DraftPlan(name, AVAILABLE, AVAILABLE)
         return len(self.propose(name, [sequence], [plan])[0])
 
-    def shadow_propose(self, name: str, sequence: Sequence, end: int, n: int, resident: bool) -> Seq[int]:
+    def shadow_propose(self, name: str, sequence: Sequence, end: int, n: int) -> Seq[int]:
         try:
-            return self._resident[name].shadow_propose(sequence, end, n, resident)
+            return self._resident[name].shadow_propose(sequence, end, n)
         except Exception as error:
             self.note_fault(DrafterFailed(name, error))
             return ()

@@ -1,228 +1,185 @@
-"""`lookup`: drafts that what followed last time will follow again. No model, next to no cost.
+"""`lookup`: drafts what followed the ending of the text at an earlier place. It runs no model.
 
-Three places are searched for the longest ending of the text: the text itself, the user's prediction of the
-answer, and past answers to the same owner, never anybody else's. The continuations found become one tree:
-where they agree they share nodes, and the longest match has the first claim on them. In resident steps the text itself
-and the prediction are searched, on the device.
+**The searchable text** of a sequence is recent answers to the same owner (never to another), then the user's
+prediction of the answer, then the sequence's own tokens. The first two are the sequence's *references*: fixed when it
+starts, and together at most MAX_REFERENCES tokens. The prediction has priority, then the latest answers. A separator
+(-1) ends each of them; it matches nothing and is never proposed, so that neither a match nor a draft crosses from one
+text into the next.
+
+**The search** takes the longest ending of the own tokens, up to REACH, that occurs earlier in the searchable text with
+at least one token behind it; among equally long ones the latest. An occurrence in the own tokens must have SHORTEST
+tokens, one in a past answer GRAM. In the prediction one token suffices, and GRAM more count as matching: the user said
+what to expect. **The draft** is the chain that followed there. Before anything was written, it is the beginning of the
+prediction.
+
+The search exists three times with one result, which tests compare: `Text.continuation` for one sequence on the host,
+`find_copies` for rows of the device's state in torch, and the Triton kernels of `model/kernels/gpu/copies.py`.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
-from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
+from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor
 
 from outrider.device.layout import TreeLayout
 from outrider.device.ops import StepOps
+from outrider.device.state import MAX_REFERENCES
 from outrider.draft.drafter import ResidentDrafter
-from outrider.draft.merged import merge_drafts
-from outrider.draft.suffix import Automaton, Match, OwnMatch
-from outrider.types import Draft, DraftPlan, Sequence
+from outrider.types import Draft, DraftPlan, References, Sequence
 
-SHORTEST = 2  # tokens that must match before a continuation is believed
-GRAM = 4  # past answers are found by this many tokens
-LONGEST = 64  # how far back a match with a past answer is followed
-READ = 4  # past answers read in one go
-# In resident steps: how many tokens of an ending are compared, and how many must be the same. One is enough there, as
-# the step's rows are paid for whether there is a draft or not.
-REACH, SHORTEST_RESIDENT = 8, 1
+REACH, SHORTEST, GRAM = 8, 1, 4
+SEPARATOR = -1
 
-# Tokens and predictions of all sequences, how long the predictions are, some rows, the sequences' lengths, how many to
-# draft, how long sequences may be, and what counts as the same.
-Find = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, int, int, int], tuple[Tensor, Tensor]]
+# Tokens, references and spans of all sequences, some rows, the sequences' lengths, how many tokens to draft, how long
+# sequences may be, and REACH, SHORTEST and GRAM.
+Find = Callable[
+    [Tensor, Tensor, Tensor, Tensor, Tensor, int, int, tuple[int, int, int]], tuple[Tensor, Tensor]
+]
 
 
 class Text:
-    """A sequence's tokens as an array, in which the longest ending is found in a few comparisons of all of it."""
+    """The searchable text of a sequence as one array. It begins with REACH separators, where comparisons end."""
 
-    def __init__(self) -> None:
-        self.tokens, self.read = np.empty(0, np.int64), 0
+    def __init__(self, sequence: Sequence) -> None:
+        given = sequence.references
+        self.prompt_len, self.read = sequence.prompt_len, 0  # own tokens in the array
+        self.prediction = REACH + given.answers  # where it begins
+        self.own = REACH + len(given.tokens)
+        self._hold(np.full(self.own + 2 * len(sequence.tokens), SEPARATOR, np.int32))
+        self.array[REACH : self.own] = given.tokens
 
-    def place(self, tokens: list[int], end: int, shortest: int) -> int:
-        """Where what followed the longest ending of the first `end` tokens begins, up to REACH of them and the latest
-        such place; 0: nowhere are as many as `shortest` the same.
-        """
-        if end > len(self.tokens):
-            self.tokens = np.resize(self.tokens, 2 * end)
+    def _hold(self, array: np.ndarray) -> None:
+        self.array = array
+        self.endings = sliding_window_view(array, REACH)[:, ::-1]  # by the place of their first token
+
+    def continuation(self, tokens: list[int], end: int, n: int) -> list[int]:
+        """Up to n tokens to draft after the first `end` of the sequence's tokens."""
         if end > self.read:
-            self.tokens[self.read : end] = tokens[self.read : end]
+            if self.own + end > len(self.array):
+                self._hold(np.resize(self.array, self.own + 2 * end))
+            self.array[self.own + self.read : self.own + end] = tokens[self.read : end]
             self.read = end
-        text, size = self.tokens, 1
-        places = np.flatnonzero(text[: end - 1] == tokens[end - 1]) + 1
-        while len(places) and size < min(REACH, end):
-            longer = places[(places > size) & (text[places - size - 1] == tokens[end - size - 1])]
-            if not len(longer):
-                break
-            places, size = longer, size + 1
-        return int(places[-1]) if len(places) and size >= shortest else 0
+        last = self.own + end - 1
+        opening = end <= self.prompt_len and self.prediction < self.own
+        start = self.prediction if opening else self._search(last)
+        found: list[int] = self.array[start : min(start + n, last + 1)].tolist()
+        return found[: found.index(SEPARATOR)] if SEPARATOR in found else found
 
-
-@dataclass(slots=True)
-class State:
-    own: OwnMatch
-    prediction: Match | None
-    read: int = 0  # tokens of the sequence already in
-    text: Text = field(default_factory=Text)  # for scores alone
-
-
-@dataclass(slots=True)
-class Past:
-    """One owner's earlier answers: where each run of GRAM tokens was last seen. The oldest are forgotten.
-
-    Answers are read when somebody looks for a draft, a few at a time: nobody may.
-    """
-
-    answers: deque[list[int]] = field(default_factory=deque)
-    unread: deque[list[int]] = field(default_factory=deque)
-    grams: dict[tuple[int, ...], tuple[list[int], int]] = field(default_factory=dict)
-    size: int = 0
-
-    def add(self, answer: list[int], room: int) -> None:
-        self.answers.append(answer)
-        self.unread.append(answer)
-        self.size += len(answer)
-        while self.size > room:
-            self._forget(self.answers.popleft())
-
-    def _forget(self, answer: list[int]) -> None:
-        self.size -= len(answer)
-        if self.unread and self.unread[0] is answer:
-            self.unread.popleft()
-            return
-        for end in range(GRAM, len(answer) + 1):
-            key = tuple(answer[end - GRAM : end])
-            if key in self.grams and self.grams[key][0] is answer:
-                del self.grams[key]
-
-    def _read(self) -> None:
-        for _ in range(min(READ, len(self.unread))):
-            answer = self.unread.popleft()
-            for end in range(GRAM, len(answer) + 1):
-                self.grams[tuple(answer[end - GRAM : end])] = (answer, end)
-
-    def continuation(self, text: Seq[int], n: int) -> tuple[int, list[int]]:
-        """How long an ending of `text` matched, and what followed it."""
-        self._read()
-        answer, end = self.grams.get(tuple(text[-GRAM:]), ([], 0))
-        size = 0
-        while size < min(end, len(text), LONGEST) and answer[end - 1 - size] == text[-1 - size]:
-            size += 1
-        return size, answer[end : end + n]
+    def _search(self, last: int) -> int:
+        """Where the draft begins, if the own tokens end at `last`; 0, where a separator is, if it is empty."""
+        text, end = self.array, last + 1 - self.own
+        places = (text[:last] == text[last]).nonzero()[0]
+        if not len(places):
+            return 0
+        if self.prediction == self.own:  # else every place in the prediction counts
+            two = text[places - 1] == text[last - 1]
+            two[-1] = True  # of places where a single token matches, the latest
+            places = places[two]
+        other = self.endings[places + (1 - REACH)] != self.endings[last + 1 - REACH]
+        size = other.argmax(1)  # how many tokens back the first one that differs is; 0: none does
+        size[size == 0] = REACH
+        if end < REACH:
+            np.minimum(size, end, out=size)
+        if places[0] < self.own:
+            prediction, own = places.searchsorted((self.prediction, self.own))
+            size[:prediction] *= size[:prediction] >= GRAM
+            size[prediction:own] += GRAM
+            size *= text[places + 1] != SEPARATOR
+        best = len(size) - 1 - int(size[::-1].argmax())
+        return int(places[best]) + 1 if size[best] >= SHORTEST else 0
 
 
 def find_copies(
     tokens: Tensor,
-    predictions: Tensor,
-    predicted: Tensor,
+    references: Tensor,
+    spans: Tensor,
     rows: Tensor,
     lengths: Tensor,
     n: int,
     context: int,
-    reach: int,
-    shortest: int,
+    limits: tuple[int, int, int],
 ) -> tuple[Tensor, Tensor]:
-    """The longest ending of each text, up to `reach` tokens, that occurs in its prediction or earlier in the text, the
-    latest such place, and the n tokens [S, n] that followed there; how many of them are proposed [S], none where fewer
-    than `shortest` are the same. A prediction counts as if GRAM more were: the user said what to expect.
+    """The search for rows [S] of the device's state, whose last known tokens are at `lengths`. Returns n tokens each
+    [S, n], and how many of them are drafted [S].
     """
-    before = predicted[rows][:, None]  # the prediction lies before the text
-    place = torch.arange(predictions.shape[1] + context, device=tokens.device)
+    reach, shortest, gram = limits
+    # A graph's shapes are fixed. On a CPU the search is as wide as the longest references of these rows.
+    wide = references.shape[1] if tokens.is_cuda else max(1, int(spans[rows, 1].max()))
+    answers, before, prompt = (span[:, None] for span in spans[rows].unbind(1))
+    place = torch.arange(wide + context, device=tokens.device)
     own = tokens[rows].gather(1, (place - before).clamp(min=0, max=tokens.shape[1] - 1))
-    texts = torch.where(place < before, predictions[rows][:, place.clamp(max=predictions.shape[1] - 1)], own)
-    last = lengths + predicted[rows]
-    size = torch.zeros_like(texts)
-    same = place < last[:, None]  # places whose next token is known
+    texts = torch.where(place < before, references[rows][:, place.clamp(max=wide - 1)], own)
+    known, last = lengths[:, None], lengths[:, None] + before
+    padded = torch.nn.functional.pad(texts, (reach, 1), value=SEPARATOR)
+    size = torch.zeros_like(texts, dtype=torch.int32)
+    same = (place < last) & (padded[:, reach + 1 :] >= 0)
     for back in range(reach):
-        ending = texts.gather(1, (last - back).clamp(min=0)[:, None])
-        shifted = torch.roll(texts, back, dims=1)
-        same = same & (shifted == ending) & (place >= back) & (lengths[:, None] >= back)
+        ending = texts.gather(1, (last - back).clamp(min=0)).masked_fill(known < back, SEPARATOR - 1)
+        same &= padded[:, reach - back : reach - back + len(place)] == ending
         size += same
-    value = (size + GRAM * (place < before)) * len(place) + place
-    best = value.masked_fill(size < shortest, -1).amax(1)
-    found = best >= 0
-    start = torch.where(found, best % len(place) + 1, 0)
-    at = start[:, None] + torch.arange(n, device=texts.device)
-    ends = torch.where(start <= predicted[rows], predicted[rows], last + 1)
-    count = torch.where(found, (ends - start).clamp(max=n), 0)
-    return texts.gather(1, at.clamp(max=texts.shape[1] - 1)), count
+    predicted = (place >= answers) & (place < before)
+    needed = torch.where(place < before, torch.where(predicted, 1, gram), shortest)
+    value = (size + gram * predicted) * len(place) + place
+    best = value.masked_fill(size < needed, -1).amax(1, keepdim=True)
+    opening = (known < prompt) & (answers < before)
+    at = torch.where(opening, answers, best % len(place) + 1) + torch.arange(n, device=texts.device)
+    drafted = texts.gather(1, at.clamp(max=texts.shape[1] - 1))
+    proposed = (opening | (best >= 0)) & (at <= last) & (drafted >= 0)
+    return drafted.clamp(min=0), proposed.cumprod(1).sum(1)
 
 
 class LookupDrafter(ResidentDrafter):
     max_depth, trees, model_free = 15, False, True  # deep, as its draft tokens take no passes
 
-    def __init__(self, owners: int = 256, tokens_per_owner: int = 65536, find: Find = find_copies) -> None:
+    def __init__(self, owners: int = 256, find: Find = find_copies) -> None:
         """`find` is how resident sequences are searched: `find_copies`, or a GPU's kernel for it."""
-        self.owners, self.room, self.find = owners, tokens_per_owner, find
-        self.states: dict[Sequence, State] = {}
-        # By owner and text, as long as somebody uses it: many choices may have one prediction.
-        self.predictions: WeakValueDictionary[tuple[str, tuple[int, ...]], Automaton] = WeakValueDictionary()
-        self.past: OrderedDict[str, Past] = OrderedDict()  # least recently used first
+        self.owners, self.find = owners, find
+        self.texts: dict[Sequence, Text] = {}
+        # Recent answers by owner, a separator after each; the least recently used owner first.
+        self.past: OrderedDict[str, np.ndarray] = OrderedDict()
 
     def start(self, sequence: Sequence) -> None:
-        match = Match(self._prediction(sequence)) if sequence.request.prediction_ids else None
-        self.states[sequence] = State(OwnMatch(), match)
-
-    def _prediction(self, sequence: Sequence) -> Automaton:
-        key = (sequence.request.owner, sequence.request.prediction_ids)
-        automaton = self.predictions.get(key)
-        if automaton is None:
-            automaton = self.predictions[key] = Automaton(sequence.request.prediction_ids)
-        return automaton
+        past = self.past.get(sequence.request.owner, np.empty(0, np.int32))
+        if expected := sequence.request.prediction_ids[: MAX_REFERENCES - 1]:
+            past = past[max(len(past) + len(expected) + 1 - MAX_REFERENCES, 0) :]
+            tokens = np.array((*past.tolist(), *expected, SEPARATOR), np.int32)
+            sequence.references = References(tokens, len(past))
+        else:
+            sequence.references = References(past, len(past))
 
     def propose(self, sequences: Seq[Sequence], draft_plans: Seq[DraftPlan]) -> list[Draft]:
-        return [self._draft(s, draft_plan) for s, draft_plan in zip(sequences, draft_plans, strict=True)]
+        return [
+            Draft.chain(self.shadow_propose(one, len(one.tokens), min(plan.depth, plan.nodes)))
+            for one, plan in zip(sequences, draft_plans, strict=True)
+        ]
 
     def stop(self, sequence: Sequence) -> None:
-        self.states.pop(sequence, None)
+        self.texts.pop(sequence, None)
         owner, answer = sequence.request.owner, sequence.output
         if len(answer) > GRAM:
-            self.past.setdefault(owner, Past()).add(answer, self.room)
+            latest = np.array((*answer[1 - MAX_REFERENCES :], SEPARATOR), np.int32)
+            past = np.concatenate((self.past.get(owner, latest[:0]), latest))
+            self.past[owner] = past[-MAX_REFERENCES:]
             self.past.move_to_end(owner)
             if len(self.past) > self.owners:
                 self.past.popitem(last=False)
 
-    def shadow_propose(self, sequence: Sequence, end: int, n: int, resident: bool) -> Seq[int]:
-        shortest, tokens = SHORTEST_RESIDENT if resident else SHORTEST, sequence.tokens
-        at = self.states[sequence].text.place(tokens, end, shortest)
-        return tokens[at : min(at + n, end)] if at else ()
+    def shadow_propose(self, sequence: Sequence, end: int, n: int) -> list[int]:
+        text = self.texts.get(sequence)
+        if text is None:
+            text = self.texts[sequence] = Text(sequence)
+        return text.continuation(sequence.tokens, end, n)
 
     def propose_resident(
         self, ops: StepOps, rows: Tensor, lengths: Tensor, tree: TreeLayout, context: int
     ) -> tuple[Tensor, Tensor]:
         state = ops.state
-        texts = state.tokens, state.predictions, state.predicted
+        texts = state.tokens, state.references, state.spans
         context = min(context, state.width)
-        return self.find(*texts, rows, lengths, len(tree), context, REACH, SHORTEST_RESIDENT)
-
-    def _draft(self, sequence: Sequence, draft_plan: DraftPlan) -> Draft:
-        state = self.states[sequence]
-        for token in sequence.tokens[state.read :]:
-            state.own.advance(token)
-            if state.prediction and state.read >= sequence.prompt_len:
-                state.prediction.advance(token)
-            state.read += 1
-        chains = [Draft.chain(tokens) for tokens in self._found(sequence, state, draft_plan.depth)]
-        return merge_drafts(chains, draft_plan.nodes)[0]
-
-    def _found(self, sequence: Sequence, state: State, depth: int) -> list[list[int]]:
-        """Continuations, longest match first."""
-        found: list[tuple[int, list[int]]] = []
-        if state.own.size >= SHORTEST:
-            found.append((state.own.size, state.own.continuation(depth)))
-        if match := state.prediction:
-            if not sequence.output:  # nothing written yet: the prediction's beginning
-                found.append((1 << 30, match.automaton.text[:depth]))
-            elif match.size:  # one token is enough: the user said what to expect
-                found.append((match.size + GRAM, match.continuation(depth)))
-        if past := self.past.get(sequence.request.owner):
-            size, tokens = past.continuation(sequence.tokens, depth)
-            if size >= GRAM:
-                found.append((size, tokens))
-        found.sort(key=lambda pair: -pair[0])
-        return [tokens for _, tokens in found if tokens]
+        return self.find(*texts, rows, lengths, len(tree), context, (REACH, SHORTEST, GRAM))

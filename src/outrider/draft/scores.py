@@ -17,15 +17,15 @@ class Scores:
         self.drafters = drafters
         self.due: dict[Sequence, dict[str, int]] = {}  # by drafter: tokens before its next proposal
 
-    def score(self, name: str, sequence: Sequence, resident: bool = False) -> Outcome | None:
-        """What became of its next proposal, or of one so near the end that all of it can be judged, where nobody looked
-        for a while; None: that is still open. `resident`: as it would propose for sequences on the device.
+    def score(self, name: str, sequence: Sequence) -> Outcome | None:
+        """The outcome of the drafter's next proposal; None while it is open. After a pause, that is a proposal whose
+        tokens are all known.
         """
         tokens, known, due = sequence.tokens, len(sequence.tokens), self.due.setdefault(sequence, {})
         at = max(due.get(name, 0), known - DEPTH, sequence.prompt_len)
         if at >= known:
             return None
-        proposed, right = self.drafters.shadow_propose(name, sequence, at, DEPTH, resident), 0
+        proposed, right = self.drafters.shadow_propose(name, sequence, at, DEPTH), 0
         while right < min(len(proposed), known - at) and proposed[right] == tokens[at + right]:
             right += 1
         if right < len(proposed) and at + right == known:

@@ -270,7 +270,7 @@ class Engine:
                 lead = step.captured.drafter if step.captured else ""
                 ran = step.draft_plans[i].drafter == name and (draft or lead == name)
                 if verdict is not None and mine and not (asked.off or ran or sequence.finish_reason):
-                    found.append(self.scores.score(name, sequence, step.captured is not None))
+                    found.append(self.scores.score(name, sequence))
         self.score_s = time.perf_counter() - begun
         return [one for one in found if one is not None]
 

@@ -172,9 +172,8 @@ class GraphRunner:
             return False
         if how.mode != "coupled" or how.tree is not None or self.drafters.resident(drafter) is None:
             return True
-        depth, most = how.depth or 0, self.state.predictions.shape[1]
-        fits = depth <= MAX_RESIDENT_DEPTH and len(sequence.request.prediction_ids) <= most
-        return not fits or (how.nodes is not None and how.nodes != depth)
+        depth = how.depth or 0
+        return depth > MAX_RESIDENT_DEPTH or (how.nodes is not None and how.nodes != depth)
 
     def _trees(
         self, size: int, sequences: Seq[Sequence], packed: Seq[Work]

@@ -152,7 +152,7 @@ def _launch_all(every: bool) -> None:
         ops.filtered, ops.edited = size == 4, bool(shape[0]) or not every
         _launch_step(ops, store, size, shape)
     owners = torch.zeros(2, dtype=torch.int64)
-    find_copies(state.tokens, state.predictions, state.predicted, owners, owners, 4, 512, 8, 2)
+    find_copies(state.tokens, state.references, state.spans, owners, owners, 4, 512, (8, 2, 4))
     model.filter_logits(
         torch.zeros(2, 128_256), state.top_k[owners], state.top_p[owners], state.log_min_p[owners]
     )

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from outrider.draft.lookup import find_copies
+from outrider.draft.lookup import GRAM, REACH, SHORTEST, find_copies
 from outrider.model.kernels.gpu import attention as at
 from outrider.model.kernels.gpu import copies, matmul, rows
 from outrider.model.kernels.gpu import draw as law
@@ -472,14 +472,22 @@ def test_copies_are_found_where_torch_finds_them(
     tokens = torch.randint(0, 3, (14, context + 9), generator=random)
     tokens[:4] = torch.arange(context + 9) % 37  # the same again and again
     tokens[4] = torch.arange(context + 9)  # nothing twice
+    limits = REACH, SHORTEST, GRAM
     rows = torch.tensor([3, 0, 4, *range(5, 14), 13, 13])
     lengths = torch.tensor([0, 40, 50, *torch.randint(1, context - 10, (9,), generator=random), 1, 2])
-    predictions = torch.randint(0, 3, (14, 40), generator=random)
-    predicted = torch.randint(0, 2, (14,), generator=random) * torch.randint(0, 41, (14,), generator=random)
+    references = torch.randint(0, 3, (14, 40), generator=random, dtype=torch.int32)
+    references[:, [9, 19]] = -1
+    before = torch.randint(0, 2, (14,), generator=random) * torch.randint(1, 41, (14,), generator=random)
+    references[torch.arange(14), before - 1] = -1
+    answers = torch.minimum(
+        before, torch.tensor([0, 10, 20, 40])[torch.randint(0, 4, (14,), generator=random)]
+    )
+    spans = torch.stack((answers, before, torch.randint(0, context, (14,), generator=random)), 1)
     for n in (5,) if context < 100 else (1, 5):
-        texts = tokens, predictions, predicted, rows, lengths
-        found = copies.find_copies(*(one.to(device) for one in texts), n, context, 8, 2)
-        expected = find_copies(*texts, n, context, 8, 2)
+        texts = tokens, references, spans, rows, lengths
+        found = copies.find_copies(*(one.to(device) for one in texts), n, context, limits)
+        expected = find_copies(*texts, n, context, limits)
+        assert int(found[0].min()) >= 0
         assert torch.equal(found[1].cpu(), expected[1])
         meant = torch.arange(n) < expected[1][:, None]
         assert torch.equal(found[0].cpu()[meant], expected[0][meant])
