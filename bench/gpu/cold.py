@@ -56,7 +56,7 @@ def main() -> int:
 def answer(given: argparse.Namespace) -> dict[str, Any]:
     """Runs in a process of its own."""
     from outrider import LLM, SamplingParams
-    from outrider.engine.llm import runs_on_gpu
+    from outrider.engine.memory import runs_on_gpu
     from outrider.settings import Settings
 
     on_gpu = runs_on_gpu(Settings())
