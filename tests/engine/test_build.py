@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from outrider import LLM, Settings
+from outrider import LLM, SamplingParams, Settings
 from outrider.draft.names import Part
 from outrider.engine.build import Reshape, build_engine
 from outrider.load.checkpoint import Checkpoint, open_checkpoint
@@ -63,3 +63,13 @@ def test_an_llm_shows_what_was_built_from_what_was_reshaped(folder: Path, tmp_pa
         assert llm.settings is llm.engine.settings and asked == Settings(device="cpu")
         assert (llm.drafter, llm.memory, llm.pair) == ("lookup", None, None)
         assert llm.model is llm.engine.model and llm.live_draft.drafters is llm.engine.drafters
+
+
+@pytest.mark.parametrize(("draft", "drafter"), [("lookup+early_exit:1", None), ("early_exit:1", "lookup")])
+def test_a_prediction_selects_lookup_unless_it_drafts_anyway(
+    folder: Path, draft: str, drafter: str | None
+) -> None:
+    with LLM(folder, draft=draft, device="cpu") as llm:
+        for prediction, expected in (("abc", drafter), (None, None)):
+            made = llm.request([5], SamplingParams(prediction=prediction))
+            assert made.params.speculation.drafter == expected

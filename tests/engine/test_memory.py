@@ -99,7 +99,7 @@ def test_a_widened_draft_is_loaded_the_same_way(gpu: Gpu) -> None:
     assert (gpu.loaded, seen) == ([None, "int8"], [small])
 
 
-def test_what_the_model_says_of_a_draft_in_another_shape_is_that_shape(gpu: Gpu) -> None:
+def test_room_is_left_for_a_draft_in_the_shape_that_is_loaded(gpu: Gpu) -> None:
     """The memory set aside for a draft is that of the checkpoint that will be loaded."""
     gpu.drafters["lm"], gpu.free = None, [GIB // 1024]
     wide = SimpleNamespace(names=lambda: ["a"], shape=lambda name: (100, 100))
