@@ -23,7 +23,7 @@ from outrider import LLM, SamplingParams
 from outrider.cache.store import KeyValueStore
 from outrider.cache.table import SlotTable
 from outrider.draft.feed import text_batch
-from outrider.engine.llm import load_model
+from outrider.engine.build import load_model
 from outrider.load.checkpoint import open_checkpoint
 from outrider.load.find import find
 from outrider.model.decoder import Model

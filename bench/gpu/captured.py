@@ -1,10 +1,10 @@
-"""What whole steps cost: draft, target pass, sampling and commit in one graph, and what that means in tokens a
-second if a given number of draft tokens is accepted.
+"""Times of captured steps (draft, target pass, sampling and commit in one graph), and the tokens per second they give
+for a stated number of tokens per step.
 
     PYTHONPATH=src python bench/gpu/captured.py --shape 8b --draft 1b --sizes 1,4,16,32 --json captured.json
 
-Weights are random: a step takes as long whatever is accepted, so the tokens a step brings are given, not measured: all
-four of a lookup's draft tokens, and for a draft model .7, .49, .343 and .24 of the first to the fourth.
+Weights are random, because the time of a step does not depend on what is accepted. Tokens per step are assumed values:
+all four draft tokens of lookup, and .7, .49, .343 and .24 of the first to fourth token of a draft model.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from step import random_model, slot_table  # beside this file
 from torch.profiler import ProfilerActivity, profile
+from traffic import random_model  # beside this file
 
+from outrider.bench.widen import shape_of
 from outrider.cache.table import SlotTable
 from outrider.control.trees import CHAINS, NO_TREE, TREES
 from outrider.device.capture import CapturedStep, StepShape
@@ -32,7 +33,6 @@ from outrider.engine.certificate import certificate
 from outrider.engine.graph_runner import GraphRunner, make_graph_runner
 from outrider.engine.kv_cache import KvCache
 from outrider.model.decoder import make_store
-from outrider.model.device import DeviceDecoder
 from outrider.model.kernels.gpu.copies import find_copies
 from outrider.types import MAX_NODES, TreeShape
 
@@ -40,9 +40,15 @@ ALL_FOUR = 5.0
 DRAFTED = 1 + 0.7 + 0.49 + 0.343 + 0.24
 
 
+def _shape(name: str) -> dict[str, Any]:
+    w = shape_of(name)
+    return dict(hidden=w.hidden, layers=w.layers, heads=w.heads, kv_heads=w.kv_heads, head_dim=64,
+                intermediate=w.intermediate, vocab=w.vocab, tied=w.tied)  # fmt: skip
+
+
 def make_runner(shape: str, draft: str, size: int, context: int) -> GraphRunner:
     width = context + MAX_NODES
-    target, small = (DeviceDecoder(random_model(name, width)) for name in (shape, draft))
+    target, small = (random_model(_shape(name), width, "cuda") for name in (shape, draft))
     table = SlotTable(size * width, size, width)
     cache = KvCache(make_store(target, size * width), table, context)
     vocab = target.config.vocab
@@ -51,7 +57,7 @@ def make_runner(shape: str, draft: str, size: int, context: int) -> GraphRunner:
     state = runner.state
     state.tokens.random_(1000)
     state.temperature.fill_(0.7)
-    state.table[:size] = slot_table(size, width, scattered=False).to(state.device)
+    state.table[:size] = torch.arange(size * width, device=state.device).view(size, width)
     return runner
 
 
@@ -62,7 +68,7 @@ def captured(runner: GraphRunner, size: int, drafter: str, tree: TreeShape, cont
 def seconds(
     runner: GraphRunner, size: int, drafter: str, tree: TreeShape, context: int, count: int = 24
 ) -> float:
-    """Of a step, median, by the host's clock: steps follow each other as in an engine, one behind."""
+    """Median time of a step on the host's clock. As in an engine, the host is one step behind the device."""
     nodes, state = tree[1], runner.state
     step = captured(runner, size, drafter, tree, context)
     fresh = np.arange(size * (nodes + 1), dtype=np.int32).reshape(size, nodes + 1)
@@ -81,7 +87,7 @@ def seconds(
 
 
 def profiled(graph: torch.cuda.CUDAGraph) -> None:
-    """What each kind of kernel adds to a step: from the end of what came before to its own end."""
+    """Prints what each kind of kernel adds to a step: the time from the end of the kernel before it to its own end."""
     with profile(activities=[ProfilerActivity.CUDA]) as prof:
         graph.replay()
         torch.cuda.synchronize()
@@ -100,7 +106,7 @@ def main() -> None:
     parser.add_argument("--draft", default="1b")
     parser.add_argument("--sizes", default="1,4,16,32")
     parser.add_argument("--context", type=int, default=512)
-    parser.add_argument("--profile", action="store_true", help="say where a step's time goes")
+    parser.add_argument("--profile", action="store_true", help="print the time by kernel")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     torch.set_grad_enabled(False)

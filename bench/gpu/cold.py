@@ -1,11 +1,11 @@
-"""Time to the first token of a process that has just begun, with nothing compiled and with everything on disk.
+"""Time to the first token of a new process, with an empty and with a filled cache of compiled kernels.
 
     PYTHONPATH=src python bench/gpu/cold.py MODEL [--draft auto] [--tokens 80] [--seconds 60]
 
-Every run is a process of its own, as `outrider generate` is: import, load, answer one prompt. The first finds an empty
-cache of compiled kernels, the others what it left there. Printed are seconds by stage: import, load, to the first token
-and to the last; when kernels were compiled, counted since the process began, how many and in how many seconds of all
-threads together; and the seconds in which steps were captured as graphs, and how many.
+Every run is a process of its own, as `outrider generate` is: import, load, answer one prompt. The first run starts with
+an empty cache of compiled kernels, the others reuse it. Prints the seconds of each stage (import, load, first token,
+last token), when kernels were compiled, how many and in how many seconds summed over threads, and how many graphs were
+captured and in how many seconds.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def main() -> int:
     parser.add_argument("model")
     parser.add_argument("--draft", default="auto")
     parser.add_argument("--tokens", type=int, default=80)
-    parser.add_argument("--runs", type=int, default=2, help="the first with an empty cache")
-    parser.add_argument("--seconds", type=float, default=60.0, help="after which no further run begins")
+    parser.add_argument("--runs", type=int, default=2, help="number of runs; the first has an empty cache")
+    parser.add_argument("--seconds", type=float, default=60.0, help="no run begins after this time")
     parser.add_argument("--began", type=float, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.began is not None:
@@ -39,7 +39,7 @@ def main() -> int:
         return 0
     begun = time.time()
     with tempfile.TemporaryDirectory() as folder:
-        # Triton's kernels, and what the driver compiles of their intermediate form.
+        # The caches of Triton and of the CUDA driver.
         place = {**os.environ, "TRITON_CACHE_DIR": f"{folder}/triton", "CUDA_CACHE_PATH": f"{folder}/cuda"}
         for number in range(given.runs):
             if number and time.time() - begun > given.seconds:
@@ -54,9 +54,9 @@ def main() -> int:
 
 
 def answer(given: argparse.Namespace) -> dict[str, Any]:
-    """In a process of its own."""
+    """Runs in a process of its own."""
     from outrider import LLM, SamplingParams
-    from outrider.engine.llm import runs_on_gpu
+    from outrider.engine.memory import runs_on_gpu
     from outrider.settings import Settings
 
     on_gpu = runs_on_gpu(Settings())

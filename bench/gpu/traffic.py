@@ -3,12 +3,12 @@
     PYTHONPATH=src python bench/gpu/traffic.py --json traffic.json
     PYTHONPATH=src python bench/gpu/traffic.py --sections closed --concurrency 16,64 --stretch 0.25
     PYTHONPATH=src python bench/gpu/traffic.py --sections prepare,first --sequences 1 --context 33000
-    PYTHONPATH=src python bench/gpu/traffic.py --device cpu --tiny      (to see that it runs)
+    PYTHONPATH=src python bench/gpu/traffic.py --device cpu --tiny      (to check that it runs)
 
-Sections: what preparing takes, the steps that were measured, first tokens alone by length of the prompt, closed loops
-(prompts of 256 tokens, 192 tokens out, greedy), plain decoding, 256 long requests at once, and an open loop. Each says
-how many graphs were captured and kernels compiled meanwhile. Output is worth nothing: a step takes as long whatever the
-weights say.
+Sections: the time to prepare, the measured steps, first tokens of single prompts by length, closed loops (prompts of
+256 tokens, 192 tokens out, greedy), plain decoding, 256 long requests at once, and an open loop. Each section reports
+how many graphs were captured and kernels compiled in it. Weights are random, as the time of a step does not depend on
+them.
 """
 
 from __future__ import annotations
@@ -43,14 +43,15 @@ from outrider.model.rope import rope_tables
 from outrider.settings import PREFILL_STRETCH, PREFILL_WAIT, Settings, cache_folder
 from outrider.types import MAX_NODES, Request, SamplingParams
 
-LLAMA = dict(hidden=4096, layers=32, heads=32, kv_heads=8, head_dim=128, intermediate=14_336, vocab=128_256)
-TINY = dict(hidden=32, layers=2, heads=4, kv_heads=2, head_dim=16, intermediate=48, vocab=96)
+LLAMA = dict(hidden=4096, layers=32, heads=32, kv_heads=8, head_dim=128, intermediate=14_336, vocab=128_256,
+             tied=False)  # fmt: skip
+TINY = dict(hidden=32, layers=2, heads=4, kv_heads=2, head_dim=16, intermediate=48, vocab=96, tied=False)
 SECTIONS = ("prepare", "steps", "first", "closed", "plain", "long", "open")
 
 SPARE = 8 << 30  # bytes for graphs and what steps need
-KINDS = 8  # of steps that are shown
+KINDS = 8  # kinds of steps that are shown
 TIMES = ("device_ms", "whole_ms", "waited_ms")
-ALONE = 4  # tokens of an answer whose first one is what matters
+ALONE = 4  # output tokens where only the first is timed
 
 
 class Numbers:
@@ -61,11 +62,10 @@ class Numbers:
         return ""
 
 
-def make_model(given: argparse.Namespace) -> Any:
-    shape = TINY if given.tiny else LLAMA
+def random_model(shape: dict[str, Any], context: int, device: str) -> Any:
     config = ModelConfig(
-        family="llama", context=given.context, norm_eps=1e-5, rope=Rope(), tied=False, qkv_bias=False,
-        out_bias=False, mlp_bias=False, qk_norm=False, windows=(0,) * shape["layers"], **shape,
+        family="llama", context=context, norm_eps=1e-5, rope=Rope(), qkv_bias=False, out_bias=False,
+        mlp_bias=False, qk_norm=False, windows=(0,) * shape["layers"], **shape,
     )  # fmt: skip
     q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
     hidden, wide = config.hidden, config.intermediate
@@ -75,30 +75,30 @@ def make_model(given: argparse.Namespace) -> Any:
         "down_proj.weight": (hidden, wide), "embed_tokens.weight": (config.vocab, hidden),
         "lm_head.weight": (config.vocab, hidden),
     }  # fmt: skip
-    kind = torch.bfloat16 if given.device == "cuda" else torch.float32
+    kind = torch.bfloat16 if device == "cuda" else torch.float32
 
     def read(name: str) -> Tensor:
         shape = next((s for end, s in shapes.items() if name.endswith(end)), None)
         if shape is None:
-            return torch.ones(hidden, device=given.device)
-        return torch.randn(shape, device=given.device, dtype=kind) * 0.02
+            return torch.ones(hidden, device=device)
+        return torch.randn(shape, device=device, dtype=kind) * 0.02
 
-    positions = given.context + MAX_NODES + 1
-    if given.device == "cpu":
+    positions = context + MAX_NODES + 1
+    if device == "cpu":
         return Decoder(config, read, make_kernels(config, positions, 1, cache_folder() / "kernels", "auto"))
     from outrider.model.device import DeviceDecoder
     from outrider.model.kernels.gpu.kernels import GpuKernels
 
-    model = DeviceDecoder(Decoder(config, read, GpuKernels(config, *rope_tables(config, positions))))
-    torch.cuda.empty_cache()
-    model.use_library(torch.cuda.mem_get_info()[0] - int(given.cache_gib * 2**30) - SPARE)
-    print(model.library.describe(), flush=True)
-    return model
+    return DeviceDecoder(Decoder(config, read, GpuKernels(config, *rope_tables(config, positions))))
 
 
 def make_engine(given: argparse.Namespace) -> Engine:
-    model = make_model(given)
+    model = random_model(TINY if given.tiny else LLAMA, given.context, given.device)
     room = 1 << 26 if given.device == "cpu" else int(given.cache_gib * 2**30)
+    if given.device == "cuda":
+        torch.cuda.empty_cache()
+        model.use_library(torch.cuda.mem_get_info()[0] - room - SPARE)
+        print(model.library.describe(), flush=True)
     settings = Settings(
         context=given.context, max_sequences=given.sequences, step_rows=max(2048, given.sequences),
         cache_bytes=room, prefix_reuse=False,
@@ -119,7 +119,7 @@ def make_engine(given: argparse.Namespace) -> Engine:
 
 @dataclass
 class Seen:
-    """What clients saw: seconds to first tokens and between tokens, and what was made while they waited."""
+    """What clients measured, in seconds, and how many graphs and kernels were made meanwhile."""
 
     first: list[float] = field(default_factory=list)
     between: list[float] = field(default_factory=list)
@@ -132,12 +132,12 @@ class Seen:
     kinds: dict[tuple[int, int], list[tuple[float, ...]]] = field(default_factory=dict)
 
     def note(self, rows: int, prompt_rows: int, *seconds: float) -> None:
-        """A step: by how many decoding rows, up to a power of two, and prompt rows, up to a multiple of 64, it had."""
+        """Counts a step by its decoding rows, rounded up to a power of two, and prompt rows, to a multiple of 64."""
         size = 0 if not rows else 1 << (rows - 1).bit_length()
         self.kinds.setdefault((size, -(-prompt_rows // 64) * 64), []).append(seconds)
 
     def by_kind(self) -> list[dict[str, float]]:
-        """Steps, those first that took longest together: of the device, from step to step, and what the host waited."""
+        """Kinds of steps, the most total time first: time on the device, from step to step, and waited by the host."""
         found = [
             {"rows": size, "prompt_rows": rows, "steps": len(seen)}
             | {
@@ -167,8 +167,8 @@ class Seen:
 def run(
     engine: Engine, arrivals: Callable[[float, int], list[Request]], most: float, lasts: float = 0.0
 ) -> Seen:
-    """Until nothing is left and it lasted so long, at `most` so long. Before every step `arrivals` are asked, with the
-    seconds since the beginning and how many are running.
+    """Runs the engine until it is idle and `lasts` seconds have passed, at most `most` seconds. `arrivals` gives the
+    requests to add before each step, by the seconds since the start and the number of running requests.
     """
     seen, begun = Seen(), time.perf_counter()
     asked: dict[str, float] = {}
@@ -205,7 +205,7 @@ def run(
 
 
 class Asked:
-    """Requests one after the other."""
+    """Makes requests with random prompts."""
 
     def __init__(self, vocab: int, name: str) -> None:
         self.dice, self.vocab, self.name, self.count = random.Random(1), vocab, name, 0
@@ -228,7 +228,7 @@ def closed(engine: Engine, concurrency: int, total: int, prompt: int, tokens: in
 
 
 def poisson(engine: Engine, rate: float, seconds: float, shortest: int, longest: int) -> Seen:
-    """Prompts of many lengths, most of them short: logarithms of lengths are evenly spread."""
+    """Prompts of many lengths, uniform in their logarithm."""
     asked, dice = Asked(engine.model.config.vocab, "open"), random.Random(2)
     due = [0.0]
 
@@ -291,7 +291,7 @@ def steps(engine: Engine) -> dict[str, Any]:
         shown = ", ".join(f"{rows}: {1e3 * s:.2f} ({s / plain:.2f}x)" for rows, s in beside.items())
         chosen = engine.planner.prompt_rows(size, 0.0)
         print(
-            f"    {size:3} sequences: {1e3 * plain:6.2f} ms; with prompt rows {shown}; bite {chosen}",
+            f"    {size:3} sequences: {1e3 * plain:6.2f} ms; with prompt rows {shown}; chosen {chosen}",
             flush=True,
         )
     return found
@@ -303,7 +303,7 @@ def main() -> None:
     )
     parser.add_argument("--sections", default=",".join(SECTIONS))
     parser.add_argument("--concurrency", default="1,16,64,128")
-    parser.add_argument("--lengths", default="128,512,2048,8192,32768", help="of prompts that come alone")
+    parser.add_argument("--lengths", default="128,512,2048,8192,32768", help="lengths of single prompts")
     parser.add_argument("--plain", default="64,256")
     parser.add_argument("--sequences", type=int, default=256)
     parser.add_argument("--context", type=int, default=8192)
@@ -311,11 +311,11 @@ def main() -> None:
     parser.add_argument("--draft", choices=("none", "lookup"), default="none")
     parser.add_argument("--stretch", type=float, default=PREFILL_STRETCH["cuda"])
     parser.add_argument("--wait", type=float, default=PREFILL_WAIT["cuda"])
-    parser.add_argument("--rate", type=float, default=20.0, help="of the open loop, requests a second")
-    parser.add_argument("--seconds", type=float, default=12.0, help="of each section, at most")
+    parser.add_argument("--rate", type=float, default=20.0, help="requests a second of the open loop")
+    parser.add_argument("--seconds", type=float, default=12.0, help="longest time of a section")
     parser.add_argument("--prepare-seconds", type=float, default=180.0)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="a model of no size, to see that this runs")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, to check that this runs")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     torch.set_grad_enabled(False)

@@ -86,7 +86,7 @@ def test_an_as_if_model_takes_a_head_for_the_small_one(folder: Path, tmp_path: P
             drafter = llm.engine.drafters["eagle"]
             (output,) = llm.generate(["abcabcabc"], params)
             if isinstance(llm, AsIf):
-                room = draft_room([llm._draft_checkpoint(open_checkpoint(tmp_path))])
+                room = draft_room([llm.reshaped_draft(open_checkpoint(tmp_path))])
                 assert room.cached == 2 * 64 + 2 * 4 * 16  # two taps of the wide stream; keys and values
             seen.append((output.text, drafter.head.config.layer.hidden, drafter.head.config.draft_vocab))
     (text, small, words), (same, wide, as_many) = seen

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from outrider import LLM, SamplingParams
 from outrider.cli.generate import Exchange, Show, exchange_all
-from outrider.engine.engine import Engine
+from outrider.engine import llm
 from outrider.load.prompts import Row
 from outrider.settings import Memory
 
@@ -41,13 +42,8 @@ def test_where_a_gpus_memory_goes_is_said_beside_the_answer(
     outrider: Outrider, tiny_folder: Path, expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory = Memory(3 << 30, 1 << 30, 6 << 30, 6144, 2 << 30)
-    build = LLM._build
-
-    def build_and_measure(self: LLM, draft: str) -> Engine:
-        engine, self.memory = build(self, draft), memory
-        return engine
-
-    monkeypatch.setattr(LLM, "_build", build_and_measure)
+    build = llm.build_engine
+    monkeypatch.setattr(llm, "build_engine", lambda *given: replace(build(*given), memory=memory))
     ran = outrider("generate", tiny_folder, "hello", *GREEDY)
     assert (ran.code, ran.out) == (0, expected["chat"] + "\n")
     assert ran.err == f"memory: {memory.describe()}\n"

@@ -10,6 +10,7 @@ from outrider.draft.early_exit import EarlyExitDrafter
 from outrider.draft.lm import LmDrafter
 from outrider.draft.lookup import LookupDrafter
 from outrider.draft.merged import MergedDrafter
+from outrider.draft.weights import copy_of
 from outrider.model.decoder import make_store
 from outrider.types import NO_DRAFT, Draft, DraftPlan, Verdict
 from tests.draft.rows import Rows
@@ -56,6 +57,18 @@ def test_one_that_fails_is_left_alone_and_the_others_are_not(verb):
     assert drafters.propose("sound", [s], [DraftPlan("sound", 1, 1)]) == [Draft.chain([1])]
 
 
+def test_a_name_knows_who_drafts_under_it_and_other_weights_forgive_it():
+    model, rows = tiny_model(), Rows()
+    made = {"lm": LmDrafter(model, rows.table, VOCAB, 256), "lookup": LookupDrafter(), "own": Failing("")}
+    drafters = Drafters(
+        {**made, "pair": MergedDrafter({n: made[n] for n in ("lm", "lookup")}, rows.table)}, VOCAB
+    )
+    assert drafters.members("pair") == ("lm", "lookup") and drafters.members("own") == ("own",)
+    drafters.faults = dict.fromkeys(("lm", "pair", "lookup", "own"), MAX_FAULTS)
+    drafters.replace_weights("lm", copy_of(model))
+    assert set(drafters.faults) == {"lookup", "own"}
+
+
 def test_names():
     drafters = Drafters({"a": Failing(""), "b": Failing("")}, VOCAB)
     assert drafters.names == ("a", "b") and "a" in drafters and "none" not in drafters
@@ -71,7 +84,7 @@ def test_who_takes_part_in_resident_steps():
             Counted(model), rows.table, VOCAB, 256
         ),  # a model that offers no passes over the device
         "early_exit": EarlyExitDrafter(model, make_store(model, 4000), rows.table, 1),
-        "lookup+lm": MergedDrafter([lookup], rows.table),
+        "lookup+lm": MergedDrafter({"lookup": lookup}, rows.table),
         "own": Failing(""),
     }
     drafters = Drafters(made, VOCAB)

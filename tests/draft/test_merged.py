@@ -60,7 +60,7 @@ class Scripted:
 
 def test_each_hears_of_its_own_nodes():
     a, b = Scripted(Draft.chain([1, 2, 3])), Scripted(Draft((9, 1, 2, 5), (-1, -1, 1, 2)))
-    both, s = MergedDrafter([a, b], Rows().table), sequence([0, 0])
+    both, s = MergedDrafter({"a": a, "b": b}, Rows().table), sequence([0, 0])
     (draft,) = both.propose([s], [DraftPlan("x", 10, 4)])
     assert draft == Draft((1, 2, 3, 9, 5), (-1, 0, 1, -1, 1))
     both.accept(s, draft, Verdict([1, 2, 5, 7], [0, 1, 4]))
@@ -79,7 +79,8 @@ def test_the_model_inside_stays_right(first):
     small = tiny_model(seed=5)
     model, rows = lm(small)
     lookup = LookupDrafter()
-    both = MergedDrafter([lookup, model] if first == "lookup" else [model, lookup], rows.table)
+    named = {"lookup": lookup, "lm": model}
+    both = MergedDrafter({name: named[name] for name in sorted(named, key=lambda n: n != first)}, rows.table)
     s = rows.add(prompt_of(6, 1) * 3)
     lookup.start(s)
     for accepted in (0, 3, 1, 2, 3, 0):
@@ -96,7 +97,7 @@ def test_the_model_inside_stays_right(first):
 
 def test_accepted_nodes_of_the_model_are_not_read_again():
     model, rows = lm(tiny_model(seed=5))
-    both = MergedDrafter([Scripted(Draft((9, 8), (-1, -1))), model], rows.table)
+    both = MergedDrafter({"a": Scripted(Draft((9, 8), (-1, -1))), "lm": model}, rows.table)
     s = rows.add(prompt_of(20, 1))
     (draft,) = rows.propose(both, [s], [DraftPlan("x", 9, 3, (1, 1, 1))])
     chain = draft.path(len(draft) - 1)
@@ -123,7 +124,7 @@ def test_slots_that_several_leave_stay_with_their_nodes():
     rows = Rows()
     s = rows.add([0, 0])
     a, b = Leaving(Draft.chain([1, 2]), rows.table), Leaving(Draft((9, 1, 5), (-1, -1, 1)), rows.table)
-    (draft,) = rows.propose(MergedDrafter([a, b], rows.table), [s], [DraftPlan("x", 10, 4)])
+    (draft,) = rows.propose(MergedDrafter({"a": a, "b": b}, rows.table), [s], [DraftPlan("x", 10, 4)])
     assert draft == Draft((1, 2, 9, 5), (-1, 0, -1, 0))
     assert rows.table.entries[s.row, 2:6].tolist() == [*a.slots, b.slots[0], b.slots[2]]
 
@@ -136,14 +137,14 @@ def test_one_that_fails_takes_no_slots_with_it():
     model, rows = lm(tiny_model(seed=5))
     s = rows.add(prompt_of(20, 1))
     with pytest.raises(RuntimeError):
-        MergedDrafter([model, Failing(Draft())], rows.table).propose([s], [DraftPlan("x", 9, 3)])
+        MergedDrafter({"lm": model, "a": Failing(Draft())}, rows.table).propose([s], [DraftPlan("x", 9, 3)])
     rows.table.check()
     assert rows.table.lengths[s.row] == 20
 
 
 def test_no_room_for_the_whole_tree_is_no_draft():
     model, rows = lm(tiny_model(seed=5), slots=23)
-    both = MergedDrafter([Scripted(Draft((9, 8), (-1, 0))), model], rows.table)
+    both = MergedDrafter({"a": Scripted(Draft((9, 8), (-1, 0))), "lm": model}, rows.table)
     s = rows.add(prompt_of(20, 1))
     (draft,) = both.propose([s], [DraftPlan("x", 9, 3, (1, 1, 1))])
     assert len(draft) == 0 and rows.table.lengths[s.row] == 20

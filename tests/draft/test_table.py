@@ -7,7 +7,7 @@ import json
 import pytest
 
 from outrider.draft.lookup import LookupDrafter
-from outrider.draft.names import parse_draft
+from outrider.draft.names import label, parse_draft
 from outrider.draft.table import DrafterSources, make_drafters, same_tokens
 from outrider.engine.kv_cache import make_kv_cache
 from outrider.errors import BadCheckpoint, InvalidRequest, ModelNotFound, OutriderError
@@ -16,12 +16,12 @@ from outrider.settings import Settings
 from outrider.types import SamplingParams, Speculation
 from outrider.verify.grammar import GrammarCompiler
 from tests.load.tiny import byte_level_backend, write_folder
-from tests.tiny import prompt_of, request, tiny_engine, tiny_model
+from tests.tiny import request, tiny_engine, tiny_model
 
 
 @pytest.fixture
 def sources(tmp_path):
-    from outrider.engine.llm import load_model
+    from outrider.engine.build import load_model
 
     write_folder(tmp_path / "target")
     checkpoint = open_checkpoint(tmp_path / "target")
@@ -41,21 +41,21 @@ def sources(tmp_path):
         cache.context,
         find,
         lambda c: load_model(c, Settings(threads=1, kernels="torch")),
-        lambda: [prompt_of(20)],
     )
 
 
 def test_names(sources):
     for asked, name in {
-        "auto": "lookup",
-        "lookup": "lookup",
-        "none": "none",
-        "early_exit:1": "early_exit",
-        "early_exit": "early_exit",
+        "auto": ("lookup",),
+        "lookup": ("lookup",),
+        "none": (),
+        "early_exit:1": ("early_exit",),
+        "early_exit": ("early_exit",),
     }.items():
         assert make_drafters(parse_draft(asked), sources)[1] == name
     drafters, default = make_drafters(parse_draft("lookup+target"), sources)
-    assert default == "lookup+lm" and set(drafters) == {"lookup", "lm", "lookup+lm"}
+    assert default == ("lookup", "lm") and label(default) == "lookup+lm" and label(()) == "none"
+    assert set(drafters) == {"lookup", "lm", "lookup+lm"}
 
 
 @pytest.mark.parametrize("layers", ["0", "2", "9", "x", "-1"])

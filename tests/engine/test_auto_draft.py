@@ -12,6 +12,7 @@ from outrider import LLM
 from outrider.draft.eagle_head import HeadConfig
 from outrider.draft.head_layouts import FREQUENT, write_head
 from outrider.draft.names import parse_draft, settle_auto
+from outrider.engine import build as build_module
 from outrider.engine import llm as llm_module
 from outrider.engine.draft_room import DraftRoom, draft_room
 from outrider.engine.memory import check_room
@@ -156,7 +157,7 @@ def test_a_pair_without_room_is_left_out(
     config = target_config()
     tokens = OPTIONS["max_sequences"] * (config.context + MAX_NODES)
     free = 4 * config.parameters + tokens * config.kv_bytes_per_token
-    monkeypatch.setattr(llm_module, "free_memory", lambda: free)
+    monkeypatch.setattr(build_module, "free_memory", lambda: free)
     with pytest.warns(UserWarning, match=f"{folder} is left out"):
         llm = LLM(target, **OPTIONS)
     with llm:

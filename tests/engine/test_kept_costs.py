@@ -46,7 +46,7 @@ def step(rows: int, seconds: float) -> StepRecord:
 def test_it_is_taken_up_at_the_pace_of_now(folder: Path) -> None:
     made(learned(CURVE)).keep(always=True)
     again = made()
-    assert again.recall(lambda rows: 2 * CURVE[rows])  # somebody else is at work
+    assert again.recall(lambda rows: 2 * CURVE[rows])  # the machine has other load
     assert again.costs.curve == pytest.approx({rows: 2 * seconds for rows, seconds in CURVE.items()})
     assert again.costs.per_level == pytest.approx({"lookup": 0.0002})
     assert again.costs.step(6) == pytest.approx(2 * (CURVE[4] + CURVE[8]) / 2)
@@ -83,7 +83,7 @@ def test_steps_refine_it(folder: Path) -> None:
     kept.costs.observe(step(3, 9.0))  # once: chance
     assert kept.costs.known_curve() == CURVE  # at what pace? there was no plain step
     for _ in range(kept_costs.STEPS):
-        kept.costs.observe(step(1, 3 * CURVE[1]))  # somebody else was at work
+        kept.costs.observe(step(1, 3 * CURVE[1]))  # the machine had other load
     kept.keep()
     again = made()
     assert again.recall(lambda rows: 2 * CURVE[rows])
@@ -200,7 +200,7 @@ def test_a_folder_in_its_place_stays_and_is_named_once(
     kept = made(learned(CURVE))
     assert kept.file is not None
     kept.file.mkdir(parents=True)
-    (kept.file / "somebody's").write_text("")
+    (kept.file / "a user's file").write_text("")
     with caplog.at_level(logging.INFO):
         assert not kept.recall(lambda rows: CURVE[rows])
         for _ in range(3):

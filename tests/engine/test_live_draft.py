@@ -20,7 +20,7 @@ from torch import Tensor
 from outrider.draft.eagle import EagleDrafter
 from outrider.draft.head_layouts import load_eagle
 from outrider.draft.weights import Weights, copy_of, first_difference, put_weights, weights_of
-from outrider.engine import llm as llm_module
+from outrider.engine import build as build_module
 from outrider.engine.driver import Driver
 from outrider.engine.engine import Engine
 from outrider.engine.llm import LLM
@@ -340,13 +340,13 @@ def test_hostile_weights_are_refused_or_change_no_token(folders, tmp_path, kind)
         kept = weights_of(llm.engine.drafters[kind].network)
         assert all(bool((a == b).all()) for a, b in zip(first.values(), kept.values(), strict=True))
         broken = {n: torch.full_like(t, torch.nan) if t.is_floating_point() else t for n, t in first.items()}
-        driver.run(lambda: llm.engine.replace_weights(kind, broken), settled=True)  # as if nobody had looked
+        driver.run(lambda: llm.engine.replace_weights(kind, broken), settled=True)  # unchecked
         assert [output.token_ids for output in llm.generate(prompts, **asked)] == plain
 
 
 @pytest.mark.parametrize("kind", ["eagle", "lm"])
 def test_files_that_are_cut_while_they_are_read_do_no_harm(folders, tmp_path, kind):
-    """Weights are mapped, and reading beyond the end of a mapped file ends the process: nobody else may reach it."""
+    """Weights are mapped, and reading beyond the end of a mapped file kills the process, so a swap reads a copy."""
     sound = folders / {"eagle": "two", "lm": "target"}[kind]
     draft = shutil.copytree(sound, tmp_path / "draft")
     with LLM(
@@ -390,7 +390,7 @@ def exchange_at(llm: LLM, steps: set[int], running: Callable[[], int]) -> list[i
 @pytest.mark.parametrize("lag", [None, 1])
 def test_swaps_and_roll_backs_under_32_streams(folders, monkeypatch, lag):
     if lag is not None:  # steps as they are captured on a GPU, the host behind them
-        monkeypatch.setattr(llm_module, "EagerRunner", partial(lagging_runner, lag=lag, default="eagle"))
+        monkeypatch.setattr(build_module, "EagerRunner", partial(lagging_runner, lag=lag, default="eagle"))
     options = {"speculation": {"depth": 3}, "cache_bytes": 1 << 22, "max_sequences": STREAMS}
     asked = [
         SamplingParams(temperature=0.9 * (i % 2), seed=i, max_tokens=56 + i % 5, ignore_eos=True)

@@ -176,7 +176,8 @@ def armed(model, draft_model, head, answers, planner, lag, **settings):
         lookup, lm = LookupDrafter(), lm_drafter(draft_model, cache)
         eagle = EagleDrafter(load_eagle(head, model, cache.context), cache.store, cache.table)
         return {
-            "lookup": lookup, "lm": lm, "eagle": eagle, "lookup+lm": MergedDrafter([lookup, lm], cache.table),
+            "lookup": lookup, "lm": lm, "eagle": eagle,
+            "lookup+lm": MergedDrafter({"lookup": lookup, "lm": lm}, cache.table),
             "early_exit": EarlyExitDrafter(model, cache.store, cache.table, 1),
             **{kind: Wild(kind, tokens) for kind in WILD},
         }  # fmt: skip

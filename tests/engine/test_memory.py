@@ -11,9 +11,9 @@ import pytest
 pytest.importorskip("triton")
 
 from outrider import LLM, Settings
-from outrider.bench.as_if import AsIf
 from outrider.draft.names import parse_draft
-from outrider.engine import llm
+from outrider.engine import build
+from outrider.engine.build import Built, Reshape
 from outrider.engine.memory import LOGITS_KEPT, working_memory
 from outrider.errors import InvalidRequest
 from outrider.load.checkpoint import open_checkpoint
@@ -34,23 +34,25 @@ class Gpu:
         self.loaded: list[str | None] = []
         self.working, self.measured = 0, list[tuple[int, int]]()
         self.drafters: dict[str, Any] = {"lookup": None}
-        monkeypatch.setattr(
-            llm, "_free_memory", lambda s: self.free.pop(0) if self.free[1:] else self.free[0]
-        )
-        monkeypatch.setattr(llm.GpuMeter, "held", lambda: self.held.pop(0) if self.held[1:] else self.held[0])
-        monkeypatch.setattr(llm, "_gpu_memory", lambda: (self.free[0], 10 * GIB))
-        monkeypatch.setattr(llm, "runs_on_gpu", lambda s: True)
-        monkeypatch.setattr(llm, "working_memory", self.work)
-        monkeypatch.setattr(llm, "load_model", self.load)
-        monkeypatch.setattr(llm, "Engine", lambda *given: None)
-        monkeypatch.setattr(llm, "make_kv_cache", self.cache)
-        monkeypatch.setattr(llm, "make_drafters", self.draft)
-        monkeypatch.setattr(llm, "kv_bytes", lambda model: 1 << 10)
-        monkeypatch.setattr(llm, "make_graph_runner", lambda *given: None)
+        self.sources: Any = None
+        monkeypatch.setattr(build.GpuMeter, "held", lambda: self.next(self.held))
+        monkeypatch.setattr(build, "gpu_memory", lambda: (self.next(self.free), 10 * GIB))
+        monkeypatch.setattr(build, "runs_on_gpu", lambda s: True)
+        monkeypatch.setattr(build, "working_memory", self.work)
+        monkeypatch.setattr(build, "load_model", self.load)
+        monkeypatch.setattr(build, "Engine", lambda *given: given)
+        monkeypatch.setattr(build, "make_kv_cache", self.cache)
+        monkeypatch.setattr(build, "make_drafters", self.draft)
+        monkeypatch.setattr(build, "kv_bytes", lambda model: 1 << 10)
+        monkeypatch.setattr(build, "make_graph_runner", lambda *given: None)
 
-    def draft(self, parts: Any, sources: Any) -> tuple[dict[str, Any], str]:
-        name = "+".join(self.drafters)
-        return {**self.drafters, name: None}, name
+    @staticmethod
+    def next(values: list[int]) -> int:
+        return values.pop(0) if values[1:] else values[0]
+
+    def draft(self, parts: Any, sources: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
+        self.sources, names = sources, tuple(self.drafters)
+        return {**self.drafters, "+".join(names): None}, names
 
     def load(self, checkpoint: Any, settings: Settings, weights: str | None = None) -> Any:
         self.loaded.append(weights)
@@ -65,13 +67,9 @@ class Gpu:
         table = SimpleNamespace(pool=SimpleNamespace(total=settings.cache_bytes >> 10))
         return SimpleNamespace(store=None, table=table, context=128)
 
-    def llm(self, kind: type[LLM] = LLM, **options: Any) -> Any:
-        """As far as its constructor gets without a thread."""
-        made = object.__new__(kind)
-        made.settings, made.memory = Settings(**options), None
-        made.checkpoint = open_checkpoint(self.folder)
-        made.tokenizer = made.checkpoint.tokenizer
-        return made
+    def build(self, draft: str, reshape: Reshape | None = None, **options: Any) -> Built:
+        checkpoint, parts = open_checkpoint(self.folder), parse_draft(draft)
+        return build.build_engine(checkpoint, parts, None, Settings(**options), reshape or Reshape())
 
 
 @pytest.fixture
@@ -87,27 +85,32 @@ def numbers(folder: Path) -> int:
 
 @pytest.mark.parametrize(("asked", "stored"), [("auto", "int8"), ("int4", "int4"), ("bfloat16", "bfloat16")])
 def test_a_draft_is_loaded_as_the_settings_say(gpu: Gpu, asked: str, stored: str) -> None:
-    made = gpu.llm(weights="int8", draft_weights=asked)
     gpu.drafters["lm"] = None
-    made._build(parse_draft("lookup"))
-    made._sources(gpu.cache(made.model, made.settings)).load(made.checkpoint)
+    gpu.build("lookup", weights="int8", draft_weights=asked)
+    gpu.sources.load(open_checkpoint(gpu.folder))
     assert gpu.loaded == [None, stored]
 
 
 def test_a_widened_draft_is_loaded_the_same_way(gpu: Gpu) -> None:
-    made = gpu.llm(AsIf, draft_weights="int8")
-    made._draft_wide, seen = object(), []
-    made.widened_draft = lambda small: seen.append(small) or SimpleNamespace(config="wide")
-    made.settings = made.settings.placed(GIB)
-    assert made._load_draft(made.checkpoint).config == "wide"
-    assert (gpu.loaded, seen) == (["int8"], [made.checkpoint])
+    gpu.drafters["lm"], seen, small = None, [], open_checkpoint(gpu.folder)
+    reshape = Reshape(draft=lambda found: seen.append(found) or SimpleNamespace(config="wide"))
+    gpu.build("lookup", reshape, draft_weights="int8")
+    assert gpu.sources.load(small).config == "wide"
+    assert (gpu.loaded, seen) == ([None, "int8"], [small])
+
+
+def test_room_is_left_for_a_draft_in_the_shape_that_is_loaded(gpu: Gpu) -> None:
+    """The memory set aside for a draft is that of the checkpoint that will be loaded."""
+    gpu.drafters["lm"], gpu.free = None, [GIB // 1024]
+    wide = SimpleNamespace(names=lambda: ["a"], shape=lambda name: (100, 100))
+    made = gpu.build(str(gpu.folder), Reshape(draft=lambda found: wide), draft_weights="int8")
+    assert made.settings.cache_bytes == pytest.approx(cache_room(int(0.6 * gpu.free[0]), 10**4, 0.0), abs=8)
 
 
 def test_the_cache_leaves_room_for_a_draft_to_come(gpu: Gpu) -> None:
     gpu.free = [GIB // 1024]
     gpu.drafters["lm"] = None
-    made = gpu.llm(draft_weights="int8")
-    made._build(parse_draft(f"lookup+{gpu.folder}+early_exit:1"))
+    made = gpu.build(f"lookup+{gpu.folder}+early_exit:1", draft_weights="int8")
     room = cache_room(int(0.6 * gpu.free[0]), numbers(gpu.folder), 1.0)  # itself as its draft
     assert made.settings.cache_bytes == pytest.approx(room, abs=8)
 
@@ -116,35 +119,30 @@ def test_without_a_draft_model_nothing_is_set_aside_or_looked_for(gpu: Gpu) -> N
     def looked(*given: Any) -> Path:
         raise AssertionError(given)
 
-    gpu.patch.setattr(llm, "find", looked)
+    gpu.patch.setattr(build, "find", looked)
     for draft in ("auto", "none", "lookup+early_exit:2", "early_exit"):
-        made = gpu.llm()
-        made._build(parse_draft(draft))
-        assert made.settings.cache_bytes == int(0.92 * 10 * GIB)
+        assert gpu.build(draft).settings.cache_bytes == int(0.92 * 10 * GIB)
 
 
 def test_what_is_wrong_with_a_draft_is_left_to_who_loads_it(gpu: Gpu) -> None:
-    made = gpu.llm()
-    made._build(parse_draft("/no/such/draft"))
-    assert made.settings.cache_bytes == int(0.92 * 10 * GIB)
+    assert gpu.build("/no/such/draft").settings.cache_bytes == int(0.92 * 10 * GIB)
 
 
 def test_memory_is_what_was_measured(gpu: Gpu) -> None:
-    """Free before anything, beside the weights, beside kernels, and in the end, when another process took 2 GiB.
+    """Free twice before anything, beside the weights, beside kernels, and in the end, when another process took 2 GiB.
     A draft takes what this process's tensors grew by.
     """
-    gpu.free = [10 * GIB, 7 * GIB, 6 * GIB, GIB]
+    gpu.free = [10 * GIB, 10 * GIB, 7 * GIB, 6 * GIB, GIB]
     gpu.held = [7 * GIB, 8 * GIB]
     gpu.working = 2 * GIB
-    made = gpu.llm(gpu_memory_utilization=1)
-    made._build(parse_draft("lookup"))
+    made = gpu.build("lookup", gpu_memory_utilization=1)
     assert made.memory == Memory(3 * GIB, GIB, 4 * GIB, 4 * GIB >> 10, GIB)
 
 
 def test_the_steps_that_will_run_are_measured_unless_the_cache_has_a_size(gpu: Gpu) -> None:
-    gpu.llm(max_sequences=64)._build(parse_draft("none"))
-    gpu.llm(max_sequences=32, step_rows=700)._build(parse_draft("none"))
-    gpu.llm(cache_bytes=GIB)._build(parse_draft("none"))
+    gpu.build("none", max_sequences=64)
+    gpu.build("none", max_sequences=32, step_rows=700)
+    gpu.build("none", cache_bytes=GIB)
     assert gpu.measured == [(8192, 64), (700, 32)]
 
 
@@ -177,7 +175,7 @@ def test_the_largest_pass_is_run_and_all_that_sequences_hold_is_made(context: in
 
 def test_a_draft_format_with_no_draft_model_is_refused(gpu: Gpu) -> None:
     with pytest.raises(InvalidRequest, match=r"there is none \(draft: lookup\)") as refused:
-        gpu.llm(draft_weights="int8")._build(parse_draft("lookup"))
+        gpu.build("lookup", draft_weights="int8")
     assert refused.value.param == "draft_weights"
 
 
@@ -188,11 +186,14 @@ def test_a_cpu_has_no_such_plan(gpu: Gpu) -> None:
         assert (made.settings.draft_weights, made.drafter) == ("bfloat16", "lm")
 
 
+def test_a_gpu_recalls_no_costs_because_captured_steps_are_measured(gpu: Gpu) -> None:
+    *_, costs = gpu.build("lookup").engine  # type: ignore[misc]
+    assert costs is None
+
+
 def test_a_small_model_reads_more_rows_a_step_unless_told_otherwise(gpu: Gpu) -> None:
     rows = {}
     for small, asked in ((10**12, 0), (1, 0), (10**12, 700)):
-        gpu.patch.setattr(llm, "SMALL", small)
-        made = gpu.llm(step_rows=asked, max_sequences=64)
-        made._build(parse_draft("none"))
-        rows[small, asked] = made.settings.step_rows
+        gpu.patch.setattr(build, "LAUNCH_BOUND", small)
+        rows[small, asked] = gpu.build("none", step_rows=asked, max_sequences=64).settings.step_rows
     assert rows == {(10**12, 0): 8192, (1, 0): 2048, (10**12, 700): 700}

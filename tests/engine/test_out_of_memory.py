@@ -10,7 +10,7 @@ import torch
 
 from outrider import LLM
 from outrider.cli.main import run
-from outrider.engine import llm as llm_file
+from outrider.engine import build
 from outrider.engine.engine import Engine
 from outrider.engine.memory import in_words
 from outrider.errors import OutOfMemory, OutriderError
@@ -32,19 +32,21 @@ def test_weights_and_cache_that_cannot_fit_are_refused_before_loading(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded: list[str] = []
-    real = llm_file.load_model
-    monkeypatch.setattr(llm_file, "load_model", lambda *given: loaded.append("") or real(*given))
-    monkeypatch.setattr(llm_file, "free_memory", lambda: 1 << 10)
+    real = build.load_model
+    monkeypatch.setattr(build, "load_model", lambda *given: loaded.append("") or real(*given))
+    monkeypatch.setattr(build, "free_memory", lambda: 1 << 10)
     with pytest.raises(
         OutOfMemory, match=r"weights take .* as float32, and 0 MiB is free; take a smaller model"
     ):
         LLM(folder)
-    monkeypatch.setattr(llm_file, "free_memory", lambda: 1 << 20)
+    monkeypatch.setattr(build, "free_memory", lambda: 1 << 20)
     with pytest.raises(OutOfMemory, match=r"cache \(.*--cache-bytes"):
         LLM(folder, cache_bytes=1 << 40, max_sequences=1 << 14)
     assert not loaded
     with pytest.warns(UserWarning, match="take more than the 1 MiB that is free"), LLM(folder) as small:
-        assert small.generate("hello", max_tokens=1)  # nobody asked for that much: it is worth a try
+        assert small.generate(
+            "hello", max_tokens=1
+        )  # the default cache size is only a bound, so this is a warning
 
 
 def test_out_of_memory_while_loading_and_while_answering(
@@ -56,9 +58,9 @@ def test_out_of_memory_while_loading_and_while_answering(
             OutOfMemory, match=r"out of memory while answering, where .* more were needed; take a"
         ):
             llm.generate("hello", max_tokens=4)
-        with pytest.raises(OutOfMemory):  # and whoever comes later
+        with pytest.raises(OutOfMemory):  # so do later requests
             llm.generate("hello", max_tokens=4)
-    monkeypatch.setattr(llm_file, "load_model", too_much)
+    monkeypatch.setattr(build, "load_model", too_much)
     with pytest.raises(OutOfMemory, match="out of memory while loading the model"):
         LLM(folder)
 

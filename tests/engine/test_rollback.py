@@ -87,7 +87,8 @@ def make_engine(parts, planner, answers, lag, room: int, sequences: int = 8, **s
         lookup, lm = LookupDrafter(owners=3), lm_drafter(draft_model, cache)
         eagle = EagleDrafter(load_eagle(head, model, cache.context), cache.store, cache.table)
         return {
-            "lookup": lookup, "lm": lm, "eagle": eagle, "lookup+lm": MergedDrafter([lookup, lm], cache.table),
+            "lookup": lookup, "lm": lm, "eagle": eagle,
+            "lookup+lm": MergedDrafter({"lookup": lookup, "lm": lm}, cache.table),
             "early_exit": EarlyExitDrafter(model, cache.store, cache.table, 1), "part": Part(answers, planner.dice),
         }  # fmt: skip
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from outrider.engine.llm import load_model
+from outrider.engine.build import load_model
 from outrider.errors import BadCheckpoint, OutriderError
 from outrider.load.checkpoint import open_checkpoint
 from outrider.settings import Settings

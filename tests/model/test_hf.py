@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 from outrider import LLM, SamplingParams
-from outrider.engine.llm import load_model
+from outrider.engine.build import load_model
 from outrider.errors import BadCheckpoint, InvalidRequest, UnsupportedModel
 from outrider.load.checkpoint import Checkpoint, open_checkpoint
 from outrider.model import hf

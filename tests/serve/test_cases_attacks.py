@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 
 from outrider import LLM, Settings
 from outrider.draft.lookup import LookupDrafter
-from outrider.engine.llm import load_model
+from outrider.engine.build import load_model
 from outrider.errors import OutriderError, TemplateFailed
 from outrider.load import template as templates
 from outrider.load.checkpoint import open_checkpoint

@@ -19,8 +19,8 @@ from safetensors.torch import save_file
 from outrider.cache.prefix import BLOCK
 from outrider.draft.lm import LmDrafter
 from outrider.draft.lookup import LookupDrafter
+from outrider.engine.build import load_model
 from outrider.engine.engine import Engine
-from outrider.engine.llm import load_model
 from outrider.errors import UnsupportedModel
 from outrider.load.checkpoint import open_checkpoint
 from outrider.load.tokenizer import Tokenizer

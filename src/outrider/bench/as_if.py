@@ -6,9 +6,6 @@ It says what a big model costs to run. It says nothing of what a big model would
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +16,10 @@ from outrider.bench.widen import Wide, named_layers, shape_of, widen
 from outrider.bench.widen_head import WidenedHead
 from outrider.draft.eagle_head import HeadConfig
 from outrider.draft.head_layouts import head_shapes, read_head
-from outrider.draft.names import Part
-from outrider.draft.table import DrafterSources, is_eagle
-from outrider.engine.engine import Engine
-from outrider.engine.kv_cache import KvCache
-from outrider.engine.llm import LLM, runs_on_gpu
+from outrider.draft.table import is_eagle
+from outrider.engine.build import Reshape
+from outrider.engine.llm import LLM
+from outrider.engine.memory import runs_on_gpu
 from outrider.errors import InvalidRequest, UnsupportedModel
 from outrider.load.checkpoint import Checkpoint, expected_shapes
 from outrider.load.config import ModelConfig
@@ -129,12 +125,15 @@ class AsIf(LLM):
         self.shape, self.draft_shape, self.draft_layers = shape, draft_shape, draft_layers
         self._wide = shape_of(shape)
         self._draft_wide = None if draft_shape is None else shape_of(draft_shape)
-        super().__init__(model, draft=draft if draft_shape is None else str(model), settings=settings)
+        # Tensors are made where the model runs: drawing them on a GPU takes a second, copying them there minutes.
+        self.place = "cuda" if runs_on_gpu(settings) else "cpu"
+        reshape = Reshape(self.widened_target, self.reshaped_draft, self._read_head)
+        draft = draft if draft_shape is None else str(model)
+        super().__init__(model, draft=draft, settings=settings, reshape=reshape)
 
-    @cached_property
-    def place(self) -> str:
-        """Where tensors are made: drawing them on a GPU takes a second, bringing them there minutes."""
-        return "cuda" if runs_on_gpu(self.settings) else "cpu"
+    def widened_target(self, small: Checkpoint) -> WideCheckpoint:
+        self.wide = WideCheckpoint(small, self._wide, self.place)
+        return self.wide
 
     def widened_draft(self, small: Checkpoint) -> WideCheckpoint:
         """If layers were not chosen, with as many as the shape has room for."""
@@ -146,8 +145,7 @@ class AsIf(LLM):
 
     def described(self) -> dict[str, Any]:
         """What this is, for reports."""
-        wide = self.checkpoint
-        assert isinstance(wide, WideCheckpoint)
+        wide = self.wide
         made = {"shape": self.shape, "parameters": wide.config.parameters, "small": wide.path.name}
         if self.draft_shape is not None:
             draft = self.widened_draft(wide.small)
@@ -161,26 +159,22 @@ class AsIf(LLM):
             }  # fmt: skip
         return {**made, "meaning": MEANING.format(small=wide.path.name, shape=self.shape)}
 
-    def _sources(self, cache: KvCache) -> DrafterSources:
-        return replace(super()._sources(cache), read_head=self._read_head)
-
-    def _read_head(self, folder: Path, target: ModelConfig) -> tuple[HeadConfig, dict[str, Tensor]]:
-        made = self.widened_head(folder)
+    def _read_head(
+        self, folder: Path, target: ModelConfig, words: int
+    ) -> tuple[HeadConfig, dict[str, Tensor]]:
+        made = self.widened_head(folder, words)
         return made.head, {name: made.read(name) for name, _ in head_shapes(made.head)}
 
-    def widened_head(self, folder: Path) -> WidenedHead:
+    def widened_head(self, folder: Path, words: int = 0) -> WidenedHead:
         """A head for the small model, as wide as the target is."""
-        wide = self.checkpoint
-        assert isinstance(wide, WideCheckpoint) and wide.small.config is not None
-        config, tensors = read_head(folder, wide.small.config, self.settings.draft_vocabulary)
+        wide = self.wide
+        assert wide.small.config is not None
+        config, tensors = read_head(folder, wide.small.config, words)
         read = lambda name: tensors[name].float()  # noqa: E731 - a name for a reader
         return WidenedHead(config, read, self._wide, torch.device(self.place), wide.dtype)
 
-    def _build(self, parts: Sequence[Part]) -> Engine:
-        self.checkpoint = WideCheckpoint(self.checkpoint, self._wide, self.place)
-        return super()._build(parts)
-
-    def _draft_checkpoint(self, checkpoint: Checkpoint) -> Checkpoint:
-        if is_eagle(checkpoint.path) and isinstance(self.checkpoint, WideCheckpoint):
-            return WideHead(checkpoint, self.widened_head(checkpoint.path).head, self.checkpoint.dtype)
+    def reshaped_draft(self, checkpoint: Checkpoint) -> Checkpoint:
+        """A head as wide as the target; another draft in its own shape, if it was given one."""
+        if is_eagle(checkpoint.path):
+            return WideHead(checkpoint, self.widened_head(checkpoint.path).head, self.wide.dtype)
         return checkpoint if self._draft_wide is None else self.widened_draft(checkpoint)

@@ -117,7 +117,8 @@ def open_llm(
         else:
             if not any(part.kind == "own" for part in parts):  # a user's own drafter may compile
                 import_torch_quickly()
-            from outrider.engine.llm import LLM, runs_on_gpu  # torch takes seconds to import
+            from outrider.engine.llm import LLM  # torch takes seconds to import
+            from outrider.engine.memory import runs_on_gpu
 
             if runs_on_gpu(settings):
                 from outrider.model.kernels.gpu.compiling import watch_compiling  # Triton comes with it

@@ -37,7 +37,8 @@ from outrider.distill.score import ScoreOptions, make_card, score
 from outrider.distill.train import CHECKPOINTS, CURVES, read_curves, train
 from outrider.draft.head_layouts import OWN
 from outrider.engine.certificate import certificate
-from outrider.engine.llm import LLM, runs_on_gpu
+from outrider.engine.llm import LLM
+from outrider.engine.memory import runs_on_gpu
 from outrider.errors import InvalidRequest
 from outrider.load.cards import tokens_trained, write_card
 from outrider.load.checkpoint import Checkpoint, open_checkpoint

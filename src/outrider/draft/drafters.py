@@ -8,6 +8,7 @@ from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
 from outrider.draft.drafter import Drafter, NetworkDrafter, ResidentDrafter
+from outrider.draft.merged import MergedDrafter
 from outrider.types import NO_DRAFT, Draft, DraftPlan, Sequence, Verdict
 
 if TYPE_CHECKING:
@@ -41,6 +42,11 @@ class Drafters:
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(self._drafters)
+
+    def members(self, name: str) -> tuple[str, ...]:
+        """The drafters that draft under this name: several if they are merged."""
+        drafter = self._drafters[name]
+        return drafter.names if isinstance(drafter, MergedDrafter) else (name,)
 
     def __contains__(self, name: object) -> bool:
         return name in self._drafters
@@ -130,7 +136,7 @@ class Drafters:
         self._call(name, self._resident[name].catch_up, ops, sequences)
 
     def replace_weights(self, name: str, weights: Mapping[str, Tensor]) -> None:
-        """Have a drafter draft with others. Faults that it had with the last ones are forgiven."""
+        """Replaces a drafter's weights and forgets the faults it had with the old ones, alone or merged."""
         drafter = self._drafters[name]
         assert isinstance(drafter, NetworkDrafter)
         drafter.replace_weights(weights)
@@ -139,7 +145,7 @@ class Drafters:
 
     def including(self, name: str) -> list[str]:
         """This drafter and the merged ones that it is part of."""
-        return [one for one in self._drafters if name in one.split("+")]
+        return [one for one in self._drafters if name in self.members(one)]
 
     def _call(self, name: str, verb: Callable[..., None], *given: object) -> None:
         try:

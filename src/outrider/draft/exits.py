@@ -9,6 +9,15 @@ from outrider.draft.feed import text_batch
 from outrider.model.decoder import Layered, make_store
 
 DEPTH = 3  # draft tokens in a row that the search assumes
+# Sample texts for the search, which runs before the first request.
+SAMPLES = (
+    "Here is how to make a simple vegetable soup. First, chop two onions, three carrots and a stick of celery, "
+    "and fry them slowly in a little oil until they are soft. Add a litre of water, salt and pepper.",
+    "def mean(values):\n    total = 0\n    for value in values:\n        total += value\n"
+    "    return total / len(values)\n",
+    "The train was late again, and Maria had read every poster on the platform twice. When it came at last, "
+    "she found a seat by the window, put her bag on her knees and watched the fields go by.",
+)
 
 
 def find_exit(model: Layered, samples: list[list[int]]) -> int:

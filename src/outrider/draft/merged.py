@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
@@ -21,8 +22,8 @@ class MergedDrafter(Drafter):
     count as given, which is exact, if less often accepted.
     """
 
-    def __init__(self, drafters: Seq[Drafter], table: SlotTable) -> None:
-        self.drafters, self.table = drafters, table
+    def __init__(self, drafters: Mapping[str, Drafter], table: SlotTable) -> None:
+        self.names, self.drafters, self.table = tuple(drafters), tuple(drafters.values()), table
         self._given: dict[Sequence, list[tuple[Draft, dict[int, int]]]] = {}
 
     def propose(self, sequences: Seq[Sequence], draft_plans: Seq[DraftPlan]) -> list[Draft]:

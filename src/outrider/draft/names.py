@@ -1,4 +1,4 @@
-"""What `draft` may say, split into parts and checked before anything is loaded. No torch here.
+"""The forms of `draft`, split into parts and checked before anything is loaded. No torch here.
 
 auto                      the draft that is paired with the target (load/pairs.py), if there is one; else lookup
 none                      no drafts unless a request asks
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 GROUP = "outrider.drafters"
 WORDS = ("auto", "none", "lookup", "early_exit")
-# Names of drafters in requests, in `--methods` and in reports; nobody else's may be called so.
+# Names of drafters in requests, in `--methods` and in reports. A package cannot offer a drafter by one of them.
 TAKEN = (*WORDS, "lm", "eagle", "plain", "synthetic")
 IMPORT = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
@@ -54,13 +54,13 @@ class Part:
 
     kind: str  # auto, lookup, early_exit, synthetic, model or own
     text: str  # as it was written
-    source: Any = None  # of one's own: the drafter, or the class or function that makes it, or where that is
-    name: str | None = None  # that a package offers it by
-    paired: bool = False  # nobody named it: where it cannot be used, lookup is
+    source: Any = None  # of kind own: the drafter, or the class or function that makes it, or where that is
+    name: str | None = None  # the name by which a package offers it
+    paired: bool = False  # chosen by `auto`; if it cannot be used, lookup drafts instead
 
 
 def parse_draft(draft: Any) -> tuple[Part, ...]:
-    """The drafters that `draft` asks for: text as above, or an object, a class or a function."""
+    """The parts of `draft`: of text as above, or of an object, a class or a function."""
     if not isinstance(draft, (str, Path)):
         return (Part("own", _called(draft), draft),)
     text = str(draft)
@@ -71,14 +71,19 @@ def parse_draft(draft: Any) -> tuple[Part, ...]:
 
 
 def settle_auto(parts: Iterable[Part], paired: Path | None) -> tuple[Part, ...]:
-    """With `auto` as what it means where this folder holds the target's paired draft, or nothing does."""
+    """The parts with `auto` replaced by the paired draft in this folder, or by lookup if there is none."""
     meant = Part("lookup", "auto") if paired is None else Part("model", str(paired), paired=True)
     return tuple(meant if part.kind == "auto" else part for part in parts)
 
 
+def label(names: Iterable[str]) -> str:
+    """Drafters that draft together, as requests and reports name them."""
+    return "+".join(names) or "none"
+
+
 def offered_drafters() -> dict[str, EntryPoint]:
-    """By installed packages."""
-    from importlib.metadata import entry_points  # 25 ms that commands without such a name do not spend
+    """The drafters of installed packages."""
+    from importlib.metadata import entry_points  # takes 25 ms; most commands need none of it
 
     return {point.name: point for point in entry_points(group=GROUP)}
 
@@ -98,7 +103,7 @@ def _part(text: str, offered: Mapping[str, EntryPoint]) -> Part:
 
 
 def check_parts(parts: Iterable[Part], cache: Path) -> None:
-    """What can name no drafter is refused here, so that nobody waits for a model to load first."""
+    """Refuses parts that cannot name a drafter, before a model is loaded."""
     for part in parts:
         if part.kind == "synthetic":
             read_rates(part.text.partition(":")[2], "draft")

@@ -21,12 +21,12 @@ from outrider.draft.drafter import Drafter, DrafterContext
 from outrider.draft.eagle import EagleDrafter
 from outrider.draft.eagle_head import EagleHead
 from outrider.draft.early_exit import EarlyExitDrafter
-from outrider.draft.exits import find_exit
+from outrider.draft.exits import SAMPLES, find_exit
 from outrider.draft.head_layouts import ReadHead, load_eagle, read_head
 from outrider.draft.lm import LmDrafter
 from outrider.draft.lookup import LookupDrafter
 from outrider.draft.merged import MergedDrafter
-from outrider.draft.names import Part, read_rates
+from outrider.draft.names import Part, label, read_rates
 from outrider.draft.synthetic import SyntheticDrafter
 from outrider.draft.weights import Weights, first_difference, weights_of
 from outrider.errors import BadCheckpoint, InvalidRequest, OutriderError, UnsupportedModel
@@ -38,7 +38,7 @@ from outrider.model.decoder import Decoder, Layered, Model
 
 @dataclass(slots=True)
 class DrafterSources:
-    """What drafters are made from: the target, its KV cache, and how to find and load other models."""
+    """What drafters are made from: the target, its KV cache, and functions that find and load other models."""
 
     target: Model
     tokenizer: Tokenizer
@@ -47,37 +47,36 @@ class DrafterSources:
     context: int
     find: Callable[[str], Path]
     load: Callable[[Checkpoint], Model]
-    samples: Callable[[], list[list[int]]]  # token ids to search a good exit on
     read_head: ReadHead = read_head
-    words: int = 0  # that the user wants a head to draft with; 0: as many as it likes
+    words: int = 0  # words of a head's vocabulary that the user asked for; 0: the head decides
 
     def drafter_context(self) -> DrafterContext:
-        """For drafters that are not Outrider's own."""
+        """What a user's own drafter is given."""
         c = self.target.config
         rows = len(self.table.lengths)
         return DrafterContext(self.tokenizer, c.vocab, self.context, tuple(c.eos_ids), rows)
 
 
-def make_drafters(parts: Seq[Part], sources: DrafterSources) -> tuple[dict[str, Drafter], str]:
-    """Every drafter a request may name, and the name of the one it gets if it names none."""
+def make_drafters(parts: Seq[Part], sources: DrafterSources) -> tuple[dict[str, Drafter], tuple[str, ...]]:
+    """Every drafter that a request may name, and the names of those that draft, together, if it names none."""
     drafters: dict[str, Drafter] = {"lookup": _lookup(sources)}
     names: list[str] = []
     for part in parts:
         name, drafter = _make(part, sources, drafters["lookup"])
         if name in names:
             raise InvalidRequest(
-                f"draft {'+'.join(one.text for one in parts)!r} names the same drafter twice: {name}", "draft"
+                f"draft {label(one.text for one in parts)!r} names the same drafter twice: {name}", "draft"
             )
         drafters[name] = drafter
         names.append(name)
     if len(names) > 1:
-        drafters["+".join(names)] = MergedDrafter([drafters[name] for name in names], sources.table)
+        drafters[label(names)] = MergedDrafter({name: drafters[name] for name in names}, sources.table)
     _check_words(drafters, sources.words)
-    return drafters, "+".join(names) or "none"
+    return drafters, tuple(names)
 
 
 def _make(part: Part, sources: DrafterSources, lookup: Drafter) -> tuple[str, Drafter]:
-    if part.kind in ("auto", "lookup"):  # nobody found a pair
+    if part.kind in ("auto", "lookup"):  # auto: the target has no paired draft
         return "lookup", lookup
     if not part.paired:
         return _make_other(part, sources)
@@ -122,8 +121,8 @@ def _check_words(drafters: dict[str, Drafter], words: int) -> None:
 
 
 def prepare_weights(drafter: Drafter, path: Path, sources: DrafterSources) -> Callable[[], Weights]:
-    """Find, read and check a draft whose weights are to take the place of this drafter's. What is returned packs them,
-    where the model is run.
+    """Reads and checks the weights in `path`, which are to replace this drafter's. The function it returns packs them;
+    call that on the engine's thread.
     """
     if isinstance(drafter, EagleDrafter):
         if not is_eagle(path):
@@ -150,7 +149,7 @@ def prepare_weights(drafter: Drafter, path: Path, sources: DrafterSources) -> Ca
 
 
 def check_finite(path: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Weights that are not numbers draft nothing that could be accepted: a training run that diverged, most likely."""
+    """Refuses weights with infinities or NaNs, as a training run that diverged leaves them."""
     for name, tensor in tensors:
         if not bool(tensor.isfinite().all()):
             raise BadCheckpoint(f"{path}: {name} holds numbers that are not finite")
@@ -191,7 +190,11 @@ def _early_exit(layers: str, sources: DrafterSources) -> Drafter:
         raise InvalidRequest(
             f"early_exit takes 1 to {total - 1} layers of this model, not {layers!r}", "draft"
         )
-    chosen = int(layers) if layers else find_exit(sources.target, sources.samples())
+    if layers:
+        chosen = int(layers)
+    else:
+        samples = [sources.tokenizer.encode(text)[: sources.context] for text in SAMPLES]
+        chosen = find_exit(sources.target, samples)
     return EarlyExitDrafter(sources.target, sources.store, sources.table, chosen)
 
 
@@ -211,7 +214,7 @@ def _lm(path: Path, sources: DrafterSources) -> Drafter:
 
 
 def _graphed(model: Model) -> Callable[[Pass], Pass] | None:
-    """What replays passes from graphs, where there are any."""
+    """The class that replays a pass from CUDA graphs; None on a CPU."""
     if model.device.type != "cuda":
         return None
     from outrider.model.device import GraphedPass  # Triton comes with it
@@ -220,7 +223,7 @@ def _graphed(model: Model) -> Callable[[Pass], Pass] | None:
 
 
 def same_tokens(target: Tokenizer, draft: Tokenizer, path: Path) -> None:
-    """Ids and strings of both tokenizers agree as far as both go; one may be padded further than the other."""
+    """Raises unless ids and strings of both tokenizers agree up to the shorter one's end; one may be padded further."""
     ours, theirs = target.strings(), draft.strings()
     for token, (a, b) in enumerate(zip(ours, theirs, strict=False)):
         if a != b:

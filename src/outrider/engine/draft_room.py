@@ -1,4 +1,4 @@
-"""How much memory drafts will take, known from the shapes of their tensors before anything is loaded."""
+"""The memory that drafts need, computed from the shapes of their tensors before anything is loaded."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ FUSION = "fc.weight"  # of an EAGLE head: it reads the target's hidden states
 
 @dataclass(frozen=True, slots=True)
 class DraftRoom:
-    weights: int = 0  # numbers
-    cached: int = 0  # numbers kept for a token: keys, values, and hidden states of the target for a head
+    weights: int = 0  # numbers in all
+    cached: int = 0  # numbers for each cached token: keys, values, and for a head the target's hidden states
 
 
 def draft_room(drafts: Iterable[Checkpoint]) -> DraftRoom:
-    """Of models and heads together."""
+    """The sum over these models and heads."""
     weights = cached = 0
     for draft in drafts:
         names = draft.names()
@@ -32,6 +32,6 @@ def draft_room(drafts: Iterable[Checkpoint]) -> DraftRoom:
         if FUSION in shapes:
             hidden, read = shapes[FUSION]
             cached += read
-            if "lm_head.weight" not in shapes and "d2t" in shapes:  # rows of the target's head, copied
+            if "lm_head.weight" not in shapes and "d2t" in shapes:  # a copy of rows of the target's head
                 weights += shapes["d2t"][0] * hidden
     return DraftRoom(weights, cached)

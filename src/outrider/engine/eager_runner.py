@@ -99,7 +99,7 @@ class EagerPreparation:
     counts = 0, 0  # nothing is captured or compiled
 
     def __init__(self, model: Model, cache: KvCache) -> None:
-        self.model, self.store = model, cache.store
+        self.model, self.cache = model, cache
 
     def run(self, planner: Planner, sequences: int) -> Iterator[bool]:
         known, seconds = planner.costs.eager.curve, 0.0
@@ -109,19 +109,20 @@ class EagerPreparation:
             if rows in known:
                 seconds = known[rows]
                 continue
-            seconds = self.measure_pass(rows)
+            seconds = measure_pass(self.model, self.cache, rows)
             planner.costs.eager.learn_pass(rows, seconds)
             yield True
 
     def measure(self, planner: Planner, drafter: str, size: int) -> None:
         return
 
-    def measure_pass(self, rows: int) -> float:
-        """Seconds of a pass over padding, the least of a few."""
-        batch, seconds = padding(rows, self.store.slots), inf
-        self.model.forward(batch, self.store)  # warm-up
-        for _ in range(MEASURED_TIMES):
-            begun = time.perf_counter()
-            self.model.forward(batch, self.store)
-            seconds = min(seconds, time.perf_counter() - begun)
-        return seconds
+
+def measure_pass(model: Model, cache: KvCache, rows: int) -> float:
+    """Seconds of a pass over padding, the least of a few."""
+    batch, seconds = padding(rows, cache.store.slots), inf
+    model.forward(batch, cache.store)  # warm-up
+    for _ in range(MEASURED_TIMES):
+        begun = time.perf_counter()
+        model.forward(batch, cache.store)
+        seconds = min(seconds, time.perf_counter() - begun)
+    return seconds

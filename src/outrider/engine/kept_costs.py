@@ -1,6 +1,5 @@
-"""What passes cost here, kept from one start to the next: one file for each model, machine, settings and version.
-
-Only a CPU's passes are: captured steps are measured while they are captured, which every start does anyway.
+"""Measured costs of a CPU's passes, kept from one start to the next: a file for each model, machine, settings and
+version. Captured steps of a GPU are measured at every start, when they are captured.
 """
 
 from __future__ import annotations
@@ -17,25 +16,22 @@ from pathlib import Path
 from typing import Any
 
 from outrider.control.costs import EagerCosts
-from outrider.control.planner import Planner
 from outrider.draft.names import Part
 from outrider.engine.certificate import package_version, processor
-from outrider.engine.eager_runner import EagerRunner
-from outrider.engine.runner import Runner
 from outrider.load.json_files import plain_bytes
-from outrider.model.decoder import Decoder, Model
+from outrider.model.decoder import Decoder
 from outrider.settings import Settings, cache_folder
 
 log = logging.getLogger(__name__)
 
 FOLDER = "OUTRIDER_COSTS"  # the variable that names another folder; empty: nothing is kept
-STEPS = 64  # after which what they taught is written down
-CHECKED = 8  # rows, at most, of the pass that is held against what is kept
-FITS = 1.25  # times as long or as short, against a pass of one row, that the checked one may be
-MOST_ROWS = 1 << 12  # of a pass that anybody may have written down
-MAX_BYTES = 1 << 20  # of a file; a sound one has a few thousand
-SECONDS = (1e-8, 1e4)  # that a pass can take
-ROOT = 0  # the user id whose files may be trusted besides one's own
+STEPS = 64  # new steps after which the file is written again
+CHECKED = 8  # most rows of a pass that checks the file
+FITS = 1.25  # largest ratio between a checked pass and the file, both relative to a pass of one row
+MOST_ROWS = 1 << 12  # more rows in a file are an error
+MAX_BYTES = 1 << 20  # of a file; a valid one has a few thousand
+SECONDS = (1e-8, 1e4)  # shortest and longest pass that a file may hold
+ROOT = 0  # the user id whose files are trusted besides one's own
 
 
 class KeptCosts:
@@ -43,13 +39,11 @@ class KeptCosts:
 
     def __init__(self, file: Path | None, about: Mapping[str, Any], costs: EagerCosts) -> None:
         self.file, self.about, self.costs = file, dict(about), costs
-        self.written = 0  # steps that had been learned from by then
-        self.unwritten = False  # the last attempt failed
+        self.written = 0  # steps in the cost model at the last write
+        self.failed = False  # the last write failed
 
     @classmethod
     def of(cls, model: Decoder, settings: Settings, drafts: Seq[Part], costs: EagerCosts) -> KeptCosts:
-        config = model.config
-        shape = {name: value for name, value in asdict(config).items() if name not in ("raw", "eos_ids")}
         about = {
             "version": package_version("outrider"),
             "processor": processor(),
@@ -58,7 +52,7 @@ class KeptCosts:
             "weights": settings.weights,
             "draft": [[f"{part.kind} {part.text}" for part in drafts], settings.draft_vocabulary],
             "draft_weights": settings.draft_weights,
-            "model": shape,
+            "model": {k: v for k, v in asdict(model.config).items() if k not in ("raw", "eos_ids")},
         }
         folder = os.environ.get(FOLDER, str(cache_folder() / "costs"))
         text = json.dumps(about, sort_keys=True, default=str)
@@ -66,8 +60,8 @@ class KeptCosts:
         return cls(Path(folder).expanduser() / f"{name}.json" if folder else None, json.loads(text), costs)
 
     def recall(self, measure: Callable[[int], float]) -> bool:
-        """Take up what was kept, if it fits: passes of two and of a few rows take as many times one of a single row as
-        they did then. Whatever else the machine does slows all down, so all is taken at the pace of now.
+        """Takes the kept costs if they still fit: passes of two and of a few rows must cost as much, relative to a pass
+        of one row, as they did. Other load slows all passes alike, so kept times are scaled to the present speed.
         """
         kept = self._read()
         if kept is None:
@@ -77,10 +71,8 @@ class KeptCosts:
         for rows in dict.fromkeys((*few[:1], *few[-1:])):
             grown = measure(rows) / alone / (curve[rows] / curve[1])
             if not 1 / FITS <= grown <= FITS:
-                log.debug(
-                    "step costs are measured anew: those in %s no longer fit (%d rows: %.2f times as long)",
-                    *(self.file, rows, grown),
-                )
+                what = "step costs are measured anew: those in %s no longer fit (%d rows: %.2f times as long)"
+                log.debug(what, self.file, rows, grown)
                 return False
         pace = alone / curve[1]
         for rows, seconds in curve.items():
@@ -89,33 +81,37 @@ class KeptCosts:
         return True
 
     def keep(self, always: bool = False) -> None:
-        """Write down what is known by now, if there is something new. Nobody is answered meanwhile."""
+        """Saves the costs if they changed. Call only while the engine is idle."""
         if self.file is None or not (always or self.costs.learned >= self.written + STEPS):
             return
         curve = self.costs.known_curve()
-        if 1 not in curve:  # nothing to hold a check against
+        if 1 not in curve:  # without it, the next start could not check the file
             return
         self.written = self.costs.learned
         kept = {"about": self.about, "curve": curve, "per_level": self.costs.per_level}
-        own = self.file.with_name(f"{self.file.name}.{os.getpid()}")  # another process may write, too
+        own = self.file.with_name(
+            f"{self.file.name}.{os.getpid()}"
+        )  # other processes may write at the same time
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             own.write_text(json.dumps(kept, indent=1))
             own.replace(self.file)
-            self.unwritten = False
+            self.failed = False
         except OSError as error:
             with contextlib.suppress(OSError):
                 own.unlink()
-            if not self.unwritten:  # every later attempt would log the same
+            if not self.failed:  # log the first of several failures
                 log.info("costs are not kept: %s", error)
-            self.unwritten = True
+            self.failed = True
 
     def _read(self) -> tuple[dict[int, float], dict[str, float]] | None:
-        """Seconds of passes by rows, one row among them, and of drafts' levels by drafter."""
+        """Seconds of passes by rows, and of a level of drafts by drafter. None if the file is missing or not valid."""
         if self.file is None:
             return None
         try:
-            kept = json.loads(_own_text(self.file))
+            if self.file.stat().st_uid not in (os.geteuid(), ROOT):
+                raise ValueError("another user wrote it")
+            kept = json.loads(plain_bytes(self.file, MAX_BYTES).decode())
             if kept["about"] != self.about:
                 raise ValueError("it is of another model, machine or version")
             curve = {int(rows): float(seconds) for rows, seconds in kept["curve"].items()}
@@ -125,28 +121,10 @@ class KeptCosts:
                 raise ValueError("no pass has these rows or takes this long")
             if not all(0 <= s <= most for s in per_level.values()):
                 raise ValueError("no draft takes this long")
-            curve[1]  # what the others are compared with
+            curve[1]  # raises if it is missing: `recall` compares with it
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as e:
             log.info("costs kept in %s are ignored: %s: %.200s", self.file, type(e).__name__, e)
             return None
         return curve, per_level
-
-
-def _own_text(file: Path) -> str:
-    """The text of a plain file that this user or root wrote."""
-    if file.stat().st_uid not in (os.geteuid(), ROOT):
-        raise ValueError("another user wrote it")
-    return plain_bytes(file, MAX_BYTES).decode()
-
-
-def recall_costs(
-    model: Model, settings: Settings, drafts: Seq[Part], planner: Planner, runner: Runner
-) -> KeptCosts | None:
-    """Take up what was kept; None where steps are captured, or nothing is drafted."""
-    if type(runner) is not EagerRunner or not isinstance(model, Decoder) or planner.default == "none":
-        return None
-    kept = KeptCosts.of(model, settings, drafts, planner.costs.eager)
-    kept.recall(runner.preparation.measure_pass)
-    return kept

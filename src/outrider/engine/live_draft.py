@@ -1,11 +1,10 @@
-"""The draft that an engine drafts with: which weights they are, others put in their place, and those put back.
+"""The weights that an engine drafts with: replaces them while requests run, and rolls back.
 
-Requests go on: weights are exchanged between two steps, and the output does not depend on the draft. Files are read on
-the caller's thread, packing and copying is the engine's. The last weights are kept on the host, so rolling back reads
-nothing and cannot fail for want of a file.
+Weights change between two steps, and the output does not depend on the draft. The caller's thread reads the files, the
+engine's thread packs and copies them. The previous weights are kept on the host, so rolling back reads no files.
 
-Weights are mapped into memory, and a mapped file that somebody cuts short ends the process. A swap therefore reads a
-copy of the draft's files that only this process knows.
+Weights are mapped into memory, and truncating a mapped file kills the process. A swap therefore reads a private copy of
+the draft's files.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ READ = (".safetensors", ".gguf", ".json", ".jinja")  # files of a draft
 
 @dataclass(frozen=True, slots=True)
 class DraftState:
-    """Which draft is in use. `previous` is what rolling back brings."""
+    """The draft in use. Rolling back returns to `previous`."""
 
     drafter: str
     path: Path
@@ -43,20 +42,20 @@ class DraftState:
 
 class LiveDraft:
     def __init__(self, parts: Seq[Part], drafters: Drafters, sources: DrafterSources) -> None:
-        """For the thread that builds the engine."""
+        """Call it on the thread that builds the engine."""
         self.drafters, self.sources = drafters, sources
         self.states: dict[str, DraftState] = {}  # by drafter
         self._last: dict[str, Weights] = {}  # by drafter, of `previous`
-        self._lock = threading.Lock()  # one exchange after the other
+        self._lock = threading.Lock()  # one exchange at a time
         networks = {"eagle", "lm"} & set(drafters.names)
         for part in parts:
-            if part.kind == "model" and networks:  # a pair that could not be used is not there
+            if part.kind == "model" and networks:  # not a paired draft that could not be used
                 path = sources.find(part.text)
                 name = "eagle" if is_eagle(path) else "lm"
                 self.states[name] = DraftState(name, path, time.time())
 
     def swap(self, driver: Driver, path: Path) -> DraftState:
-        """Draft with the weights in this folder from the next step on; or say why that cannot be."""
+        """Drafts with the weights in this folder from the next step on. Raises if they do not fit the drafter."""
         with self._lock, _private_copy(path) as copy:
             state = self._state(copy)
             pack = prepare_weights(self.drafters[state.drafter], copy, self.sources)
@@ -64,7 +63,7 @@ class LiveDraft:
             return self._exchange(driver, fresh, pack)
 
     def roll_back(self, driver: Driver) -> DraftState:
-        """Draft with the weights before the last swap again. Rolled back twice, the last swap's are there again."""
+        """Drafts with the weights from before the last swap. A second call returns to the swapped ones."""
         with self._lock:
             latest = max(
                 (s for name, s in self.states.items() if s.previous is not None and name in self.drafters),
@@ -91,7 +90,7 @@ class LiveDraft:
         return fresh
 
     def _state(self, path: Path) -> DraftState:
-        """Of the draft that this one may take the place of."""
+        """The draft that the one in `path` may replace."""
         name = "eagle" if is_eagle(path) else "lm"
         if name not in self.states or name not in self.drafters:  # never there, or released
             kind = {"eagle": "an EAGLE head", "lm": "a model"}[name]
@@ -105,7 +104,7 @@ class LiveDraft:
 
 @contextlib.contextmanager
 def _private_copy(draft: Path) -> Iterator[Path]:
-    """A draft's files in a temporary folder. Errors from within name the draft itself."""
+    """A copy of a draft's files in a temporary folder. Errors name the original."""
     with tempfile.TemporaryDirectory(prefix="outrider-draft-") as place:
         copy = Path(place) / draft.name
         try:

@@ -1,6 +1,4 @@
-"""What steps need of a GPU's memory, measured; and running out of memory, in words: what needed it, and what to take
-less of.
-"""
+"""Memory: what is free, what the steps of a GPU need, and errors that say what to reduce when it runs out."""
 
 from __future__ import annotations
 
@@ -24,15 +22,15 @@ LESS = (
     "take a smaller model, a shorter --context, a smaller --cache-bytes or fewer --max-sequences "
     "(in Python: context, cache_bytes, max_sequences)"
 )
-# How torch's allocators say it; their errors are plain RuntimeErrors on a CPU.
+# Messages of torch's allocators, whose errors are plain RuntimeErrors on a CPU.
 SIGNS = re.compile(r"out of memory|can't allocate memory|not enough memory", re.IGNORECASE)
 NO_DRAFT = DraftRoom()
 SIZE = re.compile(r"allocate (\d+) bytes|allocate ([\d.]+ [KMG]iB)")
 
 
 def wake_gpu() -> None:
-    """Have the GPU started and what runs there imported, each of which takes half a second, while the checkpoint is
-    opened. What goes wrong there goes wrong again for whoever needs it, who says so.
+    """Starts the GPU and imports its code on another thread while the checkpoint is opened; each takes half a second.
+    Errors are dropped here because loading the model meets them again.
     """
 
     def wake() -> None:
@@ -44,7 +42,7 @@ def wake_gpu() -> None:
 
 
 def in_words(error: BaseException, doing: str) -> BaseException:
-    """The error itself, or OutOfMemory if that is what it means."""
+    """OutOfMemory if the error means that, else the error itself."""
     text = str(error)
     if isinstance(error, OutOfMemory):
         return error
@@ -62,10 +60,10 @@ def in_words(error: BaseException, doing: str) -> BaseException:
 
 
 def check_room(config: ModelConfig, settings: Settings, free: int, draft: DraftRoom = NO_DRAFT) -> str | None:
-    """Before a CPU loads a model and its drafts: raises if they cannot fit in `free` bytes; else what may not, for a
-    warning.
+    """Raises if a model and its drafts cannot fit in `free` bytes of a CPU's memory. Returns a warning if weights and a
+    full cache would not fit.
 
-    A system lends memory that it does not have and ends the process once it is used: better said before.
+    Linux grants memory that it does not have and kills the process that uses it, so this is checked before loading.
     """
     weights = 4 * (config.parameters + draft.weights)
     if weights > free:
@@ -88,25 +86,37 @@ def check_room(config: ModelConfig, settings: Settings, free: int, draft: DraftR
     return text
 
 
-# ------------------------------------------------------------------------------------------- what steps need
+# ------------------------------------------------------------------------------------------- of a GPU
 
-# What captured steps keep, in times of the largest logits: an allowance, as they are captured once the cache is made.
-# They share the memory of their logits, and sampling takes some beside them.
+
+def runs_on_gpu(settings: Settings) -> bool:
+    return settings.device != "cpu" and settings.dtype != "float32" and torch.cuda.is_available()
+
+
+def gpu_memory() -> tuple[int, int]:
+    """Free and total bytes. Memory that torch keeps for later is released first, so it counts as free."""
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    return int(free), int(total)
+
+
+# Memory that captured steps keep, in multiples of the largest logits. An estimate, because steps are captured after the
+# cache is allocated. They share the memory of their logits; sampling needs some beside it.
 LOGITS_KEPT = 4
 
 
 class Meter(Protocol):
-    """Counts what is taken of a device's memory."""
+    """Measures the peak of a device's memory."""
 
     def start(self) -> None: ...
 
     def most(self) -> int:
-        """Bytes that were taken at once since the start, at most."""
+        """The peak since the start, in bytes."""
         ...
 
 
 class GpuMeter:
-    """Counts this process's own tensors: free memory also changes with what other processes take."""
+    """Counts this process's own tensors, because free memory also changes with other processes."""
 
     @staticmethod
     def held() -> int:
@@ -123,8 +133,8 @@ class GpuMeter:
 
 
 def working_memory(model: Model, settings: Settings, meter: Meter) -> int:
-    """Bytes that steps take beside weights and KV cache: the largest pass is run, over slots of its own, and what is
-    held for every sequence is made once.
+    """Bytes that steps need beside weights and KV cache. Measured: makes the state of all sequences once and runs the
+    largest pass over slots of its own.
     """
     context = settings.context or model.config.context
     meter.start()
@@ -140,7 +150,7 @@ def working_memory(model: Model, settings: Settings, meter: Meter) -> int:
 
 
 def _largest_batch(settings: Settings, context: int, device: torch.device) -> Batch:
-    """A step's rows, all of prompts that begin, and logits of as many rows as sequences may want."""
+    """A full step of new prompts, with logits for as many rows as there may be sequences."""
     rows, each = settings.step_rows, min(settings.step_rows, context)
     at = torch.arange(rows, dtype=torch.int32, device=device)
     positions, prompts = at % each, -(-rows // each)

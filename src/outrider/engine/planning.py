@@ -1,4 +1,4 @@
-"""What the planner is given: bounds from the settings, rates from a card, and drafts to watch with their memory."""
+"""The planner's inputs: bounds from the settings, acceptance rates from a pair's card, and the memory of drafts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from outrider.settings import Memory, Settings
 
 
 def guards_of(settings: Settings) -> Guards:
-    """As the user set them; one set for every device."""
+    """The planner's bounds from the user's settings, the same on every device."""
     return Guards(
         max_batch=settings.draft_max_batch,
         max_depth=settings.draft_max_depth,
@@ -30,8 +30,8 @@ def guards_of(settings: Settings) -> Guards:
 def watch_draft(
     planner: Planner, drafters: Drafters, room: DraftRoom, cache: KvCache, model: Model, memory: Memory | None
 ) -> None:
-    """Have the planner say if a draft with weights of its own never pays, and how many tokens of KV cache its memory
-    would hold: as measured on a GPU, else by its shapes.
+    """Has the planner watch drafts with weights of their own, and report one that never pays together with the tokens
+    of KV cache that its memory would hold. The memory is measured on a GPU, on a CPU it follows from the shapes.
     """
     size = 4 * (room.weights + room.cached * cache.table.pool.total) if memory is None else memory.draft
     for name in planner.choices:
@@ -40,7 +40,7 @@ def watch_draft(
 
 
 def expect_score(planner: Planner, pair: Pair | None) -> None:
-    """Start from what a paired draft was scored with, at each temperature: not every start need find it out anew."""
+    """Starts the acceptance estimate of a paired draft from its score, by temperature."""
     score = None if pair is None else pair.card.score
     if score is None:
         return

@@ -1,5 +1,5 @@
-"""A decoder on a CUDA device, and the two ways to run it: over batches packed by the host, and over rows that
-lie on the device already, as a captured step has them.
+"""A decoder on a CUDA device. `forward` takes batches that the host packed; a `DevicePass` takes rows that lie on the
+device, as captured steps do.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from outrider.model.kernels.gpu.attention import (
     split_count,
     tile_for,
 )
-from outrider.model.kernels.gpu.graph import ROWS, GraphedDecoder
 from outrider.model.kernels.gpu.kernels import GpuKernels, GpuLinear, check_device
 from outrider.model.kernels.gpu.recording import context_for, record
 from outrider.model.kernels.gpu.same_bits import Adopted, adopt_library
@@ -37,7 +36,7 @@ from outrider.types import Batch
 
 
 class DeviceDecoder:
-    """A decoder whose batches come from the host: inputs travel there, logits stay."""
+    """A decoder that takes batches from the host or the device. Logits stay on the device."""
 
     def __init__(self, decoder: Decoder) -> None:
         if not isinstance(decoder.kernels, GpuKernels):
@@ -48,8 +47,6 @@ class DeviceDecoder:
         self.device, self.dtype = decoder.kernels.device, decoder.kernels.dtype
         self.norm = decoder.norm.to(self.device)
         self.library = Adopted(refused="not asked for")
-        # By whose keys they read, by which table, and how many layers they run.
-        self._graphs: dict[tuple[int, int, int], GraphedDecoder] = {}
 
     def forward(self, batch: Batch, store: KeyValueStore) -> Tensor:
         return self._run(batch, store, self.config.layers)
@@ -75,49 +72,29 @@ class DeviceDecoder:
         return sum(weight.nbytes for weight in weights) + sum(copy.nbytes for copy in copies)
 
     def use_library(self, free: int) -> None:
-        """From now on cuBLASLt multiplies where passes have many rows, it gives our kernels' bits, and `free` bytes
-        have room for weights as it reads them.
+        """Lets cuBLASLt multiply in passes with many rows, for each weight where it gives the bits of our kernels. It
+        reads weights in its own layout; copies of them may take `free` bytes.
         """
         self.library = adopt_library([(one.weight, one.bias) for one in self._linears()], free)
         if self.library.differing:
             warnings.warn(f"matmuls of many rows: {self.library.describe()}", stacklevel=2)
 
     def _linears(self) -> list[GpuLinear]:
-        """Whatever multiplies: all but the embedding, unless that is the head, too."""
+        """Every matrix that a pass multiplies by; the embedding is one if it is the head, too."""
         d = self.decoder
         return [one for w in d.layers for one in (w.qkv, w.out, w.gate_up, w.down)] + [d.head]
 
     def _run(self, batch: Batch, store: KeyValueStore, layers: int) -> Tensor:
-        here = batch.ids.device.type == self.device.type  # a tensor's device has a number, ours may have none
-        return self._eager(batch, store, layers) if here else self._from_host(batch, store, layers)
-
-    def _from_host(self, batch: Batch, store: KeyValueStore, layers: int) -> Tensor:
-        graphed = self._graphed(batch.table, store, layers)
-        graphed.table.copy_(batch.table, non_blocking=True)
-        if batch.rows <= ROWS[-1] and self.device.type == "cuda" and graphed.worth(batch):
-            return graphed.forward(batch)[batch.logit_rows.to(self.device)]
-        return self._eager(replace(batch, table=graphed.table), store, layers)
-
-    def _graphed(self, table: Tensor, store: KeyValueStore, layers: int) -> GraphedDecoder:
-        key = id(store), table.data_ptr(), layers  # what is here keeps its store: no other has that number
-        if key not in self._graphs:
-            there = torch.zeros_like(table, device=self.device)
-            self._graphs[key] = GraphedDecoder(self.decoder, store, there, layers)
-        return self._graphs[key]
-
-    def _eager(self, batch: Batch, store: KeyValueStore, layers: int) -> Tensor:
-        """Of a batch here or there, whose table is there."""
-        c = self.config
-        there = batch.to(self.device)
+        c, there = self.config, batch.to(self.device)
         attention = plan_attention(batch, c.heads, c.kv_heads, c.head_dim, there)
         return run_pass(self, there, store, attention, layers)
 
 
 class DevicePass:
-    """The pass over rows on the device with nothing for the host to look at: fit to be part of a graph.
+    """A pass over rows on the device. The host reads nothing, so a graph can capture it.
 
-    Every `together` neighbouring rows belong to one sequence; unless they branch, at rising positions. Staged rows may
-    come after them, each sequence's as they were packed. By default all layers run.
+    Every `together` neighbouring rows belong to one sequence. Their positions rise, unless they branch. Staged rows may
+    follow them. By default all layers run.
     """
 
     def __init__(self, model: DeviceDecoder, store: KeyValueStore, layers: int | None = None) -> None:
@@ -142,8 +119,8 @@ class DevicePass:
 
 
 class GraphedPass:
-    """A `DevicePass` over batches that lie anywhere on the device, replayed from graphs: one for each number of rows
-    and length of sequences.
+    """Replays a `DevicePass` from graphs, one for each number of rows and context. A batch is copied into the graph's
+    own buffers first.
     """
 
     def __init__(self, run: Callable[..., Tensor]) -> None:
@@ -167,9 +144,7 @@ class GraphedPass:
 
 
 class AttentionPlans:
-    """How the rows of a `DevicePass` are read: made once a shape, as their buffers belong to the graphs made with
-    them.
-    """
+    """Attention plans of a `DevicePass`, one for each shape. Captured graphs use their buffers, so plans are kept."""
 
     def __init__(self, config: ModelConfig, device: torch.device) -> None:
         self.shape, self.device = (config.heads, config.kv_heads, config.head_dim), device
@@ -184,7 +159,7 @@ class AttentionPlans:
     def joint(
         self, batch: Batch, together: int, context: int, branching: bool, staged: StagedRows
     ) -> JointPlan:
-        """Of resident rows with staged ones after them."""
+        """The plan for resident rows followed by staged rows."""
         parts = [(part.batch, plan_staged(part, self.shape, context)) for part in staged.parts]
         count = batch.rows - staged.shape.rows
         if count:
@@ -224,8 +199,8 @@ def run_pass(
 def load_on_device(
     config: ModelConfig, read: Callable[[str, torch.device], Tensor], positions: int, weights: str
 ) -> DeviceDecoder:
-    """Tensors go there one at a time as they are stored, and are unpacked there, which takes a CPU many times as long,
-    and rounded if `weights` says so. Those that find no room beside the others are unpacked by the CPU.
+    """Copies tensors to the device one at a time as they are stored, unpacks them there, which is many times faster
+    than on a CPU, and quantises them as `weights` says. The CPU unpacks a tensor that does not fit beside the others.
     """
     check_device(weights)
     kernels = GpuKernels(config, *rope_tables(config, positions), weights=weights)
@@ -238,5 +213,5 @@ def load_on_device(
             return read(name, torch.device("cpu"))
 
     model = DeviceDecoder(Decoder(config, unpacked, kernels))
-    torch.cuda.empty_cache()  # what rounding took: the memory that is left is about to be measured
+    torch.cuda.empty_cache()  # the caller measures the free memory next
     return model

@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from outrider.engine.live_draft import DraftState
-from outrider.engine.llm import LLM, runs_on_gpu
+from outrider.engine.llm import LLM
+from outrider.engine.memory import runs_on_gpu
 from outrider.errors import InvalidRequest, OutriderError, show_cause
 from outrider.load.child import become_child
 from outrider.model.decoder import kv_bytes

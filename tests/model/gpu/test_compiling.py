@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 import triton
 
 from outrider.cli.output import open_llm
-from outrider.engine import llm
+from outrider.engine import llm, memory
 from outrider.model.kernels.gpu import compiling
 from outrider.model.kernels.gpu.compiling import Compiled, watch_compiling
 from outrider.settings import Settings
@@ -47,7 +47,7 @@ def test_a_command_says_what_it_waits_for(
         received[0]()  # its first kernel had to be compiled
         return SimpleNamespace(memory=None)
 
-    monkeypatch.setattr(llm, "runs_on_gpu", lambda settings: True)
+    monkeypatch.setattr(memory, "runs_on_gpu", lambda settings: True)
     monkeypatch.setattr(compiling, "watch_compiling", received.append)
     monkeypatch.setattr(llm, "LLM", loaded)
     open_llm(str(tmp_path), "none", Settings())

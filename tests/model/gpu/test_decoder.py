@@ -11,9 +11,8 @@ pytest.importorskip("triton")
 from outrider.cache.store import KeyValueStore
 from outrider.engine.memory import LOGITS_KEPT, working_memory
 from outrider.model.decoder import Decoder
-from outrider.model.device import DeviceDecoder
+from outrider.model.device import DeviceDecoder, DevicePass, GraphedPass
 from outrider.model.kernels.gpu.attention import plan_attention
-from outrider.model.kernels.gpu.graph import GraphedDecoder
 from outrider.model.kernels.gpu.kernels import GpuKernels
 from outrider.model.kernels.reference import ReferenceKernels
 from outrider.model.rope import rope_tables
@@ -90,13 +89,19 @@ def test_a_tree_has_the_bits_of_plain_decoding(device: str, node: int) -> None:
 
 @pytest.mark.gpu
 def test_graphs_have_the_bits_of_eager_passes(device: str) -> None:
-    model, _ = decoders(device)
-    reader = HalfReader(model, device, texts=3)
+    """When captured and when replayed with other tokens."""
+    model = DeviceDecoder(decoders(device)[0])
+    reader = HalfReader(model.decoder, device, texts=3)
     reader.feed(model, *(Part(t, random_ids(VOCAB, 20 + t, seed=t)) for t in range(3)))
-    graphed = GraphedDecoder(model, reader.store, reader.table.to(device))
-    for parts in ([Part(0, [5])], [Part(t, [5]) for t in range(3)], [Part(1, [5], Draft.chain([1] * 63))]):
-        expected: Tensor = model.forward(reader.batch(*parts), reader.store)
-        assert torch.equal(graphed.forward(Reader.batch(reader, *parts)), expected)
+    graphed = GraphedPass(DevicePass(model, reader.store))
+    chain = Draft.chain([1] * 63)
+    for token in (5, 6):
+        for parts in ([Part(0, [token])], [Part(t, [token]) for t in range(3)], [Part(1, [token], chain)]):
+            batch = reader.batch(*parts)
+            together, branching = batch.rows // len(parts), bool(batch.ancestors.any())
+            expected = model.forward(batch, reader.store)
+            assert torch.equal(graphed(batch, together, 100, branching), expected)
+    assert len(graphed._made) == 3
 
 
 def test_what_steps_need_is_measured_by_a_pass(device: str) -> None:
@@ -113,4 +118,4 @@ def test_what_steps_need_is_measured_by_a_pass(device: str) -> None:
 
     settings = Settings(max_sequences=4, step_rows=20, context=16)
     found = working_memory(model, settings, Meter())
-    assert (found, len(made), len(model._graphs)) == (20 + LOGITS_KEPT * 4 * VOCAB * 4, 2, 0)
+    assert (found, len(made)) == (20 + LOGITS_KEPT * 4 * VOCAB * 4, 2)

@@ -12,12 +12,11 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from outrider.model.decoder import Decoder
-from outrider.model.device import DeviceDecoder
+from outrider.model.device import DeviceDecoder, DevicePass, GraphedPass
 from outrider.model.kernels.gpu import library, matmul, same_bits
-from outrider.model.kernels.gpu.graph import GraphedDecoder
 from outrider.model.kernels.gpu.kernels import GpuKernels
 from outrider.model.rope import rope_tables
-from tests.model.batches import Part, Reader, furthest, random_ids
+from tests.model.batches import Part, furthest, random_ids
 from tests.model.gpu.conftest import DEVICE
 from tests.model.gpu.test_decoder import HalfReader
 from tests.model.gpu.test_kernels import HALF, noise
@@ -299,7 +298,7 @@ def test_captured_passes_have_the_bits_of_eager_ones(device: str) -> None:
     model = device_decoder(device)
     model.use_library(1 << 40)
     reader = HalfReader(model.decoder, device, texts=3, longest=120)
-    parts = [Part(t, random_ids(VOCAB, 40 + t, seed=t)) for t in range(3)]
-    expected = model.decoder.forward(reader.batch(*parts), reader.store)
-    graphed = GraphedDecoder(model.decoder, reader.store, reader.table.to(device))
-    assert torch.equal(graphed.forward(Reader.batch(reader, *parts)), expected)
+    parts = [Part(t, random_ids(VOCAB, 40, seed=t)) for t in range(3)]
+    batch = reader.batch(*parts)
+    expected = model.decoder.forward(batch, reader.store)
+    assert torch.equal(GraphedPass(DevicePass(model, reader.store))(batch, 40, 120), expected)

@@ -13,7 +13,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from outrider import Settings
-from outrider.engine import llm
+from outrider.engine import build
 from outrider.errors import KernelUnavailable
 from outrider.load.checkpoint import open_checkpoint
 from outrider.model import device as device_module
@@ -278,13 +278,13 @@ def test_a_model_is_loaded_as_the_settings_say(
         seen.append(given[-1])
         return SimpleNamespace(use_library=asked_library.append)
 
-    monkeypatch.setattr(llm, "_free_memory", lambda settings: 1 << 30)
-    monkeypatch.setattr(llm, "_gpu_memory", lambda: (3 << 30, 8 << 30))
+    monkeypatch.setattr(build, "runs_on_gpu", lambda settings: True)
+    monkeypatch.setattr(build, "gpu_memory", lambda: (3 << 30, 8 << 30))
     monkeypatch.setattr(device_module, "load_on_device", load)
     write_folder(tmp_path)
-    llm.load_model(open_checkpoint(tmp_path), Settings(weights=asked, gpu_memory_utilization=0.75))
-    llm.load_model(open_checkpoint(tmp_path), Settings(weights=asked, prompt_matmul="own"))
-    llm.load_model(open_checkpoint(tmp_path), Settings(weights=asked), "int8")  # a draft's
+    build.load_model(open_checkpoint(tmp_path), Settings(weights=asked, gpu_memory_utilization=0.75))
+    build.load_model(open_checkpoint(tmp_path), Settings(weights=asked, prompt_matmul="own"))
+    build.load_model(open_checkpoint(tmp_path), Settings(weights=asked), "int8")  # a draft's
     assert seen == [loaded, loaded, "int8"]
     assert asked_library == [1 << 30]  # 3 GiB are free, and a quarter of 8 is to be left
 

@@ -515,16 +515,14 @@ def make_attention_plan(
     )
 
 
-def plan_staged(
-    part: StagedPart, shape: tuple[int, int, int], context: int, single: bool = False
-) -> AttentionPlan:
+def plan_staged(part: StagedPart, shape: tuple[int, int, int], context: int) -> AttentionPlan:
     """How a part of staged rows is read, in groups that the host staged with them."""
     heads, kv_heads, _ = shape
     rows, tree = part.batch.rows, part.branching
     padded = padded_group(heads, kv_heads)
     tile = tile_for(part.together, padded)
     busy = -(-rows // part.together)
-    plan = make_attention_plan(part.groups, rows, shape, split_count(context), tree, tile, single, busy)
+    plan = make_attention_plan(part.groups, rows, shape, split_count(context), tree, tile, busy=busy)
     if tree:
         find_paths(part.batch, plan.paths)
     return plan

@@ -1,0 +1,221 @@
+"""Builds a complete engine: settings, a checkpoint and drafts in; model, KV cache, drafters, runner and planner out."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from outrider.control.planner import Planner
+from outrider.draft.drafters import Drafters
+from outrider.draft.eagle_head import HeadConfig
+from outrider.draft.head_layouts import read_head
+from outrider.draft.names import Part, label
+from outrider.draft.table import DrafterSources, make_drafters
+from outrider.engine.draft_room import DraftRoom, draft_room
+from outrider.engine.eager_runner import EagerRunner, measure_pass
+from outrider.engine.engine import Engine
+from outrider.engine.graph_runner import make_graph_runner
+from outrider.engine.kept_costs import KeptCosts
+from outrider.engine.kv_cache import KvCache, make_kv_cache
+from outrider.engine.live_draft import LiveDraft
+from outrider.engine.memory import GpuMeter, check_room, gpu_memory, runs_on_gpu, working_memory
+from outrider.engine.planning import expect_score, guards_of, watch_draft
+from outrider.engine.runner import Runner
+from outrider.errors import InvalidRequest, OutOfMemory, OutriderError, UnsupportedModel, naming
+from outrider.load.checkpoint import Checkpoint, check_shapes, open_checkpoint
+from outrider.load.config import ModelConfig
+from outrider.load.find import find
+from outrider.load.pairs import Pair
+from outrider.model.decoder import Decoder, Model, kv_bytes, make_kernels
+from outrider.settings import WEIGHT_BYTES, Memory, Settings, cache_folder, free_memory
+from outrider.types import MAX_NODES
+
+# Parameters. Decoding with a smaller model is bound by kernel launches on a GPU, so its prefill steps are larger.
+LAUNCH_BOUND = 10**9
+
+
+def _as_stored(checkpoint: Checkpoint) -> Checkpoint:
+    return checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Reshape:
+    """Changes checkpoints and heads before they are loaded. The default loads them as they are stored."""
+
+    target: Callable[[Checkpoint], Checkpoint] = _as_stored
+    draft: Callable[[Checkpoint], Checkpoint] = _as_stored
+    head: Callable[[Path, ModelConfig, int], tuple[HeadConfig, dict[str, Tensor]]] = read_head
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A complete engine, and what it was built from."""
+
+    engine: Engine
+    model: Model
+    settings: Settings  # complete: everything that was left to the device is decided
+    draft: tuple[str, ...]  # the drafters of a request that names none; several draft together
+    live_draft: LiveDraft
+    memory: Memory | None  # None on a CPU
+    pair: Pair | None  # the paired draft in use
+
+    @property
+    def drafter(self) -> str:
+        return label(self.draft)
+
+
+def build_engine(
+    checkpoint: Checkpoint, parts: Seq[Part], pair: Pair | None, asked: Settings, reshape: Reshape
+) -> Built:
+    """Loads the model and the drafts. Call it on the thread that will run the engine."""
+    torch.set_num_threads(asked.threads)
+    if runs_on_gpu(asked):
+        asked = asked.bounded(*gpu_memory())
+    parts, room = _fitting(checkpoint, parts, pair, asked, reshape)
+    model = load_model(checkpoint, asked)
+    settings = _placed(model, asked, room)
+    cache = make_kv_cache(model, settings)
+    on_gpu = model.device.type == "cuda"
+    held = GpuMeter.held() if on_gpu else 0
+    sources = DrafterSources(
+        target=model,
+        tokenizer=checkpoint.tokenizer,
+        store=cache.store,
+        table=cache.table,
+        context=cache.context,
+        find=lambda name: find(name, cache_folder()),
+        load=lambda draft: load_model(reshape.draft(draft), settings, settings.draft_weights),
+        read_head=lambda folder, target: reshape.head(folder, target, settings.draft_vocabulary),
+        words=asked.draft_vocabulary,
+    )
+    by_name, names = make_drafters(parts, sources)
+    drafter = label(names)
+    pair = pair if {"eagle", "lm"} & by_name.keys() else None
+    if asked.draft_weights != "auto" and "lm" not in by_name:
+        raise InvalidRequest(
+            f"draft_weights is for a model that drafts, and there is none (draft: {drafter})", "draft_weights"
+        )
+    if isinstance(model, Decoder) and model.kernels.name == "c":
+        # The C kernels have their own threads. Torch's would spin beside them after every large operation.
+        torch.set_num_threads(1)
+    drafters = Drafters(by_name, model.config.vocab)
+    live_draft = LiveDraft(parts, drafters, sources)
+    runner: Runner
+    if on_gpu:
+        runner = make_graph_runner(model, cache, drafters, drafter, settings.tree_max_batch)
+    else:
+        runner = EagerRunner(model, cache, drafters)
+    # Lookup costs next to nothing, so the planner may choose it where a request names no drafter.
+    choices = dict.fromkeys((drafter, "lookup") if names else ())
+    planner = Planner(drafter, choices=tuple(choices), guards=guards_of(settings))
+    expect_score(planner, pair)
+    memory = _measured(model, cache, held) if on_gpu else None
+    watch_draft(planner, drafters, room, cache, model, memory)
+    costs = None
+    if isinstance(model, Decoder) and names:  # steps on a GPU are measured when they are captured
+        costs = KeptCosts.of(model, settings, parts, planner.costs.eager)
+        costs.recall(partial(measure_pass, model, cache))
+    text = checkpoint.tokenizer.text_stream
+    engine = Engine(model, cache, drafters, planner, runner, settings, text, costs)
+    return Built(engine, model, settings, names, live_draft, memory, pair)
+
+
+def load_model(checkpoint: Checkpoint, settings: Settings, weights: str | None = None) -> Model:
+    """The decoder for the families it knows, transformers for any other causal model.
+
+    `weights` is the format to store them in, by default the settings'.
+    """
+    config, kind = checkpoint.config, weights or settings.weights
+    if config is None:
+        if settings.device == "cuda":
+            raise UnsupportedModel("a model run through transformers runs on the CPU; use --device cpu")
+        from outrider.model.hf import load_hf  # transformers is an extra and slow to import
+
+        if kind == "bfloat16" and weights is None:
+            raise UnsupportedModel("a model run through transformers is held as float32; leave --weights out")
+        return load_hf(checkpoint, settings.threads, cache_folder() / "kernels", settings.kernels)
+    check_shapes(checkpoint)
+    positions = (settings.context or config.context) + MAX_NODES + 1
+    if runs_on_gpu(settings):
+        from outrider.model.device import load_on_device  # Triton comes with it
+
+        model = load_on_device(config, checkpoint.tensor, positions, "bfloat16" if kind == "auto" else kind)
+        if weights is None and settings.prompt_matmul == "auto":
+            model.use_library(settings.within_share(*gpu_memory()))
+        return model
+    folder = cache_folder() / "kernels"
+    with naming(checkpoint.path):
+        kernels = make_kernels(
+            config, positions, settings.threads, folder, settings.kernels, bfloat16=kind == "bfloat16"
+        )
+    return Decoder(config, checkpoint.tensor, kernels)
+
+
+def _fitting(
+    checkpoint: Checkpoint, parts: Seq[Part], pair: Pair | None, settings: Settings, reshape: Reshape
+) -> tuple[Seq[Part], DraftRoom]:
+    """The drafts to load and the memory they need. A paired draft that does not fit is left out with a warning,
+    because the user did not name it.
+    """
+    room = _room(parts, reshape)
+    try:
+        _check_room(checkpoint.config, settings, room)
+    except OutOfMemory as full:
+        if pair is None:
+            raise
+        parts = tuple(Part("lookup", "auto") if part.paired else part for part in parts)
+        room = _room(parts, reshape)
+        _check_room(checkpoint.config, settings, room)
+        warnings.warn(f"the draft {pair.folder} is left out, lookup drafts instead: {full}", stacklevel=2)
+    return parts, room
+
+
+def _room(parts: Seq[Part], reshape: Reshape) -> DraftRoom:
+    """Of the models that draft. One that cannot be opened counts nothing here: loading it raises the error."""
+    found = []
+    for part in parts:
+        if part.kind == "model":
+            with contextlib.suppress(OutriderError):
+                found.append(reshape.draft(open_checkpoint(find(part.text, cache_folder()))))
+    return draft_room(found)
+
+
+def _check_room(config: ModelConfig | None, settings: Settings, draft: DraftRoom) -> None:
+    """Raises if the settings or the memory do not allow this model, before anything is loaded."""
+    if runs_on_gpu(settings):
+        free, total = gpu_memory()
+        settings.placed(free, total=total)
+        return
+    settings.placed(None)
+    left = free_memory()
+    if left is not None and config is not None and (doubt := check_room(config, settings, left, draft)):
+        warnings.warn(doubt, stacklevel=2)
+
+
+def _placed(model: Model, settings: Settings, draft: DraftRoom) -> Settings:
+    """Complete settings. On a GPU the cache gets the free memory, less what the draft and steps will need."""
+    if model.device.type != "cuda":
+        return settings.placed(None)
+    free, total = gpu_memory()
+    placed, own = settings.placed(free, total=total), model.config
+    if not settings.step_rows and own.parameters <= LAUNCH_BOUND:
+        placed = replace(placed, step_rows=4 * placed.step_rows)
+    weights = int(draft.weights * WEIGHT_BYTES[placed.draft_weights])
+    beside = draft.cached / (2 * own.layers * own.kv_heads * own.head_dim)
+    working = 0 if settings.cache_bytes else working_memory(model, placed, GpuMeter())
+    free, _ = gpu_memory()  # less than before: the kernels that the measurement loaded stay
+    return replace(placed, cache_bytes=settings.placed(free, weights, beside, total, working).cache_bytes)
+
+
+def _measured(model: Model, cache: KvCache, held: int) -> Memory:
+    """The GPU's memory with everything loaded; `held` are the bytes of this process's tensors before the drafts."""
+    slots, (left, _) = cache.table.pool.total, gpu_memory()
+    return Memory(model.weight_bytes(), GpuMeter.held() - held, slots * kv_bytes(model), slots, left)
