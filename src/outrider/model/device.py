@@ -1,5 +1,5 @@
-"""A decoder on a CUDA device, and the two ways to run it: over batches packed by the host, and over rows that
-lie on the device already, as a captured step has them.
+"""A decoder on a CUDA device. It runs over batches packed by the host, and over rows that are on the device already, as
+in a captured step.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from outrider.types import Batch
 
 
 class DeviceDecoder:
-    """A decoder whose batches come from the host: inputs travel there, logits stay."""
+    """A decoder for batches of the host: inputs are copied to the device, logits stay there."""
 
     def __init__(self, decoder: Decoder) -> None:
         if not isinstance(decoder.kernels, GpuKernels):
@@ -75,15 +75,15 @@ class DeviceDecoder:
         return sum(weight.nbytes for weight in weights) + sum(copy.nbytes for copy in copies)
 
     def use_library(self, free: int) -> None:
-        """From now on cuBLASLt multiplies where passes have many rows, it gives our kernels' bits, and `free` bytes
-        have room for weights as it reads them.
+        """Uses cuBLASLt for passes with many rows from now on, where it gives the bits of our kernels and `free` bytes
+        hold a second copy of the weights.
         """
         self.library = adopt_library([(one.weight, one.bias) for one in self._linears()], free)
         if self.library.differing:
             warnings.warn(f"matmuls of many rows: {self.library.describe()}", stacklevel=2)
 
     def _linears(self) -> list[GpuLinear]:
-        """Whatever multiplies: all but the embedding, unless that is the head, too."""
+        """The weights of all matmuls: every one but the embedding, unless that is the head, too."""
         d = self.decoder
         return [one for w in d.layers for one in (w.qkv, w.out, w.gate_up, w.down)] + [d.head]
 
@@ -99,14 +99,18 @@ class DeviceDecoder:
         return self._eager(replace(batch, table=graphed.table), store, layers)
 
     def _graphed(self, table: Tensor, store: KeyValueStore, layers: int) -> GraphedDecoder:
-        key = id(store), table.data_ptr(), layers  # what is here keeps its store: no other has that number
+        key = (
+            id(store),
+            table.data_ptr(),
+            layers,
+        )  # the decoder keeps its store alive, so no other store has that id
         if key not in self._graphs:
             there = torch.zeros_like(table, device=self.device)
             self._graphs[key] = GraphedDecoder(self.decoder, store, there, layers)
         return self._graphs[key]
 
     def _eager(self, batch: Batch, store: KeyValueStore, layers: int) -> Tensor:
-        """Of a batch here or there, whose table is there."""
+        """A pass over a batch on either device, with the table on the GPU."""
         c = self.config
         there = batch.to(self.device)
         attention = plan_attention(batch, c.heads, c.kv_heads, c.head_dim, there)
@@ -114,10 +118,10 @@ class DeviceDecoder:
 
 
 class DevicePass:
-    """The pass over rows on the device with nothing for the host to look at: fit to be part of a graph.
+    """The pass over rows on the device, without synchronisation with the host, so that it can be part of a graph.
 
-    Every `together` neighbouring rows belong to one sequence; unless they branch, at rising positions. Staged rows may
-    come after them, each sequence's as they were packed. By default all layers run.
+    Every `together` neighbouring rows belong to one sequence, at rising positions unless they branch. Staged rows may
+    follow, as the host packed them. All layers run by default.
     """
 
     def __init__(self, model: DeviceDecoder, store: KeyValueStore, layers: int | None = None) -> None:
@@ -142,8 +146,8 @@ class DevicePass:
 
 
 class GraphedPass:
-    """A `DevicePass` over batches that lie anywhere on the device, replayed from graphs: one for each number of rows
-    and length of sequences.
+    """A `DevicePass` over batches anywhere on the device, replayed from graphs: one for each number of rows and context
+    length.
     """
 
     def __init__(self, run: Callable[..., Tensor]) -> None:
@@ -167,9 +171,7 @@ class GraphedPass:
 
 
 class AttentionPlans:
-    """How the rows of a `DevicePass` are read: made once a shape, as their buffers belong to the graphs made with
-    them.
-    """
+    """The attention plan of a `DevicePass`, made once per shape: its buffers belong to the graphs captured with it."""
 
     def __init__(self, config: ModelConfig, device: torch.device) -> None:
         self.shape, self.device = (config.heads, config.kv_heads, config.head_dim), device
@@ -184,7 +186,7 @@ class AttentionPlans:
     def joint(
         self, batch: Batch, together: int, context: int, branching: bool, staged: StagedRows
     ) -> JointPlan:
-        """Of resident rows with staged ones after them."""
+        """The attention plan of resident rows followed by staged rows."""
         parts = [(part.batch, plan_staged(part, self.shape, context)) for part in staged.parts]
         count = batch.rows - staged.shape.rows
         if count:
@@ -224,8 +226,8 @@ def run_pass(
 def load_on_device(
     config: ModelConfig, read: Callable[[str, torch.device], Tensor], positions: int, weights: str
 ) -> DeviceDecoder:
-    """Tensors go there one at a time as they are stored, and are unpacked there, which takes a CPU many times as long,
-    and rounded if `weights` says so. Those that find no room beside the others are unpacked by the CPU.
+    """Copies tensors to the device one at a time, in their stored format, and unpacks them there, which is many times
+    as fast as on a CPU; rounds them to `weights`. The CPU unpacks those that do not fit beside the others.
     """
     check_device(weights)
     kernels = GpuKernels(config, *rope_tables(config, positions), weights=weights)
@@ -238,5 +240,5 @@ def load_on_device(
             return read(name, torch.device("cpu"))
 
     model = DeviceDecoder(Decoder(config, unpacked, kernels))
-    torch.cuda.empty_cache()  # what rounding took: the memory that is left is about to be measured
+    torch.cuda.empty_cache()  # frees the memory of rounding, because the free memory is measured next
     return model

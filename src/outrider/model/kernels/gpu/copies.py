@@ -1,4 +1,4 @@
-"""Where a text's ending occurs earlier in it, and what followed there: `draft/lookup.py` says it in torch."""
+"""Finds where a text's ending occurs earlier in it, and what followed there. Twin: `draft/lookup.py`."""
 
 # mypy: disable-error-code="no-untyped-def, import-untyped, import-not-found"
 
@@ -15,7 +15,7 @@ from outrider.model.kernels.gpu.ahead import kernel
 from outrider.model.kernels.gpu.launch import await_previous, chained, lanes, let_next_start
 
 PLACES = 1024  # looked at by one program
-BONUS = 4  # tokens that a place in a prediction counts for beside those that are the same
+BONUS = 4  # extra matching tokens that a place in a prediction counts for
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """The decoder's pass over batches of the host as CUDA graphs: one for each shape, over staged rows.
 
 A shape is how many rows, how many groups of rows of one sequence, whether some are draft nodes, and how long sequences
-are. A pass is padded up to the next shape; rows of padding write to a slot that belongs to nobody, the store's last.
+are. A pass is padded up to the next shape; rows of padding write to the padding slot, the store's last.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class GraphedDecoder:
         self.norm = model.norm.to(table.device)
 
     def worth(self, batch: Batch) -> bool:
-        """Whether a pass over such a batch came up often enough to be captured. Counts it."""
+        """Counts a pass over this shape; returns whether it came up often enough to be captured."""
         shape = self._shape(batch)
         self.passes[shape] += 1
         return shape in self.captured or self.passes[shape] > WORTH
