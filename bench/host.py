@@ -1,14 +1,13 @@
-"""What the host does for every token when many sequences run at once: a model that costs nothing answers at random.
+"""Measures the host's time per token with many sequences. A model that costs nothing answers at random.
 
     python -m bench.host --sequences 512 --tokens 128
     python -m bench.host --sequences 32 --pass-ms 1.58 --rounds 7        a drafter that never pays, against none
 
-The engine, its steps and the tokenizer are the real ones; only the device's part of a step is replaced. Without
-`--pass-ms` it takes no time, and the host's is counted, by the processor's clock, so that other work on the machine
-does not count either. With `--pass-ms` it takes that for each pass, beside the host as a device does, on a clock that
-is reckoned from the processor's: what the host does counts `--slower` times, and waiting takes no time at all. Then
-plain decoding is compared with an engine that has a lookup and a model for drafters, of which no draft would pay: what
-it costs to be able to speculate.
+Engine, steps and tokenizer are the real ones; only the device's part of a step is replaced. Without `--pass-ms` it
+takes no time, and the host's processor time is counted, so that other programs do not matter. With `--pass-ms` each
+pass takes that long beside the host, on a simulated clock: processor time of the host counts `--slower` times, and
+waiting advances the clock. Then plain decoding is compared with an engine whose drafters (lookup and a model) never
+pay.
 """
 
 from __future__ import annotations

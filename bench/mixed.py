@@ -1,13 +1,12 @@
-"""What requests that ask for more cost everybody: a batch with a few of them against the same batch without them.
+"""Measures what a few requests with logprobs, a grammar, penalties or a prediction cost a batch.
 
     python -m bench.mixed smollm2-135m --as-if 8b --draft-as-if 1536:28:24:8:6144 --draft-layers 0-3,5-16,18-29 \
         --batch 16 --rounds 6 --json mixed.json
 
-Of the mixed batch one request has logprobs, one a JSON grammar, one penalties and one a prediction. Both batches have
-the same prompts and seeds, the planner decides for both, and they are answered in turn. Rates count tokens from the
-moment everyone has a first one to the moment the first of them has all of his: so long the batch is whole, and nobody's
-last tokens alone are timed. `others` are the requests that ask for nothing more: their tokens are the same in both
-batches, which is counted, and what they lose is what the few cost their neighbours.
+One request of the mixed batch has logprobs, one a JSON grammar, one penalties and one a prediction. The other batch has
+the same prompts and seeds without them. The planner decides for both, and they run in turn. Rates count the tokens from
+the moment every request has its first token to the moment the first request ends, so the batch is whole. `others` are
+the requests without extras: their tokens must be the same in both batches, and what they lose is their cost.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from outrider.errors import InvalidRequest, OutriderError, stopped
 from outrider.settings import Settings
 from outrider.types import Event, Request, SamplingParams
 
-GOAL = 0.93  # of the batch without them, in tokens a second, on an H200
+GOAL = 0.93  # tokens per second of the mixed batch over the other's, on an H200
 ITEM = {
     "type": "object",
     "properties": {
@@ -42,26 +41,25 @@ ITEM = {
     "required": ["name", "count"],
     "additionalProperties": False,
 }
-# More items than anybody is given tokens for: the answer must not end before the others do.
+# More items than any request has tokens for: the answer must not end before the others.
 ASKED: dict[str, dict[str, Any]] = {
     "logprobs": {"logprobs": 5},
     "grammar": {"grammar": {"json_schema": {"type": "array", "items": ITEM, "minItems": 1000}}},
     "penalties": {"repetition_penalty": 1.1, "frequency_penalty": 0.3, "presence_penalty": 0.2},
-    "prediction": {},  # its text is made of the prompt's own answer
+    "prediction": {},  # `_predicted` makes its text from the prompt's own answer
 }
 OTHERS = "others"
 
 
 @dataclass(slots=True)
 class Batch:
-    """A batch being answered. Listens on the engine's thread."""
+    """A batch while it runs. `_received` is called on the engine's thread."""
 
     llm: LLM
     requests: list[Request]
     answers: dict[str, list[int]] = field(default_factory=dict)
-    # Tokens that each had when the last one got its first.
-    before: dict[str, int] = field(default_factory=dict)
-    within: dict[str, int] = field(default_factory=dict)  # and when the first one had all
+    before: dict[str, int] = field(default_factory=dict)  # tokens of each when the last one got its first
+    within: dict[str, int] = field(default_factory=dict)  # tokens of each when the first one ended
     begin: float = 0.0
     end: float = 0.0
     left: int = 0
@@ -70,13 +68,13 @@ class Batch:
 
     def run(self) -> None:
         self.left = len(self.requests)
-        self.llm.driver.submit(self.requests, self._heard)
+        self.llm.driver.submit(self.requests, self._received)
         while not self.done.wait(0.5):
             self.llm.driver.check()
         if self.failure is not None:
             raise stopped(self.failure) from self.failure
 
-    def _heard(self, event: Event | BaseException) -> None:
+    def _received(self, event: Event | BaseException) -> None:
         if isinstance(event, BaseException):
             self.failure = event
             self.done.set()
@@ -92,7 +90,7 @@ class Batch:
             self.done.set()
 
     def _close(self) -> None:
-        """The batch is whole no longer: what the others would still say is not waited for."""
+        """Ends the measurement and aborts the other requests: the batch is no longer whole."""
         self.end, self.within = time.perf_counter(), self._counts()
         for request in self.requests:
             self.llm.driver.abort(request.id)
@@ -101,11 +99,9 @@ class Batch:
         return {name: len(tokens) for name, tokens in self.answers.items()}
 
     def rate(self, numbers: Seq[int]) -> float:
-        """Tokens a second of these requests while all ran."""
+        """Tokens per second of these requests while all ran."""
         if not self.before:
-            raise InvalidRequest(
-                "an answer ended before everyone had a token; ask for more --tokens", "tokens"
-            )
+            raise InvalidRequest("an answer ended before all had a token; ask for more --tokens", "tokens")
         names = [self.requests[i].id for i in numbers]
         return sum(self.within[name] - self.before[name] for name in names) / (self.end - self.begin)
 
@@ -114,7 +110,7 @@ class Batch:
 
 
 class Mixed:
-    """The same prompts in both batches; the first of them are the ones that ask for more in one."""
+    """Both batches, with the same prompts. The first requests of the mixed one have the extras."""
 
     def __init__(self, llm: LLM, kinds: Mapping[str, Mapping[str, Any]], params: SamplingParams) -> None:
         self.llm, self.kinds, self.params = llm, kinds, params
@@ -140,9 +136,8 @@ class Mixed:
 
     def _predicted(self, ids: list[int], params: SamplingParams) -> str:
         """The prompt's own answer with something else in the middle."""
-        text = self.llm.generate([ids], replace(params, speculation=False), owner=secrets.token_hex(8))[
-            0
-        ].text  # type: ignore[arg-type]
+        plain = replace(params, speculation=False)  # type: ignore[arg-type]
+        text = self.llm.generate([ids], plain, owner=secrets.token_hex(8))[0].text
         return f"{text[: len(text) // 2]} or so {text[len(text) // 2 :]}"
 
     def summary(self) -> dict[str, Any]:
@@ -153,12 +148,9 @@ class Mixed:
         wrong = compared = 0
         for without, among in pairs:
             for i in whose[OTHERS]:
-                both = without.answer(i), among.answer(i)  # of which either may have been cut short
-                common = min(map(len, both))
-                wrong, compared = (
-                    wrong + differing(both[0][:common], both[1][:common]),
-                    compared + common,
-                )
+                a, b = without.answer(i), among.answer(i)
+                common = min(len(a), len(b))  # either may have been cut short
+                wrong, compared = wrong + differing(a[:common], b[:common]), compared + common
         rates = {name: [(a.rate(n), b.rate(n)) for a, b in pairs] for name, n in whose.items() if len(n)}
         return {
             "batch": size,
@@ -182,9 +174,7 @@ def _figures(rates: list[tuple[float, float]]) -> dict[str, float]:
 def measure(llm: LLM, prompts: list[list[int]], params: SamplingParams, given: argparse.Namespace) -> Mixed:
     kinds = {kind: more for kind, more in ASKED.items() if kind not in given.without}
     if given.batch < len(kinds):
-        raise InvalidRequest(
-            f"a batch of {given.batch} has no room for {len(kinds)} kinds of requests", "batch"
-        )
+        raise InvalidRequest(f"a batch of {given.batch} cannot hold {len(kinds)} kinds of requests", "batch")
     if "grammar" in kinds:
         try:
             _ = llm.compiler
@@ -220,12 +210,12 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--as-if", help="a shape, as outrider bench takes it")
     parser.add_argument("--draft", default="auto", help="as outrider bench takes it")
     parser.add_argument("--draft-as-if", help="with --as-if: draft with the same model in this shape")
-    parser.add_argument("--draft-layers", help="keep so many of its layers, or these: 0-3,5-29")
+    parser.add_argument("--draft-layers", help="how many of its layers to keep, or which: 0-3,5-29")
     parser.add_argument("--prompts", help="a file of prompts; built-in ones without it")
     parser.add_argument("--tasks", default="chat,rewrite")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--tokens", type=int, default=192, help="an answer's, at most")
+    parser.add_argument("--tokens", type=int, default=192, help="maximum per answer")
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--context", type=int, default=2048)
@@ -258,9 +248,8 @@ def main(argv: list[str] | None = None) -> None:
     found = made.summary()
     report |= {"goal": GOAL, "left_out": given.without, **found}
     print("\n".join(table(found)))
-    print(
-        f"all: {found['rates']['all']['ratio']:.3f}x of the batch without them; the goal on an H200 is {GOAL}x"
-    )
+    ratio = found["rates"]["all"]["ratio"]
+    print(f"all: {ratio:.3f}x of the batch without them; the goal on an H200 is {GOAL}x")
     report.deliver()
 
 

@@ -1,16 +1,16 @@
-"""Other engines beside Outrider on the same as-if model, the same prompts and the same machine, in turn.
+"""Runs other engines beside Outrider on the same as-if model, prompts and machine, in turn.
 
     python -m bench.peers MODEL --as-if 8b --draft-as-if 2048:28:32:8:4096 --draft-layers 0-3,5-16,18-29 \
         --prompts PROMPTS.jsonl --tasks chat,rewrite --batches 1,16,32 --json peers.json
 
 The model is a small one widened to the shape of a big one: the big one's cost, the small one's text. transformers
-runs it plain, compiled with a static cache, assisted by the draft model, and with prompt lookup; vLLM, where it is
-installed, plain, with n-grams, and with the draft model; all through their public APIs, with as many guesses a step
-as Outrider. All answers are greedy and of the same length, and every engine answers every batch before the next.
+runs it plain, compiled with a static cache, assisted by the draft model, and with prompt lookup. vLLM, if it is
+installed, runs it plain, with n-grams, and with the draft model. All use their public APIs and as many draft tokens a
+step as Outrider. All answers are greedy and of the same length, and every engine answers a batch before the next.
 
-Engines round bfloat16 differently, so their texts part somewhere: how many tokens agree before that is told, and
-nothing is made of it. Ids that the padding of the vocabulary added cannot win in any engine: the widened tensors
-themselves give them logits far below all others (see src/outrider/bench/as_if.py).
+Engines round bfloat16 differently, so their texts diverge. The number of tokens before that is reported, for
+information. Ids that padding added to the vocabulary cannot win in any engine: the widened tensors give them logits far
+below all others (see src/outrider/bench/as_if.py).
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from outrider.load.find import find
 from outrider.settings import Settings, cache_folder
 from outrider.types import SamplingParams, Speculation
 
-BASE = "outrider plain"  # whose texts and rates the others' are held against
+BASE = "outrider plain"  # the others are compared with it
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """An engine in one of its ways. `most` is the largest batch it can answer."""
+    """An engine with one method. `most` is its largest batch."""
 
     name: str
     greedy: Callable[[list[list[int]], int], Run]
@@ -76,7 +76,7 @@ def transformers_engines(
     if draft is not None:
         settings = draft.model.generation_config
         settings.num_assistant_tokens, settings.num_assistant_tokens_schedule = depth, "constant"
-        settings.assistant_confidence_threshold = 0.0  # always `depth` guesses, as the others make
+        settings.assistant_confidence_threshold = 0.0  # always `depth` draft tokens, as the others
         made.append(engine("assisted", 1, assistant_model=draft.model))
     if peer.model.device.type == "cuda":  # `generate` compiles there by itself, given a static cache
         made.append(engine("compiled", most, cache_implementation="static"))
@@ -86,7 +86,7 @@ def transformers_engines(
 
 
 def vllm_engines(target: Path, draft: Path | None, given: argparse.Namespace) -> list[Engine]:
-    """As many as this version of vLLM can make; what it refuses is said and left out."""
+    """The methods that this version of vLLM supports; a refused one is reported and left out."""
     guesses = {"num_speculative_tokens": given.depth}
     ngram = {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2, **guesses}
     methods: dict[str, dict[str, Any] | None] = {"plain": None, "n-gram": ngram}
@@ -97,7 +97,7 @@ def vllm_engines(target: Path, draft: Path | None, given: argparse.Namespace) ->
     for name, speculative in methods.items():
         try:
             peer = Vllm(target, given.vllm_share, given.context, most, speculative)
-        except Exception as problem:  # any version may refuse any of them in its own way
+        except Exception as problem:  # versions refuse with different exceptions
             print(f"vllm {name}: {type(problem).__name__}: {problem}; left out", flush=True)
             continue
         made.append(Engine(f"vllm {name}", peer.greedy, most))
@@ -105,7 +105,7 @@ def vllm_engines(target: Path, draft: Path | None, given: argparse.Namespace) ->
 
 
 def engines_of(llm: AsIf, given: argparse.Namespace, folder: Path) -> list[Engine]:
-    """Every engine that was asked for and is here, over the same tensors."""
+    """Every requested engine that is installed, over the same tensors."""
     made = outrider_engines(llm, given.depth, max(given.batches))
     if not {"transformers", "vllm"} & set(given.engines):
         return made
@@ -176,13 +176,13 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("model", nargs="?", default="smollm2-135m")
     parser.add_argument("--as-if", required=True, help="the shape, as outrider bench takes it")
     parser.add_argument("--draft-as-if", help="also with a draft model: the same one in this shape")
-    parser.add_argument("--draft-layers", help="keep so many of its layers, or these: 0-3,5-29")
+    parser.add_argument("--draft-layers", help="how many of its layers to keep, or which: 0-3,5-29")
     parser.add_argument("--prompts", help="a file of prompts; built-in ones without it")
     parser.add_argument("--tasks", default="chat,rewrite")
     parser.add_argument("--batches", type=lambda text: [int(n) for n in text.split(",")], default=[1])
-    parser.add_argument("--groups", type=int, help="batches a task and size, at most")
+    parser.add_argument("--groups", type=int, help="maximum number of batches for each task and size")
     parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--depth", type=int, default=4, help="guesses a step")
+    parser.add_argument("--depth", type=int, default=4, help="draft tokens a step")
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     parser.add_argument("--cache-gib", type=float, default=8, help="for Outrider's keys and values")

@@ -1,12 +1,12 @@
-"""What the planner makes of answers that a real model gave, at given costs of a CPU: decisions, without a clock.
+"""Replays recorded answers of a real model through the planner, at given step costs of a CPU and without a clock.
 
     python -m bench.replay --record answers.json --tasks chat,code,rewrite --temperatures 0,0.7 --max-tokens 48
     python -m bench.replay answers.json --batches 1,4,16 [--why "summary T=0.7, batch 1"]
 
 Recording answers every prompt plainly, once. Replaying gives the same tokens to the real planner and the real lookup,
-step by step, prompts included, and adds up what each step costs by its rows. So a loss has its steps and their reasons,
-a change to the planner is seen in seconds, and a noisy machine changes nothing. One planner serves all places in turn,
-as a server's would.
+step by step, prompts included, and adds up the cost of each step by its rows. So a loss can be traced to steps and
+their reasons, a change to the planner shows in seconds, and a noisy machine changes nothing. One planner serves all
+cells in turn, as in a server.
 """
 
 from __future__ import annotations
@@ -66,15 +66,15 @@ def record(
     try:
         ids = task_ids(llm, task_rows(prompts, None, tasks, each), tokens, 2 * tokens)
         for task, some in ids.items():
-            for heat in temperatures:
+            for temperature in temperatures:
                 most = max(1, round(tokens * LENGTHS.get(task, 1.0)))
-                params = SamplingParams(temperature=heat, max_tokens=most, seed=0, speculation=False)
+                params = SamplingParams(temperature=temperature, max_tokens=most, seed=0, speculation=False)
                 answers = answer(llm, some[:each], params).run.answers
-                found[f"{task} T={heat:g}"] = [
-                    {"temperature": heat, "prompt": p, "answer": a}
+                found[f"{task} T={temperature:g}"] = [
+                    {"temperature": temperature, "prompt": p, "answer": a}
                     for p, a in zip(some, answers, strict=False)
                 ]
-                print(f"{task} T={heat:g}: {len(answers)} answers", flush=True)
+                print(f"{task} T={temperature:g}: {len(answers)} answers", flush=True)
     finally:
         llm.driver.close()
     return found
@@ -243,8 +243,8 @@ def main() -> None:
     parser.add_argument("--why", default="")
     given = parser.parse_args()
     if given.record:
-        heats = [float(one) for one in given.temperatures.split(",")]
-        found = record(given.model, given.prompts, given.tasks, heats, given.max_tokens, given.each)
+        temperatures = [float(one) for one in given.temperatures.split(",")]
+        found = record(given.model, given.prompts, given.tasks, temperatures, given.max_tokens, given.each)
         given.record.write_text(json.dumps(found))
         return
     show(

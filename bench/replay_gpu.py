@@ -1,13 +1,13 @@
-"""The whole engine beside a card that is reckoned, over answers that were recorded: what the planner makes of them.
+"""Replays recorded answers through the whole engine beside a simulated GPU.
 
     python -m bench.replay --record answers.json --model MODEL --prompts FILE --temperatures 0.7 --max-tokens 112
     python -m bench.replay_gpu answers.json --batches 1,4,16,64 --rounds 4
 
-Engine, planner, scheduler and lookup are the real ones; the target says what was recorded, and a step takes what a
-table says it takes on a card (`PASS_MS`, `ROWS_MS`, `PROMPT_MS`: a 1.5B model on an H200). The clock is that of
-bench/host.py: the host's own work counts `--slower` times, and other work on the machine does not count. Compared are
-plain decoding, what the planner chooses with lookup for a drafter, and lookup asked for four tokens in every step. Of
-the first round of each cell nothing counts: there the planner gets to know what a text is like.
+Engine, planner, scheduler and lookup are the real ones. The target emits the recorded tokens, and a step takes the
+time of a table (`PASS_MS`, `ROWS_MS`, `PROMPT_MS`: a 1.5B model on an H200). The clock is that of bench/host.py: the
+host's own work counts `--slower` times, and other programs do not matter. It compares plain decoding, the planner's
+choice with lookup, and lookup with four tokens in every step. The first round of each cell does not count: the
+planner learns in it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from outrider.settings import cache_folder
 from outrider.types import NO_TREE, Batch, Request, SamplingParams, TreeShape
 
 TEMPERATURE = 0.7
-DEPTH = 4  # of the fixed way
+DEPTH = 4  # of the fixed method
 # Milliseconds of a pass by sequences, what more rows add to it, and a prompt's token: measured on a card.
 PASS_MS = {1: 1.24, 2: 1.26, 4: 1.29, 8: 1.31, 16: 1.35, 32: 1.60, 64: 1.90}
 ROWS_MS = {2: 0.05, 5: 0.09, 9: 0.12, 17: 0.2, 24: 0.24, 40: 0.45, 80: 0.75, 160: 1.1, 320: 2.4, 1024: 7.7}
@@ -107,7 +107,7 @@ def requests(texts: list[Text], model: Recorded, batch: int, label: str, number:
     for i in range(number * batch, number * batch + batch):
         one = texts[i % len(texts)]
         prompt, answer = ([token % WORDS for token in one[part]] for part in ("prompt", "answer"))
-        prompt = [WORDS + i % 8000, *prompt]  # nobody's is cached
+        prompt = [WORDS + i % 8000, *prompt]  # so that no prompt is cached
         model.texts[f"{label}.{i}"] = [*prompt, *answer]
         params = SamplingParams(temperature=TEMPERATURE, max_tokens=len(answer), ignore_eos=True)
         yield Request(f"{label}.{i}", tuple(prompt), params, i, owner=f"{label}.{i}")

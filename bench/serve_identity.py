@@ -1,15 +1,13 @@
-"""Identity over HTTP: the same seeded requests with speculation on, off, and toggled request by request within
+"""Checks identity over HTTP: the same seeded requests with speculation on, off, and toggled request by request within
 one loaded batch. Texts, tool calls and log-probabilities must agree.
 
     python -m bench.serve_identity smollm2-135m --prompts FILE.jsonl [--json OUT.json] [-- SERVER FLAGS]
 
-Temperatures, samplers, forms, tools, choices and streaming are mixed; see `body_of`. Leaves with 1 if
-anything differs.
+Temperatures, samplers, forms, tools, choices and streaming are mixed; see `body_of`. Exits with 1 if anything differs.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import itertools
@@ -21,18 +19,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.serving import Connection, Server, arguments, birth_certificate, read_prompts
+from bench.serving import Connection, Server, arguments, deliver, make_parser, read_prompts
 
 CHAT = "/v1/chat/completions"
 TOLERANCE = 1e-5  # of a log-probability
 METHODS = ("off", "on", "toggled")  # everything is compared with the first
 
-COLOURS = {"type": "string", "enum": ["red", "green", "blue", "yellow"]}
 SIZE = {"type": "integer", "minimum": 0, "maximum": 99}
 SCHEMA = {
     "type": "object",
     "properties": {
-        "colour": COLOURS,
+        "colour": {"type": "string", "enum": ["red", "green", "blue", "yellow"]},
         "sizes": {"type": "array", "items": SIZE, "maxItems": 3},
     },
     "required": ["colour", "sizes"],
@@ -72,7 +69,7 @@ def body_of(number: int, prompt: str, tokens: int) -> dict[str, Any]:
 
 
 def speculation_of(number: int, method: str) -> Any:
-    """Off, or on: left to the planner, or as deep as asked even where it does not pay."""
+    """Off, or on: by the planner, or with a fixed depth."""
     if method == "off" or (method == "toggled" and number % 3 == 0):
         return False
     return True if number % 2 else {"depth": 4, "nodes": 6}
@@ -80,7 +77,7 @@ def speculation_of(number: int, method: str) -> Any:
 
 @dataclass
 class Said:
-    """One choice's answer, whole, however it came."""
+    """The answer of one choice, streamed or not."""
 
     text: str = ""
     reason: str | None = None
@@ -208,7 +205,7 @@ def _compare_choices(found: Verdict, number: int, a: Said, b: Said) -> None:
 async def measure(
     host: str, port: int, prompts: Sequence[str], tokens: int, together: int
 ) -> dict[str, Verdict]:
-    """Each way in turn, each compared with the first."""
+    """Runs each method in turn and compares it with the first."""
     bodies = [body_of(number, prompt, tokens) for number, prompt in enumerate(prompts)]
     runs: dict[str, list[Answer]] = {}
     for method in METHODS:
@@ -218,51 +215,36 @@ async def measure(
         ]
         begin = time.perf_counter()
         runs[method] = await answers_to(host, port, asked, together)
-        print(
-            f"{method}: {len(asked)} requests in {time.perf_counter() - begin:.1f} s",
-            file=sys.stderr,
-            flush=True,
-        )
+        took = time.perf_counter() - begin
+        print(f"{method}: {len(asked)} requests in {took:.1f} s", file=sys.stderr, flush=True)
     return {method: compare(runs[METHODS[0]], runs[method]) for method in METHODS}
 
 
 def show(verdicts: dict[str, Verdict]) -> None:
     names = [name for name in asdict(Verdict()) if name != "examples"]
-    print(f"| way | {' | '.join(name.replace('_', ' ') for name in names)} |")
+    print(f"| method | {' | '.join(name.replace('_', ' ') for name in names)} |")
     print("|---" * (1 + len(names)) + "|")
     for method, verdict in verdicts.items():
         values = (getattr(verdict, name) for name in names)
-        print(
-            f"| {method} | "
-            + " | ".join(f"{v:.2g}" if isinstance(v, float) else str(v) for v in values)
-            + " |"
-        )
+        shown = [f"{v:.2g}" if isinstance(v, float) else str(v) for v in values]
+        print(f"| {method} | {' | '.join(shown)} |")
     for example in itertools.islice((e for v in verdicts.values() for e in v.examples), 10):
         print(example)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("model")
+    parser = make_parser(__doc__)
     parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--limit", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--together", type=int, default=16)
-    parser.add_argument("--json", type=Path)
     given = arguments(parser)
     prompts = read_prompts(given.prompts, given.limit)
     with Server(given.model, *given.flags) as server:
         verdicts = asyncio.run(measure(server.host, server.port, prompts, given.tokens, given.together))
     show(verdicts)
-    if given.json:
-        methods = {
-            method: {**asdict(verdict), "equal": verdict.equal} for method, verdict in verdicts.items()
-        }
-        given.json.write_text(
-            json.dumps({"certificate": birth_certificate("bench.serve_identity"), "methods": methods})
-        )
+    methods = {name: {**asdict(verdict), "equal": verdict.equal} for name, verdict in verdicts.items()}
+    deliver(given.json, "bench.serve_identity", {"methods": methods})
     return 0 if all(verdict.equal for verdict in verdicts.values()) else 1
 
 

@@ -1,15 +1,15 @@
-"""A crowd: many streaming clients for minutes, of whom some hang up, some send nonsense and some read slowly.
+"""Loads a server with many streaming clients for minutes. Some hang up, some send nonsense and some read slowly.
 
     python -m bench.serve_load smollm2-135m --minutes 5 [--prompts FILE.jsonl] [--json OUT.json] [-- SERVER FLAGS]
 
-Every request is seeded and was asked once alone, before the load: an answer must be that answer, an answer
-broken off by its client must be its beginning. Some answers follow a grammar, and some a grammar that no request
-had before. The cache is small, so that sequences are preempted as well.
-Checked at the end: nothing lost or mixed up, no queue entry left, every slot of the cache free (a request
-that needs them all is answered), the queue never longer than configured, and memory, descriptors and threads of all
-the server's processes flat after a warm-up of a fifth of the time. Then
-SIGTERM under load: every stream finishes or is told, the server leaves in time and no process stays behind.
-Leaves with 1 if any of this fails. How fast a server is under load is for `outrider bench serve` to measure.
+Every request is seeded and answered once alone before the load. Under load an answer must equal that answer, and an
+answer that its client broke off must be its beginning. Some answers follow a grammar, some a grammar that no earlier
+request had. The cache is small, so that sequences are preempted.
+Checked at the end: no answer is lost or mixed up, no queue entry is left, every slot of the cache is free (a request
+that needs them all is answered), the queue kept its limit, and memory, descriptors and threads of the server's
+processes are flat after a warm-up of a fifth of the time. Then SIGTERM under load: every stream finishes or ends with
+an error event, the server exits in time and leaves no process behind.
+Exits with 1 if a check fails. `outrider bench serve` measures speed under load.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from bench.serving import Connection, Server, arguments, ask, birth_certificate, read_prompts
+from bench.serving import Connection, Server, arguments, ask, deliver, make_parser, read_prompts
 
 from outrider.bench.prompts import BUILT_IN
 from outrider.load.checkpoint import open_checkpoint
@@ -62,7 +62,7 @@ NONSENSE: list[tuple[str, Any, int]] = [
 
 @dataclass
 class Case:
-    """A request and the answer it had when it was alone."""
+    """A request and the answer it got alone."""
 
     body: dict[str, Any]
     text: str = ""
@@ -72,33 +72,31 @@ class Case:
 
 @dataclass
 class Tally:
-    """What happened, and what should not have."""
+    """What happened, and what was wrong."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
     queued: int = 0  # answers that had waited
     ids: set[str] = field(default_factory=set)
-    held: list[dict[str, float]] = field(
-        default_factory=list
-    )  # what the server's processes hold, once a second
+    held: list[dict[str, float]] = field(default_factory=list)  # by the server's processes, once a second
     waiting: list[int] = field(default_factory=list)
     running: list[int] = field(default_factory=list)
 
 
 class Refused(Exception):
-    """The server said not now."""
+    """The server refused the request for now."""
 
     def __init__(self, code: str, seconds: float) -> None:
         super().__init__(code)
         self.code, self.seconds = code, seconds
 
 
-class Told(Exception):
+class Failed(Exception):
     """A stream ended with an error event."""
 
 
 class Unanswered(Exception):
-    """Nobody took the connection, or it was closed before an answer began."""
+    """The connection was refused, or closed before an answer began."""
 
 
 # -------------------------------------------------------------------------------------------------- asking
@@ -113,7 +111,7 @@ class Reading:
         self.reason: str | None = None
         self.tokens = 0
         self.name = ""
-        self.told = ""  # the code of the error it ended with
+        self.failed = ""  # the code of the error it ended with
 
     async def start(self) -> None:
         self.connection.send("POST", CHAT, self.case.body)
@@ -130,9 +128,14 @@ class Reading:
             self._take(event)
             yield
 
+    async def read(self) -> None:
+        await self.start()
+        async for _ in self.steps():
+            pass
+
     def _take(self, event: dict[str, Any]) -> None:
         if "error" in event:
-            self.told = event["error"]["code"] or "?"
+            self.failed = event["error"]["code"] or "?"
             return
         self.name = self.name or event["id"]
         if event["id"] != self.name:
@@ -146,8 +149,8 @@ class Reading:
             self.tally.queued += event["metrics"]["queue_time_ms"] > 0
 
     def check_whole(self) -> None:
-        if self.told:
-            raise Told(self.told)
+        if self.failed:
+            raise Failed(self.failed)
         got = (self.text, self.reason, self.tokens)
         if got != (self.case.text, self.case.reason, self.case.tokens):
             raise RuntimeError(f"another answer than alone: {got} for {self.case}")
@@ -160,8 +163,8 @@ class Reading:
             raise RuntimeError(f"another beginning than alone: {self.text!r} for {self.case}")
 
 
-class ConnectionLimiter:
-    """The clients. `stopping` is set once the server was told to leave."""
+class Crowd:
+    """The clients. `stopping` is set once the server got SIGTERM."""
 
     def __init__(self, server: Server, cases: Sequence[Case], seed: int) -> None:
         self.server, self.cases, self.seed = server, cases, seed
@@ -190,8 +193,8 @@ class ConnectionLimiter:
                 if self.stopping:
                     return
                 await asyncio.sleep(refusal.seconds * chance.uniform(1, 1.5))
-            except Told as ending:
-                self.tally.outcomes[f"told: {ending}"] += 1
+            except Failed as ending:
+                self.tally.outcomes[f"failed: {ending}"] += 1
                 if not self.stopping:
                     self._wrong(kind, ending)
             except Exception as problem:
@@ -235,7 +238,7 @@ class ConnectionLimiter:
         reading.check_whole()
 
     async def _leave_early(self, reading: Reading, chance: random.Random) -> None:
-        """Hang up before the answer begins, or somewhere in it."""
+        """Hangs up before the answer begins, or in the middle of it."""
         if chance.random() < 0.2:
             reading.connection.send("POST", CHAT, reading.case.body)
             await asyncio.sleep(chance.uniform(0, 0.05))
@@ -252,11 +255,9 @@ class ConnectionLimiter:
         """An answer to a grammar that is compiled for it alone."""
         body = {**case.body, "structured_outputs": {"regex": f"{number}: [a-z]{{3,9}}( [a-z]{{2,8}}){{1,3}}"}}
         reading = Reading(connection, Case({**body, "max_tokens": 64}), self.tally)
-        await reading.start()
-        async for _ in reading.steps():
-            pass
-        if reading.told:
-            raise Told(reading.told)
+        await reading.read()
+        if reading.failed:
+            raise Failed(reading.failed)
         if not reading.text.startswith(f"{number}: "):
             raise RuntimeError(f"the answer to grammar {number} is {reading.text!r}")
 
@@ -268,7 +269,7 @@ class ConnectionLimiter:
             raise RuntimeError(f"{body!r} had {reply.status} {reply.body[:200]!r}, not {expected}")
 
     async def watch(self) -> None:
-        """What the processes hold, and the queue, once a second, until cancelled."""
+        """Samples the processes and the queue once a second, until cancelled."""
         begin = time.monotonic()
         while True:
             gauges = await self.server.metrics()
@@ -285,16 +286,14 @@ async def asked_alone(server: Server, case: Case) -> tuple[str, str | None, int]
     connection = await Connection.open(server.host, server.port)
     with contextlib.closing(connection):
         reading = Reading(connection, case, Tally())
-        await reading.start()
-        async for _ in reading.steps():
-            pass
-    if reading.told:
-        raise SystemExit(f"alone, {case.body} was told {reading.told}")
+        await reading.read()
+    if reading.failed:
+        raise SystemExit(f"alone, {case.body} ended with {reading.failed}")
     return reading.text, reading.reason, reading.tokens
 
 
 def cases_of(prompts: Sequence[str], tokens: int, seed: int) -> list[Case]:
-    """Long and short answers, greedy and drawn, guessed and plain, some of them after a grammar."""
+    """Long and short answers, greedy and sampled, with and without drafts, some with a grammar."""
     chance = random.Random(seed)
     return [
         Case(
@@ -324,7 +323,7 @@ async def idle(server: Server, seconds: float) -> bool:
 
 
 async def whole_cache_is_free(server: Server, slots: int) -> bool:
-    """Only if no slot is lost can a request that needs them all be answered."""
+    """Asks for an answer that needs every slot: it fails if one is lost."""
     body = {"prompt": [5] * (slots - 8), "max_tokens": 8, "ignore_eos": True, "cache_salt": "all of it"}
     try:
         async with asyncio.timeout(120):
@@ -334,10 +333,8 @@ async def whole_cache_is_free(server: Server, slots: int) -> bool:
     return reply.status == 200 and reply.json()["usage"]["completion_tokens"] == 8
 
 
-async def stopped_under_load(
-    server: Server, crowd: ConnectionLimiter, clients: int, busy: float
-) -> dict[str, Any]:
-    """SIGTERM in the middle of it. Seconds to leave, the exit code, processes left behind."""
+async def stopped_under_load(server: Server, crowd: Crowd, clients: int, busy: float) -> dict[str, Any]:
+    """Sends SIGTERM under load. Returns the seconds to exit, the exit code and processes left behind."""
     family = [psutil.Process(server.process.pid), server.engine()]
     before = dict(crowd.tally.outcomes)
     load = asyncio.create_task(crowd.run(clients, 10 * PATIENCE))
@@ -353,16 +350,12 @@ async def stopped_under_load(
     await asyncio.wait_for(load, 30)
     left = [p.pid for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
     outcomes = {kind: n - before.get(kind, 0) for kind, n in crowd.tally.outcomes.items()}
-    return {
-        "code": code,
-        "seconds": seconds,
-        "left": left,
-        "outcomes": {k: n for k, n in outcomes.items() if n},
-    }
+    outcomes = {kind: n for kind, n in outcomes.items() if n}
+    return {"code": code, "seconds": seconds, "left": left, "outcomes": outcomes}
 
 
 def flat(samples: Sequence[float], slack: float) -> tuple[bool, float, float]:
-    """Whether something stays level, and what it is in the second fifth of the time and in the last, by medians."""
+    """Whether the samples stay level, and their medians in the second fifth of the time and in the last."""
     fifth = max(1, len(samples) // 5)
     early = statistics.median(samples[fifth : 2 * fifth] or samples)
     late = statistics.median(samples[-fifth:])
@@ -374,7 +367,7 @@ async def measure(server: Server, given: argparse.Namespace, prompts: Sequence[s
     for case in cases:
         case.text, case.reason, case.tokens = await asked_alone(server, case)
     note(f"{len(cases)} answers known; {given.clients} clients for {given.minutes:g} minutes")
-    crowd = ConnectionLimiter(server, cases, given.seed)
+    crowd = Crowd(server, cases, given.seed)
     tally = crowd.tally
     watch = asyncio.create_task(crowd.watch())
     begin = time.monotonic()
@@ -439,10 +432,7 @@ def note(text: str) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("model")
+    parser = make_parser(__doc__)
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--prompts", type=Path, help="a JSON-lines file; a dozen built-in ones without it")
@@ -453,7 +443,6 @@ def main() -> int:
     parser.add_argument("--cache-tokens", type=int, default=1024)
     parser.add_argument("--slack", type=float, default=8.0, help="what is flat may grow by: MB, or a number")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path)
     given = arguments(parser)
     config = open_checkpoint(find(given.model, cache_folder())).config
     if config is None:
@@ -474,8 +463,7 @@ def main() -> int:
         report = asyncio.run(measure(server, given, prompts))
     report["checks"]["nothing in the log"] = not [line for line in server.log if " error " in line]
     show(report)
-    if given.json:
-        given.json.write_text(json.dumps({"certificate": birth_certificate("bench.serve_load"), **report}))
+    deliver(given.json, "bench.serve_load", report)
     return 0 if all(report["checks"].values()) else 1
 
 

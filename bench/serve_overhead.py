@@ -1,12 +1,11 @@
-"""What HTTP costs: tokens a second and the time to the first token through the server, against the engine
-called from Python in one process; same prompts, same settings, in turn.
+"""Measures what HTTP costs: tokens per second and time to the first token through the server, against the engine called
+from Python in one process, with the same prompts and settings, in turn.
 
     python -m bench.serve_overhead smollm2-135m --prompts FILE.jsonl [--json OUT.json] [-- ENGINE FLAGS]
 
-Both sides are loaded for the whole run and only one of them works at a time. A round asks both for the same
-answers, beginning with the other side every other round; figures are medians, ratios those of the rounds.
-Every prompt is used once and begins with a number of its own: neither side finds it in its cache. The client is that of
-`outrider bench serve`; whether the texts are the same is for bench/serve_identity.py to say.
+Both sides stay loaded for the whole run and only one works at a time. Every round asks both for the same answers and
+begins with the other side. Figures are medians. Every prompt is used once and begins with a number of its own, so
+neither side finds it in its cache. The client is that of `outrider bench serve`.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import statistics
 import sys
@@ -23,8 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-from bench.serving import Server, arguments, birth_certificate, read_prompts
+from bench.serving import Server, arguments, deliver, make_parser, read_prompts
 
 from outrider import LLM, SamplingParams, Settings
 from outrider.bench.prompts import BUILT_IN
@@ -36,10 +35,10 @@ from outrider.bench.serve.http import Server as Address
 from outrider.bench.serve.run import served_model
 
 SIDES = ("http", "inside")
-LONGEST = 400  # characters of a prompt: writing, not reading, is to take the time
-
-
+LONGEST = 400  # characters of a prompt: decoding, not prefill, should take the time
 PATIENCE = 600.0  # seconds an answer may take
+FIRST_TOKENS = 4  # the first may be half a character
+FIRST_LENGTH = 120  # characters of the prompt: a long prefill would hide the overhead
 
 
 @dataclass
@@ -70,8 +69,6 @@ class Run:
     tokens: int
     seconds: float
     first_s: float = 0.0
-    api_cpu_s: float = 0.0  # of the API process
-    own_cpu_s: float = 0.0  # of this one, the client
 
     @property
     def rate(self) -> float:
@@ -84,24 +81,17 @@ def params_of(tokens: int, speculate: bool) -> SamplingParams:
 
 async def through_http(sides: Sides, prompts: Sequence[str], tokens: int, speculate: bool) -> Run:
     client = await sides.asking(prompts, tokens, speculate)
-    api = psutil.Process(sides.server.process.pid)
-    before, own = _cpu(api), time.process_time()
     begin = time.perf_counter()
     answers = await asyncio.gather(*(client.ask(number) for number in range(len(prompts))))
     seconds = time.perf_counter() - begin
     if failed := [f"{answer.error}: {answer.said}" for answer in answers if answer.error]:
         raise SystemExit(failed[0])
     first, written = min(answer.first for answer in answers), sum(answer.tokens for answer in answers)
-    return Run(written, seconds, first, _cpu(api) - before, time.process_time() - own)
-
-
-def _cpu(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return times.user + times.system
+    return Run(written, seconds, first)
 
 
 async def inside(sides: Sides, prompts: Sequence[str], tokens: int, speculate: bool) -> Run:
-    """All at once and unobserved, which is the least an answer can cost."""
+    """All prompts in one call, without streaming: the least that an answer can cost."""
     chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
     begin = time.perf_counter()
     outs = await asyncio.to_thread(sides.llm.chat, chats, params_of(tokens, speculate))
@@ -120,10 +110,6 @@ async def first_inside(sides: Sides, prompt: str) -> float:
     return first
 
 
-FIRST_TOKENS = 4  # the first may be half a character
-FIRST_LENGTH = 120  # characters of the prompt: what is read in a moment hides no overhead
-
-
 async def rounds(
     sides: Sides, prompts: Iterator[str], together: int, tokens: int, speculate: bool, count: int
 ) -> dict[str, Any]:
@@ -140,23 +126,18 @@ async def rounds(
             for side in SIDES:
                 runs[side].append(made[side])
     pairs = list(zip(runs["http"], runs["inside"], strict=True))
-    written = sum(run.tokens for run in runs["http"])
     return {
         "together": together,
         "speculation": speculate,
         "http_tok_s": statistics.median(run.rate for run in runs["http"]),
         "inside_tok_s": statistics.median(run.rate for run in runs["inside"]),
         "ratio": statistics.median(a.rate / b.rate for a, b in pairs),
-        "ratio_of_medians": statistics.median(a.rate for a, _ in pairs)
-        / statistics.median(b.rate for _, b in pairs),
         "ratios": [a.rate / b.rate for a, b in pairs],
-        "api_cpu_ms_a_token": 1000 * sum(run.api_cpu_s for run in runs["http"]) / written,
-        "client_cpu_ms_a_token": 1000 * sum(run.own_cpu_s for run in runs["http"]) / written,
     }
 
 
 async def first_tokens(sides: Sides, prompts: Iterator[str], count: int) -> dict[str, float]:
-    """Milliseconds to the first text, of both sides in turn, nothing guessed."""
+    """Milliseconds to the first text, of both sides in turn, without drafts."""
     times: dict[str, list[float]] = {side: [] for side in SIDES}
     for number in range(-2, count):
         prompt = next(prompts)[:FIRST_LENGTH]
@@ -180,31 +161,25 @@ async def first_tokens(sides: Sides, prompts: Iterator[str], count: int) -> dict
 
 
 async def measure(sides: Sides, texts: Sequence[str], given: argparse.Namespace) -> dict[str, Any]:
-    prompts = (f"{number}. {text}" for number, text in enumerate(_endless(texts)))
+    prompts = (f"{number}. {text}" for number, text in enumerate(itertools.cycle(texts)))
     rates = []
     for speculate in given.speculation:
         for together in given.together:
             rates.append(await rounds(sides, prompts, together, given.tokens, speculate, given.rounds))
-            note(json.dumps({k: v for k, v in rates[-1].items() if k != "ratios"}))
+            print(json.dumps(rates[-1]), file=sys.stderr, flush=True)
     first = await first_tokens(sides, prompts, given.first)
     if sides.pool is not None:
         sides.pool.close()
     return {"rates": rates, "first_token": first}
 
 
-def _endless(texts: Sequence[str]) -> Iterator[str]:
-    while True:
-        yield from texts
-
-
 def show(report: dict[str, Any]) -> None:
-    print("| together | speculation | through HTTP | inside | ratio | API CPU | client CPU |")
-    print("|---|---|---|---|---|---|---|")
+    print("| together | speculation | through HTTP | inside | ratio |")
+    print("|---|---|---|---|---|")
     for row in report["rates"]:
         print(
             f"| {row['together']} | {'on' if row['speculation'] else 'off'} | {row['http_tok_s']:.1f} tok/s "
-            f"| {row['inside_tok_s']:.1f} tok/s | {row['ratio']:.3f} | {row['api_cpu_ms_a_token']:.2f} ms/token "
-            f"| {row['client_cpu_ms_a_token']:.2f} ms/token |"
+            f"| {row['inside_tok_s']:.1f} tok/s | {row['ratio']:.3f} |"
         )
     first = report["first_token"]
     print(
@@ -212,10 +187,6 @@ def show(report: dict[str, Any]) -> None:
         f"{first['overhead_ms']:.1f} ms (median of differences {first['median_difference_ms']:.1f} ms, "
         f"{first['requests']} requests)"
     )
-
-
-def note(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def settings_of(flags: Sequence[str]) -> Settings:
@@ -227,10 +198,7 @@ def settings_of(flags: Sequence[str]) -> Settings:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("model")
+    parser = make_parser(__doc__)
     parser.add_argument("--prompts", type=Path, help="a JSON-lines file; a dozen built-in ones without it")
     parser.add_argument("--limit", type=int, default=100, help="prompts to use of it")
     parser.add_argument("--tokens", type=int, default=64)
@@ -244,7 +212,6 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--first", type=int, default=40, help="requests for the time to the first token")
     parser.add_argument("--draft", default="auto")
-    parser.add_argument("--json", type=Path)
     given = arguments(parser)
     settings = settings_of(given.flags)
     texts = read_prompts(given.prompts, given.limit, LONGEST) if given.prompts else list(BUILT_IN)
@@ -255,10 +222,7 @@ def main() -> int:
     ):
         report = asyncio.run(measure(Sides(server, llm), texts, given))
     show(report)
-    if given.json:
-        given.json.write_text(
-            json.dumps({"certificate": birth_certificate("bench.serve_overhead"), **report})
-        )
+    deliver(given.json, "bench.serve_overhead", report)
     return 0
 
 

@@ -1,7 +1,8 @@
-"""What the measurements of the server share: a server in processes of its own, and a client light enough to
-run beside it on the same cores.
+"""Shared by the measurements of the server: a server in processes of its own, and a client cheap enough to run beside
+it on the same cores.
 
-The client speaks just enough HTTP/1.1 for our own server, straight on asyncio's streams.
+The client speaks just enough HTTP/1.1 for this project's server, on asyncio's streams. Unlike the client of
+`outrider bench serve` it can read slowly and hang up in the middle of an answer.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
 import re
 import signal
 import socket
@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +31,15 @@ DONE = b"[DONE]"
 LINE = re.compile(r"^outrider:(\w+)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 
 
-def birth_certificate(module: str) -> dict[str, str]:
-    """The certificate of a number that `python -m module` measured."""
-    return certificate(f"python -m {module}")
+def make_parser(doc: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    return parser
 
 
 def arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """The script's own, and as `flags` what follows `--`, which is for the server."""
+    """The script's own arguments; `flags` holds those after `--`, which are the server's."""
     words = sys.argv[1:]
     end = words.index("--") if "--" in words else len(words)
     given = parser.parse_args(words[:end])
@@ -45,8 +47,14 @@ def arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
     return given
 
 
+def deliver(file: Path | None, module: str, report: dict[str, Any]) -> None:
+    """Writes the report with the certificate of `python -m module`, if a file is given."""
+    if file is not None:
+        file.write_text(json.dumps({"certificate": certificate(f"python -m {module}"), **report}))
+
+
 def read_prompts(file: Path, most: int, longest: int = 1500) -> list[str]:
-    """First turns of a file of prompts, spread over it; one JSON object a line, with `turns` or `prompt`."""
+    """The first turns of `most` rows, spread evenly over a JSON-lines file; rows have `turns` or `prompt`."""
     rows = [json.loads(line) for line in file.read_text().splitlines() if line.strip()]
     texts = [row["turns"][0] if "turns" in row else row["prompt"] for row in rows]
     texts = [text for text in texts if len(text) <= longest]
@@ -58,14 +66,12 @@ def read_prompts(file: Path, most: int, longest: int = 1500) -> list[str]:
 
 
 class Server:
-    """`outrider serve` on a free port, as a context. `log` is what it printed, `module` what is run as `outrider`."""
+    """`outrider serve` on a free port, as a context. `log` is what it printed."""
 
-    def __init__(self, model: str, *flags: str, seconds: float = 300, module: str = "outrider") -> None:
-        command = [sys.executable, "-m", module, "serve", model, "--port", "0", *flags]
+    def __init__(self, model: str, *flags: str, seconds: float = 300) -> None:
+        command = [sys.executable, "-m", "outrider", "serve", model, "--port", "0", *flags]
         self.log: list[str] = []
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ
-        )
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         threading.Thread(target=self._read, daemon=True).start()
         try:
             self.host, self.port = self._address(seconds)
@@ -103,7 +109,7 @@ class Server:
         return next(child for child in children if "engine_process" in " ".join(child.cmdline()))
 
     def held(self) -> dict[str, float]:
-        """What the server's processes hold: resident memory in MB by process, descriptors and threads of all."""
+        """Resident memory in MB by process; descriptors and threads of all the server's processes together."""
         own, engine = psutil.Process(self.process.pid), self.engine()
         family = [own, *own.children(recursive=True)]
         sizes = {process.pid: process.memory_info().rss / 2**20 for process in family}
@@ -136,7 +142,7 @@ class Reply(msgspec.Struct):
 
 
 class Connection:
-    """One connection, kept open between requests. `limit`: bytes read ahead of whoever asks for them."""
+    """One connection, kept open between requests."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
@@ -145,9 +151,7 @@ class Connection:
 
     @classmethod
     async def open(cls, host: str, port: int, small: bool = False) -> Connection:
-        """`small`: with little room for what arrives, so that who does not read is soon felt at the other
-        end.
-        """
+        """`small`: with small receive buffers, so that the server soon notices a client that does not read."""
         sock = socket.socket()
         if small:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -156,13 +160,10 @@ class Connection:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return cls(*await asyncio.open_connection(sock=sock, limit=2048 if small else 1 << 20))
 
-    def send(
-        self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None
-    ) -> None:
+    def send(self, method: str, path: str, body: Any = None) -> None:
         data = b"" if body is None else body if isinstance(body, bytes) else msgspec.json.encode(body)
         lines = [f"{method} {path} HTTP/1.1", "host: localhost", f"content-length: {len(data)}"]
-        lines += ["content-type: application/json", *(f"{k}: {v}" for k, v in (headers or {}).items())]
-        self.writer.write("\r\n".join([*lines, "", ""]).encode() + data)
+        self.writer.write("\r\n".join([*lines, "content-type: application/json", "", ""]).encode() + data)
 
     async def head(self) -> int:
         """Status and headers of the answer."""
@@ -186,11 +187,10 @@ class Connection:
         await self.reader.readexactly(2)
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
-        """What an event stream says, up to its end. Raises where it ends without saying so."""
-        rest = b""
-        ended = False
+        """The events of a stream. Raises if the stream ends without [DONE] or an error."""
+        partial, ended = b"", False
         async for part in self.parts():
-            *whole, rest = (rest + part).split(b"\n\n")
+            *whole, partial = (partial + part).split(b"\n\n")
             for event in whole:
                 data = event.removeprefix(b"data: ")
                 if data == DONE:

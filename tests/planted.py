@@ -61,7 +61,7 @@ FAULTS = [
           "tl.where(wanted >= 0, row, row * 0 + spare)", "model/gpu/test_step_ops.py::test_begin_step"),
     Fault("the position a draw is for", DRAW, "(tl.load(positions + at) + ahead)", "(tl.load(positions + at) + 1)",
           "model/gpu/test_step_ops.py::test_the_position_sampled_for_counts"),
-    Fault("temperatures left out", DRAW, "            divisor = heat\n",
+    Fault("temperatures left out", DRAW, "            divisor = own\n",
           "            divisor = 1.0\n", "model/gpu/test_step_ops.py::test_draw"),
     Fault("choices in the wrong columns", DRAW, "columns + row % each * MOST + place", "columns + place",
           "model/gpu/test_step_ops.py::test_draw"),

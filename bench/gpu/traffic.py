@@ -1,14 +1,12 @@
-"""Traffic without HTTP: an engine with random weights in the shape of Llama 3.1 8B, in this process.
+"""Times an engine with random weights in the shape of Llama 3.1 8B, in this process and without HTTP.
 
     PYTHONPATH=src python bench/gpu/traffic.py --json traffic.json
-    PYTHONPATH=src python bench/gpu/traffic.py --sections closed --concurrency 16,64 --stretch 0.25
     PYTHONPATH=src python bench/gpu/traffic.py --sections prepare,first --sequences 1 --context 33000
-    PYTHONPATH=src python bench/gpu/traffic.py --device cpu --tiny      (to check that it runs)
+    PYTHONPATH=src python bench/gpu/traffic.py --device cpu --tiny      (a smoke test)
 
-Sections: the time to prepare, the measured steps, first tokens of single prompts by length, closed loops (prompts of
-256 tokens, 192 tokens out, greedy), plain decoding, 256 long requests at once, and an open loop. Each section reports
-how many graphs were captured and kernels compiled in it. Weights are random, as the time of a step does not depend on
-them.
+Sections: warm-up, the first token of single prompts by length, plain decoding of many sequences, and 256 long requests
+at once. Each reports how many graphs were captured and kernels compiled meanwhile. The output is meaningless: the
+time of a step does not depend on the weights. `outrider bench serve` measures the same over HTTP.
 """
 
 from __future__ import annotations
@@ -26,12 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.control.guards import Guards
 from outrider.control.planner import Planner
 from outrider.device.ops import StepOps
 from outrider.device.state import SequenceState
 from outrider.draft.drafters import Drafters
-from outrider.draft.lookup import LookupDrafter
 from outrider.engine.certificate import certificate
 from outrider.engine.engine import Engine
 from outrider.engine.graph_runner import GraphRunner, make_graph_runner
@@ -40,18 +36,15 @@ from outrider.load.config import ModelConfig, Rope
 from outrider.model.decoder import Decoder, make_kernels
 from outrider.model.kernels.gpu.recording import Recorded
 from outrider.model.rope import rope_tables
-from outrider.settings import PREFILL_STRETCH, PREFILL_WAIT, Settings, cache_folder
+from outrider.settings import Settings, cache_folder
 from outrider.types import MAX_NODES, Request, SamplingParams
 
-LLAMA = dict(hidden=4096, layers=32, heads=32, kv_heads=8, head_dim=128, intermediate=14_336, vocab=128_256,
-             tied=False)  # fmt: skip
-TINY = dict(hidden=32, layers=2, heads=4, kv_heads=2, head_dim=16, intermediate=48, vocab=96, tied=False)
-SECTIONS = ("prepare", "steps", "first", "closed", "plain", "long", "open")
+LLAMA = dict(hidden=4096, layers=32, heads=32, kv_heads=8, head_dim=128, intermediate=14_336, vocab=128_256)
+TINY = dict(hidden=32, layers=2, heads=4, kv_heads=2, head_dim=16, intermediate=48, vocab=96)
+SECTIONS = ("prepare", "first", "plain", "long")
 
-SPARE = 8 << 30  # bytes for graphs and what steps need
-KINDS = 8  # kinds of steps that are shown
-TIMES = ("device_ms", "whole_ms", "waited_ms")
-ALONE = 4  # output tokens where only the first is timed
+SPARE = 8 << 30  # bytes for graphs and activations
+ALONE = 4  # tokens of an answer of which only the first is timed
 
 
 class Numbers:
@@ -62,64 +55,67 @@ class Numbers:
         return ""
 
 
-def random_model(shape: dict[str, Any], context: int, device: str) -> Any:
-    config = ModelConfig(
-        family="llama", context=context, norm_eps=1e-5, rope=Rope(), qkv_bias=False, out_bias=False,
-        mlp_bias=False, qk_norm=False, windows=(0,) * shape["layers"], **shape,
-    )  # fmt: skip
-    q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
+def random_weights(config: ModelConfig, device: str, dtype: torch.dtype) -> Callable[[str], Tensor]:
+    """A reader of random tensors in the shapes of a Llama with this configuration."""
     hidden, wide = config.hidden, config.intermediate
+    q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
     shapes = {
         "q_proj.weight": (q, hidden), "k_proj.weight": (kv, hidden), "v_proj.weight": (kv, hidden),
         "o_proj.weight": (hidden, q), "gate_proj.weight": (wide, hidden), "up_proj.weight": (wide, hidden),
         "down_proj.weight": (hidden, wide), "embed_tokens.weight": (config.vocab, hidden),
         "lm_head.weight": (config.vocab, hidden),
     }  # fmt: skip
-    kind = torch.bfloat16 if device == "cuda" else torch.float32
 
     def read(name: str) -> Tensor:
         shape = next((s for end, s in shapes.items() if name.endswith(end)), None)
         if shape is None:
             return torch.ones(hidden, device=device)
-        return torch.randn(shape, device=device, dtype=kind) * 0.02
+        return torch.randn(shape, device=device, dtype=dtype) * 0.02
 
-    positions = context + MAX_NODES + 1
-    if device == "cpu":
+    return read
+
+
+def make_model(given: argparse.Namespace) -> Any:
+    shape = TINY if given.tiny else LLAMA
+    config = ModelConfig(
+        family="llama", context=given.context, norm_eps=1e-5, rope=Rope(), tied=False, qkv_bias=False,
+        out_bias=False, mlp_bias=False, qk_norm=False, windows=(0,) * shape["layers"], **shape,
+    )  # fmt: skip
+    read = random_weights(config, given.device, torch.bfloat16 if given.device == "cuda" else torch.float32)
+    positions = given.context + MAX_NODES + 1
+    if given.device == "cpu":
         return Decoder(config, read, make_kernels(config, positions, 1, cache_folder() / "kernels", "auto"))
     from outrider.model.device import DeviceDecoder
     from outrider.model.kernels.gpu.kernels import GpuKernels
 
-    return DeviceDecoder(Decoder(config, read, GpuKernels(config, *rope_tables(config, positions))))
+    model = DeviceDecoder(Decoder(config, read, GpuKernels(config, *rope_tables(config, positions))))
+    torch.cuda.empty_cache()
+    model.use_library(torch.cuda.mem_get_info()[0] - int(given.cache_gib * 2**30) - SPARE)
+    print(model.library.describe(), flush=True)
+    return model
 
 
 def make_engine(given: argparse.Namespace) -> Engine:
-    model = random_model(TINY if given.tiny else LLAMA, given.context, given.device)
+    model = make_model(given)
     room = 1 << 26 if given.device == "cpu" else int(given.cache_gib * 2**30)
-    if given.device == "cuda":
-        torch.cuda.empty_cache()
-        model.use_library(torch.cuda.mem_get_info()[0] - room - SPARE)
-        print(model.library.describe(), flush=True)
     settings = Settings(
         context=given.context, max_sequences=given.sequences, step_rows=max(2048, given.sequences),
         cache_bytes=room, prefix_reuse=False,
     )  # fmt: skip
     cache = make_kv_cache(model, settings)
-    drafters = Drafters({"lookup": LookupDrafter()} if given.draft == "lookup" else {}, model.config.vocab)
+    drafters = Drafters({}, model.config.vocab)
     if given.device == "cuda":
-        runner = make_graph_runner(model, cache, drafters, given.draft)
+        runner = make_graph_runner(model, cache, drafters, "none")
     else:
         rows, width = cache.table.tensor.shape
         ops = StepOps(SequenceState(rows, width, torch.device("cpu"), model.config.vocab), model)
-        runner = GraphRunner(model, cache, drafters, ops, model.make_pass(cache.store), default=given.draft)
-    choices = () if given.draft == "none" else (given.draft,)
-    guards = Guards(prefill_stretch=given.stretch, prefill_wait=given.wait)
-    planner = Planner(given.draft, choices=choices, guards=guards)
-    return Engine(model, cache, drafters, planner, runner, settings, Numbers)
+        runner = GraphRunner(model, cache, drafters, ops, model.make_pass(cache.store), default="none")
+    return Engine(model, cache, drafters, Planner("none"), runner, settings, Numbers)
 
 
 @dataclass
 class Seen:
-    """What clients measured, in seconds, and how many graphs and kernels were made meanwhile."""
+    """Seconds to first tokens and between tokens, and what was captured and compiled meanwhile."""
 
     first: list[float] = field(default_factory=list)
     between: list[float] = field(default_factory=list)
@@ -129,25 +125,6 @@ class Seen:
     kernels: int = 0
     steps: int = 0
     rows: int = 0
-    kinds: dict[tuple[int, int], list[tuple[float, ...]]] = field(default_factory=dict)
-
-    def note(self, rows: int, prompt_rows: int, *seconds: float) -> None:
-        """Counts a step by its decoding rows, rounded up to a power of two, and prompt rows, to a multiple of 64."""
-        size = 0 if not rows else 1 << (rows - 1).bit_length()
-        self.kinds.setdefault((size, -(-prompt_rows // 64) * 64), []).append(seconds)
-
-    def by_kind(self) -> list[dict[str, float]]:
-        """Kinds of steps, the most total time first: time on the device, from step to step, and waited by the host."""
-        found = [
-            {"rows": size, "prompt_rows": rows, "steps": len(seen)}
-            | {
-                name: 1e3 * statistics.median(some)
-                for name, some in zip(TIMES, zip(*seen, strict=True), strict=True)
-            }
-            | {"share": sum(whole for _, whole, _ in seen) / self.seconds}
-            for (size, rows), seen in self.kinds.items()
-        ]
-        return sorted(found, key=lambda one: -one["share"])
 
     def report(self) -> dict[str, Any]:
         ordered = sorted(self.between)
@@ -160,35 +137,29 @@ class Seen:
             "ttft_ms": 1e3 * statistics.mean(self.first), "ttft_p50_ms": 1e3 * statistics.median(self.first),
             "ttft_max_ms": 1e3 * max(self.first), "itl_p50_ms": share(0.5), "itl_p99_ms": share(0.99),
             "itl_max_ms": share(1.0), "steps": self.steps, "rows_a_step": self.rows / max(self.steps, 1),
-            "graphs": self.graphs, "kernels": self.kernels, "kinds": self.by_kind(),
+            "graphs": self.graphs, "kernels": self.kernels,
         }  # fmt: skip
 
 
-def run(
-    engine: Engine, arrivals: Callable[[float, int], list[Request]], most: float, lasts: float = 0.0
-) -> Seen:
-    """Runs the engine until it is idle and `lasts` seconds have passed, at most `most` seconds. `arrivals` gives the
-    requests to add before each step, by the seconds since the start and the number of running requests.
-    """
-    seen, begun = Seen(), time.perf_counter()
+def closed(engine: Engine, concurrency: int, total: int, prompt: int, tokens: int, most: float) -> Seen:
+    """Keeps `concurrency` requests running until `total` are answered, for at most `most` seconds."""
+    seen, begun, count, dice = Seen(), time.perf_counter(), 0, random.Random(1)
     asked: dict[str, float] = {}
     last: dict[str, float] = {}
-    before, ended = (Recorded.graphs, Recorded.kernels), begun
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    before = Recorded.graphs, Recorded.kernels
     while time.perf_counter() - begun < most:
-        for one in arrivals(time.perf_counter() - begun, len(engine.live)):
+        while count < total and len(engine.live) < concurrency:
+            count += 1
+            ids = tuple(dice.randrange(engine.model.config.vocab) for _ in range(prompt))
+            one = Request(f"{concurrency}-{prompt}-{count}", ids, params, count)
             asked[one.id] = time.perf_counter()
             engine.add(one)
         if engine.idle:
-            if time.perf_counter() - begun > lasts:
-                break
-            continue
+            break
         for result in engine.step():
-            now = time.perf_counter()
-            record = result.record
+            now, record = time.perf_counter(), result.record
             seen.steps, seen.rows = seen.steps + record.passes, seen.rows + record.rows
-            times = record.target_s, now - ended, record.waited_s
-            seen.note(record.rows - record.prompt_rows, record.prompt_rows, *times)
-            ended = now
             for event in result.events:
                 if event.request_id in last:
                     seen.between.append(now - last[event.request_id])
@@ -204,45 +175,6 @@ def run(
     return seen
 
 
-class Asked:
-    """Makes requests with random prompts."""
-
-    def __init__(self, vocab: int, name: str) -> None:
-        self.dice, self.vocab, self.name, self.count = random.Random(1), vocab, name, 0
-
-    def next(self, prompt: int, tokens: int) -> Request:
-        self.count += 1
-        ids = tuple(self.dice.randrange(self.vocab) for _ in range(prompt))
-        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
-        return Request(f"{self.name}-{self.count}", ids, params, self.count)
-
-
-def closed(engine: Engine, concurrency: int, total: int, prompt: int, tokens: int, most: float) -> Seen:
-    asked = Asked(engine.model.config.vocab, f"closed{concurrency}-{total}-{prompt}")
-
-    def arrivals(_: float, running: int) -> list[Request]:
-        wanted = min(concurrency - running, total - asked.count)
-        return [asked.next(prompt, tokens) for _ in range(max(wanted, 0))]
-
-    return run(engine, arrivals, most)
-
-
-def poisson(engine: Engine, rate: float, seconds: float, shortest: int, longest: int) -> Seen:
-    """Prompts of many lengths, uniform in their logarithm."""
-    asked, dice = Asked(engine.model.config.vocab, "open"), random.Random(2)
-    due = [0.0]
-
-    def arrivals(now: float, running: int) -> list[Request]:
-        found = []
-        while due[0] <= min(now, seconds):
-            length = int(shortest * (longest / shortest) ** dice.random())
-            found.append(asked.next(length, 128))
-            due[0] += dice.expovariate(rate)
-        return found
-
-    return run(engine, arrivals, seconds + 10, seconds)
-
-
 def show(name: str, found: dict[str, Any]) -> None:
     print(
         f"{name:26} {found['tok_s']:8.0f} tok/s  TTFT mean {found['ttft_ms']:7.1f} p50 {found['ttft_p50_ms']:7.1f} max "
@@ -251,14 +183,6 @@ def show(name: str, found: dict[str, Any]) -> None:
         f"{found['graphs']} graphs, compiled {found['kernels']} kernels  ({found['seconds']:.1f} s)",
         flush=True,
     )
-    for one in found["kinds"][:KINDS]:
-        print(
-            "    up to {rows:3.0f} rows, {prompt_rows:4.0f} of prompts: {steps:5.0f} steps of {device_ms:6.2f} ms on "
-            "the device, {whole_ms:6.2f} from step to step, {waited_ms:5.2f} waited for, {share:4.0%}".format(
-                **one
-            ),
-            flush=True,
-        )
 
 
 def prepare(engine: Engine, given: argparse.Namespace) -> dict[str, Any]:
@@ -282,40 +206,20 @@ def prepare(engine: Engine, given: argparse.Namespace) -> dict[str, Any]:
     return {"seconds": seconds, "plain": answerable, "graphs": Recorded.graphs, "kernels": Recorded.kernels}
 
 
-def steps(engine: Engine) -> dict[str, Any]:
-    costs, found = engine.planner.costs, {}
-    for size in sorted({size for name, _, size in costs.captured if name == "none"}):
-        plain = costs.plain(size) or 0.0
-        beside = {rows: s for (known, rows), s in sorted(costs.beside.items()) if known == size}
-        found[size] = {"plain_ms": 1e3 * plain, "beside_ms": {rows: 1e3 * s for rows, s in beside.items()}}
-        shown = ", ".join(f"{rows}: {1e3 * s:.2f} ({s / plain:.2f}x)" for rows, s in beside.items())
-        chosen = engine.planner.prompt_rows(size, 0.0)
-        print(
-            f"    {size:3} sequences: {1e3 * plain:6.2f} ms; with prompt rows {shown}; chosen {chosen}",
-            flush=True,
-        )
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--sections", default=",".join(SECTIONS))
-    parser.add_argument("--concurrency", default="1,16,64,128")
-    parser.add_argument("--lengths", default="128,512,2048,8192,32768", help="lengths of single prompts")
+    parser.add_argument("--lengths", default="128,512,2048,8192,32768", help="of single prompts")
     parser.add_argument("--plain", default="64,256")
     parser.add_argument("--sequences", type=int, default=256)
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--cache-gib", type=float, default=48.0)
-    parser.add_argument("--draft", choices=("none", "lookup"), default="none")
-    parser.add_argument("--stretch", type=float, default=PREFILL_STRETCH["cuda"])
-    parser.add_argument("--wait", type=float, default=PREFILL_WAIT["cuda"])
-    parser.add_argument("--rate", type=float, default=20.0, help="requests a second of the open loop")
-    parser.add_argument("--seconds", type=float, default=12.0, help="longest time of a section")
+    parser.add_argument("--seconds", type=float, default=12.0, help="of each section, at most")
     parser.add_argument("--prepare-seconds", type=float, default=180.0)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model, to check that this runs")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     torch.set_grad_enabled(False)
@@ -327,18 +231,10 @@ def main() -> None:
     report: dict[str, Any] = {"kind": "traffic", "certificate": certificate("python bench/gpu/traffic.py")}
     if "prepare" in asked:
         report["prepare"] = prepare(engine, given)
-    if "steps" in asked:
-        report["steps"] = steps(engine)
     lengths = [one for one in map(int, given.lengths.split(",")) if one + ALONE <= given.context]
     for length in lengths if "first" in asked else ():
         report[f"first {length}"] = found = closed(engine, 1, 5, length, ALONE, given.seconds).report()
         show(f"alone, {length} tokens", found)
-    for concurrency in map(int, given.concurrency.split(",")) if "closed" in asked else ():
-        total = concurrency * (6 if concurrency == 1 else 3)
-        report[f"closed {concurrency}"] = found = closed(
-            engine, concurrency, total, 256, 192, given.seconds
-        ).report()
-        show(f"closed loop, {concurrency} at once", found)
     for count in map(int, given.plain.split(",")) if "plain" in asked else ():
         report[f"plain {count}"] = found = closed(engine, count, count, 16, 256, given.seconds).report()
         show(f"plain, {count} together", found)
@@ -346,10 +242,6 @@ def main() -> None:
         count = min(256, given.sequences)
         report["long"] = found = closed(engine, count, count, 1024, 256, 2 * given.seconds).report()
         show(f"{count} of 1,024 in, 256 out", found)
-    if "open" in asked:
-        longest = min(4096, given.context // 2)
-        report["open"] = found = poisson(engine, given.rate, given.seconds, 64, longest).report()
-        show(f"open loop, {given.rate:g} a second", found)
     if given.json:
         given.json.write_text(json.dumps(report, indent=1))
 

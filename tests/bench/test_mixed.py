@@ -79,7 +79,7 @@ def test_the_script_runs_to_its_end(folder: Path, tmp_path: Path, capsys: pytest
 
 
 def test_what_cannot_be_is_said(wide: AsIf, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InvalidRequest, match="no room for 4 kinds"):
+    with pytest.raises(InvalidRequest, match="cannot hold 4 kinds"):
         mixed.measure(wide, prompts(3), PARAMS, mixed.arguments(["--batch", "3"]))
 
     def missing(*_):

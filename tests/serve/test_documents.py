@@ -147,7 +147,7 @@ def shown_default(name: str) -> str:
 
 
 def test_every_setting_is_described_with_its_default() -> None:
-    table = {name: cells[0] for name, cells in rows(OPERATING, "Of the server").items()}
+    table = {name: cells[0] for name, cells in rows(OPERATING, "Server settings").items()}
     assert table == {field.name: shown_default(field.name) for field in fields(ServeSettings)}
 
 

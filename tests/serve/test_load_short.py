@@ -1,4 +1,4 @@
-"""A crowd for a few seconds, as bench/serve_load.py brings one for minutes."""
+"""bench/serve_load.py for a few seconds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from bench.serve_load import Case, Reading, Tally, Told, flat
+from bench.serve_load import Case, Failed, Reading, Tally, flat
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -84,7 +84,7 @@ def test_a_foreign_event_a_foreign_beginning_and_an_error_are_seen() -> None:
         read(CASE, event("one "), event("two", name="b"))
     with pytest.raises(RuntimeError, match="beginning"):
         read(CASE, event("two")).check_beginning()
-    with pytest.raises(Told, match="draining"):
+    with pytest.raises(Failed, match="draining"):
         read(CASE, event("one "), {"error": {"code": "draining"}}).check_whole()
 
 

@@ -9,19 +9,19 @@ Slots = NDArray[np.int32]
 
 
 class CacheFull(Exception):
-    """Not enough free slots; the scheduler makes room and tries again."""
+    """Not enough free slots; the scheduler evicts or preempts and tries again."""
 
 
 class SlotPool:
     def __init__(self, total: int) -> None:
         self.total = total
         self.refs = np.zeros(total, np.int32)
-        # A stack, lowest slot on top, so that a quiet machine keeps using the same, cache-warm memory.
+        # A stack with the lowest slot on top, so that few sequences keep reusing the same memory.
         self._stack: Slots = np.arange(total - 1, -1, -1, dtype=np.int32)
         self.free = total
 
     def take(self, n: int) -> Slots:
-        """n slots that nobody holds; the caller holds them now."""
+        """Returns n free slots, each with one reference."""
         if n > self.free:
             raise CacheFull(f"{n} slots wanted, {self.free} free")
         taken = self._stack[self.free - n : self.free][::-1].copy()
@@ -30,11 +30,11 @@ class SlotPool:
         return taken
 
     def share(self, slots: Slots) -> None:
-        """One more holder for each of these (distinct, held) slots."""
+        """Adds one reference to each of these distinct, held slots."""
         self.refs[slots] += 1
 
     def drop(self, slots: Slots) -> None:
-        """One holder fewer for each of these distinct slots; those nobody holds are free again."""
+        """Drops one reference of each of these distinct slots; slots without references are free again."""
         self.refs[slots] -= 1
         loose = slots[self.refs[slots] == 0]
         self._stack[self.free : self.free + len(loose)] = loose[::-1]

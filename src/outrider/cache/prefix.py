@@ -1,8 +1,8 @@
-"""The prefix cache: which slots already hold the keys and values of a text's beginning. Blocks of 16 tokens in a tree.
+"""The prefix cache: which slots hold the keys and values of known prefixes. Blocks of 16 tokens in a tree.
 
-A block is found by its parent and its very tokens, not by a hash of them, so two texts can never be taken for
-one another; each owner has a root of its own, so nobody's text speeds up, or is found out by, anybody else's.
-The index holds one reference to the slots of its blocks and gives up the least recently used when asked.
+A block is found by its parent and its tokens, not by a hash, so two texts are never confused. Each owner has a root of
+its own, so the prompts of one owner neither speed up nor reveal those of another. The index holds one reference to the
+slots of its blocks and evicts the least recently used blocks on request.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class PrefixIndex:
         self._made = 0
 
     def match(self, tokens: Sequence[int], owner: str) -> Slots:
-        """Slots of the longest known beginning of `tokens`, whole blocks. The caller must share them."""
+        """Returns the slots of the longest cached prefix of `tokens`, in whole blocks. The caller must share them."""
         keys = self._walk(tokens, owner)
         self._touch(keys)
         found = [self.nodes[key].slots for key in keys]
         return np.concatenate(found) if found else np.empty(0, np.int32)
 
     def insert(self, tokens: Sequence[int], slots: Slots, owner: str) -> None:
-        """Remember that `slots[i]` holds token i of this text. Blocks already known are left as they are."""
+        """Records that `slots[i]` holds token i of this text. Known blocks stay unchanged."""
         keys = self._walk(tokens, owner)
         parent: int | str = self.nodes[keys[-1]].number if keys else owner
         for start in range(len(keys) * BLOCK, len(tokens) - BLOCK + 1, BLOCK):
@@ -54,7 +54,7 @@ class PrefixIndex:
         self._touch(keys)
 
     def evict(self, wanted: int) -> None:
-        """Give blocks up, oldest first, until `wanted` slots are free or nothing is left to give."""
+        """Evicts blocks, least recently used first, until `wanted` slots are free or the index is empty."""
         while self.pool.free < wanted and self.nodes:
             _, node = self.nodes.popitem(last=False)
             self.pool.drop(node.slots)
@@ -75,6 +75,6 @@ class PrefixIndex:
         return keys
 
     def _touch(self, keys: list[Key]) -> None:
-        """Leaves first, so a parent is always younger than its children and the oldest is always a leaf."""
+        """Marks leaves first, so that the least recently used block is always a leaf."""
         for key in reversed(keys):
             self.nodes.move_to_end(key)

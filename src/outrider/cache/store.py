@@ -19,26 +19,25 @@ class KeyValueStore:
         device: torch.device | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """One slot more than asked for: nobody's, where rows of padding write.
+        """Allocates one slot more than `slots`: rows of padding write to the last one.
 
-        Half precision, which is a GPU's, begins as zeros, not as whatever memory holds: a slot that a kernel loads and
-        gives no weight must hold a number. A CPU's kernels read only what a row sees, and memory that nobody has
-        touched costs nothing.
+        Half precision, which a GPU uses, starts as zeros: GPU kernels load masked slots with weight 0, so these must
+        hold finite numbers. CPU kernels read only visible slots, and untouched memory costs nothing.
         """
         self.slots = slots
         shape = (slots + 1, kv_heads, head_dim)
         where: dict[str, Any] = {"device": device, "dtype": dtype}
-        # One tensor a layer, made once: indexing a stacked tensor in every pass would cost a view each time.
+        # One tensor per layer: indexing a stacked tensor would create a view in every pass.
         make = torch.empty if dtype == torch.float32 else torch.zeros
         self.keys: list[Tensor] = [make(shape, **where) for _ in range(layers)]
         self.values: list[Tensor] = [make(shape, **where) for _ in range(layers)]
         self.taps: tuple[int, ...] = ()
         self.features: Tensor | None = None
-        self._host: tuple[int, int] | None = None  # a CPU's: where features begin, and bytes of one
+        self._host: tuple[int, int] | None = None  # on a CPU: address of the features, and bytes of one
 
     def tap(self, layers: tuple[int, ...], hidden: int) -> None:
-        """From now on keep, slot by slot, the hidden states that enter these layers, and those that leave the last one
-        under the number of layers: [slots, len(layers), hidden].
+        """Starts to store, by slot, the hidden states that enter these layers; the number of layers stands for the
+        states that leave the last one. `features` is [slots, len(layers), hidden].
         """
         self.taps = layers
         like = self.keys[0]
@@ -53,7 +52,7 @@ class KeyValueStore:
         for place, tapped in enumerate(self.taps):  # a shallow model may have one layer tapped twice
             if tapped == layer and self._host is not None:
                 base, size = self._host
-                # A row is a few kilobytes: to index a tensor takes a hundred times as long as to copy them.
+                # A row is a few kilobytes: indexing a tensor takes much longer than copying the bytes (log/067).
                 x = x.contiguous()
                 source = x.data_ptr()
                 for row, slot in enumerate(slots.tolist()):

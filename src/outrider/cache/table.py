@@ -1,12 +1,12 @@
 """The KV cache's slot table: a slot for every token of every sequence. Verbs: open, extend, branch, detach,
 attach, commit, release.
 
-A sequence is a row of one table; entry i is the slot of its token i, so the model finds everything by table
-and slot and never moves a key. A chain rolls back by shortening; a tree commits by moving the entries of its
-accepted path to the front. Slots are shared freely between rows: a token's slot is written once, when the
-token is fed, and a branch that goes on writes to slots of its own.
+A sequence is a row of one table; entry i is the slot of its token i. The model reads keys and values through the table,
+so a commit moves entries and never keys. A chain rolls back by shortening the row. A tree commits by moving the entries
+of its accepted path to the front. Rows may share slots: a slot is written once, when its token is fed, and a branch
+writes further tokens to slots of its own.
 
-Nothing here touches keys or values; store.py holds those.
+Keys and values themselves are in store.py.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class SlotTable:
         self._open: set[int] = set()
 
     def open(self, tokens: Sequence[int], owner: str = "", reuse: bool = True) -> tuple[int, int]:
-        """A row for a text about to be read, and how many of its first tokens are already there.
+        """Opens a row for a text. Returns the row and how many of its first tokens are cached already.
 
-        The last token is never among them: its logits are wanted, so it must be fed.
+        The last token is never among them: its logits are needed, so it must be fed.
         """
         row = self._claim()
         if not (reuse and self.reuse):
@@ -48,7 +48,7 @@ class SlotTable:
         return row, len(known)
 
     def extend(self, row: int, n: int) -> Slots:
-        """n fresh slots at the end of the row, evicting remembered prefixes if need be."""
+        """Appends n fresh slots to the row. Evicts cached prefixes if necessary."""
         if n > self.pool.free:
             self.prefix.evict(n)
         taken = self.pool.take(n)
@@ -58,7 +58,7 @@ class SlotTable:
         return taken
 
     def extend_all(self, rows: Slots, n: int) -> Slots:
-        """The same for many rows at once: [rows, n] fresh slots."""
+        """Appends n fresh slots to each of the rows; returns them as [rows, n]."""
         if n * len(rows) > self.pool.free:
             self.prefix.evict(n * len(rows))
         taken = self.pool.take(n * len(rows)).reshape(len(rows), n)
@@ -68,7 +68,7 @@ class SlotTable:
         return taken
 
     def branch(self, row: int) -> int:
-        """A second row over the same slots."""
+        """Opens a second row over the same slots."""
         twin = self._claim()
         n = self.lengths[row]
         self.entries[twin, :n] = self.entries[row, :n]
@@ -77,38 +77,37 @@ class SlotTable:
         return twin
 
     def commit(self, row: int, length: int, path: Sequence[int] = (), drafted: int | None = None) -> None:
-        """Commit a verified draft: keep the first `length` entries and, of the `drafted` after them, those in `path`.
-        The others are dropped.
+        """Commits a verified draft: keeps the first `length` entries and, of the `drafted` entries after them, those in
+        `path`. The others are dropped.
 
-        Entries further on belong to a pass that has begun meanwhile, and move up. By default there are none.
+        Entries after these belong to a later step that is in flight, and move up. Without `drafted` there are none.
         """
-        if drafted is not None and len(path) == drafted:  # all of them stay where they are
+        if drafted is not None and len(path) == drafted:  # everything was accepted: no entry moves
             return
         end = self.lengths[row]
         last = end if drafted is None else length + drafted
         if len(path) == last - length:
             return
         nodes = self.entries[row, length:last].copy()
-        rest = self.entries[row, last:end].copy()
+        later = self.entries[row, last:end].copy()
         kept = nodes[list(path)]
         lost = np.ones(len(nodes), bool)
         lost[list(path)] = False
         after = length + len(kept)
         self.entries[row, length:after] = kept
-        self.entries[row, after : after + len(rest)] = rest
-        self.lengths[row] = after + len(rest)
+        self.entries[row, after : after + len(later)] = later
+        self.lengths[row] = after + len(later)
         self.pool.drop(nodes[lost])
 
     def detach(self, row: int, length: int) -> Slots:
-        """Take the slots behind the first `length` entries out of the row. They stay held, to be attached again."""
+        """Removes the slots after the first `length` entries from the row. They stay held, to be attached again."""
         slots = self.entries[row, length : self.lengths[row]].copy()
         self.lengths[row] = length
         return slots
 
     def attach(self, row: int, slots: Slots, order: Sequence[int]) -> None:
-        """Put detached slots at the end of the row, those numbered in `order` and in that order. Where it says -1 comes
-        any other: one that is left over, or a fresh one. What is left over then is given back; if there are too few,
-        all of it is.
+        """Appends detached slots to the row in the given `order`. -1 stands for any slot: an unused detached one, or a
+        fresh one. Slots that remain are released. If there are too few free slots, all detached ones are released.
         """
         chosen = [number for number in order if number >= 0]
         spare = np.delete(slots, chosen)
@@ -124,7 +123,7 @@ class SlotTable:
         self.lengths[row] = end + len(order)
 
     def release(self, row: int, tokens: Sequence[int] = (), owner: str = "") -> None:
-        """Give the row back. `tokens`, the text its slots hold, stay findable for a later request."""
+        """Closes the row. `tokens`, the text of its slots, stay in the prefix cache for later requests."""
         held = self.entries[row, : self.lengths[row]].copy()
         self.remember(row, tokens, owner)
         self.pool.drop(held)
@@ -133,13 +132,13 @@ class SlotTable:
         self._idle.append(row)
 
     def remember(self, row: int, tokens: Sequence[int], owner: str) -> None:
-        """Let later requests of the same owner start from this row's text."""
+        """Adds this row's text to the prefix cache of its owner."""
         if self.reuse and tokens:
             length = min(len(tokens), int(self.lengths[row]))
             self.prefix.insert(tokens[:length], self.entries[row, :length], owner)
 
     def make_room(self, n: int) -> bool:
-        """Whether n slots are free, once remembered prefixes have been given up as far as needed."""
+        """Evicts cached prefixes until n slots are free; returns whether they are."""
         self.prefix.evict(n)
         return self.pool.free >= n
 
@@ -153,11 +152,11 @@ class SlotTable:
 
     @property
     def held(self) -> int:
-        """Entries of open rows; what is only remembered for later requests does not count."""
+        """Number of entries of open rows, without the prefix cache."""
         return int(self.lengths.sum())
 
     def check(self) -> None:
-        """Every slot is free or held, by exactly as many holders as its count says. Raises if not."""
+        """Raises unless every slot has exactly as many holders as its reference count."""
         held = np.zeros(self.pool.total, np.int64)
         for row in self._open:
             np.add.at(held, self.entries[row, : self.lengths[row]], 1)

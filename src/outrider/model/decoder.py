@@ -1,7 +1,7 @@
 """The one decoder: Llama, Mistral, Qwen2, Qwen3 and SmolLM, which differ by the flags of their config.
 
-It knows the order of things and nothing of how they are computed: kernels do that, and whether these are the
-C ones or their torch twins is settled when the model is built.
+It knows the order of operations. Kernels compute them; whether these are the C kernels or their torch twins is
+decided when the model is built.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from outrider.types import Batch
 
 
 class Model(Protocol):
-    """What the engine asks of a model, this decoder or another behind hf.py."""
+    """The interface between engine and model: this decoder, or another model behind hf.py."""
 
     config: ModelConfig
     device: torch.device  # of keys, values and logits
     dtype: torch.dtype  # of keys and values
 
     def forward(self, batch: Batch, store: KeyValueStore) -> Tensor:
-        """Write the rows' keys and values to their slots; return logits [len(batch.logit_rows), vocab]."""
+        """Writes the rows' keys and values to their slots; returns logits [len(batch.logit_rows), vocab]."""
         ...
 
     def draw(self, logits: Tensor, sampled: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
@@ -40,41 +40,41 @@ class Model(Protocol):
         ...
 
     def filter_logits(self, logits: Tensor, top_k: Tensor, top_p: Tensor, log_min_p: Tensor) -> None:
-        """Rules out what the law's filters do not keep; see verify/filters.py."""
+        """Applies the law's filters; see verify/filters.py."""
         ...
 
     def weight_bytes(self) -> int:
-        """Of memory that its weights take."""
+        """Bytes of its weights."""
         ...
 
 
 @runtime_checkable
 class Layered(Model, Protocol):
-    """A model that can be looked into and left early: this decoder, on the CPU or on a device."""
+    """A model with access to hidden states and early exits: this decoder, on the CPU or on a device."""
 
     def embed(self, ids: Tensor) -> Tensor: ...
 
     def logits(self, x: Tensor, rows: Tensor) -> Tensor:
-        """What the head says of chosen rows of hidden states."""
+        """Logits of chosen rows of hidden states."""
         ...
 
     def exit_logits(self, batch: Batch, store: KeyValueStore, layers: int) -> Tensor:
-        """What the head would say after the first `layers` layers, on the host."""
+        """Logits after the first `layers` layers, on the host."""
         ...
 
     def make_pass(self, store: KeyValueStore, layers: int | None = None) -> Callable[..., Tensor]:
-        """The pass over rows that lie where the model does, as device/ops.py's `Pass`; by default of all layers."""
+        """The pass over rows on the model's device, as device/ops.py's `Pass`; all layers by default."""
         ...
 
 
 def make_store(model: Model, slots: int) -> KeyValueStore:
-    """Where this model's keys and values go."""
+    """The store for this model's keys and values."""
     c = model.config
     return KeyValueStore(c.layers, slots, c.kv_heads, c.head_dim, model.device, model.dtype)
 
 
 def kv_bytes(model: Model) -> int:
-    """Of a token's keys and values."""
+    """Bytes of a token's keys and values."""
     c = model.config
     return 2 * c.layers * c.kv_heads * c.head_dim * model.dtype.itemsize
 
@@ -95,7 +95,7 @@ class Decoder:
         return self.logits(self._run(batch, store, self.config.layers), batch.logit_rows)
 
     def exit_logits(self, batch: Batch, store: KeyValueStore, layers: int) -> Tensor:
-        """What the head would say after the first `layers` layers."""
+        """Logits after the first `layers` layers."""
         return self.logits(self._run(batch, store, layers), batch.logit_rows)
 
     def make_pass(self, store: KeyValueStore, layers: int | None = None) -> Callable[..., Tensor]:
@@ -148,7 +148,7 @@ def choose_kernels(
     choice: str,
     bfloat16: bool = False,
 ) -> Any:
-    """The C kernels, or with `auto` their torch twins and a warning where they cannot be built. Matrices are kept as
+    """The C kernels. With `auto`, their torch twins and a warning if the C kernels cannot be built. Matrices are
     float32 or rounded to `bfloat16`.
     """
     if choice == "torch":

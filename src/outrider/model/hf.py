@@ -6,10 +6,9 @@ a keyword argument. Linear layers become row-invariant kernels; activations and 
 row at a time, because torch's vector code rounds the end of a tensor differently from its middle. Norms are
 row-wise already.
 
-Not here: custom code (never run), pickle (never read), and whatever the attention kernel has no words for. A
-model is refused by name at load, when it asks for such a thing or when its logits differ from transformers'
-own on a short trial. One whose rows still depend on each other (experts, mostly) runs one row at a time, with
-a warning.
+Not supported: custom code (never run), pickle (never read), and features that the attention kernel does not have. A
+model that needs one of these, or whose logits differ from transformers' own on a short trial, is refused by name at
+load. A model whose rows still depend on each other (mostly experts) runs one row at a time, with a warning.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ HARMLESS = {
 
 
 def load_hf(checkpoint: Checkpoint, threads: int, kernel_folder: Path, kernels: str) -> HfModel:
-    """Build, convert and try out the model of a checkpoint whose family the decoder does not know."""
+    """Builds, converts and tries out the model of a checkpoint whose family the decoder does not know."""
     if transformers is None:
         kind = checkpoint.raw_config.get("model_type")
         raise UnsupportedModel(f"model_type {kind!r} needs transformers; {install('hf')}")
@@ -106,7 +105,7 @@ class HfModel:
         kept = [logits[r] for r in batch.logit_rows.tolist()]
         return torch.cat(kept) if kept else torch.empty(0, self.config.vocab)
 
-    @torch.no_grad()  # not inference_mode: whoever gets the logits could not edit them in place
+    @torch.no_grad()  # not inference_mode: the logits are edited in place later
     def _pass(self, batch: Batch, store: KeyValueStore) -> Tensor:
         kept = {"logits_to_keep": batch.logit_rows} if self._picks_rows else {}
         out = self.module(
@@ -120,7 +119,7 @@ class HfModel:
         return logits.float().contiguous()
 
     def _positions(self, batch: Batch) -> Tensor:
-        """Positions inside the model's range. Draft tokens may lie beyond it: nothing is ever accepted there."""
+        """Clamps positions to the model's range. Draft tokens may lie beyond it, but none is accepted there."""
         last = self.config.context - 1
         outside = batch.positions > last
         if bool(outside.any()) and bool((outside & (batch.ancestors == 0)).any()):
@@ -139,7 +138,7 @@ class Pass(Protocol):
 
 @dataclass(slots=True)
 class SlotPass:
-    """Keys and values to their slots, then attention over what each row sees."""
+    """Writes keys and values to their slots, then attends over what each row sees."""
 
     batch: Batch
     store: KeyValueStore
@@ -160,7 +159,7 @@ class LayerShape:
 
 @dataclass(slots=True)
 class ProbePass:
-    """Notes what each layer asks of attention, and computes nothing."""
+    """Records what each layer asks of attention, and computes nothing."""
 
     shapes: dict[int, LayerShape] = field(default_factory=dict)
     windows: dict[int, int] = field(default_factory=dict)
@@ -210,7 +209,7 @@ REASONS = {
 
 
 def _row(batch: Batch, row: int, wanted: bool) -> Batch:
-    """A batch of one row. What it sees was written by rows before it: parents come before their children."""
+    """A batch of one row. Earlier rows have written what it sees: parents come before their children."""
     names = ("ids", "positions", "slots", "table_rows", "prefix", "ancestors")
     one = {name: getattr(batch, name)[row : row + 1] for name in names}
     return replace(batch, **one, logit_rows=torch.zeros(int(wanted), dtype=torch.int64))
@@ -244,7 +243,7 @@ def _build(checkpoint: Checkpoint) -> Any:
 
 
 def _hf_config(raw: dict[str, Any]) -> tuple[Any, Any]:
-    """The transformers config and model class for a config.json; what cannot work is refused by name."""
+    """The transformers config and model class for a config.json; refuses by name what cannot work."""
     name = raw.get("model_type")
     if name not in CONFIG_MAPPING:
         why = (
@@ -269,7 +268,7 @@ def _hf_config(raw: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def _obstacles(config: Any, kind: Any) -> Iterator[str]:
-    """What a config alone shows to be out of reach."""
+    """Refuses what the config alone shows to be unsupported."""
     if getattr(config, "quantization_config", None):
         yield "its weights are quantised; use the unquantised model"
     if getattr(kind, "_is_stateful", False):
@@ -288,7 +287,7 @@ def _obstacles(config: Any, kind: Any) -> Iterator[str]:
 
 
 def _model_config(module: Any, checkpoint: Checkpoint) -> ModelConfig:
-    """Sizes as a probing pass sees them; a config.json spells them in too many ways."""
+    """Sizes from a probing pass, because config.json files name them differently."""
     hf, probe = module.config, ProbePass()
     name = str(hf.model_type)
     usual = module.config._attn_implementation
@@ -317,7 +316,7 @@ def _model_config(module: Any, checkpoint: Checkpoint) -> ModelConfig:
         head_dim=shape.head_dim,
         intermediate=getattr(hf, "intermediate_size", None) or 4 * hf.hidden_size,
         context=context,
-        norm_eps=0.0,  # norms, rotations and biases are the module's own business
+        norm_eps=0.0,  # the module itself applies norms, rotations and biases
         rope=Rope(),
         tied=bool(getattr(hf, "tie_word_embeddings", False)),
         qkv_bias=False,
@@ -334,7 +333,7 @@ def _model_config(module: Any, checkpoint: Checkpoint) -> ModelConfig:
 
 
 def _context(hf: Any) -> int:
-    """The longest text. Scaling that looks at the longest row of a pass: only as far as it does nothing."""
+    """Maximum context; with scaling by the longest row of a pass, only the range that it leaves unchanged."""
     context = int(getattr(hf, "max_position_embeddings", None) or 2048)
     rope = getattr(hf, "rope_parameters", None) or {}
     for part in [rope, *(p for p in rope.values() if isinstance(p, dict))]:
@@ -356,7 +355,7 @@ def _effective(window: int, context: int) -> int:
 
 
 def _no_rope(positions: int) -> tuple[Tensor, Tensor]:
-    """Empty rotary tables of the right length: the module rotates, the kernels only attend."""
+    """Empty rotary tables of the right length: the module rotates and the kernels only attend."""
     return torch.empty(positions, 0), torch.empty(positions, 0)
 
 
@@ -364,7 +363,7 @@ def _no_rope(positions: int) -> tuple[Tensor, Tensor]:
 
 
 def _check(model: HfModel, trial: Trial, expected: Tensor) -> None:
-    """Refuse what transformers' own attention denies; take rows one by one where they disturb each other."""
+    """Refuses a model whose logits differ from transformers'; runs rows one by one if they depend on each other."""
     together = trial.run(model.forward)
     model.one_row_a_pass = True
     alone = trial.run(model.forward)
@@ -385,7 +384,7 @@ def _check(model: HfModel, trial: Trial, expected: Tensor) -> None:
 
 @contextlib.contextmanager
 def _named(model_type: str) -> Iterator[None]:
-    """Whatever goes wrong inside a model of theirs is raised with its name."""
+    """Re-raises errors inside a transformers model with the model's name."""
     try:
         yield
     except UnsupportedModel as reason:
@@ -398,7 +397,7 @@ def _named(model_type: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """No progress bar and no report: what matters in it becomes an error here."""
+    """Silences progress bars and reports; what matters in them becomes an error here."""
     verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()

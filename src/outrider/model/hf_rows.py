@@ -1,4 +1,4 @@
-"""Modules of transformers made over so that no row's result depends on the rows beside it, to the last bit."""
+"""Modules of transformers converted so that no row's result depends on the rows beside it, to the last bit."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class EachPosition(nn.Module):
 
 
 def make_rows_independent(model: nn.Module, kernels: Any) -> None:
-    """Replace, in place, every module whose result for a row could depend on the rows beside it."""
+    """Replaces, in place, every module whose result for a row could depend on the rows beside it."""
     linears: dict[int, RowLinear] = {}  # by the weight they came from
     embeddings: list[tuple[nn.Module, str, int]] = []
     for parent in list(model.modules()):

@@ -1,8 +1,7 @@
 """Rotary position tables: cos and sin for every position, [context, head_dim / 2], float32.
 
-A table rather than a formula at each step, so that a row's rotation depends on its position alone.
-`dynamic` therefore stretches by position: token p uses the base for length p + 1, as a model that reads one
-token at a time would; it never depends on how a prompt was chunked.
+A table makes a row's rotation depend on its position alone. `dynamic` therefore scales by position: token p uses the
+base for length p + 1, as a model that reads one token at a time. It never depends on how a prompt was chunked.
 """
 
 from __future__ import annotations
@@ -61,16 +60,16 @@ def _inverse_frequencies(theta: float | Tensor, dim: int) -> Tensor:
 
 
 def _dynamic(theta: float, dim: int, scaling: Mapping[str, Any], trained: int, context: int) -> Tensor:
-    """One row of frequencies a position: the base grows once a text outruns the trained length."""
+    """One row of frequencies per position: the base grows beyond the trained length."""
     trained = scaling.get("original_max_position_embeddings") or trained
     length = torch.arange(1, context + 1, dtype=torch.float32).clamp(min=trained)
-    stretch = scaling["factor"] * length / trained - (scaling["factor"] - 1)
-    base = theta * stretch ** (dim / (dim - 2))
+    growth = scaling["factor"] * length / trained - (scaling["factor"] - 1)
+    base = theta * growth ** (dim / (dim - 2))
     return _inverse_frequencies(base[:, None], dim)
 
 
 def _llama3(inverse: Tensor, scaling: Mapping[str, Any]) -> Tensor:
-    """Long wavelengths are stretched by the factor, short ones kept, those between blended."""
+    """Scales long wavelengths by the factor, keeps short ones and blends those between."""
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     trained = scaling["original_max_position_embeddings"]
     wavelength = 2 * math.pi / inverse
@@ -81,7 +80,7 @@ def _llama3(inverse: Tensor, scaling: Mapping[str, Any]) -> Tensor:
 def _yarn(
     inverse: Tensor, theta: float, dim: int, scaling: Mapping[str, Any], context: int
 ) -> tuple[Tensor, float]:
-    """Frequencies that turn often are kept, those that hardly turn are stretched; attention gets a gain."""
+    """Keeps high frequencies and scales low ones; attention gets a gain."""
     trained = scaling.get("original_max_position_embeddings") or context
     factor = scaling["factor"]
 

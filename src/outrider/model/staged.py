@@ -1,8 +1,8 @@
-"""Rows that the host packed, in a place where a captured pass finds them: prompt chunks, and drafts made by the host.
+"""Buffers for host-packed rows that a captured pass reads: prompt chunks, and drafts made by the host.
 
-Attention reads a sequence's past once for a group of its rows. Which rows are a group changes with every batch, so the
-groups are staged with the rows. Sequences with draft nodes come last, by themselves: attention needs room for every row
-of theirs, which a long prompt chunk beside them must not need.
+Attention reads a sequence's past once for a group of its rows. The groups change with every batch, so they are staged
+with the rows. Sequences with draft nodes come last, in a part of their own: attention needs scratch memory for each of
+their rows, which a long prompt chunk must not need.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from outrider.load.config import ModelConfig
 from outrider.types import Batch
 
 BLOCK = 64  # keys that attention reads together
-TALLEST = 64  # query rows times heads of a group that one program of attention takes
+TALLEST = 64  # query rows times heads of a group in one attention program
 ROW_FIELDS = ("ids", "positions", "slots", "table_rows", "prefix", "ancestors")
 
 Group = tuple[int, int, int]  # first row, count, and how many entries of their table the rows share
@@ -27,12 +27,12 @@ Ints = NDArray[np.integer]
 
 
 def padded_group(heads: int, kv_heads: int) -> int:
-    """Query heads that share a key's head, as a power of two."""
+    """Query heads per key head, rounded up to a power of two."""
     return 1 << (heads // kv_heads - 1).bit_length()
 
 
 def rows_together(config: ModelConfig) -> int:
-    """Rows of one sequence that a program of attention takes, at most."""
+    """Maximum number of rows of one sequence in an attention program."""
     return TALLEST // padded_group(config.heads, config.kv_heads)
 
 
@@ -54,7 +54,7 @@ def _groups(owners: Ints, known: Ints, ancestors: Ints, together: int) -> list[G
 
 @dataclass(frozen=True, slots=True)
 class StagedShape:
-    """What there is room for, and how attention reads it."""
+    """Capacity of the buffers, and how attention reads them."""
 
     rows: int
     wanted: int  # rows whose logits are made
@@ -65,7 +65,7 @@ class StagedShape:
 
 @dataclass(frozen=True, slots=True)
 class StagedPart:
-    """Rows that attention reads in one way."""
+    """Rows that attention reads with one plan."""
 
     batch: Batch
     groups: Tensor  # [G, 3] int32, first rows counted from the part's own
@@ -74,16 +74,16 @@ class StagedPart:
 
 
 class StagedRows:
-    """Room for the rows of a batch. What is left is padding, which writes to nobody's slot.
+    """Buffers for the rows of a batch. Unused rows are padding, which writes to the padding slot.
 
-    One buffer of int32 on the device, filled from a pinned twin in one copy. There are several twins: some may still be
-    in flight when the next step is packed.
+    One int32 buffer on the device is filled from a pinned copy in one transfer. There are several pinned copies,
+    because some may still be in flight when the next step is packed.
     """
 
     def __init__(
         self, shape: StagedShape, table: Tensor, padding_slot: int, padding_row: int, buffers: int = 2
     ) -> None:
-        """`table` is the device's; rows of padding are of its row `padding_row`."""
+        """`table` is on the device; padding belongs to its row `padding_row`."""
         self.shape, self.padding = shape, (0, 0, 0, padding_slot, padding_row, 1, 0)
         rows = shape.rows
         # The first three hold 64-bit numbers.
@@ -117,13 +117,13 @@ class StagedRows:
         return StagedPart(batch, groups, self.shape.together, bool(branching))
 
     def clear(self) -> None:
-        """Nothing but padding."""
+        """Fills all rows with padding."""
         nothing = {name: getattr(self.batch, name)[:0].cpu() for name in (*ROW_FIELDS, "logit_rows")}
         self.fill(Batch(**nothing, table=self.batch.table), nothing["slots"])
 
     def fill(self, batch: Batch, entries: Tensor) -> None:
-        """Write a batch of the host's; entry i of the table is where row i's slot goes. Nothing is awaited. Logits come
-        in the order in which the batch wants them.
+        """Writes a batch of the host without waiting; `entries` says where in the table each row's slot goes. Logits
+        come in the order that the batch wants.
         """
         self._turn = (self._turn + 1) % len(self._host)
         *columns, plain, branching = self._here[self._turn]
@@ -136,10 +136,10 @@ class StagedRows:
         sources = (
             batch.ids, batch.ancestors, batch.positions, batch.slots, batch.table_rows, batch.prefix, entries,
         )  # fmt: skip
-        for column, source, rest in zip(columns, sources, self.padding, strict=True):
-            column[:] = rest
+        for column, source, blank in zip(columns, sources, self.padding, strict=True):
+            column[:] = blank
             column[place] = source.numpy()
-        # Padding has groups too: what its rows compute must be numbers, as padding of later steps reads its slot.
+        # Padding has groups, too: its rows must compute finite numbers, because padding of later steps reads its slot.
         _, ancestors, _, _, owners, known, _ = columns
         first = self.shape.rows - self.shape.branching
         for at, groups in ((slice(first), plain), (slice(first, None), branching)):
@@ -151,7 +151,7 @@ class StagedRows:
         self._there.copy_(self._host[self._turn], non_blocking=True)
 
     def _places(self, batch: Batch) -> Ints:
-        """Where each row goes: to the rows of its kind."""
+        """The place of each row, among the rows of its kind."""
         owners, nodes = batch.table_rows.numpy(), batch.ancestors.numpy() != 0
         first = self.shape.rows - self.shape.branching
         branching = np.isin(owners, owners[nodes]) | (first == 0)
@@ -163,13 +163,13 @@ class StagedRows:
         return np.where(branching, first + branching.cumsum(), (~branching).cumsum()) - 1
 
     def placed(self) -> Batch:
-        """These rows, once their slots are put into the table."""
+        """These rows as a batch, after their slots are written to the table."""
         mine = self.batch
         mine.table[mine.table_rows.long(), self.entries.long()] = mine.slots
         return mine
 
     def join(self, resident: Batch) -> Batch:
-        """The resident rows, then these."""
+        """A batch of the resident rows followed by these."""
         mine = self.placed()
         rows = {name: torch.cat([getattr(resident, name), getattr(mine, name)]) for name in ROW_FIELDS}
         wanted = torch.cat([resident.logit_rows, mine.logit_rows + resident.rows])
@@ -177,5 +177,5 @@ class StagedRows:
 
 
 def _columns(parts: tuple[Tensor, ...]) -> list[Ints]:
-    """Of a buffer on the host, for numpy: the first three of 64-bit numbers."""
+    """Views of a host buffer for numpy; the first three hold 64-bit numbers."""
     return [part.view(torch.int64).numpy() if i < 3 else part.numpy() for i, part in enumerate(parts)]

@@ -32,7 +32,7 @@ class LayerTensors:
 
 
 def layer_tensors(read: Callable[[str], Tensor], config: ModelConfig, index: int) -> LayerTensors:
-    """Read layer `index` by its Hugging Face names."""
+    """Reads layer `index` by its Hugging Face names."""
     prefix = f"model.layers.{index}."
 
     def get(name: str, wanted: bool = True) -> Tensor | None:
@@ -65,8 +65,7 @@ def layer_tensors(read: Callable[[str], Tensor], config: ModelConfig, index: int
 def read_ahead(read: Callable[[str], Tensor], config: ModelConfig) -> Iterator[LayerTensors]:
     """All layers in order. While the caller packs one layer, a second thread reads the next.
 
-    That thread turns torch's own threads off for itself: two layers in progress use two cores with half the processor
-    time of one layer on both (log/083).
+    That thread runs torch on one core: two layers at a time take half the processor time of one layer on two cores.
     """
     with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         coming = pool.submit(layer_tensors, read, config, 0)

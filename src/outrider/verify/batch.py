@@ -1,4 +1,4 @@
-"""Drafts are verified here, on the host: logits are processed once, then each request's by the mode it asked for."""
+"""Verifies drafts on the host: processes the logits once, then verifies each request in its mode."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ VERIFY: dict[str, Callable[[Tensor, TreeRows, Draw], list[Result]]] = {"rejectio
 
 
 class VerifyBatch:
-    """Drafts that are being verified: logits of every sequence's root and draft nodes, in order. A device is asked at
-    once for what the law says of them; the host waits for it when it wants the verdicts.
+    """A batch of drafts under verification: the logits of every sequence's root and draft nodes, in order. On a GPU the
+    law is launched at once; the host waits only when it reads the verdicts.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class VerifyBatch:
         self.chosen = choose(self.processed, self.rows, draw) if set(self.modes) == {"coupled"} else None
 
     def verdicts(self) -> list[Verdict]:
-        """What each sequence emits."""
+        """The verdict of each sequence."""
         found = []
         for index, (path, tokens) in enumerate(self._results()):
             start, wanted = int(self.rows.starts[index]), self.rows.sequences[index].request.params.logprobs
@@ -73,12 +73,12 @@ def verify_rows(
     draw: Draw = draw_in_torch,
     filter_logits: Filter = filter_in_torch,
 ) -> list[Verdict]:
-    """Verify, and wait for it."""
+    """Verifies and waits for the result."""
     return VerifyBatch(logits, sequences, drafts, draw, filter_logits).verdicts()
 
 
 def score_prompts(logits: Tensor, work: Seq[Work]) -> Iterator[tuple[Work, list[TokenLogprob]]]:
-    """Log-probabilities of prompt tokens: as many rows of each piece of work as it wants scored, in order."""
+    """Log-probabilities of prompt tokens, for the rows that each piece of work wants scored, in order."""
     at = 0
     for one in work:
         wanted, count = one.sequence.request.params.prompt_logprobs, one.scored
@@ -89,7 +89,7 @@ def score_prompts(logits: Tensor, work: Seq[Work]) -> Iterator[tuple[Work, list[
 
 
 def _verify(mode: str, processed: Tensor, rows: TreeRows, draw: Draw) -> list[Result]:
-    """The law runs where the logits are; the other modes are small loops, best run by the host."""
+    """Verifies in a mode: the law on the device of the logits, the other modes on the host."""
     if mode == "coupled":
         return coupled(choose(processed, rows, draw).numpy(), rows)
     if processed.is_cuda:
@@ -98,15 +98,15 @@ def _verify(mode: str, processed: Tensor, rows: TreeRows, draw: Draw) -> list[Re
 
 
 def mode_of(sequence: Sequence) -> str:
-    """At temperature 0 the ratio test has one outcome, the law's: no need for its machinery."""
+    """At temperature 0 the ratio test gives the law's token, so the law is used."""
     params = sequence.request.params
     greedy = params.temperature == 0 and params.speculation.mode == "rejection"
     return "coupled" if greedy else params.speculation.mode
 
 
 def predicted(logits: Tensor, verdict: Verdict) -> tuple[int, float]:
-    """How predictable a text is to the target itself: of the root and draft nodes of one sequence, the tokens that it
-    emits, and the sum of the probabilities that the target gave them.
+    """How predictable the text is for the target: the number of tokens that one sequence emits in this step, and the
+    sum of their probabilities under the target.
     """
     rows = logits[emitting_rows(verdict.accepted)]
     tokens = to_device(torch.tensor(verdict.tokens), logits.device)
@@ -115,20 +115,20 @@ def predicted(logits: Tensor, verdict: Verdict) -> tuple[int, float]:
 
 
 def emitting_rows(path: Seq[int]) -> slice | list[int]:
-    """Of a sequence's rows those that emit: the root and the accepted nodes. Those of a chain are a slice, for which a
-    device need not be sent anything.
+    """The rows of a sequence that emit: the root and the accepted nodes. For a chain they are a slice, which needs no
+    copy to the device.
     """
     rows = [0, *(1 + node for node in path)]
     return slice(len(rows)) if rows[-1] == len(path) else rows
 
 
 def report(logits: Tensor, tokens: list[int], alternatives: int) -> list[TokenLogprob]:
-    """The target's own log-probabilities, before any processing, of the tokens and their likeliest rivals."""
+    """The target's log-probabilities, before any processing, of the tokens and of the likeliest alternatives."""
     logprobs = logits.float().log_softmax(-1)
     parts = [logprobs.gather(1, to_device(torch.tensor(tokens), logits.device)[:, None])]
     if alternatives:
         parts += logprobs.topk(alternatives)
-    # As doubles, which hold both kinds of numbers: what comes from a device at once is waited for once.
+    # Doubles hold both ids and log-probabilities, so that one copy from the device is enough.
     numbers = torch.cat([part.double() for part in parts], 1).tolist()
     return [
         TokenLogprob(

@@ -1,12 +1,12 @@
-"""top-k, top-p and min-p as one bound a row: what lies below it is ruled out, ties at it are kept.
+"""top-k, top-p and min-p as one bound per row: logits below it are ruled out, ties at it are kept.
 
     top-k   the largest b with  count(l >= b) >= k
     top-p   the largest b with  mass(l >= b) >= p * mass(what top-k left)
     min-p   max(l) + log(min_p)
 
-A token's mass is exp(l - max(l)) in fixed point, made with integers alone. Sums of integers do not depend on
-their order, so a row's bound does not depend on its company, and every form of this function gives the same
-bound to the last bit: this one, the C one and the one for a GPU.
+A token's mass is exp(l - max(l)) in fixed point, computed with integers alone. Integer sums do not depend on their
+order, so a row's bound does not depend on the rows beside it, and the torch, C and Triton forms of this function give
+the same bound to the last bit.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from outrider.types import SamplingParams
 BANNED = float("-inf")
 OFF = (0, 1.0, BANNED)  # top_k, top_p and the logarithm of min_p that rule nothing out
 
-HALVINGS = 24204406.0  # of a nat, in steps of 2^-24: log2(e) * 2^24 as float32
-FARTHEST = 44.0  # nats below the likeliest, where nothing is left of a mass
+HALVINGS = 24204406.0  # log2(e) * 2^24 as float32: a nat in steps of 2^-24
+FARTHEST = 44.0  # nats below the maximum at which the mass is zero
 # 2^-f for f in [0, 1) is c0 - f (c1 - f (c2 - ...)) to 9e-8, the coefficients times 2^31.
 POWERS = (2147483648, 1488514807, 515782929, 118750173, 19769301, 2029165)
-SPARE = 12  # more bits, so that the masses of a whole tail count: 2^43 is one
+SPARE = 12  # extra bits, so that the masses of a long tail count: 2^43 is 1
 
-_WIDTH = 512  # on the host, first only so many of the likeliest tokens are sorted; a flat row needs them all
+_WIDTH = 512  # likeliest tokens that the host sorts first; a flat row needs all of them
 
 
 def wanted(params: SamplingParams) -> tuple[int, float, float]:
-    """top_k, top_p and the logarithm of min_p as a row of logits takes them: off where nothing is sampled."""
+    """top_k, top_p and log(min_p) of a request; `OFF` at temperature 0."""
     if params.temperature == 0:
         return OFF
     return params.top_k, params.top_p, math.log(params.min_p) if params.min_p else BANNED
 
 
 def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, log_min_p: Tensor) -> None:
-    """Rule out what the filters do not keep, in place: [R, vocab], [R] int64, [R] float32, [R] float32.
+    """Sets logits that the filters do not keep to -inf, in place: [R, vocab], [R] int64, [R] float32, [R] float32.
 
-    Kernels with the same signature may take its place; this is what they must equal.
+    Kernels with the same signature may replace it and must equal it.
     """
     logits.masked_fill_(logits < bounds(logits, top_k, top_p, log_min_p)[:, None], BANNED)
 
@@ -69,7 +69,7 @@ def masses(logits: Tensor, top: Tensor) -> Tensor:
 
 
 def _search(logits: Tensor, mass: Tensor, top_k: Tensor, top_p: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """The bounds of top-k and top-p [R] among the `width` likeliest tokens, and whether they were enough [R]."""
+    """The bounds of top-k and top-p [R] among the `width` likeliest tokens, and whether that width was enough [R]."""
     vocab = logits.shape[1]
     values, ids = logits.topk(width)
     running = mass.gather(1, ids).cumsum(-1)

@@ -1,8 +1,7 @@
 """Structured output: which tokens may come next, at any node of a draft. Through llguidance.
 
-A compiled grammar is a state that moves along the text; `mask` looks ahead along a path and comes back, so
-every node of a draft is masked as plain decoding would mask it, and nothing needs undoing when a draft is
-rejected.
+A compiled grammar is a state that advances with the text. `mask` looks ahead along a path and returns, so every node of
+a draft gets the mask of plain decoding, and a rejected draft needs no rollback.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ Mask = NDArray[np.bool_]
 
 
 class GrammarState:
-    """Where one sequence stands in its grammar."""
+    """The state of one sequence in its grammar."""
 
     def __init__(self, matcher: Any, vocab: int) -> None:
         self._matcher, self._vocab = matcher, vocab
@@ -38,7 +37,7 @@ class GrammarState:
         return None if bits is None else np.unpackbits(bits, count=self._vocab, bitorder="little").view(bool)
 
     def bits(self, path: Sequence[int]) -> NDArray[np.uint8] | None:
-        """The same as it comes from the matcher: a bit a token, the lowest first."""
+        """The same as packed bits from the matcher, lowest token first."""
         if path and self.problem:
             return None
         bits, failure = None, None
@@ -70,14 +69,14 @@ class GrammarState:
 
     @property
     def problem(self) -> str | None:
-        """What broke the matcher, if anything did: some grammars are found out only while they are used."""
+        """The matcher's error, if any: some grammars fail only in use."""
         if self._failure is None and self._matcher.is_error():
             self._failure = self._matcher.get_error()
         return None if self._failure is None else first_line(self._failure)
 
     @property
     def complete(self) -> bool:
-        """Nothing more may follow."""
+        """Whether no token may follow."""
         return bool(self._matcher.is_stopped())
 
 

@@ -1,8 +1,7 @@
-"""How deep a grammar goes when every reference is followed: what compiling it may need of the stack, at most.
+"""The depth of a grammar with every reference followed: an upper bound on the stack that compiling it needs.
 
-References make a graph of definitions. Whoever follows them visits a definition once, along some path without a
-repetition; so the depth is at most that of the longest path through the graph, where definitions that refer to
-each other in a circle count together.
+References make a graph of definitions. The compiler visits a definition once along any path, so the depth is at most
+that of the longest path through the graph, in which definitions that refer to each other in a circle count together.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""From a request's grammar to llguidance's matcher, within limits. No torch: who only tries grammars starts quickly.
+"""From a request's grammar to llguidance's matcher, within limits. No torch, so that the trial process starts quickly.
 
-llguidance bounds most of what it does, but it follows references and rules by calling itself, and a call too many
-ends the process. So what follows what is measured first, and compiling has a thread of its own with a stack that is
-large enough. Using what was compiled does not recurse.
+llguidance bounds most of its work, but it follows references and rules by recursion, and a stack overflow ends the
+process. So the depth is measured first, and compiling has a thread of its own with a large enough stack. Matching does
+not recurse.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def _with_stack(size: int, work: Callable[[], T]) -> T:
 
 
 def _spelled(schema: Any) -> str:
-    """The schema, with one way to write what it allows, unless it has its own."""
+    """The schema, with canonical white space unless it sets its own."""
     return json.dumps({"x-guidance": JSON_SPELLING, **schema} if isinstance(schema, dict) else schema)
 
 
@@ -198,5 +198,5 @@ def _embedded(lark: str) -> Iterator[Any]:
 
 
 def first_line(message: str) -> str:
-    """The rest is the matcher's inner state."""
+    """Everything after it is the matcher's inner state."""
     return message.strip().partition("\n")[0]

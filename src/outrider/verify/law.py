@@ -4,13 +4,14 @@
     y_t = argmax_v  l_t(v)                   at temperature 0; ties go to the lowest id
 
 Why it is exact: adding Gumbel noise to log-probabilities and taking the argmax draws from the softmax, so
-plain decoding samples the target. Why speculation changes nothing: y_t is a function of the target's logits
-after the true text, the seed and t. A draft only decides which rows were computed in advance. From the root
-we go to the child whose token *is* y; there the row was computed after the true text, so its y is the true
-next token; where no child matches we emit y and stop. Every token emitted is the one plain decoding would
-have emitted.
+plain decoding samples the target.
 
-Pure functions; the randomness comes in as seeds.
+Why speculation changes nothing: y_t is a function of the target's logits after the true text, the seed and t.
+A draft only decides which rows are computed in advance. The walk starts at the root and descends to the child
+whose token equals y. The row of that child was computed after the true text, so its y is the true next token.
+Where no child matches, the walk emits y and stops. So every emitted token is the one of plain decoding.
+
+Pure functions; randomness is passed in as seeds.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Result = tuple[list[int], list[int]]  # accepted nodes in path order; tokens emi
 
 
 def coupled(chosen: Ints, rows: TreeRows) -> list[Result]:
-    """`chosen`: what the law says at every row."""
+    """`chosen`: the law's token at every row."""
     return follow(chosen[rows.parent] == rows.token, chosen, rows)
 
 
@@ -40,14 +41,14 @@ def choose(processed: Tensor, rows: LogitRows, draw: Draw) -> Fetched:
 
 
 def follow(matches: NDArray[np.bool_], chosen: Ints, rows: TreeRows) -> list[Result]:
-    """Descend from each root while nodes match; then emit what the law chose where the walk ended."""
+    """Descends from each root while nodes match, then emits the law's token where the walk ended."""
     if not any(rows.drafts):
         return [([], [int(token)]) for token in chosen]
     matches = matches | (rows.depth == 0)
     alive = matches.copy()
     for _ in range(
         int(rows.depth.max(initial=0)) - 1
-    ):  # as often as the deepest draft is deep, all rows at once
+    ):  # one iteration per level of the deepest draft, for all rows at once
         alive = matches & alive[rows.parent]
     reach = np.where(alive, rows.depth, -1)
     results = []

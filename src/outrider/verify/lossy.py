@@ -1,9 +1,9 @@
 """`lossy`: draft tokens may be accepted though the target would have chosen others. Not exact; must be asked for by
 name.
 
-*typical*: a draft token is accepted if p(x) >= min(threshold, delta exp(-H(p))), so that
-where the target is undecided anything it finds plausible will do. *threshold*: a draft token is accepted if
-p(x) >= threshold. The longest accepted path is kept; the token after it is drawn by the law.
+*typical*: a draft token is accepted if p(x) >= min(threshold, delta exp(-H(p))): the higher the target's entropy, the
+lower the bound. *threshold*: a draft token is accepted if p(x) >= threshold. The longest accepted path is kept; the
+law draws the token after it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ def lossy(processed: Tensor, rows: TreeRows, draw: Draw) -> list[Result]:
     log_p = processed.float().log_softmax(-1)
     token = torch.from_numpy(rows.token).clamp(min=0)
     p = log_p[torch.from_numpy(rows.parent)].gather(1, token[:, None])[:, 0].exp().numpy()
-    stands = (p >= _bound(log_p, rows)[rows.parent]) & (p > 0)  # what is ruled out never stands
+    stands = (p >= _bound(log_p, rows)[rows.parent]) & (p > 0)  # a token that is ruled out is never accepted
     return follow(stands | (chosen[rows.parent] == rows.token), chosen, rows)
 
 
 def _bound(log_p: Tensor, rows: TreeRows) -> np.ndarray:
-    """[R] the least probability a child of this row must have."""
+    """[R] minimum probability of an accepted child of each row."""
     asked = [s.request.params.speculation for s in rows.sequences]
     threshold = rows.spread([a.threshold for a in asked], np.float64)
     delta = rows.spread([a.delta for a in asked], np.float64)

@@ -1,11 +1,11 @@
-"""The randomness of the law: Gumbel noise G(seed, position, token), the same wherever it is asked for.
+"""The randomness of the law: Gumbel noise G(seed, position, token), the same on every device.
 
 A counter-based generator (Philox 4x32, ten rounds) keyed by the request's seed; the counter is the absolute
-position and the token's group of four, and the four words it yields serve those four tokens. Nothing is
-carried from call to call, so noise can be drawn for any token of any position in any order.
+position and the token's group of four, and its four output words serve those four tokens. The generator has no
+state, so noise can be computed for any token of any position in any order.
 
 The law uses stream LAW. Rejection needs independent randomness for its drafts, its acceptances and its
-residuals, fresh in every step: other streams, with the step in the counter.
+residuals, new in every step: it uses other streams, with the step in the counter.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def gumbel_at(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
 
 
 def uniforms(seeds: Tensor, positions: Tensor, stream: int, steps: Tensor) -> Tensor:
-    """One number in (0, 1) a row, float64."""
+    """One number in (0, 1) per row, float64."""
     words = _words(seeds, positions, torch.zeros_like(seeds)[:, None], stream, steps)
     return (words[0][:, 0].double() + 0.5) * 2.0**-32
 
@@ -83,7 +83,7 @@ def draw(logits: Tensor, sampled: Tensor, seeds: Tensor, positions: Tensor) -> T
     """The argmax of every row, with noise where `sampled`: [R, vocab], [R] bool, [R], [R] -> tokens int64
     [R].
 
-    Kernels with the same signature may take its place; this is what they must equal.
+    Kernels with the same signature may replace it and must equal it.
     """
     at = sampled.nonzero()[:, 0]
     if len(at):
@@ -99,7 +99,7 @@ def draw_in_turn(
     positions: Tensor,
     most: int,
 ) -> Tensor:
-    """What `one`, a draw, says of every row, then what it would say if that were banned, and so on: [R, most]."""
+    """[R, most] the token that the draw `one` chooses at every row, then its choice without that token, and so on."""
     left, drawn = logits.clone(), []
     for _ in range(most):
         drawn.append(one(left, sampled, seeds, positions))

@@ -3,8 +3,8 @@
 Order: penalties, bias, bans (grammar, bad words, end ids before the minimum length), temperature, top-k,
 top-p, min-p. At a node of a draft, the tokens of its path count as output already written.
 
-Every reduction here works row by row, so a row's result does not depend on the rows beside it. (torch.sum
-would: it splits a lone row over threads.)
+Every reduction here works row by row, so a row's result does not depend on the rows beside it. torch.sum would depend
+on them: it splits a single row over threads.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from outrider.verify.rows import LogitRows, to_device, to_device_together
 
 
 def process(logits: Tensor, rows: LogitRows, filter_logits: Filter = filter_logits) -> Tensor:
-    """[R, vocab] float32 -> the same, processed. The input is left as it is."""
+    """Processes logits [R, vocab] float32 into a new tensor."""
     params = [s.request.params for s in rows.sequences]
     edited = [i for i, s in enumerate(rows.sequences) if s.request.edits_logits]
     sampled = any(p.temperature > 0 for p in params)
@@ -34,7 +34,7 @@ def process(logits: Tensor, rows: LogitRows, filter_logits: Filter = filter_logi
     for index in edited:
         _edit(logits, rows, index)
     if sampled:
-        logits = logits / rows.keys(logits.device).heat[:, None]
+        logits = logits / rows.keys(logits.device).temperature[:, None]
         _filter(logits, rows, filter_logits)
     return logits
 
@@ -72,8 +72,9 @@ def _penalise(mine: Tensor, sequence: Sequence, paths: list[list[int]]) -> None:
 
 
 def penalise(logits: Tensor, counts: Tensor, prompt: Tensor, penalties: Tensor) -> Tensor:
-    """[R, vocab] float32: how often each token was emitted before a row, which the prompt has, and the penalties for
-    repetition, frequency and presence [..., 3]. As tensors: a GPU divides by a number otherwise than by a tensor.
+    """Applies penalties to logits [R, vocab] float32, given how often each token was emitted before a row, which tokens
+    the prompt has, and the penalties for repetition, frequency and presence [..., 3]. All are tensors, because a GPU
+    divides by a scalar with other rounding than by a tensor.
     """
     repetition, frequency, presence = penalties[..., None].unbind(-2)
     seen = counts > 0
@@ -83,11 +84,11 @@ def penalise(logits: Tensor, counts: Tensor, prompt: Tensor, penalties: Tensor) 
 
 
 def _ban(mine: Tensor, sequence: Sequence, paths: list[list[int]]) -> None:
-    """Rule out what may not come next, at all rows in one copy: they may be on a GPU."""
+    """Sets forbidden tokens to -inf at all rows, with one copy to the device."""
     vocab = mine.shape[1]
-    allowed = np.full((len(paths), -(-vocab // 8)), 255, np.uint8)  # a bit a token
+    allowed = np.full((len(paths), -(-vocab // 8)), 255, np.uint8)  # one bit per token
     for row, path in zip(allowed, paths, strict=True):
-        if not sequence.request.stop_ids.intersection(path):  # past an end id nothing is ever emitted
+        if not sequence.request.stop_ids.intersection(path):  # no token is emitted after an end id
             _allow(row, vocab, sequence, path)
     if (allowed == 255).all():
         return
@@ -99,8 +100,8 @@ def _ban(mine: Tensor, sequence: Sequence, paths: list[list[int]]) -> None:
 
 
 def _allow(row: NDArray[np.uint8], vocab: int, sequence: Sequence, path: list[int]) -> None:
-    """Leave a bit set for each token that may come after a path: what the grammar allows, without words to avoid, and
-    without end ids too early.
+    """Leaves the bits set of tokens that may follow a path: those the grammar allows, less bad words, and less end ids
+    before the minimum length.
     """
     request = sequence.request
     if sequence.grammar is not None and (bits := sequence.grammar.bits(path)) is not None:
@@ -115,7 +116,7 @@ def _allow(row: NDArray[np.uint8], vocab: int, sequence: Sequence, path: list[in
         for end in request.stop_ids:
             _unset(row, end)
         if not np.unpackbits(row, count=vocab, bitorder="little").any():
-            row[:] = kept  # a grammar that is complete leaves nothing but the end
+            row[:] = kept  # after a complete grammar only an end id may follow
 
 
 def _unset(row: NDArray[np.uint8], token: int) -> None:
@@ -123,7 +124,7 @@ def _unset(row: NDArray[np.uint8], token: int) -> None:
 
 
 def unset_bits(bits: Tensor, count: int) -> Tensor:
-    """[R, bytes] -> [R, count], where they are: a GPU is sent an eighth of it."""
+    """Unpacks bits [R, bytes] -> [R, count] on their device, so that the copy to a GPU is an eighth as large."""
     return ((bits[:, :, None] & _powers(bits.device)) == 0).flatten(1)[:, :count]
 
 

@@ -6,19 +6,19 @@ Notation: p the target's distribution at a node, q the one its child x was drawn
 branch carries min(p, q), the rejected mass is the sum of (p - q)+, and the residual refills exactly that:
 together p.
 
-*Several children, drawn without replacement.* Try them in the order they were drawn. After a rejection the
-target is what is left, r <- norm((r - q)+), and the next child was drawn from q without the tokens already
-tried. Each test is the one-child argument with r in place of p, so what is emitted is p. A child that was
-not drawn at random (q unknown) counts as drawn from a point mass: accepted with r(x), otherwise struck out.
-That is exact however it was chosen.
+*Several children, drawn without replacement.* They are tried in the order they were drawn. After a rejection the
+target becomes the residual, r <- norm((r - q)+), and the next child was drawn from q without the tokens already
+tried. Each test is the one-child argument with r in place of p, so the emitted token follows p. A child that was
+not drawn at random (q unknown) counts as drawn from a point mass: it is accepted with probability r(x), and its
+token is excluded otherwise. This is exact for any choice of the child.
 
 *A chain as a block.* With w_0 = 1 and w_i = min(1, w_{i-1} p(x_i)/q(x_i)), prefix i survives on its own
 with h_i = s_i / (s_i + 1 - w_i), s_i = sum (w_i p - q)+ after x_1..x_i, and h_n = w_n; the longest
-surviving prefix is kept and the next token drawn from norm((w p - q)+). Never accepts less than token by
-token.
+surviving prefix is kept and the next token drawn from norm((w p - q)+). It never accepts fewer tokens than
+verification token by token.
 
-The draft's draws, the acceptances and the residuals use three independent streams, and every step draws
-anew: sharing any of them is a bias, and a test in the suite shows that it is caught.
+The draft's draws, the acceptances and the residuals use three independent streams, new in every step. Sharing
+any of them would bias the result; a test checks that this is noticed.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _is_block(rows: TreeRows, index: int) -> bool:
 
 
 def _coins(rows: TreeRows) -> Tensor:
-    """[R] the uniform that decides about a row's node, keyed by the node's number so that siblings differ."""
+    """[R] the uniform for accepting each row's node, keyed by the node's number so that siblings differ."""
     seeds = torch.from_numpy(rows.spread([s.seed for s in rows.sequences], np.int64))
     steps = torch.from_numpy(rows.spread([s.steps for s in rows.sequences], np.int64))
     known = rows.spread([len(s.tokens) for s in rows.sequences], np.int64)
@@ -78,7 +78,7 @@ def _emit(residual: Tensor, rows: TreeRows, group: list[int], last: np.ndarray) 
 
 
 def _drawn_from(rows: TreeRows, like: Tensor) -> Tensor:
-    """[R, vocab] what each row's node was drawn from; a point mass where nobody said, nothing at a root."""
+    """[R, vocab] the distribution each row's node was drawn from; a point mass if it is unknown, zeros at a root."""
     q = torch.zeros_like(like)
     known = rows.spread([draft.log_q is not None for draft in rows.drafts], bool)
     log_q = [draft.log_q for draft in rows.drafts if draft.log_q is not None]
@@ -98,10 +98,10 @@ def _one_by_one(
     starts = rows.starts[group]
     sizes = np.array([len(rows.drafts[i]) for i in group])
     here = starts.copy()
-    left = p[here]  # the target, less what rejected children have used up
+    left = p[here]  # the target less the mass of rejected children
     tried = torch.zeros_like(left, dtype=torch.bool)
     for node in range(int(sizes.max(initial=0))):
-        # Past its end a draft repeats its last node, and is not live.
+        # Beyond its end a draft repeats its last node, which is not live.
         at = starts + np.minimum(node + 1, sizes)
         live = torch.from_numpy((node < sizes) & (rows.parent[at] == here))
         if not bool(live.any()):

@@ -1,7 +1,7 @@
-"""Where each row of logits belongs: which sequence, which node of its draft, at which position.
+"""The layout of rows of logits: which sequence, which node of its draft, at which position.
 
-A sequence's rows are its root (the last known token) and then its draft's nodes in order. Everything is a
-flat numpy array over the rows of all sequences, so that what follows has no loop over positions.
+A sequence's rows are its root (the last known token) and then its draft's nodes in order. All fields are flat numpy
+arrays over the rows of all sequences, so that verification has no loop over positions.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from outrider.types import Draft, Sequence
 
 Ints = NDArray[np.int64]
 
-MIN_TEMPERATURE = 1e-5  # below this logits would overflow; the likeliest token is chosen long before
-ALIGNED = 16  # bytes: whatever its type, a tensor may begin there
+MIN_TEMPERATURE = 1e-5  # below this, logits divided by the temperature would overflow
+ALIGNED = 16  # bytes: alignment that fits every dtype
 
 
 class Tree(Protocol):
@@ -34,9 +34,9 @@ class Tree(Protocol):
 
 
 class Keys(NamedTuple):
-    """Of every row, where its logits are."""
+    """The law's inputs for every row, on the device of the logits."""
 
-    heat: Tensor  # what logits are divided by; 1 where nothing is sampled
+    temperature: Tensor  # divisor of the logits; 1 for greedy rows
     sampled: Tensor
     seeds: Tensor
     positions: Tensor
@@ -60,16 +60,16 @@ class LogitRows:
         return known[self.owner] + self.depth
 
     def spread(self, values: Seq[float] | Seq[int], dtype: type) -> NDArray:
-        """One value a sequence -> one value a row."""
+        """One value per sequence -> one value per row."""
         return np.array(values, dtype)[self.owner]
 
     def keys(self, device: torch.device) -> Keys:
-        """What the law goes by, on a device; sent once."""
-        if self.sent is None or self.sent.heat.device != device:
+        """The law's inputs on a device; copied there once."""
+        if self.sent is None or self.sent.temperature.device != device:
             temperatures = [s.request.params.temperature for s in self.sequences]
-            heat = [clamp_temperature(one) or 1.0 for one in temperatures]
+            divisors = [clamp_temperature(one) or 1.0 for one in temperatures]
             made = (
-                self.spread(heat, np.float32),
+                self.spread(divisors, np.float32),
                 self.spread([one > 0 for one in temperatures], bool),
                 self.spread([s.seed for s in self.sequences], np.int64),
                 self.position,
@@ -78,7 +78,7 @@ class LogitRows:
         return self.sent
 
     def path(self, row: int) -> list[int]:
-        """The draft tokens that lead to a row's node."""
+        """The draft tokens on the path to a row's node."""
         draft = self.drafts[self.owner[row]]
         return [draft.tokens[i] for i in draft.path(int(self.node[row]))]
 
@@ -111,24 +111,24 @@ def lay_out(sequences: Seq[Sequence], drafts: Seq[Draft]) -> TreeRows:
         np.fromiter(chain.from_iterable(d.parents for d in drafts), np.int64) + starts[owner[drafted]] + 1
     )
     depth, above = drafted.astype(np.int64), parent
-    while (further := drafted[above]).any():  # as often as the deepest draft is deep
+    while (further := drafted[above]).any():  # one iteration per level of the deepest draft
         depth += further
         above = parent[above]
     return TreeRows(sequences, drafts, owner, node, depth, starts, token, parent)
 
 
 def clamp_temperature(temperature: float) -> float:
-    """What logits are divided by where a temperature above 0 is asked for."""
+    """The divisor of the logits for a temperature; 0 for greedy."""
     return max(temperature, MIN_TEMPERATURE) if temperature else 0.0
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """A copy on the device that the host does not wait for, as it would for one from pageable memory."""
+    """Copies to the device without waiting. A copy from pageable memory would wait."""
     return (values.pin_memory() if device.type == "cuda" else values).to(device, non_blocking=True)
 
 
 class Fetched:
-    """Numbers that a device is asked for. The host waits for them when it reads them, not before."""
+    """Numbers on their way from a device. The host waits only when it reads them."""
 
     def __init__(self, there: Tensor) -> None:
         self._here, self._ready = there, None
@@ -145,12 +145,12 @@ class Fetched:
 
 
 def put(column: Tensor, row: int, value: float) -> None:
-    """Write a number to a row. Assigning it would copy it from the host, and wait for the step in flight."""
+    """Writes a number to a row. Plain assignment would copy from the host and wait for the step in flight."""
     column[row].fill_(value)
 
 
 def to_device_together(values: Seq[NDArray], device: torch.device) -> list[Tensor]:
-    """The same of several, in one copy: for a GPU each takes the host as long as all of them together."""
+    """Copies several arrays in one transfer: for a GPU each transfer costs the host about the same."""
     if device.type != "cuda":
         return [torch.from_numpy(one) for one in values]
     ends = np.cumsum([-(-one.nbytes // ALIGNED) * ALIGNED for one in values]).tolist()

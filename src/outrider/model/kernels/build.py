@@ -26,7 +26,7 @@ FLAGS = [
     "-march=native",
     "-ffp-contract=fast",
     "-fno-math-errno",
-    "-fno-schedule-insns",  # before registers are given out: it spills what the C keeps in them
+    "-fno-schedule-insns",  # scheduling before register allocation spills the accumulators (log/073)
     "-fopenmp-simd",  # for what may be added in any order; threads are team.c's own
     "-pthread",
     "-fPIC",
@@ -44,13 +44,13 @@ def compiler() -> str:
 
 
 def built(folder: Path) -> bool:
-    """Whether the library for this machine is there already."""
+    """Whether the library for this machine exists."""
     return (folder / f"cpu-{_key()}.so").exists()
 
 
 @cache
 def library(folder: Path) -> ctypes.CDLL:
-    """The built kernels, compiled on first use (about two seconds) and loaded from `folder` ever after."""
+    """The kernels, compiled on first use (about two seconds) and then loaded from `folder`."""
     path = folder / f"cpu-{_key()}.so"
     if path.exists():
         with contextlib.suppress(OSError):  # damaged: built again below
@@ -95,7 +95,9 @@ def _compile(path: Path) -> None:
         if done.returncode:
             raise KernelUnavailable(f"{' '.join(command)} failed: {done.stderr.strip()[-800:]}; {WAY_OUT}")
         with open(unfinished, "rb+") as file:
-            os.fsync(file.fileno())  # a library cut short by a power loss would crash whoever loads it
+            os.fsync(
+                file.fileno()
+            )  # a library truncated by a power loss would crash the process that loads it
         os.replace(unfinished, path)  # atomic: two processes may build at once
     except (OSError, subprocess.TimeoutExpired) as error:
         raise KernelUnavailable(f"building the kernels failed: {error}; {WAY_OUT}") from None

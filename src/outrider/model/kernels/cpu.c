@@ -192,7 +192,7 @@ typedef struct {
     int half;
 } Panel;
 
-/* Room for so many panels in float32, where rows would widen them several times; else, or where there is none, null.
+/* Memory for this many panels in float32, if rows would widen them several times; null if not, or if there is none.
  * On the heap: a panel of a large model is more than a thread's stack has on some systems. */
 static float *room_for(int panels, Matrix w, int K, int rows) {
     return w.half && rows > MOST ? malloc((size_t)panels * K * PANEL * sizeof(float)) : 0;
@@ -217,7 +217,7 @@ static inline void multiply(Panel w, int rows, int m, const float *x, int K, flo
 
 static inline int least(int a, int b) { return a < b ? a : b; }
 
-/* Rows to take next of so many: as few times as can be, about as many each time. */
+/* Rows of the next block: as few blocks as possible, of about equal size. */
 static inline int next_rows(int left) {
     int times = (left + MOST - 1) / MOST;
     return (left + times - 1) / times;
@@ -402,7 +402,7 @@ typedef void Attend(const float *, const int32_t *, int, const float *, const fl
                     size_t, float *);
 static Attend *const ATTEND[GROUP + 1] = {0, attend_1, attend_2, attend_3, attend_4};
 
-/* What row r sees: a stretch of its sequence's table, then the entries its ancestor bits name. A window narrower
+/* What row r sees: a range of its sequence's table, then the entries its ancestor bits name. A window narrower
  * than the row's depth in the tree begins inside the tree: its oldest ancestors are out of sight. */
 static int visible(const Rows *b, int r, int window, int32_t *scratch, const int32_t **slots) {
     const int32_t *table = b->table + (size_t)b->table_rows[r] * b->table_stride;

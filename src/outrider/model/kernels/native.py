@@ -89,7 +89,7 @@ class NativeKernels:
         folder: Path,
         bfloat16: bool = False,
     ) -> None:
-        """With `bfloat16` matrices are rounded to it: half the memory, and half the time where reading it is all."""
+        """`bfloat16` rounds matrices: half the memory, and less time for one row, which is bound by reading."""
         if config.head_dim % LANES_MAX:
             raise KernelUnavailable(f"head size {config.head_dim} is not a multiple of {LANES_MAX}")
         self.config, self.threads, self.folder = config, threads, folder
@@ -132,7 +132,7 @@ class NativeKernels:
     def _pack(self, weight: Tensor) -> Tensor:
         outputs, inputs = weight.shape
         weight = (weight.bfloat16() if self.bfloat16 else weight).float().contiguous()
-        half = self.bfloat16 and inputs % 2 == 0  # else there is one without a neighbour
+        half = self.bfloat16 and inputs % 2 == 0  # bfloat16 weights are stored in pairs
         words, kind = (inputs // 2, torch.int32) if half else (inputs, torch.float32)
         packed = torch.empty(-(-outputs // PANEL), words, PANEL, dtype=kind)
         self.lib.outrider_pack(_ptr(weight), outputs, inputs, half, self.threads, _ptr(packed))
@@ -222,7 +222,7 @@ class NativeKernels:
         )  # fmt: skip
 
     def _rows(self, batch: Batch) -> _Rows:
-        """The batch's pointers, made once a pass rather than once a layer."""
+        """The batch's pointers, made once per pass, not once per layer."""
         if self._bound is None or self._bound[0] is not batch:
             names = ("positions", "slots", "table_rows", "prefix", "ancestors", "table")
             pointers: dict[str, Any] = {name: getattr(batch, name).data_ptr() for name in names}
@@ -230,7 +230,7 @@ class NativeKernels:
         return self._bound[1]
 
     def _reserve(self, rows: int) -> None:
-        """Scratch for the widest pass so far; grown, never shrunk, never allocated on the hot path again."""
+        """Scratch memory for the widest pass so far; it grows and never shrinks."""
         if rows <= self._capacity:
             return
         c = self.config
@@ -253,7 +253,7 @@ def _ptr(tensor: Tensor) -> c_void_p:
 
 
 def read_bandwidth(threads: int, folder: Path, megabytes: int = 512) -> float:
-    """Bytes a second this machine reads from memory with `threads` threads: the limit of plain decoding."""
+    """Bytes per second that this machine reads from memory with `threads` threads: the limit of plain decoding."""
     import time
 
     lib = library(folder)

@@ -1,4 +1,4 @@
-"""The kernels in plain torch: what native.py must equal, and what runs where there is no compiler.
+"""The kernels in plain torch: the reference for native.py, and the fallback without a compiler.
 
 Every function works on one row at a time where torch's own result would depend on how many rows there are
 (its matmul picks another kernel for one row than for two), so identity holds here too; slow for prompts.
@@ -106,7 +106,7 @@ class ReferenceKernels:
 
 
 def visible_slots(batch: Batch, row: int, window: int) -> Tensor:
-    """The slots a row sees, oldest first: a stretch of its table, then its ancestors in the tree.
+    """The slots a row sees, oldest first: a range of its table, then its ancestors in the tree.
 
     A window narrower than the row's depth in the tree begins inside the tree.
     """

@@ -1,14 +1,14 @@
-/* Threads that share out work, and give their cores back when there is none or when a core is wanted elsewhere.
+/* A pool of threads that share the units of a task, and sleep when there is no work or when a core is busy elsewhere.
  *
- * A task is over when its units are done, not when every thread has come by: a thread that the system has put aside
- * holds up the others only by the few units in its hands. Three rules keep a busy machine from stopping everyone:
+ * A task ends when its units are done, not when every thread has arrived: a descheduled thread delays the others only
+ * by the few units it holds. Three rules keep a busy machine from stopping all threads:
  *
- *   - units are claimed in small pieces, first those of one's own stretch (the same memory every time), then others';
- *   - whoever waits spins for a short while and then sleeps, so that the one it waits for can have its core;
- *   - a helper that was late is left out for a while before it is tried again: its core is somebody else's.
+ *   - units are claimed in small pieces, first those of the thread's own range (the same memory every time);
+ *   - a waiting thread spins for a short while and then sleeps, so that the thread it waits for can use its core;
+ *   - a helper that was late is left out for a while, because another program uses its core.
  *
- * The caller publishes a task by its epoch, even when the task can be read, odd while it is written. A stretch's cursor
- * holds the epoch it belongs to and the next unit; one of an older epoch stands for an untouched stretch. A claim is a
+ * The caller publishes a task by its epoch, even when the task can be read, odd while it is written. A range's cursor
+ * holds the epoch it belongs to and the next unit; one of an older epoch stands for an untouched range. A claim is a
  * compare-and-swap of the cursor. It can succeed only while units of that epoch are undone, and until they are done the
  * caller neither returns nor publishes anything else: what a claim refers to is alive.
  *
@@ -27,7 +27,7 @@
 #define SHORTEST_REST 5000000  /* ns that a helper is left out after it was late; four times that after the next, */
 #define LONGEST_REST 640000000 /* up to this: a try beside a busy core costs a slice of the scheduler, some ms; */
 #define FORGIVEN 20000000      /* the shortest again when it was not late for so long */
-#define PIECES 4               /* a claim is this fraction of what is left of a stretch */
+#define PIECES 4               /* a claim is this fraction of what is left of a range */
 #define LOOKS 32               /* between two readings of the clock */
 #define UNIT_BITS 20           /* leaves 44 for the epoch: years of tasks before it could be taken for an older one */
 
@@ -88,44 +88,44 @@ static void wake(_Atomic uint32_t *word) { syscall(SYS_futex, word, FUTEX_WAKE_P
 
 static void renew_beds(void) {}
 #else
-static pthread_mutex_t door = PTHREAD_MUTEX_INITIALIZER;
+static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t bell = PTHREAD_COND_INITIALIZER;
 
 static void sleep_on(_Atomic uint32_t *word, uint32_t seen) {
-    pthread_mutex_lock(&door);
-    if (atomic_load(word) == seen) pthread_cond_wait(&bell, &door);
-    pthread_mutex_unlock(&door);
+    pthread_mutex_lock(&mutex);
+    if (atomic_load(word) == seen) pthread_cond_wait(&bell, &mutex);
+    pthread_mutex_unlock(&mutex);
 }
 
 static void wake(_Atomic uint32_t *word) {
     (void)word;
-    pthread_mutex_lock(&door);
+    pthread_mutex_lock(&mutex);
     pthread_cond_broadcast(&bell);
-    pthread_mutex_unlock(&door);
+    pthread_mutex_unlock(&mutex);
 }
 
 static void renew_beds(void) {
-    pthread_mutex_init(&door, 0);
+    pthread_mutex_init(&mutex, 0);
     pthread_cond_init(&bell, 0);
 }
 #endif
 
 /* ---- claiming ----------------------------------------------------------------------------------------- */
 
-/* Where a member's stretch of the units begins; the next member's begin is its end. */
+/* Where a member's range of the units begins; the next member's begin is its end. */
 static inline int begin_of(int member, int units, int threads) { return (int)((int64_t)units * member / threads); }
 
-/* Takes some units of a stretch; returns how many, 0 when there are none left of this epoch. */
-static int claim(uint64_t epoch, int stretch, int units, int threads, int *begin) {
-    int first = begin_of(stretch, units, threads), end = begin_of(stretch + 1, units, threads);
-    uint64_t at = atomic_load_explicit(&cursors[stretch].at, memory_order_acquire);
+/* Takes some units of a range; returns how many, 0 when there are none left of this epoch. */
+static int claim(uint64_t epoch, int range, int units, int threads, int *begin) {
+    int first = begin_of(range, units, threads), end = begin_of(range + 1, units, threads);
+    uint64_t at = atomic_load_explicit(&cursors[range].at, memory_order_acquire);
     while (first < end) {
         uint64_t of = at >> UNIT_BITS;
         int next = of == epoch ? (int)(at & ((1 << UNIT_BITS) - 1)) : first;
         if (of > epoch || next >= end) break;
         int count = (end - next + PIECES - 1) / PIECES;
         uint64_t taken = epoch << UNIT_BITS | (uint64_t)(next + count);
-        if (atomic_compare_exchange_weak_explicit(&cursors[stretch].at, &at, taken, memory_order_acq_rel,
+        if (atomic_compare_exchange_weak_explicit(&cursors[range].at, &at, taken, memory_order_acq_rel,
                                                   memory_order_acquire)) {
             *begin = next;
             return count;
@@ -134,12 +134,12 @@ static int claim(uint64_t epoch, int stretch, int units, int threads, int *begin
     return 0;
 }
 
-/* Does what can be claimed, one's own stretch first; returns how many units that were. */
+/* Does what can be claimed, the member's own range first; returns the number of units. */
 static int take_part(uint64_t epoch, int member, int units, int threads, Task *task, void *job) {
     int sum = 0;
     for (int i = 0; i < threads; i++) {
-        int stretch = (member + i) % threads, begin, count;
-        while ((count = claim(epoch, stretch, units, threads, &begin))) {
+        int range = (member + i) % threads, begin, count;
+        while ((count = claim(epoch, range, units, threads, &begin))) {
             task(job, member, begin, begin + count);
             sum += count;
         }
@@ -149,7 +149,7 @@ static int take_part(uint64_t epoch, int member, int units, int threads, Task *t
 
 /* ---- helpers ------------------------------------------------------------------------------------------ */
 
-/* Until a task is for so many threads that this member is one of them: narrower ones do not wake it. */
+/* Waits for a task with enough threads to include this member: smaller tasks do not wake it. */
 static void sleep_until_wider(int member) {
     for (;;) {
         uint32_t wider = atomic_load(&team.wider);

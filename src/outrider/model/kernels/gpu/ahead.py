@@ -1,9 +1,8 @@
-"""Kernels that are compiled before anybody launches them, several at a time.
+"""Compiles kernels ahead of their first launch, several at a time.
 
-While they are collected, a launch launches nothing: its kernel is put on a list, and threads compile what is on it,
-first come first served. Most of their time they spend outside the interpreter, in LLVM, ptxas and the C compiler. A
-launch whose kernel is being compiled waits for that one alone; one whose turn has not come is compiled by who launches
-it.
+While kernels are collected, a launch only puts its kernel on a list. Threads compile the list in order; most of their
+time is spent outside the interpreter, in LLVM, ptxas and the C compiler. A launch whose kernel is being compiled waits
+for that kernel alone. A launch whose kernel is still on the list compiles it itself.
 """
 
 # mypy: disable-error-code="import-untyped, import-not-found"
@@ -28,8 +27,8 @@ from outrider.model.kernels.gpu.recording import THREAD, Recorded
 
 log = logging.getLogger("outrider.kernels")
 
-LEFT_ALONE = 2  # cores: the engine's and one for everything else
-LOOK_SECONDS = 0.5  # between two looks of a thread that is paused whether the interpreter leaves
+LEFT_ALONE = 2  # cores for the engine and for everything else
+LOOK_SECONDS = 0.5  # how often a paused thread checks whether the interpreter exits
 
 Key = tuple[Any, ...]
 
@@ -38,7 +37,7 @@ _collecting: ContextVar[bool] = ContextVar("outrider_collecting", default=False)
 
 @dataclass(frozen=True, slots=True)
 class Like:
-    """In a tensor's place, where nothing is read: what a kernel is compiled for."""
+    """Stands for a tensor while kernels are collected: it has what compilation depends on, and no data."""
 
     dtype: torch.dtype
     pointer: int
@@ -56,7 +55,7 @@ class Job:
 
 
 class CompileAhead:
-    """The list, and the threads that compile what is on it; they end with it."""
+    """The list of kernels, and the threads that compile it and end with it."""
 
     def __init__(self, threads: int | None = None) -> None:
         self.most = threads or max(1, _cores() - LEFT_ALONE)
@@ -68,7 +67,7 @@ class CompileAhead:
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """In this thread, from here on, launches only have their kernels compiled, some time."""
+        """From now on, launches of this thread only put their kernels on the list."""
         self.resume()
         token = _collecting.set(True)
         try:
@@ -77,7 +76,7 @@ class CompileAhead:
             _collecting.reset(token)
 
     def add(self, key: Key, compile_: Callable[[], None]) -> None:
-        """Have something compiled, unless that was asked for before."""
+        """Puts a kernel on the list, unless it was there before."""
         with self._changed:
             if key in self._seen:
                 return
@@ -90,7 +89,7 @@ class CompileAhead:
             self._changed.notify()
 
     def settle(self, key: Key) -> bool:
-        """If that is being compiled, wait until it is, and say so; what is only waiting is left to who asks."""
+        """Waits if the kernel is being compiled. Takes one that is only listed off the list and returns False."""
         with self._changed:
             job = self.jobs.get(key)
             if job is None:
@@ -103,7 +102,7 @@ class CompileAhead:
         return True
 
     def pause(self) -> None:
-        """Begin nothing new: somebody is answered, who would feel it."""
+        """Starts no further compilation: it would slow down running requests."""
         self._paused = True
 
     def resume(self) -> None:
@@ -113,7 +112,7 @@ class CompileAhead:
                 self._changed.notify_all()
 
     def drop(self) -> None:
-        """Forget what is waiting. Whoever launches it compiles it."""
+        """Clears the list. Kernels that were on it are compiled at their launch."""
         with self._changed:
             for job in self._waiting:
                 del self.jobs[job.key]
@@ -126,14 +125,14 @@ class CompileAhead:
         while (job := self._next()) is not None:
             try:
                 job.compile()
-            except Exception as error:  # whoever launches it meets the same, and says so
+            except Exception as error:  # the launch raises the same error and reports it
                 log.debug("compiling ahead failed: %r", error)
             with self._changed:
                 del self.jobs[job.key]
             job.done.set()
 
     def _next(self) -> Job | None:
-        """The first that waits. None: there is nothing more to do, or nobody to do it for."""
+        """The first kernel on the list. None: the list is empty, or the interpreter exits."""
         with self._changed:
             while self._waiting and self._paused and threading.main_thread().is_alive():
                 self._changed.wait(LOOK_SECONDS)
@@ -146,7 +145,7 @@ class CompileAhead:
 
 
 class Kernel:
-    """A kernel that is launched as Triton's are: `kernel[grid](...)`."""
+    """A kernel with Triton's launch syntax: `kernel[grid](...)`."""
 
     def __init__(self, jit: Any) -> None:
         self.jit, self.__name__, self.__doc__ = jit, jit.__name__, jit.__doc__
@@ -180,9 +179,7 @@ class Kernel:
         AHEAD.add(self._key(given, options), compile_)
 
     def _key(self, given: tuple[Any, ...], options: dict[str, Any]) -> Key:
-        """What decides which kernel it is: of tensors the type and whether they are aligned, of numbers whether they
-        are one or can be divided by 16.
-        """
+        """The key of a specialised kernel: dtypes, alignment, and whether numbers are 1 or divisible by 16."""
         kinds = [_kind(one, param) for one, param in zip(given, self.jit.params, strict=False)]
         return self.__name__, *kinds, *options.items()
 
@@ -195,7 +192,7 @@ def kernel(function: Any = None, **how: Any) -> Any:
 
 
 def is_collecting() -> bool:
-    """Whether what kernels would write stays as it was."""
+    """Whether kernels are collected, so that their outputs stay unwritten."""
     return _collecting.get()
 
 

@@ -9,8 +9,8 @@ What differs between rows of a draft tree is which draft tokens they see. Blocks
 tokens are shared: one program loads them for up to 64 / group rows and all their heads. The blocks from the one
 with the first draft token on (two at most) are gathered for each node by its path, in programs of their own.
 
-Where every row is the only one of its text, a program turns its queries and the row's own key itself, from what the
-matmul left: it loads known keys before that is there, and one launch less stands in between. As in rows.py, to the bit.
+If every row is the only one of its text, the program rotates its queries and the row's own key itself. It loads known
+keys before the matmul's output is ready, and saves one launch. The result equals rows.py's to the bit.
 
 Programs are 16, 32 or 64 query rows tall. Hopper's tensor core gives the same bits whichever of its two kinds of
 instruction that means (measured), and every sum over keys is left to it.
@@ -41,7 +41,7 @@ TAILS = 2  # blocks that a draft of 63 nodes can touch
 # Loads of slots, keys and values on their way: of these, keys get two buffers, of four one.
 STAGES = {16: 6, 32: 4, 64: 4}
 WIDE_STAGES = {16: 3, 32: 2, 64: 3}  # for heads of more than 64
-SPANS = (1, 8)  # what a program reads: one split, or those that begin in so many blocks
+SPANS = (1, 8)  # what a program reads: one split, or the splits that begin in this many blocks
 # Programs that turn by themselves: what it takes of registers leaves room for no more at a time.
 TURNING = 320
 MANY = 512  # programs without splitting at which it is many
@@ -76,7 +76,7 @@ def split_count(context: int) -> int:
 
 
 def split_end(splits: int) -> int:
-    """Where the last of so many splits ends."""
+    """Where the last of `splits` splits ends."""
     return split_starts(LENGTHS[-1][1] * splits + 1)[splits]
 
 
@@ -175,8 +175,8 @@ def _own_blocks(
 
 @triton.jit
 def _load_state(sums, stats, at, d, there, DIM: tl.constexpr):
-    """What a split left behind, or nothing. `there` is a number: one truth for a whole block is not spread by the
-    interpreter of every release of Triton."""
+    """The partial result of a split, or nothing. `there` is a number, because some releases of Triton's interpreter do
+    not broadcast a scalar bool."""
     valid = at * 0 < there
     m = tl.load(stats + at * 2, mask=valid, other=float("-inf"))
     w = tl.load(stats + at * 2 + 1, mask=valid, other=0.0)
@@ -233,8 +233,8 @@ def _attend_kernel(
     NODES: tl.constexpr, SPAN: tl.constexpr, WINDOW: tl.constexpr, WHOLE: tl.constexpr, TAIL: tl.constexpr,
     FRESH: tl.constexpr, PARTS: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
-    """The first shared * parts programs: one item's rows over one split, or over those that begin in one stretch of
-    `SPAN` blocks, or over everything. Those after them: one row's own blocks.
+    """The first shared * parts programs: one item's rows over one split, over the splits that begin in one range of
+    `SPAN` blocks, or over everything. The programs after them: one row's own blocks.
     """
     let_next_start(CHAIN)
     kv = tl.program_id(1)
@@ -251,7 +251,7 @@ def _attend_kernel(
     count = tl.load(items + 3 * item + 1)
     highest = tl.load(items + 3 * item + 2)
     if WHOLE:  # noqa: SIM102 - decided when compiling
-        if count == 0:  # room for a text that is not there
+        if count == 0:  # capacity for a text that is not there
             return
     begin = 0
     stop = highest
@@ -427,7 +427,7 @@ def _read_kernel(
 
 @dataclass(slots=True)
 class AttentionPlan:
-    """How a batch's rows are read: made once a pass, used by every layer.
+    """The attention plan of a batch: made once per pass, used by every layer.
 
     `items` are first row, count and shared entries; rows of one item belong to one sequence. `tree`: some row is
     a draft token.
@@ -446,13 +446,13 @@ class AttentionPlan:
 
 @dataclass(frozen=True, slots=True)
 class JointPlan:
-    """Of resident rows and staged ones after them: the parts of a batch, each read as if it were alone."""
+    """The plans of resident rows and of the staged rows after them; each part is read as if it were alone."""
 
     parts: tuple[tuple[Batch, AttentionPlan], ...]
 
 
 def tile_for(longest: int, padded: int) -> int:
-    """The lowest program that holds the longest run of rows of one text, or the highest for any rows."""
+    """The smallest program that holds the longest run of rows of one text, or the largest for any rows."""
     return next((t for t in TILES if t >= longest * padded), TILES[-1])
 
 
@@ -460,7 +460,7 @@ PLANNED_BY = ("positions", "table_rows", "prefix", "ancestors")  # of a batch's 
 
 
 def longest_run(batch: Batch) -> int:
-    """Rows of the sequence with the most of them, of a batch on the host."""
+    """The largest number of rows of one sequence, in a batch on the host."""
     _, counts = torch.unique_consecutive(batch.table_rows, return_counts=True)
     return int(counts.max())
 
@@ -468,7 +468,7 @@ def longest_run(batch: Batch) -> int:
 def plan_attention(
     batch: Batch, heads: int, kv_heads: int, dim: int, there: Batch | None = None
 ) -> AttentionPlan:
-    """The reading of a batch: `there` is its twin on the device, if it lies on the host itself; else the host waits."""
+    """The plan of a batch. `there` is its copy on the device; without it the host waits for the device."""
     there = there or batch
     host = replace(batch, **{name: getattr(batch, name).cpu() for name in PLANNED_BY})
     padded = padded_group(heads, kv_heads)
@@ -494,8 +494,8 @@ def make_attention_plan(
     single: bool = False,
     busy: int = 0,
 ) -> AttentionPlan:
-    """Buffers for `rows` rows of sequences of up to `splits` splits; shape is heads, kv_heads, dim. So many items are
-    `busy` as a rule, where some may be empty.
+    """Buffers for `rows` rows of sequences of up to `splits` splits; shape is heads, kv_heads, dim. `busy` is the usual
+    number of non-empty items.
     """
     heads, kv_heads, dim = shape
     enough = ENOUGH // 2 if tile > TILES[0] or splits <= SHORT else ENOUGH
@@ -529,7 +529,7 @@ def plan_staged(part: StagedPart, shape: tuple[int, int, int], context: int) -> 
 
 
 def share_entries(batch: Batch, attention: AttentionPlan) -> None:
-    """Fill in, on the device, what each item's rows share, and the paths of those that branch. Rows of an item are at
+    """Computes, on the device, what each item's rows share, and the paths of rows that branch. Rows of an item are at
     rising positions, or of one tree with its root first.
     """
     _read(batch, attention.paths, attention.items, attention.tree)
@@ -581,7 +581,7 @@ def attend_parts(
     attention: AttentionPlan | JointPlan,
     out: Tensor,
 ) -> None:
-    """As `attend`, of each part of a batch that has several."""
+    """As `attend`, for each part of a batch."""
     parts = attention.parts if isinstance(attention, JointPlan) else ((batch, attention),)
     at = 0
     for part, plan in parts:
@@ -649,7 +649,7 @@ def _stages(tile: int, dim: int) -> int:
 
 
 def _at_once(attention: AttentionPlan, dim: int) -> int:
-    """Splits whose loads are on their way together when they are folded."""
+    """Number of splits whose loads are in flight together during folding."""
     if INTERPRETED:
         return 2
     return 8 if attention.tree else 24 if attention.splits > 16 and dim <= 128 else 16
@@ -669,7 +669,7 @@ def attend_twin(
     attention: AttentionPlan | None,
     out: Tensor,
 ) -> None:
-    """Row by row in float32: what types.Batch says, with nothing shared."""
+    """The twin: row by row in float32, with nothing shared."""
     rows, heads, dim = q.shape
     kv_heads = keys.shape[1]
     for r in range(rows):

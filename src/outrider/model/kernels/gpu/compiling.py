@@ -1,4 +1,4 @@
-"""What Triton compiles for this process. Kernels that are on disk, for this version and this GPU, do not count."""
+"""Counts the kernels that Triton compiles in this process. Kernels already on disk do not count."""
 
 # mypy: disable-error-code="import-untyped, import-not-found"
 
@@ -24,9 +24,7 @@ class Compiled:
 
 
 def watch_compiling(begun: Callable[[], None] = lambda: None) -> None:
-    """Count from now on. `begun` is called when the first kernel had to be compiled: others will follow, some seconds
-    of them.
-    """
+    """Starts counting. Calls `begun` when the first kernel has to be compiled: others will follow."""
 
     def received(*, times: Any, cache_hit: bool, **_: Any) -> None:
         if cache_hit:

@@ -1,8 +1,8 @@
 """The law of sampling over the vocabulary: argmax of logits plus Gumbel noise. Twin: verify/noise.py's draw.
 
-The noise has the same random bits as there, word for word; only the rounding of the logarithms may differ in
-the last place. Ties go to the lowest id. What comes in is processed already; in a captured step, where
-temperatures and seeds lie by who a row belongs to, dividing by the temperature may be left to the kernel.
+The noise has the same random bits as the twin's; only the rounding of the logarithms may differ in the last place. Ties
+go to the lowest id. The logits are processed already. In a captured step, where temperatures and seeds are indexed by
+owner, the kernel may divide by the temperature itself.
 """
 
 # mypy: disable-error-code="no-untyped-def, import-untyped, import-not-found"
@@ -90,10 +90,10 @@ def _chunk_kernel(
     if OWNED:
         at = tl.load(picked + row)
         owner = tl.load(owners + at).to(tl.int64)
-        heat = tl.load(temperature + owner)
-        noisy = heat > 0.0
+        own = tl.load(temperature + owner)
+        noisy = own > 0.0
         if DIVIDE:
-            divisor = heat
+            divisor = own
     else:
         noisy = tl.load(sampled + row) != 0
     words = (group.to(tl.uint32),) * 4
@@ -167,11 +167,12 @@ def draw_owned(
     divide: bool,
     edited: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """The law of the rows of a batch whose logits these are, [R, vocab]: `law` is temperatures and seeds by owner, a
-    row predicts the position so far `ahead` of its own. Every `EACH` neighbouring rows are a text's; columns [EACH,
-    most], int32, say where in its row of out [S, n] their first choices go, what they would be if those were banned,
-    and so on; -1: nowhere. `divide`: logits are still to be divided by the temperature. `edited`: by owner whether its
-    logits were edited, and those of them that were [R, vocab].
+    """The law for the rows of a batch with logits [R, vocab].
+
+    `law`: temperatures and seeds by owner. A row predicts the position `ahead` of its own. Every `EACH` neighbouring
+    rows belong to one sequence. `columns` [EACH, most] int32 says where in its row of `out` [S, n] each row's first
+    choice goes, then its choice without that token, and so on; -1: nowhere. `divide`: divide logits by the temperature.
+    `edited`: by owner, which rows have edited logits, and these logits [R, vocab].
     """
     given = (None, batch.logit_rows, batch.table_rows, *law, batch.positions, *(edited or (None, None)))
     _draw(logits, given, columns, out, ahead, owned=True, divide=divide)

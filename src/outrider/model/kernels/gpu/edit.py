@@ -21,7 +21,7 @@ from outrider.types import Batch
 
 CHUNK = 2048  # tokens a program looks at
 
-# By row of the state the row of the rest, and there: counts, tokens of the prompt, bias, penalties.
+# By row of the state: the row of the edits. By that row: counts, tokens of the prompt, bias, penalties.
 Edits = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 

@@ -310,7 +310,7 @@ class Gathered:
     peaks: Tensor  # [R, chunks]
     edges: Tensor  # [R, 2] the range, its upper end not in it
     counts: Tensor  # [R] int32, tokens in the range
-    found: Tensor  # [R, FOUND] so many of them, in any order
+    found: Tensor  # [R, FOUND] those tokens, in any order
     exact: Tensor  # [R, chunks, 3] int64, masses above the range, above and in it, and in all
 
 

@@ -38,7 +38,7 @@ from outrider.model.weights import LayerTensors
 from outrider.types import Batch
 
 MAX_DIM, MAX_GROUP = 256, 16
-# The head's errors go straight into the logits, and it is a small part of what is read.
+# Errors of the head directly change the logits, and the head is a small part of the weights.
 HEAD_KINDS = {"int4": "int8"}
 
 
@@ -106,8 +106,8 @@ class GpuKernels:
         return self._packed((weight,), bias, "bfloat16")
 
     def pack_ends(self, embedding: Tensor, head: Tensor) -> tuple[GpuLinear, GpuLinear]:
-        """A model's first and last matrix; where they are the same, in fewer bits, they part: the head is read whole
-        for every token, the embedding a row, which gains nothing from rounding.
+        """A model's first and last matrix. In fewer bits a tied matrix is stored twice: the head is read whole for
+        every token and is rounded; the embedding is read by the row and stays as it is.
         """
         first = self.pack_linear(embedding)
         if head is embedding and self.weights == "bfloat16":

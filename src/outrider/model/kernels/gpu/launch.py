@@ -1,7 +1,7 @@
 """How kernels are launched: through Triton's interpreter on a CPU, or on a device, chained where it can.
 
 On Hopper and later a kernel may start while the one before it still runs (programmatic dependent launch): it
-says so with `chained`, reads what does not depend on its predecessor, and waits before it reads the rest.
+declares this with `chained`, reads what does not depend on its predecessor, and waits before it reads anything else.
 """
 
 # mypy: disable-error-code="no-untyped-def, import-untyped, import-not-found"
@@ -21,7 +21,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
-# Lanes of kernels over a sequence's few rows: as many do for most of them, so that few kernels are compiled.
+# Lanes of kernels over a sequence's few rows: one width for most of them, so that few kernels are compiled.
 LANES = 16
 
 
@@ -30,7 +30,7 @@ def lanes(count: int) -> int:
 
 
 def aligned(rows: int, count: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Uninitialised rows, each beginning where kernels expect it: for one that does not they are compiled anew."""
+    """Uninitialised rows with aligned starts: Triton would compile another kernel for unaligned ones."""
     step = 16 // dtype.itemsize
     return torch.empty((rows, -(-count // step) * step), dtype=dtype, device=device)[:, :count].unbind()
 

@@ -1,9 +1,9 @@
-"""Matrix products of many rows by cuBLASLt, which multiplies faster than our kernels there and, kept from splitting the
-inputs, adds as they do: in order, in the tensor core. So a call for each segment of a weight gives what matmul.py
-gives, to the last bit. Nobody promises that; same_bits.py compares before anything is used.
+"""Matrix products of many rows by cuBLASLt, which is faster than our kernels there. If it may not split the inputs, it
+adds in the same order in the tensor core. So one call per segment of a weight gives the bits of matmul.py. No document
+guarantees this; same_bits.py compares before anything is used.
 
-It reads weights row by row and not tile by tile: a second copy, where memory allows one. Which of its kernels it takes
-depends on how many rows there are, so passes are padded up to row counts that were compared.
+cuBLASLt reads weights row by row and not tile by tile, so it needs a second copy. Its choice of kernel depends on the
+number of rows, so passes are padded up to row counts that were compared.
 """
 
 # mypy: disable-error-code="no-untyped-def, import-untyped, import-not-found"
@@ -38,7 +38,7 @@ Product = Callable[[Tensor, Tensor, Tensor], None]
 
 
 def padded_rows(rows: int) -> int:
-    """Room for a pass of so many rows: up to a count that the library is asked for, if there is one."""
+    """The row count to pad a pass to: the next one that the library serves, if there is one."""
     return rows if rows <= FEWEST or rows > MOST else max(COUNTS[0], -(-rows // STEP) * STEP)
 
 
@@ -101,8 +101,8 @@ METHODS: tuple[Product, ...] = (one_by_one, batched)
 
 @contextmanager
 def _unsplit() -> Iterator[None]:
-    """cuBLASLt, which may not split the inputs of a product, for this thread's calls; whoever multiplies at the same
-    time gets slower sums, not other ones.
+    """Selects cuBLASLt without splitting of inputs for this thread's calls. Other threads that multiply at the same
+    time get the same sums, more slowly.
     """
     cuda = torch.backends.cuda
     before = cuda.preferred_blas_library()

@@ -6,7 +6,7 @@ the weight's shape alone. Everything else (tile, warps, stages, whether segments
 change with the number of rows, because the tensor core adds each output by itself.
 
 A weight takes the tensor core's tall side, so that one row wastes little, and lies in memory as the kernels
-read it: 64 outputs by `depth` inputs at a time, each such tile one contiguous stretch.
+read it: 64 outputs by `depth` inputs at a time, each such tile contiguous.
 
 A weight in fewer bits (quantise.py) has sums of its own tile by tile: each tile's sum starts from zero, is multiplied
 by its scale and added to the segment's in one operation. So a scale never meets a sum that rows or segments decide.
@@ -368,7 +368,7 @@ def _reading_tile(weight: Packed, rows: int) -> Tile:
 
 
 def _fits(weight: Packed, ahead: int) -> bool:
-    """Whether blocks can start early at all, and every segment has so many inputs, none of them padding."""
+    """Whether blocks can start early, and every segment has at least `ahead` inputs, none of them padding."""
     pieces = segments(weight)
     shortest = (
         weight.width - (pieces - 1) * segment_length(weight.width, pieces) if pieces > 1 else weight.width
@@ -384,7 +384,7 @@ def _quantised_tile(weight: Packed, rows: int) -> Tile:
     """
     deep, gated, few = weight.depth, weight.gated, segments(weight) > 1
     step = deep if weight.width % (2 * deep) else 2 * deep
-    more = weight.kind == "int4"  # half the bytes a stage: one stage more to have as many on their way
+    more = weight.kind == "int4"  # half the bytes per stage: one stage more keeps as many bytes in flight
     if rows <= 16:
         return Tile(16, 64, step, 4, (3 if gated else 4) + more, few)
     if rows <= 32:
@@ -447,7 +447,7 @@ def kernel_arguments(
 
 
 def library_for(weight: Packed, rows: int, room: int) -> Library | None:
-    """Who multiplies `rows` rows instead of our kernels, if there is somebody and room for the rows that it adds."""
+    """The library's copy, if it should multiply `rows` rows and x has space for the rows it adds; else None."""
     count, library = padded_rows(rows), weight.library
     return library if library is not None and count <= room and count in library.counts else None
 

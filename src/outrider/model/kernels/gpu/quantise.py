@@ -107,7 +107,7 @@ def _woven(numbers: Tensor, pieces: int) -> Tensor:
 def widened(stored, KIND: tl.constexpr, TO: tl.constexpr):
     """A stored tile [outputs, numbers] as numbers of type TO [outputs, depth], in order and still to be scaled."""
     if KIND == "fp8":
-        # By way of float16 and float32: from there to bfloat16 is quick, straight from float16 is not.
+        # Through float16 and float32: converting float16 to bfloat16 directly is slow.
         woven = stored.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(tl.float32).to(TO)
         pairs = tl.reshape(woven, (stored.shape[0], stored.shape[1] // 4, 2, 2))
         numbers = tl.reshape(tl.permute(pairs, (0, 2, 1, 3)), (stored.shape[0], stored.shape[1]))

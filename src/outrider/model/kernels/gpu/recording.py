@@ -19,7 +19,7 @@ THREAD = "outrider-compile"  # the name of those that compile ahead
 
 
 class Recorded:
-    """What was made in this process so far, and what graphs took: what an answer had to wait for, if one did."""
+    """Counts of captured graphs and compiled kernels in this process, and the seconds that captures took."""
 
     seconds = 0.0
     graphs = 0
@@ -27,7 +27,7 @@ class Recorded:
 
 
 def count_kernels() -> None:
-    """From now on, count kernels that are made ready for their first launch."""
+    """Starts to count kernels that are prepared for their first launch."""
     from triton import knobs  # type: ignore[import-untyped, unused-ignore]  # not where there is no GPU
 
     before = knobs.runtime.jit_post_compile_hook
@@ -41,8 +41,8 @@ def count_kernels() -> None:
 
 
 def context_for(longest: int, width: int) -> int:
-    """The context that graphs are captured for if sequences are up to `longest` tokens long, in a table of some width.
-    Shorter ones cost time there, in empty programs.
+    """The context bucket for sequences of up to `longest` tokens in a table of this width. Shorter sequences cost time
+    there, in empty programs.
     """
     return next((context for context in CONTEXTS if context >= longest and _apart(context, width)), width)
 

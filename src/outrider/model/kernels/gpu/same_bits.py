@@ -1,7 +1,7 @@
-"""Where the library gives the bits of our kernels: compared when a model is loaded, for every shape of weights and
-every row count that it may be asked for. Where they differ our kernels go on, and a warning says so.
+"""Checks where the library gives the bits of our kernels, when a model is loaded, for every weight shape and row count
+in use. If they differ, our kernels are used and a warning is logged.
 
-The rows compared with are our kernels' for few rows, which every model needs anyway: no kernel is compiled for this.
+The reference rows come from our kernels for few rows, which every model needs anyway: no kernel is compiled for this.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from outrider.model.kernels.gpu.launch import INTERPRETED
 from outrider.model.kernels.gpu.library import COUNTS, Library, Product
 from outrider.model.kernels.gpu.matmul import Packed, multiply, segment_length, segments
 
-COPY_SHARE = 0.25  # of the memory that weights leave, at most, for second copies of them
-SHORTEST_SEGMENT = 1024  # inputs: with shorter ones nobody measured it
+COPY_SHARE = 0.25  # maximum share of the memory that weights leave, for second copies of them
+SHORTEST_SEGMENT = 1024  # inputs; shorter segments have not been measured
 GATED_FROM = 192  # rows from which the library is quicker, though the activation is a launch of its own then
 # Rows for each segment from which it is quicker, where segments differ in length, so that each is a call of its own.
 ONE_BY_ONE = 64
 TRIED = 16  # rows that our kernels multiply at a time
 WIDEST_OUT = 1 << 27  # numbers of a result that is compared; a head has many
-TURNS = 5  # of a way that is timed
+TURNS = 5  # timed repetitions
 SEEDS = (0, 1, 2)
 
 Weight = tuple[Packed, Tensor | None]  # and its bias
@@ -55,14 +55,14 @@ class Adopted:
 
 
 def worthwhile(weight: Packed) -> bool:
-    """Whether the library is quicker with such a weight at all."""
+    """Whether the library is faster with this weight at all."""
     pieces = segments(weight)
     short = pieces > 1 and segment_length(weight.width, pieces) < SHORTEST_SEGMENT
     return weight.kind == "bfloat16" and not short
 
 
 def adopt_library(weights: Sequence[Weight], free: int, product: Product | None = None) -> Adopted:
-    """Give weights the library where it has our bits and `free` bytes have room for their copies."""
+    """Lets the library serve weights for which it gives our bits and whose copies fit into `free` bytes."""
     wanted = [(weight, bias) for weight, bias in weights if worthwhile(weight)]
     needed = sum(weight.nbytes for weight, _ in wanted)
     if product is None and not library.can_forbid_splits():
@@ -113,7 +113,7 @@ def counts_for(weight: Packed) -> tuple[int, ...]:
 
 
 def compare(weight: Packed, bias: Tensor | None, product: Product | None = None) -> Library:
-    """The quickest way to ask the library for such a weight, and the row counts at which it has our bits."""
+    """The fastest call of the library for this weight, and the row counts at which it gives our bits."""
     rows = row_major(weight)
     methods = (product,) if product else library.METHODS[: segments(weight)]
     found = [

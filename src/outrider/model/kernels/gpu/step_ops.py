@@ -1,4 +1,4 @@
-"""What a step does around its passes, a kernel each: device/ops.py says it in torch, and what comes in and out."""
+"""The operations of a step around its passes, one kernel each. Twins, with the inputs and outputs: device/ops.py."""
 
 # mypy: disable-error-code="no-untyped-def, import-untyped, import-not-found"
 
@@ -143,7 +143,7 @@ def _commit_kernel(
     tokens_stride, table_stride, inputs_stride, spare, nodes, depth,
     WIDE: tl.constexpr, BRANCHED: tl.constexpr, COUNTED: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
-    """One seq: from the last known token down the tree, as far as drafts are what was chosen."""
+    """One sequence: walks from the last known token down the tree while draft tokens equal the chosen ones."""
     let_next_start(CHAIN)
     seq = tl.program_id(0)
     node = tl.arange(0, WIDE)
@@ -169,7 +169,7 @@ def _commit_kernel(
         fits = (parent == here) & (draft == sampled) & (node < proposed) & (node < nodes)
         held = tl.max(tl.where(fits, node + 1, 0), 0)
         sampled = tl.load(sampled_at + held)
-        here = tl.where(held > 0, held - 1, nodes)  # nobody's parent
+        here = tl.where(held > 0, held - 1, nodes)  # no node's parent
         accepted += tl.where(held > 0, 1, 0)
         tl.store(writing + 1 + level, sampled)
         tl.store(result + 3 + level, sampled)
