@@ -27,7 +27,7 @@ def verdicts(served: Served) -> dict[str, Verdict]:
     return asyncio.run(measure(host, int(port), prompts(100), tokens=24, together=16))
 
 
-@pytest.mark.parametrize("way", METHODS[1:])
+@pytest.mark.parametrize("method", METHODS[1:])
 def test_speculation_changes_no_text_no_call_and_no_logprob(
     verdicts: dict[str, Verdict], method: str
 ) -> None:
