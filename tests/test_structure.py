@@ -508,3 +508,7 @@ def test_make_lists_its_commands() -> None:
     listed = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for target in ("install", "demo", "test", "test-all", "test-planted", "lint", "format", "bench", "clean"):
         assert f"make {target} " in listed
+
+
+def test_what_failed_last_time_is_known_to_the_next_run(pytestconfig: pytest.Config) -> None:
+    assert pytestconfig.pluginmanager.hasplugin("cacheprovider")  # for --lf
