@@ -30,7 +30,9 @@ def patch_language_once(interpreter: ModuleType) -> None:
     patch, done = interpreter._patch_lang, set[str]()
 
     def patch_once(function: Any) -> Any:
-        package = function.__globals__.get("__package__", "")  # kernels know `tl`, Triton's own functions `tl.core`
+        package = function.__globals__.get(
+            "__package__", ""
+        )  # kernels know `tl`, Triton's own functions `tl.core`
         if package in done:
             return interpreter._LangPatchScope()
         scope, outermost = patch(function), not done

@@ -62,7 +62,8 @@ class World:
             self.reader.lengths[p.text] + i for p in parts for i in range(len(p.tokens) + len(p.draft))
         ]
         branching = 16 if any(len(part.draft) for part in parts) else 0
-        shape = staged_shape(24 + branching // 2, 24, branching, self.config)
+        room = len(entries) + -len(entries) % 8
+        shape = staged_shape(room + branching // 2, room, branching, self.config)
         staged = StagedRows(shape, self.state.table, self.slots, TEXTS)
         staged.fill(batch, torch.tensor(entries, dtype=torch.int32))
         return staged
@@ -75,7 +76,15 @@ def copied(world: World) -> list[Tensor]:
 CHUNKS = [Part(2, random_ids(VOCAB, 4, seed=1)), Part(4, random_ids(VOCAB, 17, seed=2))]
 MIXED = [Part(3, [5], TREE), Part(2, random_ids(VOCAB, 9, seed=3)), Part(4, [8, 9], Draft.chain([1, 2]))]
 ROWS = 19  # of the mixed ones
-CASES = [((2, 6), MIXED), ((0, 0), CHUNKS), ((3, 15), CHUNKS), ((4, 4), MIXED), ((0, 0), MIXED)]
+FEW = [Part(3, [5], TREE), Part(2, random_ids(VOCAB, 3, seed=3)), Part(4, [8], Draft.chain([1]))]
+CASES = [
+    ((2, 3), FEW),
+    ((2, 6), MIXED),
+    ((0, 0), CHUNKS),
+    ((3, 15), CHUNKS),
+    ((4, 4), MIXED),
+    ((0, 0), MIXED),
+]
 
 
 @pytest.mark.parametrize(("shape", "parts"), sweep(CASES, quick=CASES[:1]))
