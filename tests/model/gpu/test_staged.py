@@ -121,15 +121,16 @@ def test_a_joint_pass_has_the_bits_of_two(device: str, shape, parts: list[Part],
 NAMES = ("ids", "positions", "slots", "table_rows", "prefix", "ancestors", "logit_rows")
 
 
-@pytest.mark.slow
-def test_staged_rows_have_the_bits_of_a_packed_pass(device: str) -> None:
+@pytest.mark.parametrize("parts", sweep([FEW, MIXED], quick=[FEW]), ids=len)
+def test_staged_rows_have_the_bits_of_a_packed_pass(device: str, parts: list[Part]) -> None:
     """Padded to a bucket, in groups of their own: as `forward` gives them."""
     world, again = World(device, [0, 0, 0, 63, 50]), World(device, [0, 0, 0, 63, 50])
-    staged = world.stage(*MIXED, wanted=[*range(ROWS)])
+    packed = again.reader.batch(*parts)
+    staged = world.stage(*parts, wanted=[*range(packed.rows)])
     nothing = replace(staged.batch, **{name: getattr(staged.batch, name)[:0] for name in NAMES})
     logits = DevicePass(world.model, world.store)(staged.join(nothing), 1, 192, False, staged)
-    expected = again.model.forward(again.reader.batch(*MIXED).to(torch.device(device)), again.store)
-    assert torch.equal(logits[:ROWS], expected)
+    expected = again.model.forward(packed.to(torch.device(device)), again.store)
+    assert torch.equal(logits[: packed.rows], expected)
 
 
 def test_what_was_staged_before_is_gone(device: str) -> None:
