@@ -47,7 +47,8 @@ LONGEST = {
     "--limit": 1,
     "--tokens": 300,
     "--groups": 1,
-    "--seconds": 5,
+    "--seconds": 1,
+    "--requests": 4,
 }  # what flags are cut down to
 SECONDS = 90  # a block, at most
 STAND_IN = """\
@@ -197,10 +198,10 @@ class Shell:
 
     def _outrider(self, words: list[str], _: str) -> int:
         words = shorter(words)
-        if words[0] in ("bench", "audit"):
+        if words[0] in ("bench", "audit", "advise"):
             words = [str(self.tiny) if word == MODEL else word for word in words]
-        if words[0] == "bench" and words[1] != "serve":
-            words += ["--within", "100"]  # a few rounds will do
+        if words[0] == "bench" and words[1] != "serve" and "--limit" not in words:
+            words += ["--limit", "1"]
         if words == ["demo"]:
             words.append(str(self.tiny))
 
@@ -209,7 +210,11 @@ class Shell:
             Keyring.of(told[4])  # the key file is there, and holds keys
             return 0
 
-        with self._warm(), mock.patch("outrider.serve.server.run_server", stands_in):
+        with (
+            self._warm(),
+            mock.patch("outrider.serve.server.run_server", stands_in),
+            mock.patch("outrider.cli.bench.SECONDS", 0.0),  # one round
+        ):
             run(words)
 
     @contextlib.contextmanager

@@ -12,6 +12,7 @@ import subprocess
 import tokenize
 import typing
 from collections.abc import Container, Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -60,11 +61,15 @@ def part_of(module: str) -> str:
     return pieces[1] if len(pieces) > 1 else "face"
 
 
+parsed = cache(ast.parse)  # several checks read every file of the source
+make_command = cache(lambda: get_command(make_app()))
+
+
 def imported(code: str, package: str, known: Container[str] = ()) -> Iterator[str]:
     """Every module of Outrider that `code`, a file of `package`, imports, wherever in it that is. Names that are
     imported from a folder may be `known` as modules.
     """
-    for node in ast.walk(ast.parse(code)):
+    for node in ast.walk(parsed(code)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "outrider")
         elif isinstance(node, ast.ImportFrom):
@@ -186,7 +191,7 @@ def functions(tree: ast.AST) -> Iterator[tuple[str, int]]:
 
 
 def too_long(code: str) -> list[str]:
-    long = [f"{name}: {lines} lines" for name, lines in functions(ast.parse(code)) if lines > MAX_FUNCTION]
+    long = [f"{name}: {lines} lines" for name, lines in functions(parsed(code)) if lines > MAX_FUNCTION]
     return long + [f"{lines} lines" for lines in (code.count("\n"),) if lines > MAX_LINES]
 
 
@@ -221,10 +226,13 @@ def own_names(tree: ast.AST) -> Iterator[str]:
             yield re.sub(r"(?<=[a-z])(?=[A-Z])", "_", node.name).lower()
 
 
-@pytest.mark.parametrize("file", sorted(SOURCE.rglob("*.py")), ids=lambda f: str(f.relative_to(SOURCE)))
-def test_names_say_something(file: Path) -> None:
-    names = [*file.relative_to(SOURCE).with_suffix("").parts, *own_names(ast.parse(file.read_text()))]
-    assert not [name for name in names if VAGUE.search(name)]
+def test_names_say_something() -> None:
+    names = [
+        (module, name)
+        for module, _, file in modules()
+        for name in (*module.split("."), *own_names(parsed(file.read_text())))
+    ]
+    assert not [named for named in names if VAGUE.search(named[1])]
 
 
 @pytest.mark.parametrize("name", ["utils", "cache_manager", "base_drafter", "runner_v2", "impl"])
@@ -236,7 +244,7 @@ def test_every_file_says_what_it_is() -> None:
     silent = [
         str(file)
         for _, _, file in modules()
-        if file.stat().st_size and not ast.get_docstring(ast.parse(file.read_text()))
+        if file.stat().st_size and not ast.get_docstring(parsed(file.read_text()))
     ]
     assert not silent
 
@@ -295,12 +303,12 @@ def prose_in(code: str) -> Iterator[tuple[int, str]]:
             yield token.start[0], token.string
 
 
-@pytest.mark.parametrize("file", sorted(SOURCE.rglob("*.py")), ids=lambda f: str(f.relative_to(SOURCE)))
-def test_the_code_speaks_the_words_of_the_field(file: Path) -> None:
-    code = file.read_text()
-    own = file.relative_to(SOURCE).with_suffix("").parts
-    assert not given_up_names(iter([*own, *names_in(ast.parse(code))]))
-    assert not [(line, *found) for line, text in prose_in(code) if (found := given_up_words(text))]
+def test_the_code_speaks_the_words_of_the_field() -> None:
+    for module, _, file in modules():
+        code = file.read_text()
+        assert not given_up_names(iter([*module.split("."), *names_in(parsed(code))])), module
+        wrong = [(line, *found) for line, text in prose_in(code) if (found := given_up_words(text))]
+        assert not wrong, module
 
 
 @pytest.mark.parametrize(
@@ -423,7 +431,7 @@ def commands(document: Path) -> list[list[str]]:
 
 def check_outrider(words: list[str]) -> None:
     """Every subcommand and flag exists; raises what a user would see."""
-    command = get_command(make_app())
+    command = make_command()
     if " ".join(words[:2]) in command.commands:  # a command of two words
         words = [" ".join(words[:2]), *words[2:]]
     while words and words[0] in getattr(command, "commands", {}):
@@ -540,3 +548,7 @@ def test_make_lists_its_commands() -> None:
     listed = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for target in ("install", "demo", "test", "test-all", "test-planted", "lint", "format", "bench", "clean"):
         assert f"make {target} " in listed
+
+
+def test_what_failed_last_time_is_known_to_the_next_run(pytestconfig: pytest.Config) -> None:
+    assert pytestconfig.pluginmanager.hasplugin("cacheprovider")  # for --lf

@@ -34,6 +34,12 @@ SMALL = (
 )
 
 
+@pytest.fixture(autouse=True)
+def _one_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default rounds go on until the machine is quiet, for a minute at most."""
+    monkeypatch.setattr("outrider.cli.bench.SECONDS", 0.0)
+
+
 @pytest.fixture
 def asked(tmp_path: Path) -> Path:
     """Six short prompts of two tasks, one of them long enough to be rewritten."""

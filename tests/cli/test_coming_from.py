@@ -149,10 +149,10 @@ def test_what_the_table_names_exists() -> None:
 
 
 def test_flags_of_the_docs_page_are_in_the_table() -> None:
+    commands = get_command(make_app()).commands  # type: ignore[attr-defined]
+    own = {name for p in commands["serve"].params for name in p.opts}
     for row in re.findall(r"^\| (.*?) \|", PAGE.read_text(), re.MULTILINE):
         for flag in re.findall(r"(?<=[` ])(--?[a-z][a-z-]+)", row):
-            commands = get_command(make_app()).commands  # type: ignore[attr-defined]
-            own = {name for p in commands["serve"].params for name in p.opts}
             assert flag in FLAGS or flag in own or flag in ("-n", "-s", "-p"), flag
 
 

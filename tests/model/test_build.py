@@ -17,6 +17,7 @@ from outrider.model.kernels.build import library
 from outrider.model.kernels.native import read_bandwidth
 from tests.model.batches import Reader, random_ids
 from tests.model.families import NEEDS_COMPILER, VOCAB, ours
+from tests.sweep import sweep
 
 
 @pytest.fixture
@@ -83,7 +84,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path, config: ModelConf
 
 
 @NEEDS_COMPILER
-@pytest.mark.parametrize("damage", ["", "\x7fELF garbage"])
+@pytest.mark.parametrize("damage", sweep(["", "\x7fELF garbage"], quick=["\x7fELF garbage"]))
 def test_a_damaged_library_is_built_again(
     damage: str, tmp_path: Path, kernel_folder: Path, config: ModelConfig
 ) -> None:

@@ -138,8 +138,9 @@ def serve_endless(endless_folder: Path, start: Callable[..., Served]) -> Callabl
 # ------------------------------------------------------------------------------------------------ beginning
 
 
-def test_while_loading_it_says_so_and_knows_its_model(serve_endless: Callable[..., Served]) -> None:
-    server = serve_endless(*CALM, ready=False)
+def test_from_loading_to_the_last_answer(serve_endless: Callable[..., Served]) -> None:
+    """While it loads it says so and knows its model. Answers that run are finished before it leaves."""
+    server = serve_endless(*CALM, "--drain-seconds", "50", ready=False)
     health = server.get("/health")
     assert health.status_code == 503
     assert health.json()["status"] == "loading"
@@ -153,9 +154,24 @@ def test_while_loading_it_says_so_and_knows_its_model(serve_endless: Callable[..
     server.wait_ready()
     assert [card["id"] for card in server.get("/v1/models").json()["data"]] == ["tiny"]
     engine = server.engine()
-    begin = time.monotonic()
-    assert server.stop() == 0
-    assert time.monotonic() - begin < LEAVES
+    alone = Talk(server, max_tokens=400).end()
+    talks = [Talk(server, max_tokens=400), Talk(server, max_tokens=400, stream=False)]
+    talks[0].begun()
+    wait_for(lambda: server.metric("num_requests_running") == 2)
+    with frozen(engine):  # so that it is still at it while it is looked at
+        server.process.send_signal(signal.SIGTERM)
+        engine.terminate()  # as init systems do, who tell every process
+        wait_for(lambda: server.get("/health").json().get("status") == "draining")
+        assert server.get("/health").status_code == 503
+        late = server.post("/v1/completions", SHORT)
+        assert (late.status_code, late.json()["error"]["code"]) == (503, "draining")
+        assert late.headers["retry-after"] and late.headers["connection"] == "close"
+        assert server.printed("finishing 2 requests, at most 50 s; press Ctrl-C again to stop now\n")
+    streamed, whole = talks[0].end(), talks[1].end()
+    assert streamed.done
+    assert streamed.text == alone.text
+    assert whole.reply["choices"][0]["text"] == alone.text
+    assert server.process.wait(LEAVES) == 0
     assert gone(engine)
 
 
@@ -215,30 +231,6 @@ def test_a_taken_port_is_known_at_once(tiny_folder: Path) -> None:
 # ------------------------------------------------------------------------------------------------------ end
 
 
-def test_running_answers_are_finished_before_it_leaves(serve_endless: Callable[..., Served]) -> None:
-    server = serve_endless(*CALM, "--drain-seconds", "50")
-    engine = server.engine()
-    alone = Talk(server, max_tokens=400).end()
-    talks = [Talk(server, max_tokens=400), Talk(server, max_tokens=400, stream=False)]
-    talks[0].begun()
-    wait_for(lambda: server.metric("num_requests_running") == 2)
-    with frozen(engine):  # so that it is still at it while it is looked at
-        server.process.send_signal(signal.SIGTERM)
-        engine.terminate()  # as init systems do, who tell every process
-        wait_for(lambda: server.get("/health").json().get("status") == "draining")
-        assert server.get("/health").status_code == 503
-        late = server.post("/v1/completions", SHORT)
-        assert (late.status_code, late.json()["error"]["code"]) == (503, "draining")
-        assert late.headers["retry-after"] and late.headers["connection"] == "close"
-        assert server.printed("finishing 2 requests, at most 50 s; press Ctrl-C again to stop now\n")
-    streamed, whole = talks[0].end(), talks[1].end()
-    assert streamed.done
-    assert streamed.text == alone.text
-    assert whole.reply["choices"][0]["text"] == alone.text
-    assert server.process.wait(LEAVES) == 0
-    assert gone(engine)
-
-
 @pytest.mark.slow
 def test_answers_that_outlast_the_drain_are_told(serve_endless: Callable[..., Served]) -> None:
     server = serve_endless(*CALM, "--drain-seconds", "0.3", "--max-sequences", "2")
@@ -253,84 +245,14 @@ def test_answers_that_outlast_the_drain_are_told(serve_endless: Callable[..., Se
     assert gone(engine)
 
 
-def test_a_second_signal_waits_for_nobody_not_even_a_hung_engine(
+def test_a_drain_closes_kept_connections_and_a_second_signal_ends_it(
     serve_endless: Callable[..., Served],
 ) -> None:
+    """A connection that was kept is closed with its next answer. The second signal waits for nobody, not even for
+    an engine that hangs.
+    """
     server = serve_endless(*CALM, "--drain-seconds", "300")
     engine = server.engine()
-    talk = Talk(server).begun()
-    engine.suspend()  # for good
-    server.process.send_signal(signal.SIGTERM)
-    wait_for(lambda: server.get("/health").json().get("status") == "draining")
-    server.process.send_signal(signal.SIGTERM)
-    assert talk.end().error["code"] == "draining"
-    assert server.process.wait(LEAVES) == 0
-    assert gone(engine)
-
-
-def test_a_killed_server_leaves_no_engine_behind(serve_endless: Callable[..., Served]) -> None:
-    server = serve_endless(*CALM)
-    engine = server.engine()
-    Talk(server).begun()
-    server.process.kill()
-    wait_for(lambda: gone(engine))
-
-
-# ------------------------------------------------------------------------------------------ dying engines
-
-
-def test_a_killed_engine_is_told_and_started_again(serve_endless: Callable[..., Served]) -> None:
-    server = serve_endless(*CALM, "--max-sequences", "1")
-    before = server.post("/v1/completions", SHORT).json()["choices"]
-    running, waiting = Talk(server).begun(), Talk(server, stream=False)
-    wait_for(lambda: server.metric("num_requests_waiting") == 1)
-    killed = server.engine()
-    killed.kill()
-    wait_for(lambda: server.get("/health").status_code == 503)
-    assert running.end().error["code"] == "engine_lost"
-    assert waiting.end().status == 503
-    assert waiting.error["code"] == "engine_lost"
-    assert server.metric("num_requests_running") == server.metric("num_requests_waiting") == 0
-    assert server.metric("engine_up") == 0
-    meanwhile = server.post("/v1/completions", SHORT)
-    assert meanwhile.status_code == 503
-    assert meanwhile.headers["retry-after"]
-    server.wait_ready()
-    assert server.post("/v1/completions", SHORT).json()["choices"] == before
-    assert server.metric("engine_restarts_total") == 1
-    # Told to stop between two engines, it starts no third.
-    engine = server.engine()
-    engine.kill()
-    wait_for(lambda: server.get("/health").status_code == 503)
-    server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(LEAVES) == 0
-    assert gone(engine)
-
-
-def test_a_stopped_engine_goes_on_where_it_was_and_can_be_killed(
-    serve_endless: Callable[..., Served],
-) -> None:
-    server = serve_endless(*CALM)
-    alone = Talk(server, max_tokens=300).end()
-    engine = server.engine()
-    talks = [Talk(server, max_tokens=300).begun(), Talk(server, max_tokens=300, stream=False)]
-    with frozen(engine):
-        late = Talk(server, max_tokens=300)  # waits for the engine, not for a refusal
-        assert server.get("/metrics").status_code == 200 and server.get("/v1/models").status_code == 200
-    assert talks[0].end().text == late.end().text == alone.text
-    assert talks[1].end().reply["choices"][0]["text"] == alone.text
-    talk = Talk(server).begun()
-    engine.suspend()
-    engine.kill()
-    assert talk.end().error["code"] == "engine_lost"
-    server.wait_ready()
-    assert Talk(server, max_tokens=300).end().text == alone.text
-
-
-def test_while_it_drains_kept_connections_are_closed_with_the_next_answer(
-    serve_endless: Callable[..., Served],
-) -> None:
-    server = serve_endless(*CALM, "--drain-seconds", "300")
     talk = Talk(server).begun()
     with httpx.Client(base_url=server.url, verify=UNENCRYPTED) as client:
         assert "connection" not in client.get("/health").headers
@@ -341,9 +263,51 @@ def test_while_it_drains_kept_connections_are_closed_with_the_next_answer(
         assert int(refused.headers["retry-after"]) > 0
     count = len(talk.events)
     wait_for(lambda: len(talk.events) > count)  # what runs goes on
+    engine.suspend()  # for good
     server.process.send_signal(signal.SIGTERM)
     assert talk.end().error["code"] == "draining"
     assert server.process.wait(LEAVES) == 0
+    assert gone(engine)
+
+
+# ------------------------------------------------------------------------------------------ dying engines
+
+
+def test_a_stopped_engine_goes_on_and_a_killed_one_is_started_again(
+    serve_endless: Callable[..., Served],
+) -> None:
+    server = serve_endless(*CALM, "--max-sequences", "2")
+    before = Talk(server, max_tokens=300).end().text
+    engine = server.engine()
+    talks = [Talk(server, max_tokens=300).begun(), Talk(server, max_tokens=300, stream=False)]
+    with frozen(engine):
+        late = Talk(server, max_tokens=300)  # waits for the engine, not for a refusal
+        assert server.get("/metrics").status_code == 200 and server.get("/v1/models").status_code == 200
+    assert talks[0].end().text == late.end().text == before
+    assert talks[1].end().reply["choices"][0]["text"] == before
+    running, _, waiting = Talk(server).begun(), Talk(server).begun(), Talk(server, stream=False)
+    wait_for(lambda: server.metric("num_requests_waiting") == 1)
+    engine.suspend()
+    engine.kill()
+    wait_for(lambda: server.get("/health").status_code == 503)
+    assert running.end().error["code"] == "engine_lost"
+    assert waiting.end().status == 503
+    assert waiting.error["code"] == "engine_lost"
+    assert server.metric("num_requests_running") == server.metric("num_requests_waiting") == 0
+    assert server.metric("engine_up") == 0
+    meanwhile = server.post("/v1/completions", SHORT)
+    assert meanwhile.status_code == 503
+    assert meanwhile.headers["retry-after"]
+    server.wait_ready()
+    assert Talk(server, max_tokens=300).end().text == before
+    assert server.metric("engine_restarts_total") == 1
+    # Asked to stop between two engines, it starts no third.
+    engine = server.engine()
+    engine.kill()
+    wait_for(lambda: server.get("/health").status_code == 503)
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(LEAVES) == 0
+    assert gone(engine)
 
 
 def test_an_engine_that_keeps_dying_ends_the_server(serve_endless: Callable[..., Served]) -> None:
@@ -627,7 +591,9 @@ def test_an_engine_whose_thread_is_dead_does_not_live_on(monkeypatch: pytest.Mon
     assert len(deaths) == 1
 
 
-def test_a_request_that_takes_too_long_is_told(serve_endless: Callable[..., Served]) -> None:
+def test_a_request_that_takes_too_long_ends_and_a_killed_server_leaves_no_engine(
+    serve_endless: Callable[..., Served],
+) -> None:
     server = serve_endless(*CALM, "--request-timeout", "2")
     begin = time.monotonic()
     talks = [Talk(server).begun(), Talk(server, stream=False)]
@@ -638,6 +604,10 @@ def test_a_request_that_takes_too_long_is_told(serve_endless: Callable[..., Serv
             assert talk.end().error["type"] == "timeout_error"
     assert time.monotonic() - begin > 1.9
     assert [talk.status for talk in (*talks, late)] == [200, 504, 504]
+    engine = server.engine()
+    Talk(server).begun()
+    server.process.kill()
+    wait_for(lambda: gone(engine))
 
 
 def test_a_client_that_does_not_read_is_dropped_and_hurts_nobody(quiet: Served) -> None:

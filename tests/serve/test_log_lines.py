@@ -6,14 +6,15 @@ import json
 import re
 import shlex
 import zlib
-from collections.abc import Callable
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from outrider.serve.errors import LONGEST_LOGGED, ApiError
-from tests.serve.conftest import Served
+from tests.serve.conftest import Served, start_server
 
 CHAT = "/v1/chat/completions"
 TALK = {"messages": [{"role": "user", "content": "hello"}]}
@@ -73,14 +74,23 @@ def test_a_reason_is_one_bounded_quoted_line() -> None:
     assert "param" not in ApiError(400, "no").facts()
 
 
-def test_a_path_that_is_not_there_and_a_preflight_have_reasons(serve_tiny: Callable[..., Served]) -> None:
-    server = serve_tiny("--cors-origin", "http://page.example", "--log-format", "json")
-    assert server.get("/v1/chats", headers={"x-request-id": "why-path"}).status_code == 404
+@pytest.fixture(scope="module")
+def flagged(tiny_folder: Path) -> Iterator[Served]:
+    """It writes its log as JSON, knows another page, and gives short answers unless asked for longer ones."""
+    flags = ("--cors-origin", "http://page.example", "--log-format", "json", "--max-tokens", "7")
+    server = start_server(tiny_folder, *flags)
+    yield server
+    assert server.stop() == 0
+
+
+def test_a_path_that_is_not_there_and_a_preflight_have_reasons(flagged: Served) -> None:
+    assert flagged.get("/v1/chats", headers={"x-request-id": "why-path"}).status_code == 404
     asked = {"Origin": "http://page.example", "Access-Control-Request-Method": "DELETE"}
-    wrong = httpx.options(server.url + CHAT, headers={"x-request-id": "why-preflight", **asked})
+    wrong = httpx.options(flagged.url + CHAT, headers={"x-request-id": "why-preflight", **asked})
     assert wrong.status_code == 400
-    server.printed("why-preflight")
-    lines = {row["id"]: row for row in map(json.loads, server.lines[-2:])}
+    flagged.printed("why-preflight")
+    rows = [json.loads(line) for line in flagged.lines if line.startswith("{")]
+    lines = {row["id"]: row for row in rows if "id" in row}
     assert "/v1/chats" in lines["why-path"]["error"] and lines["why-path"]["code"] == "not_found"
     assert "method" in lines["why-preflight"]["error"]
 
@@ -96,7 +106,7 @@ def test_an_answer_has_its_speed(served: Served) -> None:
     assert float(facts["tokens_per_s"]) > 0 and 0 <= int(facts["accepted"]) <= int(facts["drafted"])
 
 
-def test_an_answer_without_a_length_ends(served: Served, serve_tiny: Callable[..., Served]) -> None:
+def test_an_answer_without_a_length_ends(served: Served, flagged: Served) -> None:
     [card] = served.get("/v1/models").json()["data"]
     assert (card["max_model_len"], card["default_max_tokens"]) == (2048, 512)
     for path, body in ((CHAT, TALK), ("/v1/responses", {"input": "hello"})):
@@ -104,10 +114,9 @@ def test_an_answer_without_a_length_ends(served: Served, serve_tiny: Callable[..
         used = answer["usage"].get("completion_tokens") or answer["usage"]["output_tokens"]
         assert used == 512
     assert "answers   up to 512 tokens" in served.printed("try ")
-    server = serve_tiny("--max-tokens", "7")
-    assert server.get("/v1/models").json()["data"][0]["default_max_tokens"] == 7
+    assert flagged.get("/v1/models").json()["data"][0]["default_max_tokens"] == 7
     for path, body in ((CHAT, TALK), ("/v1/completions", {"prompt": "hello"})):
-        assert server.post(path, {**body, "ignore_eos": True}).json()["usage"]["completion_tokens"] == 7
+        assert flagged.post(path, {**body, "ignore_eos": True}).json()["usage"]["completion_tokens"] == 7
 
 
 def test_the_line_to_try_is_a_command(served: Served) -> None:

@@ -23,7 +23,7 @@ from outrider.engine.engine import Engine
 from outrider.model.decoder import Decoder
 from outrider.serve.backend import Backend
 from outrider.serve.engine_process import EngineProcess
-from outrider.serve.link import Compiled, Drafted, End, Gauges, Start, Step, receive
+from outrider.serve.link import Compiled, Drafted, End, Gauges, Start, Step, receive_event
 from outrider.serve.metrics import SECONDS, UNPAID, Metrics
 from outrider.serve.settings import ServeSettings
 from outrider.serve.stream import Pieces, Stream
@@ -87,7 +87,7 @@ class Serving:
         reader, backend._writer = await asyncio.open_connection(sock=self.ours)
 
         async def listen() -> None:
-            while (message := await receive(reader)) is not None:
+            while (message := await receive_event(reader)) is not None:
                 await backend._handle(message)
 
         async def client(one: tuple[list[int], SamplingParams]) -> tuple[list[int], list[End]]:

@@ -335,6 +335,7 @@ def test_a_wrong_prediction_is_refused_by_name(api: OpenAI, prediction: Any, par
 # ------------------------------------------------------------------------------------------------ for real
 
 
+@pytest.mark.slow  # every run has the same without HTTP: engine/test_builtin_model.py
 @pytest.mark.model
 def test_a_real_edit_is_mostly_predicted(served_real: Served) -> None:
     """What predictions are for: a text sent back with a small change."""

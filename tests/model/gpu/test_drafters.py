@@ -218,7 +218,7 @@ def make_engine(target: DeviceDecoder, folder, name: str, device: str, answers: 
 @pytest.mark.parametrize("name", sweep(["eagle", "early_exit"], quick=["eagle"]))
 def test_resident_steps_draft_and_emit_what_eager_ones_do(target, folder, device, name, monkeypatch) -> None:
     monkeypatch.setattr(tree, "CANDIDATES", VOCAB)  # on the device every token takes part
-    one = request("a", prompt_of(5, 1), max_tokens=5, temperature=0.7)
+    one = request("a", prompt_of(5, 1), max_tokens=3, temperature=0.7)
     eager = make_engine(target, folder, name, device)
     eager.add(one)
     answers = {key[0]: tokens_of(events) for key, events in finish(eager).items()}

@@ -62,7 +62,8 @@ class World:
             self.reader.lengths[p.text] + i for p in parts for i in range(len(p.tokens) + len(p.draft))
         ]
         branching = 16 if any(len(part.draft) for part in parts) else 0
-        shape = staged_shape(24 + branching // 2, 24, branching, self.config)
+        room = len(entries) + -len(entries) % 8
+        shape = staged_shape(room + branching // 2, room, branching, self.config)
         staged = StagedRows(shape, self.state.table, self.slots, TEXTS)
         staged.fill(batch, torch.tensor(entries, dtype=torch.int32))
         return staged
@@ -75,7 +76,15 @@ def copied(world: World) -> list[Tensor]:
 CHUNKS = [Part(2, random_ids(VOCAB, 4, seed=1)), Part(4, random_ids(VOCAB, 17, seed=2))]
 MIXED = [Part(3, [5], TREE), Part(2, random_ids(VOCAB, 9, seed=3)), Part(4, [8, 9], Draft.chain([1, 2]))]
 ROWS = 19  # of the mixed ones
-CASES = [((2, 6), MIXED), ((0, 0), CHUNKS), ((3, 15), CHUNKS), ((4, 4), MIXED), ((0, 0), MIXED)]
+FEW = [Part(3, [5], TREE), Part(2, random_ids(VOCAB, 3, seed=3)), Part(4, [8], Draft.chain([1]))]
+CASES = [
+    ((2, 3), FEW),
+    ((2, 6), MIXED),
+    ((0, 0), CHUNKS),
+    ((3, 15), CHUNKS),
+    ((4, 4), MIXED),
+    ((0, 0), MIXED),
+]
 
 
 @pytest.mark.parametrize(("shape", "parts"), sweep(CASES, quick=CASES[:1]))
@@ -112,15 +121,16 @@ def test_a_joint_pass_has_the_bits_of_two(device: str, shape, parts: list[Part],
 NAMES = ("ids", "positions", "slots", "table_rows", "prefix", "ancestors", "logit_rows")
 
 
-@pytest.mark.slow
-def test_staged_rows_have_the_bits_of_a_packed_pass(device: str) -> None:
+@pytest.mark.parametrize("parts", sweep([FEW, MIXED], quick=[FEW]), ids=len)
+def test_staged_rows_have_the_bits_of_a_packed_pass(device: str, parts: list[Part]) -> None:
     """Padded to a bucket, in groups of their own: as `forward` gives them."""
     world, again = World(device, [0, 0, 0, 63, 50]), World(device, [0, 0, 0, 63, 50])
-    staged = world.stage(*MIXED, wanted=[*range(ROWS)])
+    packed = again.reader.batch(*parts)
+    staged = world.stage(*parts, wanted=[*range(packed.rows)])
     nothing = replace(staged.batch, **{name: getattr(staged.batch, name)[:0] for name in NAMES})
     logits = DevicePass(world.model, world.store)(staged.join(nothing), 1, 192, False, staged)
-    expected = again.model.forward(again.reader.batch(*MIXED).to(torch.device(device)), again.store)
-    assert torch.equal(logits[:ROWS], expected)
+    expected = again.model.forward(packed.to(torch.device(device)), again.store)
+    assert torch.equal(logits[: packed.rows], expected)
 
 
 def test_what_was_staged_before_is_gone(device: str) -> None:
