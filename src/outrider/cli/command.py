@@ -16,7 +16,7 @@ from outrider.errors import InvalidRequest, closest
 # What help shows of a command with many flags, in this order.
 _SAMPLING = "speculation max_tokens temperature top_p seed stop"
 _MACHINE = "weights device threads context config help"
-_MEASURED = "model draft prompts limit tasks temperatures batches ways peer what seconds tokens"
+_MEASURED = "model draft prompts limit tasks temperatures batches methods peer what seconds tokens"
 _MEASURED += " price_per_hour what_if json_file temperature seed max_tokens speculation device help"
 EVERYDAY = {
     "generate": f"model text prompts chat system draft show_origins stats as_json {_SAMPLING} {_MACHINE}",
