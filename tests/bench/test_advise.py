@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from math import prod
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from outrider import SamplingParams
+from outrider import LLM, SamplingParams
 from outrider.bench import advise as measuring
 from outrider.bench.advice import advise, rules_of_thumb, said, speculative_config, table
 from outrider.bench.advise import (
@@ -26,13 +28,16 @@ from outrider.bench.advise import (
     try_drafter,
 )
 from outrider.bench.as_if import AsIf
-from outrider.bench.draft_facts import DraftFacts
+from outrider.bench.draft_facts import DraftFacts, facts_of_draft
 from outrider.bench.tally import acceptance_by_depth
 from outrider.cli.coming_from import read_speculative_config
 from outrider.control.costs import CostModel
 from outrider.control.expected import CapturedCosts, EagerCosts
+from outrider.load.checkpoint import open_checkpoint
+from outrider.model.decoder import kv_bytes
 from outrider.types import DraftPlan, Outcome, StepRecord
 from tests.bench.conftest import prompts
+from tests.targets import pair_head, write_target
 from tests.tiny import sequence
 
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True, seed=3, temperature=0.0)
@@ -309,3 +314,24 @@ def test_a_draft_tokens_share_of_captured_steps_is_what_it_makes_them_longer() -
     costs = CostModel()
     costs.learn("lm", 1, [("none", (0, 0), 2.0), ("lm", (4, 4), 6.0)])
     assert measuring._draft_ratio(trials({}), 4, CapturedCosts(costs, "lm")) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "lm"])
+def test_engine_and_advice_report_the_same_memory(kind: str, tmp_path: Path) -> None:
+    """And it is what the tensors take: weights, keys and values, hidden states."""
+    target = write_target(tmp_path / "target")
+    draft = pair_head(tmp_path / "head", target) if kind == "eagle" else target
+    with LLM(
+        target, draft=str(draft), device="cpu", kernels="torch", max_sequences=2, cache_bytes=1 << 20
+    ) as llm:
+        store, features = llm.engine.drafters[kind].store, llm.engine.cache.store.features
+        facts = facts_of_draft(llm, str(draft))
+        assert {kind: facts.memory_tokens} == llm.engine.planner.payoff.held
+        cached = sum(
+            t.nbytes for t in (*store.keys, *store.values, *([] if features is None else [features]))
+        )
+        assert facts.memory_tokens == (facts.weight_bytes + cached) // kv_bytes(llm.model)
+        assert facts_of_draft(llm, "lookup").memory_tokens == 0
+        checkpoint = open_checkpoint(draft)
+        numbers = sum(prod(checkpoint.shape(name)) for name in checkpoint.names())
+        assert numbers <= facts.weight_bytes <= 5 * numbers

@@ -309,8 +309,7 @@ class LLM:
             slots, draft = cache.table.pool.total, GpuMeter.held() - held
             size, left = slots * kv_bytes(self.model), _free_memory(self.settings) or 0
             self.memory = Memory(self.model.weight_bytes(), draft, size, slots, left)
-        room = draft_room(self._draft_checkpoints(parts))
-        watch_draft(planner, drafters, room, cache, self.model, self.memory)
+        watch_draft(planner, drafters, cache, self.model, self.memory)
         costs = recall_costs(self.model, self.settings, parts, planner, runner)
         text = self.checkpoint.tokenizer.text_stream
         return Engine(self.model, cache, drafters, planner, runner, self.settings, text, costs)
