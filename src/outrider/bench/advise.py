@@ -17,7 +17,7 @@ from itertools import zip_longest
 from typing import Any
 
 from outrider.bench.answering import Answers, answer
-from outrider.bench.draft_facts import DraftFacts, facts_of_draft
+from outrider.bench.draft_facts import CandidateFacts, facts_of_draft
 from outrider.bench.speed import pass_seconds
 from outrider.bench.tally import acceptance_by_depth
 from outrider.control.costs import CostModel
@@ -355,7 +355,7 @@ class Measured:
     """One candidate: what it is and what it is expected to bring."""
 
     draft: str  # as the user wrote it
-    facts: DraftFacts
+    facts: CandidateFacts
     expected: list[Expected]
     tasks: dict[str, dict[str, float]]
     tasks_by_batch: dict[int, dict[str, dict[str, float]]]  # each at its best depth
