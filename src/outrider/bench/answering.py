@@ -47,6 +47,9 @@ class Meter:
     timed: list[TimedStep] = field(default_factory=list)
     records: list[StepRecord] = field(default_factory=list)
     heard_at: dict[str, list[Received]] = field(default_factory=lambda: defaultdict(list))  # by request
+    logprobs: dict[str, list[float]] = field(
+        default_factory=lambda: defaultdict(list)
+    )  # if they were asked for
     tokens: int = 0
     done: threading.Event = field(default_factory=threading.Event)
     failure: BaseException | None = None
@@ -58,6 +61,7 @@ class Meter:
             return
         self.tokens += len(event.token_ids)
         self.heard_at[event.request_id].append((len(self.timed), time.perf_counter(), len(event.token_ids)))
+        self.logprobs[event.request_id] += [one.logprob for one in event.logprobs or ()]
         self.requests -= event.finish_reason is not None
 
     def stepped(self, record: StepRecord) -> None:
@@ -107,6 +111,9 @@ class Answers:
     firsts: list[float]  # seconds to the first token, of each
     own: list[Own]
     gaps: list[float]  # seconds between two events with tokens, of all, once everyone has one
+    logprobs: list[list[float]] = field(
+        default_factory=list
+    )  # of each answer's tokens, if they were asked for
 
     @property
     def tokens(self) -> int:
@@ -164,6 +171,7 @@ def answer(llm: LLM, prompts: Seq[list[int]], params: SamplingParams) -> Answers
         firsts=[own[0][1] - began for own in meter.heard_at.values()],
         own=meter.own(),
         gaps=meter.gaps(),
+        logprobs=[some for some in meter.logprobs.values() if some],
     )
 
 

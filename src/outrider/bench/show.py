@@ -60,9 +60,12 @@ def latencies(report: Found) -> Iterator[str]:
 def verdicts(report: Found) -> Iterator[str]:
     """Identity; where a way loses; where it leaves a gain that another one has; whether anybody disturbed."""
     every = list(ways_in(report))
-    compared, differing = (sum(method[key] for *_, method in every) for key in ("compared", "differing"))
+    exact = [method for *_, method in every if method.get("exact", True)]
+    compared, differing = (sum(method[key] for method in exact) for key in ("compared", "differing"))
     verdict = "identical" if not differing else f"{differing} DIFFER"
     yield f"{compared} tokens compared with plain decoding's: {verdict}"
+    if other := list(dict.fromkeys(name for *_, name, method in every if not method.get("exact", True))):
+        yield cut(f"not compared, as they may write other tokens: {', '.join(other)}", 79)
     methods = dict.fromkeys(name for _, _, name, _ in every if name != "plain")
     for name in methods:
         own = [

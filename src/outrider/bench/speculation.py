@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from outrider.bench.answering import answer, out_of_the_collectors_sight
+from outrider.bench.fidelity import measure_fidelity
 from outrider.bench.speed import pass_seconds
 from outrider.bench.tally import Tally, noise
 from outrider.engine.llm import LLM
@@ -91,6 +92,7 @@ class Comparison:
     seconds: float = 0.0  # for repetitions: everything is measured once, unless the time is
     bounded: bool = False  # and cells that were not begun by then are left out
     within: float = 0.0  # of a speed-up, how well it is to be known
+    fidelity: bool = False  # whether fidelity to plain decoding is measured, too
 
     def cells(self) -> list[Cell]:
         found = []
@@ -143,7 +145,7 @@ def compare(
         def said(what: str, done: float, cell: Cell = cell, before: int = number) -> None:
             progress(f"{cell.label}, batch {cell.batch}: {what}", (before + done) / len(left))
 
-        measured = _Measuring(llm, cell, asked.methods, asked.within).until(until, said)
+        measured = _Measuring(llm, cell, asked.methods, asked.within, asked.fidelity).until(until, said)
         p = cell.params
         about = {"task": cell.task, "temperature": p.temperature, "max_tokens": p.max_tokens, "batches": {}}
         report.setdefault(cell.label, about)["batches"][str(cell.batch)] = measured
@@ -168,6 +170,7 @@ class _Measuring:
     cell: Cell
     methods: Mapping[str, Way]
     within: float
+    fidelity: bool
     tallies: dict[str, Tally] = field(default_factory=dict)
     rounds: int = 0
     begun: float = 0.0
@@ -228,13 +231,19 @@ class _Measuring:
 
     def _found(self) -> dict[str, Any]:
         groups, plain = self.cell.groups, self.tallies["plain"]
+        known = measure_fidelity(self.llm, groups, dict(self._said())) if self.fidelity else {}
         return {
             "groups": len(groups),
             "rounds": self.rounds,
             "prompts": len({tuple(ids) for group in groups for ids in group}),
             "noise": noise(self.tallies.values(), self.cell.batch),
             "methods": {
-                name: {**tally.figures(plain), **self._decode_step(tally)}
+                name: {
+                    **tally.figures(plain),
+                    **self._decode_step(tally),
+                    **({"fidelity": known[name]} if known else {}),
+                    "exact": self.methods[name].mode == "coupled",
+                }
                 for name, tally in self.tallies.items()
             },
         }

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from html import escape
 from typing import Any
 
+from outrider.bench.fidelity import fidelity_charts
 from outrider.bench.page import Bars, Series, bars, certified, chart, document, number, table
 from outrider.bench.show import verdicts, ways_in
 from outrider.bench.tally import STAGES
@@ -26,10 +27,11 @@ def page(report: Found) -> str:
     ]
     if not cells:
         return document(title, f"{_about(report)}<p>Nothing was measured.</p>")
-    main = _main_way(cells)
+    main, curves = _main_way(cells), list(fidelity_charts(found))
     parts = [
         _about(report),
         "<h2>Speed-up by workload</h2>", _charts(_by_workload(cells)),
+        *(["<h2>Fidelity against speed</h2>", _charts(iter(curves))] if curves else []),
         "<h2>By batch and by temperature</h2>", _charts(_by_number(cells, main)),
         "<h2>Acceptance by depth</h2>", _charts(_acceptance(cells)),
         "<h2>Latency</h2>", _charts(_latency(cells)),

@@ -82,6 +82,11 @@ Methods = Annotated[
                  help="What to compare with plain decoding: auto, a drafter, DRAFTER:auto. A drafter drafts as deep as "
                       "--speculate says, else 4; auto as deep as pays. By default every drafter, and auto."),
 ]  # fmt: skip
+Modes = Annotated[
+    str | None,
+    option("modes", "Compare how drafts are verified, with fidelity to plain decoding: coupled, rejection, lossy:0.3 "
+           "(the least probability of an accepted token), or all for a curve of them.", "NAME,NAME|all"),
+]  # fmt: skip
 TaskTemperatures = Annotated[
     str | None,
     typer.Option("--temperatures", envvar=envvar("temperatures"), show_envvar=False, metavar="T,T|TASK=T,...",
@@ -127,6 +132,7 @@ def bench(
     batches: Batches = "1",
     groups: Groups = None,
     methods: Methods = None,
+    modes: Modes = None,
     peer: Peer = None,
     what: What = "all",
     together: Together = 8,
@@ -144,11 +150,15 @@ def bench(
     outrider bench smollm2-135m --temperature 0 --max-tokens 128 --peer transformers
     """
     _check(what, peer, as_if, html_file, params)
+    if modes and (methods or what == "plain"):
+        raise InvalidRequest(
+            "--modes compares modes of speculation; leave out --methods and --what plain", "modes"
+        )
     sizes, heat = batch_sizes(batches), task_temperatures(temperatures, params)
     asked = {
         "model": model, "draft": draft, "as_if": as_if, "draft_as_if": draft_as_if, "draft_layers": draft_layers,
         "prompts": prompts or "built-in", "limit": limit, "groups": groups, "max_tokens": params.max_tokens,
-        "seed": params.seed, "methods": methods,
+        "seed": params.seed, "methods": methods, "modes": modes,
     }  # fmt: skip
     earlier = _earlier(resume, json_file, asked)
     rows = task_rows(prompts, limit, tasks, max(EACH, *sizes))
@@ -159,8 +169,8 @@ def bench(
     with open_llm(model, draft, settings, as_if, draft_as_if, draft_layers) as llm:
         report |= described(llm) | {"asked": asked}
         comparison = _comparison(
-            llm, rows, params, methods, lengths=LENGTHS if prompts is None else {}, temperatures=heat, batches=sizes,
-            most=groups, seconds=seconds or SECONDS, bounded=seconds is not None, within=within / 100,
+            llm, rows, params, methods, modes, lengths=LENGTHS if prompts is None else {}, temperatures=heat,
+            batches=sizes, most=groups, seconds=seconds or SECONDS, bounded=seconds is not None, within=within / 100,
         )  # fmt: skip
         _measure(llm, comparison, what, peer, together, report)
     if page_file is not None:
@@ -178,15 +188,22 @@ def _comparison(
     rows: Mapping[str, list[TaskRow]],
     params: SamplingParams,
     methods: str | None,
+    modes: str | None,
     lengths: Mapping[str, float],
     **how: Any,
 ) -> Comparison:
+    from outrider.bench.fidelity import modes_of
     from outrider.bench.speculation import Comparison, methods_of
 
-    chosen = methods_of(llm, params, methods.split(",") if methods else None)
+    if modes:
+        chosen = modes_of(params.speculation, modes.split(","))
+    else:
+        chosen = methods_of(llm, params, methods.split(",") if methods else None)
     tokens = params.max_tokens
     room = max(round(tokens * lengths.get(task, 1.0)) for task in rows)
-    return Comparison(task_ids(llm, rows, tokens, room), params, chosen, lengths=lengths, **how)
+    return Comparison(
+        task_ids(llm, rows, tokens, room), params, chosen, lengths=lengths, fidelity=bool(modes), **how
+    )
 
 
 def _measure(llm: LLM, asked: Comparison, what: str, peer: str | None, together: int, report: Report) -> None:
@@ -323,12 +340,14 @@ def _plain(
 
 
 def _say_speculation(report: Mapping[str, Any]) -> None:
+    from outrider.bench.fidelity import fidelity_table
     from outrider.bench.show import latencies, table, verdicts
 
     found = report["speculation"]
     if not found:
         return
-    for line in (*table(found), "", *latencies(found), "", *verdicts(found)):
+    curve = ["", *fidelity_table(found)] if report["asked"]["modes"] else []
+    for line in (*table(found), "", *latencies(found), *curve, "", *verdicts(found)):
         note(line)
     memory = report["memory"]
     device = f", {memory['gpu_peak_gb']:.2f} GB of the GPU" if "gpu_peak_gb" in memory else ""
