@@ -302,7 +302,7 @@ def test_rules_of_thumb_are_held_against_the_measurement() -> None:
     facts = CandidateFacts("lm", 10**8, 0.32, "qwen2", True, True)
     tasks = {"code": {"tokens_per_step": 1.4}, "chat": {"tokens_per_step": 2.0}}
     heat = {"temperature": 0.7, "tokens_per_step": 1.8, "other": 0.0, "there": 2.4}
-    one = candidate("small", 1.7, facts=facts, tasks=tasks, heat=heat)
+    one = candidate("small", 1.7, facts=facts, tasks=tasks, other_temperature=heat)
     found = {rule.rule: rule for rule in rules_of_thumb(10**9, one)}
     agrees = {name: rule.agrees for name, rule in found.items()}
     assert agrees == {

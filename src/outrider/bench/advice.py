@@ -110,7 +110,7 @@ def _why(best: Measured) -> list[str]:
     unmeasured = [one.batch for one in best.expected if not one.measured]
     if unmeasured:
         why.append(
-            f"times at batch {', '.join(map(str, unmeasured))} are continued from smaller ones: give --seconds"
+            f"times at batch {', '.join(map(str, unmeasured))} are extrapolated from smaller ones: give --seconds"
         )
     return why
 
@@ -204,10 +204,10 @@ def _code_or_prose(best: Measured) -> Rule:
 
 
 def _hot_sampling(best: Measured) -> Rule:
-    rule, heat = "hot sampling gains least", best.heat
-    if heat is None:
+    rule, other = "hot sampling gains least", best.other_temperature
+    if other is None:
         return Rule(rule, "not measured", None)
-    pairs = sorted([(heat["temperature"], heat["tokens_per_step"]), (heat["other"], heat["there"])])
+    pairs = sorted([(other["temperature"], other["tokens_per_step"]), (other["other"], other["there"])])
     (cold, cool), (hot, warm) = pairs
     said = f"{cool:.2f} tokens a step at temperature {cold:g}, {warm:.2f} at {hot:g}"
     return Rule(rule, said, cool > warm * (1 - CLEAR))
@@ -240,7 +240,7 @@ def table(measured: Seq[Measured]) -> Iterator[str]:
     yield "accept: the acceptance rate, equal at every depth, that brings as many tokens;"
     yield "even: that which breaks even; p99: the longest of 100 steps against a plain one"
     if any(not e.measured for one in measured for e in one.expected):
-        yield "~: times at this batch are continued in a straight line from smaller ones"
+        yield "~: times at this batch are extrapolated from smaller ones"
     for one in measured:
         if one.prompts[0] < one.prompts[1]:
             yield f"{cut(one.draft, 20)}: time for {one.prompts[0]} of {one.prompts[1]} prompts; --seconds gives more"

@@ -245,7 +245,7 @@ def _nearly(text: str) -> str:
 def _traffic(
     llm: LLM, cases: Seq[Case], methods: Seq[str], together: int, rnd: random.Random
 ) -> list[Arrival]:
-    """The set in some order: so many at first that about `together` run at once, the others among their decodes."""
+    """The set in random order: the first arrivals make about `together` run at once, the others come among decodes."""
     order = rnd.sample(list(cases), len(cases))
     each = max(1, sum(len(case.alone.token_ids) for case in cases) // len(cases))
     arrivals, at = [], 0.0
@@ -272,7 +272,7 @@ class Admission:
         self.ended: queue.SimpleQueue[Arrival | BaseException] = queue.SimpleQueue()
 
     def let_in(self) -> None:
-        """Whoever is due; the next one, if nobody else is there."""
+        """Starts the requests that are due, or the next one if none is running."""
         try:
             while self.waiting and (self.waiting[0].at <= self.emitted or not self.inside):
                 self._begin(self.waiting.popleft())

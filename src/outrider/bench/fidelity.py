@@ -51,7 +51,7 @@ def modes_of(asked: Speculation, names: Seq[str]) -> dict[str, Speculation]:
 
 def measure_fidelity(
     llm: LLM, groups: Seq[Seq[list[int]]], asked: Mapping[str, SamplingParams]
-) -> dict[str, dict[str, float]]:
+) -> dict[str, dict[str, float | None]]:
     """By method. All groups are answered once more, untimed, because log-probabilities cost time."""
     runs: dict[str, list[Answers]] = {
         name: [answer(llm, group, replace(params, logprobs=0)) for group in groups]
@@ -60,7 +60,7 @@ def measure_fidelity(
     return {name: _fidelity(own, runs["plain"]) for name, own in runs.items()}
 
 
-def _fidelity(own: Seq[Answers], plain: Seq[Answers]) -> dict[str, float]:
+def _fidelity(own: Seq[Answers], plain: Seq[Answers]) -> dict[str, float | None]:
     differing = sum(a.run.differing(b.run) for a, b in zip(own, plain, strict=True))
     compared = sum(max(len(x), len(y)) for a, b in zip(own, plain, strict=True)
                    for x, y in zip(a.run.answers, b.run.answers, strict=True))  # fmt: skip
@@ -70,7 +70,7 @@ def _fidelity(own: Seq[Answers], plain: Seq[Answers]) -> dict[str, float]:
     return {
         "equal": 1 - differing / compared,
         "logprob": logprob,
-        "logprob_error": statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else math.nan,
+        "logprob_error": statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else None,
         "likelihood": math.exp(logprob - reference),  # of a token, against plain decoding's; geometric means
     }
 
@@ -80,7 +80,8 @@ def fidelity_table(report: Found) -> Iterator[str]:
     yield f"{'task':14} {'batch':>5} {'mode':12} {'speed-up':>8} {'equal':>7} {'log-probability':>19}"
     for label, size, name, method in _with_fidelity(report):
         known, ratio = method["fidelity"], "" if name == "plain" else f"{method['ratio']:.2f}x"
-        likely = f"{known['logprob']:.3f} +- {known['logprob_error']:.3f}"
+        error = "?" if known["logprob_error"] is None else f"{known['logprob_error']:.3f}"
+        likely = f"{known['logprob']:.3f} +- {error}"
         yield f"{cut(label, 14):14} {size:>5} {cut(name, 12):12} {ratio:>8} {100 * known['equal']:5.1f} % {likely:>19}"
     yield "equal: tokens before the first that differs from plain decoding's;"
     yield "log-probability: mean of the emitted tokens under the target, standard error"

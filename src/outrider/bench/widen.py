@@ -76,7 +76,7 @@ def spread_layers(count: int, wanted: int) -> tuple[int, ...]:
 
 
 def named_layers(count: int, wanted: str) -> tuple[int, ...]:
-    """Layers by their number ("28": so many, evenly spread) or by name ("0-3,5-16,18-29")."""
+    """Layers by their number ("28": that number of them, evenly spread) or by name ("0-3,5-16,18-29")."""
     if wanted.isdecimal():
         return spread_layers(count, int(wanted))
     kept: list[int] = []

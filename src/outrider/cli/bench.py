@@ -150,10 +150,7 @@ def bench(
     outrider bench smollm2-135m --temperature 0 --max-tokens 128 --peer transformers
     """
     _check(what, peer, as_if, html_file, params)
-    if modes and (methods or what == "plain"):
-        raise InvalidRequest(
-            "--modes compares modes of speculation; leave out --methods and --what plain", "modes"
-        )
+    _check_modes(modes, methods, what)
     sizes, heat = batch_sizes(batches), task_temperatures(temperatures, params)
     asked = {
         "model": model, "draft": draft, "as_if": as_if, "draft_as_if": draft_as_if, "draft_layers": draft_layers,
@@ -269,6 +266,13 @@ def _check(
         raise InvalidRequest("bench/peers.py runs other engines on an as-if model; leave out --peer", "peer")
     if params.n > 1:
         raise InvalidRequest("a benchmark gives one answer a prompt; leave out --n", "n")
+
+
+def _check_modes(modes: str | None, methods: str | None, what: str) -> None:
+    if modes and (methods or what == "plain"):
+        raise InvalidRequest(
+            "--modes compares modes of speculation; leave out --methods and --what plain", "modes"
+        )
 
 
 def _stages(what: str, asked: Comparison, together: int, against: int) -> Mapping[str, float]:

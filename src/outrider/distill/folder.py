@@ -116,7 +116,7 @@ class Folder:
             ) from None
 
     def _allow(self, name: str, stage: str, recipe: Recipe, before: Recipe) -> None:
-        """A later stage may change; and more answers may be asked for while nobody has learnt from them."""
+        """A later stage may change; and more answers may be asked for until training begins."""
         begun, new, old = self.begun(), getattr(recipe, name), getattr(before, name)
         if name == "answer_tokens" and new > old and "train" not in begun:
             return

@@ -220,7 +220,7 @@ class _Scoring:
         ratios, same = [], []
         for number, ids in enumerate(prompts):
             methods = [PLAIN, Speculation(), chains]
-            methods = methods[number % 3 :] + methods[: number % 3]  # so that nobody is always the first
+            methods = methods[number % 3 :] + methods[: number % 3]  # the first rotates
             found = {how: self._alone(ids, self._params(number, how)) for how in methods}
             (tokens, plain), (others, auto) = found[PLAIN], found[Speculation()]
             same.append(tokens == others == found[chains][0])

@@ -67,7 +67,7 @@ class HeadStudent:
     def __init__(
         self, net: HeadNet, target: ModelConfig, layout: str, target_name: str, frequent: Tensor | None = None
     ) -> None:
-        """`frequent`: ids in falling order, for whoever drafts with fewer words than the head knows."""
+        """`frequent`: ids in falling order, for drafting with fewer words than the head knows."""
         self.net, self.target, self.layout, self.target_name = net, target, layout, target_name
         self.taps, self.frequent = net.config.taps, frequent
 

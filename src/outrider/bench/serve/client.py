@@ -63,7 +63,7 @@ def failure(problem: BaseException) -> tuple[str, str]:
     if isinstance(problem, socket.gaierror):
         return "no such host", str(problem.strerror)
     if isinstance(problem, ConnectionRefusedError):
-        return "connection refused", "nobody listens there"
+        return "connection refused", "no server listens there"
     if isinstance(problem, ssl.SSLError):
         return "TLS failed", str(problem)
     if isinstance(problem, NotHttp):
