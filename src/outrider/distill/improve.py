@@ -32,7 +32,7 @@ def plan_round(folder: Folder, traffic: Path, limit: int) -> dict[str, Any]:
     folders = traffic_folders(traffic)
     held = held_conversations(folders, limit)
     known = summarised(row for each in folders for row in read_shards(each))
-    done = {"train": folder.train, "score": folder.card, "gate": gate_file(folder)}
+    done = {"train": folder.train, "score": folder.card, "gate": folder.gate}
     return {
         "conversations": known["conversations"],
         "answered_tokens": known["answered"],
@@ -62,15 +62,11 @@ def gate(
 ) -> Comparison:
     """The candidate against the draft in use on held-out traffic; read from the folder if it was made before."""
     made_for = {"running": str(running), "limit": limit}
-    if gate_file(folder).exists() and (kept := read_json(gate_file(folder)))["made_for"] == made_for:
+    if folder.gate.exists() and (kept := read_json(folder.gate))["made_for"] == made_for:
         return Comparison(**kept["comparison"])
     found = compare(target, running, folder.draft, traffic_folders(traffic), limit, settings=settings)
-    write_json(gate_file(folder), {"made_for": made_for, "comparison": asdict(found)})
+    write_json(folder.gate, {"made_for": made_for, "comparison": asdict(found)})
     return found
-
-
-def gate_file(folder: Folder) -> Path:
-    return folder.path / "gate.json"
 
 
 def _copy_shards(folders: list[Path], into: Path) -> None:
