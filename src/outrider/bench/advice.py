@@ -251,7 +251,7 @@ def _line(name: str, wide: int, e: Expected) -> str:
     even = "never" if e.break_even is None else f"{e.break_even:.2f}"
     range_ = f"{'' if e.measured else '~'}{e.speedup:.2f}x {e.low:.2f}-{e.high:.2f}"
     line = f"{name:{wide}} {e.batch:5} {e.depth:4} {range_:>18} {e.tokens_per_step:8.2f}"
-    return line + f" {e.acceptance:6.2f} {even:>5} {min(e.stretch, 99.9):4.2f}x"
+    return line + f" {e.acceptance:6.2f} {even:>5} {min(e.p99, 99.9):4.2f}x"
 
 
 def _facts(one: Measured) -> str:

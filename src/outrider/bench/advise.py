@@ -303,7 +303,7 @@ class Expected:
     tokens_per_step: float
     acceptance: float  # equal at every depth, that would bring as many tokens
     break_even: float | None
-    stretch: float  # p99 of steps against a plain one
+    p99: float  # of steps, against a plain one
     tokens_per_second: float
     plain_tokens_per_second: float
     measured: bool  # False: extrapolated from smaller batches

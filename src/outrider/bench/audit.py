@@ -219,7 +219,7 @@ class Group:
 
     def _compare(self, methods: list[str]) -> None:
         for i, (method, other) in enumerate(zip(methods, self._run(methods), strict=True)):
-            self._judge(method, i, self.plain[i], other)
+            self._compare_one(method, i, self.plain[i], other)
 
     def _run(self, methods: list[str]) -> list[Output]:
         asked = [
@@ -229,7 +229,7 @@ class Group:
         self.toggling.seeds = {seed for seed in toggled if seed is not None}
         return self.llm.generate(self.prompts, asked)
 
-    def _judge(self, method: str, i: int, plain: Output, other: Output) -> None:
+    def _compare_one(self, method: str, i: int, plain: Output, other: Output) -> None:
         a, b = plain.token_ids, other.token_ids
         found, temperature = self.found, self.params[i].temperature
         found.tokens[method, temperature] += max(len(a), len(b))

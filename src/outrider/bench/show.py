@@ -76,15 +76,15 @@ def verdicts(report: Found) -> Iterator[str]:
         lost = f"below {LOSS}x in {len(low)} of {len(own)}" if low else f"nowhere below {LOSS}x"
         yield cut(f"{name}: {lost}; lowest {least:.2f}x ({where})", 79)
         for what, key in (("time per token", "tpot_ms"), ("between two events", "itl_ms")):
-            if stretched := max(_stretches(report, name, key), default=None):
-                most, where = stretched
+            if largest := max(_slowdowns(report, name, key), default=None):
+                most, where = largest
                 yield cut(f"{name}: p99 {what} at most {most:.2f}x plain's ({where})", 79)
     noisy = max((batch["noise"] for one in report.values() for batch in one["batches"].values()), default=1.0)
     if noisy > NOISY:
         yield f"warning: a noisy machine: like steps differ by up to {noisy:.1f}x; see ~ in the table"
 
 
-def _stretches(report: Found, name: str, key: str) -> Iterator[tuple[float, str]]:
+def _slowdowns(report: Found, name: str, key: str) -> Iterator[tuple[float, str]]:
     """The 99th percentile of answers' time per token, or of the time between two events, against plain decoding's."""
     for label, found in report.items():
         for size, batch in found["batches"].items():

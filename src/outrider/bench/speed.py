@@ -155,7 +155,7 @@ def _host_pass(llm: LLM, batch: Batch) -> Callable[[], float]:
 
 
 def _device_pass(llm: LLM, batch: Batch, context: int) -> Callable[[], float]:
-    """The pass as captured steps have it, in a graph of its own, between two events of the device."""
+    """The pass as in a captured step, in its own graph, timed by two events of the device."""
     assert isinstance(llm.model, Layered)
     target = llm.model.make_pass(llm.engine.cache.store)
     there, each = batch.to(llm.model.device), batch.rows // len(batch.table_rows.unique())

@@ -130,8 +130,8 @@ def _check(started: Sequence[BaseProcess], problems: Any) -> None:
 
 
 def _answer(each: Answering, part: Part, problems: Any) -> None:
-    """In a process of its own, which ends with the one that started it, however that ends. What was answered is on
-    disk by then, so it ends at once: a thread that still compiles something would abort an orderly end.
+    """Runs in a child process, which ends when its parent ends. It then exits at once, as answers are on disk by then
+    and a thread that still compiles would abort an orderly exit.
     """
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:

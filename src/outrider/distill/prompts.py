@@ -160,9 +160,7 @@ class Schedule:
         groups = [[task] for task in named] + ([rest] if left > 1e-9 else [])
         self._groups = [[p for p in prompts if p.task in set(group)] for group in groups]
         self._bounds = np.cumsum([recipe.shares[task] for task in named])
-        self._numbers: list[
-            tuple[int, int]
-        ] = []  # of each conversation: its group, and the how-manieth of it
+        self._numbers: list[tuple[int, int]] = []  # of each conversation: its group, and its number within it
         self._seen = [0] * len(self._groups)
         self._orders: dict[tuple[int, int], np.ndarray] = {}
 

@@ -166,7 +166,7 @@ class Bar(_Timed):
 
 
 def default_report() -> Report:
-    """By who looks at stderr."""
+    """A bar on a terminal, else lines."""
     out = sys.stderr
     return Bar(out) if out.isatty() and os.environ.get("TERM") != "dumb" else Lines(out)
 

@@ -1,8 +1,8 @@
 """Scores a draft with the verifier that serves it: real answers of `LLM(target, draft=...)`, counted by their origins.
 
 Every prompt is answered plainly, with chains of a fixed depth and with trees of a fixed size, the same seeds each time;
-tokens must agree. Some are answered once more one by one, plainly and as the planner likes in turn: what that takes is
-the wall clock's speed-up, and what the engine learns of its costs meanwhile gives the expected one.
+tokens must agree. Some prompts are answered again one at a time, plainly and as the planner decides in turn: their
+times give the measured speed-up, and the costs that the engine learns meanwhile give the expected one.
 """
 
 from __future__ import annotations

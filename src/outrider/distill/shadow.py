@@ -1,5 +1,5 @@
-"""A candidate draft against the one in use, in the shadow: on conversations that were held out, by the verifier that
-serves, with an engine of its own, so that no request waits for it.
+"""Compares a candidate draft with the one in use on held-out conversations, with the verifier that serves and in a
+separate engine, so that no request waits for it.
 
 Both drafts answer the same prompts with the same seeds. The tokens are the same, because output does not depend on the
 draft; what differs is how many passes they take. So the drafts are compared conversation by conversation, and the

@@ -157,7 +157,7 @@ class Training:
         self._saved = self.counters.step
 
     def _step(self, batch: TrainBatch) -> None:
-        """The host waits for nothing, so that a device always has something to do; `_read` says what came of it."""
+        """The host does not wait for the device; `_read` fetches the results of steps later."""
         rate = self.recipe.learning_rate * schedule(self.counters.tokens / self.total, self.recipe.warm_up)
         for group in self.optimiser.param_groups:
             group["lr"] = rate
@@ -304,7 +304,7 @@ class Training:
         return folder
 
     def _written(self) -> Path:
-        """The draft, beside its place."""
+        """Writes the draft to a temporary folder beside its final place."""
         part = self.out / f".{DRAFT}.part"
         shutil.rmtree(part, ignore_errors=True)
         try:

@@ -188,8 +188,8 @@ def _chunk_size(line: bytes) -> int:
 
 
 class Connection(asyncio.BufferedProtocol):
-    """One connection, for one request after the other. It reads into a buffer of its own: a fresh one a read, as
-    asyncio makes it otherwise, costs as much as all the rest.
+    """One connection, for one request after the other. It reads into one buffer: asyncio would otherwise allocate one
+    for each read, which costs as much as everything else here.
     """
 
     def __init__(self) -> None:
