@@ -102,7 +102,7 @@ def _hits(
 ) -> Hits:
     """[depth, B, T]: whether the draft's token at that depth is the answer's token there. False outside answers."""
     features = reader.read(batch)
-    states = student.states(batch, features, reader, depth)
+    states = student.states(batch, features, reader, depth, torch.float32)
     where, ahead = features.last.device, student.ahead
     found = torch.zeros(depth, *batch.ids.shape, dtype=torch.bool)
     head = student.head.float()
