@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from math import prod
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from outrider import SamplingParams
+from outrider import LLM, SamplingParams
 from outrider.bench import advise as measuring
-from outrider.bench.advice import advise, rules_of_thumb, said, speculative_config, table
+from outrider.bench.advice import advise, prices, rules_of_thumb, said, speculative_config, table
 from outrider.bench.advise import (
     Expected,
     Measured,
@@ -26,13 +28,17 @@ from outrider.bench.advise import (
     try_drafter,
 )
 from outrider.bench.as_if import AsIf
-from outrider.bench.draft_facts import DraftFacts
+from outrider.bench.draft_facts import CandidateFacts, facts_of_draft
 from outrider.bench.tally import acceptance_by_depth
+from outrider.bench.what_if import price_table
 from outrider.cli.coming_from import read_speculative_config
 from outrider.control.costs import CostModel
 from outrider.control.expected import CapturedCosts, EagerCosts
+from outrider.load.checkpoint import open_checkpoint
+from outrider.model.decoder import kv_bytes
 from outrider.types import DraftPlan, Outcome, StepRecord
 from tests.bench.conftest import prompts
+from tests.targets import pair_head, write_target
 from tests.tiny import sequence
 
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True, seed=3, temperature=0.0)
@@ -62,7 +68,7 @@ def candidate(draft: str, *speedups: float, kind: str = "lookup", spread: float 
         Expected(b, 4, s, s - spread, s + spread, 1.5 * s, 0.6, 0.4, 1.3, 10 * s, 10.0, True, {4: s})
         for b, s in zip((1, 4, 16, 64), speedups, strict=False)
     ]
-    facts = more.pop("facts", DraftFacts(kind))
+    facts = more.pop("facts", CandidateFacts(kind))
     options = dict(tasks={}, tasks_by_batch={}, acceptance=[], draft_ratio=0.1, check={}, prompts=(8, 9))
     return Measured(draft, facts, known, **{**options, **more})
 
@@ -182,12 +188,12 @@ def test_a_session_measures_drafters_of_a_model(wide: AsIf) -> None:
     found = [session.measure(wide, "lookup", name, asked, quiet) for name in ("lookup", "lm")]
     for one in found:
         assert [e.batch for e in one.expected] == [1, 4]
-        assert all(e.low <= e.speedup <= e.high and e.stretch > 0 for e in one.expected)
+        assert all(e.low <= e.speedup <= e.high and e.p99 > 0 for e in one.expected)
         assert json.loads(json.dumps(one.as_json()))["expected"][0]["batch"] == 1
     for checked in found[1].check.values():
         assert all(task["seen"] > 0 < task["speedup"] for task in checked.values())
     assert found[1].draft_ratio > found[0].draft_ratio
-    assert found[0].facts == DraftFacts("lookup")
+    assert found[0].facts == CandidateFacts("lookup")
     assert session.rows is not None
 
 
@@ -257,25 +263,46 @@ def test_little_time_goes_to_more_prompts_with_shorter_answers(wide: AsIf, monke
     ("kind", "flags"),
     [
         ("lookup", ["--draft", "lookup", "--speculate", "3"]),
-        ("model", ["--draft", "org/small", "--speculate", "3"]),
+        ("lm", ["--draft", "org/small", "--speculate", "3"]),
         ("eagle", ["--draft", "org/small", "--speculate", "3"]),
     ],
 )
 def test_settings_of_the_other_engine_mean_the_same_here(kind: str, flags: list[str]) -> None:
-    one = candidate("x", 2.0, facts=DraftFacts(kind, model="org/small"))
+    one = candidate("x", 2.0, facts=CandidateFacts(kind, model="org/small", engines=("outrider", "vllm")))
     config, _ = speculative_config(one, 3)
     assert read_speculative_config(json.dumps(config)) == flags
 
 
 def test_what_the_other_engine_has_not_is_said() -> None:
     assert speculative_config(candidate("early_exit", 2.0, kind="early_exit"), 3)[0] is None
+    own = candidate("auto", 2.0, facts=CandidateFacts("eagle", model="here", engines=("outrider",)))
+    config, note = speculative_config(own, 3)
+    assert config is None and note.startswith("only outrider can load this draft; outrider pairs export")
+    lines = list(said(advise("m", 1, [own])))
+    assert not any("--speculative-config" in line for line in lines)
+    assert "rules of thumb (a difference below 5 % counts as none):" in lines
+
+
+def test_every_batch_is_priced_by_its_own_rate() -> None:
+    rows = prices([candidate("lookup", 2.0, 1.5), candidate("early_exit", 0.5, 0.5)], 36.0)
+    assert [(row["draft"], row["batch"]) for row in rows[:3]] == [
+        ("lookup", 1),
+        ("lookup", 4),
+        ("early_exit", 1),
+    ]
+    assert rows[0]["plain_per_million"] == pytest.approx(1000.0)  # ten tokens a second
+    assert rows[0]["per_million"] == pytest.approx(500.0) and rows[0]["saving"] == pytest.approx(0.5)
+    assert rows[2]["saving"] == pytest.approx(-1.0)
+    lines = list(price_table(rows))
+    assert lines[0].split() == ["draft", "batch", "plain", "$/M", "tok", "speculative", "saving"]
+    assert lines[1].split() == ["lookup", "1", "1000.000", "500.000", "50", "%"]
 
 
 def test_rules_of_thumb_are_held_against_the_measurement() -> None:
-    facts = DraftFacts("model", 10**8, 0.32, "qwen2", True, True)
+    facts = CandidateFacts("lm", 10**8, 0.32, "qwen2", True, True)
     tasks = {"code": {"tokens_per_step": 1.4}, "chat": {"tokens_per_step": 2.0}}
     heat = {"temperature": 0.7, "tokens_per_step": 1.8, "other": 0.0, "there": 2.4}
-    one = candidate("small", 1.7, facts=facts, tasks=tasks, heat=heat)
+    one = candidate("small", 1.7, facts=facts, tasks=tasks, other_temperature=heat)
     found = {rule.rule: rule for rule in rules_of_thumb(10**9, one)}
     agrees = {name: rule.agrees for name, rule in found.items()}
     assert agrees == {
@@ -295,9 +322,12 @@ def test_rules_of_thumb_are_held_against_the_measurement() -> None:
 
 def test_everything_fits_80_columns() -> None:
     some = [candidate("org/a-draft-with-a-long-name", 12.34, 1.0, 0.5), candidate("lookup", 1.0, 1.0, 1.0)]
-    some[0].facts = DraftFacts("model", 10**9, 0.1, "llama", False, True, 4 * 10**9, 123456, "x")
+    some[0].facts = CandidateFacts("lm", 10**9, 0.1, "llama", False, True, 4 * 10**9, 123456, "x")
     some[1].expected[2] = replace(some[1].expected[2], measured=False, break_even=None)
-    lines = [*table(some, 2.5), *said(advise("m", 10**9, some))]
+    lines = [*table(some), *price_table(prices(some, 2.5)), *said(advise("m", 10**9, some))]
+    lines += said(
+        advise("m", 10**9, [candidate("auto", 2.0, facts=CandidateFacts("eagle", engines=("outrider",)))])
+    )
     assert max(len(line) for line in lines if "--speculative-config" not in line) <= 80
     assert any("another family, llama" in line for line in lines)
     assert any(line.startswith("~") for line in lines)
@@ -309,3 +339,24 @@ def test_a_draft_tokens_share_of_captured_steps_is_what_it_makes_them_longer() -
     costs = CostModel()
     costs.learn("lm", 1, [("none", (0, 0), 2.0), ("lm", (4, 4), 6.0)])
     assert measuring._draft_ratio(trials({}), 4, CapturedCosts(costs, "lm")) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "lm"])
+def test_engine_and_advice_report_the_same_memory(kind: str, tmp_path: Path) -> None:
+    """And it is what the tensors take: weights, keys and values, hidden states."""
+    target = write_target(tmp_path / "target")
+    draft = pair_head(tmp_path / "head", target) if kind == "eagle" else target
+    with LLM(
+        target, draft=str(draft), device="cpu", kernels="torch", max_sequences=2, cache_bytes=1 << 20
+    ) as llm:
+        store, features = llm.engine.drafters[kind].store, llm.engine.cache.store.features
+        facts = facts_of_draft(llm, str(draft))
+        assert {kind: facts.memory_tokens} == llm.engine.planner.payoff.held
+        cached = sum(
+            t.nbytes for t in (*store.keys, *store.values, *([] if features is None else [features]))
+        )
+        assert facts.memory_tokens == (facts.weight_bytes + cached) // kv_bytes(llm.model)
+        assert facts_of_draft(llm, "lookup").memory_tokens == 0
+        checkpoint = open_checkpoint(draft)
+        numbers = sum(prod(checkpoint.shape(name)) for name in checkpoint.names())
+        assert numbers <= facts.weight_bytes <= 5 * numbers

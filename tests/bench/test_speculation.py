@@ -102,7 +102,7 @@ def test_ways(wide: AsIf) -> None:
     assert methods_of(wide, deep)["lookup"] == Speculation(drafter="lookup", depth=2)
     assert methods_of(wide, deep)["auto"] == Speculation()
     assert asked_of("lm", Speculation(tree=(2, 1))) == Speculation(drafter="lm", tree=(2, 1))
-    with pytest.raises(InvalidRequest, match="unknown way 'eagle'"):
+    with pytest.raises(InvalidRequest, match="unknown method 'eagle'"):
         methods_of(wide, PARAMS, ["eagle"])
 
 

@@ -308,7 +308,7 @@ def test_an_audit_without_drafts_proves_nothing(outrider: Outrider, tiny_folder:
             ("--as-if", SHAPE, "--draft-as-if", DRAFT, "--draft-layers", "0-9"),
             "is not two or more of 2 layers",
         ),
-        (("--as-if", SHAPE, "--draft-as-if", DRAFT, "--draft-layers", ""), "a number or stretches"),
+        (("--as-if", SHAPE, "--draft-as-if", DRAFT, "--draft-layers", ""), "a number or ranges"),
         (("--as-if", SHAPE, "--peer", "transformers"), "bench/peers.py"),
         (("--batches", "1,two"), "--batches"),
         (("--batches", "0"), "--batches"),

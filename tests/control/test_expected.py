@@ -193,6 +193,21 @@ def test_the_best_depth_is_found_and_none_is_a_choice() -> None:
     assert "no draft" in lines[1] and max(map(len, lines)) <= 80
 
 
+def test_every_batch_is_priced_by_its_own_rate() -> None:
+    """One rate is the first batch's; a pass over four rows takes 1.2 times one over one row."""
+    asked = WhatIf.of("acceptance=0.8 depth=3 cost=0.05 batch=1,4 rows=1:1,4:1.2,16:2 tok_s=100")
+    rows = asked.answer(price=3.6)
+    assert [row["plain_per_million"] for row in rows] == pytest.approx([10.0, 10.0 * 1.2 / 4])
+    assert [row["per_million"] * row["speedup"] for row in rows] == pytest.approx([10.0, 3.0])
+    assert [1 - row["saving"] for row in rows] == pytest.approx([1 / row["speedup"] for row in rows])
+    measured = WhatIf.of("acceptance=0.8 batch=1,4 tok_s=100,250").answer(price=3.6)
+    assert [row["plain_per_million"] for row in measured] == pytest.approx([10.0, 4.0])
+    lines = list(what_if_table(asked, rows))
+    assert "plain $/M tok" in lines[-3] and max(map(len, lines)) <= 80
+    with pytest.raises(InvalidRequest, match="2 rates for 3 batches: one each, or one"):
+        WhatIf.of("acceptance=0.8 batch=1,4,8 tok_s=100,250")
+
+
 def test_what_is_assumed_is_said_and_a_draft_is_not_free() -> None:
     asked = WhatIf.of("acceptance=0.7")
     assert asked == WhatIf.of("acceptance=0.7 cost=0.1")

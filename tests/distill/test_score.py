@@ -18,12 +18,12 @@ from outrider.distill.report import Silent
 from outrider.distill.score import (
     ScoreOptions,
     count_origins,
-    draft_facts,
     make_card,
     prompt_ids,
     score,
     score_open,
 )
+from outrider.draft.card_facts import card_facts
 from outrider.errors import InvalidRequest
 from outrider.load.cards import Acceptance, read_card, write_card
 from outrider.load.checkpoint import open_checkpoint
@@ -165,5 +165,5 @@ def test_a_card_says_what_the_draft_is(target: Path, draft: Path, tmp_path: Path
     )
     write_card(folder, head)
     assert read_card(folder) == head and (head.trained_tokens, head.licence) == (9, "MIT")
-    assert draft_facts(folder, opened) == facts
+    assert card_facts(folder, opened) == facts
     assert scoring.BATCH["cpu"] > 1

@@ -196,7 +196,7 @@ def test_a_head_grows_by_what_changes_nothing_until_it_learns(
                 student.net.state_dict() | {n: ended[f"net.{n}"] for n, _ in student.net.named_parameters()}
             )
         with torch.no_grad():
-            return torch.stack(student.states(batch, reader.read(batch), reader, DEPTH))
+            return torch.stack(student.states(batch, reader.read(batch), reader, DEPTH, torch.float32))
 
     before, grown = states(replace(recipe, layers=0, intermediate=0)), states(recipe)
     torch.testing.assert_close(grown, before, rtol=0, atol=1e-6)

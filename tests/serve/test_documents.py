@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import yaml
 from openai.types.chat.chat_completion_stream_options_param import ChatCompletionStreamOptionsParam
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase as OpenAIChat
 from openai.types.completion_create_params import CompletionCreateParamsBase as OpenAICompletion
@@ -23,7 +24,7 @@ from outrider.serve import wire
 from outrider.serve.app import ROUTES
 from outrider.serve.keys import KeyLimits
 from outrider.serve.messages import MessagesRequest
-from outrider.serve.metrics import COUNTERS, GAUGES, HISTOGRAMS, PREFIX
+from outrider.serve.metrics import COUNTERS, GAUGES, HISTOGRAMS, PREFIX, Metrics
 from outrider.serve.settings import ServeSettings
 from outrider.settings import Settings
 from outrider.types import SamplingParams
@@ -222,6 +223,24 @@ def test_counters_are_shown_as_rates_or_totals() -> None:
         for target in panel.get("targets", []):
             bare = re.findall(rf"(?<!rate\()(?<!increase\(){PREFIX}(\w+_total)", target["expr"])
             assert set(bare) <= rare, f"{panel['title']}: {bare}"
+
+
+# ----------------------------------------------------------------------------------------------- the alerts
+
+
+def test_alert_rules_are_whole_and_name_series_that_a_server_shows() -> None:
+    [group] = yaml.safe_load((DEPLOY / "alerts.yml").read_text())["groups"]
+    rules = {rule["alert"]: rule for rule in group["rules"]}
+    assert len(rules) == len(group["rules"])
+    shown = set(re.findall(rf"^# TYPE {PREFIX}(\S+)", Metrics().text("model"), re.MULTILINE))
+    for rule in rules.values():
+        assert set(rule) <= {"alert", "expr", "for", "labels", "annotations"}
+        assert rule["labels"]["severity"] in ("page", "ticket", "note") and rule["annotations"]["summary"]
+        assert re.fullmatch(r"\d+[mh]", rule.get("for", "1m"))
+        assert mentioned(rule["expr"]) and mentioned(rule["expr"]) <= shown, rule["alert"]
+        assert rule["expr"].count("(") == rule["expr"].count(")")
+    slower = mentioned(rules["OutriderSlowerThanPlain"]["expr"])
+    assert slower >= {"plain_decode_seconds_total", "decode_seconds_total"}
 
 
 # ------------------------------------------------------------------------------------------- the other files

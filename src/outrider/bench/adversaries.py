@@ -4,7 +4,7 @@ The audit runs them all:
 
     random        tokens drawn at random, as a tree
     wrong         never the right token
-    oracle        always the right tokens, once it has heard the answer
+    oracle        always the right tokens, once it knows the answer
     ends          end-of-text inside every draft
     duplicates    the same token many times over
 """

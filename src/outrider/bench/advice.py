@@ -13,14 +13,15 @@ from typing import Any
 
 from outrider.bench.advise import FEWEST, Expected, Measured
 from outrider.bench.compare import cut
-from outrider.bench.what_if import per_million
+from outrider.bench.what_if import priced
 
 WIDTH = 80
 MORE = 3  # times the seconds, where they were too few
-CLEAR = 0.05  # of a speed-up or of tokens a step: less is no difference
+CLEAR = 0.05  # of a speed-up or of tokens a step: a smaller difference counts as none
 GAIN, SMALL_GAIN = 1.5, 1.2  # speed-ups that are much and little
 LARGE_TARGET = 30e9
 SIZES = (0.02, 0.10)  # 2-5 % of the target, or 10-20 times smaller
+METHODS = {"eagle": "eagle3", "lm": "draft_model"}  # vLLM's name of a drafter
 CODE, PROSE = ("code",), ("chat", "text", "creative", "summary", "summarise", "summarising")
 
 
@@ -109,7 +110,7 @@ def _why(best: Measured) -> list[str]:
     unmeasured = [one.batch for one in best.expected if not one.measured]
     if unmeasured:
         why.append(
-            f"times at batch {', '.join(map(str, unmeasured))} are continued from smaller ones: give --seconds"
+            f"times at batch {', '.join(map(str, unmeasured))} are extrapolated from smaller ones: give --seconds"
         )
     return why
 
@@ -150,12 +151,12 @@ def speculative_config(one: Measured, depth: int) -> tuple[dict[str, Any] | None
     if kind == "lookup":
         lookup = {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
         return {"method": "ngram", "num_speculative_tokens": depth, **lookup}, "at this depth at every load"
-    if kind == "eagle":
-        config = {"method": "eagle3", "model": model, "num_speculative_tokens": depth}
+    if kind in METHODS and "vllm" in one.facts.engines:
+        config = {"method": METHODS[kind], "model": model, "num_speculative_tokens": depth}
         return config, "at this depth at every load"
-    if kind == "model":
-        config = {"method": "draft_model", "model": model, "num_speculative_tokens": depth}
-        return config, "at this depth at every load"
+    if kind in METHODS:
+        loads = " and ".join(one.facts.engines)
+        return None, f"only {loads} can load this draft; outrider pairs export writes heads in other layouts"
     return None, f"it has no drafter like {one.draft}"
 
 
@@ -203,10 +204,10 @@ def _code_or_prose(best: Measured) -> Rule:
 
 
 def _hot_sampling(best: Measured) -> Rule:
-    rule, heat = "hot sampling gains least", best.heat
-    if heat is None:
+    rule, other = "hot sampling gains least", best.other_temperature
+    if other is None:
         return Rule(rule, "not measured", None)
-    pairs = sorted([(heat["temperature"], heat["tokens_per_step"]), (heat["other"], heat["there"])])
+    pairs = sorted([(other["temperature"], other["tokens_per_step"]), (other["other"], other["there"])])
     (cold, cool), (hot, warm) = pairs
     said = f"{cool:.2f} tokens a step at temperature {cold:g}, {warm:.2f} at {hot:g}"
     return Rule(rule, said, cool > warm * (1 - CLEAR))
@@ -215,30 +216,42 @@ def _hot_sampling(best: Measured) -> Rule:
 # ---------------------------------------------------------------------------------------------------- for people
 
 
-def table(measured: Seq[Measured], price: float | None = None) -> Iterator[str]:
+def prices(measured: Seq[Measured], price: float) -> list[dict[str, Any]]:
+    """Of a million tokens, each draft and batch by its own rate."""
+    return [
+        {
+            "draft": one.draft,
+            "batch": e.batch,
+            **priced(price, e.plain_tokens_per_second, e.tokens_per_second),
+        }
+        for one in measured
+        for e in one.expected
+    ]
+
+
+def table(measured: Seq[Measured]) -> Iterator[str]:
     """Within 80 columns."""
     wide = min(14, max(len(cut(one.draft, 14)) for one in measured))
     titles = f"{'draft':{wide}} {'batch':>5} {'deep':>4} {'speed-up (90 %)':>18} {'tok/step':>8}"
-    yield f"{titles} {'accept':>6} {'even':>5} {'p99':>5}" + (f" {'$/M':>7}" if price is not None else "")
+    yield f"{titles} {'accept':>6} {'even':>5} {'p99':>5}"
     for one in measured:
         for e in one.expected:
-            yield _line(cut(one.draft, wide), wide, e, price)
+            yield _line(cut(one.draft, wide), wide, e)
     yield "accept: the acceptance rate, equal at every depth, that brings as many tokens;"
     yield "even: that which breaks even; p99: the longest of 100 steps against a plain one"
     if any(not e.measured for one in measured for e in one.expected):
-        yield "~: times at this batch are continued in a straight line from smaller ones"
+        yield "~: times at this batch are extrapolated from smaller ones"
     for one in measured:
         if one.prompts[0] < one.prompts[1]:
             yield f"{cut(one.draft, 20)}: time for {one.prompts[0]} of {one.prompts[1]} prompts; --seconds gives more"
         yield from textwrap.wrap(f"{one.draft}: {_facts(one)}", WIDTH - 1, subsequent_indent="  ")
 
 
-def _line(name: str, wide: int, e: Expected, price: float | None) -> str:
+def _line(name: str, wide: int, e: Expected) -> str:
     even = "never" if e.break_even is None else f"{e.break_even:.2f}"
     range_ = f"{'' if e.measured else '~'}{e.speedup:.2f}x {e.low:.2f}-{e.high:.2f}"
     line = f"{name:{wide}} {e.batch:5} {e.depth:4} {range_:>18} {e.tokens_per_step:8.2f}"
-    line += f" {e.acceptance:6.2f} {even:>5} {min(e.stretch, 99.9):4.2f}x"
-    return line + (f" {per_million(price, e.tokens_per_second):7.3f}" if price is not None else "")
+    return line + f" {e.acceptance:6.2f} {even:>5} {min(e.p99, 99.9):4.2f}x"
 
 
 def _facts(one: Measured) -> str:
@@ -267,10 +280,13 @@ def said(advice: Advice) -> Iterator[str]:
         yield "  until then: --draft auto, the default, drafts only where it pays"
         return
     yield f"  Outrider: {advice.command}"
-    shown = "none" if advice.vllm is None else f"--speculative-config '{json.dumps(advice.vllm)}'"
-    yield f"  vLLM: {shown} ({advice.vllm_note})"
+    if advice.vllm is None:
+        text = f"vLLM: none ({advice.vllm_note})"
+        yield from textwrap.wrap(text, WIDTH - 1, initial_indent="  ", subsequent_indent="    ")
+    else:
+        yield f"  vLLM: --speculative-config '{json.dumps(advice.vllm)}' ({advice.vllm_note})"
     if advice.rules:
-        yield "rules of thumb:"
+        yield f"rules of thumb (a difference below {100 * CLEAR:g} % counts as none):"
     words = {True: "agrees", False: "DISAGREES", None: "-"}
     for rule in advice.rules:
         text = f"{words[rule.agrees]:9} {rule.rule}: {rule.measured}"

@@ -1,8 +1,8 @@
-"""Measures what an advice on drafters is made of: acceptance by depth on the user's prompts, and costs on this machine.
+"""Measures acceptance by depth on the user's prompts and step costs on this machine, from which drafters are advised.
 
 Acceptance comes from the real engine, one prompt at a time, at a few depths; a depth in between is read off the next
-deeper run. Passes over the rows of larger batches are timed alone and get the host's time by rows on top. What there
-was no time to measure is continued in a straight line and marked.
+deeper run. For larger batches the pass is timed alone and the host's time by rows is added. Costs that there was no
+time to measure are extrapolated and marked.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from itertools import zip_longest
 from typing import Any
 
 from outrider.bench.answering import Answers, answer
-from outrider.bench.draft_facts import DraftFacts, facts_of_draft
+from outrider.bench.draft_facts import CandidateFacts, facts_of_draft
 from outrider.bench.speed import pass_seconds
 from outrider.bench.tally import acceptance_by_depth
 from outrider.control.costs import EagerCosts
@@ -38,15 +38,18 @@ DEPTHS = (2, 4, 8)
 ENOUGH = 3  # steps of a kind for a median
 REPEATS = 3  # passes of a kind over many rows
 LEVELS = (0, 1, 2, 4, 8)  # draft tokens a sequence whose rows are timed
-FEWEST, WANTED = 4, 8  # prompts: with fewer nothing is advised, and the time is shared among as many
+FEWEST, WANTED = (
+    4,
+    8,
+)  # prompts: with fewer than the first nothing is advised; the time is planned for the second
 SHORTEST, USUAL = 16, 4  # tokens of an answer, and the one depth, where there is little time
-LATE = 2.0  # times the time, until it is given up to come to the fewest
-SURE, BEHIND = 2, 0.8  # prompts after which a depth is given up, and how far it is behind the best then
-CHEAP = 0.02  # of a plain step: drafting that takes no pass grows with the sequences
+LATE = 2.0  # of the time: after that, fewer prompts than FEWEST must do
+SURE, BEHIND = 2, 0.8  # prompts after which a depth below this share of the best one is dropped
+CHEAP = 0.02  # of a plain step: drafting below this share needs no pass, and its time grows with the batch
 SHORT, FEW = 16, 6  # prompt and answer where only drafting is timed
 HOT = 1.0  # temperature
-TRIAL_SHARE, ROWS_SHARE, DRAFT_SHARE, HEAT_SHARE = 0.65, 0.15, 0.1, 0.1  # of the time
-UNMEASURED = 0.1  # how well times are known that were not measured
+TRIAL_SHARE, ROWS_SHARE, DRAFT_SHARE, OTHER_SHARE = 0.65, 0.15, 0.1, 0.1  # of the time
+UNMEASURED = 0.1  # standard error of times that were extrapolated
 
 Tell = Callable[[str, float], None]
 Asked = Seq[tuple[str, list[int], SamplingParams]]  # task, prompt, how it is asked
@@ -102,9 +105,9 @@ def _drafting(params: SamplingParams, drafter: str, depth: int) -> SamplingParam
 
 
 def try_drafter(llm: LLM, drafter: str, asked: Asked, depths: Seq[int], until: float, tell: Tell) -> Trials:
-    """Plain decoding and every depth in turn, prompt by prompt, until the time is up; a little longer for the fewest
-    prompts that an advice needs. A depth that falls behind is given up, and so is plain decoding once its steps are
-    known, so that the time goes to more prompts: they differ more than steps do.
+    """Answers every prompt plainly and at every depth in turn until the time is up, or a little longer for the fewest
+    prompts that an advice needs. A depth that falls behind is dropped, and plain decoding is dropped once its steps
+    are known: prompts differ more than steps do, so the time goes to more prompts.
     """
     began, total = time.monotonic(), len(asked)
     depths, longest = _affordable(llm, drafter, asked, depths, until)
@@ -144,7 +147,7 @@ def _affordable(llm: LLM, drafter: str, asked: Asked, depths: Seq[int], until: f
     prompts = min(WANTED, len(asked))
 
     def length(tried: int) -> float:
-        """Tokens of an answer that there is time for, with so many depths."""
+        """Tokens of an answer that there is time for when `tried` depths are tried."""
         return (until - time.monotonic()) / seconds / (prompts * tried + min(SURE, prompts))
 
     if length(len(depths)) < 2 * SHORTEST and USUAL in depths:
@@ -199,7 +202,7 @@ def step_outcomes(record: StepRecord, last: bool) -> list[Outcome]:
 
 @dataclass(slots=True)
 class RowCosts:
-    """The target's steps by batch and rows, and at which batches some were only continued in a straight line."""
+    """The target's steps by batch and rows, and the batches for which some were extrapolated."""
 
     by_batch: dict[int, EagerCosts] = field(default_factory=dict)
     unmeasured: set[int] = field(default_factory=set)
@@ -230,7 +233,7 @@ def row_costs(
 
 
 def _host_by_rows(trials: Trials) -> Callable[[int], float]:
-    """Seconds of a step beside the pass: a straight line through what was seen with few rows and with many."""
+    """Seconds of a step outside the pass: a linear fit through the fewest and the most rows that were measured."""
     seen = {rows: statistics.median(times) for rows, times in trials.host.items() if len(times) >= ENOUGH}
     if not seen:
         return lambda rows: 0.0
@@ -300,10 +303,10 @@ class Expected:
     tokens_per_step: float
     acceptance: float  # equal at every depth, that would bring as many tokens
     break_even: float | None
-    stretch: float  # p99 of steps against a plain one
+    p99: float  # of steps, against a plain one
     tokens_per_second: float
     plain_tokens_per_second: float
-    measured: bool  # or continued from smaller batches
+    measured: bool  # False: extrapolated from smaller batches
     by_depth: dict[int, float]  # speed-up
 
     @property
@@ -355,7 +358,7 @@ class Measured:
     """One candidate: what it is and what it is expected to bring."""
 
     draft: str  # as the user wrote it
-    facts: DraftFacts
+    facts: CandidateFacts
     expected: list[Expected]
     tasks: dict[str, dict[str, float]]
     tasks_by_batch: dict[int, dict[str, dict[str, float]]]  # each at its best depth
@@ -364,8 +367,8 @@ class Measured:
     # One sequence at a time, by depth and task: speed-up as predicted, and as the same run saw it.
     check: dict[int, dict[str, dict[str, float]]]
     prompts: tuple[int, int]  # measured, and given
-    # At another temperature: tokens a step there and here.
-    heat: dict[str, float] | None = None
+    # Tokens per step at the temperature asked for and at another one.
+    other_temperature: dict[str, float] | None = None
 
     def as_json(self) -> dict[str, Any]:
         found = asdict(self)
@@ -413,9 +416,9 @@ class Session:
             (len(trials.context), len(asked)),
         )
         if any(one.pays for one in known):
-            say = _part(tell, 1 - HEAT_SHARE, HEAT_SHARE)
-            until = time.monotonic() + HEAT_SHARE * share
-            found.heat = self._other_heat(llm, drafter, asked, first, until, say)
+            say = _part(tell, 1 - OTHER_SHARE, OTHER_SHARE)
+            until = time.monotonic() + OTHER_SHARE * share
+            found.other_temperature = self._at_other_temperature(llm, drafter, asked, first, until, say)
         return found
 
     def _rows_with(self, trials: Trials) -> dict[int, EagerCosts]:
@@ -430,7 +433,7 @@ class Session:
         found[1].by_rows.update(own)
         return found
 
-    def _other_heat(
+    def _at_other_temperature(
         self, llm: LLM, drafter: str, asked: Asked, here: Expected, until: float, tell: Tell
     ) -> dict[str, float]:
         """The same drafts at a temperature far from the one asked for."""

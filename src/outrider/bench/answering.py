@@ -34,9 +34,7 @@ class TimedStep:
 
 
 Own = tuple[int, float]  # of one answer: tokens after the first ones, and seconds from those to the last
-Received = tuple[
-    int, float, int
-]  # the step that brought a request tokens, when they were heard, and how many
+Received = tuple[int, float, int]  # the step that brought a request tokens, when they came, and how many
 
 
 @dataclass(slots=True)
@@ -46,7 +44,10 @@ class Meter:
     requests: int
     timed: list[TimedStep] = field(default_factory=list)
     records: list[StepRecord] = field(default_factory=list)
-    heard_at: dict[str, list[Received]] = field(default_factory=lambda: defaultdict(list))  # by request
+    received_at: dict[str, list[Received]] = field(default_factory=lambda: defaultdict(list))  # by request
+    logprobs: dict[str, list[float]] = field(
+        default_factory=lambda: defaultdict(list)
+    )  # if they were asked for
     tokens: int = 0
     done: threading.Event = field(default_factory=threading.Event)
     failure: BaseException | None = None
@@ -57,21 +58,24 @@ class Meter:
             self.done.set()
             return
         self.tokens += len(event.token_ids)
-        self.heard_at[event.request_id].append((len(self.timed), time.perf_counter(), len(event.token_ids)))
+        self.received_at[event.request_id].append(
+            (len(self.timed), time.perf_counter(), len(event.token_ids))
+        )
+        self.logprobs[event.request_id] += [one.logprob for one in event.logprobs or ()]
         self.requests -= event.finish_reason is not None
 
     def stepped(self, record: StepRecord) -> None:
         now, r = time.perf_counter(), record
         seconds = r.total_s / r.passes
         self.records.append(r)
-        begun = len(self.heard_at)
+        begun = len(self.received_at)
         self.timed.append(TimedStep(now, self.tokens, begun, r.sequences, r.known, r.rows, seconds))
         self.tokens = 0
         if not self.requests:
             self.done.set()
 
     def run(self, began: float, answers: list[list[int]]) -> Run:
-        """As a run: its decoding begins with the first step after which everyone has a token."""
+        """As a run: its decoding begins with the first step after which every request has a token."""
         first = self._first(len(answers))
         there = sum(done.tokens for done in self.timed[: first + 1])
         return Run(answers, self.timed[first].ended - began, self.timed[-1].ended - began, there)
@@ -80,15 +84,15 @@ class Meter:
         return next(i for i, done in enumerate(self.timed) if done.begun == requests)
 
     def gaps(self) -> list[float]:
-        """Between two events with tokens, once everyone has one: before, prompts were read."""
-        first = self._first(len(self.heard_at))
-        every = (pair for own in self.heard_at.values() for pair in pairwise(own))
+        """Between two events with tokens, once every request has one: before that, prompts were read."""
+        first = self._first(len(self.received_at))
+        every = (pair for own in self.received_at.values() for pair in pairwise(own))
         return [after - before for (step, before, _), (_, after, _) in every if step >= first]
 
     def own(self) -> list[Own]:
         return [
             (sum(tokens for *_, tokens in received[1:]), received[-1][1] - received[0][1])
-            for received in self.heard_at.values()
+            for received in self.received_at.values()
         ]
 
 
@@ -106,7 +110,10 @@ class Answers:
     records: list[StepRecord]
     firsts: list[float]  # seconds to the first token, of each
     own: list[Own]
-    gaps: list[float]  # seconds between two events with tokens, of all, once everyone has one
+    gaps: list[float]  # seconds between two events with tokens, once every request has one
+    logprobs: list[list[float]] = field(
+        default_factory=list
+    )  # of each answer's tokens, if they were asked for
 
     @property
     def tokens(self) -> int:
@@ -114,10 +121,10 @@ class Answers:
 
     @property
     def rate(self) -> float:
-        """Tokens per second of so many answers, each counted from its own first token to its own last.
+        """Tokens per second of all answers, each counted from its own first token to its own last.
 
-        A window for all of them would be unfair: while the last prompt is read, drafts bring those before it tokens
-        that it would not count, and the slow ones would be left.
+        One window for all would begin when the last prompt is read. Drafts bring the other answers tokens before that,
+        and the slow answers would be over-represented.
         """
         tokens, seconds = (sum(column) for column in zip(*self.own, strict=True))
         return len(self.own) * tokens / seconds if tokens and seconds > 0 else self.run.decode_rate
@@ -125,9 +132,7 @@ class Answers:
 
 @contextmanager
 def out_of_the_collectors_sight() -> Iterator[None]:
-    """Python's collector does not look at what is there already: it would hold up one run of many for a tenth of a
-    second.
-    """
+    """Freezes existing objects, as collecting them would stop one run in many for a tenth of a second."""
     gc.collect()
     gc.freeze()
     try:
@@ -137,9 +142,7 @@ def out_of_the_collectors_sight() -> Iterator[None]:
 
 
 def answer(llm: LLM, prompts: Seq[list[int]], params: SamplingParams) -> Answers:
-    """Answer prompts together, each with a seed of its own, and an owner of its own: what one wrote must not be
-    there for another to look up.
-    """
+    """Answers prompts together. Each has its own seed and its own owner, so that none can look up another's answer."""
     requests = [_request(llm, i, ids, params) for i, ids in enumerate(prompts)]
     meter = Meter(len(requests))
     before, llm.driver.observer = llm.driver.observer, meter.stepped
@@ -161,9 +164,10 @@ def answer(llm: LLM, prompts: Seq[list[int]], params: SamplingParams) -> Answers
         longest=max((b.ended - a.ended for a, b in pairwise(meter.timed)), default=0.0),
         making=Recorded.seconds - made,
         records=meter.records,
-        firsts=[own[0][1] - began for own in meter.heard_at.values()],
+        firsts=[own[0][1] - began for own in meter.received_at.values()],
         own=meter.own(),
         gaps=meter.gaps(),
+        logprobs=[some for some in meter.logprobs.values() if some],
     )
 
 

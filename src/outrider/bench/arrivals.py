@@ -1,11 +1,10 @@
-"""Proves identity under traffic: requests arrive while others decode, and every answer is held against the same
-request answered alone and plainly.
+"""Proves identity under traffic: requests arrive while others decode, and every answer is compared with the one that
+the same request gets alone and plainly.
 
-Requests are of many kinds: with logprobs, penalties, a bias, banned words, stop words, a least length, a prediction,
-a grammar, or with nothing of the sort; each has a drafter of its own, a chain or a tree, or leaves that to the
-planner. A set of them is answered alone once, then several times in company, each time in another order, with other
-arrivals, other drafters and others aborted midway. When a request arrives or is aborted is counted in tokens, not in
-seconds: a seed gives the same traffic on every machine.
+Requests have logprobs, penalties, a bias, banned words, stop words, a minimum length, a prediction, a grammar, or none
+of these. Each names a drafter with a chain or a tree, or leaves that to the planner. A set is answered alone once and
+then together several times, each time with another order, other arrivals, other drafters and other requests aborted.
+Arrivals and aborts are counted in tokens, not in seconds, so a seed gives the same traffic on every machine.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class Traffic:
 
     tokens: Counter[tuple[str, float]] = field(default_factory=Counter)  # compared, by kind and temperature
     requests: Counter[str] = field(default_factory=Counter)  # by kind
-    methods: Counter[str] = field(default_factory=Counter)  # requests, by who drafted
+    methods: Counter[str] = field(default_factory=Counter)  # requests, by drafter
     aborted: int = 0  # requests
     together: int = 0  # requests that ran at once, at most
     left_out: dict[str, str] = field(default_factory=dict)  # kinds that cannot be had here, and why
@@ -119,7 +118,7 @@ class Arrival:
     case: Case
     method: str
     request: Request
-    at: int  # tokens that everyone has been given before it arrives
+    at: int  # tokens emitted for all requests before it arrives
     until: int | None  # own tokens after which it is aborted
     sequence: Sequence | None = None
     tokens: list[int] = field(default_factory=list)
@@ -245,7 +244,7 @@ def _nearly(text: str) -> str:
 def _traffic(
     llm: LLM, cases: Seq[Case], methods: Seq[str], together: int, rnd: random.Random
 ) -> list[Arrival]:
-    """The set in some order: so many at first that about `together` run at once, the others among their decodes."""
+    """The set in random order: the first arrivals make about `together` run at once, the others come among decodes."""
     order = rnd.sample(list(cases), len(cases))
     each = max(1, sum(len(case.alone.token_ids) for case in cases) // len(cases))
     arrivals, at = [], 0.0
@@ -272,7 +271,7 @@ class Admission:
         self.ended: queue.SimpleQueue[Arrival | BaseException] = queue.SimpleQueue()
 
     def let_in(self) -> None:
-        """Whoever is due; the next one, if nobody else is there."""
+        """Starts the requests that are due, or the next one if none is running."""
         try:
             while self.waiting and (self.waiting[0].at <= self.emitted or not self.inside):
                 self._begin(self.waiting.popleft())

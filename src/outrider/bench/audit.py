@@ -1,9 +1,10 @@
-"""Proves identity, or shows where it fails: every prompt plain and in every other way, token against token.
+"""Proves identity, or shows where it fails: every prompt is answered plainly and by every other method, and the tokens
+are compared.
 
-Prompts go in batches of 1 to 32. The plain answers of a batch are what all others are held against: the same
-batch as the planner likes, with one drafter's chains for all, with those switched off and on as the answers
-grow, with trees, and mixed, everyone another way in shared steps, plain decoding among them. Drafters that try
-to do harm come last, beside all others: they never run on a device, and in their company nobody does.
+Prompts go in batches of 1 to 32. The same batch is answered as the planner decides, with chains of one drafter, with
+drafting switched off and on as the answers grow, with trees, and mixed: another method for each request of a step,
+plain decoding among them. Adversarial drafters come last, beside all others. They run on the host, and so does every
+request that shares their steps.
 
 For `rejection`, which promises a distribution and not a path, samples of both are compared by a chi-square test.
 """
@@ -52,7 +53,7 @@ class Divergence:
 
 @dataclass(slots=True)
 class Audit:
-    tokens: Counter[tuple[str, float]] = field(default_factory=Counter)  # compared, by way and temperature
+    tokens: Counter[tuple[str, float]] = field(default_factory=Counter)  # compared, by method and temperature
     by_batch: Counter[int] = field(default_factory=Counter)
     differing: int = 0
     divergences: list[Divergence] = field(default_factory=list)
@@ -209,7 +210,7 @@ class Group:
         answers.clear()
 
     def _mixed(self, methods: list[str]) -> list[list[str]]:
-        """Everyone another way; in small batches so many times that each way had its turn."""
+        """Another method for each request; a small batch is repeated until every method had its turn."""
         size = len(self.numbers)
         return [
             [methods[(start + i) % len(methods)] for i in range(size)]
@@ -218,7 +219,7 @@ class Group:
 
     def _compare(self, methods: list[str]) -> None:
         for i, (method, other) in enumerate(zip(methods, self._run(methods), strict=True)):
-            self._judge(method, i, self.plain[i], other)
+            self._compare_one(method, i, self.plain[i], other)
 
     def _run(self, methods: list[str]) -> list[Output]:
         asked = [
@@ -228,7 +229,7 @@ class Group:
         self.toggling.seeds = {seed for seed in toggled if seed is not None}
         return self.llm.generate(self.prompts, asked)
 
-    def _judge(self, method: str, i: int, plain: Output, other: Output) -> None:
+    def _compare_one(self, method: str, i: int, plain: Output, other: Output) -> None:
         a, b = plain.token_ids, other.token_ids
         found, temperature = self.found, self.params[i].temperature
         found.tokens[method, temperature] += max(len(a), len(b))
@@ -247,7 +248,7 @@ class Group:
 
 
 def how(params: SamplingParams, method: str) -> Speculation:
-    """What a way asks of the planner and the drafters."""
+    """What a method asks of the planner and the drafters."""
     asked = params.speculation
     if method == "plain":
         return Speculation(drafter="none")

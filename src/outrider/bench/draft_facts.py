@@ -1,23 +1,21 @@
-"""What is known of a drafter from its files: its size beside the target's, its family, its tokenizer, its memory."""
+"""What is known of a candidate draft: its size against the target, its family, its memory, the engines that load it."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from pathlib import Path
 
+from outrider.draft.card_facts import card_facts
 from outrider.draft.names import parse_draft, settle_auto
-from outrider.draft.table import is_eagle
+from outrider.engine.draft_room import draft_cache_tokens, draft_weight_bytes
 from outrider.engine.llm import LLM
-from outrider.load.checkpoint import Checkpoint, open_checkpoint
+from outrider.load.checkpoint import open_checkpoint
 from outrider.load.find import find
-from outrider.model.decoder import kv_bytes
-from outrider.settings import WEIGHT_BYTES, cache_folder
+from outrider.settings import cache_folder
 
 
 @dataclass(frozen=True, slots=True)
-class DraftFacts:
-    kind: str  # lookup, early_exit, synthetic, own, model, eagle, or several joined by '+'
+class CandidateFacts:
+    kind: str  # lookup, early_exit, synthetic, own, lm, eagle, or several joined by '+'
     parameters: int = 0
     parameter_ratio: float = 0.0  # to the target's
     family: str | None = None  # None: it has none
@@ -26,48 +24,38 @@ class DraftFacts:
     weight_bytes: int = 0
     memory_tokens: int = 0  # that the KV cache could hold more without it
     model: str | None = None  # where its files are
+    engines: tuple[str, ...] = ()  # that load those files as they are
 
 
-def facts_of_draft(llm: LLM, draft: str) -> DraftFacts:
-    """Of all models that `draft` names together."""
-    kinds, numbers, cached, weights = [], 0, 0, 0
-    family: str | None = None
-    tokenizer: bool | None = None
+def facts_of_draft(llm: LLM, draft: str) -> CandidateFacts:
+    """Of all models that `draft` names together. `llm` was opened with them."""
+    kinds, parameters = [], 0
     model: str | None = None
+    target, engine = llm.model.config, llm.engine
     for part in settle_auto(parse_draft(draft), None if llm.pair is None else llm.pair.folder):
         kinds.append(part.kind)
         if part.kind == "model":
-            path = find(part.text, cache_folder())
-            kinds[-1] = "eagle" if is_eagle(path) else "model"
-            size, kept, own, stored = _sizes(path, llm)
-            numbers, cached, model = numbers + size, cached + kept, part.text
-            weights += int(size * WEIGHT_BYTES[stored])
-            family = own or llm.model.config.family  # a head is made for its target
-            tokenizer = True  # else it would not have been loaded
-    target, itemsize = llm.model.config, llm.model.dtype.itemsize
-    slots = llm.engine.table.pool.total
-    return DraftFacts(
-        "+".join(kinds) or "none",
-        numbers,
-        numbers / target.parameters,
+            path, model, family = find(part.text, cache_folder()), part.text, target.family
+            known = card_facts(path, llm.checkpoint)
+            kinds[-1], parameters = known.kind, parameters + known.parameters
+            if known.kind == "lm":  # a head is made for its target
+                opened = open_checkpoint(path)
+                family = (
+                    str(opened.raw_config.get("model_type"))
+                    if opened.config is None
+                    else opened.config.family
+                )
+    if model is None:
+        return CandidateFacts("+".join(kinds) or "none")
+    return CandidateFacts(
+        "+".join(kinds),
+        parameters,
+        parameters / target.parameters,
         family,
-        None if family is None else family == target.family,
-        tokenizer,
-        weights,
-        round((weights + slots * cached * itemsize) / kv_bytes(llm.model)),
+        family == target.family,
+        True,  # with another tokenizer it would not have been loaded
+        draft_weight_bytes(engine.drafters),
+        draft_cache_tokens(engine.drafters, engine.cache, llm.model, llm.memory),
         model,
+        known.engines,
     )
-
-
-def _sizes(path: Path, llm: LLM) -> tuple[int, int, str | None, str]:
-    """Numbers in its weights, numbers it caches a token, its family, and what its weights are stored as."""
-    checkpoint: Checkpoint = open_checkpoint(path)
-    numbers = sum(math.prod(checkpoint.shape(name)) for name in checkpoint.names())
-    if is_eagle(path):
-        c = llm.model.config
-        return numbers, 2 * c.kv_heads * c.head_dim, None, "bfloat16"
-    config = checkpoint.config
-    if config is None:
-        return numbers, 0, str(checkpoint.raw_config.get("model_type")), "float32"
-    cached = 2 * config.layers * config.kv_heads * config.head_dim
-    return numbers, cached, config.family, llm.settings.draft_weights

@@ -75,7 +75,7 @@ def certified(certificate: Mapping[str, str]) -> str:
 # ---------------------------------------------------------------------------------------------------------- charts
 
 WIDE, HIGH, LEFT, BELOW = 560, 240, 56, 34  # of a chart, and the room for its scales
-STYLES = 4  # ways a line can look
+STYLES = 4  # of lines
 MANY = 30  # times the least value the greatest must be for a scale by orders of magnitude
 
 

@@ -60,7 +60,7 @@ class _FirstToken:
 
 
 class Transformers:
-    """A model of transformers. The same one serves every way of `generate`: they are options of the call."""
+    """A model of transformers. The methods of `generate` are options of its calls."""
 
     name = "transformers"
 

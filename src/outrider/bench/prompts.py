@@ -138,7 +138,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "chat": CHAT, "code": CODE, "json": JSON, "rewrite": REWRITE, "summary": SUMMARY, "creative": CREATIVE,
     "short": SHORT, "long": LONG, "maths": MATHS,
 }  # fmt: skip
-LENGTHS = {"short": 0.25, "long": 3.0}  # of answers, in times of what is asked for
+LENGTHS = {"short": 0.25, "long": 3.0}  # of answers, as multiples of --max-tokens
 BUILT_IN = tuple(text for texts in KINDS.values() for text in texts)
 
 

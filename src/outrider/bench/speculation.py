@@ -1,9 +1,9 @@
-"""Measures what speculation buys: the same batches of prompts answered in several ways in turn, by workload.
+"""Measures what speculation buys: the same batches of prompts are answered by several methods in turn, by workload.
 
-A way is plain decoding, a drafter asked for a fixed number of draft tokens, or what the planner makes of it (`auto`).
-All ways of a batch follow each other within one run, so that a noisy machine is equally noisy for all; what travels are
-their ratios. That is repeated until the ratios are known well enough, or the time is up. Rates count from each
-answer's own first token to its last. Every answer is compared, token by token, with the plain one.
+A method is plain decoding, a drafter with a fixed number of draft tokens, or the planner's choice (`auto`). The methods
+take turns within one run, so that a noisy machine is equally noisy for all, and their ratios are reported. That is
+repeated until the ratios are known well enough or the time is up. Rates count from each answer's own first token to
+its last. Every answer is compared, token by token, with the plain one.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from outrider.bench.answering import answer, out_of_the_collectors_sight
+from outrider.bench.fidelity import measure_fidelity
 from outrider.bench.speed import pass_seconds
 from outrider.bench.tally import Tally, noise
 from outrider.engine.llm import LLM
 from outrider.errors import InvalidRequest, suggest
 from outrider.types import SamplingParams, Speculation
 
-DEPTH = 4  # draft tokens in a row, for ways that fix it, unless the request says otherwise
+DEPTH = 4  # of chains of a drafter that is named, unless the request says otherwise
 TASK_TEMPERATURES = {"rewrite": 0.0, "json": 0.0}  # of tasks that call for their own; the others get the next
 TEMPERATURE = 0.7
 
-Way = Speculation
 Tell = Callable[[str, float], None]  # what runs next, and the share that is done
 
 
-# ----------------------------------------------------------------------------------------------------- ways
+# -------------------------------------------------------------------------------------------------- methods
 
 
-def methods_of(llm: LLM, params: SamplingParams, names: Seq[str] | None = None) -> dict[str, Way]:
+def methods_of(llm: LLM, params: SamplingParams, names: Seq[str] | None = None) -> dict[str, Speculation]:
     """`plain`; a drafter by name, with as many draft tokens as asked for; a drafter and `:auto`, as the planner finds
     best; `auto`, the same with the drafter the model was opened with. By default plain, every drafter, and auto.
     """
@@ -46,12 +46,12 @@ def methods_of(llm: LLM, params: SamplingParams, names: Seq[str] | None = None) 
         known[f"{name}:auto"] = replace(opened, drafter=name)
     for name in names or ():
         if name not in known:
-            raise InvalidRequest(f"unknown way {name!r}{suggest(name, known)}", "methods")
+            raise InvalidRequest(f"unknown method {name!r}{suggest(name, known)}", "methods")
     chosen = names or ["plain", *drafters, "auto"]
     return {name: known[name] for name in ("plain", *(n for n in chosen if n != "plain"))}
 
 
-def asked_of(drafter: str, asked: Speculation) -> Way:
+def asked_of(drafter: str, asked: Speculation) -> Speculation:
     """This drafter, with as many draft tokens as asked for, or a chain of a few: the planner has no say."""
     if asked.depth or asked.nodes or asked.tree:
         return replace(asked, drafter=drafter)
@@ -83,23 +83,26 @@ class Comparison:
 
     tasks: Mapping[str, list[list[int]]]
     params: SamplingParams
-    methods: Mapping[str, Way]
+    methods: Mapping[str, Speculation]
     temperatures: Mapping[str, Seq[float]] = field(default_factory=dict)  # by task; "" is all of them
     batches: Seq[int] = (1,)
     most: int | None = None  # groups of prompts of a cell
-    lengths: Mapping[str, float] = field(default_factory=dict)  # of a task's answers, in times of max_tokens
+    lengths: Mapping[str, float] = field(
+        default_factory=dict
+    )  # of a task's answers, as multiples of max_tokens
     seconds: float = 0.0  # for repetitions: everything is measured once, unless the time is
     bounded: bool = False  # and cells that were not begun by then are left out
     within: float = 0.0  # of a speed-up, how well it is to be known
+    fidelity: bool = False  # whether fidelity to plain decoding is measured, too
 
     def cells(self) -> list[Cell]:
         found = []
         for task, prompts in self.tasks.items():
             tokens = max(1, round(self.params.max_tokens * self.lengths.get(task, 1.0)))
             curve = temperatures_of(task, self.temperatures)
-            for heat in curve:
-                label = task if len(curve) == 1 else f"{task} T={heat:g}"
-                one = replace(self.params, temperature=heat, max_tokens=tokens)
+            for temperature in curve:
+                label = task if len(curve) == 1 else f"{task} T={temperature:g}"
+                one = replace(self.params, temperature=temperature, max_tokens=tokens)
                 found += [Cell(label, task, b, groups_of(prompts, b, self.most), one) for b in self.batches]
         return found
 
@@ -110,7 +113,7 @@ def group_count(prompts: int, batch: int, most: int | None) -> int:
 
 
 def groups_of(prompts: Seq[list[int]], batch: int, most: int | None) -> list[list[list[int]]]:
-    """Prompts in groups of `batch`, at most so many; if they are too few for one, they come again with other seeds."""
+    """At most `most` groups of `batch` prompts; too few prompts for one group are repeated with other seeds."""
     count = group_count(len(prompts), batch, most)
     return [[prompts[(g * batch + i) % len(prompts)] for i in range(batch)] for g in range(count)]
 
@@ -125,8 +128,8 @@ def compare(
     tell: Callable[[dict[str, Any]], None] = lambda _: None,
     progress: Tell = lambda *_: None,
 ) -> dict[str, Any]:
-    """By label and batch: what each way did. Cells that are `found` already are not measured again. `tell` hears all
-    results so far whenever a cell is done, `progress` what comes next and the share that is done.
+    """By label and batch: the figures of each method. Cells that are in `found` are not measured again. `tell` gets all
+    results whenever a cell is done, `progress` what comes next and the share that is done.
     """
     if max(asked.batches) > llm.settings.max_sequences:
         most = max(asked.batches)
@@ -143,7 +146,7 @@ def compare(
         def said(what: str, done: float, cell: Cell = cell, before: int = number) -> None:
             progress(f"{cell.label}, batch {cell.batch}: {what}", (before + done) / len(left))
 
-        measured = _Measuring(llm, cell, asked.methods, asked.within).until(until, said)
+        measured = _Measuring(llm, cell, asked.methods, asked.within, asked.fidelity).until(until, said)
         p = cell.params
         about = {"task": cell.task, "temperature": p.temperature, "max_tokens": p.max_tokens, "batches": {}}
         report.setdefault(cell.label, about)["batches"][str(cell.batch)] = measured
@@ -166,8 +169,9 @@ class _Measuring:
 
     llm: LLM
     cell: Cell
-    methods: Mapping[str, Way]
+    methods: Mapping[str, Speculation]
     within: float
+    fidelity: bool
     tallies: dict[str, Tally] = field(default_factory=dict)
     rounds: int = 0
     begun: float = 0.0
@@ -205,7 +209,7 @@ class _Measuring:
                 answer(llm, group, dict(self._said())["plain"])
 
     def _round(self, end: float, progress: Tell) -> None:
-        """Every group once, in every way in turn; nobody is always the first."""
+        """Every group once by every method in turn. The first method rotates."""
         groups, names = self.cell.groups, list(self.methods)
         said = dict(self._said())
         for number, group in enumerate(groups):
@@ -228,13 +232,19 @@ class _Measuring:
 
     def _found(self) -> dict[str, Any]:
         groups, plain = self.cell.groups, self.tallies["plain"]
+        known = measure_fidelity(self.llm, groups, dict(self._said())) if self.fidelity else {}
         return {
             "groups": len(groups),
             "rounds": self.rounds,
             "prompts": len({tuple(ids) for group in groups for ids in group}),
             "noise": noise(self.tallies.values(), self.cell.batch),
             "methods": {
-                name: {**tally.figures(plain), **self._decode_step(tally)}
+                name: {
+                    **tally.figures(plain),
+                    **self._decode_step(tally),
+                    **({"fidelity": known[name]} if known else {}),
+                    "exact": self.methods[name].mode == "coupled",
+                }
                 for name, tally in self.tallies.items()
             },
         }

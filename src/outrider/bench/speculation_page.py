@@ -7,12 +7,13 @@ from collections.abc import Iterator, Mapping
 from html import escape
 from typing import Any
 
+from outrider.bench.fidelity import fidelity_charts
 from outrider.bench.page import Bars, Series, bars, certified, chart, document, number, table
-from outrider.bench.show import verdicts, ways_in
+from outrider.bench.show import methods_in, verdicts
 from outrider.bench.tally import STAGES
 
 Found = Mapping[str, Any]
-Cells = list[tuple[str, float, int, Found]]  # task, temperature, batch, ways
+Cells = list[tuple[str, float, int, Found]]  # task, temperature, batch, methods
 PERCENTS = ("p50", "p90", "p99")
 
 
@@ -26,10 +27,11 @@ def page(report: Found) -> str:
     ]
     if not cells:
         return document(title, f"{_about(report)}<p>Nothing was measured.</p>")
-    main = _main_way(cells)
+    main, curves = _main_method(cells), list(fidelity_charts(found))
     parts = [
         _about(report),
         "<h2>Speed-up by workload</h2>", _charts(_by_workload(cells)),
+        *(["<h2>Fidelity against speed</h2>", _charts(iter(curves))] if curves else []),
         "<h2>By batch and by temperature</h2>", _charts(_by_number(cells, main)),
         "<h2>Acceptance by depth</h2>", _charts(_acceptance(cells)),
         "<h2>Latency</h2>", _charts(_latency(cells)),
@@ -47,8 +49,8 @@ def _about(report: Found) -> str:
     rows = [[escape(name.replace("_", " ")), escape(str(value))] for name, value in report["asked"].items()]
     return (
         f"{certified(report['certificate'])}{said}{table(['', ''], rows)}"
-        "<p>All ways answer the same prompts in turn, within one run; a speed-up is against plain decoding there, its "
-        "tokens per second counted from each answer's own first token to its last. Of a group of prompts it is the "
+        "<p>All methods answer the same prompts in turn, within one run; a speed-up is against plain decoding there, "
+        "its tokens per second counted from each answer's own first token to its last. Of a group of prompts it is the "
         "median of its rounds, over groups the geometric mean.</p>"
     )
 
@@ -57,7 +59,7 @@ def _charts(drawn: Iterator[str]) -> str:
     return f'<div class="charts">{"".join(drawn)}</div>'
 
 
-def _main_way(cells: Cells) -> str:
+def _main_method(cells: Cells) -> str:
     names = dict.fromkeys(name for *_, methods in cells for name in methods)
     return "auto" if "auto" in names else list(names)[-1]
 
@@ -71,14 +73,14 @@ def _names(cells: Cells, plain: bool = False) -> list[str]:
 
 def _workloads(cells: Cells) -> Iterator[tuple[str, list[str], list[Found]]]:
     """For every batch and temperature, the workloads that were measured there; each task's own where they differ."""
-    own = {task: {heat for t, heat, *_ in cells if t == task} for task, *_ in cells}
-    curve = any(len(heats) > 1 for heats in own.values())
-    heats = sorted({heat for _, heat, *_ in cells}) if curve else [None]
+    own = {task: {at for t, at, *_ in cells if t == task} for task, *_ in cells}
+    curve = any(len(some) > 1 for some in own.values())
+    temperatures = sorted({at for _, at, *_ in cells}) if curve else [None]
     for batch in sorted({batch for *_, batch, _ in cells}):
-        for heat in heats:
-            some = [(t, methods) for t, h, b, methods in cells if b == batch and heat in (None, h)]
+        for at in temperatures:
+            some = [(t, methods) for t, h, b, methods in cells if b == batch and at in (None, h)]
             if some:
-                said = f"batch {batch}" + ("" if heat is None else f", temperature {heat:g}")
+                said = f"batch {batch}" + ("" if at is None else f", temperature {at:g}")
                 yield said, [task for task, _ in some], [methods for _, methods in some]
 
 
@@ -92,8 +94,8 @@ def _by_number(cells: Cells, method: str) -> Iterator[str]:
     """Of each task: speed-up over batch with a line a temperature, and over temperature with a line a batch."""
     for task in dict.fromkeys(task for task, *_ in cells):
         own = [
-            (heat, batch, methods[method]["ratio"])
-            for t, heat, batch, methods in cells
+            (temperature, batch, methods[method]["ratio"])
+            for t, temperature, batch, methods in cells
             if t == task and method in methods
         ]
         for across, places, lines in (("batch", 1, 0), ("temperature", 0, 1)):
@@ -158,7 +160,7 @@ def _latency(cells: Cells) -> Iterator[str]:
 
 def _speeds(found: Found) -> str:
     rows = []
-    for label, size, name, method in ways_in(found):
+    for label, size, name, method in methods_in(found):
         known = "" if method["ratio_within"] is None else f"{100 * method['ratio_within']:.1f} %"
         gauge = f"{method['gauge']:.3f}" if method.get("gauge") else ""
         ratio = [f"{method['ratio']:.3f}", known, f"{method['worst']:.3f}", gauge]
@@ -172,14 +174,14 @@ def _speeds(found: Found) -> str:
             f"{method['differing']} of {method['compared']:,}",
         ]
         rows.append([escape(label), size, escape(name), number(method["tok_s"]), *ratio, *last])
-    heads = ["Workload", "~Batch", "Way", "~tok/s", "~Speed-up", "~Within", "~Lowest", "~By the gauge",
+    heads = ["Workload", "~Batch", "Method", "~tok/s", "~Speed-up", "~Within", "~Lowest", "~By the gauge",
              "~Tokens per step", "~Accepted", "By depth, %", "~Differ"]  # fmt: skip
     return table(heads, rows)
 
 
 def _times(found: Found) -> str:
     rows = []
-    for label, size, name, method in ways_in(found):
+    for label, size, name, method in methods_in(found):
         cells = [(method.get(key) or {}).get(p) for key in ("ttft_ms", "itl_ms", "tpot_ms") for p in PERCENTS]
         cells += [method["stages_ms"][stage] for stage in (*STAGES, "other", "total")]
         rows.append([escape(label), size, escape(name), *("" if c is None else f"{c:.2f}" for c in cells)])
@@ -187,7 +189,7 @@ def _times(found: Found) -> str:
     stages = [f"~{stage.capitalize()}" for stage in (*STAGES, "other", "total")]
     return (
         "<h3>Latency, and time by stage of a decode step, ms</h3>"
-        f"{table(['Workload', '~Batch', 'Way', *heads, *stages], rows)}"
+        f"{table(['Workload', '~Batch', 'Method', *heads, *stages], rows)}"
     )
 
 

@@ -108,8 +108,8 @@ def pass_seconds(
 ) -> list[float]:
     """The target's pass alone, for each (sequences, rows) of `shapes`, in turn; medians.
 
-    The rows are shared out among the ends of texts of `context` tokens. For an engine that is idle: it takes slots
-    nobody holds and gives them back.
+    The rows are shared out among the ends of texts of `context` tokens. For an engine that is idle: it takes
+    free slots and gives them back.
     """
     return llm.driver.run(lambda: _pass_seconds(llm, shapes, context, repeats, tell))
 
@@ -155,7 +155,7 @@ def _host_pass(llm: LLM, batch: Batch) -> Callable[[], float]:
 
 
 def _device_pass(llm: LLM, batch: Batch, context: int) -> Callable[[], float]:
-    """The pass as captured steps have it, in a graph of its own, between two events of the device."""
+    """The pass as in a captured step, in its own graph, timed by two events of the device."""
     assert isinstance(llm.model, Layered)
     target = llm.model.make_pass(llm.engine.cache.store)
     there, each = batch.to(llm.model.device), batch.rows // len(batch.table_rows.unique())
@@ -205,7 +205,7 @@ def concurrency(
         for turn, many in enumerate(rates):
             tell(f"plain decoding, {many} at once", (number + turn / 2) / repeats)
             chosen = [prompts[(number + i) % len(prompts)] for i in range(many)]
-            llm.engine.table.prefix.clear()  # idle between runs: nobody else touches it
+            llm.engine.table.prefix.clear()  # idle between runs: no other thread touches it
             begin = time.perf_counter()
             outs = llm.generate(chosen, params)
             rates[many].append(sum(len(o.token_ids) for o in outs) / (time.perf_counter() - begin))

@@ -1,5 +1,5 @@
-"""Adds up what one way of answering did, run by run, and says what it comes to: speed against plain decoding and how
-well that is known, latency, acceptance by depth, time by stage, identity.
+"""Sums up the runs of one method: speed against plain decoding and its uncertainty, latency, acceptance by depth, time
+by stage, identity.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from outrider.types import StepRecord
 STAGES = ("plan", "draft", "target", "verify")
 PAIRS = 5  # runs beside plain ones before a ratio is known at all
 MEDIAN_ERROR = math.sqrt(math.pi / 2)  # of a median against a mean's
-STRETCH = 1.35  # steps that should take the same differ by so much: somebody else is at work
+NOISY = 1.35  # ratio of times that should be equal: above it, other programs disturb
 
 ALIKE = 10  # steps with no draft before they are compared
 
@@ -31,7 +31,7 @@ Outcome = tuple[int, int]  # how deep a draft was, and how many of its tokens we
 
 @dataclass(slots=True)
 class Tally:
-    """Of one way. A group is a batch of prompts; it is answered again in every round."""
+    """Of one method. A group is a batch of prompts; it is answered again in every round."""
 
     rates: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))  # by group, a round each
     tokens: int = 0
@@ -50,7 +50,7 @@ class Tally:
     outcomes: Counter[Outcome] = field(default_factory=Counter)
     decoding_steps: int = 0
     stages: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # seconds of those steps
-    full_tokens: int = 0  # of decode steps in which nobody had ended
+    full_tokens: int = 0  # of decode steps in which no request had ended
     full_seconds: float = 0.0
     by_rows: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))  # of decode steps
 
@@ -105,7 +105,7 @@ class Tally:
 
     @property
     def full_rate(self) -> float:
-        """Tokens per second while nobody has ended, as where others take the place of those who do."""
+        """Tokens per second while no request has ended, as where new requests take the place of old ones."""
         return self.full_tokens / self.full_seconds if self.full_seconds else 0.0
 
     def figures(self, plain: Tally) -> dict[str, Any]:
@@ -137,9 +137,9 @@ class Tally:
 
 
 def noise(tallies: Iterable[Tally], batch: int) -> float:
-    """How much longer steps with no draft take that are slower than nine in ten, of all ways, than those that are
-    faster than nine in ten: the same work, so it should be next to nothing. So should reading prompts, which drafts for
-    others can only hold up: a way that had its first tokens sooner than another that drafted less was not disturbed.
+    """The 90th percentile of the times of steps without drafts over the 10th, of all methods: the same work, so it
+    should be close to 1. So should the times to the first token: a method that drafts less cannot be later because of
+    its drafts.
     """
     tallies = list(tallies)
     reading = [(tally.drafted, statistics.median(tally.firsts)) for tally in tallies if tally.firsts]

@@ -4,16 +4,18 @@ acceptance=0.7,0.65,0.6   by depth, of a token whose predecessors were accepted;
 depth=4                   of the draft; else the best one is found
 cost=0.1                  of drafting one token, in plain steps of the target; 0.1 unless given
 batch=16                  sequences, one or several: 1,4,16
-rows=1:1,16:1.1,80:1.6    time of a pass over so many rows; without it rows cost nothing, as on a large GPU with few
-tok_s=40                  plain decoding's tokens a second at that batch, for a price
+rows=1:1,16:1.1,80:1.6    time of a pass over 1, 16 and 80 rows; without it rows cost nothing, as few do on a large GPU
+tok_s=40,150              plain decoding's tokens per second at each batch, for a price; one number: of the first,
+                          and the others follow from rows
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from outrider.bench.compare import cut
 from outrider.control.costs import EagerCosts
 from outrider.control.expected import Drafts, EagerChains, Prediction, StepCosts, predict
 from outrider.draft.names import read_rates
@@ -45,7 +47,7 @@ class WhatIf:
     cost: float = USUAL_COST
     batches: tuple[int, ...] = (1,)
     rows: dict[int, float] = field(default_factory=dict)
-    tok_s: float | None = None
+    tok_s: tuple[float, ...] = ()
 
     @classmethod
     def of(cls, text: str) -> WhatIf:
@@ -58,8 +60,23 @@ class WhatIf:
             _number(given["cost"], "cost") if "cost" in given else USUAL_COST,
             tuple(_whole(one, "batch", 4096) for one in given.get("batch", "1").split(",")),
             _curve(given["rows"]) if "rows" in given else {},
-            _number(given["tok_s"], "tok_s") if "tok_s" in given else None,
+            tuple(_number(one, "tok_s") for one in given["tok_s"].split(",")) if "tok_s" in given else (),
         )
+
+    def __post_init__(self) -> None:
+        if len(self.tok_s) not in (0, 1, len(self.batches)):
+            raise InvalidRequest(
+                f"tok_s has {len(self.tok_s)} rates for {len(self.batches)} batches: one each, or one",
+                "tok_s",
+            )
+
+    def plain_rates(self) -> list[float]:
+        """Tokens per second of plain decoding, by batch."""
+        if len(self.tok_s) != 1:
+            return list(self.tok_s)
+        costs, (first, *_) = self.costs, self.batches
+        one = self.tok_s[0] / first * costs.plain(first)  # tokens of a sequence in a unit of time
+        return [one * batch / costs.plain(batch) for batch in self.batches]
 
     @property
     def costs(self) -> StepCosts:
@@ -83,10 +100,10 @@ class WhatIf:
 
     def answer(self, price: float | None = None) -> list[dict[str, Any]]:
         """By batch: at the depth asked for, else at the best one; and what the best one is."""
-        if price is not None and self.tok_s is None:
+        if price is not None and not self.tok_s:
             raise InvalidRequest("a price needs plain decoding's speed: add tok_s=40 to --what-if", "tok_s")
         found = []
-        for batch in self.batches:
+        for number, batch in enumerate(self.batches):
             by_depth = self.predictions(batch)
             best = max(by_depth.values(), key=lambda one: one.speedup)
             one = by_depth[self.depth or best.depth]
@@ -95,28 +112,40 @@ class WhatIf:
             row |= {"step": one.seconds / one.plain_seconds, "break_even": one.break_even}
             row |= {"best_depth": best.depth if best.speedup > 1 else 0}
             row |= {"best_speedup": max(best.speedup, 1.0)}
-            if price is not None and self.tok_s:
-                row["per_million"] = per_million(price, self.tok_s * one.speedup)
-                row["plain_per_million"] = per_million(price, self.tok_s)
+            if price is not None:
+                plain = self.plain_rates()[number]
+                row |= priced(price, plain, plain * one.speedup)
             found.append(row)
         return found
 
 
-def per_million(price: float, tokens_per_second: float) -> float:
-    """The price of a million tokens, from that of an hour."""
-    return price / 3600 / tokens_per_second * 1e6
+def priced(price: float, plain: float, speculative: float) -> dict[str, float]:
+    """The price of a million tokens with and without drafts, from that of an hour and tokens per second."""
+    seconds = price / 3600 * 1e6  # the price of a million seconds
+    return {
+        "plain_per_million": seconds / plain,
+        "per_million": seconds / speculative,
+        "saving": 1 - plain / speculative,
+    }
+
+
+def price_table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Rows with `priced` in them, by batch, and by draft where there are several."""
+    wide = max(5 * ("draft" in rows[0]), *(len(cut(row.get("draft", ""), 14)) for row in rows))
+    yield f"{'draft' if wide else '':{wide}} {'batch':>5} {'plain $/M tok':>14} {'speculative':>12} {'saving':>7}"
+    for row in rows:
+        line = f"{cut(row.get('draft', ''), 14):{wide}} {row['batch']:5} {row['plain_per_million']:14.3f}"
+        yield line + f" {row['per_million']:12.3f} {100 * row['saving']:5.0f} %"
 
 
 def what_if_table(asked: WhatIf, rows: list[dict[str, Any]]) -> Iterator[str]:
-    priced = "per_million" in rows[0]
     titles = f"{'batch':>5} {'depth':>5} {'speed-up':>8} {'tok/step':>8} {'step':>6} {'breaks even':>11} {'best':>14}"
-    yield titles + (f" {'$/M tok':>8}" if priced else "")
+    yield titles
     for row in rows:
         even = "never" if row["break_even"] is None else f"{row['break_even']:.2f}"
         best = f"{row['best_depth']} deep: {row['best_speedup']:.2f}x" if row["best_depth"] else "no draft"
         line = f"{row['batch']:5} {row['depth']:5} {row['speedup']:7.2f}x {row['tokens_per_step']:8.2f}"
-        line += f" {row['step']:5.2f}x {even:>11} {best:>14}"
-        yield line + (f" {row['per_million']:8.3f}" if priced else "")
+        yield line + f" {row['step']:5.2f}x {even:>11} {best:>14}"
     yield "step: against a plain one; breaks even: at this acceptance, equal at every depth"
     if asked.cost:
         yield f"Drafting a token is taken to cost {asked.cost:g} plain steps; cost=0: nothing, as lookup."
@@ -124,6 +153,8 @@ def what_if_table(asked: WhatIf, rows: list[dict[str, Any]]) -> Iterator[str]:
         yield "Drafting is taken to cost nothing, as lookup does; for a head say cost=0.1."
     if not asked.rows:
         yield "Rows are taken to cost nothing; rows=1:1,80:1.6 says what a pass over 80 takes."
+    if "per_million" in rows[0]:
+        yield from price_table(rows)
 
 
 def _fields(text: str) -> dict[str, str]:

@@ -76,17 +76,15 @@ def spread_layers(count: int, wanted: int) -> tuple[int, ...]:
 
 
 def named_layers(count: int, wanted: str) -> tuple[int, ...]:
-    """Layers by their number ("28": so many, evenly spread) or by name ("0-3,5-16,18-29")."""
+    """Layers by their number ("28": that number of them, evenly spread) or by name ("0-3,5-16,18-29")."""
     if wanted.isdecimal():
         return spread_layers(count, int(wanted))
     kept: list[int] = []
-    for stretch in wanted.split(","):
-        first, dash, last = stretch.partition("-")
+    for part in wanted.split(","):
+        first, dash, last = part.partition("-")
         last = last if dash else first
         if not (first.isdecimal() and last.isdecimal()):
-            raise InvalidRequest(
-                f"layers are a number or stretches like 0-3,5: not {wanted!r}", "draft_layers"
-            )
+            raise InvalidRequest(f"layers are a number or ranges like 0-3,5: not {wanted!r}", "draft_layers")
         kept += range(int(first), int(last) + 1)
     if len(kept) < 2 or kept != sorted(set(kept)) or kept[-1] >= count:
         raise InvalidRequest(

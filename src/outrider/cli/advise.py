@@ -144,9 +144,10 @@ def _measure(
     params: SamplingParams,
     settings: Settings,
 ) -> None:
-    from outrider.bench.advice import advise, said, table
+    from outrider.bench.advice import advise, prices, said, table
     from outrider.bench.advise import Session, in_turn
     from outrider.bench.speculation import temperatures_of
+    from outrider.bench.what_if import price_table
 
     session = Session(sizes, seconds=seconds, candidates=max(1, len(drafts)))
     found: list[Measured] = []
@@ -169,7 +170,10 @@ def _measure(
                     report.keep()
     advice = advise(model, parameters, found, seconds)
     report["advice"] = advice.as_json()
-    for line in (*(table(found, price) if found else ()), *said(advice)):
+    if price is not None:
+        report["prices"] = prices(found, price)
+    priced = price_table(report["prices"]) if found and price is not None else ()
+    for line in (*(table(found) if found else ()), *priced, *said(advice)):
         note(line)
     report.deliver()
 

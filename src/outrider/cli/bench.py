@@ -27,7 +27,7 @@ from outrider.cli.measure import (
     warn_if_busy,
     writable,
 )
-from outrider.cli.options import DEFAULT_MODEL, ENGINE, SAMPLING, Draft, Model, envvar, takes
+from outrider.cli.options import DEFAULT_MODEL, ENGINE, SAMPLING, Draft, Model, takes
 from outrider.cli.output import note, open_llm
 from outrider.cli.tasks import TOKENS, TaskRow, Tasks, task_ids, task_rows
 from outrider.errors import InvalidRequest
@@ -44,53 +44,36 @@ WITHIN = 2.0  # percent
 
 Peer = Annotated[
     str | None,
-    typer.Option(
-        "--peer",
-        envvar=envvar("peer"),
-        show_envvar=False,
-        metavar="transformers",
-        help="Another engine to run on the same prompts. In turn with ours, on the CPU.",
+    option(
+        "peer", "Another engine to run on the same prompts. In turn with ours, on the CPU.", "transformers"
     ),
 ]
-What = Annotated[
-    str,
-    typer.Option(
-        "--what",
-        envvar=envvar("what"),
-        show_envvar=False,
-        metavar="all|plain|speculation",
-        help="What to measure.",
-    ),
-]
-Together = Annotated[
-    int,
-    typer.Option("--together", min=2, envvar=envvar("together"), show_envvar=False, help="Requests at once."),
-]
+What = Annotated[str, option("what", "What to measure.", "all|plain|speculation")]
+Together = Annotated[int, option("together", "Requests at once.", min=2)]
 Batches = Annotated[
-    str,
-    typer.Option("--batches", envvar=envvar("batches"), show_envvar=False, metavar="N,N,...",
-                 help="Batch sizes: prompts answered at once, one size after the other."),
-]  # fmt: skip
+    str, option("batches", "Batch sizes: prompts answered at once, one size after the other.", "N,N,...")
+]
 Groups = Annotated[
     int | None,
-    typer.Option("--groups", min=1, envvar=envvar("groups"), show_envvar=False,
-                 help="Batches to measure of each task and size, at most; by default all prompts once."),
-]  # fmt: skip
+    option(
+        "groups", "Batches to measure of each task and size, at most; by default all prompts once.", min=1
+    ),
+]
 Methods = Annotated[
     str | None,
-    typer.Option("--methods", envvar=envvar("methods"), show_envvar=False, metavar="NAME,NAME",
-                 help="What to compare with plain decoding: auto, a drafter, DRAFTER:auto. A drafter drafts as deep as "
-                      "--speculate says, else 4; auto as deep as pays. By default every drafter, and auto."),
+    option("methods", "What to compare with plain decoding: auto, a drafter, DRAFTER:auto. A drafter drafts as deep as "
+           "--speculate says, else 4; auto as deep as pays. By default every drafter, and auto.", "NAME,NAME"),
+]  # fmt: skip
+Modes = Annotated[
+    str | None,
+    option("modes", "Compare how drafts are verified, with fidelity to plain decoding: coupled, rejection, lossy:0.3 "
+           "(the least probability of an accepted token), or all for a curve of them.", "NAME,NAME|all"),
 ]  # fmt: skip
 TaskTemperatures = Annotated[
     str | None,
-    typer.Option("--temperatures", envvar=envvar("temperatures"), show_envvar=False, metavar="T,T|TASK=T,...",
-                 help="Temperatures of all tasks or of each; several are a curve. By default "
-                      "--temperature if that is given, else 0 for "
-                      "rewrite and json and 0.7 for the others."),
+    option("temperatures", "Temperatures of all tasks or of each; several are a curve. By default --temperature if "
+           "that is given, else 0 for rewrite and json and 0.7 for the others.", "T,T|TASK=T,..."),
 ]  # fmt: skip
-
-
 Within = Annotated[
     float,
     option(
@@ -127,6 +110,7 @@ def bench(
     batches: Batches = "1",
     groups: Groups = None,
     methods: Methods = None,
+    modes: Modes = None,
     peer: Peer = None,
     what: What = "all",
     together: Together = 8,
@@ -144,11 +128,12 @@ def bench(
     outrider bench smollm2-135m --temperature 0 --max-tokens 128 --peer transformers
     """
     _check(what, peer, as_if, html_file, params)
+    _check_modes(modes, methods, what)
     sizes, heat = batch_sizes(batches), task_temperatures(temperatures, params)
     asked = {
         "model": model, "draft": draft, "as_if": as_if, "draft_as_if": draft_as_if, "draft_layers": draft_layers,
         "prompts": prompts or "built-in", "limit": limit, "groups": groups, "max_tokens": params.max_tokens,
-        "seed": params.seed, "methods": methods,
+        "seed": params.seed, "methods": methods, "modes": modes,
     }  # fmt: skip
     earlier = _earlier(resume, json_file, asked)
     rows = task_rows(prompts, limit, tasks, max(EACH, *sizes))
@@ -159,8 +144,8 @@ def bench(
     with open_llm(model, draft, settings, as_if, draft_as_if, draft_layers) as llm:
         report |= described(llm) | {"asked": asked}
         comparison = _comparison(
-            llm, rows, params, methods, lengths=LENGTHS if prompts is None else {}, temperatures=heat, batches=sizes,
-            most=groups, seconds=seconds or SECONDS, bounded=seconds is not None, within=within / 100,
+            llm, rows, params, methods, modes, lengths=LENGTHS if prompts is None else {}, temperatures=heat,
+            batches=sizes, most=groups, seconds=seconds or SECONDS, bounded=seconds is not None, within=within / 100,
         )  # fmt: skip
         _measure(llm, comparison, what, peer, together, report)
     if page_file is not None:
@@ -178,15 +163,22 @@ def _comparison(
     rows: Mapping[str, list[TaskRow]],
     params: SamplingParams,
     methods: str | None,
+    modes: str | None,
     lengths: Mapping[str, float],
     **how: Any,
 ) -> Comparison:
+    from outrider.bench.fidelity import modes_of
     from outrider.bench.speculation import Comparison, methods_of
 
-    chosen = methods_of(llm, params, methods.split(",") if methods else None)
+    if modes:
+        chosen = modes_of(params.speculation, modes.split(","))
+    else:
+        chosen = methods_of(llm, params, methods.split(",") if methods else None)
     tokens = params.max_tokens
     room = max(round(tokens * lengths.get(task, 1.0)) for task in rows)
-    return Comparison(task_ids(llm, rows, tokens, room), params, chosen, lengths=lengths, **how)
+    return Comparison(
+        task_ids(llm, rows, tokens, room), params, chosen, lengths=lengths, fidelity=bool(modes), **how
+    )
 
 
 def _measure(llm: LLM, asked: Comparison, what: str, peer: str | None, together: int, report: Report) -> None:
@@ -252,6 +244,13 @@ def _check(
         raise InvalidRequest("bench/peers.py runs other engines on an as-if model; leave out --peer", "peer")
     if params.n > 1:
         raise InvalidRequest("a benchmark gives one answer a prompt; leave out --n", "n")
+
+
+def _check_modes(modes: str | None, methods: str | None, what: str) -> None:
+    if modes and (methods or what == "plain"):
+        raise InvalidRequest(
+            "--modes compares modes of speculation; leave out --methods and --what plain", "modes"
+        )
 
 
 def _stages(what: str, asked: Comparison, together: int, against: int) -> Mapping[str, float]:
@@ -323,12 +322,14 @@ def _plain(
 
 
 def _say_speculation(report: Mapping[str, Any]) -> None:
+    from outrider.bench.fidelity import fidelity_table
     from outrider.bench.show import latencies, table, verdicts
 
     found = report["speculation"]
     if not found:
         return
-    for line in (*table(found), "", *latencies(found), "", *verdicts(found)):
+    curve = ["", *fidelity_table(found)] if report["asked"]["modes"] else []
+    for line in (*table(found), "", *latencies(found), *curve, "", *verdicts(found)):
         note(line)
     memory = report["memory"]
     device = f", {memory['gpu_peak_gb']:.2f} GB of the GPU" if "gpu_peak_gb" in memory else ""

@@ -30,6 +30,7 @@ EVERYDAY = {
     " requests seconds rounds goodput clients json_file html_file help",
     "distill": "model out stage prompts made_up shares temperatures answer_tokens kind continue_from shards layers"
     " loss batch_tokens train_tokens score_prompts device help",
+    "improve": "target traffic out dry_run url api_key limit train_tokens learning_rate as_json device help",
 }
 # The commands, in the order in which people meet them.
 ORDER = (

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-from outrider.cli.flag import Flag
+from outrider.cli.flag import Flag, option
 from outrider.cli.measure import say_loading
-from outrider.cli.options import DEFAULT_MODEL, ENGINE, Flags, Model, envvar, takes
+from outrider.cli.options import DEFAULT_MODEL, ENGINE, Flags, Model, takes
 from outrider.cli.output import note
 from outrider.distill.recipe import KINDS, LAYOUTS, LOSSES, STAGES, Recipe, read_count
 from outrider.load.find import find
@@ -54,7 +54,7 @@ class RecipeFlags(Flags):
         return {flag.name: flag.value(values[flag.name]) for flag in self.flags}
 
 
-_heat, _places = read_numbers(float), read_numbers(int)
+_temperatures, _places = read_numbers(float), read_numbers(int)
 
 ANSWER = RecipeFlags(
     "answer",
@@ -88,7 +88,7 @@ ANSWER = RecipeFlags(
             "temperatures",
             str,
             "Temperatures of answers, in equal parts.",
-            _heat,
+            _temperatures,
             "T,T,...",
             default="0,0.7,1",
         ),
@@ -202,7 +202,12 @@ SCORE = RecipeFlags(
         Flag("score_limit", int, "Prompts of a task, at most."),
         Flag("score_tokens", int, "Longest answer, in tokens."),
         Flag(
-            "score_temperatures", str, "Temperatures, one after the other.", _heat, "T,T,...", default="0,0.7"
+            "score_temperatures",
+            str,
+            "Temperatures, one after the other.",
+            _temperatures,
+            "T,T,...",
+            default="0,0.7",
         ),
         Flag("depth", int, "Depth of drafts."),
         Flag("tree_nodes", int, "Nodes of draft trees."),
@@ -217,35 +222,18 @@ _PLACE = {
 PLACE = replace(ENGINE, flags=tuple(flag for flag in ENGINE.flags if flag.name in _PLACE))
 
 Out = Annotated[
-    str,
-    typer.Option(
-        "--out",
-        envvar=envvar("out"),
-        show_envvar=False,
-        metavar="DIR",
-        help="Where everything is kept. The same command goes on where it ended.",
-    ),
+    str, option("out", "Where everything is kept. The same command resumes where it ended.", "DIR")
 ]
 Stage = Annotated[
-    str | None,
-    typer.Option(
-        "--stage",
-        envvar=envvar("stage"),
-        show_envvar=False,
-        metavar="|".join(STAGES),
-        help="Only this stage; by default all that are not through.",
-    ),
+    str | None, option("stage", "Only this stage; by default all that are not complete.", "|".join(STAGES))
 ]
-
 Processes = Annotated[
     int,
-    typer.Option(
-        "--processes",
-        envvar=envvar("processes"),
-        show_envvar=False,
-        metavar="N",
+    option(
+        "processes",
+        "Processes that answer at once, each with its own target. The answers are the same.",
+        "N",
         min=1,
-        help="Processes that answer at once, each with a target of its own. The answers are the same.",
     ),
 ]
 

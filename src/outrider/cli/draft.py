@@ -1,20 +1,29 @@
-"""`outrider draft`: which draft a running server drafts with; another one in its place; the one before again."""
+"""`outrider draft`: shows, swaps, rolls back and improves the draft of a running server."""
 
 from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
-from typing import IO, Annotated, Any
+from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outrider.cli.command import Command
+from outrider.cli.distill import ANSWER, PLACE, SCORE, TRAIN
 from outrider.cli.flag import option
+from outrider.cli.options import takes
 from outrider.cli.output import note, write
+from outrider.distill.recipe import Recipe
 from outrider.errors import InvalidRequest, OutriderError
 from outrider.load.cards import card_from_json
+from outrider.settings import Settings
 
-draft = typer.Typer(help="See and swap the draft of a running server.", no_args_is_help=True)
+if TYPE_CHECKING:
+    from outrider.distill.shadow import Comparison
+
+draft = typer.Typer(help="See, swap and improve the draft of a running server.", no_args_is_help=True)
 
 TIMEOUT = 600.0  # seconds; weights are read and packed meanwhile
 
@@ -32,7 +41,31 @@ Json = Annotated[
     bool,
     option("json", "The server's answer as it is."),
 ]
+Target = Annotated[str, option("model", "The model served.", "MODEL", "--target")]
+Traffic = Annotated[
+    str, option("keep_traffic", "What the server kept, as its --keep-traffic has it.", "DIR", "--traffic")
+]
+Limit = Annotated[int, option("limit", "Most conversations to compare on.", min=4)]
 HERE = "http://127.0.0.1:8000"
+# Of a distillation, what a round may choose: the draft's shape is that of the one in use.
+_ROUND = {
+    *(
+        "context",
+        "seed",
+        "loss",
+        "unroll",
+        "learning_rate",
+        "batch_tokens",
+        "train_tokens",
+        "checkpoint_steps",
+    ),
+    *("dtype", "score_limit", "score_tokens"),
+}
+ROUND = replace(
+    TRAIN,
+    argument="how",
+    flags=tuple(flag for group in (ANSWER, TRAIN, SCORE) for flag in group.flags if flag.name in _ROUND),
+)
 
 
 @draft.command()
@@ -70,18 +103,9 @@ def rollback(url: Url = HERE, api_key: ApiKey = None, as_json: Json = False) -> 
 @draft.command()
 def promote(
     candidate: Annotated[str, typer.Argument(help="A folder beneath one of the server's --draft-folder.")],
-    target: Annotated[
-        str,
-        option("model", "The model served.", "MODEL", "--target"),
-    ],
-    traffic: Annotated[
-        str,
-        option("keep_traffic", "What the server kept, as its --keep-traffic has it.", "DIR", "--traffic"),
-    ],
-    limit: Annotated[
-        int,
-        option("limit", "Most conversations.", min=4),
-    ] = 64,
+    target: Target,
+    traffic: Traffic,
+    limit: Limit = 64,
     url: Url = HERE,
     api_key: ApiKey = None,
     as_json: Json = False,
@@ -95,18 +119,93 @@ def promote(
 
     path = Path(candidate).expanduser().resolve()
     kind = "eagle" if is_eagle(path) else "lm"
-    running = [one for one in _ask(url, "/v1/draft", api_key)["data"] if one["drafter"] == kind]
-    if not running:
-        raise InvalidRequest(
-            f"{candidate} is a draft of kind {kind}, and the server drafts with none", "candidate"
-        )
+    running = _in_use(url, api_key, kind)
     folders = traffic_folders(Path(traffic).expanduser())
-    found = compare(target, Path(running[0]["path"]), path, folders, limit)
+    found = compare(target, Path(running["path"]), path, folders, limit)
+    _tell(_swap_if_better(found, path, url, api_key), as_json)
+
+
+@takes(ROUND, PLACE)
+def improve(
+    target: Target,
+    traffic: Traffic,
+    out: Annotated[
+        str,
+        option("out", "Folder of this round, beneath one of the server's --draft-folder.", "DIR"),
+    ],
+    limit: Limit = 64,
+    dry_run: Annotated[bool, option("dry_run", "Say what would be done, and do none of it.")] = False,
+    url: Url = HERE,
+    api_key: ApiKey = None,
+    as_json: Json = False,
+    *,
+    how: dict[str, Any],
+    settings: Settings,
+) -> None:
+    """Train the draft in use further on kept traffic, score it, and swap it in if it is better on what was held out.
+
+    The same command resumes an interrupted round. Exit status 1 if the draft in use stays.
+
+    outrider draft improve --target smollm2-135m --traffic traffic --out drafts/round-1
+    """
+    running = _in_use(url, api_key)
+    from outrider.distill.folder import Folder
+    from outrider.distill.improve import gate, plan_round, train_candidate
+    from outrider.distill.report import default_report
+
+    folder, kept = Folder(Path(out).expanduser().resolve()), Path(traffic).expanduser()
+    in_use = Path(running["path"])
+    if in_use == folder.draft:
+        note(f"{folder.draft} is in use already: the round is over")
+        _tell(_ask(url, "/v1/draft", api_key), as_json)
+        return
+    recipe = Recipe.of(
+        {
+            "target": target,
+            "kind": running["drafter"],
+            "continue_from": str(in_use),
+            "shards": (str(kept),),
+            **how,
+        }
+    )
+    planned = plan_round(folder, kept, limit)
+    note(f"draft in use: {running['drafter']}, {in_use}")
+    note(
+        f"kept traffic: {planned['conversations']} conversations, {planned['answered_tokens']} tokens of answers; "
+        f"{planned['compared']} held-out conversations to compare with"
+    )
+    if dry_run:
+        note(f"complete in {folder.path}: {', '.join(planned['complete']) or 'nothing'}")
+        note("next: train, score, compare, and swap only if better; nothing was written (--dry-run)")
+        if as_json:
+            write(json.dumps({"running": str(in_use), **planned}) + "\n")
+        return
+    candidate = train_candidate(recipe, folder, kept, settings, default_report())
+    found = gate(target, in_use, folder, kept, limit, settings)
+    _tell(_swap_if_better(found, candidate, url, api_key), as_json)
+
+
+draft.command(cls=Command)(improve)
+
+
+def _in_use(url: str, api_key: str | None, kind: str = "") -> dict[str, Any]:
+    """The draft in use, of this kind; without one, the only draft there is."""
+    drafts = _ask(url, "/v1/draft", api_key)["data"]
+    found = [one for one in drafts if kind in ("", one["drafter"])]
+    if len(found) != 1:
+        kinds = " and ".join(one["drafter"] for one in drafts) or "none that has weights of its own"
+        raise InvalidRequest(
+            f"this needs one draft {kind or 'to improve'}, and the server has {kinds}", "url"
+        )
+    return dict(found[0])
+
+
+def _swap_if_better(found: Comparison, candidate: Path, url: str, api_key: str | None) -> dict[str, Any]:
     note(str(found))
     if not found.better:
         note("that is not better by more than its uncertainty: the draft in use stays")
         raise typer.Exit(1)
-    _tell(_ask(url, "/v1/draft/swap", api_key, {"path": str(path)}), as_json)
+    return _ask(url, "/v1/draft/swap", api_key, {"path": str(candidate)})
 
 
 def _ask(url: str, route: str, key: str | None, body: dict[str, Any] | None = None) -> dict[str, Any]:

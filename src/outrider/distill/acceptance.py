@@ -58,7 +58,7 @@ def measure_acceptance(
     depth: int,
     seed: int,
 ) -> dict[str, Acceptance]:
-    """Of chains of `depth` on these conversations, in batches of so many `tokens`: by "greedy" and "sampled"."""
+    """Of chains of `depth` on these conversations, in batches of `tokens` tokens: by "greedy" and "sampled"."""
     found: dict[str, Acceptance] = {}
     generator = torch.Generator(reader.model.device).manual_seed(seed)
     for some in _batches(answers, rows, tokens):
@@ -100,11 +100,9 @@ def _hits(
     depth: int,
     generator: torch.Generator,
 ) -> Hits:
-    """[depth, B, T]: whether the draw of a draft's so many-th token is the token that stands there. Only where it is
-    answered.
-    """
+    """[depth, B, T]: whether the draft's token at that depth is the answer's token there. False outside answers."""
     features = reader.read(batch)
-    states = student.states(batch, features, reader, depth)
+    states = student.states(batch, features, reader, depth, torch.float32)
     where, ahead = features.last.device, student.ahead
     found = torch.zeros(depth, *batch.ids.shape, dtype=torch.bool)
     head = student.head.float()
@@ -118,13 +116,13 @@ def _hits(
         for pair in zip(rows[part].split(chunk), columns[part].split(chunk), strict=True)
     ):
         came = batch.ids[b, i + ahead].to(where)
-        heat, noise = torch.ones(len(b), 1, device=where), None
+        divisor, noise = torch.ones(len(b), 1, device=where), None
         if len(b) and temperatures[b[0]] > 0:
-            heat = temperatures[b].to(where, torch.float32)[:, None]
-            log_p = (reader.logits(features.last[b, i + ahead - 1]) / heat).log_softmax(-1)
+            divisor = temperatures[b].to(where, torch.float32)[:, None]
+            log_p = (reader.logits(features.last[b, i + ahead - 1]) / divisor).log_softmax(-1)
             noise = posterior_noise(log_p[:, words], words == came[:, None], generator)
         for step, state in enumerate(states):
-            drawn = words[_draw(state[b, i].float() @ head.T / heat, noise)]
+            drawn = words[_draw(state[b, i].float() @ head.T / divisor, noise)]
             found[step, b, i + ahead] = drawn.eq(came).cpu()
     found[len(states) :] = found[len(states) - 1]  # what is not unrolled draws the same at every depth
     return found.numpy()

@@ -3,7 +3,7 @@
 A conversation is a generator: it yields what to ask next and is sent what the target said. Many run side by side, as
 many as the engine takes and a few more, and each goes on when its own answer is there. Which conversation has which
 number, prompt, temperature and seed is a function of the recipe (prompts.py), and answers do not depend on what else
-runs, so that whoever is killed and starts again ends with the same bytes.
+runs. A run that is killed and started again therefore ends with the same bytes.
 """
 
 from __future__ import annotations
@@ -184,8 +184,8 @@ class Conversations:
 
 
 def shard_bounds(shard: int) -> tuple[int, int]:
-    """Numbers of the conversations in a shard. The first shards are small and later ones larger: whoever is killed
-    loses little of what was done, and many conversations are not very many files.
+    """Numbers of the conversations in a shard. The first shards are small, so that a killed run loses
+    little; later ones are larger, so that many conversations do not make very many files.
     """
     begin, doublings = 0, 0
     while doublings < DOUBLINGS and shard >= SHARDS_A_SIZE:
@@ -197,7 +197,7 @@ def shard_bounds(shard: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Which shards a process fills, where several fill one folder: every so many-th."""
+    """Which shards a process fills, if several fill one folder: every `of`-th from `index` on."""
 
     index: int = 0
     of: int = 1
@@ -251,7 +251,7 @@ class Filling:
         self._closed = False
 
     def run(self, report: Report, stage: str, unit: str) -> int:
-        """The number of shards that were needed; others are taken away, unless somebody else may still write."""
+        """Returns the number of shards needed. Deletes the others, unless another process may still write them."""
         self._look()
         self._take_kept()
         report.begin(stage, max(self.goal, self.total), unit, self.total)
@@ -308,7 +308,7 @@ class Filling:
         report.update(self.total + partial, f"{self.count} conversations finished", whole)
 
     def _await_others(self) -> bool:
-        """Whether somebody else may still bring what is missing."""
+        """Whether another process may still bring what is missing."""
         if self.part.of == 1 or (self.most is not None and shard_bounds(self._prefix[0])[0] >= self.most):
             return False
         time.sleep(LOOK_SECONDS)

@@ -1,7 +1,7 @@
-"""Several processes answer at once, each with an engine of its own and every so many-th shard.
+"""Several processes answer at once, each with its own engine and its own shards.
 
-A GPU that answers hundreds of conversations with a small model waits for the host of one process. Which conversation
-is in which shard, and what is said in it, does not depend on how many there are; nor does where it ends.
+One process is not enough for a GPU that answers hundreds of conversations with a small model: the GPU waits for the
+host. The contents of a shard do not depend on the number of processes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Answering(Protocol):
 
 
 def answer_together(each: Answering, count: int, report: Report) -> int:
-    """With so many processes. The number of shards of answers that were needed; others are taken away."""
+    """Answers with `count` processes. Returns the number of shards of answers needed, and deletes the others."""
     recipe, folder = each.recipe, each.folder
     made_up = Watched(folder.made_up, one_each, recipe.made_up)
     answers = Watched(folder.answers, answered_tokens, recipe.answer_tokens)
@@ -98,7 +98,7 @@ def _watch(
     problems: Any,
     following: Path | None = None,
 ) -> None:
-    """Until there is enough, the next stage has begun, or nobody is at work."""
+    """Until there is enough, the next stage has begun, or no process is left."""
     report.begin(stage, watched.goal, unit, min(watched.look(), watched.goal))
     try:
         while watched.prefix[1] < watched.goal and any(process.is_alive() for process in started):
@@ -130,8 +130,8 @@ def _check(started: Sequence[BaseProcess], problems: Any) -> None:
 
 
 def _answer(each: Answering, part: Part, problems: Any) -> None:
-    """In a process of its own, which ends with the one that started it, however that ends. What was answered is on
-    disk by then, so it ends at once: a thread that still compiles something would abort an orderly end.
+    """Runs in a child process, which ends when its parent ends. It then exits at once, as answers are on disk by then
+    and a thread that still compiles would abort an orderly exit.
     """
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:

@@ -1,9 +1,10 @@
 """Attention of a draft that is unrolled, with its gradient in closed form.
 
-In step k, position i is the end of a draft of k tokens behind the known entries up to i - k. It sees these as step 0
-made them, and of its own draft the entry of step m at i - k + m. So queries from position k on, k places back, are
-causal over the keys of step 0, and have k keys of their own beside them. The two parts are joined by the logs of their
-sums; and a kernel's gradient of the first part is right by itself if it is given what the whole came to.
+In step k, position i is the end of a draft of k tokens after the known entries up to i - k. It attends to the known
+entries as step 0 made them, and to its draft's entry of step m at position i - k + m. So queries from position k on,
+shifted back by k, are causal over the keys of step 0, and have k more keys each. The two parts are joined by the logs
+of their sums. A kernel's gradient of the first part is correct if it is given the output and the log of the sum of
+both parts.
 """
 
 from __future__ import annotations
@@ -194,8 +195,8 @@ def _own(entries: Sequence[Tensor], n: int) -> Tensor:
 
 
 def _joined(q: Tensor, out: Tensor, logs: Tensor, keys: Tensor, values: Tensor) -> Tensors:
-    """What the known part came to, and its own k entries beside it; the logs of the sums, and the weights
-    [B, kv_heads, group, n, 1 + k] of both, float32.
+    """The known part joined with the k entries of the draft: the output, the logs of the sums, and the weights of both
+    [B, kv_heads, group, n, 1 + k], float32.
     """
     grouped = _grouped(q, keys)[..., None, :]
     scores = (grouped * keys).sum(-1, dtype=torch.float32) * q.shape[-1] ** -0.5

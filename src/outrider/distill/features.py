@@ -90,7 +90,7 @@ def _pinned(batch: Batch, device: torch.device) -> Batch:
 
 
 def slots_of(batch: TrainBatch) -> Tensor:
-    """[B, T] int32: every token has a slot of its own; padding has the first, and nobody sees it."""
+    """[B, T] int32: every token has a slot of its own; padding has the first, which no token sees."""
     lengths = batch.lengths[:, None]
     at = torch.arange(batch.ids.shape[1])
     first = batch.lengths.cumsum(0)[:, None] - lengths

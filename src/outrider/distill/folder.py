@@ -6,7 +6,6 @@ import contextlib
 import fcntl
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,41 +16,17 @@ from outrider.errors import InvalidRequest, OutriderError
 from outrider.load.token_shards import read_shard, read_shards, shard_paths, write_atomically
 
 
-@dataclass(frozen=True, slots=True)
 class Folder:
     """Names of what is in it."""
 
-    path: Path
-
-    @property
-    def recipe(self) -> Path:
-        return self.path / "recipe.json"
-
-    @property
-    def made_up(self) -> Path:
-        return self.path / "made-up"
-
-    @property
-    def answers(self) -> Path:
-        return self.path / "answers"
-
-    @property
-    def summary(self) -> Path:
-        """Of the answers; there once they are complete."""
-        return self.path / "answers.json"
-
-    @property
-    def draft(self) -> Path:
-        return self.path / "draft"
-
-    @property
-    def train(self) -> Path:
-        """How the draft was made; there once it is."""
-        return self.draft / "train.json"
-
-    @property
-    def card(self) -> Path:
-        return self.draft / "card.json"
+    def __init__(self, path: Path) -> None:
+        self.path, self.recipe = path, path / "recipe.json"
+        self.made_up, self.answers = path / "made-up", path / "answers"
+        self.summary = path / "answers.json"  # of the answers; there once they are complete
+        self.draft = path / "draft"
+        self.train = self.draft / "train.json"  # how the draft was made; there once it is
+        self.card = self.draft / "card.json"
+        self.gate = path / "gate.json"  # how the draft compares with the one in use
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -116,7 +91,7 @@ class Folder:
             ) from None
 
     def _allow(self, name: str, stage: str, recipe: Recipe, before: Recipe) -> None:
-        """A later stage may change; and more answers may be asked for while nobody has learnt from them."""
+        """A later stage may change; and more answers may be asked for until training begins."""
         begun, new, old = self.begun(), getattr(recipe, name), getattr(before, name)
         if name == "answer_tokens" and new > old and "train" not in begun:
             return

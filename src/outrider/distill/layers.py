@@ -67,7 +67,7 @@ class Attention(nn.Module):
 
 
 def shift(x: Tensor, places: int) -> Tensor:
-    """x [..., T, n] with everything so many places later; zeros come in."""
+    """x [..., T, n] shifted to later places, with zeros before it."""
     return F.pad(x, (0, 0, places, 0))[..., : x.shape[-2], :] if places else x
 
 

@@ -1,7 +1,7 @@
 """A small decoder of the target's family in torch with gradients, and how it is saved: as any other model.
 
-It has the target's tokenizer and its own tied embedding. Where it is to be so many percent of the target and no shape
-is given, `lm_shape` finds one.
+It has the target's tokenizer and its own tied embedding. If no shape is given, `lm_shape` finds one of
+the size asked for.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Conversations of shards that still wait for others of theirs, on disk: a run that is interrupted goes on with them.
+"""Finished conversations of shards that are not complete, on disk: an interrupted run resumes with them.
 
 `.open-00012.safetensors`, beside the shards, is a shard in form. A prompt's id has the conversation's number before it,
 as `17 rivers`. The file goes when its shard is complete.

@@ -1,6 +1,6 @@
 """What a target is asked: prompts from files and its own, which of them a conversation of some number gets.
 
-Everything here is a function of the recipe and of numbers: whoever starts again asks the same.
+Everything here is a function of the recipe and of numbers, so a run that is started again asks the same.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ def read_prompts(files: Sequence[str], has_template: bool) -> list[Prompt]:
 
 def _of_file(name: str, has_template: bool) -> Iterator[Prompt]:
     if name == "-":
-        raise InvalidRequest("prompts must be in files: whoever starts again reads them again", "prompts")
+        raise InvalidRequest(
+            "prompts must be in files: a run that is started again reads them again", "prompts"
+        )
     for line, row_id, value in numbered_rows(name, sys.stdin):
         try:
             if isinstance(value, str):
@@ -158,9 +160,7 @@ class Schedule:
         groups = [[task] for task in named] + ([rest] if left > 1e-9 else [])
         self._groups = [[p for p in prompts if p.task in set(group)] for group in groups]
         self._bounds = np.cumsum([recipe.shares[task] for task in named])
-        self._numbers: list[
-            tuple[int, int]
-        ] = []  # of each conversation: its group, and the how-manieth of it
+        self._numbers: list[tuple[int, int]] = []  # of each conversation: its group, and its number within it
         self._seen = [0] * len(self._groups)
         self._orders: dict[tuple[int, int], np.ndarray] = {}
 

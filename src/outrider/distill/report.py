@@ -84,8 +84,8 @@ class _Timed:
         raise NotImplementedError
 
     def rate(self) -> float:
-        """What is done in a second; 0 while nobody can know. What precedes the first progress, such as reading prompts,
-        does not count, unless much was done by then.
+        """Units per second; 0 while unknown. Time before the first progress, such as reading prompts, does not count
+        unless much was done by then.
         """
         (at, before), now = self._samples[0] if self._samples else (self.begun, self.first), time.monotonic()
         if now - at <= SETTLED and self.done - self.first >= SURE * (self.total - self.first):
@@ -166,7 +166,7 @@ class Bar(_Timed):
 
 
 def default_report() -> Report:
-    """By who looks at stderr."""
+    """A bar on a terminal, else lines."""
     out = sys.stderr
     return Bar(out) if out.isatty() and os.environ.get("TERM") != "dumb" else Lines(out)
 

@@ -1,6 +1,6 @@
 """A distillation: the target answers, a draft learns from that, serving's verifier scores it.
 
-Everything is kept in one folder, and whoever runs the same command again goes on where the last run ended:
+Everything is kept in one folder, and the same command resumes where the last run ended:
 
     recipe.json     what is made, of which files
     made-up/        prompts that the target made up, as shards
@@ -65,7 +65,7 @@ def distill(
     stages: Iterable[str] = STAGES,
     processes: int = 1,
 ) -> Path:
-    """All stages, or some, each skipped if its result is there. The folder of the draft. So many processes answer."""
+    """Runs all stages, or some, each skipped if its result is there. Returns the folder of the draft."""
     if recipe.continue_from:
         recipe = replace(recipe, continue_from=str(_draft_folder(Path(recipe.continue_from))))
     folder = Folder(out)

@@ -1,8 +1,8 @@
 """Scores a draft with the verifier that serves it: real answers of `LLM(target, draft=...)`, counted by their origins.
 
 Every prompt is answered plainly, with chains of a fixed depth and with trees of a fixed size, the same seeds each time;
-tokens must agree. Some are answered once more one by one, plainly and as the planner likes in turn: what that takes is
-the wall clock's speed-up, and what the engine learns of its costs meanwhile gives the expected one.
+tokens must agree. Some prompts are answered again one at a time, plainly and as the planner decides in turn: their
+times give the measured speed-up, and the costs that the engine learns meanwhile give the expected one.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ from typing import Any
 
 from outrider.control.expected import best_speedup, step_costs
 from outrider.distill.report import Report, Silent
-from outrider.draft.head_layouts import IGNORED, OWN, engines_that_load, read_head
-from outrider.draft.table import is_eagle
+from outrider.draft.card_facts import card_facts, count_parameters
 from outrider.engine.certificate import certificate
 from outrider.engine.llm import LLM
 from outrider.errors import BadCheckpoint, InvalidRequest, stopped
-from outrider.load.cards import ENGINES, VERSION, Acceptance, Card, DraftFacts, Score, TargetFacts, TaskScore
-from outrider.load.checkpoint import Checkpoint, GgufCheckpoint, open_checkpoint
+from outrider.load.cards import VERSION, Acceptance, Card, Score, TargetFacts, TaskScore
+from outrider.load.checkpoint import Checkpoint
 from outrider.load.pairs import fingerprint
 from outrider.settings import Settings
 from outrider.types import Event, SamplingParams, Speculation
@@ -221,7 +220,7 @@ class _Scoring:
         ratios, same = [], []
         for number, ids in enumerate(prompts):
             methods = [PLAIN, Speculation(), chains]
-            methods = methods[number % 3 :] + methods[: number % 3]  # so that nobody is always the first
+            methods = methods[number % 3 :] + methods[: number % 3]  # the first rotates
             found = {how: self._alone(ids, self._params(number, how)) for how in methods}
             (tokens, plain), (others, auto) = found[PLAIN], found[Speculation()]
             same.append(tokens == others == found[chains][0])
@@ -271,29 +270,10 @@ def make_card(
         )
     return Card(
         VERSION,
-        TargetFacts(target_name, own, _parameters(target)),
-        draft_facts(draft, target),
+        TargetFacts(target_name, own, count_parameters(target)),
+        card_facts(draft, target),
         licence=licence,
         trained_tokens=trained_tokens,
         recipe=recipe,
         score=score,
     )
-
-
-def draft_facts(draft: Path, target: Checkpoint) -> DraftFacts:
-    opened = open_checkpoint(draft)
-    if not is_eagle(draft):
-        layout = "gguf" if isinstance(opened, GgufCheckpoint) else "huggingface"
-        return DraftFacts("lm", layout, _parameters(opened), ENGINES[layout])
-    raw = opened.raw_config
-    layout = "outrider" if OWN in raw else "speculators" if "speculators_model_type" in raw else "eagle3"
-    assert target.config is not None
-    able = engines_that_load(read_head(draft, target.config)[0], target.config)
-    engines = tuple(name for name in ENGINES[layout] if name in able)
-    return DraftFacts("eagle", layout, _parameters(opened), engines)
-
-
-def _parameters(checkpoint: Checkpoint) -> int:
-    """Without maps, and copies of what the target has."""
-    names = (name for name in checkpoint.names() if name not in IGNORED and name != "d2t")
-    return sum(math.prod(checkpoint.shape(name)) for name in names)

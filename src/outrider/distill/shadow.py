@@ -1,5 +1,5 @@
-"""A candidate draft against the one in use, in the shadow: on conversations that were held out, by the verifier that
-serves, with an engine of its own, so that no request waits for it.
+"""Compares a candidate draft with the one in use on held-out conversations, with the verifier that serves and in a
+separate engine, so that no request waits for it.
 
 Both drafts answer the same prompts with the same seeds. The tokens are the same, because output does not depend on the
 draft; what differs is how many passes they take. So the drafts are compared conversation by conversation, and the
@@ -60,10 +60,8 @@ def traffic_folders(folder: Path) -> list[Path]:
     return folders
 
 
-def compare(
-    target: str, running: Path, candidate: Path, folders: Sequence[Path], limit: int = LIMIT, **options: Any
-) -> Comparison:
-    """`options` are the engine's. The two drafts must be of one shape, as for a swap."""
+def held_conversations(folders: Sequence[Path], limit: int = LIMIT) -> list[Conversation]:
+    """Conversations that no draft is trained on; raises if they are too few to compare drafts with."""
     answers = Answers(folders)
     held = [answers[row] for row in answers.rows(held_out=True)][:limit]
     if len(held) < FEWEST:
@@ -72,6 +70,14 @@ def compare(
             "keep more traffic first",
             "traffic",
         )
+    return held
+
+
+def compare(
+    target: str, running: Path, candidate: Path, folders: Sequence[Path], limit: int = LIMIT, **options: Any
+) -> Comparison:
+    """`options` are the engine's. The two drafts must be of one shape, as for a swap."""
+    held = held_conversations(folders, limit)
     with LLM(target, draft=str(running), **options) as llm:
         first, before = _answer(llm, held)
         llm.live_draft.swap(llm.driver, candidate)

@@ -46,12 +46,7 @@ class Student(Protocol):
     def head(self) -> Tensor: ...
 
     def states(
-        self,
-        batch: TrainBatch,
-        features: Features,
-        reader: TargetReader,
-        steps: int,
-        dtype: torch.dtype = torch.float32,
+        self, batch: TrainBatch, features: Features, reader: TargetReader, steps: int, dtype: torch.dtype
     ) -> list[Tensor]:
         """Normed hidden states [B, T, hidden], of each step that is unrolled, with matmuls in `dtype`."""
         ...
@@ -67,7 +62,7 @@ class HeadStudent:
     def __init__(
         self, net: HeadNet, target: ModelConfig, layout: str, target_name: str, frequent: Tensor | None = None
     ) -> None:
-        """`frequent`: ids in falling order, for whoever drafts with fewer words than the head knows."""
+        """`frequent`: ids in falling order, for drafting with fewer words than the head knows."""
         self.net, self.target, self.layout, self.target_name = net, target, layout, target_name
         self.taps, self.frequent = net.config.taps, frequent
 
@@ -80,12 +75,7 @@ class HeadStudent:
         return self.net.head
 
     def states(
-        self,
-        batch: TrainBatch,
-        features: Features,
-        reader: TargetReader,
-        steps: int,
-        dtype: torch.dtype = torch.float32,
+        self, batch: TrainBatch, features: Features, reader: TargetReader, steps: int, dtype: torch.dtype
     ) -> list[Tensor]:
         after = batch.ids.roll(-1, 1)  # the last has none after it, and its states are never looked at
         return list(self.net(features.taps, reader.embed(after), steps, dtype))
@@ -115,12 +105,7 @@ class LmStudent:
         return self.net.head
 
     def states(
-        self,
-        batch: TrainBatch,
-        features: Features,
-        reader: TargetReader,
-        steps: int,
-        dtype: torch.dtype = torch.float32,
+        self, batch: TrainBatch, features: Features, reader: TargetReader, steps: int, dtype: torch.dtype
     ) -> list[Tensor]:
         return [self.net(to_device(batch.ids, features.last.device), dtype)]
 

@@ -1,7 +1,7 @@
 """Training: a draft learns the target's distribution on the target's own answers, one batch of them a step.
 
-Everything is a function of the recipe, the answers and the step: whoever is killed goes on from the last checkpoint
-and ends with the same weights. `curves.jsonl` says how it went, line by line.
+Everything is a function of the recipe, the answers and the step: a killed run resumes from the last checkpoint and ends
+with the same weights. `curves.jsonl` says how it went, line by line.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ EPOCHS = 3  # where a recipe names no number of tokens
 FLOOR = 0.05  # of the learning rate, at the end
 BETAS = (0.9, 0.95)
 LOG_STEPS = 10  # between two lines of the curves
-# Where in a step the target has read the batch, the draft has its states, and the losses are known; the gradients' way
-# back ends it. Rough shares of a head's step on a CPU, for the bar alone; nothing else depends on them.
+# Where in a step the target has read the batch, the draft has its states, and the losses are known; the backward
+# pass ends it. Rough shares of a head's step on a CPU, for the bar alone; nothing else depends on them.
 READ, STATES, LOSSES = 0.1, 0.25, 0.55
 
 
@@ -157,7 +157,7 @@ class Training:
         self._saved = self.counters.step
 
     def _step(self, batch: TrainBatch) -> None:
-        """The host waits for nothing, so that a device always has something to do; `_read` says what came of it."""
+        """The host does not wait for the device; `_read` fetches the results of steps later."""
         rate = self.recipe.learning_rate * schedule(self.counters.tokens / self.total, self.recipe.warm_up)
         for group in self.optimiser.param_groups:
             group["lr"] = rate
@@ -199,7 +199,7 @@ class Training:
         self._loss = rest[0]
         return {"rate": rate, "norm": norm, "loss": rest[:half], "overlap": rest[half:]}
 
-    @torch.enable_grad()  # whoever trains from a program of their own may have turned gradients off
+    @torch.enable_grad()  # a caller's program may have turned gradients off
     def _backward(self, batch: TrainBatch) -> Losses:
         """The gradients of a batch, through the hidden states: the logits' part is made in chunks."""
         features = self.reader.read(batch, self._within(batch, 0, READ))
@@ -248,8 +248,8 @@ class Training:
         return rows, columns
 
     def _weights(self, columns: Tensor, counts: Sequence[int]) -> list[Tensor]:
-        """Of the first so many places of each step: its mean counts `decay` times that of the one before. Step k has no
-        place before k.
+        """Of the first `counts[k]` places of step k: its mean counts `decay` times that of the step before. Step k has
+        no place before k.
         """
         shares = [self.recipe.decay**k for k in range(len(counts))]
         found = []
@@ -304,7 +304,7 @@ class Training:
         return folder
 
     def _written(self) -> Path:
-        """The draft, beside its place."""
+        """Writes the draft to a temporary folder beside its final place."""
         part = self.out / f".{DRAFT}.part"
         shutil.rmtree(part, ignore_errors=True)
         try:
@@ -333,7 +333,7 @@ def schedule(done: float, warm_up: float) -> float:
 
 
 def read_curves(file: Path) -> list[dict[str, Any]]:
-    """Lines of the curves; one that was being written when somebody was killed is left out."""
+    """Lines of the curves; one that was being written when the run was killed is left out."""
     found = []
     for line in file.read_text().splitlines():
         with contextlib.suppress(ValueError):

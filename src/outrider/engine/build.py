@@ -118,7 +118,7 @@ def build_engine(
     planner = Planner(drafter, choices=tuple(choices), guards=guards_of(settings))
     expect_score(planner, pair)
     memory = _measured(model, cache, held) if on_gpu else None
-    watch_draft(planner, drafters, room, cache, model, memory)
+    watch_draft(planner, drafters, cache, model, memory)
     costs = None
     if isinstance(model, Decoder) and names:  # steps on a GPU are measured when they are captured
         costs = KeptCosts.of(model, settings, parts, planner.costs.eager)

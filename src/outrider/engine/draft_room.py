@@ -1,4 +1,4 @@
-"""The memory that drafts need, computed from the shapes of their tensors before anything is loaded."""
+"""How much memory drafts take: from the shapes of their tensors before anything is loaded, and once they are loaded."""
 
 from __future__ import annotations
 
@@ -6,8 +6,15 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from outrider.draft.drafters import Drafters
+from outrider.draft.eagle import EagleDrafter
 from outrider.draft.head_layouts import IGNORED
+from outrider.draft.lm import LmDrafter
+from outrider.draft.weights import weights_of
+from outrider.engine.kv_cache import KvCache
 from outrider.load.checkpoint import Checkpoint
+from outrider.model.decoder import Model, kv_bytes
+from outrider.settings import Memory
 
 KEYS = "self_attn.k_proj.weight"
 FUSION = "fc.weight"  # of an EAGLE head: it reads the target's hidden states
@@ -35,3 +42,27 @@ def draft_room(drafts: Iterable[Checkpoint]) -> DraftRoom:
             if "lm_head.weight" not in shapes and "d2t" in shapes:  # a copy of rows of the target's head
                 weights += shapes["d2t"][0] * hidden
     return DraftRoom(weights, cached)
+
+
+def draft_weight_bytes(drafters: Drafters) -> int:
+    """Bytes of the loaded weights of models and heads."""
+    size = 0
+    for drafter in map(drafters.__getitem__, drafters.names):
+        if isinstance(drafter, LmDrafter):
+            size += drafter.model.weight_bytes()
+        elif isinstance(drafter, EagleDrafter):
+            size += sum(tensor.nbytes for tensor in weights_of(drafter.network).values())
+    return size
+
+
+def draft_cache_tokens(drafters: Drafters, cache: KvCache, model: Model, memory: Memory | None) -> int:
+    """Tokens of KV cache that the memory of all loaded drafts would hold: measured on a GPU, else counted by tensors
+    (weights, keys and values, and the hidden states of the target that are kept for a head).
+    """
+    if memory is not None:
+        return memory.draft // kv_bytes(model)
+    size, features = draft_weight_bytes(drafters), cache.store.features
+    for drafter in map(drafters.__getitem__, drafters.names):
+        if isinstance(drafter, LmDrafter | EagleDrafter):
+            size += sum(tensor.nbytes for tensor in (*drafter.store.keys, *drafter.store.values))
+    return (size + (0 if features is None else features.nbytes)) // kv_bytes(model)

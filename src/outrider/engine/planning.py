@@ -8,10 +8,10 @@ from outrider.control.guards import Guards
 from outrider.control.planner import Planner
 from outrider.draft.drafter import NetworkDrafter
 from outrider.draft.drafters import Drafters
-from outrider.engine.draft_room import DraftRoom
+from outrider.engine.draft_room import draft_cache_tokens
 from outrider.engine.kv_cache import KvCache
 from outrider.load.pairs import Pair
-from outrider.model.decoder import Model, kv_bytes
+from outrider.model.decoder import Model
 from outrider.settings import Memory, Settings
 
 
@@ -28,15 +28,14 @@ def guards_of(settings: Settings) -> Guards:
 
 
 def watch_draft(
-    planner: Planner, drafters: Drafters, room: DraftRoom, cache: KvCache, model: Model, memory: Memory | None
+    planner: Planner, drafters: Drafters, cache: KvCache, model: Model, memory: Memory | None
 ) -> None:
     """Has the planner watch drafts with weights of their own, and report one that never pays together with the tokens
     of KV cache that its memory would hold. The memory is measured on a GPU, on a CPU it follows from the shapes.
     """
-    size = 4 * (room.weights + room.cached * cache.table.pool.total) if memory is None else memory.draft
     for name in planner.choices:
         if isinstance(drafters[name], NetworkDrafter):
-            planner.returns.watch(name, size // kv_bytes(model))
+            planner.returns.watch(name, draft_cache_tokens(drafters, cache, model, memory))
 
 
 def expect_score(planner: Planner, pair: Pair | None) -> None:

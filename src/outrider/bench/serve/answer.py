@@ -134,9 +134,9 @@ class Stream:
         sample.prompt_tokens = int(usage.get("prompt_tokens") or 0)
         if self._counting and sum(self._counts) == sample.tokens:
             sample.counts = self._counts
-        self._judge()
+        self._classify()
 
-    def _judge(self) -> None:
+    def _classify(self) -> None:
         if self.sample.error:
             return
         if self.status != 200:

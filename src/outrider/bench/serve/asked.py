@@ -30,7 +30,7 @@ class Vocabulary:
     measured: bool = False  # by the server's own tokenizer
 
     def text(self, tokens: int, chance: random.Random) -> str:
-        """About so many tokens, each word with the space before it."""
+        """About `tokens` tokens, each word with the space before it."""
         if not self.sizes:
             return " " + " ".join(chance.choices(self.words, k=tokens))
         chosen, left = [], tokens

@@ -1,7 +1,7 @@
 """The load itself, in one process: requests kept in flight (closed loop) or sent when they are due (open loop).
 
-Its own lag is measured beside everything else: how much later than asked for the event loop wakes up. Whoever reads the
-figures can then tell a slow server from a client that cannot keep up.
+The client's own lag is reported too: how much later than asked for the event loop wakes up. It tells a slow server from
+a client that cannot keep up.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Load:
 
 @dataclass(slots=True)
 class Drove:
-    """What came of it."""
+    """The results of one load in one process."""
 
     samples: list[Sample] = field(default_factory=list)
     lags: list[float] = field(default_factory=list)  # seconds the event loop woke up too late
@@ -63,7 +63,7 @@ def failure(problem: BaseException) -> tuple[str, str]:
     if isinstance(problem, socket.gaierror):
         return "no such host", str(problem.strerror)
     if isinstance(problem, ConnectionRefusedError):
-        return "connection refused", "nobody listens there"
+        return "connection refused", "no server listens there"
     if isinstance(problem, ssl.SSLError):
         return "TLS failed", str(problem)
     if isinstance(problem, NotHttp):

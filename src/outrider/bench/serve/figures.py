@@ -212,7 +212,7 @@ def _row(number: int, sample: Sample) -> dict[str, Any]:
 
 
 def thinned(values: Sequence[float], most: int) -> list[float]:
-    """At most so many of them, evenly spread."""
+    """At most `most` of them, evenly spread."""
     if len(values) <= most:
         return list(values)
     return [values[i * len(values) // most] for i in range(most)]

@@ -188,8 +188,8 @@ def _chunk_size(line: bytes) -> int:
 
 
 class Connection(asyncio.BufferedProtocol):
-    """One connection, for one request after the other. It reads into a buffer of its own: a fresh one a read, as
-    asyncio makes it otherwise, costs as much as all the rest.
+    """One connection, for one request after the other. It reads into one buffer: asyncio would otherwise allocate one
+    for each read, which costs as much as everything else here.
     """
 
     def __init__(self) -> None:
@@ -209,12 +209,12 @@ class Connection(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         now = time.perf_counter()
         data, reading = bytes(self._buffer[:nbytes]), self._reading
-        if reading is None:  # nobody asked
+        if reading is None:  # no request is open
             self.close()
             return
         try:
             reading.feed(data, now)
-        except Exception as problem:  # it belongs to whoever asked, not to the event loop
+        except Exception as problem:  # for the request, not for the event loop
             self._end(problem)
             self.close()
             return
@@ -248,7 +248,7 @@ class Connection(asyncio.BufferedProtocol):
             await self._done
         except asyncio.CancelledError:
             self._reading = self._done = None
-            self.close()  # the rest of this answer is nobody's
+            self.close()  # the remaining answer has no reader
             raise
 
     def close(self) -> None:
@@ -288,7 +288,7 @@ class Pool:
             return
 
     async def fill(self, count: int) -> None:
-        """Open so many connections ahead of their requests. Where that fails, the requests will say so."""
+        """Opens connections ahead of their requests. Failures are reported by the requests."""
         opened = await asyncio.gather(*(self._open() for _ in range(count)), return_exceptions=True)
         self._free += [connection for connection in opened if isinstance(connection, Connection)]
 

@@ -1,10 +1,10 @@
-"""Prompts to distil with, made by combining: what people ask for, times what they ask about.
+"""Prompts to distil with: requests that people make, combined with the subjects that they ask about.
 
-    python -m bench.topics 12000 > topics.jsonl
+    python -m outrider.distill.topics 12000 > topics.jsonl
     outrider distill TARGET --prompts topics.jsonl --made-up 20000 ...
 
-Rows are like those of any file of prompts: `id`, `task` and `turns`. The same number gives the same rows. A target's
-answers to them are what a draft learns from, so it is breadth that counts, not that a prompt is clever.
+Rows have `id`, `task` and `turns`, as any file of prompts. The same number gives the same rows. A draft learns from the
+target's answers, so breadth counts more than clever prompts.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SUBJECTS = (
     "earthquakes", "wildfires", "migration of birds", "wolves", "cats", "dogs", "horses", "football", "tennis",
     "the Olympic Games", "poetry", "the novel", "painting", "film music", "theatre", "philosophy", "ethics", "logic",
     "statistics", "probability", "geometry", "calculus", "time zones", "the calendar", "maps", "taxes", "pensions",
-    "budgets", "start-ups", "leadership", "negotiation", "interviews", "stress", "habits", "procrastination",
+    "budgets", "start-ups", "leadership", "negotiation", "interviews", "stress", "routines", "procrastination",
     "friendship", "parenting", "ageing", "recycling", "plastic", "water shortage", "farming", "forests", "cities",
     "suburbs", "airports", "railways", "bicycles", "smartphones", "batteries", "solar panels", "wind turbines",
     "robots", "drones", "satellites", "telescopes", "microscopes", "DNA", "proteins", "cells", "the heart",
