@@ -46,7 +46,7 @@ demo: $(READY) ## install Outrider, fetch the built-in model and see it answer p
 
 # A process per core; `ARGS="tests/cli -x"`, `ARGS=--pdb` and single files run as pytest alone would run them.
 # `ARGS=--lf` runs what failed last time.
-test: install ## run the tests: 8 minutes on two cores
+test: install ## run the tests: about 9 minutes on two cores
 	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
 
 test-all: install ## run the tests and the long sweeps too: before work on kernels is done

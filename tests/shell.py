@@ -200,7 +200,7 @@ class Shell:
         words = shorter(words)
         if words[0] in ("bench", "audit", "advise"):
             words = [str(self.tiny) if word == MODEL else word for word in words]
-        if words[0] == "bench" and words[1] != "serve" and "--limit" not in words:
+        if words[0] == "bench" and "--prompts" in words and not {"serve", "--limit"} & {*words}:
             words += ["--limit", "1"]
         if words == ["demo"]:
             words.append(str(self.tiny))

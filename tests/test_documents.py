@@ -231,7 +231,7 @@ def test_commands_are_cut_down() -> None:
 
 # ------------------------------------------------------------------------------------ flags and variables
 
-FOREIGN = {"--now", "--shell", "--home-dir"}  # of other people's commands
+FOREIGN = {"--now", "--shell", "--home-dir", "--lf"}  # of other people's commands
 
 
 def known_flags() -> set[str]:
