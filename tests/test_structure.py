@@ -46,6 +46,7 @@ ROWS = [
     {"load", "cache", "verify", "control", "settings"},
     {"types"},
     {"sampling_params"},
+    {"fields"},
     {"errors", "wrap"},
 ]
 HEIGHT = {part: -i for i, row in enumerate(ROWS) for part in row}

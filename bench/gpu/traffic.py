@@ -36,11 +36,12 @@ from outrider.engine.certificate import certificate
 from outrider.engine.engine import Engine
 from outrider.engine.graph_runner import GraphRunner, make_graph_runner
 from outrider.engine.kv_cache import make_kv_cache
+from outrider.engine.placement import PREFILL_SLOWDOWN, PREFILL_WAIT
 from outrider.load.config import ModelConfig, Rope
 from outrider.model.decoder import Decoder, make_kernels
 from outrider.model.kernels.gpu.recording import Recorded
 from outrider.model.rope import rope_tables
-from outrider.settings import PREFILL_STRETCH, PREFILL_WAIT, Settings, cache_folder
+from outrider.settings import Settings, cache_folder
 from outrider.types import MAX_NODES, Request, SamplingParams
 
 LLAMA = dict(hidden=4096, layers=32, heads=32, kv_heads=8, head_dim=128, intermediate=14_336, vocab=128_256)
@@ -309,7 +310,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--cache-gib", type=float, default=48.0)
     parser.add_argument("--draft", choices=("none", "lookup"), default="none")
-    parser.add_argument("--stretch", type=float, default=PREFILL_STRETCH["cuda"])
+    parser.add_argument("--stretch", type=float, default=PREFILL_SLOWDOWN["cuda"])
     parser.add_argument("--wait", type=float, default=PREFILL_WAIT["cuda"])
     parser.add_argument("--rate", type=float, default=20.0, help="of the open loop, requests a second")
     parser.add_argument("--seconds", type=float, default=12.0, help="of each section, at most")

@@ -15,9 +15,9 @@ from outrider.bench.as_if import AsIf
 from outrider.draft.names import parse_draft
 from outrider.engine import llm
 from outrider.engine.memory import LOGITS_KEPT, working_memory
+from outrider.engine.placement import Memory, cache_size, place
 from outrider.errors import InvalidRequest
 from outrider.load.checkpoint import open_checkpoint
-from outrider.settings import Memory, cache_room
 from tests.load.tiny import write_folder
 from tests.tiny import tiny_model
 
@@ -98,7 +98,7 @@ def test_a_widened_draft_is_loaded_the_same_way(gpu: Gpu) -> None:
     made = gpu.llm(AsIf, draft_weights="int8")
     made._draft_wide, seen = object(), []
     made.widened_draft = lambda small: seen.append(small) or SimpleNamespace(config="wide")
-    made.settings = made.settings.placed(GIB)
+    made.settings = place(made.settings, GIB)
     assert made._load_draft(made.checkpoint).config == "wide"
     assert (gpu.loaded, seen) == (["int8"], [made.checkpoint])
 
@@ -108,7 +108,7 @@ def test_the_cache_leaves_room_for_a_draft_to_come(gpu: Gpu) -> None:
     gpu.drafters["lm"] = None
     made = gpu.llm(draft_weights="int8")
     made._build(parse_draft(f"lookup+{gpu.folder}+early_exit:1"))
-    room = cache_room(int(0.6 * gpu.free[0]), numbers(gpu.folder), 1.0)  # itself as its draft
+    room = cache_size(int(0.6 * gpu.free[0]), numbers(gpu.folder), 1.0)  # itself as its draft
     assert made.settings.cache_bytes == pytest.approx(room, abs=8)
 
 

@@ -24,6 +24,7 @@ from outrider.draft.table import DrafterSources, is_eagle
 from outrider.engine.engine import Engine
 from outrider.engine.kv_cache import KvCache
 from outrider.engine.llm import LLM, runs_on_gpu
+from outrider.engine.placement import DRAFT_TOKENS
 from outrider.errors import InvalidRequest, UnsupportedModel
 from outrider.load.checkpoint import Checkpoint, expected_shapes
 from outrider.load.config import ModelConfig
@@ -172,7 +173,7 @@ class AsIf(LLM):
         """A head for the small model, as wide as the target is."""
         wide = self.checkpoint
         assert isinstance(wide, WideCheckpoint) and wide.small.config is not None
-        config, tensors = read_head(folder, wide.small.config, self.settings.draft_vocabulary)
+        config, tensors = read_head(folder, wide.small.config, DRAFT_TOKENS[self.settings.device])
         read = lambda name: tensors[name].float()  # noqa: E731 - a name for a reader
         return WidenedHead(config, read, self._wide, torch.device(self.place), wide.dtype)
 

@@ -22,7 +22,8 @@ EVERYDAY = {
     "generate": f"model text prompts chat system draft show_origins stats as_json {_SAMPLING} {_MACHINE}",
     "chat": f"model system draft show_origins stats {_SAMPLING} {_MACHINE}",
     "serve": "model host port api_keys key_file allowed_hosts cors_origins served_name max_sequences cache_bytes"
-    " weights device threads context draft speculation max_tokens temperature top_p log_format config help",
+    " gpu_memory_utilization weights device threads context draft speculation max_tokens temperature top_p log_format"
+    " config help",
     "bench": _MEASURED,
     "audit": _MEASURED,
     "advise": _MEASURED,

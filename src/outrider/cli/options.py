@@ -18,7 +18,6 @@ import typer
 
 from outrider.cli.config import Config, read_config
 from outrider.cli.flag import Flag, envvar
-from outrider.cli.planner_flags import PLANNER
 from outrider.errors import InvalidRequest
 from outrider.load.sampling import GENERATION_CONFIGS, NAMES
 from outrider.sampling_params import MAX_ALTERNATIVES, SamplingParams, Speculation
@@ -38,6 +37,14 @@ def read_bytes(text: str) -> int:
 
 def _by_device(text: str) -> int:
     return 0 if text == "auto" else read_bytes(text)
+
+
+def _auto_or_whole(text: str) -> int | None:
+    if text == "auto":
+        return None
+    if not text.isdecimal():
+        raise ValueError(f"{text!r} is neither auto nor a whole number")
+    return int(text)
 
 
 def read_bias(pairs: Sequence[str]) -> dict[int, float]:
@@ -192,28 +199,18 @@ ENGINE = Flags(
     Settings,
     (
         Flag("device", str, "Where to run.", metavar="auto|cpu|cuda"),
-        Flag(
-            "dtype",
-            str,
-            "Number format of what is computed and cached.",
-            metavar="auto|float32|bfloat16",
-        ),
+        Flag("dtype", str, "Number format of computation and KV cache.", metavar="auto|float32|bfloat16"),
         Flag(
             "weights",
             str,
-            "Number format of weights: auto, float32, bfloat16; on a GPU fp8, int8, int4, too.",
+            "Number format of weights: auto, float32, bfloat16; on a GPU also fp8, int8, int4.",
             metavar="FORMAT",
         ),
         Flag(
             "draft_weights",
             str,
-            "The same for a model that drafts; auto: as --weights, on a CPU bfloat16.",
+            "The same for a draft model; auto: as --weights, on a CPU bfloat16.",
             metavar="FORMAT",
-        ),
-        Flag(
-            "draft_vocabulary",
-            int,
-            "Frequent words that an EAGLE head drafts with, if it names them; 0 means by device.",
         ),
         Flag("threads", int, "Threads; 0 means the cores this process may use."),
         Flag("context", int, "Longest prompt and answer together; 0 means the model's own."),
@@ -228,40 +225,44 @@ ENGINE = Flags(
         Flag(
             "step_rows",
             int,
-            "Rows a step may carry, longer prompts are prefilled in chunks; 0 means by device.",
+            "Rows of a step; longer prompts are prefilled in chunks; 0 means by device.",
         ),
         Flag(
-            "prefill_stretch",
+            "prefill_slowdown",
             float | None,
-            "What prompt chunks may add to a step of others, in times of its length; inf: no bound. By device.",
+            "Time that prompt chunks may add to a step, relative to the step without them; inf: no bound. By device.",
             metavar="F",
         ),
-        *PLANNER,
         Flag(
-            "prefill_wait",
-            float | None,
-            "Seconds from which on a waiting prompt raises that bound, in proportion. By device.",
-            metavar="SECONDS",
+            "draft_max_batch",
+            str,
+            "Draft only in steps of up to N sequences; auto: measured costs decide.",
+            _auto_or_whole,
+            "auto|N",
+            default="auto",
+        ),
+        Flag("draft_max_depth", int, "Deepest draft; the planner measures which depth pays.", metavar="N"),
+        Flag("draft_max_temperature", float, "Draft nothing above this temperature.", metavar="F"),
+        Flag(
+            "objective",
+            str,
+            "Most tokens per second of all requests, or least time per token of each.",
+            metavar="throughput|latency",
         ),
         Flag(
-            "prefill_at_once",
-            int,
-            "Long steps that may read a burst of prompts on a GPU, whatever that bound; 0: none.",
+            "release_draft",
+            bool,
+            "Release a draft that has not paid for some thousand steps, and its memory.",
+            spelled=("--release-draft/--keep-draft",),
         ),
+        Flag("prefix_reuse", bool, "Reuse cached prompt prefixes.", spelled=_REUSE),
         Flag(
             "special_tokens_in_text",
             bool,
             "Let messages hold control tokens by their strings; by default they stay text.",
             spelled=_SPECIAL,
         ),
-        Flag("prefix_reuse", bool, "Reuse cached prompt prefixes.", spelled=_REUSE),
-        Flag("kernels", str, "How the forward pass is computed.", metavar="auto|c|torch"),
-        Flag(
-            "prompt_matmul",
-            str,
-            "Who multiplies long prompts on a GPU: cuBLASLt where it gives the same bits, or own kernels alone.",
-            metavar="auto|own",
-        ),
+        Flag("kernels", str, "Kernels of the forward pass on a CPU.", metavar="auto|c|torch"),
     ),
 )
 
@@ -285,7 +286,6 @@ SERVE = Flags(
             ("--api-key",),
         ),
         Flag("key_file", str | None, "Keys by their hashes; see outrider keys.", metavar="FILE"),
-        Flag("min_key_length", int, "Shortest --api-key taken; short ones can be found by trying."),
         Flag(
             "allowed_hosts",
             list[str],
@@ -309,12 +309,6 @@ SERVE = Flags(
             "Longest answer of requests that set no length; by default a quarter of the context.",
         ),
         Flag("max_body_bytes", str, "Largest request.", read_bytes, "SIZE", default="8M"),
-        Flag("max_depth", int, "Deepest nesting of a request's JSON."),
-        Flag("max_choices", int, "Most answers a request."),
-        Flag("max_prompts", int, "Most prompts a request."),
-        Flag("max_messages", int, "Most messages a request."),
-        Flag("max_stop", int, "Most stop texts a request."),
-        Flag("max_bias", int, "Most biased tokens a request."),
         Flag("max_schema_bytes", str, "Largest JSON schema or grammar.", read_bytes, "SIZE", default="64K"),
         Flag("max_queued_requests", int, "Requests that may wait; more are sent away."),
         Flag("max_queued_tokens", int, "Tokens of prompts that may wait; more are sent away."),
@@ -339,7 +333,6 @@ SERVE = Flags(
             metavar="F",
         ),
         Flag("stream_padding", bool, "Pad streamed events; their sizes then say nothing.", spelled=_PADDING),
-        Flag("stream_interval", float, "Gather tokens this long before sending them.", metavar="SEC"),
         Flag("ping_seconds", float, "Time between signs of life on silent streams; 0: none.", metavar="SEC"),
         Flag("log_format", str, "How log lines are written.", metavar="text|json"),
         Flag("log_level", str, "What to log: debug, info, warning or error, and worse.", metavar="LEVEL"),

@@ -49,7 +49,6 @@ class DrafterSources:
     load: Callable[[Checkpoint], Model]
     samples: Callable[[], list[list[int]]]  # token ids to search a good exit on
     read_head: ReadHead = read_head
-    words: int = 0  # that the user wants a head to draft with; 0: as many as it likes
 
     def drafter_context(self) -> DrafterContext:
         """For drafters that are not Outrider's own."""
@@ -72,7 +71,6 @@ def make_drafters(parts: Seq[Part], sources: DrafterSources) -> tuple[dict[str, 
         names.append(name)
     if len(names) > 1:
         drafters["+".join(names)] = MergedDrafter([drafters[name] for name in names], sources.table)
-    _check_words(drafters, sources.words)
     return drafters, "+".join(names) or "none"
 
 
@@ -109,16 +107,6 @@ def _make_other(part: Part, sources: DrafterSources) -> tuple[str, Drafter]:
         head = load_eagle(path, sources.target, sources.context, network, sources.read_head)
         return "eagle", EagleDrafter(head, sources.store, sources.table, graphed=_graphed(sources.target))
     return "lm", _lm(path, sources)
-
-
-def _check_words(drafters: dict[str, Drafter], words: int) -> None:
-    heads = [one.head.config.draft_vocab for one in drafters.values() if isinstance(one, EagleDrafter)]
-    if words and words not in heads:
-        there = f"the head here drafts with {heads[0]}" if heads else "there is none"
-        raise InvalidRequest(
-            f"draft_vocabulary is for an EAGLE head that names more than {words} frequent words, and {there}",
-            "draft_vocabulary",
-        )
 
 
 def prepare_weights(drafter: Drafter, path: Path, sources: DrafterSources) -> Callable[[], Weights]:

@@ -32,6 +32,7 @@ from outrider.engine.kv_cache import KvCache, make_kv_cache
 from outrider.engine.live_draft import LiveDraft
 from outrider.engine.memory import GpuMeter, check_room, wake_gpu, working_memory
 from outrider.engine.output import Output, make_output
+from outrider.engine.placement import DRAFT_TOKENS, Memory, place, share_of_all, within_share
 from outrider.engine.planning import expect_score, guards_of, watch_draft
 from outrider.engine.prompts import Message, Prompt, as_list, check_messages, plain_list
 from outrider.engine.runner import EagerRunner, Runner
@@ -44,7 +45,7 @@ from outrider.load.pairs import Pair, find_pair
 from outrider.load.sampling import GENERATION_CONFIGS, SamplingDefaults
 from outrider.load.template import ChatTemplate
 from outrider.model.decoder import Decoder, Model, kv_bytes, make_kernels
-from outrider.settings import WEIGHT_BYTES, Memory, Settings, cache_folder, free_memory
+from outrider.settings import WEIGHT_BYTES, Settings, cache_folder, free_memory
 from outrider.types import MAX_NODES, Event, Request, SamplingParams, Sequence, Speculation
 from outrider.verify.grammar import GrammarCompiler
 
@@ -282,7 +283,7 @@ class LLM:
         asked, self.settings = self.settings, self._placed(parts)
         cache = make_kv_cache(self.model, self.settings)
         held = GpuMeter.held() if self.model.device.type == "cuda" else None
-        sources = replace(self._sources(cache), words=asked.draft_vocabulary)
+        sources = self._sources(cache)
         by_name, self.drafter = make_drafters(parts, sources)
         self.pair = self.pair if {"eagle", "lm"} & by_name.keys() else None
         if asked.draft_weights != "auto" and "lm" not in by_name:
@@ -297,7 +298,7 @@ class LLM:
         self.live_draft = LiveDraft(parts, drafters, sources)
         if self.model.device.type == "cuda":
             runner: Runner = make_graph_runner(
-                self.model, cache, drafters, self.drafter, self.settings.tree_max_batch
+                self.model, cache, drafters, self.drafter, guards_of(self.settings).tree_batch
             )
         else:
             runner = EagerRunner(self.model, cache, drafters)
@@ -318,7 +319,7 @@ class LLM:
     def _with_room(self, parts: Seq[Part]) -> Seq[Part]:
         """The parts, without a paired draft that there is no room for: nobody asked for it."""
         if runs_on_gpu(self.settings):
-            self.settings = self.settings.bounded(*_gpu_memory())
+            self.settings = share_of_all(self.settings, *_gpu_memory())
         try:
             self._check_room(parts)
         except OutOfMemory as full:
@@ -334,7 +335,7 @@ class LLM:
     def _check_room(self, parts: Seq[Part]) -> None:
         """What cannot be is said before anything is loaded."""
         on_gpu = _free_memory(self.settings)
-        self.settings.placed(on_gpu, total=None if on_gpu is None else _gpu_memory()[1])
+        place(self.settings, on_gpu, total=None if on_gpu is None else _gpu_memory()[1])
         free, config = free_memory(), self.checkpoint.config
         if on_gpu is None and free is not None and config is not None:
             doubt = check_room(config, self.settings, free, draft_room(self._draft_checkpoints(parts)))
@@ -345,16 +346,16 @@ class LLM:
         """The settings, the cache sized by what is free beside the weights once a draft to come has its part."""
         free = _free_memory(self.settings) if self.model.device.type == "cuda" else None
         if free is None:
-            return self.settings.placed(None)
+            return place(self.settings, None)
         draft, own, total = draft_room(self._draft_checkpoints(parts)), self.model.config, _gpu_memory()[1]
-        settled = self.settings.placed(free, total=total)
+        settled = place(self.settings, free, total=total)
         if not self.settings.step_rows and own.parameters <= SMALL:
             settled = replace(settled, step_rows=4 * settled.step_rows)
         weights = int(draft.weights * WEIGHT_BYTES[settled.draft_weights])
         beside = draft.cached / (2 * own.layers * own.kv_heads * own.head_dim)
         working = 0 if self.settings.cache_bytes else working_memory(self.model, settled, GpuMeter())
         free = _free_memory(self.settings)  # less: kernels that were loaded for it stay
-        placed = self.settings.placed(free, weights, beside, total, working)
+        placed = place(self.settings, free, weights, beside, total, working)
         return replace(settled, cache_bytes=placed.cache_bytes)
 
     def _draft_checkpoints(self, parts: Seq[Part]) -> list[Checkpoint]:
@@ -380,7 +381,7 @@ class LLM:
             find=lambda name: find(name, cache_folder()),
             load=self._load_draft,
             samples=lambda: [self.checkpoint.tokenizer.encode(text)[: cache.context] for text in SAMPLES],
-            read_head=partial(read_head, words=self.settings.draft_vocabulary),
+            read_head=partial(read_head, words=DRAFT_TOKENS[self.settings.device]),
         )
 
     def _load_draft(self, checkpoint: Checkpoint) -> Model:
@@ -444,8 +445,8 @@ def load_model(checkpoint: Checkpoint, settings: Settings, weights: str | None =
         from outrider.model.device import load_on_device  # Triton comes with it
 
         model = load_on_device(config, checkpoint.tensor, positions, "bfloat16" if kind == "auto" else kind)
-        if weights is None and settings.prompt_matmul == "auto":
-            model.use_library(settings.within_share(*_gpu_memory()))
+        if weights is None:
+            model.use_library(within_share(settings, *_gpu_memory()))
         return model
     folder = cache_folder() / "kernels"
     with naming(checkpoint.path):

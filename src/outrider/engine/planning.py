@@ -10,30 +10,21 @@ from outrider.draft.drafter import NetworkDrafter
 from outrider.draft.drafters import Drafters
 from outrider.engine.draft_room import DraftRoom
 from outrider.engine.kv_cache import KvCache
+from outrider.engine.placement import PREFILL_WAIT, Memory
 from outrider.load.pairs import Pair
 from outrider.model.decoder import Model, kv_bytes
-from outrider.settings import Memory, Settings
+from outrider.settings import Settings
 
 
 def guards_of(settings: Settings) -> Guards:
     """As the user set them; one set for every device."""
-    share, usual = settings.draft_probe_share, Guards()
     return Guards(
         max_batch=settings.draft_max_batch,
-        tree_batch=settings.tree_max_batch,
         max_depth=settings.draft_max_depth,
         max_temperature=settings.draft_max_temperature,
-        flat_temperature=settings.draft_flat_temperature,
-        break_even=settings.draft_break_even,
-        patience=settings.draft_patience,
-        max_stretch=settings.draft_max_stretch,
-        probe_share=share,
-        spare_probe_share=share / usual.probe_share * usual.spare_probe_share,
-        baseline_interval=settings.draft_baseline_interval,
         objective=settings.objective,
-        prefill_stretch=settings.prefill_stretch or inf,
-        prefill_wait=settings.prefill_wait or usual.prefill_wait,
-        prefill_at_once=settings.prefill_at_once,
+        prefill_stretch=settings.prefill_slowdown or inf,
+        prefill_wait=PREFILL_WAIT.get(settings.device, PREFILL_WAIT["cpu"]),
     )
 
 

@@ -29,6 +29,7 @@ from typing import Any
 from outrider.errors import InvalidRequest, suggest
 from outrider.serve.settings import ServeSettings
 
+MIN_KEY_LENGTH = 16  # of keys given by flag or variable: random ones of this length cannot be found by trying
 MINUTE = 60.0
 ROUNDING = 1e-6
 MARKS = ("admin", "keep_traffic")  # of a key, in its file
@@ -87,10 +88,7 @@ class Keyring:
     @classmethod
     def of(cls, settings: ServeSettings) -> Keyring:
         """The keys given by flag or variable, named `key-1` and so on, and those of the key file."""
-        keys = [
-            Key(f"key-{i}", _digest_of_given(key, settings.min_key_length))
-            for i, key in enumerate(settings.api_keys, 1)
-        ]
+        keys = [Key(f"key-{i}", _digest_of_given(key)) for i, key in enumerate(settings.api_keys, 1)]
         if settings.key_file is not None:
             keys += _keys_that_must_be_there(Path(settings.key_file).expanduser())
         _check_unique(keys, "the keys given")
@@ -125,13 +123,12 @@ class Keyring:
         return found
 
 
-def _digest_of_given(key: str, least: int) -> bytes:
+def _digest_of_given(key: str) -> bytes:
     """The messages do not repeat the key: they end up in logs."""
-    if len(key) < least:
+    if len(key) < MIN_KEY_LENGTH:
         raise InvalidRequest(
-            f"an API key has {len(key)} characters and could be found by whoever can try often; at least {least} are "
-            "needed (`outrider keys add NAME --file keys.toml` makes a good one), or say --min-key-length "
-            f"{len(key)} where nobody else can reach the server",
+            f"an API key has {len(key)} characters and can be found by trying; at least {MIN_KEY_LENGTH} are needed "
+            "(`outrider keys add NAME --file keys.toml` makes a good one)",
             "api_keys",
         )
     if not re.fullmatch(r"[!-~]+", key):

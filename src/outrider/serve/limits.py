@@ -1,7 +1,7 @@
 """What stands between the bytes a client sent and the code that believes them, and between errors and clients.
 
-Everything here is linear in its input and raises nothing but InvalidRequest. How many messages, choices or
-stop strings a request may have is checked where those are read.
+Everything here is linear in its input and raises nothing but InvalidRequest. Numbers of messages, choices and stop
+strings are checked in wire.py.
 """
 
 from __future__ import annotations
@@ -19,6 +19,11 @@ MAX_DIGITS = 40  # of an integer; 128 bits need 39, and beyond 308 arithmetic wi
 MAX_VALUES = 1_000_000  # an empty list takes three bytes of a body and 56 of memory
 MAX_FIELDS = 100_000  # objects, lists and fields of objects: the parser needs half a microsecond for each
 MAX_MESSAGE = 500
+MAX_DEPTH = 64  # nesting of JSON; the parser recurses
+MAX_MESSAGES = 4096
+MAX_N = 32  # answers of a request
+MAX_STOP = 16  # stop texts, and stop tokens
+MAX_BIAS = 1024  # biased tokens, and bad words
 ESCAPED_BYTE = 6  # bytes of a body that may stand for one of a text: \\u00xx
 # Bytes that one call looks at. Such a call holds Python's lock, and with it every other request.
 SLICE = 64 << 10
@@ -35,7 +40,7 @@ _HALF_PAIR = re.compile(
 )
 
 
-def read_json(body: bytes, max_depth: int) -> Any:
+def read_json(body: bytes, max_depth: int = MAX_DEPTH) -> Any:
     """The value of a request body. Strict JSON in UTF-8; of a name given twice, the last counts."""
     outside = _outside_strings(body)
     fields = sum(map(outside.count, (b":", b"[", b"{")))
@@ -137,8 +142,8 @@ def _walk(value: Any) -> Iterator[Any]:
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 
 
-def check_schema(schema: Any, max_bytes: int, max_depth: int, param: str) -> None:
-    """Refuse a JSON schema that is too large, too deep, or points outside itself. `param` is what to blame."""
+def check_schema(schema: Any, max_bytes: int, param: str, max_depth: int = MAX_DEPTH) -> None:
+    """Refuse a JSON schema that is too large, too deep, or points outside itself. Errors name `param`."""
     if not isinstance(schema, (dict, bool)):
         raise InvalidRequest(f"{param} must be a JSON schema, an object", param)
     if _deeper(schema, max_depth):

@@ -5,7 +5,6 @@ A request becomes the chat request that asks for the same; an answer becomes blo
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -70,45 +69,46 @@ ROUTES = (
 # ------------------------------------------------------------------------------------------- to a chat request
 
 
-def _bounded_chat(asked: CountTokensRequest, most: int) -> ChatRequest:
-    check_messages(asked.messages, most, "messages")
-    check_messages([{"content": asked.system}], most, "system")
+def _bounded_chat(asked: CountTokensRequest) -> ChatRequest:
+    check_messages(asked.messages, "messages")
+    check_messages([{"content": asked.system}], "system")
     return as_chat(asked)
 
 
 def _prepared(service: Service, asked: MessagesRequest) -> tuple[list[int], SamplingParams, ToolRequest]:
-    chat = _bounded_chat(asked, service.settings.max_messages)
-    with _own_words():
+    chat = _bounded_chat(asked)
+    with _blaming_own_fields():
         tools, params = chat_terms(service, chat)
     return chat_ids(service.model, chat, tools), params, tools
 
 
 def _counted(service: Service, asked: CountTokensRequest) -> int:
-    chat = _bounded_chat(asked, service.settings.max_messages)
-    with _own_words():
+    chat = _bounded_chat(asked)
+    with _blaming_own_fields():
         tools = check_tools(chat.tools, chat.tool_choice, chat.parallel_tool_calls)
     return len(chat_ids(service.model, chat, tools))
 
 
-# What chat says of its fields, and what those are called here.
-_OWN_WORDS = (
-    (r"\.function\b", ""),
-    (r"\.parameters\b", ".input_schema"),
-    (r"\bresponse_format(\.json_schema)?\b", "output_config.format"),
-    (r"\bstop\b", "stop_sequences"),
-)
-
-
 @contextmanager
-def _own_words() -> Iterator[None]:
-    """Blame the field that the client sent, not the one it became."""
+def _blaming_own_fields() -> Iterator[None]:
+    """Errors name the field that the client sent, not the chat field it became."""
     try:
         yield
     except InvalidRequest as problem:
-        text, param = str(problem), problem.param or ""
-        for theirs, ours in _OWN_WORDS:
-            text, param = re.sub(theirs, ours, text), re.sub(theirs, ours, param)
-        raise InvalidRequest(text, param or None) from None
+        raise problem.about(_own_field(problem.param or "")) from None
+
+
+def _own_field(param: str) -> str:
+    """The name here of a chat request's field."""
+    root, *inner = param.split(".")
+    if root == "response_format":
+        inner = ["format", *(part for part in inner if part != "json_schema")]
+    elif root.startswith(("tools[", "tool_choice")):
+        inner = [part for part in inner if part != "function"]
+    if root.startswith("tools") and inner and inner[-1] == "parameters":
+        inner[-1] = "input_schema"
+    renamed = {"response_format": "output_config", "stop": "stop_sequences"}
+    return ".".join([renamed.get(root, root), *inner])
 
 
 # Fields of the other routes: what they are called here.

@@ -39,7 +39,7 @@ async def answer_response(request: Request) -> Response:
 
 def _prepared(service: Service, asked: ResponsesRequest) -> tuple[list[int], SamplingParams, ToolRequest]:
     if isinstance(asked.input, list):
-        check_messages(asked.input, service.settings.max_messages, "input")
+        check_messages(asked.input, "input")
     chat = as_chat(asked)
     tools, params = chat_terms(service, chat)
     return chat_ids(service.model, chat, tools), params, tools

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
+from outrider.engine.placement import Memory
 from outrider.errors import OutriderError
 from outrider.serve.app import App
 from outrider.serve.backend import Backend
@@ -29,7 +30,7 @@ from outrider.serve.metrics import Metrics
 from outrider.serve.model import ServedModel
 from outrider.serve.service import Service
 from outrider.serve.settings import ServeSettings
-from outrider.settings import Memory, Settings, shown_size
+from outrider.settings import Settings, shown_size
 from outrider.types import SamplingParams
 from outrider.wrap import fitted
 

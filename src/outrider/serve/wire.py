@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from outrider.errors import LONGEST_NAME, InvalidRequest, brief, suggest
 from outrider.sampling_params import MAX_ALTERNATIVES, SamplingParams, Speculation
-from outrider.serve.limits import check_schema, read_json
+from outrider.serve.limits import MAX_BIAS, MAX_MESSAGES, MAX_N, MAX_STOP, check_schema, read_json
 from outrider.serve.settings import ServeSettings
 
 Number = Annotated[float, Meta(ge=-1e6, le=1e6)]
@@ -296,22 +296,22 @@ def _near(what: str, param: str | None) -> str:
 # ----------------------------------------------------------------------------------------- to SamplingParams
 
 
-def check_messages(messages: Seq[Mapping[str, Any]], most: int, name: str) -> None:
-    """Refuse more messages than `most`, or more than PARTS times as many parts of contents."""
-    _within(name, len(messages), most)
+def check_messages(messages: Seq[Mapping[str, Any]], name: str) -> None:
+    """Refuse more than MAX_MESSAGES messages, or more than PARTS times as many parts of contents."""
+    _within(name, len(messages), MAX_MESSAGES)
     contents = (message.get("content") for message in messages)
-    _within(f"{name}.content", sum(len(c) for c in contents if isinstance(c, list)), PARTS * most)
+    _within(f"{name}.content", sum(len(c) for c in contents if isinstance(c, list)), PARTS * MAX_MESSAGES)
 
 
 def sampling_params(
     asked: Sampling, defaults: SamplingParams, limits: ServeSettings, grammar: Mapping[str, Any] | None
 ) -> SamplingParams:
     """The engine's parameters, all but the lengths and what one route alone knows."""
-    _within("n", asked.n or 1, limits.max_choices)
-    _within("stop", 1 if isinstance(asked.stop, str) else len(asked.stop or ()), limits.max_stop)
-    _within("stop_token_ids", len(asked.stop_token_ids or ()), limits.max_stop)
-    _within("logit_bias", len(asked.logit_bias or ()), limits.max_bias)
-    _within("bad_words", len(asked.bad_words or ()), limits.max_bias)
+    _within("n", asked.n or 1, MAX_N)
+    _within("stop", 1 if isinstance(asked.stop, str) else len(asked.stop or ()), MAX_STOP)
+    _within("stop_token_ids", len(asked.stop_token_ids or ()), MAX_STOP)
+    _within("logit_bias", len(asked.logit_bias or ()), MAX_BIAS)
+    _within("bad_words", len(asked.bad_words or ()), MAX_BIAS)
     for name, words in (("stop", asked.stop), ("bad_words", asked.bad_words)):
         if sum(map(len, words or ())) > limits.max_schema_bytes:
             raise InvalidRequest(f"{name} is longer than {limits.max_schema_bytes} characters", name)
@@ -458,8 +458,8 @@ def _schema(value: Any, limits: ServeSettings, where: str) -> str:
     """As JSON text: what carries it to the engine has no whole numbers of more than 64 bits."""
     if isinstance(value, str):
         try:
-            value = read_json(value.encode(), limits.max_depth)
+            value = read_json(value.encode())
         except InvalidRequest:
             raise InvalidRequest(f"{where} is not JSON", where) from None
-    check_schema(value, limits.max_schema_bytes, limits.max_depth, where)
+    check_schema(value, limits.max_schema_bytes, where)
     return msgspec.json.encode(value).decode()
