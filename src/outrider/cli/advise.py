@@ -9,14 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from outrider.cli.bench import TaskTemperatures, batch_sizes, task_temperatures
 from outrider.cli.flag import option
 from outrider.cli.generate import Limit, Prompts
-from outrider.cli.measure import (
-    JsonFile,
-    Progress,
-    Report,
-    described,
-    say_loading,
-    warn_if_busy,
-)
+from outrider.cli.measure import JsonFile, Progress, Report, described, say_loading, warn_if_busy
 from outrider.cli.options import DEFAULT_MODEL, ENGINE, SAMPLING, Model, takes
 from outrider.cli.output import note, open_llm
 from outrider.cli.tasks import TOKENS, TaskRow, Tasks, task_ids, task_rows

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from outrider.cli.flag import option
 from outrider.cli.generate import Limit, Prompts
 from outrider.cli.measure import (
     AsIfShape,
@@ -19,7 +20,7 @@ from outrider.cli.measure import (
     described,
     say_loading,
 )
-from outrider.cli.options import DEFAULT_MODEL, ENGINE, SAMPLING, Draft, Model, envvar, takes
+from outrider.cli.options import DEFAULT_MODEL, ENGINE, SAMPLING, Draft, Model, takes
 from outrider.cli.output import note, open_llm
 from outrider.cli.tasks import Tasks, task_ids, task_rows
 from outrider.errors import InvalidRequest
@@ -38,36 +39,34 @@ EACH = 2  # built-in prompts of a task
 
 Temperatures = Annotated[
     str | None,
-    typer.Option("--temperatures", envvar=envvar("temperatures"), show_envvar=False, metavar="T,T,...",
-                 help="Temperatures to audit at, in turn; by default 0,0.7,1.2, or --temperature if that is given."),
-]  # fmt: skip
-Adversaries = Annotated[
-    bool,
-    typer.Option("--adversaries/--no-adversaries", envvar=envvar("adversaries"), show_envvar=False,
-                 help="Also drafters that draft at random, wrongly, perfectly, with end-of-text, with duplicates."),
-]  # fmt: skip
-Tokens = Annotated[
-    int | None,
-    typer.Option("--tokens", min=1, envvar=envvar("tokens"), show_envvar=False,
-                 help="Go on with fresh seeds until this many tokens were compared."),
-]  # fmt: skip
-Seconds = Annotated[
-    float | None,
-    typer.Option("--seconds", min=1, envvar=envvar("seconds"), show_envvar=False,
-                 help="Go on with fresh seeds for this long."),
-]  # fmt: skip
-Million = Annotated[
-    bool,
-    typer.Option(
-        "--million", envvar=envvar("million"), show_envvar=False, help="The same as --tokens 1000000."
+    option(
+        "temperatures",
+        "Temperatures to audit at, in turn; by default 0,0.7,1.2, or --temperature if that is given.",
+        "T,T,...",
     ),
 ]
+Adversaries = Annotated[
+    bool,
+    option(
+        "adversaries",
+        "Also drafters that draft at random, wrongly, perfectly, with end-of-text, with duplicates.",
+        None,
+        "--adversaries/--no-adversaries",
+    ),
+]
+Tokens = Annotated[
+    int | None, option("tokens", "Go on with fresh seeds until this many tokens were compared.", min=1)
+]
+Seconds = Annotated[float | None, option("seconds", "Go on with fresh seeds for this long.", min=1)]
+Million = Annotated[bool, option("million", "The same as --tokens 1000000.")]
 Arrivals = Annotated[
     bool,
-    typer.Option("--arrivals", envvar=envvar("arrivals"), show_envvar=False,
-                 help="Under traffic: requests of many kinds arrive while others decode, some are aborted; each "
-                 "answer is compared with the same request's, answered alone and plainly."),
-]  # fmt: skip
+    option(
+        "arrivals",
+        "Under traffic: requests of many kinds arrive while others decode, some are aborted; each "
+        "answer is compared with the same request's, answered alone and plainly.",
+    ),
+]
 
 
 @takes(SAMPLING, ENGINE)

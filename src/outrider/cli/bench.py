@@ -27,7 +27,7 @@ from outrider.cli.measure import (
     warn_if_busy,
     writable,
 )
-from outrider.cli.options import DEFAULT_MODEL, ENGINE, SAMPLING, Draft, Model, envvar, takes
+from outrider.cli.options import DEFAULT_MODEL, ENGINE, SAMPLING, Draft, Model, takes
 from outrider.cli.output import note, open_llm
 from outrider.cli.tasks import TOKENS, TaskRow, Tasks, task_ids, task_rows
 from outrider.errors import InvalidRequest
@@ -44,51 +44,40 @@ WITHIN = 2.0  # percent
 
 Peer = Annotated[
     str | None,
-    typer.Option(
-        "--peer",
-        envvar=envvar("peer"),
-        show_envvar=False,
-        metavar="transformers",
-        help="Another engine to run on the same prompts. In turn with ours, on the CPU.",
+    option(
+        "peer", "Another engine to run on the same prompts. In turn with ours, on the CPU.", "transformers"
     ),
 ]
-What = Annotated[
-    str,
-    typer.Option(
-        "--what",
-        envvar=envvar("what"),
-        show_envvar=False,
-        metavar="all|plain|speculation",
-        help="What to measure.",
-    ),
-]
-Together = Annotated[
-    int,
-    typer.Option("--together", min=2, envvar=envvar("together"), show_envvar=False, help="Requests at once."),
-]
+What = Annotated[str, option("what", "What to measure.", "all|plain|speculation")]
+Together = Annotated[int, option("together", "Requests at once.", min=2)]
 Batches = Annotated[
-    str,
-    typer.Option("--batches", envvar=envvar("batches"), show_envvar=False, metavar="N,N,...",
-                 help="Batch sizes: prompts answered at once, one size after the other."),
-]  # fmt: skip
+    str, option("batches", "Batch sizes: prompts answered at once, one size after the other.", "N,N,...")
+]
 Groups = Annotated[
     int | None,
-    typer.Option("--groups", min=1, envvar=envvar("groups"), show_envvar=False,
-                 help="Batches to measure of each task and size, at most; by default all prompts once."),
-]  # fmt: skip
+    option(
+        "groups", "Batches to measure of each task and size, at most; by default all prompts once.", min=1
+    ),
+]
 Methods = Annotated[
     str | None,
-    typer.Option("--methods", envvar=envvar("methods"), show_envvar=False, metavar="NAME,NAME",
-                 help="What to compare with plain decoding: auto, a drafter, DRAFTER:auto. A drafter drafts as deep as "
-                      "--speculate says, else 4; auto as deep as pays. By default every drafter, and auto."),
-]  # fmt: skip
+    option(
+        "methods",
+        "What to compare with plain decoding: auto, a drafter, DRAFTER:auto. A drafter drafts as deep as "
+        "--speculate says, else 4; auto as deep as pays. By default every drafter, and auto.",
+        "NAME,NAME",
+    ),
+]
 TaskTemperatures = Annotated[
     str | None,
-    typer.Option("--temperatures", envvar=envvar("temperatures"), show_envvar=False, metavar="T,T|TASK=T,...",
-                 help="Temperatures of all tasks or of each; several are a curve. By default "
-                      "--temperature if that is given, else 0 for "
-                      "rewrite and json and 0.7 for the others."),
-]  # fmt: skip
+    option(
+        "temperatures",
+        "Temperatures of all tasks or of each; several are a curve. By default "
+        "--temperature if that is given, else 0 for "
+        "rewrite and json and 0.7 for the others.",
+        "T,T|TASK=T,...",
+    ),
+]
 
 
 Within = Annotated[

@@ -7,36 +7,10 @@ import math
 import shlex
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+from outrider.cli.flag import option
 from outrider.cli.generate import Limit, Prompts
-from outrider.cli.load_flags import (
-    HERE,
-    ROUNDS,
-    ApiKey,
-    Body,
-    Burst,
-    Burstiness,
-    Clients,
-    Concurrency,
-    Endpoint,
-    Goodput,
-    HtmlFile,
-    IgnoreEos,
-    InputTokens,
-    OutputTokens,
-    Rate,
-    Requests,
-    Rounds,
-    Seconds,
-    Seed,
-    ServedName,
-    Temperature,
-    Timeout,
-    Trace,
-    Url,
-    Warmup,
-)
 from outrider.cli.measure import JsonFile, Progress, Report, writable
 from outrider.cli.output import note
 from outrider.errors import InvalidRequest, OutriderError
@@ -45,6 +19,90 @@ from outrider.load.prompts import Row, make_row, read_rows
 if TYPE_CHECKING:
     from outrider.bench.serve.arrivals import Due
     from outrider.bench.serve.run import Plan, Shape
+
+
+HERE = "http://127.0.0.1:8000"
+ROUNDS = 3  # of two servers or more, unless said
+
+
+Url = Annotated[
+    list[str],
+    option(
+        "url",
+        f"The server, {HERE} by default; two are compared in turn. Repeatable.",
+        "URL",
+        show_default=False,
+    ),
+]
+ServedName = Annotated[
+    str | None,
+    option("served_name", "The model's name; by default the first that it serves.", "NAME", "--model"),
+]
+Endpoint = Annotated[
+    str | None, option("endpoint", "What is asked; chat for --prompts, else completions.", "chat|completions")
+]
+Concurrency = Annotated[
+    str | None,
+    option("concurrency", "Requests kept in flight, 16 by default; several loads: 1,16,64.", "N,N,..."),
+]
+Rate = Annotated[
+    str | None,
+    option("rate", "Requests a second that arrive at random times, or inf; several: 1,2,4.", "X,X,..."),
+]
+Burstiness = Annotated[
+    float, option("burstiness", "With --rate: 1 is Poisson, less comes in clusters.", "X", min=0.01)
+]
+Burst = Annotated[int, option("burst", "With --rate: requests that arrive at once.", min=1)]
+Trace = Annotated[
+    str | None,
+    option(
+        "trace",
+        "Arrivals and lengths: lines SECONDS INPUT OUTPUT, or JSON with at, input_tokens, output_tokens.",
+        "FILE",
+    ),
+]
+InputTokens = Annotated[
+    str,
+    option(
+        "input_tokens",
+        "Length of prompts that are made up; 64:4096 draws evenly, 64:4096:log by orders of magnitude.",
+        "N|A:B[:log]",
+    ),
+]
+OutputTokens = Annotated[
+    str, option("output_tokens", "Longest answer, drawn like --input-tokens.", "N|A:B[:log]")
+]
+IgnoreEos = Annotated[bool, option("ignore_eos", "Have answers go on to that length. Not every server can.")]
+Temperature = Annotated[float, option("temperature", "Of every request.", min=0)]
+Seed = Annotated[int, option("seed", "Of arrivals, lengths, prompts and sampling.")]
+ApiKey = Annotated[
+    str | None,
+    option("api_key", "A key to send. Others may see flags: prefer its variable, OUTRIDER_API_KEY.", "KEY"),
+]
+Body = Annotated[
+    list[str],
+    option(
+        "body", "A field for every request, such as top_p=0.9. Repeatable.", "NAME=VALUE", show_default=False
+    ),
+]
+Requests = Annotated[
+    int | None, option("requests", "Requests of a load and round; by default 4 a slot.", min=1)
+]
+Seconds = Annotated[
+    float | None, option("seconds", "Begin no request after this; by default 30 with --rate.", "SEC", min=0.1)
+]
+Warmup = Annotated[int, option("warmup", "Requests before each load that are not counted.", min=0)]
+Rounds = Annotated[
+    int | None, option("rounds", f"Times each load is run; by default 1, or {ROUNDS} for two servers.", min=1)
+]
+Goodput = Annotated[
+    str | None, option("goodput", "Count requests within these ms: ttft, itl, tpot, e2e.", "ttft=200,itl=50")
+]
+Clients = Annotated[
+    int, option("clients", "Processes that share the load, if one cannot follow it.", min=1, max=256)
+]
+Timeout = Annotated[float, option("timeout", "Longest a request may take.", "SEC", min=0.1)]
+HtmlFile = Annotated[str | None, option("html", "Write one page with plots and tables, too.", "FILE")]
 
 
 def bench_serve(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.cli.answer import Answer, Received, listen
+from outrider.cli.flag import option
 from outrider.cli.options import (
     DEFAULT_MODEL,
     ENGINE,
@@ -24,7 +25,6 @@ from outrider.cli.options import (
     ShowOrigins,
     ShowStats,
     System,
-    envvar,
     takes,
 )
 from outrider.cli.output import Screen, complain, explain_marks, marked, note, open_llm
@@ -63,11 +63,11 @@ SETTABLE = (
 )
 History = Annotated[
     bool,
-    typer.Option(
+    option(
+        "history",
+        "Keep what is typed, for the arrow keys of later chats; in the cache folder, for you alone.",
+        None,
         "--history/--no-history",
-        envvar=envvar("history"),
-        show_envvar=False,
-        help="Keep what is typed, for the arrow keys of later chats; in the cache folder, for you alone.",
     ),
 ]
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
@@ -16,7 +17,7 @@ from outrider.errors import InvalidRequest, closest
 # What help shows of a command with many flags, in this order.
 _SAMPLING = "speculation max_tokens temperature top_p seed stop"
 _MACHINE = "weights device threads context config help"
-_MEASURED = "model draft prompts limit tasks temperatures batches ways peer what seconds tokens"
+_MEASURED = "model draft prompts limit tasks temperatures batches methods peer what seconds tokens"
 _MEASURED += " price_per_hour what_if json_file temperature seed max_tokens speculation device help"
 EVERYDAY = {
     "generate": f"model text prompts chat system draft show_origins stats as_json {_SAMPLING} {_MACHINE}",
@@ -34,7 +35,7 @@ EVERYDAY = {
 }
 # The commands, in the order in which people meet them.
 ORDER = (
-    *("demo", "generate", "chat", "serve", "models", "pairs", "audit", "bench", "bench serve", "advise"),
+    *("demo", "generate", "chat", "serve", "models", "pairs", "audit", "bench", "advise"),
     *("distill", "doctor", "keys", "draft", "help"),
 )
 OTHERWISE = f"model draft {_SAMPLING} {_MACHINE} json_file"
@@ -44,6 +45,14 @@ TYPES = {"<float>": "X", "<int>": "N", "<int range>": "N", "<str>": "TEXT"}
 
 
 class Command(TyperCommand):
+    commands: Mapping[str, Any] = {}  # sub-commands by name, as `bench` has `serve`
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        if args and args[0] in self.commands:
+            sub = self.commands[args[0]]
+            return sub.make_context(f"{info_name} {args[0]}", args[1:], parent, **extra)
+        return super().make_context(info_name, args, parent, **extra)
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         flags = {name: _takes_value(p) for p in self._options(ctx) for name in (*p.opts, *p.secondary_opts)}
         if "--help-all" in args[: args.index("--") if "--" in args else None]:
@@ -85,8 +94,6 @@ class Command(TyperCommand):
 
 
 class Group(TyperGroup):
-    """Commands by one word, or by two: `bench serve` is one beside `bench`."""
-
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if (
             not args and self.no_args_is_help
@@ -100,16 +107,17 @@ class Group(TyperGroup):
         return sorted(super().list_commands(ctx), key=lambda name: places.get(name, len(places)))
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Each with the whole first sentence of its help."""
-        found = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
+        """Each with the whole first sentence of its help, sub-commands of commands among them."""
+        rows = []
+        for name in self.list_commands(ctx):
+            if (found := self.get_command(ctx, name)) is not None and not found.hidden:
+                rows.append((name, found.get_short_help_str(LINE)))
+                subs = found.commands if isinstance(found, Command) else {}
+                rows += [(f"{name} {sub}", one.get_short_help_str(LINE)) for sub, one in subs.items()]
         with formatter.section("Commands"):
-            formatter.write_dl(
-                [(name, c.get_short_help_str(LINE)) for name, c in found.items() if c and not c.hidden]
-            )
+            formatter.write_dl(rows)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if " ".join(args[:2]) in self.commands and len(args) > 1:
-            args = [" ".join(args[:2]), *args[2:]]
         name = args[0] if args else ""
         if name and not name.startswith("-") and self.get_command(ctx, name) is None:
             known = self.list_commands(ctx)

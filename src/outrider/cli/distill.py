@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-from outrider.cli.flag import Flag
+from outrider.cli.flag import Flag, option
 from outrider.cli.measure import say_loading
-from outrider.cli.options import DEFAULT_MODEL, ENGINE, Flags, Model, envvar, takes
+from outrider.cli.options import DEFAULT_MODEL, ENGINE, Flags, Model, takes
 from outrider.cli.output import note
 from outrider.distill.recipe import KINDS, LAYOUTS, LOSSES, STAGES, Recipe, read_count
 from outrider.load.find import find
@@ -217,35 +217,19 @@ _PLACE = {
 PLACE = replace(ENGINE, flags=tuple(flag for flag in ENGINE.flags if flag.name in _PLACE))
 
 Out = Annotated[
-    str,
-    typer.Option(
-        "--out",
-        envvar=envvar("out"),
-        show_envvar=False,
-        metavar="DIR",
-        help="Where everything is kept. The same command goes on where it ended.",
-    ),
+    str, option("out", "Where everything is kept. The same command goes on where it ended.", "DIR")
 ]
 Stage = Annotated[
-    str | None,
-    typer.Option(
-        "--stage",
-        envvar=envvar("stage"),
-        show_envvar=False,
-        metavar="|".join(STAGES),
-        help="Only this stage; by default all that are not through.",
-    ),
+    str | None, option("stage", "Only this stage; by default all that are not through.", "|".join(STAGES))
 ]
 
 Processes = Annotated[
     int,
-    typer.Option(
-        "--processes",
-        envvar=envvar("processes"),
-        show_envvar=False,
-        metavar="N",
+    option(
+        "processes",
+        "Processes that answer at once, each with a target of its own. The answers are the same.",
+        "N",
         min=1,
-        help="Processes that answer at once, each with a target of its own. The answers are the same.",
     ),
 ]
 

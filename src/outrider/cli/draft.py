@@ -18,20 +18,14 @@ draft = typer.Typer(help="See and swap the draft of a running server.", no_args_
 
 TIMEOUT = 600.0  # seconds; weights are read and packed meanwhile
 
-Url = Annotated[
-    str,
-    option("url", "Where the server is.", "URL"),
-]
+Url = Annotated[str, option("url", "Where the server is.", "URL")]
 ApiKey = Annotated[
     str | None,
     option(
         "api_key", "An admin key, if the server has keys. Others may see flags: prefer its variable.", "KEY"
     ),
 ]
-Json = Annotated[
-    bool,
-    option("json", "The server's answer as it is."),
-]
+Json = Annotated[bool, option("json", "The server's answer as it is.")]
 HERE = "http://127.0.0.1:8000"
 
 
@@ -70,18 +64,11 @@ def rollback(url: Url = HERE, api_key: ApiKey = None, as_json: Json = False) -> 
 @draft.command()
 def promote(
     candidate: Annotated[str, typer.Argument(help="A folder beneath one of the server's --draft-folder.")],
-    target: Annotated[
-        str,
-        option("model", "The model served.", "MODEL", "--target"),
-    ],
+    target: Annotated[str, option("model", "The model served.", "MODEL", "--target")],
     traffic: Annotated[
-        str,
-        option("keep_traffic", "What the server kept, as its --keep-traffic has it.", "DIR", "--traffic"),
+        str, option("keep_traffic", "What the server kept, as its --keep-traffic has it.", "DIR", "--traffic")
     ],
-    limit: Annotated[
-        int,
-        option("limit", "Most conversations.", min=4),
-    ] = 64,
+    limit: Annotated[int, option("limit", "Most conversations.", min=4)] = 64,
     url: Url = HERE,
     api_key: ApiKey = None,
     as_json: Json = False,

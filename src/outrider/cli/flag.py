@@ -15,10 +15,10 @@ def envvar(name: str) -> str:
     return f"OUTRIDER_{name.upper().replace('-', '_')}"
 
 
-def option(name: str, text: str, metavar: str | None = None, flag: str = "", **limits: Any) -> Any:
-    """A flag of one command, by its name or spelled as `flag`, and its variable."""
-    spelled = flag or f"--{name.replace('_', '-')}"
-    return typer.Option(spelled, envvar=envvar(name), show_envvar=False, metavar=metavar, help=text, **limits)
+def option(name: str, text: str, metavar: str | None = None, *flags: str, **more: Any) -> Any:
+    """A flag of one command and its variable. It is spelled as its name unless `flags` are given."""
+    spelled = flags or (f"--{name.replace('_', '-')}",)
+    return typer.Option(*spelled, envvar=envvar(name), show_envvar=False, metavar=metavar, help=text, **more)
 
 
 def typed(context: typer.Context, name: str) -> bool:
@@ -49,17 +49,11 @@ class Flag:
         typed = self.kind
         if by_model:
             typed, default, shown = self.kind | None, None, f"the model's, else {default}"
-        option = typer.Option(
-            *(self.spelled or (self.flag,)),
-            help=self.help,
-            envvar=envvar(self.name),
-            show_envvar=False,
-            metavar=self.metavar,
-            rich_help_panel=panel,
-            show_default=shown,
+        made = option(
+            self.name, self.help, self.metavar, *self.spelled, rich_help_panel=panel, show_default=shown
         )
         kind = inspect.Parameter.KEYWORD_ONLY
-        return inspect.Parameter(self.name, kind, default=default, annotation=Annotated[typed, option])
+        return inspect.Parameter(self.name, kind, default=default, annotation=Annotated[typed, made])
 
     def value(self, typed: Any) -> Any:
         try:

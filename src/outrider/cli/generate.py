@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.cli.answer import Answer, Pieces, Received, listen
+from outrider.cli.flag import option
 from outrider.cli.options import (
     DEFAULT_MODEL,
     ENGINE,
@@ -37,44 +38,30 @@ from outrider.types import SamplingParams
 if TYPE_CHECKING:
     from outrider.engine.llm import LLM
 
-Prompt = Annotated[
-    str | None, typer.Option("--prompt", "-p", envvar=envvar("prompt"), show_envvar=False, help="The prompt.")
-]
+Prompt = Annotated[str | None, option("prompt", "The prompt.", None, "--prompt", "-p")]
 PromptArgument = Annotated[
     str | None, typer.Argument(metavar="PROMPT", help="The prompt; else stdin is read.")
 ]
 Prompts = Annotated[
     str | None,
-    typer.Option(
-        "--prompts",
-        envvar=envvar("prompts"),
-        show_envvar=False,
-        metavar="FILE",
-        help='Many prompts, one a line (- is stdin): text, or JSON with "turns", "messages" or "prompt".',
+    option(
+        "prompts",
+        'Many prompts, one a line (- is stdin): text, or JSON with "turns", "messages" or "prompt".',
+        "FILE",
     ),
 ]
-Limit = Annotated[
-    int | None,
-    typer.Option(
-        "--limit", min=1, envvar=envvar("limit"), show_envvar=False, help="Only the first N prompts."
-    ),
-]
+Limit = Annotated[int | None, option("limit", "Only the first N prompts.", min=1)]
 Chat = Annotated[
     bool | None,
-    typer.Option(
+    option(
+        "chat",
+        "Put text through the chat template or not; by default, if the model has one.",
+        None,
         "--chat/--raw",
-        envvar=envvar("chat"),
-        show_envvar=False,
         show_default=False,
-        help="Put text through the chat template or not; by default, if the model has one.",
     ),
 ]
-Json = Annotated[
-    bool,
-    typer.Option(
-        "--json", envvar=envvar("json"), show_envvar=False, help="One JSON object a prompt, on stdout."
-    ),
-]
+Json = Annotated[bool, option("json", "One JSON object a prompt, on stdout.")]
 
 
 @takes(SAMPLING, ENGINE)

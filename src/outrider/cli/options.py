@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from outrider.cli.config import Config, read_config
-from outrider.cli.flag import Flag, envvar
+from outrider.cli.flag import Flag, envvar, option
 from outrider.errors import InvalidRequest
 from outrider.load.sampling import GENERATION_CONFIGS, NAMES
 from outrider.sampling_params import MAX_ALTERNATIVES, SamplingParams, Speculation
@@ -222,11 +222,7 @@ ENGINE = Flags(
             metavar="F",
         ),
         Flag("max_sequences", int, "Sequences that share a step; 0 means by device."),
-        Flag(
-            "step_rows",
-            int,
-            "Rows of a step; longer prompts are prefilled in chunks; 0 means by device.",
-        ),
+        Flag("step_rows", int, "Rows of a step; longer prompts are prefilled in chunks; 0 means by device."),
         Flag(
             "prefill_slowdown",
             float | None,
@@ -375,14 +371,12 @@ _CONFIG = inspect.Parameter(
     default=None,
     annotation=Annotated[
         str | None,
-        typer.Option(
-            "--config",
-            envvar=envvar("config"),
-            show_envvar=False,
-            metavar="FILE",
+        option(
+            "config",
+            "A TOML file of settings; flags and variables win over it.",
+            "FILE",
             is_eager=True,
             callback=_load_config,
-            help="A TOML file of settings; flags and variables win over it.",
         ),
     ],
 )
@@ -439,43 +433,25 @@ Model = Annotated[
 ]
 Draft = Annotated[
     str,
-    typer.Option(
-        "--draft",
-        envvar=envvar("draft"),
-        show_envvar=False,
-        metavar="NAME",
-        help="The drafter: auto (paired with the model, else lookup), none, lookup, early_exit, or a smaller model; "
+    option(
+        "draft",
+        "The drafter: auto (paired with the model, else lookup), none, lookup, early_exit, or a smaller model; "
         "a+b for both.",
+        "NAME",
     ),
 ]
 GenerationConfig = Annotated[
     str,
-    typer.Option(
-        "--generation-config",
-        envvar=envvar("generation-config"),
-        show_envvar=False,
-        metavar="auto|none",
+    option(
+        "generation_config",
+        "Sampling defaults: the model's own, or none of them.",
+        "auto|none",
         callback=_known_generation_config,
         rich_help_panel=SAMPLING.panel,
-        help="Sampling defaults: the model's own, or none of them.",
     ),
 ]
-System = Annotated[
-    str | None,
-    typer.Option("--system", "-s", envvar=envvar("system"), show_envvar=False, help="The system prompt."),
-]
+System = Annotated[str | None, option("system", "The system prompt.", None, "--system", "-s")]
 ShowOrigins = Annotated[
-    bool,
-    typer.Option(
-        "--show",
-        envvar=envvar("show"),
-        show_envvar=False,
-        help="Colour each token by where it came from: accepted, recovered, bonus, or plain.",
-    ),
+    bool, option("show", "Colour each token by where it came from: accepted, recovered, bonus, or plain.")
 ]
-ShowStats = Annotated[
-    bool,
-    typer.Option(
-        "--stats", envvar=envvar("stats"), show_envvar=False, help="Tokens, times and rates, on stderr."
-    ),
-]
+ShowStats = Annotated[bool, option("stats", "Tokens, times and rates, on stderr.")]
