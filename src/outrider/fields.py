@@ -28,12 +28,15 @@ def setting(
     *,
     above: float | None = None,
     known: tuple[str, ...] = (),
+    secret: bool = False,
     **more: Any,
 ) -> Any:
     """A dataclass field. `low` and `high` bound a number, or the length of a string; `above` excludes the bound itself.
-    `known` lists the allowed values. `more` is metadata for the class itself.
+    `known` lists the allowed values. `secret` keeps the value out of repr(). `more` is metadata: `help`, `metavar` and
+    `flag` are for the command line.
     """
-    return field(default=default, metadata={"low": low, "high": high, "above": above, "known": known, **more})
+    about = {"low": low, "high": high, "above": above, "known": known, **more}
+    return field(default=default, repr=not secret, metadata=about)
 
 
 @dataclass(frozen=True, slots=True)

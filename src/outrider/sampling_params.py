@@ -124,29 +124,45 @@ def _shape(value: Any) -> tuple[int, ...]:
 class SamplingParams:
     """What the user asked. Complete and valid once built; a bad value is an error that names itself."""
 
-    temperature: float = setting(1.0, 0, 100)  # 0 = greedy
-    top_k: int = setting(0, 0)  # 0 = off
-    top_p: float = setting(1.0, above=0, high=1)
-    min_p: float = setting(0.0, 0, 1)
-    repetition_penalty: float = setting(1.0, above=0, high=100)  # over prompt and output
-    frequency_penalty: float = setting(0.0, -100, 100)  # over output
-    presence_penalty: float = setting(0.0, -100, 100)  # over output
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    bad_words: tuple[str, ...] = setting((), 1)
-    seed: int | None = setting(None, -(2**63), 2**64 - 1)  # None: one is drawn at admission and reported
-    n: int = setting(1, 1, MAX_CHOICES)
-    max_tokens: int = setting(256, 1)
-    min_tokens: int = setting(0, 0)  # at most max_tokens
-    stop: tuple[str, ...] = setting((), 1)
-    stop_token_ids: tuple[int, ...] = setting((), 0)
-    include_stop: bool = False  # keep the stop string in the text
-    ignore_eos: bool = False
+    temperature: float = setting(1.0, 0, 100, help="Randomness; 0 takes the likeliest token.")
+    top_k: int = setting(0, 0, help="Keep the k likeliest tokens; 0 keeps all.")
+    top_p: float = setting(
+        1.0, above=0, high=1, help="Keep the likeliest tokens that reach this probability together."
+    )
+    min_p: float = setting(0.0, 0, 1, help="Drop tokens less likely than this share of the likeliest.")
+    repetition_penalty: float = setting(
+        1.0, above=0, high=100, help="Divide the logits of tokens in prompt or output."
+    )
+    frequency_penalty: float = setting(
+        0.0, -100, 100, help="Subtract this for every time a token was written."
+    )
+    presence_penalty: float = setting(0.0, -100, 100, help="Subtract this once a token was written.")
+    logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to the logits of these tokens
+    bad_words: tuple[str, ...] = setting(
+        (), 1, flag="--bad-word", metavar="TEXT", help="A word never to write. Repeatable."
+    )
+    seed: int | None = setting(
+        None, -(2**63), 2**64 - 1, help="The same seed gives the same answer; drawn if not given."
+    )
+    n: int = setting(1, 1, MAX_CHOICES, flag="-n --n", help="Answers a prompt.")
+    max_tokens: int = setting(256, 1, help="Longest answer, in tokens.")
+    min_tokens: int = setting(0, 0, help="Shortest answer, in tokens.")
+    stop: tuple[str, ...] = setting((), 1, metavar="TEXT", help="End before this text. Repeatable.")
+    stop_token_ids: tuple[int, ...] = setting(
+        (), 0, flag="--stop-token-id", metavar="ID", help="End at this token. Repeatable."
+    )
+    include_stop: bool = setting(False, flag="--include-stop", help="Keep the stop text in the answer.")
+    ignore_eos: bool = setting(False, flag="--ignore-eos", help="Write on past the model's own end.")
     logprobs: int | None = setting(
-        None, 0, MAX_ALTERNATIVES
-    )  # None = none; k = the chosen token and k alternatives
-    prompt_logprobs: int | None = setting(None, 0, MAX_ALTERNATIVES)  # the same for the prompt's own tokens
+        None, 0, MAX_ALTERNATIVES, help=f"Log-probabilities, and 0-{MAX_ALTERNATIVES} alternatives a token."
+    )
+    prompt_logprobs: int | None = setting(
+        None, 0, MAX_ALTERNATIVES, help="The same for the prompt's own tokens."
+    )
     speculation: Speculation = field(default_factory=Speculation)  # or whatever Speculation.of takes
-    prediction: str | None = None  # what the user expects the answer to be; drafts follow it
+    prediction: str | None = setting(
+        None, metavar="TEXT", help="What the answer is expected to be; drafts follow it."
+    )
     grammar: Mapping[str, Any] | None = None  # one of GRAMMARS and its value, such as {"regex": "[0-9]+"}
 
     def __post_init__(self) -> None:

@@ -78,35 +78,64 @@ def shown_size(count: float) -> str:
 @suggesting
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Engine settings. Sizes are in tokens unless the name says bytes."""
+    """Engine settings. Sizes are in tokens unless the name says bytes. 0 or None: engine/placement.py settles it.
 
-    device: str = setting("auto", known=DEVICES)
-    dtype: str = setting("auto", known=DTYPES)  # auto: float32 on a CPU, bfloat16 on a GPU
-    weights: str = setting("auto", known=FORMATS)  # auto: as dtype
+    `help` is what the command line says of a setting.
+    """
+
+    device: str = setting("auto", known=DEVICES, help="Where to run.")
+    dtype: str = setting("auto", known=DTYPES, help="Number format of computation and KV cache.")
+    weights: str = setting(
+        "auto",
+        known=FORMATS,
+        metavar="FORMAT",
+        help="Number format of weights: auto, float32, bfloat16; on a GPU also fp8, int8, int4.",
+    )
     draft_weights: str = setting(
-        "auto", known=FORMATS
-    )  # of a draft model; auto: as weights, bfloat16 on a CPU
-    threads: int = setting(0, 0)  # 0: the cores this process may use
-    context: int = setting(0, 0)  # 0: the model's own
-    cache_bytes: int = setting(0, 0)  # memory for the KV cache; 0: by device
-    # Share of a GPU's memory for this engine; None: nearly all that is free.
-    gpu_memory_utilization: float | None = setting(None, above=0, high=1)
-    max_sequences: int = setting(0, 0)  # sequences that share a step; 0: by device
-    step_rows: int = setting(0, 0)  # rows of a step; a longer prompt is prefilled in chunks; 0: by device
-    # Time that prompt chunks may add to a step of decoding sequences, relative to that step without them. None: by
-    # device. inf: no bound.
-    prefill_slowdown: float | None = setting(None, above=0)
+        "auto",
+        known=FORMATS,
+        metavar="FORMAT",
+        help="The same for a draft model; auto: as --weights, on a CPU bfloat16.",
+    )
+    threads: int = setting(0, 0, help="Threads; 0 means the cores this process may use.")
+    context: int = setting(0, 0, help="Longest prompt and answer together; 0 means the model's own.")
+    cache_bytes: int = setting(0, 0, help="Memory for the KV cache.")
+    gpu_memory_utilization: float | None = setting(
+        None,
+        above=0,
+        high=1,
+        help="Share of a GPU's memory for weights, graphs and KV cache together; 0.92 by default.",
+    )
+    max_sequences: int = setting(0, 0, help="Sequences that share a step; 0 means by device.")
+    step_rows: int = setting(
+        0, 0, help="Rows of a step; longer prompts are prefilled in chunks; 0 means by device."
+    )
+    prefill_slowdown: float | None = setting(
+        None,
+        above=0,
+        help="Time that prompt chunks may add to a step, relative to the step without them; inf: no bound.",
+    )
     # Bounds on what the planner may decide. control/guards.py has the reasons.
     draft_max_batch: int | None = setting(
-        None, 0
-    )  # sequences of a step that may draft; None: measured costs decide
-    draft_max_depth: int = setting(15, 1, 63)
-    draft_max_temperature: float = setting(1.5, 0)
-    objective: str = setting("throughput", known=("throughput", "latency"))
-    release_draft: bool = False  # release a draft that never paid for itself, and its memory
-    prefix_reuse: bool = True
-    special_tokens_in_text: bool = False  # messages may hold control tokens by their strings
-    kernels: str = setting("auto", known=("auto", "c", "torch"))  # of a CPU
+        None, 0, help="Draft only in steps of up to N sequences; auto: measured costs decide."
+    )
+    draft_max_depth: int = setting(15, 1, 63, help="Deepest draft; the planner measures which depth pays.")
+    draft_max_temperature: float = setting(1.5, 0, help="Draft nothing above this temperature.")
+    objective: str = setting(
+        "throughput",
+        known=("throughput", "latency"),
+        help="Most tokens per second of all requests, or least time per token of each.",
+    )
+    release_draft: bool = setting(
+        False,
+        flag="--release-draft/--keep-draft",
+        help="Release a draft that has not paid for some thousand steps, and its memory.",
+    )
+    prefix_reuse: bool = setting(True, help="Reuse cached prompt prefixes.")
+    special_tokens_in_text: bool = setting(
+        False, help="Let messages hold control tokens by their strings; by default they stay text."
+    )
+    kernels: str = setting("auto", known=("auto", "c", "torch"), help="Kernels of the forward pass on a CPU.")
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -8,8 +8,9 @@ import pytest
 import typer
 from typer.main import get_command
 
+from outrider.cli.flag import read_bytes
 from outrider.cli.main import make_app
-from outrider.cli.options import ENGINE, SAMPLING, Flags, read_bias, read_bytes
+from outrider.cli.options import ENGINE, SAMPLING, Flags, read_bias
 from outrider.settings import Settings
 from outrider.types import SamplingParams
 

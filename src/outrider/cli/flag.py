@@ -1,10 +1,11 @@
-"""One field of a settings object as a flag, with its variable."""
+"""Flags of commands, each with its variable; and those that the fields of a settings class declare."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Container
+from dataclasses import Field, dataclass, fields
 from typing import Annotated, Any
 
 import typer
@@ -60,3 +61,48 @@ class Flag:
             return self.read(typed) if self.read else typed
         except ValueError as problem:
             raise typer.BadParameter(str(problem), param_hint=(self.spelled or (self.flag,))[-1]) from None
+
+
+def read_bytes(text: str) -> int:
+    """`512M` -> 536870912."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise ValueError(f"{text!r} is not a size; write 1073741824, 512M or 1.5G")
+    return int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
+
+
+def _shown_bytes(size: int) -> str:
+    """`536870912` -> `512M`."""
+    power = max(p for p in range(4) if size % 1024**p == 0)
+    return f"{size // 1024**power}{' KMG'[power]}".strip()
+
+
+def flags_of(cls: type, *own: Flag, without: Container[str] = ()) -> tuple[Flag, ...]:
+    """A flag for every field of a settings class. `own` flags are typed otherwise than their fields hold them, and take
+    the place of the fields of their names.
+    """
+    by_name = {flag.name: flag for flag in own}
+    names = [one for one in fields(cls) if one.name not in without]
+    return tuple(by_name.get(one.name) or _flag_of(one) for one in names)
+
+
+def help_of(cls: type, name: str) -> str:
+    return str(next(one.metadata["help"] for one in fields(cls) if one.name == name))
+
+
+def _flag_of(one: Field[Any]) -> Flag:
+    about, dashed = one.metadata, one.name.replace("_", "-")
+    found = re.fullmatch(r"(?:tuple\[(\w+), \.\.\.\]|(\w+))( \| None)?", str(one.type))
+    assert found is not None, one.name
+    kind: Any = {"int": int, "float": float, "bool": bool, "str": str}[found[1] or found[2]]
+    text, metavar = about["help"], about.get("metavar") or "|".join(about["known"]) or None
+    spelled = tuple(about["flag"].split()) if "flag" in about else ()
+    if one.name.endswith("_bytes"):
+        return Flag(one.name, str, text, read_bytes, "SIZE", default=_shown_bytes(one.default))
+    if kind is bool:
+        return Flag(one.name, bool, text, spelled=spelled or (f"--{dashed}/--no-{dashed}",))
+    if found[1]:
+        return Flag(one.name, list[kind], text, tuple, metavar, spelled)
+    if kind is float and metavar is None:
+        metavar = "SEC" if one.name.endswith(("timeout", "seconds")) else "F"
+    return Flag(one.name, kind | None if found[3] else kind, text, None, metavar, spelled)

@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
+from math import inf
 from typing import Any
 
 from outrider.errors import InvalidRequest, suggesting
@@ -45,7 +46,12 @@ def read_count(text: str) -> int:
     return round(float(match[1].replace("_", "")) * UNITS[match[2].upper()])
 
 
-_answer, _train, _score = (partial(setting, stage=stage) for stage in STAGES)
+def _option(stage: str, default: Any, text: str, low: float = -inf, high: float = inf, **more: Any) -> Any:
+    """An option of a stage. `text` is the help of its flag."""
+    return setting(default, low, high, stage=stage, help=text, **more)
+
+
+_answer, _train, _score = (partial(_option, stage) for stage in STAGES)
 
 
 @suggesting
@@ -53,56 +59,89 @@ _answer, _train, _score = (partial(setting, stage=stage) for stage in STAGES)
 class Recipe:
     """What to make and of what. 0 or nothing means: chosen by what the target is like."""
 
-    target: str = _answer("smollm2-135m")  # a folder, a .gguf file, an alias or a hub id
-    seed: int = _answer(0, 0, 2**53 - 1)
-    context: int = _answer(2048, 16)  # longest conversation, in tokens
-    prompts: tuple[str, ...] = _answer(())  # files of rows
+    target: str = _answer("smollm2-135m", "")  # a folder, a .gguf file, an alias or a hub id
+    prompts: tuple[str, ...] = _answer(
+        (),
+        'Prompts, one a line: text, or JSON with "turns", "messages" or "prompt", and perhaps "task". Repeatable.',
+        metavar="FILE",
+    )
+    made_up: int = _answer(0, "Prompts that the target makes up itself, beside those.", 0, metavar="N")
+    joined: int = _answer(
+        0, "Long prompts: several texts of the files, to be summarized or asked about.", 0, metavar="N"
+    )
     shares: Mapping[str, float] = field(default_factory=dict, metadata={"stage": "answer"})  # by task
-    made_up: int = _answer(0, 0)  # prompts that the target makes up itself
-    joined: int = _answer(0, 0)  # long prompts, of several texts of the files
-    follow_ups: float = _answer(0.0, 0, 1)  # share of conversations that get one more turn, made up
-    temperatures: tuple[float, ...] = _answer((0.0, 0.7, 1.0), 0, 2)
-    max_tokens: int = _answer(512, 1)  # of an answer
-    answer_tokens: int = _answer(20_000_000, 1)  # of all answers together
+    follow_ups: float = _answer(
+        0.0, "Share of conversations with one more turn, made up.", 0, 1, metavar="SHARE"
+    )
+    temperatures: tuple[float, ...] = _answer(
+        (0.0, 0.7, 1.0), "Temperatures of answers, in equal parts.", 0, 2
+    )
+    max_tokens: int = _answer(512, "Longest answer, in tokens.", 1)
+    answer_tokens: int = _answer(20_000_000, "Tokens of all answers together.", 1)
+    context: int = _answer(2048, "Longest conversation, in tokens.", 16)
+    seed: int = _answer(0, "The same seed and recipe give the same answers.", 0, 2**53 - 1)
 
-    kind: str = _train("eagle", known=KINDS)
-    layout: str = _train("outrider", known=LAYOUTS)  # how a head is saved
-    continue_from: str = _train("")  # a draft to go on from
-    shards: tuple[str, ...] = _train(())  # folders of conversations to train on beside the answers
-    # Number i: what enters layer i; the number of layers: what leaves the last.
-    taps: tuple[int, ...] = _train((), 0)
-    tap_norms: bool = _train(True)  # a norm per tap before the fusion
-    norm_output: bool = _train(True)  # the normed hidden state is fed back
-    shared_head: bool = _train(False)  # logits by rows of the target's own head
-    # Tokens a head knows; 0: all up to 64k, the most frequent 32k above.
-    vocabulary: int = _train(0, 0)
-    layers: int = _train(0, 0)  # 0: one of a head; of an lm as `size` says
-    hidden: int = _train(0, 0)  # of an lm; a head has the target's
-    heads: int = _train(0, 0)
-    kv_heads: int = _train(0, 0)
-    intermediate: int = _train(0, 0)
-    size: float = _train(0.03, 0.001, 1)  # of an lm, as a share of the target, where no shape is given
-    loss: str = _train("hybrid", known=LOSSES)
-    loss_temperature: float = _train(1.0, 0.1, 2)  # of both distributions that it compares
-    unroll: int = _train(5, 1, 16)  # steps of a head on its own output
-    decay: float = _train(0.8, 0, 1)  # weight of a step by that of the one before
-    deep_share: float = _train(1.0, 0.01, 1)  # of the places that steps after the first learn from
-    learning_rate: float = _train(5e-4, 1e-8, 1)
-    weight_decay: float = _train(0.01, 0, 1)
-    clip: float = _train(1.0, 0)  # largest norm of the gradients
-    warm_up: float = _train(0.02, 0, 1)  # share of the steps
-    batch_tokens: int = _train(16384, 16)
-    train_tokens: int = _train(0, 0)  # 0: three times over what there is
-    checkpoint_steps: int = _train(500, 1)
-    validate_steps: int = _train(500, 1)
-    dtype: str = _train("auto", known=DTYPES)  # of training's matmuls; auto: what the device is fast with
+    kind: str = _train(
+        "eagle", "What to train: a head on the target's hidden states, or a small model.", known=KINDS
+    )
+    continue_from: str = _train(
+        "",
+        "Go on from this draft, or from the one in this --out. With more --layers, a head grows.",
+        flag="--continue",
+        metavar="DIR",
+    )
+    shards: tuple[str, ...] = _train(
+        (),
+        "A folder of conversations to learn from, too, such as what a server kept. Repeatable.",
+        metavar="DIR",
+    )
+    layout: str = _train("outrider", "How a head is saved; other engines read the others.", known=LAYOUTS)
+    taps: tuple[int, ...] = _train(
+        (), "Layers whose input a head reads; the number of layers stands for the last one's output.", 0
+    )
+    tap_norms: bool = _train(True, "A norm per tap before they are fused.")
+    norm_output: bool = _train(True, "Feed the normed hidden state back.")
+    shared_head: bool = _train(False, "Take rows of the target's own head for logits.")
+    vocabulary: int = _train(0, "Tokens a head knows; 0: all up to 64k, the most frequent 32k above.", 0)
+    layers: int = _train(0, "Layers of the draft; 0: one of a head, an lm as --size says.", 0)
+    hidden: int = _train(0, "Width of an lm; 0: as --size says.", 0)
+    heads: int = _train(0, "Attention heads; 0: as the target's shape says.", 0)
+    kv_heads: int = _train(0, "Heads of keys and values; 0: as the target's shape says.", 0)
+    intermediate: int = _train(0, "Width of the MLP; 0: as the target's shape says.", 0)
+    size: float = _train(0.03, "Size of an lm as a share of the target's.", 0.001, 1, metavar="SHARE")
+    loss: str = _train("hybrid", "The loss that training minimises.", known=LOSSES)
+    loss_temperature: float = _train(
+        1.0, "Temperature of the two distributions that the loss compares.", 0.1, 2
+    )
+    unroll: int = _train(5, "Steps that a head is trained to go on its own output.", 1, 16)
+    decay: float = _train(0.8, "Weight of such a step by that of the one before.", 0, 1)
+    deep_share: float = _train(
+        1.0,
+        "Share of places, drawn anew in each step, that such steps learn from after the first; less is quicker.",
+        0.01,
+        1,
+        metavar="SHARE",
+    )
+    learning_rate: float = _train(5e-4, "Highest learning rate.", 1e-8, 1)
+    weight_decay: float = _train(0.01, "Weight decay of matrices.", 0, 1)
+    clip: float = _train(1.0, "Largest norm of the gradients; 0: any.", 0)
+    warm_up: float = _train(
+        0.02, "Share of training in which the learning rate rises.", 0, 1, metavar="SHARE"
+    )
+    batch_tokens: int = _train(16384, "Tokens of a batch, padding counted.", 16)
+    train_tokens: int = _train(0, "Tokens to train on; 0: three times over all there are.", 0)
+    checkpoint_steps: int = _train(500, "Steps between two checkpoints.", 1)
+    validate_steps: int = _train(500, "Steps between two validations on held-out conversations.", 1)
+    dtype: str = _train("auto", "Number format of training's matmuls.", known=DTYPES)
 
-    score_prompts: tuple[str, ...] = _score(())  # files; none: the prompts that were held out
-    score_limit: int = _score(16, 1)  # prompts of a task
-    score_tokens: int = _score(128, 1)  # of an answer
-    score_temperatures: tuple[float, ...] = _score((0.0, 0.7), 0, 2)
-    depth: int = _score(5, 1, 16)
-    tree_nodes: int = _score(24, 1, 64)
+    score_prompts: tuple[str, ...] = _score(
+        (), "Prompts to score with. Repeatable. By default those that were held out.", metavar="FILE"
+    )
+    score_limit: int = _score(16, "Prompts of a task, at most.", 1)
+    score_tokens: int = _score(128, "Longest answer, in tokens.", 1)
+    score_temperatures: tuple[float, ...] = _score((0.0, 0.7), "Temperatures, one after the other.", 0, 2)
+    depth: int = _score(5, "Depth of drafts.", 1, 16)
+    tree_nodes: int = _score(24, "Nodes of draft trees.", 1, 64)
 
     def __post_init__(self) -> None:
         check_fields(self)

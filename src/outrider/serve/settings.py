@@ -9,7 +9,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from outrider.errors import InvalidRequest, suggesting
@@ -23,47 +23,96 @@ WEEK = 7 * 86400.0  # longer waits overflow some of the clocks beneath
 @suggesting
 @dataclass(frozen=True, slots=True)
 class ServeSettings:
-    """Server settings. Defaults suit one machine and its own user: only local programs can connect."""
+    """Server settings. Defaults suit one machine and its own user: only local programs can connect.
 
-    host: str = "127.0.0.1"
-    port: int = setting(8000, 0, 65535)  # 0: any free one
-    served_name: str | None = setting(None, 1)  # shown in /v1/models besides the model's own
-    api_keys: tuple[str, ...] = field(
-        default=(), repr=False, metadata={"low": 1}
-    )  # the server keeps their hashes
-    key_file: str | None = setting(None, 1)
-    # Names of the Host header. Empty: local names on a loopback address, else any.
-    allowed_hosts: tuple[str, ...] = setting((), 1)
-    cors_origins: tuple[str, ...] = setting((), 1)
+    `help` is what the command line says of a setting. Times are in seconds.
+    """
+
+    host: str = setting(
+        "127.0.0.1", metavar="ADDRESS", help="Address to listen on; 0.0.0.0 lets other machines in."
+    )
+    port: int = setting(8000, 0, 65535, help="Port to listen on; 0 takes any free one.")
+    served_name: str | None = setting(
+        None, 1, metavar="NAME", help="Another name for the model, for clients."
+    )
+    api_keys: tuple[str, ...] = setting(
+        (),
+        1,
+        secret=True,
+        flag="--api-key",
+        metavar="KEY",
+        help="A key clients must send. Repeatable. Others may see flags: prefer its variable or --key-file.",
+    )
+    key_file: str | None = setting(None, 1, metavar="FILE", help="Keys by their hashes; see outrider keys.")
+    allowed_hosts: tuple[str, ...] = setting(
+        (),
+        1,
+        flag="--allowed-host",
+        metavar="HOST",
+        help="A name clients may reach the server by; * is any. Repeatable. By default local names when "
+        "listening locally, else any.",
+    )
+    cors_origins: tuple[str, ...] = setting(
+        (),
+        1,
+        flag="--cors-origin",
+        metavar="ORIGIN",
+        help="A web page's origin that may call the server; * is any. Repeatable.",
+    )
     max_tokens: int | None = setting(
-        None, 1
-    )  # of an answer whose request sets none; None: a quarter of the context
-    max_body_bytes: int = setting(8 << 20, 1)
-    max_schema_bytes: int = setting(64 << 10, 1)
-    max_queued_requests: int = setting(256, 1)
-    max_queued_tokens: int = setting(1_000_000, 1)
-    max_connections: int = setting(2048, 1)
-    max_connections_per_peer: int = setting(512, 0)  # of one address other than this machine's; 0: no limit
-    request_timeout: float = setting(600.0, above=0, high=WEEK)
-    body_timeout: float = setting(30.0, above=0, high=WEEK)
-    header_timeout: float = setting(10.0, above=0, high=WEEK)
+        None, 1, help="Longest answer of requests that set no length; by default a quarter of the context."
+    )
+    max_body_bytes: int = setting(8 << 20, 1, help="Largest request.")
+    max_schema_bytes: int = setting(64 << 10, 1, help="Largest JSON schema or grammar.")
+    max_queued_requests: int = setting(256, 1, help="Requests that may wait; more are refused.")
+    max_queued_tokens: int = setting(1_000_000, 1, help="Prompt tokens that may wait; more are refused.")
+    max_connections: int = setting(2048, 1, help="Connections that may be open; more are refused.")
+    max_connections_per_peer: int = setting(
+        512, 0, help="The same for one address other than this machine's; 0: no limit."
+    )
+    request_timeout: float = setting(600.0, above=0, high=WEEK, help="Longest a request may take.")
+    body_timeout: float = setting(
+        30.0, above=0, high=WEEK, help="Longest a request's body may take to arrive."
+    )
+    header_timeout: float = setting(
+        10.0, above=0, high=WEEK, help="Longest a request's headers may take to arrive."
+    )
     write_timeout: float = setting(
-        60.0, above=0, high=WEEK
-    )  # drops a client that reads nothing for this long
-    grammar_timeout: float = setting(5.0, above=0, high=WEEK)
-    drain_seconds: float = setting(30.0, 0, WEEK)  # for running requests, once asked to stop
-    engine_restarts: int = setting(3, 0)  # in ten minutes; then the server ends with an error
-    metrics_compat: str = setting("none", known=("none", "vllm"))
-    # What the machine costs, in any currency: /metrics has the cost of a million tokens.
-    price_per_hour: float | None = setting(None, 0, 1e12)
-    stream_padding: bool = False  # hides the lengths of streamed events; a request can ask for it too
-    ping_seconds: float = setting(15.0, 0, WEEK)  # between comment lines on a silent stream; 0: none
-    log_format: str = setting("text", known=("text", "json"))
-    log_level: str = setting("info", known=("debug", "info", "warning", "error"))
-    log_prompts: bool = False
-    draft_folders: tuple[str, ...] = setting((), 1)  # drafts beneath these may replace the one in use
-    keep_traffic: str | None = setting(None, 1)  # a folder for tokens of keys that are marked for it
-    keep_traffic_bytes: int = setting(1 << 30, 1 << 20)  # the most to keep; the oldest files are deleted
+        60.0, above=0, high=WEEK, help="Drop a client that reads nothing for this long."
+    )
+    grammar_timeout: float = setting(5.0, above=0, high=WEEK, help="Longest a grammar may take to compile.")
+    drain_seconds: float = setting(30.0, 0, WEEK, help="How long running requests may go on after Ctrl-C.")
+    engine_restarts: int = setting(3, 0, help="Times in ten minutes a failed engine is started again.")
+    metrics_compat: str = setting(
+        "none", known=("none", "vllm"), help="Metrics under another server's names too."
+    )
+    price_per_hour: float | None = setting(
+        None,
+        0,
+        1e12,
+        help="What an hour of this machine costs: /metrics then has the cost of a million tokens.",
+    )
+    stream_padding: bool = setting(False, help="Pad streamed events, which hides the lengths of their texts.")
+    ping_seconds: float = setting(15.0, 0, WEEK, help="Time between pings on silent streams; 0: none.")
+    log_format: str = setting("text", known=("text", "json"), help="How log lines are written.")
+    log_level: str = setting(
+        "info",
+        known=("debug", "info", "warning", "error"),
+        metavar="LEVEL",
+        help="What to log: debug, info, warning or error, and worse.",
+    )
+    log_prompts: bool = setting(False, help="Log what users write, too.")
+    draft_folders: tuple[str, ...] = setting(
+        (),
+        1,
+        flag="--draft-folder",
+        metavar="DIR",
+        help="A folder whose drafts may replace the one in use; see outrider draft. Repeatable.",
+    )
+    keep_traffic: str | None = setting(
+        None, 1, metavar="DIR", help="Keep tokens of keys that are marked for it here, to train drafts on."
+    )
+    keep_traffic_bytes: int = setting(1 << 30, 1 << 20, help="Most to keep; the oldest files are deleted.")
 
     def __post_init__(self) -> None:
         check_fields(self)
