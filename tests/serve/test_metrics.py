@@ -108,7 +108,7 @@ class Serving:
 
     def abort(self, ends: dict[tuple[int, int], int]) -> None:
         """End requests at a certain moment: `{(who, tokens): whom}`, by the order in which they were sent."""
-        inner, received, pending = self.process._hear, Counter[int](), dict(ends)
+        inner, received, pending = self.process._on_event, Counter[int](), dict(ends)
 
         def listening(event: Event | BaseException) -> None:
             inner(event)
@@ -119,7 +119,7 @@ class Serving:
                 if received[who] >= tokens:
                     self.process._abort(f"{salt}-{pending.pop((who, tokens))}")
 
-        self.process._hear = listening  # type: ignore[method-assign]
+        self.process._on_event = listening  # type: ignore[method-assign]
 
     def close(self) -> None:
         """The clients are gone already, so the engine's side is on its way out."""

@@ -78,8 +78,8 @@ def advise(
     if what_if is not None:
         _what_if(what_if, price, report)
         return
-    sizes, heat = batch_sizes(batches), task_temperatures(temperatures, params)
-    if any(len(some) > 1 for some in heat.values()):
+    sizes, by_task = batch_sizes(batches), task_temperatures(temperatures, params)
+    if any(len(some) > 1 for some in by_task.values()):
         raise InvalidRequest("advise takes one temperature a task; run it once for each", "temperatures")
     drafts = list(dict.fromkeys(draft or CANDIDATES))
     for one in drafts:
@@ -94,7 +94,7 @@ def advise(
         model,
         [one for one in drafts if one != "none"],
         rows,
-        heat,
+        by_task,
         sizes,
         seconds,
         price,
@@ -129,7 +129,7 @@ def _measure(
     model: str,
     drafts: Sequence[str],
     rows: dict[str, list[TaskRow]],
-    heat: dict[str, list[float]],
+    temperatures: dict[str, list[float]],
     sizes: list[int],
     seconds: float,
     price: float | None,
@@ -151,7 +151,9 @@ def _measure(
                     report |= described(llm)
                 parameters = llm.model.config.parameters
                 ids = task_ids(llm, rows, params.max_tokens)
-                asked = in_turn(ids, lambda task: replace(params, temperature=temperatures_of(task, heat)[0]))
+                asked = in_turn(
+                    ids, lambda task: replace(params, temperature=temperatures_of(task, temperatures)[0])
+                )
                 for one in candidates:
                     name = "lookup" if one == "lookup" else llm.drafter
                     if one == "auto" and llm.pair is None and "lookup" in drafts:

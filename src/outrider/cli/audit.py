@@ -94,7 +94,7 @@ def audit(
 
     outrider audit smollm2-135m --max-tokens 64
     """
-    heat = _temperatures(temperatures, params)
+    chosen = _temperatures(temperatures, params)
     if params.n > 1:
         raise InvalidRequest("an audit compares one answer a prompt; leave out --n", "n")
     mode = params.speculation.mode
@@ -112,13 +112,13 @@ def audit(
         asked = [ids for some in task_ids(llm, rows, params.max_tokens).values() for ids in some]
         report |= described(llm)
         if mode == "rejection":
-            holds = _distribution(llm, asked, params, heat, report)
+            holds = _distribution(llm, asked, params, chosen, report)
         else:
             from outrider.bench.audit import Extent
 
             extent = Extent(1_000_000 if million else tokens, seconds)
             check = _arrivals if arrivals else _identity
-            holds = check(llm, asked, params, heat, adversaries, extent, report)
+            holds = check(llm, asked, params, chosen, adversaries, extent, report)
     if "interrupted" in report:
         report.keep()
         raise KeyboardInterrupt  # what was found has been said

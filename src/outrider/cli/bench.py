@@ -133,7 +133,7 @@ def bench(
     outrider bench smollm2-135m --temperature 0 --max-tokens 128 --peer transformers
     """
     _check(what, peer, as_if, html_file, params)
-    sizes, heat = batch_sizes(batches), task_temperatures(temperatures, params)
+    sizes, by_task = batch_sizes(batches), task_temperatures(temperatures, params)
     asked = {
         "model": model, "draft": draft, "as_if": as_if, "draft_as_if": draft_as_if, "draft_layers": draft_layers,
         "prompts": prompts or "built-in", "limit": limit, "groups": groups, "max_tokens": params.max_tokens,
@@ -148,7 +148,7 @@ def bench(
     with open_llm(model, draft, settings, as_if, draft_as_if, draft_layers) as llm:
         report |= described(llm) | {"asked": asked}
         comparison = _comparison(
-            llm, rows, params, methods, lengths=LENGTHS if prompts is None else {}, temperatures=heat, batches=sizes,
+            llm, rows, params, methods, lengths=LENGTHS if prompts is None else {}, temperatures=by_task, batches=sizes,
             most=groups, seconds=seconds or SECONDS, bounded=seconds is not None, within=within / 100,
         )  # fmt: skip
         _measure(llm, comparison, what, peer, together, report)

@@ -154,10 +154,10 @@ class Talk:
             self.failed = True
 
     def _run_command(self, turn: str) -> None:
-        name, _, rest = turn.partition(" ")
+        name, _, argument = turn.partition(" ")
         if name not in self.commands:
             raise InvalidRequest(f"there is no command {name!r}{suggest(name, (*self.commands, *LEAVE))}")
-        self.commands[name](rest.strip())
+        self.commands[name](argument.strip())
 
     def _ask(self, messages: list[dict[str, Any]]) -> None:
         """Answer the last of `messages`; they become the conversation once there is an answer."""

@@ -104,7 +104,7 @@ def cores() -> Iterator[Finding]:
         f" of {present} (affinity or a container's quota)" if usable < present else ""
     )
     if taken < BUSY_SHARE:
-        yield Finding("cores", "ok", f"{here}, nobody else uses them", facts=facts)
+        yield Finding("cores", "ok", f"{here}, no other program uses them", facts=facts)
         return
     who = ", ".join(f"{name} {share:.0%}" for name, share in busy[:3])
     free = max(1, usable - round(taken))
@@ -133,10 +133,10 @@ def _cpu_times() -> dict[int, tuple[str, int]]:
     times: dict[int, tuple[str, int]] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            head, _, rest = (folder / "stat").read_text().rpartition(")")
+            head, _, numbers = (folder / "stat").read_text().rpartition(")")
         except OSError:
             continue  # it has ended
-        fields = rest.split()
+        fields = numbers.split()
         times[int(folder.name)] = (head.partition("(")[2], int(fields[11]) + int(fields[12]))
     return times
 
@@ -230,7 +230,7 @@ def _torch_cuda() -> str | None:
     return found[1] if found else None
 
 
-# ----------------------------------------------------------------------------------- models, folders, the rest
+# ----------------------------------------------------------------------------------- models, folders, shell, port
 
 
 def models() -> Iterator[Finding]:

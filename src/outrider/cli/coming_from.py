@@ -211,19 +211,19 @@ def translated(args: Iterable[str], own: Mapping[str, bool], takes_model: bool) 
     """Arguments with foreign flags replaced. `own` are the command's flags: whether each takes a value."""
     out: list[str] = []
     first: list[str] = []  # the model comes before all other arguments
-    rest = iter(args)
-    for arg in rest:
+    left = iter(args)
+    for arg in left:
         name, equals, value = arg.partition("=")
         if arg == "--":
-            out += [arg, *rest]
+            out += [arg, *left]
         elif name in own or name not in FLAGS or (FLAGS[name].model and not takes_model):
             out.append(arg)
             if own.get(name) and not equals:
-                out += [v for v in [next(rest, None)] if v is not None]
+                out += [v for v in [next(left, None)] if v is not None]
         else:
             entry = FLAGS[name]
             if entry.takes_value and not equals and not entry.answer:
-                value = next(rest, "")
+                value = next(left, "")
             first += [value] if entry.model else []
             out += [] if entry.model else _ours(name, entry, value, own)
     return [*first, *out]

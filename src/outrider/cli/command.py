@@ -148,8 +148,8 @@ def _takes_value(param: Any) -> bool:
 
 def _check_names(args: list[str], flags: dict[str, bool], path: str) -> None:
     """Refuse an unknown flag with the one that was meant."""
-    rest = iter(args)
-    for arg in rest:
+    left = iter(args)
+    for arg in left:
         name, equals, _ = arg.partition("=")
         if arg == "--":
             return
@@ -160,4 +160,4 @@ def _check_names(args: list[str], flags: dict[str, bool], path: str) -> None:
                 f"no such option: {name:.60}{hint}\nsee: {path} --help-all", name.lstrip("-")
             )
         if flags.get(name) and not equals:
-            next(rest, None)
+            next(left, None)

@@ -200,7 +200,7 @@ def _replace(path: Path, text: str, expected: list[Key]) -> None:
 
 
 def _swap(path: Path, text: str) -> None:
-    """Put a finished file in the place of the one that is there. Whoever owned that one owns this one."""
+    """Replace the file by a finished one with the same owner."""
     descriptor, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 0600
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as out:

@@ -144,7 +144,7 @@ def _draft_within(folder: Path) -> Path:
 
 
 def _forget_folders(file: Path) -> None:
-    """Cut paths in it to their last part: a pair may be given away, and where its maker kept things is nobody's."""
+    """Cut paths in it to their last part. A pair may be published, and its maker's folders are private."""
     if not file.exists():
         return
     made = _cut(read_json(file))

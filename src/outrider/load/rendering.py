@@ -25,7 +25,7 @@ from outrider.load.child import ITS_OWN_DOING
 MOST = max(2, min(4, os.cpu_count() or 2))  # processes
 PATIENCE = 0.05  # seconds to wait for a process that renders before another one is started
 START_SECONDS = 60.0
-TRIES = 2  # of a render: somebody else may have ended the process
+TRIES = 2  # of a render, in case another program ended the process
 _LENGTH = struct.Struct("!I")
 
 
@@ -66,7 +66,7 @@ class Renderers:
         raise OutriderError(f"the process that renders chat templates ended {TRIES} times; try again")
 
     def _ask(self, body: bytes, seconds: float) -> bytes | None:
-        """What a process answers; None if somebody else ended it."""
+        """What a process answers; None if another program ended it."""
         renderer = self._take()
         keep = False
         try:

@@ -3,7 +3,7 @@
 `shard-00012.safetensors` holds `tokens` (uint16 where all of them fit, else int32) and `answered` (bits, eight to a
 byte, the first the highest) of all its conversations one after the other, `offsets` (int64) where each begins, and
 beside them, as JSON, their tasks, temperatures and prompts and a sha256 over all of it. A shard is written beside its
-name, synced and renamed: whoever is killed, or runs out of disk, leaves only shards that were finished. No torch here.
+name, synced and renamed: a process that is killed or runs out of disk leaves only finished shards. No torch here.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def shard_path(folder: Path, number: int) -> Path:
 
 
 def shard_paths(folder: Path) -> dict[int, Path]:
-    """The shards of a folder by number, in order. What was being written when somebody was killed is none."""
+    """The shards of a folder by number, in order. A file that was never finished does not count."""
     names = os.listdir(folder) if folder.is_dir() else []
     found = {int(match[1]): folder / name for name in names if (match := NAME.fullmatch(name))}
     return dict(sorted(found.items()))
@@ -157,7 +157,7 @@ def _corrupt(path: Path, why: str) -> BadShard:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Beside it, synced, renamed: a reader sees all of it or nothing, and so does whoever starts after a crash."""
+    """Beside it, synced, renamed: a reader sees all of it or nothing, also after a crash."""
     part = path.with_name(f".{path.name}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

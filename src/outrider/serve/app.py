@@ -65,7 +65,7 @@ async def _unrouted(request: Any, error: Any) -> Response:
 
 
 def _near(path: str) -> str:
-    """What somebody who asked for it may have meant."""
+    """The route that was probably meant."""
     if path in ("/completion", "/completions", "/infill", "/generate"):
         return "; use /v1/completions"
     if path.startswith("/v1/v1/"):

@@ -69,7 +69,7 @@ class Backend:
         self.queued = 0
         self.queued_tokens = 0
         self.ready = asyncio.Event()
-        self.last_heard = 0.0
+        self.last_received = 0.0
         self.launched = 0.0
         self.finished: deque[float] = deque(maxlen=32)  # when requests ended: how fast the queue moves
         self.grammars: Grammars | None = None  # from the first engine on
@@ -146,7 +146,7 @@ class Backend:
         return await self._leave(self._process)
 
     async def _started(self) -> asyncio.StreamReader:
-        """A process of an engine, and what is heard from it."""
+        """Start an engine's process. Returns what it sends."""
         self.launched = time.monotonic()
         ours, theirs = socket.socketpair()
         try:
@@ -164,7 +164,7 @@ class Backend:
         return reader
 
     async def _leave(self, process: asyncio.subprocess.Process) -> int:
-        """The socket is closed, so it has every reason to go."""
+        """Its socket is closed, so it ends by itself, or is killed."""
         try:
             return await asyncio.wait_for(process.wait(), KILL_AFTER)
         except TimeoutError:
@@ -188,12 +188,12 @@ class Backend:
     def well(self) -> bool:
         """Takes requests, answers pings, and moves while it has requests."""
         now = time.monotonic()
-        moving = not self.jobs or now - self.last_heard < STALLED
+        moving = not self.jobs or now - self.last_received < STALLED
         answering = self._pinged is None or now - self._pinged < SILENT
         return self.state == "ready" and moving and answering
 
     async def _ping(self) -> None:
-        """Ask for signs of life. A process that is stopped, or that waits for its disk, cannot give one."""
+        """Sends pings. A process that is stopped or waits for its disk does not answer."""
         while True:
             await asyncio.sleep(PING_SECONDS)
             if self.state == "ready" and self._pinged is None:
@@ -228,7 +228,7 @@ class Backend:
         return sent if len(sent) == 1 else [*compiling, *again]
 
     def fail_all(self, error: ApiError) -> None:
-        """Tell everyone who waits."""
+        """Fail all requests."""
         for job in list(self.jobs.values()):
             job.fail(error)
             self.drop([job])
@@ -237,7 +237,7 @@ class Backend:
         if isinstance(message, Pong):
             self._pinged = None
             return
-        self.last_heard = time.monotonic()
+        self.last_received = time.monotonic()
         if isinstance(message, Progress):
             self._progress(message)
         elif isinstance(message, Accepted):
@@ -306,7 +306,7 @@ class Backend:
         """
         self.refuse_when_full(len(prompts), sum(len(prompt) for prompt, _ in prompts))
         if not self.jobs:
-            self.last_heard = time.monotonic()  # there was nothing to hear of
+            self.last_received = time.monotonic()  # silence before the first request is no stall
         stream = Stream(self.drop)
         try:
             for index, (prompt, params) in enumerate(prompts):

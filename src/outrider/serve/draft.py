@@ -20,7 +20,7 @@ from outrider.serve.request import Reply, Request
 from outrider.serve.routes import get, post
 from outrider.serve.service import Service
 
-FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")  # whoever sends these speaks for somebody else
+FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")  # sent by a proxy, for another client
 
 
 class SwapRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

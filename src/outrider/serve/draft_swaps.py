@@ -44,7 +44,7 @@ class DraftSwaps:
             del self._asked[number]
 
     def received(self, message: Swapped) -> None:
-        if (draft := message.draft) is not None:  # also if nobody waits for it any more
+        if (draft := message.draft) is not None:  # also if the request has ended
             self._in_use(draft)
             self._last[draft.drafter] = draft.path
             log.info("draft swapped", extra={"facts": {"drafter": draft.drafter, "path": draft.path}})

@@ -61,9 +61,9 @@ from outrider.types import Event, Request, Sequence, StepRecord, TokenLogprob
 log = logging.getLogger(__name__)
 
 CHECK_SECONDS = 60  # between two counts of the cache, when idle
-LEAVE_SECONDS = 5  # for the step in hand, once nobody listens
+LEAVE_SECONDS = 5  # for the step in hand, once the API process hung up
 # For steps that the first answers may do without: with compiled kernels on disk they take less.
-REST_SECONDS = 30.0
+CAPTURE_SECONDS = 30.0
 SWITCH_SECONDS = 0.0005  # until a thread gives the interpreter to another that waits for it; 5 ms by default
 
 
@@ -136,7 +136,7 @@ class EngineProcess:
         if self._was_given_up(request.id):
             return
         try:
-            [choices] = self.llm.driver.add([request], self._hear)
+            [choices] = self.llm.driver.add([request], self._on_event)
         except BaseException as error:
             self._refuse(request.id, error)
             return
@@ -184,7 +184,7 @@ class EngineProcess:
 
     # ---------------------------------------------------------------------------------------- events going out
 
-    def _hear(self, event: Event | BaseException) -> None:
+    def _on_event(self, event: Event | BaseException) -> None:
         """On the engine's thread: gather; one message a step goes out."""
         if isinstance(event, BaseException):
             _die(event)
@@ -276,7 +276,7 @@ class EngineProcess:
             try:
                 self.sock.sendall(pack(message))
             except OSError:
-                return  # nobody listens any more; the main thread sees it too
+                return  # the API process hung up; the main thread sees it too
 
     def _ready(self) -> Ready:
         llm, engine, config = self.llm, self.llm.engine, self.llm.model.config
@@ -376,23 +376,22 @@ def _end(s: Sequence) -> End:
 
 
 def keep_up() -> None:
-    """Let nothing hold up the thread that does the steps.
+    """Keeps other work from delaying the thread that runs the steps.
 
-    What is loaded stays, so the collector need not look at it again: a full look takes a tenth of a second, in which
-    nothing else runs. And a thread that has work to do beside the steps (requests coming in, a grammar) gives the
-    interpreter back soon after the engine's asks for it.
+    A full garbage collection of what is loaded would stop every thread for a tenth of a second, so it is frozen. Other
+    threads give the interpreter back soon after the engine's thread asks for it.
     """
     gc.collect()
     gc.freeze()
     sys.setswitchinterval(SWITCH_SECONDS)
 
 
-def prepare(llm: LLM, rest: float) -> None:
-    """What it takes to answer, and then as much of the rest as can be had in so many seconds: whoever comes while more
-    is made waits for the piece in hand.
+def prepare(llm: LLM, seconds: float) -> None:
+    """Captures the steps of plain answers, then others for `seconds`. The others follow while the engine is idle; a
+    request that comes meanwhile waits for the step being captured.
     """
     llm.prepare(wait="plain")
-    until = time.monotonic() + rest
+    until = time.monotonic() + seconds
     while time.monotonic() < until and llm.driver.run(lambda: llm.driver.idle_work is not None):
         time.sleep(0.01)
 
@@ -413,7 +412,7 @@ def main(descriptor: int) -> int:
                     lambda: log.info("compiling kernels for this GPU: later starts find them on disk")
                 )
             llm = LLM(start.model, draft=start.draft, settings=settings)
-            prepare(llm, REST_SECONDS if runs_on_gpu(settings) else 0.0)
+            prepare(llm, CAPTURE_SECONDS if runs_on_gpu(settings) else 0.0)
         except OutriderError as error:
             show_cause(error)
             sock.sendall(pack(Failed(str(error))))

@@ -1,4 +1,4 @@
-"""Who may ask, and how much: API keys by their hashes, and a limiter that counts what each key uses.
+"""API keys by their hashes, and a limiter that counts what each key uses.
 
 Keys are long random strings, so a plain SHA-256 cannot be searched; the keys themselves are forgotten once
 hashed. A key file is TOML, one table a key, as `outrider keys add` writes it:
@@ -107,7 +107,7 @@ class Keyring:
         return any(key.keep_traffic for key in self._keys)
 
     def check(self, authorization: str | None, own: str | None = None) -> Key | None:
-        """Whose an `Authorization: Bearer ...` header is, or one of `x-api-key`; None: nobody's, or of two.
+        """The key of an `Authorization: Bearer ...` header, or of `x-api-key`; None: unknown, or two different ones.
 
         Digests are compared, each with every key, in constant time: how long it takes says nothing.
         """
@@ -220,7 +220,7 @@ def _check_names(given: Iterable[str], known: Iterable[str], source: str) -> Non
 
 
 def _check_unique(keys: Iterable[Key], source: str) -> None:
-    """One name a key and one key a name: whoever is limited or revoked must be who was meant."""
+    """Names and keys must be unique, so that limits and revocations meet the right client."""
     names: set[str] = set()
     holders: dict[bytes, str] = {}
     for key in keys:
@@ -316,7 +316,7 @@ class Limiter:
         return None
 
     def admit(self, key: Key, tokens: int) -> Refusal | None:
-        """Let a request use so many tokens, prompt and answer; or say why not, taking nothing."""
+        """Reserves `tokens`, of prompt and answer, for a request; or says why not, reserving nothing."""
         if key.limits == KeyLimits():
             return None
         use = self._use_of(key)

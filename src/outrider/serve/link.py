@@ -1,4 +1,4 @@
-"""What the API process and the engine process say to each other, and how it travels.
+"""Messages between the API process and the engine process.
 
 Two processes, so that reading JSON, rendering templates and writing streams never hold up a step. They share
 one socket pair; a message is a msgpack struct behind its length. No pickle: nothing that arrives can be code.
@@ -189,7 +189,7 @@ class Step(msgspec.Struct):
     passes: int  # of the target
     plain_s: float
     reasons: dict[str, int]
-    graphs_captured: int = 0  # while somebody waited
+    graphs_captured: int = 0  # while a request waited
     kernels_compiled: int = 0
     drafters: dict[str, Drafted] = {}
 

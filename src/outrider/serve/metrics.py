@@ -99,7 +99,7 @@ BY_DRAFTER = (
 )
 PRICED = ("price_per_hour", "cost_per_million_tokens")
 TARGET_PROBABILITY = "spec_decode_recent_target_probability"
-RECENT_DRAFTS = 2000  # an average over about so many: long enough that one odd request does not show
+RECENT_DRAFTS = 2000  # drafts in the moving average: enough to smooth out a single odd request
 RECENT_STEPS = 500  # of those with something to say
 RECENT_TOKENS = 500  # of those that are looked at; one drafting step in some has a few
 

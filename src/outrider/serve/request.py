@@ -39,7 +39,7 @@ _json = msgspec.json.Encoder()
 
 
 class ClientGone(Exception):
-    """Nobody is there to answer."""
+    """The client hung up."""
 
 
 class Request(BaseRequest):

@@ -88,7 +88,7 @@ class Service:
         self._refuse(self.limiter.count(key))
 
     def admit(self, key: Key, tokens: int) -> None:
-        """Let a request that was counted use so many tokens, or refuse it."""
+        """Reserves `tokens` for a counted request, or refuses it."""
         self._refuse(self.limiter.admit(key, tokens))
 
     def _refuse(self, refusal: Refusal | None) -> None:

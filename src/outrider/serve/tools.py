@@ -325,8 +325,8 @@ def _with_calls(message: dict[str, Any], fmt: ToolFormat) -> dict[str, Any]:
     calls = fmt.write((body["name"], body["arguments"]) for body in bodies)
     said = message["content"]
     gap = "\n" if said and not said.endswith("\n") else ""
-    rest = {key: value for key, value in message.items() if key != "tool_calls"}
-    return {**rest, "content": f"{said}{gap}{calls}"}
+    others = {key: value for key, value in message.items() if key != "tool_calls"}
+    return {**others, "content": f"{said}{gap}{calls}"}
 
 
 def _with_system(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:

@@ -9,8 +9,8 @@ left out: the target did not write them. Nothing is sent anywhere.
             shard-00000.safetensors   as load/token_shards.py has them
             erased                    when that was done last, in nanoseconds: what ended before is not written
 
-A request costs the event loop one `put_nowait`. A thread does the rest; where it cannot keep up, requests are dropped
-and counted, and where it cannot write, keeping ends until the server is started again.
+A request costs the event loop one `put_nowait`. A thread writes; if it cannot keep up, requests are dropped
+and counted; if it cannot write, nothing more is kept until the server is started again.
 """
 
 from __future__ import annotations

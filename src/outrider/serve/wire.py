@@ -1,7 +1,7 @@
 """What clients may send, as structs, and how it becomes the engine's SamplingParams.
 
-The structs are also where the OpenAPI document comes from. Nothing a client asked for is quietly left out: names that
-nobody knows are refused, and so are those that mean something elsewhere, with the name they have here.
+The structs are also where the OpenAPI document comes from. Nothing a client asked for is ignored:
+unknown names are refused, and so are names of other servers, with the name they have here.
 """
 
 from __future__ import annotations
