@@ -85,6 +85,11 @@ class InvalidRequest(OutriderError):
         return InvalidRequest(text, param or None)
 
 
+def invalid(param: str, says: str) -> InvalidRequest:
+    """An error whose message begins with the name of the parameter."""
+    return InvalidRequest(f"{param} {says}", param)
+
+
 class TemplateFailed(InvalidRequest):
     pass
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from outrider.errors import InvalidRequest, brief, suggest, suggesting
+from outrider.errors import InvalidRequest, brief, invalid, suggest, suggesting
 from outrider.fields import check_fields, known_options, setting
 
 MODES: tuple[str, ...] = ("coupled", "rejection", "lossy")
@@ -70,7 +70,7 @@ class Speculation:
         if isinstance(value, int):
             return cls(depth=value)
         if not isinstance(value, Mapping):
-            raise InvalidRequest(f"speculation is {FORMS}, not {type(value).__name__}", "speculation")
+            raise invalid("speculation", f"is {FORMS}, not {type(value).__name__}")
         return cls(**known_options(cls, value, "speculation option"))
 
 
@@ -88,7 +88,7 @@ def _from_text(text: str) -> bool | int | dict[str, Any]:
     for pair in text.split(",") if len(text) < 300 else [""]:
         name, equals, value = (part.strip() for part in pair.partition("="))
         if not equals or not name or name in options:
-            raise InvalidRequest(f"speculation is {FORMS}, not {text!r:.60}", "speculation")
+            raise invalid("speculation", f"is {FORMS}, not {text!r:.60}")
         try:
             options[name] = value if name == "tree" else json.loads(value)
         except ValueError:
@@ -101,21 +101,15 @@ def _shape(value: Any) -> tuple[int, ...]:
     if isinstance(value, str):
         value = [int(k) if re.fullmatch(r"\d{1,3}", k) else 0 for k in value.split("x", MAX_NODES)]
     if isinstance(value, (list, tuple)) and len(value) > MAX_NODES:
-        raise InvalidRequest(
-            f"tree has more than {MAX_NODES} levels; at most {MAX_NODES} nodes fit a step", "tree"
-        )
+        raise invalid("tree", f"has more than {MAX_NODES} levels; at most {MAX_NODES} nodes fit a step")
     if not isinstance(value, (list, tuple)) or not value or not all(type(k) is int and k > 0 for k in value):
-        raise InvalidRequest(
-            "tree must be a list of whole numbers, children by depth, such as [3, 2, 1]", "tree"
-        )
+        raise invalid("tree", "must be a list of whole numbers, children by depth, such as [3, 2, 1]")
     nodes, level = 0, 1
     for children in value:
         level *= children
         nodes += level
         if nodes > MAX_NODES:  # stop here: the product of many large numbers takes hours
-            raise InvalidRequest(
-                f"tree has more than {MAX_NODES} nodes; at most {MAX_NODES} fit a step", "tree"
-            )
+            raise invalid("tree", f"has more than {MAX_NODES} nodes; at most {MAX_NODES} fit a step")
     return tuple(value)
 
 
@@ -171,9 +165,8 @@ class SamplingParams:
                 object.__setattr__(self, name, ())
         check_fields(self)
         if self.min_tokens > self.max_tokens:
-            raise InvalidRequest(
-                f"min_tokens must be between 0 and {self.max_tokens} (max_tokens), got {self.min_tokens}",
-                "min_tokens",
+            raise invalid(
+                "min_tokens", f"must be between 0 and {self.max_tokens} (max_tokens), got {self.min_tokens}"
             )
         if self.grammar is not None:
             _one_grammar(self.grammar)
@@ -192,28 +185,28 @@ class SamplingParams:
 
 def _one_grammar(value: Any) -> None:
     if not isinstance(value, Mapping) or len(value) != 1:
-        raise InvalidRequest(f"grammar must be a mapping with one of {', '.join(GRAMMARS)}", "grammar")
+        raise invalid("grammar", f"must be a mapping with one of {', '.join(GRAMMARS)}")
     ((kind, body),) = value.items()
     if kind not in GRAMMARS:
         raise InvalidRequest(f"unknown grammar {brief(kind)}{suggest(kind, GRAMMARS)}", "grammar")
     if kind == "choice":
         _strings_of(body, "grammar choice")
     elif kind in ("regex", "lark") and not isinstance(body, str):
-        raise InvalidRequest(f"grammar {kind} must be a string", "grammar")
+        raise invalid("grammar", f"{kind} must be a string")
 
 
 def _strings_of(value: Any, name: str) -> None:
     if not isinstance(value, (list, tuple)) or not value or not all(isinstance(s, str) and s for s in value):
-        raise InvalidRequest(f"{name} must be a list of non-empty strings", name)
+        raise invalid(name, "must be a list of non-empty strings")
 
 
 def _bias(value: Any) -> dict[int, float]:
     if not isinstance(value, Mapping):
-        raise InvalidRequest("logit_bias must map token ids to numbers", "logit_bias")
+        raise invalid("logit_bias", "must map token ids to numbers")
     try:
         bias = {int(token): float(weight) for token, weight in value.items()}
     except (TypeError, ValueError):
-        raise InvalidRequest("logit_bias must map token ids to numbers", "logit_bias") from None
+        raise invalid("logit_bias", "must map token ids to numbers") from None
     for token, weight in bias.items():
         if token < 0 or not -100 <= weight <= 100:
             raise InvalidRequest(f"logit_bias[{token}] must be in [-100, 100], got {weight}", "logit_bias")

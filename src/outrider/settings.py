@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from outrider.errors import InvalidRequest, suggesting
+from outrider.errors import InvalidRequest, invalid, suggesting
 from outrider.fields import check_fields, known_options, setting
 
 
@@ -147,10 +147,10 @@ class Settings:
         self._check_weights("draft_weights")
         self._check_share()
         if self.step_rows and self.step_rows < self.max_sequences:
-            raise InvalidRequest(
-                f"step_rows ({self.step_rows}) must be at least max_sequences ({self.max_sequences}), "
-                "so that every running sequence can move in every step",
+            raise invalid(
                 "step_rows",
+                f"({self.step_rows}) must be at least max_sequences ({self.max_sequences}), "
+                "so that every running sequence can move in every step",
             )
         if self.threads == 0:
             object.__setattr__(self, "threads", usable_cores())
@@ -160,9 +160,9 @@ class Settings:
         if self.gpu_memory_utilization is None:
             return
         if self.cache_bytes:
-            raise InvalidRequest(f"{name} and cache_bytes both size the cache; leave out one of them", name)
+            raise invalid(name, "and cache_bytes both size the cache; leave out one of them")
         if self.device == "cpu":
-            raise InvalidRequest(f"{name} is for a GPU; on the CPU --cache-bytes bounds the cache", name)
+            raise invalid(name, "is for a GPU; on the CPU --cache-bytes bounds the cache")
 
     def _check_weights(self, name: str) -> None:
         kind = getattr(self, name)

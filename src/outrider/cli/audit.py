@@ -117,8 +117,7 @@ def audit(
             from outrider.bench.audit import Extent
 
             extent = Extent(1_000_000 if million else tokens, seconds)
-            check = _arrivals if arrivals else _identity
-            holds = check(llm, asked, params, chosen, adversaries, extent, report)
+            holds = _compared(llm, asked, params, chosen, adversaries, extent, arrivals, report)
     if "interrupted" in report:
         report.keep()
         raise KeyboardInterrupt  # what was found has been said
@@ -139,37 +138,23 @@ def _temperatures(text: str | None, params: SamplingParams) -> list[float]:
         ) from None
 
 
-def _identity(
+def _compared(
     llm: LLM,
     prompts: list[list[int]],
     params: SamplingParams,
     temperatures: list[float],
     hostile: bool,
     extent: Extent,
+    arrivals: bool,
     report: Report,
 ) -> bool:
-    from outrider.bench.audit import audit as run
+    from outrider.bench.arrivals import audit_arrivals
+    from outrider.bench.audit import audit as audit_batches
 
-    found = _watched(
-        "identity", report, lambda tell: run(llm, prompts, hostile, temperatures, params, extent, tell)
-    )
-    return _verdict(found, "")
-
-
-def _arrivals(
-    llm: LLM,
-    prompts: list[list[int]],
-    params: SamplingParams,
-    temperatures: list[float],
-    hostile: bool,
-    extent: Extent,
-    report: Report,
-) -> bool:
-    from outrider.bench.arrivals import audit_arrivals as run
-
-    found = _watched(
-        "arrivals", report, lambda tell: run(llm, prompts, hostile, temperatures, params, extent, tell)
-    )
+    asked = (llm, prompts, hostile, temperatures, params, extent)
+    if not arrivals:
+        return _verdict(_watched("identity", report, lambda tell: audit_batches(*asked, tell)), "")
+    found = _watched("arrivals", report, lambda tell: audit_arrivals(*asked, tell))
     for kind, why in found.left_out.items():
         note(f"left out: {kind}: {why}")
     note(", ".join(f"{number} {kind}" for kind, number in found.requests.items()))

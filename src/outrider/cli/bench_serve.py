@@ -26,7 +26,7 @@ ROUNDS = 3  # of two servers or more, unless said
 
 
 Url = Annotated[
-    list[str],
+    list[str] | None,
     option(
         "url",
         f"The server, {HERE} by default; two are compared in turn. Repeatable.",
@@ -80,7 +80,7 @@ ApiKey = Annotated[
     option("api_key", "A key to send. Others may see flags: prefer its variable, OUTRIDER_API_KEY.", "KEY"),
 ]
 Body = Annotated[
-    list[str],
+    list[str] | None,
     option(
         "body", "A field for every request, such as top_p=0.9. Repeatable.", "NAME=VALUE", show_default=False
     ),
@@ -106,7 +106,7 @@ HtmlFile = Annotated[str | None, option("html", "Write one page with plots and t
 
 
 def bench_serve(
-    url: Url = (),
+    url: Url = None,
     served_name: ServedName = None,
     endpoint: Endpoint = None,
     concurrency: Concurrency = None,
@@ -122,7 +122,7 @@ def bench_serve(
     temperature: Temperature = 0.0,
     seed: Seed = 0,
     api_key: ApiKey = None,
-    body: Body = (),
+    body: Body = None,
     requests: Requests = None,
     seconds: Seconds = None,
     warmup: Warmup = 4,
@@ -149,7 +149,7 @@ def bench_serve(
     fields: dict[str, Any] = {"temperature": temperature, **({"ignore_eos": True} if ignore_eos else {})}
     plan = Plan(
         servers, shapes, path, served_name, rows, Lengths.of(input_tokens, "input_tokens"),
-        Lengths.of(output_tokens, "output_tokens"), dues, {**fields, **_fields(body)}, seed, burstiness, burst,
+        Lengths.of(output_tokens, "output_tokens"), dues, {**fields, **_fields(body or ())}, seed, burstiness, burst,
         requests, seconds, warmup, rounds or (ROUNDS if len(servers) > 1 else 1), clients, timeout, Bounds.of(goodput),
     )  # fmt: skip
     _run(plan, json_file, html_file, api_key)
@@ -187,7 +187,6 @@ def _run(plan: Plan, json_file: str | None, html_file: str | None, secret: str |
 
 
 def _described(plan: Plan) -> dict[str, Any]:
-    """What was asked, for readers of the results."""
     prompts = f"{len(plan.rows)} rows of a file" if plan.rows else f"made up, {plan.input} tokens"
     if plan.trace:
         prompts = f"{prompts}; lengths by the trace where it has them"
@@ -239,7 +238,6 @@ def _numbers(text: str, flag: str) -> list[float]:
 
 
 def _asked(endpoint: str | None, prompts: str | None, limit: int | None) -> tuple[str, list[dict[str, Any]]]:
-    """The route, and what of a file's rows goes into a body."""
     from outrider.bench.serve.asked import CHAT, COMPLETIONS
 
     if endpoint not in (None, "chat", "completions"):

@@ -110,8 +110,6 @@ def chat(
 
 
 class Talk:
-    """The conversation so far, and how it goes on."""
-
     def __init__(
         self, llm: LLM, params: SamplingParams, system: str | None, stats: bool, show: bool = False
     ) -> None:
@@ -187,8 +185,6 @@ class Talk:
         if self.stats:
             note(answer.stats_line())
         return answer
-
-    # -------------------------------------------------------------------------------------------- commands
 
     def _clear(self, _: str) -> None:
         self.messages = []

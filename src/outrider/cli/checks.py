@@ -92,9 +92,6 @@ def _processor() -> str:
     return next(named, "unknown processor")
 
 
-# ------------------------------------------------------------------------------------------ cores and memory
-
-
 def cores() -> Iterator[Finding]:
     usable, present = usable_cores(), os.cpu_count() or 1
     busy = _busy_programs()
@@ -152,9 +149,6 @@ def memory() -> Iterator[Finding]:
         return
     mend = "close programs, or take a smaller model, --context 2048 and --cache-bytes 256M"
     yield Finding("memory", "warning", f"only {shown_size(free)} free; models may not load", mend, facts)
-
-
-# ---------------------------------------------------------------------------------------- kernels and the GPU
 
 
 def kernels() -> Iterator[Finding]:
@@ -228,9 +222,6 @@ def _torch_cuda() -> str | None:
         return None
     found = re.search(r"^cuda[^=]*= '([^']+)'", text, re.MULTILINE)
     return found[1] if found else None
-
-
-# ----------------------------------------------------------------------------------- models, folders, shell, port
 
 
 def models() -> Iterator[Finding]:

@@ -23,8 +23,7 @@ EVERYDAY = {
     "generate": f"model text prompts chat system draft show_origins stats as_json {_SAMPLING} {_MACHINE}",
     "chat": f"model system draft show_origins stats {_SAMPLING} {_MACHINE}",
     "serve": "model host port api_keys key_file allowed_hosts cors_origins served_name max_sequences cache_bytes"
-    " gpu_memory_utilization weights device threads context draft speculation max_tokens temperature top_p log_format"
-    " config help",
+    " weights device threads context draft speculation max_tokens temperature top_p log_format config help",
     "bench": _MEASURED,
     "audit": _MEASURED,
     "advise": _MEASURED,
@@ -130,7 +129,6 @@ class Group(TyperGroup):
 
 
 def _short(param: Any, ctx: Any) -> tuple[str, str]:
-    """A flag and the first sentence of its help."""
     flags, text = param.get_help_record(ctx) or (param.make_metavar(ctx), param.help or "")
     if param.param_type_name == "argument":
         flags = flags.split()[0]

@@ -213,9 +213,6 @@ def _warm_up(llm: LLM, console: Console) -> None:
             llm.generate([ids], owner="warm-up", temperature=0, max_tokens=24, speculation=how)
 
 
-# ---------------------------------------------------------------------------------------------- what is seen
-
-
 def _is_live(console: Console) -> bool:
     return console.is_terminal and not console.is_dumb_terminal
 

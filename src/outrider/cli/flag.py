@@ -71,7 +71,7 @@ def read_bytes(text: str) -> int:
     return int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
 
 
-def _shown_bytes(size: int) -> str:
+def _shown_bytes(size: Any) -> str:
     """`536870912` -> `512M`."""
     power = max(p for p in range(4) if size % 1024**p == 0)
     return f"{size // 1024**power}{' KMG'[power]}".strip()

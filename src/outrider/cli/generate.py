@@ -130,7 +130,6 @@ def _in_place(
 def _asked(
     text: str | None, prompt: str | None, prompts: str | None, limit: int | None
 ) -> list[tuple[str, str | dict[str, Any]]]:
-    """What to ask, from the one place it was given in."""
     given = [
         name
         for name, value in (("PROMPT", text), ("--prompt", prompt), ("--prompts", prompts))
@@ -173,7 +172,6 @@ class Exchange:
         self.messages.extend(row.messages)
 
     def ask(self, received: Received) -> Answer:
-        """Submit the next turn."""
         if self.prompt is not None:
             ids = self.llm.tokenizer.encode(self.prompt)
         else:
@@ -258,7 +256,6 @@ class Show:
         self.streams, self.screen = streams and not as_json, Screen()
 
     def fresh(self, answer: Answer) -> None:
-        """What an answer's last event brought."""
         text = self._text(answer.fresh)
         if self.streams and (text or answer.done):
             self.screen.write(f"{text}\n" if answer.done else text)

@@ -36,7 +36,6 @@ def explain(ctx: typer.Context, words: Words = None) -> None:
 
 
 def glossary() -> dict[str, str]:
-    """Meanings by word, in small letters."""
     text = resources.files("outrider").joinpath("glossary.md").read_text(encoding="utf-8")
     found: dict[str, str] = {}
     for words, meaning in re.findall(r"^\| (.+?) \| (.+) \|$", text, re.MULTILINE):

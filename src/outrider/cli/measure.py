@@ -57,14 +57,14 @@ def described(llm: LLM, program: str = "outrider") -> dict[str, Any]:
 
 
 def warn_if_busy() -> None:
-    """Times taken while others compute say little."""
+    """Warns when other programs use the cores."""
     load, cores = os.getloadavg()[0], usable_cores()
     if load > BUSY * cores:
         note(f"warning: the machine is busy (load {load:.1f} on {cores} cores): figures may be far off")
 
 
 def say_loading(model: str) -> None:
-    """In a pipe; on a terminal it is said anyway."""
+    """Says so in a pipe; a terminal shows it anyway."""
     if not sys.stderr.isatty():
         note(cut(f"loading {model}", WIDTH))
 
@@ -99,7 +99,7 @@ class Progress:
         self.last: tuple[str, float] = ("", 0.0)
 
     def of(self, stage: str) -> Callable[[str, float], None]:
-        """For one that says what it is at and the share that is done of its stage."""
+        """A callback for one stage: takes what it does now and the share of it that is done."""
         begin, share = self.parts[stage]
         return lambda what, done: self._tell(stage, what, begin + share * done)
 
@@ -118,7 +118,6 @@ class Progress:
             note(line)
 
     def clear(self) -> None:
-        """Room for other lines, or the end."""
         if self.live:
             print("\r\x1b[2K", end="", file=sys.stderr, flush=True)
 

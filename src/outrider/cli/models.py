@@ -97,7 +97,6 @@ models.command("remove", hidden=True)(rm)  # as for pairs and keys
 
 
 def _agreed(question: str) -> bool:
-    """What a person answers."""
     if not sys.stdin.isatty():
         raise InvalidRequest("there is no terminal to ask on: --yes deletes without asking", "yes")
     try:

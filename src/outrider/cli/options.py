@@ -52,7 +52,6 @@ def read_bias(pairs: Sequence[str]) -> dict[int, float]:
 
 
 def read_speculation(text: str) -> Speculation:
-    """As in Python and in requests."""
     try:
         return Speculation.of(text)
     except InvalidRequest as problem:
@@ -102,7 +101,7 @@ class Flags:
     join: Callable[[dict[str, Any]], dict[str, Any]] = dict  # from flags to fields, where they differ
 
     def without(self, name: str) -> Flags:
-        """For a command whose own flag has that name."""
+        """The same flags but one, for a command that has a flag of that name."""
         return replace(self, flags=tuple(flag for flag in self.flags if flag.name != name))
 
     def parameters(self, by_model: Container[str] = ()) -> list[inspect.Parameter]:

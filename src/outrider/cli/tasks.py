@@ -89,9 +89,6 @@ def _chosen(found: dict[str, list[TaskRow]], wanted: Iterable[str]) -> dict[str,
     return {task: found[task] for task in wanted}
 
 
-# ----------------------------------------------------------------------------------------------------- as token ids
-
-
 def tasks_of(
     llm: LLM, prompts: str | None, limit: int | None, wanted: str | None = None, each: int | None = None
 ) -> dict[str, list[list[int]]]:

@@ -14,7 +14,7 @@ from functools import partial
 from math import inf
 from typing import Any
 
-from outrider.errors import InvalidRequest, suggesting
+from outrider.errors import InvalidRequest, invalid, suggesting
 from outrider.fields import check_fields, known_options, setting
 
 STAGES = ("answer", "train", "score")
@@ -147,7 +147,7 @@ class Recipe:
         check_fields(self)
         for name in ("temperatures", "score_temperatures"):
             if not getattr(self, name):
-                raise InvalidRequest(f"{name} needs one temperature at least", name)
+                raise invalid(name, "needs one temperature at least")
         self._check_shares()
         self._check_used()
         if not (self.answers or self.shards):
@@ -157,9 +157,9 @@ class Recipe:
         if self.joined and not self.prompts:
             raise InvalidRequest("prompts are joined of the texts in files: give --prompts FILE", "joined")
         if self.batch_tokens < self.context:
-            raise InvalidRequest(
-                f"batch_tokens ({self.batch_tokens}) must hold one conversation of {self.context} (context)",
+            raise invalid(
                 "batch_tokens",
+                f"({self.batch_tokens}) must hold one conversation of {self.context} (context)",
             )
 
     def _check_used(self) -> None:
@@ -179,7 +179,7 @@ class Recipe:
                     f"the share of {task!r} must be between 0 and 1, got {share!r}", "shares"
                 )
         if sum(self.shares.values()) > 1 + 1e-9:
-            raise InvalidRequest(f"shares add up to {sum(self.shares.values()):g}, more than 1", "shares")
+            raise invalid("shares", f"add up to {sum(self.shares.values()):g}, more than 1")
         if "made-up" in self.shares and not self.made_up:
             raise InvalidRequest("a share of made-up prompts needs some: --made-up N", "shares")
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from outrider.errors import InvalidRequest, OutOfMemory
+from outrider.errors import InvalidRequest, OutOfMemory, invalid
 from outrider.settings import FAST, Settings, shown_size
 
 SEQUENCES = {"cpu": 64, "cuda": 512}
@@ -81,7 +81,7 @@ def place(
     if settings.dtype not in ("auto", FAST[device]):
         raise InvalidRequest(f"{device} computes in {FAST[device]}, not in {settings.dtype}", "dtype")
     if device == "cuda" and settings.kernels != "auto":
-        raise InvalidRequest(f"kernels {settings.kernels!r} are for the CPU; leave them out", "kernels")
+        raise invalid("kernels", f"{settings.kernels!r} are for the CPU; leave them out")
     if device == "cpu":
         replace(settings, device=device)  # refuses what is for a GPU alone
     elif free is not None and total is not None:
@@ -115,11 +115,11 @@ def share_of_all(settings: Settings, free: int, total: int) -> Settings:
         left = min((1 - GPU_SHARE) * total, MOST_LEFT * free)
         return replace(settings, gpu_memory_utilization=1 - left / total)
     if share * total > free:
-        raise InvalidRequest(
-            f"gpu_memory_utilization {share:g} asks for {shown_size(share * total)} of {shown_size(total)}, and "
+        raise invalid(
+            "gpu_memory_utilization",
+            f"{share:g} asks for {shown_size(share * total)} of {shown_size(total)}, and "
             f"{shown_size(free)} is free, as others have {shown_size(others)}: ask for at most "
             f"{int(100 * free / total) / 100:g}, or end what else runs there",
-            "gpu_memory_utilization",
         )
     return replace(settings, gpu_memory_utilization=min(1.0, share + others / total))
 
@@ -130,9 +130,9 @@ def within_share(settings: Settings, free: int, total: int) -> int:
         return free
     may = int(settings.gpu_memory_utilization * total)
     if may <= total - free:
-        raise InvalidRequest(
-            f"gpu_memory_utilization {settings.gpu_memory_utilization:g} allows {shown_size(may)} of "
-            f"{shown_size(total)}, and {shown_size(total - free)} is taken already: there is none for the cache",
+        raise invalid(
             "gpu_memory_utilization",
+            f"{settings.gpu_memory_utilization:g} allows {shown_size(may)} of "
+            f"{shown_size(total)}, and {shown_size(total - free)} is taken already: there is none for the cache",
         )
     return free - (total - may)

@@ -30,7 +30,7 @@ NAME = re.compile(r"shard-(\d{5,})\.safetensors")
 KEY = "outrider"  # of the metadata; one alone, so that equal shards are equal bytes
 VERSION = 2
 WHOLE_BYTES = 1  # the version before it: int32, and a byte for every mark
-SHARD_TOKENS = 1 << 18  # a writer's own measure: a megabyte or so
+SHARD_TOKENS = 1 << 18  # of a shard: a megabyte or so
 
 
 class BadShard(OutriderError):
@@ -75,7 +75,6 @@ def shard_folders(folder: Path) -> list[Path]:
 
 
 def write_shard(folder: Path, number: int, conversations: Sequence[Conversation]) -> Path:
-    """All or nothing."""
     path = shard_path(folder, number)
     write_atomically(path, shard_bytes(conversations))
     return path
@@ -105,7 +104,6 @@ def shard_bytes(conversations: Sequence[Conversation]) -> bytes:
 
 
 def read_shard(path: Path) -> list[Conversation]:
-    """Checked against its digest."""
     try:
         data = path.read_bytes()
     except OSError as problem:
@@ -187,30 +185,6 @@ def _sync_folder(folder: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-
-class ShardWriter:
-    """Appends conversations to a folder, a shard whenever enough have come. Continues after what is there."""
-
-    def __init__(self, folder: Path, shard_tokens: int = SHARD_TOKENS) -> None:
-        self.folder, self.shard_tokens = folder, shard_tokens
-        self._next = max(shard_paths(folder), default=-1) + 1
-        self._held: list[Conversation] = []
-        self._tokens = 0
-
-    def add(self, conversation: Conversation) -> Path | None:
-        """The shard, where this one filled it."""
-        self._held.append(conversation)
-        self._tokens += len(conversation)
-        return self.flush() if self._tokens >= self.shard_tokens else None
-
-    def flush(self) -> Path | None:
-        """Write what is held. If that fails it is still held, for another try."""
-        if not self._held:
-            return None
-        path = write_shard(self.folder, self._next, self._held)
-        self._next, self._held, self._tokens = self._next + 1, [], 0
-        return path
 
 
 def read_shards(folder: Path) -> Iterator[Conversation]:

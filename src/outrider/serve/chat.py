@@ -7,7 +7,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from outrider.errors import InvalidRequest
+from outrider.errors import InvalidRequest, invalid
 from outrider.serve.answer import answer
 from outrider.serve.call import Call, Choice, parts_of
 from outrider.serve.limits import check_schema
@@ -40,7 +40,7 @@ def _prepared(service: Service, asked: ChatRequest) -> tuple[list[int], Sampling
     if asked.logprobs:
         params = replace(params, logprobs=asked.top_logprobs or 0)
     elif asked.top_logprobs:
-        raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
+        raise invalid("top_logprobs", "needs logprobs to be true")
     return chat_ids(service.model, asked, tools), params, tools
 
 
@@ -91,8 +91,6 @@ def _check_tool_schemas(tools: ToolRequest, grammar: str, most: int) -> None:
 
 @dataclass(slots=True)
 class ChatChoice:
-    """A choice's answer as chat shows it."""
-
     reader: ToolReader | None
     text: list[str] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)

@@ -7,7 +7,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from outrider.errors import InvalidRequest
+from outrider.errors import InvalidRequest, invalid
 from outrider.serve.answer import answer
 from outrider.serve.call import Call, Choice
 from outrider.serve.link import Piece, Score
@@ -42,7 +42,7 @@ def _prepared(service: Service, asked: CompletionRequest) -> list[tuple[list[int
     cut = asked.truncate_prompt_tokens is not None
     prompts = read_prompts(asked.prompt, service.model, cut)
     if len(prompts) * params.n > MOST_ANSWERS:
-        raise InvalidRequest(f"n times the number of prompts may be at most {MOST_ANSWERS}", "n")
+        raise invalid("n", f"times the number of prompts may be at most {MOST_ANSWERS}")
     if (
         len(prompts) * len(params.prediction or "") > settings.max_body_bytes
     ):  # each takes a copy to the engine
@@ -55,7 +55,7 @@ def read_prompts(prompt: Any, model: ServedModel, cut: bool = False) -> list[lis
     """Token ids of each prompt: a text, a list of texts, token ids, or a list of lists of them."""
     many = [prompt] if isinstance(prompt, str) or (prompt and type(prompt[0]) is int) else prompt
     if not many:
-        raise InvalidRequest("prompt must not be empty", "prompt")
+        raise invalid("prompt", "must not be empty")
     if len(many) > MAX_PROMPTS:
         raise InvalidRequest(f"prompt: {len(many)} given, at most {MAX_PROMPTS} are allowed", "prompt")
     return [_ids(one, model, i, cut) for i, one in enumerate(many)]

@@ -1,4 +1,4 @@
-"""One client's connection: uvicorn's HTTP, with an end to everything a client could draw out, and an accept loop
+"""One client's connection: uvicorn's HTTP with limits on everything a client could draw out, and an accept loop
 that counts connections and waits when there are no descriptors left.
 """
 
@@ -35,7 +35,7 @@ EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
 class LogRateLimiter:
-    """A log line of one kind now and then, with how many were left out."""
+    """Limits the rate of log lines of one kind, and counts those left out."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -192,8 +192,6 @@ class Connection(H11Protocol):
         else:
             super().shutdown()
 
-    # --------------------------------------------------------------------------------- the body of a refused request
-
     def linger(self) -> bool:
         """Close once the client has, or soon. Closed at once, with bytes still coming, the answer would be lost."""
         if self.lingering:
@@ -211,8 +209,6 @@ class Connection(H11Protocol):
             self._own.pause_reading()
             self.loop.call_later(pause, self._own.resume_reading)
 
-    # ------------------------------------------------------------------------------------- an answer in parts
-
     def push(self, data: bytes) -> None:
         """A part of the body of the answer that has begun, written at once. ASGI's way, through every layer to h11 and
         a task of its own, costs more than everything else about a token. Slow readers are cut off here, too.
@@ -221,8 +217,6 @@ class Connection(H11Protocol):
             return
         chunked = self.conn.their_http_version != b"1.0"  # as h11 announced it
         self._own.write(b"%x\r\n%b\r\n" % (len(data), data) if chunked else data)
-
-    # ------------------------------------------------------------------------------------ an answer not read
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -239,10 +233,7 @@ class Connection(H11Protocol):
             self._unasked.cancel()
             self._unasked = None
 
-    # ---------------------------------------------------------------------------------------- what is no HTTP
-
     def send_400_response(self, msg: str) -> None:
-        """In the shape every other error has."""
         name = f"req_{secrets.token_hex(12)}"
         self.log_limiter.warn("not an HTTP request", id=name, peer=self._peer)
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):

@@ -111,7 +111,6 @@ def _all(service: Service) -> dict[str, Any]:
 
 
 def _one(service: Service, draft: ServedDraft) -> dict[str, Any]:
-    """What is in use, how it does, and what its card promised."""
     swaps, by_drafter = service.backend.swaps, service.metrics.by_drafter
     card = swaps.cards.get(draft.drafter)
     recent = {}

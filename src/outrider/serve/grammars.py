@@ -66,7 +66,6 @@ class Grammars:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def warm_up(self) -> None:
-        """Have one ready before it is needed."""
         self._begin(self.warm())
 
     def _begin(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:

@@ -138,11 +138,7 @@ def _digest_of_given(key: str) -> bytes:
     return digest_of(key)
 
 
-# ------------------------------------------------------------------------------------------------ key file
-
-
 def read_key_file(file: Path) -> list[Key]:
-    """Every key of the file, each checked."""
     try:
         text = file.read_text(encoding="utf-8")
     except OSError as problem:
@@ -231,9 +227,6 @@ def _check_unique(keys: Iterable[Key], source: str) -> None:
             raise InvalidRequest(f"{source}: {both} are the same key", "key_file")
         names.add(key.name)
         holders[key.digest] = key.name
-
-
-# ------------------------------------------------------------------------------------------------- limiter
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,6 @@ class Request(BaseRequest):
 
     @property
     def connection(self) -> Connection:
-        """That it came by."""
         return cast(Connection, self.scope["state"]["connection"])
 
     @property
@@ -168,7 +167,6 @@ class Request(BaseRequest):
             pass
 
     def settle(self) -> None:
-        """Give back what it held, however it ended."""
         if self.running is not None:
             self.running.close()
         used = 0
@@ -207,8 +205,6 @@ def _request_id(given: str | None) -> str:
 
 
 class Reply(Response):
-    """An answer as JSON."""
-
     media_type = JSON
 
     def render(self, content: Any) -> bytes:

@@ -83,7 +83,6 @@ def run_server(
 
 
 def _traffic(serve: ServeSettings, keys: Keyring) -> TrafficKeeper | None:
-    """What keeps tokens of marked keys, where that was asked for."""
     if serve.keep_traffic is None:
         return None
     from outrider.serve.traffic import TrafficKeeper  # brings numpy

@@ -18,8 +18,6 @@ Pieces = list[tuple[int, Piece]]  # each with the index of its prompt
 
 
 class Job:
-    """One request at the engine."""
-
     __slots__ = (
         "accepted", "began", "compiled", "id", "index", "left", "params", "prompt", "seed", "sent", "stream",
     )  # fmt: skip
@@ -95,7 +93,6 @@ class Stream:
                     quiet()
 
     def deliver(self) -> None:
-        """Hands over the pieces of a step."""
         if self._receive is None or not self.pending or self._over.done():
             return
         pieces, self.pending = self.pending, []
@@ -119,7 +116,6 @@ class Stream:
             self._over.exception()  # marks it as retrieved: no warning without `follow`
 
     def close(self) -> None:
-        """Frees what its jobs hold at the engine."""
         self._drop(self.jobs)
 
 

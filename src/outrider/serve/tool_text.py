@@ -379,7 +379,6 @@ class ToolReader:
 
 
 def _decoded(raw: str) -> str | None:
-    """The text of a JSON string."""
     try:
         value = json.loads(raw, strict=False)
     except ValueError:

@@ -112,12 +112,9 @@ class TrafficKeeper:
             self.counts["queue"] += 1
 
     def close(self) -> None:
-        """Write what is held, within some seconds."""
         with contextlib.suppress(queue.Full):
             self._queue.put(None, timeout=CLOSE_SECONDS)
         self._thread.join(CLOSE_SECONDS)
-
-    # ------------------------------------------------------------------------------------------- the thread
 
     def _run(self) -> None:
         due, more = time.monotonic() + self.write_seconds, True
@@ -227,7 +224,6 @@ def forget(folder: Path, key: str) -> int:
 
 
 def folder_name(key: str) -> str:
-    """Of a key's name, whatever stands in it."""
     data = key.encode("utf-8", "surrogatepass")
     plain = quote(data, safe=" ")
     if len(plain) <= LONGEST_NAME:
@@ -249,7 +245,6 @@ def _erased(folder: Path) -> int:
 
 
 def _make_private(folder: Path) -> None:
-    """For its owner alone."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         mode = folder.stat().st_mode & 0o777
