@@ -23,7 +23,7 @@ from outrider.engine.engine import Engine
 from outrider.model.decoder import Decoder
 from outrider.serve.backend import Backend
 from outrider.serve.engine_process import EngineProcess
-from outrider.serve.link import Compiled, Drafted, End, Gauges, Start, Step, receive
+from outrider.serve.link import Compiled, Drafted, End, Gauges, Start, Step, receive_event
 from outrider.serve.metrics import SECONDS, UNPAID, Metrics
 from outrider.serve.settings import ServeSettings
 from outrider.serve.stream import Pieces, Stream
@@ -87,12 +87,12 @@ class Serving:
         reader, backend._writer = await asyncio.open_connection(sock=self.ours)
 
         async def listen() -> None:
-            while (message := await receive(reader)) is not None:
+            while (message := await receive_event(reader)) is not None:
                 await backend._handle(message)
 
         async def client(one: tuple[list[int], SamplingParams]) -> tuple[list[int], list[End]]:
             deadline = asyncio.get_running_loop().time() + 60
-            return await _heard(await backend.open([one], "", "", deadline), deadline)
+            return await _received(await backend.open([one], "", "", deadline), deadline)
 
         self.thread.start()
         listening = asyncio.create_task(listen())
@@ -132,7 +132,7 @@ def _request(prompt: list[int], params: SamplingParams, owner: str, name: str) -
     return Request(name, tuple(prompt), params, params.seed or 0, owner)
 
 
-async def _heard(stream: Stream, deadline: float) -> tuple[list[int], list[End]]:
+async def _received(stream: Stream, deadline: float) -> tuple[list[int], list[End]]:
     tokens, ends = [], []
 
     def receive(pieces: Pieces) -> None:
