@@ -32,7 +32,7 @@ from outrider.draft.drafters import Drafters
 from outrider.draft.lookup import LookupDrafter
 from outrider.draft.scores import Scores
 from outrider.engine.eager_runner import LONGEST_MEASURED, packed_options
-from outrider.settings import PREFILL_STRETCH, PREFILL_WAIT
+from outrider.engine.placement import PREFILL_SLOWDOWN, PREFILL_WAIT
 from outrider.types import (
     NO_DRAFT,
     Draft,
@@ -54,7 +54,7 @@ PASS = {
 HOST = 1.0  # ms of a step outside its pass
 PLANNING = 0.04  # ms more of a step, a sequence, where a planner looks for drafts
 ROWS = 128  # of a step
-GUARDS = Guards(prefill_slowdown=PREFILL_STRETCH["cpu"], prefill_wait=PREFILL_WAIT["cpu"])
+GUARDS = Guards(prefill_slowdown=PREFILL_SLOWDOWN["cpu"], prefill_wait=PREFILL_WAIT["cpu"])
 EVERY = "chat,code,json,rewrite,summary,creative,short,long"
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from outrider import LLM, Settings
+from outrider.engine.engine import Engine
 from outrider.load.find import find
 from outrider.settings import cache_folder, usable_cores
 
@@ -21,6 +22,8 @@ if (
     not torch.cuda.is_available()
 ):  # GPU kernels run in Triton's interpreter, if it hears of it before it is imported
     os.environ["TRITON_INTERPRET"] = "1"
+
+Engine.check_integrity = True  # in this process; servers run theirs without
 
 KEPT = {"OUTRIDER_CACHE"}  # where the model and the kernels already are
 BUILT_IN = {"llm", "smollm2", "served_real"}  # fixtures of the built-in model
@@ -95,7 +98,7 @@ def interruptible() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def llm() -> Iterator[LLM]:
     """The built-in model, checked after every step. Shared: leave it as it was found."""
-    with LLM("smollm2-135m", settings=Settings(cache_bytes=1 << 28, check_integrity=True)) as model:
+    with LLM("smollm2-135m", settings=Settings(cache_bytes=1 << 28)) as model:
         yield model
 
 

@@ -88,7 +88,7 @@ def tiny_engine(model: Decoder, planner=None, drafter=None, drafters=None, lag=N
     """`drafters` makes them by name from the KV cache; a lone `drafter` is called "test". With a `lag` decoding
     sequences are resident, as on a GPU, and the host is so many steps behind.
     """
-    options = dict(max_sequences=32, step_rows=64, cache_bytes=1 << 22, check_integrity=True)
+    options = dict(max_sequences=32, step_rows=64, cache_bytes=1 << 22)
     made = Settings(**{**options, **settings})
     cache = make_kv_cache(model, made)
     by_name = drafters(cache) if drafters else {"test": drafter} if drafter else {}

@@ -71,11 +71,23 @@ class UnsupportedModel(OutriderError):
 
 
 class InvalidRequest(OutriderError):
-    """`param` is the name of the offending parameter, as the user wrote it."""
+    """`param` is the name of the offending parameter, as the user wrote it. Messages that name it begin with it."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+
+    def about(self, param: str) -> InvalidRequest:
+        """The same error, about the parameter as another interface names it."""
+        text = str(self)
+        if self.param and text.startswith(self.param):
+            text = param + text.removeprefix(self.param)
+        return InvalidRequest(text, param or None)
+
+
+def invalid(param: str, says: str) -> InvalidRequest:
+    """An error whose message begins with the name of the parameter."""
+    return InvalidRequest(f"{param} {says}", param)
 
 
 class TemplateFailed(InvalidRequest):

@@ -6,13 +6,13 @@ A bad value is an error that names itself.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
-from outrider.errors import LONGEST_NAME, InvalidRequest, brief, suggest, suggesting
+from outrider.errors import InvalidRequest, brief, invalid, suggest, suggesting
+from outrider.fields import check_fields, known_options, setting
 
 MODES: tuple[str, ...] = ("coupled", "rejection", "lossy")
 RULES: tuple[str, ...] = ("typical", "threshold")
@@ -31,32 +31,22 @@ class Speculation:
     """How one request wants speculation to be done. What is left open (None) the engine decides, step by step."""
 
     drafter: str | None = None  # a name, several joined by '+', or "none": never draft
-    depth: int | None = None  # longest path
-    nodes: int | None = None  # draft tokens a step
+    depth: int | None = setting(None, 0, MAX_NODES)  # longest path
+    nodes: int | None = setting(None, 0, MAX_NODES)  # draft tokens a step
     tree: tuple[int, ...] | None = None  # a fixed shape: children of each node, by depth
-    mode: str = "coupled"
+    mode: str = setting("coupled", known=MODES)
     block: bool = True  # rejection on a chain: verify the whole block rather than token by token
-    rule: str = "typical"  # lossy: typical | threshold
-    threshold: float = 0.3  # lossy: the least probability an accepted token must have, under either rule
-    delta: float = 0.09  # lossy, typical: how far below the entropy's bound it may fall
+    rule: str = setting("typical", known=RULES)  # of lossy
+    threshold: float = setting(
+        0.3, 0, 1
+    )  # lossy: the least probability of an accepted token, under either rule
+    delta: float = setting(0.09, 0, 1)  # lossy, typical: how far below the entropy's bound it may fall
     explain: bool = False  # say of every step why it was done as it was
 
     def __post_init__(self) -> None:
-        for name in ("depth", "nodes"):
-            if getattr(self, name) is not None:
-                _whole(self, name, 0, MAX_NODES)
         if self.tree is not None:
             object.__setattr__(self, "tree", _shape(self.tree))
-        for name, known in (("mode", MODES), ("rule", RULES)):
-            value = getattr(self, name)
-            if value not in known:
-                raise InvalidRequest(f"unknown {name} {brief(value)}{suggest(value, known)}", name)
-        if self.drafter is not None and not isinstance(self.drafter, str):
-            raise InvalidRequest("drafter must be a name", "drafter")
-        _flag(self, "block")
-        _flag(self, "explain")
-        _number(self, "threshold", 0.0, 1.0)
-        _number(self, "delta", 0.0, 1.0)
+        check_fields(self)
 
     @property
     def off(self) -> bool:
@@ -80,8 +70,8 @@ class Speculation:
         if isinstance(value, int):
             return cls(depth=value)
         if not isinstance(value, Mapping):
-            raise InvalidRequest(f"speculation is {FORMS}, not {type(value).__name__}", "speculation")
-        return cls(**_known(cls, value, "speculation option"))
+            raise invalid("speculation", f"is {FORMS}, not {type(value).__name__}")
+        return cls(**known_options(cls, value, "speculation option"))
 
 
 FORMS = "auto, off, a number, true, false or fields such as depth=4,mode=coupled"
@@ -98,7 +88,7 @@ def _from_text(text: str) -> bool | int | dict[str, Any]:
     for pair in text.split(",") if len(text) < 300 else [""]:
         name, equals, value = (part.strip() for part in pair.partition("="))
         if not equals or not name or name in options:
-            raise InvalidRequest(f"speculation is {FORMS}, not {text!r:.60}", "speculation")
+            raise invalid("speculation", f"is {FORMS}, not {text!r:.60}")
         try:
             options[name] = value if name == "tree" else json.loads(value)
         except ValueError:
@@ -111,33 +101,16 @@ def _shape(value: Any) -> tuple[int, ...]:
     if isinstance(value, str):
         value = [int(k) if re.fullmatch(r"\d{1,3}", k) else 0 for k in value.split("x", MAX_NODES)]
     if isinstance(value, (list, tuple)) and len(value) > MAX_NODES:
-        raise InvalidRequest(
-            f"tree has more than {MAX_NODES} levels; at most {MAX_NODES} nodes fit a step", "tree"
-        )
+        raise invalid("tree", f"has more than {MAX_NODES} levels; at most {MAX_NODES} nodes fit a step")
     if not isinstance(value, (list, tuple)) or not value or not all(type(k) is int and k > 0 for k in value):
-        raise InvalidRequest(
-            "tree must be a list of whole numbers, children by depth, such as [3, 2, 1]", "tree"
-        )
+        raise invalid("tree", "must be a list of whole numbers, children by depth, such as [3, 2, 1]")
     nodes, level = 0, 1
     for children in value:
         level *= children
         nodes += level
         if nodes > MAX_NODES:  # stop here: the product of many large numbers takes hours
-            raise InvalidRequest(
-                f"tree has more than {MAX_NODES} nodes; at most {MAX_NODES} fit a step", "tree"
-            )
+            raise invalid("tree", f"has more than {MAX_NODES} nodes; at most {MAX_NODES} fit a step")
     return tuple(value)
-
-
-def _known(cls: type, options: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """The options, once each name is one of the fields of `cls`."""
-    known = [f.name for f in fields(cls)]
-    for name in options:
-        if name not in known:
-            raise InvalidRequest(
-                f"unknown {what} {brief(name)}{suggest(str(name), known)}", str(name)[:LONGEST_NAME]
-            )
-    return dict(options)
 
 
 @suggesting
@@ -145,136 +118,95 @@ def _known(cls: type, options: Mapping[str, Any], what: str) -> dict[str, Any]:
 class SamplingParams:
     """What the user asked. Complete and valid once built; a bad value is an error that names itself."""
 
-    temperature: float = 1.0  # 0 = greedy
-    top_k: int = 0  # 0 = off
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0  # over prompt and output
-    frequency_penalty: float = 0.0  # over output
-    presence_penalty: float = 0.0  # over output
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    bad_words: tuple[str, ...] = ()
-    seed: int | None = None  # None: one is drawn at admission and reported
-    n: int = 1
-    max_tokens: int = 256
-    min_tokens: int = 0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    include_stop: bool = False  # keep the stop string in the text
-    ignore_eos: bool = False
-    logprobs: int | None = None  # None = none; k = the chosen token and k alternatives
-    prompt_logprobs: int | None = None  # the same for the prompt's own tokens
+    temperature: float = setting(1.0, 0, 100, help="Randomness; 0 takes the likeliest token.")
+    top_k: int = setting(0, 0, help="Keep the k likeliest tokens; 0 keeps all.")
+    top_p: float = setting(
+        1.0, above=0, high=1, help="Keep the likeliest tokens that reach this probability together."
+    )
+    min_p: float = setting(0.0, 0, 1, help="Drop tokens less likely than this share of the likeliest.")
+    repetition_penalty: float = setting(
+        1.0, above=0, high=100, help="Divide the logits of tokens in prompt or output."
+    )
+    frequency_penalty: float = setting(
+        0.0, -100, 100, help="Subtract this for every time a token was written."
+    )
+    presence_penalty: float = setting(0.0, -100, 100, help="Subtract this once a token was written.")
+    logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to the logits of these tokens
+    bad_words: tuple[str, ...] = setting(
+        (), 1, flag="--bad-word", metavar="TEXT", help="A word never to write. Repeatable."
+    )
+    seed: int | None = setting(
+        None, -(2**63), 2**64 - 1, help="The same seed gives the same answer; drawn if not given."
+    )
+    n: int = setting(1, 1, MAX_CHOICES, flag="-n --n", help="Answers a prompt.")
+    max_tokens: int = setting(256, 1, help="Longest answer, in tokens.")
+    min_tokens: int = setting(0, 0, help="Shortest answer, in tokens.")
+    stop: tuple[str, ...] = setting((), 1, metavar="TEXT", help="End before this text. Repeatable.")
+    stop_token_ids: tuple[int, ...] = setting(
+        (), 0, flag="--stop-token-id", metavar="ID", help="End at this token. Repeatable."
+    )
+    include_stop: bool = setting(False, flag="--include-stop", help="Keep the stop text in the answer.")
+    ignore_eos: bool = setting(False, flag="--ignore-eos", help="Write on past the model's own end.")
+    logprobs: int | None = setting(
+        None, 0, MAX_ALTERNATIVES, help=f"Log-probabilities, and 0-{MAX_ALTERNATIVES} alternatives a token."
+    )
+    prompt_logprobs: int | None = setting(
+        None, 0, MAX_ALTERNATIVES, help="The same for the prompt's own tokens."
+    )
     speculation: Speculation = field(default_factory=Speculation)  # or whatever Speculation.of takes
-    prediction: str | None = None  # what the user expects the answer to be; drafts follow it
+    prediction: str | None = setting(
+        None, metavar="TEXT", help="What the answer is expected to be; drafts follow it."
+    )
     grammar: Mapping[str, Any] | None = None  # one of GRAMMARS and its value, such as {"regex": "[0-9]+"}
 
     def __post_init__(self) -> None:
-        _number(self, "temperature", 0.0, 100.0)
-        _number(self, "top_p", 0.0, 1.0, open_low=True)
-        _number(self, "min_p", 0.0, 1.0)
-        _number(self, "repetition_penalty", 0.0, 100.0, open_low=True)
-        _number(self, "frequency_penalty", -100.0, 100.0)
-        _number(self, "presence_penalty", -100.0, 100.0)
-        _whole(self, "top_k", 0)
-        _whole(self, "n", 1, MAX_CHOICES)
-        _whole(self, "max_tokens", 1)
-        _whole(self, "min_tokens", 0, self.max_tokens)
-        if self.seed is not None:
-            _whole(self, "seed", -(2**63), 2**64 - 1)
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                _whole(self, name, 0, MAX_ALTERNATIVES)
+        for name in ("stop", "bad_words"):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, ())
+        check_fields(self)
+        if self.min_tokens > self.max_tokens:
+            raise invalid(
+                "min_tokens", f"must be between 0 and {self.max_tokens} (max_tokens), got {self.min_tokens}"
+            )
         if self.grammar is not None:
             _one_grammar(self.grammar)
-        if self.prediction is not None and not isinstance(self.prediction, str):
-            raise InvalidRequest("prediction must be a string", "prediction")
-        _flag(self, "include_stop")
-        _flag(self, "ignore_eos")
-        _strings(self, "stop")
-        _strings(self, "bad_words")
-        object.__setattr__(self, "stop_token_ids", _token_ids(self.stop_token_ids))
         object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
         object.__setattr__(self, "speculation", Speculation.of(self.speculation))
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> SamplingParams:
         """Build from a mapping of names, refusing unknown ones with a suggestion."""
-        return cls(**_known(cls, options, "option"))
+        return cls(**known_options(cls, options, "option"))
 
     @property
     def penalised(self) -> bool:
         return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
 
 
-def _number(p: Any, name: str, low: float, high: float, open_low: bool = False) -> None:
-    value = getattr(p, name)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise InvalidRequest(f"{name} must be a number, not {type(value).__name__}", name)
-    inside = low < value <= high if open_low else low <= value <= high
-    if math.isnan(value) or not inside:
-        raise InvalidRequest(
-            f"{name} must be in {'(' if open_low else '['}{low:g}, {high:g}], got {value}", name
-        )
-    object.__setattr__(p, name, float(value))
-
-
-def _whole(p: Any, name: str, low: int, high: int | None = None) -> None:
-    value = getattr(p, name)
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidRequest(f"{name} must be a whole number, not {type(value).__name__}", name)
-    if value < low or (high is not None and value > high):
-        bound = f"at least {low}" if high is None else f"between {low} and {high}"
-        raise InvalidRequest(f"{name} must be {bound}, got {value}", name)
-
-
-def _flag(p: Any, name: str) -> None:
-    if not isinstance(getattr(p, name), bool):
-        raise InvalidRequest(f"{name} must be true or false", name)
-
-
-def _strings(p: Any, name: str) -> None:
-    value = getattr(p, name)
-    if value is None:
-        value = ()
-    if isinstance(value, str):
-        value = (value,)
-    if not isinstance(value, (list, tuple)) or not all(isinstance(s, str) for s in value):
-        raise InvalidRequest(f"{name} must be a string or a list of strings", name)
-    if not all(value):
-        raise InvalidRequest(f"{name} must not hold an empty string", name)
-    object.__setattr__(p, name, tuple(value))
-
-
-def _token_ids(value: Any) -> tuple[int, ...]:
-    if isinstance(value, (list, tuple)) and all(type(i) is int and i >= 0 for i in value):
-        return tuple(value)
-    raise InvalidRequest("stop_token_ids must be a list of token ids", "stop_token_ids")
-
-
 def _one_grammar(value: Any) -> None:
     if not isinstance(value, Mapping) or len(value) != 1:
-        raise InvalidRequest(f"grammar must be a mapping with one of {', '.join(GRAMMARS)}", "grammar")
+        raise invalid("grammar", f"must be a mapping with one of {', '.join(GRAMMARS)}")
     ((kind, body),) = value.items()
     if kind not in GRAMMARS:
         raise InvalidRequest(f"unknown grammar {brief(kind)}{suggest(kind, GRAMMARS)}", "grammar")
     if kind == "choice":
         _strings_of(body, "grammar choice")
     elif kind in ("regex", "lark") and not isinstance(body, str):
-        raise InvalidRequest(f"grammar {kind} must be a string", "grammar")
+        raise invalid("grammar", f"{kind} must be a string")
 
 
 def _strings_of(value: Any, name: str) -> None:
     if not isinstance(value, (list, tuple)) or not value or not all(isinstance(s, str) and s for s in value):
-        raise InvalidRequest(f"{name} must be a list of non-empty strings", name)
+        raise invalid(name, "must be a list of non-empty strings")
 
 
 def _bias(value: Any) -> dict[int, float]:
     if not isinstance(value, Mapping):
-        raise InvalidRequest("logit_bias must map token ids to numbers", "logit_bias")
+        raise invalid("logit_bias", "must map token ids to numbers")
     try:
         bias = {int(token): float(weight) for token, weight in value.items()}
     except (TypeError, ValueError):
-        raise InvalidRequest("logit_bias must map token ids to numbers", "logit_bias") from None
+        raise invalid("logit_bias", "must map token ids to numbers") from None
     for token, weight in bias.items():
         if token < 0 or not -100 <= weight <= 100:
             raise InvalidRequest(f"logit_bias[{token}] must be in [-100, 100], got {weight}", "logit_bias")

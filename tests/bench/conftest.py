@@ -15,7 +15,7 @@ from outrider.types import Batch
 from tests.targets import write_target
 
 SHAPE, DRAFT = "64:3:8:4:64:300", "64:2:8:4:48:300"
-SETTINGS = Settings(device="cpu", max_sequences=8, cache_bytes=1 << 22, check_integrity=True)
+SETTINGS = Settings(device="cpu", max_sequences=8, cache_bytes=1 << 22)
 
 
 @pytest.fixture(scope="session")

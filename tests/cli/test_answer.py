@@ -16,7 +16,7 @@ from outrider.errors import OutriderError
 
 @pytest.fixture(scope="module")
 def tiny(tiny_folder: Path) -> Iterator[LLM]:
-    with LLM(tiny_folder, draft="none", check_integrity=True) as llm:
+    with LLM(tiny_folder, draft="none") as llm:
         yield llm
 
 

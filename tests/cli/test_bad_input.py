@@ -54,8 +54,12 @@ AT_THE_COMMAND_LINE = [
         "cpu stores draft_weights as float32, bfloat16",
         "int8",
     ),
-    (["hi", "--draft-vocabulary", "9"], 2, "draft_vocabulary is for an EAGLE head", "there is none"),
-    (["hi", "--draft-vocabulary", "-1"], 2, "draft_vocabulary must be at least 0", ""),
+    (
+        ["hi", "--prefill-stretch", "2"],
+        2,
+        "no such option: --prefill-stretch",
+        "",
+    ),
     (["hi", "--cache-bytes", "lots"], 2, "--cache-bytes", "is not a size"),
     (["hi", "--draft", "lokup"], 1, "no drafter 'lokup'", "did you mean 'lookup'?"),
     (["hi", "--speculate", "maybe"], 2, "--speculate", "auto, off, a number"),
@@ -142,7 +146,7 @@ def test_ctrl_c_is_130(outrider: Outrider, tiny_folder: Path, monkeypatch: pytes
 
 @pytest.fixture(scope="module")
 def tiny(tiny_folder: Path) -> Iterator[LLM]:
-    with LLM(tiny_folder, check_integrity=True) as llm:
+    with LLM(tiny_folder) as llm:
         yield llm
 
 

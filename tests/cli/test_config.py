@@ -125,7 +125,7 @@ def test_one_file_serves_every_command(outrider: Outrider, file: Path, empty_cac
             "unknown key 'max-boddy-bytes' in [serve]; did you mean 'max_body_bytes'",
         ),
         ("xyzzy = 1", "unknown key 'xyzzy'; keys are named like the flags"),
-        ("check_integrity = true", "unknown key 'check_integrity'"),
+        ("tree_max_batch = 4", "unknown key 'tree_max_batch'"),
         ("config = 'other.toml'", "unknown key 'config'"),
         ("[serve]\ntemperature = 1", "temperature belongs in [sampling], not in [serve]"),
         ("[serve]\nmodel = 'x'", "model belongs at the top, before [serve]"),

@@ -41,7 +41,7 @@ def test_every_option_is_a_flag_of_its_stage_with_its_default() -> None:
         ),
         (["--prompts", "p", "--temperatures", "0;1"], "'0;1' is not a list of numbers such as 0,0.7,1"),
         (["--prompts", "p", "--taps", "2,x"], "'2,x' is not a list of numbers such as 2,14,27"),
-        (["--prompts", "p", "--kind", "head"], "kind must be eagle, lm"),
+        (["--prompts", "p", "--kind", "head"], "unknown kind 'head'; known: eagle, lm"),
         (["--prompts", "p", "--los", "kl"], "did you mean --loss?"),
     ],
 )

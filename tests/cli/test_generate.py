@@ -11,9 +11,8 @@ import pytest
 
 from outrider import LLM, SamplingParams
 from outrider.cli.generate import Exchange, Show, exchange_all
-from outrider.engine import llm
+from outrider.engine.placement import Memory
 from outrider.load.prompts import Row
-from outrider.settings import Memory
 
 from .conftest import Outrider
 

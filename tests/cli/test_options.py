@@ -8,12 +8,11 @@ import pytest
 import typer
 from typer.main import get_command
 
+from outrider.cli.flag import read_bytes
 from outrider.cli.main import make_app
-from outrider.cli.options import ENGINE, SAMPLING, Flags, read_bias, read_bytes
+from outrider.cli.options import ENGINE, SAMPLING, Flags, read_bias
 from outrider.settings import Settings
 from outrider.types import SamplingParams
-
-FOR_TESTS_ONLY = {"check_integrity"}
 
 
 def test_every_sampling_parameter_has_a_flag() -> None:
@@ -23,7 +22,7 @@ def test_every_sampling_parameter_has_a_flag() -> None:
 
 
 def test_every_setting_has_a_flag() -> None:
-    assert {flag.name for flag in ENGINE.flags} == {field.name for field in fields(Settings)} - FOR_TESTS_ONLY
+    assert {flag.name for flag in ENGINE.flags} == {field.name for field in fields(Settings)}
 
 
 @pytest.mark.parametrize(("group", "expected"), [(SAMPLING, SamplingParams()), (ENGINE, Settings())])

@@ -12,8 +12,9 @@ from outrider import LLM, SamplingParams
 from outrider.bench.as_if import config_json
 from outrider.distill.answers import Answers
 from outrider.load.checkpoint import expected_shapes
-from outrider.load.token_shards import Conversation, ShardWriter
+from outrider.load.token_shards import Conversation
 from tests.load.tiny import byte_level_backend, vocabulary
+from tests.shards import ShardWriter
 from tests.tiny import prompt_of, random_tensors, tiny_config
 
 PROMPT, ANSWER = 6, 30

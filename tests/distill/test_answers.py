@@ -11,7 +11,8 @@ import torch
 
 from outrider.distill.answers import HELD_OUT, Answers, held_out
 from outrider.errors import InvalidRequest
-from outrider.load.token_shards import Conversation, ShardWriter
+from outrider.load.token_shards import Conversation
+from tests.shards import ShardWriter
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,8 @@ from outrider.distill.report import Silent
 from outrider.distill.run import distill
 from outrider.errors import InvalidRequest
 from outrider.load.cards import read_card
-from outrider.load.token_shards import Conversation, ShardWriter, shard_paths
+from outrider.load.token_shards import Conversation, shard_paths
+from tests.shards import ShardWriter
 
 SETTINGS = Settings(device="cpu", threads=1, kernels="torch", max_sequences=8, cache_bytes=1 << 22)
 

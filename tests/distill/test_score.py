@@ -30,7 +30,7 @@ from outrider.load.checkpoint import open_checkpoint
 from tests.bench.conftest import Leaky
 from tests.targets import pair_head, write_target
 
-SETTINGS = Settings(device="cpu", max_sequences=4, cache_bytes=1 << 22, check_integrity=True)
+SETTINGS = Settings(device="cpu", max_sequences=4, cache_bytes=1 << 22)
 OPTIONS = ScoreOptions(temperatures=(0.0, 0.7), depth=3, tree_nodes=8, max_tokens=12, timed=1)
 PROMPTS = {
     task: [[5 + i, 17 + shift, 30, 44, 17, 30] for i in range(2)]

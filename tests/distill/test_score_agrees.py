@@ -19,8 +19,9 @@ from outrider.distill.score import ScoreOptions, score_open
 from outrider.distill.students import make_student
 from outrider.distill.train import CURVES, read_curves, train
 from outrider.load.cards import Acceptance
-from outrider.load.token_shards import Conversation, ShardWriter
+from outrider.load.token_shards import Conversation
 from tests.distill.learnable import ANSWER, OPTIONS, PROMPT, answer, write_learnable
+from tests.shards import ShardWriter
 from tests.tiny import prompt_of
 
 DEPTH, POINTS = 3, 0.02

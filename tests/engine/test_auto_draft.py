@@ -16,7 +16,8 @@ from outrider.engine import build as build_module
 from outrider.engine import llm as llm_module
 from outrider.engine.draft_room import DraftRoom, draft_room
 from outrider.engine.memory import check_room
-from outrider.errors import BadCheckpoint, InvalidRequest, OutOfMemory
+from outrider.engine.placement import DRAFT_TOKENS
+from outrider.errors import BadCheckpoint, OutOfMemory
 from outrider.load import pairs
 from outrider.load.cards import write_card
 from outrider.load.checkpoint import open_checkpoint
@@ -27,7 +28,7 @@ from tests.load.pairs import CHAIN, some_card, write_pair
 from tests.targets import pair_head, target_config, write_target
 from tests.tiny import head_tensors
 
-OPTIONS: dict[str, Any] = dict(device="cpu", max_sequences=2, cache_bytes=1 << 20, check_integrity=True)
+OPTIONS: dict[str, Any] = dict(device="cpu", max_sequences=2, cache_bytes=1 << 20)
 PROMPT = [5, 17, 30, 44, 17, 30]
 
 
@@ -60,21 +61,22 @@ def test_auto_takes_the_pair_and_keeps_lookup(target: Path, catalogue: Path) -> 
         assert plain.stats.drafted == 0 < drafted.stats.drafted
 
 
-def test_a_head_drafts_with_as_many_words_as_asked(target: Path, tmp_path: Path) -> None:
-    """Fewer words change no token. What cannot be had is refused, not ignored."""
+def test_a_head_drafts_with_the_most_frequent_words(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fewer words change no token."""
+    monkeypatch.setitem(DRAFT_TOKENS, "cpu", 24)
     config = target_config()
     head = HeadConfig(config, config.vocab, (0, 1, 1), shared_head=True)
     frequent = torch.arange(config.vocab - 1, config.vocab - 41, -1)
     write_head(tmp_path, head, {**head_tensors(head), FREQUENT: frequent.int()})
-    with LLM(target, draft=str(tmp_path), draft_vocabulary=24, **OPTIONS) as llm:
+    with LLM(target, draft=str(tmp_path), **OPTIONS) as llm:
         assert llm.engine.drafters["eagle"].head.config.draft_vocab == 24
         plain, drafted = (
             llm.generate(PROMPT, temperature=0.8, seed=3, max_tokens=24, speculation=how)[0]
             for how in (False, {"depth": 3})
         )
         assert plain.token_ids == drafted.token_ids and drafted.stats.drafted
-    with pytest.raises(InvalidRequest, match=f"more than 40 frequent words, and .* with {config.vocab}"):
-        LLM(target, draft=str(tmp_path), draft_vocabulary=40, **OPTIONS)
 
 
 def test_a_small_model_may_be_the_pair(target: Path, catalogue: Path) -> None:

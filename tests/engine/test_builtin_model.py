@@ -87,9 +87,9 @@ def test_small_cache_chunks_and_reuse(llm: LLM, plain):
     settings = {
         "cache_bytes": 100 * llm.model.config.kv_bytes_per_token,
         "step_rows": 16,
-        "prefill_stretch": 1e6,  # else the clock says how many prompts are read at once
+        "prefill_slowdown": 1e6,  # else the clock says how many prompts are read at once
     }
-    with LLM("smollm2-135m", max_sequences=8, check_integrity=True, **settings) as small:
+    with LLM("smollm2-135m", max_sequences=8, **settings) as small:
         outs = small.generate(prompts, params)
         assert [o.token_ids for o in outs] == plain
         assert small.engine.scheduler.preemptions > 0

@@ -127,7 +127,7 @@ def make_engine(models, captured: bool, planner=None, folder=None) -> Engine:
     from outrider.model.kernels.gpu.copies import find_copies
 
     target, small = models
-    settings = Settings(max_sequences=32, step_rows=256, cache_bytes=1 << 26, check_integrity=True)
+    settings = Settings(max_sequences=32, step_rows=256, cache_bytes=1 << 26)
     cache = make_kv_cache(target, settings)
     by_name = {
         "lookup": LookupDrafter(find=find_copies),

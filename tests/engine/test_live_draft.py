@@ -397,7 +397,7 @@ def test_swaps_and_roll_backs_under_32_streams(folders, monkeypatch, lag):
         for i in range(STREAMS)
     ]
     prompts = [list(range(3, 8 + i % 7)) for i in range(STREAMS)]
-    with LLM(folders / "target", draft=str(folders / "one"), check_integrity=True, **options) as llm:
+    with LLM(folders / "target", draft=str(folders / "one"), **options) as llm:
         plain = llm.generate(prompts, asked, speculation="off")
         received: queue.SimpleQueue = queue.SimpleQueue()
         requests = [llm.request(ids, one) for ids, one in zip(prompts, asked, strict=True)]

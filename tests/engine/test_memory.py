@@ -15,9 +15,9 @@ from outrider.draft.names import parse_draft
 from outrider.engine import build
 from outrider.engine.build import Built, Reshape
 from outrider.engine.memory import LOGITS_KEPT, working_memory
+from outrider.engine.placement import Memory, cache_size
 from outrider.errors import InvalidRequest
 from outrider.load.checkpoint import open_checkpoint
-from outrider.settings import Memory, cache_room
 from tests.load.tiny import write_folder
 from tests.tiny import tiny_model
 
@@ -104,14 +104,14 @@ def test_room_is_left_for_a_draft_in_the_shape_that_is_loaded(gpu: Gpu) -> None:
     gpu.drafters["lm"], gpu.free = None, [GIB // 1024]
     wide = SimpleNamespace(names=lambda: ["a"], shape=lambda name: (100, 100))
     made = gpu.build(str(gpu.folder), Reshape(draft=lambda found: wide), draft_weights="int8")
-    assert made.settings.cache_bytes == pytest.approx(cache_room(int(0.6 * gpu.free[0]), 10**4, 0.0), abs=8)
+    assert made.settings.cache_bytes == pytest.approx(cache_size(int(0.6 * gpu.free[0]), 10**4, 0.0), abs=8)
 
 
 def test_the_cache_leaves_room_for_a_draft_to_come(gpu: Gpu) -> None:
     gpu.free = [GIB // 1024]
     gpu.drafters["lm"] = None
     made = gpu.build(f"lookup+{gpu.folder}+early_exit:1", draft_weights="int8")
-    room = cache_room(int(0.6 * gpu.free[0]), numbers(gpu.folder), 1.0)  # itself as its draft
+    room = cache_size(int(0.6 * gpu.free[0]), numbers(gpu.folder), 1.0)  # itself as its draft
     assert made.settings.cache_bytes == pytest.approx(room, abs=8)
 
 

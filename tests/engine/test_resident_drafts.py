@@ -259,10 +259,11 @@ def test_the_same_row_again_has_other_slots(model, small, folder, name) -> None:
     """Preempted by hand; when it comes back to its row, its slots are taken."""
     asked = request("a", prompt_of(25), max_tokens=60, temperature=0.7)
     drafts, answers = eager_drafts(model, small, folder, [asked], (name,))
-    settings = {"prefix_reuse": False, "check_integrity": False}
+    settings = {"prefix_reuse": False}
     engine, noted = noted_engine(
         model, small, folder, Always(DraftPlan(name, 3, 3)), 1, answers, None, **settings
     )
+    engine.check_integrity = False  # slots are taken by hand below
     [one] = engine.add(asked)
     for _ in range(8):
         engine.step()

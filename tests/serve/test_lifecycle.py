@@ -533,12 +533,12 @@ def test_the_engine_compiles_grammars_client_by_client() -> None:
 def test_the_first_request_after_a_long_silence_is_no_stall() -> None:
     async def health() -> tuple[bool, bool]:
         backend = Backend(Start("tiny", "none", {}, ("text", "info")), ServeSettings(), Metrics())
-        backend.state, backend.last_heard = "ready", time.monotonic() - 3600
+        backend.state, backend.last_received = "ready", time.monotonic() - 3600
         deadline = asyncio.get_running_loop().time() + 20
         task = asyncio.create_task(backend.open([([1], SamplingParams())], "", "", deadline))
         await asyncio.sleep(0)
         early = backend.well
-        backend.last_heard -= 3600
+        backend.last_received -= 3600
         late = backend.well
         task.cancel()
         return early, late

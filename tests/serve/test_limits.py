@@ -226,7 +226,7 @@ def test_a_parser_that_gives_up_on_depth_is_no_crash() -> None:
 
 
 def check(schema: Any, max_bytes: int = 65536, max_depth: int = 16) -> None:
-    check_schema(schema, max_bytes, max_depth, "response_format")
+    check_schema(schema, max_bytes, "response_format", max_depth)
 
 
 GOOD_SCHEMAS: list[Any] = [

@@ -9,7 +9,7 @@ import pytest
 
 from outrider.errors import InvalidRequest
 from outrider.serve.link import Piece
-from outrider.serve.messages import Messages, MessagesRequest, as_chat
+from outrider.serve.messages import Messages, MessagesRequest, _blaming_own_fields, as_chat
 from outrider.serve.tools import SMOLLM, ToolRequest, check_tools
 from tests.serve.test_call import call_of, piece
 
@@ -210,6 +210,30 @@ def test_what_cannot_be_done_is_refused_by_name(fields: dict[str, Any], param: s
     with pytest.raises(InvalidRequest, match=words) as refused:
         chat(**{"messages": [ASKED], **fields})
     assert refused.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("param", "own"),
+    [
+        ("stop", "stop_sequences"),
+        ("tools[0].function.name", "tools[0].name"),
+        ("tools[1].function.parameters", "tools[1].input_schema"),
+        ("tools.stop.parameters", "tools.stop.input_schema"),
+        ("tool_choice.function.name", "tool_choice.name"),
+        ("response_format.json_schema.schema", "output_config.format.schema"),
+        ("temperature", "temperature"),
+    ],
+)
+def test_an_error_of_chat_names_the_field_that_was_sent(param: str, own: str) -> None:
+    """The rest of its text is left alone: it may hold the same word."""
+    with pytest.raises(InvalidRequest) as refused, _blaming_own_fields():
+        raise InvalidRequest(f"{param}: do not stop at a function with parameters", param)
+    assert (str(refused.value), refused.value.param) == (
+        f"{own}: do not stop at a function with parameters",
+        own,
+    )
+    with pytest.raises(InvalidRequest, match=r"^two tools stop$"), _blaming_own_fields():
+        raise InvalidRequest("two tools stop", param)
 
 
 # -------------------------------------------------------------------------------------------------- answers

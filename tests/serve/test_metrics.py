@@ -92,7 +92,7 @@ class Serving:
 
         async def client(one: tuple[list[int], SamplingParams]) -> tuple[list[int], list[End]]:
             deadline = asyncio.get_running_loop().time() + 60
-            return await _heard(await backend.open([one], "", "", deadline), deadline)
+            return await _received(await backend.open([one], "", "", deadline), deadline)
 
         self.thread.start()
         listening = asyncio.create_task(listen())
@@ -108,7 +108,7 @@ class Serving:
 
     def abort(self, ends: dict[tuple[int, int], int]) -> None:
         """End requests at a certain moment: `{(who, tokens): whom}`, by the order in which they were sent."""
-        inner, received, pending = self.process._hear, Counter[int](), dict(ends)
+        inner, received, pending = self.process._on_event, Counter[int](), dict(ends)
 
         def listening(event: Event | BaseException) -> None:
             inner(event)
@@ -119,7 +119,7 @@ class Serving:
                 if received[who] >= tokens:
                     self.process._abort(f"{salt}-{pending.pop((who, tokens))}")
 
-        self.process._hear = listening  # type: ignore[method-assign]
+        self.process._on_event = listening  # type: ignore[method-assign]
 
     def close(self) -> None:
         """The clients are gone already, so the engine's side is on its way out."""
@@ -132,7 +132,7 @@ def _request(prompt: list[int], params: SamplingParams, owner: str, name: str) -
     return Request(name, tuple(prompt), params, params.seed or 0, owner)
 
 
-async def _heard(stream: Stream, deadline: float) -> tuple[list[int], list[End]]:
+async def _received(stream: Stream, deadline: float) -> tuple[list[int], list[End]]:
     tokens, ends = [], []
 
     def receive(pieces: Pieces) -> None:

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from outrider.engine.placement import Memory
 from outrider.serve.backend import Backend
 from outrider.serve.link import Ready, Start
 from outrider.serve.metrics import Metrics
 from outrider.serve.server import _card
 from outrider.serve.settings import ServeSettings
-from outrider.settings import Memory
 from tests.load.tiny import byte_level_backend, vocabulary
 from tests.serve.conftest import Served, start_server
 

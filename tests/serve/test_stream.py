@@ -90,20 +90,6 @@ def test_what_came_before_anybody_followed_is_kept() -> None:
     run(work)
 
 
-def test_pieces_are_gathered_where_an_interval_is_set() -> None:
-    async def work(backend: Backend) -> None:
-        job, received = job_of(backend, "a"), Received()
-        task = await following(job.stream, received, 0.0, None, 0.05)
-        for text in "123":
-            step(backend, piece("a", text=text))
-        assert received.calls == []
-        step(backend, piece("a", text="4", reason="stop"))
-        await task
-        assert received.calls == [["1", "2", "3", "4"]]
-
-    run(work)
-
-
 def test_a_fault_of_one_answer_is_its_own() -> None:
     async def work(backend: Backend) -> None:
         bad, good, received = job_of(backend, "a"), job_of(backend, "b"), Received()

@@ -331,7 +331,7 @@ def expected(trials: Trials, batch: int, costs: StepCosts, measured: bool) -> Ex
     low, high = interval(groups, best.depth, batch, costs, noise)
     rate = rate_for(best.tokens, best.depth) or 0.0
     return Expected(
-        batch, best.depth, best.speedup, low, high, best.tokens, rate, best.break_even, best.stretch,
+        batch, best.depth, best.speedup, low, high, best.tokens, rate, best.break_even, best.slowdown,
         best.tokens_per_second, batch / best.plain_seconds, measured,
         {d: one.speedup for d, one in predictions.items()},
     )  # fmt: skip

@@ -9,14 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from outrider.cli.bench import TaskTemperatures, batch_sizes, task_temperatures
 from outrider.cli.flag import option
 from outrider.cli.generate import Limit, Prompts
-from outrider.cli.measure import (
-    JsonFile,
-    Progress,
-    Report,
-    described,
-    say_loading,
-    warn_if_busy,
-)
+from outrider.cli.measure import JsonFile, Progress, Report, described, say_loading, warn_if_busy
 from outrider.cli.options import DEFAULT_MODEL, ENGINE, SAMPLING, Model, takes
 from outrider.cli.output import note, open_llm
 from outrider.cli.tasks import TOKENS, TaskRow, Tasks, task_ids, task_rows
@@ -85,8 +78,8 @@ def advise(
     if what_if is not None:
         _what_if(what_if, price, report)
         return
-    sizes, heat = batch_sizes(batches), task_temperatures(temperatures, params)
-    if any(len(some) > 1 for some in heat.values()):
+    sizes, by_task = batch_sizes(batches), task_temperatures(temperatures, params)
+    if any(len(some) > 1 for some in by_task.values()):
         raise InvalidRequest("advise takes one temperature a task; run it once for each", "temperatures")
     drafts = list(dict.fromkeys(draft or CANDIDATES))
     for one in drafts:
@@ -101,7 +94,7 @@ def advise(
         model,
         [one for one in drafts if one != "none"],
         rows,
-        heat,
+        by_task,
         sizes,
         seconds,
         price,
@@ -136,7 +129,7 @@ def _measure(
     model: str,
     drafts: Sequence[str],
     rows: dict[str, list[TaskRow]],
-    heat: dict[str, list[float]],
+    temperatures: dict[str, list[float]],
     sizes: list[int],
     seconds: float,
     price: float | None,
@@ -159,7 +152,9 @@ def _measure(
                     report |= described(llm)
                 parameters = llm.model.config.parameters
                 ids = task_ids(llm, rows, params.max_tokens)
-                asked = in_turn(ids, lambda task: replace(params, temperature=temperatures_of(task, heat)[0]))
+                asked = in_turn(
+                    ids, lambda task: replace(params, temperature=temperatures_of(task, temperatures)[0])
+                )
                 for one in candidates:
                     name = "lookup" if one == "lookup" else llm.drafter
                     if one == "auto" and llm.pair is None and "lookup" in drafts:

@@ -1,4 +1,4 @@
-"""One request as the command line sees it: submitted to the engine's driver, heard event by event, timed.
+"""One request as the command line sees it: submitted to the engine's driver, received event by event, timed.
 
 There is no decoding here: `Answer.start` submits, `listen` waits for events of any number of answers.
 """
@@ -59,7 +59,7 @@ class Answer:
         self.texts = [""] * params.n
         self.origins = [Origins(llm.tokenizer.text_stream()) for _ in self.texts]
         self.fresh: Pieces = []  # what the last event brought
-        self._counts = [0] * params.n  # tokens heard of
+        self._counts = [0] * params.n  # tokens received
         self.reasons: list[FinishReason | None] = [None] * params.n
         self.begun = time.perf_counter()
         self.first: float | None = None

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from outrider.cli.flag import option
 from outrider.cli.generate import Limit, Prompts
 from outrider.cli.measure import (
     AsIfShape,
@@ -19,7 +20,7 @@ from outrider.cli.measure import (
     described,
     say_loading,
 )
-from outrider.cli.options import DEFAULT_MODEL, ENGINE, SAMPLING, Draft, Model, envvar, takes
+from outrider.cli.options import DEFAULT_MODEL, ENGINE, SAMPLING, Draft, Model, takes
 from outrider.cli.output import note, open_llm
 from outrider.cli.tasks import Tasks, task_ids, task_rows
 from outrider.errors import InvalidRequest
@@ -38,36 +39,34 @@ EACH = 2  # built-in prompts of a task
 
 Temperatures = Annotated[
     str | None,
-    typer.Option("--temperatures", envvar=envvar("temperatures"), show_envvar=False, metavar="T,T,...",
-                 help="Temperatures to audit at, in turn; by default 0,0.7,1.2, or --temperature if that is given."),
-]  # fmt: skip
-Adversaries = Annotated[
-    bool,
-    typer.Option("--adversaries/--no-adversaries", envvar=envvar("adversaries"), show_envvar=False,
-                 help="Also drafters that draft at random, wrongly, perfectly, with end-of-text, with duplicates."),
-]  # fmt: skip
-Tokens = Annotated[
-    int | None,
-    typer.Option("--tokens", min=1, envvar=envvar("tokens"), show_envvar=False,
-                 help="Go on with fresh seeds until this many tokens were compared."),
-]  # fmt: skip
-Seconds = Annotated[
-    float | None,
-    typer.Option("--seconds", min=1, envvar=envvar("seconds"), show_envvar=False,
-                 help="Go on with fresh seeds for this long."),
-]  # fmt: skip
-Million = Annotated[
-    bool,
-    typer.Option(
-        "--million", envvar=envvar("million"), show_envvar=False, help="The same as --tokens 1000000."
+    option(
+        "temperatures",
+        "Temperatures to audit at, in turn; by default 0,0.7,1.2, or --temperature if that is given.",
+        "T,T,...",
     ),
 ]
+Adversaries = Annotated[
+    bool,
+    option(
+        "adversaries",
+        "Also drafters that draft at random, wrongly, perfectly, with end-of-text, with duplicates.",
+        None,
+        "--adversaries/--no-adversaries",
+    ),
+]
+Tokens = Annotated[
+    int | None, option("tokens", "Go on with fresh seeds until this many tokens were compared.", min=1)
+]
+Seconds = Annotated[float | None, option("seconds", "Go on with fresh seeds for this long.", min=1)]
+Million = Annotated[bool, option("million", "The same as --tokens 1000000.")]
 Arrivals = Annotated[
     bool,
-    typer.Option("--arrivals", envvar=envvar("arrivals"), show_envvar=False,
-                 help="Under traffic: requests of many kinds arrive while others decode, some are aborted; each "
-                 "answer is compared with the same request's, answered alone and plainly."),
-]  # fmt: skip
+    option(
+        "arrivals",
+        "Under traffic: requests of many kinds arrive while others decode, some are aborted; each "
+        "answer is compared with the same request's, answered alone and plainly.",
+    ),
+]
 
 
 @takes(SAMPLING, ENGINE)
@@ -95,7 +94,7 @@ def audit(
 
     outrider audit smollm2-135m --max-tokens 64
     """
-    heat = _temperatures(temperatures, params)
+    chosen = _temperatures(temperatures, params)
     if params.n > 1:
         raise InvalidRequest("an audit compares one answer a prompt; leave out --n", "n")
     mode = params.speculation.mode
@@ -113,13 +112,12 @@ def audit(
         asked = [ids for some in task_ids(llm, rows, params.max_tokens).values() for ids in some]
         report |= described(llm)
         if mode == "rejection":
-            holds = _distribution(llm, asked, params, heat, report)
+            holds = _distribution(llm, asked, params, chosen, report)
         else:
             from outrider.bench.audit import Extent
 
             extent = Extent(1_000_000 if million else tokens, seconds)
-            check = _arrivals if arrivals else _identity
-            holds = check(llm, asked, params, heat, adversaries, extent, report)
+            holds = _compared(llm, asked, params, chosen, adversaries, extent, arrivals, report)
     if "interrupted" in report:
         report.keep()
         raise KeyboardInterrupt  # what was found has been said
@@ -140,37 +138,23 @@ def _temperatures(text: str | None, params: SamplingParams) -> list[float]:
         ) from None
 
 
-def _identity(
+def _compared(
     llm: LLM,
     prompts: list[list[int]],
     params: SamplingParams,
     temperatures: list[float],
     hostile: bool,
     extent: Extent,
+    arrivals: bool,
     report: Report,
 ) -> bool:
-    from outrider.bench.audit import audit as run
+    from outrider.bench.arrivals import audit_arrivals
+    from outrider.bench.audit import audit as audit_batches
 
-    found = _watched(
-        "identity", report, lambda tell: run(llm, prompts, hostile, temperatures, params, extent, tell)
-    )
-    return _verdict(found, "")
-
-
-def _arrivals(
-    llm: LLM,
-    prompts: list[list[int]],
-    params: SamplingParams,
-    temperatures: list[float],
-    hostile: bool,
-    extent: Extent,
-    report: Report,
-) -> bool:
-    from outrider.bench.arrivals import audit_arrivals as run
-
-    found = _watched(
-        "arrivals", report, lambda tell: run(llm, prompts, hostile, temperatures, params, extent, tell)
-    )
+    asked = (llm, prompts, hostile, temperatures, params, extent)
+    if not arrivals:
+        return _verdict(_watched("identity", report, lambda tell: audit_batches(*asked, tell)), "")
+    found = _watched("arrivals", report, lambda tell: audit_arrivals(*asked, tell))
     for kind, why in found.left_out.items():
         note(f"left out: {kind}: {why}")
     note(", ".join(f"{number} {kind}" for kind, number in found.requests.items()))

@@ -129,7 +129,7 @@ def bench(
     """
     _check(what, peer, as_if, html_file, params)
     _check_modes(modes, methods, what)
-    sizes, heat = batch_sizes(batches), task_temperatures(temperatures, params)
+    sizes, by_task = batch_sizes(batches), task_temperatures(temperatures, params)
     asked = {
         "model": model, "draft": draft, "as_if": as_if, "draft_as_if": draft_as_if, "draft_layers": draft_layers,
         "prompts": prompts or "built-in", "limit": limit, "groups": groups, "max_tokens": params.max_tokens,
@@ -144,7 +144,7 @@ def bench(
     with open_llm(model, draft, settings, as_if, draft_as_if, draft_layers) as llm:
         report |= described(llm) | {"asked": asked}
         comparison = _comparison(
-            llm, rows, params, methods, modes, lengths=LENGTHS if prompts is None else {}, temperatures=heat,
+            llm, rows, params, methods, modes, lengths=LENGTHS if prompts is None else {}, temperatures=by_task,
             batches=sizes, most=groups, seconds=seconds or SECONDS, bounded=seconds is not None, within=within / 100,
         )  # fmt: skip
         _measure(llm, comparison, what, peer, together, report)

@@ -7,36 +7,10 @@ import math
 import shlex
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+from outrider.cli.flag import option
 from outrider.cli.generate import Limit, Prompts
-from outrider.cli.load_flags import (
-    HERE,
-    ROUNDS,
-    ApiKey,
-    Body,
-    Burst,
-    Burstiness,
-    Clients,
-    Concurrency,
-    Endpoint,
-    Goodput,
-    HtmlFile,
-    IgnoreEos,
-    InputTokens,
-    OutputTokens,
-    Rate,
-    Requests,
-    Rounds,
-    Seconds,
-    Seed,
-    ServedName,
-    Temperature,
-    Timeout,
-    Trace,
-    Url,
-    Warmup,
-)
 from outrider.cli.measure import JsonFile, Progress, Report, writable
 from outrider.cli.output import note
 from outrider.errors import InvalidRequest, OutriderError
@@ -47,8 +21,92 @@ if TYPE_CHECKING:
     from outrider.bench.serve.run import Plan, Shape
 
 
+HERE = "http://127.0.0.1:8000"
+ROUNDS = 3  # of two servers or more, unless said
+
+
+Url = Annotated[
+    list[str] | None,
+    option(
+        "url",
+        f"The server, {HERE} by default; two are compared in turn. Repeatable.",
+        "URL",
+        show_default=False,
+    ),
+]
+ServedName = Annotated[
+    str | None,
+    option("served_name", "The model's name; by default the first that it serves.", "NAME", "--model"),
+]
+Endpoint = Annotated[
+    str | None, option("endpoint", "What is asked; chat for --prompts, else completions.", "chat|completions")
+]
+Concurrency = Annotated[
+    str | None,
+    option("concurrency", "Requests kept in flight, 16 by default; several loads: 1,16,64.", "N,N,..."),
+]
+Rate = Annotated[
+    str | None,
+    option("rate", "Requests a second that arrive at random times, or inf; several: 1,2,4.", "X,X,..."),
+]
+Burstiness = Annotated[
+    float, option("burstiness", "With --rate: 1 is Poisson, less comes in clusters.", "X", min=0.01)
+]
+Burst = Annotated[int, option("burst", "With --rate: requests that arrive at once.", min=1)]
+Trace = Annotated[
+    str | None,
+    option(
+        "trace",
+        "Arrivals and lengths: lines SECONDS INPUT OUTPUT, or JSON with at, input_tokens, output_tokens.",
+        "FILE",
+    ),
+]
+InputTokens = Annotated[
+    str,
+    option(
+        "input_tokens",
+        "Length of prompts that are made up; 64:4096 draws evenly, 64:4096:log by orders of magnitude.",
+        "N|A:B[:log]",
+    ),
+]
+OutputTokens = Annotated[
+    str, option("output_tokens", "Longest answer, drawn like --input-tokens.", "N|A:B[:log]")
+]
+IgnoreEos = Annotated[bool, option("ignore_eos", "Have answers go on to that length. Not every server can.")]
+Temperature = Annotated[float, option("temperature", "Of every request.", min=0)]
+Seed = Annotated[int, option("seed", "Of arrivals, lengths, prompts and sampling.")]
+ApiKey = Annotated[
+    str | None,
+    option("api_key", "A key to send. Others may see flags: prefer its variable, OUTRIDER_API_KEY.", "KEY"),
+]
+Body = Annotated[
+    list[str] | None,
+    option(
+        "body", "A field for every request, such as top_p=0.9. Repeatable.", "NAME=VALUE", show_default=False
+    ),
+]
+Requests = Annotated[
+    int | None, option("requests", "Requests of a load and round; by default 4 a slot.", min=1)
+]
+Seconds = Annotated[
+    float | None, option("seconds", "Begin no request after this; by default 30 with --rate.", "SEC", min=0.1)
+]
+Warmup = Annotated[int, option("warmup", "Requests before each load that are not counted.", min=0)]
+Rounds = Annotated[
+    int | None, option("rounds", f"Times each load is run; by default 1, or {ROUNDS} for two servers.", min=1)
+]
+Goodput = Annotated[
+    str | None, option("goodput", "Count requests within these ms: ttft, itl, tpot, e2e.", "ttft=200,itl=50")
+]
+Clients = Annotated[
+    int, option("clients", "Processes that share the load, if one cannot follow it.", min=1, max=256)
+]
+Timeout = Annotated[float, option("timeout", "Longest a request may take.", "SEC", min=0.1)]
+HtmlFile = Annotated[str | None, option("html", "Write one page with plots and tables, too.", "FILE")]
+
+
 def bench_serve(
-    url: Url = (),
+    url: Url = None,
     served_name: ServedName = None,
     endpoint: Endpoint = None,
     concurrency: Concurrency = None,
@@ -64,7 +122,7 @@ def bench_serve(
     temperature: Temperature = 0.0,
     seed: Seed = 0,
     api_key: ApiKey = None,
-    body: Body = (),
+    body: Body = None,
     requests: Requests = None,
     seconds: Seconds = None,
     warmup: Warmup = 4,
@@ -91,7 +149,7 @@ def bench_serve(
     fields: dict[str, Any] = {"temperature": temperature, **({"ignore_eos": True} if ignore_eos else {})}
     plan = Plan(
         servers, shapes, path, served_name, rows, Lengths.of(input_tokens, "input_tokens"),
-        Lengths.of(output_tokens, "output_tokens"), dues, {**fields, **_fields(body)}, seed, burstiness, burst,
+        Lengths.of(output_tokens, "output_tokens"), dues, {**fields, **_fields(body or ())}, seed, burstiness, burst,
         requests, seconds, warmup, rounds or (ROUNDS if len(servers) > 1 else 1), clients, timeout, Bounds.of(goodput),
     )  # fmt: skip
     _run(plan, json_file, html_file, api_key)
@@ -129,7 +187,6 @@ def _run(plan: Plan, json_file: str | None, html_file: str | None, secret: str |
 
 
 def _described(plan: Plan) -> dict[str, Any]:
-    """What was asked, for readers of the results."""
     prompts = f"{len(plan.rows)} rows of a file" if plan.rows else f"made up, {plan.input} tokens"
     if plan.trace:
         prompts = f"{prompts}; lengths by the trace where it has them"
@@ -181,7 +238,6 @@ def _numbers(text: str, flag: str) -> list[float]:
 
 
 def _asked(endpoint: str | None, prompts: str | None, limit: int | None) -> tuple[str, list[dict[str, Any]]]:
-    """The route, and what of a file's rows goes into a body."""
     from outrider.bench.serve.asked import CHAT, COMPLETIONS
 
     if endpoint not in (None, "chat", "completions"):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from outrider.bench.compare import cut
-from outrider.load.cards import Acceptance, Card, Score, TaskScore
+from outrider.load.cards import Acceptance, Card, Score
 from outrider.load.pairs import Pair
 from outrider.wrap import wrapped
 
@@ -73,7 +74,6 @@ def _figures(pair: Pair) -> tuple[str, ...]:
 
 
 def described(pair: Pair) -> Iterator[tuple[str, str]]:
-    """What `pairs show` says before the table of scores: labels and words."""
     card, score = pair.card, pair.card.score
     draft, target = card.draft, card.target
     yield "pair", f"{pair.name} ({pair.source})"
@@ -103,9 +103,11 @@ def score_table(score: Score) -> Iterator[str]:
     widths = (5, 7, 8, 9, 7, 9, 9, 9)
 
     rows: list[tuple[str, tuple[str, ...]]] = [("task", heads)]
-    rows += [(one.task, (f"{one.temperature:g}", *_row(one))) for one in score.tasks]
+    alone = ((one, replace(score, tasks=(one,))) for one in score.tasks)
+    rows += [(one.task, (f"{one.temperature:g}", *_columns(own))) for one, own in alone]
     for temperature in sorted({one.temperature for one in score.tasks}):
-        rows.append(("mean of tasks", (f"{temperature:g}", *_means(score, temperature))))
+        same = replace(score, tasks=tuple(score.at(temperature)))
+        rows.append(("mean of tasks", (f"{temperature:g}", *_columns(same))))
     filled = [i for i in range(len(heads)) if any(values[i] for _, values in rows[1:])]
     for name, values in rows:
         ends = "".join(f"{values[i]:>{widths[i]}}" for i in filled)
@@ -120,32 +122,17 @@ def score_table(score: Score) -> Iterator[str]:
     yield f"{compared} tokens compared with plain decoding's: {verdict}"
 
 
-def _row(one: TaskScore) -> tuple[str, ...]:
+def _columns(score: Score) -> tuple[str, ...]:
+    """Means over the score's tasks."""
     return (
-        rate(one.chain.rate),
-        rate(_first(one.chain)),
-        rate(one.chain.tokens_per_step),
-        rate(one.tree.rate),
-        rate(one.tree.tokens_per_step),
-        times(one.expected_speedup),
-        times(one.speedup),
+        rate(score.accept_rate),
+        rate(score.first_accept_rate),
+        rate(score.tokens_per_step),
+        rate(score.effective_accept_rate),
+        rate(score.mean(lambda one: one.tree.tokens_per_step)),
+        times(score.expected_speedup),
+        times(score.speedup),
     )
-
-
-def _means(score: Score, temperature: float) -> tuple[str, ...]:
-    return (
-        rate(score.mean(lambda one: one.chain.rate, temperature)),
-        rate(score.mean(lambda one: _first(one.chain), temperature)),
-        rate(score.mean(lambda one: one.chain.tokens_per_step, temperature)),
-        rate(score.mean(lambda one: one.tree.rate, temperature)),
-        rate(score.mean(lambda one: one.tree.tokens_per_step, temperature)),
-        times(score.mean(lambda one: one.expected_speedup, temperature)),
-        times(score.mean(lambda one: one.speedup, temperature)),
-    )
-
-
-def _first(counts: Acceptance) -> float | None:
-    return counts.by_depth[0] if counts.by_depth else None
 
 
 def _depths(name: str, counts: Acceptance, size: str) -> Iterator[str]:

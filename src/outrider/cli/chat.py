@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.cli.answer import Answer, Received, listen
+from outrider.cli.flag import option
 from outrider.cli.options import (
     DEFAULT_MODEL,
     ENGINE,
@@ -24,7 +25,6 @@ from outrider.cli.options import (
     ShowOrigins,
     ShowStats,
     System,
-    envvar,
     takes,
 )
 from outrider.cli.output import Screen, complain, explain_marks, marked, note, open_llm
@@ -63,11 +63,11 @@ SETTABLE = (
 )
 History = Annotated[
     bool,
-    typer.Option(
+    option(
+        "history",
+        "Keep what is typed, for the arrow keys of later chats; in the cache folder, for you alone.",
+        None,
         "--history/--no-history",
-        envvar=envvar("history"),
-        show_envvar=False,
-        help="Keep what is typed, for the arrow keys of later chats; in the cache folder, for you alone.",
     ),
 ]
 
@@ -110,8 +110,6 @@ def chat(
 
 
 class Talk:
-    """The conversation so far, and how it goes on."""
-
     def __init__(
         self, llm: LLM, params: SamplingParams, system: str | None, stats: bool, show: bool = False
     ) -> None:
@@ -154,10 +152,10 @@ class Talk:
             self.failed = True
 
     def _run_command(self, turn: str) -> None:
-        name, _, rest = turn.partition(" ")
+        name, _, argument = turn.partition(" ")
         if name not in self.commands:
             raise InvalidRequest(f"there is no command {name!r}{suggest(name, (*self.commands, *LEAVE))}")
-        self.commands[name](rest.strip())
+        self.commands[name](argument.strip())
 
     def _ask(self, messages: list[dict[str, Any]]) -> None:
         """Answer the last of `messages`; they become the conversation once there is an answer."""
@@ -187,8 +185,6 @@ class Talk:
         if self.stats:
             note(answer.stats_line())
         return answer
-
-    # -------------------------------------------------------------------------------------------- commands
 
     def _clear(self, _: str) -> None:
         self.messages = []

@@ -92,9 +92,6 @@ def _processor() -> str:
     return next(named, "unknown processor")
 
 
-# ------------------------------------------------------------------------------------------ cores and memory
-
-
 def cores() -> Iterator[Finding]:
     usable, present = usable_cores(), os.cpu_count() or 1
     busy = _busy_programs()
@@ -104,7 +101,7 @@ def cores() -> Iterator[Finding]:
         f" of {present} (affinity or a container's quota)" if usable < present else ""
     )
     if taken < BUSY_SHARE:
-        yield Finding("cores", "ok", f"{here}, nobody else uses them", facts=facts)
+        yield Finding("cores", "ok", f"{here}, no other program uses them", facts=facts)
         return
     who = ", ".join(f"{name} {share:.0%}" for name, share in busy[:3])
     free = max(1, usable - round(taken))
@@ -133,10 +130,10 @@ def _cpu_times() -> dict[int, tuple[str, int]]:
     times: dict[int, tuple[str, int]] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            head, _, rest = (folder / "stat").read_text().rpartition(")")
+            head, _, numbers = (folder / "stat").read_text().rpartition(")")
         except OSError:
             continue  # it has ended
-        fields = rest.split()
+        fields = numbers.split()
         times[int(folder.name)] = (head.partition("(")[2], int(fields[11]) + int(fields[12]))
     return times
 
@@ -152,9 +149,6 @@ def memory() -> Iterator[Finding]:
         return
     mend = "close programs, or take a smaller model, --context 2048 and --cache-bytes 256M"
     yield Finding("memory", "warning", f"only {shown_size(free)} free; models may not load", mend, facts)
-
-
-# ---------------------------------------------------------------------------------------- kernels and the GPU
 
 
 def kernels() -> Iterator[Finding]:
@@ -228,9 +222,6 @@ def _torch_cuda() -> str | None:
         return None
     found = re.search(r"^cuda[^=]*= '([^']+)'", text, re.MULTILINE)
     return found[1] if found else None
-
-
-# ----------------------------------------------------------------------------------- models, folders, the rest
 
 
 def models() -> Iterator[Finding]:

@@ -24,6 +24,10 @@ class Foreign:
     model: bool = False  # its value is the MODEL argument
 
 
+def _said(answer: str, takes_value: bool = True) -> Foreign:
+    return Foreign(answer=answer, takes_value=takes_value)
+
+
 def _table(*rows: tuple[str, Foreign]) -> dict[str, Foreign]:
     return {name: entry for names, entry in rows for name in names.split()}
 
@@ -147,45 +151,39 @@ FLAGS = _table(
     ),
     (
         "--kv-cache-dtype --cache-type-k --cache-type-v -ctk -ctv",
-        Foreign(answer="keys and values are kept as --dtype"),
+        _said("keys and values are kept as --dtype"),
     ),
-    ("--tokenizer --tokenizer-mode", Foreign(answer="a model is always run with its own tokenizer")),
-    (
-        "--trust-remote-code",
-        Foreign(answer="code that comes with a model is never run here", takes_value=False),
-    ),
-    ("--chat-template --chat-template-file", Foreign(answer=_OWN_TEMPLATE)),
-    ("--jinja", Foreign(answer=f"{_OWN_TEMPLATE}; leave it out", takes_value=False)),
+    ("--tokenizer --tokenizer-mode", _said("a model is always run with its own tokenizer")),
+    ("--trust-remote-code", _said("code that comes with a model is never run here", False)),
+    ("--chat-template --chat-template-file", _said(_OWN_TEMPLATE)),
+    ("--jinja", _said(f"{_OWN_TEMPLATE}; leave it out", False)),
     (
         "--tool-call-parser",
-        Foreign(answer="how a model writes tool calls is read off its chat template; leave it out"),
+        _said("how a model writes tool calls is read off its chat template; leave it out"),
     ),
-    ("--enable-auto-tool-choice", Foreign(answer=_ALWAYS, takes_value=False)),
-    ("--reasoning-parser", Foreign(answer="reasoning is not separated from the answer here")),
-    ("--lora --lora-modules", Foreign(answer=_PLANNED)),
-    ("--enable-lora", Foreign(answer=_PLANNED, takes_value=False)),
-    ("--mmproj", Foreign(answer="models run on text alone here")),
+    ("--enable-auto-tool-choice", _said(_ALWAYS, False)),
+    ("--reasoning-parser", _said("reasoning is not separated from the answer here")),
+    ("--lora --lora-modules", _said(_PLANNED)),
+    ("--enable-lora", _said(_PLANNED, False)),
+    ("--mmproj", _said("models run on text alone here")),
     (
         "--embedding --embeddings --rerank --reranking",
-        Foreign(answer="embeddings and reranking are not done here", takes_value=False),
+        _said("embeddings and reranking are not done here", False),
     ),
-    ("--runner --task", Foreign(answer="text generation is the only task here; leave it out")),
+    ("--runner --task", _said("text generation is the only task here; leave it out")),
     (
         "--enable-chunked-prefill -cb --cont-batching --metrics --mmap -fa --flash-attn --warmup",
-        Foreign(answer=_ALWAYS, takes_value=False),
+        _said(_ALWAYS, False),
     ),
     (
         "--enforce-eager --mlock --no-mmap --no-warmup --disable-cuda-graph",
-        Foreign(answer="there is nothing of that kind to turn off here; leave it out", takes_value=False),
+        _said("there is nothing of that kind to turn off here; leave it out", False),
     ),
-    (
-        "--grammar-file",
-        Foreign(answer="GBNF is not read here; --grammar lark=@FILE, regex= and json_schema= are"),
-    ),
-    ("--api-key-file", Foreign(answer="keys are made by outrider keys and given with --key-file")),
+    ("--grammar-file", _said("GBNF is not read here; --grammar lark=@FILE, regex= and json_schema= are")),
+    ("--api-key-file", _said("keys are made by outrider keys and given with --key-file")),
     (
         "--ssl-keyfile --ssl-certfile --ssl-key-file --ssl-cert-file",
-        Foreign(answer="put TLS in front: deploy/ has an nginx configuration"),
+        _said("put TLS in front: deploy/ has an nginx configuration"),
     ),
 )
 
@@ -211,19 +209,19 @@ def translated(args: Iterable[str], own: Mapping[str, bool], takes_model: bool) 
     """Arguments with foreign flags replaced. `own` are the command's flags: whether each takes a value."""
     out: list[str] = []
     first: list[str] = []  # the model comes before all other arguments
-    rest = iter(args)
-    for arg in rest:
+    left = iter(args)
+    for arg in left:
         name, equals, value = arg.partition("=")
         if arg == "--":
-            out += [arg, *rest]
+            out += [arg, *left]
         elif name in own or name not in FLAGS or (FLAGS[name].model and not takes_model):
             out.append(arg)
             if own.get(name) and not equals:
-                out += [v for v in [next(rest, None)] if v is not None]
+                out += [v for v in [next(left, None)] if v is not None]
         else:
             entry = FLAGS[name]
             if entry.takes_value and not equals and not entry.answer:
-                value = next(rest, "")
+                value = next(left, "")
             first += [value] if entry.model else []
             out += [] if entry.model else _ours(name, entry, value, own)
     return [*first, *out]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
@@ -34,7 +35,7 @@ EVERYDAY = {
 }
 # The commands, in the order in which people meet them.
 ORDER = (
-    *("demo", "generate", "chat", "serve", "models", "pairs", "audit", "bench", "bench serve", "advise"),
+    *("demo", "generate", "chat", "serve", "models", "pairs", "audit", "bench", "advise"),
     *("distill", "doctor", "keys", "draft", "help"),
 )
 OTHERWISE = f"model draft {_SAMPLING} {_MACHINE} json_file"
@@ -44,6 +45,14 @@ TYPES = {"<float>": "X", "<int>": "N", "<int range>": "N", "<str>": "TEXT"}
 
 
 class Command(TyperCommand):
+    commands: Mapping[str, Any] = {}  # sub-commands by name, as `bench` has `serve`
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        if args and args[0] in self.commands:
+            sub = self.commands[args[0]]
+            return sub.make_context(f"{info_name} {args[0]}", args[1:], parent, **extra)
+        return super().make_context(info_name, args, parent, **extra)
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         flags = {name: _takes_value(p) for p in self._options(ctx) for name in (*p.opts, *p.secondary_opts)}
         if "--help-all" in args[: args.index("--") if "--" in args else None]:
@@ -85,8 +94,6 @@ class Command(TyperCommand):
 
 
 class Group(TyperGroup):
-    """Commands by one word, or by two: `bench serve` is one beside `bench`."""
-
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if (
             not args and self.no_args_is_help
@@ -100,16 +107,17 @@ class Group(TyperGroup):
         return sorted(super().list_commands(ctx), key=lambda name: places.get(name, len(places)))
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Each with the whole first sentence of its help."""
-        found = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
+        """Each with the whole first sentence of its help, sub-commands of commands among them."""
+        rows = []
+        for name in self.list_commands(ctx):
+            if (found := self.get_command(ctx, name)) is not None and not found.hidden:
+                rows.append((name, found.get_short_help_str(LINE)))
+                subs = found.commands if isinstance(found, Command) else {}
+                rows += [(f"{name} {sub}", one.get_short_help_str(LINE)) for sub, one in subs.items()]
         with formatter.section("Commands"):
-            formatter.write_dl(
-                [(name, c.get_short_help_str(LINE)) for name, c in found.items() if c and not c.hidden]
-            )
+            formatter.write_dl(rows)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if " ".join(args[:2]) in self.commands and len(args) > 1:
-            args = [" ".join(args[:2]), *args[2:]]
         name = args[0] if args else ""
         if name and not name.startswith("-") and self.get_command(ctx, name) is None:
             known = self.list_commands(ctx)
@@ -122,7 +130,6 @@ class Group(TyperGroup):
 
 
 def _short(param: Any, ctx: Any) -> tuple[str, str]:
-    """A flag and the first sentence of its help."""
     flags, text = param.get_help_record(ctx) or (param.make_metavar(ctx), param.help or "")
     if param.param_type_name == "argument":
         flags = flags.split()[0]
@@ -140,8 +147,8 @@ def _takes_value(param: Any) -> bool:
 
 def _check_names(args: list[str], flags: dict[str, bool], path: str) -> None:
     """Refuse an unknown flag with the one that was meant."""
-    rest = iter(args)
-    for arg in rest:
+    left = iter(args)
+    for arg in left:
         name, equals, _ = arg.partition("=")
         if arg == "--":
             return
@@ -152,4 +159,4 @@ def _check_names(args: list[str], flags: dict[str, bool], path: str) -> None:
                 f"no such option: {name:.60}{hint}\nsee: {path} --help-all", name.lstrip("-")
             )
         if flags.get(name) and not equals:
-            next(rest, None)
+            next(left, None)

@@ -47,7 +47,6 @@ class Config:
 
 
 def read_config(file: str, tables: Tables) -> Config:
-    """Every key of the file, known and of the right type."""
     values: dict[str, Any] = {}
     for table, key, value in _entries(_document(file), tables):
         name = key.replace("-", "_")

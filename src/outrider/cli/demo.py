@@ -90,7 +90,7 @@ def demo(model: Model = DEFAULT_MODEL, draft: Draft = "auto", *, settings: Setti
 
 
 class Pane:
-    """One way of answering, as it stands."""
+    """One of the two answers, as far as it is written."""
 
     def __init__(self, title: str) -> None:
         self.title, self.pieces = title, Pieces()
@@ -116,7 +116,7 @@ class Pane:
 
 
 class Duel:
-    """Both ways of answering one prompt."""
+    """One prompt, answered plainly and speculatively."""
 
     def __init__(self, scene: Scene) -> None:
         self.scene = scene
@@ -205,15 +205,12 @@ def _prompt_ids(llm: LLM, prompt: str) -> list[int]:
 
 
 def _warm_up(llm: LLM, console: Console) -> None:
-    """Kernels made, costs measured, both ways taken once; by another owner and with another text."""
+    """Build kernels, measure costs and answer once with and without drafts, with another text and for another owner."""
     with console.status("warming up") if _is_live(console) else contextlib.nullcontext():
         llm.prepare(1)
         ids = _prompt_ids(llm, "Write the numbers from 1 to 20, and then write them again.")
         for how in (False, True):
             llm.generate([ids], owner="warm-up", temperature=0, max_tokens=24, speculation=how)
-
-
-# ---------------------------------------------------------------------------------------------- what is seen
 
 
 def _is_live(console: Console) -> bool:
@@ -294,8 +291,8 @@ class Lines:
 
 
 def _drafters(llm: LLM) -> str:
-    """Those that a request may get which names none."""
-    return " and ".join(llm.engine.planner.choices) or "nobody"
+    """The drafters that serve a request which names none."""
+    return " and ".join(llm.engine.planner.choices) or "no drafter"
 
 
 def _place(llm: LLM) -> str:

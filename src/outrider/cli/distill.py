@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from outrider.cli.flag import Flag, option
+from outrider.cli.flag import Flag, flags_of, help_of, option
 from outrider.cli.measure import say_loading
 from outrider.cli.options import DEFAULT_MODEL, ENGINE, Flags, Model, takes
 from outrider.cli.output import note
-from outrider.distill.recipe import KINDS, LAYOUTS, LOSSES, STAGES, Recipe, read_count
+from outrider.distill.recipe import STAGES, Recipe, read_count
 from outrider.load.find import find
 from outrider.settings import Settings, cache_folder
 
@@ -54,165 +54,38 @@ class RecipeFlags(Flags):
         return {flag.name: flag.value(values[flag.name]) for flag in self.flags}
 
 
-_temperatures, _places = read_numbers(float), read_numbers(int)
-
-ANSWER = RecipeFlags(
-    "answer",
-    "Answers",
-    Recipe,  # type: ignore[arg-type]
-    (
-        Flag(
-            "prompts",
-            list[str],
-            'Prompts, one a line: text, or JSON with "turns", "messages" or "prompt", and perhaps "task". Repeatable.',
-            tuple,
-            "FILE",
-        ),
-        Flag("made_up", int, "Prompts that the target makes up itself, beside those.", metavar="N"),
-        Flag(
-            "joined",
-            int,
-            "Long prompts: several texts of the files, to be summarized or asked about.",
-            metavar="N",
-        ),
-        Flag(
-            "shares",
-            list[str],
-            "Share of conversations of a task, made-up included; the rest as they come. Repeatable.",
-            read_shares,
-            "TASK=SHARE",
-            ("--share",),
-        ),
-        Flag("follow_ups", float, "Share of conversations with one more turn, made up.", metavar="SHARE"),
-        Flag(
-            "temperatures",
-            str,
-            "Temperatures of answers, in equal parts.",
-            _temperatures,
-            "T,T,...",
-            default="0,0.7,1",
-        ),
-        Flag("max_tokens", int, "Longest answer, in tokens."),
-        Flag("answer_tokens", str, "Tokens of all answers together.", read_count, "N", default="20M"),
-        Flag("context", int, "Longest conversation, in tokens."),
-        Flag("seed", int, "The same seed and recipe give the same answers."),
+_FLAGS = flags_of(
+    Recipe,
+    *(
+        Flag(name, str, help_of(Recipe, name), read, metavar, default=default)
+        for name, read, metavar, default in (
+            ("temperatures", read_numbers(float), "T,T,...", "0,0.7,1"),
+            ("score_temperatures", read_numbers(float), "T,T,...", "0,0.7"),
+            ("taps", read_numbers(int), "auto|I,I,...", "auto"),
+            ("answer_tokens", read_count, "N", "20M"),
+            ("batch_tokens", read_count, "N", "16384"),
+            ("train_tokens", read_count, "N", "0"),
+        )
     ),
-)
-
-TRAIN = RecipeFlags(
-    "train",
-    "Training",
-    Recipe,  # type: ignore[arg-type]
-    (
-        Flag(
-            "kind",
-            str,
-            "What to train: a head on the target's hidden states, or a small model.",
-            metavar="|".join(KINDS),
-        ),
-        Flag(
-            "continue_from",
-            str,
-            "Go on from this draft, or from the one in this --out. With more --layers, a head grows.",
-            metavar="DIR",
-            spelled=("--continue",),
-        ),
-        Flag(
-            "shards",
-            list[str],
-            "A folder of conversations to learn from, too, such as what a server kept. Repeatable.",
-            tuple,
-            "DIR",
-        ),
-        Flag("layout", str, "How a head is saved; other engines read the others.", metavar="|".join(LAYOUTS)),
-        Flag(
-            "taps",
-            str,
-            "Layers whose input a head reads; the number of layers stands for the last one's output.",
-            _places,
-            "auto|I,I,...",
-            default="auto",
-        ),
-        Flag(
-            "tap_norms",
-            bool,
-            "A norm per tap before they are fused.",
-            spelled=("--tap-norms/--no-tap-norms",),
-        ),
-        Flag(
-            "norm_output",
-            bool,
-            "Feed the normed hidden state back.",
-            spelled=("--norm-output/--no-norm-output",),
-        ),
-        Flag(
-            "shared_head",
-            bool,
-            "Take rows of the target's own head for logits.",
-            spelled=("--shared-head/--no-shared-head",),
-        ),
-        Flag("vocabulary", int, "Tokens a head knows; 0: all up to 64k, the most frequent 32k above."),
-        Flag("layers", int, "Layers of the draft; 0: one of a head, an lm as --size says."),
-        Flag("hidden", int, "Width of an lm; 0: as --size says."),
-        Flag("heads", int, "Attention heads; 0: as the target's shape says."),
-        Flag("kv_heads", int, "Heads of keys and values; 0: as the target's shape says."),
-        Flag("intermediate", int, "Width of the MLP; 0: as the target's shape says."),
-        Flag("size", float, "Size of an lm as a share of the target's.", metavar="SHARE"),
-        Flag("loss", str, "What is made small.", metavar="|".join(LOSSES)),
-        Flag("loss_temperature", float, "Temperature of the two distributions that the loss compares."),
-        Flag("unroll", int, "Steps that a head is trained to go on its own output."),
-        Flag("decay", float, "Weight of such a step by that of the one before."),
-        Flag(
-            "deep_share",
-            float,
-            "Share of places, drawn anew in each step, that such steps learn from after the first; less is quicker.",
-            metavar="SHARE",
-        ),
-        Flag("learning_rate", float, "Highest learning rate."),
-        Flag("weight_decay", float, "Weight decay of matrices."),
-        Flag("clip", float, "Largest norm of the gradients; 0: any."),
-        Flag("warm_up", float, "Share of training in which the learning rate rises.", metavar="SHARE"),
-        Flag("batch_tokens", str, "Tokens of a batch, padding counted.", read_count, "N", default="16384"),
-        Flag(
-            "train_tokens",
-            str,
-            "Tokens to train on; 0: three times over all there are.",
-            read_count,
-            "N",
-            default="0",
-        ),
-        Flag("checkpoint_steps", int, "Steps between two checkpoints."),
-        Flag("validate_steps", int, "Steps between two looks at what was held out."),
-        Flag("dtype", str, "Number format of training's matmuls.", metavar="auto|float32|bfloat16"),
+    Flag(
+        "shares",
+        list[str],
+        "Share of conversations of a task, made-up included; the others as they come. Repeatable.",
+        read_shares,
+        "TASK=SHARE",
+        ("--share",),
     ),
+    without=("target",),
 )
+_STAGE_OF = {one.name: one.metadata["stage"] for one in fields(Recipe)}
 
-SCORE = RecipeFlags(
-    "score",
-    "Score",
-    Recipe,  # type: ignore[arg-type]
-    (
-        Flag(
-            "score_prompts",
-            list[str],
-            "Prompts to score with. Repeatable. By default those that were held out.",
-            tuple,
-            "FILE",
-        ),
-        Flag("score_limit", int, "Prompts of a task, at most."),
-        Flag("score_tokens", int, "Longest answer, in tokens."),
-        Flag(
-            "score_temperatures",
-            str,
-            "Temperatures, one after the other.",
-            _temperatures,
-            "T,T,...",
-            default="0,0.7",
-        ),
-        Flag("depth", int, "Depth of drafts."),
-        Flag("tree_nodes", int, "Nodes of draft trees."),
-    ),
-)
+
+def _stage_flags(stage: str, panel: str) -> RecipeFlags:
+    flags = tuple(flag for flag in _FLAGS if _STAGE_OF[flag.name] == stage)
+    return RecipeFlags(stage, panel, Recipe, flags)  # type: ignore[arg-type]
+
+
+ANSWER, TRAIN, SCORE = map(_stage_flags, STAGES, ("Answers", "Training", "Score"))
 
 # What does not fit training, or is the recipe's here, is left out.
 _PLACE = {

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outrider.cli.options import envvar
+from outrider.cli.flag import option
 from outrider.cli.output import in_colour, write
 
 if TYPE_CHECKING:
@@ -19,10 +19,7 @@ if TYPE_CHECKING:
 
 COLOURS = {"ok": "32", "note": "36", "warning": "33", "error": "31"}
 STATES, TOPICS = 8, 9  # columns
-Json = Annotated[
-    bool,
-    typer.Option("--json", envvar=envvar("json"), show_envvar=False, help="One JSON object, on stdout."),
-]
+Json = Annotated[bool, option("json", "One JSON object, on stdout.")]
 
 
 def doctor(as_json: Json = False) -> None:

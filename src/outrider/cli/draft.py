@@ -27,10 +27,7 @@ draft = typer.Typer(help="See, swap and improve the draft of a running server.",
 
 TIMEOUT = 600.0  # seconds; weights are read and packed meanwhile
 
-Url = Annotated[
-    str,
-    option("url", "Where the server is.", "URL"),
-]
+Url = Annotated[str, option("url", "Where the server is.", "URL")]
 ApiKey = Annotated[
     str | None,
     option(

@@ -22,16 +22,11 @@ if TYPE_CHECKING:
 
 Source = Annotated[str, typer.Argument(metavar="DIR", help="A folder with an EAGLE head.")]
 Layout = Annotated[
-    str,
-    option("layout", "eagle3, as heads are published, speculators, or outrider, our own."),
+    str, option("layout", "eagle3, as heads are published, speculators, or outrider, our own.")
 ]
-Out = Annotated[
-    str,
-    option("out", "A new folder to write to.", "DIR"),
-]
+Out = Annotated[str, option("out", "A new folder to write to.", "DIR")]
 Target = Annotated[
-    str | None,
-    option("target", "The model it drafts for; by default the one its card names.", "MODEL"),
+    str | None, option("target", "The model it drafts for; by default the one its card names.", "MODEL")
 ]
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.cli.answer import Answer, Pieces, Received, listen
+from outrider.cli.flag import option
 from outrider.cli.options import (
     DEFAULT_MODEL,
     ENGINE,
@@ -37,44 +38,30 @@ from outrider.types import SamplingParams
 if TYPE_CHECKING:
     from outrider.engine.llm import LLM
 
-Prompt = Annotated[
-    str | None, typer.Option("--prompt", "-p", envvar=envvar("prompt"), show_envvar=False, help="The prompt.")
-]
+Prompt = Annotated[str | None, option("prompt", "The prompt.", None, "--prompt", "-p")]
 PromptArgument = Annotated[
     str | None, typer.Argument(metavar="PROMPT", help="The prompt; else stdin is read.")
 ]
 Prompts = Annotated[
     str | None,
-    typer.Option(
-        "--prompts",
-        envvar=envvar("prompts"),
-        show_envvar=False,
-        metavar="FILE",
-        help='Many prompts, one a line (- is stdin): text, or JSON with "turns", "messages" or "prompt".',
+    option(
+        "prompts",
+        'Many prompts, one a line (- is stdin): text, or JSON with "turns", "messages" or "prompt".',
+        "FILE",
     ),
 ]
-Limit = Annotated[
-    int | None,
-    typer.Option(
-        "--limit", min=1, envvar=envvar("limit"), show_envvar=False, help="Only the first N prompts."
-    ),
-]
+Limit = Annotated[int | None, option("limit", "Only the first N prompts.", min=1)]
 Chat = Annotated[
     bool | None,
-    typer.Option(
+    option(
+        "chat",
+        "Put text through the chat template or not; by default, if the model has one.",
+        None,
         "--chat/--raw",
-        envvar=envvar("chat"),
-        show_envvar=False,
         show_default=False,
-        help="Put text through the chat template or not; by default, if the model has one.",
     ),
 ]
-Json = Annotated[
-    bool,
-    typer.Option(
-        "--json", envvar=envvar("json"), show_envvar=False, help="One JSON object a prompt, on stdout."
-    ),
-]
+Json = Annotated[bool, option("json", "One JSON object a prompt, on stdout.")]
 
 
 @takes(SAMPLING, ENGINE)
@@ -143,7 +130,6 @@ def _in_place(
 def _asked(
     text: str | None, prompt: str | None, prompts: str | None, limit: int | None
 ) -> list[tuple[str, str | dict[str, Any]]]:
-    """What to ask, from the one place it was given in."""
     given = [
         name
         for name, value in (("PROMPT", text), ("--prompt", prompt), ("--prompts", prompts))
@@ -186,7 +172,6 @@ class Exchange:
         self.messages.extend(row.messages)
 
     def ask(self, received: Received) -> Answer:
-        """Submit the next turn."""
         if self.prompt is not None:
             ids = self.llm.tokenizer.encode(self.prompt)
         else:
@@ -271,7 +256,6 @@ class Show:
         self.streams, self.screen = streams and not as_json, Screen()
 
     def fresh(self, answer: Answer) -> None:
-        """What an answer's last event brought."""
         text = self._text(answer.fresh)
         if self.streams and (text or answer.done):
             self.screen.write(f"{text}\n" if answer.done else text)

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from outrider.cli.command import Group
 from outrider.cli.output import write
 from outrider.errors import InvalidRequest, closest
 from outrider.wrap import fitted
@@ -35,7 +36,6 @@ def explain(ctx: typer.Context, words: Words = None) -> None:
 
 
 def glossary() -> dict[str, str]:
-    """Meanings by word, in small letters."""
     text = resources.files("outrider").joinpath("glossary.md").read_text(encoding="utf-8")
     found: dict[str, str] = {}
     for words, meaning in re.findall(r"^\| (.+?) \| (.+) \|$", text, re.MULTILINE):
@@ -49,11 +49,11 @@ def glossary() -> dict[str, str]:
 def _command(top: Any, path: list[str]) -> Any:
     """The context of the command that these words name; the top one for none."""
     context = top
-    while path:
+    for name in path:
         commands = getattr(context.command, "commands", {})
-        name = " ".join(path[:2]) if " ".join(path[:2]) in commands else path[0]
         if name not in commands:
             return None
-        context = typer.Context(commands[name], info_name=name, parent=context)
-        path = path[len(name.split()) :]
+        above = context if isinstance(context.command, Group) else context.parent
+        words = name if above is context else f"{context.info_name} {name}"
+        context = typer.Context(commands[name], info_name=words, parent=above)
     return context

@@ -17,6 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
+from outrider.cli.flag import option
 from outrider.cli.options import envvar
 from outrider.cli.output import note, write
 from outrider.errors import InvalidRequest, OutriderError, suggest
@@ -34,14 +35,7 @@ SAID = {
 
 Name = Annotated[str, typer.Argument(help="Whose key it is.")]
 File = Annotated[
-    str,
-    typer.Option(
-        "--file",
-        envvar=envvar("key_file"),
-        show_envvar=False,
-        metavar="FILE",
-        help="The key file, as the server's --key-file has it.",
-    ),
+    str, option("key_file", "The key file, as the server's --key-file has it.", "FILE", "--file")
 ]
 
 
@@ -58,35 +52,13 @@ def _limit(name: str, what: str) -> Any:
 Requests = Annotated[int, _limit("requests_per_minute", "requests a minute")]
 Tokens = Annotated[int, _limit("tokens_per_minute", "tokens a minute, of prompts and answers")]
 Running = Annotated[int, _limit("max_running", "requests at once")]
-Admin = Annotated[
-    bool,
-    typer.Option("--admin", envvar=envvar("admin"), show_envvar=False, help="It may swap drafts, too."),
-]
+Admin = Annotated[bool, option("admin", "It may swap drafts, too.")]
 KeepTraffic = Annotated[
     bool,
-    typer.Option(
-        "--keep-traffic",
-        envvar=envvar("key_keep_traffic"),
-        show_envvar=False,
-        help="Its tokens may be kept, where the server keeps any.",
-    ),
+    option("key_keep_traffic", "Its tokens may be kept, where the server keeps any.", None, "--keep-traffic"),
 ]
-Folder = Annotated[
-    str,
-    typer.Option(
-        "--keep-traffic",
-        envvar=envvar("keep_traffic"),
-        show_envvar=False,
-        metavar="DIR",
-        help="The folder, as the server's --keep-traffic has it.",
-    ),
-]
-Json = Annotated[
-    bool,
-    typer.Option(
-        "--json", envvar=envvar("json"), show_envvar=False, help="One JSON object a key, on stdout."
-    ),
-]
+Folder = Annotated[str, option("keep_traffic", "The folder, as the server's --keep-traffic has it.", "DIR")]
+Json = Annotated[bool, option("json", "One JSON object a key, on stdout.")]
 
 
 @keys.command()
@@ -228,7 +200,7 @@ def _replace(path: Path, text: str, expected: list[Key]) -> None:
 
 
 def _swap(path: Path, text: str) -> None:
-    """Put a finished file in the place of the one that is there. Whoever owned that one owns this one."""
+    """Replace the file by a finished one with the same owner."""
     descriptor, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 0600
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as out:

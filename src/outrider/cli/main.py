@@ -41,14 +41,24 @@ def make_app(names: Sequence[str] = ORDER) -> typer.Typer:
     )
     made.callback()(_outrider)
     for name in names:
-        word = name.replace(" ", "_")
-        module = importlib.import_module(f"outrider.cli.{word}")
-        command = module.explain if name == "help" else getattr(module, word)
+        module = importlib.import_module(f"outrider.cli.{name}")
+        command = module.explain if name == "help" else getattr(module, name)
         if isinstance(command, typer.Typer):
             made.add_typer(command, name=name, cls=Group)
+        elif name == "bench":
+            made.command(name, cls=_with_serve())(command)
         else:
             made.command(name, cls=Command)(command)
     return made
+
+
+def _with_serve() -> type[Command]:
+    """The class of `bench`, which measures in this process, or a server by its sub-command."""
+    from outrider.cli.bench_serve import bench_serve
+
+    alone = typer.Typer(add_completion=False, rich_markup_mode=None)
+    alone.command("bench serve", cls=Command)(bench_serve)
+    return type("Bench", (Command,), {"commands": {"serve": typer.main.get_command(alone)}})
 
 
 def _version(wanted: bool) -> None:
@@ -71,7 +81,7 @@ def run(argv: Sequence[str] | None = None) -> NoReturn:
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     first = next(iter(sys.argv[1:] if argv is None else argv), None)
     # `help` describes the other commands, so it needs all of them.
-    named = [name for name in ORDER if name.split()[0] == first != "help"]
+    named = [name for name in ORDER if name == first != "help"]
     try:
         code = make_app(named or ORDER)(argv, prog_name="outrider", standalone_mode=False) or 0
     except OutriderError as error:

@@ -12,10 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
-import typer
-
 from outrider.bench.compare import cut
-from outrider.cli.options import envvar
+from outrider.cli.flag import option
 from outrider.cli.output import note, write
 from outrider.errors import InvalidRequest
 from outrider.settings import usable_cores
@@ -29,26 +27,21 @@ BAR = 12  # columns
 WIDTH = 80  # of lines, where there is no terminal
 
 
-def _option(name: str, kind: Any, metavar: str, text: str) -> Any:
-    flag = name.replace("_", "-")
-    option = typer.Option(f"--{flag}", envvar=envvar(name), show_envvar=False, metavar=metavar, help=text)
-    return Annotated[kind, option]
-
-
 SHAPE = "1b|8b|70b|HIDDEN:LAYERS:HEADS:KV_HEADS:INTERMEDIATE[:VOCAB]"
-AsIfShape = _option(
-    "as_if", str | None, SHAPE, "Widen the model to this shape: a big model's cost, the small one's text."
-)
-DraftAsIf = _option(
-    "draft_as_if", str | None, SHAPE, "With --as-if: draft with the same model in this shape."
-)
-DraftLayers = _option(
-    "draft_layers",
+AsIfShape = Annotated[
     str | None,
-    "N|0-3,5-29",
-    "With --draft-as-if: keep N of its layers, or these; else all that fit.",
-)
-JsonFile = _option("json", str | None, "FILE", "Write the results as JSON, too; - is stdout.")
+    option("as_if", "Widen the model to this shape: a big model's cost, the small one's text.", SHAPE),
+]
+DraftAsIf = Annotated[
+    str | None, option("draft_as_if", "With --as-if: draft with the same model in this shape.", SHAPE)
+]
+DraftLayers = Annotated[
+    str | None,
+    option(
+        "draft_layers", "With --draft-as-if: keep N of its layers, or these; else all that fit.", "N|0-3,5-29"
+    ),
+]
+JsonFile = Annotated[str | None, option("json", "Write the results as JSON, too; - is stdout.", "FILE")]
 
 
 def described(llm: LLM, program: str = "outrider") -> dict[str, Any]:
@@ -64,14 +57,14 @@ def described(llm: LLM, program: str = "outrider") -> dict[str, Any]:
 
 
 def warn_if_busy() -> None:
-    """Times taken while others compute say little."""
+    """Warns when other programs use the cores."""
     load, cores = os.getloadavg()[0], usable_cores()
     if load > BUSY * cores:
         note(f"warning: the machine is busy (load {load:.1f} on {cores} cores): figures may be far off")
 
 
 def say_loading(model: str) -> None:
-    """In a pipe; on a terminal it is said anyway."""
+    """Says so in a pipe; a terminal shows it anyway."""
     if not sys.stderr.isatty():
         note(cut(f"loading {model}", WIDTH))
 
@@ -106,7 +99,7 @@ class Progress:
         self.last: tuple[str, float] = ("", 0.0)
 
     def of(self, stage: str) -> Callable[[str, float], None]:
-        """For one that says what it is at and the share that is done of its stage."""
+        """A callback for one stage: takes what it does now and the share of it that is done."""
         begin, share = self.parts[stage]
         return lambda what, done: self._tell(stage, what, begin + share * done)
 
@@ -125,7 +118,6 @@ class Progress:
             note(line)
 
     def clear(self) -> None:
-        """Room for other lines, or the end."""
         if self.live:
             print("\r\x1b[2K", end="", file=sys.stderr, flush=True)
 

@@ -36,7 +36,6 @@ class ModelFacts:
         return asdict(self)
 
     def rows(self) -> list[tuple[str, str]]:
-        """For people: a name and its words."""
         sampling = ", ".join(f"{name} {value:g}" for name, value in self.sampling.items())
         return [
             ("path", self.path),

@@ -1,4 +1,4 @@
-"""`outrider models`: what can be loaded by name, what of it is here, and fetching the rest."""
+"""`outrider models`: what can be loaded by name, what of it is here, and fetching models."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def rm(name: Name, yes: Yes = False) -> None:
     place = fetched(name, cache_folder())
     if place is None:
         raise InvalidRequest(
-            f"{name} was not fetched by Outrider; delete it yourself, if nobody needs it: {_here(name)}",
+            f"{name} was not fetched by Outrider; delete it yourself, if it is not needed: {_here(name)}",
             "name",
         )
     size = size_of(place)
@@ -97,9 +97,8 @@ models.command("remove", hidden=True)(rm)  # as for pairs and keys
 
 
 def _agreed(question: str) -> bool:
-    """What a person answers."""
     if not sys.stdin.isatty():
-        raise InvalidRequest("nobody is here to be asked: --yes deletes without asking", "yes")
+        raise InvalidRequest("there is no terminal to ask on: --yes deletes without asking", "yes")
     try:
         return input(f"{fitted(question, sys.stdout)} [y/N] ").strip().lower() in ("y", "yes")
     except EOFError:

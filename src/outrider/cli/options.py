@@ -17,27 +17,26 @@ from typing import Annotated, Any
 import typer
 
 from outrider.cli.config import Config, read_config
-from outrider.cli.flag import Flag, envvar
-from outrider.cli.planner_flags import PLANNER
+from outrider.cli.flag import Flag, envvar, flags_of, help_of, option, read_bytes
 from outrider.errors import InvalidRequest
 from outrider.load.sampling import GENERATION_CONFIGS, NAMES
-from outrider.sampling_params import MAX_ALTERNATIVES, SamplingParams, Speculation
+from outrider.sampling_params import SamplingParams, Speculation
 from outrider.serve.settings import ServeSettings
 from outrider.settings import Settings
 
 DEFAULT_MODEL = "smollm2-135m"
 
 
-def read_bytes(text: str) -> int:
-    """`512M` -> 536870912."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", text.strip(), re.IGNORECASE)
-    if match is None:
-        raise ValueError(f"{text!r} is not a size; write 1073741824, 512M or 1.5G")
-    return int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
-
-
 def _by_device(text: str) -> int:
     return 0 if text == "auto" else read_bytes(text)
+
+
+def _auto_or_whole(text: str) -> int | None:
+    if text == "auto":
+        return None
+    if not text.isdecimal():
+        raise ValueError(f"{text!r} is neither auto nor a whole number")
+    return int(text)
 
 
 def read_bias(pairs: Sequence[str]) -> dict[int, float]:
@@ -53,7 +52,6 @@ def read_bias(pairs: Sequence[str]) -> dict[int, float]:
 
 
 def read_speculation(text: str) -> Speculation:
-    """As in Python and in requests."""
     try:
         return Speculation.of(text)
     except InvalidRequest as problem:
@@ -103,7 +101,7 @@ class Flags:
     join: Callable[[dict[str, Any]], dict[str, Any]] = dict  # from flags to fields, where they differ
 
     def without(self, name: str) -> Flags:
-        """For a command whose own flag has that name."""
+        """The same flags but one, for a command that has a flag of that name."""
         return replace(self, flags=tuple(flag for flag in self.flags if flag.name != name))
 
     def parameters(self, by_model: Container[str] = ()) -> list[inspect.Parameter]:
@@ -130,35 +128,25 @@ SAMPLING = Flags(
     "Sampling",
     SamplingParams,
     (
-        Flag("temperature", float, "Randomness; 0 takes the likeliest token."),
-        Flag("top_k", int, "Keep the k likeliest tokens; 0 keeps all."),
-        Flag("top_p", float, "Keep the likeliest tokens that reach this probability together."),
-        Flag("min_p", float, "Drop tokens less likely than this share of the likeliest."),
-        Flag("repetition_penalty", float, "Divide the logits of tokens in prompt or output."),
-        Flag("frequency_penalty", float, "Subtract this for every time a token was written."),
-        Flag("presence_penalty", float, "Subtract this once a token was written."),
-        Flag("logit_bias", list[str], "Add VALUE to a token's logit. Repeatable.", read_bias, "ID=VALUE"),
-        Flag("bad_words", list[str], "A word never to write. Repeatable.", tuple, "TEXT", ("--bad-word",)),
-        Flag("seed", int | None, "The same seed gives the same answer; drawn if not given."),
-        Flag("n", int, "Answers a prompt.", spelled=("-n", "--n")),
-        Flag("max_tokens", int, "Longest answer, in tokens."),
-        Flag("min_tokens", int, "Shortest answer, in tokens."),
-        Flag("stop", list[str], "End before this text. Repeatable.", tuple, "TEXT"),
-        Flag(
-            "stop_token_ids", list[int], "End at this token. Repeatable.", tuple, "ID", ("--stop-token-id",)
-        ),
-        Flag("include_stop", bool, "Keep the stop text in the answer.", spelled=("--include-stop",)),
-        Flag("ignore_eos", bool, "Write on past the model's own end.", spelled=("--ignore-eos",)),
-        Flag("logprobs", int | None, f"Log-probabilities, and 0-{MAX_ALTERNATIVES} alternatives a token."),
-        Flag("prompt_logprobs", int | None, "The same for the prompt's own tokens."),
-        Flag(
-            "speculation",
-            str,
-            "Speculate: as deep as pays, not at all, at most N deep, or NAME=VALUE,...",
-            read_speculation,
-            "auto|off|N",
-            ("--speculate",),
-            "auto",
+        *flags_of(
+            SamplingParams,
+            Flag("logit_bias", list[str], "Add VALUE to a token's logit. Repeatable.", read_bias, "ID=VALUE"),
+            Flag(
+                "speculation",
+                str,
+                "Speculate: as deep as pays, not at all, at most N deep, or NAME=VALUE,...",
+                read_speculation,
+                "auto|off|N",
+                ("--speculate",),
+                "auto",
+            ),
+            Flag(
+                "grammar",
+                str | None,
+                "The answer's form: json_object, json_schema=@FILE, regex=..., choice=a|b, lark=@FILE.",
+                read_grammar,
+                "KIND=VALUE",
+            ),
         ),
         Flag(
             "tree",
@@ -169,198 +157,15 @@ SAMPLING = Flags(
             default="auto",
         ),
         Flag("mode", str, "How drafts are verified.", metavar="coupled|rejection|lossy", default="coupled"),
-        Flag(
-            "prediction", str | None, "What the answer is expected to be; drafts follow it.", metavar="TEXT"
-        ),
-        Flag(
-            "grammar",
-            str | None,
-            "The answer's form: json_object, json_schema=@FILE, regex=..., choice=a|b, lark=@FILE.",
-            read_grammar,
-            "KIND=VALUE",
-        ),
     ),
     _join_speculation,
 )
-
-_SPECIAL = ("--special-tokens-in-text/--no-special-tokens-in-text",)
-_REUSE = ("--prefix-reuse/--no-prefix-reuse",)
-
-ENGINE = Flags(
-    "settings",
-    "Engine",
-    Settings,
-    (
-        Flag("device", str, "Where to run.", metavar="auto|cpu|cuda"),
-        Flag(
-            "dtype",
-            str,
-            "Number format of what is computed and cached.",
-            metavar="auto|float32|bfloat16",
-        ),
-        Flag(
-            "weights",
-            str,
-            "Number format of weights: auto, float32, bfloat16; on a GPU fp8, int8, int4, too.",
-            metavar="FORMAT",
-        ),
-        Flag(
-            "draft_weights",
-            str,
-            "The same for a model that drafts; auto: as --weights, on a CPU bfloat16.",
-            metavar="FORMAT",
-        ),
-        Flag(
-            "draft_vocabulary",
-            int,
-            "Frequent words that an EAGLE head drafts with, if it names them; 0 means by device.",
-        ),
-        Flag("threads", int, "Threads; 0 means the cores this process may use."),
-        Flag("context", int, "Longest prompt and answer together; 0 means the model's own."),
-        Flag("cache_bytes", str, "Memory for the KV cache.", _by_device, "auto|SIZE", default="auto"),
-        Flag(
-            "gpu_memory_utilization",
-            float | None,
-            "Share of a GPU's memory for weights, graphs and KV cache together; 0.92 by default.",
-            metavar="F",
-        ),
-        Flag("max_sequences", int, "Sequences that share a step; 0 means by device."),
-        Flag(
-            "step_rows",
-            int,
-            "Rows a step may carry, longer prompts are prefilled in chunks; 0 means by device.",
-        ),
-        Flag(
-            "prefill_stretch",
-            float | None,
-            "What prompt chunks may add to a step of others, in times of its length; inf: no bound. By device.",
-            metavar="F",
-        ),
-        *PLANNER,
-        Flag(
-            "prefill_wait",
-            float | None,
-            "Seconds from which on a waiting prompt raises that bound, in proportion. By device.",
-            metavar="SECONDS",
-        ),
-        Flag(
-            "prefill_at_once",
-            int,
-            "Long steps that may read a burst of prompts on a GPU, whatever that bound; 0: none.",
-        ),
-        Flag(
-            "special_tokens_in_text",
-            bool,
-            "Let messages hold control tokens by their strings; by default they stay text.",
-            spelled=_SPECIAL,
-        ),
-        Flag("prefix_reuse", bool, "Reuse cached prompt prefixes.", spelled=_REUSE),
-        Flag("kernels", str, "How the forward pass is computed.", metavar="auto|c|torch"),
-        Flag(
-            "prompt_matmul",
-            str,
-            "Who multiplies long prompts on a GPU: cuBLASLt where it gives the same bits, or own kernels alone.",
-            metavar="auto|own",
-        ),
-    ),
+_CACHE = Flag("cache_bytes", str, help_of(Settings, "cache_bytes"), _by_device, "auto|SIZE", default="auto")
+_BATCH = Flag(
+    "draft_max_batch", str, help_of(Settings, "draft_max_batch"), _auto_or_whole, "auto|N", default="auto"
 )
-
-_PADDING = ("--stream-padding/--no-stream-padding",)
-_LOG_PROMPTS = ("--log-prompts/--no-log-prompts",)
-
-SERVE = Flags(
-    "serve",
-    "Server",
-    ServeSettings,
-    (
-        Flag("host", str, "Address to listen on; 0.0.0.0 lets other machines in.", metavar="ADDRESS"),
-        Flag("port", int, "Port to listen on; 0 takes any free one."),
-        Flag("served_name", str | None, "Another name for the model, for clients.", metavar="NAME"),
-        Flag(
-            "api_keys",
-            list[str],
-            "A key clients must send. Repeatable. Others may see flags: prefer its variable or --key-file.",
-            tuple,
-            "KEY",
-            ("--api-key",),
-        ),
-        Flag("key_file", str | None, "Keys by their hashes; see outrider keys.", metavar="FILE"),
-        Flag("min_key_length", int, "Shortest --api-key taken; short ones can be found by trying."),
-        Flag(
-            "allowed_hosts",
-            list[str],
-            "A name clients may reach the server by; * is any. Repeatable. By default local names when "
-            "listening locally, else any.",
-            tuple,
-            "HOST",
-            ("--allowed-host",),
-        ),
-        Flag(
-            "cors_origins",
-            list[str],
-            "A web page's origin that may call the server; * is any. Repeatable.",
-            tuple,
-            "ORIGIN",
-            ("--cors-origin",),
-        ),
-        Flag(
-            "max_tokens",
-            int | None,
-            "Longest answer of requests that set no length; by default a quarter of the context.",
-        ),
-        Flag("max_body_bytes", str, "Largest request.", read_bytes, "SIZE", default="8M"),
-        Flag("max_depth", int, "Deepest nesting of a request's JSON."),
-        Flag("max_choices", int, "Most answers a request."),
-        Flag("max_prompts", int, "Most prompts a request."),
-        Flag("max_messages", int, "Most messages a request."),
-        Flag("max_stop", int, "Most stop texts a request."),
-        Flag("max_bias", int, "Most biased tokens a request."),
-        Flag("max_schema_bytes", str, "Largest JSON schema or grammar.", read_bytes, "SIZE", default="64K"),
-        Flag("max_queued_requests", int, "Requests that may wait; more are sent away."),
-        Flag("max_queued_tokens", int, "Tokens of prompts that may wait; more are sent away."),
-        Flag("max_connections", int, "Connections that may be open; more are sent away."),
-        Flag(
-            "max_connections_per_peer",
-            int,
-            "The same for one address; 0: no limit. Not for this machine's own.",
-        ),
-        Flag("request_timeout", float, "Longest a request may take.", metavar="SEC"),
-        Flag("body_timeout", float, "Longest a request's body may take to arrive.", metavar="SEC"),
-        Flag("header_timeout", float, "Longest a request's headers may take to arrive.", metavar="SEC"),
-        Flag("write_timeout", float, "Drop a client that reads nothing for this long.", metavar="SEC"),
-        Flag("grammar_timeout", float, "Longest a grammar may take to compile.", metavar="SEC"),
-        Flag("drain_seconds", float, "How long running requests may go on after Ctrl-C.", metavar="SEC"),
-        Flag("engine_restarts", int, "Times in ten minutes a failed engine is started again."),
-        Flag("metrics_compat", str, "Metrics under another server's names too.", metavar="none|vllm"),
-        Flag(
-            "price_per_hour",
-            float | None,
-            "What an hour of this machine costs: /metrics then has the cost of a million tokens.",
-            metavar="F",
-        ),
-        Flag("stream_padding", bool, "Pad streamed events; their sizes then say nothing.", spelled=_PADDING),
-        Flag("stream_interval", float, "Gather tokens this long before sending them.", metavar="SEC"),
-        Flag("ping_seconds", float, "Time between signs of life on silent streams; 0: none.", metavar="SEC"),
-        Flag("log_format", str, "How log lines are written.", metavar="text|json"),
-        Flag("log_level", str, "What to log: debug, info, warning or error, and worse.", metavar="LEVEL"),
-        Flag("log_prompts", bool, "Log what users write, too.", spelled=_LOG_PROMPTS),
-        Flag(
-            "draft_folders",
-            list[str],
-            "A folder whose drafts may take the place of the one in use; see outrider draft. Repeatable.",
-            tuple,
-            "DIR",
-            ("--draft-folder",),
-        ),
-        Flag(
-            "keep_traffic",
-            str | None,
-            "Keep tokens of requests by keys that are marked for it here, to train drafts on.",
-            metavar="DIR",
-        ),
-        Flag("keep_traffic_bytes", str, "Most to keep; the oldest goes.", read_bytes, "SIZE", default="1G"),
-    ),
-)
+ENGINE = Flags("settings", "Engine", Settings, flags_of(Settings, _CACHE, _BATCH))
+SERVE = Flags("serve", "Server", ServeSettings, flags_of(ServeSettings))
 
 # What a table of a config file groups.
 TABLES = {"sampling": SAMPLING, "engine": ENGINE, "serve": SERVE}
@@ -382,14 +187,12 @@ _CONFIG = inspect.Parameter(
     default=None,
     annotation=Annotated[
         str | None,
-        typer.Option(
-            "--config",
-            envvar=envvar("config"),
-            show_envvar=False,
-            metavar="FILE",
+        option(
+            "config",
+            "A TOML file of settings; flags and variables win over it.",
+            "FILE",
             is_eager=True,
             callback=_load_config,
-            help="A TOML file of settings; flags and variables win over it.",
         ),
     ],
 )
@@ -446,43 +249,25 @@ Model = Annotated[
 ]
 Draft = Annotated[
     str,
-    typer.Option(
-        "--draft",
-        envvar=envvar("draft"),
-        show_envvar=False,
-        metavar="NAME",
-        help="The drafter: auto (paired with the model, else lookup), none, lookup, early_exit, or a smaller model; "
+    option(
+        "draft",
+        "The drafter: auto (paired with the model, else lookup), none, lookup, early_exit, or a smaller model; "
         "a+b for both.",
+        "NAME",
     ),
 ]
 GenerationConfig = Annotated[
     str,
-    typer.Option(
-        "--generation-config",
-        envvar=envvar("generation-config"),
-        show_envvar=False,
-        metavar="auto|none",
+    option(
+        "generation_config",
+        "Sampling defaults: the model's own, or none of them.",
+        "auto|none",
         callback=_known_generation_config,
         rich_help_panel=SAMPLING.panel,
-        help="Sampling defaults: the model's own, or none of them.",
     ),
 ]
-System = Annotated[
-    str | None,
-    typer.Option("--system", "-s", envvar=envvar("system"), show_envvar=False, help="The system prompt."),
-]
+System = Annotated[str | None, option("system", "The system prompt.", None, "--system", "-s")]
 ShowOrigins = Annotated[
-    bool,
-    typer.Option(
-        "--show",
-        envvar=envvar("show"),
-        show_envvar=False,
-        help="Colour each token by where it came from: accepted, recovered, bonus, or plain.",
-    ),
+    bool, option("show", "Colour each token by where it came from: accepted, recovered, bonus, or plain.")
 ]
-ShowStats = Annotated[
-    bool,
-    typer.Option(
-        "--stats", envvar=envvar("stats"), show_envvar=False, help="Tokens, times and rates, on stderr."
-    ),
-]
+ShowStats = Annotated[bool, option("stats", "Tokens, times and rates, on stderr.")]

@@ -58,7 +58,7 @@ def note(text: str) -> None:
 # How --show marks a token: on a terminal by colour, elsewhere by brackets. Plain tokens are left as they are.
 COLOURS: dict[str, str] = {"accepted": "32", "recovered": "31", "bonus": "36"}
 BRACKETS: dict[str, str] = {"accepted": "[]", "recovered": "<>", "bonus": "{}"}
-LEGEND = "accepted draft tokens {}, recovered tokens {}, bonus tokens {}, the rest plain"
+LEGEND = "accepted draft tokens {}, recovered tokens {}, bonus tokens {}, all others plain"
 
 
 def in_colour(out: TextIO) -> bool:

@@ -22,10 +22,7 @@ from outrider.wrap import fitted
 
 pairs = typer.Typer()
 
-Json = Annotated[
-    bool,
-    option("json", "One JSON object a pair, on stdout."),
-]
+Json = Annotated[bool, option("json", "One JSON object a pair, on stdout.")]
 Name = Annotated[str, typer.Argument(metavar="NAME", help="As outrider pairs lists it.")]
 Folder = Annotated[
     str,
@@ -33,17 +30,10 @@ Folder = Annotated[
         metavar="DIR", help="A folder with the draft's weights and its card.json, or distill's --out."
     ),
 ]
-OwnName = Annotated[
-    str | None,
-    option("name", "What to call it; by default as its folder.", "NAME"),
-]
-To = Annotated[
-    str | None,
-    option("to", "A folder of pairs to copy it to; by default the cache's.", "DIR"),
-]
+OwnName = Annotated[str | None, option("name", "What to call it; by default as its folder.", "NAME")]
+To = Annotated[str | None, option("to", "A folder of pairs to copy it to; by default the cache's.", "DIR")]
 Licence = Annotated[
-    str | None,
-    option("licence", "Of the draft's weights; by default as its card says.", "TEXT"),
+    str | None, option("licence", "Of the draft's weights; by default as its card says.", "TEXT")
 ]
 
 

@@ -67,7 +67,7 @@ def score(
 
     outrider pairs score smollm2-135m my-head --prompts mine.jsonl --max-tokens 64
     """
-    heat = _temperatures(temperatures)
+    chosen = _temperatures(temperatures)
     report = Report("pairs score", json_file)
     folder = find(draft, cache_folder())
     place = _place(out, draft, folder)
@@ -80,7 +80,7 @@ def score(
         given = task_rows(prompts, None, None if prompts else BUILT_IN)
         rows = {task: some[:each] for task, some in given.items()}
         asked = task_ids(llm, rows, max_tokens, room=0)  # what is too long is left out
-        options = ScoreOptions(heat, depth, tree_nodes, max_tokens, timed, seed)
+        options = ScoreOptions(chosen, depth, tree_nodes, max_tokens, timed, seed)
         found = score_open(llm, asked, options, default_report())
         card = make_card(llm.checkpoint, _name(target), folder, found, **training)
     if before is not None:

@@ -4,16 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from outrider.cli.options import (
-    DEFAULT_MODEL,
-    ENGINE,
-    SAMPLING,
-    SERVE,
-    Draft,
-    GenerationConfig,
-    Model,
-    takes,
-)
+from outrider.cli.options import DEFAULT_MODEL, ENGINE, SAMPLING, SERVE, Draft, GenerationConfig, Model, takes
 from outrider.draft.names import check_parts, parse_draft
 from outrider.errors import OutriderError, install
 from outrider.serve.settings import ServeSettings

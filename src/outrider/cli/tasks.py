@@ -89,9 +89,6 @@ def _chosen(found: dict[str, list[TaskRow]], wanted: Iterable[str]) -> dict[str,
     return {task: found[task] for task in wanted}
 
 
-# ----------------------------------------------------------------------------------------------------- as token ids
-
-
 def tasks_of(
     llm: LLM, prompts: str | None, limit: int | None, wanted: str | None = None, each: int | None = None
 ) -> dict[str, list[list[int]]]:
@@ -101,9 +98,9 @@ def tasks_of(
 def task_ids(
     llm: LLM, tasks: Mapping[str, list[TaskRow]], tokens: int = TOKENS, room: int | None = None
 ) -> dict[str, list[list[int]]]:
-    """A prompt for every turn. The turns before it have been answered, plainly and greedily, with so many tokens at
-    most: whatever is measured then answers the same conversation. Behind each there must be `room` for tokens, by
-    default for as many.
+    """A prompt for every turn. Earlier turns are answered plainly and greedily, with at most `tokens` tokens, so that
+    every measurement answers the same conversation. Each prompt must leave `room` tokens of the context, by default
+    `tokens`.
     """
     room = tokens if room is None else room
     rows = [one for some in tasks.values() for one in some]

@@ -23,14 +23,14 @@ except ImportError:  # not a Unix
     termios = None  # type: ignore[assignment]
 
 BLOCK = '"""'
-PASTE_SECONDS = 0.03  # nobody types the next line so soon after the last
+PASTE_SECONDS = 0.03  # a line that follows sooner was pasted, not typed
 HISTORY_LINES = 1000
 LEAVE_HINT = "(Ctrl-C again leaves; so do Ctrl-D and /exit)"
 
 
 def typed_turns(history: Path | None) -> Generator[str]:
     """From a person, with editing and, in `history`, what was typed before."""
-    # A parent that ignores SIGINT (a shell's background job, nohup) must not take Ctrl-C from whoever sits here.
+    # A parent that ignores SIGINT (a shell's background job, nohup) must not disable Ctrl-C here.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with _line_editing(history):
@@ -113,7 +113,7 @@ def keys_held() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _line_editing(history: Path | None) -> Iterator[None]:
-    """Editing by readline, where the system has it. The history is the user's own affair: nobody else may read it."""
+    """Editing by readline, where the system has it. Only the user may read the history file."""
     try:
         import readline
     except ImportError:

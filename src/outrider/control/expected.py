@@ -142,7 +142,7 @@ class Prediction:
         return self.tokens * self.plain_seconds / self.seconds
 
     @property
-    def stretch(self) -> float:
+    def slowdown(self) -> float:
         """The 99th percentile of steps against a plain one."""
         return self.tail_seconds / self.plain_seconds
 

@@ -7,13 +7,15 @@ those before it. Where a run computes (device, threads) is no part of a recipe: 
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import dataclass, field, fields
+from functools import partial
+from math import inf
 from typing import Any
 
-from outrider.errors import InvalidRequest, suggest, suggesting
+from outrider.errors import InvalidRequest, invalid, suggesting
+from outrider.fields import check_fields, known_options, setting
 
 STAGES = ("answer", "train", "score")
 KINDS = ("eagle", "lm")
@@ -44,9 +46,12 @@ def read_count(text: str) -> int:
     return round(float(match[1].replace("_", "")) * UNITS[match[2].upper()])
 
 
-def _for(stage: str, default: Any, low: float = -math.inf, high: float = math.inf) -> Any:
-    """An option of a stage, and its bounds if it is a number."""
-    return field(default=default, metadata={"stage": stage, "low": low, "high": high})
+def _option(stage: str, default: Any, text: str, low: float = -inf, high: float = inf, **more: Any) -> Any:
+    """An option of a stage. `text` is the help of its flag."""
+    return setting(default, low, high, stage=stage, help=text, **more)
+
+
+_answer, _train, _score = (partial(_option, stage) for stage in STAGES)
 
 
 @suggesting
@@ -54,66 +59,95 @@ def _for(stage: str, default: Any, low: float = -math.inf, high: float = math.in
 class Recipe:
     """What to make and of what. 0 or nothing means: chosen by what the target is like."""
 
-    target: str = _for("answer", "smollm2-135m")  # a folder, a .gguf file, an alias or a hub id
-    seed: int = _for("answer", 0, 0, 2**53 - 1)
-    context: int = _for("answer", 2048, 16)  # longest conversation, in tokens
-    prompts: tuple[str, ...] = _for("answer", ())  # files of rows
+    target: str = _answer("smollm2-135m", "")  # a folder, a .gguf file, an alias or a hub id
+    prompts: tuple[str, ...] = _answer(
+        (),
+        'Prompts, one a line: text, or JSON with "turns", "messages" or "prompt", and perhaps "task". Repeatable.',
+        metavar="FILE",
+    )
+    made_up: int = _answer(0, "Prompts that the target makes up itself, beside those.", 0, metavar="N")
+    joined: int = _answer(
+        0, "Long prompts: several texts of the files, to be summarized or asked about.", 0, metavar="N"
+    )
     shares: Mapping[str, float] = field(default_factory=dict, metadata={"stage": "answer"})  # by task
-    made_up: int = _for("answer", 0, 0)  # prompts that the target makes up itself
-    joined: int = _for("answer", 0, 0)  # long prompts, of several texts of the files
-    follow_ups: float = _for("answer", 0.0, 0, 1)  # share of conversations that get one more turn, made up
-    temperatures: tuple[float, ...] = _for("answer", (0.0, 0.7, 1.0), 0, 2)
-    max_tokens: int = _for("answer", 512, 1)  # of an answer
-    answer_tokens: int = _for("answer", 20_000_000, 1)  # of all answers together
+    follow_ups: float = _answer(
+        0.0, "Share of conversations with one more turn, made up.", 0, 1, metavar="SHARE"
+    )
+    temperatures: tuple[float, ...] = _answer(
+        (0.0, 0.7, 1.0), "Temperatures of answers, in equal parts.", 0, 2
+    )
+    max_tokens: int = _answer(512, "Longest answer, in tokens.", 1)
+    answer_tokens: int = _answer(20_000_000, "Tokens of all answers together.", 1)
+    context: int = _answer(2048, "Longest conversation, in tokens.", 16)
+    seed: int = _answer(0, "The same seed and recipe give the same answers.", 0, 2**53 - 1)
 
-    kind: str = _for("train", "eagle")
-    layout: str = _for("train", "outrider")  # how a head is saved
-    continue_from: str = _for("train", "")  # a draft to go on from
-    shards: tuple[str, ...] = _for("train", ())  # folders of conversations to train on beside the answers
-    # Number i: what enters layer i; the number of layers: what leaves the last.
-    taps: tuple[int, ...] = _for("train", (), 0)
-    tap_norms: bool = _for("train", True)  # a norm per tap before the fusion
-    norm_output: bool = _for("train", True)  # the normed hidden state is fed back
-    shared_head: bool = _for("train", False)  # logits by rows of the target's own head
-    # Tokens a head knows; 0: all up to 64k, the most frequent 32k above.
-    vocabulary: int = _for("train", 0, 0)
-    layers: int = _for("train", 0, 0)  # 0: one of a head; of an lm as `size` says
-    hidden: int = _for("train", 0, 0)  # of an lm; a head has the target's
-    heads: int = _for("train", 0, 0)
-    kv_heads: int = _for("train", 0, 0)
-    intermediate: int = _for("train", 0, 0)
-    size: float = _for("train", 0.03, 0.001, 1)  # of an lm, as a share of the target, where no shape is given
-    loss: str = _for("train", "hybrid")
-    loss_temperature: float = _for("train", 1.0, 0.1, 2)  # of both distributions that it compares
-    unroll: int = _for("train", 5, 1, 16)  # steps of a head on its own output
-    decay: float = _for("train", 0.8, 0, 1)  # weight of a step by that of the one before
-    deep_share: float = _for("train", 1.0, 0.01, 1)  # of the places that steps after the first learn from
-    learning_rate: float = _for("train", 5e-4, 1e-8, 1)
-    weight_decay: float = _for("train", 0.01, 0, 1)
-    clip: float = _for("train", 1.0, 0)  # largest norm of the gradients
-    warm_up: float = _for("train", 0.02, 0, 1)  # share of the steps
-    batch_tokens: int = _for("train", 16384, 16)
-    train_tokens: int = _for("train", 0, 0)  # 0: three times over what there is
-    checkpoint_steps: int = _for("train", 500, 1)
-    validate_steps: int = _for("train", 500, 1)
-    dtype: str = _for("train", "auto")  # of training's matmuls; auto: what the device is fast with
+    kind: str = _train(
+        "eagle", "What to train: a head on the target's hidden states, or a small model.", known=KINDS
+    )
+    continue_from: str = _train(
+        "",
+        "Go on from this draft, or from the one in this --out. With more --layers, a head grows.",
+        flag="--continue",
+        metavar="DIR",
+    )
+    shards: tuple[str, ...] = _train(
+        (),
+        "A folder of conversations to learn from, too, such as what a server kept. Repeatable.",
+        metavar="DIR",
+    )
+    layout: str = _train("outrider", "How a head is saved; other engines read the others.", known=LAYOUTS)
+    taps: tuple[int, ...] = _train(
+        (), "Layers whose input a head reads; the number of layers stands for the last one's output.", 0
+    )
+    tap_norms: bool = _train(True, "A norm per tap before they are fused.")
+    norm_output: bool = _train(True, "Feed the normed hidden state back.")
+    shared_head: bool = _train(False, "Take rows of the target's own head for logits.")
+    vocabulary: int = _train(0, "Tokens a head knows; 0: all up to 64k, the most frequent 32k above.", 0)
+    layers: int = _train(0, "Layers of the draft; 0: one of a head, an lm as --size says.", 0)
+    hidden: int = _train(0, "Width of an lm; 0: as --size says.", 0)
+    heads: int = _train(0, "Attention heads; 0: as the target's shape says.", 0)
+    kv_heads: int = _train(0, "Heads of keys and values; 0: as the target's shape says.", 0)
+    intermediate: int = _train(0, "Width of the MLP; 0: as the target's shape says.", 0)
+    size: float = _train(0.03, "Size of an lm as a share of the target's.", 0.001, 1, metavar="SHARE")
+    loss: str = _train("hybrid", "The loss that training minimises.", known=LOSSES)
+    loss_temperature: float = _train(
+        1.0, "Temperature of the two distributions that the loss compares.", 0.1, 2
+    )
+    unroll: int = _train(5, "Steps that a head is trained to go on its own output.", 1, 16)
+    decay: float = _train(0.8, "Weight of such a step by that of the one before.", 0, 1)
+    deep_share: float = _train(
+        1.0,
+        "Share of places, drawn anew in each step, that such steps learn from after the first; less is quicker.",
+        0.01,
+        1,
+        metavar="SHARE",
+    )
+    learning_rate: float = _train(5e-4, "Highest learning rate.", 1e-8, 1)
+    weight_decay: float = _train(0.01, "Weight decay of matrices.", 0, 1)
+    clip: float = _train(1.0, "Largest norm of the gradients; 0: any.", 0)
+    warm_up: float = _train(
+        0.02, "Share of training in which the learning rate rises.", 0, 1, metavar="SHARE"
+    )
+    batch_tokens: int = _train(16384, "Tokens of a batch, padding counted.", 16)
+    train_tokens: int = _train(0, "Tokens to train on; 0: three times over all there are.", 0)
+    checkpoint_steps: int = _train(500, "Steps between two checkpoints.", 1)
+    validate_steps: int = _train(500, "Steps between two validations on held-out conversations.", 1)
+    dtype: str = _train("auto", "Number format of training's matmuls.", known=DTYPES)
 
-    score_prompts: tuple[str, ...] = _for("score", ())  # files; none: the prompts that were held out
-    score_limit: int = _for("score", 16, 1)  # prompts of a task
-    score_tokens: int = _for("score", 128, 1)  # of an answer
-    score_temperatures: tuple[float, ...] = _for("score", (0.0, 0.7), 0, 2)
-    depth: int = _for("score", 5, 1, 16)
-    tree_nodes: int = _for("score", 24, 1, 64)
+    score_prompts: tuple[str, ...] = _score(
+        (), "Prompts to score with. Repeatable. By default those that were held out.", metavar="FILE"
+    )
+    score_limit: int = _score(16, "Prompts of a task, at most.", 1)
+    score_tokens: int = _score(128, "Longest answer, in tokens.", 1)
+    score_temperatures: tuple[float, ...] = _score((0.0, 0.7), "Temperatures, one after the other.", 0, 2)
+    depth: int = _score(5, "Depth of drafts.", 1, 16)
+    tree_nodes: int = _score(24, "Nodes of draft trees.", 1, 64)
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            _check(one, getattr(self, one.name))
-        for name, known in (("kind", KINDS), ("layout", LAYOUTS), ("loss", LOSSES), ("dtype", DTYPES)):
-            if getattr(self, name) not in known:
-                raise InvalidRequest(f"{name} must be {', '.join(known)}, got {getattr(self, name)!r}", name)
+        check_fields(self)
         for name in ("temperatures", "score_temperatures"):
             if not getattr(self, name):
-                raise InvalidRequest(f"{name} needs one temperature at least", name)
+                raise invalid(name, "needs one temperature at least")
         self._check_shares()
         self._check_used()
         if not (self.answers or self.shards):
@@ -123,9 +157,9 @@ class Recipe:
         if self.joined and not self.prompts:
             raise InvalidRequest("prompts are joined of the texts in files: give --prompts FILE", "joined")
         if self.batch_tokens < self.context:
-            raise InvalidRequest(
-                f"batch_tokens ({self.batch_tokens}) must hold one conversation of {self.context} (context)",
+            raise invalid(
                 "batch_tokens",
+                f"({self.batch_tokens}) must hold one conversation of {self.context} (context)",
             )
 
     def _check_used(self) -> None:
@@ -145,7 +179,7 @@ class Recipe:
                     f"the share of {task!r} must be between 0 and 1, got {share!r}", "shares"
                 )
         if sum(self.shares.values()) > 1 + 1e-9:
-            raise InvalidRequest(f"shares add up to {sum(self.shares.values()):g}, more than 1", "shares")
+            raise invalid("shares", f"add up to {sum(self.shares.values()):g}, more than 1")
         if "made-up" in self.shares and not self.made_up:
             raise InvalidRequest("a share of made-up prompts needs some: --made-up N", "shares")
 
@@ -156,13 +190,8 @@ class Recipe:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Recipe:
-        """Build from a mapping of names, refusing unknown ones with a suggestion; lists become tuples."""
-        known = {one.name: one for one in fields(cls)}
-        for name in options:
-            if name not in known:
-                raise InvalidRequest(f"a recipe has no {name!r}{suggest(name, known)}", name)
-        values: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in options.items()}
-        return cls(**values)
+        """Build from a mapping of names, refusing unknown ones with a suggestion."""
+        return cls(**known_options(cls, options, "option of a recipe"))
 
     def to_json(self) -> dict[str, Any]:
         values = {one.name: getattr(self, one.name) for one in fields(self)}
@@ -178,30 +207,3 @@ class Recipe:
             for one in fields(self)
             if getattr(self, one.name) != getattr(before, one.name)
         }
-
-
-def _check(one: Field[Any], value: Any) -> None:
-    """Type and bounds, by the default's type."""
-    default = one.default if one.default is not MISSING else {}
-    items = value if isinstance(default, tuple) else (value,)
-    kinds: tuple[type, ...] = (
-        (type(default[0]),) if default and isinstance(default, tuple) else (type(default),)
-    )
-    if default == ():
-        kinds = (int,) if one.name == "taps" else (str,)
-    kinds = (*kinds, int) if float in kinds else kinds
-    if isinstance(default, tuple) and not isinstance(value, tuple):
-        raise InvalidRequest(f"{one.name} must be a list, got {value!r:.60}", one.name)
-    for item in items:
-        if isinstance(item, bool) != (kinds[0] is bool) or not isinstance(item, kinds):
-            raise InvalidRequest(f"{one.name} must be {_kind_name(kinds[0])}, got {item!r:.60}", one.name)
-        low, high = one.metadata.get("low", -math.inf), one.metadata.get("high", math.inf)
-        if isinstance(item, (int, float)) and not low <= item <= high:
-            bounds = f"at least {low:g}" if high == math.inf else f"between {low:g} and {high:g}"
-            raise InvalidRequest(f"{one.name} must be {bounds}, got {item:g}", one.name)
-
-
-def _kind_name(kind: type) -> str:
-    return {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}.get(
-        kind, "an object"
-    )

@@ -48,7 +48,6 @@ class DrafterSources:
     find: Callable[[str], Path]
     load: Callable[[Checkpoint], Model]
     read_head: ReadHead = read_head
-    words: int = 0  # words of a head's vocabulary that the user asked for; 0: the head decides
 
     def drafter_context(self) -> DrafterContext:
         """What a user's own drafter is given."""
@@ -71,7 +70,6 @@ def make_drafters(parts: Seq[Part], sources: DrafterSources) -> tuple[dict[str, 
         names.append(name)
     if len(names) > 1:
         drafters[label(names)] = MergedDrafter({name: drafters[name] for name in names}, sources.table)
-    _check_words(drafters, sources.words)
     return drafters, tuple(names)
 
 
@@ -108,16 +106,6 @@ def _make_other(part: Part, sources: DrafterSources) -> tuple[str, Drafter]:
         head = load_eagle(path, sources.target, sources.context, network, sources.read_head)
         return "eagle", EagleDrafter(head, sources.store, sources.table, graphed=_graphed(sources.target))
     return "lm", _lm(path, sources)
-
-
-def _check_words(drafters: dict[str, Drafter], words: int) -> None:
-    heads = [one.head.config.draft_vocab for one in drafters.values() if isinstance(one, EagleDrafter)]
-    if words and words not in heads:
-        there = f"the head here drafts with {heads[0]}" if heads else "there is none"
-        raise InvalidRequest(
-            f"draft_vocabulary is for an EAGLE head that names more than {words} frequent words, and {there}",
-            "draft_vocabulary",
-        )
 
 
 def prepare_weights(drafter: Drafter, path: Path, sources: DrafterSources) -> Callable[[], Weights]:

@@ -27,6 +27,7 @@ from outrider.engine.kept_costs import KeptCosts
 from outrider.engine.kv_cache import KvCache, make_kv_cache
 from outrider.engine.live_draft import LiveDraft
 from outrider.engine.memory import GpuMeter, check_room, gpu_memory, runs_on_gpu, working_memory
+from outrider.engine.placement import DRAFT_TOKENS, Memory, place, within_share
 from outrider.engine.planning import expect_score, guards_of, watch_draft
 from outrider.engine.runner import Runner
 from outrider.errors import InvalidRequest, OutOfMemory, OutriderError, UnsupportedModel, naming
@@ -35,7 +36,7 @@ from outrider.load.config import ModelConfig
 from outrider.load.find import find
 from outrider.load.pairs import Pair
 from outrider.model.decoder import Decoder, Model, kv_bytes, make_kernels
-from outrider.settings import WEIGHT_BYTES, Memory, Settings, cache_folder, free_memory
+from outrider.settings import WEIGHT_BYTES, Settings, cache_folder, free_memory
 from outrider.types import MAX_NODES
 
 # Parameters. Decoding with a smaller model is bound by kernel launches on a GPU, so its prefill steps are larger.
@@ -78,7 +79,7 @@ def build_engine(
     """Loads the model and the drafts. Call it on the thread that will run the engine."""
     torch.set_num_threads(asked.threads)
     if runs_on_gpu(asked):
-        asked = asked.bounded(*gpu_memory())
+        asked = share_of_all(asked, *gpu_memory())
     parts, room = _fitting(checkpoint, parts, pair, asked, reshape)
     model = load_model(checkpoint, asked)
     settings = _placed(model, asked, room)
@@ -93,8 +94,7 @@ def build_engine(
         context=cache.context,
         find=lambda name: find(name, cache_folder()),
         load=lambda draft: load_model(reshape.draft(draft), settings, settings.draft_weights),
-        read_head=lambda folder, target: reshape.head(folder, target, settings.draft_vocabulary),
-        words=asked.draft_vocabulary,
+        read_head=lambda folder, target: reshape.head(folder, target, DRAFT_TOKENS[settings.device]),
     )
     by_name, names = make_drafters(parts, sources)
     drafter = label(names)
@@ -108,11 +108,8 @@ def build_engine(
         torch.set_num_threads(1)
     drafters = Drafters(by_name, model.config.vocab)
     live_draft = LiveDraft(parts, drafters, sources)
-    runner: Runner
-    if on_gpu:
-        runner = make_graph_runner(model, cache, drafters, drafter, settings.tree_max_batch)
-    else:
-        runner = EagerRunner(model, cache, drafters)
+    eager = EagerRunner(model, cache, drafters)
+    runner: Runner = make_graph_runner(model, cache, drafters, drafter) if on_gpu else eager
     # Lookup costs next to nothing, so the planner may choose it where a request names no drafter.
     choices = dict.fromkeys((drafter, "lookup") if names else ())
     planner = Planner(drafter, choices=tuple(choices), guards=guards_of(settings))
@@ -148,8 +145,8 @@ def load_model(checkpoint: Checkpoint, settings: Settings, weights: str | None =
         from outrider.model.device import load_on_device  # Triton comes with it
 
         model = load_on_device(config, checkpoint.tensor, positions, "bfloat16" if kind == "auto" else kind)
-        if weights is None and settings.prompt_matmul == "auto":
-            model.use_library(settings.within_share(*gpu_memory()))
+        if weights is None:
+            model.use_library(within_share(settings, *gpu_memory()))
         return model
     folder = cache_folder() / "kernels"
     with naming(checkpoint.path):
@@ -192,9 +189,9 @@ def _check_room(config: ModelConfig | None, settings: Settings, draft: DraftRoom
     """Raises if the settings or the memory do not allow this model, before anything is loaded."""
     if runs_on_gpu(settings):
         free, total = gpu_memory()
-        settings.placed(free, total=total)
+        place(settings, free, total=total)
         return
-    settings.placed(None)
+    place(settings, None)
     left = free_memory()
     if left is not None and config is not None and (doubt := check_room(config, settings, left, draft)):
         warnings.warn(doubt, stacklevel=2)
@@ -203,16 +200,16 @@ def _check_room(config: ModelConfig | None, settings: Settings, draft: DraftRoom
 def _placed(model: Model, settings: Settings, draft: DraftRoom) -> Settings:
     """Complete settings. On a GPU the cache gets the free memory, less what the draft and steps will need."""
     if model.device.type != "cuda":
-        return settings.placed(None)
+        return place(settings, None)
     free, total = gpu_memory()
-    placed, own = settings.placed(free, total=total), model.config
+    placed, own = place(settings, free, total=total), model.config
     if not settings.step_rows and own.parameters <= LAUNCH_BOUND:
         placed = replace(placed, step_rows=4 * placed.step_rows)
     weights = int(draft.weights * WEIGHT_BYTES[placed.draft_weights])
     beside = draft.cached / (2 * own.layers * own.kv_heads * own.head_dim)
     working = 0 if settings.cache_bytes else working_memory(model, placed, GpuMeter())
     free, _ = gpu_memory()  # less than before: the kernels that the measurement loaded stay
-    return replace(placed, cache_bytes=settings.placed(free, weights, beside, total, working).cache_bytes)
+    return replace(placed, cache_bytes=place(settings, free, weights, beside, total, working).cache_bytes)
 
 
 def _measured(model: Model, cache: KvCache, held: int) -> Memory:

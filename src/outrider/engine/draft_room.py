@@ -12,9 +12,9 @@ from outrider.draft.head_layouts import IGNORED
 from outrider.draft.lm import LmDrafter
 from outrider.draft.weights import weights_of
 from outrider.engine.kv_cache import KvCache
+from outrider.engine.placement import Memory
 from outrider.load.checkpoint import Checkpoint
 from outrider.model.decoder import Model, kv_bytes
-from outrider.settings import Memory
 
 KEYS = "self_attn.k_proj.weight"
 FUSION = "fc.weight"  # of an EAGLE head: it reads the target's hidden states

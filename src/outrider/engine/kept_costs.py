@@ -50,7 +50,7 @@ class KeptCosts:
             "threads": settings.threads,
             "kernels": model.kernels.name,
             "weights": settings.weights,
-            "draft": [[f"{part.kind} {part.text}" for part in drafts], settings.draft_vocabulary],
+            "draft": [f"{part.kind} {part.text}" for part in drafts],
             "draft_weights": settings.draft_weights,
             "model": {k: v for k, v in asdict(model.config).items() if k not in ("raw", "eos_ids")},
         }

@@ -12,6 +12,7 @@ import torch
 
 from outrider.device.state import SequenceState
 from outrider.engine.draft_room import DraftRoom
+from outrider.engine.placement import place
 from outrider.errors import OutOfMemory
 from outrider.load.config import ModelConfig
 from outrider.model.decoder import Model, make_store
@@ -71,7 +72,7 @@ def check_room(config: ModelConfig, settings: Settings, free: int, draft: DraftR
         raise OutOfMemory(
             f"{whose} take {shown_size(weights)} as float32, and {shown_size(free)} is free; {LESS}"
         )
-    placed = settings.placed(None)
+    placed = place(settings, None)
     tokens = ((settings.context or config.context) + MAX_NODES) * placed.max_sequences
     tokens = min(tokens, placed.cache_bytes // config.kv_bytes_per_token)
     cache = tokens * (config.kv_bytes_per_token + 4 * draft.cached)

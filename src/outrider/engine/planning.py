@@ -10,9 +10,10 @@ from outrider.draft.drafter import NetworkDrafter
 from outrider.draft.drafters import Drafters
 from outrider.engine.draft_room import draft_cache_tokens
 from outrider.engine.kv_cache import KvCache
+from outrider.engine.placement import PREFILL_WAIT, Memory
 from outrider.load.pairs import Pair
 from outrider.model.decoder import Model
-from outrider.settings import Memory, Settings
+from outrider.settings import Settings
 
 
 def guards_of(settings: Settings) -> Guards:
@@ -22,8 +23,8 @@ def guards_of(settings: Settings) -> Guards:
         max_depth=settings.draft_max_depth,
         max_temperature=settings.draft_max_temperature,
         objective=settings.objective,
-        prefill_slowdown=settings.prefill_stretch or inf,
-        prefill_wait=settings.prefill_wait or Guards().prefill_wait,
+        prefill_slowdown=settings.prefill_slowdown or inf,
+        prefill_wait=PREFILL_WAIT.get(settings.device, PREFILL_WAIT["cpu"]),
     )
 
 

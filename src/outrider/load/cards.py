@@ -109,8 +109,6 @@ class Acceptance:
 
 @dataclass(frozen=True, slots=True)
 class TaskScore:
-    """One task at one temperature."""
-
     task: str
     temperature: float
     prompts: int
@@ -220,7 +218,6 @@ class Card:
 
     @property
     def ratio(self) -> float:
-        """The draft's parameters over the target's."""
         return self.draft.parameters / self.target.parameters
 
     @property
@@ -265,8 +262,6 @@ def write_card(folder: Path, card: Card) -> Path:
     part.replace(file)
     return file
 
-
-# -------------------------------------------------------------------------------------------------- strict reading
 
 WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
 

@@ -152,9 +152,6 @@ def expected_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]
             yield f"{prefix}{name}.weight", (size,)
 
 
-# ---------------------------------------------------------------------------------------------- safetensors
-
-
 class FolderCheckpoint(Checkpoint):
     """A Hugging Face folder: config.json, tokenizer.json, and safetensors in one file or in shards."""
 
@@ -292,8 +289,6 @@ def open_safetensors(file: Path) -> Any:
     except (SafetensorError, OSError, ValueError) as problem:
         raise BadCheckpoint(f"{file} is not a sound safetensors file: {problem!s:.300}") from None
 
-
-# ----------------------------------------------------------------------------------------------------- GGUF
 
 GGUF_TOP = {
     "token_embd.weight": "model.embed_tokens.weight",

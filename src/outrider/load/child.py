@@ -30,14 +30,14 @@ def ignore_signals() -> None:
 
 
 def limit_memory(more: int) -> None:
-    """Beyond what is taken now."""
+    """Limits memory beyond what is taken now."""
     with contextlib.suppress(OSError, ValueError):  # no /proc, or a limit below it already
         now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (now + more, now + more))
 
 
 def limit_time(seconds: int) -> None:
-    """Of the processor, beyond what was taken up to now."""
+    """Limits processor time beyond what was taken so far."""
     with contextlib.suppress(OSError, ValueError):
         _, hard = resource.getrlimit(resource.RLIMIT_CPU)
         used = resource.getrusage(resource.RUSAGE_SELF)

@@ -15,7 +15,6 @@ from outrider.errors import ModelNotFound, OutriderError, suggest
 from outrider.load import builtin, hub
 from outrider.load.builtin import SMOLLM2, BuiltIn
 from outrider.load.hub import HubId
-from outrider.load.progress import Progress, default_progress
 from outrider.load.sampling import SamplingDefaults
 
 ALIASES: dict[str, BuiltIn] = {model.alias: model for model in (SMOLLM2,)}
@@ -27,8 +26,6 @@ _HUB_ID = re.compile(rf"({_PART}/{_PART})(?::([A-Za-z0-9_][A-Za-z0-9_./+ -]*\.gg
 
 @dataclass(frozen=True, slots=True)
 class ModelEntry:
-    """One line of `outrider models`."""
-
     name: str  # what to give as MODEL
     about: str
     path: Path | None  # where it is, when it is here
@@ -36,14 +33,14 @@ class ModelEntry:
     present: bool
 
 
-def find(name: str | Path, cache: Path, progress: Progress | None = None) -> Path:
+def find(name: str | Path, cache: Path) -> Path:
     """The folder or `.gguf` file that `name` means, fetched into `cache` or the hub's cache if need be."""
     text = str(name).strip()
     path = Path(text).expanduser()
     if text and _exists(path):
         return path
     if text in ALIASES:
-        return builtin.fetch(ALIASES[text], cache, progress or default_progress())
+        return builtin.fetch(ALIASES[text], cache)
     cached = cache / "models" / f"{text}.gguf"
     if "/" not in text and text and _exists(cached):
         return cached

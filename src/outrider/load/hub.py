@@ -39,7 +39,6 @@ def hub_cache() -> Path:
 
 
 def folder_of(repo: str) -> Path:
-    """Where the hub's library keeps one repository."""
     return hub_cache() / f"models--{repo.replace('/', '--')}"
 
 

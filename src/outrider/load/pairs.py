@@ -126,7 +126,7 @@ def add_pair(folder: Path, into: Path, name: str | None = None, licence: str | N
 
 
 def _reason(problem: OSError) -> str:
-    """Of the files that could not be copied, the first one's."""
+    """The reason of the first file that could not be copied."""
     said = problem.args[0][0][2] if isinstance(problem, shutil.Error) else problem.strerror or str(problem)
     return re.sub(r"^\[Errno \d+\] |: '.*", "", str(said))
 
@@ -144,7 +144,7 @@ def _draft_within(folder: Path) -> Path:
 
 
 def _forget_folders(file: Path) -> None:
-    """Cut paths in it to their last part: a pair may be given away, and where its maker kept things is nobody's."""
+    """Cut paths in it to their last part. A pair may be published, and its maker's folders are private."""
     if not file.exists():
         return
     made = _cut(read_json(file))

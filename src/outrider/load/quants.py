@@ -92,7 +92,7 @@ def _q8_0(raw: Tensor, out: Tensor) -> None:
 
 
 def _spread(raw: Tensor, width: int, bits: int) -> Tensor:
-    """Fields of so many bits, `width` bytes at a time: the lowest field of each, then the next: [n, G, width]."""
+    """Fields of `bits` bits, `width` bytes at a time: the lowest field of each, then the next: [n, G, width]."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=raw.device)[:, None]
     fields = raw.reshape(len(raw), -1, 1, width) >> shifts
     return (fields & ((1 << bits) - 1)).view(len(raw), -1, width)

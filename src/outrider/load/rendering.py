@@ -19,13 +19,13 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from outrider.errors import InvalidRequest, OutriderError
+from outrider.errors import OutriderError, invalid
 from outrider.load.child import ITS_OWN_DOING
 
 MOST = max(2, min(4, os.cpu_count() or 2))  # processes
 PATIENCE = 0.05  # seconds to wait for a process that renders before another one is started
 START_SECONDS = 60.0
-TRIES = 2  # of a render: somebody else may have ended the process
+TRIES = 2  # of a render, in case another program ended the process
 _LENGTH = struct.Struct("!I")
 
 
@@ -66,7 +66,7 @@ class Renderers:
         raise OutriderError(f"the process that renders chat templates ended {TRIES} times; try again")
 
     def _ask(self, body: bytes, seconds: float) -> bytes | None:
-        """What a process answers; None if somebody else ended it."""
+        """What a process answers; None if another program ended it."""
         renderer = self._take()
         keep = False
         try:
@@ -113,7 +113,6 @@ class Renderers:
         return renderer
 
     def close(self) -> None:
-        """End all of them."""
         with self._change:
             every, self._all, self._idle = self._all, set(), []
         for renderer in every:
@@ -127,8 +126,6 @@ class Renderers:
 
 
 class _Renderer:
-    """One process."""
-
     def __init__(self) -> None:
         self._sock, theirs = socket.socketpair()
         self._ready = False
@@ -192,7 +189,7 @@ def _encoded(asked: Mapping[str, Any]) -> bytes:
     try:
         text = json.dumps(asked, ensure_ascii=False, default=_plain)
     except (TypeError, ValueError, RecursionError) as problem:
-        raise InvalidRequest(f"messages must be JSON for the chat template: {problem}", "messages") from None
+        raise invalid("messages", f"must be JSON for the chat template: {problem}") from None
     return text.encode("utf-8", "surrogatepass")
 
 

@@ -72,5 +72,5 @@ def _fitted(name: str, value: Any) -> Any:
         value = int(value)
     if name == "top_k" and type(value) is int and value == -1:
         return 0
-    # A GGUF file holds 32-bit floats: 0.8999999761581421 is 0.9 to whoever wrote it.
+    # A GGUF file holds 32-bit floats: 0.8999999761581421 was written as 0.9.
     return round(value, 6) if type(value) is float else value

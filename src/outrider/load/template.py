@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from outrider.errors import InvalidRequest, TemplateFailed
+from outrider.errors import InvalidRequest, TemplateFailed, invalid
 from outrider.load.rendering import Failed, Renderers
 from outrider.load.tokenizer import Tokenizer
 
@@ -62,13 +62,13 @@ class ChatTemplate:
 def checked_messages(messages: Any) -> list[dict[str, Any]]:
     """A list of `{"role": str, "content": str, ...}`; contents given as parts become one text."""
     if not isinstance(messages, (list, tuple)) or not messages:
-        raise InvalidRequest("messages must be a list of at least one message", "messages")
+        raise invalid("messages", "must be a list of at least one message")
     return [_checked_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
 def _checked_message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        raise InvalidRequest(f"{where} must be an object, not {type(message).__name__}", where)
+        raise invalid(where, f"must be an object, not {type(message).__name__}")
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise InvalidRequest(f"{where} needs a role, such as 'user'", f"{where}.role")
@@ -89,8 +89,8 @@ def _checked_part(part: Any, where: str) -> str:
         return part
     if not isinstance(part, Mapping) or part.get("type", "text") != "text":
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        raise InvalidRequest(f"{where} is of type {kind!r}; only text is supported", where)
+        raise invalid(where, f"is of type {kind!r}; only text is supported")
     text = part.get("text")
     if not isinstance(text, str):
-        raise InvalidRequest(f"{where} has no text", where)
+        raise invalid(where, "has no text")
     return text

@@ -3,7 +3,7 @@
 `shard-00012.safetensors` holds `tokens` (uint16 where all of them fit, else int32) and `answered` (bits, eight to a
 byte, the first the highest) of all its conversations one after the other, `offsets` (int64) where each begins, and
 beside them, as JSON, their tasks, temperatures and prompts and a sha256 over all of it. A shard is written beside its
-name, synced and renamed: whoever is killed, or runs out of disk, leaves only shards that were finished. No torch here.
+name, synced and renamed: a process that is killed or runs out of disk leaves only finished shards. No torch here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NAME = re.compile(r"shard-(\d{5,})\.safetensors")
 KEY = "outrider"  # of the metadata; one alone, so that equal shards are equal bytes
 VERSION = 2
 WHOLE_BYTES = 1  # the version before it: int32, and a byte for every mark
-SHARD_TOKENS = 1 << 18  # a writer's own measure: a megabyte or so
+SHARD_TOKENS = 1 << 18  # of a shard: a megabyte or so
 
 
 class BadShard(OutriderError):
@@ -62,7 +62,7 @@ def shard_path(folder: Path, number: int) -> Path:
 
 
 def shard_paths(folder: Path) -> dict[int, Path]:
-    """The shards of a folder by number, in order. What was being written when somebody was killed is none."""
+    """The shards of a folder by number, in order. A file that was never finished does not count."""
     names = os.listdir(folder) if folder.is_dir() else []
     found = {int(match[1]): folder / name for name in names if (match := NAME.fullmatch(name))}
     return dict(sorted(found.items()))
@@ -75,7 +75,6 @@ def shard_folders(folder: Path) -> list[Path]:
 
 
 def write_shard(folder: Path, number: int, conversations: Sequence[Conversation]) -> Path:
-    """All or nothing."""
     path = shard_path(folder, number)
     write_atomically(path, shard_bytes(conversations))
     return path
@@ -105,7 +104,6 @@ def shard_bytes(conversations: Sequence[Conversation]) -> bytes:
 
 
 def read_shard(path: Path) -> list[Conversation]:
-    """Checked against its digest."""
     try:
         data = path.read_bytes()
     except OSError as problem:
@@ -157,7 +155,7 @@ def _corrupt(path: Path, why: str) -> BadShard:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Beside it, synced, renamed: a reader sees all of it or nothing, and so does whoever starts after a crash."""
+    """Beside it, synced, renamed: a reader sees all of it or nothing, also after a crash."""
     part = path.with_name(f".{path.name}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -187,30 +185,6 @@ def _sync_folder(folder: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-
-class ShardWriter:
-    """Appends conversations to a folder, a shard whenever enough have come. Continues after what is there."""
-
-    def __init__(self, folder: Path, shard_tokens: int = SHARD_TOKENS) -> None:
-        self.folder, self.shard_tokens = folder, shard_tokens
-        self._next = max(shard_paths(folder), default=-1) + 1
-        self._held: list[Conversation] = []
-        self._tokens = 0
-
-    def add(self, conversation: Conversation) -> Path | None:
-        """The shard, where this one filled it."""
-        self._held.append(conversation)
-        self._tokens += len(conversation)
-        return self.flush() if self._tokens >= self.shard_tokens else None
-
-    def flush(self) -> Path | None:
-        """Write what is held. If that fails it is still held, for another try."""
-        if not self._held:
-            return None
-        path = write_shard(self.folder, self._next, self._held)
-        self._next, self._held, self._tokens = self._next + 1, [], 0
-        return path
 
 
 def read_shards(folder: Path) -> Iterator[Conversation]:

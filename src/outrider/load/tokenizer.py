@@ -18,7 +18,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 
-from outrider.errors import BadCheckpoint, InvalidRequest, UnsupportedModel, naming
+from outrider.errors import BadCheckpoint, InvalidRequest, UnsupportedModel, invalid, naming
 from outrider.load.config import gguf_end_ids
 from outrider.load.json_files import read_text
 
@@ -210,9 +210,7 @@ class Tokenizer:
 
     def _checked(self, token: int) -> int:
         if type(token) is not int or not 0 <= token < len(self._strings):
-            raise InvalidRequest(
-                f"token id {token!r} is not in the vocabulary of {len(self._strings)}", "token id"
-            )
+            raise invalid("token id", f"{token!r} is not in the vocabulary of {len(self._strings)}")
         return token
 
 
@@ -297,9 +295,6 @@ def _is_id(value: Any, strings: Sequence[str]) -> bool:
     return type(value) is int and 0 <= value < len(strings)
 
 
-# --------------------------------------------------------------------------------------------- GGUF's tables
-
-
 def _gguf_tables(metadata: Mapping[str, Any]) -> tuple[list[str], list[int], list[tuple[str, str]]]:
     strings = metadata.get("tokenizer.ggml.tokens")
     if not isinstance(strings, list) or not strings or not isinstance(strings[0], str):
@@ -337,9 +332,6 @@ def _build_bpe(
         contents = [s for s, kind in zip(strings, types, strict=True) if kind in kinds and s]
         backend.add_tokens([AddedToken(s, special=special, normalized=False) for s in contents])
     return backend
-
-
-# ------------------------------------------------------------------------------------------ bytes of a token
 
 
 def _byte_rule(backend: tokenizers.Tokenizer) -> tuple[Callable[[str], bytes], bool]:

@@ -17,7 +17,7 @@ from outrider.serve.service import Service
 
 
 async def models(request: Request) -> Response:
-    """At once, also while the model is being loaded."""
+    """Answers also while the model is being loaded."""
     service = request.service
     shown = service.names[:2] if service.settings.served_name else service.names[:1]
     return Reply({"object": "list", "data": [_model_card(service, name) for name in shown]})

@@ -50,7 +50,6 @@ async def _refused(request: Any, error: Any) -> Response:
 
 
 async def _unrouted(request: Any, error: Any) -> Response:
-    """Starlette found no route, or none for this method."""
     path = request.scope["path"]
     own = request.scope["request"]
     if error.status_code == 404:
@@ -65,7 +64,6 @@ async def _unrouted(request: Any, error: Any) -> Response:
 
 
 def _near(path: str) -> str:
-    """What somebody who asked for it may have meant."""
     if path in ("/completion", "/completions", "/infill", "/generate"):
         return "; use /v1/completions"
     if path.startswith("/v1/v1/"):

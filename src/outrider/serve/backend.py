@@ -18,27 +18,10 @@ from collections import deque
 from collections.abc import Sequence as Seq
 
 from outrider.errors import InvalidRequest
+from outrider.serve import link
 from outrider.serve.draft_swaps import DraftSwaps
 from outrider.serve.errors import ApiError, from_invalid
 from outrider.serve.grammars import Grammars
-from outrider.serve.link import (
-    COMPILERS,
-    Abort,
-    Accepted,
-    Compiled,
-    Failed,
-    Ping,
-    Pong,
-    Progress,
-    Ready,
-    Refused,
-    Start,
-    Submit,
-    Swapped,
-    ToEngine,
-    pack,
-    receive_event,
-)
 from outrider.serve.metrics import Metrics
 from outrider.serve.model import ServedModel
 from outrider.serve.settings import ServeSettings
@@ -60,7 +43,7 @@ KILL_AFTER = 5.0  # seconds an engine has to leave once asked to
 class Backend:
     engine_module = "outrider.serve.engine_process"  # what is run in the engine's process
 
-    def __init__(self, start: Start, settings: ServeSettings, metrics: Metrics) -> None:
+    def __init__(self, start: link.Start, settings: ServeSettings, metrics: Metrics) -> None:
         self.start, self.settings, self.metrics = start, settings, metrics
         self.state = "loading"  # ready, lost (being started again), failed, stopped
         self.problem = ""  # why it failed
@@ -69,11 +52,11 @@ class Backend:
         self.queued = 0
         self.queued_tokens = 0
         self.ready = asyncio.Event()
-        self.last_heard = 0.0
+        self.last_received = 0.0
         self.launched = 0.0
         self.finished: deque[float] = deque(maxlen=32)  # when requests ended: how fast the queue moves
         self.grammars: Grammars | None = None  # from the first engine on
-        self.compiling = Turns(COMPILERS)  # of clients whose grammars the engine compiles
+        self.compiling = Turns(link.COMPILERS)  # of clients whose grammars the engine compiles
         self.swaps = DraftSwaps(self._send, metrics)
         self._present: set[int] = set()  # what requests were there when an engine died, by what they ask for
         self._names = itertools.count()
@@ -83,8 +66,6 @@ class Backend:
         self._stopping = False
         self._pinged: float | None = None  # when a ping was sent that has no answer yet
         self.last_life = False  # an engine that dies is not to be started again
-
-    # ---------------------------------------------------------------------------------------- the process
 
     async def run(self) -> bool:
         """Keep an engine running until asked to stop. False: it cannot be kept running."""
@@ -137,7 +118,7 @@ class Backend:
         self._send(self.start)
         self._pinged, pings = None, asyncio.create_task(self._ping())
         try:
-            while (message := await receive_event(reader)) is not None:
+            while (message := await link.receive_event(reader)) is not None:
                 await self._handle(message)
         finally:
             pings.cancel()
@@ -146,7 +127,6 @@ class Backend:
         return await self._leave(self._process)
 
     async def _started(self) -> asyncio.StreamReader:
-        """A process of an engine, and what is heard from it."""
         self.launched = time.monotonic()
         ours, theirs = socket.socketpair()
         try:
@@ -164,7 +144,7 @@ class Backend:
         return reader
 
     async def _leave(self, process: asyncio.subprocess.Process) -> int:
-        """The socket is closed, so it has every reason to go."""
+        """Its socket is closed, so it ends by itself, or is killed."""
         try:
             return await asyncio.wait_for(process.wait(), KILL_AFTER)
         except TimeoutError:
@@ -188,17 +168,17 @@ class Backend:
     def well(self) -> bool:
         """Takes requests, answers pings, and moves while it has requests."""
         now = time.monotonic()
-        moving = not self.jobs or now - self.last_heard < STALLED
+        moving = not self.jobs or now - self.last_received < STALLED
         answering = self._pinged is None or now - self._pinged < SILENT
         return self.state == "ready" and moving and answering
 
     async def _ping(self) -> None:
-        """Ask for signs of life. A process that is stopped, or that waits for its disk, cannot give one."""
+        """Sends pings. A process that is stopped or waits for its disk does not answer."""
         while True:
             await asyncio.sleep(PING_SECONDS)
             if self.state == "ready" and self._pinged is None:
                 self._pinged = time.monotonic()
-                self._send(Ping())
+                self._send(link.Ping())
 
     def _lost(self) -> None:
         if self.state != "failed":
@@ -228,29 +208,28 @@ class Backend:
         return sent if len(sent) == 1 else [*compiling, *again]
 
     def fail_all(self, error: ApiError) -> None:
-        """Tell everyone who waits."""
         for job in list(self.jobs.values()):
             job.fail(error)
             self.drop([job])
 
     async def _handle(self, message: object) -> None:
-        if isinstance(message, Pong):
+        if isinstance(message, link.Pong):
             self._pinged = None
             return
-        self.last_heard = time.monotonic()
-        if isinstance(message, Progress):
+        self.last_received = time.monotonic()
+        if isinstance(message, link.Progress):
             self._progress(message)
-        elif isinstance(message, Accepted):
+        elif isinstance(message, link.Accepted):
             if (job := self.jobs.get(message.id)) and not job.accepted.done():
                 job.accepted.set_result(message.seed)
-        elif isinstance(message, Compiled):
+        elif isinstance(message, link.Compiled):
             if job := self.jobs.get(message.id):
                 job.compiled.set()
-        elif isinstance(message, Refused):
+        elif isinstance(message, link.Refused):
             self._refused(message)
-        elif isinstance(message, Swapped):
+        elif isinstance(message, link.Swapped):
             self.swaps.received(message)
-        elif isinstance(message, Ready):
+        elif isinstance(message, link.Ready):
             self.model = await asyncio.to_thread(ServedModel, self.start.model, message)
             self.model.plan["seconds"] = round(time.monotonic() - self.launched, 1)
             if self.grammars is None:
@@ -263,10 +242,10 @@ class Backend:
             self.swaps.started(message.drafts, self.settings.request_timeout)
             gc.freeze()  # what is there stays: a full look at it would hold up every stream for some ms
             self.ready.set()
-        elif isinstance(message, Failed):
+        elif isinstance(message, link.Failed):
             self.state, self.problem = "failed", message.message
 
-    def _refused(self, message: Refused) -> None:
+    def _refused(self, message: link.Refused) -> None:
         if job := self.jobs.get(message.id):
             if message.fault:
                 job.fail(ApiError(500, message.message))
@@ -274,7 +253,7 @@ class Backend:
                 job.fail(from_invalid(InvalidRequest(message.message, message.param)))
             self._forget(job)
 
-    def _progress(self, message: Progress) -> None:
+    def _progress(self, message: link.Progress) -> None:
         for name in message.started:
             if job := self.jobs.get(name):
                 self._began(job)
@@ -292,11 +271,9 @@ class Backend:
             self.metrics.step(message.step)
         self.metrics.fill(message.gauges)
 
-    def _send(self, message: ToEngine) -> None:
+    def _send(self, message: link.ToEngine) -> None:
         if self._writer is not None and not self._writer.is_closing():
-            self._writer.write(pack(message))
-
-    # ------------------------------------------------------------------------------------------- requests
+            self._writer.write(link.pack(message))
 
     async def open(
         self, prompts: Seq[tuple[list[int], SamplingParams]], owner: str, client: str, deadline: float
@@ -306,7 +283,7 @@ class Backend:
         """
         self.refuse_when_full(len(prompts), sum(len(prompt) for prompt, _ in prompts))
         if not self.jobs:
-            self.last_heard = time.monotonic()  # there was nothing to hear of
+            self.last_received = time.monotonic()  # silence before the first request is no stall
         stream = Stream(self.drop)
         try:
             for index, (prompt, params) in enumerate(prompts):
@@ -348,7 +325,7 @@ class Backend:
 
     def _hand_over(self, job: Job, owner: str) -> None:
         if job.id in self.jobs:  # else the engine died meanwhile
-            self._send(Submit(job.id, job.prompt, job.params, owner))
+            self._send(link.Submit(job.id, job.prompt, job.params, owner))
             job.sent = True
 
     async def _compiled(self, job: Job) -> None:
@@ -382,7 +359,7 @@ class Backend:
             if job.id in self.jobs:
                 self._forget(job)
                 if job.left:
-                    self._send(Abort(job.id))
+                    self._send(link.Abort(job.id))
 
     def _patience(self) -> float:
         """Seconds until a few places in the queue should be free, from how fast requests ended lately."""
@@ -392,7 +369,6 @@ class Backend:
         return min(60.0, max(1.0, 4 / rate))
 
     def _began(self, job: Job) -> None:
-        """It is no longer in the queue."""
         if not job.began:
             job.began = True
             self.queued -= 1
@@ -405,7 +381,7 @@ class Backend:
         self.finished.append(time.monotonic())
 
     async def wait_idle(self, seconds: float) -> bool:
-        """Whether all requests ended within so long."""
+        """Waits for all requests to end. Returns whether they did in time."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while self.jobs:

@@ -44,8 +44,6 @@ class AnswerOptions:
 
 @dataclass(slots=True)
 class Choice:
-    """What one choice has written so far."""
-
     index: int
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -138,10 +136,7 @@ class Call:
                 if ended and job.params.speculation.mode != "lossy":
                     yield job.prompt, choice.token_ids, job.params.temperature
 
-    # ------------------------------------------------------------------------------------------ reports
-
     def head(self, kind: str) -> dict[str, Any]:
-        """What every body and event of an answer begins with."""
         return {
             "id": self.id,
             "object": kind,
@@ -186,7 +181,6 @@ class Call:
         return held, sum(each.size for each in overlaps) - held
 
     def extras(self) -> dict[str, Any]:
-        """Times and speculation, for the last event or the body."""
         return {"seed": self.seed, "timings": self._timings(), "metrics": self._metrics()}
 
     def _timings(self) -> dict[str, Any]:
@@ -265,14 +259,13 @@ class Call:
         return facts
 
     def said(self) -> dict[str, Any]:
-        """The words themselves, for a log that is to have them."""
+        """Texts of prompts and answers, for --log-prompts."""
         return {
             "prompt": [self.model.tokenizer.decode(job.prompt)[:MOST_LOGGED] for job in self.jobs],
             "answer": ["".join(choice.text)[:MOST_LOGGED] for choice in self.flat],
         }
 
     def choice_extras(self, choice: Choice) -> dict[str, Any]:
-        """What was asked for about single tokens."""
         extras: dict[str, Any] = {}
         if self.options.token_ids:
             extras["token_ids"] = choice.token_ids

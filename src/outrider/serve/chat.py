@@ -7,7 +7,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from outrider.errors import InvalidRequest
+from outrider.errors import InvalidRequest, invalid
 from outrider.serve.answer import answer
 from outrider.serve.call import Call, Choice, parts_of
 from outrider.serve.limits import check_schema
@@ -35,12 +35,12 @@ async def answer_chat(request: Request) -> Response:
 
 
 def _prepared(service: Service, asked: ChatRequest) -> tuple[list[int], SamplingParams, ToolRequest]:
-    check_messages(asked.messages, service.settings.max_messages, "messages")
+    check_messages(asked.messages, "messages")
     tools, params = chat_terms(service, asked)
     if asked.logprobs:
         params = replace(params, logprobs=asked.top_logprobs or 0)
     elif asked.top_logprobs:
-        raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
+        raise invalid("top_logprobs", "needs logprobs to be true")
     return chat_ids(service.model, asked, tools), params, tools
 
 
@@ -72,7 +72,7 @@ def tool_grammar(service: Service, asked: ChatRequest, tools: ToolRequest) -> di
     model, settings = service.model, service.settings
     forced = grammar_of_tools(tools, model.tool_format, model.tokens) if tools.allowed else None
     if forced is not None:
-        _check_tool_schemas(tools, forced["lark"], settings.max_schema_bytes, settings.max_depth)
+        _check_tool_schemas(tools, forced["lark"], settings.max_schema_bytes)
     if tools.allowed and grammar_of(asked, settings) is not None:
         raise InvalidRequest(
             "a form for the answer leaves no room for tool calls; set tool_choice to 'none'",
@@ -81,18 +81,16 @@ def tool_grammar(service: Service, asked: ChatRequest, tools: ToolRequest) -> di
     return forced
 
 
-def _check_tool_schemas(tools: ToolRequest, grammar: str, most: int, deepest: int) -> None:
+def _check_tool_schemas(tools: ToolRequest, grammar: str, most: int) -> None:
     """What is compiled for tools has the limits of what is compiled for answers."""
     for function in tools.allowed:
-        check_schema(function.parameters or {}, most, deepest, f"tools.{function.name}.parameters")
+        check_schema(function.parameters or {}, most, f"tools.{function.name}.parameters")
     if len(grammar) > most:
         raise InvalidRequest(f"together the tools have more than {most} bytes to be held to", "tools")
 
 
 @dataclass(slots=True)
 class ChatChoice:
-    """A choice's answer as chat shows it."""
-
     reader: ToolReader | None
     text: list[str] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)

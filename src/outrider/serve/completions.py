@@ -7,7 +7,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from outrider.errors import InvalidRequest
+from outrider.errors import InvalidRequest, invalid
 from outrider.serve.answer import answer
 from outrider.serve.call import Call, Choice
 from outrider.serve.link import Piece, Score
@@ -20,12 +20,13 @@ from outrider.serve.wire import CompletionRequest
 from outrider.types import SamplingParams
 
 DEFAULT_LENGTH = 16  # what OpenAI writes here by default
+MAX_PROMPTS = 256  # of one call
 MOST_ANSWERS = 1024  # of one call; each is looked at whenever another ends
 
 
 async def answer_completion(request: Request) -> Response:
     service = request.service
-    asked = await request.read(CompletionRequest, prompts=service.settings.max_prompts)
+    asked = await request.read(CompletionRequest, prompts=MAX_PROMPTS)
     fitted = await request.in_pool(_prepared, service, asked)
     echo, scored, silent = bool(asked.echo), asked.logprobs is not None, asked.max_tokens == 0
     return await answer(request, asked, fitted, "cmpl-", lambda call: Completions(call, echo, scored, silent))
@@ -39,9 +40,9 @@ def _prepared(service: Service, asked: CompletionRequest) -> list[tuple[list[int
             params, logprobs=asked.logprobs, prompt_logprobs=asked.logprobs if asked.echo else None
         )
     cut = asked.truncate_prompt_tokens is not None
-    prompts = read_prompts(asked.prompt, service.model, settings.max_prompts, cut)
+    prompts = read_prompts(asked.prompt, service.model, cut)
     if len(prompts) * params.n > MOST_ANSWERS:
-        raise InvalidRequest(f"n times the number of prompts may be at most {MOST_ANSWERS}", "n")
+        raise invalid("n", f"times the number of prompts may be at most {MOST_ANSWERS}")
     if (
         len(prompts) * len(params.prediction or "") > settings.max_body_bytes
     ):  # each takes a copy to the engine
@@ -50,13 +51,13 @@ def _prepared(service: Service, asked: CompletionRequest) -> list[tuple[list[int
     return [service.fitted(asked, prompt, params, length) for prompt in prompts]
 
 
-def read_prompts(prompt: Any, model: ServedModel, most: int, cut: bool = False) -> list[list[int]]:
+def read_prompts(prompt: Any, model: ServedModel, cut: bool = False) -> list[list[int]]:
     """Token ids of each prompt: a text, a list of texts, token ids, or a list of lists of them."""
     many = [prompt] if isinstance(prompt, str) or (prompt and type(prompt[0]) is int) else prompt
     if not many:
-        raise InvalidRequest("prompt must not be empty", "prompt")
-    if len(many) > most:
-        raise InvalidRequest(f"prompt: {len(many)} given, at most {most} are allowed", "prompt")
+        raise invalid("prompt", "must not be empty")
+    if len(many) > MAX_PROMPTS:
+        raise InvalidRequest(f"prompt: {len(many)} given, at most {MAX_PROMPTS} are allowed", "prompt")
     return [_ids(one, model, i, cut) for i, one in enumerate(many)]
 
 

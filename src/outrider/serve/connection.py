@@ -1,4 +1,4 @@
-"""One client's connection: uvicorn's HTTP, with an end to everything a client could draw out, and an accept loop
+"""One client's connection: uvicorn's HTTP with limits on everything a client could draw out, and an accept loop
 that counts connections and waits when there are no descriptors left.
 """
 
@@ -35,7 +35,7 @@ EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
 class LogRateLimiter:
-    """A log line of one kind now and then, with how many were left out."""
+    """Limits the rate of log lines of one kind, and counts those left out."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -120,15 +120,15 @@ class _Transport:
 
 
 class Connection(H11Protocol):
-    """HTTP that waits neither for ever for a request to begin, nor for ever for an answer to be read, nor at all for
-    a body that nobody wants.
+    """HTTP with time limits for a request to begin and for an answer to be read. The body of a refused request is not
+    waited for.
     """
 
     header_timeout = 10.0
     write_timeout = 60.0
-    crowd: ConnectionLimiter
+    limiter: ConnectionLimiter
     intake: Intake
-    throttle: LogRateLimiter
+    log_limiter: LogRateLimiter
     lingering = False
     _peer = ""
     _unread: asyncio.TimerHandle | None = None
@@ -143,7 +143,7 @@ class Connection(H11Protocol):
         super().connection_made(_Transport(transport, self))  # type: ignore[arg-type]
         self.app_state["connection"] = self  # found in the scope of its requests
         self._peer = self.client[0] if self.client else ""
-        self.crowd.enter(self._peer)
+        self.limiter.enter(self._peer)
         self._unasked = self.loop.call_later(self.header_timeout, transport.abort)
 
     def data_received(self, data: bytes) -> None:
@@ -182,7 +182,7 @@ class Connection(H11Protocol):
         for timer in (self._unasked, self._unread, self._cut, self._turn):
             if timer is not None:
                 timer.cancel()
-        self.crowd.leave(self._peer)
+        self.limiter.leave(self._peer)
         self.app_state.clear()
         super().connection_lost(exc)
 
@@ -191,8 +191,6 @@ class Connection(H11Protocol):
             self._own.abort()
         else:
             super().shutdown()
-
-    # --------------------------------------------------------------------------------- a body nobody wants
 
     def linger(self) -> bool:
         """Close once the client has, or soon. Closed at once, with bytes still coming, the answer would be lost."""
@@ -211,18 +209,14 @@ class Connection(H11Protocol):
             self._own.pause_reading()
             self.loop.call_later(pause, self._own.resume_reading)
 
-    # ------------------------------------------------------------------------------------- an answer in parts
-
     def push(self, data: bytes) -> None:
         """A part of the body of the answer that has begun, written at once. ASGI's way, through every layer to h11 and
-        a task of its own, costs more than the rest of a token. Who takes too long to read is cut off all the same.
+        a task of its own, costs more than everything else about a token. Slow readers are cut off here, too.
         """
         if self.cycle.disconnected or self._own.is_closing():
             return
         chunked = self.conn.their_http_version != b"1.0"  # as h11 announced it
         self._own.write(b"%x\r\n%b\r\n" % (len(data), data) if chunked else data)
-
-    # ------------------------------------------------------------------------------------ an answer not read
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -239,12 +233,9 @@ class Connection(H11Protocol):
             self._unasked.cancel()
             self._unasked = None
 
-    # ---------------------------------------------------------------------------------------- what is no HTTP
-
     def send_400_response(self, msg: str) -> None:
-        """In the shape every other error has."""
         name = f"req_{secrets.token_hex(12)}"
-        self.throttle.warn("not an HTTP request", id=name, peer=self._peer)
+        self.log_limiter.warn("not an HTTP request", id=name, peer=self._peer)
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             error = ApiError(400, "this is not an HTTP request", code="bad_http")
             self._own.write(plain_answer(error, name))
@@ -275,7 +266,10 @@ class Turned(asyncio.Protocol):
 
 
 async def accept(
-    sock: socket.socket, make: Callable[[], Connection], crowd: ConnectionLimiter, throttle: LogRateLimiter
+    sock: socket.socket,
+    make: Callable[[], Connection],
+    limiter: ConnectionLimiter,
+    log_limiter: LogRateLimiter,
 ) -> None:
     """Take connections until cancelled. Where there is nothing to take them with, wait instead of trying at once."""
     loop = asyncio.get_running_loop()
@@ -284,16 +278,16 @@ async def accept(
             taken, address = await loop.sock_accept(sock)
         except OSError as problem:
             if problem.errno in EXHAUSTED:
-                throttle.warn("no descriptors left for connections; waiting", reason=problem.strerror)
+                log_limiter.warn("no descriptors left for connections; waiting", reason=problem.strerror)
                 await asyncio.sleep(RETRY_ACCEPT)
             continue
         peer = address[0] if isinstance(address, tuple) else ""
-        reason = crowd.refusal(peer)
+        reason = limiter.refusal(peer)
         with contextlib.suppress(OSError):
             if reason is None:
                 await loop.connect_accepted_socket(make, taken)
             else:
-                throttle.warn("connection refused", peer=peer, reason=reason)
+                log_limiter.warn("connection refused", peer=peer, reason=reason)
                 error = ApiError(503, f"too many connections: {reason}", code="too_many_connections", after=1)
                 answer = plain_answer(error, f"req_{secrets.token_hex(12)}")
                 await loop.connect_accepted_socket(lambda: Turned(answer), taken)  # noqa: B023 (called at once)

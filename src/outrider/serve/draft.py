@@ -20,7 +20,7 @@ from outrider.serve.request import Reply, Request
 from outrider.serve.routes import get, post
 from outrider.serve.service import Service
 
-FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")  # whoever sends these speaks for somebody else
+FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")  # sent by a proxy, for another client
 
 
 class SwapRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -111,7 +111,6 @@ def _all(service: Service) -> dict[str, Any]:
 
 
 def _one(service: Service, draft: ServedDraft) -> dict[str, Any]:
-    """What is in use, how it does, and what its card promised."""
     swaps, by_drafter = service.backend.swaps, service.metrics.by_drafter
     card = swaps.cards.get(draft.drafter)
     recent = {}

@@ -44,7 +44,7 @@ class DraftSwaps:
             del self._asked[number]
 
     def received(self, message: Swapped) -> None:
-        if (draft := message.draft) is not None:  # also if nobody waits for it any more
+        if (draft := message.draft) is not None:  # also if the request has ended
             self._in_use(draft)
             self._last[draft.drafter] = draft.path
             log.info("draft swapped", extra={"facts": {"drafter": draft.drafter, "path": draft.path}})
@@ -59,7 +59,6 @@ class DraftSwaps:
             )
 
     def started(self, drafts: list[ServedDraft], seconds: float) -> None:
-        """An engine is up, with the drafts it was started with."""
         for draft in drafts:
             self._in_use(draft)
         for name, path in self._last.items():
@@ -89,7 +88,6 @@ class DraftSwaps:
             log.warning("the engine was started again, without the draft %s: %s", path, error.message)
 
     def lost(self) -> None:
-        """The engine is gone."""
         for answer in self._asked.values():
             if not answer.done():
                 answer.set_exception(

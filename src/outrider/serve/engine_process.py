@@ -29,32 +29,7 @@ from outrider.engine.memory import runs_on_gpu
 from outrider.errors import InvalidRequest, OutriderError, show_cause
 from outrider.load.child import become_child
 from outrider.model.decoder import kv_bytes
-from outrider.serve.link import (
-    COMPILERS,
-    Abort,
-    Accepted,
-    Compiled,
-    Drafted,
-    End,
-    Failed,
-    FromEngine,
-    Gauges,
-    Piece,
-    Ping,
-    Pong,
-    Progress,
-    Ready,
-    Refused,
-    Score,
-    ServedDraft,
-    Start,
-    Step,
-    Submit,
-    Swap,
-    Swapped,
-    pack,
-    receive,
-)
+from outrider.serve import link
 from outrider.serve.log import set_up_logging
 from outrider.settings import Settings
 from outrider.types import Event, Request, Sequence, StepRecord, TokenLogprob
@@ -62,9 +37,23 @@ from outrider.types import Event, Request, Sequence, StepRecord, TokenLogprob
 log = logging.getLogger(__name__)
 
 CHECK_SECONDS = 60  # between two counts of the cache, when idle
-LEAVE_SECONDS = 5  # for the step in hand, once nobody listens
+LEAVE_SECONDS = 5  # for the step in hand, once the API process hung up
 # For steps that the first answers may do without: with compiled kernels on disk they take less.
-REST_SECONDS = 30.0
+CAPTURE_SECONDS = 30.0
+# Fields that a step's message takes from its record as they are.
+SAME = (
+    *("rows", "sequences", "known", "answering", "drafted", "accepted", "emitted", "passes"),
+    *(
+        "plan_s",
+        "draft_s",
+        "target_s",
+        "verify_s",
+        "total_s",
+        "plain_s",
+        "graphs_captured",
+        "kernels_compiled",
+    ),
+)
 SWITCH_SECONDS = 0.0005  # until a thread gives the interpreter to another that waits for it; 5 ms by default
 
 
@@ -73,39 +62,36 @@ class EngineProcess:
         self.sock, self.llm = sock, llm
         self.choices: dict[str, dict[int, Sequence]] = {}  # by request, those that have not ended
         self.waiting: dict[str, Sequence] = {}  # first choices that have not moved yet
-        self.pieces: list[Piece] = []  # since the last step; touched by the engine's thread only
+        self.pieces: list[link.Piece] = []  # since the last step; touched by the engine's thread only
         self.prefix = Counter[str]()
         self.lock = threading.Lock()  # of the next two
         self.building: set[str] = set()  # requests whose grammar is being compiled, or their words tokenized
         self.given_up: set[str] = set()  # of those, the ones aborted meanwhile
-        self.compilers = ThreadPoolExecutor(COMPILERS, thread_name_prefix="grammar")
+        self.compilers = ThreadPoolExecutor(link.COMPILERS, thread_name_prefix="grammar")
         self.swaps = ThreadPoolExecutor(1, thread_name_prefix="draft")  # reads weights, beside the steps
-        self.outbox: queue.SimpleQueue[FromEngine | None] = queue.SimpleQueue()
+        self.outbox: queue.SimpleQueue[link.FromEngine | None] = queue.SimpleQueue()
         self.writer = threading.Thread(target=self._write, name="writer", daemon=True)
         self.next_check = 0.0
         self.over = False  # the API process hung up
 
     def run(self) -> None:
-        """Serve until the API process hangs up."""
         self.llm.driver.observer = self._after_step
         self.writer.start()
         self.outbox.put(self._ready())
         self.compilers.submit(lambda: self.llm.compiler)  # it reads the vocabulary; better now than later
-        while (message := receive(self.sock)) is not None:
-            if isinstance(message, Submit):
+        while (message := link.receive(self.sock)) is not None:
+            if isinstance(message, link.Submit):
                 self._submit(message)
-            elif isinstance(message, Abort):
+            elif isinstance(message, link.Abort):
                 self._abort(message.id)
-            elif isinstance(message, Swap):
+            elif isinstance(message, link.Swap):
                 self.swaps.submit(self._swap, message)
-            elif isinstance(message, Ping):
-                self.outbox.put(Pong())
+            elif isinstance(message, link.Ping):
+                self.outbox.put(link.Pong())
         self.over = True
         self.outbox.put(None)
 
-    # ------------------------------------------------------------------------------------ requests coming in
-
-    def _submit(self, message: Submit) -> None:
+    def _submit(self, message: link.Submit) -> None:
         params = message.params
         if params.grammar is None and not params.prediction and not params.bad_words:
             self._build(message)
@@ -114,7 +100,7 @@ class EngineProcess:
             self.building.add(message.id)
         self.compilers.submit(self._build, message)
 
-    def _build(self, message: Submit) -> None:
+    def _build(self, message: link.Submit) -> None:
         """Make the request and hand it to the engine. Whatever goes wrong is this request's problem alone."""
         if message.id in self.given_up:  # its grammar must not take time from others
             self._was_given_up(message.id)
@@ -125,7 +111,7 @@ class EngineProcess:
             self._refuse(message.id, error)
             return
         if message.params.grammar is not None:
-            self.outbox.put(Compiled(message.id))
+            self.outbox.put(link.Compiled(message.id))
         try:
             self.llm.driver.post(lambda: self._add(request))
         except OutriderError as dead:
@@ -137,23 +123,23 @@ class EngineProcess:
         if self._was_given_up(request.id):
             return
         try:
-            [choices] = self.llm.driver.add([request], self._hear)
+            [choices] = self.llm.driver.add([request], self._on_event)
         except BaseException as error:
             self._refuse(request.id, error)
             return
         self.choices[request.id] = dict(enumerate(choices))
         self.waiting[request.id] = choices[0]
-        self.outbox.put(Accepted(request.id, request.seed))
+        self.outbox.put(link.Accepted(request.id, request.seed))
 
     def _refuse(self, request_id: str, error: BaseException) -> None:
         self._was_given_up(request_id)
         if isinstance(error, InvalidRequest):
-            self.outbox.put(Refused(request_id, str(error), error.param))
+            self.outbox.put(link.Refused(request_id, str(error), error.param))
         elif isinstance(error, OutriderError):
-            self.outbox.put(Refused(request_id, str(error), None, fault=True))
+            self.outbox.put(link.Refused(request_id, str(error), None, fault=True))
         else:
             log.exception("a request could not be started", exc_info=error)
-            self.outbox.put(Refused(request_id, "the request could not be started", None, fault=True))
+            self.outbox.put(link.Refused(request_id, "the request could not be started", None, fault=True))
 
     def _abort(self, request_id: str) -> None:
         with self.lock:
@@ -163,17 +149,17 @@ class EngineProcess:
             self.llm.driver.abort(request_id)
             self.llm.driver.post(lambda: self._report([], None))
 
-    def _swap(self, message: Swap) -> None:
+    def _swap(self, message: link.Swap) -> None:
         """Exchange the draft's weights. Requests go on meanwhile, and do not notice."""
         live, driver = self.llm.live_draft, self.llm.driver
         try:
             state = live.roll_back(driver) if message.path is None else live.swap(driver, Path(message.path))
-            answer = Swapped(message.number, _served_draft(state))
+            answer = link.Swapped(message.number, _served_draft(state))
         except OutriderError as error:
-            answer = Swapped(message.number, None, str(error))
+            answer = link.Swapped(message.number, None, str(error))
         except Exception as error:
             log.exception("the draft could not be swapped", exc_info=error)
-            answer = Swapped(message.number, None, "the draft could not be swapped", fault=True)
+            answer = link.Swapped(message.number, None, "the draft could not be swapped", fault=True)
         self.outbox.put(answer)
 
     def _was_given_up(self, request_id: str) -> bool:
@@ -183,9 +169,7 @@ class EngineProcess:
             self.given_up.discard(request_id)
         return known
 
-    # ---------------------------------------------------------------------------------------- events going out
-
-    def _hear(self, event: Event | BaseException) -> None:
+    def _on_event(self, event: Event | BaseException) -> None:
         """On the engine's thread: gather; one message a step goes out."""
         if isinstance(event, BaseException):
             _die(event)
@@ -193,7 +177,7 @@ class EngineProcess:
         sequence = own[event.choice]
         done = event.finish_reason is not None
         self.pieces.append(
-            Piece(
+            link.Piece(
                 event.request_id,
                 event.choice,
                 list(event.token_ids),
@@ -228,42 +212,27 @@ class EngineProcess:
         except AssertionError as wrong:
             _die(wrong)  # better than wrong tokens
 
-    def _report(self, started: list[str], step: Step | None) -> None:
+    def _report(self, started: list[str], step: link.Step | None) -> None:
         pieces, self.pieces = self.pieces, []
-        self.outbox.put(Progress(pieces, started, step, self._gauges()))
+        self.outbox.put(link.Progress(pieces, started, step, self._gauges()))
 
-    def _step(self, record: StepRecord) -> Step:
+    def _step(self, record: StepRecord) -> link.Step:
         drafting = [o for o in record.outcomes if o.drafted]
         deepest = max((o.accepted for o in drafting), default=0)
         lossy = (o for o in drafting if o.sequence.request.params.speculation.mode == "lossy")
-        return Step(
-            rows=record.rows,
-            sequences=record.sequences,
-            known=record.known,
-            answering=record.answering,
+        return link.Step(
+            **{name: getattr(record, name) for name in SAME},
             drafts=len(drafting),
-            drafted=record.drafted,
             positions=sum(o.deepest for o in drafting),
-            accepted=record.accepted,
             accepted_at=[sum(o.accepted > depth for o in drafting) for depth in range(deepest)],
             lossy=sum(o.accepted for o in lossy),
-            emitted=record.emitted,
-            plan_s=record.plan_s,
-            draft_s=record.draft_s,
-            target_s=record.target_s,
-            verify_s=record.verify_s,
-            total_s=record.total_s,
-            passes=record.passes,
-            plain_s=record.plain_s,
             reasons=dict(Counter(reason.kind for reason in record.reasons)),
-            graphs_captured=record.graphs_captured,
-            kernels_compiled=record.kernels_compiled,
             drafters=_by_drafter(record),
         )
 
-    def _gauges(self) -> Gauges:
+    def _gauges(self) -> link.Gauges:
         engine = self.llm.engine
-        return Gauges(
+        return link.Gauges(
             running=len(engine.scheduler.running),
             cache_used=min(1.0, engine.table.held / engine.table.pool.total),
             preemptions=engine.scheduler.preemptions,
@@ -275,15 +244,15 @@ class EngineProcess:
     def _write(self) -> None:
         while (message := self.outbox.get()) is not None:
             try:
-                self.sock.sendall(pack(message))
+                self.sock.sendall(link.pack(message))
             except OSError:
-                return  # nobody listens any more; the main thread sees it too
+                return  # the API process hung up; the main thread sees it too
 
-    def _ready(self) -> Ready:
+    def _ready(self) -> link.Ready:
         llm, engine, config = self.llm, self.llm.engine, self.llm.model.config
         tokenizer, settings = llm.tokenizer, llm.settings
         slots = engine.table.pool.total
-        return Ready(
+        return link.Ready(
             tokenizer=tokenizer.to_json(),
             bos_id=tokenizer.bos_id,
             eos_ids=list(tokenizer.eos_ids),
@@ -319,46 +288,45 @@ def _die(why: BaseException) -> NoReturn:
     os._exit(1)
 
 
-def _by_drafter(record: StepRecord) -> dict[str, Drafted]:
-    found: dict[str, Drafted] = {}
+def _by_drafter(record: StepRecord) -> dict[str, link.Drafted]:
+    found: dict[str, link.Drafted] = {}
     for outcome in record.outcomes:
         if outcome.drafted:
-            drafted = found.setdefault(outcome.draft_plan.drafter, Drafted())
+            drafted = found.setdefault(outcome.draft_plan.drafter, link.Drafted())
             drafted.drafts += 1
             _count_levels(drafted.reached, outcome.deepest)
             _count_levels(drafted.accepted, outcome.accepted)
             drafted.first_accepted += outcome.top1_accepted > 0
     for name, tokens, probability in record.predicted:
-        drafted = found.setdefault(name, Drafted())
+        drafted = found.setdefault(name, link.Drafted())
         drafted.predicted += tokens
         drafted.probability += probability
     return found
 
 
 def _count_levels(levels: list[int], depth: int) -> None:
-    """One more at each level down to this depth."""
     levels.extend([0] * (depth - len(levels)))
     for level in range(depth):
         levels[level] += 1
 
 
-def _served_draft(state: DraftState) -> ServedDraft:
+def _served_draft(state: DraftState) -> link.ServedDraft:
     previous = None if state.previous is None else str(state.previous)
-    return ServedDraft(state.drafter, str(state.path), state.since, previous)
+    return link.ServedDraft(state.drafter, str(state.path), state.since, previous)
 
 
-def _score(entry: TokenLogprob) -> Score:
-    return Score(entry.token, entry.logprob, entry.alternatives)
+def _score(entry: TokenLogprob) -> link.Score:
+    return link.Score(entry.token, entry.logprob, entry.alternatives)
 
 
-def _prompt_scores(s: Sequence) -> list[Score | None] | None:
+def _prompt_scores(s: Sequence) -> list[link.Score | None] | None:
     if s.request.params.prompt_logprobs is None or s.choice or s.steps != 1:
         return None
     return [None if e is None else _score(e) for e in s.prompt_logprobs] or [None]
 
 
-def _end(s: Sequence) -> End:
-    return End(
+def _end(s: Sequence) -> link.End:
+    return link.End(
         seed=s.request.seed,
         cached=s.reused,
         steps=s.steps,
@@ -377,23 +345,22 @@ def _end(s: Sequence) -> End:
 
 
 def keep_up() -> None:
-    """Let nothing hold up the thread that does the steps.
+    """Keeps other work from delaying the thread that runs the steps.
 
-    What is loaded stays, so the collector need not look at it again: a full look takes a tenth of a second, in which
-    nothing else runs. And a thread that has work to do beside the steps (requests coming in, a grammar) gives the
-    interpreter back soon after the engine's asks for it.
+    A full garbage collection of what is loaded would stop every thread for a tenth of a second, so it is frozen. Other
+    threads give the interpreter back soon after the engine's thread asks for it.
     """
     gc.collect()
     gc.freeze()
     sys.setswitchinterval(SWITCH_SECONDS)
 
 
-def prepare(llm: LLM, rest: float) -> None:
-    """What it takes to answer, and then as much of the rest as can be had in so many seconds: whoever comes while more
-    is made waits for the piece in hand.
+def prepare(llm: LLM, seconds: float) -> None:
+    """Captures the steps of plain answers, then others for `seconds`. The others follow while the engine is idle; a
+    request that comes meanwhile waits for the step being captured.
     """
     llm.prepare(wait="plain")
-    until = time.monotonic() + rest
+    until = time.monotonic() + seconds
     while time.monotonic() < until and llm.driver.run(lambda: llm.driver.idle_work is not None):
         time.sleep(0.01)
 
@@ -401,8 +368,8 @@ def prepare(llm: LLM, rest: float) -> None:
 def main(descriptor: int) -> int:
     become_child()
     with socket.socket(fileno=descriptor) as sock:
-        start = receive(sock)
-        if not isinstance(start, Start):
+        start = link.receive(sock)
+        if not isinstance(start, link.Start):
             return 1
         set_up_logging(*start.logging)
         try:
@@ -414,10 +381,10 @@ def main(descriptor: int) -> int:
                     lambda: log.info("compiling kernels for this GPU: later starts find them on disk")
                 )
             llm = LLM(start.model, draft=start.draft, settings=settings)
-            prepare(llm, REST_SECONDS if runs_on_gpu(settings) else 0.0)
+            prepare(llm, CAPTURE_SECONDS if runs_on_gpu(settings) else 0.0)
         except OutriderError as error:
             show_cause(error)
-            sock.sendall(pack(Failed(str(error))))
+            sock.sendall(link.pack(link.Failed(str(error))))
             return 1
         keep_up()
         EngineProcess(sock, llm).run()

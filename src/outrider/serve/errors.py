@@ -74,7 +74,7 @@ class ApiError(Exception):
         """Hints that OpenAI's clients read before they try again."""
         headers = {"x-should-retry": "true" if self.status in RETRY else "false"}
         if self.status == 431:
-            headers["connection"] = "close"  # whoever sends such headers is not waited for
+            headers["connection"] = "close"  # a client that sends such headers is not waited for
         if self.after is not None:
             headers["retry-after"] = str(max(1, math.ceil(self.after)))
             headers["retry-after-ms"] = str(max(1, math.ceil(self.after * 1000)))

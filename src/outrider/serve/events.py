@@ -42,19 +42,16 @@ class EventStream(Response):
 
     async def _write(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        settings = self.settings
         try:
             await self._put(send, b"".join(map(self._event, self.dialect.begin())))
-            await self.stream.follow(
-                self._hear, self.deadline, settings.ping_seconds, self._ping, settings.stream_interval
-            )
+            await self.stream.follow(self._send, self.deadline, self.settings.ping_seconds, self._ping)
             ending = b"".join(map(self._event, self.dialect.finish()))
             await self._put(send, ending + (b"" if hasattr(self.dialect, "error") else DONE), last=True)
         except ApiError as error:
             self.facts |= error.facts()
             await self._put(send, self._failure(error), last=True)
 
-    def _hear(self, pieces: Pieces) -> None:
+    def _send(self, pieces: Pieces) -> None:
         feed, event = self.dialect.feed, self._event
         if data := b"".join([event(e) for index, piece in pieces for e in feed(index, piece)]):
             self.connection.push(data)

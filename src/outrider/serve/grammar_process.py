@@ -1,7 +1,7 @@
 """The process that tries grammars: `python -P -m outrider.serve.grammar_process FD`, started by grammars.py.
 
 A grammar that crashes the compiler, takes all memory or never ends costs this process, which is started again, and no
-answer of anybody else. It has a smaller stack than the engine, so what passes here passes there.
+other answer. It has a smaller stack than the engine, so what passes here passes there.
 """
 
 from __future__ import annotations

@@ -66,7 +66,6 @@ class Grammars:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def warm_up(self) -> None:
-        """Have one ready before it is needed."""
         self._begin(self.warm())
 
     def _begin(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
@@ -135,7 +134,7 @@ class Grammars:
     def _ended(self, client: str, key: bytes, task: asyncio.Task[str | None]) -> None:
         del self._trials[client, key]
         if not task.cancelled():
-            task.exception()  # seen: no warning if nobody waits any more
+            task.exception()  # marks it as retrieved: no warning if it is no longer awaited
 
     async def _in_turn(self, client: str, key: bytes, grammar: dict[str, Any], size: int) -> str | None:
         await self._turns.begin(client, size)

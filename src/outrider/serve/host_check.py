@@ -17,7 +17,7 @@ from outrider.serve.service import Service
 
 log = logging.getLogger(__name__)
 
-OPEN = frozenset({"/health", "/ping"})  # no key needed: whoever watches the server has none
+OPEN = frozenset({"/health", "/ping"})  # need no key: monitors have none
 # Of a page of an allowed origin; the last three are what Anthropic's SDK sends from a browser.
 ALLOWED_HEADERS = (
     *("authorization", "content-type", "x-request-id", "x-api-key"),

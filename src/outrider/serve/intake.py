@@ -1,4 +1,4 @@
-"""What one client sends must not hold up another: a rate for large bodies, and a few threads for what takes long."""
+"""Keeps one client's input from delaying others: a rate for large bodies, and a few threads for slow work."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ R = TypeVar("R")
 
 
 class Intake:
-    """How fast bytes are taken in that are many, or that nobody will read. TCP makes whoever sends more wait."""
+    """Rate limit for large bodies and for bodies of refused requests. TCP makes faster senders wait."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -36,7 +36,7 @@ class Intake:
 
 
 class Pool:
-    """Threads for templates, tokenizing and long JSON. Whoever hangs up while waiting is no longer waited for."""
+    """Threads for templates, tokenizing and long JSON. A client that hangs up leaves the queue."""
 
     def __init__(self, most_waiting: int, metrics: Metrics, workers: int = WORKERS) -> None:
         self._threads = ThreadPoolExecutor(workers, "outrider-pool")
@@ -62,4 +62,4 @@ class Pool:
     def _done(self, future: asyncio.Future[Any]) -> None:
         self._free.release()
         if not future.cancelled():
-            future.exception()  # seen: no warning if nobody waits any more
+            future.exception()  # marks it as retrieved: no warning if it is no longer awaited

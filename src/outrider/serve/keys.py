@@ -1,4 +1,4 @@
-"""Who may ask, and how much: API keys by their hashes, and a limiter that counts what each key uses.
+"""API keys by their hashes, and a limiter that counts what each key uses.
 
 Keys are long random strings, so a plain SHA-256 cannot be searched; the keys themselves are forgotten once
 hashed. A key file is TOML, one table a key, as `outrider keys add` writes it:
@@ -29,6 +29,7 @@ from typing import Any
 from outrider.errors import InvalidRequest, suggest
 from outrider.serve.settings import ServeSettings
 
+MIN_KEY_LENGTH = 16  # of keys given by flag or variable: random ones of this length cannot be found by trying
 MINUTE = 60.0
 ROUNDING = 1e-6
 MARKS = ("admin", "keep_traffic")  # of a key, in its file
@@ -87,10 +88,7 @@ class Keyring:
     @classmethod
     def of(cls, settings: ServeSettings) -> Keyring:
         """The keys given by flag or variable, named `key-1` and so on, and those of the key file."""
-        keys = [
-            Key(f"key-{i}", _digest_of_given(key, settings.min_key_length))
-            for i, key in enumerate(settings.api_keys, 1)
-        ]
+        keys = [Key(f"key-{i}", _digest_of_given(key)) for i, key in enumerate(settings.api_keys, 1)]
         if settings.key_file is not None:
             keys += _keys_that_must_be_there(Path(settings.key_file).expanduser())
         _check_unique(keys, "the keys given")
@@ -109,7 +107,7 @@ class Keyring:
         return any(key.keep_traffic for key in self._keys)
 
     def check(self, authorization: str | None, own: str | None = None) -> Key | None:
-        """Whose an `Authorization: Bearer ...` header is, or one of `x-api-key`; None: nobody's, or of two.
+        """The key of an `Authorization: Bearer ...` header, or of `x-api-key`; None: unknown, or two different ones.
 
         Digests are compared, each with every key, in constant time: how long it takes says nothing.
         """
@@ -125,13 +123,12 @@ class Keyring:
         return found
 
 
-def _digest_of_given(key: str, least: int) -> bytes:
+def _digest_of_given(key: str) -> bytes:
     """The messages do not repeat the key: they end up in logs."""
-    if len(key) < least:
+    if len(key) < MIN_KEY_LENGTH:
         raise InvalidRequest(
-            f"an API key has {len(key)} characters and could be found by whoever can try often; at least {least} are "
-            "needed (`outrider keys add NAME --file keys.toml` makes a good one), or say --min-key-length "
-            f"{len(key)} where nobody else can reach the server",
+            f"an API key has {len(key)} characters and can be found by trying; at least {MIN_KEY_LENGTH} are needed "
+            "(`outrider keys add NAME --file keys.toml` makes a good one)",
             "api_keys",
         )
     if not re.fullmatch(r"[!-~]+", key):
@@ -141,11 +138,7 @@ def _digest_of_given(key: str, least: int) -> bytes:
     return digest_of(key)
 
 
-# ------------------------------------------------------------------------------------------------ key file
-
-
 def read_key_file(file: Path) -> list[Key]:
-    """Every key of the file, each checked."""
     try:
         text = file.read_text(encoding="utf-8")
     except OSError as problem:
@@ -223,7 +216,7 @@ def _check_names(given: Iterable[str], known: Iterable[str], source: str) -> Non
 
 
 def _check_unique(keys: Iterable[Key], source: str) -> None:
-    """One name a key and one key a name: whoever is limited or revoked must be who was meant."""
+    """Names and keys must be unique, so that limits and revocations meet the right client."""
     names: set[str] = set()
     holders: dict[bytes, str] = {}
     for key in keys:
@@ -234,9 +227,6 @@ def _check_unique(keys: Iterable[Key], source: str) -> None:
             raise InvalidRequest(f"{source}: {both} are the same key", "key_file")
         names.add(key.name)
         holders[key.digest] = key.name
-
-
-# ------------------------------------------------------------------------------------------------- limiter
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,7 +309,7 @@ class Limiter:
         return None
 
     def admit(self, key: Key, tokens: int) -> Refusal | None:
-        """Let a request use so many tokens, prompt and answer; or say why not, taking nothing."""
+        """Reserves `tokens`, of prompt and answer, for a request; or says why not, reserving nothing."""
         if key.limits == KeyLimits():
             return None
         use = self._use_of(key)

@@ -28,7 +28,7 @@ class _TokenizerFile(msgspec.Struct):
 
 
 def bytes_of_tokens(tokenizer: Tokenizer, source: str, tokens: int) -> int | None:
-    """The most bytes of text that so many tokens can stand for; None where a token can stand for any number."""
+    """The most bytes of text that `tokens` tokens can stand for; None if a token can stand for any number."""
     file = msgspec.json.decode(source, type=_TokenizerFile)
     normalizers, cuts = _parts(file.normalizer, "normalizers"), _parts(file.pre_tokenizer, "pretokenizers")
     drops = any(str(part.get("behavior")).lower() == "removed" for part in cuts)
@@ -50,7 +50,7 @@ def _parts(step: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
 
 
 def check_length(text: str, tokenizer: Tokenizer, tokens: int, most_bytes: int | None, param: str) -> None:
-    """Refuse a text that has certainly more than so many tokens. What passes may still have: only encoding it tells."""
+    """Refuses a text that certainly has too many tokens. One that passes may still have too many: encoding tells."""
     if len(text) <= MARGIN * tokens:
         return
     if most_bytes is not None and len(text) > most_bytes:

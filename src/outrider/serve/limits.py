@@ -1,7 +1,7 @@
 """What stands between the bytes a client sent and the code that believes them, and between errors and clients.
 
-Everything here is linear in its input and raises nothing but InvalidRequest. How many messages, choices or
-stop strings a request may have is checked where those are read.
+Everything here is linear in its input and raises nothing but InvalidRequest. Numbers of messages, choices and stop
+strings are checked in wire.py.
 """
 
 from __future__ import annotations
@@ -13,12 +13,17 @@ from typing import Any
 
 import msgspec
 
-from outrider.errors import InvalidRequest
+from outrider.errors import InvalidRequest, invalid
 
 MAX_DIGITS = 40  # of an integer; 128 bits need 39, and beyond 308 arithmetic with floats raises
 MAX_VALUES = 1_000_000  # an empty list takes three bytes of a body and 56 of memory
 MAX_FIELDS = 100_000  # objects, lists and fields of objects: the parser needs half a microsecond for each
 MAX_MESSAGE = 500
+MAX_DEPTH = 64  # nesting of JSON; the parser recurses
+MAX_MESSAGES = 4096
+MAX_N = 32  # answers of a request
+MAX_STOP = 16  # stop texts, and stop tokens
+MAX_BIAS = 1024  # biased tokens, and bad words
 ESCAPED_BYTE = 6  # bytes of a body that may stand for one of a text: \\u00xx
 # Bytes that one call looks at. Such a call holds Python's lock, and with it every other request.
 SLICE = 64 << 10
@@ -35,7 +40,7 @@ _HALF_PAIR = re.compile(
 )
 
 
-def read_json(body: bytes, max_depth: int) -> Any:
+def read_json(body: bytes, max_depth: int = MAX_DEPTH) -> Any:
     """The value of a request body. Strict JSON in UTF-8; of a name given twice, the last counts."""
     outside = _outside_strings(body)
     fields = sum(map(outside.count, (b":", b"[", b"{")))
@@ -131,24 +136,21 @@ def _walk(value: Any) -> Iterator[Any]:
             waiting.extend(item)
 
 
-# ------------------------------------------------------------------------------------------------ schemas
-
-
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 
 
-def check_schema(schema: Any, max_bytes: int, max_depth: int, param: str) -> None:
-    """Refuse a JSON schema that is too large, too deep, or points outside itself. `param` is what to blame."""
+def check_schema(schema: Any, max_bytes: int, param: str, max_depth: int = MAX_DEPTH) -> None:
+    """Refuse a JSON schema that is too large, too deep, or points outside itself. Errors name `param`."""
     if not isinstance(schema, (dict, bool)):
-        raise InvalidRequest(f"{param} must be a JSON schema, an object", param)
+        raise invalid(param, "must be a JSON schema, an object")
     if _deeper(schema, max_depth):
-        raise InvalidRequest(f"{param} is nested deeper than {max_depth} levels", param)
+        raise invalid(param, f"is nested deeper than {max_depth} levels")
     try:
         size = len(msgspec.json.encode(schema))
     except (TypeError, ValueError, RecursionError):
-        raise InvalidRequest(f"{param} holds something that is not JSON", param) from None
+        raise invalid(param, "holds something that is not JSON") from None
     if size > max_bytes:
-        raise InvalidRequest(f"{param} has {size} bytes; at most {max_bytes} are allowed", param)
+        raise invalid(param, f"has {size} bytes; at most {max_bytes} are allowed")
     for item in _walk(schema):
         if isinstance(item, dict):
             _check_references(item, param)
@@ -159,10 +161,10 @@ def _check_references(item: dict[str, Any], param: str) -> None:
     for name in _REFERENCES:
         target = item.get(name)
         if isinstance(target, str) and not target.startswith("#"):
-            raise InvalidRequest(
-                f"{param} has a {name} to {target[:100]!r}; only references within the schema are followed, "
-                "such as '#/$defs/name'",
+            raise invalid(
                 param,
+                f"has a {name} to {target[:100]!r}; only references within the schema are followed, "
+                "such as '#/$defs/name'",
             )
 
 
@@ -176,9 +178,6 @@ def _deeper(value: Any, max_depth: int) -> bool:
     return True
 
 
-# ------------------------------------------------------------------------------------------------- errors
-
-
 _PLACES = re.compile(
     r"""(?P<kept>\bhttps?://[^\s'"]*|\#/[^\s'"]*|(?<![\w./~-])/v1(?:/[\w-]+)*(?![\w./-]))"""
     r"""|(?P<quote>['"`])(?!/v1[/'"`])(?:file://|~?/|[A-Za-z]:\\|\\\\)[^'"`]*(?P=quote)"""
@@ -190,7 +189,6 @@ _READ = 10 * MAX_MESSAGE  # of a message; more would only be cut off again
 
 
 def clean_line(text: str) -> str:
-    """One line, of what can be printed."""
     text = text[:_READ].encode("utf-8", "replace").decode("utf-8")
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 

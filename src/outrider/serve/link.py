@@ -1,4 +1,4 @@
-"""What the API process and the engine process say to each other, and how it travels.
+"""Messages between the API process and the engine process.
 
 Two processes, so that reading JSON, rendering templates and writing streams never hold up a step. They share
 one socket pair; a message is a msgpack struct behind its length. No pickle: nothing that arrives can be code.
@@ -65,8 +65,6 @@ class ServedDraft(msgspec.Struct):
 
 
 class Swapped(msgspec.Struct, tag=True):
-    """It is done, or why it is not."""
-
     number: int
     draft: ServedDraft | None
     problem: str = ""
@@ -189,14 +187,12 @@ class Step(msgspec.Struct):
     passes: int  # of the target
     plain_s: float
     reasons: dict[str, int]
-    graphs_captured: int = 0  # while somebody waited
+    graphs_captured: int = 0  # while a request waited
     kernels_compiled: int = 0
     drafters: dict[str, Drafted] = {}
 
 
 class Gauges(msgspec.Struct):
-    """How full the engine is."""
-
     running: int
     cache_used: float
     preemptions: int
@@ -233,8 +229,6 @@ class Grammar(msgspec.Struct, tag=True):
 
 
 class Tried(msgspec.Struct, tag=True):
-    """It compiles, or why not."""
-
     problem: str | None
 
 
@@ -265,7 +259,6 @@ def pack(message: ToEngine | FromEngine | ToGrammars | Tried) -> bytes:
 
 
 def receive(sock: socket.socket) -> ToEngine | None:
-    """The next message for the engine; None once the other side is gone."""
     return receive_as(to_engine, sock)
 
 
@@ -278,7 +271,6 @@ def receive_as(decoder: msgspec.msgpack.Decoder[T], sock: socket.socket) -> T | 
 
 
 async def receive_event(reader: asyncio.StreamReader) -> FromEngine | None:
-    """The next message from the engine; None once it is gone."""
     return await receive_event_as(from_engine, reader)
 
 

@@ -5,7 +5,6 @@ A request becomes the chat request that asks for the same; an answer becomes blo
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from outrider.errors import InvalidRequest, brief
+from outrider.errors import InvalidRequest, brief, invalid
 from outrider.serve.answer import answer
 from outrider.serve.call import Call, parts_of
 from outrider.serve.chat import chat_ids, chat_terms
@@ -67,48 +66,46 @@ ROUTES = (
     post("/v1/messages/count_tokens", count_tokens, CountTokensRequest, "Count the tokens of its prompt."),
 )
 
-# ------------------------------------------------------------------------------------------- to a chat request
 
-
-def _bounded_chat(asked: CountTokensRequest, most: int) -> ChatRequest:
-    check_messages(asked.messages, most, "messages")
-    check_messages([{"content": asked.system}], most, "system")
+def _bounded_chat(asked: CountTokensRequest) -> ChatRequest:
+    check_messages(asked.messages, "messages")
+    check_messages([{"content": asked.system}], "system")
     return as_chat(asked)
 
 
 def _prepared(service: Service, asked: MessagesRequest) -> tuple[list[int], SamplingParams, ToolRequest]:
-    chat = _bounded_chat(asked, service.settings.max_messages)
-    with _own_words():
+    chat = _bounded_chat(asked)
+    with _blaming_own_fields():
         tools, params = chat_terms(service, chat)
     return chat_ids(service.model, chat, tools), params, tools
 
 
 def _counted(service: Service, asked: CountTokensRequest) -> int:
-    chat = _bounded_chat(asked, service.settings.max_messages)
-    with _own_words():
+    chat = _bounded_chat(asked)
+    with _blaming_own_fields():
         tools = check_tools(chat.tools, chat.tool_choice, chat.parallel_tool_calls)
     return len(chat_ids(service.model, chat, tools))
 
 
-# What chat says of its fields, and what those are called here.
-_OWN_WORDS = (
-    (r"\.function\b", ""),
-    (r"\.parameters\b", ".input_schema"),
-    (r"\bresponse_format(\.json_schema)?\b", "output_config.format"),
-    (r"\bstop\b", "stop_sequences"),
-)
-
-
 @contextmanager
-def _own_words() -> Iterator[None]:
-    """Blame the field that the client sent, not the one it became."""
+def _blaming_own_fields() -> Iterator[None]:
+    """Errors name the field that the client sent, not the chat field it became."""
     try:
         yield
     except InvalidRequest as problem:
-        text, param = str(problem), problem.param or ""
-        for theirs, ours in _OWN_WORDS:
-            text, param = re.sub(theirs, ours, text), re.sub(theirs, ours, param)
-        raise InvalidRequest(text, param or None) from None
+        raise problem.about(_own_field(problem.param or "")) from None
+
+
+def _own_field(param: str) -> str:
+    root, *inner = param.split(".")
+    if root == "response_format":
+        inner = ["format", *(part for part in inner if part != "json_schema")]
+    elif root.startswith(("tools[", "tool_choice")):
+        inner = [part for part in inner if part != "function"]
+    if root.startswith("tools") and inner and inner[-1] == "parameters":
+        inner[-1] = "input_schema"
+    renamed = {"response_format": "output_config", "stop": "stop_sequences"}
+    return ".".join([renamed.get(root, root), *inner])
 
 
 # Fields of the other routes: what they are called here.
@@ -120,10 +117,9 @@ _ELSEWHERE = {
 
 
 def as_chat(asked: CountTokensRequest) -> ChatRequest:
-    """The same request as chat has it."""
     for name, instead in _ELSEWHERE.items():
         if getattr(asked, name) is not None:
-            raise InvalidRequest(f"{name} is not known here: {instead}", name)
+            raise invalid(name, f"is not known here: {instead}")
     _check_thinking(asked.thinking)
     _check_context(asked.context_management)
     shared = {name: getattr(asked, name) for name in Sampling.__struct_fields__}
@@ -147,9 +143,8 @@ def _check_thinking(thinking: Json | None) -> None:
     """A model that decides by itself how much to think may decide not to; one that is asked to cannot."""
     kind = None if thinking is None else thinking.get("type")
     if kind not in (None, "disabled", "adaptive"):
-        raise InvalidRequest(
-            f"thinking of type {brief(kind)} is not supported: leave it out, or send type 'disabled'",
-            "thinking",
+        raise invalid(
+            "thinking", f"of type {brief(kind)} is not supported: leave it out, or send type 'disabled'"
         )
 
 
@@ -159,9 +154,7 @@ def _check_context(management: Json | None) -> None:
         kind = edit.get("type")
         if not str(kind).startswith("clear_thinking"):
             where = f"context_management.edits[{i}]"
-            raise InvalidRequest(
-                f"{where} of type {brief(kind)} is not supported: shorten the conversation yourself", where
-            )
+            raise invalid(where, f"of type {brief(kind)} is not supported: shorten the conversation yourself")
 
 
 class _Conversation:
@@ -173,7 +166,7 @@ class _Conversation:
         if asked.system:
             self._add("system", _text(asked.system, "system"))
         if not asked.messages:
-            raise InvalidRequest("messages must have at least one message", "messages")
+            raise invalid("messages", "must have at least one message")
         for i, message in enumerate(asked.messages):
             self._turn(message, f"messages[{i}]")
         for turn in self.messages:
@@ -185,9 +178,7 @@ class _Conversation:
     def _turn(self, message: Json, where: str) -> None:
         role, content = message.get("role"), message.get("content")
         if role not in ("user", "assistant", "system"):
-            raise InvalidRequest(
-                f"{where}.role must be 'user', 'assistant' or 'system', not {brief(role)}", f"{where}.role"
-            )
+            raise invalid(f"{where}.role", f"must be 'user', 'assistant' or 'system', not {brief(role)}")
         if isinstance(content, str):
             self._add(role, content)
             return
@@ -206,10 +197,10 @@ class _Conversation:
         elif kind == "tool_result" and role == "user":
             self._result(block, where)
         else:
-            raise InvalidRequest(
-                f"{where} of type {brief(kind)} is not supported in a turn of the {role}: this server reads text, "
-                "tool_use (of the assistant) and tool_result (of the user)",
+            raise invalid(
                 where,
+                f"of type {brief(kind)} is not supported in a turn of the {role}: this server reads text, "
+                "tool_use (of the assistant) and tool_result (of the user)",
             )
 
     def _call(self, block: Json, where: str) -> None:
@@ -222,10 +213,7 @@ class _Conversation:
     def _result(self, block: Json, where: str) -> None:
         name = _field(block, "tool_use_id", str, where)
         if name not in self.calls:
-            raise InvalidRequest(
-                f"{where}.tool_use_id {brief(name)} names no tool_use that came before",
-                f"{where}.tool_use_id",
-            )
+            raise invalid(f"{where}.tool_use_id", f"{brief(name)} names no tool_use that came before")
         text = _text(block.get("content") or "", f"{where}.content")
         if block.get("is_error"):
             text = f"Error: {text}" if text else "Error"
@@ -249,10 +237,7 @@ def _text(content: Any, where: str) -> str:
     for i, block in enumerate(_list(content, where, "a text or a list of text blocks")):
         if block.get("type") != "text":
             kind = block.get("type")
-            raise InvalidRequest(
-                f"{where}[{i}] of type {brief(kind)} is not supported: only text is read here",
-                f"{where}[{i}]",
-            )
+            raise invalid(f"{where}[{i}]", f"of type {brief(kind)} is not supported: only text is read here")
         lines.append(_field(block, "text", str, f"{where}[{i}]"))
     return "\n".join(lines)
 
@@ -261,7 +246,7 @@ def _list(value: Any, where: str, what: str = "a list of objects") -> list[Json]
     if value is None and what == "a list of objects":
         return []
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-        raise InvalidRequest(f"{where} must be {what}", where)
+        raise invalid(where, f"must be {what}")
     return value
 
 
@@ -270,7 +255,7 @@ _KINDS: dict[type, str] = {str: "a text", dict: "an object"}
 
 def _field(block: Json, name: str, kind: type, where: str) -> Any:
     if not isinstance(block.get(name), kind):
-        raise InvalidRequest(f"{where}.{name} must be {_KINDS[kind]}", f"{where}.{name}")
+        raise invalid(f"{where}.{name}", f"must be {_KINDS[kind]}")
     return block[name]
 
 
@@ -297,26 +282,20 @@ def _chat_tool(tool: Json, where: str) -> Json:
 
 
 def _chat_choice(choice: Json | None) -> tuple[Any, bool | None]:
-    """Chat's tool_choice and parallel_tool_calls."""
     if choice is None:
         return None, None
     kind, single = choice.get("type"), choice.get("disable_parallel_tool_use")
     if not isinstance(single, (bool, type(None))):
         where = "tool_choice.disable_parallel_tool_use"
-        raise InvalidRequest(f"{where} must be true or false", where)
+        raise invalid(where, "must be true or false")
     parallel = None if single is None else not single
     if kind == "tool":
         name = _field(choice, "name", str, "tool_choice")
         return {"type": "function", "function": {"name": name}}, parallel
     mode = {"auto": "auto", "any": "required", "none": "none"}.get(kind if isinstance(kind, str) else "")
     if mode is None:
-        raise InvalidRequest(
-            f"tool_choice.type must be 'auto', 'any', 'tool' or 'none', not {brief(kind)}", "tool_choice.type"
-        )
+        raise invalid("tool_choice.type", f"must be 'auto', 'any', 'tool' or 'none', not {brief(kind)}")
     return mode, parallel
-
-
-# ------------------------------------------------------------------------------------------------- the answer
 
 
 class Messages:
@@ -366,10 +345,7 @@ class Messages:
         return {**self._message(self.blocks, reason, self._usage(), sequence), **extras}
 
     def error(self, error: ApiError) -> Json:
-        """A failure after the stream began."""
         return error.anthropic_body()
-
-    # ------------------------------------------------------------------------------------------------- blocks
 
     @property
     def _index(self) -> int:
@@ -401,8 +377,6 @@ class Messages:
         block |= {"text": written} if block["type"] == "text" else {"input": _input(written)}
         self.open = False
         return [{"type": "content_block_stop", "index": self._index}]
-
-    # ---------------------------------------------------------------------------------------------- the whole
 
     def _message(
         self, blocks: list[Json], reason: str | None, usage: Json, sequence: str | None = None

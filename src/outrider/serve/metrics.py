@@ -99,7 +99,7 @@ BY_DRAFTER = (
 )
 PRICED = ("price_per_hour", "cost_per_million_tokens")
 TARGET_PROBABILITY = "spec_decode_recent_target_probability"
-RECENT_DRAFTS = 2000  # an average over about so many: long enough that one odd request does not show
+RECENT_DRAFTS = 2000  # drafts in the moving average: enough to smooth out a single odd request
 RECENT_STEPS = 500  # of those with something to say
 RECENT_TOKENS = 500  # of those that are looked at; one drafting step in some has a few
 
@@ -118,7 +118,7 @@ class Histogram:
 
 @dataclass(slots=True)
 class RecentMean:
-    """A mean that forgets: of about the last `memory`."""
+    """A moving mean over about the last `memory` values."""
 
     memory: int
     value: float = 0.0
@@ -132,7 +132,7 @@ class RecentMean:
 
 @dataclass(slots=True)
 class RecentRatio:
-    """Of two sums that forget: over about the last RECENT_STEPS steps."""
+    """The ratio of two moving sums over about the last RECENT_STEPS steps."""
 
     above: float = 0.0
     below: float = 0.0
@@ -190,7 +190,7 @@ class Metrics:
             "target": step.target_s,
             "verify": step.verify_s,
         }
-        for stage, seconds in {**staged, "rest": step.total_s - sum(staged.values())}.items():
+        for stage, seconds in {**staged, "other": step.total_s - sum(staged.values())}.items():
             self.count("step_seconds", seconds, stage=stage)
         self.observe("step_duration_seconds", step.total_s / step.passes, step.passes)
         if step.plain_s:
@@ -225,7 +225,6 @@ class Metrics:
         self.gauges[name] = self._ratios.setdefault(name, RecentRatio()).add(above, below)
 
     def drafter(self, name: str, drafted: Drafted) -> None:
-        """What became of one drafter's drafts in a step."""
         for counter, levels in (("drafts", drafted.reached), ("accepted", drafted.accepted)):
             for depth, times in enumerate(levels[:MAX_DEPTH_LABEL]):
                 self.count(f"spec_decode_{counter}_by_position", times, drafter=name, position=str(depth))

@@ -67,7 +67,6 @@ class ServedModel:
         check_length(text, self.tokenizer, contexts * self.longest, most, param)
 
     def text_ids(self, text: str, cut: bool = False, special: bool = True) -> list[int]:
-        """A plain text as token ids."""
         self.check_length(text, cut, "prompt")
         return self.tokenizer.encode(text, special)
 

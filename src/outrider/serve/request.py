@@ -39,7 +39,7 @@ _json = msgspec.json.Encoder()
 
 
 class ClientGone(Exception):
-    """Nobody is there to answer."""
+    """The client hung up."""
 
 
 class Request(BaseRequest):
@@ -58,7 +58,6 @@ class Request(BaseRequest):
 
     @property
     def connection(self) -> Connection:
-        """That it came by."""
         return cast(Connection, self.scope["state"]["connection"])
 
     @property
@@ -71,15 +70,15 @@ class Request(BaseRequest):
 
         The request counts against its key's limit from here on, also if it is refused in the end.
         """
-        service, settings = self.service, self.service.settings
+        service = self.service
         if self.key is not None:
             service.count(self.key)
         self._check_media()
         body = await self._read_body(prompts)
         if len(body) > LONG_BODY:
-            asked = await self.in_pool(_parsed, body, settings.max_depth, kind)
+            asked = await self.in_pool(_parsed, body, kind)
         else:
-            asked = _parsed(body, settings.max_depth, kind)
+            asked = _parsed(body, kind)
         name = getattr(asked, "model", None)
         if name is not None and name not in service.names:
             raise ApiError(
@@ -168,7 +167,6 @@ class Request(BaseRequest):
             pass
 
     def settle(self) -> None:
-        """Give back what it held, however it ended."""
         if self.running is not None:
             self.running.close()
         used = 0
@@ -195,8 +193,8 @@ def _text_too_long(longest: int) -> ApiError:
     )  # fmt: skip
 
 
-def _parsed(body: bytes, max_depth: int, kind: type[T]) -> T:
-    return read_request(read_json(body, max_depth), kind)
+def _parsed(body: bytes, kind: type[T]) -> T:
+    return read_request(read_json(body), kind)
 
 
 def _request_id(given: str | None) -> str:
@@ -207,8 +205,6 @@ def _request_id(given: str | None) -> str:
 
 
 class Reply(Response):
-    """An answer as JSON."""
-
     media_type = JSON
 
     def render(self, content: Any) -> bytes:

@@ -10,7 +10,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from outrider.errors import InvalidRequest, brief
+from outrider.errors import InvalidRequest, brief, invalid
 from outrider.serve.answer import answer
 from outrider.serve.call import Call, parts_of
 from outrider.serve.chat import chat_ids, chat_terms
@@ -39,18 +39,17 @@ async def answer_response(request: Request) -> Response:
 
 def _prepared(service: Service, asked: ResponsesRequest) -> tuple[list[int], SamplingParams, ToolRequest]:
     if isinstance(asked.input, list):
-        check_messages(asked.input, service.settings.max_messages, "input")
+        check_messages(asked.input, "input")
     chat = as_chat(asked)
     tools, params = chat_terms(service, chat)
     return chat_ids(service.model, chat, tools), params, tools
 
 
 def as_chat(asked: ResponsesRequest) -> ChatRequest:
-    """The same request as chat has it."""
     for name, value in (("n", asked.n), ("max_tokens", asked.max_tokens)):
         if value is not None:
             instead = "one answer is given" if name == "n" else "use max_output_tokens"
-            raise InvalidRequest(f"{name} is not known here: {instead}", name)
+            raise invalid(name, f"is not known here: {instead}")
     shared = {name: getattr(asked, name) for name in Sampling.__struct_fields__}
     if (form := (asked.text or {}).get("format")) is not None:
         shared["response_format"] = form
@@ -64,7 +63,6 @@ def as_chat(asked: ResponsesRequest) -> ChatRequest:
 
 
 def _messages(asked: ResponsesRequest) -> list[dict[str, Any]]:
-    """Instructions and input items as a chat conversation."""
     messages: list[dict[str, Any]] = []
     if asked.instructions:
         messages.append({"role": "system", "content": asked.instructions})
@@ -80,7 +78,7 @@ def _message(item: dict[str, Any], where: str) -> dict[str, Any]:
     if kind == "message":
         content = item.get("content")
         if not isinstance(content, (str, list)):
-            raise InvalidRequest(f"{where}.content must be a text or a list of parts", f"{where}.content")
+            raise invalid(f"{where}.content", "must be a text or a list of parts")
         return {"role": item.get("role"), "content": text_of(content, f"{where}.content")}
     if kind == "function_call":
         function = {"name": item.get("name"), "arguments": item.get("arguments", "{}")}
@@ -102,7 +100,7 @@ def _chat_tools(tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]] 
     chat = []
     for i, tool in enumerate(tools):
         if tool.get("type") != "function":
-            raise InvalidRequest(f"tools[{i}].type must be 'function'", f"tools[{i}].type")
+            raise invalid(f"tools[{i}].type", "must be 'function'")
         chat.append({"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}})
     return chat
 
@@ -155,7 +153,6 @@ class Responses:
         return self._response(self._status())
 
     def error(self, error: ApiError) -> dict[str, Any]:
-        """A failure after the stream began."""
         inner = error.body()["error"]
         fields = {name: inner[name] for name in ("message", "code", "param")}
         return self._event("error", **fields)
@@ -166,8 +163,6 @@ class Responses:
     def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
         self.number += 1
         return {"type": kind, "sequence_number": self.number - 1, **fields}
-
-    # ------------------------------------------------------------------------------------------- items
 
     @property
     def _open_item(self) -> dict[str, Any] | None:
@@ -234,8 +229,6 @@ class Responses:
 
     def _place(self, item: dict[str, Any]) -> dict[str, Any]:
         return {"item_id": item["id"], "output_index": self._index}
-
-    # ---------------------------------------------------------------------------------------- the whole
 
     def _response(self, status: str) -> dict[str, Any]:
         asked, params, call = self.asked, self.call.jobs[0].params, self.call

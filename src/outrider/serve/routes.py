@@ -15,7 +15,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 class Endpoint(Route):
-    """A route whose handler is given the request that was begun at the door, with its id and its key."""
+    """A route whose handler is given the request that host_check.py began, with its id and its key."""
 
     def __init__(
         self, method: str, path: str, handler: Handler, summary: str, body: type[msgspec.Struct] | None = None

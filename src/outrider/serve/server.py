@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
+from outrider.engine.placement import Memory
 from outrider.errors import OutriderError
 from outrider.serve.app import App
 from outrider.serve.backend import Backend
@@ -29,7 +30,7 @@ from outrider.serve.metrics import Metrics
 from outrider.serve.model import ServedModel
 from outrider.serve.service import Service
 from outrider.serve.settings import ServeSettings
-from outrider.settings import Memory, Settings, shown_size
+from outrider.settings import Settings, shown_size
 from outrider.types import SamplingParams
 from outrider.wrap import fitted
 
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 RECEIVE_BUFFER = 256 << 10  # bytes a connection
-RESERVED = 64  # descriptors for the engine, the log and the rest
+RESERVED = 64  # descriptors for the engine, the log and others
 KEEP_ALIVE = 75  # seconds an idle connection stays; longer than the usual proxies keep theirs
 
 
@@ -82,7 +83,6 @@ def run_server(
 
 
 def _traffic(serve: ServeSettings, keys: Keyring) -> TrafficKeeper | None:
-    """What keeps tokens of marked keys, where that was asked for."""
     if serve.keep_traffic is None:
         return None
     from outrider.serve.traffic import TrafficKeeper  # brings numpy
@@ -115,7 +115,7 @@ async def _run(service: Service, sock: socket.socket) -> int:
     backend, server = service.backend, _http(App(service))
     engine = asyncio.create_task(backend.run())
     web = asyncio.create_task(server.serve(sockets=[]))
-    door = asyncio.create_task(_accept(server, service, sock))
+    accepting = asyncio.create_task(_accept(server, service, sock))
     stopping = asyncio.Event()
     hurry = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -124,14 +124,14 @@ async def _run(service: Service, sock: socket.socket) -> int:
     loop.add_signal_handler(signal.SIGHUP, _reload_keys, service)
     greeting = asyncio.create_task(_greet(service, sock))
     stop = asyncio.create_task(stopping.wait())
-    await asyncio.wait((engine, web, door, stop), return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait((engine, web, accepting, stop), return_when=asyncio.FIRST_COMPLETED)
     code = 0
     if not stopping.is_set():
         code = 1
         print(f"error: {backend.problem or 'the server stopped'}", file=sys.stderr, flush=True)
     else:
         await _drain(service, hurry)
-    door.cancel()
+    accepting.cancel()
     backend.stop()
     await engine
     server.should_exit = True
@@ -162,23 +162,23 @@ def _http(app: App) -> Server:
 async def _accept(server: Server, service: Service, sock: socket.socket) -> None:
     """Connections, as many as the settings and the descriptors allow."""
     serve = service.settings
-    crowd = ConnectionLimiter(
+    limiter = ConnectionLimiter(
         min(serve.max_connections, max(RESERVED, _descriptors() - RESERVED)), serve.max_connections_per_peer
     )
-    throttle = LogRateLimiter()
+    log_limiter = LogRateLimiter()
     shared = {
         "header_timeout": serve.header_timeout,
         "write_timeout": serve.write_timeout,
-        "crowd": crowd,
+        "limiter": limiter,
         "intake": service.intake,
-        "throttle": throttle,
+        "log_limiter": log_limiter,
     }
     kind = type("OwnConnection", (Connection,), shared)
     while not server.started:
         await asyncio.sleep(0.01)
     sock.setblocking(False)
     config, state = server.config, server.server_state
-    await accept(sock, lambda: kind(config, state, {}), crowd, throttle)
+    await accept(sock, lambda: kind(config, state, {}), limiter, log_limiter)
 
 
 def _descriptors() -> int:
@@ -201,7 +201,7 @@ def _reload_keys(service: Service) -> None:
 
 
 async def _drain(service: Service, hurry: asyncio.Event) -> None:
-    """Take nothing new; let what runs end, as long as that may take; tell the rest."""
+    """Refuse new requests, wait for running ones within the time limit, and fail those that are left."""
     backend, seconds = service.backend, service.settings.drain_seconds
     service.draining = backend.last_life = True
     running = len(backend.jobs)

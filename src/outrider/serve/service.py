@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outrider.errors import InvalidRequest
+from outrider.errors import invalid
 from outrider.serve.backend import Backend
 from outrider.serve.errors import ApiError
 from outrider.serve.intake import Intake, Pool
@@ -65,7 +65,6 @@ class Service:
 
     @property
     def defaults(self) -> SamplingParams:
-        """Of requests that leave something open."""
         return self.model.sampling.under(self._defaults, self._given)
 
     def params_of(self, asked: Sampling, grammar: Mapping[str, Any] | None = None) -> SamplingParams:
@@ -88,7 +87,7 @@ class Service:
         self._refuse(self.limiter.count(key))
 
     def admit(self, key: Key, tokens: int) -> None:
-        """Let a request that was counted use so many tokens, or refuse it."""
+        """Reserves `tokens` for a counted request, or refuses it."""
         self._refuse(self.limiter.admit(key, tokens))
 
     def _refuse(self, refusal: Refusal | None) -> None:
@@ -131,9 +130,9 @@ class Service:
                 code="context_length_exceeded",
             )
         if wanted < 1 and not getattr(asked, "echo", None):
-            name = sent_as("max_tokens", asked)
+            name = sent_as("max_tokens", asked) or "max_tokens"
             hint = ", or 0 together with echo" if hasattr(asked, "echo") else ""
-            raise InvalidRequest(f"{name} must be at least 1{hint}", name)
+            raise invalid(name, f"must be at least 1{hint}")
         least = min(params.min_tokens, wanted) if least is None else least
         return prompt, replace(params, max_tokens=max(1, wanted), min_tokens=least)
 

@@ -1,7 +1,7 @@
-"""What one API call has at the engine, and how what comes back reaches whoever writes the answer.
+"""The requests of one API call at the engine, and how their pieces reach the code that writes the answer.
 
-Pieces are handed over, not fetched: one call a step, from where the engine's message is read, and no task is woken for
-it. At a hundred streams that is most of what a token would cost.
+Pieces are handed over by a call per step, from where the engine's message is read. Waking a task for each would be most
+of a token's cost at a hundred streams.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ Pieces = list[tuple[int, Piece]]  # each with the index of its prompt
 
 
 class Job:
-    """One request at the engine."""
-
     __slots__ = (
         "accepted", "began", "compiled", "id", "index", "left", "params", "prompt", "seed", "sent", "stream",
     )  # fmt: skip
@@ -30,7 +28,7 @@ class Job:
         self.stream, self.index, self.id, self.prompt, self.params = stream, index, name, prompt, params
         self.seed = 0
         self.left = params.n
-        self.sent = False  # the engine has heard of it
+        self.sent = False  # to the engine
         self.began = False  # left the engine's queue
         self.compiled = asyncio.Event()  # its grammar, if it has one
         if params.grammar is None:
@@ -39,12 +37,12 @@ class Job:
 
     def receive(self, piece: Piece) -> None:
         self.left -= piece.finish_reason is not None
-        self.stream.news.append((self.index, piece))
+        self.stream.pending.append((self.index, piece))
 
     def fail(self, error: ApiError) -> None:
         if not self.accepted.done():
             self.accepted.set_exception(error)
-            self.accepted.exception()  # seen: no warning if nobody waits any more
+            self.accepted.exception()  # marks it as retrieved: no warning if it is no longer awaited
         self.compiled.set()
         self.stream.end(error)
 
@@ -53,16 +51,14 @@ class Stream:
     """The jobs of one API call, and their pieces in the order they come. `close` in any case."""
 
     def __init__(self, drop: Callable[[Seq[Job]], None]) -> None:
-        """`drop` has the engine give up jobs that it still works on."""
+        """`drop` aborts the jobs that the engine still works on."""
         self._drop = drop
         self.jobs: list[Job] = []
-        self.news: Pieces = []  # not handed over yet
+        self.pending: Pieces = []  # not handed over yet
         self._loop = asyncio.get_running_loop()
         self._over: asyncio.Future[None] = self._loop.create_future()
-        self._hear: Callable[[Pieces], None] | None = None
-        self._interval = 0.0
-        self._gathering: asyncio.TimerHandle | None = None
-        self._heard_at = 0.0
+        self._receive: Callable[[Pieces], None] | None = None
+        self._received_at = 0.0
 
     async def follow(
         self,
@@ -70,51 +66,40 @@ class Stream:
         deadline: float,
         silence: float = 0.0,
         quiet: Callable[[], None] | None = None,
-        interval: float = 0.0,
     ) -> None:
-        """Have `hear` called with everything that has come, after every step that brought something, or once gathered
-        for `interval` seconds; until all has come. `quiet` is called for every `silence` seconds without news.
+        """Calls `receive` with the pieces of every step until all have come, and `quiet` after every `silence` seconds
+        without any.
         """
-        self._hear, self._interval, self._heard_at = receive, interval, self._loop.time()
+        self._receive, self._received_at = receive, self._loop.time()
         try:
             self.deliver()
             for wait in self._waits(deadline, silence, quiet):
                 await asyncio.wait((self._over,), timeout=wait)
             self._over.result()
         finally:
-            self._hear = None
-            if self._gathering is not None:
-                self._gathering.cancel()
+            self._receive = None
 
     def _waits(self, deadline: float, silence: float, quiet: Callable[[], None] | None) -> Iterator[float]:
         """How long to wait for the end, again and again until it has come."""
         while not self._over.done():
-            due = min(deadline, self._heard_at + silence) if silence else deadline
+            due = min(deadline, self._received_at + silence) if silence else deadline
             if (wait := due - self._loop.time()) > 0:
                 yield wait
             elif due == deadline:
                 raise too_late()
             else:
-                self._heard_at = self._loop.time()
+                self._received_at = self._loop.time()
                 if quiet is not None:
                     quiet()
 
     def deliver(self) -> None:
-        """Everything a step brought has been heard."""
-        if not self._interval:
-            self._hand_over()
-        elif self.news and self._gathering is None:
-            self._gathering = self._loop.call_later(self._interval, self._hand_over)
-
-    def _hand_over(self) -> None:
-        self._gathering = None
-        if self._hear is None or not self.news or self._over.done():
+        if self._receive is None or not self.pending or self._over.done():
             return
-        news, self.news = self.news, []
-        self._heard_at = self._loop.time()
+        pieces, self.pending = self.pending, []
+        self._received_at = self._loop.time()
         try:
-            self._hear(news)
-        except Exception as problem:  # whoever follows gets it; nobody else may suffer for it
+            self._receive(pieces)
+        except Exception as problem:  # raised in `follow`; other streams go on
             self.end(problem)
             return
         if not any(job.left for job in self.jobs):
@@ -128,10 +113,9 @@ class Stream:
             self._over.set_result(None)
         else:
             self._over.set_exception(error)
-            self._over.exception()  # seen: no warning if nobody follows any more
+            self._over.exception()  # marks it as retrieved: no warning without `follow`
 
     def close(self) -> None:
-        """Free whatever it holds. After the last piece there is nothing to free."""
         self._drop(self.jobs)
 
 

@@ -18,10 +18,8 @@ class TextEvent:
         self.before, self.after = framed(make(mark)).split(_json.encode(mark))
 
     def of(self, text: str) -> bytes:
-        """As `framed` would have it."""
         return self.before + _json.encode(text) + self.after
 
 
 def framed(event: dict[str, Any]) -> bytes:
-    """As it goes over the wire."""
     return b"data: " + _json.encode(event) + b"\n\n"

@@ -23,7 +23,7 @@ async def tokenize(request: Request) -> Response:
     if asked.prompt is not None:
         ids = await request.in_pool(model.text_ids, asked.prompt, cut=True, special=asked.add_special_tokens)
     else:
-        check_messages(asked.messages or (), request.service.settings.max_messages, "messages")
+        check_messages(asked.messages or (), "messages")
         chat = ChatRequest(
             messages=asked.messages or [],
             add_generation_prompt=asked.add_generation_prompt,

@@ -308,7 +308,7 @@ class ToolReader:
         self._say(c)
 
     def _called(self, mark: Mark, c: str) -> None:
-        """The call has been given on; of the rest of the object only the arguments matter."""
+        """The call has been given on; of what follows in the object only the arguments matter."""
         if self._live:
             self._put(self._calls - 1, c)
             if mark is Mark.CLOSES:
@@ -379,7 +379,6 @@ class ToolReader:
 
 
 def _decoded(raw: str) -> str | None:
-    """The text of a JSON string."""
     try:
         value = json.loads(raw, strict=False)
     except ValueError:

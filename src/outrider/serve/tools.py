@@ -18,7 +18,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from outrider.errors import InvalidRequest, brief, suggest
+from outrider.errors import InvalidRequest, brief, invalid, suggest
 from outrider.load.template import checked_messages
 from outrider.sampling_params import JSON_SPELLING
 from outrider.serve.limits import read_json
@@ -27,8 +27,6 @@ MAX_TOOLS = 128
 MAX_DEPTH = 64  # of a past call's arguments, where they are a text
 
 ToolMode = Literal["none", "auto", "required"]
-
-# -------------------------------------------------------------------------------------------------- dialects
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +73,6 @@ def choose_format(template_source: str | None, family: str) -> ToolFormat:
     return HERMES if family in _HERMES_FAMILIES else SMOLLM
 
 
-# ------------------------------------------------------------------------------------ what the client asked
-
-
 @dataclass(frozen=True, slots=True)
 class Function:
     name: str
@@ -97,7 +92,6 @@ class ToolRequest:
 
     @property
     def shown(self) -> list[Mapping[str, Any]]:
-        """The tools to tell the model about: those it may call."""
         return [function.tool for function in self.allowed]
 
 
@@ -105,9 +99,9 @@ def check_tools(tools: Any, tool_choice: Any = None, parallel: Any = None) -> To
     """From `tools`, `tool_choice` and `parallel_tool_calls` of a request, each None where it was not sent."""
     functions = _functions(tools)
     if parallel is not None and not isinstance(parallel, bool):
-        raise InvalidRequest("parallel_tool_calls must be true or false", "parallel_tool_calls")
+        raise invalid("parallel_tool_calls", "must be true or false")
     if not functions and tool_choice not in (None, "none", "auto"):
-        raise InvalidRequest("tool_choice needs tools: send the functions to choose from", "tool_choice")
+        raise invalid("tool_choice", "needs tools: send the functions to choose from")
     mode, allowed, named = _choice(tool_choice, functions)
     if mode == "none" or not allowed:
         return ToolRequest("none")
@@ -118,7 +112,7 @@ def _functions(tools: Any) -> dict[str, Function]:
     if tools is None:
         return {}
     if not isinstance(tools, (list, tuple)):
-        raise InvalidRequest("tools must be a list of functions", "tools")
+        raise invalid("tools", "must be a list of functions")
     if len(tools) > MAX_TOOLS:
         raise InvalidRequest(f"there may be at most {MAX_TOOLS} tools, got {len(tools)}", "tools")
     functions: dict[str, Function] = {}
@@ -136,17 +130,14 @@ def _function(tool: Any, where: str) -> Function:
     body = _named_body(tool, where)
     inside = f"{where}.function"
     if not re.fullmatch(r"[a-zA-Z0-9_-]{1,64}", body["name"]):
-        raise InvalidRequest(
-            f"{inside}.name must be 1 to 64 letters, digits, _ or -, got {brief(body['name'])}",
-            f"{inside}.name",
-        )
+        raise invalid(f"{inside}.name", f"must be 1 to 64 letters, digits, _ or -, got {brief(body['name'])}")
     for key, kind, what in (
         ("description", str, "a text"),
         ("parameters", dict, "a JSON schema object"),
         ("strict", bool, "true or false"),
     ):
         if not isinstance(body.get(key), (kind, type(None))):
-            raise InvalidRequest(f"{inside}.{key} must be {what}", f"{inside}.{key}")
+            raise invalid(f"{inside}.{key}", f"must be {what}")
     parameters = body.get("parameters")
     if parameters is not None and parameters.get("type", "object") != "object":
         raise InvalidRequest(
@@ -162,14 +153,12 @@ def _named_body(tool: Any, where: str) -> Mapping[str, Any]:
     if not isinstance(tool, Mapping):
         raise InvalidRequest(f'{where} must be an object such as {{"type": "function", ...}}', where)
     if tool.get("type") != "function":
-        raise InvalidRequest(
-            f"{where}.type must be 'function', got {brief(tool.get('type'))}", f"{where}.type"
-        )
+        raise invalid(f"{where}.type", f"must be 'function', got {brief(tool.get('type'))}")
     body = tool.get("function")
     if not isinstance(body, Mapping):
-        raise InvalidRequest(f"{where}.function must be an object with a name", f"{where}.function")
+        raise invalid(f"{where}.function", "must be an object with a name")
     if not isinstance(body.get("name"), str):
-        raise InvalidRequest(f"{where}.function.name must be a text", f"{where}.function.name")
+        raise invalid(f"{where}.function.name", "must be a text")
     return body
 
 
@@ -178,8 +167,8 @@ def _check_writable(tool: Any, where: str) -> None:
     try:
         json.dumps(tool, ensure_ascii=False, allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError):
-        raise InvalidRequest(
-            f"{where} cannot be written as JSON; look for NaN, broken characters or very deep nesting", where
+        raise invalid(
+            where, "cannot be written as JSON; look for NaN, broken characters or very deep nesting"
         ) from None
 
 
@@ -191,13 +180,12 @@ def _choice(choice: Any, functions: dict[str, Function]) -> tuple[ToolMode, tupl
     if isinstance(choice, str):
         return _mode(choice, ("none", "auto", "required"), "tool_choice"), everything, False
     if not isinstance(choice, Mapping):
-        raise InvalidRequest("tool_choice must be 'none', 'auto', 'required' or an object", "tool_choice")
+        raise invalid("tool_choice", "must be 'none', 'auto', 'required' or an object")
     if choice.get("type") == "allowed_tools":
         return *_allowed(choice.get("allowed_tools"), functions), False
     if choice.get("type") != "function":
-        raise InvalidRequest(
-            f"tool_choice.type must be 'function' or 'allowed_tools', got {brief(choice.get('type'))}",
-            "tool_choice.type",
+        raise invalid(
+            "tool_choice.type", f"must be 'function' or 'allowed_tools', got {brief(choice.get('type'))}"
         )
     return "required", (_chosen(choice, functions, "tool_choice"),), True
 
@@ -205,11 +193,11 @@ def _choice(choice: Any, functions: dict[str, Function]) -> tuple[ToolMode, tupl
 def _allowed(body: Any, functions: dict[str, Function]) -> tuple[ToolMode, tuple[Function, ...]]:
     where = "tool_choice.allowed_tools"
     if not isinstance(body, Mapping):
-        raise InvalidRequest(f"{where} must be an object with a mode and a list of tools", where)
+        raise invalid(where, "must be an object with a mode and a list of tools")
     mode = _mode(body.get("mode"), ("auto", "required"), f"{where}.mode")
     tools = body.get("tools")
     if not isinstance(tools, (list, tuple)) or not tools:
-        raise InvalidRequest(f"{where}.tools must be a list of at least one function", f"{where}.tools")
+        raise invalid(f"{where}.tools", "must be a list of at least one function")
     chosen = [_chosen(tool, functions, f"{where}.tools[{i}]") for i, tool in enumerate(tools)]
     return mode, tuple({function.name: function for function in chosen}.values())
 
@@ -229,8 +217,6 @@ def _chosen(choice: Any, functions: dict[str, Function], where: str) -> Function
         )
     return functions[name]
 
-
-# ------------------------------------------------------------------------------------ what the model sees
 
 INSTRUCTIONS = """\
 You are an expert in composing function calls. From what the user says, decide whether one or more of the tools \
@@ -283,7 +269,7 @@ def _readable_calls(message: dict[str, Any], i: int) -> dict[str, Any]:
         return {key: value for key, value in message.items() if key != "tool_calls"}
     where = f"messages[{i}].tool_calls"
     if not isinstance(calls, (list, tuple)):
-        raise InvalidRequest(f"{where} must be a list of calls", where)
+        raise invalid(where, "must be a list of calls")
     return {**message, "tool_calls": [_readable_call(call, f"{where}[{k}]") for k, call in enumerate(calls)]}
 
 
@@ -291,7 +277,7 @@ def _readable_call(call: Any, where: str) -> dict[str, Any]:
     body = _named_body({"type": "function", **call} if isinstance(call, Mapping) else call, where)
     arguments = body.get("arguments", "")
     if not isinstance(arguments, (str, Mapping)):
-        raise InvalidRequest(f"{where}.function.arguments must be a JSON text", f"{where}.function.arguments")
+        raise invalid(f"{where}.function.arguments", "must be a JSON text")
     return {**call, "function": {**body, "arguments": _object_of(arguments)}}
 
 
@@ -325,8 +311,8 @@ def _with_calls(message: dict[str, Any], fmt: ToolFormat) -> dict[str, Any]:
     calls = fmt.write((body["name"], body["arguments"]) for body in bodies)
     said = message["content"]
     gap = "\n" if said and not said.endswith("\n") else ""
-    rest = {key: value for key, value in message.items() if key != "tool_calls"}
-    return {**rest, "content": f"{said}{gap}{calls}"}
+    others = {key: value for key, value in message.items() if key != "tool_calls"}
+    return {**others, "content": f"{said}{gap}{calls}"}
 
 
 def _with_system(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
@@ -336,8 +322,6 @@ def _with_system(messages: list[dict[str, Any]], text: str) -> list[dict[str, An
     own = messages[0]["content"]
     return [{**messages[0], "content": f"{own}\n\n{text}" if own else text}, *messages[1:]]
 
-
-# --------------------------------------------------------------------------------- what the model is held to
 
 _COMBINED = {"$ref", "allOf", "anyOf", "oneOf", "patternProperties", "unevaluatedProperties"}
 
@@ -401,7 +385,6 @@ def _free(request: ToolRequest, fmt: ToolFormat, tokens: Container[str]) -> list
 
 
 def _body(request: ToolRequest, fmt: ToolFormat, tokens: Container[str]) -> str:
-    """What follows a tag."""
     return f"{_literal(fmt.before)} {_many(request, fmt)} {_literal(fmt.after)} {_mark(fmt.end, tokens)}"
 
 
@@ -420,9 +403,6 @@ def _schema(function: Function) -> dict[str, Any]:
     if "properties" in schema and not _COMBINED & schema.keys():
         schema.setdefault("additionalProperties", False)
     return {**schema, "x-guidance": {**JSON_SPELLING, "lenient": not function.strict}}
-
-
-# ------------------------------------------------------------------------------------------------ identities
 
 
 def call_id(seed: int, choice: int, index: int) -> str:

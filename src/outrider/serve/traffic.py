@@ -9,8 +9,8 @@ left out: the target did not write them. Nothing is sent anywhere.
             shard-00000.safetensors   as load/token_shards.py has them
             erased                    when that was done last, in nanoseconds: what ended before is not written
 
-A request costs the event loop one `put_nowait`. A thread does the rest; where it cannot keep up, requests are dropped
-and counted, and where it cannot write, keeping ends until the server is started again.
+A request costs the event loop one `put_nowait`. A thread writes; if it cannot keep up, requests are dropped
+and counted; if it cannot write, nothing more is kept until the server is started again.
 """
 
 from __future__ import annotations
@@ -112,12 +112,9 @@ class TrafficKeeper:
             self.counts["queue"] += 1
 
     def close(self) -> None:
-        """Write what is held, within some seconds."""
         with contextlib.suppress(queue.Full):
             self._queue.put(None, timeout=CLOSE_SECONDS)
         self._thread.join(CLOSE_SECONDS)
-
-    # ------------------------------------------------------------------------------------------- the thread
 
     def _run(self) -> None:
         due, more = time.monotonic() + self.write_seconds, True
@@ -227,7 +224,6 @@ def forget(folder: Path, key: str) -> int:
 
 
 def folder_name(key: str) -> str:
-    """Of a key's name, whatever stands in it."""
     data = key.encode("utf-8", "surrogatepass")
     plain = quote(data, safe=" ")
     if len(plain) <= LONGEST_NAME:
@@ -249,7 +245,6 @@ def _erased(folder: Path) -> int:
 
 
 def _make_private(folder: Path) -> None:
-    """For its owner alone."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         mode = folder.stat().st_mode & 0o777

@@ -1,4 +1,4 @@
-"""Turns: a few pieces of work at once, begun client by client, so that one client's many hold up nobody else's few."""
+"""Fair turns: work of a few slots, begun client by client, so that a client with much work does not delay others."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What clients may send, as structs, and how it becomes the engine's SamplingParams.
 
-The structs are also where the OpenAPI document comes from. Nothing a client asked for is quietly left out: names that
-nobody knows are refused, and so are those that mean something elsewhere, with the name they have here.
+The structs are also where the OpenAPI document comes from. Nothing a client asked for is ignored:
+unknown names are refused, and so are names of other servers, with the name they have here.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
-from outrider.errors import LONGEST_NAME, InvalidRequest, brief, suggest
+from outrider.errors import LONGEST_NAME, InvalidRequest, brief, invalid, suggest
 from outrider.sampling_params import MAX_ALTERNATIVES, SamplingParams, Speculation
-from outrider.serve.limits import check_schema, read_json
+from outrider.serve.limits import MAX_BIAS, MAX_MESSAGES, MAX_N, MAX_STOP, check_schema, read_json
 from outrider.serve.settings import ServeSettings
 
 Number = Annotated[float, Meta(ge=-1e6, le=1e6)]
@@ -243,7 +243,7 @@ def read_request(body: Any, kind: type[T]) -> T:
     for name in body.keys() - known - HARMLESS:
         nothing, instead = REFUSED.get(name, (None, ""))
         if name in REFUSED and body[name] not in (None, nothing):
-            raise InvalidRequest(f"{name} is not supported: {instead}", name)
+            raise invalid(name, f"is not supported: {instead}")
         if name not in REFUSED:
             shown = name[:LONGEST_NAME]
             raise InvalidRequest(f"{shown!r} is not a field of this request{_like(name, known)}", shown)
@@ -263,7 +263,7 @@ def _flat(body: dict[str, Any]) -> dict[str, Any]:
     if more is None:
         return {name: value for name, value in body.items() if name != "extra_body"}
     if not isinstance(more, dict):
-        raise InvalidRequest("extra_body must be an object", "extra_body")
+        raise invalid("extra_body", "must be an object")
     for name in more.keys() & body.keys():
         if more[name] != body[name]:
             shown = name[:LONGEST_NAME]
@@ -293,30 +293,27 @@ def _near(what: str, param: str | None) -> str:
     return suggest(what.rpartition("unknown field `")[2].rstrip("`"), kind.__struct_fields__)
 
 
-# ----------------------------------------------------------------------------------------- to SamplingParams
-
-
-def check_messages(messages: Seq[Mapping[str, Any]], most: int, name: str) -> None:
-    """Refuse more messages than `most`, or more than PARTS times as many parts of contents."""
-    _within(name, len(messages), most)
+def check_messages(messages: Seq[Mapping[str, Any]], name: str) -> None:
+    """Refuse more than MAX_MESSAGES messages, or more than PARTS times as many parts of contents."""
+    _within(name, len(messages), MAX_MESSAGES)
     contents = (message.get("content") for message in messages)
-    _within(f"{name}.content", sum(len(c) for c in contents if isinstance(c, list)), PARTS * most)
+    _within(f"{name}.content", sum(len(c) for c in contents if isinstance(c, list)), PARTS * MAX_MESSAGES)
 
 
 def sampling_params(
     asked: Sampling, defaults: SamplingParams, limits: ServeSettings, grammar: Mapping[str, Any] | None
 ) -> SamplingParams:
     """The engine's parameters, all but the lengths and what one route alone knows."""
-    _within("n", asked.n or 1, limits.max_choices)
-    _within("stop", 1 if isinstance(asked.stop, str) else len(asked.stop or ()), limits.max_stop)
-    _within("stop_token_ids", len(asked.stop_token_ids or ()), limits.max_stop)
-    _within("logit_bias", len(asked.logit_bias or ()), limits.max_bias)
-    _within("bad_words", len(asked.bad_words or ()), limits.max_bias)
+    _within("n", asked.n or 1, MAX_N)
+    _within("stop", 1 if isinstance(asked.stop, str) else len(asked.stop or ()), MAX_STOP)
+    _within("stop_token_ids", len(asked.stop_token_ids or ()), MAX_STOP)
+    _within("logit_bias", len(asked.logit_bias or ()), MAX_BIAS)
+    _within("bad_words", len(asked.bad_words or ()), MAX_BIAS)
     for name, words in (("stop", asked.stop), ("bad_words", asked.bad_words)):
         if sum(map(len, words or ())) > limits.max_schema_bytes:
-            raise InvalidRequest(f"{name} is longer than {limits.max_schema_bytes} characters", name)
+            raise invalid(name, f"is longer than {limits.max_schema_bytes} characters")
     if asked.n == 0:
-        raise InvalidRequest("n must be at least 1", "n")
+        raise invalid("n", "must be at least 1")
     given: dict[str, Any] = {
         "temperature": asked.temperature,
         "top_p": asked.top_p,
@@ -393,7 +390,7 @@ def predicted_text(asked: Prediction | None) -> str | None:
     if asked is None:
         return None
     if asked.type != "content":
-        raise InvalidRequest(f"prediction.type must be 'content', not {brief(asked.type)}", "prediction.type")
+        raise invalid("prediction.type", f"must be 'content', not {brief(asked.type)}")
     return text_of(asked.content, "prediction.content")
 
 
@@ -402,13 +399,13 @@ def text_of(content: Any, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise InvalidRequest(f"{where} must be a text or a list of text parts", where)
+        raise invalid(where, "must be a text or a list of text parts")
     parts = []
     for i, part in enumerate(content):
         fields = part if isinstance(part, Mapping) else {}
         kind, text = fields.get("type", "text"), fields.get("text")
         if kind not in ("text", "input_text", "output_text") or not isinstance(text, str):
-            raise InvalidRequest(f"{where}[{i}] is not a text part; only text is supported", f"{where}[{i}]")
+            raise invalid(f"{where}[{i}]", "is not a text part; only text is supported")
         parts.append(text)
     return "".join(parts)
 
@@ -426,19 +423,16 @@ def grammar_of(asked: Sampling, limits: ServeSettings) -> dict[str, Any] | None:
     if kind == "json":
         return {"json_schema": _schema(value, limits, "structured_outputs.json")}
     if kind in ("regex", "grammar") and len(str(value)) > limits.max_schema_bytes:
-        raise InvalidRequest(
-            f"structured_outputs.{kind} is longer than {limits.max_schema_bytes}",
-            f"structured_outputs.{kind}",
-        )
+        raise invalid(f"structured_outputs.{kind}", f"is longer than {limits.max_schema_bytes}")
     if kind == "choice" and sum(map(len, extra.choice or ())) > limits.max_schema_bytes:
-        raise InvalidRequest("structured_outputs.choice is too long", "structured_outputs.choice")
+        raise invalid("structured_outputs.choice", "is too long")
     return {"lark" if kind == "grammar" else kind: value}
 
 
 def format_grammar(asked: Any, limits: ServeSettings) -> dict[str, Any] | None:
     """From `response_format`, or `text.format` of Responses, whose schema lies one level higher."""
     if asked is not None and not isinstance(asked, Mapping):
-        raise InvalidRequest("response_format must be an object with a type", "response_format")
+        raise invalid("response_format", "must be an object with a type")
     kind = None if asked is None else asked.get("type")
     if asked is None or kind == "text":
         return None
@@ -448,18 +442,15 @@ def format_grammar(asked: Any, limits: ServeSettings) -> dict[str, Any] | None:
         holder = asked.get("json_schema", asked)
         schema = holder.get("schema") if isinstance(holder, Mapping) else None
         return {"json_schema": _schema(schema, limits, "response_format.json_schema.schema")}
-    raise InvalidRequest(
-        f"response_format.type must be text, json_object or json_schema, not {brief(kind)}",
-        "response_format.type",
-    )
+    raise invalid("response_format.type", f"must be text, json_object or json_schema, not {brief(kind)}")
 
 
 def _schema(value: Any, limits: ServeSettings, where: str) -> str:
     """As JSON text: what carries it to the engine has no whole numbers of more than 64 bits."""
     if isinstance(value, str):
         try:
-            value = read_json(value.encode(), limits.max_depth)
+            value = read_json(value.encode())
         except InvalidRequest:
-            raise InvalidRequest(f"{where} is not JSON", where) from None
-    check_schema(value, limits.max_schema_bytes, limits.max_depth, where)
+            raise invalid(where, "is not JSON") from None
+    check_schema(value, limits.max_schema_bytes, where)
     return msgspec.json.encode(value).decode()

@@ -197,7 +197,7 @@ def test_the_exit_is_searched_on_the_device(target, twin) -> None:
 
 def make_engine(target: DeviceDecoder, folder, name: str, device: str, answers: dict | None = None) -> Engine:
     """Whose drafter is silent in eager steps or, where the answers are given, drafts in resident ones."""
-    settings = Settings(max_sequences=4, step_rows=32, cache_bytes=1 << 18, check_integrity=True)
+    settings = Settings(max_sequences=4, step_rows=32, cache_bytes=1 << 18)
     cache = make_kv_cache(target, settings)
     if name == "eagle":
         head = load_eagle(folder, target, cache.context, GpuEagleHead)

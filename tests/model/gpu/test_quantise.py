@@ -283,9 +283,8 @@ def test_a_model_is_loaded_as_the_settings_say(
     monkeypatch.setattr(device_module, "load_on_device", load)
     write_folder(tmp_path)
     build.load_model(open_checkpoint(tmp_path), Settings(weights=asked, gpu_memory_utilization=0.75))
-    build.load_model(open_checkpoint(tmp_path), Settings(weights=asked, prompt_matmul="own"))
     build.load_model(open_checkpoint(tmp_path), Settings(weights=asked), "int8")  # a draft's
-    assert seen == [loaded, loaded, "int8"]
+    assert seen == [loaded, "int8"]
     assert asked_library == [1 << 30]  # 3 GiB are free, and a quarter of 8 is to be left
 
 

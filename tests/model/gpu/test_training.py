@@ -18,13 +18,14 @@ from outrider.distill.recipe import Recipe
 from outrider.distill.report import Silent
 from outrider.distill.students import HeadStudent, head_shape
 from outrider.distill.train import Training, on_the_cpu
-from outrider.load.token_shards import Conversation, ShardWriter
+from outrider.load.token_shards import Conversation
 from outrider.model.decoder import Decoder
 from outrider.model.device import DeviceDecoder
 from outrider.model.kernels.gpu.kernels import GpuKernels
 from outrider.model.kernels.reference import ReferenceKernels
 from outrider.model.rope import rope_tables
 from tests.model.gpu.test_kernels import HALF
+from tests.shards import ShardWriter
 from tests.tiny import prompt_of, random_tensors, tiny_config
 
 CONFIG = tiny_config()
