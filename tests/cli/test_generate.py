@@ -11,6 +11,7 @@ import pytest
 
 from outrider import LLM, SamplingParams
 from outrider.cli.generate import Exchange, Show, exchange_all
+from outrider.engine import llm
 from outrider.engine.placement import Memory
 from outrider.load.prompts import Row
 

@@ -310,13 +310,13 @@ class CostModel:
         captured = record.captured
         if not (record.drafted if captured is None else captured.tree != NO_TREE):
             return record.total_s
-        plain = self._plain_now(record)
+        plain = self.plain_now(record)
         decoding = max(record.decoding, 1)  # all that drafted may have ended meanwhile
         if not plain or not record.prompt_rows:
             return record.emitted / decoding * (plain or 0.0)
         return (1 + record.accepted / decoding) * plain + (self._added_by_prompt(record) or 0.0)
 
-    def _plain_now(self, record: StepRecord) -> float | None:
+    def plain_now(self, record: StepRecord) -> float | None:
         """A plain step in place of this one: by the last baselines, as contexts grow."""
         captured = record.captured
         if captured is None:

@@ -26,11 +26,11 @@ class Fairness:
         self.lag: dict[Sequence, float] = {}  # in plain steps; below 0: ahead of plain decoding
         self.late: set[Sequence] = set()
 
-    def observe(self, record: StepRecord, ratio: float) -> None:
-        """A step took `ratio` plain steps and brought each sequence some tokens."""
+    def observe(self, record: StepRecord, longer: float) -> None:
+        """A step took `longer` than without drafts, in plain steps, and brought each sequence some tokens."""
         for o in record.outcomes:
             if o.sequence.finish_reason is None:
-                self.lag[o.sequence] = lag = self.lag.get(o.sequence, 0.0) + ratio - 1 - o.accepted
+                self.lag[o.sequence] = lag = self.lag.get(o.sequence, 0.0) + longer - o.accepted
                 if lag > self.share * GRACE:
                     self.late.add(o.sequence)
 

@@ -428,12 +428,21 @@ class Planner:
             if o.drafted or captured is not None:  # a captured step has rows for it, drafted or not
                 self.rates.observe(o.sequence, o.draft_plan.drafter, o.deepest, o.accepted)
         decoded = record.decodes_only and record.plain_s > 0
-        if record.sequences > 1 and record.drafted and decoded:
-            self.fairness.observe(record, record.total_s * record.emitted / record.sequences / record.plain_s)
+        if record.sequences > 1 and record.drafted:
+            self.fairness.observe(record, self._longer(record))
         if self.returns.held and decoded:
             self.returns.observe(record)
         self.cache.observe(record)
         self._count_idle(record)
+
+    def _longer(self, record: StepRecord) -> float:
+        """What drafts added to a step, in plain steps."""
+        plain = self.costs.plain_now(record)
+        if not plain:
+            return 0.0
+        decoding = max(record.decoding, 1)
+        without = record.plain_s - record.accepted / decoding * plain  # the step with its prompt rows
+        return (record.total_s - without) / plain
 
     def _count_idle(self, record: StepRecord) -> None:
         """Plain steps' time since each drafter drafted. A probe that paid is followed by another."""

@@ -27,7 +27,7 @@ from outrider.engine.kept_costs import KeptCosts
 from outrider.engine.kv_cache import KvCache, make_kv_cache
 from outrider.engine.live_draft import LiveDraft
 from outrider.engine.memory import GpuMeter, check_room, gpu_memory, runs_on_gpu, working_memory
-from outrider.engine.placement import DRAFT_TOKENS, Memory, place, within_share
+from outrider.engine.placement import DRAFT_TOKENS, Memory, place, share_of_all, within_share
 from outrider.engine.planning import expect_score, guards_of, watch_draft
 from outrider.engine.runner import Runner
 from outrider.errors import InvalidRequest, OutOfMemory, OutriderError, UnsupportedModel, naming
