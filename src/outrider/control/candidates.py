@@ -32,7 +32,9 @@ class Group:
     tokens_left: Floats  # expected of each answer
     late: NDArray[np.bool_]  # its time per token is at its bound
     delayed: int
-    plain: float  # seconds of the step without drafts, prompt rows included
+    # Seconds of the step without drafts. Of a host-packed step with its prompt rows, as its sequences wait for those;
+    # of the persistent batch without them, as an accepted token saves a later step that has none.
+    plain: float
     rows: int = 0  # of a host-packed step without these drafts
 
     def by_place(self, values: Seq[int] | None) -> Floats:
@@ -108,8 +110,12 @@ def shared_trees(
     every: Estimates,
     costs: CapturedCosts,
     options: Options,
+    begins: bool = False,
 ) -> Candidates:
-    """One tree for all. In a chain model-free drafters may draft for some sequences; a wider tree is the lead's."""
+    """One tree for all. In a chain model-free drafters may draft for some sequences; a wider tree is the lead's.
+
+    If drafting `begins` with this step, prefill counts twice: half of the answers is written before all are prefilled.
+    """
     others = [name for name in options.model_free if name != lead and name in every.names]
     estimates = every.only((lead, *others))
     accepted = estimates.of_chains(np.array([tree.depth for tree in trees], np.float64))
@@ -123,7 +129,7 @@ def shared_trees(
     steps = group.tokens_left[:, None] / (1 + accepted[:, 0])
     if lag.any():
         steps = steps * np.fromiter(rates.left_to(group.sequences, lead), np.float64)[:, None]
-    prefill = costs.prefill(lead, 1) * lag[:, None]
+    prefill = costs.prefill(lead, 1) * lag[:, None] * (2 if begins else 1)
     per_token = group.plain / len(group.sequences)
     usable[:, 0] &= (prefill == 0) | (accepted[:, 0] * steps * per_token > prefill)
     worth = np.where(usable, accepted * estimates.preference[:, :, None], -1.0)
@@ -134,8 +140,7 @@ def shared_trees(
     first, whole, weight = (one[rows, chosen] for one in (estimates.first, estimates.whole, estimates.weight))
     spread = caution(gains, first, whole, weight, served) * served.sum(0)
     shapes = [CapturedShape(lead, tree, options.size) for tree in trees]
-    longer = np.array([costs.ratio(shape) for shape in shapes]) - 1
-    seconds = group.plain + longer * (costs.plain(options.size) or group.plain)
+    seconds = group.plain * np.array([costs.ratio(shape) for shape in shapes])
     seconds += np.where(served & (chosen == 0), prefill / np.maximum(steps, 1.0), 0.0).sum(0)
     assigned = np.where(served, chosen, -1)
     return Candidates(lead, gains.T, seconds, spread, trees, estimates.names, assigned)

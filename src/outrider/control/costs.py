@@ -281,14 +281,6 @@ class CostModel:
         """Prompt rows that captured plain steps of this size have, and their seconds."""
         return {rows: s for (known, rows), s in self.captured.with_prompts.items() if known == size}
 
-    def added_by_prompts(self, size: int, rows: int) -> float:
-        """Seconds that this many prompt rows add to a captured plain step."""
-        sizes, plain = self.prompt_sizes(size), self.captured.plain(size) or 0.0
-        fitting = [one for one in sizes if one >= rows]
-        if not rows or not sizes:
-            return 0.0
-        return max(sizes[min(fitting)] if fitting else sizes[max(sizes)], plain) - plain
-
     def _added_by_prompt(self, record: StepRecord) -> float | None:
         """Seconds that prompt rows added to a step; None: unknown."""
         if record.captured is not None:

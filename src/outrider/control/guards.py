@@ -38,9 +38,8 @@ TYPICAL = 0.73  # acceptance of first choices that the captured trees are shaped
 # Expected gain before drafting begins or the drafter changes; it ends where no gain is left. Costs are known to 3 to
 # 5 % (log/065).
 MARGIN = 0.05
-GRACE = (
-    16  # tokens that count as written when a request's slowdown is computed: two steps are no tail (log/079)
-)
+# Tokens that count as written when a request's slowdown is computed: two steps are no tail (log/079).
+GRACE = 8
 PROBE_INTERVAL = 24  # plain steps without a draft before one is tried again (log/053)
 PROBE_SHARE = 0.005  # of the time, at most, for probes: half of the hundredth that "never slower" leaves
 BASELINE_INTERVAL = (

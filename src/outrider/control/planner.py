@@ -16,8 +16,10 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import inf, prod
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from outrider.control import prefill
 from outrider.control.acceptance import AcceptanceRates
@@ -60,6 +62,13 @@ class Current:
     idle: defaultdict[str, float] = field(
         default_factory=lambda: defaultdict(float)
     )  # plain steps since a draft
+
+
+class Worth(NamedTuple):
+    """Of the chosen candidate: expected accepted tokens by sequence, and its time relative to the plain step."""
+
+    gains: NDArray[np.float64]
+    ratio: float
 
 
 class Planner:
@@ -171,24 +180,35 @@ class Planner:
         if not free or plain is None:
             self._settle(found, free, Reason("unmeasured", 0, (("sequences", options.size),)))
             return Plan(())
-        reading = [one.known for one, (_, why) in zip(work, found, strict=True) if why is PREFILL]
-        plain += self.costs.added_by_prompts(options.size, sum(reading))
-        group = self._group(work, found, free, len(reading) + options.waiting if reading else 0, plain)
+        reading = sum(why is PREFILL for _, why in found)
+        group = self._group(work, found, free, reading + options.waiting if reading else 0, plain)
         leads = dict.fromkeys(name for names in group.allowed for name in names)
         every, estimates = [], Estimates(self.rates, group, tuple(leads))
+        begins = not self.persistent.drafts
         for lead in leads:
             trees = [t for t in options.trees.get(lead, ()) if t.depth <= self.guards.max_depth]
             if trees:
                 every.append(
-                    shared_trees(lead, trees, group, self.rates, estimates, self.costs.captured, options)
+                    shared_trees(
+                        lead, trees, group, self.rates, estimates, self.costs.captured, options, begins
+                    )
                 )
-        plans, reason = self._choose(self.persistent, every, group, options)
+        plans, reason, worth = self._choose(self.persistent, every, group, options)
         if not any(plan.nodes for plan in plans):
             self._settle(found, free, reason)
             return Plan(())
         tree = max((TreeShape(p.depth, p.nodes) for p in plans), key=lambda one: one.nodes)
         lead = self.persistent.lead if reason.kind != "probe" else str(reason.facts[0][1])
-        return self._shared_plan(found, dict(zip(free, plans, strict=True)), reason, lead, tree, options)
+        shared = self._shared_plan(found, dict(zip(free, plans, strict=True)), reason, lead, tree, options)
+        if worth is not None and shared.tree != NO_TREE:
+            drafts = [found[i][0].nodes > 0 for i in free]
+            tokens = 1 + worth.gains[drafts].sum() / (len(free) + group.delayed)
+            if tokens <= worth.ratio:  # too few can draft yet: the others are prefilled first
+                for i in free:
+                    found[i] = NO_DRAFT_PLAN, reason
+                self.persistent.drafts = False
+                return replace(shared, tree=NO_TREE)
+        return shared
 
     def _plan_asked(self, work: Seq[Work], found: list[Choice], places: list[int], options: Options) -> Plan:
         """Requests fixed drafts in the persistent batch. One drafter with passes leads, the one most asked for; the
@@ -278,7 +298,7 @@ class Planner:
             for lead in ("none", *sorted(further))
         ]
         known = [one for one in every if one is not None]
-        plans, reason = self._choose(self.packed, known, group, options)
+        plans, reason, _ = self._choose(self.packed, known, group, options)
         for i, plan in zip(places, plans, strict=True):
             mode = found[i][0].mode
             own = reason._replace(depth=plan.depth) if reason.kind in ("pays", "slowdown") else reason
@@ -294,14 +314,14 @@ class Planner:
 
     def _choose(
         self, current: Current, every: Seq[Candidates], group: Group, options: Options
-    ) -> tuple[list[DraftPlan], Reason]:
+    ) -> tuple[list[DraftPlan], Reason, Worth | None]:
         """The candidate with the highest expected speed-up over plain decoding, or none; or a probe. A drafter that is
         in use is left only for a clear gain.
         """
         none = [NO_DRAFT_PLAN] * len(group.sequences)
         if not every:
             current.drafts, current.speedup, current.lead = False, 1.0, "none"
-            return none, NOTHING_FOUND
+            return none, NOTHING_FOUND, None
         best, at, speedup, slowed, shown = None, 0, 1.0, 0.0, (0.0, 0.0, 0.0, every[0].lead)
         needed = 1.0 if current.drafts else 1 + MARGIN
         for one in every:
@@ -321,15 +341,15 @@ class Planner:
         if not slowed and group.delayed <= len(group.sequences):
             probe = self._probe(current, every, group, options)
             if probe is not None:
-                return probe
+                return *probe, None
         facts = self._facts(shown, group)
         if slowed:
             facts = (("slowdown", slowed, self.guards.max_slowdown), *facts)
         if best is None:
-            return none, Reason("slowdown" if slowed else "below break-even", 0, facts)
-        plans = best.chosen(at)
+            return none, Reason("slowdown" if slowed else "below break-even", 0, facts), None
+        plans, worth = best.chosen(at), Worth(best.gains[at], float(best.seconds[at] / group.plain))
         depth = max(plan.depth for plan in plans)
-        return plans, Reason("slowdown" if slowed else "pays", depth, facts)
+        return plans, Reason("slowdown" if slowed else "pays", depth, facts), worth
 
     def _facts(self, shown: tuple[float, float, float, str], group: Group) -> tuple[tuple[object, ...], ...]:
         """The best candidate's expected accepted tokens, and as many as pay for its step."""

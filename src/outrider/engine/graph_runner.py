@@ -86,11 +86,12 @@ class GraphStep(InFlightStep):
 
 
 class InFlightDrafts(NamedTuple):
-    """Of a step in flight: the lead drafter, the rows it drafts for, and the most tokens they bring."""
+    """Of a step in flight: who drafts for which rows, and the most tokens that rows bring with and without a draft."""
 
     lead: str
-    rows: set[int]
-    tokens: int
+    drafters: dict[int, str]
+    drafted: int
+    plain: int
 
 
 class GraphRunner:
@@ -241,7 +242,14 @@ class GraphRunner:
         """Tokens that steps in flight may bring without this drafter reading them."""
         if not sequence.coming:
             return 0
-        return sum(one.tokens for one in self.latest if one.lead != drafter or sequence.row not in one.rows)
+        total = 0
+        for one in self.latest:
+            mine = one.drafters.get(sequence.row)
+            if mine is None:
+                total += one.plain
+            elif mine != drafter or drafter != one.lead:
+                total += one.drafted
+        return total
 
     def release(self, drafters: Seq[str]) -> None:
         for name in drafters:
@@ -252,7 +260,10 @@ class GraphRunner:
 
     def launch(self, work: list[Work], plan: Plan) -> InFlightStep:
         resident = [i for i, here in enumerate(plan.resident) if here]
-        step = GraphStep(work, list(plan.draft_plans), plan.reasons, PackedRows([], []), resident=resident)
+        begun = time.perf_counter()
+        step = GraphStep(
+            work, list(plan.draft_plans), plan.reasons, PackedRows([], []), begun, resident=resident
+        )
         packed = step.packed
         packed.work = [work[i] for i in step.packed_places]
         packed.draft_plans = [plan.draft_plans[i] for i in step.packed_places]
@@ -306,15 +317,15 @@ class GraphRunner:
         batch = pack(step.packed.work, step.packed.drafts, self.table) if step.packed.work else None
         commits = np.ones(len(work), bool)
         commits[list(step.host_verified)] = False
-        wanted, numbers, drafting = [0] * len(work), [0] * len(work), set[int]()
+        wanted, numbers, drafting = [0] * len(work), [0] * len(work), dict[int, str]()
         lead = shape.drafters[0] if shape.tree != NO_TREE else "none"
         if shape.tree != NO_TREE:
             plans = [step.draft_plans[i] for i in step.resident]
             wanted = [one.nodes for one in plans]
             numbers = [shape.drafters.index(one.drafter) if one.nodes else 0 for one in plans]
-            drafting = {int(row) for row, one in zip(rows, plans, strict=True) if one.drafter == lead}
+            drafting = {int(row): one.drafter for row, one in zip(rows, plans, strict=True) if one.nodes}
         slots = self.table.entries[rows[:, None], at]
-        self.latest.append(InFlightDrafts(lead, drafting, passes + shape.tree.depth))
+        self.latest.append(InFlightDrafts(lead, drafting, 1 + shape.tree.depth, passes))
         step.rows = len(work) * (shape.tree.nodes + 1) + (0 if batch is None else batch.rows)
         step.passes, step.captured = passes, CapturedShape(lead, shape.tree, step.size) if work else None
         return Inputs(rows, wanted, commits, slots, numbers), batch
@@ -364,7 +375,7 @@ class GraphRunner:
         plain = replace(step.shape, tree=NO_TREE, drafters=())
         step.shape = self.graphs.find(plain) or plain
         step.captured = CapturedShape("none", NO_TREE, step.size)
-        self.latest[-1] = InFlightDrafts("none", set(), 1)
+        self.latest[-1] = InFlightDrafts("none", {}, 1, 1)
         for i in step.resident:
             step.draft_plans[i] = NO_DRAFT_PLAN
         return inputs._replace(wanted=[0] * count, slots=inputs.slots[:, :1], drafters=[0] * count)

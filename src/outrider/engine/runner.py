@@ -6,7 +6,6 @@ to `lag` further steps may be launched.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ class InFlightStep:
     draft_plans: list[DraftPlan]
     reasons: tuple[Reason, ...]
     packed: PackedRows
-    begun: float = field(default_factory=time.perf_counter)
+    begun: float = 0.0
     rows: int = 0  # of one pass
     passes: int = 1
     captured: CapturedShape | None = None
