@@ -258,9 +258,9 @@ class Engine:
 
     def _shadow_scores(self, step: InFlightStep, results: list[Result], alive: list[int]) -> list[Outcome]:
         """How model-free drafters would have done where they did not draft, for a few sequences in turn. Where the
-        device waits for the host, nothing is scored.
+        device waits for the host, as it often does after prompts, nothing is scored.
         """
-        if step.captured is not None and step.waited_s < self.score_s:
+        if step.captured is not None and (step.packed.work or step.waited_s < self.score_s):
             return []
         begun, found = time.perf_counter(), list[Outcome | None]()
         turns, self.turn = max(-(-len(alive) // MAX_SCORED), 1), self.turn + 1
