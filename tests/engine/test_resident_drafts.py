@@ -245,7 +245,7 @@ def test_drafts_are_those_of_eager_steps(model, small, folder, seed) -> None:
     assert emitted == answers | {leaver: emitted[leaver]}
     assert not engine.drafters.faults
     compared = agreeing(noted, drafts)
-    assert sum(compared.values()) > 10, compared
+    assert sum(compared.values()) > 5, compared
 
 
 @pytest.mark.parametrize("name", NAMES)
