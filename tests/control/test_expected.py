@@ -13,9 +13,9 @@ from outrider.bench.what_if import WhatIf, what_if_table
 from outrider.control.acceptance import AcceptanceRate
 from outrider.control.costs import CostModel
 from outrider.control.expected import (
-    CapturedCosts,
+    CapturedChains,
     Drafts,
-    EagerCosts,
+    EagerChains,
     best_speedup,
     interval,
     predict,
@@ -23,9 +23,11 @@ from outrider.control.expected import (
     step_costs,
 )
 from outrider.errors import InvalidRequest
+from outrider.types import NO_TREE, CapturedShape, TreeShape
 
 CURVE = {1: 1.0, 8: 1.2, 32: 1.9, 80: 4.0, 200: 9.0}
 STEPS = 20_000
+TWO = TreeShape(2, 2)
 
 
 def row_time(rows: float) -> float:
@@ -74,14 +76,16 @@ def test_expected_tokens_are_the_enumerated_ones() -> None:
 def test_the_planner_expects_the_same() -> None:
     rate = AcceptanceRate(0.8, 0.6)
     for depth in (1, 2, 5, 8):
-        assert Drafts.of_rates((0.8, 0.6), depth).tokens == pytest.approx(1 + rate.accepted((depth, depth)))
+        assert Drafts.of_rates((0.8, 0.6), depth).tokens == pytest.approx(
+            1 + rate.accepted(TreeShape(depth, depth))
+        )
 
 
-def test_ragged_drafts_cost_the_rows_they_have() -> None:
+def test_drafts_of_any_length_cost_the_rows_they_have() -> None:
     """Drafts of different lengths, every sequence on its own: against all combinations."""
     model = CostModel()
-    model.by_rows.update(CURVE)
-    costs = EagerCosts(model, lambda batch, depth: 0.01 * batch * depth)
+    model.eager.by_rows.update(CURVE)
+    costs = EagerChains(model.eager, lambda batch, depth: 0.01 * batch * depth)
     outcomes = [(0, 0), (0, 0), (3, 3), (3, 1), (5, 4)]
     drafts = Drafts.of_outcomes(outcomes, 4)
     assert drafts.lengths == {0: 0.4, 3: 0.4, 4: 0.2}
@@ -110,10 +114,12 @@ def test_break_even_is_where_the_speed_up_is_one() -> None:
 def test_captured_steps_are_taken_as_measured() -> None:
     model = CostModel()
     for size, plain in ((1, 2.0), (16, 3.0)):
-        model.learn(
-            "lm", size, [("none", (0, 0), plain), ("lm", (2, 2), plain + 1), ("lm", (3, 15), plain + 2)]
+        model.captured.learn(
+            "lm",
+            size,
+            [("none", NO_TREE, plain), ("lm", TWO, plain + 1), ("lm", TreeShape(3, 15), plain + 2)],
         )
-    costs = CapturedCosts(model, "lm")
+    costs = CapturedChains(model.captured, "lm")
     assert costs.depths(4) == [2]
     one = predict(Drafts.of_outcomes([(2, 2), (2, 0)], 2), 4, costs)
     assert (one.plain_seconds, one.seconds, one.tail_seconds) == (3.0, 4.0, 4.0)
@@ -122,14 +128,18 @@ def test_captured_steps_are_taken_as_measured() -> None:
 
 def test_the_best_depth_by_what_the_engine_knows_of_its_costs() -> None:
     model = CostModel()
-    model.by_rows.update({1: 1.0, 2: 1.0, 3: 1.5})
-    model.per_level["eagle"] = 0.25
+    model.eager.by_rows.update({1: 1.0, 2: 1.0, 3: 1.5})
+    model.eager.per_level["eagle"] = 0.25
     eager = step_costs(model, "eagle")
     assert best_speedup([0.5, 0.5], 1, eager) == pytest.approx(1.5 / 1.25)  # two deep: 1.75 / 2
     assert best_speedup([0.9, 0.9], 1, eager) == pytest.approx(1.9 / 1.25)
     assert best_speedup([0.1], 1, eager) == best_speedup([], 1, eager) == 1.0  # none at all
-    model.learn("eagle", 2, [("none", (0, 0), 2.0), ("eagle", (1, 1), 2.5), ("eagle", (2, 2), 2.6)])
-    model.captured["none", (0, 0), 1] = 0.1  # of a size that the drafter was not measured at
+    model.captured.learn(
+        "eagle", 2, [("none", NO_TREE, 2.0), ("eagle", TreeShape(1, 1), 2.5), ("eagle", TWO, 2.6)]
+    )
+    model.captured.device[CapturedShape("none", NO_TREE, 1)] = (
+        0.1  # of a size that the drafter was not measured at
+    )
     captured = step_costs(model, "eagle")
     assert best_speedup([0.5, 0.5], 1, captured) == pytest.approx(1.75 / 1.3)
     assert step_costs(model, "lookup").plain(1) == 1.0

@@ -14,6 +14,8 @@ from outrider.control.planner import Planner
 from outrider.draft.drafter import ResidentDrafter
 from outrider.draft.lookup import LookupDrafter
 from outrider.engine.engine import Engine
+from outrider.engine.rows import Result
+from outrider.engine.runner import InFlightStep
 from outrider.model.decoder import Decoder
 from outrider.types import NO_TREE, Draft, StepRecord, StepResult, TreeShape
 from tests.tiny import VOCAB, random_tensors, request, tiny_config, tiny_engine, tiny_model
@@ -121,6 +123,7 @@ def make_engine(
     model.engine = engine = tiny_engine(model, planner, drafters=lambda _: drafters, lag=lag, **settings)
     if lag is not None:
         engine.runner.runs.observe = lambda *_: None  # plain passes go by the clock otherwise
+        engine.runner.finish = partial(waited_for, engine.runner.finish)
     return engine, head
 
 
@@ -136,6 +139,13 @@ def pretend(costs: CostModel, record: StepRecord) -> None:
         group = record.sequences if record.captured is None else record.captured.size
         plain = not record.drafted if record.captured is None else record.captured.tree == NO_TREE
         own.baselines.since[group] = 0 if plain else own.baselines.since.get(group, 0) + 1
+
+
+def waited_for(finish, step: InFlightStep) -> list[Result]:
+    """The host has waited for the device, so that it has time to score and to plan."""
+    results = finish(step)
+    step.waited_s = 1e3
+    return results
 
 
 def run(engine: Engine, scripts: dict[str, list[int]], **options) -> list[StepResult]:

@@ -26,7 +26,7 @@ from outrider.settings import Settings
 from outrider.types import MAX_NODES
 from tests.load.pairs import CHAIN, some_card, write_pair
 from tests.targets import pair_head, target_config, write_target
-from tests.tiny import head_tensors
+from tests.tiny import head_tensors, sequence
 
 OPTIONS: dict[str, Any] = dict(device="cpu", max_sequences=2, cache_bytes=1 << 20)
 PROMPT = [5, 17, 30, 44, 17, 30]
@@ -51,7 +51,7 @@ def test_auto_takes_the_pair_and_keeps_lookup(target: Path, catalogue: Path) -> 
     with LLM(target, **OPTIONS) as llm:
         assert (llm.drafter, llm.pair and llm.pair.folder) == ("eagle", folder)
         assert llm.engine.planner.choices == ("eagle", "lookup")
-        prior = llm.engine.planner.rates.prior("eagle", 0.0)  # as scored, not as of a drafter nobody knows
+        prior = llm.engine.planner.rates.of(sequence([1]), "eagle")  # as scored, not as of an unknown drafter
         assert (prior.first, prior.next) == (CHAIN.by_depth[0], pytest.approx(70 / 115))
         plain, drafted, copied = (
             llm.generate(PROMPT, temperature=0, max_tokens=24, speculation=how)[0]

@@ -60,7 +60,7 @@ def measured(model, draft, prompts: list[int]) -> tuple[float, float]:
     engine = tiny_engine(
         model, Always(DraftPlan("lm", DEPTH, DEPTH)), drafters=lambda cache: {"lm": lm_drafter(draft, cache)}
     )
-    engine.runner.sample_interval = 1
+    engine.runner.packer.sample_interval = 1
     drafts = accepted = tokens = 0
     probability = 0.0
     for pair in zip(prompts[::2], prompts[1::2], strict=True):
@@ -94,7 +94,7 @@ def test_the_probabilities_are_the_targets_own(model, drafts, lag):
         drafters=lambda c: {"lm": lm_drafter(drafts["good"], c)},
         lag=lag,
     )
-    engine.runner.sample_interval = 1
+    engine.runner.packer.sample_interval = 1
     engine.add(request("a", prompt_of(7, 1), max_tokens=30, temperature=0.8, logprobs=0))
     looked = []
     events = []
@@ -121,7 +121,7 @@ def test_what_was_launched_past_an_end_is_not_looked_at(model, drafts):
         drafters=lambda c: {"lm": lm_drafter(drafts["good"], c)},
         lag=1,
     )
-    engine.runner.sample_interval = 1
+    engine.runner.packer.sample_interval = 1
     past = 0
     for length in range(10, 18):
         engine.add(request(f"{length}", prompt_of(7, 1), max_tokens=length))
@@ -136,7 +136,7 @@ def test_most_steps_are_not_looked_at(model, drafts):
     engine = tiny_engine(
         model, Always(DraftPlan("lm", 1, 1)), drafters=lambda cache: {"lm": lm_drafter(drafts["bad"], cache)}
     )
-    chosen = [engine.runner.sample([4, 7]) for _ in range(64)]
+    chosen = [engine.runner.packer.sample([4, 7]) for _ in range(64)]
     assert [one for one in chosen if one is not None] == [7, 4, 7, 4]
-    assert engine.runner.sample([]) is None
+    assert engine.runner.packer.sample([]) is None
     finish(engine)

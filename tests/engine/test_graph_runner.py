@@ -117,7 +117,7 @@ def test_drafts_of_resident_steps_are_accepted(model, small) -> None:
     how = {"drafter": "lm", "depth": 4}
     [one] = engine.add(request("a", prompt_of(20), max_tokens=120, temperature=0.7, speculation=how))
     finish(engine)
-    assert ((1, (4, 4), "lm")) in [(shape.size, shape.tree, shape.drafter) for shape in shapes(engine)]
+    assert ((1, (4, 4), "lm")) in [(shape.size, shape.tree, shape.drafters[0]) for shape in shapes(engine)]
     eager = make_engine(model, small, None)
     [other] = eager.add(request("a", prompt_of(20), max_tokens=120, temperature=0.7, speculation=how))
     finish(eager)
@@ -218,7 +218,7 @@ def test_measuring_leaves_what_is_in_flight_alone(model, small) -> None:
     while not engine.idle:
         for event in (event for result in engine.step() for event in result.events):
             found[event.request_id] += event.token_ids
-        list(engine.runner.measure(2, "lm"))
+        engine.runner.preparation.measure(engine.planner, "lm", 2)
     eager = run(make_engine(model, small, None), requests)
     assert found == {key: tokens for (key, _), tokens in eager.items()}
 
@@ -228,14 +228,14 @@ def test_a_larger_shape_that_serves_counts_for_the_size_that_was_planned(model, 
     engine = make_engine(model, small, 0)
     find = engine.runner.graphs.find
     engine.runner.graphs.find = lambda shape: replace(find(shape), size=8) if shape.size else find(shape)
-    engine.planner.costs.since_plain[2] = 1000
+    engine.planner.costs.captured.baselines.since[2] = 1000
     for i in range(2):
         engine.add(request(f"r{i}", prompt_of(9, i), max_tokens=20))
     records = [result.record for _ in range(6) for result in engine.step()]
-    sizes = [record.captured[2] for record in records if record.captured]
+    sizes = [record.captured.size for record in records if record.captured]
     assert sizes and set(sizes) <= {1, 2} and 2 in sizes
     assert all(step.shape.size in (0, 8) for step in engine.runner.graphs.steps.values() if step.launches)
-    assert engine.planner.costs.since_plain[2] < 1000
+    assert engine.planner.costs.captured.baselines.since[2] < 1000
 
 
 def test_a_full_cache_preempts_resident_sequences(model, small) -> None:
@@ -298,27 +298,8 @@ def test_a_default_drafter_that_cannot_be_resident_drafts_on_the_host(model, sma
     assert one.drafted > 10 and [one.output] == list(run(tiny_engine(model), [asked]).values())
 
 
-def test_resident_rows_share_a_draft_tree(model, small) -> None:
-    """The drafter most asked for has a tree; one that takes no pass may ride along a chain of its."""
-    fitted = make_engine(model, small, 1).runner.shared.fitted
-    draft_plans = [DraftPlan("lm", 6, 3), DraftPlan("lookup", 9, 9), NO_DRAFT_PLAN, DraftPlan("lm", 20, 20)]
-    assert fitted(draft_plans) == [
-        DraftPlan("lm", 3, 3),
-        DraftPlan("lookup", 8, 8),
-        NO_DRAFT_PLAN,
-        DraftPlan("lm", 8, 8),
-    ]
-    assert (
-        fitted([DraftPlan("lm", 15, 3), DraftPlan("lm", 15, 3), DraftPlan("lookup", 4, 4)])[2]
-        == NO_DRAFT_PLAN
-    )  # it branches
-    assert fitted([NO_DRAFT_PLAN, NO_DRAFT_PLAN]) == [NO_DRAFT_PLAN, NO_DRAFT_PLAN]
-    branching = DraftPlan("lm", *TREES[-1][::-1])
-    assert fitted([branching, DraftPlan("lm", 12, 12)]) == [branching, DraftPlan("lm", 8, 8)]
-
-
 def test_what_draft_trees_there_are(model, small) -> None:
-    trees = make_engine(model, small, 1).runner.shared.trees
+    trees = make_engine(model, small, 1).runner.shapes.trees
     assert trees("lm", 4) == ((1, 1), (2, 2), (4, 4), *TREES)
     assert trees("lm", 8) == ((1, 1), (2, 2), (4, 4))  # no rows to spare
     assert trees("none", 8) == ()
@@ -420,7 +401,7 @@ def test_steps_are_prepared(model, small) -> None:
     for store in stores:  # the last slot is nobody's
         assert all((keys[:-1] == 7.0).all() for keys in (*store.keys, *store.values))
     assert engine.runner.sizes.made == {1, 2, 4, 8}
-    costs = engine.planner.costs
+    costs = engine.planner.costs.captured
     assert costs.measured == {(name, size) for name in ("none", "lm", "lookup") for size in (1, 2, 4, 8)}
     assert costs.plain(8) is not None and costs.per_token.keys() == {"lm"}
     for key, value in state.items():  # the last row is padding's
@@ -430,9 +411,8 @@ def test_steps_are_prepared(model, small) -> None:
     eager = make_engine(model, small, None)
     for _ in eager.prepare(5):
         pass
-    assert (
-        not eager.planner.costs.captured and max(eager.planner.costs.curve) == 24
-    )  # rows are all it measures
+    costs = eager.planner.costs
+    assert not costs.captured.ahead and max(costs.eager.curve) == 24  # rows are all it measures
 
 
 def test_answers_may_come_in_between_while_steps_are_prepared(model, small) -> None:
@@ -443,7 +423,7 @@ def test_answers_may_come_in_between_while_steps_are_prepared(model, small) -> N
             continue
         requests = some_requests(i // 4 % 3)
         assert run(engine, requests) == run(eager, requests)
-    assert {("lm", 1), ("lm", 2), ("lookup", 1), ("lookup", 2)} <= engine.planner.costs.measured
+    assert {("lm", 1), ("lm", 2), ("lookup", 1), ("lookup", 2)} <= engine.planner.costs.captured.measured
 
 
 def test_steps_that_somebody_needed_first_are_prepared_like_any_other(model, small) -> None:
@@ -451,19 +431,18 @@ def test_steps_that_somebody_needed_first_are_prepared_like_any_other(model, sma
     engine = make_engine(model, small, 1, Planner("lm", choices=("lm", "lookup")))
     run(engine, some_requests(2)[:2])
     assert engine.runner.sizes.made
-    assert engine.runner.unprepared(2, ("lm",))[:2] == [("none", 1), ("none", 2)]
+    assert not engine.runner.preparation.prepared & {("none", 1), ("none", 2)}
     for _ in engine.prepare(5):
         pass
     expected = {(name, size) for name in ("none", "lm", "lookup") for size in (1, 2, 4, 8)}
-    assert engine.planner.costs.measured == expected == engine.runner.warm.prepared
-    assert not engine.runner.unprepared(5, ("lm", "lookup"))  # once is enough
+    assert engine.planner.costs.captured.measured == expected == engine.runner.preparation.prepared
 
 
 def test_plain_steps_are_prepared_where_nobody_drafts(model, small) -> None:
     engine = make_engine(model, small, 1, "none")
     for _ in engine.prepare(2):
         pass
-    assert engine.runner.sizes.made == {1, 2} and engine.planner.costs.plain(2) is not None
+    assert engine.runner.sizes.made == {1, 2} and engine.planner.costs.captured.plain(2) is not None
 
 
 # --------------------------------------------------------------------------------------------------------- trees

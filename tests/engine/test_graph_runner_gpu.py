@@ -218,7 +218,7 @@ def test_prepared_steps_emit_the_same(models, alone, default) -> None:
     for _ in engine.prepare(4):
         pass
     assert engine.runner.sizes.made == {1, 2, 4}
-    assert {size for _, size in engine.planner.costs.measured} == {1, 2, 4}
+    assert {size for _, size in engine.planner.costs.captured.measured} == {1, 2, 4}
     received = arriving(engine, some_requests(1), 1)
     assert received == {one: alone[1, one] for one in received}
 

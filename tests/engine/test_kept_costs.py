@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from outrider import LLM, Settings
-from outrider.control.costs import CostModel
+from outrider.control.costs import EagerCosts
 from outrider.draft.names import Part
 from outrider.engine import kept_costs
 from outrider.engine.kept_costs import KeptCosts
@@ -29,12 +29,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "costs"
 
 
-def made(costs: CostModel | None = None, drafts: tuple[Part, ...] = DRAFTS, **settings) -> KeptCosts:
-    return KeptCosts.of(tiny_model(), Settings(**settings), drafts, costs or CostModel())
+def made(costs: EagerCosts | None = None, drafts: tuple[Part, ...] = DRAFTS, **settings) -> KeptCosts:
+    return KeptCosts.of(tiny_model(), Settings(**settings), drafts, costs or EagerCosts())
 
 
-def learned(curve: dict[int, float]) -> CostModel:
-    costs = CostModel()
+def learned(curve: dict[int, float]) -> EagerCosts:
+    costs = EagerCosts()
     costs.curve, costs.per_level = dict(curve), {"lookup": 0.0001}
     return costs
 
@@ -79,11 +79,11 @@ def test_steps_refine_it(folder: Path) -> None:
     """Rows that were taken often enough are kept by how much longer they took than plain steps of the same time."""
     kept = made(learned(CURVE))
     for _ in range(kept_costs.STEPS - 1):
-        kept.costs.observe(step(4, 3 * 1.5 * CURVE[4]))
-    kept.costs.observe(step(3, 9.0))  # once: chance
+        kept.costs.observe(step(4, 3 * 1.5 * CURVE[4]), False)
+    kept.costs.observe(step(3, 9.0), False)  # once: chance
     assert kept.costs.known_curve() == CURVE  # at what pace? there was no plain step
     for _ in range(kept_costs.STEPS):
-        kept.costs.observe(step(1, 3 * CURVE[1]))  # the machine had other load
+        kept.costs.observe(step(1, 3 * CURVE[1]), False)  # the machine had other load
     kept.keep()
     again = made()
     assert again.recall(lambda rows: 2 * CURVE[rows])
@@ -97,7 +97,7 @@ def test_it_is_written_now_and_then(folder: Path) -> None:
     kept.keep()
     assert not folder.exists()  # nothing is new
     for _ in range(kept_costs.STEPS):
-        kept.costs.observe(step(1, 0.01))
+        kept.costs.observe(step(1, 0.01), False)
     kept.keep()
     (file,) = folder.iterdir()
     file.unlink()
@@ -257,9 +257,9 @@ def test_an_engine_keeps_and_recalls(folder: Path, tmp_path: Path) -> None:
     )  # it fits whatever is so
     second = LLM(target, draft="lookup")
     try:
-        assert set(second.engine.planner.costs.curve) == {1}
+        assert set(second.engine.planner.costs.eager.curve) == {1}
         second.prepare(2)
-        assert {1, 2, 4, 8} <= set(second.engine.planner.costs.curve)
+        assert {1, 2, 4, 8} <= set(second.engine.planner.costs.eager.curve)
     finally:
         second.driver.close()
     third = LLM(target, draft="none")

@@ -179,7 +179,8 @@ def test_a_head_has_read_where_it_could_draft(model, heads):
     )
     engine.add(request("a", prompt_of(80, 1), max_tokens=6))
     records = [result.record for result in run_out(engine)]
-    assert [record.catch_up and record.catch_up[:2] for record in records[:3]] == [None, ("eagle", 80), None]
+    read = [record.drafter_prefill for record in records[:3]]
+    assert [one and one[:2] for one in read] == [None, ("eagle", 80), None]
 
 
 def test_only_its_own_weights_are_replaced(model, heads):

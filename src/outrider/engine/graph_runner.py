@@ -144,7 +144,7 @@ class GraphRunner:
         drafting = [d and not here for d, here in zip(decodes, resident, strict=True)]
         packed = packed_options(self.drafters, work, drafting) if any(drafting) else {}
         if not sequences:
-            return replace(members, waiting=waiting, **packed)
+            return replace(members, waiting=waiting, **{"model_free": self.drafters.model_free, **packed})
         prompts = [one for one in work if one.known > 1]
         packed_work = [one for one, here in zip(work, resident, strict=True) if not here]
         trees = self._trees(size, sequences, packed_work)

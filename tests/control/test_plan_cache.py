@@ -1,0 +1,129 @@
+"""When a plan is kept, for how many steps and for whom."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from outrider.control.guards import HOLD
+from outrider.control.plan_cache import PlanCache
+from outrider.control.reasons import NOTHING_FOUND, OFF, PREFILL
+from outrider.types import NO_DRAFT_PLAN, DraftPlan, Options, Plan, Reason, TreeShape
+from tests.control.build import KINDS, decoding, options_of, outcome, prompt, record, work_of
+
+BELOW, PAYS = Reason("below break-even"), Reason("pays", 2)
+TWO = TreeShape(2, 2)
+DRAFT = DraftPlan("lm", 2, 2)
+
+
+def plan_of(work, reason: Reason) -> Plan:
+    each = [PREFILL if one.known > 1 else reason for one in work]
+    return Plan(
+        tuple(DRAFT if why is PAYS else NO_DRAFT_PLAN for why in each),
+        tuple(each),
+        TWO if reason is PAYS else TreeShape(0, 0),
+    )
+
+
+def steps_held(cache: PlanCache, work, options: Options, reason: Reason = BELOW) -> int:
+    """Steps that a new plan is used for after its own."""
+    cache.put(work, plan_of(work, reason), options)
+    held = 0
+    while (found := cache.get(work, options, lambda one: True)) is not None:
+        assert found.cached and found.reasons == plan_of(work, reason).reasons
+        held += 1
+    return held
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("reason", [BELOW, OFF])
+def test_plans_without_drafts_are_held_longer_the_longer_nothing_pays(kind, reason) -> None:
+    cache, work = PlanCache(), work_of(decoding(), decoding())
+    options = options_of(kind, work)
+    held = [steps_held(cache, work, options, reason) for _ in range(HOLD * (HOLD + 2))]
+    slower = 1 if kind == "persistent" else HOLD  # beside no device a plan costs little
+    assert held == [min(i // slower, HOLD) for i in range(len(held))]
+    assert steps_held(cache, work, options, PAYS) == 0
+    assert steps_held(cache, work, options, reason) == 0  # it starts again
+    cache.clear()
+    cache.left = 0
+    assert steps_held(cache, work, options, reason) == 0
+
+
+def test_what_lookup_finds_is_looked_up_in_every_host_packed_step() -> None:
+    cache, work = PlanCache(), work_of(decoding())
+    assert {steps_held(cache, work, Options(), NOTHING_FOUND) for _ in range(40)} == {0}
+
+
+def held(options: Options, work, reason: Reason = BELOW) -> PlanCache:
+    """A cache that has a plan for a few steps."""
+    cache = PlanCache()
+    for _ in range(HOLD * HOLD):
+        cache.put(work, plan_of(work, reason), options)
+    return cache
+
+
+def test_host_packed_plans_are_for_the_same_sequences() -> None:
+    one, two, three = work_of(decoding(), decoding(), decoding())
+    for other in ([one], [one, three], [one, two, three], [one, prompt()]):
+        cache = held(Options(), [one, two])
+        assert cache.get(other, Options(), lambda _: True) is None
+        assert cache.get([two, one], Options(), lambda _: True) is not None
+    cache.forget(two.sequence)
+    assert cache.get([one, two], Options(), lambda _: True) is None
+
+
+def test_sequences_may_leave_the_persistent_batch_and_join_it_where_nothing_pays() -> None:
+    one, two, new, reading = *work_of(decoding(), decoding(), decoding()), prompt()
+    options = options_of("persistent", [one, two])
+
+    def get(cache: PlanCache, *work, auto=True, **changes) -> Plan | None:
+        now = replace(options_of("persistent", list(work), size=2), **changes)
+        return cache.get(list(work), now, lambda _: auto)
+
+    cache = held(options, [one, two])
+    assert get(cache, one).draft_plans == (NO_DRAFT_PLAN,)
+    joined = get(cache, one, new, reading)
+    assert [why.kind for why in joined.reasons] == [BELOW.kind, BELOW.kind, "prefill"]
+    assert joined.resident == (True, True, False)
+    assert get(cache, one, new, auto=False) is not None  # it has joined before
+    assert get(held(options, [one, two]), one, new, auto=False) is None  # its request fixed something
+    assert get(held(options, [one, two]), one, size=4) is None
+    assert get(held(options, [one, two]), reading, after_prompts=True) is None
+    off = held(options, [one, two], OFF)
+    assert get(off, one) is not None and get(off, one, new) is None  # whether it pays for others is not known
+
+
+def test_a_plan_made_beside_prompts_is_dropped_when_they_end() -> None:
+    one, reading = *work_of(decoding()), prompt()
+    work = [one, reading]
+    options = options_of("persistent", work)
+    cache = held(options, work)
+    assert cache.get(work, options, lambda _: True) is not None
+    assert cache.get([one], options_of("persistent", [one]), lambda _: True) is None
+    cache = held(Options(), work)
+    assert cache.get(work, Options(), lambda _: True) is None  # host-packed rows plan beside every chunk
+
+
+def test_plans_with_drafts_are_held_where_the_device_waits_for_the_host() -> None:
+    cache, work = PlanCache(), work_of(decoding(), decoding())
+    options = options_of("persistent", work)
+    step = record(*(outcome(one.sequence, "lm", 2, 1) for one in work), tree=TWO, plan_s=0.3, waited_s=0.5)
+    cache.observe(step)
+    assert not cache.host_bound and steps_held(cache, work, options, PAYS) == 0
+    cache.observe(replace(step, waited_s=0.2))
+    assert cache.host_bound and steps_held(cache, work, options, PAYS) == HOLD // 2
+    cache.observe(replace(step, waited_s=0.5, plan_cached=True, plan_s=0.01))  # a plan would take 0.3 of that
+    assert cache.host_bound
+    plan = replace(plan_of(work, PAYS), prefills=(0,))
+    cache.put(work, plan, options)
+    assert cache.get(work, options, lambda _: True) is None  # a drafter prefills once
+    probing = replace(plan_of(work, PAYS), reasons=(Reason("probe"), Reason("probe")))
+    cache.put(work, probing, options)
+    assert cache.get(work, options, lambda _: True) is None
+    assert steps_held(cache, work, Options(), PAYS) == 0
+    cache.observe(replace(step, waited_s=0.7, plan_cached=True))
+    assert not cache.host_bound
+    cache.observe(replace(step, waited_s=0.0, captured=None))
+    assert not cache.host_bound
