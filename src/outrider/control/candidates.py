@@ -154,6 +154,8 @@ def own_chains(
     survival: the next level of a chain, or the second choice beside it.
     """
     names = tuple(dict.fromkeys((lead, *others) if lead != "none" else others))
+    if not names:
+        return None
     estimates = Estimates(rates, group, names)
     limits = _limits(estimates, group, options, max_depth)
     worth = estimates.of_chains(limits[:, :, None])[:, :, 0]
