@@ -301,7 +301,7 @@ class Planner:
         none = [NO_DRAFT_PLAN] * len(group.sequences)
         if not every:
             current.drafts, current.speedup, current.lead = False, 1.0, "none"
-            return none, NOTHING_FOUND
+            return self._probe(current, every, group, options) or (none, NOTHING_FOUND)
         best, at, speedup, slowed, shown = None, 0, 1.0, 0.0, (0.0, 0.0, 0.0, every[0].lead)
         needed = 1.0 if current.drafts else 1 + MARGIN
         for one in every:
@@ -363,10 +363,12 @@ class Planner:
         self, current: Current, every: Seq[Candidates], group: Group, options: Options
     ) -> tuple[list[DraftPlan], Reason] | None:
         """A drafter that is not in use is tried again when what the probe loses is a small share of the time since.
-        Model-free drafters are scored in every step, so that they need a probe only before the first score.
+        Model-free drafters are scored in every step, so that they need a probe only before the first score, and none
+        where there is nothing to draft.
         """
         for lead in dict.fromkeys(name for names in group.allowed for name in names):
-            scored = lead in options.model_free and (lead in self.rates.tried or current.drafts)
+            known = lead in self.rates.tried or current.drafts or not every
+            scored = lead in options.model_free and known
             idle = current.idle[lead]
             if scored or (current.drafts and lead == current.lead) or idle < PROBE_INTERVAL:
                 continue
