@@ -24,7 +24,9 @@ NOT_ALLOWED = AcceptanceRate(0.0, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Sequences that are planned together. `delayed` others wait for the step and gain nothing: prompts."""
+    """Sequences that are planned together. Others wait for the step and gain nothing: `delayed` prompts, and `settled`
+    sequences that decode without these drafts.
+    """
 
     places: list[int]  # in the work of the step
     sequences: list[Sequence]
@@ -32,6 +34,7 @@ class Group:
     tokens_left: Floats  # expected of each answer
     late: NDArray[np.bool_]  # its time per token is at its bound
     delayed: int
+    settled: int
     plain: float  # seconds of the step without drafts, prompt rows included
     rows: int = 0  # of a host-packed step without these drafts
 

@@ -156,6 +156,7 @@ class Planner:
             self.lengths.tokens_left(sequences),
             np.array([s in late for s in sequences]),
             delayed,
+            sum(why is not PREFILL for _, why in found) - len(places),
             plain,
             rows,
         )
@@ -338,18 +339,18 @@ class Planner:
             ("batch", len(group.sequences)),
             ("drafter", lead),
             ("expected", gain),
-            ("needed", max(ratio - 1, 0.0) * (1 + group.delayed / len(group.sequences))),
+            ("needed", max(ratio - 1, 0.0) * (1 + (group.delayed + group.settled) / len(group.sequences))),
         )
 
     def _values(self, one: Candidates, group: Group) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """By candidate: speed-up over plain decoding (0 where it would slow down a request beyond its bound), the
         step's time relative to a plain one, and the speed-up of those that were ruled out.
         """
-        count, ratios = len(group.sequences), one.seconds / group.plain
+        count, ratios = len(group.sequences) + group.settled, one.seconds / group.plain
         if self.guards.objective == "throughput":
             gained = one.gains.sum(1) - one.caution
         else:  # mean time per token, as the number of tokens that would bring it
-            gained = count * count / (1 / (1 + one.gains)).sum(1) - count - one.caution
+            gained = count * count / ((1 / (1 + one.gains)).sum(1) + group.settled) - count - one.caution
         values = (1 + gained / (count + group.delayed)) / ratios
         if not group.late.any():
             return values, ratios, np.zeros(1)
