@@ -112,6 +112,14 @@ def test_a_drafter_that_lags_is_paid_by_the_sequence_that_it_drafts_for() -> Non
     assert found.chosen(0)[1] == NO_DRAFT_PLAN  # lookup leaves it no steps to draft in
 
 
+def test_a_sequence_keeps_its_drafter_unless_another_is_clearly_better() -> None:
+    for idle, used in ((1, "lookup"), (0, "lm")):
+        group = group_of(("lm", "lookup"))
+        rates = rates_of(group, lm=(0.6,), lookup=(0.6 * (1 + MARGIN / 2),))
+        rates.of(group.sequences[0], "lm").idle = idle
+        assert shared(group, rates, CHAINS[:1]).chosen(0)[0].drafter == used
+
+
 def test_what_sequences_differ_by_is_subtracted() -> None:
     group = group_of(("lm",), ("lm",))
     alike, apart = rates_of(group, lm=(0.5, 0.5)), rates_of(group, lm=(0.1, 0.9))
