@@ -24,7 +24,9 @@ def group_of(
     count = len(allowed)
     sequences = [decoding(speculation={"mode": mode}) for _ in allowed]
     late = np.zeros(count, bool)
-    return Group(list(range(count)), sequences, list(allowed), np.full(count, left), late, 0, 0, plain, count)
+    return Group(
+        list(range(count)), sequences, list(allowed), np.full(count, left), late, 0, 0, False, plain, count
+    )
 
 
 def rates_of(group: Group, **firsts: tuple[float, ...]) -> AcceptanceRates:

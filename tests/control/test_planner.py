@@ -214,21 +214,28 @@ def test_a_drafter_is_left_for_a_clear_gain(kind) -> None:
 
 
 @BOTH
-def test_requests_that_are_slowed_down_beyond_their_bound_are_not_slowed_further(kind) -> None:
-    planner, gains, waits = planner_of(row=0.05), decoding(), decoding()
+@pytest.mark.parametrize("asked", [True, False])
+def test_requests_that_are_slowed_down_beyond_their_bound_are_not_slowed_further(kind, asked) -> None:
+    """Also those that may not draft."""
+    planner, gains, waits = planner_of(row=0.05), decoding(), decoding(speculation=asked)
     achieves(planner, gains, "lm", 0.97)
     achieves(planner, waits, "lm", 0.0)
     first = planned(planner, kind, gains, waits)
     assert depths(first)[0] > 0 and kinds(first)[0] == "pays"
     tree = TreeShape(4, 4) if kind == "persistent" else None
     step = record(
-        outcome(gains, "lm", 4, 4), outcome(waits, "lm", 0, 0, 4 if tree else 0), seconds=2.0, tree=tree
+        outcome(gains, "lm", 4, 4),
+        outcome(waits, "lm", 0, 0, 4 if tree and asked else 0),
+        seconds=2.0,
+        tree=tree,
     )
     for _ in range(6):
         planner.observe(step)
     achieves(planner, gains, "lm", 0.97)
     plan = planned(planner, kind, gains, waits)
-    assert set(kinds(plan)) == {"slowdown"} and max(depths(plan)) < depths(first)[0]
+    assert (
+        kinds(plan) == ["slowdown", "slowdown" if asked else "off"] and max(depths(plan)) < depths(first)[0]
+    )
     assert plan.reasons[0].facts[0][0] == "slowdown"
     waits.tokens += [1] * 200  # it has caught up
     waits.cached = len(waits.tokens) - 1

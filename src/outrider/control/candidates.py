@@ -35,6 +35,7 @@ class Group:
     late: NDArray[np.bool_]  # its time per token is at its bound
     delayed: int
     settled: int
+    settled_late: bool  # one of those is at its bound
     plain: float  # seconds of the step without drafts, prompt rows included
     rows: int = 0  # of a host-packed step without these drafts
 

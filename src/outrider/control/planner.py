@@ -148,7 +148,7 @@ class Planner:
     ) -> Group:
         sequences = [work[i].sequence for i in places]
         allowed = [self._allowed(work[i].sequence, found[i][0]) for i in places]
-        late = self.fairness.late_ones(sequences) if len(work) > 1 else ()
+        late = self.fairness.late_ones(one.sequence for one in work) if len(work) > 1 else set()
         return Group(
             places,
             sequences,
@@ -157,6 +157,7 @@ class Planner:
             np.array([s in late for s in sequences]),
             delayed,
             sum(why is not PREFILL for _, why in found) - len(places),
+            bool(late.difference(sequences)),
             plain,
             rows,
         )
@@ -352,9 +353,9 @@ class Planner:
         else:  # mean time per token, as the number of tokens that would bring it
             gained = count * count / ((1 / (1 + one.gains)).sum(1) + group.settled) - count - one.caution
         values = (1 + gained / (count + group.delayed)) / ratios
-        if not group.late.any():
+        if not (group.settled_late or group.late.any()):
             return values, ratios, np.zeros(1)
-        least = one.gains[:, group.late].min(1)
+        least = 0.0 if group.settled_late else one.gains[:, group.late].min(1)
         late = ratios > self.guards.max_slowdown * (1 + least)
         return np.where(late, 0.0, values), ratios, np.where(late, values, 0.0)
 
