@@ -39,6 +39,7 @@ class Fault:
 
 STEP, DRAW, ROWS = (f"model/kernels/gpu/{name}.py" for name in ("step_ops", "draw", "rows"))
 ATTENTION = "model/kernels/gpu/attention.py"
+PLANNER = "control/planner.py"
 RUNNER, PASSES = "engine/graph_runner.py", "(row == spare) | (commits == 0), length, length + passes"
 
 FAULTS = [
@@ -98,10 +99,9 @@ FAULTS = [
           "self.sequence.finish_reason is None or self.", "engine/test_identity.py engine/test_in_flight.py"),
     Fault("a drafter that takes a step with it", RUNNER, "self._without_drafts(step, inputs)", "inputs",
           "engine/test_in_flight.py"),
-    Fault("probes made twice", "control/resident.py", "self.idle_time[one.drafter] = 0.0  # at once", "pass  # at once",
-          "control/test_resident.py"),
+    Fault("probes made twice", PLANNER, "current.idle[lead] = 0.0  # now", "pass  # now", "control/test_planner.py"),
     Fault("no risk among several", "control/acceptance.py", "CAUTION * np.sqrt(", "0.0 * np.sqrt(",
-          "control/test_acceptance.py control/test_resident.py"),
+          "control/test_acceptance.py control/test_candidates.py"),
     Fault("bytes of tokens lost", "load/tokenizer.py", "self[token] = found = self._tokenizer",
           "self[token] = b''\n        found = self._tokenizer", "load/test_tokenizer.py engine/test_text.py"),
     # The law, and what is drawn and accepted by it.
@@ -150,9 +150,18 @@ FAULTS = [
           "draft/test_lookup.py"),
     Fault("nodes by another's numbers", "draft/merged.py", "{merged: own for own", "{own: own for own",
           "draft/test_merged.py"),
-    Fault("rows that others asked for", "control/staged.py", "rows = costs.ragged_plain(batch), batch + asked",
-          "rows = costs.ragged_plain(batch), batch - asked",
+    Fault("rows that others asked for", PLANNER, "for one in work) + asked", "for one in work) - asked",
           "control/test_planner.py"),
+    Fault("a drafter's prefill that need not be earned", "control/candidates.py",
+          "(worth * steps * per_token > prefill)", "(worth > 0)", "control/test_candidates.py control/test_planner.py"),
+    Fault("delayed prompts that count for nothing", PLANNER, "len(reading) + options.waiting if reading else 0", "0",
+          "control/test_planner.py"),
+    Fault("requests without drafts that count for nothing", PLANNER,
+          "sum(why is not PREFILL for _, why in found) - len(places)", "0", "control/test_planner.py"),
+    Fault("host time that the device cannot hide", "control/costs.py", "else device + exposed", "else device",
+          "control/test_costs.py"),
+    Fault("a tree other than the plan's", RUNNER, "self._drafting_shape(plain, plan.drafters[0], plan.tree)",
+          "self._drafting_shape(plain, plan.drafters[0], TreeShape(1, 1))", "engine/test_executed_plans.py"),
     # Text, and the server.
     Fault("a stop string shown in part", "engine/text.py", "    return longest\n", "    return 0\n",
           "engine/test_text.py"),

@@ -351,7 +351,7 @@ def test_engine_and_advice_report_the_same_memory(kind: str, tmp_path: Path) -> 
     ) as llm:
         store, features = llm.engine.drafters[kind].store, llm.engine.cache.store.features
         facts = facts_of_draft(llm, str(draft))
-        assert {kind: facts.memory_tokens} == llm.engine.planner.payoff.held
+        assert {kind: facts.memory_tokens} == llm.engine.planner.returns.held
         cached = sum(
             t.nbytes for t in (*store.keys, *store.values, *([] if features is None else [features]))
         )

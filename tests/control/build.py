@@ -19,6 +19,7 @@ from outrider.types import (
 from tests.tiny import sequence
 
 CHAINS = tuple(TreeShape(depth, depth) for depth in (1, 2, 4, 8))
+EVERY_DEPTH = tuple(TreeShape(n, n) for n in range(1, 9))
 KINDS = "persistent", "packed"
 
 
@@ -62,7 +63,7 @@ def planner_of(row: float = 0.02, level: float = 0.0, names=("lm",), sizes=range
     for name in names:
         own = level if name == "lm" else 0.0
         for size in sizes:
-            trees = (*CHAINS, TreeShape(2, 6), TreeShape(3, 15))
+            trees = (*EVERY_DEPTH, TreeShape(2, 6), TreeShape(3, 15))
             known = [
                 (name, tree, plain(size, row) + row * size * tree.nodes + own * tree.depth) for tree in trees
             ]

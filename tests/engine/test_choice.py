@@ -8,6 +8,7 @@ from collections import Counter
 
 from outrider.engine.engine import MAX_SCORED
 from tests.engine.scripted import LAGS, PHASE, PROMPT, choices, copied, make_engine, novel, run
+from tests.tiny import request
 
 FOLLOWS = 20  # steps, at most, until the choice is another: the head's first draft may be rejected
 
@@ -27,6 +28,18 @@ def test_the_choice_follows_the_content(lag) -> None:
         here = [who for written, who in chosen if written // PHASE == phase]
         followed = next(i for i in range(len(here)) if here[i:].count(name) >= 0.9 * len(here[i:]))
         assert followed <= FOLLOWS and here[-5:].count(name) >= 4, (phase, here)
+
+
+@LAGS
+def test_lookup_is_expected_by_its_last_draft_from_the_first_score_on(lag) -> None:
+    """The score of a prompt's own step starts an estimate of a model-free drafter."""
+    engine, _ = make_engine(lag, right=0.8)
+    script = [*(prompt := novel(PROMPT, 1)), *copied(prompt, PHASE)]
+    engine.model.scripts["a"] = script
+    [sequence] = engine.add(request("a", prompt, max_tokens=PHASE))
+    while len(sequence.output) < 2:
+        engine.step()
+    assert engine.planner.rates.of(sequence, "lookup").other is not None
 
 
 @LAGS

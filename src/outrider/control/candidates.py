@@ -24,7 +24,9 @@ NOT_ALLOWED = AcceptanceRate(0.0, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Sequences that are planned together. `delayed` others wait for the step and gain nothing: prompts."""
+    """Sequences that are planned together. Others wait for the step and gain nothing: `delayed` prompts, and `settled`
+    sequences that decode without these drafts.
+    """
 
     places: list[int]  # in the work of the step
     sequences: list[Sequence]
@@ -32,6 +34,8 @@ class Group:
     tokens_left: Floats  # expected of each answer
     late: NDArray[np.bool_]  # its time per token is at its bound
     delayed: int
+    settled: int
+    settled_late: bool  # one of those is at its bound
     # Seconds of the step without drafts. Of a host-packed step with its prompt rows, as its sequences wait for those;
     # of the persistent batch without them, as an accepted token saves a later step that has none.
     plain: float
@@ -159,6 +163,8 @@ def own_chains(
     survival: the next level of a chain, or the second choice beside it.
     """
     names = tuple(dict.fromkeys((lead, *others) if lead != "none" else others))
+    if not names:
+        return None
     estimates = Estimates(rates, group, names)
     limits = _limits(estimates, group, options, max_depth)
     worth = estimates.of_chains(limits[:, :, None])[:, :, 0]

@@ -166,12 +166,12 @@ class CapturedCosts:
     def __init__(self) -> None:
         self.ahead: dict[CapturedShape, float] = {}  # measured over padding
         self.device: dict[CapturedShape, float] = {}  # steps that were taken, a pass
-        self.exposed: dict[tuple[bool, int], float] = {}  # host time a pass, by whether steps draft, and size
+        # Host time of a drafting step, by size. Plain steps have none: several passes at a time hide it.
+        self.exposed: dict[int, float] = {}
         self.with_prompts: dict[tuple[int, int], float] = {}  # plain steps by size and rows for prompts
         self.per_token: dict[str, float] = {}  # of a drafter's prefill
         self.measured: set[tuple[str, int]] = set()  # drafters and sizes
         self.baselines = Baselines()
-        self._drafting: bool | None = None  # whether the last step drafted
 
     def plain(self, size: int) -> float | None:
         return self.seconds(CapturedShape("none", NO_TREE, size))
@@ -179,7 +179,7 @@ class CapturedCosts:
     def seconds(self, shape: CapturedShape) -> float | None:
         """None: neither measured nor taken."""
         device = self._device(shape)
-        exposed = self.exposed.get((shape.tree != NO_TREE, shape.size), 0.0)
+        exposed = self.exposed.get(shape.size, 0.0) if shape.tree != NO_TREE else 0.0
         return None if device is None else device + exposed
 
     def _device(self, shape: CapturedShape) -> float | None:
@@ -227,16 +227,19 @@ class CapturedCosts:
         """The least counts: a graph may have been captured in between."""
         self.per_token[drafter] = min(self.per_token.get(drafter, inf), seconds / tokens)
 
+    def observe_host(self, record: StepRecord) -> None:
+        """Host time that the device could not hide, in every drafting step: with prompts and ended answers, too, as the
+        passes of a plain step would hide that. More than the device's own time is a stall that no plan changes.
+        """
+        if record.captured is not None and record.captured.tree != NO_TREE:
+            exposed = min(max(record.total_s - record.target_s, 0.0), record.target_s)
+            _learn(self.exposed, record.captured.size, exposed, 0.0)
+
     def observe(self, record: StepRecord, after_prompt: bool) -> None:
         assert record.captured is not None
         shape, group = record.captured, record.captured.size
-        drafting, before = shape.tree != NO_TREE, self._drafting
-        device, self._drafting = record.target_s / record.passes, drafting
+        drafting, device = shape.tree != NO_TREE, record.target_s / record.passes
         _learn(self.device, shape, device)
-        if drafting == before and not record.after_end:
-            # Longer than the device's own time is a stall of the host that no plan changes.
-            exposed = max(record.total_s - record.target_s, 0.0) / record.passes
-            _learn(self.exposed, (drafting, group), min(exposed, device), 0.0)
         if drafting:
             self.baselines.drafted(group, shape, CapturedShape("none", NO_TREE, group) in self.device)
         else:
@@ -251,6 +254,7 @@ class CostModel:
     def observe(self, record: StepRecord) -> None:
         after_prompt, self.after_prompt = self.after_prompt, record.prompt_rows > 0
         costs = self.eager if record.captured is None else self.captured
+        self.captured.observe_host(record)
         if record.drafter_prefill is not None:
             if record.captured is None:
                 self.eager.observe_prefill(record)
@@ -318,7 +322,7 @@ class CostModel:
         share = self.captured.baselines.share(captured.size, captured)
         if share is None:
             return self.captured.plain(captured.size)
-        return share * self.captured.device[captured] + self.captured.exposed.get((False, captured.size), 0.0)
+        return share * self.captured.device[captured]
 
 
 def round_up(rows: int) -> int:

@@ -81,7 +81,8 @@ class PlanCache:
         if kinds.keys() <= UNPROFITABLE:
             # Beside no device a plan costs little, and what lookup finds is known for free.
             slowly = 0 if NOTHING_FOUND.kind in kinds else self.without // HOLD
-            self.left = min(self.without if options.size else slowly, HOLD)
+            most = 4 * HOLD if self.host_bound else HOLD
+            self.left = min(self.without if options.size else slowly, most)
             self.reason = next((why for kind, why in kinds.items() if kind != OFF.kind), None)
             self.without += 1
         else:

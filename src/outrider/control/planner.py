@@ -157,7 +157,7 @@ class Planner:
     ) -> Group:
         sequences = [work[i].sequence for i in places]
         allowed = [self._allowed(work[i].sequence, found[i][0]) for i in places]
-        late = self.fairness.late_ones(sequences) if len(work) > 1 else ()
+        late = self.fairness.late_ones(one.sequence for one in work) if len(work) > 1 else set()
         return Group(
             places,
             sequences,
@@ -165,6 +165,8 @@ class Planner:
             self.lengths.tokens_left(sequences),
             np.array([s in late for s in sequences]),
             delayed,
+            sum(why is not PREFILL for _, why in found) - len(places),
+            bool(late.difference(sequences)),
             plain,
             rows,
         )
@@ -202,7 +204,7 @@ class Planner:
         shared = self._shared_plan(found, dict(zip(free, plans, strict=True)), reason, lead, tree, options)
         if worth is not None and shared.tree != NO_TREE:
             drafts = [found[i][0].nodes > 0 for i in free]
-            tokens = 1 + worth.gains[drafts].sum() / (len(free) + group.delayed)
+            tokens = 1 + worth.gains[drafts].sum() / (len(free) + group.settled + group.delayed)
             if tokens <= worth.ratio:  # too few can draft yet: the others are prefilled first
                 for i in free:
                     found[i] = NO_DRAFT_PLAN, reason
@@ -321,7 +323,8 @@ class Planner:
         none = [NO_DRAFT_PLAN] * len(group.sequences)
         if not every:
             current.drafts, current.speedup, current.lead = False, 1.0, "none"
-            return none, NOTHING_FOUND, None
+            probe = self._probe(current, every, group, options)
+            return (*probe, None) if probe is not None else (none, NOTHING_FOUND, None)
         best, at, speedup, slowed, shown = None, 0, 1.0, 0.0, (0.0, 0.0, 0.0, every[0].lead)
         needed = 1.0 if current.drafts else 1 + MARGIN
         for one in every:
@@ -358,22 +361,22 @@ class Planner:
             ("batch", len(group.sequences)),
             ("drafter", lead),
             ("expected", gain),
-            ("needed", max(ratio - 1, 0.0) * (1 + group.delayed / len(group.sequences))),
+            ("needed", max(ratio - 1, 0.0) * (1 + (group.delayed + group.settled) / len(group.sequences))),
         )
 
     def _values(self, one: Candidates, group: Group) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """By candidate: speed-up over plain decoding (0 where it would slow down a request beyond its bound), the
         step's time relative to a plain one, and the speed-up of those that were ruled out.
         """
-        count, ratios = len(group.sequences), one.seconds / group.plain
+        count, ratios = len(group.sequences) + group.settled, one.seconds / group.plain
         if self.guards.objective == "throughput":
             gained = one.gains.sum(1) - one.caution
         else:  # mean time per token, as the number of tokens that would bring it
-            gained = count * count / (1 / (1 + one.gains)).sum(1) - count - one.caution
+            gained = count * count / ((1 / (1 + one.gains)).sum(1) + group.settled) - count - one.caution
         values = (1 + gained / (count + group.delayed)) / ratios
-        if not group.late.any():
+        if not (group.settled_late or group.late.any()):
             return values, ratios, np.zeros(1)
-        least = one.gains[:, group.late].min(1)
+        least = 0.0 if group.settled_late else one.gains[:, group.late].min(1)
         late = ratios > self.guards.max_slowdown * (1 + least)
         return np.where(late, 0.0, values), ratios, np.where(late, values, 0.0)
 
@@ -383,10 +386,12 @@ class Planner:
         self, current: Current, every: Seq[Candidates], group: Group, options: Options
     ) -> tuple[list[DraftPlan], Reason] | None:
         """A drafter that is not in use is tried again when what the probe loses is a small share of the time since.
-        Model-free drafters are scored in every step, so that they need a probe only before the first score.
+        Model-free drafters are scored in every step, so that they need a probe only before the first score, and none
+        where there is nothing to draft.
         """
         for lead in dict.fromkeys(name for names in group.allowed for name in names):
-            scored = lead in options.model_free and (lead in self.rates.tried or current.drafts)
+            known = lead in self.rates.tried or current.drafts or not every
+            scored = lead in options.model_free and known
             idle = current.idle[lead]
             if scored or (current.drafts and lead == current.lead) or idle < PROBE_INTERVAL:
                 continue

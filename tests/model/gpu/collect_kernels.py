@@ -87,7 +87,7 @@ def main() -> None:
     AHEAD.most = 0  # threads
     runner = make_runner(sequences, context)
     for drafters in (None, ("lm", "lookup")):
-        for _ in runner.warm.compile(sequences, drafters):
+        for _ in runner.preparation.compile(sequences, drafters):
             pass
         print(json.dumps([len(runner.graphs.steps), Counter(key[0] for key in AHEAD.jobs)]))
     print(json.dumps(sorted(map(str, launched(runner) - AHEAD.jobs.keys()))))
