@@ -438,7 +438,6 @@ class StepRecord:
     plan_cached: bool = False  # the plan was kept from an earlier step
     # Of the total, by the host for a device: none where it is the host that is waited for.
     waited_s: float = 0.0
-    after_end: bool = False  # answers had ended just before, and the host was finishing them
     # Sequences with tokens that are not in it: their first were on their way when it was launched.
     waiting: int = 0
 

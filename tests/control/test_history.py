@@ -19,7 +19,7 @@ def test_a_sequence_is_late_beyond_its_bound_and_until_it_has_caught_up() -> Non
     step = record(outcome(one, drafted=2, accepted=2), outcome(other))
     bound = int(0.25 * GRACE / 0.5)  # steps of 1.5 plain ones
     for taken in range(1, bound + 2):
-        fairness.observe(step, 1.5)
+        fairness.observe(step, 0.5)
         other.tokens.append(1)
         assert fairness.late == ({other} if taken > bound else set())
     assert fairness.late_ones([one, other]) == (set() if 0.25 * len(other.output) else {other})

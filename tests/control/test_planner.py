@@ -322,9 +322,7 @@ def test_a_draft_must_pay_beside_the_prompt_rows_of_its_step() -> None:
         beside = (prompt(rows),) if rows else ()
         plan = planned(planner, "persistent", one, beside=beside, size=1)
         found[rows] = dict(plan.reasons[0].facts)["needed"]
-    assert found[0] == pytest.approx(0.2) and found[8] == pytest.approx(
-        2 * 0.2 / 3
-    )  # two wait, of a longer step
+    assert found[0] == pytest.approx(0.2) and found[8] == pytest.approx(0.4)  # two wait for it, one gains
 
 
 # ------------------------------------------------------------------------------------------ probes and baselines

@@ -74,7 +74,7 @@ class Engine:
         self.writers: dict[Sequence, Writer] = {}
         self.live: dict[str, list[Sequence]] = {}
         self.in_flight: deque[InFlightStep] = deque()
-        self.settled_at, self.ended = 0.0, False  # the last step: when, and whether an answer ended in it
+        self.settled_at = 0.0
         self.counts = runner.preparation.counts  # graphs captured and kernels compiled
         self.answerable = False  # without drafts, from captured steps
         self.explained: set[Sequence] = set()  # whose reasons were asked for
@@ -200,7 +200,7 @@ class Engine:
         begun, self.settled_at = max(step.begun, self.settled_at), time.perf_counter()
         alive = [i for i, one in enumerate(step.work) if one.alive]
         record = self._record(step, [results[i] for i in alive], alive)
-        record.total_s, record.after_end = self.settled_at - begun, self.ended
+        record.total_s = self.settled_at - begun
         record.waiting = max(sum(s.first > 0 for s in self.scheduler.running) - record.decoding, 0)
         (graphs, kernels), self.counts = self.counts, self.runner.preparation.counts
         record.graphs_captured, record.kernels_compiled = self.counts[0] - graphs, self.counts[1] - kernels
@@ -210,7 +210,6 @@ class Engine:
         record.shadow = self._shadow_scores(step, results, alive)
         events = [event for event in committed if event is not None]
         record.emitted = sum(len(e.token_ids) for e in events)
-        self.ended = any(e.finish_reason for e in events)
         if alive:
             self.planner.observe(record)
         if self.check_integrity:
