@@ -16,22 +16,23 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from outrider.control.trees import tree_nodes
-from outrider.device.buckets import MOST_CAPTURED, TREE_SIZE, RunChoice, SizeChoice, staged_bucket
+from outrider.device.buckets import MOST_CAPTURED, TREE_SIZE, RunChoice, SizeChoice
 from outrider.device.capture import CapturedStep, Launched, StepShape, Timer
 from outrider.device.graphs import StepGraphs
 from outrider.device.ops import StepOps
 from outrider.device.state import SequenceState
 from outrider.draft.drafters import DrafterFailed, Drafters
 from outrider.engine.eager_runner import packed_options
-from outrider.engine.graph_shapes import MAX_RESIDENT_DEPTH, GraphShapes
+from outrider.engine.graph_shapes import MAX_RESIDENT_DEPTH, GraphShapes, packed_bucket
+from outrider.engine.graph_step import GraphStep, InFlightDrafts, Inputs
 from outrider.engine.kv_cache import KvCache
 from outrider.engine.residency import Residency
 from outrider.engine.rows import PackedRows, Packer, Result, exact_draft, pack
@@ -55,43 +56,6 @@ from outrider.types import (
     Work,
 )
 from outrider.verify.batch import emitting_rows, predicted, report, verify_rows
-
-
-class Inputs(NamedTuple):
-    """What the sequences of the persistent batch are given."""
-
-    rows: np.ndarray  # of the state
-    wanted: Seq[int]  # draft nodes
-    commits: np.ndarray  # whether the device commits
-    slots: np.ndarray
-    drafters: Seq[int]  # which of the step's drafters proposes for each
-
-
-@dataclass(slots=True)
-class GraphStep(InFlightStep):
-    resident: list[int] = field(default_factory=list)  # places in the work; the others are host-packed
-    shape: StepShape | None = None
-    size: int = 0  # that the persistent batch was planned for; a larger shape may serve
-    launched: Launched | None = None
-    host_verified: frozenset[int] = frozenset()  # places in `resident`
-    reported: frozenset[int] = frozenset()  # places in `resident` whose log-probabilities are wanted
-    logits: dict[int, Tensor] = field(default_factory=dict)  # that the host needs, by place in `resident`
-    prefill: tuple[str, int, Timer] | None = None  # of a drafter
-    sampled: int | None = None  # place in `resident` of the sequence whose logits are looked at
-    packed_places: list[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        here = set(self.resident)
-        self.packed_places = [i for i in range(len(self.work)) if i not in here]
-
-
-class InFlightDrafts(NamedTuple):
-    """Of a step in flight: who drafts for which rows, and the most tokens that rows bring with and without a draft."""
-
-    lead: str
-    drafters: dict[int, str]
-    drafted: int
-    plain: int
 
 
 class GraphRunner:
@@ -332,7 +296,7 @@ class GraphRunner:
 
     def _plain_shape(self, size: int, rows: np.ndarray, packed: Seq[Work], drafts: Seq[Draft]) -> StepShape:
         filtered, edited = bool(self.state.filters[rows].any()), self.captures or self.state.edits_any(rows)
-        room = _packed_bucket(packed, drafts) if packed else (0, 0, 0)
+        room = packed_bucket(packed, drafts) if packed else (0, 0, 0)
         return StepShape(size, NO_TREE, (), self._context(rows, packed), filtered, 1, *room, edited)
 
     def _shape(self, step: GraphStep, plan: Plan, rows: np.ndarray) -> StepShape:
@@ -508,14 +472,6 @@ class GraphRunner:
 def _decodes(one: Work) -> bool:
     """Not the last chunk of a prompt, which may be one token, too, with the chunk before it in flight."""
     return one.emits and one.known == 1 and one.sequence.launched == 0
-
-
-def _packed_bucket(work: Seq[Work], drafts: Seq[Draft]) -> tuple[int, int, int]:
-    pairs = list(zip(work, drafts, strict=True))
-    rows = [(one.known + len(draft), len(draft)) for one, draft in pairs]
-    logits = sum(one.scored + (1 + len(draft)) * one.emits for one, draft in pairs)
-    chunks, drafted = ([count for count, nodes in rows if bool(nodes) is kind] for kind in (False, True))
-    return staged_bucket(chunks, drafted, logits)
 
 
 def make_graph_runner(

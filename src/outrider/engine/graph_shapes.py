@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+
 from outrider.control.trees import CHAINS, TREES
-from outrider.device.buckets import MAX_BESIDE, MAX_ROWS, TREE_SIZE
+from outrider.device.buckets import MAX_BESIDE, MAX_ROWS, TREE_SIZE, staged_bucket
 from outrider.draft.drafters import Drafters
-from outrider.types import TreeShape
+from outrider.types import Draft, TreeShape, Work
 
 MAX_RESIDENT_DEPTH = CHAINS[-1].depth  # a request that asks for more is host-packed
 
@@ -45,3 +47,12 @@ class GraphShapes:
             return ()
         others = self.drafters.model_free if tree.is_chain else ()
         return (lead, *(name for name in others if name != lead))
+
+
+def packed_bucket(work: Seq[Work], drafts: Seq[Draft]) -> tuple[int, int, int]:
+    """Room for host-packed rows, for their logits, and for those of them with draft nodes."""
+    pairs = list(zip(work, drafts, strict=True))
+    rows = [(one.known + len(draft), len(draft)) for one, draft in pairs]
+    logits = sum(one.scored + (1 + len(draft)) * one.emits for one, draft in pairs)
+    chunks, drafted = ([count for count, nodes in rows if bool(nodes) is kind] for kind in (False, True))
+    return staged_bucket(chunks, drafted, logits)
