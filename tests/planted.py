@@ -154,7 +154,7 @@ FAULTS = [
           "control/test_planner.py"),
     Fault("a drafter's prefill that need not be earned", "control/candidates.py",
           "(worth * steps * per_token > prefill)", "(worth > 0)", "control/test_candidates.py control/test_planner.py"),
-    Fault("delayed prompts that count for nothing", PLANNER, "len(reading) + options.waiting if reading else 0", "0",
+    Fault("delayed prompts that count for nothing", PLANNER, "reading + options.waiting if reading else 0", "0",
           "control/test_planner.py"),
     Fault("requests without drafts that count for nothing", PLANNER,
           "sum(why is not PREFILL for _, why in found) - len(places)", "0", "control/test_planner.py"),

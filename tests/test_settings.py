@@ -11,6 +11,7 @@ from outrider import Settings
 from outrider.control.guards import Guards
 from outrider.engine.planning import guards_of
 from outrider.errors import InvalidRequest
+from outrider.sampling_params import SamplingParams
 from outrider.settings import free_memory
 
 
@@ -94,3 +95,9 @@ def test_bounds_of_the_planner(name: str, low: object, bad: object) -> None:
 
 def test_usual_bounds_are_the_guards_own() -> None:
     assert guards_of(Settings()) == Guards()
+
+
+def test_a_stop_string_may_be_a_line_break() -> None:
+    assert SamplingParams(stop=("\n",)).stop == ("\n",)
+    with pytest.raises(InvalidRequest, match="empty string"):
+        SamplingParams(stop=("",))

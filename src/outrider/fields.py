@@ -73,7 +73,8 @@ class Rule:
         wanted, made, *_ = KINDS[self.kind]
         if not isinstance(value, wanted) or isinstance(value, bool) != (self.kind == "bool"):
             raise InvalidRequest(f"{self.name} must be {words}", self.name)
-        size: Any = len(value.strip()) if isinstance(value, str) else value
+        # A blank name is empty; a stop string may be a line break.
+        size: Any = len(value if self.many else value.strip()) if isinstance(value, str) else value
         if self.low <= size <= self.high and (self.above is None or self.above < size):  # NaN is in no range
             return made(value) if abs(size) < 1e300 else value
         if isinstance(value, str):

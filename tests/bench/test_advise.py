@@ -32,11 +32,11 @@ from outrider.bench.draft_facts import CandidateFacts, facts_of_draft
 from outrider.bench.tally import acceptance_by_depth
 from outrider.bench.what_if import price_table
 from outrider.cli.coming_from import read_speculative_config
-from outrider.control.costs import CostModel
-from outrider.control.expected import CapturedCosts, EagerCosts
+from outrider.control.costs import CapturedCosts, EagerCosts
+from outrider.control.expected import CapturedChains, EagerChains
 from outrider.load.checkpoint import open_checkpoint
 from outrider.model.decoder import kv_bytes
-from outrider.types import DraftPlan, Outcome, StepRecord
+from outrider.types import NO_TREE, DraftPlan, Outcome, StepRecord, TreeShape
 from tests.bench.conftest import prompts
 from tests.targets import pair_head, write_target
 from tests.tiny import sequence
@@ -129,7 +129,7 @@ def test_rows_of_several_sequences_are_not_taken_for_rows_of_one(monkeypatch: py
     one = trials({2: {"t": [[(2, 1)]]}})
     one.rows, one.host = {1: [1.0] * 3, 4: [2.0] * 3}, {1: [0.0] * 3}
     costs = row_costs(SimpleNamespace(), one, (1, 4), 2, SOON, quiet)  # type: ignore[arg-type]
-    eager = EagerCosts(costs.by_batch[1], lambda batch, depth: 0.0, costs.by_batch)
+    eager = EagerChains(costs.by_batch[1], lambda batch, depth: 0.0, costs.by_batch)
     assert (eager.plain(4), eager.step(1, 3, 3)) == (5.0, 2.0)
     session = Session((1, 4), rows=costs)
     one.rows[1] = [1.5] * 3  # the machine is slower now
@@ -156,9 +156,9 @@ def test_drafting_costs_more_for_more_sequences(wide: AsIf) -> None:
 
 def test_the_best_depth_is_taken_at_every_batch() -> None:
     """Rows are free up to eight and dear from there on: deep for one sequence, shallow for four."""
-    model = CostModel()
+    model = EagerCosts()
     model.by_rows.update({1: 1.0, 8: 1.0, 16: 2.0, 36: 4.5})
-    costs = EagerCosts(model, lambda batch, depth: 0.0)
+    costs = EagerChains(model, lambda batch, depth: 0.0)
     steps = [(4, 4), (4, 1), (4, 1), (4, 2)] * 10
     found = trials({2: {"t": [[(2, min(a, 2)) for _, a in steps]]}, 4: {"t": [steps]}})
     one, four = (expected(found, batch, costs, True) for batch in (1, 4))
@@ -176,9 +176,9 @@ def test_acceptance_by_depth_and_task() -> None:
         {"depth": 1, "rate": pytest.approx(2 / 3), "of": 3},
         {"depth": 2, "rate": 0.5, "of": 2},
     ]
-    model = CostModel()
+    model = EagerCosts()
     model.by_rows.update({1: 1.0, 3: 1.0})
-    tasks = by_task(found, 2, EagerCosts(model, lambda batch, depth: 0.0))
+    tasks = by_task(found, 2, EagerChains(model, lambda batch, depth: 0.0))
     assert {name: one["tokens_per_step"] for name, one in tasks.items()} == {"code": 2.5, "chat": 1.0}
 
 
@@ -336,9 +336,9 @@ def test_everything_fits_80_columns() -> None:
 
 
 def test_a_draft_tokens_share_of_captured_steps_is_what_it_makes_them_longer() -> None:
-    costs = CostModel()
-    costs.learn("lm", 1, [("none", (0, 0), 2.0), ("lm", (4, 4), 6.0)])
-    assert measuring._draft_ratio(trials({}), 4, CapturedCosts(costs, "lm")) == pytest.approx(0.5)
+    costs = CapturedCosts()
+    costs.learn("lm", 1, [("none", NO_TREE, 2.0), ("lm", TreeShape(4, 4), 6.0)])
+    assert measuring._draft_ratio(trials({}), 4, CapturedChains(costs, "lm")) == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("kind", ["eagle", "lm"])

@@ -8,8 +8,9 @@ from itertools import pairwise
 
 import pytest
 
+from outrider.control.asked import ASKED_DEPTH
 from outrider.control.guards import FIRST, MARGIN, PROBE_INTERVAL, PROBE_SHARE, Guards
-from outrider.control.planner import ASKED_DEPTH, Planner
+from outrider.control.planner import Planner
 from outrider.types import (
     NO_DRAFT_PLAN,
     NO_TREE,

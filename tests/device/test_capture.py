@@ -15,7 +15,7 @@ from outrider.device.capture import CapturedStep, StepShape
 from outrider.device.layout import TreeLayout
 from outrider.device.ops import StepOps, run_levels
 from outrider.model.kernels.reference import ReferenceKernels
-from outrider.types import NO_DRAFT, Batch, Sequence
+from outrider.types import NO_DRAFT, Batch, Sequence, TreeShape
 from outrider.verify.batch import verify_rows
 from tests.device.sequences import padding_slot, sequence, state_of
 from tests.tiny import tiny_config
@@ -77,7 +77,7 @@ def test_steps_emit_what_plain_decoding_emits(shape: tuple[int, int], passes: in
     close = Bigrams(1)
     close.table = target.table + torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(2)) / 2
     ops = StepOps(state_of(sequences, VOCAB), target)
-    wanted = StepShape(8, shape, "close", 64, filtered=True, passes=passes, edited=True)
+    wanted = StepShape(8, TreeShape(*shape), ("close",), 64, filtered=True, passes=passes, edited=True)
     propose = [drafter(close), drafter(Bigrams(3))][: 1 + several] if nodes else []
     step = CapturedStep(ops, target, wanted, tree_nodes(shape), propose, padding_slot())
     answers: list[list[int]] = [[] for _ in sequences]
@@ -109,9 +109,16 @@ def test_staged_rows_share_the_pass() -> None:
     for staged in (0, 32):
         sequences = some_sequences()
         ops = StepOps(state_of(sequences, VOCAB), target)
-        shape = StepShape(4, (2, 2), "close", 64, True, staged=staged, wanted=staged, branching=staged // 2)
+        shape = StepShape(
+            4, TreeShape(2, 2), ("close",), 64, True, staged=staged, wanted=staged, branching=staged // 2
+        )
         step = CapturedStep(
-            ops, target, replace(shape, edited=True), tree_nodes((2, 2)), [drafter(target)], padding_slot()
+            ops,
+            target,
+            replace(shape, edited=True),
+            tree_nodes(TreeShape(2, 2)),
+            [drafter(target)],
+            padding_slot(),
         )
         step.fill([0, 1, 2, 3], [2] * 4, [True] * 4, np.arange(12, dtype=np.int32).reshape(4, 3))
         if step.staged:

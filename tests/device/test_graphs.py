@@ -10,8 +10,9 @@ import pytest
 from outrider.device.buckets import CAPTURE_AFTER
 from outrider.device.capture import StepShape
 from outrider.device.graphs import StepGraphs
+from outrider.types import TreeShape
 
-SHAPE = StepShape(4, (2, 2), "lm", 1024, True, 1, 128, 16, 0, True)
+SHAPE = StepShape(4, TreeShape(2, 2), ("lm",), 1024, True, 1, 128, 16, 0, True)
 
 
 class Step:
@@ -31,7 +32,7 @@ def graphs(captures: bool = True) -> StepGraphs:
 @pytest.mark.parametrize(
     "change",
     [
-        {"size": 5}, {"tree": (4, 4)}, {"drafter": "none"}, {"context": 4096}, {"passes": 4}, {"staged": 256},
+        {"size": 5}, {"tree": TreeShape(4, 4)}, {"drafters": ()}, {"context": 4096}, {"passes": 4}, {"staged": 256},
         {"wanted": 64}, {"branching": 16},
     ],
 )  # fmt: skip

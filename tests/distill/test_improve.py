@@ -77,7 +77,7 @@ def test_a_round_improves_the_draft_of_a_running_server(
     server = start_server(
         tmp_path / "target", "--draft", str(drafts / "live"), "--draft-folder", str(drafts), "--key-file",
         str(tmp_path / "keys.toml"), "--keep-traffic", str(kept), "--keep-traffic-bytes", "1M",
-        "--cache-bytes", "8M", "--device", "cpu", "--max-choices", str(TOGETHER),
+        "--cache-bytes", "8M", "--device", "cpu",
     )  # fmt: skip
 
     def run(*words: str) -> Result:

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from math import inf, prod
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from outrider.control import prefill
 from outrider.control.acceptance import AcceptanceRates
+from outrider.control.asked import asked_plan, asked_tree
 from outrider.control.candidates import Candidates, Estimates, Group, own_chains, shared_trees
 from outrider.control.costs import CostModel
 from outrider.control.guards import MARGIN, PROBE_INTERVAL, PROBE_SHARE, Guards
@@ -30,7 +31,6 @@ from outrider.control.history import AnswerLengths, DraftReturn, Fairness
 from outrider.control.plan_cache import PlanCache, resident_of
 from outrider.control.reasons import AUTO, BASELINE, NOTHING_FOUND, OFF, PREFILL
 from outrider.types import (
-    MAX_NODES,
     NO_DRAFT_PLAN,
     NO_TREE,
     CapturedShape,
@@ -45,7 +45,6 @@ from outrider.types import (
 )
 
 Choice = tuple[DraftPlan, Reason]
-ASKED_DEPTH = 4  # of a draft for which a request fixed the number of nodes alone
 PROBE_TREE = TreeShape(2, 2)  # the smallest that shows both acceptance rates
 
 
@@ -120,7 +119,7 @@ class Planner:
         if name == "none" or asked.off:
             return NO_DRAFT_PLAN, OFF
         if asked.tree or asked.depth or asked.nodes or self.depth or self.nodes:
-            plan = self._asked(name, item)
+            plan = asked_plan(name, item, self.depth, self.nodes)
             return plan, Reason("asked", plan.depth, (("drafter", name), ("nodes", plan.nodes)))
         if guards.max_batch is not None and batch > guards.max_batch:
             return NO_DRAFT_PLAN, Reason("batch", 0, (("batch", batch, guards.max_batch),))
@@ -128,17 +127,6 @@ class Planner:
             facts = (("temperature", params.temperature, guards.max_temperature),)
             return NO_DRAFT_PLAN, Reason("temperature", 0, facts)
         return _auto_plan(name, asked.mode), AUTO
-
-    def _asked(self, name: str, item: Work) -> DraftPlan:
-        """As the request fixed it, or the planner's own `depth` and `nodes`."""
-        asked = item.sequence.request.params.speculation
-        if asked.tree is not None:
-            nodes = sum(prod(asked.tree[: k + 1]) for k in range(len(asked.tree)))
-            return DraftPlan(name, nodes, len(asked.tree), asked.tree, asked.mode)
-        depth, nodes = asked.depth or self.depth, asked.nodes or self.nodes or 0
-        depth = min(depth or ASKED_DEPTH, nodes or MAX_NODES)
-        free = asked.mode != "rejection"  # the ratio test must not choose nodes by looking at them
-        return DraftPlan(name, (nodes or depth) if free else depth, depth, None, asked.mode)
 
     def _allowed(self, sequence: Sequence, plan: DraftPlan) -> tuple[str, ...]:
         named = sequence.request.params.speculation.drafter is not None or plan.drafter not in self.choices
@@ -206,8 +194,7 @@ class Planner:
             drafts = [found[i][0].nodes > 0 for i in free]
             tokens = 1 + worth.gains[drafts].sum() / (len(free) + group.settled + group.delayed)
             if tokens <= worth.ratio:  # too few can draft yet: the others are prefilled first
-                for i in free:
-                    found[i] = NO_DRAFT_PLAN, reason
+                self._settle(found, free, reason)
                 self.persistent.drafts = False
                 return replace(shared, tree=NO_TREE)
         return shared
@@ -219,7 +206,7 @@ class Planner:
         asked = Counter(found[i][0].drafter for i in places if found[i][1].kind == "asked")
         leads = [name for name, _ in asked.most_common() if name not in options.model_free]
         lead = leads[0] if leads else asked.most_common(1)[0][0]
-        tree = self._asked_tree([found[i][0] for i in places if found[i][1].kind == "asked"], lead, options)
+        tree = asked_tree([found[i][0] for i in places if found[i][1].kind == "asked"], lead, options)
         serving = (lead, *options.model_free) if tree.is_chain else (lead,)
         lag = options.lag.get(lead, ())
         plans: dict[int, DraftPlan] = {}
@@ -240,17 +227,6 @@ class Planner:
         return self._shared_plan(
             found, plans, Reason("pays", tree.depth, (("drafter", lead),)), lead, tree, options
         )
-
-    def _asked_tree(self, plans: Seq[DraftPlan], lead: str, options: Options) -> TreeShape:
-        """The smallest tree of the persistent batch that holds these drafts, or the largest there is."""
-        shapes = [TreeShape(plan.depth, plan.nodes) for plan in plans if plan.drafter == lead]
-        widest = max(shapes, key=lambda shape: shape.nodes, default=NO_TREE)
-        if not widest.is_chain and widest in options.trees.get(lead, ()):
-            return widest
-        serving = {lead, *options.model_free}
-        depth = max((plan.depth for plan in plans if plan.drafter in serving), default=0)
-        chains = options.chains.get(lead, ())
-        return next((one for one in chains if one.depth >= depth), chains[-1] if chains else NO_TREE)
 
     def _shared_plan(
         self,

@@ -33,7 +33,7 @@ from outrider.device.state import MAX_REFERENCES
 from outrider.draft.drafter import ResidentDrafter
 from outrider.types import Draft, DraftPlan, References, Sequence
 
-REACH, SHORTEST, GRAM = 8, 1, 4
+REACH, SHORTEST, GRAM = 8, 2, 4
 SEPARATOR = -1
 
 # Tokens, references and spans of all sequences, some rows, the sequences' lengths, how many tokens to draft, how long

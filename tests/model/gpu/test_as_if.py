@@ -92,7 +92,7 @@ def test_layers_by_name() -> None:
     assert named_layers(30, "28") == spread_layers(30, 28)
     assert named_layers(9, "0-3,5,7-8") == (0, 1, 2, 3, 5, 7, 8)
     for wrong in ("", "x", "1-", "-3", "0-3,,5", "0-1x"):
-        with pytest.raises(InvalidRequest, match="a number or stretches"):
+        with pytest.raises(InvalidRequest, match="a number or ranges"):
             named_layers(9, wrong)
     for wrong in ("0-9", "3,2", "0-3,3-5", "0-0", "5-2"):
         with pytest.raises(InvalidRequest, match="each once, in order"):
