@@ -26,7 +26,7 @@ from torch import Tensor
 
 from bench import host
 from outrider.bench.answering import out_of_the_collectors_sight
-from outrider.device.buckets import bites, bucket, sizes_up_to
+from outrider.device.buckets import bucket, chunk_sizes, sizes_up_to
 from outrider.device.capture import CapturedStep
 from outrider.draft.drafter import Drafter
 from outrider.draft.lookup import LookupDrafter
@@ -92,7 +92,7 @@ def make_engine(method: str, given: argparse.Namespace, clock: host.Reckoned) ->
         for name in drafting:
             costs = [(name, tree, seconds(tree, size)) for tree in runner.shapes.trees(name, size)]
             captured.learn(name, size, [("none", NO_TREE, seconds(NO_TREE, size)), *costs])
-        for rows, _ in bites(size):
+        for rows, _ in chunk_sizes(size):
             captured.with_prompts[size, rows] = seconds(NO_TREE, size, rows)
 
     def took(step: Any) -> float:

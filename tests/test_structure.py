@@ -261,7 +261,9 @@ GIVEN_UP = (
 SAID = re.compile(rf"\b({GIVEN_UP})\b", re.IGNORECASE)
 NAMED = re.compile(rf"\b({GIVEN_UP}|guess(es|ed|ing)?)\b")
 # Coined words and unclear pronouns that were given up later. Folders and documents join as they are rewritten.
-REWRITTEN = ("cache", "model", "verify")
+REWRITTEN = (
+    "bench", "cache", "cli", "control", "device", "distill", "draft", "engine", "load", "model", "serve", "verify",
+)  # fmt: skip
 REWRITTEN_DOCUMENTS = [
     d
     for d in DOCUMENTS

@@ -98,7 +98,7 @@ def test_the_length_of_steps_settles_where_the_host_is_late_now_and_then() -> No
 def test_fewer_sizes_have_room_for_everybody(count: int) -> None:
     sizes = buckets.sizes_up_to(count)
     for each in (1, 2, 5, 16, 64):
-        kept = buckets.roomy_sizes(sizes, each)
+        kept = buckets.fitting_sizes(sizes, each)
         assert kept[0] == 1 and kept[-1] == sizes[-1] and set(kept) <= set(sizes)
         for size in sizes:  # nobody pays for more rows than a pass takes as long for
             larger = next(one for one in kept if one >= size)
@@ -132,6 +132,6 @@ def test_prompts_alone_find_a_captured_step_of_nearly_their_rows() -> None:
 
 def test_the_longest_step_beside_others_is_one_that_a_library_multiplies() -> None:
     for size in (0, 1, *buckets.BESIDE):
-        rows, wanted = buckets.bites(size)[-1]
+        rows, wanted = buckets.chunk_sizes(size)[-1]
         whole = rows + -(-size // STAGED_MULTIPLE) * STAGED_MULTIPLE
         assert whole == LONG_ALONE[-1] == library.MOST and wanted == MAX_LOGITS

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from outrider.control import prefill
 from outrider.control.guards import Guards
 from outrider.control.planner import Planner
-from outrider.device.buckets import BITES, MAX_BESIDE, bites
+from outrider.device.buckets import CHUNK_SIZES, MAX_BESIDE, chunk_sizes
 from outrider.draft.lookup import LookupDrafter
 from outrider.engine.engine import Engine
 from outrider.engine.graph_runner import GraphRunner
@@ -155,7 +155,7 @@ def test_prompts_that_arrive_are_read_in_captured_steps(model, small, default) -
     assert len(engine.captures) == captures > 0
     beside = [(shape, captured) for shape, captured in steps if shape.staged and shape.size]
     assert beside and not [shape for shape, captured in steps if not captured]
-    assert {(shape.staged, shape.wanted) for shape, _ in beside} <= set(bites(2))
+    assert {(shape.staged, shape.wanted) for shape, _ in beside} <= set(chunk_sizes(2))
 
 
 def test_drafts_go_on_beside_prompts(model, small) -> None:
@@ -199,12 +199,12 @@ def test_until_steps_are_prepared_they_are_captured_when_first_needed(model, sma
 
 @pytest.mark.parametrize("steps", [0, 2])
 def test_prompts_that_come_together_are_read_in_one_captured_step(model, small, steps, monkeypatch) -> None:
-    """Beside an answer, which pauses once; without that they take a bite each."""
+    """Beside an answer, which pauses once; without that they take a chunk each."""
     monkeypatch.setattr(prefill, "BURST_STEPS", steps)
     guards = dict(prefill_slowdown=0.01, prefill_wait=1e9)
     engine = prepared(make_engine(model, small, bounded(**guards), step_rows=2048))
     engine.planner.costs.captured.with_prompts = {
-        (size, rows): float(rows) for size in (1, 2, 4, 8) for rows, _ in bites(size)
+        (size, rows): float(rows) for size in (1, 2, 4, 8) for rows, _ in chunk_sizes(size)
     }
     requests = [request(f"r{i}", prompt_of(300, i), max_tokens=6, seed=i, temperature=0.8) for i in range(4)]
     engine.add(request("stream", prompt_of(9), max_tokens=40))
@@ -218,7 +218,7 @@ def test_prompts_that_come_together_are_read_in_one_captured_step(model, small, 
         assert tokens_of(found[one.id, 0]) == run_alone(model, one, step_rows=2048)
     assert len(engine.captures) == captures and all(captured for _, captured in shapes)
     beside = [shape.staged for shape, _ in shapes if shape.staged and shape.size]
-    assert beside[0] == (bites(1)[-1][0] if steps else BITES[0][0])
+    assert beside[0] == (chunk_sizes(1)[-1][0] if steps else CHUNK_SIZES[0][0])
 
 
 @pytest.mark.parametrize("ready", [False, True])
@@ -227,13 +227,13 @@ def test_prompt_rows_are_bounded_once_steps_are_prepared(model, small, ready) ->
     if ready:
         costs = prepared(engine, 2).planner.costs.captured
         costs.device |= {CapturedShape("none", NO_TREE, size): 1.0 for size in (1, 2)}
-        costs.with_prompts |= {(size, rows): float(rows) for size in (1, 2) for rows, _ in bites(size)}
+        costs.with_prompts |= {(size, rows): float(rows) for size in (1, 2) for rows, _ in chunk_sizes(size)}
     engine.add(request("stream", prompt_of(9), max_tokens=40))
     for _ in range(4):
         engine.step()
     engine.add(request("late", prompt_of(400, 1), max_tokens=3))
     most = max(result.record.prompt_rows for result in all_steps(engine))
-    assert most == (BITES[0][0] if ready else 400)
+    assert most == (CHUNK_SIZES[0][0] if ready else 400)
 
 
 def test_a_step_counts_what_was_made_while_somebody_waited(model, small, monkeypatch) -> None:

@@ -305,7 +305,7 @@ class Admission:
 
 
 def _run(llm: LLM, arrivals: list[Arrival], found: Traffic) -> Generator[Arrival]:
-    """Arrivals as they end. Whoever closes this early has the others aborted."""
+    """Arrivals as they end. Closing this early has the others aborted."""
     admission = Admission(llm, arrivals)
     llm.driver.post(admission.let_in)
     left = len(arrivals)

@@ -22,12 +22,12 @@ HURRIED, LEISURELY = 0.1, 0.7
 # where it turns out to be needed.
 STAGED, STAGED_MULTIPLE, MOST_CAPTURED = (16, 32), 64, 512
 # Prompt rows that steps are captured with ahead, and the logits that are wanted of them. Fewer rows than the least cost
-# no less, and 512 are read as fast, row by row, as thousands. The most (`bites`) are for many prompts that come at once
-# and for those that have waited long: steps beside them read the keys and values of all who decode.
-BITES = ((64, 16), (128, 16), (256, 16), (512, 64))
+# no less, and 512 are read as fast, row by row, as thousands. The most (`chunk_sizes`) are for many prompts at
+# once, and for those that have waited long: steps beside them read the keys and values of all who decode.
+CHUNK_SIZES = ((64, 16), (128, 16), (256, 16), (512, 64))
 MOST_TOGETHER = 2048  # rows that a library multiplies
-DRAFTED_BITES = BITES[1:3]  # beside drafts
-# Prompts that nobody decodes beside come as they are.
+DRAFTED_CHUNKS = CHUNK_SIZES[1:3]  # beside drafts
+# Prompts without decoding sequences come as they are.
 ALONE = tuple(
     (rows, 16 if rows <= 256 else 64) for rows in range(STAGED_MULTIPLE, MOST_CAPTURED + 1, STAGED_MULTIPLE)
 )
@@ -39,7 +39,7 @@ BESIDE = (4, 16, 64, 128, 256, 512)  # decoding sequences beside prompt rows, wh
 ALIKE = 8
 MAX_BESIDE = 4  # nodes of drafts beside prompt rows: chains that are captured with them
 FEW_LOGITS, MAX_LOGITS = 16, 64  # of staged rows: a few, or a multiple
-MAX_ROWS = 512  # of a step whose drafts nobody asked for: logits of many rows take much memory
+MAX_ROWS = 512  # of a step whose drafts no request asked for: logits of many rows take much memory
 TREE_SIZE = 4  # up to so many sequences a step has rows to spare for trees that branch
 CAPTURE_AFTER = 48  # launches of a shape with staged rows: as many lose what it takes to capture one
 CAPTURE_COST = 200  # plain steps' time that it takes to capture and measure those of a size
@@ -62,16 +62,16 @@ def sizes_up_to(count: int) -> list[int]:
     return [size for size in SIZES if size <= bucket(count, SIZES)]
 
 
-def roomy_sizes(sizes: Seq[int], each: int) -> list[int]:
+def fitting_sizes(sizes: Seq[int], each: int) -> list[int]:
     """Of these, with so many rows a sequence: one, and each that the next has no room for at the same cost."""
     larger = [*sizes[1:], ALIKE + 1]
     return [size for size, more in zip(sizes, larger, strict=True) if size == 1 or more * each > ALIKE]
 
 
-def bites(size: int) -> list[tuple[int, int]]:
+def chunk_sizes(size: int) -> list[tuple[int, int]]:
     """Prompt rows beside so many decoding sequences, the most last: what those leave, by `STAGED_MULTIPLE`."""
     taken = -(-size // STAGED_MULTIPLE) * STAGED_MULTIPLE
-    return [*BITES, (MOST_TOGETHER - taken, BITES[-1][1])]
+    return [*CHUNK_SIZES, (MOST_TOGETHER - taken, CHUNK_SIZES[-1][1])]
 
 
 def size_beside(size: int, count: int) -> int:
@@ -80,7 +80,7 @@ def size_beside(size: int, count: int) -> int:
 
 
 def sizes_beside(count: int) -> list[int]:
-    """Of steps beside prompt rows for any number of decoding sequences up to this one; alone nobody has any beside."""
+    """Of steps beside prompt rows for up to this many decoding sequences; a single sequence has none beside it."""
     return sorted({size_beside(size, count) for size in sizes_up_to(count)}) if count > 1 else []
 
 

@@ -121,7 +121,7 @@ class CapturedStep:
         padding: int = 0,
         buffers: int = 2,
     ) -> None:
-        """`nodes` is the draft tree of `shape.tree`, `padding` the slot that rows of nobody write to. There are as many
+        """`nodes` is the draft tree of `shape.tree`, `padding` the slot that padding rows write to. There are as many
         `buffers` on the host as steps may be in flight at once.
         """
         self.ops, self.run, self.shape, self.propose, self.padding = ops, run, shape, propose, padding
@@ -169,8 +169,8 @@ class CapturedStep:
         return Launched(result, logits, timer)
 
     def launch_padding(self) -> Timer:
-        """Over padding alone, which changes nobody's state. Nor what is on its way to the host: a step of this shape
-        may be in flight.
+        """Over padding alone, which changes no sequence's state, nor what is on its way to the host: a step of this
+        shape may be in flight.
         """
         self._clear()
         timer = Timer(self.cuda)
@@ -186,7 +186,7 @@ class CapturedStep:
         return self.output
 
     def capture(self, record: Record) -> None:
-        """Capture the CUDA graph, after a warm-up on padding alone, which changes nobody's state."""
+        """Capture the CUDA graph, after a warm-up on padding alone, which changes no sequence's state."""
         given = self.inputs.clone()
         self._clear()
         self.graph, (output, logits) = record(self._step)
@@ -248,7 +248,7 @@ class CapturedStep:
 
 
 class _Memory:
-    """Where a tensor lies, for whoever looks at it without keeping it."""
+    """Where a tensor lies, for a reader that does not keep it."""
 
     def __init__(self, tensor: Tensor) -> None:
         assert tensor.dtype == torch.float32
@@ -262,7 +262,7 @@ class _Memory:
 
 
 def _not_kept(logits: Tensor) -> Tensor:
-    """The same numbers, in memory that other graphs may use for theirs: whoever needs them copies them before the next
+    """The same numbers, in memory that other graphs may use for theirs: they must be copied before the next
     step. Logits of every shape, each in memory of its own, would take more than the weights.
     """
     if not logits.is_cuda:

@@ -14,7 +14,7 @@ from outrider.types import Sequence
 from outrider.verify.rows import put, to_device, to_device_together
 
 MOST = 64  # sequences: nine bytes a token of the vocabulary each
-NOBODY = -1
+NO_ROW = -1
 
 
 class EditRows:
@@ -22,8 +22,8 @@ class EditRows:
 
     def __init__(self, rows: int, vocab: int, device: torch.device) -> None:
         self.vocab, self.device = vocab, device
-        # By row of the state: the row here, nobody's where nothing is edited. Padding's, too, is nobody's.
-        self.of_row = torch.full((rows + 1,), NOBODY, dtype=torch.int32, device=device)
+        # By row of the state: the row here, -1 where nothing is edited. So is padding's.
+        self.of_row = torch.full((rows + 1,), NO_ROW, dtype=torch.int32, device=device)
         self.held: dict[int, tuple[Sequence, int]] = {}  # the same, for the host, and for whom
         self.free = list(range(min(rows, MOST) if vocab else 0))[::-1]
         self.counts = self.prompt = self.bias = self.penalties = torch.empty(0, device=device)
@@ -36,7 +36,7 @@ class EditRows:
         """Count anew, if there is a row for it. `tokens` are the sequence's, on the device already."""
         params = sequence.request.params
         at = self._take(sequence) if _edited(sequence) else self._release(sequence.row)
-        if at == NOBODY:
+        if at == NO_ROW:
             return
         start, end = sequence.prompt_len, len(sequence.tokens)
         emitted = tokens[start:end]
@@ -61,15 +61,15 @@ class EditRows:
             self.held[row] = sequence, self.free.pop()
             put(self.of_row, row, self.held[row][1])
         if row not in self.held:
-            return NOBODY
+            return NO_ROW
         self.held[row] = sequence, self.held[row][1]
         return self.held[row][1]
 
     def _release(self, row: int) -> int:
         if row in self.held:
             self.free.append(self.held.pop(row)[1])
-            put(self.of_row, row, NOBODY)
-        return NOBODY
+            put(self.of_row, row, NO_ROW)
+        return NO_ROW
 
     def make(self) -> None:
         """Take the memory, if there is none yet."""

@@ -2,7 +2,7 @@
 
 Until steps are prepared, a shape is captured when it is first needed, as somebody who asks once needs few of them. From
 then on nothing is captured while anybody waits: a captured step that has room serves, or the operations are launched
-one by one, and what was often missed is captured when nobody is answered.
+one by one, and what was often missed is captured when no request runs.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class StepGraphs:
         if self.record is None or self.captured(shape):
             return shape
         if shape not in self._serving:
-            roomy = [one for one in self.steps if self.captured(one) and one.has_room_for(shape)]
-            if not roomy:
+            fitting = [one for one in self.steps if self.captured(one) and one.has_room_for(shape)]
+            if not fitting:
                 return None
-            self._serving[shape] = min(roomy, key=lambda one: (one.rows, one.context, one.filtered))
+            self._serving[shape] = min(fitting, key=lambda one: (one.rows, one.context, one.filtered))
         return self._serving[shape]
 
     def step(self, shape: StepShape) -> CapturedStep:
@@ -48,7 +48,7 @@ class StepGraphs:
         return step
 
     def capture(self, shape: StepShape) -> CapturedStep:
-        """Now, whoever waits. On a CPU there is nothing to capture."""
+        """Now, although requests may wait. On a CPU there is nothing to capture."""
         step = self.made(shape)
         if self.record is not None and step.graph is None:
             step.capture(self.record)
@@ -58,7 +58,7 @@ class StepGraphs:
         return step
 
     def often_missed(self) -> list[StepShape]:
-        """Shapes worth capturing when nobody waits for it."""
+        """Shapes worth capturing while no request runs."""
         return [shape for shape, count in self.missed.items() if count >= CAPTURE_AFTER]
 
     def forget(self, drafter: str) -> None:

@@ -210,7 +210,7 @@ class StepOps:
             fits = (above == here[:, None]) & (drafted == sampled[:, None]) & open_
             held.append((fits * node).amax(1))
             sampled = chosen.gather(1, held[-1][:, None])[:, 0]
-            here = torch.where(held[-1] > 0, held[-1] - 1, len(parents))  # nobody's parent
+            here = torch.where(held[-1] > 0, held[-1] - 1, len(parents))  # no node's parent
         path = torch.stack(held, dim=1)  # [S, depth] rows; 0 where none
         accepted = (path > 0).sum(1)
         emitted = chosen.gather(1, torch.cat([torch.zeros_like(path[:, :1]), path], dim=1))
@@ -228,7 +228,7 @@ class StepOps:
         self.state.lengths[step.rows] = torch.where(grows, step.lengths + by, step.lengths)
 
     def _count(self, step: StepInputs, emitted: Tensor, accepted: Tensor | None = None) -> None:
-        """Of whoever grows: tokens [S, n] emitted, all or those accepted and one more, for its penalties."""
+        """Of sequences that grow: tokens [S, n] emitted, all or those accepted and one more, for its penalties."""
         if not self.edited:
             return
         edits, most = self.state.edits, emitted.shape[1]

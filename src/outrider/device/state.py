@@ -30,7 +30,7 @@ class SequenceState:
     """One row a sequence, by its row of the slot table, and one more: padding's own."""
 
     def __init__(self, rows: int, width: int, device: torch.device, vocab: int = 0) -> None:
-        """With a `vocab` of 0 nobody's logits are edited here."""
+        """With a `vocab` of 0 no logits are edited here."""
         self.rows, self.width, self.device = rows, width, device
         self.tokens = torch.zeros(rows + 1, width, dtype=torch.int64, device=device)
         self.lengths = torch.zeros(rows + 1, dtype=torch.int64, device=device)  # tokens in the KV cache
@@ -60,12 +60,12 @@ class SequenceState:
         rows = np.array([sequence.row for sequence in sequences], np.int64)
         tokens = [np.array(one.sequence.tokens[one.known :], np.int64) for one in changes]
         slots = [one.entries[one.cached : one.sequence.cached] for one in changes]
-        heat = [clamp_temperature(sequence.request.params.temperature) for sequence in sequences]
+        temperatures = [clamp_temperature(sequence.request.params.temperature) for sequence in sequences]
         made = (
             rows,
             np.array([sequence.cached for sequence in sequences], np.int64),
             np.array([sequence.seed for sequence in sequences], np.int64),
-            np.array(heat, np.float32),
+            np.array(temperatures, np.float32),
             self._places(rows, [one.known for one in changes], tokens),
             np.concatenate(tokens),
             self._places(rows, [one.cached for one in changes], slots),

@@ -241,7 +241,7 @@ class Filling:
         self._prefix = (0, 0)  # shards without a gap, and what they are worth
         self._talks: dict[str, tuple[int, int, Talk]] = {}  # shard, number and talk by request
         self._sequences: dict[str, Running] = {}  # of the engine's thread
-        self._heard: queue.SimpleQueue[Running | BaseException] = queue.SimpleQueue()
+        self._received: queue.SimpleQueue[Running | BaseException] = queue.SimpleQueue()
         self._ready: list[Request] = []  # to be handed in with the next wave
         together = llm.settings.max_sequences
         self._wave = max(1, int(together * WAVE[llm.model.device.type]))
@@ -405,23 +405,23 @@ class Filling:
                 started = self.llm.driver.add(requests, self._listen)
                 self._sequences.update((r.id, own[0]) for r, own in zip(requests, started, strict=True))
             except BaseException as refused:
-                self._heard.put(refused)
+                self._received.put(refused)
 
         self.llm.driver.post(start)
 
     def _listen(self, event: Event | BaseException) -> None:
         """On the engine's thread, for every token of every answer."""
         if isinstance(event, BaseException):
-            self._heard.put(event)
+            self._received.put(event)
             return
         self._written += len(event.token_ids)
         if event.finish_reason is not None and not self._closed:
-            self._heard.put(self._sequences.pop(event.request_id))
+            self._received.put(self._sequences.pop(event.request_id))
 
     def _hear(self) -> None:
         """Wait a moment for an answer, and go on with all whose answers are there."""
         try:
-            received: Running | BaseException = self._heard.get(timeout=LOOK_SECONDS)
+            received: Running | BaseException = self._received.get(timeout=LOOK_SECONDS)
         except queue.Empty:
             return
         while True:
@@ -432,7 +432,7 @@ class Filling:
             shard, number, talk = self._talks.pop(received.request.id)
             self._go_on(shard, number, talk, Said(received.output, received.finish_reason == "stop"))
             try:
-                received = self._heard.get_nowait()
+                received = self._received.get_nowait()
             except queue.Empty:
                 break
 

@@ -2,7 +2,7 @@
 
 The first layers' keys and values of known tokens are in the target's slots already. A draft node writes its own to a
 slot that the target's pass is about to write in all layers, with the same numbers where the node is verified; where it
-is not, nobody reads that slot before it is written again. So there is nothing to catch up on, and the target cannot
+is not, no row reads that slot before it is written again. So there is nothing to catch up on, and the target cannot
 tell.
 """
 

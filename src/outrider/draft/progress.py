@@ -6,8 +6,8 @@ from outrider.types import Draft, Sequence, Verdict
 
 
 class PrefillProgress:
-    """By row of the slot table. Whoever gave its row back counts from nothing, even if it has the same row again: its
-    slots are others.
+    """By row of the slot table. A sequence that gave its row back counts from nothing, even if it has the same row
+    again: its slots are others.
     """
 
     def __init__(self) -> None:
@@ -19,7 +19,7 @@ class PrefillProgress:
         return read if owner is sequence and released == sequence.released else 0
 
     def behind(self, sequence: Sequence, coming: int, window: int) -> int:
-        """Tokens to be read by whoever reads the last `window` in a captured step itself."""
+        """Tokens to be read by a drafter that reads the last `window` in a captured step itself."""
         known, read = len(sequence.tokens) + coming, self.of(sequence)
         return known - 1 - read if read < known - window else 0
 
@@ -32,7 +32,7 @@ class PrefillProgress:
 
     def accept(self, sequence: Sequence, draft: Draft, verdict: Verdict, fed: bool) -> None:
         """All that was known when the draft was made has been read; if draft nodes were `fed`, so have the accepted
-        ones. A node without children was not: nobody needed what comes after it.
+        ones. A node without children was not: its continuation was not needed.
         """
         if draft:
             path = verdict.accepted if fed else []

@@ -9,7 +9,7 @@ from __future__ import annotations
 from outrider.draft.drafters import Drafters
 from outrider.types import DraftPlan, Outcome, Sequence
 
-DEPTH = 4  # tokens of a proposal: of more, nobody would know for longer whether any was right
+DEPTH = 4  # tokens of a proposal: for more, it stays open longer whether any was right
 
 
 class Scores:

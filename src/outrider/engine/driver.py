@@ -1,4 +1,4 @@
-"""Gives the engine a thread of its own: requests go in from anywhere, events come out to whoever asked.
+"""Gives the engine a thread of its own: requests go in from anywhere, events go to the requester.
 
 One thread loads the model and does all steps: the engine needs no locks, and the kernels' helpers serve one caller
 (a second at the same time would do its work alone). No lock is held while the target runs.
@@ -49,11 +49,11 @@ class Driver:
         """Builds the engine on its thread. Without `wait` the caller goes on meanwhile and calls `wait_until_built`."""
         self.engine: Engine
         self.observer: Callable[[StepRecord], None] | None = None  # hears of every step, after its events
-        self.idle_work: Iterator[None] | None = None  # what is done, piece by piece, while nobody is answered
+        self.idle_work: Iterator[None] | None = None  # what is done, piece by piece, while no request runs
         self._build = build
         self._commands: deque[Callable[[], None]] = deque()  # run by the engine's thread between steps
         self._listeners: dict[str, Listener] = {}
-        self._answered_at = float("-inf")  # when the last step ended; nobody was answered yet
+        self._answered_at = float("-inf")  # when the last step ended; no request was answered yet
         self._wake = threading.Condition()
         self._closed = False
         self._failure: BaseException | None = None
@@ -103,7 +103,7 @@ class Driver:
         return self.run(lambda: self.add(requests, listener))
 
     def add(self, requests: Seq[Request], listener: Listener) -> list[list[Sequence]]:
-        """What `submit` does, for whoever is on the engine's thread already."""
+        """What `submit` does, for callers on the engine's thread."""
         added: list[list[Sequence]] = []
         try:
             added.extend(map(self.engine.add, requests))  # keeps those before one that raises
@@ -118,7 +118,7 @@ class Driver:
         """Raise why nothing can be asked of this engine, if that is so."""
         if (
             os.getpid() != self._pid
-        ):  # whoever forked has the object, but not its thread, and locks as they stood
+        ):  # a forked process has the object, but not its thread, and locks as they stood
             raise OutriderError(
                 f"this LLM belongs to process {self._pid}, and a forked child cannot use it: make an LLM in the child, "
                 "or start it with multiprocessing's 'spawn'"
@@ -194,8 +194,8 @@ class Driver:
                 self.idle_work = None
 
     def _rest(self) -> float:
-        """Seconds to sleep while nobody asks anything: none if there is something to do meanwhile. That is begun only
-        when nobody was answered for a while, as whoever asks next would wait for the piece in hand.
+        """Seconds to sleep while no request comes: none if there is something to do meanwhile. That is begun only
+        when no request ran for a while, as the next request would wait for the piece in hand.
         """
         if self.idle_work is None:
             return threading.TIMEOUT_MAX
@@ -214,7 +214,9 @@ class Driver:
                 continue  # it failed once already
             try:
                 listener(event)
-            except Exception:  # whoever listened is gone, an event loop closed: nobody else may suffer for it
+            except (
+                Exception
+            ):  # the listener is gone, an event loop closed: no other listener may suffer for it
                 del self._listeners[event.request_id]
                 self.engine.abort(event.request_id)
         for event in events:

@@ -129,7 +129,7 @@ class Engine:
         while len(self.in_flight) > (self.runner.lag if work else 0):
             results.append(self._settle(self.in_flight.popleft()))
             if not self.live:
-                break  # what is still in flight is nobody's, and the last tokens must not wait for it
+                break  # steps still in flight have no sequence left, and the last tokens must not wait for them
         return results
 
     def _prompt_rows(self, decoding: int, waited: float, waiting: int, pending: int) -> int:

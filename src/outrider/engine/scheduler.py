@@ -44,7 +44,7 @@ class Scheduler:
             self.held[choices[0].request.id] = choices[1:]
 
     def schedule(self, prompt_rows: PromptRows) -> list[Work]:
-        """Whoever can move, with slots for the known tokens that are fed."""
+        """Sequences that can move, with slots for the known tokens that are fed."""
         # Written out, as it is done for every sequence in every step: what is pending, and what remains.
         ready = [
             s
@@ -69,7 +69,7 @@ class Scheduler:
         return work
 
     def _prompt_budget(self, prompts: list[Sequence], decoding: int, prompt_rows: PromptRows) -> int:
-        """Prompt rows of this step: as many as fit if nobody decodes."""
+        """Prompt rows of this step: as many as fit if no sequence decodes."""
         most = self.step_rows - decoding
         waiting = [*prompts, *islice(self.waiting, 1)]
         if not decoding or not waiting:
@@ -158,7 +158,7 @@ class Scheduler:
         self.preemptions += 1
 
     def _release(self, sequence: Sequence) -> None:
-        self.table.commit(sequence.row, sequence.cached)  # slots of steps whose outcome nobody waits for
+        self.table.commit(sequence.row, sequence.cached)  # slots of steps whose outcome no request waits for
         self.table.release(sequence.row, sequence.tokens[: sequence.cached], sequence.request.owner)
         sequence.row = -1
         sequence.released += 1
@@ -167,7 +167,7 @@ class Scheduler:
         """Give a waiting sequence a row, if its whole text so far fits; nothing is preempted for it."""
         if not self.table.rows_left:
             return False
-        # Whoever wants the prompt's own log-probabilities must have it read.
+        # A request for the prompt's own log-probabilities needs it read.
         reuse = sequence.request.params.prompt_logprobs is None
         row, reused = self.table.open(sequence.tokens, sequence.request.owner, reuse)
         if not self.table.make_room(len(sequence.tokens) - reused + 1):

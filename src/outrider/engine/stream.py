@@ -17,7 +17,7 @@ LOOK_SECONDS = 0.5  # between two looks at an engine that is silent
 
 class Inbox:
     """Events on their way from the engine's thread to the reader. The driver holds it, and never the stream: a stream
-    that nobody reads any more must be freed.
+    without a reader must be freed.
     """
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ class Stream:
                 with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
                     inbox.put(refused)
 
-        driver.post(start)  # from here on an abort comes after it, also if nobody waits any more
+        driver.post(start)  # from here on an abort comes after it, even without a reader
         self._started = True
 
     def _read(self, event: Event | BaseException) -> Event:

@@ -1,7 +1,7 @@
 """Which steps are captured before anybody waits for them, most needed first, and what they take.
 
-Everything runs over padding, which changes nobody's state. Steps without drafts come first, for every number of
-sequences, alone and beside prompt rows: whoever asks can be answered with those. Then come drafts, then longer texts.
+Everything runs over padding, which changes no sequence's state. Steps without drafts come first, for every number of
+sequences, alone and beside prompt rows: requests can be answered with those. Then come drafts, then longer texts.
 What others with room can do at a few percent more is not captured (device/buckets.py).
 
 Kernels that they need are compiled ahead of them, in threads, in the same order.
@@ -20,7 +20,7 @@ import torch
 from outrider.control.planner import Planner
 from outrider.device.buckets import (
     ALONE,
-    DRAFTED_BITES,
+    DRAFTED_CHUNKS,
     FEW_LOGITS,
     LONG_ALONE,
     MAX_LOGITS,
@@ -28,10 +28,10 @@ from outrider.device.buckets import (
     RUNS,
     SIZES,
     SizeChoice,
-    bites,
     bucket,
+    chunk_sizes,
+    fitting_sizes,
     longest_run,
-    roomy_sizes,
     size_beside,
     sizes_beside,
     sizes_up_to,
@@ -48,7 +48,7 @@ from outrider.verify.batch import verify_rows
 Plain = Callable[[int], float | None]  # seconds of plain steps, by size
 SPARE = 1 << 30  # bytes that are left alone
 LONGEST = CONTEXTS[2]  # tokens of texts whose steps are captured ahead
-# Rows of prompts that nobody decodes beside: launched one by one, and compiled first.
+# Rows of prompts without decoding sequences: launched one by one, and compiled first.
 EAGER_ROWS = (576, 1024, 2048)
 
 
@@ -158,7 +158,7 @@ class GraphPreparation:
         if self.ops.ahead is None or shape in self._compiled or self.graphs.captured(shape):
             return
         self._compiled.add(shape)
-        with suppress(Exception):  # whoever launches it will hear of it
+        with suppress(Exception):  # launching it will raise the error
             self.graphs.made(shape).compile(self.ops.ahead)
 
     def _plain(self, sequences: int) -> Iterator[StepShape]:
@@ -177,13 +177,13 @@ class GraphPreparation:
 
     def _prompts(self) -> Iterator[StepShape]:
         """Of prompts alone."""
-        for bite in (*ALONE, *((rows, ALONE[-1][1]) for rows in EAGER_ROWS)):
-            yield self.shape(0, "none", NO_TREE, bite)
+        for chunk in (*ALONE, *((rows, ALONE[-1][1]) for rows in EAGER_ROWS)):
+            yield self.shape(0, "none", NO_TREE, chunk)
 
     def _beside(self, size: int) -> Iterator[StepShape]:
         """Plain decoding sequences beside prompt rows."""
         size = size_beside(size, self.sequences)
-        return (self.shape(size, "none", NO_TREE, bite) for bite in bites(size))
+        return (self.shape(size, "none", NO_TREE, chunk) for chunk in chunk_sizes(size))
 
     def steps(self, size: int, drafter: str) -> Iterator[tuple[str, TreeShape, float]]:
         """What steps of this size take, plain and with each draft tree, in seconds."""
@@ -264,7 +264,7 @@ class GraphPreparation:
         sizes = sizes_up_to(sequences)
         for rows in LONG_ALONE:
             yield self.shape(0, "none", NO_TREE, (rows, MAX_LOGITS), context=rows + 1)
-        for size in roomy_sizes(sizes, 1):
+        for size in fitting_sizes(sizes, 1):
             yield self.shape(size, "none", NO_TREE, filtered=True)
             for passes in RUNS[1:]:
                 if passes <= longest_run(size, plain(size) or 1.0):
@@ -272,15 +272,15 @@ class GraphPreparation:
         shortest, *longer = contexts_for(self.width, LONGEST)
         yield from self._drafts_beside(sequences, drafters, shortest)
         for context in longer:
-            for size in roomy_sizes(sizes, 1):
+            for size in fitting_sizes(sizes, 1):
                 yield self.shape(size, "none", NO_TREE, context=context, filtered=True)
             for size in (0, *sizes_beside(sequences)):
-                for bite in bites(size):
-                    yield self.shape(size, "none", NO_TREE, bite, context=context)
+                for chunk in chunk_sizes(size):
+                    yield self.shape(size, "none", NO_TREE, chunk, context=context)
             for name in drafters:
                 for tree in self.shapes.trees(name, 1):
                     having = [size for size in sizes if tree in self.shapes.trees(name, size)]
-                    for size in roomy_sizes(having, tree.nodes + 1):
+                    for size in fitting_sizes(having, tree.nodes + 1):
                         yield self.shape(size, name, tree, context=context)
             yield from self._drafts_beside(sequences, drafters, context)
 
@@ -289,8 +289,8 @@ class GraphPreparation:
         for size in sizes_beside(sequences):
             for name in drafters:
                 for tree in self.shapes.trees(name, size, prompts=True):
-                    for bite in DRAFTED_BITES:
-                        yield self.shape(size, name, tree, bite, context=context)
+                    for chunk in DRAFTED_CHUNKS:
+                        yield self.shape(size, name, tree, chunk, context=context)
 
     def _crowded(self) -> bool:
         """Whether steps need what memory is left more than graphs do."""

@@ -32,7 +32,7 @@ class NotHttp(ConnectionError):
 
 
 class Receiver(Protocol):
-    """Whoever wants an answer: its head, then its body piece by piece, with the time each was read."""
+    """A waiting reader: the answer's head, then its body piece by piece, with the time each was read."""
 
     def head(self, status: int, headers: Mapping[str, str]) -> None: ...
 
