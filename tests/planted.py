@@ -160,7 +160,7 @@ FAULTS = [
           "sum(why is not PREFILL for _, why in found) - len(places)", "0", "control/test_planner.py"),
     Fault("host time that the device cannot hide", "control/costs.py", "else device + exposed", "else device",
           "control/test_costs.py"),
-    Fault("a tree other than the plan's", RUNNER, "self._drafting_shape(plain, plan.drafters[0], plan.tree)",
+    Fault("a tree other than the plan's", RUNNER, "replace(plain, tree=plan.tree, drafters=plan.drafters)",
           "self._drafting_shape(plain, plan.drafters[0], TreeShape(1, 1))", "engine/test_executed_plans.py"),
     # Text, and the server.
     Fault("a stop string shown in part", "engine/text.py", "    return longest\n", "    return 0\n",

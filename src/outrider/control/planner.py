@@ -58,9 +58,8 @@ class Current:
     lead: str = "none"
     drafts: bool = False
     speedup: float = 1.0  # expected
-    idle: defaultdict[str, float] = field(
-        default_factory=lambda: defaultdict(float)
-    )  # plain steps since a draft
+    # Plain steps' time since each drafter drafted.
+    idle: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
 
 
 class Worth(NamedTuple):
@@ -188,7 +187,8 @@ class Planner:
             self._settle(found, free, reason)
             return Plan(())
         tree = max((TreeShape(p.depth, p.nodes) for p in plans), key=lambda one: one.nodes)
-        lead = self.persistent.lead if reason.kind != "probe" else str(reason.facts[0][1])
+        probed = next(plan.drafter for plan in plans if plan.nodes)
+        lead = probed if reason.kind == "probe" else self.persistent.lead
         shared = self._shared_plan(found, dict(zip(free, plans, strict=True)), reason, lead, tree, options)
         if worth is not None and shared.tree != NO_TREE:
             drafts = [found[i][0].nodes > 0 for i in free]
@@ -210,23 +210,19 @@ class Planner:
         serving = (lead, *options.model_free) if tree.is_chain else (lead,)
         lag = options.lag.get(lead, ())
         plans: dict[int, DraftPlan] = {}
-        for i in places:
+        for i in (i for i in places if found[i][1].kind in ("auto", "asked")):
             plan, why = found[i]
             allowed = self._allowed(work[i].sequence, plan) if why is AUTO else (plan.drafter,)
             name = next((one for one in serving if one in allowed), None)
             if why is AUTO and name == lead and lag and lag[i]:
                 name = None  # its prefill is not worth a draft that was made for others
-            if name is None or why.kind not in ("auto", "asked") or tree == NO_TREE:
-                plans[i] = NO_DRAFT_PLAN
-            elif why is AUTO or not tree.is_chain:
-                plans[i] = DraftPlan(name, tree.nodes, tree.depth, None, plan.mode)
-            else:
-                depth = min(plan.depth, tree.depth)
-                plans[i] = DraftPlan(name, depth, depth, None, plan.mode)
-        plans = {i: plan for i, plan in plans.items() if found[i][1].kind in ("auto", "asked")}
-        return self._shared_plan(
-            found, plans, Reason("pays", tree.depth, (("drafter", lead),)), lead, tree, options
-        )
+            whole = why is AUTO or not tree.is_chain
+            depth = tree.depth if whole else min(plan.depth, tree.depth)
+            nodes = depth if tree.is_chain else tree.nodes
+            none = name is None or tree == NO_TREE
+            plans[i] = NO_DRAFT_PLAN if none else DraftPlan(name or "", nodes, depth)
+        reason = Reason("pays", tree.depth, (("drafter", lead),))
+        return self._shared_plan(found, plans, reason, lead, tree, options)
 
     def _shared_plan(
         self,
@@ -252,11 +248,9 @@ class Planner:
                     left -= lag[i]
             if mine and blocked and blocked[i]:
                 plan = NO_DRAFT_PLAN
-            mode = found[i][0].mode
-            found[i] = (
-                replace(plan, mode=mode) if plan.nodes else plan,
-                found[i][1] if found[i][1].kind == "asked" else reason,
-            )
+            before, why = found[i]
+            plan = replace(plan, mode=before.mode) if plan.nodes else plan
+            found[i] = plan, why if why.kind == "asked" else reason
         names = (lead, *(n for n in options.model_free if n != lead)) if tree.is_chain else (lead,)
         tree = tree if any(found[i][0].nodes for i in plans) else NO_TREE
         return Plan((), tree=tree, drafters=names, prefills=tuple(prefills))

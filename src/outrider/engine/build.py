@@ -108,8 +108,9 @@ def build_engine(
         torch.set_num_threads(1)
     drafters = Drafters(by_name, model.config.vocab)
     live_draft = LiveDraft(parts, drafters, sources)
-    eager = EagerRunner(model, cache, drafters)
-    runner: Runner = make_graph_runner(model, cache, drafters, drafter) if on_gpu else eager
+    runner: Runner = (
+        make_graph_runner(model, cache, drafters, drafter) if on_gpu else EagerRunner(model, cache, drafters)
+    )
     # Lookup costs next to nothing, so the planner may choose it where a request names no drafter.
     choices = dict.fromkeys((drafter, "lookup") if names else ())
     planner = Planner(drafter, choices=tuple(choices), guards=guards_of(settings))

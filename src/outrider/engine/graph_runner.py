@@ -307,7 +307,7 @@ class GraphRunner:
         plain = self._plain_shape(size, rows, step.packed.work, step.packed.drafts)
         if plan.tree != NO_TREE and len(rows):
             if self.table.make_room(len(rows) * plan.tree.nodes):
-                shape = self._drafting_shape(plain, plan.drafters[0], plan.tree)
+                shape = replace(plain, tree=plan.tree, drafters=plan.drafters)
                 return self.graphs.find(shape) or shape
             for (
                 i
