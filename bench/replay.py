@@ -1,12 +1,12 @@
 """Replays recorded answers of a real model through the planner, at given step costs of a CPU and without a clock.
 
     python -m bench.replay --record answers.json --tasks chat,code,rewrite --temperatures 0,0.7 --max-tokens 48
-    python -m bench.replay answers.json --batches 1,4,16 [--why "summary T=0.7, batch 1"]
+    python -m bench.replay answers.json --batches 1,4,16 [--why "summary T=0.7, batch 1"] [--set MARGIN=0.1]
 
 Recording answers every prompt plainly, once. Replaying gives the same tokens to the real planner and the real lookup,
 step by step, prompts included, and adds up the cost of each step by its rows. So a loss can be traced to steps and
-their reasons, a change to the planner shows in seconds, and a noisy machine changes nothing. One planner serves all
-cells in turn, as in a server.
+their reasons, a change to the planner or to one of its tuned numbers (`--set`) shows in seconds, and a noisy machine
+changes nothing. One planner serves all cells in turn, as in a server.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from outrider.bench.answering import answer
 from outrider.bench.prompts import LENGTHS
 from outrider.bench.speculation import groups_of
 from outrider.cli.tasks import task_ids, task_rows
+from outrider.control import guards
 from outrider.control.costs import EagerCosts
 from outrider.control.guards import Guards
 from outrider.control.planner import Planner
@@ -56,6 +58,15 @@ PLANNING = 0.04  # ms more of a step, a sequence, where a planner looks for draf
 ROWS = 128  # of a step
 GUARDS = Guards(prefill_slowdown=PREFILL_SLOWDOWN["cpu"], prefill_wait=PREFILL_WAIT["cpu"])
 EVERY = "chat,code,json,rewrite,summary,creative,short,long"
+
+
+def set_number(text: str) -> None:
+    """Gives one of the planner's tuned numbers (control/guards.py) another value: NAME=VALUE."""
+    name, value = text.split("=")
+    assert hasattr(guards, name), f"{name} is no number of control/guards.py"
+    for module in [m for path, m in sys.modules.items() if path.startswith("outrider.control.")]:
+        if hasattr(module, name):
+            setattr(module, name, type(getattr(guards, name))(float(value)))
 
 
 def record(
@@ -241,6 +252,7 @@ def main() -> None:
     parser.add_argument("--each", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--why", default="")
+    parser.add_argument("--set", action="append", default=[], type=set_number, help="NAME=VALUE")
     given = parser.parse_args()
     if given.record:
         temperatures = [float(one) for one in given.temperatures.split(",")]
@@ -256,6 +268,7 @@ def main() -> None:
 
 
 def show(answers: dict[str, Any], batches: list[int], rounds: int, why: str) -> None:
+    cells = []
     for batch in batches:
         auto, fixed, plain = (
             Replay("auto"),
@@ -275,6 +288,7 @@ def show(answers: dict[str, Any], batches: list[int], rounds: int, why: str) -> 
                     if why == f"{label}, batch {batch}":
                         explain(number, place, own, base)
             late = statistics.median(waits)
+            cells.append(statistics.median(ratios))
             said = ", ".join(f"{kind} {times}" for kind, times in kinds.most_common(4))
             print(
                 f"{label:14} batch {batch:2} {statistics.median(ratios):5.3f}x first {ratios[0]:5.3f} lowest "
@@ -282,6 +296,7 @@ def show(answers: dict[str, Any], batches: list[int], rounds: int, why: str) -> 
                 f"first token {late:4.2f}  {said}",
                 flush=True,
             )
+    print(f"geometric mean {statistics.geometric_mean(cells):.4f}x, lowest {min(cells):.3f}x")
 
 
 def explain(number: int, place: int, own: Run, base: Run) -> None:

@@ -40,8 +40,10 @@ from outrider.types import NO_TREE, Batch, Request, SamplingParams, TreeShape
 TEMPERATURE = 0.7
 DEPTH = 4  # of the fixed method
 # Milliseconds of a pass by sequences, what more rows add to it, and a prompt's token: measured on a card.
-PASS_MS = {1: 1.24, 2: 1.26, 4: 1.29, 8: 1.31, 16: 1.35, 32: 1.60, 64: 1.90}
-ROWS_MS = {2: 0.05, 5: 0.09, 9: 0.12, 17: 0.2, 24: 0.24, 40: 0.45, 80: 0.75, 160: 1.1, 320: 2.4, 1024: 7.7}
+PASS_MS = {1: 1.24, 2: 1.26, 4: 1.29, 8: 1.31, 16: 1.35, 32: 1.60, 64: 1.90, 128: 2.6}
+ROWS_MS = {
+    2: 0.05, 5: 0.09, 9: 0.12, 17: 0.2, 24: 0.24, 40: 0.45, 80: 0.75, 160: 1.1, 320: 2.4, 640: 4.8, 1024: 7.7,
+}  # fmt: skip
 PROMPT_MS, BESIDE_MS, ALONE_MS = 0.008, 0.3, 1.3  # the same of steps that have prompt rows at all
 WORDS = 40000  # recorded tokens are taken modulo this, and prompts begin with one of their own beyond
 

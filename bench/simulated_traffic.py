@@ -20,7 +20,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from bench.replay_gpu import WORDS, Recorded
+from bench.replay import set_number
+from bench.replay_gpu import PASS_MS, ROWS_MS, WORDS, Recorded
 from torch import Tensor
 
 from bench import host
@@ -39,20 +40,6 @@ from outrider.load.find import find
 from outrider.settings import cache_folder
 from outrider.types import NO_TREE, Draft, Request, SamplingParams, Sequence, TreeShape, Verdict
 
-PASS = {1: 1.24, 2: 1.26, 4: 1.29, 8: 1.31, 16: 1.35, 32: 1.60, 64: 1.90, 128: 2.6}  # by sequences
-ROWS = {
-    2: 0.05,
-    5: 0.09,
-    9: 0.12,
-    17: 0.2,
-    24: 0.24,
-    40: 0.45,
-    80: 0.75,
-    160: 1.1,
-    320: 2.4,
-    640: 4.8,
-    1024: 7.7,
-}
 LEVEL = {1: 0.08, 8: 0.09, 32: 0.12, 64: 0.16, 128: 0.22}  # of the head's draft, by sequences
 HEAD_TOKEN, HEAD_PREFILL, PROMPT_TOKEN, PROMPT, ALONE = 0.0012, 0.15, 0.008, 0.3, 1.3
 ACCEPTANCE, SPREAD = {"chat": 0.58, "code": 0.8, "rewrite": 0.6, "summary": 0.55, "short": 0.5}, 0.12
@@ -62,11 +49,11 @@ Text = tuple[list[int], list[int], float]  # prompt, answer, acceptance of the h
 
 
 def pass_ms(tree: TreeShape, size: int, lead: str) -> float:
-    ms = PASS[bucket(size, tuple(PASS))] if size else 0.0
+    ms = PASS_MS[bucket(size, tuple(PASS_MS))] if size else 0.0
     if tree == NO_TREE:
         return ms
     levels = LEVEL[bucket(size, tuple(LEVEL))] * tree.depth if lead == "head" else 0.0
-    return ms + ROWS[bucket(size * (tree.nodes + 1), tuple(ROWS))] + levels
+    return ms + ROWS_MS[bucket(size * (tree.nodes + 1), tuple(ROWS_MS))] + levels
 
 
 class Head(ResidentDrafter):
@@ -183,7 +170,7 @@ def texts_of(answers: dict[str, Any]) -> dict[str, list[Text]]:
 
 
 def run(given: argparse.Namespace) -> None:
-    texts = texts_of(json.loads(given.answers.read_text()))
+    texts, cells = texts_of(json.loads(given.answers.read_text())), []
     for streams in given.concurrency:
         given.sequences = streams
         away = host.Clock(CapturedStep, "_step")
@@ -198,6 +185,7 @@ def run(given: argparse.Namespace) -> None:
                         ratios.append(auto[0] / plain[0])
                         tails.append(auto[1] / plain[1])
                         kinds += auto[2]
+            cells.append(statistics.mean(ratios))
             said = ", ".join(f"{kind} {count}" for kind, count in kinds.most_common(4))
             print(
                 f"{task:10}{given.sequences:5}{statistics.mean(ratios):8.3f}x, lowest {min(ratios):.3f}x, "
@@ -205,6 +193,7 @@ def run(given: argparse.Namespace) -> None:
                 flush=True,
             )
         away.stop()
+    print(f"geometric mean {statistics.geometric_mean(cells):.4f}x, lowest {min(cells):.3f}x")
 
 
 def main() -> None:
@@ -215,6 +204,7 @@ def main() -> None:
     parser.add_argument("--each", type=int, default=4, help="requests of a round, a stream")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--slower", type=float, default=0.5, help="times as slow a host as this one")
+    parser.add_argument("--set", action="append", default=[], type=set_number, help="NAME=VALUE")
     parser.set_defaults(single=False)
     torch.set_num_threads(1)
     run(parser.parse_args())

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from outrider.draft.lookup import LookupDrafter
 from outrider.engine import eager_runner
 from tests.tiny import finish, prompt_of, request, tiny_engine, tiny_model, tokens_of
 
@@ -52,6 +53,7 @@ class Noted:
 
     def __init__(self) -> None:
         self.asked: list[str] = []
+        self.jobs: list[str] = []  # kernels that are not compiled yet
 
     @contextmanager
     def collecting(self):
@@ -83,3 +85,21 @@ def test_kernels_are_compiled_before_their_steps_and_never_beside_answers(model)
     engine.add(request("c", prompt_of(9), max_tokens=6))
     finish(engine)
     assert set(ahead.asked) == {"pause"}
+
+
+def test_requests_do_not_wait_for_kernels_of_drafts(model) -> None:
+    """Nothing is captured until they are compiled: a launch would wait for them, and a request for the launch."""
+    ahead, engine = Noted(), tiny_engine(model, drafter=LookupDrafter(), lag=1)
+    engine.runner.ops.ahead, ahead.jobs = ahead, ["kernel of a draft"]
+    pieces, preparation = engine.prepare(2), engine.runner.preparation
+    while not engine.answerable:
+        next(pieces)
+    for _ in range(100):
+        next(pieces)
+    assert preparation.prepared and all(drafter == "none" for drafter, _ in preparation.prepared)
+    engine.add(request("a", prompt_of(9), max_tokens=6))
+    assert len(tokens_of(finish(engine)["a", 0])) == 6
+    ahead.jobs.clear()
+    for _ in pieces:
+        pass
+    assert any(drafter != "none" for drafter, _ in preparation.prepared)

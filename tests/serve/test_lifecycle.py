@@ -153,6 +153,8 @@ def test_from_loading_to_the_last_answer(serve_endless: Callable[..., Served]) -
     assert early.headers["retry-after"]
     server.wait_ready()
     assert [card["id"] for card in server.get("/v1/models").json()["data"]] == ["tiny"]
+    wait_for(lambda: server.get("/health").json() == {"status": "ok", "prepared": True})
+    assert server.metric("prepared") == 1
     engine = server.engine()
     alone = Talk(server, max_tokens=400).end()
     talks = [Talk(server, max_tokens=400), Talk(server, max_tokens=400, stream=False)]

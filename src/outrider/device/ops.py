@@ -6,7 +6,7 @@ the same (ops_gpu.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sized
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -63,6 +63,11 @@ class Ahead(Protocol):
 
     def collecting(self) -> AbstractContextManager[None]:
         """While it lasts, launches have their kernels compiled some time, and launch nothing."""
+        ...
+
+    @property
+    def jobs(self) -> Sized:
+        """Kernels that are not compiled yet."""
         ...
 
     def pause(self) -> None: ...

@@ -9,6 +9,7 @@ Kernels that they need are compiled ahead of them, in threads, in the same order
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import suppress
@@ -46,6 +47,7 @@ from outrider.types import NO_DRAFT, NO_TREE, Request, SamplingParams, Sequence,
 from outrider.verify.batch import verify_rows
 
 Plain = Callable[[int], float | None]  # seconds of plain steps, by size
+POLL_SECONDS = 0.005
 SPARE = 1 << 30  # bytes that are left alone
 LONGEST = CONTEXTS[2]  # tokens of texts whose steps are captured ahead
 # Rows of prompts without decoding sequences: launched one by one, and compiled first.
@@ -85,6 +87,7 @@ class GraphPreparation:
             yield False
         for _ in chain(
             self.compile(sequences, names),
+            self._compiling(),
             self._measured(planner, drafted),
             self._prefills(planner, names),
             self.further(sequences, names, planner.costs.captured.plain),
@@ -132,6 +135,14 @@ class GraphPreparation:
         for drafter in filter(None, map(self.drafters.resident, drafters or ())):
             with ahead.collecting(), suppress(Exception):  # who warms it up for good will hear of it
                 drafter.warm_up(self.ops)
+            yield
+
+    def _compiling(self) -> Iterator[None]:
+        """Waits for the kernels of draft steps, in short pieces: a request that comes does not wait for them."""
+        ahead = self.ops.ahead
+        while ahead is not None and ahead.jobs:
+            ahead.resume()
+            time.sleep(POLL_SECONDS)
             yield
 
     def before(self, shape: StepShape, sequences: int) -> None:

@@ -54,8 +54,10 @@ async def health(request: Request) -> Response:
         return _unwell("draining")
     if not service.backend.well:
         return _unwell("stalled" if service.backend.state == "ready" else service.backend.state)
-    unpaid = service.metrics.by_drafter[UNPAID]
-    return Reply({"status": "ok", **({"drafts_that_do_not_pay": unpaid} if unpaid else {})})
+    metrics = service.metrics
+    found = {"status": "ok", "prepared": bool(metrics.gauges["prepared"])}
+    unpaid = metrics.by_drafter[UNPAID]
+    return Reply({**found, **({"drafts_that_do_not_pay": unpaid} if unpaid else {})})
 
 
 def _unwell(state: str) -> Reply:

@@ -194,7 +194,7 @@ class Backend:
             )
         self.drop(blamed)
         self.fail_all(ApiError(503, "the engine stopped; try again", code="engine_lost", after=5))
-        self.metrics.gauges.update(engine_up=0, num_requests_running=0, kv_cache_usage_perc=0)
+        self.metrics.gauges.update(engine_up=0, prepared=0, num_requests_running=0, kv_cache_usage_perc=0)
 
     def _blamed(self) -> list[Job]:
         """Requests that may have killed the engine, whose clients must not try again: the only one, those it was
@@ -231,7 +231,7 @@ class Backend:
             self.swaps.received(message)
         elif isinstance(message, link.Ready):
             self.model = await asyncio.to_thread(ServedModel, self.start.model, message)
-            self.model.plan["seconds"] = round(time.monotonic() - self.launched, 1)
+            self.model.plan["seconds"] = self._seconds()
             if self.grammars is None:
                 self.grammars = Grammars(message, self.settings.grammar_timeout, self.metrics)
                 self.grammars.warm_up()
@@ -242,8 +242,15 @@ class Backend:
             self.swaps.started(message.drafts, self.settings.request_timeout)
             gc.freeze()  # what is there stays: a full look at it would hold up every stream for some ms
             self.ready.set()
+        elif isinstance(message, link.Prepared):
+            self.metrics.gauges["prepared"] = 1
+            log.info("every step is prepared", extra={"facts": {"seconds": self._seconds()}})
         elif isinstance(message, link.Failed):
             self.state, self.problem = "failed", message.message
+
+    def _seconds(self) -> float:
+        """Since the engine was started."""
+        return round(time.monotonic() - self.launched, 1)
 
     def _refused(self, message: link.Refused) -> None:
         if job := self.jobs.get(message.id):

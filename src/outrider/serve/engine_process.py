@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NoReturn
@@ -78,6 +79,7 @@ class EngineProcess:
         self.llm.driver.observer = self._after_step
         self.writer.start()
         self.outbox.put(self._ready())
+        self.llm.driver.post(self._watch_preparation)
         self.compilers.submit(lambda: self.llm.compiler)  # it reads the vocabulary; better now than later
         while (message := link.receive(self.sock)) is not None:
             if isinstance(message, link.Submit):
@@ -90,6 +92,16 @@ class EngineProcess:
                 self.outbox.put(link.Pong())
         self.over = True
         self.outbox.put(None)
+
+    def _watch_preparation(self) -> None:
+        """On the engine's thread: reports when preparation ends."""
+        driver = self.llm.driver
+
+        def reported(work: Iterator[None]) -> Iterator[None]:
+            yield from work
+            self.outbox.put(link.Prepared())
+
+        driver.idle_work = reported(driver.idle_work or iter(()))
 
     def _submit(self, message: link.Submit) -> None:
         params = message.params

@@ -4,7 +4,7 @@ Two processes, so that reading JSON, rendering templates and writing streams nev
 one socket pair; a message is a msgpack struct behind its length. No pickle: nothing that arrives can be code.
 
     API process            ->  Start, Submit, Abort, Swap
-    engine process         ->  Ready | Failed, Compiled, Accepted | Refused, Progress, Swapped
+    engine process         ->  Ready | Failed, Prepared, Compiled, Accepted | Refused, Progress, Swapped
 
 A third process tries new grammars before the engine sees them; the API process has a socket pair with it, too.
 
@@ -232,6 +232,10 @@ class Tried(msgspec.Struct, tag=True):
     problem: str | None
 
 
+class Prepared(msgspec.Struct, tag=True):
+    """Every step is captured and measured: nothing more is prepared while no request runs."""
+
+
 class Ping(msgspec.Struct, tag=True):
     """Asks for a sign of life."""
 
@@ -242,7 +246,7 @@ class Pong(msgspec.Struct, tag=True):
 
 ToEngine = Start | Submit | Abort | Swap | Ping
 ToGrammars = Vocabulary | Grammar
-FromEngine = Ready | Failed | Compiled | Accepted | Refused | Progress | Swapped | Pong
+FromEngine = Ready | Failed | Compiled | Accepted | Refused | Progress | Swapped | Prepared | Pong
 
 _encoder = msgspec.msgpack.Encoder()
 to_engine = msgspec.msgpack.Decoder(ToEngine)

@@ -63,6 +63,7 @@ GAUGES = {
     "price_per_hour": "What an hour of this machine costs, as the operator says.",
     "cost_per_million_tokens": "What a million tokens cost, by the time spent in steps.",
     "engine_up": "1 while the engine takes requests.",
+    "prepared": "1 once every step is captured and measured; before, some drafts are not used yet.",
     "spec_decode_recent_acceptance": "Share of recent drafts whose first token was accepted, by drafter.",
     "spec_decode_card_acceptance": "The same as the draft's card has it, by drafter.",
     "spec_decode_recent_target_probability": "Mean probability that the target gave its own recent tokens, by drafter.",
