@@ -51,6 +51,7 @@ class Text:
         self.prompt_len, self.read = sequence.prompt_len, 0  # own tokens in the array
         self.prediction = REACH + given.answers  # where it begins
         self.own = REACH + len(given.tokens)
+        self.latest = -1, 0  # the latest search: planning and launching a step ask for the same
         self._hold(np.full(self.own + 2 * len(sequence.tokens), SEPARATOR, np.int32))
         self.array[REACH : self.own] = given.tokens
 
@@ -67,7 +68,9 @@ class Text:
             self.read = end
         last = self.own + end - 1
         opening = end <= self.prompt_len and self.prediction < self.own
-        start = self.prediction if opening else self._search(last)
+        if self.latest[0] != last:
+            self.latest = last, self.prediction if opening else self._search(last)
+        start = self.latest[1]
         found: list[int] = self.array[start : min(start + n, last + 1)].tolist()
         return found[: found.index(SEPARATOR)] if SEPARATOR in found else found
 
