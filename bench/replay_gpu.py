@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,8 @@ ROWS_MS = {
 }  # fmt: skip
 PROMPT_MS, BESIDE_MS, ALONE_MS = 0.008, 0.3, 1.3  # the same of steps that have prompt rows at all
 WORDS = 40000  # recorded tokens are taken modulo this, and prompts begin with one of their own beyond
+
+PARTS = {"planning": (Engine, "_plan"), "packing": (GraphRunner, "launch"), "settling": (Engine, "_settle")}
 
 Text = dict[str, list[int]]  # a prompt and its answer
 
@@ -117,17 +119,18 @@ def requests(texts: list[Text], model: Recorded, batch: int, label: str, number:
 
 def answer(
     engine: Engine, asked: Iterator[Request], clock: host.Reckoned
-) -> tuple[float, float, list[float]]:
-    """Seconds, tokens a step of a sequence, and each answer's seconds per token from its first on. What is said is what
-    was recorded.
+) -> tuple[float, float, list[float], int]:
+    """Seconds, tokens a step of a sequence, each answer's seconds per token from its first on, and steps. What is said
+    is what was recorded.
     """
     begin, tokens, steps, said = clock.perf_counter(), 0, 0, defaultdict[str, list[int]](list)
-    first, last = dict[str, float](), dict[str, float]()
+    first, last, count = dict[str, float](), dict[str, float](), 0
     for one in asked:
         engine.add(one)
     while not engine.idle:
         for result in engine.step():
             tokens += result.record.emitted
+            count += 1
             steps += result.record.sequences * result.record.passes
             for event in result.events:
                 name = event.request_id
@@ -139,7 +142,7 @@ def answer(
     for name, answered in said.items():
         assert engine.model.texts.pop(name)[-len(answered) :] == answered
     each = [(last[name] - first[name]) / (len(got) - 1) for name, got in said.items() if len(got) > 1]
-    return spent, tokens / steps, each
+    return spent, tokens / steps, each, count
 
 
 def run(given: argparse.Namespace) -> None:
@@ -150,6 +153,8 @@ def run(given: argparse.Namespace) -> None:
         away = host.Clock(CapturedStep, "_step")
         clock = host.Reckoned(away, given.slower)
         engines = {method: make_engine(method, given, clock) for method in ("plain", "auto", "lookup")}
+        parts = {part: host.Clock(*where) for part, where in PARTS.items()}
+        spent_in, steps = defaultdict[str, Counter[str]](Counter), Counter[str]()
         for task in given.tasks or texts:
             took, per_step, each = (defaultdict[str, list[float]](list) for _ in range(3))
             with out_of_the_collectors_sight(), host.timed_by(clock):
@@ -157,7 +162,12 @@ def run(given: argparse.Namespace) -> None:
                     for method, engine in engines.items():
                         assert isinstance(engine.model, Recorded)
                         asked = requests(texts[task], engine.model, batch, f"{task}.{number}", number)
-                        spent, rate, times = answer(engine, asked, clock)
+                        before = {part: clock_of.spent for part, clock_of in parts.items()}, away.spent
+                        spent, rate, times, taken = answer(engine, asked, clock)
+                        steps[method] += taken
+                        for part, clock_of in parts.items():
+                            off = away.spent - before[1] if part == "packing" else 0.0
+                            spent_in[method][part] += clock_of.spent - before[0][part] - off
                         took[method].append(spent)
                         per_step[method].append(rate)
                         each[method] += times if number else []
@@ -172,7 +182,11 @@ def run(given: argparse.Namespace) -> None:
                 f"{p99['auto'] / p99['plain']:12.2f}x{p99['lookup'] / p99['plain']:8.2f}x",
                 flush=True,
             )
-        away.stop()
+        for method, found in spent_in.items():
+            each_part = ", ".join(f"{part} {1e6 * s / steps[method]:.0f}" for part, s in found.items())
+            print(f"host, us a step of {batch} sequences, {method}: {each_part}", flush=True)
+        for one in (away, *parts.values()):
+            one.stop()
 
 
 def main() -> None:

@@ -128,14 +128,10 @@ def shared_trees(
         if not tree.is_chain:
             accepted[:, 0, column] = [own[0].accepted(tree) for own in estimates.rates]
             usable[:, 1:, column] = False
-    # A lead that must prefill a sequence first has to earn that by this sequence's own tokens.
     lag = group.by_place(options.lag.get(lead))
-    steps = group.tokens_left[:, None] / (1 + accepted[:, 0])
-    if lag.any():
-        steps = steps * np.fromiter(rates.left_to(group.sequences, lead), np.float64)[:, None]
     prefill = costs.prefill(lead, 1) * lag[:, None] * (2 if begins else 1)
-    per_token = group.plain / len(group.sequences)
-    usable[:, 0] &= (prefill == 0) | (accepted[:, 0] * steps * per_token > prefill)
+    steps, earned = _earns_prefill(group, rates, (lead,), accepted[:, 0], prefill)
+    usable[:, 0] &= earned
     worth = np.where(usable, accepted * estimates.preference[:, :, None], -1.0)
     chosen = worth.argmax(1)  # [sequences, trees]
     rows, columns = np.arange(len(group.sequences))[:, None], np.arange(len(trees))
@@ -170,14 +166,8 @@ def own_chains(
     worth = estimates.of_chains(limits[:, :, None])[:, :, 0]
     lag = np.stack([group.by_place(options.lag.get(name)) for name in names], axis=1)
     prefill = lag * [costs.prefill(name, 1) for name in names]
-    steps = group.tokens_left[:, None] / (1 + worth)
-    if prefill.any():
-        steps = steps * np.stack(
-            [np.fromiter(rates.left_to(group.sequences, n), np.float64) for n in names], axis=1
-        )
-    per_token = group.plain / len(group.sequences)
-    usable = estimates.allowed & (limits > 0)
-    usable &= (prefill == 0) | (worth * steps * per_token > prefill)
+    steps, earned = _earns_prefill(group, rates, names, worth, prefill)
+    usable = estimates.allowed & (limits > 0) & earned
     chosen = np.where(usable, worth * estimates.preference, -1.0).argmax(1)
     rows = np.arange(len(chosen))
     deepest = np.where(usable[rows, chosen], limits[rows, chosen], 0.0)
@@ -203,6 +193,20 @@ def own_chains(
     nodes = list(zip(item.tolist(), level.tolist(), strict=True))
     drafters = [names[i] for i in chosen]
     return Candidates(lead, gains.cumsum(0), seconds, np.zeros(count + 1), nodes=nodes, drafters=drafters)
+
+
+def _earns_prefill(
+    group: Group, rates: AcceptanceRates, names: Seq[str], accepted: Floats, prefill: Floats
+) -> tuple[Floats, NDArray[np.bool_]]:
+    """The steps left to draft in, and whether a sequence's own accepted tokens save the seconds that these drafters
+    need to prefill it first.
+    """
+    steps = group.tokens_left[:, None] / (1 + accepted)
+    if prefill.any():
+        shares = [np.fromiter(rates.left_to(group.sequences, name), np.float64) for name in names]
+        steps = steps * np.stack(shares, axis=1)
+    per_token = group.plain / len(group.sequences)
+    return steps, (prefill == 0) | (accepted * steps * per_token > prefill)
 
 
 def _limits(estimates: Estimates, group: Group, options: Options, max_depth: int) -> Floats:

@@ -48,7 +48,13 @@ Choice = tuple[DraftPlan, Reason]
 PROBE_TREE = TreeShape(2, 2)  # the smallest that shows both acceptance rates
 
 
-_auto_plan = lru_cache(maxsize=64)(lambda name, mode: DraftPlan(name, mode=mode))
+# Few plans differ, and each step has one for every sequence.
+_draft_plan = lru_cache(maxsize=1024)(DraftPlan)
+
+
+def _in_mode(plan: DraftPlan, mode: str) -> DraftPlan:
+    """The plan for a request that verifies in this mode."""
+    return replace(plan, mode=mode) if plan.nodes and plan.mode != mode else plan
 
 
 @dataclass(slots=True)
@@ -125,7 +131,7 @@ class Planner:
         if params.temperature > guards.max_temperature:
             facts = (("temperature", params.temperature, guards.max_temperature),)
             return NO_DRAFT_PLAN, Reason("temperature", 0, facts)
-        return _auto_plan(name, asked.mode), AUTO
+        return _draft_plan(name, mode=asked.mode), AUTO
 
     def _allowed(self, sequence: Sequence, plan: DraftPlan) -> tuple[str, ...]:
         named = sequence.request.params.speculation.drafter is not None or plan.drafter not in self.choices
@@ -220,7 +226,7 @@ class Planner:
             depth = tree.depth if whole else min(plan.depth, tree.depth)
             nodes = depth if tree.is_chain else tree.nodes
             none = name is None or tree == NO_TREE
-            plans[i] = NO_DRAFT_PLAN if none else DraftPlan(name or "", nodes, depth)
+            plans[i] = NO_DRAFT_PLAN if none else _draft_plan(name or "", nodes, depth)
         reason = Reason("pays", tree.depth, (("drafter", lead),))
         return self._shared_plan(found, plans, reason, lead, tree, options)
 
@@ -249,8 +255,7 @@ class Planner:
             if mine and blocked and blocked[i]:
                 plan = NO_DRAFT_PLAN
             before, why = found[i]
-            plan = replace(plan, mode=before.mode) if plan.nodes else plan
-            found[i] = plan, why if why.kind == "asked" else reason
+            found[i] = _in_mode(plan, before.mode), why if why.kind == "asked" else reason
         names = (lead, *(n for n in options.model_free if n != lead)) if tree.is_chain else (lead,)
         tree = tree if any(found[i][0].nodes for i in plans) else NO_TREE
         return Plan((), tree=tree, drafters=names, prefills=tuple(prefills))
@@ -276,7 +281,7 @@ class Planner:
             own = reason._replace(depth=plan.depth) if reason.kind in ("pays", "slowdown") else reason
             if reason.kind in ("pays", "probe") and not plan.nodes:
                 own = Reason("below break-even", 0, reason.facts)
-            found[i] = replace(plan, mode=mode) if plan.nodes else plan, own
+            found[i] = _in_mode(plan, mode), own
 
     def _settle(self, found: list[Choice], places: Iterable[int], reason: Reason) -> None:
         for i in places:
