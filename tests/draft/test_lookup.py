@@ -68,6 +68,7 @@ class Device:
         for row, one in enumerate(sequences):
             one.row, one.cached = row, len(one.tokens) - 1
             self.state.upload(one, np.zeros(len(one.tokens), np.int32))
+        self.state.upload_references()
         state, rows = self.state, torch.arange(len(sequences))
         texts = state.tokens, state.references, state.spans
         found, counts = find_copies(*texts, rows, state.lengths[rows], n, 90, (REACH, SHORTEST, GRAM))
@@ -205,6 +206,20 @@ def test_past_answers_of_the_same_owner_only():
     nobodys = started(drafter, [50, 51, 52, 53])
     assert guess(drafter, mine) == Draft.chain([54, 55])
     assert guess(drafter, theirs) == guess(drafter, nobodys) == NO_DRAFT
+
+
+@pytest.mark.parametrize("drafted_before", [False, True])
+def test_a_row_of_the_device_loses_the_references_of_its_last_sequence(drafted_before: bool):
+    """Also those that no step needed, which were not uploaded yet."""
+    drafter, device = LookupDrafter(), Device()
+    ended(drafter, [50, 51, 52, 53, 54, 55], owner="a")
+    mine = started(drafter, [50, 51, 52, 53], owner="a")
+    if drafted_before:
+        assert device.drafts([mine], 2) == [[54, 55]]
+    else:
+        mine.row, mine.cached = 0, len(mine.tokens) - 1
+        device.state.upload(mine, np.zeros(len(mine.tokens), np.int32))
+    assert device.drafts([started(drafter, [50, 51, 52, 53], owner="b")], 2) == [[]]
 
 
 def test_past_answers_are_known_to_their_last_token_and_not_beyond():

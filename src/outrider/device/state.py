@@ -44,6 +44,7 @@ class SequenceState:
         self.references = torch.zeros(rows + 1, MAX_REFERENCES, dtype=torch.int32, device=device)
         self.spans = torch.zeros(rows + 1, 3, dtype=torch.int64, device=device)
         self._referenced = np.zeros(rows + 1, bool)
+        self._unreferenced: dict[int, Sequence] = {}  # by row: sequences whose references are not uploaded yet
         self.filters = np.zeros(rows + 1, bool)  # for the host: whose sampling has any
         self.edits = EditRows(rows, vocab, device)
         self._constants: dict[tuple[torch.dtype, tuple[int, ...]], Tensor] = {}
@@ -83,7 +84,7 @@ class SequenceState:
             self.edits.upload(one.sequence, self.tokens[one.sequence.row])
             if not one.known:
                 self._upload_filters(one.sequence)
-        self._upload_references([one.sequence for one in changes if not one.known])
+                self._note_references(one.sequence)
 
     def _places(self, rows: np.ndarray, starts: Seq[int], values: Seq[np.ndarray]) -> np.ndarray:
         """Of values that follow one another in each row, in a table of them all."""
@@ -97,12 +98,20 @@ class SequenceState:
                 put(column, row, value)
         self.filters[row] = filters != OFF
 
-    def _upload_references(self, sequences: Seq[Sequence]) -> None:
-        """In one copy, for the sequences that have references and for rows whose last sequence had."""
-        some = [one for one in sequences if len(one.references.tokens) or self._referenced[one.row]]
+    def _note_references(self, sequence: Sequence) -> None:
+        """A row whose last sequence had references must lose them, uploaded or not: they may be another owner's."""
+        row = sequence.row
+        if len(sequence.references.tokens) or self._referenced[row] or row in self._unreferenced:
+            self._unreferenced[row] = sequence
+
+    def upload_references(self) -> None:
+        """Before a step that drafts: plain steps need none. In one copy, for sequences that have references and for
+        rows whose last sequence had.
+        """
+        rows, some = np.array(list(self._unreferenced), np.int64), list(self._unreferenced.values())
         if not some:
             return
-        rows = np.array([one.row for one in some], np.int64)
+        self._unreferenced = {}
         sizes = np.array([len(one.references.tokens) for one in some], np.int64)
         answers = [one.references.answers for one in some]
         spans = np.stack((answers, sizes, [one.prompt_len for one in some]), 1)

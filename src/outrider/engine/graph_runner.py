@@ -284,6 +284,7 @@ class GraphRunner:
         wanted, numbers, drafting = [0] * len(work), [0] * len(work), dict[int, str]()
         lead = shape.drafters[0] if shape.tree != NO_TREE else "none"
         if shape.tree != NO_TREE:
+            self.state.upload_references()
             plans = [step.draft_plans[i] for i in step.resident]
             wanted = [one.nodes for one in plans]
             numbers = [shape.drafters.index(one.drafter) if one.nodes else 0 for one in plans]
