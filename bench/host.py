@@ -1,20 +1,15 @@
-"""Measures the host's time per token with many sequences. A model that costs nothing answers at random.
+"""Compares plain decoding with an engine whose drafters (lookup and a model) never pay, beside a simulated device.
 
-    python -m bench.host --sequences 512 --tokens 128
-    python -m bench.host --sequences 32 --pass-ms 1.58 --rounds 7        a drafter that never pays, against none
+    python -m bench.host --sequences 32 --pass-ms 1.58 --rounds 7
 
-Engine, steps and tokenizer are the real ones; only the device's part of a step is replaced. Without `--pass-ms` it
-takes no time, and the host's processor time is counted, so that other programs do not matter. With `--pass-ms` each
-pass takes that long beside the host, on a simulated clock: processor time of the host counts `--slower` times, and
-waiting advances the clock. Then plain decoding is compared with an engine whose drafters (lookup and a model) never
-pay.
+Engine, steps and tokenizer are the real ones; the model answers at random. Each pass takes that long beside the host,
+on a simulated clock: processor time of the host counts `--slower` times, and waiting advances the clock, so that other
+programs do not matter. bench/replay_gpu.py prints the host's time by its parts.
 """
 
 from __future__ import annotations
 
 import argparse
-import cProfile
-import pstats
 import random
 import statistics
 import time
@@ -146,8 +141,6 @@ def build(
     runner = GraphRunner(
         model, cache, drafters, ops, lambda batch, *_: model.forward(batch, None), default=default
     )
-    if given.single:
-        runner.runs.choose = lambda *_: 1  # type: ignore[method-assign]
     planner = Planner(default, choices=tuple(drafting))
     return Engine(model, cache, drafters, planner, runner, settings, checkpoint.tokenizer.text_stream)
 
@@ -159,38 +152,6 @@ def requests(given: argparse.Namespace, label: str, seed: int) -> Iterator[Reque
     dice = random.Random(seed)
     for i in range(given.sequences):
         yield Request(f"{label}.{i}", tuple(dice.choices(range(100, 4000), k=given.prompt)), params, i)
-
-
-# ------------------------------------------------------------------------------------ the host alone
-
-
-def host_alone(given: argparse.Namespace, checkpoint: Checkpoint) -> None:
-    engine = build(given, checkpoint, {"lookup": LookupDrafter()})
-    away = Clock(CapturedStep, "_step")
-    begin = time.process_time()
-    for one in requests(given, "r", 1):
-        engine.add(one)
-    added = time.process_time()
-    profile = cProfile.Profile()
-    if given.profile:
-        profile.enable()
-    prompts = 0.0
-    while not engine.idle:
-        engine.step()
-        if not prompts and any(step.captured for step in engine.in_flight):
-            prompts, away.spent = time.process_time(), 0.0
-    done = time.process_time()
-    profile.disable()
-    if given.profile:
-        pstats.Stats(profile).sort_stats("tottime").print_stats(28)
-    tokens = given.sequences * given.tokens
-    print(f"{given.sequences} sequences, {given.tokens} tokens each")
-    print(f"taking requests in: {(added - begin) / given.sequences * 1e6:.1f} us a request")
-    print(f"reading prompts: {prompts - added:.3f} s")
-    print(f"steps: {(done - prompts - away.spent) / tokens * 1e6:.2f} us a token on the host")
-
-
-# ------------------------------------------------------------------------------------ beside a device
 
 
 def beside_a_device(given: argparse.Namespace, checkpoint: Checkpoint) -> None:
@@ -283,23 +244,17 @@ def timed_by(clock: Reckoned) -> Iterator[None]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--sequences", type=int, default=512)
+    parser.add_argument("--sequences", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--prompt", type=int, default=40)
     parser.add_argument("--speculation", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument(
-        "--single", action="store_true", help="one plain pass a step, however far behind the host is"
-    )
-    parser.add_argument("--profile", action="store_true")
-    parser.add_argument(
-        "--pass-ms", type=float, default=0.0, help="a device beside the host that takes so long"
-    )
+    parser.add_argument("--pass-ms", type=float, default=1.58, help="of the device")
     parser.add_argument("--slower", type=float, default=1.0, help="times as slow a host as this one")
     parser.add_argument("--rounds", type=int, default=7)
     given = parser.parse_args()
     torch.set_num_threads(1)
     checkpoint = open_checkpoint(find(given.model, cache_folder()))
-    (beside_a_device if given.pass_ms else host_alone)(given, checkpoint)
+    beside_a_device(given, checkpoint)
 
 
 if __name__ == "__main__":

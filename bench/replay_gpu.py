@@ -198,7 +198,6 @@ def main() -> None:
     parser.add_argument("--tasks", type=lambda s: s.split(","))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--slower", type=float, default=0.7, help="times as slow a host as this one")
-    parser.set_defaults(single=False)
     given = parser.parse_args()
     torch.set_num_threads(1)
     run(given)

@@ -205,7 +205,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--slower", type=float, default=0.5, help="times as slow a host as this one")
     parser.add_argument("--set", action="append", default=[], type=set_number, help="NAME=VALUE")
-    parser.set_defaults(single=False)
     torch.set_num_threads(1)
     run(parser.parse_args())
 
