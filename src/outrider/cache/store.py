@@ -52,7 +52,7 @@ class KeyValueStore:
         for place, tapped in enumerate(self.taps):  # a shallow model may have one layer tapped twice
             if tapped == layer and self._host is not None:
                 base, size = self._host
-                # A row is a few kilobytes: indexing a tensor takes much longer than copying the bytes (log/067).
+                # A row is a few kilobytes: indexing a tensor takes much longer than copying the bytes (log/058).
                 x = x.contiguous()
                 source = x.data_ptr()
                 for row, slot in enumerate(slots.tolist()):

@@ -43,7 +43,7 @@ PROBE_INTERVAL = 24  # plain steps without a draft before one is tried again; ca
 PROBE_SHARE = 0.005  # of the time, at most, for probes: half of the hundredth that "never slower" leaves
 BASELINE_INTERVAL = 100  # drafting steps between two plain ones that are measured; carried over (log/086)
 # Steps that a plan without drafts is kept at most, four times as many where planning would hold up the device, and half
-# of it a plan with drafts there. Four steps in log/067 and log/077; 8 was not measured by itself (log/086).
+# of it a plan with drafts there. Four steps in log/058 and log/077; 8 was not measured by itself (log/086).
 HOLD = 8
 
 # ------------------------------------------------------------------------------------------ costs.py
