@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.bench.prompts import KINDS, LENGTHS
+from outrider.cli.bench_quality import bench_quality
 from outrider.cli.flag import option
 from outrider.cli.generate import Limit, Prompts
 from outrider.cli.measure import (
@@ -48,7 +49,21 @@ Peer = Annotated[
         "peer", "Another engine to run on the same prompts. In turn with ours, on the CPU.", "transformers"
     ),
 ]
-What = Annotated[str, option("what", "What to measure.", "all|plain|speculation")]
+What = Annotated[
+    str,
+    option("what", "What to measure: speed, or what number formats of the weights change.",
+           "all|plain|speculation|quality"),
+]  # fmt: skip
+Against = Annotated[
+    str | None,
+    option("against", "With --what quality: the model to compare with, such as the file before rounding. By default "
+           "the same model, unrounded.", "MODEL"),
+]  # fmt: skip
+Formats = Annotated[
+    str | None,
+    option("formats", "With --what quality: the --weights to compare; by default every one of this device, with "
+           "--against the one of --weights.", "NAME,NAME"),
+]  # fmt: skip
 Together = Annotated[int, option("together", "Requests at once.", min=2)]
 Batches = Annotated[
     str, option("batches", "Batch sizes: prompts answered at once, one size after the other.", "N,N,...")
@@ -113,6 +128,8 @@ def bench(
     modes: Modes = None,
     peer: Peer = None,
     what: What = "all",
+    against: Against = None,
+    formats: Formats = None,
     together: Together = 8,
     within: Within = WITHIN,
     seconds: Seconds = None,
@@ -129,6 +146,21 @@ def bench(
     """
     _check(what, peer, as_if, html_file, params)
     _check_modes(modes, methods, what)
+    if what == "quality":
+        bench_quality(
+            model,
+            against,
+            formats,
+            task_rows(prompts, limit, tasks, EACH),
+            params.max_tokens,
+            settings,
+            json_file,
+        )
+        return
+    if against or formats:
+        raise InvalidRequest(
+            "--against and --formats go with --what quality", "against" if against else "formats"
+        )
     sizes, by_task = batch_sizes(batches), task_temperatures(temperatures, params)
     asked = {
         "model": model, "draft": draft, "as_if": as_if, "draft_as_if": draft_as_if, "draft_layers": draft_layers,
@@ -234,10 +266,14 @@ def _check(
     what: str, peer: str | None, as_if: str | None, html_file: str | None, params: SamplingParams
 ) -> None:
     """Refuse what cannot be measured, before anything is loaded."""
-    if what not in ("all", "plain", "speculation"):
-        raise typer.BadParameter("one of all, plain, speculation", param_hint="--what")
-    if what == "plain" and html_file is not None:
-        raise InvalidRequest("a page shows what speculation brings; leave out --what plain", "html")
+    if what not in ("all", "plain", "speculation", "quality"):
+        raise typer.BadParameter("one of all, plain, speculation, quality", param_hint="--what")
+    if what in ("plain", "quality") and html_file is not None:
+        raise InvalidRequest(f"a page shows what speculation brings; leave out --what {what}", "html")
+    if what == "quality" and (peer or as_if):
+        raise InvalidRequest(
+            "--what quality measures the model as it is: leave out --peer and --as-if", "what"
+        )
     if peer not in (None, "transformers"):
         raise typer.BadParameter(f"unknown engine {peer!r}; known: transformers", param_hint="--peer")
     if peer is not None and as_if is not None:
@@ -247,9 +283,9 @@ def _check(
 
 
 def _check_modes(modes: str | None, methods: str | None, what: str) -> None:
-    if modes and (methods or what == "plain"):
+    if modes and (methods or what in ("plain", "quality")):
         raise InvalidRequest(
-            "--modes compares modes of speculation; leave out --methods and --what plain", "modes"
+            f"--modes compares modes of speculation; leave out --methods and --what {what}", "modes"
         )
 
 

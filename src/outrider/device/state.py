@@ -44,7 +44,9 @@ class SequenceState:
         self.references = torch.zeros(rows + 1, MAX_REFERENCES, dtype=torch.int32, device=device)
         self.spans = torch.zeros(rows + 1, 3, dtype=torch.int64, device=device)
         self._referenced = np.zeros(rows + 1, bool)
-        self._unreferenced: dict[int, Sequence] = {}  # by row: sequences whose references are not uploaded yet
+        self._unreferenced: dict[
+            int, Sequence
+        ] = {}  # by row: sequences whose references are not uploaded yet
         self.filters = np.zeros(rows + 1, bool)  # for the host: whose sampling has any
         self.edits = EditRows(rows, vocab, device)
         self._constants: dict[tuple[torch.dtype, tuple[int, ...]], Tensor] = {}
