@@ -145,30 +145,18 @@ def bench(
     outrider bench smollm2-135m --temperature 0 --max-tokens 128 --peer transformers
     """
     _check(what, peer, as_if, html_file, params)
-    _check_modes(modes, methods, what)
-    if what == "quality":
-        bench_quality(
-            model,
-            against,
-            formats,
-            task_rows(prompts, limit, tasks, EACH),
-            params.max_tokens,
-            settings,
-            json_file,
-        )
-        return
-    if against or formats:
-        raise InvalidRequest(
-            "--against and --formats go with --what quality", "against" if against else "formats"
-        )
+    _check_modes(modes, methods, what, against or formats)
     sizes, by_task = batch_sizes(batches), task_temperatures(temperatures, params)
+    rows = task_rows(prompts, limit, tasks, max(EACH, *sizes))
+    if what == "quality":
+        bench_quality(model, against, formats, rows, params.max_tokens, settings, json_file)
+        return
     asked = {
         "model": model, "draft": draft, "as_if": as_if, "draft_as_if": draft_as_if, "draft_layers": draft_layers,
         "prompts": prompts or "built-in", "limit": limit, "groups": groups, "max_tokens": params.max_tokens,
         "seed": params.seed, "methods": methods, "modes": modes,
     }  # fmt: skip
     earlier = _earlier(resume, json_file, asked)
-    rows = task_rows(prompts, limit, tasks, max(EACH, *sizes))
     page_file = writable(html_file)
     report = Report("bench", json_file, **earlier)
     warn_if_busy()
@@ -180,14 +168,18 @@ def bench(
             batches=sizes, most=groups, seconds=seconds or SECONDS, bounded=seconds is not None, within=within / 100,
         )  # fmt: skip
         _measure(llm, comparison, what, peer, together, report)
-    if page_file is not None:
-        from outrider.bench.speculation_page import page
-
-        page_file.write_text(page(report), encoding="utf-8")
-        note(f"written to {page_file}")
+    _write_page(report, page_file)
     if prompts is None and limit is None:
         _say_more()
     report.deliver()
+
+
+def _write_page(report: Report, file: Path | None) -> None:
+    from outrider.bench.speculation_page import page
+
+    if file is not None:
+        file.write_text(page(report), encoding="utf-8")
+        note(f"written to {file}")
 
 
 def _comparison(
@@ -282,7 +274,9 @@ def _check(
         raise InvalidRequest("a benchmark gives one answer a prompt; leave out --n", "n")
 
 
-def _check_modes(modes: str | None, methods: str | None, what: str) -> None:
+def _check_modes(modes: str | None, methods: str | None, what: str, quality: str | None) -> None:
+    if quality and what != "quality":
+        raise InvalidRequest("--against and --formats go with --what quality", "what")
     if modes and (methods or what in ("plain", "quality")):
         raise InvalidRequest(
             f"--modes compares modes of speculation; leave out --methods and --what {what}", "modes"
