@@ -31,7 +31,7 @@ CAUTION = 0.5
 # Acceptance of the second choice where the first was rejected, and of each later one where those before it were. Flat
 # (log/088).
 SECOND = 0.5
-TYPICAL = 0.73  # acceptance of first choices that the captured trees are shaped for; not measured by itself
+TYPICAL = 0.73  # acceptance of first choices that the captured trees are shaped for; up to 0.9 the same (log/088)
 
 # ------------------------------------------------------------------------------------------ planner.py
 
@@ -66,7 +66,7 @@ class Guards:
 
     max_batch: int | None = None  # sequences above which nothing is drafted; None: measured costs decide
     max_depth: int = 15  # of a draft: the longest captured chain
-    max_temperature: float = 1.5  # above it nothing is drafted; not measured by itself
+    max_temperature: float = 1.5  # above it nothing is drafted, nor without it (log/088)
     # "throughput": most tokens per second of all sequences together. "latency": least mean time per token, so that a
     # sequence with little acceptance counts more.
     objective: str = "throughput"
