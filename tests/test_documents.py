@@ -62,15 +62,9 @@ def server(tiny: Path) -> Iterator[Served]:
     assert served.stop() == 0
 
 
-@pytest.fixture(scope="module")
-def loaded() -> Iterator[LLM]:
-    with LLM(MODEL) as llm:
-        yield llm
-
-
 @pytest.fixture
-def shell(tmp_path: Path, tiny: Path, loaded: LLM) -> Shell:
-    return Shell(tmp_path, tiny, loaded)
+def shell(tmp_path: Path, tiny: Path, llm: LLM) -> Shell:
+    return Shell(tmp_path, tiny, llm)
 
 
 def run_page(page: Path, shell: Shell, url: str) -> list[str]:

@@ -279,10 +279,10 @@ UNCLEAR = re.compile(r"\b(bets?|riding|ragged|foresee[ns]?|payoffs?|roomy|nobody
 def given_up_names(names: Iterator[str], banned: re.Pattern[str] = NAMED) -> list[str]:
     """`boarded_rows`, `TakeOff` and `flight`, but not `in_flight` or `keyboard`."""
     found = []
-    for name in names:
+    for name in set(names):
         spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().replace("_", " ")
         found += [name] if banned.search(spaced) else []
-    return sorted(set(found))
+    return sorted(found)
 
 
 def names_in(tree: ast.AST) -> Iterator[str]:
@@ -299,12 +299,12 @@ def given_up_words(text: str, banned: re.Pattern[str] = SAID) -> list[str]:
     return [text[max(0, found.start() - 30) : found.end() + 30] for found in banned.finditer(text)]
 
 
-def prose_in(code: str) -> Iterator[tuple[int, str]]:
+@cache
+def prose_in(code: str) -> list[tuple[int, str]]:
     """Line and text of every comment and string: docstrings, help texts, errors, log lines."""
     kinds = {tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)}
-    for token in tokenize.generate_tokens(io.StringIO(code).readline):
-        if token.type in kinds:
-            yield token.start[0], token.string
+    tokens = tokenize.generate_tokens(io.StringIO(code).readline)
+    return [(token.start[0], token.string) for token in tokens if token.type in kinds]
 
 
 def test_the_code_speaks_the_words_of_the_field() -> None:

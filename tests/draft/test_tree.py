@@ -72,7 +72,7 @@ def test_a_fixed_shape():
     assert roots == table(50)[4].topk(3).indices.tolist()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.integers(1, MAX_NODES), st.integers(1, MAX_NODES), st.integers(0, 5), st.sampled_from([0, 0.5, 1.3])
 )

@@ -55,7 +55,9 @@ def test_torch_on_request_warns_of_nothing(
     recwarn: pytest.WarningsRecorder, tmp_path: Path, config: ModelConfig
 ) -> None:
     assert make_kernels(config, 64, 1, tmp_path, "torch").name == "torch"
-    own = [one for one in recwarn.list if issubclass(one.category, UserWarning)]  # not of files left open elsewhere
+    own = [
+        one for one in recwarn.list if issubclass(one.category, UserWarning)
+    ]  # not of files left open elsewhere
     assert not own and not list(tmp_path.iterdir())
 
 
