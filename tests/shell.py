@@ -85,6 +85,7 @@ class Shell:
     llm: LLM
     served: list[Any] = field(default_factory=list)  # what `outrider serve` was told, one call each
     spaces: dict[str, Any] = field(default_factory=lambda: {"__name__": "__main__"})
+    printed: list[str] = field(default_factory=list)  # by each block of Python
 
     def __post_init__(self) -> None:
         self.answers: dict[str, Callable[[list[str], str], int]] = {
@@ -169,6 +170,7 @@ class Shell:
             self._warm(),
         ):
             exec(compile(block, "<block>", "exec"), self.spaces)
+        self.printed.append(out.getvalue())
         return out.getvalue()
 
     def notebook(self, file: Path) -> str:

@@ -959,7 +959,7 @@ def test_lookup_isolation_in_the_drafter() -> None:
 
 def sizes(client: httpx.Client, prompt: str, **extra: Any) -> list[int]:
     """Of every event's data, as an eavesdropper sees them."""
-    asked = {"prompt": prompt, "max_tokens": 25, "ignore_eos": True, "stream": True, **extra}
+    asked = {"prompt": prompt, "max_tokens": 25, "ignore_eos": True, "seed": 1, "stream": True, **extra}
     with client.stream("POST", PLAIN, json=asked, headers=bearer(KEYS[0])) as reply:
         return [len(line.encode()) - 6 for line in reply.iter_lines() if line.startswith("data: {")]
 
