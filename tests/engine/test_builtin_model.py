@@ -74,7 +74,7 @@ def test_guessing_by_adversaries(llm: LLM, plain):
     drafters = llm.engine.drafters
     drafters.add(hostile)
     try:
-        each = [(name, at % 2) for at, name in enumerate(hostile)]  # all in one batch
+        each = [(name, i) for name in hostile for i in range(2)]  # all in one batch
         asked = [
             replace(params[i], speculation={"drafter": name, "depth": 3, "nodes": 5}) for name, i in each
         ]

@@ -211,7 +211,7 @@ def test_filters_hold_whoever_comes_and_goes(model, small, data) -> None:
 
 def test_measuring_leaves_what_is_in_flight_alone(model, small) -> None:
     """Steps over padding are launched while others of the same shape are on their way to the host."""
-    requests = [request(f"r{i}", prompt_of(12, i), max_tokens=20, speculation={"depth": 2}) for i in range(2)]
+    requests = [request(f"r{i}", prompt_of(12, i), max_tokens=10, speculation={"depth": 2}) for i in range(2)]
     engine, found = make_engine(model, small, 1), {one.id: [] for one in requests}
     for one in requests:
         engine.add(one)

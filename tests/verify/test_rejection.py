@@ -157,7 +157,7 @@ def test_token_by_token_on_a_chain(kind):
 
 def test_blocks_accept_no_less_than_tokens():
     def accepted(block: bool) -> float:
-        sequences = fresh(20_000, 5, block=block)
+        sequences = fresh(DRAWS, 5, block=block)
         drafts = sampled_tree(sequences, (1, 1, 1))
         endings = [row for d in drafts for row in all_endings((0,), d.tokens, d.parents)]
         verdicts = verify_rows(rows_after(TARGET, endings), sequences, drafts)
