@@ -29,6 +29,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -36,6 +37,7 @@ from unittest import mock
 from packaging.requirements import Requirement
 
 from outrider import LLM, Settings
+from outrider.bench.audit import same_distribution
 from outrider.cli.main import run
 from outrider.serve.keys import Keyring
 from tests.test_structure import ROOT, check_make
@@ -83,6 +85,7 @@ class Shell:
     llm: LLM
     served: list[Any] = field(default_factory=list)  # what `outrider serve` was told, one call each
     spaces: dict[str, Any] = field(default_factory=lambda: {"__name__": "__main__"})
+    printed: list[str] = field(default_factory=list)  # by each block of Python
 
     def __post_init__(self) -> None:
         self.answers: dict[str, Callable[[list[str], str], int]] = {
@@ -167,6 +170,7 @@ class Shell:
             self._warm(),
         ):
             exec(compile(block, "<block>", "exec"), self.spaces)
+        self.printed.append(out.getvalue())
         return out.getvalue()
 
     def notebook(self, file: Path) -> str:
@@ -210,8 +214,10 @@ class Shell:
             Keyring.of(told[4])  # the key file is there, and holds keys
             return 0
 
+        few = partial(same_distribution, draws=128)
         with (
             self._warm(),
+            mock.patch("outrider.bench.audit.same_distribution", lambda *asked, draws: few(*asked)),
             mock.patch("outrider.serve.server.run_server", stands_in),
             mock.patch("outrider.cli.bench.SECONDS", 0.0),  # one round
         ):

@@ -62,15 +62,9 @@ def server(tiny: Path) -> Iterator[Served]:
     assert served.stop() == 0
 
 
-@pytest.fixture(scope="module")
-def loaded() -> Iterator[LLM]:
-    with LLM(MODEL) as llm:
-        yield llm
-
-
 @pytest.fixture
-def shell(tmp_path: Path, tiny: Path, loaded: LLM) -> Shell:
-    return Shell(tmp_path, tiny, loaded)
+def shell(tmp_path: Path, tiny: Path, llm: LLM) -> Shell:
+    return Shell(tmp_path, tiny, llm)
 
 
 def run_page(page: Path, shell: Shell, url: str) -> list[str]:
@@ -98,8 +92,11 @@ def test_every_block_runs(page: Path, request: pytest.FixtureRequest) -> None:
     if not any(block.language in RUN and not block.reason for block in blocks_of(page.read_text())):
         return
     url = request.getfixturevalue("server").url if URL in page.read_text() else ""
-    wrong = run_page(page, request.getfixturevalue("shell"), url)
+    shell: Shell = request.getfixturevalue("shell")
+    wrong = run_page(page, shell, url)
     assert not wrong, "\n".join(wrong)
+    if page.name == "drafters.md":
+        its_drafter_is_right_often_enough("".join(shell.printed))
 
 
 @pytest.mark.model
@@ -118,14 +115,8 @@ def test_the_notebook_runs(shell: Shell) -> None:
     assert drafted < plain
 
 
-@pytest.mark.model
-def test_the_drafter_of_the_page_is_right_often_enough(shell: Shell) -> None:
-    """Its figures are of an LLM of its own, so that no text of other tests is in its table."""
-    drafter, used = (
-        b for b in blocks_of((ROOT / "docs" / "drafters.md").read_text()) if b.language == "python"
-    )
-    (shell.folder / drafter.file).write_text(drafter.text)
-    printed = shell.python(used.text)
+def its_drafter_is_right_often_enough(printed: str) -> None:
+    """The page's figures are of an LLM of its own, so that no text of other tests is in its table."""
     (fewer, tokens, _), (steps, same, _) = re.findall(r"(\d+) steps for (\d+) tokens; (\d+) draft", printed)
     assert int(fewer) < int(steps) == int(tokens) == int(same)
 

@@ -64,6 +64,7 @@ def part_of(module: str) -> str:
 
 
 parsed = cache(ast.parse)  # several checks read every file of the source
+nodes = cache(lambda code: list(ast.walk(parsed(code))))
 make_command = cache(lambda: get_command(make_app()))
 
 
@@ -71,7 +72,7 @@ def imported(code: str, package: str, known: Container[str] = ()) -> Iterator[st
     """Every module of Outrider that `code`, a file of `package`, imports, wherever in it that is. Names that are
     imported from a folder may be `known` as modules.
     """
-    for node in ast.walk(parsed(code)):
+    for node in nodes(code):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "outrider")
         elif isinstance(node, ast.ImportFrom):
@@ -185,15 +186,15 @@ def test_circles_are_seen() -> None:
 MAX_LINES, MAX_FUNCTION = 500, 60
 
 
-def functions(tree: ast.AST) -> Iterator[tuple[str, int]]:
+def functions(code: str) -> Iterator[tuple[str, int]]:
     """Names and lines."""
-    for node in ast.walk(tree):
+    for node in nodes(code):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             yield node.name, (node.end_lineno or node.lineno) - node.lineno + 1
 
 
 def too_long(code: str) -> list[str]:
-    long = [f"{name}: {lines} lines" for name, lines in functions(parsed(code)) if lines > MAX_FUNCTION]
+    long = [f"{name}: {lines} lines" for name, lines in functions(code) if lines > MAX_FUNCTION]
     return long + [f"{lines} lines" for lines in (code.count("\n"),) if lines > MAX_LINES]
 
 
@@ -220,8 +221,8 @@ def test_what_is_too_long_is_seen() -> None:
 VAGUE = re.compile(r"(^|_)(utils?|helpers?|managers?|workers?|impl|common|misc|base|new|old|legacy|v\d)(_|$)")
 
 
-def own_names(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
+def own_names(code: str) -> Iterator[str]:
+    for node in nodes(code):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             yield node.name
         elif isinstance(node, ast.ClassDef):
@@ -232,7 +233,7 @@ def test_names_say_something() -> None:
     names = [
         (module, name)
         for module, _, file in modules()
-        for name in (*module.split("."), *own_names(parsed(file.read_text())))
+        for name in (*module.split("."), *own_names(file.read_text()))
     ]
     assert not [named for named in names if VAGUE.search(named[1])]
 
@@ -279,15 +280,15 @@ UNCLEAR = re.compile(r"\b(bets?|riding|ragged|foresee[ns]?|payoffs?|roomy|nobody
 def given_up_names(names: Iterator[str], banned: re.Pattern[str] = NAMED) -> list[str]:
     """`boarded_rows`, `TakeOff` and `flight`, but not `in_flight` or `keyboard`."""
     found = []
-    for name in names:
+    for name in set(names):
         spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().replace("_", " ")
         found += [name] if banned.search(spaced) else []
-    return sorted(set(found))
+    return sorted(found)
 
 
-def names_in(tree: ast.AST) -> Iterator[str]:
+def names_in(code: str) -> Iterator[str]:
     """Every identifier: of functions, classes, variables, attributes, arguments and imports."""
-    for node in ast.walk(tree):
+    for node in nodes(code):
         for field in ("name", "id", "attr", "arg", "asname", "module"):
             if isinstance(name := getattr(node, field, None), str):
                 yield from name.split(".")
@@ -299,18 +300,18 @@ def given_up_words(text: str, banned: re.Pattern[str] = SAID) -> list[str]:
     return [text[max(0, found.start() - 30) : found.end() + 30] for found in banned.finditer(text)]
 
 
-def prose_in(code: str) -> Iterator[tuple[int, str]]:
+@cache
+def prose_in(code: str) -> list[tuple[int, str]]:
     """Line and text of every comment and string: docstrings, help texts, errors, log lines."""
     kinds = {tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)}
-    for token in tokenize.generate_tokens(io.StringIO(code).readline):
-        if token.type in kinds:
-            yield token.start[0], token.string
+    tokens = tokenize.generate_tokens(io.StringIO(code).readline)
+    return [(token.start[0], token.string) for token in tokens if token.type in kinds]
 
 
 def test_the_code_speaks_the_words_of_the_field() -> None:
     for module, _, file in modules():
         code = file.read_text()
-        assert not given_up_names(iter([*module.split("."), *names_in(parsed(code))])), module
+        assert not given_up_names(iter([*module.split("."), *names_in(code)])), module
         wrong = [(line, *found) for line, text in prose_in(code) if (found := given_up_words(text))]
         assert not wrong, module
 
@@ -339,7 +340,7 @@ def test_documents_speak_the_words_of_the_field(document: Path) -> None:
 def test_rewritten_folders_have_no_coined_names_and_no_unclear_words(folder: str) -> None:
     for file in sorted((SOURCE / folder).rglob("*.py")):
         code = file.read_text()
-        assert not given_up_names(names_in(ast.parse(code)), COINED), file
+        assert not given_up_names(names_in(code), COINED), file
         assert not [(line, *f) for line, text in prose_in(code) if (f := given_up_words(text, UNCLEAR))], file
     for file in sorted((SOURCE / folder).rglob("*.[ch]")):
         assert not given_up_names(iter(re.findall(r"[A-Za-z_]\w*", file.read_text())), COINED), file
@@ -355,7 +356,7 @@ def test_rewritten_documents_have_no_unclear_words(document: Path) -> None:
     "name", ["NO_BET", "_heard", "JudgeRows", "max_stretch", "RaggedCosts", "ways", "Door"]
 )
 def test_coined_names_are_seen(name: str) -> None:
-    assert given_up_names(names_in(ast.parse(f"a.{name} = 1")), COINED) == [name]
+    assert given_up_names(names_in(f"a.{name} = 1"), COINED) == [name]
     assert not given_up_names(iter(["better", "arbiter", "always", "outdoor", "preheated"]), COINED)
 
 
@@ -367,8 +368,8 @@ def test_unclear_words_are_seen() -> None:
     "name", ["Flight", "boarded_rows", "_take_off", "TakeOff", "told", "landing", "guesses"]
 )
 def test_given_up_names_are_seen(name: str) -> None:
-    assert given_up_names(names_in(ast.parse(f"def f(x, {name}=1): pass"))) == [name]
-    assert given_up_names(names_in(ast.parse(f"a.{name} = 1"))) == [name]
+    assert given_up_names(names_in(f"def f(x, {name}=1): pass")) == [name]
+    assert given_up_names(names_in(f"a.{name} = 1")) == [name]
 
 
 def test_words_of_the_field_and_plain_ones_pass() -> None:
@@ -435,7 +436,7 @@ def commands(document: Path) -> list[list[str]]:
 
 def check_outrider(words: list[str]) -> None:
     """Every subcommand and flag exists; raises what a user would see."""
-    command = get_command(make_app())
+    command = make_command()
     while words and words[0] in getattr(command, "commands", {}):
         command, words = command.commands[words[0]], words[1:]
     is_group = isinstance(command, TyperGroup)

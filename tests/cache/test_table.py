@@ -133,7 +133,7 @@ class TableMachine(RuleBasedStateMachine):
 
 
 TestTable = TableMachine.TestCase
-TestTable.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestTable.settings = settings(max_examples=75, stateful_step_count=40, deadline=None)
 
 
 def test_a_text_is_found_again_by_its_owner_only():

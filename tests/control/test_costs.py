@@ -11,6 +11,7 @@ from outrider.control.guards import BASELINE_INTERVAL, KEEP, KNOWN_AFTER, UNMEAS
 from outrider.control.planner import Planner
 from outrider.types import NO_TREE, CapturedShape, DrafterPrefill, TreeShape
 from tests.control.build import decoding, outcome, packed, persistent, record, work_of
+from tests.sweep import sweep
 
 FOUR = TreeShape(4, 4)
 TREES = TreeShape(2, 2), FOUR
@@ -233,8 +234,10 @@ def test_what_plain_steps_would_have_taken() -> None:
     assert CostModel().plain_seconds(gone) == 0.0
 
 
-@pytest.mark.parametrize("captured", [False, True])
-@pytest.mark.parametrize("rate", [0.9, 0.7])
+@pytest.mark.parametrize(
+    ("captured", "rate"),
+    sweep([(False, 0.9), (False, 0.7), (True, 0.9), (True, 0.7)], quick=[(False, 0.7), (True, 0.9)]),
+)
 def test_the_gauge_is_right(captured: bool, rate: float) -> None:
     """The measured speed-up is that against the same answers without drafts. On average over some runs: in one, each of
     the few plain steps is off by up to a tenth, as steps are.

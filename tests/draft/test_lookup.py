@@ -85,7 +85,7 @@ texts = st.tuples(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(st.lists(texts, min_size=1, max_size=3), st.integers(1, 9))
 def test_the_host_and_the_device_find_what_the_law_says(several, n):
     drafter, device, some = LookupDrafter(), Device(), []

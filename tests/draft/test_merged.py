@@ -25,7 +25,7 @@ def paths(draft: Draft) -> set[tuple[int, ...]]:
     return {tuple(draft.tokens[k] for k in draft.path(n)) for n in range(len(draft))}
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.lists(drafts(), min_size=1, max_size=3), st.integers(0, 30))
 def test_the_union_of_paths_each_once(several, nodes):
     merged, numbers = merge_drafts(several, nodes)

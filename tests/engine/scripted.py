@@ -18,11 +18,14 @@ from outrider.engine.rows import Result
 from outrider.engine.runner import InFlightStep
 from outrider.model.decoder import Decoder
 from outrider.types import NO_TREE, Draft, StepRecord, StepResult, TreeShape
+from tests.sweep import sweep
 from tests.tiny import VOCAB, random_tensors, request, tiny_config, tiny_engine, tiny_model
 
 PROMPT, PHASE = 80, 180  # tokens
 DEPTH = 8
-LAGS = pytest.mark.parametrize("lag", [None, 0, 1])
+# Eagerly, and with resident sequences. The planner is the same with the host behind and without, but for when it
+# learns what came of a step.
+LAGS = pytest.mark.parametrize("lag", sweep([None, 0, 1], quick=[None, 1]))
 
 
 class Scripted(Decoder):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -73,17 +74,19 @@ def test_guessing_by_adversaries(llm: LLM, plain):
     drafters = llm.engine.drafters
     drafters.add(hostile)
     try:
-        for name in hostile:
-            speculation = {"drafter": name, "depth": 3, "nodes": 5}
-            outs = llm.generate(prompts[:2], params[:2], owner=name, speculation=speculation)
-            assert [o.token_ids for o in outs] == plain[:2], name
-            assert sum(o.stats.drafted for o in outs) > 10
+        each = [(name, i) for name in hostile for i in range(2)]  # all in one batch
+        asked = [
+            replace(params[i], speculation={"drafter": name, "depth": 3, "nodes": 5}) for name, i in each
+        ]
+        outs = llm.generate([prompts[i] for _, i in each], asked, owner="hostile")
+        for (name, i), out in zip(each, outs, strict=True):
+            assert out.token_ids == plain[i] and out.stats.drafted > 5, name
     finally:
         drafters.remove(hostile)
 
 
 def test_small_cache_chunks_and_reuse(llm: LLM, plain):
-    prompts, params = requests(llm)
+    prompts, params = (some[-3:] for some in requests(llm))
     settings = {
         "cache_bytes": 100 * llm.model.config.kv_bytes_per_token,
         "step_rows": 16,
@@ -91,10 +94,10 @@ def test_small_cache_chunks_and_reuse(llm: LLM, plain):
     }
     with LLM("smollm2-135m", max_sequences=8, **settings) as small:
         outs = small.generate(prompts, params)
-        assert [o.token_ids for o in outs] == plain
+        assert [o.token_ids for o in outs] == plain[-3:]
         assert small.engine.scheduler.preemptions > 0
-    again = llm.generate(prompts, params, owner="alone0")
-    assert [o.token_ids for o in again] == plain
+    again = llm.generate(prompts, params, owner="alone5")
+    assert [o.token_ids for o in again] == plain[-3:]
     assert again[0].cached_tokens > 0
 
 

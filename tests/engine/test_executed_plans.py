@@ -79,7 +79,7 @@ def plain(model, one: Request) -> list[int]:
 
 
 @pytest.mark.parametrize("lag", [0, 1])
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(data=st.data())
 def test_a_plan_is_executed_as_it_is(models, lag, data) -> None:
     model, small = models

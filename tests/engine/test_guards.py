@@ -215,7 +215,7 @@ def test_a_draft_that_pays_is_not_reported(monkeypatch, caplog) -> None:
     monkeypatch.setattr("outrider.control.history.REPORT_STEPS", 50)
     engine, _ = make_engine(None, 0.9, names=("head",))
     engine.planner.returns.watch("head", 1234)
-    run(engine, {"a": [*novel(PROMPT, 3), *novel(4 * PHASE, 4)]})
+    run(engine, {"a": [*novel(PROMPT, 3), *novel(2 * PHASE, 4)]})
     assert engine.planner.returns.unprofitable == {} and not caplog.messages
 
 
@@ -225,7 +225,7 @@ def test_a_draft_that_nobody_wanted_is_not_reported(lag, asked, monkeypatch, cap
     monkeypatch.setattr("outrider.control.history.REPORT_STEPS", 50)
     engine, head = make_engine(lag, 0.0)
     engine.planner.returns.watch("head", 1234)
-    run(engine, {"a": [*novel(PROMPT, 3), *novel(4 * PHASE, 4)]}, speculation=asked)
+    run(engine, {"a": [*novel(PROMPT, 3), *novel(PHASE, 4)]}, speculation=asked)
     assert not head.asked and engine.planner.returns.unprofitable == {} and not caplog.messages
 
 

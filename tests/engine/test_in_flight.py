@@ -209,7 +209,7 @@ def test_what_a_request_asks_for_changes_its_own_rows_only(model, small, undistu
 KINDS = [name for name in ASKED if name not in ("very deep", "off", "min tokens")]  # answers may be short
 
 
-@settings(max_examples=15, suppress_health_check=list(HealthCheck))  # an example is long
+@settings(max_examples=8, suppress_health_check=list(HealthCheck))  # an example is long
 @given(data=st.data())
 def test_every_step_is_counted_once(model, small, data) -> None:
     """Under aborts and preemptions, however far the host is behind: as many results as steps, and the tokens of their

@@ -149,7 +149,7 @@ def test_prompts_that_arrive_are_read_in_captured_steps(model, small, default) -
     """Beside answers and their drafts, and nothing is captured for it once everything is prepared."""
     requests = some_requests(6)
     alone = {one.id: run_alone(model, one, step_rows=600) for one in requests}
-    engine = prepared(make_engine(model, small, bounded(default, prefill_slowdown=0.4)))
+    engine = prepared(make_engine(model, small, bounded(default, prefill_slowdown=0.4), max_sequences=4), 4)
     captures, steps = len(engine.captures), step_shapes(engine)
     assert arriving(engine, requests, every=7) == alone
     assert len(engine.captures) == captures > 0
@@ -163,7 +163,7 @@ def test_drafts_go_on_beside_prompts(model, small) -> None:
     planner = Always(DraftPlan("lm", 15, 4))
     planner.choices = ("lm",)
     planner.prompt_rows = lambda decoding, waited, waiting, pending: 100
-    engine = prepared(make_engine(model, small, planner))
+    engine = prepared(make_engine(model, small, planner), 2)
     steps = step_shapes(engine)
     [stream] = engine.add(request("stream", prompt_of(9), max_tokens=80, temperature=0.7))
     for _ in range(4):

@@ -276,7 +276,7 @@ BYTE_LEVEL = Tokenizer.from_gguf(tiny.tokenizer_metadata())
 @pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, METASPACE], ids=["byte-level", "metaspace"])
 @given(st.data())
 @settings(
-    max_examples=200,
+    max_examples=100,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
     database=None,
@@ -293,7 +293,7 @@ def test_a_stream_is_the_whole(tokenizer: Tokenizer, data: st.DataObject) -> Non
 
 
 @given(st.text(max_size=40))
-@settings(max_examples=200, deadline=None, database=None)
+@settings(max_examples=100, deadline=None, database=None)
 def test_any_text_comes_back_and_streams_whole_characters(text: str) -> None:
     ids = BYTE_LEVEL.encode(text)
     assert BYTE_LEVEL.decode(ids) == text

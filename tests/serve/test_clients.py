@@ -106,7 +106,9 @@ def test_litellm_tells_errors_apart(served: Served) -> None:
 def test_instructor_fills_a_class(served: Served, mode: str) -> None:
     instructor = pytest.importorskip("instructor")
     own = instructor.from_openai(client(served), mode=instructor.Mode[mode])
-    person = own.create(model=MODEL, response_model=Person, messages=ASKED, max_tokens=200, max_retries=0)
+    person = own.create(
+        model=MODEL, response_model=Person, messages=ASKED, max_tokens=200, max_retries=0, seed=1
+    )
     assert isinstance(person, Person)
 
 

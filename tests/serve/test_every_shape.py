@@ -94,6 +94,7 @@ def function(**more: bytes) -> bytes:
     return object_of(name=b'"f"', parameters=takes, input_schema=takes, function=body, **more)
 
 
+@cache
 def past_call() -> bytes:
     """Its arguments are a text that holds JSON."""
     arguments = json.dumps(many(b"{}").decode()).encode()

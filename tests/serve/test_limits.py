@@ -98,7 +98,7 @@ NEAR_JSON = st.lists(st.sampled_from([*PIECES, *ODD]), max_size=40).map(b"".join
 @example(b"[" * 5000)
 @example(b'{"a":' * 5000)
 @example(b'"\\')
-@settings(max_examples=300)
+@settings(max_examples=150)
 def test_arbitrary_bytes_are_read_or_refused(body: bytes) -> None:
     try:
         value = read_json(body, DEPTH)

@@ -107,7 +107,7 @@ def test_what_is_only_read(case: Case, short: Served, session: requests.Session)
 
 
 @right.include(method="POST").parametrize()
-@search(12)
+@search(8)
 def test_what_fits_the_document(case: Case, short: Served, session: requests.Session) -> None:
     if isinstance(case.body, dict):
         case.body = within_reason(case.body, case.path)
@@ -115,7 +115,7 @@ def test_what_fits_the_document(case: Case, short: Served, session: requests.Ses
 
 
 @wrong.include(method="POST").parametrize()
-@search(8, Phase.explicit)
+@search(4, Phase.explicit)
 def test_what_does_not_fit_the_document(case: Case, short: Served, session: requests.Session) -> None:
     response = case.call(base_url=short.url, session=session, timeout=30)
     case.validate_response(response, checks=CHECKS)

@@ -239,7 +239,7 @@ class Person(BaseModel, extra="forbid"):
 def test_a_json_object_is_one(served: Served, api: OpenAI) -> None:
     [closing] = ids_of(served, "}")
     likely = {str(closing): 50}  # a random model would go on for ever
-    answer = chat(api, response_format={"type": "json_object"}, logit_bias=likely, max_tokens=200)
+    answer = chat(api, response_format={"type": "json_object"}, logit_bias=likely, seed=1, max_tokens=200)
     assert answer.choices[0].finish_reason == "stop"
     assert isinstance(json.loads(said(answer)), dict)
 
@@ -288,7 +288,7 @@ def test_the_sdk_parses_a_stream_into_a_class(api: OpenAI) -> None:
     ids=["regex", "choice", "lark", "gbnf", "json"],
 )
 def test_an_answer_can_have_other_forms(api: OpenAI, form: dict[str, Any], allowed: set[str]) -> None:
-    answer = chat(api, extra_body={"structured_outputs": form}, max_tokens=40)
+    answer = chat(api, extra_body={"structured_outputs": form}, seed=1, max_tokens=40)
     assert said(answer) in allowed
     assert answer.choices[0].finish_reason == "stop"
 

@@ -152,7 +152,9 @@ class Person(BaseModel, extra="forbid"):
 
 
 def test_the_sdk_parses_into_a_class(api: Anthropic) -> None:
-    answer = api.messages.parse(model=MODEL, max_tokens=200, messages=user("who?"), output_format=Person)
+    answer = api.messages.parse(
+        model=MODEL, max_tokens=200, messages=user("who?"), output_format=Person, extra_body={"seed": 1}
+    )
     assert isinstance(answer.parsed_output, Person)
 
 

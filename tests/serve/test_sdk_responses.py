@@ -143,7 +143,9 @@ class Person(BaseModel, extra="forbid"):
 
 
 def test_the_sdk_parses_into_a_class(api: OpenAI) -> None:
-    answer = api.responses.parse(model=MODEL, input="who?", text_format=Person, max_output_tokens=300)
+    answer = api.responses.parse(
+        model=MODEL, input="who?", text_format=Person, max_output_tokens=300, extra_body={"seed": 1}
+    )
     assert isinstance(answer.output_parsed, Person)
 
 

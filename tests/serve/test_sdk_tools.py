@@ -195,6 +195,7 @@ def test_the_sdk_parses_arguments_into_a_class(api: OpenAI) -> None:
         tools=[pydantic_function_tool(GetTime)],
         tool_choice="required",
         parallel_tool_calls=False,
+        seed=1,
     )
     [call] = answer.choices[0].message.tool_calls
     assert isinstance(call.function.parsed_arguments, GetTime)

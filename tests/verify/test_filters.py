@@ -53,7 +53,7 @@ a_filter = st.tuples(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     rows=st.lists(
         st.tuples(st.lists(a_logit, min_size=12, max_size=12).filter(lambda r: max(r) > BANNED), a_filter),

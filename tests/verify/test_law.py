@@ -117,7 +117,7 @@ PARAMS = [
 ]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     drafts=st.lists(trees(), min_size=1, max_size=4),
     picks=st.lists(st.sampled_from(PARAMS), min_size=4, max_size=4),

@@ -29,7 +29,7 @@ def random_tree(dice: random.Random) -> Draft:
     return Draft(tuple(dice.randrange(V) for _ in range(n)), tuple(dice.randrange(-1, i) for i in range(n)))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(
     st.integers(0, 10**6), st.sampled_from(["typical", "threshold"]), st.sampled_from([0.0, 0.1, 0.3, 0.9]),
     st.sampled_from([0.0, 0.09, 0.5]), st.sampled_from([0, 0.8]),

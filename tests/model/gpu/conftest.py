@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -45,7 +46,35 @@ def patch_language_once(interpreter: ModuleType) -> None:
     interpreter._patch_lang = patch_once
 
 
+def look_types_up_once(interpreter: ModuleType) -> None:
+    """The interpreter builds a table of 18 types to look one up, for every operation."""
+    look_up, known = interpreter._get_np_dtype, dict[str, Any]()
+
+    def looked_up(kind: Any) -> Any:
+        scalar = kind.scalar
+        if scalar.name not in known:
+            known[scalar.name] = look_up(scalar)
+        return known[scalar.name]
+
+    interpreter._get_np_dtype = looked_up
+
+
+def leave_overflow_unchecked(interpreter: ModuleType) -> None:
+    """The interpreter computes every sum of integers a second time to find an overflow, and then asserts nothing, as an
+    assertion needs `debug`: a third of these tests' time.
+    """
+    options = interpreter.interpreter_builder.options
+    if not options.debug:
+        interpreter.interpreter_builder.options = replace(options, sanitize_overflow=False)
+
+
+PATCHES = {  # none of these members is public
+    "_patch_lang _LangPatchScope": patch_language_once,
+    "_get_np_dtype": look_types_up_once,
+    "interpreter_builder": leave_overflow_unchecked,
+}
 if DEVICE == "cpu" and importlib.util.find_spec("triton"):
     found = importlib.import_module("triton.runtime.interpreter")
-    if hasattr(found, "_patch_lang") and hasattr(found, "_LangPatchScope"):  # neither is public
-        patch_language_once(found)
+    for members, patch in PATCHES.items():
+        if all(hasattr(found, member) for member in members.split()):
+            patch(found)
