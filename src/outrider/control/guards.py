@@ -31,7 +31,8 @@ CAUTION = 0.5
 # Acceptance of the second choice where the first was rejected, and of each later one where those before it were. Flat
 # (log/088).
 SECOND = 0.5
-TYPICAL = 0.73  # acceptance of first choices that the captured trees are shaped for; up to 0.9 the same (log/088)
+# Acceptance of first choices that the captured trees are shaped for; the same trees up to 0.9 (log/088).
+TYPICAL = 0.73
 
 # ------------------------------------------------------------------------------------------ planner.py
 
