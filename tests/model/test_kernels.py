@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from outrider.draft.eagle_head import rounded_layer
 from outrider.model.decoder import make_kernels
 from outrider.model.kernels.native import NativeKernels
 from outrider.model.kernels.reference import ReferenceKernels
@@ -34,15 +35,6 @@ def noise(*shape: int, seed: int = 0) -> Tensor:
 @pytest.fixture(scope="module")
 def pair(kernel_folder: Path) -> tuple[NativeKernels, ReferenceKernels]:
     return ours("llama", "c", kernel_folder).kernels, ours("llama", "torch", kernel_folder).kernels
-
-
-@pytest.fixture(scope="module")
-def narrow(kernel_folder: Path, pair: Any) -> tuple[NativeKernels, ReferenceKernels]:
-    """The same for matrices in bfloat16."""
-    made = [
-        make_kernels(pair[0].config, 64, 2, kernel_folder, kind, bfloat16=True) for kind in ("c", "torch")
-    ]
-    return made[0], made[1]
 
 
 @pytest.mark.parametrize("outputs", [1, 16, 17, 49])
@@ -74,22 +66,16 @@ def test_embed_reads_rows_of_a_packed_matrix(pair: Any) -> None:
 
 @pytest.mark.parametrize("outputs", [1, 16, 17, 49])
 @pytest.mark.parametrize("inputs", [2, 64, 66, 115])
-def test_bfloat16_weights_lose_nothing(pair: Any, narrow: Any, outputs: int, inputs: int) -> None:
+def test_bfloat16_weights_lose_nothing(pair: Any, outputs: int, inputs: int) -> None:
     """And take half the memory, unless there is one without a neighbour."""
     weight, bias = noise(outputs, inputs).bfloat16().float(), noise(outputs, seed=1)
-    whole, half = (kernels.pack_linear(weight, bias) for kernels in (pair[0], narrow[0]))
-    assert half.packed.nbytes * (1 if inputs % 2 else 2) == whole.packed.nbytes
+    whole, half = (pair[0].pack_linear(each, bias) for each in (weight, weight.bfloat16()))
+    assert half.parts[0].packed.nbytes * (1 if inputs % 2 else 2) == whole.parts[0].packed.nbytes
     rows, ids = noise(max(COUNTS), inputs, seed=2), torch.tensor([0, outputs - 1, outputs // 2])
     for count in COUNTS:
-        assert torch.equal(narrow[0].linear(half, rows[:count]), pair[0].linear(whole, rows[:count])), count
-    for kernels in (narrow[0], pair[0]):  # a matrix knows how it is packed
-        assert torch.equal(kernels.embed(half, ids), weight[ids])
-
-
-def test_what_is_not_bfloat16_is_rounded_to_the_nearest(narrow: Any) -> None:
-    weight, ids = noise(49, 66), torch.arange(49)
-    for kernels in narrow:
-        assert torch.equal(kernels.embed(kernels.pack_linear(weight), ids), weight.bfloat16().float())
+        assert torch.equal(pair[0].linear(half, rows[:count]), pair[0].linear(whole, rows[:count])), count
+    assert torch.equal(pair[0].embed(half, ids), weight[ids])
+    assert torch.equal(pair[1].embed(pair[1].pack_linear(weight.bfloat16()), ids), weight[ids])
 
 
 @pytest.mark.parametrize("case", ["llama", "llama-biases"])
@@ -99,12 +85,12 @@ def test_a_layer_in_bfloat16(case: str, kernel_folder: Path) -> None:
     c = model.config
     rounded = layer_tensors(lambda name: tensors[name].bfloat16().float(), c, 2)
     out = []
-    for bfloat16 in (False, True):
-        kernels = make_kernels(c, 64, 2, kernel_folder, "c", bfloat16)
+    kernels = make_kernels(c, 64, 2, kernel_folder, "c")
+    for layer in (rounded, rounded_layer(rounded)):
         reader, x = Reader(c, longest=16), noise(6 + len(TREE), c.hidden)
         batch = reader.batch(Part(0, [1] * 6, TREE))
         keys, values = reader.store.keys[2].zero_(), reader.store.values[2].zero_()
-        kernels.layer(kernels.pack_layer(rounded), x, batch, keys, values)
+        kernels.layer(kernels.pack_layer(layer), x, batch, keys, values)
         out.append(torch.cat([x.flatten(), keys.flatten(), values.flatten()]))
     assert torch.equal(*out)
 

@@ -31,6 +31,7 @@ from outrider.load.literal import ChatEncoder
 from outrider.load.pairs import find_pair
 from outrider.load.sampling import GENERATION_CONFIGS, SamplingDefaults
 from outrider.load.template import ChatTemplate
+from outrider.model.decoder import Decoder
 from outrider.settings import Settings, cache_folder
 from outrider.types import Event, Request, SamplingParams, Sequence, Speculation
 from outrider.verify.grammar import GrammarCompiler
@@ -176,10 +177,17 @@ class LLM:
 
     def __repr__(self) -> str:
         facts = {"device": self.model.device.type, "dtype": str(self.model.dtype).removeprefix("torch.")}
-        if self.settings.weights not in ("auto", facts["dtype"]):
-            facts["weights"] = self.settings.weights
+        if self.weight_formats != facts["dtype"]:
+            facts["weights"] = self.weight_formats
         said = ", ".join(f"{name}={value!r}" for name, value in {**facts, "draft": self.drafter}.items())
         return f"LLM({self.name!r}, {said})"
+
+    @property
+    def weight_formats(self) -> str:
+        """The number formats of the model's matrices, the one that most numbers have first."""
+        if isinstance(self.model, Decoder):
+            return ", ".join(name for name, _ in self.model.formats.most_common())
+        return self.settings.weights if self.model.device.type == "cuda" else "float32"
 
     def __enter__(self) -> LLM:
         return self

@@ -1,10 +1,11 @@
-/* The CPU kernels: one decoder layer, one projection, one attention. Float32, any number of threads, any vector unit.
+/* The CPU kernels: one decoder layer, one projection, one attention. Any number of threads, any vector unit.
  *
  * What makes them worth having: a weight is read from memory once for all rows of a step, and a row's result
  * does not depend on which other rows share the step, to the last bit. Both follow from one choice: weights
  * are packed in panels of 16 outputs, [N/16][K][16], and output n of row m is always the same chain of fused
  * multiply-adds over k = 0..K-1, whatever M is. There is no horizontal sum whose order could change.
- * Weights that are bfloat16 stay so, and are widened in registers: half the memory, the same bits.
+ * Weights that are bfloat16 stay so, and are widened in registers: half the memory, the same bits. Weights in blocks of
+ * few bits stay so, too; blocks.c multiplies with them.
  *
  * The torch twin of everything here is reference.py; parity and row invariance are tests.
  * Vectors are GCC/Clang vector extensions: the compiler lowers them to NEON, AVX2 or AVX-512.
@@ -14,6 +15,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 
+#include "blocks.h"
 #include "team.h"
 
 #if defined(__AVX512F__)
@@ -23,7 +25,6 @@
 #else
 #define LANES 4
 #endif
-#define PANEL 16                /* outputs a panel */
 #define REGS (PANEL / LANES)    /* vector registers a panel row takes */
 #define FEW 8                   /* rows whose norms and rotations are too little to share out */
 #define MOST 6                  /* rows a panel meets at a time: 24 NEON accumulators, 6 rows and a weight just fit */
@@ -31,10 +32,18 @@
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
-/* A packed matrix: float32, [N/16][K][16], or bfloat16 in pairs, [N/16][K/2][16], k in the lower half of a word. */
+/* Packed panels of 16 outputs: WHOLE float32, [N/16][K][16]; HALF bfloat16 in pairs, [N/16][K/2][16], k in the lower half
+ * of a word; the other kinds are blocks.c's. */
 typedef struct {
     const void *data;
-    int32_t half;
+    int32_t kind, outputs;
+} Part;
+
+#define PARTS 3
+
+/* A packed matrix: outputs in one format, followed by outputs in another. Parts that are not used have no outputs. */
+typedef struct {
+    Part parts[PARTS];
 } Matrix;
 
 typedef struct {
@@ -189,37 +198,83 @@ DEFINE_PANELS(half)
 typedef struct {
     const void *data;
     const char *next[2]; /* what to fetch meanwhile: beside the first rows, and beside those that find it in the cache */
-    int half;
+    int kind;
 } Panel;
 
-/* Memory for this many panels in float32, if rows would widen them several times; null if not, or if there is none.
- * On the heap: a panel of a large model is more than a thread's stack has on some systems. */
-static float *room_for(int panels, Matrix w, int K, int rows) {
-    return w.half && rows > MOST ? malloc((size_t)panels * K * PANEL * sizeof(float)) : 0;
+/* Most rows that a panel of this kind meets at a time. */
+static inline int most_rows(int kind) { return kind > HALF ? TILE : MOST; }
+
+static inline size_t panel_bytes(int kind, int K) {
+    if (kind > HALF) return blocks_panel_bytes(kind, K);
+    return (size_t)K * PANEL * (kind == HALF ? WIDTH_half : WIDTH_whole);
 }
 
-/* Panel n, widened into `room` if there is one. */
-static inline Panel panel_of(Matrix w, int n, int K, float *room) {
-    size_t bytes = (size_t)K * PANEL * (w.half ? WIDTH_half : WIDTH_whole);
+/* Memory for a panel in wide form, if rows would unpack it several times; null if not, or if there is none. On the heap: a
+ * panel of a large model is more than a thread's stack has on some systems. */
+static void *room_for(const Matrix *w, int K, int rows) {
+    size_t most = 0;
+    for (int p = 0; p < PARTS && w->parts[p].outputs; p++) {
+        int kind = w->parts[p].kind;
+        if (kind == WHOLE || kind == Q8_0 || rows <= most_rows(kind)) continue;
+        size_t bytes = panel_bytes(kind == HALF ? WHOLE : WIDE_LEAST, K);
+        most = bytes > most ? bytes : most;
+    }
+    return most ? malloc(most) : 0;
+}
+
+/* Panel n, unpacked into `room` if there is one. */
+static inline Panel panel_of(Part w, int n, int K, void *room) {
+    size_t bytes = panel_bytes(w.kind, K);
     const char *own = (const char *)w.data + n * bytes;
-    if (!room) return (Panel){own, {own + AHEAD, own + bytes + AHEAD}, w.half};
+    if (!room || w.kind == WHOLE || w.kind == Q8_0) return (Panel){own, {own + AHEAD, own + bytes + AHEAD}, w.kind};
+    if (w.kind > HALF) return (Panel){room, {0}, blocks_widen(w.kind, own, K, room)};
     for (int k = 0; k < K; k += 2)
         for (int i = 0; i < 2; i++)
             for (int j = 0; j < REGS; j++)
-                *(vec *)(room + (size_t)(k + i) * PANEL + j * LANES) = weight_half(own, k, i, j);
-    return (Panel){room, {own + bytes, own + bytes}, 0};
+                *(vec *)((float *)room + (size_t)(k + i) * PANEL + j * LANES) = weight_half(own, k, i, j);
+    return (Panel){room, {own + bytes, own + bytes}, WHOLE};
 }
+
+/* Rows of activations: as they are, and rounded if some of the weights are in blocks. */
+typedef struct {
+    const float *x;
+    int M, K;
+    Rounded rounded;
+} Inputs;
 
 /* A panel against `rows` rows from row m on. */
-static inline void multiply(Panel w, int rows, int m, const float *x, int K, float y[][PANEL]) {
-    (w.half ? panels_half : panels_whole)[rows - 1](w.data, w.next[m > 0], x + (size_t)m * K, K, K, y);
+static inline void multiply(Panel w, int rows, int m, const Inputs *in, float y[][PANEL]) {
+    int K = in->K;
+    if (w.kind > HALF) return blocks_multiply(w.kind, rows, w.data, &in->rounded, m, y);
+    (w.kind == HALF ? panels_half : panels_whole)[rows - 1](w.data, w.next[m > 0], in->x + (size_t)m * K, K, K, y);
 }
 
-static inline int least(int a, int b) { return a < b ? a : b; }
+static void round_rows(void *job, int member, int begin, int end) {
+    Inputs *in = job;
+    (void)member;
+    for (int r = begin; r < end; r++) round_row(in->x + (size_t)r * in->K, in->K, &in->rounded, r);
+}
 
-/* Rows of the next block: as few blocks as possible, of about equal size. */
-static inline int next_rows(int left) {
-    int times = (left + MOST - 1) / MOST;
+/* `release` them after use. */
+static Inputs inputs_for(int threads, const float *x, int M, int K, const Matrix *w, const Matrix *other) {
+    Inputs in = {x, M, K, {0}};
+    int blocks = 0;
+    for (int p = 0; p < PARTS; p++) blocks |= w->parts[p].kind > HALF || (other && other->parts[p].kind > HALF);
+    if (!blocks) return in;
+    in.rounded = rounded_for(M, K);
+    if (!in.rounded.q) abort();
+    team_run(M > FEW ? threads : 1, M, round_rows, &in);
+    return in;
+}
+
+static void release(Inputs *in) { free(in->rounded.q); }
+
+static inline int least(int a, int b) { return a < b ? a : b; }
+static inline int panels_of(int outputs) { return (outputs + PANEL - 1) / PANEL; }
+
+/* Rows of the next tile: as few tiles as possible, of about equal size. */
+static inline int next_rows(int left, int most) {
+    int times = (left + most - 1) / most;
     return (left + times - 1) / times;
 }
 
@@ -230,25 +285,29 @@ typedef struct {
     int M, N, K;
     float *y;
     int add;
+    Inputs in;
 } Linear;
 
 static void linear_panels(void *job, int member, int begin, int end) {
     const Linear *l = job;
-    const float *bias = l->bias, *x = l->x;
-    int M = l->M, N = l->N, K = l->K, add = l->add;
-    float *room = room_for(1, l->w, K, M);
+    int M = l->M, N = l->N, add = l->add;
+    void *room = room_for(&l->w, l->K, M);
     (void)member;
     for (int n = begin; n < end; n++) {
-        int width = least(PANEL, N - n * PANEL);
-        Panel w = panel_of(l->w, n, K, room);
+        int own = n, first = 0; /* panel of its part, and the part's first output */
+        const Part *part = l->w.parts;
+        for (; own >= panels_of(part->outputs); part++) own -= panels_of(part->outputs), first += part->outputs;
+        int width = least(PANEL, part->outputs - own * PANEL);
+        const float *bias = l->bias ? l->bias + first + own * PANEL : 0;
+        Panel w = panel_of(*part, own, l->K, room);
         float out[MOST][PANEL];
         for (int m = 0, rows; m < M; m += rows) {
-            rows = next_rows(M - m);
-            multiply(w, rows, m, x, K, out);
+            rows = next_rows(M - m, most_rows(w.kind));
+            multiply(w, rows, m, &l->in, out);
             for (int r = 0; r < rows; r++) {
-                float *to = l->y + (size_t)(m + r) * N + (size_t)n * PANEL;
+                float *to = l->y + (size_t)(m + r) * N + first + (size_t)own * PANEL;
                 for (int i = 0; i < width; i++) {
-                    float value = bias ? out[r][i] + bias[n * PANEL + i] : out[r][i];
+                    float value = bias ? out[r][i] + bias[i] : out[r][i];
                     to[i] = add ? to[i] + value : value;
                 }
             }
@@ -258,7 +317,11 @@ static void linear_panels(void *job, int member, int begin, int end) {
 }
 
 static void linear(int threads, Linear job) {
-    team_run(threads, (job.N + PANEL - 1) / PANEL, linear_panels, &job);
+    int panels = 0;
+    for (int p = 0; p < PARTS; p++) panels += panels_of(job.w.parts[p].outputs);
+    job.in = inputs_for(threads, job.x, job.M, job.K, &job.w, 0);
+    team_run(threads, panels, linear_panels, &job);
+    release(&job.in);
 }
 
 /* act = silu(x gate^T) * (x up^T), without storing either product. */
@@ -267,24 +330,24 @@ typedef struct {
     const float *x;
     int M, N, K;
     float *act;
+    Inputs in;
 } Gated;
 
 static void gated_panels(void *job, int member, int begin, int end) {
     const Gated *given = job;
     const Layer *layer = given->layer;
-    const float *x = given->x;
     int M = given->M, N = given->N, K = given->K;
-    float *room = room_for(2, layer->gate, K, M);
+    void *rooms[2] = {room_for(&layer->gate, K, M), room_for(&layer->up, K, M)};
     (void)member;
     for (int n = begin; n < end; n++) {
         int width = least(PANEL, N - n * PANEL);
-        Panel gate = panel_of(layer->gate, n, K, room);
-        Panel up = panel_of(layer->up, n, K, room ? room + (size_t)K * PANEL : 0);
+        Panel gate = panel_of(layer->gate.parts[0], n, K, rooms[0]), up = panel_of(layer->up.parts[0], n, K, rooms[1]);
+        int most = least(most_rows(gate.kind), most_rows(up.kind));
         float g[MOST][PANEL], u[MOST][PANEL];
         for (int m = 0, rows; m < M; m += rows) {
-            rows = next_rows(M - m);
-            multiply(gate, rows, m, x, K, g);
-            multiply(up, rows, m, x, K, u);
+            rows = next_rows(M - m, most);
+            multiply(gate, rows, m, &given->in, g);
+            multiply(up, rows, m, &given->in, u);
             for (int r = 0; r < rows; r++) {
                 for (int i = 0; i < width && layer->gate_bias; i++) g[r][i] += layer->gate_bias[n * PANEL + i];
                 for (int i = 0; i < width && layer->up_bias; i++) u[r][i] += layer->up_bias[n * PANEL + i];
@@ -297,10 +360,15 @@ static void gated_panels(void *job, int member, int begin, int end) {
             }
         }
     }
-    free(room);
+    free(rooms[0]);
+    free(rooms[1]);
 }
 
-static void gated(int threads, Gated job) { team_run(threads, (job.N + PANEL - 1) / PANEL, gated_panels, &job); }
+static void gated(int threads, Gated job) {
+    job.in = inputs_for(threads, job.x, job.M, job.K, &job.layer->gate, &job.layer->up);
+    team_run(threads, panels_of(job.N), gated_panels, &job);
+    release(&job.in);
+}
 
 /* ---- attention ---------------------------------------------------------------------------------------- */
 
@@ -649,13 +717,13 @@ void outrider_layer_from(const Layer *layer, const Shape *s, const Rows *b, cons
                          float *keys, float *values) {
     int M = b->rows, H = s->hidden, D = s->head_dim, I = s->intermediate, threads = s->threads;
     int qkv = (s->heads + 2 * s->kv_heads) * D;
-    linear(threads, (Linear){layer->qkv, layer->qkv_bias, inputs, M, qkv, K, w->qkv, 0});
+    linear(threads, (Linear){layer->qkv, layer->qkv_bias, inputs, M, qkv, K, w->qkv, 0, {0}});
     place((Placing){layer, s, b, w->qkv, keys, values});
     attention((Attention){s, b, layer->window, w->qkv, qkv, keys, values, w->scores, w->score_stride, w->mixed});
-    linear(threads, (Linear){layer->out, layer->out_bias, w->mixed, M, H, s->heads * D, w->x, 1});
+    linear(threads, (Linear){layer->out, layer->out_bias, w->mixed, M, H, s->heads * D, w->x, 1, {0}});
     norm(threads, M, (Norm){w->x, 0, layer->mlp_norm, H, s->eps, w->normed});
-    gated(threads, (Gated){layer, w->normed, M, I, H, w->act});
-    linear(threads, (Linear){layer->down, layer->down_bias, w->act, M, H, I, w->x, 1});
+    gated(threads, (Gated){layer, w->normed, M, I, H, w->act, {0}});
+    linear(threads, (Linear){layer->down, layer->down_bias, w->act, M, H, I, w->x, 1, {0}});
 }
 
 void outrider_layer(const Layer *layer, const Shape *s, const Rows *b, const Work *w, float *keys, float *values) {
@@ -671,25 +739,29 @@ void outrider_norm(const float *x, const float *weight, int rows, int n, float e
 void outrider_head(const float *x, const int64_t *chosen, int count, const float *weight, float eps,
                    const Matrix *w, int N, int K, int threads, float *normed, float *y) {
     norm(threads, count, (Norm){x, chosen, weight, K, eps, normed});
-    linear(threads, (Linear){*w, 0, normed, count, N, K, y, 0});
+    linear(threads, (Linear){*w, 0, normed, count, N, K, y, 0, {0}});
 }
 
 /* Rows of a packed matrix: the embedding, when it is the head too. */
 void outrider_embed(const Matrix *w, const int64_t *ids, int rows, int K, float *x) {
     for (int r = 0; r < rows; r++) {
-        size_t panel = (size_t)(ids[r] / PANEL) * K * PANEL, i = ids[r] % PANEL;
-        const float *whole = (const float *)w->data + panel + i;
-        const uint32_t *pairs = (const uint32_t *)w->data + panel / 2 + i;
-        for (int k = 0; k < K; k++) {
-            uint32_t pair = w->half ? pairs[(size_t)(k / 2) * PANEL] : 0;
+        const Part *part = w->parts;
+        int64_t id = ids[r];
+        for (; id >= part->outputs; part++) id -= part->outputs;
+        const char *panel = (const char *)part->data + id / PANEL * panel_bytes(part->kind, K);
+        int i = id % PANEL;
+        float *to = x + (size_t)r * K;
+        if (part->kind > HALF) blocks_row(part->kind, panel, i, K, to);
+        for (int k = 0; k < K && part->kind <= HALF; k++) {
+            uint32_t pair = part->kind == HALF ? ((const uint32_t *)panel)[(size_t)(k / 2) * PANEL + i] : 0;
             Bits wide = {.word = k % 2 ? pair & 0xffff0000u : pair << 16};
-            x[(size_t)r * K + k] = w->half ? wide.number : whole[(size_t)k * PANEL];
+            to[k] = part->kind == HALF ? wide.number : ((const float *)panel)[(size_t)k * PANEL + i];
         }
     }
 }
 
 void outrider_linear(const Matrix *w, const float *bias, const float *x, int M, int N, int K, int threads, float *y) {
-    linear(threads, (Linear){*w, bias, x, M, N, K, y, 0});
+    linear(threads, (Linear){*w, bias, x, M, N, K, y, 0, {0}});
 }
 
 void outrider_attention(const Shape *s, const Rows *b, int window, const float *q, const float *keys,
@@ -720,9 +792,9 @@ static void pack_panels(void *job, int member, int begin, int end) {
                 ((uint32_t *)p->packed)[((size_t)n * words + k) * PANEL + i] = word_of(p, n * PANEL + i, k);
 }
 
-/* [N][K] -> a Matrix's data, missing outputs zero. For halves K is even, and every weight a bfloat16. */
+/* [N][K] -> a Part's data, missing outputs zero. For halves K is even, and every weight a bfloat16. */
 void outrider_pack(const float *w, int N, int K, int half, int threads, void *packed) {
-    team_run(threads, (N + PANEL - 1) / PANEL, pack_panels, &(Packing){w, N, K, half, packed});
+    team_run(threads, panels_of(N), pack_panels, &(Packing){w, N, K, half, packed});
 }
 
 #define STRIDE 4096 /* floats that are read at a time */
