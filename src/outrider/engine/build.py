@@ -26,6 +26,7 @@ from outrider.engine.graph_runner import make_graph_runner
 from outrider.engine.kept_costs import KeptCosts
 from outrider.engine.kv_cache import KvCache, make_kv_cache
 from outrider.engine.live_draft import LiveDraft
+from outrider.engine.loading import Reading, Watch
 from outrider.engine.memory import GpuMeter, check_room, gpu_memory, runs_on_gpu, working_memory
 from outrider.engine.placement import DRAFT_TOKENS, Memory, place, share_of_all, within_share
 from outrider.engine.planning import expect_score, guards_of, watch_draft
@@ -36,7 +37,7 @@ from outrider.load.config import ModelConfig
 from outrider.load.find import find
 from outrider.load.pairs import Pair
 from outrider.model.decoder import Decoder, Model, kv_bytes, make_kernels
-from outrider.model.weights import kept_as, kept_formats
+from outrider.model.weights import kept_formats
 from outrider.settings import WEIGHT_BYTES, Settings, cache_folder, free_memory
 from outrider.types import MAX_NODES
 
@@ -75,14 +76,19 @@ class Built:
 
 
 def build_engine(
-    checkpoint: Checkpoint, parts: Seq[Part], pair: Pair | None, asked: Settings, reshape: Reshape
+    checkpoint: Checkpoint,
+    parts: Seq[Part],
+    pair: Pair | None,
+    asked: Settings,
+    reshape: Reshape,
+    watch: Watch | None = None,
 ) -> Built:
     """Loads the model and the drafts. Call it on the thread that will run the engine."""
     torch.set_num_threads(asked.threads)
     if runs_on_gpu(asked):
         asked = share_of_all(asked, *gpu_memory())
     parts, room = _fitting(checkpoint, parts, pair, asked, reshape)
-    model = load_model(checkpoint, asked)
+    model = load_model(checkpoint, asked, watch=watch)
     settings = _placed(model, asked, room)
     cache = make_kv_cache(model, settings)
     on_gpu = model.device.type == "cuda"
@@ -127,10 +133,12 @@ def build_engine(
     return Built(engine, model, settings, names, live_draft, memory, pair)
 
 
-def load_model(checkpoint: Checkpoint, settings: Settings, weights: str | None = None) -> Model:
+def load_model(
+    checkpoint: Checkpoint, settings: Settings, weights: str | None = None, watch: Watch | None = None
+) -> Model:
     """The decoder for the families it knows, transformers for any other causal model.
 
-    `weights` is the format to store them in, by default the settings'.
+    `weights` is the format of a draft; the settings have the model's. A CPU calls `watch` as it reads.
     """
     config, kind = checkpoint.config, weights or settings.weights
     if config is None:
@@ -153,8 +161,10 @@ def load_model(checkpoint: Checkpoint, settings: Settings, weights: str | None =
     folder = cache_folder() / "kernels"
     with naming(checkpoint.path):
         kernels = make_kernels(config, positions, settings.threads, folder, settings.kernels)
-        kind, draft = "stored" if kind == "auto" else kind, weights is not None
-        return Decoder(config, lambda name: kept_as(checkpoint.stored(name), kind, draft), kernels)
+        reading = Reading(checkpoint, "stored" if kind == "auto" else kind, weights is not None, watch)
+        model = Decoder(config, reading, kernels)
+        checkpoint.release()
+        return model
 
 
 def _fitting(

@@ -20,6 +20,7 @@ from outrider.draft.names import check_parts, parse_draft, settle_auto
 from outrider.engine.build import Built, Reshape, build_engine
 from outrider.engine.driver import Driver
 from outrider.engine.engine import Engine
+from outrider.engine.loading import Watch
 from outrider.engine.memory import runs_on_gpu, wake_gpu
 from outrider.engine.output import Output, make_output
 from outrider.engine.prompts import Message, Prompt, as_list, check_messages, plain_list
@@ -54,10 +55,11 @@ class LLM:
         settings: Settings | None = None,
         generation_config: str = "auto",
         reshape: Reshape | None = None,
+        watch: Watch | None = None,
         **options: Any,
     ) -> None:
         """`generation_config`: "auto" takes sampling defaults from the model, "none" those of SamplingParams.
-        `reshape` changes checkpoints before they are loaded (bench/as_if.py).
+        `reshape` changes checkpoints before they are loaded (bench/as_if.py); `watch` is engine/loading.py's.
         """
         if generation_config not in GENERATION_CONFIGS:
             raise InvalidRequest(
@@ -87,7 +89,7 @@ class LLM:
         made: list[Built] = []
 
         def build() -> Engine:
-            made.append(build_engine(checkpoint, parts, pair, asked, reshape))
+            made.append(build_engine(checkpoint, parts, pair, asked, reshape, watch))
             return made[0].engine
 
         # The engine's thread loads the weights while this one makes the tokenizer.

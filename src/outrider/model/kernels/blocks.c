@@ -79,25 +79,28 @@ Rounded rounded_for(int rows, int K) {
     return (Rounded){(int)blocks, q, scale, scale + all, (int32_t *)(scale + 2 * all)};
 }
 
+/* Every step is a loop of its own over the whole block: compilers turn these into vectors. */
 void round_row(const float *x, int K, const Rounded *to, int row) {
     for (int b = 0; b < to->blocks; b++) {
         float block[BLOCK] = {0}, most = 0;
+        int32_t wide[BLOCK];
+        int8_t q[BLOCK];
         size_t at = (size_t)row * to->blocks + b;
-        int n = K - b * BLOCK < BLOCK ? K - b * BLOCK : BLOCK;
-        memcpy(block, x + (size_t)b * BLOCK, n * sizeof(float));
+        if (K - b * BLOCK >= BLOCK) memcpy(block, x + (size_t)b * BLOCK, sizeof block);
+        else memcpy(block, x + (size_t)b * BLOCK, (K - b * BLOCK) * sizeof(float));
 #pragma omp simd reduction(max : most)
         for (int i = 0; i < BLOCK; i++) most = fabsf(block[i]) > most ? fabsf(block[i]) : most;
-        float inverse = most > TINIEST ? 127.0f / most : 0.0f;
-        int32_t sums[2] = {0, 0};
-        for (int h = 0; h < 2; h++)
-            for (int i = h * 16; i < h * 16 + 16; i++) {
-                int8_t q = (int8_t)(int32_t)rintf(block[i] * inverse);
-                to->q[at * BLOCK + i] = q;
-                sums[h] += q;
-            }
-        to->scale[at] = most > TINIEST ? most / 127.0f : 0.0f;
-        to->sum[at] = to->scale[at] * (float)(sums[0] + sums[1]);
-        to->halves[2 * at] = sums[0], to->halves[2 * at + 1] = sums[1];
+        float inverse = most > TINIEST ? 127.0f / most : 0.0f, scale = most > TINIEST ? most / 127.0f : 0.0f;
+#pragma omp simd
+        for (int i = 0; i < BLOCK; i++) wide[i] = (int32_t)rintf(block[i] * inverse);
+#pragma omp simd
+        for (int i = 0; i < BLOCK; i++) q[i] = (int8_t)wide[i];
+        int32_t first = 0, second = 0;
+#pragma omp simd reduction(+ : first, second)
+        for (int i = 0; i < BLOCK / 2; i++) first += wide[i], second += wide[BLOCK / 2 + i];
+        memcpy(to->q + at * BLOCK, q, BLOCK);
+        to->scale[at] = scale, to->sum[at] = scale * (float)(first + second);
+        to->halves[2 * at] = first, to->halves[2 * at + 1] = second;
     }
 }
 
