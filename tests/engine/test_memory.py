@@ -54,7 +54,7 @@ class Gpu:
         self.sources, names = sources, tuple(self.drafters)
         return {**self.drafters, "+".join(names): None}, names
 
-    def load(self, checkpoint: Any, settings: Settings, weights: str | None = None) -> Any:
+    def load(self, checkpoint: Any, settings: Settings, weights: str | None = None, watch: Any = None) -> Any:
         self.loaded.append(weights)
         place, config = SimpleNamespace(type="cuda"), checkpoint.config
         return SimpleNamespace(device=place, config=config, weight_bytes=lambda: 3 * GIB)

@@ -162,9 +162,9 @@ def load_model(
     with naming(checkpoint.path):
         kernels = make_kernels(config, positions, settings.threads, folder, settings.kernels)
         reading = Reading(checkpoint, "stored" if kind == "auto" else kind, weights is not None, watch)
-        model = Decoder(config, reading, kernels)
-        checkpoint.release()
-        return model
+        decoder = Decoder(config, reading, kernels)
+    checkpoint.release()
+    return decoder
 
 
 def _fitting(

@@ -232,19 +232,14 @@ def _eighths(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 def _sixteenths(blocks: Tensor) -> tuple[Tensor, Tensor]:
     extreme = blocks.gather(1, blocks.abs().argmax(1, keepdim=True)) / -8
-    best = None
-    for part in SHRINK:
-        scale, numbers = _rounded(blocks, extreme * part, -8, 7)
-        error = (numbers * scale - blocks).square_().sum(1, keepdim=True)
-        if best is None:
-            best = error, scale, numbers
-        better = error < best[0]
-        best = tuple(
-            torch.where(better, new, old) for new, old in zip((error, scale, numbers), best, strict=True)
-        )
-    assert best is not None
-    stored = (best[2] + 8).to(torch.uint8)
-    return best[1], stored[:, :16] | stored[:, 16:] << 4
+    tried = [_rounded(blocks, extreme * part, -8, 7) for part in SHRINK]
+    errors = torch.cat([(numbers * s - blocks).square_().sum(1, keepdim=True) for s, numbers in tried], 1)
+    scale, numbers = tried[0]
+    for i, (other, others) in enumerate(tried[1:], 1):
+        better = errors[:, i, None] < errors[:, :i].amin(1, keepdim=True)
+        scale, numbers = torch.where(better, other, scale), torch.where(better, others, numbers)
+    stored = (numbers + 8).to(torch.uint8)
+    return scale, stored[:, :16] | stored[:, 16:] << 4
 
 
 # Formats that exist but that Outrider does not read, so that a refusal can name them.
