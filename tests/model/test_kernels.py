@@ -15,7 +15,7 @@ from outrider.model.decoder import make_kernels
 from outrider.model.kernels.native import NativeKernels
 from outrider.model.kernels.reference import ReferenceKernels
 from outrider.model.weights import LayerTensors, layer_tensors
-from outrider.types import Draft
+from outrider.types import Batch, Draft
 from outrider.verify.filters import filter_logits, masses
 from outrider.verify.noise import draw
 from tests.model.batches import Part, Reader, furthest, random_ids
@@ -119,6 +119,40 @@ def test_attention(pair: Any, heads: int, kv_heads: int, head_dim: int, window: 
     native, twin = (kernels.attention(q, batch, keys, values, window, 0.3) for kernels in pair)
     assert furthest(native, twin) < TWIN_TOLERANCE
     assert furthest(native, plain_attention(q, batch, keys, values, window)) < TOLERANCE
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(6, 2, 64), (5, 1, 16)])
+@pytest.mark.parametrize("window", [0, 50])
+def test_rows_that_share_blocks_of_keys_have_the_bits_of_each_alone(
+    pair: Any, heads: int, kv_heads: int, head_dim: int, window: int
+) -> None:
+    """Rows of two texts with trees behind them, more than a block of keys long, in tiles of every height."""
+    config = replace(pair[0].config, layers=1, windows=(0,), kv_heads=kv_heads, head_dim=head_dim)
+    reader = Reader(config, texts=2, longest=160)
+    keys = reader.store.keys[0].copy_(noise(*reader.store.keys[0].shape, seed=1))
+    values = reader.store.values[0].copy_(noise(*keys.shape, seed=2))
+    reader.lengths = [66, 127]
+    batch = reader.batch(Part(0, [1] * 5, TREE), Part(1, [3] * 20, TREE))
+    q = noise(batch.rows, heads, head_dim)
+    alone = torch.cat(
+        [
+            pair[0].attention(q[r : r + 1], part_of(batch, r, r + 1), keys, values, window, 0.3)
+            for r in range(len(q))
+        ]
+    )
+    for count in (4, 7, 12, 20, len(q)):
+        together = pair[0].attention(q[:count], part_of(batch, 0, count), keys, values, window, 0.3)
+        assert torch.equal(together, alone[:count]), count
+    assert furthest(alone, plain_attention(q, batch, keys, values, window)) < TOLERANCE
+
+
+def part_of(batch: Batch, first: int, last: int) -> Batch:
+    names = ("ids", "positions", "slots", "table_rows", "prefix", "ancestors")
+    return replace(
+        batch,
+        **{name: getattr(batch, name)[first:last].contiguous() for name in names},
+        logit_rows=torch.arange(last - first),
+    )
 
 
 def plain_attention(q: Tensor, batch: Any, keys: Tensor, values: Tensor, window: int) -> Tensor:

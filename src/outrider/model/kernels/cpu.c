@@ -394,42 +394,60 @@ static float soften(float *scores, int n) {
 
 #define LATER 12 /* slots: they lie apart, so the processor does not look ahead by itself */
 #define GROUP 4  /* query heads that share a key head are served together, up to this many */
+#define TALL 8   /* rows that share a block of keys or values while it is in the nearest cache, up to this many */
+#define BLOCK 64 /* slots of it */
 
-/* G heads against R slots. A score is one chain over the head, then its lanes in order, whatever G and R are. */
-#define DEFINE_SCORE(G, R)                                                                                   \
-    static inline void score_##G##_##R(const float *q, const int32_t *slots, const float *keys, size_t stride, \
-                                       int head_dim, float scale, float *scores, size_t width) {             \
-        vec acc[G][R];                                                                                       \
+/* Four sums over lanes at once, each in the order of the lanes. */
+static inline void add_lanes(const vec acc[4], float scale, float *sums) {
+#if LANES == 4
+    vec a = __builtin_shufflevector(acc[0], acc[1], 0, 4, 1, 5), b = __builtin_shufflevector(acc[2], acc[3], 0, 4, 1, 5);
+    vec c = __builtin_shufflevector(acc[0], acc[1], 2, 6, 3, 7), d = __builtin_shufflevector(acc[2], acc[3], 2, 6, 3, 7);
+    vec sum = {0};
+    sum += __builtin_shufflevector(a, b, 0, 1, 4, 5);
+    sum += __builtin_shufflevector(a, b, 2, 3, 6, 7);
+    sum += __builtin_shufflevector(c, d, 0, 1, 4, 5);
+    sum += __builtin_shufflevector(c, d, 2, 3, 6, 7);
+    *(vec *)sums = sum * scale;
+#else
+    for (int r = 0; r < 4; r++) {
+        float sum = 0;
+        for (int j = 0; j < LANES; j++) sum += acc[r][j];
+        sums[r] = scale * sum;
+    }
+#endif
+}
+
+/* G heads against 4 slots, or the last one to three of them four times. A score is one chain over the head, then its
+ * lanes in order, whatever G is and whichever slots are beside it. */
+#define DEFINE_SCORE(G)                                                                                      \
+    static inline void score_##G(const float *q, const int32_t *slots, int n, const float *keys, size_t stride, \
+                                 int head_dim, float scale, float *scores, size_t width) {                   \
+        const float *at[4];                                                                                  \
+        vec acc[G][4];                                                                                       \
+        for (int r = 0; r < 4; r++) at[r] = keys + slots[r < n ? r : 0] * stride;                            \
         for (int g = 0; g < G; g++)                                                                          \
-            for (int r = 0; r < R; r++) acc[g][r] = (vec){0};                                                \
+            for (int r = 0; r < 4; r++) acc[g][r] = (vec){0};                                                \
         for (int d = 0; d < head_dim; d += LANES) {                                                          \
-            vec key[R];                                                                                      \
-            _Pragma("GCC unroll 4") for (int r = 0; r < R; r++) key[r] =                                     \
-                *(const vec *)(keys + slots[r] * stride + d);                                                \
+            vec key[4];                                                                                      \
+            _Pragma("GCC unroll 4") for (int r = 0; r < 4; r++) key[r] = *(const vec *)(at[r] + d);          \
             _Pragma("GCC unroll 4") for (int g = 0; g < G; g++) {                                            \
                 vec part = *(const vec *)(q + (size_t)g * head_dim + d);                                     \
-                _Pragma("GCC unroll 4") for (int r = 0; r < R; r++) acc[g][r] += part * key[r];              \
+                _Pragma("GCC unroll 4") for (int r = 0; r < 4; r++) acc[g][r] += part * key[r];              \
             }                                                                                                \
         }                                                                                                    \
-        for (int g = 0; g < G; g++)                                                                          \
-            for (int r = 0; r < R; r++) {                                                                    \
-                float sum = 0;                                                                               \
-                for (int j = 0; j < LANES; j++) sum += acc[g][r][j];                                         \
-                scores[g * width + r] = scale * sum;                                                         \
-            }                                                                                                \
+        for (int g = 0; g < G; g++) add_lanes(acc[g], scale, scores + g * width);                            \
     }
 
-/* 16 of a head's outputs for G heads: sum_i weight_i value_i over the listed slots, in order. */
+/* Adds to 16 of a head's outputs for G heads: sum_i weight_i value_i over the listed slots, in order. */
 #define DEFINE_MIX(G)                                                                                     \
-    static inline void mix_##G(const float *weights, size_t width, const int32_t *slots, int n,           \
-                               const float *values, size_t stride, const float *inverse, int head_dim,    \
-                               float *out) {                                                              \
+    static inline void mix_##G(const float *weights, size_t width, const int32_t *slots, int n, int later, \
+                               const float *values, size_t stride, int head_dim, float *out) {            \
         vec acc[G][REGS];                                                                                 \
         for (int g = 0; g < G; g++)                                                                       \
-            for (int j = 0; j < REGS; j++) acc[g][j] = (vec){0};                                          \
+            for (int j = 0; j < REGS; j++) acc[g][j] = *(vec *)(out + (size_t)g * head_dim + j * LANES);  \
         for (int i = 0; i < n; i++) {                                                                     \
             const vec *v = (const vec *)(values + slots[i] * stride);                                     \
-            if (i + LATER < n) __builtin_prefetch(values + slots[i + LATER] * stride);                    \
+            if (i + LATER < later) __builtin_prefetch(values + slots[i + LATER] * stride);                \
             vec q[REGS];                                                                                  \
             _Pragma("GCC unroll 4") for (int j = 0; j < REGS; j++) q[j] = v[j];                           \
             _Pragma("GCC unroll 4") for (int g = 0; g < G; g++) {                                         \
@@ -438,60 +456,87 @@ static float soften(float *scores, int n) {
             }                                                                                             \
         }                                                                                                 \
         for (int g = 0; g < G; g++)                                                                       \
-            for (int j = 0; j < REGS; j++)                                                                \
-                *(vec *)(out + (size_t)g * head_dim + j * LANES) = acc[g][j] * inverse[g];                \
+            for (int j = 0; j < REGS; j++) *(vec *)(out + (size_t)g * head_dim + j * LANES) = acc[g][j];  \
     }
 
-/* One row, G query heads of one key head. `slots` lists what the row sees, oldest first. */
+/* What a row sees: `n` slots of its sequence's table and then `more`, oldest first. */
+typedef struct {
+    const int32_t *slots, *more;
+    int n, extra;
+    const float *q;
+    float *scores, *out; /* of the first of its query heads */
+} Seen;
+
+typedef struct {
+    const float *keys, *values;
+    size_t stride, width; /* between slots, between heads' scores */
+    int head_dim;
+    float scale;
+} Cached;
+
+/* Some slots of one row, G query heads of one key head: their scores, and their part of the outputs. A sum goes on
+ * where the slots before them left it, so that bits do not depend on how slots are cut. */
 #define DEFINE_ATTEND(G)                                                                                     \
-    DEFINE_SCORE(G, 1)                                                                                       \
-    DEFINE_SCORE(G, 4)                                                                                       \
+    DEFINE_SCORE(G)                                                                                          \
     DEFINE_MIX(G)                                                                                            \
-    static void attend_##G(const float *q, const int32_t *slots, int n, const float *keys, const float *values, \
-                           size_t stride, int head_dim, float scale, float *scores, size_t width, float *out) { \
-        int i = 0;                                                                                           \
-        float inverse[G];                                                                                    \
-        for (; i + 4 <= n; i += 4) {                                                                         \
-            for (int r = i + LATER; r < i + LATER + 4 && r < n; r++)                                         \
-                for (int d = 0; d < head_dim; d += 16) __builtin_prefetch(keys + slots[r] * stride + d);     \
-            score_##G##_4(q, slots + i, keys, stride, head_dim, scale, scores + i, width);                   \
+    static void scores_##G(const Seen *row, const Cached *c, const int32_t *slots, int n, int later, int at) { \
+        for (int i = 0; i < n; i += 4) {                                                                     \
+            for (int r = i + LATER; r < i + LATER + 4 && r < later; r++)                                     \
+                for (int d = 0; d < c->head_dim; d += 16) __builtin_prefetch(c->keys + slots[r] * c->stride + d); \
+            score_##G(row->q, slots + i, n - i, c->keys, c->stride, c->head_dim, c->scale,                   \
+                      row->scores + at + i, c->width);                                                       \
         }                                                                                                    \
-        for (; i < n; i++) score_##G##_1(q, slots + i, keys, stride, head_dim, scale, scores + i, width);    \
-        for (int g = 0; g < G; g++) inverse[g] = soften(scores + g * width, n);                              \
-        for (int d = 0; d < head_dim; d += PANEL)                                                            \
-            mix_##G(scores, width, slots, n, values + d, stride, inverse, head_dim, out + d);                \
+    }                                                                                                        \
+    static void mixes_##G(const Seen *row, const Cached *c, const int32_t *slots, int n, int later, int at) { \
+        for (int d = 0; d < c->head_dim; d += PANEL)                                                         \
+            mix_##G(row->scores + at, c->width, slots, n, later, c->values + d, c->stride, c->head_dim,      \
+                    row->out + d);                                                                           \
     }
 DEFINE_ATTEND(1)
 DEFINE_ATTEND(2)
 DEFINE_ATTEND(3)
 DEFINE_ATTEND(4)
 
-typedef void Attend(const float *, const int32_t *, int, const float *, const float *, size_t, int, float, float *,
-                    size_t, float *);
-static Attend *const ATTEND[GROUP + 1] = {0, attend_1, attend_2, attend_3, attend_4};
+typedef void Attend(const Seen *, const Cached *, const int32_t *, int, int, int);
+static Attend *const SCORES[GROUP + 1] = {0, scores_1, scores_2, scores_3, scores_4};
+static Attend *const MIXES[GROUP + 1] = {0, mixes_1, mixes_2, mixes_3, mixes_4};
+
+/* Rows against all that they see. Rows of one sequence go through the slots that they share block by block; slots are
+ * fetched for the first of them. */
+static void go_through(Attend *attend, const Seen *rows, int count, const Cached *c) {
+    for (int first = 0, last; first < count; first = last) {
+        int common = rows[first].n;
+        for (last = first + 1; last < count && rows[last].slots == rows[first].slots; last++)
+            common = least(common, rows[last].n);
+        for (int at = 0; at < common; at += BLOCK)
+            for (int r = first; r < last; r++)
+                attend(rows + r, c, rows[r].slots + at, least(BLOCK, common - at), r > first ? 0 : common - at, at);
+        for (int r = first; r < last; r++) {
+            const Seen *row = rows + r;
+            if (row->n > common) attend(row, c, row->slots + common, row->n - common, 0, common);
+            if (row->extra) attend(row, c, row->more, row->extra, 0, row->n);
+        }
+    }
+}
 
 /* What row r sees: a range of its sequence's table, then the entries its ancestor bits name. A window narrower
  * than the row's depth in the tree begins inside the tree: its oldest ancestors are out of sight. */
-static int visible(const Rows *b, int r, int window, int32_t *scratch, const int32_t **slots) {
+static void look(const Rows *b, int r, int window, int32_t *more, Seen *row) {
     const int32_t *table = b->table + (size_t)b->table_rows[r] * b->table_stride;
     int first = window ? b->positions[r] + 1 - window : 0;
     if (first < 0) first = 0;
     int n = b->prefix[r] - first;
     uint64_t mask = (uint64_t)b->ancestors[r];
-    *slots = table + first;
-    if (!mask) return n;
     for (; n < 0; n++) mask &= mask - 1;
-    for (int i = 0; i < n; i++) scratch[i] = table[first + i];
-    for (; mask; mask &= mask - 1) scratch[n++] = table[b->prefix[r] + __builtin_ctzll(mask)];
-    *slots = scratch;
-    return n;
+    *row = (Seen){.slots = table + first, .more = more, .n = n};
+    for (; mask; mask &= mask - 1) more[row->extra++] = table[b->prefix[r] + __builtin_ctzll(mask)];
 }
 
-/* All rows and heads; q is read at q + r * ldq. A thread's scratch is GROUP rows of scores and one of slots. */
+/* All rows and heads; q is read at q + r * ldq. A thread's scratch is TALL * GROUP rows of scores. */
 typedef struct {
     const Shape *s;
     const Rows *b;
-    int window;
+    int window, tall; /* rows that are served together */
     const float *q;
     int ldq;
     const float *keys, *values;
@@ -506,23 +551,43 @@ static inline int parts_of(const Shape *s) { return (s->heads / s->kv_heads + GR
 static void attention_units(void *job, int member, int begin, int end) {
     const Attention *a = job;
     const Shape *s = a->s;
-    int group = s->heads / s->kv_heads, parts = parts_of(s), rows = a->b->rows;
-    size_t stride = (size_t)s->kv_heads * s->head_dim, width = a->score_stride / (GROUP + 1);
+    int group = s->heads / s->kv_heads, parts = parts_of(s), rows = a->b->rows, tiles = (rows + a->tall - 1) / a->tall;
+    size_t width = a->score_stride / (TALL * GROUP);
     float *mine = a->scores + (size_t)member * a->score_stride;
-    int32_t *scratch = (int32_t *)(mine + GROUP * width);
+    int32_t more[TALL][64];
+    Seen seen[TALL];
     for (int unit = begin; unit < end; unit++) {
-        int r = unit % rows, kv = unit / rows / parts, part = unit / rows % parts;
+        int first = unit % tiles * a->tall, count = least(a->tall, rows - first);
+        int kv = unit / tiles / parts, part = unit / tiles % parts;
         int h = kv * group + part * GROUP, heads = least(GROUP, group - part * GROUP);
-        const int32_t *slots;
-        int n = visible(a->b, r, a->window, scratch, &slots);
         size_t at = (size_t)kv * s->head_dim;
-        ATTEND[heads](a->q + (size_t)r * a->ldq + h * s->head_dim, slots, n, a->keys + at, a->values + at, stride,
-                      s->head_dim, s->scale, mine, width, a->out + ((size_t)r * s->heads + h) * s->head_dim);
+        Cached cached = {a->keys + at, a->values + at, (size_t)s->kv_heads * s->head_dim, width, s->head_dim, s->scale};
+        for (int r = 0; r < count; r++) {
+            look(a->b, first + r, a->window, more[r], seen + r);
+            seen[r].q = a->q + (size_t)(first + r) * a->ldq + h * s->head_dim;
+            seen[r].scores = mine + r * GROUP * width;
+            seen[r].out = a->out + ((size_t)(first + r) * s->heads + h) * s->head_dim;
+        }
+        go_through(SCORES[heads], seen, count, &cached);
+        for (int r = 0; r < count; r++)
+            for (int i = 0; i < heads * s->head_dim; i++) seen[r].out[i] = 0;
+        float inverse[TALL][GROUP];
+        for (int r = 0; r < count; r++)
+            for (int g = 0; g < heads; g++)
+                inverse[r][g] = soften(seen[r].scores + g * width, seen[r].n + seen[r].extra);
+        go_through(MIXES[heads], seen, count, &cached);
+        for (int r = 0; r < count; r++)
+            for (int g = 0; g < heads; g++)
+                for (int d = 0; d < s->head_dim; d += LANES)
+                    *(vec *)(seen[r].out + g * s->head_dim + d) *= inverse[r][g];
     }
 }
 
+/* Few rows are served one by one, so that every thread has some. */
 static void attention(Attention job) {
-    team_run(job.s->threads, job.b->rows * job.s->kv_heads * parts_of(job.s), attention_units, &job);
+    int each = job.s->kv_heads * parts_of(job.s), tall = job.b->rows * each / (4 * job.s->threads);
+    job.tall = tall < 1 ? 1 : least(tall, TALL);
+    team_run(job.s->threads, (job.b->rows + job.tall - 1) / job.tall * each, attention_units, &job);
 }
 
 /* Norm and rotate every query and key head, and put keys and values in their slots. */
@@ -719,7 +784,7 @@ void outrider_layer_from(const Layer *layer, const Shape *s, const Rows *b, cons
     int qkv = (s->heads + 2 * s->kv_heads) * D;
     linear(threads, (Linear){layer->qkv, layer->qkv_bias, inputs, M, qkv, K, w->qkv, 0, {0}});
     place((Placing){layer, s, b, w->qkv, keys, values});
-    attention((Attention){s, b, layer->window, w->qkv, qkv, keys, values, w->scores, w->score_stride, w->mixed});
+    attention((Attention){s, b, layer->window, 0, w->qkv, qkv, keys, values, w->scores, w->score_stride, w->mixed});
     linear(threads, (Linear){layer->out, layer->out_bias, w->mixed, M, H, s->heads * D, w->x, 1, {0}});
     norm(threads, M, (Norm){w->x, 0, layer->mlp_norm, H, s->eps, w->normed});
     gated(threads, (Gated){layer, w->normed, M, I, H, w->act, {0}});
@@ -766,7 +831,7 @@ void outrider_linear(const Matrix *w, const float *bias, const float *x, int M, 
 
 void outrider_attention(const Shape *s, const Rows *b, int window, const float *q, const float *keys,
                         const float *values, float *scores, int score_stride, float *out) {
-    attention((Attention){s, b, window, q, s->heads * s->head_dim, keys, values, scores, score_stride, out});
+    attention((Attention){s, b, window, 0, q, s->heads * s->head_dim, keys, values, scores, score_stride, out});
 }
 
 typedef struct {

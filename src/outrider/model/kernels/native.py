@@ -18,7 +18,7 @@ from outrider.model.kernels.build import library
 from outrider.model.weights import KERNEL_FORMATS, MATRICES, LayerTensors, Weight, parts_of
 from outrider.types import MAX_NODES, Batch
 
-PANEL, CHUNKS, GROUP = 16, 16, 4  # as in cpu.c
+PANEL, CHUNKS, GROUP, TALL = 16, 16, 4, 8  # as in cpu.c
 LANES_MAX = 16  # the widest vector cpu.c is built for; heads must fill it
 PARTS = 3
 WHOLE, HALF = 0, 1
@@ -118,7 +118,7 @@ class NativeKernels:
         self.tables = (cos, sin)
         self.shape = self._shape(config.heads, config.kv_heads, config.head_dim, config.head_dim**-0.5)
         width = -(-(len(cos) + MAX_NODES + 1) // PANEL) * PANEL
-        self.scores = torch.empty(threads, (GROUP + 1) * width)
+        self.scores = torch.empty(threads, TALL * GROUP * width)
         self._bound: tuple[Batch, _Rows] | None = None
         self._work = _Work()
         self._buffers: list[Tensor] = []
