@@ -395,7 +395,7 @@ static float soften(float *scores, int n) {
 #define LATER 12 /* slots: they lie apart, so the processor does not look ahead by itself */
 #define GROUP 4  /* query heads that share a key head are served together, up to this many */
 #define TALL 8   /* rows that share a block of keys or values while it is in the nearest cache, up to this many */
-#define BLOCK 64 /* slots of it */
+#define NEAR 64  /* slots of it */
 
 /* Four sums over lanes at once, each in the order of the lanes. */
 static inline void add_lanes(const vec acc[4], float scale, float *sums) {
@@ -508,9 +508,9 @@ static void go_through(Attend *attend, const Seen *rows, int count, const Cached
         int common = rows[first].n;
         for (last = first + 1; last < count && rows[last].slots == rows[first].slots; last++)
             common = least(common, rows[last].n);
-        for (int at = 0; at < common; at += BLOCK)
+        for (int at = 0; at < common; at += NEAR)
             for (int r = first; r < last; r++)
-                attend(rows + r, c, rows[r].slots + at, least(BLOCK, common - at), r > first ? 0 : common - at, at);
+                attend(rows + r, c, rows[r].slots + at, least(NEAR, common - at), r > first ? 0 : common - at, at);
         for (int r = first; r < last; r++) {
             const Seen *row = rows + r;
             if (row->n > common) attend(row, c, row->slots + common, row->n - common, 0, common);
