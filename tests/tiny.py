@@ -24,6 +24,7 @@ from outrider.engine.graph_runner import GraphRunner
 from outrider.engine.kv_cache import KvCache, make_kv_cache
 from outrider.load.config import ModelConfig, Rope
 from outrider.model.decoder import Decoder, make_kernels
+from outrider.model.weights import kept_as
 from outrider.settings import Settings, cache_folder
 from outrider.types import NO_DRAFT_PLAN, DraftPlan, Event, Reason, Request, SamplingParams, Sequence
 
@@ -66,12 +67,13 @@ def random_tensors(config: ModelConfig, seed: int = 0):
 
 
 def tiny_model(
-    kernels: str = "auto", seed: int = 0, threads: int = 1, bfloat16: bool = False, **changes
+    kernels: str = "auto", seed: int = 0, threads: int = 1, weights: str = "stored", **changes
 ) -> Decoder:
     config = tiny_config(**changes)
     folder: Path = cache_folder() / "kernels"
-    made = make_kernels(config, config.context + 64, threads, folder, kernels, bfloat16)
-    return Decoder(config, random_tensors(config, seed), made)
+    made = make_kernels(config, config.context + 64, threads, folder, kernels)
+    read = random_tensors(config, seed)
+    return Decoder(config, lambda name: kept_as(read(name), weights), made)
 
 
 class Letters:

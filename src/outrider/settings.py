@@ -65,7 +65,10 @@ def cache_folder() -> Path:
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16")
 FAST = {"cpu": "float32", "cuda": "bfloat16"}
-WEIGHTS = {"cpu": ("float32", "bfloat16"), "cuda": ("bfloat16", "fp8", "int8", "int4")}
+WEIGHTS = {
+    "cpu": ("stored", "float32", "bfloat16", "int8", "int4"),
+    "cuda": ("bfloat16", "fp8", "int8", "int4"),
+}
 FORMATS = ("auto", *dict.fromkeys((*WEIGHTS["cpu"], *WEIGHTS["cuda"])))
 # Bytes of a weight and its part of a scale.
 WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "fp8": 1, "int8": 1, "int4": 0.52}
@@ -89,13 +92,14 @@ class Settings:
         "auto",
         known=FORMATS,
         metavar="FORMAT",
-        help="Number format of weights: auto, float32, bfloat16; on a GPU also fp8, int8, int4.",
+        help="Number format of weights: auto, bfloat16, int8, int4; on a CPU also stored (as in the file: auto) and "
+        "float32, on a GPU fp8.",
     )
     draft_weights: str = setting(
         "auto",
         known=FORMATS,
         metavar="FORMAT",
-        help="The same for a draft model; auto: as --weights, on a CPU bfloat16.",
+        help="The same for a draft model; auto: as --weights, on a CPU stored.",
     )
     threads: int = setting(0, 0, help="Threads; 0 means the cores this process may use.")
     context: int = setting(0, 0, help="Longest prompt and answer together; 0 means the model's own.")

@@ -42,17 +42,17 @@ AT_THE_COMMAND_LINE = [
     (["hi", "--draft-weights", "float32"], 2, "draft_weights is for a model that drafts", "there is none"),
     (["hi", "--weights", "int"], 2, "unknown weights 'int'; did you mean 'int", ""),
     (
-        ["hi", "--weights", "int8", "--device", "cpu"],
+        ["hi", "--weights", "fp8", "--device", "cpu"],
         2,
-        "cpu stores weights as float32, bfloat16, not as int8",
+        "cpu stores weights as stored, float32, bfloat16, int8, int4, not as fp8",
         "",
     ),
     (["hi", "--draft-weights", "int"], 2, "unknown draft_weights 'int'; did you mean 'int", ""),
     (
-        ["hi", "--draft-weights", "int8", "--device", "cpu"],
+        ["hi", "--draft-weights", "fp8", "--device", "cpu"],
         2,
-        "cpu stores draft_weights as float32, bfloat16",
-        "int8",
+        "cpu stores draft_weights as stored, float32, bfloat16",
+        "fp8",
     ),
     (
         ["hi", "--prefill-stretch", "2"],

@@ -175,7 +175,7 @@ def test_a_small_vocabulary_makes_a_small_matmul(tmp_path, model):
 
 def test_a_whole_head_may_keep_its_frequent_words(tmp_path):
     """Those that it names first, with the logits they had; a head without a list keeps all."""
-    model = tiny_model(bfloat16=True, **SHAPE)  # as copies of its rows are kept
+    model = tiny_model(weights="bfloat16", **SHAPE)  # as copies of its rows are kept
     config = HeadConfig(LAYER, TARGET.vocab, (0, 1, 2), shared_head=True)
     tensors = head_tensors(config)
     frequent = torch.randperm(TARGET.vocab)[:40]

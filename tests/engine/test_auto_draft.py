@@ -22,6 +22,7 @@ from outrider.load import pairs
 from outrider.load.cards import write_card
 from outrider.load.checkpoint import open_checkpoint
 from outrider.load.pairs import fingerprint
+from outrider.model.weights import kept_formats
 from outrider.settings import Settings
 from outrider.types import MAX_NODES
 from tests.load.pairs import CHAIN, some_card, write_pair
@@ -145,20 +146,20 @@ def test_a_draft_takes_the_memory_that_was_counted(target: Path, catalogue: Path
 def test_a_draft_counts_before_anything_is_loaded() -> None:
     config, settings = target_config(), Settings(device="cpu", cache_bytes=1 << 20)
     weights = 4 * config.parameters
-    assert check_room(config, settings, weights + (1 << 20)) is None
+    assert check_room(config, settings, weights + (1 << 20), weights) is None
     with pytest.raises(OutOfMemory, match="weights of model and draft"):
-        check_room(config, settings, weights, DraftRoom(1, 0))
+        check_room(config, settings, weights, weights, DraftRoom(1, 0, 2))
     with pytest.raises(OutOfMemory, match="cache"):
-        check_room(config, settings, weights + (1 << 20), DraftRoom(0, 1))
+        check_room(config, settings, weights + (1 << 20), weights, DraftRoom(0, 1))
 
 
 def test_a_pair_without_room_is_left_out(
     target: Path, catalogue: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = pair_head(catalogue / "mine", target)
-    config = target_config()
+    config, weights = target_config(), kept_formats(open_checkpoint(target), "stored")
     tokens = OPTIONS["max_sequences"] * (config.context + MAX_NODES)
-    free = 4 * config.parameters + tokens * config.kv_bytes_per_token
+    free = sum(weights.values()) + tokens * config.kv_bytes_per_token
     monkeypatch.setattr(build_module, "free_memory", lambda: free)
     with pytest.warns(UserWarning, match=f"{folder} is left out"):
         llm = LLM(target, **OPTIONS)

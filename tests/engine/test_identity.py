@@ -82,9 +82,10 @@ def test_sixteen_mixed_requests_share_their_steps(model, requests, alone, lag):
     assert answers(tiny_engine(model, lag=lag), requests) == alone
 
 
-def test_a_model_in_bfloat16_does_too(requests):
+@pytest.mark.parametrize("weights", ["bfloat16", "int8", "int4"])
+def test_a_model_in_fewer_bits_does_too(requests, weights):
     """In batches its weights are widened once for many rows, alone for every row."""
-    model = tiny_model(bfloat16=True)
+    model = tiny_model(weights=weights)
     plain = {r.id: run_alone(model, r, prefix_reuse=False) for r in requests}
     engine = tiny_engine(model, Always(DraftPlan("test", 4, 4)), LookupDrafter())
     assert answers(engine, requests) == plain

@@ -30,7 +30,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def made(costs: EagerCosts | None = None, drafts: tuple[Part, ...] = DRAFTS, **settings) -> KeptCosts:
-    return KeptCosts.of(tiny_model(), Settings(**settings), drafts, costs or EagerCosts())
+    model = tiny_model(weights=settings.get("weights", "stored"))
+    return KeptCosts.of(model, Settings(**settings), drafts, costs or EagerCosts())
 
 
 def learned(curve: dict[int, float]) -> EagerCosts:
@@ -53,8 +54,16 @@ def test_it_is_taken_up_at_the_pace_of_now(folder: Path) -> None:
 
 
 def test_each_format_of_weights_has_a_file_of_its_own(folder: Path) -> None:
-    asked = ({}, {"weights": "bfloat16"}, {"draft_weights": "float32"})
-    assert len({made(**settings).file for settings in asked}) == 3
+    """What a model was loaded in counts, not what was asked for: a file's own format is one of many."""
+    asked = (
+        {},
+        {"weights": "bfloat16"},
+        {"weights": "int8"},
+        {"weights": "int4"},
+        {"draft_weights": "float32"},
+    )
+    assert len({made(**settings).file for settings in asked}) == 5
+    assert made().file == made(weights="float32").file
 
 
 def test_what_does_not_fit_is_left(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -54,7 +54,7 @@ class Gpu:
         self.sources, names = sources, tuple(self.drafters)
         return {**self.drafters, "+".join(names): None}, names
 
-    def load(self, checkpoint: Any, settings: Settings, weights: str | None = None) -> Any:
+    def load(self, checkpoint: Any, settings: Settings, weights: str | None = None, watch: Any = None) -> Any:
         self.loaded.append(weights)
         place, config = SimpleNamespace(type="cuda"), checkpoint.config
         return SimpleNamespace(device=place, config=config, weight_bytes=lambda: 3 * GIB)
@@ -102,7 +102,9 @@ def test_a_widened_draft_is_loaded_the_same_way(gpu: Gpu) -> None:
 def test_room_is_left_for_a_draft_in_the_shape_that_is_loaded(gpu: Gpu) -> None:
     """The memory set aside for a draft is that of the checkpoint that will be loaded."""
     gpu.drafters["lm"], gpu.free = None, [GIB // 1024]
-    wide = SimpleNamespace(names=lambda: ["a"], shape=lambda name: (100, 100))
+    wide = SimpleNamespace(
+        names=lambda: ["a"], shape=lambda name: (100, 100), stored_format=lambda name: "Q8_0"
+    )
     made = gpu.build(str(gpu.folder), Reshape(draft=lambda found: wide), draft_weights="int8")
     assert made.settings.cache_bytes == pytest.approx(cache_size(int(0.6 * gpu.free[0]), 10**4, 0.0), abs=8)
 
@@ -183,7 +185,7 @@ def test_a_cpu_has_no_such_plan(gpu: Gpu) -> None:
     gpu.patch.undo()
     with LLM(gpu.folder, draft=str(gpu.folder), device="cpu") as made:
         assert made.memory is None
-        assert (made.settings.draft_weights, made.drafter) == ("bfloat16", "lm")
+        assert (made.settings.draft_weights, made.drafter) == ("stored", "lm")
 
 
 def test_a_gpu_recalls_no_costs_because_captured_steps_are_measured(gpu: Gpu) -> None:

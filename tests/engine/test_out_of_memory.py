@@ -33,10 +33,10 @@ def test_weights_and_cache_that_cannot_fit_are_refused_before_loading(
 ) -> None:
     loaded: list[str] = []
     real = build.load_model
-    monkeypatch.setattr(build, "load_model", lambda *given: loaded.append("") or real(*given))
+    monkeypatch.setattr(build, "load_model", lambda *given, **more: loaded.append("") or real(*given, **more))
     monkeypatch.setattr(build, "free_memory", lambda: 1 << 10)
     with pytest.raises(
-        OutOfMemory, match=r"weights take .* as float32, and 0 MiB is free; take a smaller model"
+        OutOfMemory, match=r"weights take .*, and 0 MiB is free; take --weights int8 or int4, or take a"
     ):
         LLM(folder)
     monkeypatch.setattr(build, "free_memory", lambda: 1 << 20)

@@ -15,7 +15,7 @@ GIB = 1 << 30
 
 def test_without_a_gpu_everything_is_for_the_cpu() -> None:
     placed = place(Settings(), None)
-    assert (placed.device, placed.dtype, placed.weights) == ("cpu", "float32", "float32")
+    assert (placed.device, placed.dtype, placed.weights) == ("cpu", "float32", "stored")
     assert (placed.max_sequences, placed.step_rows, placed.cache_bytes) == (64, 128, GIB)
 
 
@@ -26,21 +26,21 @@ def test_with_a_gpu_it_is_used_and_its_memory_shared_out() -> None:
     assert placed.weights == "bfloat16"
 
 
-def test_a_cpu_keeps_a_model_as_float32_and_its_draft_as_bfloat16() -> None:
+def test_a_cpu_keeps_weights_as_they_are_stored() -> None:
     placed = place(Settings(), None)
-    assert (placed.weights, placed.draft_weights) == ("float32", "bfloat16")
-    assert place(Settings(weights="bfloat16"), None).weights == "bfloat16"
+    assert (placed.weights, placed.draft_weights) == ("stored", "stored")
+    for kind in ("float32", "bfloat16", "int8", "int4"):
+        assert place(Settings(weights=kind), None).weights == kind
 
 
 @pytest.mark.parametrize("whose", ["weights", "draft_weights"])
-@pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
-def test_weights_in_fewer_bits_need_a_gpu(whose: str, kind: str) -> None:
-    asked = {whose: kind}
-    assert getattr(place(Settings(**asked), GIB), whose) == kind
+def test_fp8_needs_a_gpu(whose: str) -> None:
+    asked = {whose: "fp8"}
+    assert getattr(place(Settings(**asked), GIB), whose) == "fp8"
     assert place(Settings(**asked, device="cuda"), GIB).dtype == "bfloat16"
     for settle in (lambda: Settings(**asked, device="cpu"), lambda: place(Settings(**asked), None)):
         with pytest.raises(
-            InvalidRequest, match=f"cpu stores {whose} as float32, bfloat16, not as {kind}"
+            InvalidRequest, match=f"cpu stores {whose} as stored, float32, bfloat16, int8, int4, not as fp8"
         ) as refused:
             settle()
         assert refused.value.param == whose
@@ -52,7 +52,7 @@ def test_a_draft_is_stored_as_its_target_unless_it_is_said_how() -> None:
     assert (both.weights, both.draft_weights) == ("int8", "bfloat16")
     one = place(Settings(draft_weights="int4"), GIB)
     assert (one.weights, one.draft_weights) == ("bfloat16", "int4")
-    for asked, kept in (("auto", "bfloat16"), ("bfloat16", "bfloat16"), ("float32", "float32")):
+    for asked, kept in (("auto", "stored"), ("bfloat16", "bfloat16"), ("int4", "int4")):
         assert place(Settings(draft_weights=asked), None).draft_weights == kept
 
 
@@ -69,6 +69,7 @@ def test_what_was_asked_for_stays() -> None:
         ({"dtype": "bfloat16"}, None, "dtype"),
         ({"dtype": "float32"}, GIB, "dtype"),
         ({"weights": "float32"}, GIB, "weights"),
+        ({"weights": "stored"}, GIB, "weights"),
         ({"draft_weights": "float32"}, GIB, "draft_weights"),
         ({"kernels": "c"}, GIB, "kernels"),
     ],

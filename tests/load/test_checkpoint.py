@@ -30,6 +30,19 @@ def assert_same_tensors(checkpoint: Checkpoint, weights: dict[str, torch.Tensor]
         assert checkpoint.shape(name) == tuple(value.shape)
 
 
+def test_a_folder_s_bfloat16_matrices_stay_bfloat16(tmp_path: Path) -> None:
+    weights = tiny.hf_weights()
+    names = [name for name in weights if weights[name].dim() == 2]
+    stored = {name: w.bfloat16() if name in names[1:] else w for name, w in weights.items()}
+    tiny.write_folder(tmp_path)
+    save_file(stored, tmp_path / "model.safetensors")
+    checkpoint = open_checkpoint(tmp_path)
+    for name, value in stored.items():
+        found = checkpoint.stored(name)
+        assert isinstance(found, torch.Tensor) and torch.equal(found, value) and found.dtype == value.dtype
+        assert checkpoint.stored_format(name) == str(value.dtype).removeprefix("torch.")
+
+
 # ----------------------------------------------------------------------------------------------------- GGUF
 
 

@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from outrider.draft.eagle_head import rounded_layer
 from outrider.model.decoder import make_kernels
 from outrider.model.kernels.native import NativeKernels
 from outrider.model.kernels.reference import ReferenceKernels
 from outrider.model.weights import LayerTensors, layer_tensors
-from outrider.types import Draft
+from outrider.types import Batch, Draft
 from outrider.verify.filters import filter_logits, masses
 from outrider.verify.noise import draw
 from tests.model.batches import Part, Reader, furthest, random_ids
@@ -34,15 +35,6 @@ def noise(*shape: int, seed: int = 0) -> Tensor:
 @pytest.fixture(scope="module")
 def pair(kernel_folder: Path) -> tuple[NativeKernels, ReferenceKernels]:
     return ours("llama", "c", kernel_folder).kernels, ours("llama", "torch", kernel_folder).kernels
-
-
-@pytest.fixture(scope="module")
-def narrow(kernel_folder: Path, pair: Any) -> tuple[NativeKernels, ReferenceKernels]:
-    """The same for matrices in bfloat16."""
-    made = [
-        make_kernels(pair[0].config, 64, 2, kernel_folder, kind, bfloat16=True) for kind in ("c", "torch")
-    ]
-    return made[0], made[1]
 
 
 @pytest.mark.parametrize("outputs", [1, 16, 17, 49])
@@ -74,22 +66,16 @@ def test_embed_reads_rows_of_a_packed_matrix(pair: Any) -> None:
 
 @pytest.mark.parametrize("outputs", [1, 16, 17, 49])
 @pytest.mark.parametrize("inputs", [2, 64, 66, 115])
-def test_bfloat16_weights_lose_nothing(pair: Any, narrow: Any, outputs: int, inputs: int) -> None:
+def test_bfloat16_weights_lose_nothing(pair: Any, outputs: int, inputs: int) -> None:
     """And take half the memory, unless there is one without a neighbour."""
     weight, bias = noise(outputs, inputs).bfloat16().float(), noise(outputs, seed=1)
-    whole, half = (kernels.pack_linear(weight, bias) for kernels in (pair[0], narrow[0]))
-    assert half.packed.nbytes * (1 if inputs % 2 else 2) == whole.packed.nbytes
+    whole, half = (pair[0].pack_linear(each, bias) for each in (weight, weight.bfloat16()))
+    assert half.parts[0].packed.nbytes * (1 if inputs % 2 else 2) == whole.parts[0].packed.nbytes
     rows, ids = noise(max(COUNTS), inputs, seed=2), torch.tensor([0, outputs - 1, outputs // 2])
     for count in COUNTS:
-        assert torch.equal(narrow[0].linear(half, rows[:count]), pair[0].linear(whole, rows[:count])), count
-    for kernels in (narrow[0], pair[0]):  # a matrix knows how it is packed
-        assert torch.equal(kernels.embed(half, ids), weight[ids])
-
-
-def test_what_is_not_bfloat16_is_rounded_to_the_nearest(narrow: Any) -> None:
-    weight, ids = noise(49, 66), torch.arange(49)
-    for kernels in narrow:
-        assert torch.equal(kernels.embed(kernels.pack_linear(weight), ids), weight.bfloat16().float())
+        assert torch.equal(pair[0].linear(half, rows[:count]), pair[0].linear(whole, rows[:count])), count
+    assert torch.equal(pair[0].embed(half, ids), weight[ids])
+    assert torch.equal(pair[1].embed(pair[1].pack_linear(weight.bfloat16()), ids), weight[ids])
 
 
 @pytest.mark.parametrize("case", ["llama", "llama-biases"])
@@ -99,12 +85,12 @@ def test_a_layer_in_bfloat16(case: str, kernel_folder: Path) -> None:
     c = model.config
     rounded = layer_tensors(lambda name: tensors[name].bfloat16().float(), c, 2)
     out = []
-    for bfloat16 in (False, True):
-        kernels = make_kernels(c, 64, 2, kernel_folder, "c", bfloat16)
+    kernels = make_kernels(c, 64, 2, kernel_folder, "c")
+    for layer in (rounded, rounded_layer(rounded)):
         reader, x = Reader(c, longest=16), noise(6 + len(TREE), c.hidden)
         batch = reader.batch(Part(0, [1] * 6, TREE))
         keys, values = reader.store.keys[2].zero_(), reader.store.values[2].zero_()
-        kernels.layer(kernels.pack_layer(rounded), x, batch, keys, values)
+        kernels.layer(kernels.pack_layer(layer), x, batch, keys, values)
         out.append(torch.cat([x.flatten(), keys.flatten(), values.flatten()]))
     assert torch.equal(*out)
 
@@ -133,6 +119,40 @@ def test_attention(pair: Any, heads: int, kv_heads: int, head_dim: int, window: 
     native, twin = (kernels.attention(q, batch, keys, values, window, 0.3) for kernels in pair)
     assert furthest(native, twin) < TWIN_TOLERANCE
     assert furthest(native, plain_attention(q, batch, keys, values, window)) < TOLERANCE
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(6, 2, 64), (5, 1, 16)])
+@pytest.mark.parametrize("window", [0, 50])
+def test_rows_that_share_blocks_of_keys_have_the_bits_of_each_alone(
+    pair: Any, heads: int, kv_heads: int, head_dim: int, window: int
+) -> None:
+    """Rows of two texts with trees behind them, more than a block of keys long, in tiles of every height."""
+    config = replace(pair[0].config, layers=1, windows=(0,), kv_heads=kv_heads, head_dim=head_dim)
+    reader = Reader(config, texts=2, longest=160)
+    keys = reader.store.keys[0].copy_(noise(*reader.store.keys[0].shape, seed=1))
+    values = reader.store.values[0].copy_(noise(*keys.shape, seed=2))
+    reader.lengths = [66, 127]
+    batch = reader.batch(Part(0, [1] * 5, TREE), Part(1, [3] * 20, TREE))
+    q = noise(batch.rows, heads, head_dim)
+    alone = torch.cat(
+        [
+            pair[0].attention(q[r : r + 1], part_of(batch, r, r + 1), keys, values, window, 0.3)
+            for r in range(len(q))
+        ]
+    )
+    for count in (4, 7, 12, 20, len(q)):
+        together = pair[0].attention(q[:count], part_of(batch, 0, count), keys, values, window, 0.3)
+        assert torch.equal(together, alone[:count]), count
+    assert furthest(alone, plain_attention(q, batch, keys, values, window)) < TOLERANCE
+
+
+def part_of(batch: Batch, first: int, last: int) -> Batch:
+    names = ("ids", "positions", "slots", "table_rows", "prefix", "ancestors")
+    return replace(
+        batch,
+        **{name: getattr(batch, name)[first:last].contiguous() for name in names},
+        logit_rows=torch.arange(last - first),
+    )
 
 
 def plain_attention(q: Tensor, batch: Any, keys: Tensor, values: Tensor, window: int) -> Tensor:

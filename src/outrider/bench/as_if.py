@@ -155,7 +155,7 @@ class AsIf(LLM):
             kind = self.settings.draft_weights
             made["draft"] = {
                 "shape": self.draft_shape, "layers": layers, "parameters": draft.config.parameters,
-                **({} if kind == "bfloat16" else {"weights": kind}),
+                **({} if kind in ("bfloat16", "stored") else {"weights": kind}),
             }  # fmt: skip
         return {**made, "meaning": MEANING.format(small=wide.path.name, shape=self.shape)}
 

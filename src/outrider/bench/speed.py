@@ -20,10 +20,11 @@ import torch
 from outrider.bench.compare import first_difference
 from outrider.bench.peers import Run, Transformers
 from outrider.engine.llm import LLM
-from outrider.model.decoder import Layered, kv_bytes
+from outrider.model.decoder import Decoder, Layered, kv_bytes
 from outrider.model.kernels.gpu.recording import record
 from outrider.model.kernels.native import read_bandwidth
-from outrider.settings import WEIGHT_BYTES, cache_folder
+from outrider.model.weights import named_tensors
+from outrider.settings import cache_folder
 from outrider.types import Batch, SamplingParams, Speculation
 
 ROWS = (1, 2, 4, 8)
@@ -228,11 +229,12 @@ def memory_used(llm: LLM) -> dict[str, float]:
 
 def memory_limit(llm: LLM, pass_s: float) -> dict[str, Any]:
     """What share of this machine's read bandwidth a one-row pass reaches, counting the weights alone."""
-    config = llm.model.config
-    layer = config.hidden * (config.heads * 2 + config.kv_heads * 2) * config.head_dim
-    layer += 3 * config.hidden * config.intermediate
-    each = WEIGHT_BYTES[llm.settings.weights]
-    weights = int(each * (config.layers * layer + config.vocab * config.hidden))
+    model = llm.model
+    weights = model.weight_bytes()
+    if (
+        isinstance(model, Decoder) and model.head is not model.embedding
+    ):  # of the embedding a pass reads a row
+        weights -= sum(tensor.nbytes for _, tensor in named_tensors("", model.embedding))
     limit = read_bandwidth(llm.settings.threads, cache_folder() / "kernels")
     return {
         "weight_bytes": weights,

@@ -6,7 +6,8 @@ import contextlib
 import gc
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 import typer
@@ -14,12 +15,14 @@ import typer
 from outrider.draft.names import check_parts, parse_draft
 from outrider.errors import InvalidRequest
 from outrider.load.find import find
+from outrider.load.progress import bar
 from outrider.model.torch_import import import_torch_quickly
 from outrider.settings import Settings, cache_folder
 from outrider.wrap import WordWrap, fitted, terminal_width
 
 if TYPE_CHECKING:
     from outrider.engine.llm import LLM
+    from outrider.engine.loading import Watch
 
 PIPE_CLOSED = 141  # what a shell reports for SIGPIPE
 
@@ -109,7 +112,7 @@ def open_llm(
     from outrider.load.template import renderers  # tokenizers take a while to import
 
     renderers.prepare()  # starts while the model loads
-    with _loading(model), _uncollected():
+    with _loading(model) as watch, _uncollected():
         if shape is not None:
             from outrider.bench.as_if import AsIf
 
@@ -124,7 +127,7 @@ def open_llm(
                 from outrider.model.kernels.gpu.compiling import watch_compiling  # Triton comes with it
 
                 watch_compiling(lambda: note(COMPILING))
-            llm = LLM(path, draft=draft, settings=settings)
+            llm = LLM(path, draft=draft, settings=settings, watch=watch)
     if llm.memory is not None:
         note(f"memory: {llm.memory.describe()}")
     return llm
@@ -146,11 +149,15 @@ COMPILING = "compiling kernels for this GPU, which takes some seconds: later sta
 
 
 @contextlib.contextmanager
-def _loading(model: str) -> Iterator[None]:
+def _loading(model: str) -> Iterator[Watch | None]:
+    """Shows on a terminal what the weights take in memory and how far they are read."""
     if not sys.stderr.isatty():
-        yield
+        yield None
         return
-    from rich.console import Console
+    with bar(f"loading {Path(model).name}", transient=True) as shown:
 
-    with Console(stderr=True).status(f"loading {model}"):
-        yield
+        def watch(text: str, total: int) -> Callable[[int], None]:
+            note(f"{model}: {text}")
+            return lambda done: shown(done, total)
+
+        yield watch

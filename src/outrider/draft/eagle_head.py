@@ -8,7 +8,7 @@ Its vocabulary may be a part of the target's: `d2t` maps its ids to the target's
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from outrider.cache.store import KeyValueStore
 from outrider.load.config import ModelConfig
 from outrider.model.decoder import Decoder, Layered, kernels_like
 from outrider.model.rope import rope_tables
-from outrider.model.weights import LayerTensors
+from outrider.model.weights import MATRICES, LayerTensors
 from outrider.types import Batch
 
 # Hidden states and rows where the head is, how many rows belong to one sequence, how long sequences may be, and whether
@@ -59,8 +59,8 @@ class EagleHead:
 
     def _pack(self, read: Read, tables: tuple[Tensor, Tensor]) -> None:
         assert isinstance(self.target, Decoder)
-        self.kernels = kernels_like(self.target.kernels, self.config.layer, tables, bfloat16=True)
-        made = [layer_of(read, i) for i in range(self.config.layers)]
+        self.kernels = kernels_like(self.target.kernels, self.config.layer, tables)
+        made = [rounded_layer(layer_of(read, i)) for i in range(self.config.layers)]
         self.attn_norms = [layer.attn_norm.contiguous() for layer in made]
         self.layers: list[Any] = [self.kernels.pack_layer(layer) for layer in made]
         self._pack_ends(read, self.target)
@@ -69,14 +69,20 @@ class EagleHead:
         """What is before the layers and after them."""
         pack, c, there = self.kernels.pack_linear, self.config, self.target.device
         # A product of weights, which bfloat16 would round again.
-        self.fuse = target.kernels.pack_linear(folded_fusion(c, read))
+        self.fuse = pack(folded_fusion(c, read))
         self.ones = torch.ones(c.layer.hidden * (len(c.taps) if c.joint_norm else 1), device=there)
         names = ("midlayer.input_layernorm.weight", "norm.weight")
         self.embed_norm, self.norm = (read(name).to(there).contiguous() for name in names)
         if not c.shared_head:
-            self.head = pack(read("lm_head.weight"))
+            self.head = pack(self._rounded(read("lm_head.weight")))
         else:
-            self.head = target.head if self.to_target is None else pack(self._target_rows(target))
+            self.head = (
+                target.head if self.to_target is None else pack(self._rounded(self._target_rows(target)))
+            )
+
+    def _rounded(self, weight: Tensor) -> Tensor:
+        """As the head's matrices are kept."""
+        return weight.bfloat16()
 
     def _target_rows(self, target: Decoder) -> Tensor:
         """Of the target's head, those of the head's own vocabulary."""
@@ -133,6 +139,10 @@ def folded_fusion(config: HeadConfig, read: Read) -> Tensor:
     if config.tap_norms:
         return fusion * read("tap_norms.weight").flatten()
     return fusion * read("input_norm.weight") if config.joint_norm else fusion
+
+
+def rounded_layer(layer: LayerTensors) -> LayerTensors:
+    return replace(layer, **{name: getattr(layer, name).bfloat16() for name in MATRICES})
 
 
 def layer_prefix(number: int) -> str:

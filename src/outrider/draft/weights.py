@@ -6,25 +6,23 @@ graphs, draft KV stores and packed layouts all stay valid. Both networks must be
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 
 from torch import Tensor
 
 from outrider.errors import BadCheckpoint
+from outrider.model.weights import named_tensors
 
 Weights = dict[str, Tensor]
 BESIDE = frozenset({"raw", "eos_ids", "bos_id"})  # in a config, no part of a network's shape
 
-# What a network refers to and does not own, or what follows from its shape alone.
-OTHERS = frozenset({"target", "kernels", "config", "cos", "sin"})
-
 
 def weights_of(network: object) -> Weights:
     """Every tensor of numbers that a network was packed into, by where it stands; not those that are its target's."""
-    target = (tensor.data_ptr() for _, tensor in _tensors("", getattr(network, "target", None)))
+    target = (tensor.data_ptr() for _, tensor in named_tensors("", getattr(network, "target", None)))
     borrowed = set(target)
-    return {name: tensor for name, tensor in _tensors("", network) if tensor.data_ptr() not in borrowed}
+    return {name: tensor for name, tensor in named_tensors("", network) if tensor.data_ptr() not in borrowed}
 
 
 def copy_of(network: object) -> Weights:
@@ -60,19 +58,3 @@ def first_difference(one: object, other: object, name: str = "") -> str:
                 return said
         return ""
     return "" if one == other else f"{name} is {one!r}, not {other!r}"
-
-
-def _tensors(name: str, value: object) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(value, Tensor):
-        yield name, value
-        return
-    inside: Iterator[tuple[str, object]] = iter(())
-    if isinstance(value, (list, tuple)):
-        inside = ((str(i), each) for i, each in enumerate(value))
-    elif is_dataclass(value):
-        inside = ((field.name, getattr(value, field.name)) for field in fields(value))
-    elif type(value).__module__.startswith("outrider.") and hasattr(value, "__dict__"):
-        inside = iter(vars(value).items())
-    for key, each in inside:
-        if key not in OTHERS and not key.startswith("_"):
-            yield from _tensors(f"{name}.{key}".lstrip("."), each)

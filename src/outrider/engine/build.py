@@ -26,6 +26,7 @@ from outrider.engine.graph_runner import make_graph_runner
 from outrider.engine.kept_costs import KeptCosts
 from outrider.engine.kv_cache import KvCache, make_kv_cache
 from outrider.engine.live_draft import LiveDraft
+from outrider.engine.loading import Reading, Watch
 from outrider.engine.memory import GpuMeter, check_room, gpu_memory, runs_on_gpu, working_memory
 from outrider.engine.placement import DRAFT_TOKENS, Memory, place, share_of_all, within_share
 from outrider.engine.planning import expect_score, guards_of, watch_draft
@@ -36,6 +37,7 @@ from outrider.load.config import ModelConfig
 from outrider.load.find import find
 from outrider.load.pairs import Pair
 from outrider.model.decoder import Decoder, Model, kv_bytes, make_kernels
+from outrider.model.weights import kept_formats
 from outrider.settings import WEIGHT_BYTES, Settings, cache_folder, free_memory
 from outrider.types import MAX_NODES
 
@@ -74,14 +76,19 @@ class Built:
 
 
 def build_engine(
-    checkpoint: Checkpoint, parts: Seq[Part], pair: Pair | None, asked: Settings, reshape: Reshape
+    checkpoint: Checkpoint,
+    parts: Seq[Part],
+    pair: Pair | None,
+    asked: Settings,
+    reshape: Reshape,
+    watch: Watch | None = None,
 ) -> Built:
     """Loads the model and the drafts. Call it on the thread that will run the engine."""
     torch.set_num_threads(asked.threads)
     if runs_on_gpu(asked):
         asked = share_of_all(asked, *gpu_memory())
     parts, room = _fitting(checkpoint, parts, pair, asked, reshape)
-    model = load_model(checkpoint, asked)
+    model = load_model(checkpoint, asked, watch=watch)
     settings = _placed(model, asked, room)
     cache = make_kv_cache(model, settings)
     on_gpu = model.device.type == "cuda"
@@ -126,10 +133,12 @@ def build_engine(
     return Built(engine, model, settings, names, live_draft, memory, pair)
 
 
-def load_model(checkpoint: Checkpoint, settings: Settings, weights: str | None = None) -> Model:
+def load_model(
+    checkpoint: Checkpoint, settings: Settings, weights: str | None = None, watch: Watch | None = None
+) -> Model:
     """The decoder for the families it knows, transformers for any other causal model.
 
-    `weights` is the format to store them in, by default the settings'.
+    `weights` is the format of a draft; the settings have the model's. A CPU calls `watch` as it reads.
     """
     config, kind = checkpoint.config, weights or settings.weights
     if config is None:
@@ -151,10 +160,11 @@ def load_model(checkpoint: Checkpoint, settings: Settings, weights: str | None =
         return model
     folder = cache_folder() / "kernels"
     with naming(checkpoint.path):
-        kernels = make_kernels(
-            config, positions, settings.threads, folder, settings.kernels, bfloat16=kind == "bfloat16"
-        )
-    return Decoder(config, checkpoint.tensor, kernels)
+        kernels = make_kernels(config, positions, settings.threads, folder, settings.kernels)
+        reading = Reading(checkpoint, "stored" if kind == "auto" else kind, weights is not None, watch)
+        decoder = Decoder(config, reading, kernels)
+    checkpoint.release()
+    return decoder
 
 
 def _fitting(
@@ -163,38 +173,40 @@ def _fitting(
     """The drafts to load and the memory they need. A paired draft that does not fit is left out with a warning,
     because the user did not name it.
     """
-    room = _room(parts, reshape)
+    room = _room(parts, settings, reshape)
     try:
-        _check_room(checkpoint.config, settings, room)
+        _check_room(checkpoint, settings, room)
     except OutOfMemory as full:
         if pair is None:
             raise
         parts = tuple(Part("lookup", "auto") if part.paired else part for part in parts)
-        room = _room(parts, reshape)
-        _check_room(checkpoint.config, settings, room)
+        room = _room(parts, settings, reshape)
+        _check_room(checkpoint, settings, room)
         warnings.warn(f"the draft {pair.folder} is left out, lookup drafts instead: {full}", stacklevel=2)
     return parts, room
 
 
-def _room(parts: Seq[Part], reshape: Reshape) -> DraftRoom:
+def _room(parts: Seq[Part], settings: Settings, reshape: Reshape) -> DraftRoom:
     """Of the models that draft. One that cannot be opened counts nothing here: loading it raises the error."""
     found = []
     for part in parts:
         if part.kind == "model":
             with contextlib.suppress(OutriderError):
                 found.append(reshape.draft(open_checkpoint(find(part.text, cache_folder()))))
-    return draft_room(found)
+    return draft_room(found, "stored" if settings.draft_weights == "auto" else settings.draft_weights)
 
 
-def _check_room(config: ModelConfig | None, settings: Settings, draft: DraftRoom) -> None:
+def _check_room(checkpoint: Checkpoint, settings: Settings, draft: DraftRoom) -> None:
     """Raises if the settings or the memory do not allow this model, before anything is loaded."""
     if runs_on_gpu(settings):
         free, total = gpu_memory()
         place(settings, free, total=total)
         return
-    place(settings, None)
-    left = free_memory()
-    if left is not None and config is not None and (doubt := check_room(config, settings, left, draft)):
+    placed, left, config = place(settings, None), free_memory(), checkpoint.config
+    if left is None or config is None:
+        return
+    weights = sum(kept_formats(checkpoint, placed.weights).values())
+    if doubt := check_room(config, settings, left, weights, draft):
         warnings.warn(doubt, stacklevel=2)
 
 

@@ -15,6 +15,7 @@ from outrider.engine.kv_cache import KvCache
 from outrider.engine.placement import Memory
 from outrider.load.checkpoint import Checkpoint
 from outrider.model.decoder import Model, kv_bytes
+from outrider.model.weights import BYTES, kept_formats
 
 KEYS = "self_attn.k_proj.weight"
 FUSION = "fc.weight"  # of an EAGLE head: it reads the target's hidden states
@@ -24,24 +25,29 @@ FUSION = "fc.weight"  # of an EAGLE head: it reads the target's hidden states
 class DraftRoom:
     weights: int = 0  # numbers in all
     cached: int = 0  # numbers for each cached token: keys, values, and for a head the target's hidden states
+    kept: int = 0  # bytes of the weights on a CPU
 
 
-def draft_room(drafts: Iterable[Checkpoint]) -> DraftRoom:
-    """The sum over these models and heads."""
-    weights = cached = 0
+def draft_room(drafts: Iterable[Checkpoint], kind: str = "stored") -> DraftRoom:
+    """The sum over these models and heads; a CPU keeps the models as `kind`, one of settings.WEIGHTS."""
+    weights = cached = kept = 0
     for draft in drafts:
         names = draft.names()
         if FUSION in names:
             names = [name for name in names if name not in IGNORED]
+        else:
+            kept += sum(kept_formats(draft, kind, draft=True).values())
         shapes = {name: draft.shape(name) for name in names}
-        weights += sum(map(math.prod, shapes.values()))
+        numbers = sum(map(math.prod, shapes.values()))
         cached += 2 * sum(shape[0] for name, shape in shapes.items() if name.endswith(KEYS))
         if FUSION in shapes:
             hidden, read = shapes[FUSION]
             cached += read
             if "lm_head.weight" not in shapes and "d2t" in shapes:  # a copy of rows of the target's head
-                weights += shapes["d2t"][0] * hidden
-    return DraftRoom(weights, cached)
+                numbers += shapes["d2t"][0] * hidden
+            kept += int(BYTES["bfloat16"] * numbers)
+        weights += numbers
+    return DraftRoom(weights, cached, kept)
 
 
 def draft_weight_bytes(drafters: Drafters) -> int:

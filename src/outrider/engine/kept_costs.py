@@ -49,7 +49,7 @@ class KeptCosts:
             "processor": processor(),
             "threads": settings.threads,
             "kernels": model.kernels.name,
-            "weights": settings.weights,
+            "weights": model.formats,
             "draft": [f"{part.kind} {part.text}" for part in drafts],
             "draft_weights": settings.draft_weights,
             "model": {k: v for k, v in asdict(model.config).items() if k not in ("raw", "eos_ids")},

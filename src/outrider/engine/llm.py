@@ -20,6 +20,7 @@ from outrider.draft.names import check_parts, parse_draft, settle_auto
 from outrider.engine.build import Built, Reshape, build_engine
 from outrider.engine.driver import Driver
 from outrider.engine.engine import Engine
+from outrider.engine.loading import Watch
 from outrider.engine.memory import runs_on_gpu, wake_gpu
 from outrider.engine.output import Output, make_output
 from outrider.engine.prompts import Message, Prompt, as_list, check_messages, plain_list
@@ -31,6 +32,7 @@ from outrider.load.literal import ChatEncoder
 from outrider.load.pairs import find_pair
 from outrider.load.sampling import GENERATION_CONFIGS, SamplingDefaults
 from outrider.load.template import ChatTemplate
+from outrider.model.decoder import Decoder
 from outrider.settings import Settings, cache_folder
 from outrider.types import Event, Request, SamplingParams, Sequence, Speculation
 from outrider.verify.grammar import GrammarCompiler
@@ -53,10 +55,11 @@ class LLM:
         settings: Settings | None = None,
         generation_config: str = "auto",
         reshape: Reshape | None = None,
+        watch: Watch | None = None,
         **options: Any,
     ) -> None:
         """`generation_config`: "auto" takes sampling defaults from the model, "none" those of SamplingParams.
-        `reshape` changes checkpoints before they are loaded (bench/as_if.py).
+        `reshape` changes checkpoints before they are loaded (bench/as_if.py); `watch` is engine/loading.py's.
         """
         if generation_config not in GENERATION_CONFIGS:
             raise InvalidRequest(
@@ -86,7 +89,7 @@ class LLM:
         made: list[Built] = []
 
         def build() -> Engine:
-            made.append(build_engine(checkpoint, parts, pair, asked, reshape))
+            made.append(build_engine(checkpoint, parts, pair, asked, reshape, watch))
             return made[0].engine
 
         # The engine's thread loads the weights while this one makes the tokenizer.
@@ -176,10 +179,17 @@ class LLM:
 
     def __repr__(self) -> str:
         facts = {"device": self.model.device.type, "dtype": str(self.model.dtype).removeprefix("torch.")}
-        if self.settings.weights not in ("auto", facts["dtype"]):
-            facts["weights"] = self.settings.weights
+        if self.weight_formats != facts["dtype"]:
+            facts["weights"] = self.weight_formats
         said = ", ".join(f"{name}={value!r}" for name, value in {**facts, "draft": self.drafter}.items())
         return f"LLM({self.name!r}, {said})"
+
+    @property
+    def weight_formats(self) -> str:
+        """The number formats of the model's matrices, the one that most numbers have first."""
+        if isinstance(self.model, Decoder):
+            return ", ".join(name for name, _ in self.model.formats.most_common())
+        return self.settings.weights if self.model.device.type == "cuda" else "float32"
 
     def __enter__(self) -> LLM:
         return self

@@ -60,19 +60,21 @@ def in_words(error: BaseException, doing: str) -> BaseException:
     return words
 
 
-def check_room(config: ModelConfig, settings: Settings, free: int, draft: DraftRoom = NO_DRAFT) -> str | None:
-    """Raises if a model and its drafts cannot fit in `free` bytes of a CPU's memory. Returns a warning if weights and a
-    full cache would not fit.
+def check_room(
+    config: ModelConfig, settings: Settings, free: int, weights: int, draft: DraftRoom = NO_DRAFT
+) -> str | None:
+    """Raises if a model with `weights` bytes and its drafts cannot fit in `free` bytes of a CPU's memory. Returns a
+    warning if weights and a full cache would not fit.
 
     Linux grants memory that it does not have and kills the process that uses it, so this is checked before loading.
     """
-    weights = 4 * (config.parameters + draft.weights)
+    placed, weights = place(settings, None), weights + draft.kept
     if weights > free:
         whose = "the weights of model and draft" if draft.weights else "the model's weights"
         raise OutOfMemory(
-            f"{whose} take {shown_size(weights)} as float32, and {shown_size(free)} is free; {LESS}"
+            f"{whose} take {shown_size(weights)}, and {shown_size(free)} is free; take --weights int8 or int4, or "
+            f"{LESS}"
         )
-    placed = place(settings, None)
     tokens = ((settings.context or config.context) + MAX_NODES) * placed.max_sequences
     tokens = min(tokens, placed.cache_bytes // config.kv_bytes_per_token)
     cache = tokens * (config.kv_bytes_per_token + 4 * draft.cached)

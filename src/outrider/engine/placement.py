@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from outrider.errors import InvalidRequest, OutOfMemory, invalid
-from outrider.settings import FAST, Settings, shown_size
+from outrider.settings import FAST, WEIGHTS, Settings, shown_size
 
 SEQUENCES = {"cpu": 64, "cuda": 512}
 ROWS = {"cpu": 128, "cuda": 2048}
@@ -87,8 +87,8 @@ def place(
     elif free is not None and total is not None:
         free = within_share(settings, free, total)
     sequences = settings.max_sequences or SEQUENCES[device]
-    weights = FAST[device] if settings.weights == "auto" else settings.weights
-    draft_weights = "bfloat16" if device == "cpu" else weights
+    weights = WEIGHTS[device][0] if settings.weights == "auto" else settings.weights
+    draft_weights = "stored" if device == "cpu" else weights
     cache = CPU_CACHE if device == "cpu" or free is None else cache_size(free, draft, draft_share, working)
     return replace(
         settings,

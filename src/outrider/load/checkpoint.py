@@ -11,6 +11,7 @@ import shlex
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from outrider.errors import BadCheckpoint, ModelNotFound, UnsupportedModel, nami
 from outrider.load.config import ModelConfig, config_from_gguf, config_from_json, end_ids, is_known_family
 from outrider.load.gguf import GgufFile
 from outrider.load.json_files import read_json, read_text
+from outrider.load.quants import Blocks
 from outrider.load.sampling import SamplingDefaults, from_generation_config, from_gguf
 from outrider.load.tokenizer import Tokenizer
 
@@ -47,6 +49,20 @@ class Checkpoint(ABC):
     @abstractmethod
     def tensor(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
         """The tensor as float32. On the CPU it may be a view of the file: do not write to it."""
+
+    def stored(self, name: str) -> torch.Tensor | Blocks:
+        """A matrix in the format of the file if that is bfloat16 or blocks; any other tensor as float32. Do not write
+        to it: it may be a view of the file.
+        """
+        return self.tensor(name)
+
+    def stored_format(self, name: str) -> str:
+        """The format of what `stored` returns: float32, bfloat16 or the name of a GGUF format."""
+        return "float32"
+
+    def release(self) -> None:
+        """Gives back memory that holds parts of the file. It is read again when it is needed."""
+        return
 
     @property
     @abstractmethod
@@ -198,6 +214,14 @@ class FolderCheckpoint(Checkpoint):
         check_float(tensor, name, self.path)
         return tensor.to(device).float()
 
+    def stored(self, name: str) -> torch.Tensor:
+        tensor = tensor_of(self._handle(name), name, self.path)
+        return tensor if tensor.dtype is torch.bfloat16 and tensor.dim() == 2 else self.tensor(name)
+
+    def stored_format(self, name: str) -> str:
+        found = self._handle(name).get_slice(name)
+        return "bfloat16" if found.get_dtype() == "BF16" and len(found.get_shape()) == 2 else "float32"
+
     @cached_property
     def tokenizer(self) -> Tokenizer:
         file = self.path / "tokenizer.json"
@@ -337,14 +361,24 @@ class GgufCheckpoint(Checkpoint):
         return self._file.tensors[self._stored_name(name)].shape
 
     def tensor(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
-        tensor = self._file.read(self._stored_name(name), device)
-        if self.config.family != "llama":
-            return tensor
-        if ".q_proj." in name:
-            return _half_split_rows(tensor, self.config.heads, name)
-        if ".k_proj." in name:
-            return _half_split_rows(tensor, self.config.kv_heads, name)
-        return tensor
+        return self._in_order(name, self._file.read(self._stored_name(name), device))
+
+    def stored(self, name: str) -> torch.Tensor | Blocks:
+        found = self._file.stored(self._stored_name(name))
+        if isinstance(found, Blocks):
+            return replace(found, raw=self._in_order(name, found.raw))
+        return self._in_order(name, found)
+
+    def stored_format(self, name: str) -> str:
+        return self._file.stored_format(self._stored_name(name))
+
+    def release(self) -> None:
+        self._file.release()
+
+    def _in_order(self, name: str, rows: torch.Tensor) -> torch.Tensor:
+        c = self.config
+        heads = {"q_proj": c.heads, "k_proj": c.kv_heads}.get(name.split(".")[-2], 0)
+        return _half_split_rows(rows, heads, name) if heads and c.family == "llama" else rows
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

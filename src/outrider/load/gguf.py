@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from outrider.errors import BadCheckpoint, UnsupportedModel
-from outrider.load.quants import FORMATS, OTHER_FORMATS, Format, dequantize
+from outrider.load.quants import FORMATS, OTHER_FORMATS, Blocks, Format, dequantize
 
 MAGIC = b"GGUF"
 MAX_VALUES = 1 << 23  # metadata values in all; the largest vocabularies need about a fifth of it
@@ -59,8 +59,34 @@ class GgufFile:
         tensor = self.tensors.get(name)
         if tensor is None:
             raise BadCheckpoint(f"{self.path.name} has no tensor {name!r}")
-        raw = torch.frombuffer(self._map, dtype=torch.uint8, count=tensor.nbytes, offset=tensor.offset)
-        return dequantize(raw.to(device), tensor.form).view(tensor.shape)
+        return dequantize(self._raw(tensor).to(device), tensor.form).view(tensor.shape)
+
+    def stored(self, name: str) -> torch.Tensor | Blocks:
+        """The tensor as it is stored if it is a matrix in blocks or in bfloat16, else as `read` returns it. It may be a
+        view of the file: do not write to it.
+        """
+        kind = self.stored_format(name)
+        if kind == "float32":
+            return self.read(name)
+        tensor = self.tensors[name]
+        raw, (rows, columns) = self._raw(tensor), tensor.shape
+        if kind == "bfloat16":
+            return raw.view(torch.bfloat16).view(tensor.shape)
+        return Blocks(name, tensor.form, raw.view(rows, -1), columns)
+
+    def stored_format(self, name: str) -> str:
+        tensor = self.tensors.get(name)
+        if tensor is None or len(tensor.shape) != 2 or tensor.form.name in ("F32", "F16"):
+            return "float32"
+        return "bfloat16" if tensor.form.name == "BF16" else tensor.form.name
+
+    def release(self) -> None:
+        """Gives back the memory of what was read. Views of the file stay valid: what they show is read again."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED)
+
+    def _raw(self, tensor: GgufTensor) -> torch.Tensor:
+        return torch.frombuffer(self._map, dtype=torch.uint8, count=tensor.nbytes, offset=tensor.offset)
 
 
 def _map_file(path: Path) -> mmap.mmap:

@@ -1,4 +1,4 @@
-"""Shows a download on stderr: a bar on a terminal, one plain line elsewhere. No downloading here."""
+"""Shows a download or the loading of a model on stderr: a bar on a terminal, elsewhere at most a line."""
 
 from __future__ import annotations
 
@@ -20,6 +20,13 @@ def download_shown(what: str, total: int) -> Iterator[Update]:
         print(f"fetching {what} ({file_size(total)})", file=sys.stderr, flush=True)
         yield lambda done: None
         return
+    with bar(what) as shown:
+        yield lambda done: shown(done, total)
+
+
+@contextlib.contextmanager
+def bar(what: str, transient: bool = False) -> Iterator[Callable[[int, int], None]]:
+    """A bar on a terminal. It is called with the bytes so far and with all; until then it only moves."""
     # Imported here: rich takes longer to import than most commands that never download anything.
     from rich import progress
     from rich.console import Console
@@ -29,8 +36,9 @@ def download_shown(what: str, total: int) -> Iterator[Update]:
         progress.BarColumn(),
         progress.DownloadColumn(),
         progress.TransferSpeedColumn(),
+        progress.TimeElapsedColumn(),
         progress.TimeRemainingColumn(),
     )
-    with progress.Progress(*columns, console=Console(file=sys.stderr)) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda done: bar.update(task, completed=min(done, total))
+    with progress.Progress(*columns, console=Console(file=sys.stderr), transient=transient) as shown:
+        task = shown.add_task(what, total=None)
+        yield lambda done, total: shown.update(task, completed=min(done, total), total=total)

@@ -6,7 +6,9 @@ decided when the model is built.
 
 from __future__ import annotations
 
+import math
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -20,7 +22,7 @@ from outrider.load.config import ModelConfig
 from outrider.model.kernels.native import NativeKernels
 from outrider.model.kernels.reference import ReferenceKernels
 from outrider.model.rope import rope_tables
-from outrider.model.weights import read_ahead
+from outrider.model.weights import Read, format_of, named_tensors, read_ahead
 from outrider.types import Batch
 
 
@@ -82,14 +84,24 @@ def kv_bytes(model: Model) -> int:
 class Decoder:
     device, dtype = torch.device("cpu"), torch.float32
 
-    def __init__(self, config: ModelConfig, read: Callable[[str], Tensor], kernels: Any) -> None:
+    def __init__(self, config: ModelConfig, read: Read, kernels: Any) -> None:
         self.config = config
         self.kernels = kernels
         self.draw, self.filter_logits = kernels.draw, kernels.filter_logits
-        self.layers = [kernels.pack_layer(tensors) for tensors in read_ahead(read, config)]
+        self.formats: Counter[str] = Counter()  # of matrices: numbers in each
+
+        def noted(name: str) -> Any:
+            weight = read(name)
+            if len(weight.shape) == 2:
+                self.formats[format_of(weight)] += math.prod(weight.shape)
+            return weight
+
+        self.layers = [kernels.pack_layer(tensors) for tensors in read_ahead(noted, config)]
         self.norm = read("model.norm.weight").float().contiguous()
-        table = read("model.embed_tokens.weight")
-        self.embedding, self.head = kernels.pack_ends(table, table if config.tied else read("lm_head.weight"))
+        table = noted("model.embed_tokens.weight")
+        self.embedding, self.head = kernels.pack_ends(
+            table, table if config.tied else noted("lm_head.weight")
+        )
 
     def forward(self, batch: Batch, store: KeyValueStore) -> Tensor:
         return self.logits(self._run(batch, store, self.config.layers), batch.logit_rows)
@@ -121,23 +133,20 @@ class Decoder:
         return self.kernels.head(x, rows, self.norm, self.head)
 
     def weight_bytes(self) -> int:
-        return (2 if self.kernels.bfloat16 else self.dtype.itemsize) * self.config.parameters
+        packed = {tensor.data_ptr(): tensor.nbytes for _, tensor in named_tensors("", self)}
+        return sum(packed.values())
 
 
-def make_kernels(
-    config: ModelConfig, context: int, threads: int, folder: Path, choice: str, bfloat16: bool = False
-) -> Any:
+def make_kernels(config: ModelConfig, context: int, threads: int, folder: Path, choice: str) -> Any:
     """Kernels for the decoder, with rotary tables for `context` positions."""
-    return choose_kernels(config, rope_tables(config, context), threads, folder, choice, bfloat16)
+    return choose_kernels(config, rope_tables(config, context), threads, folder, choice)
 
 
-def kernels_like(
-    kernels: Any, config: ModelConfig, rope: tuple[Tensor, Tensor], bfloat16: bool = False
-) -> Any:
+def kernels_like(kernels: Any, config: ModelConfig, rope: tuple[Tensor, Tensor]) -> Any:
     """The same kernels for layers of another shape."""
     if isinstance(kernels, ReferenceKernels):
-        return ReferenceKernels(config, *rope, bfloat16)
-    return choose_kernels(config, rope, kernels.threads, kernels.folder, "auto", bfloat16)
+        return ReferenceKernels(config, *rope)
+    return choose_kernels(config, rope, kernels.threads, kernels.folder, "auto")
 
 
 def choose_kernels(
@@ -146,17 +155,14 @@ def choose_kernels(
     threads: int,
     folder: Path,
     choice: str,
-    bfloat16: bool = False,
 ) -> Any:
-    """The C kernels. With `auto`, their torch twins and a warning if the C kernels cannot be built. Matrices are
-    float32 or rounded to `bfloat16`.
-    """
+    """The C kernels. With `auto`, their torch twins and a warning if the C kernels cannot be built."""
     if choice == "torch":
-        return ReferenceKernels(config, *rope, bfloat16)
+        return ReferenceKernels(config, *rope)
     try:
-        return NativeKernels(config, *rope, threads, folder, bfloat16)
+        return NativeKernels(config, *rope, threads, folder)
     except KernelUnavailable as reason:
         if choice == "c":
             raise
         warnings.warn(f"decoding with plain torch, several times slower: {reason}", stacklevel=2)
-        return ReferenceKernels(config, *rope, bfloat16)
+        return ReferenceKernels(config, *rope)

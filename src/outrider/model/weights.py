@@ -1,51 +1,127 @@
-"""One decoder layer's tensors under short names, laid out [outputs, inputs], before a kernel packs them."""
+"""A model's weights before a kernel packs them: the format they are kept in, and a decoder layer's under short names.
+
+A matrix [outputs, inputs] is a tensor in float32 or bfloat16, or `Blocks` of few bits, or a `Stack` of these. Nothing
+else says its format: kernels pack what they are given.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from outrider.load.checkpoint import Checkpoint
 from outrider.load.config import ModelConfig
+from outrider.load.quants import FORMATS, Blocks, quantize
+
+# Blocks that kernels multiply with. Matrices in any other format are unpacked to float32.
+KERNEL_FORMATS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+# Bytes of a weight in each format that is kept in memory.
+BYTES = {form.name: form.bytes / form.values for form in FORMATS.values() if form.name in KERNEL_FORMATS}
+BYTES |= {"float32": 4.0, "bfloat16": 2.0, "int8": BYTES["Q8_0"], "int4": BYTES["Q4_0"]}
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Matrices of different formats, one above the other."""
+
+    parts: tuple[Tensor | Blocks, ...]
+
+
+Weight = Tensor | Blocks | Stack
+Read = Callable[[str], Any]  # a vector is a float32 tensor, a matrix a Weight
+
+
+def parts_of(weight: Weight) -> tuple[Tensor | Blocks, ...]:
+    return weight.parts if isinstance(weight, Stack) else (weight,)
+
+
+def format_of(part: Tensor | Blocks) -> str:
+    return part.form.name if isinstance(part, Blocks) else str(part.dtype).removeprefix("torch.")
+
+
+def stacked(parts: Sequence[Tensor | Blocks]) -> Weight:
+    """One matrix of several, in one part if they have one format."""
+    if len({format_of(part) for part in parts}) > 1:
+        return Stack(tuple(parts))
+    first = parts[0]
+    if isinstance(first, Blocks):
+        raw = torch.cat([part.raw for part in parts if isinstance(part, Blocks)])
+        return replace(
+            first, name=" and ".join(part.name for part in parts if isinstance(part, Blocks)), raw=raw
+        )
+    return torch.cat([part for part in parts if isinstance(part, Tensor)])
+
+
+def kept_as(weight: Tensor | Blocks, kind: str, draft: bool = False) -> Tensor | Blocks:
+    """A weight in the format `kind`, one of settings.WEIGHTS. Vectors are float32 always. The matrices of a draft that
+    are stored in more than 16 bits are rounded to bfloat16.
+    """
+    if isinstance(weight, Tensor) and weight.dim() < 2:
+        return weight.float()
+    if kind in ("int8", "int4"):
+        return quantize(weight.float(), kind)
+    if kind == "stored" and (isinstance(weight, Tensor) or weight.form.name in KERNEL_FORMATS):
+        return weight.bfloat16() if draft and isinstance(weight, Tensor) else weight
+    return weight.float().bfloat16() if kind == "bfloat16" else weight.float()
+
+
+def kept_formats(checkpoint: Checkpoint, kind: str, draft: bool = False) -> Counter[str]:
+    """Bytes of a checkpoint's weights by the format that `kept_as` gives them, before anything is read."""
+    found: Counter[str] = Counter()
+    for name in checkpoint.names():
+        shape, stored = checkpoint.shape(name), checkpoint.stored_format(name)
+        kept = "float32" if len(shape) < 2 else stored if kind == "stored" else kind
+        if kept == "float32" and draft and kind == "stored" and len(shape) == 2:
+            kept = "bfloat16"
+        kept = kept if kept in BYTES else "float32"
+        found[kept] += int(math.prod(shape) * BYTES[kept])
+    return found
+
+
+MATRICES = ("qkv", "out", "gate", "up", "down")
 
 
 @dataclass(slots=True)
 class LayerTensors:
     attn_norm: Tensor
-    qkv: Tensor  # queries, keys and values stacked: one matmul
+    qkv: Weight  # queries, keys and values stacked: one matmul
     qkv_bias: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor | None
-    out: Tensor
+    out: Weight
     out_bias: Tensor | None
     mlp_norm: Tensor
-    gate: Tensor
-    up: Tensor
+    gate: Weight
+    up: Weight
     gate_bias: Tensor | None
     up_bias: Tensor | None
-    down: Tensor
+    down: Weight
     down_bias: Tensor | None
     window: int  # 0 = sees everything
 
 
-def layer_tensors(read: Callable[[str], Tensor], config: ModelConfig, index: int) -> LayerTensors:
+def layer_tensors(read: Read, config: ModelConfig, index: int) -> LayerTensors:
     """Reads layer `index` by its Hugging Face names."""
     prefix = f"model.layers.{index}."
 
     def get(name: str, wanted: bool = True) -> Tensor | None:
         return read(prefix + name) if wanted else None
 
-    def need(name: str) -> Tensor:
+    def need(name: str) -> Any:
         return read(prefix + name)
 
     qkv = [need(f"self_attn.{part}_proj.weight") for part in "qkv"]
     bias = [need(f"self_attn.{part}_proj.bias") for part in "qkv"] if config.qkv_bias else None
     return LayerTensors(
         attn_norm=need("input_layernorm.weight"),
-        qkv=torch.cat(qkv),
+        qkv=stacked(qkv),
         qkv_bias=torch.cat(bias) if bias else None,
         q_norm=get("self_attn.q_norm.weight", config.qk_norm),
         k_norm=get("self_attn.k_norm.weight", config.qk_norm),
@@ -62,7 +138,7 @@ def layer_tensors(read: Callable[[str], Tensor], config: ModelConfig, index: int
     )
 
 
-def read_ahead(read: Callable[[str], Tensor], config: ModelConfig) -> Iterator[LayerTensors]:
+def read_ahead(read: Read, config: ModelConfig) -> Iterator[LayerTensors]:
     """All layers in order. While the caller packs one layer, a second thread reads the next.
 
     That thread runs torch on one core: two layers at a time take half the processor time of one layer on two cores.
@@ -74,3 +150,24 @@ def read_ahead(read: Callable[[str], Tensor], config: ModelConfig) -> Iterator[L
             if i < config.layers:
                 coming = pool.submit(layer_tensors, read, config, i)
             yield tensors
+
+
+# What a network refers to and does not own, or what follows from its shape alone.
+OTHERS = frozenset({"target", "kernels", "config", "cos", "sin"})
+
+
+def named_tensors(name: str, value: object) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of numbers that a network was packed into, by where it stands."""
+    if isinstance(value, Tensor):
+        yield name, value
+        return
+    inside: Iterator[tuple[str, object]] = iter(())
+    if isinstance(value, (list, tuple)):
+        inside = ((str(i), each) for i, each in enumerate(value))
+    elif is_dataclass(value):
+        inside = ((field.name, getattr(value, field.name)) for field in fields(value))
+    elif type(value).__module__.startswith("outrider.") and hasattr(value, "__dict__"):
+        inside = iter(vars(value).items())
+    for key, each in inside:
+        if key not in OTHERS and not key.startswith("_"):
+            yield from named_tensors(f"{name}.{key}".lstrip("."), each)

@@ -281,7 +281,7 @@ class EngineProcess:
             plan={
                 "pair": None if llm.pair is None else llm.pair.name,
                 "device": settings.device,
-                "weights": settings.weights,
+                "weights": llm.weight_formats,
                 "threads": settings.threads,
                 "parameters": config.parameters,
                 "weight_bytes": llm.model.weight_bytes(),

@@ -50,7 +50,7 @@ def built(folder: Path) -> bool:
 
 @cache
 def library(folder: Path) -> ctypes.CDLL:
-    """The kernels, compiled on first use (about two seconds) and then loaded from `folder`."""
+    """The kernels, compiled on first use (some ten seconds) and then loaded from `folder`."""
     path = folder / f"cpu-{_key()}.so"
     if path.exists():
         with contextlib.suppress(OSError):  # damaged: built again below

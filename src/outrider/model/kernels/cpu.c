@@ -1,10 +1,11 @@
-/* The CPU kernels: one decoder layer, one projection, one attention. Float32, any number of threads, any vector unit.
+/* The CPU kernels: one decoder layer, one projection, one attention. Any number of threads, any vector unit.
  *
  * What makes them worth having: a weight is read from memory once for all rows of a step, and a row's result
  * does not depend on which other rows share the step, to the last bit. Both follow from one choice: weights
  * are packed in panels of 16 outputs, [N/16][K][16], and output n of row m is always the same chain of fused
  * multiply-adds over k = 0..K-1, whatever M is. There is no horizontal sum whose order could change.
- * Weights that are bfloat16 stay so, and are widened in registers: half the memory, the same bits.
+ * Weights that are bfloat16 stay so, and are widened in registers: half the memory, the same bits. Weights in blocks of
+ * few bits stay so, too; blocks.c multiplies with them.
  *
  * The torch twin of everything here is reference.py; parity and row invariance are tests.
  * Vectors are GCC/Clang vector extensions: the compiler lowers them to NEON, AVX2 or AVX-512.
@@ -14,6 +15,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 
+#include "blocks.h"
 #include "team.h"
 
 #if defined(__AVX512F__)
@@ -23,7 +25,6 @@
 #else
 #define LANES 4
 #endif
-#define PANEL 16                /* outputs a panel */
 #define REGS (PANEL / LANES)    /* vector registers a panel row takes */
 #define FEW 8                   /* rows whose norms and rotations are too little to share out */
 #define MOST 6                  /* rows a panel meets at a time: 24 NEON accumulators, 6 rows and a weight just fit */
@@ -31,10 +32,18 @@
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
-/* A packed matrix: float32, [N/16][K][16], or bfloat16 in pairs, [N/16][K/2][16], k in the lower half of a word. */
+/* Packed panels of 16 outputs: WHOLE float32, [N/16][K][16]; HALF bfloat16 in pairs, [N/16][K/2][16], k in the lower half
+ * of a word; the other kinds are blocks.c's. */
 typedef struct {
     const void *data;
-    int32_t half;
+    int32_t kind, outputs;
+} Part;
+
+#define PARTS 3
+
+/* A packed matrix: outputs in one format, followed by outputs in another. Parts that are not used have no outputs. */
+typedef struct {
+    Part parts[PARTS];
 } Matrix;
 
 typedef struct {
@@ -189,37 +198,83 @@ DEFINE_PANELS(half)
 typedef struct {
     const void *data;
     const char *next[2]; /* what to fetch meanwhile: beside the first rows, and beside those that find it in the cache */
-    int half;
+    int kind;
 } Panel;
 
-/* Memory for this many panels in float32, if rows would widen them several times; null if not, or if there is none.
- * On the heap: a panel of a large model is more than a thread's stack has on some systems. */
-static float *room_for(int panels, Matrix w, int K, int rows) {
-    return w.half && rows > MOST ? malloc((size_t)panels * K * PANEL * sizeof(float)) : 0;
+/* Most rows that a panel of this kind meets at a time. */
+static inline int most_rows(int kind) { return kind > HALF ? TILE : MOST; }
+
+static inline size_t panel_bytes(int kind, int K) {
+    if (kind > HALF) return blocks_panel_bytes(kind, K);
+    return (size_t)K * PANEL * (kind == HALF ? WIDTH_half : WIDTH_whole);
 }
 
-/* Panel n, widened into `room` if there is one. */
-static inline Panel panel_of(Matrix w, int n, int K, float *room) {
-    size_t bytes = (size_t)K * PANEL * (w.half ? WIDTH_half : WIDTH_whole);
+/* Memory for a panel in wide form, if rows would unpack it several times; null if not, or if there is none. On the heap: a
+ * panel of a large model is more than a thread's stack has on some systems. */
+static void *room_for(const Matrix *w, int K, int rows) {
+    size_t most = 0;
+    for (int p = 0; p < PARTS && w->parts[p].outputs; p++) {
+        int kind = w->parts[p].kind;
+        if (kind == WHOLE || kind == Q8_0 || rows <= most_rows(kind)) continue;
+        size_t bytes = panel_bytes(kind == HALF ? WHOLE : WIDE_LEAST, K);
+        most = bytes > most ? bytes : most;
+    }
+    return most ? malloc(most) : 0;
+}
+
+/* Panel n, unpacked into `room` if there is one. */
+static inline Panel panel_of(Part w, int n, int K, void *room) {
+    size_t bytes = panel_bytes(w.kind, K);
     const char *own = (const char *)w.data + n * bytes;
-    if (!room) return (Panel){own, {own + AHEAD, own + bytes + AHEAD}, w.half};
+    if (!room || w.kind == WHOLE || w.kind == Q8_0) return (Panel){own, {own + AHEAD, own + bytes + AHEAD}, w.kind};
+    if (w.kind > HALF) return (Panel){room, {0}, blocks_widen(w.kind, own, K, room)};
     for (int k = 0; k < K; k += 2)
         for (int i = 0; i < 2; i++)
             for (int j = 0; j < REGS; j++)
-                *(vec *)(room + (size_t)(k + i) * PANEL + j * LANES) = weight_half(own, k, i, j);
-    return (Panel){room, {own + bytes, own + bytes}, 0};
+                *(vec *)((float *)room + (size_t)(k + i) * PANEL + j * LANES) = weight_half(own, k, i, j);
+    return (Panel){room, {own + bytes, own + bytes}, WHOLE};
 }
+
+/* Rows of activations: as they are, and rounded if some of the weights are in blocks. */
+typedef struct {
+    const float *x;
+    int M, K;
+    Rounded rounded;
+} Inputs;
 
 /* A panel against `rows` rows from row m on. */
-static inline void multiply(Panel w, int rows, int m, const float *x, int K, float y[][PANEL]) {
-    (w.half ? panels_half : panels_whole)[rows - 1](w.data, w.next[m > 0], x + (size_t)m * K, K, K, y);
+static inline void multiply(Panel w, int rows, int m, const Inputs *in, float y[][PANEL]) {
+    int K = in->K;
+    if (w.kind > HALF) return blocks_multiply(w.kind, rows, w.data, &in->rounded, m, y);
+    (w.kind == HALF ? panels_half : panels_whole)[rows - 1](w.data, w.next[m > 0], in->x + (size_t)m * K, K, K, y);
 }
 
-static inline int least(int a, int b) { return a < b ? a : b; }
+static void round_rows(void *job, int member, int begin, int end) {
+    Inputs *in = job;
+    (void)member;
+    for (int r = begin; r < end; r++) round_row(in->x + (size_t)r * in->K, in->K, &in->rounded, r);
+}
 
-/* Rows of the next block: as few blocks as possible, of about equal size. */
-static inline int next_rows(int left) {
-    int times = (left + MOST - 1) / MOST;
+/* `release` them after use. */
+static Inputs inputs_for(int threads, const float *x, int M, int K, const Matrix *w, const Matrix *other) {
+    Inputs in = {x, M, K, {0}};
+    int blocks = 0;
+    for (int p = 0; p < PARTS; p++) blocks |= w->parts[p].kind > HALF || (other && other->parts[p].kind > HALF);
+    if (!blocks) return in;
+    in.rounded = rounded_for(M, K);
+    if (!in.rounded.q) abort();
+    team_run(M > FEW ? threads : 1, M, round_rows, &in);
+    return in;
+}
+
+static void release(Inputs *in) { free(in->rounded.q); }
+
+static inline int least(int a, int b) { return a < b ? a : b; }
+static inline int panels_of(int outputs) { return (outputs + PANEL - 1) / PANEL; }
+
+/* Rows of the next tile: as few tiles as possible, of about equal size. */
+static inline int next_rows(int left, int most) {
+    int times = (left + most - 1) / most;
     return (left + times - 1) / times;
 }
 
@@ -230,25 +285,29 @@ typedef struct {
     int M, N, K;
     float *y;
     int add;
+    Inputs in;
 } Linear;
 
 static void linear_panels(void *job, int member, int begin, int end) {
     const Linear *l = job;
-    const float *bias = l->bias, *x = l->x;
-    int M = l->M, N = l->N, K = l->K, add = l->add;
-    float *room = room_for(1, l->w, K, M);
+    int M = l->M, N = l->N, add = l->add;
+    void *room = room_for(&l->w, l->K, M);
     (void)member;
     for (int n = begin; n < end; n++) {
-        int width = least(PANEL, N - n * PANEL);
-        Panel w = panel_of(l->w, n, K, room);
+        int own = n, first = 0; /* panel of its part, and the part's first output */
+        const Part *part = l->w.parts;
+        for (; own >= panels_of(part->outputs); part++) own -= panels_of(part->outputs), first += part->outputs;
+        int width = least(PANEL, part->outputs - own * PANEL);
+        const float *bias = l->bias ? l->bias + first + own * PANEL : 0;
+        Panel w = panel_of(*part, own, l->K, room);
         float out[MOST][PANEL];
         for (int m = 0, rows; m < M; m += rows) {
-            rows = next_rows(M - m);
-            multiply(w, rows, m, x, K, out);
+            rows = next_rows(M - m, most_rows(w.kind));
+            multiply(w, rows, m, &l->in, out);
             for (int r = 0; r < rows; r++) {
-                float *to = l->y + (size_t)(m + r) * N + (size_t)n * PANEL;
+                float *to = l->y + (size_t)(m + r) * N + first + (size_t)own * PANEL;
                 for (int i = 0; i < width; i++) {
-                    float value = bias ? out[r][i] + bias[n * PANEL + i] : out[r][i];
+                    float value = bias ? out[r][i] + bias[i] : out[r][i];
                     to[i] = add ? to[i] + value : value;
                 }
             }
@@ -258,7 +317,11 @@ static void linear_panels(void *job, int member, int begin, int end) {
 }
 
 static void linear(int threads, Linear job) {
-    team_run(threads, (job.N + PANEL - 1) / PANEL, linear_panels, &job);
+    int panels = 0;
+    for (int p = 0; p < PARTS; p++) panels += panels_of(job.w.parts[p].outputs);
+    job.in = inputs_for(threads, job.x, job.M, job.K, &job.w, 0);
+    team_run(threads, panels, linear_panels, &job);
+    release(&job.in);
 }
 
 /* act = silu(x gate^T) * (x up^T), without storing either product. */
@@ -267,24 +330,24 @@ typedef struct {
     const float *x;
     int M, N, K;
     float *act;
+    Inputs in;
 } Gated;
 
 static void gated_panels(void *job, int member, int begin, int end) {
     const Gated *given = job;
     const Layer *layer = given->layer;
-    const float *x = given->x;
     int M = given->M, N = given->N, K = given->K;
-    float *room = room_for(2, layer->gate, K, M);
+    void *rooms[2] = {room_for(&layer->gate, K, M), room_for(&layer->up, K, M)};
     (void)member;
     for (int n = begin; n < end; n++) {
         int width = least(PANEL, N - n * PANEL);
-        Panel gate = panel_of(layer->gate, n, K, room);
-        Panel up = panel_of(layer->up, n, K, room ? room + (size_t)K * PANEL : 0);
+        Panel gate = panel_of(layer->gate.parts[0], n, K, rooms[0]), up = panel_of(layer->up.parts[0], n, K, rooms[1]);
+        int most = least(most_rows(gate.kind), most_rows(up.kind));
         float g[MOST][PANEL], u[MOST][PANEL];
         for (int m = 0, rows; m < M; m += rows) {
-            rows = next_rows(M - m);
-            multiply(gate, rows, m, x, K, g);
-            multiply(up, rows, m, x, K, u);
+            rows = next_rows(M - m, most);
+            multiply(gate, rows, m, &given->in, g);
+            multiply(up, rows, m, &given->in, u);
             for (int r = 0; r < rows; r++) {
                 for (int i = 0; i < width && layer->gate_bias; i++) g[r][i] += layer->gate_bias[n * PANEL + i];
                 for (int i = 0; i < width && layer->up_bias; i++) u[r][i] += layer->up_bias[n * PANEL + i];
@@ -297,10 +360,15 @@ static void gated_panels(void *job, int member, int begin, int end) {
             }
         }
     }
-    free(room);
+    free(rooms[0]);
+    free(rooms[1]);
 }
 
-static void gated(int threads, Gated job) { team_run(threads, (job.N + PANEL - 1) / PANEL, gated_panels, &job); }
+static void gated(int threads, Gated job) {
+    job.in = inputs_for(threads, job.x, job.M, job.K, &job.layer->gate, &job.layer->up);
+    team_run(threads, panels_of(job.N), gated_panels, &job);
+    release(&job.in);
+}
 
 /* ---- attention ---------------------------------------------------------------------------------------- */
 
@@ -326,42 +394,60 @@ static float soften(float *scores, int n) {
 
 #define LATER 12 /* slots: they lie apart, so the processor does not look ahead by itself */
 #define GROUP 4  /* query heads that share a key head are served together, up to this many */
+#define TALL 8   /* rows that share a block of keys or values while it is in the nearest cache, up to this many */
+#define NEAR 64  /* slots of it */
 
-/* G heads against R slots. A score is one chain over the head, then its lanes in order, whatever G and R are. */
-#define DEFINE_SCORE(G, R)                                                                                   \
-    static inline void score_##G##_##R(const float *q, const int32_t *slots, const float *keys, size_t stride, \
-                                       int head_dim, float scale, float *scores, size_t width) {             \
-        vec acc[G][R];                                                                                       \
+/* Four sums over lanes at once, each in the order of the lanes. */
+static inline void add_lanes(const vec acc[4], float scale, float *sums) {
+#if LANES == 4
+    vec a = __builtin_shufflevector(acc[0], acc[1], 0, 4, 1, 5), b = __builtin_shufflevector(acc[2], acc[3], 0, 4, 1, 5);
+    vec c = __builtin_shufflevector(acc[0], acc[1], 2, 6, 3, 7), d = __builtin_shufflevector(acc[2], acc[3], 2, 6, 3, 7);
+    vec sum = {0};
+    sum += __builtin_shufflevector(a, b, 0, 1, 4, 5);
+    sum += __builtin_shufflevector(a, b, 2, 3, 6, 7);
+    sum += __builtin_shufflevector(c, d, 0, 1, 4, 5);
+    sum += __builtin_shufflevector(c, d, 2, 3, 6, 7);
+    *(vec *)sums = sum * scale;
+#else
+    for (int r = 0; r < 4; r++) {
+        float sum = 0;
+        for (int j = 0; j < LANES; j++) sum += acc[r][j];
+        sums[r] = scale * sum;
+    }
+#endif
+}
+
+/* G heads against 4 slots, or the last one to three of them four times. A score is one chain over the head, then its
+ * lanes in order, whatever G is and whichever slots are beside it. */
+#define DEFINE_SCORE(G)                                                                                      \
+    static inline void score_##G(const float *q, const int32_t *slots, int n, const float *keys, size_t stride, \
+                                 int head_dim, float scale, float *scores, size_t width) {                   \
+        const float *at[4];                                                                                  \
+        vec acc[G][4];                                                                                       \
+        for (int r = 0; r < 4; r++) at[r] = keys + slots[r < n ? r : 0] * stride;                            \
         for (int g = 0; g < G; g++)                                                                          \
-            for (int r = 0; r < R; r++) acc[g][r] = (vec){0};                                                \
+            for (int r = 0; r < 4; r++) acc[g][r] = (vec){0};                                                \
         for (int d = 0; d < head_dim; d += LANES) {                                                          \
-            vec key[R];                                                                                      \
-            _Pragma("GCC unroll 4") for (int r = 0; r < R; r++) key[r] =                                     \
-                *(const vec *)(keys + slots[r] * stride + d);                                                \
+            vec key[4];                                                                                      \
+            _Pragma("GCC unroll 4") for (int r = 0; r < 4; r++) key[r] = *(const vec *)(at[r] + d);          \
             _Pragma("GCC unroll 4") for (int g = 0; g < G; g++) {                                            \
                 vec part = *(const vec *)(q + (size_t)g * head_dim + d);                                     \
-                _Pragma("GCC unroll 4") for (int r = 0; r < R; r++) acc[g][r] += part * key[r];              \
+                _Pragma("GCC unroll 4") for (int r = 0; r < 4; r++) acc[g][r] += part * key[r];              \
             }                                                                                                \
         }                                                                                                    \
-        for (int g = 0; g < G; g++)                                                                          \
-            for (int r = 0; r < R; r++) {                                                                    \
-                float sum = 0;                                                                               \
-                for (int j = 0; j < LANES; j++) sum += acc[g][r][j];                                         \
-                scores[g * width + r] = scale * sum;                                                         \
-            }                                                                                                \
+        for (int g = 0; g < G; g++) add_lanes(acc[g], scale, scores + g * width);                            \
     }
 
-/* 16 of a head's outputs for G heads: sum_i weight_i value_i over the listed slots, in order. */
+/* Adds to 16 of a head's outputs for G heads: sum_i weight_i value_i over the listed slots, in order. */
 #define DEFINE_MIX(G)                                                                                     \
-    static inline void mix_##G(const float *weights, size_t width, const int32_t *slots, int n,           \
-                               const float *values, size_t stride, const float *inverse, int head_dim,    \
-                               float *out) {                                                              \
+    static inline void mix_##G(const float *weights, size_t width, const int32_t *slots, int n, int later, \
+                               const float *values, size_t stride, int head_dim, float *out) {            \
         vec acc[G][REGS];                                                                                 \
         for (int g = 0; g < G; g++)                                                                       \
-            for (int j = 0; j < REGS; j++) acc[g][j] = (vec){0};                                          \
+            for (int j = 0; j < REGS; j++) acc[g][j] = *(vec *)(out + (size_t)g * head_dim + j * LANES);  \
         for (int i = 0; i < n; i++) {                                                                     \
             const vec *v = (const vec *)(values + slots[i] * stride);                                     \
-            if (i + LATER < n) __builtin_prefetch(values + slots[i + LATER] * stride);                    \
+            if (i + LATER < later) __builtin_prefetch(values + slots[i + LATER] * stride);                \
             vec q[REGS];                                                                                  \
             _Pragma("GCC unroll 4") for (int j = 0; j < REGS; j++) q[j] = v[j];                           \
             _Pragma("GCC unroll 4") for (int g = 0; g < G; g++) {                                         \
@@ -370,60 +456,87 @@ static float soften(float *scores, int n) {
             }                                                                                             \
         }                                                                                                 \
         for (int g = 0; g < G; g++)                                                                       \
-            for (int j = 0; j < REGS; j++)                                                                \
-                *(vec *)(out + (size_t)g * head_dim + j * LANES) = acc[g][j] * inverse[g];                \
+            for (int j = 0; j < REGS; j++) *(vec *)(out + (size_t)g * head_dim + j * LANES) = acc[g][j];  \
     }
 
-/* One row, G query heads of one key head. `slots` lists what the row sees, oldest first. */
+/* What a row sees: `n` slots of its sequence's table and then `more`, oldest first. */
+typedef struct {
+    const int32_t *slots, *more;
+    int n, extra;
+    const float *q;
+    float *scores, *out; /* of the first of its query heads */
+} Seen;
+
+typedef struct {
+    const float *keys, *values;
+    size_t stride, width; /* between slots, between heads' scores */
+    int head_dim;
+    float scale;
+} Cached;
+
+/* Some slots of one row, G query heads of one key head: their scores, and their part of the outputs. A sum goes on
+ * where the slots before them left it, so that bits do not depend on how slots are cut. */
 #define DEFINE_ATTEND(G)                                                                                     \
-    DEFINE_SCORE(G, 1)                                                                                       \
-    DEFINE_SCORE(G, 4)                                                                                       \
+    DEFINE_SCORE(G)                                                                                          \
     DEFINE_MIX(G)                                                                                            \
-    static void attend_##G(const float *q, const int32_t *slots, int n, const float *keys, const float *values, \
-                           size_t stride, int head_dim, float scale, float *scores, size_t width, float *out) { \
-        int i = 0;                                                                                           \
-        float inverse[G];                                                                                    \
-        for (; i + 4 <= n; i += 4) {                                                                         \
-            for (int r = i + LATER; r < i + LATER + 4 && r < n; r++)                                         \
-                for (int d = 0; d < head_dim; d += 16) __builtin_prefetch(keys + slots[r] * stride + d);     \
-            score_##G##_4(q, slots + i, keys, stride, head_dim, scale, scores + i, width);                   \
+    static void scores_##G(const Seen *row, const Cached *c, const int32_t *slots, int n, int later, int at) { \
+        for (int i = 0; i < n; i += 4) {                                                                     \
+            for (int r = i + LATER; r < i + LATER + 4 && r < later; r++)                                     \
+                for (int d = 0; d < c->head_dim; d += 16) __builtin_prefetch(c->keys + slots[r] * c->stride + d); \
+            score_##G(row->q, slots + i, n - i, c->keys, c->stride, c->head_dim, c->scale,                   \
+                      row->scores + at + i, c->width);                                                       \
         }                                                                                                    \
-        for (; i < n; i++) score_##G##_1(q, slots + i, keys, stride, head_dim, scale, scores + i, width);    \
-        for (int g = 0; g < G; g++) inverse[g] = soften(scores + g * width, n);                              \
-        for (int d = 0; d < head_dim; d += PANEL)                                                            \
-            mix_##G(scores, width, slots, n, values + d, stride, inverse, head_dim, out + d);                \
+    }                                                                                                        \
+    static void mixes_##G(const Seen *row, const Cached *c, const int32_t *slots, int n, int later, int at) { \
+        for (int d = 0; d < c->head_dim; d += PANEL)                                                         \
+            mix_##G(row->scores + at, c->width, slots, n, later, c->values + d, c->stride, c->head_dim,      \
+                    row->out + d);                                                                           \
     }
 DEFINE_ATTEND(1)
 DEFINE_ATTEND(2)
 DEFINE_ATTEND(3)
 DEFINE_ATTEND(4)
 
-typedef void Attend(const float *, const int32_t *, int, const float *, const float *, size_t, int, float, float *,
-                    size_t, float *);
-static Attend *const ATTEND[GROUP + 1] = {0, attend_1, attend_2, attend_3, attend_4};
+typedef void Attend(const Seen *, const Cached *, const int32_t *, int, int, int);
+static Attend *const SCORES[GROUP + 1] = {0, scores_1, scores_2, scores_3, scores_4};
+static Attend *const MIXES[GROUP + 1] = {0, mixes_1, mixes_2, mixes_3, mixes_4};
+
+/* Rows against all that they see. Rows of one sequence go through the slots that they share block by block; slots are
+ * fetched for the first of them. */
+static void go_through(Attend *attend, const Seen *rows, int count, const Cached *c) {
+    for (int first = 0, last; first < count; first = last) {
+        int common = rows[first].n;
+        for (last = first + 1; last < count && rows[last].slots == rows[first].slots; last++)
+            common = least(common, rows[last].n);
+        for (int at = 0; at < common; at += NEAR)
+            for (int r = first; r < last; r++)
+                attend(rows + r, c, rows[r].slots + at, least(NEAR, common - at), r > first ? 0 : common - at, at);
+        for (int r = first; r < last; r++) {
+            const Seen *row = rows + r;
+            if (row->n > common) attend(row, c, row->slots + common, row->n - common, 0, common);
+            if (row->extra) attend(row, c, row->more, row->extra, 0, row->n);
+        }
+    }
+}
 
 /* What row r sees: a range of its sequence's table, then the entries its ancestor bits name. A window narrower
  * than the row's depth in the tree begins inside the tree: its oldest ancestors are out of sight. */
-static int visible(const Rows *b, int r, int window, int32_t *scratch, const int32_t **slots) {
+static void look(const Rows *b, int r, int window, int32_t *more, Seen *row) {
     const int32_t *table = b->table + (size_t)b->table_rows[r] * b->table_stride;
     int first = window ? b->positions[r] + 1 - window : 0;
     if (first < 0) first = 0;
     int n = b->prefix[r] - first;
     uint64_t mask = (uint64_t)b->ancestors[r];
-    *slots = table + first;
-    if (!mask) return n;
     for (; n < 0; n++) mask &= mask - 1;
-    for (int i = 0; i < n; i++) scratch[i] = table[first + i];
-    for (; mask; mask &= mask - 1) scratch[n++] = table[b->prefix[r] + __builtin_ctzll(mask)];
-    *slots = scratch;
-    return n;
+    *row = (Seen){.slots = table + first, .more = more, .n = n};
+    for (; mask; mask &= mask - 1) more[row->extra++] = table[b->prefix[r] + __builtin_ctzll(mask)];
 }
 
-/* All rows and heads; q is read at q + r * ldq. A thread's scratch is GROUP rows of scores and one of slots. */
+/* All rows and heads; q is read at q + r * ldq. A thread's scratch is TALL * GROUP rows of scores. */
 typedef struct {
     const Shape *s;
     const Rows *b;
-    int window;
+    int window, tall; /* rows that are served together */
     const float *q;
     int ldq;
     const float *keys, *values;
@@ -438,23 +551,43 @@ static inline int parts_of(const Shape *s) { return (s->heads / s->kv_heads + GR
 static void attention_units(void *job, int member, int begin, int end) {
     const Attention *a = job;
     const Shape *s = a->s;
-    int group = s->heads / s->kv_heads, parts = parts_of(s), rows = a->b->rows;
-    size_t stride = (size_t)s->kv_heads * s->head_dim, width = a->score_stride / (GROUP + 1);
+    int group = s->heads / s->kv_heads, parts = parts_of(s), rows = a->b->rows, tiles = (rows + a->tall - 1) / a->tall;
+    size_t width = a->score_stride / (TALL * GROUP);
     float *mine = a->scores + (size_t)member * a->score_stride;
-    int32_t *scratch = (int32_t *)(mine + GROUP * width);
+    int32_t more[TALL][64];
+    Seen seen[TALL];
     for (int unit = begin; unit < end; unit++) {
-        int r = unit % rows, kv = unit / rows / parts, part = unit / rows % parts;
+        int first = unit % tiles * a->tall, count = least(a->tall, rows - first);
+        int kv = unit / tiles / parts, part = unit / tiles % parts;
         int h = kv * group + part * GROUP, heads = least(GROUP, group - part * GROUP);
-        const int32_t *slots;
-        int n = visible(a->b, r, a->window, scratch, &slots);
         size_t at = (size_t)kv * s->head_dim;
-        ATTEND[heads](a->q + (size_t)r * a->ldq + h * s->head_dim, slots, n, a->keys + at, a->values + at, stride,
-                      s->head_dim, s->scale, mine, width, a->out + ((size_t)r * s->heads + h) * s->head_dim);
+        Cached cached = {a->keys + at, a->values + at, (size_t)s->kv_heads * s->head_dim, width, s->head_dim, s->scale};
+        for (int r = 0; r < count; r++) {
+            look(a->b, first + r, a->window, more[r], seen + r);
+            seen[r].q = a->q + (size_t)(first + r) * a->ldq + h * s->head_dim;
+            seen[r].scores = mine + r * GROUP * width;
+            seen[r].out = a->out + ((size_t)(first + r) * s->heads + h) * s->head_dim;
+        }
+        go_through(SCORES[heads], seen, count, &cached);
+        for (int r = 0; r < count; r++)
+            for (int i = 0; i < heads * s->head_dim; i++) seen[r].out[i] = 0;
+        float inverse[TALL][GROUP];
+        for (int r = 0; r < count; r++)
+            for (int g = 0; g < heads; g++)
+                inverse[r][g] = soften(seen[r].scores + g * width, seen[r].n + seen[r].extra);
+        go_through(MIXES[heads], seen, count, &cached);
+        for (int r = 0; r < count; r++)
+            for (int g = 0; g < heads; g++)
+                for (int d = 0; d < s->head_dim; d += LANES)
+                    *(vec *)(seen[r].out + g * s->head_dim + d) *= inverse[r][g];
     }
 }
 
+/* Few rows are served one by one, so that every thread has some. */
 static void attention(Attention job) {
-    team_run(job.s->threads, job.b->rows * job.s->kv_heads * parts_of(job.s), attention_units, &job);
+    int each = job.s->kv_heads * parts_of(job.s), tall = job.b->rows * each / (4 * job.s->threads);
+    job.tall = tall < 1 ? 1 : least(tall, TALL);
+    team_run(job.s->threads, (job.b->rows + job.tall - 1) / job.tall * each, attention_units, &job);
 }
 
 /* Norm and rotate every query and key head, and put keys and values in their slots. */
@@ -649,13 +782,13 @@ void outrider_layer_from(const Layer *layer, const Shape *s, const Rows *b, cons
                          float *keys, float *values) {
     int M = b->rows, H = s->hidden, D = s->head_dim, I = s->intermediate, threads = s->threads;
     int qkv = (s->heads + 2 * s->kv_heads) * D;
-    linear(threads, (Linear){layer->qkv, layer->qkv_bias, inputs, M, qkv, K, w->qkv, 0});
+    linear(threads, (Linear){layer->qkv, layer->qkv_bias, inputs, M, qkv, K, w->qkv, 0, {0}});
     place((Placing){layer, s, b, w->qkv, keys, values});
-    attention((Attention){s, b, layer->window, w->qkv, qkv, keys, values, w->scores, w->score_stride, w->mixed});
-    linear(threads, (Linear){layer->out, layer->out_bias, w->mixed, M, H, s->heads * D, w->x, 1});
+    attention((Attention){s, b, layer->window, 0, w->qkv, qkv, keys, values, w->scores, w->score_stride, w->mixed});
+    linear(threads, (Linear){layer->out, layer->out_bias, w->mixed, M, H, s->heads * D, w->x, 1, {0}});
     norm(threads, M, (Norm){w->x, 0, layer->mlp_norm, H, s->eps, w->normed});
-    gated(threads, (Gated){layer, w->normed, M, I, H, w->act});
-    linear(threads, (Linear){layer->down, layer->down_bias, w->act, M, H, I, w->x, 1});
+    gated(threads, (Gated){layer, w->normed, M, I, H, w->act, {0}});
+    linear(threads, (Linear){layer->down, layer->down_bias, w->act, M, H, I, w->x, 1, {0}});
 }
 
 void outrider_layer(const Layer *layer, const Shape *s, const Rows *b, const Work *w, float *keys, float *values) {
@@ -671,30 +804,34 @@ void outrider_norm(const float *x, const float *weight, int rows, int n, float e
 void outrider_head(const float *x, const int64_t *chosen, int count, const float *weight, float eps,
                    const Matrix *w, int N, int K, int threads, float *normed, float *y) {
     norm(threads, count, (Norm){x, chosen, weight, K, eps, normed});
-    linear(threads, (Linear){*w, 0, normed, count, N, K, y, 0});
+    linear(threads, (Linear){*w, 0, normed, count, N, K, y, 0, {0}});
 }
 
 /* Rows of a packed matrix: the embedding, when it is the head too. */
 void outrider_embed(const Matrix *w, const int64_t *ids, int rows, int K, float *x) {
     for (int r = 0; r < rows; r++) {
-        size_t panel = (size_t)(ids[r] / PANEL) * K * PANEL, i = ids[r] % PANEL;
-        const float *whole = (const float *)w->data + panel + i;
-        const uint32_t *pairs = (const uint32_t *)w->data + panel / 2 + i;
-        for (int k = 0; k < K; k++) {
-            uint32_t pair = w->half ? pairs[(size_t)(k / 2) * PANEL] : 0;
+        const Part *part = w->parts;
+        int64_t id = ids[r];
+        for (; id >= part->outputs; part++) id -= part->outputs;
+        const char *panel = (const char *)part->data + id / PANEL * panel_bytes(part->kind, K);
+        int i = id % PANEL;
+        float *to = x + (size_t)r * K;
+        if (part->kind > HALF) blocks_row(part->kind, panel, i, K, to);
+        for (int k = 0; k < K && part->kind <= HALF; k++) {
+            uint32_t pair = part->kind == HALF ? ((const uint32_t *)panel)[(size_t)(k / 2) * PANEL + i] : 0;
             Bits wide = {.word = k % 2 ? pair & 0xffff0000u : pair << 16};
-            x[(size_t)r * K + k] = w->half ? wide.number : whole[(size_t)k * PANEL];
+            to[k] = part->kind == HALF ? wide.number : ((const float *)panel)[(size_t)k * PANEL + i];
         }
     }
 }
 
 void outrider_linear(const Matrix *w, const float *bias, const float *x, int M, int N, int K, int threads, float *y) {
-    linear(threads, (Linear){*w, bias, x, M, N, K, y, 0});
+    linear(threads, (Linear){*w, bias, x, M, N, K, y, 0, {0}});
 }
 
 void outrider_attention(const Shape *s, const Rows *b, int window, const float *q, const float *keys,
                         const float *values, float *scores, int score_stride, float *out) {
-    attention((Attention){s, b, window, q, s->heads * s->head_dim, keys, values, scores, score_stride, out});
+    attention((Attention){s, b, window, 0, q, s->heads * s->head_dim, keys, values, scores, score_stride, out});
 }
 
 typedef struct {
@@ -720,9 +857,9 @@ static void pack_panels(void *job, int member, int begin, int end) {
                 ((uint32_t *)p->packed)[((size_t)n * words + k) * PANEL + i] = word_of(p, n * PANEL + i, k);
 }
 
-/* [N][K] -> a Matrix's data, missing outputs zero. For halves K is even, and every weight a bfloat16. */
+/* [N][K] -> a Part's data, missing outputs zero. For halves K is even, and every weight a bfloat16. */
 void outrider_pack(const float *w, int N, int K, int half, int threads, void *packed) {
-    team_run(threads, (N + PANEL - 1) / PANEL, pack_panels, &(Packing){w, N, K, half, packed});
+    team_run(threads, panels_of(N), pack_panels, &(Packing){w, N, K, half, packed});
 }
 
 #define STRIDE 4096 /* floats that are read at a time */

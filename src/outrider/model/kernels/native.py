@@ -1,9 +1,9 @@
-"""Python's side of cpu.c: packs weights once, then hands pointers over. Twin: reference.py."""
+"""Python's side of cpu.c and blocks.c: packs weights once, then hands pointers over. Twin: reference.py."""
 
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, byref, c_float, c_int32, c_void_p
+from ctypes import POINTER, Structure, byref, c_float, c_int32, c_size_t, c_void_p
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -11,25 +11,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.errors import KernelUnavailable
+from outrider.errors import BadCheckpoint, KernelUnavailable
 from outrider.load.config import ModelConfig
+from outrider.load.quants import Blocks
 from outrider.model.kernels.build import library
-from outrider.model.weights import LayerTensors
+from outrider.model.weights import KERNEL_FORMATS, MATRICES, LayerTensors, Weight, parts_of
 from outrider.types import MAX_NODES, Batch
 
-PANEL, CHUNKS, GROUP = 16, 16, 4  # as in cpu.c
+PANEL, CHUNKS, GROUP, TALL = 16, 16, 4, 8  # as in cpu.c
 LANES_MAX = 16  # the widest vector cpu.c is built for; heads must fill it
+PARTS = 3
+WHOLE, HALF = 0, 1
+KINDS = {name: number for number, name in enumerate(KERNEL_FORMATS, start=2)}  # as in blocks.h
+
+
+class _Part(Structure):
+    _fields_ = [("data", c_void_p), ("kind", c_int32), ("outputs", c_int32)]
 
 
 class _Matrix(Structure):
-    _fields_ = [("data", c_void_p), ("half", c_int32)]
+    _fields_ = [("parts", _Part * PARTS)]
 
 
 class _Layer(Structure):
     _fields_ = [
         *((n, c_void_p) for n in ("attn_norm", "qkv_bias", "q_norm", "k_norm", "out_bias")),
         *((n, c_void_p) for n in ("mlp_norm", "gate_bias", "up_bias", "down_bias")),
-        *((n, _Matrix) for n in ("qkv", "out", "gate", "up", "down")),
+        *((n, _Matrix) for n in MATRICES),
         ("window", c_int32),
     ]
 
@@ -60,15 +68,26 @@ class _Work(Structure):
 
 
 @dataclass(slots=True)
+class NativePart:
+    """Outputs of one format: float32 [N / 16, K, 16], or pairs of bfloat16 in words, [N / 16, K / 2, 16], or the bytes
+    of blocks, [N / 16, bytes].
+    """
+
+    packed: Tensor
+    kind: int
+    outputs: int
+
+
+@dataclass(slots=True)
 class NativeLinear:
-    packed: Tensor  # [N / 16, K, 16], or pairs of bfloat16 in words: [N / 16, K / 2, 16]
+    parts: list[NativePart]
     bias: Tensor | None
     outputs: int
     inputs: int
 
     @property
     def matrix(self) -> Any:
-        return byref(_matrix(self.packed))
+        return byref(_matrix(self.parts))
 
 
 @dataclass(slots=True)
@@ -87,21 +106,19 @@ class NativeKernels:
         sin: Tensor,
         threads: int,
         folder: Path,
-        bfloat16: bool = False,
     ) -> None:
-        """`bfloat16` rounds matrices: half the memory, and less time for one row, which is bound by reading."""
         if config.head_dim % LANES_MAX:
             raise KernelUnavailable(f"head size {config.head_dim} is not a multiple of {LANES_MAX}")
         self.config, self.threads, self.folder = config, threads, folder
-        self.bfloat16 = bfloat16
         self.lib = library(folder)
+        self.lib.blocks_panel_bytes.restype = c_size_t
         pointers = POINTER(_Layer), POINTER(_Shape), POINTER(_Rows), POINTER(_Work)
         self.lib.outrider_layer.argtypes = [*pointers, c_void_p, c_void_p]
         self.lib.outrider_layer_from.argtypes = [*pointers, c_void_p, c_int32, c_void_p, c_void_p]
         self.tables = (cos, sin)
         self.shape = self._shape(config.heads, config.kv_heads, config.head_dim, config.head_dim**-0.5)
         width = -(-(len(cos) + MAX_NODES + 1) // PANEL) * PANEL
-        self.scores = torch.empty(threads, (GROUP + 1) * width)
+        self.scores = torch.empty(threads, TALL * GROUP * width)
         self._bound: tuple[Batch, _Rows] | None = None
         self._work = _Work()
         self._buffers: list[Tensor] = []
@@ -111,32 +128,52 @@ class NativeKernels:
         struct, kept = _Layer(window=tensors.window), []
         for f in fields(tensors):
             value = getattr(tensors, f.name)
-            if not isinstance(value, Tensor):
-                continue
-            is_matrix = value.dim() == 2
-            value = self._pack(value) if is_matrix else value.float().contiguous()
-            setattr(struct, f.name, _matrix(value) if is_matrix else value.data_ptr())
-            kept.append(value)
+            if f.name in MATRICES:
+                parts = self._pack(value)
+                setattr(struct, f.name, _matrix(parts))
+                kept += [part.packed for part in parts]
+            elif isinstance(value, Tensor):
+                value = value.float().contiguous()
+                setattr(struct, f.name, value.data_ptr())
+                kept.append(value)
         return NativeLayer(struct, kept)
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> NativeLinear:
-        outputs, inputs = weight.shape
+    def pack_linear(self, weight: Weight, bias: Tensor | None = None) -> NativeLinear:
+        parts = self._pack(weight)
         bias = None if bias is None else bias.float().contiguous()
-        return NativeLinear(self._pack(weight), bias, outputs, inputs)
+        return NativeLinear(parts, bias, sum(part.outputs for part in parts), parts_of(weight)[0].shape[1])
 
-    def pack_ends(self, embedding: Tensor, head: Tensor) -> tuple[NativeLinear, NativeLinear]:
+    def pack_ends(self, embedding: Weight, head: Weight) -> tuple[NativeLinear, NativeLinear]:
         """A model's first and last matrix, which may be the same."""
         first = self.pack_linear(embedding)
         return first, first if head is embedding else self.pack_linear(head)
 
-    def _pack(self, weight: Tensor) -> Tensor:
+    def _pack(self, weight: Weight) -> list[NativePart]:
+        return [
+            self._pack_blocks(part) if isinstance(part, Blocks) else self._pack_floats(part)
+            for part in parts_of(weight)
+        ]
+
+    def _pack_floats(self, weight: Tensor) -> NativePart:
         outputs, inputs = weight.shape
-        weight = (weight.bfloat16() if self.bfloat16 else weight).float().contiguous()
-        half = self.bfloat16 and inputs % 2 == 0  # bfloat16 weights are stored in pairs
-        words, kind = (inputs // 2, torch.int32) if half else (inputs, torch.float32)
-        packed = torch.empty(-(-outputs // PANEL), words, PANEL, dtype=kind)
+        half = weight.dtype is torch.bfloat16 and inputs % 2 == 0  # bfloat16 weights are stored in pairs
+        weight = weight.float().contiguous()
+        words, dtype = (inputs // 2, torch.int32) if half else (inputs, torch.float32)
+        packed = torch.empty(-(-outputs // PANEL), words, PANEL, dtype=dtype)
         self.lib.outrider_pack(_ptr(weight), outputs, inputs, half, self.threads, _ptr(packed))
-        return packed
+        return NativePart(packed, HALF if half else WHOLE, outputs)
+
+    def _pack_blocks(self, weight: Blocks) -> NativePart:
+        outputs, inputs = weight.shape
+        kind, raw = KINDS[weight.form.name], weight.raw.contiguous()
+        panel = self.lib.blocks_panel_bytes(kind, inputs)
+        packed = torch.empty(-(-outputs // PANEL), panel, dtype=torch.uint8)
+        bad = self.lib.outrider_pack_blocks(kind, _ptr(raw), outputs, inputs, self.threads, _ptr(packed))
+        if bad:
+            raise BadCheckpoint(
+                f"tensor {weight.name!r} is corrupt: {bad} of its scales are no finite numbers"
+            )
+        return NativePart(packed, kind, outputs)
 
     def embed(self, table: NativeLinear, ids: Tensor) -> Tensor:
         """Rows of a packed matrix: a tied embedding needs no second copy."""
@@ -242,8 +279,9 @@ class NativeKernels:
         self._capacity = rows
 
 
-def _matrix(packed: Tensor) -> _Matrix:
-    return _Matrix(packed.data_ptr(), packed.dtype is torch.int32)
+def _matrix(parts: list[NativePart]) -> _Matrix:
+    made = [_Part(part.packed.data_ptr(), part.kind, part.outputs) for part in parts]
+    return _Matrix((_Part * PARTS)(*made))
 
 
 def _ptr(tensor: Tensor) -> c_void_p:

@@ -7,49 +7,51 @@ Every function works on one row at a time where torch's own result would depend 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.load.config import ModelConfig
-from outrider.model.weights import LayerTensors
+from outrider.load.quants import Blocks
+from outrider.model.kernels.reference_blocks import BlockMatrix
+from outrider.model.weights import MATRICES, LayerTensors, Weight, parts_of
 from outrider.types import Batch
 from outrider.verify.filters import filter_logits
 from outrider.verify.noise import draw
 
+Matrix = Tensor | BlockMatrix | tuple[Tensor | BlockMatrix, ...]
+
 
 @dataclass(slots=True)
 class ReferenceLinear:
-    weight: Tensor  # [N, K]
+    weight: Matrix  # [N, K]
     bias: Tensor | None
 
 
 class ReferenceKernels:
     name = "torch"
 
-    def __init__(self, config: ModelConfig, cos: Tensor, sin: Tensor, bfloat16: bool = False) -> None:
-        self.config, self.bfloat16 = config, bfloat16
+    def __init__(self, config: ModelConfig, cos: Tensor, sin: Tensor) -> None:
+        self.config = config
         self.cos, self.sin = cos, sin
         self.scale = config.head_dim**-0.5
 
     def pack_layer(self, tensors: LayerTensors) -> LayerTensors:
-        matrices = (tensors.qkv, tensors.out, tensors.gate, tensors.up, tensors.down)
-        qkv, out, gate, up, down = map(self._rounded, matrices)
-        return replace(tensors, qkv=qkv, out=out, gate=gate, up=up, down=down)
+        return replace(tensors, **{name: _packed(getattr(tensors, name)) for name in MATRICES})
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> ReferenceLinear:
-        return ReferenceLinear(self._rounded(weight), bias)
+    def pack_linear(self, weight: Weight, bias: Tensor | None = None) -> ReferenceLinear:
+        return ReferenceLinear(_packed(weight), bias)
 
-    def _rounded(self, matrix: Tensor) -> Tensor:
-        return matrix.bfloat16().to(matrix.dtype) if self.bfloat16 else matrix
-
-    def pack_ends(self, embedding: Tensor, head: Tensor) -> tuple[ReferenceLinear, ReferenceLinear]:
+    def pack_ends(self, embedding: Weight, head: Weight) -> tuple[ReferenceLinear, ReferenceLinear]:
         """A model's first and last matrix, which may be the same."""
         first = self.pack_linear(embedding)
         return first, first if head is embedding else self.pack_linear(head)
 
     def embed(self, table: ReferenceLinear, ids: Tensor) -> Tensor:
+        if isinstance(table.weight, tuple):
+            raise TypeError("an embedding has one format")
         return table.weight[ids]
 
     def linear(self, linear: ReferenceLinear, x: Tensor) -> Tensor:
@@ -117,7 +119,18 @@ def visible_slots(batch: Batch, row: int, window: int) -> Tensor:
     return torch.cat([table[first:prefix], table[nodes]]) if nodes else table[first:prefix]
 
 
-def rowwise_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _packed(weight: Weight) -> Any:
+    packed = [BlockMatrix(part) if isinstance(part, Blocks) else part.float() for part in parts_of(weight)]
+    return packed[0] if len(packed) == 1 else tuple(packed)
+
+
+def rowwise_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
+    if isinstance(weight, tuple):
+        out = torch.cat([rowwise_linear(x, part, None) for part in weight], 1)
+        return out if bias is None else out + bias
+    if isinstance(weight, BlockMatrix):
+        out = weight.product(x)
+        return out if bias is None else out + bias
     return torch.cat([F.linear(row, weight, bias) for row in x.split(1)])
 
 

@@ -216,16 +216,20 @@ static void forget_helpers(void) {
 
 /* Helpers up to a number, as far as the system grants them; signals stay with the program's own threads. */
 static void hire(int count) {
+#if !defined(_WIN32) /* which has neither fork nor signals of this kind */
     if (!team.ready) pthread_atfork(0, 0, forget_helpers);
-    team.ready = 1;
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
+#endif
+    team.ready = 1;
     for (pthread_t thread; team.helpers < count; team.helpers++) {
         if (pthread_create(&thread, 0, help, (void *)(intptr_t)(team.helpers + 1))) break;
         pthread_detach(thread);
     }
+#if !defined(_WIN32)
     pthread_sigmask(SIG_SETMASK, &before, 0);
+#endif
 }
 
 /* ---- the caller --------------------------------------------------------------------------------------- */

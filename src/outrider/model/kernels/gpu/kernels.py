@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -114,7 +115,7 @@ class GpuKernels:
             return first, first
         return first, self._packed((head,), None, HEAD_KINDS.get(self.weights, self.weights))
 
-    def _packed(self, halves: tuple[Tensor, ...], bias: Tensor | None, kind: str) -> GpuLinear:
+    def _packed(self, halves: tuple[Any, ...], bias: Tensor | None, kind: str) -> GpuLinear:
         packed = pack(*halves, kind=kind, device=self.device, dtype=self.dtype)
         return GpuLinear(packed, None if bias is None else self._small(bias))
 

@@ -1,0 +1,36 @@
+/* Products with weights in blocks of few bits, as GGUF stores them. blocks.c says what a product is. */
+#ifndef OUTRIDER_BLOCKS_H
+#define OUTRIDER_BLOCKS_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define PANEL 16 /* outputs of a panel */
+#define BLOCK 32 /* inputs that share a scale of the activations */
+#define TILE 4   /* most rows that a panel meets at a time */
+
+/* native.py has the same numbers. The wide kinds are panels unpacked for many rows. */
+enum { WHOLE, HALF, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K, WIDE, WIDE_LEAST, WIDE_16, KINDS };
+
+/* Rows of activations rounded to 8 bits: x = scale * q, by blocks of 32. */
+typedef struct {
+    int blocks;
+    int8_t *q;        /* [rows][blocks][32] */
+    float *scale;     /* [rows][blocks] */
+    float *sum;       /* [rows][blocks]: scale times the sum of q */
+    int32_t *halves;  /* [rows][blocks][2]: sums of 16 q */
+} Rounded;
+
+/* Memory for `rows` rounded rows of K inputs, in one piece that starts at q; all null if there is none. */
+Rounded rounded_for(int rows, int K);
+void round_row(const float *x, int K, const Rounded *to, int row);
+
+size_t blocks_panel_bytes(int kind, int K);
+/* Panel `w` unpacked to `room`, which has blocks_panel_bytes(WIDE_LEAST, K) bytes; returns the wide kind. */
+int blocks_widen(int kind, const void *w, int K, void *room);
+/* 1 to TILE rows from row m on, times a panel. */
+void blocks_multiply(int kind, int rows, const void *w, const Rounded *x, int m, float y[][PANEL]);
+/* Output `o` of a panel as K floats. */
+void blocks_row(int kind, const void *w, int o, int K, float *y);
+
+#endif

@@ -1,0 +1,153 @@
+"""Products with weights in blocks of few bits: the C kernels against their torch twin, and each row, bit by bit."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from outrider.errors import BadCheckpoint
+from outrider.load.quants import FORMATS, Blocks, Format
+from outrider.model.decoder import make_kernels
+from outrider.model.kernels import build
+from outrider.model.kernels.reference_blocks import fma
+from outrider.model.weights import KERNEL_FORMATS, stacked
+from tests.model.families import NEEDS_COMPILER
+from tests.tiny import tiny_config
+
+pytestmark = NEEDS_COMPILER
+FORMS = {form.name: form for form in FORMATS.values() if form.name in KERNEL_FORMATS}
+SCALES = {"Q6_K": (208,), "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2)}
+COUNTS = [*range(1, 10), 16, 33, 128]
+by_format = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+
+
+def noise(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def random_blocks(form: Format, rows: int, columns: int, seed: int = 0) -> Blocks:
+    """Every bit random, except that scales are small and finite."""
+    generator = torch.Generator().manual_seed(seed)
+    count = columns // form.values
+    raw = torch.randint(0, 256, (rows * count, form.bytes), generator=generator, dtype=torch.uint8)
+    for at in SCALES.get(form.name, (0,)):
+        half = (torch.randn(len(raw), generator=generator) / 64).half()
+        raw[:, at : at + 2] = half.view(-1, 1).view(torch.uint8)
+    return Blocks("a tensor", form, raw.view(rows, -1), columns)
+
+
+@pytest.fixture(scope="module")
+def pair(kernel_folder: Path) -> tuple[Any, Any]:
+    config = tiny_config()
+    return tuple(make_kernels(config, 64, 2, kernel_folder, kind) for kind in ("c", "torch"))
+
+
+@by_format
+@pytest.mark.parametrize("outputs", [1, 16, 49])
+@pytest.mark.parametrize("columns", [256, 768])
+def test_products_have_the_bits_of_the_twin(pair: Any, form: Format, outputs: int, columns: int) -> None:
+    weight, bias, x = random_blocks(form, outputs, columns), noise(outputs, seed=1), noise(7, columns, seed=2)
+    x[3] *= 1e4
+    x[4], x[5, :40] = 0, 1e-33  # blocks without a scale
+    made = [kernels.linear(kernels.pack_linear(weight, bias), x) for kernels in pair]
+    assert torch.equal(*made)
+    # Rounding the activations to 8 bits moves a product by about 1 % of what its terms amount to.
+    exact, size = x @ weight.float().T + bias, x.abs() @ weight.float().abs().T + bias.abs()
+    assert ((made[0] - exact).abs() <= 0.02 * size).all()
+
+
+@by_format
+def test_a_row_has_the_same_bits_among_any_others_and_with_any_threads(
+    pair: Any, form: Format, kernel_folder: Path
+) -> None:
+    weight, x = random_blocks(form, 81, 512), noise(128, 512, seed=3)
+    alone_kernels = make_kernels(tiny_config(), 64, 1, kernel_folder, "c")
+    packed = [kernels.pack_linear(weight) for kernels in (alone_kernels, pair[0])]
+    alone = torch.cat([alone_kernels.linear(packed[0], row) for row in x.split(1)])
+    for count in COUNTS:
+        assert torch.equal(pair[0].linear(packed[1], x[:count]), alone[:count]), count
+        assert torch.equal(pair[0].linear(packed[1], x[-count:]), alone[-count:]), count
+
+
+@by_format
+def test_embed_reads_rows(pair: Any, form: Format) -> None:
+    weight, ids = random_blocks(form, 49, 256), torch.tensor([0, 48, 15, 16, 17, 48])
+    made = [kernels.embed(kernels.pack_linear(weight), ids) for kernels in pair]
+    assert torch.equal(*made)
+    assert torch.allclose(made[0], weight.float()[ids], rtol=1e-6, atol=1e-6)
+
+
+def test_a_matrix_of_several_formats(pair: Any) -> None:
+    """As a layer's queries, keys and values may be."""
+    x, bias = noise(9, 256, seed=4), noise(80, seed=5)
+    parts = [
+        random_blocks(FORMS["Q4_K"], 32, 256),
+        noise(16, 256),
+        random_blocks(FORMS["Q6_K"], 32, 256, seed=6),
+    ]
+    whole = stacked(parts)
+    made = [kernels.linear(kernels.pack_linear(whole, bias), x) for kernels in pair]
+    assert torch.equal(made[0][:, :32], made[1][:, :32]) and torch.equal(made[0][:, 48:], made[1][:, 48:])
+    apart = [pair[0].linear(pair[0].pack_linear(part), x) for part in parts]
+    assert torch.equal(made[0], torch.cat(apart, 1) + bias)
+    same = [random_blocks(FORMS["Q4_0"], 16, 256, seed=i) for i in range(3)]
+    assert isinstance(stacked(same), Blocks)
+
+
+@pytest.mark.parametrize("bits", [0x7C00, 0xFC00, 0x7E01])
+@by_format
+def test_a_scale_that_is_no_number_is_refused_by_name(pair: Any, form: Format, bits: int) -> None:
+    weight = random_blocks(form, 20, 512)
+    at = SCALES.get(form.name, (0,))[-1]
+    weight.raw.view(-1, form.bytes)[-1, at : at + 2] = torch.tensor(
+        [bits & 255, bits >> 8], dtype=torch.uint8
+    )
+    for kernels in pair:
+        with pytest.raises(BadCheckpoint, match="'a tensor' is corrupt"):
+            kernels.pack_linear(weight)
+
+
+@by_format
+def test_the_portable_kernels_have_the_same_bits(pair: Any, form: Format, portable: ctypes.CDLL) -> None:
+    weight, x = random_blocks(form, 49, 512), noise(9, 512, seed=7)
+    expected = pair[0].linear(pair[0].pack_linear(weight), x)
+    other = make_kernels(tiny_config(), 64, 2, pair[0].folder, "c")
+    other.lib = portable
+    assert torch.equal(other.linear(other.pack_linear(weight), x), expected)
+
+
+@pytest.fixture(scope="module")
+def portable(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The kernels as a machine without dot products has them."""
+    file = tmp_path_factory.mktemp("portable") / "cpu.so"
+    command = [
+        build.compiler(),
+        *build.FLAGS,
+        "-DOUTRIDER_PORTABLE",
+        *map(str, build.SOURCES),
+        "-o",
+        str(file),
+        "-lm",
+    ]
+    subprocess.run(command, check=True)
+    lib = ctypes.CDLL(str(file))
+    lib.blocks_panel_bytes.restype = ctypes.c_size_t
+    return lib
+
+
+def test_fma_rounds_once() -> None:
+    """Where rounding the product first, or to float64 first, gives another number."""
+    a, b = torch.tensor([1 + 2.0**-12, 1 + 2.0**-23]), torch.tensor([1 + 2.0**-12, 1 - 2.0**-23])
+    c = torch.tensor([-1 - 2.0**-11, 2.0**60])
+    assert fma(a, b, c).tolist() == [2.0**-24, 2.0**60]
+    # 1 + 2^-24 + 2^-100: halfway between two floats but for the last term, which float64 loses
+    tie = fma(torch.tensor([2.0**-50]), torch.tensor([2.0**-50]), torch.tensor([1.0]))
+    assert tie.item() == 1.0
+    above = fma(torch.tensor([1 + 2.0**-23]), torch.tensor([2.0**-24]), torch.tensor([1.0]))
+    assert above.item() == 1 + 2.0**-23
