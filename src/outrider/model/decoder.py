@@ -10,6 +10,7 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -118,10 +119,11 @@ class Decoder:
 
     def _run(self, batch: Batch, store: KeyValueStore, layers: int) -> Tensor:
         x = self.embed(batch.ids)
-        for i, layer in enumerate(self.layers[:layers]):
-            if i in store.taps:
-                store.keep_feature(i, x, batch.slots)
-            self.kernels.layer(layer, x, batch, store.keys[i], store.values[i])
+        for first, last in pairwise(sorted({0, *(tap for tap in store.taps if tap < layers), layers})):
+            if first in store.taps:
+                store.keep_feature(first, x, batch.slots)
+            some = slice(first, last)
+            self.kernels.layers(self.layers[some], x, batch, store.keys[some], store.values[some])
         if layers in store.taps:
             store.keep_feature(layers, x, batch.slots)
         return x

@@ -796,6 +796,12 @@ void outrider_layer(const Layer *layer, const Shape *s, const Rows *b, const Wor
     outrider_layer_from(layer, s, b, w, w->normed, s->hidden, keys, values);
 }
 
+/* Layers one after the other, in one call: between two calls of Python the other threads wait. */
+void outrider_layers(const Layer *const *layers, int count, const Shape *s, const Rows *b, const Work *w,
+                     float *const *keys, float *const *values) {
+    for (int i = 0; i < count; i++) outrider_layer(layers[i], s, b, w, keys[i], values[i]);
+}
+
 void outrider_norm(const float *x, const float *weight, int rows, int n, float eps, int threads, float *y) {
     norm(threads, rows, (Norm){x, 0, weight, n, eps, y});
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence as Seq
 from ctypes import POINTER, Structure, byref, c_float, c_int32, c_size_t, c_void_p
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -208,6 +209,16 @@ class NativeKernels:
     def layer(self, layer: NativeLayer, x: Tensor, batch: Batch, keys: Tensor, values: Tensor) -> None:
         given = self._given(layer, x, batch)
         self.lib.outrider_layer(*given, keys.data_ptr(), values.data_ptr())
+
+    def layers(
+        self, layers: Seq[NativeLayer], x: Tensor, batch: Batch, keys: Seq[Tensor], values: Seq[Tensor]
+    ) -> None:
+        """Layers one after the other; keys and values are by layer."""
+        pointers = c_void_p * len(layers)
+        stack = pointers(*[ctypes.addressof(layer.struct) for layer in layers])
+        to_keys, to_values = (pointers(*[one.data_ptr() for one in some]) for some in (keys, values))
+        _, *given = self._given(layers[0], x, batch)
+        self.lib.outrider_layers(stack, len(layers), *map(byref, given), to_keys, to_values)
 
     def layer_from(
         self, layer: NativeLayer, inputs: Tensor, x: Tensor, batch: Batch, keys: Tensor, values: Tensor

@@ -6,6 +6,7 @@ Every function works on one row at a time where torch's own result would depend 
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -67,6 +68,12 @@ class ReferenceKernels:
     def layer(self, w: LayerTensors, x: Tensor, batch: Batch, keys: Tensor, values: Tensor) -> None:
         """x [R, hidden] becomes the layer's output, in place; its keys and values go to their slots."""
         self.layer_from(w, self.norm(x, w.attn_norm), x, batch, keys, values)
+
+    def layers(
+        self, layers: Seq[LayerTensors], x: Tensor, batch: Batch, keys: Seq[Tensor], values: Seq[Tensor]
+    ) -> None:
+        for layer, to_keys, to_values in zip(layers, keys, values, strict=True):
+            self.layer(layer, x, batch, to_keys, to_values)
 
     def layer_from(
         self, w: LayerTensors, inputs: Tensor, x: Tensor, batch: Batch, keys: Tensor, values: Tensor
