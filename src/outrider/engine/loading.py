@@ -13,7 +13,7 @@ from torch import Tensor
 
 from outrider.load.checkpoint import Checkpoint
 from outrider.load.quants import Blocks
-from outrider.model.weights import BYTES, kept_as, kept_formats
+from outrider.model.weights import BYTES, kept_as, kept_formats, kind_of
 from outrider.settings import shown_size
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class Reading:
         self.update: Update = (lambda done: None) if watch is None else watch(text, size)
 
     def __call__(self, name: str) -> Tensor | Blocks:
-        weight = kept_as(self.checkpoint.stored(name), self.kind, self.draft)
+        weight = kept_as(self.checkpoint.stored(name), kind_of(name, self.kind), self.draft)
         self.done += weight.raw.nbytes if isinstance(weight, Blocks) else weight.nbytes
         self.update(self.done)
         if self.done - self.released > RELEASED:

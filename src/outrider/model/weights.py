@@ -59,6 +59,16 @@ def stacked(parts: Sequence[Tensor | Blocks]) -> Weight:
     return torch.cat([part for part in parts if isinstance(part, Tensor)])
 
 
+ENDS = ("model.embed_tokens.weight", "lm_head.weight")
+
+
+def kind_of(name: str, kind: str) -> str:
+    """The format of one tensor. Embedding and head of an `int4` model have eight bits, as on a GPU (log/087 has
+    what four cost).
+    """
+    return "int8" if kind == "int4" and name in ENDS else kind
+
+
 def kept_as(weight: Tensor | Blocks, kind: str, draft: bool = False) -> Tensor | Blocks:
     """A weight in the format `kind`, one of settings.WEIGHTS. Vectors are float32 always. The matrices of a draft that
     are stored in more than 16 bits are rounded to bfloat16.
@@ -77,7 +87,7 @@ def kept_formats(checkpoint: Checkpoint, kind: str, draft: bool = False) -> Coun
     found: Counter[str] = Counter()
     for name in checkpoint.names():
         shape, stored = checkpoint.shape(name), checkpoint.stored_format(name)
-        kept = "float32" if len(shape) < 2 else stored if kind == "stored" else kind
+        kept = "float32" if len(shape) < 2 else stored if kind == "stored" else kind_of(name, kind)
         if kept == "float32" and draft and kind == "stored" and len(shape) == 2:
             kept = "bfloat16"
         kept = kept if kept in BYTES else "float32"
