@@ -33,7 +33,7 @@ DOCUMENTS = [
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 LOG = sorted((ROOT / "log").glob("*.md"))
-FOLDED = {*range(18, 41), 62, 65, 67, 70}  # into 016, 017 and 058
+FOLDED = {*range(18, 41), 55, 57, 61, 62, 65, 67, 70}  # into 016, 017, 058, 059 and 060
 
 # From the top down. The face is outrider/__init__.py, which shows users what the rows beneath it hold.
 ROWS = [
