@@ -92,8 +92,7 @@ class Settings:
         "auto",
         known=FORMATS,
         metavar="FORMAT",
-        help="Number format of weights: auto, bfloat16, int8, int4; on a CPU also stored (as in the file: auto) and "
-        "float32, on a GPU fp8.",
+        help="Number format of weights: auto, bfloat16, int8, int4; CPU: stored (auto), float32; GPU: fp8.",
     )
     draft_weights: str = setting(
         "auto",

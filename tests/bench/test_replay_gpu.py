@@ -34,21 +34,21 @@ def clock():
 
 
 def test_what_was_recorded_is_said_and_copies_take_less_time(clock) -> None:
-    given = Namespace(sequences=SEQUENCES, single=False)
+    given = Namespace(sequences=SEQUENCES)
     engines = {method: replay_gpu.make_engine(method, given, clock) for method in ("plain", "auto")}
     for copied in (False, True):
         took = {}
         for method, engine in engines.items():
             asked = replay_gpu.requests(texts(copied), engine.model, SEQUENCES, f"{copied}", 0)
             with host.timed_by(clock):
-                took[method], rate, paces = replay_gpu.answer(engine, asked, clock)
+                took[method], rate, paces, _ = replay_gpu.answer(engine, asked, clock)
             assert not engine.model.texts and (rate > 1.5) == (copied and method == "auto")
             assert len(paces) == SEQUENCES and all(0 < pace * 39 <= took[method] for pace in paces)
         assert took["auto"] < (0.8 if copied else 1.2) * took["plain"]
 
 
 def test_a_target_that_says_something_else_is_noticed(clock) -> None:
-    engine = replay_gpu.make_engine("plain", Namespace(sequences=SEQUENCES, single=False), clock)
+    engine = replay_gpu.make_engine("plain", Namespace(sequences=SEQUENCES), clock)
     engine.model.draw = lambda logits, *_: (logits[:, 0] * 0 + 7).long()
     with host.timed_by(clock), pytest.raises(AssertionError):
         asked = replay_gpu.requests(texts(False), engine.model, SEQUENCES, "other", 0)
@@ -58,8 +58,9 @@ def test_a_target_that_says_something_else_is_noticed(clock) -> None:
 def test_tables_are_printed(tmp_path, capsys) -> None:
     file = tmp_path / "answers.json"
     file.write_text(json.dumps({"copied": texts(True)}))
-    replay_gpu.run(Namespace(answers=file, batches=[2], tasks=None, rounds=1, slower=0.1, single=False))
-    _, row = capsys.readouterr().out.splitlines()
+    replay_gpu.run(Namespace(answers=file, batches=[2], tasks=None, rounds=1, slower=0.1))
+    _, row, *host_times = capsys.readouterr().out.splitlines()
     task, batch, auto, *_, tail, _ = row.split()
     assert (task, batch) == ("copied", "2") and float(auto.removesuffix("x")) > 1.2
     assert 0 < float(tail.removesuffix("x")) < 1  # who copies waits less for a token
+    assert [line.split(", ")[2].split(":")[0] for line in host_times] == ["plain", "auto", "lookup"]

@@ -673,7 +673,7 @@ def test_resource_limits_slow_header_of_a_second_request(guarded: Served, drip: 
     with socket.create_connection((where.hostname or "", where.port or 0), timeout=5) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         received = b""
-        while not received.endswith(b'{"status":"ok"}'):
+        while not received.endswith(b"}"):
             received += connection.recv(65536)
         connection.sendall(drip)
         with contextlib.suppress(ConnectionResetError):
