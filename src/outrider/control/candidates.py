@@ -146,6 +146,14 @@ def shared_trees(
     return Candidates(lead, gains.T, seconds, spread, trees, estimates.names, assigned)
 
 
+def nothing_found(options: Options, places: Seq[int], allowed: Seq[tuple[str, ...]]) -> bool:
+    """Whether host-packed sequences may have drafts of model-free drafters alone, and none of these has anything."""
+    free = set(options.model_free)
+    return all(map(free.issuperset, allowed)) and not any(
+        some[i] for some in options.available.values() for i in places
+    )
+
+
 def own_chains(
     lead: str,
     others: Seq[str],

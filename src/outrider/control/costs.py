@@ -98,13 +98,13 @@ class EagerCosts:
         known = dict(self.by_rows)
         if self.curve:
             known = {rows: s for rows, s in known.items() if self.times[rows] >= KNOWN_AFTER}
-            on_curve = sorted(self.curve.items())
-            xs, ys = np.array(on_curve).T
-            taken = list(known)
-            for rows, seconds in on_curve:
-                near = min(taken, key=lambda one: abs(one - rows), default=None)
-                pace = 1.0 if near is None else known[near] / float(np.interp(near, xs, ys))
-                known.setdefault(rows, seconds * pace)
+            xs, ys = np.array(sorted(self.curve.items())).T
+            scaled = ys
+            if known:
+                taken = np.array(list(known.items()))
+                pace = taken[:, 1] / np.interp(taken[:, 0], xs, ys)
+                scaled = ys * pace[np.abs(taken[:, 0] - xs[:, None]).argmin(1)]
+            known = dict(zip(xs.tolist(), scaled.tolist(), strict=True)) | known
         points = np.array(sorted(known.items()), np.float64).reshape(-1, 2)
         self._points = points[:, 0], points[:, 1]
         return self._points

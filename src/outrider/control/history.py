@@ -52,21 +52,27 @@ class AnswerLengths:
 
     def __init__(self) -> None:
         self.recent: deque[int] = deque(maxlen=DRAFTER_MEMORY)
+        self._order = self._sorted()
 
     def observe(self, sequence: Sequence) -> None:
         """An answer ended. An aborted one says nothing about lengths."""
         if sequence.finish_reason in ("stop", "length"):
             self.recent.append(len(sequence.tokens) - sequence.prompt_len)
+            self._order = self._sorted()
+
+    def _sorted(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Lengths in order, and for each the sum of it and all longer ones."""
+        known = np.sort(np.array(self.recent, np.float64))
+        return known, np.concatenate([np.cumsum(known[::-1])[::-1], [0.0]])
 
     def tokens_left(self, sequences: Seq[Sequence]) -> NDArray[np.float64]:
         """Expected tokens left of each. Longer than every recent answer: half of what the request allows."""
         most = np.array([s.remaining for s in sequences], np.float64)
         written = np.array([len(s.tokens) - s.prompt_len for s in sequences], np.float64)
-        known = np.sort(np.array(self.recent, np.float64))
-        first = np.searchsorted(known, written, side="right")
+        known, sums = self._order
+        first = known.searchsorted(written, side="right")
         longer = len(known) - first
-        sums = np.concatenate([np.cumsum(known[::-1])[::-1], [0.0]])[first]
-        expected = np.where(longer > 0, sums / np.maximum(longer, 1) - written, most / 2)
+        expected = np.where(longer > 0, sums[first] / np.maximum(longer, 1) - written, most / 2)
         return np.clip(expected, 1.0, np.maximum(most, 1.0))
 
 

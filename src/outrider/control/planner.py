@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from outrider.control import prefill
 from outrider.control.acceptance import AcceptanceRates
 from outrider.control.asked import asked_plan, asked_tree
-from outrider.control.candidates import Candidates, Estimates, Group, own_chains, shared_trees
+from outrider.control.candidates import Candidates, Estimates, Group, nothing_found, own_chains, shared_trees
 from outrider.control.costs import CostModel
 from outrider.control.guards import MARGIN, PROBE_INTERVAL, PROBE_SHARE, Guards
 from outrider.control.history import AnswerLengths, DraftReturn, Fairness
@@ -262,6 +262,10 @@ class Planner:
 
     def _plan_packed(self, work: Seq[Work], found: list[Choice], places: list[int], options: Options) -> None:
         """Settles what `found` leaves to measurement among host-packed sequences."""
+        if nothing_found(options, places, [self._allowed(work[i].sequence, found[i][0]) for i in places]):
+            self.packed.drafts, self.packed.speedup, self.packed.lead = False, 1.0, "none"
+            self._settle(found, places, NOTHING_FOUND)
+            return
         batch = sum(one.emits for one in work)
         asked = sum(plan.nodes for plan, _ in found)
         rows = sum(one.known for one in work) + asked
