@@ -150,7 +150,7 @@ FAULTS = [
           "draft/test_lookup.py"),
     Fault("nodes by another's numbers", "draft/merged.py", "{merged: own for own", "{own: own for own",
           "draft/test_merged.py"),
-    Fault("rows that others asked for", PLANNER, "for one in work) + asked", "for one in work) - asked",
+    Fault("rows that others asked for", PLANNER, "in work) + sum(plan.nodes", "in work) - sum(plan.nodes",
           "control/test_planner.py"),
     Fault("a drafter's prefill that need not be earned", "control/candidates.py",
           "(accepted * steps * per_token > prefill)", "(accepted > 0)",

@@ -46,8 +46,6 @@ from outrider.types import (
 
 Choice = tuple[DraftPlan, Reason]
 PROBE_TREE = TreeShape(2, 2)  # the smallest that shows both acceptance rates
-
-
 # Few plans differ, and each step has one for every sequence.
 _draft_plan = lru_cache(maxsize=1024)(DraftPlan)
 
@@ -66,6 +64,9 @@ class Current:
     speedup: float = 1.0  # expected
     # Plain steps' time since each drafter drafted.
     idle: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    def stop(self) -> None:
+        self.lead, self.drafts, self.speedup = "none", False, 1.0
 
 
 class Worth(NamedTuple):
@@ -263,13 +264,11 @@ class Planner:
     def _plan_packed(self, work: Seq[Work], found: list[Choice], places: list[int], options: Options) -> None:
         """Settles what `found` leaves to measurement among host-packed sequences."""
         if nothing_found(options, places, [self._allowed(work[i].sequence, found[i][0]) for i in places]):
-            self.packed.drafts, self.packed.speedup, self.packed.lead = False, 1.0, "none"
+            self.packed.stop()
             self._settle(found, places, NOTHING_FOUND)
             return
         batch = sum(one.emits for one in work)
-        asked = sum(plan.nodes for plan, _ in found)
-        rows = sum(one.known for one in work) + asked
-        costs = self.costs.eager
+        rows, costs = sum(one.known for one in work) + sum(plan.nodes for plan, _ in found), self.costs.eager
         plain = costs.plain(batch) if rows == batch else costs.step(rows)
         group = self._group(work, found, places, len(work) - batch + options.waiting, plain, rows)
         serving = {*options.model_free, *(names[0] for names in group.allowed if len(names) == 1)}
@@ -278,14 +277,14 @@ class Planner:
             own_chains(lead, sorted(serving), group, self.rates, costs, options, self.guards.max_depth)
             for lead in ("none", *sorted(further))
         ]
-        known = [one for one in every if one is not None]
-        plans, reason, _ = self._choose(self.packed, known, group, options)
+        plans, reason, _ = self._choose(
+            self.packed, [one for one in every if one is not None], group, options
+        )
         for i, plan in zip(places, plans, strict=True):
-            mode = found[i][0].mode
             own = reason._replace(depth=plan.depth) if reason.kind in ("pays", "slowdown") else reason
             if reason.kind in ("pays", "probe") and not plan.nodes:
                 own = Reason("below break-even", 0, reason.facts)
-            found[i] = _in_mode(plan, mode), own
+            found[i] = _in_mode(plan, found[i][0].mode), own
 
     def _settle(self, found: list[Choice], places: Iterable[int], reason: Reason) -> None:
         for i in places:
@@ -301,7 +300,7 @@ class Planner:
         """
         none = [NO_DRAFT_PLAN] * len(group.sequences)
         if not every:
-            current.drafts, current.speedup, current.lead = False, 1.0, "none"
+            current.stop()
             probe = self._probe(current, every, group, options)
             return (*probe, None) if probe is not None else (none, NOTHING_FOUND, None)
         best, at, speedup, slowed, shown = None, 0, 1.0, 0.0, (0.0, 0.0, 0.0, every[0].lead)
