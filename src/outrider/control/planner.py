@@ -408,9 +408,8 @@ class Planner:
         for i in ready:
             plans[i] = DraftPlan(lead, tree.nodes, tree.depth)
         prefill = self.costs.captured.prefill(lead, float(sum(lag[i] for i in ready)))
-        return plans, self.costs.captured.ratio(
-            CapturedShape(lead, tree, options.size)
-        ) + prefill / group.plain
+        ratio = self.costs.captured.ratio(CapturedShape(lead, tree, options.size))
+        return plans, ratio + prefill / group.plain
 
     # ------------------------------------------------------------------------------------------ learning
 
@@ -430,10 +429,9 @@ class Planner:
         for o in record.shadow:
             if o.drafted or captured is not None:  # a captured step has rows for it, drafted or not
                 self.rates.observe(o.sequence, o.draft_plan.drafter, o.deepest, o.accepted)
-        decoded = record.decodes_only and record.plain_s > 0
         if record.sequences > 1 and record.drafted:
             self.fairness.observe(record, self._longer(record))
-        if self.returns.held and decoded:
+        if self.returns.held and record.decodes_only and record.plain_s > 0:
             self.returns.observe(record)
         self.cache.observe(record)
         self._count_idle(record)
