@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from outrider.control.guards import HOLD
+from outrider.control.guards import HOLD, PROBE_SHARE
 from outrider.control.plan_cache import PlanCache
 from outrider.control.reasons import NOTHING_FOUND, OFF, PREFILL
 from outrider.types import NO_DRAFT_PLAN, DraftPlan, Options, Plan, Reason, TreeShape
@@ -49,6 +49,17 @@ def test_plans_without_drafts_are_held_longer_the_longer_nothing_pays(kind, reas
     cache.clear()
     cache.left = 0
     assert steps_held(cache, work, options, reason) == 0
+
+
+@pytest.mark.parametrize(("share", "steps"), [(0.0, 0), (0.9, 0), (2.5, 2), (100.0, HOLD)])
+def test_a_host_packed_plan_is_held_the_longer_the_more_of_a_step_it_takes(share: float, steps: int) -> None:
+    """`share`: of its step, in the share of the time that planning may take."""
+    cache, work = PlanCache(), work_of(decoding())
+    step = record()
+    step.plan_s, step.total_s = share * PROBE_SHARE * 0.02, 0.02
+    cache.observe(step)
+    assert steps_held(cache, work, Options()) == steps
+    assert steps_held(cache, work, Options(), NOTHING_FOUND) == 0
 
 
 def test_what_lookup_finds_is_looked_up_in_every_host_packed_step() -> None:

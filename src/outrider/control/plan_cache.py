@@ -10,7 +10,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
-from outrider.control.guards import HOLD
+from outrider.control.guards import HOLD, PROBE_SHARE
 from outrider.control.reasons import NOTHING_FOUND, OFF, PREFILL
 from outrider.types import NO_DRAFT_PLAN, DraftPlan, Options, Plan, Reason, Sequence, StepRecord, Work
 
@@ -29,6 +29,7 @@ class PlanCache:
             None  # why nothing is drafted, for sequences that join the persistent batch
         )
         self.plan_s = 0.0  # seconds that the last plan took
+        self.plan_share = 0.0  # of its step
         self.host_bound = (
             False  # with a plan in every step the host would have less than a plan's time to spare
         )
@@ -79,8 +80,9 @@ class PlanCache:
         self.by_sequence = decoding
         kinds = {why.kind: why for _, why in decoding.values()}
         if kinds.keys() <= UNPROFITABLE:
-            # Beside no device a plan costs little, and what lookup finds is known for free.
-            slowly = 0 if NOTHING_FOUND.kind in kinds else self.without // HOLD
+            # Beside no device what lookup finds is known for free, and a plan is kept the longer the more it costs.
+            slowly = max(self.without // HOLD, int(self.plan_share / PROBE_SHARE))
+            slowly = 0 if NOTHING_FOUND.kind in kinds else slowly
             most = 4 * HOLD if self.host_bound else HOLD
             self.left = min(self.without if options.size else slowly, most)
             self.reason = next((why for kind, why in kinds.items() if kind != OFF.kind), None)
@@ -93,7 +95,7 @@ class PlanCache:
 
     def observe(self, record: StepRecord) -> None:
         if not record.plan_cached and record.decodes_only:
-            self.plan_s = record.plan_s
+            self.plan_s, self.plan_share = record.plan_s, record.plan_s / max(record.total_s, 1e-9)
         spare = record.waited_s - (self.plan_s if record.plan_cached else 0.0)
         self.host_bound = record.captured is not None and spare < self.plan_s
 

@@ -171,6 +171,17 @@ class GpuKernels:
         pending = self._layer(layer, x, None, batch, keys, values, self._reading(batch))
         add_and_norm(x, pending, None, 0.0, None)
 
+    def layers(
+        self,
+        layers: Sequence[GpuLayer],
+        x: Tensor,
+        batch: Batch,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+    ) -> None:
+        for layer, to_keys, to_values in zip(layers, keys, values, strict=True):
+            self.layer(layer, x, batch, to_keys, to_values)
+
     def run_layers(
         self,
         layers: Sequence[GpuLayer],
