@@ -18,6 +18,19 @@ TEMPLATE = (
     "{{ m.role[0] }}{{ m.content }}\n{% endfor %}a"
 )
 CONTEXT = 128  # of the tiny model
+# Options of a quick measurement with it.
+SMALL = (
+    "--max-tokens",
+    6,
+    "--max-sequences",
+    4,
+    "--cache-bytes",
+    "8M",
+    "--kernels",
+    "torch",
+    "--device",
+    "cpu",
+)
 
 
 @pytest.fixture(scope="session")

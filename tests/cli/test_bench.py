@@ -17,21 +17,9 @@ from outrider.cli.measure import Progress, Report
 from outrider.cli.tasks import TOKENS
 from outrider.errors import InvalidRequest
 from outrider.types import SamplingParams
-from tests.cli.conftest import Outrider
+from tests.cli.conftest import SMALL, Outrider
 
 SHAPE, DRAFT = "40:3:8:4:70:300", "36:2:8:4:66:300"
-SMALL = (
-    "--max-tokens",
-    6,
-    "--max-sequences",
-    4,
-    "--cache-bytes",
-    "8M",
-    "--kernels",
-    "torch",
-    "--device",
-    "cpu",
-)
 
 
 @pytest.fixture(autouse=True)

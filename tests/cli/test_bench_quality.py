@@ -12,20 +12,7 @@ import pytest
 from outrider import LLM, SamplingParams
 from outrider.bench.quality import Reference, measure_quality
 from outrider.errors import InvalidRequest
-from tests.cli.conftest import Outrider
-
-SMALL = (
-    "--max-tokens",
-    6,
-    "--max-sequences",
-    4,
-    "--cache-bytes",
-    "8M",
-    "--kernels",
-    "torch",
-    "--device",
-    "cpu",
-)
+from tests.cli.conftest import SMALL, Outrider
 
 
 @pytest.fixture
@@ -86,6 +73,8 @@ def test_perplexity_is_that_of_the_prompts_log_probabilities(
     [
         (("--what", "quality", "--formats", "int9"), "unknown format 'int9'"),
         (("--what", "quality", "--html", "x.html"), "leave out --what quality"),
+        (("--what", "quality", "--methods", "auto"), "leave out --methods"),
+        (("--what", "quality", "--temperatures", "0.7"), "leave out --temperatures"),
         (("--what", "quality", "--as-if", "1b"), "leave out --peer and --as-if"),
         (("--formats", "float32"), "go with --what quality"),
         (("--against", "other"), "go with --what quality"),

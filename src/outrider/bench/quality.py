@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outrider.bench.compare import first_difference
 from outrider.cache.table import SlotTable
 from outrider.draft.feed import text_batch
 from outrider.engine.llm import LLM
@@ -77,9 +78,8 @@ def measure_quality(llm: LLM, reference: Reference, tell: Tell) -> dict[str, Any
         theirs = torch.from_numpy(expected)
         same += int((found.argmax(1) == theirs.argmax(1)).sum())
         kl += (theirs.exp() * (theirs - found)).sum(1).clamp(min=0).tolist()
-        own = greedy(llm, prompt, len(answer))
-        pairs = zip(own, answer, strict=False)
-        equal.append(next((k for k, (a, b) in enumerate(pairs) if a != b), min(len(own), len(answer))))
+        at = first_difference(greedy(llm, prompt, len(answer)), answer)
+        equal.append(len(answer) if at is None else at)
     tokens = sum(map(len, reference.answers))
     return {
         "perplexity": math.exp(surprise / max(read, 1)),

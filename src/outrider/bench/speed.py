@@ -231,9 +231,8 @@ def memory_limit(llm: LLM, pass_s: float) -> dict[str, Any]:
     """What share of this machine's read bandwidth a one-row pass reaches, counting the weights alone."""
     model = llm.model
     weights = model.weight_bytes()
-    if (
-        isinstance(model, Decoder) and model.head is not model.embedding
-    ):  # of the embedding a pass reads a row
+    # Of an embedding that is not the head, too, a pass reads one row.
+    if isinstance(model, Decoder) and model.head is not model.embedding:
         weights -= sum(tensor.nbytes for _, tensor in named_tensors("", model.embedding))
     limit = read_bandwidth(llm.settings.threads, cache_folder() / "kernels")
     return {

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.bench.prompts import KINDS, LENGTHS
-from outrider.cli.bench_quality import bench_quality
+from outrider.cli.bench_quality import bench_quality, refuse_unused
 from outrider.cli.flag import option
 from outrider.cli.generate import Limit, Prompts
 from outrider.cli.measure import (
@@ -149,6 +149,9 @@ def bench(
     sizes, by_task = batch_sizes(batches), task_temperatures(temperatures, params)
     rows = task_rows(prompts, limit, tasks, max(EACH, *sizes))
     if what == "quality":
+        refuse_unused(
+            methods=methods, groups=groups, seconds=seconds, resume=resume, temperatures=temperatures
+        )
         bench_quality(model, against, formats, rows, params.max_tokens, settings, json_file)
         return
     asked = {
@@ -168,18 +171,19 @@ def bench(
             batches=sizes, most=groups, seconds=seconds or SECONDS, bounded=seconds is not None, within=within / 100,
         )  # fmt: skip
         _measure(llm, comparison, what, peer, together, report)
-    _write_page(report, page_file)
-    if prompts is None and limit is None:
-        _say_more()
-    report.deliver()
+    _deliver(report, page_file, few=prompts is None and limit is None)
 
 
-def _write_page(report: Report, file: Path | None) -> None:
+def _deliver(report: Report, page_file: Path | None, few: bool) -> None:
+    """`few`: of the built-in prompts."""
     from outrider.bench.speculation_page import page
 
-    if file is not None:
-        file.write_text(page(report), encoding="utf-8")
-        note(f"written to {file}")
+    if page_file is not None:
+        page_file.write_text(page(report), encoding="utf-8")
+        note(f"written to {page_file}")
+    if few:
+        _say_more()
+    report.deliver()
 
 
 def _comparison(

@@ -11,12 +11,10 @@ from outrider.cli.measure import Progress, Report, described, say_loading
 from outrider.cli.output import note, open_llm
 from outrider.cli.tasks import TaskRow, task_ids
 from outrider.errors import InvalidRequest, suggest
-from outrider.settings import WEIGHTS, Settings
+from outrider.settings import FAST, WEIGHTS, Settings
 
 if TYPE_CHECKING:
     from outrider.bench.quality import Reference
-
-WIDEST = {"cpu": "float32", "cuda": "bfloat16"}
 
 
 def formats_of(text: str | None, against: str | None, settings: Settings) -> tuple[str, list[str]]:
@@ -26,7 +24,7 @@ def formats_of(text: str | None, against: str | None, settings: Settings) -> tup
     from outrider.engine.memory import runs_on_gpu
 
     device = "cuda" if runs_on_gpu(settings) else "cpu"
-    known, widest = ("auto", *WEIGHTS[device]), WIDEST[device]
+    known, widest = ("auto", *WEIGHTS[device]), FAST[device]
     every = [settings.weights] if against else [name for name in WEIGHTS[device] if name != widest]
     names = text.split(",") if text else every
     for name in names:
@@ -36,6 +34,13 @@ def formats_of(text: str | None, against: str | None, settings: Settings) -> tup
                 "formats",
             )
     return widest, list(dict.fromkeys(names))
+
+
+def refuse_unused(**given: object) -> None:
+    """Flags of speed measurements that --what quality would ignore."""
+    for name, value in given.items():
+        if value:
+            raise InvalidRequest(f"--what quality measures no speed; leave out --{name}", name)
 
 
 def bench_quality(
