@@ -274,6 +274,13 @@ class Work:
         return self.sequence.finish_reason is None and self.sequence.released == self.released
 
     @property
+    def decodes(self) -> bool:
+        """Whether, before it is launched, it feeds the last token alone. The last chunk of a prompt may be one token,
+        too, with the chunk before it in flight.
+        """
+        return self.emits and self.known == 1 and self.sequence.launched == 0
+
+    @property
     def prompt_rows(self) -> int:
         """Rows of a prompt chunk; none where the sequence decodes."""
         return self.known if self.start < self.sequence.prompt_len else 0

@@ -99,6 +99,17 @@ def test_prompt_chunks_have_no_draft_and_the_last_may_have_one() -> None:
         assert kinds(planner.plan([chunk], options)) == [reason]
 
 
+def test_a_last_chunk_of_one_token_is_prefill_while_the_chunk_before_it_is_in_flight() -> None:
+    last = prompt(1, 64)
+    last.sequence.cached = 40
+    last.sequence.launched = 23
+    last = Work(last.sequence, 1)
+    achieves(planner := planner_of(row=0.001), last.sequence, "lm", 0.9)
+    assert last.emits and kinds(planner.plan([last], packed(after_prompts=False))) == ["prefill"]
+    last.sequence.cached, last.sequence.launched = 63, 0
+    assert kinds(planner.plan([Work(last.sequence, 1)], packed(after_prompts=False))) == ["pays"]
+
+
 def test_a_request_that_names_a_drafter_gets_no_other() -> None:
     planner, one = planner_of(names=("lm", "lookup")), decoding(speculation={"drafter": "lm"})
     achieves(planner, one, "lm", 0.3)

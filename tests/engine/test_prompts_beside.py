@@ -176,6 +176,27 @@ def test_drafts_go_on_beside_prompts(model, small) -> None:
     assert stream.output == run_alone(model, request("stream", prompt_of(9), max_tokens=80, temperature=0.7))
 
 
+def test_a_last_chunk_of_one_token_is_not_drafted_for_by_the_host(model, small, monkeypatch) -> None:
+    """The chunk before it is in flight, so it cannot join the persistent batch; a draft by the host would hold up all
+    others.
+    """
+    late = request("late", prompt_of(101, 1), max_tokens=3)
+    engine = prepared(make_engine(model, small, bounded("lm")), 2)
+    engine.planner.prompt_rows = lambda decoding, waited, waiting, pending: 50
+    called, propose = [], type(engine.drafters["lm"]).propose
+    monkeypatch.setattr(
+        type(engine.drafters["lm"]),
+        "propose",
+        lambda self, *given: called.append(given) or propose(self, *given),
+    )
+    engine.add(request("stream", prompt_of(9), max_tokens=60))
+    for _ in range(6):
+        engine.step()
+    engine.add(late)
+    rows = [result.record.prompt_rows for result in all_steps(engine)]
+    assert rows.count(50) == 2 and rows.count(1) == 1 and not called
+
+
 def test_a_shape_that_was_never_captured_is_launched_one_by_one(model, small) -> None:
     """And captured when nobody waits, once it was missed often."""
     engine = prepared(make_engine(model, small, bounded()), sequences=1)

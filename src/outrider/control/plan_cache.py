@@ -59,7 +59,7 @@ class PlanCache:
     def _of(
         self, one: Work, options: Options, is_auto: Callable[[Work], bool]
     ) -> tuple[DraftPlan, Reason] | None:
-        if _prefills(one):
+        if not one.decodes:
             free = options.size and self.reason is not None and not options.after_prompts
             return (NO_DRAFT_PLAN, PREFILL) if free else None
         found = self.by_sequence.get(one.sequence)
@@ -70,10 +70,10 @@ class PlanCache:
     def put(self, work: Seq[Work], plan: Plan, options: Options) -> Plan:
         self.plan, self.size, self.left, self.reason = plan, options.size, 0, None
         pairs = list(zip(plan.draft_plans, plan.reasons, strict=True))
-        decoding = {one.sequence: pair for one, pair in zip(work, pairs, strict=True) if not _prefills(one)}
+        decoding = {one.sequence: pair for one, pair in zip(work, pairs, strict=True) if one.decodes}
         self.reading = len(decoding) < len(work)
         mixed = options.size and any(
-            not _prefills(one) and not here for one, here in zip(work, options.resident, strict=True)
+            one.decodes and not here for one, here in zip(work, options.resident, strict=True)
         )
         if not decoding or mixed or (self.reading and not options.size):
             return plan
@@ -112,7 +112,3 @@ def resident_of(plans: Seq[DraftPlan], options: Options) -> tuple[bool, ...]:
         return options.resident
     each = zip(plans, options.resident, options.decodes, strict=True)
     return tuple(here or (decodes and not plan.nodes) for plan, here, decodes in each)
-
-
-def _prefills(one: Work) -> bool:
-    return one.known > 1 or not one.emits

@@ -120,7 +120,7 @@ class Planner:
         """What the request or a guard settles; AUTO leaves the draft to measurement."""
         params, guards = item.sequence.request.params, self.guards
         asked, name = params.speculation, params.speculation.drafter or self.default
-        if not item.emits or (item.known > 1 and not options.after_prompts):
+        if not (item.decodes or (item.emits and options.after_prompts)):
             return NO_DRAFT_PLAN, PREFILL
         if name == "none" or asked.off:
             return NO_DRAFT_PLAN, OFF

@@ -96,7 +96,7 @@ class GraphRunner:
     # ------------------------------------------------------------------------------------ what can be planned
 
     def members(self, work: Seq[Work]) -> Options:
-        decodes = tuple(map(_decodes, work))
+        decodes = tuple(one.decodes for one in work)
         resident = tuple(d and self._stays(one.sequence) for d, one in zip(decodes, work, strict=True))
         count = sum(resident)
         size = self.sizes.choose(count) if count else 0
@@ -468,11 +468,6 @@ class GraphRunner:
             tokens, path = said_of[: accepted + 1], said_of[depth + 1 : depth + 1 + accepted]
             draft = Draft(tuple(said_of[-n:][:proposed]), parents[:proposed]) if proposed else NO_DRAFT
             yield draft, Verdict(tokens, path)
-
-
-def _decodes(one: Work) -> bool:
-    """Not the last chunk of a prompt, which may be one token, too, with the chunk before it in flight."""
-    return one.emits and one.known == 1 and one.sequence.launched == 0
 
 
 def make_graph_runner(
