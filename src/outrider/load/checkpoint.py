@@ -23,6 +23,7 @@ from outrider.errors import BadCheckpoint, ModelNotFound, UnsupportedModel, nami
 from outrider.load.config import ModelConfig, config_from_gguf, config_from_json, end_ids, is_known_family
 from outrider.load.gguf import GgufFile
 from outrider.load.json_files import read_json, read_text
+from outrider.load.published import PublishedWeights, scheme_of
 from outrider.load.quants import Blocks
 from outrider.load.sampling import SamplingDefaults, from_generation_config, from_gguf
 from outrider.load.tokenizer import Tokenizer
@@ -177,12 +178,16 @@ class FolderCheckpoint(Checkpoint):
         self._generation = read_json(path / GENERATION, optional=True)
         self._tokenizer_config = read_json(path / "tokenizer_config.json", optional=True)
         self.config = None
+        quantised = self.raw_config.get("quantization_config")
+        scheme = scheme_of(quantised, path) if quantised and is_known_family(self.raw_config) else None
         if is_known_family(self.raw_config):
-            _refuse_quantised(self.raw_config, path)
             with naming(path / "config.json"):
                 self.config = config_from_json(self.raw_config, self._generation)
         self._files = {file: open_safetensors(path / file) for file in weight_files(path)}
         self._where = self._locate()
+        self._quantised = None
+        if scheme is not None:
+            self._quantised = PublishedWeights(scheme, self._where, self._raw_shape, self._raw, path)
 
     def _locate(self) -> dict[str, str]:
         """Which file holds each tensor. Two files that both claim one, or an index that lies, are refused."""
@@ -199,26 +204,40 @@ class FolderCheckpoint(Checkpoint):
         return where
 
     def names(self) -> list[str]:
-        return list(self._where)
+        return list(self._where) if self._quantised is None else self._quantised.names()
 
     def _handle(self, name: str) -> Any:
         if name not in self._where:
             raise BadCheckpoint(f"{self.path} has no tensor {name!r}")
         return self._files[self._where[name]]
 
-    def shape(self, name: str) -> tuple[int, ...]:
+    def _raw_shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._handle(name).get_slice(name).get_shape())
 
+    def _raw(self, name: str) -> torch.Tensor:
+        return tensor_of(self._handle(name), name, self.path)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        if self._quantised is not None and name in self._quantised:
+            return self._quantised.shape(name)
+        return self._raw_shape(name)
+
     def tensor(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
-        tensor = tensor_of(self._handle(name), name, self.path)
+        if self._quantised is not None and name in self._quantised:
+            return self._quantised.tensor(name).to(device)
+        tensor = self._raw(name)
         check_float(tensor, name, self.path)
         return tensor.to(device).float()
 
-    def stored(self, name: str) -> torch.Tensor:
-        tensor = tensor_of(self._handle(name), name, self.path)
+    def stored(self, name: str) -> torch.Tensor | Blocks:
+        if self._quantised is not None and name in self._quantised:
+            return self._quantised.stored(name)
+        tensor = self._raw(name)
         return tensor if tensor.dtype is torch.bfloat16 and tensor.dim() == 2 else self.tensor(name)
 
     def stored_format(self, name: str) -> str:
+        if self._quantised is not None and name in self._quantised:
+            return self._quantised.format(name)
         found = self._handle(name).get_slice(name)
         return "bfloat16" if found.get_dtype() == "BF16" and len(found.get_shape()) == 2 else "float32"
 
@@ -248,15 +267,6 @@ class FolderCheckpoint(Checkpoint):
     @property
     def total_bytes(self) -> int:
         return sum((self.path / file).stat().st_size for file in self._files)
-
-
-def _refuse_quantised(raw: dict[str, Any], path: Path) -> None:
-    how = raw.get("quantization_config")
-    if how:
-        method = how.get("quant_method", "an unnamed method") if isinstance(how, dict) else how
-        raise UnsupportedModel(
-            f"the weights of {path} are quantised with {method}; use the unquantised model or a GGUF file"
-        )
 
 
 def _default_template(templates: list[Any]) -> str | None:
