@@ -8,11 +8,11 @@ import pytest
 
 from outrider.control.guards import HOLD, PROBE_SHARE
 from outrider.control.plan_cache import PlanCache
-from outrider.control.reasons import NOTHING_FOUND, OFF, PREFILL
+from outrider.control.reasons import AUTO, NOTHING_FOUND, OFF, PREFILL
 from outrider.types import NO_DRAFT_PLAN, DraftPlan, Options, Plan, Reason, TreeShape
 from tests.control.build import KINDS, decoding, options_of, outcome, prompt, record, work_of
 
-BELOW, PAYS = Reason("below break-even"), Reason("pays", 2)
+BELOW, PAYS, ASKED = Reason("below break-even"), Reason("pays", 2), Reason("asked", 2)
 TWO = TreeShape(2, 2)
 DRAFT = DraftPlan("lm", 2, 2)
 
@@ -30,7 +30,7 @@ def steps_held(cache: PlanCache, work, options: Options, reason: Reason = BELOW)
     """Steps that a new plan is used for after its own."""
     cache.put(work, plan_of(work, reason), options)
     held = 0
-    while (found := cache.get(work, options, lambda one: True)) is not None:
+    while (found := cache.get(work, options, lambda one: AUTO)) is not None:
         assert found.cached and found.reasons == plan_of(work, reason).reasons
         held += 1
     return held
@@ -79,31 +79,34 @@ def test_host_packed_plans_are_for_the_same_sequences() -> None:
     one, two, three = work_of(decoding(), decoding(), decoding())
     for other in ([one], [one, three], [one, two, three], [one, prompt()]):
         cache = held(Options(), [one, two])
-        assert cache.get(other, Options(), lambda _: True) is None
-        assert cache.get([two, one], Options(), lambda _: True) is not None
+        assert cache.get(other, Options(), lambda _: AUTO) is None
+        assert cache.get([two, one], Options(), lambda _: AUTO) is not None
     cache.forget(two.sequence)
-    assert cache.get([one, two], Options(), lambda _: True) is None
+    assert cache.get([one, two], Options(), lambda _: AUTO) is None
 
 
 def test_sequences_may_leave_the_persistent_batch_and_join_it_where_nothing_pays() -> None:
     one, two, new, reading = *work_of(decoding(), decoding(), decoding()), prompt()
     options = options_of("persistent", [one, two])
 
-    def get(cache: PlanCache, *work, auto=True, **changes) -> Plan | None:
+    def get(cache: PlanCache, *work, settled=AUTO, **changes) -> Plan | None:
         now = replace(options_of("persistent", list(work), size=2), **changes)
-        return cache.get(list(work), now, lambda _: auto)
+        return cache.get(list(work), now, lambda _: settled)
 
     cache = held(options, [one, two])
     assert get(cache, one).draft_plans == (NO_DRAFT_PLAN,)
     joined = get(cache, one, new, reading)
     assert [why.kind for why in joined.reasons] == [BELOW.kind, BELOW.kind, "prefill"]
     assert joined.resident == (True, True, False)
-    assert get(cache, one, new, auto=False) is not None  # it has joined before
-    assert get(held(options, [one, two]), one, new, auto=False) is None  # its request fixed something
+    assert get(cache, one, new, settled=ASKED) is not None  # it has joined before
+    assert get(held(options, [one, two]), one, new, settled=ASKED) is None  # its request fixed something
+    joined = get(held(options, [one, two]), one, new, settled=OFF)
+    assert [why.kind for why in joined.reasons] == [BELOW.kind, "off"]
     assert get(held(options, [one, two]), one, size=4) is None
     assert get(held(options, [one, two]), reading, after_prompts=True) is None
     off = held(options, [one, two], OFF)
     assert get(off, one) is not None and get(off, one, new) is None  # whether it pays for others is not known
+    assert get(off, one, new, reading, settled=OFF).reasons == (OFF, OFF, PREFILL)
 
 
 def test_a_plan_made_beside_prompts_is_dropped_when_they_end() -> None:
@@ -111,10 +114,10 @@ def test_a_plan_made_beside_prompts_is_dropped_when_they_end() -> None:
     work = [one, reading]
     options = options_of("persistent", work)
     cache = held(options, work)
-    assert cache.get(work, options, lambda _: True) is not None
-    assert cache.get([one], options_of("persistent", [one]), lambda _: True) is None
+    assert cache.get(work, options, lambda _: AUTO) is not None
+    assert cache.get([one], options_of("persistent", [one]), lambda _: AUTO) is None
     cache = held(Options(), work)
-    assert cache.get(work, Options(), lambda _: True) is None  # host-packed rows plan beside every chunk
+    assert cache.get(work, Options(), lambda _: AUTO) is None  # host-packed rows plan beside every chunk
 
 
 def test_plans_with_drafts_are_held_where_the_device_waits_for_the_host() -> None:
@@ -129,10 +132,10 @@ def test_plans_with_drafts_are_held_where_the_device_waits_for_the_host() -> Non
     assert cache.host_bound
     plan = replace(plan_of(work, PAYS), prefills=(0,))
     cache.put(work, plan, options)
-    assert cache.get(work, options, lambda _: True) is None  # a drafter prefills once
+    assert cache.get(work, options, lambda _: AUTO) is None  # a drafter prefills once
     probing = replace(plan_of(work, PAYS), reasons=(Reason("probe"), Reason("probe")))
     cache.put(work, probing, options)
-    assert cache.get(work, options, lambda _: True) is None
+    assert cache.get(work, options, lambda _: AUTO) is None
     assert steps_held(cache, work, Options(), PAYS) == 0
     cache.observe(replace(step, waited_s=0.7, plan_cached=True))
     assert not cache.host_bound

@@ -11,7 +11,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 from outrider.control.guards import HOLD, PROBE_SHARE
-from outrider.control.reasons import NOTHING_FOUND, OFF, PREFILL
+from outrider.control.reasons import AUTO, NOTHING_FOUND, OFF, PREFILL
 from outrider.types import NO_DRAFT_PLAN, DraftPlan, Options, Plan, Reason, Sequence, StepRecord, Work
 
 UNPROFITABLE = frozenset(("below break-even", NOTHING_FOUND.kind, OFF.kind))
@@ -34,15 +34,16 @@ class PlanCache:
             False  # with a plan in every step the host would have less than a plan's time to spare
         )
 
-    def get(self, work: Seq[Work], options: Options, is_auto: Callable[[Work], bool]) -> Plan | None:
+    def get(self, work: Seq[Work], options: Options, settled: Callable[[Work], Reason]) -> Plan | None:
         """The kept plan, if it holds for this work. Host-packed rows: the same sequences. The persistent batch:
-        sequences may have left; where nothing pays, sequences that are free to draft (`is_auto`) may have joined.
+        sequences may have left; where nothing is drafted, others may have joined, unless more than measurement is
+        `settled` of them.
         """
         if not self.left or self.size != options.size:
             return None
         found = []
         for one in work:
-            known = self._of(one, options, is_auto)
+            known = self._of(one, options, settled)
             if known is None:
                 return None
             found.append(known)
@@ -57,14 +58,16 @@ class PlanCache:
         )
 
     def _of(
-        self, one: Work, options: Options, is_auto: Callable[[Work], bool]
+        self, one: Work, options: Options, settled: Callable[[Work], Reason]
     ) -> tuple[DraftPlan, Reason] | None:
         if not one.decodes:
             free = options.size and self.reason is not None and not options.after_prompts
             return (NO_DRAFT_PLAN, PREFILL) if free else None
         found = self.by_sequence.get(one.sequence)
-        if found is None and options.size and self.reason is not None and is_auto(one):
-            found = self.by_sequence[one.sequence] = NO_DRAFT_PLAN, self.reason
+        if found is None and options.size and self.reason is not None:
+            why = settled(one)
+            if why is OFF or (why is AUTO and self.reason is not OFF):
+                found = self.by_sequence[one.sequence] = NO_DRAFT_PLAN, OFF if why is OFF else self.reason
         return found
 
     def put(self, work: Seq[Work], plan: Plan, options: Options) -> Plan:
@@ -85,7 +88,7 @@ class PlanCache:
             slowly = 0 if NOTHING_FOUND.kind in kinds else slowly
             most = 4 * HOLD if self.host_bound else HOLD
             self.left = min(self.without if options.size else slowly, most)
-            self.reason = next((why for kind, why in kinds.items() if kind != OFF.kind), None)
+            self.reason = next((why for kind, why in kinds.items() if kind != OFF.kind), OFF)
             self.without += 1
         else:
             self.without = 0

@@ -95,7 +95,7 @@ class Planner:
     def kept(self, work: Seq[Work], members: Options) -> Plan | None:
         """The plan of an earlier step, if it holds for this work."""
         batch = len(work)
-        return self.cache.get(work, members, lambda one: self._settled(one, batch, members)[1] is AUTO)
+        return self.cache.get(work, members, lambda one: self._settled(one, batch, members)[1])
 
     def plan(self, work: Seq[Work], options: Options) -> Plan:
         return self.cache.put(work, self._plan(work, options), options)

@@ -52,10 +52,11 @@ class Scheduler:
             if len(s.tokens) > s.cached + s.launched and s.limit - len(s.tokens) > s.coming
         ]
         prompts = [s for s in ready if len(s.tokens) > s.cached + s.launched + 1]
-        work = None if prompts else self._decode(ready)
-        budget = self._prompt_budget(prompts, len(ready) - len(prompts), prompt_rows)
-        if work is None:
-            work = self._chunks(ready, budget)
+        decoding = [s for s in ready if len(s.tokens) == s.cached + s.launched + 1] if prompts else ready
+        work = self._decode(decoding)
+        budget = self._prompt_budget(prompts, len(decoding), prompt_rows)
+        if work is None or prompts:
+            work = self._chunks(work or [], ready if work is None else prompts, budget)
             budget -= sum(one.known for one in work if one.known > 1)
         reading = not all(one.emits for one in work)
         while budget > 0 and (sequence := self._next(budget if reading else None)) and self._admit(sequence):
@@ -101,9 +102,10 @@ class Scheduler:
             self.table.extend_all(np.array([s.row for s in ready]), 1)
         return [Work(sequence, 1) for sequence in ready]
 
-    def _chunks(self, ready: list[Sequence], budget: int) -> list[Work]:
-        """Chunked prefill: a chunk for who still reads its prompt, one token for others. The youngest are preempted."""
-        work: list[Work] = []
+    def _chunks(self, work: list[Work], ready: list[Sequence], budget: int) -> list[Work]:
+        """Chunked prefill, beside `work` that has its slots: a chunk for who still reads its prompt, one token for
+        others. The youngest are preempted.
+        """
         for sequence in ready:
             if sequence.row < 0:  # preempted while room was made for an older one
                 continue
