@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.draft.eagle_head import rounded_layer
+from outrider.draft.eagle_head import kept_layer
 from outrider.model.decoder import make_kernels
 from outrider.model.kernels.native import NativeKernels
 from outrider.model.kernels.reference import ReferenceKernels
@@ -86,7 +86,7 @@ def test_a_layer_in_bfloat16(case: str, kernel_folder: Path) -> None:
     rounded = layer_tensors(lambda name: tensors[name].bfloat16().float(), c, 2)
     out = []
     kernels = make_kernels(c, 64, 2, kernel_folder, "c")
-    for layer in (rounded, rounded_layer(rounded)):
+    for layer in (rounded, kept_layer(rounded, "bfloat16")):
         reader, x = Reader(c, longest=16), noise(6 + len(TREE), c.hidden)
         batch = reader.batch(Part(0, [1] * 6, TREE))
         keys, values = reader.store.keys[2].zero_(), reader.store.values[2].zero_()

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from outrider.cache.store import KeyValueStore
 from outrider.load.config import ModelConfig
+from outrider.load.quants import Blocks
 from outrider.model.decoder import Decoder, Layered, kernels_like
 from outrider.model.rope import rope_tables
-from outrider.model.weights import MATRICES, LayerTensors
+from outrider.model.weights import KERNEL_FORMATS, MATRICES, LayerTensors, kept_as
 from outrider.types import Batch
 
 # Hidden states and rows where the head is, how many rows belong to one sequence, how long sequences may be, and whether
@@ -50,6 +51,8 @@ class HeadConfig:
 class EagleHead:
     """The network. `read` yields tensors by the names of `head_layouts.head_shapes`."""
 
+    kind = "stored"  # the format of its matrices, where packing does not round
+
     def __init__(self, config: HeadConfig, read: Read, target: Layered, context: int) -> None:
         self.config, self.target = config, target
         self.to_target: Tensor | None = None
@@ -60,7 +63,9 @@ class EagleHead:
     def _pack(self, read: Read, tables: tuple[Tensor, Tensor]) -> None:
         assert isinstance(self.target, Decoder)
         self.kernels = kernels_like(self.target.kernels, self.config.layer, tables)
-        made = [rounded_layer(layer_of(read, i)) for i in range(self.config.layers)]
+        # Beside a target in blocks, bfloat16 would cost half of a draft's time (log/089).
+        self.kind = "bfloat16" if self.target.formats.keys().isdisjoint(KERNEL_FORMATS) else "int8"
+        made = [kept_layer(layer_of(read, i), self.kind) for i in range(self.config.layers)]
         self.attn_norms = [layer.attn_norm.contiguous() for layer in made]
         self.layers: list[Any] = [self.kernels.pack_layer(layer) for layer in made]
         self._pack_ends(read, self.target)
@@ -68,8 +73,8 @@ class EagleHead:
     def _pack_ends(self, read: Read, target: Decoder) -> None:
         """What is before the layers and after them."""
         pack, c, there = self.kernels.pack_linear, self.config, self.target.device
-        # A product of weights, which bfloat16 would round again.
-        self.fuse = pack(folded_fusion(c, read))
+        fusion = folded_fusion(c, read)  # a product of weights, which bfloat16 would round again
+        self.fuse = pack(self._rounded(fusion) if self.kind == "int8" else fusion)
         self.ones = torch.ones(c.layer.hidden * (len(c.taps) if c.joint_norm else 1), device=there)
         names = ("midlayer.input_layernorm.weight", "norm.weight")
         self.embed_norm, self.norm = (read(name).to(there).contiguous() for name in names)
@@ -80,9 +85,9 @@ class EagleHead:
                 target.head if self.to_target is None else pack(self._rounded(self._target_rows(target)))
             )
 
-    def _rounded(self, weight: Tensor) -> Tensor:
+    def _rounded(self, weight: Tensor) -> Tensor | Blocks:
         """As the head's matrices are kept."""
-        return weight.bfloat16()
+        return kept_as(weight, self.kind)
 
     def _target_rows(self, target: Decoder) -> Tensor:
         """Of the target's head, those of the head's own vocabulary."""
@@ -141,8 +146,9 @@ def folded_fusion(config: HeadConfig, read: Read) -> Tensor:
     return fusion * read("input_norm.weight") if config.joint_norm else fusion
 
 
-def rounded_layer(layer: LayerTensors) -> LayerTensors:
-    return replace(layer, **{name: getattr(layer, name).bfloat16() for name in MATRICES})
+def kept_layer(layer: LayerTensors, kind: str) -> LayerTensors:
+    """The layer with its matrices in the format `kind`."""
+    return replace(layer, **{name: kept_as(getattr(layer, name), kind) for name in MATRICES})
 
 
 def layer_prefix(number: int) -> str:
