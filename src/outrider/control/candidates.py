@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from copy import copy
 from dataclasses import dataclass
+from operator import itemgetter
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +33,7 @@ class Group:
     places: list[int]  # in the work of the step
     sequences: list[Sequence]
     allowed: list[tuple[str, ...]]  # drafters that each may get
-    tokens_left: Floats  # expected of each answer
+    tokens_left: Seq[float]  # expected of each answer
     late: NDArray[np.bool_]  # its time per token is at its bound
     delayed: int
     settled: int
@@ -130,7 +132,7 @@ def shared_trees(
             usable[:, 1:, column] = False
     lag = group.by_place(options.lag.get(lead))
     prefill = costs.prefill(lead, 1) * lag[:, None] * (2 if begins else 1)
-    steps, earned = _earns_prefill(group, rates, (lead,), accepted[:, 0], prefill)
+    steps, earned = _earns_prefill(group, rates, lead, accepted[:, 0], prefill)
     usable[:, 0] &= earned
     worth = np.where(usable, accepted * estimates.preference[:, :, None], -1.0)
     chosen = worth.argmax(1)  # [sequences, trees]
@@ -154,6 +156,16 @@ def nothing_found(options: Options, places: Seq[int], allowed: Seq[tuple[str, ..
     )
 
 
+class OwnDraft(NamedTuple):
+    """The draft that a host-packed sequence could have."""
+
+    drafter: str
+    rate: AcceptanceRate
+    depth: int  # at most
+    delay: float  # seconds of its drafter's prefill, spread over the steps that are left
+    branches: bool
+
+
 def own_chains(
     lead: str,
     others: Seq[str],
@@ -164,98 +176,114 @@ def own_chains(
     max_depth: int,
 ) -> Candidates | None:
     """A draft for each, of `lead` or of `others`; None where there is nothing to draft. Nodes are added by descending
-    survival: the next level of a chain, or the second choice beside it.
+    survival: the next level of a chain, or the second choice beside it. Numbers, not arrays: most steps of a CPU have
+    a few sequences, and an array costs as much as a hundred of its elements.
     """
     names = tuple(dict.fromkeys((lead, *others) if lead != "none" else others))
-    if not names:
+    count = len(group.sequences)
+    drafts = [_own_draft(i, names, group, rates, costs, options, max_depth) for i in range(count)]
+    if not any(drafts):
         return None
-    estimates = Estimates(rates, group, names)
-    limits = _limits(estimates, group, options, max_depth)
-    worth = estimates.of_chains(limits[:, :, None])[:, :, 0]
-    lag = np.stack([group.by_place(options.lag.get(name)) for name in names], axis=1)
-    prefill = lag * [costs.prefill(name, 1) for name in names]
-    steps, earned = _earns_prefill(group, rates, names, worth, prefill)
-    usable = estimates.allowed & (limits > 0) & earned
-    chosen = np.where(usable, worth * estimates.preference, -1.0).argmax(1)
-    rows = np.arange(len(chosen))
-    deepest = np.where(usable[rows, chosen], limits[rows, chosen], 0.0)
-    if not deepest.any():
-        return None
-    first, following = estimates.first[rows, chosen], estimates.next[rows, chosen]
-    branches = np.array([names[i] in options.branching for i in chosen]) & _may_branch(group)
-    survival, item, level = _nodes(first, following, deepest, branches)
-    count = len(survival)
-    gains = np.zeros((count + 1, len(rows)))
-    gains[np.arange(1, count + 1), item] = survival
-    added = np.arange(count + 1)
-    seconds = _row_seconds(group, costs, added)
-    for column, name in enumerate(names):
-        if costs.per_level.get(name):
-            own = np.where(chosen[item] == column, level, 0)
-            seconds[1:] += costs.per_level[name] * np.maximum.accumulate(own)
-    delay = prefill[rows, chosen] / np.maximum(steps[rows, chosen], 1.0)
-    if delay.any():
-        begun = np.zeros((count + 1, len(rows)))
-        begun[np.arange(1, count + 1), item] = 1.0
-        seconds += (np.minimum(begun.cumsum(0), 1.0) * delay).sum(1)
-    nodes = list(zip(item.tolist(), level.tolist(), strict=True))
-    drafters = [names[i] for i in chosen]
-    return Candidates(lead, gains.cumsum(0), seconds, np.zeros(count + 1), nodes=nodes, drafters=drafters)
+    nodes = _nodes(drafts)
+    gains, seconds = np.zeros((len(nodes) + 1, count)), [group.plain]
+    without, drafting, levels = costs.step(group.rows), 0.0, dict[str, int]()
+    depths = [0] * count
+    for added, (survival, item, level) in enumerate(nodes, start=1):
+        gains[added:, item] += survival
+        draft = drafts[item]
+        assert draft is not None
+        if level > levels.get(draft.drafter, 0):
+            levels[draft.drafter] = level
+            drafting += costs.per_level.get(draft.drafter, 0.0)
+        if not depths[item]:
+            drafting += draft.delay
+        depths[item] = max(depths[item], level)
+        rows = costs.curve_at(group.rows + added)
+        seconds.append(group.plain + max(rows - without, 0.0) + drafting)
+    return Candidates(
+        lead,
+        gains,
+        np.array(seconds),
+        np.zeros(len(seconds)),
+        nodes=[(item, level) for _, item, level in nodes],
+        drafters=[draft.drafter if draft else "none" for draft in drafts],
+    )
 
 
-def _earns_prefill(
-    group: Group, rates: AcceptanceRates, names: Seq[str], accepted: Floats, prefill: Floats
-) -> tuple[Floats, NDArray[np.bool_]]:
-    """The steps left to draft in, and whether a sequence's own accepted tokens save the seconds that these drafters
-    need to prefill it first.
+def _own_draft(
+    item: int,
+    names: Seq[str],
+    group: Group,
+    rates: AcceptanceRates,
+    costs: EagerCosts,
+    options: Options,
+    max_depth: int,
+) -> OwnDraft | None:
+    """The draft of the drafter from which most accepted tokens are expected. A drafter that must prefill the sequence
+    first counts only if the sequence's own accepted tokens save the seconds that this takes.
     """
-    steps = group.tokens_left[:, None] / (1 + accepted)
-    if prefill.any():
-        shares = [np.fromiter(rates.left_to(group.sequences, name), np.float64) for name in names]
-        steps = steps * np.stack(shares, axis=1)
-    per_token = group.plain / len(group.sequences)
-    return steps, (prefill == 0) | (accepted * steps * per_token > prefill)
+    sequence, place, best, most = group.sequences[item], group.places[item], None, -1.0
+    coupled = sequence.request.params.speculation.mode != "rejection"
+    for name in names:
+        if name not in group.allowed[item]:
+            continue
+        rate = rates.of(sequence, name)
+        depth = min(_limit(rate, options.available.get(name), place), max_depth, sequence.remaining)
+        if depth < 1:
+            continue
+        accepted, delay = rate.accepted(TreeShape(depth, depth)), 0.0
+        if prefill := costs.prefill(name, options.lag[name][place]) if name in options.lag else 0.0:
+            [share] = rates.left_to([sequence], name)
+            steps = group.tokens_left[item] / (1 + accepted) * share
+            if accepted * steps * group.plain / len(group.sequences) <= prefill:
+                continue
+            delay = prefill / max(steps, 1.0)
+        # A sequence keeps its drafter unless another one is clearly better.
+        worth = accepted if rate.idle else accepted * (1 + MARGIN)
+        if worth > most:
+            # The ratio test of `rejection` must not choose nodes by looking at them.
+            branches = coupled and name in options.branching
+            best, most = OwnDraft(name, rate, depth, delay, branches), worth
+    return best
 
 
-def _limits(estimates: Estimates, group: Group, options: Options, max_depth: int) -> Floats:
-    """The deepest draft of each sequence with each drafter. A drafter with passes tries a text at one level first:
-    every accepted token allows one more, a rejected draft halves them. A model-free one, which every step scores, has
-    what it found once a token of it was right.
+def _limit(rate: AcceptanceRate, available: Seq[int] | None, place: int) -> int:
+    """The deepest draft. A drafter with passes tries a text at one level first: every accepted token allows one more, a
+    rejected draft halves them. A model-free one, which every step scores, has what it found once a token of it was
+    right.
     """
-    most = np.array([min(max_depth, s.remaining) for s in group.sequences], np.float64)
-    limits = np.array([[1 + rate.earned for rate in own] for own in estimates.rates], np.float64)
-    for column, name in enumerate(estimates.names):
-        if name in options.available:
-            proven = np.array([own[column].proven for own in estimates.rates])
-            found = group.by_place(options.available[name])
-            limits[:, column] = np.where(proven, found, np.minimum(found, 1))
-    return np.minimum(limits, most[:, None])
+    if available is None:
+        return 1 + rate.earned
+    return available[place] if rate.proven else min(available[place], 1)
 
 
-def _may_branch(group: Group) -> NDArray[np.bool_]:
-    """The ratio test of `rejection` must not choose nodes by looking at them."""
-    return np.array([s.request.params.speculation.mode != "rejection" for s in group.sequences])
-
-
-def _nodes(
-    first: Floats, following: Floats, deepest: Floats, branches: NDArray[np.bool_]
-) -> tuple[Floats, NDArray[np.int64], NDArray[np.int64]]:
+def _nodes(drafts: Seq[OwnDraft | None]) -> list[tuple[float, int, int]]:
     """Survival, sequence and level of draft nodes, the likeliest first: each chain's levels and, where drafts may
     branch, the second choice at each level.
     """
-    levels = np.arange(int(deepest.max()))
-    chain = first[:, None] * following[:, None] ** levels
-    above = np.concatenate([np.ones((len(first), 1)), chain[:, :-1]], axis=1)
-    second = (above - chain) * SECOND * branches[:, None]
-    inside = levels < deepest[:, None]
-    values = np.concatenate([chain * inside, second * inside], axis=1).ravel()
-    order = np.argsort(-values, kind="stable")[:MAX_NODES]
-    order = order[values[order] > 0]
-    item, column = np.divmod(order, 2 * len(levels))
-    return values[order], item, column % len(levels) + 1
+    found = []
+    for item, draft in enumerate(drafts):
+        if draft is None:
+            continue
+        survival, above, second = draft.rate.first, 1.0, []
+        for level in range(1, draft.depth + 1):
+            found.append((survival, item, level))
+            if draft.branches:
+                second.append(((above - survival) * SECOND, item, level))
+            above, survival = survival, survival * draft.rate.next
+        found += second
+    found.sort(key=itemgetter(0), reverse=True)
+    return [node for node in found[:MAX_NODES] if node[0] > 0]
 
 
-def _row_seconds(group: Group, costs: EagerCosts, added: NDArray[np.int64]) -> Floats:
-    """Seconds of the step with these draft rows."""
-    times = costs.steps((group.rows + added).astype(np.float64))
-    return group.plain + np.maximum(times - times[0], 0.0)
+def _earns_prefill(
+    group: Group, rates: AcceptanceRates, lead: str, accepted: Floats, prefill: Floats
+) -> tuple[Floats, NDArray[np.bool_]]:
+    """The steps left to draft in, and whether a sequence's own accepted tokens save the seconds that this drafter
+    needs to prefill it first.
+    """
+    steps = np.array(group.tokens_left)[:, None] / (1 + accepted)
+    if prefill.any():
+        steps = steps * np.fromiter(rates.left_to(group.sequences, lead), np.float64)[:, None]
+    per_token = group.plain / len(group.sequences)
+    return steps, (prefill == 0) | (accepted * steps * per_token > prefill)

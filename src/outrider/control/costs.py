@@ -8,19 +8,15 @@ due to be measured (`baselines`).
 from __future__ import annotations
 
 import statistics
+from bisect import bisect_left
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from functools import partial
 from math import inf
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from outrider.control.guards import BASELINE_INTERVAL, KEEP, KNOWN_AFTER, UNMEASURED_ROW
 from outrider.types import NO_TREE, CapturedShape, StepRecord, TreeShape
-
-Floats = NDArray[np.float64]
 
 
 class Baselines:
@@ -67,7 +63,7 @@ class EagerCosts:
         self.per_token: dict[str, float] = {}  # of a drafter's prefill
         self.per_prompt_row: dict[int, float] = {}  # by prompt rows, rounded up to a power of two
         self.baselines = Baselines()
-        self._points: tuple[Floats, Floats] | None = None
+        self._points: tuple[list[int], list[float]] | None = None
 
     def plain(self, batch: int) -> float:
         known = self.by_batch.get(batch)
@@ -77,36 +73,38 @@ class EagerCosts:
         known = self.by_rows.get(rows)
         if known is not None and (not self.curve or self.times[rows] >= KNOWN_AFTER):
             return known
-        return float(self.steps(np.array([rows]))[0])
+        return self.curve_at(rows)
 
-    def steps(self, rows: Floats) -> Floats:
-        """Seconds of steps by rows: interpolated between the known ones, and continued beyond them."""
+    def curve_at(self, rows: int) -> float:
+        """Seconds of a step by rows: interpolated between the known ones, and continued beyond them."""
         xs, ys = self._points or self._known_points()
-        if not len(xs):
+        if not xs:
             return 1.0 + UNMEASURED_ROW * rows
-        last, longest = xs[-1], ys[-1]
-        beyond = longest * (1 + UNMEASURED_ROW * rows) / (1 + UNMEASURED_ROW * last)
-        if len(xs) > 1:
-            slope = (longest - ys[0]) / (last - xs[0])
-            beyond = np.maximum(beyond, longest + slope * (rows - last))
-        before = ys[0] * (1 + UNMEASURED_ROW * rows) / (1 + UNMEASURED_ROW * xs[0])
-        inside = np.interp(rows, xs, ys)
-        return np.where(rows > last, beyond, np.where(rows < xs[0], before, inside))
+        at = bisect_left(xs, rows)
+        if at < len(xs) and xs[at] == rows:
+            return ys[at]
+        if at == 0 or at == len(xs):
+            end = 0 if at == 0 else -1
+            seconds = ys[end] * (1 + UNMEASURED_ROW * rows) / (1 + UNMEASURED_ROW * xs[end])
+            if at == 0 or at == 1:
+                return seconds
+            return max(seconds, ys[-1] + (ys[-1] - ys[0]) / (xs[-1] - xs[0]) * (rows - xs[-1]))
+        return _between(xs, ys, at, rows)
 
-    def _known_points(self) -> tuple[Floats, Floats]:
+    def _known_points(self) -> tuple[list[int], list[float]]:
         """Steps taken often enough, and the measured curve at the pace of the nearest of them."""
         known = dict(self.by_rows)
         if self.curve:
             known = {rows: s for rows, s in known.items() if self.times[rows] >= KNOWN_AFTER}
-            xs, ys = np.array(sorted(self.curve.items())).T
-            scaled = ys
+            scaled = dict(sorted(self.curve.items()))
             if known:
-                taken = np.array(list(known.items()))
-                pace = taken[:, 1] / np.interp(taken[:, 0], xs, ys)
-                scaled = ys * pace[np.abs(taken[:, 0] - xs[:, None]).argmin(1)]
-            known = dict(zip(xs.tolist(), scaled.tolist(), strict=True)) | known
-        points = np.array(sorted(known.items()), np.float64).reshape(-1, 2)
-        self._points = points[:, 0], points[:, 1]
+                xs, ys = list(scaled), list(scaled.values())
+                paces = [(rows, seconds / _inside(xs, ys, rows)) for rows, seconds in known.items()]
+                for rows in scaled:
+                    scaled[rows] *= min(paces, key=lambda one: abs(one[0] - rows))[1]
+            known = scaled | known
+        xs = sorted(known)
+        self._points = xs, [known[rows] for rows in xs]
         return self._points
 
     def drafting(self, levels: Mapping[str, int]) -> float:
@@ -323,6 +321,18 @@ class CostModel:
         if share is None:
             return self.captured.plain(captured.size)
         return share * self.captured.device[captured]
+
+
+def _between(xs: list[int], ys: list[float], at: int, x: int) -> float:
+    """Interpolates between the points before and at `at`."""
+    part = (x - xs[at - 1]) / (xs[at] - xs[at - 1])
+    return ys[at - 1] + part * (ys[at] - ys[at - 1])
+
+
+def _inside(xs: list[int], ys: list[float], x: int) -> float:
+    """Interpolates between the points, and takes the nearest beyond them."""
+    at = bisect_left(xs, x)
+    return ys[min(at, len(xs) - 1)] if at in (0, len(xs)) else _between(xs, ys, at, x)
 
 
 def round_up(rows: int) -> int:

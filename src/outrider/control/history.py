@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
+from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-
-import numpy as np
-from numpy.typing import NDArray
+from itertools import accumulate
 
 from outrider.control.guards import DRAFTER_MEMORY, GRACE, PROBE_SHARE
 from outrider.types import Reason, Sequence, StepRecord
@@ -52,28 +51,26 @@ class AnswerLengths:
 
     def __init__(self) -> None:
         self.recent: deque[int] = deque(maxlen=DRAFTER_MEMORY)
-        self._order = self._sorted()
+        # Lengths in order, and for each the sum of it and all longer ones.
+        self._order, self._sums = list[int](), [0]
 
     def observe(self, sequence: Sequence) -> None:
         """An answer ended. An aborted one says nothing about lengths."""
         if sequence.finish_reason in ("stop", "length"):
             self.recent.append(len(sequence.tokens) - sequence.prompt_len)
-            self._order = self._sorted()
+            self._order = sorted(self.recent)
+            self._sums = list(accumulate(reversed(self._order), initial=0))[::-1]
 
-    def _sorted(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Lengths in order, and for each the sum of it and all longer ones."""
-        known = np.sort(np.array(self.recent, np.float64))
-        return known, np.concatenate([np.cumsum(known[::-1])[::-1], [0.0]])
-
-    def tokens_left(self, sequences: Seq[Sequence]) -> NDArray[np.float64]:
+    def tokens_left(self, sequences: Seq[Sequence]) -> list[float]:
         """Expected tokens left of each. Longer than every recent answer: half of what the request allows."""
-        most = np.array([s.remaining for s in sequences], np.float64)
-        written = np.array([len(s.tokens) - s.prompt_len for s in sequences], np.float64)
-        known, sums = self._order
-        first = known.searchsorted(written, side="right")
-        longer = len(known) - first
-        expected = np.where(longer > 0, sums[first] / np.maximum(longer, 1) - written, most / 2)
-        return np.clip(expected, 1.0, np.maximum(most, 1.0))
+        return [self._left(sequence) for sequence in sequences]
+
+    def _left(self, sequence: Sequence) -> float:
+        most, written = sequence.remaining, len(sequence.tokens) - sequence.prompt_len
+        first = bisect_right(self._order, written)
+        longer = len(self._order) - first
+        expected = self._sums[first] / longer - written if longer else most / 2
+        return min(max(expected, 1.0), max(most, 1.0))
 
 
 class DraftReturn:
