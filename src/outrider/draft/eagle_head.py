@@ -148,7 +148,8 @@ def folded_fusion(config: HeadConfig, read: Read) -> Tensor:
 
 def kept_layer(layer: LayerTensors, kind: str) -> LayerTensors:
     """The layer with its matrices in the format `kind`."""
-    return replace(layer, **{name: kept_as(getattr(layer, name), kind) for name in MATRICES})
+    kept: dict[str, Any] = {name: kept_as(getattr(layer, name), kind) for name in MATRICES}
+    return replace(layer, **kept)
 
 
 def layer_prefix(number: int) -> str:
