@@ -258,14 +258,14 @@ static const struct {
 };
 
 /* Nibbles of weights 4g to 4g + 3 of block b. */
-static inline uint32_t nibbles(int kind, const uint8_t *low, int b, int g) {
+ALWAYS uint32_t nibbles(const int kind, const uint8_t *low, int b, int g) {
     if (kind == Q6_K) return word_at(low, b / 4 * 16 + (b & 1) * 8 + g) >> (b & 2) * 2 & NIBBLES;
     if (KIND[kind].blocks > 1) return word_at(low, b / 2 * 8 + g) >> (b & 1) * 4 & NIBBLES;
     return word_at(low, g % 4) >> g / 4 * 4 & NIBBLES;
 }
 
 /* The bits above them, each in its byte's lowest bits. */
-static inline uint32_t above(int kind, const uint8_t *high, int b, int g) {
+ALWAYS uint32_t above(const int kind, const uint8_t *high, int b, int g) {
     if (kind == Q6_K) return word_at(high, b / 4 * 8 + g) >> b % 4 * 2 & 0x03030303u;
     if (kind == Q5_K) return word_at(high, g) >> b & 0x01010101u;
     uint32_t four = word_at(high, 0) >> 4 * g;
@@ -273,7 +273,7 @@ static inline uint32_t above(int kind, const uint8_t *high, int b, int g) {
 }
 
 /* Block b of a stored super-block, as output o of a panel's block. */
-static void pack_block(int number, const uint8_t *from, int b, int o, uint8_t *block) {
+ALWAYS void pack_block(const int number, const uint8_t *from, int b, int o, uint8_t *block) {
     Kind kind = KIND[number];
     const uint8_t *low = from + STORED[number].low, *high = from + STORED[number].high;
     uint32_t *to_high = (uint32_t *)(block + scale_bytes(kind)), *to_low = to_high + high_bytes(kind) / 4;
@@ -292,7 +292,7 @@ static void pack_block(int number, const uint8_t *from, int b, int o, uint8_t *b
 }
 
 /* The scales of block b: of K formats eight bits each, of others as they are. */
-static void pack_scales(int number, const uint8_t *from, int b, int o, uint8_t *block) {
+ALWAYS void pack_scales(const int number, const uint8_t *from, int b, int o, uint8_t *block) {
     Kind kind = KIND[number];
     if (kind.blocks == 1) {
         for (int i = 0; i <= kind.least; i++) memcpy(block + 32 * i + 2 * o, from + 2 * i, 2);
@@ -306,7 +306,7 @@ static void pack_scales(int number, const uint8_t *from, int b, int o, uint8_t *
 }
 
 typedef struct {
-    int kind, N, supers;
+    int N, supers;
     const uint8_t *from;
     uint8_t *packed;
     int bad[MOST_MEMBERS];
@@ -314,39 +314,50 @@ typedef struct {
 
 static inline int infinite(const uint8_t *half) { return (half[1] & 0x7c) == 0x7c; }
 
-static void pack_panels(void *job, int member, int begin, int end) {
-    PackingBlocks *p = job;
-    Kind kind = KIND[p->kind];
-    int bytes = STORED[p->kind].bytes;
+/* Output o of a super-block; returns how many of its scales are not finite. */
+ALWAYS int pack_super(const int number, const uint8_t *from, int o, uint8_t *header) {
+    const Kind kind = KIND[number];
+    const uint8_t *d = from + STORED[number].d;
+    int bad = 0;
+    for (int i = 0; i <= kind.least; i++) {
+        bad += infinite(d + 2 * i);
+        if (kind.blocks > 1) memcpy(header + 32 * i + 2 * o, d + 2 * i, 2);
+    }
+    for (int b = 0; b < kind.blocks; b++) {
+        uint8_t *block = (uint8_t *)block_in(kind, header, b);
+        pack_scales(number, from, b, o, block);
+        pack_block(number, from, b, o, block);
+    }
+    return bad;
+}
+
+ALWAYS void pack_panels(const int number, PackingBlocks *p, int member, int begin, int end) {
+    const Kind kind = KIND[number];
     size_t panel = (size_t)p->supers * (header_bytes(kind) + kind.blocks * block_bytes(kind));
     for (int n = begin; n < end; n++) {
         uint8_t *to = p->packed + n * panel;
         int outputs = p->N - n * PANEL < PANEL ? p->N - n * PANEL : PANEL;
         if (outputs < PANEL) memset(to, 0, panel);
-        for (int s = 0; s < p->supers; s++) {
-            uint8_t *header = (uint8_t *)super_block(kind, to, s);
+        for (int s = 0; s < p->supers; s++)
             for (int o = 0; o < outputs; o++) {
-                const uint8_t *from = p->from + ((size_t)(n * PANEL + o) * p->supers + s) * bytes;
-                const uint8_t *d = from + STORED[p->kind].d;
-                for (int i = 0; i <= kind.least; i++) {
-                    p->bad[member] += infinite(d + 2 * i);
-                    if (kind.blocks > 1) memcpy(header + 32 * i + 2 * o, d + 2 * i, 2);
-                }
-                for (int b = 0; b < kind.blocks; b++) {
-                    uint8_t *block = (uint8_t *)block_in(kind, header, b);
-                    pack_scales(p->kind, from, b, o, block);
-                    pack_block(p->kind, from, b, o, block);
-                }
+                const uint8_t *from = p->from + ((size_t)(n * PANEL + o) * p->supers + s) * STORED[number].bytes;
+                p->bad[member] += pack_super(number, from, o, (uint8_t *)super_block(kind, to, s));
             }
-        }
     }
 }
 
+/* One function a kind: with the layout known to the compiler, packing takes two thirds of the time. */
+#define DEFINE_PACK(N) \
+    static void pack_##N(void *job, int member, int begin, int end) { pack_panels(N, job, member, begin, end); }
+EACH_KIND(DEFINE_PACK)
+#define PACK_ROW(N) [N] = pack_##N,
+static Task *const PACKS[KINDS] = {EACH_KIND(PACK_ROW)};
+
 /* Rows of GGUF blocks [N][K / values] -> panels, missing outputs zero. Returns how many scales are not finite. */
 int outrider_pack_blocks(int kind, const uint8_t *from, int N, int K, int threads, uint8_t *packed) {
-    PackingBlocks job = {kind, N, blocks_of(K) / KIND[kind].blocks, from, packed, {0}};
+    PackingBlocks job = {N, blocks_of(K) / KIND[kind].blocks, from, packed, {0}};
     int bad = 0;
-    team_run(threads, (N + PANEL - 1) / PANEL, pack_panels, &job);
+    team_run(threads, (N + PANEL - 1) / PANEL, PACKS[kind], &job);
     for (int i = 0; i < MOST_MEMBERS; i++) bad += job.bad[i];
     return bad;
 }

@@ -813,15 +813,24 @@ void outrider_head(const float *x, const int64_t *chosen, int count, const float
     linear(threads, (Linear){*w, 0, normed, count, N, K, y, 0, {0}});
 }
 
-/* Rows of a packed matrix: the embedding, when it is the head too. */
-void outrider_embed(const Matrix *w, const int64_t *ids, int rows, int K, float *x) {
-    for (int r = 0; r < rows; r++) {
-        const Part *part = w->parts;
-        int64_t id = ids[r];
+typedef struct {
+    const Matrix *w;
+    const int64_t *ids;
+    int K;
+    float *x;
+} Embedding;
+
+static void embed_rows(void *job, int member, int begin, int end) {
+    const Embedding *e = job;
+    int K = e->K;
+    (void)member;
+    for (int r = begin; r < end; r++) {
+        const Part *part = e->w->parts;
+        int64_t id = e->ids[r];
         for (; id >= part->outputs; part++) id -= part->outputs;
         const char *panel = (const char *)part->data + id / PANEL * panel_bytes(part->kind, K);
         int i = id % PANEL;
-        float *to = x + (size_t)r * K;
+        float *to = e->x + (size_t)r * K;
         if (part->kind > HALF) blocks_row(part->kind, panel, i, K, to);
         for (int k = 0; k < K && part->kind <= HALF; k++) {
             uint32_t pair = part->kind == HALF ? ((const uint32_t *)panel)[(size_t)(k / 2) * PANEL + i] : 0;
@@ -829,6 +838,11 @@ void outrider_embed(const Matrix *w, const int64_t *ids, int rows, int K, float 
             to[k] = part->kind == HALF ? wide.number : ((const float *)panel)[(size_t)k * PANEL + i];
         }
     }
+}
+
+/* Rows of a packed matrix: the embedding, when it is the head too. */
+void outrider_embed(const Matrix *w, const int64_t *ids, int rows, int K, int threads, float *x) {
+    team_run(rows > FEW ? threads : 1, rows, embed_rows, &(Embedding){w, ids, K, x});
 }
 
 void outrider_linear(const Matrix *w, const float *bias, const float *x, int M, int N, int K, int threads, float *y) {
@@ -841,31 +855,23 @@ void outrider_attention(const Shape *s, const Rows *b, int window, const float *
 }
 
 typedef struct {
-    const float *w;
-    int N, K, half;
-    void *packed;
+    const uint32_t *w; /* [N][words] */
+    int N, words;      /* a word is a float, or a pair of neighbouring bfloat16 */
+    uint32_t *packed;
 } Packing;
-
-/* Word k of output `row`: a float, or the pair of bfloat16 that it and its neighbour are. */
-static inline uint32_t word_of(const Packing *p, int row, int k) {
-    if (row >= p->N) return 0;
-    const Bits *from = (const Bits *)p->w + (size_t)row * p->K;
-    return p->half ? from[2 * k].word >> 16 | (from[2 * k + 1].word & 0xffff0000u) : from[k].word;
-}
 
 static void pack_panels(void *job, int member, int begin, int end) {
     const Packing *p = job;
-    int words = p->half ? p->K / 2 : p->K;
     (void)member;
     for (int n = begin; n < end; n++)
-        for (int k = 0; k < words; k++)
-            for (int i = 0; i < PANEL; i++)
-                ((uint32_t *)p->packed)[((size_t)n * words + k) * PANEL + i] = word_of(p, n * PANEL + i, k);
+        for (int k = 0; k < p->words; k++)
+            for (int i = 0, row = n * PANEL; i < PANEL; i++, row++)
+                p->packed[((size_t)n * p->words + k) * PANEL + i] = row < p->N ? p->w[(size_t)row * p->words + k] : 0;
 }
 
-/* [N][K] -> a Part's data, missing outputs zero. For halves K is even, and every weight a bfloat16. */
-void outrider_pack(const float *w, int N, int K, int half, int threads, void *packed) {
-    team_run(threads, panels_of(N), pack_panels, &(Packing){w, N, K, half, packed});
+/* [N][words] -> a Part's data, missing outputs zero. */
+void outrider_pack(const uint32_t *w, int N, int words, int threads, uint32_t *packed) {
+    team_run(threads, panels_of(N), pack_panels, &(Packing){w, N, words, packed});
 }
 
 #define STRIDE 4096 /* floats that are read at a time */

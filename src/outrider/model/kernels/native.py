@@ -158,10 +158,10 @@ class NativeKernels:
     def _pack_floats(self, weight: Tensor) -> NativePart:
         outputs, inputs = weight.shape
         half = weight.dtype is torch.bfloat16 and inputs % 2 == 0  # bfloat16 weights are stored in pairs
-        weight = weight.float().contiguous()
+        weight = (weight if half else weight.float()).contiguous()
         words, dtype = (inputs // 2, torch.int32) if half else (inputs, torch.float32)
         packed = torch.empty(-(-outputs // PANEL), words, PANEL, dtype=dtype)
-        self.lib.outrider_pack(_ptr(weight), outputs, inputs, half, self.threads, _ptr(packed))
+        self.lib.outrider_pack(_ptr(weight), outputs, words, self.threads, _ptr(packed))
         return NativePart(packed, HALF if half else WHOLE, outputs)
 
     def _pack_blocks(self, weight: Blocks) -> NativePart:
@@ -179,7 +179,7 @@ class NativeKernels:
     def embed(self, table: NativeLinear, ids: Tensor) -> Tensor:
         """Rows of a packed matrix: a tied embedding needs no second copy."""
         x = torch.empty(ids.shape[0], table.inputs)
-        self.lib.outrider_embed(table.matrix, _ptr(ids), ids.shape[0], table.inputs, _ptr(x))
+        self.lib.outrider_embed(table.matrix, _ptr(ids), ids.shape[0], table.inputs, self.threads, _ptr(x))
         return x
 
     def head(self, x: Tensor, rows: Tensor, norm: Tensor, linear: NativeLinear) -> Tensor:
