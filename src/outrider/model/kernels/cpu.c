@@ -252,7 +252,7 @@ static inline void multiply(Panel w, int rows, int m, const Inputs *in, float y[
 static void round_rows(void *job, int member, int begin, int end) {
     Inputs *in = job;
     (void)member;
-    for (int r = begin; r < end; r++) round_row(in->x + (size_t)r * in->K, in->K, &in->rounded, r);
+    for (int r = begin; r < end; r++) blocks_round(in->x + (size_t)r * in->K, in->K, &in->rounded, r);
 }
 
 /* `release` them after use. */

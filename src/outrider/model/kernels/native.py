@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence as Seq
-from ctypes import POINTER, Structure, byref, c_float, c_int32, c_size_t, c_void_p
+from ctypes import POINTER, Structure, byref, c_char_p, c_float, c_int32, c_size_t, c_void_p
 from dataclasses import dataclass, fields
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,7 @@ class NativeKernels:
         self.config, self.threads, self.folder = config, threads, folder
         self.lib = library(folder)
         self.lib.blocks_panel_bytes.restype = c_size_t
+        self.lib.outrider_variant.restype = self.lib.outrider_chosen.restype = c_char_p
         pointers = POINTER(_Layer), POINTER(_Shape), POINTER(_Rows), POINTER(_Work)
         self.lib.outrider_layer.argtypes = [*pointers, c_void_p, c_void_p]
         self.lib.outrider_layer_from.argtypes = [*pointers, c_void_p, c_int32, c_void_p, c_void_p]
@@ -124,6 +126,24 @@ class NativeKernels:
         self._work = _Work()
         self._buffers: list[Tensor] = []
         self._capacity = 0
+
+    @property
+    def variant(self) -> str:
+        """The block kernels in use; the library takes the quickest that the processor runs."""
+        return str(self.lib.outrider_chosen().decode())
+
+    def variants(self) -> list[str]:
+        """Those that the processor runs, the quickest first."""
+        return [name for name in self._variants() if name]
+
+    def choose(self, variant: str) -> None:
+        """Uses other block kernels in this whole process. All give the same bits."""
+        self.lib.outrider_choose(self._variants().index(variant))
+
+    def _variants(self) -> list[str]:
+        """All, with an empty name in place of those that the processor does not run."""
+        names = takewhile(lambda name: name != b"", map(self.lib.outrider_variant, count()))
+        return [(name or b"").decode() for name in names]
 
     def pack_layer(self, tensors: LayerTensors) -> NativeLayer:
         struct, kept = _Layer(window=tensors.window), []
