@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.errors import BadCheckpoint
+from outrider.errors import BadCheckpoint, OutOfMemory
 from outrider.load.quants import FORMATS, Blocks, Format
 from outrider.model.decoder import make_kernels
 from outrider.model.kernels import build
@@ -129,6 +129,14 @@ def test_every_variant_that_this_processor_runs_has_the_same_bits(pair: Any, for
             assert torch.equal(kernels.linear(packed, x), expected), name
     finally:
         kernels.choose(variants[0])
+
+
+def test_a_product_without_memory_is_an_error(pair: Any) -> None:
+    """Not the end of the process. No machine has the memory for so many rows."""
+    kernels, rows, columns = pair[0], 2**31 - 1, 2**26
+    weight = kernels.pack_linear(random_blocks(FORMS["Q8_0"], 16, 256))
+    with pytest.raises(OutOfMemory, match="no memory is left for a step's activations"):
+        kernels.lib.outrider_linear(weight.matrix, None, None, rows, 16, columns, 1, None)
 
 
 def compiled(command: list[str], file: Path, *flags: str) -> Path:

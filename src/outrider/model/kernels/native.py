@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.errors import BadCheckpoint, KernelUnavailable
+from outrider.errors import BadCheckpoint, KernelUnavailable, OutOfMemory
 from outrider.load.config import ModelConfig
 from outrider.load.quants import Blocks
 from outrider.model.kernels.build import library
@@ -115,6 +115,8 @@ class NativeKernels:
         self.lib = library(folder)
         self.lib.blocks_panel_bytes.restype = c_size_t
         self.lib.outrider_variant.restype = self.lib.outrider_chosen.restype = c_char_p
+        for multiply in ("linear", "head", "layer", "layer_from", "layers"):
+            getattr(self.lib, f"outrider_{multiply}").restype = _checked
         pointers = POINTER(_Layer), POINTER(_Shape), POINTER(_Rows), POINTER(_Work)
         self.lib.outrider_layer.argtypes = [*pointers, c_void_p, c_void_p]
         self.lib.outrider_layer_from.argtypes = [*pointers, c_void_p, c_int32, c_void_p, c_void_p]
@@ -308,6 +310,12 @@ class NativeKernels:
             setattr(self._work, name, buffer.data_ptr())
         self._work.scores, self._work.score_stride = self.scores.data_ptr(), self.scores.shape[1]
         self._capacity = rows
+
+
+def _checked(done: int) -> None:
+    """What ctypes makes of the result of a kernel that needs memory."""
+    if not done:
+        raise OutOfMemory("no memory is left for a step's activations; use less: --step-rows, --max-sequences")
 
 
 def _matrix(parts: list[NativePart]) -> _Matrix:
