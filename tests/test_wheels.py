@@ -12,8 +12,8 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
-
 from deploy.wheels import TARGETS, Target, build_wheels
+
 from outrider.model.kernels import build
 from outrider.settings import cache_folder
 from tests.model.families import NEEDS_COMPILER
@@ -64,7 +64,9 @@ def test_wheels_say_what_they_are_and_what_they_hold(wheels: dict[Target, Path])
             names = opened.namelist()
             info = next(name.partition("/")[0] for name in names if ".dist-info/" in name)
             said = opened.read(f"{info}/WHEEL").decode()
-            recorded = [line.partition(",")[0] for line in opened.read(f"{info}/RECORD").decode().splitlines()]
+            recorded = [
+                line.partition(",")[0] for line in opened.read(f"{info}/RECORD").decode().splitlines()
+            ]
         assert f"Tag: py3-none-{target.tag}\n" in said and "Root-Is-Purelib: false" in said
         assert sorted(recorded) == sorted(names), "pip removes what is recorded"
 

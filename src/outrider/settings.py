@@ -25,9 +25,7 @@ def usable_cores() -> int:
 
 
 def performance_cores() -> int:
-    """Those of the usable cores that are as fast as the fastest, or nearly. Work that is shared out evenly takes as long
-    as its slowest core.
-    """
+    """Those of the usable cores that are as fast as the fastest, or nearly. Slower ones would delay every step."""
     fast = system_number("hw.perflevel0.logicalcpu") if sys.platform == "darwin" else None
     if fast is None:
         speeds = [_speed(CPUS / f"cpu{core}") for core in _own_cores()]

@@ -28,7 +28,7 @@ class KeyValueStore:
         shape = (slots + 1, kv_heads, head_dim)
         where: dict[str, Any] = {"device": device, "dtype": dtype}
         make = torch.empty if dtype == torch.float32 else torch.zeros
-        # One allocation: many large ones take a tenth of a second. The views per layer are made once, not in every pass.
+        # One allocation: many large ones take a tenth of a second. Views per layer are made once, not in every pass.
         both = make((2 * layers, *shape), **where).unbind()
         self.keys: list[Tensor] = list(both[:layers])
         self.values: list[Tensor] = list(both[layers:])

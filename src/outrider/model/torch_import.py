@@ -6,7 +6,6 @@ import importlib
 import inspect
 import sys
 from types import ModuleType
-from typing import Any
 
 # Says what operations do to tensors without data. torch.compile, torch.export and transformers need it; running a model
 # does not, and it takes a quarter of the time that importing torch does (log/083).
@@ -17,8 +16,8 @@ def import_torch_quickly() -> None:
     """Imports torch without the registrations that `import_all_of_torch` adds."""
     if "torch" not in sys.modules:
         sys.modules[SKIPPED] = ModuleType(SKIPPED)
-        # While torch defines its own operations, it looks up the module of each caller: inspect compares the paths of all
-        # modules for that, and takes a twentieth of the import.
+        # While torch defines its own operations, it looks up the module of each caller. inspect compares the paths of
+        # all modules for that, and takes a twentieth of the import.
         search, inspect.getmodule = inspect.getmodule, _module_by_name
         try:
             importlib.import_module("torch")
@@ -26,8 +25,8 @@ def import_torch_quickly() -> None:
             inspect.getmodule = search
 
 
-def _module_by_name(thing: Any, _file: str | None = None) -> ModuleType | None:
-    return sys.modules.get(getattr(thing, "__module__", None) or "")
+def _module_by_name(object: object, _filename: str | None = None) -> ModuleType | None:
+    return sys.modules.get(getattr(object, "__module__", None) or "")
 
 
 def import_all_of_torch() -> None:

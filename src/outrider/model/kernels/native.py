@@ -315,7 +315,9 @@ class NativeKernels:
 def _checked(done: int) -> None:
     """What ctypes makes of the result of a kernel that needs memory."""
     if not done:
-        raise OutOfMemory("no memory is left for a step's activations; use less: --step-rows, --max-sequences")
+        raise OutOfMemory(
+            "no memory is left for a step's activations; use less: --step-rows, --max-sequences"
+        )
 
 
 def _matrix(parts: list[NativePart]) -> _Matrix:
