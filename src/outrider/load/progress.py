@@ -32,7 +32,7 @@ def download_shown(what: str, total: int) -> Iterator[Update]:
 @contextlib.contextmanager
 def bar(what: str, transient: bool = False) -> Iterator[Callable[[int, int], None]]:
     """A bar on a terminal, with bytes and seconds. It is called with the bytes so far and with all."""
-    # Written here: importing a library for it takes longer than loading a small model.
+    # Written here: importing a library for it would delay every start.
     begin, latest = time.monotonic(), -REFRESH
 
     def show(done: int, total: int) -> None:
