@@ -14,7 +14,7 @@ ARGS ?=
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-lowest test-planted lint format bench clean
+.PHONY: help install demo test test-all test-lowest test-planted lint format bench wheels clean
 
 help: ## list these commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "make %-13s %s\n", $$1, $$2}'
@@ -74,6 +74,9 @@ lint: install ## check style, format and types
 format: install ## put the code in its format
 	$(BIN)/ruff check --fix-only --quiet .
 	$(BIN)/ruff format .
+
+wheels: install ## build wheels with the C kernels inside, for Linux, macOS and Windows, into dist/
+	$(BIN)/python deploy/wheels.py dist
 
 bench: install ## measure speed on this machine
 	$(BIN)/outrider bench $(ARGS)

@@ -21,8 +21,7 @@ import functools
 import os
 import re
 import traceback
-from collections.abc import Iterable, Iterator
-from importlib import metadata
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -32,18 +31,20 @@ LONGEST_NAME = 100  # letters that are compared: difflib takes seconds for a meg
 
 def install(extra: str) -> str:
     """The command that installs what an extra needs. The installed package knows, be it a clone or a wheel."""
+    from importlib import metadata  # takes as long to import as all other modules of an error's
+
     try:
-        return f"pip install {' '.join(_needs(extra))}"
+        return f"pip install {' '.join(_needs(metadata.requires('outrider') or (), extra))}"
     except metadata.PackageNotFoundError:  # run from its folder
         return f"install Outrider with its extra {extra!r}"
 
 
-def _needs(extra: str) -> Iterator[str]:
-    for line in metadata.requires("outrider") or ():
+def _needs(lines: Sequence[str], extra: str) -> Iterator[str]:
+    for line in lines:
         what, _, marker = line.partition(";")
         if re.search(rf"extra == ['\"]{extra}['\"]", marker):
             own = re.match(r"outrider\[(\w+)\]", what)
-            yield from _needs(own[1]) if own else [f"'{what.strip()}'"]
+            yield from _needs(lines, own[1]) if own else [f"'{what.strip()}'"]
 
 
 class OutriderError(Exception):

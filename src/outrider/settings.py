@@ -5,9 +5,12 @@ What settings leave to the device is settled in engine/placement.py.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,49 @@ from outrider.fields import check_fields, known_options, setting
 
 def usable_cores() -> int:
     """Cores this process may run on, not cores the machine has; a container's quota counts."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return _within_quota(len(_own_cores()))
+
+
+def performance_cores() -> int:
+    """Those of the usable cores that are as fast as the fastest, or nearly. Slower ones would delay every step."""
+    fast = system_number("hw.perflevel0.logicalcpu") if sys.platform == "darwin" else None
+    if fast is None:
+        speeds = [_speed(CPUS / f"cpu{core}") for core in _own_cores()]
+        fast = sum(speed >= NEARLY * max(speeds) for speed in speeds)
+    return max(1, _within_quota(min(fast, len(_own_cores()))))
+
+
+CPUS = Path("/sys/devices/system/cpu")
+NEARLY = 0.8  # of the fastest core's speed: cores of one kind differ by a tenth, kinds by a quarter and more
+
+
+def _own_cores() -> Sequence[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return range(os.cpu_count() or 1)
+
+
+def _speed(core: Path) -> int:
+    """What Linux says of a core, 0 if nothing; only comparable between cores of one machine."""
+    for file in ("cpu_capacity", "cpufreq/cpuinfo_max_freq"):
+        with contextlib.suppress(OSError, ValueError):
+            return int((core / file).read_text())
+    return 0
+
+
+def system_number(name: str) -> int | None:
+    """A number that macOS' sysctl has by this name."""
+    found, size = ctypes.c_int64(), ctypes.c_size_t(8)
+    try:
+        failed = ctypes.CDLL(None).sysctlbyname(
+            name.encode(), ctypes.byref(found), ctypes.byref(size), None, 0
+        )
+    except (OSError, TypeError, AttributeError):
+        return None  # another system
+    return None if failed else found.value
+
+
+def _within_quota(cores: int) -> int:
     for limit in _quotas(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")):
         try:
             quota, period = limit.read_text().split()
@@ -100,7 +145,7 @@ class Settings:
         metavar="FORMAT",
         help="The same for a draft model; auto: as --weights, on a CPU stored.",
     )
-    threads: int = setting(0, 0, help="Threads; 0 means the cores this process may use.")
+    threads: int = setting(0, 0, help="Threads; 0 means the performance cores this process may use.")
     context: int = setting(0, 0, help="Longest prompt and answer together; 0 means the model's own.")
     cache_bytes: int = setting(0, 0, help="Memory for the KV cache.")
     gpu_memory_utilization: float | None = setting(
@@ -156,7 +201,7 @@ class Settings:
                 "so that every running sequence can move in every step",
             )
         if self.threads == 0:
-            object.__setattr__(self, "threads", usable_cores())
+            object.__setattr__(self, "threads", performance_cores())
 
     def _check_share(self) -> None:
         name = "gpu_memory_utilization"

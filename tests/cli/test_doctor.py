@@ -83,6 +83,8 @@ def test_little_memory_no_compiler_and_a_torch_without_cuda(monkeypatch: pytest.
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CC", raising=False)
     assert "gcc or clang" in (one(checks.kernels, "warning").mend or "")
+    monkeypatch.setattr(checks, "carried", lambda: Path("a library"))
+    assert one(checks.kernels, "ok").text == "come with the package"
     monkeypatch.setattr(checks, "_cards", lambda: ("570.1", [("A card", 80 << 30, 70 << 30)]))
     monkeypatch.setattr(checks, "_torch_cuda", lambda: None)
     assert [f.state for f in checks.gpu()] == ["ok", "warning"]

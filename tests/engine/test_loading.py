@@ -21,7 +21,7 @@ from outrider.load.checkpoint import open_checkpoint
 from outrider.load.gguf import GgufFile
 from outrider.load.quants import FORMATS
 from outrider.model.decoder import Decoder
-from outrider.model.weights import kept_formats
+from outrider.model.weights import KERNEL_FORMATS, kept_formats
 from outrider.settings import shown_size
 from tests.load import tiny
 from tests.model.families import NEEDS_COMPILER
@@ -69,9 +69,9 @@ def write_model(path: Path, kinds: tuple[str, ...]) -> None:
 
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Queries, keys and values in three formats."""
+    """A matrix in each format that has kernels; queries, keys and values differ."""
     path = tmp_path_factory.mktemp("mixed") / "mixed.gguf"
-    write_model(path, ("Q4_K", "Q8_0", "Q6_K", "Q4_0", "Q5_K"))
+    write_model(path, ("Q4_K", "Q8_0", "Q6_K", "Q4_0", "Q5_K", "Q4_1", "Q5_0", "Q5_1"))
     return path
 
 
@@ -85,7 +85,7 @@ def test_a_model_keeps_the_formats_of_its_file(mixed: Path) -> None:
     with LLM(mixed, **OPTIONS) as llm:
         model = llm.model
         assert isinstance(model, Decoder)
-        assert model.formats.keys() == {"Q4_K", "Q8_0", "Q6_K", "Q4_0", "Q5_K"}
+        assert model.formats.keys() == set(KERNEL_FORMATS)
         assert "Q4_K" in repr(llm)
         # Panels are of 16 outputs, and scales of Q4_K and Q5_K take a byte each.
         assert model.weight_bytes() <= 1.05 * sum(kept_formats(open_checkpoint(mixed), "stored").values())
@@ -184,9 +184,13 @@ def test_corrupt_blocks_are_refused_or_answer(
         assert str(problem)
 
 
-def test_a_truncated_matrix_is_refused(mixed: Path, tmp_path: Path) -> None:
-    for cut in (1, 300, 5000):
-        path = tmp_path / "cut.gguf"
-        path.write_bytes(mixed.read_bytes()[:-cut])
-        with pytest.raises(BadCheckpoint, match="cut short"):
-            LLM(path, **OPTIONS)
+@given(st.integers(1, 2**24))
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], database=None
+)
+def test_a_truncated_matrix_is_refused(mixed: Path, tmp_path: Path, cut: int) -> None:
+    whole, path = mixed.read_bytes(), tmp_path / "cut.gguf"
+    begin = min(tensor.offset for tensor in GgufFile(mixed).tensors.values())
+    path.write_bytes(whole[: -1 - cut % (len(whole) - begin)])
+    with pytest.raises(BadCheckpoint, match="cut short"):
+        LLM(path, **OPTIONS)

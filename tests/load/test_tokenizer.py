@@ -109,6 +109,13 @@ def test_gguf_equals_tokenizers_and_transformers(pre: str) -> None:
             assert ours.decode(ids, skip_special=False) == text
 
 
+@pytest.mark.parametrize("pre", PRE_TOKENIZERS)
+def test_strings_of_a_gguf_file_are_those_of_its_backend(pre: str) -> None:
+    ours = Tokenizer.from_gguf(tiny.tokenizer_metadata(pre))
+    twin = Tokenizer.from_json(ours.to_json(), ours.bos_id, ours.eos_ids, ours.add_bos)
+    assert twin.strings() == ours.strings() and any(map(ours.is_special, range(ours.vocab_size)))
+
+
 def test_pre_tokenizers_differ_where_they_should() -> None:
     """Else the test above would pass with one for all."""
     ids = {

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.errors import BadCheckpoint
+from outrider.errors import BadCheckpoint, OutOfMemory
 from outrider.load.quants import FORMATS, Blocks, Format
 from outrider.model.decoder import make_kernels
 from outrider.model.kernels import build
@@ -21,6 +22,7 @@ from tests.model.families import NEEDS_COMPILER
 from tests.tiny import tiny_config
 
 pytestmark = NEEDS_COMPILER
+HERE, KERNEL_FILES = Path(__file__).parent, Path(build.__file__).parent
 FORMS = {form.name: form for form in FORMATS.values() if form.name in KERNEL_FORMATS}
 SCALES = {"Q6_K": (208,), "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2)}
 COUNTS = [*range(1, 10), 16, 33, 128]
@@ -114,31 +116,59 @@ def test_a_scale_that_is_no_number_is_refused_by_name(pair: Any, form: Format, b
 
 
 @by_format
-def test_the_portable_kernels_have_the_same_bits(pair: Any, form: Format, portable: ctypes.CDLL) -> None:
+def test_every_variant_that_this_processor_runs_has_the_same_bits(pair: Any, form: Format) -> None:
     weight, x = random_blocks(form, 49, 512), noise(9, 512, seed=7)
-    expected = pair[0].linear(pair[0].pack_linear(weight), x)
-    other = make_kernels(tiny_config(), 64, 2, pair[0].folder, "c")
-    other.lib = portable
-    assert torch.equal(other.linear(other.pack_linear(weight), x), expected)
+    kernels, variants = pair[0], pair[0].variants()
+    assert kernels.variant == variants[0] and variants[-1] == "portable"
+    packed = kernels.pack_linear(weight)
+    expected = kernels.linear(packed, x)
+    try:
+        for name in variants:
+            kernels.choose(name)
+            assert kernels.variant == name
+            assert torch.equal(kernels.linear(packed, x), expected), name
+    finally:
+        kernels.choose(variants[0])
 
 
-@pytest.fixture(scope="module")
-def portable(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """The kernels as a machine without dot products has them."""
-    file = tmp_path_factory.mktemp("portable") / "cpu.so"
-    command = [
-        build.compiler(),
-        *build.FLAGS,
-        "-DOUTRIDER_PORTABLE",
-        *map(str, build.SOURCES),
-        "-o",
-        str(file),
-        "-lm",
-    ]
-    subprocess.run(command, check=True)
-    lib = ctypes.CDLL(str(file))
-    lib.blocks_panel_bytes.restype = ctypes.c_size_t
-    return lib
+def test_a_product_without_memory_is_an_error(pair: Any) -> None:
+    """Not the end of the process. No machine has the memory for so many rows."""
+    kernels, rows, columns = pair[0], 2**31 - 1, 2**26
+    weight = kernels.pack_linear(random_blocks(FORMS["Q8_0"], 16, 256))
+    with pytest.raises(OutOfMemory, match="no memory is left for a step's activations"):
+        kernels.lib.outrider_linear(weight.matrix, None, None, rows, 16, columns, 1, None)
+
+
+def compiled(command: list[str], file: Path, *flags: str) -> Path:
+    """tests/model/variants.c, which compares all variants with the portable kernels."""
+    flags = ("-std=gnu11", "-ffp-contract=fast", "-fopenmp-simd", f"-I{KERNEL_FILES}", *flags)
+    subprocess.run(
+        [*command, *flags, "-o", str(file), "-lm", "-lpthread"], check=True, capture_output=True, text=True
+    )
+    return file
+
+
+def test_avx512_kernels_have_the_same_bits(pair: Any, tmp_path: Path) -> None:
+    """With the instructions written out in C: they can be compared on any machine."""
+    built = str(pair[0].lib._name)
+    fake = f"-I{HERE / 'avx512'}"
+    flags = (fake, "-DAVX512_IN_C=1", str(HERE / "variants.c"), built, f"-Wl,-rpath,{Path(built).parent}")
+    program = compiled([build.compiler()], tmp_path / "compare", *flags)
+    done = subprocess.run([program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "avx512-vnni in C\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("machine", "names"), [("aarch64", "i8mm sdot"), ("x86_64", "avx2")])
+def test_other_processors_in_an_emulator(machine: str, names: str, tmp_path: Path) -> None:
+    pytest.importorskip("ziglang", reason="no cross-compiler: pip install ziglang")
+    if (emulator := shutil.which(f"qemu-{machine}")) is None:
+        pytest.skip(f"no qemu-{machine}, which the package qemu-user has")
+    command = [sys.executable, "-m", "ziglang", "cc", "-target", f"{machine}-linux-musl", "-O1"]
+    files = (str(HERE / "variants.c"), *map(str, (*KERNEL_FILES.glob("blocks*.c"), KERNEL_FILES / "team.c")))
+    program = compiled(command, tmp_path / "compare", *files)
+    done = subprocess.run([emulator, "-cpu", "max", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.split()) == (0, [*names.split(), "portable"])
 
 
 def test_fma_rounds_once() -> None:

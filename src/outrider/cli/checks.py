@@ -26,7 +26,7 @@ from outrider.load.find import list_models
 from outrider.load.hub import hub_cache
 from outrider.load.pairs import list_pairs
 from outrider.load.progress import file_size
-from outrider.model.kernels.build import built, compiler
+from outrider.model.kernels.build import built, carried, compiler
 from outrider.settings import cache_folder, free_memory, shown_size, usable_cores
 
 State = Literal["ok", "note", "warning", "error"]
@@ -152,6 +152,9 @@ def memory() -> Iterator[Finding]:
 
 
 def kernels() -> Iterator[Finding]:
+    if carried() is not None:
+        yield Finding("kernels", "ok", "come with the package")
+        return
     try:
         which = compiler()
     except KernelUnavailable as problem:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator
+
+WIDTH, REFRESH = 30, 0.1  # of a bar: characters, and seconds between two pictures of it
+CLEAR = "\x1b[K"  # the line from here on
 
 Update = Callable[[int], None]  # takes the bytes so far
 
@@ -26,19 +31,25 @@ def download_shown(what: str, total: int) -> Iterator[Update]:
 
 @contextlib.contextmanager
 def bar(what: str, transient: bool = False) -> Iterator[Callable[[int, int], None]]:
-    """A bar on a terminal. It is called with the bytes so far and with all; until then it only moves."""
-    # Imported here: rich takes longer to import than most commands that never download anything.
-    from rich import progress
-    from rich.console import Console
+    """A bar on a terminal, with bytes and seconds. It is called with the bytes so far and with all."""
+    # Written here: importing a library for it would delay every start.
+    begin, latest = time.monotonic(), -REFRESH
 
-    columns = (
-        progress.TextColumn("{task.description}"),
-        progress.BarColumn(),
-        progress.DownloadColumn(),
-        progress.TransferSpeedColumn(),
-        progress.TimeElapsedColumn(),
-        progress.TimeRemainingColumn(),
-    )
-    with progress.Progress(*columns, console=Console(file=sys.stderr), transient=transient) as shown:
-        task = shown.add_task(what, total=None)
-        yield lambda done, total: shown.update(task, completed=min(done, total), total=total)
+    def show(done: int, total: int) -> None:
+        nonlocal latest
+        seconds, done = time.monotonic() - begin, min(done, total)
+        if seconds - latest < REFRESH and done < total:
+            return
+        latest = seconds
+        rate = file_size(done / max(seconds, 1e-3))
+        line = f"{what}: {file_size(done)} of {file_size(total)}, {seconds:.1f} s, {rate}/s"
+        room = shutil.get_terminal_size().columns - 1
+        width = max(0, min(WIDTH, room - len(line) - 3))
+        line += f" [{'#' * (width * done // max(total, 1)):{width}}]" if width else ""
+        print(f"\r{line[:room]}{CLEAR}", end="", file=sys.stderr, flush=True)
+
+    try:
+        yield show
+    finally:
+        if latest >= 0:
+            print(f"\r{CLEAR}" if transient else "\n", end="", file=sys.stderr, flush=True)

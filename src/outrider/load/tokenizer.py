@@ -77,11 +77,14 @@ class Tokenizer:
         bos_id: int | None = None,
         eos_ids: Sequence[int] = (),
         add_bos: bool | None = None,
+        strings: list[str] | None = None,
     ) -> None:
-        """`add_bos` None leaves it to the backend's own post-processor."""
+        """`add_bos` None leaves it to the backend's own post-processor. `strings` are the tokens' by id, where they are
+        known: asking the backend takes as long as making it.
+        """
         self._backend = backend
         _check_growth(backend)
-        self._strings = _strings_by_id(backend)
+        self._strings = _strings_by_id(backend) if strings is None else strings
         added = backend.get_added_tokens_decoder()
         self._added = {i: token.content for i, token in added.items()}
         self._special = frozenset(i for i, token in added.items() if token.special)
@@ -137,7 +140,8 @@ class Tokenizer:
         bos = metadata.get("tokenizer.ggml.bos_token_id")
         add_bos = metadata.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe")
         # add_eos_token is for training: an end after a prompt would end the answer too.
-        return cls(backend, bos if _is_id(bos, strings) else None, gguf_end_ids(metadata), add_bos is True)
+        bos_id = bos if _is_id(bos, strings) else None
+        return cls(backend, bos_id, gguf_end_ids(metadata), add_bos is True, strings)
 
     @property
     def vocab_size(self) -> int:

@@ -23,7 +23,7 @@ typedef struct {
 
 /* Memory for `rows` rounded rows of K inputs, in one piece that starts at q; all null if there is none. */
 Rounded rounded_for(int rows, int K);
-void round_row(const float *x, int K, const Rounded *to, int row);
+void blocks_round(const float *x, int K, const Rounded *to, int row);
 
 size_t blocks_panel_bytes(int kind, int K);
 /* Panel `w` unpacked to `room`, which has blocks_panel_bytes(WIDE_LEAST, K) bytes; returns the wide kind. */
@@ -32,5 +32,15 @@ int blocks_widen(int kind, const void *w, int K, void *room);
 void blocks_multiply(int kind, int rows, const void *w, const Rounded *x, int m, float y[][PANEL]);
 /* Output `o` of a panel as K floats. */
 void blocks_row(int kind, const void *w, int o, int K, float *y);
+
+/* The kernels for one kind of processor. All give the same bits. */
+typedef struct {
+    const char *name;
+    void (*round)(const float *, int, const Rounded *, int);
+    void (*widen[KINDS])(const void *, int, uint8_t *);
+    void (*tiles[KINDS][TILE])(const void *, const Rounded *, int, float[][PANEL]);
+} Variant;
+
+extern const Variant blocks_portable, blocks_avx2, blocks_vnni, blocks_sdot, blocks_i8mm;
 
 #endif

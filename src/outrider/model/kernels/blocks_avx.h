@@ -1,4 +1,4 @@
-/* Tiles and unpacking with AVX2, or with the dot products of AVX-512 VNNI; part of blocks.c.
+/* Tiles and unpacking with AVX2, or with the dot products of AVX-512 VNNI where VNNI is 1.
  *
  * The instructions multiply unsigned by signed bytes. Numbers of up to 6 bits are unsigned before their offset is
  * subtracted, and the sum of two products stays below 2^15. Numbers of 8 bits are signed: VNNI gets them with 128 added,
@@ -6,10 +6,7 @@
  */
 #include <immintrin.h>
 
-#define UNROLL _Pragma("GCC unroll 8")
-
-#if defined(__AVX512VNNI__) && defined(__AVX512F__) && defined(__AVX512BW__)
-#define VNNI 1
+#if VNNI
 #define WIDTH 1 /* registers of 16 outputs */
 typedef __m512i Ints;
 typedef __m512 Floats;
@@ -30,7 +27,6 @@ typedef __m512 Floats;
 #define TIMES(A, B) _mm512_mul_ps(A, B)
 #define FMA(A, B, C) _mm512_fmadd_ps(A, B, C)
 #else
-#define VNNI 0
 #define WIDTH 2
 typedef __m256i Ints;
 typedef __m256 Floats;

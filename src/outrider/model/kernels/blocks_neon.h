@@ -1,4 +1,4 @@
-/* Tiles and unpacking with NEON's dot products; part of blocks.c.
+/* Tiles and unpacking with NEON's dot products, and with its products of matrices where I8MM is 1.
  *
  * A sum starts at MAGIC, the bits of 1.5 * 2^23, instead of 0: as a float it is then 1.5 * 2^23 plus the sum, and one
  * subtraction converts it exactly. The processor converts integers at a quarter of that rate. Sums stay below 2^22.
@@ -7,7 +7,6 @@
 
 #define MAGIC 0x4B400000
 #define AHEAD 512 /* bytes: weights are fetched while those before them are multiplied */
-#define UNROLL _Pragma("GCC unroll 8")
 
 ALWAYS uint8x16_t shifted(uint8x16_t x, const int left) {
     return left == 4 ? vshlq_n_u8(x, 4) : left == 3 ? vshlq_n_u8(x, 3) : left == 2 ? vshlq_n_u8(x, 2)
@@ -98,6 +97,65 @@ ALWAYS void unpack(const Kind kind, const uint8_t *header, const uint8_t *block,
     (i == 0 ? vdotq_laneq_s32(SUM, W, X, 0) : i == 1 ? vdotq_laneq_s32(SUM, W, X, 1)                                   \
      : i == 2 ? vdotq_laneq_s32(SUM, W, X, 2) : vdotq_laneq_s32(SUM, W, X, 3))
 
+/* The sum that products are added to: MAGIC, less what the formats' offset adds to them. */
+ALWAYS int32_t start_of(const Kind kind, const int h, const Rounded *x, size_t here) {
+    if (!kind.offset) return MAGIC;
+    return MAGIC - kind.offset * (kind.halves ? x->halves[2 * here + h] : x->halves[2 * here] + x->halves[2 * here + 1]);
+}
+
+#if I8MM
+/* The sums of a block, or of its half h: an instruction takes 8 weights of two outputs and two rows. */
+ALWAYS void pair_sums(const Kind kind, const int rows, const int h, const uint8_t *high, const uint8_t *low,
+                      const Rounded *x, size_t at, int32x4_t sum[TILE][4]) {
+    int8x16_t pairs[TILE / 2][4]; /* 8 numbers of a row, the same of the next */
+    UNROLL for (int p = 0; p < (rows + 1) / 2; p++) UNROLL for (int c = 0; c < 4; c++) {
+        const int8_t *first = x->q + (at + (size_t)(2 * p) * x->blocks) * BLOCK + 8 * c;
+        int8x8_t second = 2 * p + 1 < rows ? vld1_s8(first + (size_t)x->blocks * BLOCK) : vdup_n_s8(0);
+        pairs[p][c] = vcombine_s8(vld1_s8(first), second);
+    }
+    UNROLL for (int j = 0; j < 4; j++) {
+        int32x4_t found[TILE / 2][2];
+        UNROLL for (int p = 0; p < (rows + 1) / 2; p++) found[p][0] = found[p][1] = vdupq_n_s32(0);
+        UNROLL for (int i = 0; i < 4; i += 2) {
+            int8x16_t q[2][2]; /* words 4i and 4i + 4, and those 16 further */
+            quads(kind, high, low, i, j, &q[0][0], &q[1][0]);
+            quads(kind, high, low, i + 1, j, &q[0][1], &q[1][1]);
+            UNROLL for (int f = 0; f < 2; f++) {
+                if (kind.halves && f != h) continue;
+                int32x4_t a = vreinterpretq_s32_s8(q[f][0]), b = vreinterpretq_s32_s8(q[f][1]);
+                int8x16_t w[2] = {vreinterpretq_s8_s32(vzip1q_s32(a, b)), vreinterpretq_s8_s32(vzip2q_s32(a, b))};
+                UNROLL for (int p = 0; p < (rows + 1) / 2; p++) UNROLL for (int o = 0; o < 2; o++)
+                    found[p][o] = vmmlaq_s32(found[p][o], pairs[p][2 * f + i / 2], w[o]);
+            }
+        }
+        UNROLL for (int p = 0; p < (rows + 1) / 2; p++) {
+            int64x2_t a = vreinterpretq_s64_s32(found[p][0]), b = vreinterpretq_s64_s32(found[p][1]);
+            sum[2 * p][j] = vaddq_s32(sum[2 * p][j], vreinterpretq_s32_s64(vuzp1q_s64(a, b)));
+            if (2 * p + 1 < rows)
+                sum[2 * p + 1][j] = vaddq_s32(sum[2 * p + 1][j], vreinterpretq_s32_s64(vuzp2q_s64(a, b)));
+        }
+    }
+}
+#endif
+
+/* The same, four weights of an output at a time. */
+ALWAYS void row_sums(const Kind kind, const int rows, const int h, const uint8_t *high, const uint8_t *low,
+                     const Rounded *x, size_t at, int32x4_t sum[TILE][4]) {
+    int8x16_t first[TILE], second[TILE];
+    UNROLL for (int r = 0; r < rows; r++) {
+        size_t here = at + (size_t)r * x->blocks;
+        first[r] = vld1q_s8(x->q + here * BLOCK), second[r] = vld1q_s8(x->q + here * BLOCK + 16);
+    }
+    UNROLL for (int i = 0; i < 4; i++) UNROLL for (int j = 0; j < 4; j++) {
+        int8x16_t q[2];
+        quads(kind, high, low, i, j, &q[0], &q[1]);
+        UNROLL for (int r = 0; r < rows; r++) {
+            if (!kind.halves || h == 0) sum[r][j] = DOT(sum[r][j], q[0], first[r]);
+            if (!kind.halves || h == 1) sum[r][j] = DOT(sum[r][j], q[1], second[r]);
+        }
+    }
+}
+
 /* One block: `at` is where it lies in the first row. */
 ALWAYS void add_block(const Kind kind, const int rows, const Header *header, const uint8_t *block, const Rounded *x,
                       size_t at, float32x4_t total[TILE][4]) {
@@ -105,25 +163,17 @@ ALWAYS void add_block(const Kind kind, const int rows, const Header *header, con
     const float32x4_t magic = vreinterpretq_f32_s32(vdupq_n_s32(MAGIC));
     UNROLL for (int c = 0; c < block_bytes(kind); c += 64) __builtin_prefetch(block + AHEAD + c);
     UNROLL for (int h = 0; h <= kind.halves; h++) {
-        int8x16_t first[TILE], second[TILE];
         int32x4_t sum[TILE][4];
         float32x4_t scale[4], least[4];
         UNROLL for (int r = 0; r < rows; r++) {
-            size_t here = at + (size_t)r * x->blocks;
-            int32_t start = MAGIC;
-            first[r] = vld1q_s8(x->q + here * BLOCK), second[r] = vld1q_s8(x->q + here * BLOCK + 16);
-            if (kind.halves) start -= kind.offset * x->halves[2 * here + h];
-            else if (kind.offset) start -= kind.offset * (x->halves[2 * here] + x->halves[2 * here + 1]);
-            UNROLL for (int j = 0; j < 4; j++) sum[r][j] = vdupq_n_s32(start);
+            int32x4_t start = vdupq_n_s32(start_of(kind, h, x, at + (size_t)r * x->blocks));
+            UNROLL for (int j = 0; j < 4; j++) sum[r][j] = start;
         }
-        UNROLL for (int i = 0; i < 4; i++) UNROLL for (int j = 0; j < 4; j++) {
-            int8x16_t q[2];
-            quads(kind, high, low, i, j, &q[0], &q[1]);
-            UNROLL for (int r = 0; r < rows; r++) {
-                if (!kind.halves || h == 0) sum[r][j] = DOT(sum[r][j], q[0], first[r]);
-                if (!kind.halves || h == 1) sum[r][j] = DOT(sum[r][j], q[1], second[r]);
-            }
-        }
+#if I8MM
+        if (rows > 1) pair_sums(kind, rows, h, high, low, x, at, sum);
+        else
+#endif
+            row_sums(kind, rows, h, high, low, x, at, sum);
         scales_of(kind, header, block, h, scale);
         if (kind.least) scales_of(kind, header, block, 1, least);
         UNROLL for (int j = 0; j < 4; j++) UNROLL for (int r = 0; r < rows; r++) {

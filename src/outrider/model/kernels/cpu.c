@@ -252,19 +252,18 @@ static inline void multiply(Panel w, int rows, int m, const Inputs *in, float y[
 static void round_rows(void *job, int member, int begin, int end) {
     Inputs *in = job;
     (void)member;
-    for (int r = begin; r < end; r++) round_row(in->x + (size_t)r * in->K, in->K, &in->rounded, r);
+    for (int r = begin; r < end; r++) blocks_round(in->x + (size_t)r * in->K, in->K, &in->rounded, r);
 }
 
-/* `release` them after use. */
-static Inputs inputs_for(int threads, const float *x, int M, int K, const Matrix *w, const Matrix *other) {
-    Inputs in = {x, M, K, {0}};
+/* `release` them after use. Returns 0 if there is no memory for them. */
+static int inputs_for(int threads, const float *x, int M, int K, const Matrix *w, const Matrix *other, Inputs *in) {
     int blocks = 0;
+    *in = (Inputs){x, M, K, {0}};
     for (int p = 0; p < PARTS; p++) blocks |= w->parts[p].kind > HALF || (other && other->parts[p].kind > HALF);
-    if (!blocks) return in;
-    in.rounded = rounded_for(M, K);
-    if (!in.rounded.q) abort();
-    team_run(M > FEW ? threads : 1, M, round_rows, &in);
-    return in;
+    if (!blocks) return 1;
+    in->rounded = rounded_for(M, K);
+    if (in->rounded.q) team_run(M > FEW ? threads : 1, M, round_rows, in);
+    return in->rounded.q != 0;
 }
 
 static void release(Inputs *in) { free(in->rounded.q); }
@@ -316,12 +315,14 @@ static void linear_panels(void *job, int member, int begin, int end) {
     free(room);
 }
 
-static void linear(int threads, Linear job) {
+/* Returns 0 if there is no memory for rounded inputs, as everything does that calls it. */
+static int linear(int threads, Linear job) {
     int panels = 0;
     for (int p = 0; p < PARTS; p++) panels += panels_of(job.w.parts[p].outputs);
-    job.in = inputs_for(threads, job.x, job.M, job.K, &job.w, 0);
+    if (!inputs_for(threads, job.x, job.M, job.K, &job.w, 0, &job.in)) return 0;
     team_run(threads, panels, linear_panels, &job);
     release(&job.in);
+    return 1;
 }
 
 /* act = silu(x gate^T) * (x up^T), without storing either product. */
@@ -364,10 +365,11 @@ static void gated_panels(void *job, int member, int begin, int end) {
     free(rooms[1]);
 }
 
-static void gated(int threads, Gated job) {
-    job.in = inputs_for(threads, job.x, job.M, job.K, &job.layer->gate, &job.layer->up);
+static int gated(int threads, Gated job) {
+    if (!inputs_for(threads, job.x, job.M, job.K, &job.layer->gate, &job.layer->up, &job.in)) return 0;
     team_run(threads, panels_of(job.N), gated_panels, &job);
     release(&job.in);
+    return 1;
 }
 
 /* ---- attention ---------------------------------------------------------------------------------------- */
@@ -778,28 +780,30 @@ static void norm_rows(void *job, int member, int begin, int end) {
 static void norm(int threads, int rows, Norm job) { team_run(rows > FEW ? threads : 1, rows, norm_rows, &job); }
 
 /* A layer from its normed inputs [rows][K] on. */
-void outrider_layer_from(const Layer *layer, const Shape *s, const Rows *b, const Work *w, const float *inputs, int K,
+int outrider_layer_from(const Layer *layer, const Shape *s, const Rows *b, const Work *w, const float *inputs, int K,
                          float *keys, float *values) {
     int M = b->rows, H = s->hidden, D = s->head_dim, I = s->intermediate, threads = s->threads;
     int qkv = (s->heads + 2 * s->kv_heads) * D;
-    linear(threads, (Linear){layer->qkv, layer->qkv_bias, inputs, M, qkv, K, w->qkv, 0, {0}});
+    if (!linear(threads, (Linear){layer->qkv, layer->qkv_bias, inputs, M, qkv, K, w->qkv, 0, {0}})) return 0;
     place((Placing){layer, s, b, w->qkv, keys, values});
     attention((Attention){s, b, layer->window, 0, w->qkv, qkv, keys, values, w->scores, w->score_stride, w->mixed});
-    linear(threads, (Linear){layer->out, layer->out_bias, w->mixed, M, H, s->heads * D, w->x, 1, {0}});
+    if (!linear(threads, (Linear){layer->out, layer->out_bias, w->mixed, M, H, s->heads * D, w->x, 1, {0}})) return 0;
     norm(threads, M, (Norm){w->x, 0, layer->mlp_norm, H, s->eps, w->normed});
-    gated(threads, (Gated){layer, w->normed, M, I, H, w->act, {0}});
-    linear(threads, (Linear){layer->down, layer->down_bias, w->act, M, H, I, w->x, 1, {0}});
+    return gated(threads, (Gated){layer, w->normed, M, I, H, w->act, {0}}) &&
+           linear(threads, (Linear){layer->down, layer->down_bias, w->act, M, H, I, w->x, 1, {0}});
 }
 
-void outrider_layer(const Layer *layer, const Shape *s, const Rows *b, const Work *w, float *keys, float *values) {
+int outrider_layer(const Layer *layer, const Shape *s, const Rows *b, const Work *w, float *keys, float *values) {
     norm(s->threads, b->rows, (Norm){w->x, 0, layer->attn_norm, s->hidden, s->eps, w->normed});
-    outrider_layer_from(layer, s, b, w, w->normed, s->hidden, keys, values);
+    return outrider_layer_from(layer, s, b, w, w->normed, s->hidden, keys, values);
 }
 
 /* Layers one after the other, in one call: between two calls of Python the other threads wait. */
-void outrider_layers(const Layer *const *layers, int count, const Shape *s, const Rows *b, const Work *w,
+int outrider_layers(const Layer *const *layers, int count, const Shape *s, const Rows *b, const Work *w,
                      float *const *keys, float *const *values) {
-    for (int i = 0; i < count; i++) outrider_layer(layers[i], s, b, w, keys[i], values[i]);
+    for (int i = 0; i < count; i++)
+        if (!outrider_layer(layers[i], s, b, w, keys[i], values[i])) return 0;
+    return 1;
 }
 
 void outrider_norm(const float *x, const float *weight, int rows, int n, float eps, int threads, float *y) {
@@ -807,21 +811,30 @@ void outrider_norm(const float *x, const float *weight, int rows, int n, float e
 }
 
 /* Logits of the chosen rows of x: norm, then the head. `normed` is scratch, [count][n]. */
-void outrider_head(const float *x, const int64_t *chosen, int count, const float *weight, float eps,
+int outrider_head(const float *x, const int64_t *chosen, int count, const float *weight, float eps,
                    const Matrix *w, int N, int K, int threads, float *normed, float *y) {
     norm(threads, count, (Norm){x, chosen, weight, K, eps, normed});
-    linear(threads, (Linear){*w, 0, normed, count, N, K, y, 0, {0}});
+    return linear(threads, (Linear){*w, 0, normed, count, N, K, y, 0, {0}});
 }
 
-/* Rows of a packed matrix: the embedding, when it is the head too. */
-void outrider_embed(const Matrix *w, const int64_t *ids, int rows, int K, float *x) {
-    for (int r = 0; r < rows; r++) {
-        const Part *part = w->parts;
-        int64_t id = ids[r];
+typedef struct {
+    const Matrix *w;
+    const int64_t *ids;
+    int K;
+    float *x;
+} Embedding;
+
+static void embed_rows(void *job, int member, int begin, int end) {
+    const Embedding *e = job;
+    int K = e->K;
+    (void)member;
+    for (int r = begin; r < end; r++) {
+        const Part *part = e->w->parts;
+        int64_t id = e->ids[r];
         for (; id >= part->outputs; part++) id -= part->outputs;
         const char *panel = (const char *)part->data + id / PANEL * panel_bytes(part->kind, K);
         int i = id % PANEL;
-        float *to = x + (size_t)r * K;
+        float *to = e->x + (size_t)r * K;
         if (part->kind > HALF) blocks_row(part->kind, panel, i, K, to);
         for (int k = 0; k < K && part->kind <= HALF; k++) {
             uint32_t pair = part->kind == HALF ? ((const uint32_t *)panel)[(size_t)(k / 2) * PANEL + i] : 0;
@@ -831,8 +844,13 @@ void outrider_embed(const Matrix *w, const int64_t *ids, int rows, int K, float 
     }
 }
 
-void outrider_linear(const Matrix *w, const float *bias, const float *x, int M, int N, int K, int threads, float *y) {
-    linear(threads, (Linear){*w, bias, x, M, N, K, y, 0, {0}});
+/* Rows of a packed matrix: the embedding, when it is the head too. */
+void outrider_embed(const Matrix *w, const int64_t *ids, int rows, int K, int threads, float *x) {
+    team_run(rows > FEW ? threads : 1, rows, embed_rows, &(Embedding){w, ids, K, x});
+}
+
+int outrider_linear(const Matrix *w, const float *bias, const float *x, int M, int N, int K, int threads, float *y) {
+    return linear(threads, (Linear){*w, bias, x, M, N, K, y, 0, {0}});
 }
 
 void outrider_attention(const Shape *s, const Rows *b, int window, const float *q, const float *keys,
@@ -841,31 +859,23 @@ void outrider_attention(const Shape *s, const Rows *b, int window, const float *
 }
 
 typedef struct {
-    const float *w;
-    int N, K, half;
-    void *packed;
+    const uint32_t *w; /* [N][words] */
+    int N, words;      /* a word is a float, or a pair of neighbouring bfloat16 */
+    uint32_t *packed;
 } Packing;
-
-/* Word k of output `row`: a float, or the pair of bfloat16 that it and its neighbour are. */
-static inline uint32_t word_of(const Packing *p, int row, int k) {
-    if (row >= p->N) return 0;
-    const Bits *from = (const Bits *)p->w + (size_t)row * p->K;
-    return p->half ? from[2 * k].word >> 16 | (from[2 * k + 1].word & 0xffff0000u) : from[k].word;
-}
 
 static void pack_panels(void *job, int member, int begin, int end) {
     const Packing *p = job;
-    int words = p->half ? p->K / 2 : p->K;
     (void)member;
     for (int n = begin; n < end; n++)
-        for (int k = 0; k < words; k++)
-            for (int i = 0; i < PANEL; i++)
-                ((uint32_t *)p->packed)[((size_t)n * words + k) * PANEL + i] = word_of(p, n * PANEL + i, k);
+        for (int k = 0; k < p->words; k++)
+            for (int i = 0, row = n * PANEL; i < PANEL; i++, row++)
+                p->packed[((size_t)n * p->words + k) * PANEL + i] = row < p->N ? p->w[(size_t)row * p->words + k] : 0;
 }
 
-/* [N][K] -> a Part's data, missing outputs zero. For halves K is even, and every weight a bfloat16. */
-void outrider_pack(const float *w, int N, int K, int half, int threads, void *packed) {
-    team_run(threads, panels_of(N), pack_panels, &(Packing){w, N, K, half, packed});
+/* [N][words] -> a Part's data, missing outputs zero. */
+void outrider_pack(const uint32_t *w, int N, int words, int threads, uint32_t *packed) {
+    team_run(threads, panels_of(N), pack_panels, &(Packing){w, N, words, packed});
 }
 
 #define STRIDE 4096 /* floats that are read at a time */

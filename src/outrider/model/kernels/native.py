@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence as Seq
-from ctypes import POINTER, Structure, byref, c_float, c_int32, c_size_t, c_void_p
+from ctypes import POINTER, Structure, byref, c_char_p, c_float, c_int32, c_size_t, c_void_p
 from dataclasses import dataclass, fields
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from outrider.errors import BadCheckpoint, KernelUnavailable
+from outrider.errors import BadCheckpoint, KernelUnavailable, OutOfMemory
 from outrider.load.config import ModelConfig
 from outrider.load.quants import Blocks
 from outrider.model.kernels.build import library
@@ -113,6 +114,9 @@ class NativeKernels:
         self.config, self.threads, self.folder = config, threads, folder
         self.lib = library(folder)
         self.lib.blocks_panel_bytes.restype = c_size_t
+        self.lib.outrider_variant.restype = self.lib.outrider_chosen.restype = c_char_p
+        for multiply in ("linear", "head", "layer", "layer_from", "layers"):
+            getattr(self.lib, f"outrider_{multiply}").restype = _checked
         pointers = POINTER(_Layer), POINTER(_Shape), POINTER(_Rows), POINTER(_Work)
         self.lib.outrider_layer.argtypes = [*pointers, c_void_p, c_void_p]
         self.lib.outrider_layer_from.argtypes = [*pointers, c_void_p, c_int32, c_void_p, c_void_p]
@@ -124,6 +128,24 @@ class NativeKernels:
         self._work = _Work()
         self._buffers: list[Tensor] = []
         self._capacity = 0
+
+    @property
+    def variant(self) -> str:
+        """The block kernels in use; the library takes the quickest that the processor runs."""
+        return str(self.lib.outrider_chosen().decode())
+
+    def variants(self) -> list[str]:
+        """Those that the processor runs, the quickest first."""
+        return [name for name in self._variants() if name]
+
+    def choose(self, variant: str) -> None:
+        """Uses other block kernels in this whole process. All give the same bits."""
+        self.lib.outrider_choose(self._variants().index(variant))
+
+    def _variants(self) -> list[str]:
+        """All, with an empty name in place of those that the processor does not run."""
+        names = takewhile(lambda name: name != b"", map(self.lib.outrider_variant, count()))
+        return [(name or b"").decode() for name in names]
 
     def pack_layer(self, tensors: LayerTensors) -> NativeLayer:
         struct, kept = _Layer(window=tensors.window), []
@@ -158,10 +180,10 @@ class NativeKernels:
     def _pack_floats(self, weight: Tensor) -> NativePart:
         outputs, inputs = weight.shape
         half = weight.dtype is torch.bfloat16 and inputs % 2 == 0  # bfloat16 weights are stored in pairs
-        weight = weight.float().contiguous()
+        weight = (weight if half else weight.float()).contiguous()
         words, dtype = (inputs // 2, torch.int32) if half else (inputs, torch.float32)
         packed = torch.empty(-(-outputs // PANEL), words, PANEL, dtype=dtype)
-        self.lib.outrider_pack(_ptr(weight), outputs, inputs, half, self.threads, _ptr(packed))
+        self.lib.outrider_pack(_ptr(weight), outputs, words, self.threads, _ptr(packed))
         return NativePart(packed, HALF if half else WHOLE, outputs)
 
     def _pack_blocks(self, weight: Blocks) -> NativePart:
@@ -179,7 +201,7 @@ class NativeKernels:
     def embed(self, table: NativeLinear, ids: Tensor) -> Tensor:
         """Rows of a packed matrix: a tied embedding needs no second copy."""
         x = torch.empty(ids.shape[0], table.inputs)
-        self.lib.outrider_embed(table.matrix, _ptr(ids), ids.shape[0], table.inputs, _ptr(x))
+        self.lib.outrider_embed(table.matrix, _ptr(ids), ids.shape[0], table.inputs, self.threads, _ptr(x))
         return x
 
     def head(self, x: Tensor, rows: Tensor, norm: Tensor, linear: NativeLinear) -> Tensor:
@@ -288,6 +310,14 @@ class NativeKernels:
             setattr(self._work, name, buffer.data_ptr())
         self._work.scores, self._work.score_stride = self.scores.data_ptr(), self.scores.shape[1]
         self._capacity = rows
+
+
+def _checked(done: int) -> None:
+    """What ctypes makes of the result of a kernel that needs memory."""
+    if not done:
+        raise OutOfMemory(
+            "no memory is left for a step's activations; use less: --step-rows, --max-sequences"
+        )
 
 
 def _matrix(parts: list[NativePart]) -> _Matrix:

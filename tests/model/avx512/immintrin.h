@@ -1,0 +1,62 @@
+/* The AVX-512 instructions that blocks_avx.h uses, each as its definition says, in plain C: no emulator at hand runs them.
+ * The test includes this file instead of the compiler's.
+ */
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+typedef struct {
+    uint8_t at[64];
+} __m512i;
+typedef struct {
+    float at[16];
+} __m512;
+
+#define OF_BYTES(EXPRESSION)                                      \
+    __m512i made;                                                 \
+    for (int i = 0; i < 64; i++) made.at[i] = (uint8_t)(EXPRESSION); \
+    return made;
+#define OF_FLOATS(EXPRESSION)                            \
+    __m512 made;                                         \
+    for (int i = 0; i < 16; i++) made.at[i] = EXPRESSION; \
+    return made;
+
+static inline __m512i _mm512_loadu_si512(const void *p) {
+    __m512i made;
+    memcpy(&made, p, 64);
+    return made;
+}
+static inline void _mm512_storeu_si512(void *p, __m512i x) { memcpy(p, &x, 64); }
+static inline __m512i _mm512_set1_epi8(char x) { OF_BYTES(x) }
+static inline __m512i _mm512_set1_epi32(int32_t x) { OF_BYTES((uint32_t)x >> i % 4 * 8) }
+static inline __m512i _mm512_and_si512(__m512i a, __m512i b) { OF_BYTES(a.at[i] & b.at[i]) }
+static inline __m512i _mm512_or_si512(__m512i a, __m512i b) { OF_BYTES(a.at[i] | b.at[i]) }
+static inline __m512i _mm512_xor_si512(__m512i a, __m512i b) { OF_BYTES(a.at[i] ^ b.at[i]) }
+static inline __m512i _mm512_sub_epi8(__m512i a, __m512i b) { OF_BYTES(a.at[i] - b.at[i]) }
+
+static inline uint16_t sixteen(__m512i x, int i) { return (uint16_t)(x.at[i & ~1] | x.at[i | 1] << 8); }
+static inline __m512i _mm512_slli_epi16(__m512i x, unsigned n) {
+    OF_BYTES((uint16_t)(sixteen(x, i) << n) >> (i & 1) * 8)
+}
+static inline __m512i _mm512_srli_epi16(__m512i x, unsigned n) { OF_BYTES(sixteen(x, i) >> n >> (i & 1) * 8) }
+
+static inline int32_t word_of(__m512i x, int i) {
+    int32_t word;
+    memcpy(&word, x.at + 4 * i, 4);
+    return word;
+}
+/* Unsigned bytes times signed ones, four products to a sum that wraps. */
+static inline __m512i _mm512_dpbusd_epi32(__m512i sum, __m512i a, __m512i b) {
+    for (int i = 0; i < 16; i++) {
+        uint32_t total = (uint32_t)word_of(sum, i);
+        for (int j = 4 * i; j < 4 * i + 4; j++) total += (uint32_t)((int32_t)a.at[j] * (int8_t)b.at[j]);
+        memcpy(sum.at + 4 * i, &total, 4);
+    }
+    return sum;
+}
+static inline __m512 _mm512_cvtepi32_ps(__m512i x) { OF_FLOATS((float)word_of(x, i)) }
+static inline __m512 _mm512_set1_ps(float x) { OF_FLOATS(x) }
+static inline __m512 _mm512_loadu_ps(const float *p) { OF_FLOATS(p[i]) }
+static inline void _mm512_storeu_ps(float *p, __m512 x) { memcpy(p, &x, 64); }
+static inline __m512 _mm512_mul_ps(__m512 a, __m512 b) { OF_FLOATS(a.at[i] * b.at[i]) }
+static inline __m512 _mm512_fmadd_ps(__m512 a, __m512 b, __m512 c) { OF_FLOATS(fmaf(a.at[i], b.at[i], c.at[i])) }
