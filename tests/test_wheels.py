@@ -29,12 +29,6 @@ HEADERS = {
 }
 
 
-@pytest.fixture(scope="module")
-def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[Target, Path]:
-    pytest.importorskip("ziglang", reason="no cross-compiler: pip install ziglang")
-    return dict(zip(TARGETS, build_wheels(tmp_path_factory.mktemp("wheels")), strict=True))
-
-
 def carried(wheel: Path) -> tuple[str, bytes]:
     with ZipFile(wheel) as opened:
         (name,) = (name for name in opened.namelist() if "/carried/" in name)
@@ -42,7 +36,16 @@ def carried(wheel: Path) -> tuple[str, bytes]:
 
 
 @pytest.mark.timeout(900)
-def test_every_wheel_carries_a_library_for_its_machine(wheels: dict[Target, Path]) -> None:
+def test_wheels_for_every_system(tmp_path: Path) -> None:
+    """One test, as several would build them in several processes."""
+    pytest.importorskip("ziglang", reason="no cross-compiler: pip install ziglang")
+    wheels = dict(zip(TARGETS, build_wheels(tmp_path / "wheels"), strict=True))
+    each_carries_a_library_for_its_machine(wheels)
+    each_says_what_it_is_and_what_it_holds(wheels)
+    the_one_of_this_machine_needs_no_compiler(wheels, tmp_path)
+
+
+def each_carries_a_library_for_its_machine(wheels: dict[Target, Path]) -> None:
     for target, wheel in wheels.items():
         name, library = carried(wheel)
         assert name == f"outrider/model/kernels/carried/{target.library}"
@@ -56,8 +59,7 @@ def test_every_wheel_carries_a_library_for_its_machine(wheels: dict[Target, Path
             assert versions and max(versions) <= 17, versions
 
 
-@pytest.mark.timeout(900)
-def test_wheels_say_what_they_are_and_what_they_hold(wheels: dict[Target, Path]) -> None:
+def each_says_what_it_is_and_what_it_holds(wheels: dict[Target, Path]) -> None:
     for target, wheel in wheels.items():
         assert wheel.name.endswith(f"-py3-none-{target.tag}.whl")
         with ZipFile(wheel) as opened:
@@ -71,8 +73,7 @@ def test_wheels_say_what_they_are_and_what_they_hold(wheels: dict[Target, Path])
         assert sorted(recorded) == sorted(names), "pip removes what is recorded"
 
 
-@pytest.mark.timeout(900)
-def test_the_wheel_of_this_machine_needs_no_compiler(wheels: dict[Target, Path], tmp_path: Path) -> None:
+def the_one_of_this_machine_needs_no_compiler(wheels: dict[Target, Path], tmp_path: Path) -> None:
     fits = {target.library: wheel for target, wheel in wheels.items()}
     wheel = fits.get(build.carried_name(sys.platform, platform.machine().lower()))
     if wheel is None:
