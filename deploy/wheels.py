@@ -48,11 +48,14 @@ TARGETS = (
 )
 
 
+def compiler(target: Target) -> list[str]:
+    return [sys.executable, "-m", "ziglang", "cc", "-target", target.triple, f"-mcpu={target.cpu}"]
+
+
 def compiled(target: Target, folder: Path) -> Path:
     """The kernels as a library for a target."""
     file = folder / target.library
-    zig = [sys.executable, "-m", "ziglang", "cc", "-target", target.triple, f"-mcpu={target.cpu}"]
-    command = [*zig, *build.FLAGS, "-s", *map(str, build.SOURCES), "-o", str(file), "-lm"]
+    command = [*compiler(target), *build.FLAGS, "-s", *map(str, build.SOURCES), "-o", str(file), "-lm"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"{' '.join(command)}\n{done.stderr[-4000:]}")

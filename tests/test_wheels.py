@@ -12,7 +12,7 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
-from deploy.wheels import TARGETS, Target, build_wheels
+from deploy.wheels import TARGETS, Target, build_wheels, compiler
 
 from outrider.model.kernels import build
 from outrider.settings import cache_folder
@@ -35,6 +35,18 @@ def carried(wheel: Path) -> tuple[str, bytes]:
         return name, opened.read(name)
 
 
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.triple)
+def test_the_kernels_compile_for_every_system(target: Target, tmp_path: Path) -> None:
+    """Unoptimised and not linked: a tenth of what its wheel takes."""
+    pytest.importorskip("ziglang", reason="no cross-compiler: pip install ziglang")
+    for source in build.SOURCES:
+        command = [*compiler(target), *build.FLAGS, "-O0", "-c", str(source), "-o", f"{source.stem}.o"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0 and (tmp_path / f"{source.stem}.o").stat().st_size, done.stderr
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_wheels_for_every_system(tmp_path: Path) -> None:
     """One test, as several would build them in several processes."""
