@@ -207,15 +207,15 @@ def test_a_busy_machine_is_named_at_the_end(
 
 
 def test_a_real_race_names_its_drafter(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fixed = Speculation(drafter="lookup", depth=3, nodes=3)  # the planner may find that it does not pay
+    fixed = Speculation(drafter="early_exit", depth=3, nodes=3)  # the planner may find that it does not pay
     monkeypatch.setattr(race, "SamplingParams", partial(SamplingParams, speculation=fixed))
-    with LLM(tiny_folder, draft="lookup") as llm:
+    with LLM(tiny_folder, draft="early_exit") as llm:
         ran = Race(Scene("t", "12 12 12 12", "m"))
         ran.run(llm, lambda side: None)
     assert ran.identical and len(ran.plain.turns) >= FEWEST
-    accepted = sum(turn.accepted["lookup"] for turn in ran.speculative.turns)
+    accepted = sum(turn.accepted["early_exit"] for turn in ran.speculative.turns)
     assert accepted == sum(len(turn.tokens) - turn.steps for turn in ran.speculative.turns) > 0
-    assert ran.drafters == "lookup"
+    assert ran.drafters == "early_exit"
     assert not any(turn.accepted.total() for turn in ran.plain.turns)
 
 
