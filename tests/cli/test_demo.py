@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import re
 import sys
@@ -10,6 +11,7 @@ from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from rich.console import Console
@@ -19,6 +21,7 @@ from outrider.cli import demo, race
 from outrider.cli.demo import Panes, activation, show_race
 from outrider.cli.race import FEWEST, TURNS, Race, Scene, Turn
 from outrider.types import SamplingParams, Speculation
+from tests.test_structure import ROOT
 
 from .conftest import Outrider
 
@@ -217,6 +220,32 @@ def test_a_real_race_names_its_drafter(tiny_folder: Path, monkeypatch: pytest.Mo
     assert accepted == sum(len(turn.tokens) - turn.steps for turn in ran.speculative.turns) > 0
     assert ran.drafters == "early_exit"
     assert not any(turn.accepted.total() for turn in ran.plain.turns)
+
+
+# ------------------------------------------------------------------------------------------------ the picture
+
+
+def test_the_picture_shows_each_token_when_it_came() -> None:
+    """docs/race.py, which makes the moving picture of README."""
+    spec = importlib.util.spec_from_file_location("race_picture", ROOT / "docs" / "race.py")
+    assert spec is not None and spec.loader is not None
+    picture = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(picture)
+    words = "one two three <four> & five, and so on until the line is full and another line begins here"
+    plain = [(one, 0.1 * (i + 1), False) for i, one in enumerate(words)]
+    drafted = [(one, 0.05 * (i // 4 + 1), i % 4 > 0) for i, one in enumerate(words)]
+    drawn = picture.draw(race_of([2.0] * 3, [1.0] * 3), {"plain": plain, "speculative": drafted})
+    svg = ElementTree.fromstring(drawn)
+    shown = [one for one in svg.iter() if one.tag.endswith("text")]
+    told = "".join(one.text or "" for one in shown).replace("\u00a0", " ")
+    assert told.count("<four> & five") == 2 and "2.0x faster" in told and "drafted by lookup" in told
+    held = "".join(one.text or "" for one in shown if one.get("class") == "acc").replace("\u00a0", "")
+    assert len(held) > 40 and not re.search(r"<script|href|url\(|@import", drawn)
+    times = [float(one) for one in re.findall(r'keyTimes="0;([0-9.]+);1" calcMode', drawn)]
+    whole = plain[-1][1] + picture.PAUSE
+    assert times[1] == pytest.approx(0.1 / whole, abs=1e-3) and max(times) == pytest.approx(
+        1 - 3 / whole, abs=1e-3
+    )
 
 
 # -------------------------------------------------------------------------------------------------- the page

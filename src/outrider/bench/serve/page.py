@@ -44,8 +44,8 @@ def page(report: Found) -> str:
 def headline(loads: Sequence[Found]) -> str:
     """The highest rate, or the first comparison of two servers."""
     best = max(loads, key=lambda load: load["servers"][0]["output_tok_s"])
-    first, ratio = best["servers"][0], next(iter(best.get("ratios", ())), {}).get("output_tok_s")
-    if ratio:
+    first = best["servers"][0]
+    if ratio := best["ratios"][0].get("output_tok_s") if best.get("ratios") else None:
         return (
             f"B: {ratio['median']:.2f}x the output of A ({ratio['low']:.2f}x to {ratio['high']:.2f}x in rounds), "
             f"{best['load']}"
