@@ -142,18 +142,19 @@ class Race:
 
     def _pace(self) -> str:
         """A difference is claimed if all quiet turns but one agree on it. A busy machine has no speed-up."""
-        steps = f"{self.speculative.tokens_per_step:.1f} tokens a pass of the model instead of 1.0"
+        passes = self.speculative.tokens_per_step
+        steps = f": {passes:.1f} tokens a pass of the model instead of 1.0" if passes >= 1.05 else ""
         if self.busy:
-            return f"the machine is busy, so there is no speed-up to tell: {steps}"
+            return f"the machine is busy, so there is no speed-up to tell{steps}"
         ratios = self.ratios
         ratio, turns = (
             statistics.median(ratios),
             f"{ratios[0]:.2f}x to {ratios[-1]:.2f}x in {len(ratios)} turns",
         )
         if ratio > 1 + EQUAL and ratios[1] > 1:
-            return f"{ratio:.1f}x faster ({turns}): {steps}"
+            return f"{ratio:.1f}x faster ({turns}){steps}"
         if ratio < 1 - EQUAL and ratios[-2] < 1:
-            return f"slower here, {ratio:.2f}x ({turns}): {steps}"
+            return f"slower here, {ratio:.2f}x ({turns}){steps}"
         return f"as fast as plain decoding (within {100 * EQUAL:.0f} %, {len(ratios)} turns)"
 
     def others(self) -> float:
