@@ -71,7 +71,7 @@ class Side:
 
     @property
     def tokens_per_step(self) -> float:
-        return len(self.turns[0].tokens) / self.turns[0].steps
+        return statistics.median(len(turn.tokens) / turn.steps for turn in self.turns)
 
     def summary(self) -> str:
         if not self.turns:
