@@ -11,8 +11,6 @@ import shlex
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
@@ -128,10 +126,12 @@ def _open_when_ready(url: str) -> None:
 
 
 def _answers(url: str) -> bool:
+    from urllib.request import urlopen  # takes as long to import as the whole of this file
+
     try:
-        with urllib.request.urlopen(url, timeout=5) as reply:
-            return reply.status == 200
-    except (OSError, urllib.error.URLError):
+        with urlopen(url, timeout=5) as reply:
+            return bool(reply.status == 200)
+    except OSError:  # URLError is one
         return False
 
 

@@ -11,10 +11,9 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -66,12 +65,12 @@ class Side:
     def seconds(self) -> float:
         """The median of the turns; of the first one, the time so far."""
         if self.turns:
-            return statistics.median(turn.seconds for turn in self.turns)
+            return median(turn.seconds for turn in self.turns)
         return 0.0 if self.begun is None else time.perf_counter() - self.begun
 
     @property
     def tokens_per_step(self) -> float:
-        return statistics.median(len(turn.tokens) / turn.steps for turn in self.turns)
+        return median(len(turn.tokens) / turn.steps for turn in self.turns)
 
     def summary(self) -> str:
         if not self.turns:
@@ -136,7 +135,7 @@ class Race:
 
     def verdict(self) -> str:
         total = len(self.plain.turns[0].tokens)
-        held = round(statistics.fmean(turn.accepted.total() for turn in self.speculative.turns))
+        held = round(mean(turn.accepted.total() for turn in self.speculative.turns))
         by = f"{held} of them drafted by {self.drafters}" if held else "none of them drafted"
         return f"{self._pace()}; {self.same_tokens} of {total} tokens identical, {by}"
 
@@ -148,7 +147,7 @@ class Race:
             return f"the machine is busy, so there is no speed-up to tell{steps}"
         ratios = self.ratios
         ratio, turns = (
-            statistics.median(ratios),
+            median(ratios),
             f"{ratios[0]:.2f}x to {ratios[-1]:.2f}x in {len(ratios)} turns",
         )
         if ratio > 1 + EQUAL and ratios[1] > 1:
@@ -159,7 +158,7 @@ class Race:
 
     def others(self) -> float:
         """Cores that other programs used, on average."""
-        return statistics.fmean(turn.others for turn in (*self.plain.turns, *self.speculative.turns))
+        return mean(turn.others for turn in (*self.plain.turns, *self.speculative.turns))
 
 
 def take_turn(llm: LLM, prompt: str, side: Side, speculate: bool, show: Callable[[Side], None]) -> Turn:
@@ -212,6 +211,18 @@ def _others_seconds() -> float:
     user, nice, system, _, _, *interrupts = (int(ticks) for ticks in spent[:8])
     own = os.times()
     return (user + nice + system + sum(interrupts)) / os.sysconf("SC_CLK_TCK") - own.user - own.system
+
+
+def median(values: Iterable[float]) -> float:
+    """Python's own `statistics` takes too long to import for a command line."""
+    ordered = sorted(values)
+    half = len(ordered) // 2
+    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
+
+
+def mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return sum(found) / len(found)
 
 
 def prompt_ids(llm: LLM, prompt: str) -> list[int]:
