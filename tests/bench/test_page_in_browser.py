@@ -16,7 +16,8 @@ from outrider.bench.speculation_page import page
 from tests.bench.test_speculation_page import cell, method, report
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
+needs_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
+pytestmark = needs_browser
 
 TASKS = ("chat", "code", "json", "rewrite", "summary", "creative", "short", "long")
 # What a reader would see, as the browser laid it out; it comes back in the page itself. Labels may stand half beyond an

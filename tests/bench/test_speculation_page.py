@@ -25,8 +25,8 @@ def method(ratio: float, **more: Any) -> dict[str, Any]:
     stages = {"plan": 0.1, "draft": 0.2, "target": 7.0, "verify": 0.3, "other": 0.4, "total": 8.0}
     rates = [{"depth": 1, "rate": 0.5, "of": 10}, {"depth": 2, "rate": 0.25, "of": 4}]
     made = {"tok_s": 50 * ratio, "ratio": ratio, "ratio_within": 0.011, "worst": ratio, "tokens_per_step": 1.5,
-            "drafted": 14, "held": 0.4, "acceptance": rates, "ttft_ms": SPREAD, "itl_ms": SPREAD, "stages_ms": stages,
-            "compared": 1000, "differing": 0}  # fmt: skip
+            "drafted": 14, "held": 0.4, "acceptance": rates, "ttft_ms": SPREAD, "itl_ms": SPREAD, "tpot_ms": SPREAD,
+            "stages_ms": stages, "compared": 1000, "differing": 0}  # fmt: skip
     return made | more
 
 
@@ -60,7 +60,7 @@ def test_every_plot_is_there() -> None:
     for said in (
         "Batch 1, temperature 0, times plain", "Batch 4, temperature 1.2, times plain",
         "chat: auto by batch, times plain", "<code>: auto by temperature, times plain", "chat, % accepted",
-        "Between two tokens, p99, batch 4, temperature 1.2, ms", "First token, p50, batch 1, temperature 0, ms",
+        "Time per token, p99, batch 4, temperature 1.2, ms", "First token, p50, batch 1, temperature 0, ms",
     ):  # fmt: skip
         assert said in drawn, said
     assert "auto, chat: 1.40 times plain" in html and "lookup, depth 2, of 16: 25 % accepted" in html
@@ -90,12 +90,37 @@ def test_what_is_missing_is_said() -> None:
     assert "auto" in alone
 
 
+def test_sections_without_content_are_left_out() -> None:
+    html = page(report(chat=cell("chat", 0.7, 1, auto=method(1.1, acceptance=[]))))
+    assert re.findall("<h2>(.*?)</h2>", html) == [
+        "Speed-up by workload", "Latency", "All figures", "What was measured",
+    ]  # fmt: skip
+    asked = report(chat=cell("chat", 0.7, 1, auto=method(1.1)))
+    asked["asked"] |= {"limit": None, "methods": None}
+    assert "None" not in page(asked) and "max tokens" in page(asked)
+
+
+def test_a_page_begins_with_the_headline() -> None:
+    cells = {
+        "chat": cell("chat", 0.7, 1, auto=method(0.99)),
+        "rewrite": cell("rewrite", 0.0, 1, auto=method(2.1)),
+    }
+    html = page(report(**cells))
+    assert html.index("auto: 1.44x on average, 2.10x rewrite, 0.99x chat, +-1 %") < html.index("<h2>")
+
+
 @pytest.mark.parametrize("mark", [None, 1.0])
-def test_bars_are_as_high_as_their_values(mark: float | None) -> None:
-    drawn = bars("t", ["a", "b"], [Bars("x", [1.0, 2.0]), Bars("y", [None, 4.0])], "u", mark)
-    heights = [
-        float(one) for one in re.findall('<rect class="b[01]" x=[^>]* height="([0-9.]+)"><title>', drawn)
+def test_bars_are_as_long_as_their_values_and_say_them(mark: float | None) -> None:
+    series = [Bars("x", [1.0, 2.0], [(0.5, 1.5), None]), Bars("y", [None, 4.0])]
+    drawn = bars("t", ["a", "b"], series, "u", mark)
+    widths = [
+        float(one)
+        for one in re.findall('<rect class="b[01]" x="[0-9.]+" y="[0-9.]+" width="([0-9.]+)"', drawn)
     ]
-    assert [height / heights[0] for height in heights] == pytest.approx([1, 2, 4], rel=0.01)
+    assert [width / widths[0] for width in widths] == pytest.approx([1, 2, 4], rel=0.01)
+    assert re.findall('class="figure"[^>]*>([^<]*)<', drawn) == ["1 ±0.50", "2", "4"]
+    [(low, high)] = re.findall('class="error" x1="([0-9.]+)" y1="[0-9.]+" x2="([0-9.]+)"', drawn)[:1]
+    assert float(high) - float(low) == pytest.approx(widths[0], rel=0.01)
+    assert drawn.count('class="error"') == 3  # a line and its two ends
     assert ('class="line"' in drawn) is (mark is not None)
     assert bars("t", ["a"], [Bars("x", [None])], "u") == ""

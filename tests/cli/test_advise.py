@@ -67,11 +67,14 @@ def test_advice_on_synthetic_acceptance(
     out = tmp_path / "out.json"
     ran = outrider(
         "advise", tiny_folder, "--draft", "lookup", "--draft", "synthetic:1.0", "--draft", "none", "--prompts", asked,
-        "--seconds", 1, "--price-per-hour", "2.5", "--json", out, "--temperature", 0.5, "--ignore-eos", *SMALL,
+        "--seconds", 1, "--price-per-hour", "2.5", "--json", out, "--temperature", 0.5, "--ignore-eos",
+        "--html", f"{out}.html", *SMALL,
     )  # fmt: skip
     assert ran.code == 0, ran.err
     assert ran.out == "" and "% synthetic: prompt 1 of 4" in ran.err
     found = json.loads(out.read_text())
+    html = Path(f"{out}.html").read_text()
+    assert "advice" in html.split("<h2>")[0] and 'class="error"' in html and "synthetic:1.0" in html
     assert found["kind"] == "advise" and found["complete"] and found["certificate"]["commit"]
     lookup, synthetic = found["drafts"]
     assert (lookup["draft"], synthetic["draft"]) == ("lookup", "synthetic:1.0")
@@ -109,8 +112,10 @@ def test_the_pair_is_the_first_candidate(
 def test_numbers_alone_need_no_model(outrider: Outrider, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     ran = outrider(
-        "advise", "no-such-model", "--what-if", "acceptance=0.7,0.6 depth=2 cost=0.1", "--json", out
-    )
+        "advise", "no-such-model", "--what-if", "acceptance=0.7,0.6 depth=2 cost=0.1", "--json", out, "--html",
+        tmp_path / "out.html",
+    )  # fmt: skip
+    assert "x at best: drafts of " in (tmp_path / "out.html").read_text().split("<h2>")[0]
     assert ran.code == 0, ran.err
     (row,) = json.loads(out.read_text())["what_if"]
     assert row["speedup"] == pytest.approx((1 + 0.7 + 0.42) / 1.2)

@@ -11,7 +11,7 @@ import pytest
 import typer
 
 from outrider.bench.arrivals import Traffic
-from outrider.bench.show import latencies, table
+from outrider.bench.show import headline, latencies, overview, table
 from outrider.cli.bench import batch_sizes, task_temperatures
 from outrider.cli.measure import Progress, Report
 from outrider.cli.tasks import TOKENS
@@ -45,7 +45,7 @@ def test_bench_measures_an_as_if_model(
     ran = outrider(
         "bench", tiny_folder, "--as-if", SHAPE, "--draft-as-if", DRAFT, "--draft-layers", 2, "--prompts", asked,
         "--tasks", "chat", "--batches", "1,2", "--groups", 1, "--methods", "lm,auto", "--what", "speculation",
-        "--temperatures", "chat=0.3", "--json", out, *SMALL,
+        "--temperatures", "chat=0.3", "--details", "--json", out, *SMALL,
     )  # fmt: skip
     assert ran.code == 0, ran.err
     assert ran.out == ""
@@ -104,6 +104,54 @@ def test_bench_takes_few_prompts_and_short_answers_unless_told(
     stages = ["passes over several tokens", "the machine's memory bandwidth", "plain decoding", "chat"]
     assert [one for one in said if one in stages] == stages
     assert "more thorough: --limit 72 --max-tokens 256, or your own prompts: --prompts FILE" in lines
+
+
+def cells(**ratios: tuple[float, float | None]) -> dict[str, Any]:
+    """A report by task, of plain decoding and auto."""
+    plain = {"ratio": 1.0, "ratio_within": 0.0, "tok_s": 100.0, "compared": 9, "differing": 0}
+    return {
+        task: {"batches": {"1": {"noise": 1.0, "methods": {"plain": plain, "auto": plain | made}}}}
+        for task, (ratio, within) in ratios.items()
+        for made in ({"ratio": ratio, "ratio_within": within},)
+    }
+
+
+def test_the_headline_has_mean_best_worst_and_error() -> None:
+    report = cells(rewriting=(2.0, 0.06), creative=(0.98, 0.08))
+    assert headline(report) == "auto: 1.40x on average, 2.00x rewriting, 0.98x creative, +-5 %"
+    assert headline(cells(chat=(1.2, 0.03))) == "auto: 1.20x chat, +-3 %"
+    report["creative"]["batches"]["1"]["noise"] = 2.0
+    report["rewriting"]["batches"]["1"]["methods"]["auto"]["ratio_within"] = None
+    assert headline(report).endswith("0.98x creative, +-?; a busy machine")
+    report["creative"]["batches"]["16"] = report["creative"]["batches"].pop("1")
+    assert "0.98x creative (batch 16)" in headline(report)
+    del report["creative"], report["rewriting"]["batches"]["1"]["methods"]["auto"]
+    assert headline(report) == ""
+
+
+def test_the_overview_has_a_row_a_task_and_fits_80_columns() -> None:
+    report = cells(rewriting=(2.0, 0.06), creative=(0.98, 0.08))
+    lines = list(overview(report))
+    assert lines[0].split() == ["task", "batch", "plain", "tok/s", "auto"]
+    assert lines[1].split() == ["rewriting", "1", "100.0", "2.00x"]
+    methods = report["creative"]["batches"]["1"]["methods"]
+    auto = methods.pop("auto")
+    methods |= {f"a_long_drafter_{i}": auto for i in range(9)} | {"auto": auto}
+    lines = list(overview({"creative": report["creative"]}))
+    assert max(map(len, lines)) < 80 and lines[0].split()[-1] == "auto"
+
+
+def test_what_is_printed_begins_with_the_headline(outrider: Outrider, tiny_folder: Path, asked: Path) -> None:
+    ask = ("bench", tiny_folder, "--prompts", asked, "--tasks", "chat", "--methods", "lookup,auto", "--what",
+           "speculation", "--groups", 1, *SMALL)  # fmt: skip
+    ran = outrider(*ask)
+    lines = [
+        line for line in ran.err.splitlines() if "%" not in line.split("auto")[0] and "warning" not in line
+    ]
+    assert re.match(r"auto: \d\.\d\dx chat, \+-", lines[1]), lines
+    assert "first token" not in ran.err and "memory:" not in ran.err
+    full = outrider(*ask, "--details").err
+    assert "first token" in full and "memory:" in full
 
 
 def test_wide_figures_and_names_do_not_wrap() -> None:
@@ -196,10 +244,13 @@ def test_progress_is_one_line_on_a_terminal_and_few_in_a_pipe(
     assert ("\n" in said) is not live and said.endswith("\r\x1b[2K") is live
 
 
-def test_audit_compares_an_as_if_model(outrider: Outrider, tiny_folder: Path, asked: Path) -> None:
+def test_audit_compares_an_as_if_model(
+    outrider: Outrider, tiny_folder: Path, asked: Path, tmp_path: Path
+) -> None:
+    page = tmp_path / "audit.html"
     ran = outrider(
         "audit", tiny_folder, "--as-if", SHAPE, "--prompts", asked, "--limit", 2, "--temperatures", "0.7",
-        "--no-adversaries", "--json", "-", *SMALL,
+        "--no-adversaries", "--json", "-", "--html", page, *SMALL,
     )  # fmt: skip
     assert ran.code == 0, ran.err
     found = json.loads(ran.out)
@@ -207,6 +258,7 @@ def test_audit_compares_an_as_if_model(outrider: Outrider, tiny_folder: Path, as
     assert found["as_if"]["shape"] == SHAPE
     assert found["identity"]["differing"] == 0 < found["identity"]["compared"]
     assert "toggled lookup T=0.7" in found["identity"]["by_way_and_temperature"]
+    assert f"{found['identity']['compared']:,} tokens compared" in page.read_text().split("<h2>")[0]
     begun, *_, last = [line for line in ran.err.splitlines() if "compared" in line]
     assert begun == "  0 % nothing compared yet"
     identity = found["identity"]
@@ -304,6 +356,7 @@ def test_an_audit_without_drafts_proves_nothing(outrider: Outrider, tiny_folder:
         (("--json", "/nowhere/at/all.json"), "cannot be written"),
         (("--html", "/nowhere/at/all.html"), "cannot be written"),
         (("--html", "page.html", "--what", "plain"), "leave out --what plain"),
+        (("--details", "--what", "plain"), "leave out --what plain"),
         (("-n", 2), "one answer a prompt"),
     ],
 )

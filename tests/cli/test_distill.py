@@ -12,6 +12,7 @@ from outrider.cli.distill import ANSWER, SCORE, TRAIN, distill
 from outrider.distill.folder import Folder
 from outrider.distill.open_shards import write_open
 from outrider.distill.recipe import Recipe
+from outrider.load.pairs import SHIPPED
 from outrider.load.token_shards import Conversation
 from tests.cli.conftest import Outrider
 
@@ -43,6 +44,7 @@ def test_every_option_is_a_flag_of_its_stage_with_its_default() -> None:
         (["--prompts", "p", "--taps", "2,x"], "'2,x' is not a list of numbers such as 2,14,27"),
         (["--prompts", "p", "--kind", "head"], "unknown kind 'head'; known: eagle, lm"),
         (["--prompts", "p", "--los", "kl"], "did you mean --loss?"),
+        (["--prompts", "p", "--stage", "train", "--html", "x"], "leave out --stage train"),
     ],
 )
 def test_what_cannot_be_is_refused(outrider: Outrider, tmp_path: Path, flags: list[str], what: str) -> None:
@@ -98,3 +100,12 @@ def test_ctrl_c_says_what_is_kept(
     monkeypatch.setattr("outrider.distill.run.distill", interrupted)
     ran = outrider("distill", tiny_folder, "--made-up", 3, "--out", tmp_path)
     assert ran.code == 130 and said in ran.err
+
+
+def test_the_page_has_the_score(
+    outrider: Outrider, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outrider.distill.run.distill", lambda *_: SHIPPED / "smollm2-135m-eagle")
+    ran = outrider("distill", tiny_folder, "--made-up", 3, "--out", tmp_path, "--html", tmp_path / "d.html")
+    assert ran.code == 0, ran.err
+    assert "of draft tokens accepted" in (tmp_path / "d.html").read_text() and "written to" in ran.err

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from outrider.load.find import ALIASES
+from outrider.cli.models import memory_needed
+from outrider.load.aliases import ALIASES
+from outrider.load.find import list_models
 from outrider.load.progress import file_size
 from tests.test_structure import ROOT
 
@@ -19,7 +21,47 @@ def test_an_empty_cache_lists_aliases_as_not_fetched(outrider: Outrider, empty_c
     assert [(row["name"], row["present"], row["path"]) for row in rows] == [
         (name, False, None) for name in ALIASES
     ]
-    assert outrider("models").out.startswith("smollm2-135m\t98 MB\tnot fetched\t")
+    first, *others = outrider("models").out.splitlines()
+    assert first.split("\t")[:4] == ["smollm2-135m", "135M", "98 MB", "1.8 GB"] and len(others) >= 10
+    assert first.split("\t")[5:7] == ["yes", ""]  # a head comes with Outrider; nothing is on disk
+
+
+def test_what_fits_depends_on_the_memory_that_is_free(
+    outrider: Outrider, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needed = {entry.name: memory_needed(entry) for entry in list_models(empty_cache)}
+    monkeypatch.setattr("outrider.cli.models.free_memory", lambda: needed["qwen3-4b"])
+    rows = {row["name"]: row for row in outrider("models", "--json").rows}
+    assert (
+        {name for name, row in rows.items() if not row["fits"]}
+        == {name for name in needed if needed[name] > needed["qwen3-4b"]}
+        >= {"qwen3-8b", "llama-3.1-8b"}
+    )
+    assert rows["gemma-3-1b"]["memory_bytes"] > 2 * rows["gemma-3-1b"]["bytes"]  # bfloat16 becomes float32
+    assert rows["qwen3-4b"]["hub"] == "Qwen/Qwen3-4B-GGUF:Qwen3-4B-Q4_K_M.gguf"
+    monkeypatch.setattr("outrider.cli.models.free_memory", lambda: None)
+    assert {row["fits"] for row in outrider("models", "--json").rows} == {None}
+
+
+def test_the_document_has_every_row(empty_cache: Path) -> None:
+    page = (ROOT / "docs" / "models.md").read_text()
+    for entry in list_models(empty_cache):
+        sizes = f"{file_size(entry.bytes)} | {file_size(memory_needed(entry))} |"
+        assert re.search(
+            rf"^\| `{re.escape(entry.name)}` \| .* \| {re.escape(sizes)}$", page, re.MULTILINE
+        ), entry.name
+
+
+@pytest.mark.parametrize("width", [80, 132])
+def test_the_table_fits_a_terminal(
+    outrider: Outrider, empty_cache: Path, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", outrider("models").out).splitlines()
+    assert lines[0].split() == ["name", "params", "download", "memory", "fits", "head", "on", "disk"]
+    assert [line.split()[0] for line in lines[1 : 1 + len(ALIASES)]] == list(ALIASES)
+    assert max(map(len, lines)) <= width and "gemma-3-1b runs through transformers" in " ".join(lines)
 
 
 def test_files_in_the_cache_are_listed_and_found(outrider: Outrider, empty_cache: Path) -> None:
@@ -38,9 +80,20 @@ def test_path_of_what_is_not_here(outrider: Outrider, empty_cache: Path) -> None
     assert (ran.code, ran.out) == (1, "") and "outrider models pull smollm2-135m" in ran.err
 
 
-def test_pull_of_an_unknown_name_suggests(outrider: Outrider, empty_cache: Path) -> None:
-    ran = outrider("models", "pull", "smolm2-135m")
-    assert ran.code == 1 and ran.err.startswith("error: ") and "did you mean 'smollm2-135m'?" in ran.err
+@pytest.mark.parametrize(
+    ("args", "near"),
+    [
+        (("models", "pull", "smolm2-135m"), "'smollm2-135m'?"),
+        (("models", "path", "qwen3:8b"), "'qwen3-8b'?"),
+        (("generate", "llama3.2"), "'llama-3.2-1b' or 'llama-3.2-3b'?"),
+        (("chat", "gemma3"), "'gemma-3-1b'?"),
+    ],
+)
+def test_an_unknown_name_suggests_near_ones(
+    outrider: Outrider, empty_cache: Path, args: tuple[str, ...], near: str
+) -> None:
+    ran = outrider(*args)
+    assert ran.code == 1 and ran.err.startswith("error: ") and f"did you mean {near}" in ran.err
 
 
 @pytest.mark.parametrize("args", [("models", "--json", "extra"), ("models", "pull")])

@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import subprocess
 import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import Any
+from threading import Thread
+from typing import Any, ClassVar
 
 import huggingface_hub
 import pytest
@@ -14,9 +16,12 @@ from huggingface_hub import constants, errors
 
 from outrider.errors import ModelNotFound
 from outrider.load import builtin
+from outrider.load.aliases import ALIASES, HUB_MODELS, near_aliases
 from outrider.load.builtin import SMOLLM2
-from outrider.load.find import ALIASES, find, list_models, parse_hub_id
+from outrider.load.config import FAMILIES
+from outrider.load.find import fetched, find, list_models, parse_hub_id, published_sampling
 from outrider.load.hub import HubId, hub_cache
+from outrider.load.pairs import SHIPPED
 
 
 @pytest.fixture(autouse=True)
@@ -221,7 +226,7 @@ def test_hub_cache_is_where_the_library_says(tmp_path: Path) -> None:
 def test_list_models(tmp_path: Path, empty_hub: Path) -> None:
     entries = list_models(tmp_path)
     assert [(e.name, e.present, e.path, e.bytes) for e in entries] == [
-        ("smollm2-135m", False, None, SMOLLM2.bytes)
+        (name, False, None, model.bytes) for name, model in ALIASES.items()
     ]
     snapshot = cached_repo(empty_hub)
     (tmp_path / "models").mkdir()
@@ -230,13 +235,96 @@ def test_list_models(tmp_path: Path, empty_hub: Path) -> None:
     with (tmp_path / "models" / SMOLLM2.file).open("wb") as file:
         file.truncate(SMOLLM2.bytes)
     entries = list_models(tmp_path)
-    assert [(e.name, e.present, e.bytes) for e in entries] == [
+    assert [(e.name, e.present, e.bytes) for e in entries if e.present] == [
         ("smollm2-135m", True, SMOLLM2.bytes),
         ("mine", True, 3),
         ("org/name", True, 5),
     ]
-    assert entries[2].path == snapshot
-    assert set(ALIASES) == {"smollm2-135m"}
+    assert entries[-1].path == snapshot
+
+
+# ------------------------------------------------------------------------------------------------ aliases
+
+
+def test_aliases_can_be_loaded_and_are_listed_by_size() -> None:
+    sizes = [model.bytes for model in ALIASES.values()]
+    assert len(ALIASES) >= 10 and sizes == sorted(sizes)
+    for model in HUB_MODELS:
+        assert parse_hub_id(str(model.hub)) == model.hub, model.alias
+        assert 0.4 < model.bytes / model.parameters < 2.2  # from 4 to 16 bits a weight
+        known = any(model.alias.startswith(f"{name[:4]}") for name in FAMILIES) or "smollm" in model.alias
+        assert known or "through transformers" in model.about, model.alias
+
+
+def test_every_shipped_pair_has_an_alias() -> None:
+    pairs = [model.pair for model in ALIASES.values() if model.pair]
+    assert sorted(pairs) == sorted(folder.name for folder in SHIPPED.iterdir() if folder.is_dir())
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("llama3.2:1b", ["llama-3.2-1b"]),
+        ("Llama3.2", ["llama-3.2-1b", "llama-3.2-3b"]),
+        ("qwen2.5:7b-instruct", ["qwen2.5-7b"]),
+        ("qwen3", ["qwen3-0.6b", "qwen3-1.7b", "qwen3-4b"]),
+        ("mistral", []),
+        ("y" * 9999, []),
+    ],
+)
+def test_near_aliases(name: str, near: list[str]) -> None:
+    assert near_aliases(name) == near
+
+
+class LoopbackHub(BaseHTTPRequestHandler):
+    """Answers as the hub does for one file: a HEAD with its digest and commit, then a GET."""
+
+    content = b"GGUF of the hub"
+    asked: ClassVar[list[str]] = []
+
+    def do_HEAD(self) -> None:
+        self.asked.append(f"{self.command} {self.path}")
+        self.send_response(200)
+        self.send_header("X-Repo-Commit", "b" * 40)
+        self.send_header("ETag", '"' + "c" * 40 + '"')
+        self.send_header("Content-Length", str(len(self.content)))
+        self.end_headers()
+
+    def do_GET(self) -> None:
+        self.do_HEAD()
+        self.wfile.write(self.content)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+def test_an_alias_of_the_hub_is_fetched_listed_and_deleted(tmp_path: Path, empty_hub: Path) -> None:
+    """From a hub on the loopback, by the hub's own library, which reads its address when it is imported."""
+    code = "import sys, pathlib; from outrider.load.find import find; "
+    code += "print(find('qwen3-0.6b', pathlib.Path(sys.argv[1])))"
+    LoopbackHub.asked.clear()
+    with HTTPServer(("127.0.0.1", 0), LoopbackHub) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        env = {"PATH": "/usr/bin", "HOME": str(tmp_path), "PYTHONPATH": ":".join(sys.path)}
+        env |= {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HUB_CACHE": str(empty_hub)}
+        ran = subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path)], env=env, capture_output=True, text=True
+        )
+        server.shutdown()
+    assert ran.returncode == 0, ran.stderr
+    path = Path(ran.stdout.strip())
+    assert path.read_bytes() == LoopbackHub.content
+    assert {line.split()[1] for line in LoopbackHub.asked if "/resolve/" in line} == {
+        "/Qwen/Qwen3-0.6B-GGUF/resolve/main/Qwen3-0.6B-Q8_0.gguf"
+    }
+    [entry] = [entry for entry in list_models(tmp_path) if entry.present]
+    assert (entry.name, entry.path) == ("qwen3-0.6b", path)  # once, by its alias
+    assert published_sampling(path, tmp_path).values["temperature"] == 0.6
+    assert fetched("qwen3-0.6b", tmp_path) == empty_hub / "models--Qwen--Qwen3-0.6B-GGUF"
+    (path.parent / "other.gguf").write_bytes(b"123")
+    assert [entry.name for entry in list_models(tmp_path) if entry.present] == [
+        "qwen3-0.6b",
+        "Qwen/Qwen3-0.6B-GGUF",
+    ]
 
 
 def test_finding_does_not_import_the_heavy_libraries() -> None:

@@ -1,4 +1,6 @@
-"""Pages of results: one file each, with nothing fetched from elsewhere, for light and dark screens."""
+"""The look of every page of results: one file each, with nothing fetched from elsewhere, for light and dark screens,
+phones and paper. A page begins with a headline, and sections without content are left out.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import Any
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1b1f24; --soft: #5b6570; --line: #d8dde3; --page: #fff; --panel: #f5f7f9;
@@ -24,14 +27,26 @@ pre { background: var(--panel); padding: .6rem .8rem; white-space: pre-wrap; wor
 .met { color: var(--good); white-space: nowrap; } .missed { color: var(--bad); font-weight: 600; white-space: nowrap; }
 .none { color: var(--soft); white-space: nowrap; } .bar { fill: var(--bar); }
 .mark { stroke: var(--mark); stroke-width: 2; }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(26rem, 100%), 1fr)); gap: 1rem 2rem; }
+.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(26rem, 100%), 1fr)); gap: 1rem 2rem; }
 figure { margin: 0; } figcaption { font-weight: 600; } svg.chart { width: 100%; height: auto; overflow: visible; }
-.grid { stroke: var(--line); stroke-width: 1; } .chart text { fill: var(--soft); font-size: 11px; }
-.series { fill: none; stroke-width: 2; stroke-linejoin: round; } .dot { opacity: 0; } .dot:hover { opacity: 1; }
+.grid { stroke: var(--line); stroke-width: 1; } .chart text { fill: var(--soft); font-size: 12px; }
+.series { fill: none; stroke-width: 2; stroke-linejoin: round; } .dot { opacity: 0; } .dot:hover,
+.only { opacity: 1; fill: none; stroke-width: 2; }
 .s0 { stroke: var(--bar); } .s1 { stroke: var(--mark); stroke-dasharray: 6 3; } .s2 { stroke: var(--good);
   stroke-dasharray: 2 3; } .s3 { stroke: var(--bad); stroke-dasharray: 8 3 2 3; }
 .b0 { fill: var(--bar); } .b1 { fill: var(--mark); } .b2 { fill: var(--good); } .b3 { fill: var(--bad); }
 .line { stroke: var(--ink); stroke-width: 1; stroke-dasharray: 4 3; }
+.headline { font-size: 1.25rem; font-weight: 600; margin: .2rem 0 1rem; } .chart .figure { fill: var(--ink);
+  stroke: var(--page); stroke-width: 3px; paint-order: stroke; }
+.error { stroke: var(--ink); stroke-width: 1; } details { margin: 1rem 0; } summary { cursor: pointer; }
+@media (max-width: 30rem) { body { margin: 1rem auto; font-size: 14px; } h1 { font-size: 1.25rem; }
+  .headline { font-size: 1.05rem; } th, td { padding: .25rem .4rem; } }
+@media print { :root { color-scheme: light; --ink: #000; --soft: #444; --line: #bbb; --page: #fff; --panel: #f5f7f9;
+  --bar: #3b78c3; --mark: #b3541e; --good: #1a7f37; --bad: #b42318; }
+  body { max-width: none; margin: 0; font-size: 10pt; }
+  .wide { overflow: visible; } .wide table { font-size: 6.5pt; } th, td { padding: .1rem .25rem; }
+  figure, tr, h2, h3 { break-inside: avoid; } h2, h3 { break-after: avoid; }
+  .charts { grid-template-columns: 1fr 1fr; } }
 .key { color: var(--soft); font-size: .8rem; margin-right: 1rem; } .key svg { vertical-align: middle; }
 """
 
@@ -57,13 +72,35 @@ def table(heads: list[str], rows: Iterable[list[str]]) -> str:
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-def document(title: str, body: str) -> str:
-    """A whole page; `body` is HTML already."""
+def document(title: str, headline: str, body: str) -> str:
+    """A whole page. `headline` is the result in one line of text; `body` is HTML already."""
+    said = f'<p class="headline">{escape(headline)}</p>' if headline else ""
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<style>{STYLE}</style></head><body><h1>{escape(title)}</h1>{body}</body></html>\n"
+        f"<style>{STYLE}</style></head><body><h1>{escape(title)}</h1>{said}{body}</body></html>\n"
     )
+
+
+def section(title: str, *parts: str) -> str:
+    """Nothing if it has no content."""
+    content = "".join(parts)
+    return f"<h2>{escape(title)}</h2>{content}" if content else ""
+
+
+def charts(drawn: Iterable[str]) -> str:
+    content = "".join(drawn)
+    return f'<div class="charts">{content}</div>' if content else ""
+
+
+def facts(found: Mapping[str, Any]) -> str:
+    """What was asked for or found, a row each; what was not is left out."""
+    rows = [
+        [escape(name.replace("_", " ")), escape(str(value))]
+        for name, value in found.items()
+        if value is not None
+    ]
+    return table(["", ""], rows) if rows else ""
 
 
 def certified(certificate: Mapping[str, str]) -> str:
@@ -74,7 +111,10 @@ def certified(certificate: Mapping[str, str]) -> str:
 
 # ---------------------------------------------------------------------------------------------------------- charts
 
-WIDE, HIGH, LEFT, BELOW = 560, 240, 56, 34  # of a chart, and the room for its scales
+WIDE, HIGH, LEFT, BELOW = 480, 240, 50, 34  # of a chart, and the room for its scales
+THICK, GAP = 14, 8  # of a bar, and between two categories
+BESIDE = 84  # for figures at the end of bars
+LETTER = 7.5  # the width of a letter, about
 STYLES = 4  # of lines
 MANY = 30  # times the least value the greatest must be for a scale by orders of magnitude
 
@@ -122,50 +162,84 @@ def chart(
 
 @dataclass(frozen=True, slots=True)
 class Bars:
-    """One bar a category; None: there is none."""
+    """One bar a category; None: there is none. `spans` are the lowest and highest that a value may be."""
 
     name: str
     values: Sequence[float | None]
+    spans: Sequence[tuple[float, float] | None] = ()
 
 
 def bars(
     title: str, categories: Sequence[str], series: Sequence[Bars], up: str, mark: float | None = None
 ) -> str:
-    """Bars side by side for every category, from 0 up. `mark` is a level to compare with."""
+    """Bars from 0 to the right, those of a category one below the other, with figures and error bars. `mark` is a level
+    to compare with.
+    """
     series = [one for one in series if any(value is not None for value in one.values)]
     if not series:
         return ""
-    values = [value for one in series for value in one.values if value is not None]
-    levels = even(max(*values, mark or 0.0))
-    room = (WIDE - LEFT) / len(categories)
-    thick = 0.8 * room / len(series)
+    left = 12 + LETTER * max(map(len, categories))
+    ends = [span[1] for one in series for span in one.spans if span is not None]
+    levels = even(max(*(v for one in series for v in one.values if v is not None), *ends, mark or 0.0))
+    high = len(categories) * (THICK * len(series) + GAP)
 
-    def high(value: float) -> float:
-        return (HIGH - BELOW) * (1 - value / levels[-1])
+    def at(value: float) -> float:
+        return left + (WIDE - left - BESIDE) * value / levels[-1]
 
-    drawn = [_level(high(level), number(level)) for level in levels]
-    for at, category in enumerate(categories):
-        left = LEFT + room * (at + 0.1)
-        drawn.append(_column(left + 0.4 * room, category))
-        for place, one in enumerate(series):
-            if (value := one.values[at]) is not None:
-                said = escape(f"{one.name}, {category}: {number(value)} {up}")
-                box = f'x="{left + place * thick:.1f}" y="{high(value):.1f}" width="{0.9 * thick:.1f}"'
-                tall = HIGH - BELOW - high(value)
-                drawn.append(
-                    f'<rect class="b{place % STYLES}" {box} height="{tall:.1f}"><title>{said}</title></rect>'
-                )
+    drawn = [
+        f'<line class="grid" x1="{at(level):.1f}" x2="{at(level):.1f}" y1="0" y2="{high}"/>'
+        f'<text x="{at(level):.1f}" y="{high + 14}" text-anchor="middle">{number(level)}</text>'
+        for level in levels
+    ]
     if mark is not None:
-        drawn.append(
-            f'<line class="line" x1="{LEFT}" x2="{WIDE}" y1="{high(mark):.1f}" y2="{high(mark):.1f}"/>'
-        )
+        drawn.append(f'<line class="line" x1="{at(mark):.1f}" x2="{at(mark):.1f}" y1="0" y2="{high}"/>')
+    for row, category in enumerate(categories):
+        top = row * (THICK * len(series) + GAP) + GAP / 2
+        middle = top + THICK * len(series) / 2 + 4
+        drawn.append(f'<text x="{left - 8:.1f}" y="{middle:.1f}" text-anchor="end">{escape(category)}</text>')
+        for place, one in enumerate(series):
+            if (value := one.values[row]) is not None:
+                span = one.spans[row] if one.spans else None
+                said = f"{one.name}, {category}: {number(value)} {up}"
+                drawn.append(_bar(place % STYLES, at, value, span, top + place * THICK, said))
     keys = "".join(_key(one.name, i % STYLES, "b") for i, one in enumerate(series))
-    return _figure(title, up, keys if len(series) > 1 else "", [one.name for one in series], drawn)
+    return _figure(
+        title, up, keys if len(series) > 1 else "", [one.name for one in series], drawn, high + BELOW / 2
+    )
 
 
-def _figure(title: str, up: str, keys: str, names: Sequence[str], drawn: Sequence[str]) -> str:
-    label = escape(f"{title}: {', '.join(names)}")
-    box = f'viewBox="0 -8 {WIDE} {HIGH + 8}" role="img" aria-label="{label}"'
+def _bar(
+    style: int,
+    at: Callable[[float], float],
+    value: float,
+    span: tuple[float, float] | None,
+    top: float,
+    said: str,
+) -> str:
+    middle, figure, end = top + THICK / 2, number(value), at(value)
+    box = f'x="{at(0):.1f}" y="{top + 1:.1f}" width="{end - at(0):.1f}" height="{THICK - 2}"'
+    drawn = f'<rect class="b{style}" {box}><title>{escape(said)}</title></rect>'
+    if span is not None:
+        low, high = at(span[0]), at(span[1])
+        lines = (
+            (low, middle, high, middle),
+            (low, middle - 3, low, middle + 3),
+            (high, middle - 3, high, middle + 3),
+        )
+        drawn += "".join(
+            f'<line class="error" x1="{a:.1f}" y1="{b:.1f}" x2="{c:.1f}" y2="{d:.1f}"/>'
+            for a, b, c, d in lines
+        )
+        end = max(end, high)
+        figure += f" ±{number((span[1] - span[0]) / 2)}"
+    return drawn + f'<text class="figure" x="{end + 4:.1f}" y="{middle + 4:.1f}">{figure}</text>'
+
+
+def _figure(
+    title: str, up: str, keys: str, names: Sequence[str], drawn: Sequence[str], high: float = HIGH
+) -> str:
+    label = escape(f"{title}: {_joined(*names)}" if any(names) else title)
+    box = f'viewBox="0 -8 {WIDE} {high + 8:g}" role="img" aria-label="{label}"'
     return (
         f"<figure><figcaption>{escape(title)}, {escape(up)}</figcaption>{keys}"
         f'<svg class="chart" {box}>{"".join(drawn)}</svg></figure>'
@@ -175,12 +249,17 @@ def _figure(title: str, up: str, keys: str, names: Sequence[str], drawn: Sequenc
 def _line(one: Series, style: int, at: Callable[[float, float], tuple[float, float]], unit: str) -> str:
     points = [at(x, y) for x, y in zip(one.xs, one.ys, strict=True)]
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    only = " only" if len(points) == 1 else ""  # a line would not show it
     dots = "".join(
-        f'<circle class="dot s{style}" cx="{x:.1f}" cy="{y:.1f}" r="5">'
-        f"<title>{escape(f'{one.name}, {said}: {number(value)} {unit}')}</title></circle>"
+        f'<circle class="dot s{style}{only}" cx="{x:.1f}" cy="{y:.1f}" r="5">'
+        f"<title>{escape(f'{_joined(one.name, said)}: {number(value)} {unit}')}</title></circle>"
         for (x, y), said, value in zip(points, one.said, one.ys, strict=True)
     )
     return f'<polyline class="series s{style}" points="{path}"/>{dots}'
+
+
+def _joined(*names: str) -> str:
+    return ", ".join(filter(None, names))
 
 
 def _level(y: float, text: str) -> str:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Seq
 from typing import Any
 
 from outrider.bench.compare import cut
@@ -10,7 +13,8 @@ from outrider.bench.tally import NOISY
 
 Found = Mapping[str, Any]
 LOSS = 0.98  # a speed-up below is a loss, above what a machine's noise explains
-WIDE, METHOD = 14, 12  # most columns of labels and of methods: names are cut, numbers never
+COLUMNS = 79
+WIDE, METHOD, METHOD_LEAST = 14, 12, 7  # most columns of labels and of methods: names are cut, numbers never
 
 
 def methods_in(report: Found) -> Iterator[tuple[str, str, str, Found]]:
@@ -19,6 +23,56 @@ def methods_in(report: Found) -> Iterator[tuple[str, str, str, Found]]:
         for size, batch in found["batches"].items():
             for name, method in batch["methods"].items():
                 yield label, size, name, method
+
+
+def main_method(names: Seq[str]) -> str:
+    """The one that a report is about."""
+    return "auto" if "auto" in names else names[-1]
+
+
+def headline(report: Found) -> str:
+    """One line: what the main method brings on average, at best and at worst, and how sure that is."""
+    every = list(methods_in(report))
+    if not any(name != "plain" for _, _, name, _ in every):
+        return ""
+    name = main_method([name for _, _, name, _ in every if name != "plain"])
+    own = sorted(
+        (one["ratio"], label, size, one["ratio_within"]) for label, size, n, one in every if n == name
+    )
+    batches = len({size for _, _, size, _ in own}) > 1
+
+    def where(one: tuple[float, str, str, float | None]) -> str:
+        return f"{one[0]:.2f}x {one[1]}{f' (batch {one[2]})' if batches else ''}"
+
+    known = [one[3] for one in own if one[3] is not None]
+    # Of a mean of independent figures.
+    sure = math.sqrt(math.fsum(share**2 for share in known)) / len(own) if len(known) == len(own) else None
+    within = "+-?" if sure is None else f"+-{max(1, round(100 * sure))} %"
+    mean = statistics.geometric_mean(one[0] for one in own)
+    some = [f"{mean:.2f}x on average", where(own[-1]), where(own[0])] if len(own) > 1 else [where(own[0])]
+    busy = "; a busy machine" if _noisiest(report) > NOISY else ""
+    return f"{name}: {', '.join(some)}, {within}{busy}"
+
+
+def overview(report: Found) -> Iterator[str]:
+    """Speed-ups by task, a column a method."""
+    names = list(dict.fromkeys(name for _, _, name, _ in methods_in(report) if name != "plain"))
+    wide = _width(["task", *report], WIDE)
+    columns = [max(METHOD_LEAST, min(METHOD, len(name))) for name in names]
+    while len(names) > 1 and wide + 18 + sum(columns) + len(columns) > COLUMNS:
+        del names[0], columns[0]  # --details has them all; the last is the planner's
+    heads = "".join(f" {cut(name, w):>{w}}" for name, w in zip(names, columns, strict=True))
+    yield f"{'task':{wide}} {'batch':>5} {'plain tok/s':>11}{heads}"
+    for label, found in report.items():
+        for size, batch in found["batches"].items():
+            methods, noisy = batch["methods"], batch["noise"] > NOISY
+            cells = [
+                f"{'~' if noisy else ''}{methods[n]['ratio']:.2f}x" if n in methods else "" for n in names
+            ]
+            line = "".join(f" {cell:>{w}}" for cell, w in zip(cells, columns, strict=True))
+            yield f"{cut(label, wide):{wide}} {size:>5} {methods['plain']['tok_s']:11.1f}{line}"
+    yield "speed-up against plain decoding in the same run, in turn; --details: errors,"
+    yield "acceptance, latencies, memory; +-?: too few rounds to say, --seconds gives more"
 
 
 def table(report: Found) -> Iterator[str]:
@@ -57,8 +111,8 @@ def latencies(report: Found) -> Iterator[str]:
     yield "draft: time of drafting, of a step"
 
 
-def verdicts(report: Found) -> Iterator[str]:
-    """Identity, where a method loses, and whether the machine was noisy."""
+def verdicts(report: Found, details: bool = True) -> Iterator[str]:
+    """Identity, and whether the machine was noisy. In detail: where each method loses, and its slowest answers."""
     every = list(methods_in(report))
     exact = [method for *_, method in every if method.get("exact", True)]
     compared, differing = (sum(method[key] for method in exact) for key in ("compared", "differing"))
@@ -67,7 +121,7 @@ def verdicts(report: Found) -> Iterator[str]:
     if other := list(dict.fromkeys(name for *_, name, method in every if not method.get("exact", True))):
         yield cut(f"not compared, as they may write other tokens: {', '.join(other)}", 79)
     methods = dict.fromkeys(name for _, _, name, _ in every if name != "plain")
-    for name in methods:
+    for name in methods if details else ():
         own = [
             (method["ratio"], f"{label}, batch {size}") for label, size, one, method in every if one == name
         ]
@@ -79,9 +133,12 @@ def verdicts(report: Found) -> Iterator[str]:
             if largest := max(_slowdowns(report, name, key), default=None):
                 most, where = largest
                 yield cut(f"{name}: p99 {what} at most {most:.2f}x plain's ({where})", 79)
-    noisy = max((batch["noise"] for one in report.values() for batch in one["batches"].values()), default=1.0)
-    if noisy > NOISY:
+    if (noisy := _noisiest(report)) > NOISY:
         yield f"warning: a noisy machine: like steps differ by up to {noisy:.1f}x; see ~ in the table"
+
+
+def _noisiest(report: Found) -> float:
+    return max((batch["noise"] for one in report.values() for batch in one["batches"].values()), default=1.0)
 
 
 def _slowdowns(report: Found, name: str, key: str) -> Iterator[tuple[float, str]]:

@@ -8,8 +8,20 @@ from html import escape
 from typing import Any
 
 from outrider.bench.fidelity import fidelity_charts
-from outrider.bench.page import Bars, Series, bars, certified, chart, document, number, table
-from outrider.bench.show import methods_in, verdicts
+from outrider.bench.page import (
+    Bars,
+    Series,
+    bars,
+    certified,
+    chart,
+    charts,
+    document,
+    facts,
+    number,
+    section,
+    table,
+)
+from outrider.bench.show import headline, main_method, methods_in, verdicts
 from outrider.bench.tally import STAGES
 
 Found = Mapping[str, Any]
@@ -26,18 +38,18 @@ def page(report: Found) -> str:
         for size, batch in one["batches"].items()
     ]
     if not cells:
-        return document(title, f"{_about(report)}<p>Nothing was measured.</p>")
-    main, curves = _main_method(cells), list(fidelity_charts(found))
+        return document(title, "Nothing was measured.", _about(report))
+    main = main_method(_names(cells))
     parts = [
-        _about(report),
-        "<h2>Speed-up by workload</h2>", _charts(_by_workload(cells)),
-        *(["<h2>Fidelity against speed</h2>", _charts(iter(curves))] if curves else []),
-        "<h2>By batch and by temperature</h2>", _charts(_by_number(cells, main)),
-        "<h2>Acceptance by depth</h2>", _charts(_acceptance(cells)),
-        "<h2>Latency</h2>", _charts(_latency(cells)),
-        "<h2>All figures</h2>", _speeds(found), _times(found), _memory(report),
-    ]  # fmt: skip
-    return document(title, "".join(parts))
+        section("Speed-up by workload", charts(_by_workload(cells))),
+        section("Fidelity against speed", charts(fidelity_charts(found))),
+        section("By batch and by temperature", charts(_by_number(cells, main))),
+        section("Acceptance by depth", charts(_acceptance(cells))),
+        section("Latency", charts(_latency(cells))),
+        section("All figures", _speeds(found), _times(found), _memory(report)),
+        section("What was measured", _about(report)),
+    ]
+    return document(title, headline(found), "".join(parts))
 
 
 def _about(report: Found) -> str:
@@ -46,22 +58,13 @@ def _about(report: Found) -> str:
         said = f'<p class="as-if">{escape(report["as_if"]["meaning"])}</p>{said}'
     if left := report.get("left_out"):
         said += f'<p class="missed">There was no time for {len(left)} of them: {escape("; ".join(left))}</p>'
-    rows = [[escape(name.replace("_", " ")), escape(str(value))] for name, value in report["asked"].items()]
     return (
-        f"{certified(report['certificate'])}{said}{table(['', ''], rows)}"
+        f"{said}{certified(report['certificate'])}{facts(report['asked'])}"
         "<p>All methods answer the same prompts in turn, within one run; a speed-up is against plain decoding there, "
         "its tokens per second counted from each answer's own first token to its last. Of a group of prompts it is the "
-        "median of its rounds, over groups the geometric mean.</p>"
+        "median of its rounds, over groups the geometric mean. An error bar holds it 19 times in 20; a bar without one "
+        "has too few rounds to say.</p>"
     )
-
-
-def _charts(drawn: Iterator[str]) -> str:
-    return f'<div class="charts">{"".join(drawn)}</div>'
-
-
-def _main_method(cells: Cells) -> str:
-    names = dict.fromkeys(name for *_, methods in cells for name in methods)
-    return "auto" if "auto" in names else list(names)[-1]
 
 
 def _names(cells: Cells, plain: bool = False) -> list[str]:
@@ -86,7 +89,10 @@ def _workloads(cells: Cells) -> Iterator[tuple[str, list[str], list[Found]]]:
 
 def _by_workload(cells: Cells) -> Iterator[str]:
     for said, tasks, found in _workloads(cells):
-        made = [Bars(n, [w[n]["ratio"] if n in w else None for w in found]) for n in _names(cells)]
+        made = [
+            Bars(n, [w[n]["ratio"] if n in w else None for w in found], [_span(w.get(n)) for w in found])
+            for n in _names(cells)
+        ]
         yield bars(said[0].upper() + said[1:], tasks, made, "times plain", 1.0)
 
 
@@ -112,6 +118,14 @@ def _by_number(cells: Cells, method: str) -> Iterator[str]:
                 )
             ticks = [(_place(x, across), f"{x:g}") for x in at]
             yield chart(f"{task}: {method} by {across}", drawn, ticks, across, "times plain")
+
+
+def _span(method: Found | None) -> tuple[float, float] | None:
+    """Where the speed-up lies 19 times in 20."""
+    if method is None or method["ratio_within"] is None:
+        return None
+    ratio, share = method["ratio"], method["ratio_within"]
+    return max(0.0, ratio * (1 - share)), ratio * (1 + share)
 
 
 def _place(x: float, across: str) -> float:
@@ -143,16 +157,16 @@ def _acceptance(cells: Cells) -> Iterator[str]:
 def _latency(cells: Cells) -> Iterator[str]:
     for said, tasks, found in _workloads(cells):
         names = _names(cells, plain=True)
-        for percent in ("p50", "p99"):
+        for key, what, percent in (
+            ("tpot_ms", "Time per token", "p50"),
+            ("tpot_ms", "Time per token", "p99"),
+            ("ttft_ms", "First token", "p50"),
+        ):
             made = [
-                Bars(n, [(w[n]["itl_ms"] or {}).get(percent) if n in w else None for w in found])
+                Bars(n, [(w[n].get(key) or {}).get(percent) if n in w else None for w in found])
                 for n in names
             ]
-            yield bars(f"Between two tokens, {percent}, {said}", tasks, made, "ms")
-        made = [
-            Bars(n, [(w[n]["ttft_ms"] or {}).get("p50") if n in w else None for w in found]) for n in names
-        ]
-        yield bars(f"First token, p50, {said}", tasks, made, "ms")
+            yield bars(f"{what}, {percent}, {said}", tasks, made, "ms")
 
 
 # ----------------------------------------------------------------------------------------------------------- tables

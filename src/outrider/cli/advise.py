@@ -4,12 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from outrider.cli.bench import TaskTemperatures, batch_sizes, task_temperatures
 from outrider.cli.flag import option
 from outrider.cli.generate import Limit, Prompts
-from outrider.cli.measure import JsonFile, Progress, Report, described, say_loading, warn_if_busy
+from outrider.cli.measure import (
+    HtmlFile,
+    JsonFile,
+    Progress,
+    Report,
+    described,
+    say_loading,
+    warn_if_busy,
+    writable,
+    write_page,
+)
 from outrider.cli.options import DEFAULT_MODEL, ENGINE, SAMPLING, Model, takes
 from outrider.cli.output import note, open_llm
 from outrider.cli.tasks import TOKENS, TaskRow, Tasks, task_ids, task_rows
@@ -65,6 +76,7 @@ def advise(
     price_per_hour: Price = None,
     what_if: WhatIfText = None,
     json_file: JsonFile = None,
+    html_file: HtmlFile = None,
     *,
     params: SamplingParams,
     settings: Settings,
@@ -74,9 +86,10 @@ def advise(
     outrider advise smollm2-135m --draft lookup --prompts mine.jsonl
     """
     price = _price(price_per_hour)
+    page_file = writable(html_file)
     report = Report("advise", json_file)
     if what_if is not None:
-        _what_if(what_if, price, report)
+        _deliver(report, page_file, "from numbers alone", _what_if(what_if, price, report))
         return
     sizes, by_task = batch_sizes(batches), task_temperatures(temperatures, params)
     if any(len(some) > 1 for some in by_task.values()):
@@ -90,7 +103,7 @@ def advise(
     say_loading(model)
     if not settings.max_sequences:
         settings = replace(settings, max_sequences=max(64, *sizes))
-    _measure(
+    said = _measure(
         model,
         [one for one in drafts if one != "none"],
         rows,
@@ -102,6 +115,14 @@ def advise(
         params,
         settings,
     )
+    _deliver(report, page_file, model, said)
+
+
+def _deliver(report: Report, page_file: Path | None, model: str, said: list[str]) -> None:
+    from outrider.bench.report_pages import advise_page
+
+    write_page(page_file, lambda: advise_page(report, model, said))
+    report.deliver()
 
 
 def _check(params: SamplingParams) -> None:
@@ -114,7 +135,8 @@ def _check(params: SamplingParams) -> None:
         )
 
 
-def _what_if(numbers: str, price: float | None, report: Report) -> None:
+def _what_if(numbers: str, price: float | None, report: Report) -> list[str]:
+    """What the page says in words."""
     from outrider.bench.what_if import WhatIf, what_if_table
 
     asked = WhatIf.of(numbers)
@@ -122,7 +144,8 @@ def _what_if(numbers: str, price: float | None, report: Report) -> None:
     for line in what_if_table(asked, rows):
         note(line)
     report["what_if"] = rows
-    report.deliver()
+    best = max(rows, key=lambda row: row["best_speedup"])
+    return [f"{best['best_speedup']:.2f}x at best: drafts of {best['best_depth']}, batch {best['batch']}"]
 
 
 def _measure(
@@ -136,7 +159,8 @@ def _measure(
     report: Report,
     params: SamplingParams,
     settings: Settings,
-) -> None:
+) -> list[str]:
+    """The advice in words, which is printed, too."""
     from outrider.bench.advice import advise, prices, said, table
     from outrider.bench.advise import Session, in_turn
     from outrider.bench.speculation import temperatures_of
@@ -168,9 +192,10 @@ def _measure(
     if price is not None:
         report["prices"] = prices(found, price)
     priced = price_table(report["prices"]) if found and price is not None else ()
-    for line in (*(table(found) if found else ()), *priced, *said(advice)):
+    words = list(said(advice))
+    for line in (*(table(found) if found else ()), *priced, *words):
         note(line)
-    report.deliver()
+    return words
 
 
 def _together(drafts: Sequence[str]) -> list[tuple[str, list[str]]]:

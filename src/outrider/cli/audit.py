@@ -14,11 +14,14 @@ from outrider.cli.measure import (
     AsIfShape,
     DraftAsIf,
     DraftLayers,
+    HtmlFile,
     JsonFile,
     Progress,
     Report,
     described,
     say_loading,
+    writable,
+    write_page,
 )
 from outrider.cli.options import DEFAULT_MODEL, ENGINE, SAMPLING, Draft, Model, takes
 from outrider.cli.output import note, open_llm
@@ -86,6 +89,7 @@ def audit(
     million: Million = False,
     seconds: Seconds = None,
     json_file: JsonFile = None,
+    html_file: HtmlFile = None,
     *,
     params: SamplingParams,
     settings: Settings,
@@ -106,6 +110,7 @@ def audit(
     if mode == "rejection" and (tokens or million or seconds):
         raise typer.BadParameter("the number of samples that rejection is tested with is fixed; leave out --tokens, "
                                  "--million and --seconds", param_hint="--mode")  # fmt: skip
+    page_file = writable(html_file)
     report, rows = Report("audit", json_file), task_rows(prompts, limit, tasks, EACH)
     say_loading(model)
     with open_llm(model, draft, settings, as_if, draft_as_if, draft_layers) as llm:
@@ -118,6 +123,9 @@ def audit(
 
             extent = Extent(1_000_000 if million else tokens, seconds)
             holds = _compared(llm, asked, params, chosen, adversaries, extent, arrivals, report)
+    from outrider.bench.report_pages import audit_page
+
+    write_page(page_file, lambda: audit_page(report, model))
     if "interrupted" in report:
         report.keep()
         raise KeyboardInterrupt  # what was found has been said

@@ -5,6 +5,7 @@ ones, with the model as it is or in the shape of a bigger one.
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +18,11 @@ from outrider.cli.bench_quality import bench_quality, refuse_unused
 from outrider.cli.flag import option
 from outrider.cli.generate import Limit, Prompts
 from outrider.cli.measure import (
+    WIDTH,
     AsIfShape,
     DraftAsIf,
     DraftLayers,
+    HtmlFile,
     JsonFile,
     Progress,
     Report,
@@ -27,6 +30,7 @@ from outrider.cli.measure import (
     say_loading,
     warn_if_busy,
     writable,
+    write_page,
 )
 from outrider.cli.options import DEFAULT_MODEL, ENGINE, SAMPLING, Draft, Model, takes
 from outrider.cli.output import note, open_llm
@@ -108,7 +112,13 @@ Seconds = Annotated[
 Resume = Annotated[
     bool, option("resume", "Go on with the results that --json names, where an earlier run was cut short.")
 ]
-HtmlFile = Annotated[str | None, option("html", "Write one page with plots and every figure, too.", "FILE")]
+Details = Annotated[
+    bool,
+    option(
+        "details",
+        "Print every figure: errors, acceptance, latencies, memory. --json and --html have them, too.",
+    ),
+]
 
 
 @takes(SAMPLING, ENGINE, max_tokens=TOKENS)
@@ -134,6 +144,7 @@ def bench(
     within: Within = WITHIN,
     seconds: Seconds = None,
     resume: Resume = False,
+    details: Details = False,
     json_file: JsonFile = None,
     html_file: HtmlFile = None,
     *,
@@ -144,7 +155,7 @@ def bench(
 
     outrider bench smollm2-135m --temperature 0 --max-tokens 128 --peer transformers
     """
-    _check(what, peer, as_if, html_file, params)
+    _check(what, peer, as_if, html_file, details, params)
     _check_modes(modes, methods, what, against or formats)
     sizes, by_task = batch_sizes(batches), task_temperatures(temperatures, params)
     rows = task_rows(prompts, limit, tasks, max(EACH, *sizes))
@@ -159,8 +170,7 @@ def bench(
         "prompts": prompts or "built-in", "limit": limit, "groups": groups, "max_tokens": params.max_tokens,
         "seed": params.seed, "methods": methods, "modes": modes,
     }  # fmt: skip
-    earlier = _earlier(resume, json_file, asked)
-    page_file = writable(html_file)
+    page_file, earlier = writable(html_file), _earlier(resume, json_file, asked)
     report = Report("bench", json_file, **earlier)
     warn_if_busy()
     say_loading(model)
@@ -171,16 +181,18 @@ def bench(
             batches=sizes, most=groups, seconds=seconds or SECONDS, bounded=seconds is not None, within=within / 100,
         )  # fmt: skip
         _measure(llm, comparison, what, peer, together, report)
-    _deliver(report, page_file, few=prompts is None and limit is None)
+    _deliver(report, page_file, details, few=prompts is None and limit is None)
 
 
-def _deliver(report: Report, page_file: Path | None, few: bool) -> None:
+def _deliver(report: Report, page_file: Path | None, details: bool, few: bool) -> None:
     """`few`: of the built-in prompts."""
     from outrider.bench.speculation_page import page
 
-    if page_file is not None:
-        page_file.write_text(page(report), encoding="utf-8")
-        note(f"written to {page_file}")
+    if "memory" in report:
+        _say_speculation(report, details)
+    if "plain" in report:
+        _say_plain(report["plain"])
+    write_page(page_file, lambda: page(report))
     if few:
         _say_more()
     report.deliver()
@@ -224,14 +236,10 @@ def _measure(llm: LLM, asked: Comparison, what: str, peer: str | None, together:
         if what != "speculation":
             report["plain"] = _plain(llm, flat, asked.params, peer, together, progress)
             report.keep()
-            progress.clear()
-            _say_plain(report["plain"])
         if what != "plain":
             found = compare(llm, asked, report.get("speculation"), tell, progress.of("speculation"))
             report["left_out"] = left_out(found, asked)
             report["speculation"], report["memory"] = found, memory_used(llm)
-    if what != "plain":
-        _say_speculation(report)
 
 
 def _earlier(resume: bool, json_file: str | None, asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -259,13 +267,20 @@ def _earlier(resume: bool, json_file: str | None, asked: Mapping[str, Any]) -> d
 
 
 def _check(
-    what: str, peer: str | None, as_if: str | None, html_file: str | None, params: SamplingParams
+    what: str,
+    peer: str | None,
+    as_if: str | None,
+    html_file: str | None,
+    details: bool,
+    params: SamplingParams,
 ) -> None:
     """Refuse what cannot be measured, before anything is loaded."""
     if what not in ("all", "plain", "speculation", "quality"):
         raise typer.BadParameter("one of all, plain, speculation, quality", param_hint="--what")
     if what in ("plain", "quality") and html_file is not None:
         raise InvalidRequest(f"a page shows what speculation brings; leave out --what {what}", "html")
+    if what in ("plain", "quality") and details:
+        raise InvalidRequest(f"--details are of what speculation brings; leave out --what {what}", "details")
     if what == "quality" and (peer or as_if):
         raise InvalidRequest(
             "--what quality measures the model as it is: leave out --peer and --as-if", "what"
@@ -355,20 +370,30 @@ def _plain(
     return report
 
 
-def _say_speculation(report: Mapping[str, Any]) -> None:
+def _say_speculation(report: Mapping[str, Any], details: bool) -> None:
+    """The headline first; every figure only where it was asked for."""
     from outrider.bench.fidelity import fidelity_table
-    from outrider.bench.show import latencies, table, verdicts
+    from outrider.bench.show import headline, latencies, overview, table, verdicts
 
     found = report["speculation"]
     if not found:
         return
     curve = ["", *fidelity_table(found)] if report["asked"]["modes"] else []
-    for line in (*table(found), "", *latencies(found), *curve, "", *verdicts(found)):
+    figures = [*table(found), "", *latencies(found)] if details else overview(found)
+    for line in (
+        *textwrap.wrap(headline(found), WIDTH - 1),
+        "",
+        *figures,
+        *curve,
+        "",
+        *verdicts(found, details),
+    ):
         note(line)
-    memory = report["memory"]
-    device = f", {memory['gpu_peak_gb']:.2f} GB of the GPU" if "gpu_peak_gb" in memory else ""
-    cache = f"room for {memory['kv_cache_tokens']:.0f} tokens in {memory['kv_cache_gb']:.2f} GB of cache"
-    note(f"memory: {memory['process_peak_gb']:.2f} GB at most{device}; {cache}")
+    if details:
+        memory = report["memory"]
+        device = f", {memory['gpu_peak_gb']:.2f} GB of the GPU" if "gpu_peak_gb" in memory else ""
+        cache = f"room for {memory['kv_cache_tokens']:.0f} tokens in {memory['kv_cache_gb']:.2f} GB of cache"
+        note(f"memory: {memory['process_peak_gb']:.2f} GB at most{device}; {cache}")
     if left := report["left_out"]:
         note(f"time is up: {len(left)} not measured, {left[0]} first; --resume with --json goes on")
 

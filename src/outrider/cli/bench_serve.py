@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from outrider.cli.flag import option
 from outrider.cli.generate import Limit, Prompts
-from outrider.cli.measure import JsonFile, Progress, Report, writable
+from outrider.cli.measure import HtmlFile, JsonFile, Progress, Report, writable, write_page
 from outrider.cli.output import note
 from outrider.errors import InvalidRequest, OutriderError
 from outrider.load.prompts import Row, make_row, read_rows
@@ -102,7 +102,6 @@ Clients = Annotated[
     int, option("clients", "Processes that share the load, if one cannot follow it.", min=1, max=256)
 ]
 Timeout = Annotated[float, option("timeout", "Longest a request may take.", "SEC", min=0.1)]
-HtmlFile = Annotated[str | None, option("html", "Write one page with plots and tables, too.", "FILE")]
 
 
 def bench_serve(
@@ -178,9 +177,7 @@ def _run(plan: Plan, json_file: str | None, html_file: str | None, secret: str |
         report |= measure(plan, progress.of("load"), keep)
     for line in lines(report):
         note(line)
-    if page_file is not None:
-        page_file.write_text(page(report), encoding="utf-8")
-        note(f"written to {page_file}")
+    write_page(page_file, lambda: page(report))
     report.deliver()
     if all(server["failed"] == server["requests"] for load in report["loads"] for server in load["servers"]):
         raise OutriderError("no request was answered")

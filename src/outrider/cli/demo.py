@@ -1,28 +1,30 @@
 """`outrider demo`: the same prompt answered plainly and speculatively, side by side, and what that brought.
 
-Both answers are made here and now, one after the other, so that neither takes the other's cores. Conditions are
-equal: a warm engine, temperature 0, and an owner of its own for each, so that neither finds the other's prompt in
-the prefix cache nor the other's answer in what lookup remembers. The clock runs from the request to the last token.
+What is timed, how often, and when times say nothing: race.py. `--page` shows the same in a browser instead.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import queue
 import shlex
 import sys
+import threading
 import time
-from dataclasses import dataclass, replace
+import webbrowser
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from outrider.cli.answer import Answer, Pieces, Received, listen
+from outrider.cli.flag import option
 from outrider.cli.options import DEFAULT_MODEL, ENGINE, Draft, Model, takes
-from outrider.cli.output import open_llm, write
+from outrider.cli.output import note, open_llm, write
+from outrider.cli.race import Race, Scene, Side, prompt_ids
+from outrider.cli.serve import serve_model
 from outrider.errors import InvalidRequest
+from outrider.serve.settings import ServeSettings
 from outrider.settings import Settings, usable_cores
 from outrider.types import SamplingParams
 
@@ -38,34 +40,38 @@ TEXT = (
     "Nothing is lost when a guess is wrong, and several words are won when it is right. The large model reads its "
     "weights once for all of them, and reading its weights is what takes the time."
 )
-TOKENS = 120
 NARROW = 64  # columns; below it panes stand one above the other
-BUSY = 0.25  # cores that others used while an answer ran: its time says less then
-
-
-@dataclass(frozen=True, slots=True)
-class Scene:
-    title: str
-    prompt: str
-    moral: str  # what its result shows
-
+POLL_SECONDS = 0.2
+PAGE = f"http://{ServeSettings().host}:{ServeSettings().port}/"
 
 SCENES = (
     Scene(
-        "An answer that repeats its prompt",
+        "Rewriting: the answer repeats its prompt",
         f"Repeat this text exactly:\n\n{TEXT}",
-        "editing, extracting, code and tools are like this",
+        "editing, extracting, code and tool calls are like this",
     ),
     Scene(
-        "Free text",
+        "Chat: little of the answer stands in the prompt",
         "Why is the sky blue?",
-        "little of it stands in the prompt; where drafting does not pay, it is left",
+        "where drafting does not pay, Outrider does not draft",
     ),
 )
 
+Page = Annotated[bool, option("page", "Start the server instead, and open its page in the browser.")]
+Port = Annotated[
+    int | None, option("port", "With --page: the server's port; 8000 by default.", min=1, max=65535)
+]
+
 
 @takes(ENGINE)
-def demo(model: Model = DEFAULT_MODEL, draft: Draft = "auto", *, settings: Settings) -> None:
+def demo(
+    model: Model = DEFAULT_MODEL,
+    draft: Draft = "auto",
+    page: Page = False,
+    port: Port = None,
+    *,
+    settings: Settings,
+) -> None:
     """See one prompt answered plainly and speculatively, and what that brings. Takes under a minute.
 
     outrider demo
@@ -74,141 +80,84 @@ def demo(model: Model = DEFAULT_MODEL, draft: Draft = "auto", *, settings: Setti
 
     if draft == "none":
         raise InvalidRequest("--draft none leaves nothing to show; leave it out", "draft")
+    if port is not None and not page:
+        raise InvalidRequest("--port is the page's: it goes with --page", "port")
+    if page:
+        _serve_page(model, draft, settings, ServeSettings() if port is None else ServeSettings(port=port))
     console = Console(highlight=False)
     with open_llm(model, draft, settings) as llm:
         head = f"{model} on {_place(llm)}, drafts by {_drafters(llm)}, temperature 0"
         console.print(head, style="bold", markup=False, soft_wrap=True)
         _warm_up(llm, console)
-        duels = [show_duel(llm, scene, console) for scene in SCENES]
-    if any(duel.noisy for duel in duels):
-        console.print(
-            "\nOther programs used the cores meanwhile: times, not tokens, depend on them.", soft_wrap=True
-        )
+        races = [show_race(llm, scene, console) for scene in SCENES]
+    if any(race.busy for race in races):
+        console.print(f"\n{_who_is_busy(races)}", soft_wrap=True)
     _what_next(model, draft, console)
-    if not all(duel.identical for duel in duels):
+    if not all(race.identical for race in races):
         raise typer.Exit(1)
 
 
-class Pane:
-    """One of the two answers, as far as it is written."""
-
-    def __init__(self, title: str) -> None:
-        self.title, self.pieces = title, Pieces()
-        self.begun: float | None = None
-        self.answer: Answer | None = None
-        self.others = 0.0  # cores that other programs used meanwhile
-
-    @property
-    def seconds(self) -> float:
-        if self.answer is not None and self.answer.done:
-            return self.answer.ended - self.answer.begun
-        return 0.0 if self.begun is None else time.perf_counter() - self.begun
-
-    @property
-    def tokens(self) -> int:
-        return 0 if self.answer is None else self.answer.tokens
-
-    def summary(self) -> str:
-        if self.answer is None or not self.answer.done:
-            return f"{self.seconds:.1f} s" if self.begun is not None else "waits"
-        rate, steps = self.answer.tokens_per_s, self.answer.tokens_per_step
-        return f"{self.seconds:.2f} s, {rate:.0f} tok/s, {steps:.1f} a step"
+def _who_is_busy(races: Sequence[Race]) -> str:
+    others = max(race.others() for race in races)
+    cores = (
+        f"Other programs used {others:.1f} of {usable_cores()} cores meanwhile"
+        if others > 0.05
+        else ("Turns of the same work took very different times")
+    )
+    return f"{cores}: tokens do not depend on that, times do. outrider doctor names the programs."
 
 
-class Duel:
-    """One prompt, answered plainly and speculatively."""
-
-    def __init__(self, scene: Scene) -> None:
-        self.scene = scene
-        self.plain, self.speculative = Pane("plain"), Pane("speculative")
-
-    @property
-    def same_tokens(self) -> int:
-        a, b = (pane.answer.sequences[0].output for pane in (self.plain, self.speculative) if pane.answer)
-        return sum(x == y for x, y in zip(a, b, strict=False)) if len(a) == len(b) else 0
-
-    @property
-    def identical(self) -> bool:
-        return self.same_tokens == self.plain.tokens == self.speculative.tokens
-
-    @property
-    def noisy(self) -> bool:
-        return max(self.plain.others, self.speculative.others) > BUSY
-
-    def verdict(self) -> str:
-        ratio = self.plain.seconds / self.speculative.seconds
-        if self.noisy:
-            pace = f"about {ratio:.1f}x as fast"  # why only about, the end says
-        elif ratio >= 1.15:
-            pace = f"{ratio:.1f}x faster"
-        elif ratio >= 0.95:
-            pace = f"as fast ({ratio:.2f}x)"
-        else:
-            pace = f"slower here ({ratio:.2f}x)"
-        answer = self.speculative.answer
-        held = 0 if answer is None else answer.sequences[0].accepted
-        same = f"{self.same_tokens} of {self.plain.tokens} tokens identical"
-        return f"{pace}, {same}, {held} of them drafted"
+def _serve_page(model: str, draft: str, settings: Settings, serve: ServeSettings) -> NoReturn:
+    """The server, with its page opened once it answers."""
+    url = f"http://{serve.host}:{serve.port}/"
+    threading.Thread(target=_open_when_ready, args=(url,), name="outrider-open", daemon=True).start()
+    raise typer.Exit(serve_model(model, draft, SamplingParams(), settings, serve))
 
 
-def show_duel(llm: LLM, scene: Scene, console: Console) -> Duel:
-    duel = Duel(scene)
+def _open_when_ready(url: str) -> None:
+    """Ends with the process if the server never gets ready."""
+    while not _answers(f"{url}health"):
+        time.sleep(POLL_SECONDS)
+    note(
+        f"page      {url}"
+        if webbrowser.open(url)
+        else f"page      {url} (no browser was found to open it with)"
+    )
+
+
+def _answers(url: str) -> bool:
+    from urllib.request import urlopen  # takes as long to import as the whole of this file
+
+    try:
+        with urlopen(url, timeout=5) as reply:
+            return bool(reply.status == 200)
+    except OSError:  # URLError is one
+        return False
+
+
+def show_race(llm: LLM, scene: Scene, console: Console) -> Race:
+    race = Race(scene)
     asked = " ".join(scene.prompt.split())
     console.print(f"\n{scene.title}", style="bold")
     room = max(console.width - 2, 20)
     console.print(asked if len(asked) <= room else f"{asked[: room - 3]}...", style="dim", soft_wrap=True)
-    show = Panes(console, duel) if _is_live(console) else Lines()
+    show = Panes(console, race) if _is_live(console) else Lines()
     with show:
-        for pane, how in ((duel.plain, False), (duel.speculative, True)):
-            _answer(llm, scene.prompt, pane, how, show)
-    good = "green" if duel.identical else "red"
-    console.print(duel.verdict(), style=f"bold {good}", soft_wrap=not _is_live(console))
+        race.run(llm, show.update)
+    colour = "red" if not race.identical else "yellow" if race.busy else "green"
+    console.print(race.verdict(), style=f"bold {colour}", soft_wrap=not _is_live(console))
     console.print(f"({scene.moral})", style="dim", soft_wrap=not _is_live(console))
-    if not duel.identical:
+    if not race.identical:
         message = "The tokens differ, which must not be: please report it, with what outrider doctor says."
         console.print(message, style="red", soft_wrap=True)
-    return duel
-
-
-def _answer(llm: LLM, prompt: str, pane: Pane, speculate: bool, show: Panes | Lines) -> None:
-    params = SamplingParams(temperature=0, max_tokens=TOKENS)
-    if not speculate:
-        params = replace(params, speculation=False)  # type: ignore[arg-type] # SamplingParams reads it
-    received: Received = queue.SimpleQueue()
-    ids = _prompt_ids(llm, prompt)
-    before, pane.begun = _others_seconds(), time.perf_counter()
-    pane.answer = answer = Answer(llm, ids, params, received, owner=f"demo {pane.title}")
-    with contextlib.closing(listen({answer.request.id: answer}, received)) as events:
-        for _ in events:
-            pane.pieces += answer.fresh
-            show.update(pane)
-    pane.others = (_others_seconds() - before) / pane.seconds
-
-
-def _others_seconds() -> float:
-    """Core seconds that other programs have used so far, as far as cores are scarce. Linux only, else 0."""
-    try:
-        spent = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
-    except OSError:
-        return 0.0
-    if (os.cpu_count() or 1) > usable_cores():
-        return 0.0  # most of the machine's work is elsewhere
-    user, nice, system, _, _, *interrupts = (int(ticks) for ticks in spent[:8])
-    own = os.times()
-    return (user + nice + system + sum(interrupts)) / os.sysconf("SC_CLK_TCK") - own.user - own.system
-
-
-def _prompt_ids(llm: LLM, prompt: str) -> list[int]:
-    if llm.template is None:
-        return llm.tokenizer.encode(f"{prompt}\n\n")
-    return llm.chat_ids([{"role": "user", "content": prompt}])
+    return race
 
 
 def _warm_up(llm: LLM, console: Console) -> None:
     """Build kernels, measure costs and answer once with and without drafts, with another text and for another owner."""
-    with console.status("warming up") if _is_live(console) else contextlib.nullcontext():
+    with console.status("measuring costs and warming up") if _is_live(console) else contextlib.nullcontext():
         llm.prepare(1)
-        ids = _prompt_ids(llm, "Write the numbers from 1 to 20, and then write them again.")
+        ids = prompt_ids(llm, "Write the numbers from 1 to 20, and then write them again.")
         for how in (False, True):
             llm.generate([ids], owner="warm-up", temperature=0, max_tokens=24, speculation=how)
 
@@ -220,10 +169,10 @@ def _is_live(console: Console) -> bool:
 class Panes:
     """Two panes on a terminal, redrawn as tokens come."""
 
-    def __init__(self, console: Console, duel: Duel) -> None:
+    def __init__(self, console: Console, race: Race) -> None:
         from rich.live import Live
 
-        self.console, self.duel = console, duel
+        self.console, self.race = console, race
         self.live = Live(get_renderable=self._draw, console=console, refresh_per_second=12)
 
     def __enter__(self) -> Panes:
@@ -233,14 +182,14 @@ class Panes:
     def __exit__(self, *problem: object) -> None:
         self.live.__exit__(*problem)  # type: ignore[arg-type]
 
-    def update(self, pane: Pane) -> None:
+    def update(self, side: Side) -> None:
         """The next frame shows it."""
 
     def _draw(self) -> RenderableType:
         from rich.console import Group
         from rich.table import Table
 
-        panes = [self._pane(pane) for pane in (self.duel.plain, self.duel.speculative)]
+        panes = [self._pane(side) for side in (self.race.plain, self.race.speculative)]
         if self.console.width < NARROW:
             return Group(*panes)
         grid = Table.grid(expand=True)
@@ -249,19 +198,19 @@ class Panes:
         grid.add_row(*panes)
         return grid
 
-    def _pane(self, pane: Pane) -> RenderableType:
+    def _pane(self, side: Side) -> RenderableType:
         from rich.panel import Panel
         from rich.text import Text
 
         text = Text()
         held = "underline" if self.console.no_color else "green"
-        for words, origin in pane.pieces:
+        for words, origin in side.pieces:
             text.append(words, held if origin == "accepted" else None)
-        running = pane.begun is not None and not (pane.answer and pane.answer.done)
+        running = side.begun is not None and not side.turns
         return Panel(
             text,
-            title=f"[bold]{pane.title}[/]",
-            subtitle=pane.summary(),
+            title=f"[bold]{side.title}[/]",
+            subtitle=side.summary(),
             title_align="left",
             subtitle_align="left",
             border_style="bold" if running else "dim",
@@ -280,14 +229,16 @@ class Lines:
     def __exit__(self, *_: object) -> None:
         write("\n")
 
-    def update(self, pane: Pane) -> None:
-        assert pane.answer is not None
-        if pane.title not in self.titled:
-            self.titled.add(pane.title)
-            write(f"\n[{pane.title}]\n")
-        write("".join(text for text, _ in pane.answer.fresh))
-        if pane.answer.done:
-            write(f"\n[{pane.summary()}]\n")
+    def update(self, side: Side) -> None:
+        if side.turns:
+            if len(side.turns) == 1:
+                write(f"\n[{side.summary()}]\n")
+            return
+        assert side.answer is not None
+        if side.title not in self.titled:
+            self.titled.add(side.title)
+            write(f"\n[{side.title}]\n")
+        write("".join(text for text, _ in side.answer.fresh))
 
 
 def _drafters(llm: LLM) -> str:
@@ -306,6 +257,7 @@ def _what_next(model: str, draft: str, console: Console) -> None:
     which = "" if model == DEFAULT_MODEL else f" {shlex.quote(model)}"
     which += "" if draft == "auto" else f" --draft {shlex.quote(draft)}"
     lines = [
+        (f"outrider demo{which} --page", f"the same in your browser, at {PAGE}"),
         (f"outrider chat{which} --show", "talk with it, accepted draft tokens in colour"),
         (f"outrider serve{which}", "an OpenAI-compatible server on port 8000"),
         (f"outrider bench{which}", "measure it, by task and drafter"),

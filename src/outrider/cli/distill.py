@@ -10,10 +10,12 @@ from typing import Annotated, Any
 import typer
 
 from outrider.cli.flag import Flag, flags_of, help_of, option
-from outrider.cli.measure import say_loading
+from outrider.cli.measure import HtmlFile, say_loading, writable, write_page
 from outrider.cli.options import DEFAULT_MODEL, ENGINE, Flags, Model, takes
 from outrider.cli.output import note
 from outrider.distill.recipe import STAGES, Recipe, read_count
+from outrider.errors import InvalidRequest
+from outrider.load.cards import FILE, read_card
 from outrider.load.find import find
 from outrider.settings import Settings, cache_folder
 
@@ -118,6 +120,7 @@ def distill(
     out: Out,
     stage: Stage = None,
     processes: Processes = 1,
+    html_file: HtmlFile = None,
     answer: dict[str, Any],
     train: dict[str, Any],
     score: dict[str, Any],
@@ -129,7 +132,10 @@ def distill(
     """
     if stage is not None and stage not in STAGES:
         raise typer.BadParameter(f"{stage!r} is not {', '.join(STAGES)}", param_hint="--stage")
+    if html_file is not None and stage not in (None, STAGES[-1]):
+        raise InvalidRequest(f"--html shows the score of a draft; leave out --stage {stage}", "html")
     recipe = Recipe.of({"target": model, **answer, **train, **score})
+    page_file = writable(html_file)
     find(model, cache_folder())  # an unknown name fails before torch loads
     say_loading(model)
     from outrider.distill.folder import Folder
@@ -148,6 +154,13 @@ def distill(
             else "stopped. Nothing is finished yet: the same command begins again"
         )
         raise
-    if (draft / "card.json").exists():
+    if page_file is not None and not (draft / FILE).exists():
+        raise InvalidRequest(
+            "--html shows the score of a draft, which there is once all stages are complete", "html"
+        )
+    if (draft / FILE).exists():
+        from outrider.bench.report_pages import score_page
+
+        write_page(page_file, lambda: score_page(read_card(draft)))
         note(f"try it: outrider bench {model} --draft {draft}")
         note(f"have it taken by itself: outrider pairs add {draft} --name {folder.resolve().name}")

@@ -29,8 +29,9 @@ from outrider.cli.options import (
     takes,
 )
 from outrider.cli.output import Screen, complain, explain_marks, marked, note, open_llm, write
-from outrider.errors import InvalidRequest, ModelNotFound, suggest
-from outrider.load.find import ALIASES, could_be_model
+from outrider.errors import InvalidRequest, ModelNotFound
+from outrider.load.aliases import did_you_mean
+from outrider.load.find import could_be_model
 from outrider.load.prompts import Row, make_row, read_rows
 from outrider.settings import Settings, cache_folder
 from outrider.types import SamplingParams
@@ -118,7 +119,7 @@ def _in_place(
     usual = os.environ.get(envvar("model")) or (ctx.default_map or {}).get("model") or DEFAULT_MODEL
     line = f"outrider generate {shlex.quote(usual)} {shlex.quote(model)}"
     if not any(map(str.isspace, model)):  # as likely a misspelt model
-        raise ModelNotFound(f"there is no model {model!r:.99}{suggest(model, ALIASES)}\nto ask it: {line}")
+        raise ModelNotFound(f"there is no model {model!r:.99}{did_you_mean(model)}\nto ask it: {line}")
     if not sys.stdin.isatty() and sys.stdin.read().strip():
         raise InvalidRequest(
             f"{model!r:.99} is no model, and a prompt is piped in; write one of them: {line}", "prompt"

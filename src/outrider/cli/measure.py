@@ -42,6 +42,7 @@ DraftLayers = Annotated[
     ),
 ]
 JsonFile = Annotated[str | None, option("json", "Write the results as JSON, too; - is stdout.", "FILE")]
+HtmlFile = Annotated[str | None, option("html", "Write one page with plots and every figure, too.", "FILE")]
 
 
 def described(llm: LLM, program: str = "outrider") -> dict[str, Any]:
@@ -79,6 +80,13 @@ def writable(file: str | None) -> Path | None:
     except OSError as problem:
         raise InvalidRequest(f"{file} cannot be written: {problem.strerror}", "html") from None
     return path
+
+
+def write_page(file: Path | None, made: Callable[[], str]) -> None:
+    """To the file that `writable` gave, if a page was asked for."""
+    if file is not None:
+        file.write_text(made(), encoding="utf-8")
+        note(f"written to {file}")
 
 
 class Progress:

@@ -12,11 +12,19 @@ import typer
 from outrider.cli.flag import option, typed
 from outrider.cli.options import DEFAULT_MODEL
 from outrider.cli.output import note, write
-from outrider.errors import InvalidRequest, ModelNotFound, suggest
-from outrider.load.find import ModelEntry, delete, fetched, find, list_models, size_of
+from outrider.engine.placement import CPU_CACHE
+from outrider.errors import InvalidRequest, ModelNotFound
+from outrider.load.aliases import HubModel, did_you_mean
+from outrider.load.find import ModelEntry, delete, fetched, find, is_model_name, list_models, size_of
 from outrider.load.progress import file_size
-from outrider.settings import cache_folder
-from outrider.wrap import fitted
+from outrider.settings import cache_folder, free_memory
+from outrider.wrap import fitted, wrapped
+
+PROGRAM = (
+    600_000_000  # bytes of Python, torch and what a step works on: the built-in model's peak less its file
+)
+REPACKED = 1.03  # bytes in memory for one of a GGUF file, at most
+HEADS = ("name", "params", "download", "memory", "fits", "head", "on disk")
 
 models = typer.Typer(no_args_is_help=False)
 
@@ -47,7 +55,7 @@ def list_all(as_json: Json = False) -> None:
         _table(entries)
     else:
         for entry in entries:
-            write(f"{entry.name}\t{file_size(entry.bytes)}\t{_state(entry)}\t{entry.about}\n")
+            write("\t".join((*_cells(entry), entry.about)) + "\n")
 
 
 @models.command()
@@ -111,31 +119,72 @@ def _here(name: str) -> Path:
         return here[name]
     if Path(name).expanduser().exists():
         return Path(name).expanduser()
-    raise ModelNotFound(
-        f"{name!r} is not on this machine{suggest(name, here)}\nfetch: outrider models pull {name}"
+    way_out = (
+        f"\nfetch: outrider models pull {name}" if is_model_name(name, cache_folder()) else did_you_mean(name)
     )
+    raise ModelNotFound(f"{name!r} is not on this machine{way_out}")
+
+
+def memory_needed(entry: ModelEntry) -> int:
+    """Bytes on a CPU with a full KV cache of the default size."""
+    expands = 1.0 if entry.alias is None else entry.alias.expands
+    return int(REPACKED * expands * entry.bytes) + CPU_CACHE + PROGRAM
+
+
+def fits(entry: ModelEntry) -> bool | None:
+    """Whether it fits into the memory that is free now; None where that is unknown."""
+    free = free_memory()
+    return None if free is None else memory_needed(entry) <= free
 
 
 def _as_json(entry: ModelEntry) -> dict[str, str | int | bool | None]:
+    known = entry.alias
     return {
         "name": entry.name,
         "about": entry.about,
+        "hub": str(known.hub) if isinstance(known, HubModel) else None,
+        "parameters": None if known is None else known.parameters,
         "bytes": entry.bytes,
+        "memory_bytes": memory_needed(entry),
+        "fits": fits(entry),
+        "pair": None if known is None else known.pair,
         "present": entry.present,
         "path": None if entry.path is None else str(entry.path),
     }
 
 
-def _state(entry: ModelEntry) -> str:
-    return "here" if entry.present else "not fetched"
+def _cells(entry: ModelEntry) -> tuple[str, ...]:
+    """One for each of HEADS."""
+    known = entry.alias
+    size = 0 if known is None else known.parameters
+    params = "" if known is None else f"{size / 1e9:.1f}B" if size >= 1e9 else f"{size / 1e6:.0f}M"
+    head = "yes" if known is not None and known.pair else ""
+    fit = {True: "yes", False: "no", None: "?"}[fits(entry)]
+    disk = "yes" if entry.present else ""
+    return entry.name, params, file_size(entry.bytes), file_size(memory_needed(entry)), fit, head, disk
 
 
 def _table(entries: list[ModelEntry]) -> None:
     from rich.console import Console  # only where a person looks
     from rich.table import Table
 
-    table = Table("name", "size", "state", "about", box=None, pad_edge=False, header_style="bold")
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for head in HEADS:
+        table.add_column(
+            head, justify="right" if head in ("params", "download", "memory") else "left", no_wrap=True
+        )
     for entry in entries:
-        style = None if entry.present else "dim"
-        table.add_row(entry.name, file_size(entry.bytes), _state(entry), entry.about, style=style)
-    Console().print(table)
+        table.add_row(
+            *_cells(entry), style="dim" if fits(entry) is False else "bold" if entry.present else None
+        )
+    console = Console()
+    console.print(table)
+    free = free_memory()
+    now = "" if free is None else f" in the {file_size(free)} that are free now"
+    for text in (
+        f"memory: on a CPU, with a full cache of 1 GiB (--cache-bytes); fits: it does{now}; head: a trained "
+        "draft for it comes with Outrider; the others draft by lookup.",
+        "gemma-3-1b runs through transformers (pip install -e '.[hf]'), on a CPU only.",
+        "outrider chat NAME fetches a model from the hub when it is first used.",
+    ):
+        console.print(wrapped(text, min(console.width, 100)), style="dim", highlight=False, markup=False)

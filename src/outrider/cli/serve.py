@@ -27,6 +27,18 @@ def serve(
 
     outrider serve smollm2-135m --port 8000
     """
+    raise typer.Exit(serve_model(model, draft, params, settings, serve, given))
+
+
+def serve_model(
+    model: str,
+    draft: str,
+    params: SamplingParams,
+    settings: Settings,
+    serve: ServeSettings,
+    given: frozenset[str] = frozenset(),
+) -> int:
+    """Serves until asked to stop. Returns the exit code."""
     check_parts(parse_draft(draft), cache_folder())
     try:
         from outrider.serve.server import run_server  # brings packages that only a server needs
@@ -36,4 +48,4 @@ def serve(
         raise OutriderError(
             f"a server needs {missing.name}, which is not installed; {install('serve')}"
         ) from None
-    raise typer.Exit(run_server(model, draft, params, settings, serve, given))
+    return run_server(model, draft, params, settings, serve, given)

@@ -40,6 +40,9 @@ class BuiltIn:
     bytes: int
     sha256: str
     sampling: Mapping[str, float]  # what its makers publish, where the file does not say it
+    parameters: int
+    pair: str | None = None  # the shipped draft head for it
+    expands: float = 1.0  # bytes in memory for one of the file
 
     def place(self, cache: Path) -> Path:
         return cache / "models" / self.file
@@ -64,6 +67,8 @@ SMOLLM2 = BuiltIn(
     bytes=98_362_432,
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     sampling={"temperature": 0.2, "top_p": 0.9},  # of the example on the model's card
+    parameters=134_515_008,
+    pair="smollm2-135m-eagle",
 )
 
 

@@ -11,13 +11,11 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.errors import ModelNotFound, OutriderError, suggest
+from outrider.errors import ModelNotFound, OutriderError
 from outrider.load import builtin, hub
-from outrider.load.builtin import SMOLLM2, BuiltIn
+from outrider.load.aliases import ALIASES, Alias, HubModel, did_you_mean
 from outrider.load.hub import HubId
 from outrider.load.sampling import SamplingDefaults
-
-ALIASES: dict[str, BuiltIn] = {model.alias: model for model in (SMOLLM2,)}
 
 FORMS = "a folder, a .gguf file, an alias, or a hub id such as org/name or org/name:file.gguf"
 _PART = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,94}[A-Za-z0-9_])?"
@@ -31,6 +29,7 @@ class ModelEntry:
     path: Path | None  # where it is, when it is here
     bytes: int
     present: bool
+    alias: Alias | None = None  # what is known of it beside its file
 
 
 def find(name: str | Path, cache: Path) -> Path:
@@ -40,15 +39,16 @@ def find(name: str | Path, cache: Path) -> Path:
     if text and _exists(path):
         return path
     if text in ALIASES:
-        return builtin.fetch(ALIASES[text], cache)
+        model = ALIASES[text]
+        return hub.fetch(model.hub) if isinstance(model, HubModel) else builtin.fetch(model, cache)
     cached = cache / "models" / f"{text}.gguf"
     if "/" not in text and text and _exists(cached):
         return cached
-    if model := parse_hub_id(text):
-        return hub.fetch(model)
+    if hub_id := parse_hub_id(text):
+        return hub.fetch(hub_id)
     if text.endswith(".gguf") or text.startswith((".", "/", "~")):
         raise ModelNotFound(f"there is no file or folder {text!r:.999}; a model is {FORMS}")
-    raise ModelNotFound(f"there is no model {text!r:.99}{suggest(text, ALIASES)}\nA model is {FORMS}")
+    raise ModelNotFound(f"there is no model {text!r:.99}{did_you_mean(text)}\nA model is {FORMS}")
 
 
 def could_be_model(text: str, cache: Path) -> bool:
@@ -64,9 +64,9 @@ def could_be_model(text: str, cache: Path) -> bool:
 
 
 def published_sampling(path: Path, cache: Path) -> SamplingDefaults:
-    """For a built-in model whose file says nothing of sampling: what its makers publish beside it."""
+    """For a model with an alias whose file says nothing of sampling: what its makers publish beside it."""
     for model in ALIASES.values():
-        if path == model.place(cache):
+        if model.sampling and path == model.place(cache):
             return SamplingDefaults(model.sampling, f"the card of {model.alias}")
     return SamplingDefaults()
 
@@ -98,15 +98,19 @@ def list_models(cache: Path) -> list[ModelEntry]:
     for model in ALIASES.values():
         present = model.present(cache)
         place = model.place(cache) if present else None
-        entries.append(ModelEntry(model.alias, model.about, place, model.bytes, present))
-    own = {model.file for model in ALIASES.values()}
+        entries.append(ModelEntry(model.alias, model.about, place, model.bytes, present, model))
+    own = {builtin.SMOLLM2.file}
     entries += [
         ModelEntry(file.stem, "GGUF file in the cache", file, file.stat().st_size, True)
         for file in sorted((cache / "models").glob("[!.]*.gguf"))
         if file.name not in own and file.is_file()
     ]
+    named = {entry.path for entry in entries}
     for repo, snapshot in hub.cached_models():
-        size = sum(file.stat().st_size for file in hub.weights(snapshot))
+        files = hub.weights(snapshot)
+        if snapshot in named or named.issuperset(files):
+            continue  # an alias names it
+        size = sum(file.stat().st_size for file in files)
         entries.append(ModelEntry(repo, "cached from the hub", snapshot, size, True))
     return entries
 
@@ -116,8 +120,8 @@ def fetched(name: str, cache: Path) -> Path | None:
 
     Of the hub it is the repository's folder, with every revision of it.
     """
-    if name in ALIASES and ALIASES[name].present(cache):
-        return ALIASES[name].place(cache)
+    if (model := ALIASES.get(name)) is not None and model.present(cache):
+        return hub.folder_of(model.hub.repo) if isinstance(model, HubModel) else model.place(cache)
     if name not in (repo for repo, _ in hub.cached_models()):
         return None
     return hub.folder_of(name)

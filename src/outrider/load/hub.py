@@ -27,6 +27,9 @@ class HubId:
     repo: str
     file: str | None = None  # one .gguf of the repository
 
+    def __str__(self) -> str:
+        return self.repo if self.file is None else f"{self.repo}:{self.file}"
+
 
 def hub_cache() -> Path:
     """Where the hub's library keeps its files, by the same variables it reads."""
@@ -40,6 +43,12 @@ def hub_cache() -> Path:
 
 def folder_of(repo: str) -> Path:
     return hub_cache() / f"models--{repo.replace('/', '--')}"
+
+
+def snapshots(repo: str) -> list[Path]:
+    """Revisions of a repository in the cache that have weights Outrider reads, the newest first."""
+    found = [s for s in (folder_of(repo) / "snapshots").glob("*") if weights(s)]
+    return sorted(found, key=lambda s: s.stat().st_mtime, reverse=True)
 
 
 def fetch(model: HubId) -> Path:
@@ -139,10 +148,9 @@ def cached_models() -> Iterator[tuple[str, Path]]:
     """Repositories in the hub's cache that have weights Outrider reads, and their newest snapshot."""
     with contextlib.suppress(OSError):
         for folder in sorted(hub_cache().glob("models--*--*")):
-            snapshots = [s for s in (folder / "snapshots").glob("*") if weights(s)]
-            if snapshots:
-                repo = folder.name.removeprefix("models--").replace("--", "/")
-                yield repo, max(snapshots, key=lambda s: s.stat().st_mtime)
+            repo = folder.name.removeprefix("models--").replace("--", "/")
+            if found := snapshots(repo):
+                yield repo, found[0]
 
 
 def weights(folder: Path) -> list[Path]:

@@ -7,7 +7,20 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from outrider.bench.page import Series, certified, chart, document, even, number, table
+from outrider.bench.page import (
+    Bars,
+    Series,
+    bars,
+    certified,
+    chart,
+    charts,
+    document,
+    even,
+    facts,
+    number,
+    section,
+    table,
+)
 from outrider.bench.serve.figures import COMPARED, LATENCIES, PERCENTS, figure
 from outrider.bench.serve.show import COLUMNS, remarks
 
@@ -16,28 +29,44 @@ NINES = [(percent, f"p{percent:g}") for percent in (0, 50, 90, 99, 99.9)]
 
 
 def page(report: Found) -> str:
-    names = [server["url"] for server in report["servers"]]
-    loads = report["loads"]
-    title = f"Load on {' and '.join(dict.fromkeys(names))}"
-    parts = [_about(report)]
+    urls, loads = [server["url"] for server in report["servers"]], report["loads"]
+    # Several servers are A, B and so on; one needs no name in a legend.
+    names = [chr(ord("A") + i) for i in range(len(urls))] if len(urls) > 1 else [""]
+    title = f"Load on {' and '.join(dict.fromkeys(urls))}"
+    parts = []
     if len(loads) > 1:
-        parts += ["<h2>All loads</h2>", _across(loads, names), *(_summary(loads, names))]
+        parts = [section("All loads", _across(loads, names), *_summary(loads, names))]
     parts += [_load(load, names) for load in loads]
-    return document(title, "".join(parts))
+    parts.append(section("What was measured", _about(report, names)))
+    return document(title, headline(loads), "".join(parts))
 
 
-def _about(report: Found) -> str:
-    certificate, settings = report["certificate"], report["settings"]
-    rows = [[escape(name.replace("_", " ")), escape(str(value))] for name, value in settings.items()]
-    for server in report["servers"]:
+def headline(loads: Sequence[Found]) -> str:
+    """The highest rate, or the first comparison of two servers."""
+    best = max(loads, key=lambda load: load["servers"][0]["output_tok_s"])
+    first = best["servers"][0]
+    if ratio := best["ratios"][0].get("output_tok_s") if best.get("ratios") else None:
+        return (
+            f"B: {ratio['median']:.2f}x the output of A ({ratio['low']:.2f}x to {ratio['high']:.2f}x in rounds), "
+            f"{best['load']}"
+        )
+    failed = f", {first['failed']} of {first['requests']} requests failed" if first["failed"] else ""
+    waits = figure(first, ("ttft_ms", "p50"))
+    begins = "" if waits is None else f", first token after {number(waits)} ms (median)"
+    return f"{number(first['output_tok_s'])} tok/s with {best['load']}{begins}{failed}"
+
+
+def _about(report: Found, names: Sequence[str]) -> str:
+    servers = {}
+    for name, server in zip(names, report["servers"], strict=True):
         said = f"{server['url']}, model {server['model']}" + (
             f", {server['version']}" if server["version"] else ""
         )
         if server["lengths_by"] == "words":
             said += "; it has no /tokenize, so lengths of made-up prompts are in words"
-        rows.append(["server", escape(said)])
+        servers[f"server {name}".strip()] = said
     return (
-        f"{certified(certificate)}{table(['', ''], rows)}"
+        f"{certified(report['certificate'])}{facts({**report['settings'], **servers})}"
         "<p>Times are the client's, taken where the socket is read. Inter-token latency is the time between two events "
         "with tokens; time per output token is that from the first to the last of an answer, by its other tokens.</p>"
     )
@@ -57,16 +86,19 @@ def _across(loads: Sequence[Found], names: Sequence[str]) -> str:
             kept = [(i, load["load"], value) for i, load, value in points if value is not None]
             made.append(
                 Series(
-                    name + suffix, [i for i, _, _ in kept], [v for _, _, v in kept], [s for _, s, _ in kept]
+                    (name + suffix).strip(),
+                    [i for i, _, _ in kept],
+                    [v for _, _, v in kept],
+                    [s for _, s, _ in kept],
                 )
             )
         return made
 
-    charts = [chart("Output", lines(("output_tok_s",)), ticks, asked, "tok/s")]
+    drawn = [chart("Output", lines(("output_tok_s",)), ticks, asked, "tok/s")]
     for name, what in LATENCIES.items():
         both = [*lines((f"{name}_ms", "p50"), " p50"), *lines((f"{name}_ms", "p99"), " p99")]
-        charts.append(chart(what.capitalize(), both, ticks, asked, "ms"))
-    return f'<div class="charts">{"".join(charts)}</div>'
+        drawn.append(chart(what.capitalize(), both, ticks, asked, "ms"))
+    return charts(drawn)
 
 
 def _summary(loads: Sequence[Found], names: Sequence[str]) -> list[str]:
@@ -97,7 +129,7 @@ def _load(load: Found, names: Sequence[str]) -> str:
         parts.append((f"<h3>{escape(name)}</h3>" if len(names) > 1 else "") + _server(found))
     for other, ratios in enumerate(load.get("ratios", ()), 1):
         parts.append(_ratios(load, names, other, ratios))
-    parts.append(f'<div class="charts">{_latencies(load, names)}{_over_time(load, names)}</div>')
+    parts.append(charts([_compared(load), _latencies(load, names), _over_time(load, names)]))
     parts.append(_curves(load, names))
     return "".join(parts)
 
@@ -130,14 +162,30 @@ def _ratios(load: Found, names: Sequence[str], other: int, ratios: Found) -> str
             rows.append(
                 [escape(what), *values, *(f"{ratio[part]:.3f}" for part in ("median", "low", "high"))]
             )
-    heads = ["", "~A", "~B", "~B over A, median", "~lowest", "~highest"]
-    said = f"A is {names[0]}, B is {names[other]}; ratios are of rounds taken in turn."
+    heads = ["", f"~{names[0]}", f"~{names[other]}", "~Ratio, median", "~lowest", "~highest"]
+    said = f"{names[other]} against {names[0]}: ratios are of rounds taken in turn."
     return f"<p>{escape(said)}</p>{table(heads, rows)}"
+
+
+def _compared(load: Found) -> str:
+    """Every other server against A, with the lowest and the highest of the rounds."""
+    rows = [
+        what
+        for name, (what, _) in COMPARED.items()
+        if any(name in ratios for ratios in load.get("ratios", ()))
+    ]
+    made = []
+    for other, ratios in enumerate(load.get("ratios", ()), 1):
+        own = [ratios.get(name) for name, (what, _) in COMPARED.items() if what in rows]
+        spans = [(one["low"], one["high"]) if one else None for one in own]
+        name = f"{chr(ord('A') + other)} over A"
+        made.append(Bars(name, [one["median"] if one else None for one in own], spans))
+    return bars("Against A", rows, made, "times A", 1.0) if rows else ""
 
 
 def _latencies(load: Found, names: Sequence[str]) -> str:
     ticks = [(_nines(percent), text) for percent, text in NINES]
-    charts = []
+    drawn = []
     for name, what in LATENCIES.items():
         series = []
         for server, found in zip(names, load["servers"], strict=True):
@@ -150,8 +198,8 @@ def _latencies(load: Found, names: Sequence[str]) -> str:
                     [f"p{p:g}" for p in PERCENTS][: len(ys)],
                 )
             )
-        charts.append(chart(what.capitalize(), series, ticks, "percentile", "ms"))
-    return "".join(charts)
+        drawn.append(chart(what.capitalize(), series, ticks, "percentile", "ms"))
+    return "".join(drawn)
 
 
 def _nines(percent: float) -> float:
@@ -162,7 +210,7 @@ def _nines(percent: float) -> float:
 def _over_time(load: Found, names: Sequence[str]) -> str:
     end = max((found["over_time"]["at_s"] or [1.0])[-1] for found in load["servers"])
     ticks = [(second, number(second)) for second in even(end) if second <= end]
-    charts = []
+    drawn = []
     for name, title, unit in (
         ("output_tok_s", "Output, first round", "tok/s"),
         ("in_flight", "In flight, first round", "requests"),
@@ -171,8 +219,8 @@ def _over_time(load: Found, names: Sequence[str]) -> str:
         for server, found in zip(names, load["servers"], strict=True):
             at = found["over_time"]["at_s"]
             series.append(Series(server, at, found["over_time"][name], [f"at {second:g} s" for second in at]))
-        charts.append(chart(title, series, ticks, "seconds", unit))
-    return "".join(charts)
+        drawn.append(chart(title, series, ticks, "seconds", unit))
+    return "".join(drawn)
 
 
 def _curves(load: Found, names: Sequence[str]) -> str:
