@@ -33,7 +33,7 @@ from outrider.model.decoder import kv_bytes
 from outrider.serve import link
 from outrider.serve.log import set_up_logging
 from outrider.settings import Settings
-from outrider.types import Event, Request, Sequence, StepRecord, TokenLogprob
+from outrider.types import Event, Request, Sequence, StepDetail, StepRecord, TokenLogprob
 
 log = logging.getLogger(__name__)
 
@@ -198,6 +198,7 @@ class EngineProcess:
                 None if event.logprobs is None else [_score(entry) for entry in event.logprobs],
                 _end(sequence) if done else None,
                 _prompt_scores(sequence),
+                None if event.detail is None else _detail(event.detail),
             )
         )
         if done:
@@ -337,6 +338,15 @@ def _prompt_scores(s: Sequence) -> list[link.Score | None] | None:
     return [None if e is None else _score(e) for e in s.prompt_logprobs] or [None]
 
 
+def _detail(step: StepDetail) -> link.Detail:
+    reason = step.reason
+    facts = [[fact if isinstance(fact, str) else float(fact) for fact in facts] for facts in reason.facts]
+    return link.Detail(
+        step.drafter, list(step.tokens), list(step.parents), list(step.accepted), list(step.origins),
+        str(reason), reason.kind, reason.depth, facts,
+    )  # fmt: skip
+
+
 def _end(s: Sequence) -> link.End:
     return link.End(
         seed=s.request.seed,
@@ -352,7 +362,6 @@ def _end(s: Sequence) -> link.End:
         decode_s=max(0.0, s.ended - s.first),
         problem=s.problem,
         stop=s.stop,
-        reasons=list(map(str, s.reasons)),
     )
 
 

@@ -138,7 +138,20 @@ class End(msgspec.Struct):
     decode_s: float
     problem: str | None
     stop: str | None = None  # the stop string that ended it
-    reasons: list[str] = []  # the planner's, of every step, where asked for
+
+
+class Detail(msgspec.Struct, array_like=True):
+    """What a step drafted for one choice, what the target accepted, and the planner's reason."""
+
+    drafter: str
+    tokens: list[int]  # of the draft
+    parents: list[int]
+    accepted: list[int]  # nodes
+    origins: list[str]  # of the emitted tokens
+    reason: str
+    kind: str
+    depth: int
+    facts: list[list[str | int | float]]  # a name, a number, and the bound that was crossed, if one was
 
 
 class Piece(msgspec.Struct, array_like=True):
@@ -152,6 +165,7 @@ class Piece(msgspec.Struct, array_like=True):
     scores: list[Score] | None
     end: End | None
     prompt_scores: list[Score | None] | None = None  # with the first tokens, where asked for
+    detail: Detail | None = None  # where asked for
 
 
 class Drafted(msgspec.Struct, array_like=True):

@@ -255,7 +255,7 @@ class Responses:
             "tools": asked.tools or [],
             "truncation": "disabled",
             "usage": self._usage() if done else None,
-            **(call.extras() if done else {}),
+            **({**call.choice_extras(call.flat[0]), **call.extras()} if done else {}),
         }
 
     def _usage(self) -> dict[str, Any]:
