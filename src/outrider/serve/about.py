@@ -11,6 +11,7 @@ from outrider.errors import LONGEST_NAME
 from outrider.serve.errors import ApiError
 from outrider.serve.metrics import PREFIX, UNPAID
 from outrider.serve.openapi import document
+from outrider.serve.page_files import page_file
 from outrider.serve.request import Reply, Request
 from outrider.serve.routes import Endpoint, get
 from outrider.serve.service import Service
@@ -45,6 +46,8 @@ def _model_card(service: Service, name: str) -> dict[str, Any]:
         "max_model_len": model.longest if model else None,
         "default_max_tokens": service.answer_tokens if model else None,
         "drafter": model.drafter if model else None,
+        "drafters": model.drafters if model else [],
+        "chat": bool(model and model.template),
     }
 
 
@@ -83,6 +86,8 @@ async def openapi(request: Request) -> Response:
 
 
 async def root(request: Request) -> Response:
+    if request.from_browser:
+        return page_file(request, "index.html")
     plain = sorted(route.path for route in _routes(request) if not route.param_convertors)
     return Reply({"name": "outrider", "version": __version__, "routes": plain})
 
@@ -99,5 +104,5 @@ ROUTES = (
     get("/version", version, "The version."),
     get("/metrics", metrics, "Counters for Prometheus."),
     get("/openapi.json", openapi, "This document."),
-    get("/", root, "The routes."),
+    get("/", root, "The routes; in a browser, the page."),
 )

@@ -55,6 +55,7 @@ SAME = (
         "kernels_compiled",
     ),
 )
+SAY_SECONDS = 1.0  # between steps whose reasons are put into words
 SWITCH_SECONDS = 0.0005  # until a thread gives the interpreter to another that waits for it; 5 ms by default
 
 
@@ -72,7 +73,7 @@ class EngineProcess:
         self.swaps = ThreadPoolExecutor(1, thread_name_prefix="draft")  # reads weights, beside the steps
         self.outbox: queue.SimpleQueue[link.FromEngine | None] = queue.SimpleQueue()
         self.writer = threading.Thread(target=self._write, name="writer", daemon=True)
-        self.next_check = 0.0
+        self.next_check = self.next_words = 0.0
         self.over = False  # the API process hung up
 
     def run(self) -> None:
@@ -233,6 +234,9 @@ class EngineProcess:
         drafting = [o for o in record.outcomes if o.drafted]
         deepest = max((o.accepted for o in drafting), default=0)
         lossy = (o for o in drafting if o.sequence.request.params.speculation.mode == "lossy")
+        said: dict[str, str] = {}
+        if (now := time.monotonic()) > self.next_words:
+            said, self.next_words = {reason.kind: str(reason) for reason in record.reasons}, now + SAY_SECONDS
         return link.Step(
             **{name: getattr(record, name) for name in SAME},
             drafts=len(drafting),
@@ -241,6 +245,7 @@ class EngineProcess:
             lossy=sum(o.accepted for o in lossy),
             reasons=dict(Counter(reason.kind for reason in record.reasons)),
             drafters=_by_drafter(record),
+            said=said,
         )
 
     def _gauges(self) -> link.Gauges:
@@ -277,6 +282,7 @@ class EngineProcess:
             context=engine.context,
             cache_tokens=slots,
             drafter=llm.drafter,
+            drafters=list(engine.drafters.names),
             sampling=dict(llm.sampling.values),
             drafts=[_served_draft(state) for state in llm.live_draft.states.values()],
             plan={

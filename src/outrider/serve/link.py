@@ -88,6 +88,7 @@ class Ready(msgspec.Struct, tag=True):
     sampling: dict[str, int | float] = {}  # the model's own defaults
     special_tokens_in_text: bool = False
     drafts: list[ServedDraft] = []  # those with weights of their own
+    drafters: list[str] = []  # that a request may name
 
 
 class Failed(msgspec.Struct, tag=True):
@@ -204,6 +205,7 @@ class Step(msgspec.Struct):
     graphs_captured: int = 0  # while a request waited
     kernels_compiled: int = 0
     drafters: dict[str, Drafted] = {}
+    said: dict[str, str] = {}  # now and then: for each kind of reason, the latest with its numbers
 
 
 class Gauges(msgspec.Struct):
