@@ -12,6 +12,7 @@ from outrider.serve.errors import ApiError
 from outrider.serve.metrics import PREFIX, UNPAID
 from outrider.serve.openapi import document
 from outrider.serve.page_files import page_file
+from outrider.serve.replies import Health, ModelCard, ModelList, Routes, Version
 from outrider.serve.request import Reply, Request
 from outrider.serve.routes import Endpoint, get
 from outrider.serve.service import Service
@@ -97,12 +98,12 @@ def _routes(request: Request) -> tuple[Endpoint, ...]:
 
 
 ROUTES = (
-    get("/v1/models", models, "What is served."),
-    get("/v1/models/{model:path}", one_model, "One of them."),
-    get("/health", health, "200 when requests are taken, else 503."),
-    get("/ping", health, "The same."),
-    get("/version", version, "The version."),
+    get("/v1/models", models, "What is served.", ModelList),
+    get("/v1/models/{model:path}", one_model, "One of them.", ModelCard),
+    get("/health", health, "200 when requests are taken, else 503.", Health),
+    get("/ping", health, "The same.", Health),
+    get("/version", version, "The version.", Version),
     get("/metrics", metrics, "Counters for Prometheus."),
     get("/openapi.json", openapi, "This document."),
-    get("/", root, "The routes; in a browser, the page."),
+    get("/", root, "The routes; in a browser, the page.", Routes),
 )

@@ -15,6 +15,7 @@ from outrider.serve.routes import get
 from outrider.settings import cache_folder
 
 PRICE = "price_per_hour"
+QUERY = ("acceptance", "depth", "cost", "batch", "rows", "tok_s", PRICE)
 
 
 class PairReply(msgspec.Struct, kw_only=True):
@@ -81,5 +82,5 @@ def _answer(given: Mapping[str, str]) -> list[dict[str, Any]]:
 
 ROUTES = (
     get("/v1/pairs", pairs, "Drafts that are paired with a model, with their cards.", PairsReply),
-    get("/v1/what-if", what_if, "What drafting would bring, from numbers alone.", WhatIfReply),
+    get("/v1/what-if", what_if, "What drafting would bring, from numbers alone.", WhatIfReply, QUERY),
 )

@@ -13,6 +13,7 @@ from outrider.serve.call import Call, Choice, parts_of
 from outrider.serve.limits import check_schema
 from outrider.serve.link import Piece, Score
 from outrider.serve.model import ServedModel
+from outrider.serve.replies import ChatCompletion
 from outrider.serve.request import Request
 from outrider.serve.routes import post
 from outrider.serve.service import Service
@@ -205,4 +206,4 @@ class Chat:
         return {"content": self.call.scored_tokens(scores), "refusal": None}
 
 
-ROUTES = (post("/v1/chat/completions", answer_chat, ChatRequest, "Answer a conversation."),)
+ROUTES = (post("/v1/chat/completions", answer_chat, ChatRequest, "Answer a conversation.", ChatCompletion),)

@@ -12,6 +12,7 @@ from outrider.serve.answer import answer
 from outrider.serve.call import Call, Choice
 from outrider.serve.link import Piece, Score
 from outrider.serve.model import ServedModel
+from outrider.serve.replies import Completion
 from outrider.serve.request import Request
 from outrider.serve.routes import post
 from outrider.serve.service import Service
@@ -169,4 +170,4 @@ class Completions:
         return shown
 
 
-ROUTES = (post("/v1/completions", answer_completion, CompletionRequest, "Continue texts."),)
+ROUTES = (post("/v1/completions", answer_completion, CompletionRequest, "Continue texts.", Completion),)
