@@ -34,18 +34,25 @@ function inside(schema) {
   return [...(unions(schema) ?? []), schema.items, schema.additionalProperties].filter((one) => one && typeof one === "object").flatMap(inside);
 }
 
+// Something that is made when it is first opened.
+function folded(title, make) {
+  const made = el("details", {}, el("summary", {}, title));
+  made.addEventListener("toggle", () => made.append(...make()), { once: true });
+  return made;
+}
+
 function fields(schema, above = []) {
   const { properties = {}, required = [], description } = resolved(schema);
   const rows = Object.entries(properties).map(([name, one]) => {
     const nested = inside(one).filter((struct) => !above.includes(struct) && schemas[struct]?.properties);
     const type = [el("span", { class: "type" }, typeOf(one)), ...nested.map((struct) =>
-      el("details", {}, el("summary", {}, struct), ...fields({ $ref: `#/${struct}` }, [...above, struct])))];
+      folded(struct, () => fields({ $ref: `#/${struct}` }, [...above, struct])))];
     const usual = one.default === undefined ? "" : JSON.stringify(one.default);
     return [el("code", {}, name), el("div", {}, ...type), bounds(one), required.includes(name) ? "required" : usual];
   });
   const words = description ? [el("p", { class: "hint" }, description)] : [];
   return [...words, rows.length
-    ? el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": `Fields of ${named(schema) ?? "the object"}` }, table(["Field", "Type", "Range", "Default"], rows))
+    ? el("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": `Fields of ${named(schema) ?? "the object"}` }, table(["Field", "Type", "Range", "Default"], rows))
     : el("p", { class: "type" }, typeOf(resolved(schema)))];
 }
 
@@ -67,7 +74,7 @@ function drawn(path, method, operation) {
     body ? [el("h3", {}, `Body: ${named(body) ?? "JSON"}`), ...fields(body, [named(body)])] : null,
     reply ? [el("h3", {}, `Answer: ${named(reply) ?? "JSON"}`), ...fields(reply, [named(reply)])] : null,
     el("h3", {}, "Command"), el("pre", { tabindex: 0 }, command(path, method, body)),
-    el("details", {}, el("summary", {}, "Errors"), table(["Status", "Meaning"], failures)));
+    folded("Errors", () => [table(["Status", "Meaning"], failures)]));
 }
 
 const anchor = (path, method) => `${method}${path.replaceAll(/[^a-z0-9]+/gi, "-")}`;

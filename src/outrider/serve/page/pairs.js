@@ -26,7 +26,7 @@ function score(card) {
   return [
     bars("Accepted, by depth", chain.map((_, i) => i + 1), [{ name: "chain", values: chain }, { name: "tree", values: tree }], { most: 1 }),
     el("details", {}, el("summary", {}, `By task (${tasks.length})`),
-      el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Scores by task" },
+      el("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": "Scores by task" },
         table(["Task", "Temperature", "Prompts", "Tokens/step, chain", "tree", "Speed-up"], rows))),
   ];
 }
