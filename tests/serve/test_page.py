@@ -7,6 +7,8 @@ import tomllib
 from collections.abc import Callable
 from fnmatch import fnmatch
 
+import httpx
+import psutil
 import pytest
 
 from outrider.control.reasons import KINDS
@@ -96,6 +98,22 @@ def test_live_figures_are_those_of_the_metrics(served: Served) -> None:
     assert decided["count"] > 0 and decided["meaning"] == KINDS["asked"]
     assert decided["latest"].startswith("depth 3: asked")
     assert (now["running"], now["waiting"], now["ready"]) == (0, 0, True)
+
+
+def test_a_poll_takes_less_than_a_hundredth_of_a_processor(served: Served) -> None:
+    """Processor time of both processes, of polls that come once a second."""
+    processes = [psutil.Process(served.process.pid), served.engine()]
+
+    def spent() -> list[float]:
+        return [sum(process.cpu_times()[:2]) for process in processes]
+
+    served.get("/v1/live")
+    before, polls = spent(), 100
+    with httpx.Client(base_url=served.url) as client:
+        for _ in range(polls):
+            assert client.get("/v1/live").status_code == 200
+    api, engine = (after - first for after, first in zip(spent(), before, strict=True))
+    assert api / polls < 0.01 and engine / polls < 0.001
 
 
 def test_polls_are_not_logged(served: Served) -> None:

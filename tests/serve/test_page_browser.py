@@ -253,6 +253,9 @@ def test_stop_aborts_the_request_in_the_engine(tab: Callable[..., Tab], shown: S
     shown.wait_idle()
     assert shown.metric("generation_tokens_total") < made + 1500
     assert one.page.is_enabled("#go") and one.page.is_disabled("#stop")
+    one.page.click("#go")  # the prompt is still there, and the stopped turn is not part of the conversation
+    one.page.click("#stop")
+    assert len(one.bodies()[-1]["messages"]) == 3
 
 
 def test_a_refused_request_is_said(tab: Callable[..., Tab]) -> None:
@@ -314,7 +317,7 @@ def test_docs_show_every_route_with_the_shape_of_its_answer(tab: Callable[..., T
     chat = one.page.inner_text("#post-v1-chat-completions")
     assert "Body: ChatRequest" in chat and "Answer: ChatCompletion" in chat and "messages" in chat
     one.page.locator("#post-v1-chat-completions summary", has_text="ChatChoice").click()
-    assert "finish_reason" in one.page.inner_text("#post-v1-chat-completions")
+    one.until("document.getElementById('post-v1-chat-completions').innerText.includes('finish_reason')")
 
 
 # ------------------------------------------------------------------------------------------------- the whole page

@@ -98,20 +98,31 @@ def _decisions(metrics: Metrics) -> dict[str, LiveDecision]:
 
 
 def _drafters(metrics: Metrics) -> dict[str, LiveDrafter]:
-    levels: dict[str, dict[str, list[int]]] = {}
-    for counter in ("drafts", "accepted"):
-        for labels, count in metrics.counters[f"spec_decode_{counter}_by_position"].items():
-            (_, drafter), _ = labels  # positions were counted from the first on, so they are in order
-            levels.setdefault(drafter, {"drafts": [], "accepted": []})[counter].append(int(count))
+    drafts, accepted = (_by_depth(metrics, counter) for counter in ("drafts", "accepted"))
     rates = ("recent_acceptance", "card_acceptance", "recent_target_probability", "card_target_probability")
     known = {name for rate in rates for name in metrics.by_drafter[f"spec_decode_{rate}"]}
-    return {
-        name: LiveDrafter(
-            **levels.get(name, {"drafts": [], "accepted": []}),
-            **{rate: metrics.by_drafter[f"spec_decode_{rate}"].get(name) for rate in rates},
+    found = {}
+    for name in sorted(drafts.keys() | known):
+        recent, card, probable, on_card = (
+            metrics.by_drafter[f"spec_decode_{rate}"].get(name) for rate in rates
         )
-        for name in sorted(levels.keys() | known)
-    }
+        found[name] = LiveDrafter(
+            drafts=drafts.get(name, []),
+            accepted=accepted.get(name, []),
+            recent_acceptance=recent,
+            card_acceptance=card,
+            recent_target_probability=probable,
+            card_target_probability=on_card,
+        )
+    return found
+
+
+def _by_depth(metrics: Metrics, counter: str) -> dict[str, list[int]]:
+    levels: dict[str, list[int]] = {}
+    for labels, count in metrics.counters[f"spec_decode_{counter}_by_position"].items():
+        (_, drafter), _ = labels  # positions were counted from the first on, so they are in order
+        levels.setdefault(drafter, []).append(int(count))
+    return levels
 
 
 ROUTES = (get("/v1/live", live, "What the server does now: counters, rates, acceptance, decisions.", Live),)

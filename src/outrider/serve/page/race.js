@@ -181,29 +181,36 @@ function settingsOf(lane) {
 async function race() {
   const text = $("prompt").value.trim();
   if (!text || running || !card) return;
-  await perform(async (signal) => {
-    for (const lane of lanes) lane.ask(text);
-    if (!warm) $("verdict").replaceChildren("Warming up.");
-    for (const lane of warm ? [] : lanes) await lane.warmUp(settingsOf(lane), signal);
-    warm = true;
-    $("verdict").replaceChildren();
-    if ($("order").value === "together") await Promise.all(lanes.map((lane) => lane.run(settingsOf(lane), signal)));
-    else for (const lane of lanes) await lane.run(settingsOf(lane), signal);
-    conclude();
-    $("prompt").value = "";
-  });
+  const before = lanes.map((lane) => lane.messages.length);
+  const whole = await perform((signal) => bothLanes(text, signal));
+  if (whole) $("prompt").value = "";
+  // A turn that ended early is shown, but later turns do not build on it: the lanes would differ.
+  else lanes.forEach((lane, i) => lane.messages.splice(before[i]));
 }
 
-// Runs something that Stop aborts.
+async function bothLanes(text, signal) {
+  for (const lane of lanes) lane.ask(text);
+  $("verdict").replaceChildren(...(warm ? [] : ["Warming up."]));
+  for (const lane of warm ? [] : lanes) await lane.warmUp(settingsOf(lane), signal);
+  warm = true;
+  $("verdict").replaceChildren();
+  if ($("order").value === "together") await Promise.all(lanes.map((lane) => lane.run(settingsOf(lane), signal)));
+  else for (const lane of lanes) await lane.run(settingsOf(lane), signal);
+  conclude();
+}
+
+// Runs something that Stop aborts. Returns whether it came to its end.
 async function perform(work) {
   running = new AbortController();
   busy(true);
   complain("");
   try {
     await work(running.signal);
+    return true;
   } catch (problem) {
     if (problem.name !== "AbortError") complain(problem.message);
     $("verdict").replaceChildren(el("span", {}, problem.name === "AbortError" ? "Stopped." : "The race ended early."));
+    return false;
   } finally {
     running = null;
     busy(false);
