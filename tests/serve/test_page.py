@@ -13,7 +13,7 @@ import pytest
 
 from outrider.control.reasons import KINDS
 from outrider.serve.page_files import FOLDER, POLICY
-from tests.serve.conftest import Served
+from tests.serve.conftest import Served, wait_for
 from tests.test_structure import ROOT, SOURCE
 
 BROWSER = {"accept": "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"}
@@ -98,6 +98,20 @@ def test_live_figures_are_those_of_the_metrics(served: Served) -> None:
     assert decided["count"] > 0 and decided["meaning"] == KINDS["asked"]
     assert decided["latest"].startswith("depth 3: asked")
     assert (now["running"], now["waiting"], now["ready"]) == (0, 0, True)
+
+
+def test_the_latest_reason_is_put_into_words_again_and_again(served: Served) -> None:
+    def latest(depth: int) -> str:
+        body = {
+            "prompt": "aaaa",
+            "max_tokens": 8,
+            "speculative_decoding": {"drafter": "lookup", "depth": depth},
+        }
+        served.post("/v1/completions", body)
+        return served.get("/v1/live").json()["decisions"].get("asked", {}).get("latest") or ""
+
+    for depth in (2, 5):
+        wait_for(lambda: latest(depth).startswith(f"depth {depth}: asked"))  # noqa: B023 (called at once)
 
 
 def test_a_poll_takes_less_than_a_hundredth_of_a_processor(served: Served) -> None:

@@ -103,6 +103,8 @@ def checked(steps: list[dict[str, Any]], text: str) -> None:
         assert len(draft["tokens"]) == len(draft["parents"]) == len(draft["texts"]) <= 4
         assert (step["drafter"] == "lookup") is bool(draft["tokens"])
         assert step["reason"]["kind"] and step["reason"]["text"]
+        if step is not steps[-1]:  # the answer may end within an accepted path
+            assert count == sum(token["origin"] == "accepted" for token in step["tokens"])
         emitted = [token["id"] for token in step["tokens"]]
         assert emitted[:count] == [draft["tokens"][node] for node in step["accepted"]][: len(emitted)]
 

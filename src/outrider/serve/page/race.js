@@ -242,8 +242,8 @@ function conclude() {
     ...(same && drafted && isFinite(ratio) ? [el("b", { class: ratio >= 1 ? "won" : "lost" }, `${number(ratio, 2)}×`)] : []),
     el("span", { "data-same": String(same) }, `${words}, ${effort}.${shared}`));
   // The step with the most to see.
-  const nodes = speculative.steps.map((step) => step.draft.tokens.length);
-  if (nodes.length) speculative.select(nodes.indexOf(Math.max(...nodes)));
+  const sizes = speculative.steps.map((step) => 64 * step.accepted.length + step.draft.tokens.length);
+  if (sizes.length) speculative.select(sizes.indexOf(Math.max(...sizes)));
 }
 
 export function serve(served, report) {
