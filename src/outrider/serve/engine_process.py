@@ -215,7 +215,11 @@ class EngineProcess:
             sequence = self.waiting.pop(name)
             self.prefix["queried"] += sequence.prompt_len
             self.prefix["found"] += sequence.reused
-        self._report(started, self._step(record))
+        step = self._step(record)
+        if (now := time.monotonic()) > self.next_words:
+            step.said = {reason.kind: str(reason) for reason in record.reasons}
+            self.next_words = now + SAY_SECONDS
+        self._report(started, step)
         if self.llm.engine.idle and time.monotonic() > self.next_check:
             self._check_cache()
             self.next_check = time.monotonic() + CHECK_SECONDS
@@ -234,9 +238,6 @@ class EngineProcess:
         drafting = [o for o in record.outcomes if o.drafted]
         deepest = max((o.accepted for o in drafting), default=0)
         lossy = (o for o in drafting if o.sequence.request.params.speculation.mode == "lossy")
-        said: dict[str, str] = {}
-        if (now := time.monotonic()) > self.next_words:
-            said, self.next_words = {reason.kind: str(reason) for reason in record.reasons}, now + SAY_SECONDS
         return link.Step(
             **{name: getattr(record, name) for name in SAME},
             drafts=len(drafting),
@@ -245,7 +246,6 @@ class EngineProcess:
             lossy=sum(o.accepted for o in lossy),
             reasons=dict(Counter(reason.kind for reason in record.reasons)),
             drafters=_by_drafter(record),
-            said=said,
         )
 
     def _gauges(self) -> link.Gauges:
