@@ -121,7 +121,9 @@ def test_a_poll_takes_less_than_a_hundredth_of_a_processor(served: Served) -> No
     def spent() -> list[float]:
         return [sum(process.cpu_times()[:2]) for process in processes]
 
-    served.get("/v1/live")
+    wait_for(
+        lambda: served.get("/v1/live").json()["prepared"]
+    )  # until then an idle engine measures its steps
     before, polls = spent(), 100
     with httpx.Client(base_url=served.url) as client:
         for _ in range(polls):
