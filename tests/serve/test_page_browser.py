@@ -18,6 +18,7 @@ from tests.serve.conftest import Served, start_server, wait_for, write_tiny
 pytestmark = pytest.mark.skipif(not (BROWSER and DRIVER), reason=MISSING)
 
 CHAT = "/v1/chat/completions"
+CONTEXT = 30_000  # tokens: an answer so long does not end before it is stopped
 VIEWS = ("race", "live", "pairs", "advise", "docs")
 PLACES = {view: "/docs" if view == "docs" else f"/#{view}" for view in VIEWS}
 FILLED = {"live": "#tiles dd", "pairs": "#cards dd", "advise": "#advice dd", "docs": ".operation"}
@@ -33,7 +34,7 @@ HOSTILE = (
 def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model, with tags and scripts as the text of every token that is no ASCII character."""
     folder = tmp_path_factory.mktemp("page") / "tiny"
-    write_tiny(folder)
+    write_tiny(folder, CONTEXT)
     file = folder / "tokenizer.json"
     tokenizer = json.loads(file.read_text())
     vocab = tokenizer["model"]["vocab"]
@@ -243,7 +244,7 @@ def test_a_race_can_be_played_again(tab: Callable[..., Tab]) -> None:
 def test_stop_aborts_the_request_in_the_engine(tab: Callable[..., Tab], shown: Served) -> None:
     one, gone = tab().ready().race(tokens="8"), shown.metric("client_disconnects_total")
     made = shown.metric("generation_tokens_total")
-    one.page.fill("#tokens", "1500")
+    one.page.fill("#tokens", str(CONTEXT - 1000))
     one.page.fill("#prompt", "go on")
     one.page.click("#go")
     wait_for(lambda: shown.metric("generation_tokens_total") > made + 20)
@@ -251,16 +252,17 @@ def test_stop_aborts_the_request_in_the_engine(tab: Callable[..., Tab], shown: S
     one.until("document.getElementById('verdict').textContent === 'Stopped.'")
     wait_for(lambda: shown.metric("client_disconnects_total") == gone + 1)
     shown.wait_idle()
-    assert shown.metric("generation_tokens_total") < made + 1500
+    assert shown.metric("generation_tokens_total") < made + CONTEXT - 1000
     assert one.page.is_enabled("#go") and one.page.is_disabled("#stop")
     one.page.click("#go")  # the prompt is still there, and the stopped turn is not part of the conversation
     one.page.click("#stop")
+    one.until("document.getElementById('verdict').textContent === 'Stopped.'")
     assert len(one.bodies()[-1]["messages"]) == 3
 
 
 def test_a_refused_request_is_said(tab: Callable[..., Tab]) -> None:
     one = tab().ready()
-    one.page.fill("#tokens", "4000")
+    one.page.fill("#tokens", str(CONTEXT))
     one.page.fill("#prompt", "x")
     one.page.click("#go")
     one.page.wait_for_selector("#alert:not([hidden])")

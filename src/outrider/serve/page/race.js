@@ -253,6 +253,7 @@ export function serve(served, report) {
   const names = ["", ...card.drafters, "none"];
   $("drafter").replaceChildren(...names.map((name) => el("option", { value: name, selected: name === chosen }, name || `auto (${card.drafter ?? "none"})`)));
   $("go").disabled = card.max_model_len === null;
+  $("tokens").max = card.max_model_len ?? "";
 }
 
 export const enter = async () => {};
