@@ -14,7 +14,7 @@ ARGS ?=
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-lowest test-planted lint format bench wheels clean
+.PHONY: help install browser demo test test-all test-lowest test-planted lint format bench wheels clean
 
 help: ## list these commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "make %-13s %s\n", $$1, $$2}'
@@ -43,6 +43,14 @@ $(INSTALLED): $(READY)
 demo: $(READY) ## install Outrider, fetch the built-in model and see it answer plainly and speculatively
 	$(BIN)/outrider models pull $(MODEL)
 	$(BIN)/outrider demo $(MODEL) $(ARGS)
+
+# Tests of pages in a browser are skipped without these. Debian's Chromium needs root, axe-core needs npm.
+browser: ## install Chromium and axe-core, for tests of pages in a real browser, where that is possible
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null \
+		|| { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium >/dev/null; } \
+		|| echo "Chromium cannot be installed here: tests of pages in a browser are skipped."
+	@[ -f node_modules/axe-core/axe.min.js ] || npm install --no-save --no-package-lock --ignore-scripts --silent axe-core@4 \
+		|| echo "axe-core cannot be installed here: tests of contrast and labels are skipped."
 
 # A process per core; `ARGS="tests/cli -x"`, `ARGS=--pdb` and single files run as pytest alone would run them.
 # `ARGS=--lf` runs what failed last time.

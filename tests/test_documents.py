@@ -142,7 +142,8 @@ def bodies(page: Path) -> Iterator[tuple[str, dict]]:
     for section in re.split(r"^(?=#+ )", page.read_text(), flags=re.MULTILINE):
         route = SECTIONS.get(section.partition("\n")[0].strip("# "), "chat/completions")
         for block in blocks_of(section):
-            if block.language == "json" and "error" not in (body := json.loads(block.text)):
+            body = json.loads(block.text) if block.language == "json" else {"error": None}
+            if not body.keys() & {"error", "draft"}:  # which are parts of answers
                 yield f"/v1/{route}", body
 
 

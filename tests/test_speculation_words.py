@@ -64,8 +64,9 @@ def test_what_is_no_word_is_refused_in_the_same_words(word: object, says: str) -
         assert str(refused.value.param).startswith("speculative_decoding")
 
 
-def test_reasons_come_with_stats_and_alone() -> None:
-    for asked, explained in (({"stats": True}, True), ({"explain": True}, True), ({"depth": 2}, False)):
+def test_reasons_come_with_stats_with_steps_and_alone() -> None:
+    reports = [({name: True}, True) for name in ("stats", "steps", "explain")]
+    for asked, explained in (*reports, ({"depth": 2}, False)):
         body = msgspec.json.decode(msgspec.json.encode({"speculative_decoding": asked}), type=Sampling)
         meant = speculation_of(body.speculative_decoding)
         assert meant is not None and meant.explain is explained

@@ -153,7 +153,7 @@ class Sequence:
     # Nodes and accepted tokens of every step that drafted for it.
     draft_counts: list[tuple[int, int]] = field(default_factory=list)
     deepest: int = 0  # the longest path drafted
-    reasons: list[Reason] = field(default_factory=list)  # of every step that emitted, where asked for
+    details: list[StepDetail] = field(default_factory=list)  # of every step that emitted, where asked for
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)  # the first token has none
     problem: str | None = None  # what went wrong, when the finish reason is an error
     arrived: float = 0.0  # times of the clock that counts up: handed in, first moved, first token, last token
@@ -213,6 +213,17 @@ class Reason(NamedTuple):
         ]
         words = shown if shown and self.kind in SAID_BY_FACTS else [self.kind, *shown]
         return f"{f'depth {self.depth}' if self.depth else 'off'}: {', '.join(words)}"
+
+
+class StepDetail(NamedTuple):
+    """What a step drafted for a sequence, what the target accepted, and why. Kept for requests that ask for it."""
+
+    drafter: str  # "none": a plain step
+    tokens: tuple[int, ...]  # of the draft
+    parents: tuple[int, ...]
+    accepted: tuple[int, ...]  # nodes of the accepted path
+    origins: tuple[Origin, ...]  # of the emitted tokens
+    reason: Reason
 
 
 # Kinds whose facts say it all: "off: batch 23 > 16".
@@ -355,6 +366,7 @@ class Event:
     text: str
     finish_reason: FinishReason | None = None
     logprobs: tuple[TokenLogprob, ...] | None = None
+    detail: StepDetail | None = None  # where asked for
 
 
 @dataclass(slots=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 from html import unescape
 from pathlib import Path
@@ -14,9 +13,9 @@ import pytest
 
 from outrider.bench.speculation_page import page
 from tests.bench.test_speculation_page import cell, method, report
+from tests.browser import BROWSER
 
-BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-needs_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
+needs_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium here: make browser")
 pytestmark = needs_browser
 
 TASKS = ("chat", "code", "json", "rewrite", "summary", "creative", "short", "long")

@@ -9,7 +9,7 @@ from math import prod
 
 import pytest
 
-from outrider.bench.what_if import WhatIf, what_if_table
+from outrider.bench.what_if import what_if_table
 from outrider.control.acceptance import AcceptanceRate
 from outrider.control.costs import CostModel
 from outrider.control.expected import (
@@ -22,6 +22,7 @@ from outrider.control.expected import (
     rate_for,
     step_costs,
 )
+from outrider.draft.what_if import WhatIf
 from outrider.errors import InvalidRequest
 from outrider.types import NO_TREE, CapturedShape, TreeShape
 

@@ -175,18 +175,43 @@ def test_reasons_are_in_record_log_and_metrics(lag, caplog, monkeypatch) -> None
 
 
 @LAGS
-def test_reasons_are_kept_for_those_who_ask(lag) -> None:
+def test_step_details_are_kept_for_those_who_ask(lag) -> None:
     engine, _ = make_engine(lag, 0.8)
     engine.model.scripts.update({"a": copies(1), "b": copies(2)})
     both = [
         engine.add(request(name, copies(n)[:PROMPT], max_tokens=PHASE, speculation=asked))[0]
         for n, name, asked in ((1, "a", {"explain": True}), (2, "b", {}))
     ]
+    events = []
+    while not engine.idle:
+        events += [event for result in engine.step() for event in result.events]
+    details = both[0].details
+    assert len(details) >= both[0].steps // 8 > 0
+    assert {str(d.reason)[:5] for d in details} <= {"depth", "off: "}
+    assert both[1].details == [] and not engine.explained
+    assert [e.detail for e in events if e.request_id == "a"] == details
+    assert not any(e.detail for e in events if e.request_id == "b")
+
+
+@LAGS
+def test_step_details_say_what_was_drafted_and_what_became_of_it(lag) -> None:
+    engine, _ = make_engine(lag, 0.8)
+    engine.model.scripts["a"] = copies(1)
+    asked = {"explain": True, "drafter": "lookup", "depth": 3}
+    [one] = engine.add(request("a", copies(1)[:PROMPT], max_tokens=PHASE, speculation=asked))
     while not engine.idle:
         engine.step()
-    assert len(both[0].reasons) >= both[0].steps // 8 > 0
-    assert {str(r)[:5] for r in both[0].reasons} <= {"depth", "off: "}
-    assert both[1].reasons == [] and not engine.explained
+    assert [origin for d in one.details for origin in d.origins] == one.origins
+    drafting = [d for d in one.details if d.tokens]
+    assert [(len(d.tokens), d.origins.count("accepted")) for d in drafting] == one.draft_counts
+    assert drafting and {d.drafter for d in drafting} == {"lookup"}
+    place = one.prompt_len
+    for detail in one.details:
+        path = [detail.tokens[node] for node in detail.accepted]
+        kept = detail.origins.count("accepted")
+        assert one.tokens[place : place + kept] == path[:kept]
+        assert [detail.parents[node] for node in detail.accepted] == [-1, *detail.accepted][: len(path)]
+        place += len(detail.origins)
 
 
 # ---------------------------------------------------------------------------------------- drafts that never pay

@@ -9,7 +9,7 @@ import pytest
 
 from outrider.serve.call import AnswerOptions, Call, parts_of
 from outrider.serve.errors import ApiError
-from outrider.serve.link import End, Piece, Score
+from outrider.serve.link import Detail, End, Piece, Score
 from outrider.serve.metrics import Metrics
 from outrider.serve.prediction import PredictionOverlap
 from outrider.serve.tool_text import CallArguments, CallBegin, CallEnd, Text, ToolReader
@@ -231,6 +231,9 @@ def test_parts_with_tools_are_text_and_calls() -> None:
 
 def test_reasons_where_they_were_asked_for() -> None:
     call = call_of(3)
-    call.take(0, piece("ab", reason="stop", reasons=["off: prefill", "off: batch 23 > 16"]))
+    for text, ends, why in (("a", None, "off: prefill"), ("b", "stop", "off: batch 23 > 16")):
+        one = piece(text, reason=ends)
+        one.detail = Detail("none", [], [], [], ["plain"], why, "batch", 0, [])
+        call.take(0, one)
     report = call.extras()["metrics"]["speculative_decoding"]
     assert report["per_step_reasons"] == ["off: prefill", "off: batch 23 > 16"]

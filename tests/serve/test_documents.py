@@ -25,6 +25,7 @@ from outrider.serve.app import ROUTES
 from outrider.serve.keys import KeyLimits
 from outrider.serve.messages import MessagesRequest
 from outrider.serve.metrics import COUNTERS, GAUGES, HISTOGRAMS, PREFIX, Metrics
+from outrider.serve.replies import Step
 from outrider.serve.settings import ServeSettings
 from outrider.settings import Settings
 from outrider.types import SamplingParams
@@ -111,6 +112,9 @@ def test_examples_are_requests_the_server_takes(text: str) -> None:
     body = json.loads(text)
     if "error" in body:
         assert set(body["error"]) == {"message", "type", "param", "code"}
+        return
+    if "draft" in body:
+        assert msgspec.to_builtins(msgspec.convert(body, Step)) == body
         return
     kinds = (wire.ChatRequest, wire.CompletionRequest, wire.ResponsesRequest, MessagesRequest)
     [kind] = [k for k in kinds if fits(body, k) and set(body) <= set(k.__struct_fields__)][:1]

@@ -310,6 +310,8 @@ ROUTES = (
     "/version",
     "/metrics",
     "/openapi.json",
+    "/docs",
+    "/v1/live",
     "/",
 )
 
@@ -361,7 +363,7 @@ def test_head_is_get_without_a_body(client: httpx.Client, path: str) -> None:
             "//health",
             "/v1/models/nobody",
             "/" + "a" * 10_000,
-            "/docs",
+            "/docs/none",
             "/invocations",
         ),
     ],

@@ -13,7 +13,7 @@ from typing import Any
 
 from outrider.bench.advise import FEWEST, Expected, Measured
 from outrider.bench.compare import cut
-from outrider.bench.what_if import priced
+from outrider.draft.what_if import priced
 
 WIDTH = 80
 MORE = 3  # times the seconds, where they were too few

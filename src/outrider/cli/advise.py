@@ -137,7 +137,8 @@ def _check(params: SamplingParams) -> None:
 
 def _what_if(numbers: str, price: float | None, report: Report) -> list[str]:
     """What the page says in words."""
-    from outrider.bench.what_if import WhatIf, what_if_table
+    from outrider.bench.what_if import what_if_table
+    from outrider.draft.what_if import WhatIf
 
     asked = WhatIf.of(numbers)
     rows = asked.answer(price)

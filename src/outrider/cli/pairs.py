@@ -52,7 +52,7 @@ def list_all(as_json: Json = False) -> None:
     found, problems = list_pairs(cache_folder())
     if as_json:
         for pair in found:
-            write(json.dumps(_as_json(pair)) + "\n")
+            write(json.dumps(_shown(pair)) + "\n")
     else:
         for line in in_columns(found) if sys.stdout.isatty() else in_tabs(found):
             write(line + "\n")
@@ -67,7 +67,7 @@ def show(name: Name, as_json: Json = False) -> None:
     """Tell everything its card says: by task and temperature, by depth, with and without trees."""
     pair = pair_named(name, cache_folder())
     if as_json:
-        write(json.dumps(_as_json(pair)) + "\n")
+        write(json.dumps(_shown(pair)) + "\n")
         return
     for label, words in described(pair):
         write(fitted(f"{label:<14} {words}", sys.stdout) + "\n")
@@ -92,15 +92,5 @@ pairs.command("score", cls=Command)(score)
 pairs.command("export", cls=Command)(export)
 
 
-def _as_json(pair: Pair) -> dict[str, Any]:
-    score = pair.card.score
-    figures = ("accept_rate", "effective_accept_rate", "tokens_per_step", "expected_speedup")
-    return {
-        "name": pair.name,
-        "source": pair.source,
-        "folder": str(pair.folder),
-        "ratio": pair.card.ratio,
-        **{figure: None if score is None else getattr(score, figure) for figure in figures},
-        "speedup": pair.card.speedup,
-        "card": pair.card.as_json(),
-    }
+def _shown(pair: Pair) -> dict[str, Any]:
+    return {**pair.as_json(), "folder": str(pair.folder)}

@@ -28,13 +28,13 @@ from outrider.model.decoder import Model
 from outrider.settings import Settings
 from outrider.types import (
     Draft,
-    DraftPlan,
     Event,
     FinishReason,
     Outcome,
     Plan,
     Request,
     Sequence,
+    StepDetail,
     StepRecord,
     StepResult,
     Verdict,
@@ -77,7 +77,7 @@ class Engine:
         self.settled_at = 0.0
         self.counts = runner.preparation.counts  # graphs captured and kernels compiled
         self.answerable = False  # without drafts, from captured steps
-        self.explained: set[Sequence] = set()  # whose reasons were asked for
+        self.explained: set[Sequence] = set()  # whose step details were asked for
         self.kept_costs = kept_costs
 
     def add(self, request: Request) -> list[Sequence]:
@@ -204,9 +204,9 @@ class Engine:
         record.waiting = max(sum(s.first > 0 for s in self.scheduler.running) - record.decoding, 0)
         (graphs, kernels), self.counts = self.counts, self.runner.preparation.counts
         record.graphs_captured, record.kernels_compiled = self.counts[0] - graphs, self.counts[1] - kernels
-        if self.explained or log.isEnabledFor(logging.DEBUG):
-            self._explain(step, alive)
-        committed = [self._commit(step.work[i], step.draft_plans[i], *results[i]) for i in alive]
+        if log.isEnabledFor(logging.DEBUG):
+            _log_reasons(step, alive)
+        committed = [self._commit(step, i, *results[i]) for i in alive]
         record.shadow = self._shadow_scores(step, results, alive)
         events = [event for event in committed if event is not None]
         record.emitted = sum(len(e.token_ids) for e in events)
@@ -215,14 +215,6 @@ class Engine:
         if self.check_integrity:
             self.table.check()
         return StepResult(events, record)
-
-    def _explain(self, step: InFlightStep, alive: list[int]) -> None:
-        """Keep the reasons of those that asked for them, and log everybody's where that is wanted."""
-        for i in alive:
-            one, reason = step.work[i], step.reasons[i]
-            if one.emits and one.sequence in self.explained:
-                one.sequence.reasons.append(reason)
-            log.debug("%s, choice %d: %s", one.sequence.request.id, one.sequence.choice, reason)
 
     def _record(self, step: InFlightStep, results: list[Result], alive: list[int]) -> StepRecord:
         outcomes = []
@@ -275,10 +267,9 @@ class Engine:
         self.score_s = time.perf_counter() - begun
         return [one for one in found if one is not None]
 
-    def _commit(
-        self, one: Work, draft_plan: DraftPlan, draft: Draft, verdict: Verdict | None
-    ) -> Event | None:
+    def _commit(self, step: InFlightStep, i: int, draft: Draft, verdict: Verdict | None) -> Event | None:
         """Commit to the KV cache: keep the accepted path, drop the rest of the draft. Then emit."""
+        one = step.work[i]
         one.settle()
         sequence, before = one.sequence, one.sequence.cached
         # Every token but the last has been fed: a draft token that was accepted, or one of several plain passes.
@@ -288,10 +279,11 @@ class Engine:
         sequence.cached = before + one.known + fed
         if before < sequence.prompt_len <= sequence.cached:
             self.scheduler.prompt_read(sequence)
-        return self._emit(sequence, draft, draft_plan, verdict) if verdict else None
+        return self._emit(sequence, step, i, draft, verdict) if verdict else None
 
-    def _emit(self, sequence: Sequence, draft: Draft, draft_plan: DraftPlan, verdict: Verdict) -> Event:
+    def _emit(self, sequence: Sequence, step: InFlightStep, i: int, draft: Draft, verdict: Verdict) -> Event:
         """Append the verdict's tokens, up to where the request ends, and make the event."""
+        draft_plan = step.draft_plans[i]
         text, taken = self._write(sequence, verdict.tokens)
         emitted, origins = verdict.tokens[:taken], origins_of(draft, verdict)[:taken]
         sequence.tokens += emitted
@@ -310,14 +302,19 @@ class Engine:
         if verdict.logprobs is not None:
             logprobs = tuple(verdict.logprobs[:taken])
             sequence.logprobs.extend(logprobs)
+        detail = None
+        if sequence in self.explained:
+            drafter, accepted = draft_plan.drafter if drafted else "none", tuple(verdict.accepted)
+            origin = tuple(origins)
+            detail = StepDetail(drafter, draft.tokens, draft.parents, accepted, origin, step.reasons[i])
+            sequence.details.append(detail)
         if draft_plan.nodes > 0:
             self.drafters.accept(draft_plan.drafter, sequence, draft, verdict)
         if sequence.finish_reason:
             sequence.cached = min(sequence.cached, len(sequence.tokens))
             self._end(sequence)
-        return Event(
-            sequence.request.id, sequence.choice, tuple(emitted), text, sequence.finish_reason, logprobs
-        )
+        end = sequence.finish_reason
+        return Event(sequence.request.id, sequence.choice, tuple(emitted), text, end, logprobs, detail)
 
     def _write(self, sequence: Sequence, tokens: list[int]) -> tuple[str, int]:
         """The text these tokens add, and how many of them the answer takes. Where it ends, so does the sequence."""
@@ -345,6 +342,12 @@ class Engine:
         siblings.remove(sequence)
         if not siblings:
             del self.live[sequence.request.id]
+
+
+def _log_reasons(step: InFlightStep, alive: list[int]) -> None:
+    for i in alive:
+        sequence = step.work[i].sequence
+        log.debug("%s, choice %d: %s", sequence.request.id, sequence.choice, step.reasons[i])
 
 
 def _ending(sequence: Sequence, tokens: list[int]) -> tuple[int, int, FinishReason | None]:

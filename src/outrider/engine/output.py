@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from outrider.types import FinishReason, Request, Sequence, TokenLogprob
+from outrider.types import FinishReason, Request, Sequence, StepDetail, TokenLogprob
 
 
 @dataclass(slots=True)
@@ -17,7 +17,12 @@ class Stats:
     drafted: int
     accepted: int
     origins: list[str]
-    reasons: list[str] = field(default_factory=list)  # why, step by step, where `explain` asked for it
+    details: list[StepDetail] = field(default_factory=list)  # step by step, where `explain` asked for them
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why each step was done as it was, where `explain` asked for it."""
+        return [str(detail.reason) for detail in self.details]
 
     @property
     def tokens_per_step(self) -> float:
@@ -84,7 +89,7 @@ def make_output(
         assert s.finish_reason is not None  # every choice has had its last event
         output.cached_tokens = max(output.cached_tokens, s.reused if s.choice == 0 else 0)
         logprobs = s.logprobs if request.params.logprobs is not None else None
-        stats = Stats(s.steps, s.drafted, s.accepted, list(s.origins), list(map(str, s.reasons)))
+        stats = Stats(s.steps, s.drafted, s.accepted, list(s.origins), list(s.details))
         text = "".join(texts.get((request.id, s.choice), []))
         output.choices.append(Choice(text, s.output, s.finish_reason, logprobs, s.seed & (2**64 - 1), stats))
     return output

@@ -45,6 +45,19 @@ class Pair:
     card: Card
     source: str  # named (by OUTRIDER_PAIRS), added or shipped
 
+    def as_json(self) -> dict[str, Any]:
+        """Without its folder, which is the machine's own affair."""
+        score = self.card.score
+        figures = ("accept_rate", "effective_accept_rate", "tokens_per_step", "expected_speedup")
+        return {
+            "name": self.name,
+            "source": self.source,
+            "ratio": self.card.ratio,
+            **{figure: None if score is None else getattr(score, figure) for figure in figures},
+            "speedup": self.card.speedup,
+            "card": self.card.as_json(),
+        }
+
 
 def fingerprint(checkpoint: Checkpoint) -> str | None:
     """Of a target; None of one whose family only transformers knows.

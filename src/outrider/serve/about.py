@@ -11,6 +11,8 @@ from outrider.errors import LONGEST_NAME
 from outrider.serve.errors import ApiError
 from outrider.serve.metrics import PREFIX, UNPAID
 from outrider.serve.openapi import document
+from outrider.serve.page_files import page_file
+from outrider.serve.replies import Health, ModelCard, ModelList, Routes, Version
 from outrider.serve.request import Reply, Request
 from outrider.serve.routes import Endpoint, get
 from outrider.serve.service import Service
@@ -45,6 +47,8 @@ def _model_card(service: Service, name: str) -> dict[str, Any]:
         "max_model_len": model.longest if model else None,
         "default_max_tokens": service.answer_tokens if model else None,
         "drafter": model.drafter if model else None,
+        "drafters": model.drafters if model else [],
+        "chat": bool(model and model.template),
     }
 
 
@@ -83,6 +87,8 @@ async def openapi(request: Request) -> Response:
 
 
 async def root(request: Request) -> Response:
+    if request.from_browser:
+        return page_file(request, "index.html")
     plain = sorted(route.path for route in _routes(request) if not route.param_convertors)
     return Reply({"name": "outrider", "version": __version__, "routes": plain})
 
@@ -92,12 +98,12 @@ def _routes(request: Request) -> tuple[Endpoint, ...]:
 
 
 ROUTES = (
-    get("/v1/models", models, "What is served."),
-    get("/v1/models/{model:path}", one_model, "One of them."),
-    get("/health", health, "200 when requests are taken, else 503."),
-    get("/ping", health, "The same."),
-    get("/version", version, "The version."),
+    get("/v1/models", models, "What is served.", ModelList),
+    get("/v1/models/{model:path}", one_model, "One of them.", ModelCard),
+    get("/health", health, "200 when requests are taken, else 503.", Health),
+    get("/ping", health, "The same.", Health),
+    get("/version", version, "The version.", Version),
     get("/metrics", metrics, "Counters for Prometheus."),
     get("/openapi.json", openapi, "This document."),
-    get("/", root, "The routes."),
+    get("/", root, "The routes; in a browser, the page.", Routes),
 )

@@ -18,7 +18,7 @@ from outrider.serve.prediction import PredictionOverlap
 from outrider.serve.request import Reply, Request
 from outrider.serve.service import owner_of
 from outrider.serve.stream import Pieces, Stream
-from outrider.serve.wire import ResponsesRequest, Sampling, StreamOptions, sent_as, wants_stats
+from outrider.serve.wire import ResponsesRequest, Sampling, StreamOptions, sent_as, wants
 from outrider.types import SamplingParams
 
 MOST_SCORES = 2_000_000  # log-probabilities of one call; they take a few hundred megabytes
@@ -79,7 +79,8 @@ def _options(asked: Sampling | ResponsesRequest, padding: bool) -> AnswerOptions
         usage=bool(how.include_usage or how.continuous_usage_stats),
         running_usage=bool(how.continuous_usage_stats),
         padding=padding if how.include_obfuscation is None else how.include_obfuscation,
-        stats=wants_stats(asked.speculative_decoding),
+        stats=wants("stats", asked.speculative_decoding),
+        steps=wants("steps", asked.speculative_decoding),
         token_ids=bool(getattr(asked, "return_token_ids", None)),
     )
 

@@ -11,7 +11,18 @@ from starlette.middleware import Middleware
 from starlette.responses import Response
 
 from outrider.errors import InvalidRequest
-from outrider.serve import about, chat, completions, draft, messages, responses, tokens
+from outrider.serve import (
+    about,
+    catalogue,
+    chat,
+    completions,
+    draft,
+    live,
+    messages,
+    page_files,
+    responses,
+    tokens,
+)
 from outrider.serve.errors import LONGEST_PATH, ApiError
 from outrider.serve.host_check import HostCheck, KeyCheck, Recorder
 from outrider.serve.not_served import not_served
@@ -25,6 +36,9 @@ ROUTES = (
     *messages.ROUTES,
     *tokens.ROUTES,
     *draft.ROUTES,
+    *live.ROUTES,
+    *catalogue.ROUTES,
+    *page_files.ROUTES,
     *about.ROUTES,
 )
 PATHS = frozenset(route.path for route in ROUTES if not route.param_convertors)

@@ -18,6 +18,7 @@ from outrider.serve.link import End, Piece, Score
 from outrider.serve.metrics import Metrics
 from outrider.serve.model import ServedModel
 from outrider.serve.prediction import PredictionOverlap
+from outrider.serve.steps import StepWriter
 from outrider.serve.stream import Job
 from outrider.serve.tool_text import Piece as Part
 from outrider.serve.tool_text import Text, ToolReader
@@ -34,12 +35,13 @@ class AnswerOptions:
     running_usage: bool = False  # in every event of a stream
     padding: bool = False
     stats: bool = False
+    steps: bool = False
     token_ids: bool = False
 
     @property
     def plain(self) -> bool:
         """Whether events of a stream may differ in their text alone."""
-        return not (self.running_usage or self.padding)
+        return not (self.running_usage or self.padding or self.steps)
 
 
 @dataclass(slots=True)
@@ -52,6 +54,8 @@ class Choice:
     end: End | None = None
     last: float = 0.0  # when its latest tokens came
     overlap: PredictionOverlap | None = None  # where there is a prediction
+    reasons: list[str] = field(default_factory=list)  # the planner's, of every step, where asked for
+    writer: StepWriter | None = None  # where steps are asked for
 
 
 class Dialect(Protocol):
@@ -87,11 +91,17 @@ class Call:
         self.choices = [[Choice(p * n + i) for i in range(n)] for p in range(len(jobs))]
         self.flat = [choice for choices in self.choices for choice in choices]
         self.prompt_scores: list[list[Score | None]] = [[] for _ in jobs]
+        if options.steps:
+            for job, choices in zip(jobs, self.choices, strict=True):
+                for choice in choices:
+                    choice.writer = StepWriter(model, job.prompt[-1] if job.prompt else -1)
 
     def compare_with(self, prediction: PredictionOverlap) -> None:
         """Count in each choice how much of the prediction comes true. Call before the first piece."""
         for choice in self.flat:
             choice.overlap = prediction.again()
+            if choice.writer is not None:
+                choice.writer.prediction = prediction.tokens
 
     def take(self, prompt: int, piece: Piece) -> Choice:
         """Add a piece to its choice. One that ended badly is an error."""
@@ -103,6 +113,10 @@ class Call:
         choice = self.choices[prompt][piece.choice]
         choice.text.append(piece.text)
         choice.token_ids.extend(piece.token_ids)
+        if piece.detail is not None:
+            choice.reasons.append(piece.detail.reason)
+            if choice.writer is not None:
+                choice.writer.add(piece.token_ids, piece.detail)
         if choice.overlap:
             choice.overlap.feed(piece.token_ids)
         if piece.scores:
@@ -239,8 +253,8 @@ class Call:
         if self.options.stats:
             report["per_step_accepted"] = accepted
             report["per_step_drafted"] = [nodes for nodes, _ in end.draft_counts]
-        if end.reasons:
-            report["per_step_reasons"] = end.reasons
+        if choice.reasons:
+            report["per_step_reasons"] = choice.reasons
         return report
 
     def facts(self) -> dict[str, Any]:
@@ -265,8 +279,9 @@ class Call:
             "answer": ["".join(choice.text)[:MOST_LOGGED] for choice in self.flat],
         }
 
-    def choice_extras(self, choice: Choice) -> dict[str, Any]:
-        extras: dict[str, Any] = {}
+    def choice_extras(self, choice: Choice, sent: int = 0) -> dict[str, Any]:
+        """`sent`: how many of its steps are in events before this one."""
+        extras = self.fresh_steps(choice, sent)
         if self.options.token_ids:
             extras["token_ids"] = choice.token_ids
         if self.options.stats and choice.end is not None:
@@ -274,6 +289,9 @@ class Call:
         if len(self.jobs) > 1:  # each prompt has its own
             extras["seed"] = self.jobs[choice.index // len(self.choices[0])].seed
         return extras
+
+    def fresh_steps(self, choice: Choice, sent: int) -> dict[str, Any]:
+        return {} if choice.writer is None else {"steps": choice.writer.steps[sent:]}
 
     def scored_tokens(self, scores: Seq[Score]) -> list[dict[str, Any]]:
         """Log-probabilities as chat and Responses write them."""

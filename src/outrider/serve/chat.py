@@ -13,6 +13,7 @@ from outrider.serve.call import Call, Choice, parts_of
 from outrider.serve.limits import check_schema
 from outrider.serve.link import Piece, Score
 from outrider.serve.model import ServedModel
+from outrider.serve.replies import ChatCompletion
 from outrider.serve.request import Request
 from outrider.serve.routes import post
 from outrider.serve.service import Service
@@ -95,6 +96,7 @@ class ChatChoice:
     text: list[str] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)
     unsent: list[Score] = field(default_factory=list)  # of tokens whose text is held back
+    sent_steps: int = 0
     plain: TextEvent | None = None  # of text alone, from the first on
 
 
@@ -126,6 +128,9 @@ class Chat:
         if events and shown.unsent:
             events[0]["choices"][0]["logprobs"] = self._logprobs(shown.unsent)
             shown.unsent = []
+        if events and choice.writer is not None:
+            events[0]["choices"][0] |= self.call.fresh_steps(choice, shown.sent_steps)
+            shown.sent_steps = len(choice.writer.steps)
         if piece.finish_reason:
             events.append(self._last(choice, shown))
         return events
@@ -172,7 +177,7 @@ class Chat:
         if shown.unsent:
             event["choices"][0]["logprobs"] = self._logprobs(shown.unsent)
             shown.unsent = []
-        event["choices"][0] |= self.call.choice_extras(choice)
+        event["choices"][0] |= self.call.choice_extras(choice, shown.sent_steps)
         if not self.call.options.usage and all(c.finish_reason for c in self.call.flat):
             event |= self.call.extras()
         return event
@@ -201,4 +206,4 @@ class Chat:
         return {"content": self.call.scored_tokens(scores), "refusal": None}
 
 
-ROUTES = (post("/v1/chat/completions", answer_chat, ChatRequest, "Answer a conversation."),)
+ROUTES = (post("/v1/chat/completions", answer_chat, ChatRequest, "Answer a conversation.", ChatCompletion),)

@@ -12,6 +12,7 @@ from outrider.serve.answer import answer
 from outrider.serve.call import Call, Choice
 from outrider.serve.link import Piece, Score
 from outrider.serve.model import ServedModel
+from outrider.serve.replies import Completion
 from outrider.serve.request import Request
 from outrider.serve.routes import post
 from outrider.serve.service import Service
@@ -82,6 +83,7 @@ class Completions:
         self.offsets: dict[int, int] = {}
         self.plain = call.options.plain and not (echo or scored or silent)
         self.texts: dict[int, TextEvent] = {}  # of choices that have text
+        self.sent_steps = [0] * len(call.flat)
 
     def begin(self) -> list[dict[str, Any]]:
         return []
@@ -95,6 +97,7 @@ class Completions:
             return [made.of(piece.text)]
         if self.silent:
             piece.text, piece.scores, choice.text, choice.token_ids, choice.scores = "", None, [], [], []
+            choice.writer = None
         text, scores = piece.text, list[Score | None](piece.scores or ())
         if self.echo and choice.index not in self.echoed:
             self.echoed.add(choice.index)
@@ -102,11 +105,13 @@ class Completions:
         if not (text or scores or piece.finish_reason):
             return []
         logprobs = self._logprobs(choice.index, scores) if self.scored else None
-        event = self._event(self._shown(choice, text, logprobs, self._reason(choice)))
+        event, sent = self._event(self._shown(choice, text, logprobs, self._reason(choice))), self.sent_steps
+        event["choices"][0] |= self.call.fresh_steps(choice, sent[choice.index])
         if piece.finish_reason:
-            event["choices"][0] |= self.call.choice_extras(choice)
+            event["choices"][0] |= self.call.choice_extras(choice, sent[choice.index])
             if not self.call.options.usage and all(c.finish_reason for c in self.call.flat):
                 event |= self.call.extras()
+        sent[choice.index] = len(choice.writer.steps) if choice.writer else 0
         return [event]
 
     def finish(self) -> list[dict[str, Any]]:
@@ -165,4 +170,4 @@ class Completions:
         return shown
 
 
-ROUTES = (post("/v1/completions", answer_completion, CompletionRequest, "Continue texts."),)
+ROUTES = (post("/v1/completions", answer_completion, CompletionRequest, "Continue texts.", Completion),)

@@ -16,6 +16,7 @@ from starlette.responses import Response
 from outrider.errors import LONGEST_NAME
 from outrider.serve.errors import ApiError
 from outrider.serve.link import ServedDraft
+from outrider.serve.replies import DraftList
 from outrider.serve.request import Reply, Request
 from outrider.serve.routes import get, post
 from outrider.serve.service import Service
@@ -126,7 +127,19 @@ def _one(service: Service, draft: ServedDraft) -> dict[str, Any]:
 
 
 ROUTES = (
-    get("/v1/draft", show, "The draft in use. For admin keys."),
-    post("/v1/draft/swap", swap, SwapRequest, "Use another draft, from the next step on. For admin keys."),
-    post("/v1/draft/rollback", rollback, RollbackRequest, "Use the draft before again. For admin keys."),
+    get("/v1/draft", show, "The draft in use. For admin keys.", DraftList),
+    post(
+        "/v1/draft/swap",
+        swap,
+        SwapRequest,
+        "Use another draft, from the next step on. For admin keys.",
+        DraftList,
+    ),
+    post(
+        "/v1/draft/rollback",
+        rollback,
+        RollbackRequest,
+        "Use the draft before again. For admin keys.",
+        DraftList,
+    ),
 )

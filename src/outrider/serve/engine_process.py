@@ -33,7 +33,7 @@ from outrider.model.decoder import kv_bytes
 from outrider.serve import link
 from outrider.serve.log import set_up_logging
 from outrider.settings import Settings
-from outrider.types import Event, Request, Sequence, StepRecord, TokenLogprob
+from outrider.types import Event, Request, Sequence, StepDetail, StepRecord, TokenLogprob
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +55,7 @@ SAME = (
         "kernels_compiled",
     ),
 )
+SAY_SECONDS = 1.0  # between steps whose reasons are put into words
 SWITCH_SECONDS = 0.0005  # until a thread gives the interpreter to another that waits for it; 5 ms by default
 
 
@@ -72,7 +73,7 @@ class EngineProcess:
         self.swaps = ThreadPoolExecutor(1, thread_name_prefix="draft")  # reads weights, beside the steps
         self.outbox: queue.SimpleQueue[link.FromEngine | None] = queue.SimpleQueue()
         self.writer = threading.Thread(target=self._write, name="writer", daemon=True)
-        self.next_check = 0.0
+        self.next_check = self.next_words = 0.0
         self.over = False  # the API process hung up
 
     def run(self) -> None:
@@ -198,6 +199,7 @@ class EngineProcess:
                 None if event.logprobs is None else [_score(entry) for entry in event.logprobs],
                 _end(sequence) if done else None,
                 _prompt_scores(sequence),
+                None if event.detail is None else _detail(event.detail),
             )
         )
         if done:
@@ -213,7 +215,11 @@ class EngineProcess:
             sequence = self.waiting.pop(name)
             self.prefix["queried"] += sequence.prompt_len
             self.prefix["found"] += sequence.reused
-        self._report(started, self._step(record))
+        step = self._step(record)
+        if (now := time.monotonic()) > self.next_words:
+            step.said = {reason.kind: str(reason) for reason in record.reasons}
+            self.next_words = now + SAY_SECONDS
+        self._report(started, step)
         if self.llm.engine.idle and time.monotonic() > self.next_check:
             self._check_cache()
             self.next_check = time.monotonic() + CHECK_SECONDS
@@ -276,6 +282,7 @@ class EngineProcess:
             context=engine.context,
             cache_tokens=slots,
             drafter=llm.drafter,
+            drafters=list(engine.drafters.names),
             sampling=dict(llm.sampling.values),
             drafts=[_served_draft(state) for state in llm.live_draft.states.values()],
             plan={
@@ -337,6 +344,15 @@ def _prompt_scores(s: Sequence) -> list[link.Score | None] | None:
     return [None if e is None else _score(e) for e in s.prompt_logprobs] or [None]
 
 
+def _detail(step: StepDetail) -> link.Detail:
+    reason = step.reason
+    facts = [[fact if isinstance(fact, str) else float(fact) for fact in facts] for facts in reason.facts]
+    return link.Detail(
+        step.drafter, list(step.tokens), list(step.parents), list(step.accepted), list(step.origins),
+        str(reason), reason.kind, reason.depth, facts,
+    )  # fmt: skip
+
+
 def _end(s: Sequence) -> link.End:
     return link.End(
         seed=s.request.seed,
@@ -352,7 +368,6 @@ def _end(s: Sequence) -> link.End:
         decode_s=max(0.0, s.ended - s.first),
         problem=s.problem,
         stop=s.stop,
-        reasons=list(map(str, s.reasons)),
     )
 
 

@@ -18,6 +18,8 @@ from outrider.serve.service import Service
 log = logging.getLogger(__name__)
 
 OPEN = frozenset({"/health", "/ping"})  # need no key: monitors have none
+PAGES = frozenset({"/", "/docs"})  # nor do these in a browser: the page asks for a key itself
+QUIET = OPEN | {"/v1/live"}  # asked for again and again: logged only for those who debug
 # Of a page of an allowed origin; the last three are what Anthropic's SDK sends from a browser.
 ALLOWED_HEADERS = (
     *("authorization", "content-type", "x-request-id", "x-api-key"),
@@ -81,7 +83,7 @@ class Recorder:
             **({"key": request.key.name} if request.key else {}),
             **request.facts,
         }
-        level = logging.DEBUG if request.path in OPEN else logging.INFO
+        level = logging.DEBUG if request.path in QUIET else logging.INFO
         log.log(level, "request", extra={"facts": facts})
 
 
@@ -172,6 +174,11 @@ def _other_origin(origin: str) -> ApiError:
     )  # fmt: skip
 
 
+def _needs_no_key(request: Request) -> bool:
+    path = request.path
+    return path in OPEN or path.startswith("/page/") or (path in PAGES and request.from_browser)
+
+
 class KeyCheck:
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self.app, self.service = app, service
@@ -179,7 +186,7 @@ class KeyCheck:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request: Request = scope["request"]
         keys = self.service.keys
-        if request.path not in OPEN and not keys.open:
+        if not (keys.open or _needs_no_key(request)):
             request.key = keys.check(request.headers.get("authorization"), request.headers.get("x-api-key"))
             if request.key is None:
                 wrong = ApiError(401, "a valid API key is needed", code="invalid_api_key")

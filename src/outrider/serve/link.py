@@ -88,6 +88,7 @@ class Ready(msgspec.Struct, tag=True):
     sampling: dict[str, int | float] = {}  # the model's own defaults
     special_tokens_in_text: bool = False
     drafts: list[ServedDraft] = []  # those with weights of their own
+    drafters: list[str] = []  # that a request may name
 
 
 class Failed(msgspec.Struct, tag=True):
@@ -138,7 +139,20 @@ class End(msgspec.Struct):
     decode_s: float
     problem: str | None
     stop: str | None = None  # the stop string that ended it
-    reasons: list[str] = []  # the planner's, of every step, where asked for
+
+
+class Detail(msgspec.Struct, array_like=True):
+    """What a step drafted for one choice, what the target accepted, and the planner's reason."""
+
+    drafter: str
+    tokens: list[int]  # of the draft
+    parents: list[int]
+    accepted: list[int]  # nodes
+    origins: list[str]  # of the emitted tokens
+    reason: str
+    kind: str
+    depth: int
+    facts: list[list[str | int | float]]  # a name, a number, and the bound that was crossed, if one was
 
 
 class Piece(msgspec.Struct, array_like=True):
@@ -152,6 +166,7 @@ class Piece(msgspec.Struct, array_like=True):
     scores: list[Score] | None
     end: End | None
     prompt_scores: list[Score | None] | None = None  # with the first tokens, where asked for
+    detail: Detail | None = None  # where asked for
 
 
 class Drafted(msgspec.Struct, array_like=True):
@@ -190,6 +205,7 @@ class Step(msgspec.Struct):
     graphs_captured: int = 0  # while a request waited
     kernels_compiled: int = 0
     drafters: dict[str, Drafted] = {}
+    said: dict[str, str] = {}  # now and then: for each kind of reason, the latest with its numbers
 
 
 class Gauges(msgspec.Struct):

@@ -18,6 +18,7 @@ from outrider.serve.call import Call, parts_of
 from outrider.serve.chat import chat_ids, chat_terms
 from outrider.serve.errors import ApiError
 from outrider.serve.link import Piece
+from outrider.serve.replies import InputTokens, MessageReply
 from outrider.serve.request import Reply, Request
 from outrider.serve.routes import post
 from outrider.serve.service import Service
@@ -62,8 +63,20 @@ async def count_tokens(request: Request) -> Response:
 
 
 ROUTES = (
-    post("/v1/messages", create, MessagesRequest, "Answer a conversation, as Anthropic's Messages does."),
-    post("/v1/messages/count_tokens", count_tokens, CountTokensRequest, "Count the tokens of its prompt."),
+    post(
+        "/v1/messages",
+        create,
+        MessagesRequest,
+        "Answer a conversation, as Anthropic's Messages does.",
+        MessageReply,
+    ),
+    post(
+        "/v1/messages/count_tokens",
+        count_tokens,
+        CountTokensRequest,
+        "Count the tokens of its prompt.",
+        InputTokens,
+    ),
 )
 
 

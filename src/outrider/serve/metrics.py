@@ -155,6 +155,7 @@ class Metrics:
         self._ratios: dict[str, RecentRatio] = {}
         self.by_drafter: dict[str, dict[str, float]] = {name: {} for name in BY_DRAFTER}
         self._recent: dict[tuple[str, str], RecentMean] = {}
+        self.said: dict[str, str] = {}  # by kind of reason, the latest with its numbers
         self.histograms = {name: Histogram() for name in HISTOGRAMS}
         for name in COUNTERS:
             if name not in LABELLED:
@@ -185,6 +186,7 @@ class Metrics:
             self.drafter(name, drafted)
         for reason, times in step.reasons.items():
             self.count("planner_decisions", times, reason=reason)
+        self.said |= step.said
         staged = {
             "plan": step.plan_s,
             "draft": step.draft_s,

@@ -36,7 +36,7 @@ class ServedModel:
         self.longest = min(ready.context, ready.cache_tokens)  # prompt and answer together
         # No text of more fits.
         self.most_bytes = bytes_of_tokens(self.tokenizer, ready.tokenizer, self.longest)
-        self.drafter, self.plan = ready.drafter, ready.plan
+        self.drafter, self.drafters, self.plan = ready.drafter, ready.drafters, ready.plan
         self.sampling = SamplingDefaults(ready.sampling)
 
     def chat_ids(

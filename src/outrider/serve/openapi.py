@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from outrider import __version__
+from outrider.serve.replies import Reports
 from outrider.serve.routes import Endpoint
 
 STATUSES = {
@@ -29,13 +30,13 @@ STATUSES = {
 
 @cache
 def document(routes: tuple[Endpoint, ...]) -> dict[str, Any]:
-    bodies = [route.body for route in routes if route.body]
+    bodies = [kind for route in routes for kind in (route.body, route.reply) if kind]
     _, schemas = msgspec.json.schema_components(bodies, ref_template="#/components/schemas/{name}")
     paths: dict[str, Any] = {}
     for route in routes:
-        operation = _operation(route.summary)
-        if route.param_convertors:
-            operation["parameters"] = [_path_parameter(name) for name in route.param_convertors]
+        operation = _operation(route)
+        if parameters := [*map(_path_parameter, route.param_convertors), *map(_query_parameter, route.query)]:
+            operation["parameters"] = parameters
         if route.body:
             reference = {"schema": {"$ref": f"#/components/schemas/{route.body.__name__}"}}
             operation["requestBody"] = {"required": True, "content": {"application/json": reference}}
@@ -59,11 +60,20 @@ def _path_parameter(name: str) -> dict[str, Any]:
     return {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
 
 
-def _operation(text: str) -> dict[str, Any]:
+def _query_parameter(name: str) -> dict[str, Any]:
+    return {"name": name, "in": "query", "required": False, "schema": {"type": "string"}}
+
+
+def _operation(route: Endpoint) -> dict[str, Any]:
     failure = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
     responses: dict[str, Any] = {"200": {"description": "The answer."}}
+    if route.reply:
+        shape = {"$ref": f"#/components/schemas/{route.reply.__name__}"}
+        responses["200"]["content"] = {"application/json": {"schema": shape}}
+        if issubclass(route.reply, Reports):  # an answer may be streamed
+            responses["200"]["content"]["text/event-stream"] = {}
     responses |= {code: {"description": why, "content": failure} for code, why in STATUSES.items()}
-    return {"summary": text, "responses": responses}
+    return {"summary": route.summary, "responses": responses}
 
 
 def _error() -> dict[str, Any]:

@@ -21,7 +21,7 @@ class PredictionOverlap:
     """
 
     def __init__(self, prediction: list[int]) -> None:
-        self.size = len(prediction)
+        self.tokens, self.size = prediction, len(prediction)
         self._all = (1 << self.size) - 1
         self._missing = self._all  # as many bits as tokens have not come true
         self._before: int | None = None

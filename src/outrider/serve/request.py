@@ -65,6 +65,11 @@ class Request(BaseRequest):
         """Whether the client expects Anthropic's errors and headers."""
         return self.path == ANTHROPIC or self.path.startswith(f"{ANTHROPIC}/")
 
+    @property
+    def from_browser(self) -> bool:
+        """Whether a person opened the path in a browser, which asks for HTML first."""
+        return self.method in ("GET", "HEAD") and self.headers.get("accept", "").startswith("text/html")
+
     async def read(self, kind: type[T], prompts: int = 1) -> T:
         """The body as a struct, or an error that says what is wrong with it. `prompts`: how many it may hold.
 

@@ -16,6 +16,7 @@ from outrider.serve.call import Call, parts_of
 from outrider.serve.chat import chat_ids, chat_terms
 from outrider.serve.errors import ApiError
 from outrider.serve.link import Piece
+from outrider.serve.replies import ResponseReply
 from outrider.serve.request import Request
 from outrider.serve.routes import post
 from outrider.serve.service import Service
@@ -255,7 +256,7 @@ class Responses:
             "tools": asked.tools or [],
             "truncation": "disabled",
             "usage": self._usage() if done else None,
-            **(call.extras() if done else {}),
+            **({**call.choice_extras(call.flat[0]), **call.extras()} if done else {}),
         }
 
     def _usage(self) -> dict[str, Any]:
@@ -269,4 +270,8 @@ class Responses:
         }
 
 
-ROUTES = (post("/v1/responses", answer_response, ResponsesRequest, "Answer a conversation, stateless."),)
+ROUTES = (
+    post(
+        "/v1/responses", answer_response, ResponsesRequest, "Answer a conversation, stateless.", ResponseReply
+    ),
+)

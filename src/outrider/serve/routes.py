@@ -12,16 +12,26 @@ from starlette.types import Receive, Scope, Send
 from outrider.serve.request import Request
 
 Handler = Callable[[Request], Awaitable[Response]]
+Body = type[msgspec.Struct] | None
 
 
 class Endpoint(Route):
     """A route whose handler is given the request that host_check.py began, with its id and its key."""
 
     def __init__(
-        self, method: str, path: str, handler: Handler, summary: str, body: type[msgspec.Struct] | None = None
+        self,
+        method: str,
+        path: str,
+        handler: Handler,
+        summary: str,
+        body: Body = None,
+        reply: Body = None,
+        query: tuple[str, ...] = (),
     ) -> None:
+        """`reply`: the answer's shape, where it is JSON and always the same. `query`: names of its parameters."""
         super().__init__(path, handler, methods=[method])
-        self.method, self.handler, self.summary, self.body = method, handler, summary, body
+        self.method, self.handler, self.summary, self.body, self.reply = method, handler, summary, body, reply
+        self.query = query
         self.app = self._answer
 
     __hash__ = object.__hash__  # Starlette's has none
@@ -31,9 +41,11 @@ class Endpoint(Route):
         await response(scope, receive, send)
 
 
-def get(path: str, handler: Handler, summary: str) -> Endpoint:
-    return Endpoint("GET", path, handler, summary)
+def get(
+    path: str, handler: Handler, summary: str, reply: Body = None, query: tuple[str, ...] = ()
+) -> Endpoint:
+    return Endpoint("GET", path, handler, summary, None, reply, query)
 
 
-def post(path: str, handler: Handler, body: type[msgspec.Struct], summary: str) -> Endpoint:
-    return Endpoint("POST", path, handler, summary, body)
+def post(path: str, handler: Handler, body: Body, summary: str, reply: Body = None) -> Endpoint:
+    return Endpoint("POST", path, handler, summary, body, reply)

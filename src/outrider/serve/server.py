@@ -236,6 +236,7 @@ def _card(model: ServedModel, url: str, answer_tokens: int) -> str:
     paired = f" (the pair {plan['pair']}: outrider pairs show {plan['pair']})" if plan.get("pair") else ""
     return (
         f"ready     {url}/v1 in {plan['seconds']} s\n"
+        f"page      {url} in a browser\n"
         f"model     {model.name}: {plan['parameters'] / 1e6:.0f} million parameters, {plan['weights']} on "
         f"{plan['device']}, context {model.context}\n"
         f"drafter   {model.drafter}{paired}\n"

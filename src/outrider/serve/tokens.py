@@ -9,6 +9,7 @@ from starlette.responses import Response
 from outrider.errors import InvalidRequest
 from outrider.serve.chat import chat_ids
 from outrider.serve.model import CUT
+from outrider.serve.replies import TokenIds, TokenText
 from outrider.serve.request import Reply, Request
 from outrider.serve.routes import post
 from outrider.serve.tools import ToolRequest
@@ -52,6 +53,6 @@ async def detokenize(request: Request) -> Response:
 
 
 ROUTES = (
-    post("/tokenize", tokenize, TokenizeRequest, "Text to token ids."),
-    post("/detokenize", detokenize, DetokenizeRequest, "Token ids to text."),
+    post("/tokenize", tokenize, TokenizeRequest, "Text to token ids.", TokenIds),
+    post("/detokenize", detokenize, DetokenizeRequest, "Token ids to text.", TokenText),
 )

@@ -46,6 +46,7 @@ class SpeculativeDecoding(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tr
     delta: float = 0.09
     explain: bool = False
     stats: bool = False
+    steps: bool = False
 
 
 class Prediction(msgspec.Struct, kw_only=True):
@@ -373,8 +374,8 @@ def speculation_of(asked: bool | int | str | SpeculativeDecoding | None) -> Spec
         return None
     given: Any = asked
     if isinstance(asked, SpeculativeDecoding):
-        given = {f: getattr(asked, f) for f in asked.__struct_fields__ if f != "stats"}
-        given["explain"] = asked.explain or asked.stats
+        given = {f: getattr(asked, f) for f in asked.__struct_fields__ if f not in ("stats", "steps")}
+        given["explain"] = asked.explain or asked.stats or asked.steps
     try:
         return Speculation.of(given)
     except InvalidRequest as problem:
@@ -382,8 +383,9 @@ def speculation_of(asked: bool | int | str | SpeculativeDecoding | None) -> Spec
         raise InvalidRequest(str(problem), f"speculative_decoding{inside}") from None
 
 
-def wants_stats(asked: bool | int | str | SpeculativeDecoding | None) -> bool:
-    return isinstance(asked, SpeculativeDecoding) and asked.stats
+def wants(report: str, asked: bool | int | str | SpeculativeDecoding | None) -> bool:
+    """Whether a report is asked for: `stats` or `steps`."""
+    return isinstance(asked, SpeculativeDecoding) and getattr(asked, report)
 
 
 def predicted_text(asked: Prediction | None) -> str | None:

@@ -1,0 +1,63 @@
+// Requests to the server. The key is in this module's memory and nowhere else.
+
+import { $ } from "./dom.js";
+
+let key = "";
+let asking = null; // the dialog's promise: several requests wait for one answer
+
+export class Refused extends Error {
+  constructor(status, message) {
+    super(message);
+    this.status = status;
+  }
+}
+
+function askForKey(wrong) {
+  asking ??= new Promise((resolve) => {
+    const dialog = $("key-dialog");
+    $("key-wrong").textContent = wrong ? "The server refused this key." : "";
+    $("key").value = "";
+    dialog.addEventListener("close", () => {
+      key = $("key").value;
+      $("key").value = "";
+      asking = null;
+      resolve();
+    }, { once: true });
+    dialog.showModal();
+  });
+  return asking;
+}
+
+// The response to a request that the server accepts. Asks for a key as often as one is refused.
+export async function send(path, options = {}) {
+  for (;;) {
+    const used = key;
+    const headers = { accept: "application/json", ...options.headers, ...(used ? { authorization: `Bearer ${used}` } : {}) };
+    const response = await fetch(path, { ...options, headers });
+    if (response.ok) return response;
+    const body = await response.json().catch(() => ({}));
+    if (response.status !== 401) throw new Refused(response.status, body.error?.message ?? `status ${response.status}`);
+    if (used === key) await askForKey(used !== "");
+  }
+}
+
+export const read = async (path) => (await send(path)).json();
+
+// Events of a streamed answer, as they come.
+export async function* stream(path, body, signal) {
+  const headers = { "content-type": "application/json" };
+  const response = await send(path, { method: "POST", headers, body: JSON.stringify({ ...body, stream: true }), signal });
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  for (let held = ""; ; ) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    const parts = (held + value).split("\n\n");
+    held = parts.pop();
+    for (const part of parts) {
+      if (!part.startsWith("data: ") || part === "data: [DONE]") continue;
+      const event = JSON.parse(part.slice(6));
+      if (event.error) throw new Refused(0, event.error.message);
+      yield event;
+    }
+  }
+}
