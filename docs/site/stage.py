@@ -24,7 +24,15 @@ PLACES = {
     "CONTRIBUTING.md": "contributing.md",
     "src/outrider/glossary.md": "glossary.md",
 }
-LANGUAGES = {".py": "python", ".yml": "yaml", ".sh": "sh", ".toml": "toml", ".json": "json", ".ipynb": "json", ".c": "c"}
+LANGUAGES = {
+    ".py": "python",
+    ".yml": "yaml",
+    ".sh": "sh",
+    ".toml": "toml",
+    ".json": "json",
+    ".ipynb": "json",
+    ".c": "c",
+}
 CODE_OR_BRACKETS = re.compile(r"(`+)(?:.*?)\1(?!`)|\]\[", re.DOTALL)
 UNSEARCHED = "---\nsearch:\n  exclude: true\n---\n\n"
 
@@ -64,7 +72,9 @@ def rewritten(text: str, file: Path, linked: list[Path]) -> str:
         if "://" in match[1] or not target.exists() or not target.is_relative_to(ROOT):
             return match[0]
         linked.append(target)
-        anchor = "" if target == ROOT / "README.md" else match[2] or ""  # the site's first page has other headings
+        anchor = (
+            "" if target == ROOT / "README.md" else match[2] or ""
+        )  # the site's first page has other headings
         return relpath(place(target), dirname(place(file)) or ".") + anchor
 
     # Brackets in a row outside of code are shapes, such as [N/16][K], and no references.
@@ -74,7 +84,9 @@ def rewritten(text: str, file: Path, linked: list[Path]) -> str:
 
 def stage(out: Path = OUT) -> None:
     shutil.rmtree(out, ignore_errors=True)
-    shutil.copytree(ROOT / "docs" / "site", out / "pages" / "site", ignore=shutil.ignore_patterns("*.py", "*.toml", "_*"))
+    shutil.copytree(
+        ROOT / "docs" / "site", out / "pages" / "site", ignore=shutil.ignore_patterns("*.py", "*.toml", "_*")
+    )
     shutil.copyfile(ROOT / "docs" / "site" / "zensical.toml", out / "zensical.toml")
     waiting, done = pages(), {ROOT / "README.md"}
     own = set(waiting)
