@@ -192,6 +192,8 @@ def load() -> None:
     picture("load", "Speed-up with 1, 16 and 64 sequences", 760, 320, *parts)
 
 
+PICTURES = (step, verification, tree, rows, load)
+
 if __name__ == "__main__":
-    for draw in (step, verification, tree, rows, load):
+    for draw in PICTURES:
         draw()

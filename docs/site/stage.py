@@ -87,7 +87,8 @@ def stage(out: Path = OUT) -> None:
     shutil.copytree(
         ROOT / "docs" / "site", out / "pages" / "site", ignore=shutil.ignore_patterns("*.py", "*.toml", "_*")
     )
-    shutil.copyfile(ROOT / "docs" / "site" / "zensical.toml", out / "zensical.toml")
+    settings = (ROOT / "docs" / "site" / "zensical.toml").read_text()
+    (out / "zensical.toml").write_text(settings.replace("../../src", str(ROOT / "src")))
     waiting, done = pages(), {ROOT / "README.md"}
     own = set(waiting)
     while waiting:
