@@ -548,7 +548,18 @@ def test_sampling_document_has_every_parameter() -> None:
 
 def test_make_lists_its_commands() -> None:
     listed = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    for target in ("install", "demo", "test", "test-all", "test-planted", "lint", "format", "bench", "clean"):
+    for target in (
+        "install",
+        "demo",
+        "test",
+        "test-all",
+        "test-planted",
+        "lint",
+        "format",
+        "bench",
+        "docs",
+        "clean",
+    ):
         assert f"make {target} " in listed
 
 

@@ -13,7 +13,7 @@ from posixpath import dirname, relpath
 
 ROOT = Path(__file__).resolve().parents[2]
 OUT = ROOT / "build" / "docs"
-LINK = re.compile(r"(?<=\]\()([^)#\s]+)(#[^)\s]*)?(?=\))")
+LINK = re.compile(r"\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 PLACES = {
     "README.md": "index.md",
     "docs": "index.md",
@@ -68,14 +68,16 @@ def rewritten(text: str, file: Path, linked: list[Path]) -> str:
     folder = file if file.is_dir() else file.parent
 
     def relink(match: re.Match[str]) -> str:
-        target = (folder / match[1]).resolve()
-        if "://" in match[1] or not target.exists() or not target.is_relative_to(ROOT):
+        label, link, anchor = match.groups()
+        target = (folder / link).resolve()
+        if "://" in link or not target.exists() or not target.is_relative_to(ROOT):
             return match[0]
         linked.append(target)
-        anchor = (
-            "" if target == ROOT / "README.md" else match[2] or ""
-        )  # the site's first page has other headings
-        return relpath(place(target), dirname(place(file)) or ".") + anchor
+        if label == target.name and label.endswith(".md"):  # a reader of the site knows titles, not files
+            label = target.read_text().partition("\n")[0].removeprefix("# ")
+        if target == ROOT / "README.md":
+            anchor = ""  # the site's first page has other headings
+        return f"[{label}]({relpath(place(target), dirname(place(file)) or '.')}{anchor or ''})"
 
     # Brackets in a row outside of code are shapes, such as [N/16][K], and no references.
     text = CODE_OR_BRACKETS.sub(lambda match: match[0] if match[1] else "]\\[", text)

@@ -164,7 +164,11 @@ def series() -> dict[str, str]:
 
 
 def test_every_metric_is_described() -> None:
-    assert set(rows(METRICS, "Every metric")) == {*(f"{name}_total" for name in COUNTERS), *GAUGES, *HISTOGRAMS}
+    assert set(rows(METRICS, "Every metric")) == {
+        *(f"{name}_total" for name in COUNTERS),
+        *GAUGES,
+        *HISTOGRAMS,
+    }
 
 
 def mentioned(text: str) -> set[str]:
