@@ -60,9 +60,9 @@ def test_every_link_of_the_site_leads_to_a_page_or_a_file(staged: Path) -> None:
 
 def test_links_are_those_of_the_site() -> None:
     stage, linked = load("stage"), []
-    text = "[a](../log/007-x.md) [b](../deploy) [start.md](start.md) [c](../README.md#x) [d](../LOG.md#log)"
+    text = "[a](../log/007-x.md) [b](../deploy) [start.md](start.md) [c](../README.md#x) [d](../LOG.md)"
     assert stage.rewritten(text, ROOT / "docs" / "index.md", linked) == (
-        "[a](../log/007-x.md) [b](files/deploy.md) [Start in five minutes](start.md) [c](index.md) [d](log/index.md#log)"
+        "[a](../log/007-x.md) [b](files/deploy.md) [Start in five minutes](start.md) [c](index.md) [d](log/index.md)"
     )
     assert ROOT / "deploy" in linked
     deep = stage.rewritten("[N][K] `[N][K]` [a](law.py)", ROOT / "src" / "outrider" / "verify", linked)
