@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -130,3 +131,26 @@ def test_a_link_without_a_target_fails_the_build(zensical: Path, tmp_path: Path)
     )
     ended = build(zensical, tmp_path)
     assert ended.returncode == 1 and "2 issues found" in ended.stdout + ended.stderr
+
+
+def test_the_search_has_a_worker_on_pages_opened_as_files(tmp_path: Path) -> None:
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if not chromium:
+        pytest.skip("needs Chromium")
+    (tmp_path / "double.js").write_text("self.onmessage = (event) => self.postMessage(2 * event.data)\n")
+    (tmp_path / "page.html").write_text(
+        f"<body><script>{(SITE / 'iframe-worker.js').read_text()}</script><script>"
+        "const worker = new Worker('double.js')\n"
+        "worker.onmessage = (event) => { document.body.textContent = `doubled: ${event.data}` }\n"
+        "worker.postMessage(21)</script></body>"
+    )
+    command = [
+        chromium,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--user-data-dir={tmp_path / 'profile'}",
+    ]
+    command += ["--virtual-time-budget=5000", "--dump-dom", (tmp_path / "page.html").as_uri()]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert "doubled: 42" in ended.stdout, ended.stdout + ended.stderr

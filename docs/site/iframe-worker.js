@@ -20,7 +20,7 @@ if (location.protocol === "file:") {
       run(url).then(() => {
         this.ready = true
         this.queue.splice(0).forEach((data) => this.postMessage(data))
-      }, () => this.dispatchEvent(new Event("error")))
+      }, () => this.onerror?.(new Event("error", { cancelable: true })))
     }
     deliver(to, data) {
       const event = new MessageEvent("message", { data: structuredClone(data) })
