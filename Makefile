@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 LOWEST := .venv-lowest
+DOCS := .venv-docs
 READY := $(VENV)/.ready
 INSTALLED := $(VENV)/.installed
 PIP = $(BIN)/python -m pip install --disable-pip-version-check --no-compile
@@ -14,7 +15,7 @@ ARGS ?=
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help install browser demo test test-all test-lowest test-planted lint format bench wheels clean
+.PHONY: help install browser demo test test-all test-lowest test-planted lint format bench wheels docs clean
 
 help: ## list these commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "make %-13s %s\n", $$1, $$2}'
@@ -88,6 +89,17 @@ wheels: install ## build wheels with the C kernels inside, for Linux, macOS and 
 
 bench: install ## measure speed on this machine
 	$(BIN)/outrider bench $(ARGS)
+
+docs: $(DOCS)/.installed ## build the documentation site: build/docs/site/index.html
+	$(DOCS)/bin/python docs/site/stage.py
+	$(DOCS)/bin/zensical build --strict -f build/docs/zensical.toml
+
+# Only what builds the site, in an environment of its own: the API reference is read from the source without importing it.
+$(DOCS)/.installed: pyproject.toml
+	$(PYTHON) -m venv --clear --upgrade-deps $(DOCS)
+	$(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' > $(DOCS)/requirements.txt
+	$(DOCS)/bin/python -m pip install --no-compile -r $(DOCS)/requirements.txt
+	@touch $@
 
 clean: ## remove what builds and tests leave behind, but not .venv
 	rm -rf build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

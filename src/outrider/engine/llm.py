@@ -43,8 +43,8 @@ SEED_BITS = 53  # of a drawn seed: JSON numbers of every language hold as many
 class LLM:
     """A model and its engine. `model` is a folder, a .gguf file, an alias or a hub id; options are those of Settings.
 
-    `draft` is text as in draft/names.py, or a drafter: an object with the four verbs of `outrider.Drafter`, or a class
-    or function that makes one.
+    `draft` is a name as `--draft` takes it, or a drafter: an object with the four verbs of `outrider.Drafter`, or a
+    class or function that makes one.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class LLM:
         **options: Any,
     ) -> None:
         """`generation_config`: "auto" takes sampling defaults from the model, "none" those of SamplingParams.
-        `reshape` changes checkpoints before they are loaded (bench/as_if.py); `watch` is engine/loading.py's.
+        `reshape` changes checkpoints before they are loaded, for benchmarks; `watch` follows the loading.
         """
         if generation_config not in GENERATION_CONFIGS:
             raise InvalidRequest(
@@ -175,6 +175,7 @@ class LLM:
         self.driver.abort(request_id)
 
     def close(self) -> None:
+        """Ends running requests with finish_reason 'abort' and stops the engine. Later calls raise."""
         self.driver.close()
 
     def __repr__(self) -> str:
