@@ -145,7 +145,7 @@ class Settings:
         metavar="FORMAT",
         help="The same for a draft model; auto: as --weights, on a CPU stored.",
     )
-    threads: int = setting(0, 0, help="Threads; 0 means the performance cores this process may use.")
+    threads: int = setting(0, 0, help="Threads; 0 means all performance cores.")
     context: int = setting(0, 0, help="Longest prompt and answer together; 0 means the model's own.")
     cache_bytes: int = setting(0, 0, help="Memory for the KV cache.")
     gpu_memory_utilization: float | None = setting(

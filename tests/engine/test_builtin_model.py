@@ -88,7 +88,7 @@ def test_guessing_by_adversaries(llm: LLM, plain):
 def test_small_cache_chunks_and_reuse(llm: LLM, plain):
     prompts, params = (some[-3:] for some in requests(llm))
     settings = {
-        "cache_bytes": 100 * llm.model.config.kv_bytes_per_token,
+        "cache_bytes": 88 * llm.model.config.kv_bytes_per_token,
         "step_rows": 16,
         "prefill_slowdown": 1e6,  # else the clock says how many prompts are read at once
     }

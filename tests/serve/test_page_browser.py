@@ -250,7 +250,7 @@ def test_stop_aborts_the_request_in_the_engine(tab: Callable[..., Tab], shown: S
     wait_for(lambda: shown.metric("generation_tokens_total") > made + 20)
     one.page.click("#stop")
     one.until("document.getElementById('verdict').textContent === 'Stopped.'")
-    wait_for(lambda: shown.metric("client_disconnects_total") == gone + 1)
+    wait_for(lambda: shown.metric("client_disconnects_total") > gone)
     shown.wait_idle()
     assert shown.metric("generation_tokens_total") < made + CONTEXT - 1000
     assert one.page.is_enabled("#go") and one.page.is_disabled("#stop")
