@@ -96,7 +96,7 @@ def test_live_figures_are_those_of_the_metrics(served: Served) -> None:
     assert lookup["drafts"][0] >= lookup["accepted"][0] > 0 and lookup["recent_acceptance"] is not None
     decided = now["decisions"]["asked"]
     assert decided["count"] > 0 and decided["meaning"] == KINDS["asked"]
-    assert decided["latest"].startswith("depth 3: asked")
+    assert "asked, drafter lookup" in decided["latest"]
     assert (now["running"], now["waiting"], now["ready"]) == (0, 0, True)
 
 
