@@ -241,6 +241,7 @@ def test_a_race_can_be_played_again(tab: Callable[..., Tab]) -> None:
     assert one.tokens() == before and len(one.bodies()) == 2
 
 
+@pytest.mark.slow  # beside other tests the page falls behind 900 tokens a second, and Stop comes after the answer's end
 def test_stop_aborts_the_request_in_the_engine(tab: Callable[..., Tab], shown: Served) -> None:
     one = tab().ready().race(tokens="8")
     shown.wait_idle()
