@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from outrider.errors import BadCheckpoint, UnsupportedModel
-from outrider.load.quants import FORMATS, Blocks
+from outrider.load.quants import FORMATS, Blocks, Format
 
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # places in a word of eight columns that lie side by side
 Q4_0, Q4_1, Q8_0 = FORMATS[2], FORMATS[3], FORMATS[8]
+KEPT = {form.name: form for form in (Q4_0, Q4_1, Q8_0)}
 BLOCK = 32  # values of each of these
 CLOSE = 1e-3  # relative error of a scale in float16: more means that it is out of that format's range
 READ = "GPTQ and AWQ of 4 or 8 bits, compressed-tensors (pack-quantized, float-quantized), and fp8"
@@ -72,9 +73,6 @@ class Scheme(ABC):
         """The blocks it can be kept in, or what it is called where there are none."""
         return self.label
 
-    def blocks(self, name: str, part: Read) -> Blocks | None:
-        return None
-
 
 class GroupedScheme(Scheme):
     group_size = 0  # 0: one group
@@ -102,12 +100,9 @@ class GroupedScheme(Scheme):
             return Q8_0.name if self.bits == 8 else Q4_0.name
         return Q4_1.name if self.bits == 4 and _in_range(offsets * scales) else self.label
 
-    def blocks(self, name: str, part: Read) -> Blocks | None:
+    def blocks(self, name: str, form: Format, part: Read) -> Blocks:
+        """The matrix in the blocks that `kernel_format` names."""
         grouped = self.grouped(part)
-        found = self.kernel_format(tuple(grouped.numbers.shape), part)
-        form = next((one for one in (Q4_0, Q4_1, Q8_0) if one.name == found), None)
-        if form is None:
-            return None
         outputs, inputs = grouped.numbers.shape
         by_block = grouped.group_of[::BLOCK].long()
         scales, offsets = grouped.scales[:, by_block], grouped.offsets[:, by_block]
@@ -142,14 +137,10 @@ class Gptq(GroupedScheme):
         return (offsets & ((1 << self.bits) - 1)).T.float(), _matrix(part("scales")).T
 
     def group_of(self, inputs: int, part: Read) -> Tensor:
-        return part("g_idx").long() if self._ordered(part) else super().group_of(inputs, part)
-
-    def _ordered(self, part: Read) -> bool:
         try:
-            part("g_idx")
-        except BadCheckpoint:
-            return False
-        return True
+            return part("g_idx").long()
+        except BadCheckpoint:  # not every checkpoint has one
+            return super().group_of(inputs, part)
 
     def grouped(self, part: Read) -> Grouped:
         numbers = _unpacked(_turned(part("qweight")), self.bits)
@@ -281,8 +272,11 @@ class PublishedWeights:
         return self._of(name, self.scheme.read)
 
     def stored(self, name: str) -> Tensor | Blocks:
-        found = self._of(name, lambda part: self.scheme.blocks(name, part))
-        return self.tensor(name) if found is None else found
+        scheme, form = self.scheme, KEPT.get(self.format(name))
+        if form is None or not isinstance(scheme, GroupedScheme):
+            return self.tensor(name)
+        found: Blocks = self._of(name, lambda part: scheme.blocks(name, form, part))
+        return found
 
     def _format(self, name: str) -> str:
         return self._of(name, lambda part: self.scheme.kernel_format(self.shape(name), part))
