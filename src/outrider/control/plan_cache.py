@@ -36,8 +36,8 @@ class PlanCache:
 
     def get(self, work: Seq[Work], options: Options, settled: Callable[[Work], Reason]) -> Plan | None:
         """The kept plan, if it holds for this work. Host-packed rows: the same sequences. The persistent batch:
-        sequences may have left; where nothing is drafted, others may have joined, unless more than measurement is
-        `settled` of them.
+        sequences may have left. Where nothing is drafted, others may have joined if `settled` leaves their drafts to
+        measurement or turns them off.
         """
         if not self.left or self.size != options.size:
             return None
