@@ -257,6 +257,24 @@ def test_prompt_rows_are_bounded_once_steps_are_prepared(model, small, ready) ->
     assert most == (CHUNK_SIZES[0][0] if ready else 400)
 
 
+@pytest.mark.parametrize("pays", [False, True])
+def test_after_a_step_with_prompt_rows_new_prompts_may_wait_for_one_step(model, small, pays, monkeypatch) -> None:
+    engine = prepared(make_engine(model, small, bounded()))
+    monkeypatch.setattr(engine.planner.costs.pause, "pays", lambda decoding, waiting: pays)
+    requests = [request(f"r{i}", prompt_of(20, i), max_tokens=12, seed=i) for i in range(5)]
+    rows, results = [], []
+    for one in requests:  # one arrives before every step
+        engine.add(one)
+        results += engine.step()
+        rows.append(any(work.prompt_rows for work in engine.in_flight[-1].packed.work))
+    # Nothing decodes in the first two: the first prompt is in flight then.
+    assert rows == ([True, True, False, True, False] if pays else [True] * 5)
+    events = [event for result in [*results, *all_steps(engine)] for event in result.events]
+    for one in requests:
+        said = [token for event in events if event.request_id == one.id for token in event.token_ids]
+        assert said == run_alone(model, one)
+
+
 def test_a_step_counts_what_was_made_while_somebody_waited(model, small, monkeypatch) -> None:
     engine = make_engine(model, small, bounded())
     monkeypatch.setattr(GraphPreparation, "counts", property(lambda self: (len(engine.captures), 0)))

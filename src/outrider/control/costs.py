@@ -16,6 +16,7 @@ from math import inf
 from typing import Any
 
 from outrider.control.guards import BASELINE_INTERVAL, KEEP, KNOWN_AFTER, UNMEASURED_ROW
+from outrider.control.pause import PromptPause
 from outrider.types import NO_TREE, CapturedShape, StepRecord, TreeShape
 
 
@@ -246,13 +247,14 @@ class CapturedCosts:
 
 class CostModel:
     def __init__(self) -> None:
-        self.eager, self.captured = EagerCosts(), CapturedCosts()
+        self.eager, self.captured, self.pause = EagerCosts(), CapturedCosts(), PromptPause()
         self.after_prompt = False  # whether the last step had prompt rows
 
     def observe(self, record: StepRecord) -> None:
         after_prompt, self.after_prompt = self.after_prompt, record.prompt_rows > 0
         costs = self.eager if record.captured is None else self.captured
         self.captured.observe_host(record)
+        self.pause.observe(record)
         if record.drafter_prefill is not None:
             if record.captured is None:
                 self.eager.observe_prefill(record)

@@ -132,13 +132,17 @@ class Engine:
                 break  # steps still in flight have no sequence left, and the last tokens must not wait for them
         return results
 
-    def _prompt_rows(self, decoding: int, waited: float, waiting: int, pending: int) -> int:
+    def _prompt_rows(self, decoding: int, waited: float, waiting: int, pending: int, begun: bool) -> int:
         """Before warm-up, steps are launched kernel by kernel, so a few large prefill steps cost less than many small
         ones.
         """
         if self.runner.preparation.on_demand:
             return self.settings.step_rows
-        return self.planner.prompt_rows(decoding, waited, waiting, pending)
+        rows = max(self.planner.prompt_rows(decoding, waited, waiting, pending), 1)
+        after_prompts = bool(self.in_flight) and any(one.prompt_rows for one in self.in_flight[-1].packed.work)
+        admitted = waiting * min(1.0, rows / max(pending, 1))
+        hold = after_prompts and not begun and self.planner.costs.pause.pays(decoding, admitted)
+        return 0 if hold else rows
 
     def drain(self) -> list[StepResult]:
         """Settle everything that is in flight, and launch nothing."""

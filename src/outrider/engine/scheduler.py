@@ -22,8 +22,8 @@ from outrider.cache.table import SlotTable
 from outrider.types import Sequence, Work
 
 # Prompt rows that a step may have beside so many decoding sequences, when the oldest prompt has waited so many seconds,
-# and so many wait with so many tokens.
-PromptRows = Callable[[int, float, int, int], int]
+# so many wait with so many tokens, and whether one of them is partly read.
+PromptRows = Callable[[int, float, int, int, bool], int]
 LOOK_AHEAD = 16  # waiting prompts among which short ones are looked for
 COUNTED = 256  # waiting prompts whose tokens are counted: more than a few steps read, as a rule
 
@@ -78,7 +78,7 @@ class Scheduler:
         waited = time.perf_counter() - min(s.arrived for s in waiting)
         count = len(prompts) + len(self.waiting)
         pending = sum(s.pending for s in (*prompts, *islice(self.waiting, COUNTED)))
-        return min(most, max(prompt_rows(decoding, waited, count, pending), 1))
+        return min(most, max(prompt_rows(decoding, waited, count, pending, bool(prompts)), len(prompts[:1])))
 
     def _overtaking(self, sequence: Sequence, budget: int) -> int:
         """Rows of waiting prompts that fit whole into half of the budget, if this one takes more than all of it."""
