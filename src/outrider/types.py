@@ -356,8 +356,7 @@ class Verdict:
     logprobs: list[TokenLogprob] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """What one step added to one choice of a request. The last has a finish_reason."""
 
     request_id: str
@@ -396,8 +395,7 @@ class Batch:
         return Batch(**{f.name: getattr(self, f.name).to(device, non_blocking=True) for f in fields(self)})
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What became of one sequence's draft plan in one step."""
 
     sequence: Sequence

@@ -43,11 +43,13 @@ class PrefixIndex:
         """Records that `slots[i]` holds token i of this text. Known blocks stay unchanged."""
         keys = self._walk(tokens, owner)
         parent: int | str = self.nodes[keys[-1]].number if keys else owner
-        for start in range(len(keys) * BLOCK, len(tokens) - BLOCK + 1, BLOCK):
+        known, end = len(keys) * BLOCK, len(tokens) // BLOCK * BLOCK
+        added = slots[known:end].copy()
+        self.pool.share(added)
+        for start in range(known, end, BLOCK):
             key = (parent, tuple(tokens[start : start + BLOCK]))
             self._made += 1
-            node = Node(self._made, slots[start : start + BLOCK].copy())
-            self.pool.share(node.slots)
+            node = Node(self._made, added[start - known : start - known + BLOCK])
             self.nodes[key] = node
             keys.append(key)
             parent = node.number
@@ -56,8 +58,8 @@ class PrefixIndex:
     def evict(self, wanted: int) -> None:
         """Evicts blocks, least recently used first, until `wanted` slots are free or the index is empty."""
         while self.pool.free < wanted and self.nodes:
-            _, node = self.nodes.popitem(last=False)
-            self.pool.drop(node.slots)
+            blocks = min(-(-(wanted - self.pool.free) // BLOCK), len(self.nodes))  # at least: sequences may share them
+            self.pool.drop(np.concatenate([self.nodes.popitem(last=False)[1].slots for _ in range(blocks)]))
 
     def clear(self) -> None:
         self.evict(self.pool.total + 1)
