@@ -12,7 +12,9 @@ def observed(with_prompts: tuple[float, float], without: tuple[float, float], pa
     pause = PromptPause()
     for _ in range(30):
         for rows, (step, device) in ((64, with_prompts), (0, without)):
-            taken = record(sequences=100, known=100 + rows, rows=100 + rows, prompt_rows=rows, tree=NO_TREE, size=128)
+            taken = record(
+                sequences=100, known=100 + rows, rows=100 + rows, prompt_rows=rows, tree=NO_TREE, size=128
+            )
             taken.total_s, taken.target_s = step, device
             taken.emitted, taken.passes = 100 * (1 if rows else passes), passes
             pause.observe(taken)

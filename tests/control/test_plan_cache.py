@@ -141,3 +141,19 @@ def test_plans_with_drafts_are_held_where_the_device_waits_for_the_host() -> Non
     assert not cache.host_bound
     cache.observe(replace(step, waited_s=0.0, captured=None))
     assert not cache.host_bound
+
+
+def test_where_the_device_waits_for_the_host_no_plan_is_made_beside_prompts_for_a_while() -> None:
+    cache, work = PlanCache(), work_of(decoding(), decoding())
+    beside = [*work, prompt()]
+    alone, reading = options_of("persistent", work), options_of("persistent", beside, size=2)
+    assert steps_held(cache, work, alone) == 0
+    assert cache.get(beside, reading, lambda one: AUTO) is None  # the device does not wait
+    cache.host_bound = True
+    held = 0
+    while cache.get(beside, reading, lambda one: AUTO) is not None:
+        assert cache.get(work, alone, lambda one: AUTO) is None
+        held += 1
+    assert held == HOLD
+    cache.put(work, plan_of(work, PAYS), alone)
+    assert cache.get(beside, reading, lambda one: AUTO) is None  # not with drafts

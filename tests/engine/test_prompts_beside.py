@@ -258,7 +258,9 @@ def test_prompt_rows_are_bounded_once_steps_are_prepared(model, small, ready) ->
 
 
 @pytest.mark.parametrize("pays", [False, True])
-def test_after_a_step_with_prompt_rows_new_prompts_may_wait_for_one_step(model, small, pays, monkeypatch) -> None:
+def test_after_a_step_with_prompt_rows_new_prompts_may_wait_for_one_step(
+    model, small, pays, monkeypatch
+) -> None:
     engine = prepared(make_engine(model, small, bounded()))
     monkeypatch.setattr(engine.planner.costs.pause, "pays", lambda decoding, waiting: pays)
     requests = [request(f"r{i}", prompt_of(20, i), max_tokens=12, seed=i) for i in range(5)]

@@ -1,7 +1,7 @@
 """Keeps a plan for a few steps where planning again would hold up the device or find the same.
 
 A plan without drafts is kept for more steps the longer nothing paid. A plan with drafts is kept only where the host is
-what the device waits for.
+what the device waits for; there, no plan is made beside prompt rows either if a step without them follows soon.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ class PlanCache:
         self.reading = False  # whether prompts were prefilled in its step
         self.without = 0  # plans in a row without a draft
         self.left = 0  # steps that the plan may still be used for
+        self.overdue = 0  # steps with prompt rows that it was used for beyond those
         self.reason: Reason | None = (
             None  # why nothing is drafted, for sequences that join the persistent batch
         )
@@ -39,7 +40,8 @@ class PlanCache:
         sequences may have left. Where nothing is drafted, others may have joined if `settled` leaves their drafts to
         measurement or turns them off.
         """
-        if not self.left or self.size != options.size:
+        reading = not all(one.decodes for one in work)
+        if self.size != options.size or not (self.left or (reading and self._may_wait)):
             return None
         found = []
         for one in work:
@@ -47,15 +49,19 @@ class PlanCache:
             if known is None:
                 return None
             found.append(known)
-        reading = any(reason is PREFILL for _, reason in found)
         if (not options.size and len(work) != len(self.by_sequence)) or (self.reading and not reading):
             return None  # what does not pay beside prefill may pay without
-        self.left -= 1
+        self.left, self.overdue = max(self.left - 1, 0), self.overdue + (not self.left)
         plans, reasons = zip(*found, strict=True)
         resident = resident_of(plans, options)
         return replace(
             self.plan, draft_plans=plans, reasons=reasons, resident=resident, prefills=(), cached=True
         )
+
+    @property
+    def _may_wait(self) -> bool:
+        """Whether the next plan may wait for a step without prompt rows."""
+        return self.host_bound and self.reason is not None and not self.reading and self.overdue < HOLD
 
     def _of(
         self, one: Work, options: Options, settled: Callable[[Work], Reason]
@@ -71,7 +77,7 @@ class PlanCache:
         return found
 
     def put(self, work: Seq[Work], plan: Plan, options: Options) -> Plan:
-        self.plan, self.size, self.left, self.reason = plan, options.size, 0, None
+        self.plan, self.size, self.left, self.overdue, self.reason = plan, options.size, 0, 0, None
         pairs = list(zip(plan.draft_plans, plan.reasons, strict=True))
         decoding = {one.sequence: pair for one, pair in zip(work, pairs, strict=True) if one.decodes}
         self.reading = len(decoding) < len(work)
@@ -107,6 +113,7 @@ class PlanCache:
 
     def clear(self) -> None:
         self.left = self.without = 0
+        self.overdue = HOLD
 
 
 def resident_of(plans: Seq[DraftPlan], options: Options) -> tuple[bool, ...]:

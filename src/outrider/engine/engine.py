@@ -139,7 +139,9 @@ class Engine:
         if self.runner.preparation.on_demand:
             return self.settings.step_rows
         rows = max(self.planner.prompt_rows(decoding, waited, waiting, pending), 1)
-        after_prompts = bool(self.in_flight) and any(one.prompt_rows for one in self.in_flight[-1].packed.work)
+        after_prompts = bool(self.in_flight) and any(
+            one.prompt_rows for one in self.in_flight[-1].packed.work
+        )
         admitted = waiting * min(1.0, rows / max(pending, 1))
         hold = after_prompts and not begun and self.planner.costs.pause.pays(decoding, admitted)
         return 0 if hold else rows
