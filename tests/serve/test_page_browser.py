@@ -18,7 +18,7 @@ from tests.serve.conftest import Served, start_server, wait_for, write_tiny
 pytestmark = pytest.mark.skipif(not (BROWSER and DRIVER), reason=MISSING)
 
 CHAT = "/v1/chat/completions"
-CONTEXT = 30_000  # tokens: an answer so long does not end before it is stopped
+CONTEXT = 30_000  # tokens: half a minute of the tiny model
 VIEWS = ("race", "live", "pairs", "advise", "docs")
 PLACES = {view: "/docs" if view == "docs" else f"/#{view}" for view in VIEWS}
 FILLED = {"live": "#tiles dd", "pairs": "#cards dd", "advise": "#advice dd", "docs": ".operation"}
@@ -32,9 +32,15 @@ HOSTILE = (
 
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model, with tags and scripts as the text of every token that is no ASCII character."""
+    """The tiny model, with tags and scripts as the text of every token that is no ASCII character. No token ends an
+    answer: an answer that ends by itself could be over before a busy browser clicks Stop.
+    """
     folder = tmp_path_factory.mktemp("page") / "tiny"
     write_tiny(folder, CONTEXT)
+    for name, end in (("config.json", "eos_token_id"), ("tokenizer_config.json", "eos_token")):
+        config = json.loads((folder / name).read_text())
+        del config[end]
+        (folder / name).write_text(json.dumps(config))
     file = folder / "tokenizer.json"
     tokenizer = json.loads(file.read_text())
     vocab = tokenizer["model"]["vocab"]
@@ -241,7 +247,6 @@ def test_a_race_can_be_played_again(tab: Callable[..., Tab]) -> None:
     assert one.tokens() == before and len(one.bodies()) == 2
 
 
-@pytest.mark.slow  # beside other tests the page falls behind 900 tokens a second, and Stop comes after the answer's end
 def test_stop_aborts_the_request_in_the_engine(tab: Callable[..., Tab], shown: Served) -> None:
     one = tab().ready().race(tokens="8")
     shown.wait_idle()
@@ -261,6 +266,33 @@ def test_stop_aborts_the_request_in_the_engine(tab: Callable[..., Tab], shown: S
     one.page.click("#stop")
     one.until("document.getElementById('verdict').textContent === 'Stopped.'")
     assert len(one.bodies()[-1]["messages"]) == 3
+
+
+def test_a_long_answer_is_laid_out_in_pieces(tab: Callable[..., Tab]) -> None:
+    """Every frame lays out the last piece again. In one piece, 7,000 tokens took the page more than half of its time."""
+    one = tab().ready().race(tokens="1300")
+    pieces = one.page.evaluate(
+        "[...document.querySelectorAll('#speculative .piece')].map(p => [...p.children].map(t => t.textContent))"
+    )
+    assert sum(map(len, pieces)) == 1300 and max(map(len, pieces)) <= 500
+    assert all(len(piece) == 500 or piece[-1].endswith("\n") for piece in pieces[:-1])
+
+
+def test_the_end_of_an_answer_is_followed_until_the_reader_scrolls_back(tab: Callable[..., Tab]) -> None:
+    one = tab().ready()
+    one.page.fill("#tokens", str(CONTEXT - 1000))
+    one.page.fill("#prompt", "go on")
+    one.page.click("#go")
+    talk = "document.querySelector('#plain .talk')"
+    at_end = f"{talk}.scrollHeight - {talk}.scrollTop - {talk}.clientHeight < 2"
+    one.until(f"{talk}.scrollHeight > 3 * {talk}.clientHeight && {at_end}")
+    one.page.evaluate(f"{talk}.scrollTop = 100")
+    grown = one.page.evaluate(f"{talk}.scrollHeight") + 200
+    one.until(f"{talk}.scrollHeight > {grown}")
+    assert one.page.evaluate(f"{talk}.scrollTop") == 100
+    one.page.evaluate(f"{talk}.scrollTop = {talk}.scrollHeight")
+    one.until(f"{talk}.scrollHeight > {grown + 600} && {at_end}")
+    one.page.click("#stop")
 
 
 def test_a_refused_request_is_said(tab: Callable[..., Tab]) -> None:
