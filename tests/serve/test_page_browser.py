@@ -269,7 +269,7 @@ def test_stop_aborts_the_request_in_the_engine(tab: Callable[..., Tab], shown: S
 
 
 def test_a_long_answer_is_laid_out_in_pieces(tab: Callable[..., Tab]) -> None:
-    """Every frame lays out the last piece again. In one piece, 7,000 tokens took the page more than half of its time."""
+    """Every frame lays out the last piece again. In one piece, 7,000 tokens took half of the page's time."""
     one = tab().ready().race(tokens="1300")
     pieces = one.page.evaluate(
         "[...document.querySelectorAll('#speculative .piece')].map(p => [...p.children].map(t => t.textContent))"

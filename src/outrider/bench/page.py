@@ -113,7 +113,7 @@ def certified(certificate: Mapping[str, str]) -> str:
 
 WIDE, HIGH, LEFT, BELOW = 480, 240, 50, 34  # of a chart, and the room for its scales
 THICK, GAP = 14, 8  # of a bar, and between two categories
-BESIDE = 84  # for figures at the end of bars
+BESIDE = 118  # for figures at the end of bars
 LETTER = 7.5  # the width of a letter, about
 STYLES = 4  # of lines
 MANY = 30  # times the least value the greatest must be for a scale by orders of magnitude
@@ -121,12 +121,13 @@ MANY = 30  # times the least value the greatest must be for a scale by orders of
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """A line of a chart; `said` is what each of its points is called."""
+    """A line of a chart; `said` is what each of its points is called. `spans`: see Bars."""
 
     name: str
     xs: Sequence[float]
     ys: Sequence[float]
     said: Sequence[str]
+    spans: Sequence[tuple[float, float] | None] = ()
 
 
 def chart(
@@ -136,7 +137,7 @@ def chart(
     series = [one for one in series if one.xs]
     if not series:
         return ""
-    values = [y for one in series for y in one.ys]
+    values = [y for one in series for y in (*one.ys, *(end for span in one.spans if span for end in span))]
     log = min(values) > 0 and max(values) > MANY * min(values)
     marks = _orders(min(values), max(values)) if log else even(max(values))
     low, high = (math.log10(marks[0]), math.log10(marks[-1])) if log else (0.0, marks[-1])
@@ -221,17 +222,15 @@ def _bar(
     drawn = f'<rect class="b{style}" {box}><title>{escape(said)}</title></rect>'
     if span is not None:
         low, high = at(span[0]), at(span[1])
-        lines = (
-            (low, middle, high, middle),
-            (low, middle - 3, low, middle + 3),
-            (high, middle - 3, high, middle + 3),
-        )
-        drawn += "".join(
-            f'<line class="error" x1="{a:.1f}" y1="{b:.1f}" x2="{c:.1f}" y2="{d:.1f}"/>'
-            for a, b, c, d in lines
-        )
+        caps = f"M{low:.1f} {middle - 3:g}v6M{high:.1f} {middle - 3:g}v6"
+        drawn += f'<path class="error" d="M{low:.1f} {middle:g}H{high:.1f}{caps}"/>'
         end = max(end, high)
-        figure += f" ±{number((span[1] - span[0]) / 2)}"
+        even_sided = math.isclose(value - span[0], span[1] - value, rel_tol=0.02, abs_tol=1e-9)
+        figure += (
+            f" ±{number((span[1] - span[0]) / 2)}"
+            if even_sided
+            else f" ({number(span[0])}–{number(span[1])})"
+        )
     return drawn + f'<text class="figure" x="{end + 4:.1f}" y="{middle + 4:.1f}">{figure}</text>'
 
 
@@ -255,7 +254,13 @@ def _line(one: Series, style: int, at: Callable[[float, float], tuple[float, flo
         f"<title>{escape(f'{_joined(one.name, said)}: {number(value)} {unit}')}</title></circle>"
         for (x, y), said, value in zip(points, one.said, one.ys, strict=True)
     )
-    return f'<polyline class="series s{style}" points="{path}"/>{dots}'
+    errors = ""
+    for x, span in zip(one.xs, one.spans, strict=False):
+        if span is not None:
+            (left, low), (_, high) = at(x, span[0]), at(x, span[1])
+            caps = f"M{left - 3:.1f} {low:.1f}h6M{left - 3:.1f} {high:.1f}h6"
+            errors += f'<path class="error" d="M{left:.1f} {low:.1f}V{high:.1f}{caps}"/>'
+    return f'<polyline class="series s{style}" points="{path}"/>{errors}{dots}'
 
 
 def _joined(*names: str) -> str:
