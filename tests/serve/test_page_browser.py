@@ -381,10 +381,32 @@ def test_every_view_fits_and_is_accessible(tab: Callable[..., Tab], width: int, 
         assert (sum(map(int, ground[4:-1].split(","))) > 380) == (scheme == "light")
 
 
+def test_on_paper_every_view_is_light_and_whole(tab: Callable[..., Tab]) -> None:
+    one = tab(width=720, scheme="dark").ready()  # about the width of A4
+    one.page.evaluate("document.getElementById('options').open = true")
+    one.race(tokens="300")
+    one.page.emulate_media(media="print")
+    for view in VIEWS:
+        if view != "race":
+            one.open(PLACES[view])
+            one.page.wait_for_selector(FILLED[view])
+        one.page.screenshot(path=SCREENSHOTS / f"{view}-print.png", full_page=view != "docs")
+        ink = one.page.evaluate("getComputedStyle(document.documentElement).color")
+        assert sum(map(int, ink[4:-1].split(","))) < 200, view
+        assert one.page.evaluate("document.documentElement.scrollWidth") <= 720, view
+        boxes = "[...document.querySelectorAll('.talk, .tree, .scroll, pre')]"
+        cut = f"{boxes}.filter(o => o.scrollHeight > o.clientHeight + 1).map(o => o.className)"
+        assert one.page.evaluate(cut) == [], view
+        assert not one.page.is_visible(".bar"), view
+
+
 @pytest.mark.skipif(not AXE.exists(), reason="no axe-core here: make browser")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_contrast_and_labels_are_right(tab: Callable[..., Tab], scheme: str) -> None:
-    one = tab(scheme=scheme).ready().race()
+@pytest.mark.parametrize("width", [1280, 390])
+def test_contrast_and_labels_are_right(tab: Callable[..., Tab], width: int, scheme: str) -> None:
+    one = tab(width=width, scheme=scheme).ready()
+    one.page.evaluate("document.getElementById('options').open = true")
+    one.race()
     for view in VIEWS:
         if view != "race":
             one.open(PLACES[view])

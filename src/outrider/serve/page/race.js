@@ -11,6 +11,7 @@ let running = null; // what Stop aborts
 let warm = false; // the first request of a server pays for set-up, and must not count against its lane
 const seen = new Set(); // kinds of tokens, for the legend
 const PIECE = 500; // tokens: each frame lays the last piece out again; in one piece, a long answer would block Stop
+const RECENT = 40; // pieces that are drawn even out of sight: more than a lane shows
 
 // One of the two answers: its conversation, its figures, its tokens.
 class Lane {
@@ -111,6 +112,7 @@ class Lane {
     if (!this.piece || this.piece.childElementCount >= PIECE || this.piece.lastChild.textContent.endsWith("\n")) {
       this.piece = el("span", { class: "piece" });
       this.answer.append(this.piece);
+      this.answer.children[this.answer.childElementCount - RECENT]?.classList.add("past");
     }
     this.piece.append(token);
   }
