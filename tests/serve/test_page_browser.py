@@ -306,6 +306,26 @@ def test_a_refused_request_is_said(tab: Callable[..., Tab]) -> None:
     one.problems.clear()
 
 
+def test_a_server_that_dies_is_said(tab: Callable[..., Tab], hostile: Path) -> None:
+    server = start_server(hostile)
+    try:
+        one = tab(server).ready()
+        one.page.fill("#tokens", str(CONTEXT - 1000))
+        one.page.fill("#prompt", "go on")
+        one.page.keyboard.press("Control+Enter")
+        one.until("document.querySelectorAll('#plain .token').length > 20")
+        server.process.kill()
+        said = "document.getElementById('alert').textContent"
+        one.until(f"{said} === 'The connection to the server was lost before the answer ended.'")
+        assert one.page.is_enabled("#go") and one.page.is_disabled("#stop")
+        one.page.click("#go")
+        one.until(f"{said} === 'The server does not answer.'")
+        assert all("Failed to load resource: net::" in problem for problem in one.problems)
+        one.problems.clear()
+    finally:
+        server.stop()
+
+
 # ------------------------------------------------------------------------------------------------- the other views
 
 
