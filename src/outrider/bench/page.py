@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import zip_longest
 from typing import Any
 
 STYLE = """
@@ -113,7 +114,6 @@ def certified(certificate: Mapping[str, str]) -> str:
 
 WIDE, HIGH, LEFT, BELOW = 480, 240, 50, 34  # of a chart, and the room for its scales
 THICK, GAP = 14, 8  # of a bar, and between two categories
-BESIDE = 118  # for figures at the end of bars
 LETTER = 7.5  # the width of a letter, about
 STYLES = 4  # of lines
 MANY = 30  # times the least value the greatest must be for a scale by orders of magnitude
@@ -183,9 +183,11 @@ def bars(
     ends = [span[1] for one in series for span in one.spans if span is not None]
     levels = even(max(*(v for one in series for v in one.values if v is not None), *ends, mark or 0.0))
     high = len(categories) * (THICK * len(series) + GAP)
+    shown = [(v, span) for one in series for v, span in zip_longest(one.values, one.spans) if v is not None]
+    beside = 10 + LETTER * max(len(_said(*one)) for one in shown)
 
     def at(value: float) -> float:
-        return left + (WIDE - left - BESIDE) * value / levels[-1]
+        return left + (WIDE - left - beside) * value / levels[-1]
 
     drawn = [
         f'<line class="grid" x1="{at(level):.1f}" x2="{at(level):.1f}" y1="0" y2="{high}"/>'
@@ -209,6 +211,15 @@ def bars(
     )
 
 
+def _said(value: float, span: tuple[float, float] | None) -> str:
+    """The figure at the end of a bar. A span that is not even on both sides is written out."""
+    if span is None:
+        return number(value)
+    if math.isclose(value - span[0], span[1] - value, rel_tol=0.02, abs_tol=1e-9):
+        return f"{number(value)} ±{number((span[1] - span[0]) / 2)}"
+    return f"{number(value)} ({number(span[0])}–{number(span[1])})"
+
+
 def _bar(
     style: int,
     at: Callable[[float], float],
@@ -217,7 +228,7 @@ def _bar(
     top: float,
     said: str,
 ) -> str:
-    middle, figure, end = top + THICK / 2, number(value), at(value)
+    middle, end = top + THICK / 2, at(value)
     box = f'x="{at(0):.1f}" y="{top + 1:.1f}" width="{end - at(0):.1f}" height="{THICK - 2}"'
     drawn = f'<rect class="b{style}" {box}><title>{escape(said)}</title></rect>'
     if span is not None:
@@ -225,13 +236,7 @@ def _bar(
         caps = f"M{low:.1f} {middle - 3:g}v6M{high:.1f} {middle - 3:g}v6"
         drawn += f'<path class="error" d="M{low:.1f} {middle:g}H{high:.1f}{caps}"/>'
         end = max(end, high)
-        even_sided = math.isclose(value - span[0], span[1] - value, rel_tol=0.02, abs_tol=1e-9)
-        figure += (
-            f" ±{number((span[1] - span[0]) / 2)}"
-            if even_sided
-            else f" ({number(span[0])}–{number(span[1])})"
-        )
-    return drawn + f'<text class="figure" x="{end + 4:.1f}" y="{middle + 4:.1f}">{figure}</text>'
+    return drawn + f'<text class="figure" x="{end + 4:.1f}" y="{middle + 4:.1f}">{_said(value, span)}</text>'
 
 
 def _figure(
