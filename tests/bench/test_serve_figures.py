@@ -310,6 +310,17 @@ def test_the_page_is_whole_and_fetches_nothing() -> None:
     json.dumps(report)
 
 
+def test_latencies_have_the_lowest_and_the_highest_of_their_rounds() -> None:
+    plan = Plan((), [Shape("concurrency", 16)])
+    rounds = [[drove(sample(0, 0, first, 0.5))] for first in (1.0, 3.0)]
+    load = _found(plan, plan.shapes[0], [rounds])
+    assert load["servers"][0]["ttft_ms"]["rounds"]["p50"] == pytest.approx([1000.0, 3000.0])
+    alone = _found(plan, plan.shapes[0], [rounds[:1]])
+    assert "rounds" not in alone["servers"][0]["ttft_ms"]
+    text = page(report_of() | {"loads": [load, alone]})
+    assert text.count('class="error"') == 8  # p50 and p99 of four latencies, of the load with two rounds
+
+
 def test_a_page_of_failures_alone_is_made() -> None:
     plan = Plan((), [Shape("rate", 2)])
     found = _found(plan, plan.shapes[0], [[[drove(sample(0, 0, 1, 1, error="HTTP 500"))]]])

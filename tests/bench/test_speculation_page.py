@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from outrider.bench.page import Bars, bars
+from outrider.bench.page import Bars, Series, bars, chart
 from outrider.bench.speculation_page import page
 
-SPREAD = {"mean": 9.0, "p50": 8.0, "p90": 11.0, "p99": 15.0, "max": 20.0}
+ROUNDS = {"p50": [7.5, 9.25], "p90": [10.0, 12.0], "p99": [14.0, 16.0]}
+SPREAD = {"mean": 9.0, "p50": 8.0, "p90": 11.0, "p99": 15.0, "max": 20.0, "rounds": ROUNDS}
 CERTIFICATE = {
     "command": "outrider bench <x> --html a&b",
     "commit": "abc",
@@ -90,6 +91,26 @@ def test_what_is_missing_is_said() -> None:
     assert "auto" in alone
 
 
+def test_latencies_have_error_bars_from_their_rounds() -> None:
+    html = page(report(chat=cell("chat", 0.7, 1, auto=method(1.1, ttft_ms={**SPREAD, "rounds": None}))))
+    p50, p99, first = (
+        one.split("</figure>")[0] for one in html.split("<h2>Latency")[1].split("<figure>")[1:]
+    )
+    said = [re.findall('class="figure"[^>]*>([^<]*)<', one) for one in (p50, p99, first)]
+    assert said == [["8 (7.50–9.25)"] * 2, ["15 ±1"] * 2, ["8 (7.50–9.25)", "8"]]
+    assert [one.count('class="error"') for one in (p50, p99, first)] == [2, 2, 1]
+
+
+def test_points_of_a_line_have_error_bars() -> None:
+    drawn = chart(
+        "t", [Series("x", [0, 1], [1.0, 3.0], ["a", "b"], [None, (2.0, 5.0)])], [(0, "0")], "x", "u"
+    )
+    [(x, low, high)] = re.findall(r'class="error" d="M([0-9.]+) ([0-9.]+)V([0-9.-]+)M', drawn)
+    zero, *_, top = (float(y) for y in re.findall('class="grid" x1="50" x2="480" y1="([0-9.]+)"', drawn))
+    assert float(x) == 480 and float(high) == pytest.approx(top)  # the scale has room for the highest, 5
+    assert (zero - float(low)) / (zero - float(high)) == pytest.approx(2 / 5, rel=0.01)
+
+
 def test_sections_without_content_are_left_out() -> None:
     html = page(report(chat=cell("chat", 0.7, 1, auto=method(1.1, acceptance=[]))))
     assert re.findall("<h2>(.*?)</h2>", html) == [
@@ -119,8 +140,8 @@ def test_bars_are_as_long_as_their_values_and_say_them(mark: float | None) -> No
     ]
     assert [width / widths[0] for width in widths] == pytest.approx([1, 2, 4], rel=0.01)
     assert re.findall('class="figure"[^>]*>([^<]*)<', drawn) == ["1 ±0.50", "2", "4"]
-    [(low, high)] = re.findall('class="error" x1="([0-9.]+)" y1="[0-9.]+" x2="([0-9.]+)"', drawn)[:1]
+    [(low, high)] = re.findall('class="error" d="M([0-9.]+) [0-9.]+H([0-9.]+)M', drawn)
     assert float(high) - float(low) == pytest.approx(widths[0], rel=0.01)
-    assert drawn.count('class="error"') == 3  # a line and its two ends
+    assert drawn.count('class="error"') == 1
     assert ('class="line"' in drawn) is (mark is not None)
     assert bars("t", ["a"], [Bars("x", [None])], "u") == ""

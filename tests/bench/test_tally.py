@@ -87,6 +87,16 @@ def test_what_a_way_comes_to() -> None:
     assert found["full_batch_ratio"] == pytest.approx(2.0)  # a step takes half as long while nobody has ended
 
 
+def test_latencies_have_the_lowest_and_the_highest_of_their_rounds() -> None:
+    """A round has all groups: the first has 0.1 and 0.3 s to the first token, the second 0.2 s twice."""
+    method, base = Tally(), answers(10.0)
+    for number, group, first in ((1, 0, 0.1), (1, 1, 0.3), (2, 0, 0.2), (2, 1, 0.2)):
+        method.add(group, replace(base, firsts=[first]), base.run)
+        rounds = method.figures(method)["ttft_ms"].get("rounds")
+        assert (rounds is None) == (number == 1)
+    assert rounds["p50"] == pytest.approx([200.0, 200.0]) and rounds["p99"] == pytest.approx([200.0, 298.0])
+
+
 def test_the_gauge_counts_a_step_for_everyone_who_waits_for_it() -> None:
     method, base = Tally(), answers(10.0)
     full, alone = record(total_s=1.0), record(total_s=1.0)
@@ -113,7 +123,7 @@ def test_a_disturbed_machine_is_seen_in_steps_that_should_take_the_same() -> Non
     for tally, first, drafted in ((plain, 3.0, 0), (drafting, 1.5, 8)):
         tally.add(0, replace(base, firsts=[first] * 4, drafted=drafted), base.run)
     assert noise([plain, drafting], 1) == pytest.approx(2.0)  # prompts were read in half the time
-    plain.firsts = [1.0] * 4
+    plain.firsts = {1: [1.0] * 4}
     assert noise([plain, drafting], 1) == pytest.approx(1.0)  # drafts for others may have held them up
     method = {"ratio": 1.0, "compared": 1, "differing": 0}
 

@@ -18,7 +18,7 @@ from tests.serve.conftest import Served, start_server, wait_for, write_tiny
 pytestmark = pytest.mark.skipif(not (BROWSER and DRIVER), reason=MISSING)
 
 CHAT = "/v1/chat/completions"
-CONTEXT = 30_000  # tokens: an answer so long does not end before it is stopped
+CONTEXT = 30_000  # tokens: half a minute of the tiny model
 VIEWS = ("race", "live", "pairs", "advise", "docs")
 PLACES = {view: "/docs" if view == "docs" else f"/#{view}" for view in VIEWS}
 FILLED = {"live": "#tiles dd", "pairs": "#cards dd", "advise": "#advice dd", "docs": ".operation"}
@@ -32,9 +32,15 @@ HOSTILE = (
 
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model, with tags and scripts as the text of every token that is no ASCII character."""
+    """The tiny model, with tags and scripts as the text of every token that is no ASCII character. No token ends an
+    answer: an answer that ends by itself could be over before a busy browser clicks Stop.
+    """
     folder = tmp_path_factory.mktemp("page") / "tiny"
     write_tiny(folder, CONTEXT)
+    for name, end in (("config.json", "eos_token_id"), ("tokenizer_config.json", "eos_token")):
+        config = json.loads((folder / name).read_text())
+        del config[end]
+        (folder / name).write_text(json.dumps(config))
     file = folder / "tokenizer.json"
     tokenizer = json.loads(file.read_text())
     vocab = tokenizer["model"]["vocab"]
@@ -241,7 +247,6 @@ def test_a_race_can_be_played_again(tab: Callable[..., Tab]) -> None:
     assert one.tokens() == before and len(one.bodies()) == 2
 
 
-@pytest.mark.slow  # beside other tests the page falls behind 900 tokens a second, and Stop comes after the answer's end
 def test_stop_aborts_the_request_in_the_engine(tab: Callable[..., Tab], shown: Served) -> None:
     one = tab().ready().race(tokens="8")
     shown.wait_idle()
@@ -263,6 +268,33 @@ def test_stop_aborts_the_request_in_the_engine(tab: Callable[..., Tab], shown: S
     assert len(one.bodies()[-1]["messages"]) == 3
 
 
+def test_a_long_answer_is_laid_out_in_pieces(tab: Callable[..., Tab]) -> None:
+    """Every frame lays out the last piece again. In one piece, 7,000 tokens took half of the page's time."""
+    one = tab().ready().race(tokens="1300")
+    pieces = one.page.evaluate(
+        "[...document.querySelectorAll('#speculative .piece')].map(p => [...p.children].map(t => t.textContent))"
+    )
+    assert sum(map(len, pieces)) == 1300 and max(map(len, pieces)) <= 500
+    assert all(len(piece) == 500 or piece[-1].endswith("\n") for piece in pieces[:-1])
+
+
+def test_the_end_of_an_answer_is_followed_until_the_reader_scrolls_back(tab: Callable[..., Tab]) -> None:
+    one = tab().ready()
+    one.page.fill("#tokens", str(CONTEXT - 1000))
+    one.page.fill("#prompt", "go on")
+    one.page.click("#go")
+    talk = "document.querySelector('#plain .talk')"
+    at_end = f"{talk}.scrollHeight - {talk}.scrollTop - {talk}.clientHeight < 2"
+    one.until(f"{talk}.scrollHeight > 3 * {talk}.clientHeight && {at_end}")
+    one.page.evaluate(f"{talk}.scrollTop = 100")
+    grown = one.page.evaluate(f"{talk}.scrollHeight") + 200
+    one.until(f"{talk}.scrollHeight > {grown}")
+    assert one.page.evaluate(f"{talk}.scrollTop") == 100
+    one.page.evaluate(f"{talk}.scrollTop = {talk}.scrollHeight")
+    one.until(f"{talk}.scrollHeight > {grown + 600} && {at_end}")
+    one.page.click("#stop")
+
+
 def test_a_refused_request_is_said(tab: Callable[..., Tab]) -> None:
     one = tab().ready()
     one.page.fill("#tokens", str(CONTEXT))
@@ -272,6 +304,26 @@ def test_a_refused_request_is_said(tab: Callable[..., Tab]) -> None:
     assert "maximum context length" in one.page.inner_text("#alert")
     assert one.problems and all("status of 400" in said for said in one.problems)
     one.problems.clear()
+
+
+def test_a_server_that_dies_is_said(tab: Callable[..., Tab], hostile: Path) -> None:
+    server = start_server(hostile)
+    try:
+        one = tab(server).ready()
+        one.page.fill("#tokens", str(CONTEXT - 1000))
+        one.page.fill("#prompt", "go on")
+        one.page.keyboard.press("Control+Enter")
+        one.until("document.querySelectorAll('#plain .token').length > 20")
+        server.process.kill()
+        said = "document.getElementById('alert').textContent"
+        one.until(f"{said} === 'The connection to the server was lost before the answer ended.'")
+        assert one.page.is_enabled("#go") and one.page.is_disabled("#stop")
+        one.page.click("#go")
+        one.until(f"{said} === 'The server does not answer.'")
+        assert all("Failed to load resource: net::" in problem for problem in one.problems)
+        one.problems.clear()
+    finally:
+        server.stop()
 
 
 # ------------------------------------------------------------------------------------------------- the other views
@@ -349,10 +401,32 @@ def test_every_view_fits_and_is_accessible(tab: Callable[..., Tab], width: int, 
         assert (sum(map(int, ground[4:-1].split(","))) > 380) == (scheme == "light")
 
 
+def test_on_paper_every_view_is_light_and_whole(tab: Callable[..., Tab]) -> None:
+    one = tab(width=720, scheme="dark").ready()  # about the width of A4
+    one.page.evaluate("document.getElementById('options').open = true")
+    one.race(tokens="300")
+    one.page.emulate_media(media="print")
+    for view in VIEWS:
+        if view != "race":
+            one.open(PLACES[view])
+            one.page.wait_for_selector(FILLED[view])
+        one.page.screenshot(path=SCREENSHOTS / f"{view}-print.png", full_page=view != "docs")
+        ink = one.page.evaluate("getComputedStyle(document.documentElement).color")
+        assert sum(map(int, ink[4:-1].split(","))) < 200, view
+        assert one.page.evaluate("document.documentElement.scrollWidth") <= 720, view
+        boxes = "[...document.querySelectorAll('.talk, .tree, .scroll, pre')]"
+        cut = f"{boxes}.filter(o => o.scrollHeight > o.clientHeight + 1).map(o => o.className)"
+        assert one.page.evaluate(cut) == [], view
+        assert not one.page.is_visible(".bar"), view
+
+
 @pytest.mark.skipif(not AXE.exists(), reason="no axe-core here: make browser")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_contrast_and_labels_are_right(tab: Callable[..., Tab], scheme: str) -> None:
-    one = tab(scheme=scheme).ready().race()
+@pytest.mark.parametrize("width", [1280, 390])
+def test_contrast_and_labels_are_right(tab: Callable[..., Tab], width: int, scheme: str) -> None:
+    one = tab(width=width, scheme=scheme).ready()
+    one.page.evaluate("document.getElementById('options').open = true")
+    one.race()
     for view in VIEWS:
         if view != "race":
             one.open(PLACES[view])

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import zip_longest
 from typing import Any
 
 STYLE = """
@@ -113,7 +114,6 @@ def certified(certificate: Mapping[str, str]) -> str:
 
 WIDE, HIGH, LEFT, BELOW = 480, 240, 50, 34  # of a chart, and the room for its scales
 THICK, GAP = 14, 8  # of a bar, and between two categories
-BESIDE = 84  # for figures at the end of bars
 LETTER = 7.5  # the width of a letter, about
 STYLES = 4  # of lines
 MANY = 30  # times the least value the greatest must be for a scale by orders of magnitude
@@ -121,12 +121,13 @@ MANY = 30  # times the least value the greatest must be for a scale by orders of
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """A line of a chart; `said` is what each of its points is called."""
+    """A line of a chart; `said` is what each of its points is called. `spans`: see Bars."""
 
     name: str
     xs: Sequence[float]
     ys: Sequence[float]
     said: Sequence[str]
+    spans: Sequence[tuple[float, float] | None] = ()
 
 
 def chart(
@@ -136,7 +137,7 @@ def chart(
     series = [one for one in series if one.xs]
     if not series:
         return ""
-    values = [y for one in series for y in one.ys]
+    values = [y for one in series for y in (*one.ys, *(end for span in one.spans if span for end in span))]
     log = min(values) > 0 and max(values) > MANY * min(values)
     marks = _orders(min(values), max(values)) if log else even(max(values))
     low, high = (math.log10(marks[0]), math.log10(marks[-1])) if log else (0.0, marks[-1])
@@ -182,9 +183,11 @@ def bars(
     ends = [span[1] for one in series for span in one.spans if span is not None]
     levels = even(max(*(v for one in series for v in one.values if v is not None), *ends, mark or 0.0))
     high = len(categories) * (THICK * len(series) + GAP)
+    shown = [(v, span) for one in series for v, span in zip_longest(one.values, one.spans) if v is not None]
+    beside = 10 + LETTER * max(len(_said(*one)) for one in shown)
 
     def at(value: float) -> float:
-        return left + (WIDE - left - BESIDE) * value / levels[-1]
+        return left + (WIDE - left - beside) * value / levels[-1]
 
     drawn = [
         f'<line class="grid" x1="{at(level):.1f}" x2="{at(level):.1f}" y1="0" y2="{high}"/>'
@@ -208,6 +211,15 @@ def bars(
     )
 
 
+def _said(value: float, span: tuple[float, float] | None) -> str:
+    """The figure at the end of a bar. A span that is not even on both sides is written out."""
+    if span is None:
+        return number(value)
+    if math.isclose(value - span[0], span[1] - value, rel_tol=0.02, abs_tol=1e-9):
+        return f"{number(value)} ±{number((span[1] - span[0]) / 2)}"
+    return f"{number(value)} ({number(span[0])}–{number(span[1])})"
+
+
 def _bar(
     style: int,
     at: Callable[[float], float],
@@ -216,23 +228,15 @@ def _bar(
     top: float,
     said: str,
 ) -> str:
-    middle, figure, end = top + THICK / 2, number(value), at(value)
+    middle, end = top + THICK / 2, at(value)
     box = f'x="{at(0):.1f}" y="{top + 1:.1f}" width="{end - at(0):.1f}" height="{THICK - 2}"'
     drawn = f'<rect class="b{style}" {box}><title>{escape(said)}</title></rect>'
     if span is not None:
         low, high = at(span[0]), at(span[1])
-        lines = (
-            (low, middle, high, middle),
-            (low, middle - 3, low, middle + 3),
-            (high, middle - 3, high, middle + 3),
-        )
-        drawn += "".join(
-            f'<line class="error" x1="{a:.1f}" y1="{b:.1f}" x2="{c:.1f}" y2="{d:.1f}"/>'
-            for a, b, c, d in lines
-        )
+        caps = f"M{low:.1f} {middle - 3:g}v6M{high:.1f} {middle - 3:g}v6"
+        drawn += f'<path class="error" d="M{low:.1f} {middle:g}H{high:.1f}{caps}"/>'
         end = max(end, high)
-        figure += f" ±{number((span[1] - span[0]) / 2)}"
-    return drawn + f'<text class="figure" x="{end + 4:.1f}" y="{middle + 4:.1f}">{figure}</text>'
+    return drawn + f'<text class="figure" x="{end + 4:.1f}" y="{middle + 4:.1f}">{_said(value, span)}</text>'
 
 
 def _figure(
@@ -255,7 +259,13 @@ def _line(one: Series, style: int, at: Callable[[float, float], tuple[float, flo
         f"<title>{escape(f'{_joined(one.name, said)}: {number(value)} {unit}')}</title></circle>"
         for (x, y), said, value in zip(points, one.said, one.ys, strict=True)
     )
-    return f'<polyline class="series s{style}" points="{path}"/>{dots}'
+    errors = ""
+    for x, span in zip(one.xs, one.spans, strict=False):
+        if span is not None:
+            (left, low), (_, high) = at(x, span[0]), at(x, span[1])
+            caps = f"M{left - 3:.1f} {low:.1f}h6M{left - 3:.1f} {high:.1f}h6"
+            errors += f'<path class="error" d="M{left:.1f} {low:.1f}V{high:.1f}{caps}"/>'
+    return f'<polyline class="series s{style}" points="{path}"/>{errors}{dots}'
 
 
 def _joined(*names: str) -> str:

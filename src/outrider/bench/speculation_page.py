@@ -22,6 +22,7 @@ from outrider.bench.page import (
     table,
 )
 from outrider.bench.show import headline, main_method, methods_in, verdicts
+from outrider.bench.spread import span_of_rounds
 from outrider.bench.tally import STAGES
 
 Found = Mapping[str, Any]
@@ -63,7 +64,7 @@ def _about(report: Found) -> str:
         "<p>All methods answer the same prompts in turn, within one run; a speed-up is against plain decoding there, "
         "its tokens per second counted from each answer's own first token to its last. Of a group of prompts it is the "
         "median of its rounds, over groups the geometric mean. An error bar holds it 19 times in 20; a bar without one "
-        "has too few rounds to say.</p>"
+        "has too few rounds to say. Of a latency, the error bar goes from the lowest to the highest of its rounds.</p>"
     )
 
 
@@ -162,9 +163,14 @@ def _latency(cells: Cells) -> Iterator[str]:
             ("tpot_ms", "Time per token", "p99"),
             ("ttft_ms", "First token", "p50"),
         ):
+            own = {n: [w[n].get(key) if n in w else None for w in found] for n in names}
             made = [
-                Bars(n, [(w[n].get(key) or {}).get(percent) if n in w else None for w in found])
-                for n in names
+                Bars(
+                    n,
+                    [(one or {}).get(percent) for one in some],
+                    [span_of_rounds(one, percent) for one in some],
+                )
+                for n, some in own.items()
             ]
             yield bars(f"{what}, {percent}, {said}", tasks, made, "ms")
 

@@ -10,13 +10,14 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from outrider.bench.answering import Answers
 from outrider.bench.peers import Run
-from outrider.bench.spread import spread
+from outrider.bench.spread import spread_of_rounds
 from outrider.types import StepRecord
 
 STAGES = ("plan", "draft", "target", "verify")
@@ -26,6 +27,7 @@ NOISY = 1.35  # ratio of times that should be equal: above it, other programs di
 
 ALIKE = 10  # steps with no draft before they are compared
 
+Rounds = dict[int, list[float]]  # values by the number of the round
 Outcome = tuple[int, int]  # how deep a draft was, and how many of its tokens were accepted
 
 
@@ -41,9 +43,9 @@ class Tally:
     differing: int = 0
     longest: float = 0.0
     making: float = 0.0
-    firsts: list[float] = field(default_factory=list)
-    gaps: list[float] = field(default_factory=list)
-    paces: list[float] = field(default_factory=list)  # seconds a token, of each answer
+    firsts: Rounds = field(default_factory=lambda: defaultdict(list))
+    gaps: Rounds = field(default_factory=lambda: defaultdict(list))
+    paces: Rounds = field(default_factory=lambda: defaultdict(list))  # seconds a token, of each answer
     reasons: Counter[str] = field(default_factory=Counter)  # of the planner's decisions, by kind
     # Seconds, summed over sequences that waited for a token: plain as the engine has it, and taken.
     gauged: list[float] = field(default_factory=lambda: [0.0, 0.0])
@@ -62,9 +64,10 @@ class Tally:
         self.accepted += done.accepted
         self.differing += done.run.differing(plain)
         self.longest, self.making = max(self.longest, done.longest), self.making + done.making
-        self.firsts += done.firsts
-        self.gaps += done.gaps
-        self.paces += [seconds / tokens for tokens, seconds in done.own if tokens]
+        number = len(self.rates[group])
+        self.firsts[number] += done.firsts
+        self.gaps[number] += done.gaps
+        self.paces[number] += [seconds / tokens for tokens, seconds in done.own if tokens]
         for step in done.decoding:
             self.by_rows[step.rows].append(step.seconds)
             self.full_tokens, self.full_seconds = (
@@ -124,9 +127,9 @@ class Tally:
             "drafted": self.drafted,
             "held": self.accepted / self.drafted if self.drafted else None,
             "acceptance": acceptance_by_depth(self.outcomes),
-            "ttft_ms": spread([1e3 * first for first in self.firsts]),
-            "itl_ms": spread([1e3 * gap for gap in self.gaps]),
-            "tpot_ms": spread([1e3 * pace for pace in self.paces]),
+            "ttft_ms": _milliseconds(self.firsts),
+            "itl_ms": _milliseconds(self.gaps),
+            "tpot_ms": _milliseconds(self.paces),
             "reasons": dict(self.reasons.most_common()),
             "stages_ms": {**stages, "other": total - sum(stages.values()), "total": total},
             "compared": self.tokens,
@@ -136,13 +139,21 @@ class Tally:
         }
 
 
+def _milliseconds(rounds: Rounds) -> dict[str, Any] | None:
+    return spread_of_rounds([1e3 * seconds for seconds in own] for own in rounds.values())
+
+
 def noise(tallies: Iterable[Tally], batch: int) -> float:
     """The 90th percentile of the times of steps without drafts over the 10th, of all methods: the same work, so it
     should be close to 1. So should the times to the first token: a method that drafts less cannot be later because of
     its drafts.
     """
     tallies = list(tallies)
-    reading = [(tally.drafted, statistics.median(tally.firsts)) for tally in tallies if tally.firsts]
+    reading = [
+        (tally.drafted, statistics.median(chain.from_iterable(tally.firsts.values())))
+        for tally in tallies
+        if tally.firsts
+    ]
     held_up = max((a / b for few, a in reading for many, b in reading if few <= many), default=1.0)
     alike = [seconds for tally in tallies for seconds in tally.by_rows.get(batch, ())]
     if len(alike) < ALIKE:

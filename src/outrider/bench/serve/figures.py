@@ -14,7 +14,7 @@ import numpy as np
 
 from outrider.bench.serve.answer import Sample
 from outrider.bench.serve.client import Drove
-from outrider.bench.spread import spread
+from outrider.bench.spread import spread, spread_of_rounds
 from outrider.errors import InvalidRequest
 
 LATENCIES = {
@@ -92,6 +92,7 @@ def figures(rounds: Sequence[Sequence[Drove]], bounds: Bounds) -> dict[str, Any]
     good = [sample for sample in samples if not sample.error]
     seconds = sum(map(lasted, by_round))
     events = sum(len(s.times) for s in good)
+    latencies_of = [pooled(some) for some in by_round]
     tokens, prompt = sum(s.tokens for s in good), sum(s.prompt_tokens for s in good)
 
     def rate(count: float) -> float:
@@ -109,7 +110,7 @@ def figures(rounds: Sequence[Sequence[Drove]], bounds: Bounds) -> dict[str, Any]
         "requests_per_s": rate(len(good)),
         "output_tok_s": rate(tokens),
         "total_tok_s": rate(tokens + prompt),
-        **{f"{name}_ms": spread(values) for name, values in pooled(samples).items()},
+        **{f"{name}_ms": spread_of_rounds(some[name] for some in latencies_of) for name in LATENCIES},
     }
     if bounds.most:
         kept = sum(map(bounds.kept, samples))

@@ -23,6 +23,7 @@ from outrider.bench.page import (
 )
 from outrider.bench.serve.figures import COMPARED, LATENCIES, PERCENTS, figure
 from outrider.bench.serve.show import COLUMNS, remarks
+from outrider.bench.spread import span_of_rounds
 
 Found = Mapping[str, Any]
 NINES = [(percent, f"p{percent:g}") for percent in (0, 50, 90, 99, 99.9)]
@@ -68,7 +69,8 @@ def _about(report: Found, names: Sequence[str]) -> str:
     return (
         f"{certified(report['certificate'])}{facts({**report['settings'], **servers})}"
         "<p>Times are the client's, taken where the socket is read. Inter-token latency is the time between two events "
-        "with tokens; time per output token is that from the first to the last of an answer, by its other tokens.</p>"
+        "with tokens; time per output token is that from the first to the last of an answer, by its other tokens. "
+        "An error bar of a latency goes from the lowest to the highest of its rounds.</p>"
     )
 
 
@@ -83,14 +85,13 @@ def _across(loads: Sequence[Found], names: Sequence[str]) -> str:
         made = []
         for index, name in enumerate(names):
             points = [(i, load, figure(load["servers"][index], path)) for i, load in enumerate(loads)]
-            kept = [(i, load["load"], value) for i, load, value in points if value is not None]
+            kept = [(i, load, value) for i, load, value in points if value is not None]
+            spans = [
+                span_of_rounds(load["servers"][index][path[0]], path[-1]) for _, load, _ in kept if path[1:]
+            ]
+            said = [load["load"] for _, load, _ in kept]
             made.append(
-                Series(
-                    (name + suffix).strip(),
-                    [i for i, _, _ in kept],
-                    [v for _, _, v in kept],
-                    [s for _, s, _ in kept],
-                )
+                Series((name + suffix).strip(), [i for i, _, _ in kept], [v for _, _, v in kept], said, spans)
             )
         return made
 

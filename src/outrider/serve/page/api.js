@@ -28,12 +28,17 @@ function askForKey(wrong) {
   return asking;
 }
 
+// In place of the browser's own words for a failed connection. A request that was stopped is no failure.
+const unless = (signal, message) => (problem) => {
+  throw signal?.aborted ? problem : new Refused(0, message);
+};
+
 // The response to a request that the server accepts. Asks for a key as often as one is refused.
 export async function send(path, options = {}) {
   for (;;) {
     const used = key;
     const headers = { accept: "application/json", ...options.headers, ...(used ? { authorization: `Bearer ${used}` } : {}) };
-    const response = await fetch(path, { ...options, headers });
+    const response = await fetch(path, { ...options, headers }).catch(unless(options.signal, "The server does not answer."));
     if (response.ok) return response;
     const body = await response.json().catch(() => ({}));
     if (response.status !== 401) throw new Refused(response.status, body.error?.message ?? `status ${response.status}`);
@@ -48,13 +53,15 @@ export async function* stream(path, body, signal) {
   const headers = { "content-type": "application/json" };
   const response = await send(path, { method: "POST", headers, body: JSON.stringify({ ...body, stream: true }), signal });
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  const lost = "The connection to the server was lost before the answer ended.";
   for (let held = ""; ; ) {
-    const { value, done } = await reader.read();
-    if (done) return;
+    const { value, done } = await reader.read().catch(unless(signal, lost));
+    if (done) throw new Refused(0, lost);
     const parts = (held + value).split("\n\n");
     held = parts.pop();
     for (const part of parts) {
-      if (!part.startsWith("data: ") || part === "data: [DONE]") continue;
+      if (part === "data: [DONE]") return;
+      if (!part.startsWith("data: ")) continue;
       const event = JSON.parse(part.slice(6));
       if (event.error) throw new Refused(0, event.error.message);
       yield event;

@@ -24,11 +24,10 @@ export function table(titles, rows) {
 
 export const tile = (name, value) => el("div", {}, el("dt", {}, name), el("dd", {}, value));
 
-export function number(value, digits = 1) {
-  return value === null || value === undefined || !isFinite(value)
-    ? "–"
-    : value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
-}
+const FORMATS = [0, 1, 2].map((digits) => new Intl.NumberFormat("en", { minimumFractionDigits: digits, maximumFractionDigits: digits }));
+
+export const number = (value, digits = 1) =>
+  value === null || value === undefined || !isFinite(value) ? "–" : FORMATS[digits].format(value);
 
 export const percent = (value) => (value === null || value === undefined ? "–" : `${number(100 * value, 0)} %`);
 

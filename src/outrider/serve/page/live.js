@@ -88,8 +88,8 @@ export async function enter() {
   const again = async () => {
     try {
       await poll();
-    } catch {
-      $("live-state").textContent = "The server does not answer.";
+    } catch (problem) {
+      $("live-state").textContent = problem.message;
     }
     if (timer !== null) timer = setTimeout(again, EVERY);
   };

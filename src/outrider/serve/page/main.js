@@ -1,6 +1,6 @@
 // The page: which view is shown, which model is served, and what went wrong.
 
-import { Refused, read } from "./api.js";
+import { read } from "./api.js";
 import { $, number } from "./dom.js";
 import * as advise from "./advise.js";
 import * as live from "./live.js";
@@ -37,7 +37,7 @@ async function begin() {
     race.serve(card, complain);
     if (card.max_model_len === null) setTimeout(begin, 1000);
   } catch (problem) {
-    complain(problem instanceof Refused ? problem.message : "The server does not answer.");
+    complain(problem.message);
     setTimeout(begin, 3000);
   }
 }

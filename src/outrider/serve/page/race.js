@@ -10,6 +10,8 @@ let complain = () => {};
 let running = null; // what Stop aborts
 let warm = false; // the first request of a server pays for set-up, and must not count against its lane
 const seen = new Set(); // kinds of tokens, for the legend
+const PIECE = 500; // tokens: each frame lays the last piece out again; in one piece, a long answer would block Stop
+const RECENT = 40; // pieces that are drawn even out of sight: more than a lane shows
 
 // One of the two answers: its conversation, its figures, its tokens.
 class Lane {
@@ -20,6 +22,7 @@ class Lane {
     this.talk.addEventListener("pointerover", (event) => this.point(event.target));
     this.talk.addEventListener("click", (event) => this.point(event.target));
     this.talk.addEventListener("keydown", (event) => this.move(event));
+    this.grown = new ResizeObserver(() => this.follow());
     this.reset();
   }
 
@@ -42,7 +45,9 @@ class Lane {
     this.messages.push({ role: "user", content: text });
     this.answer = el("p", { class: "answer" });
     this.talk.append(el("p", { class: "user" }, text), this.answer);
-    Object.assign(this, { steps: [], times: [], text: "", written: 0, tokens: 0, report: null, wall: 0, current: -1 });
+    this.grown.disconnect();
+    this.grown.observe(this.answer);
+    Object.assign(this, { steps: [], times: [], text: "", written: 0, tokens: 0, piece: null, end: 0, report: null, wall: 0, current: -1 });
     this.figures({});
   }
 
@@ -88,20 +93,35 @@ class Lane {
 
   // Writes the steps that have not been written yet, up to the one with this number.
   write(until) {
-    const kinds = seen.size, added = [];
+    if (this.written >= until) return;
+    const kinds = seen.size;
     for (; this.written < until; this.written += 1) {
       const step = this.steps[this.written];
       for (const token of step.tokens) {
         const look = { class: `token ${classOf(token, step.drafter)}`, "data-step": this.written, "data-origin": token.origin };
-        added.push(el("span", look, token.text));
+        this.place(el("span", look, token.text));
         seen.add(kindOf(token, step.drafter));
       }
       this.tokens += step.tokens.length;
     }
-    if (!added.length) return;
-    this.answer.append(...added);
-    this.talk.scrollTop = this.talk.scrollHeight;
     if (seen.size !== kinds) drawLegend($("legend"), seen);
+  }
+
+  // A piece ends with a line, or where it is long.
+  place(token) {
+    if (!this.piece || this.piece.childElementCount >= PIECE || this.piece.lastChild.textContent.endsWith("\n")) {
+      this.piece = el("span", { class: "piece" });
+      this.answer.append(this.piece);
+      this.answer.children[this.answer.childElementCount - RECENT]?.classList.add("past");
+    }
+    this.piece.append(token);
+  }
+
+  // Shows the end of the answer, unless the reader has scrolled back.
+  follow() {
+    if (this.talk.scrollTop < this.end - 4) return;
+    this.talk.scrollTop = this.talk.scrollHeight;
+    this.end = this.talk.scrollTop;
   }
 
   show(seconds, most, rate) {
@@ -112,7 +132,7 @@ class Lane {
 
   point(target) {
     const token = target.closest?.(".token");
-    if (token?.parentNode === this.answer) this.select(Number(token.dataset.step));
+    if (token && this.answer.contains(token)) this.select(Number(token.dataset.step));
   }
 
   move(event) {
@@ -137,7 +157,7 @@ class Lane {
   // Plays the recorded answer again, as fast as it came.
   replay(signal, longest) {
     this.answer.replaceChildren();
-    this.written = this.tokens = 0;
+    Object.assign(this, { written: 0, tokens: 0, piece: null, end: 0 });
     const begun = performance.now(), total = this.steps.reduce((sum, step) => sum + step.tokens.length, 0);
     return new Promise((resolve) => {
       const frame = () => {
