@@ -93,7 +93,8 @@ class PlanCache:
             slowly = max(self.without // HOLD, int(self.plan_share / PROBE_SHARE))
             slowly = 0 if NOTHING_FOUND.kind in kinds else slowly
             most = 4 * HOLD if self.host_bound else HOLD
-            self.left = min(self.without if options.size else slowly, most)
+            patience = 2**self.without - 1 if self.host_bound else self.without
+            self.left = min(patience if options.size else slowly, most)
             self.reason = next((why for kind, why in kinds.items() if kind != OFF.kind), OFF)
             self.without += 1
         else:
