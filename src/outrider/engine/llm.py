@@ -4,6 +4,7 @@ the engine behind it.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import queue
 import secrets
@@ -25,7 +26,7 @@ from outrider.engine.memory import runs_on_gpu, wake_gpu
 from outrider.engine.output import Output, make_output
 from outrider.engine.prompts import Message, Prompt, as_list, check_messages, plain_list
 from outrider.engine.stream import Stream
-from outrider.errors import InvalidRequest, stopped
+from outrider.errors import InvalidRequest, OutriderError, stopped
 from outrider.load.checkpoint import open_checkpoint
 from outrider.load.find import find, published_sampling
 from outrider.load.literal import ChatEncoder
@@ -103,6 +104,9 @@ class LLM:
             self.driver.stop()
             raise
         (built,) = made
+        self.ranks = built.ranks
+        if self.ranks is not None:
+            self.ranks.on_lost = self._rank_lost
         self.model, self.settings, self.memory = built.model, built.settings, built.memory
         self.drafter, self.pair, self.live_draft = built.drafter, built.pair, built.live_draft
         self._follows_predictions = "lookup" in built.draft
@@ -177,6 +181,17 @@ class LLM:
     def close(self) -> None:
         """Ends running requests with finish_reason 'abort' and stops the engine. Later calls raise."""
         self.driver.close()
+        if self.ranks is not None:
+            self.ranks.close()
+
+    def _rank_lost(self, error: BaseException) -> None:
+        """On the thread that watches the ranks: an idle engine ends, too."""
+
+        def end() -> None:
+            raise error
+
+        with contextlib.suppress(OutriderError):  # it has ended
+            self.driver.post(end)
 
     def __repr__(self) -> str:
         facts = {"device": self.model.device.type, "dtype": str(self.model.dtype).removeprefix("torch.")}

@@ -63,6 +63,12 @@ class DeviceDecoder:
     def logits(self, x: Tensor, rows: Tensor) -> Tensor:
         return self.kernels.head(x, rows, self.norm, self.decoder.head)
 
+    def project(self, x: Tensor) -> Tensor:
+        return self.decoder.project(x)
+
+    def head_rows(self, ids: Tensor) -> Tensor:
+        return self.decoder.head.weight.unpacked()[ids]  # in however few bits it is
+
     def weight_bytes(self) -> int:
         d = self.decoder
         weights = [
