@@ -145,7 +145,9 @@ def _build(
     drafters = Drafters(by_name, model.config.vocab)
     live_draft = LiveDraft(parts, drafters, sources)
     runner: Runner = (
-        make_graph_runner(model, cache, drafters, drafter) if on_gpu else EagerRunner(model, cache, drafters)
+        make_graph_runner(model, cache, drafters, drafter)
+        if on_gpu and ranks is None  # the other ranks follow calls, and know no graphs
+        else EagerRunner(model, cache, drafters)
     )
     # Lookup costs next to nothing, so the planner may choose it where a request names no drafter.
     choices = dict.fromkeys((drafter, "lookup") if names else ())
@@ -187,7 +189,8 @@ def load_model(
     if runs_on_gpu(settings):
         from outrider.model.device import load_on_device  # Triton comes with it
 
-        model = load_on_device(config, checkpoint.tensor, positions, "bfloat16" if kind == "auto" else kind)
+        kind = "bfloat16" if kind == "auto" else kind
+        model = load_on_device(config, checkpoint.tensor, positions, kind, group)
         if weights is None:
             model.use_library(within_share(settings, *gpu_memory()))
         return model
@@ -256,7 +259,9 @@ def _placed(model: Model, settings: Settings, draft: DraftRoom) -> Settings:
     beside = draft.cached / (2 * own.layers * own.kv_heads * own.head_dim)
     working = 0 if settings.cache_bytes else working_memory(model, placed, GpuMeter())
     free, _ = gpu_memory()  # less than before: the kernels that the measurement loaded stay
-    return replace(placed, cache_bytes=place(settings, free, weights, beside, total, working).cache_bytes)
+    own_cache = place(settings, free, weights, beside, total, working).cache_bytes
+    shared_by = 1 if settings.cache_bytes else model.group.size  # what is given counts all ranks
+    return replace(placed, cache_bytes=own_cache * shared_by)
 
 
 def _measured(model: Model, cache: KvCache, held: int) -> Memory:

@@ -132,7 +132,7 @@ class Decoder:
         return run
 
     def _run(self, batch: Batch, store: KeyValueStore, layers: int) -> Tensor:
-        x = self._rows(self.embedding, batch.ids)
+        x = self.own_rows(batch.ids, self.embed_own)
         for first, last in pairwise(sorted({0, *(tap for tap in store.taps if tap < layers), layers})):
             if first in store.taps:
                 store.keep_feature(first, x, batch.slots)
@@ -144,7 +144,11 @@ class Decoder:
 
     @shared
     def embed(self, ids: Tensor) -> Tensor:
-        return self._rows(self.embedding, ids)
+        return self.own_rows(ids, self.embed_own)
+
+    def embed_own(self, ids: Tensor) -> Tensor:
+        """Of tokens whose rows this rank has, counted from its first."""
+        return self.kernels.embed(self.embedding, ids)
 
     @shared
     def logits(self, x: Tensor, rows: Tensor) -> Tensor:
@@ -156,18 +160,18 @@ class Decoder:
 
     @shared
     def head_rows(self, ids: Tensor) -> Tensor:
-        return self._rows(self.head, ids)
+        return self.own_rows(ids, lambda own: self.kernels.embed(self.head, own))
 
     def _logits(self, x: Tensor, rows: Tensor) -> Tensor:
         return self.group.gather(self.kernels.head(x, rows, self.norm, self.head), self.config.vocab)
 
-    def _rows(self, table: Any, ids: Tensor) -> Tensor:
-        """Rows of embedding or head. Each rank has those of some tokens."""
+    def own_rows(self, ids: Tensor, read: Callable[[Tensor], Tensor]) -> Tensor:
+        """Rows of embedding or head, of which each rank has those of some tokens."""
         if self.group.size == 1:
-            return self.kernels.embed(table, ids)
+            return read(ids)
         ranks = [self.group.cut(self.config.vocab, rank=rank) for rank in range(self.group.size)]
         own, bounds = ranks[self.group.rank], torch.tensor([rank.stop for rank in ranks], device=ids.device)
-        found = self.kernels.embed(table, ids.clamp(own.start, own.stop - 1) - own.start)
+        found = read(ids.clamp(own.start, own.stop - 1) - own.start)
         return self.group.pick(found, torch.bucketize(ids, bounds, right=True))
 
     def weight_bytes(self) -> int:
