@@ -114,11 +114,8 @@ def audit(
     page_file = writable(html_file)
     report, rows = Report("audit", json_file), task_rows(prompts, limit, tasks, EACH)
     say_loading(model)
-    with contextlib.ExitStack() as opened:
-        llm = opened.enter_context(open_llm(model, draft, settings, as_if, draft_as_if, draft_layers))
-        reference = None  # a shared model is compared with one process
-        if settings.tensor_parallel > 1 and mode != "rejection":
-            reference = opened.enter_context(open_llm(model, "lookup", replace(settings, tensor_parallel=1)))
+    opened = open_llm(model, draft, settings, as_if, draft_as_if, draft_layers)
+    with opened as llm, _one_process(model, settings, mode) as reference:
         asked = [ids for some in task_ids(llm, rows, params.max_tokens).values() for ids in some]
         report |= described(llm)
         if mode == "rejection":
@@ -137,6 +134,13 @@ def audit(
     report.deliver()
     if not holds:
         raise typer.Exit(1)
+
+
+def _one_process(model: str, settings: Settings, mode: str) -> contextlib.AbstractContextManager[LLM | None]:
+    """What a model that ranks share is compared with token by token. None: it is in one process anyway."""
+    if settings.tensor_parallel == 1 or mode == "rejection":
+        return contextlib.nullcontext()
+    return open_llm(model, "lookup", replace(settings, tensor_parallel=1))
 
 
 def _temperatures(text: str | None, params: SamplingParams) -> list[float]:

@@ -25,6 +25,7 @@ from outrider.engine.loading import Watch
 from outrider.engine.memory import runs_on_gpu, wake_gpu
 from outrider.engine.output import Output, make_output
 from outrider.engine.prompts import Message, Prompt, as_list, check_messages, plain_list
+from outrider.engine.ranks import OtherRanks
 from outrider.engine.stream import Stream
 from outrider.errors import InvalidRequest, OutriderError, stopped
 from outrider.load.checkpoint import open_checkpoint
@@ -104,13 +105,10 @@ class LLM:
             self.driver.stop()
             raise
         (built,) = made
-        self.ranks = built.ranks
-        if self.ranks is not None:
-            self.ranks.on_lost = self._rank_lost
         self.model, self.settings, self.memory = built.model, built.settings, built.memory
+        self._watch_ranks(built.ranks)
         self.drafter, self.pair, self.live_draft = built.drafter, built.pair, built.live_draft
-        self._follows_predictions = "lookup" in built.draft
-        self._numbers = itertools.count()
+        self._follows_predictions, self._numbers = "lookup" in built.draft, itertools.count()
 
     def prepare(self, sequences: int | None = None, wait: bool | Literal["plain"] = True) -> None:
         """Captures and measures the steps of up to `sequences` sequences (by default `max_sequences`).
@@ -184,14 +182,19 @@ class LLM:
         if self.ranks is not None:
             self.ranks.close()
 
-    def _rank_lost(self, error: BaseException) -> None:
-        """On the thread that watches the ranks: an idle engine ends, too."""
+    def _watch_ranks(self, ranks: OtherRanks | None) -> None:
+        """Ends the engine when a rank is lost, even if it is idle."""
+        self.ranks, driver = ranks, self.driver
 
-        def end() -> None:
-            raise error
+        def lost(error: BaseException) -> None:
+            def end() -> None:
+                raise error
 
-        with contextlib.suppress(OutriderError):  # it has ended
-            self.driver.post(end)
+            with contextlib.suppress(OutriderError):  # it has ended
+                driver.post(end)
+
+        if ranks is not None:
+            ranks.on_lost = lost
 
     def __repr__(self) -> str:
         facts = {"device": self.model.device.type, "dtype": str(self.model.dtype).removeprefix("torch.")}

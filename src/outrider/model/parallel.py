@@ -113,14 +113,16 @@ class Ranks(Group):
         """Meets the other ranks, over loopback on a CPU."""
         self._meeting = store
         if device.type == "cuda":
-            options = dist.ProcessGroupNCCL.Options()
+            nccl: Any = dist.ProcessGroupNCCL  # not in torch for a CPU
+            options = nccl.Options()
             options._timeout = timedelta(seconds=GATHER_SECONDS)
-            self._process_group = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
+            self._process_group = nccl(store, self.rank, self.size, options)
             return
-        options = dist.ProcessGroupGloo._Options()
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname="127.0.0.1")]
         options._timeout, options._threads = timedelta(seconds=GATHER_SECONDS), 1
-        self._process_group = dist.ProcessGroupGloo(store, self.rank, self.size, options)
+        self._process_group = gloo(store, self.rank, self.size, options)
 
     def abort(self) -> None:
         """Ends gathers that wait for a lost rank. Those of a CPU end by themselves."""

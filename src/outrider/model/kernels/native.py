@@ -125,7 +125,7 @@ class NativeKernels:
         for multiply in ("linear", "head", "stage", "layer_from", "layers"):
             getattr(self.lib, f"outrider_{multiply}").restype = _checked
         pointers = POINTER(_Layer), POINTER(_Shape), POINTER(_Rows), POINTER(_Work)
-        given = [*pointers, c_void_p, c_int32, c_void_p, c_void_p]
+        given: list[Any] = [*pointers, c_void_p, c_int32, c_void_p, c_void_p]
         self.lib.outrider_layer_from.argtypes, self.lib.outrider_stage.argtypes = given, [c_int32, *given]
         self.tables, c = (cos, sin), self.config
         self.shape = self._shape(c.heads, c.kv_heads, c.head_dim, c.head_dim**-0.5)
@@ -243,8 +243,8 @@ class NativeKernels:
     ) -> None:
         """Layers one after the other; keys and values are by layer."""
         if self.group.size > 1:
-            for layer, to_keys, to_values in zip(layers, keys, values, strict=True):
-                self._shared_layer(layer, x, batch, to_keys, to_values)
+            for layer, mine in zip(layers, zip(keys, values, strict=True), strict=True):
+                self._shared_layer(layer, x, batch, *mine)
             return
         pointers = c_void_p * len(layers)
         stack = pointers(*[ctypes.addressof(layer.struct) for layer in layers])
