@@ -110,7 +110,7 @@ OWN = {"--stop": True, "--context": True, "--temperature": True, "--stats": Fals
         ("--model=x hello", "x hello"),
         ("hi -- --temp -m y", "hi -- --temp -m y"),
         ("--verbose", "--stats"),
-        ("-tp 1", ""),
+        ("-pp 1", ""),
     ],
 )
 def test_values_are_left_alone(typed: str, becomes: str) -> None:

@@ -142,7 +142,8 @@ def test_closing_ends_every_process(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("size", "cores", "gpus", "options", "says"),
     [
-        (3, 8, 0, {}, "3 does not divide the 2 key-value heads of this model; take 1, 2"),
+        (3, 8, 0, {}, "3 is more than the 2 key-value heads that ranks can share here"),
+        (2, 8, 8, {"device": "cuda"}, "2 does not divide the 3 key-value heads of this model; take 1, 3"),
         (2, 1, 0, {}, "2 is more than the cores of this machine; take at most 1"),
         (2, 8, 1, {"device": "cuda"}, "2 is more than the GPUs of this machine; take at most 1"),
         (2, 8, 0, {"kernels": "torch"}, "needs the C kernels"),
@@ -154,8 +155,11 @@ def test_what_cannot_be_is_refused_before_anything_is_loaded(
     monkeypatch.setattr(ranks, "usable_cores", lambda: cores)
     monkeypatch.setattr(ranks, "runs_on_gpu", lambda settings: settings.device == "cuda")
     monkeypatch.setattr(ranks.torch.cuda, "device_count", lambda: gpus)
+    checkpoint = open_checkpoint(folder / "model")
+    if "the 3 key" in says:
+        checkpoint.config = tiny_config(heads=3, kv_heads=3)
     with pytest.raises(InvalidRequest, match=says) as caught:
-        check_ranks(open_checkpoint(folder / "model"), Settings(tensor_parallel=size, **options))
+        check_ranks(checkpoint, Settings(tensor_parallel=size, **options))
     assert caught.value.param == "tensor_parallel"
 
 

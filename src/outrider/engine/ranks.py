@@ -49,12 +49,16 @@ def check_ranks(checkpoint: Checkpoint, settings: Settings) -> None:
         raise invalid(
             "tensor_parallel", "needs the C kernels, whose bits do not depend on it; leave out --kernels"
         )
-    on_gpu = runs_on_gpu(settings)
-    if config.kv_heads < size or (on_gpu and config.kv_heads % size):
-        fitting = ", ".join(str(n) for n in range(1, config.kv_heads + 1) if config.kv_heads % n == 0)
+    on_gpu, kv_heads = runs_on_gpu(settings), config.kv_heads
+    if kv_heads < size:
+        raise invalid(
+            "tensor_parallel", f"{size} is more than the {kv_heads} key-value heads that ranks can share here"
+        )
+    if on_gpu and kv_heads % size:  # the fullest GPU would decide how many tokens all can hold
+        fitting = ", ".join(str(n) for n in range(1, kv_heads + 1) if kv_heads % n == 0)
         raise invalid(
             "tensor_parallel",
-            f"{size} does not divide the {config.kv_heads} key-value heads of this model; take {fitting}",
+            f"{size} does not divide the {kv_heads} key-value heads of this model; take {fitting}",
         )
     there, what = usable_cores(), "cores"
     if on_gpu:
