@@ -37,6 +37,7 @@ from outrider.engine.graph_runner import GraphRunner
 from outrider.engine.kv_cache import make_kv_cache
 from outrider.load.checkpoint import Checkpoint, open_checkpoint
 from outrider.load.find import find
+from outrider.model.parallel import ALONE
 from outrider.settings import Settings, cache_folder
 from outrider.types import NO_TREE, Batch, Request, SamplingParams, Sequence
 
@@ -47,7 +48,7 @@ DEAR = 4.0  # times a pass, that the model's draft takes beside the passes of it
 class Free:
     """A model of the right shape that computes nothing."""
 
-    device, dtype = torch.device("cpu"), torch.float32
+    device, dtype, group = torch.device("cpu"), torch.float32, ALONE
 
     def __init__(self, config: Any) -> None:
         self.config = config

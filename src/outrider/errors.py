@@ -7,6 +7,7 @@
     ├── InvalidRequest       the request asks for something impossible; names the parameter
     │   └── TemplateFailed   the model's chat template raised on these messages
     ├── OutOfMemory          the model, its cache or a step needs more than there is; says what to take less of
+    ├── RankLost             a process of a tensor parallel engine ended or does not answer
     └── KernelUnavailable    no compiler, or it failed; the torch twins still work
 
 This file is in the lowest row: it imports nothing of Outrider.
@@ -96,6 +97,10 @@ class TemplateFailed(InvalidRequest):
 
 
 class OutOfMemory(OutriderError):
+    pass
+
+
+class RankLost(OutriderError):
     pass
 
 

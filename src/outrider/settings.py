@@ -146,6 +146,9 @@ class Settings:
         help="The same for a draft model; auto: as --weights, on a CPU stored.",
     )
     threads: int = setting(0, 0, help="Threads; 0 means all performance cores.")
+    tensor_parallel: int = setting(
+        1, 1, help="Processes that share the model, with a GPU each; same bits for any number."
+    )
     context: int = setting(0, 0, help="Longest prompt and answer together; 0 means the model's own.")
     cache_bytes: int = setting(0, 0, help="Memory for the KV cache.")
     gpu_memory_utilization: float | None = setting(

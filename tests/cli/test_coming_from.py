@@ -30,13 +30,15 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Served:
 def test_a_line_of_vllm_serves(outrider: Outrider, served: Served) -> None:
     ran = outrider(
         *("serve", "--model", "org/big", "--max-model-len", 4096, "--served-model-name=big", "--max-num-seqs", 8),
-        *("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}', "--tensor-parallel-size", 1),
+        *("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}', "--tensor-parallel-size", 2),
         *("--no-enable-prefix-caching", "--disable-log-requests", "--allowed-origins", '["*"]', "-q", "fp8"),
     )  # fmt: skip
     assert (ran.code, ran.err) == (0, "")
     assert (served.model, served.draft) == ("org/big", "lookup")
     assert served.params == SamplingParams(speculation={"depth": 3})  # type: ignore[arg-type]
-    assert served.settings == Settings(context=4096, max_sequences=8, prefix_reuse=False, weights="fp8")
+    assert served.settings == Settings(
+        context=4096, max_sequences=8, prefix_reuse=False, weights="fp8", tensor_parallel=2
+    )
     assert (served.serve.served_name, served.serve.cors_origins) == ("big", ("*",))
 
 
@@ -70,7 +72,7 @@ def test_a_line_of_llama_cpp_serves(outrider: Outrider, served: Served) -> None:
     ("args", "says"),
     [
         (["serve", "--trust-remote-code"], "--trust-remote-code: code that comes with a model is never run"),
-        (["serve", "--tensor-parallel-size", "2"], "one GPU here"),
+        (["serve", "--pipeline-parallel-size", "2"], "share a model by --tensor-parallel only"),
         (["serve", "--gpu-memory-utilization", "0.9", "--device", "cpu"], "--cache-bytes"),
         (["serve", "--mem-fraction-static", "0.9"], "--gpu-memory-utilization F"),
         (["serve", "-ngl", "20"], "as a whole: --device"),
@@ -108,7 +110,7 @@ OWN = {"--stop": True, "--context": True, "--temperature": True, "--stats": Fals
         ("--model=x hello", "x hello"),
         ("hi -- --temp -m y", "hi -- --temp -m y"),
         ("--verbose", "--stats"),
-        ("-tp 1", ""),
+        ("-pp 1", ""),
     ],
 )
 def test_values_are_left_alone(typed: str, becomes: str) -> None:

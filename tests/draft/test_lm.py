@@ -64,7 +64,7 @@ class Counted:
             model.dtype,
             0,
         )
-        self.draw = model.draw
+        self.draw, self.group = model.draw, model.group
 
     def forward(self, batch, store):
         self.rows += batch.rows

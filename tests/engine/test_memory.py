@@ -18,6 +18,7 @@ from outrider.engine.memory import LOGITS_KEPT, working_memory
 from outrider.engine.placement import Memory, cache_size
 from outrider.errors import InvalidRequest
 from outrider.load.checkpoint import open_checkpoint
+from outrider.model.parallel import ALONE
 from tests.load.tiny import write_folder
 from tests.tiny import tiny_model
 
@@ -54,10 +55,17 @@ class Gpu:
         self.sources, names = sources, tuple(self.drafters)
         return {**self.drafters, "+".join(names): None}, names
 
-    def load(self, checkpoint: Any, settings: Settings, weights: str | None = None, watch: Any = None) -> Any:
+    def load(
+        self,
+        checkpoint: Any,
+        settings: Settings,
+        weights: str | None = None,
+        watch: Any = None,
+        group: Any = ALONE,
+    ) -> Any:
         self.loaded.append(weights)
         place, config = SimpleNamespace(type="cuda"), checkpoint.config
-        return SimpleNamespace(device=place, config=config, weight_bytes=lambda: 3 * GIB)
+        return SimpleNamespace(device=place, config=config, group=group, weight_bytes=lambda: 3 * GIB)
 
     def work(self, model: Any, settings: Settings, meter: Any) -> int:
         self.measured.append((settings.step_rows, settings.max_sequences))

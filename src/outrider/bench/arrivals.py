@@ -139,8 +139,11 @@ def audit_arrivals(
     params: SamplingParams,
     extent: Extent = Extent(),  # noqa: B008 (frozen)
     tell: Tell = lambda *_: None,
+    reference: LLM | None = None,
 ) -> Traffic:
-    """Compares as much as `extent` says, each answer when it ends."""
+    """Compares as much as `extent` says, each answer when it ends. Plain answers come from `reference`, by default the
+    audited engine itself.
+    """
     found, begin, rnd = Traffic(), time.perf_counter(), random.Random(params.seed or 0)
     kinds = _kinds(llm, found)
     answers: dict[tuple[int, ...], list[int]] = {}
@@ -160,7 +163,7 @@ def audit_arrivals(
     with borrowed(llm.engine, enemies, llm.engine.planner):
         for number in count():
             cases, places = list[Case](), range(number * size, (number + 1) * size)
-            for case in _cases(llm, prompts, places, kinds, temperatures, params, rnd):
+            for case in _cases(llm, reference or llm, prompts, places, kinds, temperatures, params, rnd):
                 cases.append(case)
                 answers[tuple(case.ids)] = case.alone.token_ids
                 if reached(number / sets, f"{len(cases)} of {size} requests answered alone"):
@@ -194,7 +197,7 @@ def _kinds(llm: LLM, found: Traffic) -> list[str]:
 
 
 def _cases(
-    llm: LLM, prompts: list[list[int]], places: Seq[int], kinds: list[str], temperatures: list[float],
+    llm: LLM, reference: LLM, prompts: list[list[int]], places: Seq[int], kinds: list[str], temperatures: list[float],
     params: SamplingParams, rnd: random.Random,
 ) -> Iterator[Case]:  # fmt: skip
     """A set, each answered alone and plainly."""
@@ -207,7 +210,7 @@ def _cases(
             seed=rnd.randrange(2**32),
             **_asked(llm, kind, ids, params, rnd),
         )
-        alone = llm.generate([ids], replace(asked, speculation=False))[0]  # type: ignore[arg-type]
+        alone = reference.generate([ids], replace(asked, speculation=False))[0]  # type: ignore[arg-type]
         if kind == "prediction":
             asked = replace(asked, prediction=_nearly(alone.text))
         yield Case(number, ids, kind, asked, alone)

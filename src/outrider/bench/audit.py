@@ -129,8 +129,12 @@ def audit(
     params: SamplingParams,
     extent: Extent = Extent(),
     tell: Callable[[Audit, float], None] = lambda *_: None,
+    reference: LLM | None = None,
 ) -> Audit:
-    """Compares as much as `extent` says. `tell` is called with what was found so far and the share that is done."""
+    """Compares as much as `extent` says. `tell` is called with what was found so far and the share that is done.
+
+    Plain answers come from `reference`, by default the audited engine itself.
+    """
     found, begin = Audit(), time.perf_counter()
     answers: dict[tuple[int, ...], list[int]] = {}
     config, engine = llm.model.config, llm.engine
@@ -141,7 +145,9 @@ def audit(
         for numbers, temperature, seed in _batches(len(prompts), temperatures, extent.repeats):
             each = [replace(params, temperature=temperature, seed=(params.seed or 0) + seed + i)
                     for i in range(len(numbers))]  # fmt: skip
-            group = Group(llm, found, toggling, numbers, [prompts[n] for n in numbers], each)
+            group = Group(
+                llm, found, toggling, numbers, [prompts[n] for n in numbers], each, reference or llm
+            )
             for part in group.audit(drafters, enemies, answers):
                 found.seconds = time.perf_counter() - begin
                 once = (asked + part * len(numbers)) / (len(prompts) * len(temperatures))
@@ -185,22 +191,23 @@ class Group:
 
     def __init__(
         self, llm: LLM, found: Audit, toggling: Toggling, numbers: list[int], prompts: list[list[int]],
-        params: list[SamplingParams],
+        params: list[SamplingParams], reference: LLM,
     ) -> None:  # fmt: skip
         self.llm, self.found, self.toggling, self.numbers = llm, found, toggling, numbers
-        self.prompts, self.params = prompts, params
-        self.plain = self._run(["plain"] * len(numbers))
+        self.prompts, self.params, self.reference = prompts, params, reference
+        self.plain = self._run(["plain"] * len(numbers), reference)
 
     def audit(
         self, drafters: list[str], enemies: dict[str, Adversary], answers: dict[tuple[int, ...], list[int]]
     ) -> Iterator[float]:
         """Gives the share that is done after every comparison."""
-        chains = ["auto", *(kind + name for kind in ("", TOGGLED) for name in drafters)]
+        plain = [] if self.reference is self.llm else ["plain"]
+        chains = [*plain, "auto", *(kind + name for kind in ("", TOGGLED) for name in drafters)]
         trees = [TREE + name for name in drafters]
         among_us = [[method] * len(self.numbers) for method in (*chains, *trees)] + self._mixed(
-            ["plain", *chains]
+            list(dict.fromkeys(["plain", *chains]))
         )
-        with_enemies = self._mixed(["plain", *enemies, *trees, *chains])
+        with_enemies = self._mixed(list(dict.fromkeys(["plain", *enemies, *trees, *chains])))
         count = len(among_us) + len(with_enemies)
         for number, methods in enumerate(among_us + with_enemies):
             if number == len(among_us):
@@ -218,16 +225,16 @@ class Group:
         ]
 
     def _compare(self, methods: list[str]) -> None:
-        for i, (method, other) in enumerate(zip(methods, self._run(methods), strict=True)):
+        for i, (method, other) in enumerate(zip(methods, self._run(methods, self.llm), strict=True)):
             self._compare_one(method, i, self.plain[i], other)
 
-    def _run(self, methods: list[str]) -> list[Output]:
+    def _run(self, methods: list[str], llm: LLM) -> list[Output]:
         asked = [
             replace(p, speculation=how(p, method)) for p, method in zip(self.params, methods, strict=True)
         ]
         toggled = [p.seed for p, method in zip(asked, methods, strict=True) if method.startswith(TOGGLED)]
         self.toggling.seeds = {seed for seed in toggled if seed is not None}
-        return self.llm.generate(self.prompts, asked)
+        return llm.generate(self.prompts, asked)
 
     def _compare_one(self, method: str, i: int, plain: Output, other: Output) -> None:
         a, b = plain.token_ids, other.token_ids

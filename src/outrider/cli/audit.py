@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -113,7 +114,8 @@ def audit(
     page_file = writable(html_file)
     report, rows = Report("audit", json_file), task_rows(prompts, limit, tasks, EACH)
     say_loading(model)
-    with open_llm(model, draft, settings, as_if, draft_as_if, draft_layers) as llm:
+    opened = open_llm(model, draft, settings, as_if, draft_as_if, draft_layers)
+    with opened as llm, _one_process(model, settings, mode) as reference:
         asked = [ids for some in task_ids(llm, rows, params.max_tokens).values() for ids in some]
         report |= described(llm)
         if mode == "rejection":
@@ -122,7 +124,7 @@ def audit(
             from outrider.bench.audit import Extent
 
             extent = Extent(1_000_000 if million else tokens, seconds)
-            holds = _compared(llm, asked, params, chosen, adversaries, extent, arrivals, report)
+            holds = _compared(llm, reference, asked, params, chosen, adversaries, extent, arrivals, report)
     from outrider.bench.report_pages import audit_page
 
     write_page(page_file, lambda: audit_page(report, model))
@@ -132,6 +134,13 @@ def audit(
     report.deliver()
     if not holds:
         raise typer.Exit(1)
+
+
+def _one_process(model: str, settings: Settings, mode: str) -> contextlib.AbstractContextManager[LLM | None]:
+    """What a model that ranks share is compared with token by token. None: it is in one process anyway."""
+    if settings.tensor_parallel == 1 or mode == "rejection":
+        return contextlib.nullcontext()
+    return open_llm(model, "lookup", replace(settings, tensor_parallel=1))
 
 
 def _temperatures(text: str | None, params: SamplingParams) -> list[float]:
@@ -148,6 +157,7 @@ def _temperatures(text: str | None, params: SamplingParams) -> list[float]:
 
 def _compared(
     llm: LLM,
+    reference: LLM | None,
     prompts: list[list[int]],
     params: SamplingParams,
     temperatures: list[float],
@@ -161,8 +171,8 @@ def _compared(
 
     asked = (llm, prompts, hostile, temperatures, params, extent)
     if not arrivals:
-        return _verdict(_watched("identity", report, lambda tell: audit_batches(*asked, tell)), "")
-    found = _watched("arrivals", report, lambda tell: audit_arrivals(*asked, tell))
+        return _verdict(_watched("identity", report, lambda tell: audit_batches(*asked, tell, reference)), "")
+    found = _watched("arrivals", report, lambda tell: audit_arrivals(*asked, tell, reference))
     for kind, why in found.left_out.items():
         note(f"left out: {kind}: {why}")
     note(", ".join(f"{number} {kind}" for kind, number in found.requests.items()))

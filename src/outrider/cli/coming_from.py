@@ -35,7 +35,7 @@ def _table(*rows: tuple[str, Foreign]) -> dict[str, Foreign]:
 def _one_gpu(value: str) -> list[str]:
     if value == "1":
         return []
-    raise InvalidRequest("a model runs on one GPU here; parallelism over several is planned", "parallel")
+    raise InvalidRequest("several GPUs share a model by --tensor-parallel only", "parallel")
 
 
 def _layers(value: str) -> list[str]:
@@ -138,10 +138,8 @@ FLAGS = _table(
     ("--verbose", Foreign("--stats", takes_value=False)),
     ("-q --quantization", Foreign(read=_weights)),
     ("-ngl --gpu-layers --n-gpu-layers --num-gpu", Foreign(read=_layers)),
-    (
-        "-tp --tensor-parallel-size --tp-size -pp --pipeline-parallel-size -dp --data-parallel-size",
-        Foreign(read=_one_gpu),
-    ),
+    ("-tp --tensor-parallel-size --tp-size", Foreign("--tensor-parallel")),
+    ("-pp --pipeline-parallel-size -dp --data-parallel-size", Foreign(read=_one_gpu)),
     (
         "--mem-fraction-static",
         Foreign(

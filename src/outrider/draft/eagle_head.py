@@ -68,9 +68,9 @@ class EagleHead:
         made = [kept_layer(layer_of(read, i), self.kind) for i in range(self.config.layers)]
         self.attn_norms = [layer.attn_norm.contiguous() for layer in made]
         self.layers: list[Any] = [self.kernels.pack_layer(layer) for layer in made]
-        self._pack_ends(read, self.target)
+        self._pack_ends(read)
 
-    def _pack_ends(self, read: Read, target: Decoder) -> None:
+    def _pack_ends(self, read: Read) -> None:
         """What is before the layers and after them."""
         pack, c, there = self.kernels.pack_linear, self.config, self.target.device
         fusion = folded_fusion(c, read)  # a product of weights, which bfloat16 would round again
@@ -78,21 +78,15 @@ class EagleHead:
         self.ones = torch.ones(c.layer.hidden * (len(c.taps) if c.joint_norm else 1), device=there)
         names = ("midlayer.input_layernorm.weight", "norm.weight")
         self.embed_norm, self.norm = (read(name).to(there).contiguous() for name in names)
+        self.head = None  # the target's own
         if not c.shared_head:
             self.head = pack(self._rounded(read("lm_head.weight")))
-        else:
-            self.head = (
-                target.head if self.to_target is None else pack(self._rounded(self._target_rows(target)))
-            )
+        elif self.to_target is not None:
+            self.head = pack(self._rounded(self.target.head_rows(self.to_target)))
 
     def _rounded(self, weight: Tensor) -> Tensor | Blocks:
         """As the head's matrices are kept."""
         return kept_as(weight, self.kind)
-
-    def _target_rows(self, target: Decoder) -> Tensor:
-        """Of the target's head, those of the head's own vocabulary."""
-        rows: Tensor = self.kernels.embed(target.head, self.to_target)
-        return rows
 
     def make_store(self, slots: int) -> KeyValueStore:
         """Where its keys and values go."""
@@ -127,7 +121,9 @@ class EagleHead:
         know.
         """
         normed = hidden if self.config.norm_output else self._normed(hidden, self.norm)
-        known: Tensor = self.kernels.linear(self.head, normed)
+        known: Tensor = (
+            self.target.project(normed) if self.head is None else self.kernels.linear(self.head, normed)
+        )
         if self.to_target is None:
             return known
         out = known.new_full((len(hidden), self.config.layer.vocab), float("-inf"))

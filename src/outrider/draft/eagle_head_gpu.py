@@ -9,7 +9,6 @@ from torch import Tensor
 
 from outrider.cache.store import KeyValueStore
 from outrider.draft.eagle_head import EagleHead, HeadPass, Read, layer_of
-from outrider.model.decoder import Decoder
 from outrider.model.device import AttentionPlans, DeviceDecoder
 from outrider.model.kernels.gpu.attention import AttentionPlan, plan_attention
 from outrider.model.kernels.gpu.kernels import GpuKernels
@@ -23,14 +22,10 @@ class GpuEagleHead(EagleHead):
         target = self.target
         self.kernels = kernels = GpuKernels(self.config.layer, *tables, target.device, target.dtype)
         self.layers = [kernels.pack_layer(layer_of(read, i)) for i in range(self.config.layers)]
-        self._pack_ends(read, target.decoder)
+        self._pack_ends(read)
 
     def _rounded(self, weight: Tensor) -> Tensor:
         return weight  # packing rounds
-
-    def _target_rows(self, target: Decoder) -> Tensor:
-        rows: Tensor = target.head.weight.unpacked()[self.to_target]  # in however few bits it is
-        return rows
 
     def forward(self, hidden: Tensor, batch: Batch, store: KeyValueStore) -> Tensor:
         c, there = self.config.layer, batch.to(self.target.device)

@@ -30,13 +30,15 @@ from outrider.engine.loading import Reading, Watch
 from outrider.engine.memory import GpuMeter, check_room, gpu_memory, runs_on_gpu, working_memory
 from outrider.engine.placement import DRAFT_TOKENS, Memory, place, share_of_all, within_share
 from outrider.engine.planning import expect_score, guards_of, watch_draft
+from outrider.engine.ranks import OtherRanks, check_ranks
 from outrider.engine.runner import Runner
-from outrider.errors import InvalidRequest, OutOfMemory, OutriderError, UnsupportedModel, naming
+from outrider.errors import InvalidRequest, OutOfMemory, OutriderError, UnsupportedModel, invalid, naming
 from outrider.load.checkpoint import Checkpoint, check_shapes, open_checkpoint
 from outrider.load.config import ModelConfig
 from outrider.load.find import find
 from outrider.load.pairs import Pair
 from outrider.model.decoder import Decoder, Model, kv_bytes, make_kernels
+from outrider.model.parallel import ALONE, Group
 from outrider.model.weights import kept_formats
 from outrider.settings import WEIGHT_BYTES, Settings, cache_folder, free_memory
 from outrider.types import MAX_NODES
@@ -69,6 +71,7 @@ class Built:
     live_draft: LiveDraft
     memory: Memory | None  # None on a CPU
     pair: Pair | None  # the paired draft in use
+    ranks: OtherRanks | None  # the processes that share the model with this one
 
     @property
     def drafter(self) -> str:
@@ -84,11 +87,37 @@ def build_engine(
     watch: Watch | None = None,
 ) -> Built:
     """Loads the model and the drafts. Call it on the thread that will run the engine."""
+    if asked.tensor_parallel == 1:
+        return _build(checkpoint, parts, pair, asked, reshape, watch, None)
+    if reshape.target is not _as_stored:
+        raise invalid(
+            "tensor_parallel", "cannot share a model in another shape (--as-if); leave out one of them"
+        )
+    check_ranks(checkpoint, asked)
+    ranks = OtherRanks(checkpoint.path, asked)
+    try:
+        return _build(checkpoint, parts, pair, asked, reshape, watch, ranks)
+    except BaseException:
+        ranks.close()
+        raise
+
+
+def _build(
+    checkpoint: Checkpoint,
+    parts: Seq[Part],
+    pair: Pair | None,
+    asked: Settings,
+    reshape: Reshape,
+    watch: Watch | None,
+    ranks: OtherRanks | None,
+) -> Built:
     torch.set_num_threads(asked.threads)
     if runs_on_gpu(asked):
         asked = share_of_all(asked, *gpu_memory())
     parts, room = _fitting(checkpoint, parts, pair, asked, reshape)
-    model = load_model(checkpoint, asked, watch=watch)
+    model = load_model(checkpoint, asked, watch=watch, group=ALONE if ranks is None else ranks.group)
+    if ranks is not None:
+        ranks.meet(model.device)
     settings = _placed(model, asked, room)
     cache = make_kv_cache(model, settings)
     on_gpu = model.device.type == "cuda"
@@ -116,7 +145,9 @@ def build_engine(
     drafters = Drafters(by_name, model.config.vocab)
     live_draft = LiveDraft(parts, drafters, sources)
     runner: Runner = (
-        make_graph_runner(model, cache, drafters, drafter) if on_gpu else EagerRunner(model, cache, drafters)
+        make_graph_runner(model, cache, drafters, drafter)
+        if on_gpu and ranks is None  # the other ranks follow calls, and know no graphs
+        else EagerRunner(model, cache, drafters)
     )
     # Lookup costs next to nothing, so the planner may choose it where a request names no drafter.
     choices = dict.fromkeys((drafter, "lookup") if names else ())
@@ -130,13 +161,17 @@ def build_engine(
         costs.recall(partial(measure_pass, model, cache))
     text = checkpoint.tokenizer.text_stream
     engine = Engine(model, cache, drafters, planner, runner, settings, text, costs)
-    return Built(engine, model, settings, names, live_draft, memory, pair)
+    return Built(engine, model, settings, names, live_draft, memory, pair, ranks)
 
 
 def load_model(
-    checkpoint: Checkpoint, settings: Settings, weights: str | None = None, watch: Watch | None = None
+    checkpoint: Checkpoint,
+    settings: Settings,
+    weights: str | None = None,
+    watch: Watch | None = None,
+    group: Group = ALONE,
 ) -> Model:
-    """The decoder for the families it knows, transformers for any other causal model.
+    """The decoder for the families it knows, transformers for any other causal model. A rank loads its part.
 
     `weights` is the format of a draft; the settings have the model's. A CPU calls `watch` as it reads.
     """
@@ -154,14 +189,16 @@ def load_model(
     if runs_on_gpu(settings):
         from outrider.model.device import load_on_device  # Triton comes with it
 
-        model = load_on_device(config, checkpoint.tensor, positions, "bfloat16" if kind == "auto" else kind)
+        kind = "bfloat16" if kind == "auto" else kind
+        model = load_on_device(config, checkpoint.tensor, positions, kind, group)
         if weights is None:
             model.use_library(within_share(settings, *gpu_memory()))
         return model
     folder = cache_folder() / "kernels"
     with naming(checkpoint.path):
-        kernels = make_kernels(config, positions, settings.threads, folder, settings.kernels)
-        reading = Reading(checkpoint, "stored" if kind == "auto" else kind, weights is not None, watch)
+        threads = max(1, settings.threads // group.size)
+        kernels = make_kernels(config, positions, threads, folder, settings.kernels, group)
+        reading = Reading(checkpoint, "stored" if kind == "auto" else kind, weights is not None, watch, group)
         decoder = Decoder(config, reading, kernels)
     checkpoint.release()
     return decoder
@@ -222,7 +259,9 @@ def _placed(model: Model, settings: Settings, draft: DraftRoom) -> Settings:
     beside = draft.cached / (2 * own.layers * own.kv_heads * own.head_dim)
     working = 0 if settings.cache_bytes else working_memory(model, placed, GpuMeter())
     free, _ = gpu_memory()  # less than before: the kernels that the measurement loaded stay
-    return replace(placed, cache_bytes=place(settings, free, weights, beside, total, working).cache_bytes)
+    own_cache = place(settings, free, weights, beside, total, working).cache_bytes
+    shared_by = 1 if settings.cache_bytes else model.group.size  # what is given counts all ranks
+    return replace(placed, cache_bytes=own_cache * shared_by)
 
 
 def _measured(model: Model, cache: KvCache, held: int) -> Memory:

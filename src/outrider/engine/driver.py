@@ -49,6 +49,7 @@ class Driver:
         """Builds the engine on its thread. Without `wait` the caller goes on meanwhile and calls `wait_until_built`."""
         self.engine: Engine
         self.observer: Callable[[StepRecord], None] | None = None  # hears of every step, after its events
+        self.on_failure: Callable[[BaseException], None] | None = None  # hears why the engine stopped
         self.idle_work: Iterator[None] | None = None  # what is done, piece by piece, while no request runs
         self._build = build
         self._commands: deque[Callable[[], None]] = deque()  # run by the engine's thread between steps
@@ -172,6 +173,8 @@ class Driver:
             self._failure = error
             for listener in list(self._listeners.values()):
                 listener(error)
+            if self.on_failure:
+                self.on_failure(error)
 
     def _run_commands(self) -> bool:
         """Carry out what was asked since the last step; sleep while there is nothing to do. False: time to

@@ -48,6 +48,7 @@ class KeptCosts:
             "version": package_version("outrider"),
             "processor": processor(),
             "threads": settings.threads,
+            "ranks": settings.tensor_parallel,
             "kernels": model.kernels.name,
             "weights": model.formats,
             "draft": [f"{part.kind} {part.text}" for part in drafts],

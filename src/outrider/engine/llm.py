@@ -4,6 +4,7 @@ the engine behind it.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import queue
 import secrets
@@ -24,8 +25,9 @@ from outrider.engine.loading import Watch
 from outrider.engine.memory import runs_on_gpu, wake_gpu
 from outrider.engine.output import Output, make_output
 from outrider.engine.prompts import Message, Prompt, as_list, check_messages, plain_list
+from outrider.engine.ranks import OtherRanks
 from outrider.engine.stream import Stream
-from outrider.errors import InvalidRequest, stopped
+from outrider.errors import InvalidRequest, OutriderError, stopped
 from outrider.load.checkpoint import open_checkpoint
 from outrider.load.find import find, published_sampling
 from outrider.load.literal import ChatEncoder
@@ -104,9 +106,9 @@ class LLM:
             raise
         (built,) = made
         self.model, self.settings, self.memory = built.model, built.settings, built.memory
+        self._watch_ranks(built.ranks)
         self.drafter, self.pair, self.live_draft = built.drafter, built.pair, built.live_draft
-        self._follows_predictions = "lookup" in built.draft
-        self._numbers = itertools.count()
+        self._follows_predictions, self._numbers = "lookup" in built.draft, itertools.count()
 
     def prepare(self, sequences: int | None = None, wait: bool | Literal["plain"] = True) -> None:
         """Captures and measures the steps of up to `sequences` sequences (by default `max_sequences`).
@@ -177,6 +179,22 @@ class LLM:
     def close(self) -> None:
         """Ends running requests with finish_reason 'abort' and stops the engine. Later calls raise."""
         self.driver.close()
+        if self.ranks is not None:
+            self.ranks.close()
+
+    def _watch_ranks(self, ranks: OtherRanks | None) -> None:
+        """Ends the engine when a rank is lost, even if it is idle."""
+        self.ranks, driver = ranks, self.driver
+
+        def lost(error: BaseException) -> None:
+            def end() -> None:
+                raise error
+
+            with contextlib.suppress(OutriderError):  # it has ended
+                driver.post(end)
+
+        if ranks is not None:
+            ranks.on_lost = lost
 
     def __repr__(self) -> str:
         facts = {"device": self.model.device.type, "dtype": str(self.model.dtype).removeprefix("torch.")}

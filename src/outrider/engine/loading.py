@@ -13,6 +13,7 @@ from torch import Tensor
 
 from outrider.load.checkpoint import Checkpoint
 from outrider.load.quants import Blocks
+from outrider.model.parallel import ALONE, Group
 from outrider.model.weights import BYTES, kept_as, kept_formats, kind_of
 from outrider.settings import shown_size
 
@@ -28,11 +29,14 @@ Watch = Callable[[str, int], Update]
 class Reading:
     """Reads weights by name. `kind` is one of settings.WEIGHTS."""
 
-    def __init__(self, checkpoint: Checkpoint, kind: str, draft: bool, watch: Watch | None) -> None:
-        self.checkpoint, self.kind, self.draft = checkpoint, kind, draft
+    def __init__(
+        self, checkpoint: Checkpoint, kind: str, draft: bool, watch: Watch | None, group: Group = ALONE
+    ) -> None:
+        """A rank of several reads its own outputs."""
+        self.checkpoint, self.kind, self.draft, self.group = checkpoint, kind, draft, group
         self.done = self.released = 0
         formats = kept_formats(checkpoint, kind, draft)
-        size = sum(formats.values())
+        size = sum(formats.values()) // group.size
         text = f"weights take {shown_size(size)} in memory ({in_words(formats)})"
         log.info("%s: %s", checkpoint.path.name, text)
         if kind == "stored":
@@ -40,7 +44,10 @@ class Reading:
         self.update: Update = (lambda done: None) if watch is None else watch(text, size)
 
     def __call__(self, name: str) -> Tensor | Blocks:
-        weight = kept_as(self.checkpoint.stored(name), kind_of(name, self.kind), self.draft)
+        stored = self.checkpoint.stored(name)
+        if self.checkpoint.config is not None:
+            stored = self.group.part(name, stored, self.checkpoint.config)
+        weight = kept_as(stored, kind_of(name, self.kind), self.draft)
         self.done += weight.raw.nbytes if isinstance(weight, Blocks) else weight.nbytes
         self.update(self.done)
         if self.done - self.released > RELEASED:

@@ -22,6 +22,7 @@ from outrider.errors import KernelUnavailable
 from outrider.load.config import ModelConfig
 from outrider.model.kernels.native import NativeKernels
 from outrider.model.kernels.reference import ReferenceKernels
+from outrider.model.parallel import ALONE, Group, shared
 from outrider.model.rope import rope_tables
 from outrider.model.weights import Read, format_of, named_tensors, read_ahead
 from outrider.types import Batch
@@ -33,6 +34,7 @@ class Model(Protocol):
     config: ModelConfig
     device: torch.device  # of keys, values and logits
     dtype: torch.dtype  # of keys and values
+    group: Group  # the ranks that share it
 
     def forward(self, batch: Batch, store: KeyValueStore) -> Tensor:
         """Writes the rows' keys and values to their slots; returns logits [len(batch.logit_rows), vocab]."""
@@ -61,6 +63,14 @@ class Layered(Model, Protocol):
         """Logits of chosen rows of hidden states."""
         ...
 
+    def project(self, x: Tensor) -> Tensor:
+        """Logits of normed hidden states."""
+        ...
+
+    def head_rows(self, ids: Tensor) -> Tensor:
+        """Rows of the head, float32."""
+        ...
+
     def exit_logits(self, batch: Batch, store: KeyValueStore, layers: int) -> Tensor:
         """Logits after the first `layers` layers, on the host."""
         ...
@@ -71,13 +81,16 @@ class Layered(Model, Protocol):
 
 
 def make_store(model: Model, slots: int) -> KeyValueStore:
-    """The store for this model's keys and values."""
-    c = model.config
-    return KeyValueStore(c.layers, slots, c.kv_heads, c.head_dim, model.device, model.dtype)
+    """The store for the keys and values of this model, or of a rank's heads."""
+    c, group = model.config, model.group
+    kv_heads = group.share(c).kv_heads
+    store = KeyValueStore(c.layers, slots, kv_heads, c.head_dim, model.device, model.dtype)
+    group.opened(store)
+    return store
 
 
 def kv_bytes(model: Model) -> int:
-    """Bytes of a token's keys and values."""
+    """Bytes of a token's keys and values, of all ranks together."""
     c = model.config
     return 2 * c.layers * c.kv_heads * c.head_dim * model.dtype.itemsize
 
@@ -87,7 +100,7 @@ class Decoder:
 
     def __init__(self, config: ModelConfig, read: Read, kernels: Any) -> None:
         self.config = config
-        self.kernels = kernels
+        self.kernels, self.group = kernels, kernels.group
         self.draw, self.filter_logits = kernels.draw, kernels.filter_logits
         self.formats: Counter[str] = Counter()  # of matrices: numbers in each
 
@@ -105,11 +118,12 @@ class Decoder:
         )
 
     def forward(self, batch: Batch, store: KeyValueStore) -> Tensor:
-        return self.logits(self._run(batch, store, self.config.layers), batch.logit_rows)
+        return self.exit_logits(batch, store, self.config.layers)
 
+    @shared
     def exit_logits(self, batch: Batch, store: KeyValueStore, layers: int) -> Tensor:
         """Logits after the first `layers` layers."""
-        return self.logits(self._run(batch, store, layers), batch.logit_rows)
+        return self._logits(self._run(batch, store, layers), batch.logit_rows)
 
     def make_pass(self, store: KeyValueStore, layers: int | None = None) -> Callable[..., Tensor]:
         def run(batch: Batch, *_: Any) -> Tensor:
@@ -118,7 +132,7 @@ class Decoder:
         return run
 
     def _run(self, batch: Batch, store: KeyValueStore, layers: int) -> Tensor:
-        x = self.embed(batch.ids)
+        x = self.own_rows(batch.ids, self.embed_own)
         for first, last in pairwise(sorted({0, *(tap for tap in store.taps if tap < layers), layers})):
             if first in store.taps:
                 store.keep_feature(first, x, batch.slots)
@@ -128,27 +142,55 @@ class Decoder:
             store.keep_feature(layers, x, batch.slots)
         return x
 
+    @shared
     def embed(self, ids: Tensor) -> Tensor:
+        return self.own_rows(ids, self.embed_own)
+
+    def embed_own(self, ids: Tensor) -> Tensor:
+        """Of tokens whose rows this rank has, counted from its first."""
         return self.kernels.embed(self.embedding, ids)
 
+    @shared
     def logits(self, x: Tensor, rows: Tensor) -> Tensor:
-        return self.kernels.head(x, rows, self.norm, self.head)
+        return self._logits(x, rows)
+
+    @shared
+    def project(self, x: Tensor) -> Tensor:
+        return self.group.gather(self.kernels.linear(self.head, x), self.config.vocab)
+
+    @shared
+    def head_rows(self, ids: Tensor) -> Tensor:
+        return self.own_rows(ids, lambda own: self.kernels.embed(self.head, own))
+
+    def _logits(self, x: Tensor, rows: Tensor) -> Tensor:
+        return self.group.gather(self.kernels.head(x, rows, self.norm, self.head), self.config.vocab)
+
+    def own_rows(self, ids: Tensor, read: Callable[[Tensor], Tensor]) -> Tensor:
+        """Rows of embedding or head, of which each rank has those of some tokens."""
+        if self.group.size == 1:
+            return read(ids)
+        ranks = [self.group.cut(self.config.vocab, rank=rank) for rank in range(self.group.size)]
+        own, bounds = ranks[self.group.rank], torch.tensor([rank.stop for rank in ranks], device=ids.device)
+        found = read(ids.clamp(own.start, own.stop - 1) - own.start)
+        return self.group.pick(found, torch.bucketize(ids, bounds, right=True))
 
     def weight_bytes(self) -> int:
         packed = {tensor.data_ptr(): tensor.nbytes for _, tensor in named_tensors("", self)}
         return sum(packed.values())
 
 
-def make_kernels(config: ModelConfig, context: int, threads: int, folder: Path, choice: str) -> Any:
+def make_kernels(
+    config: ModelConfig, context: int, threads: int, folder: Path, choice: str, group: Group = ALONE
+) -> Any:
     """Kernels for the decoder, with rotary tables for `context` positions."""
-    return choose_kernels(config, rope_tables(config, context), threads, folder, choice)
+    return choose_kernels(config, rope_tables(config, context), threads, folder, choice, group)
 
 
 def kernels_like(kernels: Any, config: ModelConfig, rope: tuple[Tensor, Tensor]) -> Any:
-    """The same kernels for layers of another shape."""
+    """The same kernels for layers of another shape, which one rank has alone."""
     if isinstance(kernels, ReferenceKernels):
         return ReferenceKernels(config, *rope)
-    return choose_kernels(config, rope, kernels.threads, kernels.folder, "auto")
+    return choose_kernels(config, rope, kernels.threads * kernels.group.size, kernels.folder, "auto")
 
 
 def choose_kernels(
@@ -157,14 +199,18 @@ def choose_kernels(
     threads: int,
     folder: Path,
     choice: str,
+    group: Group = ALONE,
 ) -> Any:
-    """The C kernels. With `auto`, their torch twins and a warning if the C kernels cannot be built."""
+    """The C kernels. With `auto`, their torch twins and a warning if the C kernels cannot be built.
+
+    Ranks need the C kernels: torch adds in another order where a matrix has fewer outputs.
+    """
     if choice == "torch":
         return ReferenceKernels(config, *rope)
     try:
-        return NativeKernels(config, *rope, threads, folder)
+        return NativeKernels(config, *rope, threads, folder, group)
     except KernelUnavailable as reason:
-        if choice == "c":
+        if choice == "c" or group.size > 1:
             raise
         warnings.warn(f"decoding with plain torch, several times slower: {reason}", stacklevel=2)
         return ReferenceKernels(config, *rope)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ from outrider.model.kernels.gpu.attention import (
 from outrider.model.kernels.gpu.kernels import GpuKernels, GpuLinear, check_device
 from outrider.model.kernels.gpu.recording import context_for, record
 from outrider.model.kernels.gpu.same_bits import Adopted, adopt_library
+from outrider.model.parallel import ALONE, Group, shared
 from outrider.model.rope import rope_tables
 from outrider.model.staged import ROW_FIELDS, StagedRows
 from outrider.types import Batch
@@ -42,26 +44,39 @@ class DeviceDecoder:
         if not isinstance(decoder.kernels, GpuKernels):
             raise UnsupportedModel("this model does not run on a CUDA device")
         self.decoder, self.kernels = decoder, decoder.kernels
-        self.config = decoder.config
+        self.config, self.group = decoder.config, decoder.group
         self.draw, self.filter_logits = decoder.draw, decoder.filter_logits
         self.device, self.dtype = decoder.kernels.device, decoder.kernels.dtype
         self.norm = decoder.norm.to(self.device)
         self.library = Adopted(refused="not asked for")
 
     def forward(self, batch: Batch, store: KeyValueStore) -> Tensor:
-        return self._run(batch, store, self.config.layers)
+        return self.run(batch, store, self.config.layers)
 
     def exit_logits(self, batch: Batch, store: KeyValueStore, layers: int) -> Tensor:
-        return self._run(batch, store, layers).float().cpu()
+        return self.run(batch, store, layers).float().cpu()
 
     def make_pass(self, store: KeyValueStore, layers: int | None = None) -> DevicePass:
         return DevicePass(self, store, layers)
 
     def embed(self, ids: Tensor) -> Tensor:
-        return self.decoder.embed(ids)
+        return self.decoder.embed(ids.to(self.device))
 
+    @shared
     def logits(self, x: Tensor, rows: Tensor) -> Tensor:
-        return self.kernels.head(x, rows, self.norm, self.decoder.head)
+        x, rows = x.to(self.device), rows.to(self.device)
+        part = self.kernels.head(x, rows, self.norm, self.decoder.head)
+        return self.group.gather(part, self.config.vocab)
+
+    def project(self, x: Tensor) -> Tensor:
+        return self.decoder.project(x.to(self.device))
+
+    @shared
+    def head_rows(self, ids: Tensor) -> Tensor:
+        return self.decoder.own_rows(ids.to(self.device), self._unpacked_head)
+
+    def _unpacked_head(self, ids: Tensor) -> Tensor:
+        return self.decoder.head.weight.unpacked()[ids]  # in however few bits it is
 
     def weight_bytes(self) -> int:
         d = self.decoder
@@ -84,8 +99,10 @@ class DeviceDecoder:
         d = self.decoder
         return [one for w in d.layers for one in (w.qkv, w.out, w.gate_up, w.down)] + [d.head]
 
-    def _run(self, batch: Batch, store: KeyValueStore, layers: int) -> Tensor:
-        c, there = self.config, batch.to(self.device)
+    @shared
+    def run(self, batch: Batch, store: KeyValueStore, layers: int) -> Tensor:
+        """Logits after the first `layers` layers, on the device."""
+        c, there = self.kernels.config, batch.to(self.device)
         attention = plan_attention(batch, c.heads, c.kv_heads, c.head_dim, there)
         return run_pass(self, there, store, attention, layers)
 
@@ -99,7 +116,7 @@ class DevicePass:
 
     def __init__(self, model: DeviceDecoder, store: KeyValueStore, layers: int | None = None) -> None:
         self.model, self.store, self.layers = model, store, layers or model.config.layers
-        self.attention_plans = AttentionPlans(model.config, model.device)
+        self.attention_plans = AttentionPlans(model.kernels.config, model.device)
 
     def __call__(
         self,
@@ -191,26 +208,31 @@ def run_pass(
     layers: int,
 ) -> Tensor:
     decoder, kernels = model.decoder, model.kernels
-    x = decoder.embed(batch.ids)
+    x = decoder.own_rows(batch.ids, decoder.embed_own)
     pending = kernels.run_layers(decoder.layers[:layers], x, batch, store, attention)
-    return kernels.finish(x, pending, batch.logit_rows, model.norm, decoder.head)
+    part = kernels.finish(x, pending, batch.logit_rows, model.norm, decoder.head)
+    return model.group.gather(part, model.config.vocab)
 
 
 def load_on_device(
-    config: ModelConfig, read: Callable[[str, torch.device], Tensor], positions: int, weights: str
+    config: ModelConfig,
+    read: Callable[[str, torch.device], Tensor],
+    positions: int,
+    weights: str,
+    group: Group = ALONE,
 ) -> DeviceDecoder:
     """Copies tensors to the device one at a time as they are stored, unpacks them there, which is many times faster
     than on a CPU, and quantises them as `weights` says. The CPU unpacks a tensor that does not fit beside the others.
     """
     check_device(weights)
-    kernels = GpuKernels(config, *rope_tables(config, positions), weights=weights)
+    kernels = GpuKernels(config, *rope_tables(config, positions), weights=weights, group=group)
 
-    def unpacked(name: str) -> Tensor:
+    def unpacked(name: str) -> Any:
         try:
-            return read(name, kernels.device)
+            return group.part(name, read(name, kernels.device), config)
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
-            return read(name, torch.device("cpu"))
+            return group.part(name, read(name, torch.device("cpu")), config)
 
     model = DeviceDecoder(Decoder(config, unpacked, kernels))
     torch.cuda.empty_cache()  # the caller measures the free memory next

@@ -31,6 +31,7 @@ from outrider.load.config import ModelConfig, Rope, end_ids
 from outrider.load.json_files import read_json
 from outrider.model.decoder import choose_kernels
 from outrider.model.hf_trial import Trial
+from outrider.model.parallel import ALONE
 from outrider.model.torch_import import import_all_of_torch
 from outrider.types import MAX_NODES, Batch
 
@@ -86,7 +87,7 @@ def load_hf(checkpoint: Checkpoint, threads: int, kernel_folder: Path, kernels: 
 class HfModel:
     """A transformers model as the engine sees it."""
 
-    device, dtype = torch.device("cpu"), torch.float32
+    device, dtype, group = torch.device("cpu"), torch.float32, ALONE
 
     def __init__(self, config: ModelConfig, module: Any, kernels: Any) -> None:
         self.config, self.module, self.kernels = config, module, kernels

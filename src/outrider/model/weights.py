@@ -163,7 +163,7 @@ def read_ahead(read: Read, config: ModelConfig) -> Iterator[LayerTensors]:
 
 
 # What a network refers to and does not own, or what follows from its shape alone.
-OTHERS = frozenset({"target", "kernels", "config", "cos", "sin"})
+OTHERS = frozenset({"target", "kernels", "group", "config", "cos", "sin"})
 
 
 def named_tensors(name: str, value: object) -> Iterator[tuple[str, Tensor]]:

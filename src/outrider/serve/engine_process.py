@@ -78,6 +78,7 @@ class EngineProcess:
 
     def run(self) -> None:
         self.llm.driver.observer = self._after_step
+        self.llm.driver.on_failure = _die  # an idle engine has no listener
         self.writer.start()
         self.outbox.put(self._ready())
         self.llm.driver.post(self._watch_preparation)

@@ -275,7 +275,7 @@ def test_a_model_is_loaded_as_the_settings_say(
     seen, asked_library = [], []
 
     def load(*given):
-        seen.append(given[-1])
+        seen.append(given[-2])
         return SimpleNamespace(use_library=asked_library.append)
 
     monkeypatch.setattr(build, "runs_on_gpu", lambda settings: True)

@@ -52,8 +52,10 @@ typedef struct {
     int32_t window;
 } Layer;
 
+/* Where ranks share a layer, heads and outputs are this rank's; `all_` is what all of them have together. */
 typedef struct {
     int32_t hidden, heads, kv_heads, head_dim, intermediate, threads;
+    int32_t all_mixed, all_act, sums; /* inputs of out and of down, and how many outputs of both are this rank's */
     float eps, scale;
     const float *cos, *sin; /* [context][head_dim / 2] */
 } Shape;
@@ -71,6 +73,7 @@ typedef struct {
     float *qkv;    /* [rows][(heads + 2 kv_heads) head_dim] */
     float *mixed;  /* [rows][heads head_dim] */
     float *act;    /* [rows][intermediate] */
+    float *all_mixed, *all_act, *sums; /* all ranks' mixed and act, and this rank's part of x; alone: mixed, act, x */
     float *scores; /* [threads][score_stride], see attention_rows */
     int32_t score_stride;
 } Work;
@@ -779,30 +782,45 @@ static void norm_rows(void *job, int member, int begin, int end) {
 
 static void norm(int threads, int rows, Norm job) { team_run(rows > FEW ? threads : 1, rows, norm_rows, &job); }
 
-/* A layer from its normed inputs [rows][K] on. */
-int outrider_layer_from(const Layer *layer, const Shape *s, const Rows *b, const Work *w, const float *inputs, int K,
-                         float *keys, float *values) {
-    int M = b->rows, H = s->hidden, D = s->head_dim, I = s->intermediate, threads = s->threads;
+enum { ATTEND, ADD_MIXED, ACTIVATE, ADD_ACT, STAGES };
+
+/* One stage of a layer. What it leaves (mixed, sums, act, sums) is all that the next one needs of other ranks. Attention
+ * begins with the normed inputs [rows][K] that it is given, or norms x. */
+int outrider_stage(int stage, const Layer *layer, const Shape *s, const Rows *b, const Work *w, const float *inputs, int K,
+                   float *keys, float *values) {
+    int M = b->rows, H = s->hidden, D = s->head_dim, threads = s->threads;
     int qkv = (s->heads + 2 * s->kv_heads) * D;
-    if (!linear(threads, (Linear){layer->qkv, layer->qkv_bias, inputs, M, qkv, K, w->qkv, 0, {0}})) return 0;
-    place((Placing){layer, s, b, w->qkv, keys, values});
-    attention((Attention){s, b, layer->window, 0, w->qkv, qkv, keys, values, w->scores, w->score_stride, w->mixed});
-    if (!linear(threads, (Linear){layer->out, layer->out_bias, w->mixed, M, H, s->heads * D, w->x, 1, {0}})) return 0;
-    norm(threads, M, (Norm){w->x, 0, layer->mlp_norm, H, s->eps, w->normed});
-    return gated(threads, (Gated){layer, w->normed, M, I, H, w->act, {0}}) &&
-           linear(threads, (Linear){layer->down, layer->down_bias, w->act, M, H, I, w->x, 1, {0}});
+    switch (stage) {
+    case ATTEND:
+        if (!inputs) norm(threads, M, (Norm){w->x, 0, layer->attn_norm, H, s->eps, w->normed}), inputs = w->normed, K = H;
+        if (!linear(threads, (Linear){layer->qkv, layer->qkv_bias, inputs, M, qkv, K, w->qkv, 0, {0}})) return 0;
+        place((Placing){layer, s, b, w->qkv, keys, values});
+        attention((Attention){s, b, layer->window, 0, w->qkv, qkv, keys, values, w->scores, w->score_stride, w->mixed});
+        return 1;
+    case ADD_MIXED:
+        return linear(threads, (Linear){layer->out, layer->out_bias, w->all_mixed, M, s->sums, s->all_mixed, w->sums, 1, {0}});
+    case ACTIVATE:
+        norm(threads, M, (Norm){w->x, 0, layer->mlp_norm, H, s->eps, w->normed});
+        return gated(threads, (Gated){layer, w->normed, M, s->intermediate, H, w->act, {0}});
+    default:
+        return linear(threads, (Linear){layer->down, layer->down_bias, w->all_act, M, s->sums, s->all_act, w->sums, 1, {0}});
+    }
 }
 
-int outrider_layer(const Layer *layer, const Shape *s, const Rows *b, const Work *w, float *keys, float *values) {
-    norm(s->threads, b->rows, (Norm){w->x, 0, layer->attn_norm, s->hidden, s->eps, w->normed});
-    return outrider_layer_from(layer, s, b, w, w->normed, s->hidden, keys, values);
+/* A layer from its normed inputs [rows][K] on, or without any from x. */
+int outrider_layer_from(const Layer *layer, const Shape *s, const Rows *b, const Work *w, const float *inputs, int K,
+                         float *keys, float *values) {
+    int done = 1;
+    for (int stage = ATTEND; stage < STAGES && done; stage++)
+        done = outrider_stage(stage, layer, s, b, w, inputs, K, keys, values);
+    return done;
 }
 
 /* Layers one after the other, in one call: between two calls of Python the other threads wait. */
 int outrider_layers(const Layer *const *layers, int count, const Shape *s, const Rows *b, const Work *w,
                      float *const *keys, float *const *values) {
     for (int i = 0; i < count; i++)
-        if (!outrider_layer(layers[i], s, b, w, keys[i], values[i])) return 0;
+        if (!outrider_layer_from(layers[i], s, b, w, 0, 0, keys[i], values[i])) return 0;
     return 1;
 }
 

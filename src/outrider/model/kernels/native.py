@@ -17,12 +17,14 @@ from outrider.errors import BadCheckpoint, KernelUnavailable, OutOfMemory
 from outrider.load.config import ModelConfig
 from outrider.load.quants import Blocks
 from outrider.model.kernels.build import library
+from outrider.model.parallel import ALONE, Group
 from outrider.model.weights import KERNEL_FORMATS, MATRICES, LayerTensors, Weight, parts_of
 from outrider.types import MAX_NODES, Batch
 
 PANEL, CHUNKS, GROUP, TALL = 16, 16, 4, 8  # as in cpu.c
 LANES_MAX = 16  # the widest vector cpu.c is built for; heads must fill it
 PARTS = 3
+ATTEND, ADD_MIXED, ACTIVATE, ADD_ACT = range(4)
 WHOLE, HALF = 0, 1
 KINDS = {name: number for number, name in enumerate(KERNEL_FORMATS, start=2)}  # as in blocks.h
 
@@ -47,6 +49,7 @@ class _Layer(Structure):
 class _Shape(Structure):
     _fields_ = [
         *((name, c_int32) for name in ("hidden", "heads", "kv_heads", "head_dim", "intermediate", "threads")),
+        *((name, c_int32) for name in ("all_mixed", "all_act", "sums")),
         ("eps", c_float),
         ("scale", c_float),
         ("cos", c_void_p),
@@ -64,7 +67,8 @@ class _Rows(Structure):
 
 class _Work(Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("x", "normed", "qkv", "mixed", "act", "scores")),
+        *((name, c_void_p) for name in ("x", "normed", "qkv", "mixed", "act")),
+        *((name, c_void_p) for name in ("all_mixed", "all_act", "sums", "scores")),
         ("score_stride", c_int32),
     ]
 
@@ -108,20 +112,23 @@ class NativeKernels:
         sin: Tensor,
         threads: int,
         folder: Path,
+        group: Group = ALONE,
     ) -> None:
+        """`config` is the whole model's. A rank of several packs and multiplies its own outputs."""
         if config.head_dim % LANES_MAX:
             raise KernelUnavailable(f"head size {config.head_dim} is not a multiple of {LANES_MAX}")
-        self.config, self.threads, self.folder = config, threads, folder
+        self.threads, self.folder = threads, folder
+        self.whole, self.config, self.group = config, group.share(config), group
         self.lib = library(folder)
         self.lib.blocks_panel_bytes.restype = c_size_t
         self.lib.outrider_variant.restype = self.lib.outrider_chosen.restype = c_char_p
-        for multiply in ("linear", "head", "layer", "layer_from", "layers"):
+        for multiply in ("linear", "head", "stage", "layer_from", "layers"):
             getattr(self.lib, f"outrider_{multiply}").restype = _checked
         pointers = POINTER(_Layer), POINTER(_Shape), POINTER(_Rows), POINTER(_Work)
-        self.lib.outrider_layer.argtypes = [*pointers, c_void_p, c_void_p]
-        self.lib.outrider_layer_from.argtypes = [*pointers, c_void_p, c_int32, c_void_p, c_void_p]
-        self.tables = (cos, sin)
-        self.shape = self._shape(config.heads, config.kv_heads, config.head_dim, config.head_dim**-0.5)
+        given: list[Any] = [*pointers, c_void_p, c_int32, c_void_p, c_void_p]
+        self.lib.outrider_layer_from.argtypes, self.lib.outrider_stage.argtypes = given, [c_int32, *given]
+        self.tables, c = (cos, sin), self.config
+        self.shape = self._shape(c.heads, c.kv_heads, c.head_dim, c.head_dim**-0.5)
         width = -(-(len(cos) + MAX_NODES + 1) // PANEL) * PANEL
         self.scores = torch.empty(threads, TALL * GROUP * width)
         self._bound: tuple[Batch, _Rows] | None = None
@@ -229,18 +236,46 @@ class NativeKernels:
         return out
 
     def layer(self, layer: NativeLayer, x: Tensor, batch: Batch, keys: Tensor, values: Tensor) -> None:
-        given = self._given(layer, x, batch)
-        self.lib.outrider_layer(*given, keys.data_ptr(), values.data_ptr())
+        self.layers([layer], x, batch, [keys], [values])
 
     def layers(
         self, layers: Seq[NativeLayer], x: Tensor, batch: Batch, keys: Seq[Tensor], values: Seq[Tensor]
     ) -> None:
         """Layers one after the other; keys and values are by layer."""
+        if self.group.size > 1:
+            for layer, mine in zip(layers, zip(keys, values, strict=True), strict=True):
+                self._shared_layer(layer, x, batch, *mine)
+            return
         pointers = c_void_p * len(layers)
         stack = pointers(*[ctypes.addressof(layer.struct) for layer in layers])
         to_keys, to_values = (pointers(*[one.data_ptr() for one in some]) for some in (keys, values))
         _, *given = self._given(layers[0], x, batch)
         self.lib.outrider_layers(stack, len(layers), *map(byref, given), to_keys, to_values)
+
+    def _shared_layer(
+        self, layer: NativeLayer, x: Tensor, batch: Batch, keys: Tensor, values: Tensor
+    ) -> None:
+        """A layer of several ranks, cut where they gather what they computed. Scratch buffers may be longer than x."""
+        given, work, gather = self._given(layer, x, batch), self._work, self.group.gather
+        _, _, mixed, act, sums = (buffer[: len(x)] for buffer in self._buffers)
+        own = self.group.cut(self.whole.hidden)
+
+        def run(stage: int) -> None:
+            self.lib.outrider_stage(stage, *given, None, 0, keys.data_ptr(), values.data_ptr())
+
+        def add(stage: int) -> None:
+            sums.copy_(x[:, own])
+            run(stage)
+            x.copy_(gather(sums, self.whole.hidden))
+
+        run(ATTEND)
+        all_mixed = gather(mixed, self.shape.all_mixed, self.whole.kv_heads)
+        work.all_mixed = all_mixed.data_ptr()
+        add(ADD_MIXED)
+        run(ACTIVATE)
+        all_act = gather(act, self.shape.all_act)
+        work.all_act = all_act.data_ptr()
+        add(ADD_ACT)
 
     def layer_from(
         self, layer: NativeLayer, inputs: Tensor, x: Tensor, batch: Batch, keys: Tensor, values: Tensor
@@ -254,6 +289,8 @@ class NativeKernels:
         rows = self._rows(batch)
         self._reserve(rows.rows)
         self._work.x = x.data_ptr()
+        if self.group.size == 1:
+            self._work.sums = x.data_ptr()
         return layer.struct, self.shape, rows, self._work
 
     def attention(
@@ -285,8 +322,10 @@ class NativeKernels:
         )
 
     def _shape(self, heads: int, kv_heads: int, head_dim: int, scale: float) -> _Shape:
-        c, (cos, sin) = self.config, self.tables
+        c, w, (cos, sin) = self.config, self.whole, self.tables
+        own = self.group.cut(w.hidden)
         return _Shape(
+            all_mixed=w.heads * w.head_dim, all_act=w.intermediate, sums=own.stop - own.start,
             hidden=c.hidden, heads=heads, kv_heads=kv_heads, head_dim=head_dim, intermediate=c.intermediate,
             threads=self.threads, eps=c.norm_eps, scale=scale, cos=cos.data_ptr(), sin=sin.data_ptr(),
         )  # fmt: skip
@@ -304,10 +343,13 @@ class NativeKernels:
         if rows <= self._capacity:
             return
         c = self.config
-        widths = (c.hidden, (c.heads + 2 * c.kv_heads) * c.head_dim, c.heads * c.head_dim, c.intermediate)
-        self._buffers = [torch.empty(rows, width) for width in widths]
-        for name, buffer in zip(("normed", "qkv", "mixed", "act"), self._buffers, strict=True):
+        widths = {"normed": c.hidden, "qkv": (c.heads + 2 * c.kv_heads) * c.head_dim}
+        widths |= {"mixed": c.heads * c.head_dim, "act": c.intermediate}
+        widths |= {"sums": self.shape.sums} if self.group.size > 1 else {}
+        self._buffers = [torch.empty(rows, width) for width in widths.values()]
+        for name, buffer in zip(widths, self._buffers, strict=True):
             setattr(self._work, name, buffer.data_ptr())
+        self._work.all_mixed, self._work.all_act = self._work.mixed, self._work.act  # of one rank
         self._work.scores, self._work.score_stride = self.scores.data_ptr(), self.scores.shape[1]
         self._capacity = rows
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from outrider.load.config import ModelConfig
 from outrider.load.quants import Blocks
 from outrider.model.kernels.reference_blocks import BlockMatrix
+from outrider.model.parallel import ALONE
 from outrider.model.weights import MATRICES, LayerTensors, Weight, parts_of
 from outrider.types import Batch
 from outrider.verify.filters import filter_logits
@@ -32,7 +33,7 @@ class ReferenceLinear:
 
 
 class ReferenceKernels:
-    name = "torch"
+    name, group = "torch", ALONE
 
     def __init__(self, config: ModelConfig, cos: Tensor, sin: Tensor) -> None:
         self.config = config

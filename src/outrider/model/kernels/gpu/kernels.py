@@ -35,6 +35,7 @@ from outrider.model.kernels.gpu.filter import filter_rows
 from outrider.model.kernels.gpu.library import padded_rows
 from outrider.model.kernels.gpu.matmul import Packed, gated_linear, linear, multiply_parts, pack
 from outrider.model.kernels.gpu.rows import add_and_norm, embed
+from outrider.model.parallel import ALONE, Group
 from outrider.model.weights import LayerTensors
 from outrider.types import Batch
 
@@ -72,15 +73,19 @@ class GpuKernels:
         device: str | torch.device = "cuda",
         dtype: torch.dtype = torch.bfloat16,
         weights: str = "bfloat16",
+        group: Group = ALONE,
     ) -> None:
-        """`weights`: what layers and head are stored as, `bfloat16` (as dtype) or a kind of quantise.py."""
+        """`weights`: what layers and head are stored as, `bfloat16` (as dtype) or a kind of quantise.py. `config` is
+        the whole model's; a rank of several has some heads and outputs.
+        """
         if config.head_dim > MAX_DIM:
             raise KernelUnavailable(f"head size {config.head_dim} is larger than {MAX_DIM}")
         if config.heads // config.kv_heads > MAX_GROUP:
             raise KernelUnavailable(
                 f"{config.heads // config.kv_heads} heads to a key are more than {MAX_GROUP}"
             )
-        self.config, self.device, self.dtype, self.weights = config, torch.device(device), dtype, weights
+        self.whole, self.config, self.group = config, group.share(config), group
+        self.device, self.dtype, self.weights = torch.device(device), dtype, weights
         self.tables = cos.to(self.device).contiguous(), sin.to(self.device).contiguous()
         self.scale = config.head_dim**-0.5
         self._read: tuple[Batch, AttentionPlan] | None = None
@@ -88,35 +93,36 @@ class GpuKernels:
     # -------------------------------------------------------------------------------------------- weights
 
     def pack_layer(self, w: LayerTensors) -> GpuLayer:
-        norms = None
+        norms, c = None, self.whole
         if w.q_norm is not None and w.k_norm is not None:
             norms = (self._small(w.q_norm), self._small(w.k_norm), self.config.norm_eps)
         bias = None if w.gate_bias is None or w.up_bias is None else torch.cat([w.gate_bias, w.up_bias])
         return GpuLayer(
             attn_norm=self._small(w.attn_norm),
-            qkv=self._packed((w.qkv,), w.qkv_bias, self.weights),
+            qkv=self._packed((w.qkv,), w.qkv_bias, self.weights, (c.heads + 2 * c.kv_heads) * c.head_dim),
             norms=norms,
-            out=self._packed((w.out,), w.out_bias, self.weights),
+            out=self._packed((w.out,), w.out_bias, self.weights, c.hidden),
             mlp_norm=self._small(w.mlp_norm),
-            gate_up=self._packed((w.gate, w.up), bias, self.weights),
-            down=self._packed((w.down,), w.down_bias, self.weights),
+            gate_up=self._packed((w.gate, w.up), bias, self.weights, c.intermediate),
+            down=self._packed((w.down,), w.down_bias, self.weights, c.hidden),
             window=w.window,
         )
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> GpuLinear:
-        return self._packed((weight,), bias, "bfloat16")
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None, whole: int = 0) -> GpuLinear:
+        return self._packed((weight,), bias, "bfloat16", whole)
 
     def pack_ends(self, embedding: Tensor, head: Tensor) -> tuple[GpuLinear, GpuLinear]:
         """A model's first and last matrix. In fewer bits a tied matrix is stored twice: the head is read whole for
         every token and is rounded; the embedding is read by the row and stays as it is.
         """
-        first = self.pack_linear(embedding)
+        vocab = self.whole.vocab
+        first = self.pack_linear(embedding, whole=vocab)
         if head is embedding and self.weights == "bfloat16":
             return first, first
-        return first, self._packed((head,), None, HEAD_KINDS.get(self.weights, self.weights))
+        return first, self._packed((head,), None, HEAD_KINDS.get(self.weights, self.weights), vocab)
 
-    def _packed(self, halves: tuple[Any, ...], bias: Tensor | None, kind: str) -> GpuLinear:
-        packed = pack(*halves, kind=kind, device=self.device, dtype=self.dtype)
+    def _packed(self, halves: tuple[Any, ...], bias: Tensor | None, kind: str, whole: int) -> GpuLinear:
+        packed = pack(*halves, kind=kind, device=self.device, dtype=self.dtype, whole=whole)
         return GpuLinear(packed, None if bias is None else self._small(bias))
 
     def _small(self, tensor: Tensor) -> Tensor:
@@ -148,6 +154,21 @@ class GpuKernels:
         add_and_norm(x, pending, norm.to(self.device), self.config.norm_eps, normed[:count], rows)
         return linear(normed, linear_.weight, linear_.bias, count)
 
+    def _padded(self, rows: Tensor, count: int) -> Tensor:
+        """`count` rows that other ranks have parts of, in space for as many as a matmul reads."""
+        room = self._room(count, rows.shape[1])
+        room[:count] = rows
+        return room
+
+    def _settled(self, x: Tensor, pending: Tensor) -> Tensor | None:
+        """What is still to be added to x. Ranks have outputs of their own, so theirs are added and gathered at once."""
+        if self.group.size == 1:
+            return pending
+        own = x[:, self.group.cut(self.whole.hidden)].contiguous()
+        add_and_norm(own, pending, None, 0.0, None)
+        x.copy_(self.group.gather(own, self.whole.hidden))
+        return None
+
     def draw(self, logits: Tensor, sampled: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
         there = logits.device
         return draw_rows(logits, sampled.to(there), seeds.to(there), positions.to(there))
@@ -169,7 +190,8 @@ class GpuKernels:
     def layer(self, layer: GpuLayer, x: Tensor, batch: Batch, keys: Tensor, values: Tensor) -> None:
         """x [R, hidden] float32 becomes the layer's output, in place."""
         pending = self._layer(layer, x, None, batch, keys, values, self._reading(batch))
-        add_and_norm(x, pending, None, 0.0, None)
+        if pending is not None:
+            add_and_norm(x, pending, None, 0.0, None)
 
     def layers(
         self,
@@ -218,7 +240,7 @@ class GpuKernels:
         keys: Tensor,
         values: Tensor,
         attention: AttentionPlan | JointPlan,
-    ) -> Tensor:
+    ) -> Tensor | None:
         normed = self._room(*x.shape)
         add_and_norm(x, pending, w.attn_norm, self.config.norm_eps, normed[: len(x)])
         return self.rest_of_layer(w, x, normed, batch, keys, values, attention)
@@ -232,7 +254,7 @@ class GpuKernels:
         keys: Tensor,
         values: Tensor,
         attention: AttentionPlan | JointPlan,
-    ) -> Tensor:
+    ) -> Tensor | None:
         """A layer from its normed inputs on, which may be wider than the stream, and more rows than x has; returns what
         is to be added to x.
         """
@@ -241,11 +263,16 @@ class GpuKernels:
         mixed = self._room(rows, c.heads * c.head_dim)
         fresh, heads = Fresh(qkv, self.tables, w.norms), mixed[:rows].view(rows, c.heads, c.head_dim)
         attend_parts(fresh, batch, keys, values, w.window, self.scale, attention, heads)
-        pending = multiply_parts(mixed, w.out.weight, w.out.bias, rows)
+        if self.group.size > 1:
+            width = self.whole.heads * c.head_dim
+            mixed = self._padded(self.group.gather(mixed[:rows], width, self.whole.kv_heads), rows)
+        pending = self._settled(x, multiply_parts(mixed, w.out.weight, w.out.bias, rows))
         normed = self._room(*x.shape)
         add_and_norm(x, pending, w.mlp_norm, c.norm_eps, normed[:rows])
         act = gated_linear(normed, w.gate_up.weight, w.gate_up.bias, rows)
-        return multiply_parts(act, w.down.weight, w.down.bias, rows)
+        if self.group.size > 1:
+            act = self._padded(self.group.gather(act[:rows], self.whole.intermediate), rows)
+        return self._settled(x, multiply_parts(act, w.down.weight, w.down.bias, rows))
 
     def _room(self, rows: int, width: int) -> Tensor:
         """For what a matmul reads."""

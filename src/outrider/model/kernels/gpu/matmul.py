@@ -53,6 +53,7 @@ class Packed:
     kind: str = "bfloat16"  # or one of quantise.KINDS; bfloat16 stands for whatever dtype is multiplied
     scales: Tensor | None = None  # [halves, blocks, deep blocks or 1, HIGH]
     library: Library | None = None  # a second copy, for passes of many rows
+    whole: int = 0  # outputs of all ranks' parts, which decide the order of sums; 0: `outputs`
 
     @property
     def gated(self) -> bool:
@@ -106,6 +107,7 @@ def pack(
     kind: str = "bfloat16",
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
+    whole: int = 0,
 ) -> Packed:
     """[outputs, inputs], or a gate and an up of that shape, as kernels want it, from wherever it lies to `device`.
 
@@ -114,6 +116,7 @@ def pack(
     like = halves[0]
     outputs, inputs = like.shape
     packed = room_for(len(halves), outputs, inputs, kind, dtype or like.dtype, device or like.device)
+    packed.whole = whole
     for half, weight in enumerate(halves):
         for first in range(0, packed.data.shape[1], AT_ONCE):
             _put(packed, half, first, weight[first * HIGH : (first + AT_ONCE) * HIGH])
@@ -294,16 +297,19 @@ def _matmul_kernel(
 
 
 def segments(weight: Packed) -> int:
-    """Into how many pieces the sums along the inputs are cut. Part of the arithmetic: rows play no role."""
-    blocks = -(-weight.outputs // HIGH)
-    if weight.gated or weight.outputs > WIDEST_CUT:
+    """Into how many pieces the sums along the inputs are cut. Part of the arithmetic: neither rows nor ranks play a
+    role.
+    """
+    outputs = weight.whole or weight.outputs
+    blocks = -(-outputs // HIGH)
+    if weight.gated or outputs > WIDEST_CUT:
         return 1
     if weight.kind not in KINDS and blocks >= LARGE:
         wanted = ENOUGH_UNSPREAD
-    elif weight.outputs > weight.inputs:
+    elif outputs > weight.inputs:
         wanted = 3 * ENOUGH_BLOCKS
     else:
-        wanted = ENOUGH_BLOCKS if weight.inputs <= 2 * weight.outputs else 2 * ENOUGH_BLOCKS
+        wanted = ENOUGH_BLOCKS if weight.inputs <= 2 * outputs else 2 * ENOUGH_BLOCKS
     pieces = max(1, min(-(-wanted // blocks), weight.inputs // SHORTEST_SEGMENT))
     return -(-weight.width // segment_length(weight.width, pieces))  # none of them empty
 

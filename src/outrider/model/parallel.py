@@ -1,0 +1,260 @@
+"""Tensor parallel: what one rank holds of a model, how ranks exchange activations, and how they run the same calls.
+
+Every matrix is cut by its outputs, and the ranks gather what they computed. No sum crosses ranks, so the bits are those
+of one process for any number of ranks. Rank 0 runs the engine. It announces each call of its model to the others, which
+run the same call on their part. Processes and their life are engine/ranks.py's business.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+from datetime import timedelta
+from itertools import islice
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from outrider.cache.store import KeyValueStore
+from outrider.load.config import ModelConfig
+from outrider.load.quants import Blocks
+from outrider.types import MAX_NODES, Batch
+
+GATHER_SECONDS = 30.0  # that a rank waits for the others; they begin a pass at the same time
+
+Call = TypeVar("Call", bound=Callable[..., Any])
+
+
+class Group:
+    """One process that holds the whole model; `Ranks` are several."""
+
+    rank, size = 0, 1
+
+    def cut(self, whole: int, units: int = 0, rank: int | None = None) -> slice:
+        """The outputs of a rank, by default this one's. Outputs may be cut between `units` of equal size only."""
+        units, rank = units or whole, self.rank if rank is None else rank
+        first, last = (units * one // self.size * (whole // units) for one in (rank, rank + 1))
+        return slice(first, last)
+
+    def share(self, config: ModelConfig) -> ModelConfig:
+        """The shape of a rank's layers. Every rank has the whole residual stream."""
+        if self.size == 1:
+            return config
+        kv_heads, intermediate = (_length(self.cut(n)) for n in (config.kv_heads, config.intermediate))
+        heads = kv_heads * (config.heads // config.kv_heads)
+        return replace(config, heads=heads, kv_heads=kv_heads, intermediate=intermediate)
+
+    def part(self, name: str, weight: Any, config: ModelConfig) -> Any:
+        """The rank's outputs of a weight: whole heads with their queries. Every rank has all norms."""
+        if self.size == 1 or name.endswith("norm.weight"):
+            return weight
+        units = config.kv_heads if name.split(".")[-2] in ("q_proj", "k_proj", "v_proj") else 0
+        own = self.cut(weight.shape[0], units)
+        return replace(weight, raw=weight.raw[own]) if isinstance(weight, Blocks) else weight[own]
+
+    def gather(self, part: Tensor, whole: int, units: int = 0) -> Tensor:
+        """[rows, outputs of this rank] of every rank -> [rows, whole], cut as in `cut`."""
+        return part
+
+    def pick(self, part: Tensor, owners: Tensor) -> Tensor:
+        """[rows, width] of every rank -> each row from the rank that owns it."""
+        return part
+
+    def announce(self, call: str, args: tuple[Any, ...]) -> None:
+        """Rank 0 has the others run this call of their model, too."""
+
+    def opened(self, store: KeyValueStore) -> None:
+        """A store was made that calls will name."""
+
+    def failed(self, error: BaseException) -> BaseException:
+        """What to raise for an error in the middle of a call."""
+        return error
+
+
+def _length(part: slice) -> int:
+    return int(part.stop - part.start)
+
+
+ALONE = Group()
+
+
+class Channel(Protocol):
+    """What rank 0 tells the others by."""
+
+    def send(self, message: bytes) -> None:
+        """Raises if a rank is lost."""
+        ...
+
+    def reason(self, error: BaseException) -> BaseException:
+        """The rank that was lost, if that is why a call failed."""
+        ...
+
+
+class Ranks(Group):
+    """One of several processes. `connect` it before the first gather."""
+
+    def __init__(self, rank: int, size: int, channel: Channel | None = None) -> None:
+        """Rank 0 has a channel to the others."""
+        self.rank, self.size, self.channel = rank, size, channel
+        self.broken: BaseException | None = None
+        self._numbers: weakref.WeakKeyDictionary[KeyValueStore, int] = weakref.WeakKeyDictionary()
+        self._dropped: list[int] = []  # stores that rank 0 no longer has
+        self._count = 0
+        self._process_group: Any = None
+        self._meeting: dist.Store | None = None  # must live as long as the process group
+
+    def connect(self, store: dist.Store, device: torch.device) -> None:
+        """Meets the other ranks, over loopback on a CPU."""
+        self._meeting = store
+        if device.type == "cuda":
+            nccl: Any = dist.ProcessGroupNCCL  # not in torch for a CPU
+            options = nccl.Options()
+            options._timeout = timedelta(seconds=GATHER_SECONDS)
+            self._process_group = nccl(store, self.rank, self.size, options)
+            return
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname="127.0.0.1")]
+        options._timeout, options._threads = timedelta(seconds=GATHER_SECONDS), 1
+        self._process_group = gloo(store, self.rank, self.size, options)
+
+    def abort(self) -> None:
+        """Ends gathers that wait for a lost rank. Those of a CPU end by themselves."""
+        if self._process_group is not None and self._process_group.name() == "nccl":
+            self._process_group.abort()
+
+    def gather(self, part: Tensor, whole: int, units: int = 0) -> Tensor:
+        widths = [_length(self.cut(whole, units, rank)) for rank in range(self.size)]
+        most = max(widths)
+        if most > part.shape[1]:
+            part = torch.nn.functional.pad(part, (0, most - part.shape[1]))
+        every = self._all(part)
+        if min(widths) == most:
+            return every.transpose(0, 1).reshape(len(part), whole)
+        return torch.cat([one[:, :width] for one, width in zip(every, widths, strict=True)], 1)
+
+    def pick(self, part: Tensor, owners: Tensor) -> Tensor:
+        return self._all(part)[owners, torch.arange(len(part), device=part.device)]
+
+    def _all(self, part: Tensor) -> Tensor:
+        """[ranks, *part.shape]"""
+        part = part.contiguous()
+        every = part.new_empty(self.size * part.numel())
+        if part.numel():
+            self._process_group._allgather_base(every, part.view(-1)).wait()
+        return every.view(self.size, *part.shape)
+
+    # ------------------------------------------------------------------------------------------------- calls
+
+    def announce(self, call: str, args: tuple[Any, ...]) -> None:
+        if self.channel is None:
+            return
+        if self.broken is not None:
+            raise self.broken
+        dropped, self._dropped[:] = list(self._dropped), []
+        tensors: list[Tensor] = []
+        shown = [call, [self._shown(arg, tensors) for arg in args], dropped]
+        self.channel.send(_encoded(shown, [tensor.cpu().contiguous() for tensor in tensors]))
+
+    def opened(self, store: KeyValueStore) -> None:
+        if self.channel is None:
+            return
+        self._count += 1
+        self._numbers[store] = self._count
+        weakref.finalize(store, self._dropped.append, self._count)
+        self.announce("open_store", (self._count, store.slots))
+
+    def failed(self, error: BaseException) -> BaseException:
+        """Ranks that stopped in the middle of a call are in different places, so nothing can be gathered after it."""
+        if self.channel is None:
+            return error
+        self.broken = self.broken or self.channel.reason(error)
+        return self.broken
+
+    def _shown(self, arg: Any, tensors: list[Tensor]) -> Any:
+        """An argument as JSON has it; its tensors follow the JSON."""
+        if isinstance(arg, KeyValueStore):
+            return {"store": self._numbers[arg]}
+        if isinstance(arg, Batch):
+            batch = _narrow(arg)
+            tensors += [getattr(batch, field.name) for field in fields(batch)]
+            return {"batch": len(fields(batch))}
+        if isinstance(arg, Tensor):
+            tensors.append(arg)
+            return {"tensor": 1}
+        return arg
+
+
+def _narrow(batch: Batch) -> Batch:
+    """A batch with only that part of the slot table which its rows read."""
+    used, places = batch.table_rows.unique(return_inverse=True)
+    width = int(batch.prefix.max()) + MAX_NODES if batch.rows else 0
+    return replace(batch, table=batch.table[used.long(), :width], table_rows=places.int())
+
+
+def _encoded(shown: Any, tensors: list[Tensor]) -> bytes:
+    """A line of JSON, and the bytes of the tensors."""
+    layout = [(str(one.dtype).removeprefix("torch."), one.shape) for one in tensors]
+    parts = [one.view(-1).view(torch.uint8).numpy().tobytes() for one in tensors]
+    return b"".join([json.dumps([shown, layout]).encode(), b"\n", *parts])
+
+
+def _decoded(message: bytes) -> tuple[Any, Iterator[Tensor]]:
+    line, _, raw = message.partition(b"\n")
+    shown, layout = json.loads(line)
+    data = torch.frombuffer(bytearray(raw or b"\0"), dtype=torch.uint8)
+
+    def tensors() -> Iterator[Tensor]:
+        at = 0
+        for name, shape in layout:
+            dtype: torch.dtype = getattr(torch, name)
+            end = at + math.prod(shape) * dtype.itemsize
+            yield data[at:end].clone().view(dtype).view(shape)  # a copy is aligned
+            at = end
+
+    return shown, tensors()
+
+
+def shared(method: Call) -> Call:
+    """A method of a model that all ranks run together. What it raises ends the group."""
+
+    @functools.wraps(method)
+    def run(self: Any, *args: Any) -> Any:
+        group: Group = self.group
+        if group.size == 1:
+            return method(self, *args)
+        group.announce(method.__name__, args)
+        try:
+            return method(self, *args)
+        except BaseException as error:
+            raise group.failed(error) from error
+
+    return run  # type: ignore[return-value]
+
+
+def follow(model: Any, messages: Iterator[bytes], open_store: Callable[[int], KeyValueStore]) -> None:
+    """Runs on its own part of the model what rank 0 announces, until that hangs up."""
+    stores: dict[int, KeyValueStore] = {}
+
+    def argument(shown: Any, tensors: Iterator[Tensor]) -> Any:
+        if not isinstance(shown, dict):
+            return shown
+        if "store" in shown:
+            return stores[shown["store"]]
+        return Batch(*islice(tensors, shown["batch"])) if "batch" in shown else next(tensors)
+
+    for message in messages:
+        (call, args, dropped), tensors = _decoded(message)
+        for number in dropped:
+            stores.pop(number, None)
+        if call == "open_store":
+            number, slots = args
+            stores[number] = open_store(slots)
+        else:
+            getattr(model, call)(*[argument(shown, tensors) for shown in args])

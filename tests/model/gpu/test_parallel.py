@@ -1,0 +1,37 @@
+"""Ranks that share a model on a device give the bits of one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from outrider.model.kernels.gpu.matmul import pack, segments
+from outrider.model.parallel import ALONE
+from tests.model.gpu import halves
+from tests.model.gpu.test_kernels import HALF
+from tests.tiny import random_tensors, tiny_config
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_in_turn_have_the_bits_of_one(device: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(halves, "KNOWN", 5)
+    config = tiny_config(hidden=64, heads=8, kv_heads=4, layers=2, vocab=256, tied=False, qkv_bias=True)
+    given = random_tensors(config)
+
+    def read(name: str) -> torch.Tensor:
+        if name.endswith("bias"):
+            return torch.linspace(-1, 1, (8 if "q_proj" in name else 4) * 16)
+        return given(name).to(HALF).float()
+
+    whole = halves.model_of(config, read, ALONE, device, HALF)
+    assert halves.same_bits(whole, read, size, (1, 3)) == []
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(4096, 14336), (8192, 8192), (6144, 4096), (10240, 8192)])
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_a_part_is_cut_into_the_segments_of_the_whole(outputs: int, inputs: int, size: int) -> None:
+    whole = pack(torch.empty(outputs, inputs, dtype=HALF))
+    part = pack(torch.empty(outputs // size, inputs, dtype=HALF), whole=outputs)
+    assert segments(part) == segments(whole)
