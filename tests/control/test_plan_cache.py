@@ -157,3 +157,10 @@ def test_where_the_device_waits_for_the_host_no_plan_is_made_beside_prompts_for_
     assert held == HOLD
     cache.put(work, plan_of(work, PAYS), alone)
     assert cache.get(beside, reading, lambda one: AUTO) is None  # not with drafts
+
+
+def test_where_the_device_waits_for_the_host_a_plan_without_drafts_is_soon_held_for_many_steps() -> None:
+    cache, work = PlanCache(), work_of(decoding())
+    cache.host_bound = True
+    options = options_of("persistent", work)
+    assert [steps_held(cache, work, options) for _ in range(7)] == [0, 1, 3, 7, 15, 31, 4 * HOLD]
