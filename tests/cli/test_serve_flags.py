@@ -177,7 +177,7 @@ def test_keys_are_listed(outrider: Outrider, file: Path) -> None:
     )
     outrider("keys", "add", "c", "--file", file, "--admin", "--keep-traffic")
     assert outrider("keys", "list", "--file", file).out.endswith("c\tadmin, keep_traffic\n")
-    marks = {"admin": False, "keep_traffic": False}
+    marks = {"admin": False, "keep_traffic": False, "models": []}
     assert outrider("keys", "list", "--json", "--file", file).rows[2]["keep_traffic"] is True
     limits = {"requests_per_minute": 0, "tokens_per_minute": 500, "max_running": 2}
     assert outrider("keys", "list", "--json", "--file", file).rows[0] == {"name": "a", **limits, **marks}

@@ -334,7 +334,9 @@ def app_of(model: Any, open_: Callable[..., Any] | None = None, **settings: Any)
         raise ApiError(503, "no engine")
 
     start = link.Start("tiny", "none", {}, ("text", "info"))
-    backend: Any = SimpleNamespace(start=start, model=model, state="ready", well=True, open=open_ or nothing)
+    backend: Any = SimpleNamespace(
+        start=start, model=model, state="ready", well=True, open=open_ or nothing, progress=None, problem=""
+    )
     serve = ServeSettings(**settings)
     served = ModelService(ModelSpec("tiny", "tiny", serve=serve), backend, Metrics())
     return App(Service(ModelTable([served]), serve, Keyring()))

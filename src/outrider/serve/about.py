@@ -60,9 +60,9 @@ async def health(request: Request) -> Response:
         return _unwell("stalled" if unwell.state == "ready" else unwell.state)
     running = [model.metrics for model in models if model.away is None]
     found = {"status": "ok", "prepared": all(metrics.gauges["prepared"] for metrics in running)}
-    states = {model.names[0]: model.state for model in models}
+    states = {"models": {model.names[0]: model.state for model in models}} if len(models) > 1 else {}
     unpaid = {drafter: size for model in models for drafter, size in model.metrics.by_drafter[UNPAID].items()}
-    return Reply({**found, "models": states, **({"drafts_that_do_not_pay": unpaid} if unpaid else {})})
+    return Reply({**found, **states, **({"drafts_that_do_not_pay": unpaid} if unpaid else {})})
 
 
 def _unwell(state: str) -> Reply:

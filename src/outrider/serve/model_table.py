@@ -145,7 +145,7 @@ class ModelTable:
                 continue
             if not await running:
                 return False
-            if model.away is None:  # nobody unloaded it: the server stops
+            if model.away is None:  # it was not unloaded: the server stops
                 break
             model.away = "unloaded"
             log.info("model unloaded", extra={"facts": {"model": model.names[0]}})

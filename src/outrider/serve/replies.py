@@ -333,7 +333,7 @@ class ModelList(Struct, kw_only=True):
 class Health(Struct, kw_only=True):
     status: str
     prepared: bool  # every loaded model
-    models: dict[str, str]  # their states by name
+    models: dict[str, str] | UnsetType = UNSET  # states by name, where there are several
     drafts_that_do_not_pay: dict[str, int] | UnsetType = UNSET
 
 
