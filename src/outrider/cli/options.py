@@ -22,6 +22,7 @@ from outrider.cli.flag import Flag, envvar, flags_of, help_of, option, read_byte
 from outrider.errors import InvalidRequest
 from outrider.load.sampling import GENERATION_CONFIGS, NAMES
 from outrider.sampling_params import SamplingParams, Speculation
+from outrider.serve.deploy_settings import DeploySettings
 from outrider.serve.settings import ServeSettings
 from outrider.settings import Settings
 
@@ -97,7 +98,7 @@ class Flags:
 
     argument: str
     panel: str
-    builds: type[SamplingParams] | type[Settings] | type[ServeSettings]
+    builds: type[SamplingParams] | type[Settings] | type[ServeSettings] | type[DeploySettings]
     flags: tuple[Flag, ...]
     join: Callable[[dict[str, Any]], dict[str, Any]] = dict  # from flags to fields, where they differ
 
@@ -112,7 +113,7 @@ class Flags:
             for flag in self.flags
         ]
 
-    def build(self, typed: dict[str, Any]) -> SamplingParams | Settings | ServeSettings:
+    def build(self, typed: dict[str, Any]) -> SamplingParams | Settings | ServeSettings | DeploySettings:
         values = {flag.name: typed.pop(flag.name) for flag in self.flags}
         read = {flag.name: flag.value(values[flag.name]) for flag in self.flags}
         return self.builds.of(self.join({n: v for n, v in read.items() if v is not None or n not in NAMES}))
@@ -170,12 +171,13 @@ _MEMORY = Flag(
     "memory_bytes", str, help_of(ServeSettings, "memory_bytes"), _by_device, "auto|SIZE", default="auto"
 )
 SERVE = Flags("serve", "Server", ServeSettings, flags_of(ServeSettings, _MEMORY))
+DEPLOY = Flags("deploy", "Replicas", DeploySettings, flags_of(DeploySettings))
 
 # What a table of a config file groups.
-TABLES = {"sampling": SAMPLING, "engine": ENGINE, "serve": SERVE}
+TABLES = {"sampling": SAMPLING, "engine": ENGINE, "serve": SERVE, "deploy": DEPLOY}
 
 
-def _load_config(context: typer.Context, file: str | None) -> Config:
+def load_config(context: typer.Context, file: str | None) -> Config:
     """Runs before any other flag is settled: what the file says becomes the command's defaults."""
     config = Config()
     if file is not None and not context.resilient_parsing:
@@ -201,13 +203,13 @@ _CONFIG = inspect.Parameter(
             "A TOML file of settings; flags and variables win over it.",
             "FILE",
             is_eager=True,
-            callback=_load_config,
+            callback=load_config,
         ),
     ],
 )
 
 
-def takes(*groups: Flags, **defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def takes(*groups: Flags, **defaults: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Give a command the flags of `groups` and --config; it is called with what they build.
 
     One with a parameter `given` gets the names of those parameters that a model may set and the user did set. One
@@ -215,17 +217,18 @@ def takes(*groups: Flags, **defaults: Any) -> Callable[[Callable[..., None]], Ca
     `defaults` are this command's own, by the flags' names.
     """
 
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         arguments = {group.argument for group in groups}
         own = inspect.signature(command, eval_str=True).parameters
         by_model = NAMES if "given" in own else ()
         made = {*arguments, "given", "rows"}
         kept = [p.replace(kind=p.KEYWORD_ONLY) for n, p in own.items() if n not in made]
-        flags = [_CONFIG, *(p for group in groups for p in group.parameters(by_model))]
+        config = () if "config" in own else (_CONFIG,)
+        flags = [*config, *(p for group in groups for p in group.parameters(by_model))]
         flags = [p.replace(default=defaults.get(p.name, p.default)) for p in flags]
 
         @functools.wraps(command)
-        def called(**typed: Any) -> None:
+        def called(**typed: Any) -> Any:
             config = typed.pop("config")
             try:
                 built = _built(groups, by_model, typed)
@@ -233,7 +236,7 @@ def takes(*groups: Flags, **defaults: Any) -> Callable[[Callable[..., None]], Ca
                 raise config.blame(problem, typed) from None
             if "rows" in own:
                 built["rows"] = {n: _row(groups, by_model, typed, n, config) for n in config.models}
-            command(**built)
+            return command(**built, **({"config": config} if "config" in own else {}))
 
         called.__signature__ = inspect.Signature([*kept, *flags])  # type: ignore[attr-defined]
         called.__annotations__ = {p.name: p.annotation for p in (*kept, *flags)}

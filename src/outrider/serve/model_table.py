@@ -10,14 +10,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from outrider.errors import LONGEST_NAME
 from outrider.serve.errors import ApiError
 from outrider.serve.keys import Key
 from outrider.serve.model_room import ModelRoom
 from outrider.serve.model_service import ModelService
-from outrider.serve.model_spec import by_name
+from outrider.serve.model_spec import ModelSpec, by_name
 from outrider.serve.stream import too_late
 
 log = logging.getLogger(__name__)
@@ -72,13 +72,7 @@ class ModelTable:
 
     def choose(self, name: str | None, key: Key | None) -> ModelService:
         """The model of this name; of requests that name none, the first that their key may use."""
-        allowed = self.allowed(key)
-        if name is None and allowed:
-            return allowed[0]
-        position = None if name is None else self._positions.get(name)
-        if position is None or self.models[position] not in allowed:
-            raise _not_served(name, position is not None, [model.names[0] for model in allowed])
-        return self.models[position]
+        return self.models[choose_position([m.spec for m in self.models], self._positions, name, key)]
 
     async def enter(self, model: ModelService, size: int) -> None:
         """Counts a request of `size` bytes among the users of its model, once that is loaded."""
@@ -189,6 +183,19 @@ class ModelTable:
         model.backend.stop()
         while model.away == "unloading" and not self._stopping:
             await asyncio.sleep(POLL_SECONDS)
+
+
+def choose_position(
+    table: Sequence[ModelSpec], positions: Mapping[str, int], name: str | None, key: Key | None
+) -> int:
+    """The position of the model that a request means."""
+    allowed = [i for i, spec in enumerate(table) if key is None or key.allows(spec.names)]
+    if name is None and allowed:
+        return allowed[0]
+    position = None if name is None else positions.get(name)
+    if position is None or position not in allowed:
+        raise _not_served(name, position is not None, [table[i].names[0] for i in allowed])
+    return position
 
 
 def _not_served(name: str | None, known: bool, names: list[str]) -> ApiError:

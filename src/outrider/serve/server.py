@@ -59,7 +59,7 @@ def run_server(table: Sequence[ModelSpec], serve: ServeSettings) -> int:
     if keys.open and not serve.local:
         log.warning("anyone who can reach %s can use this server; set --api-key or --key-file", serve.host)
     _check_key_models(keys, table)
-    sock = _bind(serve)
+    sock = bind(serve)
     with sock:
         room = measure_room(table, serve.memory_bytes)
         service = Service(ModelTable([ModelService.of(spec) for spec in table], room), serve, keys)
@@ -86,7 +86,7 @@ def _traffic(serve: ServeSettings, keys: Keyring, closing: contextlib.ExitStack)
     return keeper
 
 
-def _bind(serve: ServeSettings) -> socket.socket:
+def bind(serve: ServeSettings) -> socket.socket:
     """The listening socket, before anything slow: a taken port is known at once."""
     family = socket.AF_INET6 if ":" in serve.host else socket.AF_INET
     # Named TCP, or asyncio leaves small writes to be gathered: 40 ms a request, and as much between events.
