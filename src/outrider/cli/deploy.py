@@ -69,10 +69,10 @@ def deploy(**typed: Any) -> None:
     with bind(made.serve):
         pass  # a taken port is known before Ray is started
     stopping = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stopping.set())
     try:
         ray_app.run_application(ray_app.application(made), made.serve)
+        for number in (signal.SIGINT, signal.SIGTERM):  # after Ray was started, which handles them itself
+            signal.signal(number, lambda *_: stopping.set())
         names = ", ".join(spec.names[0] for spec in made.table)
         note(f"ready     http://{made.serve.host}:{made.serve.port}/v1 with {names}; Ctrl-C stops it")
         stopping.wait()

@@ -10,10 +10,9 @@ if its own dies; a stream that has begun ends with an error event.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from ray import serve
@@ -31,6 +30,7 @@ from outrider.serve.limits import read_json
 from outrider.serve.model_spec import ModelSpec, by_name
 from outrider.serve.model_table import choose_position
 from outrider.serve.replica import Headers, ReplicaServer
+from outrider.serve.replica_route import merged_metrics, prefix_of, ranking
 from outrider.serve.settings import ServeSettings
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,6 @@ RETRY_SECONDS = 30.0  # a request of which nothing was sent is tried again for s
 RETRY_PAUSE = 0.25  # seconds, times the number of the try
 # Codes of a server that cannot take requests now, where another can.
 ELSEWHERE = frozenset({"engine_lost", "lost", "loading", "draining", "failed", "stalled", "queue_full"})
-PREFIX_CHARACTERS = 1024  # of a text; a conversation counts up to its first question
 HEALTH_PERIOD, HEALTH_TIMEOUT = 2.0, 10.0  # seconds
 
 
@@ -56,13 +55,8 @@ class PrefixRouter(RequestRouter):
         prefix, attempt = "", 0
         if pending_request is not None and len(pending_request.args) >= 2:
             prefix, attempt = pending_request.args[:2]
-        ranked = sorted(candidate_replicas, key=lambda one: _mixed(prefix, one.replica_id.unique_id))
-        start = attempt % max(1, len(ranked))
-        return [[one] for one in (*ranked[start:], *ranked[:start])]
-
-
-def _mixed(prefix: str, replica: str) -> bytes:
-    return hashlib.sha256(f"{prefix} {replica}".encode()).digest()
+        ranked = ranking(prefix, attempt, {one.replica_id.unique_id: one for one in candidate_replicas})
+        return [[one] for one in ranked]
 
 
 class Replica:
@@ -126,7 +120,7 @@ class Front:
         handle = self.handles[
             choose_position(self.table, self.positions, name, None if self.keys.open else key)
         ]
-        return await self._limited(request, handle, key, _prefix(key, fields), body)
+        return await self._limited(request, handle, key, prefix_of(key, fields), body)
 
     async def _limited(self, request: Request, handle: Any, key: Key, prefix: str, body: bytes) -> Response:
         """Counts a request against its key over all replicas. Tokens are counted by each replica."""
@@ -242,38 +236,6 @@ def _code(body: bytes) -> str | None:
         return str(found["error"]["code"])
     except (ValueError, KeyError, TypeError):
         return None
-
-
-def _prefix(key: Key, asked: Mapping[str, Any]) -> str:
-    """What tells conversations apart, as their cached prompts are: the key, the salt and how the prompt begins. A
-    conversation grows at its end, so it counts up to its first question.
-    """
-    begins: list[Any] = [asked.get("system"), asked.get("instructions"), asked.get("tools")]
-    messages = asked.get("messages") or asked.get("input") or asked.get("prompt") or ""
-    if isinstance(messages, list) and messages and isinstance(messages[0], dict):
-        users = [i for i, one in enumerate(messages) if isinstance(one, dict) and one.get("role") == "user"]
-        begins += messages[: users[0] + 1 if users else 1]
-    else:
-        begins.append(messages[:PREFIX_CHARACTERS] if isinstance(messages, str) else messages)
-    text = json.dumps([key.owner, asked.get("cache_salt"), asked.get("model"), begins], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def merged_metrics(replicas: Sequence[tuple[str, str]]) -> str:
-    """Metrics of all replicas, each sample with the label of its own."""
-    families: dict[str, list[str]] = {}
-    for replica, text in replicas:
-        samples: list[str] = []
-        for line in text.splitlines():
-            if line.startswith("# HELP"):
-                samples = families.setdefault(line, [])
-            elif line.startswith("# TYPE"):
-                if not samples:
-                    samples.append(line)
-            else:
-                name, _, labelled = line.partition("{")
-                samples.append(f'{name}{{replica="{replica}",{labelled}')
-    return "".join(f"{line}\n" for head, samples in families.items() for line in (head, *samples))
 
 
 def application(plan: DeployPlan) -> Any:

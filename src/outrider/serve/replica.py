@@ -15,6 +15,7 @@ import secrets
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import IO
@@ -47,18 +48,17 @@ class ReplicaServer:
 
     async def start(self) -> None:
         """Returns once the model is loaded. Raises if it cannot be."""
-        await asyncio.to_thread(self._launch)
-        while (await self.get("/health"))[0] != 200:
-            await asyncio.sleep(0.1)
-            self.check_alive()
-
-    def _launch(self) -> None:
         command = [sys.executable, "-P", "-m", "outrider.serve.replica"]
+        # On this thread, which lives as long as the replica: the process ends with the thread that started it.
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(pickle.dumps((self.spec, self.serve)))
         self._process.stdin.close()
-        self.port = _port_of(self._process.stdout)
+        self.port = await asyncio.to_thread(_port_of, self._process.stdout)
+        threading.Thread(target=_pass_on, args=(self._process.stdout,), daemon=True).start()
+        while (await self.get("/health"))[0] != 200:
+            await asyncio.sleep(0.1)
+            self.check_alive()
 
     def check_alive(self) -> None:
         if self._process is None or self._process.poll() is not None:
@@ -124,11 +124,16 @@ async def _received(
 
 
 def _port_of(out: IO[bytes]) -> int:
-    """From the line that says where it listens. What it prints after that is passed on."""
+    """From the line that says where it listens."""
     for line in out:
         if found := re.search(rb"listening on http://127\.0\.0\.1:(\d+)", line):
             return int(found[1])
     raise OutriderError("the server ended before it listened; its log says why")
+
+
+def _pass_on(out: IO[bytes]) -> None:
+    for line in out:
+        print(line.decode(errors="replace"), end="", file=sys.stderr)
 
 
 def main() -> int:
