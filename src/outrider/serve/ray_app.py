@@ -39,6 +39,10 @@ RETRY_SECONDS = 30.0  # a request of which nothing was sent is tried again for s
 RETRY_PAUSE = 0.25  # seconds, times the number of the try
 # Codes of a server that cannot take requests now, where another can.
 ELSEWHERE = frozenset({"engine_lost", "lost", "loading", "draining", "failed", "stalled", "queue_full"})
+UPSCALE_SECONDS, DOWNSCALE_SECONDS = (
+    5.0,
+    60.0,
+)  # how long load must have changed: starting a replica takes seconds
 HEALTH_PERIOD, HEALTH_TIMEOUT = 2.0, 10.0  # seconds
 
 
@@ -62,7 +66,7 @@ class PrefixRouter(RequestRouter):
 class Replica:
     """One replica of one model."""
 
-    async def __init__(self, spec: ModelSpec, settings: ServeSettings) -> None:
+    async def __init__(self, spec: ModelSpec, settings: ServeSettings) -> None:  # type: ignore[misc]  # Ray awaits it
         self.server = ReplicaServer(spec, settings)
         self.name = serve.get_replica_context().replica_id.unique_id
         await self.server.start()
@@ -209,12 +213,17 @@ async def _events(parts: AsyncIterator[bytes], path: str, ended: Any) -> AsyncIt
         error = ApiError(
             503, "the replica that answered was lost; send the request again", code="replica_lost"
         )
-        if path.startswith("/v1/messages"):
-            yield b"event: error\n"
-        body = error.anthropic_body() if path.startswith("/v1/messages") else error.body()
-        yield b"data: " + json.dumps(body).encode() + b"\n\n"
+        yield _error_event(error, path)
     finally:
         ended()
+
+
+def _error_event(error: ApiError, path: str) -> bytes:
+    """As the clients of the route know it."""
+    if path.startswith("/v1/messages"):
+        return b"event: error\ndata: " + json.dumps(error.anthropic_body()).encode() + b"\n\n"
+    body = {**error.body()["error"], "type": "error"} if path.startswith("/v1/responses") else error.body()
+    return b"data: " + json.dumps(body).encode() + b"\n\n"
 
 
 def _with_headers(response: Response, headers: Headers) -> Response:
@@ -271,6 +280,9 @@ def _replica_options(how: DeploySettings, settings: ServeSettings) -> dict[str, 
         min_replicas=how.min_replicas,
         max_replicas=how.max_replicas,
         target_ongoing_requests=how.target_requests,
+        upscale_delay_s=UPSCALE_SECONDS,
+        downscale_delay_s=DOWNSCALE_SECONDS,
+        look_back_period_s=UPSCALE_SECONDS,
     )
     return {**options, "autoscaling_config": scaling}
 
