@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +15,11 @@ from typer.testing import CliRunner
 
 from outrider.cli.main import make_app
 from outrider.errors import InvalidRequest, OutOfMemory
+from outrider.serve.backend import Backend
+from outrider.serve.engine_process import reporting
 from outrider.serve.keys import Key, parse_keys
+from outrider.serve.link import Loading, Start, from_engine, receive_as
+from outrider.serve.metrics import Metrics
 from outrider.serve.model_room import ModelRoom, check_table_fits
 from outrider.serve.model_spec import ModelSpec, by_name, check_table, read_model
 from outrider.serve.settings import ServeSettings
@@ -246,3 +252,26 @@ def test_a_keys_models_are_read_and_checked() -> None:
     for wrong in ("models = []", 'models = "x"', "models = [1]", 'models = [""]'):
         with pytest.raises(InvalidRequest, match="a list of names"):
             parse_keys(text + wrong, "file")
+
+
+def test_progress_is_the_share_of_the_weights_that_is_read() -> None:
+    async def run() -> list[float | None]:
+        backend = Backend(Start("tiny", "none", {}, ("text", "info")), ServeSettings(), Metrics())
+        seen = [backend.progress]
+        for done in (1, 4):
+            await backend._handle(Loading(done, 4))
+            seen.append(backend.progress)
+        backend._lost()
+        return [*seen, backend.progress]
+
+    assert asyncio.run(run()) == [None, 0.25, 1.0, None]
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        update = reporting(theirs)("words", 1000)
+        for done in range(0, 1001, 5):
+            update(done)
+        theirs.shutdown(socket.SHUT_WR)
+        received = []
+        while (message := receive_as(from_engine, ours)) is not None:
+            received.append(message)
+    assert received[-1] == Loading(1000, 1000) and 10 < len(received) <= 51
