@@ -211,7 +211,7 @@ class Shell:
 
         def stands_in(*told: Any) -> int:
             self.served.append(told)
-            Keyring.of(told[4])  # the key file is there, and holds keys
+            Keyring.of(told[1])  # the key file is there, and holds keys
             return 0
 
         few = partial(same_distribution, draws=128)

@@ -16,7 +16,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 def test_every_lower_bound_is_installed_by_the_lowest_check() -> None:
     extras = PROJECT["optional-dependencies"]
     asked = [Requirement(one) for one in PROJECT["dependencies"]]
-    asked += [Requirement(one) for name, some in extras.items() if name != "gpu" for one in some]
+    apart = ("gpu", "ray")  # of other machines; 2.60 is the version of Ray that was run
+    asked += [Requirement(one) for name, some in extras.items() if name not in apart for one in some]
     pinned = lowest(PROJECT)
     for one in asked:
         bounds = [each.version for each in one.specifier if each.operator == ">="]

@@ -35,9 +35,10 @@ def install(extra: str) -> str:
     from importlib import metadata  # takes as long to import as all other modules of an error's
 
     try:
-        return f"pip install {' '.join(_needs(metadata.requires('outrider') or (), extra))}"
+        needs = " ".join(_needs(metadata.requires("outrider") or (), extra))
     except metadata.PackageNotFoundError:  # run from its folder
-        return f"install Outrider with its extra {extra!r}"
+        needs = ""
+    return f"pip install {needs}" if needs else f"install Outrider with its extra {extra!r}"
 
 
 def _needs(lines: Sequence[str], extra: str) -> Iterator[str]:

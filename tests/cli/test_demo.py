@@ -259,12 +259,13 @@ def test_the_page_is_opened_once_the_server_answers(
     opened, answers = list[str](), iter([False, False, True])
     done = threading.Event()
 
-    def serve(model: str, draft: str, params: object, settings: object, how: Any) -> int:
-        assert (model, draft, how.port) == (str(tiny_folder), "auto", 8123)
+    def serve(table: Any, how: Any) -> int:
+        [spec] = table
+        assert (spec.source, spec.draft, how.port) == (str(tiny_folder), "auto", 8123)
         assert done.wait(60)
         return 0
 
-    monkeypatch.setattr(demo, "serve_model", serve)
+    monkeypatch.setattr(demo, "serve_table", serve)
     monkeypatch.setattr(demo, "POLL_SECONDS", 0.0)
     monkeypatch.setattr(demo, "_answers", lambda url: next(answers))
     monkeypatch.setattr(demo.webbrowser, "open", lambda url: bool(opened.append(url)))

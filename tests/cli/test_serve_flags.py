@@ -16,6 +16,7 @@ import pytest
 from outrider.cli import keys
 from outrider.cli.options import SERVE
 from outrider.serve.keys import Keyring, read_key_file
+from outrider.serve.model_spec import ModelSpec
 from outrider.serve.settings import ServeSettings
 from outrider.settings import Settings
 from outrider.types import SamplingParams
@@ -29,6 +30,7 @@ class Served:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.code = 0
+        self.table: list[ModelSpec] = []
         self.model, self.draft = "", ""
         self.given: frozenset[str] = frozenset()  # of the parameters a model may set
         self.params, self.settings, self.serve = SamplingParams(), Settings(), ServeSettings()
@@ -37,7 +39,10 @@ class Served:
         monkeypatch.setitem(sys.modules, "outrider.serve.server", server)
 
     def run_server(self, *started: Any) -> int:
-        self.model, self.draft, self.params, self.settings, self.serve, self.given = started
+        self.table, self.serve = started
+        spec = self.table[0]
+        self.model, self.draft, self.params = spec.source, spec.draft, spec.params
+        self.settings, self.given = spec.settings, spec.given
         return self.code
 
 
@@ -172,7 +177,7 @@ def test_keys_are_listed(outrider: Outrider, file: Path) -> None:
     )
     outrider("keys", "add", "c", "--file", file, "--admin", "--keep-traffic")
     assert outrider("keys", "list", "--file", file).out.endswith("c\tadmin, keep_traffic\n")
-    marks = {"admin": False, "keep_traffic": False}
+    marks = {"admin": False, "keep_traffic": False, "models": []}
     assert outrider("keys", "list", "--json", "--file", file).rows[2]["keep_traffic"] is True
     limits = {"requests_per_minute": 0, "tokens_per_minute": 500, "max_running": 2}
     assert outrider("keys", "list", "--json", "--file", file).rows[0] == {"name": "a", **limits, **marks}

@@ -141,7 +141,7 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def write_tiny(folder: Path, context: int = 2048) -> None:
+def write_tiny(folder: Path, context: int = 2048, seed: int = 0) -> None:
     """Heads of 16, so that the C kernels run it."""
     folder.mkdir()
     config = tiny_config(vocab=len(vocabulary()))
@@ -155,7 +155,7 @@ def write_tiny(folder: Path, context: int = 2048) -> None:
     words = {"eos_token": "<|end|>", "chat_template": TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(words))
     byte_level_backend().save(str(folder / "tokenizer.json"))
-    read = random_tensors(config)
+    read = random_tensors(config, seed)
     save_file({name: read(name) for name in hf_weights()}, folder / "model.safetensors")
 
 

@@ -41,6 +41,9 @@ from outrider.serve.keys import Keyring
 from outrider.serve.log import JsonLines, TextLines
 from outrider.serve.metrics import Metrics
 from outrider.serve.model import ServedModel
+from outrider.serve.model_service import ModelService
+from outrider.serve.model_spec import ModelSpec
+from outrider.serve.model_table import ModelTable
 from outrider.serve.service import Service
 from outrider.serve.settings import ServeSettings
 from outrider.types import DraftPlan, SamplingParams
@@ -331,8 +334,12 @@ def app_of(model: Any, open_: Callable[..., Any] | None = None, **settings: Any)
         raise ApiError(503, "no engine")
 
     start = link.Start("tiny", "none", {}, ("text", "info"))
-    backend: Any = SimpleNamespace(start=start, model=model, state="ready", well=True, open=open_ or nothing)
-    return App(Service(backend, ServeSettings(**settings), SamplingParams(), Keyring(), Metrics()))
+    backend: Any = SimpleNamespace(
+        start=start, model=model, state="ready", well=True, open=open_ or nothing, progress=None, problem=""
+    )
+    serve = ServeSettings(**settings)
+    served = ModelService(ModelSpec("tiny", "tiny", serve=serve), backend, Metrics())
+    return App(Service(ModelTable([served]), serve, Keyring()))
 
 
 def asked(app: App, *requests: tuple[str, str, Any]) -> list[httpx.Response]:

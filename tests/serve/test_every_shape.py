@@ -336,9 +336,9 @@ def test_each_byte_of_a_body_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) 
     async def receive() -> Any:
         return {"type": "http.request", "body": left.pop(0), "more_body": bool(left)}
 
-    backend = SimpleNamespace(model=SimpleNamespace(most_bytes=1000))
+    table = SimpleNamespace(most_bytes=1000)
     service: Any = SimpleNamespace(
-        settings=ServeSettings(max_schema_bytes=1000), intake=Intake(), backend=backend
+        settings=ServeSettings(max_schema_bytes=1000), intake=Intake(), table=table
     )
     scope = {"type": "http", "path": "/", "headers": []}
     with pytest.raises(ApiError) as refused:

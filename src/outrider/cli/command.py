@@ -24,6 +24,8 @@ EVERYDAY = {
     "chat": f"model system draft show_origins stats {_SAMPLING} {_MACHINE}",
     "serve": "model host port api_keys key_file allowed_hosts cors_origins served_name max_sequences cache_bytes"
     " weights device threads context draft speculation max_tokens temperature top_p log_format config help",
+    "deploy": "config host port key_file min_replicas max_replicas target_requests replica_cpus replica_gpus draft"
+    " cache_bytes weights device threads context help",
     "bench": _MEASURED,
     "audit": _MEASURED,
     "advise": _MEASURED,
@@ -35,7 +37,7 @@ EVERYDAY = {
 }
 # The commands, in the order in which people meet them.
 ORDER = (
-    *("demo", "generate", "chat", "serve", "models", "pairs", "audit", "bench", "advise"),
+    *("demo", "generate", "chat", "serve", "deploy", "models", "pairs", "audit", "bench", "advise"),
     *("distill", "doctor", "keys", "draft", "help"),
 )
 OTHERWISE = f"model draft {_SAMPLING} {_MACHINE} json_file"

@@ -7,6 +7,10 @@
     port = 8080
     key-file = "/etc/outrider/keys.toml"
 
+    [models.coder]                # one of several models that `outrider serve` offers, with its own settings
+    model = "/models/coder.gguf"
+    load = "first use"
+
 Keys are names of fields; values are as the flag takes them. What is typed wins, then the environment, then the
 file. One file may serve every command: what a command has no flag for, it leaves alone.
 """
@@ -16,7 +20,7 @@ from __future__ import annotations
 import tomllib
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,10 +28,13 @@ from typing import Any
 from outrider.cli.coming_from import key_answer
 from outrider.cli.flag import Flag
 from outrider.errors import InvalidRequest, closest
+from outrider.load.sampling import GENERATION_CONFIGS
+from outrider.serve.settings import PER_MODEL
 
 Tables = Mapping[str, Mapping[str, Flag]]  # by the table's name, then by the key
 
 TOP_LEVEL = ("model", "draft", "generation_config")
+MODELS = "models"
 WANTED = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 
@@ -37,6 +44,9 @@ class Config:
 
     file: str = ""
     values: Mapping[str, Any] = field(default_factory=dict)
+    models: Mapping[str, Mapping[str, Any]] = field(
+        default_factory=dict
+    )  # by name, what a model's table sets
 
     def blame(self, problem: InvalidRequest, used: Mapping[str, Any]) -> InvalidRequest:
         """Name the file in the error if the value at fault came from it and not from a flag or variable."""
@@ -47,14 +57,40 @@ class Config:
 
 
 def read_config(file: str, tables: Tables) -> Config:
+    document = _document(file)
+    models = document.pop(MODELS, {})
+    if not isinstance(models, dict) or not all(isinstance(own, dict) for own in models.values()):
+        raise InvalidRequest(f"{file}: models are tables headed [models.NAME]", MODELS)
+    values = _values(_entries(document, tables), tables, file)
+    if models and "model" in values:
+        raise InvalidRequest(f"{file}: model and [models] both say what is served; leave out one", "model")
+    return Config(
+        file, values, {name: _model_values(name, own, tables, file) for name, own in models.items()}
+    )
+
+
+def _values(entries: Iterable[tuple[str, str, Any]], tables: Tables, file: str) -> dict[str, Any]:
     values: dict[str, Any] = {}
-    for table, key, value in _entries(_document(file), tables):
+    for table, key, value in entries:
         name = key.replace("-", "_")
         flag = _flag_of(name, key, table, tables, file)
         if name in values:
             raise InvalidRequest(f"{file}: {name} is given twice", name)
         values[name] = _fitted(name, str if flag is None else flag.kind, flag, value, file)
-    return Config(file, values)
+    return values
+
+
+def _model_values(model: str, own: Mapping[str, Any], tables: Tables, file: str) -> dict[str, Any]:
+    """What the table of one model sets. What concerns the server as a whole is refused."""
+    where = f"{file}: [{MODELS}.{model}]"
+    allowed = {
+        table: {name: flag for name, flag in flags.items() if table != "serve" or name in PER_MODEL}
+        for table, flags in tables.items()
+    }
+    for key in own:
+        if (name := key.replace("-", "_")) in tables["serve"] and name not in PER_MODEL:
+            raise InvalidRequest(f"{where}: {key} concerns the whole server; it belongs at the top", name)
+    return _values((("", key, value) for key, value in own.items()), allowed, where)
 
 
 def _document(file: str) -> dict[str, Any]:
@@ -112,6 +148,8 @@ def _fitted(name: str, kind: Any, flag: Flag | None, value: Any, file: str) -> A
     """The value as the command line would have it, once it is of the flag's type and can be read."""
     try:
         fitted = _of_kind(kind, value, flag is not None and flag.read is not None)
+        if name == "generation_config" and fitted not in GENERATION_CONFIGS:
+            raise ValueError(f"{fitted!r} is not {' or '.join(GENERATION_CONFIGS)}")
         if flag is not None and flag.read is not None:
             flag.read(fitted)
     except ValueError as problem:

@@ -22,8 +22,9 @@ from outrider.cli.flag import option
 from outrider.cli.options import DEFAULT_MODEL, ENGINE, Draft, Model, takes
 from outrider.cli.output import note, open_llm, write
 from outrider.cli.race import Race, Scene, Side, prompt_ids
-from outrider.cli.serve import serve_model
+from outrider.cli.serve import serve_table
 from outrider.errors import InvalidRequest
+from outrider.serve.model_spec import ModelSpec, read_model
 from outrider.serve.settings import ServeSettings
 from outrider.settings import Settings, usable_cores
 from outrider.types import SamplingParams
@@ -111,7 +112,8 @@ def _serve_page(model: str, draft: str, settings: Settings, serve: ServeSettings
     """The server, with its page opened once it answers."""
     url = f"http://{serve.host}:{serve.port}/"
     threading.Thread(target=_open_when_ready, args=(url,), name="outrider-open", daemon=True).start()
-    raise typer.Exit(serve_model(model, draft, SamplingParams(), settings, serve))
+    spec = ModelSpec(*read_model(model), draft, SamplingParams(), settings, serve)
+    raise typer.Exit(serve_table([spec], serve))
 
 
 def _open_when_ready(url: str) -> None:

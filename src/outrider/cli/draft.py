@@ -38,6 +38,10 @@ Json = Annotated[
     bool,
     option("json", "The server's answer as it is."),
 ]
+DraftOf = Annotated[
+    str | None,
+    option("draft_of", "Whose draft; by default that of the server's first model.", "NAME", "--model"),
+]
 Target = Annotated[str, option("model", "The model served.", "MODEL", "--target")]
 Traffic = Annotated[
     str, option("keep_traffic", "What the server kept, as its --keep-traffic has it.", "DIR", "--traffic")
@@ -80,21 +84,26 @@ def swap(
     url: Url = HERE,
     api_key: ApiKey = None,
     as_json: Json = False,
+    model: DraftOf = None,
 ) -> None:
     """Draft with other weights of the same shape from the next step on. Requests go on, and no token changes.
 
     outrider draft swap candidate
     """
-    _tell(_ask(url, "/v1/draft/swap", api_key, {"path": path}), as_json)
+    _tell(_ask(url, "/v1/draft/swap", api_key, {"path": path, **_named(model)}), as_json)
 
 
 @draft.command()
-def rollback(url: Url = HERE, api_key: ApiKey = None, as_json: Json = False) -> None:
+def rollback(url: Url = HERE, api_key: ApiKey = None, as_json: Json = False, model: DraftOf = None) -> None:
     """Draft with the weights before the last swap again.
 
     outrider draft rollback
     """
-    _tell(_ask(url, "/v1/draft/rollback", api_key, {}), as_json)
+    _tell(_ask(url, "/v1/draft/rollback", api_key, _named(model)), as_json)
+
+
+def _named(model: str | None) -> dict[str, Any]:
+    return {} if model is None else {"model": model}
 
 
 @draft.command()

@@ -57,6 +57,10 @@ KeepTraffic = Annotated[
     bool,
     option("key_keep_traffic", "Its tokens may be kept, where the server keeps any.", None, "--keep-traffic"),
 ]
+KeyModels = Annotated[
+    list[str] | None,
+    option("key_models", "A model it may use; all by default. Repeatable.", "NAME", "--model"),
+]
 Folder = Annotated[str, option("keep_traffic", "The folder, as the server's --keep-traffic has it.", "DIR")]
 Json = Annotated[bool, option("json", "One JSON object a key, on stdout.")]
 
@@ -70,6 +74,7 @@ def add(
     max_running: Running = 0,
     admin: Admin = False,
     keep_traffic: KeepTraffic = False,
+    model: KeyModels = None,
 ) -> None:
     """Make a key and print it, this once; the file keeps its hash. A running server reads the file again on SIGHUP.
 
@@ -79,7 +84,7 @@ def add(
     check_name(name, "a key", "name")
     secret = PREFIX + secrets.token_urlsafe(32)
     limits = KeyLimits(requests_per_minute, tokens_per_minute, max_running)
-    made = Key(name, digest_of(secret), limits, admin, keep_traffic)
+    made = Key(name, digest_of(secret), limits, admin, keep_traffic, tuple(model or ()))
     with _locked(path):
         text, known = _contents(path)
         if name in [key.name for key in known]:
@@ -97,10 +102,11 @@ def list_all(file: File = "keys.toml", as_json: Json = False) -> None:
     for key in read_key_file(Path(file).expanduser()):
         limits, marks = asdict(key.limits), {mark: getattr(key, mark) for mark in MARKS}
         if as_json:
-            write(json.dumps({"name": key.name, **limits, **marks}) + "\n")
+            write(json.dumps({"name": key.name, **limits, **marks, "models": key.models}) + "\n")
         else:
             said = [f"{value} {SAID[limit]}" for limit, value in limits.items() if value]
             said += [mark for mark, on in marks.items() if on]
+            said += [f"only {', '.join(key.models)}"] if key.models else []
             write(f"{key.name}\t{', '.join(said) or 'no limits'}\n")
 
 
@@ -159,6 +165,7 @@ def _entry(key: Key) -> str:
     ]
     limits = [(field.name, getattr(key.limits, field.name)) for field in fields(key.limits)]
     lines += [f"{limit} = {value}" for limit, value in limits if value]
+    lines += [f"models = {json.dumps(key.models, ensure_ascii=False)}"] if key.models else []
     return "\n".join([*lines, *(f"{mark} = true" for mark in MARKS if getattr(key, mark))]) + "\n"
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import re
 from collections.abc import Callable, Container, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, replace
@@ -21,6 +22,7 @@ from outrider.cli.flag import Flag, envvar, flags_of, help_of, option, read_byte
 from outrider.errors import InvalidRequest
 from outrider.load.sampling import GENERATION_CONFIGS, NAMES
 from outrider.sampling_params import SamplingParams, Speculation
+from outrider.serve.deploy_settings import DeploySettings
 from outrider.serve.settings import ServeSettings
 from outrider.settings import Settings
 
@@ -96,7 +98,7 @@ class Flags:
 
     argument: str
     panel: str
-    builds: type[SamplingParams] | type[Settings] | type[ServeSettings]
+    builds: type[SamplingParams] | type[Settings] | type[ServeSettings] | type[DeploySettings]
     flags: tuple[Flag, ...]
     join: Callable[[dict[str, Any]], dict[str, Any]] = dict  # from flags to fields, where they differ
 
@@ -111,7 +113,7 @@ class Flags:
             for flag in self.flags
         ]
 
-    def build(self, typed: dict[str, Any]) -> SamplingParams | Settings | ServeSettings:
+    def build(self, typed: dict[str, Any]) -> SamplingParams | Settings | ServeSettings | DeploySettings:
         values = {flag.name: typed.pop(flag.name) for flag in self.flags}
         read = {flag.name: flag.value(values[flag.name]) for flag in self.flags}
         return self.builds.of(self.join({n: v for n, v in read.items() if v is not None or n not in NAMES}))
@@ -165,19 +167,28 @@ _BATCH = Flag(
     "draft_max_batch", str, help_of(Settings, "draft_max_batch"), _auto_or_whole, "auto|N", default="auto"
 )
 ENGINE = Flags("settings", "Engine", Settings, flags_of(Settings, _CACHE, _BATCH))
-SERVE = Flags("serve", "Server", ServeSettings, flags_of(ServeSettings))
+_MEMORY = Flag(
+    "memory_bytes", str, help_of(ServeSettings, "memory_bytes"), _by_device, "auto|SIZE", default="auto"
+)
+SERVE = Flags("serve", "Server", ServeSettings, flags_of(ServeSettings, _MEMORY))
+DEPLOY = Flags("deploy", "Replicas", DeploySettings, flags_of(DeploySettings))
 
 # What a table of a config file groups.
-TABLES = {"sampling": SAMPLING, "engine": ENGINE, "serve": SERVE}
+TABLES = {"sampling": SAMPLING, "engine": ENGINE, "serve": SERVE, "deploy": DEPLOY}
 
 
-def _load_config(context: typer.Context, file: str | None) -> Config:
+def load_config(context: typer.Context, file: str | None) -> Config:
     """Runs before any other flag is settled: what the file says becomes the command's defaults."""
-    if file is None or context.resilient_parsing:
-        return Config()
-    tables = {name: {flag.name: flag for flag in group.flags} for name, group in TABLES.items()}
-    config = read_config(file, tables)
-    context.default_map = {**(context.default_map or {}), **config.values}
+    config = Config()
+    if file is not None and not context.resilient_parsing:
+        tables = {name: {flag.name: flag for flag in group.flags} for name, group in TABLES.items()}
+        config = read_config(file, tables)
+    values = dict(config.values)
+    for several in (param.name for param in context.command.params if param.nargs == -1 and param.name):
+        # Click would split the variable at blanks, which a path may hold.
+        if (value := os.environ.get(envvar(several)) or values.get(several)) is not None:
+            values[several] = [value]
+    context.default_map = {**(context.default_map or {}), **values}
     return config
 
 
@@ -192,44 +203,68 @@ _CONFIG = inspect.Parameter(
             "A TOML file of settings; flags and variables win over it.",
             "FILE",
             is_eager=True,
-            callback=_load_config,
+            callback=load_config,
         ),
     ],
 )
 
 
-def takes(*groups: Flags, **defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def takes(*groups: Flags, **defaults: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Give a command the flags of `groups` and --config; it is called with what they build.
 
-    One with a parameter `given` gets the names of those parameters that a model may set and the user did set.
+    One with a parameter `given` gets the names of those parameters that a model may set and the user did set. One
+    with a parameter `rows` gets the same objects once for each model of the config file, with its own settings.
     `defaults` are this command's own, by the flags' names.
     """
 
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         arguments = {group.argument for group in groups}
         own = inspect.signature(command, eval_str=True).parameters
         by_model = NAMES if "given" in own else ()
-        kept = [p.replace(kind=p.KEYWORD_ONLY) for n, p in own.items() if n not in {*arguments, "given"}]
-        flags = [_CONFIG, *(p for group in groups for p in group.parameters(by_model))]
+        made = {*arguments, "given", "rows"}
+        kept = [p.replace(kind=p.KEYWORD_ONLY) for n, p in own.items() if n not in made]
+        config = () if "config" in own else (_CONFIG,)
+        flags = [*config, *(p for group in groups for p in group.parameters(by_model))]
         flags = [p.replace(default=defaults.get(p.name, p.default)) for p in flags]
 
         @functools.wraps(command)
-        def called(**typed: Any) -> None:
-            config, used = typed.pop("config"), dict(typed)
-            if by_model:
-                ours = used["generation_config"] == "none"
-                typed["given"] = frozenset(n for n in by_model if ours or used[n] is not None)
+        def called(**typed: Any) -> Any:
+            config = typed.pop("config")
             try:
-                built = {group.argument: group.build(typed) for group in groups}
+                built = _built(groups, by_model, typed)
             except InvalidRequest as problem:
-                raise config.blame(problem, used) from None
-            command(**typed, **built)
+                raise config.blame(problem, typed) from None
+            if "rows" in own:
+                built["rows"] = {n: _row(groups, by_model, typed, n, config) for n in config.models}
+            return command(**built, **({"config": config} if "config" in own else {}))
 
         called.__signature__ = inspect.Signature([*kept, *flags])  # type: ignore[attr-defined]
         called.__annotations__ = {p.name: p.annotation for p in (*kept, *flags)}
         return called
 
     return decorate
+
+
+def _built(groups: Sequence[Flags], by_model: Container[str], used: dict[str, Any]) -> dict[str, Any]:
+    """What a command is called with: the objects of its groups of flags, and its other parameters."""
+    others = dict(used)
+    if by_model:
+        ours = used["generation_config"] == "none"
+        others["given"] = frozenset(n for n in NAMES if ours or used[n] is not None)
+    objects = {group.argument: group.build(others) for group in groups}
+    return {**others, **objects}
+
+
+def _row(
+    groups: Sequence[Flags], by_model: Container[str], used: dict[str, Any], model: str, config: Config
+) -> dict[str, Any]:
+    """What the model's own table says, over what is set for all models."""
+    try:
+        return _built(groups, by_model, {**used, "model": model, **config.models[model]})
+    except (InvalidRequest, typer.BadParameter) as problem:
+        raise InvalidRequest(
+            f"{config.file}: [models.{model}]: {problem}", getattr(problem, "param", None)
+        ) from None
 
 
 def _known_generation_config(text: str) -> str:

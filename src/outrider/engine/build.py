@@ -17,7 +17,7 @@ from outrider.control.planner import Planner
 from outrider.draft.drafters import Drafters
 from outrider.draft.eagle_head import HeadConfig
 from outrider.draft.head_layouts import read_head
-from outrider.draft.names import Part, label
+from outrider.draft.names import Part, label, settle_auto
 from outrider.draft.table import DrafterSources, make_drafters
 from outrider.engine.draft_room import DraftRoom, draft_room
 from outrider.engine.eager_runner import EagerRunner, measure_pass
@@ -36,7 +36,7 @@ from outrider.errors import InvalidRequest, OutOfMemory, OutriderError, Unsuppor
 from outrider.load.checkpoint import Checkpoint, check_shapes, open_checkpoint
 from outrider.load.config import ModelConfig
 from outrider.load.find import find
-from outrider.load.pairs import Pair
+from outrider.load.pairs import Pair, find_pair
 from outrider.model.decoder import Decoder, Model, kv_bytes, make_kernels
 from outrider.model.parallel import ALONE, Group
 from outrider.model.weights import kept_formats
@@ -164,6 +164,13 @@ def _build(
     return Built(engine, model, settings, names, live_draft, memory, pair, ranks)
 
 
+def settle_pair(parts: Seq[Part], checkpoint: Checkpoint) -> tuple[tuple[Part, ...], Pair | None]:
+    """The drafts with `auto` decided, and the pair that was found for it."""
+    is_auto = any(part.kind == "auto" for part in parts)
+    pair = find_pair(checkpoint, cache_folder()) if is_auto else None
+    return settle_auto(parts, None if pair is None else pair.folder), pair
+
+
 def load_model(
     checkpoint: Checkpoint,
     settings: Settings,
@@ -210,20 +217,20 @@ def _fitting(
     """The drafts to load and the memory they need. A paired draft that does not fit is left out with a warning,
     because the user did not name it.
     """
-    room = _room(parts, settings, reshape)
+    room = room_of(parts, settings, reshape)
     try:
         _check_room(checkpoint, settings, room)
     except OutOfMemory as full:
         if pair is None:
             raise
         parts = tuple(Part("lookup", "auto") if part.paired else part for part in parts)
-        room = _room(parts, settings, reshape)
+        room = room_of(parts, settings, reshape)
         _check_room(checkpoint, settings, room)
         warnings.warn(f"the draft {pair.folder} is left out, lookup drafts instead: {full}", stacklevel=2)
     return parts, room
 
 
-def _room(parts: Seq[Part], settings: Settings, reshape: Reshape) -> DraftRoom:
+def room_of(parts: Seq[Part], settings: Settings, reshape: Reshape) -> DraftRoom:
     """Of the models that draft. One that cannot be opened counts nothing here: loading it raises the error."""
     found = []
     for part in parts:

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from outrider.draft.custom import load_source
-from outrider.draft.names import check_parts, parse_draft, settle_auto
-from outrider.engine.build import Built, Reshape, build_engine
+from outrider.draft.names import check_parts, parse_draft
+from outrider.engine.build import Built, Reshape, build_engine, settle_pair
 from outrider.engine.driver import Driver
 from outrider.engine.engine import Engine
 from outrider.engine.loading import Watch
@@ -31,7 +31,6 @@ from outrider.errors import InvalidRequest, OutriderError, stopped
 from outrider.load.checkpoint import open_checkpoint
 from outrider.load.find import find, published_sampling
 from outrider.load.literal import ChatEncoder
-from outrider.load.pairs import find_pair
 from outrider.load.sampling import GENERATION_CONFIGS, SamplingDefaults
 from outrider.load.template import ChatTemplate
 from outrider.model.decoder import Decoder
@@ -80,9 +79,7 @@ class LLM:
         parts = tuple(load_source(part) if part.kind == "own" else part for part in parts)
         path = find(str(model), cache_folder())
         found = open_checkpoint(path)
-        is_auto = any(part.kind == "auto" for part in parts)
-        pair = find_pair(found, cache_folder()) if is_auto else None
-        parts = settle_auto(parts, None if pair is None else pair.folder)
+        parts, pair = settle_pair(parts, found)
         self.checkpoint = checkpoint = reshape.target(found)
         self.sampling = SamplingDefaults()  # the model's, for requests without params
         if generation_config == "auto":

@@ -60,6 +60,14 @@ def in_words(error: BaseException, doing: str) -> BaseException:
     return words
 
 
+def cpu_size(config: ModelConfig, settings: Settings, weights: int, draft: DraftRoom) -> tuple[int, int]:
+    """Bytes of all weights and of a full cache in a CPU's memory. `weights`: those of the target."""
+    placed = place(settings, None)
+    tokens = ((settings.context or config.context) + MAX_NODES) * placed.max_sequences
+    tokens = min(tokens, placed.cache_bytes // config.kv_bytes_per_token)
+    return weights + draft.kept, tokens * (config.kv_bytes_per_token + 4 * draft.cached)
+
+
 def check_room(
     config: ModelConfig, settings: Settings, free: int, weights: int, draft: DraftRoom = NO_DRAFT
 ) -> str | None:
@@ -68,16 +76,13 @@ def check_room(
 
     Linux grants memory that it does not have and kills the process that uses it, so this is checked before loading.
     """
-    placed, weights = place(settings, None), weights + draft.kept
+    weights, cache = cpu_size(config, settings, weights, draft)
     if weights > free:
         whose = "the weights of model and draft" if draft.weights else "the model's weights"
         raise OutOfMemory(
             f"{whose} take {shown_size(weights)}, and {shown_size(free)} is free; take --weights int8 or int4, or "
             f"{LESS}"
         )
-    tokens = ((settings.context or config.context) + MAX_NODES) * placed.max_sequences
-    tokens = min(tokens, placed.cache_bytes // config.kv_bytes_per_token)
-    cache = tokens * (config.kv_bytes_per_token + 4 * draft.cached)
     if weights + cache <= free:
         return None
     text = (

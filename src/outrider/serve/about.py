@@ -7,9 +7,9 @@ from typing import Any
 from starlette.responses import Response
 
 from outrider import __version__
-from outrider.errors import LONGEST_NAME
 from outrider.serve.errors import ApiError
-from outrider.serve.metrics import PREFIX, UNPAID
+from outrider.serve.metrics import PREFIX, UNPAID, metrics_text
+from outrider.serve.model_service import ModelService
 from outrider.serve.openapi import document
 from outrider.serve.page_files import page_file
 from outrider.serve.replies import Health, ModelCard, ModelList, Routes, Version
@@ -19,36 +19,35 @@ from outrider.serve.service import Service
 
 
 async def models(request: Request) -> Response:
-    """Answers also while the model is being loaded."""
-    service = request.service
-    shown = service.names[:2] if service.settings.served_name else service.names[:1]
-    return Reply({"object": "list", "data": [_model_card(service, name) for name in shown]})
+    """Answers also while models are being loaded."""
+    cards = [
+        _model_card(request.service, model, name)
+        for model in request.service.table.allowed(request.key)
+        for name in model.spec.shown_names
+    ]
+    return Reply({"object": "list", "data": cards})
 
 
 async def one_model(request: Request) -> Response:
     name = request.path_params["model"]
-    if name not in request.service.names:
-        raise ApiError(
-            404,
-            f"the model {name[:LONGEST_NAME]!r} is not served here",
-            param="model",
-            code="model_not_found",
-        )
-    return Reply(_model_card(request.service, name))
+    return Reply(_model_card(request.service, request.service.table.choose(name, request.key), name))
 
 
-def _model_card(service: Service, name: str) -> dict[str, Any]:
-    model = service.backend.model
+def _model_card(service: Service, served: ModelService, name: str) -> dict[str, Any]:
+    model = served.backend.model
     return {
         "id": name,
         "object": "model",
         "created": int(service.begun),
         "owned_by": "outrider",
         "max_model_len": model.longest if model else None,
-        "default_max_tokens": service.answer_tokens if model else None,
+        "default_max_tokens": served.answer_tokens if model else None,
         "drafter": model.drafter if model else None,
         "drafters": model.drafters if model else [],
         "chat": bool(model and model.template),
+        "state": served.state,
+        "progress": served.backend.progress,
+        "problem": served.backend.problem or None,
     }
 
 
@@ -56,12 +55,14 @@ async def health(request: Request) -> Response:
     service = request.service
     if service.draining:
         return _unwell("draining")
-    if not service.backend.well:
-        return _unwell("stalled" if service.backend.state == "ready" else service.backend.state)
-    metrics = service.metrics
-    found = {"status": "ok", "prepared": bool(metrics.gauges["prepared"])}
-    unpaid = metrics.by_drafter[UNPAID]
-    return Reply({**found, **({"drafts_that_do_not_pay": unpaid} if unpaid else {})})
+    models = service.table.models
+    if unwell := service.table.unwell:
+        return _unwell("stalled" if unwell.state == "ready" else unwell.state)
+    running = [model.metrics for model in models if model.away is None]
+    found = {"status": "ok", "prepared": all(metrics.gauges["prepared"] for metrics in running)}
+    states = {"models": {model.names[0]: model.state for model in models}} if len(models) > 1 else {}
+    unpaid = {drafter: size for model in models for drafter, size in model.metrics.by_drafter[UNPAID].items()}
+    return Reply({**found, **states, **({"drafts_that_do_not_pay": unpaid} if unpaid else {})})
 
 
 def _unwell(state: str) -> Reply:
@@ -75,10 +76,11 @@ async def version(request: Request) -> Response:
 
 async def metrics(request: Request) -> Response:
     service = request.service
-    if (traffic := service.traffic) is not None:
-        service.metrics.traffic(traffic.keeping, traffic.bytes, traffic.counts)
+    for model in service.table.models:
+        if (traffic := model.traffic) is not None:
+            model.metrics.traffic(traffic.keeping, traffic.bytes, traffic.counts)
     prefixes = (PREFIX, "vllm:") if service.settings.metrics_compat == "vllm" else (PREFIX,)
-    text = service.metrics.text(service.names[0], prefixes)
+    text = metrics_text({model.names[0]: model.metrics for model in service.table.models}, prefixes)
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 

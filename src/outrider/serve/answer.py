@@ -33,16 +33,16 @@ async def answer(
 ) -> Response:
     """Run the prompts and write what comes in the dialect that `make` makes. `prefix`: of the answer's id."""
     _check_scores(prompts)
-    service, settings = request.service, request.service.settings
+    chosen, settings = request.chosen, request.chosen.settings
     if request.key is not None:
         tokens = sum(len(prompt) + params.n * params.max_tokens for prompt, params in prompts)
-        service.admit(request.key, tokens)
+        request.service.admit(request.key, tokens, chosen)
         request.reserved = tokens
-    deadline = asyncio.get_running_loop().time() + settings.request_timeout
+    deadline = asyncio.get_running_loop().time() + settings.request_timeout - request.waited
     try:
         owner = owner_of(request.key, getattr(asked, "cache_salt", None))
         client = owner_of(request.key, None) or (request.client.host if request.client else "")
-        stream = await request.while_there(service.backend.open(prompts, owner, client, deadline))
+        stream = await request.while_there(chosen.backend.open(prompts, owner, client, deadline))
     except ApiError as error:
         error.param = sent_as(error.param, asked)
         raise
@@ -50,10 +50,10 @@ async def answer(
     name = prefix + hashlib.sha256(f"{request.id} {stream.jobs[0].id}".encode()).hexdigest()[:24]
     options = _options(asked, settings.stream_padding)
     request.call = Call(
-        name, service.model, service.names[0], stream.jobs, options, service.metrics, request.arrived
+        name, chosen.model, chosen.names[0], stream.jobs, options, chosen.metrics, request.arrived
     )
     if text := stream.jobs[0].params.prediction:
-        request.call.compare_with(await request.in_pool(_overlap, service.model, text))
+        request.call.compare_with(await request.in_pool(_overlap, chosen.model, text))
     dialect = make(request.call)
     if asked.stream:
         return EventStream(dialect, stream, settings, deadline)

@@ -43,10 +43,12 @@ KILL_AFTER = 5.0  # seconds an engine has to leave once asked to
 class Backend:
     engine_module = "outrider.serve.engine_process"  # what is run in the engine's process
 
-    def __init__(self, start: link.Start, settings: ServeSettings, metrics: Metrics) -> None:
-        self.start, self.settings, self.metrics = start, settings, metrics
+    def __init__(self, start: link.Start, settings: ServeSettings, metrics: Metrics, name: str = "") -> None:
+        """`name`: what clients call the model."""
+        self.start, self.settings, self.metrics, self.name = start, settings, metrics, name or start.model
         self.state = "loading"  # ready, lost (being started again), failed, stopped
         self.problem = ""  # why it failed
+        self.progress: float | None = None  # share of the weights that is read, while they are read
         self.model: ServedModel | None = None
         self.jobs: dict[str, Job] = {}
         self.queued = 0
@@ -68,12 +70,15 @@ class Backend:
         self.last_life = False  # an engine that dies is not to be started again
 
     async def run(self) -> bool:
-        """Keep an engine running until asked to stop. False: it cannot be kept running."""
+        """Keep an engine running until asked to stop. False: it cannot be kept running. May be called again after."""
+        self.state, self.problem = "loading", ""
         try:
             return await self._lives()
         finally:
+            self._stopping = False
             if self.grammars is not None:
                 await self.grammars.close()
+                self.grammars = None
 
     async def _lives(self) -> bool:
         deaths: deque[float] = deque()
@@ -93,13 +98,13 @@ class Backend:
                 return False
             log.error("the engine died; starting it again", extra={"facts": {"exit": code}})
             self.metrics.count("engine_restarts")
-            self.metrics.engine_started()
             await asyncio.sleep(0.2 * len(deaths))
         self.state = "stopped"
         return True
 
     async def _one_life(self) -> int:
         """Start an engine and listen to it until it is gone."""
+        self.metrics.engine_started()
         for attempt in range(1, START_TRIES + 1):
             try:
                 reader = await self._started()
@@ -184,6 +189,7 @@ class Backend:
         if self.state != "failed":
             self.state = "lost"
         self.ready.clear()
+        self.progress = None
         self.swaps.lost()
         blamed = self._blamed()
         for job in blamed:
@@ -230,7 +236,8 @@ class Backend:
         elif isinstance(message, link.Swapped):
             self.swaps.received(message)
         elif isinstance(message, link.Ready):
-            self.model = await asyncio.to_thread(ServedModel, self.start.model, message)
+            self.model = await asyncio.to_thread(ServedModel, self.name, message)
+            self.progress = None
             self.model.plan["seconds"] = self._seconds()
             if self.grammars is None:
                 self.grammars = Grammars(message, self.settings.grammar_timeout, self.metrics)
@@ -245,6 +252,8 @@ class Backend:
         elif isinstance(message, link.Prepared):
             self.metrics.gauges["prepared"] = 1
             log.info("every step is prepared", extra={"facts": {"seconds": self._seconds()}})
+        elif isinstance(message, link.Loading):
+            self.progress = message.done / max(1, message.total)
         elif isinstance(message, link.Failed):
             self.state, self.problem = "failed", message.message
 
@@ -288,6 +297,8 @@ class Backend:
         """Start one job a prompt. Returns once the engine has taken them all, or raises why not. Grammars are compiled
         `client` by client.
         """
+        if self.state != "ready":
+            raise ApiError(503, f"the engine is not ready: {self.state}", code=self.state, after=2)
         self.refuse_when_full(len(prompts), sum(len(prompt) for prompt, _ in prompts))
         if not self.jobs:
             self.last_received = time.monotonic()  # silence before the first request is no stall
@@ -297,9 +308,7 @@ class Backend:
                 job = Job(stream, index, f"{self._salt}-{next(self._names)}", prompt, params)
                 stream.jobs.append(job)
                 self.jobs[job.id] = job
-                self.queued += 1
-                self.queued_tokens += len(prompt)
-            self.metrics.gauges["num_requests_waiting"] = self.queued
+                self.count_queued(1, len(prompt))
             async with asyncio.timeout_at(deadline):
                 await self._submit(stream.jobs, owner, client)
                 for job in stream.jobs:
@@ -346,8 +355,6 @@ class Backend:
             ) from None
 
     def refuse_when_full(self, requests: int, tokens: int) -> None:
-        if self.state != "ready":
-            raise ApiError(503, f"the engine is not ready: {self.state}", code=self.state, after=2)
         for reason, held, more, most in (
             ("requests", self.queued, requests, self.settings.max_queued_requests),
             ("tokens", self.queued_tokens, tokens, self.settings.max_queued_tokens),
@@ -378,9 +385,12 @@ class Backend:
     def _began(self, job: Job) -> None:
         if not job.began:
             job.began = True
-            self.queued -= 1
-            self.queued_tokens -= len(job.prompt)
-            self.metrics.gauges["num_requests_waiting"] = self.queued
+            self.count_queued(-1, -len(job.prompt))
+
+    def count_queued(self, requests: int, tokens: int) -> None:
+        self.queued += requests
+        self.queued_tokens += tokens
+        self.metrics.gauges["num_requests_waiting"] = self.queued
 
     def _forget(self, job: Job) -> None:
         del self.jobs[job.id]

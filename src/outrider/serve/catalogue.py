@@ -59,10 +59,10 @@ class WhatIfReply(msgspec.Struct, kw_only=True):
 
 
 async def pairs(request: Request) -> Response:
-    model = request.service.backend.model
-    used = model.plan.get("pair") if model else None
+    loaded = [model.backend.model for model in request.service.table.models]
+    used = {model.plan.get("pair") for model in loaded if model}
     found, _ = await request.service.pool.run(list_pairs, cache_folder())
-    shown = [{**pair.as_json(), "in_use": pair.name == used} for pair in found]
+    shown = [{**pair.as_json(), "in_use": pair.name in used} for pair in found]
     return Reply({"object": "list", "data": shown})
 
 

@@ -13,10 +13,10 @@ from outrider.serve.call import Call, Choice, parts_of
 from outrider.serve.limits import check_schema
 from outrider.serve.link import Piece, Score
 from outrider.serve.model import ServedModel
+from outrider.serve.model_service import ModelService
 from outrider.serve.replies import ChatCompletion
 from outrider.serve.request import Request
 from outrider.serve.routes import post
-from outrider.serve.service import Service
 from outrider.serve.text_event import TextEvent
 from outrider.serve.tool_text import CallArguments, CallBegin, Text, ToolReader
 from outrider.serve.tools import ToolRequest, call_id, check_tools, with_tools
@@ -27,15 +27,15 @@ from outrider.types import SamplingParams
 
 async def answer_chat(request: Request) -> Response:
     asked = await request.read(ChatRequest)
-    prompt, params, tools = await request.in_pool(_prepared, request.service, asked)
+    prompt, params, tools = await request.in_pool(_prepared, request.chosen, asked)
     length = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
-    fitted = request.service.fitted(asked, prompt, params, length)
+    fitted = request.chosen.fitted(asked, prompt, params, length)
     return await answer(
         request, asked, [fitted], "chatcmpl-", lambda call: Chat(call, tools, bool(asked.logprobs))
     )
 
 
-def _prepared(service: Service, asked: ChatRequest) -> tuple[list[int], SamplingParams, ToolRequest]:
+def _prepared(service: ModelService, asked: ChatRequest) -> tuple[list[int], SamplingParams, ToolRequest]:
     check_messages(asked.messages, "messages")
     tools, params = chat_terms(service, asked)
     if asked.logprobs:
@@ -45,7 +45,7 @@ def _prepared(service: Service, asked: ChatRequest) -> tuple[list[int], Sampling
     return chat_ids(service.model, asked, tools), params, tools
 
 
-def chat_terms(service: Service, asked: ChatRequest) -> tuple[ToolRequest, SamplingParams]:
+def chat_terms(service: ModelService, asked: ChatRequest) -> tuple[ToolRequest, SamplingParams]:
     """What the model may call, and the engine's parameters. Takes time that grows with the request."""
     tools = check_tools(asked.tools, asked.tool_choice, asked.parallel_tool_calls)
     return tools, service.params_of(asked, tool_grammar(service, asked, tools))
@@ -68,7 +68,7 @@ def chat_ids(model: ServedModel, asked: ChatRequest, tools: ToolRequest) -> list
     )
 
 
-def tool_grammar(service: Service, asked: ChatRequest, tools: ToolRequest) -> dict[str, str] | None:
+def tool_grammar(service: ModelService, asked: ChatRequest, tools: ToolRequest) -> dict[str, str] | None:
     """What holds the answer to the tools' schemas, where a call is demanded or they are strict."""
     model, settings = service.model, service.settings
     forced = grammar_of_tools(tools, model.tool_format, model.tokens) if tools.allowed else None

@@ -12,10 +12,10 @@ from outrider.serve.answer import answer
 from outrider.serve.call import Call, Choice
 from outrider.serve.link import Piece, Score
 from outrider.serve.model import ServedModel
+from outrider.serve.model_service import ModelService
 from outrider.serve.replies import Completion
 from outrider.serve.request import Request
 from outrider.serve.routes import post
-from outrider.serve.service import Service
 from outrider.serve.text_event import TextEvent
 from outrider.serve.wire import CompletionRequest
 from outrider.types import SamplingParams
@@ -26,14 +26,13 @@ MOST_ANSWERS = 1024  # of one call; each is looked at whenever another ends
 
 
 async def answer_completion(request: Request) -> Response:
-    service = request.service
     asked = await request.read(CompletionRequest, prompts=MAX_PROMPTS)
-    fitted = await request.in_pool(_prepared, service, asked)
+    fitted = await request.in_pool(_prepared, request.chosen, asked)
     echo, scored, silent = bool(asked.echo), asked.logprobs is not None, asked.max_tokens == 0
     return await answer(request, asked, fitted, "cmpl-", lambda call: Completions(call, echo, scored, silent))
 
 
-def _prepared(service: Service, asked: CompletionRequest) -> list[tuple[list[int], SamplingParams]]:
+def _prepared(service: ModelService, asked: CompletionRequest) -> list[tuple[list[int], SamplingParams]]:
     """Parameters are checked once for each prompt, with the length that it leaves."""
     params, settings = service.params_of(asked), service.settings
     if asked.logprobs is not None:

@@ -16,45 +16,47 @@ from starlette.responses import Response
 from outrider.errors import LONGEST_NAME
 from outrider.serve.errors import ApiError
 from outrider.serve.link import ServedDraft
+from outrider.serve.model_service import ModelService
 from outrider.serve.replies import DraftList
 from outrider.serve.request import Reply, Request
 from outrider.serve.routes import get, post
-from outrider.serve.service import Service
 
 FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")  # sent by a proxy, for another client
 
 
 class SwapRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     path: str
+    model: str | None = None
 
 
 class RollbackRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Nothing to say: an empty object."""
+    """An empty object, or the model whose draft is meant."""
+
+    model: str | None = None
 
 
 async def show(request: Request) -> Response:
     check_admin(request)
-    return Reply(_all(request.service))
+    return Reply(_all(request))
 
 
 async def swap(request: Request) -> Response:
     check_admin(request)
     asked = await request.read(SwapRequest)
-    service = request.service
-    path = await request.in_pool(draft_beneath, asked.path, service.settings.draft_folders)
+    path = await request.in_pool(draft_beneath, asked.path, request.chosen.settings.draft_folders)
     try:
-        await service.swap_draft(path)
+        await request.chosen.swap_draft(path)
     except ApiError as error:
         error.message, error.path = error.message.replace(str(path), "{path}"), asked.path
         raise
-    return Reply(_all(service))
+    return Reply(_all(request))
 
 
 async def rollback(request: Request) -> Response:
     check_admin(request)
     await request.read(RollbackRequest)
-    await request.service.swap_draft(None)
-    return Reply(_all(request.service))
+    await request.chosen.swap_draft(None)
+    return Reply(_all(request))
 
 
 def check_admin(request: Request) -> None:
@@ -106,13 +108,14 @@ def draft_beneath(given: str, folders: tuple[str, ...]) -> Path:
     )
 
 
-def _all(service: Service) -> dict[str, Any]:
-    drafts = service.backend.swaps.drafts.values()
-    return {"object": "list", "data": [_one(service, draft) for draft in drafts]}
+def _all(request: Request) -> dict[str, Any]:
+    models = request.service.table.allowed(request.key)
+    shown = [_one(model, draft) for model in models for draft in model.backend.swaps.drafts.values()]
+    return {"object": "list", "data": shown}
 
 
-def _one(service: Service, draft: ServedDraft) -> dict[str, Any]:
-    swaps, by_drafter = service.backend.swaps, service.metrics.by_drafter
+def _one(model: ModelService, draft: ServedDraft) -> dict[str, Any]:
+    swaps, by_drafter = model.backend.swaps, model.metrics.by_drafter
     card = swaps.cards.get(draft.drafter)
     recent = {}
     for name in ("acceptance", "target_probability"):  # alone, or merged with others
@@ -120,6 +123,7 @@ def _one(service: Service, draft: ServedDraft) -> dict[str, Any]:
         recent[name] = next((value for one, value in known if draft.drafter in one.split("+")), None)
     return {
         "object": "draft",
+        "model": model.names[0],
         **msgspec.to_builtins(draft),
         **recent,
         "card": None if card is None else card.as_json(),

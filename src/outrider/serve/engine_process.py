@@ -19,13 +19,14 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NoReturn
 
 from outrider.engine.live_draft import DraftState
 from outrider.engine.llm import LLM
+from outrider.engine.loading import Watch
 from outrider.engine.memory import runs_on_gpu
 from outrider.errors import InvalidRequest, OutriderError, show_cause
 from outrider.load.child import become_child
@@ -55,6 +56,7 @@ SAME = (
         "kernels_compiled",
     ),
 )
+PROGRESS_PARTS = 50  # of the weights: a message for each
 SAY_SECONDS = 1.0  # between steps whose reasons are put into words
 SWITCH_SECONDS = 0.0005  # until a thread gives the interpreter to another that waits for it; 5 ms by default
 
@@ -393,6 +395,23 @@ def prepare(llm: LLM, seconds: float) -> None:
         time.sleep(0.01)
 
 
+def reporting(sock: socket.socket) -> Watch:
+    """Tells the API process how much of the weights is read. Nothing else is sent before the model is loaded."""
+
+    def begin(text: str, total: int) -> Callable[[int], None]:
+        sent = -1
+
+        def update(done: int) -> None:
+            nonlocal sent
+            if (part := PROGRESS_PARTS * done // max(1, total)) > sent:
+                sent = part
+                sock.sendall(link.pack(link.Loading(min(done, total), total)))
+
+        return update
+
+    return begin
+
+
 def main(descriptor: int) -> int:
     become_child()
     with socket.socket(fileno=descriptor) as sock:
@@ -408,7 +427,7 @@ def main(descriptor: int) -> int:
                 watch_compiling(
                     lambda: log.info("compiling kernels for this GPU: later starts find them on disk")
                 )
-            llm = LLM(start.model, draft=start.draft, settings=settings)
+            llm = LLM(start.model, draft=start.draft, settings=settings, watch=reporting(sock))
             prepare(llm, CAPTURE_SECONDS if runs_on_gpu(settings) else 0.0)
         except OutriderError as error:
             show_cause(error)

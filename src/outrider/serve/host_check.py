@@ -59,7 +59,7 @@ class Recorder:
         try:
             await self.app(scope, receive, mark)
         except ClientGone:
-            self.service.metrics.count("client_disconnects")
+            request.metrics.count("client_disconnects")
             request.facts["error"] = "the client hung up"
         except Exception:
             log.exception("a request failed", extra={"facts": {"id": request.id, "path": request.path}})
@@ -72,7 +72,7 @@ class Recorder:
 
     def _record(self, request: Request, status: int) -> None:
         route = request.path if request.path in self.paths else "other"
-        self.service.metrics.count("http_requests", route=route, status=str(status))
+        request.metrics.count("http_requests", route=route, status=str(status))
         facts = {
             "method": request.method,
             "path": request.path[:200],

@@ -9,6 +9,7 @@ hashed. A key file is TOML, one table a key, as `outrider keys add` writes it:
     requests_per_minute = 60        # these three may be left out: no limit
     tokens_per_minute = 100000
     max_running = 8
+    models = ["small", "large"]     # that it may use; left out: all
     admin = true                    # may swap drafts (serve/draft.py)
     keep_traffic = true             # what it is served may be kept (serve/traffic.py)
 """
@@ -65,6 +66,11 @@ class Key:
     limits: KeyLimits = KeyLimits()
     admin: bool = False  # may change what is served
     keep_traffic: bool = False  # its tokens may be kept, where the server keeps any
+    models: tuple[str, ...] = ()  # names of those it may use; none: all
+
+    def allows(self, names: Iterable[str]) -> bool:
+        """Whether the key may use a model with these names."""
+        return not self.models or not set(self.models).isdisjoint(names)
 
     @property
     def owner(self) -> str:
@@ -100,6 +106,11 @@ class Keyring:
     @property
     def open(self) -> bool:
         return not self._keys
+
+    @property
+    def model_names(self) -> set[str]:
+        """Models that some key is limited to."""
+        return {name for key in self._keys for name in key.models}
 
     @property
     def keeps_traffic(self) -> bool:
@@ -178,7 +189,7 @@ def _keys_that_must_be_there(file: Path) -> list[Key]:
 
 def _key_of(entry: Mapping[str, Any], source: str) -> Key:
     limits = [field.name for field in fields(KeyLimits)]
-    _check_names(entry, ("name", "hash", *limits, *MARKS), source)
+    _check_names(entry, ("name", "hash", "models", *limits, *MARKS), source)
     name, digest = check_name(entry.get("name"), source, "key_file"), entry.get("hash")
     if not isinstance(digest, str) or not re.fullmatch(r"sha256:[0-9a-fA-F]{64}", digest):
         raise InvalidRequest(f"{source} needs a hash: sha256: and 64 hex digits", "key_file")
@@ -190,7 +201,17 @@ def _key_of(entry: Mapping[str, Any], source: str) -> Key:
         if type(entry.get(mark, False)) is not bool:
             raise InvalidRequest(f"{source}: {mark} must be true or false", "key_file")
     marks = {mark: entry[mark] for mark in MARKS if mark in entry}
-    return Key(name, bytes.fromhex(digest.removeprefix("sha256:")), allowed, **marks)
+    models = _models_of(entry.get("models"), source)
+    return Key(name, bytes.fromhex(digest.removeprefix("sha256:")), allowed, models=models, **marks)
+
+
+def _models_of(given: object, source: str) -> tuple[str, ...]:
+    """An empty list is refused: it would allow all models, and reads as if it allowed none."""
+    if given is None:
+        return ()
+    if not isinstance(given, list) or not given or not all(type(name) is str and name for name in given):
+        raise InvalidRequest(f"{source}: models must be a list of names; leave it out for all", "key_file")
+    return tuple(given)
 
 
 def check_name(name: object, source: str, param: str) -> str:

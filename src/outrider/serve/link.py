@@ -4,7 +4,7 @@ Two processes, so that reading JSON, rendering templates and writing streams nev
 one socket pair; a message is a msgpack struct behind its length. No pickle: nothing that arrives can be code.
 
     API process            ->  Start, Submit, Abort, Swap
-    engine process         ->  Ready | Failed, Prepared, Compiled, Accepted | Refused, Progress, Swapped
+    engine process         ->  Loading, Ready | Failed, Prepared, Compiled, Accepted | Refused, Progress, Swapped
 
 A third process tries new grammars before the engine sees them; the API process has a socket pair with it, too.
 
@@ -69,6 +69,13 @@ class Swapped(msgspec.Struct, tag=True):
     draft: ServedDraft | None
     problem: str = ""
     fault: bool = False  # ours, not the request's
+
+
+class Loading(msgspec.Struct, tag=True):
+    """Bytes of weights that were read, and those that there are."""
+
+    done: int
+    total: int
 
 
 class Ready(msgspec.Struct, tag=True):
@@ -262,7 +269,7 @@ class Pong(msgspec.Struct, tag=True):
 
 ToEngine = Start | Submit | Abort | Swap | Ping
 ToGrammars = Vocabulary | Grammar
-FromEngine = Ready | Failed | Compiled | Accepted | Refused | Progress | Swapped | Prepared | Pong
+FromEngine = Loading | Ready | Failed | Compiled | Accepted | Refused | Progress | Swapped | Prepared | Pong
 
 _encoder = msgspec.msgpack.Encoder()
 to_engine = msgspec.msgpack.Decoder(ToEngine)

@@ -11,10 +11,14 @@ import msgspec
 from starlette.responses import Response
 
 from outrider.control.reasons import KINDS
+from outrider.errors import InvalidRequest, brief
 from outrider.serve.metrics import SECONDS, Metrics
+from outrider.serve.model_service import ModelService
 from outrider.serve.request import Reply, Request
 from outrider.serve.routes import get
 from outrider.serve.service import Service
+
+QUERY = ("model",)
 
 
 class LiveDecision(msgspec.Struct, kw_only=True):
@@ -40,6 +44,7 @@ class Live(msgspec.Struct, kw_only=True):
     time: float  # seconds since 1970
     uptime_seconds: float
     model: str
+    models: list[str]  # that can be asked for with ?model=NAME
     ready: bool
     prepared: bool
     running: int
@@ -61,16 +66,21 @@ class Live(msgspec.Struct, kw_only=True):
 
 
 async def live(request: Request) -> Response:
-    return Reply(snapshot(request.service))
+    table, given = request.service.table, request.query_params
+    if unknown := sorted(set(given) - {*QUERY}):
+        raise InvalidRequest(f"live: unknown field {brief(unknown[0])}; it takes a model", "model")
+    model = table.choose(given.get("model"), request.key)
+    return Reply(snapshot(request.service, model, [one.names[0] for one in table.allowed(request.key)]))
 
 
-def snapshot(service: Service) -> Live:
-    metrics, gauges, now = service.metrics, service.metrics.gauges, time.time()
+def snapshot(service: Service, model: ModelService, models: list[str]) -> Live:
+    metrics, gauges, now = model.metrics, model.metrics.gauges, time.time()
     return Live(
         time=now,
         uptime_seconds=now - service.begun,
-        model=service.names[0],
-        ready=service.backend.well and not service.draining,
+        model=model.names[0],
+        models=models,
+        ready=model.usable and not service.draining,
         prepared=bool(gauges["prepared"]),
         running=int(gauges["num_requests_running"]),
         waiting=int(gauges["num_requests_waiting"]),
@@ -125,4 +135,6 @@ def _by_depth(metrics: Metrics, counter: str) -> dict[str, list[int]]:
     return levels
 
 
-ROUTES = (get("/v1/live", live, "What the server does now: counters, rates, acceptance, decisions.", Live),)
+ROUTES = (
+    get("/v1/live", live, "What the server does now: counters, rates, acceptance, decisions.", Live, QUERY),
+)

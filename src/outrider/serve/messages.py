@@ -18,10 +18,10 @@ from outrider.serve.call import Call, parts_of
 from outrider.serve.chat import chat_ids, chat_terms
 from outrider.serve.errors import ApiError
 from outrider.serve.link import Piece
+from outrider.serve.model_service import ModelService
 from outrider.serve.replies import InputTokens, MessageReply
 from outrider.serve.request import Reply, Request
 from outrider.serve.routes import post
-from outrider.serve.service import Service
 from outrider.serve.tool_text import CallArguments, CallBegin, CallEnd, Text, ToolReader
 from outrider.serve.tools import ToolRequest, call_id, check_tools
 from outrider.serve.wire import ChatRequest, Count, Sampling, check_messages
@@ -49,7 +49,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
 
 async def create(request: Request) -> Response:
     asked = await request.read(MessagesRequest)
-    service = request.service
+    service = request.chosen
     prompt, params, tools = await request.in_pool(_prepared, service, asked)
     room = service.model.longest - min(len(prompt), asked.truncate_prompt_tokens or len(prompt))
     narrowed = 1 <= room < asked.max_tokens
@@ -59,7 +59,7 @@ async def create(request: Request) -> Response:
 
 async def count_tokens(request: Request) -> Response:
     asked = await request.read(CountTokensRequest)
-    return Reply({"input_tokens": await request.in_pool(_counted, request.service, asked)})
+    return Reply({"input_tokens": await request.in_pool(_counted, request.chosen, asked)})
 
 
 ROUTES = (
@@ -86,14 +86,14 @@ def _bounded_chat(asked: CountTokensRequest) -> ChatRequest:
     return as_chat(asked)
 
 
-def _prepared(service: Service, asked: MessagesRequest) -> tuple[list[int], SamplingParams, ToolRequest]:
+def _prepared(service: ModelService, asked: MessagesRequest) -> tuple[list[int], SamplingParams, ToolRequest]:
     chat = _bounded_chat(asked)
     with _blaming_own_fields():
         tools, params = chat_terms(service, chat)
     return chat_ids(service.model, chat, tools), params, tools
 
 
-def _counted(service: Service, asked: CountTokensRequest) -> int:
+def _counted(service: ModelService, asked: CountTokensRequest) -> int:
     chat = _bounded_chat(asked)
     with _blaming_own_fields():
         tools = check_tools(chat.tools, chat.tool_choice, chat.parallel_tool_calls)

@@ -287,33 +287,50 @@ class Metrics:
             self.observe("request_time_per_output_token_seconds", end.decode_s / (tokens - 1))
 
     def text(self, model: str, prefixes: tuple[str, ...] = (PREFIX,)) -> str:
+        return metrics_text({model: self}, prefixes)
+
+    def families(self, prefix: str, model: str) -> Iterator[tuple[str, list[str]]]:
+        """Head and samples of every metric."""
         constant = (("model_name", model),)
-        return "".join(line + "\n" for prefix in prefixes for line in self._lines(prefix, constant))
-
-    def _lines(self, prefix: str, constant: Labels) -> Iterator[str]:
         for name, series in self.counters.items():
-            yield from _head(f"{prefix}{name}_total", "counter", COUNTERS[name])
-            for labels, value in series.items():
-                yield f"{prefix}{name}_total{_braces(constant + labels)} {_number(value)}"
+            full = f"{prefix}{name}_total"
+            samples = [
+                f"{full}{_braces(constant + labels)} {_number(value)}" for labels, value in series.items()
+            ]
+            yield _head(full, "counter", COUNTERS[name]), samples
         for name, value in self.gauges.items():
-            yield from _head(prefix + name, "gauge", GAUGES[name])
-            yield f"{prefix}{name}{_braces(constant)} {_number(value)}"
+            sample = f"{prefix}{name}{_braces(constant)} {_number(value)}"
+            yield _head(prefix + name, "gauge", GAUGES[name]), [sample]
         for name, values in self.by_drafter.items():
-            yield from _head(prefix + name, "gauge", GAUGES[name])
-            for drafter, value in values.items():
-                yield f"{prefix}{name}{_braces((*constant, ('drafter', drafter)))} {_number(value)}"
+            labelled = [((*constant, ("drafter", drafter)), value) for drafter, value in values.items()]
+            samples = [f"{prefix}{name}{_braces(labels)} {_number(value)}" for labels, value in labelled]
+            yield _head(prefix + name, "gauge", GAUGES[name]), samples
         for name, histogram in self.histograms.items():
-            yield from _head(prefix + name, "histogram", HISTOGRAMS[name])
-            so_far = 0
-            for bound, count in zip((*map(str, SECONDS), "+Inf"), histogram.counts, strict=True):
-                so_far += count
-                yield f"{prefix}{name}_bucket{_braces((*constant, ('le', bound)))} {so_far}"
-            yield f"{prefix}{name}_sum{_braces(constant)} {_number(histogram.total)}"
-            yield f"{prefix}{name}_count{_braces(constant)} {so_far}"
+            head = _head(prefix + name, "histogram", HISTOGRAMS[name])
+            yield head, [*_buckets(prefix + name, histogram, constant)]
 
 
-def _head(name: str, kind: str, text: str) -> tuple[str, str]:
-    return f"# HELP {name} {text}", f"# TYPE {name} {kind}"
+def metrics_text(models: Mapping[str, Metrics], prefixes: tuple[str, ...]) -> str:
+    """What Prometheus reads, of all models: it wants the samples of one metric together."""
+    merged: dict[str, list[str]] = {}
+    for prefix in prefixes:
+        for model, metrics in models.items():
+            for head, samples in metrics.families(prefix, model):
+                merged.setdefault(head, []).extend(samples)
+    return "".join(f"{line}\n" for head, samples in merged.items() for line in (head, *samples))
+
+
+def _buckets(name: str, histogram: Histogram, constant: Labels) -> Iterator[str]:
+    so_far = 0
+    for bound, count in zip((*map(str, SECONDS), "+Inf"), histogram.counts, strict=True):
+        so_far += count
+        yield f"{name}_bucket{_braces((*constant, ('le', bound)))} {so_far}"
+    yield f"{name}_sum{_braces(constant)} {_number(histogram.total)}"
+    yield f"{name}_count{_braces(constant)} {so_far}"
+
+
+def _head(name: str, kind: str, text: str) -> str:
+    return f"# HELP {name} {text}\n# TYPE {name} {kind}"
 
 
 def _braces(labels: Labels) -> str:

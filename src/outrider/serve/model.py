@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from outrider.errors import InvalidRequest
@@ -23,8 +22,8 @@ CUT = 4  # contexts; the longest text that is tokenized only to be cut, or count
 
 
 class ServedModel:
-    def __init__(self, source: str, ready: Ready) -> None:
-        self.name = shown_name(source)
+    def __init__(self, name: str, ready: Ready) -> None:
+        self.name = name
         self.tokenizer = Tokenizer.from_json(ready.tokenizer, ready.bos_id, ready.eos_ids, ready.add_bos)
         self.template = ChatTemplate.for_tokenizer(ready.template, self.tokenizer)
         if self.template is not None:
@@ -75,8 +74,3 @@ class ServedModel:
         known = token < self.tokenizer.vocab_size
         data = self.tokenizer.token_bytes(token, special=True) if known else b""
         return data.decode("utf-8", "replace"), list(data)
-
-
-def shown_name(source: str) -> str:
-    """What clients call a model: a path by its last part, anything else as the operator wrote it."""
-    return Path(source).name if source.startswith((".", "/", "~")) else source

@@ -290,6 +290,7 @@ class TokenText(Struct, kw_only=True):
 
 class DraftInUse(Struct, kw_only=True):
     object: str
+    model: str
     drafter: str
     path: str
     since: float
@@ -305,7 +306,10 @@ class DraftList(Struct, kw_only=True):
 
 
 class ModelCard(Struct, kw_only=True):
-    """`drafters` are those that a request may name; `chat`: whether it has a chat template."""
+    """`drafters` are those that a request may name; `chat`: whether it has a chat template. `state` is ready, loading,
+    unloading, unloaded, lost (being started again), failed or stopped; `progress` is the share of its weights that is
+    read while it loads; `problem` says why it failed.
+    """
 
     id: str
     object: str
@@ -316,6 +320,9 @@ class ModelCard(Struct, kw_only=True):
     drafter: str | None
     drafters: list[str]
     chat: bool
+    state: str
+    progress: float | None
+    problem: str | None
 
 
 class ModelList(Struct, kw_only=True):
@@ -325,7 +332,8 @@ class ModelList(Struct, kw_only=True):
 
 class Health(Struct, kw_only=True):
     status: str
-    prepared: bool
+    prepared: bool  # every loaded model
+    models: dict[str, str] | UnsetType = UNSET  # states by name, where there are several
     drafts_that_do_not_pay: dict[str, int] | UnsetType = UNSET
 
 

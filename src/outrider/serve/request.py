@@ -15,13 +15,15 @@ from starlette.requests import Request as BaseRequest
 from starlette.responses import Response
 from starlette.types import Receive, Scope
 
-from outrider.errors import LONGEST_NAME, InvalidRequest
+from outrider.errors import InvalidRequest
 from outrider.serve.call import Call
 from outrider.serve.connection import Connection
 from outrider.serve.errors import ApiError, from_invalid
 from outrider.serve.keys import Key
 from outrider.serve.limits import ESCAPED_BYTE, StringScan, read_json
-from outrider.serve.service import Service
+from outrider.serve.metrics import Metrics
+from outrider.serve.model_service import ModelService
+from outrider.serve.service import Service, keep_traffic
 from outrider.serve.stream import Stream
 from outrider.serve.wire import T, read_request
 
@@ -53,6 +55,8 @@ class Request(BaseRequest):
         self.reserved: int | None = None  # tokens, with the limiter
         self.running: Stream | None = None  # at the engine
         self.call: Call | None = None
+        self.waited = 0.0  # seconds, for its model to be loaded
+        self._chosen: ModelService | None = None
         self.facts: dict[str, Any] = {}  # for the log
         self._whole = False  # its body has been read
 
@@ -84,15 +88,32 @@ class Request(BaseRequest):
             asked = await self.in_pool(_parsed, body, kind)
         else:
             asked = _parsed(body, kind)
-        name = getattr(asked, "model", None)
-        if name is not None and name not in service.names:
-            raise ApiError(
-                404, f"the model {name[:LONGEST_NAME]!r} is not served here; {service.names[0]!r} is", param="model",
-                code="model_not_found",
-            )  # fmt: skip
+        chosen = service.table.choose(getattr(asked, "model", None), self.key)
         if service.draining:
             raise ApiError(503, "the server is shutting down", code="draining", after=5)
+        await self._enter(chosen, len(body))
         return asked
+
+    @property
+    def chosen(self) -> ModelService:
+        """The model that the request's body names. Only after that has been read."""
+        assert self._chosen is not None
+        return self._chosen
+
+    @property
+    def metrics(self) -> Metrics:
+        """Of the request's model; of one that has none, of the first."""
+        return (self._chosen or self.service.table.first).metrics
+
+    async def _enter(self, chosen: ModelService, size: int) -> None:
+        """Makes the request a user of its model, once that is loaded."""
+        table, begun = self.service.table, time.perf_counter()
+        if chosen.away is None:
+            await table.enter(chosen, size)
+        else:
+            await self.while_there(table.enter(chosen, size))
+            self.waited = time.perf_counter() - begun
+        self._chosen = chosen
 
     def _check_media(self) -> None:
         """Only JSON: what a page of another site can have a browser send without asking is something else. What curl
@@ -118,8 +139,8 @@ class Request(BaseRequest):
         """The whole body, unless it is too long or too slow, or holds a text that cannot fit the model."""
         settings, intake = self.service.settings, self.service.intake
         most, longest = settings.max_body_bytes, None
-        if (model := self.service.backend.model) and model.most_bytes:
-            longest = max(model.most_bytes, settings.max_schema_bytes)  # of a prompt, or of a grammar
+        if most_bytes := self.service.table.most_bytes:
+            longest = max(most_bytes, settings.max_schema_bytes)  # of a prompt, or of a grammar
             most = min(most, prompts * (ESCAPED * longest + OTHER_FIELDS))
         announced = self.headers.get("content-length", "0")
         if announced.isdigit() and int(announced) > most:
@@ -181,9 +202,11 @@ class Request(BaseRequest):
             if self.service.settings.log_prompts:
                 self.facts |= self.call.said()
             if self.key is not None:
-                self.service.keep_traffic(self.key, self.call)
+                keep_traffic(self.chosen, self.key, self.call)
         if self.key is not None and self.reserved is not None:
             self.service.limiter.done(self.key, max(0, self.reserved - used))
+        if self._chosen is not None:
+            self.service.table.leave(self._chosen)
 
 
 def _too_large(most: int, allowed: int) -> ApiError:

@@ -16,10 +16,10 @@ from outrider.serve.call import Call, parts_of
 from outrider.serve.chat import chat_ids, chat_terms
 from outrider.serve.errors import ApiError
 from outrider.serve.link import Piece
+from outrider.serve.model_service import ModelService
 from outrider.serve.replies import ResponseReply
 from outrider.serve.request import Request
 from outrider.serve.routes import post
-from outrider.serve.service import Service
 from outrider.serve.tool_text import CallArguments, CallBegin, CallEnd, Text, ToolReader
 from outrider.serve.tools import ToolRequest, call_id
 from outrider.serve.wire import ChatRequest, ResponsesRequest, Sampling, check_messages, text_of
@@ -28,17 +28,19 @@ from outrider.types import SamplingParams
 
 async def answer_response(request: Request) -> Response:
     asked = await request.read(ResponsesRequest)
-    prompt, params, wanted = await request.in_pool(_prepared, request.service, asked)
+    prompt, params, wanted = await request.in_pool(_prepared, request.chosen, asked)
     scored = "message.output_text.logprobs" in (asked.include or ()) or bool(asked.top_logprobs)
     if scored:
         params = replace(params, logprobs=asked.top_logprobs or 0)
-    fitted = request.service.fitted(asked, prompt, params, asked.max_output_tokens)
+    fitted = request.chosen.fitted(asked, prompt, params, asked.max_output_tokens)
     return await answer(
         request, asked, [fitted], "resp_", lambda call: Responses(call, asked, wanted, scored)
     )
 
 
-def _prepared(service: Service, asked: ResponsesRequest) -> tuple[list[int], SamplingParams, ToolRequest]:
+def _prepared(
+    service: ModelService, asked: ResponsesRequest
+) -> tuple[list[int], SamplingParams, ToolRequest]:
     if isinstance(asked.input, list):
         check_messages(asked.input, "input")
     chat = as_chat(asked)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import resource
 import signal
 import socket
 import sys
-from collections.abc import Collection
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,19 +18,19 @@ import uvicorn
 from outrider.engine.placement import Memory
 from outrider.errors import OutriderError
 from outrider.serve.app import App
-from outrider.serve.backend import Backend
 from outrider.serve.connection import Connection, ConnectionLimiter, LogRateLimiter, accept
 from outrider.serve.errors import ApiError
 from outrider.serve.host_check import MAX_HEADER_BYTES
 from outrider.serve.keys import Keyring
-from outrider.serve.link import Start
 from outrider.serve.log import set_up_logging
-from outrider.serve.metrics import Metrics
 from outrider.serve.model import ServedModel
+from outrider.serve.model_room import measure_room
+from outrider.serve.model_service import ModelService
+from outrider.serve.model_spec import ModelSpec, check_table
+from outrider.serve.model_table import ModelTable
 from outrider.serve.service import Service
 from outrider.serve.settings import ServeSettings
-from outrider.settings import Settings, shown_size
-from outrider.types import SamplingParams
+from outrider.settings import shown_size
 from outrider.wrap import fitted
 
 if TYPE_CHECKING:
@@ -52,47 +51,42 @@ class Server(uvicorn.Server):
         yield
 
 
-def run_server(
-    model: str,
-    draft: str,
-    params: SamplingParams,
-    settings: Settings,
-    serve: ServeSettings,
-    given: Collection[str] = (),
-) -> int:
-    """Serve until asked to stop. The exit code. `given`: the parameters that were set for this server, and do not
-    yield to the model's own.
-    """
+def run_server(table: Sequence[ModelSpec], serve: ServeSettings) -> int:
+    """Serve the models until asked to stop. The exit code."""
     set_up_logging(serve.log_format, serve.log_level)
+    check_table(table)
     keys = Keyring.of(serve)
     if keys.open and not serve.local:
         log.warning("anyone who can reach %s can use this server; set --api-key or --key-file", serve.host)
-    traffic = _traffic(serve, keys)
-    sock = _bind(serve)
+    _check_key_models(keys, table)
+    sock = bind(serve)
     with sock:
-        start = Start(model, draft, dataclasses.asdict(settings), (serve.log_format, serve.log_level))
-        metrics = Metrics(serve.price_per_hour)
-        backend = Backend(start, serve, metrics)
-        service = Service(backend, serve, params, keys, metrics, given)
-        service.traffic = traffic
-        try:
+        room = measure_room(table, serve.memory_bytes)
+        service = Service(ModelTable([ModelService.of(spec) for spec in table], room), serve, keys)
+        with contextlib.ExitStack() as closing:
+            for model in service.table.models:
+                model.traffic = _traffic(model.settings, keys, closing)
             return asyncio.run(_run(service, sock))
-        finally:
-            if traffic is not None:
-                traffic.close()
 
 
-def _traffic(serve: ServeSettings, keys: Keyring) -> TrafficKeeper | None:
+def _check_key_models(keys: Keyring, table: Sequence[ModelSpec]) -> None:
+    for name in sorted(keys.model_names.difference(*(spec.names for spec in table))):
+        log.warning("a key may use the model %r, which is not served here", name)
+
+
+def _traffic(serve: ServeSettings, keys: Keyring, closing: contextlib.ExitStack) -> TrafficKeeper | None:
     if serve.keep_traffic is None:
         return None
     from outrider.serve.traffic import TrafficKeeper  # brings numpy
 
     if not keys.keeps_traffic:
         log.warning("no key is marked with keep_traffic, so nothing will be kept in %s", serve.keep_traffic)
-    return TrafficKeeper(Path(serve.keep_traffic).expanduser(), serve.keep_traffic_bytes)
+    keeper = TrafficKeeper(Path(serve.keep_traffic).expanduser(), serve.keep_traffic_bytes)
+    closing.callback(keeper.close)
+    return keeper
 
 
-def _bind(serve: ServeSettings) -> socket.socket:
+def bind(serve: ServeSettings) -> socket.socket:
     """The listening socket, before anything slow: a taken port is known at once."""
     family = socket.AF_INET6 if ":" in serve.host else socket.AF_INET
     # Named TCP, or asyncio leaves small writes to be gathered: 40 ms a request, and as much between events.
@@ -112,8 +106,8 @@ def _bind(serve: ServeSettings) -> socket.socket:
 
 
 async def _run(service: Service, sock: socket.socket) -> int:
-    backend, server = service.backend, _http(App(service))
-    engine = asyncio.create_task(backend.run())
+    table, server = service.table, _http(App(service))
+    engine = asyncio.create_task(table.run())
     web = asyncio.create_task(server.serve(sockets=[]))
     accepting = asyncio.create_task(_accept(server, service, sock))
     stopping = asyncio.Event()
@@ -128,11 +122,11 @@ async def _run(service: Service, sock: socket.socket) -> int:
     code = 0
     if not stopping.is_set():
         code = 1
-        print(f"error: {backend.problem or 'the server stopped'}", file=sys.stderr, flush=True)
+        print(f"error: {table.problem or 'the server stopped'}", file=sys.stderr, flush=True)
     else:
         await _drain(service, hurry)
     accepting.cancel()
-    backend.stop()
+    table.stop()
     await engine
     server.should_exit = True
     await web
@@ -195,6 +189,7 @@ def _reload_keys(service: Service) -> None:
     """SIGHUP: the key file has changed. A broken one changes nothing."""
     try:
         service.keys = Keyring.of(service.settings)
+        _check_key_models(service.keys, [model.spec for model in service.table.models])
         log.info("keys read again", extra={"facts": {"keys": len(service.keys)}})
     except OutriderError as problem:
         log.error("keys not read again: %s", problem)
@@ -202,33 +197,38 @@ def _reload_keys(service: Service) -> None:
 
 async def _drain(service: Service, hurry: asyncio.Event) -> None:
     """Refuse new requests, wait for running ones within the time limit, and fail those that are left."""
-    backend, seconds = service.backend, service.settings.drain_seconds
-    service.draining = backend.last_life = True
-    running = len(backend.jobs)
+    table, seconds = service.table, service.settings.drain_seconds
+    service.draining = True
+    table.begin_draining()
+    running = table.jobs
     some = "1 request" if running == 1 else f"{running} requests"
     todo = f"finishing {some}, at most {seconds:g} s; press Ctrl-C again to stop now"
     log.info(todo if running else "stopping")
-    idle = asyncio.create_task(backend.wait_idle(seconds))
+    idle = asyncio.create_task(table.wait_idle(seconds))
     impatient = asyncio.create_task(hurry.wait())
     await asyncio.wait((idle, impatient), return_when=asyncio.FIRST_COMPLETED)
     for task in (idle, impatient):
         task.cancel()
-    if backend.jobs:
-        backend.fail_all(ApiError(503, "the server is shutting down", code="draining", after=5))
+    table.fail_all(ApiError(503, "the server is shutting down", code="draining", after=5))
     await asyncio.sleep(0.1)  # for the last events to be written
 
 
 async def _greet(service: Service, sock: socket.socket) -> None:
     """Say where and what, first that it is loading, then that it is ready."""
-    backend = service.backend
     host, port = sock.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     url = f"http://{shown}:{port}"
-    _say(f"outrider: listening on {url}, loading {backend.start.model}")
-    await backend.ready.wait()
-    if backend.model is not None:
-        _say(_card(backend.model, url, service.answer_tokens))
-        print(_trial(backend.model, url, service.settings), flush=True)
+    loading = [model for model in service.table.models if model.away is None]
+    later = [model.names[0] for model in service.table.models if model.away is not None]
+    names = ", ".join(model.spec.source for model in loading) or "no model yet"
+    _say(f"outrider: listening on {url}, loading {names}")
+    for model in loading:
+        await model.backend.ready.wait()
+        if model.backend.model is not None:
+            _say(_card(model.backend.model, url, model.answer_tokens))
+            print(_trial(model.backend.model, url, service.settings), flush=True)
+    if later:
+        _say(f"later     {', '.join(later)}: loaded for the first request that names it")
 
 
 def _card(model: ServedModel, url: str, answer_tokens: int) -> str:

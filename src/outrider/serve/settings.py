@@ -18,6 +18,15 @@ from outrider.fields import check_fields, known_options, setting
 ANY = "*"
 LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 WEEK = 7 * 86400.0  # longer waits overflow some of the clocks beneath
+FIRST_USE = "first use"
+# Settings that each model of a table may have its own of. The others concern the server as a whole.
+PER_MODEL = frozenset(
+    (
+        *("served_name", "load", "unload_after", "max_tokens", "max_schema_bytes", "max_queued_requests"),
+        *("max_queued_tokens", "request_timeout", "grammar_timeout", "engine_restarts", "draft_folders"),
+        *("keep_traffic", "keep_traffic_bytes"),
+    )
+)
 
 
 @suggesting
@@ -34,6 +43,18 @@ class ServeSettings:
     port: int = setting(8000, 0, 65535, help="Port to listen on; 0 takes any free one.")
     served_name: str | None = setting(
         None, 1, metavar="NAME", help="Another name for the model, for clients."
+    )
+    load: str = setting(
+        "start",
+        known=("start", FIRST_USE),
+        help="When to load a model: with the server, or for the first request that names it.",
+    )
+    unload_after: float = setting(
+        60.0,
+        0,
+        WEEK,
+        metavar="SEC",
+        help="Idle time after which a model is unloaded if another needs its memory.",
     )
     api_keys: tuple[str, ...] = setting(
         (),
@@ -59,6 +80,7 @@ class ServeSettings:
         metavar="ORIGIN",
         help="A web page's origin that may call the server; * is any. Repeatable.",
     )
+    memory_bytes: int = setting(0, 0, help="Most memory that all models take together; auto: what is free.")
     max_tokens: int | None = setting(
         None, 1, help="Longest answer of requests that set no length; by default a quarter of the context."
     )

@@ -18,7 +18,7 @@ from outrider.serve.wire import ChatRequest, DetokenizeRequest, TokenizeRequest,
 
 async def tokenize(request: Request) -> Response:
     asked = await request.read(TokenizeRequest)
-    model = request.service.model
+    model = request.chosen.model
     if (asked.prompt is None) == (asked.messages is None):
         raise InvalidRequest("give a prompt or messages", "prompt")
     if asked.prompt is not None:
@@ -39,7 +39,7 @@ async def tokenize(request: Request) -> Response:
 
 async def detokenize(request: Request) -> Response:
     asked = await request.read(DetokenizeRequest)
-    model = request.service.model
+    model = request.chosen.model
     if len(asked.tokens) > CUT * model.longest:
         raise InvalidRequest(
             f"tokens: {len(asked.tokens)} given, at most {CUT * model.longest} are read", "tokens"

@@ -212,7 +212,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "system": (None, "send a message with the role system, or instructions"),
     "raw": (False, "use /v1/completions"),
     "images": (None, "only text is read here"),
-    "keep_alive": (None, "leave it out; the model stays loaded"),
+    "keep_alive": (None, "leave it out; the server decides when models are loaded"),
 }
 # What clients send that changes no answer of a server of one model.
 HARMLESS = frozenset(

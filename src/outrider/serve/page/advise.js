@@ -1,6 +1,6 @@
 // Advise: the what-if calculator. The server computes (/v1/what-if); this view has the sliders and draws.
 
-import { read } from "./api.js";
+import { read, readLive } from "./api.js";
 import { bars } from "./chart.js";
 import { $, el, number, percent, tile } from "./dom.js";
 
@@ -53,7 +53,7 @@ async function draw() {
 }
 
 async function takeMeasured() {
-  const drafters = Object.values((await read("/v1/live")).drafters).filter((one) => one.drafts[0] >= 20);
+  const drafters = Object.values((await readLive()).drafters).filter((one) => one.drafts[0] >= 20);
   const [best] = drafters.sort((a, b) => b.drafts[0] - a.drafts[0]);
   if (!best) {
     $("advice").replaceChildren(el("p", { class: "hint" }, "The server has verified too few drafts yet: run a few races first."));

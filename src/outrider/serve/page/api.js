@@ -3,6 +3,7 @@
 import { $ } from "./dom.js";
 
 let key = "";
+let model = ""; // of the requests; "": the server's first
 let asking = null; // the dialog's promise: several requests wait for one answer
 
 export class Refused extends Error {
@@ -48,10 +49,18 @@ export async function send(path, options = {}) {
 
 export const read = async (path) => (await send(path)).json();
 
+export const choose = (name) => { model = name; };
+export const readLive = () => read(model ? `/v1/live?model=${encodeURIComponent(model)}` : "/v1/live");
+
+export async function post(path, body) {
+  const headers = { "content-type": "application/json" };
+  return send(path, { method: "POST", headers, body: JSON.stringify(body) });
+}
+
 // Events of a streamed answer, as they come.
 export async function* stream(path, body, signal) {
   const headers = { "content-type": "application/json" };
-  const response = await send(path, { method: "POST", headers, body: JSON.stringify({ ...body, stream: true }), signal });
+  const response = await send(path, { method: "POST", headers, body: JSON.stringify({ ...body, ...(model ? { model } : {}), stream: true }), signal });
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   const lost = "The connection to the server was lost before the answer ended.";
   for (let held = ""; ; ) {

@@ -1,6 +1,6 @@
 // Live: the snapshot of /v1/live, asked for every second while this view is shown and the tab is visible.
 
-import { read } from "./api.js";
+import { readLive } from "./api.js";
 import { bars, lines, stacks } from "./chart.js";
 import { $, large, number, percent, table, tile } from "./dom.js";
 
@@ -76,7 +76,8 @@ function drawDecisions(now, pairs) {
 
 async function poll() {
   if (document.hidden) return;
-  const now = await read("/v1/live");
+  const now = await readLive();
+  if (past.length && past[0].model !== now.model) past.length = 0;
   past.push(now);
   if (past.length > ROOM + 1) past.shift();
   draw();

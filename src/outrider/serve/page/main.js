@@ -1,7 +1,7 @@
 // The page: which view is shown, which model is served, and what went wrong.
 
-import { read } from "./api.js";
-import { $, number } from "./dom.js";
+import { choose, post, read } from "./api.js";
+import { $, el, number } from "./dom.js";
 import * as advise from "./advise.js";
 import * as live from "./live.js";
 import * as pairs from "./pairs.js";
@@ -9,6 +9,7 @@ import * as race from "./race.js";
 
 const VIEWS = { race, live, pairs, advise };
 let shown = null;
+let chosen = ""; // the model, where several are served
 
 function show() {
   const name = location.hash.slice(1) in VIEWS ? location.hash.slice(1) : "race";
@@ -32,14 +33,28 @@ export function complain(message) {
 // Asks until the model is loaded.
 async function begin() {
   try {
-    const [card] = (await read("/v1/models")).data;
-    $("model").textContent = card.max_model_len ? `${card.id} · ${number(card.max_model_len, 0)} tokens` : `${card.id} · loading`;
+    const cards = (await read("/v1/models")).data;
+    const { models } = await read("/v1/live");
+    const card = cards.find(({ id }) => id === chosen) ?? cards[0];
+    const length = card.max_model_len ? `${number(card.max_model_len, 0)} tokens` : card.state;
+    $("model").replaceChildren(...(models.length > 1 ? [choice(models, card.id), ` · ${length}`] : [`${card.id} · ${length}`]));
     race.serve(card, complain);
     if (card.max_model_len === null) setTimeout(begin, 1000);
   } catch (problem) {
     complain(problem.message);
     setTimeout(begin, 3000);
   }
+}
+
+// A model that is not loaded yet is loaded by the first request that names it.
+function choice(models, current) {
+  const select = el("select", { "aria-label": "Model" }, ...models.map((name) => el("option", { value: name, selected: name === current }, name)));
+  select.addEventListener("change", () => {
+    chosen = select.value;
+    choose(chosen);
+    post("/tokenize", { model: chosen, prompt: "" }).catch((problem) => complain(problem.message)).finally(begin);
+  });
+  return select;
 }
 
 addEventListener("hashchange", show);
