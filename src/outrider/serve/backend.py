@@ -283,22 +283,29 @@ class Backend:
             self._writer.write(link.pack(message))
 
     async def open(
-        self, prompts: Seq[tuple[list[int], SamplingParams]], owner: str, client: str, deadline: float
+        self,
+        prompts: Seq[tuple[list[int], SamplingParams]],
+        owner: str,
+        client: str,
+        deadline: float,
+        background: bool = False,
     ) -> Stream:
         """Start one job a prompt. Returns once the engine has taken them all, or raises why not. Grammars are compiled
-        `client` by client.
+        `client` by client. Background jobs take no place in the queue: their number is bounded where they begin.
         """
-        self.refuse_when_full(len(prompts), sum(len(prompt) for prompt, _ in prompts))
+        self.refuse_when_full(
+            *((0, 0) if background else (len(prompts), sum(len(one) for one, _ in prompts)))
+        )
         if not self.jobs:
             self.last_received = time.monotonic()  # silence before the first request is no stall
         stream = Stream(self.drop)
         try:
             for index, (prompt, params) in enumerate(prompts):
-                job = Job(stream, index, f"{self._salt}-{next(self._names)}", prompt, params)
+                job = Job(stream, index, f"{self._salt}-{next(self._names)}", prompt, params, background)
                 stream.jobs.append(job)
                 self.jobs[job.id] = job
-                self.queued += 1
-                self.queued_tokens += len(prompt)
+                self.queued += not job.began
+                self.queued_tokens += 0 if job.began else len(prompt)
             self.metrics.gauges["num_requests_waiting"] = self.queued
             async with asyncio.timeout_at(deadline):
                 await self._submit(stream.jobs, owner, client)
@@ -332,7 +339,7 @@ class Backend:
 
     def _hand_over(self, job: Job, owner: str) -> None:
         if job.id in self.jobs:  # else the engine died meanwhile
-            self._send(link.Submit(job.id, job.prompt, job.params, owner))
+            self._send(link.Submit(job.id, job.prompt, job.params, owner, job.background))
             job.sent = True
 
     async def _compiled(self, job: Job) -> None:

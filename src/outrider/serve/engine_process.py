@@ -119,7 +119,9 @@ class EngineProcess:
             self._was_given_up(message.id)
             return
         try:
-            request = self.llm.request(message.prompt, message.params, message.owner, message.id)
+            request = self.llm.request(
+                message.prompt, message.params, message.owner, message.id, message.background
+            )
         except BaseException as error:
             self._refuse(message.id, error)
             return

@@ -42,6 +42,7 @@ class Submit(msgspec.Struct, tag=True):
     prompt: list[int]
     params: SamplingParams
     owner: str
+    background: bool = False  # pauses while any other request runs or waits
 
 
 class Abort(msgspec.Struct, tag=True):

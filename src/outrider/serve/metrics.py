@@ -45,6 +45,7 @@ COUNTERS = {
     "step_seconds": "Time spent in steps, by stage.",
     "decode_seconds": "Time of decoding: a step counts once for each sequence that waits for its next token.",
     "plain_decode_seconds": "What plain decoding is measured to take for the same tokens.",
+    "batch_lines": "Lines of batches that were answered, by status.",
     "traffic_kept": "Answers to marked keys that were kept.",
     "traffic_dropped": "Answers to marked keys that were not kept, by reason.",
 }

@@ -20,6 +20,8 @@ from outrider.engine.placement import Memory
 from outrider.errors import OutriderError
 from outrider.serve.app import App
 from outrider.serve.backend import Backend
+from outrider.serve.batch_run import BatchRunner
+from outrider.serve.batch_store import BatchStore
 from outrider.serve.connection import Connection, ConnectionLimiter, LogRateLimiter, accept
 from outrider.serve.errors import ApiError
 from outrider.serve.host_check import MAX_HEADER_BYTES
@@ -68,6 +70,7 @@ def run_server(
     if keys.open and not serve.local:
         log.warning("anyone who can reach %s can use this server; set --api-key or --key-file", serve.host)
     traffic = _traffic(serve, keys)
+    store = _batch_store(serve)
     sock = _bind(serve)
     with sock:
         start = Start(model, draft, dataclasses.asdict(settings), (serve.log_format, serve.log_level))
@@ -76,8 +79,10 @@ def run_server(
         service = Service(backend, serve, params, keys, metrics, given)
         service.traffic = traffic
         try:
-            return asyncio.run(_run(service, sock))
+            return asyncio.run(_run(service, sock, store))
         finally:
+            if store is not None:
+                store.close()
             if traffic is not None:
                 traffic.close()
 
@@ -90,6 +95,12 @@ def _traffic(serve: ServeSettings, keys: Keyring) -> TrafficKeeper | None:
     if not keys.keeps_traffic:
         log.warning("no key is marked with keep_traffic, so nothing will be kept in %s", serve.keep_traffic)
     return TrafficKeeper(Path(serve.keep_traffic).expanduser(), serve.keep_traffic_bytes)
+
+
+def _batch_store(serve: ServeSettings) -> BatchStore | None:
+    if serve.batch_folder is None:
+        return None
+    return BatchStore(Path(serve.batch_folder).expanduser(), serve.batch_bytes)
 
 
 def _bind(serve: ServeSettings) -> socket.socket:
@@ -111,8 +122,10 @@ def _bind(serve: ServeSettings) -> socket.socket:
     return sock
 
 
-async def _run(service: Service, sock: socket.socket) -> int:
-    backend, server = service.backend, _http(App(service))
+async def _run(service: Service, sock: socket.socket, store: BatchStore | None = None) -> int:
+    batches = None if store is None else BatchRunner(service, store)
+    backend, server = service.backend, _http(App(service, batches))
+    background = None if batches is None else asyncio.create_task(batches.run())
     engine = asyncio.create_task(backend.run())
     web = asyncio.create_task(server.serve(sockets=[]))
     accepting = asyncio.create_task(_accept(server, service, sock))
@@ -130,6 +143,7 @@ async def _run(service: Service, sock: socket.socket) -> int:
         code = 1
         print(f"error: {backend.problem or 'the server stopped'}", file=sys.stderr, flush=True)
     else:
+        await end_background(background)
         await _drain(service, hurry)
     accepting.cancel()
     backend.stop()
@@ -198,6 +212,13 @@ def _reload_keys(service: Service) -> None:
         log.info("keys read again", extra={"facts": {"keys": len(service.keys)}})
     except OutriderError as problem:
         log.error("keys not read again: %s", problem)
+
+
+async def end_background(task: asyncio.Task[None] | None) -> None:
+    """Ends the runner of batches. Lines that have no answer yet are done again at the next start."""
+    if task is not None:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 async def _drain(service: Service, hurry: asyncio.Event) -> None:
