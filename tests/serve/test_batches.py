@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -83,7 +85,11 @@ def test_a_batch_is_answered_line_by_line(batching: Served) -> None:
     batch = ended(batching, begin(batching, lines))
     assert batch.status == "completed" and batch.errors is None
     assert batch.request_counts is not None
-    assert (batch.request_counts.total, batch.request_counts.completed, batch.request_counts.failed) == (23, 20, 3)
+    assert (batch.request_counts.total, batch.request_counts.completed, batch.request_counts.failed) == (
+        23,
+        20,
+        3,
+    )
     answers, errors = results(batching, batch.output_file_id), results(batching, batch.error_file_id)
     assert [*answers] == [f"n{i}" for i in range(20)]  # in the order of the file
     for one in lines[:5]:
@@ -212,7 +218,11 @@ def test_uploads_are_bounded_and_checked(batching: Served) -> None:
         (send(purpose="batch", **{"expires_after[seconds]": "9"}), 400, "is not done here"),
         (send(name="data", purpose="batch"), 400, "no part named 'file'"),
         (send(b"x" * (3 << 20), purpose="batch"), 413, "no room"),
-        (batching.post("/v1/files", {}, headers={"authorization": f"Bearer {KEYS[0]}"}), 400, "multipart/form-data"),
+        (
+            batching.post("/v1/files", {}, headers={"authorization": f"Bearer {KEYS[0]}"}),
+            400,
+            "multipart/form-data",
+        ),
     ):
         assert (reply.status_code, says in reply.text) == (status, True), reply.text
     assert client(batching, KEYS[0]).files.list().data == before  # nothing of them is kept
@@ -262,3 +272,51 @@ def test_killed_twice_every_line_is_answered_once(
     again = ended(server, begin(server, lines))
     for name, answer in results(server, again.output_file_id).items():
         assert tokens_of(answer) == tokens_of(answers[name])
+
+
+def test_the_command_does_the_same_without_a_server(
+    tiny_folder: Path, batching: Served, tmp_path: Path
+) -> None:
+    """It is killed on the way; the second run goes on from there, with the tokens of the server."""
+    lines = [line(f"n{i}", max_tokens=60) for i in range(30)] + [line("bad", top_p=5)]
+    file, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    file.write_bytes(as_file(lines))
+    command = [*COMMAND, "batch", str(file), "-o", str(out), "--model", str(tiny_folder), "--threads", "1"]
+    first = subprocess.Popen([*command, "--max-sequences", "1"], stderr=subprocess.PIPE)
+    kept = tmp_path / "out.jsonl.batch" / "batches.db"
+
+    def answered() -> int:
+        with contextlib.closing(sqlite3.connect(kept)) as database, contextlib.suppress(sqlite3.Error):
+            return int(database.execute("SELECT count(status) FROM lines").fetchone()[0])
+        return 0
+
+    wait_for(lambda: kept.exists() and answered() >= 5, 60)
+    first.kill()
+    first.communicate(timeout=20)
+    assert 5 <= answered() < 31
+    file.write_bytes(as_file(lines[:-1]))
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert found.returncode == 2 and "holds answers of another file" in found.stderr
+    file.write_bytes(as_file(lines))
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert found.returncode == 0 and "30 answered, 1 refused" in found.stderr, found.stderr
+    answers = [json.loads(one) for one in out.read_text().splitlines()]
+    assert [one["custom_id"] for one in answers] == [one["custom_id"] for one in lines]
+    served = results(batching, ended(batching, begin(batching, lines)).output_file_id)
+    assert [tokens_of(one) for one in answers[:-1]] == [tokens_of(served[f"n{i}"]) for i in range(30)]
+    assert not kept.parent.exists()
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert found.returncode == 2 and "exists; delete it" in found.stderr
+
+
+def test_the_command_refuses_a_wrong_file_before_anything_is_loaded(tmp_path: Path) -> None:
+    file = tmp_path / "in.jsonl"
+    command = [*COMMAND, "batch", str(file), "--model", "no-such-model"]
+    for content, says in (
+        (b"hello\n", "the first line must be a request"),
+        (as_file([line("a"), line("a")]), "line 2: custom_id must be new"),
+    ):
+        file.write_bytes(content)
+        found = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert found.returncode == 2 and says in found.stderr, found.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]

@@ -24,6 +24,7 @@ EVERYDAY = {
     "chat": f"model system draft show_origins stats {_SAMPLING} {_MACHINE}",
     "serve": "model host port api_keys key_file allowed_hosts cors_origins served_name max_sequences cache_bytes"
     " weights device threads context draft speculation max_tokens temperature top_p log_format config help",
+    "batch": "file out model draft weights device threads context max_sequences cache_bytes config help",
     "bench": _MEASURED,
     "audit": _MEASURED,
     "advise": _MEASURED,
@@ -35,7 +36,7 @@ EVERYDAY = {
 }
 # The commands, in the order in which people meet them.
 ORDER = (
-    *("demo", "generate", "chat", "serve", "models", "pairs", "audit", "bench", "advise"),
+    *("demo", "generate", "chat", "serve", "batch", "models", "pairs", "audit", "bench", "advise"),
     *("distill", "doctor", "keys", "draft", "help"),
 )
 OTHERWISE = f"model draft {_SAMPLING} {_MACHINE} json_file"

@@ -169,7 +169,9 @@ class BatchStore:
 
     # ------------------------------------------------------------------------------------------ batches
 
-    def create(self, owner: str, file: str, endpoint: str, metadata: dict[str, str] | None) -> dict[str, Any]:
+    def create(
+        self, owner: str, file: str, endpoint: str, metadata: dict[str, str] | None, window: int = WINDOW
+    ) -> dict[str, Any]:
         if self.file(file, owner)["purpose"] != INPUT:
             raise InvalidRequest("this file was not uploaded with purpose 'batch'", "input_file_id")
         now, name = int(time.time()), f"batch_{secrets.token_hex(12)}"
@@ -185,7 +187,7 @@ class BatchStore:
             "output_file_id": None,
             "error_file_id": None,
             "created_at": now,
-            "expires_at": now + WINDOW,
+            "expires_at": now + window,
             **{f"{state}_at": None for state in times},
             "request_counts": {"total": 0, "completed": 0, "failed": 0},
             "metadata": metadata,
