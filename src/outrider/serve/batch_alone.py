@@ -26,7 +26,7 @@ from outrider.serve.settings import ServeSettings
 from outrider.settings import Settings
 from outrider.types import SamplingParams
 
-YEARS = 10 * 365 * 86_400  # seconds: nobody waits for this batch, so that it does not expire
+YEARS = 10 * 365 * 86_400  # seconds: this batch does not expire
 LOOK = 0.2  # seconds between two looks at how far it is
 BYTES = 1 << 40  # the store's bound: the disk is the user's own
 MANY = 1 << 20  # lines at once: as many as the engine takes sequences

@@ -6,7 +6,8 @@
         file-...        contents
 
 A line's answer is written once, in one transaction; what was not written when the server died is done again. Each file
-and batch belongs to an owner, the API key's, and nobody else finds it. For one thread at a time.
+and batch belongs to an owner, the API key's, and no other owner finds it. For one thread at a
+time.
 """
 
 from __future__ import annotations
