@@ -237,6 +237,7 @@ class Backend:
                 self.grammars.warm_up()
             self.state = "ready"
             self.metrics.gauges["engine_up"] = 1
+            self.metrics.cache_config(message.cache_block, message.cache_tokens // message.cache_block)
             if memory := message.plan.get("memory"):
                 log.info("memory", extra={"facts": memory})
             self.swaps.started(message.drafts, self.settings.request_timeout)

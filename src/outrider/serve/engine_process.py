@@ -24,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NoReturn
 
+from outrider.cache.prefix import BLOCK
 from outrider.engine.live_draft import DraftState
 from outrider.engine.llm import LLM
 from outrider.engine.memory import runs_on_gpu
@@ -283,6 +284,7 @@ class EngineProcess:
             vocab=config.vocab,
             context=engine.context,
             cache_tokens=slots,
+            cache_block=BLOCK,
             drafter=llm.drafter,
             drafters=list(engine.drafters.names),
             sampling=dict(llm.sampling.values),

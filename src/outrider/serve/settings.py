@@ -119,7 +119,7 @@ class ServeSettings:
     )
     batch_bytes: int = setting(1 << 30, 1 << 20, help="Most to keep there; more is refused.")
     batch_sequences: int | None = setting(
-        None, 1, help="Lines of batches at once; by default half of max_sequences."
+        None, 1, help="Lines of batches at once; by default an eighth of max_sequences."
     )
 
     def __post_init__(self) -> None:
