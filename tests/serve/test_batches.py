@@ -259,15 +259,20 @@ def test_killed_twice_every_line_is_answered_once(
         counts = client(server).batches.retrieve(batch.id).request_counts
         return counts is not None and counts.completed >= least
 
+    kept: dict[str, Any] = {}
     for least in (15, 50):
         wait_for(lambda least=least: done(least), 60)  # type: ignore[misc]
         os.kill(server.process.pid, signal.SIGKILL)
         server.process.wait(20)
+        with contextlib.closing(sqlite3.connect(tmp_path / "kept" / "batches.db")) as database:
+            rows = database.execute("SELECT custom_id, result FROM lines WHERE status IS NOT NULL")
+            kept |= {name: json.loads(result) for name, result in rows}
         server = start(tiny_folder, *flags)
         assert done(least)  # what was answered stays answered
     batch = ended(server, batch)
     answers, errors = results(server, batch.output_file_id), results(server, batch.error_file_id)
     assert {*answers, *errors} == {one["custom_id"] for one in lines}
+    assert len(kept) >= 50 and kept.items() <= (answers | errors).items()  # none of them was done again
     assert len(answers) + len(errors) == len(lines) and {*errors} == {"bad0", "bad1", "bad2"}
     again = ended(server, begin(server, lines))
     for name, answer in results(server, again.output_file_id).items():

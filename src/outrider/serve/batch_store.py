@@ -121,7 +121,7 @@ class BatchStore:
         self.used += max(size, FILE_BYTES)
 
     def file(self, name: str, owner: str) -> dict[str, Any]:
-        [found] = [*self._files("id = ? AND owner = ?", name, owner)] or [None]
+        found = next(self._files("id = ? AND owner = ?", name, owner), None)
         if found is None:
             raise ApiError(404, f"there is no file {name[:80]!r}", param="file_id", code="not_found")
         return found

@@ -75,8 +75,8 @@ class FormReader:
             raise InvalidRequest("the headers of a part of the form are too long")
         message = Message()
         for line in bytes(self._buffer[:at]).decode("utf-8", "replace").split("\r\n"):
-            name, _, value = line.partition(":")
-            message[name.strip()] = value.strip()
+            header, _, value = line.partition(":")
+            message[header.strip()] = value.strip()
         del self._buffer[: at + 4]
         name = message.get_param("name", None, "content-disposition")
         if not isinstance(name, str) or name in self.fields or (name == "file" and self.filename is not None):
