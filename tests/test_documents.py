@@ -57,7 +57,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(tiny: Path) -> Iterator[Served]:
     """One for all pages, by the name that they ask for."""
-    served = start_server(tiny, "--served-name", MODEL)
+    served = start_server(tiny, "--served-name", MODEL, "--batch-folder", str(tiny.parent / "kept"))
     yield served
     assert served.stop() == 0
 

@@ -53,6 +53,7 @@ class Request:
     stop_ids: frozenset[int] = frozenset()  # end-of-text ids (unless ignored) and the user's own
     prediction_ids: tuple[int, ...] = ()
     grammar: Any = field(default=None, compare=False)  # compiled; each choice moves a copy of it along
+    background: bool = False  # pauses while any other request runs or waits
 
     @property
     def edits_logits(self) -> bool:

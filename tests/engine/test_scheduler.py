@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from outrider.cache.table import SlotTable
@@ -15,15 +17,15 @@ MANY = 1 << 20
 class Room:
     """A scheduler whose steps are settled at once, and a record of what it was asked."""
 
-    def __init__(self, step_rows: int = 64, allowed: int = MANY) -> None:
-        self.scheduler = Scheduler(SlotTable(4096, 32, 1024), step_rows)
+    def __init__(self, step_rows: int = 64, allowed: int = MANY, slots: int = 4096, rows: int = 32) -> None:
+        self.scheduler = Scheduler(SlotTable(slots, rows, 1024), step_rows)
         self.allowed = allowed
         self.asked: list[tuple[int, float]] = []
         self.waiting: list[int] = []
         self.pending: list[int] = []
 
-    def add(self, name: str, prompt: int) -> Sequence:
-        one = request(name, range(1, prompt + 1), max_tokens=100)
+    def add(self, name: str, prompt: int, background: bool = False) -> Sequence:
+        one = replace(request(name, range(1, prompt + 1), max_tokens=100), background=background)
         sequence = Sequence(one, 0, 0, list(one.prompt_ids))
         self.scheduler.add([sequence])
         return sequence
@@ -134,3 +136,44 @@ def test_there_is_always_a_row_for_a_prompt_that_is_partly_read():
     assert [room.step()["c"] for _ in range(2)] == [1, 1]
     room.add("d", 3)
     assert "d" not in room.step()  # it was not begun, so it may have to wait
+
+
+def test_background_sequences_pause_while_another_request_runs_or_waits():
+    room = Room()
+    one, two = room.add("one", 3, background=True), room.add("two", 3, background=True)
+    assert room.step() == {"one": 3, "two": 3}
+    room.add("late", 3, background=True)
+    user = room.add("user", 4)
+    assert room.step() == {"user": 4}
+    assert room.step() == {"user": 1}
+    room.scheduler.finish(user)
+    assert room.step() == {"one": 1, "two": 1, "late": 3}
+    for sequence in (one, two):
+        room.scheduler.finish(sequence)
+    assert room.step() == {"late": 1} and room.scheduler.background == 1 and not room.scheduler.idle
+
+
+@pytest.mark.parametrize("full", [{"rows": 2}, {"slots": 24}])
+def test_background_sequences_are_preempted_for_another_request(full):
+    """Of rows or of slots: no other request waits for them."""
+    room = Room(**full)
+    room.add("one", 8, background=True)
+    room.add("two", 8, background=True)
+    assert room.step() == {"one": 8, "two": 8}
+    user = room.add("user", 8)
+    assert room.step() == {"user": 8}
+    assert room.scheduler.preemptions == 1
+    room.scheduler.finish(user)
+    room.scheduler.table.check()
+    assert room.step() == {"one": 1, "two": 9}  # the younger reads its text again
+
+
+def test_a_background_request_preempts_nothing():
+    room = Room(rows=1)
+    user = room.add("user", 4)
+    room.step()
+    room.scheduler.finish(user)
+    room.add("first", 4, background=True)
+    room.add("second", 4, background=True)
+    assert room.step() == {"first": 4}
+    assert room.step() == {"first": 1} and room.scheduler.preemptions == 0

@@ -322,7 +322,8 @@ def test_template_kwargs_of_any_other_name_do_no_harm(client: httpx.Client, name
 def model_of(template: str = TEMPLATE, vocab: int = 0) -> ServedModel:
     ready = link.Ready(
         tokenizer=byte_level_backend().to_str(), bos_id=None, eos_ids=[0], add_bos=None, template=template,
-        family="llama", vocab=vocab or len(vocabulary()), context=256, cache_tokens=1000, drafter="lookup", plan={},
+        family="llama", vocab=vocab or len(vocabulary()), context=256, cache_tokens=1000, cache_block=16,
+        drafter="lookup", plan={},
     )  # fmt: skip
     return ServedModel("tiny", ready)
 

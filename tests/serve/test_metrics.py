@@ -128,8 +128,8 @@ class Serving:
         self.process.sock.close()
 
 
-def _request(prompt: list[int], params: SamplingParams, owner: str, name: str) -> Request:
-    return Request(name, tuple(prompt), params, params.seed or 0, owner)
+def _request(prompt: list[int], params: SamplingParams, owner: str, name: str, background: bool) -> Request:
+    return Request(name, tuple(prompt), params, params.seed or 0, owner, background=background)
 
 
 async def _received(stream: Stream, deadline: float) -> tuple[list[int], list[End]]:

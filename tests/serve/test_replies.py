@@ -54,7 +54,7 @@ def test_answers_have_the_documented_shape(served: Served, path: str, body: dict
 
 def test_every_route_that_answers_in_json_has_a_shape() -> None:
     shown = {route.path for route in ROUTES if route.reply is None}
-    assert shown == {"/metrics", "/openapi.json", "/docs", "/page/{file}"}
+    assert shown == {"/metrics", "/openapi.json", "/docs", "/page/{file}", "/v1/files/{file_id}/content"}
 
 
 def test_the_query_of_what_if_is_the_command_lines() -> None:

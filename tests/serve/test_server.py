@@ -56,7 +56,7 @@ def test_where_memory_goes_is_shown_and_on_a_gpu_logged(
     sizes = {"weight_bytes": 5 << 20, "cache_bytes": 1 << 30, "cache_tokens": 1000}
     ready = Ready(
         tokenizer=byte_level_backend().to_str(), bos_id=None, eos_ids=[0], add_bos=None, template=None, family="llama",
-        vocab=len(vocabulary()), context=256, cache_tokens=1000, drafter="lm", plan={**plan, **sizes},
+        vocab=len(vocabulary()), context=256, cache_tokens=1000, cache_block=16, drafter="lm", plan={**plan, **sizes},
     )  # fmt: skip
     backend = Backend(Start("tiny", "tiny", {}, ("text", "info")), ServeSettings(), Metrics())
 

@@ -26,6 +26,7 @@ EVERYDAY = {
     " weights device threads context draft speculation max_tokens temperature top_p log_format config help",
     "deploy": "config host port key_file min_replicas max_replicas target_requests replica_cpus replica_gpus draft"
     " cache_bytes weights device threads context help",
+    "batch": "file out model draft weights device threads context max_sequences cache_bytes config help",
     "bench": _MEASURED,
     "audit": _MEASURED,
     "advise": _MEASURED,
@@ -37,7 +38,7 @@ EVERYDAY = {
 }
 # The commands, in the order in which people meet them.
 ORDER = (
-    *("demo", "generate", "chat", "serve", "deploy", "models", "pairs", "audit", "bench", "advise"),
+    *("demo", "generate", "chat", "serve", "deploy", "batch", "models", "pairs", "audit", "bench", "advise"),
     *("distill", "doctor", "keys", "draft", "help"),
 )
 OTHERWISE = f"model draft {_SAMPLING} {_MACHINE} json_file"

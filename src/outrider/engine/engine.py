@@ -207,7 +207,8 @@ class Engine:
         alive = [i for i, one in enumerate(step.work) if one.alive]
         record = self._record(step, [results[i] for i in alive], alive)
         record.total_s = self.settled_at - begun
-        record.waiting = max(sum(s.first > 0 for s in self.scheduler.running) - record.decoding, 0)
+        waiting = sum(s.first > 0 and not s.request.background for s in self.scheduler.running)
+        record.waiting = max(waiting - record.decoding, 0)
         (graphs, kernels), self.counts = self.counts, self.runner.preparation.counts
         record.graphs_captured, record.kernels_compiled = self.counts[0] - graphs, self.counts[1] - kernels
         if log.isEnabledFor(logging.DEBUG):

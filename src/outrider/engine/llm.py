@@ -249,7 +249,12 @@ class LLM:
         return self._chats.encode(messages)
 
     def request(
-        self, prompt_ids: Seq[int], params: SamplingParams, owner: str = "", name: str | None = None
+        self,
+        prompt_ids: Seq[int],
+        params: SamplingParams,
+        owner: str = "",
+        name: str | None = None,
+        background: bool = False,
     ) -> Request:
         """A complete request: with an id, a seed, end ids and the token ids of its words."""
         params = replace(params, speculation=self._speculation(params))
@@ -261,6 +266,7 @@ class LLM:
             params=params,
             seed=secrets.randbits(SEED_BITS) if params.seed is None else params.seed,
             owner=owner,
+            background=background,
             bad_word_ids=tuple(words - {()}),
             stop_ids=frozenset((*ends, *params.stop_token_ids)),
             grammar=None if params.grammar is None else self.compiler.compile(params.grammar),

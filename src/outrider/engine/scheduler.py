@@ -6,6 +6,9 @@ sequences a step has only so many prompt rows as the planner says. Short prompts
 several steps anyway; they get at most half of the prompt rows, so it is never held up for long. When the KV cache is
 full the youngest is preempted: it gives its slots back and waits; it loses nothing, as its tokens are a function of the
 request and are simply fed again. Since the oldest is never the one to go, everything ends.
+
+Background requests pause while any other request runs or waits. They keep their slots until another request needs
+them, and are preempted first.
 """
 
 from __future__ import annotations
@@ -33,24 +36,32 @@ class Scheduler:
         self.table = table
         self.step_rows = step_rows
         self.waiting: deque[Sequence] = deque()
+        self.waiting_background: deque[Sequence] = deque()
+        self.background = 0  # live sequences of background requests
+        self._queue = self.waiting  # what this step admits from
         self.running: list[Sequence] = []
         self.held: dict[str, list[Sequence]] = {}  # choices that wait for the first to read the prompt
         self.preemptions = 0
 
     def add(self, choices: list[Sequence]) -> None:
         """All choices of one request. The first reads the prompt; the others then branch from it."""
-        self.waiting.append(choices[0])
+        self._queue_of(choices[0]).append(choices[0])
+        self.background += len(choices) if choices[0].request.background else 0
         if choices[1:]:
             self.held[choices[0].request.id] = choices[1:]
 
     def schedule(self, prompt_rows: PromptRows) -> list[Work]:
         """Sequences that can move, with slots for the known tokens that are fed."""
+        pause = self.background and self._pauses_background()
+        self._queue = self.waiting if pause or not self.background else self.waiting_background
         # Written out, as it is done for every sequence in every step: what is pending, and what remains.
         ready = [
             s
             for s in self.running
             if len(s.tokens) > s.cached + s.launched and s.limit - len(s.tokens) > s.coming
         ]
+        if pause:
+            ready = [s for s in ready if not s.request.background]
         prompts = [s for s in ready if len(s.tokens) > s.cached + s.launched + 1]
         decoding = [s for s in ready if len(s.tokens) == s.cached + s.launched + 1] if prompts else ready
         work = self._decode(decoding)
@@ -60,7 +71,7 @@ class Scheduler:
             budget -= sum(one.known for one in work if one.known > 1)
         reading = not all(one.emits for one in work)
         while budget > 0 and (sequence := self._next(budget if reading else None)) and self._admit(sequence):
-            self.waiting.remove(sequence)
+            self._queue.remove(sequence)
             self.running.append(sequence)
             known = min(sequence.pending, budget - self._overtaking(sequence, budget))
             self.table.extend(sequence.row, known)
@@ -69,15 +80,21 @@ class Scheduler:
             reading = reading or not work[-1].emits
         return work
 
+    def _pauses_background(self) -> bool:
+        return bool(self.waiting) or not all(s.request.background for s in self.running)
+
+    def _queue_of(self, sequence: Sequence) -> deque[Sequence]:
+        return self.waiting_background if sequence.request.background else self.waiting
+
     def _prompt_budget(self, prompts: list[Sequence], decoding: int, prompt_rows: PromptRows) -> int:
         """Prompt rows of this step: as many as fit if no sequence decodes."""
         most = self.step_rows - decoding
-        waiting = [*prompts, *islice(self.waiting, 1)]
+        waiting = [*prompts, *islice(self._queue, 1)]
         if not decoding or not waiting:
             return most
         waited = time.perf_counter() - min(s.arrived for s in waiting)
-        count = len(prompts) + len(self.waiting)
-        pending = sum(s.pending for s in (*prompts, *islice(self.waiting, COUNTED)))
+        count = len(prompts) + len(self._queue)
+        pending = sum(s.pending for s in (*prompts, *islice(self._queue, COUNTED)))
         return min(most, max(prompt_rows(decoding, waited, count, pending, bool(prompts)), len(prompts[:1])))
 
     def _overtaking(self, sequence: Sequence, budget: int) -> int:
@@ -85,13 +102,13 @@ class Scheduler:
         half = room = budget // 2
         if sequence.pending <= budget:
             return 0
-        for other in islice(self.waiting, LOOK_AHEAD):
+        for other in islice(self._queue, LOOK_AHEAD):
             room -= len(other.tokens) if len(other.tokens) <= room else 0
         return half - room
 
     def _next(self, room: int | None) -> Sequence | None:
         """Whom to admit: the oldest; beside a prompt that is still being read, one that has room."""
-        some = islice(self.waiting, LOOK_AHEAD if room else 1)
+        some = islice(self._queue, LOOK_AHEAD if room else 1)
         return next((s for s in some if room is None or len(s.tokens) <= room), None)
 
     def _decode(self, ready: list[Sequence]) -> list[Work] | None:
@@ -125,21 +142,22 @@ class Scheduler:
             if self.table.rows_left:
                 self._branch(sequence, twin)
             else:
-                self.waiting.appendleft(twin)
+                self._queue_of(twin).appendleft(twin)
 
     def finish(self, sequence: Sequence) -> None:
         """Take a sequence out, wherever it is, and free what it holds."""
         if sequence.row >= 0:
             self._release(sequence)
             self.running.remove(sequence)
-        elif sequence in self.waiting:
-            self.waiting.remove(sequence)
+        elif sequence in (queue := self._queue_of(sequence)):
+            queue.remove(sequence)
+        self.background -= sequence.request.background
         # Choices that waited for this one to read the prompt must not wait for ever.
-        self.waiting.extendleft(reversed(self.held.pop(sequence.request.id, [])))
+        self._queue_of(sequence).extendleft(reversed(self.held.pop(sequence.request.id, [])))
 
     @property
     def idle(self) -> bool:
-        return not (self.running or self.waiting)
+        return not (self.running or self.waiting or self.waiting_background)
 
     def _extend(self, sequence: Sequence, n: int) -> bool:
         while True:
@@ -147,16 +165,19 @@ class Scheduler:
                 self.table.extend(sequence.row, n)
                 return True
             except CacheFull:
-                youngest = self.running[-1]
+                youngest = self._youngest_background() or self.running[-1]
                 self._preempt(youngest)
                 if youngest is sequence:
                     return False
+
+    def _youngest_background(self) -> Sequence | None:
+        return next((s for s in reversed(self.running) if s.request.background), None)
 
     def _preempt(self, sequence: Sequence) -> None:
         self._release(sequence)
         self.running.remove(sequence)
         sequence.cached = sequence.launched = sequence.coming = 0
-        self.waiting.appendleft(sequence)
+        self._queue_of(sequence).appendleft(sequence)
         self.preemptions += 1
 
     def _release(self, sequence: Sequence) -> None:
@@ -166,7 +187,17 @@ class Scheduler:
         sequence.released += 1
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Give a waiting sequence a row, if its whole text so far fits; nothing is preempted for it."""
+        """Give a waiting sequence a row, if its whole text so far fits. Only background sequences are preempted for
+        it, and only for one that is none.
+        """
+        while not self._open(sequence):
+            paused = None if sequence.request.background else self._youngest_background()
+            if paused is None:
+                return False
+            self._preempt(paused)
+        return True
+
+    def _open(self, sequence: Sequence) -> bool:
         if not self.table.rows_left:
             return False
         # A request for the prompt's own log-probabilities needs it read.

@@ -17,6 +17,7 @@ from outrider.serve.model import ServedModel
 from outrider.serve.prediction import PredictionOverlap
 from outrider.serve.request import Reply, Request
 from outrider.serve.service import owner_of
+from outrider.serve.settings import WEEK
 from outrider.serve.stream import Pieces, Stream
 from outrider.serve.wire import ResponsesRequest, Sampling, StreamOptions, sent_as, wants
 from outrider.types import SamplingParams
@@ -38,11 +39,14 @@ async def answer(
         tokens = sum(len(prompt) + params.n * params.max_tokens for prompt, params in prompts)
         request.service.admit(request.key, tokens, chosen)
         request.reserved = tokens
-    deadline = asyncio.get_running_loop().time() + settings.request_timeout - request.waited
+    # A batch has a time limit of its own.
+    timeout = WEEK if request.background else settings.request_timeout - request.waited
+    deadline = asyncio.get_running_loop().time() + timeout
     try:
         owner = owner_of(request.key, getattr(asked, "cache_salt", None))
         client = owner_of(request.key, None) or (request.client.host if request.client else "")
-        stream = await request.while_there(chosen.backend.open(prompts, owner, client, deadline))
+        opened = chosen.backend.open(prompts, owner, client, deadline, request.background)
+        stream = await request.while_there(opened)
     except ApiError as error:
         error.param = sent_as(error.param, asked)
         raise

@@ -13,16 +13,19 @@ from starlette.responses import Response
 from outrider.errors import InvalidRequest
 from outrider.serve import (
     about,
+    batches,
     catalogue,
     chat,
     completions,
     draft,
+    files,
     live,
     messages,
     page_files,
     responses,
     tokens,
 )
+from outrider.serve.batch_run import BatchRunner
 from outrider.serve.errors import LONGEST_PATH, ApiError
 from outrider.serve.host_check import HostCheck, KeyCheck, Recorder
 from outrider.serve.not_served import not_served
@@ -37,6 +40,8 @@ ROUTES = (
     *tokens.ROUTES,
     *draft.ROUTES,
     *live.ROUTES,
+    *files.ROUTES,
+    *batches.ROUTES,
     *catalogue.ROUTES,
     *page_files.ROUTES,
     *about.ROUTES,
@@ -45,7 +50,8 @@ PATHS = frozenset(route.path for route in ROUTES if not route.param_convertors)
 
 
 class App(Starlette):
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, batches: BatchRunner | None = None) -> None:
+        """`batches`: where the server keeps files and batches."""
         super().__init__(
             routes=ROUTES,
             middleware=[
@@ -56,7 +62,7 @@ class App(Starlette):
             exception_handlers={ApiError: _refused, InvalidRequest: _refused, HTTPException: _unrouted},
         )
         self.router.redirect_slashes = False
-        self.service = service
+        self.service, self.batches = service, batches
 
 
 async def _refused(request: Any, error: Any) -> Response:
@@ -71,7 +77,7 @@ async def _unrouted(request: Any, error: Any) -> Response:
             return refusal(ApiError(404, why, code="not_supported"), own)
         wrong = ApiError(404, f"there is no {{path}}{_near(path)}", code="not_found", path=path)
         return refusal(wrong, own)
-    takes = next(route.method for route in ROUTES if route.path_regex.match(path))
+    takes = ", ".join(route.method for route in ROUTES if route.path_regex.match(path))
     response = refusal(ApiError(405, f"{{path}} takes {takes}", code="method_not_allowed", path=path), own)
     response.headers["allow"] = takes
     return response

@@ -244,6 +244,7 @@ class Backend:
                 self.grammars.warm_up()
             self.state = "ready"
             self.metrics.gauges["engine_up"] = 1
+            self.metrics.cache_config(message.cache_block, message.cache_tokens // message.cache_block)
             if memory := message.plan.get("memory"):
                 log.info("memory", extra={"facts": memory})
             self.swaps.started(message.drafts, self.settings.request_timeout)
@@ -292,23 +293,31 @@ class Backend:
             self._writer.write(link.pack(message))
 
     async def open(
-        self, prompts: Seq[tuple[list[int], SamplingParams]], owner: str, client: str, deadline: float
+        self,
+        prompts: Seq[tuple[list[int], SamplingParams]],
+        owner: str,
+        client: str,
+        deadline: float,
+        background: bool = False,
     ) -> Stream:
         """Start one job a prompt. Returns once the engine has taken them all, or raises why not. Grammars are compiled
-        `client` by client.
+        `client` by client. Background jobs take no place in the queue: their number is bounded where they begin.
         """
         if self.state != "ready":
             raise ApiError(503, f"the engine is not ready: {self.state}", code=self.state, after=2)
-        self.refuse_when_full(len(prompts), sum(len(prompt) for prompt, _ in prompts))
+        self.refuse_when_full(
+            *((0, 0) if background else (len(prompts), sum(len(one) for one, _ in prompts)))
+        )
         if not self.jobs:
             self.last_received = time.monotonic()  # silence before the first request is no stall
         stream = Stream(self.drop)
         try:
             for index, (prompt, params) in enumerate(prompts):
-                job = Job(stream, index, f"{self._salt}-{next(self._names)}", prompt, params)
+                job = Job(stream, index, f"{self._salt}-{next(self._names)}", prompt, params, background)
                 stream.jobs.append(job)
                 self.jobs[job.id] = job
-                self.count_queued(1, len(prompt))
+                if not job.began:
+                    self.count_queued(1, len(prompt))
             async with asyncio.timeout_at(deadline):
                 await self._submit(stream.jobs, owner, client)
                 for job in stream.jobs:
@@ -341,7 +350,7 @@ class Backend:
 
     def _hand_over(self, job: Job, owner: str) -> None:
         if job.id in self.jobs:  # else the engine died meanwhile
-            self._send(link.Submit(job.id, job.prompt, job.params, owner))
+            self._send(link.Submit(job.id, job.prompt, job.params, owner, job.background))
             job.sent = True
 
     async def _compiled(self, job: Job) -> None:

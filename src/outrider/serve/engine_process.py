@@ -24,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NoReturn
 
+from outrider.cache.prefix import BLOCK
 from outrider.engine.live_draft import DraftState
 from outrider.engine.llm import LLM
 from outrider.engine.loading import Watch
@@ -122,7 +123,9 @@ class EngineProcess:
             self._was_given_up(message.id)
             return
         try:
-            request = self.llm.request(message.prompt, message.params, message.owner, message.id)
+            request = self.llm.request(
+                message.prompt, message.params, message.owner, message.id, message.background
+            )
         except BaseException as error:
             self._refuse(message.id, error)
             return
@@ -284,6 +287,7 @@ class EngineProcess:
             vocab=config.vocab,
             context=engine.context,
             cache_tokens=slots,
+            cache_block=BLOCK,
             drafter=llm.drafter,
             drafters=list(engine.drafters.names),
             sampling=dict(llm.sampling.values),

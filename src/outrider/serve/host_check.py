@@ -99,7 +99,7 @@ class HostCheck:
         self.shared = CORSMiddleware(
             app,
             allow_origins=service.settings.cors_origins,
-            allow_methods=("GET", "POST", "OPTIONS"),
+            allow_methods=("GET", "POST", "DELETE", "OPTIONS"),
             allow_headers=ALLOWED_HEADERS,
             expose_headers=("x-request-id", "request-id", "retry-after"),
         )

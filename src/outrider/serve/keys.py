@@ -117,6 +117,9 @@ class Keyring:
         """Whether what some key is served may be kept."""
         return any(key.keep_traffic for key in self._keys)
 
+    def of_owner(self, owner: str) -> Key | None:
+        return next((key for key in self._keys if key.owner == owner), None)
+
     def check(self, authorization: str | None, own: str | None = None) -> Key | None:
         """The key of an `Authorization: Bearer ...` header, or of `x-api-key`; None: unknown, or two different ones.
 

@@ -42,6 +42,7 @@ class Submit(msgspec.Struct, tag=True):
     prompt: list[int]
     params: SamplingParams
     owner: str
+    background: bool = False  # pauses while any other request runs or waits
 
 
 class Abort(msgspec.Struct, tag=True):
@@ -90,6 +91,7 @@ class Ready(msgspec.Struct, tag=True):
     vocab: int
     context: int
     cache_tokens: int  # slots of the cache: no request can need more
+    cache_block: int  # tokens that prefixes are cached in units of
     drafter: str
     plan: dict[str, Any]  # memory and speed, for people
     sampling: dict[str, int | float] = {}  # the model's own defaults

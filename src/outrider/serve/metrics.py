@@ -45,9 +45,11 @@ COUNTERS = {
     "step_seconds": "Time spent in steps, by stage.",
     "decode_seconds": "Time of decoding: a step counts once for each sequence that waits for its next token.",
     "plain_decode_seconds": "What plain decoding is measured to take for the same tokens.",
+    "batch_lines": "Lines of batches that were answered, by status.",
     "traffic_kept": "Answers to marked keys that were kept.",
     "traffic_dropped": "Answers to marked keys that were not kept, by reason.",
 }
+CACHE_CONFIG = "cache_config_info"
 GAUGES = {
     "num_requests_running": "Sequences that share steps now.",
     "num_requests_waiting": "Requests that wait.",
@@ -69,6 +71,7 @@ GAUGES = {
     "spec_decode_recent_target_probability": "Mean probability that the target gave its own recent tokens, by drafter.",
     "spec_decode_card_target_probability": "The same as the draft's card has it, by drafter.",
     "spec_decode_unpaid_draft_cache_tokens": "Tokens of KV cache that a draft which never paid takes the memory of.",
+    CACHE_CONFIG: "1, with the size of the KV cache as labels: blocks, and tokens of a block.",
     "traffic_keeping": "1 while tokens of marked keys are kept.",
     "traffic_bytes": "Bytes of kept tokens.",
 }
@@ -148,13 +151,14 @@ class Metrics:
     def __init__(self, price_per_hour: float | None = None) -> None:
         self.price = price_per_hour
         self.counters: dict[str, dict[Labels, float]] = {name: {} for name in COUNTERS}
-        left_out = (*BY_DRAFTER, *(() if price_per_hour is not None else PRICED))
+        left_out = (*BY_DRAFTER, CACHE_CONFIG, *(() if price_per_hour is not None else PRICED))
         self.gauges: dict[str, float] = dict.fromkeys((n for n in GAUGES if n not in left_out), 0.0)
         if price_per_hour is not None:
             self.gauges["price_per_hour"] = price_per_hour
         self._ratios: dict[str, RecentRatio] = {}
         self.by_drafter: dict[str, dict[str, float]] = {name: {} for name in BY_DRAFTER}
         self._recent: dict[tuple[str, str], RecentMean] = {}
+        self._cache: Labels = ()  # of CACHE_CONFIG, once an engine is there
         self.said: dict[str, str] = {}  # by kind of reason, the latest with its numbers
         self.histograms = {name: Histogram() for name in HISTOGRAMS}
         for name in COUNTERS:
@@ -272,6 +276,10 @@ class Metrics:
             self.count(name, max(0, total - self._seen[name]))
             self._seen[name] = total
 
+    def cache_config(self, block: int, blocks: int) -> None:
+        """The labels have the names that endpoint pickers look for, on every device."""
+        self._cache = (("block_size", str(block)), ("num_gpu_blocks", str(blocks)))
+
     def engine_started(self) -> None:
         """A fresh engine counts from zero again."""
         self._seen = dict.fromkeys(self._seen, 0)
@@ -301,6 +309,9 @@ class Metrics:
         for name, value in self.gauges.items():
             sample = f"{prefix}{name}{_braces(constant)} {_number(value)}"
             yield _head(prefix + name, "gauge", GAUGES[name]), [sample]
+        if self._cache:
+            sample = f"{prefix}{CACHE_CONFIG}{_braces(constant + self._cache)} 1"
+            yield _head(prefix + CACHE_CONFIG, "gauge", GAUGES[CACHE_CONFIG]), [sample]
         for name, values in self.by_drafter.items():
             labelled = [((*constant, ("drafter", drafter)), value) for drafter, value in values.items()]
             samples = [f"{prefix}{name}{_braces(labels)} {_number(value)}" for labels, value in labelled]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 _TEXT = "this server writes text"
-_STATELESS = "this server keeps nothing between requests"
+_STATELESS = "this server keeps no conversations"
 _OLLAMA = "point the client at /v1, where OpenAI's API is"
 
 # Paths, with all below them; what they are for; what to do instead, or why not. The longest that fits counts.
@@ -23,9 +23,8 @@ NOT_SERVED: dict[str, tuple[str, str]] = {
     "/v1/images": ("images", _TEXT),
     "/v1/videos": ("videos", _TEXT),
     "/v1/moderations": ("moderation", f"{_TEXT}; a `choice` in structured_outputs can classify"),
-    "/v1/files": ("files", _STATELESS),
-    "/v1/batches": ("batches", f"{_STATELESS}; send the requests at once, they share each step"),
-    "/v1/messages/batches": ("batches", f"{_STATELESS}; send the requests at once, they share each step"),
+    "/v1/uploads": ("uploads in parts", "send the whole file to /v1/files"),
+    "/v1/messages/batches": ("Anthropic's batches", "use /v1/files and /v1/batches, OpenAI's"),
     "/v1/assistants": ("assistants", f"{_STATELESS}; send the whole conversation to /v1/chat/completions"),
     "/v1/threads": ("threads", f"{_STATELESS}; send the whole conversation to /v1/chat/completions"),
     "/v1/vector_stores": ("vector stores", _STATELESS),

@@ -40,7 +40,7 @@ def document(routes: tuple[Endpoint, ...]) -> dict[str, Any]:
         if route.body:
             reference = {"schema": {"$ref": f"#/components/schemas/{route.body.__name__}"}}
             operation["requestBody"] = {"required": True, "content": {"application/json": reference}}
-        paths[route.path_format] = {route.method.lower(): operation}
+        paths.setdefault(route.path_format, {})[route.method.lower()] = operation
     return {
         "openapi": "3.1.0",
         "info": {"title": "Outrider", "version": __version__},

@@ -345,3 +345,78 @@ class Routes(Struct, kw_only=True):
     name: str
     version: str
     routes: list[str]
+
+
+class FileObject(Struct, kw_only=True):
+    id: str
+    object: str
+    bytes: int
+    created_at: int
+    filename: str
+    purpose: str  # batch, or batch_output
+    status: str
+    expires_at: None
+
+
+class DeletedFile(Struct, kw_only=True):
+    id: str
+    object: str
+    deleted: bool
+
+
+class Page(Struct, kw_only=True):
+    object: str
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class FileList(Page, kw_only=True):
+    data: list[FileObject]
+
+
+class BatchCounts(Struct, kw_only=True):
+    total: int
+    completed: int
+    failed: int
+
+
+class BatchError(Struct, kw_only=True):
+    code: str
+    message: str
+    line: int | None
+    param: str | None
+
+
+class BatchErrors(Struct, kw_only=True):
+    object: str
+    data: list[BatchError]
+
+
+class BatchObject(Struct, kw_only=True):
+    """`status`: validating, failed, in_progress, finalizing, completed, expired, cancelling or cancelled."""
+
+    id: str
+    object: str
+    endpoint: str
+    errors: BatchErrors | None
+    input_file_id: str
+    completion_window: str
+    status: str
+    output_file_id: str | None
+    error_file_id: str | None
+    created_at: int
+    in_progress_at: int | None
+    expires_at: int
+    finalizing_at: int | None
+    completed_at: int | None
+    failed_at: int | None
+    expired_at: int | None
+    cancelling_at: int | None
+    cancelled_at: int | None
+    request_counts: BatchCounts
+    metadata: dict[str, str] | None
+
+
+class BatchList(Page, kw_only=True):
+    data: list[BatchObject]

@@ -52,6 +52,7 @@ class Request(BaseRequest):
         self.id = _request_id(self.headers.get("x-request-id"))
         self.arrived = time.perf_counter()
         self.key: Key | None = None
+        self.background = False  # a line of a batch: it yields to other requests
         self.reserved: int | None = None  # tokens, with the limiter
         self.running: Stream | None = None  # at the engine
         self.call: Call | None = None
@@ -74,13 +75,14 @@ class Request(BaseRequest):
         """Whether a person opened the path in a browser, which asks for HTML first."""
         return self.method in ("GET", "HEAD") and self.headers.get("accept", "").startswith("text/html")
 
-    async def read(self, kind: type[T], prompts: int = 1) -> T:
+    async def read(self, kind: type[T], prompts: int = 1, counted: bool = False) -> T:
         """The body as a struct, or an error that says what is wrong with it. `prompts`: how many it may hold.
 
-        The request counts against its key's limit from here on, also if it is refused in the end.
+        The request counts against its key's limit from here on, also if it is refused in the end; unless it was
+        `counted` before.
         """
         service = self.service
-        if self.key is not None:
+        if self.key is not None and not counted:
             service.count(self.key)
         self._check_media()
         body = await self._read_body(prompts)
@@ -134,6 +136,10 @@ class Request(BaseRequest):
         """Whether some of its body may still be on its way."""
         announced = self.headers.get("content-length", "0") != "0" or "transfer-encoding" in self.headers
         return announced and not self._whole
+
+    def read_whole(self) -> None:
+        """The body was read to its end by other code than `read`."""
+        self._whole = True
 
     async def _read_body(self, prompts: int) -> bytes:
         """The whole body, unless it is too long or too slow, or holds a text that cannot fit the model."""

@@ -47,5 +47,9 @@ def get(
     return Endpoint("GET", path, handler, summary, None, reply, query)
 
 
+def delete(path: str, handler: Handler, summary: str, reply: Body = None) -> Endpoint:
+    return Endpoint("DELETE", path, handler, summary, None, reply)
+
+
 def post(path: str, handler: Handler, body: Body, summary: str, reply: Body = None) -> Endpoint:
     return Endpoint("POST", path, handler, summary, body, reply)

@@ -18,6 +18,8 @@ import uvicorn
 from outrider.engine.placement import Memory
 from outrider.errors import OutriderError
 from outrider.serve.app import App
+from outrider.serve.batch_run import BatchRunner
+from outrider.serve.batch_store import BatchStore
 from outrider.serve.connection import Connection, ConnectionLimiter, LogRateLimiter, accept
 from outrider.serve.errors import ApiError
 from outrider.serve.host_check import MAX_HEADER_BYTES
@@ -59,14 +61,14 @@ def run_server(table: Sequence[ModelSpec], serve: ServeSettings) -> int:
     if keys.open and not serve.local:
         log.warning("anyone who can reach %s can use this server; set --api-key or --key-file", serve.host)
     _check_key_models(keys, table)
-    sock = bind(serve)
-    with sock:
+    with contextlib.ExitStack() as closing:
+        store = _batch_store(serve, closing)
+        sock = closing.enter_context(bind(serve))
         room = measure_room(table, serve.memory_bytes)
         service = Service(ModelTable([ModelService.of(spec) for spec in table], room), serve, keys)
-        with contextlib.ExitStack() as closing:
-            for model in service.table.models:
-                model.traffic = _traffic(model.settings, keys, closing)
-            return asyncio.run(_run(service, sock))
+        for model in service.table.models:
+            model.traffic = _traffic(model.settings, keys, closing)
+        return asyncio.run(_run(service, sock, store))
 
 
 def _check_key_models(keys: Keyring, table: Sequence[ModelSpec]) -> None:
@@ -84,6 +86,14 @@ def _traffic(serve: ServeSettings, keys: Keyring, closing: contextlib.ExitStack)
     keeper = TrafficKeeper(Path(serve.keep_traffic).expanduser(), serve.keep_traffic_bytes)
     closing.callback(keeper.close)
     return keeper
+
+
+def _batch_store(serve: ServeSettings, closing: contextlib.ExitStack) -> BatchStore | None:
+    if serve.batch_folder is None:
+        return None
+    store = BatchStore(Path(serve.batch_folder).expanduser(), serve.batch_bytes)
+    closing.callback(store.close)
+    return store
 
 
 def bind(serve: ServeSettings) -> socket.socket:
@@ -105,8 +115,10 @@ def bind(serve: ServeSettings) -> socket.socket:
     return sock
 
 
-async def _run(service: Service, sock: socket.socket) -> int:
-    table, server = service.table, _http(App(service))
+async def _run(service: Service, sock: socket.socket, store: BatchStore | None) -> int:
+    batches = None if store is None else BatchRunner(service, store)
+    table, server = service.table, _http(App(service, batches))
+    background = None if batches is None else asyncio.create_task(batches.run())
     engine = asyncio.create_task(table.run())
     web = asyncio.create_task(server.serve(sockets=[]))
     accepting = asyncio.create_task(_accept(server, service, sock))
@@ -124,6 +136,7 @@ async def _run(service: Service, sock: socket.socket) -> int:
         code = 1
         print(f"error: {table.problem or 'the server stopped'}", file=sys.stderr, flush=True)
     else:
+        await end_background(background)
         await _drain(service, hurry)
     accepting.cancel()
     table.stop()
@@ -193,6 +206,13 @@ def _reload_keys(service: Service) -> None:
         log.info("keys read again", extra={"facts": {"keys": len(service.keys)}})
     except OutriderError as problem:
         log.error("keys not read again: %s", problem)
+
+
+async def end_background(task: asyncio.Task[None] | None) -> None:
+    """Ends the runner of batches. Lines that have no answer yet are done again at the next start."""
+    if task is not None:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 async def _drain(service: Service, hurry: asyncio.Event) -> None:

@@ -136,6 +136,14 @@ class ServeSettings:
     )
     keep_traffic_bytes: int = setting(1 << 30, 1 << 20, help="Most to keep; the oldest files are deleted.")
 
+    batch_folder: str | None = setting(
+        None, 1, metavar="DIR", help="Keep files and batches here: /v1/files and /v1/batches are served."
+    )
+    batch_bytes: int = setting(1 << 30, 1 << 20, help="Most to keep there; more is refused.")
+    batch_sequences: int | None = setting(
+        None, 1, help="Lines of batches at once; by default an eighth of max_sequences."
+    )
+
     def __post_init__(self) -> None:
         check_fields(self)
         object.__setattr__(self, "allowed_hosts", tuple(host.lower() for host in self.allowed_hosts))

@@ -19,17 +19,25 @@ Pieces = list[tuple[int, Piece]]  # each with the index of its prompt
 
 class Job:
     __slots__ = (
-        "accepted", "began", "compiled", "id", "index", "left", "params", "prompt", "seed", "sent", "stream",
+        "accepted", "background", "began", "compiled", "id", "index", "left", "params", "prompt", "seed", "sent",
+        "stream",
     )  # fmt: skip
 
     def __init__(
-        self, stream: Stream, index: int, name: str, prompt: list[int], params: SamplingParams
+        self,
+        stream: Stream,
+        index: int,
+        name: str,
+        prompt: list[int],
+        params: SamplingParams,
+        background: bool = False,
     ) -> None:
         self.stream, self.index, self.id, self.prompt, self.params = stream, index, name, prompt, params
         self.seed = 0
         self.left = params.n
         self.sent = False  # to the engine
-        self.began = False  # left the engine's queue
+        self.background = background
+        self.began = background  # left the engine's queue, or was never counted there
         self.compiled = asyncio.Event()  # its grammar, if it has one
         if params.grammar is None:
             self.compiled.set()

@@ -16,15 +16,12 @@ and counted; if it cannot write, nothing more is kept until the server is starte
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import logging
-import os
 import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import quote
@@ -33,6 +30,7 @@ import numpy as np
 
 from outrider.errors import OutriderError
 from outrider.load.token_shards import SHARD_TOKENS, Conversation, shard_path, shard_paths, write_shard
+from outrider.serve.private_folder import locked, make_private
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +40,7 @@ CLOSE_SECONDS = 5.0  # for the last write
 SHARES = 8  # a shard is no more than this part of what may be kept
 TOKEN_BYTES, ENTRY_BYTES, SHARD_BYTES = 5, 160, 4096  # of a shard, rounded up
 LONGEST_NAME = 100  # of a folder; longer ones are hashed
-TASK, ERASED, LOCK = "traffic", "erased", ".lock"
+TASK, ERASED = "traffic", "erased"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +87,9 @@ class TrafficKeeper:
         self.keeping = True
         self.counts = Counter(kept=0, queue=0, off=0, unwritten=0, erased=0)  # what was kept, and why not
         self.bytes = 0
-        _make_private(folder)
+        make_private(folder, "traffic")
         try:
-            with _locked(folder):
+            with locked(folder):
                 self._prune(0)
         except OSError as problem:
             raise OutriderError(f"traffic cannot be kept in {folder}: {problem.strerror}") from None
@@ -144,7 +142,7 @@ class TrafficKeeper:
         if not keys or not self.keeping:
             return
         try:
-            with _locked(self.folder):
+            with locked(self.folder):
                 for key in keys:
                     self._write(key)
         except (OSError, OutriderError) as problem:
@@ -208,7 +206,7 @@ def forget(folder: Path, key: str) -> int:
         raise OutriderError(f"{folder} is no folder; name the one that the server's --keep-traffic has")
     own, erased = folder / folder_name(key), 0
     try:
-        with _locked(folder):
+        with locked(folder):
             shards = list(shard_paths(own).values())
             for path in [*shards, *own.glob(".*.part")]:  # first: it makes room for the mark
                 path.unlink()
@@ -242,28 +240,3 @@ def _erased(folder: Path) -> int:
     with contextlib.suppress(OSError, ValueError):
         return int((folder / ERASED).read_text())
     return 0
-
-
-def _make_private(folder: Path) -> None:
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        mode = folder.stat().st_mode & 0o777
-        if mode & 0o077:
-            raise OutriderError(
-                f"{folder} is open to other users of this machine (mode {mode:o}): chmod 700 {folder}"
-            )
-        with _locked(folder):
-            pass
-    except OSError as problem:
-        raise OutriderError(f"traffic cannot be kept in {folder}: {problem.strerror}") from None
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """One at a time: servers that share the folder, and `forget`. Not there: deleted, which is to stay so."""
-    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
