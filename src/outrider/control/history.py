@@ -52,17 +52,19 @@ class AnswerLengths:
     def __init__(self) -> None:
         self.recent: deque[int] = deque(maxlen=DRAFTER_MEMORY)
         # Lengths in order, and for each the sum of it and all longer ones.
-        self._order, self._sums = list[int](), [0]
+        self._order, self._sums, self._sorted = list[int](), [0], True
 
     def observe(self, sequence: Sequence) -> None:
         """An answer ended. An aborted one says nothing about lengths."""
         if sequence.finish_reason in ("stop", "length"):
             self.recent.append(len(sequence.tokens) - sequence.prompt_len)
-            self._order = sorted(self.recent)
-            self._sums = list(accumulate(reversed(self._order), initial=0))[::-1]
+            self._sorted = False
 
     def tokens_left(self, sequences: Seq[Sequence]) -> list[float]:
         """Expected tokens left of each. Longer than every recent answer: half of what the request allows."""
+        if not self._sorted:
+            self._order, self._sorted = sorted(self.recent), True
+            self._sums = list(accumulate(reversed(self._order), initial=0))[::-1]
         return [self._left(sequence) for sequence in sequences]
 
     def _left(self, sequence: Sequence) -> float:
