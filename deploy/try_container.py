@@ -3,8 +3,8 @@ it for its health and for an answer. Needs root, mmdebstrap, iproute2 and Debian
 
     python deploy/try_container.py --volume MODEL:/model deploy/docker/cpu.Dockerfile /model
 
-What stands after the file takes the place of CMD. The server listens in a network namespace of its own, so no other program
-can reach its port. An instruction that this script does not know is an error.
+What stands after the file takes the place of CMD. The server listens in a network namespace of its own, so no other
+program can reach its port. An instruction that this script does not know is an error.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def instructions(text: str) -> list[tuple[str, str]]:
     """The instructions of a container file in order, each with its arguments on one line."""
     kept = "\n".join(line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#"))
     lines = re.sub(r"\\\n\s*", "", kept).splitlines()
-    return [(word, rest.strip()) for word, _, rest in (line.partition(" ") for line in lines)]
+    return [(word, text.strip()) for word, _, text in (line.partition(" ") for line in lines)]
 
 
 def assignments(text: str, known: dict[str, str]) -> dict[str, str]:
@@ -88,7 +88,9 @@ class Tree:
 
     def command(self, command: list[str], extra: dict[str, str], *, alone: bool = False) -> list[str]:
         """A process in the tree, in mount and process namespaces of its own, and `alone` on its network."""
-        script = [f"mount --rbind /dev {shlex.quote(str(self.place('dev')))}"]
+        script = [
+            shlex.join(["mount", "--rbind", f"/{name}", str(self.place(name))]) for name in ("dev", "sys")
+        ]
         for inside, outside in self.volumes.items():
             at = self.place(inside)
             if Path(outside).is_dir():
@@ -145,10 +147,8 @@ def serve(tree: Tree, words: list[str], seconds: float) -> None:
             raise SystemExit(f"no health within {seconds:.0f} s; exit status {server.poll()}")
         [first] = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
         status = Path(f"/proc/{first}/status").read_text()
-        uid, gid, groups = (re.search(rf"{name}:\s*(.*)", status)[1] for name in ("Uid", "Gid", "Groups"))
-        print(
-            f"healthy after {seconds - until + time.monotonic():.0f} s; uid {uid}, gid {gid}, groups {groups}"
-        )
+        ids = ", ".join(re.findall(r"(?m)^(?:Uid|Gid|Groups):.*$", status)).replace("\t", " ")
+        print(f"healthy after {seconds - until + time.monotonic():.0f} s; {ids}")
         ask = ASK % {"model": words[0], "port": tree.noted["EXPOSE"]}
         subprocess.run(enter + tree.chroot(["python", "-c", ask], {}), check=True)
         os.kill(int(first), signal.SIGTERM)
