@@ -132,6 +132,11 @@ class Tree:
             raise SystemExit(f"{word}: an instruction that this script does not know")
 
 
+def children(pid: int) -> list[int]:
+    file = Path(f"/proc/{pid}/task/{pid}/children")
+    return [int(one) for one in file.read_text().split()] if file.exists() else []
+
+
 def serve(tree: Tree, words: list[str], seconds: float) -> None:
     """Starts the entry point, waits until the file's own health check passes, asks for eight tokens, and ends it."""
     words = words or json.loads(tree.noted["CMD"])
@@ -145,16 +150,20 @@ def serve(tree: Tree, words: list[str], seconds: float) -> None:
             healthy = not subprocess.run(enter + tree.chroot(check, {}), stderr=subprocess.DEVNULL).returncode
         if not healthy:
             raise SystemExit(f"no health within {seconds:.0f} s; exit status {server.poll()}")
-        [first] = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
+        [first] = children(server.pid)
         status = Path(f"/proc/{first}/status").read_text()
         ids = ", ".join(re.findall(r"(?m)^(?:Uid|Gid|Groups):.*$", status)).replace("\t", " ")
         print(f"healthy after {seconds - until + time.monotonic():.0f} s; {ids}")
         ask = ASK % {"model": words[0], "port": tree.noted["EXPOSE"]}
         subprocess.run(enter + tree.chroot(["python", "-c", ask], {}), check=True)
-        os.kill(int(first), signal.SIGTERM)
+        os.kill(first, signal.SIGTERM)
         print(f"SIGTERM: exit status {server.wait(60)}")
     finally:
-        server.kill()  # and with it all processes of its namespace
+        for first in children(
+            server.pid
+        ):  # its namespace ends with it; --kill-child does not survive a change of user
+            os.kill(first, signal.SIGKILL)
+        server.wait()
 
 
 def main() -> None:
@@ -165,7 +174,7 @@ def main() -> None:
     parser.add_argument("words", nargs=argparse.REMAINDER, help="what to serve, instead of the file's CMD")
     parser.add_argument("--build-arg", action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument("--volume", action="append", default=[], metavar="HERE:INSIDE", help="bind mount")
-    parser.add_argument("--seconds", type=float, default=120, help="for the server to become healthy")
+    parser.add_argument("--seconds", type=float, default=300, help="for the server to become healthy")
     given = parser.parse_args()
     steps = instructions(given.file.read_text())
     build_args = dict(one.split("=", 1) for one in given.build_arg)
