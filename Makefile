@@ -6,6 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 LOWEST := .venv-lowest
 DOCS := .venv-docs
+RELEASE := .venv-release
 READY := $(VENV)/.ready
 INSTALLED := $(VENV)/.installed
 PIP = $(BIN)/python -m pip install --disable-pip-version-check --no-compile
@@ -15,7 +16,7 @@ ARGS ?=
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help install browser demo test test-all test-lowest test-planted lint format bench wheels docs clean
+.PHONY: help install browser demo test test-all test-lowest test-planted lint format bench wheel wheels docs clean
 
 help: ## list these commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "make %-13s %s\n", $$1, $$2}'
@@ -84,6 +85,11 @@ format: install ## put the code in its format
 	$(BIN)/ruff check --fix-only --quiet .
 	$(BIN)/ruff format .
 
+# The wheel is built from the sdist, so the sdist is complete. Metadata that an index would refuse is an error.
+wheel: $(RELEASE)/.installed ## build an sdist and a wheel for every system, without the C kernels' libraries, into dist/
+	$(RELEASE)/bin/python -m build --outdir dist .
+	$(RELEASE)/bin/twine check --strict dist/*
+
 wheels: install ## build wheels with the C kernels inside, for Linux, macOS and Windows, into dist/
 	$(BIN)/python deploy/wheels.py dist
 
@@ -94,11 +100,11 @@ docs: $(DOCS)/.installed ## build the documentation site: build/docs/site/index.
 	$(DOCS)/bin/python docs/site/stage.py
 	$(DOCS)/bin/zensical build --strict -f build/docs/zensical.toml
 
-# Only what builds the site, in an environment of its own: the API reference is read from the source without importing it.
-$(DOCS)/.installed: pyproject.toml
-	$(PYTHON) -m venv --clear --upgrade-deps $(DOCS)
-	$(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' > $(DOCS)/requirements.txt
-	$(DOCS)/bin/python -m pip install --no-compile -r $(DOCS)/requirements.txt
+# An extra of pyproject.toml in an environment of its own, without Outrider. The API reference is read from the source.
+$(DOCS)/.installed $(RELEASE)/.installed: .venv-%/.installed: pyproject.toml
+	$(PYTHON) -m venv --clear --upgrade-deps .venv-$*
+	$(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["$*"], sep="\n")' > .venv-$*/requirements.txt
+	.venv-$*/bin/python -m pip install --no-compile -r .venv-$*/requirements.txt
 	@touch $@
 
 clean: ## remove what builds and tests leave behind, but not .venv
