@@ -1,7 +1,7 @@
 """A server in a process of its own, asked over loopback: what a replica of a model consists of.
 
-`python -m outrider.serve.replica` reads a pickled table and settings from its stdin, which its parent wrote, and serves
-them until it is stopped or its parent dies.
+`python -m outrider.serve.replica` reads a model and settings as msgpack from its stdin, which its parent wrote, and
+serves them until it is stopped or its parent dies.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
-import pickle
 import re
 import secrets
 import signal
@@ -21,6 +20,7 @@ from dataclasses import replace
 from typing import IO
 
 import h11
+import msgspec
 
 from outrider.errors import OutriderError
 from outrider.load.child import PR_SET_PDEATHSIG
@@ -52,7 +52,7 @@ class ReplicaServer:
         # On this thread, which lives as long as the replica: the process ends with the thread that started it.
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(pickle.dumps((self.spec, self.serve)))
+        self._process.stdin.write(msgspec.msgpack.encode((self.spec, self.serve)))
         self._process.stdin.close()
         self.port = await asyncio.to_thread(_port_of, self._process.stdout)
         threading.Thread(target=_pass_on, args=(self._process.stdout,), daemon=True).start()
@@ -139,7 +139,7 @@ def _pass_on(out: IO[bytes]) -> None:
 def main() -> int:
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    spec, serve = pickle.load(sys.stdin.buffer)
+    spec, serve = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=tuple[ModelSpec, ServeSettings])
     from outrider.serve.server import run_server
 
     try:
