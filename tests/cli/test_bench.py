@@ -305,8 +305,8 @@ def test_what_was_compared_is_said_after_an_interruption(
     outrider: Outrider, tiny_folder: Path, asked: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def run(*given: Any) -> Traffic:
-        found = Traffic()
-        given[-1](found, 0.0, "1 of 30 requests answered alone")
+        found, (*_, tell, _) = Traffic(), given
+        tell(found, 0.0, "1 of 30 requests answered alone")
         found.tokens["usual", 0.0], found.drafted["lm"], found.requests["usual"] = 50, 5, 1
         raise KeyboardInterrupt
 
