@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ from outrider.engine.eager_runner import EagerRunner
 from outrider.engine.engine import Engine
 from outrider.engine.graph_runner import GraphRunner
 from outrider.engine.kv_cache import KvCache, make_kv_cache
-from outrider.load.config import ModelConfig, Rope
+from outrider.load.config import LayerSpec, ModelConfig
 from outrider.model.decoder import Decoder, make_kernels
 from outrider.model.weights import kept_as
 from outrider.settings import Settings, cache_folder
@@ -32,10 +33,13 @@ VOCAB = 96
 
 
 def tiny_config(**changes) -> ModelConfig:
+    """`changes` are fields of the config, or of all its layers; `windows` are of one layer each."""
+    layer = dict(heads=4, kv_heads=2, head_dim=16, intermediate=48)
+    layer |= {f.name: changes.pop(f.name) for f in fields(LayerSpec) if f.name in changes}
+    count = changes.pop("layers", 2)
+    specs = tuple(LayerSpec(**layer, window=w) for w in changes.pop("windows", (0,) * count))
     shape = dict(
-        family="llama", vocab=VOCAB, hidden=32, layers=2, heads=4, kv_heads=2, head_dim=16, intermediate=48,
-        context=256, norm_eps=1e-5, rope=Rope(), tied=True, qkv_bias=False, out_bias=False, mlp_bias=False,
-        qk_norm=False, windows=(0,) * changes.get("layers", 2),
+        family="llama", vocab=VOCAB, hidden=32, context=256, norm_eps=1e-5, tied=True, specs=specs
     )  # fmt: skip
     return ModelConfig(**{**shape, **changes})
 

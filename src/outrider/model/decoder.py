@@ -1,4 +1,4 @@
-"""The one decoder: Llama, Mistral, Qwen2, Qwen3 and SmolLM, which differ by the flags of their config.
+"""The one decoder, for all families of load/families.py: they differ by the specifications of their layers.
 
 It knows the order of operations. Kernels compute them; whether these are the C kernels or their torch twins is
 decided when the model is built.
@@ -22,7 +22,7 @@ from outrider.errors import KernelUnavailable
 from outrider.load.config import ModelConfig
 from outrider.model.kernels.native import NativeKernels
 from outrider.model.kernels.reference import ReferenceKernels
-from outrider.model.rope import rope_tables
+from outrider.model.rope import RopeTables, rope_tables
 from outrider.model.weights import Read, format_of, named_tensors, read_ahead
 from outrider.types import Batch
 
@@ -72,14 +72,12 @@ class Layered(Model, Protocol):
 
 def make_store(model: Model, slots: int) -> KeyValueStore:
     """The store for this model's keys and values."""
-    c = model.config
-    return KeyValueStore(c.layers, slots, c.kv_heads, c.head_dim, model.device, model.dtype)
+    return KeyValueStore(model.config.kv_shapes, slots, model.device, model.dtype)
 
 
 def kv_bytes(model: Model) -> int:
     """Bytes of a token's keys and values."""
-    c = model.config
-    return 2 * c.layers * c.kv_heads * c.head_dim * model.dtype.itemsize
+    return model.config.kv_numbers * model.dtype.itemsize
 
 
 class Decoder:
@@ -129,7 +127,7 @@ class Decoder:
         return x
 
     def embed(self, ids: Tensor) -> Tensor:
-        return self.kernels.embed(self.embedding, ids)
+        return self.kernels.embed(self.embedding, ids, self.config.embedding_scale)
 
     def logits(self, x: Tensor, rows: Tensor) -> Tensor:
         return self.kernels.head(x, rows, self.norm, self.head)
@@ -144,27 +142,27 @@ def make_kernels(config: ModelConfig, context: int, threads: int, folder: Path, 
     return choose_kernels(config, rope_tables(config, context), threads, folder, choice)
 
 
-def kernels_like(kernels: Any, config: ModelConfig, rope: tuple[Tensor, Tensor]) -> Any:
+def kernels_like(kernels: Any, config: ModelConfig, rope: RopeTables) -> Any:
     """The same kernels for layers of another shape."""
     if isinstance(kernels, ReferenceKernels):
-        return ReferenceKernels(config, *rope)
+        return ReferenceKernels(config, rope)
     return choose_kernels(config, rope, kernels.threads, kernels.folder, "auto")
 
 
 def choose_kernels(
     config: ModelConfig,
-    rope: tuple[Tensor, Tensor],
+    rope: RopeTables,
     threads: int,
     folder: Path,
     choice: str,
 ) -> Any:
     """The C kernels. With `auto`, their torch twins and a warning if the C kernels cannot be built."""
     if choice == "torch":
-        return ReferenceKernels(config, *rope)
+        return ReferenceKernels(config, rope)
     try:
-        return NativeKernels(config, *rope, threads, folder)
+        return NativeKernels(config, rope, threads, folder)
     except KernelUnavailable as reason:
         if choice == "c":
             raise
         warnings.warn(f"decoding with plain torch, several times slower: {reason}", stacklevel=2)
-        return ReferenceKernels(config, *rope)
+        return ReferenceKernels(config, rope)

@@ -203,7 +203,7 @@ def load_on_device(
     than on a CPU, and quantises them as `weights` says. The CPU unpacks a tensor that does not fit beside the others.
     """
     check_device(weights)
-    kernels = GpuKernels(config, *rope_tables(config, positions), weights=weights)
+    kernels = GpuKernels(config, rope_tables(config, positions), weights=weights)
 
     def unpacked(name: str) -> Tensor:
         try:

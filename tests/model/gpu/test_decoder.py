@@ -32,8 +32,8 @@ def decoders(device: str, **changes) -> tuple[Decoder, Decoder]:
     def read(name: str) -> Tensor:
         return given(name).to(HALF).float()  # both have the same weights: what differs is the arithmetic
 
-    reference = Decoder(config, read, ReferenceKernels(config, *tables))
-    return Decoder(config, read, GpuKernels(config, *tables, device, HALF)), reference
+    reference = Decoder(config, read, ReferenceKernels(config, tables))
+    return Decoder(config, read, GpuKernels(config, tables, device, HALF)), reference
 
 
 class HalfReader(Reader):
@@ -43,7 +43,7 @@ class HalfReader(Reader):
         super().__init__(model.config, texts, longest)
         self.device, slots = device, self.table.numel() + 1
         shape = (slots, model.config.kv_heads, model.config.head_dim)
-        self.store = KeyValueStore(model.config.layers, 1, *shape[1:])
+        self.store = KeyValueStore(model.config.kv_shapes, 1)
         self.store.keys = [torch.zeros(shape, dtype=HALF, device=device) for _ in self.store.keys]
         self.store.values = [torch.zeros(shape, dtype=HALF, device=device) for _ in self.store.values]
 

@@ -17,6 +17,7 @@ from outrider.errors import BadCheckpoint, KernelUnavailable, OutOfMemory
 from outrider.load.config import ModelConfig
 from outrider.load.quants import Blocks
 from outrider.model.kernels.build import library
+from outrider.model.rope import RopeTables
 from outrider.model.weights import KERNEL_FORMATS, MATRICES, LayerTensors, Weight, parts_of
 from outrider.types import MAX_NODES, Batch
 
@@ -35,22 +36,28 @@ class _Matrix(Structure):
     _fields_ = [("parts", _Part * PARTS)]
 
 
+class _Heads(Structure):
+    _fields_ = [
+        *((name, c_int32) for name in ("heads", "kv_heads", "head_dim", "window")),
+        *((name, c_float) for name in ("scale", "softcap")),
+    ]
+
+
 class _Layer(Structure):
     _fields_ = [
         *((n, c_void_p) for n in ("attn_norm", "qkv_bias", "q_norm", "k_norm", "out_bias")),
-        *((n, c_void_p) for n in ("mlp_norm", "gate_bias", "up_bias", "down_bias")),
+        *((n, c_void_p) for n in ("mlp_norm", "gate_bias", "up_bias", "down_bias", "out_norm", "down_norm")),
+        *((n, c_void_p) for n in ("cos", "sin", "gain")),
         *((n, _Matrix) for n in MATRICES),
-        ("window", c_int32),
+        ("heads", _Heads),
+        *((n, c_int32) for n in ("intermediate", "whole", "gelu")),
     ]
 
 
 class _Shape(Structure):
     _fields_ = [
-        *((name, c_int32) for name in ("hidden", "heads", "kv_heads", "head_dim", "intermediate", "threads")),
-        ("eps", c_float),
-        ("scale", c_float),
-        ("cos", c_void_p),
-        ("sin", c_void_p),
+        *((name, c_int32) for name in ("hidden", "threads")),
+        *((name, c_float) for name in ("eps", "residual")),
     ]
 
 
@@ -104,13 +111,13 @@ class NativeKernels:
     def __init__(
         self,
         config: ModelConfig,
-        cos: Tensor,
-        sin: Tensor,
+        tables: RopeTables,
         threads: int,
         folder: Path,
     ) -> None:
-        if config.head_dim % LANES_MAX:
-            raise KernelUnavailable(f"head size {config.head_dim} is not a multiple of {LANES_MAX}")
+        for spec in config.specs:
+            if spec.head_dim % LANES_MAX:
+                raise KernelUnavailable(f"head size {spec.head_dim} is not a multiple of {LANES_MAX}")
         self.config, self.threads, self.folder = config, threads, folder
         self.lib = library(folder)
         self.lib.blocks_panel_bytes.restype = c_size_t
@@ -120,9 +127,9 @@ class NativeKernels:
         pointers = POINTER(_Layer), POINTER(_Shape), POINTER(_Rows), POINTER(_Work)
         self.lib.outrider_layer.argtypes = [*pointers, c_void_p, c_void_p]
         self.lib.outrider_layer_from.argtypes = [*pointers, c_void_p, c_int32, c_void_p, c_void_p]
-        self.tables = (cos, sin)
-        self.shape = self._shape(config.heads, config.kv_heads, config.head_dim, config.head_dim**-0.5)
-        width = -(-(len(cos) + MAX_NODES + 1) // PANEL) * PANEL
+        self.tables = tables
+        self.shape = _Shape(config.hidden, threads, config.norm_eps, config.residual_scale)
+        width = -(-(tables.positions + MAX_NODES + 1) // PANEL) * PANEL
         self.scores = torch.empty(threads, TALL * GROUP * width)
         self._bound: tuple[Batch, _Rows] | None = None
         self._work = _Work()
@@ -148,7 +155,17 @@ class NativeKernels:
         return [(name or b"").decode() for name in names]
 
     def pack_layer(self, tensors: LayerTensors) -> NativeLayer:
-        struct, kept = _Layer(window=tensors.window), []
+        s, kept = tensors.spec, []
+        heads = _Heads(s.heads, s.kv_heads, s.head_dim, s.window, s.scale, s.softcap)
+        struct = _Layer(
+            heads=heads,
+            intermediate=s.intermediate,
+            whole=s.qk_norm == "whole",
+            gelu=s.activation == "gelu_tanh",
+        )
+        if (table := self.tables.of(s)) is not None:
+            struct.cos, struct.sin = table.cos.data_ptr(), table.sin.data_ptr()
+            struct.gain = None if table.gain is None else table.gain.data_ptr()
         for f in fields(tensors):
             value = getattr(tensors, f.name)
             if f.name in MATRICES:
@@ -198,19 +215,20 @@ class NativeKernels:
             )
         return NativePart(packed, kind, outputs)
 
-    def embed(self, table: NativeLinear, ids: Tensor) -> Tensor:
+    def embed(self, table: NativeLinear, ids: Tensor, scale: float = 1.0) -> Tensor:
         """Rows of a packed matrix: a tied embedding needs no second copy."""
         x = torch.empty(ids.shape[0], table.inputs)
-        self.lib.outrider_embed(table.matrix, _ptr(ids), ids.shape[0], table.inputs, self.threads, _ptr(x))
+        rows, by = ids.shape[0], c_float(scale)
+        self.lib.outrider_embed(table.matrix, _ptr(ids), rows, table.inputs, by, self.threads, _ptr(x))
         return x
 
     def head(self, x: Tensor, rows: Tensor, norm: Tensor, linear: NativeLinear) -> Tensor:
         count = rows.shape[0]
         scratch, out = torch.empty(count, linear.inputs), torch.empty(count, linear.outputs)
-        eps = c_float(self.config.norm_eps)
+        c = self.config
         self.lib.outrider_head(
-            _ptr(x), _ptr(rows), count, _ptr(norm), eps, linear.matrix,
-            linear.outputs, linear.inputs, self.threads, _ptr(scratch), _ptr(out),
+            _ptr(x), _ptr(rows), count, _ptr(norm), c_float(c.norm_eps), linear.matrix, linear.outputs, linear.inputs,
+            c_float(c.logit_divisor), c_float(c.softcap), self.threads, _ptr(scratch), _ptr(out),
         )  # fmt: skip
         return out
 
@@ -257,13 +275,19 @@ class NativeKernels:
         return layer.struct, self.shape, rows, self._work
 
     def attention(
-        self, q: Tensor, batch: Batch, keys: Tensor, values: Tensor, window: int, scale: float
+        self,
+        q: Tensor,
+        batch: Batch,
+        keys: Tensor,
+        values: Tensor,
+        window: int,
+        scale: float,
+        softcap: float = 0.0,
     ) -> Tensor:
-        _, heads, head_dim = q.shape
-        shape = self._shape(heads, keys.shape[1], head_dim, scale)
+        heads = _Heads(q.shape[1], keys.shape[1], q.shape[2], window, scale, softcap)
         out = torch.empty_like(q)
         self.lib.outrider_attention(
-            byref(shape), byref(self._rows(batch)), window, _ptr(q), _ptr(keys), _ptr(values),
+            byref(heads), byref(self._rows(batch)), self.threads, _ptr(q), _ptr(keys), _ptr(values),
             _ptr(self.scores), self.scores.shape[1], _ptr(out),
         )  # fmt: skip
         return out
@@ -284,13 +308,6 @@ class NativeKernels:
             _ptr(logits), rows, vocab, _ptr(top_k), _ptr(top_p), _ptr(log_min_p), self.threads
         )
 
-    def _shape(self, heads: int, kv_heads: int, head_dim: int, scale: float) -> _Shape:
-        c, (cos, sin) = self.config, self.tables
-        return _Shape(
-            hidden=c.hidden, heads=heads, kv_heads=kv_heads, head_dim=head_dim, intermediate=c.intermediate,
-            threads=self.threads, eps=c.norm_eps, scale=scale, cos=cos.data_ptr(), sin=sin.data_ptr(),
-        )  # fmt: skip
-
     def _rows(self, batch: Batch) -> _Rows:
         """The batch's pointers, made once per pass, not once per layer."""
         if self._bound is None or self._bound[0] is not batch:
@@ -303,8 +320,11 @@ class NativeKernels:
         """Scratch memory for the widest pass so far; it grows and never shrinks."""
         if rows <= self._capacity:
             return
-        c = self.config
-        widths = (c.hidden, (c.heads + 2 * c.kv_heads) * c.head_dim, c.heads * c.head_dim, c.intermediate)
+        needed = [
+            (s.head_dim * (s.heads + 2 * s.kv_heads), s.head_dim * s.heads, s.intermediate)
+            for s in self.config.specs
+        ]
+        widths = (self.config.hidden, *(max(some) for some in zip(*needed, strict=True)))
         self._buffers = [torch.empty(rows, width) for width in widths]
         for name, buffer in zip(("normed", "qkv", "mixed", "act"), self._buffers, strict=True):
             setattr(self._work, name, buffer.data_ptr())

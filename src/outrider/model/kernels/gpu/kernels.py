@@ -20,7 +20,7 @@ from torch import Tensor
 
 from outrider.cache.store import KeyValueStore
 from outrider.errors import KernelUnavailable
-from outrider.load.config import ModelConfig
+from outrider.load.config import QUERY_BETA, TRAINED, LayerSpec, ModelConfig
 from outrider.model.kernels.gpu.ahead import is_collecting
 from outrider.model.kernels.gpu.attention import (
     AttentionPlan,
@@ -35,8 +35,9 @@ from outrider.model.kernels.gpu.filter import filter_rows
 from outrider.model.kernels.gpu.library import padded_rows
 from outrider.model.kernels.gpu.matmul import Packed, gated_linear, linear, multiply_parts, pack
 from outrider.model.kernels.gpu.rows import add_and_norm, embed
+from outrider.model.rope import RopeTable, RopeTables
 from outrider.model.weights import LayerTensors
-from outrider.types import Batch
+from outrider.types import MAX_NODES, Batch
 
 MAX_DIM, MAX_GROUP = 256, 16
 # Errors of the head directly change the logits, and the head is a small part of the weights.
@@ -58,7 +59,8 @@ class GpuLayer:
     mlp_norm: Tensor
     gate_up: GpuLinear
     down: GpuLinear
-    window: int
+    tables: tuple[Tensor, Tensor]
+    spec: LayerSpec
 
 
 class GpuKernels:
@@ -67,27 +69,24 @@ class GpuKernels:
     def __init__(
         self,
         config: ModelConfig,
-        cos: Tensor,
-        sin: Tensor,
+        tables: RopeTables,
         device: str | torch.device = "cuda",
         dtype: torch.dtype = torch.bfloat16,
         weights: str = "bfloat16",
     ) -> None:
         """`weights`: what layers and head are stored as, `bfloat16` (as dtype) or a kind of quantise.py."""
-        if config.head_dim > MAX_DIM:
-            raise KernelUnavailable(f"head size {config.head_dim} is larger than {MAX_DIM}")
-        if config.heads // config.kv_heads > MAX_GROUP:
-            raise KernelUnavailable(
-                f"{config.heads // config.kv_heads} heads to a key are more than {MAX_GROUP}"
-            )
+        check_layers(config, tables)
         self.config, self.device, self.dtype, self.weights = config, torch.device(device), dtype, weights
-        self.tables = cos.to(self.device).contiguous(), sin.to(self.device).contiguous()
-        self.scale = config.head_dim**-0.5
+        self.tables = tables
+        self._rotary: list[
+            tuple[RopeTable | None, tuple[Tensor, Tensor]]
+        ] = []  # of each table, on the device
         self._read: tuple[Batch, AttentionPlan] | None = None
 
     # -------------------------------------------------------------------------------------------- weights
 
     def pack_layer(self, w: LayerTensors) -> GpuLayer:
+        assert w.attn_norm is not None and w.mlp_norm is not None  # `obstacle` says so before
         norms = None
         if w.q_norm is not None and w.k_norm is not None:
             norms = (self._small(w.q_norm), self._small(w.k_norm), self.config.norm_eps)
@@ -100,8 +99,23 @@ class GpuKernels:
             mlp_norm=self._small(w.mlp_norm),
             gate_up=self._packed((w.gate, w.up), bias, self.weights),
             down=self._packed((w.down,), w.down_bias, self.weights),
-            window=w.window,
+            tables=self._tables(w.spec),
+            spec=w.spec,
         )
+
+    def _tables(self, spec: LayerSpec) -> tuple[Tensor, Tensor]:
+        """Cos and sin on the device. Layers without rotary positions have a table that turns nothing."""
+        table = self.tables.of(spec)
+        for known, there in self._rotary:
+            if known is table:
+                return there
+        if table is None:
+            shape = (self.tables.positions, spec.head_dim // 2)
+            made = torch.ones(shape, device=self.device), torch.zeros(shape, device=self.device)
+        else:
+            made = self._small(table.cos), self._small(table.sin)
+        self._rotary.append((table, made))
+        return made
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> GpuLinear:
         return self._packed((weight,), bias, "bfloat16")
@@ -124,8 +138,8 @@ class GpuKernels:
 
     # --------------------------------------------------------------------------------------------- pieces
 
-    def embed(self, table: GpuLinear, ids: Tensor) -> Tensor:
-        return embed(ids.to(self.device), table.weight)
+    def embed(self, table: GpuLinear, ids: Tensor, scale: float = 1.0) -> Tensor:
+        return embed(ids.to(self.device), table.weight, scale)
 
     def linear(self, linear_: GpuLinear, x: Tensor) -> Tensor:
         return linear(x.to(self.dtype), linear_.weight, linear_.bias)
@@ -143,10 +157,11 @@ class GpuKernels:
         self, x: Tensor, pending: Tensor | None, rows: Tensor, norm: Tensor, linear_: GpuLinear
     ) -> Tensor:
         """Logits of the chosen rows, float32, once what is pending has been added."""
-        count = len(rows)
+        count, c = len(rows), self.config
         normed = self._room(count, x.shape[1])
-        add_and_norm(x, pending, norm.to(self.device), self.config.norm_eps, normed[:count], rows)
-        return linear(normed, linear_.weight, linear_.bias, count)
+        add_and_norm(x, pending, norm.to(self.device), c.norm_eps, normed[:count], rows, c.residual_scale)
+        logits = linear(normed, linear_.weight, linear_.bias, count)
+        return logits if c.logit_divisor == 1 else logits.div_(c.logit_divisor)
 
     def draw(self, logits: Tensor, sampled: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
         there = logits.device
@@ -169,7 +184,7 @@ class GpuKernels:
     def layer(self, layer: GpuLayer, x: Tensor, batch: Batch, keys: Tensor, values: Tensor) -> None:
         """x [R, hidden] float32 becomes the layer's output, in place."""
         pending = self._layer(layer, x, None, batch, keys, values, self._reading(batch))
-        add_and_norm(x, pending, None, 0.0, None)
+        self._add(x, pending)
 
     def layers(
         self,
@@ -204,7 +219,7 @@ class GpuKernels:
         if layer not in store.taps:
             return pending
         if pending is not None:
-            add_and_norm(x, pending, None, 0.0, None)
+            self._add(x, pending)
         if not is_collecting():
             store.keep_feature(layer, x, batch.slots)
         return None
@@ -220,7 +235,7 @@ class GpuKernels:
         attention: AttentionPlan | JointPlan,
     ) -> Tensor:
         normed = self._room(*x.shape)
-        add_and_norm(x, pending, w.attn_norm, self.config.norm_eps, normed[: len(x)])
+        self._add(x, pending, w.attn_norm, normed[: len(x)])
         return self.rest_of_layer(w, x, normed, batch, keys, values, attention)
 
     def rest_of_layer(
@@ -236,16 +251,22 @@ class GpuKernels:
         """A layer from its normed inputs on, which may be wider than the stream, and more rows than x has; returns what
         is to be added to x.
         """
-        c, rows = self.config, len(x)
+        s, rows = w.spec, len(x)
         qkv = multiply_parts(inputs, w.qkv.weight, w.qkv.bias, rows)
-        mixed = self._room(rows, c.heads * c.head_dim)
-        fresh, heads = Fresh(qkv, self.tables, w.norms), mixed[:rows].view(rows, c.heads, c.head_dim)
-        attend_parts(fresh, batch, keys, values, w.window, self.scale, attention, heads)
+        mixed = self._room(rows, s.heads * s.head_dim)
+        fresh, heads = Fresh(qkv, w.tables, w.norms), mixed[:rows].view(rows, s.heads, s.head_dim)
+        attend_parts(fresh, batch, keys, values, s.window, s.scale, attention, heads)
         pending = multiply_parts(mixed, w.out.weight, w.out.bias, rows)
         normed = self._room(*x.shape)
-        add_and_norm(x, pending, w.mlp_norm, c.norm_eps, normed[:rows])
+        self._add(x, pending, w.mlp_norm, normed[:rows])
         act = gated_linear(normed, w.gate_up.weight, w.gate_up.bias, rows)
         return multiply_parts(act, w.down.weight, w.down.bias, rows)
+
+    def _add(
+        self, x: Tensor, pending: Tensor | None, norm: Tensor | None = None, out: Tensor | None = None
+    ) -> None:
+        c = self.config
+        add_and_norm(x, pending, norm, c.norm_eps, out, gain=c.residual_scale)
 
     def _room(self, rows: int, width: int) -> Tensor:
         """For what a matmul reads."""
@@ -256,6 +277,33 @@ class GpuKernels:
             c = self.config
             self._read = batch, plan_attention(batch, c.heads, c.kv_heads, c.head_dim)
         return self._read[1]
+
+
+def obstacle(config: ModelConfig, positions: int = 0) -> str | None:
+    """Which part of a model these kernels do not have, for a context of so many positions."""
+    for spec in config.specs:
+        trained = spec.rope.scaling.get(TRAINED) if spec.rope and spec.rope.scaling.get(QUERY_BETA) else None
+        for there, what in (
+            (spec.norm_after, "norms after attention and MLP"),
+            (spec.qk_norm == "whole", "norms over all heads of queries or keys together"),
+            (spec.activation != "silu", f"the activation {spec.activation}"),
+            (spec.softcap or config.softcap, "soft-capped scores or logits"),
+            (trained and positions > trained, f"scaled queries: say --context {trained} at most"),
+            (spec.head_dim > MAX_DIM, f"heads of {spec.head_dim} numbers, more than {MAX_DIM}"),
+            (spec.heads // spec.kv_heads > MAX_GROUP, f"more than {MAX_GROUP} heads to a key"),
+        ):
+            if there:
+                return what
+    if len(set(config.kv_shapes)) > 1:
+        return "layers of different head sizes"
+    return None
+
+
+def check_layers(config: ModelConfig, tables: RopeTables) -> None:
+    if missing := obstacle(config, tables.positions - MAX_NODES - 1):
+        raise KernelUnavailable(
+            f"this {config.family} model does not run on a GPU: the kernels do not have {missing}; use --device cpu"
+        )
 
 
 def check_device(weights: str) -> None:
