@@ -98,6 +98,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3Text", {**GEMMA, "rope_parameters": TWO_ROPES}),
     "gemma3-biases": ("Gemma3Text", {**GEMMA, "attention_bias": True, "final_logit_softcapping": 2.0}),
     "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2}),
+    "smollm3-fourth": ("SmolLM3", {"num_hidden_layers": 5}),
     "smollm3-listed": (
         "SmolLM3",
         {

@@ -78,7 +78,7 @@ FAMILIES: dict[str, Family] = {
     "llama": Family(
         "attention_bias", "attention_bias", "mlp_bias", gguf="llama", gguf_pairs=True
     ),
-    "mistral": Family(windows="all"),
+    "mistral": Family(windows="all", gguf="llama", gguf_pairs=True),
     "qwen2": Family(True, windows="late", gguf="qwen2"),
     "qwen3": Family("attention_bias", "attention_bias", qk_norm="head", windows="late", gguf="qwen3"),
     "gemma2": Family(
@@ -141,6 +141,12 @@ FAMILIES: dict[str, Family] = {
         defaults={"attention_bias": True, PARTIAL: 0.5, "head_dim": 128, "rms_norm_eps": 1.5625e-7},
     ),
 }  # fmt: skip
+
+
+def sample_config(name: str) -> ModelConfig:
+    """A small model of a family, as config.json leaves it where it says nothing special."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 12, "num_attention_heads": 4}
+    return config_from_json({"model_type": name, "vocab_size": 256, **sizes, "num_key_value_heads": 2})
 
 
 def text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:

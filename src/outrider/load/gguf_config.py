@@ -15,7 +15,12 @@ Factors = Mapping[str, Sequence[float]]  # tensors of numbers for rotary positio
 ROPE_FREQS, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 ROPE_TENSORS = (ROPE_FREQS, LONG, SHORT)
 # Numbers of yarn by their keys, then fields of ModelConfig.
-YARN = {"attn_factor": "attention_factor", "yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
+YARN = {
+    "attn_factor": "attention_factor",
+    "yarn_attn_factor": "attention_factor",
+    "yarn_beta_fast": "beta_fast",
+    "yarn_beta_slow": "beta_slow",
+}
 SCALES = {
     "embedding_scale": "embedding_scale",
     "residual_scale": "residual_scale",

@@ -28,6 +28,7 @@ from outrider.cache.store import KeyValueStore
 from outrider.errors import BadCheckpoint, InvalidRequest, OutriderError, UnsupportedModel, install
 from outrider.load.checkpoint import Checkpoint
 from outrider.load.config import LayerSpec, ModelConfig, end_ids
+from outrider.load.families import FAMILIES
 from outrider.load.json_files import read_json
 from outrider.model.decoder import choose_kernels
 from outrider.model.hf_trial import Trial
@@ -250,7 +251,7 @@ def _hf_config(raw: dict[str, Any]) -> tuple[Any, Any]:
         why = (
             "needs code of its own (auto_map), which is never run" if raw.get("auto_map") else "is not known"
         )
-        raise UnsupportedModel(f"model_type {name!r} {why}")
+        raise UnsupportedModel(f"model_type {name!r} {why}; Outrider's own families: {', '.join(FAMILIES)}")
     with _quiet(), _named(str(name)):
         config = CONFIG_MAPPING[name].from_dict({k: v for k, v in raw.items() if k != "auto_map"})
     if config.is_encoder_decoder:

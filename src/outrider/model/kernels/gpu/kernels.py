@@ -20,7 +20,8 @@ from torch import Tensor
 
 from outrider.cache.store import KeyValueStore
 from outrider.errors import KernelUnavailable
-from outrider.load.config import QUERY_BETA, TRAINED, LayerSpec, ModelConfig
+from outrider.load.config import LayerSpec, ModelConfig
+from outrider.model.gpu_limits import gpu_obstacle
 from outrider.model.kernels.gpu.ahead import is_collecting
 from outrider.model.kernels.gpu.attention import (
     AttentionPlan,
@@ -39,7 +40,6 @@ from outrider.model.rope import RopeTable, RopeTables
 from outrider.model.weights import LayerTensors
 from outrider.types import MAX_NODES, Batch
 
-MAX_DIM, MAX_GROUP = 256, 16
 # Errors of the head directly change the logits, and the head is a small part of the weights.
 HEAD_KINDS = {"int4": "int8"}
 
@@ -86,7 +86,7 @@ class GpuKernels:
     # -------------------------------------------------------------------------------------------- weights
 
     def pack_layer(self, w: LayerTensors) -> GpuLayer:
-        assert w.attn_norm is not None and w.mlp_norm is not None  # `obstacle` says so before
+        assert w.attn_norm is not None and w.mlp_norm is not None  # check_layers saw to it
         norms = None
         if w.q_norm is not None and w.k_norm is not None:
             norms = (self._small(w.q_norm), self._small(w.k_norm), self.config.norm_eps)
@@ -279,28 +279,8 @@ class GpuKernels:
         return self._read[1]
 
 
-def obstacle(config: ModelConfig, positions: int = 0) -> str | None:
-    """Which part of a model these kernels do not have, for a context of so many positions."""
-    for spec in config.specs:
-        trained = spec.rope.scaling.get(TRAINED) if spec.rope and spec.rope.scaling.get(QUERY_BETA) else None
-        for there, what in (
-            (spec.norm_after, "norms after attention and MLP"),
-            (spec.qk_norm == "whole", "norms over all heads of queries or keys together"),
-            (spec.activation != "silu", f"the activation {spec.activation}"),
-            (spec.softcap or config.softcap, "soft-capped scores or logits"),
-            (trained and positions > trained, f"scaled queries: say --context {trained} at most"),
-            (spec.head_dim > MAX_DIM, f"heads of {spec.head_dim} numbers, more than {MAX_DIM}"),
-            (spec.heads // spec.kv_heads > MAX_GROUP, f"more than {MAX_GROUP} heads to a key"),
-        ):
-            if there:
-                return what
-    if len(set(config.kv_shapes)) > 1:
-        return "layers of different head sizes"
-    return None
-
-
 def check_layers(config: ModelConfig, tables: RopeTables) -> None:
-    if missing := obstacle(config, tables.positions - MAX_NODES - 1):
+    if missing := gpu_obstacle(config, tables.positions - MAX_NODES - 1):
         raise KernelUnavailable(
             f"this {config.family} model does not run on a GPU: the kernels do not have {missing}; use --device cpu"
         )
