@@ -24,6 +24,7 @@ from outrider.engine.engine import Engine
 from outrider.engine.graph_runner import GraphRunner
 from outrider.engine.kv_cache import KvCache, make_kv_cache
 from outrider.load.config import LayerSpec, ModelConfig
+from outrider.load.weight_map import expected_shapes
 from outrider.model.decoder import Decoder, make_kernels
 from outrider.model.weights import kept_as
 from outrider.settings import Settings, cache_folder
@@ -48,21 +49,13 @@ def random_tensors(config: ModelConfig, seed: int = 0):
     """Weights large enough that the model has opinions: a flat one would hide mistakes."""
     generator = torch.Generator().manual_seed(seed)
     made: dict[str, torch.Tensor] = {}
-    kv, q = config.kv_heads * config.head_dim, config.heads * config.head_dim
-    shapes = {
-        "q_proj.weight": (q, config.hidden), "k_proj.weight": (kv, config.hidden),
-        "v_proj.weight": (kv, config.hidden), "o_proj.weight": (config.hidden, q),
-        "gate_proj.weight": (config.intermediate, config.hidden),
-        "up_proj.weight": (config.intermediate, config.hidden),
-        "down_proj.weight": (config.hidden, config.intermediate),
-        "embed_tokens.weight": (config.vocab, config.hidden), "lm_head.weight": (config.vocab, config.hidden),
-    }  # fmt: skip
+    shapes = dict(expected_shapes(config))
 
     def read(name: str) -> torch.Tensor:
         if name not in made:
-            shape = next((s for end, s in shapes.items() if name.endswith(end)), None)
-            if shape is None:
-                made[name] = 1 + 0.1 * torch.randn(config.hidden, generator=generator)
+            shape = shapes[name]
+            if len(shape) == 1:
+                made[name] = 1 + 0.1 * torch.randn(shape, generator=generator)
             else:
                 made[name] = torch.randn(shape, generator=generator) * (1.5 / math.sqrt(shape[1]))
         return made[name]

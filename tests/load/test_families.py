@@ -74,7 +74,7 @@ def test_a_field_that_is_not_supported_is_named(change: dict[str, Any], said: st
     missing = {name: value for name, value in SIZES.items() if name != "num_attention_heads"}
     with pytest.raises(BadCheckpoint, match="olmo2 model has no 'num_attention_heads'"):
         config_from_json({"model_type": "olmo2", **missing})
-    with pytest.raises(UnsupportedModel, match="'rwkv' is not one of llama, mistral, .*glm4"):
+    with pytest.raises(UnsupportedModel, match=r"'rwkv' is not one of llama, mistral, .*glm4"):
         config_from_json({**SIZES, "model_type": "rwkv"})
 
 

@@ -130,8 +130,12 @@ DYNAMIC = ("Llama", {"max_position_embeddings": 16, **_rope("dynamic", factor=2.
 
 @cache
 def theirs(case: str) -> Any:
+    return make_theirs(case)
+
+
+def make_theirs(case: str, **changes: Any) -> Any:
     family, options = DYNAMIC if case == "rope-dynamic" else CASES[case]
-    config = getattr(transformers, family + "Config")(**deepcopy({**SIZES, **options}))
+    config = getattr(transformers, family + "Config")(**deepcopy({**SIZES, **options, **changes}))
     config._attn_implementation = "eager"
     return stir(getattr(transformers, family.removesuffix("Text") + "ForCausalLM")(config))
 

@@ -153,8 +153,7 @@ def _here(name: str) -> Path:
 
 def memory_needed(entry: ModelEntry) -> int:
     """Bytes on a CPU with a full KV cache of the default size."""
-    expands = 1.0 if entry.alias is None else entry.alias.expands
-    return int(REPACKED * expands * entry.bytes) + CPU_CACHE + PROGRAM
+    return int(REPACKED * entry.bytes) + CPU_CACHE + PROGRAM
 
 
 def fits(entry: ModelEntry) -> bool | None:

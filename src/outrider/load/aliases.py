@@ -30,7 +30,6 @@ class HubModel:
     sampling: Mapping[str, float] = field(
         default_factory=dict
     )  # as its makers publish, which the file does not say
-    expands: float = 1.0  # bytes in memory for one of the file
 
     def place(self, cache: Path) -> Path | None:
         """Where the hub's library put it; None before it was fetched. `cache` is for built-in models."""
