@@ -16,13 +16,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from outrider.cache.store import KeyValueStore
-from outrider.load.config import ModelConfig, config_from_json
+from outrider.load.config import ModelConfig
+from outrider.load.families import config_from_json
 from outrider.model.decoder import Decoder, make_kernels, make_store
 from outrider.model.parallel import ALONE, Group, Ranks, follow
 from outrider.model.weights import KERNEL_FORMATS, kept_as
 from outrider.types import Draft
 from tests.model.batches import Part, Reader, random_ids
-from tests.model.families import CASES, NEEDS_COMPILER, POSITIONS, theirs
+from tests.model.families import CASES, NEEDS_COMPILER, POSITIONS, tensors_of, theirs
 from tests.model.test_blocks import FORMS, random_blocks
 from tests.tiny import random_tensors, tiny_config
 
@@ -74,8 +75,7 @@ def check(config: ModelConfig, read: Weights, folder: Path, size: int) -> None:
 
 @cache
 def family(case: str) -> tuple[ModelConfig, dict[str, Tensor]]:
-    model = theirs(case)
-    return config_from_json(json.loads(json.dumps(model.config.to_dict()))), model.state_dict()
+    return config_from_json(json.loads(json.dumps(theirs(case).config.to_dict()))), tensors_of(case)
 
 
 @pytest.mark.parametrize(("case", "size"), SHARED)
