@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,8 @@ from outrider.engine.eager_runner import EagerRunner
 from outrider.engine.engine import Engine
 from outrider.engine.graph_runner import GraphRunner
 from outrider.engine.kv_cache import KvCache, make_kv_cache
-from outrider.load.config import ModelConfig, Rope
+from outrider.load.config import LayerSpec, ModelConfig
+from outrider.load.weight_map import expected_shapes
 from outrider.model.decoder import Decoder, make_kernels
 from outrider.model.weights import kept_as
 from outrider.settings import Settings, cache_folder
@@ -32,10 +34,13 @@ VOCAB = 96
 
 
 def tiny_config(**changes) -> ModelConfig:
+    """`changes` are fields of the config, or of all its layers; `windows` are of one layer each."""
+    layer = dict(heads=4, kv_heads=2, head_dim=16, intermediate=48)
+    layer |= {f.name: changes.pop(f.name) for f in fields(LayerSpec) if f.name in changes}
+    count = changes.pop("layers", 2)
+    specs = tuple(LayerSpec(**layer, window=w) for w in changes.pop("windows", (0,) * count))
     shape = dict(
-        family="llama", vocab=VOCAB, hidden=32, layers=2, heads=4, kv_heads=2, head_dim=16, intermediate=48,
-        context=256, norm_eps=1e-5, rope=Rope(), tied=True, qkv_bias=False, out_bias=False, mlp_bias=False,
-        qk_norm=False, windows=(0,) * changes.get("layers", 2),
+        family="llama", vocab=VOCAB, hidden=32, context=256, norm_eps=1e-5, tied=True, specs=specs
     )  # fmt: skip
     return ModelConfig(**{**shape, **changes})
 
@@ -44,21 +49,13 @@ def random_tensors(config: ModelConfig, seed: int = 0):
     """Weights large enough that the model has opinions: a flat one would hide mistakes."""
     generator = torch.Generator().manual_seed(seed)
     made: dict[str, torch.Tensor] = {}
-    kv, q = config.kv_heads * config.head_dim, config.heads * config.head_dim
-    shapes = {
-        "q_proj.weight": (q, config.hidden), "k_proj.weight": (kv, config.hidden),
-        "v_proj.weight": (kv, config.hidden), "o_proj.weight": (config.hidden, q),
-        "gate_proj.weight": (config.intermediate, config.hidden),
-        "up_proj.weight": (config.intermediate, config.hidden),
-        "down_proj.weight": (config.hidden, config.intermediate),
-        "embed_tokens.weight": (config.vocab, config.hidden), "lm_head.weight": (config.vocab, config.hidden),
-    }  # fmt: skip
+    shapes = dict(expected_shapes(config))
 
     def read(name: str) -> torch.Tensor:
         if name not in made:
-            shape = next((s for end, s in shapes.items() if name.endswith(end)), None)
-            if shape is None:
-                made[name] = 1 + 0.1 * torch.randn(config.hidden, generator=generator)
+            shape = shapes[name]
+            if len(shape) == 1:
+                made[name] = 1 + 0.1 * torch.randn(shape, generator=generator)
             else:
                 made[name] = torch.randn(shape, generator=generator) * (1.5 / math.sqrt(shape[1]))
         return made[name]

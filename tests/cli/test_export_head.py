@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,7 +26,7 @@ def target(tmp_path: Path) -> Path:
 
 def made_head(folder: Path, target: Path, **changes) -> HeadConfig:
     config = open_checkpoint(target).config
-    head = HeadConfig(replace(config, layers=1, windows=(0,)), 20, (2, 1), **changes)
+    head = HeadConfig(config.reshaped(1, window=0), 20, (2, 1), **changes)
     write_head(folder, head, head_tensors(head))
     return head
 

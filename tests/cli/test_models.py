@@ -9,6 +9,7 @@ import pytest
 
 from outrider.cli.models import memory_needed
 from outrider.load.aliases import ALIASES
+from outrider.load.families import FAMILIES
 from outrider.load.find import list_models
 from outrider.load.progress import file_size
 from tests.test_structure import ROOT
@@ -37,7 +38,6 @@ def test_what_fits_depends_on_the_memory_that_is_free(
         == {name for name in needed if needed[name] > needed["qwen3-4b"]}
         >= {"qwen3-8b", "llama-3.1-8b"}
     )
-    assert rows["gemma-3-1b"]["memory_bytes"] > 2 * rows["gemma-3-1b"]["bytes"]  # bfloat16 becomes float32
     assert rows["qwen3-4b"]["hub"] == "Qwen/Qwen3-4B-GGUF:Qwen3-4B-Q4_K_M.gguf"
     monkeypatch.setattr("outrider.cli.models.free_memory", lambda: None)
     assert {row["fits"] for row in outrider("models", "--json").rows} == {None}
@@ -61,7 +61,28 @@ def test_the_table_fits_a_terminal(
     lines = re.sub(r"\x1b\[[0-9;]*m", "", outrider("models").out).splitlines()
     assert lines[0].split() == ["name", "params", "download", "memory", "fits", "head", "on", "disk"]
     assert [line.split()[0] for line in lines[1 : 1 + len(ALIASES)]] == list(ALIASES)
-    assert max(map(len, lines)) <= width and "gemma-3-1b runs through transformers" in " ".join(lines)
+    assert max(map(len, lines)) <= width and "outrider models families" in " ".join(lines)
+
+
+def test_families_and_what_works_for_each(outrider: Outrider) -> None:
+    """From the table that the decoder is made by; the document names the same."""
+    rows = {row["family"]: row for row in outrider("models", "families", "--json").rows}
+    assert list(rows) == list(FAMILIES)
+    assert rows["granite"] == {
+        "family": "granite", "cpu": "yes", "gguf": "granite", "quantised": "yes", "heads": "yes", "gpu": "yes",
+    }  # fmt: skip
+    assert rows["olmo2"]["gpu"] == "no: norms after attention and MLP"
+    ran = outrider("models", "families")
+    assert [line.split("\t")[0] for line in ran.out.splitlines()] == ["family", *FAMILIES]
+    assert "other model_types run through transformers" in ran.err
+    table = (
+        (ROOT / "docs" / "models.md").read_text().partition("## Families")[2].partition("## Fewer bits")[0]
+    )
+    lines = [line for line in table.splitlines() if line.startswith("| `")]
+    for name in FAMILIES:
+        [line] = [line for line in lines if f"`{name}`" in line.split("|")[1]]
+        assert f"`{FAMILIES[name].gguf}`" in line.split("|")[3]
+        assert ("no: norms after" in line) == (rows[name]["gpu"] != "yes")
 
 
 def test_files_in_the_cache_are_listed_and_found(outrider: Outrider, empty_cache: Path) -> None:

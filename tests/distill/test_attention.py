@@ -21,7 +21,7 @@ CONFIG = tiny_config(head_dim=DIM)
 
 def written_out(qkvs: list[Tensor], window: int) -> list[Tensor]:
     """Position i of step k sees step 0 up to i - k, and step m at i - k + m."""
-    cos, sin = (table[:, None] for table in rope_tables(CONFIG, LENGTH))
+    cos, sin = (table[:, None] for table in rope_tables(CONFIG, LENGTH).only)
     made, keys, values = [], [], []
     for k, qkv in enumerate(qkvs):
         q, key, value = qkv.split([HEADS, SHARED, SHARED], 2)

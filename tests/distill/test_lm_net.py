@@ -15,7 +15,8 @@ from outrider.distill.features import TargetReader
 from outrider.distill.lm_net import LmNet, lm_json, lm_shape, save_lm, start_lm
 from outrider.errors import InvalidRequest
 from outrider.load.checkpoint import check_shapes, open_checkpoint
-from outrider.load.config import Rope, config_from_json
+from outrider.load.config import Rope
+from outrider.load.families import config_from_json
 from outrider.model.decoder import Decoder, make_kernels
 from outrider.settings import cache_folder
 from tests.load.tiny import write_gguf
@@ -24,7 +25,7 @@ from tests.tiny import prompt_of, random_tensors, tiny_config
 FAMILIES = {
     "llama": {},
     "qwen2": dict(family="qwen2", qkv_bias=True),
-    "qwen3": dict(family="qwen3", qk_norm=True, rope=Rope(5e5, "linear", {"factor": 2.0})),
+    "qwen3": dict(family="qwen3", qk_norm="head", rope=Rope(5e5, "linear", {"factor": 2.0})),
 }
 
 
@@ -73,7 +74,7 @@ def test_a_shape_by_size() -> None:
             made = lm_shape(target, size)
             assert 0.6 * size < made.parameters / target.parameters <= size
             assert made.head_dim % 16 == 0 and made.heads % made.kv_heads == 0 and made.tied
-            assert len(made.windows) == made.layers and made.qkv_bias == target.qkv_bias
+            assert len(made.windows) == made.layers and made.specs[0].qkv_bias == target.specs[0].qkv_bias
     given = lm_shape(small, 0.03, hidden=128, layers=2, heads=6, kv_heads=3, intermediate=96)
     assert (given.hidden, given.layers, given.heads, given.kv_heads, given.intermediate) == (128, 2, 6, 3, 96)
     with pytest.raises(InvalidRequest, match=r"size 0.001 is too small .* at least 0.0"):

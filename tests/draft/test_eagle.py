@@ -106,7 +106,7 @@ def tiny_read_order(read, config) -> None:
     from outrider.model.kernels.reference import ReferenceKernels
     from outrider.model.rope import rope_tables
 
-    Decoder(config, read, ReferenceKernels(config, *rope_tables(config, 8)))
+    Decoder(config, read, ReferenceKernels(config, rope_tables(config, 8)))
 
 
 def reference_logits(
@@ -183,9 +183,7 @@ def test_chains_are_the_references(model, folder, tensors):
     assert not engine.drafters.faults
 
 
-LAYER = replace(
-    tiny_config(**SHAPE), heads=2, kv_heads=1, intermediate=40, norm_eps=HEAD_EPS, layers=1, windows=(0,)
-)
+LAYER = replace(tiny_config(**SHAPE).reshaped(1, heads=2, kv_heads=1, intermediate=40), norm_eps=HEAD_EPS)
 KINDS = {
     "taps": HeadConfig(LAYER, 50, (1, 3, 4, 0)),
     "last state": HeadConfig(LAYER, 50, (2, LAYERS)),

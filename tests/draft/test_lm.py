@@ -34,7 +34,7 @@ def small():
 def logits_after(model, text: list[int]) -> torch.Tensor:
     """A full forward over the text alone, with nothing kept."""
     c = model.config
-    store = KeyValueStore(c.layers, len(text), c.kv_heads, c.head_dim)
+    store = KeyValueStore(c.kv_shapes, len(text))
     table = SlotTable(len(text), 1, len(text), reuse=False)
     row, _ = table.open([])
     table.extend(row, len(text))

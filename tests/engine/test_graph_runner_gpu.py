@@ -107,7 +107,7 @@ def models():
     config = tiny_config(**SHAPE)
 
     def make(read) -> DeviceDecoder:
-        kernels = GpuKernels(config, *rope_tables(config, config.context + MAX_NODES + 1))
+        kernels = GpuKernels(config, rope_tables(config, config.context + MAX_NODES + 1))
         return DeviceDecoder(Decoder(config, read, kernels))
 
     return make(random_tensors(config)), make(noised(config, 0, 0.05))

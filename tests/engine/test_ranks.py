@@ -19,8 +19,9 @@ from outrider.bench.audit import audit
 from outrider.engine import ranks
 from outrider.engine.ranks import check_ranks
 from outrider.errors import InvalidRequest, RankLost, UnsupportedModel
-from outrider.load.checkpoint import expected_shapes, open_checkpoint
-from outrider.load.config import ModelConfig
+from outrider.load.checkpoint import open_checkpoint
+from outrider.load.config import LayerSpec, ModelConfig
+from outrider.load.weight_map import expected_shapes
 from outrider.settings import Settings, usable_cores
 from tests.load.tiny import byte_level_backend, hf_config, vocabulary
 from tests.model.families import NEEDS_COMPILER
@@ -143,6 +144,7 @@ def test_closing_ends_every_process(folder: Path) -> None:
     ("size", "cores", "gpus", "options", "says"),
     [
         (3, 8, 0, {}, "3 is more than the 2 key-value heads that ranks can share here"),
+        (2, 8, 0, {}, "2 is more than the 1 key-value heads"),  # that one of the layers has
         (2, 8, 8, {"device": "cuda"}, "2 does not divide the 3 key-value heads of this model; take 1, 3"),
         (2, 1, 0, {}, "2 is more than the cores of this machine; take at most 1"),
         (2, 8, 1, {"device": "cuda"}, "2 is more than the GPUs of this machine; take at most 1"),
@@ -158,6 +160,8 @@ def test_what_cannot_be_is_refused_before_anything_is_loaded(
     checkpoint = open_checkpoint(folder / "model")
     if "the 3 key" in says:
         checkpoint.config = tiny_config(heads=3, kv_heads=3)
+    if "the 1 key" in says:
+        checkpoint.config = tiny_config(specs=(LayerSpec(4, 2, 16, 48), LayerSpec(4, 1, 16, 48)))
     with pytest.raises(InvalidRequest, match=says) as caught:
         check_ranks(checkpoint, Settings(tensor_parallel=size, **options))
     assert caught.value.param == "tensor_parallel"

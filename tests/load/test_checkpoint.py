@@ -67,11 +67,8 @@ def test_gguf_biases_are_unpermuted_too(tmp_path: Path) -> None:
     assert_same_tensors(checkpoint, weights)
     check_shapes(checkpoint)
     assert checkpoint.config is not None
-    assert (checkpoint.config.qkv_bias, checkpoint.config.out_bias, checkpoint.config.tied) == (
-        True,
-        True,
-        False,
-    )
+    spec = checkpoint.config.specs[0]
+    assert (spec.qkv_bias, spec.out_bias, checkpoint.config.tied) == (True, True, False)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])

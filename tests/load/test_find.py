@@ -18,7 +18,7 @@ from outrider.errors import ModelNotFound
 from outrider.load import builtin
 from outrider.load.aliases import ALIASES, HUB_MODELS, near_aliases
 from outrider.load.builtin import SMOLLM2
-from outrider.load.config import FAMILIES
+from outrider.load.families import FAMILIES
 from outrider.load.find import fetched, find, list_models, parse_hub_id, published_sampling
 from outrider.load.hub import HubId, hub_cache
 from outrider.load.pairs import SHIPPED

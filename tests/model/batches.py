@@ -29,7 +29,7 @@ class Reader:
         width = longest + MAX_NODES
         generator = torch.Generator().manual_seed(seed)
         self.table = torch.randperm(texts * width, generator=generator, dtype=torch.int32).view(texts, width)
-        self.store = KeyValueStore(config.layers, texts * width, config.kv_heads, config.head_dim)
+        self.store = KeyValueStore(config.kv_shapes, texts * width)
         self.lengths = [0] * texts
 
     def batch(self, *parts: Part) -> Batch:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ import torch
 import transformers
 from torch import Tensor
 
-from outrider.load.config import config_from_json
+from outrider.load.families import config_from_json
+from outrider.load.weight_map import safetensors_map
 from outrider.model.decoder import Decoder, make_kernels
 from tests.model.batches import stir
 
@@ -44,6 +46,23 @@ LLAMA3 = _rope(
     "llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32
 )
 YARN = {"factor": 4.0, "original_max_position_embeddings": 32}
+SHORT = {"original_max_position_embeddings": 8}
+KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
+TWO_ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0},
+}
+GEMMA = {
+    "head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 4, "layer_types": KINDS,
+    "tie_word_embeddings": True, "pad_token_id": 0,
+}  # fmt: skip
+PHI4: dict[str, Any] = {
+    "head_dim": 32, "hidden_size": 128, "tie_word_embeddings": True,
+    "rope_parameters": {
+        "rope_type": "longrope", "rope_theta": 1000.0, "partial_rotary_factor": 0.75,
+        "short_factor": [1 + i / 8 for i in range(12)], "long_factor": [2 + i / 2 for i in range(12)],
+    },
+}  # fmt: skip
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
@@ -75,26 +94,69 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Llama",
         _rope("yarn", mscale=0.7, mscale_all_dim=0.4, beta_fast=16, beta_slow=2, **YARN),
     ),
-}
+    "gemma2": ("Gemma2", {**GEMMA, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.0}),
+    "gemma3": ("Gemma3Text", {**GEMMA, "rope_parameters": TWO_ROPES}),
+    "gemma3-biases": ("Gemma3Text", {**GEMMA, "attention_bias": True, "final_logit_softcapping": 2.0}),
+    "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2}),
+    "smollm3-fourth": ("SmolLM3", {"num_hidden_layers": 5}),
+    "smollm3-listed": (
+        "SmolLM3",
+        {
+            "no_rope_layers": [0, 1, 0], "use_sliding_window": True, "sliding_window": 3, "attention_bias": True,
+            "mlp_bias": True,
+        },
+    ),
+    "olmo2": ("Olmo2", {"attention_bias": True}),
+    "olmo3": ("Olmo3", {"sliding_window": 4, "layer_types": KINDS, "rope_parameters": TWO_ROPES}),
+    "granite": (
+        "Granite",
+        {
+            "embedding_multiplier": 3.0, "residual_multiplier": 0.6, "logits_scaling": 1.7, "attention_multiplier": 0.3,
+            "attention_bias": True, "mlp_bias": True,
+        },
+    ),
+    "phi3": ("Phi3", {"sliding_window": 4}),
+    "phi4-short": ("Phi3", {**PHI4, "max_position_embeddings": 384, "original_max_position_embeddings": 256}),
+    "phi4-long": ("Phi3", {**PHI4, "max_position_embeddings": 384, "original_max_position_embeddings": 5}),
+    "ministral3": (
+        "Ministral3",
+        {"head_dim": 16, **_rope("yarn", mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.4, **YARN | SHORT)},
+    ),
+    "seed_oss": ("SeedOss", {"head_dim": 32, "attention_out_bias": True, "mlp_bias": True}),
+    "glm4": ("Glm4", {"head_dim": 32}),
+}  # fmt: skip
 DYNAMIC = ("Llama", {"max_position_embeddings": 16, **_rope("dynamic", factor=2.0)})
 
 
 @cache
 def theirs(case: str) -> Any:
+    return make_theirs(case)
+
+
+def make_theirs(case: str, **changes: Any) -> Any:
     family, options = DYNAMIC if case == "rope-dynamic" else CASES[case]
-    config = getattr(transformers, family + "Config")(**{**SIZES, **options})
+    config = getattr(transformers, family + "Config")(**deepcopy({**SIZES, **options, **changes}))
     config._attn_implementation = "eager"
-    return stir(getattr(transformers, family + "ForCausalLM")(config))
+    return stir(getattr(transformers, family.removesuffix("Text") + "ForCausalLM")(config))
 
 
 @cache
 def ours(case: str, kernels: str, folder: Path, threads: int = 2) -> Decoder:
     model = theirs(case)
-    raw = json.loads(json.dumps(model.config.to_dict()))
-    tensors = model.state_dict()
-    config = config_from_json(raw)
+    config = config_from_json(json.loads(json.dumps(model.config.to_dict())))
     made = make_kernels(config, POSITIONS, threads, folder, kernels)
+    tensors = tensors_of(case)
     return Decoder(config, lambda name: tensors[name].clone(), made)
+
+
+@cache
+def tensors_of(case: str) -> dict[str, Tensor]:
+    """The tensors of a case, as the decoder knows them."""
+    model = theirs(case)
+    config, stored = config_from_json(json.loads(json.dumps(model.config.to_dict()))), model.state_dict()
+    return {
+        name: source.tensor(stored[source.name]) for name, source in safetensors_map(config, stored).items()
+    }
 
 
 def their_logits(case: str, ids: list[int]) -> Tensor:

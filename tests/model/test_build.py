@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import stat
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -109,7 +108,7 @@ def test_a_built_library_is_not_built_again(
 
 @NEEDS_COMPILER
 def test_a_head_size_the_vectors_cannot_hold_is_named(tmp_path: Path, config: ModelConfig) -> None:
-    odd = replace(config, head_dim=24)
+    odd = config.reshaped(head_dim=24)
     with pytest.raises(KernelUnavailable, match="head size 24 is not a multiple of 16"):
         make_kernels(odd, 64, 1, tmp_path, "c")
     with pytest.warns(UserWarning, match="head size 24"):

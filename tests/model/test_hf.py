@@ -49,8 +49,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma": ("Gemma", {**SIZES, "num_key_value_heads": 1, "head_dim": 32}),
     "phi": ("Phi", {**SIZES, "partial_rotary_factor": 0.5, "qk_layernorm": True}),
-    "phi3-window": ("Phi3", {**SIZES, "sliding_window": 4, "intermediate_size": 50}),
-    "gemma3-window": ("Gemma3Text", {**SIZES, **WINDOWED, "head_dim": 32}),
+    "starcoder2-window": ("Starcoder2", {**SIZES, "sliding_window": 4, "intermediate_size": 50}),
+    "ministral-window": ("Ministral", {**SIZES, **WINDOWED, "head_dim": 32}),
 }
 
 
@@ -166,9 +166,9 @@ def test_a_row_alone_equals_a_row_among_others(loaded: Loaded, case: str) -> Non
 
 
 def test_the_config_says_what_was_found(loaded: Loaded) -> None:
-    _, model = loaded("gemma3-window", "c")
+    _, model = loaded("ministral-window", "c")
     c = model.config
-    assert (c.family, c.layers, c.heads, c.kv_heads, c.head_dim) == ("gemma3_text", 2, 4, 2, 32)
+    assert (c.family, c.layers, c.heads, c.kv_heads, c.head_dim) == ("ministral", 2, 4, 2, 32)
     assert (c.vocab, c.hidden, c.context, c.windows) == (VOCAB, 64, 64, (4, 0))
     assert c.eos_ids == (2,) and c.bos_id == 1
 
@@ -223,7 +223,7 @@ def refusal(folder: Path, family: str, options: dict[str, Any], kernel_folder: P
 
 
 REFUSED = {
-    "gemma2": ("Gemma2", {**SIZES, "head_dim": 32}, "soft-capped"),
+    "vaultgemma": ("VaultGemma", {**SIZES, "head_dim": 32}, "soft-capped"),
     "gpt_oss": ("GptOss", {**SIZES, "head_dim": 16, "num_local_experts": 4}, "attention sinks"),
     "bloom": (
         "Bloom",
@@ -364,7 +364,7 @@ def test_the_trial_at_load_catches_a_wrong_attention(
 
     monkeypatch.setattr(hf.SlotPass, "attend", wrong)
     with pytest.raises(UnsupportedModel, match="differ from transformers' own"):
-        load_hf(saved("phi3-window")[1], 2, kernel_folder, "auto")
+        load_hf(saved("starcoder2-window")[1], 2, kernel_folder, "auto")
 
 
 def test_windows_that_do_not_reach_the_attention_are_refused(
@@ -397,7 +397,7 @@ def test_long_rope_stops_where_it_would_look_at_other_rows(tmp_path: Path, kerne
     factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": 32}
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0, **factors}
     options = {**SIZES, "rope_parameters": rope, "original_max_position_embeddings": 32}
-    make_model("Phi3", options).save_pretrained(tmp_path)
+    make_model("Starcoder2", options).save_pretrained(tmp_path)
     assert load_hf(open_checkpoint(tmp_path), 1, kernel_folder, "torch").config.context == 32
 
 

@@ -19,7 +19,7 @@ from outrider.types import Batch, Draft
 from outrider.verify.filters import filter_logits, masses
 from outrider.verify.noise import draw
 from tests.model.batches import Part, Reader, furthest, random_ids
-from tests.model.families import CASES, NEEDS_COMPILER, ours, theirs
+from tests.model.families import CASES, NEEDS_COMPILER, ours, tensors_of
 
 pytestmark = NEEDS_COMPILER
 TOLERANCE = 5e-6
@@ -81,7 +81,7 @@ def test_bfloat16_weights_lose_nothing(pair: Any, outputs: int, inputs: int) -> 
 @pytest.mark.parametrize("case", ["llama", "llama-biases"])
 def test_a_layer_in_bfloat16(case: str, kernel_folder: Path) -> None:
     """Of weights that were rounded before, it is the layer in float32, to the last bit."""
-    model, tensors = ours(case, "c", kernel_folder), theirs(case).state_dict()
+    model, tensors = ours(case, "c", kernel_folder), tensors_of(case)
     c = model.config
     rounded = layer_tensors(lambda name: tensors[name].bfloat16().float(), c, 2)
     out = []
@@ -109,7 +109,7 @@ def test_norm(pair: Any, width: int) -> None:
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 272])
 @pytest.mark.parametrize("window", [0, 1, 3, 9])
 def test_attention(pair: Any, heads: int, kv_heads: int, head_dim: int, window: int) -> None:
-    config = replace(pair[0].config, layers=1, windows=(0,), kv_heads=kv_heads, head_dim=head_dim)
+    config = pair[0].config.reshaped(1, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
     reader = Reader(config, texts=2, longest=32)
     keys = reader.store.keys[0].copy_(noise(*reader.store.keys[0].shape, seed=1))
     values = reader.store.values[0].copy_(noise(*keys.shape, seed=2))
@@ -127,7 +127,7 @@ def test_rows_that_share_blocks_of_keys_have_the_bits_of_each_alone(
     pair: Any, heads: int, kv_heads: int, head_dim: int, window: int
 ) -> None:
     """Rows of two texts with trees behind them, more than a block of keys long, in tiles of every height."""
-    config = replace(pair[0].config, layers=1, windows=(0,), kv_heads=kv_heads, head_dim=head_dim)
+    config = pair[0].config.reshaped(1, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
     reader = Reader(config, texts=2, longest=160)
     keys = reader.store.keys[0].copy_(noise(*reader.store.keys[0].shape, seed=1))
     values = reader.store.values[0].copy_(noise(*keys.shape, seed=2))
@@ -178,7 +178,7 @@ def test_layer(case: str, kernel_folder: Path) -> None:
     results = []
     for kernels in ("c", "torch"):
         model = ours(case, kernels, kernel_folder)
-        tensors = theirs(case).state_dict()
+        tensors = tensors_of(case)
         packed = model.kernels.pack_layer(layer_tensors(lambda name, t=tensors: t[name], model.config, 2))
         reader, x = Reader(model.config, longest=16), noise(6 + len(TREE), model.config.hidden)
         batch = reader.batch(Part(0, [1] * 6, TREE))
@@ -194,13 +194,15 @@ def test_layer_from_inputs_of_another_width(case: str, kernel_folder: Path) -> N
     """As a head's first layer has them; and of its own normed input it is the layer."""
     results = []
     for kernels in ("c", "torch"):
-        model, tensors = ours(case, kernels, kernel_folder), theirs(case).state_dict()
+        model, tensors = ours(case, kernels, kernel_folder), tensors_of(case)
         hidden, found = model.config.hidden, []
         for wide in (False, True):
             layer = layer_tensors(lambda name, t=tensors: t[name], model.config, 2)
             reader, x = Reader(model.config, longest=16), noise(6 + len(TREE), hidden)
             batch = reader.batch(Part(0, [1] * 6, TREE))
-            inputs = model.kernels.norm(x, layer.attn_norm.float())
+            inputs = x.clone()
+            if layer.attn_norm is not None:
+                inputs = model.kernels.norm(x, layer.attn_norm.float())
             if wide:
                 layer = replace(layer, qkv=noise(len(layer.qkv), 2 * hidden, seed=3) * 0.1)
                 inputs = torch.cat([noise(len(x), hidden, seed=4), inputs], dim=1)
@@ -219,7 +221,7 @@ def test_layer_from_inputs_of_another_width(case: str, kernel_folder: Path) -> N
 
 def test_layer_weights_may_be_half_precision(kernel_folder: Path) -> None:
     model = ours("llama-biases", "c", kernel_folder)
-    tensors = theirs("llama-biases").state_dict()
+    tensors = tensors_of("llama-biases")
     whole = layer_tensors(lambda name: tensors[name].half().float(), model.config, 0)
     half = LayerTensors(**{f.name: _half(getattr(whole, f.name)) for f in fields(whole)})
     out = []

@@ -16,13 +16,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from outrider.cache.store import KeyValueStore
-from outrider.load.config import ModelConfig, config_from_json
+from outrider.engine.loading import Reading
+from outrider.load.checkpoint import open_checkpoint
+from outrider.load.config import LayerSpec, ModelConfig
+from outrider.load.families import config_from_json
 from outrider.model.decoder import Decoder, make_kernels, make_store
 from outrider.model.parallel import ALONE, Group, Ranks, follow
 from outrider.model.weights import KERNEL_FORMATS, kept_as
 from outrider.types import Draft
 from tests.model.batches import Part, Reader, random_ids
-from tests.model.families import CASES, NEEDS_COMPILER, POSITIONS, theirs
+from tests.model.families import CASES, NEEDS_COMPILER, POSITIONS, tensors_of, theirs
 from tests.model.test_blocks import FORMS, random_blocks
 from tests.tiny import random_tensors, tiny_config
 
@@ -74,14 +77,45 @@ def check(config: ModelConfig, read: Weights, folder: Path, size: int) -> None:
 
 @cache
 def family(case: str) -> tuple[ModelConfig, dict[str, Tensor]]:
-    model = theirs(case)
-    return config_from_json(json.loads(json.dumps(model.config.to_dict()))), model.state_dict()
+    return config_from_json(json.loads(json.dumps(theirs(case).config.to_dict()))), tensors_of(case)
 
 
 @pytest.mark.parametrize(("case", "size"), SHARED)
 def test_every_family_has_the_bits_of_one_process(case: str, size: int, kernel_folder: Path) -> None:
     config, tensors = family(case)
     check(config, lambda name: tensors[name].clone(), kernel_folder, size)
+
+
+@pytest.mark.parametrize("case", ["gemma3", "phi3", "glm4"])
+def test_ranks_read_their_part_of_fused_and_reordered_tensors(
+    case: str, kernel_folder: Path, tmp_path: Path
+) -> None:
+    theirs(case).save_pretrained(tmp_path)
+
+    def read(group: Group) -> list[Tensor]:
+        checkpoint = open_checkpoint(tmp_path)
+        assert checkpoint.config is not None
+        kernels = make_kernels(checkpoint.config, POSITIONS, 1, kernel_folder, "c", group)
+        return passes(Decoder(checkpoint.config, Reading(checkpoint, "stored", False, None, group), kernels))
+
+    expected = read(ALONE)
+    for found in on_ranks(2, read):
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_layers_that_differ_in_everything_have_the_bits_of_one_process(kernel_folder: Path) -> None:
+    """Layers are cut each by its own heads and MLP, here into unequal parts."""
+    specs = (
+        LayerSpec(6, 3, 16, 49, qk_norm="head"),
+        LayerSpec(4, 2, 32, 80, rope=None, window=3, norms="both", activation="gelu_tanh", softcap=2.0),
+        LayerSpec(5, 5, 16, 31, norms="after", qk_norm="whole", attention_scale=0.1),
+    )
+    config = tiny_config(
+        specs=specs, hidden=45, residual_scale=0.7, embedding_scale=2.0, logit_divisor=1.5, softcap=3.0
+    )
+    check(config, random_tensors(config), kernel_folder, 2)
+    for kv_heads in on_ranks(2, lambda group: [heads for heads, _ in group.share(config).kv_shapes]):
+        assert kv_heads in ([1, 1, 2], [2, 1, 3])
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -124,19 +124,17 @@ class Widened:
         _check(config, wide, self.kept)
         self.small, self.small_read, self.device, self.dtype = config, read, device, dtype
         self.silences = wide.vocab > config.vocab  # the place of the constant is the first pad of the stream
-        windows = [config.windows[layer] for layer in self.kept]
-        self.config = replace(
+        specs = [config.specs[layer] for layer in self.kept]
+        specs += [replace(specs[0], window=0)] * (wide.layers - len(specs))
+        made = replace(
             config,
             hidden=wide.hidden,
-            layers=wide.layers,
-            heads=wide.heads,
-            kv_heads=wide.kv_heads,
-            intermediate=wide.intermediate,
+            specs=tuple(specs),
             vocab=wide.vocab,
             tied=wide.tied,
             norm_eps=config.norm_eps * config.hidden / wide.hidden,
-            windows=tuple(windows + [0] * (wide.layers - len(windows))),
         )
+        self.config = made.reshaped(heads=wide.heads, kv_heads=wide.kv_heads, intermediate=wide.intermediate)
 
     def read(self, name: str) -> Tensor:
         if name == "model.embed_tokens.weight" or name == "lm_head.weight":
@@ -237,8 +235,11 @@ def _split(name: str) -> tuple[str, int, str]:
 
 
 def _check(config: ModelConfig, wide: Wide, kept: tuple[int, ...]) -> None:
-    if config.qkv_bias or config.out_bias or config.mlp_bias or config.qk_norm:
-        raise UnsupportedModel("only models without biases and head norms can be widened")
+    odd = any(s.qkv_bias or s.out_bias or s.mlp_bias or s.qk_norm for s in config.specs)
+    if odd or not config.plain:
+        raise UnsupportedModel(
+            f"only a Llama without biases and head norms can be widened, not this {config.family} model"
+        )
     if wide.tied and not config.tied:
         raise UnsupportedModel("the shape ties its head to its embedding; this model does not")
     for name in ("hidden", "heads", "kv_heads", "intermediate", "vocab"):

@@ -29,9 +29,9 @@ class WidenedHead(Widened):
         device: torch.device = CPU,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        layer = replace(config.layer, layers=1, windows=(0,), tied=wide.tied)
+        layer = replace(config.layer.reshaped(1), tied=wide.tied)
         super().__init__(layer, read, wide, device, dtype, kept=None)
-        self.head = replace(config, layer=replace(self.config, layers=1, windows=(0,)))
+        self.head = replace(config, layer=self.config.reshaped(1))
 
     def read(self, name: str) -> Tensor:
         part = name.split(".", 2 if name.startswith("layers.") else 1)[-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from ctypes import memmove
 from typing import Any
 
@@ -12,26 +13,26 @@ from torch import Tensor
 class KeyValueStore:
     def __init__(
         self,
-        layers: int,
+        shapes: Sequence[tuple[int, int]],
         slots: int,
-        kv_heads: int,
-        head_dim: int,
         device: torch.device | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """Allocates one slot more than `slots`: rows of padding write to the last one.
+        """`shapes` are the key heads and head size of each layer. Allocates one slot more than `slots`: rows of padding
+        write to the last one.
 
         Half precision, which a GPU uses, starts as zeros: GPU kernels load masked slots with weight 0, so these must
         hold finite numbers. CPU kernels read only visible slots, and untouched memory costs nothing.
         """
         self.slots = slots
-        shape = (slots + 1, kv_heads, head_dim)
         where: dict[str, Any] = {"device": device, "dtype": dtype}
         make = torch.empty if dtype == torch.float32 else torch.zeros
         # One allocation: many large ones take a tenth of a second. Views per layer are made once, not in every pass.
-        both = make((2 * layers, *shape), **where).unbind()
-        self.keys: list[Tensor] = list(both[:layers])
-        self.values: list[Tensor] = list(both[layers:])
+        sizes = [(slots + 1) * heads * size for heads, size in shapes]
+        parts = make(2 * sum(sizes), **where).split(2 * sizes)
+        both = [part.view(slots + 1, *shape) for part, shape in zip(parts, 2 * list(shapes), strict=True)]
+        self.keys: list[Tensor] = both[: len(shapes)]
+        self.values: list[Tensor] = both[len(shapes) :]
         self.taps: tuple[int, ...] = ()
         self.features: Tensor | None = None
         self._host: tuple[int, int] | None = None  # on a CPU: address of the features, and bytes of one

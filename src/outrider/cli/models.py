@@ -15,8 +15,10 @@ from outrider.cli.output import note, write
 from outrider.engine.placement import CPU_CACHE
 from outrider.errors import InvalidRequest, ModelNotFound
 from outrider.load.aliases import HubModel, did_you_mean
+from outrider.load.families import FAMILIES, sample_config
 from outrider.load.find import ModelEntry, delete, fetched, find, is_model_name, list_models, size_of
 from outrider.load.progress import file_size
+from outrider.model.gpu_limits import gpu_obstacle
 from outrider.settings import cache_folder, free_memory
 from outrider.wrap import fitted, wrapped
 
@@ -25,6 +27,8 @@ PROGRAM = (
 )
 REPACKED = 1.03  # bytes in memory for one of a GGUF file, at most
 HEADS = ("name", "params", "download", "memory", "fits", "head", "on disk")
+
+FAMILY_HEADS = ("family", "cpu", "gguf", "quantised", "heads", "gpu")
 
 models = typer.Typer(no_args_is_help=False)
 
@@ -56,6 +60,28 @@ def list_all(as_json: Json = False) -> None:
     else:
         for entry in entries:
             write("\t".join((*_cells(entry), entry.about)) + "\n")
+
+
+@models.command()
+def families(as_json: Json = False) -> None:
+    """List the families that Outrider's own decoder runs, and what works for each."""
+    rows = [_family(name) for name in FAMILIES]
+    if as_json:
+        for row in rows:
+            write(json.dumps(row) + "\n")
+        return
+    for cells in (FAMILY_HEADS, *(tuple(map(str, row.values())) for row in rows)):
+        wide = f"{cells[0]:<12} {cells[1]:<4} {cells[2]:<9} {cells[3]:<10} {cells[4]:<6} {cells[5]}"
+        write((wide if sys.stdout.isatty() else "\t".join(cells)).rstrip() + "\n")
+    note("other model_types run through transformers, as safetensors, on a CPU, in float32, without heads")
+
+
+def _family(name: str) -> dict[str, str]:
+    missing = gpu_obstacle(sample_config(name))
+    return {
+        "family": name, "cpu": "yes", "gguf": FAMILIES[name].gguf, "quantised": "yes", "heads": "yes",
+        "gpu": f"no: {missing}" if missing else "yes",
+    }  # fmt: skip
 
 
 @models.command()
@@ -127,8 +153,7 @@ def _here(name: str) -> Path:
 
 def memory_needed(entry: ModelEntry) -> int:
     """Bytes on a CPU with a full KV cache of the default size."""
-    expands = 1.0 if entry.alias is None else entry.alias.expands
-    return int(REPACKED * expands * entry.bytes) + CPU_CACHE + PROGRAM
+    return int(REPACKED * entry.bytes) + CPU_CACHE + PROGRAM
 
 
 def fits(entry: ModelEntry) -> bool | None:
@@ -184,7 +209,7 @@ def _table(entries: list[ModelEntry]) -> None:
     for text in (
         f"memory: on a CPU, with a full cache of 1 GiB (--cache-bytes); fits: it does{now}; head: a trained "
         "draft for it comes with Outrider; the others draft by lookup.",
-        "gemma-3-1b runs through transformers (pip install -e '.[hf]'), on a CPU only.",
+        "outrider models families lists the families that Outrider runs, and what works for each.",
         "outrider chat NAME fetches a model from the hub when it is first used.",
     ):
         console.print(wrapped(text, min(console.width, 100)), style="dim", highlight=False, markup=False)

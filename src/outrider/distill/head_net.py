@@ -107,7 +107,7 @@ def start_from_target(net: HeadNet, read: Read, target: ModelConfig) -> None:
     net.fc.weight[:, place * c.hidden : (place + 1) * c.hidden] += torch.eye(c.hidden)
     for i in range(net.config.layers):
         layer = net.midlayer if i == 0 else net.layers[str(i)]
-        _copy_layer(layer, read, f"model.layers.{target.layers - net.config.layers + i}.", joined=i == 0)
+        _copy_layer(layer, read, target, target.layers - net.config.layers + i, joined=i == 0)
     net.norm.weight.copy_(read("model.norm.weight"))
     if not net.config.shared_head:
         rows = read(head_name(target))
@@ -121,7 +121,7 @@ def grow(net: HeadNet, known: int, read: Read, target: ModelConfig) -> None:
     """
     for i in range(known, net.config.layers):
         layer = net.layers[str(i)]
-        _copy_layer(layer, read, f"model.layers.{target.layers - 1}.", joined=False)
+        _copy_layer(layer, read, target, target.layers - 1, joined=False)
         for name, parameter in layer.named_parameters():
             if name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
                 parameter.zero_()
@@ -138,10 +138,13 @@ def wider(known: Tensor, fresh: Tensor, name: str) -> Tensor:
     return made
 
 
-def _copy_layer(layer: nn.Module, read: Read, prefix: str, joined: bool) -> None:
+def _copy_layer(layer: nn.Module, read: Read, target: ModelConfig, index: int, joined: bool) -> None:
+    prefix = f"model.layers.{index}."
     for name, parameter in layer.named_parameters():
         if name == "input_layernorm.weight" and joined:
             continue  # of the embedding: the target's last layers know none
+        if name.endswith("norm.weight") and not target.specs[index].norm_before:
+            continue
         theirs = read(prefix + name.replace("hidden_norm", "input_layernorm"))
         if joined and name.split(".")[1] in ("q_proj", "k_proj", "v_proj"):
             width = parameter.shape[1] // 2

@@ -6,7 +6,7 @@ Serving has its own packed twins (model/kernels, draft/eagle_head.py); parity te
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,8 +14,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outrider.distill.attention import Attend, Rotary
-from outrider.load.config import ModelConfig
+from outrider.load.config import PARTIAL, QUERY_BETA, LayerSpec, ModelConfig, Rope
 from outrider.model.rope import rope_tables
+
+
+def plain_of(target: ModelConfig, **changes: Any) -> ModelConfig:
+    """A draft's config before its layers are chosen: the target's vocabulary, context and rotary positions, without its
+    multipliers. Of several rotary tables it has the last; scaling that only a part of a Llama could have is left out.
+    """
+    rope = next((spec.rope for spec in reversed(target.specs) if spec.rope is not None), Rope())
+    if rope.kind == "longrope" or PARTIAL in rope.scaling or QUERY_BETA in rope.scaling:
+        rope = Rope(rope.theta)
+    scales = {"embedding_scale": 1.0, "residual_scale": 1.0, "logit_divisor": 1.0, "softcap": 0.0}
+    spec = LayerSpec(target.heads, target.kv_heads, target.head_dim, target.intermediate, rope)
+    return replace(target, specs=(spec,), raw={}, **{**scales, **changes})
+
 
 SPREAD = 0.02  # standard deviation of fresh weights
 
@@ -42,26 +55,26 @@ def fresh_linear(inputs: int, outputs: int, bias: bool = False) -> nn.Linear:
 
 
 class Attention(nn.Module):
-    def __init__(self, c: ModelConfig, inputs: int, window: int = 0) -> None:
+    def __init__(self, config: ModelConfig, inputs: int) -> None:
         super().__init__()
-        self.config, self.window = c, window
+        c = self.spec = config.specs[0]
         q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
         self.q_proj = fresh_linear(inputs, q, c.qkv_bias)
         self.k_proj = fresh_linear(inputs, kv, c.qkv_bias)
         self.v_proj = fresh_linear(inputs, kv, c.qkv_bias)
-        self.o_proj = fresh_linear(q, c.hidden, c.out_bias)
+        self.o_proj = fresh_linear(q, config.hidden, c.out_bias)
         if c.qk_norm:
-            self.q_norm = RmsNorm((c.head_dim,), c.norm_eps)
-            self.k_norm = RmsNorm((c.head_dim,), c.norm_eps)
+            self.q_norm = RmsNorm((c.head_dim,), config.norm_eps)
+            self.k_norm = RmsNorm((c.head_dim,), config.norm_eps)
 
     def forward(self, x: Tensor, packed: Packed, rotary: Rotary, past: Past) -> Tensor:
         """x [B, T, inputs] of the step after those in `past`, which gets its keys and values."""
-        c = self.config
+        c = self.spec
         qkv = packed.qkv(x).unflatten(-1, (-1, c.head_dim))
         if c.qk_norm:
             q, k, v = qkv.split([c.heads, c.kv_heads, c.kv_heads], 2)
             qkv = torch.cat([self.q_norm(q).to(x.dtype), self.k_norm(k).to(x.dtype), v], 2)
-        mixed, keys, values = Attend.apply(qkv, rotary, c.heads, self.window, *past)
+        mixed, keys, values = Attend.apply(qkv, rotary, c.heads, c.window, *past)
         past += [keys, values]
         return packed.out(mixed)
 
@@ -72,11 +85,12 @@ def shift(x: Tensor, places: int) -> Tensor:
 
 
 class Mlp(nn.Module):
-    def __init__(self, c: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.gate_proj = fresh_linear(c.hidden, c.intermediate, c.mlp_bias)
-        self.up_proj = fresh_linear(c.hidden, c.intermediate, c.mlp_bias)
-        self.down_proj = fresh_linear(c.intermediate, c.hidden, c.mlp_bias)
+        hidden, inner, bias = config.hidden, config.specs[0].intermediate, config.specs[0].mlp_bias
+        self.gate_proj = fresh_linear(hidden, inner, bias)
+        self.up_proj = fresh_linear(hidden, inner, bias)
+        self.down_proj = fresh_linear(inner, hidden, bias)
 
 
 class Gated(torch.autograd.Function):
@@ -127,15 +141,13 @@ class Layer(nn.Module):
     with `normed_residual` it adds to that state as normed.
     """
 
-    def __init__(
-        self, c: ModelConfig, joined: bool = False, normed_residual: bool = False, window: int = 0
-    ) -> None:
+    def __init__(self, c: ModelConfig, joined: bool = False, normed_residual: bool = False) -> None:
         super().__init__()
         self.normed_residual = normed_residual
         self.input_layernorm = RmsNorm((c.hidden,), c.norm_eps)
         if joined:
             self.hidden_norm = RmsNorm((c.hidden,), c.norm_eps)
-        self.self_attn = Attention(c, 2 * c.hidden if joined else c.hidden, window)
+        self.self_attn = Attention(c, 2 * c.hidden if joined else c.hidden)
         self.post_attention_layernorm = RmsNorm((c.hidden,), c.norm_eps)
         self.mlp = Mlp(c)
 
@@ -174,7 +186,7 @@ class Turns:
 
     def of(self, length: int, device: torch.device) -> Rotary:
         if device not in self._kept or len(self._kept[device][0]) < length:
-            cos, sin = rope_tables(self.config, 1 << (length - 1).bit_length())
+            cos, sin = rope_tables(self.config, 1 << (length - 1).bit_length()).only
             wide = (torch.cat(pair, -1)[:, None] for pair in ((cos, cos), (-sin, sin)))
             self._kept[device] = next(wide).to(device), next(wide).to(device)
         cos, sin = self._kept[device]

@@ -17,9 +17,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from outrider.distill.head_net import Read
-from outrider.distill.layers import SPREAD, Layer, RmsNorm, Turns
+from outrider.distill.layers import SPREAD, Layer, RmsNorm, Turns, plain_of
 from outrider.errors import InvalidRequest
-from outrider.load.config import FAMILIES, ModelConfig
+from outrider.load.config import LayerSpec, ModelConfig
 from outrider.load.tokenizer import Tokenizer
 
 HEAD_DIM = 32  # what the kernels like: a multiple of 16
@@ -35,7 +35,7 @@ class _Stack(nn.Module):
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab, config.hidden)
         nn.init.normal_(self.embed_tokens.weight, std=SPREAD)
-        self.layers = nn.ModuleList(Layer(config, window=window) for window in config.windows)
+        self.layers = nn.ModuleList(Layer(config) for _ in config.specs)
         self.norm = RmsNorm((config.hidden,), config.norm_eps)
 
 
@@ -79,20 +79,19 @@ def lm_shape(
     kv_heads: int = 0,
     intermediate: int = 0,
 ) -> ModelConfig:
-    """A decoder of the target's family with about `size` of its parameters; what is given is kept."""
-    family = FAMILIES[target.family]
-    chosen = replace(
-        target, tied=True, qkv_bias=family.qkv_bias is True, out_bias=False, mlp_bias=False, raw={}
-    )
+    """A decoder with about `size` of the target's parameters; what is given is kept. It is of the target's family, or a
+    Llama where that family differs by more than biases and head norms.
+    """
+    alike = target.family if target.family in ARCHITECTURES else "llama"
+    chosen = plain_of(target, family=alike, tied=True)
+    bias, norm = alike == "qwen2", "head" if alike == "qwen3" else ""
 
     def shape(width: int, depth: int) -> ModelConfig:
         count = heads or max(1, width // HEAD_DIM)
         shared = kv_heads or (count // 2 if count % 2 == 0 else count if count < 3 else 1)
         inner = intermediate or -(-8 * width // 3 // 32) * 32
-        return replace(
-            chosen, hidden=width, layers=depth, heads=count, kv_heads=shared, head_dim=HEAD_DIM,
-            intermediate=inner, windows=(0,) * depth,
-        )  # fmt: skip
+        spec = LayerSpec(count, shared, HEAD_DIM, inner, chosen.rope, qkv_bias=bias, qk_norm=norm)
+        return replace(chosen, hidden=width, specs=(spec,) * depth)
 
     budget = size * target.parameters
     widths = [hidden] if hidden else range(HEAD_DIM, target.hidden + 1, HEAD_DIM)
@@ -121,7 +120,7 @@ def lm_json(config: ModelConfig) -> dict[str, Any]:
         "num_attention_heads": c.heads, "num_key_value_heads": c.kv_heads, "head_dim": c.head_dim,
         "intermediate_size": c.intermediate, "max_position_embeddings": c.context, "rms_norm_eps": c.norm_eps,
         "tie_word_embeddings": True, "bos_token_id": c.bos_id, "eos_token_id": list(c.eos_ids),
-        "attention_bias": c.qkv_bias, "torch_dtype": "bfloat16", "use_sliding_window": False, **rope,
+        "attention_bias": c.specs[0].qkv_bias, "torch_dtype": "bfloat16", "use_sliding_window": False, **rope,
     }  # fmt: skip
 
 

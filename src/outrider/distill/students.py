@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from outrider.distill.answers import Answers, TrainBatch
 from outrider.distill.features import Features, TargetReader
 from outrider.distill.head_net import HeadNet, Read, grow, head_name, start_from_target, wider
+from outrider.distill.layers import plain_of
 from outrider.distill.lm_net import LmNet, lm_shape, save_lm, start_lm
 from outrider.distill.recipe import Recipe
 from outrider.draft.eagle_head import HeadConfig
@@ -208,7 +209,7 @@ def _continued(recipe: Recipe, head: HeadConfig) -> HeadConfig:
             )
         grown[name] = getattr(recipe, name) or has
     return replace(
-        head, layers=grown["layers"], layer=replace(head.layer, intermediate=grown["intermediate"])
+        head, layers=grown["layers"], layer=head.layer.reshaped(intermediate=grown["intermediate"])
     )
 
 
@@ -218,10 +219,9 @@ def _shown(value: object) -> str:
 
 def head_shape(recipe: Recipe, target: ModelConfig) -> HeadConfig:
     r, t = recipe, target
-    layer = replace(
-        t, family="llama", layers=1, heads=r.heads or t.heads, kv_heads=r.kv_heads or (r.heads or t.kv_heads),
-        intermediate=r.intermediate or t.intermediate, tied=False, qkv_bias=False, out_bias=False,
-        mlp_bias=False, qk_norm=False, windows=(0,), raw={},
+    layer = plain_of(t, family="llama", tied=False).reshaped(
+        heads=r.heads or t.heads, kv_heads=r.kv_heads or (r.heads or t.kv_heads),
+        intermediate=r.intermediate or t.intermediate,
     )  # fmt: skip
     most = t.vocab if t.vocab <= WHOLE_VOCABULARY else REDUCED_VOCABULARY
     return HeadConfig(

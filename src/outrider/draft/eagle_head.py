@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from outrider.cache.store import KeyValueStore
-from outrider.load.config import ModelConfig
+from outrider.load.config import LayerSpec, ModelConfig
 from outrider.load.quants import Blocks
 from outrider.model.decoder import Decoder, Layered, kernels_like
-from outrider.model.rope import rope_tables
+from outrider.model.rope import RopeTables, rope_tables
 from outrider.model.weights import KERNEL_FORMATS, MATRICES, LayerTensors, kept_as
 from outrider.types import Batch
 
@@ -60,13 +60,16 @@ class EagleHead:
             self.to_target = (torch.arange(config.draft_vocab) + read("d2t").long()).to(target.device)
         self._pack(read, rope_tables(config.layer, context))
 
-    def _pack(self, read: Read, tables: tuple[Tensor, Tensor]) -> None:
+    def _pack(self, read: Read, tables: RopeTables) -> None:
         assert isinstance(self.target, Decoder)
         self.kernels = kernels_like(self.target.kernels, self.config.layer, tables)
         # Beside a target in blocks, bfloat16 would cost half of a draft's time (log/089).
         self.kind = "bfloat16" if self.target.formats.keys().isdisjoint(KERNEL_FORMATS) else "int8"
-        made = [kept_layer(layer_of(read, i), self.kind) for i in range(self.config.layers)]
-        self.attn_norms = [layer.attn_norm.contiguous() for layer in made]
+        made = [
+            kept_layer(layer_of(read, i, self.config.layer.specs[0]), self.kind)
+            for i in range(self.config.layers)
+        ]
+        self.attn_norms = [layer.attn_norm.contiguous() for layer in made if layer.attn_norm is not None]
         self.layers: list[Any] = [self.kernels.pack_layer(layer) for layer in made]
         self._pack_ends(read)
 
@@ -90,8 +93,8 @@ class EagleHead:
 
     def make_store(self, slots: int) -> KeyValueStore:
         """Where its keys and values go."""
-        c, t = self.config.layer, self.target
-        return KeyValueStore(self.config.layers, slots, c.kv_heads, c.head_dim, t.device, t.dtype)
+        shapes = self.config.layer.kv_shapes * self.config.layers
+        return KeyValueStore(shapes, slots, self.target.device, self.target.dtype)
 
     def make_pass(self, store: KeyValueStore) -> HeadPass:
         """`forward` as a captured step has it: over rows that lie where the target does."""
@@ -152,7 +155,7 @@ def layer_prefix(number: int) -> str:
     return "midlayer." if number == 0 else f"layers.{number}."
 
 
-def layer_of(read: Read, number: int) -> LayerTensors:
+def layer_of(read: Read, number: int, spec: LayerSpec) -> LayerTensors:
     """A layer of the head. The first reads twice the hidden size, its embedding normed by a norm of its own."""
     prefix = layer_prefix(number)
 
@@ -174,5 +177,5 @@ def layer_of(read: Read, number: int) -> LayerTensors:
         up_bias=None,
         down=get("mlp.down_proj"),
         down_bias=None,
-        window=0,
+        spec=spec,
     )

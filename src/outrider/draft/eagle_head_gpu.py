@@ -13,15 +13,17 @@ from outrider.model.device import AttentionPlans, DeviceDecoder
 from outrider.model.kernels.gpu.attention import AttentionPlan, plan_attention
 from outrider.model.kernels.gpu.kernels import GpuKernels
 from outrider.model.kernels.gpu.rows import add_and_norm
+from outrider.model.rope import RopeTables
 from outrider.types import Batch
 
 
 class GpuEagleHead(EagleHead):
-    def _pack(self, read: Read, tables: tuple[Tensor, Tensor]) -> None:
+    def _pack(self, read: Read, tables: RopeTables) -> None:
         assert isinstance(self.target, DeviceDecoder)
         target = self.target
-        self.kernels = kernels = GpuKernels(self.config.layer, *tables, target.device, target.dtype)
-        self.layers = [kernels.pack_layer(layer_of(read, i)) for i in range(self.config.layers)]
+        self.kernels = kernels = GpuKernels(self.config.layer, tables, target.device, target.dtype)
+        [spec] = self.config.layer.specs
+        self.layers = [kernels.pack_layer(layer_of(read, i, spec)) for i in range(self.config.layers)]
         self._pack_ends(read)
 
     def _rounded(self, weight: Tensor) -> Tensor:

@@ -4,6 +4,8 @@ texts.
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 from outrider.cache.table import SlotTable
 from outrider.draft.feed import text_batch
 from outrider.model.decoder import Layered, make_store
@@ -26,13 +28,11 @@ def find_exit(model: Layered, samples: list[list[int]]) -> int:
     """
     agreement = exit_agreement(model, samples)
     c = model.config
-    layer = 2 * c.hidden * (c.heads + c.kv_heads) * c.head_dim + 3 * c.hidden * c.intermediate
-    head = c.vocab * c.hidden
-    whole = c.layers * layer + head
+    read = list(accumulate((c.hidden * spec.parameters for spec in c.specs), initial=c.vocab * c.hidden))
 
     def speed(layers: int) -> float:
         tokens = 1 + sum(agreement[layers] ** k for k in range(1, DEPTH + 1))
-        return tokens / (1 + DEPTH * (layers * layer + head) / whole)
+        return tokens / (1 + DEPTH * read[layers] / read[-1])
 
     return max(range(1, c.layers), key=speed)
 

@@ -29,7 +29,8 @@ from outrider.load.checkpoint import (
     tensor_of,
     weight_files,
 )
-from outrider.load.config import ModelConfig, config_from_json
+from outrider.load.config import ModelConfig
+from outrider.load.families import config_from_json
 from outrider.model.decoder import Layered
 from outrider.types import MAX_NODES
 
@@ -84,7 +85,7 @@ def read_head(folder: Path, target: ModelConfig, words: int = 0) -> tuple[HeadCo
             f"{folder} is a head for a target of hidden size {layer.hidden} and vocabulary {layer.vocab}; "
             f"this target has {target.hidden} and {target.vocab}"
         )
-    if layer.qkv_bias or layer.mlp_bias:
+    if layer.specs[0].qkv_bias or layer.specs[0].mlp_bias:
         raise UnsupportedModel(
             f"{folder} is a head with biases (attention_bias, mlp_bias), which are not supported"
         )

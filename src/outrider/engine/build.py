@@ -263,7 +263,7 @@ def _placed(model: Model, settings: Settings, draft: DraftRoom) -> Settings:
     if not settings.step_rows and own.parameters <= LAUNCH_BOUND:
         placed = replace(placed, step_rows=4 * placed.step_rows)
     weights = int(draft.weights * WEIGHT_BYTES[placed.draft_weights])
-    beside = draft.cached / (2 * own.layers * own.kv_heads * own.head_dim)
+    beside = draft.cached / own.kv_numbers
     working = 0 if settings.cache_bytes else working_memory(model, placed, GpuMeter())
     free, _ = gpu_memory()  # less than before: the kernels that the measurement loaded stay
     own_cache = place(settings, free, weights, beside, total, working).cache_bytes

@@ -49,7 +49,7 @@ def check_ranks(checkpoint: Checkpoint, settings: Settings) -> None:
         raise invalid(
             "tensor_parallel", "needs the C kernels, whose bits do not depend on it; leave out --kernels"
         )
-    on_gpu, kv_heads = runs_on_gpu(settings), config.kv_heads
+    on_gpu, kv_heads = runs_on_gpu(settings), min(spec.kv_heads for spec in config.specs)
     if kv_heads < size:
         raise invalid(
             "tensor_parallel", f"{size} is more than the {kv_heads} key-value heads that ranks can share here"

@@ -30,7 +30,6 @@ class HubModel:
     sampling: Mapping[str, float] = field(
         default_factory=dict
     )  # as its makers publish, which the file does not say
-    expands: float = 1.0  # bytes in memory for one of the file
 
     def place(self, cache: Path) -> Path | None:
         """Where the hub's library put it; None before it was fetched. `cache` is for built-in models."""
@@ -83,8 +82,8 @@ HUB_MODELS = (
              int(1.54 * G), int(1.12 * G), "qwen2.5-coder-1.5b-eagle", QWEN2_5),
     _gguf("qwen3-1.7b", "Qwen3 1.7B, 8-bit (Apache-2.0)", "Qwen/Qwen3-1.7B-GGUF",
           "Qwen3-1.7B-Q8_0.gguf", 1.72 * G, 1.83 * G, QWEN3),
-    HubModel("gemma-3-1b", "Gemma 3 1B (Gemma terms, HF_TOKEN): through transformers, CPU only, float32",
-             HubId("google/gemma-3-1b-it"), int(1.0 * G), int(2.0 * G), expands=2.0),
+    HubModel("gemma-3-1b", "Gemma 3 1B (Gemma terms, HF_TOKEN), bfloat16, CPU only",
+             HubId("google/gemma-3-1b-it"), int(1.0 * G), int(2.0 * G)),
     _gguf("llama-3.2-3b", "Llama 3.2 3B Instruct, 4-bit (Llama 3.2 licence)", "bartowski/Llama-3.2-3B-Instruct-GGUF",
           "Llama-3.2-3B-Instruct-Q4_K_M.gguf", 3.21 * G, 2.02 * G, LLAMA3),
     _gguf("qwen2.5-3b", "Qwen2.5 3B Instruct, 4-bit (Qwen research licence)", "Qwen/Qwen2.5-3B-Instruct-GGUF",

@@ -42,7 +42,6 @@ class BuiltIn:
     sampling: Mapping[str, float]  # what its makers publish, where the file does not say it
     parameters: int
     pair: str | None = None  # the shipped draft head for it
-    expands: float = 1.0  # bytes in memory for one of the file
 
     def place(self, cache: Path) -> Path:
         return cache / "models" / self.file

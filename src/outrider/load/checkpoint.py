@@ -1,6 +1,7 @@
 """A checkpoint: config, tensors, tokenizer and chat template behind one face, whatever the files are.
 
-Tensor names and layouts are Hugging Face's for both formats. Nothing is read before it is asked for.
+Tensors have the names and the layout that the decoder knows, those of Llama, for both formats and all families
+(weight_map.py); a family that the decoder does not know keeps its own. Nothing is read before it is asked for.
 Weights in pickle form are refused; building a model from the tensors is for model/.
 """
 
@@ -10,8 +11,6 @@ import re
 import shlex
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,13 +19,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from outrider.errors import BadCheckpoint, ModelNotFound, UnsupportedModel, naming
-from outrider.load.config import ModelConfig, config_from_gguf, config_from_json, end_ids, is_known_family
+from outrider.load.config import ModelConfig, end_ids
+from outrider.load.families import config_from_json, is_known_family
 from outrider.load.gguf import GgufFile
+from outrider.load.gguf_config import ROPE_TENSORS, config_from_gguf
 from outrider.load.json_files import read_json, read_text
 from outrider.load.published import PublishedWeights, scheme_of
 from outrider.load.quants import Blocks
 from outrider.load.sampling import SamplingDefaults, from_generation_config, from_gguf
 from outrider.load.tokenizer import Tokenizer
+from outrider.load.weight_map import Source, expected_shapes, gguf_map, safetensors_map
 
 GENERATION = "generation_config.json"
 INDEX = "model.safetensors.index.json"
@@ -140,35 +142,6 @@ def check_shapes(checkpoint: Checkpoint) -> None:
             )
 
 
-def expected_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    c = config
-    yield "model.embed_tokens.weight", (c.vocab, c.hidden)
-    yield "model.norm.weight", (c.hidden,)
-    if not c.tied:
-        yield "lm_head.weight", (c.vocab, c.hidden)
-    q_rows, kv_rows = c.heads * c.head_dim, c.kv_heads * c.head_dim
-    linears = [
-        ("self_attn.q_proj", q_rows, c.hidden, c.qkv_bias),
-        ("self_attn.k_proj", kv_rows, c.hidden, c.qkv_bias),
-        ("self_attn.v_proj", kv_rows, c.hidden, c.qkv_bias),
-        ("self_attn.o_proj", c.hidden, q_rows, c.out_bias),
-        ("mlp.gate_proj", c.intermediate, c.hidden, c.mlp_bias),
-        ("mlp.up_proj", c.intermediate, c.hidden, c.mlp_bias),
-        ("mlp.down_proj", c.hidden, c.intermediate, c.mlp_bias),
-    ]
-    norms = [("input_layernorm", c.hidden), ("post_attention_layernorm", c.hidden)]
-    if c.qk_norm:
-        norms += [("self_attn.q_norm", c.head_dim), ("self_attn.k_norm", c.head_dim)]
-    for layer in range(c.layers):
-        prefix = f"model.layers.{layer}."
-        for name, rows, cols, bias in linears:
-            yield f"{prefix}{name}.weight", (rows, cols)
-            if bias:
-                yield f"{prefix}{name}.bias", (rows,)
-        for name, size in norms:
-            yield f"{prefix}{name}.weight", (size,)
-
-
 class FolderCheckpoint(Checkpoint):
     """A Hugging Face folder: config.json, tokenizer.json, and safetensors in one file or in shards."""
 
@@ -188,6 +161,9 @@ class FolderCheckpoint(Checkpoint):
         self._quantised = None
         if scheme is not None:
             self._quantised = PublishedWeights(scheme, self._where, self._raw_shape, self._raw, path)
+        self._map: dict[str, Source] | None = None
+        if self.config is not None:
+            self._map = safetensors_map(self.config, self._file_names())
 
     def _locate(self) -> dict[str, str]:
         """Which file holds each tensor. Two files that both claim one, or an index that lies, are refused."""
@@ -203,8 +179,15 @@ class FolderCheckpoint(Checkpoint):
                     raise BadCheckpoint(f"{INDEX} says tensor {name!r} is in {file}, but it is not there")
         return where
 
-    def names(self) -> list[str]:
+    def _file_names(self) -> list[str]:
         return list(self._where) if self._quantised is None else self._quantised.names()
+
+    def names(self) -> list[str]:
+        return self._file_names() if self._map is None else list(self._map)
+
+    def _source(self, name: str) -> Source:
+        """Where a tensor is. One that is not the decoder's (of a drafter, of another family) has its own name."""
+        return (self._map or {}).get(name) or Source(name, ())
 
     def _handle(self, name: str) -> Any:
         if name not in self._where:
@@ -218,24 +201,29 @@ class FolderCheckpoint(Checkpoint):
         return tensor_of(self._handle(name), name, self.path)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        if self._quantised is not None and name in self._quantised:
-            return self._quantised.shape(name)
-        return self._raw_shape(name)
+        source = self._source(name)
+        if self._quantised is not None and source.name in self._quantised:
+            return source.shape_in(self._quantised.shape(source.name))
+        return source.shape_in(self._raw_shape(source.name))
 
     def tensor(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
-        if self._quantised is not None and name in self._quantised:
-            return self._quantised.tensor(name).to(device)
-        tensor = self._raw(name)
+        source = self._source(name)
+        if self._quantised is not None and source.name in self._quantised:
+            return source.tensor(self._quantised.tensor(source.name).to(device))
+        tensor = self._raw(source.name)
         check_float(tensor, name, self.path)
-        return tensor.to(device).float()
+        return source.tensor(tensor.to(device).float())
 
     def stored(self, name: str) -> torch.Tensor | Blocks:
-        if self._quantised is not None and name in self._quantised:
-            return self._quantised.stored(name)
-        tensor = self._raw(name)
-        return tensor if tensor.dtype is torch.bfloat16 and tensor.dim() == 2 else self.tensor(name)
+        source = self._source(name)
+        if self._quantised is not None and source.name in self._quantised:
+            return source.of(self._quantised.stored(source.name))
+        tensor = self._raw(source.name)
+        half = tensor.dtype is torch.bfloat16 and tensor.dim() == 2
+        return source.of(tensor) if half else self.tensor(name)
 
     def stored_format(self, name: str) -> str:
+        name = self._source(name).name
         if self._quantised is not None and name in self._quantised:
             return self._quantised.format(name)
         found = self._handle(name).get_slice(name)
@@ -324,29 +312,8 @@ def open_safetensors(file: Path) -> Any:
         raise BadCheckpoint(f"{file} is not a sound safetensors file: {problem!s:.300}") from None
 
 
-GGUF_TOP = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-GGUF_LAYER = {
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-ROPE_FREQS = "rope_freqs.weight"  # not a weight: how llama3 rope scaling travels
-
-
 class GgufCheckpoint(Checkpoint):
-    """One GGUF file. Its tensors get Hugging Face's names and, where llama's rows are permuted, its order."""
+    """One GGUF file."""
 
     config: ModelConfig
 
@@ -354,41 +321,36 @@ class GgufCheckpoint(Checkpoint):
         self.path = path
         self._file = GgufFile(path)
         tensors = self._file.tensors
-        factors = self._file.read(ROPE_FREQS).flatten().tolist() if ROPE_FREQS in tensors else None
+        factors = {name: self._file.read(name).flatten().tolist() for name in ROPE_TENSORS if name in tensors}
         self.config = config_from_gguf(self._file.metadata, tensors, factors)
         self.raw_config = dict(self.config.raw)
-        self._stored = {_hf_name(name, path): name for name in tensors if name != ROPE_FREQS}
+        self._map = gguf_map(self.config, tensors.keys() - set(ROPE_TENSORS), path.name)
 
     def names(self) -> list[str]:
-        return list(self._stored)
+        return list(self._map)
 
-    def _stored_name(self, name: str) -> str:
-        if name not in self._stored:
+    def _source(self, name: str) -> Source:
+        if name not in self._map:
             raise BadCheckpoint(f"{self.path.name} has no tensor {name!r}")
-        return self._stored[name]
+        return self._map[name]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._file.tensors[self._stored_name(name)].shape
+        source = self._source(name)
+        return source.shape_in(self._file.tensors[source.name].shape)
 
     def tensor(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
-        return self._in_order(name, self._file.read(self._stored_name(name), device))
+        source = self._source(name)
+        return source.tensor(self._file.read(source.name, device))
 
     def stored(self, name: str) -> torch.Tensor | Blocks:
-        found = self._file.stored(self._stored_name(name))
-        if isinstance(found, Blocks):
-            return replace(found, raw=self._in_order(name, found.raw))
-        return self._in_order(name, found)
+        source = self._source(name)
+        return source.of(self._file.stored(source.name))
 
     def stored_format(self, name: str) -> str:
-        return self._file.stored_format(self._stored_name(name))
+        return self._file.stored_format(self._source(name).name)
 
     def release(self) -> None:
         self._file.release()
-
-    def _in_order(self, name: str, rows: torch.Tensor) -> torch.Tensor:
-        c = self.config
-        heads = {"q_proj": c.heads, "k_proj": c.kv_heads}.get(name.split(".")[-2], 0)
-        return _half_split_rows(rows, heads, name) if heads and c.family == "llama" else rows
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -406,21 +368,3 @@ class GgufCheckpoint(Checkpoint):
     @property
     def total_bytes(self) -> int:
         return self.path.stat().st_size
-
-
-def _hf_name(name: str, path: Path) -> str:
-    if name in GGUF_TOP:
-        return GGUF_TOP[name]
-    match = re.fullmatch(r"blk\.(0|[1-9]\d{0,5})\.(\w+)\.(weight|bias)", name, re.ASCII)
-    if match is None or match[2] not in GGUF_LAYER:
-        raise UnsupportedModel(f"{path.name} has a tensor {name!r} that no supported family has")
-    return f"model.layers.{match[1]}.{GGUF_LAYER[match[2]]}.{match[3]}"
-
-
-def _half_split_rows(tensor: torch.Tensor, heads: int, name: str) -> torch.Tensor:
-    """GGUF's llama keeps each rotary pair in neighbouring rows; Hugging Face keeps it half a head apart."""
-    rows = len(tensor)
-    if rows % (2 * heads):
-        raise BadCheckpoint(f"tensor {name!r} has {rows} rows, which {heads} heads cannot share")
-    pairs = tensor.view(heads, rows // heads // 2, 2, -1)
-    return pairs.transpose(1, 2).reshape(tensor.shape)

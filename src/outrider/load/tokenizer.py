@@ -19,7 +19,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 
 from outrider.errors import BadCheckpoint, InvalidRequest, UnsupportedModel, invalid, naming
-from outrider.load.config import gguf_end_ids
+from outrider.load.gguf_config import gguf_end_ids
 from outrider.load.json_files import read_text
 
 MAX_VOCAB = 1 << 22

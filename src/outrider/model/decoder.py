@@ -1,4 +1,4 @@
-"""The one decoder: Llama, Mistral, Qwen2, Qwen3 and SmolLM, which differ by the flags of their config.
+"""The one decoder, for all families of load/families.py: they differ by the specifications of their layers.
 
 It knows the order of operations. Kernels compute them; whether these are the C kernels or their torch twins is
 decided when the model is built.
@@ -23,7 +23,7 @@ from outrider.load.config import ModelConfig
 from outrider.model.kernels.native import NativeKernels
 from outrider.model.kernels.reference import ReferenceKernels
 from outrider.model.parallel import ALONE, Group, shared
-from outrider.model.rope import rope_tables
+from outrider.model.rope import RopeTables, rope_tables
 from outrider.model.weights import Read, format_of, named_tensors, read_ahead
 from outrider.types import Batch
 
@@ -82,17 +82,15 @@ class Layered(Model, Protocol):
 
 def make_store(model: Model, slots: int) -> KeyValueStore:
     """The store for the keys and values of this model, or of a rank's heads."""
-    c, group = model.config, model.group
-    kv_heads = group.share(c).kv_heads
-    store = KeyValueStore(c.layers, slots, kv_heads, c.head_dim, model.device, model.dtype)
-    group.opened(store)
+    shapes = model.group.share(model.config).kv_shapes
+    store = KeyValueStore(shapes, slots, model.device, model.dtype)
+    model.group.opened(store)
     return store
 
 
 def kv_bytes(model: Model) -> int:
     """Bytes of a token's keys and values, of all ranks together."""
-    c = model.config
-    return 2 * c.layers * c.kv_heads * c.head_dim * model.dtype.itemsize
+    return model.config.kv_numbers * model.dtype.itemsize
 
 
 class Decoder:
@@ -148,7 +146,7 @@ class Decoder:
 
     def embed_own(self, ids: Tensor) -> Tensor:
         """Of tokens whose rows this rank has, counted from its first."""
-        return self.kernels.embed(self.embedding, ids)
+        return self.kernels.embed(self.embedding, ids, self.config.embedding_scale)
 
     @shared
     def logits(self, x: Tensor, rows: Tensor) -> Tensor:
@@ -186,16 +184,16 @@ def make_kernels(
     return choose_kernels(config, rope_tables(config, context), threads, folder, choice, group)
 
 
-def kernels_like(kernels: Any, config: ModelConfig, rope: tuple[Tensor, Tensor]) -> Any:
+def kernels_like(kernels: Any, config: ModelConfig, rope: RopeTables) -> Any:
     """The same kernels for layers of another shape, which one rank has alone."""
     if isinstance(kernels, ReferenceKernels):
-        return ReferenceKernels(config, *rope)
+        return ReferenceKernels(config, rope)
     return choose_kernels(config, rope, kernels.threads * kernels.group.size, kernels.folder, "auto")
 
 
 def choose_kernels(
     config: ModelConfig,
-    rope: tuple[Tensor, Tensor],
+    rope: RopeTables,
     threads: int,
     folder: Path,
     choice: str,
@@ -206,11 +204,11 @@ def choose_kernels(
     Ranks need the C kernels: torch adds in another order where a matrix has fewer outputs.
     """
     if choice == "torch":
-        return ReferenceKernels(config, *rope)
+        return ReferenceKernels(config, rope)
     try:
-        return NativeKernels(config, *rope, threads, folder, group)
+        return NativeKernels(config, rope, threads, folder, group)
     except KernelUnavailable as reason:
         if choice == "c" or group.size > 1:
             raise
         warnings.warn(f"decoding with plain torch, several times slower: {reason}", stacklevel=2)
-        return ReferenceKernels(config, *rope)
+        return ReferenceKernels(config, rope)

@@ -225,7 +225,7 @@ def load_on_device(
     than on a CPU, and quantises them as `weights` says. The CPU unpacks a tensor that does not fit beside the others.
     """
     check_device(weights)
-    kernels = GpuKernels(config, *rope_tables(config, positions), weights=weights, group=group)
+    kernels = GpuKernels(config, rope_tables(config, positions), weights=weights, group=group)
 
     def unpacked(name: str) -> Any:
         try:

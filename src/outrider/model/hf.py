@@ -27,11 +27,13 @@ from torch import Tensor, nn
 from outrider.cache.store import KeyValueStore
 from outrider.errors import BadCheckpoint, InvalidRequest, OutriderError, UnsupportedModel, install
 from outrider.load.checkpoint import Checkpoint
-from outrider.load.config import ModelConfig, Rope, end_ids
+from outrider.load.config import LayerSpec, ModelConfig, end_ids
+from outrider.load.families import FAMILIES
 from outrider.load.json_files import read_json
 from outrider.model.decoder import choose_kernels
 from outrider.model.hf_trial import Trial
 from outrider.model.parallel import ALONE
+from outrider.model.rope import RopeTables
 from outrider.model.torch_import import import_all_of_torch
 from outrider.types import MAX_NODES, Batch
 
@@ -76,7 +78,7 @@ def load_hf(checkpoint: Checkpoint, threads: int, kernel_folder: Path, kernels: 
         expected = trial.expected(lambda ids: module(input_ids=ids, use_cache=False).logits[0])
         module.set_attn_implementation(NAME)
         chosen = choose_kernels(
-            config, _no_rope(config.context + MAX_NODES + 1), threads, kernel_folder, kernels
+            config, RopeTables(config.context + MAX_NODES + 1), threads, kernel_folder, kernels
         )
         make_rows_independent(module, chosen)
         model = HfModel(config, module, chosen)
@@ -250,7 +252,7 @@ def _hf_config(raw: dict[str, Any]) -> tuple[Any, Any]:
         why = (
             "needs code of its own (auto_map), which is never run" if raw.get("auto_map") else "is not known"
         )
-        raise UnsupportedModel(f"model_type {name!r} {why}")
+        raise UnsupportedModel(f"model_type {name!r} {why}; Outrider's own families: {', '.join(FAMILIES)}")
     with _quiet(), _named(str(name)):
         config = CONFIG_MAPPING[name].from_dict({k: v for k, v in raw.items() if k != "auto_map"})
     if config.is_encoder_decoder:
@@ -306,25 +308,17 @@ def _model_config(module: Any, checkpoint: Checkpoint) -> ModelConfig:
     windows = tuple(_effective(probe.windows[i], context) for i in range(layers))
     if windows != _declared_windows(hf, layers, context):
         raise UnsupportedModel(f"model_type {name!r}: its sliding windows do not reach its attention")
-    shape = probe.shapes[0]
+    shape, inner = probe.shapes[0], getattr(hf, "intermediate_size", None) or 4 * hf.hidden_size
     return ModelConfig(
         family=name,
         vocab=logits.shape[-1],
         hidden=hf.hidden_size,
-        layers=layers,
-        heads=shape.heads,
-        kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        intermediate=getattr(hf, "intermediate_size", None) or 4 * hf.hidden_size,
+        specs=tuple(
+            LayerSpec(shape.heads, shape.kv_heads, shape.head_dim, inner, None, window) for window in windows
+        ),
         context=context,
         norm_eps=0.0,  # the module itself applies norms, rotations and biases
-        rope=Rope(),
         tied=bool(getattr(hf, "tie_word_embeddings", False)),
-        qkv_bias=False,
-        out_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
-        windows=windows,
         eos_ids=end_ids(
             checkpoint.raw_config, read_json(checkpoint.path / "generation_config.json", optional=True)
         ),
@@ -353,11 +347,6 @@ def _declared_windows(hf: Any, layers: int, context: int) -> tuple[int, ...]:
 
 def _effective(window: int, context: int) -> int:
     return window if window < context else 0
-
-
-def _no_rope(positions: int) -> tuple[Tensor, Tensor]:
-    """Empty rotary tables of the right length: the module rotates and the kernels only attend."""
-    return torch.empty(positions, 0), torch.empty(positions, 0)
 
 
 # -------------------------------------------------------------------------------------------------- checking

@@ -40,7 +40,7 @@ class Trial:
 
     def run(self, forward: Callable[[Batch, KeyValueStore], Tensor]) -> Tensor:
         c = self.config
-        store = KeyValueStore(c.layers, self.slots, c.kv_heads, c.head_dim)
+        store = KeyValueStore(c.kv_shapes, self.slots)
         return torch.cat([forward(batch, store) for batch in self.batches()])
 
     def batches(self) -> list[Batch]:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from outrider.cache.store import KeyValueStore
-from outrider.load.config import ModelConfig
+from outrider.load.config import LayerSpec, ModelConfig
 from outrider.load.quants import Blocks
 from outrider.types import MAX_NODES, Batch
 
@@ -46,15 +46,20 @@ class Group:
         """The shape of a rank's layers. Every rank has the whole residual stream."""
         if self.size == 1:
             return config
-        kv_heads, intermediate = (_length(self.cut(n)) for n in (config.kv_heads, config.intermediate))
-        heads = kv_heads * (config.heads // config.kv_heads)
-        return replace(config, heads=heads, kv_heads=kv_heads, intermediate=intermediate)
+        return replace(config, specs=tuple(map(self.share_layer, config.specs)))
+
+    def share_layer(self, spec: LayerSpec) -> LayerSpec:
+        kv_heads, intermediate = (_length(self.cut(n)) for n in (spec.kv_heads, spec.intermediate))
+        heads = kv_heads * (spec.heads // spec.kv_heads)
+        return replace(spec, heads=heads, kv_heads=kv_heads, intermediate=intermediate)
 
     def part(self, name: str, weight: Any, config: ModelConfig) -> Any:
         """The rank's outputs of a weight: whole heads with their queries. Every rank has all norms."""
         if self.size == 1 or name.endswith("norm.weight"):
             return weight
-        units = config.kv_heads if name.split(".")[-2] in ("q_proj", "k_proj", "v_proj") else 0
+        words, units = name.split("."), 0
+        if words[-2] in ("q_proj", "k_proj", "v_proj"):
+            units = config.specs[int(words[2])].kv_heads
         own = self.cut(weight.shape[0], units)
         return replace(weight, raw=weight.raw[own]) if isinstance(weight, Blocks) else weight[own]
 

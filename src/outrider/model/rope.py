@@ -1,48 +1,97 @@
 """Rotary position tables: cos and sin for every position, [context, head_dim / 2], float32.
 
+Numbers of a head that are not rotated are at the end of each half (load/weight_map.py): cos is 1 and sin 0 there.
+
 A table makes a row's rotation depend on its position alone. `dynamic` therefore scales by position: token p uses the
 base for length p + 1, as a model that reads one token at a time. It never depends on how a prompt was chunked.
+`longrope` has frequencies for short and for long texts: the context that the model was loaded for decides.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.errors import BadCheckpoint, OutOfMemory
-from outrider.load.config import ModelConfig
+from outrider.load.config import QUERY_BETA, TRAINED, LayerSpec, ModelConfig, Rope
+from outrider.types import MAX_NODES
 
 MAX_TABLE = 4 << 30  # bytes of both tables
 
 
-def rope_tables(config: ModelConfig, context: int) -> tuple[Tensor, Tensor]:
-    size = 4 * context * config.head_dim
+@dataclass(frozen=True, slots=True)
+class RopeTable:
+    cos: Tensor
+    sin: Tensor
+    gain: Tensor | None = None  # [context]: rotated queries are multiplied by it
+
+
+class RopeTables:
+    """The tables of a model's layers, each made once, for a number of positions."""
+
+    def __init__(self, positions: int, known: Sequence[tuple[Rope, int, RopeTable]] = ()) -> None:
+        self.positions, self.known = positions, known
+
+    def of(self, spec: LayerSpec) -> RopeTable | None:
+        """None for a layer without rotary positions."""
+        wanted = (spec.rope, spec.head_dim)
+        return next((table for *one, table in self.known if tuple(one) == wanted), None)
+
+    @property
+    def only(self) -> tuple[Tensor, Tensor]:
+        """Cos and sin of a model whose layers share one table."""
+        [(_, _, table)] = self.known
+        return table.cos, table.sin
+
+
+def rope_tables(config: ModelConfig, positions: int) -> RopeTables:
+    kinds: list[tuple[Rope, int]] = []
+    for spec in config.specs:
+        if spec.rope is not None and (spec.rope, spec.head_dim) not in kinds:
+            kinds.append((spec.rope, spec.head_dim))
+    size = 4 * positions * sum(head_dim for _, head_dim in kinds)
     if size > MAX_TABLE:
         raise OutOfMemory(
-            f"the rotary tables of a context of {context} tokens take {size / (1 << 30):.1f} GiB: say --context "
+            f"the rotary tables of a context of {positions} tokens take {size / (1 << 30):.1f} GiB: say --context "
             "with fewer"
         )
+    return RopeTables(positions, [(*kind, _checked(*kind, config.context, positions)) for kind in kinds])
+
+
+def _checked(rope: Rope, head_dim: int, trained: int, positions: int) -> RopeTable:
     try:
-        cos, sin = _tables(config, context)
+        cos, sin = _tables(rope, rope.turned(head_dim), trained, positions)
+        unturned = (0, (head_dim - rope.turned(head_dim)) // 2)
+        cos, sin = F.pad(cos, unturned, value=1.0), F.pad(sin, unturned)
+        gain = _query_gain(rope, positions)
     except (KeyError, TypeError, ValueError, ArithmeticError, RuntimeError) as problem:
         raise BadCheckpoint(
-            f"the config's rope scaling {config.rope.kind!r} cannot be read: {problem!s:.200}"
+            f"the config's rope scaling {rope.kind!r} cannot be read: {problem!s:.200}"
         ) from None
     if not (cos[-1].isfinite().all() and sin[-1].isfinite().all()):
-        raise BadCheckpoint(f"the config's rope scaling {config.rope.kind!r} gives no finite positions")
-    return cos, sin
+        raise BadCheckpoint(f"the config's rope scaling {rope.kind!r} gives no finite positions")
+    return RopeTable(cos, sin, gain)
 
 
-def _tables(config: ModelConfig, context: int) -> tuple[Tensor, Tensor]:
-    dim, rope = config.head_dim, config.rope
+def _query_gain(rope: Rope, positions: int) -> Tensor | None:
+    """1 within the trained length, then rising with the position's logarithm; None if it is 1 throughout."""
+    beta, trained = rope.scaling.get(QUERY_BETA), rope.scaling.get(TRAINED)
+    if not beta or not trained or positions <= trained:
+        return None
+    return 1 + beta * torch.log1p((torch.arange(positions) / trained).floor())
+
+
+def _tables(rope: Rope, dim: int, trained: int, context: int) -> tuple[Tensor, Tensor]:
     positions = torch.arange(context, dtype=torch.float32)[:, None]
     scaling, gain = rope.scaling, 1.0
     if rope.kind == "dynamic":
-        inverse = _dynamic(rope.theta, dim, scaling, config.context, context)
+        inverse = _dynamic(rope.theta, dim, scaling, trained, context)
     else:
         inverse = _inverse_frequencies(rope.theta, dim)
         if rope.kind == "linear":
@@ -50,7 +99,9 @@ def _tables(config: ModelConfig, context: int) -> tuple[Tensor, Tensor]:
         elif rope.kind == "llama3":
             inverse = _llama3(inverse, scaling)
         elif rope.kind == "yarn":
-            inverse, gain = _yarn(inverse, rope.theta, dim, scaling, config.context)
+            inverse, gain = _yarn(inverse, rope.theta, dim, scaling, trained)
+        elif rope.kind == "longrope":
+            inverse, gain = _longrope(inverse, scaling, context)
     angles = positions * inverse
     return (angles.cos() * gain).contiguous(), (angles.sin() * gain).contiguous()
 
@@ -75,6 +126,17 @@ def _llama3(inverse: Tensor, scaling: Mapping[str, Any]) -> Tensor:
     wavelength = 2 * math.pi / inverse
     blend = ((trained / wavelength - low) / (high - low)).clamp(0, 1)
     return inverse / scaling["factor"] * (1 - blend) + inverse * blend
+
+
+def _longrope(inverse: Tensor, scaling: Mapping[str, Any], positions: int) -> tuple[Tensor, float]:
+    trained, factor, gain = scaling[TRAINED], scaling.get("factor") or 1.0, scaling.get("attention_factor")
+    name = "long_factor" if positions - MAX_NODES - 1 > trained else "short_factor"
+    factors = torch.tensor(scaling[name], dtype=torch.float32)
+    if factors.shape != inverse.shape:
+        raise ValueError(f"{name} has {len(factors)} numbers, not {len(inverse)}")
+    if gain is None:
+        gain = math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 else 1.0
+    return inverse / factors, float(gain)
 
 
 def _yarn(

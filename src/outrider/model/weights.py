@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from outrider.load.checkpoint import Checkpoint
-from outrider.load.config import ModelConfig
+from outrider.load.config import LayerSpec, ModelConfig
 from outrider.load.quants import FORMATS, Blocks, quantize
 
 # Blocks that kernels multiply with. Matrices in any other format are unpacked to float32.
@@ -100,26 +100,28 @@ MATRICES = ("qkv", "out", "gate", "up", "down")
 
 @dataclass(slots=True)
 class LayerTensors:
-    attn_norm: Tensor
+    attn_norm: Tensor | None
     qkv: Weight  # queries, keys and values stacked: one matmul
     qkv_bias: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor | None
     out: Weight
     out_bias: Tensor | None
-    mlp_norm: Tensor
+    mlp_norm: Tensor | None
     gate: Weight
     up: Weight
     gate_bias: Tensor | None
     up_bias: Tensor | None
     down: Weight
     down_bias: Tensor | None
-    window: int  # 0 = sees everything
+    spec: LayerSpec
+    out_norm: Tensor | None = None  # of what attention adds
+    down_norm: Tensor | None = None  # of what the MLP adds
 
 
 def layer_tensors(read: Read, config: ModelConfig, index: int) -> LayerTensors:
-    """Reads layer `index` by its Hugging Face names."""
-    prefix = f"model.layers.{index}."
+    """Reads layer `index`."""
+    prefix, spec = f"model.layers.{index}.", config.specs[index]
 
     def get(name: str, wanted: bool = True) -> Tensor | None:
         return read(prefix + name) if wanted else None
@@ -128,23 +130,25 @@ def layer_tensors(read: Read, config: ModelConfig, index: int) -> LayerTensors:
         return read(prefix + name)
 
     qkv = [need(f"self_attn.{part}_proj.weight") for part in "qkv"]
-    bias = [need(f"self_attn.{part}_proj.bias") for part in "qkv"] if config.qkv_bias else None
+    bias = [need(f"self_attn.{part}_proj.bias") for part in "qkv"] if spec.qkv_bias else None
     return LayerTensors(
-        attn_norm=need("input_layernorm.weight"),
+        attn_norm=get("input_layernorm.weight", spec.norm_before),
         qkv=stacked(qkv),
         qkv_bias=torch.cat(bias) if bias else None,
-        q_norm=get("self_attn.q_norm.weight", config.qk_norm),
-        k_norm=get("self_attn.k_norm.weight", config.qk_norm),
+        q_norm=get("self_attn.q_norm.weight", bool(spec.qk_norm)),
+        k_norm=get("self_attn.k_norm.weight", bool(spec.qk_norm)),
         out=need("self_attn.o_proj.weight"),
-        out_bias=get("self_attn.o_proj.bias", config.out_bias),
-        mlp_norm=need("post_attention_layernorm.weight"),
+        out_bias=get("self_attn.o_proj.bias", spec.out_bias),
+        mlp_norm=get("post_attention_layernorm.weight", spec.norm_before),
         gate=need("mlp.gate_proj.weight"),
         up=need("mlp.up_proj.weight"),
-        gate_bias=get("mlp.gate_proj.bias", config.mlp_bias),
-        up_bias=get("mlp.up_proj.bias", config.mlp_bias),
+        gate_bias=get("mlp.gate_proj.bias", spec.mlp_bias),
+        up_bias=get("mlp.up_proj.bias", spec.mlp_bias),
         down=need("mlp.down_proj.weight"),
-        down_bias=get("mlp.down_proj.bias", config.mlp_bias),
-        window=config.windows[index],
+        down_bias=get("mlp.down_proj.bias", spec.mlp_bias),
+        spec=spec,
+        out_norm=get("self_attn.post_norm.weight", spec.norm_after),
+        down_norm=get("mlp.post_norm.weight", spec.norm_after),
     )
 
 
@@ -163,7 +167,7 @@ def read_ahead(read: Read, config: ModelConfig) -> Iterator[LayerTensors]:
 
 
 # What a network refers to and does not own, or what follows from its shape alone.
-OTHERS = frozenset({"target", "kernels", "group", "config", "cos", "sin"})
+OTHERS = frozenset({"target", "kernels", "group", "config", "tables", "spec", "whole"})
 
 
 def named_tensors(name: str, value: object) -> Iterator[tuple[str, Tensor]]:
@@ -174,6 +178,8 @@ def named_tensors(name: str, value: object) -> Iterator[tuple[str, Tensor]]:
     inside: Iterator[tuple[str, object]] = iter(())
     if isinstance(value, (list, tuple)):
         inside = ((str(i), each) for i, each in enumerate(value))
+    elif isinstance(value, dict):
+        inside = iter(value.items())
     elif is_dataclass(value):
         inside = ((field.name, getattr(value, field.name)) for field in fields(value))
     elif type(value).__module__.startswith("outrider.") and hasattr(value, "__dict__"):

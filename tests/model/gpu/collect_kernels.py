@@ -32,7 +32,7 @@ def decoder(**shape: Any) -> Any:
     from outrider.model.rope import rope_tables
 
     config = tiny_config(head_dim=64, layers=2, context=40_000, **shape)
-    kernels = GpuKernels(config, *rope_tables(config, config.context), device="cpu")
+    kernels = GpuKernels(config, rope_tables(config, config.context), device="cpu")
     return DeviceDecoder(Decoder(config, random_tensors(config), kernels))
 
 

@@ -20,7 +20,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -142,7 +141,7 @@ def _launch_all(every: bool) -> None:
     config = tiny_config(
         heads=8, kv_heads=2, head_dim=64, hidden=512, intermediate=1024, layers=1, windows=(0,)
     )
-    kernels = GpuKernels(config, *rope_tables(config, 8192), device="cpu")
+    kernels = GpuKernels(config, rope_tables(config, 8192), device="cpu")
     model = DeviceDecoder(Decoder(config, random_tensors(config), kernels))
     store = make_store(model, 600)
     state = SequenceState(4, 520, torch.device("cpu"), config.vocab)
@@ -234,7 +233,7 @@ def _launch_head(ops: Any, store: Any) -> None:
     from tests.tiny import head_tensors
 
     c = ops.model.config
-    layer = replace(c, heads=2, kv_heads=1, head_dim=16, intermediate=40)
+    layer = c.reshaped(heads=2, kv_heads=1, head_dim=16, intermediate=40)
     norms = {"tap_norms": True, "norm_output": True, "shared_head": True}
     config = HeadConfig(layer, 90, (0, c.layers), 2, **norms)
     head = GpuEagleHead(config, head_tensors(config).__getitem__, ops.model, 520)
@@ -262,7 +261,7 @@ def _launch_kinds(every: bool) -> None:
     state, one = SequenceState(4, 520, torch.device("cpu")), torch.zeros(1, dtype=torch.int64)
     layout, _ = next(chain_levels(1))
     for kind in KINDS if every else ():
-        kernels = GpuKernels(config, *rope_tables(config, 8192), device="cpu", weights=kind)
+        kernels = GpuKernels(config, rope_tables(config, 8192), device="cpu", weights=kind)
         model = DeviceDecoder(Decoder(config, random_tensors(config), kernels))
         batch = GpuStepOps(state, model).build_batch(one, one, layout)
         DevicePass(model, make_store(model, 600))(batch, 1, 512)

@@ -33,7 +33,7 @@ for name in ("safetensors", "tokenizers"):  # no file is read here
         sys.modules[f"{name}.torch"] = absent
 
 from outrider.cache.store import KeyValueStore
-from outrider.load.config import ModelConfig, Rope
+from outrider.load.config import LayerSpec, ModelConfig
 from outrider.model.decoder import Decoder, make_store
 from outrider.model.device import DeviceDecoder
 from outrider.model.kernels.gpu.ahead import AHEAD
@@ -123,10 +123,9 @@ def in_turn(size: int, work: Callable[[InTurn], Any]) -> list[Any]:
 
 
 def config_of(shape: str) -> ModelConfig:
-    return ModelConfig(
-        family="llama", vocab=128256, layers=2, context=8192, norm_eps=1e-5, rope=Rope(), tied=True, qkv_bias=False,
-        out_bias=False, mlp_bias=False, qk_norm=False, windows=(0, 0), **SHAPES[shape],
-    )  # fmt: skip
+    sizes = dict(SHAPES[shape])
+    hidden = sizes.pop("hidden")
+    return ModelConfig("llama", 128256, hidden, 2 * (LayerSpec(**sizes),), 8192, norm_eps=1e-5, tied=True)
 
 
 def weights(config: ModelConfig, device: str) -> Callable[[str], Tensor]:
@@ -150,7 +149,7 @@ def weights(config: ModelConfig, device: str) -> Callable[[str], Tensor]:
 def model_of(
     config: ModelConfig, read: Callable[[str], Tensor], group: Group, device: str, dtype: torch.dtype
 ) -> DeviceDecoder:
-    kernels = GpuKernels(config, *rope_tables(config, 1024), device, dtype, group=group)
+    kernels = GpuKernels(config, rope_tables(config, 1024), device, dtype, group=group)
     return DeviceDecoder(Decoder(config, lambda name: group.part(name, read(name), config), kernels))
 
 

@@ -12,7 +12,7 @@ from outrider.bench.as_if import WideCheckpoint
 from outrider.bench.widen import Wide, named_layers, shape_of, spread_layers, widen
 from outrider.errors import InvalidRequest, UnsupportedModel
 from outrider.load.checkpoint import check_shapes, open_checkpoint
-from outrider.load.config import config_from_json
+from outrider.load.families import config_from_json
 from outrider.model.decoder import Decoder, make_kernels
 from outrider.types import Draft
 from tests.load.tiny import write_folder

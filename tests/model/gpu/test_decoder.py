@@ -10,6 +10,8 @@ pytest.importorskip("triton")
 
 from outrider.cache.store import KeyValueStore
 from outrider.engine.memory import LOGITS_KEPT, working_memory
+from outrider.errors import KernelUnavailable
+from outrider.load.config import LayerSpec, Rope
 from outrider.model.decoder import Decoder
 from outrider.model.device import DeviceDecoder, DevicePass, GraphedPass
 from outrider.model.kernels.gpu.attention import plan_attention
@@ -32,8 +34,8 @@ def decoders(device: str, **changes) -> tuple[Decoder, Decoder]:
     def read(name: str) -> Tensor:
         return given(name).to(HALF).float()  # both have the same weights: what differs is the arithmetic
 
-    reference = Decoder(config, read, ReferenceKernels(config, *tables))
-    return Decoder(config, read, GpuKernels(config, *tables, device, HALF)), reference
+    reference = Decoder(config, read, ReferenceKernels(config, tables))
+    return Decoder(config, read, GpuKernels(config, tables, device, HALF)), reference
 
 
 class HalfReader(Reader):
@@ -43,7 +45,7 @@ class HalfReader(Reader):
         super().__init__(model.config, texts, longest)
         self.device, slots = device, self.table.numel() + 1
         shape = (slots, model.config.kv_heads, model.config.head_dim)
-        self.store = KeyValueStore(model.config.layers, 1, *shape[1:])
+        self.store = KeyValueStore(model.config.kv_shapes, 1)
         self.store.keys = [torch.zeros(shape, dtype=HALF, device=device) for _ in self.store.keys]
         self.store.values = [torch.zeros(shape, dtype=HALF, device=device) for _ in self.store.values]
 
@@ -54,13 +56,32 @@ class HalfReader(Reader):
 OTHER = {"tied": False, "heads": 6, "windows": (0, 5)}
 
 
-@pytest.mark.parametrize("changes", sweep([{}, OTHER], quick=[OTHER]), ids=["plain", "other"])
+# What Granite, SmolLM3 and Phi-4-mini have beside Llama's: multipliers, a layer without positions, another scale.
+SCALED = {
+    "embedding_scale": 3.0, "residual_scale": 0.6, "logit_divisor": 1.7,
+    "specs": (
+        LayerSpec(4, 2, 16, 48, rope=None, attention_scale=0.4),
+        LayerSpec(4, 2, 16, 48, rope=Rope(500.0, scaling={"partial_rotary_factor": 0.5})),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "changes", sweep([{}, OTHER, SCALED], quick=[OTHER, SCALED]), ids=lambda c: str(len(c))
+)
 def test_logits_are_the_references(device: str, changes: dict) -> None:
     ours, reference = decoders(device, **changes)
     ids = random_ids(VOCAB, 7)
     mine = HalfReader(ours, device).feed(ours, Part(0, ids, TREE))
     theirs = Reader(reference.config).feed(reference, Part(0, ids, TREE))
     assert furthest(mine.cpu(), theirs) < 2.5e-2
+
+
+def test_a_layer_that_the_kernels_do_not_have_is_named(device: str) -> None:
+    with pytest.raises(
+        KernelUnavailable, match=r"llama model does not run on a GPU: .* norms after attention"
+    ):
+        decoders(device, norms="both")
 
 
 def test_layer_by_layer_equals_all_layers(device: str) -> None:

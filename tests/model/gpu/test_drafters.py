@@ -56,12 +56,12 @@ POSITIONS = 192
 @pytest.fixture(scope="module")
 def target(device: str) -> DeviceDecoder:
     tables = rope_tables(CONFIG, POSITIONS)
-    return DeviceDecoder(Decoder(CONFIG, random_tensors(CONFIG), GpuKernels(CONFIG, *tables, device, HALF)))
+    return DeviceDecoder(Decoder(CONFIG, random_tensors(CONFIG), GpuKernels(CONFIG, tables, device, HALF)))
 
 
 @pytest.fixture(scope="module")
 def twin() -> Decoder:
-    return Decoder(CONFIG, random_tensors(CONFIG), ReferenceKernels(CONFIG, *rope_tables(CONFIG, POSITIONS)))
+    return Decoder(CONFIG, random_tensors(CONFIG), ReferenceKernels(CONFIG, rope_tables(CONFIG, POSITIONS)))
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def heads(target, twin, folder) -> tuple[EagleHead, EagleHead]:
     return load_eagle(folder, target, 100, GpuEagleHead), load_eagle(folder, twin, 100)
 
 
-LAYER = replace(CONFIG, heads=2, kv_heads=1, intermediate=40, norm_eps=0.05, layers=1, windows=(0,))
+LAYER = replace(CONFIG.reshaped(1, heads=2, kv_heads=1, intermediate=40), norm_eps=0.05)
 KINDS = {
     "tap norms": HeadConfig(LAYER, 50, (0, 2), 2, tap_norms=True, norm_output=True, shared_head=True),
     "joint norm": HeadConfig(LAYER, VOCAB, (1, 2), shared_head=True, joint_norm=True, normed_residual=True),
@@ -184,7 +184,7 @@ def test_a_level_of_a_tree_has_the_bits_of_its_nodes_alone(target, heads, device
 def _cut(whole: Decoder, layers: int) -> Decoder:
     short = Decoder.__new__(Decoder)
     short.__dict__ |= whole.__dict__
-    short.layers, short.config = whole.layers[:layers], replace(whole.config, layers=layers)
+    short.layers, short.config = whole.layers[:layers], whole.config.reshaped(layers)
     return short
 
 

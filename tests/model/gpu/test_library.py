@@ -220,7 +220,7 @@ def test_torch_gets_its_settings_back() -> None:
 
 def device_decoder(device: str, **changes) -> DeviceDecoder:
     config = tiny_config(**changes)
-    kernels = GpuKernels(config, *rope_tables(config, 192), device, HALF)
+    kernels = GpuKernels(config, rope_tables(config, 192), device, HALF)
     return DeviceDecoder(Decoder(config, random_tensors(config), kernels))
 
 

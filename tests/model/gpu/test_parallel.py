@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -13,16 +15,20 @@ from tests.model.gpu import halves
 from tests.model.gpu.test_kernels import HALF
 from tests.tiny import random_tensors, tiny_config
 
+GRANITE = {"embedding_scale": 3.0, "residual_scale": 0.6, "logit_divisor": 1.7, "attention_scale": 0.3}
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_ranks_in_turn_have_the_bits_of_one(device: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+
+@pytest.mark.parametrize(("size", "changes"), [(2, {}), (4, {}), (2, GRANITE), (2, {"rope": None})])
+def test_ranks_in_turn_have_the_bits_of_one(
+    device: str, size: int, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(halves, "KNOWN", 5)
-    config = tiny_config(hidden=64, heads=8, kv_heads=4, layers=2, vocab=256, tied=False, qkv_bias=True)
+    config = tiny_config(
+        hidden=64, heads=8, kv_heads=4, layers=2, vocab=256, tied=False, qkv_bias=True, **changes
+    )
     given = random_tensors(config)
 
     def read(name: str) -> torch.Tensor:
-        if name.endswith("bias"):
-            return torch.linspace(-1, 1, (8 if "q_proj" in name else 4) * 16)
         return given(name).to(HALF).float()
 
     whole = halves.model_of(config, read, ALONE, device, HALF)

@@ -199,7 +199,7 @@ def test_every_tile_that_is_chosen_fits(kind: str) -> None:
 
 def model_of(device: str, weights: str, **changes) -> Decoder:
     config = tiny_config(**changes)
-    kernels = GpuKernels(config, *rope_tables(config, 192), device, HALF, weights)
+    kernels = GpuKernels(config, rope_tables(config, 192), device, HALF, weights)
     return Decoder(config, random_tensors(config), kernels)
 
 

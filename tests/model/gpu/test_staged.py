@@ -35,7 +35,7 @@ class World:
 
     def __init__(self, device: str, lengths: list[int], **changes) -> None:
         self.config = tiny_config(layers=1, **changes)
-        kernels = GpuKernels(self.config, *rope_tables(self.config, 256), device, HALF)
+        kernels = GpuKernels(self.config, rope_tables(self.config, 256), device, HALF)
         self.model = DeviceDecoder(Decoder(self.config, random_tensors(self.config), kernels))
         self.reader = Reader(self.config, TEXTS, 128)
         self.slots = self.reader.table.numel()

@@ -34,8 +34,8 @@ CONFIG = tiny_config()
 @pytest.mark.slow  # Triton's interpreter takes its time
 def test_a_step_of_training(device: str, tmp_path: Path) -> None:
     tables = rope_tables(CONFIG, 192)
-    model = DeviceDecoder(Decoder(CONFIG, random_tensors(CONFIG), GpuKernels(CONFIG, *tables, device, HALF)))
-    twin = Decoder(CONFIG, random_tensors(CONFIG), ReferenceKernels(CONFIG, *tables))
+    model = DeviceDecoder(Decoder(CONFIG, random_tensors(CONFIG), GpuKernels(CONFIG, tables, device, HALF)))
+    twin = Decoder(CONFIG, random_tensors(CONFIG), ReferenceKernels(CONFIG, tables))
     writer = ShardWriter(tmp_path)
     for i, length in enumerate((7, 5, 6)):
         said = [at > 3 for at in range(length)]

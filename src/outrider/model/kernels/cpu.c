@@ -46,18 +46,30 @@ typedef struct {
     Part parts[PARTS];
 } Matrix;
 
+/* What attention of a layer is. */
 typedef struct {
-    const float *attn_norm, *qkv_bias, *q_norm, *k_norm, *out_bias, *mlp_norm, *gate_bias, *up_bias, *down_bias;
-    Matrix qkv, out, gate, up, down;
-    int32_t window;
-} Layer;
+    int32_t heads, kv_heads, head_dim, window; /* a window of 0: all that went before */
+    float scale, softcap;                      /* of scores; a cap of 0: none */
+} Heads;
 
 /* Where ranks share a layer, heads and outputs are this rank's; `all_` is what all of them have together. */
 typedef struct {
-    int32_t hidden, heads, kv_heads, head_dim, intermediate, threads;
-    int32_t all_mixed, all_act, sums; /* inputs of out and of down, and how many outputs of both are this rank's */
-    float eps, scale;
-    const float *cos, *sin; /* [context][head_dim / 2] */
+    /* Norms before attention and MLP (attn_norm, mlp_norm) or of what they add (out_norm, down_norm): null where there is
+     * none. */
+    const float *attn_norm, *qkv_bias, *q_norm, *k_norm, *out_bias, *mlp_norm, *gate_bias, *up_bias, *down_bias, *out_norm,
+        *down_norm;
+    const float *cos, *sin; /* [context][head_dim / 2]; null: no positions */
+    const float *gain;      /* [context], of rotated queries; may be null */
+    Matrix qkv, out, gate, up, down;
+    Heads heads;
+    int32_t intermediate, whole, gelu; /* whole: q_norm and k_norm are over all heads together */
+    int32_t all_mixed, all_act;        /* inputs of out and of down */
+} Layer;
+
+typedef struct {
+    int32_t hidden, threads;
+    int32_t sums;        /* outputs of out and of down that are this rank's */
+    float eps, residual; /* residual: times what attention and MLP add */
 } Shape;
 
 typedef struct {
@@ -108,12 +120,22 @@ static inline vec exp_vec(vec x) {
     return p * (vec)(exponent << 23);
 }
 
-static inline void rms_norm(const float *x, const float *weight, int n, float eps, float *y) {
+/* Never inlined: every norm of a row has the same order of sums. */
+static __attribute__((noinline)) float inverse_rms(const float *x, int n, float eps) {
     float sum = 0;
 #pragma omp simd reduction(+ : sum)
     for (int i = 0; i < n; i++) sum += x[i] * x[i];
-    float inverse = 1.0f / sqrtf(sum / n + eps);
+    return 1.0f / sqrtf(sum / n + eps);
+}
+
+static inline void rms_norm(const float *x, const float *weight, int n, float eps, float *y) {
+    float inverse = inverse_rms(x, n, eps);
     for (int i = 0; i < n; i++) y[i] = x[i] * inverse * weight[i];
+}
+
+/* cap tanh(x / cap), in place. */
+static inline void cap_all(float *x, int n, float cap) {
+    for (int i = 0; i < n; i++) x[i] = cap * tanhf(x[i] / cap);
 }
 
 /* Rotate the two halves of one head: (a, b) -> (a cos - b sin, b cos + a sin). */
@@ -280,19 +302,19 @@ static inline int next_rows(int left, int most) {
     return (left + times - 1) / times;
 }
 
-/* y = x W^T + bias, or y += that. */
+/* y = x W^T + bias, or y += add times that. */
 typedef struct {
     Matrix w;
     const float *bias, *x;
     int M, N, K;
-    float *y;
-    int add;
+    float *y, add;
     Inputs in;
 } Linear;
 
 static void linear_panels(void *job, int member, int begin, int end) {
     const Linear *l = job;
-    int M = l->M, N = l->N, add = l->add;
+    int M = l->M, N = l->N;
+    float add = l->add;
     void *room = room_for(&l->w, l->K, M);
     (void)member;
     for (int n = begin; n < end; n++) {
@@ -310,7 +332,7 @@ static void linear_panels(void *job, int member, int begin, int end) {
                 float *to = l->y + (size_t)(m + r) * N + first + (size_t)own * PANEL;
                 for (int i = 0; i < width; i++) {
                     float value = bias ? out[r][i] + bias[i] : out[r][i];
-                    to[i] = add ? to[i] + value : value;
+                    to[i] = add != 0 ? to[i] + add * value : value;
                 }
             }
         }
@@ -328,7 +350,8 @@ static int linear(int threads, Linear job) {
     return 1;
 }
 
-/* act = silu(x gate^T) * (x up^T), without storing either product. */
+/* act = f(x gate^T) * (x up^T), without storing either product. f is silu, x / (1 + e^-x), or the tanh form of gelu, which is
+ * x / (1 + e^-z) with z = 2 sqrt(2 / pi) (x + 0.044715 x^3). */
 typedef struct {
     const Layer *layer;
     const float *x;
@@ -357,7 +380,9 @@ static void gated_panels(void *job, int member, int begin, int end) {
                 for (int i = 0; i < width && layer->up_bias; i++) u[r][i] += layer->up_bias[n * PANEL + i];
                 for (int i = 0; i < PANEL; i += LANES) {
                     vec value = *(vec *)(g[r] + i);
-                    *(vec *)(g[r] + i) = value / (1.0f + exp_vec(-value)) * *(vec *)(u[r] + i);
+                    vec z = value;
+                    if (layer->gelu) z = 1.59576912f * (value + 0.044715f * value * value * value);
+                    *(vec *)(g[r] + i) = value / (1.0f + exp_vec(-z)) * *(vec *)(u[r] + i);
                 }
                 float *to = given->act + (size_t)(m + r) * N + (size_t)n * PANEL;
                 for (int i = 0; i < width; i++) to[i] = g[r][i];
@@ -539,9 +564,9 @@ static void look(const Rows *b, int r, int window, int32_t *more, Seen *row) {
 
 /* All rows and heads; q is read at q + r * ldq. A thread's scratch is TALL * GROUP rows of scores. */
 typedef struct {
-    const Shape *s;
+    const Heads *s;
     const Rows *b;
-    int window, tall; /* rows that are served together */
+    int threads, tall; /* rows that are served together */
     const float *q;
     int ldq;
     const float *keys, *values;
@@ -551,11 +576,11 @@ typedef struct {
 } Attention;
 
 /* How many pieces a key head's query heads are served in. */
-static inline int parts_of(const Shape *s) { return (s->heads / s->kv_heads + GROUP - 1) / GROUP; }
+static inline int parts_of(const Heads *s) { return (s->heads / s->kv_heads + GROUP - 1) / GROUP; }
 
 static void attention_units(void *job, int member, int begin, int end) {
     const Attention *a = job;
-    const Shape *s = a->s;
+    const Heads *s = a->s;
     int group = s->heads / s->kv_heads, parts = parts_of(s), rows = a->b->rows, tiles = (rows + a->tall - 1) / a->tall;
     size_t width = a->score_stride / (TALL * GROUP);
     float *mine = a->scores + (size_t)member * a->score_stride;
@@ -568,7 +593,7 @@ static void attention_units(void *job, int member, int begin, int end) {
         size_t at = (size_t)kv * s->head_dim;
         Cached cached = {a->keys + at, a->values + at, (size_t)s->kv_heads * s->head_dim, width, s->head_dim, s->scale};
         for (int r = 0; r < count; r++) {
-            look(a->b, first + r, a->window, more[r], seen + r);
+            look(a->b, first + r, s->window, more[r], seen + r);
             seen[r].q = a->q + (size_t)(first + r) * a->ldq + h * s->head_dim;
             seen[r].scores = mine + r * GROUP * width;
             seen[r].out = a->out + ((size_t)(first + r) * s->heads + h) * s->head_dim;
@@ -578,8 +603,11 @@ static void attention_units(void *job, int member, int begin, int end) {
             for (int i = 0; i < heads * s->head_dim; i++) seen[r].out[i] = 0;
         float inverse[TALL][GROUP];
         for (int r = 0; r < count; r++)
-            for (int g = 0; g < heads; g++)
-                inverse[r][g] = soften(seen[r].scores + g * width, seen[r].n + seen[r].extra);
+            for (int g = 0; g < heads; g++) {
+                int n = seen[r].n + seen[r].extra;
+                if (s->softcap > 0) cap_all(seen[r].scores + g * width, n, s->softcap);
+                inverse[r][g] = soften(seen[r].scores + g * width, n);
+            }
         go_through(MIXES[heads], seen, count, &cached);
         for (int r = 0; r < count; r++)
             for (int g = 0; g < heads; g++)
@@ -590,9 +618,9 @@ static void attention_units(void *job, int member, int begin, int end) {
 
 /* Few rows are served one by one, so that every thread has some. */
 static void attention(Attention job) {
-    int each = job.s->kv_heads * parts_of(job.s), tall = job.b->rows * each / (4 * job.s->threads);
+    int each = job.s->kv_heads * parts_of(job.s), tall = job.b->rows * each / (4 * job.threads);
     job.tall = tall < 1 ? 1 : least(tall, TALL);
-    team_run(job.s->threads, (job.b->rows + job.tall - 1) / job.tall * each, attention_units, &job);
+    team_run(job.threads, (job.b->rows + job.tall - 1) / job.tall * each, attention_units, &job);
 }
 
 /* Norm and rotate every query and key head, and put keys and values in their slots. */
@@ -606,7 +634,7 @@ typedef struct {
 static void place_heads(void *job, int member, int begin, int end) {
     const Placing *p = job;
     const Layer *layer = p->layer;
-    const Shape *s = p->s;
+    const Heads *s = &layer->heads;
     const Rows *b = p->b;
     int D = s->head_dim, all = s->heads + 2 * s->kv_heads;
     (void)member;
@@ -617,9 +645,10 @@ static void place_heads(void *job, int member, int begin, int end) {
         const float *norm = kv < 0 ? layer->q_norm : layer->k_norm;
         if (kv < s->kv_heads) {
             size_t at = (size_t)b->positions[r] * (D / 2);
-            if (norm) rms_norm(x, norm, D, s->eps, x);
-            rotate(x, s->cos + at, s->sin + at, D / 2);
+            if (norm && !layer->whole) rms_norm(x, norm, D, p->s->eps, x);
+            if (layer->cos) rotate(x, layer->cos + at, layer->sin + at, D / 2);
         }
+        for (int i = 0; i < D && kv < 0 && layer->gain; i++) x[i] *= layer->gain[b->positions[r]];
         if (kv < 0) continue;
         float *to = kv < s->kv_heads ? p->keys : p->values;
         to += ((size_t)b->slots[r] * s->kv_heads + kv % s->kv_heads) * D;
@@ -627,8 +656,22 @@ static void place_heads(void *job, int member, int begin, int end) {
     }
 }
 
+/* Norm all queries of a row together, and all keys. */
+static void norm_whole(void *job, int member, int begin, int end) {
+    const Placing *p = job;
+    const Heads *s = &p->layer->heads;
+    int q = s->heads * s->head_dim, kv = s->kv_heads * s->head_dim;
+    (void)member;
+    for (int r = begin; r < end; r++) {
+        float *x = p->qkv + (size_t)r * (q + 2 * kv);
+        rms_norm(x, p->layer->q_norm, q, p->s->eps, x);
+        rms_norm(x + q, p->layer->k_norm, kv, p->s->eps, x + q);
+    }
+}
+
 static void place(Placing job) {
-    int units = job.b->rows * (job.s->heads + 2 * job.s->kv_heads);
+    const Heads *s = &job.layer->heads;
+    int units = job.b->rows * (s->heads + 2 * s->kv_heads);
     team_run(job.b->rows > FEW ? job.s->threads : 1, units, place_heads, &job);
 }
 
@@ -761,14 +804,14 @@ static float largest_bound(const float *l, int n, float top, float least, float 
 
 /* ---- what Python calls -------------------------------------------------------------------------------- */
 
-/* Chosen rows of x, or with none chosen the first ones, normed. */
+/* y = chosen rows of x, or with none chosen the first ones, normed; or y += add times that. */
 typedef struct {
     const float *x;
     const int64_t *chosen;
     const float *weight;
     int n;
     float eps;
-    float *y;
+    float *y, add;
 } Norm;
 
 static void norm_rows(void *job, int member, int begin, int end) {
@@ -776,34 +819,63 @@ static void norm_rows(void *job, int member, int begin, int end) {
     (void)member;
     for (int r = begin; r < end; r++) {
         const float *x = norm->x + (norm->chosen ? (size_t)norm->chosen[r] : (size_t)r) * norm->n;
-        rms_norm(x, norm->weight, norm->n, norm->eps, norm->y + (size_t)r * norm->n);
+        float *y = norm->y + (size_t)r * norm->n;
+        if (norm->add == 0) {
+            rms_norm(x, norm->weight, norm->n, norm->eps, y);
+            continue;
+        }
+        float inverse = inverse_rms(x, norm->n, norm->eps);
+        for (int i = 0; i < norm->n; i++) y[i] += norm->add * (x[i] * inverse * norm->weight[i]);
     }
 }
 
 static void norm(int threads, int rows, Norm job) { team_run(rows > FEW ? threads : 1, rows, norm_rows, &job); }
 
-enum { ATTEND, ADD_MIXED, ACTIVATE, ADD_ACT, STAGES };
+enum { PROJECT, ATTEND, ADD_MIXED, ACTIVATE, ADD_ACT, STAGES };
 
-/* One stage of a layer. What it leaves (mixed, sums, act, sums) is all that the next one needs of other ranks. Attention
+static inline int alone(const Work *w) { return w->sums == w->x; }
+
+/* The residual stream as a layer's attention or MLP reads it: normed, unless there is no norm for it. */
+static const float *normed_stream(const Shape *s, const Work *w, int M, const float *weight) {
+    if (!weight) return w->x;
+    norm(s->threads, M, (Norm){w->x, 0, weight, s->hidden, s->eps, w->normed, 0});
+    return w->normed;
+}
+
+/* Adds a projection of [rows][K] to the residual stream, normed before where there is a norm for it. Ranks add to their part
+ * of the stream; what is normed they leave as it is, since a norm needs the outputs of all. */
+static int add_to_stream(const Shape *s, const Work *w, int M, Matrix by, const float *bias, const float *x, int K,
+                         const float *norm_weight) {
+    float *y = norm_weight && alone(w) ? w->normed : w->sums, add = norm_weight ? 0 : s->residual;
+    if (!linear(s->threads, (Linear){by, bias, x, M, s->sums, K, y, add, {0}})) return 0;
+    if (norm_weight && alone(w)) norm(s->threads, M, (Norm){y, 0, norm_weight, s->hidden, s->eps, w->x, s->residual});
+    return 1;
+}
+
+/* One stage of a layer. What it leaves (qkv, mixed, sums, act, sums) is all that the next one needs of other ranks. The first
  * begins with the normed inputs [rows][K] that it is given, or norms x. */
 int outrider_stage(int stage, const Layer *layer, const Shape *s, const Rows *b, const Work *w, const float *inputs, int K,
                    float *keys, float *values) {
-    int M = b->rows, H = s->hidden, D = s->head_dim, threads = s->threads;
-    int qkv = (s->heads + 2 * s->kv_heads) * D;
+    const Heads *h = &layer->heads;
+    int M = b->rows, qkv = (h->heads + 2 * h->kv_heads) * h->head_dim, threads = s->threads;
+    Placing placing = {layer, s, b, w->qkv, keys, values};
     switch (stage) {
-    case ATTEND:
-        if (!inputs) norm(threads, M, (Norm){w->x, 0, layer->attn_norm, H, s->eps, w->normed}), inputs = w->normed, K = H;
+    case PROJECT:
+        if (!inputs) inputs = normed_stream(s, w, M, layer->attn_norm), K = s->hidden;
         if (!linear(threads, (Linear){layer->qkv, layer->qkv_bias, inputs, M, qkv, K, w->qkv, 0, {0}})) return 0;
-        place((Placing){layer, s, b, w->qkv, keys, values});
-        attention((Attention){s, b, layer->window, 0, w->qkv, qkv, keys, values, w->scores, w->score_stride, w->mixed});
+        if (layer->whole && alone(w)) team_run(M > FEW ? threads : 1, M, norm_whole, &placing);
+        return 1;
+    case ATTEND:
+        place(placing);
+        attention((Attention){h, b, threads, 0, w->qkv, qkv, keys, values, w->scores, w->score_stride, w->mixed});
         return 1;
     case ADD_MIXED:
-        return linear(threads, (Linear){layer->out, layer->out_bias, w->all_mixed, M, s->sums, s->all_mixed, w->sums, 1, {0}});
+        return add_to_stream(s, w, M, layer->out, layer->out_bias, w->all_mixed, layer->all_mixed, layer->out_norm);
     case ACTIVATE:
-        norm(threads, M, (Norm){w->x, 0, layer->mlp_norm, H, s->eps, w->normed});
-        return gated(threads, (Gated){layer, w->normed, M, s->intermediate, H, w->act, {0}});
+        inputs = normed_stream(s, w, M, layer->mlp_norm);
+        return gated(threads, (Gated){layer, inputs, M, layer->intermediate, s->hidden, w->act, {0}});
     default:
-        return linear(threads, (Linear){layer->down, layer->down_bias, w->all_act, M, s->sums, s->all_act, w->sums, 1, {0}});
+        return add_to_stream(s, w, M, layer->down, layer->down_bias, w->all_act, layer->all_act, layer->down_norm);
     }
 }
 
@@ -811,7 +883,7 @@ int outrider_stage(int stage, const Layer *layer, const Shape *s, const Rows *b,
 int outrider_layer_from(const Layer *layer, const Shape *s, const Rows *b, const Work *w, const float *inputs, int K,
                          float *keys, float *values) {
     int done = 1;
-    for (int stage = ATTEND; stage < STAGES && done; stage++)
+    for (int stage = PROJECT; stage < STAGES && done; stage++)
         done = outrider_stage(stage, layer, s, b, w, inputs, K, keys, values);
     return done;
 }
@@ -824,22 +896,39 @@ int outrider_layers(const Layer *const *layers, int count, const Shape *s, const
     return 1;
 }
 
-void outrider_norm(const float *x, const float *weight, int rows, int n, float eps, int threads, float *y) {
-    norm(threads, rows, (Norm){x, 0, weight, n, eps, y});
+void outrider_norm(const float *x, const float *weight, int rows, int n, float eps, float add, int threads, float *y) {
+    norm(threads, rows, (Norm){x, 0, weight, n, eps, y, add});
 }
 
-/* Logits of the chosen rows of x: norm, then the head. `normed` is scratch, [count][n]. */
+typedef struct {
+    float *logits, divisor, cap;
+    int n;
+} Capping;
+
+static void cap_rows(void *job, int member, int begin, int end) {
+    const Capping *c = job;
+    (void)member;
+    for (int r = begin; r < end; r++) {
+        float *row = c->logits + (size_t)r * c->n;
+        for (int i = 0; i < c->n; i++) row[i] /= c->divisor;
+        if (c->cap > 0) cap_all(row, c->n, c->cap);
+    }
+}
+
+/* Logits of the chosen rows of x: norm, the head, then divided and capped. `normed` is scratch, [count][n]. */
 int outrider_head(const float *x, const int64_t *chosen, int count, const float *weight, float eps,
-                   const Matrix *w, int N, int K, int threads, float *normed, float *y) {
-    norm(threads, count, (Norm){x, chosen, weight, K, eps, normed});
-    return linear(threads, (Linear){*w, 0, normed, count, N, K, y, 0, {0}});
+                   const Matrix *w, int N, int K, float divisor, float cap, int threads, float *normed, float *y) {
+    norm(threads, count, (Norm){x, chosen, weight, K, eps, normed, 0});
+    if (!linear(threads, (Linear){*w, 0, normed, count, N, K, y, 0, {0}})) return 0;
+    if (divisor != 1 || cap > 0) team_run(threads, count, cap_rows, &(Capping){y, divisor, cap, N});
+    return 1;
 }
 
 typedef struct {
     const Matrix *w;
     const int64_t *ids;
     int K;
-    float *x;
+    float scale, *x;
 } Embedding;
 
 static void embed_rows(void *job, int member, int begin, int end) {
@@ -859,21 +948,22 @@ static void embed_rows(void *job, int member, int begin, int end) {
             Bits wide = {.word = k % 2 ? pair & 0xffff0000u : pair << 16};
             to[k] = part->kind == HALF ? wide.number : ((const float *)panel)[(size_t)k * PANEL + i];
         }
+        for (int k = 0; k < K && e->scale != 1; k++) to[k] *= e->scale;
     }
 }
 
-/* Rows of a packed matrix: the embedding, when it is the head too. */
-void outrider_embed(const Matrix *w, const int64_t *ids, int rows, int K, int threads, float *x) {
-    team_run(rows > FEW ? threads : 1, rows, embed_rows, &(Embedding){w, ids, K, x});
+/* Rows of a packed matrix, times a number: the embedding, when it is the head too. */
+void outrider_embed(const Matrix *w, const int64_t *ids, int rows, int K, float scale, int threads, float *x) {
+    team_run(rows > FEW ? threads : 1, rows, embed_rows, &(Embedding){w, ids, K, scale, x});
 }
 
 int outrider_linear(const Matrix *w, const float *bias, const float *x, int M, int N, int K, int threads, float *y) {
     return linear(threads, (Linear){*w, bias, x, M, N, K, y, 0, {0}});
 }
 
-void outrider_attention(const Shape *s, const Rows *b, int window, const float *q, const float *keys,
+void outrider_attention(const Heads *h, const Rows *b, int threads, const float *q, const float *keys,
                         const float *values, float *scores, int score_stride, float *out) {
-    attention((Attention){s, b, window, 0, q, s->heads * s->head_dim, keys, values, scores, score_stride, out});
+    attention((Attention){h, b, threads, 0, q, h->heads * h->head_dim, keys, values, scores, score_stride, out});
 }
 
 typedef struct {

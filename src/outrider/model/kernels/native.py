@@ -14,17 +14,18 @@ import torch
 from torch import Tensor
 
 from outrider.errors import BadCheckpoint, KernelUnavailable, OutOfMemory
-from outrider.load.config import ModelConfig
+from outrider.load.config import LayerSpec, ModelConfig
 from outrider.load.quants import Blocks
 from outrider.model.kernels.build import library
 from outrider.model.parallel import ALONE, Group
+from outrider.model.rope import RopeTables
 from outrider.model.weights import KERNEL_FORMATS, MATRICES, LayerTensors, Weight, parts_of
 from outrider.types import MAX_NODES, Batch
 
 PANEL, CHUNKS, GROUP, TALL = 16, 16, 4, 8  # as in cpu.c
 LANES_MAX = 16  # the widest vector cpu.c is built for; heads must fill it
 PARTS = 3
-ATTEND, ADD_MIXED, ACTIVATE, ADD_ACT = range(4)
+PROJECT, ATTEND, ADD_MIXED, ACTIVATE, ADD_ACT = range(5)
 WHOLE, HALF = 0, 1
 KINDS = {name: number for number, name in enumerate(KERNEL_FORMATS, start=2)}  # as in blocks.h
 
@@ -37,23 +38,28 @@ class _Matrix(Structure):
     _fields_ = [("parts", _Part * PARTS)]
 
 
+class _Heads(Structure):
+    _fields_ = [
+        *((name, c_int32) for name in ("heads", "kv_heads", "head_dim", "window")),
+        *((name, c_float) for name in ("scale", "softcap")),
+    ]
+
+
 class _Layer(Structure):
     _fields_ = [
         *((n, c_void_p) for n in ("attn_norm", "qkv_bias", "q_norm", "k_norm", "out_bias")),
-        *((n, c_void_p) for n in ("mlp_norm", "gate_bias", "up_bias", "down_bias")),
+        *((n, c_void_p) for n in ("mlp_norm", "gate_bias", "up_bias", "down_bias", "out_norm", "down_norm")),
+        *((n, c_void_p) for n in ("cos", "sin", "gain")),
         *((n, _Matrix) for n in MATRICES),
-        ("window", c_int32),
+        ("heads", _Heads),
+        *((n, c_int32) for n in ("intermediate", "whole", "gelu", "all_mixed", "all_act")),
     ]
 
 
 class _Shape(Structure):
     _fields_ = [
-        *((name, c_int32) for name in ("hidden", "heads", "kv_heads", "head_dim", "intermediate", "threads")),
-        *((name, c_int32) for name in ("all_mixed", "all_act", "sums")),
-        ("eps", c_float),
-        ("scale", c_float),
-        ("cos", c_void_p),
-        ("sin", c_void_p),
+        *((name, c_int32) for name in ("hidden", "threads", "sums")),
+        *((name, c_float) for name in ("eps", "residual")),
     ]
 
 
@@ -99,7 +105,9 @@ class NativeLinear:
 @dataclass(slots=True)
 class NativeLayer:
     struct: _Layer
-    tensors: list[Tensor]  # what struct points into
+    tensors: dict[str, Tensor]  # what struct points into
+    spec: LayerSpec  # of this rank
+    whole: LayerSpec  # of all ranks together
 
 
 class NativeKernels:
@@ -108,17 +116,17 @@ class NativeKernels:
     def __init__(
         self,
         config: ModelConfig,
-        cos: Tensor,
-        sin: Tensor,
+        tables: RopeTables,
         threads: int,
         folder: Path,
         group: Group = ALONE,
     ) -> None:
         """`config` is the whole model's. A rank of several packs and multiplies its own outputs."""
-        if config.head_dim % LANES_MAX:
-            raise KernelUnavailable(f"head size {config.head_dim} is not a multiple of {LANES_MAX}")
-        self.threads, self.folder = threads, folder
-        self.whole, self.config, self.group = config, group.share(config), group
+        for spec in config.specs:
+            if spec.head_dim % LANES_MAX:
+                raise KernelUnavailable(f"head size {spec.head_dim} is not a multiple of {LANES_MAX}")
+        self.threads, self.folder, self.tables = threads, folder, tables
+        self.config, self.group = group.share(config), group
         self.lib = library(folder)
         self.lib.blocks_panel_bytes.restype = c_size_t
         self.lib.outrider_variant.restype = self.lib.outrider_chosen.restype = c_char_p
@@ -127,13 +135,14 @@ class NativeKernels:
         pointers = POINTER(_Layer), POINTER(_Shape), POINTER(_Rows), POINTER(_Work)
         given: list[Any] = [*pointers, c_void_p, c_int32, c_void_p, c_void_p]
         self.lib.outrider_layer_from.argtypes, self.lib.outrider_stage.argtypes = given, [c_int32, *given]
-        self.tables, c = (cos, sin), self.config
-        self.shape = self._shape(c.heads, c.kv_heads, c.head_dim, c.head_dim**-0.5)
-        width = -(-(len(cos) + MAX_NODES + 1) // PANEL) * PANEL
+        own = group.cut(config.hidden)
+        sums = own.stop - own.start
+        self.shape = _Shape(config.hidden, threads, sums, config.norm_eps, config.residual_scale)
+        width = -(-(tables.positions + MAX_NODES + 1) // PANEL) * PANEL
         self.scores = torch.empty(threads, TALL * GROUP * width)
         self._bound: tuple[Batch, _Rows] | None = None
         self._work = _Work()
-        self._buffers: list[Tensor] = []
+        self._buffers: dict[str, Tensor] = {}
         self._capacity = 0
 
     @property
@@ -155,18 +164,31 @@ class NativeKernels:
         return [(name or b"").decode() for name in names]
 
     def pack_layer(self, tensors: LayerTensors) -> NativeLayer:
-        struct, kept = _Layer(window=tensors.window), []
+        whole, kept = tensors.spec, dict[str, Tensor]()
+        s = self.group.share_layer(whole)
+        heads = _Heads(s.heads, s.kv_heads, s.head_dim, s.window, s.scale, s.softcap)
+        struct = _Layer(
+            heads=heads,
+            intermediate=s.intermediate,
+            whole=s.qk_norm == "whole",
+            gelu=s.activation == "gelu_tanh",
+            all_mixed=whole.heads * whole.head_dim,
+            all_act=whole.intermediate,
+        )
+        if (table := self.tables.of(s)) is not None:
+            struct.cos, struct.sin = table.cos.data_ptr(), table.sin.data_ptr()
+            struct.gain = None if table.gain is None else table.gain.data_ptr()
         for f in fields(tensors):
             value = getattr(tensors, f.name)
             if f.name in MATRICES:
                 parts = self._pack(value)
                 setattr(struct, f.name, _matrix(parts))
-                kept += [part.packed for part in parts]
+                kept |= {f"{f.name}.{i}": part.packed for i, part in enumerate(parts)}
             elif isinstance(value, Tensor):
                 value = value.float().contiguous()
                 setattr(struct, f.name, value.data_ptr())
-                kept.append(value)
-        return NativeLayer(struct, kept)
+                kept[f.name] = value
+        return NativeLayer(struct, kept, s, whole)
 
     def pack_linear(self, weight: Weight, bias: Tensor | None = None) -> NativeLinear:
         parts = self._pack(weight)
@@ -205,19 +227,20 @@ class NativeKernels:
             )
         return NativePart(packed, kind, outputs)
 
-    def embed(self, table: NativeLinear, ids: Tensor) -> Tensor:
+    def embed(self, table: NativeLinear, ids: Tensor, scale: float = 1.0) -> Tensor:
         """Rows of a packed matrix: a tied embedding needs no second copy."""
         x = torch.empty(ids.shape[0], table.inputs)
-        self.lib.outrider_embed(table.matrix, _ptr(ids), ids.shape[0], table.inputs, self.threads, _ptr(x))
+        rows, by = ids.shape[0], c_float(scale)
+        self.lib.outrider_embed(table.matrix, _ptr(ids), rows, table.inputs, by, self.threads, _ptr(x))
         return x
 
     def head(self, x: Tensor, rows: Tensor, norm: Tensor, linear: NativeLinear) -> Tensor:
         count = rows.shape[0]
         scratch, out = torch.empty(count, linear.inputs), torch.empty(count, linear.outputs)
-        eps = c_float(self.config.norm_eps)
+        c = self.config
         self.lib.outrider_head(
-            _ptr(x), _ptr(rows), count, _ptr(norm), eps, linear.matrix,
-            linear.outputs, linear.inputs, self.threads, _ptr(scratch), _ptr(out),
+            _ptr(x), _ptr(rows), count, _ptr(norm), c_float(c.norm_eps), linear.matrix, linear.outputs, linear.inputs,
+            c_float(c.logit_divisor), c_float(c.softcap), self.threads, _ptr(scratch), _ptr(out),
         )  # fmt: skip
         return out
 
@@ -230,10 +253,17 @@ class NativeKernels:
         return out
 
     def norm(self, x: Tensor, weight: Tensor, eps: float | None = None) -> Tensor:
-        out = torch.empty_like(x)
+        return self._add_norm(torch.empty_like(x), x, weight, 0, eps)
+
+    def _add_norm(
+        self, to: Tensor, x: Tensor, weight: Tensor, add: float, eps: float | None = None
+    ) -> Tensor:
+        """Adds `add` times the norm of x to `to`; 0 means that the norm takes its place."""
         small = c_float(self.config.norm_eps if eps is None else eps)
-        self.lib.outrider_norm(_ptr(x), _ptr(weight), len(x), x.shape[1], small, self.threads, _ptr(out))
-        return out
+        self.lib.outrider_norm(
+            _ptr(x), _ptr(weight), len(x), x.shape[1], small, c_float(add), self.threads, _ptr(to)
+        )
+        return to
 
     def layer(self, layer: NativeLayer, x: Tensor, batch: Batch, keys: Tensor, values: Tensor) -> None:
         self.layers([layer], x, batch, [keys], [values])
@@ -255,27 +285,40 @@ class NativeKernels:
     def _shared_layer(
         self, layer: NativeLayer, x: Tensor, batch: Batch, keys: Tensor, values: Tensor
     ) -> None:
-        """A layer of several ranks, cut where they gather what they computed. Scratch buffers may be longer than x."""
-        given, work, gather = self._given(layer, x, batch), self._work, self.group.gather
-        _, _, mixed, act, sums = (buffer[: len(x)] for buffer in self._buffers)
-        own = self.group.cut(self.whole.hidden)
+        """A layer of several ranks, cut where they gather what they computed."""
+        given, work, s, whole = self._given(layer, x, batch), self._work, layer.spec, layer.whole
+        q, kv, hidden = s.heads * s.head_dim, s.kv_heads * s.head_dim, self.config.hidden
+        own, units = self.group.cut(hidden), whole.kv_heads
+        widths = {"qkv": q + 2 * kv, "mixed": q, "act": s.intermediate, "sums": self.shape.sums}
 
-        def run(stage: int) -> None:
+        def run(stage: int) -> Tensor:
+            """What the stage leaves."""
             self.lib.outrider_stage(stage, *given, None, 0, keys.data_ptr(), values.data_ptr())
+            return left[stage]
 
-        def add(stage: int) -> None:
-            sums.copy_(x[:, own])
-            run(stage)
-            x.copy_(gather(sums, self.whole.hidden))
+        def add(stage: int, norm: str) -> None:
+            if (weight := layer.tensors.get(norm)) is None:
+                sums.copy_(x[:, own])
+                x.copy_(self.group.gather(run(stage), hidden))
+            else:
+                self._add_norm(x, self.group.gather(run(stage), hidden), weight, self.config.residual_scale)
 
-        run(ATTEND)
-        all_mixed = gather(mixed, self.shape.all_mixed, self.whole.kv_heads)
+        qkv, mixed, act, sums = (
+            self._buffers[name][: len(x) * width].view(len(x), width) for name, width in widths.items()
+        )
+        left = {PROJECT: qkv, ATTEND: mixed, ADD_MIXED: sums, ACTIVATE: act, ADD_ACT: sums}
+        run(PROJECT)
+        if whole.qk_norm == "whole":
+            for name, part in (("q_norm", qkv[:, :q]), ("k_norm", qkv[:, q : q + kv])):
+                weight = layer.tensors[name]
+                every = self.norm(self.group.gather(part, len(weight), units), weight)
+                part.copy_(every[:, self.group.cut(len(weight), units)])
+        all_mixed = self.group.gather(run(ATTEND), layer.struct.all_mixed, units)
         work.all_mixed = all_mixed.data_ptr()
-        add(ADD_MIXED)
-        run(ACTIVATE)
-        all_act = gather(act, self.shape.all_act)
+        add(ADD_MIXED, "out_norm")
+        all_act = self.group.gather(run(ACTIVATE), whole.intermediate)
         work.all_act = all_act.data_ptr()
-        add(ADD_ACT)
+        add(ADD_ACT, "down_norm")
 
     def layer_from(
         self, layer: NativeLayer, inputs: Tensor, x: Tensor, batch: Batch, keys: Tensor, values: Tensor
@@ -294,13 +337,19 @@ class NativeKernels:
         return layer.struct, self.shape, rows, self._work
 
     def attention(
-        self, q: Tensor, batch: Batch, keys: Tensor, values: Tensor, window: int, scale: float
+        self,
+        q: Tensor,
+        batch: Batch,
+        keys: Tensor,
+        values: Tensor,
+        window: int,
+        scale: float,
+        softcap: float = 0.0,
     ) -> Tensor:
-        _, heads, head_dim = q.shape
-        shape = self._shape(heads, keys.shape[1], head_dim, scale)
+        heads = _Heads(q.shape[1], keys.shape[1], q.shape[2], window, scale, softcap)
         out = torch.empty_like(q)
         self.lib.outrider_attention(
-            byref(shape), byref(self._rows(batch)), window, _ptr(q), _ptr(keys), _ptr(values),
+            byref(heads), byref(self._rows(batch)), self.threads, _ptr(q), _ptr(keys), _ptr(values),
             _ptr(self.scores), self.scores.shape[1], _ptr(out),
         )  # fmt: skip
         return out
@@ -321,15 +370,6 @@ class NativeKernels:
             _ptr(logits), rows, vocab, _ptr(top_k), _ptr(top_p), _ptr(log_min_p), self.threads
         )
 
-    def _shape(self, heads: int, kv_heads: int, head_dim: int, scale: float) -> _Shape:
-        c, w, (cos, sin) = self.config, self.whole, self.tables
-        own = self.group.cut(w.hidden)
-        return _Shape(
-            all_mixed=w.heads * w.head_dim, all_act=w.intermediate, sums=own.stop - own.start,
-            hidden=c.hidden, heads=heads, kv_heads=kv_heads, head_dim=head_dim, intermediate=c.intermediate,
-            threads=self.threads, eps=c.norm_eps, scale=scale, cos=cos.data_ptr(), sin=sin.data_ptr(),
-        )  # fmt: skip
-
     def _rows(self, batch: Batch) -> _Rows:
         """The batch's pointers, made once per pass, not once per layer."""
         if self._bound is None or self._bound[0] is not batch:
@@ -342,12 +382,16 @@ class NativeKernels:
         """Scratch memory for the widest pass so far; it grows and never shrinks."""
         if rows <= self._capacity:
             return
-        c = self.config
-        widths = {"normed": c.hidden, "qkv": (c.heads + 2 * c.kv_heads) * c.head_dim}
-        widths |= {"mixed": c.heads * c.head_dim, "act": c.intermediate}
-        widths |= {"sums": self.shape.sums} if self.group.size > 1 else {}
-        self._buffers = [torch.empty(rows, width) for width in widths.values()]
-        for name, buffer in zip(widths, self._buffers, strict=True):
+        needed = [
+            (s.head_dim * (s.heads + 2 * s.kv_heads), s.head_dim * s.heads, s.intermediate)
+            for s in self.config.specs
+        ]
+        sizes = (self.config.hidden, *(max(some) for some in zip(*needed, strict=True)), self.shape.sums)
+        widths = dict(zip(("normed", "qkv", "mixed", "act", "sums"), sizes, strict=True))
+        if self.group.size == 1:
+            del widths["sums"]
+        self._buffers = {name: torch.empty(rows * width) for name, width in widths.items()}
+        for name, buffer in self._buffers.items():
             setattr(self._work, name, buffer.data_ptr())
         self._work.all_mixed, self._work.all_act = self._work.mixed, self._work.act  # of one rank
         self._work.scores, self._work.score_stride = self.scores.data_ptr(), self.scores.shape[1]

@@ -6,18 +6,21 @@ Every function works on one row at a time where torch's own result would depend 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.load.config import ModelConfig
+from outrider.load.config import LayerSpec, ModelConfig
 from outrider.load.quants import Blocks
 from outrider.model.kernels.reference_blocks import BlockMatrix
 from outrider.model.parallel import ALONE
+from outrider.model.rope import RopeTables
 from outrider.model.weights import MATRICES, LayerTensors, Weight, parts_of
 from outrider.types import Batch
 from outrider.verify.filters import filter_logits
@@ -35,10 +38,8 @@ class ReferenceLinear:
 class ReferenceKernels:
     name, group = "torch", ALONE
 
-    def __init__(self, config: ModelConfig, cos: Tensor, sin: Tensor) -> None:
-        self.config = config
-        self.cos, self.sin = cos, sin
-        self.scale = config.head_dim**-0.5
+    def __init__(self, config: ModelConfig, tables: RopeTables) -> None:
+        self.config, self.tables = config, tables
 
     def pack_layer(self, tensors: LayerTensors) -> LayerTensors:
         return replace(tensors, **{name: _packed(getattr(tensors, name)) for name in MATRICES})
@@ -51,24 +52,27 @@ class ReferenceKernels:
         first = self.pack_linear(embedding)
         return first, first if head is embedding else self.pack_linear(head)
 
-    def embed(self, table: ReferenceLinear, ids: Tensor) -> Tensor:
+    def embed(self, table: ReferenceLinear, ids: Tensor, scale: float = 1.0) -> Tensor:
         if isinstance(table.weight, tuple):
             raise TypeError("an embedding has one format")
-        return table.weight[ids]
+        return table.weight[ids] * scale
 
     def linear(self, linear: ReferenceLinear, x: Tensor) -> Tensor:
         return rowwise_linear(x, linear.weight, linear.bias)
 
     def head(self, x: Tensor, rows: Tensor, norm: Tensor, linear: ReferenceLinear) -> Tensor:
         """Logits of the chosen rows of the last hidden states."""
-        return self.linear(linear, self.norm(x[rows], norm))
+        logits = self.linear(linear, self.norm(x[rows], norm)) / self.config.logit_divisor
+        cap = self.config.softcap
+        return rowwise(partial(softcapped, cap), logits) if cap else logits
 
     def norm(self, x: Tensor, weight: Tensor, eps: float | None = None) -> Tensor:
         return rms_norm(x, weight, self.config.norm_eps if eps is None else eps)
 
     def layer(self, w: LayerTensors, x: Tensor, batch: Batch, keys: Tensor, values: Tensor) -> None:
         """x [R, hidden] becomes the layer's output, in place; its keys and values go to their slots."""
-        self.layer_from(w, self.norm(x, w.attn_norm), x, batch, keys, values)
+        inputs = x if w.attn_norm is None else self.norm(x, w.attn_norm)
+        self.layer_from(w, inputs, x, batch, keys, values)
 
     def layers(
         self, layers: Seq[LayerTensors], x: Tensor, batch: Batch, keys: Seq[Tensor], values: Seq[Tensor]
@@ -80,18 +84,32 @@ class ReferenceKernels:
         self, w: LayerTensors, inputs: Tensor, x: Tensor, batch: Batch, keys: Tensor, values: Tensor
     ) -> None:
         """The same from its normed inputs on, which may be wider than x."""
-        c, rows = self.config, len(x)
+        s, rows = w.spec, len(x)
         qkv = rowwise_linear(inputs, w.qkv, w.qkv_bias)
-        q, k, v = qkv.view(rows, -1, c.head_dim).split([c.heads, c.kv_heads, c.kv_heads], dim=1)
+        q, k, v = qkv.view(rows, -1, s.head_dim).split([s.heads, s.kv_heads, s.kv_heads], dim=1)
         if w.q_norm is not None and w.k_norm is not None:
-            q, k = rms_norm(q, w.q_norm, c.norm_eps), rms_norm(k, w.k_norm, c.norm_eps)
-        cos, sin = self.cos[batch.positions][:, None], self.sin[batch.positions][:, None]
-        keys[batch.slots], values[batch.slots] = rotate(k, cos, sin), v
-        mixed = self.attention(rotate(q, cos, sin), batch, keys, values, w.window, self.scale)
-        x += rowwise_linear(mixed.reshape(rows, -1), w.out, w.out_bias)
-        h = self.norm(x, w.mlp_norm)
-        act = rowwise_silu(rowwise_linear(h, w.gate, w.gate_bias)) * rowwise_linear(h, w.up, w.up_bias)
-        x += rowwise_linear(act, w.down, w.down_bias)
+            q, k = self._normed_heads(q, w.q_norm, s), self._normed_heads(k, w.k_norm, s)
+        if (table := self.tables.of(s)) is not None:
+            at = batch.positions
+            cos, sin = table.cos[at][:, None], table.sin[at][:, None]
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+            q = q if table.gain is None else q * table.gain[at][:, None, None]
+        keys[batch.slots], values[batch.slots] = k, v
+        mixed = self.attention(q, batch, keys, values, s.window, s.scale, s.softcap)
+        self._add(x, rowwise_linear(mixed.reshape(rows, -1), w.out, w.out_bias), w.out_norm)
+        h = x if w.mlp_norm is None else self.norm(x, w.mlp_norm)
+        gate = rowwise(ACTIVATIONS[s.activation], rowwise_linear(h, w.gate, w.gate_bias))
+        self._add(
+            x, rowwise_linear(gate * rowwise_linear(h, w.up, w.up_bias), w.down, w.down_bias), w.down_norm
+        )
+
+    def _normed_heads(self, x: Tensor, weight: Tensor, spec: LayerSpec) -> Tensor:
+        """x [R, heads, head_dim]"""
+        whole = x.flatten(1) if spec.qk_norm == "whole" else x
+        return self.norm(whole, weight).view_as(x)
+
+    def _add(self, x: Tensor, more: Tensor, norm: Tensor | None) -> None:
+        x += self.config.residual_scale * (more if norm is None else self.norm(more, norm))
 
     def draw(self, logits: Tensor, sampled: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
         return draw(logits, sampled, seeds, positions)
@@ -100,7 +118,14 @@ class ReferenceKernels:
         filter_logits(logits, top_k, top_p, log_min_p)
 
     def attention(
-        self, q: Tensor, batch: Batch, keys: Tensor, values: Tensor, window: int, scale: float
+        self,
+        q: Tensor,
+        batch: Batch,
+        keys: Tensor,
+        values: Tensor,
+        window: int,
+        scale: float,
+        softcap: float = 0.0,
     ) -> Tensor:
         """q [R, heads, head_dim] over what each row sees in the slots -> [R, heads, head_dim]."""
         rows, heads, head_dim = q.shape
@@ -110,8 +135,9 @@ class ReferenceKernels:
             slots = visible_slots(batch, r, window)
             k, v = keys[slots].transpose(0, 1), values[slots].transpose(0, 1)  # [kv_heads, n, head_dim]
             grouped = q[r].view(kv_heads, heads // kv_heads, head_dim)
-            weights = (grouped @ k.transpose(1, 2) * scale).softmax(-1)
-            out[r] = (weights @ v).reshape(heads, head_dim)
+            scores = grouped @ k.transpose(1, 2) * scale
+            scores = softcapped(softcap, scores) if softcap else scores
+            out[r] = (scores.softmax(-1) @ v).reshape(heads, head_dim)
         return out
 
 
@@ -142,9 +168,19 @@ def rowwise_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     return torch.cat([F.linear(row, weight, bias) for row in x.split(1)])
 
 
-def rowwise_silu(x: Tensor) -> Tensor:
+def rowwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """torch rounds the end of a tensor, short of a full vector, differently from its middle."""
-    return torch.cat([F.silu(row) for row in x.split(1)])
+    return torch.cat([function(row) for row in x.split(1)]) if len(x) else x
+
+
+def softcapped(cap: float, x: Tensor) -> Tensor:
+    return cap * torch.tanh(x / cap)
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from outrider.cache.store import KeyValueStore
 from outrider.errors import KernelUnavailable
-from outrider.load.config import ModelConfig
+from outrider.load.config import LayerSpec, ModelConfig
+from outrider.model.gpu_limits import gpu_obstacle
 from outrider.model.kernels.gpu.ahead import is_collecting
 from outrider.model.kernels.gpu.attention import (
     AttentionPlan,
@@ -36,10 +37,10 @@ from outrider.model.kernels.gpu.library import padded_rows
 from outrider.model.kernels.gpu.matmul import Packed, gated_linear, linear, multiply_parts, pack
 from outrider.model.kernels.gpu.rows import add_and_norm, embed
 from outrider.model.parallel import ALONE, Group
+from outrider.model.rope import RopeTable, RopeTables
 from outrider.model.weights import LayerTensors
-from outrider.types import Batch
+from outrider.types import MAX_NODES, Batch
 
-MAX_DIM, MAX_GROUP = 256, 16
 # Errors of the head directly change the logits, and the head is a small part of the weights.
 HEAD_KINDS = {"int4": "int8"}
 
@@ -59,7 +60,9 @@ class GpuLayer:
     mlp_norm: Tensor
     gate_up: GpuLinear
     down: GpuLinear
-    window: int
+    tables: tuple[Tensor, Tensor]
+    spec: LayerSpec  # of this rank
+    whole: LayerSpec  # of all ranks together
 
 
 class GpuKernels:
@@ -68,8 +71,7 @@ class GpuKernels:
     def __init__(
         self,
         config: ModelConfig,
-        cos: Tensor,
-        sin: Tensor,
+        tables: RopeTables,
         device: str | torch.device = "cuda",
         dtype: torch.dtype = torch.bfloat16,
         weights: str = "bfloat16",
@@ -78,35 +80,49 @@ class GpuKernels:
         """`weights`: what layers and head are stored as, `bfloat16` (as dtype) or a kind of quantise.py. `config` is
         the whole model's; a rank of several has some heads and outputs.
         """
-        if config.head_dim > MAX_DIM:
-            raise KernelUnavailable(f"head size {config.head_dim} is larger than {MAX_DIM}")
-        if config.heads // config.kv_heads > MAX_GROUP:
-            raise KernelUnavailable(
-                f"{config.heads // config.kv_heads} heads to a key are more than {MAX_GROUP}"
-            )
-        self.whole, self.config, self.group = config, group.share(config), group
+        check_layers(config, tables)
+        self.config, self.group = group.share(config), group
         self.device, self.dtype, self.weights = torch.device(device), dtype, weights
-        self.tables = cos.to(self.device).contiguous(), sin.to(self.device).contiguous()
-        self.scale = config.head_dim**-0.5
+        self.tables = tables
+        self._rotary: list[
+            tuple[RopeTable | None, tuple[Tensor, Tensor]]
+        ] = []  # of each table, on the device
         self._read: tuple[Batch, AttentionPlan] | None = None
 
     # -------------------------------------------------------------------------------------------- weights
 
     def pack_layer(self, w: LayerTensors) -> GpuLayer:
-        norms, c = None, self.whole
+        assert w.attn_norm is not None and w.mlp_norm is not None  # check_layers saw to it
+        norms, s, hidden = None, w.spec, self.config.hidden
         if w.q_norm is not None and w.k_norm is not None:
             norms = (self._small(w.q_norm), self._small(w.k_norm), self.config.norm_eps)
         bias = None if w.gate_bias is None or w.up_bias is None else torch.cat([w.gate_bias, w.up_bias])
         return GpuLayer(
             attn_norm=self._small(w.attn_norm),
-            qkv=self._packed((w.qkv,), w.qkv_bias, self.weights, (c.heads + 2 * c.kv_heads) * c.head_dim),
+            qkv=self._packed((w.qkv,), w.qkv_bias, self.weights, (s.heads + 2 * s.kv_heads) * s.head_dim),
             norms=norms,
-            out=self._packed((w.out,), w.out_bias, self.weights, c.hidden),
+            out=self._packed((w.out,), w.out_bias, self.weights, hidden),
             mlp_norm=self._small(w.mlp_norm),
-            gate_up=self._packed((w.gate, w.up), bias, self.weights, c.intermediate),
-            down=self._packed((w.down,), w.down_bias, self.weights, c.hidden),
-            window=w.window,
+            gate_up=self._packed((w.gate, w.up), bias, self.weights, s.intermediate),
+            down=self._packed((w.down,), w.down_bias, self.weights, hidden),
+            tables=self._tables(s),
+            spec=self.group.share_layer(s),
+            whole=s,
         )
+
+    def _tables(self, spec: LayerSpec) -> tuple[Tensor, Tensor]:
+        """Cos and sin on the device. Layers without rotary positions have a table that turns nothing."""
+        table = self.tables.of(spec)
+        for known, there in self._rotary:
+            if known is table:
+                return there
+        if table is None:
+            shape = (self.tables.positions, spec.head_dim // 2)
+            made = torch.ones(shape, device=self.device), torch.zeros(shape, device=self.device)
+        else:
+            made = self._small(table.cos), self._small(table.sin)
+        self._rotary.append((table, made))
+        return made
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None, whole: int = 0) -> GpuLinear:
         return self._packed((weight,), bias, "bfloat16", whole)
@@ -115,7 +131,7 @@ class GpuKernels:
         """A model's first and last matrix. In fewer bits a tied matrix is stored twice: the head is read whole for
         every token and is rounded; the embedding is read by the row and stays as it is.
         """
-        vocab = self.whole.vocab
+        vocab = self.config.vocab
         first = self.pack_linear(embedding, whole=vocab)
         if head is embedding and self.weights == "bfloat16":
             return first, first
@@ -130,8 +146,8 @@ class GpuKernels:
 
     # --------------------------------------------------------------------------------------------- pieces
 
-    def embed(self, table: GpuLinear, ids: Tensor) -> Tensor:
-        return embed(ids.to(self.device), table.weight)
+    def embed(self, table: GpuLinear, ids: Tensor, scale: float = 1.0) -> Tensor:
+        return embed(ids.to(self.device), table.weight, scale)
 
     def linear(self, linear_: GpuLinear, x: Tensor) -> Tensor:
         return linear(x.to(self.dtype), linear_.weight, linear_.bias)
@@ -149,10 +165,11 @@ class GpuKernels:
         self, x: Tensor, pending: Tensor | None, rows: Tensor, norm: Tensor, linear_: GpuLinear
     ) -> Tensor:
         """Logits of the chosen rows, float32, once what is pending has been added."""
-        count = len(rows)
+        count, c = len(rows), self.config
         normed = self._room(count, x.shape[1])
-        add_and_norm(x, pending, norm.to(self.device), self.config.norm_eps, normed[:count], rows)
-        return linear(normed, linear_.weight, linear_.bias, count)
+        add_and_norm(x, pending, norm.to(self.device), c.norm_eps, normed[:count], rows, c.residual_scale)
+        logits = linear(normed, linear_.weight, linear_.bias, count)
+        return logits if c.logit_divisor == 1 else logits.div_(c.logit_divisor)
 
     def _padded(self, rows: Tensor, count: int) -> Tensor:
         """`count` rows that other ranks have parts of, in space for as many as a matmul reads."""
@@ -164,9 +181,9 @@ class GpuKernels:
         """What is still to be added to x. Ranks have outputs of their own, so theirs are added and gathered at once."""
         if self.group.size == 1:
             return pending
-        own = x[:, self.group.cut(self.whole.hidden)].contiguous()
-        add_and_norm(own, pending, None, 0.0, None)
-        x.copy_(self.group.gather(own, self.whole.hidden))
+        own = x[:, self.group.cut(self.config.hidden)].contiguous()
+        self._add(own, pending)
+        x.copy_(self.group.gather(own, self.config.hidden))
         return None
 
     def draw(self, logits: Tensor, sampled: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
@@ -191,7 +208,7 @@ class GpuKernels:
         """x [R, hidden] float32 becomes the layer's output, in place."""
         pending = self._layer(layer, x, None, batch, keys, values, self._reading(batch))
         if pending is not None:
-            add_and_norm(x, pending, None, 0.0, None)
+            self._add(x, pending)
 
     def layers(
         self,
@@ -226,7 +243,7 @@ class GpuKernels:
         if layer not in store.taps:
             return pending
         if pending is not None:
-            add_and_norm(x, pending, None, 0.0, None)
+            self._add(x, pending)
         if not is_collecting():
             store.keep_feature(layer, x, batch.slots)
         return None
@@ -242,7 +259,7 @@ class GpuKernels:
         attention: AttentionPlan | JointPlan,
     ) -> Tensor | None:
         normed = self._room(*x.shape)
-        add_and_norm(x, pending, w.attn_norm, self.config.norm_eps, normed[: len(x)])
+        self._add(x, pending, w.attn_norm, normed[: len(x)])
         return self.rest_of_layer(w, x, normed, batch, keys, values, attention)
 
     def rest_of_layer(
@@ -258,21 +275,27 @@ class GpuKernels:
         """A layer from its normed inputs on, which may be wider than the stream, and more rows than x has; returns what
         is to be added to x.
         """
-        c, rows = self.config, len(x)
+        s, rows = w.spec, len(x)
         qkv = multiply_parts(inputs, w.qkv.weight, w.qkv.bias, rows)
-        mixed = self._room(rows, c.heads * c.head_dim)
-        fresh, heads = Fresh(qkv, self.tables, w.norms), mixed[:rows].view(rows, c.heads, c.head_dim)
-        attend_parts(fresh, batch, keys, values, w.window, self.scale, attention, heads)
+        mixed = self._room(rows, s.heads * s.head_dim)
+        fresh, heads = Fresh(qkv, w.tables, w.norms), mixed[:rows].view(rows, s.heads, s.head_dim)
+        attend_parts(fresh, batch, keys, values, s.window, s.scale, attention, heads)
         if self.group.size > 1:
-            width = self.whole.heads * c.head_dim
-            mixed = self._padded(self.group.gather(mixed[:rows], width, self.whole.kv_heads), rows)
+            width, units = w.whole.heads * s.head_dim, w.whole.kv_heads
+            mixed = self._padded(self.group.gather(mixed[:rows], width, units), rows)
         pending = self._settled(x, multiply_parts(mixed, w.out.weight, w.out.bias, rows))
         normed = self._room(*x.shape)
-        add_and_norm(x, pending, w.mlp_norm, c.norm_eps, normed[:rows])
+        self._add(x, pending, w.mlp_norm, normed[:rows])
         act = gated_linear(normed, w.gate_up.weight, w.gate_up.bias, rows)
         if self.group.size > 1:
-            act = self._padded(self.group.gather(act[:rows], self.whole.intermediate), rows)
+            act = self._padded(self.group.gather(act[:rows], w.whole.intermediate), rows)
         return self._settled(x, multiply_parts(act, w.down.weight, w.down.bias, rows))
+
+    def _add(
+        self, x: Tensor, pending: Tensor | None, norm: Tensor | None = None, out: Tensor | None = None
+    ) -> None:
+        c = self.config
+        add_and_norm(x, pending, norm, c.norm_eps, out, gain=c.residual_scale)
 
     def _room(self, rows: int, width: int) -> Tensor:
         """For what a matmul reads."""
@@ -283,6 +306,13 @@ class GpuKernels:
             c = self.config
             self._read = batch, plan_attention(batch, c.heads, c.kv_heads, c.head_dim)
         return self._read[1]
+
+
+def check_layers(config: ModelConfig, tables: RopeTables) -> None:
+    if missing := gpu_obstacle(config, tables.positions - MAX_NODES - 1):
+        raise KernelUnavailable(
+            f"this {config.family} model does not run on a GPU: the kernels do not have {missing}; use --device cpu"
+        )
 
 
 def check_device(weights: str) -> None:

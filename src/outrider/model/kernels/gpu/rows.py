@@ -34,7 +34,7 @@ def sum_parts(parts, offsets, stride, mask, PARTS: tl.constexpr):
 
 @kernel(do_not_specialize=["parts_stride"])
 def _norm_kernel(
-    x, parts, weight, out, picked, parts_stride, width, eps,
+    x, parts, weight, out, picked, parts_stride, width, eps, gain,
     PARTS: tl.constexpr, NORM: tl.constexpr, PICKED: tl.constexpr, BLOCK: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     let_next_start(CHAIN)
@@ -50,7 +50,7 @@ def _norm_kernel(
     at = row * width + cols
     h = tl.load(x + at, mask=mask, other=0.0)
     if PARTS > 0:
-        h += sum_parts(parts, at, parts_stride.to(tl.int64), mask, PARTS)
+        h += gain * sum_parts(parts, at, parts_stride.to(tl.int64), mask, PARTS)
         if not PICKED:  # a row may be picked twice: what is picked is read, never written
             tl.store(x + at, h, mask=mask)
     if NORM:
@@ -66,8 +66,9 @@ def add_and_norm(
     eps: float,
     out: Tensor | None,
     picked: Tensor | None = None,
+    gain: float = 1.0,
 ) -> None:
-    """x += the parts, in place; then out = the RMS norm of x. Either half may be left out.
+    """x += gain times the parts, in place; then out = the RMS norm of x. Either half may be left out.
 
     `picked`, int64 [L]: norm those rows only, into out [L, width], and leave x as it is.
     """
@@ -76,7 +77,7 @@ def add_and_norm(
     if not count:
         return
     _norm_kernel[(count,)](
-        x, parts, weight, out, picked, 0 if parts is None else parts.stride(0), width, eps,
+        x, parts, weight, out, picked, 0 if parts is None else parts.stride(0), width, eps, gain,
         PARTS=0 if parts is None else len(parts), NORM=weight is not None, PICKED=picked is not None,
         BLOCK=triton.next_power_of_2(width), num_warps=NORM_WARPS, **chained(),
     )  # fmt: skip
@@ -89,8 +90,9 @@ def add_and_norm_twin(
     eps: float,
     out: Tensor | None,
     picked: Tensor | None = None,
+    gain: float = 1.0,
 ) -> None:
-    total = x if parts is None else x + add_parts(parts)
+    total = x if parts is None else x + gain * add_parts(parts)
     if picked is None:
         x.copy_(total)
     else:
@@ -104,7 +106,7 @@ def add_and_norm_twin(
 
 @kernel
 def _embed_kernel(
-    ids, weight, out, width, padded,
+    ids, weight, out, width, padded, scale,
     HIGH: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     let_next_start(CHAIN)
@@ -113,11 +115,11 @@ def _embed_kernel(
     token = tl.load(ids + row)
     at = token // HIGH * HIGH * padded + c // DEPTH * (HIGH * DEPTH) + token % HIGH * DEPTH + c % DEPTH
     value = tl.load(weight + at, mask=c < width, other=0.0)
-    tl.store(out + row * width + c, value.to(tl.float32), mask=c < width)
+    tl.store(out + row * width + c, value.to(tl.float32) * scale, mask=c < width)
 
 
-def embed(ids: Tensor, weight: Packed) -> Tensor:
-    """Tokens [R] to their rows of a plain weight, float32 [R, inputs].
+def embed(ids: Tensor, weight: Packed, scale: float = 1.0) -> Tensor:
+    """Tokens [R] to their rows of a plain weight, times `scale`, float32 [R, inputs].
 
     Every pass begins with it, and it starts only once all before it have ended: what is launched after it may read
     what an earlier pass left without waiting for more.
@@ -125,15 +127,15 @@ def embed(ids: Tensor, weight: Packed) -> Tensor:
     out = torch.empty((len(ids), weight.inputs), dtype=torch.float32, device=ids.device)
     if len(ids):
         _embed_kernel[(len(ids),)](
-            ids, weight.data, out, weight.inputs, weight.width,
+            ids, weight.data, out, weight.inputs, weight.width, scale,
             HIGH=HIGH, DEPTH=weight.depth, BLOCK=triton.next_power_of_2(weight.inputs),
             num_warps=4, CHAIN=chained()["CHAIN"],
         )  # fmt: skip
     return out
 
 
-def embed_twin(ids: Tensor, weight: Packed) -> Tensor:
-    return weight.unpacked()[ids].float()
+def embed_twin(ids: Tensor, weight: Packed, scale: float = 1.0) -> Tensor:
+    return weight.unpacked()[ids].float() * scale
 
 
 # ------------------------------------------------------------------------------------- rotation, cache write

@@ -1,0 +1,183 @@
+"""Which tensor of a file, and which rows of it, a tensor of the decoder is.
+
+The decoder knows Llama's names and two norms more (`self_attn.post_norm`, `mlp.post_norm`). Its matrices are apart, its
+rotary pairs are half a head apart, its norms multiply by their weight. A family that stores them otherwise is changed
+while it is read: matrices stored as one are cut, rows are reordered, and norms stored as w - 1 get their 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from outrider.errors import BadCheckpoint, UnsupportedModel
+from outrider.load.config import LayerSpec, ModelConfig
+from outrider.load.families import FAMILIES
+from outrider.load.quants import Blocks
+
+PREFIXES = ("model.", "model.language_model.", "language_model.model.")
+GGUF_TOP = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+GGUF_LAYER = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Rows of a tensor of the file, in an order, and what is added to them."""
+
+    name: str
+    shape: tuple[int, ...]  # that the config calls for
+    first: int = 0  # row
+    total: int = 0  # rows of the file's tensor
+    order: Tensor | None = None
+    shift: float = 0.0
+
+    def shape_in(self, stored: tuple[int, ...]) -> tuple[int, ...]:
+        """Its shape, if the file's tensor has the shape `stored`."""
+        return (self.shape[0], *stored[1:]) if stored[:1] == (self.total,) else stored
+
+    def of(self, stored: Tensor | Blocks) -> Tensor | Blocks:
+        if isinstance(stored, Blocks):
+            return replace(stored, raw=self._rows(stored.raw))
+        return self.tensor(stored)
+
+    def tensor(self, stored: Tensor) -> Tensor:
+        """Of a tensor that is unpacked."""
+        rows = self._rows(stored)
+        return rows + self.shift if self.shift else rows
+
+    def _rows(self, rows: Tensor) -> Tensor:
+        if self.total and self.total > self.shape[0]:
+            rows = rows[self.first : self.first + self.shape[0]]
+        if self.order is None:
+            return rows
+        if len(rows) != len(self.order):
+            raise BadCheckpoint(f"tensor {self.name!r} has {len(rows)} rows, not {len(self.order)}")
+        return rows[self.order.to(rows.device)]
+
+
+def expected_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Every tensor of the decoder by its name."""
+    c = config
+    yield "model.embed_tokens.weight", (c.vocab, c.hidden)
+    yield "model.norm.weight", (c.hidden,)
+    if not c.tied:
+        yield "lm_head.weight", (c.vocab, c.hidden)
+    for index, spec in enumerate(c.specs):
+        for name, shape in _layer_shapes(spec, c.hidden):
+            yield f"model.layers.{index}.{name}", shape
+
+
+def _layer_shapes(s: LayerSpec, hidden: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    q, kv, inner = s.heads * s.head_dim, s.kv_heads * s.head_dim, s.intermediate
+    for name, rows, columns, bias in (
+        ("self_attn.q_proj", q, hidden, s.qkv_bias), ("self_attn.k_proj", kv, hidden, s.qkv_bias),
+        ("self_attn.v_proj", kv, hidden, s.qkv_bias), ("self_attn.o_proj", hidden, q, s.out_bias),
+        ("mlp.gate_proj", inner, hidden, s.mlp_bias), ("mlp.up_proj", inner, hidden, s.mlp_bias),
+        ("mlp.down_proj", hidden, inner, s.mlp_bias),
+    ):  # fmt: skip
+        yield f"{name}.weight", (rows, columns)
+        if bias:
+            yield f"{name}.bias", (rows,)
+    for name, size, there in (
+        ("input_layernorm", hidden, s.norm_before), ("post_attention_layernorm", hidden, s.norm_before),
+        ("self_attn.post_norm", hidden, s.norm_after), ("mlp.post_norm", hidden, s.norm_after),
+        ("self_attn.q_norm", q if s.qk_norm == "whole" else s.head_dim, s.qk_norm),
+        ("self_attn.k_norm", kv if s.qk_norm == "whole" else s.head_dim, s.qk_norm),
+    ):  # fmt: skip
+        if there:
+            yield f"{name}.weight", (size,)
+
+
+def safetensors_map(config: ModelConfig, names: Iterable[str]) -> dict[str, Source]:
+    """The decoder's tensors that the file has, by the decoder's names."""
+    family, present = FAMILIES[config.family], set(names)
+    prefix = next((p for p in PREFIXES if f"{p}embed_tokens.weight" in present), PREFIXES[0])
+    head = "language_model.lm_head.weight" if prefix == PREFIXES[2] else "lm_head.weight"
+
+    def theirs(index: int, part: str, kind: str) -> str:
+        return f"{prefix}layers.{index}.{family.names.get(part, part)}.{kind}"
+
+    def top(name: str) -> str:
+        return head if name == "lm_head.weight" else prefix + name.removeprefix("model.")
+
+    return _map(config, present, theirs, top, family.pairs, family.norm_shift)
+
+
+def gguf_map(config: ModelConfig, names: Iterable[str], where: str) -> dict[str, Source]:
+    family, present = FAMILIES[config.family], set(names)
+    layer = GGUF_LAYER | dict(family.gguf_names)
+
+    def theirs(index: int, part: str, kind: str) -> str:
+        return f"blk.{index}.{layer[part]}.{kind}"
+
+    found = _map(config, present, theirs, GGUF_TOP.__getitem__, family.gguf_pairs, 0.0)
+    if left := sorted(present - {source.name for source in found.values()}):
+        raise UnsupportedModel(f"{where} has a tensor {left[0]!r} that no {config.family} model has here")
+    return found
+
+
+def _map(
+    config: ModelConfig,
+    present: set[str],
+    theirs: Callable[[int, str, str], str],
+    top: Callable[[str], str],
+    pairs: bool,
+    shift: float,
+) -> dict[str, Source]:
+    made: dict[str, Source] = {}
+    begun: dict[str, int] = {}  # rows of a tensor that are taken
+    orders: dict[tuple[int, ...], Tensor | None] = {}
+    for name, wanted in expected_shapes(config):
+        stored, part, order = "", name, None
+        if name.startswith("model.layers."):
+            number, _, part = name.removeprefix("model.layers.").partition(".")
+            part, _, kind = part.rpartition(".")
+            stored, spec = theirs(int(number), part, kind), config.specs[int(number)]
+            order = _order(spec, part, pairs, orders)
+        stored = stored or top(name)
+        first = begun.get(stored, 0)
+        begun[stored] = first + wanted[0]
+        if stored in present:
+            made[name] = Source(stored, wanted, first, order=order, shift=shift if "norm" in part else 0.0)
+    return {name: replace(source, total=begun[source.name]) for name, source in made.items()}
+
+
+def _order(
+    spec: LayerSpec, part: str, pairs: bool, known: dict[tuple[int, ...], Tensor | None]
+) -> Tensor | None:
+    """Of a head's rows, for queries and keys: the rotated ones become pairs half a head apart, others lie between."""
+    heads = {
+        "self_attn.q_proj": spec.heads, "self_attn.k_proj": spec.kv_heads,
+        "self_attn.q_norm": 1 if spec.qk_norm == "head" else spec.heads,
+        "self_attn.k_norm": 1 if spec.qk_norm == "head" else spec.kv_heads,
+    }.get(part, 0)  # fmt: skip
+    dim = spec.head_dim
+    turned = dim if spec.rope is None else spec.rope.turned(dim)
+    if not heads or (turned == dim and not pairs):
+        return None
+    key = (heads, dim, turned)
+    if key not in known:
+        at = torch.arange(turned).view(-1, 2).T if pairs else torch.arange(turned).view(2, -1)
+        beside = torch.arange(turned, dim).view(2, -1)
+        head = torch.cat([at, beside], 1).flatten()
+        known[key] = (torch.arange(heads)[:, None] * dim + head).flatten()
+    return known[key]
