@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import save_file
 
 from tests.load.tiny import hf_weights, write_gguf
@@ -78,7 +78,15 @@ def test_models_show_names_drafts_of_this_machine_that_fit(
     write_gguf(empty_cache / "models" / "small.gguf")
     assert drafts(outrider, tiny_folder) == ["lookup", "early_exit"]  # as large as the target: it cannot pay
     shutil.copytree(tiny_folder, tmp_path / "big")
-    save_file({**hf_weights(), "more": torch.zeros(9)}, tmp_path / "big" / "model.safetensors")
+    config = json.loads((tmp_path / "big" / "config.json").read_text())
+    layers, weights = config["num_hidden_layers"], hf_weights()
+    more = {
+        name.replace("layers.0.", f"layers.{layers}."): one.clone()
+        for name, one in weights.items()
+        if "layers.0." in name
+    }
+    (tmp_path / "big" / "config.json").write_text(json.dumps({**config, "num_hidden_layers": layers + 1}))
+    save_file(weights | more, tmp_path / "big" / "model.safetensors")
     assert drafts(outrider, tmp_path / "big") == ["lookup", "early_exit", "small"]
     shutil.copytree(tmp_path / "big", tmp_path / "other")
     other = (tmp_path / "other" / "tokenizer.json").read_text().replace("<|end|>", "<|END|>")

@@ -398,7 +398,7 @@ def test_a_client_that_goes_is_not_waited_for_by_a_slow_engine(quiet: Served) ->
 def engine_in_hand(compile: Callable[[], None] = lambda: None) -> Iterator[tuple[EngineProcess, Driver]]:
     """The engine's side of the socket around a tiny engine, with a say in how long a grammar takes."""
 
-    def make(prompt: list[int], params: SamplingParams, owner: str, name: str) -> Any:
+    def make(prompt: list[int], params: SamplingParams, owner: str, name: str, background: bool) -> Any:
         if params.grammar is not None:
             compile()
         return request(name, prompt)

@@ -85,7 +85,7 @@ def flagged(tiny_folder: Path) -> Iterator[Served]:
 
 def test_a_path_that_is_not_there_and_a_preflight_have_reasons(flagged: Served) -> None:
     assert flagged.get("/v1/chats", headers={"x-request-id": "why-path"}).status_code == 404
-    asked = {"Origin": "http://page.example", "Access-Control-Request-Method": "DELETE"}
+    asked = {"Origin": "http://page.example", "Access-Control-Request-Method": "PATCH"}
     wrong = httpx.options(flagged.url + CHAT, headers={"x-request-id": "why-preflight", **asked})
     assert wrong.status_code == 400
     flagged.printed("why-preflight")

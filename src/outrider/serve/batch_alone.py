@@ -16,7 +16,6 @@ from outrider.errors import InvalidRequest, OutriderError
 from outrider.serve.batch_run import HANDLERS, BatchRunner
 from outrider.serve.batch_store import ACTIVE, INPUT, BatchStore
 from outrider.serve.keys import Keyring
-from outrider.serve.log import set_up_logging
 from outrider.serve.model_service import ModelService
 from outrider.serve.model_spec import ModelSpec, shown_name
 from outrider.serve.model_table import ModelTable
@@ -39,7 +38,6 @@ def run_batch(
     """Answers the requests in `file` and writes `out`, in the same order. Returns how many were answered and refused.
     What is done stays in a folder beside `out` until all is, and a second run goes on from there.
     """
-    set_up_logging("text", "warning")
     folder = out.with_name(f"{out.name}.batch")
     if out.exists():
         raise InvalidRequest(f"{out} exists; delete it or name another with -o", "out")
