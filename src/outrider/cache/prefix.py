@@ -74,13 +74,11 @@ class PrefixIndex:
     def evict(self, wanted: int) -> None:
         """Evicts blocks, least recently used first, until `wanted` slots are free or the index is empty."""
         while self.pool.free < wanted and self.nodes:
-            blocks = min(
-                -(-(wanted - self.pool.free) // BLOCK), len(self.nodes)
-            )  # at least: sequences may share them
-            evicted = [self.nodes.popitem(last=False)[1] for _ in range(blocks)]
-            self.pool.drop(np.concatenate([node.slots for node in evicted]))
+            # One block at a time: blocks of branched sequences may share slots, and `drop` wants distinct ones.
+            evicted = self.nodes.popitem(last=False)[1]
+            self.pool.drop(evicted.slots)
             if self.watch is not None:
-                self.watch.removed([node.number for node in evicted])
+                self.watch.removed([evicted.number])
 
     def clear(self) -> None:
         self.evict(self.pool.total + 1)
