@@ -35,6 +35,8 @@ def test_without_ray_the_error_names_it(outrider: Outrider) -> None:
         ),
         ("min_replicas = 0", "min_replicas must be at least 1"),
         ('[models.a]\nserved_name = "b"\n[models.b]', "two models are called 'b'"),
+        ('batch_folder = "kept"\n[models.a]', "batch_folder is for outrider serve: replicas cannot share it"),
+        ('[models.a]\nkv_events = "tcp://127.0.0.1:5557"', "kv_events is for outrider serve"),
     ],
 )
 def test_a_wrong_file_is_refused(outrider: Outrider, tmp_path: Path, text: str, words: str) -> None:

@@ -137,7 +137,7 @@ def test_a_subscriber_learns_what_is_cached(serve_tiny: Callable[..., Served], c
     known = {*one.tokens}
     again = ask("a first prompt that is longer than a few blocks of the cache, and goes on")
     one.read(lambda: any(text == again[: len(text)] for text in one.texts() if len(text) > len(whole)))
-    assert known <= {*one.tokens}  # nothing was told twice
+    assert known <= {*one.tokens}  # nothing was published twice
     secret = ask("what a tenant asks under a salt of its own " * 3, cache_salt="tenant")
     for number in range(30):  # until blocks must go
         last = ask(f"{number} another text " * 20)
@@ -155,16 +155,16 @@ def test_a_subscriber_learns_what_is_cached(serve_tiny: Callable[..., Served], c
     assert server.stop() == 0
 
 
-def test_blocks_of_other_owners_are_not_told() -> None:
+def test_blocks_of_other_owners_are_not_published() -> None:
     from outrider.serve.kv_events import BlockHashes, EventPublisher
 
-    told: list[Any] = []
+    queued: list[Any] = []
 
     class Quiet(EventPublisher):
         def __init__(self) -> None:
             self._queue = self  # type: ignore[assignment]
 
-        put = staticmethod(told.append)
+        put = staticmethod(queued.append)
 
     table, text = SlotTable(128, 2, 64), [*range(40)]
     table.prefix.watch = Quiet()
@@ -172,11 +172,11 @@ def test_blocks_of_other_owners_are_not_told() -> None:
         row, _ = table.open(text, owner)
         table.extend(row, 40 - int(table.lengths[row]))
         table.release(row, text, owner)
-    assert told == [(None, [3, 4], text[:32])]
+    assert queued == [(None, [3, 4], text[:32])]
     hashes, other = BlockHashes("one"), BlockHashes("other")
-    stored = hashes.stored(*told[0])
-    assert stored is not None and stored.block_hashes != other.stored(*told[0]).block_hashes  # type: ignore[union-attr]
-    assert BlockHashes("one").stored(*told[0]) == stored  # in any process
+    stored = hashes.stored(*queued[0])
+    assert stored is not None and stored.block_hashes != other.stored(*queued[0]).block_hashes  # type: ignore[union-attr]
+    assert BlockHashes("one").stored(*queued[0]) == stored  # in any process
     assert hashes.stored(77, [78], text[:16]) is None  # of an unknown parent
     removed = hashes.removed([1, 3])
     assert removed is not None and removed.block_hashes == stored.block_hashes[:1]
@@ -188,8 +188,14 @@ def test_blocks_of_other_owners_are_not_told() -> None:
     [
         (["--kv-events", "127.0.0.1:5557"], "kv_events must be tcp://HOST:PORT or ipc://FILE"),
         (["--kv-events-topic", "kv@a@b"], "kv_events_topic needs kv_events"),
-        (["--kv-events", "tcp://127.0.0.1:5557", "--api-key", "k" * 20], "kv_events is for servers without keys"),
-        (["--kv-events", "tcp://127.0.0.1:5557", "--no-prefix-reuse"], "nothing to tell without prefix_reuse"),
+        (
+            ["--kv-events", "tcp://127.0.0.1:5557", "--api-key", "k" * 20],
+            "kv_events is for servers without keys",
+        ),
+        (
+            ["--kv-events", "tcp://127.0.0.1:5557", "--no-prefix-reuse"],
+            "nothing to publish without prefix_reuse",
+        ),
         (["b=b", "--kv-events", "tcp://127.0.0.1:5557"], "two engines cannot share tcp://127.0.0.1:5557"),
     ],
 )

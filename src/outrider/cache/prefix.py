@@ -28,7 +28,7 @@ class Node:
 
 
 class PrefixWatch(Protocol):
-    """Is told which blocks the index holds, by their numbers."""
+    """Learns which blocks the index holds, by their numbers."""
 
     def stored(self, owner: str, parent: int | None, numbers: list[int], tokens: Sequence[int]) -> None:
         """`tokens`: those of the blocks, which follow `parent`, or begin a text where that is None."""

@@ -8,8 +8,8 @@ full the youngest is preempted: it gives its slots back and waits; it loses noth
 request and are simply fed again. Since the oldest is never the one to go, everything ends.
 
 Background requests pause while any other request runs or waits. They keep their slots until another request needs
-them, and are preempted first. Where other requests come at all, steps of background requests alone have few prompt rows,
-as the next one waits for the step in hand.
+them, and are preempted first. Where other requests come at all, steps of background requests alone have few prompt
+rows, as the next one waits for the step in hand.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from outrider.types import Sequence, Work
 # Prompt rows that a step may have beside so many decoding sequences, when the oldest prompt has waited so many seconds,
 # so many wait with so many tokens, and whether one of them is partly read.
 PromptRows = Callable[[int, float, int, int, bool], int]
-BackgroundRows = Callable[[int], int]  # prompt rows of a step with so many decoding background sequences and no others
+BackgroundRows = Callable[
+    [int], int
+]  # prompt rows of a step with so many decoding background sequences and no others
 BACKGROUND_SECONDS = 0.05  # of a step without other requests: the next one waits for it (log/101)
 LOOK_AHEAD = 16  # waiting prompts among which short ones are looked for
 COUNTED = 256  # waiting prompts whose tokens are counted: more than a few steps read, as a rule

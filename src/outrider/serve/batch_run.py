@@ -172,7 +172,9 @@ class BatchRunner:
             await self.call(self.store.record, batch.body["id"], line.number, response.status_code, result)
             request.metrics.count("batch_lines", status=str(response.status_code))
         except (sqlite3.Error, OSError) as problem:
-            log.error("a line's answer cannot be kept; trying again", extra={"facts": {"reason": str(problem)}})
+            log.error(
+                "a line's answer cannot be kept; trying again", extra={"facts": {"reason": str(problem)}}
+            )
             batch.held_until = time.monotonic() + HOLD
             batch.lines.appendleft(line)
         finally:

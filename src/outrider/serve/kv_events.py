@@ -3,8 +3,8 @@
     PUB     topic, sequence number (8 bytes, big-endian), msgpack of [time, events, 0]
     ROUTER  a sequence number -> the messages from there on as PUB sent them, then one with an empty payload
 
-Only blocks that any request may reuse are told: those of requests without a key and without a `cache_salt`. Routers find
-blocks by their tokens alone, so they would take one key's blocks for another's. Runs in the engine process; the
+Only blocks that any request may reuse are published: those of requests without a key and without a `cache_salt`. Routers
+find blocks by their tokens alone, so they would take one key's blocks for another's. Runs in the engine process; the
 engine's thread only puts what happened into a queue.
 """
 
@@ -54,7 +54,9 @@ class AllBlocksCleared(msgspec.Struct, array_like=True, tag=True):
 
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared
-Stored = tuple[int | None, list[int], Sequence[int]]  # the parent's number, those of the blocks, and their tokens
+Stored = tuple[
+    int | None, list[int], Sequence[int]
+]  # the parent's number, those of the blocks, and their tokens
 
 
 class BlockHashes:
@@ -65,7 +67,7 @@ class BlockHashes:
         self._known: dict[int, bytes] = {}  # by the block's number
 
     def stored(self, parent: int | None, numbers: Sequence[int], tokens: Sequence[int]) -> BlockStored | None:
-        """None for blocks whose parent was not told."""
+        """None for blocks whose parent was not published."""
         above = self._root if parent is None else self._known.get(parent)
         if above is None:
             return None
@@ -87,7 +89,7 @@ class EventPublisher:
     def __init__(self, at: EventAddress, model: str) -> None:
         """Raises if an address cannot be had."""
         self._topic, self._hashes = at.topic.encode(), BlockHashes(model)
-        self._queue: queue.SimpleQueue[Stored | list[int] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Stored | list[int]] = queue.SimpleQueue()
         self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=KEPT_MESSAGES)  # number and payload
         self._numbers, self._lock = itertools.count(), threading.Lock()
         self._context = zmq.Context(io_threads=1)
@@ -121,14 +123,14 @@ class EventPublisher:
             happened = [self._queue.get()]
             while not self._queue.empty():
                 happened.append(self._queue.get())
-            told = (
-                self._hashes.removed(one) if isinstance(one, list) else self._hashes.stored(*one)
+            found = (
+                self._hashes.stored(*one) if isinstance(one, tuple) else self._hashes.removed(one)
                 for one in happened
             )
-            if events := [one for one in told if one is not None]:
+            if events := [one for one in found if one is not None]:
                 self._publish(events)
 
-    def _publish(self, events: list[Event]) -> None:
+    def _publish(self, events: Sequence[Event]) -> None:
         payload = msgspec.msgpack.encode([time.time(), events, 0])
         number = next(self._numbers).to_bytes(8, "big")
         with self._lock:

@@ -2,8 +2,8 @@
 
 A model is loaded with the server or for the first request that names it. Where two do not fit together, a model is
 unloaded once it has been idle for its `unload_after`, or once a request for another has waited that long: then its own
-requests end first, and new ones wait until it is loaded again. No request is dropped for it. A line of a batch waits until
-the other model is idle.
+requests end first, and new ones wait until it is loaded again. No request is dropped for it. A line of a batch waits
+until the other model is idle.
 """
 
 from __future__ import annotations

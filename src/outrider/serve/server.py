@@ -80,7 +80,7 @@ def check_events(table: Sequence[ModelSpec]) -> None:
         raise OutriderError(f"kv_events needs pyzmq, which is not installed; {install('events')}")
     for spec in table:
         if spec.serve.kv_events is not None and not spec.settings.prefix_reuse:
-            raise invalid("kv_events", "has nothing to tell without prefix_reuse")
+            raise invalid("kv_events", "has nothing to publish without prefix_reuse")
     for address in addresses:
         if not address.startswith(("ipc://", "tcp://127.", "tcp://localhost:", "tcp://[::1]:")):
             log.warning("anyone who can reach %s can read the tokens of prompts", address)
