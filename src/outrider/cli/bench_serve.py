@@ -91,6 +91,19 @@ Requests = Annotated[
 Seconds = Annotated[
     float | None, option("seconds", "Begin no request after this; by default 30 with --rate.", "SEC", min=0.1)
 ]
+Talks = Annotated[
+    int | None,
+    option(
+        "conversations",
+        "Conversations of --turns turns, each of which sends all that was said before, instead of single requests.",
+        min=1,
+    ),
+]
+Turns = Annotated[int, option("turns", "Turns of a conversation, of --input-tokens each.", min=2, max=1000)]
+SystemTokens = Annotated[
+    str | None, option("system_tokens", "Length of a system prompt of conversations.", "N|A:B[:log]")
+]
+Systems = Annotated[int, option("systems", "Different system prompts that they share.", min=1)]
 Warmup = Annotated[int, option("warmup", "Requests before each load that are not counted.", min=0)]
 Rounds = Annotated[
     int | None, option("rounds", f"Times each load is run; by default 1, or {ROUNDS} for two servers.", min=1)
@@ -124,6 +137,10 @@ def bench_serve(
     body: Body = None,
     requests: Requests = None,
     seconds: Seconds = None,
+    conversations: Talks = None,
+    turns: Turns = 20,
+    system_tokens: SystemTokens = None,
+    systems: Systems = 1,
     warmup: Warmup = 4,
     rounds: Rounds = None,
     goodput: Goodput = None,
@@ -137,19 +154,28 @@ def bench_serve(
     outrider bench serve --url http://127.0.0.1:8000 --concurrency 1,16 --ignore-eos
     """
     from outrider.bench.serve.arrivals import Lengths, read_trace
+    from outrider.bench.serve.conversations import Conversations
     from outrider.bench.serve.figures import Bounds
     from outrider.bench.serve.http import Server
     from outrider.bench.serve.run import Plan
 
     dues = read_trace(trace, requests) if trace else []
     shapes = _shapes(concurrency, rate, dues, burstiness != 1 or burst != 1)
-    path, rows = _asked(endpoint, prompts, limit)
+    if conversations and (prompts or rate or trace or requests or endpoint not in (None, "chat")):
+        said = "--conversations makes chat requests in a closed loop: leave out --prompts, --rate, --trace, --requests"
+        raise InvalidRequest(f"{said} and other endpoints", "conversations")
+    if not conversations and (system_tokens or systems != 1 or turns != 20):
+        raise InvalidRequest("--turns, --system-tokens and --systems go with --conversations", "turns")
+    path, rows = _asked("chat" if conversations else endpoint, prompts, limit)
+    system = Lengths.of(system_tokens, "system_tokens") if system_tokens else None
+    talks = Conversations(turns, system, systems) if conversations else None
     servers = [Server.of(one, api_key) for one in url or [HERE]]
     fields: dict[str, Any] = {"temperature": temperature, **({"ignore_eos": True} if ignore_eos else {})}
     plan = Plan(
         servers, shapes, path, served_name, rows, Lengths.of(input_tokens, "input_tokens"),
         Lengths.of(output_tokens, "output_tokens"), dues, {**fields, **_fields(body or ())}, seed, burstiness, burst,
-        requests, seconds, warmup, rounds or (ROUNDS if len(servers) > 1 else 1), clients, timeout, Bounds.of(goodput),
+        conversations or requests, seconds, warmup, rounds or (ROUNDS if len(servers) > 1 else 1), clients, timeout,
+        talks, Bounds.of(goodput),
     )  # fmt: skip
     _run(plan, json_file, html_file, api_key)
 
@@ -187,6 +213,8 @@ def _described(plan: Plan) -> dict[str, Any]:
     prompts = f"{len(plan.rows)} rows of a file" if plan.rows else f"made up, {plan.input} tokens"
     if plan.trace:
         prompts = f"{prompts}; lengths by the trace where it has them"
+    if plan.conversations:
+        prompts = f"{plan.requests} {plan.conversations} of {plan.input} tokens"
     return {
         "endpoint": plan.path,
         "prompts": prompts,
