@@ -18,11 +18,13 @@ from outrider.load.prompts import Row, make_row, read_rows
 
 if TYPE_CHECKING:
     from outrider.bench.serve.arrivals import Due
+    from outrider.bench.serve.conversations import Conversations
     from outrider.bench.serve.run import Plan, Shape
 
 
 HERE = "http://127.0.0.1:8000"
 ROUNDS = 3  # of two servers or more, unless said
+TURNS = 20  # of a conversation
 
 
 Url = Annotated[
@@ -91,7 +93,7 @@ Requests = Annotated[
 Seconds = Annotated[
     float | None, option("seconds", "Begin no request after this; by default 30 with --rate.", "SEC", min=0.1)
 ]
-Talks = Annotated[
+ConversationCount = Annotated[
     int | None,
     option(
         "conversations",
@@ -137,8 +139,8 @@ def bench_serve(
     body: Body = None,
     requests: Requests = None,
     seconds: Seconds = None,
-    conversations: Talks = None,
-    turns: Turns = 20,
+    conversations: ConversationCount = None,
+    turns: Turns = TURNS,
     system_tokens: SystemTokens = None,
     systems: Systems = 1,
     warmup: Warmup = 4,
@@ -154,21 +156,16 @@ def bench_serve(
     outrider bench serve --url http://127.0.0.1:8000 --concurrency 1,16 --ignore-eos
     """
     from outrider.bench.serve.arrivals import Lengths, read_trace
-    from outrider.bench.serve.conversations import Conversations
     from outrider.bench.serve.figures import Bounds
     from outrider.bench.serve.http import Server
     from outrider.bench.serve.run import Plan
 
     dues = read_trace(trace, requests) if trace else []
     shapes = _shapes(concurrency, rate, dues, burstiness != 1 or burst != 1)
-    if conversations and (prompts or rate or trace or requests or endpoint not in (None, "chat")):
-        said = "--conversations makes chat requests in a closed loop: leave out --prompts, --rate, --trace, --requests"
-        raise InvalidRequest(f"{said} and other endpoints", "conversations")
-    if not conversations and (system_tokens or systems != 1 or turns != 20):
-        raise InvalidRequest("--turns, --system-tokens and --systems go with --conversations", "turns")
-    path, rows = _asked("chat" if conversations else endpoint, prompts, limit)
-    system = Lengths.of(system_tokens, "system_tokens") if system_tokens else None
-    talks = Conversations(turns, system, systems) if conversations else None
+    talks = _conversations(
+        conversations, turns, system_tokens, systems, prompts or rate or trace or requests, endpoint
+    )
+    path, rows = _asked("chat" if talks else endpoint, prompts, limit)
     servers = [Server.of(one, api_key) for one in url or [HERE]]
     fields: dict[str, Any] = {"temperature": temperature, **({"ignore_eos": True} if ignore_eos else {})}
     plan = Plan(
@@ -227,6 +224,23 @@ def _described(plan: Plan) -> dict[str, Any]:
         "burstiness": plan.burstiness,
         "burst": plan.burst,
     }
+
+
+def _conversations(
+    count: int | None, turns: int, tokens: str | None, systems: int, others: object, endpoint: str | None
+) -> Conversations | None:
+    from outrider.bench.serve.arrivals import Lengths
+    from outrider.bench.serve.conversations import Conversations
+
+    if count is None:
+        if tokens or systems != 1 or turns != TURNS:
+            said = "--turns, --system-tokens and --systems go with --conversations"
+            raise InvalidRequest(said, "turns")
+        return None
+    if others or endpoint not in (None, "chat"):
+        said = "--conversations makes chat requests in a closed loop: leave out --prompts, --rate, --trace, --requests"
+        raise InvalidRequest(f"{said} and other endpoints", "conversations")
+    return Conversations(turns, Lengths.of(tokens, "system_tokens") if tokens else None, systems)
 
 
 def _shapes(concurrency: str | None, rate: str | None, dues: Sequence[Due], bursts: bool) -> list[Shape]:

@@ -145,12 +145,15 @@ def prefix(by_round: Sequence[Sequence[Sample]]) -> dict[str, Any]:
 
 
 def _prompts(samples: Sequence[Sample], repeated: int) -> dict[str, Any]:
-    prompt, told = sum(s.prompt_tokens for s in samples), [s.cached for s in samples if s.cached is not None]
+    prompt, cached = (
+        sum(s.prompt_tokens for s in samples),
+        [s.cached for s in samples if s.cached is not None],
+    )
     return {
         "requests": len(samples),
         "input_tokens": prompt,
         "repeated_share": repeated / prompt if prompt else 0.0,
-        "cached_share": sum(told) / prompt if prompt and told else None,
+        "cached_share": sum(cached) / prompt if prompt and cached else None,
     }
 
 
