@@ -3,9 +3,9 @@
     PUB     topic, sequence number (8 bytes, big-endian), msgpack of [time, events, 0]
     ROUTER  a sequence number -> the messages from there on as PUB sent them, then one with an empty payload
 
-Only blocks that any request may reuse are published: those of requests without a key and without a `cache_salt`. Routers
-find blocks by their tokens alone, so they would take one key's blocks for another's. Runs in the engine process; the
-engine's thread only puts what happened into a queue.
+Only blocks that any request may reuse are published: those of requests without a key and without a `cache_salt`.
+Routers find blocks by their tokens alone, so they would take one key's blocks for another's. Runs in the engine
+process; the engine's thread only puts what happened into a queue.
 """
 
 from __future__ import annotations
