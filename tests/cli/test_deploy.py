@@ -46,6 +46,13 @@ def test_a_wrong_file_is_refused(outrider: Outrider, tmp_path: Path, text: str, 
     assert ran.code == 2 and words in " ".join(ran.err.split())
 
 
+def test_a_missing_model_is_known_before_ray_is_started(outrider: Outrider, tmp_path: Path) -> None:
+    file = tmp_path / "models.toml"
+    file.write_text('[models.a]\nmodel = "/no/such.gguf"')
+    ran = outrider("deploy", file)
+    assert ran.code == 1 and "a: there is no file or folder '/no/such.gguf'" in ran.err
+
+
 def test_each_model_has_its_own_replicas(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file = tmp_path / "models.toml"
     file.write_text(

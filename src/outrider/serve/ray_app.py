@@ -22,7 +22,7 @@ from ray.serve.request_router import RequestRouter
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from outrider.errors import InvalidRequest
+from outrider.errors import InvalidRequest, OutriderError
 from outrider.serve.deploy_settings import DeployPlan, DeploySettings
 from outrider.serve.errors import ApiError, from_invalid
 from outrider.serve.keys import Key, Keyring, Limiter
@@ -305,7 +305,10 @@ def _replica_options(how: DeploySettings, settings: ServeSettings) -> dict[str, 
 def run_application(app: Any, settings: ServeSettings) -> None:
     """Serves on this cluster until it is asked to stop; without a cluster, on one of this machine alone."""
     serve.start(http_options={"host": settings.host, "port": settings.port})
-    serve.run(app, name="outrider", route_prefix="/")
+    try:
+        serve.run(app, name="outrider", route_prefix="/")
+    except RuntimeError as problem:
+        raise OutriderError(f"{problem} The lines above say why.") from None
 
 
 def stop() -> None:
