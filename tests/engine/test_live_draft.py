@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from outrider.draft.eagle import EagleDrafter
-from outrider.draft.head_layouts import load_eagle
+from outrider.draft.eagle_head import load_eagle
 from outrider.draft.weights import Weights, copy_of, first_difference, put_weights, weights_of
 from outrider.engine import build as build_module
 from outrider.engine.driver import Driver
