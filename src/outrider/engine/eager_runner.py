@@ -9,13 +9,16 @@ from collections.abc import Sequence as Seq
 from math import inf
 from typing import Any
 
+import torch
+
+from outrider.control.experts import ExpertCosts
 from outrider.control.planner import Planner
 from outrider.draft.drafters import Drafters
 from outrider.engine.kv_cache import KvCache
 from outrider.engine.rows import PackedRows, Packer, Result, pack, padding
 from outrider.engine.runner import InFlightStep
 from outrider.model.decoder import Model
-from outrider.types import DrafterPrefill, DraftPlan, Options, Plan, Work
+from outrider.types import Batch, DrafterPrefill, DraftPlan, Options, Plan, Work
 
 LONG_PREFILL = 8  # tokens: a drafter that lacks fewer drafts hardly later
 # Passes are measured by rows up to five rows a sequence: kernels take rows in blocks, so that a few more may cost
@@ -48,6 +51,7 @@ class EagerRunner:
         drafted = time.perf_counter()
         batch = pack(work, rows.drafts, self.table)
         rows.logits, step.rows = self.model.forward(batch, self.store), batch.rows
+        step.experts = self.model.experts_read
         step.draft_s, step.target_s = drafted - begun, time.perf_counter() - drafted
         for name, tokens in lag.most_common(1):
             pairs = zip(rows.drafts, plan.draft_plans, strict=True)
@@ -109,7 +113,7 @@ class EagerPreparation:
             if rows in known:
                 seconds = known[rows]
                 continue
-            seconds = measure_pass(self.model, self.cache, rows)
+            seconds = measure_pass(self.model, self.cache, planner.costs.eager.experts, rows)
             planner.costs.eager.learn_pass(rows, seconds)
             yield True
 
@@ -117,9 +121,21 @@ class EagerPreparation:
         return
 
 
-def measure_pass(model: Model, cache: KvCache, rows: int) -> float:
-    """Seconds of a pass over padding, the least of a few."""
-    batch, seconds = padding(rows, cache.store.slots), inf
+def measure_pass(model: Model, cache: KvCache, experts: ExpertCosts | None, rows: int) -> float:
+    """Seconds of a pass over padding. Rows of one token choose the same experts, and rows of different tokens choose
+    others, so of a mixture of experts both are measured.
+    """
+    alike = _measure(model, cache, padding(rows, cache.store.slots))
+    if experts is None or rows == 1:
+        return alike
+    tokens = torch.arange(rows) * (model.config.vocab // rows)
+    apart = _measure(model, cache, padding(rows, cache.store.slots, tokens))
+    return experts.learn_pass(rows, alike, apart, model.experts_read)
+
+
+def _measure(model: Model, cache: KvCache, batch: Batch) -> float:
+    """The least of a few."""
+    seconds = inf
     model.forward(batch, cache.store)  # warm-up
     for _ in range(MEASURED_TIMES):
         begun = time.perf_counter()
