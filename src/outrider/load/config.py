@@ -85,6 +85,7 @@ class LayerSpec:
     qk_norm: str = ""  # RMS norm of queries and keys: "head" by head, "whole" over all heads together
     norms: str = "before"  # where attention and MLP have theirs: "before", "after" or "both"
     activation: str = "silu"  # of the gate: one of ACTIVATIONS
+    sinks: bool = False  # each head has a logit that joins the sum under its weights, and has no value
 
     def __post_init__(self) -> None:
         for name in ("heads", "kv_heads", "head_dim", "intermediate"):
@@ -212,7 +213,7 @@ class ModelConfig:
         """Whether it is a Llama but for biases, head norms, windows and rotary scaling."""
         scales = (self.embedding_scale, self.residual_scale, self.logit_divisor, self.softcap)
         usual = LayerSpec(2, 2, 2, 2)
-        fields = ("attention_scale", "softcap", "norms", "activation")
+        fields = ("attention_scale", "softcap", "norms", "activation", "sinks")
         return scales == (1, 1, 1, 0) and all(
             spec.qk_norm != "whole" and spec.rope is not None and spec.rope == self.specs[0].rope
             and all(getattr(spec, name) == getattr(usual, name) for name in fields)

@@ -105,6 +105,8 @@ def _layer_shapes(s: LayerSpec, hidden: int) -> Iterator[tuple[str, tuple[int, .
     ):  # fmt: skip
         if there:
             yield f"{name}.weight", (size,)
+    if s.sinks:
+        yield "self_attn.sinks", (s.heads,)
 
 
 def safetensors_map(config: ModelConfig, names: Iterable[str]) -> dict[str, Source]:
@@ -127,6 +129,8 @@ def gguf_map(config: ModelConfig, names: Iterable[str], where: str) -> dict[str,
     layer = GGUF_LAYER | dict(family.gguf_names)
 
     def theirs(index: int, part: str, kind: str) -> str:
+        if kind == "sinks":
+            return f"blk.{index}.attn_sinks.weight"
         return f"blk.{index}.{layer[part]}.{kind}"
 
     found = _map(config, present, theirs, GGUF_TOP.__getitem__, family.gguf_pairs, 0.0)

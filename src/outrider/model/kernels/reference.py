@@ -95,7 +95,7 @@ class ReferenceKernels:
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
             q = q if table.gain is None else q * table.gain[at][:, None, None]
         keys[batch.slots], values[batch.slots] = k, v
-        mixed = self.attention(q, batch, keys, values, s.window, s.scale, s.softcap)
+        mixed = self.attention(q, batch, keys, values, s.window, s.scale, s.softcap, w.sinks)
         self._add(x, rowwise_linear(mixed.reshape(rows, -1), w.out, w.out_bias), w.out_norm)
         h = x if w.mlp_norm is None else self.norm(x, w.mlp_norm)
         gate = rowwise(ACTIVATIONS[s.activation], rowwise_linear(h, w.gate, w.gate_bias))
@@ -126,6 +126,7 @@ class ReferenceKernels:
         window: int,
         scale: float,
         softcap: float = 0.0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """q [R, heads, head_dim] over what each row sees in the slots -> [R, heads, head_dim]."""
         rows, heads, head_dim = q.shape
@@ -137,7 +138,9 @@ class ReferenceKernels:
             grouped = q[r].view(kv_heads, heads // kv_heads, head_dim)
             scores = grouped @ k.transpose(1, 2) * scale
             scores = softcapped(softcap, scores) if softcap else scores
-            out[r] = (scores.softmax(-1) @ v).reshape(heads, head_dim)
+            if sinks is not None:
+                scores = torch.cat([scores, sinks.view(*scores.shape[:2], 1)], -1)
+            out[r] = (scores.softmax(-1)[..., : len(slots)] @ v).reshape(heads, head_dim)
         return out
 
 
