@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from bench.replay import set_number
@@ -109,9 +109,8 @@ def make_engine(method: str, given: argparse.Namespace, clock: host.Reckoned) ->
         return (pass_ms(tree, size, lead, read) + added) / 1e3
 
     head.engine = engine = engine_of(drafting, given, seconds)
-    engine.planner.guards = Guards(
-        prefill_slowdown=PREFILL_SLOWDOWN["cuda"], prefill_wait=PREFILL_WAIT["cuda"]
-    )
+    slowdown, wait = PREFILL_SLOWDOWN["cuda"], PREFILL_WAIT["cuda"]
+    engine.planner.guards = Guards(prefill_slowdown=slowdown, prefill_wait=wait)
     engine.planner.costs.captured.per_token["head"] = HEAD_TOKEN / 1e3
     if method.isdecimal():
         engine.planner.default, engine.planner.depth = "head", int(method)
@@ -135,11 +134,8 @@ def make_engine(method: str, given: argparse.Namespace, clock: host.Reckoned) ->
     return engine, head
 
 
-def requests(
-    engine: Engine, head: Head, texts: list[Text], given: argparse.Namespace, seed: int
-) -> Iterator[Request]:
-    model: Any = engine.model
-    dice = random.Random(seed)
+def requests(engine: Engine, head: Head, texts: list[Text], given: Any, seed: int) -> Iterator[Request]:
+    model, dice = cast(Any, engine.model), random.Random(seed)
     for number in range(given.each * given.sequences):
         prompt, answered, rate = texts[(number * 7 + seed) % len(texts)]
         name, prompt = f"{seed}.{number}", [WORDS + (number + 997 * seed) % 8000, *prompt]
