@@ -47,7 +47,7 @@ DEAR = 4.0  # times a pass, that the model's draft takes beside the passes of it
 class Free:
     """A model of the right shape that computes nothing."""
 
-    device, dtype, group = torch.device("cpu"), torch.float32, ALONE
+    device, dtype, group, experts_read = torch.device("cpu"), torch.float32, ALONE, 0.0
 
     def __init__(self, config: Any) -> None:
         self.config = config

@@ -6,18 +6,20 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from math import inf
 from typing import Any
 
 import torch
 
+from outrider.cache.store import KeyValueStore
 from outrider.control.experts import ExpertCosts
 from outrider.control.planner import Planner
 from outrider.draft.drafters import Drafters
 from outrider.engine.kv_cache import KvCache
 from outrider.engine.rows import PackedRows, Packer, Result, pack, padding
 from outrider.engine.runner import InFlightStep
-from outrider.model.decoder import Model
+from outrider.model.decoder import Model, make_store
 from outrider.types import Batch, DrafterPrefill, DraftPlan, Options, Plan, Work
 
 LONG_PREFILL = 8  # tokens: a drafter that lacks fewer drafts hardly later
@@ -122,23 +124,29 @@ class EagerPreparation:
 
 
 def measure_pass(model: Model, cache: KvCache, experts: ExpertCosts | None, rows: int) -> float:
-    """Seconds of a pass over padding. Rows of one token choose the same experts, and rows of different tokens choose
-    others, so of a mixture of experts both are measured.
+    """Seconds of a pass over padding. Of a mixture of experts two passes are measured: rows of padding all choose the
+    same experts, and tokens of a text choose others.
     """
-    alike = _measure(model, cache, padding(rows, cache.store.slots))
+    alike = _measure(model, cache.store, padding(rows, cache.store.slots))
     if experts is None or rows == 1:
         return alike
-    tokens = torch.arange(rows) * (model.config.vocab // rows)
-    apart = _measure(model, cache, padding(rows, cache.store.slots, tokens))
+    apart = _measure(model, make_store(model, rows), _any_text(rows, model.config.vocab))
     return experts.learn_pass(rows, alike, apart, model.experts_read)
 
 
-def _measure(model: Model, cache: KvCache, batch: Batch) -> float:
+def _any_text(rows: int, vocab: int) -> Batch:
+    """One sequence of different tokens. In the padding slot all would be first tokens, which are much alike."""
+    batch, at = padding(rows, 0), torch.arange(rows, dtype=torch.int32)
+    ids = torch.arange(rows) * max(vocab // rows, 1) % vocab
+    return replace(batch, ids=ids, positions=at, slots=at, prefix=at + 1, table=at[None])
+
+
+def _measure(model: Model, store: KeyValueStore, batch: Batch) -> float:
     """The least of a few."""
     seconds = inf
-    model.forward(batch, cache.store)  # warm-up
+    model.forward(batch, store)  # warm-up
     for _ in range(MEASURED_TIMES):
         begun = time.perf_counter()
-        model.forward(batch, cache.store)
+        model.forward(batch, store)
         seconds = min(seconds, time.perf_counter() - begun)
     return seconds

@@ -127,11 +127,11 @@ def _keep_prompt_scores(logits: Tensor, work: Seq[Work]) -> None:
             one.sequence.prompt_logprobs = [*known, *scores]
 
 
-def padding(rows: int, slot: int, ids: Tensor | None = None) -> Batch:
-    """Rows of no sequence, all in the padding slot, of one token or of these."""
+def padding(rows: int, slot: int) -> Batch:
+    """Rows of no sequence, all in the padding slot."""
     nothing = torch.zeros(rows, dtype=torch.int32)
     return Batch(
-        ids=torch.zeros(rows, dtype=torch.int64) if ids is None else ids,
+        ids=torch.zeros(rows, dtype=torch.int64),
         positions=nothing,
         slots=torch.full((rows,), slot, dtype=torch.int32),
         table_rows=nothing,

@@ -113,6 +113,7 @@ class NativeLayer:
 
 class NativeKernels:
     name = "c"
+    touched = 0  # experts with rows, added up over layers
 
     def __init__(
         self,
