@@ -14,7 +14,7 @@ from outrider.engine.kv_cache import KvCache
 from outrider.engine.placement import PREFILL_WAIT, Memory
 from outrider.load.config import ModelConfig
 from outrider.load.pairs import Pair
-from outrider.model.decoder import Decoder, Layered, Model
+from outrider.model.decoder import Layered, Model
 from outrider.settings import Settings
 
 
