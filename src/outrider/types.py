@@ -456,6 +456,8 @@ class StepRecord:
     plan_cached: bool = False  # the plan was kept from an earlier step
     # Part of the total in which the host waited for the device; 0 where the device waited for the host.
     waited_s: float = 0.0
+    # Distinct experts that a pass read, averaged over the layers that have any; 0: none has.
+    experts: float = 0.0
     # Decoding sequences that are not in it: their first token was in flight when it was launched.
     waiting: int = 0
 
