@@ -32,6 +32,7 @@ from outrider.engine.placement import DRAFT_TOKENS, Memory, place, share_of_all,
 from outrider.engine.planning import expect_score, guards_of, watch_draft
 from outrider.engine.ranks import OtherRanks, check_ranks
 from outrider.engine.runner import Runner
+from outrider.engine.text import TokenText
 from outrider.errors import InvalidRequest, OutOfMemory, OutriderError, UnsupportedModel, invalid, naming
 from outrider.load.checkpoint import Checkpoint, check_shapes, open_checkpoint
 from outrider.load.config import ModelConfig
@@ -159,7 +160,11 @@ def _build(
     if isinstance(model, Decoder) and names:  # steps on a GPU are measured when they are captured
         costs = KeptCosts.of(model, settings, parts, planner.costs.eager)
         costs.recall(partial(measure_pass, model, cache))
-    text = checkpoint.tokenizer.text_stream
+    tokenizer = checkpoint.tokenizer
+
+    def text(marked: bool) -> TokenText:
+        return tokenizer.marked_stream() if marked else tokenizer.text_stream()
+
     engine = Engine(model, cache, drafters, planner, runner, settings, text, costs)
     return Built(engine, model, settings, names, live_draft, memory, pair, ranks)
 

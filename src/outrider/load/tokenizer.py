@@ -26,6 +26,8 @@ MAX_VOCAB = 1 << 22
 MAX_FILE = 256 << 20
 MAX_GROWTH = 64  # characters that a normaliser may make of one
 PROBE = "Hello, wörld 12\n"  # that every tokenizer must be able to encode
+# A noncharacter, which no text has: literal.py breaks control tokens with it, and a marked text has them between two.
+MARK = "\ufdd0"
 SPACE = "▁"  # what Metaspace writes for a space
 
 # GGUF's token types
@@ -212,6 +214,9 @@ class Tokenizer:
     def text_stream(self, skip_special: bool = True) -> TextStream:
         return TextStream(self._bytes[not skip_special], self._strips_space)
 
+    def marked_stream(self) -> MarkedStream:
+        return MarkedStream(self)
+
     def _checked(self, token: int) -> int:
         if type(token) is not int or not 0 <= token < len(self._strings):
             raise invalid("token id", f"{token!r} is not in the vocabulary of {len(self._strings)}")
@@ -258,6 +263,24 @@ class TextStream:
     def finish(self) -> str:
         """What is still held back; a character cut short becomes U+FFFD."""
         return self._decoder.decode(b"", final=True)
+
+
+class MarkedStream:
+    """As a TextStream, with each special token between marks, which no other token can write."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer, self._text = tokenizer, tokenizer.text_stream()
+
+    def feed(self, *tokens: int) -> str:
+        return "".join(map(self._one, tokens))
+
+    def _one(self, token: int) -> str:
+        if not self._tokenizer.is_special(token):
+            return self._text.feed(token).replace(MARK, "\ufffd")
+        return f"{self._text.finish()}{MARK}{self._tokenizer.token_string(token)}{MARK}"
+
+    def finish(self) -> str:
+        return self._text.finish()
 
 
 def _native(build: Callable[[], Any], what: str) -> Any:
