@@ -289,7 +289,7 @@ def turns(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         for i, call in enumerate(calls):
             turn = first if i == 0 else {"role": message["role"], "content": ""}
             shown.append({**turn, "tool_calls": [call]})
-            name = call.get("id") if isinstance(call, Mapping) else None
+            name = str(call.get("id")) if isinstance(call, Mapping) else ""
             if len(calls) > 1 and name in results and name not in moved:
                 moved.add(name)
                 shown.append(results[name])
