@@ -176,6 +176,7 @@ GPT_OSS: dict[str, Any] = {
 }  # fmt: skip
 CASES |= {
     "gpt_oss": ("GptOss", GPT_OSS),
+    "gpt_oss-usual": ("GptOss", {**GPT_OSS, "swiglu_limit": 7.0, "intermediate_size": 96}),
     "gpt_oss-four-heads-a-key": (
         "GptOss",
         {

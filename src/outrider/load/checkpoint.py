@@ -235,7 +235,8 @@ class FolderCheckpoint(Checkpoint):
     def _blocks(self, source: Source) -> Blocks:
         """An expert's matrix in MXFP4."""
         scales = self._raw(source.name.removesuffix(BLOCKS) + SCALES)
-        found = source.of(matrix_of(source.name, self._raw(source.name), scales, source.place or 0))
+        matrix = matrix_of(source.name, self._raw(source.name), scales, source.place or 0)
+        found = replace(source, place=None).of(matrix)
         assert isinstance(found, Blocks)
         return found
 

@@ -199,6 +199,11 @@ class LayerSpec:
         return attention + 3 * self.intermediate + (self.experts.parameters if self.experts else 0)
 
     @property
+    def active_width(self) -> int:
+        """Inner size of all that one row goes through: of the MLP and of its experts."""
+        return self.intermediate + (self.experts.per_token * self.experts.width if self.experts else 0)
+
+    @property
     def active(self) -> int:
         """Of these, those that one row multiplies with."""
         e = self.experts
