@@ -20,6 +20,7 @@ from outrider.errors import BadCheckpoint
 from outrider.load.checkpoint import check_shapes, open_checkpoint
 from outrider.load.quants import Blocks
 from outrider.model.decoder import Decoder, make_kernels
+from outrider.settings import cache_folder
 from tests.load.test_folder_fuzz import RUNS, survives
 from tests.load.tiny import byte_level_backend, vocabulary
 from tests.model.batches import Reader, furthest, random_ids
@@ -56,12 +57,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folders
 
 
-def logits(folder: Path, kernel_folder: Path, kind: str) -> Tensor:
+def logits(folder: Path, kind: str) -> Tensor:
     checkpoint = open_checkpoint(folder)
     check_shapes(checkpoint)
     config, read = checkpoint.config, checkpoint.stored if kind == "stored" else checkpoint.tensor
     assert config is not None
-    model = Decoder(config, read, make_kernels(config, POSITIONS, 1, kernel_folder, "auto"))
+    model = Decoder(config, read, make_kernels(config, POSITIONS, 1, cache_folder() / "kernels", "auto"))
     return Reader(config).read(model, random_ids(config.vocab, 20))
 
 
@@ -79,12 +80,12 @@ def test_the_numbers_are_those_of_transformers(made: tuple[Path, Path]) -> None:
         assert isinstance(stored, Blocks) == (kinds[name] == "MXFP4")
 
 
-def test_logits_are_those_of_the_widened_model(made: tuple[Path, Path], kernel_folder: Path) -> None:
+def test_logits_are_those_of_the_widened_model(made: tuple[Path, Path]) -> None:
     """To the last bit where it is widened; kept in four bits, activations are rounded to eight."""
     packed, plain = made
-    widened = logits(plain, kernel_folder, "float32")
-    assert torch.equal(logits(packed, kernel_folder, "float32"), widened)
-    assert furthest(logits(packed, kernel_folder, "stored"), widened) < 0.05
+    widened = logits(plain, "float32")
+    assert torch.equal(logits(packed, "float32"), widened)
+    assert furthest(logits(packed, "stored"), widened) < 0.05
 
 
 def test_a_gguf_file_has_the_same_blocks(made: tuple[Path, Path], tmp_path: Path) -> None:

@@ -20,7 +20,8 @@ from outrider.model.rope import rope_tables
 
 def plain_of(target: ModelConfig, **changes: Any) -> ModelConfig:
     """A draft's config before its layers are chosen: the target's vocabulary, context and rotary positions, without its
-    multipliers, its MLP as wide as a row's experts together. Of several rotary tables it has the last; scaling that only a part of a Llama could have is left out.
+    multipliers. Its MLP is as wide as all experts of a row together. Of several rotary tables it has the last; scaling
+    that only a part of a Llama could have is left out.
     """
     rope = next((spec.rope for spec in reversed(target.specs) if spec.rope is not None), Rope())
     if rope.kind == "longrope" or PARTIAL in rope.scaling or QUERY_BETA in rope.scaling:

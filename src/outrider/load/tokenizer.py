@@ -37,6 +37,14 @@ _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
+# Of o200k, gpt-oss's vocabulary: words by their case, each with an ending such as 'll.
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_BY_CASE = "".join(
+    rf"[^\r\n\p{{L}}\p{{N}}]?{head}{tail}(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    for head, tail in ((f"{_UPPER}*", f"{_LOWER}+"), (f"{_UPPER}+", f"{_LOWER}*"))
+)
+
+
 def _smollm() -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -47,9 +55,11 @@ def _gpt2() -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.ByteLevel(add_prefix_space=False)
 
 
-def _by_regex(digits: str) -> Callable[[], pre_tokenizers.PreTokenizer]:
+def _by_regex(
+    digits: str, words: str = _CONTRACTIONS, rest: str = _REST
+) -> Callable[[], pre_tokenizers.PreTokenizer]:
     def build() -> pre_tokenizers.PreTokenizer:
-        pattern = Regex(_CONTRACTIONS + digits + _REST)
+        pattern = Regex(words + digits + rest)
         return pre_tokenizers.Sequence(
             [
                 pre_tokenizers.Split(pattern, "isolated"),
@@ -66,7 +76,9 @@ PRE_TOKENIZERS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
     "gpt-2": _gpt2,
     "llama-bpe": _by_regex(r"\p{N}{1,3}"),
     "qwen2": _by_regex(r"\p{N}"),
+    "gpt-4o": _by_regex(r"\p{N}{1,3}", _BY_CASE, _REST.replace(r"[\r\n]*", r"[\r\n/]*", 1)),
 }
+WHOLE_WORDS = ("llama-bpe", "gpt-4o")  # a word that is a token is not merged
 PRE_ALIASES = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": "qwen2"}
 
 
@@ -358,7 +370,7 @@ def _build_bpe(
     if len(vocab) != len(strings):
         twice = next(s for i, s in enumerate(strings) if vocab[s] != i)
         raise BadCheckpoint(f"the token {twice!r:.60} appears twice in the GGUF vocabulary")
-    backend = tokenizers.Tokenizer(models.BPE(vocab, merges, ignore_merges=pre == "llama-bpe"))
+    backend = tokenizers.Tokenizer(models.BPE(vocab, merges, ignore_merges=pre in WHOLE_WORDS))
     backend.pre_tokenizer = PRE_TOKENIZERS[pre]()
     backend.decoder = tokenizers.decoders.ByteLevel()
     if pre == "qwen2":

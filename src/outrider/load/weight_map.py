@@ -72,7 +72,7 @@ class Source:
 
     def of(self, stored: Tensor | Blocks) -> Tensor | Blocks:
         if isinstance(stored, Blocks):
-            return replace(stored, raw=self._rows(stored.raw))
+            return replace(stored, raw=self._rows(stored.raw).contiguous())
         return self.tensor(stored)
 
     def tensor(self, stored: Tensor, widen: Callable[[Tensor], Tensor] = lambda rows: rows) -> Tensor:
