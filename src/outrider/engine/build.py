@@ -38,6 +38,7 @@ from outrider.load.checkpoint import Checkpoint, check_shapes, open_checkpoint
 from outrider.load.config import ModelConfig
 from outrider.load.find import find
 from outrider.load.pairs import Pair, find_pair
+from outrider.load.tokenizer import Tokenizer
 from outrider.model.decoder import Decoder, Model, kv_bytes, make_kernels
 from outrider.model.parallel import ALONE, Group
 from outrider.model.weights import kept_formats
@@ -160,13 +161,13 @@ def _build(
     if isinstance(model, Decoder) and names:  # steps on a GPU are measured when they are captured
         costs = KeptCosts.of(model, settings, parts, planner.costs.eager)
         costs.recall(partial(measure_pass, model, cache))
-    tokenizer = checkpoint.tokenizer
-
-    def text(marked: bool) -> TokenText:
-        return tokenizer.marked_stream() if marked else tokenizer.text_stream()
-
+    text = partial(_token_text, checkpoint.tokenizer)
     engine = Engine(model, cache, drafters, planner, runner, settings, text, costs)
     return Built(engine, model, settings, names, live_draft, memory, pair, ranks)
+
+
+def _token_text(tokenizer: Tokenizer, marked: bool) -> TokenText:
+    return tokenizer.marked_stream() if marked else tokenizer.text_stream()
 
 
 def settle_pair(parts: Seq[Part], checkpoint: Checkpoint) -> tuple[tuple[Part, ...], Pair | None]:
