@@ -125,6 +125,10 @@ class NativeKernels:
         for spec in config.specs:
             if spec.head_dim % LANES_MAX:
                 raise KernelUnavailable(f"head size {spec.head_dim} is not a multiple of {LANES_MAX}")
+            if spec.experts is not None or spec.chunk:
+                raise KernelUnavailable(
+                    "the C kernels have no mixtures of experts and no attention in chunks"
+                )
         self.threads, self.folder, self.tables = threads, folder, tables
         self.config, self.group = group.share(config), group
         self.lib = library(folder)
