@@ -84,7 +84,8 @@ class DeviceDecoder:
             one.weight for one in (*self._linears(), *([] if d.head is d.embedding else [d.embedding]))
         ]
         copies = [weight.library.rows for weight in weights if weight.library is not None]
-        return sum(weight.nbytes for weight in weights) + sum(copy.nbytes for copy in copies)
+        experts = [one.weight for w in d.layers if (e := w.experts) for one in (e.router, e.gate_up, e.down)]
+        return sum(one.nbytes for one in (*weights, *experts, *copies))
 
     def use_library(self, free: int) -> None:
         """Lets cuBLASLt multiply in passes with many rows, for each weight where it gives the bits of our kernels. It
@@ -95,9 +96,10 @@ class DeviceDecoder:
             warnings.warn(f"matmuls of many rows: {self.library.describe()}", stacklevel=2)
 
     def _linears(self) -> list[GpuLinear]:
-        """Every matrix that a pass multiplies by; the embedding is one if it is the head, too."""
+        """Every matrix that a pass multiplies all rows by; the embedding is one if it is the head, too."""
         d = self.decoder
-        return [one for w in d.layers for one in (w.qkv, w.out, w.gate_up, w.down)] + [d.head]
+        found = [one for w in d.layers for one in (w.qkv, w.out, w.gate_up, w.down)] + [d.head]
+        return [one for one in found if one is not None]
 
     @shared
     def run(self, batch: Batch, store: KeyValueStore, layers: int) -> Tensor:

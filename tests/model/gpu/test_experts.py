@@ -29,9 +29,13 @@ from outrider.model.kernels.gpu.routing import (
     schedule,
     schedule_twin,
 )
-from tests.model.batches import furthest
+from outrider.model.kernels.gpu.rows import ExpertParts, add_and_norm, add_and_norm_twin
+from outrider.types import Draft
+from tests.model.batches import Part, Reader, furthest, random_ids
+from tests.model.gpu.test_decoder import HalfReader, decoders
 from tests.model.gpu.test_kernels import HALF, noise
 from tests.sweep import sweep
+from tests.tiny import VOCAB
 
 PADDING = 77  # the slot of rows that are not there
 
@@ -230,3 +234,67 @@ def test_experts_in_fewer_bits(device: str, kind: str) -> None:
             if number:
                 own = given[pairs // top if halves == 2 else pairs]
                 assert torch.equal(got[pairs], dense_row(own, weight.of_expert(expert), None, tile))
+
+
+# ----------------------------------------------------------------------------------------- in a decoder
+
+
+@pytest.mark.parametrize(("parts", "shared", "gates"), [(1, 0, 0), (2, 3, 0), (1, 1, 2)])
+def test_experts_are_added_in_order_then_the_shared_one(
+    device: str, parts: int, shared: int, gates: int
+) -> None:
+    rows, top, width = 3, 3, 96
+    choice = routed([[0, 2, 5], [NO_EXPERT] * top, [1, 2, 3]], device)
+    choice.weights.copy_(noise(rows, top, seed=1))
+    given = noise(parts, rows * top, width, seed=2).to(device)
+    given[:, top : 2 * top] = torch.nan  # nothing was written there
+    more = noise(shared, rows, width, seed=3).to(device) if shared else None
+    gate = noise(gates, rows, 1, seed=4).to(device) if gates else None
+    weight = noise(width, seed=5).to(device)
+    pending = ExpertParts(given, choice.experts, choice.weights, more, gate)
+    results = []
+    for add in (add_and_norm, add_and_norm_twin):
+        x, out = noise(rows, width).to(device), torch.empty(rows, width, dtype=HALF, device=device)
+        add(x, pending, weight, 1e-5, out, gain=0.7)
+        results.append((x, out))
+    (x, out), (expected, expected_out) = results
+    assert furthest(x, expected) < 1e-6 and furthest(out.float(), expected_out.float()) < 1e-2
+    alone = noise(rows, width).to(device)[2:].contiguous()
+    last = [one if one is None else one[:, 2:] for one in (more, gate)]
+    mine = ExpertParts(given[:, 2 * top :], choice.experts[2:], choice.weights[2:], *last)
+    add_and_norm(alone, mine, None, 0.0, None, gain=0.7)
+    assert torch.equal(alone[0], x[2])
+
+
+MIXTURES = {
+    "plain": {"experts": Experts(6, 2, 24), "intermediate": 0},
+    "shared": {
+        "experts": Experts(
+            8, 3, 24, score="sigmoid", correction=True, groups=4, groups_kept=2, scale=1.8, shared_gate=True
+        ),
+        "residual_scale": 0.6, "windows": (0, 5),
+    },
+    "biased": {"experts": Experts(4, 2, 24, router_bias=True, bias=True), "intermediate": 0},
+    "weighed input": {"experts": Experts(4, 1, 24, score="sigmoid", normalise=False, weighs_input=True)},
+}  # fmt: skip
+TREE = Draft((5, 6, 7, 8, 9, 10, 11), (-1, 0, 0, -1, 2, 4, 5))
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_logits_are_the_references(device: str, name: str) -> None:
+    ours, reference = decoders(device, layers=1, **MIXTURES[name])
+    ids = random_ids(VOCAB, 5)
+    mine = HalfReader(ours, device).feed(ours, Part(0, ids, TREE))
+    theirs = Reader(reference.config).feed(reference, Part(0, ids, TREE))
+    assert furthest(mine.cpu(), theirs) < 2.5e-2
+
+
+def test_a_tree_has_the_bits_of_plain_decoding(device: str) -> None:
+    model, _ = decoders(device, layers=1, **MIXTURES["shared"] | {"windows": (0,)})
+    ids, node = random_ids(VOCAB, 3), 6
+    together = HalfReader(model, device).feed(model, Part(0, ids, TREE))
+    reader = HalfReader(model, device)
+    reader.feed(model, Part(0, ids))
+    for token in (TREE.tokens[i] for i in TREE.path(node)):
+        alone = reader.feed(model, Part(0, [token]))
+    assert torch.equal(alone[-1], together[len(ids) + node])

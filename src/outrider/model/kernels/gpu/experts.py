@@ -147,10 +147,11 @@ def multiply_experts(
 def gated_experts(
     x: Tensor, weight: Packed, bias: Tensor | None, plan: Schedule, top: int, tile: Tile | None = None
 ) -> Tensor:
-    """silu(gate) * up of each pair -> [R * top, outputs] in x's dtype."""
+    """silu(gate) * up of each pair -> [R * top, outputs] in x's dtype. x has a row for each row, or for each pair."""
     rows = plan.pairs.shape[1]
     out = x.new_empty((1, rows * top, weight.outputs))
-    multiply_experts(x, weight, bias, plan, top, out, tile or choose_tile(weight, rows, top))
+    each = top if len(x) == rows else 1
+    multiply_experts(x, weight, bias, plan, each, out, tile or choose_tile(weight, rows, top))
     return out[0]
 
 

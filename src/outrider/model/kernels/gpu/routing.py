@@ -22,6 +22,7 @@ from outrider.model.kernels.gpu.ahead import kernel
 from outrider.model.kernels.gpu.launch import await_previous, chained, let_next_start
 from outrider.model.kernels.gpu.matmul import add_parts
 from outrider.model.kernels.gpu.rows import sum_parts
+from outrider.model.kernels.reference_experts import route
 
 NO_EXPERT = -1
 LONGEST_LOOK = 1024  # rows that an expert's program looks at together
@@ -163,22 +164,9 @@ def schedule(choice: Choice, count: int, touched: Tensor) -> Schedule:
 def choose_twin(
     logits: Tensor, correction: Tensor | None, how: Experts, slots: Tensor, padding: int
 ) -> Choice:
-    total = add_parts(logits)
-    score = total.sigmoid() if how.score == "sigmoid" else total.softmax(-1)
-    order = score if how.groups > 1 else total
-    order = order if correction is None else score + correction
-    if how.groups > 1:
-        grouped = order.unflatten(1, (how.groups, -1))
-        best = grouped.sort(dim=-1, descending=True).values[..., :2].sum(-1)
-        kept = best.sort(dim=-1, descending=True, stable=True).indices[:, : how.groups_kept]
-        mask = torch.zeros_like(best, dtype=torch.bool).scatter_(1, kept, True)
-        order = grouped.masked_fill(~mask[..., None], -torch.inf).flatten(1)
-    chosen = order.sort(dim=-1, descending=True, stable=True).indices[:, : how.per_token].sort(dim=-1).values
-    weights = score.gather(1, chosen)
-    if how.normalise:
-        weights = weights / (weights.sum(-1, keepdim=True) + how.floor)
+    chosen, weights = route(add_parts(logits), how, correction)
     there = (slots != padding)[:, None]
-    return Choice(torch.where(there, chosen, NO_EXPERT).int(), torch.where(there, weights * how.scale, 0.0))
+    return Choice(torch.where(there, chosen, NO_EXPERT).int(), torch.where(there, weights, 0.0))
 
 
 def schedule_twin(choice: Choice, count: int, touched: Tensor) -> Schedule:
