@@ -154,6 +154,7 @@ class LayerSpec:
     )
     norms: str = "before"  # where attention and MLP have theirs: "before", "after" or "both"
     activation: str = "silu"  # of the gate: one of ACTIVATIONS
+    sinks: bool = False  # each head has a logit that joins the sum under its weights, and has no value
     experts: Experts | None = None
 
     def __post_init__(self) -> None:
@@ -295,7 +296,7 @@ class ModelConfig:
         """Whether it is a Llama but for biases, head norms, windows and rotary scaling."""
         scales = (self.embedding_scale, self.residual_scale, self.logit_divisor, self.softcap)
         usual = LayerSpec(2, 2, 2, 2)
-        fields = ("attention_scale", "softcap", "norms", "activation", "chunk", "experts")
+        fields = ("attention_scale", "softcap", "norms", "activation", "chunk", "sinks", "experts")
         return scales == (1, 1, 1, 0) and all(
             spec.qk_norm in ("", "head") and spec.rope is not None and spec.rope == self.specs[0].rope
             and all(getattr(spec, name) == getattr(usual, name) for name in fields)

@@ -130,6 +130,8 @@ def _layer_shapes(s: LayerSpec, hidden: int) -> Iterator[tuple[str, tuple[int, .
     ):  # fmt: skip
         if there:
             yield f"{name}.weight", (size,)
+    if s.sinks:
+        yield "self_attn.sinks", (s.heads,)
 
 
 def _mlp(name: str, inner: int, hidden: int, bias: bool) -> list[tuple[str, int, int, bool]]:
@@ -164,7 +166,8 @@ def gguf_map(config: ModelConfig, names: Iterable[str], where: str) -> dict[str,
     layer = GGUF_LAYER | dict(family.gguf_names)
 
     def theirs(index: int, part: str, kind: str) -> Places:
-        return [(f"blk.{index}.{layer[part]}.{kind}", None)]
+        name = "attn_sinks.weight" if kind == "sinks" else f"{layer[part]}.{kind}"
+        return [(f"blk.{index}.{name}", None)]
 
     found = _map(config, present, theirs, GGUF_TOP.__getitem__, family.gguf_pairs, 0.0)
     if left := sorted(present - {source.name for source in found.values()}):

@@ -62,7 +62,7 @@ class Group:
         if self.size == 1 or name.endswith("norm.weight") or name.split(".mlp.")[-1].startswith(WHOLE):
             return weight
         words, units = name.split("."), 0
-        if words[-2] in ("q_proj", "k_proj", "v_proj"):
+        if words[-2] in ("q_proj", "k_proj", "v_proj") or words[-1] == "sinks":
             units = config.specs[int(words[2])].kv_heads
         own = self.cut(weight.shape[0], units)
         return replace(weight, raw=weight.raw[own]) if isinstance(weight, Blocks) else weight[own]

@@ -22,7 +22,7 @@ from outrider.load.quants import FORMATS, Blocks, quantize
 from outrider.load.weight_map import CORRECTION, ROUTER, SHARED_GATE
 
 # Blocks that kernels multiply with. Matrices in any other format are unpacked to float32.
-KERNEL_FORMATS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+KERNEL_FORMATS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
 # Bytes of a weight in each format that is kept in memory.
 BYTES = {form.name: form.bytes / form.values for form in FORMATS.values() if form.name in KERNEL_FORMATS}
 BYTES |= {"float32": 4.0, "bfloat16": 2.0, "int8": BYTES["Q8_0"], "int4": BYTES["Q4_0"]}
@@ -139,6 +139,7 @@ class LayerTensors:
     spec: LayerSpec
     out_norm: Tensor | None = None  # of what attention adds
     down_norm: Tensor | None = None  # of what the MLP adds
+    sinks: Tensor | None = None  # [heads]
     experts: ExpertTensors | None = None
 
 
@@ -176,6 +177,7 @@ def layer_tensors(read: Read, config: ModelConfig, index: int) -> LayerTensors:
         spec=spec,
         out_norm=get("self_attn.post_norm.weight", spec.norm_after),
         down_norm=get("mlp.post_norm.weight", spec.norm_after),
+        sinks=get("self_attn.sinks", spec.sinks),
         experts=_experts(read, prefix, spec.experts) if spec.experts else None,
     )
 

@@ -9,6 +9,9 @@ typedef struct {
     uint8_t at[64];
 } __m512i;
 typedef struct {
+    uint8_t at[16];
+} __m128i;
+typedef struct {
     float at[16];
 } __m512;
 
@@ -33,6 +36,12 @@ static inline __m512i _mm512_and_si512(__m512i a, __m512i b) { OF_BYTES(a.at[i] 
 static inline __m512i _mm512_or_si512(__m512i a, __m512i b) { OF_BYTES(a.at[i] | b.at[i]) }
 static inline __m512i _mm512_xor_si512(__m512i a, __m512i b) { OF_BYTES(a.at[i] ^ b.at[i]) }
 static inline __m512i _mm512_sub_epi8(__m512i a, __m512i b) { OF_BYTES(a.at[i] - b.at[i]) }
+
+#define _mm_setr_epi8(...) ((__m128i){{__VA_ARGS__}})
+static inline __m512i _mm512_broadcast_i32x4(__m128i x) { OF_BYTES(x.at[i % 16]) }
+static inline __m512i _mm512_shuffle_epi8(__m512i x, __m512i at) {
+    OF_BYTES(at.at[i] & 128 ? 0 : x.at[i / 16 * 16 + at.at[i] % 16])
+}
 
 static inline uint16_t sixteen(__m512i x, int i) { return (uint16_t)(x.at[i & ~1] | x.at[i | 1] << 8); }
 static inline __m512i _mm512_slli_epi16(__m512i x, unsigned n) {

@@ -18,6 +18,8 @@ typedef __m512 Floats;
 #define XOR _mm512_xor_si512
 #define SUB_BYTES _mm512_sub_epi8
 #define STORE(P, X) _mm512_storeu_si512(P, X)
+#define EVERY_16(X) _mm512_broadcast_i32x4(X)
+#define LOOK_UP _mm512_shuffle_epi8
 #define LEFT(X, N) _mm512_slli_epi16(X, N)
 #define RIGHT(X, N) _mm512_srli_epi16(X, N)
 #define AS_FLOATS(X) _mm512_cvtepi32_ps(X)
@@ -38,6 +40,8 @@ typedef __m256 Floats;
 #define XOR _mm256_xor_si256
 #define SUB_BYTES _mm256_sub_epi8
 #define STORE(P, X) _mm256_storeu_si256((__m256i *)(P), X)
+#define EVERY_16(X) _mm256_broadcastsi128_si256(X)
+#define LOOK_UP _mm256_shuffle_epi8
 #define LEFT(X, N) _mm256_slli_epi16(X, N)
 #define RIGHT(X, N) _mm256_srli_epi16(X, N)
 #define AS_FLOATS(X) _mm256_cvtepi32_ps(X)
@@ -55,6 +59,7 @@ ALWAYS Ints group(const Kind kind, const uint8_t *high, const uint8_t *low, cons
     if (kind.bits == 8) return LOAD(low + g * 64 + v * BYTES);
     Ints packed = LOAD(low + g % 4 * 64 + v * BYTES);
     Ints found = AND(g < 4 ? packed : RIGHT(packed, 4), EVERY_BYTE(15));
+    if (kind.floats) return LOOK_UP(EVERY_16(_mm_setr_epi8(TWICE)), found);
     if (kind.bits == 5) {
         Ints bits = LOAD(high + v * BYTES);
         found = OR(found, AND(g < 4 ? LEFT(bits, 4 - g) : RIGHT(bits, g - 4), EVERY_BYTE(16)));

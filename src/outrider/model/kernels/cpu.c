@@ -50,6 +50,7 @@ typedef struct {
 typedef struct {
     int32_t heads, kv_heads, head_dim, window; /* a window of 0: all that went before */
     float scale, softcap;                      /* of scores; a cap of 0: none */
+    const float *sinks;                        /* [heads]: logits that join the sum of weights; may be null */
 } Heads;
 
 /* Where ranks share a layer, heads and outputs are this rank's; `all_` is what all of them have together. */
@@ -402,14 +403,15 @@ static int gated(int threads, Gated job) {
 
 /* ---- attention ---------------------------------------------------------------------------------------- */
 
-/* Scores to weights in place; returns 1 / sum. The order is fixed by n alone. */
-static float soften(float *scores, int n) {
+/* Scores to weights in place; returns 1 / sum, which a sink joins last. The order is fixed by n alone. */
+static float soften(float *scores, int n, const float *sink) {
     int padded = (n + LANES - 1) / LANES * LANES;
     for (int i = n; i < padded; i++) scores[i] = scores[0];
     vec most = *(vec *)scores;
     for (int i = LANES; i < padded; i += LANES) most = pick(*(vec *)(scores + i) > most, *(vec *)(scores + i), most);
     float top = most[0];
     for (int j = 1; j < LANES; j++) top = most[j] > top ? most[j] : top;
+    if (sink) top = *sink > top ? *sink : top;
     for (int i = n; i < padded; i++) scores[i] = top - 100.0f; /* e^-87: lost against a sum of at least 1 */
     vec sum = {0};
     for (int i = 0; i < padded; i += LANES) {
@@ -419,6 +421,7 @@ static float soften(float *scores, int n) {
     }
     float total = 0;
     for (int j = 0; j < LANES; j++) total += sum[j];
+    if (sink) total += exp_vec((vec){0} + (*sink - top))[0];
     return 1.0f / total;
 }
 
@@ -606,7 +609,7 @@ static void attention_units(void *job, int member, int begin, int end) {
             for (int g = 0; g < heads; g++) {
                 int n = seen[r].n + seen[r].extra;
                 if (s->softcap > 0) cap_all(seen[r].scores + g * width, n, s->softcap);
-                inverse[r][g] = soften(seen[r].scores + g * width, n);
+                inverse[r][g] = soften(seen[r].scores + g * width, n, s->sinks ? s->sinks + h + g : 0);
             }
         go_through(MIXES[heads], seen, count, &cached);
         for (int r = 0; r < count; r++)

@@ -42,6 +42,7 @@ class _Heads(Structure):
     _fields_ = [
         *((name, c_int32) for name in ("heads", "kv_heads", "head_dim", "window")),
         *((name, c_float) for name in ("scale", "softcap")),
+        ("sinks", c_void_p),
     ]
 
 
@@ -190,7 +191,7 @@ class NativeKernels:
                 kept |= {f"{f.name}.{i}": part.packed for i, part in enumerate(parts)}
             elif isinstance(value, Tensor):
                 value = value.float().contiguous()
-                setattr(struct, f.name, value.data_ptr())
+                setattr(struct.heads if f.name == "sinks" else struct, f.name, value.data_ptr())
                 kept[f.name] = value
         return NativeLayer(struct, kept, s, whole)
 
@@ -349,8 +350,10 @@ class NativeKernels:
         window: int,
         scale: float,
         softcap: float = 0.0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        heads = _Heads(q.shape[1], keys.shape[1], q.shape[2], window, scale, softcap)
+        own = None if sinks is None else sinks.data_ptr()
+        heads = _Heads(q.shape[1], keys.shape[1], q.shape[2], window, scale, softcap, own)
         out = torch.empty_like(q)
         self.lib.outrider_attention(
             byref(heads), byref(self._rows(batch)), self.threads, _ptr(q), _ptr(keys), _ptr(values),

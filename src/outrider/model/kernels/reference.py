@@ -104,7 +104,7 @@ class ReferenceKernels:
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
             q = q if table.gain is None else q * table.gain[at][:, None, None]
         keys[batch.slots], values[batch.slots] = k, v
-        mixed = self.attention(q, batch, keys, values, s.window, s.scale, s.softcap, s.chunk)
+        mixed = self.attention(q, batch, keys, values, s.window, s.scale, s.softcap, w.sinks, s.chunk)
         self._add(x, rowwise_linear(mixed.reshape(rows, -1), w.out, w.out_bias), w.out_norm)
         h = x if w.mlp_norm is None else self.norm(x, w.mlp_norm)
         self._add(x, mlp(w, h) if s.experts is None else experts_mlp(w, h), w.down_norm)
@@ -132,6 +132,7 @@ class ReferenceKernels:
         window: int,
         scale: float,
         softcap: float = 0.0,
+        sinks: Tensor | None = None,
         chunk: int = 0,
     ) -> Tensor:
         """q [R, heads, head_dim] over what each row sees in the slots -> [R, heads, head_dim]."""
@@ -144,7 +145,9 @@ class ReferenceKernels:
             grouped = q[r].view(kv_heads, heads // kv_heads, head_dim)
             scores = grouped @ k.transpose(1, 2) * scale
             scores = softcapped(softcap, scores) if softcap else scores
-            out[r] = (scores.softmax(-1) @ v).reshape(heads, head_dim)
+            if sinks is not None:
+                scores = torch.cat([scores, sinks.view(*scores.shape[:2], 1)], -1)
+            out[r] = (scores.softmax(-1)[..., : len(slots)] @ v).reshape(heads, head_dim)
         return out
 
 

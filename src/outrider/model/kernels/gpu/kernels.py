@@ -85,6 +85,7 @@ class GpuLayer:
     down: GpuLinear | None
     experts: GpuExperts | None
     tables: tuple[Tensor, Tensor]
+    sinks: Tensor | None  # [heads]
     spec: LayerSpec  # of this rank
     whole: LayerSpec  # of all ranks together
 
@@ -133,6 +134,7 @@ class GpuKernels:
             down=None if w.down is None else self._packed((w.down,), w.down_bias, self.weights, hidden),
             experts=None if w.experts is None or s.experts is None else self._experts(w.experts, s.experts),
             tables=self._tables(s),
+            sinks=None if w.sinks is None else self._small(w.sinks),
             spec=self.group.share_layer(s),
             whole=s,
         )
@@ -323,7 +325,7 @@ class GpuKernels:
         qkv = multiply_parts(inputs, w.qkv.weight, w.qkv.bias, rows)
         mixed = self._room(rows, s.heads * s.head_dim)
         fresh, heads = Fresh(qkv, w.tables, w.norms), mixed[:rows].view(rows, s.heads, s.head_dim)
-        attend_parts(fresh, batch, keys, values, s.window, s.scale, attention, heads)
+        attend_parts(fresh, batch, keys, values, s.window, s.scale, attention, heads, w.sinks)
         if self.group.size > 1:
             width, units = w.whole.heads * s.head_dim, w.whole.kv_heads
             mixed = self._padded(self.group.gather(mixed[:rows], width, units), rows)
