@@ -18,6 +18,9 @@ from outrider.types import Batch
 class GpuStepOps(StepOps):
     ahead = None if INTERPRETED else AHEAD
 
+    def spread_rows(self, rows: int) -> None:
+        self.model.spread_rows(rows)
+
     def begin_step(self, inputs: Tensor) -> StepInputs:
         made = step_ops.begin_step(inputs, self.state.table, self.state.lengths)
         if is_collecting():  # torch operations must find rows and slots that are there

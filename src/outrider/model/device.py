@@ -87,6 +87,16 @@ class DeviceDecoder:
         experts = [one.weight for w in d.layers if (e := w.experts) for one in (e.router, e.gate_up, e.down)]
         return sum(one.nbytes for one in (*weights, *experts, *copies))
 
+    def spread_rows(self, rows: int) -> None:
+        """From now on passes read as many experts as so many rows that choose independently, padding among them. 0: rows
+        choose by themselves, and padding chooses nothing.
+        """
+        experts = next((spec.experts for spec in self.config.specs if spec.experts), None)
+        if experts is not None:
+            missed = (1 - experts.per_token / experts.count) ** rows
+            least = experts.per_token if rows else 0
+            self.kernels.spread.fill_(max(least, round(experts.count * (1 - missed))))
+
     def use_library(self, free: int) -> None:
         """Lets cuBLASLt multiply in passes with many rows, for each weight where it gives the bits of our kernels. It
         reads weights in its own layout; copies of them may take `free` bytes.

@@ -1,4 +1,4 @@
-"""Experts on a GPU: who chooses what against torch, and a row's bits against those of a dense model with that expert."""
+"""Experts on a GPU: choices against torch, and a row's bits against those of a dense model with that expert."""
 
 from __future__ import annotations
 
@@ -56,8 +56,12 @@ def slots_of(rows: int, device: str, padding: tuple[int, ...] = ()) -> Tensor:
     return slots.to(device)
 
 
+def off(device: str) -> Tensor:
+    return torch.zeros(1, dtype=torch.int32, device=device)
+
+
 def schedule_of(choice: Choice, count: int, device: str) -> Schedule:
-    return schedule(choice, count, torch.zeros(1, dtype=torch.int32, device=device))
+    return schedule(choice, count, off(device))
 
 
 @pytest.mark.parametrize("name", ROUTERS)
@@ -66,13 +70,23 @@ def test_rows_choose_what_torch_says(device: str, name: str) -> None:
     logits = noise(2, rows, how.count, seed=1).to(device) * 2
     correction = noise(how.count, seed=2).to(device) * 0.3 if how.correction else None
     slots = slots_of(rows, device, (1, 5))
-    ours, theirs = (f(logits, correction, how, slots, PADDING) for f in (choose, choose_twin))
+    ours, theirs = (f(logits, correction, how, slots, PADDING, off(device)) for f in (choose, choose_twin))
     assert torch.equal(ours.experts, theirs.experts)
     assert furthest(ours.weights, theirs.weights) < 1e-6
     assert (ours.experts[[1, 5]] == NO_EXPERT).all() and not ours.weights[[1, 5]].any()
     assert (ours.experts.diff(dim=1)[[0, 2, 3, 4]] > 0).all()
-    alone = choose(logits[:, 3:4].contiguous(), correction, how, slots[3:4], PADDING)
+    alone = choose(logits[:, 3:4].contiguous(), correction, how, slots[3:4], PADDING, off(device))
     assert torch.equal(alone.experts[0], ours.experts[3]) and torch.equal(alone.weights[0], ours.weights[3])
+
+
+def test_rows_are_spread_over_so_many_experts_for_a_measurement(device: str) -> None:
+    """Padding, too; and each row has as many different ones as ever."""
+    how, spread = Experts(8, 3, 32), torch.full((1,), 5, dtype=torch.int32, device=device)
+    given = noise(1, 4, 8).to(device), None, how, slots_of(4, device, (0, 2)), PADDING, spread
+    ours, theirs = choose(*given), choose_twin(*given)
+    assert torch.equal(ours.experts, theirs.experts)
+    assert int((schedule_of(ours, 8, device).counts > 0).sum()) == 5
+    assert all(len(set(row)) == 3 for row in ours.experts.tolist())
 
 
 @pytest.mark.parametrize("name", ["normalised", "groups", "softmax groups"])
@@ -81,23 +95,27 @@ def test_equal_experts_go_to_the_lower_number(device: str, name: str) -> None:
     logits = torch.zeros(1, 2, how.count)
     logits[0, 1, [how.count - 1, how.count - 2]] = 1.0
     given = logits.to(device), torch.zeros(how.count, device=device) if how.correction else None
-    found = choose(*given, how, slots_of(2, device), PADDING).experts.tolist()
+    found = choose(*given, how, slots_of(2, device), PADDING, off(device)).experts.tolist()
     assert found[0] == list(range(how.per_token))
-    assert found[1] == choose_twin(*given, how, slots_of(2, device), PADDING).experts[1].tolist()
+    assert found[1] == choose_twin(*given, how, slots_of(2, device), PADDING, off(device)).experts[1].tolist()
     assert found[1][-2:] == [how.count - 2, how.count - 1]
 
 
 def test_rows_of_nothing_but_nan_choose_something(device: str) -> None:
     """A schedule must never name a row or an expert that is not there."""
     how = ROUTERS["normalised"]
-    found = choose(torch.full((1, 1, 8), torch.nan, device=device), None, how, slots_of(1, device), PADDING)
+    found = choose(
+        torch.full((1, 1, 8), torch.nan, device=device), None, how, slots_of(1, device), PADDING, off(device)
+    )
     assert found.experts.tolist() == [[0, 1]]
 
 
 def some_choice(rows: int, how: Experts, device: str, seed: int = 0, padding: tuple[int, ...] = ()) -> Choice:
     """Torch's: in the interpreter a row takes the kernel 30 ms."""
     slots = slots_of(rows, device, padding)
-    return choose_twin(noise(1, rows, how.count, seed=seed).to(device), None, how, slots, PADDING)
+    return choose_twin(
+        noise(1, rows, how.count, seed=seed).to(device), None, how, slots, PADDING, off(device)
+    )
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,6 @@ from torch import Tensor
 from outrider.model.kernels.gpu.ahead import kernel
 from outrider.model.kernels.gpu.launch import await_previous, chained, let_next_start
 from outrider.model.kernels.gpu.matmul import (
-    HIGH,
     SPREAD_ROWS,
     Packed,
     Tile,
@@ -30,7 +29,6 @@ from outrider.model.kernels.gpu.matmul import (
     kernel_options,
     linear_twin,
     one_segment,
-    segment_length,
     segments,
 )
 from outrider.model.kernels.gpu.quantise import KINDS

@@ -115,6 +115,7 @@ class GpuKernels:
         self._read: tuple[Batch, AttentionPlan] | None = None
         # Experts with rows, of all layers that ran; it only rises, and begins again after 2^32.
         self.touched = torch.zeros(1, dtype=torch.int32, device=self.device)
+        self.spread = torch.zeros_like(self.touched)  # as `choose` has it
 
     # -------------------------------------------------------------------------------------------- weights
 
@@ -130,7 +131,9 @@ class GpuKernels:
             norms=norms,
             out=self._packed((w.out,), w.out_bias, self.weights, hidden),
             mlp_norm=self._small(w.mlp_norm),
-            gate_up=None if w.gate is None else self._packed((w.gate, w.up), bias, self.weights, s.intermediate),
+            gate_up=None
+            if w.gate is None
+            else self._packed((w.gate, w.up), bias, self.weights, s.intermediate),
             down=None if w.down is None else self._packed((w.down,), w.down_bias, self.weights, hidden),
             experts=None if w.experts is None or s.experts is None else self._experts(w.experts, s.experts),
             tables=self._tables(s),
@@ -354,7 +357,7 @@ class GpuKernels:
         """What is to be added to the stream for rows at these slots. Rows at `padding` go to no expert."""
         how, rows = w.how, len(slots)
         logits = multiply_parts(normed, w.router.weight, w.router.bias, rows)
-        choice = choose(logits, w.correction, how, slots, padding)
+        choice = choose(logits, w.correction, how, slots, padding, self.spread)
         plan = schedule(choice, how.count, self.touched)
         inputs, weights = normed[:rows], choice.weights
         if how.weighs_input:

@@ -46,8 +46,8 @@ AT_ONCE = 64  # blocks of HIGH outputs that are packed together; more would only
 
 @dataclass(slots=True)
 class Packed:
-    """A weight [outputs, inputs], or a gate over an up of that shape, tile by tile, padded with zeros. Weights of experts
-    lie one above the other.
+    """A weight [outputs, inputs], or a gate over an up of that shape, tile by tile, padded with zeros. Experts lie one
+    above the other.
     """
 
     data: Tensor  # [halves, blocks of all experts, deep blocks, HIGH, depth in stored numbers]

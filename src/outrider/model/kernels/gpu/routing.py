@@ -40,7 +40,9 @@ class Choice:
 class Schedule:
     """The rows of experts."""
 
-    pairs: Tensor  # [experts, R] int32: an expert's pairs, in ascending order; what follows them is not written
+    pairs: (
+        Tensor  # [experts, R] int32: an expert's pairs, in ascending order; what follows them is not written
+    )
     counts: Tensor  # [experts] int32: how many
 
 
@@ -53,7 +55,7 @@ def _largest(scores, numbers, left, NONE: tl.constexpr):
 
 @kernel(do_not_specialize=["parts_stride", "padding"])
 def _choose_kernel(
-    parts, correction, slots, experts, weights, parts_stride, padding, floor, scale,
+    parts, correction, slots, spread, experts, weights, parts_stride, padding, floor, scale,
     PARTS: tl.constexpr, COUNT: tl.constexpr, TOP: tl.constexpr, TOPS: tl.constexpr, GROUPS: tl.constexpr,
     GROUPS_KEPT: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, SIGMOID: tl.constexpr,
     CORRECTED: tl.constexpr, NORMALISED: tl.constexpr, CHAIN: tl.constexpr,
@@ -68,7 +70,8 @@ def _choose_kernel(
     if CORRECTED:
         added = tl.load(correction + number, mask=left, other=0.0)
     await_previous(CHAIN)
-    routed = tl.load(slots + row) != padding
+    among = tl.load(spread)
+    routed = (tl.load(slots + row) != padding) | (among > 0)
     logit = sum_parts(parts, row * COUNT + number, parts_stride.to(tl.int64), left, PARTS)
     logit = tl.where(left & (logit == logit), logit, -float("inf"))  # so that a row chooses something, always
     if SIGMOID:
@@ -101,6 +104,8 @@ def _choose_kernel(
     if NORMALISED:
         weight = weight / (tl.sum(weight, 0) + floor)
     weight = weight * scale
+    if among > 0:
+        chosen = tl.where(j < TOP, ((row * TOP + j) % among).to(tl.int32), COUNT)
     rank = tl.sum((chosen[None, :] < chosen[:, None]).to(tl.int32), 1)
     at = row * TOP + rank
     tl.store(experts + at, tl.where(routed, chosen, -1), mask=j < TOP)
@@ -108,14 +113,17 @@ def _choose_kernel(
 
 
 def choose(
-    logits: Tensor, correction: Tensor | None, how: Experts, slots: Tensor, padding: int
+    logits: Tensor, correction: Tensor | None, how: Experts, slots: Tensor, padding: int, spread: Tensor
 ) -> Choice:
-    """From the router's logits, float32 [parts, R, experts]. Rows whose slot is `padding` choose nothing."""
+    """From the router's logits, float32 [parts, R, experts]. Rows whose slot is `padding` choose nothing. Where
+    `spread`, int32 [1], is not 0, all rows are spread evenly over so many experts instead, to time a step that reads
+    them.
+    """
     rows, top, like = logits.shape[1], how.per_token, {"device": logits.device}
     made = Choice(torch.empty((rows, top), dtype=torch.int32, **like), torch.empty((rows, top), **like))
     if rows:
         _choose_kernel[(rows,)](
-            logits, correction, slots, made.experts, made.weights, logits.stride(0), padding, how.floor, how.scale,
+            logits, correction, slots, spread, made.experts, made.weights, logits.stride(0), padding, how.floor, how.scale,
             PARTS=len(logits), COUNT=how.count, TOP=top, TOPS=triton.next_power_of_2(top), GROUPS=how.groups,
             GROUPS_KEPT=how.groups_kept, HIGH=triton.next_power_of_2(how.groups),
             WIDE=triton.next_power_of_2(how.count // how.groups), SIGMOID=how.score == "sigmoid",
@@ -162,15 +170,18 @@ def schedule(choice: Choice, count: int, touched: Tensor) -> Schedule:
 
 
 def choose_twin(
-    logits: Tensor, correction: Tensor | None, how: Experts, slots: Tensor, padding: int
+    logits: Tensor, correction: Tensor | None, how: Experts, slots: Tensor, padding: int, spread: Tensor
 ) -> Choice:
     chosen, weights = route(add_parts(logits), how, correction)
+    if spread:
+        pairs = torch.arange(chosen.numel(), device=logits.device).view_as(chosen)
+        chosen, padding = (pairs % spread).sort(dim=-1).values, NO_EXPERT
     there = (slots != padding)[:, None]
     return Choice(torch.where(there, chosen, NO_EXPERT).int(), torch.where(there, weights, 0.0))
 
 
 def schedule_twin(choice: Choice, count: int, touched: Tensor) -> Schedule:
-    rows, top = choice.experts.shape
+    rows = len(choice.experts)
     found = [(choice.experts.flatten() == expert).nonzero().flatten().int() for expert in range(count)]
     counts = torch.tensor([len(one) for one in found], dtype=torch.int32, device=choice.experts.device)
     pairs = choice.experts.new_zeros((count, rows))
