@@ -456,6 +456,9 @@ class StepRecord:
     plan_cached: bool = False  # the plan was kept from an earlier step
     # Of the total, by the host for a device: none where it is the host that is waited for.
     waited_s: float = 0.0
+    experts: float = (
+        0.0  # distinct experts that a pass read, averaged over the layers that have any; 0: none has
+    )
     # Sequences with tokens that are not in it: their first were on their way when it was launched.
     waiting: int = 0
 

@@ -19,7 +19,7 @@ from outrider.types import Batch, Draft
 from outrider.verify.filters import filter_logits, masses
 from outrider.verify.noise import draw
 from tests.model.batches import Part, Reader, furthest, random_ids
-from tests.model.families import CASES, EXPERTS, NEEDS_COMPILER, ours, tensors_of
+from tests.model.families import CASES, NEEDS_COMPILER, ours, tensors_of
 
 pytestmark = NEEDS_COMPILER
 TOLERANCE = 5e-6
@@ -178,7 +178,7 @@ def plain_attention(
     return out
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case not in EXPERTS])
+@pytest.mark.parametrize("case", CASES)
 def test_layer(case: str, kernel_folder: Path) -> None:
     """One layer over a prompt and a tree, and the keys and values it leaves behind."""
     results = []
@@ -195,7 +195,7 @@ def test_layer(case: str, kernel_folder: Path) -> None:
         assert furthest(native, twin) < TOLERANCE
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case not in EXPERTS])
+@pytest.mark.parametrize("case", CASES)
 def test_layer_from_inputs_of_another_width(case: str, kernel_folder: Path) -> None:
     """As a head's first layer has them; and of its own normed input it is the layer."""
     results = []

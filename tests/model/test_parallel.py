@@ -25,12 +25,12 @@ from outrider.model.parallel import ALONE, Group, Ranks, follow
 from outrider.model.weights import KERNEL_FORMATS, kept_as
 from outrider.types import Draft
 from tests.model.batches import Part, Reader, random_ids
-from tests.model.families import CASES, EXPERTS, NEEDS_COMPILER, POSITIONS, tensors_of, theirs
+from tests.model.families import CASES, NEEDS_COMPILER, POSITIONS, tensors_of, theirs
 from tests.model.test_blocks import FORMS, random_blocks
 from tests.tiny import random_tensors, tiny_config
 
 pytestmark = NEEDS_COMPILER
-SHARED = [(case, 2) for case in CASES if case not in ("llama-one-kv-head", *EXPERTS)] + [
+SHARED = [(case, 2) for case in CASES if case != "llama-one-kv-head"] + [
     ("llama-ungrouped", 3),
     ("llama-ungrouped", 4),
 ]

@@ -41,7 +41,7 @@ class Group:
     # Seconds of the step without drafts. Of a host-packed step with its prompt rows, as its sequences wait for those;
     # of the persistent batch without them, as an accepted token saves a later step that has none.
     plain: float
-    rows: int = 0  # of a host-packed step without these drafts
+    each: Seq[int] = ()  # rows of each piece of work of a host-packed step without these drafts
 
     def by_place(self, values: Seq[int] | None) -> Floats:
         return np.array([values[i] for i in self.places] if values else [0] * len(self.places), np.float64)
@@ -186,8 +186,8 @@ def own_chains(
         return None
     nodes = _nodes(drafts)
     gains, seconds = np.zeros((len(nodes) + 1, count)), [group.plain]
-    without, drafting, levels = costs.step(group.rows), 0.0, dict[str, int]()
-    depths = [0] * count
+    each, rows, drafting, levels = list(group.each), sum(group.each), 0.0, dict[str, int]()
+    without, depths = costs.step_of(each), [0] * count
     for added, (survival, item, level) in enumerate(nodes, start=1):
         gains[added:, item] += survival
         draft = drafts[item]
@@ -198,8 +198,9 @@ def own_chains(
         if not depths[item]:
             drafting += draft.delay
         depths[item] = max(depths[item], level)
-        rows = costs.curve_at(group.rows + added)
-        seconds.append(group.plain + max(rows - without, 0.0) + drafting)
+        each[group.places[item]] += 1
+        target = costs.curve_at(rows + added) * costs.shared(each)
+        seconds.append(group.plain + max(target - without, 0.0) + drafting)
     return Candidates(
         lead,
         gains,

@@ -2,7 +2,8 @@
 
 `EagerCosts` knows host-packed steps by their rows, `CapturedCosts` knows captured steps by lead drafter, draft tree and
 size. Both say what a plain step takes (`plain`), what a drafter's prefill takes (`prefill`) and when a plain step is
-due to be measured (`baselines`).
+due to be measured (`baselines`). Of a mixture of experts they hold the times of steps whose rows choose their experts
+independently; experts.py says how much fewer experts a step reads, and what that saves.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ import statistics
 from bisect import bisect_left
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Sequence as Seq
 from functools import partial
 from math import inf
 from typing import Any
 
+from outrider.control.experts import ExpertCosts
 from outrider.control.guards import BASELINE_INTERVAL, KEEP, KNOWN_AFTER, UNMEASURED_ROW
 from outrider.control.pause import PromptPause
 from outrider.types import NO_TREE, CapturedShape, StepRecord, TreeShape
@@ -64,13 +67,32 @@ class EagerCosts:
         self.per_token: dict[str, float] = {}  # of a drafter's prefill
         self.per_prompt_row: dict[int, float] = {}  # by prompt rows, rounded up to a power of two
         self.baselines = Baselines()
+        self.experts: ExpertCosts | None = None  # of a mixture of experts
         self._points: tuple[list[int], list[float]] | None = None
 
     def plain(self, batch: int) -> float:
         known = self.by_batch.get(batch)
         return self.step(batch) if known is None else known
 
-    def step(self, rows: int) -> float:
+    def step(self, rows: int, sequences: int | None = None) -> float:
+        """Of so many rows, each of a sequence of its own unless fewer `sequences` have about as many each."""
+        seconds, experts = self._step(rows), self.experts
+        if experts is None:
+            return seconds
+        return seconds * experts.ratio(rows, experts.expected(rows, rows if sequences is None else sequences))
+
+    def step_of(self, each: Seq[int]) -> float:
+        """Of sequences with so many rows each."""
+        return self._step(sum(each)) * self.shared(each)
+
+    def shared(self, each: Seq[int]) -> float:
+        """Time of a pass over sequences with so many rows each, relative to one of independent rows."""
+        experts = self.experts
+        return (
+            1.0 if experts is None else experts.ratio(sum(each), experts.distinct(experts.independent(each)))
+        )
+
+    def _step(self, rows: int) -> float:
         known = self.by_rows.get(rows)
         if known is not None and (not self.curve or self.times[rows] >= KNOWN_AFTER):
             return known
@@ -124,8 +146,12 @@ class EagerCosts:
         self._points = None
 
     def observe(self, record: StepRecord, after_prompt: bool) -> None:
-        rows, batch = record.rows, record.sequences
-        _learn(self.by_rows, rows, record.total_s - record.draft_s)
+        rows, batch, experts = record.rows, record.sequences, self.experts
+        seconds = record.total_s - record.draft_s
+        if experts is not None and record.experts:
+            experts.observe(record)
+            seconds /= experts.ratio(rows, record.experts)
+        _learn(self.by_rows, rows, seconds)
         self.times[rows] += 1
         self._points = None
         if record.drafted:
@@ -171,6 +197,7 @@ class CapturedCosts:
         self.per_token: dict[str, float] = {}  # of a drafter's prefill
         self.measured: set[tuple[str, int]] = set()  # drafters and sizes
         self.baselines = Baselines()
+        self.experts: ExpertCosts | None = None  # of a mixture of experts
 
     def plain(self, size: int) -> float | None:
         return self.seconds(CapturedShape("none", NO_TREE, size))
@@ -179,7 +206,19 @@ class CapturedCosts:
         """None: neither measured nor taken."""
         device = self._device(shape)
         exposed = self.exposed.get(shape.size, 0.0) if shape.tree != NO_TREE else 0.0
-        return None if device is None else device + exposed
+        return None if device is None else device + exposed - self._saved(shape)
+
+    def _saved(self, shape: CapturedShape, read: float | None = None) -> float:
+        """Seconds that a step takes less than one of independent rows, as it reads so many experts, by default those
+        that are expected. An expert costs what its bytes do in the smallest plain step.
+        """
+        if self.experts is None:
+            return 0.0
+        size, rows = min(self.sizes("none"), default=shape.size), shape.size * (shape.tree.nodes + 1)
+        smallest = self._device(CapturedShape("none", NO_TREE, size)) or 0.0
+        per_expert = smallest / (self.experts.dense + self.experts.distinct(size))
+        read = self.experts.expected(rows, shape.size) if read is None else read
+        return per_expert * (self.experts.distinct(rows) - read)
 
     def _device(self, shape: CapturedShape) -> float | None:
         if shape in self.device:
@@ -238,6 +277,9 @@ class CapturedCosts:
         assert record.captured is not None
         shape, group = record.captured, record.captured.size
         drafting, device = shape.tree != NO_TREE, record.target_s / record.passes
+        if self.experts is not None and record.experts:
+            self.experts.observe(record)
+            device += self._saved(shape, record.experts)
         _learn(self.device, shape, device)
         if drafting:
             self.baselines.drafted(group, shape, CapturedShape("none", NO_TREE, group) in self.device)
@@ -249,6 +291,10 @@ class CostModel:
     def __init__(self) -> None:
         self.eager, self.captured, self.pause = EagerCosts(), CapturedCosts(), PromptPause()
         self.after_prompt = False  # whether the last step had prompt rows
+
+    def know_experts(self, experts: ExpertCosts) -> None:
+        """The model is a mixture of experts."""
+        self.eager.experts = self.captured.experts = experts
 
     def observe(self, record: StepRecord) -> None:
         after_prompt, self.after_prompt = self.after_prompt, record.prompt_rows > 0
@@ -292,7 +338,7 @@ class CostModel:
             prefilled = record.drafter_prefill.seconds if record.drafter_prefill else 0.0
         else:
             rows, prefilled = record.rows - record.prompt_rows, record.draft_s
-            without = self.eager.step(rows) if rows and self.eager.by_rows else None
+            without = self.eager.step(rows, record.decoding) if rows and self.eager.by_rows else None
         if not record.prompt_rows or not without:
             return None
         return max(record.total_s - prefilled - without, 0.0)

@@ -147,7 +147,7 @@ class Planner:
         places: list[int],
         delayed: int,
         plain: float,
-        rows: int = 0,
+        each: Seq[int] = (),
     ) -> Group:
         sequences = [work[i].sequence for i in places]
         allowed = [self._allowed(work[i].sequence, found[i][0]) for i in places]
@@ -162,7 +162,7 @@ class Planner:
             sum(why is not PREFILL for _, why in found) - len(places),
             bool(late.difference(sequences)),
             plain,
-            rows,
+            each,
         )
 
     def _plan_persistent(
@@ -268,9 +268,10 @@ class Planner:
             self._settle(found, places, NOTHING_FOUND)
             return
         batch = sum(one.emits for one in work)
-        rows, costs = sum(one.known for one in work) + sum(plan.nodes for plan, _ in found), self.costs.eager
-        plain = costs.plain(batch) if rows == batch else costs.step(rows)
-        group = self._group(work, found, places, len(work) - batch + options.waiting, plain, rows)
+        each = [one.known + plan.nodes for one, (plan, _) in zip(work, found, strict=True)]
+        costs = self.costs.eager
+        plain = costs.plain(batch) if sum(each) == batch else costs.step_of(each)
+        group = self._group(work, found, places, len(work) - batch + options.waiting, plain, each)
         serving = {*options.model_free, *(names[0] for names in group.allowed if len(names) == 1)}
         further = {name for names in group.allowed for name in names} - serving
         every = [
@@ -398,7 +399,9 @@ class Planner:
             plans[at] = DraftPlan(lead, *PROBE_TREE)
             costs = self.costs.eager
             drafting = costs.drafting({lead: PROBE_TREE.depth}) + costs.prefill(lead, lag[at])
-            added = costs.step(group.rows + PROBE_TREE.nodes) - costs.step(group.rows)
+            each = list(group.each)
+            each[group.places[at]] += PROBE_TREE.nodes
+            added = costs.step_of(each) - costs.step_of(group.each)
             return plans, 1 + (added + drafting) / group.plain
         trees = options.trees.get(lead, ())
         if not trees:

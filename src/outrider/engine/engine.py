@@ -252,6 +252,7 @@ class Engine:
             drafter_prefill=step.drafter_prefill,
             predicted=step.predicted + step.packed.predicted,
             plan_cached=step.plan_cached,
+            experts=step.experts,
         )
 
     def _shadow_scores(self, step: InFlightStep, results: list[Result], alive: list[int]) -> list[Outcome]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import inf
 
+from outrider.control.experts import ExpertCosts
 from outrider.control.guards import Guards
 from outrider.control.planner import Planner
 from outrider.draft.drafter import NetworkDrafter
@@ -11,6 +12,7 @@ from outrider.draft.drafters import Drafters
 from outrider.engine.draft_room import draft_cache_tokens
 from outrider.engine.kv_cache import KvCache
 from outrider.engine.placement import PREFILL_WAIT, Memory
+from outrider.load.config import ModelConfig
 from outrider.load.pairs import Pair
 from outrider.model.decoder import Model
 from outrider.settings import Settings
@@ -37,6 +39,20 @@ def watch_draft(
     for name in planner.choices:
         if isinstance(drafters[name], NetworkDrafter):
             planner.returns.watch(name, draft_cache_tokens(drafters, cache, model, memory))
+
+
+def expert_costs(config: ModelConfig) -> ExpertCosts | None:
+    """Of a mixture of experts. Layers that have more or fewer of them count by their mean."""
+    mixtures = [spec.experts for spec in config.specs if spec.experts is not None]
+    if not mixtures:
+        return None
+    total = round(sum(experts.count for experts in mixtures) / len(mixtures))
+    chosen = round(sum(experts.per_token for experts in mixtures) / len(mixtures))
+    each = sum(
+        3 * experts.width for experts in mixtures
+    )  # numbers of an expert in all layers, by hidden size
+    active = config.vocab + sum(spec.active for spec in config.specs)
+    return ExpertCosts(total, chosen, active / each - chosen)
 
 
 def expect_score(planner: Planner, pair: Pair | None) -> None:

@@ -24,11 +24,10 @@ from torch import Tensor
 from outrider.cache.store import KeyValueStore
 from outrider.load.config import LayerSpec, ModelConfig
 from outrider.load.quants import Blocks
+from outrider.load.weight_map import ROUTER, SHARED_GATE
 from outrider.types import MAX_NODES, Batch
 
 GATHER_SECONDS = 30.0  # that a rank waits for the others; they begin a pass at the same time
-
-WHOLE = ("gate.", "shared_expert_gate.")  # of an MLP: what chooses experts
 
 Call = TypeVar("Call", bound=Callable[..., Any])
 
@@ -59,7 +58,12 @@ class Group:
 
     def part(self, name: str, weight: Any, config: ModelConfig) -> Any:
         """The rank's outputs of a weight: whole heads with their queries. Every rank has all norms and routers."""
-        if self.size == 1 or name.endswith("norm.weight") or name.split(".mlp.")[-1].startswith(WHOLE):
+        if (
+            self.size == 1
+            or name.endswith("norm.weight")
+            or f".{ROUTER}." in name
+            or f".{SHARED_GATE}." in name
+        ):
             return weight
         words, units = name.split("."), 0
         if words[-2] in ("q_proj", "k_proj", "v_proj") or words[-1] == "sinks":
