@@ -181,10 +181,9 @@ class CapturedStep:
         """Drafters may run layers of the target, too, so experts are counted around its passes alone."""
 
         def counted(*given: Any) -> Tensor:
-            kernels = self.ops.model.kernels
-            self.read.sub_(kernels.touched)
+            self.read.sub_(self.ops.touched)
             logits = run(*given)
-            self.read.add_(kernels.touched)
+            self.read.add_(self.ops.touched)
             return logits
 
         return counted

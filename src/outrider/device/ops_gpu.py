@@ -18,6 +18,10 @@ from outrider.types import Batch
 class GpuStepOps(StepOps):
     ahead = None if INTERPRETED else AHEAD
 
+    @property
+    def touched(self) -> Tensor:
+        return self.model.kernels.counter
+
     def spread_rows(self, rows: int) -> None:
         self.model.spread_rows(rows)
 

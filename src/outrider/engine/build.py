@@ -37,7 +37,7 @@ from outrider.load.checkpoint import Checkpoint, check_shapes, open_checkpoint
 from outrider.load.config import ModelConfig
 from outrider.load.find import find
 from outrider.load.pairs import Pair, find_pair
-from outrider.model.decoder import Decoder, Model, kv_bytes, make_kernels
+from outrider.model.decoder import Decoder, Layered, Model, kv_bytes, make_kernels
 from outrider.model.parallel import ALONE, Group
 from outrider.model.weights import kept_formats
 from outrider.settings import WEIGHT_BYTES, Settings, cache_folder, free_memory
@@ -152,7 +152,7 @@ def _build(
     # Lookup costs next to nothing, so the planner may choose it where a request names no drafter.
     choices = dict.fromkeys((drafter, "lookup") if names else ())
     planner = Planner(drafter, choices=tuple(choices), guards=guards_of(settings))
-    if isinstance(model, Decoder) and (experts := expert_costs(model.config)) is not None:
+    if isinstance(model, Layered) and (experts := expert_costs(model.config)) is not None:
         planner.costs.know_experts(experts)
     expect_score(planner, pair)
     memory = _measured(model, cache, held) if on_gpu else None

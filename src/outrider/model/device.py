@@ -51,7 +51,14 @@ class DeviceDecoder:
         self.library = Adopted(refused="not asked for")
 
     def forward(self, batch: Batch, store: KeyValueStore) -> Tensor:
+        if self.decoder.mixtures:
+            self.kernels.touched = 0
         return self.run(batch, store, self.config.layers)
+
+    @property
+    def experts_read(self) -> float:
+        """Waits for the device."""
+        return self.decoder.experts_read if self.decoder.mixtures else 0.0
 
     def exit_logits(self, batch: Batch, store: KeyValueStore, layers: int) -> Tensor:
         return self.run(batch, store, layers).float().cpu()

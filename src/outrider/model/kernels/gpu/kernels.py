@@ -113,9 +113,16 @@ class GpuKernels:
             tuple[RopeTable | None, tuple[Tensor, Tensor]]
         ] = []  # of each table, on the device
         self._read: tuple[Batch, AttentionPlan] | None = None
-        # Experts with rows, of all layers that ran; it only rises, and begins again after 2^32.
-        self.touched = torch.zeros(1, dtype=torch.int32, device=self.device)
-        self.spread = torch.zeros_like(self.touched)  # as `choose` has it
+        self.counter = torch.zeros(1, dtype=torch.int32, device=self.device)  # experts with rows, over layers
+        self.spread = torch.zeros_like(self.counter)  # as `choose` has it
+
+    @property
+    def touched(self) -> int:
+        return int(self.counter)
+
+    @touched.setter
+    def touched(self, count: int) -> None:
+        self.counter.fill_(count)
 
     # -------------------------------------------------------------------------------------------- weights
 
@@ -358,7 +365,7 @@ class GpuKernels:
         how, rows = w.how, len(slots)
         logits = multiply_parts(normed, w.router.weight, w.router.bias, rows)
         choice = choose(logits, w.correction, how, slots, padding, self.spread)
-        plan = schedule(choice, how.count, self.touched)
+        plan = schedule(choice, how.count, self.counter)
         inputs, weights = normed[:rows], choice.weights
         if how.weighs_input:
             inputs = (inputs.float()[:, None] * weights[..., None]).to(self.dtype).flatten(0, 1)
