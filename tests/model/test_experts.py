@@ -83,6 +83,8 @@ def test_a_needle_among_rows_of_the_same_experts(
     kind: str, together: bool, kernels: str, kernel_folder: Path
 ) -> None:
     """Groups of an expert's rows have every size on the way to 64."""
+    if kernels == "torch" and (kind != "float32" or not together):
+        pytest.skip("the twin goes row by row, and slowly")
     model = built("qwen3_moe", kernels, kind, kernel_folder, together)
     counts = (1, 2, 3, 5, 6, 7, 8, 13, 32, 64) if kernels == "c" else (1, 3, 5)
     reader = Reader(model.config, texts=max(counts), longest=16)
@@ -98,7 +100,7 @@ def test_a_needle_among_rows_of_the_same_experts(
 
 @pytest.mark.parametrize("case", ["qwen3_moe", "glm4_moe-groups", "llama4", "mixtral-window"])
 def test_any_chunk_size_gives_the_same_bits(case: str, kernels: str, kernel_folder: Path) -> None:
-    model, ids = ours(case, kernels, kernel_folder), random_ids(VOCAB, 70)
+    model, ids = ours(case, kernels, kernel_folder), random_ids(VOCAB, 70 if kernels == "c" else 9)
     expected = Reader(model.config).read(model, ids)
     for chunk in (1, 7, 64) if kernels == "c" else (7,):
         assert torch.equal(Reader(model.config).read(model, ids, chunk), expected), chunk
@@ -108,7 +110,7 @@ def test_any_chunk_size_gives_the_same_bits(case: str, kernels: str, kernel_fold
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("case", ["qwen3_moe-some", "glm4_moe-groups", "llama4-interleaved"])
 def test_the_c_kernels_equal_their_twin(case: str, kind: str, kernel_folder: Path) -> None:
-    ids = random_ids(VOCAB, 20)
+    ids = random_ids(VOCAB, 6)
     here, twin = (built(case, which, kind, kernel_folder) for which in ("c", "torch"))
     assert furthest(Reader(here.config).read(here, ids), Reader(twin.config).read(twin, ids)) < {
         "float32": 2e-5,
