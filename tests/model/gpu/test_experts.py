@@ -11,6 +11,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from outrider.load.config import Experts
+from outrider.model.device import DeviceDecoder, DevicePass, GraphedPass
 from outrider.model.kernels.gpu import matmul
 from outrider.model.kernels.gpu.experts import (
     choose_tile,
@@ -316,3 +317,25 @@ def test_a_tree_has_the_bits_of_plain_decoding(device: str) -> None:
     for token in (TREE.tokens[i] for i in TREE.path(node)):
         alone = reader.feed(model, Part(0, [token]))
     assert torch.equal(alone[-1], together[len(ids) + node])
+
+
+@pytest.mark.gpu
+def test_captured_steps_have_the_bits_of_eager_ones_in_any_company(device: str) -> None:
+    """Qwen3-30B-A3B's layers: rows 1 to 64 alone and together, and from a graph with tokens it was not captured with."""
+    shape = {"hidden": 2048, "heads": 32, "kv_heads": 4, "head_dim": 128, "intermediate": 0}
+    experts = Experts(128, 8, 768)
+    model = DeviceDecoder(decoders(device, layers=2, windows=(0, 0), experts=experts, **shape)[0])
+    reader = HalfReader(model.decoder, device, texts=64)
+    alone = HalfReader(model.decoder, device, texts=64)
+    texts = [random_ids(VOCAB, 3 + text % 5, seed=text) for text in range(64)]
+    for one in (reader, alone):
+        one.feed(model, *(Part(text, ids) for text, ids in enumerate(texts)))
+    graphed = GraphedPass(DevicePass(model, reader.store))
+    for count in (1, 2, 3, 8, 16, 17, 33, 64):
+        for token in (5, 6):
+            batch = reader.batch(*(Part(text, [token + text]) for text in range(count)))
+            expected = model.forward(batch, reader.store)
+            assert torch.equal(graphed(batch, 1, 100), expected)
+            for text in {0, count // 2, count - 1}:
+                mine = model.forward(alone.batch(Part(text, [token + text])), alone.store)
+                assert torch.equal(mine[0], expected[text]), (count, text)
