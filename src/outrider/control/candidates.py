@@ -43,6 +43,11 @@ class Group:
     plain: float
     each: Seq[int] = ()  # rows of each piece of work of a host-packed step without these drafts
 
+    def with_nodes(self, item: int, nodes: int) -> list[int]:
+        """`each`, with a draft of so many nodes for one of its sequences."""
+        place = self.places[item]
+        return [rows + nodes * (i == place) for i, rows in enumerate(self.each)]
+
     def by_place(self, values: Seq[int] | None) -> Floats:
         return np.array([values[i] for i in self.places] if values else [0] * len(self.places), np.float64)
 

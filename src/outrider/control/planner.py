@@ -268,8 +268,7 @@ class Planner:
             self._settle(found, places, NOTHING_FOUND)
             return
         batch = sum(one.emits for one in work)
-        each = [one.known + plan.nodes for one, (plan, _) in zip(work, found, strict=True)]
-        costs = self.costs.eager
+        costs, each = self.costs.eager, [one.known + f[0].nodes for one, f in zip(work, found, strict=True)]
         plain = costs.plain(batch) if sum(each) == batch else costs.step_of(each)
         group = self._group(work, found, places, len(work) - batch + options.waiting, plain, each)
         serving = {*options.model_free, *(names[0] for names in group.allowed if len(names) == 1)}
@@ -399,9 +398,7 @@ class Planner:
             plans[at] = DraftPlan(lead, *PROBE_TREE)
             costs = self.costs.eager
             drafting = costs.drafting({lead: PROBE_TREE.depth}) + costs.prefill(lead, lag[at])
-            each = list(group.each)
-            each[group.places[at]] += PROBE_TREE.nodes
-            added = costs.step_of(each) - costs.step_of(group.each)
+            added = costs.step_of(group.with_nodes(at, PROBE_TREE.nodes)) - costs.step_of(group.each)
             return plans, 1 + (added + drafting) / group.plain
         trees = options.trees.get(lead, ())
         if not trees:

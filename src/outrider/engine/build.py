@@ -29,7 +29,7 @@ from outrider.engine.live_draft import LiveDraft
 from outrider.engine.loading import Reading, Watch
 from outrider.engine.memory import GpuMeter, check_room, gpu_memory, runs_on_gpu, working_memory
 from outrider.engine.placement import DRAFT_TOKENS, Memory, place, share_of_all, within_share
-from outrider.engine.planning import expect_score, expert_costs, guards_of, watch_draft
+from outrider.engine.planning import guards_of, inform, watch_draft
 from outrider.engine.ranks import OtherRanks, check_ranks
 from outrider.engine.runner import Runner
 from outrider.errors import InvalidRequest, OutOfMemory, OutriderError, UnsupportedModel, invalid, naming
@@ -37,7 +37,7 @@ from outrider.load.checkpoint import Checkpoint, check_shapes, open_checkpoint
 from outrider.load.config import ModelConfig
 from outrider.load.find import find
 from outrider.load.pairs import Pair, find_pair
-from outrider.model.decoder import Decoder, Layered, Model, kv_bytes, make_kernels
+from outrider.model.decoder import Decoder, Model, kv_bytes, make_kernels
 from outrider.model.parallel import ALONE, Group
 from outrider.model.weights import kept_formats
 from outrider.settings import WEIGHT_BYTES, Settings, cache_folder, free_memory
@@ -152,9 +152,7 @@ def _build(
     # Lookup costs next to nothing, so the planner may choose it where a request names no drafter.
     choices = dict.fromkeys((drafter, "lookup") if names else ())
     planner = Planner(drafter, choices=tuple(choices), guards=guards_of(settings))
-    if isinstance(model, Layered) and (experts := expert_costs(model.config)) is not None:
-        planner.costs.know_experts(experts)
-    expect_score(planner, pair)
+    inform(planner, model, pair)
     memory = _measured(model, cache, held) if on_gpu else None
     watch_draft(planner, drafters, cache, model, memory)
     costs = None

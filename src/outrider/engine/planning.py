@@ -14,7 +14,7 @@ from outrider.engine.kv_cache import KvCache
 from outrider.engine.placement import PREFILL_WAIT, Memory
 from outrider.load.config import ModelConfig
 from outrider.load.pairs import Pair
-from outrider.model.decoder import Model
+from outrider.model.decoder import Layered, Model
 from outrider.settings import Settings
 
 
@@ -55,8 +55,12 @@ def expert_costs(config: ModelConfig) -> ExpertCosts | None:
     return ExpertCosts(total, chosen, active / each - chosen)
 
 
-def expect_score(planner: Planner, pair: Pair | None) -> None:
-    """Starts the acceptance estimate of a paired draft from its score, by temperature."""
+def inform(planner: Planner, model: Model, pair: Pair | None) -> None:
+    """What is known before the first step: the experts of a model whose passes count them, and the score of a paired
+    draft, by temperature, from which the estimate of its acceptance starts.
+    """
+    if isinstance(model, Layered) and (experts := expert_costs(model.config)) is not None:
+        planner.costs.know_experts(experts)
     score = None if pair is None else pair.card.score
     if score is None:
         return
