@@ -54,5 +54,6 @@ def test_a_step_says_how_many_experts_its_pass_read(model: Decoder, small: Decod
         records += [result.record for result in engine.step()]
     assert len(records) > 8
     for record in records:
-        most = min(EXPERTS.count, record.rows * EXPERTS.per_token)
+        # On a CPU padding of resident steps chooses experts, too.
+        most = EXPERTS.count if lag else min(EXPERTS.count, record.rows * EXPERTS.per_token)
         assert EXPERTS.per_token <= record.experts <= most, record

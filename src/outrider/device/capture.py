@@ -180,9 +180,11 @@ class CapturedStep:
     def _counted(self, run: TargetPass) -> TargetPass:
         """Drafters may run layers of the target, too, so experts are counted around its passes alone."""
 
-        def counted(*given: Any) -> Tensor:
+        def counted(
+            batch: Batch, together: int, context: int, branching: bool, staged: StagedRows | None = None
+        ) -> Tensor:
             self.read.sub_(self.ops.touched)
-            logits = run(*given)
+            logits = run(batch, together, context, branching, staged)
             self.read.add_(self.ops.touched)
             return logits
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,7 @@ from outrider.types import Batch
 
 class GpuStepOps(StepOps):
     ahead = None if INTERPRETED else AHEAD
+    model: Any  # a DeviceDecoder
 
     @property
     def touched(self) -> Tensor:

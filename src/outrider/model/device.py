@@ -95,8 +95,8 @@ class DeviceDecoder:
         return sum(one.nbytes for one in (*weights, *experts, *copies))
 
     def spread_rows(self, rows: int) -> None:
-        """From now on passes read as many experts as so many rows that choose independently, padding among them. 0: rows
-        choose by themselves, and padding chooses nothing.
+        """From now on passes read as many experts as so many rows that choose independently, padding among them.
+        0: rows choose by themselves, and padding chooses nothing.
         """
         experts = next((spec.experts for spec in self.config.specs if spec.experts), None)
         if experts is not None:

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
 
+from outrider.control.trees import tree_nodes
+from outrider.device.capture import CapturedStep, StepShape
+from outrider.device.ops_gpu import GpuStepOps
+from outrider.device.state import SequenceState
 from outrider.load.config import Experts
+from outrider.model.decoder import make_store
 from outrider.model.device import DeviceDecoder, DevicePass, GraphedPass
 from outrider.model.kernels.gpu import matmul
 from outrider.model.kernels.gpu.experts import (
@@ -31,7 +37,7 @@ from outrider.model.kernels.gpu.routing import (
     schedule_twin,
 )
 from outrider.model.kernels.gpu.rows import ExpertParts, add_and_norm, add_and_norm_twin
-from outrider.types import Draft
+from outrider.types import NO_TREE, Draft
 from tests.model.batches import Part, Reader, furthest, random_ids
 from tests.model.gpu.test_decoder import HalfReader, decoders
 from tests.model.gpu.test_kernels import HALF, noise
@@ -319,9 +325,27 @@ def test_a_tree_has_the_bits_of_plain_decoding(device: str) -> None:
     assert torch.equal(alone[-1], together[len(ids) + node])
 
 
+def test_a_step_counts_the_experts_of_its_rows_and_not_of_padding(device: str) -> None:
+    """Unless padding is told to read as many as so many rows, to be timed."""
+    how = Experts(6, 2, 24)
+    model = DeviceDecoder(decoders(device, layers=1, windows=(0,), experts=how, intermediate=0)[0])
+    store, state = make_store(model, 16), SequenceState(4, 40, torch.device(device), VOCAB)
+    state.table[-1] = store.slots
+    step = CapturedStep(
+        GpuStepOps(state, model), model.make_pass(store), StepShape(2, NO_TREE, (), 40, False),
+        tree_nodes(NO_TREE), padding=store.slots,
+    )  # fmt: skip
+    step.fill([1], [0], [True], np.array([[3]], np.int32))
+    assert int(step.launch().experts) == how.per_token
+    for rows, expected in ((1, 2), (2, 3), (9, 6), (0, 0)):
+        step.ops.spread_rows(rows)
+        step.launch_padding()
+        assert int(step.read) == min(expected, 2 * how.per_token), rows
+
+
 @pytest.mark.gpu
 def test_captured_steps_have_the_bits_of_eager_ones_in_any_company(device: str) -> None:
-    """Qwen3-30B-A3B's layers: rows 1 to 64 alone and together, and from a graph with tokens it was not captured with."""
+    """Layers of Qwen3-30B-A3B: rows 1 to 64 alone and together, and from a graph captured with other tokens."""
     shape = {"hidden": 2048, "heads": 32, "kv_heads": 4, "head_dim": 128, "intermediate": 0}
     experts = Experts(128, 8, 768)
     model = DeviceDecoder(decoders(device, layers=2, windows=(0, 0), experts=experts, **shape)[0])

@@ -155,11 +155,10 @@ def pack_experts(
     """The same of `count` experts, which are taken one at a time."""
     packed: Packed | None = None
     for number, halves in enumerate(experts):
-        like = halves[0]
         if packed is None:
-            packed = room_for(
-                len(halves), *like.shape, kind, dtype or like.dtype, device or like.device, count
-            )
+            outputs, inputs = halves[0].shape
+            to, like = device or halves[0].device, dtype or halves[0].dtype
+            packed = room_for(len(halves), outputs, inputs, kind, like, to, count)
             packed.whole = whole
         _put_all(packed.of_expert(number), halves)
     assert packed is not None

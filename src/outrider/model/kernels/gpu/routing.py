@@ -119,11 +119,13 @@ def choose(
     `spread`, int32 [1], is not 0, all rows are spread evenly over so many experts instead, to time a step that reads
     them.
     """
-    rows, top, like = logits.shape[1], how.per_token, {"device": logits.device}
-    made = Choice(torch.empty((rows, top), dtype=torch.int32, **like), torch.empty((rows, top), **like))
+    rows, top = logits.shape[1], how.per_token
+    weights = logits.new_empty(rows, top)
+    made = Choice(torch.empty_like(weights, dtype=torch.int32), weights)
     if rows:
         _choose_kernel[(rows,)](
-            logits, correction, slots, spread, made.experts, made.weights, logits.stride(0), padding, how.floor, how.scale,
+            logits, correction, slots, spread, made.experts, made.weights, logits.stride(0), padding,
+            how.floor, how.scale,
             PARTS=len(logits), COUNT=how.count, TOP=top, TOPS=triton.next_power_of_2(top), GROUPS=how.groups,
             GROUPS_KEPT=how.groups_kept, HIGH=triton.next_power_of_2(how.groups),
             WIDE=triton.next_power_of_2(how.count // how.groups), SIGMOID=how.score == "sigmoid",
@@ -157,8 +159,7 @@ def _schedule_kernel(
 def schedule(choice: Choice, count: int, touched: Tensor) -> Schedule:
     """The rows of each of `count` experts. The number of experts that have any is added to `touched`, int32 [1]."""
     rows, top = choice.experts.shape
-    like = {"dtype": torch.int32, "device": choice.experts.device}
-    made = Schedule(torch.empty((count, rows), **like), torch.empty(count, **like))
+    made = Schedule(choice.experts.new_empty(count, rows), choice.experts.new_empty(count))
     _schedule_kernel[(count,)](
         choice.experts, made.pairs, made.counts, touched, rows, TOP=top, TOPS=triton.next_power_of_2(top),
         BLOCK=min(LONGEST_LOOK, max(16, triton.next_power_of_2(rows))), num_warps=4, **chained(),
