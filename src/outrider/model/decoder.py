@@ -35,9 +35,11 @@ class Model(Protocol):
     device: torch.device  # of keys, values and logits
     dtype: torch.dtype  # of keys and values
     group: Group  # the ranks that share it
-    experts_read: (
-        float  # distinct experts that the last pass read, averaged over layers that have any; 0: none has
-    )
+
+    @property
+    def experts_read(self) -> float:
+        """Distinct experts that the last pass read, averaged over the layers that have any; 0: none has."""
+        ...
 
     def forward(self, batch: Batch, store: KeyValueStore) -> Tensor:
         """Writes the rows' keys and values to their slots; returns logits [len(batch.logit_rows), vocab]."""
