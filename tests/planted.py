@@ -39,10 +39,30 @@ class Fault:
 
 STEP, DRAW, ROWS = (f"model/kernels/gpu/{name}.py" for name in ("step_ops", "draw", "rows"))
 ATTENTION = "model/kernels/gpu/attention.py"
-PLANNER = "control/planner.py"
+PLANNER, EXPERTS = "control/planner.py", "control/experts.py"
 RUNNER, PASSES = "engine/graph_runner.py", "(row == spare) | (commits == 0), length, length + passes"
 
 FAULTS = [
+    # Mixtures of experts.
+    Fault("rows of a sequence that share no experts", EXPERTS, "rows**self.chain.exponent", "rows",
+          "control/test_experts.py::test_what_rows_share_is_learned_from_counts"),
+    Fault("sequences that share no experts", EXPERTS, "** (self.batch.exponent - 1)", "** 0",
+          "control/test_experts.py::test_sequences_of_one_topic_share_experts_too"),
+    Fault("counts near all experts that say as much as others", EXPERTS, "(doublings * precision) ** 2",
+          "doublings**2", "control/test_experts.py::test_a_pass_that_reads_nearly_all_experts_says_little_about_rows"),
+    Fault("a step's time corrected for experts the wrong way", "control/costs.py",
+          "seconds /= experts.ratio(rows, record.experts)", "seconds *= experts.ratio(rows, record.experts)",
+          "control/test_experts.py::test_steps_with_few_and_with_many_experts_are_learned_as_one"),
+    Fault("a captured step's time corrected the wrong way", "control/costs.py",
+          "device += self._saved(shape, record.experts)", "device -= self._saved(shape, record.experts)",
+          "control/test_experts.py::test_captured_steps_are_learned_by_their_experts"),
+    Fault("draft nodes priced as independent rows", "control/candidates.py", " * costs.shared(each)", "",
+          "control/test_experts.py::test_routing_that_rows_share_allows_deeper_drafts"),
+    Fault("a warm-up whose rows all choose the same experts", "engine/eager_runner.py", "replace(batch, ids=ids,",
+          "replace(batch, ids=ids * 0,",
+          "engine/test_expert_steps.py::test_warm_up_measures_rows_alike_and_apart"),
+    Fault("experts of the last layer alone counted", "model/kernels/experts.h", "*w->read += tiles", "*w->read = tiles",
+          "engine/test_expert_steps.py::test_experts_that_rows_share_are_counted_once"),
     # Steps on a device.
     Fault("a node that was not proposed", STEP, "(draft == sampled) & (node < proposed)", "(draft == sampled)",
           "model/gpu/test_step_ops.py::test_commit"),
@@ -150,7 +170,7 @@ FAULTS = [
           "draft/test_lookup.py"),
     Fault("nodes by another's numbers", "draft/merged.py", "{merged: own for own", "{own: own for own",
           "draft/test_merged.py"),
-    Fault("rows that others asked for", PLANNER, "in work) + sum(plan.nodes", "in work) - sum(plan.nodes",
+    Fault("rows that others asked for", PLANNER, "one.known + f[0].nodes", "one.known - f[0].nodes",
           "control/test_planner.py"),
     Fault("a drafter's prefill that need not be earned", "control/candidates.py",
           "(accepted * steps * per_token > prefill)", "(accepted > 0)",
