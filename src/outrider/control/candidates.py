@@ -50,8 +50,8 @@ class Group:
     delayed: int
     settled: int
     settled_late: bool  # one of those is at its bound
-    # Seconds of the step without drafts. Of a host-packed step with its prompt rows, as its sequences wait for those;
-    # of the persistent batch without them, as an accepted token saves a later step that has none.
+    # Seconds of the step without drafts. A host-packed step includes its prompt rows, because its sequences wait for
+    # them. The persistent batch excludes them, because an accepted token saves a later step without prompt rows.
     plain: float
     each: Seq[int] = ()  # rows of each piece of work of a host-packed step without these drafts
 

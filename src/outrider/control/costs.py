@@ -23,8 +23,9 @@ from outrider.types import NO_TREE, CapturedShape, StepRecord, TreeShape
 
 
 class Baselines:
-    """Plain steps among drafting ones. Both grow with the context, so a plain step's time now follows from drafting
-    steps by the ratio between the two when a plain step was last measured. `group`: the batch of a step.
+    """Estimates what a plain step would take now, while steps draft. Both kinds take longer as contexts grow, so the
+    time of a drafting step is multiplied by the ratio of the two at the last measured plain step. `group`: the batch
+    of a step.
     """
 
     def __init__(self) -> None:
@@ -36,13 +37,13 @@ class Baselines:
         return self.since.get(group, 0) >= BASELINE_INTERVAL
 
     def drafted(self, group: int, shape: Hashable, known: bool) -> None:
-        """Where no plain step is `known`, one is due soon."""
+        """Counts a drafting step. If no plain step of this group is `known`, one is due soon."""
         self.since[group] = self.since.get(group, 0 if known else BASELINE_INTERVAL - KNOWN_AFTER) + 1
         self.shapes[group].add(shape)
 
     def plain(self, group: int, seconds: float, taken: Callable[[Any], float], reliable: bool) -> None:
-        """A plain step. It is no reliable baseline right after a prompt: a device waited for the host, and a CPU's
-        cache lost the weights.
+        """Takes a plain step as baseline. The first one after prompt rows is not `reliable`: a GPU waited for the host
+        in it, and a CPU's cache had lost the weights.
         """
         self.since[group] = 0
         if reliable:
@@ -114,7 +115,7 @@ class EagerCosts:
         return _between(xs, ys, at, rows)
 
     def _known_points(self) -> tuple[list[int], list[float]]:
-        """Steps taken often enough, and the measured curve at the pace of the nearest of them."""
+        """Steps that were taken often, and the curve measured ahead, scaled by the nearest of those steps."""
         known = dict(self.by_rows)
         if self.curve:
             known = {rows: s for rows, s in known.items() if self.times[rows] >= KNOWN_AFTER}
@@ -138,7 +139,7 @@ class EagerCosts:
         return self.per_token.get(drafter, 0.0) * tokens
 
     def learn_pass(self, rows: int, seconds: float) -> None:
-        """A pass was measured ahead. A pass of fewer rows that took longer was disturbed."""
+        """Takes a pass measured ahead. A pass of fewer rows cannot take longer: if it did, other load disturbed it."""
         self.curve[rows] = seconds
         for fewer in [known for known in self.curve if known < rows]:
             self.curve[fewer] = min(self.curve[fewer], seconds)
@@ -165,7 +166,7 @@ class EagerCosts:
             _learn(self.per_level, name, max(0.0, record.draft_s - self.drafting(levels)) / depth)
 
     def observe_prefill(self, record: StepRecord) -> None:
-        """A drafter's prefill is what drafting took longer than usual."""
+        """Learns a drafter's prefill: what drafting took beyond its usual time."""
         assert record.drafter_prefill is not None
         name, tokens, seconds = record.drafter_prefill
         _learn(self.per_token, name, max(0.0, seconds - self.drafting(_levels(record))) / tokens)
@@ -261,12 +262,12 @@ class CapturedCosts:
             self.ahead[CapturedShape(name, tree, size)] = seconds
 
     def learn_prefill(self, drafter: str, tokens: int, seconds: float) -> None:
-        """The least counts: a graph may have been captured in between."""
+        """Keeps the shortest time, because a graph may have been captured during the others."""
         self.per_token[drafter] = min(self.per_token.get(drafter, inf), seconds / tokens)
 
     def observe_host(self, record: StepRecord) -> None:
-        """Host time that the device could not hide, in every drafting step: with prompts and ended answers, too, as the
-        passes of a plain step would hide that. More than the device's own time is a stall that no plan changes.
+        """Learns the host time that the device does not hide, from every drafting step, also beside prompts. At most
+        the device's own time counts: anything longer is a stall, which no plan changes.
         """
         if record.captured is not None and record.captured.tree != NO_TREE:
             exposed = min(max(record.total_s - record.target_s, 0.0), record.target_s)

@@ -24,8 +24,8 @@ from outrider.cache.pool import CacheFull
 from outrider.cache.table import SlotTable
 from outrider.types import Sequence, Work
 
-# Prompt rows that a step may have beside so many decoding sequences, when the oldest prompt has waited so many seconds,
-# so many wait with so many tokens, and whether one of them is partly read.
+# Maximum number of prompt rows in a step. Takes the number of decoding sequences, the seconds that the oldest prompt
+# has waited, the number of waiting prompts, their tokens, and whether one of them is partly read.
 PromptRows = Callable[[int, float, int, int, bool], int]
 LOOK_AHEAD = 16  # waiting prompts among which short ones are looked for
 COUNTED = 256  # waiting prompts whose tokens are counted: more than a few steps read, as a rule
@@ -54,7 +54,7 @@ class Scheduler:
         """Sequences that can move, with slots for the known tokens that are fed."""
         pause = self.background and self._pauses_background()
         self._queue = self.waiting if pause or not self.background else self.waiting_background
-        # Written out, as it is done for every sequence in every step: what is pending, and what remains.
+        # `pending` and `remaining` are written out here: this runs for every sequence in every step.
         ready = [
             s
             for s in self.running
@@ -107,7 +107,7 @@ class Scheduler:
         return half - room
 
     def _next(self, room: int | None) -> Sequence | None:
-        """Whom to admit: the oldest; beside a prompt that is still being read, one that has room."""
+        """The next sequence to admit: the oldest. While a prompt is only partly read, one that fits into `room`."""
         some = islice(self._queue, LOOK_AHEAD if room else 1)
         return next((s for s in some if room is None or len(s.tokens) <= room), None)
 
@@ -120,8 +120,8 @@ class Scheduler:
         return [Work(sequence, 1) for sequence in ready]
 
     def _chunks(self, work: list[Work], ready: list[Sequence], budget: int) -> list[Work]:
-        """Chunked prefill, beside `work` that has its slots: a chunk for who still reads its prompt, one token for
-        others. The youngest are preempted.
+        """Chunked prefill, added to `work`: a chunk for sequences that still read their prompt, one token for others.
+        If slots run out, the youngest are preempted.
         """
         for sequence in ready:
             if sequence.row < 0:  # preempted while room was made for an older one
