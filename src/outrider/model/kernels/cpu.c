@@ -27,7 +27,11 @@
 #endif
 #define REGS (PANEL / LANES)    /* vector registers a panel row takes */
 #define FEW 8                   /* rows whose norms and rotations are too little to share out */
-#define MOST 6                  /* rows a panel meets at a time: 24 NEON accumulators, 6 rows and a weight just fit */
+#if LANES == 16
+#define MOST 8                  /* rows a panel meets at a time: a chain of additions waits four cycles, two end in each */
+#else
+#define MOST 6                  /* 24 NEON accumulators, 6 rows and a weight just fit */
+#endif
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
@@ -215,8 +219,11 @@ static inline vec weight_half(const void *w, int k, int i, int j) {
     DEFINE_PANEL(KIND, 4)                                                                                \
     DEFINE_PANEL(KIND, 5)                                                                                \
     DEFINE_PANEL(KIND, 6)                                                                                \
-    static void (*const panels_##KIND[MOST])(const void *, const char *, const float *, int, int, float[][PANEL]) = { \
-        panel_##KIND##_1, panel_##KIND##_2, panel_##KIND##_3, panel_##KIND##_4, panel_##KIND##_5, panel_##KIND##_6};
+    DEFINE_PANEL(KIND, 7)                                                                                \
+    DEFINE_PANEL(KIND, 8)                                                                                \
+    static void (*const panels_##KIND[TILE])(const void *, const char *, const float *, int, int, float[][PANEL]) = { \
+        panel_##KIND##_1, panel_##KIND##_2, panel_##KIND##_3, panel_##KIND##_4,                          \
+        panel_##KIND##_5, panel_##KIND##_6, panel_##KIND##_7, panel_##KIND##_8};
 DEFINE_PANELS(whole)
 DEFINE_PANELS(half)
 
@@ -227,7 +234,7 @@ typedef struct {
 } Panel;
 
 /* Most rows that a panel of this kind meets at a time. */
-static inline int most_rows(int kind) { return kind > HALF ? TILE : MOST; }
+static inline int most_rows(int kind) { return kind > HALF ? blocks_rows() : MOST; }
 
 static inline size_t panel_bytes(int kind, int K) {
     if (kind > HALF) return blocks_panel_bytes(kind, K);
@@ -240,7 +247,7 @@ static void *room_for(const Matrix *w, int K, int rows) {
     size_t most = 0;
     for (int p = 0; p < PARTS && w->parts[p].outputs; p++) {
         int kind = w->parts[p].kind;
-        if (kind == WHOLE || kind == Q8_0 || rows <= most_rows(kind)) continue;
+        if (kind == WHOLE || kind == Q8_0 || rows <= most_rows(kind) || (kind > HALF && !blocks_widens())) continue;
         size_t bytes = panel_bytes(kind == HALF ? WHOLE : WIDE_LEAST, K);
         most = bytes > most ? bytes : most;
     }
@@ -274,10 +281,23 @@ static inline void multiply(Panel w, int rows, int m, const Inputs *in, float y[
     (w.kind == HALF ? panels_half : panels_whole)[rows - 1](w.data, w.next[m > 0], in->x + (size_t)m * K, K, K, y);
 }
 
+static inline int least(int a, int b) { return a < b ? a : b; }
+static inline int panels_of(int outputs) { return (outputs + PANEL - 1) / PANEL; }
+
+/* Rows of the next tile: as few tiles as possible, of about equal size. */
+static inline int next_rows(int left, int most) {
+    int times = (left + most - 1) / most;
+    return (left + times - 1) / times;
+}
+
 static void round_rows(void *job, int member, int begin, int end) {
     Inputs *in = job;
     (void)member;
-    for (int r = begin; r < end; r++) blocks_round(in->x + (size_t)r * in->K, in->K, &in->rounded, r);
+    for (int m = 0, rows; m < end; m += rows) {
+        rows = next_rows(in->M - m, blocks_rows());
+        for (int r = m < begin ? begin : m; r < end && r < m + rows; r++)
+            blocks_round(in->x + (size_t)r * in->K, in->K, &in->rounded, m, rows, r - m);
+    }
 }
 
 /* `release` them after use. Returns 0 if there is no memory for them. */
@@ -292,15 +312,6 @@ static int inputs_for(int threads, const float *x, int M, int K, const Matrix *w
 }
 
 static void release(Inputs *in) { free(in->rounded.q); }
-
-static inline int least(int a, int b) { return a < b ? a : b; }
-static inline int panels_of(int outputs) { return (outputs + PANEL - 1) / PANEL; }
-
-/* Rows of the next tile: as few tiles as possible, of about equal size. */
-static inline int next_rows(int left, int most) {
-    int times = (left + most - 1) / most;
-    return (left + times - 1) / times;
-}
 
 /* y = x W^T + bias, or y += add times that. */
 typedef struct {
@@ -324,7 +335,7 @@ static void linear_panels(void *job, int member, int begin, int end) {
         int width = least(PANEL, part->outputs - own * PANEL);
         const float *bias = l->bias ? l->bias + first + own * PANEL : 0;
         Panel w = panel_of(*part, own, l->K, room);
-        float out[MOST][PANEL];
+        float out[TILE][PANEL];
         for (int m = 0, rows; m < M; m += rows) {
             rows = next_rows(M - m, most_rows(w.kind));
             multiply(w, rows, m, &l->in, out);
@@ -369,8 +380,8 @@ static void gated_panels(void *job, int member, int begin, int end) {
     for (int n = begin; n < end; n++) {
         int width = least(PANEL, N - n * PANEL);
         Panel gate = panel_of(layer->gate.parts[0], n, K, rooms[0]), up = panel_of(layer->up.parts[0], n, K, rooms[1]);
-        int most = least(most_rows(gate.kind), most_rows(up.kind));
-        float g[MOST][PANEL], u[MOST][PANEL];
+        int most = gate.kind > HALF || up.kind > HALF ? blocks_rows() : MOST; /* rounded rows lie by their tiles */
+        float g[TILE][PANEL], u[TILE][PANEL];
         for (int m = 0, rows; m < M; m += rows) {
             rows = next_rows(M - m, most);
             multiply(gate, rows, m, &given->in, g);
