@@ -30,9 +30,8 @@ from outrider.control import guards
 from outrider.control.costs import EagerCosts
 from outrider.control.guards import Guards
 from outrider.control.planner import Planner
-from outrider.draft.drafters import Drafters
+from outrider.draft.drafters import Drafters, Scores
 from outrider.draft.lookup import LookupDrafter
-from outrider.draft.scores import Scores
 from outrider.engine.eager_runner import LONGEST_MEASURED, packed_options
 from outrider.engine.placement import PREFILL_SLOWDOWN, PREFILL_WAIT
 from outrider.types import (

@@ -31,7 +31,7 @@ from outrider.device.buckets import bucket, chunk_sizes, sizes_up_to
 from outrider.device.capture import CapturedStep
 from outrider.draft.drafter import Drafter, ResidentDrafter
 from outrider.draft.lookup import LookupDrafter
-from outrider.draft.progress import PrefillProgress
+from outrider.draft.reading import PrefillProgress
 from outrider.engine.engine import Engine
 from outrider.engine.graph_runner import GraphRunner
 from outrider.engine.placement import PREFILL_SLOWDOWN, PREFILL_WAIT

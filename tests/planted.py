@@ -80,7 +80,7 @@ FAULTS = [
           "model/gpu/test_kernels.py::test_embedding_is_the_rows_as_they_were"),
     Fault("a draft that reads another's text", "draft/lm.py", "[s.row for s in sequences]",
           "[sequences[0].row for s in sequences]", "draft/test_lm.py"),
-    Fault("a draft node that nobody fed counted as read", "draft/progress.py", "len(path) - leaf)", "len(path))",
+    Fault("a draft node that nobody fed counted as read", "draft/reading.py", "len(path) - leaf)", "len(path))",
           "draft/test_lm.py draft/test_resident.py"),
     Fault("a node in another's slot", "draft/merged.py", "order[merged] = int(first) + node", "order[merged] = node",
           "draft/test_merged.py"),

@@ -16,14 +16,13 @@ from outrider.control.reasons import OFF, PREFILL
 from outrider.device.ops import StepOps
 from outrider.device.state import SequenceState
 from outrider.draft.drafters import Drafters
-from outrider.draft.eagle_head import HeadConfig
-from outrider.draft.head_layouts import head_shapes
 from outrider.draft.lm import LmDrafter
 from outrider.engine.eager_runner import EagerRunner
 from outrider.engine.engine import Engine
 from outrider.engine.graph_runner import GraphRunner
 from outrider.engine.kv_cache import KvCache, make_kv_cache
 from outrider.load.config import LayerSpec, ModelConfig
+from outrider.load.heads import HeadConfig, head_shapes
 from outrider.load.weight_map import expected_shapes
 from outrider.model.decoder import Decoder, make_kernels
 from outrider.model.weights import kept_as

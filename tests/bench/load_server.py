@@ -28,6 +28,7 @@ class Script:
     tokens: int | None = 5  # of an answer; None: as many as are asked for
     per_event: int = 1
     usage: bool = True
+    cache: bool = False  # a token a word, and a prefix cache that forgets nothing
     ids: bool = False  # events list their tokens
     framing: str = "chunked"  # or length, close
     status: int = 200
@@ -61,6 +62,7 @@ class LoadServer:
         self.connections = 0
         self.most = 0  # answers at once
         self.running = 0
+        self.cached: set[tuple[str, ...]] = set()  # prompts with their answers, and every prefix of them
         self.port = 0
 
     @property
@@ -168,8 +170,16 @@ class LoadServer:
             yield _event(choices=[{**choice, "finish_reason": None if left else "length"}])
             number += 1
         if script.usage:
-            yield _event(choices=[], usage={"prompt_tokens": 3, "completion_tokens": total})
+            usage = self._prompt(seen, total) if script.cache else {"prompt_tokens": 3}
+            yield _event(choices=[], usage={**usage, "completion_tokens": total})
         yield b"data: [DONE]\n\n"
+
+    def _prompt(self, seen: Seen, answer: int) -> dict[str, Any]:
+        words = tuple(" ".join(one["content"] for one in seen.body["messages"]).split())
+        hit = max((n for n in range(len(words) + 1) if words[:n] in self.cached), default=0)
+        said = (*words, "x" * answer)
+        self.cached |= {said[:n] for n in range(len(said) + 1)}
+        return {"prompt_tokens": len(words), "prompt_tokens_details": {"cached_tokens": hit}}
 
 
 def _event(**body: Any) -> bytes:

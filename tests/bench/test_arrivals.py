@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
@@ -60,7 +59,7 @@ def test_a_wrong_token_is_reported_with_its_place(wide: AsIf, monkeypatch: pytes
                 right = tokens[2 - begin]
                 tokens[2 - begin] = (right + 1) % 90
                 spoilt.append((prompts(5).index(list(requests[0].prompt_ids)), right, tokens[2 - begin]))
-                event = replace(event, token_ids=tuple(tokens))
+                event = event._replace(token_ids=tuple(tokens))
             listener(event)
 
         return add(requests, listen)
@@ -147,7 +146,7 @@ def test_kinds_that_cannot_be_had_are_left_out_and_named(wide: AsIf, monkeypatch
 def test_a_seed_gives_the_same_traffic(wide: AsIf) -> None:
     def traffic(seed: int) -> list[tuple]:
         rnd = random.Random(seed)
-        cases = list(_cases(wide, prompts(4), range(16), [USUAL, "penalties"], [0.0], PARAMS, rnd))
+        cases = list(_cases(wide, wide, prompts(4), range(16), [USUAL, "penalties"], [0.0], PARAMS, rnd))
         made = _traffic(wide, cases, ["auto", "lm"], 4, rnd)
         return [(a.case.prompt, a.case.kind, a.case.params.seed, a.method, a.at, a.until) for a in made]
 

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from outrider.bench.serve import answer, client, http, processes
+from outrider.bench.serve.answer import Sample
 from outrider.bench.serve.arrivals import Lengths
 from outrider.bench.serve.asked import CHAT, COMPLETIONS, Asked
 from outrider.bench.serve.client import Drove, Load, drive
+from outrider.bench.serve.conversations import Conversations
 from outrider.bench.serve.figures import Bounds, figures
 from outrider.bench.serve.http import NotHttp, Reading, Reply, Server
 from outrider.bench.serve.processes import run
@@ -113,6 +115,51 @@ def test_a_closed_loop_keeps_so_many_in_flight_on_as_many_connections() -> None:
     assert sorted(sample.number for sample in drove.samples if not sample.error) == list(range(9))
     assert counts and all(0 < count <= 9 for count in counts)
     assert drove.lags and drove.cpu > 0 and drove.seconds > 0
+
+
+def talking(server: LoadServer, count: int, shape: Conversations, **options: Any) -> list[Sample]:
+    clients = options.pop("clients", 1)
+    load = load_of(server, CHAT, **{"requests": count, "conversations": shape, **options})
+    return [sample for drove in run(load, clients, quiet) for sample in drove.samples]
+
+
+@pytest.mark.parametrize("clients", [1, 2])
+def test_a_conversation_repeats_what_was_said_and_waits_for_the_others(clients: int) -> None:
+    shape = Conversations(3, Lengths(6, 6), systems=2)
+    with serving(cache=True) as server:
+        samples = talking(server, 4, shape, concurrency=clients, clients=clients, first=8)
+    bodies = [seen.body["messages"] for seen in server.asked]
+    assert len(bodies) == len(samples) == 12 and not any(sample.error for sample in samples)
+    if clients == 1:  # every conversation has its turn before one has its next
+        assert [(s.number, s.turn) for s in samples] == [
+            (n, turn) for turn in range(3) for n in (8, 9, 10, 11)
+        ]
+        assert [len(body) for body in bodies] == [2] * 4 + [4] * 4 + [6] * 4
+    last = [body for body in bodies if len(body) == 6]
+    for body in last:
+        assert [one["role"] for one in body] == ["system", *["user", "assistant"] * 2, "user"]
+        assert body[2]["content"] == body[4]["content"] == "xxxxx"  # the server's own answers
+        assert all(shorter in bodies for shorter in (body[:2], body[:4]))
+    asked = [one["content"] for body in last for one in body if one["role"] == "user"]
+    assert len(set(asked)) == 12  # none comes again
+    assert len({body[0]["content"] for body in last}) == 2
+    by_turn = {s.turn: s for s in samples if s.number == 8}
+    assert [by_turn[turn].prompt_tokens for turn in range(3)] == [10, 15, 20]
+    assert [by_turn[turn].cached for turn in (1, 2)] == [11, 16]
+
+
+def test_a_conversation_ends_with_its_first_failure() -> None:
+    with serving(fail_every=5) as server:
+        samples = talking(server, 3, Conversations(4), concurrency=1)
+    failed = [sample for sample in samples if sample.error]
+    assert len(failed) == 2 and len(samples) == len(server.asked) == 10
+    assert all(max(s.turn for s in samples if s.number == one.number) == one.turn for one in failed)
+
+
+def test_conversations_begin_no_turn_once_their_time_is_over() -> None:
+    with serving() as server:
+        samples = talking(server, 2, Conversations(1000), concurrency=1, seconds=0.1)
+    assert 1 < len(samples) < 2000 and not any(sample.error for sample in samples)
 
 
 def test_a_closed_loop_begins_nothing_once_its_time_is_over() -> None:

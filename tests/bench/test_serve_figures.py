@@ -187,6 +187,37 @@ def test_figures_of_known_samples() -> None:
     assert spread([]) is None
 
 
+def talked(cached: tuple[int | None, ...]) -> list[Sample]:
+    """A conversation of three turns: 100, 150 and 200 tokens of prompt, answers of 10."""
+    return [
+        Sample(
+            4,
+            turn=turn,
+            times=[0.1 * (turn + 1)],
+            end=1,
+            prompt_tokens=100 + 50 * turn,
+            cached=hit,
+            tokens=10,
+        )
+        for turn, hit in enumerate(cached)
+    ]
+
+
+def test_prefix_figures_of_known_conversations() -> None:
+    other = [Sample(5, times=[0.3], end=1, prompt_tokens=100, cached=20, tokens=10)]
+    found = figures([[Drove([*talked((0, 100, 150)), *other])]], Bounds({}))["prefix"]
+    assert found["cached_share"] == pytest.approx(270 / 550)
+    assert found["repeated_share"] == pytest.approx((110 + 160) / 550)
+    first, second, third = found["turns"]
+    assert (first["turn"], first["requests"], first["ttft_ms"]["max"]) == (1, 2, pytest.approx(300))
+    assert first["cached_share"] == pytest.approx(0.1) and first["repeated_share"] == 0
+    assert second["cached_share"] == pytest.approx(100 / 150)
+    assert third["repeated_share"] == pytest.approx(160 / 200)
+    silent = figures([[Drove(talked((None, None, None)))]], Bounds({}))
+    assert silent["prefix"]["cached_share"] is None
+    assert "prefix" not in figures([[Drove(other)]], Bounds({}))
+
+
 @pytest.mark.parametrize(
     ("lags", "cpu", "late", "said"),
     [

@@ -12,12 +12,12 @@ from outrider.bench.as_if import AsIf
 from outrider.bench.widen import Wide, widen
 from outrider.bench.widen_head import WidenedHead
 from outrider.draft.eagle import EagleDrafter
-from outrider.draft.eagle_head import EagleHead, HeadConfig
-from outrider.draft.feed import text_batch
-from outrider.draft.head_layouts import head_shapes, write_head
+from outrider.draft.eagle_head import EagleHead
+from outrider.draft.reading import text_batch
 from outrider.engine.draft_room import draft_room
 from outrider.errors import InvalidRequest
 from outrider.load.checkpoint import open_checkpoint
+from outrider.load.heads import HeadConfig, head_shapes, write_head
 from outrider.model.decoder import Decoder, make_kernels, make_store
 from outrider.types import DraftPlan
 from tests.bench.conftest import SETTINGS, SHAPE

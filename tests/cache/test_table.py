@@ -189,6 +189,21 @@ def test_remembered_texts_give_way_oldest_first():
     table.check()
 
 
+def test_blocks_that_share_slots_give_all_of_them_back():
+    """Two choices of a request share the slots of their prompt, which ends in the middle of a block."""
+    table = SlotTable(64, 4, 64)
+    row, _ = table.open([])
+    table.extend(row, 10)
+    twin = table.branch(row)
+    for number, one in enumerate((row, twin)):
+        table.extend(one, 6)
+        table.release(one, [*range(10), *range(100 * number, 100 * number + 6)])
+    assert len(table.prefix.nodes) == 2 and table.used == 22
+    table.prefix.clear()
+    assert table.used == 0
+    table.check()
+
+
 def test_a_full_pool_says_so_and_loses_nothing():
     table = SlotTable(16, 2, 32)
     row, _ = table.open([])

@@ -199,6 +199,36 @@ def test_flags_of_another_load_generator_are_understood(outrider: Outrider) -> N
     assert (len(server.asked[-1].body["prompt"].split()), server.asked[-1].body["max_tokens"]) == (6, 3)
 
 
+def test_conversations_are_told_by_turn(outrider: Outrider, tmp_path: Path) -> None:
+    out, page = tmp_path / "out.json", tmp_path / "page.html"
+    with serving(cache=True) as server:
+        ran = outrider("bench", "serve", "--url", server.url, "--conversations", 3, "--turns", 3, "--concurrency", 2,
+                       "--system-tokens", 9, "--input-tokens", "4:6", "--output-tokens", 5, "--warmup", 1,
+                       "--json", out, "--html", page)  # fmt: skip
+    assert ran.code == 0, ran.err
+    report = json.loads(out.read_text())
+    assert "3 conversations of 3 turns" in report["settings"]["prompts"]
+    [one] = report["loads"][0]["servers"]
+    assert one["requests"] == 9 and [row["requests"] for row in one["prefix"]["turns"]] == [3, 3, 3]
+    assert one["prefix"]["turns"][2]["cached_share"] > 0.5 < one["prefix"]["cached_share"]
+    assert "stood in the turn before" in ran.err and "<th>Turn</th>" in page.read_text()
+    assert max(map(len, (line for line in ran.err.splitlines() if "written to" not in line))) <= 80
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--conversations", 2, "--rate", 1), "--conversations makes chat requests in a closed loop"),
+        (("--conversations", 2, "--endpoint", "completions"), "and other endpoints"),
+        (("--turns", 5), "go with --conversations"),
+        (("--system-tokens", 5), "go with --conversations"),
+    ],
+)
+def test_what_does_not_go_with_conversations(outrider: Outrider, flags: tuple, said: str) -> None:
+    ran = outrider("bench", "serve", *flags)
+    assert ran.code == 2 and said in " ".join(ran.err.split())
+
+
 def test_lengths_are_words_where_there_is_no_tokenizer(outrider: Outrider, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     with serving(tokenize=False, models=False) as server:

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from outrider.cli.export_head import export
-from outrider.draft.eagle_head import HeadConfig
-from outrider.draft.head_layouts import read_head, write_head
 from outrider.errors import InvalidRequest
 from outrider.load.checkpoint import open_checkpoint
+from outrider.load.heads import HeadConfig, read_head, write_head
 from tests.load.tiny import write_folder
 from tests.tiny import head_tensors
 

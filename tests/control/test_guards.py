@@ -26,7 +26,7 @@ NOT_TUNED = {
     "trees.py": {"CHAINS", "TREES", "RATES"},
 }
 # Not tuned for speed, but they count: the default of a request, and the steps between two reports.
-ELSEWHERE = {"asked.py": {"ASKED_DEPTH"}, "history.py": {"REPORT_STEPS"}}
+ELSEWHERE = {"candidates.py": {"ASKED_DEPTH"}, "history.py": {"REPORT_STEPS"}}
 
 
 def numbers_of(file: Path) -> dict[str, int]:

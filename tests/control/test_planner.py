@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from outrider.control.asked import ASKED_DEPTH
+from outrider.control.candidates import ASKED_DEPTH
 from outrider.control.guards import FIRST, MARGIN, PROBE_INTERVAL, PROBE_SHARE, Guards
 from outrider.control.planner import Planner
 from outrider.types import (

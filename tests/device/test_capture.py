@@ -33,7 +33,7 @@ class Bigrams:
     """A model whose logits depend on the row's token alone, and its law."""
 
     def __init__(self, seed: int) -> None:
-        kernels = ReferenceKernels(tiny_config(), torch.zeros(1), torch.zeros(1))
+        kernels = ReferenceKernels(tiny_config(), torch.zeros(1))
         self.draw, self.filter_logits, self.config = kernels.draw, kernels.filter_logits, tiny_config()
         self.table = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(seed)) * 2
 

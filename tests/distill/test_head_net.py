@@ -14,9 +14,9 @@ from outrider.distill.answers import TrainBatch
 from outrider.distill.features import TargetReader
 from outrider.distill.head_net import HeadNet, start_from_target
 from outrider.draft.eagle import EagleDrafter
-from outrider.draft.eagle_head import EagleHead, HeadConfig
-from outrider.draft.feed import text_batch
-from outrider.draft.head_layouts import load_eagle, write_head
+from outrider.draft.eagle_head import EagleHead, load_eagle
+from outrider.draft.reading import text_batch
+from outrider.load.heads import HeadConfig, write_head
 from outrider.model.decoder import Decoder, make_store
 from outrider.types import DraftPlan
 from tests.draft.rows import Rows

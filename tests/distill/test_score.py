@@ -23,10 +23,10 @@ from outrider.distill.score import (
     score,
     score_open,
 )
-from outrider.draft.card_facts import card_facts
 from outrider.errors import InvalidRequest
 from outrider.load.cards import Acceptance, read_card, write_card
 from outrider.load.checkpoint import open_checkpoint
+from outrider.load.heads import card_facts
 from tests.bench.conftest import Leaky
 from tests.targets import pair_head, write_target
 

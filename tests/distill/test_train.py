@@ -22,8 +22,8 @@ from outrider.distill.recipe import Recipe
 from outrider.distill.report import Silent
 from outrider.distill.students import make_student
 from outrider.distill.train import CHECKPOINTS, CURVES, Diverged, Training, read_curves, schedule, train
-from outrider.draft.head_layouts import read_head
 from outrider.errors import InvalidRequest, OutriderError
+from outrider.load.heads import read_head
 from tests.distill.learnable import OPTIONS, answer, write_learnable
 
 DEPTH = 3

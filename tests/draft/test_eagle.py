@@ -12,10 +12,10 @@ from safetensors.torch import save_file
 
 from outrider.draft import eagle
 from outrider.draft.eagle import EagleDrafter
-from outrider.draft.eagle_head import HeadConfig
-from outrider.draft.feed import text_batch
-from outrider.draft.head_layouts import eagle_taps, load_eagle, read_head, write_head
+from outrider.draft.eagle_head import load_eagle
+from outrider.draft.reading import text_batch
 from outrider.errors import BadCheckpoint
+from outrider.load.heads import HeadConfig, eagle_taps, read_head, write_head
 from outrider.model.decoder import make_store
 from outrider.types import NO_DRAFT, DraftPlan
 from tests.draft.rows import Rows

@@ -8,7 +8,7 @@ import torch
 from outrider.control.trees import TREES, tree_nodes
 from outrider.device.layout import TreeLayout
 from outrider.draft.eagle import EagleDrafter
-from outrider.draft.head_layouts import load_eagle
+from outrider.draft.eagle_head import load_eagle
 from outrider.types import NO_DRAFT_PLAN, Draft, DraftPlan
 from tests.tiny import (
     VOCAB,

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from outrider import LLM
-from outrider.draft.early_exit import EarlyExitDrafter
-from outrider.draft.exits import SAMPLES, exit_agreement, find_exit
+from outrider.draft.early_exit import SAMPLES, EarlyExitDrafter, exit_agreement, find_exit
 from outrider.types import MAX_NODES, DraftPlan
 from tests.draft.test_lm import logits_after
 from tests.load.tiny import write_folder

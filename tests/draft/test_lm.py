@@ -7,8 +7,8 @@ import torch
 
 from outrider.cache.store import KeyValueStore
 from outrider.cache.table import SlotTable
-from outrider.draft.feed import text_batch
 from outrider.draft.lm import LmDrafter
+from outrider.draft.reading import text_batch
 from outrider.types import NO_DRAFT, DraftPlan
 from tests.draft.rows import Rows
 from tests.tiny import (

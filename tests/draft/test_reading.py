@@ -7,8 +7,7 @@ import torch
 
 from outrider.device.ops import StepOps
 from outrider.device.state import SequenceState
-from outrider.draft.progress import PrefillProgress
-from outrider.draft.reading import TOGETHER, Reader
+from outrider.draft.reading import TOGETHER, PrefillProgress, Reader
 from outrider.types import Batch, Sequence
 from tests.tiny import prompt_of, sequence, tiny_model
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import random
 
 from outrider.draft.drafter import ResidentDrafter
-from outrider.draft.drafters import MAX_FAULTS, Drafters
+from outrider.draft.drafters import MAX_FAULTS, SCORED_DEPTH, Drafters, Scores
 from outrider.draft.lookup import LookupDrafter
-from outrider.draft.scores import DEPTH, Scores
 from outrider.types import DraftPlan
 from tests.tiny import VOCAB, sequence
 
@@ -70,7 +69,7 @@ def test_it_scores_lookup_as_steps_propose():
     scores, found, right, due = Scores(Drafters({"lookup": lookup}, VOCAB)), [], [], 100
     for end in range(100, 890):
         if end == due:
-            [draft] = lookup.propose([s], [DraftPlan("lookup", DEPTH, DEPTH)])
+            [draft] = lookup.propose([s], [DraftPlan("lookup", SCORED_DEPTH, SCORED_DEPTH)])
             wrong = (n for n, token in enumerate(draft.tokens) if token != text[end + n])
             right.append(next(wrong, len(draft)))
             due += right[-1] + 1

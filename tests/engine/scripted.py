@@ -41,7 +41,7 @@ class Scripted(Decoder):
         self.batch = batch
         return torch.zeros(batch.rows, self.config.hidden)
 
-    def logits(self, x, rows):
+    def _logits(self, x, rows):
         said = torch.zeros(len(rows), VOCAB)
         scripts = {s.row: self.scripts[s.request.id] for s in running(self.engine)}
         owners, positions = self.batch.table_rows[rows].tolist(), self.batch.positions[rows].tolist()

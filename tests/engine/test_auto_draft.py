@@ -9,8 +9,6 @@ import pytest
 import torch
 
 from outrider import LLM
-from outrider.draft.eagle_head import HeadConfig
-from outrider.draft.head_layouts import FREQUENT, write_head
 from outrider.draft.names import parse_draft, settle_auto
 from outrider.engine import build as build_module
 from outrider.engine import llm as llm_module
@@ -21,6 +19,7 @@ from outrider.errors import BadCheckpoint, OutOfMemory
 from outrider.load import pairs
 from outrider.load.cards import write_card
 from outrider.load.checkpoint import open_checkpoint
+from outrider.load.heads import FREQUENT, HeadConfig, write_head
 from outrider.load.pairs import fingerprint
 from outrider.model.weights import kept_formats
 from outrider.settings import Settings

@@ -121,8 +121,8 @@ def folder(tmp_path_factory):
 
 def make_engine(models, captured: bool, planner=None, folder=None) -> Engine:
     """`captured`: resident rows in CUDA graphs, the host a step behind; else all rows are packed by the host."""
+    from outrider.draft.eagle_head import load_eagle
     from outrider.draft.eagle_head_gpu import GpuEagleHead
-    from outrider.draft.head_layouts import load_eagle
     from outrider.model.device import GraphedPass
     from outrider.model.kernels.gpu.copies import find_copies
 

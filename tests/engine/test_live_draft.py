@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from outrider.draft.eagle import EagleDrafter
-from outrider.draft.head_layouts import load_eagle
+from outrider.draft.eagle_head import load_eagle
 from outrider.draft.weights import Weights, copy_of, first_difference, put_weights, weights_of
 from outrider.engine import build as build_module
 from outrider.engine.driver import Driver
@@ -211,7 +211,9 @@ def test_weights_that_do_not_fit_change_nothing(model, heads):
 
 def test_the_first_difference_of_shapes_is_named():
     assert first_difference(tiny_config(), tiny_config()) == ""
-    assert first_difference(tiny_config(intermediate=64), tiny_config()) == "intermediate is 64, not 48"
+    assert (
+        first_difference(tiny_config(intermediate=64), tiny_config()) == "specs.0.intermediate is 64, not 48"
+    )
 
 
 # --------------------------------------------------------------------------------------------------- an LLM's

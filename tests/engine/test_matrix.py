@@ -11,8 +11,8 @@ import re
 import pytest
 
 from outrider.draft.eagle import EagleDrafter
+from outrider.draft.eagle_head import load_eagle
 from outrider.draft.early_exit import EarlyExitDrafter
-from outrider.draft.head_layouts import load_eagle
 from outrider.draft.lm import LmDrafter
 from outrider.draft.lookup import LookupDrafter
 from outrider.draft.merged import MergedDrafter

@@ -13,8 +13,8 @@ import torch
 from outrider.draft import tree
 from outrider.draft.drafter import ResidentDrafter
 from outrider.draft.eagle import EagleDrafter
+from outrider.draft.eagle_head import load_eagle
 from outrider.draft.early_exit import EarlyExitDrafter
-from outrider.draft.head_layouts import load_eagle
 from outrider.draft.lookup import LookupDrafter
 from outrider.engine.engine import Engine
 from outrider.engine.kv_cache import KvCache

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from outrider.device.state import MAX_REFERENCES
 from outrider.draft.eagle import EagleDrafter
+from outrider.draft.eagle_head import load_eagle
 from outrider.draft.early_exit import EarlyExitDrafter
-from outrider.draft.head_layouts import load_eagle
 from outrider.draft.lookup import LookupDrafter
 from outrider.draft.merged import MergedDrafter
 from outrider.types import NO_DRAFT_PLAN, Draft, DraftPlan

@@ -170,7 +170,7 @@ def test_other_versions_are_named(opened: Opened, version: int, said: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"), [(23, "IQ4_XS"), (39, "MXFP4"), (4, "number 4"), (4000, "number 4000")]
+    ("kind", "said"), [(23, "IQ4_XS"), (40, "NVFP4"), (4, "number 4"), (4000, "number 4000")]
 )
 def test_other_types_are_named(opened: Opened, kind: int, said: str) -> None:
     with pytest.raises(UnsupportedModel, match=f"'t' has the type {said}"):

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from outrider.draft.head_layouts import read_head
 from outrider.load.cards import read_card
 from outrider.load.checkpoint import open_checkpoint, open_safetensors
 from outrider.load.find import find
+from outrider.load.heads import read_head
 from outrider.load.pairs import SHIPPED, find_pair, fingerprint
 from outrider.settings import cache_folder
 

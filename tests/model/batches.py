@@ -83,6 +83,9 @@ def stir(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
                 weight.copy_(noise * 1.5 * weight.shape[-1] ** -0.5)
             else:
                 weight.copy_(0.3 * noise + (name.endswith("weight") and "norm" in name.lower()))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
     return model.eval()
 
 

@@ -125,6 +125,52 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "seed_oss": ("SeedOss", {"head_dim": 32, "attention_out_bias": True, "mlp_bias": True}),
     "glm4": ("Glm4", {"head_dim": 32}),
 }  # fmt: skip
+# Experts: widths that are no multiple of a panel, ties to break, layers without any.
+MOE: dict[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "head_dim": 16,
+}
+GLM_MOE: dict[str, Any] = {
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "head_dim": 32,
+    "routed_scaling_factor": 1.7,
+}  # fmt: skip
+LLAMA4: dict[str, Any] = {
+    "num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size": 40, "intermediate_size_mlp": 56,
+    "head_dim": 16, "attention_chunk_size": 8, "floor_scale": 5, "attn_scale": 0.4,
+}  # fmt: skip
+CASES |= {
+    "qwen3_moe": ("Qwen3Moe", {**MOE, "norm_topk_prob": True}),
+    "qwen3_moe-some": (
+        "Qwen3Moe",
+        {
+            **MOE, "num_hidden_layers": 5, "decoder_sparse_step": 2, "mlp_only_layers": [3], "attention_bias": True,
+        },
+    ),
+    "qwen3_moe-window": ("Qwen3Moe", {**MOE, "use_sliding_window": True, "sliding_window": 4}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "intermediate_size": 40}),
+    "mixtral-window": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 4}),
+    "olmoe": ("Olmoe", {"num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 40}),
+    "olmoe-normalised": ("Olmoe", {"num_experts": 6, "num_experts_per_tok": 6, "norm_topk_prob": True}),
+    "glm4_moe": ("Glm4Moe", {**GLM_MOE, "attention_bias": True, "use_qk_norm": True}),
+    "glm4_moe-groups": (
+        "Glm4Moe",
+        {
+            **GLM_MOE, "n_group": 4, "topk_group": 2, "n_shared_experts": 2, "norm_topk_prob": False,
+            "first_k_dense_replace": 2,
+        },
+    ),
+    "llama4": ("Llama4Text", {**LLAMA4, "num_hidden_layers": 4}),
+    "llama4-interleaved": (
+        "Llama4Text",
+        {
+            **LLAMA4, "num_hidden_layers": 4, "interleave_moe_layer_step": 2, "use_qk_norm": False,
+            "num_experts_per_tok": 2, "attention_bias": True, "no_rope_layer_interval": 2,
+        },
+    ),
+}  # fmt: skip
+EXPERTS = [case for case in CASES if case.startswith(("qwen3_moe", "mixtral", "olmoe", "glm4_moe", "llama4"))]
 DYNAMIC = ("Llama", {"max_position_embeddings": 16, **_rope("dynamic", factor=2.0)})
 
 

@@ -108,7 +108,8 @@ def test_norm(pair: Any, width: int) -> None:
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (6, 1)])
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 272])
 @pytest.mark.parametrize("window", [0, 1, 3, 9])
-def test_attention(pair: Any, heads: int, kv_heads: int, head_dim: int, window: int) -> None:
+@pytest.mark.parametrize("sinks", [False, True])
+def test_attention(pair: Any, heads: int, kv_heads: int, head_dim: int, window: int, sinks: bool) -> None:
     config = pair[0].config.reshaped(1, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
     reader = Reader(config, texts=2, longest=32)
     keys = reader.store.keys[0].copy_(noise(*reader.store.keys[0].shape, seed=1))
@@ -116,9 +117,10 @@ def test_attention(pair: Any, heads: int, kv_heads: int, head_dim: int, window: 
     reader.lengths = [6, 0]
     batch = reader.batch(Part(0, [1, 2], TREE), Part(1, [3] * 5))
     q = noise(batch.rows, heads, head_dim)
-    native, twin = (kernels.attention(q, batch, keys, values, window, 0.3) for kernels in pair)
+    own = noise(heads, seed=4) * 3 if sinks else None
+    native, twin = (kernels.attention(q, batch, keys, values, window, 0.3, sinks=own) for kernels in pair)
     assert furthest(native, twin) < TWIN_TOLERANCE
-    assert furthest(native, plain_attention(q, batch, keys, values, window)) < TOLERANCE
+    assert furthest(native, plain_attention(q, batch, keys, values, window, own)) < TOLERANCE
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(6, 2, 64), (5, 1, 16)])
@@ -133,17 +135,18 @@ def test_rows_that_share_blocks_of_keys_have_the_bits_of_each_alone(
     values = reader.store.values[0].copy_(noise(*keys.shape, seed=2))
     reader.lengths = [66, 127]
     batch = reader.batch(Part(0, [1] * 5, TREE), Part(1, [3] * 20, TREE))
-    q = noise(batch.rows, heads, head_dim)
+    q, sinks = noise(batch.rows, heads, head_dim), noise(heads, seed=4) * 3 if window else None
     alone = torch.cat(
         [
-            pair[0].attention(q[r : r + 1], part_of(batch, r, r + 1), keys, values, window, 0.3)
+            pair[0].attention(q[r : r + 1], part_of(batch, r, r + 1), keys, values, window, 0.3, sinks=sinks)
             for r in range(len(q))
         ]
     )
     for count in (4, 7, 12, 20, len(q)):
-        together = pair[0].attention(q[:count], part_of(batch, 0, count), keys, values, window, 0.3)
+        some = part_of(batch, 0, count)
+        together = pair[0].attention(q[:count], some, keys, values, window, 0.3, sinks=sinks)
         assert torch.equal(together, alone[:count]), count
-    assert furthest(alone, plain_attention(q, batch, keys, values, window)) < TOLERANCE
+    assert furthest(alone, plain_attention(q, batch, keys, values, window, sinks)) < TOLERANCE
 
 
 def part_of(batch: Batch, first: int, last: int) -> Batch:
@@ -155,7 +158,9 @@ def part_of(batch: Batch, first: int, last: int) -> Batch:
     )
 
 
-def plain_attention(q: Tensor, batch: Any, keys: Tensor, values: Tensor, window: int) -> Tensor:
+def plain_attention(
+    q: Tensor, batch: Any, keys: Tensor, values: Tensor, window: int, sinks: Tensor | None = None
+) -> Tensor:
     """Written from the words of types.Batch, sharing nothing with either kernel set."""
     out = torch.empty_like(q)
     for r in range(len(q)):
@@ -167,7 +172,8 @@ def plain_attention(q: Tensor, batch: Any, keys: Tensor, values: Tensor, window:
         slots = batch.table[int(batch.table_rows[r]), entries].long()
         for h in range(q.shape[1]):
             kv = h // (q.shape[1] // keys.shape[1])
-            weights = torch.softmax(0.3 * keys[slots, kv].double() @ q[r, h].double(), 0)
+            scores = 0.3 * keys[slots, kv].double() @ q[r, h].double()
+            weights = scores.exp() / (scores.exp().sum() + (0 if sinks is None else sinks[h].double().exp()))
             out[r, h] = (weights @ values[slots, kv].double()).float()
     return out
 

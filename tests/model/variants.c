@@ -31,6 +31,7 @@ static const struct {
 } STORED_AS[KINDS] = {
     [Q8_0] = {34, 32, {0, 0}},   [Q4_0] = {18, 32, {0, 0}},    [Q4_1] = {20, 32, {0, 2}},    [Q5_0] = {22, 32, {0, 0}},
     [Q5_1] = {24, 32, {0, 2}},   [Q4_K] = {144, 256, {0, 2}},  [Q5_K] = {176, 256, {0, 2}},  [Q6_K] = {210, 256, {208, 208}},
+    [MXFP4] = {17, 32, {-1, -1}},
 };
 
 static uint32_t state = 12345;
@@ -43,6 +44,8 @@ static void *packed_weights(int kind) {
     for (int i = 0; i < blocks * bytes; i++) raw[i] = (uint8_t)next();
     for (int b = 0; b < blocks; b++)
         for (int i = 0; i < 2; i++) {
+            if (kind == MXFP4) raw[b * bytes] = (uint8_t)(b % 7 ? 110 + next() % 30 : b / 7 % 251);
+            if (kind == MXFP4) continue;
             uint8_t *high = raw + b * bytes + STORED_AS[kind].halves[i] + 1;
             *high = (*high & 0x83) | 0x24;
         }
@@ -100,7 +103,7 @@ static int round_all(const Variant *v, Given *given) {
 static int compare(const Variant *v) {
     Given given;
     if (round_all(v, &given)) return 1;
-    for (int kind = Q8_0; kind <= Q6_K; kind++) {
+    for (int kind = Q8_0; kind <= MXFP4; kind++) {
         uint8_t *packed = packed_weights(kind);
         size_t panel = blocks_panel_bytes(kind, INPUTS), wide = blocks_panel_bytes(WIDE_LEAST, INPUTS);
         uint8_t *rooms[2] = {calloc(1, wide), calloc(1, wide)};

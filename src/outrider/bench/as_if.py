@@ -14,15 +14,13 @@ from torch import Tensor
 
 from outrider.bench.widen import Wide, named_layers, shape_of, widen
 from outrider.bench.widen_head import WidenedHead
-from outrider.draft.eagle_head import HeadConfig
-from outrider.draft.head_layouts import head_shapes, read_head
-from outrider.draft.table import is_eagle
 from outrider.engine.build import Reshape
 from outrider.engine.llm import LLM
 from outrider.engine.memory import runs_on_gpu
 from outrider.errors import InvalidRequest, UnsupportedModel
 from outrider.load.checkpoint import Checkpoint, expected_shapes
 from outrider.load.config import ModelConfig
+from outrider.load.heads import HeadConfig, head_shapes, is_eagle, read_head
 from outrider.load.sampling import SamplingDefaults
 from outrider.load.tokenizer import Tokenizer
 from outrider.settings import Settings

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outrider.draft.card_facts import card_facts
 from outrider.draft.names import parse_draft, settle_auto
 from outrider.engine.draft_room import draft_cache_tokens, draft_weight_bytes
 from outrider.engine.llm import LLM
 from outrider.load.checkpoint import open_checkpoint
 from outrider.load.find import find
+from outrider.load.heads import card_facts
 from outrider.settings import cache_folder
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from outrider.bench.compare import first_difference
 from outrider.cache.table import SlotTable
-from outrider.draft.feed import text_batch
+from outrider.draft.reading import text_batch
 from outrider.engine.llm import LLM
 from outrider.errors import InvalidRequest
 from outrider.model.decoder import Model, make_store

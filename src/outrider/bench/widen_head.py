@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from outrider.bench.widen import Read, Wide, Widened
-from outrider.draft.eagle_head import HeadConfig
+from outrider.load.heads import HeadConfig
 
 CPU = torch.device("cpu")
 WRITERS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")

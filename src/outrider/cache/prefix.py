@@ -58,10 +58,8 @@ class PrefixIndex:
     def evict(self, wanted: int) -> None:
         """Evicts blocks, least recently used first, until `wanted` slots are free or the index is empty."""
         while self.pool.free < wanted and self.nodes:
-            blocks = min(
-                -(-(wanted - self.pool.free) // BLOCK), len(self.nodes)
-            )  # at least: sequences may share them
-            self.pool.drop(np.concatenate([self.nodes.popitem(last=False)[1].slots for _ in range(blocks)]))
+            # One block at a time: blocks of branched sequences may share slots, and `drop` wants distinct ones.
+            self.pool.drop(self.nodes.popitem(last=False)[1].slots)
 
     def clear(self) -> None:
         self.evict(self.pool.total + 1)

@@ -18,11 +18,13 @@ from outrider.load.prompts import Row, make_row, read_rows
 
 if TYPE_CHECKING:
     from outrider.bench.serve.arrivals import Due
+    from outrider.bench.serve.conversations import Conversations
     from outrider.bench.serve.run import Plan, Shape
 
 
 HERE = "http://127.0.0.1:8000"
 ROUNDS = 3  # of two servers or more, unless said
+TURNS = 20  # of a conversation
 
 
 Url = Annotated[
@@ -91,6 +93,19 @@ Requests = Annotated[
 Seconds = Annotated[
     float | None, option("seconds", "Begin no request after this; by default 30 with --rate.", "SEC", min=0.1)
 ]
+ConversationCount = Annotated[
+    int | None,
+    option(
+        "conversations",
+        "Conversations of --turns turns, each of which sends all that was said before, instead of single requests.",
+        min=1,
+    ),
+]
+Turns = Annotated[int, option("turns", "Turns of a conversation, of --input-tokens each.", min=2, max=1000)]
+SystemTokens = Annotated[
+    str | None, option("system_tokens", "Length of a system prompt of conversations.", "N|A:B[:log]")
+]
+Systems = Annotated[int, option("systems", "Different system prompts that they share.", min=1)]
 Warmup = Annotated[int, option("warmup", "Requests before each load that are not counted.", min=0)]
 Rounds = Annotated[
     int | None, option("rounds", f"Times each load is run; by default 1, or {ROUNDS} for two servers.", min=1)
@@ -124,6 +139,10 @@ def bench_serve(
     body: Body = None,
     requests: Requests = None,
     seconds: Seconds = None,
+    conversations: ConversationCount = None,
+    turns: Turns = TURNS,
+    system_tokens: SystemTokens = None,
+    systems: Systems = 1,
     warmup: Warmup = 4,
     rounds: Rounds = None,
     goodput: Goodput = None,
@@ -143,13 +162,17 @@ def bench_serve(
 
     dues = read_trace(trace, requests) if trace else []
     shapes = _shapes(concurrency, rate, dues, burstiness != 1 or burst != 1)
-    path, rows = _asked(endpoint, prompts, limit)
+    talks = _conversations(
+        conversations, turns, system_tokens, systems, prompts or rate or trace or requests, endpoint
+    )
+    path, rows = _asked("chat" if talks else endpoint, prompts, limit)
     servers = [Server.of(one, api_key) for one in url or [HERE]]
     fields: dict[str, Any] = {"temperature": temperature, **({"ignore_eos": True} if ignore_eos else {})}
     plan = Plan(
         servers, shapes, path, served_name, rows, Lengths.of(input_tokens, "input_tokens"),
         Lengths.of(output_tokens, "output_tokens"), dues, {**fields, **_fields(body or ())}, seed, burstiness, burst,
-        requests, seconds, warmup, rounds or (ROUNDS if len(servers) > 1 else 1), clients, timeout, Bounds.of(goodput),
+        conversations or requests, seconds, warmup, rounds or (ROUNDS if len(servers) > 1 else 1), clients, timeout,
+        talks, Bounds.of(goodput),
     )  # fmt: skip
     _run(plan, json_file, html_file, api_key)
 
@@ -187,6 +210,8 @@ def _described(plan: Plan) -> dict[str, Any]:
     prompts = f"{len(plan.rows)} rows of a file" if plan.rows else f"made up, {plan.input} tokens"
     if plan.trace:
         prompts = f"{prompts}; lengths by the trace where it has them"
+    if plan.conversations:
+        prompts = f"{plan.requests} {plan.conversations} of {plan.input} tokens"
     return {
         "endpoint": plan.path,
         "prompts": prompts,
@@ -199,6 +224,23 @@ def _described(plan: Plan) -> dict[str, Any]:
         "burstiness": plan.burstiness,
         "burst": plan.burst,
     }
+
+
+def _conversations(
+    count: int | None, turns: int, tokens: str | None, systems: int, others: object, endpoint: str | None
+) -> Conversations | None:
+    from outrider.bench.serve.arrivals import Lengths
+    from outrider.bench.serve.conversations import Conversations
+
+    if count is None:
+        if tokens or systems != 1 or turns != TURNS:
+            said = "--turns, --system-tokens and --systems go with --conversations"
+            raise InvalidRequest(said, "turns")
+        return None
+    if others or endpoint not in (None, "chat"):
+        said = "--conversations makes chat requests in a closed loop: leave out --prompts, --rate, --trace, --requests"
+        raise InvalidRequest(f"{said} and other endpoints", "conversations")
+    return Conversations(turns, Lengths.of(tokens, "system_tokens") if tokens else None, systems)
 
 
 def _shapes(concurrency: str | None, rate: str | None, dues: Sequence[Due], bursts: bool) -> list[Shape]:

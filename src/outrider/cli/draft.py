@@ -121,7 +121,7 @@ def promote(
     outrider draft promote drafts/candidate --target smollm2-135m --traffic traffic
     """
     from outrider.distill.shadow import compare, traffic_folders  # brings torch
-    from outrider.draft.table import is_eagle
+    from outrider.load.heads import is_eagle
 
     path = Path(candidate).expanduser().resolve()
     kind = "eagle" if is_eagle(path) else "lm"

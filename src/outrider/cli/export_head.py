@@ -17,8 +17,8 @@ from outrider.settings import cache_folder
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from outrider.draft.eagle_head import HeadConfig
     from outrider.load.checkpoint import Checkpoint
+    from outrider.load.heads import HeadConfig
 
 Source = Annotated[str, typer.Argument(metavar="DIR", help="A folder with an EAGLE head.")]
 Layout = Annotated[
@@ -35,9 +35,9 @@ def export(source: Source, out: Out, layout: Layout = "eagle3", target: Target =
 
     outrider pairs export my-head --target smollm2-135m --layout speculators --out my-head-vllm
     """
-    from outrider.draft.head_layouts import engines_that_load, read_head, write_head
     from outrider.load.checkpoint import open_checkpoint
     from outrider.load.find import find
+    from outrider.load.heads import engines_that_load, read_head, write_head
 
     place, folder = Path(out).expanduser(), Path(source).expanduser()
     if place.exists() and (not place.is_dir() or any(place.iterdir())):

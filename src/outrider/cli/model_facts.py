@@ -8,10 +8,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from outrider.draft.table import is_eagle, same_tokens
+from outrider.draft.table import same_tokens
 from outrider.errors import OutriderError
 from outrider.load.checkpoint import Checkpoint, open_checkpoint
 from outrider.load.find import list_models, published_sampling
+from outrider.load.heads import is_eagle
 from outrider.load.pairs import find_pair
 from outrider.load.progress import file_size
 from outrider.load.template import ChatTemplate

@@ -11,7 +11,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import accumulate
 from operator import mul
 from typing import Protocol
@@ -105,10 +104,6 @@ class Drafts:
         lengths = {length: n / len(outcomes) for length, n in sorted(count.items())}
         accepted = sum(min(one, depth) for _, one in outcomes) / len(outcomes)
         return cls(depth, lengths, 1 + accepted)
-
-    @cached_property
-    def mean_length(self) -> float:
-        return sum(length * share for length, share in self.lengths.items())
 
     def rows(self, batch: int) -> list[tuple[int, float]]:
         """Draft rows of a step of so many sequences, each drafted for on its own, and how likely they are."""

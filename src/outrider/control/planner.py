@@ -23,8 +23,16 @@ from numpy.typing import NDArray
 
 from outrider.control import prefill
 from outrider.control.acceptance import AcceptanceRates
-from outrider.control.asked import asked_plan, asked_tree
-from outrider.control.candidates import Candidates, Estimates, Group, nothing_found, own_chains, shared_trees
+from outrider.control.candidates import (
+    Candidates,
+    Estimates,
+    Group,
+    asked_plan,
+    asked_tree,
+    nothing_found,
+    own_chains,
+    shared_trees,
+)
 from outrider.control.costs import CostModel
 from outrider.control.guards import MARGIN, PROBE_INTERVAL, PROBE_SHARE, Guards
 from outrider.control.history import AnswerLengths, DraftReturn, Fairness
@@ -152,17 +160,13 @@ class Planner:
         sequences = [work[i].sequence for i in places]
         allowed = [self._allowed(work[i].sequence, found[i][0]) for i in places]
         late = self.fairness.late_ones(one.sequence for one in work) if len(work) > 1 else set()
-        return Group(
-            places,
-            sequences,
-            allowed,
-            self.lengths.tokens_left(sequences),
-            np.array([s in late for s in sequences]),
-            delayed,
+        left, at_bound = self.lengths.tokens_left(sequences), np.array([s in late for s in sequences])
+        settled, settled_late = (
             sum(why is not PREFILL for _, why in found) - len(places),
-            bool(late.difference(sequences)),
-            plain,
-            rows,
+            late.difference(sequences),
+        )
+        return Group(
+            places, sequences, allowed, left, at_bound, delayed, settled, bool(settled_late), plain, rows
         )
 
     def _plan_persistent(
@@ -172,7 +176,8 @@ class Planner:
         if any(found[i][1].kind == "asked" for i in places):
             return self._plan_asked(work, found, places, options)
         free = [i for i in places if found[i][1] is AUTO]
-        plain = self.costs.captured.plain(options.size)
+        costs = self.costs.captured
+        plain = costs.plain(options.size)
         if not free or plain is None:
             self._settle(found, free, Reason("unmeasured", 0, (("sequences", options.size),)))
             return Plan(())
@@ -184,11 +189,7 @@ class Planner:
         for lead in leads:
             trees = [t for t in options.trees.get(lead, ()) if t.depth <= self.guards.max_depth]
             if trees:
-                every.append(
-                    shared_trees(
-                        lead, trees, group, self.rates, estimates, self.costs.captured, options, begins
-                    )
-                )
+                every.append(shared_trees(lead, trees, group, self.rates, estimates, costs, options, begins))
         plans, reason, worth = self._choose(self.persistent, every, group, options)
         if not any(plan.nodes for plan in plans):
             self._settle(found, free, reason)
@@ -317,8 +318,7 @@ class Planner:
             if values[top] > needed and kept > held and one.gains[top].any():
                 best, at, speedup = one, top, float(values[top])
         current.speedup, current.drafts = speedup, best is not None
-        if best is not None:
-            current.lead = best.lead
+        current.lead = best.lead if best is not None else current.lead
         if not slowed and group.delayed <= len(group.sequences):
             probe = self._probe(current, every, group, options)
             if probe is not None:

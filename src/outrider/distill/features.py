@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from outrider.distill.answers import TrainBatch
-from outrider.draft.feed import pieces
+from outrider.draft.reading import pieces
 from outrider.model.decoder import Layered, make_store
 from outrider.model.staged import ROW_FIELDS
 from outrider.types import Batch

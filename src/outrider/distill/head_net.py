@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outrider.distill.layers import Layer, Past, RmsNorm, Turns, fresh_linear, shift
-from outrider.draft.eagle_head import HeadConfig
 from outrider.load.config import ModelConfig
+from outrider.load.heads import HeadConfig
 
 Read = Callable[[str], Tensor]  # a tensor of the target by its Hugging Face name
 

@@ -35,7 +35,6 @@ from outrider.distill.recipe import STAGES, Recipe
 from outrider.distill.report import Report, Silent, short
 from outrider.distill.score import ScoreOptions, make_card, score
 from outrider.distill.train import CHECKPOINTS, CURVES, read_curves, train
-from outrider.draft.head_layouts import OWN
 from outrider.engine.certificate import certificate
 from outrider.engine.llm import LLM
 from outrider.engine.memory import runs_on_gpu
@@ -43,6 +42,7 @@ from outrider.errors import InvalidRequest
 from outrider.load.cards import tokens_trained, write_card
 from outrider.load.checkpoint import Checkpoint, open_checkpoint
 from outrider.load.find import find
+from outrider.load.heads import OWN
 from outrider.load.token_shards import (
     Conversation,
     read_shard,

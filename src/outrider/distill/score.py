@@ -20,12 +20,12 @@ from typing import Any
 
 from outrider.control.expected import best_speedup, step_costs
 from outrider.distill.report import Report, Silent
-from outrider.draft.card_facts import card_facts, count_parameters
 from outrider.engine.certificate import certificate
 from outrider.engine.llm import LLM
 from outrider.errors import BadCheckpoint, InvalidRequest, stopped
 from outrider.load.cards import VERSION, Acceptance, Card, Score, TargetFacts, TaskScore
 from outrider.load.checkpoint import Checkpoint
+from outrider.load.heads import card_facts, count_parameters
 from outrider.load.pairs import fingerprint
 from outrider.settings import Settings
 from outrider.types import Event, SamplingParams, Speculation

@@ -20,11 +20,10 @@ from outrider.distill.head_net import HeadNet, Read, grow, head_name, start_from
 from outrider.distill.layers import plain_of
 from outrider.distill.lm_net import LmNet, lm_shape, save_lm, start_lm
 from outrider.distill.recipe import Recipe
-from outrider.draft.eagle_head import HeadConfig
-from outrider.draft.head_layouts import FREQUENT, eagle_taps, read_head, write_head
 from outrider.errors import BadCheckpoint, InvalidRequest
 from outrider.load.checkpoint import Checkpoint, open_checkpoint
 from outrider.load.config import ModelConfig
+from outrider.load.heads import FREQUENT, HeadConfig, eagle_taps, read_head, write_head
 from outrider.verify.rows import to_device
 
 WHOLE_VOCABULARY, REDUCED_VOCABULARY = 1 << 16, 1 << 15  # words kept up to, and if there are more

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from outrider.draft.drafter import Drafter, NetworkDrafter, ResidentDrafter
 from outrider.draft.merged import MergedDrafter
-from outrider.types import NO_DRAFT, Draft, DraftPlan, Sequence, Verdict
+from outrider.types import NO_DRAFT, Draft, DraftPlan, Outcome, Sequence, Verdict
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_FAULTS = 3  # of a drafter, before it is left alone
+SCORED_DEPTH = 4  # tokens of a proposal that is scored: for more, it stays open longer whether any was right
 AVAILABLE = 15  # tokens that are looked for: the longest chain
 
 
@@ -169,3 +170,35 @@ def _wrong_probabilities(draft: Draft, vocab: int) -> bool:
     """Whether the distributions its tokens are said to be drawn from cannot be any."""
     log_q = draft.log_q
     return log_q is not None and (log_q.shape != (len(draft), vocab) or bool(log_q.isnan().any()))
+
+
+class Scores:
+    """What model-free drafters would have got, had they been asked: they are scored on what was verified.
+
+    The text is gone through as drafts would have: each proposal begins behind the one before it, as far as that was
+    right, and behind the token that the target adds. A proposal that may still turn out right waits for more tokens.
+    """
+
+    def __init__(self, drafters: Drafters) -> None:
+        self.drafters = drafters
+        self.due: dict[Sequence, dict[str, int]] = {}  # by drafter: tokens before its next proposal
+
+    def score(self, name: str, sequence: Sequence) -> Outcome | None:
+        """The outcome of the drafter's next proposal; None while it is open. After a pause, that is a proposal whose
+        tokens are all known.
+        """
+        tokens, known, due = sequence.tokens, len(sequence.tokens), self.due.setdefault(sequence, {})
+        at = max(due.get(name, 0), known - SCORED_DEPTH, sequence.prompt_len)
+        if at >= known:
+            return None
+        proposed, right = self.drafters.shadow_propose(name, sequence, at, SCORED_DEPTH), 0
+        while right < min(len(proposed), known - at) and proposed[right] == tokens[at + right]:
+            right += 1
+        if right < len(proposed) and at + right == known:
+            due[name] = at
+            return None
+        due[name] = at + right + 1
+        return Outcome(sequence, DraftPlan(name), len(proposed), len(proposed), right, right)
+
+    def stop(self, sequence: Sequence) -> None:
+        self.due.pop(sequence, None)

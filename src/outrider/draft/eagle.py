@@ -25,10 +25,8 @@ from outrider.device.layout import Layout, TreeLayout, known_rows
 from outrider.device.ops import Pass, StepOps
 from outrider.draft.drafter import MAX_PASSES, ResidentDrafter
 from outrider.draft.eagle_head import EagleHead
-from outrider.draft.feed import grow_drafts, host_draw, pieces, text_batch
-from outrider.draft.progress import PrefillProgress
-from outrider.draft.reading import Reader
-from outrider.draft.tree import Growth, Place
+from outrider.draft.reading import PrefillProgress, Reader, pieces, text_batch
+from outrider.draft.tree import Growth, Place, grow_drafts, host_draw
 from outrider.draft.weights import put_weights
 from outrider.types import NO_DRAFT, Batch, Draft, DraftPlan, Sequence, Verdict
 

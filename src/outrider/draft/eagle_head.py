@@ -1,4 +1,4 @@
-"""The EAGLE head: its network on the CPU. How one lies on disk is head_layouts.py's business.
+"""The EAGLE head: its network on the CPU. load/heads.py reads it from disk.
 
 Entry i joins the target's hidden states at token i (several layers, fused by one matrix) with the embedding of token
 i + 1 and predicts token i + 2. Past the known tokens an entry joins the hidden state of the entry before it instead.
@@ -8,48 +8,34 @@ Its vocabulary may be a part of the target's: `d2t` maps its ids to the target's
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from outrider.cache.store import KeyValueStore
+from outrider.errors import UnsupportedModel
+from outrider.load.checkpoint import open_safetensors, weight_files
 from outrider.load.config import LayerSpec, ModelConfig
+from outrider.load.heads import EMBEDDING, HeadConfig, layer_prefix, read_head
 from outrider.load.quants import Blocks
 from outrider.model.decoder import Decoder, Layered, kernels_like
 from outrider.model.rope import RopeTables, rope_tables
 from outrider.model.weights import KERNEL_FORMATS, MATRICES, LayerTensors, kept_as
-from outrider.types import Batch
+from outrider.types import MAX_NODES, Batch
 
 # Hidden states and rows where the head is, how many rows belong to one sequence, how long sequences may be, and whether
 # rows branch.
 HeadPass = Callable[[Tensor, Batch, int, int, bool], Tensor]
 Read = Callable[[str], Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class HeadConfig:
-    """The head's layers, shaped like layers of its family, and how it is tied to its target."""
-
-    layer: ModelConfig  # its vocabulary and hidden size are the target's
-    draft_vocab: int
-    taps: tuple[int, ...]  # i: what enters the target's layer i; the number of layers: what leaves the last
-    layers: int = 1  # the first reads embedding and hidden state, further ones are ordinary
-    tap_norms: bool = False  # an RMS norm for each tap before the fusion
-    norm_output: bool = False  # the normed hidden state is fed back
-    shared_head: bool = False  # logits by rows of the target's own head
-    joint_norm: bool = False  # one RMS norm over all taps together before the fusion
-    normed_residual: bool = False  # the first layer adds to its normed input
-
-    @property
-    def whole(self) -> bool:
-        """Its vocabulary is the target's."""
-        return self.draft_vocab == self.layer.vocab
+ReadHead = Callable[[Path, ModelConfig], tuple[HeadConfig, dict[str, Tensor]]]  # of a folder, for a target
+ROWS_COMPARED = 256  # of a head's embedding with its target's
 
 
 class EagleHead:
-    """The network. `read` yields tensors by the names of `head_layouts.head_shapes`."""
+    """The network. `read` yields tensors by the names of `load.heads.head_shapes`."""
 
     kind = "stored"  # the format of its matrices, where packing does not round
 
@@ -151,10 +137,6 @@ def kept_layer(layer: LayerTensors, kind: str) -> LayerTensors:
     return replace(layer, **kept)
 
 
-def layer_prefix(number: int) -> str:
-    return "midlayer." if number == 0 else f"layers.{number}."
-
-
 def layer_of(read: Read, number: int, spec: LayerSpec) -> LayerTensors:
     """A layer of the head. The first reads twice the hidden size, its embedding normed by a norm of its own."""
     prefix = layer_prefix(number)
@@ -179,3 +161,32 @@ def layer_of(read: Read, number: int, spec: LayerSpec) -> LayerTensors:
         down_bias=None,
         spec=spec,
     )
+
+
+def load_eagle(
+    folder: Path,
+    target: Layered,
+    context: int,
+    network: type[EagleHead] = EagleHead,
+    read: ReadHead = read_head,
+) -> EagleHead:
+    """A head from a folder in any of the layouts, or as `read` makes it of them."""
+    config, tensors = read(folder, target.config)
+    _check_embedding(folder, target)
+    return network(config, lambda name: tensors[name].float(), target, context + MAX_NODES + 1)
+
+
+def _check_embedding(folder: Path, target: Layered) -> None:
+    """Heads are often published with a copy of the target's embedding. One of its own would be another head."""
+    for shard in weight_files(folder):
+        opened = open_safetensors(folder / shard)
+        if EMBEDDING not in opened.keys():  # noqa: SIM118 - not a dict
+            continue
+        theirs = opened.get_slice(EMBEDDING)[:ROWS_COMPARED].float()
+        ours = target.embed(torch.arange(len(theirs))).float().cpu()[:, : theirs.shape[1]]
+        # As far apart as a target in few bits may be, not more.
+        if theirs.shape != ours.shape or float((theirs - ours).norm()) > 0.25 * float(ours.norm()):
+            raise UnsupportedModel(
+                f"{folder} has an embedding of its own, which is not this target's: it is a head for another "
+                "model, or of a kind that is not supported"
+            )

@@ -20,9 +20,8 @@ from outrider.cache.table import SlotTable
 from outrider.device.layout import TreeLayout, known_rows
 from outrider.device.ops import Pass, StepOps, run_levels
 from outrider.draft.drafter import MAX_PASSES, ResidentDrafter
-from outrider.draft.feed import grow_drafts, host_draw, pieces, text_batch
-from outrider.draft.progress import PrefillProgress
-from outrider.draft.reading import Reader
+from outrider.draft.reading import PrefillProgress, Reader, pieces, text_batch
+from outrider.draft.tree import grow_drafts, host_draw
 from outrider.draft.weights import put_weights
 from outrider.model.decoder import Layered, Model, make_store
 from outrider.types import NO_DRAFT, Batch, Draft, DraftPlan, Sequence, Verdict

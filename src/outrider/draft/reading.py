@@ -1,21 +1,119 @@
-"""How a drafter reads known tokens that it lacks of resident sequences: a pass over rows that lie on the device, which
-the host does not wait for.
+"""How a drafter reads known tokens: how far it has come, and its passes, packed by the host or over the device's state.
+
+They work in the target's slot table, where known tokens have their slots.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
 import numpy as np
+import torch
 
+from outrider.cache.table import SlotTable
 from outrider.device.ops import Pass, StepOps, known_batch
-from outrider.draft.progress import PrefillProgress
-from outrider.types import Sequence
+from outrider.model.staged import ROW_FIELDS
+from outrider.types import Batch, Draft, Sequence, Verdict
 
 TOGETHER = 16  # neighbouring rows that are one sequence's
 
 
+class PrefillProgress:
+    """By row of the slot table. A sequence that gave its row back counts from nothing, even if it has the same row
+    again: its slots are others.
+    """
+
+    def __init__(self) -> None:
+        self._by_row: dict[int, tuple[Sequence, int, int]] = {}
+
+    def of(self, sequence: Sequence) -> int:
+        """Its first tokens that have been read."""
+        owner, released, read = self._by_row.get(sequence.row, (None, 0, 0))
+        return read if owner is sequence and released == sequence.released else 0
+
+    def behind(self, sequence: Sequence, coming: int, window: int) -> int:
+        """Tokens to be read by a drafter that reads the last `window` in a captured step itself."""
+        known, read = len(sequence.tokens) + coming, self.of(sequence)
+        return known - 1 - read if read < known - window else 0
+
+    def note(self, sequence: Sequence, read: int) -> None:
+        self._by_row[sequence.row] = sequence, sequence.released, read
+
+    def clear(self) -> None:
+        """Nothing counts as read any more: what reads has changed."""
+        self._by_row.clear()
+
+    def accept(self, sequence: Sequence, draft: Draft, verdict: Verdict, fed: bool) -> None:
+        """All that was known when the draft was made has been read; if draft nodes were `fed`, so have the accepted
+        ones. A node without children was not: its continuation was not needed.
+        """
+        if draft:
+            path = verdict.accepted if fed else []
+            leaf = bool(path) and path[-1] not in draft.parents
+            self.note(sequence, len(sequence.tokens) - len(verdict.tokens) + len(path) - leaf)
+
+
+def text_batch(
+    table: SlotTable,
+    rows: Seq[int],
+    texts: Seq[Seq[int]],
+    starts: Seq[int],
+    last_only: bool = True,
+    behind: int = 0,
+) -> Batch:
+    """Feed texts[i] to table row rows[i] from entry starts[i] on; slots are already there. Logits at each end.
+
+    Where positions count from a later token of the text, they lie `behind`, and so does the table.
+    """
+    sizes = [len(text) for text in texts]
+    entries = np.concatenate(
+        [np.arange(s, s + n, dtype=np.int32) for s, n in zip(starts, sizes, strict=True)]
+    )
+    ids = np.concatenate([np.asarray(text, np.int64) for text in texts])
+    ends = np.cumsum(sizes) - 1 if last_only else np.arange(len(ids))
+    owners, prefix = np.repeat(np.array(rows, np.int32), sizes), entries + 1 - behind
+    return slot_batch(table, ids, entries - behind, entries, owners, prefix, np.zeros_like(ids), ends, behind)
+
+
+def pieces(batch: Batch, rows: int) -> Iterator[Batch]:
+    """The same rows in batches of so many."""
+    if batch.rows <= rows:
+        yield batch
+        return
+    for first in range(0, batch.rows, rows):
+        fields = {name: getattr(batch, name)[first : first + rows] for name in ROW_FIELDS}
+        inside = (batch.logit_rows >= first) & (batch.logit_rows < first + rows)
+        yield replace(batch, **fields, logit_rows=batch.logit_rows[inside] - first)
+
+
+def slot_batch(
+    table: SlotTable,
+    ids: np.ndarray,
+    positions: np.ndarray,
+    entries: np.ndarray,
+    rows: np.ndarray,
+    prefix: np.ndarray,
+    ancestors: np.ndarray,
+    logit_rows: np.ndarray,
+    behind: int,
+) -> Batch:
+    return Batch(
+        ids=torch.from_numpy(ids),
+        positions=torch.from_numpy(positions),
+        slots=torch.from_numpy(table.entries[rows, entries]),
+        table_rows=torch.from_numpy(rows),
+        prefix=torch.from_numpy(prefix),
+        ancestors=torch.from_numpy(ancestors),
+        table=table.tensor[:, behind:],
+        logit_rows=torch.from_numpy(logit_rows),
+    )
+
+
 class Reader:
+    """Reads tokens of resident sequences in passes over the device's state, which the host does not wait for."""
+
     def __init__(self, run: Pass, progress: PrefillProgress, sizes: Seq[int], behind: int = 0) -> None:
         """A pass has rows for one of these `sizes`: on a GPU each has a graph. A drafter's first entry may be of a
         later token than the first, so that positions lie `behind`.

@@ -19,10 +19,8 @@ from outrider.device.ops import Pass
 from outrider.draft.custom import make_custom
 from outrider.draft.drafter import Drafter, DrafterContext
 from outrider.draft.eagle import EagleDrafter
-from outrider.draft.eagle_head import EagleHead
-from outrider.draft.early_exit import EarlyExitDrafter
-from outrider.draft.exits import SAMPLES, find_exit
-from outrider.draft.head_layouts import ReadHead, load_eagle, read_head
+from outrider.draft.eagle_head import EagleHead, ReadHead, load_eagle
+from outrider.draft.early_exit import SAMPLES, EarlyExitDrafter, find_exit
 from outrider.draft.lm import LmDrafter
 from outrider.draft.lookup import LookupDrafter
 from outrider.draft.merged import MergedDrafter
@@ -31,7 +29,7 @@ from outrider.draft.synthetic import SyntheticDrafter
 from outrider.draft.weights import Weights, first_difference, weights_of
 from outrider.errors import BadCheckpoint, InvalidRequest, OutriderError, UnsupportedModel
 from outrider.load.checkpoint import Checkpoint, check_shapes, expected_shapes, open_checkpoint
-from outrider.load.json_files import read_json
+from outrider.load.heads import is_eagle, read_head
 from outrider.load.tokenizer import Tokenizer
 from outrider.model.decoder import Decoder, Layered, Model
 
@@ -219,15 +217,6 @@ def same_tokens(target: Tokenizer, draft: Tokenizer, path: Path) -> None:
                 f"{path} cannot draft for this target: token {token} is {b!r} there and {a!r} here. "
                 "A draft needs the target's own tokenizer"
             )
-
-
-def is_eagle(path: Path) -> bool:
-    try:
-        raw = read_json(path / "config.json", optional=True) if path.is_dir() else {}
-    except BadCheckpoint:
-        return False
-    kinds = str(raw.get("architectures")).lower()
-    return "eagle" in kinds or "draft_vocab_size" in raw or "speculators_model_type" in raw
 
 
 def _family(sources: DrafterSources) -> str:

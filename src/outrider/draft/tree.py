@@ -21,7 +21,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.types import MAX_NODES, Draft, DraftPlan, Sequence
+from outrider.cache.pool import CacheFull
+from outrider.cache.table import SlotTable
+from outrider.draft.reading import slot_batch
+from outrider.model.decoder import Model
+from outrider.types import MAX_NODES, NO_DRAFT, Batch, Draft, DraftPlan, Sequence
 from outrider.verify.law import Draw
 from outrider.verify.noise import DRAFT, gumbel, gumbel_at
 from outrider.verify.process import process
@@ -204,3 +208,72 @@ def _drawn(processed: Tensor, rows: LogitRows, at: np.ndarray, count: int) -> Te
     # A node's number keeps siblings' subtrees apart: they share a position.
     where = torch.from_numpy(rows.position[at] + (rows.node[at] + 1) * 2**20)
     return (processed + gumbel(seeds, where, processed.shape[1], DRAFT, steps)).topk(count).indices
+
+
+# ---------------------------------------------------------------------------------- in the target's slot table
+
+Run = Callable[[Batch, list[Growth], list[Place]], Tensor]  # logits after each of these nodes
+
+
+def grow_drafts(
+    table: SlotTable,
+    sequences: Seq[Sequence],
+    draft_plans: Seq[DraftPlan],
+    roots: Tensor,
+    run: Run,
+    behind: int = 0,
+    keep: bool = False,
+    draw: Draw | None = None,
+) -> list[Draft]:
+    """Drafts from the logits [S, vocab] after the known tokens; none if there are too few slots to borrow.
+
+    The slots are given back, unless the drafter wants to `keep` what it wrote there: then they stay with their nodes.
+    """
+    known = [len(sequence.tokens) for sequence in sequences]
+    # By node, the borrowed entries of its path as bits.
+    paths: list[dict[int, int]] = [{-1: 0} for _ in sequences]
+
+    def expand(growths: list[Growth], places: list[Place]) -> Tensor:
+        for i, node in places:
+            table.extend(sequences[i].row, 1)
+            paths[i][node] = paths[i][growths[i].parents[node]] | 1 << len(paths[i]) - 1
+        masks = np.array([paths[i][node] for i, node in places], np.int64)
+        base = np.array([known[i] for i, _ in places], np.int32)
+        batch = slot_batch(
+            table,
+            np.array([growths[i].tokens[node] for i, node in places], np.int64),
+            base + np.array([growths[i].depths[node] - 1 - behind for i, node in places], np.int32),
+            base + np.array([_entry(paths[i][node]) for i, node in places], np.int32),
+            np.array([sequences[i].row for i, _ in places], np.int32),
+            base - behind,
+            masks,
+            np.arange(len(places)),
+            behind,
+        )
+        return run(batch, growths, places)
+
+    kept, drafts = False, [NO_DRAFT] * len(sequences)
+    try:
+        grown = [growth.harvest() for growth in grow(sequences, draft_plans, roots, expand, draw)]
+        for i, (_, nodes) in enumerate(grown if keep else ()):
+            fed = max((n + 1 for n, node in enumerate(nodes) if node in paths[i]), default=0)
+            order = [_entry(paths[i][node]) if node in paths[i] else -1 for node in nodes[:fed]]
+            table.attach(sequences[i].row, table.detach(sequences[i].row, known[i]), order)
+        drafts, kept = [draft for draft, _ in grown], keep
+    except CacheFull:  # a draft is never worth another sequence's place
+        pass
+    finally:
+        if not kept:
+            for sequence, length in zip(sequences, known, strict=True):
+                table.commit(sequence.row, length)
+    return drafts
+
+
+def host_draw(model: Model) -> Draw | None:
+    """The kernel of the law, where it runs over what is on the host."""
+    return model.draw if model.device.type == "cpu" else None
+
+
+def _entry(path: int) -> int:
+    """A node comes after its ancestors, so its own bit is the highest."""
+    return path.bit_length() - 1

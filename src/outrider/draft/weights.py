@@ -49,12 +49,12 @@ def put_weights(network: object, weights: Mapping[str, Tensor]) -> None:
 
 def first_difference(one: object, other: object, name: str = "") -> str:
     """Where two configurations differ, in words; "" if they do not. What their files say beside that is no part."""
-    if is_dataclass(one) and type(one) is type(other):
-        for field in fields(one):
-            if field.name in BESIDE:
-                continue
-            inner = f"{name}.{field.name}".lstrip(".")
-            if said := first_difference(getattr(one, field.name), getattr(other, field.name), inner):
-                return said
-        return ""
-    return "" if one == other else f"{name} is {one!r}, not {other!r}"
+    if type(one) is type(other) and is_dataclass(one):
+        names = [field.name for field in fields(one) if field.name not in BESIDE]
+        parts = [(part, getattr(one, part), getattr(other, part)) for part in names]
+    elif isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
+        parts = [(str(i), *pair) for i, pair in enumerate(zip(one, other, strict=True))]
+    else:
+        return "" if one == other else f"{name} is {one!r}, not {other!r}"
+    said = (first_difference(a, b, f"{name}.{part}".lstrip(".")) for part, a, b in parts)
+    return next(filter(None, said), "")

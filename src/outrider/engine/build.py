@@ -15,8 +15,6 @@ from torch import Tensor
 
 from outrider.control.planner import Planner
 from outrider.draft.drafters import Drafters
-from outrider.draft.eagle_head import HeadConfig
-from outrider.draft.head_layouts import read_head
 from outrider.draft.names import Part, label, settle_auto
 from outrider.draft.table import DrafterSources, make_drafters
 from outrider.engine.draft_room import DraftRoom, draft_room
@@ -36,6 +34,7 @@ from outrider.errors import InvalidRequest, OutOfMemory, OutriderError, Unsuppor
 from outrider.load.checkpoint import Checkpoint, check_shapes, open_checkpoint
 from outrider.load.config import ModelConfig
 from outrider.load.find import find
+from outrider.load.heads import HeadConfig, read_head
 from outrider.load.pairs import Pair, find_pair
 from outrider.model.decoder import Decoder, Model, kv_bytes, make_kernels
 from outrider.model.parallel import ALONE, Group

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from outrider.draft.drafters import Drafters
 from outrider.draft.eagle import EagleDrafter
-from outrider.draft.head_layouts import IGNORED
 from outrider.draft.lm import LmDrafter
 from outrider.draft.weights import weights_of
 from outrider.engine.kv_cache import KvCache
 from outrider.engine.placement import Memory
 from outrider.load.checkpoint import Checkpoint
+from outrider.load.heads import IGNORED
 from outrider.model.decoder import Model, kv_bytes
 from outrider.model.weights import BYTES, kept_formats
 

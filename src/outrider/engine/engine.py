@@ -13,12 +13,10 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from outrider.control.planner import Planner
-from outrider.draft.drafters import Drafters
-from outrider.draft.scores import Scores
+from outrider.draft.drafters import Drafters, Scores
 from outrider.engine.admission import check_request
 from outrider.engine.kept_costs import KeptCosts
 from outrider.engine.kv_cache import KvCache
-from outrider.engine.outcomes import deepest, origins_of, outcome_of
 from outrider.engine.rows import Result
 from outrider.engine.runner import InFlightStep, Runner
 from outrider.engine.scheduler import Scheduler
@@ -28,8 +26,10 @@ from outrider.model.decoder import Model
 from outrider.settings import Settings
 from outrider.types import (
     Draft,
+    DraftPlan,
     Event,
     FinishReason,
+    Origin,
     Outcome,
     Plan,
     Request,
@@ -227,7 +227,7 @@ class Engine:
         outcomes = []
         if step.can_draft:
             outcomes = [
-                outcome_of(step.work[i].sequence, step.draft_plans[i], draft, verdict)
+                _outcome_of(step.work[i].sequence, step.draft_plans[i], draft, verdict)
                 for i, (draft, verdict) in zip(alive, results, strict=True)
                 if verdict is not None
             ]
@@ -292,7 +292,7 @@ class Engine:
         """Append the verdict's tokens, up to where the request ends, and make the event."""
         draft_plan = step.draft_plans[i]
         text, taken = self._write(sequence, verdict.tokens)
-        emitted, origins = verdict.tokens[:taken], origins_of(draft, verdict)[:taken]
+        emitted, origins = verdict.tokens[:taken], _origins_of(draft, verdict)[:taken]
         sequence.tokens += emitted
         sequence.origins += origins
         drafted = len(draft.tokens)
@@ -304,7 +304,7 @@ class Engine:
             sequence.drafted += drafted
             sequence.accepted += held
             sequence.draft_counts.append((drafted, held))
-            sequence.deepest = max(sequence.deepest, deepest(draft))
+            sequence.deepest = max(sequence.deepest, _deepest(draft))
         logprobs = None
         if verdict.logprobs is not None:
             logprobs = tuple(verdict.logprobs[:taken])
@@ -372,3 +372,24 @@ def _ending(sequence: Sequence, tokens: list[int]) -> tuple[int, int, FinishReas
         if grammar is not None and grammar.complete:
             return i + 1, i + 1, "stop"
     return len(tokens), len(tokens), None
+
+
+def _deepest(draft: Draft) -> int:
+    return max(draft.depths) if draft else 0
+
+
+def _outcome_of(sequence: Sequence, draft_plan: DraftPlan, draft: Draft, verdict: Verdict) -> Outcome:
+    accepted, top1_accepted = verdict.accepted, 0
+    while top1_accepted < len(accepted) and draft.rank(accepted[top1_accepted]) == 0:
+        top1_accepted += 1
+    return Outcome(sequence, draft_plan, len(draft), _deepest(draft), len(accepted), top1_accepted)
+
+
+def _origins_of(draft: Draft, verdict: Verdict) -> list[Origin]:
+    """Where each token came from: an accepted draft token, one recovered from the target, or its bonus at the end."""
+    if not draft.tokens:
+        return ["plain"] * len(verdict.tokens)
+    last = verdict.accepted[-1] if verdict.accepted else -1
+    ending: Origin = "recovered" if last in draft.parents else "bonus"
+    accepted: list[Origin] = ["accepted"] * len(verdict.accepted)
+    return [*accepted, ending]

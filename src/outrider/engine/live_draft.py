@@ -22,10 +22,11 @@ from pathlib import Path
 from outrider.draft.drafter import NetworkDrafter
 from outrider.draft.drafters import Drafters
 from outrider.draft.names import Part
-from outrider.draft.table import DrafterSources, is_eagle, prepare_weights
+from outrider.draft.table import DrafterSources, prepare_weights
 from outrider.draft.weights import Weights, copy_of
 from outrider.engine.driver import Driver
 from outrider.errors import InvalidRequest, OutriderError
+from outrider.load.heads import is_eagle
 
 READ = (".safetensors", ".gguf", ".json", ".jinja")  # files of a draft
 

@@ -212,22 +212,22 @@ class FolderCheckpoint(Checkpoint):
             return source.tensor(self._quantised.tensor(source.name).to(device))
         tensor = self._raw(source.name)
         check_float(tensor, name, self.path)
-        return source.tensor(tensor.to(device).float())
+        return source.tensor(tensor, lambda rows: rows.to(device).float())
 
     def stored(self, name: str) -> torch.Tensor | Blocks:
         source = self._source(name)
         if self._quantised is not None and source.name in self._quantised:
             return source.of(self._quantised.stored(source.name))
         tensor = self._raw(source.name)
-        half = tensor.dtype is torch.bfloat16 and tensor.dim() == 2
+        half = tensor.dtype is torch.bfloat16 and len(self.shape(name)) == 2
         return source.of(tensor) if half else self.tensor(name)
 
     def stored_format(self, name: str) -> str:
-        name = self._source(name).name
-        if self._quantised is not None and name in self._quantised:
-            return self._quantised.format(name)
-        found = self._handle(name).get_slice(name)
-        return "bfloat16" if found.get_dtype() == "BF16" and len(found.get_shape()) == 2 else "float32"
+        stored = self._source(name).name
+        if self._quantised is not None and stored in self._quantised:
+            return self._quantised.format(stored)
+        half = self._handle(stored).get_slice(stored).get_dtype() == "BF16"
+        return "bfloat16" if half and len(self.shape(name)) == 2 else "float32"
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

@@ -13,6 +13,7 @@ from typing import Any
 
 from outrider.errors import BadCheckpoint, UnsupportedModel
 
+MAX_EXPERTS = 4_096  # in a layer
 MAX_LAYERS = 10_000  # checked before anything is made per layer; the deepest models have a few hundred
 TRAINED = "original_max_position_embeddings"
 PARTIAL = "partial_rotary_factor"
@@ -25,8 +26,19 @@ ROPE_KINDS: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", TRAINED),
     "yarn": ("factor",),
     "longrope": (TRAINED,),
+    "none": (TRAINED,),  # no rotation, only the gain of queries
 }
-ROPE_OPTIONS = (TRAINED, "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", PARTIAL)
+GAIN_FROM = "query_gain_from"  # positions are counted from here for the gain of queries: 0 or 1
+ROPE_OPTIONS = (
+    TRAINED,
+    GAIN_FROM,
+    "beta_fast",
+    "beta_slow",
+    "attention_factor",
+    "mscale",
+    "mscale_all_dim",
+    PARTIAL,
+)
 ROPE_LISTS = ("short_factor", "long_factor")  # of longrope: a divisor for each frequency
 
 
@@ -67,6 +79,60 @@ class Rope:
         return int(head_dim * self.scaling.get(PARTIAL, 1.0))
 
 
+SCORES = ("softmax", "sigmoid")  # of the router's logits
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """The experts of a layer, and how a row chooses among them: `route` in model/kernels/reference_experts.py."""
+
+    count: int
+    per_token: int
+    width: int  # inner size of an expert
+    score: str = "softmax"  # one of SCORES
+    normalise: bool = True  # weights are divided by their sum
+    floor: float = 0.0  # is added to that sum
+    scale: float = 1.0  # of the weights, at the end
+    groups: int = 1  # of neighbouring experts
+    groups_kept: int = 1  # a row chooses within so many of them
+    correction: bool = False  # a number an expert is added to scores for the choice, not for the weights
+    router_bias: bool = False
+    bias: bool = False  # of the experts' matrices
+    weighs_input: bool = False  # the weight multiplies what an expert reads, not what it gives
+    shared_gate: bool = False  # the sigmoid of one more product multiplies what the shared MLP gives
+
+    def __post_init__(self) -> None:
+        for name in ("count", "per_token", "width", "groups", "groups_kept"):
+            check_size(f"the experts' {name}", getattr(self, name))
+        if self.count > MAX_EXPERTS:
+            raise BadCheckpoint(f"the model's config gives {self.count} experts; {MAX_EXPERTS} are supported")
+        if self.score not in SCORES:
+            raise UnsupportedModel(f"the router's score {self.score!r:.60} is not one of {', '.join(SCORES)}")
+        if self.count % self.groups or self.groups_kept > self.groups:
+            raise BadCheckpoint(
+                f"{self.count} experts in {self.groups} groups, {self.groups_kept} of which are used, cannot be right"
+            )
+        if self.per_token > self.count // self.groups * self.groups_kept:
+            raise BadCheckpoint(
+                f"{self.per_token} experts a token are more than the {self.count // self.groups * self.groups_kept} "
+                "to choose from"
+            )
+        if self.groups > 1 and self.count // self.groups < 2:
+            raise BadCheckpoint(f"{self.count} experts in {self.groups} groups leave groups of one")
+        if not _sound(self.scale) or self.scale == 0:
+            raise BadCheckpoint(f"the router's scale is {self.scale!r:.60}, which cannot be right")
+
+    @property
+    def parameters(self) -> int:
+        """Numbers in matrices, by number of the hidden size; with the router."""
+        return self.count * (3 * self.width + 1)
+
+    @property
+    def plain_choice(self) -> bool:
+        """Whether the largest logits are chosen, whatever the score."""
+        return not self.correction and self.groups == 1
+
+
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
     """One decoder layer. weight_map.py says which tensors it has."""
@@ -74,23 +140,30 @@ class LayerSpec:
     heads: int
     kv_heads: int
     head_dim: int
-    intermediate: int
+    intermediate: int  # inner size of the MLP that all rows share; 0: none, beside experts
     rope: Rope | None = field(default_factory=Rope)  # None: no positions
     window: int = 0  # tokens it sees; 0: all
+    chunk: int = 0  # a token sees those of its own chunk of so many positions; 0: all
     attention_scale: float | None = None  # of scores; None: one over the root of the head size
     softcap: float = 0.0  # scores become softcap * tanh(score / softcap); 0: they stay
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: str = ""  # RMS norm of queries and keys: "head" by head, "whole" over all heads together
+    qk_norm: str = (
+        ""  # RMS norm of queries and keys: "head" by head, "unit" so without weights, "whole" over all heads
+    )
     norms: str = "before"  # where attention and MLP have theirs: "before", "after" or "both"
     activation: str = "silu"  # of the gate: one of ACTIVATIONS
+    sinks: bool = False  # each head has a logit that joins the sum under its weights, and has no value
+    experts: Experts | None = None
 
     def __post_init__(self) -> None:
         for name in ("heads", "kv_heads", "head_dim", "intermediate"):
-            check_size(name, getattr(self, name))
-        if type(self.window) is not int or self.window < 0:
-            raise BadCheckpoint(f"the model's config gives a window of {self.window!r:.60}")
+            if name != "intermediate" or self.experts is None or self.intermediate != 0:
+                check_size(name, getattr(self, name))
+        for name in ("window", "chunk"):
+            if type(getattr(self, name)) is not int or getattr(self, name) < 0:
+                raise BadCheckpoint(f"the model's config gives a {name} of {getattr(self, name)!r:.60}")
         if self.heads % self.kv_heads:
             raise BadCheckpoint(f"{self.heads} heads do not divide over {self.kv_heads} key-value heads")
         if self.head_dim % 2 or (self.rope and self.rope.turned(self.head_dim) % 2):
@@ -116,7 +189,13 @@ class LayerSpec:
     @property
     def parameters(self) -> int:
         attention = 2 * (self.heads + self.kv_heads) * self.head_dim
-        return attention + 3 * self.intermediate
+        return attention + 3 * self.intermediate + (self.experts.parameters if self.experts else 0)
+
+    @property
+    def active(self) -> int:
+        """Of these, those that one row multiplies with."""
+        e = self.experts
+        return self.parameters - (3 * e.width * (e.count - e.per_token) if e else 0)
 
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -208,13 +287,18 @@ class ModelConfig:
         return self.hidden * (ends + sum(spec.parameters for spec in self.specs))
 
     @property
+    def active_parameters(self) -> int:
+        """Of these, those that one row multiplies with."""
+        return self.parameters - self.hidden * sum(spec.parameters - spec.active for spec in self.specs)
+
+    @property
     def plain(self) -> bool:
         """Whether it is a Llama but for biases, head norms, windows and rotary scaling."""
         scales = (self.embedding_scale, self.residual_scale, self.logit_divisor, self.softcap)
         usual = LayerSpec(2, 2, 2, 2)
-        fields = ("attention_scale", "softcap", "norms", "activation")
+        fields = ("attention_scale", "softcap", "norms", "activation", "chunk", "sinks", "experts")
         return scales == (1, 1, 1, 0) and all(
-            spec.qk_norm != "whole" and spec.rope is not None and spec.rope == self.specs[0].rope
+            spec.qk_norm in ("", "head") and spec.rope is not None and spec.rope == self.specs[0].rope
             and all(getattr(spec, name) == getattr(usual, name) for name in fields)
             for spec in self.specs
         )  # fmt: skip

@@ -13,6 +13,7 @@ from typing import Any
 from outrider.errors import BadCheckpoint, UnsupportedModel
 from outrider.load.config import (
     ACTIVATIONS,
+    GAIN_FROM,
     PARTIAL,
     QUERY_BETA,
     ROPE_KINDS,
@@ -22,6 +23,14 @@ from outrider.load.config import (
     Rope,
     check_layers,
     end_ids,
+)
+from outrider.load.routing import (
+    GLM_ROUTING,
+    LLAMA4_ROUTING,
+    MIXTRAL_ROUTING,
+    OLMOE_ROUTING,
+    SOFTMAX_ROUTING,
+    Routing,
 )
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -63,6 +72,10 @@ class Family:
     gguf: str = ""  # its architecture in GGUF files; empty: not read
     gguf_names: Mapping[str, str] = field(default_factory=dict)
     gguf_pairs: bool = False  # GGUF keeps rotary pairs as neighbours
+    routing: Routing | None = None  # of a mixture of experts
+    unsupported: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # fields, and the only value that is supported
 
 
 GEMMA: dict[str, Any] = {
@@ -140,13 +153,37 @@ FAMILIES: dict[str, Family] = {
         names=FUSED_MLP | {"self_attn.post_norm": "post_self_attn_layernorm", "mlp.post_norm": "post_mlp_layernorm"},
         defaults={"attention_bias": True, PARTIAL: 0.5, "head_dim": 128, "rms_norm_eps": 1.5625e-7},
     ),
+    "qwen3_moe": Family(
+        "attention_bias", "attention_bias", qk_norm="head", windows="all", routing=SOFTMAX_ROUTING,
+        defaults={"use_sliding_window": False},
+    ),
+    "mixtral": Family(windows="all", routing=MIXTRAL_ROUTING, defaults={"rms_norm_eps": 1e-5}),
+    "olmoe": Family(
+        "attention_bias", "attention_bias", qk_norm="whole", routing=OLMOE_ROUTING, unsupported={"clip_qkv": None},
+        defaults={"rms_norm_eps": 1e-5},
+    ),
+    "glm4_moe": Family(
+        "attention_bias", qk_norm="use_qk_norm", routing=GLM_ROUTING, defaults={PARTIAL: 0.5, "rms_norm_eps": 1e-5},
+    ),
+    "llama4_text": Family(
+        "attention_bias", "attention_bias", qk_norm="use_qk_norm", pairs=True, routing=LLAMA4_ROUTING,
+        names={f"mlp.{part}": f"feed_forward.{part}" for part in ("gate_proj", "up_proj", "down_proj")},
+        defaults={
+            "rms_norm_eps": 1e-5, "rope_theta": 5e5, "head_dim": 128, "no_rope_layer_interval": 4, "use_qk_norm": True,
+            "attention_chunk_size": 8192, "attn_temperature_tuning": True, "floor_scale": 8192, "attn_scale": 0.1,
+        },
+    ),
 }  # fmt: skip
 
 
 def sample_config(name: str) -> ModelConfig:
     """A small model of a family, as config.json leaves it where it says nothing special."""
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 12, "num_attention_heads": 4}
-    return config_from_json({"model_type": name, "vocab_size": 256, **sizes, "num_key_value_heads": 2})
+    experts = {"num_experts_per_tok": 2, "moe_intermediate_size": 64, "intermediate_size_mlp": 256}
+    experts |= dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 8)
+    return config_from_json(
+        {"model_type": name, "vocab_size": 256, **sizes, **experts, "num_key_value_heads": 2}
+    )
 
 
 def text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -168,6 +205,9 @@ def config_from_json(raw: Mapping[str, Any], generation: Mapping[str, Any] | Non
     family = FAMILIES[name]
     try:
         given = {**family.defaults, **text}
+        for key, only in family.unsupported.items():
+            if given.get(key) != only:
+                raise UnsupportedModel(f"this {name} model has {key} = {given[key]!r:.60}; supported: {only}")
         check_layers(layers := given["num_hidden_layers"])
         hidden = given["hidden_size"]
         around = {ours: float(given[theirs]) for ours, theirs in family.fields.items() if given.get(theirs)}
@@ -203,22 +243,37 @@ def _layer(name: str, given: Mapping[str, Any], index: int) -> LayerSpec:
     scale = (
         given.get("query_pre_attn_scalar", 256) ** -0.5 if family.gemma else given.get("attention_multiplier")
     )
+    experts = family.routing.experts(given, index) if family.routing else None
+    rope = _rope(name, given, index, bool(window))
+    turned = rope is not None and rope.kind != "none"
     return LayerSpec(
         heads=heads,
         kv_heads=given.get("num_key_value_heads") or heads,
         head_dim=given.get("head_dim") or given["hidden_size"] // heads,
-        intermediate=given["intermediate_size"],
-        rope=_rope(name, given, index, bool(window)),
+        intermediate=family.routing.beside(given, experts) if family.routing else given["intermediate_size"],
+        rope=rope,
         window=window,
+        chunk=(given["attention_chunk_size"] or 0) if name == "llama4_text" and turned else 0,
         attention_scale=None if scale is None else float(scale),
         softcap=float(given.get("attn_logit_softcapping") or 0.0) if name == "gemma2" else 0.0,
         qkv_bias=has(family.qkv_bias),
         out_bias=has(family.out_bias),
         mlp_bias=has(family.mlp_bias),
-        qk_norm=family.qk_norm,
+        qk_norm=_qk_norm(name, given, turned),
         norms=family.norms,
         activation=_activation(name, given),
+        experts=experts,
     )
+
+
+def _qk_norm(name: str, given: Mapping[str, Any], turned: bool) -> str:
+    """Llama 4 norms rotated heads without weights; before or after their rotation is the same."""
+    found = FAMILIES[name].qk_norm
+    if found != "use_qk_norm":
+        return found
+    if not given.get(found):
+        return ""
+    return "head" if name != "llama4_text" else "unit" if turned else ""
 
 
 def _activation(name: str, given: Mapping[str, Any]) -> str:
@@ -252,15 +307,19 @@ def _window(name: str, given: Mapping[str, Any], index: int) -> Any:
 
 
 def _turns(given: Mapping[str, Any], index: int) -> bool:
-    """Whether a layer of SmolLM3 has rotary positions."""
-    if (listed := given.get("no_rope_layers")) is not None:
+    """Whether a layer of SmolLM3 or Llama 4 has rotary positions."""
+    if listed := given.get("no_rope_layers"):
         return bool(listed[index])
     return (index + 1) % given["no_rope_layer_interval"] != 0
 
 
 def _rope(name: str, given: Mapping[str, Any], index: int, windowed: bool) -> Rope | None:
-    if name == "smollm3" and not _turns(given, index):
-        return None
+    if name in ("smollm3", "llama4_text") and not _turns(given, index):
+        tuned = name == "llama4_text" and given["attn_temperature_tuning"]
+        gain = (
+            {QUERY_BETA: given["attn_scale"], TRAINED: given["floor_scale"], GAIN_FROM: 1} if tuned else None
+        )
+        return Rope(kind="none", scaling=gain) if gain else None
     family, kind = FAMILIES[name], SLIDING if windowed else FULL
     found = dict(given.get("rope_parameters") or given.get("rope_scaling") or {})
     theta = given.get("rope_theta") or 10000.0

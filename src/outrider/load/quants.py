@@ -182,6 +182,19 @@ def _q6_k(raw: Tensor, out: Tensor) -> tuple[Tensor, None]:
     return _half(raw, 208) * raw[:, 192:208].contiguous().view(torch.int8).float(), None
 
 
+TWICE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # numbers of e2m1, times two
+
+
+def _mxfp4(raw: Tensor, out: Tensor) -> tuple[Tensor, None]:
+    """Floats of 4 bits, and the exponent of a power of two: 255 is no number."""
+    packed = raw[:, 1:].int()
+    values = torch.tensor(TWICE, dtype=out.dtype, device=raw.device)
+    out[:, :16], out[:, 16:] = values[packed & 15], values[packed >> 4]
+    exponent = raw[:, :1].int()
+    scale = torch.ldexp(torch.ones_like(exponent, dtype=torch.float64), exponent - 128).float()
+    return torch.where(exponent == 255, torch.nan, scale), None
+
+
 FORMATS: dict[int, Format] = {
     0: Format("F32", 1, 4, _as(torch.float32)),
     1: Format("F16", 1, 2, _as(torch.float16)),
@@ -196,6 +209,7 @@ FORMATS: dict[int, Format] = {
     13: Format("Q5_K", 256, 176, _q5_k),
     14: Format("Q6_K", 256, 210, _q6_k),
     30: Format("BF16", 1, 2, _as(torch.bfloat16)),
+    39: Format("MXFP4", 32, 17, _mxfp4),
 }
 
 # Parts of the scale that reaches a block's largest value: with a smaller scale the other values often fit better.
@@ -262,6 +276,5 @@ OTHER_FORMATS: dict[int, str] = {
     29: "IQ1_M",
     34: "TQ1_0",
     35: "TQ2_0",
-    39: "MXFP4",
     40: "NVFP4",
 }

@@ -39,9 +39,15 @@ GGUF_LAYER = {
 }
 
 
+# Of a layer with experts. Expert 3's matrices are `mlp.experts.3.gate_proj.weight` and so on, whatever the file has;
+# `mlp.gate_proj` and its like are of the MLP that all rows share.
+ROUTER, CORRECTION, SHARED_GATE = "mlp.gate", "e_score_correction_bias", "mlp.shared_expert_gate"
+Places = Iterable[tuple[str, int | None]]  # a tensor's name in the file and its place in a stack
+
+
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Rows of a tensor of the file, in an order, and what is added to them."""
+    """Rows of a tensor of the file, or of one matrix of a stack of them, in an order, and what is added to them."""
 
     name: str
     shape: tuple[int, ...]  # that the config calls for
@@ -49,9 +55,16 @@ class Source:
     total: int = 0  # rows of the file's tensor
     order: Tensor | None = None
     shift: float = 0.0
+    place: int | None = None  # in the stack
+    count: int = 0  # of the stack
+    turned: bool = False  # the stack's matrices are [inputs, outputs]
 
     def shape_in(self, stored: tuple[int, ...]) -> tuple[int, ...]:
         """Its shape, if the file's tensor has the shape `stored`."""
+        if self.place is not None:
+            if stored[:1] != (self.count,):
+                return stored
+            stored = stored[:0:-1] if self.turned else stored[1:]
         return (self.shape[0], *stored[1:]) if stored[:1] == (self.total,) else stored
 
     def of(self, stored: Tensor | Blocks) -> Tensor | Blocks:
@@ -59,12 +72,16 @@ class Source:
             return replace(stored, raw=self._rows(stored.raw))
         return self.tensor(stored)
 
-    def tensor(self, stored: Tensor) -> Tensor:
+    def tensor(self, stored: Tensor, widen: Callable[[Tensor], Tensor] = lambda rows: rows) -> Tensor:
         """Of a tensor that is unpacked."""
-        rows = self._rows(stored)
+        rows = widen(self._rows(stored))
         return rows + self.shift if self.shift else rows
 
     def _rows(self, rows: Tensor) -> Tensor:
+        if self.place is not None:
+            if len(rows) != self.count:
+                raise BadCheckpoint(f"tensor {self.name!r} has {len(rows)} matrices, not {self.count}")
+            rows = rows[self.place].T if self.turned else rows[self.place]
         if self.total and self.total > self.shape[0]:
             rows = rows[self.first : self.first + self.shape[0]]
         if self.order is None:
@@ -87,24 +104,41 @@ def expected_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]
 
 
 def _layer_shapes(s: LayerSpec, hidden: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    q, kv, inner = s.heads * s.head_dim, s.kv_heads * s.head_dim, s.intermediate
-    for name, rows, columns, bias in (
+    q, kv, e = s.heads * s.head_dim, s.kv_heads * s.head_dim, s.experts
+    matrices = [
         ("self_attn.q_proj", q, hidden, s.qkv_bias), ("self_attn.k_proj", kv, hidden, s.qkv_bias),
         ("self_attn.v_proj", kv, hidden, s.qkv_bias), ("self_attn.o_proj", hidden, q, s.out_bias),
-        ("mlp.gate_proj", inner, hidden, s.mlp_bias), ("mlp.up_proj", inner, hidden, s.mlp_bias),
-        ("mlp.down_proj", hidden, inner, s.mlp_bias),
-    ):  # fmt: skip
+        *(_mlp("mlp", s.intermediate, hidden, s.mlp_bias) if s.intermediate else ()),
+    ]  # fmt: skip
+    if e is not None:
+        matrices.append((ROUTER, e.count, hidden, e.router_bias))
+        if e.correction:
+            yield f"{ROUTER}.{CORRECTION}", (e.count,)
+        if e.shared_gate:
+            matrices.append((SHARED_GATE, 1, hidden, False))
+        for i in range(e.count):
+            matrices += _mlp(f"mlp.experts.{i}", e.width, hidden, e.bias)
+    for name, rows, columns, bias in matrices:
         yield f"{name}.weight", (rows, columns)
         if bias:
             yield f"{name}.bias", (rows,)
     for name, size, there in (
         ("input_layernorm", hidden, s.norm_before), ("post_attention_layernorm", hidden, s.norm_before),
         ("self_attn.post_norm", hidden, s.norm_after), ("mlp.post_norm", hidden, s.norm_after),
-        ("self_attn.q_norm", q if s.qk_norm == "whole" else s.head_dim, s.qk_norm),
-        ("self_attn.k_norm", kv if s.qk_norm == "whole" else s.head_dim, s.qk_norm),
+        ("self_attn.q_norm", q if s.qk_norm == "whole" else s.head_dim, s.qk_norm in ("head", "whole")),
+        ("self_attn.k_norm", kv if s.qk_norm == "whole" else s.head_dim, s.qk_norm in ("head", "whole")),
     ):  # fmt: skip
         if there:
             yield f"{name}.weight", (size,)
+    if s.sinks:
+        yield "self_attn.sinks", (s.heads,)
+
+
+def _mlp(name: str, inner: int, hidden: int, bias: bool) -> list[tuple[str, int, int, bool]]:
+    return [
+        (f"{name}.gate_proj", inner, hidden, bias), (f"{name}.up_proj", inner, hidden, bias),
+        (f"{name}.down_proj", hidden, inner, bias),
+    ]  # fmt: skip
 
 
 def safetensors_map(config: ModelConfig, names: Iterable[str]) -> dict[str, Source]:
@@ -113,21 +147,27 @@ def safetensors_map(config: ModelConfig, names: Iterable[str]) -> dict[str, Sour
     prefix = next((p for p in PREFIXES if f"{p}embed_tokens.weight" in present), PREFIXES[0])
     head = "language_model.lm_head.weight" if prefix == PREFIXES[2] else "lm_head.weight"
 
-    def theirs(index: int, part: str, kind: str) -> str:
-        return f"{prefix}layers.{index}.{family.names.get(part, part)}.{kind}"
+    def theirs(index: int, part: str, kind: str) -> Places:
+        found: Places = ()
+        if config.specs[index].experts is not None and family.routing is not None:
+            found = family.routing.places(part, kind)
+        found = list(found) or [(f"{family.names.get(part, part)}.{kind}", None)]
+        return [(f"{prefix}layers.{index}.{name}", place) for name, place in found]
 
     def top(name: str) -> str:
         return head if name == "lm_head.weight" else prefix + name.removeprefix("model.")
 
-    return _map(config, present, theirs, top, family.pairs, family.norm_shift)
+    turned = family.routing is not None and family.routing.turned
+    return _map(config, present, theirs, top, family.pairs, family.norm_shift, turned)
 
 
 def gguf_map(config: ModelConfig, names: Iterable[str], where: str) -> dict[str, Source]:
     family, present = FAMILIES[config.family], set(names)
     layer = GGUF_LAYER | dict(family.gguf_names)
 
-    def theirs(index: int, part: str, kind: str) -> str:
-        return f"blk.{index}.{layer[part]}.{kind}"
+    def theirs(index: int, part: str, kind: str) -> Places:
+        name = "attn_sinks.weight" if kind == "sinks" else f"{layer[part]}.{kind}"
+        return [(f"blk.{index}.{name}", None)]
 
     found = _map(config, present, theirs, GGUF_TOP.__getitem__, family.gguf_pairs, 0.0)
     if left := sorted(present - {source.name for source in found.values()}):
@@ -138,33 +178,41 @@ def gguf_map(config: ModelConfig, names: Iterable[str], where: str) -> dict[str,
 def _map(
     config: ModelConfig,
     present: set[str],
-    theirs: Callable[[int, str, str], str],
+    theirs: Callable[[int, str, str], Places],
     top: Callable[[str], str],
     pairs: bool,
     shift: float,
+    turned: bool = False,
 ) -> dict[str, Source]:
     made: dict[str, Source] = {}
-    begun: dict[str, int] = {}  # rows of a tensor that are taken
+    begun: dict[tuple[str, int | None], int] = {}  # rows of a matrix that are taken
     orders: dict[tuple[int, ...], Tensor | None] = {}
     for name, wanted in expected_shapes(config):
-        stored, part, order = "", name, None
+        part, order, count = name, None, 0
+        places: Places = [(top(name), None)] if not name.startswith("model.layers.") else ()
         if name.startswith("model.layers."):
             number, _, part = name.removeprefix("model.layers.").partition(".")
             part, _, kind = part.rpartition(".")
-            stored, spec = theirs(int(number), part, kind), config.specs[int(number)]
-            order = _order(spec, part, pairs, orders)
-        stored = stored or top(name)
-        first = begun.get(stored, 0)
-        begun[stored] = first + wanted[0]
-        if stored in present:
-            made[name] = Source(stored, wanted, first, order=order, shift=shift if "norm" in part else 0.0)
-    return {name: replace(source, total=begun[source.name]) for name, source in made.items()}
+            spec = config.specs[int(number)]
+            places, order = theirs(int(number), part, kind), _order(spec, part, pairs, orders)
+            count = spec.experts.count if spec.experts else 0
+        for at in places:
+            if at[0] in present:
+                first, stored, place = begun.get(at, 0), *at
+                begun[at] = first + wanted[0]
+                added = shift if "norm" in part else 0.0
+                stack = (place, count, turned) if place is not None else (None, 0, False)
+                made[name] = Source(stored, wanted, first, 0, order, added, *stack)
+                break
+    return {name: replace(source, total=begun[source.name, source.place]) for name, source in made.items()}
 
 
 def _order(
     spec: LayerSpec, part: str, pairs: bool, known: dict[tuple[int, ...], Tensor | None]
 ) -> Tensor | None:
     """Of a head's rows, for queries and keys: the rotated ones become pairs half a head apart, others lie between."""
+    if not part.startswith("self_attn."):
+        return None
     heads = {
         "self_attn.q_proj": spec.heads, "self_attn.k_proj": spec.kv_heads,
         "self_attn.q_norm": 1 if spec.qk_norm == "head" else spec.heads,

@@ -24,6 +24,7 @@ from torch import Tensor
 from outrider.cache.store import KeyValueStore
 from outrider.load.config import LayerSpec, ModelConfig
 from outrider.load.quants import Blocks
+from outrider.load.weight_map import ROUTER, SHARED_GATE
 from outrider.types import MAX_NODES, Batch
 
 GATHER_SECONDS = 30.0  # that a rank waits for the others; they begin a pass at the same time
@@ -38,7 +39,7 @@ class Group:
 
     def cut(self, whole: int, units: int = 0, rank: int | None = None) -> slice:
         """The outputs of a rank, by default this one's. Outputs may be cut between `units` of equal size only."""
-        units, rank = units or whole, self.rank if rank is None else rank
+        units, rank = units or whole or 1, self.rank if rank is None else rank
         first, last = (units * one // self.size * (whole // units) for one in (rank, rank + 1))
         return slice(first, last)
 
@@ -50,15 +51,22 @@ class Group:
 
     def share_layer(self, spec: LayerSpec) -> LayerSpec:
         kv_heads, intermediate = (_length(self.cut(n)) for n in (spec.kv_heads, spec.intermediate))
-        heads = kv_heads * (spec.heads // spec.kv_heads)
-        return replace(spec, heads=heads, kv_heads=kv_heads, intermediate=intermediate)
+        heads, experts = kv_heads * (spec.heads // spec.kv_heads), spec.experts
+        if experts is not None:
+            experts = replace(experts, width=_length(self.cut(experts.width)))
+        return replace(spec, heads=heads, kv_heads=kv_heads, intermediate=intermediate, experts=experts)
 
     def part(self, name: str, weight: Any, config: ModelConfig) -> Any:
-        """The rank's outputs of a weight: whole heads with their queries. Every rank has all norms."""
-        if self.size == 1 or name.endswith("norm.weight"):
+        """The rank's outputs of a weight: whole heads with their queries. Every rank has all norms and routers."""
+        if (
+            self.size == 1
+            or name.endswith("norm.weight")
+            or f".{ROUTER}." in name
+            or f".{SHARED_GATE}." in name
+        ):
             return weight
         words, units = name.split("."), 0
-        if words[-2] in ("q_proj", "k_proj", "v_proj"):
+        if words[-2] in ("q_proj", "k_proj", "v_proj") or words[-1] == "sinks":
             units = config.specs[int(words[2])].kv_heads
         own = self.cut(weight.shape[0], units)
         return replace(weight, raw=weight.raw[own]) if isinstance(weight, Blocks) else weight[own]

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.errors import BadCheckpoint, OutOfMemory
-from outrider.load.config import QUERY_BETA, TRAINED, LayerSpec, ModelConfig, Rope
+from outrider.load.config import GAIN_FROM, QUERY_BETA, TRAINED, LayerSpec, ModelConfig, Rope
 from outrider.types import MAX_NODES
 
 MAX_TABLE = 4 << 30  # bytes of both tables
@@ -81,10 +81,10 @@ def _checked(rope: Rope, head_dim: int, trained: int, positions: int) -> RopeTab
 
 def _query_gain(rope: Rope, positions: int) -> Tensor | None:
     """1 within the trained length, then rising with the position's logarithm; None if it is 1 throughout."""
-    beta, trained = rope.scaling.get(QUERY_BETA), rope.scaling.get(TRAINED)
-    if not beta or not trained or positions <= trained:
+    beta, trained, first = (rope.scaling.get(name, 0) for name in (QUERY_BETA, TRAINED, GAIN_FROM))
+    if not beta or not trained or positions + first <= trained:
         return None
-    return 1 + beta * torch.log1p((torch.arange(positions) / trained).floor())
+    return 1 + beta * torch.log1p((torch.arange(first, positions + first) / trained).floor())
 
 
 def _tables(rope: Rope, dim: int, trained: int, context: int) -> tuple[Tensor, Tensor]:
@@ -94,7 +94,9 @@ def _tables(rope: Rope, dim: int, trained: int, context: int) -> tuple[Tensor, T
         inverse = _dynamic(rope.theta, dim, scaling, trained, context)
     else:
         inverse = _inverse_frequencies(rope.theta, dim)
-        if rope.kind == "linear":
+        if rope.kind == "none":
+            inverse = torch.zeros_like(inverse)
+        elif rope.kind == "linear":
             inverse = inverse / scaling["factor"]
         elif rope.kind == "llama3":
             inverse = _llama3(inverse, scaling)

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from outrider.load.checkpoint import Checkpoint
-from outrider.load.config import LayerSpec, ModelConfig
+from outrider.load.config import Experts, LayerSpec, ModelConfig
 from outrider.load.quants import FORMATS, Blocks, quantize
+from outrider.load.weight_map import CORRECTION, ROUTER, SHARED_GATE
 
 # Blocks that kernels multiply with. Matrices in any other format are unpacked to float32.
-KERNEL_FORMATS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+KERNEL_FORMATS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
 # Bytes of a weight in each format that is kept in memory.
 BYTES = {form.name: form.bytes / form.values for form in FORMATS.values() if form.name in KERNEL_FORMATS}
 BYTES |= {"float32": 4.0, "bfloat16": 2.0, "int8": BYTES["Q8_0"], "int4": BYTES["Q4_0"]}
@@ -62,10 +63,15 @@ def stacked(parts: Sequence[Tensor | Blocks]) -> Weight:
 ENDS = ("model.embed_tokens.weight", "lm_head.weight")
 
 
+ROUTING = (f".{ROUTER}.weight", f".{SHARED_GATE}.weight")
+
+
 def kind_of(name: str, kind: str) -> str:
     """The format of one tensor. Embedding and head of an `int4` model have eight bits, as on a GPU (log/087 has
-    what four cost).
+    what four cost). Routers are float32: they are small, and a rounded one chooses other experts.
     """
+    if name.endswith(ROUTING):
+        return "float32"
     return "int8" if kind == "int4" and name in ENDS else kind
 
 
@@ -86,9 +92,9 @@ def kept_formats(checkpoint: Checkpoint, kind: str, draft: bool = False) -> Coun
     """Bytes of a checkpoint's weights by the format that `kept_as` gives them, before anything is read."""
     found: Counter[str] = Counter()
     for name in checkpoint.names():
-        shape, stored = checkpoint.shape(name), checkpoint.stored_format(name)
-        kept = "float32" if len(shape) < 2 else stored if kind == "stored" else kind_of(name, kind)
-        if kept == "float32" and draft and kind == "stored" and len(shape) == 2:
+        shape, stored, own = checkpoint.shape(name), checkpoint.stored_format(name), kind_of(name, kind)
+        kept = "float32" if len(shape) < 2 else stored if own == "stored" else own
+        if kept == "float32" and draft and own == "stored" and len(shape) == 2:
             kept = "bfloat16"
         kept = kept if kept in BYTES else "float32"
         found[kept] += int(math.prod(shape) * BYTES[kept])
@@ -96,6 +102,22 @@ def kept_formats(checkpoint: Checkpoint, kind: str, draft: bool = False) -> Coun
 
 
 MATRICES = ("qkv", "out", "gate", "up", "down")
+
+
+@dataclass(slots=True)
+class ExpertTensors:
+    """A layer's experts: a matrix each, by their numbers."""
+
+    router: Tensor  # float32 [experts, hidden]
+    router_bias: Tensor | None
+    correction: Tensor | None
+    shared_gate: Tensor | None  # float32 [1, hidden]
+    gate: list[Weight]
+    up: list[Weight]
+    down: list[Weight]
+    gate_bias: list[Tensor] | None
+    up_bias: list[Tensor] | None
+    down_bias: list[Tensor] | None
 
 
 @dataclass(slots=True)
@@ -108,47 +130,76 @@ class LayerTensors:
     out: Weight
     out_bias: Tensor | None
     mlp_norm: Tensor | None
-    gate: Weight
-    up: Weight
+    gate: Weight | None  # the MLP of all rows; layers of experts may have none
+    up: Weight | None
     gate_bias: Tensor | None
     up_bias: Tensor | None
-    down: Weight
+    down: Weight | None
     down_bias: Tensor | None
     spec: LayerSpec
     out_norm: Tensor | None = None  # of what attention adds
     down_norm: Tensor | None = None  # of what the MLP adds
+    sinks: Tensor | None = None  # [heads]
+    experts: ExpertTensors | None = None
 
 
 def layer_tensors(read: Read, config: ModelConfig, index: int) -> LayerTensors:
     """Reads layer `index`."""
     prefix, spec = f"model.layers.{index}.", config.specs[index]
 
-    def get(name: str, wanted: bool = True) -> Tensor | None:
+    def get(name: str, wanted: bool = True) -> Any:
         return read(prefix + name) if wanted else None
+
+    def head_norm(name: str) -> Tensor | None:
+        return torch.ones(spec.head_dim) if spec.qk_norm == "unit" else get(name, bool(spec.qk_norm))
 
     def need(name: str) -> Any:
         return read(prefix + name)
 
     qkv = [need(f"self_attn.{part}_proj.weight") for part in "qkv"]
     bias = [need(f"self_attn.{part}_proj.bias") for part in "qkv"] if spec.qkv_bias else None
+    has_mlp = spec.intermediate > 0
     return LayerTensors(
         attn_norm=get("input_layernorm.weight", spec.norm_before),
         qkv=stacked(qkv),
         qkv_bias=torch.cat(bias) if bias else None,
-        q_norm=get("self_attn.q_norm.weight", bool(spec.qk_norm)),
-        k_norm=get("self_attn.k_norm.weight", bool(spec.qk_norm)),
+        q_norm=head_norm("self_attn.q_norm.weight"),
+        k_norm=head_norm("self_attn.k_norm.weight"),
         out=need("self_attn.o_proj.weight"),
         out_bias=get("self_attn.o_proj.bias", spec.out_bias),
         mlp_norm=get("post_attention_layernorm.weight", spec.norm_before),
-        gate=need("mlp.gate_proj.weight"),
-        up=need("mlp.up_proj.weight"),
-        gate_bias=get("mlp.gate_proj.bias", spec.mlp_bias),
-        up_bias=get("mlp.up_proj.bias", spec.mlp_bias),
-        down=need("mlp.down_proj.weight"),
-        down_bias=get("mlp.down_proj.bias", spec.mlp_bias),
+        gate=get("mlp.gate_proj.weight", has_mlp),
+        up=get("mlp.up_proj.weight", has_mlp),
+        gate_bias=get("mlp.gate_proj.bias", has_mlp and spec.mlp_bias),
+        up_bias=get("mlp.up_proj.bias", has_mlp and spec.mlp_bias),
+        down=get("mlp.down_proj.weight", has_mlp),
+        down_bias=get("mlp.down_proj.bias", has_mlp and spec.mlp_bias),
         spec=spec,
         out_norm=get("self_attn.post_norm.weight", spec.norm_after),
         down_norm=get("mlp.post_norm.weight", spec.norm_after),
+        sinks=get("self_attn.sinks", spec.sinks),
+        experts=_experts(read, prefix, spec.experts) if spec.experts else None,
+    )
+
+
+def _experts(read: Read, prefix: str, e: Experts) -> ExpertTensors:
+    def every(part: str, wanted: bool = True) -> Any:
+        return [read(f"{prefix}mlp.experts.{i}.{part}") for i in range(e.count)] if wanted else None
+
+    def one(name: str, wanted: bool) -> Any:
+        return read(prefix + name) if wanted else None
+
+    return ExpertTensors(
+        router=read(f"{prefix}{ROUTER}.weight").float(),
+        router_bias=one(f"{ROUTER}.bias", e.router_bias),
+        correction=one(f"{ROUTER}.{CORRECTION}", e.correction),
+        shared_gate=one(f"{SHARED_GATE}.weight", e.shared_gate),
+        gate=every("gate_proj.weight"),
+        up=every("up_proj.weight"),
+        down=every("down_proj.weight"),
+        gate_bias=every("gate_proj.bias", e.bias),
+        up_bias=every("up_proj.bias", e.bias),
+        down_bias=every("down_proj.bias", e.bias),
     )
 
 

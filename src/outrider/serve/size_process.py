@@ -41,7 +41,7 @@ def ask_sizes(asked: SizeRequest) -> Sizes:
 
 
 def main() -> int:
-    from outrider.engine.model_size import free_by_device, model_size  # torch comes with it
+    from outrider.serve.model_size import free_by_device, model_size  # torch comes with it
     from outrider.settings import Settings
 
     asked = msgspec.json.decode(sys.stdin.buffer.read(), type=SizeRequest)

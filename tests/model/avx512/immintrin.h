@@ -9,6 +9,9 @@ typedef struct {
     uint8_t at[64];
 } __m512i;
 typedef struct {
+    uint8_t at[16];
+} __m128i;
+typedef struct {
     float at[16];
 } __m512;
 
@@ -34,6 +37,12 @@ static inline __m512i _mm512_or_si512(__m512i a, __m512i b) { OF_BYTES(a.at[i] |
 static inline __m512i _mm512_xor_si512(__m512i a, __m512i b) { OF_BYTES(a.at[i] ^ b.at[i]) }
 static inline __m512i _mm512_sub_epi8(__m512i a, __m512i b) { OF_BYTES(a.at[i] - b.at[i]) }
 
+#define _mm_setr_epi8(...) ((__m128i){{__VA_ARGS__}})
+static inline __m512i _mm512_broadcast_i32x4(__m128i x) { OF_BYTES(x.at[i % 16]) }
+static inline __m512i _mm512_shuffle_epi8(__m512i x, __m512i at) {
+    OF_BYTES(at.at[i] & 128 ? 0 : x.at[i / 16 * 16 + at.at[i] % 16])
+}
+
 static inline uint16_t sixteen(__m512i x, int i) { return (uint16_t)(x.at[i & ~1] | x.at[i | 1] << 8); }
 static inline __m512i _mm512_slli_epi16(__m512i x, unsigned n) {
     OF_BYTES((uint16_t)(sixteen(x, i) << n) >> (i & 1) * 8)
@@ -52,6 +61,13 @@ static inline __m512i of_words(const int32_t words[16]) { return _mm512_loadu_si
     return of_words(words);
 static inline __m512i _mm512_sub_epi32(__m512i a, __m512i b) { OF_WORDS((uint32_t)word_of(a, i) - (uint32_t)word_of(b, i)) }
 static inline __m512i _mm512_slli_epi32(__m512i a, unsigned n) { OF_WORDS((uint32_t)word_of(a, i) << n) }
+static inline __m512i _mm512_mullo_epi32(__m512i a, __m512i b) { OF_WORDS((uint32_t)word_of(a, i) * (uint32_t)word_of(b, i)) }
+static inline __m512i _mm512_max_epi32(__m512i a, __m512i b) { OF_WORDS(word_of(a, i) > word_of(b, i) ? word_of(a, i) : word_of(b, i)) }
+static inline __m512 _mm512_castsi512_ps(__m512i x) {
+    __m512 made;
+    memcpy(&made, &x, 64);
+    return made;
+}
 
 /* Unsigned bytes times signed ones, four products to a sum that wraps. */
 static inline __m512i _mm512_dpbusd_epi32(__m512i sum, __m512i a, __m512i b) {
@@ -72,9 +88,6 @@ static inline __m512 _mm512_fmadd_ps(__m512 a, __m512 b, __m512 c) { OF_FLOATS(f
 typedef struct {
     uint16_t at[16];
 } __m256i;
-typedef struct {
-    uint8_t at[16];
-} __m128i;
 static inline __m256i _mm256_loadu_si256(const __m256i *p) {
     __m256i made;
     memcpy(&made, p, 32);

@@ -228,8 +228,8 @@ def _launch_head(ops: Any, store: Any) -> None:
     from outrider.control.trees import tree_nodes
     from outrider.device.layout import TreeLayout
     from outrider.draft.eagle import EagleDrafter
-    from outrider.draft.eagle_head import HeadConfig
     from outrider.draft.eagle_head_gpu import GpuEagleHead
+    from outrider.load.heads import HeadConfig
     from tests.tiny import head_tensors
 
     c = ops.model.config

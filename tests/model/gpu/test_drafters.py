@@ -14,15 +14,14 @@ from outrider.device.state import SequenceState
 from outrider.draft import tree
 from outrider.draft.drafters import Drafters
 from outrider.draft.eagle import EagleDrafter
-from outrider.draft.eagle_head import EagleHead, HeadConfig
+from outrider.draft.eagle_head import EagleHead, load_eagle
 from outrider.draft.eagle_head_gpu import GpuEagleHead
-from outrider.draft.early_exit import EarlyExitDrafter
-from outrider.draft.exits import exit_agreement
-from outrider.draft.head_layouts import load_eagle, write_head
+from outrider.draft.early_exit import EarlyExitDrafter, exit_agreement
 from outrider.engine.eager_runner import EagerRunner
 from outrider.engine.engine import Engine
 from outrider.engine.graph_runner import GraphRunner
 from outrider.engine.kv_cache import make_kv_cache
+from outrider.load.heads import HeadConfig, write_head
 from outrider.model.decoder import Decoder, make_store
 from outrider.model.device import DeviceDecoder, DevicePass
 from outrider.model.kernels.gpu.kernels import GpuKernels

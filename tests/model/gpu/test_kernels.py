@@ -185,7 +185,14 @@ class Past:
     """Texts with random keys and values behind them, on the device."""
 
     def __init__(
-        self, device: str, heads: int, kv_heads: int, dim: int, lengths: list[int], room: int
+        self,
+        device: str,
+        heads: int,
+        kv_heads: int,
+        dim: int,
+        lengths: list[int],
+        room: int,
+        sinks: bool = False,
     ) -> None:
         config = tiny_config(heads=heads, kv_heads=kv_heads, head_dim=dim, layers=1, windows=(0,))
         self.reader = Reader(config, texts=len(lengths), longest=room)
@@ -194,6 +201,7 @@ class Past:
         self.keys = noise(*shape, seed=1).to(HALF).to(device)
         self.values = noise(*shape, seed=2).to(HALF).to(device)
         self.device, self.heads, self.kv_heads, self.dim = device, heads, kv_heads, dim
+        self.sinks = noise(heads, seed=3).to(device) * 2 if sinks else None
 
     def batch(self, *parts: Part) -> Batch:
         return to_device(self.reader.batch(*parts), self.device)
@@ -218,12 +226,12 @@ class Past:
             room = batch.rows * self.heads * (attention.splits + at.TAILS)
             attention.sums = torch.full((room * self.dim,), torch.nan, device=self.device)
             attention.stats = torch.full((room * 2,), torch.nan, device=self.device)
-        at.attend(q, batch, self.keys, self.values, window, 0.3, attention, out)
+        at.attend(q, batch, self.keys, self.values, window, 0.3, attention, out, self.sinks)
         return out
 
     def twin(self, q: Tensor, batch: Batch, window: int = 0) -> Tensor:
         out = torch.empty_like(q)
-        at.attend_twin(q, batch, self.keys, self.values, window, 0.3, None, out)
+        at.attend_twin(q, batch, self.keys, self.values, window, 0.3, None, out, self.sinks)
         return out
 
     def queries(self, batch: Batch, seed: int = 0) -> Tensor:
@@ -245,23 +253,25 @@ def test_attention(device: str, heads: tuple[int, int, int], window: int) -> Non
 
 
 def test_attention_over_several_splits(device: str) -> None:
-    past = Past(device, 2, 1, 16, [300], room=400)
+    past = Past(device, 2, 1, 16, [300], room=400, sinks=True)
     batch = past.batch(Part(0, [1] * 3, TREE))
     q = past.queries(batch)
     assert furthest(past.attend(q, batch).float(), past.twin(q, batch).float()) < 2e-2
 
 
 def test_folding_in_registers_gives_the_same_bits(device: str) -> None:
-    past = Past(device, 2, 1, 16, [290, 7], room=400)
+    past = Past(device, 2, 1, 16, [290, 7], room=400, sinks=True)
     batch = past.batch(Part(0, [1] * 5), Part(1, [2] * 3))
     q = past.queries(batch)
-    assert torch.equal(past.attend(q, batch, whole=True), past.attend(q, batch, whole=False))
+    whole = past.attend(q, batch, whole=True)
+    assert torch.equal(whole, past.attend(q, batch, whole=False))
+    assert furthest(whole.float(), past.twin(q, batch).float()) < 2e-2
 
 
 @pytest.mark.parametrize("length", sweep([3, 62, 127, 130], quick=[62]))
 def test_a_node_equals_the_same_token_as_known_text(device: str, length: int) -> None:
     """The heart of identity with trees: a path scattered over the draft has the bits of a chain."""
-    past = Past(device, 2, 1, 16, [length], room=260)
+    past = Past(device, 2, 1, 16, [length], room=260, sinks=True)
     draft = Draft(tuple(range(9)), (-1, 0, 0, -1, 2, 4, 5, 3, 6))
     batch = past.batch(Part(0, [1], draft))
     q = past.queries(batch)
@@ -283,7 +293,7 @@ def test_a_node_equals_the_same_token_as_known_text(device: str, length: int) ->
 
 
 def test_a_row_does_not_depend_on_its_company(device: str) -> None:
-    past = Past(device, 2, 1, 16, [140, 3, 66], room=260)
+    past = Past(device, 2, 1, 16, [140, 3, 66], room=260, sinks=True)
     parts = [Part(0, [1], TREE), Part(1, [2] * 20), Part(2, [1] * 3)]
     batch = past.batch(*parts)
     q = past.queries(batch)

@@ -42,7 +42,7 @@ class Law:
     """What is asked of a model: nothing but the law itself."""
 
     def __init__(self) -> None:
-        kernels = ReferenceKernels(tiny_config(), torch.zeros(1), torch.zeros(1))
+        kernels = ReferenceKernels(tiny_config(), torch.zeros(1))
         self.draw, self.filter_logits = kernels.draw, kernels.filter_logits
 
 

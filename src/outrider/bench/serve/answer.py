@@ -17,7 +17,7 @@ class Sample:
     `end` from `start`.
     """
 
-    number: int
+    number: int  # of the request, or of its conversation
     due: float = 0.0
     start: float = 0.0
     end: float = 0.0
@@ -28,6 +28,8 @@ class Sample:
     counted: bool = True  # by the server; else every event counts as one token
     error: str = ""  # its kind; empty: there was none
     said: str = ""  # the server's words about it
+    turn: int = 0  # of its conversation
+    cached: int | None = None  # tokens of the prompt found in the prefix cache; None: the server does not say
 
     @property
     def first(self) -> float:
@@ -53,6 +55,7 @@ class Stream:
         self.status = 0
         self.kind = ""  # of content
         self.whole = False  # the server said that it was all
+        self.text = ""  # of the answer, reasoning left out
         self._rest = b""
         self._counts: list[int] = []
         self._counting = True  # every event so far said how many tokens it had
@@ -104,7 +107,9 @@ class Stream:
         text = choice.get("text")
         if text is None:
             delta = choice.get("delta") or {}
-            text = delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning")
+            text = delta.get("content")
+            self.text += text or ""
+            text = text or delta.get("reasoning_content") or delta.get("reasoning")
             text = text or delta.get("tool_calls")
         count = self._count(choice.get("token_ids"), usage)
         if text or count:
@@ -132,6 +137,7 @@ class Stream:
         sample.counted = isinstance(tokens, int)
         sample.tokens = tokens if isinstance(tokens, int) else sum(self._counts) or len(sample.times)
         sample.prompt_tokens = int(usage.get("prompt_tokens") or 0)
+        sample.cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
         if self._counting and sum(self._counts) == sample.tokens:
             sample.counts = self._counts
         self._classify()

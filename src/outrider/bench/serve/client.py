@@ -11,11 +11,14 @@ import itertools
 import socket
 import ssl
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from outrider.bench.serve.answer import Sample, Stream
 from outrider.bench.serve.asked import Asked
+from outrider.bench.serve.conversations import Conversation, Conversations
 from outrider.bench.serve.http import NotHttp, Pool, Server
 
 PROBE = 0.01  # seconds between looks at the clock
@@ -36,6 +39,7 @@ class Load:
     seconds: float | None = None  # after which no request is begun
     first: int = 0  # number of the first request
     timeout: float = 600.0
+    conversations: Conversations | None = None  # `requests` of them
 
     def share(self, index: int, count: int) -> tuple[int, Iterator[int]]:
         """Of one of `count` processes: requests in flight, and the numbers it asks, from 0."""
@@ -82,7 +86,17 @@ class Client:
         self.begin = time.perf_counter()  # of the round
 
     async def ask(self, number: int, due: float | None = None) -> Sample:
-        request = self.pool.server.request("POST", self.asked.path, self.asked.body(number))
+        return (await self._ask(number, self.asked.body(number), due))[0]
+
+    async def turn(self, talk: Conversation) -> tuple[Sample, bool]:
+        """The next turn of a conversation, and whether another one follows. None follows a failure."""
+        turn = talk.turn
+        sample, answer = await self._ask(talk.number, talk.body())
+        sample.turn = turn
+        return sample, not sample.error and talk.goes_on(answer)
+
+    async def _ask(self, number: int, body: dict[str, Any], due: float | None = None) -> tuple[Sample, str]:
+        request = self.pool.server.request("POST", self.asked.path, body)
         start = time.perf_counter()
         since = start - self.begin
         sample = Sample(number, since if due is None else due, since)
@@ -93,7 +107,7 @@ class Client:
         except (OSError, ValueError) as problem:
             sample.error, sample.said = failure(problem)
         stream.finish(time.perf_counter())
-        return sample
+        return sample, stream.text
 
 
 async def drive(load: Load, index: int, count: int, ready: Callable[[], float], tell: Tell) -> Drove:
@@ -107,7 +121,8 @@ async def drive(load: Load, index: int, count: int, ready: Callable[[], float], 
     spent = time.process_time()
     probe = asyncio.create_task(_probe(drove.lags))
     try:
-        await (_closed if load.arrivals is None else _open)(load, client, index, count, kept.add)
+        loop = _talking if load.conversations else _closed if load.arrivals is None else _open
+        await loop(load, client, index, count, kept.add)
     finally:
         probe.cancel()
         client.pool.close()
@@ -137,6 +152,27 @@ async def _closed(load: Load, client: Client, index: int, count: int, keep: Call
             if load.seconds is not None and time.perf_counter() - client.begin >= load.seconds:
                 return
             keep(await client.ask(load.first + number))
+
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(slots):
+            tasks.create_task(slot())
+
+
+async def _talking(
+    load: Load, client: Client, index: int, count: int, keep: Callable[[Sample], None]
+) -> None:
+    """A closed loop over conversations: every one of them has its turn before one has its next."""
+    assert load.conversations is not None
+    slots, numbers = load.share(index, count)
+    waiting = deque(Conversation(client.asked, load.conversations, load.first, number) for number in numbers)
+
+    async def slot() -> None:
+        while waiting and (load.seconds is None or time.perf_counter() - client.begin < load.seconds):
+            talk = waiting.popleft()
+            sample, goes_on = await client.turn(talk)
+            keep(sample)
+            if goes_on:
+                waiting.append(talk)
 
     async with asyncio.TaskGroup() as tasks:
         for _ in range(slots):

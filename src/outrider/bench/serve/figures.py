@@ -116,8 +116,45 @@ def figures(rounds: Sequence[Sequence[Drove]], bounds: Bounds) -> dict[str, Any]
         kept = sum(map(bounds.kept, samples))
         found["goodput"] = {"bounds_ms": dict(bounds.most), "requests": kept, "requests_per_s": rate(kept),
                             "share": kept / len(samples) if samples else 0.0}  # fmt: skip
+    if any(s.turn for s in samples):
+        found["prefix"] = prefix(by_round)
     found["client"] = client([drove for droves in rounds for drove in droves], found)
     return found
+
+
+def prefix(by_round: Sequence[Sequence[Sample]]) -> dict[str, Any]:
+    """Of conversations: what of their prompts stood in the turn before, what was found in the cache, and the times to
+    first token, by turn. A share is None where the server does not report cached tokens.
+    """
+    by_turn: dict[int, list[Sample]] = {}
+    repeated: dict[int, int] = {}
+    for samples in by_round:
+        good = {(s.number, s.turn): s for s in samples if not s.error}
+        for (number, turn), sample in good.items():
+            by_turn.setdefault(turn, []).append(sample)
+            if before := good.get((number, turn - 1)):
+                known = min(before.prompt_tokens + before.tokens, sample.prompt_tokens)
+                repeated[turn] = repeated.get(turn, 0) + known
+    rows = [
+        {**_prompts(by_turn[turn], repeated.get(turn, 0)), "turn": turn + 1,
+         "ttft_ms": spread([1000 * s.first for s in by_turn[turn] if s.times])}
+        for turn in sorted(by_turn)
+    ]  # fmt: skip
+    whole = _prompts([s for some in by_turn.values() for s in some], sum(repeated.values()))
+    return {**whole, "turns": rows}
+
+
+def _prompts(samples: Sequence[Sample], repeated: int) -> dict[str, Any]:
+    prompt, cached = (
+        sum(s.prompt_tokens for s in samples),
+        [s.cached for s in samples if s.cached is not None],
+    )
+    return {
+        "requests": len(samples),
+        "input_tokens": prompt,
+        "repeated_share": repeated / prompt if prompt else 0.0,
+        "cached_share": sum(cached) / prompt if prompt and cached else None,
+    }
 
 
 def errors(samples: Iterable[Sample]) -> dict[str, dict[str, Any]]:
@@ -208,6 +245,7 @@ def _row(number: int, sample: Sample) -> dict[str, Any]:
     row: dict[str, Any] = {"round": number, "request": sample.number, "start_s": round(sample.start, 6)}
     row |= {"late_ms": round(1000 * (sample.start - sample.due), 3), "e2e_ms": round(1000 * sample.end, 3)}
     row |= {"ttft_ms": round(1000 * sample.first, 3)} if sample.times else {}
+    row |= {"turn": sample.turn + 1, "cached_tokens": sample.cached} if sample.turn else {}
     row |= {"input_tokens": sample.prompt_tokens, "output_tokens": sample.tokens, "events": len(sample.times)}
     return row | ({"error": sample.error} if sample.error else {})
 

@@ -22,7 +22,7 @@ from outrider.bench.page import (
     table,
 )
 from outrider.bench.serve.figures import COMPARED, LATENCIES, PERCENTS, figure
-from outrider.bench.serve.show import COLUMNS, remarks
+from outrider.bench.serve.show import COLUMNS, remarks, share
 from outrider.bench.spread import span_of_rounds
 
 Found = Mapping[str, Any]
@@ -152,7 +152,29 @@ def _server(found: Found) -> str:
     lag, core = (found["client"]["lag_ms"] or {}).get("p99"), found["client"]["core_share"]
     rates += f" The client's event loop lagged {_shown(lag)} ms at p99, on {core:.0%} of a core.</p>"
     wrong = "".join(f'<p class="missed">{escape(line)}</p>' for line in remarks(found))
-    return table(["ms", *(f"~{column}" for column in COLUMNS)], rows) + rates + wrong
+    turns = _turns(found["prefix"]) if found.get("prefix") else ""
+    return table(["ms", *(f"~{column}" for column in COLUMNS)], rows) + rates + turns + wrong
+
+
+def _turns(found: Found) -> str:
+    rows = []
+    for row in found["turns"]:
+        waits = [_shown((row["ttft_ms"] or {}).get(at)) for at in ("p50", "p99")]
+        shares = [share(row["repeated_share"]), share(row["cached_share"])]
+        tokens = f"{row['input_tokens'] / row['requests']:.0f}"
+        rows.append([str(row["turn"]), str(row["requests"]), tokens, *shares, *waits])
+    heads = [
+        "Turn",
+        "~Requests",
+        "~Prompt tokens",
+        "~In the turn before",
+        "~Cached",
+        "~TTFT p50, ms",
+        "~p99, ms",
+    ]
+    cached, repeated = share(found["cached_share"]), share(found["repeated_share"])
+    said = f"Of all prompt tokens {cached} were cached; {repeated} stood in the turn before."
+    return f"<p>{said}</p>{table(heads, rows)}"
 
 
 def _ratios(load: Found, names: Sequence[str], other: int, ratios: Found) -> str:

@@ -21,6 +21,7 @@ from outrider.bench.serve.answer import Sample
 from outrider.bench.serve.arrivals import Due, Lengths
 from outrider.bench.serve.asked import Asked, Vocabulary
 from outrider.bench.serve.client import Drove, Load, Tell, drive
+from outrider.bench.serve.conversations import shape_of
 from outrider.bench.serve.http import Server
 from outrider.errors import OutriderError
 
@@ -104,7 +105,8 @@ def _load(raw: Mapping[str, Any]) -> Load:
     asked["rows"], asked["trace"] = tuple(asked["rows"]), tuple(Due(**one) for one in asked["trace"])
     words = asked["vocabulary"]
     asked["vocabulary"] = Vocabulary(tuple(words["words"]), tuple(words["sizes"]), words["measured"])
-    return Load(**{**raw, "server": Server(**raw["server"]), "asked": Asked(**asked)})
+    shape = shape_of(raw["conversations"])
+    return Load(**{**raw, "server": Server(**raw["server"]), "asked": Asked(**asked), "conversations": shape})
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ from outrider.bench.serve.answer import Sample, said_in
 from outrider.bench.serve.arrivals import Due, Lengths, poisson
 from outrider.bench.serve.asked import CHAT, USUAL, Asked, Vocabulary, vocabulary_of
 from outrider.bench.serve.client import Client, Drove, Load, failure
+from outrider.bench.serve.conversations import Conversations
 from outrider.bench.serve.figures import Bounds, curve, figures, over_time, pooled, ratios, raw
 from outrider.bench.serve.http import Pool, Reply, Server
 from outrider.bench.serve.processes import run
@@ -58,6 +59,7 @@ class Plan:
     rounds: int = 1
     clients: int = 1
     timeout: float = 600.0
+    conversations: Conversations | None = None  # `requests` of them in each round
     bounds: Bounds = field(default_factory=lambda: Bounds({}))
 
     def load(self, shape: Shape, at: Checked, place: int) -> Load:
@@ -68,7 +70,11 @@ class Plan:
         if shape.kind == "concurrency":
             enough = max(LEAST, int(EACH_SLOT * shape.value)) if self.seconds is None else None
             return Load(
-                concurrency=int(shape.value), requests=self.requests or enough, seconds=self.seconds, **common
+                concurrency=int(shape.value),
+                requests=self.requests or enough,
+                seconds=self.seconds,
+                conversations=self.conversations,
+                **common,
             )
         return Load(arrivals=self._arrivals(shape, place), **common)
 
@@ -247,6 +253,7 @@ def _progress(
     shape: Shape, at: Checked, load: Load, done: int, steps: int, tell: Tell
 ) -> Callable[[int], None]:
     most = load.requests if load.arrivals is None else len(load.arrivals)
+    most = most * load.conversations.turns if most and load.conversations else most
 
     def ended(count: int) -> None:
         share = min(1.0, count / most) if most else 0.0

@@ -51,7 +51,25 @@ def _server(title: str, found: Mapping[str, Any]) -> Iterator[str]:
     if goodput := found.get("goodput"):
         bounds = ", ".join(f"{name} {most:g} ms" for name, most in goodput["bounds_ms"].items())
         yield f"goodput {number(goodput['requests_per_s'])} requests/s ({goodput['share']:.1%} within {bounds})"
+    if prefix := found.get("prefix"):
+        yield from _prefix(prefix)
     yield from remarks(found)
+
+
+def share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
+def _prefix(found: Mapping[str, Any]) -> Iterator[str]:
+    cached = found["cached_share"]
+    said = "the server does not report cached tokens" if cached is None else f"{share(cached)} cached"
+    yield f"prompts: {said}; {share(found['repeated_share'])} stood in the turn before"
+    yield f"{'turn':<6}{'requests':>9}{'tokens in':>11}{'before':>9}{'cached':>9}{'TTFT p50, ms':>14}{'p99':>9}"
+    for row in found["turns"]:
+        first = row["ttft_ms"] or {}
+        cells = f"{row['turn']:<6}{row['requests']:>9}{row['input_tokens'] / row['requests']:>11.0f}"
+        cells += f"{share(row['repeated_share']):>9}{share(row['cached_share']):>9}"
+        yield cells + f"{number(first.get('p50')):>14}{number(first.get('p99')):>9}"
 
 
 def remarks(found: Mapping[str, Any]) -> Iterator[str]:

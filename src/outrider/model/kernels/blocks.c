@@ -3,7 +3,7 @@
  * The law of a product, the same bits on every machine, for any number of rows and threads:
  *
  *   activations  by blocks of 32: scale = max |x| / 127, q = x * (127 / max |x|) to the nearest whole number, ties to even
- *   block        the integer sum of weight * q, exact; for Q6_K one of every 16
+ *   block        the integer sum of weight * q, exact; for Q6_K one of every 16; for MXFP4 of weight * 2, with half the scale
  *   output       total = fma(sum * weight_scale, scale, total), block by block in order; for formats with a least
  *                value then total = fma(least, scale * sum_of_q, total)
  *
@@ -116,6 +116,7 @@ static const struct {
 } STORED[KINDS] = {
     [Q8_0] = {34, 0, 2, 0},   [Q4_0] = {18, 0, 2, 0},    [Q4_1] = {20, 0, 4, 0},     [Q5_0] = {22, 0, 6, 2},
     [Q5_1] = {24, 0, 8, 4},   [Q4_K] = {144, 0, 16, 0},  [Q5_K] = {176, 0, 48, 16},  [Q6_K] = {210, 208, 0, 128},
+    [MXFP4] = {17, 0, 1, 0},
 };
 
 /* Nibbles of weights 4g to 4g + 3 of block b. */
@@ -155,7 +156,9 @@ ALWAYS void pack_block(const int number, const uint8_t *from, int b, int o, uint
 /* The scales of block b: of K formats eight bits each, of others as they are. */
 ALWAYS void pack_scales(const int number, const uint8_t *from, int b, int o, uint8_t *block) {
     Kind kind = KIND[number];
-    if (kind.blocks == 1) {
+    if (kind.floats) {
+        block[o] = from[0];
+    } else if (kind.blocks == 1) {
         for (int i = 0; i <= kind.least; i++) memcpy(block + 32 * i + 2 * o, from + 2 * i, 2);
     } else if (kind.halves) {
         for (int h = 0; h < 2; h++) block[16 * h + o] = from[192 + 2 * b + h];
@@ -173,7 +176,10 @@ typedef struct {
     int bad[MOST_MEMBERS];
 } PackingBlocks;
 
-static inline int infinite(const uint8_t *half) { return (half[1] & 0x7c) == 0x7c; }
+/* Whether a scale is no finite number. */
+static inline int infinite(Kind kind, const uint8_t *scale) {
+    return kind.floats ? *scale == 255 : (scale[1] & 0x7c) == 0x7c;
+}
 
 /* Output o of a super-block; returns how many of its scales are not finite. */
 ALWAYS int pack_super(const int number, const uint8_t *from, int o, uint8_t *header) {
@@ -181,7 +187,7 @@ ALWAYS int pack_super(const int number, const uint8_t *from, int o, uint8_t *hea
     const uint8_t *d = from + STORED[number].d;
     int bad = 0;
     for (int i = 0; i <= kind.least; i++) {
-        bad += infinite(d + 2 * i);
+        bad += infinite(kind, d + 2 * i);
         if (kind.blocks > 1) memcpy(header + 32 * i + 2 * o, d + 2 * i, 2);
     }
     for (int b = 0; b < kind.blocks; b++) {

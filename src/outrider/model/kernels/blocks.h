@@ -10,7 +10,7 @@
 #define TILE 8   /* most rows that a panel meets at a time, in any variant */
 
 /* native.py has the same numbers. The wide kinds are panels unpacked for many rows. */
-enum { WHOLE, HALF, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K, WIDE, WIDE_LEAST, WIDE_16, KINDS };
+enum { WHOLE, HALF, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K, MXFP4, WIDE, WIDE_LEAST, WIDE_16, KINDS };
 
 /* Rows of activations rounded to 8 bits: x = scale * q, by blocks of 32. They lie by tiles, [blocks][rows of the tile], so
  * that a kernel finds all rows of a block at fixed distances from one address. */

@@ -20,6 +20,8 @@ typedef __m512 Floats;
 #define SUB_INTS _mm512_sub_epi32
 #define LEFT_INTS(X, N) _mm512_slli_epi32(X, N)
 #define STORE(P, X) _mm512_storeu_si512(P, X)
+#define EVERY_16(X) _mm512_broadcast_i32x4(X)
+#define LOOK_UP _mm512_shuffle_epi8
 #define LEFT(X, N) _mm512_slli_epi16(X, N)
 #define RIGHT(X, N) _mm512_srli_epi16(X, N)
 #define AS_FLOATS(X) _mm512_cvtepi32_ps(X)
@@ -30,7 +32,10 @@ typedef __m512 Floats;
 #define FMA(A, B, C) _mm512_fmadd_ps(A, B, C)
 #define HALVES(P) _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(P)))
 #define SIGNED_BYTES(P) _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(P))))
-#define UNSIGNED_BYTES(P) _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(P))))
+#define BYTES_AS_INTS(P) _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(P)))
+#define SAME_BITS(X) _mm512_castsi512_ps(X)
+#define TIMES_INTS _mm512_mullo_epi32
+#define LARGER_INTS _mm512_max_epi32
 #else
 #define WIDTH 2
 typedef __m256i Ints;
@@ -45,6 +50,8 @@ typedef __m256 Floats;
 #define SUB_INTS _mm256_sub_epi32
 #define LEFT_INTS(X, N) _mm256_slli_epi32(X, N)
 #define STORE(P, X) _mm256_storeu_si256((__m256i *)(P), X)
+#define EVERY_16(X) _mm256_broadcastsi128_si256(X)
+#define LOOK_UP _mm256_shuffle_epi8
 #define LEFT(X, N) _mm256_slli_epi16(X, N)
 #define RIGHT(X, N) _mm256_srli_epi16(X, N)
 #define AS_FLOATS(X) _mm256_cvtepi32_ps(X)
@@ -55,7 +62,10 @@ typedef __m256 Floats;
 #define FMA(A, B, C) _mm256_fmadd_ps(A, B, C)
 #define HALVES(P) _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(P)))
 #define SIGNED_BYTES(P) _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(P))))
-#define UNSIGNED_BYTES(P) _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(P))))
+#define BYTES_AS_INTS(P) _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(P)))
+#define SAME_BITS(X) _mm256_castsi256_ps(X)
+#define TIMES_INTS _mm256_mullo_epi32
+#define LARGER_INTS _mm256_max_epi32
 #endif
 #define BYTES (64 / WIDTH)   /* of a register */
 #define OUTPUTS (16 / WIDTH) /* in it */
@@ -65,6 +75,7 @@ ALWAYS Ints group(const Kind kind, const uint8_t *high, const uint8_t *low, cons
     if (kind.bits == 8) return LOAD(low + g * 64 + v * BYTES);
     Ints packed = LOAD(low + g % 4 * 64 + v * BYTES);
     Ints found = AND(g < 4 ? packed : RIGHT(packed, 4), EVERY_BYTE(15));
+    if (kind.floats) return LOOK_UP(EVERY_16(_mm_setr_epi8(TWICE)), found);
     if (kind.bits == 5) {
         Ints bits = LOAD(high + v * BYTES);
         found = OR(found, AND(g < 4 ? LEFT(bits, 4 - g) : RIGHT(bits, g - 4), EVERY_BYTE(16)));
@@ -86,16 +97,20 @@ ALWAYS Ints dot(const Kind kind, Ints sum, Ints w, Ints x) {
 #endif
 }
 
-/* What VNNI's sums have too much, and what formats have, for each unit of the activations' sum: a power of two, or 0. */
+/* What VNNI's sums have too much, and what formats have, for each unit of the activations' sum. */
 ALWAYS int excess(const Kind kind) { return VNNI && kind.bits == 8 ? 128 : kind.offset; }
 
 /* The scales of a block, register v; `which` 1: of its second half, or its least values. */
 ALWAYS Floats scales_of(const Kind kind, const uint8_t *header, const uint8_t *block, const int which, const int v) {
     const int o = v * OUTPUTS;
     if (kind.wide) return LOAD_FLOATS((const float *)block + which * PANEL + o);
+    if (kind.floats) { /* half of two to the power of e - 127, and 0 stands for 2^-127 */
+        Ints power = LEFT_INTS(BYTES_AS_INTS(block + o), 23);
+        return TIMES(SAME_BITS(LARGER_INTS(power, EVERY_INT(0x400000))), EVERY_FLOAT(0.5f));
+    }
     if (kind.blocks == 1) return HALVES(block + 2 * (which * PANEL + o));
     if (kind.halves) return TIMES(HALVES(header + 2 * o), SIGNED_BYTES(block + which * PANEL + o));
-    Floats d = HALVES(header + 2 * (which * PANEL + o)), number = UNSIGNED_BYTES(block + which * PANEL + o);
+    Floats d = HALVES(header + 2 * (which * PANEL + o)), number = AS_FLOATS(BYTES_AS_INTS(block + which * PANEL + o));
     return TIMES(which ? TIMES(d, EVERY_FLOAT(-1)) : d, number);
 }
 
@@ -122,8 +137,10 @@ ALWAYS void tile(const int number, const int rows, const void *w, const Rounded 
                 const int32_t *minus = x->minus + 2 * (at + r);
                 Ints start = EVERY_INT(!kind.halves || h ? minus[0] : minus[1]);
                 if (kind.halves && h) start = SUB_INTS(start, EVERY_INT(minus[1]));
-                UNROLL for (int v = 0; v < WIDTH; v++)
-                    sum[r][v] = excess(kind) ? LEFT_INTS(start, __builtin_ctz(excess(kind))) : EVERY_INT(0);
+                const int times = excess(kind), power = !(times & (times - 1));
+                if (power && times) start = LEFT_INTS(start, __builtin_ctz(times));
+                else start = times ? TIMES_INTS(start, EVERY_INT(times)) : EVERY_INT(0);
+                UNROLL for (int v = 0; v < WIDTH; v++) sum[r][v] = start;
             }
             UNROLL for (int g = h * each; g < h * each + each; g++) UNROLL for (int v = 0; v < WIDTH; v++) {
                 Ints q = group(kind, high, low, g, v);

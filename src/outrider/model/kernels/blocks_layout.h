@@ -22,12 +22,16 @@ typedef struct {
     int halves; /* a scale for every 16 weights */
     int offset; /* subtracted from the stored number */
     int wide;
+    int floats; /* stored are 4-bit floats, whose values TWICE lists; a scale is the exponent of a power of two */
 } Kind;
+
+/* e2m1 times two, and 12 more, so that none is negative: the number that `offset` is subtracted from. */
+#define TWICE 12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0
 
 static const Kind KIND[KINDS] = {
     [Q8_0] = {1, 8, 0, 0, 0, 0},  [Q4_0] = {1, 4, 0, 0, 8, 0}, [Q4_1] = {1, 4, 1, 0, 0, 0},
     [Q5_0] = {1, 5, 0, 0, 16, 0}, [Q5_1] = {1, 5, 1, 0, 0, 0}, [Q4_K] = {8, 4, 1, 0, 0, 0},
-    [Q5_K] = {8, 5, 1, 0, 0, 0},  [Q6_K] = {8, 6, 0, 1, 32, 0}, [WIDE] = {1, 8, 0, 0, 0, 1},
+    [Q5_K] = {8, 5, 1, 0, 0, 0},  [Q6_K] = {8, 6, 0, 1, 32, 0}, [MXFP4] = {1, 4, 0, 0, 12, 0, 1}, [WIDE] = {1, 8, 0, 0, 0, 1},
     [WIDE_LEAST] = {1, 8, 1, 0, 0, 1}, [WIDE_16] = {1, 8, 0, 1, 0, 1},
 };
 
@@ -35,7 +39,7 @@ static const Kind KIND[KINDS] = {
 ALWAYS int header_bytes(Kind k) { return k.blocks == 1 ? 0 : k.least ? 64 : 32; }
 ALWAYS int scale_bytes(Kind k) {
     int two = k.least || k.halves;
-    return k.wide ? (two ? 128 : 64) : k.blocks > 1 ? 32 : two ? 64 : 32;
+    return k.wide ? (two ? 128 : 64) : k.floats ? 16 : k.blocks > 1 ? 32 : two ? 64 : 32;
 }
 ALWAYS int high_bytes(Kind k) { return k.bits == 5 ? 64 : k.bits == 6 ? 128 : 0; }
 ALWAYS int low_bytes(Kind k) { return k.bits == 8 ? 512 : 256; }
@@ -54,6 +58,14 @@ ALWAYS float half_at(const uint8_t *p, int i) {
     return x;
 }
 
+/* Half of two to the power of e - 127: weights are stored twice as large. Below 2 it is no normal number. */
+ALWAYS float power_at(uint32_t e) {
+    uint32_t word = e < 2 ? 0x200000u << e : (e - 1) << 23;
+    float x;
+    memcpy(&x, &word, 4);
+    return x;
+}
+
 /* ---- weights one by one -------------------------------------------------------------------------------- */
 
 /* Weight k of output o, from a block's bits. */
@@ -62,6 +74,7 @@ ALWAYS int number_at(Kind kind, const uint8_t *block, int o, int k) {
     int lane = o * 4 + k % 4, group = k / 4;
     if (kind.bits == 8) return (int8_t)low[group * 64 + lane];
     int found = low[group % 4 * 64 + lane] >> (k < 16 ? 0 : 4) & 15;
+    if (kind.floats) found = (const uint8_t[]){TWICE}[found];
     if (kind.bits == 5) found |= (high[lane] >> group & 1) << 4;
     if (kind.bits == 6) found |= (high[k / 16 * 64 + lane] >> (2 * (group % 4)) & 3) << 4;
     return found - kind.offset;
@@ -85,7 +98,7 @@ ALWAYS Scales scales_at(Kind kind, const uint8_t *header, const uint8_t *block, 
         float s = half_at(header, o) * (float)block[o];
         return (Scales){{s, s}, -(half_at(header, 16 + o) * (float)block[16 + o])};
     }
-    float s = half_at(block, o);
+    float s = kind.floats ? power_at(block[o]) : half_at(block, o);
     return (Scales){{s, s}, kind.least ? half_at(block, 16 + o) : 0};
 }
 
@@ -97,7 +110,7 @@ ALWAYS const uint8_t *block_in(Kind kind, const uint8_t *header, int i) {
     return header + header_bytes(kind) + i * block_bytes(kind);
 }
 
-#define EACH_KIND(DO) DO(Q8_0) DO(Q4_0) DO(Q4_1) DO(Q5_0) DO(Q5_1) DO(Q4_K) DO(Q5_K) DO(Q6_K)
+#define EACH_KIND(DO) DO(Q8_0) DO(Q4_0) DO(Q4_1) DO(Q5_0) DO(Q5_1) DO(Q4_K) DO(Q5_K) DO(Q6_K) DO(MXFP4)
 #define EACH_WIDE(DO) DO(WIDE) DO(WIDE_LEAST) DO(WIDE_16)
 
 #endif

@@ -22,6 +22,10 @@ ALWAYS void quads(const Kind kind, const uint8_t *high, const uint8_t *low, int 
         return;
     }
     uint8x16_t first = vandq_u8(w, vdupq_n_u8(15)), second = vshrq_n_u8(w, 4);
+    if (kind.floats) {
+        const uint8x16_t values = {TWICE};
+        first = vqtbl1q_u8(values, first), second = vqtbl1q_u8(values, second);
+    }
     if (kind.bits == 5) {
         uint8x16_t bits = vld1q_u8(high + j * 16), fifth = vdupq_n_u8(16);
         first = vbslq_u8(fifth, shifted(bits, 4 - i), first);
@@ -61,6 +65,13 @@ ALWAYS Header header_at(const Kind kind, const uint8_t *p) {
 ALWAYS void scales_of(const Kind kind, const Header *header, const uint8_t *block, const int which, float32x4_t to[4]) {
     if (kind.wide) {
         UNROLL for (int j = 0; j < 4; j++) to[j] = vld1q_f32((const float *)block + which * 16 + 4 * j);
+    } else if (kind.floats) {
+        uint8x16_t bytes = vld1q_u8(block);
+        UNROLL for (int j = 0; j < 4; j++) {
+            const uint8x16_t at = vreinterpretq_u8_u32((uint32x4_t){4 * j, 4 * j + 1, 4 * j + 2, 4 * j + 3} | 0xffffff00u);
+            uint32x4_t word = vshlq_n_u32(vreinterpretq_u32_u8(vqtbl1q_u8(bytes, at)), 23);
+            to[j] = vmulq_n_f32(vreinterpretq_f32_u32(vmaxq_u32(word, vdupq_n_u32(0x400000))), 0.5f); /* 0 is 2^-127 */
+        }
     } else if (kind.blocks == 1) {
         halves_at(block + 32 * which, to);
     } else {

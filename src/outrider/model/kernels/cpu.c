@@ -44,6 +44,7 @@ typedef struct {
 } Part;
 
 #define PARTS 3
+#define MOST_EXPERTS 4096 /* as in load/config.py */
 
 /* A packed matrix: outputs in one format, followed by outputs in another. Parts that are not used have no outputs. */
 typedef struct {
@@ -53,18 +54,35 @@ typedef struct {
 /* What attention of a layer is. */
 typedef struct {
     int32_t heads, kv_heads, head_dim, window; /* a window of 0: all that went before */
+    int32_t chunk;                             /* positions that see only each other; 0: all */
     float scale, softcap;                      /* of scores; a cap of 0: none */
+    const float *sinks;                        /* [heads]: logits that join the sum of weights; may be null */
 } Heads;
+
+typedef struct {
+    Matrix gate, up, down;
+    const float *gate_bias, *up_bias, *down_bias; /* may be null */
+} Mlp;
+
+/* What load/config.py says of a layer's experts. A width is this rank's. */
+typedef struct {
+    Matrix router, shared_gate; /* shared_gate has no outputs where there is none */
+    const float *router_bias, *correction; /* may be null */
+    const Mlp *each;                       /* [count] */
+    int32_t count, per_token, width, all_width, sigmoid, normalise, groups, groups_kept, weighs_input, by_score;
+    float floor, scale;
+} Experts;
 
 /* Where ranks share a layer, heads and outputs are this rank's; `all_` is what all of them have together. */
 typedef struct {
     /* Norms before attention and MLP (attn_norm, mlp_norm) or of what they add (out_norm, down_norm): null where there is
      * none. */
-    const float *attn_norm, *qkv_bias, *q_norm, *k_norm, *out_bias, *mlp_norm, *gate_bias, *up_bias, *down_bias, *out_norm,
-        *down_norm;
+    const float *attn_norm, *qkv_bias, *q_norm, *k_norm, *out_bias, *mlp_norm, *out_norm, *down_norm;
     const float *cos, *sin; /* [context][head_dim / 2]; null: no positions */
     const float *gain;      /* [context], of rotated queries; may be null */
-    Matrix qkv, out, gate, up, down;
+    Matrix qkv, out;
+    Mlp mlp;                /* of all rows; layers of experts may have none */
+    const Experts *experts; /* may be null */
     Heads heads;
     int32_t intermediate, whole, gelu; /* whole: q_norm and k_norm are over all heads together */
     int32_t all_mixed, all_act;        /* inputs of out and of down */
@@ -89,6 +107,16 @@ typedef struct {
     float *qkv;    /* [rows][(heads + 2 kv_heads) head_dim] */
     float *mixed;  /* [rows][heads head_dim] */
     float *act;    /* [rows][intermediate] */
+    /* Of experts. A row's choices are in ascending order of the experts; the pairs of row and expert are in the order of
+     * the experts, and of the rows of each. */
+    float *logits;        /* [rows][experts] */
+    float *weights;       /* [rows][per_token] */
+    float *shared_weight; /* [rows] */
+    int32_t *chosen, *places, *sources; /* [rows][per_token] experts and pairs, [pairs] rows */
+    int32_t *touched, *starts;          /* [experts] with rows, and where theirs begin among the pairs; [experts + 1] */
+    float *gathered;                    /* [pairs][hidden]: what experts read, then what they give */
+    float *expert_act, *all_expert_act; /* [pairs][width], of this rank and of all */
+    float *mixture;                     /* [rows][hidden] */
     float *all_mixed, *all_act, *sums; /* all ranks' mixed and act, and this rank's part of x; alone: mixed, act, x */
     float *scores; /* [threads][score_stride], see attention_rows */
     int32_t score_stride;
@@ -271,14 +299,15 @@ static inline Panel panel_of(Part w, int n, int K, void *room) {
 typedef struct {
     const float *x;
     int M, K;
+    const int32_t *starts; /* where rows begin that meet the same matrix, and their end; null: all meet one */
     Rounded rounded;
 } Inputs;
 
-/* A panel against `rows` rows from row m on. */
-static inline void multiply(Panel w, int rows, int m, const Inputs *in, float y[][PANEL]) {
+/* A panel against `rows` rows from row m on. `again`: the rows before them have brought it into the cache. */
+static inline void multiply(Panel w, int rows, int m, int again, const Inputs *in, float y[][PANEL]) {
     int K = in->K;
     if (w.kind > HALF) return blocks_multiply(w.kind, rows, w.data, &in->rounded, m, y);
-    (w.kind == HALF ? panels_half : panels_whole)[rows - 1](w.data, w.next[m > 0], in->x + (size_t)m * K, K, K, y);
+    (w.kind == HALF ? panels_half : panels_whole)[rows - 1](w.data, w.next[again], in->x + (size_t)m * K, K, K, y);
 }
 
 static inline int least(int a, int b) { return a < b ? a : b; }
@@ -293,18 +322,23 @@ static inline int next_rows(int left, int most) {
 static void round_rows(void *job, int member, int begin, int end) {
     Inputs *in = job;
     (void)member;
-    for (int m = 0, rows; m < end; m += rows) {
-        rows = next_rows(in->M - m, blocks_rows());
+    for (int m = 0, rows, group = 0; m < end; m += rows) {
+        while (in->starts && m == in->starts[group + 1]) group++;
+        rows = next_rows((in->starts ? in->starts[group + 1] : in->M) - m, blocks_rows());
         for (int r = m < begin ? begin : m; r < end && r < m + rows; r++)
             blocks_round(in->x + (size_t)r * in->K, in->K, &in->rounded, m, rows, r - m);
     }
 }
 
-/* `release` them after use. Returns 0 if there is no memory for them. */
-static int inputs_for(int threads, const float *x, int M, int K, const Matrix *w, const Matrix *other, Inputs *in) {
+static int in_blocks(const Matrix *w) {
     int blocks = 0;
-    *in = (Inputs){x, M, K, {0}};
-    for (int p = 0; p < PARTS; p++) blocks |= w->parts[p].kind > HALF || (other && other->parts[p].kind > HALF);
+    for (int p = 0; p < PARTS; p++) blocks |= w->parts[p].kind > HALF;
+    return blocks;
+}
+
+/* `release` them after use. Returns 0 if there is no memory for them. */
+static int inputs_for(int threads, const float *x, int M, int K, const int32_t *starts, int blocks, Inputs *in) {
+    *in = (Inputs){x, M, K, starts, {0}};
     if (!blocks) return 1;
     in->rounded = rounded_for(M, K);
     if (in->rounded.q) team_run(M > FEW ? threads : 1, M, round_rows, in);
@@ -322,32 +356,34 @@ typedef struct {
     Inputs in;
 } Linear;
 
-static void linear_panels(void *job, int member, int begin, int end) {
-    const Linear *l = job;
-    int M = l->M, N = l->N;
-    float add = l->add;
-    void *room = room_for(&l->w, l->K, M);
-    (void)member;
-    for (int n = begin; n < end; n++) {
-        int own = n, first = 0; /* panel of its part, and the part's first output */
-        const Part *part = l->w.parts;
-        for (; own >= panels_of(part->outputs); part++) own -= panels_of(part->outputs), first += part->outputs;
-        int width = least(PANEL, part->outputs - own * PANEL);
-        const float *bias = l->bias ? l->bias + first + own * PANEL : 0;
-        Panel w = panel_of(*part, own, l->K, room);
-        float out[TILE][PANEL];
-        for (int m = 0, rows; m < M; m += rows) {
-            rows = next_rows(M - m, most_rows(w.kind));
-            multiply(w, rows, m, &l->in, out);
-            for (int r = 0; r < rows; r++) {
-                float *to = l->y + (size_t)(m + r) * N + first + (size_t)own * PANEL;
-                for (int i = 0; i < width; i++) {
-                    float value = bias ? out[r][i] + bias[i] : out[r][i];
-                    to[i] = add != 0 ? to[i] + add * value : value;
-                }
+/* Panel n of a matrix against `count` rows from row `from` on. `room` is that of `room_for`. */
+static inline void linear_panel(const Matrix *w, const float *bias, int n, const Inputs *in, int from, int count, int N,
+                                float *y, float add, void *room) {
+    int own = n, first = 0; /* panel of its part, and the part's first output */
+    const Part *part = w->parts;
+    for (; own >= panels_of(part->outputs); part++) own -= panels_of(part->outputs), first += part->outputs;
+    int width = least(PANEL, part->outputs - own * PANEL);
+    if (bias) bias += first + own * PANEL;
+    Panel panel = panel_of(*part, own, in->K, room);
+    float out[TILE][PANEL];
+    for (int m = 0, rows; m < count; m += rows) {
+        rows = next_rows(count - m, most_rows(panel.kind));
+        multiply(panel, rows, from + m, m > 0, in, out);
+        for (int r = 0; r < rows; r++) {
+            float *to = y + (size_t)(from + m + r) * N + first + (size_t)own * PANEL;
+            for (int i = 0; i < width; i++) {
+                float value = bias ? out[r][i] + bias[i] : out[r][i];
+                to[i] = add != 0 ? to[i] + add * value : value;
             }
         }
     }
+}
+
+static void linear_panels(void *job, int member, int begin, int end) {
+    const Linear *l = job;
+    void *room = room_for(&l->w, l->K, l->M);
+    (void)member;
+    for (int n = begin; n < end; n++) linear_panel(&l->w, l->bias, n, &l->in, 0, l->M, l->N, l->y, l->add, room);
     free(room);
 }
 
@@ -355,7 +391,7 @@ static void linear_panels(void *job, int member, int begin, int end) {
 static int linear(int threads, Linear job) {
     int panels = 0;
     for (int p = 0; p < PARTS; p++) panels += panels_of(job.w.parts[p].outputs);
-    if (!inputs_for(threads, job.x, job.M, job.K, &job.w, 0, &job.in)) return 0;
+    if (!inputs_for(threads, job.x, job.M, job.K, 0, in_blocks(&job.w), &job.in)) return 0;
     team_run(threads, panels, linear_panels, &job);
     release(&job.in);
     return 1;
@@ -364,48 +400,50 @@ static int linear(int threads, Linear job) {
 /* act = f(x gate^T) * (x up^T), without storing either product. f is silu, x / (1 + e^-x), or the tanh form of gelu, which is
  * x / (1 + e^-z) with z = 2 sqrt(2 / pi) (x + 0.044715 x^3). */
 typedef struct {
-    const Layer *layer;
+    const Mlp *mlp;
     const float *x;
-    int M, N, K;
+    int M, N, K, gelu;
     float *act;
     Inputs in;
 } Gated;
 
-static void gated_panels(void *job, int member, int begin, int end) {
-    const Gated *given = job;
-    const Layer *layer = given->layer;
-    int M = given->M, N = given->N, K = given->K;
-    void *rooms[2] = {room_for(&layer->gate, K, M), room_for(&layer->up, K, M)};
-    (void)member;
-    for (int n = begin; n < end; n++) {
-        int width = least(PANEL, N - n * PANEL);
-        Panel gate = panel_of(layer->gate.parts[0], n, K, rooms[0]), up = panel_of(layer->up.parts[0], n, K, rooms[1]);
-        int most = gate.kind > HALF || up.kind > HALF ? blocks_rows() : MOST; /* rounded rows lie by their tiles */
-        float g[TILE][PANEL], u[TILE][PANEL];
-        for (int m = 0, rows; m < M; m += rows) {
-            rows = next_rows(M - m, most);
-            multiply(gate, rows, m, &given->in, g);
-            multiply(up, rows, m, &given->in, u);
-            for (int r = 0; r < rows; r++) {
-                for (int i = 0; i < width && layer->gate_bias; i++) g[r][i] += layer->gate_bias[n * PANEL + i];
-                for (int i = 0; i < width && layer->up_bias; i++) u[r][i] += layer->up_bias[n * PANEL + i];
-                for (int i = 0; i < PANEL; i += LANES) {
-                    vec value = *(vec *)(g[r] + i);
-                    vec z = value;
-                    if (layer->gelu) z = 1.59576912f * (value + 0.044715f * value * value * value);
-                    *(vec *)(g[r] + i) = value / (1.0f + exp_vec(-z)) * *(vec *)(u[r] + i);
-                }
-                float *to = given->act + (size_t)(m + r) * N + (size_t)n * PANEL;
-                for (int i = 0; i < width; i++) to[i] = g[r][i];
+/* Panel n of both matrices against `count` rows from row `from` on. */
+static inline void gated_panel(const Mlp *w, int n, const Gated *given, int from, int count, void *const rooms[2]) {
+    int N = given->N, K = given->K, width = least(PANEL, N - n * PANEL);
+    Panel gate = panel_of(w->gate.parts[0], n, K, rooms[0]), up = panel_of(w->up.parts[0], n, K, rooms[1]);
+    int most = gate.kind > HALF || up.kind > HALF ? blocks_rows() : MOST; /* rounded rows lie by their tiles */
+    float g[TILE][PANEL], u[TILE][PANEL];
+    for (int m = 0, rows; m < count; m += rows) {
+        rows = next_rows(count - m, most);
+        multiply(gate, rows, from + m, m > 0, &given->in, g);
+        multiply(up, rows, from + m, m > 0, &given->in, u);
+        for (int r = 0; r < rows; r++) {
+            for (int i = 0; i < width && w->gate_bias; i++) g[r][i] += w->gate_bias[n * PANEL + i];
+            for (int i = 0; i < width && w->up_bias; i++) u[r][i] += w->up_bias[n * PANEL + i];
+            for (int i = 0; i < PANEL; i += LANES) {
+                vec value = *(vec *)(g[r] + i);
+                vec z = value;
+                if (given->gelu) z = 1.59576912f * (value + 0.044715f * value * value * value);
+                *(vec *)(g[r] + i) = value / (1.0f + exp_vec(-z)) * *(vec *)(u[r] + i);
             }
+            float *to = given->act + (size_t)(from + m + r) * N + (size_t)n * PANEL;
+            for (int i = 0; i < width; i++) to[i] = g[r][i];
         }
     }
+}
+
+static void gated_panels(void *job, int member, int begin, int end) {
+    const Gated *given = job;
+    void *rooms[2] = {room_for(&given->mlp->gate, given->K, given->M), room_for(&given->mlp->up, given->K, given->M)};
+    (void)member;
+    for (int n = begin; n < end; n++) gated_panel(given->mlp, n, given, 0, given->M, rooms);
     free(rooms[0]);
     free(rooms[1]);
 }
 
 static int gated(int threads, Gated job) {
-    if (!inputs_for(threads, job.x, job.M, job.K, &job.layer->gate, &job.layer->up, &job.in)) return 0;
+    int blocks = in_blocks(&job.mlp->gate) || in_blocks(&job.mlp->up);
+    if (!inputs_for(threads, job.x, job.M, job.K, 0, blocks, &job.in)) return 0;
     team_run(threads, panels_of(job.N), gated_panels, &job);
     release(&job.in);
     return 1;
@@ -413,14 +451,15 @@ static int gated(int threads, Gated job) {
 
 /* ---- attention ---------------------------------------------------------------------------------------- */
 
-/* Scores to weights in place; returns 1 / sum. The order is fixed by n alone. */
-static float soften(float *scores, int n) {
+/* Scores to weights in place; returns 1 / sum, which a sink joins last. The order is fixed by n alone. */
+static float soften(float *scores, int n, const float *sink) {
     int padded = (n + LANES - 1) / LANES * LANES;
     for (int i = n; i < padded; i++) scores[i] = scores[0];
     vec most = *(vec *)scores;
     for (int i = LANES; i < padded; i += LANES) most = pick(*(vec *)(scores + i) > most, *(vec *)(scores + i), most);
     float top = most[0];
     for (int j = 1; j < LANES; j++) top = most[j] > top ? most[j] : top;
+    if (sink) top = *sink > top ? *sink : top;
     for (int i = n; i < padded; i++) scores[i] = top - 100.0f; /* e^-87: lost against a sum of at least 1 */
     vec sum = {0};
     for (int i = 0; i < padded; i += LANES) {
@@ -430,6 +469,7 @@ static float soften(float *scores, int n) {
     }
     float total = 0;
     for (int j = 0; j < LANES; j++) total += sum[j];
+    if (sink) total += exp_vec((vec){0} + (*sink - top))[0];
     return 1.0f / total;
 }
 
@@ -561,10 +601,10 @@ static void go_through(Attend *attend, const Seen *rows, int count, const Cached
 }
 
 /* What row r sees: a range of its sequence's table, then the entries its ancestor bits name. A window narrower
- * than the row's depth in the tree begins inside the tree: its oldest ancestors are out of sight. */
-static void look(const Rows *b, int r, int window, int32_t *more, Seen *row) {
+ * than the row's depth in the tree begins inside the tree, and a chunk may: its oldest ancestors are out of sight. */
+static void look(const Rows *b, int r, const Heads *s, int32_t *more, Seen *row) {
     const int32_t *table = b->table + (size_t)b->table_rows[r] * b->table_stride;
-    int first = window ? b->positions[r] + 1 - window : 0;
+    int first = s->window ? b->positions[r] + 1 - s->window : s->chunk ? b->positions[r] / s->chunk * s->chunk : 0;
     if (first < 0) first = 0;
     int n = b->prefix[r] - first;
     uint64_t mask = (uint64_t)b->ancestors[r];
@@ -604,7 +644,7 @@ static void attention_units(void *job, int member, int begin, int end) {
         size_t at = (size_t)kv * s->head_dim;
         Cached cached = {a->keys + at, a->values + at, (size_t)s->kv_heads * s->head_dim, width, s->head_dim, s->scale};
         for (int r = 0; r < count; r++) {
-            look(a->b, first + r, s->window, more[r], seen + r);
+            look(a->b, first + r, s, more[r], seen + r);
             seen[r].q = a->q + (size_t)(first + r) * a->ldq + h * s->head_dim;
             seen[r].scores = mine + r * GROUP * width;
             seen[r].out = a->out + ((size_t)(first + r) * s->heads + h) * s->head_dim;
@@ -617,7 +657,7 @@ static void attention_units(void *job, int member, int begin, int end) {
             for (int g = 0; g < heads; g++) {
                 int n = seen[r].n + seen[r].extra;
                 if (s->softcap > 0) cap_all(seen[r].scores + g * width, n, s->softcap);
-                inverse[r][g] = soften(seen[r].scores + g * width, n);
+                inverse[r][g] = soften(seen[r].scores + g * width, n, s->sinks ? s->sinks + h + g : 0);
             }
         go_through(MIXES[heads], seen, count, &cached);
         for (int r = 0; r < count; r++)
@@ -863,6 +903,8 @@ static int add_to_stream(const Shape *s, const Work *w, int M, Matrix by, const 
     return 1;
 }
 
+#include "experts.h"
+
 /* One stage of a layer. What it leaves (qkv, mixed, sums, act, sums) is all that the next one needs of other ranks. The first
  * begins with the normed inputs [rows][K] that it is given, or norms x. */
 int outrider_stage(int stage, const Layer *layer, const Shape *s, const Rows *b, const Work *w, const float *inputs, int K,
@@ -884,9 +926,12 @@ int outrider_stage(int stage, const Layer *layer, const Shape *s, const Rows *b,
         return add_to_stream(s, w, M, layer->out, layer->out_bias, w->all_mixed, layer->all_mixed, layer->out_norm);
     case ACTIVATE:
         inputs = normed_stream(s, w, M, layer->mlp_norm);
-        return gated(threads, (Gated){layer, inputs, M, layer->intermediate, s->hidden, w->act, {0}});
+        if (layer->experts && !activate_experts(layer, s, w, M, inputs)) return 0;
+        if (!layer->intermediate) return 1;
+        return gated(threads, (Gated){&layer->mlp, inputs, M, layer->intermediate, s->hidden, layer->gelu, w->act, {0}});
     default:
-        return add_to_stream(s, w, M, layer->down, layer->down_bias, w->all_act, layer->all_act, layer->down_norm);
+        if (layer->experts) return add_experts(layer, s, w, M);
+        return add_to_stream(s, w, M, layer->mlp.down, layer->mlp.down_bias, w->all_act, layer->all_act, layer->down_norm);
     }
 }
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence as Seq
 from ctypes import POINTER, Structure, byref, c_char_p, c_float, c_int32, c_size_t, c_void_p
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from itertools import count, takewhile
+from operator import is_
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,13 @@ from outrider.load.quants import Blocks
 from outrider.model.kernels.build import library
 from outrider.model.parallel import ALONE, Group
 from outrider.model.rope import RopeTables
-from outrider.model.weights import KERNEL_FORMATS, MATRICES, LayerTensors, Weight, parts_of
+from outrider.model.weights import KERNEL_FORMATS, MATRICES, ExpertTensors, LayerTensors, Weight, parts_of
 from outrider.types import MAX_NODES, Batch
 
 PANEL, CHUNKS, GROUP, TALL = 16, 16, 4, 8  # as in cpu.c
 LANES_MAX = 16  # the widest vector cpu.c is built for; heads must fill it
 PARTS = 3
+MLP, MLP_BIASES = ("gate", "up", "down"), ("gate_bias", "up_bias", "down_bias")
 PROJECT, ATTEND, ADD_MIXED, ACTIVATE, ADD_ACT = range(5)
 WHOLE, HALF = 0, 1
 KINDS = {name: number for number, name in enumerate(KERNEL_FORMATS, start=2)}  # as in blocks.h
@@ -40,17 +42,33 @@ class _Matrix(Structure):
 
 class _Heads(Structure):
     _fields_ = [
-        *((name, c_int32) for name in ("heads", "kv_heads", "head_dim", "window")),
+        *((name, c_int32) for name in ("heads", "kv_heads", "head_dim", "window", "chunk")),
         *((name, c_float) for name in ("scale", "softcap")),
+        ("sinks", c_void_p),
+    ]
+
+
+class _Mlp(Structure):
+    _fields_ = [*((n, _Matrix) for n in MLP), *((n, c_void_p) for n in MLP_BIASES)]
+
+
+class _Experts(Structure):
+    _fields_ = [
+        *((n, _Matrix) for n in ("router", "shared_gate")),
+        *((n, c_void_p) for n in ("router_bias", "correction", "each")),
+        *((n, c_int32) for n in ("count", "per_token", "width", "all_width", "sigmoid", "normalise")),
+        *((n, c_int32) for n in ("groups", "groups_kept", "weighs_input", "by_score")),
+        *((n, c_float) for n in ("floor", "scale")),
     ]
 
 
 class _Layer(Structure):
     _fields_ = [
         *((n, c_void_p) for n in ("attn_norm", "qkv_bias", "q_norm", "k_norm", "out_bias")),
-        *((n, c_void_p) for n in ("mlp_norm", "gate_bias", "up_bias", "down_bias", "out_norm", "down_norm")),
-        *((n, c_void_p) for n in ("cos", "sin", "gain")),
-        *((n, _Matrix) for n in MATRICES),
+        *((n, c_void_p) for n in ("mlp_norm", "out_norm", "down_norm", "cos", "sin", "gain")),
+        *((n, _Matrix) for n in ("qkv", "out")),
+        ("mlp", _Mlp),
+        ("experts", c_void_p),
         ("heads", _Heads),
         *((n, c_int32) for n in ("intermediate", "whole", "gelu", "all_mixed", "all_act")),
     ]
@@ -74,7 +92,9 @@ class _Rows(Structure):
 class _Work(Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("x", "normed", "qkv", "mixed", "act")),
-        *((name, c_void_p) for name in ("all_mixed", "all_act", "sums", "scores")),
+        *((name, c_void_p) for name in ("logits", "weights", "shared_weight", "chosen", "places", "sources")),
+        *((name, c_void_p) for name in ("touched", "starts", "gathered", "expert_act", "all_expert_act")),
+        *((name, c_void_p) for name in ("mixture", "all_mixed", "all_act", "sums", "scores")),
         ("score_stride", c_int32),
     ]
 
@@ -96,10 +116,10 @@ class NativeLinear:
     bias: Tensor | None
     outputs: int
     inputs: int
+    matrix: Any = field(init=False, repr=False)  # what C is given; weights are replaced where they lie
 
-    @property
-    def matrix(self) -> Any:
-        return byref(_matrix(self.parts))
+    def __post_init__(self) -> None:
+        self.matrix = byref(_matrix(self.parts))
 
 
 @dataclass(slots=True)
@@ -108,6 +128,7 @@ class NativeLayer:
     tensors: dict[str, Tensor]  # what struct points into
     spec: LayerSpec  # of this rank
     whole: LayerSpec  # of all ranks together
+    experts: Any = None  # what struct.experts points to
 
 
 class NativeKernels:
@@ -141,6 +162,7 @@ class NativeKernels:
         width = -(-(tables.positions + MAX_NODES + 1) // PANEL) * PANEL
         self.scores = torch.empty(threads, TALL * GROUP * width)
         self._bound: tuple[Batch, _Rows] | None = None
+        self._stacks: dict[int, tuple[Seq[Any], Any]] = {}  # by the first layer
         self._work = _Work()
         self._buffers: dict[str, Tensor] = {}
         self._capacity = 0
@@ -166,7 +188,7 @@ class NativeKernels:
     def pack_layer(self, tensors: LayerTensors) -> NativeLayer:
         whole, kept = tensors.spec, dict[str, Tensor]()
         s = self.group.share_layer(whole)
-        heads = _Heads(s.heads, s.kv_heads, s.head_dim, s.window, s.scale, s.softcap)
+        heads = _Heads(s.heads, s.kv_heads, s.head_dim, s.window, s.chunk, s.scale, s.softcap)
         struct = _Layer(
             heads=heads,
             intermediate=s.intermediate,
@@ -179,16 +201,46 @@ class NativeKernels:
             struct.cos, struct.sin = table.cos.data_ptr(), table.sin.data_ptr()
             struct.gain = None if table.gain is None else table.gain.data_ptr()
         for f in fields(tensors):
-            value = getattr(tensors, f.name)
-            if f.name in MATRICES:
-                parts = self._pack(value)
-                setattr(struct, f.name, _matrix(parts))
-                kept |= {f"{f.name}.{i}": part.packed for i, part in enumerate(parts)}
-            elif isinstance(value, Tensor):
-                value = value.float().contiguous()
-                setattr(struct, f.name, value.data_ptr())
-                kept[f.name] = value
-        return NativeLayer(struct, kept, s, whole)
+            place = (
+                struct.mlp if f.name in (*MLP, *MLP_BIASES) else struct.heads if f.name == "sinks" else struct
+            )
+            self._place(place, f.name, getattr(tensors, f.name), kept, f.name)
+        made = NativeLayer(struct, kept, s, whole)
+        if tensors.experts is not None:
+            made.experts = self._pack_experts(tensors.experts, whole, kept)
+            struct.experts = ctypes.addressof(made.experts[0])
+        return made
+
+    def _place(self, struct: Any, field: str, value: Any, kept: dict[str, Tensor], name: str) -> None:
+        """Points a field of a struct to a packed matrix or a vector. What is neither stays away."""
+        if value is None or not (field in (*MATRICES, "router", "shared_gate") or isinstance(value, Tensor)):
+            return
+        if isinstance(value, Tensor) and value.dim() == 1:
+            kept[name] = value.float().contiguous()
+            setattr(struct, field, kept[name].data_ptr())
+            return
+        parts = self._pack(value)
+        setattr(struct, field, _matrix(parts))
+        kept |= {f"{name}.{i}": part.packed for i, part in enumerate(parts)}
+
+    def _pack_experts(self, t: ExpertTensors, whole: LayerSpec, kept: dict[str, Tensor]) -> tuple[Any, Any]:
+        """The struct and the array of MLPs that it points to."""
+        e = whole.experts
+        assert e is not None
+        own = self.group.cut(e.width)
+        each = (_Mlp * e.count)()
+        for name in (*MLP, *MLP_BIASES):
+            for i, value in enumerate(getattr(t, name) or ()):
+                self._place(each[i], name, value, kept, f"experts.{i}.{name}")
+        struct = _Experts(
+            each=ctypes.addressof(each), count=e.count, per_token=e.per_token, width=own.stop - own.start,
+            all_width=e.width, sigmoid=e.score == "sigmoid", normalise=e.normalise, groups=e.groups,
+            groups_kept=e.groups_kept, weighs_input=e.weighs_input, by_score=not e.plain_choice, floor=e.floor,
+            scale=e.scale,
+        )  # fmt: skip
+        for name in ("router", "shared_gate", "router_bias", "correction"):
+            self._place(struct, name, getattr(t, name), kept, f"experts.{name}")
+        return struct, each
 
     def pack_linear(self, weight: Weight, bias: Tensor | None = None) -> NativeLinear:
         parts = self._pack(weight)
@@ -276,11 +328,20 @@ class NativeKernels:
             for layer, mine in zip(layers, zip(keys, values, strict=True), strict=True):
                 self._shared_layer(layer, x, batch, *mine)
             return
-        pointers = c_void_p * len(layers)
-        stack = pointers(*[ctypes.addressof(layer.struct) for layer in layers])
-        to_keys, to_values = (pointers(*[one.data_ptr() for one in some]) for some in (keys, values))
+        stack, to_keys, to_values = self._stack(layers, keys, values)
         _, *given = self._given(layers[0], x, batch)
         self.lib.outrider_layers(stack, len(layers), *map(byref, given), to_keys, to_values)
+
+    def _stack(self, layers: Seq[NativeLayer], keys: Seq[Tensor], values: Seq[Tensor]) -> Any:
+        """Pointers to layers, keys and values, made again only where one is not what it was in the last pass."""
+        given, first = [*layers, *keys, *values], id(layers[0])
+        known, made = self._stacks.get(first, ((), ()))
+        if len(given) != len(known) or not all(map(is_, given, known)):
+            pointers = c_void_p * len(layers)
+            stack = pointers(*[ctypes.addressof(layer.struct) for layer in layers])
+            made = stack, *(pointers(*[one.data_ptr() for one in some]) for some in (keys, values))
+            self._stacks[first] = given, made
+        return made
 
     def _shared_layer(
         self, layer: NativeLayer, x: Tensor, batch: Batch, keys: Tensor, values: Tensor
@@ -316,8 +377,15 @@ class NativeKernels:
         all_mixed = self.group.gather(run(ATTEND), layer.struct.all_mixed, units)
         work.all_mixed = all_mixed.data_ptr()
         add(ADD_MIXED, "out_norm")
-        all_act = self.group.gather(run(ACTIVATE), whole.intermediate)
-        work.all_act = all_act.data_ptr()
+        run(ACTIVATE)
+        if whole.intermediate:
+            all_act = self.group.gather(act, whole.intermediate)
+            work.all_act = all_act.data_ptr()
+        if s.experts is not None and whole.experts is not None:
+            pairs, width = len(x) * s.experts.per_token, s.experts.width
+            part = self._buffers["expert_act"][: pairs * width].view(pairs, width)
+            all_expert_act = self.group.gather(part, whole.experts.width)
+            work.all_expert_act = all_expert_act.data_ptr()
         add(ADD_ACT, "down_norm")
 
     def layer_from(
@@ -345,8 +413,11 @@ class NativeKernels:
         window: int,
         scale: float,
         softcap: float = 0.0,
+        sinks: Tensor | None = None,
+        chunk: int = 0,
     ) -> Tensor:
-        heads = _Heads(q.shape[1], keys.shape[1], q.shape[2], window, scale, softcap)
+        own = None if sinks is None else sinks.data_ptr()
+        heads = _Heads(q.shape[1], keys.shape[1], q.shape[2], window, chunk, scale, softcap, own)
         out = torch.empty_like(q)
         self.lib.outrider_attention(
             byref(heads), byref(self._rows(batch)), self.threads, _ptr(q), _ptr(keys), _ptr(values),
@@ -390,12 +461,30 @@ class NativeKernels:
         widths = dict(zip(("normed", "qkv", "mixed", "act", "sums"), sizes, strict=True))
         if self.group.size == 1:
             del widths["sums"]
+        widths |= self._expert_widths()
         self._buffers = {name: torch.empty(rows * width) for name, width in widths.items()}
+        for name in ("chosen", "places", "sources", "touched", "starts"):
+            if name in self._buffers:
+                self._buffers[name] = self._buffers[name].view(torch.int32)
         for name, buffer in self._buffers.items():
             setattr(self._work, name, buffer.data_ptr())
         self._work.all_mixed, self._work.all_act = self._work.mixed, self._work.act  # of one rank
+        self._work.all_expert_act = self._work.expert_act
         self._work.scores, self._work.score_stride = self.scores.data_ptr(), self.scores.shape[1]
         self._capacity = rows
+
+    def _expert_widths(self) -> dict[str, int]:
+        """Numbers a row of what experts need, for the largest of all layers."""
+        every = [spec.experts for spec in self.config.specs if spec.experts is not None]
+        if not every:
+            return {}
+        most, hidden = max(e.per_token for e in every), self.config.hidden
+        experts = max(e.count for e in every) + 1
+        act = max(e.per_token * e.width for e in every)
+        return {
+            "logits": experts, "weights": most, "shared_weight": 1, "chosen": most, "places": most, "sources": most,
+            "touched": experts, "starts": experts, "gathered": most * hidden, "expert_act": act, "mixture": hidden,
+        }  # fmt: skip
 
 
 def _checked(done: int) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from outrider.load.config import LayerSpec, ModelConfig
 from outrider.load.quants import Blocks
 from outrider.model.kernels.reference_blocks import BlockMatrix
+from outrider.model.kernels.reference_experts import ExpertMlp, route
 from outrider.model.parallel import ALONE
 from outrider.model.rope import RopeTables
 from outrider.model.weights import MATRICES, LayerTensors, Weight, parts_of
@@ -42,7 +43,15 @@ class ReferenceKernels:
         self.config, self.tables = config, tables
 
     def pack_layer(self, tensors: LayerTensors) -> LayerTensors:
-        return replace(tensors, **{name: _packed(getattr(tensors, name)) for name in MATRICES})
+        packed = {
+            name: _packed(getattr(tensors, name)) for name in MATRICES if getattr(tensors, name) is not None
+        }
+        if (e := tensors.experts) is not None:
+            of_each: dict[str, Any] = {
+                name: [_packed(one) for one in getattr(e, name)] for name in ("gate", "up", "down")
+            }
+            packed["experts"] = replace(e, **of_each)
+        return replace(tensors, **packed)
 
     def pack_linear(self, weight: Weight, bias: Tensor | None = None) -> ReferenceLinear:
         return ReferenceLinear(_packed(weight), bias)
@@ -95,13 +104,10 @@ class ReferenceKernels:
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
             q = q if table.gain is None else q * table.gain[at][:, None, None]
         keys[batch.slots], values[batch.slots] = k, v
-        mixed = self.attention(q, batch, keys, values, s.window, s.scale, s.softcap)
+        mixed = self.attention(q, batch, keys, values, s.window, s.scale, s.softcap, w.sinks, s.chunk)
         self._add(x, rowwise_linear(mixed.reshape(rows, -1), w.out, w.out_bias), w.out_norm)
         h = x if w.mlp_norm is None else self.norm(x, w.mlp_norm)
-        gate = rowwise(ACTIVATIONS[s.activation], rowwise_linear(h, w.gate, w.gate_bias))
-        self._add(
-            x, rowwise_linear(gate * rowwise_linear(h, w.up, w.up_bias), w.down, w.down_bias), w.down_norm
-        )
+        self._add(x, mlp(w, h) if s.experts is None else experts_mlp(w, h), w.down_norm)
 
     def _normed_heads(self, x: Tensor, weight: Tensor, spec: LayerSpec) -> Tensor:
         """x [R, heads, head_dim]"""
@@ -126,29 +132,34 @@ class ReferenceKernels:
         window: int,
         scale: float,
         softcap: float = 0.0,
+        sinks: Tensor | None = None,
+        chunk: int = 0,
     ) -> Tensor:
         """q [R, heads, head_dim] over what each row sees in the slots -> [R, heads, head_dim]."""
         rows, heads, head_dim = q.shape
         kv_heads = keys.shape[1]
         out = torch.empty_like(q)
         for r in range(rows):
-            slots = visible_slots(batch, r, window)
+            slots = visible_slots(batch, r, window, chunk)
             k, v = keys[slots].transpose(0, 1), values[slots].transpose(0, 1)  # [kv_heads, n, head_dim]
             grouped = q[r].view(kv_heads, heads // kv_heads, head_dim)
             scores = grouped @ k.transpose(1, 2) * scale
             scores = softcapped(softcap, scores) if softcap else scores
-            out[r] = (scores.softmax(-1) @ v).reshape(heads, head_dim)
+            if sinks is not None:
+                scores = torch.cat([scores, sinks.view(*scores.shape[:2], 1)], -1)
+            out[r] = (scores.softmax(-1)[..., : len(slots)] @ v).reshape(heads, head_dim)
         return out
 
 
-def visible_slots(batch: Batch, row: int, window: int) -> Tensor:
+def visible_slots(batch: Batch, row: int, window: int, chunk: int = 0) -> Tensor:
     """The slots a row sees, oldest first: a range of its table, then its ancestors in the tree.
 
-    A window narrower than the row's depth in the tree begins inside the tree.
+    A window narrower than the row's depth in the tree begins inside the tree, and a chunk may.
     """
     table = batch.table[batch.table_rows[row]]
     prefix, mask = int(batch.prefix[row]), int(batch.ancestors[row])
-    first = max(0, int(batch.positions[row]) + 1 - window) if window else 0
+    position = int(batch.positions[row])
+    first = max(0, position + 1 - window) if window else position // chunk * chunk if chunk else 0
     nodes = [prefix + i for i in range(64) if mask >> i & 1][max(0, first - prefix) :]
     return torch.cat([table[first:prefix], table[nodes]]) if nodes else table[first:prefix]
 
@@ -156,6 +167,32 @@ def visible_slots(batch: Batch, row: int, window: int) -> Tensor:
 def _packed(weight: Weight) -> Any:
     packed = [BlockMatrix(part) if isinstance(part, Blocks) else part.float() for part in parts_of(weight)]
     return packed[0] if len(packed) == 1 else tuple(packed)
+
+
+def mlp(w: Any, x: Tensor) -> Tensor:
+    """The layer's MLP of all rows, or one expert's."""
+    gate = rowwise(ACTIVATIONS[w.spec.activation], rowwise_linear(x, w.gate, w.gate_bias))
+    return rowwise_linear(gate * rowwise_linear(x, w.up, w.up_bias), w.down, w.down_bias)
+
+
+def experts_mlp(w: LayerTensors, x: Tensor) -> Tensor:
+    """What a row's experts give, in ascending order of their numbers, then the MLP of all rows."""
+    e, t = w.spec.experts, w.experts
+    assert e is not None and t is not None
+    chosen, weights = route(rowwise_linear(x, t.router, t.router_bias), e, t.correction)
+    out = torch.zeros_like(x)
+    for i in chosen.unique().tolist():
+        rows, at = torch.where(chosen == i)
+        weight, inputs = weights[rows, at, None], x[rows]
+        if e.weighs_input:
+            inputs, weight = inputs * weight, torch.ones(())
+        out[rows] += weight * mlp(ExpertMlp(t, i, w.spec), inputs)
+    if w.gate is None:
+        return out
+    shared = mlp(w, x)
+    return out + (
+        shared if t.shared_gate is None else shared * rowwise_linear(x, t.shared_gate, None).sigmoid()
+    )
 
 
 def rowwise_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:

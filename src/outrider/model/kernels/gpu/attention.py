@@ -100,6 +100,13 @@ def _fold(m, w, acc, m_more, l_more, acc_more):
 
 
 @triton.jit
+def _fold_sinks(m, w, acc, sinks, head, valid):
+    """Each head's sink, after all keys: a logit without a value."""
+    sink = tl.load(sinks + head, mask=valid, other=0.0) * 1.4426950408889634
+    return _fold(m, w, acc, sink, tl.full(sink.shape, 1.0, tl.float32), tl.zeros_like(acc))
+
+
+@triton.jit
 def _block(q, k, v, seen, scale):
     """One block of keys from scratch: maximum, sum and weighted values of every query row."""
     scores = tl.where(seen, tl.dot(q, tl.trans(k)) * scale, float("-inf"))
@@ -226,12 +233,12 @@ def _take_block(
 @kernel(do_not_specialize=["made_stride", "shared", "parts", "window", "splits"])
 def _attend_kernel(
     q, keys, values, table, items, positions, table_rows, prefix, ancestors, paths, sums, stats, out,
-    made, cos, sin, slots, made_stride,
+    made, cos, sin, slots, sinks, made_stride,
     table_stride, shared, parts, scale, window, splits,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr,
     DIM: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, LOW: tl.constexpr,
     NODES: tl.constexpr, SPAN: tl.constexpr, WINDOW: tl.constexpr, WHOLE: tl.constexpr, TAIL: tl.constexpr,
-    FRESH: tl.constexpr, PARTS: tl.constexpr, CHAIN: tl.constexpr,
+    FRESH: tl.constexpr, PARTS: tl.constexpr, SINKS: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     """The first shared * parts programs: one item's rows over one split, over the splits that begin in one range of
     `SPAN` blocks, or over everything. The programs after them: one row's own blocks.
@@ -339,15 +346,17 @@ def _attend_kernel(
             sums, stats, to_state, valid, d, TILE, DIM, WIDE, BLOCK, WINDOW, WHOLE,
         )  # fmt: skip
     if WHOLE:
+        if SINKS:
+            total_m, total_w, total = _fold_sinks(total_m, total_w, total, sinks, head, valid)
         result = total / tl.where(total_w == 0.0, 1.0, total_w)[:, None]
         tl.store(out + at_q[:, None] + d, result.to(out.dtype.element_ty), mask=valid[:, None] & (d < DIM))
 
 
 @kernel(do_not_specialize=["window", "splits"])
 def _combine_kernel(
-    sums, stats, out, prefix, positions, ancestors, window, splits,
+    sums, stats, out, prefix, positions, ancestors, sinks, window, splits,
     HEADS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
-    WINDOW: tl.constexpr, TAIL: tl.constexpr, DEPTH: tl.constexpr, CHAIN: tl.constexpr,
+    WINDOW: tl.constexpr, TAIL: tl.constexpr, DEPTH: tl.constexpr, SINKS: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     """One row and head: its splits folded in order, the node's own blocks each into the split it lies in."""
     let_next_start(CHAIN)
@@ -393,6 +402,8 @@ def _combine_kernel(
             else:
                 total_m, total_w, total = _fold(total_m, total_w, total, m, w, acc)
                 total_m, total_w, total = _fold(total_m, total_w, total, m1, w1, acc1)
+    if SINKS:
+        total_m, total_w, total = _fold_sinks(total_m, total_w, total, sinks, head, head >= 0)
     result = total / tl.where(total_w == 0.0, 1.0, total_w)[:, None]  # a row of padding sees nothing
     to = out + (row * HEADS + head)[:, None] * DIM + d
     tl.store(to, result.to(out.dtype.element_ty), mask=d < DIM)
@@ -580,6 +591,7 @@ def attend_parts(
     scale: float,
     attention: AttentionPlan | JointPlan,
     out: Tensor,
+    sinks: Tensor | None = None,
 ) -> None:
     """As `attend`, for each part of a batch."""
     parts = attention.parts if isinstance(attention, JointPlan) else ((batch, attention),)
@@ -587,7 +599,7 @@ def attend_parts(
     for part, plan in parts:
         rows = slice(at, at + part.rows)
         mine = replace(fresh, parts=fresh.parts[:, rows])
-        attend(mine, part, keys, values, window, scale, plan, out[rows])
+        attend(mine, part, keys, values, window, scale, plan, out[rows], sinks)
         at += part.rows
 
 
@@ -600,9 +612,10 @@ def attend(
     scale: float,
     attention: AttentionPlan,
     out: Tensor,
+    sinks: Tensor | None = None,
 ) -> None:
     """q [R, heads, dim] over what each row sees in the slots -> out [R, heads, dim]. If it is `Fresh`, keys and values
-    go to their slots as well.
+    go to their slots as well. `sinks` are logits [heads], float32.
     """
     rows, heads, dim = out.shape
     kv_heads = keys.shape[1]
@@ -618,19 +631,19 @@ def attend(
     _attend_kernel[(shared * parts + (rows if r.tree else 0), kv_heads)](
         None if turning else q, keys, values, batch.table, r.items, batch.positions, batch.table_rows, batch.prefix,
         batch.ancestors, r.paths, r.sums, r.stats, out,
-        made, cos, sin, batch.slots, 0 if made is None else made.stride(0),
+        made, cos, sin, batch.slots, sinks, 0 if made is None else made.stride(0),
         batch.table.stride(0), shared, parts, scale * LOG2E, window, r.splits,
         HEADS=heads, KV_HEADS=kv_heads, GROUP=heads // kv_heads, PADDED=padded_group(heads, kv_heads), DIM=dim,
         WIDE=_wide(dim), BLOCK=BLOCK, TILE=r.tile, LOW=TILES[0], NODES=NODES, SPAN=span, WINDOW=window > 0,
-        WHOLE=r.whole, TAIL=r.tree, FRESH=turning, PARTS=0 if made is None else len(made),
+        WHOLE=r.whole, TAIL=r.tree, FRESH=turning, PARTS=0 if made is None else len(made), SINKS=sinks is not None,
         num_warps=_warps(r, shared * kv_heads), num_stages=_stages(r.tile, dim), **chained(),
     )  # fmt: skip
     if r.whole:
         return
     _combine_kernel[(rows, heads)](
-        r.sums, r.stats, out, batch.prefix, batch.positions, batch.ancestors, window, r.splits,
+        r.sums, r.stats, out, batch.prefix, batch.positions, batch.ancestors, sinks, window, r.splits,
         HEADS=heads, DIM=dim, WIDE=_wide(dim), BLOCK=BLOCK, WINDOW=window > 0, TAIL=r.tree,
-        DEPTH=_at_once(r, dim), num_warps=1, **chained(),
+        DEPTH=_at_once(r, dim), SINKS=sinks is not None, num_warps=1, **chained(),
     )  # fmt: skip
 
 
@@ -668,6 +681,7 @@ def attend_twin(
     scale: float,
     attention: AttentionPlan | None,
     out: Tensor,
+    sinks: Tensor | None = None,
 ) -> None:
     """The twin: row by row in float32, with nothing shared."""
     rows, heads, dim = q.shape
@@ -679,5 +693,7 @@ def attend_twin(
         slots = batch.table[int(batch.table_rows[r])][entries[first:]].long()
         k, v = keys[slots].float().transpose(0, 1), values[slots].float().transpose(0, 1)
         grouped = q[r].float().view(kv_heads, heads // kv_heads, dim)
-        weights = (grouped @ k.transpose(1, 2) * scale).softmax(-1)
-        out[r] = (weights @ v).reshape(heads, dim)
+        scores = grouped @ k.transpose(1, 2) * scale
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.view(kv_heads, -1, 1)], -1)
+        out[r] = (scores.softmax(-1)[..., : len(slots)] @ v).reshape(heads, dim)

@@ -61,6 +61,7 @@ class GpuLayer:
     gate_up: GpuLinear
     down: GpuLinear
     tables: tuple[Tensor, Tensor]
+    sinks: Tensor | None  # [heads]
     spec: LayerSpec  # of this rank
     whole: LayerSpec  # of all ranks together
 
@@ -106,6 +107,7 @@ class GpuKernels:
             gate_up=self._packed((w.gate, w.up), bias, self.weights, s.intermediate),
             down=self._packed((w.down,), w.down_bias, self.weights, hidden),
             tables=self._tables(s),
+            sinks=None if w.sinks is None else self._small(w.sinks),
             spec=self.group.share_layer(s),
             whole=s,
         )
@@ -279,7 +281,7 @@ class GpuKernels:
         qkv = multiply_parts(inputs, w.qkv.weight, w.qkv.bias, rows)
         mixed = self._room(rows, s.heads * s.head_dim)
         fresh, heads = Fresh(qkv, w.tables, w.norms), mixed[:rows].view(rows, s.heads, s.head_dim)
-        attend_parts(fresh, batch, keys, values, s.window, s.scale, attention, heads)
+        attend_parts(fresh, batch, keys, values, s.window, s.scale, attention, heads, w.sinks)
         if self.group.size > 1:
             width, units = w.whole.heads * s.head_dim, w.whole.kv_heads
             mixed = self._padded(self.group.gather(mixed[:rows], width, units), rows)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outrider.control.pause import PromptPause
+from outrider.control.costs import PromptPause
 from outrider.types import NO_TREE
 from tests.control.build import record
 

@@ -1,4 +1,4 @@
-"""How an EAGLE head lies on disk: our own layout, the published EAGLE-3 one, and that of `speculators`.
+"""EAGLE heads on disk: our own layout, the published EAGLE-3 one, and that of `speculators`.
 
 All three are a folder with config.json and safetensors. Tensors have the names of `head_shapes` in ours; the others
 name some of them differently and cannot say everything. What a head is, is a `HeadConfig` in every case.
@@ -7,8 +7,8 @@ name some of them differently and cannot say everything. What a head is, is a `H
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,15 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from outrider.draft.eagle_head import EagleHead, HeadConfig, layer_prefix
 from outrider.errors import BadCheckpoint, InvalidRequest, UnsupportedModel, naming
+from outrider.load.cards import ENGINES, DraftFacts
 from outrider.load.checkpoint import (
     INDEX,
     PICKLES,
+    Checkpoint,
+    GgufCheckpoint,
     check_float,
+    open_checkpoint,
     open_safetensors,
     pickle_refused,
     read_json,
@@ -31,10 +34,7 @@ from outrider.load.checkpoint import (
 )
 from outrider.load.config import ModelConfig
 from outrider.load.families import config_from_json
-from outrider.model.decoder import Layered
-from outrider.types import MAX_NODES
 
-ReadHead = Callable[[Path, ModelConfig], tuple[HeadConfig, dict[str, Tensor]]]  # of a folder, for a target
 FREQUENT = "frequent"  # ids that the target writes most, in falling order: of a head that knows all of them
 
 OWN, VERSION = "outrider_head", 1
@@ -49,7 +49,6 @@ PUBLISHED = {
 TAPS = "eagle_aux_hidden_state_layer_ids"
 LAYOUTS = ("outrider", "eagle3", "speculators")
 SHARD_BYTES = 15 << 20
-ROWS_COMPARED = 256
 SPECULATIVE_TOKENS = 5  # that an exported head suggests to engines that ask it
 MAX_HEAD_LAYERS = 64  # checked before anything is made per layer
 EMBEDDING = "embed_tokens.weight"
@@ -57,17 +56,33 @@ EMBEDDING = "embed_tokens.weight"
 IGNORED = ("t2d", EMBEDDING, "verifier_norm.weight", "verifier_lm_head.weight")
 
 
-def load_eagle(
-    folder: Path,
-    target: Layered,
-    context: int,
-    network: type[EagleHead] = EagleHead,
-    read: ReadHead | None = None,
-) -> EagleHead:
-    """A head from a folder in any of the layouts, or as `read` makes it of them."""
-    config, tensors = (read or read_head)(folder, target.config)
-    _check_embedding(folder, target)
-    return network(config, lambda name: tensors[name].float(), target, context + MAX_NODES + 1)
+@dataclass(frozen=True, slots=True)
+class HeadConfig:
+    """The head's layers, shaped like layers of its family, and how it is tied to its target."""
+
+    layer: ModelConfig  # its vocabulary and hidden size are the target's
+    draft_vocab: int
+    taps: tuple[int, ...]  # i: what enters the target's layer i; the number of layers: what leaves the last
+    layers: int = 1  # the first reads embedding and hidden state, further ones are ordinary
+    tap_norms: bool = False  # an RMS norm for each tap before the fusion
+    norm_output: bool = False  # the normed hidden state is fed back
+    shared_head: bool = False  # logits by rows of the target's own head
+    joint_norm: bool = False  # one RMS norm over all taps together before the fusion
+    normed_residual: bool = False  # the first layer adds to its normed input
+
+    @property
+    def whole(self) -> bool:
+        """Its vocabulary is the target's."""
+        return self.draft_vocab == self.layer.vocab
+
+
+def is_eagle(path: Path) -> bool:
+    try:
+        raw = read_json(path / "config.json", optional=True) if path.is_dir() else {}
+    except BadCheckpoint:
+        return False
+    kinds = str(raw.get("architectures")).lower()
+    return "eagle" in kinds or "draft_vocab_size" in raw or "speculators_model_type" in raw
 
 
 def read_head(folder: Path, target: ModelConfig, words: int = 0) -> tuple[HeadConfig, dict[str, Tensor]]:
@@ -178,6 +193,10 @@ def eagle_taps(layers: int) -> tuple[int, ...]:
     return (min(2, layers - 1), layers // 2, max(layers - 3, 0))
 
 
+def layer_prefix(number: int) -> str:
+    return "midlayer." if number == 0 else f"layers.{number}."
+
+
 def head_shapes(config: HeadConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Every tensor of a head by its name in our own layout."""
     c, h, taps = config.layer, config.layer.hidden, len(config.taps)
@@ -223,22 +242,6 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
             raise BadCheckpoint(f"{folder}: the shapes of {', '.join(norms)} differ")
         tensors["tap_norms.weight"] = torch.stack(ordered)
     return tensors
-
-
-def _check_embedding(folder: Path, target: Layered) -> None:
-    """Heads are often published with a copy of the target's embedding. One of its own would be another head."""
-    for shard in weight_files(folder):
-        opened = open_safetensors(folder / shard)
-        if EMBEDDING not in opened.keys():  # noqa: SIM118 - not a dict
-            continue
-        theirs = opened.get_slice(EMBEDDING)[:ROWS_COMPARED].float()
-        ours = target.embed(torch.arange(len(theirs))).float().cpu()[:, : theirs.shape[1]]
-        # As far apart as a target in few bits may be, not more.
-        if theirs.shape != ours.shape or float((theirs - ours).norm()) > 0.25 * float(ours.norm()):
-            raise UnsupportedModel(
-                f"{folder} has an embedding of its own, which is not this target's: it is a head for another "
-                "model, or of a kind that is not supported"
-            )
 
 
 def _check(folder: Path, tensors: dict[str, Tensor], config: HeadConfig) -> None:
@@ -419,6 +422,21 @@ def _nbytes(shard: dict[str, Tensor]) -> int:
     return sum(tensor.nbytes for tensor in shard.values())
 
 
-def parameters(config: HeadConfig) -> int:
-    """Numbers that a head has of its own."""
-    return sum(prod(shape) for name, shape in head_shapes(config) if name != "d2t")
+def card_facts(draft: Path, target: Checkpoint) -> DraftFacts:
+    """What the files of a draft say of it, for its card: kind, layout, size, and the engines that load it."""
+    opened = open_checkpoint(draft)
+    if not is_eagle(draft):
+        layout = "gguf" if isinstance(opened, GgufCheckpoint) else "huggingface"
+        return DraftFacts("lm", layout, count_parameters(opened), ENGINES[layout])
+    raw = opened.raw_config
+    layout = "outrider" if OWN in raw else "speculators" if "speculators_model_type" in raw else "eagle3"
+    assert target.config is not None
+    able = engines_that_load(read_head(draft, target.config)[0], target.config)
+    engines = tuple(name for name in ENGINES[layout] if name in able)
+    return DraftFacts("eagle", layout, count_parameters(opened), engines)
+
+
+def count_parameters(checkpoint: Checkpoint) -> int:
+    """Without maps, and copies of what the target has."""
+    names = (name for name in checkpoint.names() if name not in IGNORED and name != "d2t")
+    return sum(prod(checkpoint.shape(name)) for name in names)

@@ -11,20 +11,19 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from outrider.draft import head_layouts
-from outrider.draft.eagle_head import HeadConfig
-from outrider.draft.feed import text_batch
-from outrider.draft.head_layouts import (
+from outrider.draft.eagle_head import load_eagle
+from outrider.draft.reading import text_batch
+from outrider.errors import BadCheckpoint, InvalidRequest, OutriderError, UnsupportedModel
+from outrider.load import heads
+from outrider.load.heads import (
     FREQUENT,
+    HeadConfig,
     eagle_taps,
     engines_that_load,
     head_shapes,
-    load_eagle,
-    parameters,
     read_head,
     write_head,
 )
-from outrider.errors import BadCheckpoint, InvalidRequest, OutriderError, UnsupportedModel
 from tests.draft.rows import Rows
 from tests.draft.test_eagle import KINDS, LAYER, LAYERS, SHAPE
 from tests.tiny import (
@@ -266,7 +265,7 @@ def test_tensors_that_no_such_head_has_are_named(tmp_path):
 def test_shards_are_small_and_old_ones_go(tmp_path, monkeypatch):
     config = KINDS["layers"]
     tensors = head_tensors(config)
-    monkeypatch.setattr(head_layouts, "SHARD_BYTES", 6000)
+    monkeypatch.setattr(heads, "SHARD_BYTES", 6000)
     write_head(tmp_path, config, tensors)
     shards = sorted(tmp_path.glob("*.safetensors"))
     assert len(shards) > 3
@@ -280,7 +279,7 @@ def test_shards_are_small_and_old_ones_go(tmp_path, monkeypatch):
     shards[1].rename(tmp_path / "elsewhere")
     with pytest.raises(BadCheckpoint, match="the download is incomplete"):
         read_head(tmp_path, TARGET)
-    monkeypatch.setattr(head_layouts, "SHARD_BYTES", 1 << 20)
+    monkeypatch.setattr(heads, "SHARD_BYTES", 1 << 20)
     write_head(tmp_path, config, tensors)
     assert [file.name for file in tmp_path.glob("model*")] == ["model.safetensors"]
     read_head(tmp_path, TARGET)
@@ -297,8 +296,3 @@ def test_engines_and_what_cannot_be_exported(tmp_path):
         write_head(tmp_path, twice, head_tensors(twice), "eagle3", TARGET)
     with pytest.raises(InvalidRequest, match="'eagle2' is not one of outrider, eagle3, speculators"):
         write_head(tmp_path, plain, head_tensors(plain), "eagle2", TARGET)
-
-
-def test_parameters_are_those_on_disk():
-    for config in KINDS.values():
-        assert parameters(config) == sum(t.numel() for n, t in head_tensors(config).items() if n != "d2t")
