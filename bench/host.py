@@ -15,7 +15,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,11 +34,11 @@ from outrider.engine import graph_runner as runner_module
 from outrider.engine.engine import Engine
 from outrider.engine.graph_runner import GraphRunner
 from outrider.engine.kv_cache import make_kv_cache
-from outrider.load.checkpoint import Checkpoint, open_checkpoint
+from outrider.load.checkpoint import open_checkpoint
 from outrider.load.find import find
 from outrider.model.parallel import ALONE
 from outrider.settings import Settings, cache_folder
-from outrider.types import NO_TREE, Batch, Request, SamplingParams, Sequence
+from outrider.types import NO_TREE, Batch, Request, SamplingParams, Sequence, TreeShape
 
 PROMPT_MS, STAGED_MS = 0.01, 1.2  # a prompt's token, and a step that has some
 DEAR = 4.0  # times a pass, that the model's draft takes beside the passes of its tree
@@ -48,7 +47,7 @@ DEAR = 4.0  # times a pass, that the model's draft takes beside the passes of it
 class Free:
     """A model of the right shape that computes nothing."""
 
-    device, dtype, group = torch.device("cpu"), torch.float32, ALONE
+    device, dtype, group, experts_read = torch.device("cpu"), torch.float32, ALONE, 0.0
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -129,21 +128,34 @@ class Running:
 
 
 def build(
-    given: argparse.Namespace, checkpoint: Checkpoint, drafting: dict[str, Drafter], target: type[Free] = Free
+    given: argparse.Namespace,
+    drafting: dict[str, Drafter],
+    seconds: Callable[..., float],
+    target: type[Free] = Free,
+    model: str = "smollm2-135m",
 ) -> Engine:
-    """An engine of captured steps without a device; its first drafter is the default."""
+    """An engine of captured steps without a device; its first drafter is the default. All sizes are there, and the
+    planner knows what their steps take: by draft tree, size, lead and prompt rows.
+    """
+    checkpoint = open_checkpoint(find(model, cache_folder()))
     assert checkpoint.config is not None
     # With one layer's keys: room for all, in little memory.
-    model: Any = target(replace(checkpoint.config, layers=1))
+    made: Any = target(checkpoint.config.reshaped(layers=1))
     settings = Settings(context=1024, max_sequences=given.sequences, step_rows=2048, cache_bytes=1 << 30)
-    cache, drafters = make_kv_cache(model, settings), Drafters(drafting, model.config.vocab)
+    cache, drafters = make_kv_cache(made, settings), Drafters(drafting, made.config.vocab)
     default = next(iter(drafting), "none")
-    ops = StepOps(SequenceState(*cache.table.tensor.shape, model.device), model)
+    ops = StepOps(SequenceState(*cache.table.tensor.shape, made.device), made)
     runner = GraphRunner(
-        model, cache, drafters, ops, lambda batch, *_: model.forward(batch, None), default=default
+        made, cache, drafters, ops, lambda batch, *_: made.forward(batch, None), default=default
     )
     planner = Planner(default, choices=tuple(drafting))
-    return Engine(model, cache, drafters, planner, runner, settings, checkpoint.tokenizer.text_stream)
+    runner.preparation.on_demand, costs = False, planner.costs.captured
+    for size in sizes_up_to(given.sequences):
+        runner.sizes.made.add(size)
+        for name in drafting or ["none"]:
+            trees = [(name, tree, seconds(tree, size, name)) for tree in runner.shapes.trees(name, size)]
+            costs.learn(name, size, [("none", NO_TREE, seconds(NO_TREE, size)), *trees])
+    return Engine(made, cache, drafters, planner, runner, settings, checkpoint.tokenizer.text_stream)
 
 
 def requests(given: argparse.Namespace, label: str, seed: int) -> Iterator[Request]:
@@ -155,16 +167,29 @@ def requests(given: argparse.Namespace, label: str, seed: int) -> Iterator[Reque
         yield Request(f"{label}.{i}", tuple(dice.choices(range(100, 4000), k=given.prompt)), params, i)
 
 
-def beside_a_device(given: argparse.Namespace, checkpoint: Checkpoint) -> None:
+def beside_a_device(given: argparse.Namespace) -> None:
     drafting: dict[str, dict[str, Drafter]] = {
         "plain": {},
         "auto": {"lm": Unread(), "lookup": LookupDrafter()},
     }
     away = Clock(CapturedStep, "_step")
     clock = Reckoned(away, given.slower)
-    engines = {method: build(given, checkpoint, some) for method, some in drafting.items()}
+    second = given.pass_ms / 1e3
+
+    def seconds(tree: TreeShape, size: int, lead: str = "none") -> float:
+        """No draft is worth what it costs."""
+        return second * (1 if tree == NO_TREE else 1.1 + 0.2 * tree.nodes + DEAR * (lead == "lm"))
+
+    def took(step: Any) -> float:
+        known = sum(one.known for one in step.packed.work)
+        prompts = (PROMPT_MS * known + STAGED_MS * bool(known)) / 1e3
+        return second * step.passes * bool(step.resident) + prompts
+
+    engines = {method: build(given, some, seconds, model=given.model) for method, some in drafting.items()}
     for engine in engines.values():
-        prepare(engine, given, clock)
+        engine.planner._probe = lambda *_: None  # type: ignore[method-assign] - there is nothing to ask
+        assert isinstance(engine.runner, GraphRunner)
+        time_steps(engine.runner, clock, took)
     took: dict[str, list[float]] = {method: [] for method in engines}
     passes: dict[str, list[int]] = {method: [] for method in engines}
     with timed_by(clock):
@@ -190,31 +215,6 @@ def beside_a_device(given: argparse.Namespace, checkpoint: Checkpoint) -> None:
     print(
         f"auto, of which nothing pays: {statistics.median(rounds):.3f}x plain (lowest round {min(rounds):.3f}x)"
     )
-
-
-def prepare(engine: Engine, given: argparse.Namespace, clock: Reckoned) -> None:
-    """As after preparing: all sizes are there and measured. No draft is worth what it costs."""
-    runner, second = engine.runner, given.pass_ms / 1e3
-    assert isinstance(runner, GraphRunner)
-    runner.preparation.on_demand = False
-    for size in sizes_up_to(given.sequences):
-        runner.sizes.made.add(size)
-        for name in engine.drafters.names:
-            dear = DEAR * (name == "lm")
-            costs = [
-                (name, tree, second * (1.1 + 0.2 * tree[1] + dear))
-                for tree in runner.shapes.trees(name, size)
-            ]
-            engine.planner.costs.captured.learn(name, size, [("none", NO_TREE, second), *costs])
-    engine.planner._probe = lambda *_: None  # type: ignore[method-assign] - there is nothing to ask
-
-    def took(step: Any) -> float:
-        known = sum(one.known for one in step.packed.work)
-        return (
-            second * step.passes * bool(step.resident) + (PROMPT_MS * known + STAGED_MS * bool(known)) / 1e3
-        )
-
-    time_steps(runner, clock, took)
 
 
 def time_steps(runner: GraphRunner, clock: Reckoned, took: Callable[[Any], float]) -> None:
@@ -254,8 +254,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    checkpoint = open_checkpoint(find(given.model, cache_folder()))
-    beside_a_device(given, checkpoint)
+    beside_a_device(given)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,9 @@ import argparse
 import json
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +34,7 @@ from outrider.draft.drafter import Drafter
 from outrider.draft.lookup import LookupDrafter
 from outrider.engine.engine import Engine
 from outrider.engine.graph_runner import GraphRunner
-from outrider.load.checkpoint import open_checkpoint
-from outrider.load.find import find
-from outrider.settings import cache_folder
-from outrider.types import NO_TREE, Batch, Request, SamplingParams, TreeShape
+from outrider.types import NO_TREE, Batch, Request, SamplingParams, StepRecord, TreeShape
 
 TEMPERATURE = 0.7
 DEPTH = 4  # of the fixed method
@@ -52,7 +51,7 @@ PARTS = {"planning": (Engine, "_plan"), "packing": (GraphRunner, "launch"), "set
 Text = dict[str, list[int]]  # a prompt and its answer
 
 
-def seconds(tree: TreeShape, size: int, prompt_rows: int = 0) -> float:
+def seconds(tree: TreeShape, size: int, lead: str = "lookup", prompt_rows: int = 0) -> float:
     """Of a step of a device like that."""
     rows = size * (tree.nodes + 1)
     ms = PASS_MS[bucket(size, tuple(PASS_MS))] if size else 0.0
@@ -82,28 +81,30 @@ class Recorded(host.Free):
 
 
 def make_engine(method: str, given: argparse.Namespace, clock: host.Reckoned) -> Engine:
-    drafting: dict[str, Drafter] = {} if method == "plain" else {"lookup": LookupDrafter()}
-    checkpoint = open_checkpoint(find("smollm2-135m", cache_folder()))
-    engine = host.build(given, checkpoint, drafting, Recorded)
-    assert isinstance(engine.model, Recorded) and isinstance(engine.runner, GraphRunner)
-    engine.model.engine, runner, planner = engine, engine.runner, engine.planner
-    planner.depth = DEPTH if method == "lookup" else None
-    runner.preparation.on_demand = False
-    runner.packer.sample = lambda *_: None  # type: ignore[method-assign] - no logits to look at
-    captured = planner.costs.captured
-    for size in sizes_up_to(given.sequences):
-        runner.sizes.made.add(size)
-        for name in drafting:
-            costs = [(name, tree, seconds(tree, size)) for tree in runner.shapes.trees(name, size)]
-            captured.learn(name, size, [("none", NO_TREE, seconds(NO_TREE, size)), *costs])
-        for rows, _ in chunk_sizes(size):
-            captured.with_prompts[size, rows] = seconds(NO_TREE, size, rows)
+    engine = engine_of({} if method == "plain" else {"lookup": LookupDrafter()}, given, seconds)
+    engine.planner.depth = DEPTH if method == "lookup" else None
 
     def took(step: Any) -> float:
         size, tree = (step.shape.size, step.shape.tree) if step.resident else (0, NO_TREE)
-        return seconds(tree, size) * step.passes + seconds(NO_TREE, 0, sum(w.known for w in step.packed.work))
+        known = sum(one.known for one in step.packed.work)
+        return seconds(tree, size) * step.passes + seconds(NO_TREE, 0, prompt_rows=known)
 
-    host.time_steps(runner, clock, took)
+    assert isinstance(engine.runner, GraphRunner)
+    host.time_steps(engine.runner, clock, took)
+    return engine
+
+
+def engine_of(
+    drafting: dict[str, Drafter], given: argparse.Namespace, seconds: Callable[..., float]
+) -> Engine:
+    """`seconds`: of steps by draft tree, size, lead and prompt rows."""
+    engine = host.build(given, drafting, seconds, Recorded)
+    assert isinstance(engine.model, Recorded) and isinstance(engine.runner, GraphRunner)
+    engine.model.engine = engine
+    engine.runner.packer.sample = lambda *_: None  # type: ignore[method-assign] - no logits to look at
+    for size in sizes_up_to(given.sequences):
+        for rows, _ in chunk_sizes(size):
+            engine.planner.costs.captured.with_prompts[size, rows] = seconds(NO_TREE, size, prompt_rows=rows)
     return engine
 
 
@@ -117,37 +118,68 @@ def requests(texts: list[Text], model: Recorded, batch: int, label: str, number:
         yield Request(f"{label}.{i}", tuple(prompt), params, i, owner=f"{label}.{i}")
 
 
-def answer(
-    engine: Engine, asked: Iterator[Request], clock: host.Reckoned
-) -> tuple[float, float, list[float], int]:
-    """Seconds, tokens a step of a sequence, each answer's seconds per token from its first on, and steps. What is said
-    is what was recorded.
-    """
-    begin, tokens, steps, said = clock.perf_counter(), 0, 0, defaultdict[str, list[int]](list)
-    first, last, count = dict[str, float](), dict[str, float](), 0
-    for one in asked:
-        engine.add(one)
-    while not engine.idle:
+@dataclass
+class Answered:
+    seconds: float
+    records: list[StepRecord]
+    each: list[float]  # seconds per token of each answer, from its first on
+
+    def speedup(self, plain: Answered) -> float:
+        """Both answered the same."""
+        return plain.seconds / self.seconds
+
+    @property
+    def tokens_per_step(self) -> float:
+        steps = sum(one.sequences * one.passes for one in self.records)
+        return sum(one.emitted for one in self.records) / steps
+
+
+def answer(engine: Engine, asked: Iterator[Request], clock: host.Reckoned, most: int = 1 << 20) -> Answered:
+    """At most so many at once. What is said is what was recorded."""
+    begin, records, said = clock.perf_counter(), list[StepRecord](), defaultdict[str, list[int]](list)
+    first, last = dict[str, float](), dict[str, float]()
+    while True:
+        for one in islice(asked, most - len(engine.live)):
+            engine.add(one)
+        if engine.idle:
+            break
         for result in engine.step():
-            tokens += result.record.emitted
-            count += 1
-            steps += result.record.sequences * result.record.passes
+            records.append(result.record)
             for event in result.events:
-                name = event.request_id
+                name, last[event.request_id] = event.request_id, clock.perf_counter()
                 said[name] += event.token_ids
-                last[name] = clock.perf_counter()
                 first.setdefault(name, last[name])
     spent = clock.perf_counter() - begin
     assert isinstance(engine.model, Recorded)
     for name, answered in said.items():
         assert engine.model.texts.pop(name)[-len(answered) :] == answered
     each = [(last[name] - first[name]) / (len(got) - 1) for name, got in said.items() if len(got) > 1]
-    return spent, tokens / steps, each, count
+    return Answered(spent, records, each)
+
+
+def show(task: str, batch: int, ran: dict[str, list[Answered]]) -> float:
+    """Prints what the rounds after the first took, in which the planner learned. Returns the speed-up of `auto`."""
+    plain, auto = ran["plain"][1:], ran["auto"][1:]
+    speedups = {n: [a.speedup(b) for a, b in zip(some[1:], plain, strict=True)] for n, some in ran.items()}
+    mean = {name: statistics.mean(some) for name, some in speedups.items()}
+    tail, base = (np.percentile([s for one in some for s in one.each], 99) for some in (auto, plain))
+    records = [record for one in auto for record in one.records]
+    kinds = Counter(reason.kind for record in records for reason in record.reasons)
+    trees = [(r.captured.tree.depth, r.passes) for r in records if r.captured and r.decodes_only]
+    depth = sum(deep * passes for deep, passes in trees) / max(sum(passes for _, passes in trees), 1)
+    print(
+        f"{task:10}{batch:5}{mean['auto']:8.3f}x, lowest {min(speedups['auto']):.3f}x, "
+        f"p99 time per token {tail / base:.2f}x, depth {depth:.1f}, "
+        f"{statistics.mean(one.tokens_per_step for one in auto):.2f} tokens a step; "
+        + ", ".join(f"{kind} {count}" for kind, count in kinds.most_common(4))
+        + "".join(f"; {name} {some:.3f}x" for name, some in mean.items() if name not in ("plain", "auto")),
+        flush=True,
+    )
+    return mean["auto"]
 
 
 def run(given: argparse.Namespace) -> None:
     texts: dict[str, list[Text]] = json.loads(given.answers.read_text())
-    print("task           batch     auto   lookup  tokens a step of each  p99 time per token, times plain's")
     for batch in given.batches:
         given.sequences = batch
         away = host.Clock(CapturedStep, "_step")
@@ -156,32 +188,19 @@ def run(given: argparse.Namespace) -> None:
         parts = {part: host.Clock(*where) for part, where in PARTS.items()}
         spent_in, steps = defaultdict[str, Counter[str]](Counter), Counter[str]()
         for task in given.tasks or texts:
-            took, per_step, each = (defaultdict[str, list[float]](list) for _ in range(3))
+            ran = defaultdict[str, list[Answered]](list)
             with out_of_the_collectors_sight(), host.timed_by(clock):
                 for number in range(given.rounds + 1):
                     for method, engine in engines.items():
                         assert isinstance(engine.model, Recorded)
                         asked = requests(texts[task], engine.model, batch, f"{task}.{number}", number)
                         before = {part: clock_of.spent for part, clock_of in parts.items()}, away.spent
-                        spent, rate, times, taken = answer(engine, asked, clock)
-                        steps[method] += taken
+                        ran[method].append(answer(engine, asked, clock))
+                        steps[method] += len(ran[method][-1].records)
                         for part, clock_of in parts.items():
                             off = away.spent - before[1] if part == "packing" else 0.0
                             spent_in[method][part] += clock_of.spent - before[0][part] - off
-                        took[method].append(spent)
-                        per_step[method].append(rate)
-                        each[method] += times if number else []
-            ratios = [
-                statistics.mean(p / o for p, o in zip(took["plain"][1:], took[method][1:], strict=True))
-                for method in ("auto", "lookup")
-            ]
-            rates = [statistics.mean(per_step[method][1:]) for method in ("auto", "lookup")]
-            p99 = {method: np.percentile(times, 99) for method, times in each.items()}
-            print(
-                f"{task:15}{batch:5}{ratios[0]:8.2f}x{ratios[1]:8.2f}x{rates[0]:6.2f}{rates[1]:6.2f}"
-                f"{p99['auto'] / p99['plain']:12.2f}x{p99['lookup'] / p99['plain']:8.2f}x",
-                flush=True,
-            )
+            show(task, batch, ran)
         for method, found in spent_in.items():
             each_part = ", ".join(f"{part} {1e6 * s / steps[method]:.0f}" for part, s in found.items())
             print(f"host, us a step of {batch} sequences, {method}: {each_part}", flush=True)

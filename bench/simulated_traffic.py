@@ -2,9 +2,11 @@
 
     python -m bench.replay --record answers.json --tasks chat,code,summary --temperatures 0,0.7 --max-tokens 64
     python -m bench.simulated_traffic answers.json --concurrency 8,32,64 --tasks chat,code,mixed
+    python -m bench.simulated_traffic answers.json --concurrency 1,4,16,64 --experts --depths 1,2,4,8
 
 Engine, planner, scheduler and host are real, as in bench/replay_gpu.py; a step takes what a table says (a 1.5B model
-and its head on an H200, in ms). `auto` is compared with plain decoding, both warmed up by one round.
+and its head on an H200, in ms), or with `--experts` what the bytes of a mixture of experts take (`MIXTURE`). `auto` and
+fixed depths are compared with plain decoding, all warmed up by one round.
 """
 
 from __future__ import annotations
@@ -13,21 +15,22 @@ import argparse
 import json
 import random
 import statistics
-from collections import Counter, defaultdict
+from collections import defaultdict
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-import numpy as np
 import torch
 from bench.replay import set_number
-from bench.replay_gpu import PASS_MS, ROWS_MS, WORDS, Recorded
+from bench.replay_gpu import PASS_MS, ROWS_MS, WORDS, Answered, answer, engine_of, show
 from torch import Tensor
 
 from bench import host
 from outrider.bench.answering import out_of_the_collectors_sight
+from outrider.control.experts import ExpertCosts
 from outrider.control.guards import Guards
-from outrider.device.buckets import bucket, chunk_sizes, sizes_up_to
+from outrider.device.buckets import bucket
 from outrider.device.capture import CapturedStep
 from outrider.draft.drafter import Drafter, ResidentDrafter
 from outrider.draft.lookup import LookupDrafter
@@ -35,9 +38,6 @@ from outrider.draft.reading import PrefillProgress
 from outrider.engine.engine import Engine
 from outrider.engine.graph_runner import GraphRunner
 from outrider.engine.placement import PREFILL_SLOWDOWN, PREFILL_WAIT
-from outrider.load.checkpoint import open_checkpoint
-from outrider.load.find import find
-from outrider.settings import cache_folder
 from outrider.types import NO_TREE, Draft, Request, SamplingParams, Sequence, TreeShape, Verdict
 
 LEVEL = {1: 0.08, 8: 0.09, 32: 0.12, 64: 0.16, 128: 0.22}  # of the head's draft, by sequences
@@ -45,15 +45,21 @@ HEAD_TOKEN, HEAD_PREFILL, PROMPT_TOKEN, PROMPT, ALONE = 0.0012, 0.15, 0.008, 0.3
 ACCEPTANCE, SPREAD = {"chat": 0.58, "code": 0.8, "rewrite": 0.6, "summary": 0.55, "short": 0.5}, 0.12
 LENGTHS = 40, 128  # tokens of answers, uniform
 
+# Qwen3-30B-A3B in bfloat16 at 4.25 TB/s: experts, those of a row, the other bytes in experts; an expert in all layers.
+MIXTURE, EXPERT, LAUNCHES = (128, 8, 2.46 / 0.453), 0.453 / 4.25, 0.25
+CHAIN, BATCH, NOISE = 0.72, 0.95, 0.02  # how many experts its steps read: the planner is not told
+
 Text = tuple[list[int], list[int], float]  # prompt, answer, acceptance of the head
 
 
-def pass_ms(tree: TreeShape, size: int, lead: str) -> float:
-    ms = PASS_MS[bucket(size, tuple(PASS_MS))] if size else 0.0
-    if tree == NO_TREE:
-        return ms
-    levels = LEVEL[bucket(size, tuple(LEVEL))] * tree.depth if lead == "head" else 0.0
-    return ms + ROWS_MS[bucket(size * (tree.nodes + 1), tuple(ROWS_MS))] + levels
+def pass_ms(tree: TreeShape, size: int, lead: str, read: float = 0.0) -> float:
+    """`read`: experts of a mixture."""
+    rows = size * (tree.nodes + 1)
+    ms = LEVEL[bucket(size, tuple(LEVEL))] * tree.depth if lead == "head" else 0.0
+    if read:
+        return ms + LAUNCHES + EXPERT * (MIXTURE[-1] + read)
+    ms += PASS_MS[bucket(size, tuple(PASS_MS))] if size else 0.0
+    return ms if tree == NO_TREE else ms + ROWS_MS[bucket(rows, tuple(ROWS_MS))]
 
 
 class Head(ResidentDrafter):
@@ -92,68 +98,51 @@ class Head(ResidentDrafter):
         return torch.tensor(drafts), None
 
 
-def make_engine(drafts: bool, given: argparse.Namespace, clock: host.Reckoned) -> tuple[Engine, Head]:
-    head = Head()
-    drafting: dict[str, Drafter] = {"head": head, "lookup": LookupDrafter()} if drafts else {}
-    engine = host.build(given, open_checkpoint(find("smollm2-135m", cache_folder())), drafting, Recorded)
-    assert isinstance(engine.model, Recorded) and isinstance(engine.runner, GraphRunner)
-    engine.model.engine = head.engine = engine
-    runner, costs = engine.runner, engine.planner.costs.captured
-    engine.planner.guards = Guards(
-        prefill_slowdown=PREFILL_SLOWDOWN["cuda"], prefill_wait=PREFILL_WAIT["cuda"]
-    )
-    runner.preparation.on_demand = False
-    runner.packer.sample = lambda *_: None  # type: ignore[method-assign] - no logits to look at
-    for size in sizes_up_to(given.sequences):
-        runner.sizes.made.add(size)
-        plain = pass_ms(NO_TREE, size, "") / 1e3
-        for name in drafting or ["none"]:
-            trees = [(name, t, pass_ms(t, size, name) / 1e3) for t in runner.shapes.trees(name, size)]
-            costs.learn(name, size, [("none", NO_TREE, plain), *trees])
-        for rows, _ in chunk_sizes(size):
-            costs.with_prompts[size, rows] = plain + (PROMPT_TOKEN * rows + PROMPT) / 1e3
-    costs.per_token["head"] = HEAD_TOKEN / 1e3
+def make_engine(method: str, given: argparse.Namespace, clock: host.Reckoned) -> tuple[Engine, Head]:
+    """`method`: "plain", "auto", or the depth of all drafts."""
+    head, dice, mixture = Head(), random.Random(0), ExpertCosts(*MIXTURE)
+    drafting: dict[str, Drafter] = {"head": head, "lookup": LookupDrafter()} if method != "plain" else {}
+
+    def seconds(tree: TreeShape, size: int, lead: str = "", prompt_rows: int = 0) -> float:
+        read = mixture.distinct(size * (tree.nodes + 1)) if given.experts else 0.0
+        added = PROMPT_TOKEN * prompt_rows + PROMPT * bool(prompt_rows)
+        return (pass_ms(tree, size, lead, read) + added) / 1e3
+
+    head.engine = engine = engine_of(drafting, given, seconds)
+    slowdown, wait = PREFILL_SLOWDOWN["cuda"], PREFILL_WAIT["cuda"]
+    engine.planner.guards = Guards(prefill_slowdown=slowdown, prefill_wait=wait)
+    engine.planner.costs.captured.per_token["head"] = HEAD_TOKEN / 1e3
+    if method.isdecimal():
+        engine.planner.default, engine.planner.depth = "head", int(method)
+    if given.experts:
+        engine.planner.costs.know_experts(ExpertCosts(*MIXTURE))
+    mixture.chain.exponent, mixture.batch.exponent = CHAIN, BATCH
 
     def took(step: Any) -> float:
         size, tree = (step.shape.size, step.shape.tree) if step.resident else (0, NO_TREE)
-        known = sum(one.known for one in step.packed.work)
-        ms = pass_ms(tree, size, next(iter(step.shape.drafters), "")) * step.passes
+        known, here = sum(one.known for one in step.packed.work), len(step.resident)
+        if given.experts and here:
+            read = mixture.expected(here * (tree.nodes + 1), here) * dice.gauss(1, NOISE)
+            step.experts = min(read, mixture.total)
+        ms = pass_ms(tree, size, next(iter(step.shape.drafters), ""), step.experts) * step.passes
         ms += PROMPT_TOKEN * known + (PROMPT if size else ALONE) * bool(known)
         ms += HEAD_PREFILL + HEAD_TOKEN * step.prefill[1] if step.prefill is not None else 0.0
         return float(ms / 1e3)
 
-    host.time_steps(runner, clock, took)
+    assert isinstance(engine.runner, GraphRunner)
+    host.time_steps(engine.runner, clock, took)
     return engine, head
 
 
-def traffic(
-    engine: Engine, head: Head, texts: list[Text], given: argparse.Namespace, seed: int, clock: host.Reckoned
-) -> tuple[float, float, Counter[str]]:
-    """Tokens per second, p99 time per token, and the planner's decisions."""
-    model: Any = engine.model
-    dice, total, number, tokens = random.Random(seed), given.each * given.sequences, 0, 0
-    first, last, counts, kinds = {}, dict[str, float](), Counter[str](), Counter[str]()
-    begun = clock.perf_counter()
-    while number < total or not engine.idle:
-        while len(engine.live) < given.sequences and number < total:
-            prompt, answer, rate = texts[(number * 7 + seed) % len(texts)]
-            name, prompt = f"{seed}.{number}", [WORDS + (number + 997 * seed) % 8000, *prompt]
-            answer = answer[: dice.randint(*LENGTHS)]
-            model.texts[name], head.rates[name] = [*prompt, *answer], rate + dice.gauss(0, SPREAD)
-            params = SamplingParams(temperature=0.7, max_tokens=len(answer), ignore_eos=True)
-            engine.add(Request(name, tuple(prompt), params, number, owner=name))
-            number += 1
-        for result in engine.step():
-            tokens += result.record.emitted
-            kinds.update(reason.kind for reason in result.record.reasons)
-            for event in result.events:
-                name, last[event.request_id] = event.request_id, clock.perf_counter()
-                first.setdefault(name, last[name])
-                counts[name] += len(event.token_ids)
-    spent = clock.perf_counter() - begun
-    model.texts.clear()
-    each = [(last[name] - first[name]) / (n - 1) for name, n in counts.items() if n > 1]
-    return tokens / spent, float(np.percentile(each, 99)), kinds
+def requests(engine: Engine, head: Head, texts: list[Text], given: Any, seed: int) -> Iterator[Request]:
+    model, dice = cast(Any, engine.model), random.Random(seed)
+    for number in range(given.each * given.sequences):
+        prompt, answered, rate = texts[(number * 7 + seed) % len(texts)]
+        name, prompt = f"{seed}.{number}", [WORDS + (number + 997 * seed) % 8000, *prompt]
+        answered = answered[: dice.randint(*LENGTHS)]
+        model.texts[name], head.rates[name] = [*prompt, *answered], rate + dice.gauss(0, SPREAD)
+        params = SamplingParams(temperature=0.7, max_tokens=len(answered), ignore_eos=True)
+        yield Request(name, tuple(prompt), params, number, owner=name)
 
 
 def texts_of(answers: dict[str, Any]) -> dict[str, list[Text]]:
@@ -175,23 +164,15 @@ def run(given: argparse.Namespace) -> None:
         given.sequences = streams
         away = host.Clock(CapturedStep, "_step")
         clock = host.Reckoned(away, given.slower)
-        engines = [make_engine(drafts, given, clock) for drafts in (False, True)]
+        engines = {name: make_engine(name, given, clock) for name in ("plain", "auto", *given.depths)}
         for task in given.tasks or texts:
-            ratios, tails, kinds = [], [], Counter[str]()
+            ran = defaultdict[str, list[Answered]](list)
             with out_of_the_collectors_sight(), host.timed_by(clock):
                 for seed in range(given.rounds + 1):
-                    plain, auto = (traffic(*one, texts[task], given, seed, clock) for one in engines)
-                    if seed:
-                        ratios.append(auto[0] / plain[0])
-                        tails.append(auto[1] / plain[1])
-                        kinds += auto[2]
-            cells.append(statistics.mean(ratios))
-            said = ", ".join(f"{kind} {count}" for kind, count in kinds.most_common(4))
-            print(
-                f"{task:10}{given.sequences:5}{statistics.mean(ratios):8.3f}x, lowest {min(ratios):.3f}x, "
-                f"p99 time per token {statistics.mean(tails):.2f}x; {said}",
-                flush=True,
-            )
+                    for name, (engine, head) in engines.items():
+                        asked = requests(engine, head, texts[task], given, seed)
+                        ran[name].append(answer(engine, asked, clock, streams))
+            cells.append(show(task, streams, ran))
         away.stop()
     print(f"geometric mean {statistics.geometric_mean(cells):.4f}x, lowest {min(cells):.3f}x")
 
@@ -204,6 +185,8 @@ def main() -> None:
     parser.add_argument("--each", type=int, default=4, help="requests of a round, a stream")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--slower", type=float, default=0.5, help="times as slow a host as this one")
+    parser.add_argument("--experts", action="store_true", help="a mixture of experts")
+    parser.add_argument("--depths", type=lambda s: s.split(","), default=[], help="fixed ones beside auto")
     parser.add_argument("--set", action="append", default=[], type=set_number, help="NAME=VALUE")
     torch.set_num_threads(1)
     run(parser.parse_args())

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -18,3 +22,8 @@ FLAGS = (
     "--disable-dev-shm-usage",
     "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
 )
+
+needs_browser = pytest.mark.skipif(not (BROWSER and DRIVER), reason=MISSING)
+Look = Callable[
+    ..., dict[str, Any]
+]  # what a browser finds in a page, by the width and the colours of its screen

@@ -39,10 +39,30 @@ class Fault:
 
 STEP, DRAW, ROWS = (f"model/kernels/gpu/{name}.py" for name in ("step_ops", "draw", "rows"))
 ATTENTION = "model/kernels/gpu/attention.py"
-PLANNER = "control/planner.py"
+PLANNER, EXPERTS = "control/planner.py", "control/experts.py"
 RUNNER, PASSES = "engine/graph_runner.py", "(row == spare) | (commits == 0), length, length + passes"
 
 FAULTS = [
+    # Mixtures of experts.
+    Fault("rows of a sequence that share no experts", EXPERTS, "rows**self.chain.exponent", "rows",
+          "control/test_experts.py::test_what_rows_share_is_learned_from_counts"),
+    Fault("sequences that share no experts", EXPERTS, "** (self.batch.exponent - 1)", "** 0",
+          "control/test_experts.py::test_sequences_of_one_topic_share_experts_too"),
+    Fault("counts near all experts that say as much as others", EXPERTS, "(doublings * precision) ** 2",
+          "doublings**2", "control/test_experts.py::test_a_pass_that_reads_nearly_all_experts_says_little_about_rows"),
+    Fault("a step's time corrected for experts the wrong way", "control/costs.py",
+          "seconds /= experts.ratio(rows, record.experts)", "seconds *= experts.ratio(rows, record.experts)",
+          "control/test_experts.py::test_steps_with_few_and_with_many_experts_are_learned_as_one"),
+    Fault("a captured step's time corrected the wrong way", "control/costs.py",
+          "device += self._saved(shape, record.experts)", "device -= self._saved(shape, record.experts)",
+          "control/test_experts.py::test_captured_steps_are_learned_by_their_experts"),
+    Fault("draft nodes priced as independent rows", "control/candidates.py", " * costs.shared(each)", "",
+          "control/test_experts.py::test_routing_that_rows_share_allows_deeper_drafts"),
+    Fault("a warm-up whose rows all choose the same experts", "engine/eager_runner.py", "replace(batch, ids=ids,",
+          "replace(batch, ids=ids * 0,",
+          "engine/test_expert_steps.py::test_warm_up_measures_rows_alike_and_apart"),
+    Fault("experts of the last layer alone counted", "model/kernels/experts.h", "*w->read += tiles", "*w->read = tiles",
+          "engine/test_expert_steps.py::test_experts_that_rows_share_are_counted_once"),
     # Steps on a device.
     Fault("a node that was not proposed", STEP, "(draft == sampled) & (node < proposed)", "(draft == sampled)",
           "model/gpu/test_step_ops.py::test_commit"),
@@ -87,6 +107,8 @@ FAULTS = [
           "engine/test_identity.py"),
     Fault("a draft that reads another's text", "draft/lm.py", "[s.row for s in sequences]",
           "[sequences[0].row for s in sequences]", "draft/test_lm.py"),
+    Fault("layers of two drafts compared as a whole", "draft/weights.py", "elif isinstance(one, tuple) and",
+          "elif isinstance(one, list) and", "engine/test_live_draft.py::test_the_first_difference_of_shapes_is_named"),
     Fault("a draft node that nobody fed counted as read", "draft/reading.py", "len(path) - leaf)", "len(path))",
           "draft/test_lm.py draft/test_resident.py"),
     Fault("a node in another's slot", "draft/merged.py", "order[merged] = int(first) + node", "order[merged] = node",
@@ -157,7 +179,7 @@ FAULTS = [
           "draft/test_lookup.py"),
     Fault("nodes by another's numbers", "draft/merged.py", "{merged: own for own", "{own: own for own",
           "draft/test_merged.py"),
-    Fault("rows that others asked for", PLANNER, "in work) + sum(plan.nodes", "in work) - sum(plan.nodes",
+    Fault("rows that others asked for", PLANNER, "one.known + f[0].nodes", "one.known - f[0].nodes",
           "control/test_planner.py"),
     Fault("a drafter's prefill that need not be earned", "control/candidates.py",
           "(accepted * steps * per_token > prefill)", "(accepted > 0)",
@@ -183,6 +205,28 @@ FAULTS = [
           "socket.SOCK_STREAM, 0)", "serve/test_streams.py::test_small_writes_are_not_held_back"),
     Fault("remainders without end", "verify/grammar_source.py", "MOST_REMAINDERS = 100_000", "MOST_REMAINDERS = 10**18",
           "serve/test_cases_attacks.py::test_grammar_dos"),
+    # Beyond one machine.
+    Fault("prompts of keys published", "serve/kv_events.py", "if not owner:", "if owner is not None:",
+          "serve/test_kv_events.py"),
+    Fault("blocks published after an unknown parent", "serve/kv_events.py", "if above is None:", "if above == b'':",
+          "serve/test_kv_events.py"),
+    Fault("evicted blocks not published", "cache/prefix.py", "self.watch.removed([evicted.number])", "pass",
+          "serve/test_kv_events.py"),
+    Fault("long steps of batches", "engine/scheduler.py", "not pause and self._answers_others:", "pause:",
+          "engine/test_scheduler.py"),
+    Fault("a line lost on a full disk", "serve/batch_run.py",
+          "time.monotonic() + HOLD\n            batch.lines.appendleft(line)", "time.monotonic() + HOLD",
+          "serve/test_batch_run.py"),
+    Fault("a batch that takes a busy model's memory", "serve/model_service.py", "if not background and self.pressed_at",
+          "if self.pressed_at", "serve/test_batch_run.py"),
+    Fault("a request behind a batch that waits for memory", "serve/model_table.py",
+          "if model.pressed_at is None and any(", "if model.users and any(", "serve/test_batch_run.py"),
+    Fault("a failed model that holds its memory", "serve/model_table.py", 'm.backend.state != "failed"', "m.spec",
+          "serve/test_batch_run.py"),
+    Fault("an endless line read whole", "serve/batch_store.py", "if len(data) > MAX_LINE_BYTES:", "if False:",
+          "serve/test_batch_run.py"),
+    Fault("a batch folder that replicas share", "serve/deploy_settings.py", '("batch_folder", ', "(",
+          "cli/test_deploy.py"),
 ]  # fmt: skip
 
 

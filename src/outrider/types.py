@@ -438,9 +438,9 @@ class StepRecord:
     target_s: float
     verify_s: float
     total_s: float
-    outcomes: list[Outcome] = field(default_factory=list)  # none of a step in which nobody could draft
-    reasons: tuple[Reason, ...] = ()  # why the planner draft plan as it did, one a piece of work
-    # What it would have taken without drafts, and plain steps for the tokens they brought; 0: nobody was answered.
+    outcomes: list[Outcome] = field(default_factory=list)  # empty if no sequence could draft
+    reasons: tuple[Reason, ...] = ()  # why the planner decided as it did, one for each piece of work
+    # Seconds that plain steps would have taken for the same tokens; 0: unknown, or no sequence waited for a token.
     plain_s: float = 0.0
     captured: CapturedShape | None = None  # of the persistent batch, if there was one
     passes: int = 1  # plain ones, one after the other; rows are those of one
@@ -449,14 +449,16 @@ class StepRecord:
     # Of one drafting sequence now and then: its drafter, tokens it emitted, and the sum of the probabilities that the
     # target gave them.
     predicted: list[tuple[str, int, float]] = field(default_factory=list)
-    # Made since the last step was settled, while somebody waited.
+    # Made since the last step was settled, while a request waited.
     graphs_captured: int = 0
     kernels_compiled: int = 0
     shadow: list[Outcome] = field(default_factory=list)  # of model-free drafters where they did not draft
     plan_cached: bool = False  # the plan was kept from an earlier step
-    # Of the total, by the host for a device: none where it is the host that is waited for.
+    # Part of the total in which the host waited for the device; 0 where the device waited for the host.
     waited_s: float = 0.0
-    # Sequences with tokens that are not in it: their first were on their way when it was launched.
+    # Distinct experts that a pass read, averaged over the layers that have any; 0: none has.
+    experts: float = 0.0
+    # Decoding sequences that are not in it: their first token was in flight when it was launched.
     waiting: int = 0
 
     @property
@@ -466,7 +468,7 @@ class StepRecord:
 
     @property
     def answering(self) -> int:
-        """Sequences that wait for their next token; where some draft, of those alone it is known what for."""
+        """Sequences that wait for their next token. In a drafting step only its own sequences are counted."""
         return self.decoding + (0 if self.drafted else self.waiting)
 
     @property

@@ -10,8 +10,8 @@ import pytest
 from outrider.bench.report_pages import advise_page, audit_page, score_page
 from outrider.load.cards import read_card
 from outrider.load.pairs import SHIPPED
-from tests.bench.test_page_in_browser import looked_at, needs_browser
 from tests.bench.test_speculation_page import CERTIFICATE, figures
+from tests.browser import Look, needs_browser
 
 IDENTITY = {
     "compared": 12345, "differing": 0,
@@ -81,8 +81,8 @@ def test_pages_are_single_files(html: str) -> None:
 @needs_browser
 @pytest.mark.parametrize("made", [audited, advised, scored])
 @pytest.mark.parametrize("width", [1280, 500])
-def test_pages_fit_the_screen(tmp_path: Any, made: Any, width: int) -> None:
-    found = looked_at(made(), tmp_path, width)
+def test_pages_fit_the_screen(look: Look, tmp_path: Any, made: Any, width: int) -> None:
+    found = look(made(), tmp_path, width)
     assert found["needs"] <= found["width"] and found["figures"]
     assert (
         found["empty"] == [] and found["outside"] == [] and found["overlaps"] == [] and found["fetched"] == []

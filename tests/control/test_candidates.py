@@ -25,7 +25,7 @@ def group_of(
     sequences = [decoding(speculation={"mode": mode}) for _ in allowed]
     late = np.zeros(count, bool)
     return Group(
-        list(range(count)), sequences, list(allowed), [left] * count, late, 0, 0, False, plain, count
+        list(range(count)), sequences, list(allowed), [left] * count, late, 0, 0, False, plain, [1] * count
     )
 
 

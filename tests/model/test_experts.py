@@ -9,10 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from outrider.load.checkpoint import open_checkpoint
 from outrider.load.config import Experts
+from outrider.load.find import find
 from outrider.model.decoder import Decoder, make_kernels
 from outrider.model.kernels.reference_experts import route
 from outrider.model.weights import kept_as, kind_of
+from outrider.settings import cache_folder
+from tests.cut import cut_config, cut_reader
 from tests.model.batches import Part, Reader, furthest, random_ids
 from tests.model.families import NEEDS_COMPILER, POSITIONS, VOCAB, ours, tensors_of
 
@@ -108,11 +112,35 @@ def test_any_chunk_size_gives_the_same_bits(case: str, kernels: str, kernel_fold
 
 @NEEDS_COMPILER
 @pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("case", ["qwen3_moe-some", "glm4_moe-groups", "llama4-interleaved"])
+@pytest.mark.parametrize("case", ["qwen3_moe-some", "glm4_moe-groups", "llama4-interleaved", "ties"])
 def test_the_c_kernels_equal_their_twin(case: str, kind: str, kernel_folder: Path) -> None:
-    ids = random_ids(VOCAB, 6)
-    here, twin = (built(case, which, kind, kernel_folder) for which in ("c", "torch"))
+    """Equal logits of the router included."""
+    ids, together = random_ids(VOCAB, 6), case == "ties"
+    case = "qwen3_moe" if together else case
+    here, twin = (built(case, which, kind, kernel_folder, together) for which in ("c", "torch"))
     assert furthest(Reader(here.config).read(here, ids), Reader(twin.config).read(twin, ids)) < {
         "float32": 2e-5,
         "bfloat16": 2e-5,
     }.get(kind, 0.05)
+
+
+@pytest.mark.model
+@NEEDS_COMPILER
+def test_a_dense_model_cut_into_experts_writes_its_text(kernel_folder: Path) -> None:
+    source = open_checkpoint(find("smollm2-135m", cache_folder()))
+    assert source.config is not None
+    whole = source.config.reshaped(layers=8)
+    config = cut_config(whole, 8, 8)
+    assert config.parameters == whole.parameters + 8 * 8 * 576  # its routers
+    ids = list(source.tokenizer.encode("The three laws of motion are"))
+    dense, cut = (
+        Decoder(c, read, make_kernels(c, 64, 2, kernel_folder, "c"))
+        for c, read in ((whole, source.tensor), (config, cut_reader(source, 8)))
+    )
+    first, second = Reader(whole), Reader(config)
+    fed = ids
+    for _ in range(12):
+        logits = [reader.read(model, fed)[-1:] for reader, model in ((first, dense), (second, cut))]
+        assert furthest(logits[1], logits[0]) < 1e-4
+        fed = [int(logits[0].argmax())]
+        assert int(logits[1].argmax()) == fed[0]

@@ -12,10 +12,10 @@ import httpx
 import pytest
 
 from outrider.serve.app import ROUTES
-from tests.browser import AXE, BROWSER, DRIVER, FLAGS, MISSING, SCREENSHOTS
+from tests.browser import AXE, BROWSER, FLAGS, SCREENSHOTS, needs_browser
 from tests.serve.conftest import Served, start_server, wait_for, write_tiny
 
-pytestmark = pytest.mark.skipif(not (BROWSER and DRIVER), reason=MISSING)
+pytestmark = needs_browser
 
 CHAT = "/v1/chat/completions"
 CONTEXT = 30_000  # tokens: half a minute of the tiny model

@@ -31,7 +31,10 @@ def what_if_table(asked: WhatIf, rows: list[dict[str, Any]]) -> Iterator[str]:
         yield f"Drafting a token is taken to cost {asked.cost:g} plain steps; cost=0: nothing, as lookup."
     else:
         yield "Drafting is taken to cost nothing, as lookup does; for a head say cost=0.1."
-    if not asked.rows:
+    if asked.experts is not None:
+        yield "Rows are taken to choose experts independently; those of one text share some, and cost less."
+        yield f"Of the bytes of a plain pass, {asked.dense:g} are taken to be no experts; dense= says another share."
+    elif not asked.rows:
         yield "Rows are taken to cost nothing; rows=1:1,80:1.6 says what a pass over 80 takes."
     if "per_million" in rows[0]:
         yield from price_table(rows)

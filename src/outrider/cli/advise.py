@@ -51,8 +51,8 @@ WhatIfText = Annotated[
     str | None,
     option(
         "what_if",
-        "No model, numbers alone: 'acceptance=0.7,0.6 depth=4 cost=0.1 batch=16', and rows=1:1,80:1.6 and tok_s=40 "
-        "where they are known.",
+        "No model, numbers alone: 'acceptance=0.7,0.6 depth=4 cost=0.1 batch=16', and rows=1:1,80:1.6 (of a "
+        "mixture of experts experts=128:8) and tok_s=40 where they are known.",
         "TEXT",
     ),
 ]

@@ -50,10 +50,15 @@ class Group:
     delayed: int
     settled: int
     settled_late: bool  # one of those is at its bound
-    # Seconds of the step without drafts. Of a host-packed step with its prompt rows, as its sequences wait for those;
-    # of the persistent batch without them, as an accepted token saves a later step that has none.
+    # Seconds of the step without drafts. A host-packed step includes its prompt rows, because its sequences wait for
+    # them. The persistent batch excludes them, because an accepted token saves a later step without prompt rows.
     plain: float
-    rows: int = 0  # of a host-packed step without these drafts
+    each: Seq[int] = ()  # rows of each piece of work of a host-packed step without these drafts
+
+    def with_nodes(self, item: int, nodes: int) -> list[int]:
+        """`each`, with a draft of so many nodes for one of its sequences."""
+        place = self.places[item]
+        return [rows + nodes * (i == place) for i, rows in enumerate(self.each)]
 
     def by_place(self, values: Seq[int] | None) -> Floats:
         return np.array([values[i] for i in self.places] if values else [0] * len(self.places), np.float64)
@@ -198,8 +203,8 @@ def own_chains(
         return None
     nodes = _nodes(drafts)
     gains, seconds = np.zeros((len(nodes) + 1, count)), [group.plain]
-    without, drafting, levels = costs.step(group.rows), 0.0, dict[str, int]()
-    depths = [0] * count
+    each, rows, drafting, levels = list(group.each), sum(group.each), 0.0, dict[str, int]()
+    without, depths = costs.step_of(each), [0] * count
     for added, (survival, item, level) in enumerate(nodes, start=1):
         gains[added:, item] += survival
         draft = drafts[item]
@@ -210,8 +215,9 @@ def own_chains(
         if not depths[item]:
             drafting += draft.delay
         depths[item] = max(depths[item], level)
-        rows = costs.curve_at(group.rows + added)
-        seconds.append(group.plain + max(rows - without, 0.0) + drafting)
+        each[group.places[item]] += 1
+        target = costs.curve_at(rows + added) * costs.shared(each)
+        seconds.append(group.plain + max(target - without, 0.0) + drafting)
     return Candidates(
         lead,
         gains,

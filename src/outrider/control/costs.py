@@ -2,7 +2,8 @@
 
 `EagerCosts` knows host-packed steps by their rows, `CapturedCosts` knows captured steps by lead drafter, draft tree and
 size. Both say what a plain step takes (`plain`), what a drafter's prefill takes (`prefill`) and when a plain step is
-due to be measured (`baselines`).
+due to be measured (`baselines`). Of a mixture of experts they hold the times of steps whose rows choose their experts
+independently; experts.py says how much fewer experts a step reads, and what that saves.
 """
 
 from __future__ import annotations
@@ -11,17 +12,20 @@ import statistics
 from bisect import bisect_left
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Sequence as Seq
 from functools import partial
 from math import inf
 from typing import Any, NamedTuple
 
+from outrider.control.experts import ExpertCosts
 from outrider.control.guards import BASELINE_INTERVAL, KEEP, KNOWN_AFTER, UNMEASURED_ROW
 from outrider.types import NO_TREE, CapturedShape, StepRecord, TreeShape
 
 
 class Baselines:
-    """Plain steps among drafting ones. Both grow with the context, so a plain step's time now follows from drafting
-    steps by the ratio between the two when a plain step was last measured. `group`: the batch of a step.
+    """Estimates what a plain step would take now, while steps draft. Both kinds take longer as contexts grow, so the
+    time of a drafting step is multiplied by the ratio of the two at the last measured plain step. `group`: the batch
+    of a step.
     """
 
     def __init__(self) -> None:
@@ -33,13 +37,13 @@ class Baselines:
         return self.since.get(group, 0) >= BASELINE_INTERVAL
 
     def drafted(self, group: int, shape: Hashable, known: bool) -> None:
-        """Where no plain step is `known`, one is due soon."""
+        """Counts a drafting step. If no plain step of this group is `known`, one is due soon."""
         self.since[group] = self.since.get(group, 0 if known else BASELINE_INTERVAL - KNOWN_AFTER) + 1
         self.shapes[group].add(shape)
 
     def plain(self, group: int, seconds: float, taken: Callable[[Any], float], reliable: bool) -> None:
-        """A plain step. It is no reliable baseline right after a prompt: a device waited for the host, and a CPU's
-        cache lost the weights.
+        """Takes a plain step as baseline. The first one after prompt rows is not `reliable`: a GPU waited for the host
+        in it, and a CPU's cache had lost the weights.
         """
         self.since[group] = 0
         if reliable:
@@ -63,13 +67,32 @@ class EagerCosts:
         self.per_token: dict[str, float] = {}  # of a drafter's prefill
         self.per_prompt_row: dict[int, float] = {}  # by prompt rows, rounded up to a power of two
         self.baselines = Baselines()
+        self.experts: ExpertCosts | None = None  # of a mixture of experts
         self._points: tuple[list[int], list[float]] | None = None
 
     def plain(self, batch: int) -> float:
         known = self.by_batch.get(batch)
         return self.step(batch) if known is None else known
 
-    def step(self, rows: int) -> float:
+    def step(self, rows: int, sequences: int | None = None) -> float:
+        """Of so many rows, each of a sequence of its own unless fewer `sequences` have about as many each."""
+        seconds, experts = self._step(rows), self.experts
+        if experts is None:
+            return seconds
+        return seconds * experts.ratio(rows, experts.expected(rows, rows if sequences is None else sequences))
+
+    def step_of(self, each: Seq[int]) -> float:
+        """Of sequences with so many rows each."""
+        return self._step(sum(each)) * self.shared(each)
+
+    def shared(self, each: Seq[int]) -> float:
+        """Time of a pass over sequences with so many rows each, relative to one of independent rows."""
+        experts = self.experts
+        return (
+            1.0 if experts is None else experts.ratio(sum(each), experts.distinct(experts.independent(each)))
+        )
+
+    def _step(self, rows: int) -> float:
         known = self.by_rows.get(rows)
         if known is not None and (not self.curve or self.times[rows] >= KNOWN_AFTER):
             return known
@@ -92,7 +115,7 @@ class EagerCosts:
         return _between(xs, ys, at, rows)
 
     def _known_points(self) -> tuple[list[int], list[float]]:
-        """Steps taken often enough, and the measured curve at the pace of the nearest of them."""
+        """Steps that were taken often, and the curve measured ahead, scaled by the nearest of those steps."""
         known = dict(self.by_rows)
         if self.curve:
             known = {rows: s for rows, s in known.items() if self.times[rows] >= KNOWN_AFTER}
@@ -116,15 +139,19 @@ class EagerCosts:
         return self.per_token.get(drafter, 0.0) * tokens
 
     def learn_pass(self, rows: int, seconds: float) -> None:
-        """A pass was measured ahead. A pass of fewer rows that took longer was disturbed."""
+        """Takes a pass measured ahead. A pass of fewer rows cannot take longer: if it did, other load disturbed it."""
         self.curve[rows] = seconds
         for fewer in [known for known in self.curve if known < rows]:
             self.curve[fewer] = min(self.curve[fewer], seconds)
         self._points = None
 
     def observe(self, record: StepRecord, after_prompt: bool) -> None:
-        rows, batch = record.rows, record.sequences
-        _learn(self.by_rows, rows, record.total_s - record.draft_s)
+        rows, batch, experts = record.rows, record.sequences, self.experts
+        seconds = record.total_s - record.draft_s
+        if experts is not None and record.experts:
+            experts.observe(record)
+            seconds /= experts.ratio(rows, record.experts)
+        _learn(self.by_rows, rows, seconds)
         self.times[rows] += 1
         self._points = None
         if record.drafted:
@@ -139,7 +166,7 @@ class EagerCosts:
             _learn(self.per_level, name, max(0.0, record.draft_s - self.drafting(levels)) / depth)
 
     def observe_prefill(self, record: StepRecord) -> None:
-        """A drafter's prefill is what drafting took longer than usual."""
+        """Learns a drafter's prefill: what drafting took beyond its usual time."""
         assert record.drafter_prefill is not None
         name, tokens, seconds = record.drafter_prefill
         _learn(self.per_token, name, max(0.0, seconds - self.drafting(_levels(record))) / tokens)
@@ -170,6 +197,7 @@ class CapturedCosts:
         self.per_token: dict[str, float] = {}  # of a drafter's prefill
         self.measured: set[tuple[str, int]] = set()  # drafters and sizes
         self.baselines = Baselines()
+        self.experts: ExpertCosts | None = None  # of a mixture of experts
 
     def plain(self, size: int) -> float | None:
         return self.seconds(CapturedShape("none", NO_TREE, size))
@@ -178,7 +206,19 @@ class CapturedCosts:
         """None: neither measured nor taken."""
         device = self._device(shape)
         exposed = self.exposed.get(shape.size, 0.0) if shape.tree != NO_TREE else 0.0
-        return None if device is None else device + exposed
+        return None if device is None else device + exposed - self._saved(shape)
+
+    def _saved(self, shape: CapturedShape, read: float | None = None) -> float:
+        """Seconds that a step takes less than one of independent rows, as it reads so many experts, by default those
+        that are expected. An expert costs what its bytes do in the smallest plain step.
+        """
+        if self.experts is None:
+            return 0.0
+        size, rows = min(self.sizes("none"), default=shape.size), shape.size * (shape.tree.nodes + 1)
+        smallest = self._device(CapturedShape("none", NO_TREE, size)) or 0.0
+        per_expert = smallest / (self.experts.dense + self.experts.distinct(size))
+        read = self.experts.expected(rows, shape.size) if read is None else read
+        return per_expert * (self.experts.distinct(rows) - read)
 
     def _device(self, shape: CapturedShape) -> float | None:
         if shape in self.device:
@@ -222,12 +262,12 @@ class CapturedCosts:
             self.ahead[CapturedShape(name, tree, size)] = seconds
 
     def learn_prefill(self, drafter: str, tokens: int, seconds: float) -> None:
-        """The least counts: a graph may have been captured in between."""
+        """Keeps the shortest time, because a graph may have been captured during the others."""
         self.per_token[drafter] = min(self.per_token.get(drafter, inf), seconds / tokens)
 
     def observe_host(self, record: StepRecord) -> None:
-        """Host time that the device could not hide, in every drafting step: with prompts and ended answers, too, as the
-        passes of a plain step would hide that. More than the device's own time is a stall that no plan changes.
+        """Learns the host time that the device does not hide, from every drafting step, also beside prompts. At most
+        the device's own time counts: anything longer is a stall, which no plan changes.
         """
         if record.captured is not None and record.captured.tree != NO_TREE:
             exposed = min(max(record.total_s - record.target_s, 0.0), record.target_s)
@@ -237,6 +277,9 @@ class CapturedCosts:
         assert record.captured is not None
         shape, group = record.captured, record.captured.size
         drafting, device = shape.tree != NO_TREE, record.target_s / record.passes
+        if self.experts is not None and record.experts:
+            self.experts.observe(record)
+            device += self._saved(shape, record.experts)
         _learn(self.device, shape, device)
         if drafting:
             self.baselines.drafted(group, shape, CapturedShape("none", NO_TREE, group) in self.device)
@@ -289,6 +332,10 @@ class CostModel:
         self.eager, self.captured, self.pause = EagerCosts(), CapturedCosts(), PromptPause()
         self.after_prompt = False  # whether the last step had prompt rows
 
+    def know_experts(self, experts: ExpertCosts) -> None:
+        """The model is a mixture of experts."""
+        self.eager.experts = self.captured.experts = experts
+
     def observe(self, record: StepRecord) -> None:
         after_prompt, self.after_prompt = self.after_prompt, record.prompt_rows > 0
         costs = self.eager if record.captured is None else self.captured
@@ -331,7 +378,7 @@ class CostModel:
             prefilled = record.drafter_prefill.seconds if record.drafter_prefill else 0.0
         else:
             rows, prefilled = record.rows - record.prompt_rows, record.draft_s
-            without = self.eager.step(rows) if rows and self.eager.by_rows else None
+            without = self.eager.step(rows, record.decoding) if rows and self.eager.by_rows else None
         if not record.prompt_rows or not without:
             return None
         return max(record.total_s - prefilled - without, 0.0)

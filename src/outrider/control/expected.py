@@ -48,7 +48,7 @@ class EagerChains:
         return self.by_batch.get(batch, self.rows).step(batch)
 
     def step(self, batch: int, depth: int, drafted: int) -> float:
-        return self.by_batch.get(batch, self.rows).step(batch + drafted) + self.draft(batch, depth)
+        return self.by_batch.get(batch, self.rows).step(batch + drafted, batch) + self.draft(batch, depth)
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ class Fairness:
                     self.late.add(o.sequence)
 
     def late_ones(self, sequences: Iterable[Sequence]) -> set[Sequence]:
-        """The sequences whose time per token exceeds the bound: no step may slow them down further for others."""
+        """Sequences whose time per token exceeds the bound. No step may slow them down further for other requests."""
         if not self.late:
             return self.late
         written = {s: len(s.tokens) - s.prompt_len for s in self.late}

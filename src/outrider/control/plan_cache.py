@@ -1,7 +1,8 @@
-"""Keeps a plan for a few steps where planning again would hold up the device or find the same.
+"""Reuses a plan for a few steps, where a new plan would delay the device or say the same.
 
-A plan without drafts is kept for more steps the longer nothing paid. A plan with drafts is kept only where the host is
-what the device waits for; there, no plan is made beside prompt rows either if a step without them follows soon.
+A plan without drafts is reused the longer, the more plans in a row found nothing that pays. A plan with drafts is
+reused only while the device waits for the host. In that case planning also skips steps with prompt rows if one without
+follows.
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ class Planner:
         places: list[int],
         delayed: int,
         plain: float,
-        rows: int = 0,
+        each: Seq[int] = (),
     ) -> Group:
         sequences = [work[i].sequence for i in places]
         allowed = [self._allowed(work[i].sequence, found[i][0]) for i in places]
@@ -166,7 +166,7 @@ class Planner:
             late.difference(sequences),
         )
         return Group(
-            places, sequences, allowed, left, at_bound, delayed, settled, bool(settled_late), plain, rows
+            places, sequences, allowed, left, at_bound, delayed, settled, bool(settled_late), plain, each
         )
 
     def _plan_persistent(
@@ -269,9 +269,9 @@ class Planner:
             self._settle(found, places, NOTHING_FOUND)
             return
         batch = sum(one.emits for one in work)
-        rows, costs = sum(one.known for one in work) + sum(plan.nodes for plan, _ in found), self.costs.eager
-        plain = costs.plain(batch) if rows == batch else costs.step(rows)
-        group = self._group(work, found, places, len(work) - batch + options.waiting, plain, rows)
+        costs, each = self.costs.eager, [one.known + f[0].nodes for one, f in zip(work, found, strict=True)]
+        plain = costs.plain(batch) if sum(each) == batch else costs.step_of(each)
+        group = self._group(work, found, places, len(work) - batch + options.waiting, plain, each)
         serving = {*options.model_free, *(names[0] for names in group.allowed if len(names) == 1)}
         further = {name for names in group.allowed for name in names} - serving
         every = [
@@ -398,7 +398,7 @@ class Planner:
             plans[at] = DraftPlan(lead, *PROBE_TREE)
             costs = self.costs.eager
             drafting = costs.drafting({lead: PROBE_TREE.depth}) + costs.prefill(lead, lag[at])
-            added = costs.step(group.rows + PROBE_TREE.nodes) - costs.step(group.rows)
+            added = costs.step_of(group.with_nodes(at, PROBE_TREE.nodes)) - costs.step_of(group.each)
             return plans, 1 + (added + drafting) / group.plain
         trees = options.trees.get(lead, ())
         if not trees:

@@ -28,12 +28,12 @@ Pass = Callable[[Batch, int, int, bool], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """Who takes part in a step: [S] each but the inputs, on the device."""
+    """The sequences of a step, on the device. All tensors are [S] but the inputs."""
 
     inputs: Tensor  # [S, row, draft nodes wanted, whether to commit and which drafter, fresh slots]
     rows: Tensor
     lengths: Tensor
-    # The same, but padding's row for who wants no draft: a drafter must not write to its slots.
+    # The same rows, with padding's row for sequences without a draft: a drafter must not write to their slots.
     drafting: Tensor
     known: Tensor  # lengths of those
 
@@ -59,10 +59,10 @@ SLOTS = 3  # columns of the inputs before the fresh slots
 
 
 class Ahead(Protocol):
-    """Who compiles kernels before they are launched."""
+    """Compiles kernels before they are launched."""
 
     def collecting(self) -> AbstractContextManager[None]:
-        """While it lasts, launches have their kernels compiled some time, and launch nothing."""
+        """A context in which a launch only queues its kernel to be compiled."""
         ...
 
     @property
@@ -228,7 +228,7 @@ class StepOps:
         return torch.cat([accepted[:, None], proposed[:, None], emitted, path - 1, drafted], dim=1)
 
     def _grow(self, step: StepInputs, by: Tensor | int) -> None:
-        """Neither padding nor those whom the host verifies grow."""
+        """Adds to the lengths, but not to those of padding or of sequences that the host verifies."""
         grows = (step.rows != self.state.rows) & (step.commits > 0)
         self.state.lengths[step.rows] = torch.where(grows, step.lengths + by, step.lengths)
 

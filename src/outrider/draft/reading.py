@@ -115,13 +115,13 @@ class Reader:
     """Reads tokens of resident sequences in passes over the device's state, which the host does not wait for."""
 
     def __init__(self, run: Pass, progress: PrefillProgress, sizes: Seq[int], behind: int = 0) -> None:
-        """A pass has rows for one of these `sizes`: on a GPU each has a graph. A drafter's first entry may be of a
-        later token than the first, so that positions lie `behind`.
+        """A pass has as many rows as one of these `sizes`, each of which has a graph on a GPU. `behind`: the drafter's
+        first entry is of a later token than the first, so its positions are this much lower.
         """
         self.run, self.progress, self.sizes, self.behind = run, progress, sizes, behind
 
     def catch_up(self, ops: StepOps, sequences: list[Sequence]) -> None:
-        """All but the last token of each: that one need not have a slot yet."""
+        """Reads all tokens but the last of each sequence, which may not have a slot yet."""
         rows, at = [], []
         for sequence in sequences:
             start, end = max(self.progress.of(sequence), self.behind), len(sequence.tokens) - 1

@@ -5,6 +5,9 @@ depth=4                   of the draft; else the best one is found
 cost=0.1                  of drafting one token, in plain steps of the target; 0.1 unless given
 batch=16                  sequences, one or several: 1,4,16
 rows=1:1,16:1.1,80:1.6    time of a pass over 1, 16 and 80 rows; without it rows cost nothing, as few do on a large GPU
+experts=128:8             of a mixture of experts, in place of rows: a row reads 8 of 128 experts, and a pass those that
+                          any of its rows reads
+dense=0.4                 share of the bytes of a pass over one row that are no experts; 0.4 unless given
 tok_s=40,150              plain decoding's tokens per second at each batch, for a price; one number: of the first,
                           and the others follow from rows
 """
@@ -17,13 +20,15 @@ from typing import Any
 
 from outrider.control.costs import EagerCosts
 from outrider.control.expected import Drafts, EagerChains, Prediction, StepCosts, predict
+from outrider.control.experts import ExpertCosts
 from outrider.draft.names import read_rates
 from outrider.errors import InvalidRequest, suggest
 from outrider.types import MAX_NODES
 
-FIELDS = ("acceptance", "depth", "cost", "batch", "rows", "tok_s")
+FIELDS = ("acceptance", "depth", "cost", "batch", "rows", "experts", "dense", "tok_s")
 DEEPEST = 16  # that the best depth is looked for among
-MOST_BATCHES = 16
+MOST_BATCHES, MAX_EXPERTS = 16, 4096
+USUAL_DENSE = 0.4  # Qwen3-30B-A3B: 2.5 of 6.1 GB
 USUAL_COST = 0.1  # a draft is rarely free: with cost 0 the deepest one would always look best
 
 
@@ -41,12 +46,31 @@ class _FreeRows:
 
 
 @dataclass(frozen=True, slots=True)
+class _Experts:
+    """Passes that take as long as reading the bytes of their experts, and of the rest."""
+
+    experts: ExpertCosts
+    cost: float
+
+    def plain(self, batch: int) -> float:
+        return self._rows(batch)
+
+    def step(self, batch: int, depth: int, drafted: int) -> float:
+        return self._rows(batch + drafted) + self.cost * depth * self._rows(batch)
+
+    def _rows(self, rows: int) -> float:
+        return (self.experts.dense + self.experts.distinct(rows)) / (self.experts.dense + self.experts.chosen)
+
+
+@dataclass(frozen=True, slots=True)
 class WhatIf:
     acceptance: tuple[float, ...]
     depth: int | None = None
     cost: float = USUAL_COST
     batches: tuple[int, ...] = (1,)
     rows: dict[int, float] = field(default_factory=dict)
+    experts: tuple[int, int] | None = None  # in a layer, and of each row
+    dense: float = USUAL_DENSE
     tok_s: tuple[float, ...] = ()
 
     @classmethod
@@ -65,10 +89,14 @@ class WhatIf:
             number(given["cost"], "cost") if "cost" in given else USUAL_COST,
             tuple(_whole(one, "batch", 4096) for one in given.get("batch", "1").split(",")),
             _curve(given["rows"]) if "rows" in given else {},
+            _experts(given["experts"]) if "experts" in given else None,
+            _dense(given),
             tuple(number(one, "tok_s") for one in given["tok_s"].split(",")) if "tok_s" in given else (),
         )
 
     def __post_init__(self) -> None:
+        if self.experts is not None and self.rows:
+            raise InvalidRequest("rows and experts both say what a pass takes: give one of them", "experts")
         if len(self.batches) > MOST_BATCHES:
             raise InvalidRequest(f"batch: {len(self.batches)} given, at most {MOST_BATCHES}", "batch")
         if len(self.tok_s) not in (0, 1, len(self.batches)):
@@ -87,6 +115,9 @@ class WhatIf:
 
     @property
     def costs(self) -> StepCosts:
+        if self.experts is not None:
+            total, chosen = self.experts
+            return _Experts(ExpertCosts(total, chosen, chosen * self.dense / (1 - self.dense)), self.cost)
         if not self.rows:
             return _FreeRows(self.cost)
         model = EagerCosts()
@@ -153,6 +184,25 @@ def _whole(text: str, name: str, most: int) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= most:
         raise InvalidRequest(f"{name} is a whole number from 1 to {most}, not {text!r:.40}", name)
     return int(text)
+
+
+def _experts(text: str) -> tuple[int, int]:
+    count, colon, chosen = text.partition(":")
+    if not colon:
+        raise InvalidRequest(f"experts are COUNT:PER_TOKEN, such as 128:8, not {text!r:.40}", "experts")
+    total = _whole(count, "experts", MAX_EXPERTS)
+    return total, _whole(chosen, "experts of a token", total)
+
+
+def _dense(given: Mapping[str, str]) -> float:
+    if "dense" not in given:
+        return USUAL_DENSE
+    if "experts" not in given:
+        raise InvalidRequest("dense is a share beside experts: add experts=128:8", "dense")
+    share = number(given["dense"], "dense")
+    if share >= 1:
+        raise InvalidRequest(f"dense is a share from 0 to less than 1, not {given['dense']!r:.40}", "dense")
+    return share
 
 
 def number(text: str, name: str) -> float:

@@ -27,7 +27,7 @@ from outrider.engine.live_draft import LiveDraft
 from outrider.engine.loading import Reading, Watch
 from outrider.engine.memory import GpuMeter, check_room, gpu_memory, runs_on_gpu, working_memory
 from outrider.engine.placement import DRAFT_TOKENS, Memory, place, share_of_all, within_share
-from outrider.engine.planning import expect_score, guards_of, watch_draft
+from outrider.engine.planning import guards_of, inform, watch_draft
 from outrider.engine.ranks import OtherRanks, check_ranks
 from outrider.engine.runner import Runner
 from outrider.errors import InvalidRequest, OutOfMemory, OutriderError, UnsupportedModel, invalid, naming
@@ -151,13 +151,13 @@ def _build(
     # Lookup costs next to nothing, so the planner may choose it where a request names no drafter.
     choices = dict.fromkeys((drafter, "lookup") if names else ())
     planner = Planner(drafter, choices=tuple(choices), guards=guards_of(settings))
-    expect_score(planner, pair)
+    inform(planner, model, pair)
     memory = _measured(model, cache, held) if on_gpu else None
     watch_draft(planner, drafters, cache, model, memory)
     costs = None
     if isinstance(model, Decoder) and names:  # steps on a GPU are measured when they are captured
         costs = KeptCosts.of(model, settings, parts, planner.costs.eager)
-        costs.recall(partial(measure_pass, model, cache))
+        costs.recall(partial(measure_pass, model, cache, planner.costs.eager.experts))
     text = checkpoint.tokenizer.text_stream
     engine = Engine(model, cache, drafters, planner, runner, settings, text, costs)
     return Built(engine, model, settings, names, live_draft, memory, pair, ranks)

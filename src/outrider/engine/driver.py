@@ -27,7 +27,7 @@ Listener = Callable[[Event | BaseException], None]
 T = TypeVar("T")
 DONE = object()
 LEAVE_SECONDS = 10.0  # for the step in hand, when the interpreter leaves
-QUIET = 0.25  # seconds without an answer after which something else may be done: clients ask again at once
+QUIET = 0.25  # seconds without requests before idle work starts: many clients send the next request at once
 
 
 def _leave_in_time(driver: Driver) -> None:
@@ -48,9 +48,13 @@ class Driver:
     def __init__(self, build: Callable[[], Engine], wait: bool = True) -> None:
         """Builds the engine on its thread. Without `wait` the caller goes on meanwhile and calls `wait_until_built`."""
         self.engine: Engine
-        self.observer: Callable[[StepRecord], None] | None = None  # hears of every step, after its events
-        self.on_failure: Callable[[BaseException], None] | None = None  # hears why the engine stopped
-        self.idle_work: Iterator[None] | None = None  # what is done, piece by piece, while no request runs
+        self.observer: Callable[[StepRecord], None] | None = (
+            None  # takes the record of every step, after its events
+        )
+        self.on_failure: Callable[[BaseException], None] | None = (
+            None  # takes the error that stopped the engine
+        )
+        self.idle_work: Iterator[None] | None = None  # work that is done in pieces while no request runs
         self._build = build
         self._commands: deque[Callable[[], None]] = deque()  # run by the engine's thread between steps
         self._listeners: dict[str, Listener] = {}
@@ -177,9 +181,7 @@ class Driver:
                 self.on_failure(error)
 
     def _run_commands(self) -> bool:
-        """Carry out what was asked since the last step; sleep while there is nothing to do. False: time to
-        go.
-        """
+        """Runs the commands that came since the last step, and sleeps while there are none. False: closed."""
         while True:
             with self._wake:
                 while not (self._commands or self._closed) and self.engine.idle and (wait := self._rest()):
@@ -197,8 +199,8 @@ class Driver:
                 self.idle_work = None
 
     def _rest(self) -> float:
-        """Seconds to sleep while no request comes: none if there is something to do meanwhile. That is begun only
-        when no request ran for a while, as the next request would wait for the piece in hand.
+        """Seconds to sleep while no request comes; 0 if idle work may go on. It starts only after a quiet time,
+        because a request would have to wait for the piece in progress.
         """
         if self.idle_work is None:
             return threading.TIMEOUT_MAX

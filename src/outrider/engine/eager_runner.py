@@ -6,16 +6,21 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from math import inf
 from typing import Any
 
+import torch
+
+from outrider.cache.store import KeyValueStore
+from outrider.control.experts import ExpertCosts
 from outrider.control.planner import Planner
 from outrider.draft.drafters import Drafters
 from outrider.engine.kv_cache import KvCache
 from outrider.engine.rows import PackedRows, Packer, Result, pack, padding
 from outrider.engine.runner import InFlightStep
-from outrider.model.decoder import Model
-from outrider.types import DrafterPrefill, DraftPlan, Options, Plan, Work
+from outrider.model.decoder import Model, make_store
+from outrider.types import Batch, DrafterPrefill, DraftPlan, Options, Plan, Work
 
 LONG_PREFILL = 8  # tokens: a drafter that lacks fewer drafts hardly later
 # Passes are measured by rows up to five rows a sequence: kernels take rows in blocks, so that a few more may cost
@@ -48,6 +53,7 @@ class EagerRunner:
         drafted = time.perf_counter()
         batch = pack(work, rows.drafts, self.table)
         rows.logits, step.rows = self.model.forward(batch, self.store), batch.rows
+        step.experts = self.model.experts_read
         step.draft_s, step.target_s = drafted - begun, time.perf_counter() - drafted
         for name, tokens in lag.most_common(1):
             pairs = zip(rows.drafts, plan.draft_plans, strict=True)
@@ -109,7 +115,7 @@ class EagerPreparation:
             if rows in known:
                 seconds = known[rows]
                 continue
-            seconds = measure_pass(self.model, self.cache, rows)
+            seconds = measure_pass(self.model, self.cache, planner.costs.eager.experts, rows)
             planner.costs.eager.learn_pass(rows, seconds)
             yield True
 
@@ -117,12 +123,30 @@ class EagerPreparation:
         return
 
 
-def measure_pass(model: Model, cache: KvCache, rows: int) -> float:
-    """Seconds of a pass over padding, the least of a few."""
-    batch, seconds = padding(rows, cache.store.slots), inf
-    model.forward(batch, cache.store)  # warm-up
+def measure_pass(model: Model, cache: KvCache, experts: ExpertCosts | None, rows: int) -> float:
+    """Seconds of a pass over padding. Of a mixture of experts two passes are measured: rows of padding all choose the
+    same experts, and tokens of a text choose others.
+    """
+    alike = _measure(model, cache.store, padding(rows, cache.store.slots))
+    if experts is None or rows == 1:
+        return alike
+    apart = _measure(model, make_store(model, rows), _any_text(rows, model.config.vocab))
+    return experts.learn_pass(rows, alike, apart, model.experts_read)
+
+
+def _any_text(rows: int, vocab: int) -> Batch:
+    """One sequence of different tokens. In the padding slot all would be first tokens, which are much alike."""
+    batch, at = padding(rows, 0), torch.arange(rows, dtype=torch.int32)
+    ids = torch.arange(rows) * max(vocab // rows, 1) % vocab
+    return replace(batch, ids=ids, positions=at, slots=at, prefix=at + 1, table=at[None])
+
+
+def _measure(model: Model, store: KeyValueStore, batch: Batch) -> float:
+    """The least of a few."""
+    seconds = inf
+    model.forward(batch, store)  # warm-up
     for _ in range(MEASURED_TIMES):
         begun = time.perf_counter()
-        model.forward(batch, cache.store)
+        model.forward(batch, store)
         seconds = min(seconds, time.perf_counter() - begun)
     return seconds

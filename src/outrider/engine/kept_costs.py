@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.control.costs import EagerCosts
+from outrider.control.experts import Known, checked
 from outrider.draft.names import Part
 from outrider.engine.certificate import package_version, processor
 from outrider.load.json_files import plain_bytes
@@ -67,7 +68,7 @@ class KeptCosts:
         kept = self._read()
         if kept is None:
             return False
-        curve, per_level = kept
+        curve, per_level, experts = kept
         few, alone = sorted(n for n in curve if 1 < n <= CHECKED), measure(1)
         for rows in dict.fromkeys((*few[:1], *few[-1:])):
             grown = measure(rows) / alone / (curve[rows] / curve[1])
@@ -79,6 +80,8 @@ class KeptCosts:
         for rows, seconds in curve.items():
             self.costs.learn_pass(rows, pace * seconds)
         self.costs.per_level.update((name, pace * seconds) for name, seconds in per_level.items())
+        if self.costs.experts is not None and experts is not None:
+            self.costs.experts.recall(experts)
         return True
 
     def keep(self, always: bool = False) -> None:
@@ -90,6 +93,8 @@ class KeptCosts:
             return
         self.written = self.costs.learned
         kept = {"about": self.about, "curve": curve, "per_level": self.costs.per_level}
+        if self.costs.experts is not None:
+            kept["experts"] = self.costs.experts.known()
         own = self.file.with_name(
             f"{self.file.name}.{os.getpid()}"
         )  # other processes may write at the same time
@@ -105,8 +110,10 @@ class KeptCosts:
                 log.info("costs are not kept: %s", error)
             self.failed = True
 
-    def _read(self) -> tuple[dict[int, float], dict[str, float]] | None:
-        """Seconds of passes by rows, and of a level of drafts by drafter. None if the file is missing or not valid."""
+    def _read(self) -> tuple[dict[int, float], dict[str, float], Known | None] | None:
+        """Seconds of passes by rows, and of a level of drafts by drafter; what is known of experts. None if the file is
+        missing or not valid.
+        """
         if self.file is None:
             return None
         try:
@@ -122,10 +129,11 @@ class KeptCosts:
                 raise ValueError("no pass has these rows or takes this long")
             if not all(0 <= s <= most for s in per_level.values()):
                 raise ValueError("no draft takes this long")
+            experts = None if self.costs.experts is None else checked(kept["experts"])
             curve[1]  # raises if it is missing: `recall` compares with it
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as e:
             log.info("costs kept in %s are ignored: %s: %.200s", self.file, type(e).__name__, e)
             return None
-        return curve, per_level
+        return curve, per_level, experts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import inf
 
+from outrider.control.experts import ExpertCosts
 from outrider.control.guards import Guards
 from outrider.control.planner import Planner
 from outrider.draft.drafter import NetworkDrafter
@@ -11,8 +12,9 @@ from outrider.draft.drafters import Drafters
 from outrider.engine.draft_room import draft_cache_tokens
 from outrider.engine.kv_cache import KvCache
 from outrider.engine.placement import PREFILL_WAIT, Memory
+from outrider.load.config import ModelConfig
 from outrider.load.pairs import Pair
-from outrider.model.decoder import Model
+from outrider.model.decoder import Layered, Model
 from outrider.settings import Settings
 
 
@@ -39,8 +41,26 @@ def watch_draft(
             planner.returns.watch(name, draft_cache_tokens(drafters, cache, model, memory))
 
 
-def expect_score(planner: Planner, pair: Pair | None) -> None:
-    """Starts the acceptance estimate of a paired draft from its score, by temperature."""
+def expert_costs(config: ModelConfig) -> ExpertCosts | None:
+    """Of a mixture of experts. Layers that have more or fewer of them count by their mean."""
+    mixtures = [spec.experts for spec in config.specs if spec.experts is not None]
+    if not mixtures:
+        return None
+    total = round(sum(experts.count for experts in mixtures) / len(mixtures))
+    chosen = round(sum(experts.per_token for experts in mixtures) / len(mixtures))
+    each = sum(
+        3 * experts.width for experts in mixtures
+    )  # numbers of an expert in all layers, by hidden size
+    active = config.vocab + sum(spec.active for spec in config.specs)
+    return ExpertCosts(total, chosen, active / each - chosen)
+
+
+def inform(planner: Planner, model: Model, pair: Pair | None) -> None:
+    """What is known before the first step: the experts of a model whose passes count them, and the score of a paired
+    draft, by temperature, from which the estimate of its acceptance starts.
+    """
+    if isinstance(model, Layered) and (experts := expert_costs(model.config)) is not None:
+        planner.costs.know_experts(experts)
     score = None if pair is None else pair.card.score
     if score is None:
         return

@@ -1,4 +1,4 @@
-"""Which rows of the device's state are up to date with what the host knows, and bringing them there."""
+"""Tracks which rows of the device's state match what the host knows, and uploads the others."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from outrider.types import Sequence, Work
 class Residency:
     def __init__(self, state: SequenceState, table: SlotTable) -> None:
         self.state, self.table = state, table
-        # By row of the state: whose it is, and how often that had given its row back.
+        # By row of the state: its sequence, and that sequence's `released` count at the upload.
         self.synced: dict[int, tuple[Sequence, int]] = {}
-        # Those that the host has taken further since: the same, and the tokens that were known and in the KV cache.
+        # Rows that the host has moved on since: the same, with the tokens then known and then in the KV cache.
         self.left: dict[int, tuple[Sequence, int, int, int]] = {}
-        # The same of slots alone, where rows are staged, and how many of them there are.
+        # Host-packed rows, of which only slots are uploaded: the same, with the number of slots.
         self.tabled: dict[int, tuple[Sequence, int, int]] = {}
-        self.special = np.zeros(state.rows, bool)  # rows of requests that may need the host's eye in a step
+        self.special = np.zeros(
+            state.rows, bool
+        )  # rows of requests that the host may have to verify or report on
 
     def sync(self, sequences: Iterable[Sequence]) -> None:
         """Upload those that have not been resident since the host last changed them."""
@@ -43,7 +45,7 @@ class Residency:
         return Change(sequence, entries, *held)
 
     def leave(self, sequence: Sequence) -> None:
-        """The host will say how the sequence goes on: what the device holds is then out of date."""
+        """Marks a sequence's row as out of date, because the host decides its next tokens."""
         row, known = sequence.row, (sequence, sequence.released)
         if self.synced.pop(row, None) == known:
             self.left[row] = *known, len(sequence.tokens), sequence.cached

@@ -16,7 +16,7 @@ from outrider.model.decoder import Model
 from outrider.types import NO_DRAFT, Batch, Draft, DraftPlan, Verdict, Work
 from outrider.verify.batch import VerifyBatch, predicted, score_prompts
 
-# Drafting steps between two in which one sequence's logits are looked at: a softmax of a few rows.
+# One drafting step of so many measures how probable the target found the tokens of one sequence.
 SAMPLE_INTERVAL = 16
 
 # What was drafted for one piece of work, and what the target said, if it emits.
@@ -80,8 +80,8 @@ class Packer:
         return nodes > 0
 
     def sample(self, drafting: list[int]) -> int | None:
-        """Which drafting sequence of a step has its logits looked at: none in most steps, else each in its turn. Every
-        token is equally likely to be among them, whatever was drafted.
+        """The drafting sequence whose logits this step measures, each in its turn; None in most steps. Every token has
+        the same chance to be measured, whatever was drafted.
         """
         if not drafting:
             return None
@@ -90,7 +90,7 @@ class Packer:
         return None if left else drafting[turn % len(drafting)]
 
     def begin_verify(self, rows: PackedRows) -> VerifyBatch:
-        """Begins to verify the drafts. Nothing that it depends on changes before the step is settled."""
+        """Starts to verify the drafts. What verification reads does not change before the step is settled."""
         emitting = rows.emitting
         sequences, drafts = [rows.work[i].sequence for i in emitting], [rows.drafts[i] for i in emitting]
         return VerifyBatch(rows.own_logits, sequences, drafts, self.model.draw, self.model.filter_logits)

@@ -37,6 +37,7 @@ class InFlightStep:
     target_s: float = 0.0
     verify_s: float = 0.0
     waited_s: float = 0.0
+    experts: float = 0.0  # as StepRecord has it
 
     @property
     def can_draft(self) -> bool:

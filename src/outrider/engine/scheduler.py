@@ -8,7 +8,8 @@ full the youngest is preempted: it gives its slots back and waits; it loses noth
 request and are simply fed again. Since the oldest is never the one to go, everything ends.
 
 Background requests pause while any other request runs or waits. They keep their slots until another request needs
-them, and are preempted first.
+them, and are preempted first. Where other requests come at all, steps of background requests alone have few prompt
+rows, as the next one waits for the step in hand.
 """
 
 from __future__ import annotations
@@ -24,9 +25,13 @@ from outrider.cache.pool import CacheFull
 from outrider.cache.table import SlotTable
 from outrider.types import Sequence, Work
 
-# Prompt rows that a step may have beside so many decoding sequences, when the oldest prompt has waited so many seconds,
-# so many wait with so many tokens, and whether one of them is partly read.
+# Maximum number of prompt rows in a step. Takes the number of decoding sequences, the seconds that the oldest prompt
+# has waited, the number of waiting prompts, their tokens, and whether one of them is partly read.
 PromptRows = Callable[[int, float, int, int, bool], int]
+BackgroundRows = Callable[
+    [int], int
+]  # prompt rows of a step with so many decoding background sequences and no others
+BACKGROUND_SECONDS = 0.05  # of a step without other requests: the next one waits for it (log/101)
 LOOK_AHEAD = 16  # waiting prompts among which short ones are looked for
 COUNTED = 256  # waiting prompts whose tokens are counted: more than a few steps read, as a rule
 
@@ -38,6 +43,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.waiting_background: deque[Sequence] = deque()
         self.background = 0  # live sequences of background requests
+        self._answers_others = False  # a request that is no background request has come since the start
         self._queue = self.waiting  # what this step admits from
         self.running: list[Sequence] = []
         self.held: dict[str, list[Sequence]] = {}  # choices that wait for the first to read the prompt
@@ -46,15 +52,16 @@ class Scheduler:
     def add(self, choices: list[Sequence]) -> None:
         """All choices of one request. The first reads the prompt; the others then branch from it."""
         self._queue_of(choices[0]).append(choices[0])
+        self._answers_others |= not choices[0].request.background
         self.background += len(choices) if choices[0].request.background else 0
         if choices[1:]:
             self.held[choices[0].request.id] = choices[1:]
 
-    def schedule(self, prompt_rows: PromptRows) -> list[Work]:
+    def schedule(self, prompt_rows: PromptRows, background_rows: BackgroundRows) -> list[Work]:
         """Sequences that can move, with slots for the known tokens that are fed."""
         pause = self.background and self._pauses_background()
         self._queue = self.waiting if pause or not self.background else self.waiting_background
-        # Written out, as it is done for every sequence in every step: what is pending, and what remains.
+        # `pending` and `remaining` are written out here: this runs for every sequence in every step.
         ready = [
             s
             for s in self.running
@@ -66,6 +73,8 @@ class Scheduler:
         decoding = [s for s in ready if len(s.tokens) == s.cached + s.launched + 1] if prompts else ready
         work = self._decode(decoding)
         budget = self._prompt_budget(prompts, len(decoding), prompt_rows)
+        if self.background and not pause and self._answers_others:
+            budget = min(budget, max(background_rows(len(decoding)), len(prompts[:1]), not decoding))
         if work is None or prompts:
             work = self._chunks(work or [], ready if work is None else prompts, budget)
             budget -= sum(one.known for one in work if one.known > 1)
@@ -107,7 +116,7 @@ class Scheduler:
         return half - room
 
     def _next(self, room: int | None) -> Sequence | None:
-        """Whom to admit: the oldest; beside a prompt that is still being read, one that has room."""
+        """The next sequence to admit: the oldest. While a prompt is only partly read, one that fits into `room`."""
         some = islice(self._queue, LOOK_AHEAD if room else 1)
         return next((s for s in some if room is None or len(s.tokens) <= room), None)
 
@@ -120,8 +129,8 @@ class Scheduler:
         return [Work(sequence, 1) for sequence in ready]
 
     def _chunks(self, work: list[Work], ready: list[Sequence], budget: int) -> list[Work]:
-        """Chunked prefill, beside `work` that has its slots: a chunk for who still reads its prompt, one token for
-        others. The youngest are preempted.
+        """Chunked prefill, added to `work`: a chunk for sequences that still read their prompt, one token for others.
+        If slots run out, the youngest are preempted.
         """
         for sequence in ready:
             if sequence.row < 0:  # preempted while room was made for an older one

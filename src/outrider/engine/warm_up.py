@@ -1,10 +1,10 @@
-"""Which steps are captured before anybody waits for them, most needed first, and what they take.
+"""Warm-up: captures and times steps before requests need them, the most important first.
 
-Everything runs over padding, which changes no sequence's state. Steps without drafts come first, for every number of
-sequences, alone and beside prompt rows: requests can be answered with those. Then come drafts, then longer texts.
-What others with room can do at a few percent more is not captured (device/buckets.py).
+Steps run over padding, so no sequence changes. Steps without drafts come first, for every number of sequences, alone
+and beside prompt rows: the engine can answer with those. Drafting steps follow, then longer contexts. A shape is left
+out if a larger captured one serves it at a few percent more (device/buckets.py).
 
-Kernels that they need are compiled ahead of them, in threads, in the same order.
+Threads compile the kernels of these steps ahead, in the same order.
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ class GraphPreparation:
         planner.costs.captured.learn(drafter, size, list(self.steps(size, drafter)))
 
     def compile(self, sequences: int, drafters: Seq[str] | None = None) -> Iterator[None]:
-        """Have the kernels compiled, in threads, that steps of up to so many sequences need: those that answer without
-        drafts, or all others, with these drafters. Nothing is waited for.
+        """Starts to compile, in threads, the kernels for steps of up to this many sequences: steps without drafts, or
+        with `drafters` all others. Does not wait.
         """
         self.sequences = sequences
         shapes = self._plain(sequences) if drafters is None else self._drafted(sequences, drafters)
@@ -133,7 +133,7 @@ class GraphPreparation:
             self._compile(shape)
             yield
         for drafter in filter(None, map(self.drafters.resident, drafters or ())):
-            with ahead.collecting(), suppress(Exception):  # who warms it up for good will hear of it
+            with ahead.collecting(), suppress(Exception):  # the later warm-up of the drafter raises the error
                 drafter.warm_up(self.ops)
             yield
 
@@ -146,8 +146,8 @@ class GraphPreparation:
             yield
 
     def before(self, shape: StepShape, sequences: int) -> None:
-        """A step of this shape is about to be launched, for so many sequences. When nothing was prepared, its kernels
-        are compiled together, and beside them those of the steps that will follow. Else nothing is compiled now.
+        """Call it before a step of this shape is launched. Without a warm-up its kernels are compiled together, and at
+        the same time those of the steps that will follow. After a warm-up, compiling pauses instead.
         """
         ahead = self.ops.ahead
         if ahead is None:
@@ -232,7 +232,7 @@ class GraphPreparation:
     def _verify_nothing(self) -> None:
         """Start every kernel once that a sequence needs between its prompt and its first resident step."""
         state, model = self.ops.state, self.ops.model
-        # Padding's row has no filters in the end: it would pay for them in every step.
+        # The last upload leaves the padding row without filters. With filters, every step would compute them for it.
         for params in (SamplingParams(temperature=0.7, top_p=0.9, top_k=40), SamplingParams(temperature=0)):
             one = Sequence(Request("", (0,), params, 0), 0, 0, [0], row=state.rows)
             state.upload(one, np.zeros(1, np.int32))
@@ -304,7 +304,7 @@ class GraphPreparation:
                         yield self.shape(size, name, tree, chunk, context=context)
 
     def _crowded(self) -> bool:
-        """Whether steps need what memory is left more than graphs do."""
+        """Whether less memory than SPARE is free: the rest is for steps, not for graphs."""
         device = self.ops.state.device
         return device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < SPARE
 

@@ -36,6 +36,11 @@ class Model(Protocol):
     dtype: torch.dtype  # of keys and values
     group: Group  # the ranks that share it
 
+    @property
+    def experts_read(self) -> float:
+        """Distinct experts that the last pass read, averaged over the layers that have any; 0: none has."""
+        ...
+
     def forward(self, batch: Batch, store: KeyValueStore) -> Tensor:
         """Writes the rows' keys and values to their slots; returns logits [len(batch.logit_rows), vocab]."""
         ...
@@ -101,6 +106,7 @@ class Decoder:
         self.kernels, self.group = kernels, kernels.group
         self.draw, self.filter_logits = kernels.draw, kernels.filter_logits
         self.formats: Counter[str] = Counter()  # of matrices: numbers in each
+        self.mixtures = sum(spec.experts is not None for spec in config.specs)  # layers
 
         def noted(name: str) -> Any:
             weight = read(name)
@@ -116,7 +122,12 @@ class Decoder:
         )
 
     def forward(self, batch: Batch, store: KeyValueStore) -> Tensor:
+        self.kernels.touched = 0
         return self.exit_logits(batch, store, self.config.layers)
+
+    @property
+    def experts_read(self) -> float:
+        return self.kernels.touched / max(self.mixtures, 1)
 
     @shared
     def exit_logits(self, batch: Batch, store: KeyValueStore, layers: int) -> Tensor:

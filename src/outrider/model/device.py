@@ -40,6 +40,8 @@ from outrider.types import Batch
 class DeviceDecoder:
     """A decoder that takes batches from the host or the device. Logits stay on the device."""
 
+    experts_read = 0.0  # it has none
+
     def __init__(self, decoder: Decoder) -> None:
         if not isinstance(decoder.kernels, GpuKernels):
             raise UnsupportedModel("this model does not run on a CUDA device")

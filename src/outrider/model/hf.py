@@ -90,6 +90,7 @@ class HfModel:
     """A transformers model as the engine sees it."""
 
     device, dtype, group = torch.device("cpu"), torch.float32, ALONE
+    experts_read = 0.0  # it does not count them
 
     def __init__(self, config: ModelConfig, module: Any, kernels: Any) -> None:
         self.config, self.module, self.kernels = config, module, kernels

@@ -15,7 +15,7 @@ from outrider.serve.routes import get
 from outrider.settings import cache_folder
 
 PRICE = "price_per_hour"
-QUERY = ("acceptance", "depth", "cost", "batch", "rows", "tok_s", PRICE)
+QUERY = ("acceptance", "depth", "cost", "batch", "rows", "experts", "dense", "tok_s", PRICE)
 
 
 class PairReply(msgspec.Struct, kw_only=True):

@@ -117,6 +117,7 @@ typedef struct {
     float *gathered;                    /* [pairs][hidden]: what experts read, then what they give */
     float *expert_act, *all_expert_act; /* [pairs][width], of this rank and of all */
     float *mixture;                     /* [rows][hidden] */
+    int32_t *read;                      /* experts with rows, added up over layers */
     float *all_mixed, *all_act, *sums; /* all ranks' mixed and act, and this rank's part of x; alone: mixed, act, x */
     float *scores; /* [threads][score_stride], see attention_rows */
     int32_t score_stride;

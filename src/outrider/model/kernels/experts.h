@@ -165,6 +165,7 @@ static int activate_experts(const Layer *layer, const Shape *s, const Work *w, i
     }
     team_run(M > FEW ? threads : 1, M, choose_rows, &job);
     int tiles = sort_pairs(e, w, M);
+    *w->read += tiles;
     team_run(pairs > FEW ? threads : 1, pairs, gather_pairs, &job);
     Gated gated = {0, w->gathered, pairs, e->width, s->hidden, layer->gelu, w->expert_act, {0}};
     return spread(threads, tiles, (Spread){gated, e, w, 0, 0, 0});

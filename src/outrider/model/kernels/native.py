@@ -94,7 +94,7 @@ class _Work(Structure):
         *((name, c_void_p) for name in ("x", "normed", "qkv", "mixed", "act")),
         *((name, c_void_p) for name in ("logits", "weights", "shared_weight", "chosen", "places", "sources")),
         *((name, c_void_p) for name in ("touched", "starts", "gathered", "expert_act", "all_expert_act")),
-        *((name, c_void_p) for name in ("mixture", "all_mixed", "all_act", "sums", "scores")),
+        *((name, c_void_p) for name in ("mixture", "read", "all_mixed", "all_act", "sums", "scores")),
         ("score_stride", c_int32),
     ]
 
@@ -163,9 +163,19 @@ class NativeKernels:
         self.scores = torch.empty(threads, TALL * GROUP * width)
         self._bound: tuple[Batch, _Rows] | None = None
         self._stacks: dict[int, tuple[Seq[Any], Any]] = {}  # by the first layer
-        self._work = _Work()
+        self._touched = c_int32()
+        self._work = _Work(read=ctypes.addressof(self._touched))
         self._buffers: dict[str, Tensor] = {}
         self._capacity = 0
+
+    @property
+    def touched(self) -> int:
+        """Experts with rows, added up over layers."""
+        return self._touched.value
+
+    @touched.setter
+    def touched(self, value: int) -> None:
+        self._touched.value = value
 
     @property
     def variant(self) -> str:

@@ -38,6 +38,7 @@ class ReferenceLinear:
 
 class ReferenceKernels:
     name, group = "torch", ALONE
+    touched = 0  # experts with rows, added up over layers
 
     def __init__(self, config: ModelConfig, tables: RopeTables) -> None:
         self.config, self.tables = config, tables
@@ -107,7 +108,12 @@ class ReferenceKernels:
         mixed = self.attention(q, batch, keys, values, s.window, s.scale, s.softcap, w.sinks, s.chunk)
         self._add(x, rowwise_linear(mixed.reshape(rows, -1), w.out, w.out_bias), w.out_norm)
         h = x if w.mlp_norm is None else self.norm(x, w.mlp_norm)
-        self._add(x, mlp(w, h) if s.experts is None else experts_mlp(w, h), w.down_norm)
+        if s.experts is None:
+            added = mlp(w, h)
+        else:
+            added, touched = experts_mlp(w, h)
+            self.touched += touched
+        self._add(x, added, w.down_norm)
 
     def _normed_heads(self, x: Tensor, weight: Tensor, spec: LayerSpec) -> Tensor:
         """x [R, heads, head_dim]"""
@@ -175,24 +181,25 @@ def mlp(w: Any, x: Tensor) -> Tensor:
     return rowwise_linear(gate * rowwise_linear(x, w.up, w.up_bias), w.down, w.down_bias)
 
 
-def experts_mlp(w: LayerTensors, x: Tensor) -> Tensor:
-    """What a row's experts give, in ascending order of their numbers, then the MLP of all rows."""
+def experts_mlp(w: LayerTensors, x: Tensor) -> tuple[Tensor, int]:
+    """What a row's experts give, in ascending order of their numbers, then the MLP of all rows; and how many experts
+    have rows.
+    """
     e, t = w.spec.experts, w.experts
     assert e is not None and t is not None
     chosen, weights = route(rowwise_linear(x, t.router, t.router_bias), e, t.correction)
-    out = torch.zeros_like(x)
-    for i in chosen.unique().tolist():
+    out, touched = torch.zeros_like(x), chosen.unique().tolist()
+    for i in touched:
         rows, at = torch.where(chosen == i)
         weight, inputs = weights[rows, at, None], x[rows]
         if e.weighs_input:
             inputs, weight = inputs * weight, torch.ones(())
         out[rows] += weight * mlp(ExpertMlp(t, i, w.spec), inputs)
-    if w.gate is None:
-        return out
-    shared = mlp(w, x)
-    return out + (
-        shared if t.shared_gate is None else shared * rowwise_linear(x, t.shared_gate, None).sigmoid()
-    )
+    if w.gate is not None:
+        shared = mlp(w, x)
+        gate = t.shared_gate
+        out = out + (shared if gate is None else shared * rowwise_linear(x, gate, None).sigmoid())
+    return out, len(touched)
 
 
 def rowwise_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
