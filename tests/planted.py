@@ -209,6 +209,28 @@ FAULTS = [
           "socket.SOCK_STREAM, 0)", "serve/test_streams.py::test_small_writes_are_not_held_back"),
     Fault("remainders without end", "verify/grammar_source.py", "MOST_REMAINDERS = 100_000", "MOST_REMAINDERS = 10**18",
           "serve/test_cases_attacks.py::test_grammar_dos"),
+    # Beyond one machine.
+    Fault("prompts of keys published", "serve/kv_events.py", "if not owner:", "if owner is not None:",
+          "serve/test_kv_events.py"),
+    Fault("blocks published after an unknown parent", "serve/kv_events.py", "if above is None:", "if above == b'':",
+          "serve/test_kv_events.py"),
+    Fault("evicted blocks not published", "cache/prefix.py", "self.watch.removed([evicted.number])", "pass",
+          "serve/test_kv_events.py"),
+    Fault("long steps of batches", "engine/scheduler.py", "not pause and self._answers_others:", "pause:",
+          "engine/test_scheduler.py"),
+    Fault("a line lost on a full disk", "serve/batch_run.py",
+          "time.monotonic() + HOLD\n            batch.lines.appendleft(line)", "time.monotonic() + HOLD",
+          "serve/test_batch_run.py"),
+    Fault("a batch that takes a busy model's memory", "serve/model_service.py", "if not background and self.pressed_at",
+          "if self.pressed_at", "serve/test_batch_run.py"),
+    Fault("a request behind a batch that waits for memory", "serve/model_table.py",
+          "if model.pressed_at is None and any(", "if model.users and any(", "serve/test_batch_run.py"),
+    Fault("a failed model that holds its memory", "serve/model_table.py", 'm.backend.state != "failed"', "m.spec",
+          "serve/test_batch_run.py"),
+    Fault("an endless line read whole", "serve/batch_store.py", "if len(data) > MAX_LINE_BYTES:", "if False:",
+          "serve/test_batch_run.py"),
+    Fault("a batch folder that replicas share", "serve/deploy_settings.py", '("batch_folder", ', "(",
+          "cli/test_deploy.py"),
 ]  # fmt: skip
 
 
