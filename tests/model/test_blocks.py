@@ -70,6 +70,12 @@ def test_products_have_the_bits_of_the_twin(pair: Any, form: Format, outputs: in
     assert ((made[0] - exact).abs() <= 0.02 * size).all()
 
 
+def test_an_odd_number_of_panels_and_blocks(pair: Any) -> None:
+    """As in gpt-oss, whose hidden size of 2,880 is 90 blocks."""
+    weight, x = random_blocks(FORMS["MXFP4"], 24, 2880), noise(7, 2880, seed=2)
+    assert torch.equal(*(kernels.linear(kernels.pack_linear(weight), x) for kernels in pair))
+
+
 @by_format
 def test_a_row_has_the_same_bits_among_any_others_and_with_any_threads(
     pair: Any, form: Format, kernel_folder: Path

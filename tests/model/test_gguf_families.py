@@ -38,6 +38,9 @@ CASES: dict[str, tuple[str, bool, int, dict[str, str]]] = {
             "post_mlp_layernorm": "post_ffw_norm",
         },
     ),
+    "gpt_oss-usual": (
+        "gpt-oss", False, 0, {"post_attention_layernorm": "post_attention_norm", "mlp.router": "ffn_gate_inp"},
+    ),
 }  # fmt: skip
 NAMES = {
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
@@ -82,6 +85,9 @@ def metadata_of(case: str) -> dict[str, Any]:
             "embedding_scale": 3.0, "residual_scale": 0.6, "logit_scale": 1.7, "attention.scale": 0.3,
         },
         "phi3": {"attention.sliding_window": 4},
+        "gpt_oss-usual": {
+            "attention.sliding_window": 4, "expert_count": 8, "expert_used_count": 3, "expert_feed_forward_length": 96,
+        },
         "ministral3": {"rope.scaling.yarn_log_multiplier": 1.0, "attention.temperature_scale": 0.4},
     }.get(case, {})  # fmt: skip
     made = {"general.architecture": architecture} | {f"{architecture}.{k}": v for k, v in own.items()}
@@ -101,7 +107,9 @@ def tensors_of(case: str) -> dict[str, np.ndarray]:
             array = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(array.shape))
         if stem.endswith("norm"):
             array = array + np.float32(shift)
-        if stem.startswith("model.layers."):
+        if kind == "sinks" or stem.endswith(".experts"):
+            made |= own_tensors(stem, kind, array)
+        elif stem.startswith("model.layers."):
             _, _, number, part = stem.split(".", 3)
             made[f"blk.{number}.{(NAMES | names)[part]}.{kind}"] = array
         else:
@@ -111,6 +119,19 @@ def tensors_of(case: str) -> dict[str, np.ndarray]:
         made["rope_factors_long.weight"] = np.array(full, np.float32)
         made["rope_factors_short.weight"] = np.array(short, np.float32)
     return made
+
+
+def own_tensors(stem: str, kind: str, array: np.ndarray) -> dict[str, np.ndarray]:
+    """Of gpt-oss: stacks of experts, which HF stores turned and with rows of gate and up in turns, and sinks."""
+    block = f"blk.{stem.split('.')[2]}"
+    if kind == "sinks":
+        return {f"{block}.attn_sinks.weight": array}
+    suffix = "bias" if kind.endswith("_bias") else "weight"
+    array = array if suffix == "bias" else np.ascontiguousarray(array.swapaxes(1, 2))
+    if kind.startswith("down"):
+        return {f"{block}.ffn_down_exps.{suffix}": array}
+    parts = {"gate": array[:, ::2], "up": array[:, 1::2]}
+    return {f"{block}.ffn_{part}_exps.{suffix}": np.ascontiguousarray(rows) for part, rows in parts.items()}
 
 
 @pytest.mark.parametrize("case", CASES)

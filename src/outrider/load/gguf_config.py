@@ -7,7 +7,16 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from outrider.errors import BadCheckpoint, UnsupportedModel
-from outrider.load.config import PARTIAL, QUERY_BETA, TRAINED, LayerSpec, ModelConfig, Rope, check_layers
+from outrider.load.config import (
+    CLAMPED,
+    PARTIAL,
+    QUERY_BETA,
+    TRAINED,
+    LayerSpec,
+    ModelConfig,
+    Rope,
+    check_layers,
+)
 from outrider.load.families import FAMILIES
 
 GGUF_FAMILIES = {family.gguf: name for name, family in reversed(FAMILIES.items()) if family.gguf}
@@ -41,7 +50,7 @@ def config_from_gguf(
     name = GGUF_FAMILIES[architecture]
     if architecture == "olmo2" and entry.whole("attention.sliding_window", 0):
         name = "olmo3"
-    if entry.whole("expert_count", 0):
+    if entry.whole("expert_count", 0) and FAMILIES[name].routing is None:
         raise UnsupportedModel(f"this {architecture} model is a mixture of experts, which is not supported")
     hidden, layers = entry.whole("embedding_length"), entry.whole("block_count")
     check_layers(layers)
@@ -77,12 +86,13 @@ def _layer(
     if entry.whole("attention.value_length", head_dim) != head_dim:
         raise UnsupportedModel("keys and values of different sizes are not supported")
     window = _window(entry, name, index)
+    experts = family.routing.gguf_experts(entry.whole) if family.routing else None
     has = lambda part: f"blk.0.{part}.bias" in tensors  # noqa: E731 - a word for three questions
     return LayerSpec(
         heads=heads,
         kv_heads=entry.whole("attention.head_count_kv", heads),
         head_dim=head_dim,
-        intermediate=entry.whole("feed_forward_length"),
+        intermediate=0 if experts else entry.whole("feed_forward_length"),
         rope=_rope(entry, name, index, head_dim, factors),
         window=window,
         attention_scale=_scale(entry, name, heads, head_dim),
@@ -93,6 +103,9 @@ def _layer(
         qk_norm=family.qk_norm,
         norms=family.norms,
         activation=family.activation,
+        clamp=family.defaults["swiglu_limit"] if family.activation == CLAMPED else 0.0,
+        sinks=family.sinks,
+        experts=experts,
     )
 
 
@@ -122,6 +135,9 @@ def _window(entry: _GgufEntries, name: str, index: int) -> int:
 def gguf_end_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
     keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
     ids = [metadata[key] for key in keys if type(metadata.get(key)) is int]
+    tokens = metadata.get("tokenizer.ggml.tokens", ())
+    if metadata.get("general.architecture") == "gpt-oss":  # its <|end|> ends a message of an answer
+        ids = [i for i in ids if not (0 <= i < len(tokens) and tokens[i] == "<|end|>")]
     return tuple(dict.fromkeys(ids))
 
 
@@ -183,6 +199,8 @@ def _yarn(entry: _GgufEntries, name: str) -> dict[str, Any]:
     for key, ours in YARN.items():
         if value := entry.number(f"rope.scaling.{key}", 0.0):
             scaling[ours] = value
+    if name == "gpt_oss":
+        scaling["truncate"] = False  # GGUF has no word for it
     if name == "ministral3":
         if beta := entry.number("attention.temperature_scale", 0.0):
             scaling[QUERY_BETA] = beta

@@ -14,6 +14,7 @@ from outrider.load.config import Experts
 
 Given = Mapping[str, Any]
 PARTS = ("gate_proj", "up_proj", "down_proj")
+BLOCKS = "_blocks"  # what MXFP4 in safetensors adds to the name of a stack, beside its scales
 
 
 def _every_so_many(given: Given, index: int) -> bool:
@@ -54,6 +55,8 @@ class Routing:
     stacked: str = "mlp.experts"  # its `gate_up_proj` and `down_proj` have the matrices of all experts
     turned: bool = False  # stacked matrices are [experts, inputs, outputs]
     shared_at: str = "mlp.shared_experts"
+    interleaved: bool = False  # rows of gate and up alternate in a stack
+    biases: bool = False  # of the router and of the experts' matrices
 
     def places(self, part: str, kind: str) -> Iterator[tuple[str, int | None]]:
         """Where a tensor of a layer with experts may be: its name in the file and, if that is a stack, the expert."""
@@ -64,6 +67,8 @@ class Routing:
             for names in self.single:
                 yield f"{names[matrix].format(number)}.{kind}", None
             fused = "down_proj" if matrix == "down_proj" else "gate_up_proj"
+            if kind == "weight":
+                yield f"{self.stacked}.{fused}{BLOCKS}", int(number)
             yield f"{self.stacked}.{fused}" + ("_bias" if kind == "bias" else ""), int(number)
         elif part.removeprefix("mlp.") in PARTS:
             yield f"{self.shared_at}.{part.removeprefix('mlp.')}.{kind}", None
@@ -90,6 +95,19 @@ class Routing:
             groups_kept=given.get("topk_group", 1) if self.grouped else 1,
             correction=self.correction,
             weighs_input=self.weighs_input,
+            router_bias=self.biases,
+            bias=self.biases,
+        )
+
+    def gguf_experts(self, whole: Callable[[str], int]) -> Experts:
+        """From the metadata of a GGUF file, of which `whole` reads a number."""
+        return Experts(
+            count=whole("expert_count"),
+            per_token=whole("expert_used_count"),
+            width=whole("expert_feed_forward_length"),
+            normalise=True,
+            router_bias=self.biases,
+            bias=self.biases,
         )
 
     def beside(self, given: Given, experts: Experts | None) -> Any:
@@ -109,6 +127,10 @@ MIXTRAL_ROUTING = Routing(
 GLM_ROUTING = Routing(
     has_experts=_after_the_first, count=("n_routed_experts",), normalise=("norm_topk_prob", True), score="sigmoid",
     floor=1e-20, scale=("routed_scaling_factor", 1.0), grouped=True, correction=True, shared="n_shared_experts",
+)  # fmt: skip
+GPT_OSS_ROUTING = Routing(
+    has_experts=lambda *_: True, count=("num_local_experts", "num_experts"), width="intermediate_size", normalise=True,
+    router=("mlp.router",), turned=True, interleaved=True, biases=True,
 )  # fmt: skip
 LLAMA4_ROUTING = Routing(
     has_experts=_listed, count=("num_local_experts",), width="intermediate_size", normalise=False, score="sigmoid",

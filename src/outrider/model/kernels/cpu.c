@@ -82,6 +82,7 @@ typedef struct {
     Heads heads;
     int32_t intermediate, whole, gelu; /* whole: q_norm and k_norm are over all heads together */
     int32_t all_mixed, all_act;        /* inputs of out and of down */
+    float clamp;                       /* of the products with gate and up; 0: none */
 } Layer;
 
 typedef struct {
@@ -386,11 +387,13 @@ static int linear(int threads, Linear job) {
 }
 
 /* act = f(x gate^T) * (x up^T), without storing either product. f is silu, x / (1 + e^-x), or the tanh form of gelu, which is
- * x / (1 + e^-z) with z = 2 sqrt(2 / pi) (x + 0.044715 x^3). */
+ * x / (1 + e^-z) with z = 2 sqrt(2 / pi) (x + 0.044715 x^3). With a clamp c, which gpt-oss has, it is f(min(g, c)) (u + 1),
+ * with u between -c and c, and f(x) = x / (1 + e^-1.702 x). */
 typedef struct {
     const Mlp *mlp;
     const float *x;
     int M, N, K, gelu;
+    float clamp;
     float *act;
     Inputs in;
 } Gated;
@@ -409,10 +412,14 @@ static inline void gated_panel(const Mlp *w, int n, const Gated *given, int from
             for (int i = 0; i < width && w->gate_bias; i++) g[r][i] += w->gate_bias[n * PANEL + i];
             for (int i = 0; i < width && w->up_bias; i++) u[r][i] += w->up_bias[n * PANEL + i];
             for (int i = 0; i < PANEL; i += LANES) {
-                vec value = *(vec *)(g[r] + i);
-                vec z = value;
+                vec value = *(vec *)(g[r] + i), other = *(vec *)(u[r] + i), z = value;
+                if (given->clamp > 0) {
+                    const vec most = (vec){0} + given->clamp;
+                    value = pick(value > most, most, value), z = 1.702f * value;
+                    other = pick(other > most, most, pick(other < -most, -most, other)) + 1.0f;
+                }
                 if (given->gelu) z = 1.59576912f * (value + 0.044715f * value * value * value);
-                *(vec *)(g[r] + i) = value / (1.0f + exp_vec(-z)) * *(vec *)(u[r] + i);
+                *(vec *)(g[r] + i) = value / (1.0f + exp_vec(-z)) * other;
             }
             float *to = given->act + (size_t)(from + m + r) * N + (size_t)n * PANEL;
             for (int i = 0; i < width; i++) to[i] = g[r][i];
@@ -916,7 +923,7 @@ int outrider_stage(int stage, const Layer *layer, const Shape *s, const Rows *b,
         inputs = normed_stream(s, w, M, layer->mlp_norm);
         if (layer->experts && !activate_experts(layer, s, w, M, inputs)) return 0;
         if (!layer->intermediate) return 1;
-        return gated(threads, (Gated){&layer->mlp, inputs, M, layer->intermediate, s->hidden, layer->gelu, w->act, {0}});
+        return gated(threads, (Gated){&layer->mlp, inputs, M, layer->intermediate, s->hidden, layer->gelu, layer->clamp, w->act, {0}});
     default:
         if (layer->experts) return add_experts(layer, s, w, M);
         return add_to_stream(s, w, M, layer->mlp.down, layer->mlp.down_bias, w->all_act, layer->all_act, layer->down_norm);

@@ -70,6 +70,7 @@ class _Layer(Structure):
         ("experts", c_void_p),
         ("heads", _Heads),
         *((n, c_int32) for n in ("intermediate", "whole", "gelu", "all_mixed", "all_act")),
+        ("clamp", c_float),
     ]
 
 
@@ -202,6 +203,7 @@ class NativeKernels:
             intermediate=s.intermediate,
             whole=s.qk_norm == "whole",
             gelu=s.activation == "gelu_tanh",
+            clamp=s.clamp,
             all_mixed=whole.heads * whole.head_dim,
             all_act=whole.intermediate,
         )
