@@ -64,7 +64,7 @@ class Engine:
         planner: Planner,
         runner: Runner,
         settings: Settings,
-        text: Callable[[], TokenText],
+        text: Callable[[bool], TokenText],
         kept_costs: KeptCosts | None = None,  # where what steps take outlives this engine
     ) -> None:
         self.model, self.settings, self.text = model, settings, text
@@ -94,7 +94,8 @@ class Engine:
         for sequence in choices:
             sequence.grammar = request.grammar.copy() if request.grammar is not None else None
             sequence.arrived = time.perf_counter()
-            self.writers[sequence] = Writer(self.text(), request.params.stop, request.params.include_stop)
+            text = self.text(request.params.mark_special)
+            self.writers[sequence] = Writer(text, request.params.stop, request.params.include_stop)
             self.drafters.start(sequence)
             if request.params.speculation.explain:
                 self.explained.add(sequence)
