@@ -42,6 +42,7 @@ ATTENTION = "model/kernels/gpu/attention.py"
 PLANNER, EXPERTS = "control/planner.py", "control/experts.py"
 RUNNER, PASSES = "engine/graph_runner.py", "(row == spare) | (commits == 0), length, length + passes"
 
+MIXING = "model/kernels/experts.h"
 FAULTS = [
     # Mixtures of experts.
     Fault("rows of a sequence that share no experts", EXPERTS, "rows**self.chain.exponent", "rows",
@@ -220,6 +221,19 @@ FAULTS = [
           "serve/test_batch_run.py"),
     Fault("a batch folder that replicas share", "serve/deploy_settings.py", '("batch_folder", ', "(",
           "cli/test_deploy.py"),
+    # Experts.
+    Fault("the last of equal experts", MIXING, "key[candidate] > key[old]", "key[candidate] >= key[old]",
+          "model/test_experts.py::test_the_c_kernels_equal_their_twin"),
+    Fault("the row of a pair of row and expert", MIXING, "w->sources[place] = p;", "w->sources[place] = place;",
+          "model/test_experts.py::test_a_needle"),
+    Fault("weights with the correction", "model/kernels/reference_experts.py", "weights = scores[chosen]",
+          "weights = key[chosen]", "model/test_experts.py::test_a_correction_counts"),
+    Fault("a chunk that is a window", "model/kernels/cpu.c", "/ s->chunk * s->chunk : 0", "+ 1 - s->chunk : 0",
+          "model/test_decoder.py::test_decode_equals_transformers"),
+    Fault("a rank's part of a router", "model/parallel.py", 'f".{ROUTER}." in name', "False",
+          "model/test_parallel.py::test_every_family"),
+    Fault("routers rounded with the experts", "model/weights.py", "name.endswith(ROUTING)",
+          "name.endswith(ROUTING[1:])", "model/test_experts.py::test_routers_stay_whole"),
 ]  # fmt: skip
 
 
