@@ -38,7 +38,9 @@ class Fault:
 
 
 STEP, DRAW, ROWS = (f"model/kernels/gpu/{name}.py" for name in ("step_ops", "draw", "rows"))
-ATTENTION = "model/kernels/gpu/attention.py"
+ATTENTION, ROUTING, PRODUCTS = (
+    f"model/kernels/gpu/{name}.py" for name in ("attention", "routing", "experts")
+)
 PLANNER, EXPERTS = "control/planner.py", "control/experts.py"
 RUNNER, PASSES = "engine/graph_runner.py", "(row == spare) | (commits == 0), length, length + passes"
 
@@ -87,6 +89,18 @@ FAULTS = [
           "            divisor = 1.0\n", "model/gpu/test_step_ops.py::test_draw"),
     Fault("choices in the wrong columns", DRAW, "columns + row % each * MOST + place", "columns + place",
           "model/gpu/test_step_ops.py::test_draw"),
+    Fault("a tie that goes to the higher expert", ROUTING, "left & (scores == best), numbers, NONE), 1), 0)",
+          "left & (scores == best), -numbers, NONE), 1), 0) * -1",
+          "model/gpu/test_experts.py::test_equal_experts_go_to_the_lower_number"),
+    Fault("padding that chooses experts", ROUTING, "| (among > 0)", "| (among >= 0)",
+          "model/gpu/test_experts.py::test_rows_choose_what_torch_says"),
+    Fault("an expert's tiles that are all its first", PRODUCTS, "tl.where(mine, ends - tiles, 0), 0)) * ROWS",
+          "tl.where(mine, ends - tiles, 0), 0)) * 0", "model/gpu/test_experts.py::test_a_needle_among_63_others"),
+    Fault("experts that are added by the weight of the first", ROWS, "tl.load(weights + pair)",
+          "tl.load(weights + row * EACH)",
+          "model/gpu/test_experts.py::test_experts_are_added_in_order_then_the_shared_one"),
+    Fault("a step that counts the experts of all steps", "device/capture.py", "self.read.sub_(self.ops.touched)",
+          "self.read.sub_(0)", "engine/test_mixtures.py::test_a_step_says_how_many_experts_its_pass_read"),
     Fault("a tie that goes to the higher id", DRAW, "better = other > score", "better = other >= score",
           "model/gpu/test_kernels.py::test_ties_go_to_the_lowest_id"),
     Fault("what a tree shares", ATTENTION,
