@@ -123,6 +123,13 @@ FAULTS = [
           "tl.maximum(position - window, 0)", "model/gpu/test_kernels.py::test_attention"),
     Fault("a row of the embedding", ROWS, "token % HIGH * DEPTH", "(token + 1) % HIGH * DEPTH",
           "model/gpu/test_kernels.py::test_embedding_is_the_rows_as_they_were"),
+    Fault("experts' rows rounded as if they met one matrix", "model/kernels/cpu.c",
+          "while (in->starts && m == in->starts[group + 1]) group++;", "if (in->starts) group = 0;",
+          "model/test_experts.py"),
+    Fault("least values with the wrong sign", "model/kernels/blocks_avx.h", "EVERY_FLOAT(-1)", "EVERY_FLOAT(1)",
+          "model/test_blocks.py::test_avx512_kernels_have_the_same_bits"),
+    Fault("pointers of another KV cache", "model/kernels/native.py", "not all(map(is_, given, known))", "not known",
+          "engine/test_identity.py"),
     Fault("a draft that reads another's text", "draft/lm.py", "[s.row for s in sequences]",
           "[sequences[0].row for s in sequences]", "draft/test_lm.py"),
     Fault("layers of two drafts compared as a whole", "draft/weights.py", "elif isinstance(one, tuple) and",
@@ -245,6 +252,11 @@ FAULTS = [
           "serve/test_batch_run.py"),
     Fault("a batch folder that replicas share", "serve/deploy_settings.py", '("batch_folder", ', "(",
           "cli/test_deploy.py"),
+    # What the page shows.
+    Fault("own processes counted as others", "settings.py", "+ sum(family_seconds(one, root) for one in children)",
+          "", "test_settings.py::test_what_other_programs_used_is_all_but_what_a_family_used"),
+    Fault("an empty column in a report", "bench/page.py", "if any(row[i] for row in rows)]", "if rows]",
+          "bench/test_report_pages.py::test_a_draft_has_its_score"),
 ]  # fmt: skip
 
 

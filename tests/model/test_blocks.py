@@ -130,6 +130,29 @@ def test_a_scale_that_is_no_number_is_refused_by_name(pair: Any, form: Format, b
 
 
 @by_format
+def test_any_bytes_are_refused_by_name_or_multiplied_alike(pair: Any, form: Format) -> None:
+    x, refused = noise(3, 256, seed=8), 0
+    for seed in range(12):
+        weight, generator = random_blocks(form, 20, 256, seed=seed), torch.Generator().manual_seed(seed)
+        raw = weight.raw.view(-1)
+        edits = len(raw) * seed // 6
+        at = torch.randint(0, len(raw), (edits,), generator=generator)
+        raw[at] = torch.randint(0, 256, (edits,), generator=generator, dtype=torch.uint8)
+        if form.name == "MXFP4":
+            powers = raw.view(-1, form.bytes)[:, 0]
+            powers[(powers > 150) & (powers < 255)] = 150  # larger ones overflow, each kernel in its own way
+        made = []
+        for kernels in pair:
+            try:
+                made.append(kernels.linear(kernels.pack_linear(weight), x))
+            except BadCheckpoint as problem:
+                assert "'a tensor' is corrupt" in str(problem)
+        refused += not made
+        assert not made or (torch.equal(*made) and made[0].isfinite().all())
+    assert 0 < refused < 12
+
+
+@by_format
 def test_every_variant_that_this_processor_runs_has_the_same_bits(pair: Any, form: Format) -> None:
     weight, x = random_blocks(form, 49, 512), noise(9, 512, seed=7)
     kernels, variants = pair[0], pair[0].variants()

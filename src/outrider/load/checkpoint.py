@@ -23,7 +23,7 @@ from outrider.errors import BadCheckpoint, ModelNotFound, UnsupportedModel, nami
 from outrider.load.config import ModelConfig, end_ids
 from outrider.load.families import config_from_json, is_known_family
 from outrider.load.gguf import GgufFile
-from outrider.load.gguf_config import ROPE_TENSORS, config_from_gguf
+from outrider.load.gguf_config import ROPE_TENSORS, config_from_gguf, extra_layers
 from outrider.load.json_files import read_json, read_text
 from outrider.load.mxfp4 import SCALES, is_mxfp4, matrix_of, stack_shape
 from outrider.load.published import PublishedWeights, scheme_of
@@ -344,7 +344,8 @@ class GgufCheckpoint(Checkpoint):
         factors = {name: self._file.read(name).flatten().tolist() for name in ROPE_TENSORS if name in tensors}
         self.config = config_from_gguf(self._file.metadata, tensors, factors)
         self.raw_config = dict(self.config.raw)
-        self._map = gguf_map(self.config, tensors.keys() - set(ROPE_TENSORS), path.name)
+        extra = extra_layers(self._file.metadata)
+        self._map = gguf_map(self.config, tensors.keys() - set(ROPE_TENSORS), path.name, extra)
 
     def names(self) -> list[str]:
         return list(self._map)

@@ -14,6 +14,7 @@ from typing import Any
 from outrider.errors import BadCheckpoint, UnsupportedModel
 
 MAX_EXPERTS = 4_096  # in a layer
+MAX_ALL_EXPERTS = 65_536  # in all layers: each has names of its own; the largest models have a quarter of it
 MAX_LAYERS = 10_000  # checked before anything is made per layer; the deepest models have a few hundred
 TRAINED = "original_max_position_embeddings"
 PARTIAL = "partial_rotary_factor"
@@ -239,6 +240,10 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for name in ("vocab", "hidden", "layers", "context"):
             check_size(name, getattr(self, name))
+        if (every := sum(spec.experts.count for spec in self.specs if spec.experts)) > MAX_ALL_EXPERTS:
+            raise BadCheckpoint(
+                f"the model's config gives {every} experts in all layers, which cannot be right"
+            )
         if not 0 <= self.norm_eps < math.inf:
             raise BadCheckpoint(f"the model's config gives norm_eps = {self.norm_eps}, which cannot be right")
         for name in ("embedding_scale", "residual_scale", "logit_divisor", "softcap"):

@@ -35,6 +35,7 @@ from outrider.load.routing import (
     Routing,
 )
 
+OPTIONAL_NORM = "use_qk_norm"  # a field of config.json
 SLIDING, FULL = "sliding_attention", "full_attention"
 # Names of norms, ours (Llama's, and two of our own) first, and of matrices that are stored as one.
 SANDWICH = {
@@ -158,18 +159,21 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen3_moe": Family(
         "attention_bias", "attention_bias", qk_norm="head", windows="all", routing=SOFTMAX_ROUTING,
-        defaults={"use_sliding_window": False},
+        defaults={"use_sliding_window": False}, gguf="qwen3moe",
     ),
-    "mixtral": Family(windows="all", routing=MIXTRAL_ROUTING, defaults={"rms_norm_eps": 1e-5}),
+    "mixtral": Family(
+        windows="all", routing=MIXTRAL_ROUTING, gguf="llama", gguf_pairs=True, defaults={"rms_norm_eps": 1e-5},
+    ),
     "olmoe": Family(
         "attention_bias", "attention_bias", qk_norm="whole", routing=OLMOE_ROUTING, unsupported={"clip_qkv": None},
-        defaults={"rms_norm_eps": 1e-5},
+        defaults={"rms_norm_eps": 1e-5}, gguf="olmoe",
     ),
     "glm4_moe": Family(
-        "attention_bias", qk_norm="use_qk_norm", routing=GLM_ROUTING, defaults={PARTIAL: 0.5, "rms_norm_eps": 1e-5},
+        "attention_bias", qk_norm=OPTIONAL_NORM, routing=GLM_ROUTING, gguf="glm4moe",
+        gguf_names={"post_attention_layernorm": "post_attention_norm"}, defaults={PARTIAL: 0.5, "rms_norm_eps": 1e-5},
     ),
     "llama4_text": Family(
-        "attention_bias", "attention_bias", qk_norm="use_qk_norm", pairs=True, routing=LLAMA4_ROUTING,
+        "attention_bias", "attention_bias", qk_norm=OPTIONAL_NORM, pairs=True, routing=LLAMA4_ROUTING,
         names={f"mlp.{part}": f"feed_forward.{part}" for part in ("gate_proj", "up_proj", "down_proj")},
         defaults={
             "rms_norm_eps": 1e-5, "rope_theta": 5e5, "head_dim": 128, "no_rope_layer_interval": 4, "use_qk_norm": True,
@@ -289,7 +293,7 @@ def _layer(name: str, given: Mapping[str, Any], index: int) -> LayerSpec:
 def _qk_norm(name: str, given: Mapping[str, Any], turned: bool) -> str:
     """Llama 4 norms rotated heads without weights; before or after their rotation is the same."""
     found = FAMILIES[name].qk_norm
-    if found != "use_qk_norm":
+    if found != OPTIONAL_NORM:
         return found
     if not given.get(found):
         return ""

@@ -165,7 +165,8 @@ def safetensors_map(config: ModelConfig, names: Iterable[str]) -> dict[str, Sour
     return _map(config, present, theirs, top, family.pairs, family.norm_shift, family.routing)
 
 
-def gguf_map(config: ModelConfig, names: Iterable[str], where: str) -> dict[str, Source]:
+def gguf_map(config: ModelConfig, names: Iterable[str], where: str, extra: int = 0) -> dict[str, Source]:
+    """`extra` layers follow those of the config, and are not read."""
     family, present = FAMILIES[config.family], set(names)
     layer = GGUF_LAYER | dict(family.gguf_names)
 
@@ -174,10 +175,17 @@ def gguf_map(config: ModelConfig, names: Iterable[str], where: str) -> dict[str,
         if part.startswith("mlp.experts."):
             number, matrix = part.removeprefix("mlp.experts.").split(".")
             place, name = int(number), f"ffn_{matrix.removesuffix('_proj')}_exps.{kind}"
+        elif part.startswith("mlp.") and part != ROUTER and config.specs[index].experts is not None:
+            name = f"{layer[part]}_shexp.{kind}"
+        elif kind == CORRECTION:
+            name = "exp_probs_b.bias"
         return [(f"blk.{index}.{name or f'{layer[part]}.{kind}'}", place)]
 
     found = _map(config, present, theirs, GGUF_TOP.__getitem__, family.gguf_pairs, 0.0)
-    if left := sorted(present - {source.name for source in found.values()}):
+    after = tuple(f"blk.{i}." for i in range(config.layers, config.layers + extra))
+    if left := sorted(
+        name for name in present - {source.name for source in found.values()} if not name.startswith(after)
+    ):
         raise UnsupportedModel(f"{where} has a tensor {left[0]!r} that no {config.family} model has here")
     return found
 

@@ -140,7 +140,7 @@ static int spread(int threads, int tiles, Spread job) {
         blocks |= job.down ? in_blocks(&mlp->down) : in_blocks(&mlp->gate) || in_blocks(&mlp->up);
     }
     job.panels = panels_of(N);
-    if (!inputs_for(threads, job.gated.x, job.gated.M, job.gated.K, blocks, &job.gated.in)) return 0;
+    if (!inputs_for(threads, job.gated.x, job.gated.M, job.gated.K, job.w->starts, blocks, &job.gated.in)) return 0;
     team_run(threads, tiles * job.panels, expert_panels, &job);
     release(&job.gated.in);
     return 1;
