@@ -23,7 +23,7 @@ NOT_TUNED = {
     "candidates.py": {"NOT_ALLOWED"},
     "expected.py": {"SAMPLES", "SHARE", "TAIL", "NEVER"},
     "planner.py": {"PROBE_TREE"},
-    "prefill.py": {"MAX_PROMPT_ROWS"},
+    "prefill.py": {"MAX_PROMPT_ROWS", "MOST_EAGER_ROWS"},
     "trees.py": {"CHAINS", "TREES", "RATES"},
 }
 # Not tuned for speed, but they count: the default of a request, and the steps between two reports.
