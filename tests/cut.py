@@ -2,7 +2,11 @@
 
 Of `count` experts a row chooses all, each with the weight 1 / count, and `down` is as many times as large. With a
 router of random numbers and fewer experts a row, the model has the costs of a mixture, and writes nonsense.
-`python -m tests.cut MODEL FOLDER --experts 8 --per-token 2` writes one as a checkpoint of Mixtral.
+
+With a `share`, so many experts are a whole MLP, and there are several copies of it. The router has the same numbers for
+the experts of a copy, so a row chooses whole copies: whichever it chooses, the model writes what the dense one does.
+Random numbers choose by the hidden states of a real text, so neighbouring tokens choose alike.
+`python -m tests.cut MODEL FOLDER --experts 16 --per-token 4 --share 4 --router 0.02` writes one.
 """
 
 from __future__ import annotations
@@ -25,40 +29,51 @@ from outrider.load.weight_map import ROUTER, expected_shapes
 from outrider.settings import cache_folder
 
 
-def cut_config(config: ModelConfig, count: int, per_token: int) -> ModelConfig:
-    experts = Experts(count, per_token, config.intermediate // count)
+def cut_config(config: ModelConfig, count: int, per_token: int, share: int = 0) -> ModelConfig:
+    """`share`: experts of a copy of the MLP; 0: there is one copy."""
+    experts = Experts(count, per_token, config.intermediate // (share or count))
     return replace(config, family="mixtral").reshaped(intermediate=0, experts=experts)
 
 
-def cut_reader(source: Checkpoint, count: int, router: float = 0.0) -> Callable[[str], Tensor]:
+def cut_reader(
+    source: Checkpoint, count: int, router: float = 0.0, share: int = 0
+) -> Callable[[str], Tensor]:
     """`router`: the size of its random numbers."""
     assert source.config is not None
-    hidden, width = source.config.hidden, source.config.intermediate // count
-    generator, whole_of = torch.Generator().manual_seed(0), lru_cache(2)(source.tensor)
+    share = share or count
+    hidden, width, each = (
+        source.config.hidden,
+        source.config.intermediate // share,
+        1 if share == count else share,
+    )
+    generator, whole_of = torch.Generator().manual_seed(0), lru_cache(3)(source.tensor)
 
     def read(name: str) -> Tensor:
         if f".{ROUTER}." in name:
-            return router * torch.randn(count, hidden, generator=generator)
+            rows = router * torch.randn(count // each, hidden, generator=generator)
+            return rows.repeat_interleave(each, 0)
         stem, found, rest = name.partition(".experts.")
         if not found:
             return source.tensor(name)
         number, _, matrix = rest.partition(".")
         whole = whole_of(f"{stem}.{matrix}")
-        own = slice(int(number) * width, int(number) * width + width)
-        return count * whole[:, own] if "down" in matrix else whole[own]
+        first = int(number) % share * width
+        own = slice(first, first + width)
+        return share * whole[:, own] if "down" in matrix else whole[own]
 
     return read
 
 
-def write_cut(model: str, folder: Path, count: int, per_token: int, router: float) -> None:
+def write_cut(model: str, folder: Path, count: int, per_token: int, router: float, share: int = 0) -> None:
     source = open_checkpoint(find(model, cache_folder()))
     assert source.config is not None
-    config, read = cut_config(source.config, count, per_token), cut_reader(source, count, router)
+    config = cut_config(source.config, count, per_token, share)
+    read = cut_reader(source, count, router, share)
     c = config
     raw = {
         "model_type": "mixtral", "vocab_size": c.vocab, "hidden_size": c.hidden, "num_hidden_layers": c.layers,
         "num_attention_heads": c.heads, "num_key_value_heads": c.kv_heads, "head_dim": c.head_dim,
-        "intermediate_size": source.config.intermediate // count, "num_local_experts": count,
+        "intermediate_size": source.config.intermediate // (share or count), "num_local_experts": count,
         "num_experts_per_tok": per_token, "max_position_embeddings": c.context, "rms_norm_eps": c.norm_eps,
         "rope_theta": c.rope.theta, "tie_word_embeddings": c.tied, "eos_token_id": list(c.eos_ids),
         "bos_token_id": c.bos_id, "sliding_window": None,
@@ -68,7 +83,7 @@ def write_cut(model: str, folder: Path, count: int, per_token: int, router: floa
     (folder / "tokenizer.json").write_text(source.tokenizer.to_json())
     if source.chat_template:
         (folder / "chat_template.jinja").write_text(source.chat_template)
-    tensors = {name: read(name).contiguous() for name, _ in expected_shapes(config)}
+    tensors = {name: read(name).clone() for name, _ in expected_shapes(config)}
     save_file(tensors, folder / "model.safetensors")
 
 
@@ -79,5 +94,6 @@ if __name__ == "__main__":
     parser.add_argument("--experts", type=int, default=8)
     parser.add_argument("--per-token", type=int, default=8)
     parser.add_argument("--router", type=float, default=0.0)
+    parser.add_argument("--share", type=int, default=0)
     given = parser.parse_args()
-    write_cut(given.model, given.folder, given.experts, given.per_token, given.router)
+    write_cut(given.model, given.folder, given.experts, given.per_token, given.router, given.share)

@@ -38,11 +38,25 @@ class Fault:
 
 
 STEP, DRAW, ROWS = (f"model/kernels/gpu/{name}.py" for name in ("step_ops", "draw", "rows"))
-ATTENTION = "model/kernels/gpu/attention.py"
+ATTENTION, ROUTING, PRODUCTS = (
+    f"model/kernels/gpu/{name}.py" for name in ("attention", "routing", "experts")
+)
 PLANNER, EXPERTS = "control/planner.py", "control/experts.py"
 RUNNER, PASSES = "engine/graph_runner.py", "(row == spare) | (commits == 0), length, length + passes"
 
+MIXING = "model/kernels/experts.h"
 FAULTS = [
+    # gpt-oss: sinks, experts in MXFP4, answers in channels.
+    Fault("a sink to the wrong base", ATTENTION, "other=0.0) * 1.4426950408889634", "other=0.0)",
+          "model/gpu/test_kernels.py::test_folding_in_registers_gives_the_same_bits"),
+    Fault("rows of gate for those of up", "load/weight_map.py", "first=first // wanted[0], step=2", "first=0, step=2",
+          "load/test_mxfp4.py::test_the_numbers_are_those_of_transformers"),
+    Fault("halves of a byte in the other order", "load/mxfp4.py", "(own & 15, own >> 4)", "(own >> 4, own & 15)",
+          "load/test_mxfp4.py::test_the_numbers_are_those_of_transformers"),
+    Fault("thoughts said as words", "serve/harmony.py", "self._take = self._think", "self._take = self._say",
+          "serve/test_harmony.py::test_thoughts_words_and_calls_are_told_apart"),
+    Fault("a header that goes on after its end", "serve/harmony.py", "self._may_begin = BEGUN_BY_ROLE",
+          "self._may_begin = BEGUN", "serve/test_harmony.py::test_thoughts_words_and_calls_are_told_apart"),
     # Mixtures of experts.
     Fault("rows of a sequence that share no experts", EXPERTS, "rows**self.chain.exponent", "rows",
           "control/test_experts.py::test_what_rows_share_is_learned_from_counts"),
@@ -86,6 +100,18 @@ FAULTS = [
           "            divisor = 1.0\n", "model/gpu/test_step_ops.py::test_draw"),
     Fault("choices in the wrong columns", DRAW, "columns + row % each * MOST + place", "columns + place",
           "model/gpu/test_step_ops.py::test_draw"),
+    Fault("a tie that goes to the higher expert", ROUTING, "left & (scores == best), numbers, NONE), 1), 0)",
+          "left & (scores == best), -numbers, NONE), 1), 0) * -1",
+          "model/gpu/test_experts.py::test_equal_experts_go_to_the_lower_number"),
+    Fault("padding that chooses experts", ROUTING, "| (among > 0)", "| (among >= 0)",
+          "model/gpu/test_experts.py::test_rows_choose_what_torch_says"),
+    Fault("an expert's tiles that are all its first", PRODUCTS, "tl.where(mine, ends - tiles, 0), 0)) * ROWS",
+          "tl.where(mine, ends - tiles, 0), 0)) * 0", "model/gpu/test_experts.py::test_a_needle_among_63_others"),
+    Fault("experts that are added by the weight of the first", ROWS, "tl.load(weights + pair)",
+          "tl.load(weights + row * EACH)",
+          "model/gpu/test_experts.py::test_experts_are_added_in_order_then_the_shared_one"),
+    Fault("a step that counts the experts of all steps", "device/capture.py", "self.read.sub_(self.ops.touched)",
+          "self.read.sub_(0)", "engine/test_mixtures.py::test_a_step_says_how_many_experts_its_pass_read"),
     Fault("a tie that goes to the higher id", DRAW, "better = other > score", "better = other >= score",
           "model/gpu/test_kernels.py::test_ties_go_to_the_lowest_id"),
     Fault("what a tree shares", ATTENTION,
@@ -98,6 +124,13 @@ FAULTS = [
           "tl.maximum(position - window, 0)", "model/gpu/test_kernels.py::test_attention"),
     Fault("a row of the embedding", ROWS, "token % HIGH * DEPTH", "(token + 1) % HIGH * DEPTH",
           "model/gpu/test_kernels.py::test_embedding_is_the_rows_as_they_were"),
+    Fault("experts' rows rounded as if they met one matrix", "model/kernels/cpu.c",
+          "while (in->starts && m == in->starts[group + 1]) group++;", "if (in->starts) group = 0;",
+          "model/test_experts.py"),
+    Fault("least values with the wrong sign", "model/kernels/blocks_avx.h", "EVERY_FLOAT(-1)", "EVERY_FLOAT(1)",
+          "model/test_blocks.py::test_avx512_kernels_have_the_same_bits"),
+    Fault("pointers of another KV cache", "model/kernels/native.py", "not all(map(is_, given, known))", "not known",
+          "engine/test_identity.py"),
     Fault("a draft that reads another's text", "draft/lm.py", "[s.row for s in sequences]",
           "[sequences[0].row for s in sequences]", "draft/test_lm.py"),
     Fault("layers of two drafts compared as a whole", "draft/weights.py", "elif isinstance(one, tuple) and",
@@ -198,6 +231,46 @@ FAULTS = [
           "socket.SOCK_STREAM, 0)", "serve/test_streams.py::test_small_writes_are_not_held_back"),
     Fault("remainders without end", "verify/grammar_source.py", "MOST_REMAINDERS = 100_000", "MOST_REMAINDERS = 10**18",
           "serve/test_cases_attacks.py::test_grammar_dos"),
+    # Beyond one machine.
+    Fault("prompts of keys published", "serve/kv_events.py", "if not owner:", "if owner is not None:",
+          "serve/test_kv_events.py"),
+    Fault("blocks published after an unknown parent", "serve/kv_events.py", "if above is None:", "if above == b'':",
+          "serve/test_kv_events.py"),
+    Fault("evicted blocks not published", "cache/prefix.py", "self.watch.removed([evicted.number])", "pass",
+          "serve/test_kv_events.py"),
+    Fault("long steps of batches", "engine/scheduler.py", "not pause and self._answers_others:", "pause:",
+          "engine/test_scheduler.py"),
+    Fault("a line lost on a full disk", "serve/batch_run.py",
+          "time.monotonic() + HOLD\n            batch.lines.appendleft(line)", "time.monotonic() + HOLD",
+          "serve/test_batch_run.py"),
+    Fault("a batch that takes a busy model's memory", "serve/model_service.py", "if not background and self.pressed_at",
+          "if self.pressed_at", "serve/test_batch_run.py"),
+    Fault("a request behind a batch that waits for memory", "serve/model_table.py",
+          "if model.pressed_at is None and any(", "if model.users and any(", "serve/test_batch_run.py"),
+    Fault("a failed model that holds its memory", "serve/model_table.py", 'm.backend.state != "failed"', "m.spec",
+          "serve/test_batch_run.py"),
+    Fault("an endless line read whole", "serve/batch_store.py", "if len(data) > MAX_LINE_BYTES:", "if False:",
+          "serve/test_batch_run.py"),
+    Fault("a batch folder that replicas share", "serve/deploy_settings.py", '("batch_folder", ', "(",
+          "cli/test_deploy.py"),
+    # Experts.
+    Fault("the last of equal experts", MIXING, "key[candidate] > key[old]", "key[candidate] >= key[old]",
+          "model/test_experts.py::test_the_c_kernels_equal_their_twin"),
+    Fault("the row of a pair of row and expert", MIXING, "w->sources[place] = p;", "w->sources[place] = place;",
+          "model/test_experts.py::test_a_needle"),
+    Fault("weights with the correction", "model/kernels/reference_experts.py", "weights = scores[chosen]",
+          "weights = key[chosen]", "model/test_experts.py::test_a_correction_counts"),
+    Fault("a chunk that is a window", "model/kernels/cpu.c", "/ s->chunk * s->chunk : 0", "+ 1 - s->chunk : 0",
+          "model/test_decoder.py::test_decode_equals_transformers"),
+    Fault("a rank's part of a router", "model/parallel.py", 'f".{ROUTER}." in name', "False",
+          "model/test_parallel.py::test_every_family"),
+    Fault("routers rounded with the experts", "model/weights.py", "name.endswith(ROUTING)",
+          "name.endswith(ROUTING[1:])", "model/test_experts.py::test_routers_stay_whole"),
+    # What the page shows.
+    Fault("own processes counted as others", "settings.py", "+ sum(family_seconds(one, root) for one in children)",
+          "", "test_settings.py::test_what_other_programs_used_is_all_but_what_a_family_used"),
+    Fault("an empty column in a report", "bench/page.py", "if any(row[i] for row in rows)]", "if rows]",
+          "bench/test_report_pages.py::test_a_draft_has_its_score"),
 ]  # fmt: skip
 
 

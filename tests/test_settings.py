@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import fields
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from outrider.control.guards import Guards
 from outrider.engine.planning import guards_of
 from outrider.errors import InvalidRequest
 from outrider.sampling_params import SamplingParams
-from outrider.settings import free_memory
+from outrider.settings import family_seconds, free_memory, others_seconds
 
 
 def test_users_have_few_settings_to_choose_from() -> None:
@@ -101,3 +102,30 @@ def test_a_stop_string_may_be_a_line_break() -> None:
     assert SamplingParams(stop=("\n",)).stop == ("\n",)
     with pytest.raises(InvalidRequest, match="empty string"):
         SamplingParams(stop=("",))
+
+
+def test_what_other_programs_used_is_all_but_what_a_family_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tick = os.sysconf("SC_CLK_TCK")
+
+    def process(number: int, seconds: list[int], children: str) -> None:
+        """As Linux shows one: user, system, and the same two of children that ended."""
+        folder = tmp_path / "proc" / str(number) / "task" / str(number)
+        folder.mkdir(parents=True)
+        used = " ".join(str(tick * one) for one in seconds)
+        (folder.parents[1] / "stat").write_text(f"{number} (a) name) S {'0 ' * 10}{used} 20 0")
+        (folder / "children").write_text(children)
+
+    process(5, [3, 1, 0, 2], "6 7 ")  # 7 has ended meanwhile
+    process(6, [4, 0, 0, 0], "")
+    assert family_seconds(5, tmp_path) == 10 and family_seconds(7, tmp_path) == 0
+    # user, nice, system, idle, waiting for disks, interrupts, interrupts, stolen
+    (tmp_path / "proc" / "stat").write_text(
+        f"cpu  {30 * tick} {2 * tick} {5 * tick} {900 * tick} {70 * tick} 0 {tick} {2 * tick} 0 0\ncpu0 1 2 3\n"
+    )
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    assert others_seconds(10, tmp_path) == 30
+    assert others_seconds(10, tmp_path / "none") is None
+    monkeypatch.setattr(os, "cpu_count", lambda: 10**6)
+    assert others_seconds(10, tmp_path) is None  # most of the machine is not ours

@@ -75,6 +75,9 @@ def tiny_model(
 class Letters:
     """Token text without a tokenizer: token 65 is 'A', and so on; never an unfinished character."""
 
+    def __init__(self, marked: bool = False) -> None:
+        pass
+
     def feed(self, *tokens: int) -> str:
         return "".join(chr(32 + token) for token in tokens)
 

@@ -157,6 +157,7 @@ class SamplingParams:
     prediction: str | None = setting(
         None, metavar="TEXT", help="What the answer is expected to be; drafts follow it."
     )
+    mark_special: bool = False  # special tokens are in the text, between marks: for readers of channels
     grammar: Mapping[str, Any] | None = None  # one of GRAMMARS and its value, such as {"regex": "[0-9]+"}
 
     def __post_init__(self) -> None:

@@ -83,6 +83,34 @@ def _quotas(root: Path, membership: Path) -> list[Path]:
     return [folder / "cpu.max" for folder in (group, *group.parents) if folder.is_relative_to(root)]
 
 
+def others_seconds(own: float, root: Path = Path("/")) -> float | None:
+    """Core seconds that all programs but one's own have used since the machine's start; only differences count.
+
+    None where that is not known: outside of Linux, or if most of the machine's cores are not ours.
+    """
+    try:
+        spent = (root / "proc/stat").read_text().split("\n", 1)[0].split()[1:9]
+    except OSError:
+        return None
+    if (os.cpu_count() or 1) > usable_cores():
+        return None
+    user, nice, system, _, _, *interrupts = map(int, spent)
+    return (user + nice + system + sum(interrupts)) / os.sysconf("SC_CLK_TCK") - own
+
+
+def family_seconds(process: int, root: Path = Path("/")) -> float:
+    """Core seconds that a process and those it started have used. Linux only, else 0."""
+    folder = root / "proc" / str(process)
+    try:
+        spent = (folder / "stat").read_text().rpartition(")")[2].split()[11:15]
+        children = [int(one) for file in folder.glob("task/*/children") for one in file.read_text().split()]
+    except OSError:  # it has ended meanwhile
+        return 0.0
+    return sum(map(int, spent)) / os.sysconf("SC_CLK_TCK") + sum(
+        family_seconds(one, root) for one in children
+    )
+
+
 def free_memory(root: Path = Path("/")) -> int | None:
     """Bytes this process may still take: of the machine, and of its container where that has a limit."""
     try:

@@ -35,6 +35,8 @@ def test_without_ray_the_error_names_it(outrider: Outrider) -> None:
         ),
         ("min_replicas = 0", "min_replicas must be at least 1"),
         ('[models.a]\nserved_name = "b"\n[models.b]', "two models are called 'b'"),
+        ('batch_folder = "kept"\n[models.a]', "batch_folder is for outrider serve: replicas cannot share it"),
+        ('[models.a]\nkv_events = "tcp://127.0.0.1:5557"', "kv_events is for outrider serve"),
     ],
 )
 def test_a_wrong_file_is_refused(outrider: Outrider, tmp_path: Path, text: str, words: str) -> None:
@@ -42,6 +44,13 @@ def test_a_wrong_file_is_refused(outrider: Outrider, tmp_path: Path, text: str, 
     file.write_text(text)
     ran = outrider("deploy", file)
     assert ran.code == 2 and words in " ".join(ran.err.split())
+
+
+def test_a_missing_model_is_known_before_ray_is_started(outrider: Outrider, tmp_path: Path) -> None:
+    file = tmp_path / "models.toml"
+    file.write_text('[models.a]\nmodel = "/no/such.gguf"')
+    ran = outrider("deploy", file)
+    assert ran.code == 1 and "a: there is no file or folder '/no/such.gguf'" in ran.err
 
 
 def test_each_model_has_its_own_replicas(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

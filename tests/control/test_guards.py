@@ -9,6 +9,7 @@ from pathlib import Path
 
 from outrider.control import guards
 from outrider.control.guards import Guards
+from outrider.control.reasons import KINDS
 from outrider.engine.planning import guards_of
 from outrider.settings import Settings
 
@@ -22,7 +23,7 @@ NOT_TUNED = {
     "candidates.py": {"NOT_ALLOWED"},
     "expected.py": {"SAMPLES", "SHARE", "TAIL", "NEVER"},
     "planner.py": {"PROBE_TREE"},
-    "prefill.py": {"MAX_PROMPT_ROWS"},
+    "prefill.py": {"MAX_PROMPT_ROWS", "MOST_EAGER_ROWS"},
     "trees.py": {"CHAINS", "TREES", "RATES"},
 }
 # Not tuned for speed, but they count: the default of a request, and the steps between two reports.
@@ -89,3 +90,9 @@ def test_settings_reach_the_guards() -> None:
         Settings(draft_max_batch=3, draft_max_depth=4, draft_max_temperature=0.5, objective="latency")
     )
     assert made == Guards(3, 4, 0.5, "latency")
+
+
+def test_the_documents_list_every_reason() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    table = text.split("| reason | meaning |")[1].split("\n\n")[0]
+    assert re.findall(r"^\| `([\w -]+)` \|", table, re.MULTILINE) == list(KINDS)

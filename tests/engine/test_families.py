@@ -20,7 +20,7 @@ from tests.model.families import logits_of, make_theirs
 from tests.tiny import eagle_tensors, random_tensors, tiny_config, write_eagle
 
 VOCAB = len(vocabulary())
-CASES = ["gemma3", "olmo3", "granite", "phi4-short", "glm4"]
+CASES = ["gemma3", "olmo3", "granite", "phi4-short", "glm4", "glm4_moe-groups", "llama4", "gpt_oss-usual"]
 PROMPTS = ["hello hello 12", "one", "hello one two three hello one two"]
 
 

@@ -23,6 +23,7 @@ class Room:
         self.asked: list[tuple[int, float]] = []
         self.waiting: list[int] = []
         self.pending: list[int] = []
+        self.behind = 1 << 20  # prompt rows of steps with background requests alone
 
     def add(self, name: str, prompt: int, background: bool = False) -> Sequence:
         one = replace(request(name, range(1, prompt + 1), max_tokens=100), background=background)
@@ -38,7 +39,7 @@ class Room:
 
     def step(self) -> dict[str, int]:
         """Known tokens by request; whoever is at its end emits one."""
-        work = self.scheduler.schedule(self.rows)
+        work = self.scheduler.schedule(self.rows, lambda decoding: self.behind)
         for one in work:
             one.sequence.cached += one.known
             if one.emits:
@@ -151,6 +152,23 @@ def test_background_sequences_pause_while_another_request_runs_or_waits():
     for sequence in (one, two):
         room.scheduler.finish(sequence)
     assert room.step() == {"late": 1} and room.scheduler.background == 1 and not room.scheduler.idle
+
+
+def test_steps_of_background_sequences_are_short_once_others_have_come():
+    """The next request waits for the step in hand."""
+    room = Room()
+    room.add("one", 40, background=True)
+    room.add("two", 40, background=True)
+    room.behind = 8
+    assert room.step() == {"one": 40, "two": 24}  # only a batch is here
+    user = room.add("user", 30)
+    assert room.step() == {"user": 30}
+    room.scheduler.finish(user)
+    assert room.step() == {"one": 1, "two": 8}
+    room.behind = 0
+    assert room.step() == {"one": 1, "two": 1}  # it moves all the same
+    room.scheduler.finish(room.scheduler.running[0])
+    assert room.step() == {"two": 1}
 
 
 @pytest.mark.parametrize("full", [{"rows": 2}, {"slots": 24}])

@@ -38,6 +38,34 @@ def seed(path: Path) -> None:
     tiny.write_gguf(path, metadata, {name: np.ones(shape, np.float32) for name, shape in shapes.items()})
 
 
+def seed_experts(path: Path) -> None:
+    """The same with a layer of two experts, and every entry of the metadata about them."""
+    shape = {
+        "embedding_length": 8,
+        "feed_forward_length": 8,
+        "attention.head_count": 2,
+        "attention.head_count_kv": 1,
+    }
+    experts = {
+        "expert_count": 2,
+        "expert_used_count": 1,
+        "expert_feed_forward_length": 8,
+        "expert_shared_count": 1,
+    }
+    experts |= {"expert_gating_func": 2, "expert_group_count": 1, "expert_group_used_count": 1}
+    experts |= {"leading_dense_block_count": 0, "nextn_predict_layers": 1, "expert_weights_norm": True}
+    metadata = tiny.model_metadata("glm4moe", block_count=2, **shape, **experts) | tiny.tokenizer_metadata()
+    metadata |= {"tokenizer.ggml.tokens": [*"abcd"], "tokenizer.ggml.token_type": [1] * 4}
+    metadata |= {"tokenizer.ggml.merges": []}
+    layers = {"attn_q": (8, 8), "attn_k": (4, 8), "attn_v": (4, 8), "attn_output": (8, 8), "attn_norm": (8,)}
+    layers |= {"post_attention_norm": (8,), "ffn_gate_inp": (2, 8)}
+    layers |= {f"ffn_{part}_{kind}": shape for part in ("gate", "up", "down")
+               for kind, shape in (("exps", (2, 8, 8)), ("shexp", (8, 8)))}  # fmt: skip
+    shapes = {"token_embd.weight": (4, 8), "output_norm.weight": (8,), "blk.0.exp_probs_b.bias": (2,)}
+    shapes |= {f"blk.0.{name}.weight": shape for name, shape in layers.items()}
+    tiny.write_gguf(path, metadata, {name: np.ones(shape, np.float32) for name, shape in shapes.items()})
+
+
 def survives(path: Path) -> bool:
     """Open and use the file. True if it was taken for sound."""
     started = time.thread_time()
@@ -108,6 +136,23 @@ def test_every_header_word_lies(path: Path, sound: bytes, header: int, value: in
         patch(path, at, struct.pack("<Q", value))
         survives(path)
         patch(path, at, sound[at : at + 8])
+
+
+@pytest.mark.parametrize("value", [0, 3, 4097, 2**31, 2**63, 2**64 - 1])
+def test_entries_about_experts_lie(tmp_path: Path, value: int) -> None:
+    path = tmp_path / "experts.gguf"
+    seed_experts(path)
+    sound = path.read_bytes()
+    metadata = GgufFile(path).metadata
+    assert metadata["glm4moe.expert_count"] == 2 and open_checkpoint(path).config.specs[0].experts is not None
+    for name in (b"expert_", b"leading_dense", b"nextn_", b"_exps", b"_inp", b"exp_probs"):
+        at = sound.find(name)
+        while at >= 0:
+            for behind in range(at, min(at + 56, len(sound) - 8), 3):
+                patch(path, behind, struct.pack("<Q", value))
+                survives(path)
+                patch(path, behind, sound[behind : behind + 8])
+            at = sound.find(name, at + 1)
 
 
 def with_fuzz(examples: int) -> settings:

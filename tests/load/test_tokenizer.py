@@ -84,7 +84,15 @@ def published_pre_tokenizer(name: str) -> Any:
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
         r"|\s*[\r\n]+|\s+(?!\S)|\s+"
     )
-    pattern = llama3 if name == "llama-bpe" else llama3.replace("{1,3}", "")
+    if name == "gpt-4o":
+        words = [
+            r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+            r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        ]
+        llama3 = "|".join(
+            [*words, r"\p{N}{1,3}", r" ?[^\s\p{L}\p{N}]+[\r\n/]*", r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+"]
+        )
+    pattern = llama3 if name in ("llama-bpe", "gpt-4o") else llama3.replace("{1,3}", "")
     return pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(pattern), behavior="isolated", invert=False),
@@ -98,11 +106,16 @@ def test_gguf_equals_tokenizers_and_transformers(pre: str) -> None:
     ours = Tokenizer.from_gguf(tiny.tokenizer_metadata(pre))
     backend = tiny.byte_level_backend()
     backend.pre_tokenizer = published_pre_tokenizer(pre)
-    backend.model.ignore_merges = pre == "llama-bpe"
+    backend.model.ignore_merges = pre in ("llama-bpe", "gpt-4o")
     if pre == "qwen2":
         backend.normalizer = normalizers.NFC()
     reference = PreTrainedTokenizerFast(tokenizer_object=backend)
-    for text in [*TEXTS, "hello hello<tool>hello  12 123 1212", "<|start|>hello"]:
+    for text in [
+        *TEXTS,
+        "CamelCase don'T it's/\n\n a//b HELLOWorld",
+        "hello hello<tool>hello  12 123 1212",
+        "<|start|>hello",
+    ]:
         ids = ours.encode(text, parse_special=True)
         assert ids == reference.encode(text, add_special_tokens=False), text
         if pre != "qwen2":  # it normalises: the text may come back composed

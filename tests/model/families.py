@@ -170,7 +170,23 @@ CASES |= {
         },
     ),
 }  # fmt: skip
-EXPERTS = [case for case in CASES if case.startswith(("qwen3_moe", "mixtral", "olmoe", "glm4_moe", "llama4"))]
+GPT_OSS: dict[str, Any] = {
+    "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 40, "head_dim": 16, "sliding_window": 4,
+    "swiglu_limit": 1.0, **_rope("yarn", truncate=False, **YARN),
+}  # fmt: skip
+CASES |= {
+    "gpt_oss": ("GptOss", GPT_OSS),
+    "gpt_oss-usual": ("GptOss", {**GPT_OSS, "swiglu_limit": 7.0, "intermediate_size": 96}),
+    "gpt_oss-four-heads-a-key": (
+        "GptOss",
+        {
+            **GPT_OSS, "num_attention_heads": 8, "num_experts_per_tok": 4, "num_local_experts": 4,
+            "attention_bias": False, "layer_types": KINDS[1:] + KINDS[:1], "swiglu_limit": 7.0,
+        },
+    ),
+}  # fmt: skip
+FAMILIES_OF_EXPERTS = ("qwen3_moe", "mixtral", "olmoe", "glm4_moe", "llama4", "gpt_oss")
+EXPERTS = [case for case in CASES if case.startswith(FAMILIES_OF_EXPERTS)]
 DYNAMIC = ("Llama", {"max_position_embeddings": 16, **_rope("dynamic", factor=2.0)})
 
 

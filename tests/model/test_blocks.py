@@ -70,6 +70,12 @@ def test_products_have_the_bits_of_the_twin(pair: Any, form: Format, outputs: in
     assert ((made[0] - exact).abs() <= 0.02 * size).all()
 
 
+def test_an_odd_number_of_panels_and_blocks(pair: Any) -> None:
+    """As in gpt-oss, whose hidden size of 2,880 is 90 blocks."""
+    weight, x = random_blocks(FORMS["MXFP4"], 24, 2880), noise(7, 2880, seed=2)
+    assert torch.equal(*(kernels.linear(kernels.pack_linear(weight), x) for kernels in pair))
+
+
 @by_format
 def test_a_row_has_the_same_bits_among_any_others_and_with_any_threads(
     pair: Any, form: Format, kernel_folder: Path
@@ -121,6 +127,29 @@ def test_a_scale_that_is_no_number_is_refused_by_name(pair: Any, form: Format, b
     for kernels in pair:
         with pytest.raises(BadCheckpoint, match="'a tensor' is corrupt"):
             kernels.pack_linear(weight)
+
+
+@by_format
+def test_any_bytes_are_refused_by_name_or_multiplied_alike(pair: Any, form: Format) -> None:
+    x, refused = noise(3, 256, seed=8), 0
+    for seed in range(12):
+        weight, generator = random_blocks(form, 20, 256, seed=seed), torch.Generator().manual_seed(seed)
+        raw = weight.raw.view(-1)
+        edits = len(raw) * seed // 6
+        at = torch.randint(0, len(raw), (edits,), generator=generator)
+        raw[at] = torch.randint(0, 256, (edits,), generator=generator, dtype=torch.uint8)
+        if form.name == "MXFP4":
+            powers = raw.view(-1, form.bytes)[:, 0]
+            powers[(powers > 150) & (powers < 255)] = 150  # larger ones overflow, each kernel in its own way
+        made = []
+        for kernels in pair:
+            try:
+                made.append(kernels.linear(kernels.pack_linear(weight), x))
+            except BadCheckpoint as problem:
+                assert "'a tensor' is corrupt" in str(problem)
+        refused += not made
+        assert not made or (torch.equal(*made) and made[0].isfinite().all())
+    assert 0 < refused < 12
 
 
 @by_format

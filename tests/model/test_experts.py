@@ -126,16 +126,20 @@ def test_the_c_kernels_equal_their_twin(case: str, kind: str, kernel_folder: Pat
 
 @pytest.mark.model
 @NEEDS_COMPILER
-def test_a_dense_model_cut_into_experts_writes_its_text(kernel_folder: Path) -> None:
+@pytest.mark.parametrize(("count", "per_token", "share", "router"), [(8, 8, 0, 0.0), (8, 4, 2, 0.02)])
+def test_a_dense_model_cut_into_experts_writes_its_text(
+    count: int, per_token: int, share: int, router: float, kernel_folder: Path
+) -> None:
     source = open_checkpoint(find("smollm2-135m", cache_folder()))
     assert source.config is not None
     whole = source.config.reshaped(layers=8)
-    config = cut_config(whole, 8, 8)
-    assert config.parameters == whole.parameters + 8 * 8 * 576  # its routers
+    config = cut_config(whole, count, per_token, share)
+    if not share:
+        assert config.parameters == whole.parameters + 8 * 8 * 576  # its routers
     ids = list(source.tokenizer.encode("The three laws of motion are"))
     dense, cut = (
         Decoder(c, read, make_kernels(c, 64, 2, kernel_folder, "c"))
-        for c, read in ((whole, source.tensor), (config, cut_reader(source, 8)))
+        for c, read in ((whole, source.tensor), (config, cut_reader(source, count, router, share)))
     )
     first, second = Reader(whole), Reader(config)
     fed = ids
@@ -144,3 +148,10 @@ def test_a_dense_model_cut_into_experts_writes_its_text(kernel_folder: Path) -> 
         assert furthest(logits[1], logits[0]) < 1e-4
         fed = [int(logits[0].argmax())]
         assert int(logits[1].argmax()) == fed[0]
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "int8", "int4"])
+def test_routers_stay_whole(kind: str) -> None:
+    name = "model.layers.1.mlp.gate.weight"
+    kept = kept_as(tensors_of("qwen3_moe")[name], kind_of(name, kind))
+    assert isinstance(kept, torch.Tensor) and torch.equal(kept, tensors_of("qwen3_moe")[name])

@@ -19,6 +19,10 @@ from tests.model.families import POSITIONS, VOCAB, their_logits, theirs
 
 TOLERANCE = 2e-5
 SANDWICH = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
+GLM_MOE = {
+    "mlp.gate": "ffn_gate_inp", "post_attention_layernorm": "post_attention_norm",
+    **{f"mlp.shared_experts.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
+}  # fmt: skip
 # By case: the architecture, whether rotary pairs become neighbours, what is added to norms, names that are not Llama's.
 CASES: dict[str, tuple[str, bool, int, dict[str, str]]] = {
     "gemma2": ("gemma2", False, 1, SANDWICH | {"pre_feedforward_layernorm": "ffn_norm"}),
@@ -37,6 +41,14 @@ CASES: dict[str, tuple[str, bool, int, dict[str, str]]] = {
             "mlp.gate_up_proj": "ffn_up", "post_self_attn_layernorm": "post_attention_norm",
             "post_mlp_layernorm": "post_ffw_norm",
         },
+    ),
+    "qwen3_moe": ("qwen3moe", False, 0, {"mlp.gate": "ffn_gate_inp"}),
+    "mixtral": ("llama", True, 0, {"mlp.gate": "ffn_gate_inp"}),
+    "olmoe": ("olmoe", False, 0, {"mlp.gate": "ffn_gate_inp"}),
+    "glm4_moe": ("glm4moe", False, 0, GLM_MOE),
+    "glm4_moe-groups": ("glm4moe", False, 0, GLM_MOE),
+    "gpt_oss-usual": (
+        "gpt-oss", False, 0, {"post_attention_layernorm": "post_attention_norm", "mlp.router": "ffn_gate_inp"},
     ),
 }  # fmt: skip
 NAMES = {
@@ -82,6 +94,22 @@ def metadata_of(case: str) -> dict[str, Any]:
             "embedding_scale": 3.0, "residual_scale": 0.6, "logit_scale": 1.7, "attention.scale": 0.3,
         },
         "phi3": {"attention.sliding_window": 4},
+        "qwen3_moe": {"expert_count": 8, "expert_used_count": 3, "expert_feed_forward_length": 40},
+        "mixtral": {"expert_count": 4, "expert_used_count": 2},
+        "olmoe": {"expert_count": 8, "expert_used_count": 3},
+        "glm4_moe": {
+            "expert_count": 8, "expert_used_count": 3, "expert_feed_forward_length": 40, "expert_shared_count": 1,
+            "leading_dense_block_count": 1, "expert_weights_scale": 1.7, "expert_weights_norm": True,
+            "expert_gating_func": 2, "block_count": 4, "nextn_predict_layers": 1,
+        },
+        "glm4_moe-groups": {
+            "expert_count": 8, "expert_used_count": 3, "expert_feed_forward_length": 40, "expert_shared_count": 2,
+            "leading_dense_block_count": 2, "expert_weights_scale": 1.7, "expert_weights_norm": False,
+            "expert_gating_func": 2, "expert_group_count": 4, "expert_group_used_count": 2,
+        },
+        "gpt_oss-usual": {
+            "attention.sliding_window": 4, "expert_count": 8, "expert_used_count": 3, "expert_feed_forward_length": 96,
+        },
         "ministral3": {"rope.scaling.yarn_log_multiplier": 1.0, "attention.temperature_scale": 0.4},
     }.get(case, {})  # fmt: skip
     made = {"general.architecture": architecture} | {f"{architecture}.{k}": v for k, v in own.items()}
@@ -101,7 +129,11 @@ def tensors_of(case: str) -> dict[str, np.ndarray]:
             array = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(array.shape))
         if stem.endswith("norm"):
             array = array + np.float32(shift)
-        if stem.startswith("model.layers."):
+        if kind == "sinks" or stem.endswith(".experts"):
+            made |= own_tensors(stem, kind, array, case.startswith("gpt_oss"))
+        elif kind == "e_score_correction_bias":
+            made[f"blk.{stem.split('.')[2]}.exp_probs_b.bias"] = array
+        elif stem.startswith("model.layers."):
             _, _, number, part = stem.split(".", 3)
             made[f"blk.{number}.{(NAMES | names)[part]}.{kind}"] = array
         else:
@@ -113,10 +145,29 @@ def tensors_of(case: str) -> dict[str, np.ndarray]:
     return made
 
 
+def own_tensors(stem: str, kind: str, array: np.ndarray, turned: bool) -> dict[str, np.ndarray]:
+    """Sinks, and stacks of experts, which gpt-oss stores turned and with rows of gate and up in turns."""
+    block = f"blk.{stem.split('.')[2]}"
+    if kind == "sinks":
+        return {f"{block}.attn_sinks.weight": array}
+    suffix = "bias" if kind.endswith("_bias") else "weight"
+    array = array if suffix == "bias" or not turned else np.ascontiguousarray(array.swapaxes(1, 2))
+    if kind.startswith("down"):
+        return {f"{block}.ffn_down_exps.{suffix}": array}
+    half = array.shape[1] // 2
+    parts = {"gate": array[:, ::2], "up": array[:, 1::2]}
+    if not turned:
+        parts = {"gate": array[:, :half], "up": array[:, half:]}
+    return {f"{block}.ffn_{part}_exps.{suffix}": np.ascontiguousarray(rows) for part, rows in parts.items()}
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_gguf_file_gives_transformers_logits(case: str, tmp_path: Path, kernel_folder: Path) -> None:
     metadata = metadata_of(case)
-    write_gguf(tmp_path / "model.gguf", metadata, tensors_of(case))
+    tensors = tensors_of(case)
+    if case == "glm4_moe":  # the layer that predicts one token more
+        tensors["blk.3.nextn.eh_proj.weight"] = np.ones((64, 128), np.float32)
+    write_gguf(tmp_path / "model.gguf", metadata, tensors)
     checkpoint = open_checkpoint(tmp_path / "model.gguf")
     check_shapes(checkpoint)
     config = checkpoint.config

@@ -1,5 +1,5 @@
-/* Compares every variant of the block kernels that this processor runs with the portable one, bit by bit: all formats, one
- * to four rows, panels as they are packed and widened. Prints the names of those compared; fails at the first difference.
+/* Compares every variant of the block kernels that this processor runs with the portable one, bit by bit: all formats, tiles
+ * of all sizes, panels as they are packed and widened. Prints the names of those compared; fails at the first difference.
  * With AVX512_IN_C, the AVX-512 VNNI kernels are compared, made of the instructions as tests/model/avx512 writes them.
  */
 #include <stdio.h>
@@ -20,7 +20,6 @@
 
 #define INPUTS 512
 #define OUTPUTS_PACKED 21 /* the second panel is not full */
-#define ROWS 4
 
 const char *outrider_variant(int i);
 void outrider_choose(int i);
@@ -55,12 +54,19 @@ static void *packed_weights(int kind) {
     return packed;
 }
 
-static int differs(const Variant *v, int kind, const void *panel, const Rounded *x, const char *how) {
-    for (int rows = 1; rows <= ROWS; rows++) {
-        float ours[ROWS][PANEL], theirs[ROWS][PANEL];
-        v->tiles[kind][rows - 1](panel, x, ROWS - rows, ours);
-        blocks_portable.tiles[kind][rows - 1](panel, x, ROWS - rows, theirs);
-        if (memcmp(ours, theirs, rows * sizeof ours[0])) {
+/* Rows alone, as the portable kernels round them, and tiles of so many of them from row FIRST on. */
+#define FIRST 1
+typedef struct {
+    Rounded alone[TILE], tile[TILE + 1];
+} Given;
+
+static int differs(const Variant *v, int kind, const void *panel, const Given *given, const char *how) {
+    for (int rows = 1; rows <= v->rows; rows++) {
+        float ours[TILE][PANEL], theirs[1][PANEL];
+        v->tiles[kind][rows - 1](panel, given->tile + rows, FIRST, ours);
+        for (int r = 0; r < rows; r++) {
+            blocks_portable.tiles[kind][0](panel, given->alone + r, 0, theirs);
+            if (!memcmp(ours[r], theirs, sizeof theirs)) continue;
             printf("%s: kind %d, %d rows, %s: the bits differ\n", v->name, kind, rows, how);
             return 1;
         }
@@ -68,29 +74,51 @@ static int differs(const Variant *v, int kind, const void *panel, const Rounded 
     return 0;
 }
 
-static int compare(const Variant *v) {
-    static float x[ROWS][INPUTS];
-    for (int r = 0; r < ROWS; r++)
+static int rounds_otherwise(const Rounded *a, size_t i, const Rounded *b, size_t j) {
+    return memcmp(a->q + i * BLOCK, b->q + j * BLOCK, BLOCK) || a->scale[i] != b->scale[j] || a->sum[i] != b->sum[j] ||
+           memcmp(a->minus + 2 * i, b->minus + 2 * j, 8);
+}
+
+static int round_all(const Variant *v, Given *given) {
+    static float x[TILE][INPUTS];
+    for (int r = 0; r < TILE; r++) {
         for (int k = 0; k < INPUTS; k++) x[r][k] = ((int)(next() & 0xffff) - 0x8000) / 4096.0f * (r == 1 ? 1e4f : 1);
-    memset(x[2], 0, 100 * sizeof(float)); /* blocks without a scale */
-    Rounded ours = rounded_for(ROWS, INPUTS), theirs = rounded_for(ROWS, INPUTS);
-    for (int r = 0; r < ROWS; r++) v->round(x[r], INPUTS, &ours, r), blocks_portable.round(x[r], INPUTS, &theirs, r);
-    if (memcmp(ours.q, theirs.q, (size_t)ROWS * ours.blocks * (BLOCK + 16))) return printf("%s: rounding\n", v->name);
+        if (r == 2) memset(x[r], 0, 100 * sizeof(float)); /* blocks without a scale */
+        given->alone[r] = rounded_for(1, INPUTS);
+        blocks_portable.round(x[r], INPUTS, given->alone + r, 0, 1, 0);
+    }
+    for (int rows = 1; rows <= v->rows; rows++) {
+        Rounded *tile = given->tile + rows;
+        *tile = rounded_for(FIRST + rows, INPUTS);
+        for (int r = 0; r < rows; r++) {
+            v->round(x[r], INPUTS, tile, FIRST, rows, r);
+            for (int b = 0; b < tile->blocks; b++)
+                if (rounds_otherwise(given->alone + r, b, tile, (size_t)FIRST * tile->blocks + b * rows + r))
+                    return printf("%s: rounding\n", v->name);
+        }
+    }
+    return 0;
+}
+
+static int compare(const Variant *v) {
+    Given given;
+    if (round_all(v, &given)) return 1;
     for (int kind = Q8_0; kind <= MXFP4; kind++) {
         uint8_t *packed = packed_weights(kind);
         size_t panel = blocks_panel_bytes(kind, INPUTS), wide = blocks_panel_bytes(WIDE_LEAST, INPUTS);
         uint8_t *rooms[2] = {calloc(1, wide), calloc(1, wide)};
         for (int n = 0; n < 2; n++) {
-            if (differs(v, kind, packed + n * panel, &ours, "as packed")) return 1;
+            if (differs(v, kind, packed + n * panel, &given, "as packed")) return 1;
             int wider = blocks_widen(kind, packed + n * panel, INPUTS, rooms[0]);
             v->widen[kind](packed + n * panel, INPUTS, rooms[0]);
             blocks_portable.widen[kind](packed + n * panel, INPUTS, rooms[1]);
             if (memcmp(rooms[0], rooms[1], wide)) return printf("%s: kind %d widened\n", v->name, kind);
-            if (differs(v, wider, rooms[0], &ours, "widened")) return 1;
+            if (differs(v, wider, rooms[0], &given, "widened")) return 1;
         }
         free(packed), free(rooms[0]), free(rooms[1]);
     }
-    free(ours.q), free(theirs.q);
+    for (int r = 0; r < TILE; r++) free(given.alone[r].q);
+    for (int rows = 1; rows <= v->rows; rows++) free(given.tile[rows].q);
     printf("%s\n", v->name);
     return 0;
 }

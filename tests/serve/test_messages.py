@@ -164,8 +164,8 @@ IMAGE = {"type": "image", "source": {"type": "base64", "data": ""}}
         ),
         (
             {"messages": [{"role": "assistant", "content": [{"type": "thinking"}]}]},
-            "messages[0].content[0]",
-            "'thinking'",
+            "messages[0].content[0].thinking",
+            "a text",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "text"}]}]},

@@ -98,6 +98,8 @@ def test_live_figures_are_those_of_the_metrics(served: Served) -> None:
     assert decided["count"] > 0 and decided["meaning"] == KINDS["asked"]
     assert "asked, drafter lookup" in decided["latest"]
     assert (now["running"], now["waiting"], now["ready"]) == (0, 0, True)
+    others = [figures["other_programs_seconds"] for figures in (before, now)]
+    assert others == [None, None] or others[0] <= others[1]
 
 
 def test_the_latest_reason_is_put_into_words_again_and_again(served: Served) -> None:

@@ -339,7 +339,7 @@ def test_charts_move_under_load(tab: Callable[..., Tab], shown: Served) -> None:
     one.until(f"[...document.querySelectorAll('#charts .line')].some(line => {heights} > 1)")
     one.until("parseFloat(document.querySelector('#tiles dd').textContent.replace(',', '')) > 0")
     one.until(
-        "document.querySelector('#decisions-chart rect') && document.querySelector('#decisions tbody tr')"
+        "document.querySelector('#decisions-chart path') && document.querySelector('#decisions tbody tr')"
     )
     load.join()
     assert "tokens since the start" in one.page.inner_text("#live-state")
@@ -348,7 +348,8 @@ def test_charts_move_under_load(tab: Callable[..., Tab], shown: Served) -> None:
 def test_pairs_are_shown_with_their_cards(tab: Callable[..., Tab], shown: Served) -> None:
     one = tab().open("/#pairs")
     one.page.wait_for_selector("#cards .pair")
-    names = [pair["name"] for pair in shown.get("/v1/pairs").json()["data"]]
+    found = shown.get("/v1/pairs").json()["data"]
+    names = [pair["name"] for pair in sorted(found, key=lambda pair: not pair["in_use"])]
     assert one.page.locator("#cards h2").all_inner_texts() == names
     assert one.page.locator("#cards .chart").count() >= 2
 
@@ -375,6 +376,11 @@ def test_docs_show_every_route_with_the_shape_of_its_answer(tab: Callable[..., T
     assert "Body: ChatRequest" in chat and "Answer: ChatCompletion" in chat and "messages" in chat
     one.page.locator("#post-v1-chat-completions summary", has_text="ChatChoice").click()
     one.until("document.getElementById('post-v1-chat-completions').innerText.includes('finish_reason')")
+    upload = one.page.inner_text("#post-v1-files")
+    assert "a form" in upload and "-F file=@FILE" in upload and "Answer: FileObject" in upload
+    listed = one.page.inner_text("#get-v1-batches")
+    assert "limit" in listed and "Answer: BatchList" in listed
+    assert one.page.locator("#contents b").all_inner_texts()[0] == "Answers"
 
 
 # ------------------------------------------------------------------------------------------------- the whole page
@@ -397,6 +403,11 @@ def test_every_view_fits_and_is_accessible(tab: Callable[..., Tab], width: int, 
             path=SCREENSHOTS / f"{view}-{width}-{scheme}.png", full_page=view != "docs", animations="disabled"
         )
         assert one.page.evaluate("document.documentElement.scrollWidth") <= width, view
+        # A chart that is stretched has letters of another size.
+        stretched = "c => c.clientWidth && Math.abs(c.clientWidth - c.viewBox.baseVal.width) > 1"
+        assert (
+            one.page.evaluate(f"[...document.querySelectorAll('svg.chart')].filter({stretched}).length") == 0
+        )
         ground = one.page.evaluate("getComputedStyle(document.documentElement).backgroundColor")
         assert (sum(map(int, ground[4:-1].split(","))) > 380) == (scheme == "light")
 
@@ -462,13 +473,14 @@ def test_the_page_is_light_and_paints_at_once(tab: Callable[..., Tab]) -> None:
     assert sum(len(httpx.get(a.url, headers={"accept": "text/html"}).content) for a in files) < 500_000
 
 
-def test_with_keys_the_page_asks_for_one_and_keeps_it_in_memory(
+def test_with_keys_the_page_asks_for_one_keeps_it_in_memory_and_sends_it_to_each_model(
     tab: Callable[..., Tab], hostile: Path
 ) -> None:
-    server = start_server(hostile, "--api-key", "the-right-key-0123456789")
+    server = start_server(f"first={hostile}", f"second={hostile}", "--api-key", "the-right-key-0123456789")
     try:
         one = tab(server).open()
         one.page.wait_for_selector("#key-dialog[open]")
+        assert one.page.evaluate("document.activeElement.id") == "key"
         one.page.fill("#key", "a-wrong-key-0123456789")
         one.page.keyboard.press("Enter")
         one.until("document.getElementById('key-wrong').textContent.includes('refused')")
@@ -477,6 +489,15 @@ def test_with_keys_the_page_asks_for_one_and_keeps_it_in_memory(
         one.page.keyboard.press("Enter")
         one.until(SERVED)
         one.race()
+        assert {body["model"] for body in one.bodies()} <= {"first"}
+        assert one.page.locator("#model option").all_inner_texts() == ["first", "second"]
+        one.page.select_option("#model select", "second")
+        one.until("document.querySelector('.talk .token') === null")  # another model, another conversation
+        one.race()
+        assert [body["model"] for body in one.bodies()[-2:]] == ["second"] * 2
+        assert all(len(body["messages"]) == 1 for body in one.bodies()[-2:])
+        one.page.click("nav a[href='#live']")
+        one.until("document.getElementById('live-state').textContent.startsWith('second takes requests')")
         kept = one.page.evaluate("JSON.stringify([{...localStorage}, {...sessionStorage}, document.cookie])")
         assert "right-key" not in kept and "right-key" not in one.page.content()
         assert all("right-key" not in asked.url for asked in one.asked)
@@ -484,3 +505,66 @@ def test_with_keys_the_page_asks_for_one_and_keeps_it_in_memory(
         one.page.wait_for_selector("#key-dialog[open]")  # a new page knows nothing of it
     finally:
         server.stop()
+
+
+def test_a_proxy_that_hides_the_live_figures_does_not_stop_the_page(tab: Callable[..., Tab]) -> None:
+    one = tab()
+    one.page.route("**/v1/live*", lambda route: route.fulfill(status=404, body="{}"))
+    one.ready().race()
+    assert one.page.get_attribute("#verdict [data-same]", "data-same") == "true"
+    assert all("status of 404" in said for said in one.problems)
+    one.problems.clear()
+
+
+@pytest.mark.parametrize("others", [0.0, 3.0, None])
+def test_the_verdict_says_when_other_programs_disturbed(
+    tab: Callable[..., Tab], others: float | None
+) -> None:
+    begun: list[float] = []
+
+    def answer(route: Any) -> None:
+        figures = route.fetch().json()
+        begun.append(figures["time"])
+        spent = None if others is None else others * (figures["time"] - begun[0])
+        route.fulfill(json={**figures, "other_programs_seconds": spent})
+
+    one = tab()
+    one.page.route("**/v1/live*", answer)
+    said = one.ready().race().page.inner_text("#verdict")
+    assert ("Other programs used 3.0 cores" in said) == bool(others)
+    assert one.page.locator("#verdict .unsure").count() == bool(others)
+    assert one.page.locator("#verdict .won, #verdict .lost").count() == (not others)
+
+
+def test_a_view_begins_at_its_top(tab: Callable[..., Tab]) -> None:
+    one = tab().open("/#race")
+    one.until(SERVED)
+    for view in ("live", "race"):
+        one.page.click(f"nav a[href='#{view}']")
+        one.page.wait_for_selector(f"#{view}-title", state="visible")
+        bar, title = (one.page.locator(place).bounding_box() for place in (".bar", f"#{view}-title"))
+        assert title["y"] >= bar["y"] + bar["height"] and one.page.evaluate("scrollY") == 0
+
+
+def test_everything_can_be_reached_and_used_by_keyboard(tab: Callable[..., Tab]) -> None:
+    one = tab().ready()
+    press, focused = (
+        one.page.keyboard.press,
+        "document.activeElement.id || document.activeElement.textContent",
+    )
+    press("Tab")
+    assert one.page.evaluate(focused) == "Skip to content"
+    assert one.page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+    press("Enter")
+    assert one.page.evaluate(focused) == "view"
+    order = []
+    while "go" not in order:
+        press("Tab")
+        order.append(one.page.evaluate(focused))
+    assert [name for name in order if len(name) < 9] == ["Edit", "Code", "List", "Chat", "prompt", "go"]
+    one.page.fill("#tokens", "8")
+    one.page.focus("button.chip >> nth=2")
+    press("Enter")
+    assert one.page.evaluate(focused) == "prompt" and "planets" in one.page.input_value("#prompt")
+    press("Control+Enter")
+    one.page.wait_for_selector("#verdict [data-same]")

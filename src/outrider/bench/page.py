@@ -12,10 +12,10 @@ from itertools import zip_longest
 from typing import Any
 
 STYLE = """
-:root { color-scheme: light dark; --ink: #1b1f24; --soft: #5b6570; --line: #d8dde3; --page: #fff; --panel: #f5f7f9;
-  --bar: #3b78c3; --mark: #b3541e; --good: #1a7f37; --bad: #b42318; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e4e8ec; --soft: #9aa5b1; --line: #333b44; --page: #14181c;
-  --panel: #1c2228; --bar: #5b9be6; --mark: #f0a060; --good: #4cc26b; --bad: #ff7b6e; } }
+:root { color-scheme: light dark; --ink: #1d2023; --soft: #565c63; --line: #dedbd1; --page: #fff; --panel: #f6f5f0;
+  --bar: #0d6b5c; --mark: #c2571a; --good: #2f66b3; --bad: #a3341f; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e9e7e1; --soft: #a7adb4; --line: #343a40; --page: #131517;
+  --panel: #1b1e21; --bar: #5fd0ae; --mark: #f0985c; --good: #80b4f3; --bad: #f29a84; } }
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page); max-width: 76rem;
   margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.6rem; } h2 { margin-top: 2.5rem; border-bottom: 1px solid var(--line); } h3 { margin-bottom: .3rem; }
@@ -25,7 +25,7 @@ th { color: var(--soft); font-weight: 600; } .n { text-align: right; font-varian
 td code { font-size: .75rem; color: var(--soft); word-break: break-word; }
 pre { background: var(--panel); padding: .6rem .8rem; white-space: pre-wrap; word-break: break-word; font-size: .8rem; }
 .small { color: var(--soft); font-size: .8rem; } .as-if { border-left: 3px solid var(--mark); padding-left: .8rem; }
-.met { color: var(--good); white-space: nowrap; } .missed { color: var(--bad); font-weight: 600; white-space: nowrap; }
+.met { color: var(--bar); white-space: nowrap; } .missed { color: var(--bad); font-weight: 600; white-space: nowrap; }
 .none { color: var(--soft); white-space: nowrap; } .bar { fill: var(--bar); }
 .mark { stroke: var(--mark); stroke-width: 2; }
 .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(26rem, 100%), 1fr)); gap: 1rem 2rem; }
@@ -34,16 +34,16 @@ figure { margin: 0; } figcaption { font-weight: 600; } svg.chart { width: 100%; 
 .series { fill: none; stroke-width: 2; stroke-linejoin: round; } .dot { opacity: 0; } .dot:hover,
 .only { opacity: 1; fill: none; stroke-width: 2; }
 .s0 { stroke: var(--bar); } .s1 { stroke: var(--mark); stroke-dasharray: 6 3; } .s2 { stroke: var(--good);
-  stroke-dasharray: 2 3; } .s3 { stroke: var(--bad); stroke-dasharray: 8 3 2 3; }
-.b0 { fill: var(--bar); } .b1 { fill: var(--mark); } .b2 { fill: var(--good); } .b3 { fill: var(--bad); }
+  stroke-dasharray: 2 3; } .s3 { stroke: var(--soft); stroke-dasharray: 8 3 2 3; }
+.b0 { fill: var(--bar); } .b1 { fill: var(--mark); } .b2 { fill: var(--good); } .b3 { fill: var(--soft); }
 .line { stroke: var(--ink); stroke-width: 1; stroke-dasharray: 4 3; }
 .headline { font-size: 1.25rem; font-weight: 600; margin: .2rem 0 1rem; } .chart .figure { fill: var(--ink);
   stroke: var(--page); stroke-width: 3px; paint-order: stroke; }
 .error { stroke: var(--ink); stroke-width: 1; } details { margin: 1rem 0; } summary { cursor: pointer; }
 @media (max-width: 30rem) { body { margin: 1rem auto; font-size: 14px; } h1 { font-size: 1.25rem; }
   .headline { font-size: 1.05rem; } th, td { padding: .25rem .4rem; } }
-@media print { :root { color-scheme: light; --ink: #000; --soft: #444; --line: #bbb; --page: #fff; --panel: #f5f7f9;
-  --bar: #3b78c3; --mark: #b3541e; --good: #1a7f37; --bad: #b42318; }
+@media print { :root { color-scheme: light; --ink: #000; --soft: #444; --line: #bbb; --page: #fff; --panel: #f6f5f0;
+  --bar: #0d6b5c; --mark: #c2571a; --good: #2f66b3; --bad: #a3341f; }
   body { max-width: none; margin: 0; font-size: 10pt; }
   .wide { overflow: visible; } .wide table { font-size: 6.5pt; } th, td { padding: .1rem .25rem; }
   figure, tr, h2, h3 { break-inside: avoid; } h2, h3 { break-after: avoid; }
@@ -60,7 +60,10 @@ def number(value: float) -> str:
 
 
 def table(heads: list[str], rows: Iterable[list[str]]) -> str:
-    """Cells are HTML already. A head that begins with ~ is of a column of numbers."""
+    """Cells are HTML already. A head that begins with ~ is of a column of numbers. Empty columns are left out."""
+    rows = list(rows)
+    filled = [i for i in range(len(heads)) if any(row[i] for row in rows)]
+    heads, rows = [heads[i] for i in filled], [[row[i] for i in filled] for row in rows]
     right = [head.startswith("~") for head in heads]
 
     def cells(kind: str, texts: list[str]) -> str:
@@ -70,7 +73,8 @@ def table(heads: list[str], rows: Iterable[list[str]]) -> str:
 
     body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
     head = cells("th", [escape(head.removeprefix("~")) for head in heads])
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    head = f"<thead><tr>{head}</tr></thead>" if any(heads) else ""
+    return f'<div class="wide"><table>{head}<tbody>{body}</tbody></table></div>'
 
 
 def document(title: str, headline: str, body: str) -> str:
@@ -245,7 +249,7 @@ def _figure(
     label = escape(f"{title}: {_joined(*names)}" if any(names) else title)
     box = f'viewBox="0 -8 {WIDE} {high + 8:g}" role="img" aria-label="{label}"'
     return (
-        f"<figure><figcaption>{escape(title)}, {escape(up)}</figcaption>{keys}"
+        f"<figure><figcaption>{escape(title if up in title.lower() else f'{title}, {up}')}</figcaption>{keys}"
         f'<svg class="chart" {box}>{"".join(drawn)}</svg></figure>'
     )
 

@@ -132,7 +132,11 @@ def _by_depth(drafts: Sequence[Found]) -> str:
         lines.append(Series(draft["draft"], xs, [100 * one["rate"] for one in known], said))
     deepest = int(max((x for line in lines for x in line.xs), default=1))
     return chart(
-        "All tasks", lines, [(float(d), str(d)) for d in range(1, deepest + 1)], "depth", "% accepted"
+        "By depth, all tasks",
+        lines,
+        [(float(d), str(d)) for d in range(1, deepest + 1)],
+        "depth",
+        "% accepted",
     )
 
 
@@ -178,8 +182,7 @@ def score_page(card: Card) -> str:
         "with": f"{score.versions}, commit {score.commit}",
     }
     body = (
-        section("By task", charts(_by_task(score))),
-        section("Acceptance by depth", charts([_depths(score)])),
+        section("Acceptance", charts([*_by_task(score), _depths(score)])),
         section("All figures", _scores(score)),
         section("The draft", facts(about)),
     )
@@ -217,7 +220,11 @@ def _depths(score: Score) -> str:
         lines.append(Series(name, [float(d) for d, _ in known], [100 * rate for _, rate in known], said))
     deepest = int(max((x for line in lines for x in line.xs), default=1))
     return chart(
-        "All tasks", lines, [(float(d), str(d)) for d in range(1, deepest + 1)], "depth", "% accepted"
+        "By depth, all tasks",
+        lines,
+        [(float(d), str(d)) for d in range(1, deepest + 1)],
+        "depth",
+        "% accepted",
     )
 
 

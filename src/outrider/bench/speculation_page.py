@@ -68,8 +68,8 @@ def _about(report: Found) -> str:
     )
 
 
-def _names(cells: Cells, plain: bool = False) -> list[str]:
-    return [n for n in dict.fromkeys(n for *_, methods in cells for n in methods) if plain or n != "plain"]
+def _names(cells: Cells) -> list[str]:
+    return [n for n in dict.fromkeys(n for *_, methods in cells for n in methods) if n != "plain"]
 
 
 # ------------------------------------------------------------------------------------------------------------ plots
@@ -157,7 +157,7 @@ def _acceptance(cells: Cells) -> Iterator[str]:
 
 def _latency(cells: Cells) -> Iterator[str]:
     for said, tasks, found in _workloads(cells):
-        names = _names(cells, plain=True)
+        names = [*_names(cells), "plain"]  # methods have the colours of the other charts
         for key, what, percent in (
             ("tpot_ms", "Time per token", "p50"),
             ("tpot_ms", "Time per token", "p99"),

@@ -58,6 +58,12 @@ def shape_of(name: str) -> Wide:
     """
     if name in SHAPES:
         return SHAPES[name]
+    if "experts" in name or "-a" in name:  # 30b-a3b
+        raise InvalidRequest(
+            f"the shape {name!r:.40} has experts, and a model is widened without any; "
+            "`outrider advise --what-if 'acceptance=0.7 experts=128:8'` prices drafts for a mixture of experts",
+            "as_if",
+        )
     numbers = [int(part) if part.isdecimal() else 0 for part in name.split(":")]
     if len(numbers) not in (5, 6) or not all(numbers):
         form = "hidden:layers:heads:kv_heads:intermediate[:vocab]"

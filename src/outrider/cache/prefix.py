@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -26,9 +27,20 @@ class Node:
     slots: Slots
 
 
+class PrefixWatch(Protocol):
+    """Learns which blocks the index holds, by their numbers."""
+
+    def stored(self, owner: str, parent: int | None, numbers: list[int], tokens: Sequence[int]) -> None:
+        """`tokens`: those of the blocks, which follow `parent`, or begin a text where that is None."""
+        ...
+
+    def removed(self, numbers: list[int]) -> None: ...
+
+
 class PrefixIndex:
     def __init__(self, pool: SlotPool) -> None:
         self.pool = pool
+        self.watch: PrefixWatch | None = None
         self.nodes: OrderedDict[Key, Node] = OrderedDict()  # least recently used first
         self._made = 0
 
@@ -43,6 +55,7 @@ class PrefixIndex:
         """Records that `slots[i]` holds token i of this text. Known blocks stay unchanged."""
         keys = self._walk(tokens, owner)
         parent: int | str = self.nodes[keys[-1]].number if keys else owner
+        first = self._made + 1
         known, end = len(keys) * BLOCK, len(tokens) // BLOCK * BLOCK
         added = slots[known:end].copy()
         self.pool.share(added)
@@ -54,12 +67,18 @@ class PrefixIndex:
             keys.append(key)
             parent = node.number
         self._touch(keys)
+        if self.watch is not None and end > known:
+            before = self.nodes[keys[known // BLOCK - 1]].number if known else None
+            self.watch.stored(owner, before, [*range(first, self._made + 1)], tokens[known:end])
 
     def evict(self, wanted: int) -> None:
         """Evicts blocks, least recently used first, until `wanted` slots are free or the index is empty."""
         while self.pool.free < wanted and self.nodes:
             # One block at a time: blocks of branched sequences may share slots, and `drop` wants distinct ones.
-            self.pool.drop(self.nodes.popitem(last=False)[1].slots)
+            evicted = self.nodes.popitem(last=False)[1]
+            self.pool.drop(evicted.slots)
+            if self.watch is not None:
+                self.watch.removed([evicted.number])
 
     def clear(self) -> None:
         self.evict(self.pool.total + 1)

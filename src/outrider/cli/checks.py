@@ -1,6 +1,6 @@
 """What `outrider doctor` looks at, one function a topic. No torch: all of it must be done in about a second.
 
-A check yields findings: what is there, and for what is wrong or will be slow, the line that mends it.
+A check yields findings: what is there, and for what is wrong or will be slow, the command that fixes it.
 """
 
 from __future__ import annotations

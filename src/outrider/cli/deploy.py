@@ -6,6 +6,7 @@ import functools
 import signal
 import threading
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
@@ -16,7 +17,7 @@ from outrider.cli.options import DEPLOY, ENGINE, SAMPLING, SERVE, Draft, Generat
 from outrider.cli.output import note
 from outrider.cli.serve import model_table
 from outrider.draft.names import check_parts, parse_draft
-from outrider.errors import InvalidRequest, OutriderError, install
+from outrider.errors import InvalidRequest, ModelNotFound, OutriderError, install
 from outrider.serve.deploy_settings import DeployPlan, DeploySettings
 from outrider.serve.model_spec import ModelSpec, check_table
 from outrider.serve.settings import ServeSettings
@@ -57,6 +58,10 @@ def plan(
     check_table(table)
     for spec in table:
         check_parts(parse_draft(spec.draft), cache_folder())
+        if spec.source.startswith((".", "/", "~")) and not Path(spec.source).expanduser().exists():
+            raise ModelNotFound(
+                f"{spec.name}: there is no file or folder {spec.source!r}, which every machine needs"
+            )
     return DeployPlan(tuple((spec, rows[spec.name]["deploy"] if rows else deploy) for spec in table), serve)
 
 

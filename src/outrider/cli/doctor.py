@@ -1,4 +1,4 @@
-"""`outrider doctor`: what is here, what will be slow and why, and the line that mends each."""
+"""`outrider doctor`: what is here, what will be slow and why, and the command that fixes each."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Json = Annotated[bool, option("json", "One JSON object, on stdout.")]
 
 
 def doctor(as_json: Json = False) -> None:
-    """Tell what is here, what will be slow and why, and the line that mends it. Exit status 1 on errors.
+    """Tell what is here, what will be slow and why, and the command that fixes it. Exit status 1 on errors.
 
     Loads no model and takes about a second. Put its output into bug reports: it holds no keys and no texts.
     """

@@ -149,6 +149,7 @@ SAMPLING = Flags(
                 read_grammar,
                 "KIND=VALUE",
             ),
+            without=("mark_special",),
         ),
         Flag(
             "tree",

@@ -15,11 +15,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outrider.cli.answer import Answer, Pieces, Received, listen
-from outrider.settings import usable_cores
+from outrider.settings import others_seconds
 from outrider.types import SamplingParams, StepRecord
 
 if TYPE_CHECKING:
@@ -201,16 +200,8 @@ def _watched_steps(llm: LLM, accepted: Counter[str]) -> Iterator[None]:
 
 
 def _others_seconds() -> float:
-    """Core seconds that other programs have used so far, as far as cores are scarce. Linux only, else 0."""
-    try:
-        spent = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
-    except OSError:
-        return 0.0
-    if (os.cpu_count() or 1) > usable_cores():
-        return 0.0  # most of the machine's work is elsewhere
-    user, nice, system, _, _, *interrupts = (int(ticks) for ticks in spent[:8])
     own = os.times()
-    return (user + nice + system + sum(interrupts)) / os.sysconf("SC_CLK_TCK") - own.user - own.system
+    return others_seconds(own.user + own.system) or 0.0
 
 
 def median(values: Iterable[float]) -> float:

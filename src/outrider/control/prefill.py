@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from math import inf
 
 from outrider.control.costs import CostModel, round_up
 from outrider.control.guards import BURST_STEPS, CROWDED, FEW_DECODING, Guards
 
+MOST_EAGER_ROWS = 4096  # that a step's time is looked up for
 MAX_PROMPT_ROWS = 1 << 20  # more than any step has
 
 
@@ -20,8 +22,7 @@ def prompt_rows(
     """
     if guards.prefill_slowdown == inf:
         return MAX_PROMPT_ROWS
-    size = min(costs.captured.sizes("none"), default=0, key=lambda one: (one < decoding, one))
-    size = size if size >= decoding else 0
+    size = _captured_size(costs, decoding)
     plain = (
         costs.captured.plain(size) if size else costs.eager.step(decoding) if costs.eager.by_rows else None
     )
@@ -39,6 +40,22 @@ def prompt_rows(
     if waiting >= max(2, CROWDED * decoding) and pending <= BURST_STEPS * max(sizes):
         rows = max([rows, *(one for one in sizes if one <= 2 * pending)])  # at least half of it is filled
     return rows
+
+
+def background_rows(costs: CostModel, decoding: int, most: float) -> int:
+    """Prompt rows of a step of background requests alone, which is to take `most` seconds."""
+    if sizes := costs.prompt_sizes(_captured_size(costs, decoding)):
+        return max((rows for rows, seconds in sizes.items() if seconds <= most), default=min(sizes))
+    if not costs.eager.curve:
+        return MAX_PROMPT_ROWS
+    rows = range(decoding + 1, MOST_EAGER_ROWS)
+    return bisect_right(rows, most, key=costs.eager.curve_at)
+
+
+def _captured_size(costs: CostModel, decoding: int) -> int:
+    """Of the smallest captured step with so many sequences; 0: there is none."""
+    size = min(costs.captured.sizes("none"), default=0, key=lambda one: (one < decoding, one))
+    return size if size >= decoding else 0
 
 
 def _eager_rows(costs: CostModel, added: float) -> int:

@@ -108,6 +108,7 @@ class Launched:
     result: Tensor
     logits: Tensor | None
     timer: Timer
+    experts: Tensor  # [1], on the host: those that the target's passes read, added up over layers
 
 
 class CapturedStep:
@@ -137,6 +138,11 @@ class CapturedStep:
             self.staged = StagedRows(room, state.table, padding, state.rows, buffers)
         emitted = shape.passes if not propose else 2 + 2 * shape.tree.depth + 1 + shape.tree.nodes
         self.results = torch.zeros(buffers, size, emitted, dtype=torch.int64, pin_memory=self.cuda)
+        self.read = torch.zeros(1, dtype=torch.int32, device=state.device)  # experts, in this step
+        self.counts = torch.zeros(buffers, 1, dtype=torch.int32, pin_memory=self.cuda)
+        self.mixture = any(spec.experts for spec in ops.model.config.specs)
+        if self.mixture:
+            self.run = self._counted(run)
         self.graph: Any = None
         self.output: tuple[Tensor, Tensor | None] | None = None
         self.launches = 0
@@ -165,8 +171,24 @@ class CapturedStep:
         output, logits = self._launch()
         if self.shape.size:
             result.copy_(output, non_blocking=True)
+        experts = self.counts[self.launches % len(self.host)]
+        if self.mixture:
+            experts.copy_(self.read, non_blocking=True)
         timer.stop()
-        return Launched(result, logits, timer)
+        return Launched(result, logits, timer, experts)
+
+    def _counted(self, run: TargetPass) -> TargetPass:
+        """Drafters may run layers of the target, too, so experts are counted around its passes alone."""
+
+        def counted(
+            batch: Batch, together: int, context: int, branching: bool, staged: StagedRows | None = None
+        ) -> Tensor:
+            self.read.sub_(self.ops.touched)
+            logits = run(batch, together, context, branching, staged)
+            self.read.add_(self.ops.touched)
+            return logits
+
+        return counted
 
     def launch_padding(self) -> Timer:
         """Over padding alone, which changes no sequence's state, nor what is on its way to the host: a step of this
@@ -209,6 +231,8 @@ class CapturedStep:
     def _step(self) -> tuple[Tensor, Tensor | None]:
         ops, shape, tree = self.ops, self.shape, self.tree
         ops.filtered, ops.edited = shape.filtered, shape.edited
+        if self.mixture:
+            self.read.zero_()
         if not shape.size:
             assert self.staged is not None
             return self.inputs, self.run(self.staged.placed(), 1, shape.context, False, self.staged)

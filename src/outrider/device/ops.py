@@ -87,6 +87,14 @@ class StepOps:
         self.filtered = False  # whether the step that is being built heeds top-k, top-p and min-p
         self.edited = False  # whether it heeds penalties and logit_bias
 
+    @property
+    def touched(self) -> int | Tensor:
+        """Experts with rows, added up over the layers that ran so far."""
+        return self.model.kernels.touched  # type: ignore[attr-defined]  # a mixture of experts has kernels
+
+    def spread_rows(self, rows: int) -> None:
+        """While padding is timed it reads as many experts as so many independent rows; 0: none. A CPU does not."""
+
     def begin_step(self, inputs: Tensor) -> StepInputs:
         """Put the fresh slots behind each sequence's own."""
         state = self.state

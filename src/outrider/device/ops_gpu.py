@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,14 @@ from outrider.types import Batch
 
 class GpuStepOps(StepOps):
     ahead = None if INTERPRETED else AHEAD
+    model: Any  # a DeviceDecoder
+
+    @property
+    def touched(self) -> Tensor:
+        return self.model.kernels.counter
+
+    def spread_rows(self, rows: int) -> None:
+        self.model.spread_rows(rows)
 
     def begin_step(self, inputs: Tensor) -> StepInputs:
         made = step_ops.begin_step(inputs, self.state.table, self.state.lengths)

@@ -20,13 +20,14 @@ from outrider.model.rope import rope_tables
 
 def plain_of(target: ModelConfig, **changes: Any) -> ModelConfig:
     """A draft's config before its layers are chosen: the target's vocabulary, context and rotary positions, without its
-    multipliers. Of several rotary tables it has the last; scaling that only a part of a Llama could have is left out.
+    multipliers. Its MLP is as wide as all experts of a row together. Of several rotary tables it has the last; scaling
+    that only a part of a Llama could have is left out.
     """
     rope = next((spec.rope for spec in reversed(target.specs) if spec.rope is not None), Rope())
     if rope.kind == "longrope" or PARTIAL in rope.scaling or QUERY_BETA in rope.scaling:
         rope = Rope(rope.theta)
     scales = {"embedding_scale": 1.0, "residual_scale": 1.0, "logit_divisor": 1.0, "softcap": 0.0}
-    spec = LayerSpec(target.heads, target.kv_heads, target.head_dim, target.intermediate, rope)
+    spec = LayerSpec(target.heads, target.kv_heads, target.head_dim, target.specs[-1].active_width, rope)
     return replace(target, specs=(spec,), raw={}, **{**scales, **changes})
 
 

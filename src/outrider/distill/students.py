@@ -218,9 +218,10 @@ def _shown(value: object) -> str:
 
 def head_shape(recipe: Recipe, target: ModelConfig) -> HeadConfig:
     r, t = recipe, target
-    layer = plain_of(t, family="llama", tied=False).reshaped(
+    plain = plain_of(t, family="llama", tied=False)
+    layer = plain.reshaped(
         heads=r.heads or t.heads, kv_heads=r.kv_heads or (r.heads or t.kv_heads),
-        intermediate=r.intermediate or t.intermediate,
+        intermediate=r.intermediate or plain.intermediate,
     )  # fmt: skip
     most = t.vocab if t.vocab <= WHOLE_VOCABULARY else REDUCED_VOCABULARY
     return HeadConfig(

@@ -63,7 +63,7 @@ def find_exit(model: Layered, samples: list[list[int]]) -> int:
     """
     agreement = exit_agreement(model, samples)
     c = model.config
-    read = list(accumulate((c.hidden * spec.parameters for spec in c.specs), initial=c.vocab * c.hidden))
+    read = list(accumulate((c.hidden * spec.active for spec in c.specs), initial=c.vocab * c.hidden))
 
     def speed(layers: int) -> float:
         tokens = 1 + sum(agreement[layers] ** k for k in range(1, DEPTH + 1))

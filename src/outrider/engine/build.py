@@ -30,12 +30,14 @@ from outrider.engine.placement import DRAFT_TOKENS, Memory, place, share_of_all,
 from outrider.engine.planning import guards_of, inform, watch_draft
 from outrider.engine.ranks import OtherRanks, check_ranks
 from outrider.engine.runner import Runner
+from outrider.engine.text import TokenText
 from outrider.errors import InvalidRequest, OutOfMemory, OutriderError, UnsupportedModel, invalid, naming
 from outrider.load.checkpoint import Checkpoint, check_shapes, open_checkpoint
 from outrider.load.config import ModelConfig
 from outrider.load.find import find
 from outrider.load.heads import HeadConfig, read_head
 from outrider.load.pairs import Pair, find_pair
+from outrider.load.tokenizer import Tokenizer
 from outrider.model.decoder import Decoder, Model, kv_bytes, make_kernels
 from outrider.model.parallel import ALONE, Group
 from outrider.model.weights import kept_formats
@@ -158,9 +160,13 @@ def _build(
     if isinstance(model, Decoder) and names:  # steps on a GPU are measured when they are captured
         costs = KeptCosts.of(model, settings, parts, planner.costs.eager)
         costs.recall(partial(measure_pass, model, cache, planner.costs.eager.experts))
-    text = checkpoint.tokenizer.text_stream
+    text = partial(_token_text, checkpoint.tokenizer)
     engine = Engine(model, cache, drafters, planner, runner, settings, text, costs)
     return Built(engine, model, settings, names, live_draft, memory, pair, ranks)
+
+
+def _token_text(tokenizer: Tokenizer, marked: bool) -> TokenText:
+    return tokenizer.marked_stream() if marked else tokenizer.text_stream()
 
 
 def settle_pair(parts: Seq[Part], checkpoint: Checkpoint) -> tuple[tuple[Part, ...], Pair | None]:

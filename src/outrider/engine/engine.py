@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from outrider.control.planner import Planner
+from outrider.control.prefill import background_rows
 from outrider.draft.drafters import Drafters, Scores
 from outrider.engine.admission import check_request
 from outrider.engine.kept_costs import KeptCosts
 from outrider.engine.kv_cache import KvCache
 from outrider.engine.rows import Result
 from outrider.engine.runner import InFlightStep, Runner
-from outrider.engine.scheduler import Scheduler
+from outrider.engine.scheduler import BACKGROUND_SECONDS, Scheduler
 from outrider.engine.text import TokenText, Writer
 from outrider.errors import InvalidRequest
 from outrider.model.decoder import Model
@@ -63,7 +64,7 @@ class Engine:
         planner: Planner,
         runner: Runner,
         settings: Settings,
-        text: Callable[[], TokenText],
+        text: Callable[[bool], TokenText],
         kept_costs: KeptCosts | None = None,  # where what steps take outlives this engine
     ) -> None:
         self.model, self.settings, self.text = model, settings, text
@@ -93,7 +94,8 @@ class Engine:
         for sequence in choices:
             sequence.grammar = request.grammar.copy() if request.grammar is not None else None
             sequence.arrived = time.perf_counter()
-            self.writers[sequence] = Writer(self.text(), request.params.stop, request.params.include_stop)
+            text = self.text(request.params.mark_special)
+            self.writers[sequence] = Writer(text, request.params.stop, request.params.include_stop)
             self.drafters.start(sequence)
             if request.params.speculation.explain:
                 self.explained.add(sequence)
@@ -120,7 +122,7 @@ class Engine:
         unprofitable = self.settings.release_draft and self.planner.returns.unprofitable
         results = self._release_unprofitable() if unprofitable else []
         begun = time.perf_counter()
-        work = self.scheduler.schedule(self._prompt_rows)
+        work = self.scheduler.schedule(self._prompt_rows, self._background_rows)
         if work:
             plan = self._plan(work)
             step = self.runner.launch(work, plan)
@@ -145,6 +147,9 @@ class Engine:
         admitted = waiting * min(1.0, rows / max(pending, 1))
         hold = after_prompts and not begun and self.planner.costs.pause.pays(decoding, admitted)
         return 0 if hold else rows
+
+    def _background_rows(self, decoding: int) -> int:
+        return background_rows(self.planner.costs, decoding, BACKGROUND_SECONDS)
 
     def drain(self) -> list[StepResult]:
         """Settle everything that is in flight, and launch nothing."""

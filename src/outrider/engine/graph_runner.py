@@ -75,6 +75,7 @@ class GraphRunner:
         self.model, self.table, self.drafters = model, cache.table, drafters
         self.packer = Packer(model, cache.table, drafters)
         self.default, self.finished_at = default, 0.0
+        self.mixtures = sum(spec.experts is not None for spec in model.config.specs)  # layers
         self.ops, self.state, self.run, self.lag = ops, ops.state, run, lag
         self.padding = cache.store.slots
         self.state.table[-1] = self.padding
@@ -417,6 +418,7 @@ class GraphRunner:
             if step.packed.work:
                 for i, result in zip(step.packed_places, self.packer.verify(step.packed), strict=True):
                     results[i] = result
+        step.experts = int(step.launched.experts) / step.passes / max(self.mixtures, 1)
         if step.prefill is not None:
             name, tokens, timer = step.prefill
             step.drafter_prefill = DrafterPrefill(name, tokens, timer.seconds())

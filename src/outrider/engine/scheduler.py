@@ -8,7 +8,8 @@ full the youngest is preempted: it gives its slots back and waits; it loses noth
 request and are simply fed again. Since the oldest is never the one to go, everything ends.
 
 Background requests pause while any other request runs or waits. They keep their slots until another request needs
-them, and are preempted first.
+them, and are preempted first. Where other requests come at all, steps of background requests alone have few prompt
+rows, as the next one waits for the step in hand.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ from outrider.types import Sequence, Work
 # Maximum number of prompt rows in a step. Takes the number of decoding sequences, the seconds that the oldest prompt
 # has waited, the number of waiting prompts, their tokens, and whether one of them is partly read.
 PromptRows = Callable[[int, float, int, int, bool], int]
+BackgroundRows = Callable[
+    [int], int
+]  # prompt rows of a step with so many decoding background sequences and no others
+BACKGROUND_SECONDS = 0.05  # of a step without other requests: the next one waits for it (log/101)
 LOOK_AHEAD = 16  # waiting prompts among which short ones are looked for
 COUNTED = 256  # waiting prompts whose tokens are counted: more than a few steps read, as a rule
 
@@ -38,6 +43,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.waiting_background: deque[Sequence] = deque()
         self.background = 0  # live sequences of background requests
+        self._answers_others = False  # a request that is no background request has come since the start
         self._queue = self.waiting  # what this step admits from
         self.running: list[Sequence] = []
         self.held: dict[str, list[Sequence]] = {}  # choices that wait for the first to read the prompt
@@ -46,11 +52,12 @@ class Scheduler:
     def add(self, choices: list[Sequence]) -> None:
         """All choices of one request. The first reads the prompt; the others then branch from it."""
         self._queue_of(choices[0]).append(choices[0])
+        self._answers_others |= not choices[0].request.background
         self.background += len(choices) if choices[0].request.background else 0
         if choices[1:]:
             self.held[choices[0].request.id] = choices[1:]
 
-    def schedule(self, prompt_rows: PromptRows) -> list[Work]:
+    def schedule(self, prompt_rows: PromptRows, background_rows: BackgroundRows) -> list[Work]:
         """Sequences that can move, with slots for the known tokens that are fed."""
         pause = self.background and self._pauses_background()
         self._queue = self.waiting if pause or not self.background else self.waiting_background
@@ -66,6 +73,8 @@ class Scheduler:
         decoding = [s for s in ready if len(s.tokens) == s.cached + s.launched + 1] if prompts else ready
         work = self._decode(decoding)
         budget = self._prompt_budget(prompts, len(decoding), prompt_rows)
+        if self.background and not pause and self._answers_others:
+            budget = min(budget, max(background_rows(len(decoding)), len(prompts[:1]), not decoding))
         if work is None or prompts:
             work = self._chunks(work or [], ready if work is None else prompts, budget)
             budget -= sum(one.known for one in work if one.known > 1)

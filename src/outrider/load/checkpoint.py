@@ -11,6 +11,7 @@ import re
 import shlex
 import sys
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,12 @@ from outrider.errors import BadCheckpoint, ModelNotFound, UnsupportedModel, nami
 from outrider.load.config import ModelConfig, end_ids
 from outrider.load.families import config_from_json, is_known_family
 from outrider.load.gguf import GgufFile
-from outrider.load.gguf_config import ROPE_TENSORS, config_from_gguf
+from outrider.load.gguf_config import ROPE_TENSORS, config_from_gguf, extra_layers
 from outrider.load.json_files import read_json, read_text
+from outrider.load.mxfp4 import SCALES, is_mxfp4, matrix_of, stack_shape
 from outrider.load.published import PublishedWeights, scheme_of
 from outrider.load.quants import Blocks
+from outrider.load.routing import BLOCKS
 from outrider.load.sampling import SamplingDefaults, from_generation_config, from_gguf
 from outrider.load.tokenizer import Tokenizer
 from outrider.load.weight_map import Source, expected_shapes, gguf_map, safetensors_map
@@ -152,6 +155,7 @@ class FolderCheckpoint(Checkpoint):
         self._tokenizer_config = read_json(path / "tokenizer_config.json", optional=True)
         self.config = None
         quantised = self.raw_config.get("quantization_config")
+        quantised = None if is_mxfp4(quantised) else quantised  # its tensors say so themselves
         scheme = scheme_of(quantised, path) if quantised and is_known_family(self.raw_config) else None
         if is_known_family(self.raw_config):
             with naming(path / "config.json"):
@@ -196,7 +200,8 @@ class FolderCheckpoint(Checkpoint):
         return self._files[self._where[name]]
 
     def _raw_shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._handle(name).get_slice(name).get_shape())
+        found = tuple(self._handle(name).get_slice(name).get_shape())
+        return stack_shape(found) if name.endswith(BLOCKS) else found
 
     def _raw(self, name: str) -> torch.Tensor:
         return tensor_of(self._handle(name), name, self.path)
@@ -211,6 +216,9 @@ class FolderCheckpoint(Checkpoint):
         source = self._source(name)
         if self._quantised is not None and source.name in self._quantised:
             return source.tensor(self._quantised.tensor(source.name).to(device))
+        if source.name.endswith(BLOCKS):
+            blocks = self._blocks(source)
+            return replace(blocks, raw=blocks.raw.to(device)).float()
         tensor = self._raw(source.name)
         check_float(tensor, name, self.path)
         return source.tensor(tensor, lambda rows: rows.to(device).float())
@@ -219,12 +227,24 @@ class FolderCheckpoint(Checkpoint):
         source = self._source(name)
         if self._quantised is not None and source.name in self._quantised:
             return source.of(self._quantised.stored(source.name))
+        if source.name.endswith(BLOCKS):
+            return self._blocks(source)
         tensor = self._raw(source.name)
         half = tensor.dtype is torch.bfloat16 and len(self.shape(name)) == 2
         return source.of(tensor) if half else self.tensor(name)
 
+    def _blocks(self, source: Source) -> Blocks:
+        """An expert's matrix in MXFP4."""
+        scales = self._raw(source.name.removesuffix(BLOCKS) + SCALES)
+        matrix = matrix_of(source.name, self._raw(source.name), scales, source.place or 0)
+        found = replace(source, place=None).of(matrix)
+        assert isinstance(found, Blocks)
+        return found
+
     def stored_format(self, name: str) -> str:
         stored = self._source(name).name
+        if stored.endswith(BLOCKS):
+            return "MXFP4"
         if self._quantised is not None and stored in self._quantised:
             return self._quantised.format(stored)
         half = self._handle(stored).get_slice(stored).get_dtype() == "BF16"
@@ -325,7 +345,8 @@ class GgufCheckpoint(Checkpoint):
         factors = {name: self._file.read(name).flatten().tolist() for name in ROPE_TENSORS if name in tensors}
         self.config = config_from_gguf(self._file.metadata, tensors, factors)
         self.raw_config = dict(self.config.raw)
-        self._map = gguf_map(self.config, tensors.keys() - set(ROPE_TENSORS), path.name)
+        extra = extra_layers(self._file.metadata)
+        self._map = gguf_map(self.config, tensors.keys() - set(ROPE_TENSORS), path.name, extra)
 
     def names(self) -> list[str]:
         return list(self._map)
@@ -341,11 +362,20 @@ class GgufCheckpoint(Checkpoint):
 
     def tensor(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
         source = self._source(name)
-        return source.tensor(self._file.read(source.name, device))
+        if source.place is None:
+            return source.tensor(self._file.read(source.name, device))
+        one = source.of(self._file.stack(source.name))
+        return (replace(one, raw=one.raw.to(device)) if isinstance(one, Blocks) else one.to(device)).float()
 
     def stored(self, name: str) -> torch.Tensor | Blocks:
         source = self._source(name)
-        return source.of(self._file.stored(source.name))
+        if source.place is None:
+            return source.of(self._file.stored(source.name))
+        return (
+            self.tensor(name)
+            if self.stored_format(name) == "float32"
+            else source.of(self._file.stack(source.name))
+        )
 
     def stored_format(self, name: str) -> str:
         return self._file.stored_format(self._source(name).name)

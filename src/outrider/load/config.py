@@ -14,6 +14,7 @@ from typing import Any
 from outrider.errors import BadCheckpoint, UnsupportedModel
 
 MAX_EXPERTS = 4_096  # in a layer
+MAX_ALL_EXPERTS = 65_536  # in all layers: each has names of its own; the largest models have a quarter of it
 MAX_LAYERS = 10_000  # checked before anything is made per layer; the deepest models have a few hundred
 TRAINED = "original_max_position_embeddings"
 PARTIAL = "partial_rotary_factor"
@@ -154,6 +155,9 @@ class LayerSpec:
     )
     norms: str = "before"  # where attention and MLP have theirs: "before", "after" or "both"
     activation: str = "silu"  # of the gate: one of ACTIVATIONS
+    clamp: float = (
+        0.0  # of the activation "clamped": the largest gate, and the largest other factor of either sign
+    )
     sinks: bool = False  # each head has a logit that joins the sum under its weights, and has no value
     experts: Experts | None = None
 
@@ -168,6 +172,10 @@ class LayerSpec:
             raise BadCheckpoint(f"{self.heads} heads do not divide over {self.kv_heads} key-value heads")
         if self.head_dim % 2 or (self.rope and self.rope.turned(self.head_dim) % 2):
             raise BadCheckpoint(f"rotary positions need an even head size, got {self.head_dim}")
+        if self.activation == CLAMPED and not (_sound(self.clamp) and self.clamp):
+            raise BadCheckpoint(
+                f"the model's config gives swiglu_limit = {self.clamp!r:.60}, which cannot be right"
+            )
         for name in ("scale", "softcap"):
             if not _sound(getattr(self, name)):
                 raise BadCheckpoint(
@@ -192,12 +200,18 @@ class LayerSpec:
         return attention + 3 * self.intermediate + (self.experts.parameters if self.experts else 0)
 
     @property
+    def active_width(self) -> int:
+        """Inner size of all that one row goes through: of the MLP and of its experts."""
+        return self.intermediate + (self.experts.per_token * self.experts.width if self.experts else 0)
+
+    @property
     def active(self) -> int:
         """Of these, those that one row multiplies with."""
         e = self.experts
         return self.parameters - (3 * e.width * (e.count - e.per_token) if e else 0)
 
 
+CLAMPED = "clamped"  # gpt-oss's: (u + 1) g sigmoid(1.702 g), of clamped products g and u
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
@@ -226,6 +240,10 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for name in ("vocab", "hidden", "layers", "context"):
             check_size(name, getattr(self, name))
+        if (every := sum(spec.experts.count for spec in self.specs if spec.experts)) > MAX_ALL_EXPERTS:
+            raise BadCheckpoint(
+                f"the model's config gives {every} experts in all layers, which cannot be right"
+            )
         if not 0 <= self.norm_eps < math.inf:
             raise BadCheckpoint(f"the model's config gives norm_eps = {self.norm_eps}, which cannot be right")
         for name in ("embedding_scale", "residual_scale", "logit_divisor", "softcap"):

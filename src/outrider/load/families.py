@@ -13,6 +13,7 @@ from typing import Any
 from outrider.errors import BadCheckpoint, UnsupportedModel
 from outrider.load.config import (
     ACTIVATIONS,
+    CLAMPED,
     GAIN_FROM,
     PARTIAL,
     QUERY_BETA,
@@ -26,6 +27,7 @@ from outrider.load.config import (
 )
 from outrider.load.routing import (
     GLM_ROUTING,
+    GPT_OSS_ROUTING,
     LLAMA4_ROUTING,
     MIXTRAL_ROUTING,
     OLMOE_ROUTING,
@@ -33,6 +35,7 @@ from outrider.load.routing import (
     Routing,
 )
 
+OPTIONAL_NORM = "use_qk_norm"  # a field of config.json
 SLIDING, FULL = "sliding_attention", "full_attention"
 # Names of norms, ours (Llama's, and two of our own) first, and of matrices that are stored as one.
 SANDWICH = {
@@ -66,6 +69,7 @@ class Family:
     pairs: bool = False  # rotary pairs are neighbours, not half a head apart
     gemma: bool = False  # embeddings times the root of the hidden size, scores by query_pre_attn_scalar
     activation: str = "silu"
+    sinks: bool = False
     fields: Mapping[str, str] = field(default_factory=dict)  # of ModelConfig, by their names in config.json
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of fields that config.json may leave out
     names: Mapping[str, str] = field(default_factory=dict)  # of tensors: ours to theirs
@@ -155,22 +159,38 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen3_moe": Family(
         "attention_bias", "attention_bias", qk_norm="head", windows="all", routing=SOFTMAX_ROUTING,
-        defaults={"use_sliding_window": False},
+        defaults={"use_sliding_window": False}, gguf="qwen3moe",
     ),
-    "mixtral": Family(windows="all", routing=MIXTRAL_ROUTING, defaults={"rms_norm_eps": 1e-5}),
+    "mixtral": Family(
+        windows="all", routing=MIXTRAL_ROUTING, gguf="llama", gguf_pairs=True, defaults={"rms_norm_eps": 1e-5},
+    ),
     "olmoe": Family(
         "attention_bias", "attention_bias", qk_norm="whole", routing=OLMOE_ROUTING, unsupported={"clip_qkv": None},
-        defaults={"rms_norm_eps": 1e-5},
+        defaults={"rms_norm_eps": 1e-5}, gguf="olmoe",
     ),
     "glm4_moe": Family(
-        "attention_bias", qk_norm="use_qk_norm", routing=GLM_ROUTING, defaults={PARTIAL: 0.5, "rms_norm_eps": 1e-5},
+        "attention_bias", qk_norm=OPTIONAL_NORM, routing=GLM_ROUTING, gguf="glm4moe",
+        gguf_names={"post_attention_layernorm": "post_attention_norm"}, defaults={PARTIAL: 0.5, "rms_norm_eps": 1e-5},
     ),
     "llama4_text": Family(
-        "attention_bias", "attention_bias", qk_norm="use_qk_norm", pairs=True, routing=LLAMA4_ROUTING,
+        "attention_bias", "attention_bias", qk_norm=OPTIONAL_NORM, pairs=True, routing=LLAMA4_ROUTING,
         names={f"mlp.{part}": f"feed_forward.{part}" for part in ("gate_proj", "up_proj", "down_proj")},
         defaults={
             "rms_norm_eps": 1e-5, "rope_theta": 5e5, "head_dim": 128, "no_rope_layer_interval": 4, "use_qk_norm": True,
             "attention_chunk_size": 8192, "attn_temperature_tuning": True, "floor_scale": 8192, "attn_scale": 0.1,
+        },
+    ),
+    "gpt_oss": Family(
+        "attention_bias", "attention_bias", windows="listed", full_every=2, activation=CLAMPED, sinks=True,
+        routing=GPT_OSS_ROUTING, unsupported={"swiglu_alpha": 1.702, "hidden_act": "silu"},
+        gguf="gpt-oss", gguf_names={"post_attention_layernorm": "post_attention_norm"},
+        defaults={
+            "attention_bias": True, "head_dim": 64, "rms_norm_eps": 1e-5, "rope_theta": 150_000.0,
+            "sliding_window": 128, "num_experts_per_tok": 4, "swiglu_alpha": 1.702, "swiglu_limit": 7.0,
+            "hidden_act": "silu",
+            "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 150_000.0, "factor": 32.0, TRAINED: 4096, "truncate": False,
+            },
         },
     ),
 }  # fmt: skip
@@ -205,6 +225,8 @@ def config_from_json(raw: Mapping[str, Any], generation: Mapping[str, Any] | Non
     family = FAMILIES[name]
     try:
         given = {**family.defaults, **text}
+        if "rope_scaling" in text and "rope_parameters" not in text:  # its older name
+            given.pop("rope_parameters", None)
         for key, only in family.unsupported.items():
             if given.get(key) != only:
                 raise UnsupportedModel(f"this {name} model has {key} = {given[key]!r:.60}; supported: {only}")
@@ -262,6 +284,8 @@ def _layer(name: str, given: Mapping[str, Any], index: int) -> LayerSpec:
         qk_norm=_qk_norm(name, given, turned),
         norms=family.norms,
         activation=_activation(name, given),
+        clamp=given["swiglu_limit"] if family.activation == CLAMPED else 0.0,
+        sinks=family.sinks,
         experts=experts,
     )
 
@@ -269,7 +293,7 @@ def _layer(name: str, given: Mapping[str, Any], index: int) -> LayerSpec:
 def _qk_norm(name: str, given: Mapping[str, Any], turned: bool) -> str:
     """Llama 4 norms rotated heads without weights; before or after their rotation is the same."""
     found = FAMILIES[name].qk_norm
-    if found != "use_qk_norm":
+    if found != OPTIONAL_NORM:
         return found
     if not given.get(found):
         return ""
@@ -277,6 +301,8 @@ def _qk_norm(name: str, given: Mapping[str, Any], turned: bool) -> str:
 
 
 def _activation(name: str, given: Mapping[str, Any]) -> str:
+    if FAMILIES[name].activation == CLAMPED:
+        return CLAMPED
     for key in ("hidden_activation", "hidden_act"):
         if found := given.get(key):
             if found not in ACTIVATIONS:

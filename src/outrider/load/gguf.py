@@ -74,9 +74,18 @@ class GgufFile:
             return raw.view(torch.bfloat16).view(tensor.shape)
         return Blocks(name, tensor.form, raw.view(rows, -1), columns)
 
+    def stack(self, name: str) -> torch.Tensor | Blocks:
+        """A stack of matrices or of vectors as it is stored: a view of the file."""
+        tensor = self.tensors[name]
+        raw, shape = self._raw(tensor), tensor.shape
+        if tensor.form.values == 1:
+            kind = {"F32": torch.float32, "F16": torch.float16}.get(tensor.form.name, torch.bfloat16)
+            return raw.view(kind).view(shape)
+        return Blocks(name, tensor.form, raw.view(*shape[:-1], -1), shape[-1])
+
     def stored_format(self, name: str) -> str:
         tensor = self.tensors.get(name)
-        if tensor is None or len(tensor.shape) != 2 or tensor.form.name in ("F32", "F16"):
+        if tensor is None or len(tensor.shape) not in (2, 3) or tensor.form.name in ("F32", "F16"):
             return "float32"
         return "bfloat16" if tensor.form.name == "BF16" else tensor.form.name
 

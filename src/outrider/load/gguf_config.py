@@ -7,8 +7,17 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from outrider.errors import BadCheckpoint, UnsupportedModel
-from outrider.load.config import PARTIAL, QUERY_BETA, TRAINED, LayerSpec, ModelConfig, Rope, check_layers
-from outrider.load.families import FAMILIES
+from outrider.load.config import (
+    CLAMPED,
+    PARTIAL,
+    QUERY_BETA,
+    TRAINED,
+    LayerSpec,
+    ModelConfig,
+    Rope,
+    check_layers,
+)
+from outrider.load.families import FAMILIES, OPTIONAL_NORM
 
 GGUF_FAMILIES = {family.gguf: name for name, family in reversed(FAMILIES.items()) if family.gguf}
 Factors = Mapping[str, Sequence[float]]  # tensors of numbers for rotary positions, by their names
@@ -41,9 +50,12 @@ def config_from_gguf(
     name = GGUF_FAMILIES[architecture]
     if architecture == "olmo2" and entry.whole("attention.sliding_window", 0):
         name = "olmo3"
-    if entry.whole("expert_count", 0):
+    if architecture == "llama" and entry.whole("expert_count", 0):
+        name = "mixtral"
+    if entry.whole("expert_count", 0) and FAMILIES[name].routing is None:
         raise UnsupportedModel(f"this {architecture} model is a mixture of experts, which is not supported")
     hidden, layers = entry.whole("embedding_length"), entry.whole("block_count")
+    layers -= extra_layers(metadata)
     check_layers(layers)
     family = FAMILIES[name]
     scales = {ours: entry.number(theirs, 1.0) for ours, theirs in SCALES.items() if ours in family.fields}
@@ -65,6 +77,14 @@ def config_from_gguf(
     )
 
 
+def extra_layers(metadata: Mapping[str, Any]) -> int:
+    """Layers that predict further tokens: they follow the others and are not run."""
+    architecture = str(metadata.get("general.architecture"))
+    extra = _GgufEntries(metadata, architecture).whole("nextn_predict_layers", 0)
+    check_layers(extra + 1)
+    return extra
+
+
 def _layer(
     entry: _GgufEntries, name: str, index: int, tensors: Collection[str], factors: Factors
 ) -> LayerSpec:
@@ -77,12 +97,17 @@ def _layer(
     if entry.whole("attention.value_length", head_dim) != head_dim:
         raise UnsupportedModel("keys and values of different sizes are not supported")
     window = _window(entry, name, index)
+    given = family.routing.given_by_gguf(entry.whole, entry.number) if family.routing else {}
+    experts = family.routing.experts(given, index) if family.routing else None
     has = lambda part: f"blk.0.{part}.bias" in tensors  # noqa: E731 - a word for three questions
+    has_norm = "blk.0.attn_q_norm.weight" in tensors
     return LayerSpec(
         heads=heads,
         kv_heads=entry.whole("attention.head_count_kv", heads),
         head_dim=head_dim,
-        intermediate=entry.whole("feed_forward_length"),
+        intermediate=family.routing.beside(given, experts)
+        if family.routing
+        else entry.whole("feed_forward_length"),
         rope=_rope(entry, name, index, head_dim, factors),
         window=window,
         attention_scale=_scale(entry, name, heads, head_dim),
@@ -90,9 +115,12 @@ def _layer(
         qkv_bias=has("attn_q") or has("attn_qkv"),
         out_bias=has("attn_output"),
         mlp_bias=has("ffn_gate"),
-        qk_norm=family.qk_norm,
+        qk_norm=family.qk_norm if family.qk_norm != OPTIONAL_NORM else "head" * has_norm,
         norms=family.norms,
         activation=family.activation,
+        clamp=family.defaults["swiglu_limit"] if family.activation == CLAMPED else 0.0,
+        sinks=family.sinks,
+        experts=experts,
     )
 
 
@@ -122,6 +150,9 @@ def _window(entry: _GgufEntries, name: str, index: int) -> int:
 def gguf_end_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
     keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
     ids = [metadata[key] for key in keys if type(metadata.get(key)) is int]
+    tokens = metadata.get("tokenizer.ggml.tokens", ())
+    if metadata.get("general.architecture") == "gpt-oss":  # its <|end|> ends a message of an answer
+        ids = [i for i in ids if not (0 <= i < len(tokens) and tokens[i] == "<|end|>")]
     return tuple(dict.fromkeys(ids))
 
 
@@ -134,7 +165,7 @@ class _GgufEntries:
 
     def whole(self, key: str, default: int | None = None) -> int:
         value = self.metadata.get(self.prefix + key, default)
-        if type(value) is not int:
+        if type(value) not in (int, bool) or (type(value) is bool and key != "expert_weights_norm"):
             raise BadCheckpoint(
                 f"GGUF metadata {self.prefix + key!r} should be a whole number, not {value!r:.60}"
             )
@@ -183,6 +214,8 @@ def _yarn(entry: _GgufEntries, name: str) -> dict[str, Any]:
     for key, ours in YARN.items():
         if value := entry.number(f"rope.scaling.{key}", 0.0):
             scaling[ours] = value
+    if name == "gpt_oss":
+        scaling["truncate"] = False  # GGUF has no word for it
     if name == "ministral3":
         if beta := entry.number("attention.temperature_scale", 0.0):
             scaling[QUERY_BETA] = beta

@@ -22,8 +22,8 @@ import tokenizers
 from tokenizers import normalizers
 
 from outrider.errors import InvalidRequest, TemplateFailed
-from outrider.load.template import MARK, ChatTemplate
-from outrider.load.tokenizer import Tokenizer
+from outrider.load.template import ChatTemplate
+from outrider.load.tokenizer import MARK, Tokenizer
 
 ASSISTANT = "assistant"
 STAND_IN = "qvxjzkw"  # for words that are still to be written; in no text and no template
@@ -100,7 +100,7 @@ class ChatEncoder:
     def _broken_message(self, message: Any) -> Any:
         if not isinstance(message, Mapping):
             return message  # for the template's own check to refuse
-        own = ("content", "reasoning_content") if message.get("role") == ASSISTANT else ()
+        own = ("content", "reasoning_content", "thinking") if message.get("role") == ASSISTANT else ()
         return {
             self._control.broken(key): (self._special if key in own else self._control).broken(value)
             for key, value in message.items()

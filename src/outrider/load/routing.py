@@ -13,7 +13,9 @@ from outrider.errors import UnsupportedModel
 from outrider.load.config import Experts
 
 Given = Mapping[str, Any]
+GATING = {1: "softmax", 2: "sigmoid"}  # scores by GGUF's numbers
 PARTS = ("gate_proj", "up_proj", "down_proj")
+BLOCKS = "_blocks"  # what MXFP4 in safetensors adds to the name of a stack, beside its scales
 
 
 def _every_so_many(given: Given, index: int) -> bool:
@@ -54,6 +56,9 @@ class Routing:
     stacked: str = "mlp.experts"  # its `gate_up_proj` and `down_proj` have the matrices of all experts
     turned: bool = False  # stacked matrices are [experts, inputs, outputs]
     shared_at: str = "mlp.shared_experts"
+    interleaved: bool = False  # rows of gate and up alternate in a stack
+    biases: bool = False  # of the router and of the experts' matrices
+    gguf_normalise: bool = True  # where a GGUF file does not say it
 
     def places(self, part: str, kind: str) -> Iterator[tuple[str, int | None]]:
         """Where a tensor of a layer with experts may be: its name in the file and, if that is a stack, the expert."""
@@ -64,6 +69,8 @@ class Routing:
             for names in self.single:
                 yield f"{names[matrix].format(number)}.{kind}", None
             fused = "down_proj" if matrix == "down_proj" else "gate_up_proj"
+            if kind == "weight":
+                yield f"{self.stacked}.{fused}{BLOCKS}", int(number)
             yield f"{self.stacked}.{fused}" + ("_bias" if kind == "bias" else ""), int(number)
         elif part.removeprefix("mlp.") in PARTS:
             yield f"{self.shared_at}.{part.removeprefix('mlp.')}.{kind}", None
@@ -90,7 +97,30 @@ class Routing:
             groups_kept=given.get("topk_group", 1) if self.grouped else 1,
             correction=self.correction,
             weighs_input=self.weighs_input,
+            router_bias=self.biases,
+            bias=self.biases,
         )
+
+    def given_by_gguf(self, whole: Callable[..., int], number: Callable[..., float]) -> Given:
+        """The metadata of a GGUF file, of which `whole` and `number` read an entry, as config.json has it."""
+        normalise = self.normalise if isinstance(self.normalise, tuple) else ("", False)
+        gating = whole("expert_gating_func", 0)  # 0: not said
+        given = {
+            "model_type": "GGUF",
+            "scoring_func": GATING.get(gating, f"number {gating}") if gating else None,
+            self.dense_width: whole("feed_forward_length"),
+            self.count[0]: whole("expert_count"),
+            "num_experts_per_tok": whole("expert_used_count"),
+            self.width: whole("expert_feed_forward_length", whole("feed_forward_length")),
+            normalise[0]: bool(whole("expert_weights_norm", self.gguf_normalise)),
+            self.scale[0]: number("expert_weights_scale", 0.0) or 1.0,
+            "n_group": whole("expert_group_count", 1),
+            "topk_group": whole("expert_group_used_count", 1),
+            self.shared: whole("expert_shared_count", 0),
+            "first_k_dense_replace": whole("leading_dense_block_count", 0),
+        }
+        given.pop("", None)
+        return given
 
     def beside(self, given: Given, experts: Experts | None) -> Any:
         """Width of the MLP that all rows share."""
@@ -100,7 +130,7 @@ class Routing:
 
 
 SOFTMAX_ROUTING = Routing()
-OLMOE_ROUTING = Routing(width="intermediate_size")
+OLMOE_ROUTING = Routing(width="intermediate_size", gguf_normalise=False)
 MIXTRAL_ROUTING = Routing(
     has_experts=lambda *_: True, count=("num_local_experts",), width="intermediate_size", normalise=True,
     router=("mlp.gate", "block_sparse_moe.gate"),
@@ -109,6 +139,10 @@ MIXTRAL_ROUTING = Routing(
 GLM_ROUTING = Routing(
     has_experts=_after_the_first, count=("n_routed_experts",), normalise=("norm_topk_prob", True), score="sigmoid",
     floor=1e-20, scale=("routed_scaling_factor", 1.0), grouped=True, correction=True, shared="n_shared_experts",
+)  # fmt: skip
+GPT_OSS_ROUTING = Routing(
+    has_experts=lambda *_: True, count=("num_local_experts", "num_experts"), width="intermediate_size", normalise=True,
+    router=("mlp.router",), turned=True, interleaved=True, biases=True,
 )  # fmt: skip
 LLAMA4_ROUTING = Routing(
     has_experts=_listed, count=("num_local_experts",), width="intermediate_size", normalise=False, score="sigmoid",

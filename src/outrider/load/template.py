@@ -12,13 +12,12 @@ from typing import Any
 
 from outrider.errors import InvalidRequest, TemplateFailed, invalid
 from outrider.load.rendering import Failed, Renderers
-from outrider.load.tokenizer import Tokenizer
+from outrider.load.tokenizer import MARK, Tokenizer
 
 MAX_SOURCE = 1 << 20  # characters
 MAX_TEXT = 8 << 20  # characters
 MAX_MEMORY = 512 << 20  # bytes beyond what the process takes when idle
 MAX_SECONDS = 5.0
-MARK = "\ufdd0"  # a noncharacter, which no text has: literal.py breaks control tokens with it
 
 renderers = Renderers(
     {"characters": MAX_TEXT, "memory": MAX_MEMORY, "seconds": int(MAX_SECONDS), "mark": MARK}

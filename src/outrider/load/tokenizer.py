@@ -26,6 +26,8 @@ MAX_VOCAB = 1 << 22
 MAX_FILE = 256 << 20
 MAX_GROWTH = 64  # characters that a normaliser may make of one
 PROBE = "Hello, wörld 12\n"  # that every tokenizer must be able to encode
+# A noncharacter, which no text has: literal.py breaks control tokens with it, and a marked text has them between two.
+MARK = "\ufdd0"
 SPACE = "▁"  # what Metaspace writes for a space
 
 # GGUF's token types
@@ -33,6 +35,14 @@ UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+# Of o200k, gpt-oss's vocabulary: words by their case, each with an ending such as 'll.
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_BY_CASE = "".join(
+    rf"[^\r\n\p{{L}}\p{{N}}]?{head}{tail}(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    for head, tail in ((f"{_UPPER}*", f"{_LOWER}+"), (f"{_UPPER}+", f"{_LOWER}*"))
+)
 
 
 def _smollm() -> pre_tokenizers.PreTokenizer:
@@ -45,9 +55,11 @@ def _gpt2() -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.ByteLevel(add_prefix_space=False)
 
 
-def _by_regex(digits: str) -> Callable[[], pre_tokenizers.PreTokenizer]:
+def _by_regex(
+    digits: str, words: str = _CONTRACTIONS, rest: str = _REST
+) -> Callable[[], pre_tokenizers.PreTokenizer]:
     def build() -> pre_tokenizers.PreTokenizer:
-        pattern = Regex(_CONTRACTIONS + digits + _REST)
+        pattern = Regex(words + digits + rest)
         return pre_tokenizers.Sequence(
             [
                 pre_tokenizers.Split(pattern, "isolated"),
@@ -64,7 +76,9 @@ PRE_TOKENIZERS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
     "gpt-2": _gpt2,
     "llama-bpe": _by_regex(r"\p{N}{1,3}"),
     "qwen2": _by_regex(r"\p{N}"),
+    "gpt-4o": _by_regex(r"\p{N}{1,3}", _BY_CASE, _REST.replace(r"[\r\n]*", r"[\r\n/]*", 1)),
 }
+WHOLE_WORDS = ("llama-bpe", "gpt-4o")  # a word that is a token is not merged
 PRE_ALIASES = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": "qwen2"}
 
 
@@ -212,6 +226,9 @@ class Tokenizer:
     def text_stream(self, skip_special: bool = True) -> TextStream:
         return TextStream(self._bytes[not skip_special], self._strips_space)
 
+    def marked_stream(self) -> MarkedStream:
+        return MarkedStream(self)
+
     def _checked(self, token: int) -> int:
         if type(token) is not int or not 0 <= token < len(self._strings):
             raise invalid("token id", f"{token!r} is not in the vocabulary of {len(self._strings)}")
@@ -258,6 +275,24 @@ class TextStream:
     def finish(self) -> str:
         """What is still held back; a character cut short becomes U+FFFD."""
         return self._decoder.decode(b"", final=True)
+
+
+class MarkedStream:
+    """As a TextStream, with each special token between marks, which no other token can write."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer, self._text = tokenizer, tokenizer.text_stream()
+
+    def feed(self, *tokens: int) -> str:
+        return "".join(map(self._one, tokens))
+
+    def _one(self, token: int) -> str:
+        if not self._tokenizer.is_special(token):
+            return self._text.feed(token).replace(MARK, "\ufffd")
+        return f"{self._text.finish()}{MARK}{self._tokenizer.token_string(token)}{MARK}"
+
+    def finish(self) -> str:
+        return self._text.finish()
 
 
 def _native(build: Callable[[], Any], what: str) -> Any:
@@ -335,7 +370,7 @@ def _build_bpe(
     if len(vocab) != len(strings):
         twice = next(s for i, s in enumerate(strings) if vocab[s] != i)
         raise BadCheckpoint(f"the token {twice!r:.60} appears twice in the GGUF vocabulary")
-    backend = tokenizers.Tokenizer(models.BPE(vocab, merges, ignore_merges=pre == "llama-bpe"))
+    backend = tokenizers.Tokenizer(models.BPE(vocab, merges, ignore_merges=pre in WHOLE_WORDS))
     backend.pre_tokenizer = PRE_TOKENIZERS[pre]()
     backend.decoder = tokenizers.decoders.ByteLevel()
     if pre == "qwen2":

@@ -17,6 +17,7 @@ from outrider.errors import BadCheckpoint, UnsupportedModel
 from outrider.load.config import LayerSpec, ModelConfig
 from outrider.load.families import FAMILIES
 from outrider.load.quants import Blocks
+from outrider.load.routing import BLOCKS, Routing
 
 PREFIXES = ("model.", "model.language_model.", "language_model.model.")
 GGUF_TOP = {
@@ -36,6 +37,7 @@ GGUF_LAYER = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
 }
 
 
@@ -58,6 +60,7 @@ class Source:
     place: int | None = None  # in the stack
     count: int = 0  # of the stack
     turned: bool = False  # the stack's matrices are [inputs, outputs]
+    step: int = 1  # rows that are taken are so far apart
 
     def shape_in(self, stored: tuple[int, ...]) -> tuple[int, ...]:
         """Its shape, if the file's tensor has the shape `stored`."""
@@ -69,7 +72,7 @@ class Source:
 
     def of(self, stored: Tensor | Blocks) -> Tensor | Blocks:
         if isinstance(stored, Blocks):
-            return replace(stored, raw=self._rows(stored.raw))
+            return replace(stored, raw=self._rows(stored.raw).contiguous())
         return self.tensor(stored)
 
     def tensor(self, stored: Tensor, widen: Callable[[Tensor], Tensor] = lambda rows: rows) -> Tensor:
@@ -81,8 +84,10 @@ class Source:
         if self.place is not None:
             if len(rows) != self.count:
                 raise BadCheckpoint(f"tensor {self.name!r} has {len(rows)} matrices, not {self.count}")
-            rows = rows[self.place].T if self.turned else rows[self.place]
-        if self.total and self.total > self.shape[0]:
+            rows = rows[self.place].T if self.turned and rows.dim() > 2 else rows[self.place]
+        if self.step > 1:
+            rows = rows[self.first :: self.step]
+        elif self.total and self.total > self.shape[0]:
             rows = rows[self.first : self.first + self.shape[0]]
         if self.order is None:
             return rows
@@ -157,20 +162,30 @@ def safetensors_map(config: ModelConfig, names: Iterable[str]) -> dict[str, Sour
     def top(name: str) -> str:
         return head if name == "lm_head.weight" else prefix + name.removeprefix("model.")
 
-    turned = family.routing is not None and family.routing.turned
-    return _map(config, present, theirs, top, family.pairs, family.norm_shift, turned)
+    return _map(config, present, theirs, top, family.pairs, family.norm_shift, family.routing)
 
 
-def gguf_map(config: ModelConfig, names: Iterable[str], where: str) -> dict[str, Source]:
+def gguf_map(config: ModelConfig, names: Iterable[str], where: str, extra: int = 0) -> dict[str, Source]:
+    """`extra` layers follow those of the config, and are not read."""
     family, present = FAMILIES[config.family], set(names)
     layer = GGUF_LAYER | dict(family.gguf_names)
 
     def theirs(index: int, part: str, kind: str) -> Places:
-        name = "attn_sinks.weight" if kind == "sinks" else f"{layer[part]}.{kind}"
-        return [(f"blk.{index}.{name}", None)]
+        place, name = None, "attn_sinks.weight" if kind == "sinks" else ""
+        if part.startswith("mlp.experts."):
+            number, matrix = part.removeprefix("mlp.experts.").split(".")
+            place, name = int(number), f"ffn_{matrix.removesuffix('_proj')}_exps.{kind}"
+        elif part.startswith("mlp.") and part != ROUTER and config.specs[index].experts is not None:
+            name = f"{layer[part]}_shexp.{kind}"
+        elif kind == CORRECTION:
+            name = "exp_probs_b.bias"
+        return [(f"blk.{index}.{name or f'{layer[part]}.{kind}'}", place)]
 
     found = _map(config, present, theirs, GGUF_TOP.__getitem__, family.gguf_pairs, 0.0)
-    if left := sorted(present - {source.name for source in found.values()}):
+    after = tuple(f"blk.{i}." for i in range(config.layers, config.layers + extra))
+    if left := sorted(
+        name for name in present - {source.name for source in found.values()} if not name.startswith(after)
+    ):
         raise UnsupportedModel(f"{where} has a tensor {left[0]!r} that no {config.family} model has here")
     return found
 
@@ -182,7 +197,7 @@ def _map(
     top: Callable[[str], str],
     pairs: bool,
     shift: float,
-    turned: bool = False,
+    routing: Routing | None = None,
 ) -> dict[str, Source]:
     made: dict[str, Source] = {}
     begun: dict[tuple[str, int | None], int] = {}  # rows of a matrix that are taken
@@ -201,8 +216,12 @@ def _map(
                 first, stored, place = begun.get(at, 0), *at
                 begun[at] = first + wanted[0]
                 added = shift if "norm" in part else 0.0
-                stack = (place, count, turned) if place is not None else (None, 0, False)
-                made[name] = Source(stored, wanted, first, 0, order, added, *stack)
+                made[name] = Source(stored, wanted, first, 0, order, added)
+                if place is not None:
+                    turned = routing is not None and routing.turned and not stored.endswith(BLOCKS)
+                    made[name] = replace(made[name], place=place, count=count, turned=turned)
+                    if routing is not None and routing.interleaved and ".down_proj." not in name:
+                        made[name] = replace(made[name], first=first // wanted[0], step=2)
                 break
     return {name: replace(source, total=begun[source.name, source.place]) for name, source in made.items()}
 

@@ -40,8 +40,6 @@ from outrider.types import Batch
 class DeviceDecoder:
     """A decoder that takes batches from the host or the device. Logits stay on the device."""
 
-    experts_read = 0.0  # it has none
-
     def __init__(self, decoder: Decoder) -> None:
         if not isinstance(decoder.kernels, GpuKernels):
             raise UnsupportedModel("this model does not run on a CUDA device")
@@ -53,7 +51,14 @@ class DeviceDecoder:
         self.library = Adopted(refused="not asked for")
 
     def forward(self, batch: Batch, store: KeyValueStore) -> Tensor:
+        if self.decoder.mixtures:
+            self.kernels.touched = 0
         return self.run(batch, store, self.config.layers)
+
+    @property
+    def experts_read(self) -> float:
+        """Waits for the device."""
+        return self.decoder.experts_read if self.decoder.mixtures else 0.0
 
     def exit_logits(self, batch: Batch, store: KeyValueStore, layers: int) -> Tensor:
         return self.run(batch, store, layers).float().cpu()
@@ -86,7 +91,18 @@ class DeviceDecoder:
             one.weight for one in (*self._linears(), *([] if d.head is d.embedding else [d.embedding]))
         ]
         copies = [weight.library.rows for weight in weights if weight.library is not None]
-        return sum(weight.nbytes for weight in weights) + sum(copy.nbytes for copy in copies)
+        experts = [one.weight for w in d.layers if (e := w.experts) for one in (e.router, e.gate_up, e.down)]
+        return sum(one.nbytes for one in (*weights, *experts, *copies))
+
+    def spread_rows(self, rows: int) -> None:
+        """From now on passes read as many experts as so many rows that choose independently, padding among them.
+        0: rows choose by themselves, and padding chooses nothing.
+        """
+        experts = next((spec.experts for spec in self.config.specs if spec.experts), None)
+        if experts is not None:
+            missed = (1 - experts.per_token / experts.count) ** rows
+            least = experts.per_token if rows else 0
+            self.kernels.spread.fill_(max(least, round(experts.count * (1 - missed))))
 
     def use_library(self, free: int) -> None:
         """Lets cuBLASLt multiply in passes with many rows, for each weight where it gives the bits of our kernels. It
@@ -97,9 +113,10 @@ class DeviceDecoder:
             warnings.warn(f"matmuls of many rows: {self.library.describe()}", stacklevel=2)
 
     def _linears(self) -> list[GpuLinear]:
-        """Every matrix that a pass multiplies by; the embedding is one if it is the head, too."""
+        """Every matrix that a pass multiplies all rows by; the embedding is one if it is the head, too."""
         d = self.decoder
-        return [one for w in d.layers for one in (w.qkv, w.out, w.gate_up, w.down)] + [d.head]
+        found = [one for w in d.layers for one in (w.qkv, w.out, w.gate_up, w.down)] + [d.head]
+        return [one for one in found if one is not None]
 
     @shared
     def run(self, batch: Batch, store: KeyValueStore, layers: int) -> Tensor:

@@ -12,7 +12,6 @@ def gpu_obstacle(config: ModelConfig, positions: int = 0) -> str | None:
     for spec in config.specs:
         trained = spec.rope.scaling.get(TRAINED) if spec.rope and spec.rope.scaling.get(QUERY_BETA) else None
         for there, what in (
-            (spec.experts, "mixtures of experts"),
             (spec.chunk, "attention in chunks"),
             (spec.norm_after, "norms after attention and MLP"),
             (spec.qk_norm == "whole", "norms over all heads of queries or keys together"),

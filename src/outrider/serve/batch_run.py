@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import sqlite3
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -34,6 +35,7 @@ log = logging.getLogger(__name__)
 # the sequences, first tokens of a small model on two cores came 0.35 s later.
 SHARE = 8
 POLL = 0.1  # seconds between two looks whether other requests wait
+HOLD = 5.0  # seconds until what failed by the disk is tried again
 AHEAD = 256  # lines of a batch that are read from the database at once
 RETRIED = frozenset({429, 503})  # answers that say "not now": the line is done again
 EXPIRED = "batch_expired", "the batch's time was over before this line was done"
@@ -79,7 +81,11 @@ class BatchRunner:
         try:
             while True:
                 self.wake.clear()
-                await self.advance()
+                try:
+                    await self.advance()
+                except (sqlite3.Error, OSError) as problem:
+                    log.error("batches cannot go on; trying again", extra={"facts": {"reason": str(problem)}})
+                    await asyncio.sleep(HOLD)
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self.wake.wait(), POLL if self.running else None)
         finally:
@@ -165,6 +171,12 @@ class BatchRunner:
             result = result_line(line.custom_id, answer)
             await self.call(self.store.record, batch.body["id"], line.number, response.status_code, result)
             request.metrics.count("batch_lines", status=str(response.status_code))
+        except (sqlite3.Error, OSError) as problem:
+            log.error(
+                "a line's answer cannot be kept; trying again", extra={"facts": {"reason": str(problem)}}
+            )
+            batch.held_until = time.monotonic() + HOLD
+            batch.lines.appendleft(line)
         finally:
             batch.running -= 1
             self.wake.set()

@@ -30,6 +30,7 @@ from outrider.serve.private_folder import hold, make_private
 from outrider.serve.wire import read_request
 
 MAX_LINES = 50_000  # of a batch, as at OpenAI
+MAX_LINE_BYTES = 8 << 20
 MAX_BATCHES = 1_000  # of an owner; the oldest that have ended are forgotten
 MAX_ERRORS = 100  # shown of a file that is no batch
 LONGEST_ID = 512  # characters of a custom_id
@@ -257,7 +258,10 @@ class BatchStore:
         """Reads the input file. A file that is no batch fails as a whole, with an error for each wrong line."""
         errors, lines, seen, start = [], list[tuple[Any, ...]](), set[str](), 0
         with (self.folder / body["input_file_id"]).open("rb") as file:
-            for number, data in enumerate(file, 1):
+            for number, data in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), 1):
+                if len(data) > MAX_LINE_BYTES:
+                    errors.append(_error(f"it is longer than {MAX_LINE_BYTES} bytes", number, None))
+                    break
                 if data.strip():
                     try:
                         line = _line(data, body["endpoint"], seen)

@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from outrider import __version__
+from outrider.load.tokenizer import MARK
 from outrider.serve.errors import ApiError
+from outrider.serve.harmony import Reader, ThoughtCount
 from outrider.serve.link import End, Piece, Score
 from outrider.serve.metrics import Metrics
 from outrider.serve.model import ServedModel
@@ -21,7 +23,7 @@ from outrider.serve.prediction import PredictionOverlap
 from outrider.serve.steps import StepWriter
 from outrider.serve.stream import Job
 from outrider.serve.tool_text import Piece as Part
-from outrider.serve.tool_text import Text, ToolReader
+from outrider.serve.tool_text import Text
 
 MOST_LOGGED = 20_000  # characters of a prompt or an answer
 FINGERPRINT = f"outrider-{__version__}"
@@ -56,6 +58,7 @@ class Choice:
     overlap: PredictionOverlap | None = None  # where there is a prediction
     reasons: list[str] = field(default_factory=list)  # the planner's, of every step, where asked for
     writer: StepWriter | None = None  # where steps are asked for
+    thoughts: ThoughtCount | None = None  # where the model thinks in a channel
 
 
 class Dialect(Protocol):
@@ -103,6 +106,11 @@ class Call:
             if choice.writer is not None:
                 choice.writer.prediction = prediction.tokens
 
+    def count_thoughts(self) -> None:
+        """Call before the first piece of an answer in channels."""
+        for choice in self.flat if self.model.tool_format.channels else ():
+            choice.thoughts = ThoughtCount(self.model.tokenizer)
+
     def take(self, prompt: int, piece: Piece) -> Choice:
         """Add a piece to its choice. One that ended badly is an error."""
         if piece.finish_reason == "error":
@@ -113,6 +121,8 @@ class Call:
         choice = self.choices[prompt][piece.choice]
         choice.text.append(piece.text)
         choice.token_ids.extend(piece.token_ids)
+        if choice.thoughts is not None:
+            choice.thoughts.feed(piece.token_ids)
         if piece.detail is not None:
             choice.reasons.append(piece.detail.reason)
             if choice.writer is not None:
@@ -177,7 +187,7 @@ class Call:
             "total_tokens": prompt + written,
             "prompt_tokens_details": {"cached_tokens": self._cached},
             "completion_tokens_details": {
-                "reasoning_tokens": 0,
+                "reasoning_tokens": sum(c.thoughts.tokens for c in self.flat if c.thoughts),
                 "accepted_prediction_tokens": accepted,
                 "rejected_prediction_tokens": rejected,
             },
@@ -276,7 +286,7 @@ class Call:
         """Texts of prompts and answers, for --log-prompts."""
         return {
             "prompt": [self.model.tokenizer.decode(job.prompt)[:MOST_LOGGED] for job in self.jobs],
-            "answer": ["".join(choice.text)[:MOST_LOGGED] for choice in self.flat],
+            "answer": ["".join(choice.text).replace(MARK, "")[:MOST_LOGGED] for choice in self.flat],
         }
 
     def choice_extras(self, choice: Choice, sent: int = 0) -> dict[str, Any]:
@@ -308,8 +318,8 @@ class Call:
         return {"token": text, "logprob": max(logprob, -9999.0), "bytes": data}
 
 
-def parts_of(piece: Piece, reader: ToolReader | None) -> list[Part]:
-    """A piece's text, split into words and calls where there are tools."""
+def parts_of(piece: Piece, reader: Reader | None) -> list[Part]:
+    """A piece's text, split into thoughts, words and calls where there are channels or tools."""
     if reader is None:
         return [Text(piece.text)] if piece.text else []
     return [*reader.feed(piece.text), *(reader.finish() if piece.finish_reason else ())]

@@ -10,6 +10,8 @@ from starlette.responses import Response
 from outrider.errors import InvalidRequest, invalid
 from outrider.serve.answer import answer
 from outrider.serve.call import Call, Choice, parts_of
+from outrider.serve.harmony import Reader, check_template, effort_of, reader_of, stop_ids
+from outrider.serve.harmony import turns as harmony_turns
 from outrider.serve.limits import check_schema
 from outrider.serve.link import Piece, Score
 from outrider.serve.model import ServedModel
@@ -18,8 +20,8 @@ from outrider.serve.replies import ChatCompletion
 from outrider.serve.request import Request
 from outrider.serve.routes import post
 from outrider.serve.text_event import TextEvent
-from outrider.serve.tool_text import CallArguments, CallBegin, Text, ToolReader
-from outrider.serve.tools import ToolRequest, call_id, check_tools, with_tools
+from outrider.serve.tool_text import CallArguments, CallBegin, Text, Thought
+from outrider.serve.tools import ToolRequest, call_id, check_tools, in_channel, uses_tools, with_tools
 from outrider.serve.tools import grammar_of as grammar_of_tools
 from outrider.serve.wire import ChatRequest, check_messages, grammar_of
 from outrider.types import SamplingParams
@@ -30,9 +32,7 @@ async def answer_chat(request: Request) -> Response:
     prompt, params, tools = await request.in_pool(_prepared, request.chosen, asked)
     length = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
     fitted = request.chosen.fitted(asked, prompt, params, length)
-    return await answer(
-        request, asked, [fitted], "chatcmpl-", lambda call: Chat(call, tools, bool(asked.logprobs))
-    )
+    return await answer(request, asked, [fitted], "chatcmpl-", lambda call: Chat(call, tools, asked))
 
 
 def _prepared(service: ModelService, asked: ChatRequest) -> tuple[list[int], SamplingParams, ToolRequest]:
@@ -48,7 +48,11 @@ def _prepared(service: ModelService, asked: ChatRequest) -> tuple[list[int], Sam
 def chat_terms(service: ModelService, asked: ChatRequest) -> tuple[ToolRequest, SamplingParams]:
     """What the model may call, and the engine's parameters. Takes time that grows with the request."""
     tools = check_tools(asked.tools, asked.tool_choice, asked.parallel_tool_calls)
-    return tools, service.params_of(asked, tool_grammar(service, asked, tools))
+    params, model = service.params_of(asked, tool_grammar(service, asked, tools)), service.model
+    if model.tool_format.channels:
+        stops = () if params.ignore_eos else stop_ids(model.tokenizer)
+        params = replace(params, mark_special=True, stop_token_ids=(*params.stop_token_ids, *stops))
+    return tools, params
 
 
 def chat_ids(model: ServedModel, asked: ChatRequest, tools: ToolRequest) -> list[int]:
@@ -57,11 +61,16 @@ def chat_ids(model: ServedModel, asked: ChatRequest, tools: ToolRequest) -> list
     messages = asked.messages
     if "developer" not in source:  # OpenAI's later name for the system's role
         messages = [{**m, "role": "system"} if m.get("role") == "developer" else m for m in messages]
+    channels, variables = model.tool_format.channels, dict(asked.chat_template_kwargs or {})
+    if channels:
+        check_template(uses_tools(source), tools)
     messages, shown = with_tools(messages, tools.shown, model.tool_format, source)
+    if "reasoning_effort" in source:
+        variables = effort_of(asked.reasoning_effort, variables, channels)
     return model.chat_ids(
-        messages,
+        harmony_turns(messages) if channels else messages,
         shown,
-        asked.chat_template_kwargs,
+        variables,
         ask=asked.add_generation_prompt is not False,
         go_on=asked.continue_final_message is True,
         cut=asked.truncate_prompt_tokens is not None,
@@ -72,13 +81,16 @@ def tool_grammar(service: ModelService, asked: ChatRequest, tools: ToolRequest) 
     """What holds the answer to the tools' schemas, where a call is demanded or they are strict."""
     model, settings = service.model, service.settings
     forced = grammar_of_tools(tools, model.tool_format, model.tokens) if tools.allowed else None
+    form = grammar_of(asked, settings)
     if forced is not None:
         _check_tool_schemas(tools, forced["lark"], settings.max_schema_bytes)
-    if tools.allowed and grammar_of(asked, settings) is not None:
+    if tools.allowed and form is not None:
         raise InvalidRequest(
             "a form for the answer leaves no room for tool calls; set tool_choice to 'none'",
             "response_format",
         )
+    if form is not None and model.tool_format.channels and not asked.continue_final_message:
+        return in_channel(form, model.tokens)
     return forced
 
 
@@ -92,7 +104,8 @@ def _check_tool_schemas(tools: ToolRequest, grammar: str, most: int) -> None:
 
 @dataclass(slots=True)
 class ChatChoice:
-    reader: ToolReader | None
+    reader: Reader | None
+    thoughts: list[str] = field(default_factory=list)
     text: list[str] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)
     unsent: list[Score] = field(default_factory=list)  # of tokens whose text is held back
@@ -103,11 +116,12 @@ class ChatChoice:
 class Chat:
     kind = "chat.completion"
 
-    def __init__(self, call: Call, tools: ToolRequest, scored: bool) -> None:
-        self.call, self.scored = call, scored
-        fmt = call.model.tool_format
-        self.shown = [ChatChoice(ToolReader(fmt, tools) if tools.allowed else None) for _ in call.flat]
-        self.plain = call.options.plain and not (scored or tools.allowed)
+    def __init__(self, call: Call, tools: ToolRequest, asked: ChatRequest) -> None:
+        self.call, self.scored = call, bool(asked.logprobs)
+        fmt, goes_on = call.model.tool_format, asked.continue_final_message is True
+        call.count_thoughts()
+        self.shown = [ChatChoice(reader_of(fmt, tools, goes_on)) for _ in call.flat]
+        self.plain = call.options.plain and not (self.scored or self.shown[0].reader)
 
     def begin(self) -> list[dict[str, Any]]:
         return [self._event(choice, {"role": "assistant", "content": ""}) for choice in self.call.flat]
@@ -161,6 +175,9 @@ class Chat:
             if isinstance(part, Text):
                 shown.text.append(part.text)
                 deltas.append({"content": part.text})
+            elif isinstance(part, Thought):
+                shown.thoughts.append(part.text)
+                deltas.append({"reasoning_content": part.text})
             elif isinstance(part, CallBegin):
                 function = {"name": part.name, "arguments": ""}
                 name = call_id(self.call.seed, choice.index, part.index)
@@ -200,6 +217,8 @@ class Chat:
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if shown.calls:
             message |= {"content": text or None, "tool_calls": shown.calls}
+        if shown.thoughts:
+            message["reasoning_content"] = "".join(shown.thoughts)
         return message
 
     def _logprobs(self, scores: list[Score]) -> dict[str, Any]:

@@ -11,6 +11,9 @@ from outrider.fields import check_fields, known_options, setting
 from outrider.serve.model_spec import ModelSpec
 from outrider.serve.settings import ServeSettings
 
+# What one server has for itself: folders that it locks, addresses, and drafts that are swapped in one engine.
+NOT_SHARED = ("batch_folder", "keep_traffic", "kv_events", "draft_folders")
+
 
 @suggesting
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,12 @@ class DeployPlan:
 
     models: tuple[tuple[ModelSpec, DeploySettings], ...]
     serve: ServeSettings
+
+    def __post_init__(self) -> None:
+        for spec, _ in self.models:
+            for name in NOT_SHARED:
+                if getattr(spec.serve, name):
+                    raise invalid(name, "is for outrider serve: replicas cannot share it; leave it out")
 
     @property
     def table(self) -> list[ModelSpec]:

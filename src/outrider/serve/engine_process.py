@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NoReturn
 
-from outrider.cache.prefix import BLOCK
+from outrider.cache.prefix import BLOCK, PrefixWatch
 from outrider.engine.live_draft import DraftState
 from outrider.engine.llm import LLM
 from outrider.engine.loading import Watch
@@ -416,6 +416,14 @@ def reporting(sock: socket.socket) -> Watch:
     return begin
 
 
+def event_publisher(start: link.Start) -> PrefixWatch | None:
+    if start.events is None:
+        return None
+    from outrider.serve.kv_events import EventPublisher  # pyzmq comes with it
+
+    return EventPublisher(start.events, start.model)
+
+
 def main(descriptor: int) -> int:
     become_child()
     with socket.socket(fileno=descriptor) as sock:
@@ -431,7 +439,9 @@ def main(descriptor: int) -> int:
                 watch_compiling(
                     lambda: log.info("compiling kernels for this GPU: later starts find them on disk")
                 )
+            publisher = event_publisher(start)  # a taken port is known before anything is loaded
             llm = LLM(start.model, draft=start.draft, settings=settings, watch=reporting(sock))
+            llm.engine.table.prefix.watch = publisher
             prepare(llm, CAPTURE_SECONDS if runs_on_gpu(settings) else 0.0)
         except OutriderError as error:
             show_cause(error)

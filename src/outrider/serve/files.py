@@ -150,7 +150,7 @@ def _named(request: Request) -> tuple[str, str]:
 
 
 ROUTES = (
-    post("/v1/files", upload, None, "Upload a file of requests, as a form.", FileObject),
+    post("/v1/files", upload, None, "Upload a file of requests, as a form.", FileObject, ("file", "purpose")),
     get("/v1/files", list_files, "Your files.", FileList, LIST_QUERY),
     get("/v1/files/{file_id}", one_file, "One of them.", FileObject),
     delete("/v1/files/{file_id}", delete_file, "Delete it.", DeletedFile),

@@ -28,6 +28,14 @@ MAX_MESSAGE = 1 << 30
 COMPILERS = 2  # grammars that the engine compiles at once
 
 
+class EventAddress(msgspec.Struct):
+    """Where the KV cache's events are published."""
+
+    publish: str
+    replay: str | None
+    topic: str
+
+
 class Start(msgspec.Struct, tag=True):
     """What to load. `settings` are the fields of Settings."""
 
@@ -35,6 +43,7 @@ class Start(msgspec.Struct, tag=True):
     draft: str
     settings: dict[str, Any]
     logging: tuple[str, str]  # format and level
+    events: EventAddress | None = None
 
 
 class Submit(msgspec.Struct, tag=True):

@@ -5,6 +5,7 @@ It reads the counters of metrics.py and asks the engine nothing. Counters only g
 
 from __future__ import annotations
 
+import os
 import time
 
 import msgspec
@@ -17,6 +18,7 @@ from outrider.serve.model_service import ModelService
 from outrider.serve.request import Reply, Request
 from outrider.serve.routes import get
 from outrider.serve.service import Service
+from outrider.settings import family_seconds, others_seconds
 
 QUERY = ("model",)
 
@@ -43,6 +45,9 @@ class LiveDrafter(msgspec.Struct, kw_only=True):
 class Live(msgspec.Struct, kw_only=True):
     time: float  # seconds since 1970
     uptime_seconds: float
+    other_programs_seconds: (
+        float | None
+    )  # of processor time, since the machine's start; null where it is not known
     model: str
     models: list[str]  # that can be asked for with ?model=NAME
     ready: bool
@@ -78,6 +83,7 @@ def snapshot(service: Service, model: ModelService, models: list[str]) -> Live:
     return Live(
         time=now,
         uptime_seconds=now - service.begun,
+        other_programs_seconds=others_seconds(family_seconds(os.getpid())),
         model=model.names[0],
         models=models,
         ready=model.usable and not service.draining,

@@ -17,12 +17,13 @@ from outrider.serve.answer import answer
 from outrider.serve.call import Call, parts_of
 from outrider.serve.chat import chat_ids, chat_terms
 from outrider.serve.errors import ApiError
+from outrider.serve.harmony import reader_of
 from outrider.serve.link import Piece
 from outrider.serve.model_service import ModelService
 from outrider.serve.replies import InputTokens, MessageReply
 from outrider.serve.request import Reply, Request
 from outrider.serve.routes import post
-from outrider.serve.tool_text import CallArguments, CallBegin, CallEnd, Text, ToolReader
+from outrider.serve.tool_text import CallArguments, CallBegin, CallEnd, Text, Thought
 from outrider.serve.tools import ToolRequest, call_id, check_tools
 from outrider.serve.wire import ChatRequest, Count, Sampling, check_messages
 from outrider.types import SamplingParams
@@ -52,9 +53,9 @@ async def create(request: Request) -> Response:
     service = request.chosen
     prompt, params, tools = await request.in_pool(_prepared, service, asked)
     room = service.model.longest - min(len(prompt), asked.truncate_prompt_tokens or len(prompt))
-    narrowed = 1 <= room < asked.max_tokens
+    narrowed, begun = 1 <= room < asked.max_tokens, asked.messages[-1].get("role") == "assistant"
     fitted = service.fitted(asked, prompt, params, room if narrowed else asked.max_tokens)
-    return await answer(request, asked, [fitted], "msg_", lambda call: Messages(call, tools, narrowed))
+    return await answer(request, asked, [fitted], "msg_", lambda call: Messages(call, tools, narrowed, begun))
 
 
 async def count_tokens(request: Request) -> Response:
@@ -88,6 +89,8 @@ def _bounded_chat(asked: CountTokensRequest) -> ChatRequest:
 
 def _prepared(service: ModelService, asked: MessagesRequest) -> tuple[list[int], SamplingParams, ToolRequest]:
     chat = _bounded_chat(asked)
+    if service.model.tool_format.channels and (asked.thinking or {}).get("type") == "disabled":
+        raise invalid("thinking", "cannot be disabled: this model always thinks; leave it out")
     with _blaming_own_fields():
         tools, params = chat_terms(service, chat)
     return chat_ids(service.model, chat, tools), params, tools
@@ -117,7 +120,11 @@ def _own_field(param: str) -> str:
         inner = [part for part in inner if part != "function"]
     if root.startswith("tools") and inner and inner[-1] == "parameters":
         inner[-1] = "input_schema"
-    renamed = {"response_format": "output_config", "stop": "stop_sequences"}
+    renamed = {
+        "response_format": "output_config",
+        "reasoning_effort": "output_config",
+        "stop": "stop_sequences",
+    }
     return ".".join([renamed.get(root, root), *inner])
 
 
@@ -144,11 +151,18 @@ def as_chat(asked: CountTokensRequest) -> ChatRequest:
             "messages": messages,
             "stop": asked.stop_sequences,
             "response_format": (asked.output_config or {}).get("format"),
+            "reasoning_effort": _effort(asked.output_config),
             "tools": _chat_tools(asked.tools),
             "tool_choice": choice,
             "parallel_tool_calls": parallel,
             "continue_final_message": messages[-1]["role"] == "assistant",
         }
+    )
+
+
+def _effort(config: Json | None) -> str | None:
+    return (
+        None if (config or {}).get("effort") is None else _field(config or {}, "effort", str, "output_config")
     )
 
 
@@ -185,6 +199,8 @@ class _Conversation:
         for turn in self.messages:
             if isinstance(turn["content"], list):
                 turn["content"] = "\n".join(turn["content"])
+            if "reasoning_content" in turn:
+                turn["reasoning_content"] = "\n\n".join(turn["reasoning_content"])
         if self.messages[-1].get("tool_calls"):
             raise InvalidRequest("the last message uses a tool: send its tool_result after it", "messages")
 
@@ -205,6 +221,9 @@ class _Conversation:
         kind = block.get("type")
         if kind == "text":
             self._add(role, _field(block, "text", str, where))
+        elif kind == "thinking" and role == "assistant":
+            thoughts = _field(block, "thinking", str, where)
+            self._add(role).setdefault("reasoning_content", []).append(thoughts)
         elif kind == "tool_use" and role == "assistant":
             self._call(block, where)
         elif kind == "tool_result" and role == "user":
@@ -213,7 +232,7 @@ class _Conversation:
             raise invalid(
                 where,
                 f"of type {brief(kind)} is not supported in a turn of the {role}: this server reads text, "
-                "tool_use (of the assistant) and tool_result (of the user)",
+                "thinking and tool_use (of the assistant) and tool_result (of the user)",
             )
 
     def _call(self, block: Json, where: str) -> None:
@@ -312,14 +331,15 @@ def _chat_choice(choice: Json | None) -> tuple[Any, bool | None]:
 
 
 class Messages:
-    """One answer as blocks: what was said, and tools used."""
+    """One answer as blocks: what was thought and said, and tools used."""
 
     ping: Json = {"type": "ping"}  # noqa: RUF012 - never changed
 
-    def __init__(self, call: Call, tools: ToolRequest, narrowed: bool) -> None:
-        """`narrowed`: there was less room for the answer than was asked for."""
+    def __init__(self, call: Call, tools: ToolRequest, narrowed: bool, goes_on: bool = False) -> None:
+        """`narrowed`: there was less room for the answer than was asked for. `goes_on`: it was begun in the prompt."""
         self.call, self.narrowed = call, narrowed
-        self.reader = ToolReader(call.model.tool_format, tools) if tools.allowed else None
+        self.reader = reader_of(call.model.tool_format, tools, goes_on)
+        call.count_thoughts()
         self.blocks: list[Json] = []
         self.written: list[str] = []  # of the open block
         self.open = False
@@ -333,7 +353,10 @@ class Messages:
         events: list[Json] = []
         for part in parts_of(piece, self.reader):
             if isinstance(part, Text):
-                events += self._say(part.text)
+                events += self._write({"type": "text", "text": ""}, "text", part.text)
+            elif isinstance(part, Thought):
+                block = {"type": "thinking", "thinking": "", "signature": ""}
+                events += self._write(block, "thinking", part.text)
             elif isinstance(part, CallBegin):
                 events += [*self._close(), *self._open_call(part)]
             elif isinstance(part, CallArguments):
@@ -364,12 +387,13 @@ class Messages:
     def _index(self) -> int:
         return len(self.blocks) - 1
 
-    def _say(self, text: str) -> list[Json]:
+    def _write(self, block: Json, kind: str, text: str) -> list[Json]:
+        """In a block of this kind, which is opened if there is none."""
         begun = []
-        if not self.open:
-            begun = self._open({"type": "text", "text": ""})
+        if not self.open or self.blocks[-1]["type"] != kind:
+            begun = [*self._close(), *self._open(block)]
         self.written.append(text)
-        return [*begun, self._delta({"type": "text_delta", "text": text})]
+        return [*begun, self._delta({"type": f"{kind}_delta", kind: text})]
 
     def _open_call(self, begun: CallBegin) -> list[Json]:
         name = "toolu_" + call_id(self.call.seed, 0, begun.index).removeprefix("call_")
@@ -387,7 +411,8 @@ class Messages:
         if not self.open:
             return []
         block, written = self.blocks[-1], "".join(self.written)
-        block |= {"text": written} if block["type"] == "text" else {"input": _input(written)}
+        kind = block["type"]
+        block |= {"input": _input(written)} if kind == "tool_use" else {kind: written}
         self.open = False
         return [{"type": "content_block_stop", "index": self._index}]
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from outrider.errors import invalid
 from outrider.serve.backend import Backend
 from outrider.serve.errors import ApiError
-from outrider.serve.link import Start
+from outrider.serve.link import EventAddress, Start
 from outrider.serve.metrics import Metrics
 from outrider.serve.model import ServedModel
 from outrider.serve.model_spec import ModelSpec
@@ -40,13 +40,15 @@ class ModelService:
         self.users = 0  # requests that may still need the engine
         self.last_used = self.loaded_at = time.monotonic()
         self.wanted = asyncio.Event()  # a request waits for the model
+        self.pressed_at: float | None = None  # when the first one came that is no line of a batch
         self._arrival: asyncio.Future[None] | None = None  # of the model that requests wait for
 
     @classmethod
     def of(cls, spec: ModelSpec) -> ModelService:
         serve = spec.serve
         logging = (serve.log_format, serve.log_level)
-        start = Start(spec.source, spec.draft, dataclasses.asdict(spec.settings), logging)
+        at = serve.kv_events and EventAddress(serve.kv_events, serve.kv_events_replay, serve.kv_events_topic)
+        start = Start(spec.source, spec.draft, dataclasses.asdict(spec.settings), logging, at or None)
         metrics = Metrics(serve.price_per_hour)
         return cls(spec, Backend(start, serve, metrics, spec.name), metrics)
 
@@ -64,8 +66,10 @@ class ModelService:
         """Takes requests now, or loads the model for one."""
         return self.backend.well if self.away is None else True
 
-    async def loaded(self) -> None:
+    async def loaded(self, background: bool) -> None:
         """Has the model loaded for a request. Raises if it cannot be."""
+        if not background and self.pressed_at is None:
+            self.pressed_at = time.monotonic()
         if self._arrival is None:
             self._arrival = asyncio.get_running_loop().create_future()
         self.wanted.set()
@@ -74,6 +78,7 @@ class ModelService:
     def arrived(self, problem: str = "") -> None:
         """The model was loaded, or it was not because of `problem`."""
         self.wanted.clear()
+        self.pressed_at = None
         self.away = "unloaded" if problem else None
         self.last_used = self.loaded_at = time.monotonic()
         self.answer_waiting(problem)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from outrider.errors import InvalidRequest
+from outrider.errors import InvalidRequest, invalid
 from outrider.serve.settings import ServeSettings
 from outrider.settings import Settings
 from outrider.types import SamplingParams
@@ -51,9 +51,10 @@ def shown_name(source: str) -> str:
 
 
 def check_table(table: Sequence[ModelSpec]) -> None:
-    """Refuses a table in which two models share a name or a folder of kept traffic."""
+    """Refuses a table in which two models share a name, a folder of kept traffic or an address for events."""
     shown: set[str] = set()
     folders: set[str] = set()
+    addresses: set[str] = set()
     for spec in table:
         if taken := shown.intersection(spec.shown_names):
             raise InvalidRequest(
@@ -67,6 +68,10 @@ def check_table(table: Sequence[ModelSpec]) -> None:
                 "keep_traffic",
             )
         folders.update(filter(None, [spec.serve.keep_traffic]))
+        for name in ("kv_events", "kv_events_replay"):
+            if (address := getattr(spec.serve, name)) in addresses:
+                raise invalid(name, f"two engines cannot share {address}; give each model its own")
+            addresses.update(filter(None, [address]))
 
 
 def by_name(table: Sequence[ModelSpec]) -> Mapping[str, int]:

@@ -2,7 +2,8 @@
 
 A model is loaded with the server or for the first request that names it. Where two do not fit together, a model is
 unloaded once it has been idle for its `unload_after`, or once a request for another has waited that long: then its own
-requests end first, and new ones wait until it is loaded again. No request is dropped for it.
+requests end first, and new ones wait until it is loaded again. No request is dropped for it. A line of a batch waits
+until the other model is idle.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from outrider.serve.stream import too_late
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.02  # between looks at models that may give up their memory
+BACKGROUND_WAIT = 5.0  # seconds that a line of a batch waits for its model
 BYTES_PER_TOKEN = 4  # of a request whose model's tokenizer is not loaded
 
 
@@ -74,28 +76,33 @@ class ModelTable:
         """The model of this name; of requests that name none, the first that their key may use."""
         return self.models[choose_position([m.spec for m in self.models], self._positions, name, key)]
 
-    async def enter(self, model: ModelService, size: int) -> None:
+    async def enter(self, model: ModelService, size: int, background: bool = False) -> None:
         """Counts a request of `size` bytes among the users of its model, once that is loaded."""
         if model.away is not None:
-            await self._wait(model, 1 + size // BYTES_PER_TOKEN)
+            await self._wait(model, 1 + size // BYTES_PER_TOKEN, background)
         model.users += 1
 
     def leave(self, model: ModelService) -> None:
         model.users -= 1
         model.last_used = time.monotonic()
 
-    async def _wait(self, model: ModelService, tokens: int) -> None:
+    async def _wait(self, model: ModelService, tokens: int, background: bool) -> None:
         backend, timeout = model.backend, model.settings.request_timeout
-        backend.refuse_when_full(1, tokens)
-        backend.count_queued(1, tokens)
+        if background:  # its batch tries again, and others go on meanwhile
+            tokens, timeout = 0, BACKGROUND_WAIT
+        else:
+            backend.refuse_when_full(1, tokens)
+        backend.count_queued(int(not background), tokens)
         try:
             async with asyncio.timeout(timeout):
                 while model.away is not None:
-                    await model.loaded()
+                    await model.loaded(background)
         except TimeoutError:
+            if background:
+                raise ApiError(503, "the model is not loaded yet", code="loading", after=1) from None
             raise too_late() from None
         finally:
-            backend.count_queued(-1, -tokens)
+            backend.count_queued(-int(not background), -tokens)
 
     async def run(self) -> bool:
         """Keeps the engines running until asked to stop. False: the server cannot go on."""
@@ -138,6 +145,7 @@ class ModelTable:
             if running is None:
                 continue
             if not await running:
+                model.away = None  # it is failed, and holds no memory
                 return False
             if model.away is None:  # it was not unloaded: the server stops
                 break
@@ -150,8 +158,7 @@ class ModelTable:
         await model.wanted.wait()
         model.away = "loading"
         async with self._loading:
-            await self._make_room(model)
-            if self._stopping:
+            if not await self._make_room(model) or self._stopping:
                 return None
             log.info("loading a model", extra={"facts": {"model": model.names[0]}})
             running = asyncio.create_task(model.backend.run())
@@ -162,18 +169,22 @@ class ModelTable:
         model.arrived("" if loaded else model.backend.problem or "the engine stopped")
         return running if loaded else None
 
-    async def _make_room(self, model: ModelService) -> None:
-        begun = time.monotonic()
+    async def _make_room(self, model: ModelService) -> bool:
+        """False: a model that a request waits for goes before this one, which only lines of batches wait for."""
         while self.room is not None and not self._stopping:
-            holding = [m for m in self.models if m is not model and m.away in (None, "unloading")]
+            others = [m for m in self.models if m is not model and m.backend.state != "failed"]
+            holding = [m for m in others if m.away in (None, "unloading")]
             if not self.room.lacking([model.spec, *(m.spec for m in holding)], model.spec):
-                return
-            waited = time.monotonic() - begun
+                break
+            waited = 0.0 if model.pressed_at is None else time.monotonic() - model.pressed_at
             able = [m for m in holding if m.may_unload(waited) and self.room.shared(model.spec, m.spec)]
             if able:
                 await self._unload(min(able, key=lambda m: (m.users, m.last_used)))
             else:
                 await asyncio.sleep(POLL_SECONDS)
+                if model.pressed_at is None and any(m.pressed_at is not None for m in others):
+                    return False
+        return True
 
     async def _unload(self, model: ModelService) -> None:
         """Lets the model's requests end; new ones wait until it is loaded again."""

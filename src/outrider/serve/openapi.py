@@ -27,6 +27,15 @@ STATUSES = {
     "504": "The request took too long.",
 }
 
+# Routes that belong together, by how their paths begin; the rest are of the server itself.
+TAGS = {
+    "Answers": ("/v1/chat/", "/v1/completions", "/v1/responses", "/v1/messages"),
+    "Tokens": ("/tokenize", "/detokenize"),
+    "Files and batches": ("/v1/files", "/v1/batches"),
+    "Models and drafts": ("/v1/models", "/v1/draft", "/v1/pairs", "/v1/what-if"),
+}
+REST = "The server"
+
 
 @cache
 def document(routes: tuple[Endpoint, ...]) -> dict[str, Any]:
@@ -40,10 +49,16 @@ def document(routes: tuple[Endpoint, ...]) -> dict[str, Any]:
         if route.body:
             reference = {"schema": {"$ref": f"#/components/schemas/{route.body.__name__}"}}
             operation["requestBody"] = {"required": True, "content": {"application/json": reference}}
+        elif route.form:
+            operation["requestBody"] = {
+                "required": True,
+                "content": {"multipart/form-data": _form(route.form)},
+            }
         paths.setdefault(route.path_format, {})[route.method.lower()] = operation
     return {
         "openapi": "3.1.0",
         "info": {"title": "Outrider", "version": __version__},
+        "tags": [{"name": name} for name in (*TAGS, REST)],
         "paths": paths,
         "components": {
             "schemas": {**schemas, "Error": _error()},
@@ -64,6 +79,15 @@ def _query_parameter(name: str) -> dict[str, Any]:
     return {"name": name, "in": "query", "required": False, "schema": {"type": "string"}}
 
 
+def _form(names: tuple[str, ...]) -> dict[str, Any]:
+    fields = {name: {"type": "string", **({"format": "binary"} if name == "file" else {})} for name in names}
+    return {"schema": {"type": "object", "properties": fields, "required": list(names)}}
+
+
+def _tag(path: str) -> str:
+    return next((name for name, begins in TAGS.items() if path.startswith(begins)), REST)
+
+
 def _operation(route: Endpoint) -> dict[str, Any]:
     failure = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
     responses: dict[str, Any] = {"200": {"description": "The answer."}}
@@ -73,7 +97,7 @@ def _operation(route: Endpoint) -> dict[str, Any]:
         if issubclass(route.reply, Reports):  # an answer may be streamed
             responses["200"]["content"]["text/event-stream"] = {}
     responses |= {code: {"description": why, "content": failure} for code, why in STATUSES.items()}
-    return {"summary": route.summary, "responses": responses}
+    return {"summary": route.summary, "tags": [_tag(route.path)], "responses": responses}
 
 
 def _error() -> dict[str, Any]:

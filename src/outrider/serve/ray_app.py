@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from ray import serve
@@ -22,7 +22,7 @@ from ray.serve.request_router import RequestRouter
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from outrider.errors import InvalidRequest
+from outrider.errors import InvalidRequest, OutriderError
 from outrider.serve.deploy_settings import DeployPlan, DeploySettings
 from outrider.serve.errors import ApiError, from_invalid
 from outrider.serve.keys import Key, Keyring, Limiter
@@ -117,6 +117,10 @@ class Front:
         if path == "/v1/models":
             return await self._models(request, key)
         body = await request.body()
+        if len(body) > self.settings.max_body_bytes:
+            raise ApiError(
+                413, f"the body has more than {self.settings.max_body_bytes} bytes", code="too_large"
+            )
         asked = read_json(body) if body else {}
         fields = asked if isinstance(asked, dict) else {}
         named = fields.get("model") or request.query_params.get("model")
@@ -149,8 +153,7 @@ class Front:
                 status, headers, parts = await _begun(handle, prefix, attempt, question)
                 streams = any(name == b"content-type" and b"event-stream" in value for name, value in headers)
                 if streams and status == 200:
-                    events = _events(parts, request.url.path, ended)
-                    return _with_headers(StreamingResponse(events, status), headers)
+                    return _with_headers(_Stream(_events(parts, request.url.path), status, ended), headers)
                 whole = b"".join([part async for part in parts])
             except (
                 RayError,
@@ -201,7 +204,21 @@ async def _begun(
     return status, headers, parts
 
 
-async def _events(parts: AsyncIterator[bytes], path: str, ended: Any) -> AsyncIterator[bytes]:
+class _Stream(StreamingResponse):
+    """Calls `ended` at its end, also where the client hung up before anything was sent."""
+
+    def __init__(self, events: AsyncIterator[bytes], status: int, ended: Callable[[], None]) -> None:
+        super().__init__(events, status)
+        self._ended = ended
+
+    async def __call__(self, *scope: Any) -> None:
+        try:
+            await super().__call__(*scope)
+        finally:
+            self._ended()
+
+
+async def _events(parts: AsyncIterator[bytes], path: str) -> AsyncIterator[bytes]:
     """A stream as it comes. If its replica dies, the client gets an error event: part of the answer is sent, and
     another replica would begin anew.
     """
@@ -214,8 +231,6 @@ async def _events(parts: AsyncIterator[bytes], path: str, ended: Any) -> AsyncIt
             503, "the replica that answered was lost; send the request again", code="replica_lost"
         )
         yield _error_event(error, path)
-    finally:
-        ended()
 
 
 def _error_event(error: ApiError, path: str) -> bytes:
@@ -290,7 +305,10 @@ def _replica_options(how: DeploySettings, settings: ServeSettings) -> dict[str, 
 def run_application(app: Any, settings: ServeSettings) -> None:
     """Serves on this cluster until it is asked to stop; without a cluster, on one of this machine alone."""
     serve.start(http_options={"host": settings.host, "port": settings.port})
-    serve.run(app, name="outrider", route_prefix="/")
+    try:
+        serve.run(app, name="outrider", route_prefix="/")
+    except RuntimeError as problem:
+        raise OutriderError(f"{problem} The lines above say why.") from None
 
 
 def stop() -> None:

@@ -166,6 +166,7 @@ class ChatMessage(Struct, kw_only=True):
     content: str | None
     refusal: None
     tool_calls: list[ToolCall] | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET  # of models that think in a channel
 
 
 class ChatChoice(ChoiceReports, kw_only=True):

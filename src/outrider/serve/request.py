@@ -113,7 +113,7 @@ class Request(BaseRequest):
         if chosen.away is None:
             await table.enter(chosen, size)
         else:
-            await self.while_there(table.enter(chosen, size))
+            await self.while_there(table.enter(chosen, size, self.background))
             self.waited = time.perf_counter() - begun
         self._chosen = chosen
 

@@ -15,12 +15,13 @@ from outrider.serve.answer import answer
 from outrider.serve.call import Call, parts_of
 from outrider.serve.chat import chat_ids, chat_terms
 from outrider.serve.errors import ApiError
+from outrider.serve.harmony import reader_of
 from outrider.serve.link import Piece
 from outrider.serve.model_service import ModelService
 from outrider.serve.replies import ResponseReply
 from outrider.serve.request import Request
 from outrider.serve.routes import post
-from outrider.serve.tool_text import CallArguments, CallBegin, CallEnd, Text, ToolReader
+from outrider.serve.tool_text import CallArguments, CallBegin, CallEnd, Text, Thought
 from outrider.serve.tools import ToolRequest, call_id
 from outrider.serve.wire import ChatRequest, ResponsesRequest, Sampling, check_messages, text_of
 from outrider.types import SamplingParams
@@ -54,6 +55,9 @@ def as_chat(asked: ResponsesRequest) -> ChatRequest:
             instead = "one answer is given" if name == "n" else "use max_output_tokens"
             raise invalid(name, f"is not known here: {instead}")
     shared = {name: getattr(asked, name) for name in Sampling.__struct_fields__}
+    effort = (asked.reasoning or {}).get("effort")
+    if not isinstance(effort, (str, type(None))):
+        raise invalid("reasoning.effort", "must be a text")
     if (form := (asked.text or {}).get("format")) is not None:
         shared["response_format"] = form
     return ChatRequest(
@@ -61,6 +65,7 @@ def as_chat(asked: ResponsesRequest) -> ChatRequest:
         tools=_chat_tools(asked.tools),
         tool_choice=_chat_choice(asked.tool_choice),
         parallel_tool_calls=asked.parallel_tool_calls,
+        reasoning_effort=effort,
         **shared,
     )
 
@@ -71,9 +76,27 @@ def _messages(asked: ResponsesRequest) -> list[dict[str, Any]]:
         messages.append({"role": "system", "content": asked.instructions})
     if isinstance(asked.input, str):
         return [*messages, {"role": "user", "content": asked.input}]
+    thoughts = ""  # are a part of the turn that follows them
     for i, item in enumerate(asked.input):
-        messages.append(_message(item, f"input[{i}]"))
+        if item.get("type") == "reasoning":
+            thoughts = _thoughts(item, f"input[{i}]")
+            continue
+        message = _message(item, f"input[{i}]")
+        if thoughts and message["role"] == "assistant":
+            message["reasoning_content"] = thoughts
+        messages.append(message)
+        thoughts = ""
     return messages
+
+
+def _thoughts(item: dict[str, Any], where: str) -> str:
+    """Of an item that this server wrote; other servers' may be encrypted, or leave nothing but a summary."""
+    parts = item.get("content") or item.get("summary") or []
+    if not isinstance(parts, list) or not all(
+        isinstance(p, dict) and isinstance(p.get("text"), str) for p in parts
+    ):
+        raise invalid(f"{where}.content", "must be a list of parts with a text")
+    return "\n\n".join(part["text"] for part in parts)
 
 
 def _message(item: dict[str, Any], where: str) -> dict[str, Any]:
@@ -92,7 +115,7 @@ def _message(item: dict[str, Any], where: str) -> dict[str, Any]:
         text = output if isinstance(output, str) else text_of(output, f"{where}.output")
         return {"role": "tool", "tool_call_id": item.get("call_id"), "content": text}
     raise InvalidRequest(
-        f"{where} is of type {brief(kind)}; messages and function calls are known", f"{where}.type"
+        f"{where} is of type {brief(kind)}; messages, reasoning and function calls are known", f"{where}.type"
     )
 
 
@@ -119,7 +142,8 @@ class Responses:
 
     def __init__(self, call: Call, asked: ResponsesRequest, tools: ToolRequest, scored: bool) -> None:
         self.call, self.asked, self.tools, self.scored = call, asked, tools, scored
-        self.reader = ToolReader(call.model.tool_format, tools) if tools.allowed else None
+        self.reader = reader_of(call.model.tool_format, tools)
+        call.count_thoughts()
         self.items: list[dict[str, Any]] = []
         self.number = 0
         self.scores: list[Any] = []  # of the text not yet sent
@@ -137,14 +161,16 @@ class Responses:
         for part in parts_of(piece, self.reader):
             if isinstance(part, Text):
                 events += self._say(part.text)
+            elif isinstance(part, Thought):
+                events += self._think(part.text)
             elif isinstance(part, CallBegin):
                 events += [*self._close(), *self._open_call(part)]
             elif isinstance(part, CallArguments):
                 events += self._argue(part.text)
             elif isinstance(part, CallEnd):
                 events += self._close()
-        if piece.finish_reason and not self.items:
-            events += self._say("")
+        if piece.finish_reason and all(item["type"] == "reasoning" for item in self.items):
+            events += [*self._close(), *self._say("")]
         return events
 
     def finish(self) -> list[dict[str, Any]]:
@@ -175,21 +201,37 @@ class Responses:
         events: list[dict[str, Any]] = []
         item = self._open_item
         if item is None or item["type"] != "message":
-            item = self._add({"type": "message", "role": "assistant", "content": []}, "msg")
             part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-            events = [
-                self._event("response.output_item.added", output_index=self._index, item=dict(item)),
-                self._event(
-                    "response.content_part.added", **self._place(item), content_index=0, part=dict(part)
-                ),
-            ]
-            item["content"] = [part]
+            item, events = self._open({"type": "message", "role": "assistant", "content": []}, "msg", part)
         item["content"][0]["text"] += text
         scored = self.call.scored_tokens(self.scores) if self.scored else []
         item["content"][0]["logprobs"] = item["content"][0]["logprobs"] + scored
         self.scores = []
         delta = dict(content_index=0, delta=text, logprobs=scored)
         return [*events, self._event("response.output_text.delta", **self._place(item), **delta)]
+
+    def _think(self, text: str) -> list[dict[str, Any]]:
+        events: list[dict[str, Any]] = []
+        item = self._open_item
+        if item is None or item["type"] != "reasoning":
+            part = {"type": "reasoning_text", "text": ""}
+            item, events = self._open({"type": "reasoning", "summary": [], "content": []}, "rs", part)
+        item["content"][0]["text"] += text
+        place = self._place(item)
+        return [*events, self._event("response.reasoning_text.delta", **place, content_index=0, delta=text)]
+
+    def _open(
+        self, item: dict[str, Any], prefix: str, part: dict[str, Any]
+    ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """A new item of one part, after the one before it."""
+        events = self._close()
+        item = self._add(item, prefix)
+        events += [
+            self._event("response.output_item.added", output_index=self._index, item=dict(item)),
+            self._event("response.content_part.added", **self._place(item), content_index=0, part=dict(part)),
+        ]
+        item["content"] = [part]
+        return item, events
 
     def _open_call(self, begun: CallBegin) -> list[dict[str, Any]]:
         name = call_id(self.call.seed, 0, begun.index)
@@ -214,6 +256,12 @@ class Responses:
             done = dict(content_index=0, text=part["text"], logprobs=part["logprobs"])
             events = [
                 self._event("response.output_text.done", **place, **done),
+                self._event("response.content_part.done", **place, content_index=0, part=part),
+            ]
+        elif item["type"] == "reasoning":
+            part = item["content"][0]
+            events = [
+                self._event("response.reasoning_text.done", **place, content_index=0, text=part["text"]),
                 self._event("response.content_part.done", **place, content_index=0, part=part),
             ]
         else:

@@ -27,11 +27,14 @@ class Endpoint(Route):
         body: Body = None,
         reply: Body = None,
         query: tuple[str, ...] = (),
+        form: tuple[str, ...] = (),
     ) -> None:
-        """`reply`: the answer's shape, where it is JSON and always the same. `query`: names of its parameters."""
+        """`reply`: the answer's shape, where it is JSON and always the same. `query`: names of its parameters. `form`:
+        fields of a body that is a form; `file` is bytes.
+        """
         super().__init__(path, handler, methods=[method])
         self.method, self.handler, self.summary, self.body, self.reply = method, handler, summary, body, reply
-        self.query = query
+        self.query, self.form = query, form
         self.app = self._answer
 
     __hash__ = object.__hash__  # Starlette's has none
@@ -51,5 +54,7 @@ def delete(path: str, handler: Handler, summary: str, reply: Body = None) -> End
     return Endpoint("DELETE", path, handler, summary, None, reply)
 
 
-def post(path: str, handler: Handler, body: Body, summary: str, reply: Body = None) -> Endpoint:
-    return Endpoint("POST", path, handler, summary, body, reply)
+def post(
+    path: str, handler: Handler, body: Body, summary: str, reply: Body = None, form: tuple[str, ...] = ()
+) -> Endpoint:
+    return Endpoint("POST", path, handler, summary, body, reply, form=form)

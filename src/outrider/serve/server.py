@@ -10,13 +10,14 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
 from outrider.engine.placement import Memory
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, install, invalid
 from outrider.serve.app import App
 from outrider.serve.batch_run import BatchRunner
 from outrider.serve.batch_store import BatchStore
@@ -57,6 +58,7 @@ def run_server(table: Sequence[ModelSpec], serve: ServeSettings) -> int:
     """Serve the models until asked to stop. The exit code."""
     set_up_logging(serve.log_format, serve.log_level)
     check_table(table)
+    check_events(table)
     keys = Keyring.of(serve)
     if keys.open and not serve.local:
         log.warning("anyone who can reach %s can use this server; set --api-key or --key-file", serve.host)
@@ -69,6 +71,19 @@ def run_server(table: Sequence[ModelSpec], serve: ServeSettings) -> int:
         for model in service.table.models:
             model.traffic = _traffic(model.settings, keys, closing)
         return asyncio.run(_run(service, sock, store))
+
+
+def check_events(table: Sequence[ModelSpec]) -> None:
+    """Raises if events cannot be published as the table says, before anything is loaded."""
+    addresses = [spec.serve.kv_events for spec in table if spec.serve.kv_events is not None]
+    if addresses and find_spec("zmq") is None:
+        raise OutriderError(f"kv_events needs pyzmq, which is not installed; {install('events')}")
+    for spec in table:
+        if spec.serve.kv_events is not None and not spec.settings.prefix_reuse:
+            raise invalid("kv_events", "has nothing to publish without prefix_reuse")
+    for address in addresses:
+        if not address.startswith(("ipc://", "tcp://127.", "tcp://localhost:", "tcp://[::1]:")):
+            log.warning("anyone who can reach %s can read the tokens of prompts", address)
 
 
 def _check_key_models(keys: Keyring, table: Sequence[ModelSpec]) -> None:

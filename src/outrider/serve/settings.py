@@ -12,19 +12,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from outrider.errors import InvalidRequest, suggesting
+from outrider.errors import InvalidRequest, invalid, suggesting
 from outrider.fields import check_fields, known_options, setting
 
 ANY = "*"
 LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 WEEK = 7 * 86400.0  # longer waits overflow some of the clocks beneath
 FIRST_USE = "first use"
+EVENT_ADDRESS = r"tcp://[^\s/]+:\d{1,5}|ipc://\S+"
 # Settings that each model of a table may have its own of. The others concern the server as a whole.
 PER_MODEL = frozenset(
     (
         *("served_name", "load", "unload_after", "max_tokens", "max_schema_bytes", "max_queued_requests"),
         *("max_queued_tokens", "request_timeout", "grammar_timeout", "engine_restarts", "draft_folders"),
-        *("keep_traffic", "keep_traffic_bytes"),
+        *("keep_traffic", "keep_traffic_bytes", "kv_events", "kv_events_replay", "kv_events_topic"),
     )
 )
 
@@ -108,6 +109,17 @@ class ServeSettings:
     metrics_compat: str = setting(
         "none", known=("none", "vllm"), help="Metrics under another server's names too."
     )
+    kv_events: str | None = setting(
+        None,
+        metavar="ADDRESS",
+        help="Publish by ZMQ which blocks of prompts are cached: tcp://HOST:PORT or ipc://FILE.",
+    )
+    kv_events_replay: str | None = setting(
+        None, metavar="ADDRESS", help="Where subscribers ask for events that they missed."
+    )
+    kv_events_topic: str = setting(
+        "", metavar="TEXT", help="Topic of the events, such as kv@10.0.0.7:8000@MODEL."
+    )
     price_per_hour: float | None = setting(
         None,
         0,
@@ -153,6 +165,21 @@ class ServeSettings:
                 _check_host(host, "allowed_hosts")
         for origin in self.cors_origins:
             _check_origin(origin)
+        self._check_events()
+
+    def _check_events(self) -> None:
+        for name in ("kv_events", "kv_events_replay"):
+            if (address := getattr(self, name)) is not None and not re.fullmatch(EVENT_ADDRESS, address):
+                raise invalid(name, f"must be tcp://HOST:PORT or ipc://FILE, not {address!r:.100}")
+        if self.kv_events is None and (self.kv_events_replay or self.kv_events_topic):
+            name = "kv_events_replay" if self.kv_events_replay else "kv_events_topic"
+            raise invalid(name, "needs kv_events, the address that events are published at")
+        if self.kv_events is not None and (self.api_keys or self.key_file):
+            raise invalid(
+                "kv_events",
+                "is for servers without keys: routers find blocks by their tokens alone, so they would take one key's "
+                "prompts for another's; let the gateway check keys",
+            )
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> ServeSettings:

@@ -21,6 +21,13 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
+class Thought:
+    """What the model thinks before it answers."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class CallBegin:
     index: int
     name: str
@@ -39,7 +46,7 @@ class CallEnd:
     index: int
 
 
-Piece = Text | CallBegin | CallArguments | CallEnd
+Piece = Text | Thought | CallBegin | CallArguments | CallEnd
 
 _WHITE = frozenset(" \t\r\n")
 _LITERAL = frozenset("+-.0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")

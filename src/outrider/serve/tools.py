@@ -42,6 +42,7 @@ class ToolFormat:
     outside: str  # between tags
     key: str  # of the arguments
     bare: bool = False  # a message may begin with a call, and is then written without the tag
+    channels: bool = False  # answers are messages in channels, which harmony.py reads
 
     def call(self, name: str, arguments: Any) -> str:
         return json.dumps({"name": name, self.key: arguments}, ensure_ascii=False)
@@ -58,12 +59,16 @@ HERMES = ToolFormat("hermes", "<tool_call>", "</tool_call>", "\n", "\n", None, "
 SMOLLM = ToolFormat("smollm", "<tool_call>", "</tool_call>", "[", "]", ", ", "\n", "arguments")
 LLAMA = ToolFormat("llama", "<|python_tag|>", "", "", "", "; ", "\n", "parameters", bare=True)
 
+HARMONY = ToolFormat("harmony", "", "", "", "", None, "", "arguments", channels=True)
+
 _HERMES_FAMILIES = ("qwen2", "qwen3")
 
 
 def choose_format(template_source: str | None, family: str) -> ToolFormat:
     """The dialect a chat template teaches; SmolLM's where there is nothing to tell by."""
     source = template_source or ""
+    if "<|channel|>" in source:
+        return HARMONY
     if "<tool_call>[" in source:
         return SMOLLM
     if "<tool_call>" in source:
@@ -332,7 +337,11 @@ def grammar_of(request: ToolRequest, fmt: ToolFormat, tokens: Container[str]) ->
     `tokens` are the strings of the tokenizer's vocabulary: llguidance reads a tag that is one token only by
     its own notation, and one that is not only as text.
     """
-    if request.mode == "required":
+    if fmt.channels:
+        if request.mode != "required" and not any(function.strict for function in request.allowed):
+            return None
+        rules = _in_channels(request, tokens)
+    elif request.mode == "required":
         rules = _forced(request, fmt, tokens)
     elif any(function.strict for function in request.allowed):
         rules = _free(request, fmt, tokens)
@@ -340,8 +349,15 @@ def grammar_of(request: ToolRequest, fmt: ToolFormat, tokens: Container[str]) ->
         return None
     rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(request.allowed))))
     for i, function in enumerate(request.allowed):
-        opening = json.dumps(f'{{"name": "{function.name}", "{fmt.key}": ')
-        rules.append(f'call_{i}: {opening} arguments_{i} "}}"')
+        if fmt.channels:
+            channel, kind, body = (
+                _mark(tag, tokens) for tag in ("<|channel|>", "<|constrain|>", "<|message|>")
+            )
+            to = _literal(f"commentary to=functions.{function.name} ")
+            rules.append(f'call_{i}: {channel} {to} {kind} "json" {body} arguments_{i}')
+        else:
+            opening = json.dumps(f'{{"name": "{function.name}", "{fmt.key}": ')
+            rules.append(f'call_{i}: {opening} arguments_{i} "}}"')
         rules.append(f"arguments_{i}: %json {json.dumps(_schema(function))}")
     return {"lark": "\n".join(rules) + "\n"}
 
@@ -382,6 +398,47 @@ def _free(request: ToolRequest, fmt: ToolFormat, tokens: Container[str]) -> list
         f"spelled[lazy]: TEXT {_literal(fmt.tag)}",
         f"block: {words}({' | '.join(heads)}) {_body(request, fmt, tokens)}",
     ]
+
+
+def _in_channels(request: ToolRequest, tokens: Container[str]) -> list[str]:
+    """Thoughts, then a call; where none is forced there may be words instead. A call ends the answer."""
+    channel, message = _mark("<|channel|>", tokens), _mark("<|message|>", tokens)
+    words = f'{channel} ("final" | "commentary") {message} TEXT'
+    free = "" if request.mode == "required" else f" | {words}"
+    return [f"start: thought* (call{free})", *_thoughts(tokens)]
+
+
+def _thoughts(tokens: Container[str]) -> list[str]:
+    channel, message, end, start = (
+        _mark(tag, tokens) for tag in ("<|channel|>", "<|message|>", "<|end|>", "<|start|>")
+    )
+    return [
+        f'thought: {channel} "analysis" {message} TEXT {end} {start} "assistant"',
+        r"TEXT: /(.|\n)*/",
+    ]
+
+
+def in_channel(form: Mapping[str, Any], tokens: Container[str]) -> dict[str, Any]:
+    """The grammar of an answer in channels whose last message has this form. A grammar of the client's is for the whole
+    answer, as it stands.
+    """
+    ((kind, value),) = form.items()
+    if kind == "lark":
+        return dict(form)
+    channel, message = _mark("<|channel|>", tokens), _mark("<|message|>", tokens)
+    rules = [f'start: thought* {channel} "final" {message} form', *_thoughts(tokens)]
+    if kind == "choice":
+        rules.append(
+            "form: CHOICE\nCHOICE: " + " | ".join(json.dumps(choice) for choice in dict.fromkeys(value))
+        )
+    elif kind == "regex":
+        rules.append("form: FORM\nFORM: /" + re.sub(r"(\\.)|/", lambda at: at[1] or r"\/", value) + "/")
+    else:
+        schema = json.loads(value) if kind == "json_schema" else {"type": "object"}
+        if isinstance(schema, dict):
+            schema = {"x-guidance": JSON_SPELLING, **schema}
+        rules.append(f"form: %json {json.dumps(schema)}")
+    return {"lark": "\n".join(rules) + "\n"}
 
 
 def _body(request: ToolRequest, fmt: ToolFormat, tokens: Container[str]) -> str:

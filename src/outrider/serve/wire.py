@@ -106,6 +106,7 @@ class ChatRequest(Sampling, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
@@ -123,6 +124,7 @@ class ResponsesRequest(Sampling, kw_only=True):
     instructions: str | None = None
     max_output_tokens: Count | None = None
     text: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None

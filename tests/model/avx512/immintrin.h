@@ -54,6 +54,21 @@ static inline int32_t word_of(__m512i x, int i) {
     memcpy(&word, x.at + 4 * i, 4);
     return word;
 }
+static inline __m512i of_words(const int32_t words[16]) { return _mm512_loadu_si512(words); }
+#define OF_WORDS(EXPRESSION)                                       \
+    int32_t words[16];                                             \
+    for (int i = 0; i < 16; i++) words[i] = (int32_t)(EXPRESSION); \
+    return of_words(words);
+static inline __m512i _mm512_sub_epi32(__m512i a, __m512i b) { OF_WORDS((uint32_t)word_of(a, i) - (uint32_t)word_of(b, i)) }
+static inline __m512i _mm512_slli_epi32(__m512i a, unsigned n) { OF_WORDS((uint32_t)word_of(a, i) << n) }
+static inline __m512i _mm512_mullo_epi32(__m512i a, __m512i b) { OF_WORDS((uint32_t)word_of(a, i) * (uint32_t)word_of(b, i)) }
+static inline __m512i _mm512_max_epi32(__m512i a, __m512i b) { OF_WORDS(word_of(a, i) > word_of(b, i) ? word_of(a, i) : word_of(b, i)) }
+static inline __m512 _mm512_castsi512_ps(__m512i x) {
+    __m512 made;
+    memcpy(&made, &x, 64);
+    return made;
+}
+
 /* Unsigned bytes times signed ones, four products to a sum that wraps. */
 static inline __m512i _mm512_dpbusd_epi32(__m512i sum, __m512i a, __m512i b) {
     for (int i = 0; i < 16; i++) {
@@ -69,3 +84,25 @@ static inline __m512 _mm512_loadu_ps(const float *p) { OF_FLOATS(p[i]) }
 static inline void _mm512_storeu_ps(float *p, __m512 x) { memcpy(p, &x, 64); }
 static inline __m512 _mm512_mul_ps(__m512 a, __m512 b) { OF_FLOATS(a.at[i] * b.at[i]) }
 static inline __m512 _mm512_fmadd_ps(__m512 a, __m512 b, __m512 c) { OF_FLOATS(fmaf(a.at[i], b.at[i], c.at[i])) }
+
+typedef struct {
+    uint16_t at[16];
+} __m256i;
+static inline __m256i _mm256_loadu_si256(const __m256i *p) {
+    __m256i made;
+    memcpy(&made, p, 32);
+    return made;
+}
+static inline __m128i _mm_loadu_si128(const __m128i *p) {
+    __m128i made;
+    memcpy(&made, p, 16);
+    return made;
+}
+static inline __m512i _mm512_cvtepi8_epi32(__m128i x) { OF_WORDS((int8_t)x.at[i]) }
+static inline __m512i _mm512_cvtepu8_epi32(__m128i x) { OF_WORDS(x.at[i]) }
+static inline float half_as_float(uint16_t h) {
+    int exponent = h >> 10 & 31, rest = h & 1023;
+    float x = exponent ? ldexpf(1024 + rest, exponent - 25) : ldexpf(rest, -24);
+    return h >> 15 ? -x : x;
+}
+static inline __m512 _mm512_cvtph_ps(__m256i x) { OF_FLOATS(half_as_float(x.at[i])) }

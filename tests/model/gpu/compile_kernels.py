@@ -89,6 +89,7 @@ def main() -> None:
         module.chained = launch.chained
     _launch_all(every)
     _launch_kinds(every)
+    _launch_experts(every)
     _launch_losses()
     for kernel in kernels:
         registers, spilled = _registers(kernel.asm["cubin"])
@@ -114,15 +115,17 @@ def _modules() -> list[Any]:
         copies,
         draw,
         edit,
+        experts,
         filter,
         kernels,
         library,
         matmul,
+        routing,
         rows,
         step_ops,
     )
 
-    return [attention, copies, draw, edit, filter, kernels, library, matmul, rows, step_ops]
+    return [attention, copies, draw, edit, experts, filter, kernels, library, matmul, routing, rows, step_ops]
 
 
 def _launch_all(every: bool) -> None:
@@ -276,6 +279,41 @@ def _launch_kinds(every: bool) -> None:
             weight = room_for(halves, 4096, 4096, kind, torch.bfloat16, "cpu")
             for rows in counts:
                 multiply(torch.empty((rows, 4096), dtype=torch.bfloat16), weight)
+
+
+def _launch_experts(every: bool) -> None:
+    """Of every kind of router, in a decoder; and products of Qwen3-30B-A3B, whose tiles take most room."""
+    from outrider.load.config import Experts
+    from outrider.model.kernels.gpu.experts import expert_parts, gated_experts
+    from outrider.model.kernels.gpu.matmul import room_for
+    from outrider.model.kernels.gpu.quantise import KINDS
+    from outrider.model.kernels.gpu.routing import Schedule, choose, schedule
+    from outrider.model.kernels.gpu.rows import ExpertParts, add_and_norm
+
+    slots = torch.zeros(64, dtype=torch.int32)
+    grouped = Experts(256, 8, 768, score="sigmoid", correction=True, groups=8, groups_kept=4)
+    routers = (Experts(128, 8, 768), Experts(16, 1, 768, score="sigmoid", normalise=False), grouped)
+    for how in routers if every else routers[:1]:
+        correction = torch.zeros(how.count) if how.correction else None
+        choice = choose(torch.zeros(4, 64, how.count), correction, how, slots, 9, slots[:1])
+        schedule(choice, how.count, torch.zeros(1, dtype=torch.int32))
+        given, shared = torch.zeros(1, 64 * how.per_token, 2048), torch.zeros(1, 64, 2048)
+        gates = torch.zeros(4, 64, 1) if how.correction else None
+        pending = ExpertParts(given, choice.experts, choice.weights, shared, gates)
+        add_and_norm(
+            torch.zeros(64, 2048), pending, torch.zeros(2048), 1e-5, torch.zeros(64, 2048).bfloat16()
+        )
+    top = 8
+    for kind in ("bfloat16", *KINDS) if every else ("bfloat16",):
+        halves = [
+            room_for(n, *shape, kind, torch.bfloat16, "cpu", 128)
+            for n, shape in ((2, (768, 2048)), (1, (2048, 768)))
+        ]
+        for rows in (1, 300, 600, 2048) if every else (1,):
+            counts = torch.zeros(128, dtype=torch.int32)
+            plan = Schedule(torch.zeros((128, rows), dtype=torch.int32), counts)
+            act = gated_experts(torch.empty((rows, 2048), dtype=torch.bfloat16), halves[0], None, plan, top)
+            expert_parts(act, halves[1], torch.zeros(128, 2048), plan)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from outrider.load.config import Experts
 from outrider.model.kernels.gpu.matmul import pack, segments
 from outrider.model.parallel import ALONE
 from tests.model.gpu import halves
@@ -17,8 +18,12 @@ from tests.tiny import random_tensors, tiny_config
 
 GRANITE = {"embedding_scale": 3.0, "residual_scale": 0.6, "logit_divisor": 1.7, "attention_scale": 0.3}
 
+MIXTURE = {"experts": Experts(4, 2, 40, shared_gate=True, bias=True)}
 
-@pytest.mark.parametrize(("size", "changes"), [(2, {}), (4, {}), (2, GRANITE), (2, {"rope": None})])
+
+@pytest.mark.parametrize(
+    ("size", "changes"), [(2, {}), (4, {}), (2, GRANITE), (2, {"rope": None}), (2, MIXTURE)]
+)
 def test_ranks_in_turn_have_the_bits_of_one(
     device: str, size: int, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

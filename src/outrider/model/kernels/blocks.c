@@ -84,12 +84,17 @@ const char *outrider_chosen(void) { return chosen->name; }
 /* Uses variant i from now on, for tests; requires that the processor can run it and that no kernel runs. */
 void outrider_choose(int i) { chosen = VARIANTS[i]; }
 
-void blocks_round(const float *x, int K, const Rounded *to, int row) { chosen->round(x, K, to, row); }
+void blocks_round(const float *x, int K, const Rounded *to, int m, int rows, int row) {
+    chosen->round(x, K, to, m, rows, row);
+}
 
 int blocks_widen(int kind, const void *w, int K, void *room) {
     chosen->widen[kind](w, K, room);
     return KIND[kind].halves ? WIDE_16 : KIND[kind].least ? WIDE_LEAST : WIDE;
 }
+
+int blocks_rows(void) { return chosen->rows; }
+int blocks_widens(void) { return chosen->widens; }
 
 void blocks_multiply(int kind, int rows, const void *w, const Rounded *x, int m, float y[][PANEL]) {
     chosen->tiles[kind][rows - 1](w, x, m, y);

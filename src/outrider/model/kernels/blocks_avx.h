@@ -17,6 +17,8 @@ typedef __m512 Floats;
 #define OR _mm512_or_si512
 #define XOR _mm512_xor_si512
 #define SUB_BYTES _mm512_sub_epi8
+#define SUB_INTS _mm512_sub_epi32
+#define LEFT_INTS(X, N) _mm512_slli_epi32(X, N)
 #define STORE(P, X) _mm512_storeu_si512(P, X)
 #define EVERY_16(X) _mm512_broadcast_i32x4(X)
 #define LOOK_UP _mm512_shuffle_epi8
@@ -28,6 +30,12 @@ typedef __m512 Floats;
 #define EVERY_FLOAT(X) _mm512_set1_ps(X)
 #define TIMES(A, B) _mm512_mul_ps(A, B)
 #define FMA(A, B, C) _mm512_fmadd_ps(A, B, C)
+#define HALVES(P) _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(P)))
+#define SIGNED_BYTES(P) _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(P))))
+#define BYTES_AS_INTS(P) _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(P)))
+#define SAME_BITS(X) _mm512_castsi512_ps(X)
+#define TIMES_INTS _mm512_mullo_epi32
+#define LARGER_INTS _mm512_max_epi32
 #else
 #define WIDTH 2
 typedef __m256i Ints;
@@ -39,6 +47,8 @@ typedef __m256 Floats;
 #define OR _mm256_or_si256
 #define XOR _mm256_xor_si256
 #define SUB_BYTES _mm256_sub_epi8
+#define SUB_INTS _mm256_sub_epi32
+#define LEFT_INTS(X, N) _mm256_slli_epi32(X, N)
 #define STORE(P, X) _mm256_storeu_si256((__m256i *)(P), X)
 #define EVERY_16(X) _mm256_broadcastsi128_si256(X)
 #define LOOK_UP _mm256_shuffle_epi8
@@ -50,6 +60,12 @@ typedef __m256 Floats;
 #define EVERY_FLOAT(X) _mm256_set1_ps(X)
 #define TIMES(A, B) _mm256_mul_ps(A, B)
 #define FMA(A, B, C) _mm256_fmadd_ps(A, B, C)
+#define HALVES(P) _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(P)))
+#define SIGNED_BYTES(P) _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(P))))
+#define BYTES_AS_INTS(P) _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(P)))
+#define SAME_BITS(X) _mm256_castsi256_ps(X)
+#define TIMES_INTS _mm256_mullo_epi32
+#define LARGER_INTS _mm256_max_epi32
 #endif
 #define BYTES (64 / WIDTH)   /* of a register */
 #define OUTPUTS (16 / WIDTH) /* in it */
@@ -84,16 +100,24 @@ ALWAYS Ints dot(const Kind kind, Ints sum, Ints w, Ints x) {
 /* What VNNI's sums have too much, and what formats have, for each unit of the activations' sum. */
 ALWAYS int excess(const Kind kind) { return VNNI && kind.bits == 8 ? 128 : kind.offset; }
 
-ALWAYS void scales_into(const Kind kind, const uint8_t *header, const uint8_t *block, float *scales) {
-    for (int o = 0; o < PANEL; o++) {
-        Scales s = scales_at(kind, header, block, o);
-        scales[o] = s.half[0], scales[PANEL + o] = kind.halves ? s.half[1] : s.least;
+/* The scales of a block, register v; `which` 1: of its second half, or its least values. */
+ALWAYS Floats scales_of(const Kind kind, const uint8_t *header, const uint8_t *block, const int which, const int v) {
+    const int o = v * OUTPUTS;
+    if (kind.wide) return LOAD_FLOATS((const float *)block + which * PANEL + o);
+    if (kind.floats) { /* half of two to the power of e - 127, and 0 stands for 2^-127 */
+        Ints power = LEFT_INTS(BYTES_AS_INTS(block + o), 23);
+        return TIMES(SAME_BITS(LARGER_INTS(power, EVERY_INT(0x400000))), EVERY_FLOAT(0.5f));
     }
+    if (kind.blocks == 1) return HALVES(block + 2 * (which * PANEL + o));
+    if (kind.halves) return TIMES(HALVES(header + 2 * o), SIGNED_BYTES(block + which * PANEL + o));
+    Floats d = HALVES(header + 2 * (which * PANEL + o)), number = AS_FLOATS(BYTES_AS_INTS(block + which * PANEL + o));
+    return TIMES(which ? TIMES(d, EVERY_FLOAT(-1)) : d, number);
 }
 
 ALWAYS void unpack(const Kind kind, const uint8_t *header, const uint8_t *block, int8_t *q, float *scales) {
     const uint8_t *high = block + scale_bytes(kind), *low = high + high_bytes(kind);
-    scales_into(kind, header, block, scales);
+    for (int which = 0; which <= (kind.least || kind.halves); which++) UNROLL for (int v = 0; v < WIDTH; v++)
+        STORE_FLOATS(scales + which * PANEL + v * OUTPUTS, scales_of(kind, header, block, which, v));
     UNROLL for (int g = 0; g < 8; g++) UNROLL for (int v = 0; v < WIDTH; v++)
         STORE(q + g * 64 + v * BYTES, SUB_BYTES(group(kind, high, low, g, v), EVERY_BYTE(kind.offset)));
 }
@@ -106,31 +130,33 @@ ALWAYS void tile(const int number, const int rows, const void *w, const Rounded 
     for (int b = 0; b < x->blocks; b++) {
         const uint8_t *header = super_block(kind, w, b / kind.blocks), *block = block_in(kind, header, b % kind.blocks);
         const uint8_t *high = block + scale_bytes(kind), *low = high + high_bytes(kind);
-        size_t at = (size_t)m * x->blocks + b;
-        float own[2 * PANEL];
-        const float *scales = kind.wide ? (const float *)block : own;
-        if (!kind.wide) scales_into(kind, header, block, own);
+        size_t at = (size_t)m * x->blocks + (size_t)b * rows;
         UNROLL for (int h = 0; h <= kind.halves; h++) {
             Ints sum[TILE][WIDTH];
             UNROLL for (int r = 0; r < rows; r++) {
-                const int32_t *halves = x->halves + 2 * (at + (size_t)r * x->blocks);
-                int32_t start = -excess(kind) * (kind.halves ? halves[h] : halves[0] + halves[1]);
-                UNROLL for (int v = 0; v < WIDTH; v++) sum[r][v] = EVERY_INT(start);
+                const int32_t *minus = x->minus + 2 * (at + r);
+                Ints start = EVERY_INT(!kind.halves || h ? minus[0] : minus[1]);
+                if (kind.halves && h) start = SUB_INTS(start, EVERY_INT(minus[1]));
+                const int times = excess(kind), power = !(times & (times - 1));
+                if (power && times) start = LEFT_INTS(start, __builtin_ctz(times));
+                else start = times ? TIMES_INTS(start, EVERY_INT(times)) : EVERY_INT(0);
+                UNROLL for (int v = 0; v < WIDTH; v++) sum[r][v] = start;
             }
             UNROLL for (int g = h * each; g < h * each + each; g++) UNROLL for (int v = 0; v < WIDTH; v++) {
                 Ints q = group(kind, high, low, g, v);
                 UNROLL for (int r = 0; r < rows; r++) {
                     int32_t four;
-                    memcpy(&four, x->q + (at + (size_t)r * x->blocks) * BLOCK + 4 * g, 4);
+                    memcpy(&four, x->q + (at + r) * BLOCK + 4 * g, 4);
                     sum[r][v] = dot(kind, sum[r][v], q, EVERY_INT(four));
                 }
             }
-            UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < WIDTH; v++) {
-                size_t here = at + (size_t)r * x->blocks;
-                Floats part = TIMES(AS_FLOATS(sum[r][v]), LOAD_FLOATS(scales + h * PANEL + v * OUTPUTS));
-                total[r][v] = FMA(part, EVERY_FLOAT(x->scale[here]), total[r][v]);
-                if (kind.least)
-                    total[r][v] = FMA(LOAD_FLOATS(scales + PANEL + v * OUTPUTS), EVERY_FLOAT(x->sum[here]), total[r][v]);
+            UNROLL for (int v = 0; v < WIDTH; v++) {
+                Floats scale = scales_of(kind, header, block, h, v), least = scale;
+                if (kind.least) least = scales_of(kind, header, block, 1, v);
+                UNROLL for (int r = 0; r < rows; r++) {
+                    total[r][v] = FMA(TIMES(AS_FLOATS(sum[r][v]), scale), EVERY_FLOAT(x->scale[at + r]), total[r][v]);
+                    if (kind.least) total[r][v] = FMA(least, EVERY_FLOAT(x->sum[at + r]), total[r][v]);
+                }
             }
         }
     }

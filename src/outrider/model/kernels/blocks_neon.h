@@ -111,7 +111,8 @@ ALWAYS void unpack(const Kind kind, const uint8_t *header, const uint8_t *block,
 /* The sum that products are added to: MAGIC, less what the formats' offset adds to them. */
 ALWAYS int32_t start_of(const Kind kind, const int h, const Rounded *x, size_t here) {
     if (!kind.offset) return MAGIC;
-    return MAGIC - kind.offset * (kind.halves ? x->halves[2 * here + h] : x->halves[2 * here] + x->halves[2 * here + 1]);
+    const int32_t *minus = x->minus + 2 * here;
+    return MAGIC + kind.offset * (!kind.halves ? minus[0] : h ? minus[0] - minus[1] : minus[1]);
 }
 
 #if I8MM
@@ -120,8 +121,8 @@ ALWAYS void pair_sums(const Kind kind, const int rows, const int h, const uint8_
                       const Rounded *x, size_t at, int32x4_t sum[TILE][4]) {
     int8x16_t pairs[TILE / 2][4]; /* 8 numbers of a row, the same of the next */
     UNROLL for (int p = 0; p < (rows + 1) / 2; p++) UNROLL for (int c = 0; c < 4; c++) {
-        const int8_t *first = x->q + (at + (size_t)(2 * p) * x->blocks) * BLOCK + 8 * c;
-        int8x8_t second = 2 * p + 1 < rows ? vld1_s8(first + (size_t)x->blocks * BLOCK) : vdup_n_s8(0);
+        const int8_t *first = x->q + (at + 2 * p) * BLOCK + 8 * c;
+        int8x8_t second = 2 * p + 1 < rows ? vld1_s8(first + BLOCK) : vdup_n_s8(0);
         pairs[p][c] = vcombine_s8(vld1_s8(first), second);
     }
     UNROLL for (int j = 0; j < 4; j++) {
@@ -154,7 +155,7 @@ ALWAYS void row_sums(const Kind kind, const int rows, const int h, const uint8_t
                      const Rounded *x, size_t at, int32x4_t sum[TILE][4]) {
     int8x16_t first[TILE], second[TILE];
     UNROLL for (int r = 0; r < rows; r++) {
-        size_t here = at + (size_t)r * x->blocks;
+        size_t here = at + r;
         first[r] = vld1q_s8(x->q + here * BLOCK), second[r] = vld1q_s8(x->q + here * BLOCK + 16);
     }
     UNROLL for (int i = 0; i < 4; i++) UNROLL for (int j = 0; j < 4; j++) {
@@ -177,7 +178,7 @@ ALWAYS void add_block(const Kind kind, const int rows, const Header *header, con
         int32x4_t sum[TILE][4];
         float32x4_t scale[4], least[4];
         UNROLL for (int r = 0; r < rows; r++) {
-            int32x4_t start = vdupq_n_s32(start_of(kind, h, x, at + (size_t)r * x->blocks));
+            int32x4_t start = vdupq_n_s32(start_of(kind, h, x, at + r));
             UNROLL for (int j = 0; j < 4; j++) sum[r][j] = start;
         }
 #if I8MM
@@ -188,7 +189,7 @@ ALWAYS void add_block(const Kind kind, const int rows, const Header *header, con
         scales_of(kind, header, block, h, scale);
         if (kind.least) scales_of(kind, header, block, 1, least);
         UNROLL for (int j = 0; j < 4; j++) UNROLL for (int r = 0; r < rows; r++) {
-            size_t here = at + (size_t)r * x->blocks;
+            size_t here = at + r;
             float32x4_t part = vmulq_f32(vsubq_f32(vreinterpretq_f32_s32(sum[r][j]), magic), scale[j]);
             total[r][j] = vfmaq_n_f32(total[r][j], part, x->scale[here]);
             if (kind.least) total[r][j] = vfmaq_n_f32(total[r][j], least[j], x->sum[here]);
@@ -205,7 +206,7 @@ ALWAYS void tile(const int number, const int rows, const void *w, const Rounded 
         const Header header = header_at(kind, at);
         at += header_bytes(kind);
         for (int s = 0; s < kind.blocks; s++, b++, at += block_bytes(kind))
-            add_block(kind, rows, &header, at, x, (size_t)m * x->blocks + b, total);
+            add_block(kind, rows, &header, at, x, (size_t)m * x->blocks + (size_t)b * rows, total);
     }
     UNROLL for (int r = 0; r < rows; r++) UNROLL for (int j = 0; j < 4; j++) vst1q_f32(y[r] + 4 * j, total[r][j]);
 }

@@ -21,7 +21,7 @@ ALWAYS void tile(const int number, const int rows, const void *w, const Rounded 
         float scales[2 * PANEL];
         unpack(kind, header, block_in(kind, header, b % kind.blocks), q, scales);
         for (int r = 0; r < rows; r++) {
-            size_t at = (size_t)(m + r) * x->blocks + b;
+            size_t at = (size_t)m * x->blocks + (size_t)b * rows + r;
             for (int h = 0; h < 2; h++) {
                 int32_t sum[PANEL] = {0};
                 for (int k = kind.halves ? h * 16 : 0; k < (kind.halves ? h * 16 + 16 : BLOCK); k++)

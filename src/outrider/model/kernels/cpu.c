@@ -27,7 +27,11 @@
 #endif
 #define REGS (PANEL / LANES)    /* vector registers a panel row takes */
 #define FEW 8                   /* rows whose norms and rotations are too little to share out */
-#define MOST 6                  /* rows a panel meets at a time: 24 NEON accumulators, 6 rows and a weight just fit */
+#if LANES == 16
+#define MOST 8                  /* rows a panel meets at a time: a chain of additions waits four cycles, two end in each */
+#else
+#define MOST 6                  /* 24 NEON accumulators, 6 rows and a weight just fit */
+#endif
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
@@ -82,6 +86,7 @@ typedef struct {
     Heads heads;
     int32_t intermediate, whole, gelu; /* whole: q_norm and k_norm are over all heads together */
     int32_t all_mixed, all_act;        /* inputs of out and of down */
+    float clamp;                       /* of the products with gate and up; 0: none */
 } Layer;
 
 typedef struct {
@@ -244,8 +249,11 @@ static inline vec weight_half(const void *w, int k, int i, int j) {
     DEFINE_PANEL(KIND, 4)                                                                                \
     DEFINE_PANEL(KIND, 5)                                                                                \
     DEFINE_PANEL(KIND, 6)                                                                                \
-    static void (*const panels_##KIND[MOST])(const void *, const char *, const float *, int, int, float[][PANEL]) = { \
-        panel_##KIND##_1, panel_##KIND##_2, panel_##KIND##_3, panel_##KIND##_4, panel_##KIND##_5, panel_##KIND##_6};
+    DEFINE_PANEL(KIND, 7)                                                                                \
+    DEFINE_PANEL(KIND, 8)                                                                                \
+    static void (*const panels_##KIND[TILE])(const void *, const char *, const float *, int, int, float[][PANEL]) = { \
+        panel_##KIND##_1, panel_##KIND##_2, panel_##KIND##_3, panel_##KIND##_4,                          \
+        panel_##KIND##_5, panel_##KIND##_6, panel_##KIND##_7, panel_##KIND##_8};
 DEFINE_PANELS(whole)
 DEFINE_PANELS(half)
 
@@ -256,7 +264,7 @@ typedef struct {
 } Panel;
 
 /* Most rows that a panel of this kind meets at a time. */
-static inline int most_rows(int kind) { return kind > HALF ? TILE : MOST; }
+static inline int most_rows(int kind) { return kind > HALF ? blocks_rows() : MOST; }
 
 static inline size_t panel_bytes(int kind, int K) {
     if (kind > HALF) return blocks_panel_bytes(kind, K);
@@ -269,7 +277,7 @@ static void *room_for(const Matrix *w, int K, int rows) {
     size_t most = 0;
     for (int p = 0; p < PARTS && w->parts[p].outputs; p++) {
         int kind = w->parts[p].kind;
-        if (kind == WHOLE || kind == Q8_0 || rows <= most_rows(kind)) continue;
+        if (kind == WHOLE || kind == Q8_0 || rows <= most_rows(kind) || (kind > HALF && !blocks_widens())) continue;
         size_t bytes = panel_bytes(kind == HALF ? WHOLE : WIDE_LEAST, K);
         most = bytes > most ? bytes : most;
     }
@@ -293,6 +301,7 @@ static inline Panel panel_of(Part w, int n, int K, void *room) {
 typedef struct {
     const float *x;
     int M, K;
+    const int32_t *starts; /* where rows begin that meet the same matrix, and their end; null: all meet one */
     Rounded rounded;
 } Inputs;
 
@@ -303,10 +312,24 @@ static inline void multiply(Panel w, int rows, int m, int again, const Inputs *i
     (w.kind == HALF ? panels_half : panels_whole)[rows - 1](w.data, w.next[again], in->x + (size_t)m * K, K, K, y);
 }
 
+static inline int least(int a, int b) { return a < b ? a : b; }
+static inline int panels_of(int outputs) { return (outputs + PANEL - 1) / PANEL; }
+
+/* Rows of the next tile: as few tiles as possible, of about equal size. */
+static inline int next_rows(int left, int most) {
+    int times = (left + most - 1) / most;
+    return (left + times - 1) / times;
+}
+
 static void round_rows(void *job, int member, int begin, int end) {
     Inputs *in = job;
     (void)member;
-    for (int r = begin; r < end; r++) blocks_round(in->x + (size_t)r * in->K, in->K, &in->rounded, r);
+    for (int m = 0, rows, group = 0; m < end; m += rows) {
+        while (in->starts && m == in->starts[group + 1]) group++;
+        rows = next_rows((in->starts ? in->starts[group + 1] : in->M) - m, blocks_rows());
+        for (int r = m < begin ? begin : m; r < end && r < m + rows; r++)
+            blocks_round(in->x + (size_t)r * in->K, in->K, &in->rounded, m, rows, r - m);
+    }
 }
 
 static int in_blocks(const Matrix *w) {
@@ -316,8 +339,8 @@ static int in_blocks(const Matrix *w) {
 }
 
 /* `release` them after use. Returns 0 if there is no memory for them. */
-static int inputs_for(int threads, const float *x, int M, int K, int blocks, Inputs *in) {
-    *in = (Inputs){x, M, K, {0}};
+static int inputs_for(int threads, const float *x, int M, int K, const int32_t *starts, int blocks, Inputs *in) {
+    *in = (Inputs){x, M, K, starts, {0}};
     if (!blocks) return 1;
     in->rounded = rounded_for(M, K);
     if (in->rounded.q) team_run(M > FEW ? threads : 1, M, round_rows, in);
@@ -325,15 +348,6 @@ static int inputs_for(int threads, const float *x, int M, int K, int blocks, Inp
 }
 
 static void release(Inputs *in) { free(in->rounded.q); }
-
-static inline int least(int a, int b) { return a < b ? a : b; }
-static inline int panels_of(int outputs) { return (outputs + PANEL - 1) / PANEL; }
-
-/* Rows of the next tile: as few tiles as possible, of about equal size. */
-static inline int next_rows(int left, int most) {
-    int times = (left + most - 1) / most;
-    return (left + times - 1) / times;
-}
 
 /* y = x W^T + bias, or y += add times that. */
 typedef struct {
@@ -353,7 +367,7 @@ static inline void linear_panel(const Matrix *w, const float *bias, int n, const
     int width = least(PANEL, part->outputs - own * PANEL);
     if (bias) bias += first + own * PANEL;
     Panel panel = panel_of(*part, own, in->K, room);
-    float out[MOST][PANEL];
+    float out[TILE][PANEL];
     for (int m = 0, rows; m < count; m += rows) {
         rows = next_rows(count - m, most_rows(panel.kind));
         multiply(panel, rows, from + m, m > 0, in, out);
@@ -379,18 +393,20 @@ static void linear_panels(void *job, int member, int begin, int end) {
 static int linear(int threads, Linear job) {
     int panels = 0;
     for (int p = 0; p < PARTS; p++) panels += panels_of(job.w.parts[p].outputs);
-    if (!inputs_for(threads, job.x, job.M, job.K, in_blocks(&job.w), &job.in)) return 0;
+    if (!inputs_for(threads, job.x, job.M, job.K, 0, in_blocks(&job.w), &job.in)) return 0;
     team_run(threads, panels, linear_panels, &job);
     release(&job.in);
     return 1;
 }
 
 /* act = f(x gate^T) * (x up^T), without storing either product. f is silu, x / (1 + e^-x), or the tanh form of gelu, which is
- * x / (1 + e^-z) with z = 2 sqrt(2 / pi) (x + 0.044715 x^3). */
+ * x / (1 + e^-z) with z = 2 sqrt(2 / pi) (x + 0.044715 x^3). With a clamp c, which gpt-oss has, it is f(min(g, c)) (u + 1),
+ * with u between -c and c, and f(x) = x / (1 + e^-1.702 x). */
 typedef struct {
     const Mlp *mlp;
     const float *x;
     int M, N, K, gelu;
+    float clamp;
     float *act;
     Inputs in;
 } Gated;
@@ -399,8 +415,8 @@ typedef struct {
 static inline void gated_panel(const Mlp *w, int n, const Gated *given, int from, int count, void *const rooms[2]) {
     int N = given->N, K = given->K, width = least(PANEL, N - n * PANEL);
     Panel gate = panel_of(w->gate.parts[0], n, K, rooms[0]), up = panel_of(w->up.parts[0], n, K, rooms[1]);
-    int most = least(most_rows(gate.kind), most_rows(up.kind));
-    float g[MOST][PANEL], u[MOST][PANEL];
+    int most = gate.kind > HALF || up.kind > HALF ? blocks_rows() : MOST; /* rounded rows lie by their tiles */
+    float g[TILE][PANEL], u[TILE][PANEL];
     for (int m = 0, rows; m < count; m += rows) {
         rows = next_rows(count - m, most);
         multiply(gate, rows, from + m, m > 0, &given->in, g);
@@ -409,10 +425,14 @@ static inline void gated_panel(const Mlp *w, int n, const Gated *given, int from
             for (int i = 0; i < width && w->gate_bias; i++) g[r][i] += w->gate_bias[n * PANEL + i];
             for (int i = 0; i < width && w->up_bias; i++) u[r][i] += w->up_bias[n * PANEL + i];
             for (int i = 0; i < PANEL; i += LANES) {
-                vec value = *(vec *)(g[r] + i);
-                vec z = value;
+                vec value = *(vec *)(g[r] + i), other = *(vec *)(u[r] + i), z = value;
+                if (given->clamp > 0) {
+                    const vec most = (vec){0} + given->clamp;
+                    value = pick(value > most, most, value), z = 1.702f * value;
+                    other = pick(other > most, most, pick(other < -most, -most, other)) + 1.0f;
+                }
                 if (given->gelu) z = 1.59576912f * (value + 0.044715f * value * value * value);
-                *(vec *)(g[r] + i) = value / (1.0f + exp_vec(-z)) * *(vec *)(u[r] + i);
+                *(vec *)(g[r] + i) = value / (1.0f + exp_vec(-z)) * other;
             }
             float *to = given->act + (size_t)(from + m + r) * N + (size_t)n * PANEL;
             for (int i = 0; i < width; i++) to[i] = g[r][i];
@@ -431,7 +451,7 @@ static void gated_panels(void *job, int member, int begin, int end) {
 
 static int gated(int threads, Gated job) {
     int blocks = in_blocks(&job.mlp->gate) || in_blocks(&job.mlp->up);
-    if (!inputs_for(threads, job.x, job.M, job.K, blocks, &job.in)) return 0;
+    if (!inputs_for(threads, job.x, job.M, job.K, 0, blocks, &job.in)) return 0;
     team_run(threads, panels_of(job.N), gated_panels, &job);
     release(&job.in);
     return 1;
@@ -916,7 +936,7 @@ int outrider_stage(int stage, const Layer *layer, const Shape *s, const Rows *b,
         inputs = normed_stream(s, w, M, layer->mlp_norm);
         if (layer->experts && !activate_experts(layer, s, w, M, inputs)) return 0;
         if (!layer->intermediate) return 1;
-        return gated(threads, (Gated){&layer->mlp, inputs, M, layer->intermediate, s->hidden, layer->gelu, w->act, {0}});
+        return gated(threads, (Gated){&layer->mlp, inputs, M, layer->intermediate, s->hidden, layer->gelu, layer->clamp, w->act, {0}});
     default:
         if (layer->experts) return add_experts(layer, s, w, M);
         return add_to_stream(s, w, M, layer->mlp.down, layer->mlp.down_bias, w->all_act, layer->all_act, layer->down_norm);

@@ -9,8 +9,8 @@
 
 /* Written out: not every compiler's library has what __builtin_cpu_supports needs. */
 static inline int has_features(unsigned in_ebx, unsigned in_ecx, unsigned registers) {
-    unsigned a, b, c, d, low, high, fma = 1u << 12, osxsave = 1u << 27;
-    if (!__get_cpuid(1, &a, &b, &c, &d) || (c & (fma | osxsave)) != (fma | osxsave)) return 0;
+    unsigned a, b, c, d, low, high, first = 1u << 12 | 1u << 27 | 1u << 29; /* FMA, OSXSAVE, F16C */
+    if (!__get_cpuid(1, &a, &b, &c, &d) || (c & first) != first) return 0;
     __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
     if ((low & registers) != registers || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return 0;
     return (b & in_ebx) == in_ebx && (c & in_ecx) == in_ecx;

@@ -140,7 +140,7 @@ static int spread(int threads, int tiles, Spread job) {
         blocks |= job.down ? in_blocks(&mlp->down) : in_blocks(&mlp->gate) || in_blocks(&mlp->up);
     }
     job.panels = panels_of(N);
-    if (!inputs_for(threads, job.gated.x, job.gated.M, job.gated.K, blocks, &job.gated.in)) return 0;
+    if (!inputs_for(threads, job.gated.x, job.gated.M, job.gated.K, job.w->starts, blocks, &job.gated.in)) return 0;
     team_run(threads, tiles * job.panels, expert_panels, &job);
     release(&job.gated.in);
     return 1;
@@ -167,7 +167,7 @@ static int activate_experts(const Layer *layer, const Shape *s, const Work *w, i
     int tiles = sort_pairs(e, w, M);
     *w->read += tiles;
     team_run(pairs > FEW ? threads : 1, pairs, gather_pairs, &job);
-    Gated gated = {0, w->gathered, pairs, e->width, s->hidden, layer->gelu, w->expert_act, {0}};
+    Gated gated = {0, w->gathered, pairs, e->width, s->hidden, layer->gelu, layer->clamp, w->expert_act, {0}};
     return spread(threads, tiles, (Spread){gated, e, w, 0, 0, 0});
 }
 
@@ -199,7 +199,7 @@ static int add_experts(const Layer *layer, const Shape *s, const Work *w, int M)
     const Mlp *mlp = &layer->mlp;
     int threads = s->threads, pairs = M * e->per_token;
     Mixing job = {e, s, w, 0, layer->down_norm, layer->intermediate > 0};
-    Gated down = {0, w->all_expert_act, pairs, s->sums, e->all_width, 0, 0, {0}};
+    Gated down = {0, w->all_expert_act, pairs, s->sums, e->all_width, 0, 0, 0, {0}};
     if (!spread(threads, tiles_of(w, pairs), (Spread){down, e, w, 0, 1, w->gathered})) return 0;
     if (layer->intermediate &&
         !linear(threads, (Linear){mlp->down, mlp->down_bias, w->all_act, M, s->sums, layer->all_act, w->mixture, 0, {0}}))

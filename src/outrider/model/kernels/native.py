@@ -5,8 +5,9 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence as Seq
 from ctypes import POINTER, Structure, byref, c_char_p, c_float, c_int32, c_size_t, c_void_p
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from itertools import count, takewhile
+from operator import is_
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,7 @@ class _Layer(Structure):
         ("experts", c_void_p),
         ("heads", _Heads),
         *((n, c_int32) for n in ("intermediate", "whole", "gelu", "all_mixed", "all_act")),
+        ("clamp", c_float),
     ]
 
 
@@ -115,10 +117,10 @@ class NativeLinear:
     bias: Tensor | None
     outputs: int
     inputs: int
+    matrix: Any = field(init=False, repr=False)  # what C is given; weights are replaced where they lie
 
-    @property
-    def matrix(self) -> Any:
-        return byref(_matrix(self.parts))
+    def __post_init__(self) -> None:
+        self.matrix = byref(_matrix(self.parts))
 
 
 @dataclass(slots=True)
@@ -161,6 +163,7 @@ class NativeKernels:
         width = -(-(tables.positions + MAX_NODES + 1) // PANEL) * PANEL
         self.scores = torch.empty(threads, TALL * GROUP * width)
         self._bound: tuple[Batch, _Rows] | None = None
+        self._stacks: dict[int, tuple[Seq[Any], Any]] = {}  # by the first layer
         self._touched = c_int32()
         self._work = _Work(read=ctypes.addressof(self._touched))
         self._buffers: dict[str, Tensor] = {}
@@ -202,6 +205,7 @@ class NativeKernels:
             intermediate=s.intermediate,
             whole=s.qk_norm == "whole",
             gelu=s.activation == "gelu_tanh",
+            clamp=s.clamp,
             all_mixed=whole.heads * whole.head_dim,
             all_act=whole.intermediate,
         )
@@ -336,11 +340,20 @@ class NativeKernels:
             for layer, mine in zip(layers, zip(keys, values, strict=True), strict=True):
                 self._shared_layer(layer, x, batch, *mine)
             return
-        pointers = c_void_p * len(layers)
-        stack = pointers(*[ctypes.addressof(layer.struct) for layer in layers])
-        to_keys, to_values = (pointers(*[one.data_ptr() for one in some]) for some in (keys, values))
+        stack, to_keys, to_values = self._stack(layers, keys, values)
         _, *given = self._given(layers[0], x, batch)
         self.lib.outrider_layers(stack, len(layers), *map(byref, given), to_keys, to_values)
+
+    def _stack(self, layers: Seq[NativeLayer], keys: Seq[Tensor], values: Seq[Tensor]) -> Any:
+        """Pointers to layers, keys and values, made again only where one is not what it was in the last pass."""
+        given, first = [*layers, *keys, *values], id(layers[0])
+        known, made = self._stacks.get(first, ((), ()))
+        if len(given) != len(known) or not all(map(is_, given, known)):
+            pointers = c_void_p * len(layers)
+            stack = pointers(*[ctypes.addressof(layer.struct) for layer in layers])
+            made = stack, *(pointers(*[one.data_ptr() for one in some]) for some in (keys, values))
+            self._stacks[first] = given, made
+        return made
 
     def _shared_layer(
         self, layer: NativeLayer, x: Tensor, batch: Batch, keys: Tensor, values: Tensor

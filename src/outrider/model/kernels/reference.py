@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.load.config import LayerSpec, ModelConfig
+from outrider.load.config import CLAMPED, LayerSpec, ModelConfig
 from outrider.load.quants import Blocks
 from outrider.model.kernels.reference_blocks import BlockMatrix
 from outrider.model.kernels.reference_experts import ExpertMlp, route
@@ -177,8 +177,10 @@ def _packed(weight: Weight) -> Any:
 
 def mlp(w: Any, x: Tensor) -> Tensor:
     """The layer's MLP of all rows, or one expert's."""
-    gate = rowwise(ACTIVATIONS[w.spec.activation], rowwise_linear(x, w.gate, w.gate_bias))
-    return rowwise_linear(gate * rowwise_linear(x, w.up, w.up_bias), w.down, w.down_bias)
+    gate, up = rowwise_linear(x, w.gate, w.gate_bias), rowwise_linear(x, w.up, w.up_bias)
+    if w.spec.activation == CLAMPED:
+        gate, up = gate.clamp(max=w.spec.clamp), up.clamp(-w.spec.clamp, w.spec.clamp) + 1
+    return rowwise_linear(rowwise(ACTIVATIONS[w.spec.activation], gate) * up, w.down, w.down_bias)
 
 
 def experts_mlp(w: LayerTensors, x: Tensor) -> tuple[Tensor, int]:
@@ -224,6 +226,7 @@ def softcapped(cap: float, x: Tensor) -> Tensor:
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    CLAMPED: lambda x: x * torch.sigmoid(1.702 * x),
 }
 
 

@@ -1,12 +1,12 @@
 // Advise: the what-if calculator. The server computes (/v1/what-if); this view has the sliders and draws.
 
 import { read, readLive } from "./api.js";
-import { bars } from "./chart.js";
+import { bars, widthIn } from "./chart.js";
 import { $, el, number, percent, tile } from "./dom.js";
 
 const DEEPEST = 16, BATCHES = [1, 2, 4, 8, 16, 32, 64];
+const AXIS = { format: (one) => number(one, 2), axis: (one) => `${+one.toFixed(2)}×` };
 const form = $("numbers");
-const wide = () => (matchMedia("(max-width: 760px)").matches ? 360 : 640);
 let measured = null; // acceptance by depth, where the server's own is taken
 let asked = 0;
 
@@ -48,8 +48,8 @@ async function draw() {
     tile("a step takes", `${number(row.step, 2)}×`), tile("depth", String(row.depth)),
     tile("breaks even at", row.break_even === null ? "never" : percent(row.break_even)),
     ...(row.per_million === undefined ? [] : [tile("a million tokens", `${number(row.plain_per_million, 2)} → ${number(row.per_million, 2)}`)]));
-  $("by-depth").replaceChildren(bars("", row.by_depth.map((_, i) => i + 1), [{ name: "speed-up at depth", values: row.by_depth }], { base: 1, format: (one) => number(one, 1), width: wide() }));
-  $("by-batch").replaceChildren(bars("", all.data.map((one) => one.batch), [{ name: "speed-up at batch", values: all.data.map((one) => one.best_speedup) }], { base: 1, format: (one) => number(one, 2), width: wide() }));
+  $("by-depth").replaceChildren(bars("", row.by_depth.map((_, i) => i + 1), [{ name: "speed-up at depth", values: row.by_depth }], widthIn($("by-depth")), { base: 1, marked: row.depth, ...AXIS }));
+  $("by-batch").replaceChildren(bars("", all.data.map((one) => one.batch), [{ name: "speed-up at batch", values: all.data.map((one) => one.best_speedup) }], widthIn($("by-batch")), { base: 1, marked: row.batch, ...AXIS }));
 }
 
 async function takeMeasured() {

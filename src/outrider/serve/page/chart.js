@@ -1,85 +1,101 @@
-// Charts as SVG: lines over time, and bars. Colours are classes of style.css.
+// Charts as SVG, in the pixels of the place they stand in: lines over time, bars, and shares. Colours are classes of style.css.
 
 import { el, svg } from "./dom.js";
 
-const NARROW = 360, HEIGHT = 130, LEFT = 38, RIGHT = 6, TOP = 8, BOTTOM = 18;
+const HEIGHT = 150, LEFT = 42, RIGHT = 8, TOP = 18, BOTTOM = 20, LEAST = 240;
 
-// A round number at or above the value.
-function ceiling(value) {
-  const power = 10 ** Math.floor(Math.log10(value || 1));
-  return [1, 2, 2.5, 5, 10].map((step) => step * power).find((bound) => bound >= value * 0.999);
+// The width that a chart has in an element, inside its padding.
+export function widthIn(place) {
+  const { paddingLeft, paddingRight } = getComputedStyle(place);
+  return Math.max(LEAST, place.clientWidth - parseFloat(paddingLeft) - parseFloat(paddingRight));
+}
+
+// Round numbers from 0 up to one at or above the value: three to five.
+function levels(most) {
+  const third = most / 3, power = 10 ** Math.floor(Math.log10(third));
+  const step = [1, 2, 5, 10].map((one) => one * power).find((one) => one >= third * 0.999);
+  return [...Array(Math.ceil(most / step - 0.001) + 1).keys()].map((one) => one * step);
 }
 
 const shown = (value) => (value >= 1000 ? `${+(value / 1000).toFixed(1)}k` : String(+value.toFixed(value < 10 ? 2 : 0)));
 
-function axes(most, unit, width) {
-  const y = (value) => TOP + (HEIGHT - TOP - BOTTOM) * (1 - value / most);
-  const lines = [0, most / 2, most].map((value) => [
+// The scale from 0 to at least `most`, drawn as rules with figures.
+function scale(most, unit, width) {
+  const all = levels(most), top = all.at(-1);
+  const y = (value) => TOP + (HEIGHT - TOP - BOTTOM) * (1 - value / top);
+  const parts = all.map((value) => [
     svg("line", { class: "rule", x1: LEFT, x2: width - RIGHT, y1: y(value), y2: y(value) }),
-    svg("text", { class: "tick", x: LEFT - 5, y: y(value) + 3.5, "text-anchor": "end" }, shown(value) + (value ? unit : "")),
+    svg("text", { class: "tick", x: LEFT - 6, y: y(value) + 4, "text-anchor": "end" }, shown(value) + (value ? unit : "")),
   ]);
-  return { y, parts: lines.flat() };
+  return { y, top, parts: parts.flat() };
 }
 
-const frame = (label, parts, width = NARROW) => svg("svg", { class: "chart", viewBox: `0 0 ${width} ${HEIGHT}`, role: "img", "aria-label": label }, parts);
+const words = (x, text, anchor) => svg("text", { class: "tick", x, y: HEIGHT - 5, "text-anchor": anchor }, text);
+const ends = (past, width, left = LEFT) => [words(left, past, "start"), words(width - RIGHT, "now", "end")];
+const frame = (label, parts, width) => svg("svg", { class: "chart", viewBox: `0 0 ${width} ${HEIGHT}`, role: "img", "aria-label": label }, parts);
+const keys = (names, said = names) => names.map((_, number) => el("span", { class: `key series-${number % 8}` }, said[number]));
+const known = (value) => value !== null && value !== undefined && isFinite(value);
 
-// `series`: [{name, values}], oldest first, null where nothing was measured. `room`: points that the axis has.
-export function lines(title, series, { room = 120, unit = "", floor = 0, base = null } = {}) {
-  const all = series.flatMap((one) => one.values).filter((value) => value !== null && isFinite(value));
-  const most = ceiling(Math.max(floor, ...all, base ?? 0, 1e-9));
-  const { y, parts } = axes(most, unit, NARROW);
-  const x = (index, count) => NARROW - RIGHT - ((count - 1 - index) / (room - 1)) * (NARROW - LEFT - RIGHT);
-  if (base !== null) parts.push(svg("line", { class: "base", x1: LEFT, x2: NARROW - RIGHT, y1: y(base), y2: y(base) }));
+// `series`: [{name, values}], oldest first, null where nothing was measured. `room`: points that the axis has; `past`: when it begins.
+export function lines(title, series, width, { room, past, unit = "", floor = 0, base = null }) {
+  const all = series.flatMap((one) => one.values).filter(known);
+  const { y, top, parts } = scale(Math.max(floor, ...all, base ?? 0), unit, width);
+  const x = (index, count) => width - RIGHT - ((count - 1 - index) / (room - 1)) * (width - LEFT - RIGHT);
+  if (base !== null) parts.push(svg("line", { class: "base", x1: LEFT, x2: width - RIGHT, y1: y(base), y2: y(base) }));
   series.forEach((one, number) => {
-    let path = "";
+    let path = "", area = "", begun = null;
     one.values.forEach((value, i) => {
-      if (value === null || !isFinite(value)) return;
-      const begins = path === "" || one.values[i - 1] === null;
-      path += `${begins ? "M" : "L"}${x(i, one.values.length).toFixed(1)} ${y(Math.min(value, most)).toFixed(1)}`;
+      if (!known(value)) return;
+      const place = `${x(i, one.values.length).toFixed(1)} ${y(Math.min(value, top)).toFixed(1)}`;
+      path += `${known(one.values[i - 1]) ? "L" : "M"}${place}`;
+      if (!known(one.values[i - 1])) begun = x(i, one.values.length).toFixed(1);
+      area += `${known(one.values[i - 1]) ? "L" : `M${begun} ${y(0)}L`}${place}`;
+      if (!known(one.values[i + 1])) area += `L${x(i, one.values.length).toFixed(1)} ${y(0)}Z`;
     });
+    if (number === 0 && area) parts.push(svg("path", { class: "area series-0", d: area }));
     parts.push(svg("path", { class: `line series-${number}`, d: path || "M0 0" }));
   });
-  const latest = series.map((one) => `${one.name} ${one.values.at(-1) === null || one.values.at(-1) === undefined ? "none" : shown(one.values.at(-1)) + unit}`);
-  const keys = series.length > 1 ? series.map((one, number) => el("span", { class: `key series-${number}` }, one.name)) : [];
-  return el("figure", {}, el("figcaption", {}, title, ...keys), frame(`${title}: ${latest.join(", ")}`, parts));
+  const latest = series.map((one) => `${one.name} ${known(one.values.at(-1)) ? shown(one.values.at(-1)) + unit : "–"}`);
+  return el("figure", {}, el("figcaption", {}, title, ...keys(series, latest)), frame(`${title}: ${latest.join(", ")}`, [...parts, ...ends(past, width)], width));
 }
 
-// `groups`: [{name, values}], with a label for each value. Figures stand on the bars.
-export function bars(title, labels, groups, { most = null, base = null, format = shown, width = NARROW } = {}) {
-  const top = ceiling(most ?? Math.max(...groups.flatMap((group) => group.values), base ?? 0, 1e-9));
-  const { y, parts } = axes(top, "", width);
-  const slot = (width - LEFT - RIGHT) / labels.length, wide = Math.min(30, (slot - 4) / groups.length);
-  if (base !== null) parts.push(svg("line", { class: "base", x1: LEFT, x2: width - RIGHT, y1: y(base), y2: y(base) }));
+// `groups`: [{name, values}], with a label for each value. Figures stand on the bars; `marked` is the label of one that counts.
+export function bars(title, labels, groups, width, { most = null, base = null, format = shown, axis = format, marked = null } = {}) {
+  const { y, parts } = scale(Math.max(most ?? 0, ...groups.flatMap((group) => group.values), base ?? 0, 1e-9), "", width);
+  for (const tick of parts) if (tick.tagName === "text") tick.textContent = axis(Number(tick.textContent));
+  const slot = (width - LEFT - RIGHT) / labels.length, wide = Math.min(44, (slot - 4) / groups.length);
   labels.forEach((label, i) => {
     const centre = LEFT + slot * (i + 0.5);
-    parts.push(svg("text", { class: "tick", x: centre, y: HEIGHT - 5, "text-anchor": "middle" }, String(label)));
+    parts.push(words(centre, String(label), "middle"));
     groups.forEach((group, number) => {
       const value = group.values[i];
-      if (value === undefined || value === null) return;
+      if (!known(value)) return;
       const left = centre + (number - groups.length / 2) * wide;
-      parts.push(svg("rect", { class: `fill series-${number}`, x: left + 1, y: y(value), width: wide - 2, height: Math.max(0, y(0) - y(value)), rx: 2 },
+      const faint = marked !== null && label !== marked ? " faint" : "";
+      parts.push(svg("rect", { class: `fill series-${number}${faint}`, x: left + 1, y: y(value), width: wide - 2, height: Math.max(0, y(0) - y(value)), rx: 2 },
         svg("title", {}, `${group.name} ${label}: ${format(value)}`)));
-      if (wide >= 16) parts.push(svg("text", { class: "figure", x: left + wide / 2, y: y(value) - 3, "text-anchor": "middle" }, format(value)));
+      if (wide >= 26 || label === marked) parts.push(svg("text", { class: "figure", x: left + wide / 2, y: y(value) - 4, "text-anchor": "middle" }, format(value)));
     });
   });
-  const keys = groups.length > 1 ? groups.map((group, number) => el("span", { class: `key series-${number}` }, group.name)) : [];
-  const said = groups.map((group) => `${group.name} ${group.values.map((value) => (value === null ? "none" : format(value))).join(", ")}`);
-  return el("figure", {}, title || keys.length ? el("figcaption", {}, title, ...keys) : null, frame(`${title || "Bars"}: ${said.join("; ")}`, parts, width));
+  if (base !== null) parts.push(svg("line", { class: "base", x1: LEFT, x2: width - RIGHT, y1: y(base), y2: y(base) }));
+  const names = groups.length > 1 ? keys(groups, groups.map((group) => group.name)) : [];
+  const said = groups.map((group) => `${group.name} ${group.values.map((value) => (known(value) ? format(value) : "none")).join(", ")}`);
+  return el("figure", {}, title || names.length ? el("figcaption", {}, title, ...names) : null, frame(`${title || "Bars"}: ${said.join("; ")}`, parts, width));
 }
 
 // Shares of each moment, stacked: `moments` is [{name: count}], oldest first.
-export function stacks(title, names, moments, room, width) {
-  const parts = [], wide = width / room;
+export function stacks(title, names, moments, width, { room, past }) {
+  const wide = width / room, top = 4, shapes = names.map(() => "");
   moments.forEach((counts, i) => {
-    const sum = names.reduce((total, name) => total + (counts[name] ?? 0), 0);
-    let top = TOP;
+    const sum = names.reduce((total, name) => total + (counts[name] ?? 0), 0), x = (room - moments.length + i) * wide;
+    let y = top;
     if (sum) names.forEach((name, number) => {
-      const height = ((HEIGHT - TOP - BOTTOM) * (counts[name] ?? 0)) / sum;
-      if (height) parts.push(svg("rect", { class: `fill series-${number % 8}`, x: (room - moments.length + i) * wide, y: top, width: Math.max(1, wide - 0.6), height }));
-      top += height;
+      const height = ((HEIGHT - top - BOTTOM) * (counts[name] ?? 0)) / sum;
+      if (height) shapes[number] += `M${x.toFixed(1)} ${y.toFixed(1)}h${Math.max(1, wide - 0.6).toFixed(1)}v${height.toFixed(1)}H${x.toFixed(1)}z`;
+      y += height;
     });
   });
-  parts.push(svg("line", { class: "rule", x1: 0, x2: width, y1: HEIGHT - BOTTOM, y2: HEIGHT - BOTTOM }));
-  const keys = names.map((name, number) => el("span", { class: `key series-${number % 8}` }, name));
-  return el("figure", {}, el("figcaption", {}, title, ...keys), frame(`${title}: ${names.join(", ")}`, parts, width));
+  const parts = shapes.map((d, number) => (d ? svg("path", { class: `fill series-${number % 8}`, d }) : null));
+  parts.push(svg("line", { class: "rule", x1: 0, x2: width, y1: HEIGHT - BOTTOM, y2: HEIGHT - BOTTOM }), ...ends(past, width, 0));
+  return el("figure", {}, el("figcaption", {}, title, ...keys(names)), frame(`${title}: ${names.join(", ")}`, parts, width));
 }

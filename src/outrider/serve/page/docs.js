@@ -21,11 +21,12 @@ function typeOf(schema) {
   return [schema.type ?? "anything"].flat().join(" or ");
 }
 
+// A bound of many digits only says that the number must fit: it is left out.
 function bounds(schema) {
-  const each = unions(schema) ?? [schema];
-  const least = each.find((one) => one.minimum !== undefined)?.minimum, most = each.find((one) => one.maximum !== undefined)?.maximum;
-  const shown = (bound) => (Math.abs(bound) >= 2 ** 63 ? `${bound < 0 ? "-" : ""}2^63` : bound ?? "");
-  return least === undefined && most === undefined ? "" : `${shown(least)} to ${shown(most)}`;
+  const each = unions(schema) ?? [schema], far = 1e6;
+  const [least, most] = ["minimum", "maximum"].map((name) => each.find((one) => Math.abs(one[name]) < far)?.[name]);
+  if (least !== undefined && most !== undefined) return `${least} to ${most}`;
+  return least !== undefined ? `${least} or more` : most !== undefined ? `${most} or less` : "";
 }
 
 // Names of structs inside a schema, through lists, objects and unions.
@@ -57,23 +58,40 @@ function fields(schema, above = []) {
 }
 
 // The least that the route accepts, as a command to copy.
-function command(path, method, body) {
-  const { properties = {}, required = [] } = body ? resolved(body) : {};
-  const example = { messages: [{ role: "user", content: "Hello!" }], prompt: "Once upon", input: "Hello!", tokens: [1, 2], max_tokens: 64 };
+function command(path, method, operation) {
+  const content = operation.requestBody?.content ?? {};
+  const form = content["multipart/form-data"]?.schema.required.map((name) => ` \\\n  -F ${name === "file" ? "file=@FILE" : `${name}=batch`}`).join("");
+  const url = `${location.origin}${path.replaceAll(/{(\w+)}/g, (_, name) => name.toUpperCase())}`;
+  if (method !== "post") return `curl ${method === "get" ? "" : `-X ${method.toUpperCase()} `}${url}`;
+  if (form) return `curl ${url}${form}`;
+  const { properties = {}, required = [] } = resolved(content["application/json"]?.schema);
+  const example = {
+    messages: [{ role: "user", content: "Hello!" }], prompt: "Once upon", input: "Hello!", tokens: [1, 2], max_tokens: 64, endpoint: "/v1/chat/completions",
+    completion_window: "24h", input_file_id: "FILE_ID",
+  };
   const sent = Object.fromEntries(Object.keys(properties).filter((name) => required.includes(name)).map((name) => [name, example[name] ?? "NAME"]));
-  const extra = method === "post" ? ` \\\n  -H 'Content-Type: application/json' \\\n  -d '${JSON.stringify(sent)}'` : "";
-  return `curl ${location.origin}${path}${extra}`;
+  return `curl ${url} \\\n  -H 'Content-Type: application/json' \\\n  -d '${JSON.stringify(sent)}'`;
 }
 
-function drawn(path, method, operation) {
-  const body = operation.requestBody?.content["application/json"].schema;
-  const reply = operation.responses["200"].content?.["application/json"]?.schema;
+// A body or an answer, with its fields.
+function shape(title, content) {
+  const [kind, { schema } = {}] = Object.entries(content ?? {})[0] ?? [];
+  if (!schema) return null;
+  return [el("h3", {}, `${title}: ${named(schema) ?? (kind === "application/json" ? "JSON" : "a form")}`), ...fields(schema, [named(schema)])];
+}
+
+function parameters(all) {
+  if (!all) return null;
+  const rows = all.map((one) => [el("code", {}, one.name), el("span", { class: "type" }, typeOf(one.schema)), one.in, one.required ? "required" : "no"]);
+  return [el("h3", {}, "Parameters"), el("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": "Parameters" }, table(["Name", "Type", "In", "Needed"], rows))];
+}
+
+function drawn([path, method, operation]) {
   const failures = Object.entries(operation.responses).filter(([status]) => status !== "200").map(([status, one]) => [status, one.description]);
   return el("article", { class: "card operation", id: anchor(path, method) },
     el("h2", {}, el("span", { class: `verb ${method}` }, method.toUpperCase()), path), el("p", {}, operation.summary),
-    body ? [el("h3", {}, `Body: ${named(body) ?? "JSON"}`), ...fields(body, [named(body)])] : null,
-    reply ? [el("h3", {}, `Answer: ${named(reply) ?? "JSON"}`), ...fields(reply, [named(reply)])] : null,
-    el("h3", {}, "Command"), el("pre", { tabindex: 0 }, command(path, method, body)),
+    parameters(operation.parameters), shape("Body", operation.requestBody?.content), shape("Answer", operation.responses["200"].content),
+    el("h3", {}, "Command"), el("pre", { tabindex: 0 }, command(path, method, operation)),
     folded("Errors", () => [table(["Status", "Meaning"], failures)]));
 }
 
@@ -84,9 +102,12 @@ async function draw() {
   schemas = found.components.schemas;
   $("model").textContent = `${found.info.title} ${found.info.version}`;
   const all = Object.entries(found.paths).flatMap(([path, methods]) => Object.entries(methods).map(([method, one]) => [path, method, one]));
-  $("contents").append(...all.map(([path, method]) =>
-    el("a", { href: `#${anchor(path, method)}` }, el("span", { class: `verb ${method}` }, method.toUpperCase()), path)));
-  $("operations").append(...all.map((one) => drawn(...one)));
+  for (const { name } of found.tags) {
+    const group = all.filter(([, , one]) => one.tags.includes(name));
+    $("contents").append(el("b", {}, name), ...group.map(([path, method]) =>
+      el("a", { href: `#${anchor(path, method)}` }, el("span", { class: `verb ${method}` }, method.toUpperCase()), path)));
+    $("operations").append(...group.map(drawn));
+  }
   if (location.hash) document.getElementById(location.hash.slice(1))?.scrollIntoView();
 }
 

@@ -1,6 +1,6 @@
 // The page: which view is shown, which model is served, and what went wrong.
 
-import { choose, post, read } from "./api.js";
+import { choose, post, read, readLive } from "./api.js";
 import { $, el, number } from "./dom.js";
 import * as advise from "./advise.js";
 import * as live from "./live.js";
@@ -21,6 +21,7 @@ function show() {
     else link.removeAttribute("aria-current");
   }
   shown = name;
+  scrollTo(0, 0);
   complain("");
   VIEWS[name].enter?.().catch((problem) => complain(problem.message));
 }
@@ -34,7 +35,7 @@ export function complain(message) {
 async function begin() {
   try {
     const cards = (await read("/v1/models")).data;
-    const { models } = await read("/v1/live");
+    const { models } = await readLive().catch(() => ({ models: cards.map(({ id }) => id) })); // a proxy may hide it
     const card = cards.find(({ id }) => id === chosen) ?? cards[0];
     const length = card.max_model_len ? `${number(card.max_model_len, 0)} tokens` : card.state;
     $("model").replaceChildren(...(models.length > 1 ? [choice(models, card.id), ` · ${length}`] : [`${card.id} · ${length}`]));

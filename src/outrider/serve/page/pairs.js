@@ -1,7 +1,7 @@
 // Pairs: the catalogue, a card each.
 
 import { read } from "./api.js";
-import { bars } from "./chart.js";
+import { bars, widthIn } from "./chart.js";
 import { $, el, large, number, percent, table, tile } from "./dom.js";
 
 const times = (value) => (value ? `${number(value, 2)}×` : "–");
@@ -21,14 +21,18 @@ const perStep = (one) => (one.steps ? one.tokens / one.steps : null);
 function score(card) {
   const tasks = card.score?.tasks ?? [];
   if (!tasks.length) return [el("p", { class: "hint" }, "This pair has no score yet: outrider pairs score.")];
-  const chain = byDepth(tasks, "chain"), tree = byDepth(tasks, "tree").slice(0, chain.length);
   const rows = tasks.map((task) => [task.task, number(task.temperature), String(task.prompts), number(perStep(task.chain), 2), number(perStep(task.tree), 2), times(task.speedup)]);
   return [
-    bars("Accepted, by depth", chain.map((_, i) => i + 1), [{ name: "chain", values: chain }, { name: "tree", values: tree }], { most: 1 }),
+    el("div", { class: "by-depth" }),
     el("details", {}, el("summary", {}, `By task (${tasks.length})`),
       el("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": "Scores by task" },
         table(["Task", "Temperature", "Prompts", "Tokens/step, chain", "tree", "Speed-up"], rows))),
   ];
+}
+
+function depths(tasks, width) {
+  const chain = byDepth(tasks, "chain"), tree = byDepth(tasks, "tree").slice(0, chain.length);
+  return bars("Accepted, by depth", chain.map((_, i) => i + 1), [{ name: "chain", values: chain }, { name: "tree", values: tree }], width, { most: 1, format: percent });
 }
 
 function drawn(pair) {
@@ -44,6 +48,7 @@ function drawn(pair) {
 }
 
 export async function enter() {
-  const { data } = await read("/v1/pairs");
-  $("cards").replaceChildren(...(data.length ? data.map(drawn) : [el("p", {}, "There are no pairs yet: outrider distill makes one.")]));
+  const data = (await read("/v1/pairs")).data.sort((one, other) => other.in_use - one.in_use);
+  $("cards").replaceChildren(...(data.length ? data.map(drawn) : [el("p", { class: "none" }, "There are no pairs yet: outrider distill makes one.")]));
+  document.querySelectorAll(".by-depth").forEach((place, i) => place.append(depths(data.filter(({ card }) => card.score?.tasks.length)[i].card.score.tasks, widthIn(place))));
 }

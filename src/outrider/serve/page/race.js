@@ -1,6 +1,6 @@
 // Chat and race: one conversation, answered plainly and speculatively with the same seed.
 
-import { stream } from "./api.js";
+import { readLive, stream } from "./api.js";
 import { $, el, number } from "./dom.js";
 import { classOf, drawLegend, kindOf } from "./origins.js";
 import { drawTree, explain } from "./tree.js";
@@ -8,10 +8,20 @@ import { drawTree, explain } from "./tree.js";
 let card = null; // of the served model
 let complain = () => {};
 let running = null; // what Stop aborts
+let others = null; // cores that other programs used during the latest race
 let warm = false; // the first request of a server pays for set-up, and must not count against its lane
 const seen = new Set(); // kinds of tokens, for the legend
-const PIECE = 500; // tokens: each frame lays the last piece out again; in one piece, a long answer would block Stop
+const PIECE = 500; // tokens: each picture lays the last piece out again; in one piece, a long answer would block Stop
+const PICTURE = 100; // milliseconds between two pictures of an answer that is being written
+const BUSY = 0.5; // cores that other programs used, a browser among them: times say little then
 const RECENT = 40; // pieces that are drawn even out of sight: more than a lane shows
+
+const EXAMPLES = {
+  Edit: "Correct the spelling and change nothing else: The outridder rode ahead of the cariage. He watched the road, and he watched the trees beside the road. When the road was clear he waved, and the cariage went on. When the road was not clear he waited, and the cariage waited with him.",
+  Code: "Write a Python class for a bank account with deposit and withdraw.",
+  List: "List the planets of the solar system in order, one per line. Then list them again.",
+  Chat: "Why is the sky blue?",
+};
 
 // One of the two answers: its conversation, its figures, its tokens.
 class Lane {
@@ -81,14 +91,14 @@ class Lane {
     }
   }
 
-  // Once a frame: a fast model has many steps in one.
+  // Not with every step: on the engine's own machine each picture takes time from the engine.
   draw(most) {
-    this.frame ??= requestAnimationFrame(() => {
+    this.frame ??= setTimeout(() => {
       this.frame = null;
       if (this.wall) return; // it has ended, and is drawn
       this.write(this.steps.length);
       this.show(this.times.at(-1) ?? 0, most);
-    });
+    }, PICTURE);
   }
 
   // Writes the steps that have not been written yet, up to the one with this number.
@@ -214,9 +224,20 @@ async function bothLanes(text, signal) {
   for (const lane of warm ? [] : lanes) await lane.warmUp(settingsOf(lane), signal);
   warm = true;
   $("verdict").replaceChildren();
+  const before = await load();
   if ($("order").value === "together") await Promise.all(lanes.map((lane) => lane.run(settingsOf(lane), signal)));
   else for (const lane of lanes) await lane.run(settingsOf(lane), signal);
+  others = coresBetween(before, await load());
   conclude();
+}
+
+// A proxy may hide these figures.
+const load = () => readLive().catch(() => null);
+
+// Cores that other programs used between two snapshots; null where that is not known.
+function coresBetween(before, after) {
+  if (!before || !after || before.other_programs_seconds === null) return null;
+  return (after.other_programs_seconds - before.other_programs_seconds) / (after.time - before.time);
 }
 
 // Runs something that Stop aborts. Returns whether it came to its end.
@@ -258,17 +279,22 @@ function conclude() {
     ? `${speculative.steps.length} passes instead of ${plain.steps.length}`
     : "without drafts: the planner expected none to pay";
   const shared = $("order").value === "together" ? " The two shared steps, so this is not the speed of either alone." : "";
+  const disturbed = others > BUSY ? ` Other programs used ${number(others)} cores meanwhile, so the times say little.` : "";
+  const look = disturbed ? "unsure" : ratio >= 1 ? "won" : "lost";
   $("verdict").replaceChildren(
-    ...(same && drafted && isFinite(ratio) ? [el("b", { class: ratio >= 1 ? "won" : "lost" }, `${number(ratio, 2)}×`)] : []),
-    el("span", { "data-same": String(same) }, `${words}, ${effort}.${shared}`));
+    ...(same && drafted && isFinite(ratio) ? [el("b", { class: look }, `${disturbed ? "about " : ""}${number(ratio, disturbed ? 1 : 2)}×`)] : []),
+    el("span", { "data-same": String(same) }, `${words}, ${effort}.${shared}${disturbed}`));
   // The step with the most to see.
   const sizes = speculative.steps.map((step) => 64 * step.accepted.length + step.draft.tokens.length);
   if (sizes.length) speculative.select(sizes.indexOf(Math.max(...sizes)));
 }
 
 export function serve(served, report) {
+  if (card && card.id !== served.id && !running) fresh();
+  warm &&= card?.id === served.id;
   card = served;
   complain = report;
+  if (!seen.size) drawLegend($("legend"), explained());
   const chosen = $("drafter").value;
   const names = ["", ...card.drafters, "none"];
   $("drafter").replaceChildren(...names.map((name) => el("option", { value: name, selected: name === chosen }, name || `auto (${card.drafter ?? "none"})`)));
@@ -288,15 +314,28 @@ $("replay").addEventListener("click", () => perform(async (signal) => {
   await Promise.all(lanes.map((lane) => lane.replay(signal, longest)));
   conclude();
 }));
-$("fresh").addEventListener("click", () => {
-  for (const lane of lanes) lane.reset();
+$("fresh").addEventListener("click", fresh);
+
+// Kinds of tokens to expect, for the legend before the first answer.
+const explained = () => (card.drafters.length ? [`accepted:${card.drafter}`, "recovered", "bonus", "plain"] : ["plain"]);
+const untold = $("why").textContent;
+
+function fresh() {
+  for (const lane of lanes) Object.assign(lane, { report: null }).reset();
   seen.clear();
-  drawLegend($("legend"), seen);
+  drawLegend($("legend"), explained());
   $("verdict").replaceChildren();
   $("tree").replaceChildren();
-  $("why").textContent = "No step is selected.";
+  $("why").textContent = untold;
   busy(false);
-});
+}
+
+$("examples").append(...Object.entries(EXAMPLES).map(([name, text]) => {
+  const chip = el("button", { type: "button", class: "chip" }, name);
+  chip.addEventListener("click", () => { $("prompt").value = text; $("prompt").focus(); });
+  return chip;
+}));
+$("prompt").value = EXAMPLES.Edit;
 for (const name of ["depth", "temperature"]) {
   $(name).addEventListener("input", () => { $(`${name}-shown`).textContent = name === "depth" && $(name).value === "0" ? "auto" : $(name).value; });
 }

@@ -1,7 +1,7 @@
 """The decoder's kernels on a CUDA device, in bfloat16 with a float32 residual stream. Twin: reference.py.
 
 A layer is nine launches: norm, qkv, rope and cache write (which attention does itself for single rows), attention
-(two), output, norm, gate and up, down. The
+(two), output, norm, gate and up, down. Experts add three: router, choice and schedule. The
 sums that a matmul leaves in parts are added by the norm that follows, which for `down` is in the next layer:
 `run_layers` keeps them pending in between, `layer` settles them at once. Both give the same bits.
 """
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from outrider.cache.store import KeyValueStore
 from outrider.errors import KernelUnavailable
-from outrider.load.config import LayerSpec, ModelConfig
+from outrider.load.config import Experts, LayerSpec, ModelConfig
 from outrider.model.gpu_limits import gpu_obstacle
 from outrider.model.kernels.gpu.ahead import is_collecting
 from outrider.model.kernels.gpu.attention import (
@@ -32,14 +32,25 @@ from outrider.model.kernels.gpu.attention import (
     plan_attention,
 )
 from outrider.model.kernels.gpu.draw import draw_rows
+from outrider.model.kernels.gpu.experts import expert_parts, gated_experts
 from outrider.model.kernels.gpu.filter import filter_rows
 from outrider.model.kernels.gpu.library import padded_rows
-from outrider.model.kernels.gpu.matmul import Packed, gated_linear, linear, multiply_parts, pack
-from outrider.model.kernels.gpu.rows import add_and_norm, embed
+from outrider.model.kernels.gpu.matmul import (
+    Packed,
+    gated_linear,
+    linear,
+    multiply_parts,
+    pack,
+    pack_experts,
+)
+from outrider.model.kernels.gpu.routing import choose, schedule
+from outrider.model.kernels.gpu.rows import ExpertParts, add_and_norm, embed
 from outrider.model.parallel import ALONE, Group
 from outrider.model.rope import RopeTable, RopeTables
-from outrider.model.weights import LayerTensors
+from outrider.model.weights import ExpertTensors, LayerTensors
 from outrider.types import MAX_NODES, Batch
+
+Pending = Tensor | ExpertParts  # what is still to be added to the stream
 
 # Errors of the head directly change the logits, and the head is a small part of the weights.
 HEAD_KINDS = {"int4": "int8"}
@@ -52,14 +63,27 @@ class GpuLinear:
 
 
 @dataclass(slots=True)
+class GpuExperts:
+    """A layer's experts. `how` is of all ranks together."""
+
+    how: Experts
+    router: GpuLinear
+    correction: Tensor | None  # float32
+    shared_gate: GpuLinear | None
+    gate_up: GpuLinear  # biases are [experts, outputs]
+    down: GpuLinear
+
+
+@dataclass(slots=True)
 class GpuLayer:
     attn_norm: Tensor
     qkv: GpuLinear
     norms: tuple[Tensor, Tensor, float] | None
     out: GpuLinear
     mlp_norm: Tensor
-    gate_up: GpuLinear
-    down: GpuLinear
+    gate_up: GpuLinear | None  # the MLP of all rows; layers of experts may have none
+    down: GpuLinear | None
+    experts: GpuExperts | None
     tables: tuple[Tensor, Tensor]
     sinks: Tensor | None  # [heads]
     spec: LayerSpec  # of this rank
@@ -89,6 +113,16 @@ class GpuKernels:
             tuple[RopeTable | None, tuple[Tensor, Tensor]]
         ] = []  # of each table, on the device
         self._read: tuple[Batch, AttentionPlan] | None = None
+        self.counter = torch.zeros(1, dtype=torch.int32, device=self.device)  # experts with rows, over layers
+        self.spread = torch.zeros_like(self.counter)  # as `choose` has it
+
+    @property
+    def touched(self) -> int:
+        return int(self.counter)
+
+    @touched.setter
+    def touched(self, count: int) -> None:
+        self.counter.fill_(count)
 
     # -------------------------------------------------------------------------------------------- weights
 
@@ -104,12 +138,32 @@ class GpuKernels:
             norms=norms,
             out=self._packed((w.out,), w.out_bias, self.weights, hidden),
             mlp_norm=self._small(w.mlp_norm),
-            gate_up=self._packed((w.gate, w.up), bias, self.weights, s.intermediate),
-            down=self._packed((w.down,), w.down_bias, self.weights, hidden),
+            gate_up=None
+            if w.gate is None
+            else self._packed((w.gate, w.up), bias, self.weights, s.intermediate),
+            down=None if w.down is None else self._packed((w.down,), w.down_bias, self.weights, hidden),
+            experts=None if w.experts is None or s.experts is None else self._experts(w.experts, s.experts),
             tables=self._tables(s),
             sinks=None if w.sinks is None else self._small(w.sinks),
             spec=self.group.share_layer(s),
             whole=s,
+        )
+
+    def _experts(self, t: ExpertTensors, how: Experts) -> GpuExperts:
+        def packed(biases: Sequence[Any], whole: int, *halves: Sequence[Any]) -> GpuLinear:
+            weight = pack_experts(
+                zip(*halves, strict=True), how.count, self.weights, self.device, self.dtype, whole
+            )
+            own = [torch.stack(bias) for bias in biases if bias is not None]
+            return GpuLinear(weight, self._small(torch.cat(own, 1)) if own else None)
+
+        return GpuExperts(
+            how,
+            router=self.pack_linear(t.router, t.router_bias),
+            correction=None if t.correction is None else self._small(t.correction),
+            shared_gate=None if t.shared_gate is None else self.pack_linear(t.shared_gate),
+            gate_up=packed((t.gate_bias, t.up_bias), how.width, t.gate, t.up),
+            down=packed((t.down_bias,), self.config.hidden, t.down),
         )
 
     def _tables(self, spec: LayerSpec) -> tuple[Tensor, Tensor]:
@@ -164,7 +218,7 @@ class GpuKernels:
         return self.finish(x, None, rows, norm, linear_)
 
     def finish(
-        self, x: Tensor, pending: Tensor | None, rows: Tensor, norm: Tensor, linear_: GpuLinear
+        self, x: Tensor, pending: Pending | None, rows: Tensor, norm: Tensor, linear_: GpuLinear
     ) -> Tensor:
         """Logits of the chosen rows, float32, once what is pending has been added."""
         count, c = len(rows), self.config
@@ -179,7 +233,7 @@ class GpuKernels:
         room[:count] = rows
         return room
 
-    def _settled(self, x: Tensor, pending: Tensor) -> Tensor | None:
+    def _settled(self, x: Tensor, pending: Pending) -> Pending | None:
         """What is still to be added to x. Ranks have outputs of their own, so theirs are added and gathered at once."""
         if self.group.size == 1:
             return pending
@@ -230,9 +284,9 @@ class GpuKernels:
         batch: Batch,
         store: KeyValueStore,
         attention: AttentionPlan | JointPlan,
-        pending: Tensor | None = None,
+        pending: Pending | None = None,
         first: int = 0,
-    ) -> Tensor | None:
+    ) -> Pending | None:
         """All layers, which are numbered from `first` on; returns what is still to be added to x."""
         for i, layer in enumerate(layers, first):
             pending = self._keep_feature(i, x, pending, batch, store)
@@ -240,8 +294,8 @@ class GpuKernels:
         return self._keep_feature(first + len(layers), x, pending, batch, store)
 
     def _keep_feature(
-        self, layer: int, x: Tensor, pending: Tensor | None, batch: Batch, store: KeyValueStore
-    ) -> Tensor | None:
+        self, layer: int, x: Tensor, pending: Pending | None, batch: Batch, store: KeyValueStore
+    ) -> Pending | None:
         if layer not in store.taps:
             return pending
         if pending is not None:
@@ -254,12 +308,12 @@ class GpuKernels:
         self,
         w: GpuLayer,
         x: Tensor,
-        pending: Tensor | None,
+        pending: Pending | None,
         batch: Batch,
         keys: Tensor,
         values: Tensor,
         attention: AttentionPlan | JointPlan,
-    ) -> Tensor | None:
+    ) -> Pending | None:
         normed = self._room(*x.shape)
         self._add(x, pending, w.attn_norm, normed[: len(x)])
         return self.rest_of_layer(w, x, normed, batch, keys, values, attention)
@@ -273,7 +327,7 @@ class GpuKernels:
         keys: Tensor,
         values: Tensor,
         attention: AttentionPlan | JointPlan,
-    ) -> Tensor | None:
+    ) -> Pending | None:
         """A layer from its normed inputs on, which may be wider than the stream, and more rows than x has; returns what
         is to be added to x.
         """
@@ -288,13 +342,48 @@ class GpuKernels:
         pending = self._settled(x, multiply_parts(mixed, w.out.weight, w.out.bias, rows))
         normed = self._room(*x.shape)
         self._add(x, pending, w.mlp_norm, normed[:rows])
+        shared = self._mlp(w, normed, rows)
+        if w.experts is None:
+            assert shared is not None
+            return self._settled(x, shared)
+        slots, padding = batch.slots, len(keys) - 1
+        return self._settled(x, self._give_to_experts(w.experts, normed, shared, slots, padding))
+
+    def _mlp(self, w: GpuLayer, normed: Tensor, rows: int) -> Tensor | None:
+        """The parts that the MLP of all rows gives."""
+        if w.gate_up is None or w.down is None:
+            return None
         act = gated_linear(normed, w.gate_up.weight, w.gate_up.bias, rows)
         if self.group.size > 1:
             act = self._padded(self.group.gather(act[:rows], w.whole.intermediate), rows)
-        return self._settled(x, multiply_parts(act, w.down.weight, w.down.bias, rows))
+        return multiply_parts(act, w.down.weight, w.down.bias, rows)
+
+    def _give_to_experts(
+        self, w: GpuExperts, normed: Tensor, shared: Tensor | None, slots: Tensor, padding: int
+    ) -> ExpertParts:
+        """What is to be added to the stream for rows at these slots. Rows at `padding` go to no expert."""
+        how, rows = w.how, len(slots)
+        logits = multiply_parts(normed, w.router.weight, w.router.bias, rows)
+        choice = choose(logits, w.correction, how, slots, padding, self.spread)
+        plan = schedule(choice, how.count, self.counter)
+        inputs, weights = normed[:rows], choice.weights
+        if how.weighs_input:
+            inputs = (inputs.float()[:, None] * weights[..., None]).to(self.dtype).flatten(0, 1)
+            weights = torch.ones_like(weights)
+        act = gated_experts(inputs, w.gate_up.weight, w.gate_up.bias, plan, how.per_token)
+        if self.group.size > 1:
+            act = self.group.gather(act, how.width)
+        gate = w.shared_gate
+        return ExpertParts(
+            expert_parts(act, w.down.weight, w.down.bias, plan),
+            choice.experts,
+            weights,
+            shared,
+            None if gate is None else multiply_parts(normed, gate.weight, gate.bias, rows),
+        )
 
     def _add(
-        self, x: Tensor, pending: Tensor | None, norm: Tensor | None = None, out: Tensor | None = None
+        self, x: Tensor, pending: Pending | None, norm: Tensor | None = None, out: Tensor | None = None
     ) -> None:
         c = self.config
         add_and_norm(x, pending, norm, c.norm_eps, out, gain=c.residual_scale)

@@ -18,7 +18,8 @@ by its scale and added to the segment's in one operation. So a scale never meets
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -45,15 +46,18 @@ AT_ONCE = 64  # blocks of HIGH outputs that are packed together; more would only
 
 @dataclass(slots=True)
 class Packed:
-    """A weight [outputs, inputs], or a gate over an up of that shape, tile by tile, padded with zeros."""
+    """A weight [outputs, inputs], or a gate over an up of that shape, tile by tile, padded with zeros. Experts lie one
+    above the other.
+    """
 
-    data: Tensor  # [halves, blocks, deep blocks, HIGH, depth in stored numbers]
+    data: Tensor  # [halves, blocks of all experts, deep blocks, HIGH, depth in stored numbers]
     outputs: int
     inputs: int
     kind: str = "bfloat16"  # or one of quantise.KINDS; bfloat16 stands for whatever dtype is multiplied
-    scales: Tensor | None = None  # [halves, blocks, deep blocks or 1, HIGH]
+    scales: Tensor | None = None  # [halves, blocks of all experts, deep blocks or 1, HIGH]
     library: Library | None = None  # a second copy, for passes of many rows
     whole: int = 0  # outputs of all ranks' parts, which decide the order of sums; 0: `outputs`
+    experts: int = 1  # `outputs` are one's
 
     @property
     def gated(self) -> bool:
@@ -72,6 +76,17 @@ class Packed:
     def nbytes(self) -> int:
         return self.data.nbytes + (0 if self.scales is None else self.scales.nbytes)
 
+    @property
+    def blocks(self) -> int:
+        """Of HIGH outputs, of one expert."""
+        return -(-self.outputs // HIGH)
+
+    def of_expert(self, number: int) -> Packed:
+        """One expert's weight, where it lies."""
+        mine = slice(number * self.blocks, (number + 1) * self.blocks)
+        scales = None if self.scales is None else self.scales[:, mine]
+        return replace(self, data=self.data[:, mine], scales=scales, experts=1)
+
     def unpacked(self) -> Tensor:
         """[outputs, inputs], gate over up."""
         rows = self.data.transpose(2, 3).flatten(0, 2)
@@ -88,18 +103,26 @@ def _inputs_in_one(kind: str) -> int:
 
 
 def room_for(
-    halves: int, outputs: int, inputs: int, kind: str, dtype: torch.dtype, device: torch.device | str
+    halves: int,
+    outputs: int,
+    inputs: int,
+    kind: str,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    experts: int = 1,
 ) -> Packed:
     """Memory for a weight of this shape, with nothing in it yet."""
     depth = 128 if inputs % 128 == 0 else 64
-    blocks, deep = -(-outputs // HIGH), -(-inputs // depth)
+    blocks, deep = experts * -(-outputs // HIGH), -(-inputs // depth)
     shape = (halves, blocks, deep, HIGH, depth // _inputs_in_one(kind))
     if kind not in KINDS:
-        return Packed(torch.empty(shape, dtype=dtype, device=device), outputs, inputs, kind)
+        data = torch.empty(shape, dtype=dtype, device=device)
+        return Packed(data, outputs, inputs, kind, experts=experts)
     how = KINDS[kind]
     groups = (halves, blocks, deep if how.grouped else 1, HIGH)
     scales = torch.empty(groups, dtype=how.scale, device=device)
-    return Packed(torch.empty(shape, dtype=how.dtype, device=device), outputs, inputs, kind, scales)
+    data = torch.empty(shape, dtype=how.dtype, device=device)
+    return Packed(data, outputs, inputs, kind, scales, experts=experts)
 
 
 def pack(
@@ -117,10 +140,35 @@ def pack(
     outputs, inputs = like.shape
     packed = room_for(len(halves), outputs, inputs, kind, dtype or like.dtype, device or like.device)
     packed.whole = whole
-    for half, weight in enumerate(halves):
-        for first in range(0, packed.data.shape[1], AT_ONCE):
-            _put(packed, half, first, weight[first * HIGH : (first + AT_ONCE) * HIGH])
+    _put_all(packed, halves)
     return packed
+
+
+def pack_experts(
+    experts: Iterable[Sequence[Tensor]],
+    count: int,
+    kind: str = "bfloat16",
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    whole: int = 0,
+) -> Packed:
+    """The same of `count` experts, which are taken one at a time."""
+    packed: Packed | None = None
+    for number, halves in enumerate(experts):
+        if packed is None:
+            outputs, inputs = halves[0].shape
+            to, like = device or halves[0].device, dtype or halves[0].dtype
+            packed = room_for(len(halves), outputs, inputs, kind, like, to, count)
+            packed.whole = whole
+        _put_all(packed.of_expert(number), halves)
+    assert packed is not None
+    return packed
+
+
+def _put_all(packed: Packed, halves: Sequence[Tensor]) -> None:
+    for half, weight in enumerate(halves):
+        for first in range(0, packed.blocks, AT_ONCE):
+            _put(packed, half, first, weight[first * HIGH : (first + AT_ONCE) * HIGH])
 
 
 def _put(packed: Packed, half: int, first: int, some: Tensor) -> None:
@@ -151,7 +199,7 @@ class Tile:
 
 
 @triton.jit
-def _segment(
+def one_segment(
     x_rows, there, w_rows, u_rows, s_rows, t_rows, first, last, inputs,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, HIGH: tl.constexpr, DEPTH: tl.constexpr,
     KIND: tl.constexpr, IN_ONE: tl.constexpr, GROUPED: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr,
@@ -234,6 +282,35 @@ def _stored(start, INPUTS: tl.constexpr, HIGH: tl.constexpr, DEPTH: tl.constexpr
     return at
 
 
+@triton.jit
+def finished(
+    acc, up, bias, part, n, x_rows, there, w_rows, u_rows, s_rows, t_rows, outputs, inputs, width,
+    SEGMENT: tl.constexpr, SEGMENTS: tl.constexpr, SPREAD: tl.constexpr,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, HIGH: tl.constexpr, DEPTH: tl.constexpr,
+    KIND: tl.constexpr, IN_ONE: tl.constexpr, GROUPED: tl.constexpr,
+    GATED: tl.constexpr, BIASED: tl.constexpr, EVEN: tl.constexpr, TO: tl.constexpr,
+):  # fmt: skip
+    """What becomes of a block's first segment: the bias, the segments after it, and the gate."""
+    if BIASED:
+        biased = tl.where(part == 0, outputs, 0)  # once, by the first part
+        acc += tl.load(bias + n, mask=n < biased, other=0.0)[:, None]
+        if GATED:
+            up += tl.load(bias + outputs + n, mask=n < biased, other=0.0)[:, None]
+    if not SPREAD:
+        for s in tl.static_range(1, SEGMENTS):
+            last = tl.minimum((s + 1) * SEGMENT, width)
+            more, more_up = one_segment(
+                x_rows, there, w_rows, u_rows, s_rows, t_rows, s * SEGMENT, last, inputs,
+                ROWS, OUTPUTS, INPUTS, HIGH, DEPTH, KIND, IN_ONE, GROUPED, GATED, EVEN,
+            )  # fmt: skip
+            acc += more
+            if GATED:
+                up += more_up
+    if GATED:
+        acc = gated(acc, up, TO)
+    return acc
+
+
 @kernel(do_not_specialize=["rows"])
 def _matmul_kernel(
     x, weight, scales, bias, out, rows, outputs, inputs, width, half, scales_half,
@@ -269,29 +346,17 @@ def _matmul_kernel(
     await_previous(CHAIN)
     if AHEAD > 0:
         ahead_x = tl.load(x_rows + last + tl.arange(0, AHEAD)[None, :], mask=there, other=0.0)
-    acc, up = _segment(
+    acc, up = one_segment(
         x_rows, there, w_rows, u_rows, s_rows, t_rows, first, last, inputs,
         ROWS, OUTPUTS, INPUTS, HIGH, DEPTH, KIND, IN_ONE, GROUPED, GATED, EVEN,
     )  # fmt: skip
     if AHEAD > 0:
         acc = tl.dot(ahead, tl.trans(ahead_x), acc)
-    if BIASED:
-        biased = tl.where(part == 0, outputs, 0)  # once, by the first part
-        acc += tl.load(bias + n, mask=n < biased, other=0.0)[:, None]
-        if GATED:
-            up += tl.load(bias + outputs + n, mask=n < biased, other=0.0)[:, None]
-    if not SPREAD:
-        for s in tl.static_range(1, SEGMENTS):
-            last = tl.minimum((s + 1) * SEGMENT, width)
-            more, more_up = _segment(
-                x_rows, there, w_rows, u_rows, s_rows, t_rows, s * SEGMENT, last, inputs,
-                ROWS, OUTPUTS, INPUTS, HIGH, DEPTH, KIND, IN_ONE, GROUPED, GATED, EVEN,
-            )  # fmt: skip
-            acc += more
-            if GATED:
-                up += more_up
-    if GATED:
-        acc = gated(acc, up, out.dtype.element_ty)
+    acc = finished(
+        acc, up, bias, part, n, x_rows, there, w_rows, u_rows, s_rows, t_rows, outputs, inputs, width,
+        SEGMENT, SEGMENTS, SPREAD, ROWS, OUTPUTS, INPUTS, HIGH, DEPTH, KIND, IN_ONE, GROUPED, GATED, BIASED, EVEN,
+        out.dtype.element_ty,
+    )  # fmt: skip
     at = out + (part * rows + m).to(tl.int64)[None, :] * outputs + n[:, None]
     tl.store(at, acc.to(out.dtype.element_ty), mask=(m < rows)[None, :] & (n < outputs)[:, None])
 
@@ -422,14 +487,18 @@ def launch_multiply(
         raise ValueError(
             f"{tuple(x.shape)} by {weight.outputs} x {weight.inputs} does not fit {tuple(out.shape)}"
         )
+    check_steps(weight, pieces, tile)
+    grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(weight.outputs, tile.outputs), parts)
+    given, options = kernel_arguments(x, weight, bias, out, pieces, tile)
+    _matmul_kernel[grid](*given, **options)
+
+
+def check_steps(weight: Packed, pieces: int, tile: Tile) -> None:
     ends = (weight.width, segment_length(weight.width, pieces) if pieces > 1 else 0)
     if weight.kind in KINDS and (tile.inputs % weight.depth or any(end % tile.inputs for end in ends)):
         raise ValueError(
             f"steps of {tile.inputs} do not fit {weight.width} inputs in tiles of {weight.depth}"
         )
-    grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(weight.outputs, tile.outputs), parts)
-    given, options = kernel_arguments(x, weight, bias, out, pieces, tile)
-    _matmul_kernel[grid](*given, **options)
 
 
 def kernel_arguments(
@@ -442,14 +511,18 @@ def kernel_arguments(
         x, data, scales, bias, out, rows, weight.outputs, inputs, weight.width,
         data.stride(0), 0 if scales is None else scales.stride(0),
     )  # fmt: skip
-    options = dict(
+    return given, {**kernel_options(weight, bias, pieces, tile), "AHEAD": tile.ahead, **chained()}
+
+
+def kernel_options(weight: Packed, bias: Tensor | None, pieces: int, tile: Tile) -> dict[str, Any]:
+    scales = weight.scales
+    return dict(
         SEGMENT=segment_length(weight.width, pieces), SEGMENTS=pieces, SPREAD=tile.spread,
         ROWS=tile.rows, OUTPUTS=tile.outputs, INPUTS=tile.inputs, HIGH=HIGH, DEPTH=weight.depth,
         KIND=weight.kind, IN_ONE=_inputs_in_one(weight.kind), GROUPED=scales is not None and scales.shape[2] > 1,
-        GATED=weight.gated, BIASED=bias is not None, EVEN=inputs == weight.width, AHEAD=tile.ahead,
-        num_warps=tile.warps, num_stages=tile.stages, **chained(),
+        GATED=weight.gated, BIASED=bias is not None, EVEN=weight.inputs == weight.width,
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    return given, options
 
 
 def library_for(weight: Packed, rows: int, room: int) -> Library | None:

@@ -10,6 +10,8 @@ partial results of a matmul are added here, in order, by the kernel that wants t
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -32,10 +34,34 @@ def sum_parts(parts, offsets, stride, mask, PARTS: tl.constexpr):
     return total
 
 
-@kernel(do_not_specialize=["parts_stride"])
+@triton.jit
+def _sum_experts(
+    parts, chosen, weights, shared, gates, row, cols, stride, shared_stride, gates_stride, width, mask,
+    PARTS: tl.constexpr, EACH: tl.constexpr, SHARED: tl.constexpr, GATES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A row's experts in order, each times its weight and rounded once; then the MLP of all rows."""
+    total = tl.zeros((BLOCK,), tl.float32)
+    for j in tl.static_range(EACH):
+        pair = row * EACH + j
+        written = tl.where(tl.load(chosen + pair) >= 0, width, 0)  # not where the row is padding
+        one = sum_parts(parts, pair * width + cols, stride, cols < written, PARTS)
+        total = tl.fma(one, tl.broadcast_to(tl.load(weights + pair), one.shape), total)
+    if SHARED > 0:
+        more = sum_parts(shared, row * width + cols, shared_stride, mask, SHARED)
+        if GATES > 0:
+            gate = 1 / (1 + tl.exp(-sum_parts(gates, row + cols * 0, gates_stride, mask, GATES)))
+            total = tl.fma(more, gate, total)
+        else:
+            total += more
+    return total
+
+
+@kernel(do_not_specialize=["parts_stride", "shared_stride", "gates_stride"])
 def _norm_kernel(
-    x, parts, weight, out, picked, parts_stride, width, eps, gain,
-    PARTS: tl.constexpr, NORM: tl.constexpr, PICKED: tl.constexpr, BLOCK: tl.constexpr, CHAIN: tl.constexpr,
+    x, parts, weight, out, picked, chosen, weights, shared, gates, parts_stride, shared_stride, gates_stride, width,
+    eps, gain,
+    PARTS: tl.constexpr, EACH: tl.constexpr, SHARED: tl.constexpr, GATES: tl.constexpr,
+    NORM: tl.constexpr, PICKED: tl.constexpr, BLOCK: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     let_next_start(CHAIN)
     place = tl.program_id(0).to(tl.int64)
@@ -50,7 +76,14 @@ def _norm_kernel(
     at = row * width + cols
     h = tl.load(x + at, mask=mask, other=0.0)
     if PARTS > 0:
-        h += gain * sum_parts(parts, at, parts_stride.to(tl.int64), mask, PARTS)
+        if EACH > 0:
+            h += gain * _sum_experts(
+                parts, chosen, weights, shared, gates, row, cols, parts_stride.to(tl.int64),
+                shared_stride.to(tl.int64), gates_stride.to(tl.int64), width, mask,
+                PARTS, EACH, SHARED, GATES, BLOCK,
+            )  # fmt: skip
+        else:
+            h += gain * sum_parts(parts, at, parts_stride.to(tl.int64), mask, PARTS)
         if not PICKED:  # a row may be picked twice: what is picked is read, never written
             tl.store(x + at, h, mask=mask)
     if NORM:
@@ -59,9 +92,30 @@ def _norm_kernel(
         tl.store(out + place * width + cols, y.to(out.dtype.element_ty), mask=mask)
 
 
+@dataclass(slots=True)
+class ExpertParts:
+    """What a row's experts gave, by pair (routing.py), and the MLP that all rows share; nothing is added yet."""
+
+    parts: Tensor  # [parts, R * each, width]
+    chosen: Tensor  # [R, each] int32, negative for rows of padding
+    weights: Tensor  # [R, each]
+    shared: Tensor | None = None  # [parts, R, width]
+    gates: Tensor | None = None  # [parts, R, 1]: the sigmoid of their sum multiplies what the shared MLP gave
+
+    def total(self) -> Tensor:
+        rows, each = self.chosen.shape
+        given = add_parts(self.parts).view(rows, each, -1)
+        given = torch.where((self.chosen >= 0)[..., None], given, 0.0) * self.weights[..., None]
+        total = add_parts(given.transpose(0, 1))
+        if self.shared is None:
+            return total
+        more = add_parts(self.shared)
+        return total + (more if self.gates is None else more * add_parts(self.gates).sigmoid())
+
+
 def add_and_norm(
     x: Tensor,
-    parts: Tensor | None,
+    parts: Tensor | ExpertParts | None,
     weight: Tensor | None,
     eps: float,
     out: Tensor | None,
@@ -76,23 +130,33 @@ def add_and_norm(
     count = rows if picked is None else len(picked)
     if not count:
         return
+    chosen = weights = shared = gates = None
+    if isinstance(parts, ExpertParts):
+        chosen, weights, shared, gates = parts.chosen, parts.weights, parts.shared, parts.gates
+        parts = parts.parts
+    strides = [0 if one is None else one.stride(0) for one in (parts, shared, gates)]
+    counts = [0 if one is None else len(one) for one in (parts, shared, gates)]
     _norm_kernel[(count,)](
-        x, parts, weight, out, picked, 0 if parts is None else parts.stride(0), width, eps, gain,
-        PARTS=0 if parts is None else len(parts), NORM=weight is not None, PICKED=picked is not None,
+        x, parts, weight, out, picked, chosen, weights, shared, gates, *strides, width, eps, gain,
+        PARTS=counts[0], EACH=0 if chosen is None else chosen.shape[1], SHARED=counts[1], GATES=counts[2],
+        NORM=weight is not None, PICKED=picked is not None,
         BLOCK=triton.next_power_of_2(width), num_warps=NORM_WARPS, **chained(),
     )  # fmt: skip
 
 
 def add_and_norm_twin(
     x: Tensor,
-    parts: Tensor | None,
+    parts: Tensor | ExpertParts | None,
     weight: Tensor | None,
     eps: float,
     out: Tensor | None,
     picked: Tensor | None = None,
     gain: float = 1.0,
 ) -> None:
-    total = x if parts is None else x + gain * add_parts(parts)
+    if isinstance(parts, ExpertParts):
+        total = x + gain * parts.total()
+    else:
+        total = x if parts is None else x + gain * add_parts(parts)
     if picked is None:
         x.copy_(total)
     else:
