@@ -47,7 +47,7 @@ LENGTHS = 40, 128  # tokens of answers, uniform
 
 # Qwen3-30B-A3B in bfloat16 at 4.25 TB/s: experts, those of a row, the other bytes in experts; an expert in all layers.
 MIXTURE, EXPERT, LAUNCHES = (128, 8, 2.46 / 0.453), 0.453 / 4.25, 0.25
-CHAIN, BATCH, NOISE = 0.72, 0.95, 0.02  # how many experts its steps read: the planner is not told
+CHAIN, BATCH, NOISE = 0.72, 0.95, 0.02  # how many experts its steps read: the planner does not know
 
 Text = tuple[list[int], list[int], float]  # prompt, answer, acceptance of the head
 

@@ -64,6 +64,16 @@ def cut_reader(
     return read
 
 
+def stored_name(name: str) -> str:
+    """As Mixtral's files call it."""
+    stem, found, rest = name.partition(".mlp.experts.")
+    if not found:
+        return name
+    number, matrix, kind = rest.split(".")
+    theirs = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}[matrix]
+    return f"{stem}.block_sparse_moe.experts.{number}.{theirs}.{kind}"
+
+
 def write_cut(model: str, folder: Path, count: int, per_token: int, router: float, share: int = 0) -> None:
     source = open_checkpoint(find(model, cache_folder()))
     assert source.config is not None
@@ -83,7 +93,7 @@ def write_cut(model: str, folder: Path, count: int, per_token: int, router: floa
     (folder / "tokenizer.json").write_text(source.tokenizer.to_json())
     if source.chat_template:
         (folder / "chat_template.jinja").write_text(source.chat_template)
-    tensors = {name: read(name).clone() for name, _ in expected_shapes(config)}
+    tensors = {stored_name(name): read(name).clone() for name, _ in expected_shapes(config)}
     save_file(tensors, folder / "model.safetensors")
 
 

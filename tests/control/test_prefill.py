@@ -7,7 +7,7 @@ import pytest
 from outrider.control import prefill
 from outrider.control.costs import CostModel
 from outrider.control.guards import Guards
-from outrider.control.prefill import MAX_PROMPT_ROWS, prompt_rows
+from outrider.control.prefill import MAX_PROMPT_ROWS, background_rows, prompt_rows
 from outrider.types import NO_TREE
 from tests.control.build import record
 
@@ -70,3 +70,27 @@ def test_a_burst_of_prompts_is_prefilled_in_few_long_steps(monkeypatch: pytest.M
     assert rows(8, waiting=3, pending=3968) == rows(1, waiting=1, pending=1984) == 64  # for too few prompts
     monkeypatch.setattr(prefill, "BURST_STEPS", 0)
     assert rows(8, waiting=4, pending=1984) == 64
+
+
+def test_a_measured_curve_bounds_the_rows() -> None:
+    costs = CostModel()
+    assert background_rows(costs, 0, 0.05) == MAX_PROMPT_ROWS  # nothing is known
+    for rows in (1, 4, 16, 64):
+        costs.eager.learn_pass(rows, 0.004 + 0.001 * rows)
+    assert background_rows(costs, 0, 0.05) == 46
+    assert background_rows(costs, 6, 0.05) == 40
+    assert background_rows(costs, 100, 0.05) == 0
+
+
+@pytest.mark.parametrize(("decoding", "rows"), [(0, 25), (2, 20)])
+def test_without_a_curve_prompt_rows_that_were_timed_do(decoding: int, rows: int) -> None:
+    costs = CostModel()
+    costs.eager.per_prompt_row[32] = 0.002
+    costs.eager.by_rows[2] = 0.01
+    assert background_rows(costs, decoding, 0.05) == rows
+
+
+def test_a_step_of_prompts_alone_teaches_what_they_take() -> None:
+    costs = CostModel()
+    costs.observe(record(seconds=0.064, rows=32, known=32, prompt_rows=32, emitted=0))
+    assert background_rows(costs, 0, 0.05) == 25 and not costs.eager.per_prompt_row

@@ -11,7 +11,6 @@ import torch
 from outrider import LLM
 from outrider.draft.names import parse_draft, settle_auto
 from outrider.engine import build as build_module
-from outrider.engine import llm as llm_module
 from outrider.engine.draft_room import DraftRoom, draft_room
 from outrider.engine.memory import check_room
 from outrider.engine.placement import DRAFT_TOKENS
@@ -115,7 +114,7 @@ def test_other_words_do_not_look_for_pairs(
     target: Path, catalogue: Path, draft: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair_head(catalogue / "mine", target)
-    monkeypatch.setattr(llm_module, "find_pair", lambda *_: pytest.fail("looked"))
+    monkeypatch.setattr(build_module, "find_pair", lambda *_: pytest.fail("looked"))
     with LLM(target, draft=draft, **OPTIONS) as llm:
         assert (llm.drafter, llm.pair) == (draft, None)
 

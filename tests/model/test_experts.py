@@ -148,3 +148,10 @@ def test_a_dense_model_cut_into_experts_writes_its_text(
         assert furthest(logits[1], logits[0]) < 1e-4
         fed = [int(logits[0].argmax())]
         assert int(logits[1].argmax()) == fed[0]
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "int8", "int4"])
+def test_routers_stay_whole(kind: str) -> None:
+    name = "model.layers.1.mlp.gate.weight"
+    kept = kept_as(tensors_of("qwen3_moe")[name], kind_of(name, kind))
+    assert isinstance(kept, torch.Tensor) and torch.equal(kept, tensors_of("qwen3_moe")[name])

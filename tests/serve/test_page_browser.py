@@ -473,14 +473,13 @@ def test_the_page_is_light_and_paints_at_once(tab: Callable[..., Tab]) -> None:
     assert sum(len(httpx.get(a.url, headers={"accept": "text/html"}).content) for a in files) < 500_000
 
 
-def test_with_keys_the_page_asks_for_one_keeps_it_in_memory_and_sends_it_to_each_model(
+def test_with_keys_the_page_asks_for_one_and_keeps_it_in_memory(
     tab: Callable[..., Tab], hostile: Path
 ) -> None:
-    server = start_server(f"first={hostile}", f"second={hostile}", "--api-key", "the-right-key-0123456789")
+    server = start_server(hostile, "--api-key", "the-right-key-0123456789")
     try:
         one = tab(server).open()
         one.page.wait_for_selector("#key-dialog[open]")
-        assert one.page.evaluate("document.activeElement.id") == "key"
         one.page.fill("#key", "a-wrong-key-0123456789")
         one.page.keyboard.press("Enter")
         one.until("document.getElementById('key-wrong').textContent.includes('refused')")
@@ -489,15 +488,6 @@ def test_with_keys_the_page_asks_for_one_keeps_it_in_memory_and_sends_it_to_each
         one.page.keyboard.press("Enter")
         one.until(SERVED)
         one.race()
-        assert {body["model"] for body in one.bodies()} <= {"first"}
-        assert one.page.locator("#model option").all_inner_texts() == ["first", "second"]
-        one.page.select_option("#model select", "second")
-        one.until("document.querySelector('.talk .token') === null")  # another model, another conversation
-        one.race()
-        assert [body["model"] for body in one.bodies()[-2:]] == ["second"] * 2
-        assert all(len(body["messages"]) == 1 for body in one.bodies()[-2:])
-        one.page.click("nav a[href='#live']")
-        one.until("document.getElementById('live-state').textContent.startsWith('second takes requests')")
         kept = one.page.evaluate("JSON.stringify([{...localStorage}, {...sessionStorage}, document.cookie])")
         assert "right-key" not in kept and "right-key" not in one.page.content()
         assert all("right-key" not in asked.url for asked in one.asked)

@@ -66,6 +66,7 @@ class EagerCosts:
         self.per_level: dict[str, float] = {}  # of drafting, by drafter
         self.per_token: dict[str, float] = {}  # of a drafter's prefill
         self.per_prompt_row: dict[int, float] = {}  # by prompt rows, rounded up to a power of two
+        self.per_lone_row: dict[int, float] = {}  # the same of steps with prompt rows alone
         self.baselines = Baselines()
         self.experts: ExpertCosts | None = None  # of a mixture of experts
         self._points: tuple[list[int], list[float]] | None = None
@@ -363,6 +364,8 @@ class CostModel:
                 key = captured.size, min(fitting)
                 _learn(self.captured.with_prompts, key, max(record.total_s, record.target_s))
                 return
+        if captured is None and record.rows == record.prompt_rows:
+            _learn(self.eager.per_lone_row, round_up(record.rows), record.total_s / record.rows)
         added = self._added_by_prompt(record)
         if added is not None and record.drafter_prefill is None:
             _learn(self.eager.per_prompt_row, round_up(record.prompt_rows), added / record.prompt_rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Mapping
 from math import inf
 
 from outrider.control.costs import CostModel, round_up
@@ -33,7 +34,7 @@ def prompt_rows(
     added = guards.prefill_slowdown * max(1.0, waited / guards.prefill_wait) * base
     sizes = costs.prompt_sizes(size) if size else {}
     if not sizes:
-        return _eager_rows(costs, added)
+        return _eager_rows(costs.eager.per_prompt_row, added)
     added *= max(1.0, waiting / decoding / CROWDED)
     fitting = [rows for rows, seconds in sizes.items() if seconds <= plain + added]
     rows = max(fitting, default=min(sizes))
@@ -46,8 +47,9 @@ def background_rows(costs: CostModel, decoding: int, most: float) -> int:
     """Prompt rows of a step of background requests alone, which is to take `most` seconds."""
     if sizes := costs.prompt_sizes(_captured_size(costs, decoding)):
         return max((rows for rows, seconds in sizes.items() if seconds <= most), default=min(sizes))
-    if not costs.eager.curve:
-        return MAX_PROMPT_ROWS
+    if not costs.eager.curve:  # as without drafters
+        decode = costs.eager.step(decoding) if decoding and costs.eager.by_rows else 0.0
+        return _eager_rows(costs.eager.per_prompt_row or costs.eager.per_lone_row, most - decode)
     rows = range(decoding + 1, MOST_EAGER_ROWS)
     return bisect_right(rows, most, key=costs.eager.curve_at)
 
@@ -58,9 +60,8 @@ def _captured_size(costs: CostModel, decoding: int) -> int:
     return size if size >= decoding else 0
 
 
-def _eager_rows(costs: CostModel, added: float) -> int:
+def _eager_rows(known: Mapping[int, float], added: float) -> int:
     """Prompt rows that take this long, by what rows of about as many took."""
-    known = costs.eager.per_prompt_row
     if not known:
         return MAX_PROMPT_ROWS
     bucket = round_up(2 * max(known))

@@ -166,7 +166,8 @@ class FolderCheckpoint(Checkpoint):
         if scheme is not None:
             self._quantised = PublishedWeights(scheme, self._where, self._raw_shape, self._raw, path)
         self._map: dict[str, Source] | None = None
-        if self.config is not None:
+        # An EAGLE head calls itself a llama; its tensors keep the names of its file (heads.py).
+        if self.config is not None and "fc.weight" not in self._where:
             self._map = safetensors_map(self.config, self._file_names())
 
     def _locate(self) -> dict[str, str]:
