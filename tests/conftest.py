@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import gc
 import importlib
+import logging
 import os
 import signal
 from collections.abc import Iterator
@@ -144,3 +145,14 @@ def _gradients_stay_on() -> Iterator[None]:
     if not torch.is_grad_enabled():
         torch.set_grad_enabled(True)
         pytest.fail("gradients were left turned off")
+
+
+@pytest.fixture(autouse=True)
+def same_logging() -> Iterator[None]:
+    """`serve` sets up logging for its process, which is the tests' where a test calls it."""
+    root, own = logging.getLogger(), logging.getLogger("outrider")
+    handlers, levels = root.handlers, (root.level, own.level)
+    yield
+    root.handlers = handlers
+    root.setLevel(levels[0])
+    own.setLevel(levels[1])

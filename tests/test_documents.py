@@ -223,11 +223,11 @@ def test_commands_are_cut_down() -> None:
 
 # ------------------------------------------------------------------------------------ flags and variables
 
-FOREIGN = {"--now", "--shell", "--home-dir", "--lf"}  # of other people's commands
+FOREIGN = {"--now", "--shell", "--home-dir", "--lf", "--strict"}  # of other people's commands
 
 
 def known_flags() -> set[str]:
-    """Of every command, of other engines where they are understood, and of the scripts in bench/."""
+    """Of every command, of other engines where they are understood, and of the scripts in bench/ and deploy/."""
     from typer.main import get_command
 
     from outrider.cli.coming_from import FLAGS
@@ -242,7 +242,7 @@ def known_flags() -> set[str]:
             "--help-all",
             *(flag for p in command.params for flag in (*p.opts, *p.secondary_opts)),
         }
-    for script in (ROOT / "bench").rglob("*.py"):
+    for script in (*(ROOT / "bench").rglob("*.py"), *(ROOT / "deploy").rglob("*.py")):
         found |= set(re.findall(r'"(--[a-z-]+)"', script.read_text()))
     return found
 

@@ -39,6 +39,8 @@ def blocks(kind: str, rows: int, columns: int, seed: int) -> np.ndarray:
     for at in SCALES.get(kind, (0, 2) if kind[-1] in "1K" else (0,)):
         scale = random.normal(0, 1e-3 if kind[-1] == "K" else 1e-2, (len(raw), 1)).astype(np.float16)
         raw[:, at : at + 2] = scale.view(np.uint8)
+    if kind == "MXFP4":
+        raw[:, 0] = random.integers(118, 122, len(raw))  # powers of two from 2 ** -9 on
     return raw.reshape(rows, -1)
 
 
@@ -54,7 +56,7 @@ def write_model(path: Path, kinds: tuple[str, ...]) -> None:
     rows = {"attn_q": WIDTH, "attn_k": WIDTH // 2, "attn_v": WIDTH // 2, "attn_output": WIDTH}
     rows |= {"ffn_gate": WIDTH, "ffn_up": WIDTH, "ffn_down": WIDTH}
     names = {f"blk.0.{name}.weight": count for name, count in rows.items()}
-    names["token_embd.weight"] = len(tiny.vocabulary())
+    names |= dict.fromkeys(("token_embd.weight", "output.weight"), len(tiny.vocabulary()))
     for i, (name, count) in enumerate(names.items()):
         kind = kinds[i % len(kinds)]
         number = gguf.GGMLQuantizationType(KINDS[kind])
@@ -71,7 +73,7 @@ def write_model(path: Path, kinds: tuple[str, ...]) -> None:
 def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A matrix in each format that has kernels; queries, keys and values differ."""
     path = tmp_path_factory.mktemp("mixed") / "mixed.gguf"
-    write_model(path, ("Q4_K", "Q8_0", "Q6_K", "Q4_0", "Q5_K", "Q4_1", "Q5_0", "Q5_1"))
+    write_model(path, ("Q4_K", "Q8_0", "Q6_K", "Q4_0", "Q5_K", "Q4_1", "Q5_0", "Q5_1", "MXFP4"))
     return path
 
 

@@ -224,7 +224,7 @@ def refusal(folder: Path, family: str, options: dict[str, Any], kernel_folder: P
 
 REFUSED = {
     "vaultgemma": ("VaultGemma", {**SIZES, "head_dim": 32}, "soft-capped"),
-    "gpt_oss": ("GptOss", {**SIZES, "head_dim": 16, "num_local_experts": 4}, "attention sinks"),
+    "granite_swa": ("GraniteSWA", SIZES, "attention sinks"),
     "bloom": (
         "Bloom",
         {"vocab_size": VOCAB, "hidden_size": 64, "n_layer": 2, "n_head": 4},
@@ -377,9 +377,10 @@ def test_windows_that_do_not_reach_the_attention_are_refused(
 
 def test_rows_that_depend_on_each_other_run_one_at_a_time(tmp_path: Path, kernel_folder: Path) -> None:
     """Experts take the rows routed to them together, and torch rounds by how many there are."""
-    theirs = make_model("Mixtral", {**SIZES, "num_local_experts": 4, "hidden_size": 128, "head_dim": 32})
+    sizes = {"num_experts": 4, "hidden_size": 128, "moe_intermediate_size": 64}
+    theirs = make_model("Qwen2Moe", {**SIZES, **sizes, "shared_expert_intermediate_size": 64})
     theirs.save_pretrained(tmp_path)
-    with pytest.warns(UserWarning, match="'mixtral' depend on the rows beside them"):
+    with pytest.warns(UserWarning, match="'qwen2_moe' depend on the rows beside them"):
         model = load_hf(open_checkpoint(tmp_path), 2, kernel_folder, "auto")
     ids = random_ids(VOCAB, 20)
     whole = Reader(model.config).read(model, ids)

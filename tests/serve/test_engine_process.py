@@ -42,6 +42,7 @@ def test_what_is_loaded_is_not_looked_at_again_while_steps_run(
             done.append("ran")
 
     llm = SimpleNamespace(prepare=lambda wait: done.append("prepared"), close=lambda: done.append("closed"))
+    llm.engine = SimpleNamespace(table=SimpleNamespace(prefix=SimpleNamespace()))
     for name, what in (
         ("become_child", lambda: None),
         ("set_up_logging", lambda *given: None),

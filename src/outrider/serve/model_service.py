@@ -47,7 +47,9 @@ class ModelService:
     def of(cls, spec: ModelSpec) -> ModelService:
         serve = spec.serve
         logging = (serve.log_format, serve.log_level)
-        at = serve.kv_events and EventAddress(serve.kv_events, serve.kv_events_replay, serve.kv_events_topic)
+        at = serve.kv_events and EventAddress(
+            serve.kv_events, serve.kv_events_replay, serve.kv_events_topic or ""
+        )
         start = Start(spec.source, spec.draft, dataclasses.asdict(spec.settings), logging, at or None)
         metrics = Metrics(serve.price_per_hour)
         return cls(spec, Backend(start, serve, metrics, spec.name), metrics)

@@ -119,7 +119,7 @@ class Front:
         body = await request.body()
         if len(body) > self.settings.max_body_bytes:
             raise ApiError(
-                413, f"the body has more than {self.settings.max_body_bytes} bytes", code="too_large"
+                413, f"the body has more than {self.settings.max_body_bytes} bytes", code="body_too_large"
             )
         asked = read_json(body) if body else {}
         fields = asked if isinstance(asked, dict) else {}

@@ -117,8 +117,8 @@ class ServeSettings:
     kv_events_replay: str | None = setting(
         None, metavar="ADDRESS", help="Where subscribers ask for events that they missed."
     )
-    kv_events_topic: str = setting(
-        "", metavar="TEXT", help="Topic of the events, such as kv@10.0.0.7:8000@MODEL."
+    kv_events_topic: str | None = setting(
+        None, metavar="TEXT", help="Topic of the events, such as kv@10.0.0.7:8000@MODEL."
     )
     price_per_hour: float | None = setting(
         None,
