@@ -15,10 +15,8 @@ from outrider.cli.output import note, write
 from outrider.engine.placement import CPU_CACHE
 from outrider.errors import InvalidRequest, ModelNotFound
 from outrider.load.aliases import HubModel, did_you_mean
-from outrider.load.families import FAMILIES, sample_config
 from outrider.load.find import ModelEntry, delete, fetched, find, is_model_name, list_models, size_of
 from outrider.load.progress import file_size
-from outrider.model.gpu_limits import gpu_obstacle
 from outrider.settings import cache_folder, free_memory
 from outrider.wrap import fitted, wrapped
 
@@ -65,6 +63,8 @@ def list_all(as_json: Json = False) -> None:
 @models.command()
 def families(as_json: Json = False) -> None:
     """List the families that Outrider's own decoder runs, and what works for each."""
+    from outrider.load.families import FAMILIES  # help needs no families
+
     rows = [_family(name) for name in FAMILIES]
     if as_json:
         for row in rows:
@@ -77,6 +77,9 @@ def families(as_json: Json = False) -> None:
 
 
 def _family(name: str) -> dict[str, str]:
+    from outrider.load.families import FAMILIES, sample_config
+    from outrider.model.gpu_limits import gpu_obstacle
+
     missing = gpu_obstacle(sample_config(name))
     return {
         "family": name, "cpu": "yes", "gguf": FAMILIES[name].gguf, "quantised": "yes", "heads": "yes",
