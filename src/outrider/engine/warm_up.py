@@ -18,6 +18,7 @@ from itertools import chain
 import numpy as np
 import torch
 
+from outrider.control.costs import CapturedCosts
 from outrider.control.planner import Planner
 from outrider.device.buckets import (
     ALONE,
@@ -41,9 +42,17 @@ from outrider.device.capture import CapturedStep, StepShape, Timer
 from outrider.device.graphs import StepGraphs
 from outrider.device.ops import StepOps
 from outrider.draft.drafters import DrafterFailed, Drafters
-from outrider.engine.graph_shapes import GraphShapes
+from outrider.engine.graph_shapes import GraphShapes, common_shape
 from outrider.model.kernels.gpu.recording import CONTEXTS, Recorded, context_for, contexts_for
-from outrider.types import NO_DRAFT, NO_TREE, Request, SamplingParams, Sequence, TreeShape
+from outrider.types import (
+    NO_DRAFT,
+    NO_TREE,
+    CapturedShape,
+    Request,
+    SamplingParams,
+    Sequence,
+    TreeShape,
+)
 from outrider.verify.batch import verify_rows
 
 Plain = Callable[[int], float | None]  # seconds of plain steps, by size
@@ -63,7 +72,9 @@ class GraphPreparation:
         self.captures = graphs.record is not None
         self.prepared: set[tuple[str, int]] = set()  # drafters and sizes; plain steps with their prompt rows
         self._compiled: set[StepShape] = set()  # or on their way there
+        self._common: dict[StepShape, StepShape | None] = {}  # what `common_shape` says
         self.sequences = 1  # at once, at most, of those that steps are prepared for
+        self.costs: CapturedCosts | None = None  # of the planner that steps are prepared for
 
     @property
     def on_demand(self) -> bool:
@@ -79,6 +90,7 @@ class GraphPreparation:
 
     def run(self, planner: Planner, sequences: int) -> Iterator[bool]:
         """Steps without drafts come first; from then on requests can be answered. Kernels are compiled ahead."""
+        self.costs = planner.costs.captured
         names = tuple(dict.fromkeys((*planner.choices, *filter(self.drafters.resident, self.drafters.names))))
         sizes = sizes_up_to(sequences)
         plain = [("none", size) for size in sizes if ("none", size) not in self.prepared]
@@ -145,15 +157,31 @@ class GraphPreparation:
             time.sleep(POLL_SECONDS)
             yield
 
+    def serving(self, shape: StepShape) -> StepShape:
+        """The shape that such a step is launched in: a captured one with room, else one that may be captured."""
+        found = self.graphs.find(shape)
+        if found is not None or self.on_demand:
+            return found or shape
+        return self._common_for(shape) or shape
+
+    def _common_for(self, shape: StepShape) -> StepShape | None:
+        if shape not in self._common:
+            self._common[shape] = common_shape(shape, max(self.sequences, shape.size))
+        return self._common[shape]
+
     def before(self, shape: StepShape, sequences: int) -> None:
         """Call it before a step of this shape is launched. Without a warm-up its kernels are compiled together, and at
-        the same time those of the steps that will follow. After a warm-up, compiling pauses instead.
+        the same time those of the steps that will follow. After a warm-up compiling pauses instead, and the step is
+        captured and measured if it is missing and was launched before.
         """
         ahead = self.ops.ahead
-        if ahead is None:
-            return
         if not self.graphs.on_demand:
-            ahead.pause()
+            if ahead is not None:
+                ahead.pause()
+            if self.graphs.due(shape, self._common_for(shape) == shape) and not self._crowded():
+                self._learn(shape, self._launched(self.graphs.capture(shape)))
+            return
+        if ahead is None:
             return
         follow = self._following(bucket(sequences, SIZES)) if shape.staged else ()
         for one in (shape, *follow):
@@ -271,7 +299,6 @@ class GraphPreparation:
                 yield
 
     def _further(self, sequences: int, drafters: Seq[str], plain: Plain) -> Iterator[StepShape]:
-        yield from self.graphs.often_missed()
         sizes = sizes_up_to(sequences)
         for rows in LONG_ALONE:
             yield self.shape(0, "none", NO_TREE, (rows, MAX_LOGITS), context=rows + 1)
@@ -328,6 +355,22 @@ class GraphPreparation:
             self.captures and not plain if filtered is None else filtered,
             passes, *staged, edited=self.captures,
         )  # fmt: skip
+
+    def _learn(self, shape: StepShape, seconds: float) -> None:
+        """What a step takes that was captured between others; the planner knew nothing of it, or too much: it was
+        launched one by one.
+        """
+        lead = shape.drafters[0] if shape.drafters else "none"
+        if self.costs is None or shape.passes > 1 or shape.branching:
+            return
+        if not shape.staged:
+            self.sizes.made.add(shape.size)
+            if CapturedShape(lead, shape.tree, shape.size) not in self.costs.ahead:
+                self.costs.learn(lead, shape.size, [(lead, shape.tree, seconds)])
+        elif shape.tree == NO_TREE and shape.size:
+            for size in self.sizes.made:
+                if size_beside(size, self.sequences) == shape.size:
+                    self.costs.with_prompts.setdefault((size, shape.staged), seconds)
 
     def _seconds(self, shape: StepShape) -> float:
         step = self.graphs.capture(shape)
