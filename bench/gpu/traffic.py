@@ -2,12 +2,13 @@
 
     PYTHONPATH=src python bench/gpu/traffic.py --json traffic.json
     PYTHONPATH=src python bench/gpu/traffic.py --sections prepare,first --sequences 1 --context 33000
-    PYTHONPATH=src python bench/gpu/traffic.py --sections grow,prepare,plain --prepared 64 --plain 256,512 --sequences 512
+    PYTHONPATH=src python bench/gpu/traffic.py --sections grow,plain --prepared 64 --plain 512 --sequences 512
     PYTHONPATH=src python bench/gpu/traffic.py --device cpu --tiny      (a smoke test)
 
 Sections: decoding more sequences than were prepared (`--prepared`), by quarters of a second; warm-up; the first token
-of single prompts by length; plain decoding of many sequences; 256 long requests at once. Each reports how many graphs were captured and kernels compiled meanwhile. The output is meaningless: the
-time of a step does not depend on the weights. `outrider bench serve` measures the same over HTTP.
+of single prompts by length; plain decoding of many sequences; 256 long requests at once. Each reports how many graphs
+were captured and kernels compiled meanwhile. The output is meaningless: the time of a step does not depend on the
+weights. `outrider bench serve` measures the same over HTTP.
 """
 
 from __future__ import annotations
@@ -209,8 +210,8 @@ def prepare(engine: Engine, given: argparse.Namespace, sequences: int) -> dict[s
     seconds = time.perf_counter() - begun
     taken = before - torch.cuda.mem_get_info()[0] if given.device == "cuda" else 0
     print(
-        f"prepared {sequences} in {seconds:.1f} s (every size in {answerable:.1f} s): {Recorded.graphs} graphs, {Recorded.kernels} "
-        f"kernels, {pieces} pieces, {taken / 2**30:.2f} GiB",
+        f"prepared {sequences} in {seconds:.1f} s (every size in {answerable:.1f} s): {Recorded.graphs} graphs, "
+        f"{Recorded.kernels} kernels, {pieces} pieces, {taken / 2**30:.2f} GiB",
         flush=True,
     )
     return {"seconds": seconds, "plain": answerable, "graphs": Recorded.graphs, "kernels": Recorded.kernels}
@@ -225,8 +226,12 @@ def main() -> None:
     parser.add_argument("--plain", default="64,256")
     parser.add_argument("--sequences", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=256, help="of each answer of plain decoding")
-    parser.add_argument("--prepared", type=int, default=64, help="sequences prepared for before the section grow")
-    parser.add_argument("--plain-only", action="store_true", help="prepare steps without drafts, short texts alone")
+    parser.add_argument(
+        "--prepared", type=int, default=64, help="sequences prepared for before the section grow"
+    )
+    parser.add_argument(
+        "--plain-only", action="store_true", help="prepare steps without drafts, short texts alone"
+    )
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--cache-gib", type=float, default=48.0)
     parser.add_argument("--seconds", type=float, default=12.0, help="of each section, at most")
@@ -256,7 +261,9 @@ def main() -> None:
         report[f"first {length}"] = found = closed(engine, 1, 5, length, ALONE, given.seconds).report()
         show(f"alone, {length} tokens", found)
     for count in map(int, given.plain.split(",")) if "plain" in asked else ():
-        report[f"plain {count}"] = found = closed(engine, count, count, 16, given.tokens, given.seconds).report()
+        report[f"plain {count}"] = found = closed(
+            engine, count, count, 16, given.tokens, given.seconds
+        ).report()
         show(f"plain, {count} together", found)
     if "long" in asked:
         count = min(256, given.sequences)

@@ -101,7 +101,8 @@ def packed_options(drafters: Drafters, work: Seq[Work], drafting: Seq[bool]) -> 
 class EagerPreparation:
     """Measures passes by rows."""
 
-    on_demand = False
+    on_demand, idle = False, True
+    sequences = most = 0
     counts = 0, 0  # nothing is captured or compiled
 
     def __init__(self, model: Model, cache: KvCache) -> None:

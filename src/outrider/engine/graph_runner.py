@@ -328,6 +328,7 @@ class GraphRunner:
         assert step.shape is not None
         self.preparation.before(step.shape, len(step.work))
         captured = self.graphs.step(step.shape)
+        step.uncaptured = self.captures and captured.graph is None and not self.graphs.on_demand
         captured.fill(*inputs)
         if batch is not None:
             self._stage(captured, step.packed, batch)

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 from outrider.control.trees import CHAINS, TREES
-from outrider.device.buckets import MAX_BESIDE, MAX_ROWS, TREE_SIZE, size_beside, staged_bucket, staged_room
+from outrider.device.buckets import MAX_BESIDE, MAX_ROWS, TREE_SIZE, staged_bucket, staged_room
 from outrider.device.capture import StepShape
 from outrider.draft.drafters import Drafters
 from outrider.types import NO_TREE, Draft, TreeShape, Work
@@ -60,14 +60,13 @@ def packed_bucket(work: Seq[Work], drafts: Seq[Draft]) -> tuple[int, int, int]:
     return staged_bucket(chunks, drafted, logits)
 
 
-def common_shape(shape: StepShape, sequences: int) -> StepShape | None:
-    """The smallest of those shapes that steps of up to so many sequences are prepared with that has room for this one;
-    None: there is none. Contexts are common as they are.
+def common_shape(shape: StepShape, beside: int) -> StepShape | None:
+    """The smallest of those shapes that steps are prepared with that has room for this one; None: there is none. Steps
+    with staged rows have room for `beside` resident sequences. Contexts are common as they are.
     """
     if not shape.staged:
         return shape
-    room = staged_room(shape.size, shape.tree != NO_TREE, shape.staged, shape.wanted)
+    room = staged_room(beside, shape.tree != NO_TREE, shape.staged, shape.wanted)
     if room is None or shape.branching:
         return None
-    size, filtered = size_beside(shape.size, sequences) if shape.size else 0, True
-    return replace(shape, size=size, staged=room[0], wanted=room[1], filtered=filtered)
+    return replace(shape, size=beside, staged=room[0], wanted=room[1], filtered=True)

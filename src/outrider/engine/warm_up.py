@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import suppress
 from itertools import chain
+from math import log2
 
 import numpy as np
 import torch
@@ -28,13 +29,12 @@ from outrider.device.buckets import (
     MAX_LOGITS,
     MOST_CAPTURED,
     RUNS,
-    SIZES,
     SizeChoice,
-    bucket,
     chunk_sizes,
     fitting_sizes,
     longest_run,
     size_beside,
+    size_of,
     sizes_beside,
     sizes_up_to,
 )
@@ -70,10 +70,14 @@ class GraphPreparation:
         self.graphs, self.shapes, self.sizes = graphs, shapes, sizes
         self.drafters, self.ops, self.width = drafters, ops, ops.state.width
         self.captures = graphs.record is not None
-        self.prepared: set[tuple[str, int]] = set()  # drafters and sizes; plain steps with their prompt rows
+        # Drafters and sizes; plain steps with their prompt rows. A size of 0 is prompts alone.
+        self.prepared: set[tuple[str, int]] = set()
         self._compiled: set[StepShape] = set()  # or on their way there
         self._common: dict[StepShape, StepShape | None] = {}  # what `common_shape` says
         self.sequences = 1  # at once, at most, of those that steps are prepared for
+        self.most = 0  # the same of those that came since
+        self.current = 0  # size of the last step
+        self._idle = True
         self.costs: CapturedCosts | None = None  # of the planner that steps are prepared for
 
     @property
@@ -85,17 +89,35 @@ class GraphPreparation:
         self.graphs.on_demand = self.sizes.on_demand = now
 
     @property
+    def idle(self) -> bool:
+        return self._idle
+
+    @idle.setter
+    def idle(self, now: bool) -> None:
+        """Beside requests kernels are compiled one at a time, seldom."""
+        self._idle = now
+        if self.ops.ahead is not None:
+            (self.ops.ahead.resume if now else self.ops.ahead.pause)()
+
+    @property
     def counts(self) -> tuple[int, int]:
         return Recorded.graphs, Recorded.kernels
 
     def run(self, planner: Planner, sequences: int) -> Iterator[bool]:
-        """Steps without drafts come first; from then on requests can be answered. Kernels are compiled ahead."""
+        """Steps without drafts come first; from then on requests can be answered. Kernels are compiled ahead; beside
+        requests, steps wait until theirs are.
+        """
         self.costs = planner.costs.captured
         names = tuple(dict.fromkeys((*planner.choices, *filter(self.drafters.resident, self.drafters.names))))
         sizes = sizes_up_to(sequences)
         plain = [("none", size) for size in sizes if ("none", size) not in self.prepared]
         drafted = [(n, size) for n in names for size in sizes if (n, size) not in self.prepared]
-        for _ in chain(self.compile(sequences), self.prompts(), self._measured(planner, plain)):
+        for _ in chain(
+            self.compile(sequences),
+            self._compiling(beside=True),
+            self.prompts(),
+            self._measured(planner, plain),
+        ):
             yield False
         for _ in chain(
             self.compile(sequences, names),
@@ -108,8 +130,10 @@ class GraphPreparation:
 
     def _measured(self, planner: Planner, pairs: Seq[tuple[str, int]]) -> Iterator[None]:
         """Steps by drafter and size."""
-        costs = planner.costs.captured
-        for drafter, size in pairs:
+        costs, left = planner.costs.captured, list(pairs)
+        while left:
+            drafter, size = pair = left[0] if self.idle else min(left, key=lambda one: self._away(one[1]))
+            left.remove(pair)
             found = []
             for one in self.steps(size, drafter):
                 found.append(one)
@@ -119,9 +143,15 @@ class GraphPreparation:
                 costs.with_prompts[size, rows] = seconds
                 yield
 
+    def _away(self, size: int) -> float:
+        """How far a size is from what requests need now."""
+        return abs(log2(size / max(self.current, 1)))
+
     def _prefills(self, planner: Planner, drafters: Seq[str]) -> Iterator[None]:
         """How fast drafters prefill."""
         for drafter in drafters:
+            if drafter in planner.costs.captured.per_token:
+                continue
             tokens, seconds = self.prefill(drafter)
             if tokens:
                 planner.costs.captured.learn_prefill(drafter, tokens, seconds)
@@ -149,12 +179,14 @@ class GraphPreparation:
                 drafter.warm_up(self.ops)
             yield
 
-    def _compiling(self) -> Iterator[None]:
-        """Waits for the kernels of draft steps, in short pieces: a request that comes does not wait for them."""
+    def _compiling(self, beside: bool = False) -> Iterator[None]:
+        """Waits for kernels in short pieces: a request that comes does not wait for them. `beside`: only where requests
+        run.
+        """
         ahead = self.ops.ahead
-        while ahead is not None and ahead.jobs:
-            ahead.resume()
-            time.sleep(POLL_SECONDS)
+        while ahead is not None and ahead.jobs and not (beside and self.idle):
+            if self.idle:
+                time.sleep(POLL_SECONDS)
             yield
 
     def serving(self, shape: StepShape) -> StepShape:
@@ -166,15 +198,18 @@ class GraphPreparation:
 
     def _common_for(self, shape: StepShape) -> StepShape | None:
         if shape not in self._common:
-            self._common[shape] = common_shape(shape, max(self.sequences, shape.size))
+            self._common[shape] = common_shape(shape, self._size_beside(shape.size))
         return self._common[shape]
+
+    def _size_beside(self, size: int) -> int:
+        return size_beside(size, max(self.sequences, self.most, size)) if size else 0
 
     def before(self, shape: StepShape, sequences: int) -> None:
         """Call it before a step of this shape is launched. Without a warm-up its kernels are compiled together, and at
         the same time those of the steps that will follow. After a warm-up compiling pauses instead, and the step is
         captured and measured if it is missing and was launched before.
         """
-        ahead = self.ops.ahead
+        ahead, self.most, self.current = self.ops.ahead, max(self.most, size_of(sequences)), shape.size
         if not self.graphs.on_demand:
             if ahead is not None:
                 ahead.pause()
@@ -183,7 +218,7 @@ class GraphPreparation:
             return
         if ahead is None:
             return
-        follow = self._following(bucket(sequences, SIZES)) if shape.staged else ()
+        follow = self._following(size_of(sequences)) if shape.staged else ()
         for one in (shape, *follow):
             self._compile(one)
 
@@ -247,15 +282,17 @@ class GraphPreparation:
 
     def prompts(self) -> Iterator[None]:
         """Steps of prompts alone: few rows are captured, many are launched one by one until they are."""
-        for shape in self._prompts() if self.captures else ():
+        if not self.captures or ("none", 0) in self.prepared:
+            return
+        for shape in self._prompts():
             if shape.staged <= MOST_CAPTURED:
                 self._seconds(shape)
             else:
                 self._launched(self.graphs.made(shape))
             yield
-        if self.captures:
-            self._verify_nothing()
-            yield
+        self._verify_nothing()
+        self.prepared.add(("none", 0))
+        yield
 
     def _verify_nothing(self) -> None:
         """Start every kernel once that a sequence needs between its prompt and its first resident step."""
@@ -284,6 +321,8 @@ class GraphPreparation:
         steps), steps that filter, drafts beside prompt rows, and all of it for longer texts.
         """
         for shape in self._further(sequences, drafters, plain) if self.captures else ():
+            if self.graphs.captured(shape):
+                continue
             if self._crowded():
                 return
             try:
@@ -369,7 +408,7 @@ class GraphPreparation:
                 self.costs.learn(lead, shape.size, [(lead, shape.tree, seconds)])
         elif shape.tree == NO_TREE and shape.size:
             for size in self.sizes.made:
-                if size_beside(size, self.sequences) == shape.size:
+                if self._size_beside(size) == shape.size:
                     self.costs.with_prompts.setdefault((size, shape.staged), seconds)
 
     def _seconds(self, shape: StepShape) -> float:
@@ -378,8 +417,6 @@ class GraphPreparation:
         return self._launched(step)
 
     def _launched(self, step: CapturedStep) -> float:
-        if self.ops.ahead is not None:
-            self.ops.ahead.resume()
         self.ops.spread_rows(step.shape.rows)
         timer = step.launch_padding()
         self.ops.spread_rows(0)

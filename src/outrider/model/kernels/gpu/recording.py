@@ -63,8 +63,9 @@ def record(
     work: Callable[[], Tensor], pool: Any = None, ran: bool = False
 ) -> tuple[torch.cuda.CUDAGraph, Tensor]:
     """The graph of what `work` launches, and what it returned; run once before, unless it `ran`, which compiles what is
-    not yet. No garbage is collected while it is recorded: the graphs of an engine that is gone may be part of it, and freeing one
-    then spoils the recording. What other threads do does not: one that compiles may be collecting since before.
+    not yet. No garbage is collected while it is recorded: the graphs of an engine that is gone may be part of it, and
+    freeing one then spoils the recording. What other threads do does not: one that compiles may be collecting since
+    before.
     """
     begun = time.perf_counter()
     if not ran:
