@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outrider.control.guards import Guards
 from outrider.control.planner import Planner
 from outrider.device.ops import StepOps
 from outrider.device.state import SequenceState
@@ -34,6 +35,7 @@ from outrider.engine.certificate import certificate
 from outrider.engine.engine import Engine
 from outrider.engine.graph_runner import GraphRunner, make_graph_runner
 from outrider.engine.kv_cache import make_kv_cache
+from outrider.engine.placement import PREFILL_SLOWDOWN, PREFILL_WAIT
 from outrider.load.config import LayerSpec, ModelConfig
 from outrider.model.decoder import Decoder, make_kernels
 from outrider.model.kernels.gpu.recording import Recorded
@@ -113,7 +115,9 @@ def make_engine(given: argparse.Namespace) -> Engine:
         rows, width = cache.table.tensor.shape
         ops = StepOps(SequenceState(rows, width, torch.device("cpu"), model.config.vocab), model)
         runner = GraphRunner(model, cache, drafters, ops, model.make_pass(cache.store), default="none")
-    return Engine(model, cache, drafters, Planner("none"), runner, settings, Numbers)
+    bounds = PREFILL_SLOWDOWN[given.device], PREFILL_WAIT[given.device]
+    guards = Guards(prefill_slowdown=bounds[0], prefill_wait=bounds[1])
+    return Engine(model, cache, drafters, Planner("none", guards=guards), runner, settings, Numbers)
 
 
 @dataclass

@@ -70,14 +70,14 @@ def test_nothing_is_captured_on_demand_once_that_is_over() -> None:
     assert made.step(replace(alone, size=9)).graph is None
 
 
-@pytest.mark.parametrize(("common", "launches"), [(True, 1), (False, CAPTURE_AFTER)])
-def test_a_missing_shape_is_captured_once_it_was_launched(common: bool, launches: int) -> None:
+@pytest.mark.parametrize(("usual", "launches"), [(True, 1), (False, CAPTURE_AFTER)])
+def test_a_missing_shape_is_captured_once_it_was_launched(usual: bool, launches: int) -> None:
     """Those that steps are prepared with at once; of others there are too many."""
     made = graphs()
     made.on_demand = False
     for _ in range(launches):
-        assert not made.due(SHAPE, common)
+        assert not made.due(SHAPE, usual)
         made.step(SHAPE).launches += 1
-    assert made.due(SHAPE, common)
+    assert made.due(SHAPE, usual)
     made.capture(SHAPE)
-    assert not made.due(SHAPE, common) and made.find(SHAPE) == SHAPE
+    assert not made.due(SHAPE, usual) and made.find(SHAPE) == SHAPE

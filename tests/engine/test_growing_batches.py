@@ -12,12 +12,12 @@ from itertools import pairwise
 
 import pytest
 
-from outrider.device.buckets import ALONE, BEYOND, SIZES, chunk_sizes, size_of, sizes_up_to
+from outrider.device.buckets import ALONE, BEYOND, MOST_TOGETHER, SIZES, chunk_sizes, size_of, sizes_up_to
 from outrider.device.capture import StepShape
 from outrider.engine import driver as driver_module
 from outrider.engine.driver import Driver
 from outrider.engine.engine import Engine
-from outrider.engine.graph_shapes import common_shape
+from outrider.engine.graph_shapes import usual_shape
 from outrider.types import NO_TREE, CapturedShape, TreeShape
 from tests.engine.test_prompts_beside import arriving, bounded, make_engine, prepared
 from tests.tiny import finish, noised_model, prompt_of, request, run_alone, tiny_model
@@ -101,24 +101,40 @@ def test_prompts_beside_more_sequences_are_read_in_steps_that_others_can_use(mod
     assert {rows for size, rows in engine.planner.costs.captured.with_prompts if size > 2}
 
 
-def test_what_is_common() -> None:
+def test_prompts_beside_others_fill_a_captured_step_and_no_more(model, small) -> None:
+    """Nothing else bounds them here."""
+    requests = [request(f"r{i}", prompt_of(1500, i), max_tokens=9, seed=i) for i in range(5)]
+    engine = prepared(make_engine(model, small, bounded(), step_rows=8192), 2)
+    engine.add(request("stream", prompt_of(9), max_tokens=30))
+    for _ in range(4):
+        engine.step()
+    steps = launches(engine)
+    for one in requests:
+        engine.add(one)
+    finish(engine)
+    beside = [shape for shape, _, _ in steps if shape.staged and shape.size]
+    assert len(beside) > 3 and {shape.staged for shape in beside} <= {rows for rows, _ in chunk_sizes(MANY)}
+    assert max(shape.size + shape.staged for shape in beside) <= MOST_TOGETHER
+
+
+def test_what_is_usual() -> None:
     """Without staged rows every shape; with them, those of the rooms that steps are prepared with."""
-    assert common_shape(PLAIN, 8) == PLAIN
+    assert usual_shape(PLAIN, 8) == PLAIN
     alone = replace(PLAIN, size=0, staged=200, wanted=3)
-    assert common_shape(alone, 0) == replace(alone, staged=256, wanted=dict(ALONE)[256], filtered=True)
-    beside = common_shape(replace(PLAIN, size=9, staged=70, wanted=17), 16)
+    assert usual_shape(alone, 0) == replace(alone, staged=256, wanted=dict(ALONE)[256], filtered=True)
+    beside = usual_shape(replace(PLAIN, size=9, staged=70, wanted=17), 16)
     assert beside is not None and (beside.size, beside.staged, beside.wanted) == (16, 512, 64)
     drafts = replace(PLAIN, tree=TreeShape(4, 4), drafters=("lm",), staged=30, wanted=2)
-    assert common_shape(drafts, 8).staged == 128
+    assert usual_shape(drafts, 8).staged == 128
     for odd in (
         dict(wanted=65, staged=512),
         dict(staged=5000, wanted=1),
         dict(staged=64, wanted=9, branching=16),
     ):
-        assert common_shape(replace(PLAIN, **odd), 8) is None
+        assert usual_shape(replace(PLAIN, **odd), 8) is None
     for shape in (alone, drafts, replace(PLAIN, staged=600, wanted=40)):
-        common = common_shape(shape, shape.size)
-        assert common.has_room_for(shape) and common_shape(common, shape.size) == common
+        usual = usual_shape(shape, shape.size)
+        assert usual.has_room_for(shape) and usual_shape(usual, shape.size) == usual
 
 
 @pytest.mark.parametrize("count", [1, 512, 513, 1000, 1024, 1025, 1300, 3000])

@@ -87,8 +87,8 @@ def fitting_sizes(sizes: Seq[int], each: int) -> list[int]:
 
 def chunk_sizes(size: int) -> list[tuple[int, int]]:
     """Prompt rows beside so many decoding sequences, the most last: what those leave, by `STAGED_MULTIPLE`."""
-    taken = -(-size // STAGED_MULTIPLE) * STAGED_MULTIPLE
-    return [*CHUNK_SIZES, (MOST_TOGETHER - taken, CHUNK_SIZES[-1][1])]
+    left, (most, logits) = MOST_TOGETHER - -(-size // STAGED_MULTIPLE) * STAGED_MULTIPLE, CHUNK_SIZES[-1]
+    return [*CHUNK_SIZES, (left, logits)] if left > most else [*CHUNK_SIZES]
 
 
 def size_beside(size: int, count: int) -> int:

@@ -43,14 +43,14 @@ class StepGraphs:
             return self.capture(shape)
         return step
 
-    def due(self, shape: StepShape, common: bool) -> bool:
-        """Whether a shape that is launched now was launched often enough to be captured instead; `common`: it is one of
+    def due(self, shape: StepShape, usual: bool) -> bool:
+        """Whether a shape that is launched now was launched often enough to be captured instead; `usual`: it is one of
         those that steps are prepared with.
         """
         if self.record is None or self.captured(shape):
             return False
         launches = self.made(shape).launches
-        return launches > 0 if common else worth_capturing(shape.staged, launches)
+        return launches > 0 if usual else worth_capturing(shape.staged, launches)
 
     def capture(self, shape: StepShape) -> CapturedStep:
         """Now, although requests may wait. On a CPU there is nothing to capture."""

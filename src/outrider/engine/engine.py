@@ -138,9 +138,11 @@ class Engine:
         """Before warm-up, steps are launched kernel by kernel, so a few large prefill steps cost less than many small
         ones.
         """
-        if self.runner.preparation.on_demand:
+        preparation = self.runner.preparation
+        if preparation.on_demand:
             return self.settings.step_rows
         rows = max(self.planner.prompt_rows(decoding, waited, waiting, pending), 1)
+        rows = min(rows, preparation.most_prompt_rows(decoding))
         after_prompts = bool(self.in_flight) and any(
             one.prompt_rows for one in self.in_flight[-1].packed.work
         )

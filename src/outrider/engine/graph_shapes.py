@@ -60,9 +60,9 @@ def packed_bucket(work: Seq[Work], drafts: Seq[Draft]) -> tuple[int, int, int]:
     return staged_bucket(chunks, drafted, logits)
 
 
-def common_shape(shape: StepShape, beside: int) -> StepShape | None:
+def usual_shape(shape: StepShape, beside: int) -> StepShape | None:
     """The smallest of those shapes that steps are prepared with that has room for this one; None: there is none. Steps
-    with staged rows have room for `beside` resident sequences. Contexts are common as they are.
+    with staged rows have room for `beside` resident sequences. Contexts are taken as they are.
     """
     if not shape.staged:
         return shape

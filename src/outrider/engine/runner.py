@@ -65,6 +65,10 @@ class Preparation(Protocol):
         """
         ...
 
+    def most_prompt_rows(self, decoding: int) -> int:
+        """Maximum number of prompt rows that a prepared step with so many decoding sequences has room for."""
+        ...
+
     def measure(self, planner: Planner, drafter: str, size: int) -> None:
         """Measures the steps of one size now, plain and with this drafter."""
         ...

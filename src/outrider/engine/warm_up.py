@@ -21,6 +21,7 @@ import torch
 
 from outrider.control.costs import CapturedCosts
 from outrider.control.planner import Planner
+from outrider.control.prefill import MAX_PROMPT_ROWS
 from outrider.device.buckets import (
     ALONE,
     DRAFTED_CHUNKS,
@@ -42,7 +43,7 @@ from outrider.device.capture import CapturedStep, StepShape, Timer
 from outrider.device.graphs import StepGraphs
 from outrider.device.ops import StepOps
 from outrider.draft.drafters import DrafterFailed, Drafters
-from outrider.engine.graph_shapes import GraphShapes, common_shape
+from outrider.engine.graph_shapes import GraphShapes, usual_shape
 from outrider.model.kernels.gpu.recording import CONTEXTS, Recorded, context_for, contexts_for
 from outrider.types import (
     NO_DRAFT,
@@ -73,7 +74,7 @@ class GraphPreparation:
         # Drafters and sizes; plain steps with their prompt rows. A size of 0 is prompts alone.
         self.prepared: set[tuple[str, int]] = set()
         self._compiled: set[StepShape] = set()  # or on their way there
-        self._common: dict[StepShape, StepShape | None] = {}  # what `common_shape` says
+        self._usual: dict[StepShape, StepShape | None] = {}  # what `usual_shape` says
         self.sequences = 1  # at once, at most, of those that steps are prepared for
         self.most = 0  # the same of those that came since
         self.current = 0  # size of the last step
@@ -194,12 +195,20 @@ class GraphPreparation:
         found = self.graphs.find(shape)
         if found is not None or self.on_demand:
             return found or shape
-        return self._common_for(shape) or shape
+        return self._usual_for(shape) or shape
 
-    def _common_for(self, shape: StepShape) -> StepShape | None:
-        if shape not in self._common:
-            self._common[shape] = common_shape(shape, self._size_beside(shape.size))
-        return self._common[shape]
+    def _usual_for(self, shape: StepShape) -> StepShape | None:
+        if shape not in self._usual:
+            self._usual[shape] = usual_shape(shape, self._size_beside(shape.size))
+        return self._usual[shape]
+
+    def most_prompt_rows(self, decoding: int) -> int:
+        """Beside so many decoding sequences. A step with more is not prepared, and has more rows in all than matmuls
+        are fastest with.
+        """
+        if not (self.captures and decoding):
+            return MAX_PROMPT_ROWS
+        return chunk_sizes(self._size_beside(size_of(decoding)))[-1][0]
 
     def _size_beside(self, size: int) -> int:
         return size_beside(size, max(self.sequences, self.most, size)) if size else 0
@@ -213,7 +222,7 @@ class GraphPreparation:
         if not self.graphs.on_demand:
             if ahead is not None:
                 ahead.pause()
-            if self.graphs.due(shape, self._common_for(shape) == shape) and not self._crowded():
+            if self.graphs.due(shape, self._usual_for(shape) == shape) and not self._crowded():
                 self._learn(shape, self._launched(self.graphs.capture(shape)))
             return
         if ahead is None:
