@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import queue
 import time
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 
@@ -260,3 +261,57 @@ def test_what_is_needed_now_is_prepared_first(model, small) -> None:
         next(pieces)
     plain, drafted = ([size for name, size in order if (name == "none") is kind] for kind in (True, False))
     assert plain[-1] in (1, 8) and drafted[0] == 8
+
+
+class Compiling:
+    """In the place of who compiles kernels ahead: kernels are done when the test says so."""
+
+    def __init__(self) -> None:
+        self.jobs: list[int] = []
+        self.collected = 0
+
+    @contextmanager
+    def collecting(self):
+        yield
+        self.collected += 1
+        self.jobs.append(self.collected)
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+
+def test_beside_requests_nothing_waits_for_kernels(model, small) -> None:
+    """Those of a few steps are compiled at a time, and those steps are captured once they are done."""
+    engine = prepared(make_engine(model, small, bounded("lm")), 1)
+    ahead = engine.runner.ops.ahead = Compiling()
+    for one in many(2, 400):
+        engine.add(one)
+    engine.step()
+    pieces, captures, collected = engine.prepare(2), len(engine.captures), 0
+    while not engine.idle and next(pieces, "done") != "done":
+        engine.step()
+        if ahead.collected == collected and ahead.jobs:  # it waits for them
+            assert len(engine.captures) == captures and len(ahead.jobs) <= 12
+            ahead.jobs.clear()
+        captures, collected = len(engine.captures), ahead.collected
+    assert not engine.idle and engine.runner.preparation.prepared >= {("none", 2), ("lm", 2)}
+
+
+@pytest.mark.parametrize("prompts", [3, 40])
+def test_prompts_that_fill_a_step_do_not_wait_for_others(model, small, prompts) -> None:
+    """Waiting for one step gathers nothing then."""
+    engine = prepared(make_engine(model, small, bounded(), max_sequences=64, cache_bytes=1 << 25), 4)
+    engine.planner.costs.pause.pays = lambda decoding, waiting: True
+    engine.planner.prompt_rows = lambda *given: 600
+    engine.add(request("stream", prompt_of(9), max_tokens=60))
+    for _ in range(4):
+        engine.step()
+    rows = []
+    for i in range(prompts):
+        engine.add(request(f"r{i}", prompt_of(50, i), max_tokens=4))
+    for _ in range(3):
+        engine.step()
+        engine.add(request(f"late{len(rows)}", prompt_of(50), max_tokens=4))
+        rows.append(sum(work.prompt_rows for work in engine.in_flight[-1].packed.work))
+    assert [one > 0 for one in rows] == ([True, False, True] if prompts == 3 else [True, True, True])

@@ -147,7 +147,9 @@ class Engine:
             one.prompt_rows for one in self.in_flight[-1].packed.work
         )
         admitted = waiting * min(1.0, rows / max(pending, 1))
-        hold = after_prompts and not begun and self.planner.costs.pause.pays(decoding, admitted)
+        # A step that is full anyway holds no more prompts for waiting.
+        hold = after_prompts and not begun and pending < rows
+        hold = hold and self.planner.costs.pause.pays(decoding, admitted)
         return 0 if hold else rows
 
     def _background_rows(self, decoding: int) -> int:

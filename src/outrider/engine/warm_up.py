@@ -10,7 +10,7 @@ Threads compile the kernels of these steps ahead, in the same order.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import suppress
 from itertools import chain
@@ -105,8 +105,8 @@ class GraphPreparation:
         return Recorded.graphs, Recorded.kernels
 
     def run(self, planner: Planner, sequences: int) -> Iterator[bool]:
-        """Steps without drafts come first; from then on requests can be answered. Kernels are compiled ahead; beside
-        requests, steps wait until theirs are.
+        """Steps without drafts come first; from then on requests can be answered. Kernels are compiled ahead, or beside
+        requests those of a few steps at a time.
         """
         self.costs = planner.costs.captured
         names = tuple(dict.fromkeys((*planner.choices, *filter(self.drafters.resident, self.drafters.names))))
@@ -115,7 +115,6 @@ class GraphPreparation:
         drafted = [(n, size) for n in names for size in sizes if (n, size) not in self.prepared]
         for _ in chain(
             self.compile(sequences),
-            self._compiling(beside=True),
             self.prompts(),
             self._measured(planner, plain),
         ):
@@ -135,11 +134,14 @@ class GraphPreparation:
         while left:
             drafter, size = pair = left[0] if self.idle else min(left, key=lambda one: self._away(one[1]))
             left.remove(pair)
+            yield from self._ready(self._shapes(size, drafter).values())
             found = []
             for one in self.steps(size, drafter):
                 found.append(one)
                 yield
             costs.learn(drafter, size, found)
+            if drafter == "none":
+                yield from self._ready(self._beside(size))
             for rows, seconds in self.measure_prompts(size) if drafter == "none" else ():
                 costs.with_prompts[size, rows] = seconds
                 yield
@@ -153,6 +155,7 @@ class GraphPreparation:
         for drafter in drafters:
             if drafter in planner.costs.captured.per_token:
                 continue
+            yield from self._ready_to_read(drafter)
             tokens, seconds = self.prefill(drafter)
             if tokens:
                 planner.costs.captured.learn_prefill(drafter, tokens, seconds)
@@ -171,7 +174,7 @@ class GraphPreparation:
         if ahead is None:
             return
         for shape in shapes:
-            if self._crowded():
+            if self._crowded() or not self.idle:
                 return
             self._compile(shape)
             yield
@@ -180,15 +183,33 @@ class GraphPreparation:
                 drafter.warm_up(self.ops)
             yield
 
-    def _compiling(self, beside: bool = False) -> Iterator[None]:
-        """Waits for kernels in short pieces: a request that comes does not wait for them. `beside`: only where requests
-        run.
-        """
+    def _compiling(self) -> Iterator[None]:
+        """Waits for kernels in short pieces: a request that comes does not wait for them."""
         ahead = self.ops.ahead
-        while ahead is not None and ahead.jobs and not (beside and self.idle):
+        while ahead is not None and ahead.jobs:
             if self.idle:
                 time.sleep(POLL_SECONDS)
             yield
+
+    def _ready(self, shapes: Iterable[StepShape]) -> Iterator[None]:
+        """Beside requests: has the kernels of these steps compiled first, as their launch would wait for them."""
+        if self.idle or self.ops.ahead is None:
+            return
+        for shape in shapes:
+            if shape not in self._compiled and not self.graphs.captured(shape):
+                self._compile(shape)
+                yield
+        yield from self._compiling()
+
+    def _ready_to_read(self, name: str, *context: int) -> Iterator[None]:
+        """The same for what a drafter prefills with."""
+        ahead, drafter = self.ops.ahead, self.drafters.resident(name)
+        if self.idle or ahead is None or drafter is None:
+            return
+        with ahead.collecting(), suppress(Exception):  # the later warm-up of the drafter raises the error
+            drafter.warm_up(self.ops, *context)
+        yield
+        yield from self._compiling()
 
     def serving(self, shape: StepShape) -> StepShape:
         """The shape that such a step is launched in: a captured one with room, else one that may be captured."""
@@ -270,18 +291,21 @@ class GraphPreparation:
 
     def steps(self, size: int, drafter: str) -> Iterator[tuple[str, TreeShape, float]]:
         """What steps of this size take, plain and with each draft tree, in seconds."""
-        trees = (NO_TREE, *self.shapes.trees(drafter, size))
-        shapes = [self.shape(size, "none" if tree == NO_TREE else drafter, tree) for tree in trees]
-        for shape in shapes:
+        shapes = self._shapes(size, drafter)
+        for shape in shapes.values():
             self._compile(shape)
         try:
-            for tree, shape in zip(trees, shapes, strict=True):
+            for tree, shape in shapes.items():
                 yield "none" if tree == NO_TREE else drafter, tree, self._seconds(shape)
         except DrafterFailed as failed:
             self.drafters.note_fault(failed)
         self.sizes.made.add(size)
         if drafter != "none":
             self.prepared.add((drafter, size))
+
+    def _shapes(self, size: int, drafter: str) -> dict[TreeShape, StepShape]:
+        trees = (NO_TREE, *self.shapes.trees(drafter, size))
+        return {tree: self.shape(size, "none" if tree == NO_TREE else drafter, tree) for tree in trees}
 
     def measure_prompts(self, size: int) -> Iterator[tuple[int, float]]:
         """Room for prompt rows beside plain decoding sequences, and the seconds of such a step."""
@@ -294,6 +318,7 @@ class GraphPreparation:
         if not self.captures or ("none", 0) in self.prepared:
             return
         for shape in self._prompts():
+            yield from self._ready([shape])
             if shape.staged <= MOST_CAPTURED:
                 self._seconds(shape)
             else:
@@ -334,17 +359,21 @@ class GraphPreparation:
                 continue
             if self._crowded():
                 return
+            yield from self._ready([shape])
             try:
                 self._launched(self.graphs.capture(shape))
             except DrafterFailed as failed:
                 self.drafters.note_fault(failed)
             yield
         for context in contexts_for(self.width, LONGEST)[1:] if self.captures else ():
-            for drafter in filter(None, map(self.drafters.resident, drafters)):
+            for name in drafters:
+                drafter = self.drafters.resident(name)
                 if self._crowded():
                     return
-                drafter.warm_up(self.ops, context)
-                yield
+                yield from self._ready_to_read(name, context)
+                if drafter is not None:
+                    drafter.warm_up(self.ops, context)
+                    yield
 
     def _further(self, sequences: int, drafters: Seq[str], plain: Plain) -> Iterator[StepShape]:
         sizes = sizes_up_to(sequences)
