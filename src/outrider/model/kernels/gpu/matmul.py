@@ -5,10 +5,11 @@ another; each segment starts from zero, and segments are added in order. The num
 the weight's shape alone. Everything else (tile, warps, stages, whether segments are spread over blocks) may
 change with the number of rows, because the tensor core adds each output by itself.
 
-A weight takes the tensor core's tall side, so that one row wastes little, and lies in memory as the kernels
-read it: 64 outputs by `depth` inputs at a time, each such tile contiguous.
+A weight takes the tensor core's tall side, so that one row wastes little. A plain weight lies row by row, padded with
+zeros, so that cuBLASLt can read it, too (library.py).
 
-A weight in fewer bits (quantise.py) has sums of its own tile by tile: each tile's sum starts from zero, is multiplied
+A weight in fewer bits (quantise.py) lies as the kernels read it: 64 outputs by `depth` inputs at a time, each such
+tile contiguous. It has sums of its own tile by tile: each tile's sum starts from zero, is multiplied
 by its scale and added to the segment's in one operation. So a scale never meets a sum that rows or segments decide.
 """
 
@@ -46,16 +47,17 @@ AT_ONCE = 64  # blocks of HIGH outputs that are packed together; more would only
 
 @dataclass(slots=True)
 class Packed:
-    """A weight [outputs, inputs], or a gate over an up of that shape, tile by tile, padded with zeros. Experts lie one
-    above the other.
+    """A weight [outputs, inputs], or a gate over an up of that shape, padded with zeros. Experts lie one above the
+    other.
     """
 
-    data: Tensor  # [halves, blocks of all experts, deep blocks, HIGH, depth in stored numbers]
+    # [halves, blocks of all experts, deep blocks, HIGH, depth in stored numbers]; plain weights have one deep block
+    data: Tensor
     outputs: int
     inputs: int
     kind: str = "bfloat16"  # or one of quantise.KINDS; bfloat16 stands for whatever dtype is multiplied
     scales: Tensor | None = None  # [halves, blocks of all experts, deep blocks or 1, HIGH]
-    library: Library | None = None  # a second copy, for passes of many rows
+    library: Library | None = None  # for passes of many rows
     whole: int = 0  # outputs of all ranks' parts, which decide the order of sums; 0: `outputs`
     experts: int = 1  # `outputs` are one's
 
@@ -65,12 +67,14 @@ class Packed:
 
     @property
     def depth(self) -> int:
-        return self.data.shape[4] * _inputs_in_one(self.kind)
+        """Inputs of a tile."""
+        stored = self.data.shape[4] * _inputs_in_one(self.kind)
+        return stored if self.kind in KINDS else _tile_depth(stored)
 
     @property
     def width(self) -> int:
         """Inputs with their padding."""
-        return self.data.shape[2] * self.depth
+        return self.data.shape[2] * self.data.shape[4] * _inputs_in_one(self.kind)
 
     @property
     def nbytes(self) -> int:
@@ -80,6 +84,11 @@ class Packed:
     def blocks(self) -> int:
         """Of HIGH outputs, of one expert."""
         return -(-self.outputs // HIGH)
+
+    @property
+    def rows(self) -> Tensor:
+        """A plain weight as a matrix, where it lies: with the padding of its halves and inputs."""
+        return self.data.flatten(0, 3)
 
     def of_expert(self, number: int) -> Packed:
         """One expert's weight, where it lies."""
@@ -102,6 +111,10 @@ def _inputs_in_one(kind: str) -> int:
     return KINDS[kind].inputs if kind in KINDS else 1
 
 
+def _tile_depth(inputs: int) -> int:
+    return 128 if inputs % 128 == 0 else 64
+
+
 def room_for(
     halves: int,
     outputs: int,
@@ -112,13 +125,12 @@ def room_for(
     experts: int = 1,
 ) -> Packed:
     """Memory for a weight of this shape, with nothing in it yet."""
-    depth = 128 if inputs % 128 == 0 else 64
+    depth = _tile_depth(inputs)
     blocks, deep = experts * -(-outputs // HIGH), -(-inputs // depth)
-    shape = (halves, blocks, deep, HIGH, depth // _inputs_in_one(kind))
     if kind not in KINDS:
-        data = torch.empty(shape, dtype=dtype, device=device)
+        data = torch.empty((halves, blocks, 1, HIGH, deep * depth), dtype=dtype, device=device)
         return Packed(data, outputs, inputs, kind, experts=experts)
-    how = KINDS[kind]
+    how, shape = KINDS[kind], (halves, blocks, deep, HIGH, depth // _inputs_in_one(kind))
     groups = (halves, blocks, deep if how.grouped else 1, HIGH)
     scales = torch.empty(groups, dtype=how.scale, device=device)
     data = torch.empty(shape, dtype=how.dtype, device=device)
@@ -178,7 +190,7 @@ def _put(packed: Packed, half: int, first: int, some: Tensor) -> None:
     rows = F.pad(some, (0, packed.width - packed.inputs, 0, -len(some) % HIGH))
     to = slice(first, first + len(rows) // HIGH)
     if scales is None:
-        stored = rows.unflatten(1, (-1, packed.depth))
+        stored = rows[:, None]
     else:
         stored, found = quantised(rows, packed.depth, packed.kind)
         scales[half, to] = found.unflatten(0, (-1, HIGH)).transpose(1, 2)
@@ -207,9 +219,8 @@ def one_segment(
     """One segment's sums, from zero: [OUTPUTS, ROWS], twice when gated."""
     if KIND == "bfloat16":
         acc, up = _plain_segment(
-            x_rows, there, w_rows, u_rows, first, last, inputs,
-            ROWS, OUTPUTS, INPUTS, HIGH, DEPTH, GATED, EVEN,
-        )  # fmt: skip
+            x_rows, there, w_rows, u_rows, first, last, inputs, ROWS, OUTPUTS, INPUTS, GATED, EVEN
+        )
     else:
         acc, up = _scaled_segment(
             x_rows, there, w_rows, u_rows, s_rows, t_rows, first, last, inputs,
@@ -258,28 +269,31 @@ def _add_scaled(acc, part, scale):
 @triton.jit
 def _plain_segment(
     x_rows, there, w_rows, u_rows, first, last, inputs,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, HIGH: tl.constexpr, DEPTH: tl.constexpr,
-    GATED: tl.constexpr, EVEN: tl.constexpr,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
     up = tl.zeros((OUTPUTS, ROWS), tl.float32)
     c = tl.arange(0, INPUTS)[None, :]
     for start in range(first, last, INPUTS):
         x = tl.load(x_rows + start + c, mask=there if EVEN else there & (start + c < inputs), other=0.0)
-        at = _stored(start, INPUTS, HIGH, DEPTH) + c
-        acc = tl.dot(tl.load(w_rows + at), tl.trans(x), acc)
+        acc = tl.dot(tl.load(w_rows + start + c), tl.trans(x), acc)
         if GATED:
-            up = tl.dot(tl.load(u_rows + at), tl.trans(x), up)
+            up = tl.dot(tl.load(u_rows + start + c), tl.trans(x), up)
     return acc, up
 
 
 @triton.jit
-def _stored(start, INPUTS: tl.constexpr, HIGH: tl.constexpr, DEPTH: tl.constexpr):
-    """Where in a row of stored tiles an input lies."""
-    at = start * HIGH
-    if INPUTS != DEPTH:
-        at = tl.multiple_of(start // DEPTH * (HIGH * DEPTH) + start % DEPTH, INPUTS)
-    return at
+def weight_rows(
+    weight, n, outputs, width,
+    HIGH: tl.constexpr, DEPTH: tl.constexpr, KIND: tl.constexpr, IN_ONE: tl.constexpr,
+):  # fmt: skip
+    """Where outputs n begin, and their blocks. Those past the end are read from the last block and are not stored: no
+    masks on the way.
+    """
+    block = tl.minimum(n // HIGH, (outputs - 1) // HIGH)
+    each = width if KIND == "bfloat16" else DEPTH // IN_ONE
+    at = block.to(tl.int64) * HIGH * (width // IN_ONE) + n % HIGH * each
+    return weight + at[:, None], block
 
 
 @triton.jit
@@ -325,9 +339,7 @@ def _matmul_kernel(
     part = tl.program_id(1)
     n = (tile // row_tiles) * OUTPUTS + tl.arange(0, OUTPUTS)
     m = (tile % row_tiles) * ROWS + tl.arange(0, ROWS)
-    # Blocks past the end read the last one again and are not stored: no masks on the way.
-    block = tl.minimum(n // HIGH, (outputs - 1) // HIGH)
-    w_rows = weight + (block.to(tl.int64) * HIGH * (width // IN_ONE) + n % HIGH * (DEPTH // IN_ONE))[:, None]
+    w_rows, block = weight_rows(weight, n, outputs, width, HIGH, DEPTH, KIND, IN_ONE)
     u_rows = w_rows + half
     s_rows = scales
     t_rows = scales
@@ -340,9 +352,7 @@ def _matmul_kernel(
     last = tl.minimum(first + SEGMENT, width)
     if AHEAD > 0:
         last -= AHEAD
-        c = tl.arange(0, AHEAD)[None, :]
-        at = last * HIGH + c // DEPTH * (HIGH * DEPTH) + c % DEPTH
-        ahead = tl.load(w_rows + at)
+        ahead = tl.load(w_rows + last + tl.arange(0, AHEAD)[None, :])
     await_previous(CHAIN)
     if AHEAD > 0:
         ahead_x = tl.load(x_rows + last + tl.arange(0, AHEAD)[None, :], mask=there, other=0.0)
@@ -526,7 +536,7 @@ def kernel_options(weight: Packed, bias: Tensor | None, pieces: int, tile: Tile)
 
 
 def library_for(weight: Packed, rows: int, room: int) -> Library | None:
-    """The library's copy, if it should multiply `rows` rows and x has space for the rows it adds; else None."""
+    """The library, if it should multiply `rows` rows and x has space for the rows it adds; else None."""
     count, library = padded_rows(rows), weight.library
     return library if library is not None and count <= room and count in library.counts else None
 
