@@ -62,7 +62,15 @@ class Library:
         self._segments(x, x.shape[1], made)
         count, outputs = out.shape[1:]
         _gate_kernel[(count, triton.cdiv(outputs, GATE_BLOCK))](
-            made, bias, out, outputs, wide // 2, BIASED=bias is not None, BLOCK=GATE_BLOCK, num_warps=4, **chained()
+            made,
+            bias,
+            out,
+            outputs,
+            wide // 2,
+            BIASED=bias is not None,
+            BLOCK=GATE_BLOCK,
+            num_warps=4,
+            **chained(),
         )
 
     def _segments(self, x: Tensor, segment: int, out: Tensor) -> None:

@@ -28,6 +28,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from outrider.model.kernels.gpu.ahead import kernel
 from outrider.model.kernels.gpu.launch import await_previous, chained, let_next_start
@@ -208,6 +209,7 @@ class Tile:
     stages: int
     spread: bool = False
     ahead: int = 0  # inputs whose weights are read before the kernel before this one has ended
+    described: bool = False  # a plain weight read through a tensor descriptor, HIGH outputs at a time
 
 
 @triton.jit
@@ -215,12 +217,16 @@ def one_segment(
     x_rows, there, w_rows, u_rows, s_rows, t_rows, first, last, inputs,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, HIGH: tl.constexpr, DEPTH: tl.constexpr,
     KIND: tl.constexpr, IN_ONE: tl.constexpr, GROUPED: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr,
+    DESCRIBED: tl.constexpr = False,
 ):  # fmt: skip
-    """One segment's sums, from zero: [OUTPUTS, ROWS], twice when gated."""
+    """One segment's sums, from zero: [OUTPUTS, ROWS], twice when gated. If `DESCRIBED`, s_rows is the weight's tensor
+    descriptor, and w_rows and u_rows are the rows in it.
+    """
     if KIND == "bfloat16":
         acc, up = _plain_segment(
-            x_rows, there, w_rows, u_rows, first, last, inputs, ROWS, OUTPUTS, INPUTS, GATED, EVEN
-        )
+            x_rows, there, w_rows, u_rows, s_rows, first, last, inputs,
+            ROWS, OUTPUTS, INPUTS, GATED, EVEN, DESCRIBED,
+        )  # fmt: skip
     else:
         acc, up = _scaled_segment(
             x_rows, there, w_rows, u_rows, s_rows, t_rows, first, last, inputs,
@@ -268,17 +274,20 @@ def _add_scaled(acc, part, scale):
 
 @triton.jit
 def _plain_segment(
-    x_rows, there, w_rows, u_rows, first, last, inputs,
+    x_rows, there, w_rows, u_rows, described, first, last, inputs,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr,
+    DESCRIBED: tl.constexpr,
 ):  # fmt: skip
     acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
     up = tl.zeros((OUTPUTS, ROWS), tl.float32)
     c = tl.arange(0, INPUTS)[None, :]
     for start in range(first, last, INPUTS):
         x = tl.load(x_rows + start + c, mask=there if EVEN else there & (start + c < inputs), other=0.0)
-        acc = tl.dot(tl.load(w_rows + start + c), tl.trans(x), acc)
+        w = described.load([w_rows, start]) if DESCRIBED else tl.load(w_rows + start + c)
+        acc = tl.dot(w, tl.trans(x), acc)
         if GATED:
-            up = tl.dot(tl.load(u_rows + start + c), tl.trans(x), up)
+            u = described.load([u_rows, start]) if DESCRIBED else tl.load(u_rows + start + c)
+            up = tl.dot(u, tl.trans(x), up)
     return acc, up
 
 
@@ -302,7 +311,7 @@ def finished(
     SEGMENT: tl.constexpr, SEGMENTS: tl.constexpr, SPREAD: tl.constexpr,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, HIGH: tl.constexpr, DEPTH: tl.constexpr,
     KIND: tl.constexpr, IN_ONE: tl.constexpr, GROUPED: tl.constexpr,
-    GATED: tl.constexpr, BIASED: tl.constexpr, EVEN: tl.constexpr, TO: tl.constexpr,
+    GATED: tl.constexpr, BIASED: tl.constexpr, EVEN: tl.constexpr, TO: tl.constexpr, DESCRIBED: tl.constexpr = False,
 ):  # fmt: skip
     """What becomes of a block's first segment: the bias, the segments after it, and the gate."""
     if BIASED:
@@ -315,7 +324,7 @@ def finished(
             last = tl.minimum((s + 1) * SEGMENT, width)
             more, more_up = one_segment(
                 x_rows, there, w_rows, u_rows, s_rows, t_rows, s * SEGMENT, last, inputs,
-                ROWS, OUTPUTS, INPUTS, HIGH, DEPTH, KIND, IN_ONE, GROUPED, GATED, EVEN,
+                ROWS, OUTPUTS, INPUTS, HIGH, DEPTH, KIND, IN_ONE, GROUPED, GATED, EVEN, DESCRIBED,
             )  # fmt: skip
             acc += more
             if GATED:
@@ -331,7 +340,8 @@ def _matmul_kernel(
     SEGMENT: tl.constexpr, SEGMENTS: tl.constexpr, SPREAD: tl.constexpr,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, HIGH: tl.constexpr, DEPTH: tl.constexpr,
     KIND: tl.constexpr, IN_ONE: tl.constexpr, GROUPED: tl.constexpr,
-    GATED: tl.constexpr, BIASED: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr, CHAIN: tl.constexpr,
+    GATED: tl.constexpr, BIASED: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr, DESCRIBED: tl.constexpr,
+    CHAIN: tl.constexpr,
 ):  # fmt: skip
     let_next_start(CHAIN)
     row_tiles = tl.cdiv(rows, ROWS)
@@ -339,8 +349,12 @@ def _matmul_kernel(
     part = tl.program_id(1)
     n = (tile // row_tiles) * OUTPUTS + tl.arange(0, OUTPUTS)
     m = (tile % row_tiles) * ROWS + tl.arange(0, ROWS)
-    w_rows, block = weight_rows(weight, n, outputs, width, HIGH, DEPTH, KIND, IN_ONE)
-    u_rows = w_rows + half
+    if DESCRIBED:
+        w_rows = tile // row_tiles * HIGH
+        u_rows = w_rows + half // width
+    else:
+        w_rows, block = weight_rows(weight, n, outputs, width, HIGH, DEPTH, KIND, IN_ONE)
+        u_rows = w_rows + half
     s_rows = scales
     t_rows = scales
     if KIND != "bfloat16":
@@ -358,14 +372,14 @@ def _matmul_kernel(
         ahead_x = tl.load(x_rows + last + tl.arange(0, AHEAD)[None, :], mask=there, other=0.0)
     acc, up = one_segment(
         x_rows, there, w_rows, u_rows, s_rows, t_rows, first, last, inputs,
-        ROWS, OUTPUTS, INPUTS, HIGH, DEPTH, KIND, IN_ONE, GROUPED, GATED, EVEN,
+        ROWS, OUTPUTS, INPUTS, HIGH, DEPTH, KIND, IN_ONE, GROUPED, GATED, EVEN, DESCRIBED,
     )  # fmt: skip
     if AHEAD > 0:
         acc = tl.dot(ahead, tl.trans(ahead_x), acc)
     acc = finished(
         acc, up, bias, part, n, x_rows, there, w_rows, u_rows, s_rows, t_rows, outputs, inputs, width,
         SEGMENT, SEGMENTS, SPREAD, ROWS, OUTPUTS, INPUTS, HIGH, DEPTH, KIND, IN_ONE, GROUPED, GATED, BIASED, EVEN,
-        out.dtype.element_ty,
+        out.dtype.element_ty, DESCRIBED,
     )  # fmt: skip
     at = out + (part * rows + m).to(tl.int64)[None, :] * outputs + n[:, None]
     tl.store(at, acc.to(out.dtype.element_ty), mask=(m < rows)[None, :] & (n < outputs)[:, None])
@@ -419,18 +433,18 @@ def _waiting_tile(weight: Packed) -> Tile:
     """
     pieces, large = segments(weight), weight.outputs >= HIGH * LARGE
     if weight.gated or weight.outputs > WIDEST_CUT:
-        stages, ahead = 4, 0
-    elif pieces == 1 and large:
-        stages, ahead = 5, 256
+        return Tile(16, 64, weight.depth, 4, 4, pieces > 1, described=True)
+    if pieces == 1 and large:
+        stages, ahead = 5, 512
     elif weight.inputs > 2 * weight.outputs:
-        stages, ahead = (4 if large else 3), 256
+        stages, ahead = (5, 512) if large else (3, 256)
     elif segment_length(weight.width, pieces) < 1024:
         stages, ahead = 2, 512
     elif weight.outputs > weight.inputs:
         # Three stages leave room beside the blocks of the matmul before, so that these can wait for their turn there.
         stages, ahead = 3, 0
     else:
-        stages, ahead = 4, 512
+        stages, ahead = 5, 512
     if not _fits(weight, ahead):
         stages, ahead = 4, 0
     return Tile(16, 64, weight.depth, 4, stages, pieces > 1, ahead)
@@ -441,11 +455,12 @@ def _reading_tile(weight: Packed, rows: int) -> Tile:
     pieces = segments(weight)
     if not weight.gated and HIGH * LARGE <= weight.outputs <= WIDEST_CUT:
         if pieces == 1:
-            return Tile(rows, 64, weight.depth, 4, 6)
+            return Tile(rows, 64, weight.depth, 4, 5, described=True)
         if rows == 64:  # a block to a multiprocessor: it has room for one stage more than two have
-            return Tile(rows, 64, weight.depth, 4, 4, True)
+            return Tile(rows, 64, weight.depth, 4, 4, True, described=True)
     ahead = 256 if pieces > 1 and weight.inputs <= 2 * weight.outputs and _fits(weight, 256) else 0
-    return Tile(rows, 64, weight.depth, 4, 4 if weight.gated or rows == 32 else 3, pieces > 1, ahead)
+    stages = 4 if weight.gated or rows == 32 else 3
+    return Tile(rows, 64, weight.depth, 4, stages, pieces > 1, ahead, described=not ahead)
 
 
 def _fits(weight: Packed, ahead: int) -> bool:
@@ -491,8 +506,10 @@ def launch_multiply(
 ) -> None:
     rows, inputs = x.shape
     parts = pieces if tile.spread else 1
-    if tile.ahead and (weight.gated or parts < pieces):
-        raise ValueError("weights are read ahead by blocks that have one segment, and no gate")
+    if tile.ahead and (weight.gated or parts < pieces or tile.described):
+        raise ValueError("weights are read ahead by blocks that have one segment, no gate and no descriptor")
+    if tile.described and (weight.kind in KINDS or tile.outputs != HIGH):
+        raise ValueError(f"descriptors are of plain weights, {HIGH} outputs at a time")
     if out.shape != (parts, rows, weight.outputs) or inputs != weight.inputs:
         raise ValueError(
             f"{tuple(x.shape)} by {weight.outputs} x {weight.inputs} does not fit {tuple(out.shape)}"
@@ -517,11 +534,14 @@ def kernel_arguments(
     """What `_matmul_kernel` is launched, or compiled, with."""
     rows, inputs = x.shape
     data, scales = weight.data, weight.scales
+    if tile.described:
+        scales = TensorDescriptor.from_tensor(weight.rows, [HIGH, tile.inputs])
     given = (
         x, data, scales, bias, out, rows, weight.outputs, inputs, weight.width,
-        data.stride(0), 0 if scales is None else scales.stride(0),
+        data.stride(0), 0 if weight.scales is None else weight.scales.stride(0),
     )  # fmt: skip
-    return given, {**kernel_options(weight, bias, pieces, tile), "AHEAD": tile.ahead, **chained()}
+    options = kernel_options(weight, bias, pieces, tile)
+    return given, {**options, "AHEAD": tile.ahead, "DESCRIBED": tile.described, **chained()}
 
 
 def kernel_options(weight: Packed, bias: Tensor | None, pieces: int, tile: Tile) -> dict[str, Any]:
