@@ -432,12 +432,14 @@ def _waiting_tile(weight: Packed) -> Tile:
     reads little itself, memory would be idle else. How many inputs' weights fit beside the stages was measured.
     """
     pieces, large = segments(weight), weight.outputs >= HIGH * LARGE
-    if weight.gated or weight.outputs > WIDEST_CUT:
-        return Tile(16, 64, weight.depth, 4, 4, pieces > 1, described=True)
+    if weight.gated:
+        return Tile(16, 64, weight.depth, 4, 3)  # two blocks to a multiprocessor
+    if weight.outputs > WIDEST_CUT:
+        return Tile(16, 64, weight.depth, 4, 4, described=True)
     if pieces == 1 and large:
         stages, ahead = 5, 512
     elif weight.inputs > 2 * weight.outputs:
-        stages, ahead = (5, 512) if large else (3, 256)
+        stages, ahead = (5 if large else 3), 256
     elif segment_length(weight.width, pieces) < 1024:
         stages, ahead = 2, 512
     elif weight.outputs > weight.inputs:
@@ -456,8 +458,11 @@ def _reading_tile(weight: Packed, rows: int) -> Tile:
     if not weight.gated and HIGH * LARGE <= weight.outputs <= WIDEST_CUT:
         if pieces == 1:
             return Tile(rows, 64, weight.depth, 4, 5, described=True)
-        if rows == 64:  # a block to a multiprocessor: it has room for one stage more than two have
-            return Tile(rows, 64, weight.depth, 4, 4, True, described=True)
+        # A block to a multiprocessor has room for more stages than two have.
+        if rows == 64 or weight.inputs > 2 * weight.outputs:
+            return Tile(rows, 64, weight.depth, 4, 5, True, described=True)
+    if weight.gated and rows <= 32:
+        return Tile(rows, 64, weight.depth, 4, 3)
     ahead = 256 if pieces > 1 and weight.inputs <= 2 * weight.outputs and _fits(weight, 256) else 0
     stages = 4 if weight.gated or rows == 32 else 3
     return Tile(rows, 64, weight.depth, 4, stages, pieces > 1, ahead, described=not ahead)
