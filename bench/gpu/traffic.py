@@ -50,7 +50,6 @@ SECTIONS = ("grow", "prepare", "first", "plain", "long")
 WINDOW = 0.25  # seconds
 STEP_FIELDS = "decoding prompt_rows passes emitted target_s waited_s plan_s verify_s total_s graphs_captured"
 
-SPARE = 8 << 30  # bytes for graphs and activations
 ALONE = 4  # tokens of an answer of which only the first is timed
 
 
@@ -96,7 +95,7 @@ def make_model(given: argparse.Namespace) -> Any:
 
     model = DeviceDecoder(Decoder(config, read, GpuKernels(config, rope_tables(config, positions))))
     torch.cuda.empty_cache()
-    model.use_library(torch.cuda.mem_get_info()[0] - int(given.cache_gib * 2**30) - SPARE)
+    model.use_library()
     print(model.library.describe(), flush=True)
     return model
 
