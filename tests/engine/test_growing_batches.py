@@ -73,6 +73,26 @@ def test_a_batch_larger_than_what_was_prepared_is_soon_captured(model, small, de
     assert max(count for _, _, count in steps) == 1
 
 
+def test_few_sequences_do_not_stay_in_steps_of_many(model, small) -> None:
+    """Sizes in between were not prepared when many came."""
+    requests = [
+        *many(2 * MANY, 20),
+        *(request(f"late{i}", prompt_of(7, i), max_tokens=400, seed=i) for i in range(5)),
+    ]
+    alone = {one.id: run_alone(model, one, step_rows=600) for one in requests}
+    engine = prepared(make_engine(model, small, bounded(), max_sequences=2 * MANY), 2)
+    for one in requests[: 2 * MANY]:
+        engine.add(one)
+    found = finish(engine)
+    steps = launches(engine)
+    for one in requests[2 * MANY :]:
+        engine.add(one)
+    found |= finish(engine)
+    assert {name: [t for e in events for t in e.token_ids] for (name, _), events in found.items()} == alone
+    sizes = [shape.size for shape, _, _ in steps if shape.size > 2]
+    assert sizes[0] == 2 * MANY and sizes[-1] == MANY and sum(not captured for _, captured, _ in steps) == 1
+
+
 def test_the_planner_learns_what_such_a_step_takes(model, small) -> None:
     """Not from the launch that was not captured: it says nothing of those to come."""
     engine = prepared(make_engine(model, small, bounded()), 2)

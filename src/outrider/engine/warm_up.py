@@ -23,6 +23,7 @@ from outrider.control.costs import CapturedCosts
 from outrider.control.planner import Planner
 from outrider.control.prefill import MAX_PROMPT_ROWS
 from outrider.device.buckets import (
+    ALIKE,
     ALONE,
     DRAFTED_CHUNKS,
     FEW_LOGITS,
@@ -77,7 +78,7 @@ class GraphPreparation:
         self._usual: dict[StepShape, StepShape | None] = {}  # what `usual_shape` says
         self.sequences = 1  # at once, at most, of those that steps are prepared for
         self.most = 0  # the same of those that came since
-        self.current = 0  # size of the last step
+        self.current = 0  # the same of the last step
         self._idle = True
         self.costs: CapturedCosts | None = None  # of the planner that steps are prepared for
 
@@ -214,9 +215,14 @@ class GraphPreparation:
     def serving(self, shape: StepShape) -> StepShape:
         """The shape that such a step is launched in: a captured one with room, else one that may be captured."""
         found = self.graphs.find(shape)
-        if found is not None or self.on_demand:
+        if self.on_demand or (found is not None and not self._wastes(found, shape)):
             return found or shape
         return self._usual_for(shape) or shape
+
+    def _wastes(self, found: StepShape, shape: StepShape) -> bool:
+        """Whether a captured step is much larger than one that may be captured."""
+        smaller = shape.size < found.size and shape.size in self.sizes.made
+        return smaller and not shape.staged and found.rows > ALIKE and not self._crowded()
 
     def _usual_for(self, shape: StepShape) -> StepShape | None:
         if shape not in self._usual:
@@ -236,13 +242,16 @@ class GraphPreparation:
 
     def before(self, shape: StepShape, sequences: int) -> None:
         """Call it before a step of this shape is launched. Without a warm-up its kernels are compiled together, and at
-        the same time those of the steps that will follow. After a warm-up compiling pauses instead, and the step is
-        captured and measured if it is missing and was launched before.
+        the same time those of the steps that will follow. After a warm-up compiling pauses instead, but for a step that
+        is missing; if that was launched before, it is captured and measured.
         """
-        ahead, self.most, self.current = self.ops.ahead, max(self.most, size_of(sequences)), shape.size
+        ahead, self.most, self.current = self.ops.ahead, max(self.most, size_of(sequences)), sequences
         if not self.graphs.on_demand:
             if ahead is not None:
                 ahead.pause()
+            if ahead is not None and self.graphs.find(shape) is None and shape not in self._compiled:
+                ahead.resume()  # until the next step: this one waits for its kernels, and less for all of them at once
+                self._compile(shape)
             if self.graphs.due(shape, self._usual_for(shape) == shape) and not self._crowded():
                 self._learn(shape, self._launched(self.graphs.capture(shape)))
             return
