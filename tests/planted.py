@@ -45,6 +45,7 @@ PLANNER, EXPERTS = "control/planner.py", "control/experts.py"
 RUNNER, PASSES = "engine/graph_runner.py", "(row == spare) | (commits == 0), length, length + passes"
 
 MIXING = "model/kernels/experts.h"
+GROWING = "engine/test_growing_batches.py"
 FAULTS = [
     # gpt-oss: sinks, experts in MXFP4, answers in channels.
     Fault("a sink to the wrong base", ATTENTION, "other=0.0) * 1.4426950408889634", "other=0.0)",
@@ -150,6 +151,20 @@ FAULTS = [
           "drafter = how.drafter or 'none'", "engine/test_graph_runner.py engine/test_matrix.py"),
     Fault("steps in flight that a prompt waits for", "engine/engine.py", "self.runner.lag if work else 0",
           "self.runner.lag if work and all(o.emits for o in work) else 0", "engine/test_in_flight.py"),
+    # What is prepared, and when.
+    Fault("a missing step launched one by one for ever", "device/graphs.py", "return launches > 0 if usual else",
+          "return False if usual else", GROWING),
+    Fault("preparing that waits for a quiet moment", "engine/driver.py", "self._work_beside_requests()\n", "pass\n",
+          GROWING),
+    Fault("a piece of preparing in every step", "engine/driver.py", "* (1 / BUSY_SHARE - 1)", "* 0", GROWING),
+    Fault("a launch taken for what a captured step costs", "control/costs.py", "if record.uncaptured:", "if False:",
+          GROWING),
+    Fault("chunks of any length beside more sequences", "engine/graph_shapes.py",
+          "return replace(shape, size=beside, staged=room[0], wanted=room[1], filtered=True)", "return shape", GROWING),
+    Fault("more prompt rows than a step has room for", "engine/warm_up.py", "if not (self.captures and decoding):",
+          "if True:", GROWING),
+    Fault("all compilers at once beside requests", "model/kernels/gpu/ahead.py",
+          "len(self.jobs) > len(self._waiting) or", "", "model/gpu/test_ahead.py"),
     Fault("tokens of who was preempted, emitted twice", "types.py", "self.sequence.finish_reason is None and self.",
           "self.sequence.finish_reason is None or self.", "engine/test_identity.py engine/test_in_flight.py"),
     Fault("a drafter that takes a step with it", RUNNER, "self._without_drafts(step, inputs)", "inputs",

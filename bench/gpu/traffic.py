@@ -2,16 +2,19 @@
 
     PYTHONPATH=src python bench/gpu/traffic.py --json traffic.json
     PYTHONPATH=src python bench/gpu/traffic.py --sections prepare,first --sequences 1 --context 33000
+    PYTHONPATH=src python bench/gpu/traffic.py --sections grow,plain --prepared 64 --plain 512 --sequences 512
     PYTHONPATH=src python bench/gpu/traffic.py --device cpu --tiny      (a smoke test)
 
-Sections: warm-up, the first token of single prompts by length, plain decoding of many sequences, and 256 long requests
-at once. Each reports how many graphs were captured and kernels compiled meanwhile. The output is meaningless: the
-time of a step does not depend on the weights. `outrider bench serve` measures the same over HTTP.
+Sections: decoding more sequences than were prepared (`--prepared`), by quarters of a second; warm-up; the first token
+of single prompts by length; plain decoding of many sequences; 256 long requests at once. Each reports how many graphs
+were captured and kernels compiled meanwhile. The output is meaningless: the time of a step does not depend on the
+weights. `outrider bench serve` measures the same over HTTP.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import random
 import statistics
@@ -24,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outrider.control.guards import Guards
 from outrider.control.planner import Planner
 from outrider.device.ops import StepOps
 from outrider.device.state import SequenceState
@@ -32,21 +36,26 @@ from outrider.engine.certificate import certificate
 from outrider.engine.engine import Engine
 from outrider.engine.graph_runner import GraphRunner, make_graph_runner
 from outrider.engine.kv_cache import make_kv_cache
-from outrider.load.config import ModelConfig, Rope
+from outrider.engine.placement import PREFILL_SLOWDOWN, PREFILL_WAIT
+from outrider.load.config import LayerSpec, ModelConfig
 from outrider.model.decoder import Decoder, make_kernels
 from outrider.model.kernels.gpu.recording import Recorded
 from outrider.model.rope import rope_tables
 from outrider.settings import Settings, cache_folder
 from outrider.types import MAX_NODES, Request, SamplingParams
 
-LLAMA = dict(hidden=4096, layers=32, heads=32, kv_heads=8, head_dim=128, intermediate=14_336, vocab=128_256)
-TINY = dict(hidden=32, layers=2, heads=4, kv_heads=2, head_dim=16, intermediate=48, vocab=96)
-SECTIONS = ("prepare", "first", "plain", "long")
+LLAMA = dict(hidden=4096, vocab=128_256, specs=(LayerSpec(32, 8, 128, 14_336),) * 32)
+TINY = dict(hidden=32, vocab=96, specs=(LayerSpec(4, 2, 16, 48),) * 2)
+SECTIONS = ("grow", "prepare", "first", "plain", "long")
+WINDOW = 0.25  # seconds
+STEP_FIELDS = "decoding prompt_rows passes emitted target_s waited_s plan_s verify_s total_s graphs_captured"
 
 ALONE = 4  # tokens of an answer of which only the first is timed
 
 
 class Numbers:
+    def __init__(self, marked: bool = False) -> None: ...
+
     def feed(self, *tokens: int) -> str:
         return "".join(f" {token}" for token in tokens)
 
@@ -76,10 +85,7 @@ def random_weights(config: ModelConfig, device: str, dtype: torch.dtype) -> Call
 
 def make_model(given: argparse.Namespace) -> Any:
     shape = TINY if given.tiny else LLAMA
-    config = ModelConfig(
-        family="llama", context=given.context, norm_eps=1e-5, rope=Rope(), tied=False, qkv_bias=False,
-        out_bias=False, mlp_bias=False, qk_norm=False, windows=(0,) * shape["layers"], **shape,
-    )  # fmt: skip
+    config = ModelConfig(family="llama", context=given.context, norm_eps=1e-5, tied=False, **shape)
     read = random_weights(config, given.device, torch.bfloat16 if given.device == "cuda" else torch.float32)
     positions = given.context + MAX_NODES + 1
     if given.device == "cpu":
@@ -87,7 +93,7 @@ def make_model(given: argparse.Namespace) -> Any:
     from outrider.model.device import DeviceDecoder
     from outrider.model.kernels.gpu.kernels import GpuKernels
 
-    model = DeviceDecoder(Decoder(config, read, GpuKernels(config, *rope_tables(config, positions))))
+    model = DeviceDecoder(Decoder(config, read, GpuKernels(config, rope_tables(config, positions))))
     torch.cuda.empty_cache()
     model.use_library()
     print(model.library.describe(), flush=True)
@@ -109,7 +115,9 @@ def make_engine(given: argparse.Namespace) -> Engine:
         rows, width = cache.table.tensor.shape
         ops = StepOps(SequenceState(rows, width, torch.device("cpu"), model.config.vocab), model)
         runner = GraphRunner(model, cache, drafters, ops, model.make_pass(cache.store), default="none")
-    return Engine(model, cache, drafters, Planner("none"), runner, settings, Numbers)
+    bounds = PREFILL_SLOWDOWN[given.device], PREFILL_WAIT[given.device]
+    guards = Guards(prefill_slowdown=bounds[0], prefill_wait=bounds[1])
+    return Engine(model, cache, drafters, Planner("none", guards=guards), runner, settings, Numbers)
 
 
 @dataclass
@@ -124,6 +132,8 @@ class Seen:
     kernels: int = 0
     steps: int = 0
     rows: int = 0
+    windows: dict[int, int] = field(default_factory=dict)  # tokens by quarter of a second
+    records: list[tuple[float, ...]] = field(default_factory=list)  # STEP_FIELDS of each step
 
     def report(self) -> dict[str, Any]:
         ordered = sorted(self.between)
@@ -136,7 +146,8 @@ class Seen:
             "ttft_ms": 1e3 * statistics.mean(self.first), "ttft_p50_ms": 1e3 * statistics.median(self.first),
             "ttft_max_ms": 1e3 * max(self.first), "itl_p50_ms": share(0.5), "itl_p99_ms": share(0.99),
             "itl_max_ms": share(1.0), "steps": self.steps, "rows_a_step": self.rows / max(self.steps, 1),
-            "graphs": self.graphs, "kernels": self.kernels,
+            "graphs": self.graphs, "kernels": self.kernels, "records": self.records,
+            "tok_s_by_window": [self.windows.get(i, 0) / WINDOW for i in range(max(self.windows, default=0))],
         }  # fmt: skip
 
 
@@ -159,6 +170,9 @@ def closed(engine: Engine, concurrency: int, total: int, prompt: int, tokens: in
         for result in engine.step():
             now, record = time.perf_counter(), result.record
             seen.steps, seen.rows = seen.steps + record.passes, seen.rows + record.rows
+            seen.records.append(tuple(round(getattr(record, name), 6) for name in STEP_FIELDS.split()))
+            window = int((now - begun) / WINDOW)
+            seen.windows[window] = seen.windows.get(window, 0) + record.emitted
             for event in result.events:
                 if event.request_id in last:
                     seen.between.append(now - last[event.request_id])
@@ -184,22 +198,24 @@ def show(name: str, found: dict[str, Any]) -> None:
     )
 
 
-def prepare(engine: Engine, given: argparse.Namespace) -> dict[str, Any]:
+def prepare(engine: Engine, given: argparse.Namespace, sequences: int) -> dict[str, Any]:
     begun, pieces = time.perf_counter(), 0
     before = torch.cuda.mem_get_info()[0] if given.device == "cuda" else 0
     answerable = 0.0
-    for _ in engine.prepare(given.sequences):
+    for _ in engine.prepare(sequences):
         pieces += 1
-        if not answerable and given.sequences in engine.runner.sizes.made:
+        if not answerable and engine.answerable:
             answerable = time.perf_counter() - begun
+            if given.plain_only:
+                break
         if time.perf_counter() - begun > given.prepare_seconds:
             print("    preparing was cut short: --prepare-seconds", flush=True)
             break
     seconds = time.perf_counter() - begun
     taken = before - torch.cuda.mem_get_info()[0] if given.device == "cuda" else 0
     print(
-        f"prepared in {seconds:.1f} s (every size in {answerable:.1f} s): {Recorded.graphs} graphs, {Recorded.kernels} "
-        f"kernels, {pieces} pieces, {taken / 2**30:.2f} GiB",
+        f"prepared {sequences} in {seconds:.1f} s (every size in {answerable:.1f} s): {Recorded.graphs} graphs, "
+        f"{Recorded.kernels} kernels, {pieces} pieces, {taken / 2**30:.2f} GiB",
         flush=True,
     )
     return {"seconds": seconds, "plain": answerable, "graphs": Recorded.graphs, "kernels": Recorded.kernels}
@@ -213,6 +229,13 @@ def main() -> None:
     parser.add_argument("--lengths", default="128,512,2048,8192,32768", help="of single prompts")
     parser.add_argument("--plain", default="64,256")
     parser.add_argument("--sequences", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=256, help="of each answer of plain decoding")
+    parser.add_argument(
+        "--prepared", type=int, default=64, help="sequences prepared for before the section grow"
+    )
+    parser.add_argument(
+        "--plain-only", action="store_true", help="prepare steps without drafts, short texts alone"
+    )
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--cache-gib", type=float, default=48.0)
     parser.add_argument("--seconds", type=float, default=12.0, help="of each section, at most")
@@ -226,16 +249,27 @@ def main() -> None:
     begun = time.perf_counter()
     engine = make_engine(given)
     print(f"model and cache in {time.perf_counter() - begun:.1f} s", flush=True)
+    gc.collect()
+    gc.freeze()  # as the server does: collecting the model would stop a step for a tenth of a second
     asked = given.sections.split(",")
     report: dict[str, Any] = {"kind": "traffic", "certificate": certificate("python bench/gpu/traffic.py")}
+    if "grow" in asked:
+        prepare(engine, given, given.prepared)
+        count = min(4 * given.prepared, given.sequences)
+        report["grow"] = found = closed(engine, count, count, 16, given.tokens, given.seconds).report()
+        show(f"{count} after preparing {given.prepared}", found)
+        windows = " ".join(f"{one:.0f}" for one in found["tok_s_by_window"])
+        print(f"    tok/s by {WINDOW} s: {windows}", flush=True)
     if "prepare" in asked:
-        report["prepare"] = prepare(engine, given)
+        report["prepare"] = prepare(engine, given, given.sequences)
     lengths = [one for one in map(int, given.lengths.split(",")) if one + ALONE <= given.context]
     for length in lengths if "first" in asked else ():
         report[f"first {length}"] = found = closed(engine, 1, 5, length, ALONE, given.seconds).report()
         show(f"alone, {length} tokens", found)
     for count in map(int, given.plain.split(",")) if "plain" in asked else ():
-        report[f"plain {count}"] = found = closed(engine, count, count, 16, 256, given.seconds).report()
+        report[f"plain {count}"] = found = closed(
+            engine, count, count, 16, given.tokens, given.seconds
+        ).report()
         show(f"plain, {count} together", found)
     if "long" in asked:
         count = min(256, given.sequences)

@@ -458,6 +458,8 @@ class StepRecord:
     waited_s: float = 0.0
     # Distinct experts that a pass read, averaged over the layers that have any; 0: none has.
     experts: float = 0.0
+    # A device that captures steps launched it operation by operation: its time says nothing of the next one like it.
+    uncaptured: bool = False
     # Decoding sequences that are not in it: their first token was in flight when it was launched.
     waiting: int = 0
 

@@ -59,7 +59,7 @@ def test_the_smallest_captured_step_serves() -> None:
 
 def test_without_graphs_every_shape_serves_itself() -> None:
     made = graphs(captures=False)
-    assert made.find(SHAPE) == SHAPE and made.step(SHAPE).graph is None and not made.missed
+    assert made.find(SHAPE) == SHAPE and made.step(SHAPE).graph is None and not made.due(SHAPE, True)
     assert made.capture(SHAPE).graph is None
 
 
@@ -67,10 +67,17 @@ def test_nothing_is_captured_on_demand_once_that_is_over() -> None:
     made, alone = graphs(), replace(SHAPE, staged=0, wanted=0)
     assert made.step(alone).graph is not None
     made.on_demand = False
-    other = replace(alone, size=9)
-    for _ in range(CAPTURE_AFTER):
-        assert not made.often_missed()
-        assert made.step(other).graph is None
-    assert made.often_missed() == [other]
-    made.capture(other)
-    assert not made.often_missed() and made.find(other) == other
+    assert made.step(replace(alone, size=9)).graph is None
+
+
+@pytest.mark.parametrize(("usual", "launches"), [(True, 1), (False, CAPTURE_AFTER)])
+def test_a_missing_shape_is_captured_once_it_was_launched(usual: bool, launches: int) -> None:
+    """Those that steps are prepared with at once; of others there are too many."""
+    made = graphs()
+    made.on_demand = False
+    for _ in range(launches):
+        assert not made.due(SHAPE, usual)
+        made.step(SHAPE).launches += 1
+    assert made.due(SHAPE, usual)
+    made.capture(SHAPE)
+    assert not made.due(SHAPE, usual) and made.find(SHAPE) == SHAPE

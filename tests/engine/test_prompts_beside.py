@@ -197,20 +197,6 @@ def test_a_last_chunk_of_one_token_is_not_drafted_for_by_the_host(model, small, 
     assert rows.count(50) == 2 and rows.count(1) == 1 and not called
 
 
-def test_a_shape_that_was_never_captured_is_launched_one_by_one(model, small) -> None:
-    """And captured when nobody waits, once it was missed often."""
-    engine = prepared(make_engine(model, small, bounded()), sequences=1)
-    captures, steps = len(engine.captures), step_shapes(engine)
-    requests = some_requests(3)
-    alone = {one.id: run_alone(model, one, step_rows=600) for one in requests}
-    assert arriving(engine, requests, every=2) == alone
-    assert len(engine.captures) == captures and not all(captured for _, captured in steps)
-    missed = max(engine.runner.graphs.missed, key=engine.runner.graphs.missed.__getitem__)
-    engine.runner.graphs.missed[missed] = 10**3
-    prepared(engine, 1)
-    assert engine.runner.graphs.captured(missed) and not engine.runner.graphs.often_missed()
-
-
 def test_until_steps_are_prepared_they_are_captured_when_first_needed(model, small) -> None:
     engine = make_engine(model, small, bounded())
     [one] = engine.add(request("a", prompt_of(5), max_tokens=20))

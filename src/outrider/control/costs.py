@@ -340,6 +340,8 @@ class CostModel:
     def observe(self, record: StepRecord) -> None:
         after_prompt, self.after_prompt = self.after_prompt, record.prompt_rows > 0
         costs = self.eager if record.captured is None else self.captured
+        if record.uncaptured:
+            return
         self.captured.observe_host(record)
         self.pause.observe(record)
         if record.drafter_prefill is not None:

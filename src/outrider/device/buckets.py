@@ -10,7 +10,8 @@ from outrider.model.staged import StagedShape, rows_together
 
 # Resident sequences. Weights are read once for up to 64 rows; from there on a step grows with its rows, and what is
 # padded is paid for.
-SIZES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
+SIZES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+BEYOND = 256  # sizes after those are its multiples
 RUNS = (1, 2, 4, 8)  # plain passes in one step
 # Of one step, at most, with several passes: their tokens reach a stream all at once. Of many sequences the host is what
 # holds the device up, and with one pass a step a small model would answer a third slower.
@@ -33,7 +34,15 @@ ALONE = tuple(
 )
 # Longer ones: launched one by one, a pass of 32 layers takes the host as long as 2,048 rows take a GPU.
 LONG_ALONE = (640, 768, 1024, 1280, 1536, MOST_TOGETHER)
-BESIDE = (4, 16, 64, 128, 256, 512)  # decoding sequences beside prompt rows, which are many more than those
+BESIDE = (
+    4,
+    16,
+    64,
+    128,
+    256,
+    512,
+    1024,
+)  # decoding sequences beside prompt rows, which are many more than those
 # Rows that a pass takes about as long for. Weights are read once for 64, but sequences are attended to and sampled each
 # by itself: on an H200 64 take a 1.5B model 1.5 times as long as one, and an 8B model 1.3 times.
 ALIKE = 8
@@ -41,8 +50,11 @@ MAX_BESIDE = 4  # nodes of drafts beside prompt rows: chains that are captured w
 FEW_LOGITS, MAX_LOGITS = 16, 64  # of staged rows: a few, or a multiple
 MAX_ROWS = 512  # of a step whose drafts no request asked for: logits of many rows take much memory
 TREE_SIZE = 4  # up to so many sequences a step has rows to spare for trees that branch
-CAPTURE_AFTER = 48  # launches of a shape with staged rows: as many lose what it takes to capture one
-CAPTURE_COST = 200  # plain steps' time that it takes to capture and measure those of a size
+CAPTURE_AFTER = (
+    48  # launches of a shape with staged rows of any number: as many lose what it takes to capture one
+)
+# Plain steps' time that it takes to capture and measure those of a size; once steps are prepared, to capture one.
+CAPTURE_COST, CAPTURE_ONE_COST = 200, 8
 SAVED = 0.03  # of a step's time, by one of half its size
 
 
@@ -57,9 +69,15 @@ def longest_run(size: int, seconds: float) -> int:
     return max(run for run in RUNS if run == 1 or run * seconds <= most)
 
 
+def size_of(count: int) -> int:
+    """Of a step for so many sequences."""
+    return bucket(count, (*SIZES, -(-count // BEYOND) * BEYOND))
+
+
 def sizes_up_to(count: int) -> list[int]:
     """Of steps for any number of sequences up to this one."""
-    return [size for size in SIZES if size <= bucket(count, SIZES)]
+    every = *SIZES, *range(SIZES[-1] + BEYOND, count + BEYOND, BEYOND)
+    return [size for size in every if size <= size_of(count)]
 
 
 def fitting_sizes(sizes: Seq[int], each: int) -> list[int]:
@@ -70,8 +88,8 @@ def fitting_sizes(sizes: Seq[int], each: int) -> list[int]:
 
 def chunk_sizes(size: int) -> list[tuple[int, int]]:
     """Prompt rows beside so many decoding sequences, the most last: what those leave, by `STAGED_MULTIPLE`."""
-    taken = -(-size // STAGED_MULTIPLE) * STAGED_MULTIPLE
-    return [*CHUNK_SIZES, (MOST_TOGETHER - taken, CHUNK_SIZES[-1][1])]
+    left, (most, logits) = MOST_TOGETHER - -(-size // STAGED_MULTIPLE) * STAGED_MULTIPLE, CHUNK_SIZES[-1]
+    return [*CHUNK_SIZES, (left, logits)] if left > most else [*CHUNK_SIZES]
 
 
 def size_beside(size: int, count: int) -> int:
@@ -105,6 +123,15 @@ def worth_capturing(staged: int, launches: int) -> bool:
     return staged == 0 or (staged <= MOST_CAPTURED and launches >= CAPTURE_AFTER)
 
 
+def staged_room(size: int, drafts: bool, rows: int, logits: int) -> tuple[int, int] | None:
+    """The smallest room that steps are prepared with, for so many staged rows and their logits beside so many decoding
+    sequences; None: they are too many.
+    """
+    longer = ((many, MAX_LOGITS) for many in LONG_ALONE)
+    rooms = (*ALONE, *longer) if not size else DRAFTED_CHUNKS if drafts else chunk_sizes(size)
+    return min((one for one in rooms if one[0] >= rows and one[1] >= logits), default=None)
+
+
 def staged_shape(rows: int, logits: int, branching: int, config: ModelConfig) -> StagedShape:
     """How attention reads a bucket: in groups of rows of one sequence."""
     together = rows_together(config)
@@ -127,18 +154,17 @@ class SizeChoice:
     def __init__(self) -> None:
         self.made: set[int] = set()
         self.oversized: Counter[int] = Counter()  # by size: steps for which a larger one had to do
-        self.on_demand = True  # whether a new one may be made now
+        self.on_demand = True  # whether all steps of a new one are made at once
 
     def choose(self, count: int) -> int:
-        size = bucket(count, SIZES)
+        size = size_of(count)
         nearest = min((one for one in self.made if one > size), default=0)
         if size not in self.made and nearest:
             self.oversized[size] += 1
             lost = self.oversized[size] * SAVED * (nearest / size - 1)
-            if lost < CAPTURE_COST or not self.on_demand:
+            if lost < (CAPTURE_COST if self.on_demand else CAPTURE_ONE_COST):
                 return nearest
-        if self.on_demand:
-            self.made.add(size)
+        self.made.add(size)
         return size
 
     def room_for(self, count: int) -> int:

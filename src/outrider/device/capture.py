@@ -208,9 +208,13 @@ class CapturedStep:
         return self.output
 
     def capture(self, record: Record) -> None:
-        """Capture the CUDA graph, after a warm-up on padding alone, which changes no sequence's state."""
+        """Capture the CUDA graph, on padding alone, which changes no sequence's state. A step that was never launched
+        runs once before, which compiles its kernels.
+        """
         given = self.inputs.clone()
         self._clear()
+        if not self.launches:
+            self._step()
         self.graph, (output, logits) = record(self._step)
         self.output = output, None if logits is None else _not_kept(logits)
         self.inputs.copy_(given)

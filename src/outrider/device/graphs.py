@@ -1,16 +1,15 @@
 """Steps by shape: which one serves, whether it is captured, and when that may be done.
 
 Until steps are prepared, a shape is captured when it is first needed, as somebody who asks once needs few of them. From
-then on nothing is captured while anybody waits: a captured step that has room serves, or the operations are launched
-one by one, and what was often missed is captured when no request runs.
+then on a captured step that has room serves. Where none has, the operations are launched one by one, and the next time
+they are captured instead: both take the host as long, since the first launch has compiled and loaded the kernels.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 
-from outrider.device.buckets import CAPTURE_AFTER, worth_capturing
+from outrider.device.buckets import worth_capturing
 from outrider.device.capture import CapturedStep, Record, StepShape
 
 
@@ -20,7 +19,6 @@ class StepGraphs:
         self.make, self.record = make, record
         self.on_demand = True
         self.steps: dict[StepShape, CapturedStep] = {}
-        self.missed: Counter[StepShape] = Counter()  # launches, of shapes that nothing captured had room for
         self._serving: dict[StepShape, StepShape] = {}  # the captured shape that has room, by shape
         self.changed = False  # whether shapes were captured or dropped since the last look
 
@@ -41,11 +39,18 @@ class StepGraphs:
     def step(self, shape: StepShape) -> CapturedStep:
         """The step to launch: captured if it may be done now, or was."""
         step = self.made(shape)
-        if step.graph is None and self.record is not None:
-            if self.on_demand and worth_capturing(shape.staged, step.launches):
-                return self.capture(shape)
-            self.missed[shape] += 1
+        if step.graph is None and self.on_demand and worth_capturing(shape.staged, step.launches):
+            return self.capture(shape)
         return step
+
+    def due(self, shape: StepShape, usual: bool) -> bool:
+        """Whether a shape that is launched now was launched often enough to be captured instead; `usual`: it is one of
+        those that steps are prepared with.
+        """
+        if self.record is None or self.captured(shape):
+            return False
+        launches = self.made(shape).launches
+        return launches > 0 if usual else worth_capturing(shape.staged, launches)
 
     def capture(self, shape: StepShape) -> CapturedStep:
         """Now, although requests may wait. On a CPU there is nothing to capture."""
@@ -53,19 +58,13 @@ class StepGraphs:
         if self.record is not None and step.graph is None:
             step.capture(self.record)
             self._serving.clear()
-            self.missed.pop(shape, None)
             self.changed = True
         return step
 
-    def often_missed(self) -> list[StepShape]:
-        """Shapes worth capturing while no request runs."""
-        return [shape for shape, count in self.missed.items() if count >= CAPTURE_AFTER]
-
     def forget(self, drafter: str) -> None:
         """Keep no step that it drafts in. Nothing is in flight."""
-        for known in (self.steps, self.missed):
-            for shape in [one for one in known if drafter in one.drafters]:
-                del known[shape]
+        for shape in [one for one in self.steps if drafter in one.drafters]:
+            del self.steps[shape]
         self._serving.clear()
         self.changed = True
 

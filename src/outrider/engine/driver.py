@@ -28,6 +28,9 @@ T = TypeVar("T")
 DONE = object()
 LEAVE_SECONDS = 10.0  # for the step in hand, when the interpreter leaves
 QUIET = 0.25  # seconds without requests before idle work starts: many clients send the next request at once
+# Beside requests one piece of idle work is done between two steps, once there was none for so many seconds, and it
+# takes this share of the time at most.
+PATIENCE, BUSY_SHARE = 2.0, 0.05
 
 
 def _leave_in_time(driver: Driver) -> None:
@@ -54,7 +57,9 @@ class Driver:
         self.on_failure: Callable[[BaseException], None] | None = (
             None  # takes the error that stopped the engine
         )
-        self.idle_work: Iterator[None] | None = None  # work that is done in pieces while no request runs
+        # Work that is done in pieces while no request runs, and seldom beside requests that leave no such moment.
+        self.idle_work: Iterator[None] | None = None
+        self._busy_from = 0.0  # when a piece of it may be done beside requests
         self._build = build
         self._commands: deque[Callable[[], None]] = deque()  # run by the engine's thread between steps
         self._listeners: dict[str, Listener] = {}
@@ -172,6 +177,9 @@ class Driver:
                 self._answered_at = time.monotonic()
                 if self.engine.idle:
                     self.engine.keep_costs()
+                    self._busy_from = max(self._busy_from, self._answered_at + PATIENCE)
+                else:
+                    self._work_beside_requests()
         except BaseException as problem:
             error = in_words(problem, "answering" if hasattr(self, "engine") else "loading the model")
             self._failure = error
@@ -195,8 +203,24 @@ class Driver:
                 return False
             if not self.engine.idle:
                 return True
-            if self.idle_work is not None and not self._rest() and next(self.idle_work, DONE) is DONE:
-                self.idle_work = None
+            if self.idle_work is not None and not self._rest():
+                self._do_piece()
+                self._busy_from = time.monotonic() + PATIENCE
+
+    def _do_piece(self) -> None:
+        if self.idle_work is not None and next(self.idle_work, DONE) is DONE:
+            self.idle_work = None
+
+    def _work_beside_requests(self) -> None:
+        """Under steady load no moment is quiet: without this nothing would ever be prepared."""
+        if self.idle_work is None:
+            self.idle_work = self.engine.prepare_more()
+            return
+        begun = time.monotonic()
+        if begun >= self._busy_from:
+            self._do_piece()
+            ended = time.monotonic()
+            self._busy_from = ended + (ended - begun) * (1 / BUSY_SHARE - 1)
 
     def _rest(self) -> float:
         """Seconds to sleep while no request comes; 0 if idle work may go on. It starts only after a quiet time,

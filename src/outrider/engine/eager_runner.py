@@ -15,6 +15,7 @@ import torch
 from outrider.cache.store import KeyValueStore
 from outrider.control.experts import ExpertCosts
 from outrider.control.planner import Planner
+from outrider.control.prefill import MAX_PROMPT_ROWS
 from outrider.draft.drafters import Drafters
 from outrider.engine.kv_cache import KvCache
 from outrider.engine.rows import PackedRows, Packer, Result, pack, padding
@@ -101,7 +102,8 @@ def packed_options(drafters: Drafters, work: Seq[Work], drafting: Seq[bool]) -> 
 class EagerPreparation:
     """Measures passes by rows."""
 
-    on_demand = False
+    on_demand, idle = False, True
+    sequences = most = 0
     counts = 0, 0  # nothing is captured or compiled
 
     def __init__(self, model: Model, cache: KvCache) -> None:
@@ -118,6 +120,9 @@ class EagerPreparation:
             seconds = measure_pass(self.model, self.cache, planner.costs.eager.experts, rows)
             planner.costs.eager.learn_pass(rows, seconds)
             yield True
+
+    def most_prompt_rows(self, decoding: int) -> int:
+        return MAX_PROMPT_ROWS
 
     def measure(self, planner: Planner, drafter: str, size: int) -> None:
         return

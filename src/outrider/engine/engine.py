@@ -138,14 +138,18 @@ class Engine:
         """Before warm-up, steps are launched kernel by kernel, so a few large prefill steps cost less than many small
         ones.
         """
-        if self.runner.preparation.on_demand:
+        preparation = self.runner.preparation
+        if preparation.on_demand:
             return self.settings.step_rows
         rows = max(self.planner.prompt_rows(decoding, waited, waiting, pending), 1)
+        rows = min(rows, preparation.most_prompt_rows(decoding))
         after_prompts = bool(self.in_flight) and any(
             one.prompt_rows for one in self.in_flight[-1].packed.work
         )
         admitted = waiting * min(1.0, rows / max(pending, 1))
-        hold = after_prompts and not begun and self.planner.costs.pause.pays(decoding, admitted)
+        # A step that is full anyway holds no more prompts for waiting.
+        hold = after_prompts and not begun and pending < rows
+        hold = hold and self.planner.costs.pause.pays(decoding, admitted)
         return 0 if hold else rows
 
     def _background_rows(self, decoding: int) -> int:
@@ -190,15 +194,25 @@ class Engine:
         return self.planner.plan(work, options)
 
     def prepare(self, sequences: int) -> Iterator[None]:
-        """Captures and measures the steps of up to this many sequences, piece by piece, while the engine is idle. From
-        the first piece on, nothing is captured while a request runs.
+        """Captures and measures the steps of up to this many sequences, piece by piece: while the engine is idle, or
+        between two steps. After the first piece, a step that is missing is captured when it is launched again.
         """
         preparation = self.runner.preparation
-        preparation.on_demand = False
+        preparation.on_demand, preparation.idle = False, self.idle
         for answerable in preparation.run(self.planner, sequences):
-            self.answerable, self.counts = answerable, preparation.counts  # no request waited for it
+            self.answerable = answerable
+            if preparation.idle:  # no request waited for it
+                self.counts = preparation.counts
             yield
+            preparation.idle = self.idle
         self.keep_costs(always=True)
+
+    def prepare_more(self) -> Iterator[None] | None:
+        """The steps of more sequences than were prepared for, if so many have come since."""
+        preparation = self.runner.preparation
+        if preparation.on_demand or preparation.most <= preparation.sequences:
+            return None
+        return self.prepare(preparation.most)
 
     def keep_costs(self, always: bool = False) -> None:
         """Saves the measured step costs if they changed. Call only while the engine is idle."""
@@ -258,6 +272,7 @@ class Engine:
             predicted=step.predicted + step.packed.predicted,
             plan_cached=step.plan_cached,
             experts=step.experts,
+            uncaptured=step.uncaptured,
         )
 
     def _shadow_scores(self, step: InFlightStep, results: list[Result], alive: list[int]) -> list[Outcome]:

@@ -310,7 +310,7 @@ class GraphRunner:
         if plan.tree != NO_TREE and len(rows):
             if self.table.make_room(len(rows) * plan.tree.nodes):
                 shape = replace(plain, tree=plan.tree, drafters=plan.drafters)
-                return self.graphs.find(shape) or shape
+                return self.preparation.serving(shape)
             for (
                 i
             ) in step.resident:  # host-packed drafts took the slots: none is worth another sequence's place
@@ -322,12 +322,13 @@ class GraphRunner:
             found = self.graphs.find(shape) or (shape if self.graphs.on_demand else None)
             if passes > 1 and found is not None and self.table.make_room(len(rows) * found.nodes):
                 return found
-        return self.graphs.find(plain) or plain
+        return self.preparation.serving(plain)
 
     def _send(self, step: GraphStep, inputs: Inputs, batch: Batch | None) -> Launched:
         assert step.shape is not None
         self.preparation.before(step.shape, len(step.work))
         captured = self.graphs.step(step.shape)
+        step.uncaptured = self.captures and captured.graph is None and not self.graphs.on_demand
         captured.fill(*inputs)
         if batch is not None:
             self._stage(captured, step.packed, batch)
@@ -339,7 +340,7 @@ class GraphRunner:
         count = len(inputs.rows)
         step.rows -= count * step.shape.tree.nodes
         plain = replace(step.shape, tree=NO_TREE, drafters=())
-        step.shape = self.graphs.find(plain) or plain
+        step.shape = self.preparation.serving(plain)
         step.captured = CapturedShape("none", NO_TREE, step.size)
         self.latest[-1] = InFlightDrafts("none", {}, 1, 1)
         for i in step.resident:
@@ -487,5 +488,5 @@ def make_graph_runner(
     pool = torch.cuda.graph_pool_handle()  # one for all graphs: they never run at the same time
     run = model.make_pass(cache.store)
     return GraphRunner(
-        model, cache, drafters, ops, run, lambda step: record(step, pool), 1, default, tree_size
+        model, cache, drafters, ops, run, lambda step: record(step, pool, ran=True), 1, default, tree_size
     )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
 from outrider.control.trees import CHAINS, TREES
-from outrider.device.buckets import MAX_BESIDE, MAX_ROWS, TREE_SIZE, staged_bucket
+from outrider.device.buckets import MAX_BESIDE, MAX_ROWS, TREE_SIZE, staged_bucket, staged_room
+from outrider.device.capture import StepShape
 from outrider.draft.drafters import Drafters
-from outrider.types import Draft, TreeShape, Work
+from outrider.types import NO_TREE, Draft, TreeShape, Work
 
 MAX_RESIDENT_DEPTH = CHAINS[-1].depth  # a request that asks for more is host-packed
 
@@ -56,3 +58,15 @@ def packed_bucket(work: Seq[Work], drafts: Seq[Draft]) -> tuple[int, int, int]:
     logits = sum(one.scored + (1 + len(draft)) * one.emits for one, draft in pairs)
     chunks, drafted = ([count for count, nodes in rows if bool(nodes) is kind] for kind in (False, True))
     return staged_bucket(chunks, drafted, logits)
+
+
+def usual_shape(shape: StepShape, beside: int) -> StepShape | None:
+    """The smallest of those shapes that steps are prepared with that has room for this one; None: there is none. Steps
+    with staged rows have room for `beside` resident sequences. Contexts are taken as they are.
+    """
+    if not shape.staged:
+        return shape
+    room = staged_room(beside, shape.tree != NO_TREE, shape.staged, shape.wanted)
+    if room is None or shape.branching:
+        return None
+    return replace(shape, size=beside, staged=room[0], wanted=room[1], filtered=True)

@@ -38,6 +38,7 @@ class InFlightStep:
     verify_s: float = 0.0
     waited_s: float = 0.0
     experts: float = 0.0  # as StepRecord has it
+    uncaptured: bool = False  # the same
 
     @property
     def can_draft(self) -> bool:
@@ -49,6 +50,9 @@ class Preparation(Protocol):
     """Captures and measures steps ahead of requests."""
 
     on_demand: bool  # whether steps may be captured and measured while a request waits
+    idle: bool  # whether no request runs while the next piece of `run` is done
+    sequences: int  # at once, at most, of those that steps are prepared for
+    most: int  # the same of those that came
 
     @property
     def counts(self) -> tuple[int, int]:
@@ -59,6 +63,10 @@ class Preparation(Protocol):
         """Prepares steps of up to this many sequences, piece by piece, and teaches the planner their costs. Yields
         whether requests can be answered without drafts from what is prepared.
         """
+        ...
+
+    def most_prompt_rows(self, decoding: int) -> int:
+        """Maximum number of prompt rows that a prepared step with so many decoding sequences has room for."""
         ...
 
     def measure(self, planner: Planner, drafter: str, size: int) -> None:

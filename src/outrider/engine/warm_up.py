@@ -10,16 +10,20 @@ Threads compile the kernels of these steps ahead, in the same order.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import suppress
 from itertools import chain
+from math import log2
 
 import numpy as np
 import torch
 
+from outrider.control.costs import CapturedCosts
 from outrider.control.planner import Planner
+from outrider.control.prefill import MAX_PROMPT_ROWS
 from outrider.device.buckets import (
+    ALIKE,
     ALONE,
     DRAFTED_CHUNKS,
     FEW_LOGITS,
@@ -27,13 +31,12 @@ from outrider.device.buckets import (
     MAX_LOGITS,
     MOST_CAPTURED,
     RUNS,
-    SIZES,
     SizeChoice,
-    bucket,
     chunk_sizes,
     fitting_sizes,
     longest_run,
     size_beside,
+    size_of,
     sizes_beside,
     sizes_up_to,
 )
@@ -41,9 +44,17 @@ from outrider.device.capture import CapturedStep, StepShape, Timer
 from outrider.device.graphs import StepGraphs
 from outrider.device.ops import StepOps
 from outrider.draft.drafters import DrafterFailed, Drafters
-from outrider.engine.graph_shapes import GraphShapes
+from outrider.engine.graph_shapes import GraphShapes, usual_shape
 from outrider.model.kernels.gpu.recording import CONTEXTS, Recorded, context_for, contexts_for
-from outrider.types import NO_DRAFT, NO_TREE, Request, SamplingParams, Sequence, TreeShape
+from outrider.types import (
+    NO_DRAFT,
+    NO_TREE,
+    CapturedShape,
+    Request,
+    SamplingParams,
+    Sequence,
+    TreeShape,
+)
 from outrider.verify.batch import verify_rows
 
 Plain = Callable[[int], float | None]  # seconds of plain steps, by size
@@ -61,9 +72,15 @@ class GraphPreparation:
         self.graphs, self.shapes, self.sizes = graphs, shapes, sizes
         self.drafters, self.ops, self.width = drafters, ops, ops.state.width
         self.captures = graphs.record is not None
-        self.prepared: set[tuple[str, int]] = set()  # drafters and sizes; plain steps with their prompt rows
+        # Drafters and sizes; plain steps with their prompt rows. A size of 0 is prompts alone.
+        self.prepared: set[tuple[str, int]] = set()
         self._compiled: set[StepShape] = set()  # or on their way there
+        self._usual: dict[StepShape, StepShape | None] = {}  # what `usual_shape` says
         self.sequences = 1  # at once, at most, of those that steps are prepared for
+        self.most = 0  # the same of those that came since
+        self.current = 0  # the same of the last step
+        self._idle = True
+        self.costs: CapturedCosts | None = None  # of the planner that steps are prepared for
 
     @property
     def on_demand(self) -> bool:
@@ -74,16 +91,34 @@ class GraphPreparation:
         self.graphs.on_demand = self.sizes.on_demand = now
 
     @property
+    def idle(self) -> bool:
+        return self._idle
+
+    @idle.setter
+    def idle(self, now: bool) -> None:
+        """Beside requests kernels are compiled one at a time, seldom."""
+        self._idle = now
+        if self.ops.ahead is not None:
+            (self.ops.ahead.resume if now else self.ops.ahead.pause)()
+
+    @property
     def counts(self) -> tuple[int, int]:
         return Recorded.graphs, Recorded.kernels
 
     def run(self, planner: Planner, sequences: int) -> Iterator[bool]:
-        """Steps without drafts come first; from then on requests can be answered. Kernels are compiled ahead."""
+        """Steps without drafts come first; from then on requests can be answered. Kernels are compiled ahead, or beside
+        requests those of a few steps at a time.
+        """
+        self.costs = planner.costs.captured
         names = tuple(dict.fromkeys((*planner.choices, *filter(self.drafters.resident, self.drafters.names))))
         sizes = sizes_up_to(sequences)
         plain = [("none", size) for size in sizes if ("none", size) not in self.prepared]
         drafted = [(n, size) for n in names for size in sizes if (n, size) not in self.prepared]
-        for _ in chain(self.compile(sequences), self.prompts(), self._measured(planner, plain)):
+        for _ in chain(
+            self.compile(sequences),
+            self.prompts(),
+            self._measured(planner, plain),
+        ):
             yield False
         for _ in chain(
             self.compile(sequences, names),
@@ -96,20 +131,32 @@ class GraphPreparation:
 
     def _measured(self, planner: Planner, pairs: Seq[tuple[str, int]]) -> Iterator[None]:
         """Steps by drafter and size."""
-        costs = planner.costs.captured
-        for drafter, size in pairs:
+        costs, left = planner.costs.captured, list(pairs)
+        while left:
+            drafter, size = pair = left[0] if self.idle else min(left, key=lambda one: self._away(one[1]))
+            left.remove(pair)
+            yield from self._ready(self._shapes(size, drafter).values())
             found = []
             for one in self.steps(size, drafter):
                 found.append(one)
                 yield
             costs.learn(drafter, size, found)
+            if drafter == "none":
+                yield from self._ready(self._beside(size))
             for rows, seconds in self.measure_prompts(size) if drafter == "none" else ():
                 costs.with_prompts[size, rows] = seconds
                 yield
 
+    def _away(self, size: int) -> float:
+        """How far a size is from what requests need now."""
+        return abs(log2(size / max(self.current, 1)))
+
     def _prefills(self, planner: Planner, drafters: Seq[str]) -> Iterator[None]:
         """How fast drafters prefill."""
         for drafter in drafters:
+            if drafter in planner.costs.captured.per_token:
+                continue
+            yield from self._ready_to_read(drafter)
             tokens, seconds = self.prefill(drafter)
             if tokens:
                 planner.costs.captured.learn_prefill(drafter, tokens, seconds)
@@ -128,7 +175,7 @@ class GraphPreparation:
         if ahead is None:
             return
         for shape in shapes:
-            if self._crowded():
+            if self._crowded() or not self.idle:
                 return
             self._compile(shape)
             yield
@@ -138,24 +185,79 @@ class GraphPreparation:
             yield
 
     def _compiling(self) -> Iterator[None]:
-        """Waits for the kernels of draft steps, in short pieces: a request that comes does not wait for them."""
+        """Waits for kernels in short pieces: a request that comes does not wait for them."""
         ahead = self.ops.ahead
         while ahead is not None and ahead.jobs:
-            ahead.resume()
-            time.sleep(POLL_SECONDS)
+            if self.idle:
+                time.sleep(POLL_SECONDS)
             yield
+
+    def _ready(self, shapes: Iterable[StepShape]) -> Iterator[None]:
+        """Beside requests: has the kernels of these steps compiled first, as their launch would wait for them."""
+        if self.idle or self.ops.ahead is None:
+            return
+        for shape in shapes:
+            if shape not in self._compiled and not self.graphs.captured(shape):
+                self._compile(shape)
+                yield
+        yield from self._compiling()
+
+    def _ready_to_read(self, name: str, *context: int) -> Iterator[None]:
+        """The same for what a drafter prefills with."""
+        ahead, drafter = self.ops.ahead, self.drafters.resident(name)
+        if self.idle or ahead is None or drafter is None:
+            return
+        with ahead.collecting(), suppress(Exception):  # the later warm-up of the drafter raises the error
+            drafter.warm_up(self.ops, *context)
+        yield
+        yield from self._compiling()
+
+    def serving(self, shape: StepShape) -> StepShape:
+        """The shape that such a step is launched in: a captured one with room, else one that may be captured."""
+        found = self.graphs.find(shape)
+        if self.on_demand or (found is not None and not self._wastes(found, shape)):
+            return found or shape
+        return self._usual_for(shape) or shape
+
+    def _wastes(self, found: StepShape, shape: StepShape) -> bool:
+        """Whether a captured step is much larger than one that may be captured."""
+        smaller = shape.size < found.size and shape.size in self.sizes.made
+        return smaller and not shape.staged and found.rows > ALIKE and not self._crowded()
+
+    def _usual_for(self, shape: StepShape) -> StepShape | None:
+        if shape not in self._usual:
+            self._usual[shape] = usual_shape(shape, self._size_beside(shape.size))
+        return self._usual[shape]
+
+    def most_prompt_rows(self, decoding: int) -> int:
+        """Beside so many decoding sequences. A step with more is not prepared, and has more rows in all than matmuls
+        are fastest with.
+        """
+        if not (self.captures and decoding):
+            return MAX_PROMPT_ROWS
+        return chunk_sizes(self._size_beside(size_of(decoding)))[-1][0]
+
+    def _size_beside(self, size: int) -> int:
+        return size_beside(size, max(self.sequences, self.most, size)) if size else 0
 
     def before(self, shape: StepShape, sequences: int) -> None:
         """Call it before a step of this shape is launched. Without a warm-up its kernels are compiled together, and at
-        the same time those of the steps that will follow. After a warm-up, compiling pauses instead.
+        the same time those of the steps that will follow. After a warm-up compiling pauses instead, but for a step that
+        is missing; if that was launched before, it is captured and measured.
         """
-        ahead = self.ops.ahead
+        ahead, self.most, self.current = self.ops.ahead, max(self.most, size_of(sequences)), sequences
+        if not self.graphs.on_demand:
+            if ahead is not None:
+                ahead.pause()
+            if ahead is not None and self.graphs.find(shape) is None and shape not in self._compiled:
+                ahead.resume()  # until the next step: this one waits for its kernels, and less for all of them at once
+                self._compile(shape)
+            if self.graphs.due(shape, self._usual_for(shape) == shape) and not self._crowded():
+                self._learn(shape, self._launched(self.graphs.capture(shape)))
+            return
         if ahead is None:
             return
-        if not self.graphs.on_demand:
-            ahead.pause()
-            return
-        follow = self._following(bucket(sequences, SIZES)) if shape.staged else ()
+        follow = self._following(size_of(sequences)) if shape.staged else ()
         for one in (shape, *follow):
             self._compile(one)
 
@@ -198,18 +300,21 @@ class GraphPreparation:
 
     def steps(self, size: int, drafter: str) -> Iterator[tuple[str, TreeShape, float]]:
         """What steps of this size take, plain and with each draft tree, in seconds."""
-        trees = (NO_TREE, *self.shapes.trees(drafter, size))
-        shapes = [self.shape(size, "none" if tree == NO_TREE else drafter, tree) for tree in trees]
-        for shape in shapes:
+        shapes = self._shapes(size, drafter)
+        for shape in shapes.values():
             self._compile(shape)
         try:
-            for tree, shape in zip(trees, shapes, strict=True):
+            for tree, shape in shapes.items():
                 yield "none" if tree == NO_TREE else drafter, tree, self._seconds(shape)
         except DrafterFailed as failed:
             self.drafters.note_fault(failed)
         self.sizes.made.add(size)
         if drafter != "none":
             self.prepared.add((drafter, size))
+
+    def _shapes(self, size: int, drafter: str) -> dict[TreeShape, StepShape]:
+        trees = (NO_TREE, *self.shapes.trees(drafter, size))
+        return {tree: self.shape(size, "none" if tree == NO_TREE else drafter, tree) for tree in trees}
 
     def measure_prompts(self, size: int) -> Iterator[tuple[int, float]]:
         """Room for prompt rows beside plain decoding sequences, and the seconds of such a step."""
@@ -219,15 +324,18 @@ class GraphPreparation:
 
     def prompts(self) -> Iterator[None]:
         """Steps of prompts alone: few rows are captured, many are launched one by one until they are."""
-        for shape in self._prompts() if self.captures else ():
+        if not self.captures or ("none", 0) in self.prepared:
+            return
+        for shape in self._prompts():
+            yield from self._ready([shape])
             if shape.staged <= MOST_CAPTURED:
                 self._seconds(shape)
             else:
                 self._launched(self.graphs.made(shape))
             yield
-        if self.captures:
-            self._verify_nothing()
-            yield
+        self._verify_nothing()
+        self.prepared.add(("none", 0))
+        yield
 
     def _verify_nothing(self) -> None:
         """Start every kernel once that a sequence needs between its prompt and its first resident step."""
@@ -256,22 +364,27 @@ class GraphPreparation:
         steps), steps that filter, drafts beside prompt rows, and all of it for longer texts.
         """
         for shape in self._further(sequences, drafters, plain) if self.captures else ():
+            if self.graphs.captured(shape):
+                continue
             if self._crowded():
                 return
+            yield from self._ready([shape])
             try:
                 self._launched(self.graphs.capture(shape))
             except DrafterFailed as failed:
                 self.drafters.note_fault(failed)
             yield
         for context in contexts_for(self.width, LONGEST)[1:] if self.captures else ():
-            for drafter in filter(None, map(self.drafters.resident, drafters)):
+            for name in drafters:
+                drafter = self.drafters.resident(name)
                 if self._crowded():
                     return
-                drafter.warm_up(self.ops, context)
-                yield
+                yield from self._ready_to_read(name, context)
+                if drafter is not None:
+                    drafter.warm_up(self.ops, context)
+                    yield
 
     def _further(self, sequences: int, drafters: Seq[str], plain: Plain) -> Iterator[StepShape]:
-        yield from self.graphs.often_missed()
         sizes = sizes_up_to(sequences)
         for rows in LONG_ALONE:
             yield self.shape(0, "none", NO_TREE, (rows, MAX_LOGITS), context=rows + 1)
@@ -329,14 +442,28 @@ class GraphPreparation:
             passes, *staged, edited=self.captures,
         )  # fmt: skip
 
+    def _learn(self, shape: StepShape, seconds: float) -> None:
+        """What a step takes that was captured between others; the planner knew nothing of it, or too much: it was
+        launched one by one.
+        """
+        lead = shape.drafters[0] if shape.drafters else "none"
+        if self.costs is None or shape.passes > 1 or shape.branching:
+            return
+        if not shape.staged:
+            self.sizes.made.add(shape.size)
+            if CapturedShape(lead, shape.tree, shape.size) not in self.costs.ahead:
+                self.costs.learn(lead, shape.size, [(lead, shape.tree, seconds)])
+        elif shape.tree == NO_TREE and shape.size:
+            for size in self.sizes.made:
+                if self._size_beside(size) == shape.size:
+                    self.costs.with_prompts.setdefault((size, shape.staged), seconds)
+
     def _seconds(self, shape: StepShape) -> float:
         step = self.graphs.capture(shape)
         self._launched(step)  # the first one only warms up
         return self._launched(step)
 
     def _launched(self, step: CapturedStep) -> float:
-        if self.ops.ahead is not None:
-            self.ops.ahead.resume()
         self.ops.spread_rows(step.shape.rows)
         timer = step.launch_padding()
         self.ops.spread_rows(0)

@@ -390,8 +390,8 @@ def keep_up() -> None:
 
 
 def prepare(llm: LLM, seconds: float) -> None:
-    """Captures the steps of plain answers, then others for `seconds`. The others follow while the engine is idle; a
-    request that comes meanwhile waits for the step being captured.
+    """Captures the steps of plain answers, then others for `seconds`. The rest follows while the engine is idle, and
+    now and then between steps; a request that comes meanwhile waits for the step being captured.
     """
     llm.prepare(wait="plain")
     until = time.monotonic() + seconds

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton")
 
+from outrider.model.kernels.gpu import ahead as ahead_module
 from outrider.model.kernels.gpu.ahead import CompileAhead
 from tests.sweep import sweep
 
@@ -56,6 +59,25 @@ def test_who_launches_waits_for_what_was_begun_and_does_the_rest() -> None:
     threading.Timer(0.05, go.set).start()
     ahead.settle(("slow",))
     assert done == ["slow"] and not ahead.jobs
+
+
+def test_beside_requests_kernels_are_compiled_one_at_a_time_with_rests(monkeypatch) -> None:
+    monkeypatch.setattr(ahead_module, "PATIENCE", 0.0)
+    monkeypatch.setattr(ahead_module, "LOOK_SECONDS", 0.005)
+    ahead, spans = CompileAhead(threads=3), list[tuple[float, float]]()
+    ahead.pause()
+
+    def compile_() -> None:
+        begun = time.monotonic()
+        time.sleep(0.02)
+        spans.append((begun, time.monotonic()))
+
+    for number in range(4):
+        ahead.add((number,), compile_)
+    jobs = list(ahead.jobs.values())
+    assert all(job.done.wait(LONG) for job in jobs)
+    for (begun, ended), (after, _) in itertools.pairwise(spans):
+        assert after - ended >= 0.9 * (ended - begun) * (1 / ahead_module.BUSY_SHARE - 1)
 
 
 def test_a_failure_is_left_to_who_launches() -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,7 +30,13 @@ from outrider.model.kernels.gpu.recording import THREAD, Recorded
 log = logging.getLogger("outrider.kernels")
 
 LEFT_ALONE = 2  # cores for the engine and for everything else
-LOOK_SECONDS = 0.5  # how often a paused thread checks whether the interpreter exits
+LOOK_SECONDS = (
+    0.5  # how often a thread that waits looks whether it may go on, and whether the interpreter exits
+)
+PATIENCE, BUSY_SHARE = (
+    2.0,
+    0.1,
+)  # beside running requests: seconds until the first kernel, and share of the time
 
 Key = tuple[Any, ...]
 
@@ -63,13 +70,12 @@ class CompileAhead:
         self.jobs: dict[Key, Job] = {}  # waiting or begun
         self._seen: set[Key] = set()
         self._waiting: deque[Job] = deque()
-        self._threads, self._paused = 0, False
+        self._threads, self._paused, self._rests_until = 0, False, 0.0
         self._changed = threading.Condition()
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
         """From now on, launches of this thread only put their kernels on the list."""
-        self.resume()
         token = _collecting.set(True)
         try:
             yield
@@ -103,8 +109,9 @@ class CompileAhead:
         return True
 
     def pause(self) -> None:
-        """Starts no further compilation: it would slow down running requests."""
-        self._paused = True
+        """Compiles one kernel at a time, with a long rest after each: it slows down running requests."""
+        if not self._paused:
+            self._paused, self._rests_until = True, time.monotonic() + PATIENCE
 
     def resume(self) -> None:
         if self._paused:
@@ -124,18 +131,26 @@ class CompileAhead:
         if device is not None:
             torch.cuda.set_device(device)
         while (job := self._next()) is not None:
+            begun = time.monotonic()
             try:
                 job.compile()
             except Exception as error:  # the launch raises the same error and reports it
                 log.debug("compiling ahead failed: %r", error)
             with self._changed:
                 del self.jobs[job.key]
+                ended = time.monotonic()
+                self._rests_until = ended + (ended - begun) * (1 / BUSY_SHARE - 1)
             job.done.set()
+
+    def _must_wait(self) -> bool:
+        if not self._paused:
+            return False
+        return len(self.jobs) > len(self._waiting) or time.monotonic() < self._rests_until
 
     def _next(self) -> Job | None:
         """The first kernel on the list. None: the list is empty, or the interpreter exits."""
         with self._changed:
-            while self._waiting and self._paused and threading.main_thread().is_alive():
+            while self._waiting and self._must_wait() and threading.main_thread().is_alive():
                 self._changed.wait(LOOK_SECONDS)
             if not self._waiting or not threading.main_thread().is_alive():
                 self._threads -= 1

@@ -59,17 +59,21 @@ def _apart(context: int, width: int) -> bool:
     return context < width and (width > CLOSE * context or context >= LONG)
 
 
-def record(work: Callable[[], Tensor], pool: Any = None) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """The graph of what `work` launches, and what it returned; run once before, which compiles what is not yet. No
-    garbage is collected while it is recorded: the graphs of an engine that is gone may be part of it, and freeing one
-    then spoils the recording. What other threads do does not: one that compiles may be collecting since before.
+def record(
+    work: Callable[[], Tensor], pool: Any = None, ran: bool = False
+) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    """The graph of what `work` launches, and what it returned; run once before, unless it `ran`, which compiles what is
+    not yet. No garbage is collected while it is recorded: the graphs of an engine that is gone may be part of it, and
+    freeing one then spoils the recording. What other threads do does not: one that compiles may be collecting since
+    before.
     """
     begun = time.perf_counter()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        work()
-    torch.cuda.current_stream().wait_stream(stream)
+    if not ran:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            work()
+        torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     collecting = gc.isenabled()
     gc.disable()
