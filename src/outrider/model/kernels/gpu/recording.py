@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 # Tokens of the longest sequence; few, as capturing takes time.
 CONTEXTS = (1024, 4096, 16_384, 65_536, 262_144)
@@ -59,10 +58,17 @@ def _apart(context: int, width: int) -> bool:
     return context < width and (width > CLOSE * context or context >= LONG)
 
 
-def record(work: Callable[[], Tensor], pool: Any = None) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+def _alone(capture: Callable[[], Any]) -> Any:
+    return capture()
+
+
+def record(
+    work: Callable[[], Any], pool: Any = None, share: Callable[[Callable[[], Any]], Any] = _alone
+) -> tuple[Any, Any]:
     """The graph of what `work` launches, and what it returned; run once before, which compiles what is not yet. No
     garbage is collected while it is recorded: the graphs of an engine that is gone may be part of it, and freeing one
     then spoils the recording. What other threads do does not: one that compiles may be collecting since before.
+    `share` has the other ranks capture at the same time.
     """
     begun = time.perf_counter()
     stream = torch.cuda.Stream()
@@ -70,6 +76,14 @@ def record(work: Callable[[], Tensor], pool: Any = None) -> tuple[torch.cuda.CUD
     with torch.cuda.stream(stream):
         work()
     torch.cuda.current_stream().wait_stream(stream)
+    graph, result = share(lambda: capture(work, pool))
+    Recorded.seconds += time.perf_counter() - begun
+    Recorded.graphs += 1
+    return graph, result
+
+
+def capture(work: Callable[[], Any], pool: Any = None) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """As `record`, of kernels that were launched before."""
     graph = torch.cuda.CUDAGraph()
     collecting = gc.isenabled()
     gc.disable()
@@ -79,6 +93,4 @@ def record(work: Callable[[], Tensor], pool: Any = None) -> tuple[torch.cuda.CUD
     finally:
         if collecting:
             gc.enable()
-    Recorded.seconds += time.perf_counter() - begun
-    Recorded.graphs += 1
     return graph, result
