@@ -7,6 +7,8 @@ import queue
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from torch import Tensor
+
 from outrider.model.parallel import Ranks
 
 
@@ -18,6 +20,9 @@ class Line:
 
     def send(self, message: bytes) -> None:
         self.messages.put(message)
+
+    def __iter__(self) -> Iterator[bytes | None]:
+        return iter(self.messages.get, object())
 
     def reason(self, error: BaseException) -> BaseException:
         return RuntimeError(f"the group is over: {error}")
@@ -34,27 +39,31 @@ class Again:
     """A graph of rank 0: calls that broadcast what they are given, and announce nothing."""
 
     def __init__(self, group: Ranks, work: Callable[[], Any]) -> None:
-        self.group, self.work, self.replays = group, work, 0
+        self.group, self.work, self.result = group, work, work()
 
     def replay(self) -> None:
-        self.replays += 1
         line, self.group.channel, self.group._recording = self.group.channel, Nowhere(), True
         try:
-            self.work()
+            for held, found in zip(_tensors(self.result), _tensors(self.work()), strict=True):
+                held.copy_(found)
         finally:
             self.group.channel, self.group._recording = line, False
 
 
 def captured(group: Ranks, work: Callable[[], Any]) -> tuple[Again, Any]:
     """What `Ranks.recorded` asks for."""
-    result = work()
-    return Again(group, work), result
+    graph = Again(group, work)
+    return graph, graph.result
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    return [one for one in (result if isinstance(result, tuple) else (result,)) if one is not None]
 
 
 class Messages:
     """What rank 0 announces to another rank, whose graphs are the messages that it captured from."""
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: Iterator[bytes | None]) -> None:
         self.line, self.again = line, list[bytes]()  # what is replayed
         self.heard: list[list[bytes]] = []  # of recordings that run
         self.calls: list[str] = []
@@ -63,7 +72,7 @@ class Messages:
         return self
 
     def __next__(self) -> bytes:
-        message = self.again.pop(0) if self.again else self.line.messages.get()
+        message = self.again.pop(0) if self.again else next(self.line)
         if message is None:
             raise StopIteration
         self.calls.append(json.loads(message.partition(b"\n")[0])[0])

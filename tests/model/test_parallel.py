@@ -180,7 +180,7 @@ def test_others_repeat_what_rank_0_does(kernel_folder: Path) -> None:
                 opened.append(make_store(model, slots))
                 return opened[-1]
 
-            return follow(model, Messages(line), open_store)
+            return follow(model, Messages(iter(line)), open_store)
         group.channel = line
         reader = Reader(config, texts=40, longest=32)
         reader.store = make_store(model, reader.store.slots)
@@ -216,7 +216,7 @@ def test_a_captured_graph_runs_on_all_ranks_with_what_rank_0_has_by_then(kernel_
     """Rank 0 announces the graph alone; ids and slots of each replay reach the others by broadcast."""
     config, tensors = family("qwen3")
     line = Line()
-    messages = Messages(line)
+    messages = Messages(iter(line))
     weights = config, lambda name: tensors[name].clone(), kernel_folder
 
     def replayed(group: Group) -> list[Tensor]:
@@ -227,8 +227,9 @@ def test_a_captured_graph_runs_on_all_ranks_with_what_rank_0_has_by_then(kernel_
         mine = reader.batch(*(Part(i, [i + 1]) for i in range(4)))
         logits: list[Tensor] = []
 
-        def work() -> None:
+        def work() -> tuple[()]:
             logits[:] = [model.forward(mine, reader.store), model.embed(mine.ids)]
+            return ()
 
         work()
         graph: Any = None
