@@ -1,0 +1,24 @@
+"""The script that times passes runs, at a tiny size, through Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+ROOT = Path(__file__).parents[2]
+SMALL = ("--device", "cpu", "--tiny", "--decode", "1,3", "--trees", "4", "--prompts", "20", "--context", "30")
+
+
+@pytest.mark.parametrize("shape", ["8b", "qwen3-30b-a3b"])
+def test_passes_of_a_tiny_model(shape: str) -> None:
+    command = [sys.executable, "bench/gpu/passes.py", "--shape", shape, *SMALL]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.startswith(f"{shape}, bfloat16: ")
