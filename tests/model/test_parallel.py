@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import queue
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -26,6 +25,7 @@ from outrider.model.weights import KERNEL_FORMATS, kept_as
 from outrider.types import Draft
 from tests.model.batches import Part, Reader, random_ids
 from tests.model.families import CASES, NEEDS_COMPILER, POSITIONS, tensors_of, theirs
+from tests.model.replayed import Line, Messages, captured
 from tests.model.test_blocks import FORMS, random_blocks
 from tests.tiny import random_tensors, tiny_config
 
@@ -150,19 +150,6 @@ def test_a_rank_holds_its_share_of_weights_and_cache(kernel_folder: Path) -> Non
         assert (4 * (weights - norms), 4 * keys) == whole
 
 
-class Line:
-    """A channel between threads."""
-
-    def __init__(self) -> None:
-        self.messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-
-    def send(self, message: bytes) -> None:
-        self.messages.put(message)
-
-    def reason(self, error: BaseException) -> BaseException:
-        return RuntimeError(f"the group is over: {error}")
-
-
 def every_call(model: Decoder, reader: Reader) -> list[Tensor]:
     """What an engine and its drafters ask of a model."""
     logits = reader.feed(model, *(Part(i, [i, 5]) for i in range(3, 30)))
@@ -193,7 +180,7 @@ def test_others_repeat_what_rank_0_does(kernel_folder: Path) -> None:
                 opened.append(make_store(model, slots))
                 return opened[-1]
 
-            return follow(model, iter(line.messages.get, None), open_store)
+            return follow(model, Messages(iter(line)), open_store)
         group.channel = line
         reader = Reader(config, texts=40, longest=32)
         reader.store = make_store(model, reader.store.slots)
@@ -223,3 +210,56 @@ def test_nothing_is_gathered_after_a_call_that_failed(kernel_folder: Path) -> No
     with pytest.raises(RuntimeError, match="the group is over"):
         model.project(torch.zeros(1, 64))
     assert line.messages.qsize() == 1  # the second was not announced
+
+
+def test_a_captured_graph_runs_on_all_ranks_with_what_rank_0_has_by_then(kernel_folder: Path) -> None:
+    """Rank 0 announces the graph alone; ids and slots of each replay reach the others by broadcast."""
+    config, tensors = family("qwen3")
+    line = Line()
+    messages = Messages(iter(line))
+    weights = config, lambda name: tensors[name].clone(), kernel_folder
+
+    def replayed(group: Group) -> list[Tensor]:
+        """Passes over the same buffers, whose contents change."""
+        model = decoder(*weights, group)
+        reader = Reader(config, texts=4, longest=32)
+        reader.store = make_store(model, reader.store.slots)
+        mine = reader.batch(*(Part(i, [i + 1]) for i in range(4)))
+        logits: list[Tensor] = []
+
+        def work() -> tuple[()]:
+            logits[:] = [model.forward(mine, reader.store), model.embed(mine.ids)]
+            return ()
+
+        work()
+        graph: Any = None
+        if isinstance(group, Ranks):
+            graph, _ = group.recorded(lambda: captured(group, work))
+            work_again = graph.replay
+        else:
+            work_again = work
+        found = []
+        for turn in range(3):
+            mine.ids.copy_(torch.arange(4) * 7 + turn)
+            mine.positions.fill_(turn), mine.prefix.fill_(turn + 1)
+            mine.slots.copy_(reader.table[:4, turn])
+            work_again()
+            found += logits
+        return found
+
+    def run(group: Ranks) -> list[Tensor] | None:
+        if group.rank:
+            model = decoder(*weights, group)
+            return follow(model, messages, lambda slots: make_store(model, slots), messages.capture)
+        group.channel = line
+        try:
+            return replayed(group)
+        finally:
+            line.messages.put(None)
+
+    found, _ = on_ranks(2, run)
+    for one, other in zip(found, replayed(ALONE), strict=True):
+        assert torch.equal(one, other)
+    calls = ["exit_logits", "embed"]
+    replays = ["replay", *calls, "recorded"] * 3
+    assert messages.calls == ["open_store", *calls, "record", *calls, "recorded", *replays]

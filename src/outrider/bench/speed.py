@@ -160,7 +160,7 @@ def _device_pass(llm: LLM, batch: Batch, context: int) -> Callable[[], float]:
     assert isinstance(llm.model, Layered)
     target = llm.model.make_pass(llm.engine.cache.store)
     there, each = batch.to(llm.model.device), batch.rows // len(batch.table_rows.unique())
-    graph, _ = record(lambda: target(there, each, context, False))
+    graph, _ = record(lambda: target(there, each, context, False), share=llm.model.group.recorded)
 
     def run() -> float:
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

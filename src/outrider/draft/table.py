@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -200,12 +201,12 @@ def _lm(path: Path, sources: DrafterSources) -> Drafter:
 
 
 def _graphed(model: Model) -> Callable[[Pass], Pass] | None:
-    """The class that replays a pass from CUDA graphs; None on a CPU."""
+    """What replays a pass from CUDA graphs; None on a CPU."""
     if model.device.type != "cuda":
         return None
     from outrider.model.device import GraphedPass  # Triton comes with it
 
-    return GraphedPass
+    return partial(GraphedPass, group=model.group)
 
 
 def same_tokens(target: Tokenizer, draft: Tokenizer, path: Path) -> None:

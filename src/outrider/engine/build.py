@@ -146,9 +146,7 @@ def _build(
     drafters = Drafters(by_name, model.config.vocab)
     live_draft = LiveDraft(parts, drafters, sources)
     runner: Runner = (
-        make_graph_runner(model, cache, drafters, drafter)
-        if on_gpu and ranks is None  # the other ranks follow calls, and know no graphs
-        else EagerRunner(model, cache, drafters)
+        make_graph_runner(model, cache, drafters, drafter) if on_gpu else EagerRunner(model, cache, drafters)
     )
     # Lookup costs next to nothing, so the planner may choose it where a request names no drafter.
     choices = dict.fromkeys((drafter, "lookup") if names else ())

@@ -487,6 +487,8 @@ def make_graph_runner(
     ops = GpuStepOps(SequenceState(rows, width, model.device, model.config.vocab), model)
     pool = torch.cuda.graph_pool_handle()  # one for all graphs: they never run at the same time
     run = model.make_pass(cache.store)
-    return GraphRunner(
-        model, cache, drafters, ops, run, lambda step: record(step, pool, ran=True), 1, default, tree_size
-    )
+
+    def recorded(step: Callable[[], Any]) -> tuple[Any, Any]:
+        return record(step, pool, model.group.recorded, ran=True)
+
+    return GraphRunner(model, cache, drafters, ops, run, recorded, 1, default, tree_size)

@@ -62,7 +62,14 @@ def _follow(sock: socket.socket, start: dict[str, Any], say: Say) -> None:
     model = load_model(open_checkpoint(start["model"]), settings, group=group)
     say(json.dumps({"ready": True}).encode())
     group.connect(dist.FileStore(start["meeting"], group.size), model.device)
-    follow(model, messages(sock), partial(make_store, model))
+    run = partial(follow, model, messages(sock), partial(make_store, model))
+    if model.device.type == "cpu":
+        run()
+        return
+    from outrider.model.kernels.gpu.ahead import AHEAD  # Triton comes with it
+    from outrider.model.kernels.gpu.recording import capture
+
+    run(partial(capture, pool=torch.cuda.graph_pool_handle()), AHEAD.collecting)
 
 
 def _live(say: Say) -> None:

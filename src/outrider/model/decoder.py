@@ -178,10 +178,12 @@ class Decoder:
         """Rows of embedding or head, of which each rank has those of some tokens."""
         if self.group.size == 1:
             return read(ids)
-        ranks = [self.group.cut(self.config.vocab, rank=rank) for rank in range(self.group.size)]
-        own, bounds = ranks[self.group.rank], torch.tensor([rank.stop for rank in ranks], device=ids.device)
+        parts = [self.group.cut(self.config.vocab, rank=rank) for rank in range(self.group.size)]
+        own, owners = parts[self.group.rank], torch.zeros_like(ids)
+        for part in parts[1:]:  # without a tensor from the host, which a graph cannot capture
+            owners += ids >= part.start
         found = read(ids.clamp(own.start, own.stop - 1) - own.start)
-        return self.group.pick(found, torch.bucketize(ids, bounds, right=True))
+        return self.group.pick(found, owners)
 
     def weight_bytes(self) -> int:
         packed = {tensor.data_ptr(): tensor.nbytes for _, tensor in named_tensors("", self)}

@@ -33,8 +33,8 @@ from outrider.model.kernels.gpu.recording import context_for, record
 from outrider.model.kernels.gpu.same_bits import Adopted, adopt_library
 from outrider.model.parallel import ALONE, Group, shared
 from outrider.model.rope import rope_tables
-from outrider.model.staged import ROW_FIELDS, StagedRows
-from outrider.types import Batch
+from outrider.model.staged import ROW_FIELDS, StagedView
+from outrider.types import MAX_NODES, Batch
 
 
 class DeviceDecoder:
@@ -49,6 +49,7 @@ class DeviceDecoder:
         self.device, self.dtype = decoder.kernels.device, decoder.kernels.dtype
         self.norm = decoder.norm.to(self.device)
         self.library = Adopted(refused="not asked for")
+        self.attention_plans = AttentionPlans(self.kernels.config, self.device)
 
     def forward(self, batch: Batch, store: KeyValueStore) -> Tensor:
         if self.decoder.mixtures:
@@ -122,6 +123,26 @@ class DeviceDecoder:
         attention = plan_attention(batch, c.heads, c.kv_heads, c.head_dim, there)
         return run_pass(self, there, store, attention, layers)
 
+    @shared
+    def run_rows(
+        self,
+        batch: Batch,
+        store: KeyValueStore,
+        layers: int,
+        together: int,
+        context: int,
+        branching: bool,
+        staged: StagedView | None,
+    ) -> Tensor:
+        """The same for rows on the device; see `DevicePass`."""
+        plans = self.attention_plans
+        attention: AttentionPlan | JointPlan
+        if staged is None:
+            attention = plans.of(batch, together, context, branching)
+        else:
+            attention = plans.joint(batch, together, context, branching, staged)
+        return run_pass(self, batch, store, attention, layers)
+
 
 class DevicePass:
     """A pass over rows on the device. The host reads nothing, so a graph can capture it.
@@ -132,7 +153,6 @@ class DevicePass:
 
     def __init__(self, model: DeviceDecoder, store: KeyValueStore, layers: int | None = None) -> None:
         self.model, self.store, self.layers = model, store, layers or model.config.layers
-        self.attention_plans = AttentionPlans(model.kernels.config, model.device)
 
     def __call__(
         self,
@@ -140,15 +160,11 @@ class DevicePass:
         together: int,
         context: int,
         branching: bool = False,
-        staged: StagedRows | None = None,
+        staged: StagedView | None = None,
     ) -> Tensor:
-        plans = self.attention_plans
-        attention: AttentionPlan | JointPlan
-        if staged is None:
-            attention = plans.of(batch, together, context, branching)
-        else:
-            attention = plans.joint(batch, together, context, branching, staged)
-        return run_pass(self.model, batch, self.store, attention, self.layers)
+        if self.model.group.size > 1:  # the table travels to the other ranks
+            batch = replace(batch, table=batch.table[:, : context + MAX_NODES])
+        return self.model.run_rows(batch, self.store, self.layers, together, context, branching, staged)
 
 
 class GraphedPass:
@@ -156,9 +172,10 @@ class GraphedPass:
     own buffers first.
     """
 
-    def __init__(self, run: Callable[..., Tensor]) -> None:
-        self.run = run
-        self._made: dict[tuple[int, int, int, bool], tuple[Batch, torch.cuda.CUDAGraph, Tensor]] = {}
+    def __init__(self, run: Callable[..., Tensor], group: Group = ALONE) -> None:
+        """`group`: the ranks that take part in the pass."""
+        self.run, self.group = run, group
+        self._made: dict[tuple[int, int, int, bool], tuple[Batch, Any, Tensor]] = {}
 
     def __call__(self, batch: Batch, together: int, context: int, branching: bool = False) -> Tensor:
         context = context_for(context, batch.table.shape[1])
@@ -168,7 +185,10 @@ class GraphedPass:
         if key not in self._made:
             names = (*ROW_FIELDS, "logit_rows")
             mine = replace(batch, **{name: getattr(batch, name).clone() for name in names})
-            self._made[key] = mine, *record(lambda: self.run(mine, together, context, branching))
+            self._made[key] = (
+                mine,
+                *record(lambda: self.run(mine, together, context, branching), share=self.group.recorded),
+            )
         mine, graph, logits = self._made[key]
         for name in (*ROW_FIELDS, "logit_rows"):
             getattr(mine, name).copy_(getattr(batch, name))
@@ -177,7 +197,9 @@ class GraphedPass:
 
 
 class AttentionPlans:
-    """Attention plans of a `DevicePass`, one for each shape. Captured graphs use their buffers, so plans are kept."""
+    """Attention plans of passes over rows on the device, one for each shape. Captured graphs use their buffers, so
+    plans are kept.
+    """
 
     def __init__(self, config: ModelConfig, device: torch.device) -> None:
         self.shape, self.device = (config.heads, config.kv_heads, config.head_dim), device
@@ -190,7 +212,7 @@ class AttentionPlans:
         return attention
 
     def joint(
-        self, batch: Batch, together: int, context: int, branching: bool, staged: StagedRows
+        self, batch: Batch, together: int, context: int, branching: bool, staged: StagedView
     ) -> JointPlan:
         """The plan for resident rows followed by staged rows."""
         parts = [(part.batch, plan_staged(part, self.shape, context)) for part in staged.parts]

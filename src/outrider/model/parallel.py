@@ -2,7 +2,9 @@
 
 Every matrix is cut by its outputs, and the ranks gather what they computed. No sum crosses ranks, so the bits are those
 of one process for any number of ranks. Rank 0 runs the engine. It announces each call of its model to the others, which
-run the same call on their part. Processes and their life are engine/ranks.py's business.
+run the same call on their part. What rank 0 captures in a CUDA graph the others capture at the same time: the calls
+with their gathers, and a broadcast of what each call is given. From then on rank 0 announces the graph alone.
+Processes and their life are engine/ranks.py's business.
 """
 
 from __future__ import annotations
@@ -12,24 +14,29 @@ import json
 import math
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import astuple, fields, replace
 from datetime import timedelta
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
 
 from outrider.cache.store import KeyValueStore
 from outrider.load.config import LayerSpec, ModelConfig
 from outrider.load.quants import Blocks
 from outrider.load.weight_map import ROUTER, SHARED_GATE
+from outrider.model.staged import StagedShape, StagedView
 from outrider.types import MAX_NODES, Batch
 
+ALIGNMENT = 16  # bytes, of tensors that are broadcast together: kernels are compiled for it
 GATHER_SECONDS = 30.0  # that a rank waits for the others; they begin a pass at the same time
 
 Call = TypeVar("Call", bound=Callable[..., Any])
+Captured = tuple[Any, Any]  # a graph, and what the captured operations returned
 
 
 class Group:
@@ -85,6 +92,10 @@ class Group:
     def opened(self, store: KeyValueStore) -> None:
         """A store was made that calls will name."""
 
+    def recorded(self, capture: Callable[[], Captured]) -> Captured:
+        """What `capture` returns. The others capture the calls in it, too, and replay them with this graph."""
+        return capture()
+
     def failed(self, error: BaseException) -> BaseException:
         """What to raise for an error in the middle of a call."""
         return error
@@ -119,13 +130,19 @@ class Ranks(Group):
         self._numbers: weakref.WeakKeyDictionary[KeyValueStore, int] = weakref.WeakKeyDictionary()
         self._dropped: list[int] = []  # stores that rank 0 no longer has
         self._count = 0
+        self._recording = False
+        self._collecting: Callable[[], bool] = lambda: False
+        self._device = torch.device("cpu")
         self._process_group: Any = None
         self._meeting: dist.Store | None = None  # must live as long as the process group
 
     def connect(self, store: dist.Store, device: torch.device) -> None:
         """Meets the other ranks, over loopback on a CPU."""
-        self._meeting = store
+        self._meeting, self._device = store, device
         if device.type == "cuda":
+            from outrider.model.kernels.gpu.ahead import is_collecting  # Triton comes with it
+
+            self._collecting = is_collecting
             nccl: Any = dist.ProcessGroupNCCL  # not in torch for a CPU
             options = nccl.Options()
             options._timeout = timedelta(seconds=GATHER_SECONDS)
@@ -159,8 +176,8 @@ class Ranks(Group):
         """[ranks, *part.shape]"""
         part = part.contiguous()
         every = part.new_empty(self.size * part.numel())
-        if part.numel():
-            self._process_group._allgather_base(every, part.view(-1)).wait()
+        if part.numel() and not self._collecting():
+            _done(self._process_group._allgather_base(every, part.view(-1), _at_once(c10d.AllgatherOptions)))
         return every.view(self.size, *part.shape)
 
     # ------------------------------------------------------------------------------------------------- calls
@@ -172,16 +189,61 @@ class Ranks(Group):
             raise self.broken
         dropped, self._dropped[:] = list(self._dropped), []
         tensors: list[Tensor] = []
-        shown = [call, [self._shown(arg, tensors) for arg in args], dropped]
-        self.channel.send(_encoded(shown, [tensor.cpu().contiguous() for tensor in tensors]))
+        shown = [self._shown(arg, tensors) for arg in args]
+        layout = [(str(one.dtype).removeprefix("torch."), one.shape) for one in tensors]
+        # Tensors on the device stay there; the others go with the message.
+        way = "broadcast" if self._recording or any(one.is_cuda for one in tensors) else "sent"
+        way = "absent" if self._collecting() else way
+        line = json.dumps([call, shown, dropped, way, layout]).encode()
+        self.channel.send(b"\n".join([line, _bytes_of(tensors).numpy().tobytes() if way == "sent" else b""]))
+        if way == "broadcast":
+            self._broadcast(_bytes_of([one.to(self._device) for one in tensors]))
+
+    def received(self, way: str, layout: Any, sent: bytes) -> Iterator[Tensor]:
+        """The tensors of a call that rank 0 announced."""
+        ends = _ends(layout)
+        if way == "sent":
+            data = torch.frombuffer(bytearray(sent or b"\0"), dtype=torch.uint8)
+        else:
+            data = torch.zeros(ends[-1], dtype=torch.uint8, device=self._device)
+        if way == "broadcast":
+            self._broadcast(data)
+        for (name, shape), at in zip(layout, ends, strict=False):
+            dtype: torch.dtype = getattr(torch, name)
+            found = data[at : at + math.prod(shape) * dtype.itemsize]
+            # Memory of a message has no alignment.
+            yield (found.clone() if way == "sent" else found).view(dtype).view(shape)
+
+    def _broadcast(self, data: Tensor) -> None:
+        if len(data):
+            _done(self._process_group.broadcast([data], _at_once(c10d.BroadcastOptions)))
+
+    def recorded(self, capture: Callable[[], Captured]) -> Captured:
+        self._count += 1
+        number = self._count
+        self.announce("record", (number,))
+        self._recording = True
+        try:
+            graph, result = capture()
+        except BaseException:
+            self._dropped.append(number)
+            raise
+        finally:
+            self._recording = False
+            self.announce("recorded", ())
+        return SharedGraph(self, number, graph), result
 
     def opened(self, store: KeyValueStore) -> None:
         if self.channel is None:
             return
         self._count += 1
         self._numbers[store] = self._count
-        weakref.finalize(store, self._dropped.append, self._count)
+        self.dropped_with(store, self._count)
         self.announce("open_store", (self._count, store.slots))
+
+    def dropped_with(self, owner: object, number: int) -> None:
+        """The others drop what has this number once rank 0 no longer has its owner."""
+        weakref.finalize(owner, self._dropped.append, number)
 
     def failed(self, error: BaseException) -> BaseException:
         """Ranks that stopped in the middle of a call are in different places, so nothing can be gathered after it."""
@@ -195,13 +257,28 @@ class Ranks(Group):
         if isinstance(arg, KeyValueStore):
             return {"store": self._numbers[arg]}
         if isinstance(arg, Batch):
-            batch = _narrow(arg)
+            batch = arg if arg.table.is_cuda or self._recording else _narrow(arg)
             tensors += [getattr(batch, field.name) for field in fields(batch)]
             return {"batch": len(fields(batch))}
+        if isinstance(arg, StagedView):
+            tensors.append(arg.there)
+            return {"staged": astuple(arg.shape)}
         if isinstance(arg, Tensor):
             tensors.append(arg)
             return {"tensor": 1}
         return arg
+
+
+class SharedGraph:
+    """A graph of rank 0, with which the others replay theirs."""
+
+    def __init__(self, group: Ranks, number: int, graph: Any) -> None:
+        self.group, self.number, self.graph = group, number, graph
+        group.dropped_with(self, number)
+
+    def replay(self) -> None:
+        self.group.announce("replay", (self.number,))
+        self.graph.replay()
 
 
 def _narrow(batch: Batch) -> Batch:
@@ -211,27 +288,30 @@ def _narrow(batch: Batch) -> Batch:
     return replace(batch, table=batch.table[used.long(), :width], table_rows=places.int())
 
 
-def _encoded(shown: Any, tensors: list[Tensor]) -> bytes:
-    """A line of JSON, and the bytes of the tensors."""
-    layout = [(str(one.dtype).removeprefix("torch."), one.shape) for one in tensors]
-    parts = [one.view(-1).view(torch.uint8).numpy().tobytes() for one in tensors]
-    return b"".join([json.dumps([shown, layout]).encode(), b"\n", *parts])
+def _ends(layout: Any) -> list[int]:
+    """Where tensors begin that lie one after the other in memory, and where the last ends."""
+    sizes = [math.prod(shape) * getattr(torch, name).itemsize for name, shape in layout]
+    return [0, *accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)]
 
 
-def _decoded(message: bytes) -> tuple[Any, Iterator[Tensor]]:
-    line, _, raw = message.partition(b"\n")
-    shown, layout = json.loads(line)
-    data = torch.frombuffer(bytearray(raw or b"\0"), dtype=torch.uint8)
+def _bytes_of(tensors: list[Tensor]) -> Tensor:
+    parts = [one.contiguous().view(-1).view(torch.uint8) for one in tensors]
+    blank = torch.zeros(ALIGNMENT, dtype=torch.uint8, device=parts[0].device if parts else "cpu")
+    return torch.cat(
+        [piece for one in parts for piece in (one, blank[: -len(one) % ALIGNMENT])] or [blank[:0]]
+    )
 
-    def tensors() -> Iterator[Tensor]:
-        at = 0
-        for name, shape in layout:
-            dtype: torch.dtype = getattr(torch, name)
-            end = at + math.prod(shape) * dtype.itemsize
-            yield data[at:end].clone().view(dtype).view(shape)  # a copy is aligned
-            at = end
 
-    return shown, tensors()
+def _at_once(options: Any) -> Any:
+    """On the stream of the caller, which needs no events then."""
+    made = options()
+    made.asyncOp = False
+    return made
+
+
+def _done(work: Any) -> None:
+    if work is not None:
+        work.wait()
 
 
 def shared(method: Call) -> Call:
@@ -251,23 +331,54 @@ def shared(method: Call) -> Call:
     return run  # type: ignore[return-value]
 
 
-def follow(model: Any, messages: Iterator[bytes], open_store: Callable[[int], KeyValueStore]) -> None:
-    """Runs on its own part of the model what rank 0 announces, until that hangs up."""
-    stores: dict[int, KeyValueStore] = {}
+def follow(
+    model: Any,
+    messages: Iterator[bytes],
+    open_store: Callable[[int], KeyValueStore],
+    capture: Callable[[Callable[[], None]], Captured] | None = None,
+    collecting: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> None:
+    """Runs on its own part of the model what rank 0 announces, until that hangs up. `capture` makes a graph of what a
+    function launches, where there are graphs; while `collecting`, kernels are only compiled.
+    """
+    held: dict[int, Any] = {}  # stores and graphs
 
-    def argument(shown: Any, tensors: Iterator[Tensor]) -> Any:
+    def run() -> None:
+        for message in messages:
+            line, _, sent = message.partition(b"\n")
+            call, args, dropped, way, layout = json.loads(line)
+            for number in dropped:
+                held.pop(number, None)
+            if call == "recorded":
+                return
+            if call == "record":
+                assert capture is not None
+                held[args[0]], _ = capture(run)
+            elif call == "replay":
+                held[args[0]].replay()
+            elif call == "open_store":
+                held[args[0]] = open_store(args[1])
+            else:
+                given = _given(args, held, model.group.received(way, layout, sent))
+                with collecting() if way == "absent" else nullcontext():
+                    getattr(model, call)(*given)
+
+    run()
+
+
+def _given(args: list[Any], held: dict[int, Any], tensors: Iterator[Tensor]) -> Iterator[Any]:
+    table: Tensor | None = None
+    for shown in args:
         if not isinstance(shown, dict):
-            return shown
-        if "store" in shown:
-            return stores[shown["store"]]
-        return Batch(*islice(tensors, shown["batch"])) if "batch" in shown else next(tensors)
-
-    for message in messages:
-        (call, args, dropped), tensors = _decoded(message)
-        for number in dropped:
-            stores.pop(number, None)
-        if call == "open_store":
-            number, slots = args
-            stores[number] = open_store(slots)
+            yield shown
+        elif "store" in shown:
+            yield held[shown["store"]]
+        elif "batch" in shown:
+            batch = Batch(*islice(tensors, shown["batch"]))
+            table = batch.table
+            yield batch
+        elif "staged" in shown:
+            assert table is not None  # of the batch that the rows are part of
+            yield StagedView(StagedShape(*shown["staged"]), next(tensors), table)
         else:
-            getattr(model, call)(*[argument(shown, tensors) for shown in args])
+            yield next(tensors)

@@ -73,29 +73,13 @@ class StagedPart:
     branching: bool
 
 
-class StagedRows:
-    """Buffers for the rows of a batch. Unused rows are padding, which writes to the padding slot.
+class StagedView:
+    """The rows as a pass reads them, in one buffer on the device."""
 
-    One int32 buffer on the device is filled from a pinned copy in one transfer. There are several pinned copies,
-    because some may still be in flight when the next step is packed.
-    """
-
-    def __init__(
-        self, shape: StagedShape, table: Tensor, padding_slot: int, padding_row: int, buffers: int = 2
-    ) -> None:
-        """`table` is on the device; padding belongs to its row `padding_row`."""
-        self.shape, self.padding = shape, (0, 0, 0, padding_slot, padding_row, 1, 0)
-        rows = shape.rows
-        # The first three hold 64-bit numbers.
-        sizes = [2 * rows, 2 * rows, 2 * shape.wanted, *[rows] * 5, *(3 * count for count in shape.groups)]
-        self._host = [
-            torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=table.is_cuda) for _ in range(buffers)
-        ]
-        self._there = torch.zeros(sum(sizes), dtype=torch.int32, device=table.device)
-        self._here = [_columns(host.split(sizes)) for host in self._host]
-        self._turn = 0
-        ids, ancestors, logit_rows, positions, slots, table_rows, prefix, self.entries, *groups = (
-            self._there.split(sizes)
+    def __init__(self, shape: StagedShape, there: Tensor, table: Tensor) -> None:
+        self.shape, self.there = shape, there
+        ids, ancestors, logit_rows, positions, slots, table_rows, prefix, self.entries, *groups = there.split(
+            _sizes(shape)
         )
         self.batch = Batch(
             ids=ids.view(torch.int64),
@@ -108,13 +92,32 @@ class StagedRows:
             logit_rows=logit_rows.view(torch.int64),
         )
         self.parts = [self._part(i, group.view(-1, 3)) for i, group in enumerate(groups) if len(group)]
-        self.clear()
 
     def _part(self, branching: int, groups: Tensor) -> StagedPart:
         first = self.shape.rows - self.shape.branching
         rows = slice(first, None) if branching else slice(first)
         batch = replace(self.batch, **{name: getattr(self.batch, name)[rows] for name in ROW_FIELDS})
         return StagedPart(batch, groups, self.shape.together, bool(branching))
+
+
+class StagedRows(StagedView):
+    """Buffers for the rows of a batch. Unused rows are padding, which writes to the padding slot.
+
+    One int32 buffer on the device is filled from a pinned copy in one transfer. There are several pinned copies,
+    because some may still be in flight when the next step is packed.
+    """
+
+    def __init__(
+        self, shape: StagedShape, table: Tensor, padding_slot: int, padding_row: int, buffers: int = 2
+    ) -> None:
+        """`table` is on the device; padding belongs to its row `padding_row`."""
+        size = sum(sizes := _sizes(shape))
+        super().__init__(shape, torch.zeros(size, dtype=torch.int32, device=table.device), table)
+        self.padding = (0, 0, 0, padding_slot, padding_row, 1, 0)
+        self._host = [torch.zeros(size, dtype=torch.int32, pin_memory=table.is_cuda) for _ in range(buffers)]
+        self._here = [_columns(host.split(sizes)) for host in self._host]
+        self._turn = 0
+        self.clear()
 
     def clear(self) -> None:
         """Fills all rows with padding."""
@@ -148,7 +151,7 @@ class StagedRows:
                 raise ValueError(f"{len(made)} groups of rows are more than {self.shape}")
             groups[:] = 0
             groups[: 3 * len(made)] = np.array(made, np.int32).ravel()
-        self._there.copy_(self._host[self._turn], non_blocking=True)
+        self.there.copy_(self._host[self._turn], non_blocking=True)
 
     def _places(self, batch: Batch) -> Ints:
         """The place of each row, among the rows of its kind."""
@@ -174,6 +177,12 @@ class StagedRows:
         rows = {name: torch.cat([getattr(resident, name), getattr(mine, name)]) for name in ROW_FIELDS}
         wanted = torch.cat([resident.logit_rows, mine.logit_rows + resident.rows])
         return Batch(**rows, table=mine.table, logit_rows=wanted)
+
+
+def _sizes(shape: StagedShape) -> list[int]:
+    """Of the columns in 32-bit numbers; the first three hold 64-bit ones."""
+    rows = shape.rows
+    return [2 * rows, 2 * rows, 2 * shape.wanted, *[rows] * 5, *(3 * count for count in shape.groups)]
 
 
 def _columns(parts: tuple[Tensor, ...]) -> list[Ints]:

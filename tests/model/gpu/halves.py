@@ -4,7 +4,8 @@
 
 One process runs every rank on a thread of its own. A rank gives the turn to the next where it gathers, so kernels run
 one after the other as on one device. Layers have the shapes of 8B and 70B models in bfloat16. For the projection one
-rank is timed alone, from a graph; gathers are counted as bytes at LINK and LATENCY each, not measured.
+rank is timed alone, from a graph, with all layers of 8B and a part of those of 70B; gathers are counted as bytes at
+LINK and LATENCY each, not measured.
 """
 
 # ruff: noqa: E402 - packages that may be absent are replaced first
@@ -13,11 +14,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import statistics
 import sys
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -47,6 +50,7 @@ LINK, LATENCY = 450e9, 8e-6  # bytes per second in one direction, and seconds of
 ROWS = (1, 2, 4, 8, 16, 17, 32, 64, 65, 128, 256, 512, 1024, 2048)
 KNOWN, MOST_SEQUENCES = 128, 256
 LAYERS = {"8B": 32, "70B": 80}
+HELD = {"8B": 32, "70B": 16}  # layers that are timed: as many as fit beside a part of themselves
 SHAPES = {
     "8B": {"hidden": 4096, "heads": 32, "kv_heads": 8, "head_dim": 128, "intermediate": 14336},
     "70B": {"hidden": 8192, "heads": 64, "kv_heads": 8, "head_dim": 128, "intermediate": 28672},
@@ -122,10 +126,12 @@ def in_turn(size: int, work: Callable[[InTurn], Any]) -> list[Any]:
     return [found[rank] for rank in range(size)]
 
 
-def config_of(shape: str) -> ModelConfig:
+def config_of(shape: str, layers: int = 2) -> ModelConfig:
     sizes = dict(SHAPES[shape])
     hidden = sizes.pop("hidden")
-    return ModelConfig("llama", 128256, hidden, 2 * (LayerSpec(**sizes),), 8192, norm_eps=1e-5, tied=True)
+    return ModelConfig(
+        "llama", 128256, hidden, layers * (LayerSpec(**sizes),), 8192, norm_eps=1e-5, tied=True
+    )
 
 
 def weights(config: ModelConfig, device: str) -> Callable[[str], Tensor]:
@@ -208,24 +214,33 @@ def same_bits(
 # ------------------------------------------------------------------------------------------- on a GPU
 
 
-def seconds_of(model: DeviceDecoder, rows: int, layers: int) -> float:
-    batch, each = batch_of(rows, str(model.device))
-    run = model.make_pass(filled_store(model, batch.table.numel()), layers)
-    graph, _ = record(lambda: run(batch, each, KNOWN + each))
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    graph.replay()
-    begin.record()
-    for _ in range(10):
-        graph.replay()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / 1e4
-
-
-def step_of(model: DeviceDecoder, rows: int, layers: int) -> float:
-    """Seconds of a step with this many layers, from passes of one and of two."""
-    one, two = (seconds_of(model, rows, count) for count in (1, 2))
-    return one + (layers - 1) * (two - one)
+def seconds_of(model: DeviceDecoder, counts: tuple[int, ...], layers: int) -> dict[int, float]:
+    """Seconds of a step with this many layers, by rows: of all that are held, and of one, whose embedding and head
+    count once. Graphs take turns, so that clocks play no role.
+    """
+    held, graphs = model.config.layers, {}
+    for count in counts:
+        batch, each = batch_of(count, str(model.device))
+        store = filled_store(model, batch.table.numel())
+        for some in (held, 1):
+            run = model.make_pass(store, some)
+            graphs[count, some] = record(partial(run, batch, each, KNOWN + each))[0]
+    spent: dict[tuple[int, int], list[float]] = defaultdict(list)
+    for _ in range(5):
+        for key, graph in graphs.items():
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            graph.replay()
+            begin.record()
+            for _ in range(3):
+                graph.replay()
+            end.record()
+            end.synchronize()
+            spent[key].append(begin.elapsed_time(end) / 3e3)
+    every = {key: statistics.median(some) for key, some in spent.items()}
+    return {
+        count: every[count, 1] + (layers - 1) * (every[count, held] - every[count, 1]) / (held - 1)
+        for count in counts
+    }
 
 
 def gathers_of(config: ModelConfig, rows: int, size: int, layers: int) -> float:
@@ -236,22 +251,33 @@ def gathers_of(config: ModelConfig, rows: int, size: int, layers: int) -> float:
     return (layers * rows * wide + ends) * received / LINK + (4 * layers + 2) * LATENCY
 
 
-def project(
-    shape: str, size: int, whole: DeviceDecoder, read: Callable[[str], Tensor], alone: dict[int, float]
-) -> None:
-    rows = ROWS if size == 2 else tuple(count for count in ROWS if count in alone)
-    part = model_of(whole.config, read, Timed(0, size), "cuda", torch.bfloat16)
-    for count in rows:
+TIMED = (1, 16, 64, 256, 2048)
+
+
+def check(shape: str, sizes: tuple[int, ...]) -> None:
+    config = config_of(shape)
+    read = weights(config, "cuda")
+    whole = model_of(config, read, ALONE, "cuda", torch.bfloat16)
+    for size in sizes:
+        rows = ROWS if size == 2 else TIMED
+        odd = same_bits(whole, read, size, rows)
+        found = f"DIFFER at {odd}" if odd else "bits equal"
+        print(f"{shape} TP {size}: rows {', '.join(map(str, rows))}: {found}", flush=True)
+
+
+def timed(shape: str, group: Group) -> dict[int, float]:
+    config = config_of(shape, HELD[shape])
+    model = model_of(config, weights(config, "cuda"), group, "cuda", torch.bfloat16)
+    for count in TIMED:
         with AHEAD.collecting():
-            logits_of(part, count)
-    odd = same_bits(whole, read, size, rows)
-    print(
-        f"{shape} TP {size}: rows {', '.join(map(str, rows))}: {f'DIFFER at {odd}' if odd else 'bits equal'}",
-        flush=True,
-    )
-    layers = LAYERS[shape]
-    for count in alone:
-        own, gathers = step_of(part, count, layers), gathers_of(whole.config, count, size, layers)
+            logits_of(model, count)
+    return seconds_of(model, TIMED, LAYERS[shape])
+
+
+def project(shape: str, size: int, alone: dict[int, float]) -> None:
+    part = timed(shape, Timed(0, size))
+    for count, own in part.items():
+        gathers = gathers_of(config_of(shape), count, size, LAYERS[shape])
         print(
             f"{shape:>4} TP {size} {count:5} rows: {1e3 * alone[count]:8.2f} ms alone, {1e3 * own:8.2f} a rank + "
             f"{1e3 * gathers:6.2f} gathers = {1e3 * (own + gathers):8.2f}, {alone[count] / (own + gathers):.2f}x",
@@ -268,20 +294,17 @@ def main() -> int:
     begun = time.monotonic()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
     for shape in SHAPES:
-        config = config_of(shape)
-        read = weights(config, "cuda")
-        whole = model_of(config, read, ALONE, "cuda", torch.bfloat16)
-        for count in ROWS:
-            with AHEAD.collecting():
-                logits_of(whole, count)
-        alone = {count: step_of(whole, count, LAYERS[shape]) for count in (1, 16, 64, 256, 2048)}
+        alone = timed(shape, ALONE)
         for size in (2, 4, 8):
+            torch.cuda.empty_cache()
             if time.monotonic() - begun > given.seconds:
                 print(f"{shape} TP {size}: left out, {given.seconds:.0f} s are over")
                 continue
-            project(shape, size, whole, read, alone)
-        del whole
+            project(shape, size, alone)
+    for shape in SHAPES:
         torch.cuda.empty_cache()
+        if time.monotonic() - begun < given.seconds:
+            check(shape, (2, 4, 8))
     print(f"{time.monotonic() - begun:.0f} s")
     return 0
 

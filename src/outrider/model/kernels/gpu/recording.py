@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 # Tokens of the longest sequence; few, as capturing takes time.
 CONTEXTS = (1024, 4096, 16_384, 65_536, 262_144)
@@ -59,13 +58,20 @@ def _apart(context: int, width: int) -> bool:
     return context < width and (width > CLOSE * context or context >= LONG)
 
 
+def _alone(capture: Callable[[], Any]) -> Any:
+    return capture()
+
+
 def record(
-    work: Callable[[], Tensor], pool: Any = None, ran: bool = False
-) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    work: Callable[[], Any],
+    pool: Any = None,
+    share: Callable[[Callable[[], Any]], Any] = _alone,
+    ran: bool = False,
+) -> tuple[Any, Any]:
     """The graph of what `work` launches, and what it returned; run once before, unless it `ran`, which compiles what is
     not yet. No garbage is collected while it is recorded: the graphs of an engine that is gone may be part of it, and
     freeing one then spoils the recording. What other threads do does not: one that compiles may be collecting since
-    before.
+    before. `share` has the other ranks capture at the same time.
     """
     begun = time.perf_counter()
     if not ran:
@@ -74,6 +80,14 @@ def record(
         with torch.cuda.stream(stream):
             work()
         torch.cuda.current_stream().wait_stream(stream)
+    graph, result = share(lambda: capture(work, pool))
+    Recorded.seconds += time.perf_counter() - begun
+    Recorded.graphs += 1
+    return graph, result
+
+
+def capture(work: Callable[[], Any], pool: Any = None) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """As `record`, of kernels that were launched before."""
     graph = torch.cuda.CUDAGraph()
     collecting = gc.isenabled()
     gc.disable()
@@ -83,6 +97,4 @@ def record(
     finally:
         if collecting:
             gc.enable()
-    Recorded.seconds += time.perf_counter() - begun
-    Recorded.graphs += 1
     return graph, result
