@@ -95,7 +95,7 @@ def _compile(weights: Sequence[Weight]) -> None:
 
 
 def shape_name(weight: Packed, bias: Tensor | None) -> str:
-    halves = "2 x " if weight.gated else ""
+    halves = f"{'' if weight.activation == 'silu' else weight.activation + ' of '}2 x " if weight.gated else ""
     return f"{halves}{weight.outputs} x {weight.inputs}{' with bias' if bias is not None else ''}"
 
 
@@ -177,7 +177,7 @@ def library_result(weight: Packed, bias: Tensor | None, theirs: Library, x: Tens
     out = x.new_empty((1 if weight.gated else segments(weight), len(x), weight.outputs), dtype=dtype)
     try:
         if weight.gated:
-            theirs.multiply_gated(x, bias, out)
+            theirs.multiply_gated(x, bias, out, weight.activation, weight.clamp)
         else:
             theirs.multiply(x, segment_length(weight.width, segments(weight)), bias, out)
     except RuntimeError:
