@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -169,8 +170,10 @@ def some_blocks(outputs: int, inputs: int, seed: int) -> Blocks:
 def exact_and_plain(
     count: int, outputs: int, inputs: int, halves: int, device: str
 ) -> tuple[Packed, Packed]:
+    """In the interpreter the order of sums depends on a tile's shape: there both have tiles of 128 inputs."""
     experts = [[some_blocks(outputs, inputs, 7 * i + half) for half in range(halves)] for i in range(count)]
-    wide = [[blocks.float() for blocks in expert] for expert in experts]
+    padding = -inputs % 128 if device == "cpu" else 0
+    wide = [[F.pad(blocks.float(), (0, padding)) for blocks in expert] for expert in experts]
     made = [
         matmul.pack_experts(given, count, kind, device, HALF)
         for given, kind in ((experts, mxfp4.KIND), (wide, "bfloat16"))
@@ -181,8 +184,8 @@ def exact_and_plain(
 @pytest.mark.parametrize("inputs", [32, 64, 96, 320])
 def test_every_number_is_kept(inputs: int) -> None:
     exact, plain = exact_and_plain(2, 70, inputs, 2, "cpu")
-    assert torch.equal(exact.of_expert(1).unpacked().to(HALF), plain.of_expert(1).unpacked())
-    assert exact.nbytes * 3.5 < plain.nbytes * exact.width / max(plain.width, 1)
+    assert torch.equal(exact.of_expert(1).unpacked().to(HALF), plain.of_expert(1).unpacked()[:, :inputs])
+    assert exact.nbytes * 3.5 < plain.nbytes
 
 
 def test_scales_at_both_ends() -> None:
@@ -191,7 +194,7 @@ def test_scales_at_both_ends() -> None:
     raw[:, 0] = torch.tensor([0, 1, 127, mxfp4.LARGEST]).repeat(16)
     blocks = Blocks("ends", FORMATS[39], raw, 32)
     assert mxfp4.fits(blocks)
-    assert torch.equal(mxfp4.dequantised(*mxfp4.repacked(raw, 64))[:, :32], blocks.float())
+    assert torch.equal(mxfp4.dequantised(*mxfp4.repacked(raw, 128))[:, :32], blocks.float())
     raw[5, 0] = mxfp4.LARGEST + 1
     assert not mxfp4.fits(blocks) and not mxfp4.fits(raw)
 
@@ -213,14 +216,17 @@ def test_products_have_the_bits_of_the_dequantised_weight(
     bias = noise(experts, halves * outputs, seed=4).to(device) if biased else None
     x = noise(count if halves == 2 else count * top, inputs, seed=5).to(HALF).to(device)
 
+    assert matmul.segments(exact) == matmul.segments(plain)
+
     def product(weight: Packed, step: int) -> Tensor:
         tile = replace(choose_tile(weight, count, top), inputs=step, outputs=64)
+        given = F.pad(x, (0, weight.inputs - inputs))
         if halves == 2:
-            return gated_experts(x, weight, bias, plan, top, tile)
-        return matmul.add_parts(expert_parts(x, weight, bias, plan, tile))
+            return gated_experts(given, weight, bias, plan, top, tile)
+        return matmul.add_parts(expert_parts(given, weight, bias, plan, tile))
 
-    expected = product(plain, 64)
-    for step in (64, 128) if device == "cpu" else (64, 128, 256):
+    expected = product(plain, plain.depth)
+    for step in (128, 256):
         assert torch.equal(product(exact, step), expected)
 
 

@@ -122,7 +122,7 @@ def choose_tile(weight: Packed, rows: int, top: int) -> Tile:
 def _exact_tile(weight: Packed, tall: int, spread: bool) -> Tile:
     """Of experts in MXFP4, whose numbers are made in registers."""
     if tall <= 64:
-        return Tile(tall, 64, 2 * mxfp4.DEPTH, 4, 4, spread)
+        return Tile(tall, 64, mxfp4.DEPTH, 4, 4, spread)
     return Tile(64, 128, mxfp4.DEPTH, 8, 4, spread)
 
 

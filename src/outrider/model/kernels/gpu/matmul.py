@@ -39,6 +39,7 @@ from outrider.model.kernels.gpu.mxfp4 import widened_exactly
 from outrider.model.kernels.gpu.quantise import KINDS, dequantised, quantised, widened
 
 GRAIN = 256  # a segment is a multiple of it, so that every tile depth fits
+LEAST_DEPTH = 64  # inputs of a stored tile
 HIGH = 64  # outputs of a stored tile: the height of Hopper's tensor core
 ENOUGH_BLOCKS = 128  # that keep every multiprocessor reading
 SHORTEST_SEGMENT = 512
@@ -125,9 +126,9 @@ def room_for(
     blocks, deep = experts * -(-outputs // HIGH), -(-inputs // depth)
     shape = (halves, blocks, deep, HIGH, depth // _inputs_in_one(kind))
     if kind == mxfp4.KIND:
-        deep = -(-inputs // mxfp4.DEPTH)
-        data = torch.empty((halves, blocks, deep, HIGH, mxfp4.IN_WORD), dtype=torch.int32, device=device)
-        scales = torch.empty((halves, blocks, deep, HIGH), dtype=torch.int16, device=device)
+        shape = (halves, blocks, -(-inputs // mxfp4.DEPTH), HIGH)
+        data = torch.empty((*shape, mxfp4.DEPTH // mxfp4.IN_WORD), dtype=torch.int32, device=device)
+        scales = torch.empty(shape, dtype=torch.int32, device=device)
         return Packed(data, outputs, inputs, kind, scales, experts=experts)
     if kind not in KINDS:
         data = torch.empty(shape, dtype=dtype, device=device)
@@ -234,7 +235,7 @@ def one_segment(
     elif KIND == "mxfp4":
         acc, up = _exact_segment(
             x_rows, there, w_rows, u_rows, s_rows, t_rows, first, last, inputs,
-            ROWS, OUTPUTS, INPUTS, HIGH, DEPTH, IN_ONE, GATED,
+            ROWS, OUTPUTS, INPUTS, HIGH, DEPTH, IN_ONE, GATED, EVEN,
         )  # fmt: skip
     else:
         acc, up = _scaled_segment(
@@ -248,29 +249,24 @@ def one_segment(
 def _exact_segment(
     x_rows, there, w_rows, u_rows, s_rows, t_rows, first, last, inputs,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, HIGH: tl.constexpr, DEPTH: tl.constexpr,
-    IN_ONE: tl.constexpr, GATED: tl.constexpr,
+    IN_ONE: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Of experts in MXFP4: the sums of a plain weight. A step is some tiles; those past the segment's end are zeros."""
+    """Of experts in MXFP4: the sums of a plain weight. Rows are zeros where tiles go on after the last input, and the
+    last tile stands in for those that a step has after it.
+    """
     acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
     up = tl.zeros((OUTPUTS, ROWS), tl.float32)
     c = tl.arange(0, DEPTH)[None, :]
     word = tl.arange(0, DEPTH // IN_ONE)[None, :]
-    one = tl.zeros((OUTPUTS,), tl.int32)
     for start in range(first, last, INPUTS):
         for tile in tl.static_range(INPUTS // DEPTH):
             at = start + tile * DEPTH
-            x = tl.trans(tl.load(x_rows + at + c, mask=there & (at + c < tl.minimum(inputs, last)), other=0.0))
-            words = at // IN_ONE * HIGH + word
-            scale = at // DEPTH * HIGH
-            here = at + word < last
-            mine = one + at < last
-            w = tl.load(w_rows + words, mask=here, other=0)
-            s = tl.load(s_rows + scale, mask=mine, other=0)
-            acc = tl.dot(widened_exactly(w, s, x.dtype), x, acc)
+            x = tl.trans(tl.load(x_rows + at + c, mask=there if EVEN else there & (at + c < inputs), other=0.0))
+            number = tl.minimum(at, last - DEPTH) // DEPTH * HIGH
+            words = number * (DEPTH // IN_ONE) + word
+            acc = tl.dot(widened_exactly(tl.load(w_rows + words), tl.load(s_rows + number), x.dtype), x, acc)
             if GATED:
-                u = tl.load(u_rows + words, mask=here, other=0)
-                t = tl.load(t_rows + scale, mask=mine, other=0)
-                up = tl.dot(widened_exactly(u, t, x.dtype), x, up)
+                up = tl.dot(widened_exactly(tl.load(u_rows + words), tl.load(t_rows + number), x.dtype), x, up)
     return acc, up
 
 
@@ -434,7 +430,8 @@ def segments(weight: Packed) -> int:
     else:
         wanted = ENOUGH_BLOCKS if weight.inputs <= 2 * outputs else 2 * ENOUGH_BLOCKS
     pieces = max(1, min(-(-wanted // blocks), weight.inputs // SHORTEST_SEGMENT))
-    return -(-weight.width // segment_length(weight.width, pieces))  # none of them empty
+    width = -(-weight.inputs // LEAST_DEPTH) * LEAST_DEPTH  # however many more are stored
+    return -(-width // segment_length(width, pieces))  # none of them empty
 
 
 def segment_length(width: int, pieces: int) -> int:
