@@ -43,7 +43,6 @@ LLAMA = dict(hidden=4096, layers=32, heads=32, kv_heads=8, head_dim=128, interme
 TINY = dict(hidden=32, layers=2, heads=4, kv_heads=2, head_dim=16, intermediate=48, vocab=96)
 SECTIONS = ("prepare", "first", "plain", "long")
 
-SPARE = 8 << 30  # bytes for graphs and activations
 ALONE = 4  # tokens of an answer of which only the first is timed
 
 
@@ -90,7 +89,7 @@ def make_model(given: argparse.Namespace) -> Any:
 
     model = DeviceDecoder(Decoder(config, read, GpuKernels(config, *rope_tables(config, positions))))
     torch.cuda.empty_cache()
-    model.use_library(torch.cuda.mem_get_info()[0] - int(given.cache_gib * 2**30) - SPARE)
+    model.use_library()
     print(model.library.describe(), flush=True)
     return model
 

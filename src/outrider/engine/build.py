@@ -26,7 +26,7 @@ from outrider.engine.kv_cache import KvCache, make_kv_cache
 from outrider.engine.live_draft import LiveDraft
 from outrider.engine.loading import Reading, Watch
 from outrider.engine.memory import GpuMeter, check_room, gpu_memory, runs_on_gpu, working_memory
-from outrider.engine.placement import DRAFT_TOKENS, Memory, place, share_of_all, within_share
+from outrider.engine.placement import DRAFT_TOKENS, Memory, place, share_of_all
 from outrider.engine.planning import guards_of, inform, watch_draft
 from outrider.engine.ranks import OtherRanks, check_ranks
 from outrider.engine.runner import Runner
@@ -202,9 +202,9 @@ def load_model(
         from outrider.model.device import load_on_device  # Triton comes with it
 
         kind = "bfloat16" if kind == "auto" else kind
-        model = load_on_device(config, checkpoint.tensor, positions, kind, group)
+        model = load_on_device(config, checkpoint.for_gpu, positions, kind, group)
         if weights is None:
-            model.use_library(within_share(settings, *gpu_memory()))
+            model.use_library()
         return model
     folder = cache_folder() / "kernels"
     with naming(checkpoint.path):

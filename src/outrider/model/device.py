@@ -90,9 +90,8 @@ class DeviceDecoder:
         weights = [
             one.weight for one in (*self._linears(), *([] if d.head is d.embedding else [d.embedding]))
         ]
-        copies = [weight.library.rows for weight in weights if weight.library is not None]
         experts = [one.weight for w in d.layers if (e := w.experts) for one in (e.router, e.gate_up, e.down)]
-        return sum(one.nbytes for one in (*weights, *experts, *copies))
+        return sum(one.nbytes for one in (*weights, *experts))
 
     def spread_rows(self, rows: int) -> None:
         """From now on passes read as many experts as so many rows that choose independently, padding among them.
@@ -104,11 +103,9 @@ class DeviceDecoder:
             least = experts.per_token if rows else 0
             self.kernels.spread.fill_(max(least, round(experts.count * (1 - missed))))
 
-    def use_library(self, free: int) -> None:
-        """Lets cuBLASLt multiply in passes with many rows, for each weight where it gives the bits of our kernels. It
-        reads weights in its own layout; copies of them may take `free` bytes.
-        """
-        self.library = adopt_library([(one.weight, one.bias) for one in self._linears()], free)
+    def use_library(self) -> None:
+        """Lets cuBLASLt multiply in passes with many rows, for each weight where it gives the bits of our kernels."""
+        self.library = adopt_library([(one.weight, one.bias) for one in self._linears()])
         if self.library.differing:
             warnings.warn(f"matmuls of many rows: {self.library.describe()}", stacklevel=2)
 
@@ -235,13 +232,14 @@ def run_pass(
 
 def load_on_device(
     config: ModelConfig,
-    read: Callable[[str, torch.device], Tensor],
+    read: Callable[[str, torch.device], Any],
     positions: int,
     weights: str,
     group: Group = ALONE,
 ) -> DeviceDecoder:
     """Copies tensors to the device one at a time as they are stored, unpacks them there, which is many times faster
     than on a CPU, and quantises them as `weights` says. The CPU unpacks a tensor that does not fit beside the others.
+    Experts may come as `Blocks`, which stay what they are if they are MXFP4 and `weights` is bfloat16.
     """
     check_device(weights)
     kernels = GpuKernels(config, rope_tables(config, positions), weights=weights, group=group)

@@ -95,6 +95,31 @@ def test_weights_read_ahead_give_the_same_bits(device: str, inputs: int, pieces:
         assert torch.equal(*results)
 
 
+@pytest.mark.parametrize("gated", [False, True])
+def test_weights_read_by_descriptor_give_the_same_bits(device: str, gated: bool) -> None:
+    halves = noise(320, 256).to(HALF).to(device).chunk(2 if gated else 1)
+    weight, x = matmul.pack(*halves), noise(20, 256, seed=2).to(HALF).to(device)
+    results = []
+    for described in (False, True):
+        out = torch.full((1, 20, weight.outputs), torch.nan, device=device, dtype=HALF if gated else None)
+        tile = matmul.Tile(32, 64, 128, 4, 2, described=described)
+        matmul.launch_multiply(x, weight, None, out, 1, tile)
+        results.append(out)
+    assert torch.equal(*results)
+
+
+def test_tiles_that_a_kernel_cannot_have_are_refused(device: str) -> None:
+    weight, fewer = matmul.pack(noise(64, 256).to(HALF)), matmul.pack(noise(64, 256), kind="int8")
+    x, out = noise(1, 256).to(HALF), torch.empty(1, 1, 64)
+    for one, tile in (
+        (weight, matmul.Tile(16, 64, 128, 4, 2, ahead=128, described=True)),
+        (weight, matmul.Tile(16, 128, 128, 4, 2, described=True)),
+        (fewer, matmul.Tile(16, 64, 128, 4, 2, described=True)),
+    ):
+        with pytest.raises(ValueError, match="descriptor"):
+            matmul.launch_multiply(x, one, None, out, 1, tile)
+
+
 @pytest.mark.parametrize(("outputs", "depth"), [(64, 64), (128, 128), (128, 64)])
 def test_tiles_of_any_shape_give_the_same_bits(device: str, outputs: int, depth: int) -> None:
     weight, x = matmul.pack(noise(192, 256).to(HALF).to(device)), noise(5, 256, seed=2).to(HALF).to(device)

@@ -103,8 +103,8 @@ def test_products_of_many_rows_are_the_librarys(
     bias = whole(70, seed=2).float() if biased else None
     x = whole(192, inputs)
     expected = matmul.multiply_parts(x[:130], weight, bias)
-    made = same_bits.adopt_library([(weight, bias)], 1 << 40, product)
-    assert made.copied == 70 * inputs * 2 and not made.differing and weight.library is not None
+    made = same_bits.adopt_library([(weight, bias)], product)
+    assert not made.differing and weight.library is not None
     assert weight.library.counts == set(COUNTS)
     product.asked.clear()
     parts = matmul.multiply_parts(x, weight, bias, rows=130)
@@ -120,7 +120,7 @@ def test_gated_products_of_many_rows(biased: bool) -> None:
     bias = whole(140, seed=2).float() if biased else None
     x = whole(128, 64)
     expected = matmul.gated_linear(x[:100], weight, bias)
-    same_bits.adopt_library([(weight, bias)], 1 << 40, product)
+    same_bits.adopt_library([(weight, bias)], product)
     product.asked.clear()
     made = matmul.gated_linear(x, weight, bias, rows=100)
     assert made.shape == (128, 70) and torch.equal(made[:100], expected)
@@ -129,7 +129,7 @@ def test_gated_products_of_many_rows(biased: bool) -> None:
 
 def test_row_counts_with_other_bits_stay_with_our_kernels() -> None:
     weight, product = packed(70, 96), Product(192)
-    made = same_bits.adopt_library([(weight, None)], 1 << 40, product)
+    made = same_bits.adopt_library([(weight, None)], product)
     assert weight.library is not None and weight.library.counts == {128}
     assert made.differing == ["70 x 96 at 1 of 2"] and "own kernels: 70 x 96" in made.describe()
     x = whole(192, 96)
@@ -142,7 +142,7 @@ def test_row_counts_with_other_bits_stay_with_our_kernels() -> None:
 
 def test_rows_without_room_beside_them_stay_with_our_kernels() -> None:
     weight, product = packed(70, 96), Product()
-    same_bits.adopt_library([(weight, None)], 1 << 40, product)
+    same_bits.adopt_library([(weight, None)], product)
     product.asked.clear()
     for x, rows in ((whole(100, 96), None), (whole(192, 96), 64)):
         assert len(matmul.linear(x, weight, rows=rows)) == rows or len(x)
@@ -155,25 +155,27 @@ def test_a_library_that_always_differs_or_fails_is_not_used() -> None:
 
     for product in (Product(*COUNTS), fails):
         weight = packed(70, 96)
-        made = same_bits.adopt_library([(weight, None)], 1 << 40, product)
-        assert weight.library is None and made.copied == 0
+        made = same_bits.adopt_library([(weight, None)], product)
+        assert weight.library is None
         assert made.differing == ["70 x 96 at 2 of 2"]
 
 
-def test_copies_are_made_where_there_is_room() -> None:
-    weights = [(packed(64, 128), None) for _ in range(3)]
-    needed = 3 * 64 * 128 * 2
-    made = same_bits.adopt_library(weights, int(needed / same_bits.COPY_SHARE) - 1, Product())
-    assert "GiB free" in made.refused and weights[0][0].library is None
-    made = same_bits.adopt_library(weights, int(needed / same_bits.COPY_SHARE) + 1, Product())
-    assert made.copied == needed and all(weight.library for weight, _ in weights)
+def test_the_library_reads_the_weights_where_our_kernels_do() -> None:
+    for halves, outputs, inputs in ((1, 64, 128), (1, 70, 96), (2, 70, 96)):
+        weight = packed(outputs, inputs, halves)
+        same_bits.adopt_library([(weight, None)], Product())
+        assert weight.library is not None
+        rows = weight.library.rows
+        assert rows.data_ptr() == weight.data.data_ptr() and rows.shape[1] == inputs
+        whole_halves = rows.unflatten(0, (halves, -1))[:, :outputs].flatten(0, 1)
+        assert torch.equal(whole_halves, weight.unpacked())
 
 
 def test_short_segments_and_fewer_bits_stay_with_our_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     cut(monkeypatch, 2)
     monkeypatch.setattr(same_bits, "SHORTEST_SEGMENT", 512)
     short, fewer = packed(64, 512), matmul.pack(noise(64, 512).to(DEVICE), kind="int8")
-    made = same_bits.adopt_library([(short, None), (fewer, None)], 1 << 40, Product())
+    made = same_bits.adopt_library([(short, None), (fewer, None)], Product())
     assert made.refused.startswith("no weight") and short.library is None and fewer.library is None
 
 
@@ -195,7 +197,7 @@ def test_the_library_is_asked_where_it_is_quicker(monkeypatch: pytest.MonkeyPatc
 
 def test_a_torch_that_cannot_forbid_splits_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "can_forbid_splits", lambda: False)
-    assert "cannot forbid" in same_bits.adopt_library([(packed(64, 128), None)], 1 << 40).refused
+    assert "cannot forbid" in same_bits.adopt_library([(packed(64, 128), None)]).refused
 
 
 @pytest.mark.gpu
@@ -236,10 +238,10 @@ def test_a_pass_by_the_library_is_the_pass(device: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(same_bits.torch, "equal", lambda a, b: furthest(a.float(), b.float()) < 1e-2)
     by_product = partial(same_bits.adopt_library, product=product)
     monkeypatch.setattr("outrider.model.device.adopt_library", by_product)
-    model.use_library(1 << 40)
+    model.use_library()
     layer = model.decoder.layers[0]
     assert all(one.weight.library for one in (layer.qkv, layer.out, layer.gate_up, layer.down))
-    assert model.weight_bytes() == plain + model.library.copied and not model.library.differing
+    assert model.weight_bytes() == plain and not model.library.differing
     product.asked.clear()
     made = HalfReader(model.decoder, device).feed(model.decoder, Part(0, ids))
     assert furthest(made.cpu(), own.cpu()) < 1e-2
@@ -248,10 +250,10 @@ def test_a_pass_by_the_library_is_the_pass(device: str, monkeypatch: pytest.Monk
 
 def test_a_difference_is_said(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = device_decoder(device, layers=1, windows=(0,))
-    found = same_bits.Adopted(copied=1 << 30, shapes={"64 x 96": (1, 2)})
+    found = same_bits.Adopted(shapes={"64 x 96": (1, 2)})
     monkeypatch.setattr("outrider.model.device.adopt_library", lambda *given: found)
     with pytest.warns(UserWarning, match="own kernels: 64 x 96 at 1 of 2 row counts"):
-        model.use_library(0)
+        model.use_library()
 
 
 # ------------------------------------------------------------------------------------------------------ a GPU
@@ -272,7 +274,7 @@ def test_the_library_has_our_bits(device: str, shape: tuple[int, int, int], bias
     made = (torch.randn(halves * outputs, inputs, device=device) * 0.02).to(HALF)
     weight = matmul.pack(*made.chunk(halves))
     bias = torch.randn(halves * outputs, device=device) if biased else None
-    adopted = same_bits.adopt_library([(weight, bias)], 1 << 40)
+    adopted = same_bits.adopt_library([(weight, bias)])
     assert weight.library is not None and not adopted.differing, adopted.describe()
     x = torch.randn(2048, inputs, device=device).to(HALF)
     times = matmul.gated_linear if halves == 2 else matmul.linear
@@ -288,15 +290,15 @@ def test_a_pass_by_the_library_has_our_bits(device: str) -> None:
     model = device_decoder(device)
     ids = random_ids(VOCAB, 99)
     own = HalfReader(model.decoder, device, longest=120).feed(model.decoder, Part(0, ids))
-    model.use_library(1 << 40)
-    assert model.library.copied, model.library.describe()
+    model.use_library()
+    assert not model.library.refused, model.library.describe()
     assert torch.equal(HalfReader(model.decoder, device, longest=120).feed(model.decoder, Part(0, ids)), own)
 
 
 @pytest.mark.gpu
 def test_captured_passes_have_the_bits_of_eager_ones(device: str) -> None:
     model = device_decoder(device)
-    model.use_library(1 << 40)
+    model.use_library()
     reader = HalfReader(model.decoder, device, texts=3, longest=120)
     parts = [Part(t, random_ids(VOCAB, 40, seed=t)) for t in range(3)]
     batch = reader.batch(*parts)

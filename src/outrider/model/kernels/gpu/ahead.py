@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from outrider.model.kernels.gpu.recording import THREAD, Recorded
 
@@ -201,6 +202,8 @@ def _like(tensor: Tensor) -> Like:
 
 
 def _kind(given: Any, param: Any) -> Any:
+    if isinstance(given, TensorDescriptor):
+        return given.base.dtype, *given.block_shape
     if isinstance(given, Tensor):
         return given.dtype, given.data_ptr() % 16 == 0
     if isinstance(given, bool) or not isinstance(given, int):

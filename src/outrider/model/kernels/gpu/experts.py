@@ -31,6 +31,7 @@ from outrider.model.kernels.gpu.matmul import (
     linear_twin,
     one_segment,
     segments,
+    weight_rows,
 )
 from outrider.model.kernels.gpu.quantise import KINDS
 from outrider.model.kernels.gpu.routing import Schedule
@@ -69,9 +70,8 @@ def _experts_kernel(
     pair = tl.load(pairs + expert.to(tl.int64) * rows + at, mask=at < last_row, other=0)
     there = (at < last_row)[:, None]
     x_rows = x + (pair // TOP).to(tl.int64)[:, None] * inputs
-    block = tl.minimum(n // HIGH, (outputs - 1) // HIGH)
     own = weight + expert.to(tl.int64) * expert_size
-    w_rows = own + (block.to(tl.int64) * HIGH * (width // IN_ONE) + n % HIGH * (DEPTH // IN_ONE))[:, None]
+    w_rows, block = weight_rows(own, n, outputs, width, HIGH, DEPTH, KIND, IN_ONE)
     u_rows = w_rows + half
     s_rows = scales
     t_rows = scales

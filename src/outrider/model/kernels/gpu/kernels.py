@@ -449,7 +449,7 @@ def check_device(weights: str) -> None:
         raise KernelUnavailable("torch sees no CUDA device; use --device cpu")
     if torch.cuda.get_device_capability() < (8, 0):
         raise KernelUnavailable("bfloat16 kernels need compute capability 8.0 or later")
-    if triton.__version__ < "3.3":
-        raise KernelUnavailable(f"triton {triton.__version__} is too old; 3.3 or later is needed")
+    if triton.__version__ < "3.6":
+        raise KernelUnavailable(f"triton {triton.__version__} is too old; 3.6 or later is needed")
     if weights == "fp8" and torch.cuda.get_device_capability() < (8, 9):
         raise KernelUnavailable("fp8 weights need compute capability 8.9 or later; use int8")

@@ -2,8 +2,7 @@
 adds in the same order in the tensor core. So one call per segment of a weight gives the bits of matmul.py. No document
 guarantees this; same_bits.py compares before anything is used.
 
-cuBLASLt reads weights row by row and not tile by tile, so it needs a second copy. Its choice of kernel depends on the
-number of rows, so passes are padded up to row counts that were compared.
+cuBLASLt's choice of kernel depends on the number of rows, so passes are padded up to row counts that were compared.
 """
 
 # mypy: disable-error-code="no-untyped-def, import-untyped, import-not-found"
@@ -46,7 +45,7 @@ def padded_rows(rows: int) -> int:
 class Library:
     """A weight as the library reads it, and where it gives the bits of our kernels."""
 
-    rows: Tensor  # [outputs, inputs]; gate over up
+    rows: Tensor  # [outputs, inputs], where our kernels read it; a padded gate over a padded up
     counts: frozenset[int]  # of rows
     product: Product
 
@@ -60,11 +59,12 @@ class Library:
         self, x: Tensor, bias: Tensor | None, out: Tensor, activation: str = "silu", clamp: float = 0.0
     ) -> None:
         """activation(gate) * up into out [1, R, outputs]; a gated weight has one segment."""
-        made = x.new_empty((1, len(x), len(self.rows)), dtype=out.dtype if bias is None else torch.float32)
+        wide = len(self.rows)
+        made = x.new_empty((1, len(x), wide), dtype=out.dtype if bias is None else torch.float32)
         self._segments(x, x.shape[1], made)
         count, outputs = out.shape[1:]
         _gate_kernel[(count, triton.cdiv(outputs, GATE_BLOCK))](
-            made, bias, out, outputs, BIASED=bias is not None, ACTIVATION=activation, CLAMP=clamp,
+            made, bias, out, outputs, wide // 2, BIASED=bias is not None, ACTIVATION=activation, CLAMP=clamp,
             BLOCK=GATE_BLOCK, num_warps=4, **chained(),
         )  # fmt: skip
 
@@ -165,17 +165,17 @@ def gated(gate, up, DTYPE: tl.constexpr, ACTIVATION: tl.constexpr, CLAMP: tl.con
 
 @kernel
 def _gate_kernel(
-    made, bias, out, outputs, BIASED: tl.constexpr, ACTIVATION: tl.constexpr, CLAMP: tl.constexpr,
+    made, bias, out, outputs, padded, BIASED: tl.constexpr, ACTIVATION: tl.constexpr, CLAMP: tl.constexpr,
     BLOCK: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
-    """made [R, 2 * outputs], gate before up -> out [R, outputs]."""
+    """made [R, 2 * padded], gate before up -> out [R, outputs]."""
     let_next_start(CHAIN)
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = n < outputs
     await_previous(CHAIN)
-    gate = tl.load(made + row * (2 * outputs) + n, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(made + row * (2 * outputs) + outputs + n, mask=mask, other=0.0).to(tl.float32)
+    gate = tl.load(made + row * (2 * padded) + n, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(made + row * (2 * padded) + padded + n, mask=mask, other=0.0).to(tl.float32)
     if BIASED:
         gate += tl.load(bias + n, mask=mask, other=0.0)
         up += tl.load(bias + outputs + n, mask=mask, other=0.0)

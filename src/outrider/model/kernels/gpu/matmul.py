@@ -5,10 +5,11 @@ another; each segment starts from zero, and segments are added in order. The num
 the weight's shape alone. Everything else (tile, warps, stages, whether segments are spread over blocks) may
 change with the number of rows, because the tensor core adds each output by itself.
 
-A weight takes the tensor core's tall side, so that one row wastes little, and lies in memory as the kernels
-read it: 64 outputs by `depth` inputs at a time, each such tile contiguous.
+A weight takes the tensor core's tall side, so that one row wastes little. A plain weight lies row by row, padded with
+zeros, so that cuBLASLt can read it, too (library.py).
 
-A weight in fewer bits (quantise.py) has sums of its own tile by tile: each tile's sum starts from zero, is multiplied
+A weight in fewer bits (quantise.py) lies as the kernels read it: 64 outputs by `depth` inputs at a time, each such
+tile contiguous. It has sums of its own tile by tile: each tile's sum starts from zero, is multiplied
 by its scale and added to the segment's in one operation. So a scale never meets a sum that rows or segments decide.
 """
 
@@ -28,6 +29,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from outrider.load.quants import Blocks
 from outrider.model.kernels import reference
@@ -39,7 +41,6 @@ from outrider.model.kernels.gpu.mxfp4 import widened_exactly
 from outrider.model.kernels.gpu.quantise import KINDS, dequantised, quantised, widened
 
 GRAIN = 256  # a segment is a multiple of it, so that every tile depth fits
-LEAST_DEPTH = 64  # inputs of a stored tile
 HIGH = 64  # outputs of a stored tile: the height of Hopper's tensor core
 ENOUGH_BLOCKS = 128  # that keep every multiprocessor reading
 SHORTEST_SEGMENT = 512
@@ -52,17 +53,18 @@ AT_ONCE = 64  # blocks of HIGH outputs that are packed together; more would only
 
 @dataclass(slots=True)
 class Packed:
-    """A weight [outputs, inputs], or a gate over an up of that shape, tile by tile, padded with zeros. Experts lie one
-    above the other.
+    """A weight [outputs, inputs], or a gate over an up of that shape, padded with zeros. Experts lie one above the
+    other.
     """
 
-    data: Tensor  # [halves, blocks of all experts, deep blocks, HIGH, depth in stored numbers]
+    # [halves, blocks of all experts, deep blocks, HIGH, depth in stored numbers]; plain weights have one deep block
+    data: Tensor
     outputs: int
     inputs: int
     # Or one of quantise.KINDS, or mxfp4.KIND, which is bfloat16 in fewer bytes; that stands for whatever is multiplied.
     kind: str = "bfloat16"
     scales: Tensor | None = None  # [halves, blocks of all experts, deep blocks or 1, HIGH]
-    library: Library | None = None  # a second copy, for passes of many rows
+    library: Library | None = None  # for passes of many rows
     whole: int = 0  # outputs of all ranks' parts, which decide the order of sums; 0: `outputs`
     experts: int = 1  # `outputs` are one's
     activation: str = "silu"  # of the gate, if there is one: one of config.ACTIVATIONS, or CLAMPED
@@ -74,12 +76,14 @@ class Packed:
 
     @property
     def depth(self) -> int:
-        return self.data.shape[4] * _inputs_in_one(self.kind)
+        """Inputs of a tile."""
+        stored = self.data.shape[4] * _inputs_in_one(self.kind)
+        return stored if self.kind in KINDS else _tile_depth(stored)
 
     @property
     def width(self) -> int:
         """Inputs with their padding."""
-        return self.data.shape[2] * self.depth
+        return self.data.shape[2] * self.data.shape[4] * _inputs_in_one(self.kind)
 
     @property
     def nbytes(self) -> int:
@@ -89,6 +93,11 @@ class Packed:
     def blocks(self) -> int:
         """Of HIGH outputs, of one expert."""
         return -(-self.outputs // HIGH)
+
+    @property
+    def rows(self) -> Tensor:
+        """A plain weight as a matrix, where it lies: with the padding of its halves and inputs."""
+        return self.data.flatten(0, 3)
 
     def of_expert(self, number: int) -> Packed:
         """One expert's weight, where it lies."""
@@ -112,6 +121,10 @@ def _inputs_in_one(kind: str) -> int:
     return KINDS[kind].inputs if kind in KINDS else mxfp4.IN_WORD if kind == mxfp4.KIND else 1
 
 
+def _tile_depth(inputs: int) -> int:
+    return 128 if inputs % 128 == 0 else 64
+
+
 def room_for(
     halves: int,
     outputs: int,
@@ -122,18 +135,17 @@ def room_for(
     experts: int = 1,
 ) -> Packed:
     """Memory for a weight of this shape, with nothing in it yet."""
-    depth = 128 if inputs % 128 == 0 else 64
+    depth = _tile_depth(inputs)
     blocks, deep = experts * -(-outputs // HIGH), -(-inputs // depth)
-    shape = (halves, blocks, deep, HIGH, depth // _inputs_in_one(kind))
     if kind == mxfp4.KIND:
-        shape = (halves, blocks, -(-inputs // mxfp4.DEPTH), HIGH)
-        data = torch.empty((*shape, mxfp4.DEPTH // mxfp4.IN_WORD), dtype=torch.int32, device=device)
-        scales = torch.empty(shape, dtype=torch.int32, device=device)
+        tiles = (halves, blocks, -(-inputs // mxfp4.DEPTH), HIGH)
+        data = torch.empty((*tiles, mxfp4.DEPTH // mxfp4.IN_WORD), dtype=torch.int32, device=device)
+        scales = torch.empty(tiles, dtype=torch.int32, device=device)
         return Packed(data, outputs, inputs, kind, scales, experts=experts)
     if kind not in KINDS:
-        data = torch.empty(shape, dtype=dtype, device=device)
+        data = torch.empty((halves, blocks, 1, HIGH, deep * depth), dtype=dtype, device=device)
         return Packed(data, outputs, inputs, kind, experts=experts)
-    how = KINDS[kind]
+    how, shape = KINDS[kind], (halves, blocks, deep, HIGH, depth // _inputs_in_one(kind))
     groups = (halves, blocks, deep if how.grouped else 1, HIGH)
     scales = torch.empty(groups, dtype=how.scale, device=device)
     data = torch.empty(shape, dtype=how.dtype, device=device)
@@ -200,7 +212,7 @@ def _put(packed: Packed, half: int, first: int, some: Tensor) -> None:
     some = some.to(data.device, data.dtype if scales is None else torch.float32)
     rows = F.pad(some, (0, packed.width - packed.inputs, 0, below))
     if scales is None:
-        stored = rows.unflatten(1, (-1, packed.depth))
+        stored = rows[:, None]
     else:
         stored, found = quantised(rows, packed.depth, packed.kind)
         scales[half, to] = found.unflatten(0, (-1, HIGH)).transpose(1, 2)
@@ -218,6 +230,7 @@ class Tile:
     stages: int
     spread: bool = False
     ahead: int = 0  # inputs whose weights are read before the kernel before this one has ended
+    described: bool = False  # a plain weight read through a tensor descriptor, HIGH outputs at a time
 
 
 @triton.jit
@@ -225,12 +238,15 @@ def one_segment(
     x_rows, there, w_rows, u_rows, s_rows, t_rows, first, last, inputs,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, HIGH: tl.constexpr, DEPTH: tl.constexpr,
     KIND: tl.constexpr, IN_ONE: tl.constexpr, GROUPED: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr,
+    DESCRIBED: tl.constexpr = False,
 ):  # fmt: skip
-    """One segment's sums, from zero: [OUTPUTS, ROWS], twice when gated."""
+    """One segment's sums, from zero: [OUTPUTS, ROWS], twice when gated. If `DESCRIBED`, s_rows is the weight's tensor
+    descriptor, and w_rows and u_rows are the rows in it.
+    """
     if KIND == "bfloat16":
         acc, up = _plain_segment(
-            x_rows, there, w_rows, u_rows, first, last, inputs,
-            ROWS, OUTPUTS, INPUTS, HIGH, DEPTH, GATED, EVEN,
+            x_rows, there, w_rows, u_rows, s_rows, first, last, inputs,
+            ROWS, OUTPUTS, INPUTS, GATED, EVEN, DESCRIBED,
         )  # fmt: skip
     elif KIND == "mxfp4":
         acc, up = _exact_segment(
@@ -309,29 +325,35 @@ def _add_scaled(acc, part, scale):
 
 @triton.jit
 def _plain_segment(
-    x_rows, there, w_rows, u_rows, first, last, inputs,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, HIGH: tl.constexpr, DEPTH: tl.constexpr,
-    GATED: tl.constexpr, EVEN: tl.constexpr,
+    x_rows, there, w_rows, u_rows, described, first, last, inputs,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr,
+    DESCRIBED: tl.constexpr,
 ):  # fmt: skip
     acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
     up = tl.zeros((OUTPUTS, ROWS), tl.float32)
     c = tl.arange(0, INPUTS)[None, :]
     for start in range(first, last, INPUTS):
         x = tl.load(x_rows + start + c, mask=there if EVEN else there & (start + c < inputs), other=0.0)
-        at = _stored(start, INPUTS, HIGH, DEPTH) + c
-        acc = tl.dot(tl.load(w_rows + at), tl.trans(x), acc)
+        w = described.load([w_rows, start]) if DESCRIBED else tl.load(w_rows + start + c)
+        acc = tl.dot(w, tl.trans(x), acc)
         if GATED:
-            up = tl.dot(tl.load(u_rows + at), tl.trans(x), up)
+            u = described.load([u_rows, start]) if DESCRIBED else tl.load(u_rows + start + c)
+            up = tl.dot(u, tl.trans(x), up)
     return acc, up
 
 
 @triton.jit
-def _stored(start, INPUTS: tl.constexpr, HIGH: tl.constexpr, DEPTH: tl.constexpr):
-    """Where in a row of stored tiles an input lies."""
-    at = start * HIGH
-    if INPUTS != DEPTH:
-        at = tl.multiple_of(start // DEPTH * (HIGH * DEPTH) + start % DEPTH, INPUTS)
-    return at
+def weight_rows(
+    weight, n, outputs, width,
+    HIGH: tl.constexpr, DEPTH: tl.constexpr, KIND: tl.constexpr, IN_ONE: tl.constexpr,
+):  # fmt: skip
+    """Where outputs n begin, and their blocks. Those past the end are read from the last block and are not stored: no
+    masks on the way.
+    """
+    block = tl.minimum(n // HIGH, (outputs - 1) // HIGH)
+    each = width if KIND == "bfloat16" else DEPTH // IN_ONE
+    at = block.to(tl.int64) * HIGH * (width // IN_ONE) + n % HIGH * each
+    return weight + at[:, None], block
 
 
 @triton.jit
@@ -341,7 +363,7 @@ def finished(
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, HIGH: tl.constexpr, DEPTH: tl.constexpr,
     KIND: tl.constexpr, IN_ONE: tl.constexpr, GROUPED: tl.constexpr,
     GATED: tl.constexpr, BIASED: tl.constexpr, EVEN: tl.constexpr, ACTIVATION: tl.constexpr, CLAMP: tl.constexpr,
-    TO: tl.constexpr,
+    TO: tl.constexpr, DESCRIBED: tl.constexpr = False,
 ):  # fmt: skip
     """What becomes of a block's first segment: the bias, the segments after it, and the gate."""
     if BIASED:
@@ -354,7 +376,7 @@ def finished(
             last = tl.minimum((s + 1) * SEGMENT, width)
             more, more_up = one_segment(
                 x_rows, there, w_rows, u_rows, s_rows, t_rows, s * SEGMENT, last, inputs,
-                ROWS, OUTPUTS, INPUTS, HIGH, DEPTH, KIND, IN_ONE, GROUPED, GATED, EVEN,
+                ROWS, OUTPUTS, INPUTS, HIGH, DEPTH, KIND, IN_ONE, GROUPED, GATED, EVEN, DESCRIBED,
             )  # fmt: skip
             acc += more
             if GATED:
@@ -371,7 +393,7 @@ def _matmul_kernel(
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, HIGH: tl.constexpr, DEPTH: tl.constexpr,
     KIND: tl.constexpr, IN_ONE: tl.constexpr, GROUPED: tl.constexpr,
     GATED: tl.constexpr, BIASED: tl.constexpr, EVEN: tl.constexpr, ACTIVATION: tl.constexpr, CLAMP: tl.constexpr,
-    AHEAD: tl.constexpr, CHAIN: tl.constexpr,
+    AHEAD: tl.constexpr, DESCRIBED: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     let_next_start(CHAIN)
     row_tiles = tl.cdiv(rows, ROWS)
@@ -379,10 +401,12 @@ def _matmul_kernel(
     part = tl.program_id(1)
     n = (tile // row_tiles) * OUTPUTS + tl.arange(0, OUTPUTS)
     m = (tile % row_tiles) * ROWS + tl.arange(0, ROWS)
-    # Blocks past the end read the last one again and are not stored: no masks on the way.
-    block = tl.minimum(n // HIGH, (outputs - 1) // HIGH)
-    w_rows = weight + (block.to(tl.int64) * HIGH * (width // IN_ONE) + n % HIGH * (DEPTH // IN_ONE))[:, None]
-    u_rows = w_rows + half
+    if DESCRIBED:
+        w_rows = tile // row_tiles * HIGH
+        u_rows = w_rows + half // width
+    else:
+        w_rows, block = weight_rows(weight, n, outputs, width, HIGH, DEPTH, KIND, IN_ONE)
+        u_rows = w_rows + half
     s_rows = scales
     t_rows = scales
     if KIND != "bfloat16":
@@ -394,22 +418,20 @@ def _matmul_kernel(
     last = tl.minimum(first + SEGMENT, width)
     if AHEAD > 0:
         last -= AHEAD
-        c = tl.arange(0, AHEAD)[None, :]
-        at = last * HIGH + c // DEPTH * (HIGH * DEPTH) + c % DEPTH
-        ahead = tl.load(w_rows + at)
+        ahead = tl.load(w_rows + last + tl.arange(0, AHEAD)[None, :])
     await_previous(CHAIN)
     if AHEAD > 0:
         ahead_x = tl.load(x_rows + last + tl.arange(0, AHEAD)[None, :], mask=there, other=0.0)
     acc, up = one_segment(
         x_rows, there, w_rows, u_rows, s_rows, t_rows, first, last, inputs,
-        ROWS, OUTPUTS, INPUTS, HIGH, DEPTH, KIND, IN_ONE, GROUPED, GATED, EVEN,
+        ROWS, OUTPUTS, INPUTS, HIGH, DEPTH, KIND, IN_ONE, GROUPED, GATED, EVEN, DESCRIBED,
     )  # fmt: skip
     if AHEAD > 0:
         acc = tl.dot(ahead, tl.trans(ahead_x), acc)
     acc = finished(
         acc, up, bias, part, n, x_rows, there, w_rows, u_rows, s_rows, t_rows, outputs, inputs, width,
         SEGMENT, SEGMENTS, SPREAD, ROWS, OUTPUTS, INPUTS, HIGH, DEPTH, KIND, IN_ONE, GROUPED, GATED, BIASED, EVEN,
-        ACTIVATION, CLAMP, out.dtype.element_ty,
+        ACTIVATION, CLAMP, out.dtype.element_ty, DESCRIBED,
     )  # fmt: skip
     at = out + (part * rows + m).to(tl.int64)[None, :] * outputs + n[:, None]
     tl.store(at, acc.to(out.dtype.element_ty), mask=(m < rows)[None, :] & (n < outputs)[:, None])
@@ -430,8 +452,7 @@ def segments(weight: Packed) -> int:
     else:
         wanted = ENOUGH_BLOCKS if weight.inputs <= 2 * outputs else 2 * ENOUGH_BLOCKS
     pieces = max(1, min(-(-wanted // blocks), weight.inputs // SHORTEST_SEGMENT))
-    width = -(-weight.inputs // LEAST_DEPTH) * LEAST_DEPTH  # however many more are stored
-    return -(-width // segment_length(width, pieces))  # none of them empty
+    return -(-weight.width // segment_length(weight.width, pieces))  # none of them empty
 
 
 def segment_length(width: int, pieces: int) -> int:
@@ -463,19 +484,21 @@ def _waiting_tile(weight: Packed) -> Tile:
     reads little itself, memory would be idle else. How many inputs' weights fit beside the stages was measured.
     """
     pieces, large = segments(weight), weight.outputs >= HIGH * LARGE
-    if weight.gated or weight.outputs > WIDEST_CUT:
-        stages, ahead = 4, 0
-    elif pieces == 1 and large:
-        stages, ahead = 5, 256
+    if weight.gated:
+        return Tile(16, 64, weight.depth, 4, 3)  # two blocks to a multiprocessor
+    if weight.outputs > WIDEST_CUT:
+        return Tile(16, 64, weight.depth, 4, 4, described=True)
+    if pieces == 1 and large:
+        stages, ahead = 5, 512
     elif weight.inputs > 2 * weight.outputs:
-        stages, ahead = (4 if large else 3), 256
+        stages, ahead = (5 if large else 3), 256
     elif segment_length(weight.width, pieces) < 1024:
         stages, ahead = 2, 512
     elif weight.outputs > weight.inputs:
         # Three stages leave room beside the blocks of the matmul before, so that these can wait for their turn there.
         stages, ahead = 3, 0
     else:
-        stages, ahead = 4, 512
+        stages, ahead = 5, 512
     if not _fits(weight, ahead):
         stages, ahead = 4, 0
     return Tile(16, 64, weight.depth, 4, stages, pieces > 1, ahead)
@@ -486,11 +509,15 @@ def _reading_tile(weight: Packed, rows: int) -> Tile:
     pieces = segments(weight)
     if not weight.gated and HIGH * LARGE <= weight.outputs <= WIDEST_CUT:
         if pieces == 1:
-            return Tile(rows, 64, weight.depth, 4, 6)
-        if rows == 64:  # a block to a multiprocessor: it has room for one stage more than two have
-            return Tile(rows, 64, weight.depth, 4, 4, True)
+            return Tile(rows, 64, weight.depth, 4, 5, described=True)
+        # A block to a multiprocessor has room for more stages than two have.
+        if rows == 64 or weight.inputs > 2 * weight.outputs:
+            return Tile(rows, 64, weight.depth, 4, 5, True, described=True)
+    if weight.gated and rows <= 32:
+        return Tile(rows, 64, weight.depth, 4, 3)
     ahead = 256 if pieces > 1 and weight.inputs <= 2 * weight.outputs and _fits(weight, 256) else 0
-    return Tile(rows, 64, weight.depth, 4, 4 if weight.gated or rows == 32 else 3, pieces > 1, ahead)
+    stages = 4 if weight.gated or rows == 32 else 3
+    return Tile(rows, 64, weight.depth, 4, stages, pieces > 1, ahead, described=not ahead)
 
 
 def _fits(weight: Packed, ahead: int) -> bool:
@@ -536,8 +563,10 @@ def launch_multiply(
 ) -> None:
     rows, inputs = x.shape
     parts = pieces if tile.spread else 1
-    if tile.ahead and (weight.gated or parts < pieces):
-        raise ValueError("weights are read ahead by blocks that have one segment, and no gate")
+    if tile.ahead and (weight.gated or parts < pieces or tile.described):
+        raise ValueError("weights are read ahead by blocks that have one segment, no gate and no descriptor")
+    if tile.described and (weight.kind in KINDS or tile.outputs != HIGH):
+        raise ValueError(f"descriptors are of plain weights, {HIGH} outputs at a time")
     if out.shape != (parts, rows, weight.outputs) or inputs != weight.inputs:
         raise ValueError(
             f"{tuple(x.shape)} by {weight.outputs} x {weight.inputs} does not fit {tuple(out.shape)}"
@@ -562,11 +591,14 @@ def kernel_arguments(
     """What `_matmul_kernel` is launched, or compiled, with."""
     rows, inputs = x.shape
     data, scales = weight.data, weight.scales
+    if tile.described:
+        scales = TensorDescriptor.from_tensor(weight.rows, [HIGH, tile.inputs])
     given = (
         x, data, scales, bias, out, rows, weight.outputs, inputs, weight.width,
-        data.stride(0), 0 if scales is None else scales.stride(0),
+        data.stride(0), 0 if weight.scales is None else weight.scales.stride(0),
     )  # fmt: skip
-    return given, {**kernel_options(weight, bias, pieces, tile), "AHEAD": tile.ahead, **chained()}
+    options = kernel_options(weight, bias, pieces, tile)
+    return given, {**options, "AHEAD": tile.ahead, "DESCRIBED": tile.described, **chained()}
 
 
 def kernel_options(weight: Packed, bias: Tensor | None, pieces: int, tile: Tile) -> dict[str, Any]:
@@ -582,7 +614,7 @@ def kernel_options(weight: Packed, bias: Tensor | None, pieces: int, tile: Tile)
 
 
 def library_for(weight: Packed, rows: int, room: int) -> Library | None:
-    """The library's copy, if it should multiply `rows` rows and x has space for the rows it adds; else None."""
+    """The library, if it should multiply `rows` rows and x has space for the rows it adds; else None."""
     count, library = padded_rows(rows), weight.library
     return library if library is not None and count <= room and count in library.counts else None
 

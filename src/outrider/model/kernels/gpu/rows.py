@@ -19,7 +19,7 @@ from torch import Tensor
 
 from outrider.model.kernels.gpu.ahead import kernel
 from outrider.model.kernels.gpu.launch import await_previous, chained, let_next_start
-from outrider.model.kernels.gpu.matmul import HIGH, Packed, add_parts
+from outrider.model.kernels.gpu.matmul import Packed, add_parts
 from outrider.model.kernels.reference import rms_norm, rotate
 from outrider.types import Batch
 
@@ -193,15 +193,13 @@ def _total(parts: Pending, eps: float) -> Tensor:
 
 @kernel
 def _embed_kernel(
-    ids, weight, out, width, padded, scale,
-    HIGH: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr, CHAIN: tl.constexpr,
+    ids, weight, out, width, padded, scale, BLOCK: tl.constexpr, CHAIN: tl.constexpr
 ):  # fmt: skip
     let_next_start(CHAIN)
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK)
     token = tl.load(ids + row)
-    at = token // HIGH * HIGH * padded + c // DEPTH * (HIGH * DEPTH) + token % HIGH * DEPTH + c % DEPTH
-    value = tl.load(weight + at, mask=c < width, other=0.0)
+    value = tl.load(weight + token * padded + c, mask=c < width, other=0.0)
     tl.store(out + row * width + c, value.to(tl.float32) * scale, mask=c < width)
 
 
@@ -215,8 +213,7 @@ def embed(ids: Tensor, weight: Packed, scale: float = 1.0) -> Tensor:
     if len(ids):
         _embed_kernel[(len(ids),)](
             ids, weight.data, out, weight.inputs, weight.width, scale,
-            HIGH=HIGH, DEPTH=weight.depth, BLOCK=triton.next_power_of_2(weight.inputs),
-            num_warps=4, CHAIN=chained()["CHAIN"],
+            BLOCK=triton.next_power_of_2(weight.inputs), num_warps=4, CHAIN=chained()["CHAIN"],
         )  # fmt: skip
     return out
 

@@ -18,7 +18,6 @@ from outrider.model.kernels.gpu.launch import INTERPRETED
 from outrider.model.kernels.gpu.library import COUNTS, Library, Product
 from outrider.model.kernels.gpu.matmul import Packed, multiply, segment_length, segments
 
-COPY_SHARE = 0.25  # maximum share of the memory that weights leave, for second copies of them
 SHORTEST_SEGMENT = 1024  # inputs; shorter segments have not been measured
 GATED_FROM = 192  # rows from which the library is quicker, though the activation is a launch of its own then
 # Rows for each segment from which it is quicker, where segments differ in length, so that each is a call of its own.
@@ -35,8 +34,7 @@ Weight = tuple[Packed, Tensor | None]  # and its bias
 class Adopted:
     """What came of it."""
 
-    copied: int = 0  # bytes
-    refused: str = ""  # why there is no copy, if there is none
+    refused: str = ""  # why no weight is multiplied by the library, if none is
     shapes: dict[str, tuple[int, int]] = field(default_factory=dict)  # row counts with our bits, of how many
 
     @property
@@ -51,7 +49,7 @@ class Adopted:
         odd = (
             f"; other bits, so own kernels: {', '.join(self.differing)} row counts" if self.differing else ""
         )
-        return f"cuBLASLt for passes of many rows, {self.copied / 2**30:.1f} GiB of copies{odd}"
+        return f"cuBLASLt for passes of many rows{odd}"
 
 
 def worthwhile(weight: Packed) -> bool:
@@ -61,15 +59,13 @@ def worthwhile(weight: Packed) -> bool:
     return weight.kind == "bfloat16" and not short
 
 
-def adopt_library(weights: Sequence[Weight], free: int, product: Product | None = None) -> Adopted:
-    """Lets the library serve weights for which it gives our bits and whose copies fit into `free` bytes."""
+def adopt_library(weights: Sequence[Weight], product: Product | None = None) -> Adopted:
+    """Lets the library serve weights for which it gives our bits."""
     wanted = [(weight, bias) for weight, bias in weights if worthwhile(weight)]
-    needed = sum(weight.nbytes for weight, _ in wanted)
     if product is None and not library.can_forbid_splits():
         return Adopted(refused=f"torch {torch.__version__} cannot forbid split sums; 2.10 can")
-    if not wanted or needed > COPY_SHARE * free:
-        gib = f"{needed / 2**30:.1f} GiB of copies are more than {COPY_SHARE:.0%} of {free / 2**30:.1f} GiB free"
-        return Adopted(refused=gib if wanted else "no weight that cuBLASLt is quicker with")
+    if not wanted:
+        return Adopted(refused="no weight that cuBLASLt is quicker with")
     made = Adopted()
     by_shape: dict[str, list[Weight]] = {}
     for weight, bias in wanted:
@@ -80,8 +76,7 @@ def adopt_library(weights: Sequence[Weight], free: int, product: Product | None 
         found = compare(first, bias, product)
         made.shapes[name] = len(found.counts), len(counts_for(first))
         for weight, _ in alike if found.counts else ():
-            weight.library = replace(found, rows=row_major(weight))
-            made.copied += weight.library.rows.nbytes
+            weight.library = replace(found, rows=library_rows(weight))
     return made
 
 
@@ -99,8 +94,8 @@ def shape_name(weight: Packed, bias: Tensor | None) -> str:
     return f"{halves}{weight.outputs} x {weight.inputs}{' with bias' if bias is not None else ''}"
 
 
-def row_major(weight: Packed) -> Tensor:
-    return weight.unpacked().contiguous()
+def library_rows(weight: Packed) -> Tensor:
+    return weight.rows[: None if weight.gated else weight.outputs, : weight.inputs]
 
 
 def counts_for(weight: Packed) -> tuple[int, ...]:
@@ -114,7 +109,7 @@ def counts_for(weight: Packed) -> tuple[int, ...]:
 
 def compare(weight: Packed, bias: Tensor | None, product: Product | None = None) -> Library:
     """The fastest call of the library for this weight, and the row counts at which it gives our bits."""
-    rows = row_major(weight)
+    rows = library_rows(weight)
     methods = (product,) if product else library.METHODS[: segments(weight)]
     found = [
         Library(rows, same_counts(weight, bias, Library(rows, frozenset(), method)), method)
