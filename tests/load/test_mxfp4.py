@@ -77,7 +77,9 @@ def test_the_numbers_are_those_of_transformers(made: tuple[Path, Path]) -> None:
         assert torch.equal(packed.tensor(name), plain.tensor(name)), name
         stored = packed.stored(name)
         assert torch.equal(stored.float(), plain.tensor(name)), name
-        assert isinstance(stored, Blocks) == (kinds[name] == "MXFP4")
+        kept = packed.for_gpu(name, "cpu")
+        assert torch.equal(kept.float(), plain.tensor(name)), name
+        assert isinstance(stored, Blocks) == isinstance(kept, Blocks) == (kinds[name] == "MXFP4")
 
 
 def test_logits_are_those_of_the_widened_model(made: tuple[Path, Path]) -> None:

@@ -14,12 +14,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from outrider.device.capture import CapturedStep, StepShape
-from outrider.device.ops_gpu import GpuStepOps
-from outrider.device.state import SequenceState
 from outrider.load.config import CLAMPED, GAIN_FROM, QUERY_BETA, TRAINED, Experts, LayerSpec, Rope
 from outrider.load.quants import FORMATS, Blocks
-from outrider.model.decoder import Decoder, make_store
+from outrider.model.decoder import Decoder
 from outrider.model.device import DeviceDecoder, DevicePass
 from outrider.model.kernels.gpu import matmul, mxfp4, rows
 from outrider.model.kernels.gpu.experts import choose_tile, expert_parts, gated_experts
@@ -27,7 +24,7 @@ from outrider.model.kernels.gpu.kernels import GpuKernels
 from outrider.model.kernels.gpu.matmul import Packed
 from outrider.model.kernels.reference import ReferenceKernels
 from outrider.model.rope import rope_tables
-from outrider.types import NO_TREE, Draft
+from outrider.types import Draft
 from tests.model.batches import Part, Reader, furthest, random_ids
 from tests.model.gpu.test_decoder import HalfReader, decoders
 from tests.model.gpu.test_experts import schedule_of, some_choice
@@ -109,7 +106,10 @@ def test_what_is_added_is_normed_first(device: str, picked: bool, normed: bool) 
     chosen = torch.tensor([2, 0], device=device) if picked else None
     results = []
     for add in (rows.add_and_norm, rows.add_and_norm_twin):
-        x, out = noise(count, width).to(device), torch.empty(2 if picked else count, width, dtype=HALF, device=device)
+        x, out = (
+            noise(count, width).to(device),
+            torch.empty(2 if picked else count, width, dtype=HALF, device=device),
+        )
         add(x.clone() if picked else x, pending, weight, 1e-5, out, chosen, 0.7)
         results.append((x, out.float()))
     (x, out), (expected, expected_out) = results
@@ -167,9 +167,7 @@ def some_blocks(outputs: int, inputs: int, seed: int) -> Blocks:
     return Blocks("experts", FORMATS[39], raw.flatten(1), inputs)
 
 
-def exact_and_plain(
-    count: int, outputs: int, inputs: int, halves: int, device: str
-) -> tuple[Packed, Packed]:
+def exact_and_plain(count: int, outputs: int, inputs: int, halves: int, device: str) -> tuple[Packed, Packed]:
     """In the interpreter the order of sums depends on a tile's shape: there both have tiles of 128 inputs."""
     experts = [[some_blocks(outputs, inputs, 7 * i + half) for half in range(halves)] for i in range(count)]
     padding = -inputs % 128 if device == "cpu" else 0

@@ -156,7 +156,7 @@ def multiply_experts(
 def gated_experts(
     x: Tensor, weight: Packed, bias: Tensor | None, plan: Schedule, top: int, tile: Tile | None = None
 ) -> Tensor:
-    """activation(gate) * up of each pair -> [R * top, outputs] in x's dtype. x has a row for each row, or for each pair."""
+    """activation(gate) * up of each pair -> [R * top, outputs] in x's dtype. x has a row for each row or each pair."""
     rows = plan.pairs.shape[1]
     out = x.new_empty((1, rows * top, weight.outputs))
     each = top if len(x) == rows else 1

@@ -2,16 +2,16 @@
 
 A layer is nine launches: norm, qkv, rope and cache write (which attention does itself for single rows), attention
 (two), output, norm, gate and up, down. Experts add three: router, choice and schedule. The
-sums that a matmul leaves in parts are added, and normed where a layer norms what it adds, by the norm that follows, which
-for `down` is in the next layer:
-`run_layers` keeps them pending in between, `layer` settles them at once. Both give the same bits.
+sums that a matmul leaves in parts are added by the norm that follows, after a norm of their own where a layer has one.
+For `down` that is in the next layer: `run_layers` keeps them pending in between, `layer` settles them at once. Both
+give the same bits.
 """
 
 # mypy: disable-error-code="no-untyped-def, import-untyped, import-not-found"
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -148,7 +148,9 @@ class GpuKernels:
             else _activated(self._packed((w.gate, w.up), bias, self.weights, s.intermediate), s),
             down=None if w.down is None else self._packed((w.down,), w.down_bias, self.weights, hidden),
             down_norm=self._small(w.down_norm),
-            experts=None if w.experts is None or s.experts is None else self._experts(w.experts, s, s.experts),
+            experts=None
+            if w.experts is None or s.experts is None
+            else self._experts(w.experts, s, s.experts),
             tables=self._tables(s),
             gains=None if table is None else self._small(table.gain),
             sinks=self._small(w.sinks),
@@ -158,7 +160,8 @@ class GpuKernels:
 
     def _experts(self, t: ExpertTensors, spec: LayerSpec, how: Experts) -> GpuExperts:
         def packed(biases: Sequence[Any], whole: int, *halves: Sequence[Any]) -> GpuLinear:
-            kind, experts = self.weights, zip(*halves, strict=True)
+            kind = self.weights
+            experts: Iterable[Sequence[Any]] = zip(*halves, strict=True)
             if kind == "bfloat16" and all(mxfp4.fits(weight) for half in halves for weight in half):
                 kind = mxfp4.KIND
             else:

@@ -158,8 +158,8 @@ def gated(gate, up, DTYPE: tl.constexpr, ACTIVATION: tl.constexpr, CLAMP: tl.con
         up = tl.minimum(tl.maximum(up, -CLAMP), CLAMP) + 1
         bent = gate * 1.702
     elif ACTIVATION == "gelu_tanh":  # 0.5 + 0.5 tanh(u) is the sigmoid of 2 u
-        cubed = tl.fma(gate * gate, tl.full(gate.shape, 0.044715, tl.float32), tl.full(gate.shape, 1.0, tl.float32))
-        bent = gate * 1.5957691216057308 * cubed
+        one = tl.full(gate.shape, 1.0, tl.float32)
+        bent = gate * 1.5957691216057308 * tl.fma(gate * gate, one * 0.044715, one)
     return gate / (1 + tl.exp(-bent)) * up
 
 

@@ -277,12 +277,16 @@ def _exact_segment(
     for start in range(first, last, INPUTS):
         for tile in tl.static_range(INPUTS // DEPTH):
             at = start + tile * DEPTH
-            x = tl.trans(tl.load(x_rows + at + c, mask=there if EVEN else there & (at + c < inputs), other=0.0))
+            x = tl.trans(
+                tl.load(x_rows + at + c, mask=there if EVEN else there & (at + c < inputs), other=0.0)
+            )
             number = tl.minimum(at, last - DEPTH) // DEPTH * HIGH
             words = number * (DEPTH // IN_ONE) + word
             acc = tl.dot(widened_exactly(tl.load(w_rows + words), tl.load(s_rows + number), x.dtype), x, acc)
             if GATED:
-                up = tl.dot(widened_exactly(tl.load(u_rows + words), tl.load(t_rows + number), x.dtype), x, up)
+                up = tl.dot(
+                    widened_exactly(tl.load(u_rows + words), tl.load(t_rows + number), x.dtype), x, up
+                )
     return acc, up
 
 

@@ -72,10 +72,8 @@ def dequantised(words: Tensor, scales: Tensor) -> Tensor:
 
 def _piece(halves: Tensor, piece: int) -> Tensor:
     """Times 2^-126, as a bfloat16 of these bits is."""
-    if piece < 3:
-        bits = halves << 3 * piece & 0x81C0
-    else:
-        bits = halves << 1 & 0x8000 | halves >> 3 & 0x0180 | halves >> 7 & 0x0040
+    last = halves << 1 & 0x8000 | halves >> 3 & 0x0180 | halves >> 7 & 0x0040
+    bits = halves << 3 * piece & 0x81C0 if piece < PIECES - 1 else last
     return (bits << 16).view(torch.float32)
 
 
@@ -116,7 +114,9 @@ def widened_exactly(words, scales, TO: tl.constexpr):
             mov.b32 {$6, $7}, d;
             }""",
             "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r,r,r", [words, first, second, third, fourth],
-            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            dtype=(
+                tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16,
+            ),
             is_pure=True, pack=1,
         )  # fmt: skip
         low = _beside(tl.interleave(a, b), tl.interleave(c, d))

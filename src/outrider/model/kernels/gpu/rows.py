@@ -319,7 +319,7 @@ def rope_and_write(
     _rope_kernel[(rows, triton.cdiv(heads + 2 * kv_heads, together))](
         parts, *tables, gains, batch.positions, batch.slots, q_norm, k_norm, q, keys, values, parts.stride(0), eps,
         PARTS=len(parts), HEADS=heads, KV_HEADS=kv_heads, DIM=dim, NORMED=norms is not None,
-        WHOLE=q_norm is not None and q_norm.numel() + k_norm.numel() > 2 * dim, GAIN=gains is not None,
+        WHOLE=norms is not None and len(norms[0]) + len(norms[1]) > 2 * dim, GAIN=gains is not None,
         TOGETHER=together, BLOCK=triton.next_power_of_2(dim // 2),
         TOTAL=min(1024, triton.next_power_of_2(heads * dim)), num_warps=2, **chained(),
     )  # fmt: skip
@@ -340,7 +340,7 @@ def rope_and_write_twin(
     split = add_parts(parts).view(rows, -1, dim).split([heads, kv_heads, kv_heads], dim=1)
     queries, k, v = split
     if norms is not None:
-        queries, k = (_normed_heads(x, weight, norms[2]) for x, weight in zip((queries, k), norms, strict=False))
+        queries, k = _normed_heads(queries, norms[0], norms[2]), _normed_heads(k, norms[1], norms[2])
     cos, sin = (table[batch.positions.long()][:, None] for table in tables)
     slots = batch.slots.long()
     turned = rotate(queries, cos, sin)

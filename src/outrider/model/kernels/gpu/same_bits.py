@@ -90,7 +90,7 @@ def _compile(weights: Sequence[Weight]) -> None:
 
 
 def shape_name(weight: Packed, bias: Tensor | None) -> str:
-    halves = f"{'' if weight.activation == 'silu' else weight.activation + ' of '}2 x " if weight.gated else ""
+    halves = "2 x " if weight.gated else ""
     return f"{halves}{weight.outputs} x {weight.inputs}{' with bias' if bias is not None else ''}"
 
 
