@@ -66,9 +66,13 @@ class Checkpoint(ABC):
         """The format of what `stored` returns: float32, bfloat16 or the name of a GGUF format."""
         return "float32"
 
+    def has_mxfp4(self, name: str) -> bool:
+        """Whether this is an expert's matrix in MXFP4."""
+        return ".experts." in name and self.stored_format(name) == MXFP4.name
+
     def for_gpu(self, name: str, device: torch.device | str) -> torch.Tensor | Blocks:
         """An expert's matrix in MXFP4 as it is stored, anything else as float32."""
-        if ".experts." not in name or self.stored_format(name) != MXFP4.name:
+        if not self.has_mxfp4(name):
             return self.tensor(name, device)
         stored = self.stored(name)
         return replace(stored, raw=stored.raw.to(device)) if isinstance(stored, Blocks) else stored.to(device)
