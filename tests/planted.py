@@ -58,6 +58,18 @@ FAULTS = [
           "serve/test_harmony.py::test_thoughts_words_and_calls_are_told_apart"),
     Fault("a header that goes on after its end", "serve/harmony.py", "self._may_begin = BEGUN_BY_ROLE",
           "self._may_begin = BEGUN", "serve/test_harmony.py::test_thoughts_words_and_calls_are_told_apart"),
+    # Families on a GPU.
+    Fault("what a layer adds, normed without a weight", ROWS, " / width + eps) * scale_after", " / width + eps)",
+          "model/gpu/test_families.py::test_what_is_added_is_normed_first"),
+    Fault("keys normed with other heads' weights", ROWS, "head * DIM + d, (head - HEADS) * DIM + d",
+          "head * DIM + d, head * DIM + d",
+          "model/gpu/test_families.py::test_heads_normed_together_and_scaled_queries"),
+    Fault("a gate that is clamped on one side of the other factor", "model/kernels/gpu/library.py",
+          "tl.minimum(tl.maximum(up, -CLAMP), CLAMP)", "tl.minimum(up, CLAMP)",
+          "model/gpu/test_families.py::test_gates"),
+    Fault("a piece of an expert by its neighbour's scale", "model/kernels/gpu/mxfp4.py", "last, four >> 24",
+          "last, four >> 16",
+          "model/gpu/test_families.py::test_products_have_the_bits_of_the_dequantised_weight"),
     # Mixtures of experts.
     Fault("rows of a sequence that share no experts", EXPERTS, "rows**self.chain.exponent", "rows",
           "control/test_experts.py::test_what_rows_share_is_learned_from_counts"),

@@ -71,7 +71,7 @@ def test_families_and_what_works_for_each(outrider: Outrider) -> None:
     assert rows["granite"] == {
         "family": "granite", "cpu": "yes", "gguf": "granite", "quantised": "yes", "heads": "yes", "gpu": "yes",
     }  # fmt: skip
-    assert rows["olmo2"]["gpu"] == "no: norms after attention and MLP"
+    assert rows["gemma2"]["gpu"] == "no: soft-capped scores" and rows["olmo2"]["gpu"] == "yes"
     ran = outrider("models", "families")
     assert [line.split("\t")[0] for line in ran.out.splitlines()] == ["family", *FAMILIES]
     assert "other model_types run through transformers" in ran.err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 from collections.abc import Callable
@@ -20,7 +21,8 @@ from outrider.errors import BadCheckpoint
 from outrider.load.checkpoint import check_shapes, open_checkpoint
 from outrider.load.quants import Blocks
 from outrider.model.decoder import Decoder, make_kernels
-from outrider.settings import cache_folder
+from outrider.serve import model_size
+from outrider.settings import Settings, cache_folder
 from tests.load.test_folder_fuzz import RUNS, survives
 from tests.load.tiny import byte_level_backend, vocabulary
 from tests.model.batches import Reader, furthest, random_ids
@@ -77,7 +79,9 @@ def test_the_numbers_are_those_of_transformers(made: tuple[Path, Path]) -> None:
         assert torch.equal(packed.tensor(name), plain.tensor(name)), name
         stored = packed.stored(name)
         assert torch.equal(stored.float(), plain.tensor(name)), name
-        assert isinstance(stored, Blocks) == (kinds[name] == "MXFP4")
+        kept = packed.for_gpu(name, "cpu")
+        assert torch.equal(kept.float(), plain.tensor(name)), name
+        assert isinstance(stored, Blocks) == isinstance(kept, Blocks) == (kinds[name] == "MXFP4")
 
 
 def test_logits_are_those_of_the_widened_model(made: tuple[Path, Path]) -> None:
@@ -187,3 +191,16 @@ def test_a_config_that_gpt_oss_never_has_is_refused(made: tuple[Path, Path], tmp
         (folder / "config.json").write_text(json.dumps({**raw, field: value}))
         with pytest.raises(Exception, match=r"swiglu|hidden_act"):
             open_checkpoint(folder)
+
+
+def test_a_gpu_has_room_for_experts_in_four_bits(
+    made: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_size, "runs_on_gpu", lambda settings: True)
+    monkeypatch.setattr(model_size, "gpu_memory", lambda: (1 << 30, 1 << 30))
+    packed, plain = (
+        model_size.model_size(str(folder), "none", Settings(cache_bytes=1 << 20)) for folder in made
+    )
+    stored = open_checkpoint(made[0])
+    numbers = sum(math.prod(stored.shape(name)) for name in stored.names() if stored.has_mxfp4(name))
+    assert numbers > 0 and plain.weights - packed.weights == int(numbers * (2 - 17 / 32))

@@ -200,7 +200,7 @@ def load_model(
         from outrider.model.device import load_on_device  # Triton comes with it
 
         kind = "bfloat16" if kind == "auto" else kind
-        model = load_on_device(config, checkpoint.tensor, positions, kind, group)
+        model = load_on_device(config, checkpoint.for_gpu, positions, kind, group)
         if weights is None:
             model.use_library()
         return model

@@ -25,7 +25,7 @@ from outrider.load.families import config_from_json, is_known_family
 from outrider.load.gguf import GgufFile
 from outrider.load.gguf_config import ROPE_TENSORS, config_from_gguf, extra_layers
 from outrider.load.json_files import read_json, read_text
-from outrider.load.mxfp4 import SCALES, is_mxfp4, matrix_of, stack_shape
+from outrider.load.mxfp4 import MXFP4, SCALES, is_mxfp4, matrix_of, stack_shape
 from outrider.load.published import PublishedWeights, scheme_of
 from outrider.load.quants import Blocks
 from outrider.load.routing import BLOCKS
@@ -65,6 +65,17 @@ class Checkpoint(ABC):
     def stored_format(self, name: str) -> str:
         """The format of what `stored` returns: float32, bfloat16 or the name of a GGUF format."""
         return "float32"
+
+    def has_mxfp4(self, name: str) -> bool:
+        """Whether this is an expert's matrix in MXFP4."""
+        return ".experts." in name and self.stored_format(name) == MXFP4.name
+
+    def for_gpu(self, name: str, device: torch.device | str) -> torch.Tensor | Blocks:
+        """An expert's matrix in MXFP4 as it is stored, anything else as float32."""
+        if not self.has_mxfp4(name):
+            return self.tensor(name, device)
+        stored = self.stored(name)
+        return replace(stored, raw=stored.raw.to(device)) if isinstance(stored, Blocks) else stored.to(device)
 
     def release(self) -> None:
         """Gives back memory that holds parts of the file. It is read again when it is needed."""
@@ -244,7 +255,7 @@ class FolderCheckpoint(Checkpoint):
     def stored_format(self, name: str) -> str:
         stored = self._source(name).name
         if stored.endswith(BLOCKS):
-            return "MXFP4"
+            return MXFP4.name
         if self._quantised is not None and stored in self._quantised:
             return self._quantised.format(stored)
         half = self._handle(stored).get_slice(stored).get_dtype() == "BF16"

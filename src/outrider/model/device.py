@@ -254,13 +254,14 @@ def run_pass(
 
 def load_on_device(
     config: ModelConfig,
-    read: Callable[[str, torch.device], Tensor],
+    read: Callable[[str, torch.device], Any],
     positions: int,
     weights: str,
     group: Group = ALONE,
 ) -> DeviceDecoder:
     """Copies tensors to the device one at a time as they are stored, unpacks them there, which is many times faster
     than on a CPU, and quantises them as `weights` says. The CPU unpacks a tensor that does not fit beside the others.
+    Experts may come as `Blocks`, which stay what they are if they are MXFP4 and `weights` is bfloat16.
     """
     check_device(weights)
     kernels = GpuKernels(config, rope_tables(config, positions), weights=weights, group=group)

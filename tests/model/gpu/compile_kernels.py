@@ -284,6 +284,7 @@ def _launch_kinds(every: bool) -> None:
 def _launch_experts(every: bool) -> None:
     """Of every kind of router, in a decoder; and products of Qwen3-30B-A3B, whose tiles take most room."""
     from outrider.load.config import Experts
+    from outrider.model.kernels.gpu import mxfp4
     from outrider.model.kernels.gpu.experts import expert_parts, gated_experts
     from outrider.model.kernels.gpu.matmul import room_for
     from outrider.model.kernels.gpu.quantise import KINDS
@@ -304,7 +305,7 @@ def _launch_experts(every: bool) -> None:
             torch.zeros(64, 2048), pending, torch.zeros(2048), 1e-5, torch.zeros(64, 2048).bfloat16()
         )
     top = 8
-    for kind in ("bfloat16", *KINDS) if every else ("bfloat16",):
+    for kind in ("bfloat16", mxfp4.KIND, *KINDS) if every else ("bfloat16",):
         halves = [
             room_for(n, *shape, kind, torch.bfloat16, "cpu", 128)
             for n, shape in ((2, (768, 2048)), (1, (2048, 768)))

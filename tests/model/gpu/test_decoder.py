@@ -78,10 +78,8 @@ def test_logits_are_the_references(device: str, changes: dict) -> None:
 
 
 def test_a_layer_that_the_kernels_do_not_have_is_named(device: str) -> None:
-    with pytest.raises(
-        KernelUnavailable, match=r"llama model does not run on a GPU: .* norms after attention"
-    ):
-        decoders(device, norms="both")
+    with pytest.raises(KernelUnavailable, match=r"llama model does not run on a GPU: .* soft-capped scores"):
+        decoders(device, softcap=30.0, specs=(LayerSpec(4, 2, 16, 48, softcap=50.0),))
 
 
 def test_layer_by_layer_equals_all_layers(device: str) -> None:

@@ -178,9 +178,13 @@ def _packed(weight: Weight) -> Any:
 def mlp(w: Any, x: Tensor) -> Tensor:
     """The layer's MLP of all rows, or one expert's."""
     gate, up = rowwise_linear(x, w.gate, w.gate_bias), rowwise_linear(x, w.up, w.up_bias)
-    if w.spec.activation == CLAMPED:
-        gate, up = gate.clamp(max=w.spec.clamp), up.clamp(-w.spec.clamp, w.spec.clamp) + 1
-    return rowwise_linear(rowwise(ACTIVATIONS[w.spec.activation], gate) * up, w.down, w.down_bias)
+    return rowwise_linear(gated(gate, up, w.spec.activation, w.spec.clamp), w.down, w.down_bias)
+
+
+def gated(gate: Tensor, up: Tensor, activation: str, clamp: float = 0.0) -> Tensor:
+    if activation == CLAMPED:
+        gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp) + 1
+    return rowwise(ACTIVATIONS[activation], gate) * up
 
 
 def experts_mlp(w: LayerTensors, x: Tensor) -> tuple[Tensor, int]:

@@ -580,6 +580,7 @@ class Fresh:
     parts: Tensor  # [P, R, (heads + 2 kv_heads) * dim] float32
     tables: tuple[Tensor, Tensor]  # of cosines and sines
     norms: tuple[Tensor, Tensor, float] | None  # of heads
+    gains: Tensor | None = None  # of queries, by position
 
 
 def attend_parts(
@@ -625,7 +626,7 @@ def attend(
     parts = 1 if r.whole else r.splits if span == 1 else -(-split_end(r.splits) // (span * BLOCK))
     if isinstance(q, Fresh) and not _turns_itself(q, attention, kv_heads):
         fresh, q = q, torch.empty_like(out)
-        rope_and_write(fresh.parts, fresh.tables, batch, fresh.norms, q, keys, values)
+        rope_and_write(fresh.parts, fresh.tables, batch, fresh.norms, q, keys, values, fresh.gains)
     turning = isinstance(q, Fresh)
     made, cos, sin = (q.parts, *q.tables) if isinstance(q, Fresh) else (None, None, None)
     _attend_kernel[(shared * parts + (rows if r.tree else 0), kv_heads)](
@@ -649,7 +650,7 @@ def attend(
 
 def _turns_itself(fresh: Fresh, attention: AttentionPlan, kv_heads: int) -> bool:
     programs = len(attention.items) * kv_heads * (1 if attention.whole else attention.splits)
-    return attention.single and fresh.norms is None and programs <= TURNING
+    return attention.single and fresh.norms is None and fresh.gains is None and programs <= TURNING
 
 
 def _warps(attention: AttentionPlan, programs: int) -> int:

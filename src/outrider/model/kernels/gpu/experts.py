@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from outrider.model.kernels.gpu import mxfp4
 from outrider.model.kernels.gpu.ahead import kernel
 from outrider.model.kernels.gpu.launch import await_previous, chained, let_next_start
 from outrider.model.kernels.gpu.matmul import (
@@ -46,7 +47,8 @@ def _experts_kernel(
     SEGMENT: tl.constexpr, SEGMENTS: tl.constexpr, SPREAD: tl.constexpr,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, HIGH: tl.constexpr, DEPTH: tl.constexpr,
     KIND: tl.constexpr, IN_ONE: tl.constexpr, GROUPED: tl.constexpr,
-    GATED: tl.constexpr, BIASED: tl.constexpr, EVEN: tl.constexpr, CHAIN: tl.constexpr,
+    GATED: tl.constexpr, BIASED: tl.constexpr, EVEN: tl.constexpr, ACTIVATION: tl.constexpr, CLAMP: tl.constexpr,
+    CHAIN: tl.constexpr,
 ):  # fmt: skip
     let_next_start(CHAIN)
     blocks = tl.cdiv(outputs, OUTPUTS)
@@ -87,7 +89,7 @@ def _experts_kernel(
     acc = finished(
         acc, up, bias, part, n, x_rows, there, w_rows, u_rows, s_rows, t_rows, outputs, inputs, width,
         SEGMENT, SEGMENTS, SPREAD, ROWS, OUTPUTS, INPUTS, HIGH, DEPTH, KIND, IN_ONE, GROUPED, GATED, BIASED, EVEN,
-        out.dtype.element_ty,
+        ACTIVATION, CLAMP, out.dtype.element_ty,
     )  # fmt: skip
     to = out + (part.to(tl.int64) * all_pairs + pair)[None, :] * outputs + n[:, None]
     tl.store(to, acc.to(out.dtype.element_ty), mask=tl.trans(there) & (n < outputs)[:, None])
@@ -108,11 +110,20 @@ def choose_tile(weight: Packed, rows: int, top: int) -> Tile:
     tall = max(LOWEST, min(TALLEST, rows, triton.next_power_of_2(likely)))
     tall = triton.next_power_of_2(tall)
     spread = segments(weight) > 1 and rows * top <= SPREAD_ROWS
+    if weight.kind == mxfp4.KIND:
+        return _exact_tile(weight, tall, spread)
     if tall < TALLEST:
         return Tile(tall, 64, weight.depth, 4, 3 if tall == 64 and not weight.gated else 4, spread)
     if weight.kind in KINDS:
         return Tile(64, 128, weight.depth, 8, 4 if weight.gated else 3, spread)
     return Tile(TALLEST, 128, 64, 8, 4, spread)
+
+
+def _exact_tile(weight: Packed, tall: int, spread: bool) -> Tile:
+    """Of experts in MXFP4, whose numbers are made in registers."""
+    if tall <= 64:
+        return Tile(tall, 64, mxfp4.DEPTH, 4, 4, spread)
+    return Tile(64, 128, mxfp4.DEPTH, 8, 4, spread)
 
 
 def multiply_experts(
@@ -145,7 +156,7 @@ def multiply_experts(
 def gated_experts(
     x: Tensor, weight: Packed, bias: Tensor | None, plan: Schedule, top: int, tile: Tile | None = None
 ) -> Tensor:
-    """silu(gate) * up of each pair -> [R * top, outputs] in x's dtype. x has a row for each row, or for each pair."""
+    """activation(gate) * up of each pair -> [R * top, outputs] in x's dtype. x has a row for each row or each pair."""
     rows = plan.pairs.shape[1]
     out = x.new_empty((1, rows * top, weight.outputs))
     each = top if len(x) == rows else 1

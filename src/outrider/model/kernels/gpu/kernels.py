@@ -2,17 +2,18 @@
 
 A layer is nine launches: norm, qkv, rope and cache write (which attention does itself for single rows), attention
 (two), output, norm, gate and up, down. Experts add three: router, choice and schedule. The
-sums that a matmul leaves in parts are added by the norm that follows, which for `down` is in the next layer:
-`run_layers` keeps them pending in between, `layer` settles them at once. Both give the same bits.
+sums that a matmul leaves in parts are added by the norm that follows, after a norm of their own where a layer has one.
+For `down` that is in the next layer: `run_layers` keeps them pending in between, `layer` settles them at once. Both
+give the same bits.
 """
 
 # mypy: disable-error-code="no-untyped-def, import-untyped, import-not-found"
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 import torch
 import triton
@@ -21,7 +22,9 @@ from torch import Tensor
 from outrider.cache.store import KeyValueStore
 from outrider.errors import KernelUnavailable
 from outrider.load.config import Experts, LayerSpec, ModelConfig
+from outrider.load.quants import Blocks
 from outrider.model.gpu_limits import gpu_obstacle
+from outrider.model.kernels.gpu import mxfp4
 from outrider.model.kernels.gpu.ahead import is_collecting
 from outrider.model.kernels.gpu.attention import (
     AttentionPlan,
@@ -44,13 +47,11 @@ from outrider.model.kernels.gpu.matmul import (
     pack_experts,
 )
 from outrider.model.kernels.gpu.routing import choose, schedule
-from outrider.model.kernels.gpu.rows import ExpertParts, add_and_norm, embed
+from outrider.model.kernels.gpu.rows import ExpertParts, Normed, Pending, add_and_norm, embed
 from outrider.model.parallel import ALONE, Group
 from outrider.model.rope import RopeTable, RopeTables
 from outrider.model.weights import ExpertTensors, LayerTensors
-from outrider.types import MAX_NODES, Batch
-
-Pending = Tensor | ExpertParts  # what is still to be added to the stream
+from outrider.types import Batch
 
 # Errors of the head directly change the logits, and the head is a small part of the weights.
 HEAD_KINDS = {"int4": "int8"}
@@ -76,15 +77,18 @@ class GpuExperts:
 
 @dataclass(slots=True)
 class GpuLayer:
-    attn_norm: Tensor
+    attn_norm: Tensor | None
     qkv: GpuLinear
     norms: tuple[Tensor, Tensor, float] | None
     out: GpuLinear
-    mlp_norm: Tensor
+    out_norm: Tensor | None  # of what attention adds
+    mlp_norm: Tensor | None
     gate_up: GpuLinear | None  # the MLP of all rows; layers of experts may have none
     down: GpuLinear | None
+    down_norm: Tensor | None  # of what the MLP adds
     experts: GpuExperts | None
     tables: tuple[Tensor, Tensor]
+    gains: Tensor | None  # of queries, by position
     sinks: Tensor | None  # [heads]
     spec: LayerSpec  # of this rank
     whole: LayerSpec  # of all ranks together
@@ -105,7 +109,7 @@ class GpuKernels:
         """`weights`: what layers and head are stored as, `bfloat16` (as dtype) or a kind of quantise.py. `config` is
         the whole model's; a rank of several has some heads and outputs.
         """
-        check_layers(config, tables)
+        check_layers(config, group)
         self.config, self.group = group.share(config), group
         self.device, self.dtype, self.weights = torch.device(device), dtype, weights
         self.tables = tables
@@ -127,42 +131,51 @@ class GpuKernels:
     # -------------------------------------------------------------------------------------------- weights
 
     def pack_layer(self, w: LayerTensors) -> GpuLayer:
-        assert w.attn_norm is not None and w.mlp_norm is not None  # check_layers saw to it
         norms, s, hidden = None, w.spec, self.config.hidden
         if w.q_norm is not None and w.k_norm is not None:
             norms = (self._small(w.q_norm), self._small(w.k_norm), self.config.norm_eps)
+        table = self.tables.of(s)
         bias = None if w.gate_bias is None or w.up_bias is None else torch.cat([w.gate_bias, w.up_bias])
         return GpuLayer(
             attn_norm=self._small(w.attn_norm),
             qkv=self._packed((w.qkv,), w.qkv_bias, self.weights, (s.heads + 2 * s.kv_heads) * s.head_dim),
             norms=norms,
             out=self._packed((w.out,), w.out_bias, self.weights, hidden),
+            out_norm=self._small(w.out_norm),
             mlp_norm=self._small(w.mlp_norm),
             gate_up=None
             if w.gate is None
-            else self._packed((w.gate, w.up), bias, self.weights, s.intermediate),
+            else _activated(self._packed((w.gate, w.up), bias, self.weights, s.intermediate), s),
             down=None if w.down is None else self._packed((w.down,), w.down_bias, self.weights, hidden),
-            experts=None if w.experts is None or s.experts is None else self._experts(w.experts, s.experts),
+            down_norm=self._small(w.down_norm),
+            experts=None
+            if w.experts is None or s.experts is None
+            else self._experts(w.experts, s, s.experts),
             tables=self._tables(s),
-            sinks=None if w.sinks is None else self._small(w.sinks),
+            gains=None if table is None else self._small(table.gain),
+            sinks=self._small(w.sinks),
             spec=self.group.share_layer(s),
             whole=s,
         )
 
-    def _experts(self, t: ExpertTensors, how: Experts) -> GpuExperts:
+    def _experts(self, t: ExpertTensors, spec: LayerSpec, how: Experts) -> GpuExperts:
         def packed(biases: Sequence[Any], whole: int, *halves: Sequence[Any]) -> GpuLinear:
-            weight = pack_experts(
-                zip(*halves, strict=True), how.count, self.weights, self.device, self.dtype, whole
-            )
+            kind = self.weights
+            experts: Iterable[Sequence[Any]] = zip(*halves, strict=True)
+            if kind == "bfloat16" and all(mxfp4.fits(weight) for half in halves for weight in half):
+                kind = mxfp4.KIND
+            else:
+                experts = ([_plain(weight) for weight in expert] for expert in experts)
+            weight = pack_experts(experts, how.count, kind, self.device, self.dtype, whole)
             own = [torch.stack(bias) for bias in biases if bias is not None]
             return GpuLinear(weight, self._small(torch.cat(own, 1)) if own else None)
 
         return GpuExperts(
             how,
             router=self.pack_linear(t.router, t.router_bias),
-            correction=None if t.correction is None else self._small(t.correction),
+            correction=self._small(t.correction),
             shared_gate=None if t.shared_gate is None else self.pack_linear(t.shared_gate),
-            gate_up=packed((t.gate_bias, t.up_bias), how.width, t.gate, t.up),
+            gate_up=_activated(packed((t.gate_bias, t.up_bias), how.width, t.gate, t.up), spec),
             down=packed((t.down_bias,), self.config.hidden, t.down),
         )
 
@@ -195,10 +208,14 @@ class GpuKernels:
 
     def _packed(self, halves: tuple[Any, ...], bias: Tensor | None, kind: str, whole: int) -> GpuLinear:
         packed = pack(*halves, kind=kind, device=self.device, dtype=self.dtype, whole=whole)
-        return GpuLinear(packed, None if bias is None else self._small(bias))
+        return GpuLinear(packed, self._small(bias))
 
-    def _small(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.device, torch.float32).contiguous()
+    @overload
+    def _small(self, tensor: Tensor) -> Tensor: ...
+    @overload
+    def _small(self, tensor: None) -> None: ...
+    def _small(self, tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.to(self.device, torch.float32).contiguous()
 
     # --------------------------------------------------------------------------------------------- pieces
 
@@ -225,7 +242,8 @@ class GpuKernels:
         normed = self._room(count, x.shape[1])
         add_and_norm(x, pending, norm.to(self.device), c.norm_eps, normed[:count], rows, c.residual_scale)
         logits = linear(normed, linear_.weight, linear_.bias, count)
-        return logits if c.logit_divisor == 1 else logits.div_(c.logit_divisor)
+        logits = logits if c.logit_divisor == 1 else logits.div_(c.logit_divisor)
+        return logits.div_(c.softcap).tanh_().mul_(c.softcap) if c.softcap else logits
 
     def _padded(self, rows: Tensor, count: int) -> Tensor:
         """`count` rows that other ranks have parts of, in space for as many as a matmul reads."""
@@ -237,7 +255,12 @@ class GpuKernels:
         """What is still to be added to x. Ranks have outputs of their own, so theirs are added and gathered at once."""
         if self.group.size == 1:
             return pending
-        own = x[:, self.group.cut(self.config.hidden)].contiguous()
+        mine = self.group.cut(self.config.hidden)
+        if isinstance(pending, Normed):
+            own = x.new_zeros(len(x), mine.stop - mine.start)
+            add_and_norm(own, pending.parts, None, 0.0, None)
+            return Normed(self.group.gather(own, self.config.hidden)[None], pending.weight)
+        own = x[:, mine].contiguous()
         self._add(own, pending)
         x.copy_(self.group.gather(own, self.config.hidden))
         return None
@@ -334,20 +357,21 @@ class GpuKernels:
         s, rows = w.spec, len(x)
         qkv = multiply_parts(inputs, w.qkv.weight, w.qkv.bias, rows)
         mixed = self._room(rows, s.heads * s.head_dim)
-        fresh, heads = Fresh(qkv, w.tables, w.norms), mixed[:rows].view(rows, s.heads, s.head_dim)
+        fresh, heads = Fresh(qkv, w.tables, w.norms, w.gains), mixed[:rows].view(rows, s.heads, s.head_dim)
         attend_parts(fresh, batch, keys, values, s.window, s.scale, attention, heads, w.sinks)
         if self.group.size > 1:
             width, units = w.whole.heads * s.head_dim, w.whole.kv_heads
             mixed = self._padded(self.group.gather(mixed[:rows], width, units), rows)
-        pending = self._settled(x, multiply_parts(mixed, w.out.weight, w.out.bias, rows))
+        pending = self._settled(x, _normed(multiply_parts(mixed, w.out.weight, w.out.bias, rows), w.out_norm))
         normed = self._room(*x.shape)
         self._add(x, pending, w.mlp_norm, normed[:rows])
         shared = self._mlp(w, normed, rows)
         if w.experts is None:
             assert shared is not None
-            return self._settled(x, shared)
+            return self._settled(x, _normed(shared, w.down_norm))
         slots, padding = batch.slots, len(keys) - 1
-        return self._settled(x, self._give_to_experts(w.experts, normed, shared, slots, padding))
+        given = self._give_to_experts(w.experts, normed, shared, slots, padding)
+        return self._settled(x, _normed(given, w.down_norm))
 
     def _mlp(self, w: GpuLayer, normed: Tensor, rows: int) -> Tensor | None:
         """The parts that the MLP of all rows gives."""
@@ -399,8 +423,24 @@ class GpuKernels:
         return self._read[1]
 
 
-def check_layers(config: ModelConfig, tables: RopeTables) -> None:
-    if missing := gpu_obstacle(config, tables.positions - MAX_NODES - 1):
+def _plain(weight: Any) -> Tensor:
+    return weight.float() if isinstance(weight, Blocks) else weight
+
+
+def _activated(linear_: GpuLinear, spec: LayerSpec) -> GpuLinear:
+    linear_.weight.activation, linear_.weight.clamp = spec.activation, spec.clamp
+    return linear_
+
+
+def _normed(parts: Tensor | ExpertParts, weight: Tensor | None) -> Pending:
+    return parts if weight is None else Normed(parts, weight)
+
+
+def check_layers(config: ModelConfig, group: Group = ALONE) -> None:
+    missing = gpu_obstacle(config)
+    if group.size > 1 and any(spec.qk_norm == "whole" for spec in config.specs):
+        missing = "norms over heads of several ranks"
+    if missing:
         raise KernelUnavailable(
             f"this {config.family} model does not run on a GPU: the kernels do not have {missing}; use --device cpu"
         )

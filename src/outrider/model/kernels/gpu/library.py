@@ -55,23 +55,18 @@ class Library:
         if bias is not None:
             out[0] += bias
 
-    def multiply_gated(self, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
-        """silu(gate) * up into out [1, R, outputs]; a gated weight has one segment."""
+    def multiply_gated(
+        self, x: Tensor, bias: Tensor | None, out: Tensor, activation: str = "silu", clamp: float = 0.0
+    ) -> None:
+        """activation(gate) * up into out [1, R, outputs]; a gated weight has one segment."""
         wide = len(self.rows)
         made = x.new_empty((1, len(x), wide), dtype=out.dtype if bias is None else torch.float32)
         self._segments(x, x.shape[1], made)
         count, outputs = out.shape[1:]
         _gate_kernel[(count, triton.cdiv(outputs, GATE_BLOCK))](
-            made,
-            bias,
-            out,
-            outputs,
-            wide // 2,
-            BIASED=bias is not None,
-            BLOCK=GATE_BLOCK,
-            num_warps=4,
-            **chained(),
-        )
+            made, bias, out, outputs, wide // 2, BIASED=bias is not None, ACTIVATION=activation, CLAMP=clamp,
+            BLOCK=GATE_BLOCK, num_warps=4, **chained(),
+        )  # fmt: skip
 
     def _segments(self, x: Tensor, segment: int, out: Tensor) -> None:
         inputs = x.shape[1]
@@ -151,17 +146,28 @@ def can_forbid_splits() -> bool:
 
 
 @triton.jit
-def gated(gate, up, DTYPE: tl.constexpr):
-    """Of sums rounded to what is stored: those of many rows are written and read again before they come here."""
+def gated(gate, up, DTYPE: tl.constexpr, ACTIVATION: tl.constexpr, CLAMP: tl.constexpr):
+    """Of sums rounded to what is stored: those of many rows are written and read again before they come here. Every
+    activation is its argument times a sigmoid; products are fused with sums where it says so, the same in all kernels.
+    """
     gate = gate.to(DTYPE).to(tl.float32)
     up = up.to(DTYPE).to(tl.float32)
-    return gate / (1 + tl.exp(-gate)) * up
+    bent = gate
+    if ACTIVATION == "clamped":
+        gate = tl.minimum(gate, CLAMP)
+        up = tl.minimum(tl.maximum(up, -CLAMP), CLAMP) + 1
+        bent = gate * 1.702
+    elif ACTIVATION == "gelu_tanh":  # 0.5 + 0.5 tanh(u) is the sigmoid of 2 u
+        one = tl.full(gate.shape, 1.0, tl.float32)
+        bent = gate * 1.5957691216057308 * tl.fma(gate * gate, one * 0.044715, one)
+    return gate / (1 + tl.exp(-bent)) * up
 
 
 @kernel
 def _gate_kernel(
-    made, bias, out, outputs, padded, BIASED: tl.constexpr, BLOCK: tl.constexpr, CHAIN: tl.constexpr
-):
+    made, bias, out, outputs, padded, BIASED: tl.constexpr, ACTIVATION: tl.constexpr, CLAMP: tl.constexpr,
+    BLOCK: tl.constexpr, CHAIN: tl.constexpr,
+):  # fmt: skip
     """made [R, 2 * padded], gate before up -> out [R, outputs]."""
     let_next_start(CHAIN)
     row = tl.program_id(0).to(tl.int64)
@@ -174,4 +180,4 @@ def _gate_kernel(
         gate += tl.load(bias + n, mask=mask, other=0.0)
         up += tl.load(bias + outputs + n, mask=mask, other=0.0)
     stored = out.dtype.element_ty
-    tl.store(out + row * outputs + n, gated(gate, up, stored).to(stored), mask=mask)
+    tl.store(out + row * outputs + n, gated(gate, up, stored, ACTIVATION, CLAMP).to(stored), mask=mask)

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,9 +31,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from outrider.load.quants import Blocks
+from outrider.model.kernels import reference
+from outrider.model.kernels.gpu import mxfp4
 from outrider.model.kernels.gpu.ahead import kernel
 from outrider.model.kernels.gpu.launch import await_previous, chained, let_next_start
 from outrider.model.kernels.gpu.library import Library, gated, padded_rows
+from outrider.model.kernels.gpu.mxfp4 import widened_exactly
 from outrider.model.kernels.gpu.quantise import KINDS, dequantised, quantised, widened
 
 GRAIN = 256  # a segment is a multiple of it, so that every tile depth fits
@@ -56,11 +61,14 @@ class Packed:
     data: Tensor
     outputs: int
     inputs: int
-    kind: str = "bfloat16"  # or one of quantise.KINDS; bfloat16 stands for whatever dtype is multiplied
+    # Or one of quantise.KINDS, or mxfp4.KIND, which is bfloat16 in fewer bytes; that stands for whatever is multiplied.
+    kind: str = "bfloat16"
     scales: Tensor | None = None  # [halves, blocks of all experts, deep blocks or 1, HIGH]
     library: Library | None = None  # for passes of many rows
     whole: int = 0  # outputs of all ranks' parts, which decide the order of sums; 0: `outputs`
     experts: int = 1  # `outputs` are one's
+    activation: str = "silu"  # of the gate, if there is one: one of config.ACTIVATIONS, or CLAMPED
+    clamp: float = 0.0  # as LayerSpec has it
 
     @property
     def gated(self) -> bool:
@@ -103,13 +111,14 @@ class Packed:
         if self.scales is None:
             whole = rows.flatten(1)
         else:
-            whole = dequantised(rows, self.scales.transpose(2, 3).flatten(0, 2), self.kind)
+            made = mxfp4.dequantised if self.kind == mxfp4.KIND else partial(dequantised, kind=self.kind)
+            whole = made(rows, self.scales.transpose(2, 3).flatten(0, 2))
         halves = whole.unflatten(0, (len(self.data), -1))
         return halves[:, : self.outputs, : self.inputs].flatten(0, 1)
 
 
 def _inputs_in_one(kind: str) -> int:
-    return KINDS[kind].inputs if kind in KINDS else 1
+    return KINDS[kind].inputs if kind in KINDS else mxfp4.IN_WORD if kind == mxfp4.KIND else 1
 
 
 def _tile_depth(inputs: int) -> int:
@@ -128,6 +137,11 @@ def room_for(
     """Memory for a weight of this shape, with nothing in it yet."""
     depth = _tile_depth(inputs)
     blocks, deep = experts * -(-outputs // HIGH), -(-inputs // depth)
+    if kind == mxfp4.KIND:
+        tiles = (halves, blocks, -(-inputs // mxfp4.DEPTH), HIGH)
+        data = torch.empty((*tiles, mxfp4.DEPTH // mxfp4.IN_WORD), dtype=torch.int32, device=device)
+        scales = torch.empty(tiles, dtype=torch.int32, device=device)
+        return Packed(data, outputs, inputs, kind, scales, experts=experts)
     if kind not in KINDS:
         data = torch.empty((halves, blocks, 1, HIGH, deep * depth), dtype=dtype, device=device)
         return Packed(data, outputs, inputs, kind, experts=experts)
@@ -158,14 +172,14 @@ def pack(
 
 
 def pack_experts(
-    experts: Iterable[Sequence[Tensor]],
+    experts: Iterable[Sequence[Any]],
     count: int,
     kind: str = "bfloat16",
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     whole: int = 0,
 ) -> Packed:
-    """The same of `count` experts, which are taken one at a time."""
+    """The same of `count` experts, which are taken one at a time. Of kind mxfp4 they are `Blocks`."""
     packed: Packed | None = None
     for number, halves in enumerate(experts):
         if packed is None:
@@ -178,8 +192,9 @@ def pack_experts(
     return packed
 
 
-def _put_all(packed: Packed, halves: Sequence[Tensor]) -> None:
+def _put_all(packed: Packed, halves: Sequence[Tensor | Blocks]) -> None:
     for half, weight in enumerate(halves):
+        weight = weight.raw if isinstance(weight, Blocks) else weight
         for first in range(0, packed.blocks, AT_ONCE):
             _put(packed, half, first, weight[first * HIGH : (first + AT_ONCE) * HIGH])
 
@@ -187,9 +202,15 @@ def _put_all(packed: Packed, halves: Sequence[Tensor]) -> None:
 def _put(packed: Packed, half: int, first: int, some: Tensor) -> None:
     """Some outputs, from block `first` on, to their places."""
     data, scales = packed.data, packed.scales
+    to = slice(first, first + -(-len(some) // HIGH))
+    below = -len(some) % HIGH
+    if packed.kind == mxfp4.KIND and scales is not None:
+        stored, found = mxfp4.repacked(F.pad(some.to(data.device), (0, 0, 0, below)), packed.width)
+        scales[half, to] = found.unflatten(0, (-1, HIGH)).transpose(1, 2)
+        data[half, to] = stored.unflatten(0, (-1, HIGH)).transpose(1, 2)
+        return
     some = some.to(data.device, data.dtype if scales is None else torch.float32)
-    rows = F.pad(some, (0, packed.width - packed.inputs, 0, -len(some) % HIGH))
-    to = slice(first, first + len(rows) // HIGH)
+    rows = F.pad(some, (0, packed.width - packed.inputs, 0, below))
     if scales is None:
         stored = rows[:, None]
     else:
@@ -227,11 +248,45 @@ def one_segment(
             x_rows, there, w_rows, u_rows, s_rows, first, last, inputs,
             ROWS, OUTPUTS, INPUTS, GATED, EVEN, DESCRIBED,
         )  # fmt: skip
+    elif KIND == "mxfp4":
+        acc, up = _exact_segment(
+            x_rows, there, w_rows, u_rows, s_rows, t_rows, first, last, inputs,
+            ROWS, OUTPUTS, INPUTS, HIGH, DEPTH, IN_ONE, GATED, EVEN,
+        )  # fmt: skip
     else:
         acc, up = _scaled_segment(
             x_rows, there, w_rows, u_rows, s_rows, t_rows, first, last, inputs,
             ROWS, OUTPUTS, INPUTS, HIGH, DEPTH, KIND, IN_ONE, GROUPED, GATED, EVEN,
         )  # fmt: skip
+    return acc, up
+
+
+@triton.jit
+def _exact_segment(
+    x_rows, there, w_rows, u_rows, s_rows, t_rows, first, last, inputs,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, HIGH: tl.constexpr, DEPTH: tl.constexpr,
+    IN_ONE: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Of experts in MXFP4: the sums of a plain weight. Rows are zeros where tiles go on after the last input, and the
+    last tile stands in for those that a step has after it.
+    """
+    acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    up = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    c = tl.arange(0, DEPTH)[None, :]
+    word = tl.arange(0, DEPTH // IN_ONE)[None, :]
+    for start in range(first, last, INPUTS):
+        for tile in tl.static_range(INPUTS // DEPTH):
+            at = start + tile * DEPTH
+            x = tl.trans(
+                tl.load(x_rows + at + c, mask=there if EVEN else there & (at + c < inputs), other=0.0)
+            )
+            number = tl.minimum(at, last - DEPTH) // DEPTH * HIGH
+            words = number * (DEPTH // IN_ONE) + word
+            acc = tl.dot(widened_exactly(tl.load(w_rows + words), tl.load(s_rows + number), x.dtype), x, acc)
+            if GATED:
+                up = tl.dot(
+                    widened_exactly(tl.load(u_rows + words), tl.load(t_rows + number), x.dtype), x, up
+                )
     return acc, up
 
 
@@ -311,7 +366,8 @@ def finished(
     SEGMENT: tl.constexpr, SEGMENTS: tl.constexpr, SPREAD: tl.constexpr,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, HIGH: tl.constexpr, DEPTH: tl.constexpr,
     KIND: tl.constexpr, IN_ONE: tl.constexpr, GROUPED: tl.constexpr,
-    GATED: tl.constexpr, BIASED: tl.constexpr, EVEN: tl.constexpr, TO: tl.constexpr, DESCRIBED: tl.constexpr = False,
+    GATED: tl.constexpr, BIASED: tl.constexpr, EVEN: tl.constexpr, ACTIVATION: tl.constexpr, CLAMP: tl.constexpr,
+    TO: tl.constexpr, DESCRIBED: tl.constexpr = False,
 ):  # fmt: skip
     """What becomes of a block's first segment: the bias, the segments after it, and the gate."""
     if BIASED:
@@ -330,7 +386,7 @@ def finished(
             if GATED:
                 up += more_up
     if GATED:
-        acc = gated(acc, up, TO)
+        acc = gated(acc, up, TO, ACTIVATION, CLAMP)
     return acc
 
 
@@ -340,8 +396,8 @@ def _matmul_kernel(
     SEGMENT: tl.constexpr, SEGMENTS: tl.constexpr, SPREAD: tl.constexpr,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, HIGH: tl.constexpr, DEPTH: tl.constexpr,
     KIND: tl.constexpr, IN_ONE: tl.constexpr, GROUPED: tl.constexpr,
-    GATED: tl.constexpr, BIASED: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr, DESCRIBED: tl.constexpr,
-    CHAIN: tl.constexpr,
+    GATED: tl.constexpr, BIASED: tl.constexpr, EVEN: tl.constexpr, ACTIVATION: tl.constexpr, CLAMP: tl.constexpr,
+    AHEAD: tl.constexpr, DESCRIBED: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     let_next_start(CHAIN)
     row_tiles = tl.cdiv(rows, ROWS)
@@ -379,7 +435,7 @@ def _matmul_kernel(
     acc = finished(
         acc, up, bias, part, n, x_rows, there, w_rows, u_rows, s_rows, t_rows, outputs, inputs, width,
         SEGMENT, SEGMENTS, SPREAD, ROWS, OUTPUTS, INPUTS, HIGH, DEPTH, KIND, IN_ONE, GROUPED, GATED, BIASED, EVEN,
-        out.dtype.element_ty, DESCRIBED,
+        ACTIVATION, CLAMP, out.dtype.element_ty, DESCRIBED,
     )  # fmt: skip
     at = out + (part * rows + m).to(tl.int64)[None, :] * outputs + n[:, None]
     tl.store(at, acc.to(out.dtype.element_ty), mask=(m < rows)[None, :] & (n < outputs)[:, None])
@@ -501,7 +557,7 @@ def _quantised_tile(weight: Packed, rows: int) -> Tile:
 def multiply(x: Tensor, weight: Packed, bias: Tensor | None, out: Tensor) -> None:
     """x [R, inputs] by weight into out [parts, R, outputs]; the sum of the parts is the result.
 
-    Gated: out is [1, R, outputs] = silu(gate) * up.
+    Gated: out is [1, R, outputs] = activation(gate) * up.
     """
     launch_multiply(x, weight, bias, out, segments(weight), choose_tile(weight, len(x)))
 
@@ -556,6 +612,7 @@ def kernel_options(weight: Packed, bias: Tensor | None, pieces: int, tile: Tile)
         ROWS=tile.rows, OUTPUTS=tile.outputs, INPUTS=tile.inputs, HIGH=HIGH, DEPTH=weight.depth,
         KIND=weight.kind, IN_ONE=_inputs_in_one(weight.kind), GROUPED=scales is not None and scales.shape[2] > 1,
         GATED=weight.gated, BIASED=bias is not None, EVEN=weight.inputs == weight.width,
+        ACTIVATION=weight.activation, CLAMP=weight.clamp,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
@@ -602,13 +659,13 @@ def add_parts(parts: Tensor) -> Tensor:
 
 
 def gated_linear(x: Tensor, weight: Packed, bias: Tensor | None = None, rows: int | None = None) -> Tensor:
-    """silu(gate) * up -> [R, outputs] in x's dtype, as long as x; `rows` as in `multiply_parts`."""
+    """activation(gate) * up -> [R, outputs] in x's dtype, as long as x; `rows` as in `multiply_parts`."""
     rows = len(x) if rows is None else rows
     out = x.new_empty((1, len(x), weight.outputs))
     library = library_for(weight, rows, len(x))
     if library is not None:
         count = padded_rows(rows)
-        library.multiply_gated(x[:count], bias, out[:, :count])
+        library.multiply_gated(x[:count], bias, out[:, :count], weight.activation, weight.clamp)
     elif rows:
         multiply(x[:rows], weight, bias, out[:, :rows])
     return out[0]
@@ -624,4 +681,4 @@ def linear_twin(x: Tensor, weight: Packed, bias: Tensor | None = None) -> Tensor
 
 def gated_twin(x: Tensor, weight: Packed, bias: Tensor | None = None) -> Tensor:
     gate, up = linear_twin(x, weight, bias).chunk(2, dim=-1)
-    return (torch.nn.functional.silu(gate) * up).to(x.dtype)
+    return reference.gated(gate, up, weight.activation, weight.clamp).to(x.dtype)

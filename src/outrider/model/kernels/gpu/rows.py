@@ -58,15 +58,17 @@ def _sum_experts(
 
 @kernel(do_not_specialize=["parts_stride", "shared_stride", "gates_stride"])
 def _norm_kernel(
-    x, parts, weight, out, picked, chosen, weights, shared, gates, parts_stride, shared_stride, gates_stride, width,
-    eps, gain,
-    PARTS: tl.constexpr, EACH: tl.constexpr, SHARED: tl.constexpr, GATES: tl.constexpr,
-    NORM: tl.constexpr, PICKED: tl.constexpr, BLOCK: tl.constexpr, CHAIN: tl.constexpr,
+    x, parts, after, weight, out, picked, chosen, weights, shared, gates, parts_stride, shared_stride, gates_stride,
+    width, eps, gain,
+    PARTS: tl.constexpr, EACH: tl.constexpr, SHARED: tl.constexpr, GATES: tl.constexpr, AFTER: tl.constexpr,
+    NORM: tl.constexpr, OUT: tl.constexpr, PICKED: tl.constexpr, BLOCK: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     let_next_start(CHAIN)
     place = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     mask = cols < width
+    if AFTER:
+        scale_after = tl.load(after + cols, mask=mask, other=0.0)
     if NORM:
         scale = tl.load(weight + cols, mask=mask, other=0.0)
     await_previous(CHAIN)
@@ -77,19 +79,23 @@ def _norm_kernel(
     h = tl.load(x + at, mask=mask, other=0.0)
     if PARTS > 0:
         if EACH > 0:
-            h += gain * _sum_experts(
+            more = _sum_experts(
                 parts, chosen, weights, shared, gates, row, cols, parts_stride.to(tl.int64),
                 shared_stride.to(tl.int64), gates_stride.to(tl.int64), width, mask,
                 PARTS, EACH, SHARED, GATES, BLOCK,
             )  # fmt: skip
         else:
-            h += gain * sum_parts(parts, at, parts_stride.to(tl.int64), mask, PARTS)
+            more = sum_parts(parts, at, parts_stride.to(tl.int64), mask, PARTS)
+        if AFTER:
+            more = more * tl.rsqrt(tl.sum(more * more, 0) / width + eps) * scale_after
+        h += gain * more
         if not PICKED:  # a row may be picked twice: what is picked is read, never written
             tl.store(x + at, h, mask=mask)
     if NORM:
         mean = tl.sum(h * h, 0) / width
-        y = h * tl.rsqrt(mean + eps) * scale
-        tl.store(out + place * width + cols, y.to(out.dtype.element_ty), mask=mask)
+        h = h * tl.rsqrt(mean + eps) * scale
+    if OUT:
+        tl.store(out + place * width + cols, h.to(out.dtype.element_ty), mask=mask)
 
 
 @dataclass(slots=True)
@@ -113,16 +119,28 @@ class ExpertParts:
         return total + (more if self.gates is None else more * add_parts(self.gates).sigmoid())
 
 
+@dataclass(slots=True)
+class Normed:
+    """What is normed before it is added."""
+
+    parts: Tensor | ExpertParts
+    weight: Tensor  # of the norm
+
+
+Pending = Tensor | ExpertParts | Normed  # what is still to be added to the stream
+
+
 def add_and_norm(
     x: Tensor,
-    parts: Tensor | ExpertParts | None,
+    parts: Pending | None,
     weight: Tensor | None,
     eps: float,
     out: Tensor | None,
     picked: Tensor | None = None,
     gain: float = 1.0,
 ) -> None:
-    """x += gain times the parts, in place; then out = the RMS norm of x. Either half may be left out.
+    """x += gain times the parts, in place; then out = the RMS norm of x. Either half may be left out; without a weight
+    out = x.
 
     `picked`, int64 [L]: norm those rows only, into out [L, width], and leave x as it is.
     """
@@ -130,39 +148,44 @@ def add_and_norm(
     count = rows if picked is None else len(picked)
     if not count:
         return
-    chosen = weights = shared = gates = None
+    after = chosen = weights = shared = gates = None
+    if isinstance(parts, Normed):
+        after, parts = parts.weight, parts.parts
     if isinstance(parts, ExpertParts):
         chosen, weights, shared, gates = parts.chosen, parts.weights, parts.shared, parts.gates
         parts = parts.parts
     strides = [0 if one is None else one.stride(0) for one in (parts, shared, gates)]
     counts = [0 if one is None else len(one) for one in (parts, shared, gates)]
     _norm_kernel[(count,)](
-        x, parts, weight, out, picked, chosen, weights, shared, gates, *strides, width, eps, gain,
+        x, parts, after, weight, out, picked, chosen, weights, shared, gates, *strides, width, eps, gain,
         PARTS=counts[0], EACH=0 if chosen is None else chosen.shape[1], SHARED=counts[1], GATES=counts[2],
-        NORM=weight is not None, PICKED=picked is not None,
+        AFTER=after is not None, NORM=weight is not None, OUT=out is not None, PICKED=picked is not None,
         BLOCK=triton.next_power_of_2(width), num_warps=NORM_WARPS, **chained(),
     )  # fmt: skip
 
 
 def add_and_norm_twin(
     x: Tensor,
-    parts: Tensor | ExpertParts | None,
+    parts: Pending | None,
     weight: Tensor | None,
     eps: float,
     out: Tensor | None,
     picked: Tensor | None = None,
     gain: float = 1.0,
 ) -> None:
-    if isinstance(parts, ExpertParts):
-        total = x + gain * parts.total()
-    else:
-        total = x if parts is None else x + gain * add_parts(parts)
+    total = x if parts is None else x + gain * _total(parts, eps)
     if picked is None:
         x.copy_(total)
     else:
         total = total[picked]
-    if weight is not None and out is not None:
-        out.copy_(rms_norm(total, weight, eps))
+    if out is not None:
+        out.copy_(total if weight is None else rms_norm(total, weight, eps))
+
+
+def _total(parts: Pending, eps: float) -> Tensor:
+    if isinstance(parts, Normed):
+        return rms_norm(_total(parts.parts, eps), parts.weight, eps)
+    return parts.total() if isinstance(parts, ExpertParts) else add_parts(parts)
 
 
 # ------------------------------------------------------------------------------------------------ embedding
@@ -202,11 +225,23 @@ def embed_twin(ids: Tensor, weight: Packed, scale: float = 1.0) -> Tensor:
 # ------------------------------------------------------------------------------------- rotation, cache write
 
 
+@triton.jit
+def _mean_square(parts, at, stride, COUNT: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """Of all heads of a row together."""
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, COUNT, BLOCK):
+        c = start + tl.arange(0, BLOCK)
+        one = sum_parts(parts, at + c, stride, c < COUNT, PARTS)
+        total = tl.fma(one, one, total)
+    return tl.sum(total, 0) / COUNT
+
+
 @kernel(do_not_specialize=["parts_stride"])
 def _rope_kernel(
-    parts, cos, sin, positions, slots, q_norm, k_norm, q, keys, values, parts_stride, eps,
+    parts, cos, sin, gains, positions, slots, q_norm, k_norm, q, keys, values, parts_stride, eps,
     PARTS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, NORMED: tl.constexpr,
-    TOGETHER: tl.constexpr, BLOCK: tl.constexpr, CHAIN: tl.constexpr,
+    WHOLE: tl.constexpr, GAIN: tl.constexpr, TOGETHER: tl.constexpr, BLOCK: tl.constexpr, TOTAL: tl.constexpr,
+    CHAIN: tl.constexpr,
 ):  # fmt: skip
     let_next_start(CHAIN)
     row = tl.program_id(0).to(tl.int64)
@@ -227,17 +262,29 @@ def _rope_kernel(
     is_q = head < HEADS
     is_v = head >= HEADS + KV_HEADS
     if NORMED:
-        mean = (tl.sum(a * a, 1) + tl.sum(b * b, 1)) / DIM
-        inverse = tl.rsqrt(mean + eps)[:, None]
-        gain_a = tl.where(is_q, tl.load(q_norm + d, mask=d < half), tl.load(k_norm + d, mask=d < half))
-        gain_b = tl.where(
-            is_q, tl.load(q_norm + half + d, mask=d < half), tl.load(k_norm + half + d, mask=d < half)
-        )
+        at_q, at_k = d, d
+        if WHOLE:
+            begin = row * width
+            of_q = _mean_square(parts, begin, stride, HEADS * DIM, PARTS, TOTAL)
+            of_k = _mean_square(parts, begin + HEADS * DIM, stride, KV_HEADS * DIM, PARTS, TOTAL)
+            mean = tl.where(is_q, of_q, of_k)
+            at_q, at_k = head * DIM + d, (head - HEADS) * DIM + d
+        else:
+            mean = ((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / DIM)[:, None]
+        inverse = tl.rsqrt(mean + eps)
+        on_q, on_k = is_q & (d < half), (head >= HEADS) & (head < HEADS + KV_HEADS) & (d < half)
+        gain_a = tl.load(q_norm + at_q, mask=on_q, other=0.0) + tl.load(k_norm + at_k, mask=on_k, other=0.0)
+        gain_b = tl.load(q_norm + half + at_q, mask=on_q, other=0.0)
+        gain_b += tl.load(k_norm + half + at_k, mask=on_k, other=0.0)
         a = tl.where(is_v, a, a * inverse * gain_a)
         b = tl.where(is_v, b, b * inverse * gain_b)
     # Explicit fused sums: attention.py turns fresh keys by itself, to the same bits.
-    first = tl.where(is_v, a, tl.fma(a, c, -(b * s))).to(q.dtype.element_ty)
-    second = tl.where(is_v, b, tl.fma(b, c, a * s)).to(q.dtype.element_ty)
+    first = tl.where(is_v, a, tl.fma(a, c, -(b * s)))
+    second = tl.where(is_v, b, tl.fma(b, c, a * s))
+    if GAIN:
+        gain = tl.where(is_q, tl.load(gains + position), 1.0)
+        first, second = first * gain, second * gain
+    first, second = first.to(q.dtype.element_ty), second.to(q.dtype.element_ty)
     to_q = q + row * (HEADS * DIM) + head * DIM + d
     tl.store(to_q, first, mask=mask & is_q)
     tl.store(to_q + half, second, mask=mask & is_q)
@@ -259,18 +306,22 @@ def rope_and_write(
     q: Tensor,
     keys: Tensor,
     values: Tensor,
+    gains: Tensor | None = None,
 ) -> None:
     """parts [P, R, (heads + 2 kv_heads) * dim]: queries, rotated, to q [R, heads, dim]; keys, rotated, and
-    values to their slots. `norms`: weights for the heads of queries and keys, and their epsilon.
+    values to their slots. `norms`: weights for queries and keys, of one head or of all of them together, and their
+    epsilon. `gains`: of rotated queries, by position.
     """
     rows, heads, dim = q.shape
     kv_heads = keys.shape[1]
     q_norm, k_norm, eps = norms or (None, None, 0.0)
     together = 8
     _rope_kernel[(rows, triton.cdiv(heads + 2 * kv_heads, together))](
-        parts, *tables, batch.positions, batch.slots, q_norm, k_norm, q, keys, values, parts.stride(0), eps,
+        parts, *tables, gains, batch.positions, batch.slots, q_norm, k_norm, q, keys, values, parts.stride(0), eps,
         PARTS=len(parts), HEADS=heads, KV_HEADS=kv_heads, DIM=dim, NORMED=norms is not None,
-        TOGETHER=together, BLOCK=triton.next_power_of_2(dim // 2), num_warps=2, **chained(),
+        WHOLE=norms is not None and len(norms[0]) + len(norms[1]) > 2 * dim, GAIN=gains is not None,
+        TOGETHER=together, BLOCK=triton.next_power_of_2(dim // 2),
+        TOTAL=min(1024, triton.next_power_of_2(heads * dim)), num_warps=2, **chained(),
     )  # fmt: skip
 
 
@@ -282,14 +333,21 @@ def rope_and_write_twin(
     q: Tensor,
     keys: Tensor,
     values: Tensor,
+    gains: Tensor | None = None,
 ) -> None:
     rows, heads, dim = q.shape
     kv_heads = keys.shape[1]
     split = add_parts(parts).view(rows, -1, dim).split([heads, kv_heads, kv_heads], dim=1)
     queries, k, v = split
     if norms is not None:
-        queries, k = rms_norm(queries, norms[0], norms[2]), rms_norm(k, norms[1], norms[2])
+        queries, k = _normed_heads(queries, norms[0], norms[2]), _normed_heads(k, norms[1], norms[2])
     cos, sin = (table[batch.positions.long()][:, None] for table in tables)
     slots = batch.slots.long()
-    q.copy_(rotate(queries, cos, sin))
+    turned = rotate(queries, cos, sin)
+    q.copy_(turned if gains is None else turned * gains[batch.positions.long()][:, None, None])
     keys[slots], values[slots] = rotate(k, cos, sin).to(keys), v.to(values)
+
+
+def _normed_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    whole = x.flatten(1) if len(weight) > x.shape[2] else x
+    return rms_norm(whole, weight, eps).view_as(x)

@@ -172,7 +172,7 @@ def library_result(weight: Packed, bias: Tensor | None, theirs: Library, x: Tens
     out = x.new_empty((1 if weight.gated else segments(weight), len(x), weight.outputs), dtype=dtype)
     try:
         if weight.gated:
-            theirs.multiply_gated(x, bias, out)
+            theirs.multiply_gated(x, bias, out, weight.activation, weight.clamp)
         else:
             theirs.multiply(x, segment_length(weight.width, segments(weight)), bias, out)
     except RuntimeError:
