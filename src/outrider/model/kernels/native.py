@@ -18,6 +18,7 @@ from outrider.errors import BadCheckpoint, KernelUnavailable, OutOfMemory
 from outrider.load.config import LayerSpec, ModelConfig
 from outrider.load.quants import Blocks
 from outrider.model.kernels.build import library
+from outrider.model.kernels.huge import HugePages
 from outrider.model.parallel import ALONE, Group
 from outrider.model.rope import RopeTables
 from outrider.model.weights import KERNEL_FORMATS, MATRICES, ExpertTensors, LayerTensors, Weight, parts_of
@@ -149,7 +150,7 @@ class NativeKernels:
                 raise KernelUnavailable(f"head size {spec.head_dim} is not a multiple of {LANES_MAX}")
         self.threads, self.folder, self.tables = threads, folder, tables
         self.config, self.group = group.share(config), group
-        self.lib = library(folder)
+        self.lib, self.pages = library(folder), HugePages()
         self.lib.blocks_panel_bytes.restype = c_size_t
         self.lib.outrider_variant.restype = self.lib.outrider_chosen.restype = c_char_p
         for multiply in ("linear", "head", "stage", "layer_from", "layers"):
@@ -275,7 +276,7 @@ class NativeKernels:
         half = weight.dtype is torch.bfloat16 and inputs % 2 == 0  # bfloat16 weights are stored in pairs
         weight = (weight if half else weight.float()).contiguous()
         words, dtype = (inputs // 2, torch.int32) if half else (inputs, torch.float32)
-        packed = torch.empty(-(-outputs // PANEL), words, PANEL, dtype=dtype)
+        packed = self.pages.empty(-(-outputs // PANEL), words, PANEL, dtype=dtype)
         self.lib.outrider_pack(_ptr(weight), outputs, words, self.threads, _ptr(packed))
         return NativePart(packed, HALF if half else WHOLE, outputs)
 
@@ -283,7 +284,7 @@ class NativeKernels:
         outputs, inputs = weight.shape
         kind, raw = KINDS[weight.form.name], weight.raw.contiguous()
         panel = self.lib.blocks_panel_bytes(kind, inputs)
-        packed = torch.empty(-(-outputs // PANEL), panel, dtype=torch.uint8)
+        packed = self.pages.empty(-(-outputs // PANEL), panel, dtype=torch.uint8)
         bad = self.lib.outrider_pack_blocks(kind, _ptr(raw), outputs, inputs, self.threads, _ptr(packed))
         if bad:
             raise BadCheckpoint(
