@@ -164,7 +164,8 @@ class NativeKernels:
         width = -(-(tables.positions + MAX_NODES + 1) // PANEL) * PANEL
         self.scores = torch.empty(threads, TALL * GROUP * width)
         self._bound: tuple[Batch, _Rows] | None = None
-        self._stacks: dict[int, tuple[Seq[Any], Any]] = {}  # by the first layer
+        self._stacks: dict[int, tuple[Seq[Any], Seq[Any], Any]] = {}  # by the first layer
+        self._best = torch.empty(0, dtype=torch.int32)  # scratch of `draw`
         self._touched = c_int32()
         self._work = _Work(read=ctypes.addressof(self._touched))
         self._buffers: dict[str, Tensor] = {}
@@ -346,14 +347,19 @@ class NativeKernels:
         self.lib.outrider_layers(stack, len(layers), *map(byref, given), to_keys, to_values)
 
     def _stack(self, layers: Seq[NativeLayer], keys: Seq[Tensor], values: Seq[Tensor]) -> Any:
-        """Pointers to layers, keys and values, made again only where one is not what it was in the last pass."""
-        given, first = [*layers, *keys, *values], id(layers[0])
-        known, made = self._stacks.get(first, ((), ()))
-        if len(given) != len(known) or not all(map(is_, given, known)):
+        """Pointers to layers, keys and values, made again only where one is not what it was in the last pass. Lists that
+        were given before are taken to hold what they held.
+        """
+        lists, first = (layers, keys, values), id(layers[0])
+        known, given, made = self._stacks.get(first, ((), (), ()))
+        if known and all(map(is_, lists, known)):
+            return made
+        now = [*layers, *keys, *values]
+        if len(now) != len(given) or not all(map(is_, now, given)):
             pointers = c_void_p * len(layers)
             stack = pointers(*[ctypes.addressof(layer.struct) for layer in layers])
             made = stack, *(pointers(*[one.data_ptr() for one in some]) for some in (keys, values))
-            self._stacks[first] = given, made
+        self._stacks[first] = lists, now, made
         return made
 
     def _shared_layer(
@@ -441,10 +447,11 @@ class NativeKernels:
     def draw(self, logits: Tensor, sampled: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
         rows, vocab = logits.shape
         tokens = torch.empty(rows, dtype=torch.int64)
-        scratch = torch.empty(rows * CHUNKS * 2, dtype=torch.int32)
+        if len(self._best) < rows * CHUNKS * 2:
+            self._best = torch.empty(rows * CHUNKS * 2, dtype=torch.int32)
         self.lib.outrider_draw(
             _ptr(logits), rows, vocab, _ptr(sampled), _ptr(seeds), _ptr(positions),
-            self.threads, _ptr(scratch), _ptr(tokens),
+            self.threads, _ptr(self._best), _ptr(tokens),
         )  # fmt: skip
         return tokens
 
