@@ -98,7 +98,9 @@ def kv_bytes(model: Model) -> int:
     return model.config.kv_numbers * model.dtype.itemsize
 
 
-Piece = tuple[int, list[Any], list[Tensor], list[Tensor]]  # the first layer's number, layers, their keys and values
+Piece = tuple[
+    int, list[Any], list[Tensor], list[Tensor]
+]  # the first layer's number, layers, their keys and values
 
 
 class Decoder:

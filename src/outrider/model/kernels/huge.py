@@ -1,5 +1,5 @@
-"""Memory for packed weights in huge pages, where the system has them: a pass reads every weight once, and with pages of 4 KB
-the processor looks up one page in every few steps of a kernel (log/104).
+"""Memory for packed weights in huge pages, where the system has them. A pass reads every weight once: with pages of 4 KB
+the processor waits for the page table (log/104).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ ALIGNED = 64
 
 
 class HugePages:
-    """Hands out tensors of a few large mappings. A mapping is freed with its last tensor; what no tensor has of it was never
-    touched and takes no memory.
+    """Hands out tensors of a few large mappings. A mapping is freed with its last tensor; what no tensor has of it
+    was never touched and takes no memory.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,9 @@ class HugePages:
 def _mapped(size: int) -> Tensor:
     advice: Any = getattr(mmap, "MADV_HUGEPAGE", None)
     if advice is not None:
-        with contextlib.suppress(OSError):  # too little memory, which torch says better; or a kernel without huge pages
+        with contextlib.suppress(
+            OSError
+        ):  # a system without huge pages; or too little memory, as torch will say
             mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             mapping.madvise(advice)
             return torch.frombuffer(mapping, dtype=torch.uint8)

@@ -347,8 +347,8 @@ class NativeKernels:
         self.lib.outrider_layers(stack, len(layers), *map(byref, given), to_keys, to_values)
 
     def _stack(self, layers: Seq[NativeLayer], keys: Seq[Tensor], values: Seq[Tensor]) -> Any:
-        """Pointers to layers, keys and values, made again only where one is not what it was in the last pass. Lists that
-        were given before are taken to hold what they held.
+        """Pointers to layers, keys and values, made again only where one is not what it was in the last pass.
+        Lists that were given in that pass are taken to hold what they held.
         """
         lists, first = (layers, keys, values), id(layers[0])
         known, given, made = self._stacks.get(first, ((), (), ()))
