@@ -1,5 +1,5 @@
-"""Memory for packed weights in huge pages, where the system has them. A pass reads every weight once: with pages of 4 KB
-the processor waits for the page table (log/104).
+"""Memory for packed weights in huge pages, where the system has them. A pass reads every weight once: with pages of
+4 KB the processor waits for the page table (log/104).
 """
 
 from __future__ import annotations
