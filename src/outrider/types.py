@@ -427,23 +427,23 @@ class DrafterPrefill(NamedTuple):
 class StepRecord:
     """What a step cost and bought. The only source for planner, metrics, dashboard and bench."""
 
-    rows: int
-    sequences: int
-    known: int  # prompt and already emitted tokens fed
-    drafted: int
-    accepted: int
-    emitted: int
-    plan_s: float
-    draft_s: float
-    target_s: float
-    verify_s: float
-    total_s: float
+    rows: int = 0  # of one pass
+    sequences: int = 0
+    known: int = 0  # prompt and already emitted tokens fed
+    drafted: int = 0
+    accepted: int = 0
+    emitted: int = 0
+    plan_s: float = 0.0
+    draft_s: float = 0.0
+    target_s: float = 0.0
+    verify_s: float = 0.0
+    total_s: float = 0.0
     outcomes: list[Outcome] = field(default_factory=list)  # empty if no sequence could draft
     reasons: tuple[Reason, ...] = ()  # why the planner decided as it did, one for each piece of work
     # Seconds that plain steps would have taken for the same tokens; 0: unknown, or no sequence waited for a token.
     plain_s: float = 0.0
     captured: CapturedShape | None = None  # of the persistent batch, if there was one
-    passes: int = 1  # plain ones, one after the other; rows are those of one
+    passes: int = 1  # plain ones, one after the other
     prompt_rows: int = 0  # of the rows, those of prompt chunks
     drafter_prefill: DrafterPrefill | None = None
     # Of one drafting sequence now and then: its drafter, tokens it emitted, and the sum of the probabilities that the

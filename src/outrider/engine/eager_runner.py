@@ -21,7 +21,7 @@ from outrider.engine.kv_cache import KvCache
 from outrider.engine.rows import PackedRows, Packer, Result, pack, padding
 from outrider.engine.runner import InFlightStep
 from outrider.model.decoder import Model, make_store
-from outrider.types import Batch, DrafterPrefill, DraftPlan, Options, Plan, Work
+from outrider.types import Batch, DrafterPrefill, DraftPlan, Options, Plan, StepRecord, Work
 
 LONG_PREFILL = 8  # tokens: a drafter that lacks fewer drafts hardly later
 # Passes are measured by rows up to five rows a sequence: kernels take rows in blocks, so that a few more may cost
@@ -48,18 +48,19 @@ class EagerRunner:
         begun = time.perf_counter()
         lag = self._lag(work, plan.draft_plans)
         rows = PackedRows(work, self.packer.propose(work, plan.draft_plans), plan.draft_plans)
-        step = InFlightStep(work, list(plan.draft_plans), plan.reasons, rows, begun)
+        record = StepRecord(reasons=plan.reasons, plan_cached=plan.cached)
+        step = InFlightStep(work, list(plan.draft_plans), rows, begun, record)
         for one in work:
             one.launch(1, wait=True)
         drafted = time.perf_counter()
         batch = pack(work, rows.drafts, self.table)
-        rows.logits, step.rows = self.model.forward(batch, self.store), batch.rows
-        step.experts = self.model.experts_read
-        step.draft_s, step.target_s = drafted - begun, time.perf_counter() - drafted
+        rows.logits, record.rows = self.model.forward(batch, self.store), batch.rows
+        record.experts = self.model.experts_read
+        record.draft_s, record.target_s = drafted - begun, time.perf_counter() - drafted
         for name, tokens in lag.most_common(1):
             pairs = zip(rows.drafts, plan.draft_plans, strict=True)
             if tokens >= LONG_PREFILL and any(draft and one.drafter == name for draft, one in pairs):
-                step.drafter_prefill = DrafterPrefill(name, tokens, step.draft_s)
+                record.drafter_prefill = DrafterPrefill(name, tokens, record.draft_s)
         return step
 
     def _lag(self, work: Seq[Work], draft_plans: Seq[DraftPlan]) -> Counter[str]:
@@ -73,7 +74,7 @@ class EagerRunner:
     def finish(self, step: InFlightStep) -> list[Result]:
         begun = time.perf_counter()
         results = self.packer.verify(step.packed)
-        step.verify_s = time.perf_counter() - begun
+        step.record.verify_s = time.perf_counter() - begun
         return results
 
     def release(self, drafters: Seq[str]) -> None:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from outrider.control.planner import Planner
 from outrider.engine.rows import PackedRows, Result
-from outrider.types import CapturedShape, DrafterPrefill, DraftPlan, Options, Plan, Reason, Work
+from outrider.types import DraftPlan, Options, Plan, StepRecord, Work
 
 
 @dataclass(slots=True)
@@ -22,28 +22,16 @@ class InFlightStep:
 
     work: list[Work]
     draft_plans: list[DraftPlan]
-    reasons: tuple[Reason, ...]
     packed: PackedRows
-    begun: float = 0.0
-    rows: int = 0  # of one pass
-    passes: int = 1
-    captured: CapturedShape | None = None
-    drafter_prefill: DrafterPrefill | None = None
-    predicted: list[tuple[str, int, float]] = field(default_factory=list)  # of the persistent batch
+    begun: float
+    record: StepRecord  # what it costs, written as it runs
     ready: Any = None  # where a device lags: an event after which its logits can be read
-    plan_s: float = 0.0
-    plan_cached: bool = False
-    draft_s: float = 0.0
-    target_s: float = 0.0
-    verify_s: float = 0.0
-    waited_s: float = 0.0
-    experts: float = 0.0  # as StepRecord has it
-    uncaptured: bool = False  # the same
 
     @property
     def can_draft(self) -> bool:
         """Whether the planner had a choice. In captured plain passes it had none."""
-        return self.captured is None or self.captured.drafter != "none" or bool(self.packed.work)
+        captured = self.record.captured
+        return captured is None or captured.drafter != "none" or bool(self.packed.work)
 
 
 class Preparation(Protocol):
