@@ -164,7 +164,7 @@ FAULTS = [
     Fault("steps in flight that a prompt waits for", "engine/engine.py", "self.runner.lag if work else 0",
           "self.runner.lag if work and all(o.emits for o in work) else 0", "engine/test_in_flight.py"),
     # What is prepared, and when.
-    Fault("a missing step launched one by one for ever", "device/graphs.py", "return launches > 0 if usual else",
+    Fault("a missing step launched one by one for ever", "device/capture.py", "return launches > 0 if usual else",
           "return False if usual else", GROWING),
     Fault("preparing that waits for a quiet moment", "engine/driver.py", "self._work_beside_requests()\n", "pass\n",
           GROWING),

@@ -35,8 +35,7 @@ from outrider.control.candidates import (
 )
 from outrider.control.costs import CostModel
 from outrider.control.guards import MARGIN, PROBE_INTERVAL, PROBE_SHARE, Guards
-from outrider.control.history import AnswerLengths, DraftReturn, Fairness
-from outrider.control.plan_cache import PlanCache, resident_of
+from outrider.control.history import AnswerLengths, DraftReturn, Fairness, PlanCache, resident_of
 from outrider.control.reasons import AUTO, BASELINE, NOTHING_FOUND, OFF, PREFILL
 from outrider.types import (
     NO_DRAFT_PLAN,

@@ -25,16 +25,14 @@ from torch import Tensor
 
 from outrider.control.trees import tree_nodes
 from outrider.device.buckets import MOST_CAPTURED, TREE_SIZE, RunChoice, SizeChoice
-from outrider.device.capture import CapturedStep, Launched, StepShape, Timer
-from outrider.device.graphs import StepGraphs
+from outrider.device.capture import CapturedStep, Launched, StepGraphs, StepShape, Timer
 from outrider.device.ops import StepOps
 from outrider.device.state import SequenceState
 from outrider.draft.drafters import DrafterFailed, Drafters
 from outrider.engine.eager_runner import packed_options
 from outrider.engine.graph_shapes import MAX_RESIDENT_DEPTH, GraphShapes, packed_bucket
-from outrider.engine.graph_step import GraphStep, InFlightDrafts, Inputs
 from outrider.engine.kv_cache import KvCache
-from outrider.engine.residency import Residency
+from outrider.engine.residency import GraphStep, InFlightDrafts, Inputs, Residency
 from outrider.engine.rows import PackedRows, Packer, Result, exact_draft, pack
 from outrider.engine.runner import InFlightStep
 from outrider.engine.warm_up import GraphPreparation

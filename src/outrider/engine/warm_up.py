@@ -40,8 +40,7 @@ from outrider.device.buckets import (
     sizes_beside,
     sizes_up_to,
 )
-from outrider.device.capture import CapturedStep, StepShape, Timer
-from outrider.device.graphs import StepGraphs
+from outrider.device.capture import CapturedStep, StepGraphs, StepShape, Timer
 from outrider.device.ops import StepOps
 from outrider.draft.drafters import DrafterFailed, Drafters
 from outrider.engine.graph_shapes import GraphShapes, usual_shape
