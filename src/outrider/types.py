@@ -317,9 +317,8 @@ class Options:
     resident: tuple[bool, ...] = ()  # for each piece of work, whether it is in the persistent batch
     decodes: tuple[bool, ...] = ()  # whether it could be, if the host drafts nothing for it
     trees: Mapping[str, tuple[TreeShape, ...]] = field(default_factory=dict)  # of that batch, by lead drafter
-    chains: Mapping[str, tuple[TreeShape, ...]] = field(
-        default_factory=dict
-    )  # that requests may ask for there
+    # Chains that requests may ask for there.
+    chains: Mapping[str, tuple[TreeShape, ...]] = field(default_factory=dict)
     model_free: tuple[
         str, ...
     ] = ()  # drafters without passes; in a chain step they may draft beside the lead

@@ -88,10 +88,9 @@ class EagerCosts:
 
     def shared(self, each: Seq[int]) -> float:
         """Time of a pass over sequences with so many rows each, relative to one of independent rows."""
-        experts = self.experts
-        return (
-            1.0 if experts is None else experts.ratio(sum(each), experts.distinct(experts.independent(each)))
-        )
+        if (experts := self.experts) is None:
+            return 1.0
+        return experts.ratio(sum(each), experts.distinct(experts.independent(each)))
 
     def _step(self, rows: int) -> float:
         known = self.by_rows.get(rows)

@@ -190,10 +190,8 @@ class PlanCache:
             return None  # what does not pay beside prefill may pay without
         self.left, self.overdue = max(self.left - 1, 0), self.overdue + (not self.left)
         plans, reasons = zip(*found, strict=True)
-        resident = resident_of(plans, options)
-        return replace(
-            self.plan, draft_plans=plans, reasons=reasons, resident=resident, prefills=(), cached=True
-        )
+        same = replace(self.plan, draft_plans=plans, reasons=reasons, prefills=(), cached=True)
+        return replace(same, resident=resident_of(plans, options))
 
     @property
     def _may_wait(self) -> bool:

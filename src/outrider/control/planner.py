@@ -160,13 +160,9 @@ class Planner:
         allowed = [self._allowed(work[i].sequence, found[i][0]) for i in places]
         late = self.fairness.late_ones(one.sequence for one in work) if len(work) > 1 else set()
         left, at_bound = self.lengths.tokens_left(sequences), np.array([s in late for s in sequences])
-        settled, settled_late = (
-            sum(why is not PREFILL for _, why in found) - len(places),
-            late.difference(sequences),
-        )
-        return Group(
-            places, sequences, allowed, left, at_bound, delayed, settled, bool(settled_late), plain, each
-        )
+        settled = sum(why is not PREFILL for _, why in found) - len(places)
+        others = bool(late.difference(sequences))
+        return Group(places, sequences, allowed, left, at_bound, delayed, settled, others, plain, each)
 
     def _plan_persistent(
         self, work: Seq[Work], found: list[Choice], places: list[int], options: Options
@@ -277,9 +273,8 @@ class Planner:
             own_chains(lead, sorted(serving), group, self.rates, costs, options, self.guards.max_depth)
             for lead in ("none", *sorted(further))
         ]
-        plans, reason, _ = self._choose(
-            self.packed, [one for one in every if one is not None], group, options
-        )
+        some = [one for one in every if one is not None]
+        plans, reason, _ = self._choose(self.packed, some, group, options)
         for i, plan in zip(places, plans, strict=True):
             own = reason._replace(depth=plan.depth) if reason.kind in ("pays", "slowdown") else reason
             if reason.kind in ("pays", "probe") and not plan.nodes:

@@ -24,9 +24,9 @@ def prompt_rows(
     if guards.prefill_slowdown == inf:
         return MAX_PROMPT_ROWS
     size = _captured_size(costs, decoding)
-    plain = (
-        costs.captured.plain(size) if size else costs.eager.step(decoding) if costs.eager.by_rows else None
-    )
+    plain = costs.captured.plain(size) if size else None
+    if not size and costs.eager.by_rows:
+        plain = costs.eager.step(decoding)
     if not plain:
         return MAX_PROMPT_ROWS
     # A captured step of many sequences hardly takes longer than one of a few, but more prompts arrive among many.

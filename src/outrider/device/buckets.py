@@ -34,15 +34,8 @@ ALONE = tuple(
 )
 # Longer ones: launched one by one, a pass of 32 layers takes the host as long as 2,048 rows take a GPU.
 LONG_ALONE = (640, 768, 1024, 1280, 1536, MOST_TOGETHER)
-BESIDE = (
-    4,
-    16,
-    64,
-    128,
-    256,
-    512,
-    1024,
-)  # decoding sequences beside prompt rows, which are many more than those
+# Decoding sequences beside prompt rows, which are many more than those.
+BESIDE = (4, 16, 64, 128, 256, 512, 1024)
 # Rows that a pass takes about as long for. Weights are read once for 64, but sequences are attended to and sampled each
 # by itself: on an H200 64 take a 1.5B model 1.5 times as long as one, and an 8B model 1.3 times.
 ALIKE = 8
@@ -50,9 +43,8 @@ MAX_BESIDE = 4  # nodes of drafts beside prompt rows: chains that are captured w
 FEW_LOGITS, MAX_LOGITS = 16, 64  # of staged rows: a few, or a multiple
 MAX_ROWS = 512  # of a step whose drafts no request asked for: logits of many rows take much memory
 TREE_SIZE = 4  # up to so many sequences a step has rows to spare for trees that branch
-CAPTURE_AFTER = (
-    48  # launches of a shape with staged rows of any number: as many lose what it takes to capture one
-)
+# Launches of a shape with staged rows of any number: as many lose what it takes to capture one.
+CAPTURE_AFTER = 48
 # Plain steps' time that it takes to capture and measure those of a size; once steps are prepared, to capture one.
 CAPTURE_COST, CAPTURE_ONE_COST = 200, 8
 SAVED = 0.03  # of a step's time, by one of half its size

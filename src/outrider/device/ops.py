@@ -100,9 +100,8 @@ class StepOps:
         state = self.state
         rows, fresh = inputs[:, 0].long(), inputs[:, SLOTS:]
         lengths = state.lengths[rows]
-        state.table[rows[:, None], lengths[:, None] + torch.arange(fresh.shape[1], device=rows.device)] = (
-            fresh
-        )
+        ahead = torch.arange(fresh.shape[1], device=rows.device)
+        state.table[rows[:, None], lengths[:, None] + ahead] = fresh
         drafting = torch.where(inputs[:, 1] > 0, rows, state.rows)
         return StepInputs(inputs, rows, lengths, drafting, state.lengths[drafting])
 
@@ -142,10 +141,8 @@ class StepOps:
         mine = at.clamp(min=0)
         # The text behind a row is the known one, and a path of draft nodes: the first of a chain, or a tree's.
         depth = batch.positions[batch.logit_rows] + ahead - state.lengths[owners] - 1
-        mask, node = (
-            batch.ancestors[batch.logit_rows][:, None],
-            torch.arange(drafted.shape[1], device=at.device),
-        )
+        mask = batch.ancestors[batch.logit_rows][:, None]
+        node = torch.arange(drafted.shape[1], device=at.device)
         before = torch.where(mask != 0, mask >> node & 1, node < depth[:, None])
         nodes = drafted.repeat_interleave(len(logits) // len(drafted), dim=0).clamp(0, vocab - 1)
         counts = edits.counts[mine, :vocab].float().scatter_add_(1, nodes, before.float())

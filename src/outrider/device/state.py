@@ -73,14 +73,12 @@ class SequenceState:
             self._places(rows, [one.cached for one in changes], slots),
             np.concatenate(slots).astype(np.int32),
         )
-        at, lengths, seeds, temperature, token_at, token, slot_at, slot = to_device_together(
-            made, self.device
-        )
+        at, lengths, seeds, temperature, *values = to_device_together(made, self.device)
         self.lengths.index_copy_(0, at, lengths)
         self.seeds.index_copy_(0, at, seeds)
         self.temperature.index_copy_(0, at, temperature)
-        self.tokens.view(-1).index_copy_(0, token_at, token)
-        self.table.view(-1).index_copy_(0, slot_at, slot)
+        self.tokens.view(-1).index_copy_(0, *values[:2])
+        self.table.view(-1).index_copy_(0, *values[2:])
         for one in changes:
             self.edits.upload(one.sequence, self.tokens[one.sequence.row])
             if not one.known:

@@ -28,9 +28,7 @@ def load_source(part: Part) -> Part:
     source = part.source
     if source is None:
         source = _imported(part.text)
-    elif (
-        part.name is not None
-    ):  # an entry point, of the standard library or of its backport, which takes its place
+    elif part.name is not None:  # an entry point
         try:
             source = source.load()
         except Exception as error:  # importing runs the package's own code

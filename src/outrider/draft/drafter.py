@@ -7,7 +7,6 @@ docs/drafters.md builds one in twenty lines. Outrider's own drafters also propos
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
@@ -87,21 +86,6 @@ class ResidentDrafter(Drafter, Protocol):
         if that cannot be.
         """
         return 0
-
-
-@runtime_checkable
-class NetworkDrafter(Drafter, Protocol):
-    """A drafter whose drafts come of a network with weights of its own, which others may take the place of."""
-
-    @property
-    def network(self) -> object:
-        """What holds the weights."""
-        ...
-
-    @abstractmethod
-    def replace_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Draft with these from now on. Nothing is in flight. What it has read of sequences it reads again."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
-from outrider.draft.drafter import Drafter, NetworkDrafter, ResidentDrafter
+from outrider.draft.drafter import Drafter, ResidentDrafter
 from outrider.draft.merged import MergedDrafter
+from outrider.draft.reading import NetworkDrafter
 from outrider.types import NO_DRAFT, Draft, DraftPlan, Outcome, Sequence, Verdict
 
 if TYPE_CHECKING:

@@ -19,9 +19,9 @@ from torch import Tensor
 from outrider.control.experts import ExpertCosts
 from outrider.control.guards import Guards
 from outrider.control.planner import Planner
-from outrider.draft.drafter import NetworkDrafter
 from outrider.draft.drafters import Drafters
 from outrider.draft.names import Part, label, settle_auto
+from outrider.draft.reading import NetworkDrafter
 from outrider.draft.table import DrafterSources, make_drafters
 from outrider.engine.eager_runner import EagerRunner, measure_pass
 from outrider.engine.engine import Engine
@@ -323,9 +323,8 @@ def expert_costs(config: ModelConfig) -> ExpertCosts | None:
         return None
     total = round(sum(experts.count for experts in mixtures) / len(mixtures))
     chosen = round(sum(experts.per_token for experts in mixtures) / len(mixtures))
-    each = sum(
-        3 * experts.width for experts in mixtures
-    )  # numbers of an expert in all layers, by hidden size
+    # Numbers of an expert in all layers, by hidden size.
+    each = sum(3 * experts.width for experts in mixtures)
     active = config.vocab + sum(spec.active for spec in config.specs)
     return ExpertCosts(total, chosen, active / each - chosen)
 

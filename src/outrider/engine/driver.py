@@ -51,12 +51,10 @@ class Driver:
     def __init__(self, build: Callable[[], Engine], wait: bool = True) -> None:
         """Builds the engine on its thread. Without `wait` the caller goes on meanwhile and calls `wait_until_built`."""
         self.engine: Engine
-        self.observer: Callable[[StepRecord], None] | None = (
-            None  # takes the record of every step, after its events
-        )
-        self.on_failure: Callable[[BaseException], None] | None = (
-            None  # takes the error that stopped the engine
-        )
+        # Takes the record of every step, after its events.
+        self.observer: Callable[[StepRecord], None] | None = None
+        # Takes the error that stopped the engine.
+        self.on_failure: Callable[[BaseException], None] | None = None
         # Work that is done in pieces while no request runs, and seldom beside requests that leave no such moment.
         self.idle_work: Iterator[None] | None = None
         self._busy_from = 0.0  # when a piece of it may be done beside requests
@@ -126,9 +124,8 @@ class Driver:
 
     def check(self) -> None:
         """Raise why nothing can be asked of this engine, if that is so."""
-        if (
-            os.getpid() != self._pid
-        ):  # a forked process has the object, but not its thread, and locks as they stood
+        # A forked process has the object, but not its thread, and locks as they stood.
+        if os.getpid() != self._pid:
             raise OutriderError(
                 f"this LLM belongs to process {self._pid}, and a forked child cannot use it: make an LLM in the child, "
                 "or start it with multiprocessing's 'spawn'"
@@ -243,9 +240,7 @@ class Driver:
                 continue  # it failed once already
             try:
                 listener(event)
-            except (
-                Exception
-            ):  # the listener is gone, an event loop closed: no other listener may suffer for it
+            except Exception:  # its event loop was closed, for example: no other listener may suffer for it
                 del self._listeners[event.request_id]
                 self.engine.abort(event.request_id)
         for event in events:

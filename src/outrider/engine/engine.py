@@ -143,9 +143,8 @@ class Engine:
             return self.settings.step_rows
         rows = max(self.planner.prompt_rows(decoding, waited, waiting, pending), 1)
         rows = min(rows, preparation.most_prompt_rows(decoding))
-        after_prompts = bool(self.in_flight) and any(
-            one.prompt_rows for one in self.in_flight[-1].packed.work
-        )
+        latest = self.in_flight[-1].packed.work if self.in_flight else []
+        after_prompts = any(one.prompt_rows for one in latest)
         admitted = waiting * min(1.0, rows / max(pending, 1))
         # A step that is full anyway holds no more prompts for waiting.
         hold = after_prompts and not begun and pending < rows
@@ -317,10 +316,8 @@ class Engine:
         detail = None
         if sequence in self.explained:
             drafter, accepted = draft_plan.drafter if drafted else "none", tuple(verdict.accepted)
-            origin = tuple(origins)
-            detail = StepDetail(
-                drafter, draft.tokens, draft.parents, accepted, origin, step.record.reasons[i]
-            )
+            origin, why = tuple(origins), step.record.reasons[i]
+            detail = StepDetail(drafter, draft.tokens, draft.parents, accepted, origin, why)
             sequence.details.append(detail)
         if draft_plan.nodes > 0:
             self.drafters.accept(draft_plan.drafter, sequence, draft, verdict)

@@ -309,9 +309,8 @@ class GraphRunner:
             if self.table.make_room(len(rows) * plan.tree.nodes):
                 shape = replace(plain, tree=plan.tree, drafters=plan.drafters)
                 return self.preparation.serving(shape)
-            for (
-                i
-            ) in step.resident:  # host-packed drafts took the slots: none is worth another sequence's place
+            # Host-packed drafts took the slots, and no draft is worth another sequence's place.
+            for i in step.resident:
                 step.draft_plans[i] = NO_DRAFT_PLAN
         if len(rows) and not (step.packed.work or step.host_verified or step.reported):
             sequences = (step.work[i].sequence for i in step.resident)

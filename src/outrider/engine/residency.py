@@ -26,9 +26,8 @@ class Residency:
         self.left: dict[int, tuple[Sequence, int, int, int]] = {}
         # Host-packed rows, of which only slots are uploaded: the same, with the number of slots.
         self.tabled: dict[int, tuple[Sequence, int, int]] = {}
-        self.special = np.zeros(
-            state.rows, bool
-        )  # rows of requests that the host may have to verify or report on
+        # Rows of requests that the host may have to verify or report on.
+        self.special = np.zeros(state.rows, bool)
 
     def sync(self, sequences: Iterable[Sequence]) -> None:
         """Upload those that have not been resident since the host last changed them."""

@@ -28,9 +28,8 @@ from outrider.types import Sequence, Work
 # Maximum number of prompt rows in a step. Takes the number of decoding sequences, the seconds that the oldest prompt
 # has waited, the number of waiting prompts, their tokens, and whether one of them is partly read.
 PromptRows = Callable[[int, float, int, int, bool], int]
-BackgroundRows = Callable[
-    [int], int
-]  # prompt rows of a step with so many decoding background sequences and no others
+# The same where all sequences are of background requests. Takes the number of those that decode.
+BackgroundRows = Callable[[int], int]
 BACKGROUND_SECONDS = 0.05  # of a step without other requests: the next one waits for it (log/101)
 LOOK_AHEAD = 16  # waiting prompts among which short ones are looked for
 COUNTED = 256  # waiting prompts whose tokens are counted: more than a few steps read, as a rule
