@@ -15,11 +15,10 @@ import torch
 from outrider.cache.store import KeyValueStore
 from outrider.control.experts import ExpertCosts
 from outrider.control.planner import Planner
-from outrider.control.prefill import MAX_PROMPT_ROWS
 from outrider.draft.drafters import Drafters
 from outrider.engine.kv_cache import KvCache
 from outrider.engine.rows import PackedRows, Packer, Result, pack, padding
-from outrider.engine.runner import InFlightStep
+from outrider.engine.runner import InFlightStep, Preparation, Runner
 from outrider.model.decoder import Model, make_store
 from outrider.types import Batch, DrafterPrefill, DraftPlan, Options, Plan, StepRecord, Work
 
@@ -30,16 +29,11 @@ MEASURED_ROWS, ROWS_EACH = (1, 2, 3, 4, 5, 6, 8, 9, 12, 13, 16, 17, 24, 32, 48, 
 MEASURED_TIMES, LONGEST_MEASURED = 2, 0.1
 
 
-class EagerRunner:
-    lag = 0
-
+class EagerRunner(Runner):
     def __init__(self, model: Model, cache: KvCache, drafters: Drafters) -> None:
         self.model, self.store, self.table, self.drafters = model, cache.store, cache.table, drafters
         self.packer = Packer(model, cache.table, drafters)
         self.preparation = EagerPreparation(model, cache)
-
-    def members(self, work: Seq[Work]) -> Options:
-        return Options()
 
     def options(self, work: Seq[Work], members: Options, waiting: int) -> Options:
         return Options(waiting=waiting, **packed_options(self.drafters, work, [one.emits for one in work]))
@@ -77,9 +71,6 @@ class EagerRunner:
         step.record.verify_s = time.perf_counter() - begun
         return results
 
-    def release(self, drafters: Seq[str]) -> None:
-        return
-
 
 def packed_options(drafters: Drafters, work: Seq[Work], drafting: Seq[bool]) -> dict[str, Any]:
     """What `Options` says of host-packed rows. `drafting`: which of the work may have a draft."""
@@ -100,12 +91,8 @@ def packed_options(drafters: Drafters, work: Seq[Work], drafting: Seq[bool]) -> 
     return {"model_free": free, "lag": lag, "branching": frozenset(branching), "available": available}
 
 
-class EagerPreparation:
+class EagerPreparation(Preparation):
     """Measures passes by rows."""
-
-    on_demand, idle = False, True
-    sequences = most = 0
-    counts = 0, 0  # nothing is captured or compiled
 
     def __init__(self, model: Model, cache: KvCache) -> None:
         self.model, self.cache = model, cache
@@ -121,12 +108,6 @@ class EagerPreparation:
             seconds = measure_pass(self.model, self.cache, planner.costs.eager.experts, rows)
             planner.costs.eager.learn_pass(rows, seconds)
             yield True
-
-    def most_prompt_rows(self, decoding: int) -> int:
-        return MAX_PROMPT_ROWS
-
-    def measure(self, planner: Planner, drafter: str, size: int) -> None:
-        return
 
 
 def measure_pass(model: Model, cache: KvCache, experts: ExpertCosts | None, rows: int) -> float:

@@ -34,7 +34,7 @@ from outrider.engine.graph_shapes import MAX_RESIDENT_DEPTH, GraphShapes, packed
 from outrider.engine.kv_cache import KvCache
 from outrider.engine.residency import GraphStep, InFlightDrafts, Inputs, Residency
 from outrider.engine.rows import PackedRows, Packer, Result, exact_draft, pack
-from outrider.engine.runner import InFlightStep
+from outrider.engine.runner import InFlightStep, Runner
 from outrider.engine.warm_up import GraphPreparation
 from outrider.model.decoder import Model
 from outrider.model.kernels.gpu.recording import context_for
@@ -57,7 +57,7 @@ from outrider.types import (
 from outrider.verify.batch import emitting_rows, predicted, report, verify_rows
 
 
-class GraphRunner:
+class GraphRunner(Runner):
     def __init__(
         self,
         model: Model,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from outrider.control.planner import Planner
+from outrider.control.prefill import MAX_PROMPT_ROWS
 from outrider.engine.rows import PackedRows, Result
 from outrider.types import DraftPlan, Options, Plan, StepRecord, Work
 
@@ -35,17 +36,17 @@ class InFlightStep:
 
 
 class Preparation(Protocol):
-    """Captures and measures steps ahead of requests."""
+    """Captures and measures steps ahead of requests. The defaults are of a device without captured steps."""
 
-    on_demand: bool  # whether steps may be captured and measured while a request waits
-    idle: bool  # whether no request runs while the next piece of `run` is done
-    sequences: int  # at once, at most, of those that steps are prepared for
-    most: int  # the same of those that came
+    on_demand: bool = False  # whether steps may be captured and measured while a request waits
+    idle: bool = True  # whether no request runs while the next piece of `run` is done
+    sequences: int = 0  # at once, at most, of those that steps are prepared for
+    most: int = 0  # the same of those that came
 
     @property
     def counts(self) -> tuple[int, int]:
         """Graphs captured and kernels compiled so far."""
-        ...
+        return 0, 0
 
     def run(self, planner: Planner, sequences: int) -> Iterator[bool]:
         """Prepares steps of up to this many sequences, piece by piece, and teaches the planner their costs. Yields
@@ -55,22 +56,20 @@ class Preparation(Protocol):
 
     def most_prompt_rows(self, decoding: int) -> int:
         """Maximum number of prompt rows that a prepared step with so many decoding sequences has room for."""
-        ...
+        return MAX_PROMPT_ROWS
 
     def measure(self, planner: Planner, drafter: str, size: int) -> None:
         """Measures the steps of one size now, plain and with this drafter."""
-        ...
+        return
 
 
 class Runner(Protocol):
-    lag: int  # steps that may be in flight while the next one is launched
-
-    @property
-    def preparation(self) -> Preparation: ...
+    lag: int = 0  # steps that may be in flight while the next one is launched
+    preparation: Preparation
 
     def members(self, work: Seq[Work]) -> Options:
         """Which work is in the persistent batch: all that a plan of an earlier step is checked against."""
-        ...
+        return Options()
 
     def options(self, work: Seq[Work], members: Options, waiting: int) -> Options:
         """What the planner may choose from for this work, while this many other prompts wait."""
@@ -86,4 +85,4 @@ class Runner(Protocol):
 
     def release(self, drafters: Seq[str]) -> None:
         """Drops everything kept for drafters that are gone. Nothing is in flight."""
-        ...
+        return

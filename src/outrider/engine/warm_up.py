@@ -44,6 +44,7 @@ from outrider.device.capture import CapturedStep, StepGraphs, StepShape, Timer
 from outrider.device.ops import StepOps
 from outrider.draft.drafters import DrafterFailed, Drafters
 from outrider.engine.graph_shapes import GraphShapes, usual_shape
+from outrider.engine.runner import Preparation
 from outrider.model.kernels.gpu.recording import CONTEXTS, Recorded, context_for, contexts_for
 from outrider.types import (
     NO_DRAFT,
@@ -64,7 +65,7 @@ LONGEST = CONTEXTS[2]  # tokens of texts whose steps are captured ahead
 EAGER_ROWS = (576, 1024, 2048)
 
 
-class GraphPreparation:
+class GraphPreparation(Preparation):
     def __init__(
         self, graphs: StepGraphs, shapes: GraphShapes, sizes: SizeChoice, drafters: Drafters, ops: StepOps
     ) -> None:
