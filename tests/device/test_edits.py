@@ -9,8 +9,7 @@ import torch
 
 from outrider.control.trees import tree_nodes
 from outrider.device import state as device_state
-from outrider.device.layout import TreeLayout
-from outrider.device.ops import StepOps
+from outrider.device.ops import StepOps, TreeLayout
 from outrider.types import NO_DRAFT, Draft, Sequence
 from outrider.verify.process import process
 from outrider.verify.rows import lay_out

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from outrider.device.buckets import staged_shape, worth_capturing
-from outrider.device.layout import TreeLayout, chain_levels
-from outrider.device.ops import SLOTS, Ahead, StepInputs, StepOps, run_levels
+from outrider.device.ops import SLOTS, Ahead, StepInputs, StepOps, TreeLayout, chain_levels, run_levels
 from outrider.model.staged import StagedRows
 from outrider.types import Batch, Draft, TreeShape
 

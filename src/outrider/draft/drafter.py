@@ -16,8 +16,7 @@ from outrider.types import Draft, DraftPlan, Sequence, Verdict
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from outrider.device.layout import TreeLayout
-    from outrider.device.ops import StepOps
+    from outrider.device.ops import StepOps, TreeLayout
     from outrider.load.tokenizer import Tokenizer
 
 MAX_PASSES = 8  # draft tokens in a row that may be worth a pass each

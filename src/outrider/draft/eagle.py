@@ -21,8 +21,7 @@ from torch import Tensor
 
 from outrider.cache.store import KeyValueStore
 from outrider.cache.table import SlotTable
-from outrider.device.layout import Layout, TreeLayout, known_rows
-from outrider.device.ops import Pass, StepOps
+from outrider.device.ops import Layout, Pass, StepOps, TreeLayout, known_rows
 from outrider.draft.drafter import MAX_PASSES
 from outrider.draft.eagle_head import EagleHead
 from outrider.draft.reading import NetworkDrafter, Reader, pieces, text_batch

@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.cache.table import SlotTable
-from outrider.device.layout import TreeLayout, known_rows
-from outrider.device.ops import Pass, StepOps, run_levels
+from outrider.device.ops import Pass, StepOps, TreeLayout, known_rows, run_levels
 from outrider.draft.drafter import MAX_PASSES
 from outrider.draft.reading import NetworkDrafter, Reader, pieces, text_batch
 from outrider.draft.tree import grow_drafts, host_draw

@@ -16,16 +16,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from outrider.draft.custom import load_source
-from outrider.draft.names import check_parts, parse_draft
+from outrider.draft.names import check_parts, load_source, parse_draft
 from outrider.engine.admission import Message, Prompt, as_list, check_messages, plain_list
 from outrider.engine.build import Built, Reshape, Watch, build_engine, settle_pair
-from outrider.engine.driver import Driver
+from outrider.engine.driver import Driver, Stream
 from outrider.engine.engine import Engine
 from outrider.engine.memory import runs_on_gpu, wake_gpu
 from outrider.engine.output import Output, make_output
 from outrider.engine.ranks import OtherRanks
-from outrider.engine.stream import Stream
 from outrider.errors import InvalidRequest, OutriderError, stopped
 from outrider.load.checkpoint import open_checkpoint
 from outrider.load.find import find, published_sampling
