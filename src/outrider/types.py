@@ -192,7 +192,6 @@ class DraftPlan:
     nodes: int = 0
     depth: int = 0
     tree: tuple[int, ...] | None = None  # a fixed shape; None with nodes > depth: grown best first
-    mode: str = "coupled"
 
 
 NO_DRAFT_PLAN = DraftPlan()
@@ -270,13 +269,13 @@ class Work:
         self.released = sequence.released
 
     def launch(self, tokens: int, wait: bool) -> None:
-        """On its way: it will emit so many tokens at least. Whether the sequence must `wait` for that to go on."""
+        """The step is in flight and will emit at least `tokens`. `wait`: the sequence moves on only once it settles."""
         self.waits, self.comes = self.known if wait else 0, tokens if self.emits else 0
         self.sequence.launched += self.waits
         self.sequence.coming += self.comes
 
     def settle(self) -> None:
-        """No longer on its way."""
+        """The step is no longer in flight."""
         self.sequence.launched -= self.waits
         self.sequence.coming -= self.comes
 
