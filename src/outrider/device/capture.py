@@ -26,6 +26,11 @@ Propose = Callable[[StepOps, Tensor, Tensor, TreeLayout, int], tuple[Tensor, Ten
 Record = Callable[[Callable[[], Any]], tuple[Any, Any]]  # what a GPU captures graphs with
 
 
+# Fields in which a step that serves in place of another equals it, and fields in which it has at least as much.
+SAME = ("tree", "drafters", "passes", "branching")
+ROOM = ("size", "staged", "wanted", "context", "filtered", "edited")
+
+
 class TargetPass(Protocol):
     """The target over rows on the device, every `together` of them one sequence's, and staged ones after them."""
 
@@ -61,16 +66,8 @@ class StepShape:
         """Whether a step of this shape can do what one of the other does: with padding, and reading no further than
         there is text.
         """
-        same = self.tree == other.tree and self.drafters == other.drafters and self.passes == other.passes
-        return (
-            same
-            and self.branching == other.branching
-            and self.size >= other.size
-            and self.staged >= other.staged
-            and self.wanted >= other.wanted
-            and self.context >= other.context
-            and self.filtered >= other.filtered
-            and self.edited >= other.edited
+        return all(getattr(self, name) == getattr(other, name) for name in SAME) and all(
+            getattr(self, name) >= getattr(other, name) for name in ROOM
         )
 
 

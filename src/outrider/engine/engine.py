@@ -243,8 +243,9 @@ class Engine:
 
     def _record(self, step: InFlightStep, results: list[Result], alive: list[int]) -> StepRecord:
         """The step's record, with what came of the sequences that are alive."""
-        record = step.record
-        if step.can_draft:
+        record, captured = step.record, step.record.captured
+        # In captured plain passes the planner had no choice.
+        if captured is None or captured.drafter != "none" or step.packed.work:
             record.outcomes = [
                 _outcome_of(step.work[i].sequence, step.draft_plans[i], draft, verdict)
                 for i, (draft, verdict) in zip(alive, results, strict=True)

@@ -28,12 +28,6 @@ class InFlightStep:
     record: StepRecord  # what it costs, written as it runs
     ready: Any = None  # where a device lags: an event after which its logits can be read
 
-    @property
-    def can_draft(self) -> bool:
-        """Whether the planner had a choice. In captured plain passes it had none."""
-        captured = self.record.captured
-        return captured is None or captured.drafter != "none" or bool(self.packed.work)
-
 
 class Preparation(Protocol):
     """Captures and measures steps ahead of requests. The defaults are of a device without captured steps."""
