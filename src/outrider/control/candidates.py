@@ -56,7 +56,7 @@ class Group:
     each: Seq[int] = ()  # rows of each piece of work of a host-packed step without these drafts
 
     def with_nodes(self, item: int, nodes: int) -> list[int]:
-        """`each`, with a draft of so many nodes for one of its sequences."""
+        """`each`, with a draft of this many nodes for one of its sequences."""
         place = self.places[item]
         return [rows + nodes * (i == place) for i, rows in enumerate(self.each)]
 

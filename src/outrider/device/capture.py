@@ -216,7 +216,7 @@ class CapturedStep:
         self.inputs.copy_(given)
 
     def compile(self, ahead: Ahead) -> None:
-        """Have the kernels of its operations compiled some time, before anybody fills it. None is launched."""
+        """Queues the kernels of its operations to be compiled. None is launched."""
         self._clear()
         with ahead.collecting():
             self._step()

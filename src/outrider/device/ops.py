@@ -52,7 +52,7 @@ class Layout:
         return replace(self, depths=tuple(depth - behind for depth in self.depths), behind=behind)
 
     def logit_rows(self, sequences: int) -> range:
-        """Rows of a batch of so many sequences whose logits are wanted."""
+        """Rows whose logits are wanted, in a batch of this many sequences."""
         total = sequences * len(self)
         return range(len(self) - 1, total, len(self)) if self.last else range(total)
 
@@ -107,7 +107,7 @@ def chain_levels(n: int) -> Iterator[Level]:
 
 
 def known_rows(window: int, behind: int = 0) -> Layout:
-    """The last known tokens, of which only the very last's logits are wanted; as many, however short a text is."""
+    """The last `window` known tokens, with logits of the last one. A shorter text repeats its first token."""
     back = tuple(range(1 - window, 1))
     return Layout(back, back, (NOWHERE,) * window, last=True).put_behind(behind)
 
@@ -182,7 +182,7 @@ class StepOps:
         return self.model.kernels.touched  # type: ignore[attr-defined]  # a mixture of experts has kernels
 
     def spread_rows(self, rows: int) -> None:
-        """While padding is timed it reads as many experts as so many independent rows; 0: none. A CPU does not."""
+        """Has padding read as many experts as `rows` independent rows, while it is timed; 0: no longer. Not on a CPU."""
 
     def begin_step(self, inputs: Tensor) -> StepInputs:
         """Put the fresh slots behind each sequence's own."""

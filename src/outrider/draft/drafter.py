@@ -81,8 +81,8 @@ class ResidentDrafter(Drafter, Protocol):
         return ()
 
     def warm_up(self, ops: StepOps, longest: int = 1) -> int:
-        """Read padding as if catching up with texts of up to so many tokens, to see what it takes: how many tokens, 0
-        if that cannot be.
+        """Reads padding as it reads texts of up to `longest` tokens, so that this can be timed. Returns the number of
+        tokens read; 0: it reads none.
         """
         return 0
 

@@ -83,7 +83,7 @@ def text_batch(
 
 
 def pieces(batch: Batch, rows: int) -> Iterator[Batch]:
-    """The same rows in batches of so many."""
+    """The same rows in batches of at most `rows`."""
     if batch.rows <= rows:
         yield batch
         return

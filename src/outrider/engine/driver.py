@@ -31,8 +31,8 @@ T = TypeVar("T")
 DONE = object()
 LEAVE_SECONDS = 10.0  # for the step in hand, when the interpreter leaves
 QUIET = 0.25  # seconds without requests before idle work starts: many clients send the next request at once
-# Beside requests one piece of idle work is done between two steps, once there was none for so many seconds, and it
-# takes this share of the time at most.
+# Under load, idle work begins after PATIENCE seconds without any. One piece is done between two steps, and all of it
+# takes at most BUSY_SHARE of the time.
 PATIENCE, BUSY_SHARE = 2.0, 0.05
 LOOK_SECONDS = 0.5  # between two looks of a stream at an engine that is silent
 

@@ -207,7 +207,7 @@ class Engine:
         self.keep_costs(always=True)
 
     def prepare_more(self) -> Iterator[None] | None:
-        """The steps of more sequences than were prepared for, if so many have come since."""
+        """Prepares for more sequences, if more have come at once than steps are prepared for."""
         preparation = self.runner.preparation
         if preparation.on_demand or preparation.most <= preparation.sequences:
             return None
@@ -363,7 +363,7 @@ def _log_reasons(step: InFlightStep, alive: list[int]) -> None:
 
 
 def _ending(sequence: Sequence, tokens: list[int]) -> tuple[int, int, FinishReason | None]:
-    """How many of these tokens the answer takes, how many of those are text, and what ends it, if anything does."""
+    """Returns how many of the tokens belong to the answer, how many of these are text, and why the answer ends."""
     grammar, ends = sequence.grammar, sequence.request.stop_ids
     if grammar is None and ends.isdisjoint(tokens):
         return len(tokens), len(tokens), None

@@ -60,8 +60,8 @@ def packed_bucket(work: Seq[Work], drafts: Seq[Draft]) -> tuple[int, int, int]:
 
 
 def usual_shape(shape: StepShape, beside: int) -> StepShape | None:
-    """The smallest of those shapes that steps are prepared with that has room for this one; None: there is none. Steps
-    with staged rows have room for `beside` resident sequences. Contexts are taken as they are.
+    """The smallest prepared shape that has room for this one; None: there is none. Steps with staged rows have room for
+    `beside` resident sequences. The context stays.
     """
     if not shape.staged:
         return shape

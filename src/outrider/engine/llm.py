@@ -110,7 +110,7 @@ class LLM:
         On a GPU this takes some seconds, and longer the first time, when kernels are compiled; otherwise requests wait
         for it. On a CPU it measures passes by their rows, in about a second. Without `wait` it runs while the engine is
         idle, and now and then between steps; "plain" waits only for steps without drafts. If more sequences come, the
-        first steps of so many are slow, and theirs are prepared as well.
+        first steps with more are slow, and those are prepared as well.
         """
         most = min(sequences or self.settings.max_sequences, self.settings.max_sequences)
 

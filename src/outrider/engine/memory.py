@@ -234,7 +234,7 @@ def working_memory(model: Model, settings: Settings, meter: Meter) -> int:
 
 
 def _largest_batch(settings: Settings, context: int, device: torch.device) -> Batch:
-    """A full step of new prompts, with logits for as many rows as there may be sequences."""
+    """A full step of new prompts, with logits for one row of each sequence."""
     rows, each = settings.step_rows, min(settings.step_rows, context)
     at = torch.arange(rows, dtype=torch.int32, device=device)
     positions, prompts = at % each, -(-rows // each)

@@ -34,8 +34,8 @@ class Preparation(Protocol):
 
     on_demand: bool = False  # whether steps may be captured and measured while a request waits
     idle: bool = True  # whether no request runs while the next piece of `run` is done
-    sequences: int = 0  # at once, at most, of those that steps are prepared for
-    most: int = 0  # the same of those that came
+    sequences: int = 0  # maximum number that steps are prepared for
+    most: int = 0  # maximum number that came at once
 
     @property
     def counts(self) -> tuple[int, int]:
@@ -49,7 +49,7 @@ class Preparation(Protocol):
         ...
 
     def most_prompt_rows(self, decoding: int) -> int:
-        """Maximum number of prompt rows that a prepared step with so many decoding sequences has room for."""
+        """Maximum number of prompt rows in a prepared step with `decoding` sequences."""
         return MAX_PROMPT_ROWS
 
     def measure(self, planner: Planner, drafter: str, size: int) -> None:

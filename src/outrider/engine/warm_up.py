@@ -75,9 +75,9 @@ class GraphPreparation(Preparation):
         self.prepared: set[tuple[str, int]] = set()
         self._compiled: set[StepShape] = set()  # or on their way there
         self._usual: dict[StepShape, StepShape | None] = {}  # what `usual_shape` says
-        self.sequences = 1  # at once, at most, of those that steps are prepared for
-        self.most = 0  # the same of those that came since
-        self.current = 0  # the same of the last step
+        self.sequences = 1  # maximum number that steps are prepared for
+        self.most = 0  # maximum number that came at once
+        self.current = 0  # sequences of the last step
         self._idle = True
         self.costs: CapturedCosts | None = None  # of the planner that steps are prepared for
 
@@ -234,8 +234,8 @@ class GraphPreparation(Preparation):
         return self._usual[shape]
 
     def most_prompt_rows(self, decoding: int) -> int:
-        """Beside so many decoding sequences. A step with more is not prepared, and has more rows in all than matmuls
-        are fastest with.
+        """Beside `decoding` sequences. A step with more is not prepared, and has more rows in all than matmuls are
+        fastest with.
         """
         if not (self.captures and decoding):
             return MAX_PROMPT_ROWS
