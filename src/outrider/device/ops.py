@@ -182,7 +182,7 @@ class StepOps:
         return self.model.kernels.touched  # type: ignore[attr-defined]  # a mixture of experts has kernels
 
     def spread_rows(self, rows: int) -> None:
-        """Has padding read as many experts as `rows` independent rows, while it is timed; 0: no longer. Not on a CPU."""
+        """Has padding read as many experts as `rows` independent rows while it is timed; 0: no longer. Not on a CPU."""
 
     def begin_step(self, inputs: Tensor) -> StepInputs:
         """Put the fresh slots behind each sequence's own."""
