@@ -116,6 +116,9 @@ class EagleDrafter(NetworkDrafter):
             ops.draw(batch, self.head.logits(hidden), columns, sampled, ahead=2)
         return sampled, None
 
+    def tokens_behind(self, sequence: Sequence, coming: int = 0) -> int:
+        return self.progress.behind(sequence, coming, self.window)
+
     def reader(self, ops: StepOps) -> Reader:
         if self._reader is None:
             table = ops.state.table  # as long as there are graphs that read it

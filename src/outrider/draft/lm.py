@@ -31,7 +31,7 @@ WINDOW = 4
 
 
 class LmDrafter(NetworkDrafter):
-    trees, usual_depth, window, keeps_nodes = True, 4, WINDOW, True
+    trees, usual_depth, keeps_nodes = True, 4, True
 
     def __init__(
         self,
@@ -97,6 +97,9 @@ class LmDrafter(NetworkDrafter):
         (_, first), *further = tree.levels
         levels = (known_rows(WINDOW), first), *further
         return run_levels(self.run, ops, rows, lengths, levels, len(tree), context, self.vocab), None
+
+    def tokens_behind(self, sequence: Sequence, coming: int = 0) -> int:
+        return self.progress.behind(sequence, coming, WINDOW)
 
     def reader(self, ops: StepOps) -> Reader:
         return self._reader

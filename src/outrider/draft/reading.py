@@ -160,7 +160,6 @@ class NetworkDrafter(ResidentDrafter):
     """A drafter with a network of its own. It reads known tokens before it drafts, and its weights can be replaced."""
 
     network: Any  # what holds the weights
-    window: int  # last known tokens that it reads itself in a captured step
     keeps_nodes = False  # whether the entries of its draft nodes are those of known tokens
 
     def __init__(self) -> None:
@@ -176,9 +175,6 @@ class NetworkDrafter(ResidentDrafter):
         """Drafts with these from now on. Requires that no step is in flight."""
         put_weights(self.network, weights)
         self.progress.clear()
-
-    def tokens_behind(self, sequence: Sequence, coming: int = 0) -> int:
-        return self.progress.behind(sequence, coming, self.window)
 
     def catch_up(self, ops: StepOps, sequences: list[Sequence]) -> None:
         self.reader(ops).catch_up(ops, sequences)
