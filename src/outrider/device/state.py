@@ -132,10 +132,7 @@ class SequenceState:
 
     def upload_slots(self, row: int, start: int, slots: np.ndarray) -> None:
         """Entries of a row's slot table, from `start` on."""
-        self.table[row, start : start + len(slots)] = self._sent(torch.from_numpy(slots.copy()))
-
-    def _sent(self, values: Tensor) -> Tensor:
-        return to_device(values, self.device)
+        self.table[row, start : start + len(slots)] = to_device(torch.from_numpy(slots.copy()), self.device)
 
     def constant(self, values: Seq[int], kind: torch.dtype = torch.int32) -> Tensor:
         """Numbers on the device, put there once: a graph that is being captured can take nothing from the host."""

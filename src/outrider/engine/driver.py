@@ -97,7 +97,7 @@ class Driver:
             finally:
                 done.set()
 
-        self._give(command)
+        self.post(command)
         while not done.wait(0.5):
             self._raise_if_dead()
         if failure:
@@ -105,8 +105,11 @@ class Driver:
         return result[0]
 
     def post(self, work: Callable[[], None]) -> None:
-        """Have something done on the engine's thread, between steps, without waiting. It must not raise."""
-        self._give(work)
+        """Has `work` done on the engine's thread, between steps, without waiting. It must not raise."""
+        self.check()
+        with self._wake:
+            self._commands.append(work)
+            self._wake.notify()
 
     def submit(self, requests: Seq[Request], listener: Listener) -> list[list[Sequence]]:
         """Start requests together; events go to `listener`, on the engine's thread. All start, or none if one is
@@ -138,7 +141,7 @@ class Driver:
 
     def abort(self, request_id: str) -> None:
         """End a request before the next step; its listener hears an `abort` event for each choice."""
-        self._give(lambda: self._deliver(self.engine.abort(request_id)))
+        self.post(lambda: self._deliver(self.engine.abort(request_id)))
 
     def close(self) -> None:
         """Stop after the step in hand. Requests still running are aborted. In a forked child nothing happens."""
@@ -155,12 +158,6 @@ class Driver:
             self._wake.notify()
         if seconds:
             self._thread.join(seconds)
-
-    def _give(self, command: Callable[[], None]) -> None:
-        self.check()
-        with self._wake:
-            self._commands.append(command)
-            self._wake.notify()
 
     def _raise_if_dead(self) -> None:
         if isinstance(self._failure, OutriderError):

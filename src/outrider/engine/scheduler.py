@@ -58,7 +58,7 @@ class Scheduler:
 
     def schedule(self, prompt_rows: PromptRows, background_rows: BackgroundRows) -> list[Work]:
         """Sequences that can move, with slots for the known tokens that are fed."""
-        pause = self.background and self._pauses_background()
+        pause = self.background and (self.waiting or not all(s.request.background for s in self.running))
         self._queue = self.waiting if pause or not self.background else self.waiting_background
         # `pending` and `remaining` are written out here: this runs for every sequence in every step.
         ready = [
@@ -87,9 +87,6 @@ class Scheduler:
             budget -= known
             reading = reading or not work[-1].emits
         return work
-
-    def _pauses_background(self) -> bool:
-        return bool(self.waiting) or not all(s.request.background for s in self.running)
 
     def _queue_of(self, sequence: Sequence) -> deque[Sequence]:
         return self.waiting_background if sequence.request.background else self.waiting
