@@ -120,7 +120,9 @@ class Scheduler:
         """One token each, all at once, if there is room for that."""
         if not self.table.make_room(len(ready)):
             return None
-        if ready:
+        if len(ready) == 1:
+            self.table.extend(ready[0].row, 1)
+        elif ready:
             self.table.extend_all(np.array([s.row for s in ready]), 1)
         return [Work(sequence, 1) for sequence in ready]
 
