@@ -21,6 +21,7 @@ from tests.tiny import VOCAB, random_tensors, tiny_config
 
 SMALL = tiny_config(heads=6, kv_heads=2, hidden=96, layers=2, tied=True)
 WIDE = Wide(hidden=256, layers=3, heads=16, kv_heads=4, intermediate=112, vocab=130)
+MIXTURE = replace(WIDE, intermediate=20, experts=12, per_token=6)  # 3 experts hold the MLP of 48
 
 
 def widened(kept: tuple[int, ...] | None = None, wide: Wide = WIDE) -> Decoder:
@@ -28,11 +29,12 @@ def widened(kept: tuple[int, ...] | None = None, wide: Wide = WIDE) -> Decoder:
     return Decoder(config, read, make_kernels(config, 128, 1, Path(), "torch"))
 
 
+@pytest.mark.parametrize("shape", [WIDE, MIXTURE], ids=["dense", "experts"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_logits_are_the_small_models(tied: bool) -> None:
+def test_logits_are_the_small_models(tied: bool, shape: Wide) -> None:
     small = Decoder(SMALL, random_tensors(SMALL), make_kernels(SMALL, 128, 1, Path(), "torch"))
     ids, draft = random_ids(VOCAB, 12), Draft((1, 2, 3), (-1, 0, 0))
-    wide = Wide(256, 3, 16, 4, 112, 130, tied)
+    wide = replace(shape, tied=tied)
     made, expected = (Reader(m.config).feed(m, Part(0, ids, draft)) for m in (widened(wide=wide), small))
     real = made[:, :VOCAB]
     assert furthest(real - real.mean(1, keepdim=True), expected - expected.mean(1, keepdim=True)) < 1e-5
