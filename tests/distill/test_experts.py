@@ -1,4 +1,4 @@
-"""Targets of every family of experts: `distill` makes heads and small models for them, and no drafter changes a token."""
+"""Targets with experts, of every family: `distill` makes heads and small models, and no drafter changes a token."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ def differing(target: Path, draft: str) -> tuple[int, dict[str, int]]:
     ("case", "kind", "tied"),
     sweep(
         [(case, kind, tied) for case in CASES for kind in ("eagle", "lm") for tied in (False, True)],
-        quick=[(case, "eagle", case in ("mixtral", "gpt_oss")) for case in CASES] + [("qwen3_moe", "lm", True)],
+        quick=[(case, "eagle", case in ("mixtral", "gpt_oss")) for case in CASES]
+        + [("qwen3_moe", "lm", True)],
     ),
 )
 def test_a_distilled_draft(case: str, kind: str, tied: bool, target: Target, tmp_path: Path) -> None:
