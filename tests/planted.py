@@ -135,7 +135,7 @@ FAULTS = [
           "model/gpu/test_kernels.py::test_a_node_equals_the_same_token_as_known_text"),
     Fault("a window one too wide", ATTENTION, "tl.maximum(position + 1 - window, 0)",
           "tl.maximum(position - window, 0)", "model/gpu/test_kernels.py::test_attention"),
-    Fault("a row of the embedding", ROWS, "token % HIGH * DEPTH", "(token + 1) % HIGH * DEPTH",
+    Fault("a row of the embedding", ROWS, "weight + token * padded + c", "weight + (token ^ 1) * padded + c",
           "model/gpu/test_kernels.py::test_embedding_is_the_rows_as_they_were"),
     Fault("experts' rows rounded as if they met one matrix", "model/kernels/cpu.c",
           "while (in->starts && m == in->starts[group + 1]) group++;", "if (in->starts) group = 0;",

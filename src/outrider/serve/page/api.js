@@ -57,13 +57,17 @@ export async function post(path, body) {
   return send(path, { method: "POST", headers, body: JSON.stringify(body) });
 }
 
-// Events of a streamed answer, as they come.
+const SLICE = 25; // milliseconds of events before the page gets a turn
+const turn = () => new Promise((go) => setTimeout(go));
+
+// Events of a streamed answer, as they come. While more of the answer has arrived already, reading it never leaves this
+// task: without turns for the page, a fast answer on a busy machine would hold up its own drawing, and Stop.
 export async function* stream(path, body, signal) {
   const headers = { "content-type": "application/json" };
   const response = await send(path, { method: "POST", headers, body: JSON.stringify({ ...body, ...(model ? { model } : {}), stream: true }), signal });
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   const lost = "The connection to the server was lost before the answer ended.";
-  for (let held = ""; ; ) {
+  for (let held = "", begun = performance.now(); ; ) {
     const { value, done } = await reader.read().catch(unless(signal, lost));
     if (done) throw new Refused(0, lost);
     const parts = (held + value).split("\n\n");
@@ -74,6 +78,9 @@ export async function* stream(path, body, signal) {
       const event = JSON.parse(part.slice(6));
       if (event.error) throw new Refused(0, event.error.message);
       yield event;
+      if (performance.now() - begun < SLICE) continue;
+      await turn();
+      begun = performance.now();
     }
   }
 }
