@@ -22,6 +22,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -160,7 +161,9 @@ class Widened:
             tied=wide.tied,
             norm_eps=config.norm_eps * config.hidden / wide.hidden,
         )
-        sizes = {"heads": wide.heads, "kv_heads": wide.kv_heads, "intermediate": wide.intermediate}
+        sizes: dict[str, Any] = {
+            "heads": wide.heads, "kv_heads": wide.kv_heads, "intermediate": wide.intermediate
+        }  # fmt: skip
         if wide.experts:
             made = replace(made, family="mixtral")
             experts = Experts(wide.experts, wide.per_token, wide.intermediate)
