@@ -5,8 +5,8 @@
     python -m bench.simulated_traffic answers.json --concurrency 1,4,16,64 --experts --depths 1,2,4,8
 
 Engine, planner, scheduler and host are real, as in bench/replay_gpu.py; a step takes what a table says (a 1.5B model
-and its head on an H200, in ms), or with `--experts` what its rows and experts take a mixture of experts (`PASS`). `auto`
-and fixed depths are compared with plain decoding, all warmed up by one round.
+and its head on an H200, in ms), or with `--experts` what rows and experts take a mixture of experts (`PASS`). `auto` and
+fixed depths are compared with plain decoding, all warmed up by one round.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ HEAD_TOKEN, HEAD_PREFILL, PROMPT_TOKEN, PROMPT, ALONE = 0.0012, 0.15, 0.008, 0.3
 ACCEPTANCE, SPREAD = {"chat": 0.58, "code": 0.8, "rewrite": 0.6, "summary": 0.55, "short": 0.5}, 0.12
 LENGTHS = 40, 128  # tokens of answers, uniform
 
-# Qwen3-30B-A3B in bfloat16: experts, those of a row, the other bytes in experts. Its passes on an H200 (log/111) take so
-# many ms, and more by rows and by experts a layer: a least-squares fit, at most 6 % from what was measured.
+# Qwen3-30B-A3B in bfloat16: experts, those of a row, the other bytes in experts. Its passes on an H200 (log/111) take
+# so many ms, and more by rows and by experts a layer: a least-squares fit, at most 6 % from what was measured.
 MIXTURE, PASS, ROW, EXPERT = (128, 8, 2.46 / 0.453), 1.91, 0.033, 0.123
 CHAIN, BATCH, NOISE = 0.72, 0.95, 0.02  # how many experts its steps read: the planner does not know
 

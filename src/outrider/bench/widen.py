@@ -66,7 +66,7 @@ SHAPES = {
     "70b": Wide(8192, 80, 128, 16, 28_672),
     "30b-a3b": Wide(2048, 48, 64, 8, 768, 151_936, experts=128, per_token=8),
 }
-FORM = "hidden:layers:heads:kv_heads:intermediate[:vocab][:EXPERTSxPER_TOKEN]"
+FORM = "hidden:layers:heads:kv_heads:intermediate[:vocab][:EXPERTSxPER_TOKEN], such as 640:30:12:3:384:49408:16x8"
 
 
 def shape_of(name: str) -> Wide:
