@@ -5,7 +5,7 @@
     python -m bench.simulated_traffic answers.json --concurrency 1,4,16,64 --experts --depths 1,2,4,8
 
 Engine, planner, scheduler and host are real, as in bench/replay_gpu.py; a step takes what a table says (a 1.5B model
-and its head on an H200, in ms), or with `--experts` what rows and experts take a mixture of experts (`PASS`). `auto` and
+and its head on an H200, in ms), or with `--experts` what its rows and experts cost a mixture (`PASS`). `auto` and
 fixed depths are compared with plain decoding, all warmed up by one round.
 """
 
