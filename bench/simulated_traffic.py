@@ -47,7 +47,7 @@ LENGTHS = 40, 128  # tokens of answers, uniform
 
 # Qwen3-30B-A3B in bfloat16: experts, those of a row, the other bytes in experts. Its passes on an H200 (log/111) take
 # so many ms, and more by rows and by experts a layer: a least-squares fit, at most 6 % from what was measured.
-MIXTURE, PASS, ROW, EXPERT = (128, 8, 2.46 / 0.453), 1.91, 0.033, 0.123
+MIXTURE, LAYERS, PASS, ROW, EXPERT = (128, 8, 2.46 / 0.453), 48, 1.91, 0.033, 0.123
 CHAIN, BATCH, NOISE = 0.72, 0.95, 0.02  # how many experts its steps read: the planner does not know
 
 Text = tuple[list[int], list[int], float]  # prompt, answer, acceptance of the head
@@ -115,8 +115,10 @@ def make_engine(method: str, given: argparse.Namespace, clock: host.Reckoned) ->
     engine.planner.costs.captured.per_token["head"] = HEAD_TOKEN / 1e3
     if method.isdecimal():
         engine.planner.default, engine.planner.depth = "head", int(method)
+    assert isinstance(engine.runner, GraphRunner)
     if given.experts:
         engine.planner.costs.know_experts(ExpertCosts(*MIXTURE))
+        engine.runner.mixtures = LAYERS
     mixture.chain.exponent, mixture.batch.exponent = CHAIN, BATCH
 
     def took(step: Any) -> float:
@@ -130,7 +132,6 @@ def make_engine(method: str, given: argparse.Namespace, clock: host.Reckoned) ->
         ms += HEAD_PREFILL + HEAD_TOKEN * step.prefill[1] if step.prefill is not None else 0.0
         return float(ms / 1e3)
 
-    assert isinstance(engine.runner, GraphRunner)
     host.time_steps(engine.runner, clock, took)
     return engine, head
 
