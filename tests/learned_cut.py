@@ -26,7 +26,7 @@ from outrider.settings import cache_folder
 from tests.cut import cut_config, cut_reader, write_tensors
 
 STEPS, ROWS, RATE = 120, 512, 3e-3  # of a router's training
-RIDGE = 0.02  # of the mean square of what `down` reads, so that rarely used weights stay
+RIDGE = 0.3  # of the mean square of what `down` reads, so that texts that were not learned from are read as well
 
 
 def as_in_transformers(source: Checkpoint, config: ModelConfig) -> Any:
@@ -52,14 +52,14 @@ def chosen(logits: Tensor, per_token: int) -> Tensor:
 def learned_router(given: Tensor, parts: Tensor, wanted: Tensor, per_token: int) -> Tensor:
     """`parts` [N, experts, hidden]: what each expert gives. Near to what is wanted, and choosing the largest parts."""
     router = torch.zeros(parts.shape[1], given.shape[1], requires_grad=True)
-    optimizer, scale = torch.optim.Adam([router], lr=RATE), wanted.pow(2).sum(1).mean()
+    optimizer = torch.optim.Adam([router], lr=RATE)
     for _ in range(STEPS):
         at = torch.randint(len(given), (ROWS,))
         logits = given[at] @ router.T
         made = per_token * (chosen(logits, per_token)[:, None] @ parts[at])[:, 0]
         size = parts[at].pow(2).sum(2)
         like = F.kl_div(logits.log_softmax(1), size / size.sum(1, keepdim=True), reduction="batchmean")
-        loss = (made - wanted[at]).pow(2).sum(1).mean() / scale + 0.1 * like
+        loss = (made - wanted[at]).pow(2).sum(1).mean() + 0.1 * like
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
@@ -86,7 +86,10 @@ def learn(source: Checkpoint, texts: list[list[int]], count: int, per_token: int
         dense = [h + mlp(norm(h)) for h in dense]
         given = torch.cat([norm(h)[0] for h in cut])
         wanted = torch.cat([after[0] - h[0] for after, h in zip(dense, cut, strict=True)])
-        inner = (F.silu(mlp.gate_proj(given)) * mlp.up_proj(given)).unflatten(1, (count, -1))
+        # The first tokens of a text have states a thousand times as large: all rows count alike.
+        even = wanted.norm(dim=1, keepdim=True).clamp(min=1e-6)
+        wanted, inner = wanted / even, F.silu(mlp.gate_proj(given)) * mlp.up_proj(given) / even
+        inner = inner.unflatten(1, (count, -1))
         down = mlp.down_proj.weight.unflatten(1, (count, -1)).permute(1, 2, 0)  # [experts, width, hidden]
         router = learned_router(given, torch.einsum("new,ewh->neh", inner, down), wanted, per_token)
         read = (chosen(given @ router.T, per_token)[:, :, None] * inner).flatten(1)
@@ -94,7 +97,7 @@ def learn(source: Checkpoint, texts: list[list[int]], count: int, per_token: int
         squares += RIDGE * squares.diagonal().mean() * torch.eye(len(squares))
         fitted = first + torch.linalg.solve(squares, read.T @ (wanted - read @ first))
         made = read @ fitted
-        left = (made - wanted).pow(2).sum() / wanted.pow(2).sum()
+        left, made = (made - wanted).pow(2).sum(1).mean(), even * made
         print(f"layer {index}: {float(left):.3f} of the square of the MLP is missing", flush=True)
         cut = [h + part[None] for h, part in zip(cut, made.split([h.shape[1] for h in cut]), strict=True)]
         learned |= {f"model.layers.{index}.{ROUTER}.weight": router, f"model.layers.{index}.down": fitted.T}
@@ -129,6 +132,6 @@ if __name__ == "__main__":
     parser.add_argument("folder", type=Path)
     parser.add_argument("--texts", type=Path, required=True)
     parser.add_argument("--experts", type=int, default=8)
-    parser.add_argument("--per-token", type=int, default=4)
+    parser.add_argument("--per-token", type=int, default=6)
     options = parser.parse_args()
     write_learned(options.model, options.folder, options.texts, options.experts, options.per_token)
