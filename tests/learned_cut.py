@@ -26,7 +26,9 @@ from outrider.settings import cache_folder
 from tests.cut import cut_config, cut_reader, write_tensors
 
 STEPS, ROWS, RATE = 120, 512, 3e-3  # of a router's training
-RIDGE = 0.3  # of the mean square of what `down` reads, so that texts that were not learned from are read as well
+RIDGE = (
+    0.3  # of the mean square of what `down` reads, so that texts that were not learned from are read as well
+)
 
 
 def as_in_transformers(source: Checkpoint, config: ModelConfig) -> Any:
