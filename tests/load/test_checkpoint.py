@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from outrider.errors import BadCheckpoint, ModelNotFound, UnsupportedModel
-from outrider.load.checkpoint import INDEX, Checkpoint, check_shapes, open_checkpoint
+from outrider.load.checkpoint import INDEX, Checkpoint, check_shapes, open_checkpoint, open_safetensors
 
 from . import tiny
 
@@ -277,6 +277,19 @@ def test_two_files_with_one_tensor(tmp_path: Path) -> None:
     save_file(weights, second)
     with pytest.raises(BadCheckpoint, match=f"is in both {first.name} and {second.name}"):
         open_checkpoint(tmp_path)
+
+
+def test_a_file_of_another_user_is_said_to_be_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny.write_folder(tmp_path)
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(
+        BadCheckpoint, match=r"model\.safetensors cannot be read by this user: permission denied"
+    ):
+        open_safetensors(tmp_path / "model.safetensors")
 
 
 def test_damaged_safetensors(tmp_path: Path) -> None:

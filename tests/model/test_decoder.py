@@ -47,6 +47,15 @@ def test_a_tree_equals_its_paths_in_transformers(case: str, kernels: str, kernel
         assert furthest(logits[7 + node], their_logits(case, ids + path)[-1]) < TOLERANCE, node
 
 
+def test_a_model_may_read_into_several_caches_in_turn(kernels: str, kernel_folder: Path) -> None:
+    model, texts = ours("llama", kernels, kernel_folder), [random_ids(VOCAB, 12, seed) for seed in (0, 1)]
+    readers = [Reader(model.config) for _ in texts]
+    halves = [[reader.feed(model, Part(0, ids[at : at + 6])) for reader, ids in zip(readers, texts, strict=True)]
+              for at in (0, 6)]  # fmt: skip
+    for ids, *logits in zip(texts, *halves, strict=True):
+        assert furthest(torch.cat(logits), their_logits("llama", ids)) < TOLERANCE
+
+
 def test_dynamic_rope_reads_one_token_at_a_time(kernels: str, kernel_folder: Path) -> None:
     """Past the trained 16 positions, as transformers does when it decodes; however the prompt was cut."""
     ids, model = random_ids(VOCAB, 30), ours("rope-dynamic", kernels, kernel_folder)

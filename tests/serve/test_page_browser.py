@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -493,6 +494,50 @@ def test_with_keys_the_page_asks_for_one_and_keeps_it_in_memory(
         assert all("right-key" not in asked.url for asked in one.asked)
         one.open()
         one.page.wait_for_selector("#key-dialog[open]")  # a new page knows nothing of it
+    finally:
+        server.stop()
+
+
+def test_a_model_may_be_chosen_and_a_key_may_be_limited_to_one(
+    tab: Callable[..., Tab], hostile: Path, tmp_path: Path
+) -> None:
+    """Each model loads when it is chosen first. A conversation is never carried from one model to the other."""
+    keys = {name: (name + "-key-0123456789abcdef") for name in ("free", "limited")}
+    file = tmp_path / "keys.toml"
+    tables = (
+        f'[[key]]\nname = "{name}"\nhash = "sha256:{hashlib.sha256(key.encode()).hexdigest()}"\n'
+        for name, key in keys.items()
+    )
+    file.write_text("".join(tables) + 'models = ["other"]\n')
+    config = tmp_path / "models.toml"
+    config.write_text(f"[models.first]\nmodel = {json.dumps(str(hostile))}\n"
+                      f"[models.other]\nmodel = {json.dumps(str(hostile))}\nload = 'first use'\n")  # fmt: skip
+    server = start_server("first", "other", "--config", str(config), "--key-file", str(file))
+    try:
+        one = tab(server).open()
+        one.page.fill("#key", keys["free"])
+        one.page.keyboard.press("Enter")
+        one.until(SERVED)
+        one.race()
+        assert one.page.eval_on_selector_all("#model option", "all => all.map(o => o.value)") == [
+            "first",
+            "other",
+        ]
+        one.page.select_option("#model select", "other")
+        one.until("!document.querySelector('.answer')")
+        one.race()
+        assert [body["model"] for body in one.bodies()[-2:]] == ["other", "other"]
+        assert [len(body["messages"]) for body in one.bodies()[-2:]] == [1, 1]
+        one.page.click("nav a[href='#live']")
+        one.until("document.getElementById('live-state').textContent.startsWith('other takes requests')")
+        two = tab(server).open()
+        two.page.fill("#key", keys["limited"])
+        two.page.keyboard.press("Enter")
+        two.until(SERVED)
+        assert two.page.inner_text("#model").startswith("other") and not two.page.query_selector(
+            "#model select"
+        )
+        two.race()
     finally:
         server.stop()
 

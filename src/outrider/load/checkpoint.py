@@ -352,7 +352,10 @@ def open_safetensors(file: Path) -> Any:
     try:
         if not file.is_file():  # the library would wait for a pipe
             raise ValueError("it is no plain file")
+        file.open("rb").close()  # the library calls every failure to open a missing file
         return safe_open(file, framework="pt", device="cpu")
+    except PermissionError:
+        raise BadCheckpoint(f"{file} cannot be read by this user: permission denied") from None
     except (SafetensorError, OSError, ValueError) as problem:
         raise BadCheckpoint(f"{file} is not a sound safetensors file: {problem!s:.300}") from None
 

@@ -1,10 +1,10 @@
-// Live: the snapshot of /v1/live, asked for every two seconds while this view is shown and the tab is visible.
+// Live: the snapshot of /v1/live, asked for every three seconds while this view is shown and the tab is visible.
 
 import { readLive } from "./api.js";
 import { bars, lines, stacks, widthIn } from "./chart.js";
 import { $, el, large, number, percent, table, tile } from "./dom.js";
 
-const EVERY = 2000, ROOM = 90, LEAST = 15, RECENT = 15, FEW = 5; // milliseconds; points of a chart, at most and at least; of a percentile; of an acceptance
+const EVERY = 3000, ROOM = 60, LEAST = 10, RECENT = 10, FEW = 5; // milliseconds; points of a chart, at most and at least; of a percentile; of an acceptance
 let timer = null;
 const past = []; // snapshots, oldest first
 const reasons = []; // the planner's, in the order of their colours
@@ -48,7 +48,7 @@ function draw() {
   chart("speed-up", "Speed-up against plain decoding", { measured: ([one, before]) => (busy(one, before) ? one.recent_speedup : null) }, { floor: 2, base: 1, unit: "×" });
   chart("times", "Time per token in ms, last 30 s", { p50: ([one, , old]) => quantile(one, old, 0.5), p99: ([one, , old]) => quantile(one, old, 0.99) }, { floor: 10 });
   chart("requests", "Requests", { running: ([one]) => one.running, waiting: ([one]) => one.waiting }, { floor: 4 });
-  chart("accepted", "First draft tokens accepted, last 10 s", Object.fromEntries(Object.keys(now.drafters).map((name) =>
+  chart("accepted", "First draft tokens accepted, last 15 s", Object.fromEntries(Object.keys(now.drafters).map((name) =>
     [name, ([one], i) => accepted(one, past[Math.max(0, i + 1 - FEW)], name)])), { floor: 100, unit: " %" });
   chart("cache", "KV cache in use", { share: ([one]) => 100 * one.kv_cache_usage }, { floor: 100, unit: " %" });
   drawDrafters(now.drafters, widths.acceptance);
