@@ -171,8 +171,6 @@ static int activate_experts(const Layer *layer, const Shape *s, const Work *w, i
     return spread(threads, tiles, (Spread){gated, e, w, 0, 0, 0});
 }
 
-enum { PIECE = 64 }; /* numbers of a row that are added up together */
-
 /* y += residual times the mixture, or becomes it where a norm follows. A row is one chain over its experts. */
 static void mix_rows(void *job, int member, int begin, int end) {
     const Mixing *m = job;
@@ -184,17 +182,14 @@ static void mix_rows(void *job, int member, int begin, int end) {
         const float *weights = w->weights + (size_t)r * k, *shared = w->mixture + (size_t)r * N;
         float gate = m->e->shared_gate.parts[0].outputs ? w->shared_weight[r] : 1;
         float *y = (m->norm_weight && alone(w) ? w->mixture : w->sums) + (size_t)r * N;
-        for (int first = 0; first < N; first += PIECE) { /* pieces, so that the sums of many numbers are vectors */
-            int n = least(PIECE, N - first);
-            float sums[PIECE] = {0};
+        for (int i = 0; i < N; i++) {
+            float sum = 0;
             for (int j = 0; j < k; j++) {
-                const float *part = w->gathered + (size_t)places[j] * N + first;
-                float weight = m->e->weighs_input ? 1 : weights[j];
-                for (int i = 0; i < n; i++) sums[i] += weight * part[i];
+                float part = w->gathered[(size_t)places[j] * N + i];
+                sum += m->e->weighs_input ? part : weights[j] * part;
             }
-            for (int i = 0; m->gated_mlp && i < n; i++) sums[i] += gate * shared[first + i];
-            for (int i = 0; i < n; i++)
-                y[first + i] = m->norm_weight ? sums[i] : y[first + i] + m->s->residual * sums[i];
+            if (m->gated_mlp) sum += gate * shared[i];
+            y[i] = m->norm_weight ? sum : y[i] + m->s->residual * sum;
         }
     }
 }
