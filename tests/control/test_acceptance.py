@@ -148,7 +148,7 @@ def test_which_steps_other_drafters_leave() -> None:
     assert not rates.by_sequence
 
 
-def finished(rates: AcceptanceRates, chance: float, dice: random.Random, drafts: int = 30) -> None:
+def finished(rates: AcceptanceRates, chance: float, dice: random.Random, drafts: int = 6) -> None:
     one = decoding()
     for _ in range(drafts):
         rates.observe(one, "lm", 1, int(dice.random() < chance))

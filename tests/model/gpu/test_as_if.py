@@ -21,7 +21,7 @@ from tests.tiny import VOCAB, random_tensors, tiny_config
 
 SMALL = tiny_config(heads=6, kv_heads=2, hidden=96, layers=2, tied=True)
 WIDE = Wide(hidden=256, layers=3, heads=16, kv_heads=4, intermediate=112, vocab=130)
-MIXTURE = replace(WIDE, intermediate=20, experts=12, per_token=6)  # 3 experts hold the MLP of 48
+MIXTURE = replace(WIDE, intermediate=20, experts=18, per_token=6)  # 3 experts hold the MLP of 48
 
 
 def widened(kept: tuple[int, ...] | None = None, wide: Wide = WIDE) -> Decoder:
