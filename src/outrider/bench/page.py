@@ -19,7 +19,7 @@ STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page); max-width: 76rem;
   margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.6rem; } h2 { margin-top: 2.5rem; border-bottom: 1px solid var(--line); } h3 { margin-bottom: .3rem; }
-.wide { overflow-x: auto; } table { border-collapse: collapse; }
+.wide { overflow-x: auto; } table { border-collapse: collapse; margin-bottom: 1rem; }
 th, td { padding: .3rem .7rem; text-align: left; vertical-align: middle; border-bottom: 1px solid var(--line); }
 th { color: var(--soft); font-weight: 600; } .n { text-align: right; font-variant-numeric: tabular-nums; }
 td code { font-size: .75rem; color: var(--soft); word-break: break-word; }

@@ -10,9 +10,8 @@ import typer
 
 from outrider.cli.flag import option
 from outrider.cli.options import DEFAULT_MODEL, ENGINE, Draft, takes
-from outrider.cli.output import note
+from outrider.cli.output import needing, note
 from outrider.draft.names import check_parts, parse_draft
-from outrider.errors import OutriderError, install
 from outrider.settings import Settings, cache_folder
 
 File = Annotated[
@@ -40,14 +39,8 @@ def batch(
     outrider batch requests.jsonl --model smollm2-135m
     """
     check_parts(parse_draft(draft), cache_folder())
-    try:
-        from outrider.serve.batch_alone import run_batch  # brings packages that only a server needs
-    except ModuleNotFoundError as missing:
-        if (missing.name or "").split(".")[0] == "outrider":
-            raise
-        raise OutriderError(
-            f"batches need {missing.name}, which is not installed; {install('serve')}"
-        ) from None
+    with needing("serve", "outrider batch"):
+        from outrider.serve.batch_alone import run_batch
     out = file.with_name(f"{file.stem}.answers.jsonl") if out is None else out
     shown = _shown if sys.stderr.isatty() else lambda counts: None
     counts = run_batch(file, out, model, draft, settings, shown)

@@ -14,10 +14,10 @@ from typer.main import get_command
 
 from outrider.cli.config import Config
 from outrider.cli.options import DEPLOY, ENGINE, SAMPLING, SERVE, Draft, GenerationConfig, load_config, takes
-from outrider.cli.output import note
+from outrider.cli.output import needing, note
 from outrider.cli.serve import model_table
 from outrider.draft.names import check_parts, parse_draft
-from outrider.errors import InvalidRequest, ModelNotFound, OutriderError, install
+from outrider.errors import InvalidRequest, ModelNotFound
 from outrider.serve.deploy_settings import DeployPlan, DeploySettings
 from outrider.serve.model_spec import ModelSpec, check_table
 from outrider.serve.settings import ServeSettings
@@ -95,12 +95,6 @@ def app(args: Mapping[str, str]) -> Any:
 
 
 def _ray_app() -> Any:
-    try:
+    with needing("ray", "outrider deploy"):
         from outrider.serve import ray_app
-    except ModuleNotFoundError as missing:
-        if (missing.name or "").split(".")[0] == "outrider":
-            raise
-        raise OutriderError(
-            f"outrider deploy needs {missing.name}, which is not installed; {install('ray')}"
-        ) from None
     return ray_app

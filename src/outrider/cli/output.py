@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TextIO
 import typer
 
 from outrider.draft.names import check_parts, parse_draft
-from outrider.errors import InvalidRequest
+from outrider.errors import InvalidRequest, OutriderError, install
 from outrider.load.find import find
 from outrider.load.progress import bar
 from outrider.model.torch_import import import_torch_quickly
@@ -50,6 +50,19 @@ class Screen:
 
     def end(self) -> None:
         self.write("\n")
+
+
+@contextlib.contextmanager
+def needing(extra: str, what: str) -> Iterator[None]:
+    """Around imports of packages that only this extra brings."""
+    try:
+        yield
+    except ModuleNotFoundError as missing:
+        if (missing.name or "").split(".")[0] == "outrider":
+            raise
+        raise OutriderError(
+            f"{what} needs {missing.name}, which is not installed; {install(extra)}"
+        ) from None
 
 
 def note(text: str) -> None:

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from outrider.cli.options import DEFAULT_MODEL, ENGINE, SAMPLING, SERVE, Draft, GenerationConfig, takes
+from outrider.cli.output import needing
 from outrider.draft.names import check_parts, parse_draft
-from outrider.errors import OutriderError, install
 from outrider.serve.model_spec import ModelSpec, read_model
 from outrider.serve.settings import ServeSettings
 from outrider.settings import Settings, cache_folder
@@ -66,12 +66,6 @@ def serve_table(table: Sequence[ModelSpec], serve: ServeSettings) -> int:
     """Serves until asked to stop. Returns the exit code."""
     for spec in table:
         check_parts(parse_draft(spec.draft), cache_folder())
-    try:
-        from outrider.serve.server import run_server  # brings packages that only a server needs
-    except ModuleNotFoundError as missing:
-        if (missing.name or "").split(".")[0] == "outrider":
-            raise
-        raise OutriderError(
-            f"a server needs {missing.name}, which is not installed; {install('serve')}"
-        ) from None
+    with needing("serve", "a server"):
+        from outrider.serve.server import run_server
     return run_server(table, serve)
