@@ -210,15 +210,28 @@ class CapturedCosts:
 
     def _saved(self, shape: CapturedShape, read: float | None = None) -> float:
         """Seconds that a step is shorter than one of independent rows, because it reads only `read` experts: by default
-        the expected number. An expert costs what its bytes do in the smallest plain step.
+        the expected number.
         """
         if self.experts is None:
             return 0.0
-        size, rows = min(self.sizes("none"), default=shape.size), shape.size * (shape.tree.nodes + 1)
-        smallest = self._device(CapturedShape("none", NO_TREE, size)) or 0.0
-        per_expert = smallest / (self.experts.dense + self.experts.distinct(size))
+        rows = shape.size * (shape.tree.nodes + 1)
         read = self.experts.expected(rows, shape.size) if read is None else read
-        return per_expert * (self.experts.distinct(rows) - read)
+        return self._per_expert(self.experts) * (self.experts.distinct(rows) - read)
+
+    def _per_expert(self, experts: ExpertCosts) -> float:
+        """What the largest plain step takes more than the smallest, for each expert that it reads more. At most what
+        its bytes are of the smallest: part of a step's time is that of launches and attention, not of bytes.
+        """
+        sizes = self.sizes("none")
+        if not sizes:
+            return 0.0
+        shapes = (CapturedShape("none", NO_TREE, size) for size in (sizes[0], sizes[-1]))
+        few, many = (
+            self.ahead.get(shape) or self.device.get(shape, 0.0) for shape in shapes
+        )  # at equal contexts
+        by_bytes = few / (experts.dense + experts.distinct(sizes[0]))
+        more = experts.distinct(sizes[-1]) - experts.distinct(sizes[0])
+        return min(max(many - few, 0.0) / more, by_bytes) if more > 0 else by_bytes
 
     def _device(self, shape: CapturedShape) -> float | None:
         if shape in self.device:
