@@ -78,13 +78,20 @@ def write_cut(model: str, folder: Path, count: int, per_token: int, router: floa
     source = open_checkpoint(find(model, cache_folder()))
     assert source.config is not None
     config = cut_config(source.config, count, per_token, share)
-    read = cut_reader(source, count, router, share)
-    c = config
+    write_tensors(source, config, cut_reader(source, count, router, share), folder)
+
+
+def write_tensors(
+    source: Checkpoint, config: ModelConfig, read: Callable[[str], Tensor], folder: Path
+) -> None:
+    """A folder in Mixtral's layout, with the tokenizer of the source."""
+    c, e = config, config.specs[0].experts
+    assert e is not None
     raw = {
         "model_type": "mixtral", "vocab_size": c.vocab, "hidden_size": c.hidden, "num_hidden_layers": c.layers,
         "num_attention_heads": c.heads, "num_key_value_heads": c.kv_heads, "head_dim": c.head_dim,
-        "intermediate_size": source.config.intermediate // (share or count), "num_local_experts": count,
-        "num_experts_per_tok": per_token, "max_position_embeddings": c.context, "rms_norm_eps": c.norm_eps,
+        "intermediate_size": e.width, "num_local_experts": e.count, "num_experts_per_tok": e.per_token,
+        "max_position_embeddings": c.context, "rms_norm_eps": c.norm_eps,
         "rope_theta": c.rope.theta, "tie_word_embeddings": c.tied, "eos_token_id": list(c.eos_ids),
         "bos_token_id": c.bos_id, "sliding_window": None,
     }  # fmt: skip

@@ -13,7 +13,8 @@ def test_a_fault_has_one_place_and_its_tests(fault: Fault) -> None:
     assert fault.old != fault.new
     for test in fault.tests.split():
         file, _, name = test.partition("::")
-        assert f"def {name}" in (ROOT / "tests" / file).read_text()
+        # The whole name: pytest runs nothing where a part of it is given.
+        assert f"def {name}(" * bool(name) in (ROOT / "tests" / file).read_text()
 
 
 def test_a_sample_is_some_of_them() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from outrider.bench.widen_head import WidenedHead
 from outrider.draft.eagle import EagleDrafter
 from outrider.draft.eagle_head import EagleHead
 from outrider.draft.reading import text_batch
-from outrider.engine.draft_room import draft_room
+from outrider.engine.memory import draft_room
 from outrider.errors import InvalidRequest
 from outrider.load.checkpoint import open_checkpoint
 from outrider.load.heads import HeadConfig, head_shapes, write_head
@@ -28,6 +29,7 @@ from tests.tiny import VOCAB, head_tensors, prompt_of, random_tensors, tiny_conf
 
 SMALL = tiny_config(**TARGET)
 WIDE = Wide(hidden=80, layers=8, heads=12, kv_heads=3, intermediate=96, vocab=130)
+MIXTURE = replace(WIDE, intermediate=24, experts=8, per_token=4)  # its head has an MLP of 96
 TIED = Wide(hidden=80, layers=6, heads=12, kv_heads=3, intermediate=96, vocab=130, tied=True)
 
 
@@ -47,7 +49,7 @@ def drafted(model: Decoder, config: HeadConfig, tensors) -> tuple[torch.Tensor, 
     return torch.cat([head.logits(hidden), head.logits(after)]), draft.tokens
 
 
-@pytest.mark.parametrize("wide", [WIDE, TIED], ids=["own head", "tied"])
+@pytest.mark.parametrize("wide", [WIDE, TIED, MIXTURE], ids=["own head", "tied", "experts"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_are_the_small_heads(kind: str, wide: Wide) -> None:
     config, tensors = KINDS[kind], head_tensors(KINDS[kind])

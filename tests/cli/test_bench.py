@@ -342,7 +342,7 @@ def test_an_audit_without_drafts_proves_nothing(outrider: Outrider, tiny_folder:
     [
         (("--draft-as-if", "1b"), "--draft-as-if and --draft-layers go with --as-if"),
         (("--as-if", "8bb"), "unknown shape '8bb'"),
-        (("--as-if", "30b-a3b"), "the shape '30b-a3b' has experts"),
+        (("--as-if", "640:30:12:3:384:49408:16xmany"), "[:EXPERTSxPER_TOKEN], such as"),
         (("--as-if", SHAPE, "--draft-layers", 2), "--draft-layers says how --draft-as-if is made"),
         (("--as-if", SHAPE, "--draft-as-if", DRAFT, "--draft", "lookup"), "leave out --draft"),
         (

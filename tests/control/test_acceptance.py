@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 
@@ -144,3 +146,30 @@ def test_which_steps_other_drafters_leave() -> None:
     assert rates.of(one, "lookup").idle == 0 and rates.of(one, "lm").idle == 5
     rates.forget(one)
     assert not rates.by_sequence
+
+
+def finished(rates: AcceptanceRates, chance: float, dice: random.Random, drafts: int = 6) -> None:
+    one = decoding()
+    for _ in range(drafts):
+        rates.observe(one, "lm", 1, int(dice.random() < chance))
+    rates.forget(one)
+
+
+@pytest.mark.parametrize(("apart", "low", "high"), [(0.0, 10.0, 12.0), (0.15, 4.0, 12.0), (0.4, 2.0, 2.5)])
+def test_the_prior_counts_for_more_where_sequences_are_alike(apart: float, low: float, high: float) -> None:
+    """Half of them are accepted more often than the mean, half less. With 0.15 a beta distribution has strength 10."""
+    rates, dice = AcceptanceRates(), random.Random(3)
+    assert rates.of(decoding(), "lm").weight == pytest.approx(PRIOR_WEIGHT)
+    for number in range(120):
+        finished(rates, 0.55 + apart * (-1) ** number, dice)
+    assert low <= rates.of(decoding(), "lm").weight <= high
+    rates.forget_drafters(["lm"])
+    assert rates.of(decoding(), "lm").weight == pytest.approx(PRIOR_WEIGHT)
+
+
+def test_drafters_that_every_step_scores_keep_their_prior() -> None:
+    rates, dice = AcceptanceRates(), random.Random(3)
+    rates.model_free = ("lm",)
+    for _ in range(40):
+        finished(rates, 0.5, dice)
+    assert rates.of(decoding(), "lm").weight == PRIOR_WEIGHT and not rates.spreads

@@ -199,6 +199,20 @@ def test_captured_steps_are_learned_by_their_experts() -> None:
     )
 
 
+def test_an_expert_is_not_charged_for_launches() -> None:
+    """Half of a plain step's time is the same whatever it reads."""
+    experts, costs = experts_of(chain=0.5), CapturedCosts()
+    costs.experts, four = experts, TreeShape(4, 4)
+    for size in (1, 16, 64):
+        plain, drafting = (0.0134 + 0.001 * experts.distinct(n * size) for n in (1, 5))
+        costs.learn("lm", size, [("none", NO_TREE, plain), ("lm", four, drafting)])
+    alone = costs.seconds(CapturedShape("lm", four, 1))
+    assert alone == pytest.approx(0.0134 + 0.001 * experts.expected(5, 1))
+    costs.ahead = {shape: seconds for shape, seconds in costs.ahead.items() if shape.size == 1}
+    cheaper = costs.seconds(CapturedShape("lm", four, 1))
+    assert cheaper is not None and alone is not None and cheaper < alone  # by bytes: nothing else is known
+
+
 @pytest.mark.parametrize(
     "broken", [{"alike": {2: 1.2}}, {"alike": {0: 0.5}}, {"chain": 1.1}, {"batch": -0.1}]
 )

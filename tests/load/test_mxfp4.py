@@ -71,6 +71,9 @@ def logits(folder: Path, kind: str) -> Tensor:
 def test_the_numbers_are_those_of_transformers(made: tuple[Path, Path]) -> None:
     packed, plain = map(open_checkpoint, made)
     assert packed.names() == plain.names()
+    stack = load_file(made[1] / WEIGHTS)["model.layers.1.mlp.experts.gate_up_proj"][2].T  # outputs in turns
+    for part, first in (("gate", 0), ("up", 1)):
+        assert torch.equal(plain.tensor(f"model.layers.1.mlp.experts.2.{part}_proj.weight"), stack[first::2])
     kinds = {name: packed.stored_format(name) for name in packed.names()}
     assert {name for name, kind in kinds.items() if kind == "MXFP4"} == {
         name for name in kinds if ".experts." in name and name.endswith("weight")

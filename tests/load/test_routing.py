@@ -32,13 +32,15 @@ def config(name: str, **changes: Any) -> Any:
     ("name", "change", "said"),
     [
         ("qwen3_moe", {"scoring_func": "tanh"}, "scoring_func = 'tanh' of this qwen3_moe model; supported: softmax"),
-        ("glm4_moe", {"n_group": 3}, "8 experts in 3 groups"),
-        ("glm4_moe", {"n_group": 2, "topk_group": 3}, "8 experts in 2 groups, 3 of which"),
+        ("glm4_moe", {"topk_method": "greedy"}, "topk_method = 'greedy' of this glm4_moe model; supported: noaux_tc"),
+        ("qwen3_moe", {"topk_method": "group_limited_greedy"}, "of this qwen3_moe model; supported: greedy"),
+        ("glm4_moe", {"n_group": 3}, "this glm4_moe model: 8 experts do not divide into 3 groups; .* n_group = 3"),
+        ("glm4_moe", {"n_group": 2, "topk_group": 3}, "3 of 2 groups cannot be used; .* topk_group = 3"),
         ("glm4_moe", {"n_group": 8, "topk_group": 8}, "groups of one"),
         ("glm4_moe", {"n_group": 4, "topk_group": 1, "num_experts_per_tok": 3}, "3 experts a token are more than"),
         ("glm4_moe", {"routed_scaling_factor": -1.0}, "router's scale is -1.0"),
         ("glm4_moe", {"routed_scaling_factor": None}, "cannot be read"),
-        ("mixtral", {"num_experts_per_tok": 9}, "9 experts a token are more than the 8"),
+        ("mixtral", {"num_experts_per_tok": 9}, "mixtral model: 9 experts a token are more than the 8 .*per_tok = 9"),
         ("mixtral", {"num_local_experts": 0}, "the experts' count = 0"),
         ("mixtral", {"num_local_experts": 1 << 20}, "1048576 experts; 4096 are supported"),
         ("mixtral", {"num_local_experts": "8"}, "the experts' count = '8'"),
@@ -129,7 +131,10 @@ def test_a_missing_expert_is_named(tmp_path: Path) -> None:
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["model.layers.1.block_sparse_moe.experts.3.w3.weight"]
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(BadCheckpoint, match=r"no tensor 'model.layers.1.mlp.experts.3.up_proj.weight'"):
+    said = (
+        r"no tensor '.*layers.1.mlp.experts.3.up_proj.weight', .*\(mixtral\) .*block_sparse_moe.experts.3.w3"
+    )
+    with pytest.raises(BadCheckpoint, match=said):
         check_shapes(open_checkpoint(tmp_path))
 
 

@@ -90,13 +90,17 @@ class WideHead(WideCheckpoint):
 
 
 def config_json(config: ModelConfig) -> dict[str, Any]:
-    """A model of the usual shape as Hugging Face's config.json has it."""
+    """A model of the usual shape, or in experts, as Hugging Face's config.json has it."""
     if config.rope.kind != "default":
         raise UnsupportedModel(f"rotary scaling {config.rope.kind!r} cannot be written down here")
+    mixture = config.specs[0].experts  # of a Mixtral
+    sizes = {"intermediate_size": config.intermediate if mixture is None else mixture.width}
+    if mixture is not None:
+        sizes |= {"num_local_experts": mixture.count, "num_experts_per_tok": mixture.per_token}
     return {
         "model_type": config.family, "vocab_size": config.vocab, "hidden_size": config.hidden,
         "num_hidden_layers": config.layers, "num_attention_heads": config.heads, "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_dim, "intermediate_size": config.intermediate,
+        "head_dim": config.head_dim, **sizes,
         "max_position_embeddings": config.context, "rms_norm_eps": config.norm_eps,
         "rope_theta": config.rope.theta, "tie_word_embeddings": config.tied,
         "eos_token_id": list(config.eos_ids), "bos_token_id": config.bos_id,

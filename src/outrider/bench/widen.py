@@ -5,6 +5,10 @@ nothing writes to; norms are rescaled for the wider mean; each group of query he
 groups; layers are added that write nothing. What is read by a matmul and may hold anything is random, drawn
 on the device, the same for the same name.
 
+In the shape of a mixture of experts an MLP is cut into a few experts, of which there are several copies. A router of
+random numbers has the same ones for the experts of a copy. So a row chooses whole copies, by its hidden state, and gets
+what the MLP gives whichever it chooses.
+
 The vocabulary is padded too, and the ids that do not exist must never be chosen, by any engine that loads
 these tensors. So the first pad of the stream holds a tiny constant, which only the last norm lets through:
 there it reads 1 / rms of the stream, and the head's rows of the padded ids turn that into a logit far below
@@ -17,12 +21,15 @@ import math
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from outrider.errors import InvalidRequest, UnsupportedModel, suggest
-from outrider.load.config import ModelConfig
+from outrider.load.config import Experts, ModelConfig
+from outrider.load.weight_map import ROUTER
 
 Read = Callable[[str], Tensor]
 VOCAB = 128_256  # of Llama 3
@@ -40,36 +47,48 @@ class Wide:
     layers: int
     heads: int
     kv_heads: int
-    intermediate: int
+    intermediate: int  # of each expert, if it has experts
     vocab: int = VOCAB
     tied: bool = False
+    experts: int = 0  # of a layer
+    per_token: int = 0
+
+    @property
+    def dense(self) -> Wide:
+        """Without experts: its MLP is as wide as all experts of a row together."""
+        wide = self.intermediate * max(self.per_token, 1)
+        return replace(self, intermediate=wide, experts=0, per_token=0)
 
 
 SHAPES = {
     "1b": Wide(2048, 16, 32, 8, 8192, tied=True),
     "8b": Wide(4096, 32, 64, 16, 14_336),
     "70b": Wide(8192, 80, 128, 16, 28_672),
+    "30b-a3b": Wide(2048, 48, 64, 8, 768, 151_936, experts=128, per_token=8),
 }
+FORM = "hidden:layers:heads:kv_heads:intermediate[:vocab][:EXPERTSxPER_TOKEN], such as 640:30:12:3:384:49408:16x8"
 
 
 def shape_of(name: str) -> Wide:
-    """A known shape, or numbers: hidden:layers:heads:kv_heads:intermediate, and the vocabulary if it is another than
-    Llama 3's; the head is then tied to the embedding.
+    """A known shape, or numbers: hidden:layers:heads:kv_heads:intermediate, the vocabulary if it is another than Llama
+    3's, and the experts of a layer and of a row (128x8) if it has any; the head is then tied to the embedding.
     """
     if name in SHAPES:
         return SHAPES[name]
-    if "experts" in name or "-a" in name:  # 30b-a3b
-        raise InvalidRequest(
-            f"the shape {name!r:.40} has experts, and a model is widened without any; "
-            "`outrider advise --what-if 'acceptance=0.7 experts=128:8'` prices drafts for a mixture of experts",
-            "as_if",
-        )
-    numbers = [int(part) if part.isdecimal() else 0 for part in name.split(":")]
-    if len(numbers) not in (5, 6) or not all(numbers):
-        form = "hidden:layers:heads:kv_heads:intermediate[:vocab]"
-        raise InvalidRequest(f"unknown shape {name!r}{suggest(name, SHAPES)}; or write {form}", "as_if")
+    *parts, last = name.split(":")
+    count, cross, chosen = last.partition("x")
+    if not cross:
+        parts, count, chosen = [*parts, last], "", ""
+    numbers, experts = ([_number(part) for part in some] for some in (parts, (count, chosen)))
+    if len(numbers) not in (5, 6) or not all(numbers) or (cross and not all(experts)):
+        raise InvalidRequest(f"unknown shape {name!r}{suggest(name, SHAPES)}; or write {FORM}", "as_if")
     hidden, layers, heads, kv_heads, intermediate, *vocab = numbers
-    return Wide(hidden, layers, heads, kv_heads, intermediate, vocab[0] if vocab else VOCAB, tied=True)
+    size = vocab[0] if vocab else VOCAB
+    return Wide(hidden, layers, heads, kv_heads, intermediate, size, True, *experts)
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isdecimal() else 0
 
 
 def spread_layers(count: int, wanted: int) -> tuple[int, ...]:
@@ -129,6 +148,8 @@ class Widened:
         self.kept = tuple(range(config.layers)) if kept is None else tuple(kept)
         _check(config, wide, self.kept)
         self.small, self.small_read, self.device, self.dtype = config, read, device, dtype
+        self.share = _copy_of(config, wide)
+        self._whole = lru_cache(3)(read)  # of an MLP: each of its experts has a part
         self.silences = wide.vocab > config.vocab  # the place of the constant is the first pad of the stream
         specs = [config.specs[layer] for layer in self.kept]
         specs += [replace(specs[0], window=0)] * (wide.layers - len(specs))
@@ -140,7 +161,14 @@ class Widened:
             tied=wide.tied,
             norm_eps=config.norm_eps * config.hidden / wide.hidden,
         )
-        self.config = made.reshaped(heads=wide.heads, kv_heads=wide.kv_heads, intermediate=wide.intermediate)
+        sizes: dict[str, Any] = {
+            "heads": wide.heads, "kv_heads": wide.kv_heads, "intermediate": wide.intermediate
+        }  # fmt: skip
+        if wide.experts:
+            made = replace(made, family="mixtral")
+            experts = Experts(wide.experts, wide.per_token, wide.intermediate)
+            sizes |= {"intermediate": 0, "experts": experts}
+        self.config = made.reshaped(**sizes)
 
     def read(self, name: str) -> Tensor:
         if name == "model.embed_tokens.weight" or name == "lm_head.weight":
@@ -151,6 +179,11 @@ class Widened:
         source = f"{prefix}{self.kept[layer]}.{part}" if layer < len(self.kept) else None
         if part.endswith("layernorm.weight"):
             return self._norm(name, source)
+        if part == f"{ROUTER}.weight":
+            rows = self._random(name, (self._experts.count // self.share, self.config.hidden))
+            return rows.repeat_interleave(self.share, 0)
+        if part.startswith("mlp.experts."):
+            return self._expert(name, part.removeprefix("mlp.experts."), source)
         if part in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
             return self._writer(part, source)
         return self._reader(name, part, source)
@@ -203,6 +236,24 @@ class Widened:
                 made[: self.small.hidden, : small.shape[1]] = small
         return made
 
+    @property
+    def _experts(self) -> Experts:
+        experts = self.config.specs[0].experts
+        assert experts is not None
+        return experts
+
+    def _expert(self, name: str, part: str, source: str | None) -> Tensor:
+        """Its part of the small model's MLP. `down` is as many times as large as a copy has experts."""
+        number, _, matrix = part.partition(".")
+        width, hidden, down = self._experts.width, self.config.hidden, matrix.startswith("down")
+        made = self._zeros((hidden, width)) if down else self._random(name, (width, hidden))
+        if source is not None:
+            first = int(number) % self.share * width
+            whole = self._whole(source.replace(f"experts.{number}.", ""))
+            own = (whole[:, first : first + width] if down else whole[first : first + width]).to(made)
+            made[: own.shape[0], : own.shape[1]] = self.share * own if down else own
+        return made
+
     def _places(self, part: str) -> Tensor:
         """Where the small model's outputs of a matrix go: query heads stay with their group."""
         if "q_proj" not in part:
@@ -220,6 +271,18 @@ class Widened:
 
     def _zeros(self, shape: tuple[int, ...]) -> Tensor:
         return torch.zeros(shape, device=self.device, dtype=self.dtype)
+
+
+def _copy_of(config: ModelConfig, wide: Wide) -> int:
+    """How many experts of this shape hold the model's MLP."""
+    share = -(-config.intermediate // wide.intermediate) if wide.experts else 1
+    if wide.experts % share or wide.per_token % share or wide.per_token > wide.experts:
+        raise InvalidRequest(
+            f"{share} experts of {wide.intermediate} hold this model's MLP of {config.intermediate}: the experts of a "
+            f"layer ({wide.experts}) and of a row ({wide.per_token}) must be multiples of that",
+            "as_if",
+        )
+    return share
 
 
 def _outputs(config: ModelConfig) -> dict[str, int]:
@@ -249,7 +312,8 @@ def _check(config: ModelConfig, wide: Wide, kept: tuple[int, ...]) -> None:
     if wide.tied and not config.tied:
         raise UnsupportedModel("the shape ties its head to its embedding; this model does not")
     for name in ("hidden", "heads", "kv_heads", "intermediate", "vocab"):
-        if getattr(wide, name) < getattr(config, name):
+        cut = name == "intermediate" and wide.experts  # into experts
+        if not cut and getattr(wide, name) < getattr(config, name):
             raise InvalidRequest(
                 f"the shape's {name} is smaller than the model's {getattr(config, name)}", "as_if"
             )

@@ -30,7 +30,7 @@ class WidenedHead(Widened):
         dtype: torch.dtype = torch.float32,
     ) -> None:
         layer = replace(config.layer.reshaped(1), tied=wide.tied)
-        super().__init__(layer, read, wide, device, dtype, kept=None)
+        super().__init__(layer, read, wide.dense, device, dtype, kept=None)
         self.head = replace(config, layer=self.config.reshaped(1))
 
     def read(self, name: str) -> Tensor:

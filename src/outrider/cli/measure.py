@@ -27,7 +27,7 @@ BAR = 12  # columns
 WIDTH = 80  # of lines, where there is no terminal
 
 
-SHAPE = "1b|8b|70b|HIDDEN:LAYERS:HEADS:KV_HEADS:INTERMEDIATE[:VOCAB]"
+SHAPE = "1b|8b|70b|30b-a3b|HIDDEN:LAYERS:HEADS:KV_HEADS:INTERMEDIATE[:VOCAB][:EXPERTSxPER_TOKEN]"
 AsIfShape = Annotated[
     str | None,
     option("as_if", "Widen the model to this shape: a big model's cost, the small one's text.", SHAPE),

@@ -80,10 +80,11 @@ def _family(name: str) -> dict[str, str]:
     from outrider.load.families import FAMILIES, sample_config
     from outrider.model.gpu_limits import gpu_obstacle
 
-    missing = gpu_obstacle(sample_config(name))
+    config = sample_config(name)
+    missing, alone = gpu_obstacle(config), gpu_obstacle(config, ranks=2)
     return {
         "family": name, "cpu": "yes", "gguf": FAMILIES[name].gguf, "quantised": "yes", "heads": "yes",
-        "gpu": f"no: {missing}" if missing else "yes",
+        "gpu": f"no: {missing}" if missing else "yes, on one GPU" if alone else "yes",
     }  # fmt: skip
 
 

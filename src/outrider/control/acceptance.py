@@ -1,6 +1,7 @@
 """Acceptance rates: one estimate for each sequence and drafter, whatever the kind of step.
 
-A sequence's estimate starts from a prior by drafter and temperature, which averages over all sequences.
+A sequence's estimate starts from a prior by drafter and temperature, which averages over all sequences. How much the
+prior weighs against the sequence's own drafts follows from how much finished sequences differed.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,10 +43,11 @@ class AcceptanceRate:
     used: int = 0  # steps in which it drafted
     right: bool = True  # whether any token of the last draft was accepted
     proven: bool = False  # whether any token of any draft was
-    earned: int = (
-        0  # levels beyond the first that may be drafted: + accepted tokens, halved by a rejected draft
-    )
+    # Levels beyond the first that may be drafted: one more for each accepted token, half after a rejected draft.
+    earned: int = 0
     followed: int = 0  # tokens after an accepted one that were observed
+    drafts: int = 0  # that were observed
+    hits: int = 0  # those whose first token was accepted
     # Copied text stays copied and new text stays new. Where this is set, `first` and `weight` hold after a draft like
     # the last one (right or not), and these after the opposite.
     other: tuple[float, float] | None = None
@@ -58,6 +61,7 @@ class AcceptanceRate:
     def observe(self, drafted: int, accepted: int, memory: float) -> None:
         """A draft of this depth. A depth of 0, where a draft was wanted and none found, counts as rejected."""
         right = accepted > 0
+        self.drafts, self.hits = self.drafts + 1, self.hits + right
         self.proven = self.proven or right
         self.whole += (right - self.whole) / (self.whole_weight + 1)
         self.whole_weight = min(self.whole_weight + 1, memory)
@@ -108,11 +112,35 @@ def caution(accepted: Floats, first: Floats, whole: Floats, weight: Floats, coun
     return np.where(counts > 1, CAUTION * np.sqrt((squares * counted).sum(0) / np.maximum(counts, 1)), 0.0)
 
 
+@dataclass(slots=True)
+class Spread:
+    """How much sequences differ: the variance of their own rates for a draft's first token. The start is that of a
+    prior that counts for PRIOR_WEIGHT steps, and counts itself for one long sequence.
+    """
+
+    variance: float
+    weight: float = SEQUENCE_MEMORY
+
+    def observe(self, drafts: int, hits: int, expected: float) -> None:
+        """A sequence ended. Of the distance of its mean from the prior, chance explains a part."""
+        if drafts > 1:
+            mean, weight = hits / drafts, min(drafts - 1, SEQUENCE_MEMORY)
+            found = (mean - expected) ** 2 - mean * (1 - mean) / (drafts - 1)
+            self.weight = min(self.weight + weight, DRAFTER_MEMORY * SEQUENCE_MEMORY)
+            self.variance += (found - self.variance) * weight / self.weight
+
+    def prior_weight(self, expected: float) -> float:
+        """Steps that the prior counts for: the fewer, the more sequences differ (a beta distribution's strength)."""
+        steps = expected * (1 - expected) / max(self.variance, LEAST**2) - 1
+        return min(max(steps, PRIOR_WEIGHT), SEQUENCE_MEMORY)
+
+
 class AcceptanceRates:
     def __init__(self) -> None:
         self.by_sequence: dict[Sequence, dict[str, AcceptanceRate]] = {}
         self.priors: dict[Band, AcceptanceRate] = {}
         self.wrong: dict[Band, AcceptanceRate] = {}  # of model-free drafters, after a rejected draft
+        self.spreads: dict[Band, Spread] = {}  # of the other drafters
         self.model_free: tuple[str, ...] = ()  # drafters that every step scores, whether they draft or not
         self.tried: set[str] = set()  # drafters that were observed
 
@@ -121,11 +149,19 @@ class AcceptanceRates:
         if drafter not in own:
             band = _band(drafter, sequence.request.params.temperature)
             prior = self._prior(self.priors, band)
-            wrong = (
-                (self._prior(self.wrong, band).first, PRIOR_WEIGHT) if drafter in self.model_free else None
-            )
-            own[drafter] = AcceptanceRate(prior.first, prior.next, other=wrong)
+            if drafter in self.model_free:
+                other = self._prior(self.wrong, band).first, PRIOR_WEIGHT
+                own[drafter] = AcceptanceRate(prior.first, prior.next, other=other)
+            else:
+                weight = self._spread(band).prior_weight(prior.first)
+                own[drafter] = AcceptanceRate(prior.first, prior.next, weight)
         return own[drafter]
+
+    def _spread(self, band: Band) -> Spread:
+        if band not in self.spreads:
+            first = self._prior(self.priors, band).first
+            self.spreads[band] = Spread(first * (1 - first) / (PRIOR_WEIGHT + 1))
+        return self.spreads[band]
 
     def _prior(self, priors: dict[Band, AcceptanceRate], band: Band) -> AcceptanceRate:
         if band not in priors:
@@ -148,9 +184,10 @@ class AcceptanceRates:
     def forget_drafters(self, drafters: Iterable[str]) -> None:
         gone = set(drafters)
         self.tried -= gone
-        for priors in (self.priors, self.wrong):
-            for band in [band for band in priors if band[0] in gone]:
-                del priors[band]
+        tables: tuple[dict[Band, Any], ...] = (self.priors, self.wrong, self.spreads)
+        for table in tables:
+            for band in [band for band in table if band[0] in gone]:
+                del table[band]
         for rates in self.by_sequence.values():
             for name in gone & rates.keys():
                 del rates[name]
@@ -164,13 +201,16 @@ class AcceptanceRates:
     def left_to(self, sequences: Iterable[Sequence], drafter: str) -> Iterator[float]:
         """For each sequence the share of its steps so far in which no other drafter drafted."""
         for sequence in sequences:
-            others = (
-                rate.used for name, rate in self.by_sequence.get(sequence, {}).items() if name != drafter
-            )
-            yield 1 - min(sum(others) / max(sequence.steps, 1), 1.0)
+            own = self.by_sequence.get(sequence, {})
+            others = sum(rate.used for name, rate in own.items() if name != drafter)
+            yield 1 - min(others / max(sequence.steps, 1), 1.0)
 
     def forget(self, sequence: Sequence) -> None:
-        self.by_sequence.pop(sequence, None)
+        for drafter, rate in self.by_sequence.pop(sequence, {}).items():
+            if rate.other is None:
+                band = _band(drafter, sequence.request.params.temperature)
+                expected = self._prior(self.priors, band).first
+                self._spread(band).observe(rate.drafts, rate.hits, expected)
 
 
 def _band(drafter: str, temperature: float) -> Band:

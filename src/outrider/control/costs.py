@@ -76,22 +76,21 @@ class EagerCosts:
         return self.step(batch) if known is None else known
 
     def step(self, rows: int, sequences: int | None = None) -> float:
-        """Of so many rows, each of a sequence of its own unless fewer `sequences` have about as many each."""
+        """Seconds of a step with this many rows, spread evenly over `sequences`; None: one row each."""
         seconds, experts = self._step(rows), self.experts
         if experts is None:
             return seconds
         return seconds * experts.ratio(rows, experts.expected(rows, rows if sequences is None else sequences))
 
     def step_of(self, each: Seq[int]) -> float:
-        """Of sequences with so many rows each."""
+        """Seconds of a step in which each sequence has this many rows."""
         return self._step(sum(each)) * self.shared(each)
 
     def shared(self, each: Seq[int]) -> float:
-        """Time of a pass over sequences with so many rows each, relative to one of independent rows."""
-        experts = self.experts
-        return (
-            1.0 if experts is None else experts.ratio(sum(each), experts.distinct(experts.independent(each)))
-        )
+        """Time of a pass in which each sequence has this many rows, relative to a pass of independent rows."""
+        if (experts := self.experts) is None:
+            return 1.0
+        return experts.ratio(sum(each), experts.distinct(experts.independent(each)))
 
     def _step(self, rows: int) -> float:
         known = self.by_rows.get(rows)
@@ -210,16 +209,29 @@ class CapturedCosts:
         return None if device is None else device + exposed - self._saved(shape)
 
     def _saved(self, shape: CapturedShape, read: float | None = None) -> float:
-        """Seconds that a step takes less than one of independent rows, as it reads so many experts, by default those
-        that are expected. An expert costs what its bytes do in the smallest plain step.
+        """Seconds that a step is shorter than one of independent rows, because it reads only `read` experts: by default
+        the expected number.
         """
         if self.experts is None:
             return 0.0
-        size, rows = min(self.sizes("none"), default=shape.size), shape.size * (shape.tree.nodes + 1)
-        smallest = self._device(CapturedShape("none", NO_TREE, size)) or 0.0
-        per_expert = smallest / (self.experts.dense + self.experts.distinct(size))
+        rows = shape.size * (shape.tree.nodes + 1)
         read = self.experts.expected(rows, shape.size) if read is None else read
-        return per_expert * (self.experts.distinct(rows) - read)
+        return self._per_expert(self.experts) * (self.experts.distinct(rows) - read)
+
+    def _per_expert(self, experts: ExpertCosts) -> float:
+        """What the largest plain step takes more than the smallest, for each expert that it reads more. At most what
+        its bytes are of the smallest: part of a step's time is that of launches and attention, not of bytes.
+        """
+        sizes = self.sizes("none")
+        if not sizes:
+            return 0.0
+        shapes = (CapturedShape("none", NO_TREE, size) for size in (sizes[0], sizes[-1]))
+        few, many = (
+            self.ahead.get(shape) or self.device.get(shape, 0.0) for shape in shapes
+        )  # at equal contexts
+        by_bytes = few / (experts.dense + experts.distinct(sizes[0]))
+        more = experts.distinct(sizes[-1]) - experts.distinct(sizes[0])
+        return min(max(many - few, 0.0) / more, by_bytes) if more > 0 else by_bytes
 
     def _device(self, shape: CapturedShape) -> float | None:
         if shape in self.device:

@@ -16,7 +16,9 @@ from math import inf
 FIRST, NEXT = 0.7, 0.8
 # A degree of temperature divides FIRST by 1 + COOLING: a head has .68 at temperature 0 and .57 at 0.7 (log/077).
 COOLING = 0.25
-PRIOR_WEIGHT = 2.0  # steps that the starting point of an estimate counts for: two instead of four (log/072)
+# Steps that the starting point of an estimate counts for, two instead of four (log/072), until sequences have ended and
+# say how much they differ; at least so many then, too.
+PRIOR_WEIGHT = 2.0
 SEQUENCE_MEMORY = 12  # steps that a sequence's estimate averages over (log/049)
 DRAFTER_MEMORY = 200  # the same of the prior over all sequences; flat (log/088)
 # Share of the way back to NEXT after a draft that was accepted as far as it went. Without it drafts bring less; more of

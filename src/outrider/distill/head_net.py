@@ -145,6 +145,8 @@ def _copy_layer(layer: nn.Module, read: Read, target: ModelConfig, index: int, j
             continue  # of the embedding: the target's last layers know none
         if name.endswith("norm.weight") and not target.specs[index].norm_before:
             continue
+        if name.startswith("mlp.") and not target.specs[index].intermediate:
+            continue  # the layer has experts and no MLP that all rows share
         theirs = read(prefix + name.replace("hidden_norm", "input_layernorm"))
         if joined and name.split(".")[1] in ("q_proj", "k_proj", "v_proj"):
             width = parameter.shape[1] // 2

@@ -23,7 +23,8 @@ def plain_of(target: ModelConfig, **changes: Any) -> ModelConfig:
     multipliers. Its MLP is as wide as all experts of a row together. Of several rotary tables it has the last; scaling
     that only a part of a Llama could have is left out.
     """
-    rope = next((spec.rope for spec in reversed(target.specs) if spec.rope is not None), Rope())
+    turning = (spec.rope for spec in reversed(target.specs) if spec.rope and spec.rope.kind != "none")
+    rope = next(turning, Rope())
     if rope.kind == "longrope" or PARTIAL in rope.scaling or QUERY_BETA in rope.scaling:
         rope = Rope(rope.theta)
     scales = {"embedding_scale": 1.0, "residual_scale": 1.0, "logit_divisor": 1.0, "softcap": 0.0}

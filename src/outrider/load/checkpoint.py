@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 
 from outrider.errors import BadCheckpoint, ModelNotFound, UnsupportedModel, naming
 from outrider.load.config import ModelConfig, end_ids
-from outrider.load.families import config_from_json, is_known_family
+from outrider.load.families import FAMILIES, config_from_json, is_known_family
 from outrider.load.gguf import GgufFile
 from outrider.load.gguf_config import ROPE_TENSORS, config_from_gguf, extra_layers
 from outrider.load.json_files import read_json, read_text
@@ -146,14 +146,27 @@ def check_shapes(checkpoint: Checkpoint) -> None:
     """Every tensor the config calls for is there, in its shape; the first that is not is named."""
     if checkpoint.config is None:
         return
-    present = set(checkpoint.names())
+    present, family = set(checkpoint.names()), checkpoint.config.family
     for name, shape in expected_shapes(checkpoint.config):
         if name not in present:
-            raise BadCheckpoint(f"{checkpoint.path} has no tensor {name!r}, which its config calls for")
+            raise BadCheckpoint(
+                f"{checkpoint.path} has no tensor {name!r}, which its config ({family}) calls for"
+                + _looked_for(name, family)
+            )
         if (found := checkpoint.shape(name)) != shape:
             raise BadCheckpoint(
                 f"tensor {name!r} of {checkpoint.path} has shape {list(found)!s:.200}; its config says {list(shape)}"
             )
+
+
+def _looked_for(name: str, family: str) -> str:
+    """Of an expert, the names under which safetensors may have it."""
+    routing, (layer, found, rest) = FAMILIES[family].routing, name.partition(".mlp.experts.")
+    if routing is None or not found:
+        return ""
+    part, _, kind = f"mlp.experts.{rest}".rpartition(".")
+    places = [f"{layer}.{place}" for place, _ in routing.places(part, kind)]
+    return f"; in safetensors it may be {' or '.join(places)}"
 
 
 class FolderCheckpoint(Checkpoint):

@@ -109,10 +109,10 @@ class Experts:
             raise BadCheckpoint(f"the model's config gives {self.count} experts; {MAX_EXPERTS} are supported")
         if self.score not in SCORES:
             raise UnsupportedModel(f"the router's score {self.score!r:.60} is not one of {', '.join(SCORES)}")
-        if self.count % self.groups or self.groups_kept > self.groups:
-            raise BadCheckpoint(
-                f"{self.count} experts in {self.groups} groups, {self.groups_kept} of which are used, cannot be right"
-            )
+        if self.count % self.groups:
+            raise BadCheckpoint(f"{self.count} experts do not divide into {self.groups} groups")
+        if self.groups_kept > self.groups:
+            raise BadCheckpoint(f"{self.groups_kept} of {self.groups} groups cannot be used")
         if self.per_token > self.count // self.groups * self.groups_kept:
             raise BadCheckpoint(
                 f"{self.per_token} experts a token are more than the {self.count // self.groups * self.groups_kept} "

@@ -53,7 +53,11 @@ def config_from_gguf(
     if architecture == "llama" and entry.whole("expert_count", 0):
         name = "mixtral"
     if entry.whole("expert_count", 0) and FAMILIES[name].routing is None:
-        raise UnsupportedModel(f"this {architecture} model is a mixture of experts, which is not supported")
+        able = sorted(family.gguf for family in FAMILIES.values() if family.routing and family.gguf)
+        raise UnsupportedModel(
+            f"this {architecture} model has expert_count = {entry.whole('expert_count')}; architectures with experts: "
+            + ", ".join(able)
+        )
     hidden, layers = entry.whole("embedding_length"), entry.whole("block_count")
     layers -= extra_layers(metadata)
     check_layers(layers)

@@ -67,7 +67,9 @@ def fingerprint(checkpoint: Checkpoint) -> str | None:
     c = checkpoint.config
     if c is None:
         return None
-    shape = [c.vocab, c.hidden, c.layers, c.heads, c.kv_heads, c.head_dim, c.intermediate]
+    widths = [spec.intermediate for spec in c.specs]  # first layers of a mixture of experts may have none
+    width = widths if len(set(widths)) > 1 else widths[0]
+    shape = [c.vocab, c.hidden, c.layers, c.heads, c.kv_heads, c.head_dim, width]
     values = checkpoint.tensor(NORM).numpy().astype("<f4").tobytes()
     return hashlib.sha256(json.dumps(shape).encode() + values).hexdigest()
 

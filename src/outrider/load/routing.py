@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from outrider.errors import UnsupportedModel
+from outrider.errors import BadCheckpoint, UnsupportedModel
 from outrider.load.config import Experts
 
 Given = Mapping[str, Any]
@@ -41,6 +41,7 @@ class Routing:
     width: str = "moe_intermediate_size"
     normalise: bool | tuple[str, bool] = ("norm_topk_prob", False)
     score: str = "softmax"
+    method: str = "greedy"  # of the choice, as DeepSeek's kind of config.json calls it
     floor: float = 0.0
     scale: tuple[str, float] = ("", 1.0)
     grouped: bool = False  # `n_group` and `topk_group`
@@ -78,12 +79,18 @@ class Routing:
     def experts(self, given: Given, index: int) -> Experts | None:
         if not self.has_experts(given, index):
             return None
-        found = given.get("scoring_func") or self.score
-        if found != self.score:
-            family = given.get("model_type")
-            raise UnsupportedModel(
-                f"scoring_func = {found!r:.60} of this {family} model; supported: {self.score}"
-            )
+        family = given.get("model_type")
+        for field, only in (("scoring_func", self.score), ("topk_method", self.method)):
+            if (found := given.get(field) or only) != only:
+                raise UnsupportedModel(f"{field} = {found!r:.60} of this {family} model; supported: {only}")
+        try:
+            return self._experts(given)
+        except BadCheckpoint as wrong:
+            named = (*self.count, "num_experts_per_tok", self.width, "n_group", "topk_group", self.scale[0])
+            fields = ", ".join(f"{name} = {given[name]!r:.40}" for name in named if name in given)
+            raise BadCheckpoint(f"experts of this {family} model: {wrong}; its config has {fields}") from None
+
+    def _experts(self, given: Given) -> Experts:
         normalise = self.normalise
         return Experts(
             count=next((given[name] for name in self.count if name in given), None) or given[self.count[0]],
@@ -138,7 +145,8 @@ MIXTRAL_ROUTING = Routing(
 )  # fmt: skip
 GLM_ROUTING = Routing(
     has_experts=_after_the_first, count=("n_routed_experts",), normalise=("norm_topk_prob", True), score="sigmoid",
-    floor=1e-20, scale=("routed_scaling_factor", 1.0), grouped=True, correction=True, shared="n_shared_experts",
+    method="noaux_tc", floor=1e-20, scale=("routed_scaling_factor", 1.0), grouped=True, correction=True,
+    shared="n_shared_experts",
 )  # fmt: skip
 GPT_OSS_ROUTING = Routing(
     has_experts=lambda *_: True, count=("num_local_experts", "num_experts"), width="intermediate_size", normalise=True,

@@ -21,6 +21,7 @@ from tests.tiny import VOCAB, random_tensors, tiny_config
 
 SMALL = tiny_config(heads=6, kv_heads=2, hidden=96, layers=2, tied=True)
 WIDE = Wide(hidden=256, layers=3, heads=16, kv_heads=4, intermediate=112, vocab=130)
+MIXTURE = replace(WIDE, intermediate=20, experts=18, per_token=6)  # 3 experts hold the MLP of 48
 
 
 def widened(kept: tuple[int, ...] | None = None, wide: Wide = WIDE) -> Decoder:
@@ -28,11 +29,12 @@ def widened(kept: tuple[int, ...] | None = None, wide: Wide = WIDE) -> Decoder:
     return Decoder(config, read, make_kernels(config, 128, 1, Path(), "torch"))
 
 
+@pytest.mark.parametrize("shape", [WIDE, MIXTURE], ids=["dense", "experts"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_logits_are_the_small_models(tied: bool) -> None:
+def test_logits_are_the_small_models(tied: bool, shape: Wide) -> None:
     small = Decoder(SMALL, random_tensors(SMALL), make_kernels(SMALL, 128, 1, Path(), "torch"))
     ids, draft = random_ids(VOCAB, 12), Draft((1, 2, 3), (-1, 0, 0))
-    wide = Wide(256, 3, 16, 4, 112, 130, tied)
+    wide = replace(shape, tied=tied)
     made, expected = (Reader(m.config).feed(m, Part(0, ids, draft)) for m in (widened(wide=wide), small))
     real = made[:, :VOCAB]
     assert furthest(real - real.mean(1, keepdim=True), expected - expected.mean(1, keepdim=True)) < 1e-5
@@ -64,10 +66,14 @@ def test_layers_can_be_left_out() -> None:
 
 
 def test_what_does_not_fit_is_named() -> None:
-    for wrong in ("8bb", "1:2:3:4", "640:30:12:3:0", "640:30:12:3:x"):
+    for wrong in ("8bb", "1:2:3:4", "640:30:12:3:0", "640:30:12:3:x", "640:30:12:3:96:8x", "8x2"):
         with pytest.raises(InvalidRequest, match="unknown shape"):
             shape_of(wrong)
     assert shape_of("640:30:12:3:1600") == Wide(640, 30, 12, 3, 1600, tied=True)
+    assert shape_of("640:30:12:3:384:49408:16x8") == Wide(640, 30, 12, 3, 384, 49408, True, 16, 8)
+    for experts, per_token in ((12, 5), (11, 6), (6, 9)):
+        with pytest.raises(InvalidRequest, match="3 experts of 20 hold this model's MLP of 48"):
+            widened(wide=replace(MIXTURE, experts=experts, per_token=per_token))
     with pytest.raises(InvalidRequest, match="larger than the model's 96"):
         widened(wide=Wide(96, 3, 16, 4, 112, 130))
     with pytest.raises(InvalidRequest, match="not whole"):
@@ -107,11 +113,12 @@ def test_the_constant_is_lost_in_rounding() -> None:
     assert (constant / stream.pow(2).sum(1)).max() < torch.finfo(torch.float32).eps
 
 
-def test_a_wide_checkpoint_is_a_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shape", ["40:3:8:4:70", "40:3:8:4:35:300:8x4"])
+def test_a_wide_checkpoint_is_a_checkpoint(shape: str, tmp_path: Path) -> None:
     """What it says of its tensors is what they are, and the same again after a round through a file."""
     write_folder(tmp_path)
     small = open_checkpoint(tmp_path)
-    made = WideCheckpoint(small, shape_of("40:3:8:4:70"))
+    made = WideCheckpoint(small, shape_of(shape))
     check_shapes(made)
     assert all(tuple(made.tensor(name).shape) == made.shape(name) for name in made.names())
     assert made.total_bytes == sum(made.tensor(name).nbytes for name in made.names())

@@ -4,6 +4,7 @@ experts in MXFP4 with the bits of the dequantised model.
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -14,10 +15,14 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from outrider.errors import KernelUnavailable
 from outrider.load.config import CLAMPED, GAIN_FROM, QUERY_BETA, TRAINED, Experts, LayerSpec, Rope
+from outrider.load.families import FAMILIES as TABLE
+from outrider.load.families import config_from_json, sample_config
 from outrider.load.quants import FORMATS, Blocks
 from outrider.model.decoder import Decoder
 from outrider.model.device import DeviceDecoder, DevicePass
+from outrider.model.gpu_limits import gpu_obstacle
 from outrider.model.kernels.gpu import matmul, mxfp4, rows
 from outrider.model.kernels.gpu.experts import choose_tile, expert_parts, gated_experts
 from outrider.model.kernels.gpu.kernels import GpuKernels
@@ -26,6 +31,8 @@ from outrider.model.kernels.reference import ReferenceKernels
 from outrider.model.rope import rope_tables
 from outrider.types import Draft
 from tests.model.batches import Part, Reader, furthest, random_ids
+from tests.model.families import CASES, tensors_of
+from tests.model.families import theirs as transformers_model
 from tests.model.gpu.test_decoder import HalfReader, decoders
 from tests.model.gpu.test_experts import schedule_of, some_choice
 from tests.model.gpu.test_kernels import HALF, noise
@@ -67,6 +74,42 @@ def test_logits_are_the_references(device: str, name: str) -> None:
     mine = HalfReader(ours, device).feed(ours, Part(0, ids, TREE))
     theirs = Reader(reference.config).feed(reference, Part(0, ids, TREE))
     assert furthest(mine.cpu(), theirs) < 2.5e-2
+
+
+def _first_cases() -> dict[str, str]:
+    """A tiny model of transformers for each family of the table."""
+    found = {"llama4_text": "llama4", "gemma3_text": "gemma3"}
+    return {
+        family: found.get(family) or next(c for c in CASES if c.partition("-")[0] == family)
+        for family in TABLE
+    }
+
+
+@pytest.mark.parametrize(
+    "family", sweep(TABLE, quick=["granite", "ministral3", "seed_oss", "glm4_moe", "llama4_text"])
+)
+def test_what_the_table_says_of_a_family(family: str, device: str) -> None:
+    """Its config runs on these kernels, or is refused by the name that `outrider models families` shows."""
+    case = _first_cases()[family]
+    config, stored = (
+        config_from_json(json.loads(json.dumps(transformers_model(case).config.to_dict()))),
+        tensors_of(case),
+    )
+    assert config.family == family and gpu_obstacle(config) == gpu_obstacle(sample_config(family))
+    tables = rope_tables(config, 192)
+    if gpu_obstacle(config):
+        with pytest.raises(KernelUnavailable, match="does not run on a GPU"):
+            GpuKernels(config, tables, device, HALF)
+        return
+
+    def read(name: str) -> Tensor:
+        return stored[name].to(HALF).float()
+
+    ours = Decoder(config, read, GpuKernels(config, tables, device, HALF))
+    reference = Decoder(config, read, ReferenceKernels(config, tables))
+    parts = Part(0, random_ids(97, 7))
+    mine = HalfReader(ours, device).feed(ours, parts)
+    assert furthest(mine.cpu(), Reader(config).feed(reference, parts)) < 4e-2
 
 
 @pytest.mark.parametrize("name", sweep(FAMILIES, quick=["gemma", "olmo", "gpt_oss"]))

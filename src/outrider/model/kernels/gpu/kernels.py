@@ -437,10 +437,7 @@ def _normed(parts: Tensor | ExpertParts, weight: Tensor | None) -> Pending:
 
 
 def check_layers(config: ModelConfig, group: Group = ALONE) -> None:
-    missing = gpu_obstacle(config)
-    if group.size > 1 and any(spec.qk_norm == "whole" for spec in config.specs):
-        missing = "norms over heads of several ranks"
-    if missing:
+    if missing := gpu_obstacle(config, group.size):
         raise KernelUnavailable(
             f"this {config.family} model does not run on a GPU: the kernels do not have {missing}; use --device cpu"
         )
