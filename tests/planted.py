@@ -87,7 +87,7 @@ FAULTS = [
           "/ more, by_bytes) * 0 + by_bytes",
           "control/test_experts.py::test_an_expert_is_not_charged_for_launches"),
     Fault("a prior that counts alike for all traffic", "control/acceptance.py",
-          "self._spread(band).prior_weight(prior.first) if wrong is None else PRIOR_WEIGHT", "PRIOR_WEIGHT",
+          "weight = self._spread(band).prior_weight(prior.first)", "weight = PRIOR_WEIGHT",
           "control/test_acceptance.py::test_the_prior_counts_for_more_where_sequences_are_alike"),
     Fault("chance taken for a difference between sequences", "control/acceptance.py",
           "- mean * (1 - mean) / (drafts - 1)", "- 0 * mean",
